@@ -26,7 +26,9 @@ from tests.e2e.models import Model, TinyModel
 from tests.e2e.reference import Case, clear_cases
 from tests.e2e.server import Server
 
-FLAGS = ("--max-total-tokens", "8192", "--context-length", "1024", "--chunked-prefill-size", "32")
+PLAIN = ("--max-total-tokens", "8192", "--context-length", "1024", "--chunked-prefill-size", "32")
+CALLED = ("--model-impl", "transformers")
+FLAGS = (*PLAIN, *CALLED)
 COUNT = 6
 
 
@@ -173,7 +175,7 @@ def test_images_are_refused(server: Server) -> None:
 def test_preemption_changes_no_token(model: Model, serve: Serve) -> None:
     cases = clear_cases(model, 8, 16, range(40, 60), seed=9)
     flags = ("--max-total-tokens", "160", "--context-length", "128", "--page-size", "4", "--chunked-prefill-size", "32")
-    server = serve(model, *flags)
+    server = serve(model, *flags, *CALLED)
     answers = native_together(server, bodies(cases), held=True)
     assert [answer["output_ids"] for answer in answers] == [case.tokens for case in cases]
     assert server.metric("vllm:num_preemptions_total") > 0
@@ -265,7 +267,7 @@ def _is_refused(server: Server, reason: str) -> None:
 def test_a_native_family_on_request(models: Models, serve: Serve) -> None:
     tiny = models("llama")
     found = clear_cases(tiny, 3, 40, range(6, 10), seed=2)
-    server = serve(tiny, *FLAGS, "--model-impl", "transformers")
+    server = serve(tiny, *FLAGS)
     assert [answer["output_ids"] for answer in native_together(server, bodies(found))] == [
         case.tokens for case in found
     ]
@@ -281,7 +283,7 @@ def test_code_of_a_repository_is_named_and_never_run(models: Models, serve: Serv
     config.write_text(text.replace("{", '{"auto_map": {"AutoModelForCausalLM": "code.HomemadeForCausalLM"}, ', 1))
     (folder / "code.py").write_text("raise SystemExit('ran')")
     other = Model("own-code", folder, folder / "tokenizer.json")
-    server = serve(other, *FLAGS, healthy=False)
+    server = serve(other, *PLAIN, healthy=False)
     assert server.process.wait(120) != 0
     assert "auto_map: AutoModelForCausalLM" in server.log()
     assert "ran" not in server.log().split()

@@ -336,6 +336,8 @@ class PlanBuilder:
     span_pages: list[int] = field(default_factory=list)
     prompt_logprobs: list[tuple[int, int, int, int]] = field(default_factory=list)
     draft_tokens: list[int] = field(default_factory=list)
+    state_loads: list[tuple[int, int]] = field(default_factory=list)
+    state_saves: list[tuple[int, int]] = field(default_factory=list)
 
     def slot(
         self,
@@ -410,6 +412,8 @@ class PlanBuilder:
             _ints(self.span_pages),
             prompt_logprobs=_ints(self.prompt_logprobs, 4),
             draft_tokens=_ints(self.draft_tokens),
+            state_loads=_ints(self.state_loads, 2),
+            state_saves=_ints(self.state_saves, 2),
         ).staged()
 
 

@@ -11,11 +11,15 @@ import numpy as np
 import pytest
 import torch
 
+from forebay.layers.states import StatePiece
+from forebay.protocol.plan import Plan
 from forebay.runner.runner import ModelRunner
+from forebay.state.checks import PlanError
+from forebay.state.recurrent import SlotStates
 from forebay.weights.errors import ModelError, UnsupportedModelError
 from tests.hand.called_models import ARCHITECTURES, PLAIN, VOCABULARY, WITH_STATES, called_runner, calls_of, model_of
 from tests.hand.late_masks import PATTERN, Late, Step, check_late
-from tests.hand.support import EVERYTHING, MiniBrain, Request, Sampling
+from tests.hand.support import EVERYTHING, MiniBrain, PlanBuilder, Request, Sampling
 
 COUNT = 12
 TOLERANCE = {"states": 1e-3, "attention": 1e-4}
@@ -101,32 +105,55 @@ def test_a_row_goes_on_where_its_states_are_and_nowhere_else(tmp_path: Path) -> 
     model, wanted = known("qwen3_5_text")
     runner = called_runner(model, tmp_path)
     request = Request(prompts()[1], COUNT)
-    brain = MiniBrain(runner)
-    brain.serve([request])
+    MiniBrain(runner).serve([request])
     assert request.tokens == wanted[1][0]
-    states = runner.model.states_of_slots  # type: ignore[union-attr]
+    states = runner.states
     assert states is not None
     seen = len(request.prompt) + COUNT - 1
     for start in (seen - 1, seen + 1):
-        with pytest.raises(ModelError, match=f"slot {request.slot} begins at position {start}"):
-            states.of_rows(_row(request.slot, start))
-    (row,) = states.of_rows(_row(request.slot, seen))
-    assert row.source is None, "nothing is copied for a row without a mask"
+        with pytest.raises(PlanError, match=f"slot {request.slot} begins at position {start}"):
+            states.read(_row(request.slot, start))
+    (row,) = _pieces(states, _row(request.slot, seen))
+    assert row.source == row.target, "nothing is copied for a row without a mask"
     # The last position of a masked row may be computed again, and it alone.
-    _, ahead = states.of_rows(_row(request.slot, seen + 1, 3, masked=True))
+    _, ahead = _pieces(states, _row(request.slot, seen + 1, 3, masked=True))
+    assert ahead.source != ahead.target
     for _ in range(2):
-        (again,) = states.of_rows(_row(request.slot, seen + 3, masked=True))
-        assert again.source is ahead.source
-    with pytest.raises(ModelError, match=f"begins at position {seen + 1}"):
-        states.of_rows(_row(request.slot, seen + 1))
-    assert states.of_rows(_row(request.slot, seen + 4))[0].cache is again.cache
+        (again,) = _pieces(states, _row(request.slot, seen + 3, masked=True))
+        assert again == ahead._replace(first=0)
+    with pytest.raises(PlanError, match=f"begins at position {seen + 1}"):
+        states.read(_row(request.slot, seen + 1))
+    assert _pieces(states, _row(request.slot, seen + 4))[0].source == again.target
 
 
-def _row(slot: int, start: int, length: int = 1, masked: bool = False) -> Any:
-    from types import SimpleNamespace
+def _pieces(states: SlotStates, plan: Plan) -> list[StatePiece]:
+    return list(states.read(plan).pieces(np.zeros(1, np.int64), plan.rows[:, 2].astype(np.int64)))
 
-    columns = {"host_slots": slot, "start": start, "length": length, "offset": 0, "masked": masked}
-    return SimpleNamespace(**{key: np.array([value]) for key, value in columns.items()})
+
+def _row(slot: int, start: int, length: int = 1, masked: bool = False) -> Plan:
+    builder = PlanBuilder()
+    builder.row(slot, start, length, masked=masked)
+    return builder.build()
+
+
+def test_a_prefix_goes_on_from_a_kept_state(tmp_path: Path) -> None:
+    model, _ = known("qwen3_5_text")
+    runner = called_runner(model, tmp_path, page_size=16)
+    prefix = (prompts()[1] * 2)[:32]
+    first = PlanBuilder(1)
+    first.slot(0, prefix)
+    first.page_writes += [(0, 0, 7), (0, 1, 3)]
+    first.row(0, 0, 32, sample=False)
+    first.state_saves.append((0, 4))
+    runner.step(first.build())
+    second = PlanBuilder(2)
+    for slot, token in ((1, 9), (2, 77)):
+        second.slot(slot, [*prefix, token])
+        second.page_writes += [(slot, 0, 7), (slot, 1, 3), (slot, 2, 8 + slot)]
+        second.row(slot, 32, 1)
+        second.state_loads.append((slot, 4))
+    found = runner.step(second.build()).tokens.tolist()
+    assert found == [reference(model, [*prefix, token])[0][0] for token in (9, 77)]
 
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen3_5_text"])
@@ -232,7 +259,7 @@ def test_what_there_is_not_is_refused(tmp_path: Path) -> None:
     for changes, what in (
         ({"world_size": 2}, "ranks"),
         ({"attention_backend": "triton"}, "attention backend triton"),
-        ({"host_ratio": 2.0}, "a host tier of recurrent states"),
+        ({"host_ratio": 2.0}, "for whose states there is no host tier"),
         ({"quantization": "w8a8_int8"}, "quantization w8a8_int8"),
     ):
         with pytest.raises(ValueError, match=what):

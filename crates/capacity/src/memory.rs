@@ -15,6 +15,9 @@ pub struct RankMemory {
     pub page_count: u32,
     /// Bytes of all pages.
     pub kv_bytes: u64,
+    /// Bytes of the recurrent states of all slots and state pages; 0: the model has none.
+    #[serde(default)]
+    pub state_bytes: u64,
 }
 
 /// The memory of a model that is served by one group of ranks, or by several that are alike.
@@ -101,6 +104,11 @@ impl Memory {
         };
         let _ = writeln!(text, "\nRoom for  {room}");
         let _ = writeln!(text, "Weights   {:.4} GB in all hands", gb(self.all_weight_bytes()));
+        let states: u64 = ranks.iter().map(|rank| rank.state_bytes).sum();
+        if states > 0 {
+            let all = gb(u64::from(*groups) * states);
+            let _ = writeln!(text, "States    {all:.4} GB in all hands");
+        }
         text
     }
 }
@@ -117,7 +125,7 @@ mod tests {
     fn memory(replicas: u32, groups: u32, ranks: &[(u64, u32)]) -> Memory {
         let rank = |&(weight_bytes, page_count): &(u64, u32)| {
             let kv_bytes = 6144 * u64::from(page_count);
-            RankMemory { weight_bytes, page_bytes: 6144, page_count, kv_bytes }
+            RankMemory { weight_bytes, page_bytes: 6144, page_count, kv_bytes, state_bytes: 0 }
         };
         Memory {
             model: "tiny".into(),

@@ -144,13 +144,18 @@ impl<'a> DecoderParts<'a> {
 
 /// The part of a model that another hand has, and this one has not.
 fn lacks(shape: &Shape) -> Option<&'static str> {
-    let latent = shape.mixers.iter().any(|mixer| matches!(mixer, Mixer::Latent(_)));
+    let has = |kind: fn(&Mixer) -> bool| shape.mixers.iter().any(kind);
+    let latent = has(|mixer| matches!(mixer, Mixer::Latent(_)));
+    let recurrent = has(|mixer| matches!(mixer, Mixer::Recurrence(_)));
+    let gated = has(|mixer| matches!(mixer, Mixer::Attention(attention) if attention.gate));
     let interleaved = shape.ropes.iter().any(|rope| rope.interleaved);
     let sections = shape.ropes.iter().any(|rope| rope.sections.is_some());
     // Stacks of MXFP4 are read as blocks.
     let quantised = shape.quantised.as_ref().is_some_and(|it| it.scheme != Scheme::Mxfp4);
     let parts = [
         (latent, "latent attention"),
+        (recurrent, "recurrent layers"),
+        (gated, "a gate behind attention"),
         (shape.tower.is_some(), "images"),
         (sections, "positions of three numbers"),
         (interleaved, "rotary positions of neighbouring elements"),
@@ -201,6 +206,9 @@ mod tests {
             "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 32,
             "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "index_head_dim": 16,
             "rope_scaling": {"type": "default", "mrope_section": [4, 2, 2]},
+            "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "full_attention_interval": 2,
+            "full_attn_idxs": [1],
         });
         config["vision_config"] = json!({
             "depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 2, "patch_size": 4,

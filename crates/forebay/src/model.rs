@@ -126,7 +126,17 @@ impl Model {
 
     /// True if layers keep a state of all earlier positions, which no prefix of a request has.
     pub(crate) fn has_states(&self) -> bool {
-        self.called.as_ref().is_some_and(|called| called.state_bytes > 0)
+        self.state_bytes(1) > 0
+    }
+
+    /// Bytes of the recurrent states of a request, in a model whose elements have `element` bytes;
+    /// 0: it has none.
+    pub(crate) fn state_bytes(&self, element: u64) -> u64 {
+        match (&self.called, self.shape.as_ref().and_then(ModelShape::decoder)) {
+            (Some(called), _) => called.state_bytes,
+            (None, Some(shape)) => shape.state_bytes(element as usize),
+            (None, None) => 0,
+        }
     }
 
     /// The part that a hand is told.

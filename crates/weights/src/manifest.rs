@@ -72,6 +72,9 @@ struct MatrixPart {
     /// The first row, behind transposing, and the distance to the next one.
     #[serde(skip_serializing_if = "Option::is_none")]
     rows: Option<[usize; 2]>,
+    /// The number of rows that lie together; left out: 1.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    width: Option<usize>,
     /// The number of heads in which the rows of two halves alternate.
     #[serde(skip_serializing_if = "Option::is_none")]
     pairs: Option<usize>,
@@ -90,6 +93,7 @@ impl MatrixPart {
             matrix: chooses.then_some(part.matrix),
             transposed: part.transposed,
             rows: chooses.then_some([part.first, part.step]),
+            width: (chooses && part.width != 1).then_some(part.width),
             pairs: part.pairs,
             times: one(part.times, 1.0),
             plus: one(part.plus, 0.0),

@@ -136,6 +136,8 @@ mod tests {
             "v_head_dim": 12});
         let indexed =
             with(&latent, &json!({"index_topk": 8, "index_n_heads": 4, "index_head_dim": 16}));
+        let states = json!({"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "full_attention_interval": 2});
         vec![
             decoder("LlamaForCausalLM", &json!({})),
             decoder("MistralForCausalLM", &json!({"sliding_window": 16})),
@@ -143,6 +145,7 @@ mod tests {
             decoder("Glm4MoeForCausalLM", &groups),
             decoder("DeepseekV3ForCausalLM", &with(&groups, &latent)),
             decoder("GlmMoeDsaForCausalLM", &with(&groups, &indexed)),
+            decoder("Qwen3_5ForCausalLM", &states),
         ]
     }
 
@@ -167,7 +170,11 @@ mod tests {
                     sizes.extend([latent.value_dim]);
                     sizes.extend(latent.query_rank);
                 }
-                Mixer::Recurrence(_) => unreachable!("no family has one"),
+                Mixer::Recurrence(of_layer) => {
+                    sizes.extend([of_layer.heads, of_layer.key_heads, of_layer.key_dim]);
+                    sizes.extend([of_layer.value_dim, of_layer.taps]);
+                    assert_eq!(of_layer.heads % of_layer.key_heads, 0);
+                }
             }
         }
         assert!(sizes.into_iter().all(|size| size >= 1));

@@ -112,13 +112,10 @@ impl Tensor {
             })?;
             // A row of the weight is a column of the tensor.
             for (row, to) in to.chunks_exact_mut((rows * width).max(1)).enumerate() {
-                let column = matrix.iter().skip(part.first + row * part.step).step_by(columns);
+                let column = matrix.iter().skip(part.row(row)).step_by(columns);
                 write_numbers(column.map(|&value| part.change(value)), number, to);
             }
-        } else if part.step == 1 {
-            let first = (part.base + part.first) * columns;
-            self.read_run(name, part, (first, part.rows * columns), number, to)?;
-        } else {
+        } else if part.is_every_nth() {
             let mut all = Vec::with_capacity(part.span() * columns);
             self.each(name, (part.base + part.first) * columns, part.span() * columns, |values| {
                 all.extend_from_slice(values);
@@ -127,6 +124,13 @@ impl Tensor {
             let rows = all.chunks_exact(columns.max(1)).step_by(part.step);
             for (row, to) in rows.zip(to.chunks_exact_mut((columns * width).max(1))) {
                 write_numbers(row.iter().map(|&value| part.change(value)), number, to);
+            }
+        } else {
+            let rows_of_run = part.run();
+            let of_run = rows_of_run * columns;
+            for (run, to) in to.chunks_exact_mut((of_run * width).max(1)).enumerate() {
+                let first = (part.base + part.row(run * rows_of_run)) * columns;
+                self.read_run(name, part, (first, of_run), number, to)?;
             }
         }
         if let Some(heads) = part.pairs {
@@ -211,21 +215,27 @@ impl Tensor {
         let Some(stored) = self.kind().filter(|_| part.is_rows()) else { return Ok(None) };
         let (elements, size) = stored.block();
         let row_bytes = part.columns() / elements * size;
+        let at_once = (AT_ONCE / part.columns().max(1)).max(1);
+        let every_nth = part.is_every_nth();
         // Rows that are left out come with those between which they lie.
-        let together = (AT_ONCE / part.columns().max(1)).next_multiple_of(part.step.max(1));
+        let (all, together, nth) = if every_nth {
+            (part.span(), at_once.next_multiple_of(part.step), part.step)
+        } else {
+            (part.rows, if part.step == part.width { at_once } else { 1 }, 1)
+        };
         let mut bytes = Vec::new();
         let begin = to.len();
-        for row in (0..part.span()).step_by(together) {
-            bytes.resize(together.min(part.span() - row) * row_bytes, 0);
-            let first = part.base + part.first + row;
-            self.read_bytes(first * part.columns(), &mut bytes)?;
-            if part.step == 1 {
+        for row in (0..all).step_by(together) {
+            bytes.resize(together.min(all - row) * row_bytes, 0);
+            let first = if every_nth { part.first + row } else { part.row(row) };
+            self.read_bytes((part.base + first) * part.columns(), &mut bytes)?;
+            if nth == 1 {
                 if !as_blocks(stored, kind, &bytes, to) {
                     return Ok(None);
                 }
                 continue;
             }
-            for row in bytes.chunks_exact(row_bytes.max(1)).step_by(part.step) {
+            for row in bytes.chunks_exact(row_bytes.max(1)).step_by(nth) {
                 if !as_blocks(stored, kind, row, to) {
                     return Ok(None);
                 }
@@ -283,7 +293,12 @@ impl Tensor {
 }
 
 impl TensorPart {
-    /// Rows from the first one that is taken to the last one.
+    /// True if single rows are taken, with others between them.
+    fn is_every_nth(&self) -> bool {
+        self.width == 1 && self.step > 1
+    }
+
+    /// Rows from the first one that is taken to the last one, of single rows.
     fn span(&self) -> usize {
         self.rows.saturating_sub(1) * self.step + self.rows.min(1)
     }

@@ -83,8 +83,6 @@ class Batch:
     page_size: int
     page_stride: int
     """Entries of `LayerKV` from a page's first entry to the next page's."""
-    masked: npt.NDArray[np.bool_] | None = None
-    """[r], on the host: rows whose last position may be computed again; None: there are none."""
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ from forebay.state.images import ImagePool
 from forebay.state.inputs import PromptRows
 from forebay.state.kv_format import KvFormat
 from forebay.state.pages import KvPool
+from forebay.state.recurrent import StateStore
 from forebay.state.slots import SlotTables
 from forebay.weights.cache import cache_directory
 from forebay.weights.called import CalledConfig
@@ -253,9 +254,10 @@ class Choice:
         kv: KvPool,
         prompts: PromptRows,
         images: ImagePool | None = None,
+        states: StateStore | None = None,
     ) -> Compute:
-        """The way to compute the rows of a loaded model. `images` None: the model takes none."""
-        return self._decoder(model, tables, kv, prompts, images)
+        """The way to compute the rows of a loaded model. `images` or `states` None: the model has none."""
+        return self._decoder(model, tables, kv, prompts, images, states)
 
     def _decoder(
         self,
@@ -264,15 +266,21 @@ class Choice:
         kv: KvPool,
         prompts: PromptRows,
         images: ImagePool | None = None,
+        states: StateStore | None = None,
     ) -> NativeCompute | TorchCompute:
         if isinstance(model, Decoder) and self._packs(model.config):
             return NativeCompute(model, tables, kv, prompts, torch.get_num_threads())
         if model.params.formats.for_integers:
             raise ModelError("the compiled kernels can't compute this model, and nothing else computes quantised ones")
-        return TorchCompute(model, tables, kv, prompts, self._device, images, self._kernels)
+        return TorchCompute(model, tables, kv, prompts, self._device, images, self._kernels, states)
 
     def pooler(
-        self, model: Decoder | CalledModel | Bert, tables: SlotTables, kv: KvPool, prompts: PromptRows
+        self,
+        model: Decoder | CalledModel | Bert,
+        tables: SlotTables,
+        kv: KvPool,
+        prompts: PromptRows,
+        states: StateStore | None = None,
     ) -> Pooler:
         """The way to pool the rows of a loaded model."""
         if isinstance(model, Bert) and self._packs_encoder(model):
@@ -288,7 +296,7 @@ class Choice:
             return EncoderCompute(model, tables, self._device)
         pooling = self._config.pooling
         assert pooling is not None
-        compute = self._decoder(model, tables, kv, prompts)
+        compute = self._decoder(model, tables, kv, prompts, states=states)
         return KINDS[pooling.kind](compute, self._config.slots, model.config.hidden_size, self._device)
 
     def keeps_experts(self, model: ModelConfig) -> bool:
@@ -325,8 +333,11 @@ class Choice:
 
 
 def _needs_host(model: ModelConfig) -> bool:
-    """True if the host decides which queries choose, or the places of images. No graph can do that."""
-    return model.indexer is not None or model.sections is not None
+    """True if the host decides which queries choose, the places of images, or how states advance.
+
+    No graph can do that.
+    """
+    return model.indexer is not None or model.sections is not None or bool(model.recurrent)
 
 
 def _kernels(device: Device) -> Kernels:

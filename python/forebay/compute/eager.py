@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -18,6 +20,7 @@ from forebay.protocol.constants import ROW_WORDS
 from forebay.state.images import ImagePool, RowImages
 from forebay.state.inputs import PromptRows
 from forebay.state.pages import KvPool
+from forebay.state.recurrent import StateStore
 from forebay.state.slots import Int64s, SlotTables
 
 
@@ -33,14 +36,18 @@ class TorchCompute:
         device: Device,
         images: ImagePool | None = None,
         kernels: Kernels | None = None,
+        states: StateStore | None = None,
     ) -> None:
         """Makes the compute. `images` are outputs of towers; None: the model takes none.
+
+        `states` are those of recurrent layers; None: the model has none.
 
         `kernels` find the positions of sparse slots; None: PyTorch's operators do, where the host's memory is theirs.
         """
         self._model = model
         self._kernels = kernels
         self._images = images
+        self._states = states
         self._tables = tables
         self._kv = kv
         self._prompts = prompts
@@ -55,16 +62,34 @@ class TorchCompute:
         forward = self._forward(launch)
         logits = self._model(forward)
         self._tell_found(launch, forward)
+        self._save_states(launch)
         return logits
 
     def states(self, launch: Launch) -> torch.Tensor:
         forward = self._forward(launch)
         states = self._model.states(forward)
         self._tell_found(launch, forward)
+        self._save_states(launch)
         return states
 
     def head(self, states: torch.Tensor) -> torch.Tensor:
         return self._model.logits(states)
+
+    def _load_states(self, launch: Launch, cut: Pieces) -> Any:
+        """What the model needs of the states that the rows continue; None: it has none."""
+        rows = launch.rows.states
+        if rows is None:
+            return None
+        assert self._states is not None
+        self._states.copy(rows.loads)
+        self._states.clear(rows.fresh)
+        return self._states.step(rows.pieces(cut.row, cut.length))
+
+    def _save_states(self, launch: Launch) -> None:
+        rows = launch.rows.states
+        if rows is not None:
+            assert self._states is not None
+            self._states.copy(rows.saves)
 
     def _tell_found(self, launch: Launch, forward: Forward) -> None:
         if launch.found is not None:
@@ -73,7 +98,9 @@ class TorchCompute:
             launch.found.fill(forward.index.find.told)
 
     def vectors(self, launch: Launch, tokens: Int64s) -> torch.Tensor:
-        return self._model.states(self._forward(launch, tokens)).float()
+        states = self._model.states(self._forward(launch, tokens)).float()
+        self._save_states(launch)
+        return states
 
     def greedy(self, launch: Launch) -> tuple[torch.Tensor, torch.Tensor]:
         return self._model.ops.greedy(self.logits(launch))
@@ -115,7 +142,6 @@ class TorchCompute:
             page_table=tables.page_table,
             page_size=kv.page_size,
             page_stride=stride,
-            masked=None if rows.masked is None else np.isin(cut.row[: cut.whole], rows.masked),
         )
         return Forward(
             tokens=tables.token_pool.view(-1).index_select(0, token_slots * tables.stride + positions),
@@ -127,6 +153,7 @@ class TorchCompute:
             kv=kv.layers,
             index=self._index(cut, slots, starts, lengths, token_slots, positions, sparse),
             images=images,
+            states=self._load_states(launch, cut),
         )
 
     def _seen(self, images: RowImages, cut: Pieces) -> tuple[torch.Tensor, ImageRows | None]:

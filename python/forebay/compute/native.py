@@ -53,6 +53,10 @@ def why_not_plain(config: ModelConfig) -> str | None:
     attention = config.attention
     if not isinstance(attention, GroupedQuery):
         return "latent attention"
+    if config.recurrent:
+        return "recurrent layers"
+    if attention.gate:
+        return "a gate behind attention"
     if config.sections is not None:
         return "positions of three numbers"
     return None

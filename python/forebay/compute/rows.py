@@ -16,6 +16,7 @@ from forebay.protocol.frames import Int32s
 from forebay.protocol.plan import Plan
 from forebay.state.images import RowImages
 from forebay.state.inputs import Given
+from forebay.state.recurrent import RowStates
 from forebay.state.slots import Int64s, PlanError
 from forebay.state.staging import StepInputs
 
@@ -33,7 +34,7 @@ class Rows:
     segment: Int64s | None = None  # [r]: where the second text of a pair begins; None: the model knows no pairs
     images: RowImages | None = None  # where images stand in the slots; None: there are none
     prompts: PromptTokens | None = None  # whose log-probabilities are asked for; None: of none
-    masked: Int64s | None = None  # rows with masks: one that comes too late has the last position computed again
+    states: RowStates | None = None  # the recurrent states that rows continue; None: the model has none
 
     @property
     def last(self) -> Int64s:

@@ -28,7 +28,7 @@ class Attention:
         kind: LayerKind,
         wide_norms: bool = False,
     ) -> None:
-        """`layer` is its number. `norm_eps` and `wide_norms`: of the norms of heads, where there are any.
+        """`layer` is its number among those with pages. `norm_eps` and `wide_norms`: of the norms of heads, if any.
 
         With other ranks it has some of the heads, and gives a term of a sum over ranks.
         """
@@ -39,6 +39,9 @@ class Attention:
         queries = params.shard.of(shape.heads * heads.dim)
         keys = params.shard.of_heads(shape.kv_heads).of(shape.kv_heads * heads.dim)
         widths = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        self._gated = shape.gate
+        if shape.gate:
+            widths["g_proj"] = queries
         self.qkv = Linear(params, prefix, hidden, widths, shape.qkv_bias)
         self.output = Linear(params, prefix, queries, {"o_proj": hidden}, shape.output_bias)
         self.sinks: torch.Tensor | None = None
@@ -64,10 +67,14 @@ class Attention:
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """x is [tokens, hidden]."""
-        qkv = self.qkv(x)
+        qkv, gate = self.qkv(x), None
+        if self._gated:
+            width = self._heads.queries * self._heads.dim
+            gate, qkv = qkv[:, -width:], qkv[:, :-width].contiguous()
         if self.row_norms is not None:
             heads = self._heads
             widths = [heads.queries * heads.dim, heads.keys * heads.dim, heads.keys * heads.dim]
             q, k, v = qkv.split(widths, dim=1)
             qkv = torch.cat((self.row_norms[0](q), self.row_norms[1](k), v), dim=1)
-        return self.output(step.attend(self._layer, qkv, self._heads, self.norms, self.kind.rope, self._how))
+        attended = step.attend(self._layer, qkv, self._heads, self.norms, self.kind.rope, self._how)
+        return self.output(attended if gate is None else attended * gate.sigmoid())

@@ -11,6 +11,7 @@ from forebay.layers.moe import MixtureOfExperts
 from forebay.layers.norm import Norm
 from forebay.layers.params import Parameters
 from forebay.layers.ranks import Summed
+from forebay.layers.recurrent import RecurrentLayer
 from forebay.weights.config import ModelConfig
 from forebay.weights.parts import Experts, GroupedQuery, Latent
 
@@ -20,7 +21,19 @@ def grouped_attention(config: ModelConfig, params: Parameters, index: int) -> At
     assert isinstance(config.attention, GroupedQuery)
     prefix = f"model.layers.{index}.self_attn"
     kind, eps = config.kinds[index], config.rms_norm_eps
-    return Attention(params, prefix, index, config.hidden_size, config.attention, eps, kind, config.wide_norms)
+    # Recurrent layers have no pages.
+    number = sum(one is None for one in config.recurrences[:index]) if config.recurrences else index
+    return Attention(params, prefix, number, config.hidden_size, config.attention, eps, kind, config.wide_norms)
+
+
+def mixer(config: ModelConfig, params: Parameters, index: int) -> Attention | RecurrentLayer:
+    """The part of layer `index` in which positions mix."""
+    shape = config.recurrences[index] if config.recurrences else None
+    if shape is None:
+        return grouped_attention(config, params, index)
+    number = sum(one is not None for one in config.recurrences[:index])
+    prefix = f"model.layers.{index}.linear_attn"
+    return RecurrentLayer(params, prefix, number, config.hidden_size, shape, config.rms_norm_eps)
 
 
 def latent_attention(config: ModelConfig, params: Parameters, index: int) -> LatentAttention:
@@ -73,8 +86,8 @@ def block_of(config: ModelConfig, params: Parameters, index: int, attention: Att
 
 
 def grouped_blocks(config: ModelConfig, params: Parameters) -> list[Block]:
-    """All layers of a decoder with grouped-query attention."""
+    """All layers of a decoder with grouped-query attention, and recurrent ones among them."""
     return [
-        block_of(config, params, index, grouped_attention(config, params, index), feed_forward(config, params, index))
+        block_of(config, params, index, mixer(config, params, index), feed_forward(config, params, index))
         for index in range(config.num_hidden_layers)
     ]

@@ -49,6 +49,8 @@ class Forward:
     """The choice of positions by an index; None: the model has no index."""
     images: ImageRows | None = None
     """The rows of images; None: there are no image positions."""
+    states: Any = None
+    """What the model needs of the recurrent states of the rows (`StateStore.step`); None: it has none."""
     logits: torch.Tensor | None = None
     """Memory for the logits, float32 [s, vocabulary]; None: they get memory of their own."""
 
@@ -245,7 +247,8 @@ class Decoder:
         factors = self.query_factors(forward.positions)
         rotations = [rotary(forward.positions) for rotary in self.rotaries]
         step = Step(
-            rotations, forward.writes, forward.kv, self.backend, forward.prepared, self.ops, forward.index, factors
+            *(rotations, forward.writes, forward.kv, self.backend, forward.prepared, self.ops, forward.index, factors),
+            forward.states,
         )
         residual: torch.Tensor | None = None
         for number, block in enumerate(self.blocks, start=1):

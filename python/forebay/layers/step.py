@@ -13,6 +13,7 @@ from forebay.attention.hot_rows import Chosen
 from forebay.layers.norm import RMSNorm
 from forebay.layers.ops import Heads, Ops
 from forebay.layers.rotary import Rotation, unrotated
+from forebay.layers.states import StepStates
 
 
 @dataclass
@@ -43,6 +44,8 @@ class Step:
     ops: Ops
     index: Index | None
     query_factors: torch.Tensor | None = None  # [n, 1, 1] of the model's dtype; None: queries stay as they are
+    states: StepStates | None = None
+    """The recurrent states of the rows; None: no layer is recurrent."""
 
     @property
     def rotation(self) -> Rotation:

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from forebay.attention.backend import Batch, How
+from forebay.attention.backend import How
 from forebay.attention.cpu import CpuAttention
 from forebay.layers.decoder import Forward
 from forebay.layers.ops import Ops
 from forebay.layers.params import Parameters, Report, ignore
-from forebay.models.recurrent import RecurrentLayers, SlotStates, StateRow
+from forebay.models.recurrent import CacheStates, RecurrentLayers, StateRow
 from forebay.models.rotary import settle_rotary
 from forebay.weights.called import CalledConfig
 from forebay.weights.errors import ModelError, UnsupportedModelError
@@ -144,7 +144,6 @@ class CalledModel:
         self._take(made_of(config_of(Path(directory)), self._attention.name, params.dtype, torch.device("meta")))
         self.nbytes: int = sum(one.nbytes for one in (*self._model.parameters(), *self._model.buffers()))
         """Bytes of all weights. Those that several names share count once."""
-        self.states_of_slots: SlotStates | None = None
 
     def _take(self, model: Any) -> None:
         settle_rotary(model, self.context_length)
@@ -248,9 +247,8 @@ class CalledModel:
         """Computes the step's positions. Gives the final states [s, hidden] of the sampled ones."""
         if forward.given:
             raise UnsupportedModelError("inputs in place of tokens, for a model that transformers computes")
-        batch: Batch = forward.prepared.batch
         if self._recurrent.modules:
-            self._recurrent.rows = self._states().of_rows(batch)
+            self._recurrent.rows = forward.states
         calls = iter(forward.kv)
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How) -> torch.Tensor:
@@ -271,10 +269,9 @@ class CalledModel:
         last: torch.Tensor = found.last_hidden_state
         return last[0].index_select(0, forward.sampled)
 
-    def _states(self) -> SlotStates:
-        if self.states_of_slots is None:
-            self.states_of_slots = SlotStates(lambda: cache_of(self._model))
-        return self.states_of_slots
+    def state_store(self) -> CacheStates:
+        """New memory for the recurrent states of slots and state pages."""
+        return CacheStates(lambda: cache_of(self._model))
 
     def _run_body(self, *args: Any, **named: Any) -> Any:
         if self._given is None:

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from forebay.attention.backend import Batch
-from forebay.weights.errors import ModelError, UnsupportedModelError
+from forebay.layers.states import StatePiece
+from forebay.weights.errors import UnsupportedModelError
 
-__all__ = ["RecurrentLayers", "SlotStates", "StatePositionError", "StateRow"]
+__all__ = ["CacheStates", "RecurrentLayers", "StateRow"]
 
 _CACHES = ("cache_params", "past_key_values", "past_key_value", "cache")
 """The names that recurrent modules give the argument with their states."""
@@ -23,10 +25,6 @@ _OF_BATCHES = ("attention_mask", "seq_idx")
 _ROUNDING = 0.1
 """What bfloat16 and another order of sums may change of outputs; to forget a state changes most of them."""
 _UPDATES_STATE = re.compile(r"\.update_(conv|recurrent)_state\b")
-
-
-class StatePositionError(ModelError):
-    """A plan computes a row whose state nobody has: the state has seen other positions than those before the row."""
 
 
 @dataclass(frozen=True)
@@ -41,49 +39,33 @@ class StateRow:
     """The cache object whose states are copied to `cache` first; None: `cache` has its own."""
 
 
-class SlotStates:
-    """A cache object for each slot, with the number of positions that it has seen.
-
-    A masked row whose mask comes too late has its last position computed again. So the states before that position are
-    kept until the next row shows which of both it continues.
-    """
+class CacheStates:
+    """A cache object for each row of the states' tables (`forebay.state.recurrent.StateStore`)."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
-        self._slots: dict[int, tuple[int, Any]] = {}
-        self._before: dict[int, tuple[int, Any]] = {}
+        self._rows: dict[int, Any] = {}
 
-    def of_rows(self, batch: Batch) -> list[StateRow]:
-        """The rows of a step, whose cache objects are about to advance by their tokens. Raises `StatePositionError`."""
-        columns = (batch.host_slots, batch.start, batch.length, batch.offset)
-        masked = [False] * len(batch.start) if batch.masked is None else batch.masked.tolist()
-        rows = zip(*(column.tolist() for column in columns), masked, strict=True)
-        return [part for row in rows for part in self._of_row(*row)]
+    def copy(self, rows: npt.NDArray[np.int64]) -> None:
+        """Copies rows [n, 2], from and to."""
+        self._rows |= {target: copy.deepcopy(self._rows[source]) for source, target in rows.tolist()}
 
-    def _of_row(self, slot: int, start: int, length: int, first: int, masked: bool) -> Iterable[StateRow]:
-        state, end = self._at(slot, start), start + length
-        self._before.pop(slot, None)
-        if not masked:
-            self._slots[slot] = end, state
-            yield StateRow(first, length, state)
-            return
-        if length > 1:
-            yield StateRow(first, length - 1, state)
+    def clear(self, rows: npt.NDArray[np.int64]) -> None:
+        """Makes rows [n] those of no position."""
+        self._rows |= {row: self._make() for row in rows.tolist()}
+
+    def step(self, pieces: Iterable[StatePiece]) -> list[StateRow]:
+        """The rows of a step, whose cache objects are about to advance by their tokens."""
+        return [self._of_piece(piece) for piece in pieces]
+
+    def _of_piece(self, piece: StatePiece) -> StateRow:
+        state = self._rows[piece.source]
+        if piece.source == piece.target:
+            return StateRow(piece.first, piece.length, state)
         ahead = copy.copy(state)
         ahead.layers = list(state.layers)
-        yield StateRow(first + length - 1, 1, ahead, state)
-        self._before[slot], self._slots[slot] = (end - 1, state), (end, ahead)
-
-    def _at(self, slot: int, start: int) -> Any:
-        if start == 0:
-            return self._make()
-        for kept in (self._slots, self._before):
-            seen, state = kept.get(slot, (0, None))
-            if seen == start:
-                return state
-        raise StatePositionError(
-            f"a row of slot {slot} begins at position {start}, and the slot's recurrent states have seen others"
-        )
+        self._rows[piece.target] = ahead
+        return StateRow(piece.first, piece.length, ahead, state)
 
 
 class RecurrentLayers:

@@ -25,6 +25,7 @@ from forebay.runner.formats import formats
 from forebay.runner.group import roles
 from forebay.state.config import ConfigError, RunnerConfig
 from forebay.state.pages import page_bytes
+from forebay.state.recurrent import slot_bytes, state_page_count
 from forebay.state.sizes import Sizes
 from forebay.weights.config import ModelConfig
 from forebay.weights.quantization import AUTO, PLAIN
@@ -44,6 +45,8 @@ class Footprint:
     """Pages of each rank of the group: as many as the rank with the least memory has room for."""
     kv_bytes: int
     """All pages."""
+    state_bytes: int = 0
+    """The recurrent states of all slots, and of all state pages."""
 
 
 class Unmet:
@@ -99,9 +102,12 @@ def _footprint(config: RunnerConfig, available_bytes: int) -> Footprint:
     taken = weight_bytes
     if config.max_total_tokens is None:
         taken += slice_bytes(model.vocab_size, config.chunked_prefill_size)
-    pages = Sizes.of(config, kept, available_bytes, taken).pages
+    states = slot_bytes(config)
+    free = int(config.mem_fraction_static * available_bytes) - taken - states
+    states += state_page_count(config, free) * kept.state_bytes(config.dtype)
+    pages = Sizes.of(config, kept, available_bytes, taken + states).pages
     a_page = page_bytes(kept, config.page_size, config.dtype, config.kv_cache_dtype)
-    return Footprint(weight_bytes, a_page, pages, pages * a_page)
+    return Footprint(weight_bytes, a_page, pages, pages * a_page, states)
 
 
 def _weight_bytes(config: RunnerConfig, model: ModelConfig, group: Group | None) -> int:

@@ -48,6 +48,7 @@ from forebay.state.host import HostPool, host_page_count
 from forebay.state.hot_rows import HotRows
 from forebay.state.inputs import PromptRows
 from forebay.state.pages import KvPool
+from forebay.state.recurrent import RowStates, SlotStates, StateStore, StateTables, slot_bytes, state_page_count
 from forebay.state.sizes import Sizes
 from forebay.state.slots import Int64s, PlanError, SlotTables
 from forebay.state.staging import StepInputs
@@ -136,6 +137,7 @@ class ModelRunner:
         self._copier: Copier | None = None
         self._blocks = ""
         self._summed: Summed | None = None
+        self._state_pages = 0
         with telling_of_memory(self.device):
             self.model = self._build(matrices=self._kept is None or self._kept.stored is None)
             self.weight_bytes = self._weight_bytes()
@@ -143,6 +145,7 @@ class ModelRunner:
             self.images = Images.of(config, self.model, self._arena, self.device)
             """None: the model sees none."""
             self._make_pages(self._sizes(available))
+            self._make_states(self._state_pages)
             pool = self._open_host(host)
             self._make_tables(self._hot_rows(pool))
         if config.pooling is not None and config.pooling.kind == "causal_mean":
@@ -162,6 +165,19 @@ class ModelRunner:
         config, kept = self.config, self.config.kept_model
         shape = (sizes.pages, config.page_size, config.dtype)
         self.kv = KvPool(kept, *shape, self.device, sizes.index_pages, config.kv_cache_dtype)
+
+    def _make_states(self, pages: int, checked: bool = True) -> None:
+        """Makes the memory of recurrent states, with so many state pages. `checked` as of `SlotStates`."""
+        self.states: SlotStates | None = None
+        self._store: StateStore | None = None
+        kept = self.config.kept_model
+        if kept is None or self._state_bytes == 0:
+            return
+        self.states = SlotStates(self.config.slots, pages, checked)
+        if isinstance(self.model, CalledModel):
+            self._store = self.model.state_store()
+        else:
+            self._store = StateTables(kept, self.states.rows, self.config.dtype, self.device)
 
     def _make_tables(self, hot: HotRows | None) -> None:
         """Makes the slots' tables, and the objects that compute with them and the pages."""
@@ -185,14 +201,21 @@ class ModelRunner:
             print(f"computing with blocks of the file: {self._blocks}", file=sys.stderr)
         elif has_mxfp4(self.model_config) and self.config.load_format != "dummy":
             print(f"MXFP4 is multiplied out at the load: experts are {self._dtype_name()}", file=sys.stderr)
-        taken = self.weight_bytes + self._image_bytes + self._state_bytes
+        taken = self.weight_bytes + self._image_bytes + slot_bytes(self.config)
         if self.config.max_total_tokens is None:
             # Weights of transformers' code come at the load, and nothing is computed before.
             measured = 0 if isinstance(self.model, CalledModel) else self.device.measure(self._do_largest_steps)
             taken += measured or self._slice_bytes
+        taken += self._choose_state_pages(available, taken)
         sizes = Sizes.of(self.config, kept, available, taken)
         # Ranks have free what they have free, and the brain gives out the same pages of all.
         return sizes if self._group is None else replace(sizes, pages=self._group.least(sizes.pages))
+
+    def _choose_state_pages(self, available: int, taken: int) -> int:
+        """Chooses the number of state pages beside `taken` bytes. Gives the bytes of all."""
+        free = int(self.config.mem_fraction_static * available) - taken
+        self._state_pages = state_page_count(self.config, free)
+        return self._state_pages * self._state_bytes
 
     @property
     def _slice_bytes(self) -> int:
@@ -204,6 +227,7 @@ class ModelRunner:
         """Does the steps that take most memory, with weights of 0, and drops their data."""
         self.model.params.clear()
         self._make_pages(Sizes(1, None))
+        self._make_states(0, checked=False)
         self._make_tables(None)
         if self.images is not None:
             self.images.warm_up(self.images.most_positions)
@@ -211,14 +235,14 @@ class ModelRunner:
             self.step(self._of_all_ranks(plan))
         # Graphs have memory of their own.
         self._capture()
-        for made in ("kv", "tables", "prompts", "_sampler", "_steps", "_compute", "_pooler"):
+        for made in ("kv", "states", "_store", "tables", "prompts", "_sampler", "_steps", "_compute", "_pooler"):
             self.__dict__.pop(made, None)
 
     @property
     def _state_bytes(self) -> int:
-        """Bytes of the recurrent states of all slots, which are kept twice (`SlotStates`)."""
-        model = self.model_config
-        return 2 * self.config.slots * model.state_bytes if isinstance(model, CalledConfig) else 0
+        """Bytes of the recurrent states of one slot over all layers; 0: there are none."""
+        kept = self.config.kept_model
+        return 0 if kept is None else kept.state_bytes(self.config.dtype)
 
     @property
     def _image_bytes(self) -> int:
@@ -383,6 +407,8 @@ class ModelRunner:
             "blocks": self._blocks,
             "tokens_only": isinstance(self.model, CalledModel),
             "verifies_drafts": self._verifies_drafts,
+            "state_page_count": self._state_pages,
+            "state_bytes": self._state_bytes,
             **({} if self.images is None else self.images.facts()),
         }
 
@@ -415,8 +441,8 @@ class ModelRunner:
             if drafts is not None:
                 device.queue(partial(self.tables.write_tokens, drafts.entries, drafts.tokens))
             self._begin_exchange(plan)
-            waited = Waited(plan.step, masks)
-            columns = self._queue_rows(computed, inputs, waited) if len(plan.rows) else NoColumns()
+            waited, states = Waited(plan.step, masks), self._read_states(plan)
+            columns = self._queue_rows(computed, inputs, waited, states) if len(plan.rows) else NoColumns()
             columns = verified(columns, drafts)
             before, self._ended = self._ended, device.event()
         copied = no_copies if self._copier is None else self._start_copies(plan, self._copier, self._ended)
@@ -439,7 +465,7 @@ class ModelRunner:
         config = self.model_config
         if not isinstance(self.model, Decoder) or not isinstance(config, ModelConfig):
             return False
-        plain = self.config.pooling is None and self.images is None and not self.config.hot_rows
+        plain = self.config.pooling is None and self.images is None and not self.config.hot_rows and not config.recurrent
         return plain and self._exchange is None and self._choice.verifies_drafts(config)
 
     def _begin_exchange(self, plan: Plan) -> None:
@@ -469,6 +495,18 @@ class ModelRunner:
             self.images.read(plan)
         elif len(plan.images) or len(plan.image_spans):
             raise PlanError("images in a plan for a model of text")
+
+    def _read_states(self, plan: Plan) -> RowStates | None:
+        """The recurrent states that the plan's rows continue; None: the model has none."""
+        if self.states is None or self._store is None:
+            if len(plan.state_loads) or len(plan.state_saves):
+                raise PlanError("copies of states in a plan for a model that has none")
+            return None
+        states = self.states.read(plan)
+        if not len(plan.rows):
+            self.device.queue(partial(self._store.copy, states.loads))
+            self.device.queue(partial(self._store.copy, states.saves))
+        return states
 
     def _wait_for_saves(self, copier: Copier) -> None:
         """Has the next rows wait for saves, or waits itself. For measurements."""
@@ -505,7 +543,7 @@ class ModelRunner:
         self.device.reuse(plan.body)
         plan.release()
 
-    def _queue_rows(self, plan: Plan, inputs: StepInputs, masks: Waited) -> Columns:
+    def _queue_rows(self, plan: Plan, inputs: StepInputs, masks: Waited, states: RowStates | None) -> Columns:
         planned = PlannedRows.read(plan, self.config.slots, self.config.context_length, self._flag)
         slot, start, length, sampling = planned.slot, planned.start, planned.length, planned.sampling
         given = self.prompts.given(slot, start)
@@ -513,13 +551,12 @@ class ModelRunner:
         if self._flag == FLAG_POOL:
             if wanted is not None:
                 raise PlanError("log-probabilities of a prompt that is pooled")
-            return self._queue_pooled(Rows(slot, start, length, sampling, given), inputs)
+            return self._queue_pooled(Rows(slot, start, length, sampling, given, states=states), inputs)
         hot = self.tables.hot
         sparse = None if hot is None else hot.check_rows(slot, length)
         found = None if sparse is None else FoundColumns(self.device)
         images = None if self.images is None else self.images.slots.of_rows(slot, start, length)
-        masked = sampling[planned.masked] if len(planned.masked) else None
-        rows = Rows(slot, start, length, sampling, given, sparse, images=images, prompts=wanted, masked=masked)
+        rows = Rows(slot, start, length, sampling, given, sparse, images=images, prompts=wanted, states=states)
         prompts = None if wanted is None else PromptColumns(wanted, slot, self.tables, self._ops, self.device)
         launch, steps = Launch(rows, inputs, found, prompts), self._steps
         slots, positions = slot[sampling], planned.ends[sampling]
@@ -574,8 +611,8 @@ class ModelRunner:
         """Made by the first step's work, when the weights are there: it may put them into another order."""
         images = None if self.images is None else self.images.pool
         model = self.model if isinstance(self.model, CalledModel) else self.decoder
-        return self._choice.compute(model, self.tables, self.kv, self.prompts, images)
+        return self._choice.compute(model, self.tables, self.kv, self.prompts, images, self._store)
 
     @cached_property
     def _pooler(self) -> Pooler:
-        return self._choice.pooler(self.model, self.tables, self.kv, self.prompts)
+        return self._choice.pooler(self.model, self.tables, self.kv, self.prompts, self._store)

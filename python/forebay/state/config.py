@@ -101,7 +101,16 @@ class RunnerConfig:
             raise ConfigError(f"{', '.join(sizes)} must be at least 1")
         config._check_ranks()
         config._check_called()
+        config._check_states()
         return config
+
+    def _check_states(self) -> None:
+        """Refuses what there is not for recurrent layers. The brain refuses it first."""
+        model = self.model_config
+        if isinstance(model, EncoderConfig) or model.state_bytes(self.dtype) == 0:
+            return
+        if self.has_host_tier:
+            raise ConfigError(f"{model.architecture} has recurrent layers, for whose states there is no host tier")
 
     def _check_called(self) -> None:
         """Refuses what there is not for a model that transformers computes. The brain refuses it first."""
@@ -112,7 +121,6 @@ class RunnerConfig:
             "several ranks": self.world_size > 1,
             f"quantization {self.quantization}": self.quantization not in (None, AUTO),
             f"attention backend {self.attention_backend}": self.attention_backend not in (None, "torch"),
-            "a host tier of recurrent states": self.has_host_tier and model.state_bytes > 0,
             f"the model format {self.model['format']}": self.model["format"] != "safetensors",
         }
         for what, wanted in lacks.items():

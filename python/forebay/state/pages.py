@@ -27,8 +27,8 @@ def page_bytes(model: ModelConfig, page_size: int, dtype: torch.dtype, form: KvF
     if form is not KvFormat.PLAIN:
         assert isinstance(model.attention, GroupedQuery)
         shape, kept = form.entry(model.attention, dtype)
-        return 2 * model.num_hidden_layers * page_size * math.prod(shape) * kept.itemsize
-    elements = model.num_hidden_layers * model.attention.position_elements
+        return 2 * model.attending_layers * page_size * math.prod(shape) * kept.itemsize
+    elements = model.attending_layers * model.attention.position_elements
     if model.indexer is not None:
         elements += model.indexer.position_elements
     return page_size * elements * dtype.itemsize
@@ -125,7 +125,7 @@ class KvPool:
         """The index part; None: queries attend to their whole context."""
         if model is None:
             return
-        layers, attention = model.num_hidden_layers, model.attention
+        layers, attention = model.attending_layers, model.attention
         if isinstance(model, CalledConfig):
             self._keep([((one.heads, one.key_size), (one.heads, one.value_size)) for one in model.kept], dtype, device)
         elif isinstance(attention, Latent):

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from forebay.weights.config import ModelConfig
 from forebay.weights.parts import Dense, GroupedQuery
 
@@ -92,7 +94,6 @@ class CalledConfig(ModelConfig):
         """The keys and values of a position, for each call of attention."""
         return () if self.calls is None else self.calls.kept
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the recurrent states of one request."""
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the recurrent states of one request, as the probe has found them."""
         return 0 if self.calls is None else self.calls.state_bytes

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError, UnsupportedModelError
 from forebay.weights.parts import (
@@ -16,6 +18,7 @@ from forebay.weights.parts import (
     Latent,
     LayerKind,
     QueryScale,
+    Recurrence,
     Rope,
     Routing,
     Scales,
@@ -38,9 +41,10 @@ _KNOWN = {
     "scales": "embeddings inputs residuals logits logit_cap",
     "rope": "dim theta scaling interleaved sections",
     "layer": "mixer rope feed norms",
-    "attention": "kind heads kv_heads head_dim value_dim scale window sinks cap qk_norm qkv_bias output_bias "
+    "attention": "kind heads kv_heads head_dim value_dim scale window sinks cap qk_norm gate qkv_bias output_bias "
     "query_scale",
     "latent": "kind heads query_rank rank nope_dim rotary_dim value_dim bias scale query_scale chosen",
+    "recurrence": "kind heads key_heads key_dim value_dim delta taps conv_bias bias norm norm_size",
     "dense": "kind intermediate_size activation gated bias",
     "experts": "kind count per_token intermediate_size shared_size shared_gate activation bias routing normalise "
     "scaling",
@@ -85,6 +89,8 @@ class ModelConfig:
     """True if norms subtract the mean."""
     headless: bool = False
     """True if the final states are needed, and not the logits of an output head."""
+    recurrences: tuple[Recurrence | None, ...] = ()
+    """What layers have in place of attention, one for each layer, None where they attend; (): all attend."""
 
     @classmethod
     def from_shape(cls, shape: Mapping[str, Any]) -> ModelConfig:
@@ -93,7 +99,7 @@ class ModelConfig:
         Raises UnsupportedModelError for a part that `forebay.models` would compute wrongly.
         """
         _check(shape)
-        first, layers = shape["mixers"][0], shape["layers"]
+        first, layers = next(mixer for mixer in shape["mixers"] if mixer["kind"] != "recurrence"), shape["layers"]
         rope = next(iter(shape["ropes"]), None) or _no_rope(first)
         return cls(
             architecture=shape["family"],
@@ -116,7 +122,22 @@ class ModelConfig:
             wide_norms=shape["norm"] == "rms_beside_one",
             mean_norms=shape["norm"] == "mean",
             headless=shape["headless"],
+            recurrences=_recurrences(shape),
         )
+
+    @property
+    def recurrent(self) -> list[Recurrence]:
+        """The recurrent layers."""
+        return [one for one in self.recurrences if one is not None]
+
+    @property
+    def attending_layers(self) -> int:
+        """The number of layers that keep keys and values, or latent rows."""
+        return self.num_hidden_layers - len(self.recurrent)
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the recurrent states of one slot over all layers; 0: there are none."""
+        return sum(one.state_bytes(dtype.itemsize) for one in self.recurrent)
 
     @property
     def num_hidden_layers(self) -> int:
@@ -172,10 +193,14 @@ def _check(shape: Mapping[str, Any]) -> None:
     mixers, feeds = shape["mixers"], shape["feeds"]
     if len({rope["dim"] for rope in shape["ropes"]}) > 1:
         raise UnsupportedModelError("rotated parts of heads that differ are not supported by PyTorch's hand")
-    kinds = {mixer["kind"] for mixer in mixers}
     for mixer in mixers:
-        _known("layers", mixer["kind"], "attention", "latent")
+        _known("layers", mixer["kind"], "attention", "latent", "recurrence")
         _only(mixer["kind"], mixer)
+    recurs = [mixer["kind"] == "recurrence" for mixer in mixers]
+    mixers = [mixer for mixer in mixers if mixer["kind"] != "recurrence"]
+    kinds = {mixer["kind"] for mixer in mixers}
+    if any(recurs) and kinds != {"attention"}:
+        raise UnsupportedModelError("recurrent layers without attention of heads are not supported by PyTorch's hand")
     alike = [{**mixer, "window": None} for mixer in mixers]
     if len(kinds) > 1 or (kinds == {"attention"} and any(mixer != alike[0] for mixer in alike)):
         raise UnsupportedModelError(
@@ -241,6 +266,18 @@ def _grouped(mixer: Mapping[str, Any], rope: Mapping[str, Any]) -> GroupedQuery:
         row_norms=mixer["qk_norm"] == "rows",
         cap=mixer["cap"],
         sinks=mixer["sinks"],
+        gate=mixer["gate"],
+    )
+
+
+def _recurrences(shape: Mapping[str, Any]) -> tuple[Recurrence | None, ...]:
+    mixers = [shape["mixers"][layer["mixer"]] for layer in shape["layers"]]
+    if all(mixer["kind"] != "recurrence" for mixer in mixers):
+        return ()
+    names = _KNOWN["recurrence"].split()[1:]
+    return tuple(
+        Recurrence(**{name: mixer[name] for name in names}) if mixer["kind"] == "recurrence" else None
+        for mixer in mixers
     )
 
 

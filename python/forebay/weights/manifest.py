@@ -55,6 +55,8 @@ class MatrixPart:
     transposed: bool = False
     rows: tuple[int, int] | None = None
     """The first row of the weight in `matrix`, behind transposing, and the distance to the next one."""
+    width: int = 1
+    """The number of rows that lie together at each of these distances."""
     pairs: int | None = None
     """The number of heads in which the rows of two halves alternate."""
     times: float = 1.0
@@ -77,7 +79,11 @@ class MatrixPart:
             values = values.T
         first, step = self.rows
         wanted = self.shape[0] if len(self.shape) > 1 else math.prod(self.shape) // values.shape[1]
-        chosen = values[first : first + wanted * step : step].reshape(self.shape)
+        if self.width == 1:
+            chosen = values[first : first + wanted * step : step].reshape(self.shape)
+        else:
+            number = torch.arange(wanted)
+            chosen = values[first + number // self.width * step + number % self.width].reshape(self.shape)
         if self.pairs is not None or cut is None:
             # Rows change places within heads, and a part may begin inside of one.
             chosen = self.changed(chosen)

@@ -14,6 +14,7 @@ __all__ = [
     "Latent",
     "LayerKind",
     "QueryScale",
+    "Recurrence",
     "Rope",
     "Routing",
     "Scales",
@@ -87,6 +88,8 @@ class GroupedQuery:
     """The bound that scores approach; None: there is none."""
     sinks: bool = False
     """True if each head has a score that takes weight and gives nothing."""
+    gate: bool = False
+    """True if the output is multiplied by the sigmoid of a gate."""
 
     @property
     def position_elements(self) -> int:
@@ -154,6 +157,48 @@ class Indexer:
     def position_elements(self) -> int:
         """Elements of one position in all indexed layers together."""
         return len(self.layers) * self.head_dim
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """A layer with a state for each slot in place of attention, as crates/weights describes it."""
+
+    heads: int
+    """The number of heads of the state; 0: there is a convolution only."""
+    key_heads: int
+    """The number of heads of keys and queries. Each is that of as many consecutive heads."""
+    key_dim: int
+    value_dim: int
+    """Elements of a value head; without heads, of the convolution."""
+    delta: bool
+    """True if a state's old value for a key is taken away first."""
+    taps: int
+    conv_bias: bool
+    bias: bool
+    """True if the projections have biases."""
+    norm: str
+    """The norm of the output: `none`, `before_gate` or `after_gate`."""
+    norm_size: int
+    """Elements that have a mean of their own in this norm."""
+
+    @property
+    def keys(self) -> int:
+        """Elements of all key heads."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Elements of all value heads."""
+        return max(self.heads, 1) * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution."""
+        return 2 * self.keys + self.values
+
+    def state_bytes(self, element: int) -> int:
+        """Bytes of one slot's state, with inputs of the convolution of `element` bytes."""
+        return 4 * self.heads * self.key_dim * self.value_dim + self.channels * (self.taps - 1) * element
 
 
 @dataclass(frozen=True)

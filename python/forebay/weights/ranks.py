@@ -37,6 +37,8 @@ def _why_not_kind(model: ModelConfig) -> str | None:
         return f"{model.architecture} has a tower for images, which is not split over ranks: use replicas (--dp-size)"
     if any(isinstance(feed, Experts) and feed.bias for feed in model.feeds):
         return f"{model.architecture} has experts with biases, which are not split over ranks: use replicas (--dp-size)"
+    if model.recurrent:
+        return f"{model.architecture} has recurrent layers, which are not split over ranks: use replicas (--dp-size)"
     if model.indexer is not None:
         return f"{model.architecture} chooses positions by an index, which is not split over ranks: use one rank"
     return None

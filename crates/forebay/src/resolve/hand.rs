@@ -7,7 +7,7 @@ use forebay_machine::{Machine, Processors};
 
 use super::device::DeviceSettings;
 use super::kv_cache::{check_floats, kv_cache_dtype};
-use super::tiers;
+use super::{states, tiers};
 use crate::affinity::threads_each;
 use crate::flags::{
     AttentionBackend, Device, Dtype, LoadFormat, Quantization, RunFlags, ServeFlags,
@@ -87,6 +87,26 @@ pub(super) fn resolve(
         state_pages: if engine.prefix_cache { flags.states.pages() } else { Some(0) },
         ..tiers::hand(flags, engine.host_tier.is_some())
     })
+}
+
+/// Lowers the number of running requests to what this machine has memory for, if the model has
+/// recurrent states. The memory of other devices is known to their hands only.
+pub(super) fn bound_states(
+    flags: &ServeFlags,
+    model: &Model,
+    device: &DeviceSettings,
+    engine: &mut EngineConfig,
+    machine: &Machine,
+) {
+    let memory = machine.memory();
+    if device.device != Device::Cpu || device.apart {
+        return;
+    }
+    let Some(available) = memory.available else { return };
+    let (given, hands) = (flags.schedule.mem_fraction_static, device.arrangement.hands());
+    let share = mem_fraction(given, false, memory.limit.is_some(), hands);
+    let element = if dtype(flags.loading.dtype, false) == "float32" { 4 } else { 2 };
+    states::bound(engine, model, element, (share * available as f64) as u64);
 }
 
 /// Threads of a hand on a CPU; `None`: it counts them itself.

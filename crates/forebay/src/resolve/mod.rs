@@ -8,6 +8,7 @@ mod kv_cache;
 mod model;
 mod server;
 mod sparse;
+mod states;
 mod tiers;
 
 use anyhow::Result;
@@ -71,7 +72,9 @@ impl Resolved {
         let machine = Machine::here();
         let device = DeviceSettings::new(flags, &machine.processors())?;
         let replicas = engine::replicas(&flags.replicas)?;
-        let engine = engine::resolve(flags, model, &device, &machine.processors(), context_length)?;
+        let mut engine =
+            engine::resolve(flags, model, &device, &machine.processors(), context_length)?;
+        hand::bound_states(flags, model, &device, &mut engine, &machine);
         let mut hand = hand::resolve(flags, model, &device, &engine, &machine)?;
         let images = images::resolve(&flags.images, model);
         device::check_elsewhere(flags, device.device, engine.host_tier.is_some())?;

@@ -212,24 +212,37 @@ impl Config<'_> {
     ) -> Result<(Vec<Option<u64>>, Vec<bool>), ModelError> {
         let layers = self.layer_count()?;
         let kinds = self.get("layer_types").and_then(Value::as_array);
-        let is_local = |layer: usize| match kinds {
-            None => Ok(!(layer as u64 + 1).is_multiple_of(cycle.max(1))),
-            Some(kinds) => match kinds.get(layer).and_then(Value::as_str) {
-                Some("sliding_attention") => Ok(true),
-                Some("full_attention") => Ok(false),
-                other => Err(ModelError::unserved_part(&format!(
-                    "layer_types {:?} in {}",
-                    other.unwrap_or("that end too early"),
-                    self.family.architecture
-                ))),
-            },
+        let is_local: Vec<bool> = match kinds {
+            None => {
+                let local = |layer: usize| !(layer as u64 + 1).is_multiple_of(cycle.max(1));
+                (0..layers).map(local).collect()
+            }
+            Some(kinds) => self.kinds_of_layers(kinds, "sliding_attention", "full_attention")?,
         };
-        let is_local = (0..layers).map(is_local).collect::<Result<Vec<bool>, _>>()?;
         let window = self.optional("sliding_window", MOST_POSITIONS)?;
         let longest = self.optional("max_position_embeddings", MOST_POSITIONS)?;
         let window = window.filter(|&window| longest.is_none_or(|longest| window < longest));
         let windows = is_local.iter().map(|&local| window.filter(|_| local)).collect();
         Ok((windows, is_local))
+    }
+
+    /// True for each layer that is of the first of two kinds in a list of kinds.
+    pub(super) fn kinds_of_layers(
+        &self,
+        kinds: &[Value],
+        first: &str,
+        second: &str,
+    ) -> Result<Vec<bool>, ModelError> {
+        let is_first = |layer: usize| match kinds.get(layer).and_then(Value::as_str) {
+            Some(kind) if kind == first => Ok(true),
+            Some(kind) if kind == second => Ok(false),
+            other => Err(ModelError::unserved_part(&format!(
+                "layer_types {:?} in {}",
+                other.unwrap_or("that end too early"),
+                self.family.architecture
+            ))),
+        };
+        (0..self.layer_count()?).map(is_first).collect()
     }
 
     /// A decoder whose layers differ in their windows and feeds only.

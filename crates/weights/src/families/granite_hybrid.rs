@@ -1,59 +1,148 @@
-//! Granite 4 without recurrent layers. Its GGUF files are those of Granite 3.
+//! Granite 4: attention, or Mamba 2 in most layers, dense or with experts beside a shared one. GGUF
+//! files without recurrent layers are those of Granite 3.
 
 use serde_json::{Map, Value};
 
 use super::Family;
 use super::config::Config;
+use super::experts::{Experts, Routing, experts};
 use super::granite::{attention, scales};
+use super::granite_moe;
+use super::recurrence::{Recurrence, StateNorm, mamba};
 use super::rope::rope;
-use super::rules::{Rule, Take};
+use super::rules::{RowBlocks, Rule, Take};
 use super::shape::{Mixer, Shape};
 use crate::error::ModelError;
-use crate::sizes::MOST;
+use crate::sizes::{MOST, MOST_HEADS};
+
+/// The largest number of taps.
+const MOST_TAPS: u64 = 64;
 
 pub(super) const FAMILY: Family = Family {
     title: "Granite 4 (dense)",
     architecture: "GraniteMoeHybridForCausalLM",
     model_type: "granitemoehybrid",
-    attention: "grouped-query",
-    layers: "dense",
+    attention: "grouped-query; h models: Mamba 2 in most layers",
+    layers: "dense, experts",
     compiled: true,
     shape,
     gguf: None,
-    rules: &[
-        Rule::new(INPUT, "model.layers.#.mlp.gate_proj.*", Take::ALL.share(0, 2)),
-        Rule::new(INPUT, "model.layers.#.mlp.up_proj.*", Take::ALL.share(1, 2)),
-        Rule::renamed(
-            "model.layers.#.shared_mlp.output_linear.*",
-            "model.layers.#.mlp.down_proj.*",
-        ),
-    ],
+    rules: RULES,
 };
 const INPUT: &str = "model.layers.#.shared_mlp.input_linear.*";
+const OUTPUT: &str = "model.layers.#.shared_mlp.output_linear.*";
+const IN_PROJ: &str = "model.layers.#.mamba.in_proj.*";
+const CONV: &str = "model.layers.#.mamba.conv1d.*";
+const DENSE: Take = Take::ALL.only(|shape, layer| shape.experts(layer).is_none());
+const SHARED: Take = Take::ALL.only(|shape, layer| shape.experts(layer).is_some());
+
+const RULES: &[Rule] = &[
+    Rule::new(INPUT, "model.layers.#.mlp.gate_proj.*", DENSE.share(0, 2)),
+    Rule::new(INPUT, "model.layers.#.mlp.up_proj.*", DENSE.share(1, 2)),
+    Rule::new(OUTPUT, "model.layers.#.mlp.down_proj.*", DENSE),
+    Rule::new(INPUT, "model.layers.#.mlp.shared_experts.gate_proj.*", SHARED.share(0, 2)),
+    Rule::new(INPUT, "model.layers.#.mlp.shared_experts.up_proj.*", SHARED.share(1, 2)),
+    Rule::new(OUTPUT, "model.layers.#.mlp.shared_experts.down_proj.*", SHARED),
+    granite_moe::RULES[0],
+    granite_moe::RULES[1],
+    granite_moe::RULES[2],
+    granite_moe::RULES[3],
+    Rule::new(IN_PROJ, "model.layers.#.linear_attn.in_proj_z.*", part(mamba::gates)),
+    Rule::new(IN_PROJ, "model.layers.#.linear_attn.in_proj_v.*", part(mamba::values)),
+    Rule::new(IN_PROJ, "model.layers.#.linear_attn.in_proj_k.*", part(mamba::keys)),
+    Rule::new(IN_PROJ, "model.layers.#.linear_attn.in_proj_q.*", part(mamba::queries)),
+    Rule::new(IN_PROJ, "model.layers.#.linear_attn.in_proj_a.*", part(mamba::steps)),
+    Rule::new(CONV, "model.layers.#.linear_attn.conv_v.*", part(mamba::conv_values)),
+    Rule::new(CONV, "model.layers.#.linear_attn.conv_k.*", part(mamba::conv_keys)),
+    Rule::new(CONV, "model.layers.#.linear_attn.conv_q.*", part(mamba::conv_queries)),
+    Rule::renamed("model.layers.#.mamba.A_log", "model.layers.#.linear_attn.A_log"),
+    Rule::renamed("model.layers.#.mamba.D", "model.layers.#.linear_attn.D"),
+    Rule::renamed("model.layers.#.mamba.dt_bias", "model.layers.#.linear_attn.dt_bias"),
+    Rule::renamed("model.layers.#.mamba.norm.*", "model.layers.#.linear_attn.norm.*"),
+    Rule::renamed("model.layers.#.mamba.out_proj.*", "model.layers.#.linear_attn.out_proj.*"),
+];
+
+const fn part(blocks: fn(&Mixer) -> Option<RowBlocks>) -> Take {
+    Take::ALL.blocks(blocks)
+}
 
 fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     let count = config.layer_count()?;
     let kinds = config.get("layer_types").or_else(|| config.get("layers_block_type"));
-    let attends = |kind: &Value| matches!(kind.as_str(), Some("attention" | "full_attention"));
-    let kinds = kinds.and_then(Value::as_array);
-    if !kinds.is_some_and(|kinds| kinds.len() == count && kinds.iter().all(attends)) {
-        return Err(ModelError::unserved_part(
-            "recurrent layers (layer_types): try --model-impl transformers",
-        ));
+    // transformers 5 has two of the names, and the hub the others.
+    let attends = |kind: &Value| match kind.as_str() {
+        Some("attention" | "full_attention") => Some(true),
+        Some("mamba" | "linear_attention") => Some(false),
+        _ => None,
+    };
+    let kinds = kinds.and_then(Value::as_array).map(|kinds| kinds.iter().map(attends));
+    let attends: Vec<bool> =
+        kinds.and_then(Iterator::collect).unwrap_or_else(|| vec![false; count]);
+    if attends.len() != count {
+        return Err(ModelError::broken(format!(
+            "the model's config has {count} layers (num_hidden_layers) and {} kinds of them (layer_types)",
+            attends.len()
+        )));
     }
-    if config.number_or("num_local_experts", 8, MOST)? > 0 {
-        return Err(ModelError::unserved_part(
-            "experts in GraniteMoeHybridForCausalLM: try --model-impl transformers",
-        ));
-    }
-    let values: Map<String, Value> =
-        config.renamed(&[("shared_intermediate_size", "intermediate_size")]);
+    let routed = config.number_or("num_local_experts", 8, MOST)? as usize;
+    let values: Map<String, Value> = config.renamed(&[match routed {
+        0 => ("shared_intermediate_size", "intermediate_size"),
+        _ => ("intermediate_size", "moe_intermediate_size"),
+    }]);
     let config = &Config { values: &values, ..*config };
     let attention = attention(config)?;
     let rotated = config.get("position_embedding_type").and_then(Value::as_str) == Some("rope");
     let rope = rope(config, attention.head_dim)?;
-    let ropes = vec![rotated.then_some(rope); count];
-    let feeds = vec![config.dense()?; count];
-    let shape = config.decoder(vec![Mixer::Attention(attention); count], ropes, feeds)?;
+    let feeds = config.feeds(&vec![routed > 0; count], || {
+        Ok(Experts {
+            normalise: true,
+            shared_size: config.size("shared_intermediate_size", MOST)?,
+            ..experts(config, routed, Routing::SOFTMAX)?
+        })
+    })?;
+    let all_attend = attends.iter().all(|&attends| attends);
+    let mamba = if all_attend { None } else { Some(Mixer::Recurrence(mamba2(config)?)) };
+    let attention = Mixer::Attention(attention);
+    let mixer = |&attends: &bool| mamba.as_ref().filter(|_| !attends).unwrap_or(&attention);
+    let mixers = attends.iter().map(mixer).cloned().collect();
+    let ropes = attends.iter().map(|&attends| (attends && rotated).then(|| rope.clone()));
+    let shape = config.decoder(mixers, ropes.collect(), feeds)?;
     Ok(Shape { scales: scales(config)?, ..shape })
+}
+
+/// Mamba 2 under the names of Bamba's config.
+fn mamba2(config: &Config<'_>) -> Result<Recurrence, ModelError> {
+    let heads = config.size("mamba_n_heads", MOST_HEADS)?;
+    let expand = config.optional("mamba_expand", MOST)?.unwrap_or(2) as usize;
+    let values = expand * config.size("hidden_size", MOST)?;
+    let of_head = match config.get("mamba_d_head") {
+        None | Some(Value::String(_)) => values / heads,
+        Some(_) => config.size("mamba_d_head", MOST_HEADS)?,
+    };
+    let key_heads = config.optional("mamba_n_groups", MOST_HEADS)?.unwrap_or(1) as usize;
+    if of_head * heads != values || !heads.is_multiple_of(key_heads) {
+        return Err(ModelError::broken(format!(
+            "{heads} heads (mamba_n_heads) of {of_head} elements (mamba_d_head) in {key_heads} groups \
+             (mamba_n_groups) are not {values} (mamba_expand)"
+        )));
+    }
+    let limits = config.get("time_step_limit").and_then(Value::as_array);
+    let limits = limits.into_iter().flatten().filter_map(Value::as_f64);
+    if limits.into_iter().any(|limit| limit != 0.0 && limit.is_finite()) {
+        return Err(ModelError::unserved_part("steps between limits (time_step_limit)"));
+    }
+    config.only("hidden_act", &["silu"])?;
+    Ok(Recurrence {
+        heads,
+        key_heads,
+        key_dim: config.size("mamba_d_state", MOST_HEADS)?,
+        value_dim: of_head,
+        channel_decay: false,
+        delta: false,
+        taps: config.optional("mamba_d_conv", MOST_TAPS)?.unwrap_or(4) as usize,
+        conv_bias: config.flag("mamba_conv_bias", true),
+        bias: config.flag("mamba_proj_bias", false),
+        norm: StateNorm::AfterGate,
+        norm_size: values / key_heads,
+    })
 }

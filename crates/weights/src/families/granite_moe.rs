@@ -45,7 +45,7 @@ pub(super) const SHARED: Family = Family {
     ..FAMILY
 };
 
-const RULES: &[Rule] = &[
+pub(super) const RULES: &[Rule] = &[
     Rule::renamed("model.layers.#.block_sparse_moe.router.layer.*", "model.layers.#.mlp.gate.*"),
     Rule::new(INPUT, "model.layers.#.mlp.experts.@.gate_proj.*", Take::EACH_EXPERT.share(0, 2)),
     Rule::new(INPUT, "model.layers.#.mlp.experts.@.up_proj.*", Take::EACH_EXPERT.share(1, 2)),

@@ -5,6 +5,7 @@ mod config;
 mod experts;
 mod gguf;
 mod latent;
+mod recurrence;
 mod rope;
 mod rules;
 mod shape;
@@ -28,6 +29,7 @@ mod granite_hybrid;
 mod granite_moe;
 mod hy_v3;
 mod kimi_k25;
+mod lfm2;
 mod llama;
 mod minimax_m2;
 mod ministral3;
@@ -41,7 +43,9 @@ mod qwen2;
 mod qwen2_5_vl;
 mod qwen2_moe;
 mod qwen3;
+mod qwen3_5;
 mod qwen3_moe;
+mod qwen3_next;
 mod qwen3_vl;
 mod qwen3_vl_moe;
 mod seed_oss;
@@ -57,10 +61,11 @@ use serde_json::{Map, Value};
 
 pub use experts::{ExpertScores, Experts, Routing};
 pub use latent::{Indexer, KeyChoice, Latent};
-pub use rules::{Rule, Take, fused_keys, fused_queries, fused_values};
+pub use recurrence::{Recurrence, StateNorm};
+pub use rules::{RowBlocks, Rule, Take, fused_keys, fused_queries, fused_values};
 pub use shape::{
     Activation, Attention, DenseFeed, FeedShape, LayerShape, Mixer, Norm, NormPlacement, QkNorm,
-    QueryScale, Recurrence, Rope, RotarySections, Scales, Shape,
+    QueryScale, Rope, RotarySections, Scales, Shape,
 };
 pub use table::{families_page, not_served_page};
 pub use unserved::NOT_SERVED;
@@ -75,7 +80,7 @@ use gguf::GgufNames;
 use crate::error::ModelError;
 
 /// All families, in the order of documents.
-pub const ALL: [&Family; 38] = [
+pub const ALL: [&Family; 45] = [
     &llama::FAMILY,
     &mistral::FAMILY,
     &ministral3::FAMILY,
@@ -114,6 +119,13 @@ pub const ALL: [&Family; 38] = [
     &qwen2_5_vl::FAMILY,
     &qwen3_vl::FAMILY,
     &qwen3_vl_moe::FAMILY,
+    &qwen3_next::FAMILY,
+    &qwen3_5::FAMILY,
+    &qwen3_5::TEXT,
+    &qwen3_5::MOE,
+    &qwen3_5::MOE_TEXT,
+    &lfm2::FAMILY,
+    &lfm2::MOE,
 ];
 
 /// A family of decoders.

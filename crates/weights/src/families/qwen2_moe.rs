@@ -28,23 +28,26 @@ pub(super) const FAMILY: Family = Family {
         keys,
         rules: &[Rule::new("blk.#.ffn_gate_inp_shexp.weight", GATE, Take::ALL.flat())],
     }),
-    rules: &[
-        Rule::new("model.layers.#.mlp.shared_expert_gate.weight", GATE, Take::ALL.flat()),
-        Rule::renamed(
-            "model.layers.#.mlp.shared_expert.gate_proj.*",
-            "model.layers.#.mlp.shared_experts.gate_proj.*",
-        ),
-        Rule::renamed(
-            "model.layers.#.mlp.shared_expert.up_proj.*",
-            "model.layers.#.mlp.shared_experts.up_proj.*",
-        ),
-        Rule::renamed(
-            "model.layers.#.mlp.shared_expert.down_proj.*",
-            "model.layers.#.mlp.shared_experts.down_proj.*",
-        ),
-    ],
+    rules: RULES,
 };
 const GATE: &str = "model.layers.#.mlp.shared_expert_gate.weight";
+
+/// The names of a shared expert with a gate.
+pub(super) const RULES: &[Rule] = &[
+    Rule::new("model.layers.#.mlp.shared_expert_gate.weight", GATE, Take::ALL.flat()),
+    Rule::renamed(
+        "model.layers.#.mlp.shared_expert.gate_proj.*",
+        "model.layers.#.mlp.shared_experts.gate_proj.*",
+    ),
+    Rule::renamed(
+        "model.layers.#.mlp.shared_expert.up_proj.*",
+        "model.layers.#.mlp.shared_experts.up_proj.*",
+    ),
+    Rule::renamed(
+        "model.layers.#.mlp.shared_expert.down_proj.*",
+        "model.layers.#.mlp.shared_experts.down_proj.*",
+    ),
+];
 
 fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     let attention = Attention {

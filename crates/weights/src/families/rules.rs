@@ -59,6 +59,8 @@ impl Rule {
 /// fields.
 #[derive(Debug, Clone, Copy)]
 pub struct Take {
+    /// True if a layer of this number has the weight.
+    only: fn(&Shape, usize) -> bool,
     /// True if the tensor is a stack `[experts, rows, columns]`, of which each expert has a matrix,
     /// or `[experts, elements]`, of which each has a vector.
     stack: bool,
@@ -89,13 +91,28 @@ enum Turned {
 enum Rows {
     All,
     Range(fn(&Attention) -> Range<usize>),
+    Blocks(fn(&Mixer) -> Option<RowBlocks>),
     Share { number: usize, of: usize },
     Every { first: usize, step: usize },
+}
+
+/// Rows that lie in blocks of equal distance.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RowBlocks {
+    /// The first row.
+    pub first: usize,
+    /// Rows of a block.
+    pub width: usize,
+    /// Rows from the beginning of a block to that of the next one.
+    pub step: usize,
+    /// The number of blocks.
+    pub count: usize,
 }
 
 impl Take {
     /// The whole tensor.
     pub const ALL: Self = Self {
+        only: |_, _| true,
         stack: false,
         turned: Turned::Never,
         rows: Rows::All,
@@ -125,6 +142,18 @@ impl Take {
     #[must_use]
     pub const fn rows(self, range: fn(&Attention) -> Range<usize>) -> Self {
         Self { rows: Rows::Range(range), ..self }
+    }
+
+    /// Blocks of rows that depend on the layer's mixer.
+    #[must_use]
+    pub const fn blocks(self, blocks: fn(&Mixer) -> Option<RowBlocks>) -> Self {
+        Self { rows: Rows::Blocks(blocks), ..self }
+    }
+
+    /// Of some layers only.
+    #[must_use]
+    pub const fn only(self, only: fn(&Shape, usize) -> bool) -> Self {
+        Self { only, ..self }
     }
 
     /// One of several equal shares of the rows.
@@ -208,8 +237,10 @@ pub(crate) struct TensorPart {
     pub(crate) matrix: [usize; 2],
     /// True if rows are counted in the transposed matrix.
     pub(crate) transposed: bool,
-    /// The first taken row, the distance to the next one, and their number.
+    /// The first taken row, the number of rows that lie together, the distance from the first of
+    /// these to the next ones, and the number of all.
     pub(crate) first: usize,
+    pub(crate) width: usize,
     pub(crate) step: usize,
     pub(crate) rows: usize,
     /// The number of heads in which the rows of two halves alternate; `None`: in none.
@@ -230,6 +261,7 @@ impl TensorPart {
             matrix: [rows, columns],
             transposed: false,
             first: 0,
+            width: 1,
             step: 1,
             rows,
             pairs: None,
@@ -237,6 +269,16 @@ impl TensorPart {
             times: 1.0,
             plus: 0.0,
         }
+    }
+
+    /// The row of the matrix that is a row of the weight.
+    pub(crate) fn row(&self, row: usize) -> usize {
+        self.first + row / self.width * self.step + row % self.width
+    }
+
+    /// The number of rows that lie together, from any of the weight's blocks on.
+    pub(crate) fn run(&self) -> usize {
+        if self.step == self.width { self.rows } else { self.width }
     }
 
     /// Columns of the weight.
@@ -361,6 +403,10 @@ impl Rule {
         if found.layer.is_some_and(|layer| !shape.has_place_for(layer)) {
             return Ok(());
         }
+        let is_computed = |layer: &usize| *layer < shape.layers.len();
+        if found.layer.filter(is_computed).is_some_and(|layer| !(take.only)(shape, layer)) {
+            return Ok(());
+        }
         if let Some(joined) = take.joined {
             let &[heads, rows, columns] = stored else {
                 return Err(ModelError::broken(format!(
@@ -413,9 +459,9 @@ fn no_stack(name: &str, stored: &[usize], wanted: usize) -> ModelError {
 impl TensorPart {
     /// The shape of the weight in a tensor of this shape.
     fn shape(&self, stored: &[usize]) -> Vec<usize> {
-        match stored.len() {
-            1 => vec![self.rows * self.columns()],
-            2 => vec![self.rows, self.columns()],
+        match stored {
+            [_] => vec![self.rows * self.columns()],
+            [_, _] | [_, 1, _] => vec![self.rows, self.columns()],
             _ => stored.to_vec(),
         }
     }
@@ -451,18 +497,33 @@ impl Take {
         match *stored {
             // Its elements are rows.
             [elements] if chooses || self.stack => part.matrix = [elements, 1],
-            [_, _] => {}
+            // The middle one is of convolutions whose channels do not mix.
+            [_, _] | [_, 1, _] => {}
             _ if chooses => return unfit("and a matrix is wanted"),
             _ => return Ok(part),
         }
         part.transposed = transposed;
         let all = part.matrix[usize::from(transposed)];
+        let layer = layer.filter(|&layer| layer < shape.layers.len());
         let attention = || match layer.map(|layer| shape.mixer(layer)) {
             Some(Mixer::Attention(attention)) => Some(attention),
             _ => None,
         };
         (part.first, part.step, part.rows) = match self.rows {
             Rows::All => (0, 1, all),
+            Rows::Blocks(blocks) => {
+                let found = layer.and_then(|layer| blocks(shape.mixer(layer)));
+                let Some(RowBlocks { first, width, step, count }) = found else {
+                    return unfit("and its layer has no such rows");
+                };
+                if count == 0 || width == 0 || first + (count - 1) * step + width > all {
+                    return unfit(&format!("and {count} blocks of {width} rows are wanted"));
+                }
+                if count > 1 {
+                    part.width = width;
+                }
+                (first, if count > 1 { step } else { 1 }, count * width)
+            }
             Rows::Range(range) => {
                 let Some(range) = attention().map(range) else {
                     return unfit("and its layer has no heads");

@@ -6,6 +6,7 @@ use serde_json::{Map, Value};
 use super::Family;
 use super::experts::Experts;
 use super::latent::Latent;
+use super::recurrence::Recurrence;
 use crate::quantised::Quantisation;
 use crate::vision::VisionTower;
 
@@ -169,7 +170,7 @@ pub struct Attention {
     pub cap: Option<f64>,
     /// The norms of queries and keys before they are rotated.
     pub qk_norm: QkNorm,
-    /// True if the output is multiplied by a gate.
+    /// True if the output is multiplied by the sigmoid of a gate.
     pub gate: bool,
     /// True if queries, keys and values have biases.
     pub qkv_bias: bool,
@@ -208,23 +209,6 @@ pub enum QkNorm {
     Heads,
     /// All heads of a position have one mean.
     Rows,
-}
-
-/// A linear recurrence: gated delta nets, Mamba 2, short convolutions.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct Recurrence {
-    /// The number of heads of the state; 0: there is a convolution only.
-    pub heads: usize,
-    /// Elements of a key head.
-    pub key_dim: usize,
-    /// Elements of a value head.
-    pub value_dim: usize,
-    /// True if each channel of a head has a decay of its own, and not each head.
-    pub channel_decay: bool,
-    /// True if a state's old value for a key is taken away first (delta rule).
-    pub delta: bool,
-    /// Taps of the causal convolution in front; 0: there is none.
-    pub taps: usize,
 }
 
 /// The part of a layer behind the mixer.

@@ -2,6 +2,8 @@
 //! has it; the other hand then names it among what it lacks.
 
 use super::Family;
+use super::experts::Experts;
+use super::recurrence::Recurrence;
 use super::shape::{Activation, Attention, FeedShape, Mixer, Norm, NormPlacement, Shape};
 use crate::error::ModelError;
 
@@ -72,10 +74,18 @@ impl Shape {
     }
 
     fn differing_layers(&self) -> Option<&'static str> {
-        let attentions = self.mixers.iter().filter(|it| matches!(it, Mixer::Attention(_))).count();
+        let count = |kind: fn(&&Mixer) -> bool| self.mixers.iter().filter(kind).count();
+        let attentions = count(|it| matches!(it, Mixer::Attention(_)));
+        let latents = count(|it| matches!(it, Mixer::Latent(_)));
         // Layers with latent attention differ in their indexers.
-        if attentions > 0 && attentions < self.mixers.len() {
+        if attentions > 0 && latents > 0 {
             return Some("attention of several kinds");
+        }
+        if latents > 0 && latents < self.mixers.len() {
+            return Some("latent attention beside recurrent layers");
+        }
+        if attentions == 0 && latents == 0 {
+            return Some("recurrent layers alone");
         }
         let latent = attentions == 0;
         if latent && (self.ropes.len() > 1 || self.layers.iter().any(|it| it.rope.is_none())) {
@@ -118,16 +128,15 @@ impl Shape {
 impl Mixer {
     fn part_without_hand(&self) -> Option<&'static str> {
         let attention = match self {
-            Self::Recurrence(_) => return Some("recurrent layers"),
+            Self::Recurrence(Recurrence { channel_decay: true, .. }) => {
+                return Some("recurrent layers whose channels have decays of their own");
+            }
+            Self::Recurrence(_) => return None,
             Self::Latent(_) => return None,
             Self::Attention(attention) => attention,
         };
-        let &Attention { head_dim, value_dim, gate, .. } = attention;
-        let parts = [
-            (value_dim != head_dim, "keys and values of different lengths"),
-            (gate, "a gate behind attention"),
-        ];
-        parts.into_iter().find_map(|(has, part)| has.then_some(part))
+        let &Attention { head_dim, value_dim, .. } = attention;
+        (value_dim != head_dim).then_some("keys and values of different lengths")
     }
 }
 

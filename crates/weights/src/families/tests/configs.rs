@@ -139,7 +139,6 @@ fn every_part_that_no_hand_has_is_refused_by_its_name() {
     }
     const CHANGES: [(&str, Change); 9] = [
         ("different lengths", |it| attends(it, |attention| attention.value_dim = 8)),
-        ("a gate behind attention", |it| attends(it, |attention| attention.gate = true)),
         ("that subtract the mean", |it| {
             it.norm = Norm::Mean;
             it.layers[1].norms = NormPlacement::Around;
@@ -158,17 +157,13 @@ fn every_part_that_no_hand_has_is_refused_by_its_name() {
         }),
         ("share keys and values", |it| it.layers[2].keys_of = Some(0)),
         ("sizes differ between layers", |it| it.feeds.push(it.feeds[0])),
-        ("recurrent layers", |it| {
-            let (heads, key_dim, value_dim) = (2, 16, 16);
-            let of_heads = Recurrence {
-                heads,
-                key_dim,
-                value_dim,
-                channel_decay: false,
-                delta: true,
-                taps: 4,
-            };
-            it.mixers.push(Mixer::Recurrence(of_heads));
+        ("decays of their own", |it| {
+            let of_channels =
+                Recurrence { channel_decay: true, ..Recurrence::convolution(64, 4, false) };
+            it.mixers.push(Mixer::Recurrence(of_channels));
+        }),
+        ("recurrent layers alone", |it| {
+            it.mixers = vec![Mixer::Recurrence(Recurrence::convolution(64, 4, false))];
         }),
     ];
     let plain = of(&[json!({})]).expect("a model");

@@ -1,0 +1,233 @@
+//! Layers that keep a state of fixed size for each request: gated delta nets, Mamba 2 and short
+//! convolutions are one recurrence with different fields.
+
+use serde::{Deserialize, Serialize};
+
+use super::rules::RowBlocks;
+use super::shape::{Mixer, Shape};
+
+/// Bytes of an element of a head's state, which is kept in 32 bits for any type of the model.
+const STATE_ELEMENT: usize = 4;
+
+/// A linear recurrence behind a causal convolution.
+///
+/// A head's state `S` is `[key_dim, value_dim]`. For each position it becomes `decay * S + k u`, and
+/// the output is `q S`. With the delta rule `u` is `beta (v - k S)`, and otherwise `step v`, with
+/// `skip v` added to the output. Without heads there is a convolution between two gates.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Recurrence {
+    /// The number of heads of the state; 0: there is a convolution only.
+    pub heads: usize,
+    /// The number of heads of keys and queries. Each is that of as many consecutive heads.
+    pub key_heads: usize,
+    /// Elements of a key head.
+    pub key_dim: usize,
+    /// Elements of a value head; without heads, of the convolution.
+    pub value_dim: usize,
+    /// True if each channel of a head has a decay of its own, and not each head.
+    pub channel_decay: bool,
+    /// True if a state's old value for a key is taken away first (delta rule). Keys and queries then
+    /// have the length 1.
+    pub delta: bool,
+    /// Taps of the causal convolution in front.
+    pub taps: usize,
+    /// True if the convolution has biases.
+    pub conv_bias: bool,
+    /// True if the projections have biases.
+    pub bias: bool,
+    /// The norm of the output, which has a gate.
+    pub norm: StateNorm,
+    /// Elements that have a mean of their own in this norm.
+    pub norm_size: usize,
+}
+
+/// The norm of a recurrence's output, and the place of its gate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum StateNorm {
+    /// There is a gate and no norm.
+    None,
+    /// The gate is behind the norm.
+    BeforeGate,
+    /// The gate is in front of the norm.
+    AfterGate,
+}
+
+impl Recurrence {
+    /// A convolution of so many elements between two gates.
+    #[must_use]
+    pub const fn convolution(value_dim: usize, taps: usize, bias: bool) -> Self {
+        Self {
+            heads: 0,
+            key_heads: 0,
+            key_dim: 0,
+            value_dim,
+            channel_decay: false,
+            delta: false,
+            taps,
+            conv_bias: bias,
+            bias,
+            norm: StateNorm::None,
+            norm_size: 0,
+        }
+    }
+
+    /// Elements of all key heads.
+    #[must_use]
+    pub const fn keys(&self) -> usize {
+        self.key_heads * self.key_dim
+    }
+
+    /// Elements of all value heads.
+    #[must_use]
+    pub const fn values(&self) -> usize {
+        if self.heads == 0 { self.value_dim } else { self.heads * self.value_dim }
+    }
+
+    /// Channels of the convolution: queries, keys and values.
+    #[must_use]
+    pub const fn channels(&self) -> usize {
+        2 * self.keys() + self.values()
+    }
+
+    /// Bytes of the state of one request, with inputs of the convolution of `element` bytes.
+    #[must_use]
+    pub const fn state_bytes(&self, element: usize) -> usize {
+        let of_heads = self.heads * self.key_dim * self.value_dim * STATE_ELEMENT;
+        of_heads + self.channels() * (self.taps - 1) * element
+    }
+}
+
+impl Shape {
+    /// Bytes of the recurrent states of one request over all layers, in a model whose elements have
+    /// `element` bytes; 0: it has none.
+    #[must_use]
+    pub fn state_bytes(&self, element: usize) -> u64 {
+        let of_layer = |layer: usize| match self.mixer(layer) {
+            Mixer::Recurrence(recurrence) => recurrence.state_bytes(element) as u64,
+            Mixer::Attention(_) | Mixer::Latent(_) => 0,
+        };
+        (0..self.layers.len()).map(of_layer).sum()
+    }
+}
+
+/// Rows of a matrix that has parts of a recurrence one behind the other.
+const fn behind(first: usize, width: usize) -> Option<RowBlocks> {
+    Some(RowBlocks { first, width, step: width, count: 1 })
+}
+
+fn of(mixer: &Mixer) -> Option<&Recurrence> {
+    if let Mixer::Recurrence(found) = mixer { Some(found) } else { None }
+}
+
+/// Queries of a product of queries, keys and values.
+pub(super) fn queries(mixer: &Mixer) -> Option<RowBlocks> {
+    behind(0, of(mixer)?.keys())
+}
+
+/// Keys of a product of queries, keys and values.
+pub(super) fn keys(mixer: &Mixer) -> Option<RowBlocks> {
+    let found = of(mixer)?;
+    behind(found.keys(), found.keys())
+}
+
+/// Values of a product of queries, keys and values.
+pub(super) fn values(mixer: &Mixer) -> Option<RowBlocks> {
+    let found = of(mixer)?;
+    behind(2 * found.keys(), found.values())
+}
+
+/// Rows of a matrix in which each key head has its queries, keys, values and gates.
+pub(super) mod grouped {
+    use super::{Mixer, RowBlocks, of};
+
+    /// Part `number` of the four that each key head has.
+    fn rows(mixer: &Mixer, number: usize) -> Option<RowBlocks> {
+        let found = of(mixer)?;
+        let of_values = found.values() / found.key_heads;
+        let widths = [found.key_dim, found.key_dim, of_values, of_values];
+        Some(RowBlocks {
+            first: widths[..number].iter().sum(),
+            width: widths[number],
+            step: widths.iter().sum(),
+            count: found.key_heads,
+        })
+    }
+
+    pub(in crate::families) fn queries(mixer: &Mixer) -> Option<RowBlocks> {
+        rows(mixer, 0)
+    }
+
+    pub(in crate::families) fn keys(mixer: &Mixer) -> Option<RowBlocks> {
+        rows(mixer, 1)
+    }
+
+    pub(in crate::families) fn values(mixer: &Mixer) -> Option<RowBlocks> {
+        rows(mixer, 2)
+    }
+
+    pub(in crate::families) fn gates(mixer: &Mixer) -> Option<RowBlocks> {
+        rows(mixer, 3)
+    }
+
+    fn of_heads(mixer: &Mixer, number: usize) -> Option<RowBlocks> {
+        let found = of(mixer)?;
+        let width = found.heads / found.key_heads;
+        let (first, step) = (number * width, 2 * width);
+        Some(RowBlocks { first, width, step, count: found.key_heads })
+    }
+
+    /// The first of two numbers of a head.
+    pub(in crate::families) fn strengths(mixer: &Mixer) -> Option<RowBlocks> {
+        of_heads(mixer, 0)
+    }
+
+    /// The second of two numbers of a head.
+    pub(in crate::families) fn decays(mixer: &Mixer) -> Option<RowBlocks> {
+        of_heads(mixer, 1)
+    }
+}
+
+/// Rows of Mamba's matrices: gates, values, keys, queries and steps, or without the gates and steps
+/// those of its convolution.
+pub(super) mod mamba {
+    use super::{Mixer, RowBlocks, behind, of};
+
+    pub(in crate::families) fn gates(mixer: &Mixer) -> Option<RowBlocks> {
+        behind(0, of(mixer)?.values())
+    }
+
+    pub(in crate::families) fn values(mixer: &Mixer) -> Option<RowBlocks> {
+        let found = of(mixer)?;
+        behind(found.values(), found.values())
+    }
+
+    pub(in crate::families) fn keys(mixer: &Mixer) -> Option<RowBlocks> {
+        let found = of(mixer)?;
+        behind(2 * found.values(), found.keys())
+    }
+
+    pub(in crate::families) fn queries(mixer: &Mixer) -> Option<RowBlocks> {
+        let found = of(mixer)?;
+        behind(2 * found.values() + found.keys(), found.keys())
+    }
+
+    pub(in crate::families) fn steps(mixer: &Mixer) -> Option<RowBlocks> {
+        let found = of(mixer)?;
+        behind(2 * found.values() + 2 * found.keys(), found.heads)
+    }
+
+    pub(in crate::families) fn conv_values(mixer: &Mixer) -> Option<RowBlocks> {
+        behind(0, of(mixer)?.values())
+    }
+
+    pub(in crate::families) fn conv_keys(mixer: &Mixer) -> Option<RowBlocks> {
+        let found = of(mixer)?;
+        behind(found.values(), found.keys())
+    }
+
+    pub(in crate::families) fn conv_queries(mixer: &Mixer) -> Option<RowBlocks> {
+        let found = of(mixer)?;
+        behind(found.values() + found.keys(), found.keys())
+    }
+}

@@ -1,0 +1,191 @@
+"""Layers with a state of fixed size for each slot: gated delta nets (Yang et al. 2024), Mamba 2, short convolutions.
+
+They are one recurrence. A head's state `S` [key_dim, value_dim] becomes `decay * S + k u` at each position, and the
+output is `q S`. With the delta rule `u` is `beta (v - k S)`, and otherwise `step v`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from forebay.layers.linear import Linear
+from forebay.layers.params import Parameters
+from forebay.layers.states import LayerStates, StepStates
+from forebay.layers.step import Step
+from forebay.weights.parts import Recurrence
+
+__all__ = ["RecurrentLayer", "advance"]
+
+_CHUNK = 64
+"""Positions of a row that are computed together."""
+_EPSILON = 1e-6
+"""The term below the root of a key's length, as in the reference."""
+
+
+class RecurrentLayer:
+    """A recurrence between two projections, with a convolution in front and a gated norm behind.
+
+    Without heads it is a convolution between two gates. `number` is the layer's among the recurrent ones.
+    """
+
+    def __init__(
+        self, params: Parameters, prefix: str, number: int, hidden: int, shape: Recurrence, norm_eps: float
+    ) -> None:
+        self._number = number
+        self._shape = shape
+        self._eps = norm_eps
+        keys, values, heads = shape.keys, shape.values, shape.heads
+        names = {"in_proj_q": keys, "in_proj_k": keys, "in_proj_v": values, "in_proj_z": values, "in_proj_a": heads}
+        if shape.delta:
+            names["in_proj_b"] = heads
+        if not heads:
+            names = {"in_proj_q": values, "in_proj_k": values, "in_proj_v": values}
+        self.input = Linear(params, prefix, hidden, names, shape.bias)
+        self._widths = list(names.values())
+        channels = {"conv_q": keys, "conv_k": keys, "conv_v": values} if heads else {"conv_v": values}
+        weights = {f"{prefix}.{name}.weight": size for name, size in channels.items()}
+        self.conv = params.tensor((shape.channels, shape.taps), weights)
+        self.conv_bias: torch.Tensor | None = None
+        if shape.conv_bias:
+            biases = {f"{prefix}.{name}.bias": size for name, size in channels.items()}
+            self.conv_bias = params.tensor((shape.channels,), biases)
+        self.output = Linear(params, prefix, values, {"out_proj": hidden}, shape.bias)
+
+        def of_heads(name: str) -> torch.Tensor:
+            return params.tensor((heads,), {f"{prefix}.{name}": heads}, torch.float32)
+
+        if heads:
+            self.decay, self.step_bias = of_heads("A_log"), of_heads("dt_bias")
+        self.skip = of_heads("D") if heads and not shape.delta else None
+        self.norm: torch.Tensor | None = None
+        if shape.norm != "none":
+            # One weight for all heads, or one for each of their elements.
+            size = shape.value_dim if shape.delta else values
+            self.norm = params.tensor((size,), {f"{prefix}.norm.weight": size})
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """x is [tokens, hidden]."""
+        states = step.states
+        assert states is not None
+        shape, layer = self._shape, states.layers[self._number]
+        parts = self.input(x).split(self._widths, dim=1)
+        if not shape.heads:
+            behind, before, values = parts
+            return self.output(behind * self._convolved(before * values, states, layer))
+        q, k, v, gate, a = parts[:5]
+        mixed = F.silu(self._convolved(torch.cat((q, k, v), dim=1), states, layer)).float()
+        steps = F.softplus(a.float() + self.step_bias)
+        strengths = parts[5].float().sigmoid() if shape.delta else steps
+        inputs = self._inputs(mixed)
+        y = self._scan((*inputs, -self.decay.exp() * steps, strengths), states, layer)
+        if self.skip is not None:
+            y = y + self.skip[:, None] * inputs[2]
+        return self.output(self._gated(y.flatten(1), gate).to(x.dtype))
+
+    def _inputs(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries and keys [tokens, heads, key_dim], and values [tokens, heads, value_dim], all float32."""
+        shape = self._shape
+        q, k, v = mixed.split([shape.keys, shape.keys, shape.values], dim=1)
+        q, k = (one.unflatten(1, (shape.key_heads, shape.key_dim)) for one in (q, k))
+        if shape.delta:
+            q, k = (one * torch.rsqrt(one.square().sum(dim=-1, keepdim=True) + _EPSILON) for one in (q, k))
+            q = q * shape.key_dim**-0.5
+        q, k = (one.repeat_interleave(shape.heads // shape.key_heads, dim=1) for one in (q, k))
+        return q, k, v.unflatten(1, (shape.heads, shape.value_dim))
+
+    def _convolved(self, x: torch.Tensor, states: StepStates, layer: LayerStates) -> torch.Tensor:
+        """The causal convolution of each channel of x [tokens, channels], behind the last inputs of its slot."""
+        y = torch.empty_like(x)
+
+        def singles(tokens: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+            window = torch.cat((layer.inputs.index_select(0, source), x.index_select(0, tokens)[:, None]), dim=1)
+            y.index_copy_(0, tokens, self._taps(window, 1)[:, 0])
+            layer.inputs.index_copy_(0, target, window[:, 1:])
+
+        if len(states.singles[0]):
+            singles(*states.singles)
+        for first, count, source, target in states.chunks:
+            window = torch.cat((layer.inputs[source], x[first : first + count]))[None]
+            y[first : first + count] = self._taps(window, count)[0]
+            layer.inputs[target] = window[0, count:]
+        if len(states.late[0]):
+            singles(*states.late)
+        return y
+
+    def _taps(self, window: torch.Tensor, count: int) -> torch.Tensor:
+        """The weighted sums [r, count, channels] of a window [r, taps - 1 + count, channels], oldest first."""
+        weights = self.conv.float()
+        terms = [window[:, tap : tap + count].float() * weights[:, tap] for tap in range(self._shape.taps)]
+        total = terms[0] if self.conv_bias is None else terms[0] + self.conv_bias.float()
+        for term in terms[1:]:
+            total = total + term
+        return total.to(window.dtype)
+
+    def _scan(self, inputs: tuple[torch.Tensor, ...], states: StepStates, layer: LayerStates) -> torch.Tensor:
+        """The outputs [tokens, heads, value_dim] of the inputs of `advance`, over all tokens."""
+        table = layer.heads
+        assert table is not None
+        y = torch.empty_like(inputs[2])
+
+        def singles(tokens: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+            some = tuple(one.index_select(0, tokens)[:, None] for one in inputs)
+            out, state = advance(some, table.index_select(0, source), self._shape.delta)
+            y.index_copy_(0, tokens, out[:, 0])
+            table.index_copy_(0, target, state)
+
+        if len(states.singles[0]):
+            singles(*states.singles)
+        for first, count, source, target in states.chunks:
+            state = table[source][None]
+            for at in range(first, first + count, _CHUNK):
+                end = min(at + _CHUNK, first + count)
+                out, state = advance(tuple(one[None, at:end] for one in inputs), state, self._shape.delta)
+                y[at:end] = out[0]
+            table[target] = state[0]
+        if len(states.late[0]):
+            singles(*states.late)
+        return y
+
+    def _gated(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """The outputs [tokens, values] normalised and gated, in float32."""
+        shape, gate = self._shape, F.silu(gate.float())
+        if self.norm is None:
+            return y * gate
+        if shape.norm == "after_gate":
+            y = y * gate
+        groups = y.unflatten(1, (-1, shape.norm_size))
+        groups = groups * torch.rsqrt(groups.square().mean(dim=-1, keepdim=True) + self._eps)
+        weight = self.norm.float()
+        y = (groups * weight).flatten(1) if len(weight) == shape.norm_size else groups.flatten(1) * weight
+        return y * gate if shape.norm == "before_gate" else y
+
+
+def advance(inputs: tuple[torch.Tensor, ...], state: torch.Tensor, delta: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Some positions of rows: outputs [r, t, heads, value_dim], and the states behind them.
+
+    `inputs` are float32: queries and keys [r, t, heads, key_dim], values [r, t, heads, value_dim], and the logarithms
+    of decays and the strengths [r, t, heads]. `state` is [r, heads, key_dim, value_dim].
+    """
+    q, k, v, decays, strengths = (one.transpose(1, 2) for one in inputs)
+    count = q.shape[2]
+    # What is left of a state at each position, and of each position at the later ones.
+    total = decays.cumsum(dim=2)
+    left = total.exp()[..., None]
+    between = (total[..., :, None] - total[..., None, :]).masked_fill(_later(count, q.device), -torch.inf).exp()
+    u = strengths[..., None] * v
+    if delta:
+        u = u - strengths[..., None] * left * (k @ state)
+        if count > 1:
+            # Each position takes away what the earlier ones of these have left for its key.
+            mixing = (strengths[..., None] * between * (k @ k.transpose(2, 3))).tril(-1)
+            identity = torch.eye(count, dtype=mixing.dtype, device=mixing.device)
+            u = torch.linalg.solve_triangular(mixing + identity, u, upper=False, unitriangular=True)
+    out = left * (q @ state) + (between * (q @ k.transpose(2, 3))) @ u
+    rest = (total[..., -1:] - total).exp()[..., None]
+    state = left[:, :, -1:] * state + (rest * k).transpose(2, 3) @ u
+    return out.transpose(1, 2), state
+
+
+def _later(count: int, device: torch.device) -> torch.Tensor:
+    return torch.ones(count, count, dtype=torch.bool, device=device).triu(1)

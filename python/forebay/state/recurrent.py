@@ -1,0 +1,228 @@
+"""The recurrent states of slots: what the host knows of them, and their tables.
+
+A slot has two rows of a table. A masked row whose mask comes too late has its last position computed again. So the
+states behind that position go to the slot's other row, until the next row shows which of both it continues. Behind the
+rows of slots are those of state pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from forebay.device import Device
+from forebay.layers.states import LayerStates, StatePiece, StepStates
+from forebay.protocol.constants import FLAG_MASKED, SlotRecord, StateCopy
+from forebay.protocol.frames import Int32s
+from forebay.protocol.plan import Plan
+from forebay.state.checks import PlanError, within
+from forebay.state.config import RunnerConfig
+from forebay.state.counts import Int64s
+from forebay.weights.config import ModelConfig
+
+__all__ = ["RowStates", "SlotStates", "StateStore", "StateTables", "slot_bytes", "state_page_count"]
+
+_NOTHING = -1
+"""The number of positions of a slot or page without a state."""
+_SHARE = 4
+"""Without a number, state pages get one part of so many of the memory that pages of keys and values would have."""
+_LEAST_EACH = 1
+_MOST_EACH = 8
+"""The least and the largest number of state pages for each slot, without a number."""
+
+
+def slot_bytes(config: RunnerConfig) -> int:
+    """Bytes of the states of all slots, each of which has two rows."""
+    model = config.kept_model
+    return 0 if model is None else 2 * config.slots * model.state_bytes(config.dtype)
+
+
+def state_page_count(config: RunnerConfig, free_bytes: int) -> int:
+    """The number of state pages, of which the brain may state one.
+
+    Without it they take a quarter of the memory `free_bytes` that is left for pages of keys and values and of states,
+    but at least one page and at most 8 for each slot.
+    """
+    model = config.kept_model
+    of_slot = 0 if model is None else model.state_bytes(config.dtype)
+    if of_slot == 0:
+        return 0
+    if config.state_pages is not None:
+        return config.state_pages
+    affordable = max(free_bytes, 0) // _SHARE // of_slot
+    return min(max(affordable, _LEAST_EACH * config.slots), _MOST_EACH * config.slots)
+
+
+@dataclass(frozen=True)
+class RowStates:
+    """The states that a step's rows continue; `r` rows."""
+
+    source: Int64s  # [r]: row of the tables with the state before the row
+    target: Int64s  # [r]: row that gets the state behind its last position
+    fresh: Int64s  # rows of the tables that begin at position 0, and are zero
+    loads: Int64s  # [l, 2]: rows of the tables that are copied before, from and to
+    saves: Int64s  # [m, 2]: as `loads`, behind the step
+
+    def pieces(self, order: Int64s, lengths: Int64s) -> Iterator[StatePiece]:
+        """The pieces of rows in this order, whose tokens follow one another."""
+        first = 0
+        for row, length in zip(order.tolist(), lengths.tolist(), strict=True):
+            source, target = int(self.source[row]), int(self.target[row])
+            if source != target and length > 1:
+                yield StatePiece(first, length - 1, source, source)
+                yield StatePiece(first + length - 1, 1, source, target)
+            else:
+                yield StatePiece(first, length, source, target)
+            first += length
+
+
+class SlotStates:
+    """What the host knows of states: the number of positions that each slot's has seen, and each page's."""
+
+    def __init__(self, slots: int, pages: int, checked: bool = True) -> None:
+        """Without `checked` rows may begin anywhere: those that measure memory have no state before them."""
+        self.slots = slots
+        self.page_count = pages
+        self._checked = checked
+        self._seen: Int64s = np.full(slots, _NOTHING, np.int64)
+        self._other: Int64s = np.full(slots, _NOTHING, np.int64)
+        """Positions that the state in a slot's other row has seen, if that may still be continued."""
+        self._half: Int64s = np.zeros(slots, np.int64)
+        self._of_page: Int64s = np.full(pages, _NOTHING, np.int64)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the tables."""
+        return 2 * self.slots + self.page_count
+
+    def read(self, plan: Plan) -> RowStates:
+        """The states of a plan's rows. The plan's new slots are within bounds.
+
+        Raises `PlanError` for a row that does not begin where its slot's state is, and for a page without a state.
+        """
+        new = plan.slots[:, SlotRecord.SLOT]
+        self._seen[new] = self._other[new] = _NOTHING
+        loads = self._load(plan.state_loads)
+        slots, starts, lengths, flags = plan.rows.T.astype(np.int64)
+        if len(slots):
+            within(slots, self.slots, "row: slot")
+        if len(np.unique(slots)) < len(slots):
+            raise PlanError(f"rows of slots {slots.tolist()}, of which one has two rows beside its recurrent states")
+        source, target, fresh = np.zeros_like(slots), np.zeros_like(slots), []
+        columns = zip(
+            slots.tolist(), starts.tolist(), lengths.tolist(), (flags & FLAG_MASKED != 0).tolist(), strict=True
+        )
+        for number, (slot, start, length, waits) in enumerate(columns):
+            source[number] = self._source(slot, start)
+            if start == 0:
+                fresh.append(source[number])
+            self._other[slot], self._seen[slot] = _NOTHING, start + length
+            if waits:
+                self._other[slot] = start + length - 1
+                self._half[slot] = 1 - self._half[slot]
+            target[number] = self._row(slot)
+        return RowStates(source, target, np.array(fresh, np.int64), loads, self._save(plan.state_saves))
+
+    def _row(self, slot: int) -> int:
+        return int(slot + self.slots * self._half[slot])
+
+    def _source(self, slot: int, start: int) -> int:
+        """The row with the state before position `start` of a slot, which becomes the slot's."""
+        if start > 0 and self._checked and self._seen[slot] != start:
+            if self._other[slot] != start:
+                raise PlanError(
+                    f"a row of slot {slot} begins at position {start}, and the slot's recurrent states have seen others"
+                )
+            self._half[slot] = 1 - self._half[slot]
+        return self._row(slot)
+
+    def _load(self, copies: Int32s) -> Int64s:
+        found: Int64s = np.zeros((len(copies), 2), np.int64)
+        for number, (slot, page) in enumerate(self._checked_copies(copies)):
+            if self._of_page[page] == _NOTHING:
+                raise PlanError(f"state page {page} has no state for slot {slot}")
+            self._seen[slot], self._other[slot] = self._of_page[page], _NOTHING
+            found[number] = 2 * self.slots + page, self._row(slot)
+        return found
+
+    def _save(self, copies: Int32s) -> Int64s:
+        found: Int64s = np.zeros((len(copies), 2), np.int64)
+        for number, (slot, page) in enumerate(self._checked_copies(copies)):
+            if self._seen[slot] == _NOTHING:
+                raise PlanError(f"slot {slot} has no state for state page {page}")
+            self._of_page[page] = self._seen[slot]
+            found[number] = self._row(slot), 2 * self.slots + page
+        return found
+
+    def _checked_copies(self, copies: Int32s) -> Iterator[list[int]]:
+        if len(copies):
+            within(copies[:, StateCopy.SLOT], self.slots, "copy of a state: slot")
+            within(copies[:, StateCopy.PAGE], self.page_count, "copy of a state: page")
+        yield from copies.tolist()
+
+
+class StateStore(Protocol):
+    """The memory of states. All methods are called as work."""
+
+    def step(self, pieces: Iterable[StatePiece]) -> Any:
+        """What the model needs of the states that the pieces of a step advance."""
+
+    def copy(self, rows: Int64s) -> None:
+        """Copies rows [n, 2], from and to."""
+
+    def clear(self, rows: Int64s) -> None:
+        """Makes rows [n] those of no position."""
+
+
+class StateTables:
+    """Implements `StateStore` with a table for each layer."""
+
+    def __init__(self, model: ModelConfig, rows: int, dtype: torch.dtype, device: Device) -> None:
+        self._device = device
+        self.layers: list[LayerStates] = []
+        for shape in model.recurrent:
+            inputs = device.zeros((rows, shape.taps - 1, shape.channels), dtype)
+            heads = None
+            if shape.heads:
+                heads = device.zeros((rows, shape.heads, shape.key_dim, shape.value_dim), torch.float32)
+            self.layers.append(LayerStates(inputs, heads))
+
+    def copy(self, rows: Int64s) -> None:
+        if not len(rows):
+            return
+        source, target = self._device.copy_in(rows[:, 0].copy(), rows[:, 1].copy())
+        for table in self._tables():
+            table.index_copy_(0, target, table.index_select(0, source))
+
+    def clear(self, rows: Int64s) -> None:
+        if not len(rows):
+            return
+        (numbers,) = self._device.copy_in(rows)
+        for table in self._tables():
+            table.index_fill_(0, numbers, 0)
+
+    def _tables(self) -> Iterator[torch.Tensor]:
+        for layer in self.layers:
+            yield from (table for table in layer if table is not None)
+
+    def step(self, pieces: Iterable[StatePiece]) -> StepStates:
+        singles: list[StatePiece] = []
+        late: list[StatePiece] = []
+        chunks: list[StatePiece] = []
+        begun: set[int] = set()
+        for piece in pieces:
+            if piece.length > 1:
+                chunks.append(piece)
+            else:
+                (late if piece.source in begun else singles).append(piece)
+            begun.add(piece.source)
+        return StepStates(self.layers, self._columns(singles), chunks, self._columns(late))
+
+    def _columns(self, pieces: list[StatePiece]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        numbers: Int64s = np.array(pieces, np.int64).reshape(-1, 4)
+        first, source, target = self._device.copy_in(*(numbers[:, at].copy() for at in (0, 2, 3)))
+        return first, source, target
