@@ -465,8 +465,10 @@ class ModelRunner:
         config = self.model_config
         if not isinstance(self.model, Decoder) or not isinstance(config, ModelConfig):
             return False
-        plain = self.config.pooling is None and self.images is None and not self.config.hot_rows and not config.recurrent
-        return plain and self._exchange is None and self._choice.verifies_drafts(config)
+        plain = self.config.pooling is None and self.images is None and self._exchange is None
+        # A state would have seen what is not accepted, and a sparse slot has one query in a step.
+        one_by_one = bool(config.recurrent) or self.config.hot_rows > 0
+        return plain and not one_by_one and self._choice.verifies_drafts(config)
 
     def _begin_exchange(self, plan: Plan) -> None:
         """Queues what a step of a group begins with, and all of it where this rank has no rows."""

@@ -2,7 +2,6 @@
 //! has it; the other hand then names it among what it lacks.
 
 use super::Family;
-use super::experts::Experts;
 use super::recurrence::Recurrence;
 use super::shape::{Activation, Attention, FeedShape, Mixer, Norm, NormPlacement, Shape};
 use crate::error::ModelError;
