@@ -9,6 +9,7 @@ sense, and every expert is chosen about as often as any other.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -46,14 +47,19 @@ def blocks(random: np.random.Generator, *shape: int) -> Bytes:
 
 def build() -> Path:
     """Makes the file, and the tokenizer that the load generator reads, where they are missing."""
-    target, tokenizer = path(), models.tokenizer_file(NAME)
+    return made_once(path(), NAME, _write)
+
+
+def made_once(target: Path, name: str, write: Callable[[Path], None]) -> Path:
+    """Makes a file by `write` if it is missing, and the tokenizer of a model of that name."""
+    tokenizer = models.tokenizer_file(name)
     if not tokenizer.is_file():
         tokenizer.parent.mkdir(parents=True, exist_ok=True)
         models.write_json(tokenizer, tokenizer_json(gguf_metadata(models.default_model())))
     if not target.is_file():
         # A file of this name is whole.
         made = target.with_suffix(".made")
-        _write(made)
+        write(made)
         made.rename(target)
     return target
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from benchmarks import expert_model, tables
+from benchmarks import expert_model, gpt_oss_model, tables
 from benchmarks.records import Results, Run
 
 
@@ -17,6 +18,16 @@ def test_outputs_of_random_blocks_are_as_large_as_inputs() -> None:
     weights = dequantize(made.reshape(-1, made.shape[-1]), GGMLQuantizationType.Q4_0)
     x = random.standard_normal(512).astype(np.float32)
     assert abs(float((weights @ x).std()) - 1) < 0.15
+
+
+@pytest.mark.parametrize("kind", [GGMLQuantizationType.MXFP4, GGMLQuantizationType.Q8_0])
+def test_outputs_of_random_blocks_of_a_gpt_oss_are_as_large_as_inputs(kind: GGMLQuantizationType) -> None:
+    random = np.random.default_rng(3)
+    made = gpt_oss_model.blocks(random, kind, 4, 64, 512)
+    weights = dequantize(made.reshape(-1, made.shape[-1]), kind)
+    x = random.standard_normal(512).astype(np.float32)
+    # Powers of 2 are the nearest.
+    assert abs(float(np.log2((weights @ x).std()))) < (0.65 if kind == GGMLQuantizationType.MXFP4 else 0.2)
 
 
 def test_every_server_has_a_column_and_the_first_is_compared_with_the_others() -> None:

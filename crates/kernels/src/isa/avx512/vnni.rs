@@ -63,8 +63,8 @@ unsafe fn add_quads<const FORMAT: u32, const M: usize, const AHEAD: bool>(
                     None => codes,
                     Some(table) => {
                         let table = _mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast()));
-                        let of = |codes| _mm512_shuffle_epi8(table, codes);
-                        (of(codes.0), of(codes.1))
+                        // No closure, which would not be compiled for the processor.
+                        (_mm512_shuffle_epi8(table, codes.0), _mm512_shuffle_epi8(table, codes.1))
                     }
                 }
             } else {
