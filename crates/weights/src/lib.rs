@@ -28,6 +28,7 @@
 //! # Ok::<(), ModelError>(())
 //! ```
 
+mod adapter;
 mod angles;
 mod bert;
 mod checkpoint;
@@ -48,6 +49,7 @@ mod stored;
 mod tensor;
 mod vision;
 
+pub use adapter::{Adapter, AdapterFolder};
 pub use angles::Angles;
 pub use bert::{BertShape, is_bert};
 pub use checkpoint::{Blocks, Checkpoint};

@@ -37,18 +37,18 @@ enum Piece {
 
 /// A range of one file, and what makes a weight of its numbers.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-struct Place {
+pub(crate) struct Place {
     /// The number of the file among the model's.
     file: usize,
-    offset: u64,
-    bytes: u64,
+    pub(crate) offset: u64,
+    pub(crate) bytes: u64,
     /// The storage of numbers, by the name in safetensors or in GGUF.
-    format: String,
+    pub(crate) format: String,
     /// The exponents of blocks whose codes are in the range.
     #[serde(skip_serializing_if = "Option::is_none")]
     exponents: Option<Range>,
     #[serde(flatten)]
-    part: MatrixPart,
+    pub(crate) part: MatrixPart,
 }
 
 /// Bytes of one file.
@@ -61,7 +61,7 @@ struct Range {
 
 /// A weight in a matrix. Fields that change nothing are left out.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-struct MatrixPart {
+pub(crate) struct MatrixPart {
     /// The shape of the weight.
     shape: Vec<usize>,
     /// The shape of the matrix, of which the weight is a part.
@@ -77,7 +77,7 @@ struct MatrixPart {
     width: Option<usize>,
     /// The number of heads in which the rows of two halves alternate.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pairs: Option<usize>,
+    pub(crate) pairs: Option<usize>,
     #[serde(skip_serializing_if = "Option::is_none")]
     times: Option<f32>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -216,7 +216,7 @@ fn coded(stored: &StoredMatrix, files: &[PathBuf]) -> Result<CodedMatrix, ModelE
 }
 
 /// The place of a weight of this shape.
-fn place(
+pub(crate) fn place(
     name: &str,
     tensor: &Tensor,
     part: &TensorPart,

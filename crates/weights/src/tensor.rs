@@ -204,6 +204,16 @@ impl Tensor {
         Ok(())
     }
 
+    /// Checks that all numbers are finite.
+    pub(crate) fn check_finite(&self, name: &str) -> Result<(), ModelError> {
+        self.each(name, 0, self.shape().iter().product(), |values| {
+            match values.iter().all(|value| value.is_finite()) {
+                true => Ok(()),
+                false => Err(ModelError::broken(format!("{name} has numbers that are not finite"))),
+            }
+        })
+    }
+
     /// Reads a matrix in blocks of type `kind`, appended to `to`; `None`: there is no such
     /// conversion.
     pub(crate) fn read_blocks(

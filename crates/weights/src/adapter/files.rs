@@ -1,0 +1,180 @@
+//! The files of adapters, opened so that nothing outside of a folder is read.
+
+use std::fs::File;
+use std::io::Read;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::path::{Component, Path, PathBuf};
+
+use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, open, openat, openat2};
+use rustix::io::Errno;
+
+use crate::error::ModelError;
+
+/// The flags of all files. A file that would block, such as a pipe, is opened and then refused.
+const FLAGS: OFlags =
+    OFlags::RDONLY.union(OFlags::CLOEXEC).union(OFlags::NONBLOCK).union(OFlags::NOCTTY);
+
+/// Bytes that are read at a time.
+const AT_ONCE: u64 = 1 << 20;
+
+/// The folder in which adapters may be.
+#[derive(Debug)]
+pub enum AdapterFolder {
+    /// Anywhere, for paths that the owner of the machine gives.
+    Anywhere,
+    /// Only below this folder, and by no symbolic link. Paths are relative to it.
+    Below(PathBuf, OwnedFd),
+}
+
+/// An open regular file.
+pub(super) struct OpenFile {
+    file: File,
+    /// The path by which others find it.
+    pub(super) path: PathBuf,
+}
+
+impl AdapterFolder {
+    /// Opens a folder that no path leads out of.
+    ///
+    /// # Errors
+    /// It can't be opened.
+    pub fn below(folder: &Path) -> Result<Self, ModelError> {
+        let unreadable = |error| ModelError::unreadable(folder, &error);
+        let folder = folder.canonicalize().map_err(unreadable)?;
+        let opened = open(&folder, OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty());
+        let opened = opened.map_err(|error| ModelError::unreadable(&folder, &error.into()))?;
+        Ok(Self::Below(folder, opened))
+    }
+
+    pub(super) fn open(&self, path: &Path) -> Result<OpenFile, ModelError> {
+        let (opened, whole) = match self {
+            Self::Anywhere => (openat(CWD, path, FLAGS, Mode::empty()), path.to_owned()),
+            Self::Below(folder, root) => (below(root, path), folder.join(path)),
+        };
+        let unreadable = |error: Errno| match error {
+            // What a link or `..` leads to is not told.
+            Errno::LOOP | Errno::XDEV | Errno::NOTDIR if matches!(self, Self::Below(..)) => {
+                ModelError::broken(format!("{} is not below --lora-root", path.display()))
+            }
+            other => ModelError::unreadable(path, &other.into()),
+        };
+        let file = File::from(opened.map_err(unreadable)?);
+        let kind = file.metadata().map_err(|error| ModelError::unreadable(path, &error))?;
+        if !kind.is_file() {
+            return Err(ModelError::broken(format!("{} is no regular file", path.display())));
+        }
+        Ok(OpenFile { file, path: whole })
+    }
+}
+
+/// Opens a file below a folder, by no symbolic link.
+fn below(root: &OwnedFd, path: &Path) -> Result<OwnedFd, Errno> {
+    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
+    match openat2(root, path, FLAGS, Mode::empty(), resolve) {
+        Err(Errno::NOSYS | Errno::PERM) => stepwise(root, path),
+        opened => opened,
+    }
+}
+
+/// The same on a kernel without that call: one component after the other.
+fn stepwise(root: &OwnedFd, path: &Path) -> Result<OwnedFd, Errno> {
+    let mut names = Vec::new();
+    for component in path.components() {
+        match component {
+            Component::Normal(name) => names.push(name),
+            Component::CurDir => {}
+            Component::ParentDir | Component::RootDir | Component::Prefix(_) => {
+                return Err(Errno::XDEV);
+            }
+        }
+    }
+    let (last, folders) = names.split_last().ok_or(Errno::ISDIR)?;
+    let mut at = root.try_clone().map_err(|_| Errno::MFILE)?;
+    for folder in folders {
+        let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        at = openat(at.as_fd(), *folder, flags, Mode::empty())?;
+    }
+    openat(at.as_fd(), *last, FLAGS | OFlags::NOFOLLOW, Mode::empty())
+}
+
+impl OpenFile {
+    /// A path to this very file, whatever has its name by now; valid as long as it is open.
+    pub(super) fn own_path(&self) -> PathBuf {
+        format!("/proc/self/fd/{}", self.file.as_raw_fd()).into()
+    }
+
+    /// The content of a small file.
+    pub(super) fn read(&self, most: u64) -> Result<Vec<u8>, ModelError> {
+        let unreadable = |error| ModelError::unreadable(&self.path, &error);
+        let mut bytes = Vec::new();
+        (&self.file).take(most + 1).read_to_end(&mut bytes).map_err(unreadable)?;
+        if bytes.len() as u64 > most {
+            let path = self.path.display();
+            return Err(ModelError::broken(format!("{path} has more than {most} bytes")));
+        }
+        Ok(bytes)
+    }
+
+    /// Calls `with` with a range of bytes, some at a time.
+    pub(super) fn each(
+        &self,
+        offset: u64,
+        bytes: u64,
+        mut with: impl FnMut(&[u8]),
+    ) -> Result<(), ModelError> {
+        let mut buffer = vec![0; AT_ONCE.min(bytes) as usize];
+        let mut done = 0;
+        while done < bytes {
+            let some = &mut buffer[..(bytes - done).min(AT_ONCE) as usize];
+            let read = self.file.read_exact_at(some, offset + done);
+            read.map_err(|error| ModelError::unreadable(&self.path, &error))?;
+            with(some);
+            done += some.len() as u64;
+        }
+        Ok(())
+    }
+
+    /// The first bytes.
+    pub(super) fn first<const N: usize>(&self) -> Result<[u8; N], ModelError> {
+        let mut bytes = [0; N];
+        let read = self.file.read_exact_at(&mut bytes, 0);
+        read.map_err(|error| ModelError::unreadable(&self.path, &error)).map(|()| bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    #[test]
+    fn no_way_leads_out_of_the_folder() {
+        let all = tempfile::tempdir().expect("a folder");
+        let (root, secret) = (all.path().join("root"), all.path().join("secret"));
+        std::fs::create_dir_all(root.join("inner")).expect("made");
+        std::fs::write(&secret, "outside").expect("written");
+        std::fs::write(root.join("inner/file"), "inside").expect("written");
+        symlink("inner/file", root.join("link")).expect("linked");
+        symlink(all.path(), root.join("out")).expect("linked");
+        let AdapterFolder::Below(_, descriptor) = AdapterFolder::below(&root).expect("opened")
+        else {
+            panic!("a folder");
+        };
+        for open in [below, stepwise] {
+            let opened = |path: &str| open(&descriptor, Path::new(path)).is_ok();
+            assert!(opened("inner/file") && opened("./inner/file"));
+            for path in ["../secret", "inner/../../secret", "link", "out/secret", "", "/etc/passwd"]
+            {
+                assert!(!opened(path), "{path}");
+            }
+            assert!(!opened(secret.to_str().expect("text")));
+        }
+        let folder = AdapterFolder::below(&root).expect("opened");
+        assert!(folder.open(Path::new("inner")).is_err(), "a folder is no file");
+        let fifo = root.join("pipe");
+        rustix::fs::mknodat(CWD, &fifo, rustix::fs::FileType::Fifo, Mode::RUSR, 0).expect("made");
+        assert!(folder.open(Path::new("pipe")).is_err(), "and it does not block");
+    }
+}
