@@ -52,7 +52,7 @@ def test_each_family_is_held_against_transformers(architecture: str) -> None:
     shapes = [model_config(hf_config(config, architecture)) for config in configs]
     # Recurrent layers are computed by the kernels in the hand in Rust alone.
     compiled = table()[architecture].compiled
-    found = {NativeCompute.supports(shape) or compiled and bool(shape.recurrent) for shape in shapes}
+    found = {NativeCompute.supports(shape) or (compiled and bool(shape.recurrent)) for shape in shapes}
     assert found == {compiled}
 
 
@@ -66,4 +66,5 @@ def test_each_compiled_family_is_held_against_the_other_hand(architecture: str) 
 @pytest.mark.parametrize("architecture", [name for name, row in table().items() if row.gguf])
 def test_each_family_with_gguf_files_is_read_from_one(architecture: str) -> None:
     named = {NAMED[name][0].__name__ for name in ARCHITECTURES}
+    named |= {recurrent_models.MODELS[name][0].__name__ for name in recurrent_models.GGUF}
     assert architecture in OF_TINY_FILES | {kind.__name__ for kind, _ in MODELS.values()} | named

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.described import described
 from forebay.state.slots import PlanError
 from tests.hand.late_masks import PATTERN, Late, Step, check_late
-from tests.hand.recurrent_models import MODELS, model_of, save
+from tests.hand.recurrent_models import GGUF, MODELS, model_of, save, write_gguf
 from tests.hand.support import MiniBrain, PlanBuilder, Request, Sampling, greedy_reference
 from tests.hand.test_rust_hand import settings, torch_runner
 
@@ -70,6 +71,14 @@ def test_every_cut_gives_the_same_tokens(tmp_path: Path, name: str, device: str)
     assert [request.tokens for request in again] == [tokens for tokens, _ in expected(name)]
 
 
+@pytest.mark.parametrize("name", GGUF)
+def test_gguf_files_are_computed_as_transformers_does(tmp_path: Path, name: str) -> None:
+    values = settings(described(write_gguf(tmp_path / "m.gguf", name), tmp_path))
+    requests = [Request(prompt, COUNT, Sampling(logprobs=5)) for prompt in prompts()]
+    MiniBrain(torch_runner(values)).serve(requests, 17)
+    check(name, requests)
+
+
 def kept_states(runner: Any, prefix: list[int]) -> None:
     """Computes a prefix of 32 tokens on pages 40 and 17, and saves the states at 16 and 32 to state pages 5 and 2."""
     for step, (first, page) in enumerate(((0, 5), (16, 2)), start=1):
@@ -88,7 +97,7 @@ def test_a_prefix_goes_on_from_a_kept_state(tmp_path: Path, name: str) -> None:
     runner = runner_of(tmp_path, name)
     kept_states(runner, prefix)
     # Two begin behind the whole prefix, and one behind its first page.
-    tails = [[9, 100, 3], [77], prefix[16:] + [5]]
+    tails = [[9, 100, 3], [77], [*prefix[16:], 5]]
     plan = PlanBuilder(3)
     for slot, tail in enumerate(tails, start=1):
         start = 16 if len(tail) > 3 else 32
