@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
 from transformers import (
     GraniteMoeHybridConfig,
@@ -29,7 +31,8 @@ from transformers import (
 )
 
 from benchmarks.described import handshake_model
-from tests.hand.named_models import FACTORS, SIZES
+from tests.hand.gguf_models import F32, _add, _tokenizer
+from tests.hand.named_models import FACTORS, SIZES, _alternating
 
 LINEAR, FULL, CONV = "linear_attention", "full_attention", "conv"
 DELTA: dict[str, Any] = {
@@ -138,6 +141,122 @@ def model_of(name: str) -> Any:
             if at.endswith("expert_bias"):
                 buffer.copy_(torch.rand_like(buffer) * 0.2)
     return model
+
+
+GGUF = {
+    "lfm2": gguf.MODEL_ARCH.LFM2,
+    "lfm2-biases": gguf.MODEL_ARCH.LFM2,
+    "lfm2-moe": gguf.MODEL_ARCH.LFM2MOE,
+    "granite4-h": gguf.MODEL_ARCH.GRANITE_HYBRID,
+    "granite4-h-moe": gguf.MODEL_ARCH.GRANITE_HYBRID,
+}
+"""Models with GGUF files."""
+
+
+def write_gguf(path: Path, name: str) -> Path:
+    """The file of a model, as llama.cpp's `convert_hf_to_gguf.py` writes it."""
+    model = model_of(name)
+    arch, config = GGUF[name], model.config
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_head_count(config.num_attention_heads)
+    attends = [kind == FULL for kind in config.layer_types]
+    writer.add_head_count_kv([config.num_key_value_heads if attention else 0 for attention in attends])
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    tensors = _of_granite(writer, model) if "granite" in name else _of_lfm2(writer, model)
+    _tokenizer(writer, config.vocab_size)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    for at, tensor in tensors:
+        found = at if at.startswith("blk.") else names.get_name(at, try_suffixes=(".weight", ".bias"))
+        assert found is not None, at
+        _add(writer, found, tensor, F32)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _of_lfm2(writer: gguf.GGUFWriter, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    config = model.config
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_shortconv_l_cache(config.conv_L_cache)
+    dense = next(layer.feed_forward for layer in model.model.layers if hasattr(layer.feed_forward, "w1"))
+    writer.add_feed_forward_length(dense.w1.weight.shape[0])
+    if hasattr(config, "num_experts"):
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_leading_dense_block_count(config.num_dense_layers)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    for at, tensor in model.state_dict().items():
+        layer = at.split(".")[2] if at.startswith("model.layers.") else ""
+        if at.endswith("experts.gate_up_proj"):
+            gate, up = tensor.chunk(2, dim=1)
+            yield f"blk.{layer}.ffn_gate_exps.weight", gate
+            yield f"blk.{layer}.ffn_up_exps.weight", up
+        elif at.endswith("experts.down_proj"):
+            yield f"blk.{layer}.ffn_down_exps.weight", tensor
+        elif at.endswith("expert_bias"):
+            yield f"blk.{layer}.exp_probs_b.bias", tensor
+        elif at != "lm_head.weight":
+            yield at, tensor.squeeze(1) if at.endswith("conv.conv.weight") else tensor
+
+
+def _of_granite(writer: gguf.GGUFWriter, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    config, experts = model.config, model.config.num_local_experts
+    inner = config.mamba_n_heads * config.mamba_d_head
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_feed_forward_length(config.intermediate_size if experts else config.shared_intermediate_size)
+    writer.add_ssm_conv_kernel(config.mamba_d_conv)
+    writer.add_ssm_state_size(config.mamba_d_state)
+    writer.add_ssm_group_count(config.mamba_n_groups)
+    writer.add_ssm_inner_size(inner)
+    writer.add_ssm_time_step_rank(config.mamba_n_heads)
+    writer.add_rope_scaling_finetuned(False)
+    writer.add_embedding_scale(config.embedding_multiplier)
+    writer.add_residual_scale(config.residual_multiplier)
+    writer.add_logit_scale(config.logits_scaling)
+    writer.add_attention_scale(config.attention_multiplier)
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+    end = "_shexp" if experts else ""
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for at, tensor in model.state_dict().items():
+        layer, last = at.split(".")[2] if at.startswith("model.layers.") else "", at.split(".")[-2]
+        if last in heads:
+            yield at, _alternating(tensor, heads[last])
+        elif at.endswith("shared_mlp.input_linear.weight"):
+            gate, up = tensor.chunk(2)
+            yield f"blk.{layer}.ffn_gate{end}.weight", gate
+            yield f"blk.{layer}.ffn_up{end}.weight", up
+        elif at.endswith("shared_mlp.output_linear.weight"):
+            yield f"blk.{layer}.ffn_down{end}.weight", tensor
+        elif at.endswith(("experts.gate_up_proj", "input_linear.weight")):
+            gate, up = tensor.chunk(2, dim=1)
+            yield f"blk.{layer}.ffn_gate_exps.weight", gate
+            yield f"blk.{layer}.ffn_up_exps.weight", up
+        elif at.endswith(("experts.down_proj", "output_linear.weight")):
+            yield f"blk.{layer}.ffn_down_exps.weight", tensor
+        elif at.endswith(("gate.weight", "router.layer.weight", "router.weight")):
+            yield f"blk.{layer}.ffn_gate_inp.weight", tensor
+        elif at.endswith("conv1d.weight"):
+            yield at, tensor.squeeze(1)
+        elif at.endswith("A_log"):
+            yield f"blk.{layer}.ssm_a", -tensor.exp()[:, None]
+        elif at.endswith(".D"):
+            yield f"blk.{layer}.ssm_d", tensor[:, None]
+        elif at.endswith("dt_bias"):
+            yield f"blk.{layer}.ssm_dt.bias", tensor
+        elif at.endswith("mamba.norm.weight"):
+            yield at, tensor.view(config.mamba_n_groups, -1)
+        else:
+            yield at, tensor
 
 
 def save(folder: Path, name: str) -> dict[str, Any]:

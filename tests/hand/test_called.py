@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from forebay.layers.states import StatePiece
+from forebay.attention.states import StatePiece
 from forebay.protocol.plan import Plan
 from forebay.runner.runner import ModelRunner
 from forebay.state.checks import PlanError

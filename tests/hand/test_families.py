@@ -66,4 +66,5 @@ def test_each_compiled_family_is_held_against_the_other_hand(architecture: str) 
 @pytest.mark.parametrize("architecture", [name for name, row in table().items() if row.gguf])
 def test_each_family_with_gguf_files_is_read_from_one(architecture: str) -> None:
     named = {NAMED[name][0].__name__ for name in ARCHITECTURES}
+    named |= {recurrent_models.MODELS[name][0].__name__ for name in recurrent_models.GGUF}
     assert architecture in OF_TINY_FILES | {kind.__name__ for kind, _ in MODELS.values()} | named

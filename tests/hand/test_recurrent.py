@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.described import described
 from forebay.state.slots import PlanError
 from tests.hand.late_masks import PATTERN, Late, Step, check_late
-from tests.hand.recurrent_models import MODELS, model_of, save
+from tests.hand.recurrent_models import GGUF, MODELS, model_of, save, write_gguf
 from tests.hand.support import MiniBrain, PlanBuilder, Request, Sampling, greedy_reference
 from tests.hand.test_rust_hand import settings, torch_runner
 
@@ -68,6 +69,14 @@ def test_every_cut_gives_the_same_tokens(tmp_path: Path, name: str, device: str)
     ]
     MiniBrain(runner, 3).serve(again, 5)
     assert [request.tokens for request in again] == [tokens for tokens, _ in expected(name)]
+
+
+@pytest.mark.parametrize("name", GGUF)
+def test_gguf_files_are_computed_as_transformers_does(tmp_path: Path, name: str) -> None:
+    values = settings(described(write_gguf(tmp_path / "m.gguf", name), tmp_path))
+    requests = [Request(prompt, COUNT, Sampling(logprobs=5)) for prompt in prompts()]
+    MiniBrain(torch_runner(values)).serve(requests, 17)
+    check(name, requests)
 
 
 def kept_states(runner: Any, prefix: list[int]) -> None:

@@ -82,6 +82,9 @@ pub(crate) struct MatrixPart {
     times: Option<f32>,
     #[serde(skip_serializing_if = "Option::is_none")]
     plus: Option<f32>,
+    /// True if the weight is the logarithm of what comes of both.
+    #[serde(skip_serializing_if = "is_false")]
+    log: bool,
 }
 
 impl MatrixPart {
@@ -97,6 +100,7 @@ impl MatrixPart {
             pairs: part.pairs,
             times: one(part.times, 1.0),
             plus: one(part.plus, 0.0),
+            log: part.log,
         }
     }
 }

@@ -314,7 +314,8 @@ impl TensorPart {
     }
 
     fn change(&self, value: f32) -> f32 {
-        value * self.times + self.plus
+        let value = value * self.times + self.plus;
+        if self.log { value.ln() } else { value }
     }
 }
 

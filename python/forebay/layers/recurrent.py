@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from forebay.attention.states import LayerStates, StepStates
 from forebay.layers.linear import Linear
 from forebay.layers.params import Parameters
-from forebay.layers.states import LayerStates, StepStates
 from forebay.layers.step import Step
 from forebay.weights.parts import Recurrence
 

@@ -10,10 +10,10 @@ import torch
 
 from forebay.attention.backend import CAUSAL, AttentionBackend, How, LatentHeads, LayerKV
 from forebay.attention.hot_rows import Chosen
+from forebay.attention.states import StepStates
 from forebay.layers.norm import RMSNorm
 from forebay.layers.ops import Heads, Ops
 from forebay.layers.rotary import Rotation, unrotated
-from forebay.layers.states import StepStates
 
 
 @dataclass

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from forebay.layers.states import StatePiece
+from forebay.attention.states import StatePiece
 from forebay.weights.errors import UnsupportedModelError
 
 __all__ = ["CacheStates", "RecurrentLayers", "StateRow"]

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from forebay.attention.states import LayerStates, StatePiece, StepStates
 from forebay.device import Device
-from forebay.layers.states import LayerStates, StatePiece, StepStates
 from forebay.protocol.constants import FLAG_MASKED, SlotRecord, StateCopy
 from forebay.protocol.frames import Int32s
 from forebay.protocol.plan import Plan
@@ -44,8 +44,8 @@ def slot_bytes(config: RunnerConfig) -> int:
 def state_page_count(config: RunnerConfig, free_bytes: int) -> int:
     """The number of state pages, of which the brain may state one.
 
-    Without it they take a quarter of the memory `free_bytes` that is left for pages of keys and values and of states,
-    but at least one page and at most 8 for each slot.
+    Without it they take a quarter of `free_bytes`, the memory that is left for pages of all kinds. It is at least one
+    page and at most 8 for each slot.
     """
     model = config.kept_model
     of_slot = 0 if model is None else model.state_bytes(config.dtype)

@@ -62,6 +62,8 @@ class MatrixPart:
     times: float = 1.0
     plus: float = 0.0
     """A factor of all numbers, and a term behind it."""
+    log: bool = False
+    """True if the weight is the logarithm of what comes of both."""
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> MatrixPart:
@@ -94,9 +96,9 @@ class MatrixPart:
         """Rows of whole heads, with what is done to their numbers."""
         if self.pairs is not None:
             values = _halves(values, self.pairs * len(values) // self.shape[0])
-        if (self.times, self.plus) == (1.0, 0.0):
-            return values
-        return values.float() * self.times + self.plus
+        if (self.times, self.plus) != (1.0, 0.0):
+            values = values.float() * self.times + self.plus
+        return values.float().log() if self.log else values
 
 
 @dataclass(frozen=True)

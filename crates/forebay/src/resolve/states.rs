@@ -14,8 +14,8 @@ const ROWS: u64 = 2;
 const SHARE: u64 = 2;
 
 /// Lowers the number of running requests until the states of all slots fit into their part of
-/// `budget` bytes, which are those of weights, pages and states. `element` is the number of bytes of
-/// the model's type.
+/// `budget` bytes, which are those of weights, pages and states. `element` is the number of bytes
+/// of the model's type.
 pub(super) fn bound(engine: &mut EngineConfig, model: &Model, element: u64, budget: u64) {
     let of_slot = ROWS * model.state_bytes(element);
     if of_slot == 0 {

@@ -333,6 +333,27 @@ pub(super) fn head_counts(files: &GgufFiles) -> Result<(i64, i64), ModelError> {
     Ok((queries, whole(files, "attention.head_count_kv")?.unwrap_or(queries)))
 }
 
+/// The kinds of layers of a file in which those without keys and values are `other`, and the number
+/// of heads of keys and values of the rest.
+pub(super) fn kinds_of_layers(
+    files: &GgufFiles,
+    other: &'static str,
+) -> Result<(Vec<&'static str>, i64), ModelError> {
+    let layers = required(files, "block_count")? as usize;
+    let of_layers: Vec<i64> =
+        match files.get("attention.head_count_kv").and_then(GgufValue::as_list) {
+            Some(list) => list.iter().map(|count| count.as_i64().unwrap_or(-1)).collect(),
+            None => vec![required(files, "attention.head_count_kv")?; layers],
+        };
+    let most = of_layers.iter().copied().max().unwrap_or(0);
+    let alike = of_layers.iter().all(|&count| count == 0 || count == most);
+    if !alike || of_layers.len() != layers {
+        return Err(ModelError::unserved_part("an attention.head_count_kv of several kinds"));
+    }
+    let kind = |&count: &i64| if count > 0 { "full_attention" } else { other };
+    Ok((of_layers.iter().map(kind).collect(), most))
+}
+
 struct Heads {
     queries: i64,
     keys: i64,

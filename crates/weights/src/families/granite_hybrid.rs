@@ -1,34 +1,64 @@
 //! Granite 4: attention, or Mamba 2 in most layers, dense or with experts beside a shared one. GGUF
-//! files without recurrent layers are those of Granite 3.
+//! files without recurrent layers may be those of Granite 3.
 
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use super::Family;
 use super::config::Config;
 use super::experts::{Experts, Routing, experts};
-use super::granite::{attention, scales};
+use super::gguf::{GgufNames, kinds_of_layers, required, whole};
+use super::granite::{attention, scale_keys, scales};
 use super::granite_moe;
+use super::llama::PAIRED;
 use super::recurrence::{Recurrence, StateNorm, mamba};
 use super::rope::rope;
-use super::rules::{RowBlocks, Rule, Take};
+use super::rules::{RowBlocks, Rule, Take, joined};
 use super::shape::{Mixer, Shape};
 use crate::error::ModelError;
+use crate::gguf::{GgufFiles, GgufValue};
 use crate::sizes::{MOST, MOST_HEADS};
 
 /// The largest number of taps.
 const MOST_TAPS: u64 = 64;
 
 pub(super) const FAMILY: Family = Family {
-    title: "Granite 4 (dense)",
+    title: "Granite 4",
     architecture: "GraniteMoeHybridForCausalLM",
     model_type: "granitemoehybrid",
     attention: "grouped-query; h models: Mamba 2 in most layers",
     layers: "dense, experts",
     compiled: true,
     shape,
-    gguf: None,
+    gguf: Some(GgufNames {
+        architecture: "granitehybrid",
+        fits: |_| Ok(true),
+        keys,
+        rules: &GGUF_RULES,
+    }),
     rules: RULES,
 };
+const GGUF_IN: &str = "blk.#.ssm_in.*";
+const GGUF_CONV: &str = "blk.#.ssm_conv1d.*";
+/// Files have decays without their logarithm.
+const GGUF_RULES: [Rule; 13 + PAIRED.len()] = joined(
+    &[
+        Rule::new(GGUF_IN, "model.layers.#.linear_attn.in_proj_z.*", part(mamba::gates)),
+        Rule::new(GGUF_IN, "model.layers.#.linear_attn.in_proj_v.*", part(mamba::values)),
+        Rule::new(GGUF_IN, "model.layers.#.linear_attn.in_proj_k.*", part(mamba::keys)),
+        Rule::new(GGUF_IN, "model.layers.#.linear_attn.in_proj_q.*", part(mamba::queries)),
+        Rule::new(GGUF_IN, "model.layers.#.linear_attn.in_proj_a.*", part(mamba::steps)),
+        Rule::new(GGUF_CONV, "model.layers.#.linear_attn.conv_v.*", part(mamba::conv_values)),
+        Rule::new(GGUF_CONV, "model.layers.#.linear_attn.conv_k.*", part(mamba::conv_keys)),
+        Rule::new(GGUF_CONV, "model.layers.#.linear_attn.conv_q.*", part(mamba::conv_queries)),
+        Rule::new("blk.#.ssm_a", "model.layers.#.linear_attn.A_log", DECAYS),
+        Rule::new("blk.#.ssm_d", "model.layers.#.linear_attn.D", Take::ALL.flat()),
+        Rule::renamed("blk.#.ssm_dt.bias", "model.layers.#.linear_attn.dt_bias"),
+        Rule::new("blk.#.ssm_norm.*", "model.layers.#.linear_attn.norm.*", Take::ALL.flat()),
+        Rule::renamed("blk.#.ssm_out.*", "model.layers.#.linear_attn.out_proj.*"),
+    ],
+    PAIRED,
+);
+const DECAYS: Take = Take::ALL.flat().times(-1.0).log();
 const INPUT: &str = "model.layers.#.shared_mlp.input_linear.*";
 const OUTPUT: &str = "model.layers.#.shared_mlp.output_linear.*";
 const IN_PROJ: &str = "model.layers.#.mamba.in_proj.*";
@@ -108,6 +138,42 @@ fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     let ropes = attends.iter().map(|&attends| (attends && rotated).then(|| rope.clone()));
     let shape = config.decoder(mixers, ropes.collect(), feeds)?;
     Ok(Shape { scales: scales(config)?, ..shape })
+}
+
+/// The keys of a GGUF file. Layers without keys and values are recurrent.
+fn keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
+    let (kinds, most) = kinds_of_layers(files, "mamba")?;
+    let heads = required(files, "attention.head_count")?.max(1);
+    let hidden = required(files, "embedding_length")?.max(1);
+    let has = |end: &str| files.tensors.iter().any(|tensor| tensor.name.ends_with(end));
+    let rotates = files.get("rope.scaling.finetuned").is_some_and(GgufValue::truthy);
+    let experts = whole(files, "expert_count")?.unwrap_or(0);
+    let shared = whole(files, "expert_shared_feed_forward_length")?;
+    let mut keys = json!({
+        "num_attention_heads": heads,
+        "num_key_value_heads": most,
+        "head_dim": hidden / heads,
+        "layer_types": kinds,
+        "position_embedding_type": rotates.then_some("rope"),
+        "num_local_experts": experts,
+        "num_experts_per_tok": whole(files, "expert_used_count")?.unwrap_or(0),
+        "shared_intermediate_size": match experts {
+            0 => required(files, "feed_forward_length")?,
+            _ => shared.unwrap_or(0),
+        },
+        "attention_bias": has("attn_output.bias"),
+        "mamba_n_heads": required(files, "ssm.time_step_rank")?,
+        "mamba_d_head": required(files, "ssm.inner_size")? / required(files, "ssm.time_step_rank")?.max(1),
+        "mamba_d_state": required(files, "ssm.state_size")?,
+        "mamba_n_groups": required(files, "ssm.group_count")?,
+        "mamba_d_conv": required(files, "ssm.conv_kernel")?,
+        "mamba_expand": required(files, "ssm.inner_size")? / hidden,
+        "mamba_conv_bias": has("ssm_conv1d.bias"),
+        "mamba_proj_bias": has("ssm_in.bias"),
+    });
+    let keys = keys.as_object_mut().map(std::mem::take).unwrap_or_default();
+    let scales = scale_keys(files, &keys);
+    Ok(keys.into_iter().chain(scales).collect())
 }
 
 /// Mamba 2 under the names of Bamba's config.

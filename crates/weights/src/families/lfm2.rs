@@ -5,11 +5,13 @@ use serde_json::{Map, Value, json};
 use super::Family;
 use super::config::Config;
 use super::experts::{Experts, Routing, experts};
+use super::gguf::{GgufNames, kinds_of_layers, required, scores};
 use super::recurrence::{Recurrence, mamba};
 use super::rope::rope;
 use super::rules::{RowBlocks, Rule, Take};
 use super::shape::{Attention, Mixer, QkNorm, Shape};
 use crate::error::ModelError;
+use crate::gguf::GgufFiles;
 use crate::sizes::{MOST, MOST_LAYERS};
 
 /// Values of a config that does not say them.
@@ -33,7 +35,7 @@ pub(super) const FAMILY: Family = Family {
         let feeds = vec![config.dense()?; config.layer_count()?];
         decoder(config, feeds)
     },
-    gguf: None,
+    gguf: Some(GgufNames { architecture: "lfm2", fits: |_| Ok(true), keys, rules: GGUF_RULES }),
     rules: RULES,
 };
 
@@ -61,7 +63,28 @@ pub(super) const MOE: Family = Family {
         })?;
         decoder(config, feeds)
     },
-    gguf: None,
+    gguf: Some(GgufNames {
+        architecture: "lfm2moe",
+        fits: |_| Ok(true),
+        keys: |files| {
+            if scores(files, "sigmoid")? != "sigmoid" {
+                return Err(ModelError::unserved_part("experts of LFM2 with other scores"));
+            }
+            let first = required(files, "leading_dense_block_count")?;
+            let corrected = files.tensor(&format!("blk.{first}.exp_probs_b.bias")).is_some();
+            let mut keys = keys(files)?;
+            let of_experts = json!({
+                "num_experts": required(files, "expert_count")?,
+                "num_experts_per_tok": required(files, "expert_used_count")?,
+                "moe_intermediate_size": required(files, "expert_feed_forward_length")?,
+                "num_dense_layers": first,
+                "use_expert_bias": corrected,
+            });
+            keys.extend(of_experts.as_object().cloned().unwrap_or_default());
+            Ok(keys)
+        },
+        rules: GGUF_RULES,
+    }),
     ..FAMILY
 };
 
@@ -117,6 +140,21 @@ const RULES: &[Rule] = &[
     ),
 ];
 
+const GGUF_CONV: &str = "blk.#.shortconv.in_proj.*";
+
+const GGUF_RULES: &[Rule] = &[
+    Rule::renamed("token_embd_norm.*", "model.norm.*"),
+    Rule::new(GGUF_CONV, "model.layers.#.linear_attn.in_proj_k.*", part(|mixer| third(mixer, 0))),
+    Rule::new(GGUF_CONV, "model.layers.#.linear_attn.in_proj_q.*", part(|mixer| third(mixer, 1))),
+    Rule::new(GGUF_CONV, "model.layers.#.linear_attn.in_proj_v.*", part(|mixer| third(mixer, 2))),
+    Rule::new(
+        "blk.#.shortconv.conv.*",
+        "model.layers.#.linear_attn.conv_v.*",
+        part(mamba::conv_values),
+    ),
+    Rule::renamed("blk.#.shortconv.out_proj.*", "model.layers.#.linear_attn.out_proj.*"),
+];
+
 const fn part(blocks: fn(&Mixer) -> Option<RowBlocks>) -> Take {
     Take::ALL.blocks(blocks)
 }
@@ -127,6 +165,23 @@ fn third(mixer: &Mixer, number: usize) -> Option<RowBlocks> {
     let Mixer::Recurrence(found) = mixer else { return None };
     let width = found.values();
     Some(RowBlocks { first: number * width, width, step: width, count: 1 })
+}
+
+/// The keys of a GGUF file. Layers without keys and values are convolutions.
+fn keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
+    let (kinds, most) = kinds_of_layers(files, "conv")?;
+    let heads = required(files, "attention.head_count")?.max(1);
+    let biases = files.tensors.iter().any(|tensor| tensor.name.ends_with("shortconv.conv.bias"));
+    let found = json!({
+        "num_attention_heads": heads,
+        "num_key_value_heads": most,
+        "head_dim": required(files, "embedding_length")? / heads,
+        "layer_types": kinds,
+        "conv_L_cache": required(files, "shortconv.l_cache")?,
+        "conv_bias": biases,
+        "block_auto_adjust_ff_dim": false,
+    });
+    Ok(found.as_object().cloned().unwrap_or_default())
 }
 
 /// The values with our names.
@@ -142,7 +197,8 @@ fn common(config: &Config<'_>) -> Map<String, Value> {
     values
 }
 
-/// Elements between the products of a dense part, which a config may state before they are adjusted.
+/// Elements between the products of a dense part. A config may state them before they are
+/// adjusted.
 fn intermediate_size(config: &Config<'_>) -> Result<u64, ModelError> {
     let key =
         if config.contains_key("block_ff_dim") { "block_ff_dim" } else { "intermediate_size" };

@@ -11,9 +11,9 @@ const STATE_ELEMENT: usize = 4;
 
 /// A linear recurrence behind a causal convolution.
 ///
-/// A head's state `S` is `[key_dim, value_dim]`. For each position it becomes `decay * S + k u`, and
-/// the output is `q S`. With the delta rule `u` is `beta (v - k S)`, and otherwise `step v`, with
-/// `skip v` added to the output. Without heads there is a convolution between two gates.
+/// A head's state `S` is `[key_dim, value_dim]`. For each position it becomes `decay * S + k u`,
+/// and the output is `q S`. With the delta rule `u` is `beta (v - k S)`, and otherwise `step v`,
+/// with `skip v` added to the output. Without heads there is a convolution between two gates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Recurrence {
     /// The number of heads of the state; 0: there is a convolution only.
@@ -26,8 +26,8 @@ pub struct Recurrence {
     pub value_dim: usize,
     /// True if each channel of a head has a decay of its own, and not each head.
     pub channel_decay: bool,
-    /// True if a state's old value for a key is taken away first (delta rule). Keys and queries then
-    /// have the length 1.
+    /// True if a state's old value for a key is taken away first (delta rule). Keys and queries
+    /// then have the length 1.
     pub delta: bool,
     /// Taps of the causal convolution in front.
     pub taps: usize,

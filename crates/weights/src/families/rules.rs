@@ -75,6 +75,7 @@ pub struct Take {
     joined: Option<(usize, usize)>,
     times: f32,
     plus: f32,
+    log: bool,
 }
 
 /// True if columns become rows.
@@ -121,6 +122,7 @@ impl Take {
         joined: None,
         times: 1.0,
         plus: 0.0,
+        log: false,
     };
     /// The matrix of each expert of a stack, or the vector.
     pub const EACH_EXPERT: Self = Self { stack: true, ..Self::ALL };
@@ -193,6 +195,13 @@ impl Take {
         Self { times: factor, ..self }
     }
 
+    /// Logarithms of the numbers, behind the factor and the term, as of decays that files have
+    /// without theirs.
+    #[must_use]
+    pub const fn log(self) -> Self {
+        Self { log: true, ..self }
+    }
+
     /// Numbers plus a constant, such as the 1 of Gemma's norms.
     #[must_use]
     pub const fn plus(self, term: f32) -> Self {
@@ -249,6 +258,8 @@ pub(crate) struct TensorPart {
     pub(crate) joined: Option<(usize, usize)>,
     pub(crate) times: f32,
     pub(crate) plus: f32,
+    /// True if the weight is the logarithm of what comes of both.
+    pub(crate) log: bool,
 }
 
 impl TensorPart {
@@ -268,6 +279,7 @@ impl TensorPart {
             joined: None,
             times: 1.0,
             plus: 0.0,
+            log: false,
         }
     }
 
@@ -293,7 +305,7 @@ impl TensorPart {
 
     /// True if the weight is rows of the tensor, with the numbers that it has there.
     pub(crate) fn is_rows(&self) -> bool {
-        !self.transposed && self.times == 1.0 && self.plus == 0.0
+        !self.transposed && self.times == 1.0 && self.plus == 0.0 && !self.log
     }
 }
 
@@ -494,6 +506,7 @@ impl Take {
         let chooses = transposed || self.pairs.is_some() || !matches!(self.rows, Rows::All);
         let mut part = TensorPart::whole(stored);
         (part.base, part.times, part.plus) = (base, self.times, self.plus);
+        part.log = self.log;
         match *stored {
             // Its elements are rows.
             [elements] if chooses || self.stack => part.matrix = [elements, 1],

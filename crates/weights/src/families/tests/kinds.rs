@@ -7,6 +7,36 @@ use crate::error::ModelError;
 use crate::families::{Activation, FeedShape, Mixer, Norm, NormPlacement, QkNorm, Shape};
 
 #[test]
+fn states_of_recurrent_layers_are_counted() {
+    // Qwen3.6-35B-A3B.
+    let sizes = json!({"architectures": ["Qwen3_5MoeForCausalLM"], "num_hidden_layers": 40, "head_dim": 256,
+        "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 2, "num_experts": 256,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4});
+    let shape = of(&[sizes]).expect("a model");
+    assert_eq!(shape.check_served(), Ok(()));
+    let attends = |layer: usize| matches!(shape.mixer(layer), Mixer::Attention(it) if it.gate);
+    assert_eq!((0..8).filter(|&layer| attends(layer)).collect::<Vec<_>>(), [3, 7]);
+    assert_eq!(shape.ropes[0].dim, 64, "a quarter of a head");
+    assert_eq!(shape.state_bytes(2), 30 * (32 * 128 * 128 * 4 + 3 * 8192 * 2));
+    let granite = json!({"architectures": ["GraniteMoeHybridForCausalLM"], "num_local_experts": 0,
+        "shared_intermediate_size": 96, "layer_types": ["mamba", "attention", "mamba"],
+        "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 24, "mamba_n_groups": 2});
+    let shape = of(std::slice::from_ref(&granite)).expect("a model");
+    assert_eq!(shape.state_bytes(4), 2 * (8 * 24 * 16 * 4 + 3 * (128 + 96) * 4));
+    for (changes, part) in [
+        (json!({"time_step_limit": [0.001, 0.1]}), "time_step_limit"),
+        (json!({"mamba_n_heads": 7}), "mamba_n_heads"),
+        (json!({"layer_types": ["mamba"]}), "layer_types"),
+    ] {
+        let error = of(&[granite.clone(), changes]).expect_err(part).to_string();
+        assert!(error.contains(part), "{error}");
+    }
+    assert_eq!(of(&[json!({})]).expect("a model").state_bytes(4), 0);
+}
+
+#[test]
 fn gemma_has_its_windows_ropes_and_scales() {
     let own = json!({"num_hidden_layers": 8, "num_attention_heads": 4, "head_dim": 24, "sliding_window": 16,
         "query_pre_attn_scalar": 20, "attn_logit_softcapping": null, "tie_word_embeddings": null});

@@ -6,8 +6,8 @@ use serde_json::json;
 use crate::checkpoint::Checkpoint;
 use crate::families::gguf::COMMON;
 use crate::families::{
-    ALL, Family, Rule, Shape, Take, Weight, fused_keys, fused_queries, fused_values, layer_of,
-    weights_of,
+    ALL, Family, RowBlocks, Rule, Shape, Take, Weight, fused_keys, fused_queries, fused_values,
+    layer_of, weights_of,
 };
 use crate::tensor::TorchNumber;
 
@@ -177,6 +177,16 @@ fn each_kind_of_part_is_read() {
         taken(Take::ALL.pairs(|it| it.kv_heads), &[8]),
         all(vec![0.0, 2.0, 1.0, 3.0, 4.0, 6.0, 5.0, 7.0])
     );
+    // Two blocks of two rows, of five each.
+    let blocks = Take::ALL.blocks(|_| Some(RowBlocks { first: 1, width: 2, step: 5, count: 2 }));
+    assert_eq!(taken(blocks, &[10, 2]), all([rows(1, 2, 2), rows(6, 2, 2)].concat()));
+    // Channels of a convolution that do not mix.
+    let channels = Take::ALL.blocks(|_| Some(RowBlocks { first: 1, width: 2, step: 2, count: 1 }));
+    assert_eq!(taken(channels, &[4, 1, 3]), all(rows(1, 2, 3)));
+    let decays = Take::ALL.flat().times(-1.0).plus(-1.0).log();
+    assert!(taken(decays, &[2, 1]).expect("numbers")[0][0].is_nan(), "ln(-1)");
+    assert_eq!(taken(Take::ALL.plus(1.0).log(), &[1]), all(vec![0.0]));
+    assert_eq!(taken(Take::ALL.only(|_, _| false), &[3]), Ok(Vec::new()));
     // gpt-oss keeps experts' gates and ups in the odd and even columns of a transposed stack.
     let gates = taken(Take::EACH_EXPERT.transposed().every(0, 2), &[3, 2, 4]);
     let of = |expert: f32| [0.0, 4.0, 2.0, 6.0].map(|it| 8.0 * expert + it).to_vec();
@@ -197,6 +207,12 @@ fn each_kind_of_part_is_read() {
         (Take::ALL.share(0, 2), vec![5, 2], "2 parts can't share"),
         (Take::ALL.transposed(), vec![2, 2, 2], "a matrix is wanted"),
         (Take::ALL.pairs(|it| it.heads), vec![4, 2], "no two halves"),
+        (Take::ALL.blocks(|_| None), vec![4, 2], "no such rows"),
+        (
+            Take::ALL.blocks(|_| Some(RowBlocks { first: 1, width: 2, step: 5, count: 2 })),
+            vec![7, 2],
+            "2 blocks of 2 rows",
+        ),
     ] {
         let error = taken(take, &stored).expect_err(why);
         assert!(error.contains(why), "{error}");

@@ -1,4 +1,4 @@
-"""The recurrent states of a step's rows, for layers."""
+"""The recurrent states of a step's rows, for layers that keep them in place of keys and values."""
 
 from __future__ import annotations
 
