@@ -56,7 +56,7 @@ impl EncoderRunner {
         let weights = if config.load_format == "dummy" {
             load(&plan, Source::Random(config.seed), threads, report)?
         } else {
-            let checkpoint = Checkpoint::of_bert(&files(&config.model), scores > 0)?;
+            let checkpoint = Checkpoint::of_bert(&files(&config.model), shape, scores > 0)?;
             plan.check(&checkpoint)?;
             load(&plan, Source::Checkpoint(&checkpoint), threads, report)?
         };

@@ -1,4 +1,5 @@
-//! The shape of a BERT (Devlin et al. 2019), read from its `config.json`.
+//! The shape of a BERT (Devlin et al. 2019), or of a `RoBERTa` (Liu et al. 2019), which differs in
+//! names and in its first position. Read from a `config.json`.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -6,12 +7,28 @@ use serde_json::{Map, Value};
 use crate::error::ModelError;
 use crate::sizes::{MOST, MOST_HEADS, MOST_LAYERS, MOST_POSITIONS, optional, real, size};
 
-const ARCHITECTURES: [&str; 2] = ["BertModel", "BertForSequenceClassification"];
-const MODEL_TYPE: &str = "bert";
-/// The prefix of an encoder's weights in a checkpoint that has more than the encoder.
-const BODY: &str = "bert.";
+const ARCHITECTURES: [&str; 6] = [
+    "BertModel",
+    "BertForSequenceClassification",
+    "RobertaModel",
+    "RobertaForSequenceClassification",
+    "XLMRobertaModel",
+    "XLMRobertaForSequenceClassification",
+];
+/// The values of `model_type`, and the architectures of their encoders.
+const MODEL_TYPES: [(&str, &str); 3] =
+    [("bert", "BertModel"), ("roberta", "RobertaModel"), ("xlm-roberta", "XLMRobertaModel")];
+/// The prefixes of an encoder's weights in a checkpoint that has more than the encoder.
+const BODIES: [&str; 2] = ["bert.", "roberta."];
+/// The layers of scores of a `RoBERTa`, under the names of BERT's.
+const SCORES: [(&str, &str); 2] =
+    [("classifier.dense.", "pooler.dense."), ("classifier.out_proj.", "classifier.")];
+/// The id of padding of a `RoBERTa` whose config does not say it.
+const PADDING: u64 = 1;
 /// The numbers of positions, which some checkpoints carry.
 const POSITIONS: &str = "embeddings.position_ids";
+/// The embeddings of positions.
+const PLACES: &str = "embeddings.position_embeddings.weight";
 
 /// The data from which an encoder is built. Sizes are numbers of elements, and positions are
 /// tokens.
@@ -33,13 +50,16 @@ pub struct BertShape {
     pub layer_norm_eps: f64,
     /// The largest number of positions that the model was trained for.
     pub max_positions: usize,
+    /// The row of a prompt's first position in the checkpoint's embeddings of positions.
+    pub first_position: usize,
     /// The number of kinds of texts.
     pub kinds: usize,
     /// The function between the products of a layer's second part, by its name in transformers.
     pub activation: String,
 }
 
-/// True if a `config.json` is that of a BERT. One without `architectures` goes by its `model_type`.
+/// True if a `config.json` is that of a BERT or a `RoBERTa`. One without `architectures` goes by
+/// its `model_type`.
 #[must_use]
 pub fn is_bert(config: &Map<String, Value>) -> bool {
     let names = config.get("architectures").and_then(Value::as_array);
@@ -47,8 +67,14 @@ pub fn is_bert(config: &Map<String, Value>) -> bool {
         Some(names) => {
             names.iter().filter_map(Value::as_str).any(|name| ARCHITECTURES.contains(&name))
         }
-        None => config.get("model_type").and_then(Value::as_str) == Some(MODEL_TYPE),
+        None => of_type(config).is_some(),
     }
+}
+
+/// The architecture of a config without one.
+fn of_type(config: &Map<String, Value>) -> Option<&'static str> {
+    let kind = config.get("model_type").and_then(Value::as_str)?;
+    MODEL_TYPES.iter().find_map(|&(name, architecture)| (name == kind).then_some(architecture))
 }
 
 impl BertShape {
@@ -87,15 +113,28 @@ impl BertShape {
         }
         let names = config.get("architectures").and_then(Value::as_array).into_iter().flatten();
         let named = names.filter_map(Value::as_str).find(|name| ARCHITECTURES.contains(name));
+        let architecture = named.or_else(|| of_type(config)).unwrap_or(ARCHITECTURES[0]);
+        let positions = usual("max_position_embeddings", 512, MOST_POSITIONS)?;
+        // Padding has a position of its own there, and texts have those behind it.
+        let first = match architecture.contains("Roberta") {
+            true => optional(config, "pad_token_id", MOST)?.unwrap_or(PADDING) as usize + 1,
+            false => 0,
+        };
+        if first >= positions {
+            return Err(ModelError::broken(format!(
+                "{positions} positions (max_position_embeddings) are none behind {first} of padding"
+            )));
+        }
         Ok(Self {
-            architecture: named.unwrap_or(ARCHITECTURES[0]).to_owned(),
+            architecture: architecture.to_owned(),
             vocab_size: size(config, "vocab_size", MOST)?,
             hidden_size,
             intermediate_size: size(config, "intermediate_size", MOST)?,
             layers: size(config, "num_hidden_layers", MOST_LAYERS)?,
             heads,
             layer_norm_eps: real(config, "layer_norm_eps", 1e-12)?,
-            max_positions: usual("max_position_embeddings", 512, MOST_POSITIONS)?,
+            max_positions: positions - first,
+            first_position: first,
             kinds: usual("type_vocab_size", 2, MOST)?,
             activation,
         })
@@ -105,9 +144,18 @@ impl BertShape {
     /// weight. `scores` is true if there are layers for scores.
     #[must_use]
     pub fn name_of(name: &str, scores: bool) -> Option<String> {
-        let name = name.strip_prefix(BODY).unwrap_or(name);
+        let name = BODIES.iter().find_map(|body| name.strip_prefix(body)).unwrap_or(name);
         let spare = name == POSITIONS || !scores && name.starts_with("pooler.dense.");
-        (!spare).then(|| name.to_owned())
+        let renamed = SCORES.iter().find_map(|(theirs, ours)| {
+            name.strip_prefix(theirs).map(|rest| format!("{ours}{rest}"))
+        });
+        (!spare).then(|| renamed.unwrap_or_else(|| name.to_owned()))
+    }
+
+    /// The first row of a weight that is used, of how many rows; `None`: all are.
+    pub(crate) fn rows_of(&self, name: &str) -> Option<(usize, usize)> {
+        (name == PLACES && self.first_position > 0)
+            .then_some((self.first_position, self.max_positions))
     }
 }
 
@@ -159,6 +207,31 @@ mod tests {
         );
         assert!(!is(json!({"model_type": "llama"})) && !is(json!({})));
         assert!(!is(json!({"architectures": ["BertForMaskedLM"], "model_type": "bert"})));
+    }
+
+    #[test]
+    fn positions_of_a_roberta_begin_behind_padding() {
+        let xlm =
+            of(&json!({"architectures": ["XLMRobertaModel"], "max_position_embeddings": 514}));
+        let xlm = xlm.expect("a model");
+        assert_eq!((xlm.max_positions, xlm.first_position), (512, 2));
+        assert_eq!(xlm.rows_of("embeddings.position_embeddings.weight"), Some((2, 512)));
+        assert_eq!(xlm.rows_of("embeddings.word_embeddings.weight"), None);
+        let other = json!({"architectures": ["RobertaModel"], "pad_token_id": 5});
+        assert_eq!(of(&other).expect("a model").first_position, 6);
+        let plain = of(&json!({})).expect("a model");
+        assert_eq!(plain.rows_of("embeddings.position_embeddings.weight"), None);
+        let typed = json!({"architectures": null, "model_type": "xlm-roberta"});
+        assert_eq!(of(&typed).expect("a model").architecture, "XLMRobertaModel");
+        let few = json!({"architectures": ["RobertaModel"], "max_position_embeddings": 2});
+        assert!(of(&few).is_err_and(|error| error.to_string().contains("max_position_embeddings")));
+        let name = |name| BertShape::name_of(name, true).expect("a weight");
+        assert_eq!(name("classifier.dense.bias"), "pooler.dense.bias");
+        assert_eq!(name("classifier.out_proj.weight"), "classifier.weight");
+        assert_eq!(
+            name("roberta.encoder.layer.0.output.dense.bias"),
+            "encoder.layer.0.output.dense.bias"
+        );
     }
 
     #[test]

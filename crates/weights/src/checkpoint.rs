@@ -281,7 +281,7 @@ impl Checkpoint {
     ///
     /// # Errors
     /// A file cannot be read, or is damaged.
-    pub fn of_bert(files: &[PathBuf], scores: bool) -> Result<Self, ModelError> {
+    pub fn of_bert(files: &[PathBuf], shape: &BertShape, scores: bool) -> Result<Self, ModelError> {
         let (stored, names, shapes) = (HashMap::new(), Vec::new(), HashMap::new());
         let (quantised, biases) = (Vec::new(), Vec::new());
         let mut found = Self { stored, names, shapes, tied: false, quantised, biases };
@@ -294,8 +294,18 @@ impl Checkpoint {
             tensors.sort_by_key(|&(name, _)| name);
             for (name, tensor) in tensors {
                 if let Some(name) = BertShape::name_of(name, scores) {
-                    let part = TensorPart::whole(&tensor.shape);
-                    let weight = Weight { name, shape: tensor.shape.clone(), part };
+                    let mut part = TensorPart::whole(&tensor.shape);
+                    let mut stored = tensor.shape.clone();
+                    if let Some((first, rows)) = shape.rows_of(&name) {
+                        if stored.first() != Some(&(first + rows)) {
+                            return Err(ModelError::broken(format!(
+                                "the model's files have {name} of {stored:?}, and {} rows are wanted",
+                                first + rows
+                            )));
+                        }
+                        (part.first, part.rows, stored[0]) = (first, rows, rows);
+                    }
+                    let weight = Weight { name, shape: stored, part };
                     found.insert(weight, Tensor::Safe(file.clone(), tensor.clone()));
                 }
             }
@@ -542,7 +552,10 @@ mod tests {
         index(&json!({"model.x": "gone.safetensors"}));
         assert_eq!((number(&open(), "model.x"), open().shapes().len()), (1.0, 3));
         index(&json!({"pooler.dense.weight": "b.safetensors", "model.x": "a.safetensors"}));
-        let encoder = Checkpoint::of_bert(&files, true).expect("a checkpoint");
+        let bert = json!({"architectures": ["BertModel"], "vocab_size": 3, "hidden_size": 4,
+            "intermediate_size": 6, "num_hidden_layers": 1, "num_attention_heads": 2});
+        let bert = BertShape::of(bert.as_object().expect("an object")).expect("a model");
+        let encoder = Checkpoint::of_bert(&files, &bert, true).expect("a checkpoint");
         assert_eq!((number(&encoder, "model.x"), encoder.shapes().len()), (1.0, 1));
     }
 

@@ -144,7 +144,7 @@ impl Manifest {
                     shape.architecture
                 )));
             }
-            ModelShape::Encoder(_) => Checkpoint::of_bert(files, scores)?,
+            ModelShape::Encoder(shape) => Checkpoint::of_bert(files, shape, scores)?,
         };
         let weights = checkpoint.names().iter().map(|name| {
             let piece = match checkpoint.stored_as(name)? {

@@ -10,7 +10,8 @@ use crate::error::ModelError;
 use crate::json::{read_json, read_object};
 
 const MODULES: &str = "modules.json";
-const SCORER: &str = "BertForSequenceClassification";
+/// The end of the names of cross-encoders.
+const SCORER: &str = "ForSequenceClassification";
 /// The largest number of bytes of `modules.json`, which names a handful of modules.
 const MOST_JSON: u64 = 1 << 20;
 const MODES: [(&str, &str); 6] = [
@@ -47,7 +48,7 @@ pub(crate) fn read_pooling(
         None => Map::new(),
     };
     let max_length = settings.get("max_seq_length").and_then(Value::as_u64);
-    if names.any(|name| name == SCORER) {
+    if encoder && names.any(|name| name.ends_with(SCORER)) {
         return Ok(json!({
             "task": "score",
             "kind": "cls",

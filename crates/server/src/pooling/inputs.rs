@@ -16,6 +16,14 @@ pub(crate) struct Input {
     pub(crate) segment: u32,
 }
 
+impl Input {
+    /// A pair of texts. Some tokenizers give both the same kind: then there is no second one.
+    fn of_pair(tokens: Vec<i32>, second: u32) -> Self {
+        let segment = if (second as usize) < tokens.len() { second } else { 0 };
+        Self { tokens, segment }
+    }
+}
+
 /// Tokenises texts, and cuts inputs that are longer than `limit`. Without a limit no input may have
 /// more than `most` tokens.
 pub(crate) async fn encode_inputs(
@@ -75,7 +83,7 @@ pub(crate) async fn encode_pairs(
         error => text_error(error, pairs.params[1]),
     })?;
     let mut inputs: Vec<Input> =
-        encoded.into_iter().map(|(tokens, segment)| Input { tokens, segment }).collect();
+        encoded.into_iter().map(|(tokens, segment)| Input::of_pair(tokens, segment)).collect();
     if let Some(limit) = pairs.truncate {
         let frame = inputs.pop().map_or(Vec::new(), |input| input.tokens);
         for Input { tokens, segment } in &mut inputs {
@@ -102,6 +110,12 @@ fn cut(tokens: &mut Vec<i32>, frame: &[i32], limit: usize, kept: usize) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn texts_of_one_kind_have_no_second_segment() {
+        assert_eq!(Input::of_pair(vec![0, 7, 2, 8, 2], 3).segment, 3);
+        assert_eq!(Input::of_pair(vec![0, 7, 2, 2, 8, 2], 6).segment, 0);
+    }
 
     fn cut_to(tokens: &[i32], frame: &[i32], limit: usize, kept: usize) -> Vec<i32> {
         let mut tokens = tokens.to_vec();
