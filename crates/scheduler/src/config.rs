@@ -91,8 +91,8 @@ pub struct SchedulerConfig {
     pub sparse: Option<Sparse>,
     /// The vision tower, if the model has one.
     pub tower: Option<Tower>,
-    /// The cache of recurrent states, if the model has recurrent layers. Such a model has no drafts,
-    /// no sparse decoding, and one token a row.
+    /// The cache of recurrent states, if the model has recurrent layers. Such a model has no
+    /// drafts, no sparse decoding, and one token a row.
     pub states: Option<StateCache>,
 }
 
@@ -125,7 +125,7 @@ pub struct StateCache {
     /// State pages. Without any, requests share nothing.
     pub pages: u32,
     /// The number of positions from one kept state of a request to the next, rounded up to whole
-    /// pages; 0: states are kept only where prompts, answers and cached prefixes end.
+    /// pages. With 0 states are kept only where prompts, answers and cached prefixes end.
     pub interval: u32,
 }
 

@@ -8,7 +8,7 @@
 //! - `prefix`: the blocks that a request finds at its admission, and new pages behind them;
 //!   `sparse`: the same for backed pages, and what running requests drop.
 //! - `copies`: saves, restores, and their ends.
-//! - `states`: recurrent states that are kept beside the blocks.
+//! - `states`: recurrent states that are kept beside the blocks; `resident`: those of a request.
 //! - `pages`: the leases of a request; `blocks`: the names of its blocks.
 
 pub(crate) mod blocks;
@@ -17,6 +17,7 @@ mod copies;
 pub(crate) mod pages;
 mod prefix;
 mod rates;
+mod resident;
 mod sparse;
 mod states;
 
@@ -261,8 +262,8 @@ impl Memory {
         self.states.iter_mut().for_each(StatePages::free_retired);
     }
 
-    /// Forgets every cached block and kept state that no request uses, in all tiers. True: the cache
-    /// is empty now.
+    /// Forgets every cached block and kept state that no request uses, in all tiers. True: the
+    /// cache is empty now.
     pub(crate) fn flush(&mut self) -> bool {
         let stateless = self.states.as_mut().is_none_or(StatePages::flush);
         self.tiers.flush() && stateless

@@ -3,7 +3,7 @@
 use forebay_kvcache::{Host, Lease, Tiers};
 use forebay_protocol::StepPlan;
 
-use super::states::ResidentState;
+use super::resident::ResidentState;
 
 /// The leases of a request's pages.
 #[derive(Debug, Default)]

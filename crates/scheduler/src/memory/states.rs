@@ -12,13 +12,12 @@
 //!
 //! Rows end at these positions. A state is found only in plans after the one that saves it.
 
-use std::collections::VecDeque;
-
 use forebay_kvcache::{BlockHash, Lease, PagePool, Recurrent};
 use forebay_protocol::StepPlan;
 
 use super::Memory;
 use super::pages::Pages;
+use super::resident::ResidentState;
 use crate::config::StateCache;
 use crate::entry::{Entry, Residence};
 use crate::event::StateStats;
@@ -32,34 +31,6 @@ pub(super) struct StatePages {
     interval: u32,
     pub(super) retired: Retirement<Lease<Recurrent>>,
     counters: StateStats,
-}
-
-/// The states of a request with a slot.
-#[derive(Debug, Default)]
-pub(crate) struct ResidentState {
-    /// The state that it begins with, until a plan loads it.
-    load: Option<Lease<Recurrent>>,
-    /// The positions at which its state is kept, beside those of the interval. It may be past them.
-    kept: [u32; 2],
-    /// The end of the last whole page that it knows, but not of all tokens.
-    tail: u32,
-    /// States that plans save, with their positions, until their tokens are known.
-    saved: VecDeque<(u32, Lease<Recurrent>)>,
-    /// The kept state that its next one replaces.
-    replaced: Option<BlockHash>,
-}
-
-impl ResidentState {
-    /// The first position behind `start` at which a row ends.
-    fn next_stop(&self, start: u32, interval: u32) -> Option<u32> {
-        let step = (start / interval + 1).checked_mul(interval);
-        let stops = self.kept.into_iter().chain([self.tail]).chain(step);
-        stops.filter(|&stop| stop > start).min()
-    }
-
-    fn leases(&self) -> impl Iterator<Item = &Lease<Recurrent>> {
-        self.load.iter().chain(self.saved.iter().map(|(_, lease)| lease))
-    }
 }
 
 impl StatePages {

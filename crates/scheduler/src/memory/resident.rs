@@ -1,0 +1,33 @@
+//! The recurrent states of a request with a slot.
+
+use std::collections::VecDeque;
+
+use forebay_kvcache::{BlockHash, Lease, Recurrent};
+
+/// The states of a request with a slot.
+#[derive(Debug, Default)]
+pub(crate) struct ResidentState {
+    /// The state that it begins with, until a plan loads it.
+    pub(super) load: Option<Lease<Recurrent>>,
+    /// The positions at which its state is kept, beside those of the interval. It may be past them.
+    pub(super) kept: [u32; 2],
+    /// The end of the last whole page that it knows, but not of all tokens.
+    pub(super) tail: u32,
+    /// States that plans save, with their positions, until their tokens are known.
+    pub(super) saved: VecDeque<(u32, Lease<Recurrent>)>,
+    /// The kept state that its next one replaces.
+    pub(super) replaced: Option<BlockHash>,
+}
+
+impl ResidentState {
+    /// The first position behind `start` at which a row ends.
+    pub(super) fn next_stop(&self, start: u32, interval: u32) -> Option<u32> {
+        let step = (start / interval + 1).checked_mul(interval);
+        let stops = self.kept.into_iter().chain([self.tail]).chain(step);
+        stops.filter(|&stop| stop > start).min()
+    }
+
+    pub(super) fn leases(&self) -> impl Iterator<Item = &Lease<Recurrent>> {
+        self.load.iter().chain(self.saved.iter().map(|(_, lease)| lease))
+    }
+}
