@@ -105,9 +105,12 @@ fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
         Some("mamba" | "linear_attention") => Some(false),
         _ => None,
     };
-    let kinds = kinds.and_then(Value::as_array).map(|kinds| kinds.iter().map(attends));
-    let attends: Vec<bool> =
-        kinds.and_then(Iterator::collect).unwrap_or_else(|| vec![false; count]);
+    let attends: Vec<bool> = match kinds.and_then(Value::as_array) {
+        None => vec![false; count],
+        Some(kinds) => kinds.iter().map(attends).collect::<Option<_>>().ok_or_else(|| {
+            ModelError::unserved_part("layer_types of other kinds in GraniteMoeHybridForCausalLM")
+        })?,
+    };
     if attends.len() != count {
         return Err(ModelError::broken(format!(
             "the model's config has {count} layers (num_hidden_layers) and {} kinds of them (layer_types)",

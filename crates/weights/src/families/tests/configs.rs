@@ -422,9 +422,10 @@ fn factors_and_layers_without_rotation_are_read() {
     assert!(feed.intermediate_size == 48 && dense.layers[0].rope == Some(0));
     assert_eq!(hybrid(json!({})).expect("a model").layers[0].rope, None);
     for (changes, why) in [
-        (json!({"layer_types": ["attention", "mamba", "attention"]}), "recurrent layers"),
-        (json!({"layer_types": null}), "recurrent layers"),
-        (json!({"num_local_experts": 4}), "experts in GraniteMoeHybrid"),
+        (json!({"layer_types": ["attention", "mamba", "attention"]}), "mamba_n_heads"),
+        (json!({"layer_types": null}), "mamba_n_heads"),
+        (json!({"layer_types": ["attention", "rwkv", "attention"]}), "of other kinds"),
+        (json!({"num_local_experts": 4}), "num_experts_per_tok"),
     ] {
         assert!(hybrid(changes).is_err_and(|error| error.to_string().contains(why)));
     }
