@@ -334,6 +334,8 @@ class PlanBuilder:
     image_spans: list[tuple[int, ...]] = field(default_factory=list)
     span_pages: list[int] = field(default_factory=list)
     prompt_logprobs: list[tuple[int, int, int, int]] = field(default_factory=list)
+    place_writes: list[tuple[int, int, int]] = field(default_factory=list)
+    slot_places: list[tuple[int, int]] = field(default_factory=list)
 
     def slot(
         self,
@@ -407,6 +409,8 @@ class PlanBuilder:
             _ints(self.image_spans, 6),
             _ints(self.span_pages),
             prompt_logprobs=_ints(self.prompt_logprobs, 4),
+            place_writes=_ints(self.place_writes, 3),
+            slot_places=_ints(self.slot_places, 2),
         ).staged()
 
 
@@ -426,6 +430,8 @@ class Request:
     """Step before which it is not looked at."""
     replayed: list[int] = field(default_factory=list)
     """Tokens that an earlier life generated."""
+    place: int = -1
+    """The place of its adapter; -1: the base computes it."""
     embeds_offset: int = -1
     """Where the prompt's embeddings are in the arena; then the hand is not told its tokens."""
     prompt_logprobs: int = -1
@@ -505,6 +511,8 @@ class MiniBrain:
             prompt_len=len(request.prompt),
             embeds_offset=request.embeds_offset,
         )
+        if request.place >= 0:
+            builder.slot_places.append((request.slot, request.place))
         total = len(request.prompt) + request.count
         for index in range(-(-total // self.runner.config.page_size)):
             builder.page_writes.append((request.slot, index, self.pages.pop()))

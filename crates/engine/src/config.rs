@@ -62,6 +62,9 @@ pub struct EngineConfig {
     /// The images of a step, if the model takes any.
     #[serde(flatten)]
     pub images: Option<ImageConfig>,
+    /// Places for adapters; 0: there are none.
+    #[serde(rename = "max_loras")]
+    pub places: u32,
 }
 
 impl EngineConfig {
@@ -101,6 +104,7 @@ impl Default for EngineConfig {
             mask_share: 10,
             host_tier: None,
             images: None,
+            places: 0,
         }
     }
 }

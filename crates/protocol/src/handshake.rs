@@ -4,6 +4,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::adapter::PlaceConfig;
 use crate::dtype::Dtype;
 use crate::frame::{Frame, FrameError, Kind, encode_json};
 
@@ -117,6 +118,8 @@ pub struct HandConfig {
     pub sparse_top_k: Option<u32>,
     /// Positions of all image pages; `None`: the hand chooses a number for the model.
     pub image_pool_tokens: Option<u64>,
+    /// The memory for adapters; `None`: the hand takes none.
+    pub lora: Option<PlaceConfig>,
     /// The work that waits for saves: `behind`, none; `fence`, the rows of the next plan; `inline`,
     /// the next plan.
     pub kv_save_order: String,
@@ -258,6 +261,12 @@ pub struct Ready {
     /// others; empty: there are none.
     #[serde(default)]
     pub blocks: String,
+    /// Bytes that are kept for adapters in places.
+    #[serde(default)]
+    pub lora_bytes: u64,
+    /// The modules that an adapter may change, by the ends of their names.
+    #[serde(default)]
+    pub lora_modules: Vec<String>,
     /// True if prompts are tokens only: the model takes no embeddings in their place.
     #[serde(default)]
     pub tokens_only: bool,
@@ -366,6 +375,8 @@ mod tests {
             "image_page_tokens",
             "graphs",
             "blocks",
+            "lora_bytes",
+            "lora_modules",
             "tokens_only",
         ];
         for name in fields.keys().filter(|name| !optional.contains(&name.as_str())) {

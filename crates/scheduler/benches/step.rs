@@ -88,6 +88,7 @@ impl Replica {
                 host: None,
                 sparse: None,
                 tower: None,
+                places: 0,
             }),
             plan: StepPlan::default(),
             result: StepResult::default(),

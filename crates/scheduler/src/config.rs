@@ -91,6 +91,8 @@ pub struct SchedulerConfig {
     pub sparse: Option<Sparse>,
     /// The vision tower, if the model has one.
     pub tower: Option<Tower>,
+    /// Places for adapters; 0: no request has one.
+    pub places: u32,
 }
 
 impl SchedulerConfig {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,12 +13,21 @@ import torch
 from forebay.compute.prompts import PromptColumns, PromptTokens
 from forebay.device import Device, host_array
 from forebay.gpu.tables import describe
+from forebay.layers.adapted import Adapter
 from forebay.protocol.frames import Int32s
 from forebay.protocol.plan import Plan
 from forebay.state.images import RowImages
 from forebay.state.inputs import Given
 from forebay.state.slots import Int64s, PlanError
 from forebay.state.staging import StepInputs
+
+
+@dataclass(frozen=True)
+class RowAdapters:
+    """The adapters of a step's rows."""
+
+    place: Int64s  # [r]: the place of each row's adapter; -1: the base computes it
+    adapters: Mapping[int, Adapter]  # by place
 
 
 @dataclass(frozen=True)
@@ -33,6 +43,7 @@ class Rows:
     segment: Int64s | None = None  # [r]: where the second text of a pair begins; None: the model knows no pairs
     images: RowImages | None = None  # where images stand in the slots; None: there are none
     prompts: PromptTokens | None = None  # whose log-probabilities are asked for; None: of none
+    adapters: RowAdapters | None = None  # None: the base computes all rows
     masked: Int64s | None = None  # rows with masks: one that comes too late has the last position computed again
 
     @property

@@ -1,5 +1,6 @@
 //! Flags and model made into the configuration of each part. Their sum is printed at /server_info.
 
+mod adapters;
 mod device;
 mod engine;
 mod hand;
@@ -71,8 +72,11 @@ impl Resolved {
         let machine = Machine::here();
         let device = DeviceSettings::new(flags, &machine.processors())?;
         let replicas = engine::replicas(&flags.replicas)?;
-        let engine = engine::resolve(flags, model, &device, &machine.processors(), context_length)?;
+        let mut engine =
+            engine::resolve(flags, model, &device, &machine.processors(), context_length)?;
         let mut hand = hand::resolve(flags, model, &device, &engine, &machine)?;
+        hand.lora = adapters::resolve(flags, model, &device)?;
+        engine.places = hand.lora.map_or(0, |lora| lora.places);
         let images = images::resolve(&flags.images, model);
         device::check_elsewhere(flags, device.device, engine.host_tier.is_some())?;
         let choice = Chosen::new(flags.run.hand, &hand, device.arrangement.ranks, model)?;

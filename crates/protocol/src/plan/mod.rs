@@ -14,6 +14,7 @@ pub use prompts::PromptLogprobsWant;
 pub use slots::{NewSlot, Pooling, SamplingParams, SlotSpec, SlotWrite};
 pub use tables::{NO_PAGE, PAGE_WRITE_WORDS};
 
+use crate::adapter::PlaceWrite;
 use crate::columns::{columns, record};
 use crate::copy::{CopyRecord, Span};
 use crate::frame::ENTRY_WORDS;
@@ -150,6 +151,10 @@ columns! {
         /// Tokens that are expected of rows which may give several, `row_tokens - 1` of each row
         /// that samples, in row order; absent: the hand expects tokens by itself, or none.
         26 draft_tokens: Vec<i32>,
+        /// The place gets the adapter with this id, which the hand knows.
+        29 pub(crate) place_writes: Vec<PlaceWrite>,
+        /// The place of new slots whose rows an adapter changes, in the order of `slots`.
+        30 slot_places: Vec<SlotValue>,
     }
 }
 
