@@ -28,6 +28,13 @@ pub struct PlaceConfig {
     pub kept: u32,
 }
 
+impl Default for PlaceConfig {
+    /// The defaults of the flags.
+    fn default() -> Self {
+        Self { places: 8, rank: 64, kept: 32 }
+    }
+}
+
 /// Brain to hand, between any frames after `ready`: an order about an adapter.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "op", rename_all = "snake_case")]

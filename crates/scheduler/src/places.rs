@@ -6,8 +6,8 @@
 //! Adapters wait in a line, by the smallest rank of their requests and then by the time at which
 //! they began to wait. A place that nobody uses goes to the first of them, the one that was unused
 //! the longest before others. If there is none for [`PATIENCE`] plans, the place with the fewest
-//! running requests has to be *vacated*: its waiting requests go back to the end of the line, and
-//! no further ones may use it. So the first in line waits for the longest answer that runs there,
+//! running requests is *vacated*. Its waiting requests go back to the end of the line, and no
+//! further ones may use it. So the first in line waits for the longest answer that runs there,
 //! however many requests come for adapters that are in place.
 
 use std::collections::{BTreeMap, BTreeSet};

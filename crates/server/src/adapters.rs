@@ -1,7 +1,7 @@
 //! Adapters by their names: loaded at the start and at run time, and told to the engine.
 //!
 //! A name means a content. A load of other content under a name is another adapter with a number of
-//! its own: requests that run keep the old one, and no block of the prefix cache is shared.
+//! its own. Requests that run keep the old one, and no block of the prefix cache is shared.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

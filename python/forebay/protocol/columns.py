@@ -185,5 +185,5 @@ class ResultColumns:
     prompt_values: Float32s = floats(0)
     """Natural logarithms, one an entry."""
     placed: Int32s = ints(0, PLACE_END_WORDS)
-    """(`ticket`, `error`): The writes into places that ended since the last result: `error` 0 done, 1 the files
-    can't be read, 2 they have other content than the brain has read, 3 no memory."""
+    """(`ticket`, `error`): The writes into places that ended since the last result. `error` 0: done; 1: the files
+    can't be read; 2: they have other content than the brain has read; 3: no memory."""
