@@ -338,6 +338,8 @@ class PlanBuilder:
     draft_tokens: list[int] = field(default_factory=list)
     state_loads: list[tuple[int, int]] = field(default_factory=list)
     state_saves: list[tuple[int, int]] = field(default_factory=list)
+    place_writes: list[tuple[int, int, int]] = field(default_factory=list)
+    slot_places: list[tuple[int, int]] = field(default_factory=list)
 
     def slot(
         self,
@@ -414,6 +416,8 @@ class PlanBuilder:
             draft_tokens=_ints(self.draft_tokens),
             state_loads=_ints(self.state_loads, 2),
             state_saves=_ints(self.state_saves, 2),
+            place_writes=_ints(self.place_writes, 3),
+            slot_places=_ints(self.slot_places, 2),
         ).staged()
 
 
@@ -433,6 +437,8 @@ class Request:
     """Step before which it is not looked at."""
     replayed: list[int] = field(default_factory=list)
     """Tokens that an earlier life generated."""
+    place: int = -1
+    """The place of its adapter; -1: the base computes it."""
     embeds_offset: int = -1
     """Where the prompt's embeddings are in the arena; then the hand is not told its tokens."""
     prompt_logprobs: int = -1
@@ -512,6 +518,8 @@ class MiniBrain:
             prompt_len=len(request.prompt),
             embeds_offset=request.embeds_offset,
         )
+        if request.place >= 0:
+            builder.slot_places.append((request.slot, request.place))
         total = len(request.prompt) + request.count
         for index in range(-(-total // self.runner.config.page_size)):
             builder.page_writes.append((request.slot, index, self.pages.pop()))

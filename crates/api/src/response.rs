@@ -387,6 +387,9 @@ pub struct ModelCard {
     pub owned_by: &'static str,
     /// The loaded model.
     pub root: String,
+    /// The model that an adapter changes; absent of a model.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub parent: Option<String>,
     /// The largest number of positions of a request; null until the model is loaded.
     pub max_model_len: Option<u32>,
 }

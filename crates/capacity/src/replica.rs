@@ -62,6 +62,7 @@ impl Replica {
     pub(crate) fn new(setup: &Setup, index: u32) -> Self {
         let slots = setup.max_running + setup.max_running.div_ceil(2);
         let scheduler = Scheduler::new(SchedulerConfig {
+            places: 0,
             slots,
             max_running: setup.max_running,
             pages: setup.pages,

@@ -75,7 +75,13 @@ mod tests {
         let mut tables = Tables::new(2, 16, 4, 100);
         let mut plan = StepPlan::default();
         plan.begin(1);
-        plan.write_slot(&NewSlot { slot: 1, tokens: &[3, 4, 5], prompt_len: 3, spec: &spec });
+        plan.write_slot(&NewSlot {
+            slot: 1,
+            tokens: &[3, 4, 5],
+            prompt_len: 3,
+            spec: &spec,
+            place: None,
+        });
         plan.push_row(Row { slot: 1, start: 2, length: 1, want: Want::TOKEN });
         plan.push_drafts(0, drafts);
         tables.write(&plan, &Shared::none()).expect("a good plan");

@@ -33,6 +33,8 @@ pub struct Asked<'a> {
     pub host_tier: bool,
     /// True if the user named a backend of attention.
     pub attention_backend: bool,
+    /// True if requests may name adapters.
+    pub adapters: bool,
     /// The value of `FOREBAY_KERNELS`.
     pub kernels: Option<&'a str>,
 }
@@ -59,6 +61,7 @@ impl<'a> Asked<'a> {
                 || config.host_pages.is_some()
                 || config.hot_row_tokens.is_some(),
             attention_backend: config.attention_backend.is_some(),
+            adapters: config.lora.is_some(),
             kernels,
         }
     }
@@ -90,6 +93,9 @@ pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
     }
     if asked.attention_backend {
         return lacks("backends of attention");
+    }
+    if asked.adapters {
+        return lacks("adapters");
     }
     if asked.kernels == Some("torch") {
         return lacks("PyTorch's operators, which FOREBAY_KERNELS asks for");
@@ -170,6 +176,7 @@ mod tests {
             ranks: 1,
             host_tier: false,
             attention_backend: false,
+            adapters: false,
             kernels: None,
         };
         assert_eq!(serves(&good), Ok(()));
@@ -183,6 +190,7 @@ mod tests {
             (Asked { ranks: 2, ..good }, "several ranks"),
             (Asked { host_tier: true, ..good }, "a host tier"),
             (Asked { attention_backend: true, ..good }, "backends of attention"),
+            (Asked { adapters: true, ..good }, "adapters"),
         ] {
             assert_eq!(serves(&asked), Err(ModelError::Elsewhere(why.into())));
         }
@@ -216,6 +224,7 @@ mod tests {
             ranks: 1,
             host_tier: false,
             attention_backend: false,
+            adapters: false,
             kernels: None,
         };
         assert_eq!(serves(&asked(&even, Some("mean"))), Ok(()));

@@ -244,7 +244,7 @@ mod tests {
         let sampling = SamplingParams { presence_penalty: 0.5, ..SamplingParams::default() };
         let spec = SlotSpec { sampling, ..SlotSpec::default() };
         let mut tables = Tables::new(2, 8, 4, 10);
-        let new = NewSlot { slot: 1, tokens: &[3, 3, 5], prompt_len: 2, spec: &spec };
+        let new = NewSlot { slot: 1, tokens: &[3, 3, 5], prompt_len: 2, spec: &spec, place: None };
         tables.write(&plan(|plan| plan.write_slot(&new)), &Shared::none()).expect("a good plan");
         tables.keep(1, 3, 3);
         let counts = &tables.slots[1].counts;
@@ -260,7 +260,7 @@ mod tests {
         let mut tables = Tables::new(2, 8, 4, 10);
         let long = [1; 10];
         for (slot, tokens) in [(2, &long[..3]), (0, &long[..])] {
-            let new = NewSlot { slot, tokens, prompt_len: 1, spec: &spec };
+            let new = NewSlot { slot, tokens, prompt_len: 1, spec: &spec, place: None };
             let plan = plan(|plan| plan.write_slot(&new));
             assert!(tables.write(&plan, &Shared::none()).is_err());
         }

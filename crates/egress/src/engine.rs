@@ -1,7 +1,8 @@
 //! The server's interface to an engine.
 
 use forebay_engine::{
-    BlockHash, EngineHandle, EngineRequest, Facts, RequestId, Stats, Status, SubmitError,
+    AdapterOrder, BlockHash, EngineHandle, EngineRequest, Facts, RequestId, Stats, Status,
+    SubmitError,
 };
 use forebay_replicas::{ReplicaReport, Replicas};
 
@@ -33,6 +34,8 @@ pub trait Engine: Send + Sync + 'static {
     fn drained(&self) -> bool;
     /// The names of a prompt's full blocks for requests with this salt.
     fn block_names(&self, salt: u64, prompt: &[i32]) -> Vec<BlockHash>;
+    /// Tells the engine of an adapter that later requests may have, or that no later request has.
+    fn adapter(&self, order: &AdapterOrder);
     /// The engine's facts; `None` before it was ready.
     fn facts(&self) -> Option<Facts>;
     /// Has the engine's thread do `work`. Every step waits for it.
@@ -77,6 +80,9 @@ impl Engine for Replicas {
     }
     fn block_names(&self, salt: u64, prompt: &[i32]) -> Vec<BlockHash> {
         self.block_names(salt, prompt)
+    }
+    fn adapter(&self, order: &AdapterOrder) {
+        self.adapter(order);
     }
     fn facts(&self) -> Option<Facts> {
         self.facts()

@@ -68,6 +68,9 @@ pub struct EngineConfig {
     /// True if the model has recurrent layers, also where its hand does not say so.
     #[serde(skip)]
     pub is_recurrent: bool,
+    /// Places for adapters; 0: there are none.
+    #[serde(rename = "max_loras")]
+    pub places: u32,
 }
 
 impl EngineConfig {
@@ -109,6 +112,7 @@ impl Default for EngineConfig {
             images: None,
             state_interval: StateCache::INTERVAL,
             is_recurrent: false,
+            places: 0,
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use forebay_protocol::{Ready, StepMasks, StepPlan, StepResult};
+use forebay_protocol::{AdapterOrder, Ready, StepMasks, StepPlan, StepResult};
 
 use crate::payload::{Payload, There};
 
@@ -53,6 +53,9 @@ pub trait Executor: Send {
     /// Gives the masks of a member's newest plan to the group, before another plan is submitted;
     /// returns at once. Every plan with masked rows has masks.
     fn masks(&mut self, member: usize, masks: &StepMasks);
+    /// Tells a member's hands of an adapter, between any plans; returns at once. Only hands that have
+    /// places ([`Ready::lora_bytes`]) are told.
+    fn adapter(&mut self, _member: usize, _order: &AdapterOrder) {}
     /// True if the hands read payloads in the memory in which they were written. Otherwise each
     /// payload has to be [carried](Self::carry) before a plan names it. The answer is always the
     /// same.

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use crossbeam_channel::Sender;
+use forebay_protocol::AdapterOrder;
 use forebay_scheduler::{
     ImageId, MAX_REQUEST_WORDS, Request, RequestView, image_words, request_words,
 };
@@ -34,6 +35,7 @@ pub(crate) enum Order {
         placed: Placed,
     },
     Carried(Carried),
+    Adapter(AdapterOrder),
     FlushCache(Box<dyn FnOnce(bool) + Send>),
     Run(Box<dyn FnOnce() + Send>),
     Look(Box<dyn FnOnce(Vec<RequestView>) + Send>),
@@ -137,6 +139,11 @@ impl EngineHandle {
     /// itself before.
     pub fn abort(&self, id: RequestId) {
         self.order(Order::Abort(id));
+    }
+
+    /// Tells the engine of an adapter that later requests may have, or that no later request has.
+    pub fn adapter(&self, order: AdapterOrder) {
+        self.order(Order::Adapter(order));
     }
 
     /// Drops every unreferenced block of the prefix cache. `reply` gets false if running requests

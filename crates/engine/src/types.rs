@@ -130,6 +130,9 @@ pub enum RequestError {
         /// The reason.
         error: PictureError,
     },
+    /// The request's adapter can't be used.
+    #[error("the adapter can't be used: {0}")]
+    Adapter(String),
     /// The request waited too long for a place.
     #[error("the request waited {seconds} seconds for its turn and is not tried any more")]
     QueueTimeout {

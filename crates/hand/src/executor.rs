@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 use forebay_engine::{Executor, Payload, Signal, There, Wake};
 use forebay_protocol::{
-    Fatal, Frame, FrameError, HEADER_BYTES, HandConfig, Header, Hello, Kind, Message, Progress,
-    Ready, StepMasks, StepPlan, StepResult, StoreRequest, encode_json, encode_place,
+    AdapterOrder, Fatal, Frame, FrameError, HEADER_BYTES, HandConfig, Header, Hello, Kind, Message,
+    Progress, Ready, StepMasks, StepPlan, StepResult, StoreRequest, encode_json, encode_place,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -253,7 +253,8 @@ impl HandExecutor {
             | Kind::Masks
             | Kind::Shutdown
             | Kind::StoreReply
-            | Kind::PlanAt => {
+            | Kind::PlanAt
+            | Kind::Adapter => {
                 return Err(FrameError::Malformed("a kind for hands only").into());
             }
         }
@@ -502,6 +503,19 @@ impl Executor for HandExecutor {
             Some(offset)
         });
         self.send(self.ranks_of(member), encoded);
+    }
+
+    fn adapter(&mut self, member: usize, order: &AdapterOrder) {
+        if self.ranks.is_empty() {
+            return;
+        }
+        match order.encode() {
+            Ok(frame) => {
+                self.buffer = frame;
+                self.send(self.ranks_of(member), Ok(()));
+            }
+            Err(error) => self.send(self.ranks_of(member), Err(error)),
+        }
     }
 
     fn is_near(&self) -> bool {

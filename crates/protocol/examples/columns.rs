@@ -51,6 +51,10 @@ fn constants() -> Vec<(&'static str, i64)> {
         FLAG_MASKED,
         COPY_OK,
         COPY_FAILED,
+        PLACE_OK,
+        PLACE_FAILED_FILES,
+        PLACE_FAILED_DIGEST,
+        PLACE_FAILED_MEMORY,
         ROW_OK,
         ROW_NOT_FINITE,
     ];

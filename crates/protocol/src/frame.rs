@@ -46,11 +46,13 @@ pub enum Kind {
     StoreReply = 11,
     /// Brain to hand: the place of a step's frame in the arena.
     PlanAt = 12,
+    /// Brain to hand: an adapter to know, or to forget.
+    Adapter = 13,
 }
 
 impl Kind {
     /// All kinds.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::Hello,
         Self::Config,
         Self::Progress,
@@ -63,6 +65,7 @@ impl Kind {
         Self::Store,
         Self::StoreReply,
         Self::PlanAt,
+        Self::Adapter,
     ];
 }
 

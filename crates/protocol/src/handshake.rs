@@ -4,6 +4,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::adapter::PlaceConfig;
 use crate::dtype::Dtype;
 use crate::frame::{Frame, FrameError, Kind, encode_json};
 
@@ -120,6 +121,8 @@ pub struct HandConfig {
     /// State pages, if the model has recurrent layers; `None`: the hand chooses a number for its
     /// memory.
     pub state_pages: Option<u32>,
+    /// The memory for adapters; `None`: the hand takes none.
+    pub lora: Option<PlaceConfig>,
     /// The work that waits for saves: `behind`, none; `fence`, the rows of the next plan; `inline`,
     /// the next plan.
     pub kv_save_order: String,
@@ -261,6 +264,12 @@ pub struct Ready {
     /// others; empty: there are none.
     #[serde(default)]
     pub blocks: String,
+    /// Bytes that are kept for adapters in places.
+    #[serde(default)]
+    pub lora_bytes: u64,
+    /// The modules that an adapter may change, by the ends of their names.
+    #[serde(default)]
+    pub lora_modules: Vec<String>,
     /// True if prompts are tokens only: the model takes no embeddings in their place.
     #[serde(default)]
     pub tokens_only: bool,
@@ -377,6 +386,8 @@ mod tests {
             "image_page_tokens",
             "graphs",
             "blocks",
+            "lora_bytes",
+            "lora_modules",
             "tokens_only",
             "state_page_count",
             "state_bytes",

@@ -21,6 +21,7 @@
 //! # Ok::<(), FrameError>(())
 //! ```
 
+mod adapter;
 mod columns;
 mod copy;
 mod dtype;
@@ -30,6 +31,10 @@ mod masks;
 mod plan;
 mod result;
 
+pub use adapter::{
+    AdapterOrder, PLACE_FAILED_DIGEST, PLACE_FAILED_FILES, PLACE_FAILED_MEMORY, PLACE_OK,
+    PlaceConfig, PlaceEnd, PlaceWrite,
+};
 pub use columns::{ColumnSpec, Multiplicity, RecordSpec};
 pub use copy::{
     COPY_FAILED, COPY_OK, COPY_WORDS, CopyEnd, CopyTiming, Direction, MAX_WAIT_US, PageCopy, Span,

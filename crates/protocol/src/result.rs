@@ -1,5 +1,6 @@
 //! The step result: the outputs of one step.
 
+use crate::adapter::PlaceEnd;
 use crate::columns::{columns, record};
 use crate::copy::{CopyEnd, CopyTiming};
 use crate::frame::FrameError;
@@ -85,6 +86,9 @@ columns! {
         14 pub prompt_ids: Vec<i32>,
         /// Natural logarithms, one an entry.
         15 pub prompt_values: Vec<f32>,
+        /// The writes into places that ended since the last result. `error` 0: done; 1: the files
+        /// can't be read; 2: they have other content than the brain has read; 3: no memory.
+        16 pub placed: Vec<PlaceEnd>,
     }
 }
 

@@ -3,10 +3,10 @@
 use std::path::{Path, PathBuf};
 
 use forebay_protocol::{
-    Direction, Frame, Grid, HEADER_BYTES, Header, ImageSpan, Kind, MaskPlace, NewSlot, PageCopy,
-    Pooling, PromptLogprobsWant, ReceivedMasks, Row, RowMask, SamplingParams, SlotSpec, Span,
-    StateCopy, StepMasks, StepPlan, StepResult, TowerWork, Want, encode_json, encode_place,
-    tell_group,
+    AdapterOrder, Direction, Frame, Grid, HEADER_BYTES, Header, ImageSpan, Kind, MaskPlace,
+    Message, NewSlot, PageCopy, PlaceWrite, Pooling, PromptLogprobsWant, ReceivedMasks, Row,
+    RowMask, SamplingParams, SlotSpec, Span, StateCopy, StepMasks, StepPlan, StepResult, TowerWork,
+    Want, encode_json, encode_place, tell_group,
 };
 use serde_json::Value;
 
@@ -66,6 +66,8 @@ fn id(kind: &str, column: &str) -> u32 {
             "draft_tokens",
             "state_loads",
             "state_saves",
+            "place_writes",
+            "slot_places",
         ],
         "masks" => &["offsets", "words", "no_token"],
         "plan_at" => &["place"],
@@ -85,6 +87,7 @@ fn id(kind: &str, column: &str) -> u32 {
             "prompt_ranks",
             "prompt_ids",
             "prompt_values",
+            "placed",
         ],
     };
     let at = names.iter().position(|name| *name == column);
@@ -105,6 +108,7 @@ fn kind(name: &str) -> Kind {
         "store" => Kind::Store,
         "store_reply" => Kind::StoreReply,
         "plan_at" => Kind::PlanAt,
+        "adapter" => Kind::Adapter,
         other => panic!("no kind {other}"),
     }
 }
@@ -234,7 +238,7 @@ fn the_scheduler_s_calls_write_the_golden_pooling_plan() {
         let tokens = if segment == 0 { &tokens[..3] } else { &tokens[..] };
         let prompt_len = tokens.len() as u32;
         let spec = SlotSpec { pooling: Some(Pooling { segment }), ..SlotSpec::default() };
-        plan.write_slot(&NewSlot { slot, tokens, prompt_len, spec: &spec });
+        plan.write_slot(&NewSlot { slot, tokens, prompt_len, spec: &spec, place: None });
         plan.push_row(Row { slot, start: 0, length: prompt_len, want: Want::Vector });
     }
     let mut got = Vec::new();
@@ -286,6 +290,37 @@ fn the_scheduler_s_calls_write_the_golden_sparse_plan() {
     let read = StepPlan::decode(&frame(&bytes)).expect("a plan");
     assert_eq!(read.page_writes().collect::<Vec<_>>(), [(3, 2, None), (3, 4, Some(17))]);
     assert_eq!(read.copies().nth(1).map(|copy| (copy.hot, copy.span)), Some((None, None)));
+}
+
+/// The same for adapters.
+#[test]
+fn the_scheduler_s_calls_write_the_golden_places() {
+    let (folder, _) = fixtures();
+    let bytes = std::fs::read(folder.join("plan_places.bin")).expect("the file");
+    let mut plan = StepPlan::default();
+    plan.begin(21);
+    let sampling = SamplingParams { temperature: 0.0, seed: 5, ..SamplingParams::default() };
+    let spec = SlotSpec { sampling, ..SlotSpec::default() };
+    let tokens = [11, 12, 13];
+    plan.write_slot(&NewSlot {
+        slot: 2,
+        tokens: &tokens,
+        prompt_len: 3,
+        spec: &spec,
+        place: Some(3),
+    });
+    plan.write_page(2, 0, 9);
+    plan.push_row(Row { slot: 2, start: 0, length: 3, want: Want::TOKEN });
+    let writes = [(4, 1, 7), (5, 0, 8)].map(|(ticket, place, id)| PlaceWrite { ticket, place, id });
+    writes.into_iter().for_each(|write| plan.write_place(write));
+    let mut got = Vec::new();
+    plan.encode(&mut got).expect("within the limit");
+    assert_eq!(got, bytes);
+    let read = StepPlan::decode(&frame(&bytes)).expect("a plan");
+    assert_eq!(read.new_slots().next().map(|new| new.place), Some(Some(3)));
+    assert_eq!(read.place_writes(), writes);
+    let adapter = std::fs::read(folder.join("adapter.bin")).expect("the file");
+    assert_eq!(AdapterOrder::Forget { id: 3 }.encode().as_ref(), Ok(&adapter));
 }
 
 /// The same for log-probabilities of prompts.
@@ -361,7 +396,7 @@ fn the_engine_s_calls_write_the_golden_states() {
     let sampling = SamplingParams { temperature: 0.0, ..SamplingParams::default() };
     let (mut plan, spec) = (StepPlan::default(), SlotSpec { sampling, ..SlotSpec::default() });
     plan.begin(79);
-    plan.write_slot(&NewSlot { slot: 6, tokens: &[4, 5], prompt_len: 2, spec: &spec });
+    plan.write_slot(&NewSlot { slot: 6, tokens: &[4, 5], prompt_len: 2, spec: &spec, place: None });
     plan.write_page(6, 0, 3);
     plan.push_row(Row { slot: 0, start: 15, length: 1, want: Want::TOKEN });
     plan.save_state(0, 7);
@@ -437,7 +472,7 @@ fn a_new_slot_reads_back_as_written() {
     let mut plan = StepPlan::default();
     plan.begin(9);
     let tokens = [1, 2, 3];
-    plan.write_slot(&NewSlot { slot: 7, tokens: &tokens, prompt_len: 2, spec: &spec });
+    plan.write_slot(&NewSlot { slot: 7, tokens: &tokens, prompt_len: 2, spec: &spec, place: None });
     let mut bytes = Vec::new();
     plan.encode(&mut bytes).expect("within the limit");
     let plan = StepPlan::decode(&frame(&bytes)).expect("a plan");

@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use forebay_balance::{MOST_MOVES, Method};
 use forebay_engine::{
-    BlockHash, BlockObserver, Clock, Engine, EngineConfig, EngineHandle, EngineRequest,
-    EngineThread, Executor, Facts, Hooks, Namer, Orphan, OutputSink, Peers, Preference,
-    PromptImage, QueuedRequest, Request, RequestId, Stats, Status, SubmitError, Waiting,
-    as_seconds,
+    AdapterOrder, BlockHash, BlockObserver, Clock, Engine, EngineConfig, EngineHandle,
+    EngineRequest, EngineThread, Executor, Facts, Hooks, Namer, Orphan, OutputSink, Peers,
+    Preference, PromptImage, QueuedRequest, Request, RequestId, Stats, Status, SubmitError,
+    Waiting, as_seconds,
 };
 use parking_lot::Mutex;
 use serde::Serialize;
@@ -233,6 +233,11 @@ impl Replicas {
                 }
             }));
         }
+    }
+
+    /// Tells all replicas of an adapter that later requests may have, or that no later request has.
+    pub fn adapter(&self, order: &AdapterOrder) {
+        self.0.engines().iter().for_each(|engine| engine.adapter(order.clone()));
     }
 
     /// Has the first replica's engine thread do `work` between two steps.

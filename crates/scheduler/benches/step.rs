@@ -89,6 +89,7 @@ impl Replica {
                 sparse: None,
                 tower: None,
                 states: None,
+                places: 0,
             }),
             plan: StepPlan::default(),
             result: StepResult::default(),

@@ -1,6 +1,6 @@
 //! Applies results to requests: tokens, ends, and the return of retired pages and slots.
 
-use forebay_protocol::{COPY_OK, CopyEnd, ROW_OK, SampledLogprobs, StepResult, Want};
+use forebay_protocol::{COPY_OK, CopyEnd, PlaceEnd, ROW_OK, SampledLogprobs, StepResult, Want};
 
 use crate::entry::Stage;
 use crate::prompts::PromptLogprobsOf;
@@ -27,6 +27,10 @@ impl Scheduler {
         let unknown = |end: &&CopyEnd| !self.memory.has_sent(end.ticket);
         if let Some(&CopyEnd { ticket, .. }) = result.copied.iter().find(unknown) {
             return Err(ApplyError::Copy { step, ticket });
+        }
+        let unknown = |end: &&PlaceEnd| !self.places.awaits(end.ticket);
+        if let Some(&PlaceEnd { ticket, .. }) = result.placed.iter().find(unknown) {
+            return Err(ApplyError::Place { step, ticket });
         }
         let Some(mut flight) = self.steps.in_flight.pop_front() else {
             return Ok(());
@@ -67,6 +71,7 @@ impl Scheduler {
         // Blocks of rows that went wrong are forgotten by now, so that none of them enters the
         // cache here.
         self.copies_ended(result, events);
+        self.places_ended(&result.placed, events);
         self.memory.count_chosen(result);
         self.free_retired();
         events.extend(flight.read.drain(..).map(|patches| Event::ImageRead { patches }));

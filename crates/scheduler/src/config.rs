@@ -94,6 +94,8 @@ pub struct SchedulerConfig {
     /// The cache of recurrent states, if the model has recurrent layers. Such a model has no
     /// drafts, no sparse decoding, and one token a row.
     pub states: Option<StateCache>,
+    /// Places for adapters; 0: no request has one.
+    pub places: u32,
 }
 
 impl SchedulerConfig {

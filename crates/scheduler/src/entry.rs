@@ -41,6 +41,18 @@ pub(crate) enum Stage {
     Planned,
 }
 
+/// The way of a request to the place of its adapter.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) enum Seat {
+    /// It has no adapter, or is held.
+    #[default]
+    None,
+    /// It waits for a place, and has no turn.
+    Waits,
+    /// It uses this place.
+    Place(u32),
+}
+
 /// A live request. `cached <= computed <= total`, everything else follows.
 #[derive(Debug)]
 pub(crate) struct Entry {
@@ -73,6 +85,7 @@ pub(crate) struct Entry {
     pub(crate) repeats: bool,
     /// Its drafts.
     pub(crate) expected: Expected,
+    pub(crate) seat: Seat,
 }
 
 /// Tokens that an admitted request has room for beyond those it knows, so that its first steps
@@ -98,6 +111,7 @@ impl Entry {
             waits: false,
             repeats: false,
             expected: Expected::default(),
+            seat: Seat::default(),
             request,
         }
     }
@@ -110,7 +124,13 @@ impl Entry {
     /// The part of it that a plan writes into a slot.
     pub(crate) fn slot(&self, slot: u32) -> NewSlot<'_> {
         let spec = &self.request.spec;
-        NewSlot { slot, tokens: &self.tokens, prompt_len: self.prompt_len, spec }
+        let place = if let Seat::Place(at) = self.seat { Some(at) } else { None };
+        NewSlot { slot, tokens: &self.tokens, prompt_len: self.prompt_len, spec, place }
+    }
+
+    /// True if the request has no turn: it waits for its payload, or for the place of its adapter.
+    pub(crate) fn has_no_turn(&self) -> bool {
+        self.request.held || self.seat == Seat::Waits
     }
 
     /// The stage of a resident.

@@ -18,6 +18,11 @@ pub enum Finish {
     Length,
     /// The request's logits were not finite.
     NotFinite,
+    /// The request's adapter could not be brought to its place.
+    NoAdapter {
+        /// The hand's reason, such as [`forebay_protocol::PLACE_FAILED_FILES`].
+        error: i32,
+    },
 }
 
 /// The events of requests. [`Event::Finished`] is the last of each, and comes once; an aborted or
@@ -141,6 +146,14 @@ pub enum ApplyError {
         /// The ticket in the result.
         ticket: u32,
     },
+    /// A result reports the end of a write into a place that is not under way.
+    #[error("result of step {step}: place write {ticket} ended, but it is not under way")]
+    Place {
+        /// The step.
+        step: u64,
+        /// The ticket in the result.
+        ticket: u32,
+    },
     /// A column does not fit the plan's rows.
     #[error(
         "result of step {step}: column {column} has {got} entries, the plan asks for {expected}"
@@ -196,6 +209,8 @@ pub struct Stats {
     pub images: ImageStats,
     /// Recurrent states.
     pub states: StateStats,
+    /// Places for adapters.
+    pub places: PlaceStats,
 }
 
 /// Numbers of kept recurrent states; all 0 for a model without any. Counts of pages are of the
@@ -223,6 +238,21 @@ pub struct StateStats {
     pub evictions: u64,
     /// States that were not saved, because every page was held.
     pub saves_refused: u64,
+}
+
+/// Numbers of places at one moment; all 0 without places.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, AddAssign, Serialize)]
+pub struct PlaceStats {
+    /// Places that hold an adapter which some request uses.
+    pub used: usize,
+    /// Places that hold an adapter which nobody uses.
+    pub unused: usize,
+    /// Places that an adapter comes to.
+    pub coming: usize,
+    /// Places without an adapter.
+    pub empty: usize,
+    /// Requests that wait for a place.
+    pub waiting: usize,
 }
 
 /// Numbers of drafts, which only grow.

@@ -15,6 +15,7 @@ impl Scheduler {
         let entry = &mut self.roster[handle];
         debug_assert!(entry.residence.is_none(), "{id} has been admitted");
         entry.request.held = true;
+        self.places.leave(handle, entry);
         self.turns.leave(&entry.ticket(handle));
     }
 
@@ -25,7 +26,7 @@ impl Scheduler {
         let entry = &mut self.roster[handle];
         let held = std::mem::take(&mut entry.request.held);
         if held {
-            self.turns.line_up(handle, entry, &self.memory);
+            self.line_up(handle);
         }
         held
     }

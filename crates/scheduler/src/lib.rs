@@ -25,6 +25,10 @@
 //! request is expected to generate ([`Request::proposer`]). The hand draws tokens for them as for
 //! any other position, and the row gives all up to the first that was not expected.
 //!
+//! With places for adapters ([`SchedulerConfig::places`]) a request may have one
+//! ([`Request::adapter`]). It has a turn only while its adapter is in a place. Plans bring adapters
+//! there, and results report their ends, as for copies.
+//!
 //! With a vision tower ([`SchedulerConfig::tower`]) prompts may have images. Plans compute some
 //! layers of an image a step. Rows end before an image that is not computed yet.
 //!
@@ -46,6 +50,7 @@
 //! - `turns`: the request that is next, and the one that gives way.
 //! - `memory`: pages, the prefix cache in them, tiers, and sparse decoding.
 //! - `images`: images of prompts, and the vision tower.
+//! - `places`: the adapters in the hand's memory, and who waits for one; with its rules.
 //!
 //! Each file beside them has some rules over several owners:
 //!
@@ -66,6 +71,7 @@
 //! use forebay_scheduler::{ApplyError, Event, Request, Scheduler};
 //! # use forebay_scheduler::{DecodeGap, Namer, Policy, STEP_WORDS, SchedulerConfig};
 //! # let config = SchedulerConfig {
+//! #     places: 0,
 //! #     slots: 4,
 //! #     max_running: 2,
 //! #     pages: 16,
@@ -124,6 +130,7 @@ mod mean;
 mod memory;
 mod moves;
 mod passing;
+mod places;
 mod plan;
 mod preempt;
 mod prompts;
@@ -146,6 +153,7 @@ use crate::drafting::Drafting;
 use crate::entry::Entry;
 use crate::images::Images;
 use crate::memory::Memory;
+use crate::places::Places;
 use crate::request::Key;
 use crate::roster::Roster;
 use crate::slab::Handle;
@@ -157,8 +165,8 @@ pub use crate::config::{
 };
 pub use crate::drafting::MAX_DRAFTED;
 pub use crate::event::{
-    ApplyError, DraftCounts, DraftStats, Event, Finish, HostStats, ImageStats, SparseStats,
-    StateStats, Stats,
+    ApplyError, DraftCounts, DraftStats, Event, Finish, HostStats, ImageStats, PlaceStats,
+    SparseStats, StateStats, Stats,
 };
 pub use crate::images::prompt::{PromptImage, image_words};
 pub use crate::moves::QueuedRequest;
@@ -181,6 +189,7 @@ pub struct Scheduler {
     turns: Turns,
     memory: Memory,
     images: Images,
+    places: Places,
     steps: Steps,
     drafting: Drafting,
     counters: Stats,
@@ -208,6 +217,7 @@ impl Scheduler {
             turns: Turns::new(&config),
             memory,
             images: Images::new(config.tower),
+            places: Places::new(config.places),
             steps: Steps::default(),
             drafting: Drafting::default(),
             counters: Stats::default(),
@@ -224,7 +234,7 @@ impl Scheduler {
         let (rank, held) = (self.turns.rank(&request), request.held);
         let handle = self.roster.add(request, rank, self.memory.namer());
         if !held {
-            self.turns.line_up(handle, &self.roster[handle], &self.memory);
+            self.line_up(handle);
         }
     }
 
@@ -237,6 +247,7 @@ impl Scheduler {
         debug_assert!(tail > 0 && !(tells && (pools || request.spec.embeds.is_some())));
         debug_assert!((pools || tells) || request.max_tokens > 0, "there is something to do");
         debug_assert!(!pools || request.max_tokens == 0, "validated");
+        debug_assert!(request.adapter.is_none() || self.config.places > 0, "validated");
         debug_assert!(request.images.is_empty() || self.config.tower.is_some(), "validated");
         debug_assert!(
             request.generated.is_empty() || request.generated.len() < request.max_tokens as usize,
@@ -310,6 +321,7 @@ impl Scheduler {
             running: residents.len(),
             waiting: self.roster.requests.len() - residents.len(),
             images: self.images.stats(),
+            places: self.places.stats(),
             ..self.counters
         };
         self.memory.count(&self.roster, &mut stats);
@@ -335,10 +347,10 @@ impl Scheduler {
         self.steps.work().next().is_some()
     }
 
-    /// Copies between tiers whose ends are not reported yet.
+    /// Copies between tiers, and writes into places, whose ends are not reported yet.
     #[must_use]
     pub fn copies_outstanding(&self) -> usize {
-        self.memory.copies_outstanding()
+        self.memory.copies_outstanding() + self.places.coming()
     }
 
     /// Ids of the live requests, in an order that is the same in every run.
@@ -357,6 +369,7 @@ impl Scheduler {
         self.images.check(&self.roster)?;
         self.roster.check()?;
         self.turns.check(&self.roster)?;
+        self.places.check(self.roster.requests.iter())?;
         for (handle, entry) in self.roster.requests.iter() {
             self.memory.check_pages(entry)?;
             entry.check(self.steps.rows_of(handle)).map_err(|wrong| {

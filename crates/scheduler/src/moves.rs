@@ -48,6 +48,7 @@ impl Scheduler {
         }
         let ticket = entry.ticket(handle);
         self.turns.leave(&ticket);
+        self.places.leave(handle, &mut self.roster[handle]);
         let mut request = self.roster.remove(handle)?.into_request();
         request.past.moves_left = past.moves_left.saturating_sub(1);
         Some(request)

@@ -20,6 +20,7 @@ impl Scheduler {
         if self.in_flight() >= most || !self.quarantine_permits() {
             return false;
         }
+        self.plan_places(plan);
         let mut step = NewStep { plan, events, flight: self.steps.begin() };
         let decodes = match self.turns.suspect() {
             Some(suspect) => self.plan_suspect(suspect, &mut step),
@@ -34,7 +35,7 @@ impl Scheduler {
         self.memory.plan_copies(plan);
         if flight.rows.is_empty() && !plan.has_images() {
             let asks = self.in_flight() == 0 && self.copies_outstanding() > 0;
-            let copies = plan.copies().len() > 0 || asks;
+            let copies = plan.copies().len() > 0 || !plan.place_writes().is_empty() || asks;
             if !copies && !plan.writes_tables() {
                 self.steps.reuse(flight);
                 return false;
@@ -161,6 +162,7 @@ impl Scheduler {
         let fresh = start + u32::from(std::mem::take(&mut entry.repeats));
         if let Some(residence) = entry.residence.as_mut() {
             residence.last_step = flight.step;
+            self.places.named(entry.seat, flight.step);
             self.memory.save_rows(&residence.pages, fresh..end, plan);
         }
         self.memory.save_state(entry, plan);

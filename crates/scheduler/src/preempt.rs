@@ -26,14 +26,14 @@ impl Scheduler {
     /// Has a resident wait for its turn again.
     fn send_back(&mut self, handle: Handle, events: &mut Vec<Event>) {
         self.retire(handle);
-        let entry = &self.roster[handle];
-        self.turns.line_up(handle, entry, &self.memory);
-        events.push(Event::Preempted { id: entry.request.id });
+        self.line_up(handle);
+        events.push(Event::Preempted { id: self.roster[handle].request.id });
     }
 
     /// Takes a request out of everything.
     pub(crate) fn remove(&mut self, handle: Handle) {
         self.retire(handle);
+        self.places.leave(handle, &mut self.roster[handle]);
         if let Some(entry) = self.roster.remove(handle) {
             self.turns.leave(&entry.ticket(handle));
         }

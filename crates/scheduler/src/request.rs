@@ -57,6 +57,9 @@ pub struct Request {
     /// The salt. Requests share cached blocks only with requests of the same salt; 0: the request
     /// names none.
     pub cache_salt: u64,
+    /// The adapter that changes its rows, by the number that the hand knows it by; `None`: the base
+    /// computes them. Its content has to be part of `cache_salt`.
+    pub adapter: Option<u32>,
     /// The time of arrival, in microseconds of the engine's clock; 0: the time at which the engine
     /// took it. It is only for display ([`crate::Scheduler::views`]).
     pub arrived_us: u64,

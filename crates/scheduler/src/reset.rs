@@ -64,6 +64,7 @@ impl Scheduler {
         self.images.hand_died(read);
         self.turns.unblock();
         self.roster.free_all_slots();
+        self.empty_places();
         let poisoned = poisoned
             .into_iter()
             .map(|handle| {
@@ -78,8 +79,13 @@ impl Scheduler {
         }
         for (handle, entry) in self.roster.requests.iter_mut() {
             entry.total = entry.known();
-            if !entry.request.held {
+            if entry.request.held {
+                continue;
+            }
+            if self.places.enter(handle, entry) {
                 self.turns.line_up_again(handle, entry, &self.memory);
+            } else {
+                self.turns.leave(&entry.ticket(handle));
             }
         }
         poisoned
@@ -104,6 +110,7 @@ impl Scheduler {
     pub fn surrender(&mut self) -> Vec<Request> {
         debug_assert!(self.in_flight() == 0, "results would come for nobody");
         self.free_everything();
+        self.empty_places();
         self.turns.clear();
         self.roster.take_all().map(Entry::into_request).collect()
     }

@@ -146,6 +146,11 @@ impl Steps {
         self.count + 1
     }
 
+    /// The last step whose result has come; of those in flight, none before it.
+    pub(crate) fn answered(&self) -> u64 {
+        self.in_flight.front().map_or(self.count, |oldest| oldest.step - 1)
+    }
+
     /// The next step, empty.
     pub(crate) fn begin(&mut self) -> Flight {
         Flight { step: self.next(), ..self.spare.pop().unwrap_or_default() }

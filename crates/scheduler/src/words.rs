@@ -27,7 +27,7 @@ pub const MAX_REQUEST_WORDS: u64 = MAX_WORDS as u64 - RUNNING_WORDS;
 /// its parameters. Pages are written into one table, or into two if the host's pages have one too.
 #[must_use]
 pub fn request_words(positions: u64, spec: &SlotSpec, page_size: u32, tables: u32) -> u64 {
-    let slot = NewSlot { slot: 0, tokens: &[], prompt_len: 0, spec };
+    let slot = NewSlot { slot: 0, tokens: &[], prompt_len: 0, spec, place: None };
     let pages = (positions + 1).div_ceil(u64::from(page_size.max(1)));
     let pages = u64::from(tables) * pages;
     (slot.words() + ROW_WORDS) as u64 + positions + PAGE_WRITE_WORDS as u64 * pages

@@ -2,6 +2,7 @@
 
 use std::future::poll_fn;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
@@ -178,6 +179,9 @@ impl Call {
         let seed = generation.seed.or(peer.tag().map(|tag| tag.seed));
         let seed = seed.unwrap_or_else(rand::random);
         state.metrics.submitted(generation.n);
+        if let Some(adapter) = &peer.adapter {
+            adapter.requests.fetch_add(generation.n.into(), Ordering::Relaxed);
+        }
         let interval =
             streamed.then(|| generation.stream_interval.unwrap_or(state.config.stream_interval));
         for (choice, sender) in (0..generation.n).zip(&mut *senders) {
@@ -227,6 +231,7 @@ impl Call {
                 masked: false,
                 proposer: history.as_ref().map(|history| lookup(history, said)),
                 prompt_logprobs: told,
+                adapter: peer.adapter.as_ref().map(|adapter| adapter.id),
                 arrived_us: state.engine.now_us().saturating_sub(elapsed_us(arrived)),
                 held: false,
                 past: Past::default(),

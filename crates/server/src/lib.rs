@@ -25,6 +25,7 @@
 //! | N | `forebay_text::TextPool` | templates, tokenisation |
 
 mod access;
+mod adapters;
 mod alive;
 mod answer;
 mod batches;
@@ -60,6 +61,7 @@ mod submission;
 mod text;
 mod wire;
 
+pub use adapters::{AdapterFiles, AdapterReader, AdapterSettings, check_adapter_name};
 pub use config::{ModelInfo, ServerConfig, Sharing};
 pub use facts::ModelFacts;
 pub use fleet::{FleetParts, ModelEntry, ModelLoader, ModelServer, StartedModel};

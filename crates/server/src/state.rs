@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use crate::adapters::{AdapterSettings, Adapters, NamedAdapter};
 use crate::config::{ModelInfo, ServerConfig};
 use crate::intake::Intake;
 use crate::live::shown::Live;
@@ -46,6 +47,8 @@ pub struct ServerParts {
     pub blocks: Option<BlockLog>,
     /// The store of files and batches; `None`: none are kept.
     pub batches: Option<Arc<BatchStore>>,
+    /// The adapters; `None`: requests name none.
+    pub adapters: Option<AdapterSettings>,
     /// The parts that it shares with other models of the process; `None`: it is the only one.
     pub common: Option<CommonParts>,
 }
@@ -79,6 +82,12 @@ impl CommonParts {
 #[derive(Clone)]
 pub struct AppState(Shared);
 
+/// A served name, and the adapter that it means.
+pub(crate) type Named = (String, Option<Arc<NamedAdapter>>);
+
+/// The largest number of adapters that an error lists.
+const LISTED: usize = 16;
+
 /// The state that the routes share.
 pub(crate) type Shared = Arc<Inner>;
 
@@ -111,14 +120,17 @@ pub(crate) struct Inner {
     pub(crate) blocks: Option<BlockLog>,
     /// The store of files and batches; `None`: none are kept.
     pub(crate) batches: Option<Arc<BatchStore>>,
+    pub(crate) adapters: Option<Adapters>,
     next_id: AtomicU64,
 }
 
 impl AppState {
     /// Puts the parts together.
     pub fn new(parts: ServerParts) -> Self {
-        let ServerParts { config, info, guard, log_lines_dropped, model, engine, .. } = parts;
+        let ServerParts { config, info, guard, log_lines_dropped, model, engine, adapters, .. } =
+            parts;
         let ServerParts { text, intake, egress, metrics, blocks, common, batches, .. } = parts;
+        let adapters = adapters.map(|settings| Adapters::new(settings, Arc::clone(&engine)));
         let own = || {
             let bytes = config.max_request_bytes_in_flight.saturating_sub(intake.pixel_bytes());
             CommonParts::with_budget(&config, bytes)
@@ -144,6 +156,7 @@ impl AppState {
             book: Book::new(),
             blocks,
             batches,
+            adapters,
             next_id: AtomicU64::new(1),
         };
         Self(Arc::new(inner))
@@ -238,20 +251,42 @@ impl Inner {
         Ok((facts.hand.hidden_size, facts.hand.dtype))
     }
 
-    /// The served name that a request means.
+    /// The served name that a request means, of the model or of an adapter.
     ///
     /// # Errors
     /// The model is not served.
     pub(crate) fn model_name(&self, wanted: Option<&str>) -> Result<String, ApiError> {
+        self.named(wanted).map(|(name, _)| name)
+    }
+
+    /// The served name that a request means, and its adapter; `None`: the model itself. An adapter
+    /// may have the model's name and a colon before its own.
+    ///
+    /// # Errors
+    /// The model is not served.
+    pub(crate) fn named(&self, wanted: Option<&str>) -> Result<Named, ApiError> {
         let names = &self.model.served_names;
-        match wanted {
-            None => Ok(names.first().cloned().unwrap_or_default()),
-            Some(wanted) if self.model.is_called(wanted) => Ok(wanted.to_owned()),
-            Some(wanted) => {
-                let model = cut(wanted, SHOWN_BYTES).into_owned();
-                Err(ApiError::UnknownModel { model, served: names.clone() })
+        let Some(wanted) = wanted else {
+            return Ok((names.first().cloned().unwrap_or_default(), None));
+        };
+        if self.model.is_called(wanted) {
+            return Ok((wanted.to_owned(), None));
+        }
+        if let Some(adapters) = &self.adapters {
+            let behind = |base: &String| wanted.strip_prefix(base)?.strip_prefix(':');
+            let bases = names.iter().chain(&self.model.aliases);
+            let own = std::iter::once(wanted).chain(bases.filter_map(behind));
+            if let Some(adapter) = own.into_iter().find_map(|name| adapters.find(name)) {
+                return Ok((wanted.to_owned(), Some(adapter)));
             }
         }
+        let model = cut(wanted, SHOWN_BYTES).into_owned();
+        let adapters = self.adapters.iter().flat_map(Adapters::all);
+        let adapters = adapters.map(|adapter| adapter.name.clone()).take(LISTED);
+        Err(ApiError::UnknownModel {
+            model,
+            served: names.iter().cloned().chain(adapters).collect(),
+        })
     }
 
     /// Aborts every request.

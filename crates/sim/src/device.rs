@@ -188,7 +188,7 @@ mod tests {
             plan.begin(u64::from(step) + 1);
             let (mut start, mut length) = (tokens.len() as u32 + step - 1, 1);
             if step == 0 {
-                plan.write_slot(&NewSlot { slot: 0, tokens, prompt_len: 2, spec });
+                plan.write_slot(&NewSlot { slot: 0, tokens, prompt_len: 2, spec, place: None });
                 (start, length) = (0, tokens.len() as u32);
             }
             plan.push_row(Row { slot: 0, start, length, want: Want::Tokens(1) });
@@ -213,7 +213,13 @@ mod tests {
         ] {
             let (mut device, mut plan) = (Device::default(), StepPlan::default());
             plan.begin(1);
-            plan.write_slot(&NewSlot { slot: 0, tokens: &[1, 2], prompt_len: 2, spec: &spec });
+            plan.write_slot(&NewSlot {
+                slot: 0,
+                tokens: &[1, 2],
+                prompt_len: 2,
+                spec: &spec,
+                place: None,
+            });
             row(&mut plan, 0, 2, drafts);
             let result = device.execute(&plan, &text, None);
             assert_eq!(
@@ -257,7 +263,13 @@ mod tests {
         for (step, allowed) in [(0, 7), (1, 9), (2, 9)] {
             plan.begin(u64::from(step) + 1);
             if step == 0 {
-                plan.write_slot(&NewSlot { slot: 0, tokens: &[1, 2], prompt_len: 2, spec: &spec });
+                plan.write_slot(&NewSlot {
+                    slot: 0,
+                    tokens: &[1, 2],
+                    prompt_len: 2,
+                    spec: &spec,
+                    place: None,
+                });
             }
             let (start, length) = if step == 0 { (0, 2) } else { (1 + step, 1) };
             plan.push_row(Row { slot: 0, start, length, want: Want::Masked });
@@ -281,7 +293,13 @@ mod tests {
             for (step, mask) in (1..).zip(rows) {
                 plan.begin(step);
                 if step == 1 {
-                    let new = NewSlot { slot: 0, tokens: &[1, 2], prompt_len: 2, spec: &spec };
+                    let new = NewSlot {
+                        slot: 0,
+                        tokens: &[1, 2],
+                        prompt_len: 2,
+                        spec: &spec,
+                        place: None,
+                    };
                     plan.write_slot(&new);
                 }
                 let start = if step == 1 { 0 } else { end - 1 };

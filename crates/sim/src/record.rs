@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 
 use crossbeam_channel::{Receiver, Sender, TrySendError, bounded};
 use forebay_engine::{Executor, Payload, Signal, There, Wake};
-use forebay_protocol::{StepMasks, StepPlan, StepTiming};
+use forebay_protocol::{AdapterOrder, StepMasks, StepPlan, StepTiming};
 use serde::{Deserialize, Serialize};
 use tracing::{error, info};
 
@@ -116,6 +116,10 @@ impl Executor for Recorder {
             _ => {}
         }
         signal
+    }
+
+    fn adapter(&mut self, member: usize, order: &AdapterOrder) {
+        self.inner.adapter(member, order);
     }
 
     fn is_near(&self) -> bool {

@@ -92,7 +92,13 @@ mod tests {
         let (mut plan, spec) = (StepPlan::default(), SlotSpec::default());
         plan.begin(1);
         if new {
-            plan.write_slot(&NewSlot { slot: 1, tokens: &[5; 9], prompt_len: 9, spec: &spec });
+            plan.write_slot(&NewSlot {
+                slot: 1,
+                tokens: &[5; 9],
+                prompt_len: 9,
+                spec: &spec,
+                place: None,
+            });
         }
         plan.push_row(Row { slot: 1, start, length: 4, want: Want::Nothing });
         load.into_iter().for_each(|page| plan.load_state(1, page));

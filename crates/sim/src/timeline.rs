@@ -312,6 +312,7 @@ mod tests {
             tokens: &[1],
             prompt_len: 1,
             spec: &spec,
+            place: None,
         });
         assert_eq!(timeline.compute(&anew, 0, || CopyFault::None).1, SparseRows::default());
     }

@@ -74,7 +74,13 @@ fn record(model: DeviceModel, file: &Scratch) {
                 let tokens = vec![1; (row.start + row.length) as usize];
                 let prompt_len = tokens.len() as u32;
                 let slot = row.slot;
-                plan.write_slot(&NewSlot { slot, tokens: &tokens, prompt_len, spec: &spec });
+                plan.write_slot(&NewSlot {
+                    slot,
+                    tokens: &tokens,
+                    prompt_len,
+                    spec: &spec,
+                    place: None,
+                });
             }
             plan.push_row(row);
         }

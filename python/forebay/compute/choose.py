@@ -65,7 +65,8 @@ class Choice:
         self._config = config
         self._group = group
         # The compiled kernels compute a step in one call, which has no place for other ranks.
-        self._native = group is None and device.runs_native and native_wanted()
+        # Nor has it one for adapters.
+        self._native = group is None and device.runs_native and native_wanted() and config.lora is None
         self._kernels: Kernels | None = None
         self._backend = self._settle(config)
         if self._backend != "torch":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +13,7 @@ import torch
 from forebay.compute.prompts import PromptColumns, PromptTokens
 from forebay.device import Device, host_array
 from forebay.gpu.tables import describe
+from forebay.layers.adapted import Adapter
 from forebay.protocol.frames import Int32s
 from forebay.protocol.plan import Plan
 from forebay.state.images import RowImages
@@ -19,6 +21,14 @@ from forebay.state.inputs import Given
 from forebay.state.recurrent import RowStates
 from forebay.state.slots import Int64s, PlanError
 from forebay.state.staging import StepInputs
+
+
+@dataclass(frozen=True)
+class RowAdapters:
+    """The adapters of a step's rows."""
+
+    place: Int64s  # [r]: the place of each row's adapter; -1: the base computes it
+    adapters: Mapping[int, Adapter]  # by place
 
 
 @dataclass(frozen=True)
@@ -35,6 +45,7 @@ class Rows:
     images: RowImages | None = None  # where images stand in the slots; None: there are none
     prompts: PromptTokens | None = None  # whose log-probabilities are asked for; None: of none
     states: RowStates | None = None  # the recurrent states that rows continue; None: the model has none
+    adapters: RowAdapters | None = None  # None: the base computes all rows
 
     @property
     def last(self) -> Int64s:

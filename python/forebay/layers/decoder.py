@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from forebay.attention.backend import AttentionBackend, LayerKV
+from forebay.layers.adapted import AdaptedTokens
 from forebay.layers.norm import MeanNorm, Norm, RMSNorm
 from forebay.layers.ops import Ops
 from forebay.layers.params import Parameters, Report, ignore
@@ -51,6 +52,8 @@ class Forward:
     """The rows of images; None: there are no image positions."""
     states: Any = None
     """What the model needs of the recurrent states of the rows (`StateStore.step`); None: it has none."""
+    adapted: Sequence[AdaptedTokens] = ()
+    """The tokens that adapters change, each once."""
     logits: torch.Tensor | None = None
     """Memory for the logits, float32 [s, vocabulary]; None: they get memory of their own."""
 
@@ -235,6 +238,13 @@ class Decoder:
 
     def states(self, forward: Forward) -> torch.Tensor:
         """Computes the step's positions. Gives the final states [s, hidden] of the sampled ones."""
+        if not forward.adapted:
+            return self._states(forward)
+        assert self.params.adapted is not None
+        with self.params.adapted.of_step(forward.adapted):
+            return self._states(forward)
+
+    def _states(self, forward: Forward) -> torch.Tensor:
         x = self._embed(forward.tokens, self.embedding)
         scales = self.config.scales
         if scales.embeddings != 1.0:

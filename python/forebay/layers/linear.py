@@ -43,6 +43,10 @@ class Linear:
         self._products, self.kept = params.products, params.kept_matrix(inputs, parts)
         if self.kept is None:
             self.weight, self.format = params.matrix(inputs, parts, plain=plain)
+        self._adapted = params.adapted
+        self._modules = {f"{prefix}{name}": size_of(n) for name, n in outputs.items()}
+        if self._adapted is not None:
+            self._adapted.sizes |= {name: (self.inputs, width) for name, width in self._modules.items()}
         self.bias: torch.Tensor | None = None
         if bias:
             biases = {f"{prefix}{name}.bias": n for name, n in outputs.items()}
@@ -60,6 +64,10 @@ class Linear:
             self.weight = self.weight.new_empty(0)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y = self._product(x)
+        return y if self._adapted is None else self._adapted.add(self._modules, x, y)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
         if self.kept is not None:
             assert self._products is not None
             return self._products.product(x, self.kept, self.bias)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 import torch
 
 from forebay.distributed.exchange import Exchange
+from forebay.layers.adapted import AdaptedModules
 from forebay.layers.quantised import KeptMatrix, KeptPart, Products
 from forebay.layers.ranks import Ranks
 from forebay.weights.codes import Layout, Raw
@@ -42,12 +43,13 @@ class Parameters:
         ranks: Ranks | None = None,
         exchange: Exchange | None = None,
         products: Products | None = None,
+        adapted: AdaptedModules | None = None,
     ) -> None:
         """Without `matrices` these get no memory, as if they were packed already: nothing but `packed` fills them.
 
         `ranks`: those among which everything is divided; None: all weights are here. `exchange`: those of a step group,
         among which experts alone are divided. `products` None: the device keeps no matrix in the bits of the
-        checkpoint; nor do several ranks.
+        checkpoint; nor do several ranks. `adapted` None: no adapter changes a product.
         """
         self.dtype = dtype
         self.ranks = ranks
@@ -60,6 +62,7 @@ class Parameters:
         self.formats = formats
         self._fill = fill
         self.products = products
+        self.adapted = adapted
         self.kept: dict[str, KeptPart] = {}
         """The places of weights that are kept in the checkpoint's bits."""
         self.stored: dict[str, str] = {}

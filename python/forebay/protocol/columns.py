@@ -10,6 +10,8 @@ from forebay.protocol.constants import (
     IMAGE_SPAN_WORDS,
     IMAGE_WORDS,
     PAGE_WRITE_WORDS,
+    PLACE_END_WORDS,
+    PLACE_WRITE_WORDS,
     PROMPT_LOGPROBS_WANT_WORDS,
     ROW_WORDS,
     SLOT_FLOATS_WORDS,
@@ -49,6 +51,8 @@ PLAN = (
     Column(26, "draft_tokens"),
     Column(27, "state_loads", STATE_COPY_WORDS),
     Column(28, "state_saves", STATE_COPY_WORDS),
+    Column(29, "place_writes", PLACE_WRITE_WORDS),
+    Column(30, "slot_places", SLOT_VALUE_WORDS),
 )
 """The columns of a plan's frame, by id."""
 
@@ -122,6 +126,10 @@ class PlanColumns:
     """(`slot`, `page`): Before the rows: the slot's recurrent states become the content of the state page."""
     state_saves: Int32s = ints(0, STATE_COPY_WORDS)
     """(`slot`, `page`): After the rows: the slot's recurrent states are copied to the state page."""
+    place_writes: Int32s = ints(0, PLACE_WRITE_WORDS)
+    """(`ticket`, `place`, `id`): The place gets the adapter with this id, which the hand knows."""
+    slot_places: Int32s = ints(0, SLOT_VALUE_WORDS)
+    """(`slot`, `value`): The place of new slots whose rows an adapter changes, in the order of `slots`."""
 
 
 RESULT = (
@@ -140,6 +148,7 @@ RESULT = (
     Column(13, "prompt_ranks"),
     Column(14, "prompt_ids"),
     Column(15, "prompt_values", is_float=True),
+    Column(16, "placed", PLACE_END_WORDS),
 )
 """The columns of a result's frame, by id."""
 
@@ -182,3 +191,6 @@ class ResultColumns:
     """Entries of these tokens, `1 + most` each: the token, then the most likely, descending."""
     prompt_values: Float32s = floats(0)
     """Natural logarithms, one an entry."""
+    placed: Int32s = ints(0, PLACE_END_WORDS)
+    """(`ticket`, `error`): The writes into places that ended since the last result. `error` 0: done; 1: the files
+    can't be read; 2: they have other content than the brain has read; 3: no memory."""

@@ -14,6 +14,10 @@ FLAG_POOL = 2
 FLAG_MASKED = 4
 COPY_OK = 0
 COPY_FAILED = 1
+PLACE_OK = 0
+PLACE_FAILED_FILES = 1
+PLACE_FAILED_DIGEST = 2
+PLACE_FAILED_MEMORY = 3
 ROW_OK = 0
 ROW_NOT_FINITE = 1
 COPY_SAVE = 0
@@ -30,10 +34,12 @@ IMAGE_WORDS = 7
 IMAGE_SPAN_WORDS = 6
 PROMPT_LOGPROBS_WANT_WORDS = 4
 STATE_COPY_WORDS = 2
+PLACE_WRITE_WORDS = 3
 STEP_TIMING_WORDS = 2
 COPY_END_WORDS = 2
 COPY_TIMING_WORDS = 2
 SPARSE_ROWS_WORDS = 4
+PLACE_END_WORDS = 2
 
 
 class Kind(IntEnum):
@@ -51,6 +57,7 @@ class Kind(IntEnum):
     STORE = 10
     STORE_REPLY = 11
     PLAN_AT = 12
+    ADAPTER = 13
 
 
 class SlotRecord(IntEnum):
@@ -98,7 +105,7 @@ class RowRecord(IntEnum):
 
 
 class SlotValue(IntEnum):
-    """Index of a word in a record of `segments`, `embeds`, `allowed_counts`."""
+    """Index of a word in a record of `segments`, `embeds`, `allowed_counts`, `slot_places`."""
 
     SLOT = 0
     VALUE = 1
@@ -159,6 +166,14 @@ class StateCopy(IntEnum):
     PAGE = 1
 
 
+class PlaceWrite(IntEnum):
+    """Index of a word in a record of `place_writes`."""
+
+    TICKET = 0
+    PLACE = 1
+    ID = 2
+
+
 class StepTiming(IntEnum):
     """Index of a word in a record of `timing`."""
 
@@ -187,3 +202,10 @@ class SparseRows(IntEnum):
     ON_PAGES = 1
     IN_ROWS = 2
     MISSED = 3
+
+
+class PlaceEnd(IntEnum):
+    """Index of a word in a record of `placed`."""
+
+    TICKET = 0
+    ERROR = 1

@@ -122,7 +122,9 @@ class Plan(PlanColumns):
             return False
         if self.wait_us.size and (self.wait_us.size > 1 or len(self.rows) or not 0 <= self.wait_us[0] <= MAX_WAIT_US):
             return False
-        for values in (self.segments, self.embeds, self.allowed_counts):
+        if len(self.place_writes) and self.place_writes.min() < 0:
+            return False
+        for values in (self.segments, self.embeds, self.allowed_counts, self.slot_places):
             if len(values):
                 slots = iter(self.slots[:, SlotRecord.SLOT].tolist())
                 # In the order of the new slots, and so at most one each.

@@ -13,7 +13,7 @@ import torch
 from forebay.compute.rows import Launch
 from forebay.compute.steps import Answers
 from forebay.device import Device, Event, host_array
-from forebay.protocol.constants import COPY_END_WORDS, ROW_NOT_FINITE
+from forebay.protocol.constants import COPY_END_WORDS, PLACE_END_WORDS, ROW_NOT_FINITE
 from forebay.protocol.frames import Float32s, Int32s
 from forebay.protocol.result import StepResult
 from forebay.state.slots import Int64s
@@ -22,12 +22,18 @@ Copied: TypeAlias = Callable[[], tuple[Int32s, Int32s, Int32s]]
 """Gives a result's columns `copied`, `copy_timing` and `copy_wait_us`."""
 
 
+_NO_PLACES = np.zeros((0, PLACE_END_WORDS), np.int32)
 NO_COPIES = np.zeros((0, COPY_END_WORDS), np.int32), np.zeros(0, np.int32), np.zeros(0, np.int32)
 
 
 def no_copies() -> tuple[Int32s, Int32s, Int32s]:
     """The columns of a hand without a host tier."""
     return NO_COPIES
+
+
+def no_places() -> Int32s:
+    """The column of a hand without places for adapters."""
+    return _NO_PLACES
 
 
 class Columns(Protocol):
@@ -108,6 +114,8 @@ class Launched:
     release: Callable[[], None]
     copied: Copied
     """Gives the ended copies. Waits for one if the plan demands it."""
+    placed: Callable[[], Int32s] = no_places
+    """Gives the places that have got their adapters."""
     idle_us: int = 0
     """The time between `begun` and `ended` in which the device was idle."""
 
@@ -119,6 +127,7 @@ class Launched:
         timing = self.ended.since(self.begun) - self.idle_us, self.begun.since(self.before) + self.idle_us
         result.timing = np.array(timing, np.int32)
         result.copied, result.copy_timing, result.copy_wait_us = self.copied()
+        result.placed = self.placed()
         self.release()
         return result
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from forebay.compute.sampler import Ask, Sampler
 from forebay.compute.steps import NoAnswers
 from forebay.device import Event, open_device
 from forebay.distributed.group import Group
+from forebay.layers.adapted import AdaptedModules
 from forebay.layers.decoder import Decoder
 from forebay.layers.params import Parameters, Report
 from forebay.models import registry
@@ -34,12 +35,22 @@ from forebay.protocol.masks import Masks
 from forebay.protocol.plan import Plan
 from forebay.protocol.result import StepResult
 from forebay.runner import formats
+from forebay.runner.adapters import AdapterPlaces
 from forebay.runner.copier import Copier
 from forebay.runner.drafts import Drafts, verified
 from forebay.runner.group import roles
 from forebay.runner.images import Images
 from forebay.runner.kept import KeptWeights
-from forebay.runner.launched import Columns, Copied, Launched, NoColumns, TokenColumns, VectorColumns, no_copies
+from forebay.runner.launched import (
+    Columns,
+    Copied,
+    Launched,
+    NoColumns,
+    TokenColumns,
+    VectorColumns,
+    no_copies,
+    no_places,
+)
 from forebay.runner.measured import largest_plans, telling_of_memory
 from forebay.runner.planned import PlannedRows
 from forebay.runner.warm import sparse_plan, warm_plans
@@ -136,12 +147,15 @@ class ModelRunner:
         self._ops = self._choice.ops()
         self._copier: Copier | None = None
         self._blocks = ""
+        self._adapted = None if config.lora is None else AdaptedModules()
         self._summed: Summed | None = None
         self._state_pages = 0
         with telling_of_memory(self.device):
             self.model = self._build(matrices=self._kept is None or self._kept.stored is None)
             self.weight_bytes = self._weight_bytes()
             """Bytes of the weights as they are computed with, also before they are loaded."""
+            self.adapters = self._open_places()
+            """None: no row has an adapter."""
             self.images = Images.of(config, self.model, self._arena, self.device)
             """None: the model sees none."""
             self._make_pages(self._sizes(available))
@@ -202,6 +216,7 @@ class ModelRunner:
         elif has_mxfp4(self.model_config) and self.config.load_format != "dummy":
             print(f"MXFP4 is multiplied out at the load: experts are {self._dtype_name()}", file=sys.stderr)
         taken = self.weight_bytes + self._image_bytes + slot_bytes(self.config)
+        taken += 0 if self.adapters is None else self.adapters.nbytes
         if self.config.max_total_tokens is None:
             # Weights of transformers' code come at the load, and nothing is computed before.
             measured = 0 if isinstance(self.model, CalledModel) else self.device.measure(self._do_largest_steps)
@@ -285,6 +300,7 @@ class ModelRunner:
             ranks=self._ranks,
             exchange=self._exchange,
             products=self._choice.products() if self._group is None else None,
+            adapted=self._adapted,
         )
         if isinstance(model, EncoderConfig):
             return registry.build_encoder(model, config.pooling, params)
@@ -390,7 +406,7 @@ class ModelRunner:
             what += "; they were kept by an earlier start and are removed: the next one reads the model's own files"
         raise NotFiniteError(what)
 
-    def facts(self) -> dict[str, int | str | bool]:
+    def facts(self) -> dict[str, Any]:
         """The facts for `ready`, except the loading time."""
         return {
             "page_count": self.kv.page_count,
@@ -410,6 +426,7 @@ class ModelRunner:
             "state_page_count": self._state_pages,
             "state_bytes": self._state_bytes,
             **({} if self.images is None else self.images.facts()),
+            **({} if self.adapters is None else self.adapters.facts()),
         }
 
     def _dtype_name(self) -> str:
@@ -433,6 +450,7 @@ class ModelRunner:
             begun = device.event()
             self._read_images(plan)
             writes = self.tables.read(plan, self._arena)
+            self._read_adapters(plan)
             drafts = self._drafts(plan)
             computed = plan if drafts is None else drafts.plan
             inputs = StepInputs(computed, device)
@@ -449,7 +467,9 @@ class ModelRunner:
         release = partial(self._reuse, plan)
         # A device beside the host computes meanwhile.
         idle_us = 0 if device.beside_host else waited.us
-        return Launched(plan.step, len(plan.rows), columns, before, begun, self._ended, release, copied, idle_us)
+        placed = self._placed(plan)
+        before_end = (before, begun, self._ended)
+        return Launched(plan.step, len(plan.rows), columns, *before_end, release, copied, placed, idle_us)
 
     def _drafts(self, plan: Plan) -> Drafts | None:
         """The drafts that the plan's rows verify; None: there are none. Raises `PlanError`."""
@@ -466,8 +486,8 @@ class ModelRunner:
         if not isinstance(self.model, Decoder) or not isinstance(config, ModelConfig):
             return False
         plain = self.config.pooling is None and self.images is None and self._exchange is None
-        # A state would have seen what is not accepted, and a sparse slot has one query in a step.
-        one_by_one = bool(config.recurrent) or self.config.hot_rows > 0
+        # A state would have seen what is not accepted, a sparse slot has one query, and adapters were not tried.
+        one_by_one = bool(config.recurrent) or self.config.hot_rows > 0 or self.config.lora is not None
         return plain and not one_by_one and self._choice.verifies_drafts(config)
 
     def _begin_exchange(self, plan: Plan) -> None:
@@ -509,6 +529,32 @@ class ModelRunner:
             self.device.queue(partial(self._store.copy, states.loads))
             self.device.queue(partial(self._store.copy, states.saves))
         return states
+
+    def know(self, order: Mapping[str, Any]) -> None:
+        """Follows an `adapter` frame. Raises `PlanError` without places."""
+        if self.adapters is None:
+            raise PlanError("an adapter for a hand without places")
+        self.adapters.order(order)
+
+    def _open_places(self) -> AdapterPlaces | None:
+        config = self.config
+        if config.lora is None:
+            return None
+        assert self._adapted is not None
+        return AdapterPlaces(config.lora, self._adapted, config.slots, config.dtype, self.device.torch_device)
+
+    def _read_adapters(self, plan: Plan) -> None:
+        if self.adapters is not None:
+            self.adapters.read(plan)
+        elif len(plan.place_writes) or len(plan.slot_places):
+            raise PlanError("adapters in a plan for a hand without places")
+
+    def _placed(self, plan: Plan) -> Callable[[], Int32s]:
+        if self.adapters is None:
+            return no_places
+        # Copies have waited already.
+        wait_us = int(plan.wait_us[0]) if plan.wait_us.size and self._copier is None else 0
+        return partial(self.adapters.report, wait_us)
 
     def _wait_for_saves(self, copier: Copier) -> None:
         """Has the next rows wait for saves, or waits itself. For measurements."""
@@ -558,7 +604,8 @@ class ModelRunner:
         sparse = None if hot is None else hot.check_rows(slot, length)
         found = None if sparse is None else FoundColumns(self.device)
         images = None if self.images is None else self.images.slots.of_rows(slot, start, length)
-        rows = Rows(slot, start, length, sampling, given, sparse, images=images, prompts=wanted, states=states)
+        adapters = None if self.adapters is None else self.adapters.of_rows(slot)
+        rows = Rows(slot, start, length, sampling, given, sparse, None, images, wanted, states, adapters)
         prompts = None if wanted is None else PromptColumns(wanted, slot, self.tables, self._ops, self.device)
         launch, steps = Launch(rows, inputs, found, prompts), self._steps
         slots, positions = slot[sampling], planned.ends[sampling]

@@ -33,6 +33,17 @@ class ConfigError(ValueError):
 
 
 @dataclass(frozen=True)
+class PlaceConfig:
+    """The memory for adapters."""
+
+    places: int
+    rank: int
+    """The largest rank."""
+    kept: int
+    """Further adapters that are kept in the host's memory."""
+
+
+@dataclass(frozen=True)
 class RunnerConfig:
     """The hand's configuration, with everything resolved. `docs/protocol.md` describes the fields."""
 
@@ -72,6 +83,8 @@ class RunnerConfig:
     kv_save_order: str
     state_pages: int | None = None
     """State pages of a model with recurrent layers; None: as many as memory suggests."""
+    lora: PlaceConfig | None = None
+    """The memory for adapters; None: no row has one."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunnerConfig:
@@ -86,7 +99,9 @@ class RunnerConfig:
         if values["kv_cache_dtype"] not in forms:
             known = " or ".join(name or "null" for name in forms)
             raise ConfigError(f"kv cache dtype {values['kv_cache_dtype']!r} is not supported: use {known}")
-        resolved = {"dtype": DTYPES[values["dtype"]], "kv_cache_dtype": forms[values["kv_cache_dtype"]]}
+        resolved: dict[str, Any] = {"dtype": DTYPES[values["dtype"]], "kv_cache_dtype": forms[values["kv_cache_dtype"]]}
+        if chosen.get("lora") is not None:
+            resolved["lora"] = PlaceConfig(**chosen["lora"])
         config = cls(**{**chosen, **resolved})
         if config.load_format not in LOAD_FORMATS:
             raise ConfigError(f"load format {config.load_format!r} is not supported: use {' or '.join(LOAD_FORMATS)}")
@@ -102,6 +117,7 @@ class RunnerConfig:
         config._check_ranks()
         config._check_called()
         config._check_states()
+        config._check_adapters()
         return config
 
     def _check_states(self) -> None:
@@ -111,6 +127,24 @@ class RunnerConfig:
             return
         if self.has_host_tier:
             raise ConfigError(f"{model.architecture} has recurrent layers, for whose states there is no host tier")
+
+    def _check_adapters(self) -> None:
+        """Refuses adapters where there are none. The brain refuses them first."""
+        if self.lora is None:
+            return
+        model = self.model_config
+        lacks = {
+            "a model that pools": self.pooling is not None or isinstance(model, EncoderConfig),
+            "transformers' code": isinstance(model, CalledConfig),
+            "a device other than a CPU": self.device == "cuda",
+            "several ranks": self.world_size > 1,
+            "sparse decoding": self.hot_row_tokens is not None,
+        }
+        for what, wanted in lacks.items():
+            if wanted:
+                raise ConfigError(f"adapters are not served with {what}")
+        if min(self.lora.places, self.lora.rank) < 1 or self.lora.kept < 0:
+            raise ConfigError(f"{self.lora}: places and ranks are at least 1")
 
     def _check_called(self) -> None:
         """Refuses what there is not for a model that transformers computes. The brain refuses it first."""

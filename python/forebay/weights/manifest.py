@@ -144,7 +144,7 @@ class Place:
         """
         if self.part.matrix is not None:
             return self.part.read(self._values(*(shards.ALONE.of(size) for size in self.part.matrix)), cut)
-        rows, columns = shards.ALONE.of(math.prod(self.shape[:-1])), shards.ALONE.of(math.prod(self.shape[-1:]))
+        rows, columns = self._size()
         shape = self.shape
         if cut is not None and cut.columns is None:
             # A weight of one dimension is a row of the file.
@@ -152,6 +152,21 @@ class Place:
         elif cut is not None and cut.columns is not None:
             rows, columns, shape = cut.rows, cut.columns, (cut.rows.size, cut.columns.size)
         return self.part.changed(self._values(rows, columns).view(shape))
+
+    def _size(self) -> tuple[shards.Part, shards.Part]:
+        """All rows and columns of the range."""
+        return shards.ALONE.of(math.prod(self.shape[:-1])), shards.ALONE.of(math.prod(self.shape[-1:]))
+
+    def stored(self) -> Bytes:
+        """The bytes of the range, uint8 [rows, bytes of a row]. Raises ModelError."""
+        rows, _ = self._size()
+        return self._bytes(0, rows.size, rows.whole)
+
+    def of_stored(self, data: Bytes) -> torch.Tensor:
+        """The whole weight of the bytes of its range. The range is no part of a matrix."""
+        assert self.part.matrix is None
+        _, columns = self._size()
+        return self.part.changed(self._numbers(data, columns).reshape(self.shape))
 
     def blocks(self, kind: str) -> torch.Tensor:
         """The rows in blocks of type `kind`, uint8 [rows, bytes]. Raises ModelError."""

@@ -85,6 +85,11 @@ def serve(connection: Connection) -> None:
 
     def next_frame() -> Frame | None:
         received = connection.recv()
+        while received is not None and received.kind == Kind.ADAPTER:
+            # It comes between any others, also between a plan and its masks.
+            runner.know(received.json())
+            received.release()
+            received = connection.recv()
         if received is None or received.kind != Kind.PLAN_AT:
             return received
         # Copied to where a device copies from: what is saved is that the brain sends it to each rank.

@@ -18,7 +18,7 @@ use prometheus::{
 };
 
 use self::http::HttpMetrics;
-pub use self::parts::{IntakeStats, PartStats};
+pub use self::parts::{AdapterCounts, IntakeStats, PartStats};
 use self::sources::{
     ACCEPTED_AT, COUNTERS, GAUGES, GRAMMAR_COUNTERS, GRAMMAR_GAUGES, HOST_COUNTERS, INTAKE_GAUGES,
     LOG_COUNTERS, PROMPT_SOURCES, Read, SPARSE_ROWS, Source, TEXT_COUNTERS, TEXT_GAUGES, TRANSFERS,
@@ -380,6 +380,7 @@ impl Metrics {
         self.log.lock().read(&parts.dropped);
         let mut written = Vec::new();
         TextEncoder::new().encode(&self.registry.gather(), &mut written)?;
+        parts.adapters.iter().for_each(|adapters| adapters.write(&mut written));
         Ok(written)
     }
 }
@@ -422,6 +423,11 @@ mod tests {
             grammars: GrammarStats { compiled: 8, trie_us: 2_500_000, ..GrammarStats::default() },
             intake: IntakeStats { in_line: 4, ..IntakeStats::default() },
             dropped: 6,
+            adapters: Some(AdapterCounts {
+                requests: (0..70).map(|at| (format!("a{at:02}"), 2)).collect(),
+                reads: 5,
+                failed_reads: 1,
+            }),
         };
         let report = |stats, status| ReplicaReport {
             status,

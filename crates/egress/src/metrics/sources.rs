@@ -78,6 +78,21 @@ pub(super) const GAUGES: &[Source<ReplicaReport>] = &[
         let used = states.pages_held + states.pages_cached;
         if states.pages == 0 { 0.0 } else { used as f64 / states.pages as f64 }
     }),
+    ("forebay:lora_places_used", "Places whose adapter some request uses.", |r| {
+        r.stats.scheduler.places.used as f64
+    }),
+    ("forebay:lora_places_unused", "Places whose adapter nobody uses.", |r| {
+        r.stats.scheduler.places.unused as f64
+    }),
+    ("forebay:lora_places_coming", "Places that an adapter comes to.", |r| {
+        r.stats.scheduler.places.coming as f64
+    }),
+    ("forebay:lora_places_empty", "Places without an adapter.", |r| {
+        r.stats.scheduler.places.empty as f64
+    }),
+    ("forebay:lora_requests_waiting", "Requests that wait for a place of their adapter.", |r| {
+        r.stats.scheduler.places.waiting as f64
+    }),
     ("forebay:images_waiting", "Images that requests wait for.", |r| {
         r.stats.scheduler.images.waiting as f64
     }),

@@ -173,6 +173,7 @@ pub(crate) fn request_error(error: &RequestError, images: &[String]) -> ApiError
         RequestError::Image { error: PictureError::Failed(_), .. } => {
             ApiError::Internal { reason, code: Some("image") }
         }
+        RequestError::Adapter(_) => ApiError::Unavailable { reason, code: "adapter_unavailable" },
         RequestError::QueueTimeout { retry_after, .. } => {
             ApiError::QueueTimeout { reason, retry_after: *retry_after }
         }

@@ -1,5 +1,6 @@
 //! Events of the scheduler, and the ends of requests.
 
+use forebay_protocol::{PLACE_FAILED_DIGEST, PLACE_FAILED_FILES, PLACE_FAILED_MEMORY};
 use forebay_scheduler::{Event, Finish};
 
 use crate::journal::What;
@@ -69,6 +70,9 @@ impl Member {
                         Finish::Stop { token } => FinishReason::Stop { token },
                         Finish::Length => FinishReason::Length,
                         Finish::NotFinite => FinishReason::Error(RequestError::NotFinite),
+                        Finish::NoAdapter { error } => {
+                            FinishReason::Error(RequestError::Adapter(why_not_placed(error)))
+                        }
                     };
                     self.end(id, finish);
                 }
@@ -141,4 +145,15 @@ impl Member {
             }
         }
     }
+}
+
+/// The reason for which the hand could not bring an adapter to its place.
+fn why_not_placed(error: i32) -> String {
+    match error {
+        PLACE_FAILED_FILES => "its files can't be read any more",
+        PLACE_FAILED_DIGEST => "its files have changed since it was loaded: load it again",
+        PLACE_FAILED_MEMORY => "there is no memory for it",
+        _ => "the model process could not read it",
+    }
+    .into()
 }

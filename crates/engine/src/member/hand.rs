@@ -77,6 +77,7 @@ impl Member {
         // An answer may outgrow the device's pages where it goes on without them.
         let positions = if sparse.is_some() { facts.host_page_count } else { pages };
         let pool = positions.saturating_mul(self.config.page_size);
+        self.know_again();
         self.page_bytes = facts.page_bytes;
         self.constrained.vocabulary = facts.vocab_size;
         if let Some(scheduler) = &mut self.scheduler {
@@ -133,6 +134,7 @@ impl Member {
                 page_tokens: facts.image_page_tokens.max(1),
                 budget: self.config.images.map_or(1, ImageConfig::position_layers),
             }),
+            places: if facts.lora_bytes > 0 { self.config.places } else { 0 },
             host: host.map(|host| HostTier {
                 pages: facts.host_page_count,
                 policy: host.hicache_write_policy,

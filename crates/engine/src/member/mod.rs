@@ -1,5 +1,6 @@
 //! One scheduler of an engine thread, with its requests and those who hear of them.
 
+mod adapters;
 mod carrying;
 mod constrained;
 mod events;
@@ -19,6 +20,7 @@ use forebay_scheduler::{ApplyError, Event, Scheduler};
 use crate::config::{EngineConfig, micros};
 use crate::handle::{EngineHandle, Order, Shared, positions};
 use crate::journal::{Notes, StepNote, What};
+use crate::member::adapters::Adapters;
 pub(crate) use crate::member::carrying::{Carried, Carrying};
 pub(crate) use crate::member::constrained::Constrained;
 pub(crate) use crate::member::hand::{Cause, Pool};
@@ -77,6 +79,7 @@ pub(crate) struct Member {
     payloads: Held,
     pictures: Pictures,
     carrying: Carrying,
+    adapters: Adapters,
     /// The constraints on their tokens.
     constrained: Constrained,
     /// The last step that was handed over.
@@ -119,6 +122,7 @@ impl Member {
             payloads: Held::default(),
             pictures: Pictures::default(),
             carrying,
+            adapters: Adapters::default(),
             constrained,
             last_step: 0,
             stats: HandStats::default(),
@@ -162,6 +166,7 @@ impl Member {
                 }
                 Order::Placed { image, placed } => self.placed(image, placed),
                 Order::Carried(carried) => self.carried(carried),
+                Order::Adapter(order) => self.adapter(order),
                 Order::FlushCache(reply) => {
                     reply(self.scheduler.as_mut().is_none_or(Scheduler::flush_cache));
                 }
@@ -182,11 +187,11 @@ impl Member {
         let EngineRequest { mut request, payloads, pictures, constraint, .. } = entering;
         request.masked = constraint.is_some();
         let has_to_wait = self.has_to_wait(&payloads);
-        let Some(scheduler) = self.scheduler.as_mut() else {
+        if self.scheduler.is_none() {
             let reason = "it is still starting".into();
             let finish = FinishReason::Error(RequestError::HandFailed(reason));
             return self.end(request.id, finish);
-        };
+        }
         let room = self.shared.room.load(Ordering::Acquire);
         if positions(&request) > u64::from(room) {
             // Another replica, with more memory, was ready when it was checked.
@@ -194,6 +199,11 @@ impl Member {
             let finish = FinishReason::Error(RequestError::HandFailed(reason));
             return self.end(request.id, finish);
         }
+        if !self.knows(request.adapter) {
+            let reason = "it was unloaded before the request came".into();
+            return self.end(request.id, FinishReason::Error(RequestError::Adapter(reason)));
+        }
+        let Some(scheduler) = self.scheduler.as_mut() else { return };
         let (id, client) = (request.id, request.client);
         request.held = has_to_wait;
         self.payloads.hold(id, payloads);

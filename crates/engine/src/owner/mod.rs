@@ -114,6 +114,8 @@ impl Owner {
             }
             let hand = self.up.then_some(&mut *self.executor);
             self.members[at].send_off(at, hand);
+            let hand = self.up.then_some(&mut *self.executor);
+            self.members[at].send_adapters(at, hand);
         }
         !stopped
     }
@@ -197,8 +199,9 @@ impl Owner {
         self.progress_us = self.clock.now_us();
         self.send_masks();
         let members = self.members.iter_mut().zip(results);
-        let silent =
-            members.filter_map(|(member, result)| member.watch_copies(!result.copied.is_empty()));
+        let silent = members.filter_map(|(member, result)| {
+            member.watch_copies(!(result.copied.is_empty() && result.placed.is_empty()))
+        });
         if let Some(silent) = silent.max() {
             self.executor.kill();
             self.copies_hang = true;

@@ -37,7 +37,6 @@ const fn value(names: &'static [&'static str], meaning: Meaning) -> Foreign {
 
 const ALWAYS: &str = "always on";
 const FILES: &str = "weights are safetensors or GGUF, and no code of a repository runs";
-const LORA: &str = "LoRA adapters are not served yet";
 const SPECULATION: &str =
     "no draft model is loaded: --speculative-algorithm ngram takes drafts from the text";
 const PD: &str = "prefill apart from decode is not there yet";
@@ -77,11 +76,14 @@ const FLAGS: &[Foreign] = &[
         &["--enable-reasoning"],
         Unneeded("reasoning is found by the chat template, or by --reasoning-parser"),
     ),
-    switch(&["--enable-lora"], Missing(LORA)),
     value(
-        &["--lora-modules", "--lora-paths", "--max-loras", "--max-lora-rank", "--lora"],
-        Missing(LORA),
+        &["--lora-target-modules"],
+        Unneeded("an adapter's tensors say which modules it changes"),
     ),
+    value(&["--lora-backend", "--lora-dtype"], Unneeded("adapters are computed as the model is")),
+    switch(&["--fully-sharded-loras"], Unneeded("adapters are for one rank")),
+    value(&["--lora-scaled"], Missing("an adapter has its own factor: --lora")),
+    switch(&["--lora-init-without-apply"], Unneeded("requests name their adapter")),
     value(&["--speculative-draft-model-path", "--speculative-num-steps"], Missing(SPECULATION)),
     value(&["--speculative-model"], Missing(SPECULATION)),
     value(&["--kv-transfer-config", "--disaggregation-mode"], Missing(PD)),
@@ -281,7 +283,10 @@ mod tests {
         );
         assert_eq!(notes.len(), 2, "{notes:?}");
         assert!(notes[0].starts_with("--trust-remote-code is not needed: "), "{notes:?}");
-        let refused = translated("forebay serve x --enable-lora --lora-modules a=b").unwrap_err();
+        let refused = translated(
+            "forebay serve x --cmoe --lora-scaled a".replace("--cmoe", "-cmoe").as_str(),
+        )
+        .unwrap_err();
         assert_eq!(refused.lines().count(), 2, "{refused}");
         let (ours, notes) =
             translated("forebay serve x --dtype half --dtype=bfloat16").expect("a server");

@@ -2,6 +2,7 @@
 //! `resolve`.
 
 mod access;
+mod adapters;
 mod batches;
 mod dialect;
 mod drafts;
@@ -31,6 +32,7 @@ use forebay_hand::MAX_ARENA_BYTES;
 use forebay_server::ServerConfig;
 
 pub(crate) use self::access::{AccessFlags, access, keys, visible_keys};
+pub(crate) use self::adapters::AdapterFlags;
 pub(crate) use self::batches::BatchFlags;
 pub(crate) use self::dialect::DialectFlags;
 pub(crate) use self::drafts::DraftFlags;
@@ -93,6 +95,8 @@ pub(crate) struct ServeFlags {
     pub(crate) images: ImageFlags,
     #[command(flatten)]
     pub(crate) states: StateFlags,
+    #[command(flatten)]
+    pub(crate) adapters: AdapterFlags,
     #[command(flatten)]
     pub(crate) tiers: TierFlags,
     #[command(flatten)]

@@ -1,5 +1,6 @@
 //! Flags and model made into the configuration of each part. Their sum is printed at /server_info.
 
+mod adapters;
 mod device;
 mod engine;
 mod hand;
@@ -76,6 +77,8 @@ impl Resolved {
             engine::resolve(flags, model, &device, &machine.processors(), context_length)?;
         hand::bound_states(flags, model, &device, &mut engine, &machine);
         let mut hand = hand::resolve(flags, model, &device, &engine, &machine)?;
+        hand.lora = adapters::resolve(flags, model, &device)?;
+        engine.places = hand.lora.map_or(0, |lora| lora.places);
         let images = images::resolve(&flags.images, model);
         device::check_elsewhere(flags, device.device, engine.host_tier.is_some())?;
         let choice = Chosen::new(flags.run.hand, &hand, device.arrangement.ranks, model)?;

@@ -1,5 +1,6 @@
 //! `forebay serve`: starts the parts in order and stops them in reverse.
 
+mod adapters;
 mod engines;
 mod fleet;
 mod language;
@@ -39,6 +40,8 @@ pub(crate) fn run(flags: &ServeFlags, arguments: &[OsString]) -> Result<()> {
     let (listeners, access) = Listeners::open(flags)?;
     let python = find_python(flags.run.python.as_deref());
     let (mut model, mut resolved) = load(flags, name, &python, access)?;
+    // Before a hand starts, so that a fault is said at once.
+    let adapters = adapters::settings(flags, &model, &resolved)?;
     let guard = &process.guard;
     let language = Language::load(flags, &mut model, &mut resolved, guard)?;
     let (outputs, sinks) = Outputs::start(&model, &resolved, guard)?;
@@ -52,6 +55,7 @@ pub(crate) fn run(flags: &ServeFlags, arguments: &[OsString]) -> Result<()> {
         log_lines_dropped: process.logs.dropped(),
         common: None,
         aliases: Vec::new(),
+        adapters,
     };
     let server = Server::new(name, &model, &resolved, language, outputs, &engines, surroundings)?;
     server.run(flags, listeners, &resolved, (engines, ended), &mut process)

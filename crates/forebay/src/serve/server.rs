@@ -9,8 +9,8 @@ use anyhow::{Context, Result, bail};
 use forebay_engine::Status;
 use forebay_replicas::Replicas;
 use forebay_server::{
-    AppState, BatchConfig, BatchStore, CommonParts, Guard, HealthThread, Intake, IntakeMode,
-    ModelInfo, ServerParts,
+    AdapterSettings, AppState, BatchConfig, BatchStore, CommonParts, Guard, HealthThread, Intake,
+    IntakeMode, ModelInfo, ServerParts,
 };
 use tokio::runtime::Runtime;
 use tracing::info;
@@ -37,6 +37,8 @@ pub(super) struct Surroundings {
     pub(super) common: Option<CommonParts>,
     /// Names for requests that no list shows.
     pub(super) aliases: Vec<String>,
+    /// `None`: requests name no adapters.
+    pub(super) adapters: Option<AdapterSettings>,
 }
 
 /// The time that tasks have to end with their runtime.
@@ -62,7 +64,7 @@ impl Server {
         engines: &Engines,
         surroundings: Surroundings,
     ) -> Result<Self> {
-        let Surroundings { guard, log_lines_dropped, common, aliases } = surroundings;
+        let Surroundings { guard, log_lines_dropped, common, aliases, adapters } = surroundings;
         let images = resolved.images.as_ref();
         let info = ModelInfo {
             served_names: resolved.model.served_model_names.clone(),
@@ -108,6 +110,7 @@ impl Server {
             metrics: outputs.metrics,
             blocks: outputs.blocks,
             batches,
+            adapters,
             common,
         })))
     }

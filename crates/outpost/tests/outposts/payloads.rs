@@ -51,7 +51,7 @@ fn reading(step: u64, payload: &Arc<dyn Payload>) -> StepPlan {
     let mut plan = StepPlan::default();
     plan.begin(step);
     let spec = SlotSpec { embeds: Some(payload.offset()), ..SlotSpec::default() };
-    plan.write_slot(&NewSlot { slot: 0, tokens: &[1, 2], prompt_len: 2, spec: &spec });
+    plan.write_slot(&NewSlot { slot: 0, tokens: &[1, 2], prompt_len: 2, spec: &spec, place: None });
     plan.push_row(Row { slot: 0, start: 0, length: 2, want: Want::TOKEN });
     plan
 }

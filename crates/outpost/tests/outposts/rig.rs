@@ -175,7 +175,13 @@ pub(crate) fn plan(step: u64, tokens: &[i32]) -> StepPlan {
     let mut plan = StepPlan::default();
     plan.begin(step);
     let prompt_len = tokens.len() as u32;
-    plan.write_slot(&NewSlot { slot: 0, tokens, prompt_len, spec: &SlotSpec::default() });
+    plan.write_slot(&NewSlot {
+        slot: 0,
+        tokens,
+        prompt_len,
+        spec: &SlotSpec::default(),
+        place: None,
+    });
     plan.push_row(Row { slot: 0, start: 0, length: prompt_len, want: Want::TOKEN });
     plan
 }

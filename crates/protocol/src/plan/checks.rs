@@ -17,6 +17,7 @@ impl StepPlan {
             && self.rows_agree()
             && self.drafts_agree()
             && self.copies_agree()
+            && self.places_agree()
             && self.images_agree()
             && self.group_agrees()
             && self.states_agree()

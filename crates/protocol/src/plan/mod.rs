@@ -16,6 +16,7 @@ pub use slots::{NewSlot, Pooling, SamplingParams, SlotSpec, SlotWrite};
 pub use states::{STATE_COPY_WORDS, StateCopy};
 pub use tables::{NO_PAGE, PAGE_WRITE_WORDS};
 
+use crate::adapter::PlaceWrite;
 use crate::columns::{columns, record};
 use crate::copy::{CopyRecord, Span};
 use crate::frame::ENTRY_WORDS;
@@ -156,6 +157,10 @@ columns! {
         27 state_loads: Vec<StateCopy>,
         /// After the rows: the slot's recurrent states are copied to the state page.
         28 state_saves: Vec<StateCopy>,
+        /// The place gets the adapter with this id, which the hand knows.
+        29 pub(crate) place_writes: Vec<PlaceWrite>,
+        /// The place of new slots whose rows an adapter changes, in the order of `slots`.
+        30 slot_places: Vec<SlotValue>,
     }
 }
 

@@ -109,6 +109,8 @@ pub struct NewSlot<'a> {
     pub prompt_len: u32,
     /// The parameters.
     pub spec: &'a SlotSpec,
+    /// The place of the adapter that changes its rows; `None`: the base computes them.
+    pub place: Option<u32>,
 }
 
 impl NewSlot<'_> {
@@ -120,7 +122,12 @@ impl NewSlot<'_> {
         let lists = spec.suppressed().len()
             + 2 * spec.sampling.logit_bias.len()
             + allowed.map_or(0, <[i32]>::len);
-        let values = [spec.pooling.is_some(), spec.embeds.is_some(), allowed.is_some()];
+        let values = [
+            spec.pooling.is_some(),
+            spec.embeds.is_some(),
+            allowed.is_some(),
+            self.place.is_some(),
+        ];
         let values = values.into_iter().filter(|&there| there).count();
         let records = SlotRecord::WORDS + SlotFloats::WORDS + SlotValue::WORDS * values;
         records + self.tokens.len() + lists
@@ -143,6 +150,8 @@ pub struct SlotWrite<'a> {
     /// The parameters, as far as a hand needs them: `stop_ids` are those of
     /// [`SlotSpec::suppressed`], and `pooling` is there for pairs.
     pub spec: SlotSpec,
+    /// The place of the adapter that changes its rows; `None`: the base computes them.
+    pub place: Option<u32>,
 }
 
 record! {
@@ -215,7 +224,7 @@ impl SlotValue {
 impl StepPlan {
     /// Overwrites a slot.
     pub fn write_slot(&mut self, new: &NewSlot<'_>) {
-        let NewSlot { slot, tokens, prompt_len, spec } = *new;
+        let NewSlot { slot, tokens, prompt_len, spec, place } = *new;
         let params = &spec.sampling;
         self.slots.push(SlotRecord {
             slot,
@@ -250,6 +259,9 @@ impl StepPlan {
         if let Some(offset) = spec.embeds {
             self.embeds.push(SlotValue::new(slot, offset));
         }
+        if let Some(place) = place {
+            self.slot_places.push(SlotValue::new(slot, place));
+        }
         if let Some(ids) = &params.allowed {
             self.allowed_counts.push(SlotValue::new(slot, ids.len() as u32));
             self.allowed_ids.extend_from_slice(ids);
@@ -268,6 +280,7 @@ impl StepPlan {
         let (mut bias_ids, mut bias_values) = (&self.bias_ids[..], &self.bias_values[..]);
         let (mut segments, mut embeds) = (&self.segments[..], &self.embeds[..]);
         let (mut counts, mut allowed) = (&self.allowed_counts[..], &self.allowed_ids[..]);
+        let mut places = &self.slot_places[..];
         self.slots.iter().zip(&self.slot_floats).map(move |(record, floats)| {
             let (slot, biases) = (record.slot, record.bias_count as usize);
             let ids = take(&mut bias_ids, biases).iter().copied();
@@ -301,6 +314,7 @@ impl StepPlan {
                         .map(|segment| Pooling { segment }),
                     embeds: SlotValue::take(&mut embeds, slot),
                 },
+                place: SlotValue::take(&mut places, slot),
             }
         })
     }
@@ -353,7 +367,12 @@ impl StepPlan {
             stops += stop_count;
             biases += bias_count;
         }
-        let values = [(&self.segments, 0), (&self.embeds, 0), (&self.allowed_counts, 1)];
+        let values = [
+            (&self.segments, 0),
+            (&self.embeds, 0),
+            (&self.allowed_counts, 1),
+            (&self.slot_places, 0),
+        ];
         let allowed: i64 = self.allowed_counts.iter().map(|count| i64::from(count.value)).sum();
         Ok(self.slot_floats.len() == self.slots.len()
             && self.tokens.len() as u64 == inline

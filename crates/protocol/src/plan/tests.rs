@@ -12,7 +12,7 @@ fn frame(bytes: &[u8]) -> Frame {
 }
 
 fn new_slot<'a>(slot: u32, tokens: &'a [i32], spec: &'a SlotSpec) -> NewSlot<'a> {
-    NewSlot { slot, tokens, prompt_len: tokens.len() as u32, spec }
+    NewSlot { slot, tokens, prompt_len: tokens.len() as u32, spec, place: None }
 }
 
 #[test]

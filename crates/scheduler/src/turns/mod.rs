@@ -123,7 +123,7 @@ impl Turns {
     pub(crate) fn clear_suspect(&mut self, handle: Handle, entry: &mut Entry, memory: &Memory) {
         entry.request.past.suspect = None;
         self.suspects.remove(&entry.key);
-        if entry.residence.is_none() {
+        if entry.residence.is_none() && !entry.has_no_turn() {
             self.line_up(handle, entry, memory);
         }
     }
@@ -257,7 +257,7 @@ impl Turns {
     pub(crate) fn check(&self, roster: &Roster) -> Result<(), String> {
         let mut counts = HashMap::new();
         for (handle, entry) in roster.requests.iter() {
-            let (resident, held) = (entry.residence.is_some(), entry.request.held);
+            let (resident, held) = (entry.residence.is_some(), entry.has_no_turn());
             let suspect = entry.mark().is_some() && !held;
             let places = [
                 (

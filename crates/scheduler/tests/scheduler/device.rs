@@ -10,6 +10,7 @@ use forebay_protocol::{
 };
 use forebay_scheduler::{ImageId, PromptImage, SchedulerConfig};
 
+use crate::adapters::Adapters;
 use crate::harness::states::StateCopies;
 use crate::seeing::{Arena, Eyes, SlotImages, read_images};
 
@@ -34,9 +35,10 @@ fn mix(state: u64, token: i32) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Contents of the positions of `tokens`.
-fn contents(tokens: &[i32]) -> impl Iterator<Item = u64> + '_ {
-    tokens.iter().scan(ZERO, |state, &token| {
+/// Contents of the positions of `tokens`, as an adapter makes them.
+fn contents(adapter: Option<u32>, tokens: &[i32]) -> impl Iterator<Item = u64> + '_ {
+    let first = adapter.map_or(ZERO, |id| ZERO + 1 + u64::from(id));
+    tokens.iter().scan(first, |state, &token| {
         *state = mix(*state, token);
         Some(*state)
     })
@@ -58,23 +60,23 @@ pub(crate) fn read_prompt(tokens: &[i32], embeds: Option<u32>, images: &[PromptI
 }
 
 /// The token after `tokens`; `None` where the logits are not finite.
-pub(crate) fn next_token(tokens: &[i32]) -> Option<i32> {
-    let content = contents(tokens).last().expect("at least one token");
+pub(crate) fn next_token(adapter: Option<u32>, tokens: &[i32]) -> Option<i32> {
+    let content = contents(adapter, tokens).last().expect("at least one token");
     (!tokens.contains(&NAN_TOKEN)).then_some((content % VOCAB as u64) as i32)
 }
 
 /// The vector of `tokens`; `None` where it is not finite.
-pub(crate) fn vector(tokens: &[i32], segment: u32) -> Option<[f32; 2]> {
-    let content = contents(tokens).last().expect("at least one token");
+pub(crate) fn vector(adapter: Option<u32>, tokens: &[i32], segment: u32) -> Option<[f32; 2]> {
+    let content = contents(adapter, tokens).last().expect("at least one token");
     (!tokens.contains(&NAN_TOKEN)).then_some([(content % 4096) as f32, segment as f32])
 }
 
 /// What the last of `tokens` gets as a token of a prompt, with the `most` likeliest beside it;
 /// `None` where the logits are not finite.
-pub(crate) fn of_prompt(tokens: &[i32], most: u32) -> Option<PromptLogprobs> {
+pub(crate) fn of_prompt(adapter: Option<u32>, tokens: &[i32], most: u32) -> Option<PromptLogprobs> {
     let (&token, before) = tokens.split_last().expect("at least one token");
-    let content = contents(tokens).last().expect("at least one token");
-    let likeliest = next_token(before)?;
+    let content = contents(adapter, tokens).last().expect("at least one token");
+    let likeliest = next_token(adapter, before)?;
     let ids = [token].into_iter().chain((0..most as i32).map(|at| likeliest + at)).collect();
     let values = (0..=most).map(|at| -((content % 512) as f32) - at as f32).collect();
     Some(PromptLogprobs { ranks: vec![1 + (content % 7) as i32], ids, values })
@@ -97,6 +99,7 @@ pub(crate) struct Device {
     eyes: Option<Eyes>,
     /// State pages; `None`: the model has no recurrent layers.
     states: Option<Vec<u64>>,
+    pub(crate) adapters: Adapters,
 }
 
 #[derive(Clone)]
@@ -113,6 +116,7 @@ struct DeviceSlot {
     state: Option<u64>,
     /// The state before the last position of its last row, which comes again if that sat out.
     before: u64,
+    place: Option<u32>,
 }
 
 /// Copies under way, and the host's memory, which outlives the device.
@@ -249,8 +253,10 @@ impl Device {
             images: SlotImages::default(),
             state: None,
             before: GARBAGE,
+            place: None,
         };
         Self {
+            adapters: Adapters::new(config.places),
             eyes: config.tower.map(Eyes::new),
             states: config.states.map(|states| vec![GARBAGE; states.pages as usize]),
             page_size,
@@ -320,12 +326,14 @@ impl Device {
         plan: &StepPlan,
         mut images: impl FnMut(u32) -> SlotImages,
     ) {
+        self.adapters.start(plan);
         for new in plan.new_slots() {
             let slot = &mut self.slots[new.slot as usize];
             let (prompt, generated) = new.tokens.split_at(new.prompt_len as usize);
             slot.images = images(new.slot);
             let prompt = read_prompt(prompt, new.spec.embeds, slot.images.truth());
             slot.tokens = [prompt.as_slice(), generated].concat();
+            slot.place = new.place;
             slot.segment = new.spec.pooling.map_or(0, |pooling| pooling.segment);
             // A page table is never cleared on the device; here it is, so that a page that the plan
             // forgot to write is noticed.
@@ -383,11 +391,12 @@ impl Device {
         for (row, drafts) in plan.rows().zip(plan.drafts()) {
             let (start, end) = (row.start as usize, (row.start + row.length) as usize);
             let slot = &mut self.slots[row.slot as usize];
+            let adapter = self.adapters.of(slot.place);
             assert!(end <= slot.tokens.len(), "{row:?} computes tokens that do not exist");
             if slot.tokens[..end].contains(&KILL_TOKEN) {
                 return Err(Death);
             }
-            let mut next = next_token(&slot.tokens[..end]);
+            let mut next = next_token(adapter, &slot.tokens[..end]);
             if self.states.is_some() {
                 let before = if start == 0 { ZERO } else { slot.state.expect("a state") };
                 let fold = |at, tokens: &[i32]| tokens.iter().fold(at, |at, &one| mix(at, one));
@@ -413,7 +422,7 @@ impl Device {
                     more = drafts.len() as u32;
                     // Keys and values of drafts that turn out wrong are written too.
                     let guess = [&slot.tokens[..end], drafts].concat();
-                    for (position, content) in contents(&guess).enumerate().skip(end) {
+                    for (position, content) in contents(adapter, &guess).enumerate().skip(end) {
                         let page = slot.pages[position / self.page_size] as usize;
                         self.pages[page][position % self.page_size] = content;
                     }
@@ -423,7 +432,9 @@ impl Device {
                         break;
                     }
                     let fine = next.is_some() && slot.tokens.last() != Some(&KILL_TOKEN);
-                    let Some(next) = next_token(&slot.tokens).filter(|_| fine) else { break };
+                    let Some(next) = next_token(adapter, &slot.tokens).filter(|_| fine) else {
+                        break;
+                    };
                     slot.tokens.push(next);
                 }
                 computed = slot.tokens.len() - 1;
@@ -431,7 +442,9 @@ impl Device {
                 result.token_counts.push((slot.tokens.len() - end) as i32);
             }
             let kept = if self.pages.is_empty() { 0 } else { computed };
-            for (position, content) in contents(&slot.tokens[..kept]).enumerate().skip(start) {
+            for (position, content) in
+                contents(adapter, &slot.tokens[..kept]).enumerate().skip(start)
+            {
                 let page = slot.pages[position / self.page_size] as usize;
                 self.pages[page][position % self.page_size] = content;
                 if !self.index.is_empty() {
@@ -441,13 +454,15 @@ impl Device {
             }
             if row.want == Want::Vector {
                 assert_eq!(end, slot.tokens.len(), "{row:?} pools what is known");
-                result.pooled.extend(vector(&slot.tokens, slot.segment).unwrap_or_default());
+                result
+                    .pooled
+                    .extend(vector(adapter, &slot.tokens, slot.segment).unwrap_or_default());
             }
             let mut fine = next.is_some() || row.want == Want::Nothing;
             if let Some(want) = wants.next_if(|want| want.slot == row.slot) {
                 for at in want.first..want.first + want.count {
                     assert!((row.start + 1..=row.start + row.length).contains(&at), "{want:?}");
-                    let given = of_prompt(&slot.tokens[..=at as usize], want.most);
+                    let given = of_prompt(adapter, &slot.tokens[..=at as usize], want.most);
                     fine &= given.is_some();
                     let width = 1 + want.most as usize;
                     let none = || PromptLogprobs {
@@ -493,7 +508,7 @@ impl Device {
         for row in plan.rows().filter(|row| row.start > 0) {
             let slot = &self.slots[row.slot as usize];
             let Some(state) = slot.state else { panic!("{row:?} begins without a state") };
-            let expected = contents(&slot.tokens[..row.start as usize]).last();
+            let expected = contents(None, &slot.tokens[..row.start as usize]).last();
             assert_eq!(Some(state), expected, "{row:?} begins with the state of other positions");
         }
     }
@@ -504,7 +519,9 @@ impl Device {
             assert_eq!((row.start, row.length as usize), (0, slot.tokens.len()), "{row:?} is cut");
             return;
         }
-        let read = contents(&slot.tokens).take(row.start as usize).enumerate();
+        let read = contents(self.adapters.of(slot.place), &slot.tokens)
+            .take(row.start as usize)
+            .enumerate();
         for (position, expected) in read {
             let (at, offset) = (position / self.page_size, position % self.page_size);
             let page = slot.pages[at];

@@ -17,13 +17,14 @@ pub(crate) struct Hostile {
     tokens: Vec<i32>,
     /// Percent of tokens that are right.
     right: u64,
+    adapter: Option<u32>,
     source: DraftSource,
 }
 
 impl Hostile {
     fn new(request: &Request, right: u64) -> Self {
         let tokens = [&request.prompt[..], &request.generated].concat();
-        Self { tokens, right, source: DraftSource::Own }
+        Self { tokens, right, adapter: request.adapter, source: DraftSource::Own }
     }
 
     /// One for each kind of request.
@@ -41,7 +42,7 @@ impl Proposer for Hostile {
         drafts.clear();
         let mut tokens = self.tokens.clone();
         for nth in 0..most as u64 {
-            let right = next_token(&tokens)?;
+            let right = next_token(self.adapter, &tokens)?;
             let draw = (tokens.len() as u64 * 31 + nth * 17) % 100;
             let token = if draw < self.right { right } else { (right + 1) % 8 };
             drafts.push(token);

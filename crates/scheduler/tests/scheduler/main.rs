@@ -1,5 +1,6 @@
 //! The scheduler against a fake device that knows what every page should hold.
 
+mod adapters;
 mod background;
 mod device;
 mod drafts;

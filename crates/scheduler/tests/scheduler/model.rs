@@ -56,6 +56,7 @@ pub(crate) struct Ask {
     /// Biases, stop ids that may be of use, or neither.
     lists: usize,
     salt: u64,
+    adapter: Option<u32>,
     /// Asks for a vector of its prompt, with this segment; on a machine without pages everybody
     /// does.
     pooled: Option<u32>,
@@ -73,6 +74,9 @@ pub(crate) struct Ask {
 impl Ask {
     fn request(&self, id: u64, config: &SchedulerConfig) -> Request {
         let encoder = config.pages == 0;
+        let adapter = self.adapter.filter(|_| config.places > 0);
+        // Keys and values of an adapter are no other's.
+        let cache_salt = self.salt + adapter.map_or(0, |id| u64::from(id + 1) << 8);
         let hot = (config.pages * config.page_size).min(config.most_positions()) as usize;
         let (room, hot) = if encoder { (usize::MAX, usize::MAX) } else { (hot, hot) };
         let all = config.most_positions() as usize;
@@ -94,11 +98,11 @@ impl Ask {
         }
         if let Some(segment) = self.pooled.or(encoder.then_some(0)) {
             prompt.truncate(hot);
-            let (priority, background, cache_salt) = (self.priority, self.background, self.salt);
+            let (priority, background) = (self.priority, self.background);
             let (client, probe) = (self.client, self.probe);
             let mut pooled = pooled(id, prompt, segment);
             pooled.spec.embeds = self.embeds;
-            return Request { priority, background, client, probe, cache_salt, ..pooled };
+            return Request { priority, background, client, probe, cache_salt, adapter, ..pooled };
         }
         let sees = config.tower.is_some() && self.embeds.is_none() && self.pooled.is_none();
         let tail = self.prompt_logprobs.filter(|_| self.embeds.is_none() && !sees);
@@ -132,7 +136,8 @@ impl Ask {
             background: self.background,
             client: self.client,
             probe: self.probe,
-            cache_salt: self.salt,
+            cache_salt,
+            adapter,
             images: PromptImage::place(images),
             ..request(id, prompt, max_tokens)
         };
@@ -164,7 +169,7 @@ fn ask(special: &'static [i32]) -> impl Strategy<Value = Ask> {
             (prop::bool::weighted(0.05), prop::bool::weighted(0.3)),
             prop_oneof![3 => Just(0), 1 => 0..80_usize],
         ),
-        prop_oneof![5 => Just(0_u64), 1 => Just(1)],
+        (prop_oneof![5 => Just(0_u64), 1 => Just(1)], prop::option::weighted(0.7, 0..5_u32)),
         prop::option::weighted(0.3, 0..4_u32),
         (prop::option::weighted(0.3, 0..3_u32), prop::collection::vec(image, 0..4)),
         prop::option::weighted(0.4, (0..60_u32, 0..4_u8, any::<bool>())),
@@ -172,6 +177,7 @@ fn ask(special: &'static [i32]) -> impl Strategy<Value = Ask> {
         .prop_map(
             |(text, shared, own, length, stop, place, salt, pooled, given, prompt_logprobs)| {
                 let (embeds, images) = given;
+                let (salt, adapter) = salt;
                 let (max_tokens, resumed) = length;
                 let ((priority, background), client, (probe, masked), lists) = place;
                 Ask {
@@ -188,6 +194,7 @@ fn ask(special: &'static [i32]) -> impl Strategy<Value = Ask> {
                     masked,
                     lists,
                     salt,
+                    adapter,
                     pooled,
                     embeds,
                     images,
@@ -255,12 +262,15 @@ fn machines() -> impl Strategy<Value = SchedulerConfig> {
     let states = prop::option::weighted(0.4, states());
     let drafts = (1..9_u32, any::<bool>()).prop_map(|(most, priced)| Drafts { most, priced });
     let several = (tokens_a_row, prop::option::weighted(0.4, drafts));
+    let places = prop_oneof![1 => Just(0), 2 => 1..4_u32];
+    let tower = (tower, places);
     let switches =
         (any::<bool>(), any::<bool>(), any::<bool>(), several, host, sparse, tower, states);
     let step_words = prop_oneof![2 => Just(STEP_WORDS), 1 => 0..400_usize];
     (1..7_u32, 0..3_u32, pages, 1..6_u32, 0..24_u32, step_words, switches).prop_map(
         |(max_running, spare, pages, page_size, token_budget, step_words, switches)| {
             let (prefix_cache, fcfs, fair, several, host, sparse, tower, states) = switches;
+            let (tower, places) = tower;
             let (tokens_a_row, drafts) = several;
             let sparse = sparse.map(|(row_pages, save_rows)| Sparse { row_pages, save_rows });
             let sparse = sparse.filter(|sparse| {
@@ -289,6 +299,8 @@ fn machines() -> impl Strategy<Value = SchedulerConfig> {
                 host,
                 sparse,
                 tower: tower.filter(|_| pages > 0),
+                // Adapters of recurrent layers are refused.
+                places: if states.is_some() { 0 } else { places },
                 states,
             }
         },
@@ -321,7 +333,10 @@ pub(crate) fn run_on(mut harness: Harness, config: &SchedulerConfig, ops: Vec<Op
             Op::Flush => _ = harness.scheduler.flush_cache(),
             Op::Kill => _ = harness.reset(),
             Op::Starve => harness.starve(),
-            Op::Copied(at, fine) => harness.copier.end(at, fine),
+            Op::Copied(at, fine) => {
+                harness.copier.end(at, fine);
+                harness.device.adapters.end(at, fine);
+            }
             Op::Placed(at, fine) => harness.place(at, fine),
             Op::Late(bits) => _ = harness.sit_out(bits),
             Op::WaitForMask(at) => harness.wait_for_mask(at),
@@ -375,7 +390,10 @@ fn run_pair_on(mut pair: [Harness; 2], config: &SchedulerConfig, ops: Vec<PairOp
                 here.move_to(there);
             }
             Op::Starve => here.starve(),
-            Op::Copied(at, fine) => here.copier.end(at, fine),
+            Op::Copied(at, fine) => {
+                here.copier.end(at, fine);
+                here.device.adapters.end(at, fine);
+            }
             Op::Placed(at, fine) => here.place(at, fine),
             Op::Late(bits) => _ = here.sit_out(bits),
             Op::WaitForMask(at) => here.wait_for_mask(at),
@@ -482,7 +500,7 @@ proptest! {
     ) {
         let asks = ops.clone();
         let harness = run(config.clone(), depth, ops);
-        let aborted = asks.iter().any(|op| matches!(op, Op::Abort(_) | Op::Placed(_, false)));
+        let aborted = asks.iter().any(|op| matches!(op, Op::Abort(_) | Op::Placed(_, false) | Op::Copied(_, false)));
         let asks = asks.iter().filter_map(|op| if let Op::Submit(ask) = op { Some(ask) } else { None });
         for (id, ask) in asks.enumerate() {
             let request = ask.request(id as u64, &config);

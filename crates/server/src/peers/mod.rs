@@ -29,6 +29,7 @@ use forebay_egress::{Delta, EventEncoder, Tally};
 use forebay_http::{ClientId, KeyId};
 use subtle::ConstantTimeEq;
 
+use crate::adapters::NamedAdapter;
 use crate::limits::{self, Upload};
 use crate::names::random_hex;
 use crate::reply::Failure;
@@ -68,6 +69,8 @@ pub(crate) struct Peer {
     tenant: u64,
     /// True if it leaves the machine to others while they need it.
     background: bool,
+    /// The adapter that its model's name means.
+    pub(crate) adapter: Option<Arc<NamedAdapter>>,
 }
 
 /// True if a request is for work in the background.
@@ -91,7 +94,7 @@ impl FromRequestParts<Shared> for Peer {
         let key = key.filter(|_| apart).and_then(|at| state.config.api_keys.text(at));
         let tenant = key.map_or(0, |key| sharing.namer.salt(&[key.as_bytes()]));
         let background = is_background(&parts.headers);
-        Ok(Self { client, exchange, tenant, background })
+        Ok(Self { client, exchange, tenant, background, adapter: None })
     }
 }
 
@@ -116,10 +119,13 @@ impl Peer {
     }
 
     /// The salt of a request whose client gave `cache_salt`. It shares cached blocks only with
-    /// requests of the same salt.
+    /// requests of the same salt. An adapter's content is part of it, and its name is not.
     pub(crate) fn salt(&self, state: &Shared, cache_salt: Option<&str>) -> u64 {
-        cache_salt.map_or(self.tenant, |salt| {
-            state.config.sharing.namer.salt(&[&self.tenant.to_le_bytes(), salt.as_bytes()])
+        let namer = &state.config.sharing.namer;
+        let salt = cache_salt
+            .map_or(self.tenant, |salt| namer.salt(&[&self.tenant.to_le_bytes(), salt.as_bytes()]));
+        self.adapter.as_ref().map_or(salt, |adapter| {
+            namer.salt(&[&salt.to_le_bytes(), b"adapter", adapter.digest.as_bytes()])
         })
     }
 

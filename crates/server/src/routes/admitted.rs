@@ -71,13 +71,14 @@ impl<T: Admissible> FromRequest<Shared> for Admitted<T> {
 
     async fn from_request(request: Request, state: &Shared) -> Result<Self, Failure> {
         let (mut parts, body) = request.into_parts();
-        let Ok(peer) = Peer::from_request_parts(&mut parts, state).await;
+        let Ok(mut peer) = Peer::from_request_parts(&mut parts, state).await;
         let Ok(key) = KeyId::from_request_parts(&mut parts, state).await;
         let routing = Routing::from_request_parts(&mut parts, state).await?;
         let Ok(upload) = Upload::from_request(Request::from_parts(parts, body), state).await;
         let arrived = Instant::now();
         let (body, charge) = limits::read::<T>(upload, state).await?;
-        let model = state.model_name(body.model())?;
+        let (model, adapter) = state.named(body.model())?;
+        peer.adapter = adapter;
         body.suits(state)?;
         let limits = state.admit()?;
         let door = Door { state, limits, routing: &routing, key, client: charge.client() };

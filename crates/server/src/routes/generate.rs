@@ -34,7 +34,7 @@ impl Admissible for GenerateRequest {
     type Valid = (&'static str, ValidGenerate);
 
     fn model(&self) -> Option<&str> {
-        None
+        self.lora_path()
     }
 
     fn validate_at(self, door: &Door<'_>) -> Result<Self::Valid, ApiError> {

@@ -21,6 +21,7 @@ use tokio::sync::oneshot;
 use tokio::time::{sleep, timeout};
 use utoipa::ToSchema;
 
+use crate::adapters::{Adapters, NamedAdapter};
 use crate::call::Call;
 use crate::constrain;
 use crate::peers::Peer;
@@ -41,8 +42,9 @@ const STEP_POLL: Duration = Duration::from_millis(10);
     responses((status = 200, description = "The models", body = ModelList)),
 )]
 pub(crate) async fn models(State(state): State<Shared>) -> Response {
-    let data: Vec<ModelCard> =
+    let mut data: Vec<ModelCard> =
         state.model.served_names.iter().map(|name| card(&state, name)).collect();
+    data.extend(state.adapters.iter().flat_map(Adapters::all).map(|it| adapter_card(&state, &it)));
     let id = |card: Option<&ModelCard>| card.map(|card| card.id.clone());
     let (first_id, last_id) = (id(data.first()), id(data.last()));
     reply::ok(&ModelList { object: "list", data, first_id, last_id, has_more: false })
@@ -62,13 +64,28 @@ pub(crate) async fn model(
     State(state): State<Shared>,
     Path(id): Path<String>,
 ) -> Result<Response, Failure> {
-    let name = state.model_name(Some(&id))?;
-    Ok(reply::ok(&card(&state, &name)))
+    let (name, adapter) = state.named(Some(&id))?;
+    Ok(reply::ok(&match adapter {
+        Some(adapter) => adapter_card(&state, &adapter),
+        None => card(&state, &name),
+    }))
 }
 
 fn card(state: &Shared, name: &str) -> ModelCard {
     let length = state.engine.facts().map(|facts| facts.context_length);
     model_card(name, &state.model.root, state.started, length)
+}
+
+/// An adapter as vLLM lists it.
+fn adapter_card(state: &Shared, adapter: &NamedAdapter) -> ModelCard {
+    let card = card(state, &adapter.name);
+    ModelCard {
+        created_at: timestamp(adapter.loaded),
+        created: adapter.loaded,
+        root: adapter.path.display().to_string(),
+        parent: state.model.served_names.first().cloned(),
+        ..card
+    }
 }
 
 /// A model as OpenAI's and Anthropic's clients read it.
@@ -87,6 +104,7 @@ pub(super) fn model_card(
         created: started,
         owned_by: "forebay",
         root: root.to_owned(),
+        parent: None,
         max_model_len,
     }
 }
@@ -384,6 +402,7 @@ pub(super) fn exposition(state: &Shared) -> Result<Vec<u8>, ApiError> {
         grammars: state.model.grammars.as_ref().map(Grammars::stats).unwrap_or_default(),
         intake: IntakeStats { request_bytes: state.budget.used(), ..state.intake.stats() },
         dropped: state.log_lines_dropped.load(Ordering::Relaxed),
+        adapters: state.adapters.as_ref().map(Adapters::counts),
     };
     let written = state.metrics.render(&state.engine.replicas(), &parts);
     written.map_err(|error| {

@@ -1,5 +1,6 @@
 //! The routes, and the layers around all of them.
 
+mod adapters;
 mod admitted;
 mod batches;
 mod chat;
@@ -55,6 +56,12 @@ pub(crate) fn router(state: Shared) -> Router {
     let admin = administration()
         .layer(talk())
         .layer(from_fn_with_state(state.clone(), check_admin::<Inner>));
+    let adapters = Router::new()
+        .route("/v1/load_lora_adapter", post(adapters::load))
+        .route("/v1/unload_lora_adapter", post(adapters::unload))
+        .route("/load_lora_adapter", post(adapters::load_listed))
+        .route("/unload_lora_adapter", post(adapters::unload_listed))
+        .layer(from_fn_with_state(state.clone(), adapters::check_adapters));
     let loads = Router::new()
         .route("/v1/loads", get(loads::loads))
         .layer(talk())
@@ -71,6 +78,7 @@ pub(crate) fn router(state: Shared) -> Router {
         .merge(keyed.layer(from_fn(check_type)))
         .merge(stored.layer(from_fn(check_type)))
         .merge(admin.layer(from_fn(check_type)))
+        .merge(adapters.layer(from_fn(check_type)))
         .merge(loads)
         .merge(blocks)
         .merge(open())
@@ -159,6 +167,7 @@ fn models() -> Router<Shared> {
         .route("/v1/score", post(rerank::score))
         .route("/v1/models", get(info::models))
         .route("/v1/models/{*id}", get(info::model))
+        .route("/lora-adapters", get(adapters::list))
         .route("/tokenize", post(tokenize::tokenize))
         .route("/detokenize", post(tokenize::detokenize))
         .route("/tokenizer_info", get(info::tokenizer_info))

@@ -9,16 +9,17 @@ use std::time::Duration;
 use forebay_api::GenerationDefaults;
 use forebay_dialect::{Choice, Dialect, Evidence};
 use forebay_engine::{
-    Admission, BlockHash, Dtype, EngineHandle, EngineRequest, Facts, FinishReason, Namer, Output,
-    OutputSink, PromptLogprobs, Ready, Request, RequestId, SampledToken, Stats, Status,
-    SubmitError,
+    AdapterOrder, Admission, BlockHash, Dtype, EngineHandle, EngineRequest, Facts, FinishReason,
+    Namer, Output, OutputSink, PromptLogprobs, Ready, Request, RequestId, SampledToken, Stats,
+    Status, SubmitError,
 };
 use forebay_fetch::{Config as FetchConfig, Fetcher};
 use forebay_grammar::{CompileHook, GrammarConfig, Grammars, ThreadStart};
 use forebay_replicas::{Load, ReplicaReport};
 use forebay_server::{
-    AppState, EgressConfig, Engine, Guard, ImageModel, Intake, IntakeMode, Listener, Metrics,
-    ModelFacts, ModelInfo, PooledModel, PoolingTask, ServerConfig, ServerParts,
+    AdapterFiles, AdapterSettings, AppState, EgressConfig, Engine, Guard, ImageModel, Intake,
+    IntakeMode, Listener, Metrics, ModelFacts, ModelInfo, PooledModel, PoolingTask, ServerConfig,
+    ServerParts,
 };
 use forebay_text::{ChatTemplate, TextPool, Tokenizer};
 use forebay_vision::Processing;
@@ -68,6 +69,7 @@ pub(crate) enum Event {
     Submit(Box<EngineRequest>),
     Drain(usize, bool),
     Abort(RequestId),
+    Adapter(AdapterOrder),
 }
 
 /// Where large requests are read.
@@ -81,6 +83,8 @@ pub(crate) enum IntakeKind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ModelKind {
     Text,
+    /// Text, with adapters; true: clients need no key to load some.
+    Adapts(bool),
     Pools(PoolingTask),
     /// It takes images, of this machine too.
     Sees,
@@ -296,6 +300,9 @@ impl Engine for Fake {
         }
         self.events.send(Event::Abort(id)).ok();
     }
+    fn adapter(&self, order: &AdapterOrder) {
+        self.events.send(Event::Adapter(order.clone())).ok();
+    }
     fn status(&self) -> Status {
         self.status.lock().clone()
     }
@@ -353,6 +360,7 @@ impl Engine for Fake {
                 image_page_tokens: 64,
                 load_seconds: 0.5,
                 tokens_a_row: 1,
+                lora_modules: vec!["mlp.up_proj".into()],
                 ..Ready::default()
             },
         })
@@ -372,6 +380,25 @@ impl Engine for Fake {
 fn forms() -> (GrammarConfig, CompileHook) {
     let limit = Duration::from_secs(3600);
     (GrammarConfig { grammar_timeout: limit, ..GrammarConfig::default() }, Arc::new(|_| {}))
+}
+
+/// One adapter at the start, and a reader whose files have their paths for content.
+fn adapters(open: bool) -> AdapterSettings {
+    let read = |path: &Path| {
+        let text = path.display().to_string();
+        let changes = if text.contains("other") { "mlp.router" } else { "mlp.up_proj" };
+        match text.strip_prefix("bad") {
+            Some(_) => Err(format!("{text} is no adapter")),
+            None => Ok(AdapterFiles {
+                path: path.to_owned(),
+                digest: text.trim_end_matches("-copy").to_owned(),
+                modules: vec![changes.to_owned()],
+                manifest: json!({"of": text}),
+            }),
+        }
+    };
+    let first = ("tone".to_owned(), read(Path::new("first")).unwrap());
+    AdapterSettings { at_start: vec![first], reader: Some(Arc::new(read)), open }
 }
 
 /// A running server.
@@ -579,6 +606,7 @@ impl TestServer {
             metrics,
             blocks: None,
             batches: None,
+            adapters: if let ModelKind::Adapts(open) = kind { Some(adapters(open)) } else { None },
             common: None,
         });
         let (shutdown, stop) = oneshot::channel::<()>();

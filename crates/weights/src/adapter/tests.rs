@@ -206,9 +206,8 @@ fn gguf_adapters_have_the_order_of_the_base() {
         ("adapter.type", text("lora")),
         ("adapter.lora.alpha", GgufValue::Float(6.0)),
     ];
-    // A GGUF file counts the innermost dimension first.
     let tensors: [(&str, &[u64]); 2] =
-        [("blk.1.attn_q.weight.lora_a", &[8, 2]), ("blk.1.attn_q.weight.lora_b", &[2, 8])];
+        [("blk.1.attn_q.weight.lora_a", &[2, 8]), ("blk.1.attn_q.weight.lora_b", &[8, 2])];
     fs::write(&path, gguf_bytes(&fields, &tensors)).expect("written");
     let read = || Adapter::read(&AdapterFolder::Anywhere, &path, &llama(), MOST);
     let adapter = read().expect("an adapter");

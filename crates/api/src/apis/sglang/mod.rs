@@ -32,6 +32,7 @@ pub struct GenerateRequest {
     logprob_start_len: Option<i32>,
     rid: Option<Strings>,
     image_data: Option<ImageData>,
+    lora_path: Option<String>,
 }
 
 #[rustfmt::skip]
@@ -53,7 +54,7 @@ const LINES: &[Line<GenerateRequest>] = &[
     own("image_data", Bound::Images(2, &[IMAGE]), "Images of the prompts, by URL or in base64: one, a list, or a list of lists. A prompt has the model's image token for each.", |r, v| v.put(&mut r.image_data)),
     refused("audio_data"),
     refused("video_data"),
-    refused("lora_path"),
+    own("lora_path", NAME, "The name of an adapter.", |r, v| v.put(&mut r.lora_path)),
     refused("session_params"),
     refused("token_ids_logprob"),
     refused("return_hidden_states"),
@@ -133,6 +134,11 @@ pub struct ValidGenerate {
 }
 
 impl GenerateRequest {
+    /// The name of the requested adapter.
+    pub fn lora_path(&self) -> Option<&str> {
+        self.lora_path.as_deref()
+    }
+
     /// The name of the parameter with the prompts.
     pub fn prompt_param(&self) -> &'static str {
         if self.input_ids.is_some() { "input_ids" } else { "text" }

@@ -96,6 +96,8 @@ impl Loader {
             log_lines_dropped: Arc::clone(&self.log_lines_dropped),
             common: Some(self.common.clone()),
             aliases: entry.aliases.clone(),
+            // The command line was refused with any.
+            adapters: None,
         };
         let language = language.clone();
         let server =

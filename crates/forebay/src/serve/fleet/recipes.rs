@@ -72,6 +72,9 @@ pub(super) fn read(flags: &ServeFlags, arguments: &[OsString]) -> Result<Vec<Rec
         entries.extend(found?);
     }
     ensure!(!entries.is_empty(), "there is no model to serve");
+    if flags.adapters.is_enabled() {
+        bail!("--enable-lora: adapters are of one model, and several are served; leave it off");
+    }
     if entries.len() > 1 && !flags.http.served_model_name.is_empty() {
         bail!("--served-model-name names one model: `name` in --models-config names each");
     }

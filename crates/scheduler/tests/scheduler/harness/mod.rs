@@ -75,7 +75,7 @@ struct Flight {
 pub(crate) struct Harness {
     pub(crate) scheduler: Scheduler,
     config: SchedulerConfig,
-    device: Device,
+    pub(crate) device: Device,
     pub(crate) copier: Copier,
     pub(crate) arena: Arena,
     depth: usize,
@@ -202,7 +202,8 @@ impl Harness {
             let (rows, copies) = (plan.rows().len(), plan.copies().len());
             let computes = rows > 0 || plan.has_images();
             assert_eq!(plan.wait_us() > 0, !computes, "whoever computes does not wait");
-            let copying = copies > 0 || self.copier.outstanding() > 0;
+            let placing = !plan.place_writes().is_empty() || self.device.adapters.outstanding() > 0;
+            let copying = copies > 0 || self.copier.outstanding() > 0 || placing;
             assert!(computes || copying || plan.writes_tables(), "nothing to do");
             self.check_plan(&plan);
             self.execute(&plan);
@@ -225,6 +226,7 @@ impl Harness {
         }
         let mut result = self.flights.pop_front().and_then(|f| f.result).expect("just looked");
         self.copier.report(&mut result, &mut self.device);
+        self.device.adapters.report(&mut result);
         let mut events = Vec::new();
         self.scheduler.apply(&result, &mut events).expect("the result fits the plan");
         self.record.iter_mut().for_each(|record| record.note(&events));
@@ -276,6 +278,11 @@ impl Harness {
                     assert!(!logprobs.ranks.is_empty(), "{id} is told nothing");
                     append(&mut client.prompt, logprobs);
                     client.parts += 1;
+                }
+                // As if somebody had ended it.
+                Event::Finished { reason: Finish::NoAdapter { error }, .. } => {
+                    assert!(error > 0 && client.request.adapter.is_some());
+                    client.end = Some(None);
                 }
                 Event::Finished { reason, .. } => client.end = Some(Some(reason)),
                 Event::Admitted { .. }
@@ -457,6 +464,7 @@ impl Harness {
             self.check_progress();
             // One a round, so that others are under way.
             self.copier.end(rounds, !rounds.is_multiple_of(7));
+            self.device.adapters.end(rounds, true);
             self.place(rounds, true);
             self.apply();
             if rounds.is_multiple_of(5) {
@@ -474,7 +482,8 @@ impl Harness {
                 }
                 let pooling = client.request.spec.pooling.filter(|_| reason == Finish::Length);
                 let prompt = read_prompt(&client.request.prompt, client.request.spec.embeds, &[]);
-                let expected = pooling.and_then(|p| vector(&prompt, p.segment));
+                let expected =
+                    pooling.and_then(|p| vector(client.request.adapter, &prompt, p.segment));
                 assert_eq!(client.vector.as_deref(), expected.as_ref().map(|v| &v[..]));
             }
         }
@@ -505,7 +514,9 @@ impl Harness {
     }
 
     fn admitted(&mut self, id: u64, cached_tokens: u32, replayed: bool) {
-        if !self.was_reset && !self.config.fair {
+        // Whoever waits for a place has no turn, and nobody here knows who does.
+        let placed = self.live().all(|(_, c)| c.resident || c.request.adapter.is_none());
+        if placed && !self.was_reset && !self.config.fair {
             let cost = self.clients[&id].cost();
             let waiting = self.clients.values_mut().filter(|c| c.end.is_none() && !c.resident);
             // Those that were admitted before go first.

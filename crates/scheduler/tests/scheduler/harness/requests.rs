@@ -30,6 +30,7 @@ pub(crate) fn config() -> SchedulerConfig {
         sparse: None,
         tower: None,
         states: None,
+        places: 0,
     }
 }
 
@@ -54,11 +55,11 @@ pub(crate) fn alone(request: &Request) -> (Vec<i32>, Finish) {
         tokens.pop();
     }
     if request.max_tokens == 0 {
-        let finite = next_token(&tokens).is_some();
+        let finite = next_token(request.adapter, &tokens).is_some();
         return (given, if finite { Finish::Length } else { Finish::NotFinite });
     }
     loop {
-        let Some(token) = next_token(&tokens) else {
+        let Some(token) = next_token(request.adapter, &tokens) else {
             return (given, Finish::NotFinite);
         };
         tokens.push(token);
@@ -83,7 +84,7 @@ pub(super) fn told_alone(request: &Request) -> PromptLogprobs {
     let mut told = PromptLogprobs::default();
     if let Some(PromptTail { first, most }) = request.prompt_logprobs {
         for at in first as usize..request.prompt.len() {
-            let given = of_prompt(&request.prompt[..=at], most.into());
+            let given = of_prompt(request.adapter, &request.prompt[..=at], most.into());
             given.into_iter().for_each(|one| append(&mut told, one));
         }
     }

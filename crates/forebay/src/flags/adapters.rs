@@ -1,0 +1,78 @@
+//! Flags about LoRA adapters. The names are those of vLLM, SGLang and llama-server.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use serde::Deserialize;
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Adapters")]
+pub(crate) struct AdapterFlags {
+    /// Serve LoRA adapters beside the model: a request names one in place of the model. Each is
+    /// computed with rows of others in one step. For generating models on a CPU, with PyTorch.
+    #[arg(long)]
+    pub(crate) enable_lora: bool,
+    /// Adapters to load at the start, and their names: folders as PEFT saves them, or GGUF files.
+    /// Each may also be JSON: {"name": NAME, "path": PATH}.
+    #[arg(long, visible_alias = "lora-paths", num_args = 1.., value_name = "NAME=PATH")]
+    pub(crate) lora_modules: Vec<String>,
+    /// Adapters to load at the start that are called by their files' names without the ending.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) lora: Vec<PathBuf>,
+    /// Adapters that a step may use. Memory for so many is set aside.
+    #[arg(long, visible_alias = "max-loras-per-batch", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub(crate) max_loras: u32,
+    /// The largest rank of an adapter.
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub(crate) max_lora_rank: u32,
+    /// Further adapters that stay in the host's memory. Others are read again when a request names
+    /// them.
+    #[arg(long, visible_alias = "max-loaded-loras", default_value_t = 32, value_parser = clap::value_parser!(u32).range(0..=1024))]
+    pub(crate) max_cpu_loras: u32,
+    /// The folder from which clients may load adapters at run time, with a key of administrators. A
+    /// server that listens on this machine only, and has no such key, needs none.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) lora_root: Option<PathBuf>,
+}
+
+/// The JSON form of a named adapter.
+#[derive(Deserialize)]
+struct Named {
+    name: String,
+    path: PathBuf,
+}
+
+impl AdapterFlags {
+    /// True if requests may name adapters.
+    pub(crate) fn is_enabled(&self) -> bool {
+        self.enable_lora
+            || !self.lora_modules.is_empty()
+            || !self.lora.is_empty()
+            || self.lora_root.is_some()
+    }
+
+    /// The adapters to load at the start, with their names.
+    ///
+    /// # Errors
+    /// One has no name or no path.
+    pub(crate) fn named(&self) -> Result<Vec<(String, PathBuf)>> {
+        let modules = self.lora_modules.iter().map(|module| {
+            if module.trim_start().starts_with('{') {
+                let Named { name, path } = serde_json::from_str(module)
+                    .with_context(|| format!("--lora-modules {module}"))?;
+                return Ok((name, path));
+            }
+            match module.split_once('=') {
+                Some((name, path)) if !path.is_empty() => Ok((name.to_owned(), path.into())),
+                _ => bail!("--lora-modules {module}: expected NAME=PATH"),
+            }
+        });
+        let files = self.lora.iter().map(|path| {
+            let stem = path.file_stem().and_then(|stem| stem.to_str());
+            let stem = stem.with_context(|| format!("--lora {}: no file", path.display()))?;
+            Ok((stem.to_owned(), path.clone()))
+        });
+        modules.chain(files).collect()
+    }
+}

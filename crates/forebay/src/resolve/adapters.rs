@@ -1,0 +1,44 @@
+//! Adapters: where they are served, and how.
+
+use anyhow::{Result, bail};
+use forebay_hand::PlaceConfig;
+
+use super::device::DeviceSettings;
+use crate::flags::{Device, ServeFlags};
+use crate::model::Model;
+
+/// The places of each hand; `None`: requests name no adapters.
+///
+/// # Errors
+/// Adapters are not served with this model or on this device.
+pub(super) fn resolve(
+    flags: &ServeFlags,
+    model: &Model,
+    device: &DeviceSettings,
+) -> Result<Option<PlaceConfig>> {
+    let adapters = &flags.adapters;
+    if !adapters.is_enabled() {
+        return Ok(None);
+    }
+    let lacks = [
+        (
+            device.device != Device::Cpu && device.device != Device::Deferred,
+            "a device other than a CPU",
+        ),
+        (device.arrangement.ranks > 1, "several ranks"),
+        (device.apart, "hands on other machines"),
+        (model.pooling.is_some(), "a model that pools"),
+        (model.called.is_some(), "a model that transformers' code computes"),
+        (model.images.is_some(), "a model that takes images"),
+        (model.is_latent(), "a model with latent attention"),
+        (flags.sparse.enable_hisparse, "--enable-hisparse"),
+    ];
+    if let Some((_, what)) = lacks.into_iter().find(|&(wanted, _)| wanted) {
+        bail!("--enable-lora: adapters are not served with {what}; leave it off");
+    }
+    Ok(Some(PlaceConfig {
+        places: adapters.max_loras,
+        rank: adapters.max_lora_rank,
+        kept: adapters.max_cpu_loras,
+    }))
+}

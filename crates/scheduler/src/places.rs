@@ -1,0 +1,372 @@
+//! Places for adapters: which adapters are in the hand's memory, and who waits for one.
+//!
+//! A request with an adapter has a turn only while the adapter is in a place. Before, it *waits for
+//! a place*, and nobody waits for it. A request that has its place *uses* it until it ends.
+//!
+//! Adapters wait in a line, by the smallest rank of their requests and then by the time at which
+//! they began to wait. A place that nobody uses goes to the first of them, the one that was unused
+//! the longest before others. If there is none for [`PATIENCE`] plans, the place with the fewest
+//! running requests is *vacated*. Its waiting requests go back to the end of the line, and no
+//! further ones may use it. So the first in line waits for the longest answer that runs there,
+//! however many requests come for adapters that are in place.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use forebay_protocol::{PLACE_OK, PlaceEnd, PlaceWrite, StepPlan};
+
+use crate::entry::{Entry, Seat};
+use crate::request::Key;
+use crate::slab::Handle;
+use crate::{Event, Finish, PlaceStats, Scheduler};
+
+/// The plans that the first adapter in line waits for before a place is vacated for it.
+const PATIENCE: u32 = 64;
+
+/// The content of a place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Content {
+    Empty,
+    /// The hand brings this adapter there.
+    Coming {
+        id: u32,
+        ticket: u32,
+    },
+    Holds {
+        id: u32,
+    },
+}
+
+#[derive(Debug)]
+struct Place {
+    content: Content,
+    /// Requests that have a turn, or run, by way of this place.
+    users: u32,
+    /// True if no further request may use it.
+    vacated: bool,
+    /// The last step that may name the place.
+    last_step: u64,
+}
+
+/// The requests that wait for an adapter.
+#[derive(Debug)]
+struct Line {
+    /// The time at which it began to wait, as a number.
+    since: u64,
+    waiting: BTreeSet<(Key, Handle)>,
+}
+
+/// See the module's documentation.
+#[derive(Debug, Default)]
+pub(crate) struct Places {
+    places: Vec<Place>,
+    /// Adapters that requests wait for, by their ids.
+    lines: BTreeMap<u32, Line>,
+    /// The number of lines that began so far.
+    begun: u64,
+    /// The adapter that is first in line, and the plans for which it has been.
+    first: Option<(u32, u32)>,
+    next_ticket: u32,
+}
+
+impl Places {
+    pub(crate) fn new(places: u32) -> Self {
+        let empty = |_| Place { content: Content::Empty, users: 0, vacated: false, last_step: 0 };
+        Self { places: (0..places).map(empty).collect(), ..Self::default() }
+    }
+
+    fn place_of(&self, id: u32) -> Option<usize> {
+        self.places.iter().position(|place| match place.content {
+            Content::Empty => false,
+            Content::Coming { id: other, .. } | Content::Holds { id: other } => other == id,
+        })
+    }
+
+    /// Has a request use the place of its adapter, or wait for one. True: it may have a turn.
+    pub(crate) fn enter(&mut self, handle: Handle, entry: &mut Entry) -> bool {
+        let Some(id) = entry.request.adapter else { return true };
+        if let Seat::Place(at) = entry.seat {
+            if !self.places[at as usize].vacated {
+                return true;
+            }
+            self.leave(handle, entry);
+        }
+        let place = self.place_of(id);
+        if let Some(at) = place
+            && let Place { content: Content::Holds { .. }, vacated: false, .. } = self.places[at]
+        {
+            self.places[at].users += 1;
+            entry.seat = Seat::Place(at as u32);
+            return true;
+        }
+        let begun = &mut self.begun;
+        let line = self.lines.entry(id).or_insert_with(|| {
+            *begun += 1;
+            Line { since: *begun, waiting: BTreeSet::new() }
+        });
+        line.waiting.insert((entry.key, handle));
+        entry.seat = Seat::Waits;
+        false
+    }
+
+    /// Has a request neither use a place nor wait for one.
+    pub(crate) fn leave(&mut self, handle: Handle, entry: &mut Entry) {
+        match std::mem::take(&mut entry.seat) {
+            Seat::None => {}
+            Seat::Place(at) => self.places[at as usize].users -= 1,
+            Seat::Waits => {
+                let Some(id) = entry.request.adapter else { return };
+                if let Some(line) = self.lines.get_mut(&id) {
+                    line.waiting.remove(&(entry.key, handle));
+                    if line.waiting.is_empty() {
+                        self.lines.remove(&id);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Notes that the plan of a step names a place.
+    pub(crate) fn named(&mut self, seat: Seat, step: u64) {
+        if let Seat::Place(at) = seat {
+            self.places[at as usize].last_step = step;
+        }
+    }
+
+    /// Adapters that wait and that no place is coming for, the first in line first.
+    fn in_line(&self) -> Vec<u32> {
+        let order = |line: &Line| (line.waiting.first().map(|(key, _)| key.rank), line.since);
+        let mut found: Vec<_> = self.lines.iter().map(|(&id, line)| (order(line), id)).collect();
+        found.retain(|&(_, id)| {
+            let place = self.place_of(id).map(|at| self.places[at].content);
+            !matches!(place, Some(Content::Coming { .. }))
+        });
+        found.sort_unstable();
+        found.into_iter().map(|(_, id)| id).collect()
+    }
+
+    /// A place for a further adapter, if no plan in flight may name it: an empty one, or the one
+    /// that has been unused the longest.
+    fn unused(&self, answered: u64) -> Option<usize> {
+        let places = self.places.iter().enumerate();
+        let free = places.filter(|(_, place)| {
+            let coming = matches!(place.content, Content::Coming { .. });
+            !coming && place.users == 0 && place.last_step <= answered
+        });
+        let age = |place: &Place| (place.content != Content::Empty, place.last_step);
+        free.min_by_key(|&(at, place)| (age(place), at)).map(|(at, _)| at)
+    }
+
+    /// Gives unused places to those in line, by writes into the plan. `answered` is the last step
+    /// whose result has come. True: the first of those without a place has waited too long.
+    fn assign(&mut self, plan: &mut StepPlan, answered: u64) -> bool {
+        for id in self.in_line() {
+            let own = self.place_of(id);
+            let free =
+                |at: &usize| self.places[*at].users == 0 && self.places[*at].last_step <= answered;
+            // One that was vacated, and is unused by now, still has it.
+            if let Some(at) = own.filter(free) {
+                self.places[at].content = Content::Empty;
+            } else if own.is_some() {
+                continue;
+            }
+            let Some(at) = self.unused(answered) else {
+                let plans = self.first.filter(|&(first, _)| first == id).map_or(0, |(_, n)| n);
+                self.first = Some((id, plans + 1));
+                return plans + 1 >= PATIENCE;
+            };
+            let ticket = self.next_ticket;
+            self.next_ticket = (ticket + 1) & i32::MAX.cast_unsigned();
+            let content = Content::Coming { id, ticket };
+            self.places[at] = Place { content, users: 0, vacated: false, last_step: 0 };
+            plan.write_place(PlaceWrite { ticket, place: at as u32, id });
+        }
+        self.first = None;
+        false
+    }
+
+    /// Chooses the place with the fewest running requests, unless half of the places are being
+    /// vacated.
+    fn vacate(&mut self, running: impl Fn(u32) -> usize) -> Option<u32> {
+        let vacated = self.places.iter().filter(|place| place.vacated).count();
+        if vacated >= self.places.len().div_ceil(2) {
+            return None;
+        }
+        let held = self.places.iter().enumerate().filter(|(_, place)| {
+            matches!(place.content, Content::Holds { .. }) && !place.vacated && place.users > 0
+        });
+        let (at, _) = held.min_by_key(|&(at, _)| (running(at as u32), at))?;
+        self.places[at].vacated = true;
+        Some(at as u32)
+    }
+
+    /// Takes the end of a write. Gives the adapter that was written, and those who waited for it.
+    fn ended(&mut self, end: PlaceEnd) -> Vec<Handle> {
+        let found = self.places.iter_mut().find_map(|place| match place.content {
+            Content::Coming { id, ticket } if ticket == end.ticket => Some((place, id)),
+            _ => None,
+        });
+        let Some((place, id)) = found else { return Vec::new() };
+        let fine = end.error == PLACE_OK;
+        place.content = if fine { Content::Holds { id } } else { Content::Empty };
+        let line = self.lines.get(&id);
+        line.map_or(Vec::new(), |line| line.waiting.iter().map(|&(_, handle)| handle).collect())
+    }
+
+    /// Writes into places whose end was not reported yet.
+    pub(crate) fn coming(&self) -> usize {
+        let coming = |place: &&Place| matches!(place.content, Content::Coming { .. });
+        self.places.iter().filter(coming).count()
+    }
+
+    /// True if the ticket is of a write whose end was not reported yet.
+    pub(crate) fn awaits(&self, ticket: u32) -> bool {
+        let awaited = |place: &Place| matches!(place.content, Content::Coming { ticket: own, .. } if own == ticket);
+        self.places.iter().any(awaited)
+    }
+
+    /// Empties the place of an adapter that no request needs and that no plan in flight names.
+    /// False: some request needs it, or some plan does.
+    pub(crate) fn forget(&mut self, id: u32, answered: u64) -> bool {
+        if self.lines.contains_key(&id) {
+            return false;
+        }
+        let Some(at) = self.place_of(id) else { return true };
+        let Place { content, users, last_step, .. } = self.places[at];
+        let free = matches!(content, Content::Holds { .. }) && users == 0 && last_step <= answered;
+        if free {
+            self.places[at].content = Content::Empty;
+            self.places[at].vacated = false;
+        }
+        free
+    }
+
+    /// The hand is gone, and with it the content of all places. All requests have left.
+    fn hand_died(&mut self) {
+        let count = self.places.len() as u32;
+        *self = Self { next_ticket: self.next_ticket, ..Self::new(count) };
+    }
+
+    pub(crate) fn stats(&self) -> PlaceStats {
+        let mut stats = PlaceStats::default();
+        for place in &self.places {
+            *match place.content {
+                Content::Empty => &mut stats.empty,
+                Content::Coming { .. } => &mut stats.coming,
+                Content::Holds { .. } if place.users == 0 => &mut stats.unused,
+                Content::Holds { .. } => &mut stats.used,
+            } += 1;
+        }
+        stats.waiting = self.lines.values().map(|line| line.waiting.len()).sum();
+        stats
+    }
+
+    /// Checks that users and lines are those of the live requests.
+    pub(crate) fn check<'a>(
+        &self,
+        entries: impl Iterator<Item = (Handle, &'a Entry)>,
+    ) -> Result<(), String> {
+        let mut users = vec![0; self.places.len()];
+        let mut waiting = 0;
+        for (handle, entry) in entries {
+            let (request, seat) = (&entry.request, entry.seat);
+            let (id, adapter) = (request.id, request.adapter);
+            let fine = match (seat, adapter) {
+                (Seat::None, adapter) => adapter.is_none() || request.held,
+                (Seat::Place(at), Some(adapter)) => {
+                    users[at as usize] += 1;
+                    self.places[at as usize].content == Content::Holds { id: adapter }
+                }
+                (Seat::Waits, Some(adapter)) => {
+                    waiting += 1;
+                    let line = self.lines.get(&adapter);
+                    let there = line.is_some_and(|it| it.waiting.contains(&(entry.key, handle)));
+                    there && entry.residence.is_none()
+                }
+                (_, None) => false,
+            };
+            if !fine {
+                return Err(format!("request {id} of adapter {adapter:?} has {seat:?}"));
+            }
+        }
+        let counted: Vec<u32> = self.places.iter().map(|place| place.users).collect();
+        let all: usize = self.lines.values().map(|line| line.waiting.len()).sum();
+        if users == counted && all == waiting {
+            return Ok(());
+        }
+        Err(format!(
+            "places: {users:?} use them, {counted:?} are counted; {waiting} and {all} wait"
+        ))
+    }
+}
+
+impl Scheduler {
+    /// Lets a request that has no slot wait for its turn, or for a place for its adapter before.
+    pub(crate) fn line_up(&mut self, handle: Handle) {
+        let entry = &mut self.roster[handle];
+        if self.places.enter(handle, entry) {
+            self.turns.line_up(handle, entry, &self.memory);
+        }
+    }
+
+    /// Gives places to adapters that requests wait for.
+    pub(crate) fn plan_places(&mut self, plan: &mut StepPlan) {
+        let answered = self.steps.answered();
+        // A place that nobody runs at is unused as soon as it is vacated, and then no result would
+        // bring the next plan.
+        if self.places.assign(plan, answered) && self.vacate_place() {
+            self.places.assign(plan, answered);
+        }
+    }
+
+    /// Has the place with the fewest running requests vacated. Those that wait for their turn there
+    /// would keep it for as long as others run: they go back in line. False: none can be.
+    fn vacate_place(&mut self) -> bool {
+        let roster = &self.roster;
+        let running = |at| {
+            let residents = roster.residents.values().map(|&handle| &roster[handle]);
+            residents.filter(|entry| entry.seat == Seat::Place(at)).count()
+        };
+        let Some(at) = self.places.vacate(running) else { return false };
+        let requests = self.roster.requests.iter();
+        let queued = requests
+            .filter(|(_, entry)| entry.seat == Seat::Place(at) && entry.residence.is_none());
+        let queued: Vec<Handle> = queued.map(|(handle, _)| handle).collect();
+        for handle in queued {
+            self.turns.leave(&self.roster[handle].ticket(handle));
+            let entry = &mut self.roster[handle];
+            let may = self.places.enter(handle, entry);
+            debug_assert!(!may, "the place was vacated");
+        }
+        true
+    }
+
+    /// Takes the ends of writes into places. The requests of an adapter that can't be had end.
+    pub(crate) fn places_ended(&mut self, ends: &[PlaceEnd], events: &mut Vec<Event>) {
+        for &end in ends {
+            for handle in self.places.ended(end) {
+                if end.error != PLACE_OK {
+                    let reason = Finish::NoAdapter { error: end.error };
+                    events.push(Event::Finished { id: self.roster[handle].request.id, reason });
+                    self.remove(handle);
+                    continue;
+                }
+                self.places.leave(handle, &mut self.roster[handle]);
+                self.line_up(handle);
+            }
+        }
+    }
+
+    /// Has every request leave its place, because the hand is gone.
+    pub(crate) fn empty_places(&mut self) {
+        for (handle, entry) in self.roster.requests.iter_mut() {
+            self.places.leave(handle, entry);
+        }
+        self.places.hand_died();
+    }
+
+    /// Empties the place of an adapter that nobody needs any more. False: some request still needs
+    /// it, or some plan in flight names it.
+    pub fn forget_adapter(&mut self, id: u32) -> bool {
+        self.places.forget(id, self.steps.answered())
+    }
+}

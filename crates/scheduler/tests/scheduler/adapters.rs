@@ -1,0 +1,172 @@
+//! A hand with places for adapters, and the promises to those who wait for one.
+
+use forebay_protocol::{PLACE_FAILED_FILES, PLACE_OK, PlaceEnd, PlaceWrite, StepPlan, StepResult};
+use forebay_scheduler::{Finish, Request, SchedulerConfig};
+
+use crate::harness::{Harness, config, request};
+
+/// What is read in a place to which an adapter is still coming.
+const GARBAGE: u32 = u32::MAX - 8;
+
+/// The places of a hand. A write is done when its plan comes, or when its end is reported: a brain
+/// may count on neither.
+pub(crate) struct Adapters {
+    places: Vec<u32>,
+    coming: Vec<Coming>,
+}
+
+struct Coming {
+    step: u64,
+    write: PlaceWrite,
+    /// It ended, and could be done or not.
+    ended: Option<bool>,
+}
+
+impl Adapters {
+    pub(crate) fn new(places: u32) -> Self {
+        Self { places: vec![GARBAGE; places as usize], coming: vec![] }
+    }
+
+    pub(crate) fn outstanding(&self) -> usize {
+        self.coming.len()
+    }
+
+    /// The adapter that changes the rows of a slot with this place.
+    pub(crate) fn of(&self, place: Option<u32>) -> Option<u32> {
+        place.map(|place| self.places[place as usize])
+    }
+
+    pub(crate) fn start(&mut self, plan: &StepPlan) {
+        for &write in plan.place_writes() {
+            let same = |other: &Coming| other.write.place == write.place;
+            assert!(!self.coming.iter().any(same), "{write:?} where another comes");
+            let there = self.places.iter().position(|&id| id == write.id);
+            assert!(there.is_none_or(|at| at == write.place as usize), "{write:?} a second time");
+            let early = write.ticket.is_multiple_of(2);
+            self.places[write.place as usize] = if early { write.id } else { GARBAGE };
+            self.coming.push(Coming { step: plan.step(), write, ended: None });
+        }
+    }
+
+    /// A write ends.
+    pub(crate) fn end(&mut self, at: usize, fine: bool) {
+        let count = self.coming.len().max(1);
+        if let Some(coming) = self.coming.get_mut(at % count) {
+            coming.ended.get_or_insert(fine);
+        }
+    }
+
+    pub(crate) fn report(&mut self, result: &mut StepResult) {
+        for coming in std::mem::take(&mut self.coming) {
+            let Coming { step, write, ended } = coming;
+            match ended.filter(|_| step <= result.step) {
+                None => self.coming.push(coming),
+                Some(fine) => {
+                    self.places[write.place as usize] = if fine { write.id } else { GARBAGE };
+                    let error = if fine { PLACE_OK } else { PLACE_FAILED_FILES };
+                    result.placed.push(PlaceEnd { ticket: write.ticket, error });
+                }
+            }
+        }
+    }
+}
+
+fn adapted(id: u64, adapter: u32, max_tokens: u32) -> Request {
+    // Keys and values of an adapter are no other's.
+    let cache_salt = 1 + u64::from(adapter);
+    Request { adapter: Some(adapter), cache_salt, ..request(id, vec![3; 5], max_tokens) }
+}
+
+fn machine(places: u32) -> SchedulerConfig {
+    SchedulerConfig { places, max_running: 6, slots: 9, pages: 60, ..config() }
+}
+
+/// A step, with every write into a place done before it.
+fn turn(harness: &mut Harness) {
+    harness.device.adapters.end(0, true);
+    harness.plan();
+    harness.apply();
+}
+
+#[test]
+fn nobody_waits_for_who_waits_for_a_place() {
+    let mut harness = Harness::new(machine(1), 2);
+    harness.submit(adapted(0, 7, 4));
+    harness.submit(request(1, vec![2; 5], 3));
+    harness.submit(adapted(2, 8, 4));
+    assert!(harness.plan() && harness.plan.place_writes().len() == 1, "one is brought");
+    assert_eq!(harness.plan.new_slots().map(|new| new.place).collect::<Vec<_>>(), [None]);
+    assert_eq!(harness.scheduler.stats().places.waiting, 2);
+    harness.apply();
+    while harness.clients[&1].end.is_none() {
+        harness.plan();
+        harness.apply();
+    }
+    assert_eq!(harness.scheduler.stats().places.coming, 1, "its end was never reported");
+    harness.drain();
+    assert_eq!(harness.scheduler.stats().places.unused, 1);
+}
+
+#[test]
+fn an_adapter_that_cannot_be_had_ends_its_requests_and_no_others() {
+    let mut harness = Harness::new(machine(2), 1);
+    harness.submit(adapted(0, 7, 4));
+    harness.submit(adapted(1, 8, 4));
+    harness.submit(adapted(2, 7, 4));
+    harness.plan();
+    harness.device.adapters.end(0, false);
+    harness.apply();
+    assert_eq!(harness.ended(0).1, Some(None));
+    assert_eq!(harness.ended(2).1, Some(None));
+    harness.drain();
+    assert_eq!(harness.ended(1).1, Some(Some(Finish::Length)));
+    harness.submit(adapted(3, 7, 4));
+    harness.drain();
+    assert_eq!(harness.ended(3).1, Some(Some(Finish::Length)), "the next one tries again");
+}
+
+#[test]
+fn a_flood_for_one_adapter_keeps_no_other_waiting_for_ever() {
+    let mut harness = Harness::new(machine(2), 2);
+    harness.was_reset = true;
+    // Always some of the two that are in place, and more than can run.
+    let mut next = 0;
+    let mut flood = |harness: &mut Harness| {
+        while harness.scheduler.stats().waiting < 6 {
+            harness.submit(adapted(next, (next % 2) as u32, 6));
+            next += 1;
+        }
+    };
+    for _ in 0..40 {
+        flood(&mut harness);
+        turn(&mut harness);
+    }
+    for other in 0..4 {
+        harness.submit(adapted(10_000 + other, 50 + other as u32, 6));
+    }
+    let mut steps = 0;
+    while (0..4).any(|other| harness.clients[&(10_000 + other)].end.is_none()) {
+        flood(&mut harness);
+        turn(&mut harness);
+        steps += 1;
+        assert!(steps < 4 * (64 + 30), "they wait for ever");
+    }
+    harness.drain();
+}
+
+#[test]
+fn an_adapter_is_forgotten_when_nobody_needs_it() {
+    let mut harness = Harness::new(machine(2), 1);
+    harness.submit(adapted(0, 7, 2));
+    assert!(!harness.scheduler.forget_adapter(7), "a request waits for it");
+    turn(&mut harness);
+    assert!(!harness.scheduler.forget_adapter(7), "it is coming");
+    while harness.clients[&0].end.is_none() {
+        assert!(!harness.scheduler.forget_adapter(7), "it is used");
+        turn(&mut harness);
+    }
+    harness.drain();
+    assert_eq!(harness.scheduler.stats().places.unused, 1);
+    assert!(harness.scheduler.forget_adapter(7) && harness.scheduler.forget_adapter(7));
+    assert_eq!(harness.scheduler.stats().places.empty, 2);
+}

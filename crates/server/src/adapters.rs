@@ -1,0 +1,244 @@
+//! Adapters by their names: loaded at the start and at run time, and told to the engine.
+//!
+//! A name means a content. A load of other content under a name is another adapter with a number of
+//! its own. Requests that run keep the old one, and no block of the prefix cache is shared.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use forebay_api::ApiError;
+use forebay_egress::{AdapterCounts, Engine};
+use forebay_engine::AdapterOrder;
+use parking_lot::RwLock;
+use serde_json::Value;
+use tokio::sync::Mutex;
+use tokio::task::spawn_blocking;
+
+use crate::state::now;
+
+/// The largest number of names.
+const MOST_NAMES: usize = 1024;
+/// The largest number of bytes of a name.
+const NAME_BYTES: usize = 128;
+
+/// The files of an adapter that were read and checked.
+#[derive(Debug, Clone)]
+pub struct AdapterFiles {
+    /// The path, as it was given.
+    pub path: PathBuf,
+    /// A hash of the content.
+    pub digest: String,
+    /// The modules that it changes, by the ends of their names.
+    pub modules: Vec<String>,
+    /// The places of its matrices in files, for hands.
+    pub manifest: Value,
+}
+
+/// Reads and checks the files of an adapter. The error is one line for the client.
+pub type AdapterReader = Arc<dyn Fn(&Path) -> Result<AdapterFiles, String> + Send + Sync>;
+
+/// The adapters of a server.
+#[derive(Clone)]
+pub struct AdapterSettings {
+    /// Adapters that are loaded at the start, by their names.
+    pub at_start: Vec<(String, AdapterFiles)>,
+    /// The reader of those that clients load; `None`: clients load none.
+    pub reader: Option<AdapterReader>,
+    /// True if clients may load adapters without a key of administrators.
+    pub open: bool,
+}
+
+impl std::fmt::Debug for AdapterSettings {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let names: Vec<&String> = self.at_start.iter().map(|(name, _)| name).collect();
+        f.debug_struct("AdapterSettings").field("at_start", &names).finish_non_exhaustive()
+    }
+}
+
+/// An adapter that requests may name.
+#[derive(Debug)]
+pub(crate) struct NamedAdapter {
+    /// The number by which the engine knows it. Adapters of the same content have the same.
+    pub(crate) id: u32,
+    pub(crate) name: String,
+    pub(crate) path: PathBuf,
+    pub(crate) digest: String,
+    /// Seconds since 1970 at its load.
+    pub(crate) loaded: u64,
+    pub(crate) requests: AtomicU64,
+}
+
+/// All adapters.
+pub(crate) struct Adapters {
+    settings: AdapterSettings,
+    engine: Arc<dyn Engine>,
+    names: RwLock<BTreeMap<String, Arc<NamedAdapter>>>,
+    next_id: AtomicU32,
+    /// Held by the only load at a time.
+    loading: Mutex<()>,
+    reads: AtomicU64,
+    failed_reads: AtomicU64,
+}
+
+impl Adapters {
+    pub(crate) fn new(settings: AdapterSettings, engine: Arc<dyn Engine>) -> Self {
+        let adapters = Self {
+            engine,
+            names: RwLock::default(),
+            next_id: AtomicU32::new(1),
+            loading: Mutex::default(),
+            reads: AtomicU64::new(0),
+            failed_reads: AtomicU64::new(0),
+            settings,
+        };
+        for (name, files) in &adapters.settings.at_start {
+            adapters.enter(name, files);
+        }
+        adapters
+    }
+
+    pub(crate) fn find(&self, name: &str) -> Option<Arc<NamedAdapter>> {
+        self.names.read().get(name).cloned()
+    }
+
+    /// All adapters, by their names.
+    pub(crate) fn all(&self) -> Vec<Arc<NamedAdapter>> {
+        self.names.read().values().cloned().collect()
+    }
+
+    /// True if clients may load adapters without a key of administrators.
+    pub(crate) fn is_open(&self) -> bool {
+        self.settings.open
+    }
+
+    /// Gives a name to files that were read. Gives the number of another adapter that had it.
+    fn enter(&self, name: &str, files: &AdapterFiles) {
+        let mut names = self.names.write();
+        let same = names.values().find(|other| other.digest == files.digest);
+        let id = same.map_or_else(
+            || {
+                let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+                let manifest = files.manifest.clone();
+                // Before any request can name it.
+                self.engine.adapter(&AdapterOrder::Know { id, manifest });
+                id
+            },
+            |other| other.id,
+        );
+        let adapter = NamedAdapter {
+            id,
+            name: name.to_owned(),
+            path: files.path.clone(),
+            digest: files.digest.clone(),
+            loaded: now(),
+            requests: AtomicU64::new(0),
+        };
+        let old = names.insert(name.to_owned(), Arc::new(adapter));
+        self.gone(&names, old.as_deref());
+    }
+
+    /// Has the engine forget an adapter that has no name any more.
+    fn gone(&self, names: &BTreeMap<String, Arc<NamedAdapter>>, adapter: Option<&NamedAdapter>) {
+        let Some(&NamedAdapter { id, .. }) = adapter else { return };
+        if names.values().all(|other| other.id != id) {
+            self.engine.adapter(&AdapterOrder::Forget { id });
+        }
+    }
+
+    /// Loads an adapter for a client. With `in_place` a name may get another content.
+    ///
+    /// # Errors
+    /// The name is not one, or is taken; or the files can't be served.
+    pub(crate) async fn load(
+        &self,
+        name: &str,
+        path: PathBuf,
+        in_place: bool,
+    ) -> Result<(), ApiError> {
+        let Some(reader) = self.settings.reader.clone() else { return Err(closed()) };
+        let _alone = self.loading.lock().await;
+        let (taken, count) = {
+            let names = self.names.read();
+            (names.get(name).cloned(), names.len())
+        };
+        if taken.is_none() && count >= MOST_NAMES {
+            let reason = format!("{MOST_NAMES} adapters are loaded, and no more may be");
+            return Err(ApiError::invalid("lora_name", reason));
+        }
+        self.reads.fetch_add(1, Ordering::Relaxed);
+        let read = spawn_blocking(move || reader(&path)).await;
+        let read = read.unwrap_or_else(|_| Err("the reader has failed".into()));
+        let files = read.map_err(|reason| {
+            self.failed_reads.fetch_add(1, Ordering::Relaxed);
+            ApiError::invalid("lora_path", reason)
+        })?;
+        if let Some(facts) = self.engine.facts() {
+            let known = &facts.hand.lora_modules;
+            if let Some(module) = files.modules.iter().find(|module| !known.contains(module)) {
+                let reason = format!("it changes {module}, which the model process does not");
+                return Err(ApiError::invalid("lora_path", reason));
+            }
+        }
+        match taken {
+            Some(taken) if taken.digest == files.digest => Ok(()),
+            Some(_) if !in_place => Err(ApiError::Conflict {
+                reason: format!(
+                    "the name `{name}` has another content: unload it first, or say `load_inplace`"
+                ),
+            }),
+            _ => {
+                self.enter(name, &files);
+                Ok(())
+            }
+        }
+    }
+
+    /// Takes a name away. Requests that run are finished.
+    ///
+    /// # Errors
+    /// No adapter has the name, or clients load and unload none.
+    pub(crate) fn unload(&self, name: &str) -> Result<(), ApiError> {
+        if self.settings.reader.is_none() {
+            return Err(closed());
+        }
+        let mut names = self.names.write();
+        let Some(adapter) = names.remove(name) else {
+            let served = names.keys().cloned().collect();
+            return Err(ApiError::UnknownModel { model: name.to_owned(), served });
+        };
+        self.gone(&names, Some(&adapter));
+        Ok(())
+    }
+
+    pub(crate) fn counts(&self) -> AdapterCounts {
+        let requests = |adapter: &Arc<NamedAdapter>| {
+            (adapter.name.clone(), adapter.requests.load(Ordering::Relaxed))
+        };
+        AdapterCounts {
+            requests: self.names.read().values().map(requests).collect(),
+            reads: self.reads.load(Ordering::Relaxed),
+            failed_reads: self.failed_reads.load(Ordering::Relaxed),
+        }
+    }
+}
+
+/// Checks that a text may be the name of an adapter.
+///
+/// # Errors
+/// It may not be.
+pub fn check_adapter_name(name: &str) -> Result<(), String> {
+    let fine = |byte: u8| byte.is_ascii_alphanumeric() || b"._:/-".contains(&byte);
+    if name.is_empty() || name.len() > NAME_BYTES || !name.bytes().all(fine) {
+        return Err(format!(
+            "an adapter's name has 1 to {NAME_BYTES} letters, digits, and characters of ._:/-"
+        ));
+    }
+    Ok(())
+}
+
+fn closed() -> ApiError {
+    let reason = "adapters are loaded at the start only: --lora-root names a folder from which clients may load some".to_owned();
+    ApiError::Forbidden { reason, code: "lora_root_needed" }
+}

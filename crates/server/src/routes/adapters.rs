@@ -1,0 +1,203 @@
+//! Adapters that come and go at run time, by the routes of vLLM and SGLang, and llama-server's list.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use axum::extract::State;
+use axum::response::{IntoResponse, Response};
+use forebay_api::{ApiError, ErrorBody};
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use crate::adapters::{Adapters, check_adapter_name};
+use crate::limits::{Upload, whole};
+use crate::reply::{self, Failure};
+use crate::state::Shared;
+
+/// The largest number of bytes of a body.
+const BODY_BYTES: usize = 16 << 10;
+
+/// An adapter to load.
+#[derive(Deserialize, ToSchema)]
+pub(crate) struct LoadAdapter {
+    /// The name that requests will use.
+    lora_name: String,
+    /// The folder or GGUF file, below `--lora-root`.
+    #[schema(value_type = String)]
+    lora_path: PathBuf,
+    /// True if the name may have another adapter by now, which finishes its requests.
+    #[serde(default)]
+    load_inplace: bool,
+}
+
+/// An adapter to unload.
+#[derive(Deserialize, ToSchema)]
+pub(crate) struct UnloadAdapter {
+    /// The name.
+    lora_name: String,
+}
+
+/// The loaded adapters, as SGLang lists them.
+#[derive(Serialize, ToSchema)]
+pub(crate) struct LoadedAdapters {
+    success: bool,
+    /// Paths by name.
+    loaded_adapters: BTreeMap<String, String>,
+}
+
+/// A loaded adapter, as llama-server lists it.
+#[derive(Serialize, ToSchema)]
+pub(crate) struct ListedAdapter {
+    id: u32,
+    /// The name that requests use.
+    name: String,
+    path: String,
+    /// 0: no request has it unless it names it.
+    scale: f32,
+}
+
+/// Loads an adapter.
+#[utoipa::path(
+    post,
+    path = "/v1/load_lora_adapter",
+    operation_id = "load_adapter_vllm",
+    request_body = LoadAdapter,
+    responses(
+        (status = 200, description = "Requests may name it", body = String),
+        (status = "default", description = "An error", body = ErrorBody),
+    ),
+)]
+pub(crate) async fn load(State(state): State<Shared>, body: Upload) -> Result<Response, Failure> {
+    let name = load_one(&state, body).await?;
+    Ok(format!("Success: LoRA adapter '{name}' added successfully.").into_response())
+}
+
+/// Unloads an adapter. Its requests are finished.
+#[utoipa::path(
+    post,
+    path = "/v1/unload_lora_adapter",
+    operation_id = "unload_adapter_vllm",
+    request_body = UnloadAdapter,
+    responses(
+        (status = 200, description = "No further request may name it", body = String),
+        (status = "default", description = "An error", body = ErrorBody),
+    ),
+)]
+pub(crate) async fn unload(State(state): State<Shared>, body: Upload) -> Result<Response, Failure> {
+    let name = unload_one(&state, body).await?;
+    Ok(format!("Success: LoRA adapter '{name}' removed successfully.").into_response())
+}
+
+/// Loads an adapter.
+#[utoipa::path(
+    post,
+    path = "/load_lora_adapter",
+    operation_id = "load_adapter_sglang",
+    request_body = LoadAdapter,
+    responses(
+        (status = 200, description = "Requests may name it", body = LoadedAdapters),
+        (status = "default", description = "An error", body = ErrorBody),
+    ),
+)]
+pub(crate) async fn load_listed(
+    State(state): State<Shared>,
+    body: Upload,
+) -> Result<Response, Failure> {
+    load_one(&state, body).await?;
+    Ok(listed(&state))
+}
+
+/// Unloads an adapter. Its requests are finished.
+#[utoipa::path(
+    post,
+    path = "/unload_lora_adapter",
+    operation_id = "unload_adapter_sglang",
+    request_body = UnloadAdapter,
+    responses(
+        (status = 200, description = "No further request may name it", body = LoadedAdapters),
+        (status = "default", description = "An error", body = ErrorBody),
+    ),
+)]
+pub(crate) async fn unload_listed(
+    State(state): State<Shared>,
+    body: Upload,
+) -> Result<Response, Failure> {
+    unload_one(&state, body).await?;
+    Ok(listed(&state))
+}
+
+/// Lists the loaded adapters.
+#[utoipa::path(
+    get,
+    path = "/lora-adapters",
+    operation_id = "list_adapters",
+    responses((status = 200, description = "The adapters", body = Vec<ListedAdapter>)),
+)]
+pub(crate) async fn list(State(state): State<Shared>) -> Response {
+    let all = state.adapters.iter().flat_map(Adapters::all);
+    let all: Vec<ListedAdapter> = all
+        .map(|adapter| ListedAdapter {
+            id: adapter.id,
+            name: adapter.name.clone(),
+            path: adapter.path.display().to_string(),
+            scale: 0.0,
+        })
+        .collect();
+    reply::ok(&all)
+}
+
+fn listed(state: &Shared) -> Response {
+    let all = state.adapters.iter().flat_map(Adapters::all);
+    let paths = all.map(|adapter| (adapter.name.clone(), adapter.path.display().to_string()));
+    reply::ok(&LoadedAdapters { success: true, loaded_adapters: paths.collect() })
+}
+
+async fn load_one(state: &Shared, body: Upload) -> Result<String, ApiError> {
+    let LoadAdapter { lora_name, lora_path, load_inplace } = read(state, body).await?;
+    let adapters = adapters(state)?;
+    check_adapter_name(&lora_name).map_err(|reason| ApiError::invalid("lora_name", reason))?;
+    if state.model.is_called(&lora_name) {
+        return Err(ApiError::invalid("lora_name", format!("`{lora_name}` is the model's name")));
+    }
+    adapters.load(&lora_name, lora_path, load_inplace).await?;
+    Ok(lora_name)
+}
+
+async fn unload_one(state: &Shared, body: Upload) -> Result<String, ApiError> {
+    let UnloadAdapter { lora_name } = read(state, body).await?;
+    adapters(state)?.unload(&lora_name)?;
+    Ok(lora_name)
+}
+
+fn adapters(state: &Shared) -> Result<&Adapters, ApiError> {
+    state.adapters.as_ref().ok_or_else(|| {
+        let reason = "the server was started without --enable-lora".to_owned();
+        ApiError::Forbidden { reason, code: "lora_not_enabled" }
+    })
+}
+
+async fn read<T: for<'de> Deserialize<'de>>(state: &Shared, body: Upload) -> Result<T, ApiError> {
+    let (body, _charge) = whole(body, state).await?;
+    if body.len() > BODY_BYTES {
+        let reason = format!("the body has {} bytes, and {BODY_BYTES} at most", body.len());
+        return Err(ApiError::invalid("body", reason));
+    }
+    serde_json::from_slice(&body)
+        .map_err(|error| ApiError::invalid("body", format!("the body: {error}")))
+}
+
+/// Lets a request pass with a key of administrators, or where nobody else can reach the server.
+pub(super) async fn check_adapters(
+    State(state): State<Shared>,
+    key: forebay_http::KeyId,
+    request: axum::extract::Request,
+    next: axum::middleware::Next,
+) -> Response {
+    let admin = !state.config.admin_keys.is_empty();
+    if admin || state.adapters.as_ref().is_none_or(Adapters::is_open) {
+        return super::layers::check_admin(State(Arc::clone(&state)), key, request, next).await;
+    }
+    let reason = "adapters are loaded with a key of administrators: --admin-api-key; or where the server listens on this machine only".to_owned();
+    Failure(ApiError::Forbidden { reason, code: "admin_key_needed" }).into_response()
+}

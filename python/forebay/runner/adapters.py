@@ -1,0 +1,160 @@
+"""Adapters in places: read by a thread, and added to the rows of slots that name their place."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import numpy as np
+import torch
+
+from forebay.compute.rows import RowAdapters
+from forebay.layers.adapted import AdaptedModules, Adapter, LowRank
+from forebay.protocol.constants import (
+    PLACE_END_WORDS,
+    PLACE_FAILED_DIGEST,
+    PLACE_FAILED_FILES,
+    PLACE_FAILED_MEMORY,
+    PLACE_OK,
+    SlotRecord,
+)
+from forebay.protocol.frames import Int32s
+from forebay.protocol.plan import Plan
+from forebay.state.checks import PlanError, within
+from forebay.state.config import PlaceConfig
+from forebay.state.slots import Int64s
+from forebay.weights.adapter import ChangedError, read_adapter
+from forebay.weights.errors import ModelError
+
+NO_PLACES = np.zeros((0, PLACE_END_WORDS), np.int32)
+_PREFIX = "model.layers."
+
+
+class AdapterPlaces:
+    """The places of adapters, the adapters that may come there, and the places of slots.
+
+    The host's part is called by launches. `report` is called by the thread that collects.
+    """
+
+    def __init__(
+        self, config: PlaceConfig, modules: AdaptedModules, slots: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._config, self._sizes, self._dtype, self._device = config, modules.sizes, dtype, device
+        self._place = np.full(slots, -1, np.int64)
+        self._known: dict[int, Mapping[str, Any]] = {}
+        self._lock = threading.Lock()
+        self._adapters: dict[int, tuple[int, Adapter]] = {}
+        """The adapters in places, by place: the number of each, and its matrices."""
+        self._coming: dict[int, tuple[int, int, Future[Adapter]]] = {}
+        """What comes to places, by ticket."""
+        self._kept: OrderedDict[int, Adapter] = OrderedDict()
+        """Adapters that were read, the last used one at the end."""
+        self._reader = ThreadPoolExecutor(1, "adapters")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all places, if each has the largest adapter."""
+        of_rank = sum(inputs + outputs for name, (inputs, outputs) in self._sizes.items() if name.startswith(_PREFIX))
+        return self._config.places * self._config.rank * of_rank * self._dtype.itemsize
+
+    def facts(self) -> dict[str, Any]:
+        """The facts for `ready`."""
+        names = {name.split(".", 3)[3] for name in self._sizes if name.startswith(_PREFIX)}
+        return {"lora_bytes": self.nbytes, "lora_modules": sorted(names)}
+
+    def order(self, order: Mapping[str, Any]) -> None:
+        """Follows an `adapter` frame."""
+        number = order["id"]
+        if order["op"] == "know":
+            self._known[number] = order["manifest"]
+            return
+        self._known.pop(number, None)
+        with self._lock:
+            self._kept.pop(number, None)
+            # Nobody names the place any more.
+            self._adapters = {at: held for at, held in self._adapters.items() if held[0] != number}
+
+    def read(self, plan: Plan) -> None:
+        """Begins what the plan brings to places, and notes the places of new slots. Raises `PlanError`."""
+        if len(plan.slots):
+            self._place[plan.slots[:, SlotRecord.SLOT]] = -1
+        if len(plan.slot_places):
+            slot, place = plan.slot_places.T.astype(np.int64)
+            within(place, self._config.places, "slot place: place")
+            self._place[slot] = place
+        for ticket, place, number in plan.place_writes.tolist():
+            if place >= self._config.places or number not in self._known:
+                raise PlanError(f"adapter {number} to place {place}: it is not known, or there is no such place")
+            with self._lock:
+                self._adapters.pop(place, None)
+                kept = self._kept.get(number)
+                if kept is not None:
+                    self._kept.move_to_end(number)
+            if kept is None:
+                future = self._reader.submit(self._load, number, self._known[number])
+            else:
+                future = Future()
+                future.set_result(kept)
+            with self._lock:
+                self._coming[ticket] = place, number, future
+
+    def of_rows(self, slot: Int64s) -> RowAdapters | None:
+        """The adapters of rows of these slots; None: the base computes all. Raises `PlanError`."""
+        place = self._place[slot]
+        named = set(place[place >= 0].tolist())
+        if not named:
+            return None
+        with self._lock:
+            missing = named - self._adapters.keys()
+            if missing:
+                raise PlanError(f"rows of places {sorted(missing)}, which have no adapter")
+            return RowAdapters(place, {at: self._adapters[at][1] for at in named})
+
+    def report(self, wait_us: int) -> Int32s:
+        """The places that have got their adapters since the last call, as a result has them.
+
+        If there are none, it waits for one, for so many microseconds at most.
+        """
+        with self._lock:
+            coming = dict(self._coming)
+        if not coming:
+            return NO_PLACES
+        if wait_us:
+            wait([future for _, _, future in coming.values()], wait_us / 1e6, "FIRST_COMPLETED")
+        ended = []
+        for ticket, (place, number, future) in coming.items():
+            if not future.done():
+                continue
+            error = _error(future.exception())
+            with self._lock:
+                del self._coming[ticket]
+                if error == PLACE_OK:
+                    self._adapters[place] = number, future.result()
+            ended.append((ticket, error))
+        return np.array(ended, np.int32).reshape(-1, PLACE_END_WORDS)
+
+    def _load(self, number: int, manifest: Mapping[str, Any]) -> Adapter:
+        """Reads an adapter. Called by the reading thread."""
+        adapter = {}
+        for name, a, b in read_adapter(manifest):
+            if self._sizes.get(name) != (a.shape[1], b.shape[0]):
+                raise ModelError(f"{name} is no module of {a.shape[1]} inputs and {b.shape[0]} outputs")
+            adapter[name] = LowRank(a.to(self._device, self._dtype), b.to(self._device, self._dtype))
+        with self._lock:
+            self._kept[number] = adapter
+            while len(self._kept) > self._config.places + self._config.kept:
+                self._kept.popitem(last=False)
+        return adapter
+
+
+def _error(error: BaseException | None) -> int:
+    if error is None:
+        return PLACE_OK
+    print(f"an adapter can't be read: {error}", file=sys.stderr)
+    if isinstance(error, ChangedError):
+        return PLACE_FAILED_DIGEST
+    return PLACE_FAILED_MEMORY if isinstance(error, MemoryError | RuntimeError) else PLACE_FAILED_FILES

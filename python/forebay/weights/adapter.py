@@ -1,0 +1,60 @@
+"""The matrices of an adapter's files, by the manifest that the brain has made of them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from forebay.weights.errors import ModelError
+from forebay.weights.manifest import Place
+
+__all__ = ["ChangedError", "Matrices", "read_adapter"]
+
+
+class ChangedError(ModelError):
+    """The files have other content than the brain has read."""
+
+
+class Matrices(NamedTuple):
+    """The matrices beside one module."""
+
+    name: str
+    """The module, such as `model.layers.0.self_attn.q_proj`."""
+    a: torch.Tensor  # [rank, inputs], in the file's type, or float32 if it has blocks
+    b: torch.Tensor  # float32 [outputs, rank], with the adapter's factor
+
+
+def read_adapter(manifest: Mapping[str, Any]) -> Iterator[Matrices]:
+    """Yields an adapter's matrices. Raises `ModelError`, and `ChangedError` behind the last one.
+
+    All of it has to be dropped if an error comes: the digest is of bytes that were read once.
+    """
+    files = [str(path) for path in manifest["files"]]
+    for path in files:
+        # Whatever has the name by now: nobody waits for the other end of a pipe.
+        try:
+            if not stat.S_ISREG(os.stat(path).st_mode):
+                raise ModelError(f"{path} is no regular file")
+        except OSError as error:
+            raise ModelError(f"{path} can't be read: {error.strerror}") from error
+    digest = hashlib.blake2b(digest_size=16)
+    for module in manifest["modules"]:
+        name, scale = module["name"], module["scale"]
+        digest.update(name.encode())
+        digest.update(struct.pack("<f", scale))
+        read = []
+        for half in ("a", "b"):
+            place = Place.of(files, module[half])
+            data = place.stored()
+            digest.update(f" {place.format} {place.bytes} {place.part.pairs or 0} ".encode())
+            digest.update(data.reshape(-1).data)
+            read.append(place.of_stored(data))
+        yield Matrices(name, read[0], read[1].float() * scale)
+    if digest.hexdigest() != manifest["digest"]:
+        raise ChangedError(f"{', '.join(files)}: the content has changed")

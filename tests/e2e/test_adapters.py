@@ -1,0 +1,172 @@
+"""Adapters end to end: by name at the start and at run time, over a death, and never with the cache of another."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from openai import NotFoundError, OpenAI
+from safetensors.torch import load_file
+
+from scripts.make_adapter import make
+from tests.e2e.conftest import Serve
+from tests.e2e.models import Model
+from tests.e2e.server import Server
+
+PROMPT = [5, 9, 77, 31, 8, 120, 4, 66, 19, 40, 3, 90, 12, 51, 7, 33, 21, 60]
+COUNT = 12
+ADMIN = {"Authorization": "Bearer admin"}
+
+
+def merged(model: Model, folder: Path) -> Any:
+    """The model with the adapter in its weights: `W + B A * scale` in float32."""
+    found = copy.deepcopy(model.reference)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    tensors = load_file(folder / "adapter_model.safetensors")
+    with torch.no_grad():
+        for name, module in found.named_modules():
+            prefix = f"base_model.model.{name}.lora_"
+            if f"{prefix}A.weight" in tensors:
+                change = tensors[f"{prefix}B.weight"] @ tensors[f"{prefix}A.weight"]
+                module.weight += change * config["lora_alpha"] / config["r"]
+    return found
+
+
+def greedy(model: Any) -> list[int]:
+    """The tokens behind the prompt."""
+    ids = list(PROMPT)
+    with torch.inference_mode():
+        for _ in range(COUNT):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(PROMPT) :]
+
+
+def ask(server: Server, model: str | None, **more: Any) -> Any:
+    """A completion."""
+    body = {"prompt": PROMPT, "max_tokens": COUNT, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    return server.ask("/v1/completions", {**body, **({} if model is None else {"model": model}), **more})
+
+
+def tokens(server: Server, model: str | None) -> list[int]:
+    """The tokens of an answer."""
+    found: list[int] = ask(server, model)["choices"][0]["token_ids"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tiny: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two adapters."""
+    root = tmp_path_factory.mktemp("adapters")
+    config = json.loads((tiny.path / "config.json").read_text())
+    make(config, root / "tone", rank=8, seed=1, strength=0.1)
+    make(config, root / "other", rank=4, seed=2, strength=0.1)
+    return root
+
+
+def test_a_client_of_openai_chooses_an_adapter_by_its_model(serve: Serve, tiny: Model, folder: Path) -> None:
+    modules = (f"tone={folder / 'tone'}", json.dumps({"name": "org/other", "path": str(folder / "other")}))
+    server = serve(tiny, "--enable-lora", "--lora-modules", *modules)
+    expected = {
+        None: greedy(tiny.reference),
+        "tone": greedy(merged(tiny, folder / "tone")),
+        "org/other": greedy(merged(tiny, folder / "other")),
+    }
+    assert len({tuple(answer) for answer in expected.values()}) == 3
+    for model, answer in expected.items():
+        assert tokens(server, model) == answer, model
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    listed = {card.id: card.model_dump() for card in client.models.list().data}
+    assert listed["tone"]["parent"] in listed
+    assert client.models.retrieve("org/other").id == "org/other"
+    text = client.completions.create(model="tone", prompt=PROMPT, max_tokens=COUNT, temperature=0).choices[0].text
+    assert text == ask(server, "tone", ignore_eos=False)["choices"][0]["text"]
+    chat = client.chat.completions.create(model="tone", messages=[{"role": "user", "content": "Hi"}], max_tokens=4)
+    assert chat.model == "tone"
+    with pytest.raises(NotFoundError) as unknown:
+        client.completions.create(model="nobody", prompt="a")
+    assert unknown.value.code == "model_not_found"
+    asked = {"input_ids": PROMPT, "lora_path": "tone", "sampling_params": {"temperature": 0}}
+    generated = server.ask("/generate", asked)
+    assert generated["meta_info"]["prompt_tokens"] == len(PROMPT)
+
+
+def test_no_adapter_finds_the_blocks_of_another(serve: Serve, tiny: Model, folder: Path) -> None:
+    names = ("tone", "other")
+    server = serve(tiny, "--lora-modules", *(f"{name}={folder / name}" for name in names), "--page-size", "4")
+
+    def cached(model: str | None) -> int:
+        details = ask(server, model)["usage"]["prompt_tokens_details"] or {}
+        return int(details.get("cached_tokens") or 0)
+
+    for model in (None, *names):
+        assert cached(model) == 0
+        assert cached(model) == 16
+
+
+def test_a_dead_hand_comes_back_with_its_adapters(serve: Serve, tiny: Model, folder: Path) -> None:
+    server = serve(tiny, "--lora-modules", f"tone={folder / 'tone'}")
+    before = tokens(server, "tone")
+    hand = server.hand()
+    assert hand is not None
+    os.kill(hand, signal.SIGKILL)
+    assert tokens(server, "tone") == before
+    assert server.hand() != hand
+
+
+def test_adapters_come_and_go_at_run_time(serve: Serve, tiny: Model, folder: Path, tmp_path: Path) -> None:
+    config = json.loads((tiny.path / "config.json").read_text())
+    make(config, tmp_path / "root/one", seed=3, strength=0.1)
+    (tmp_path / "root/link").symlink_to(folder / "tone")
+    places = ("--max-loras", "1", "--max-cpu-loras", "0")
+    server = serve(tiny, "--enable-lora", "--lora-root", str(tmp_path / "root"), "--admin-api-key", "admin", *places)
+
+    def load(name: str, path: str, **headers: str) -> tuple[int, str]:
+        answer = server.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}, headers=headers)
+        return answer.status_code, answer.text
+
+    assert load("one", "one")[0] == 401
+    assert load("one", "one", **ADMIN)[0] == 200
+    assert tokens(server, "one") == greedy(merged(tiny, tmp_path / "root/one"))
+    for path in ("../adapters", "link", str(folder / "tone"), "/etc", "nowhere"):
+        status, text = load("two", path, **ADMIN)
+        assert (status, json.loads(text)["error"]["param"]) == (400, "lora_path"), path
+    make(config, tmp_path / "root/two", seed=4, strength=0.1)
+    assert load("two", str(tmp_path / "root/two"), **ADMIN)[0] == 200
+    assert tokens(server, "two") == greedy(merged(tiny, tmp_path / "root/two"))
+    # The one place went to `two`, and the files of `one` are others by now.
+    make(config, tmp_path / "root/one", seed=5, strength=0.1)
+    body = {"model": "one", "prompt": PROMPT, "max_tokens": 2}
+    changed = server.post("/v1/completions", body)
+    assert (changed.status_code, changed.json()["error"]["code"]) == (503, "adapter_unavailable")
+    again = {"lora_name": "one", "lora_path": "one", "load_inplace": True}
+    assert server.post("/v1/load_lora_adapter", again, headers=ADMIN).status_code == 200
+    assert tokens(server, "one") == greedy(merged(tiny, tmp_path / "root/one"))
+    listed = server.post("/unload_lora_adapter", {"lora_name": "one"}, headers=ADMIN).json()
+    assert listed["loaded_adapters"] == {"two": str(tmp_path / "root/two")}
+    assert server.post("/v1/completions", body).status_code == 404
+    assert tokens(server, None) == greedy(tiny.reference)
+    assert server.metric("forebay:lora_places_used") + server.metric("forebay:lora_places_unused") <= 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--lora-modules", "x=/nowhere"), "can't be read"),
+        (("--lora-modules", "x"), "expected NAME=PATH"),
+        (("--enable-lora", "--hand", "rust"), "the Rust hand does not have adapters"),
+        (("--enable-lora", "--tp-size", "2"), "adapters are not served with several ranks"),
+        (("--enable-lora", "--device", "sim"), "adapters are not served with a device other than a CPU"),
+    ],
+)
+def test_what_there_is_not_is_refused_at_the_start(
+    serve: Serve, tiny: Model, flags: tuple[str, ...], reason: str
+) -> None:
+    server = serve(tiny, *flags, healthy=False)
+    assert server.process.wait(60) == 1
+    assert reason in server.log()
