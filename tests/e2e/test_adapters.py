@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import runpy
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ import torch
 from openai import NotFoundError, OpenAI
 from safetensors.torch import load_file
 
-from scripts.make_adapter import make
 from tests.e2e.conftest import Serve
 from tests.e2e.models import Model
 from tests.e2e.server import Server
+
+make: Any = runpy.run_path(str(Path(__file__).parents[2] / "scripts/make_adapter.py"))["make"]
 
 PROMPT = [5, 9, 77, 31, 8, 120, 4, 66, 19, 40, 3, 90, 12, 51, 7, 33, 21, 60]
 COUNT = 12
@@ -63,7 +65,7 @@ def tokens(server: Server, model: str | None) -> list[int]:
 def folder(tiny: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with two adapters."""
     root = tmp_path_factory.mktemp("adapters")
-    config = json.loads((tiny.path / "config.json").read_text())
+    config = json.loads(Path(tiny.path, "config.json").read_text())
     make(config, root / "tone", rank=8, seed=1, strength=0.1)
     make(config, root / "other", rank=4, seed=2, strength=0.1)
     return root
@@ -120,7 +122,7 @@ def test_a_dead_hand_comes_back_with_its_adapters(serve: Serve, tiny: Model, fol
 
 
 def test_adapters_come_and_go_at_run_time(serve: Serve, tiny: Model, folder: Path, tmp_path: Path) -> None:
-    config = json.loads((tiny.path / "config.json").read_text())
+    config = json.loads(Path(tiny.path, "config.json").read_text())
     make(config, tmp_path / "root/one", seed=3, strength=0.1)
     (tmp_path / "root/link").symlink_to(folder / "tone")
     places = ("--max-loras", "1", "--max-cpu-loras", "0")
