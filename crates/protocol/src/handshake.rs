@@ -4,9 +4,26 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::adapter::PlaceConfig;
 use crate::dtype::Dtype;
 use crate::frame::{Frame, FrameError, Kind, encode_json};
+
+/// The memory of a hand for adapters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PlaceConfig {
+    /// The number of places: adapters that a step may use.
+    pub places: u32,
+    /// The largest rank of an adapter.
+    pub rank: u32,
+    /// The number of further adapters that the hand keeps in the host's memory.
+    pub kept: u32,
+}
+
+impl Default for PlaceConfig {
+    /// The defaults of the flags.
+    fn default() -> Self {
+        Self { places: 8, rank: 64, kept: 32 }
+    }
+}
 
 /// A message with a kind of frame of its own.
 pub trait Message: Serialize + DeserializeOwned {

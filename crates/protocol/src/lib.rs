@@ -32,8 +32,7 @@ mod plan;
 mod result;
 
 pub use adapter::{
-    AdapterOrder, PLACE_FAILED_DIGEST, PLACE_FAILED_FILES, PLACE_FAILED_MEMORY, PLACE_OK,
-    PlaceConfig, PlaceEnd, PlaceWrite,
+    AdapterOrder, PLACE_FAILED_DIGEST, PLACE_FAILED_FILES, PLACE_FAILED_MEMORY, PLACE_OK, PlaceEnd,
 };
 pub use columns::{ColumnSpec, Multiplicity, RecordSpec};
 pub use copy::{
@@ -45,13 +44,15 @@ pub use frame::{
     encode_place,
 };
 pub use handshake::{
-    Fatal, HandConfig, Hello, Message, Progress, Ready, StoreOp, StoreReply, StoreRequest,
+    Fatal, HandConfig, Hello, Message, PlaceConfig, Progress, Ready, StoreOp, StoreReply,
+    StoreRequest,
 };
 pub use masks::{MaskPlace, ReceivedMasks, RowMask, StepMasks};
 pub use plan::{
     FLAG_MASKED, FLAG_POOL, FLAG_SAMPLE, Grid, IMAGE_SPAN_WORDS, ImageSpan, MAX_GROUP, NO_PAGE,
-    NewSlot, PAGE_WRITE_WORDS, Pooling, PromptLogprobsWant, ROW_WORDS, Row, STATE_COPY_WORDS,
-    SamplingParams, SlotSpec, SlotWrite, StateCopy, StepPlan, TowerWork, Want, tell_group,
+    NewSlot, PAGE_WRITE_WORDS, PlaceWrite, Pooling, PromptLogprobsWant, ROW_WORDS, Row,
+    STATE_COPY_WORDS, SamplingParams, SlotSpec, SlotWrite, StateCopy, StepPlan, TowerWork, Want,
+    tell_group,
 };
 pub use result::{
     PromptLogprobs, ROW_NOT_FINITE, ROW_OK, SampledLogprobs, SparseRows, StepResult, StepTiming,

@@ -1,11 +1,10 @@
-//! The adapters that the hand knows: told when they are loaded, and again to each new hand.
+//! The adapters that the hand knows. It gets each when it is loaded, and a new hand gets all.
 
 use std::collections::BTreeMap;
 
 use forebay_protocol::AdapterOrder;
 
 use crate::executor::Executor;
-use crate::member::Member;
 
 /// The adapters that requests may have.
 #[derive(Default)]
@@ -18,38 +17,42 @@ pub(crate) struct Adapters {
     due: Vec<AdapterOrder>,
 }
 
-impl Member {
-    pub(super) fn adapter(&mut self, order: AdapterOrder) {
-        let adapters = &mut self.adapters;
+impl Adapters {
+    /// Follows an order.
+    pub(crate) fn follow(&mut self, order: AdapterOrder) {
         match order {
             AdapterOrder::Know { id, .. } => {
-                adapters.known.insert(id, order.clone());
-                adapters.due.push(order);
+                self.known.insert(id, order.clone());
+                self.due.push(order);
             }
-            AdapterOrder::Forget { id } => adapters.leaving.push(id),
+            AdapterOrder::Forget { id } => self.leaving.push(id),
         }
     }
 
     /// True if a request with this adapter can be computed.
-    pub(super) fn knows(&self, adapter: Option<u32>) -> bool {
-        adapter.is_none_or(|id| self.adapters.known.contains_key(&id))
+    pub(crate) fn knows(&self, adapter: Option<u32>) -> bool {
+        adapter.is_none_or(|id| self.known.contains_key(&id))
     }
 
-    /// Tells a new hand of all adapters.
-    pub(super) fn know_again(&mut self) {
-        self.adapters.due = self.adapters.known.values().cloned().collect();
+    /// Has a new hand get all adapters.
+    pub(crate) fn know_again(&mut self) {
+        self.due = self.known.values().cloned().collect();
     }
 
-    /// Sends the orders that are due. Without a hand there is nobody to tell, and the next one hears
-    /// of all.
-    pub(crate) fn send_adapters(&mut self, at: usize, hand: Option<&mut (dyn Executor + 'static)>) {
-        let Self { adapters, scheduler, .. } = self;
-        let gone = |id: &mut u32| scheduler.as_mut().is_none_or(|it| it.forget_adapter(*id));
-        for id in adapters.leaving.extract_if(.., gone) {
-            adapters.known.remove(&id);
-            adapters.due.push(AdapterOrder::Forget { id });
+    /// Sends the orders that are due to the hand of a member. Without a hand they are dropped, and
+    /// the next one gets all adapters. `gone` drops an adapter that nobody needs, and is false while
+    /// somebody does.
+    pub(crate) fn send(
+        &mut self,
+        member: usize,
+        hand: Option<&mut (dyn Executor + 'static)>,
+        mut gone: impl FnMut(u32) -> bool,
+    ) {
+        for id in self.leaving.extract_if(.., |id| gone(*id)) {
+            self.known.remove(&id);
+            self.due.push(AdapterOrder::Forget { id });
         }
-        let Some(hand) = hand else { return adapters.due.clear() };
-        adapters.due.drain(..).for_each(|order| hand.adapter(at, &order));
+        let Some(hand) = hand else { return self.due.clear() };
+        self.due.drain(..).for_each(|order| hand.adapter(member, &order));
     }
 }

@@ -77,7 +77,7 @@ impl Member {
         // An answer may outgrow the device's pages where it goes on without them.
         let positions = if sparse.is_some() { facts.host_page_count } else { pages };
         let pool = positions.saturating_mul(self.config.page_size);
-        self.know_again();
+        self.adapters.know_again();
         self.page_bytes = facts.page_bytes;
         self.constrained.vocabulary = facts.vocab_size;
         if let Some(scheduler) = &mut self.scheduler {

@@ -79,7 +79,7 @@ pub(crate) struct Member {
     payloads: Held,
     pictures: Pictures,
     carrying: Carrying,
-    adapters: Adapters,
+    pub(crate) adapters: Adapters,
     /// The constraints on their tokens.
     constrained: Constrained,
     /// The last step that was handed over.
@@ -166,7 +166,7 @@ impl Member {
                 }
                 Order::Placed { image, placed } => self.placed(image, placed),
                 Order::Carried(carried) => self.carried(carried),
-                Order::Adapter(order) => self.adapter(order),
+                Order::Adapter(order) => self.adapters.follow(order),
                 Order::FlushCache(reply) => {
                     reply(self.scheduler.as_mut().is_none_or(Scheduler::flush_cache));
                 }
@@ -199,7 +199,7 @@ impl Member {
             let finish = FinishReason::Error(RequestError::HandFailed(reason));
             return self.end(request.id, finish);
         }
-        if !self.knows(request.adapter) {
+        if !self.adapters.knows(request.adapter) {
             let reason = "it was unloaded before the request came".into();
             return self.end(request.id, FinishReason::Error(RequestError::Adapter(reason)));
         }

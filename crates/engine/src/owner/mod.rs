@@ -115,7 +115,9 @@ impl Owner {
             let hand = self.up.then_some(&mut *self.executor);
             self.members[at].send_off(at, hand);
             let hand = self.up.then_some(&mut *self.executor);
-            self.members[at].send_adapters(at, hand);
+            let Member { adapters, scheduler, .. } = &mut self.members[at];
+            let forget = |id| scheduler.as_mut().is_none_or(|it| it.forget_adapter(id));
+            adapters.send(at, hand, forget);
         }
         !stopped
     }

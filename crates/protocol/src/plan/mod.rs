@@ -4,6 +4,7 @@ mod checks;
 mod drafts;
 mod group;
 mod images;
+mod places;
 mod prompts;
 mod slots;
 mod states;
@@ -11,12 +12,12 @@ mod tables;
 
 pub use group::{MAX_GROUP, tell_group};
 pub use images::{Grid, IMAGE_SPAN_WORDS, ImageSpan, TowerWork};
+pub use places::PlaceWrite;
 pub use prompts::PromptLogprobsWant;
 pub use slots::{NewSlot, Pooling, SamplingParams, SlotSpec, SlotWrite};
 pub use states::{STATE_COPY_WORDS, StateCopy};
 pub use tables::{NO_PAGE, PAGE_WRITE_WORDS};
 
-use crate::adapter::PlaceWrite;
 use crate::columns::{columns, record};
 use crate::copy::{CopyRecord, Span};
 use crate::frame::ENTRY_WORDS;

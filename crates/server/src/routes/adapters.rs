@@ -1,4 +1,5 @@
-//! Adapters that come and go at run time, by the routes of vLLM and SGLang, and llama-server's list.
+//! Adapters that come and go at run time, by the routes of vLLM and SGLang, and llama-server's
+//! list.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
