@@ -169,6 +169,8 @@ fn states_die_with_the_hand() {
 fn recurrent() -> impl Strategy<Value = SchedulerConfig> {
     (all_machines(), states(), 8..40_u32).prop_map(|(config, states, pages)| SchedulerConfig {
         states: Some(states),
+        // Adapters of recurrent layers are refused.
+        places: 0,
         sparse: None,
         tokens_a_row: 1,
         prefix_cache: true,

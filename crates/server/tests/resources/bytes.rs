@@ -148,7 +148,14 @@ async fn a_text_that_cannot_fit_is_not_tokenised() {
 
 /// Routes whose bodies have bounds of their own: a file goes to the disk as it comes, and a wish
 /// for a batch is small.
-const APART: [&str; 2] = ["/v1/batches", "/v1/files"];
+const APART: [&str; 6] = [
+    "/load_lora_adapter",
+    "/unload_lora_adapter",
+    "/v1/batches",
+    "/v1/files",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+];
 
 /// A route that is not in the table would have no limits and no cases.
 #[tokio::test]

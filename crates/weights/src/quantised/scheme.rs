@@ -415,7 +415,7 @@ mod tests {
             weights(&with(&four, &json!({"group_size": 64})), &Value::Null),
         ];
         for (config, why) in [
-            (json!({"quant_method": "mxfp4"}), "quantised by 'mxfp4'"),
+            (json!({"quant_method": "mxfp8"}), "quantised by 'mxfp8'"),
             (json!({"quant_method": "fp8", "weight_block_size": [128]}), "weight_block_size"),
             (json!({"quant_method": "awq", "bits": 8}), "awq with bits 8"),
             (

@@ -191,12 +191,14 @@ fn each_kind_of_part_is_read() {
     let gates = taken(Take::EACH_EXPERT.transposed().every(0, 2), &[3, 2, 4]);
     let of = |expert: f32| [0.0, 4.0, 2.0, 6.0].map(|it| 8.0 * expert + it).to_vec();
     assert_eq!(gates, Ok(vec![of(0.0), of(1.0), of(2.0)]));
-    let biases = taken(Take::EACH_EXPERT.every(1, 2), &[2, 4]);
-    assert_eq!(biases, Ok(vec![vec![1.0, 3.0], vec![5.0, 7.0]]), "a vector of each expert");
-    assert_eq!(taken(Take::EACH_EXPERT, &[2, 2]), Ok(vec![vec![0.0, 1.0], vec![2.0, 3.0]]));
-    let of_rows = taken(Take::EACH_EXPERT.every(1, 2), &[2, 4, 2]);
+    let biases = taken(Take::EACH_EXPERT.every(1, 2), &[3, 4]);
+    let odd = vec![vec![1.0, 3.0], vec![5.0, 7.0], vec![9.0, 11.0]];
+    assert_eq!(biases, Ok(odd), "a vector of each expert");
+    let vectors = vec![vec![0.0, 1.0], vec![2.0, 3.0], vec![4.0, 5.0]];
+    assert_eq!(taken(Take::EACH_EXPERT, &[3, 2]), Ok(vectors));
+    let of_rows = taken(Take::EACH_EXPERT.every(1, 2), &[3, 4, 2]);
     let of = |expert: f32| [2.0, 3.0, 6.0, 7.0].map(|it| 8.0 * expert + it).to_vec();
-    assert_eq!(of_rows, Ok(vec![of(0.0), of(1.0)]), "odd rows");
+    assert_eq!(of_rows, Ok(vec![of(0.0), of(1.0), of(2.0)]), "odd rows");
     // Qwen3-VL-MoE has columns first in some files, and rows first in others.
     let either = Take::EACH_EXPERT.transposed_where(|_, [rows, _]| rows == 2);
     let turned = |expert: f32| [0.0, 2.0, 1.0, 3.0].map(|it| 4.0 * expert + it).to_vec();
