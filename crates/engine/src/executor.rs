@@ -53,8 +53,8 @@ pub trait Executor: Send {
     /// Gives the masks of a member's newest plan to the group, before another plan is submitted;
     /// returns at once. Every plan with masked rows has masks.
     fn masks(&mut self, member: usize, masks: &StepMasks);
-    /// Sends an order about an adapter to a member's hands, between any plans; returns at once. Only
-    /// hands that have places ([`Ready::lora_bytes`]) get it.
+    /// Sends an order about an adapter to a member's hands, between any plans; returns at once.
+    /// Only hands that have places ([`Ready::lora_bytes`]) get it.
     fn adapter(&mut self, _member: usize, _order: &AdapterOrder) {}
     /// True if the hands read payloads in the memory in which they were written. Otherwise each
     /// payload has to be [carried](Self::carry) before a plan names it. The answer is always the

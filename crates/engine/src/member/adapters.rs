@@ -40,8 +40,8 @@ impl Adapters {
     }
 
     /// Sends the orders that are due to the hand of a member. Without a hand they are dropped, and
-    /// the next one gets all adapters. `gone` drops an adapter that nobody needs, and is false while
-    /// somebody does.
+    /// the next one gets all adapters. `gone` drops an adapter that nobody needs, and is false
+    /// while somebody does.
     pub(crate) fn send(
         &mut self,
         member: usize,

@@ -1,5 +1,5 @@
-//! `adapter_config.json` of PEFT. Its tensors say what an adapter changes: the configuration has the
-//! factors, and is checked for what no hand computes.
+//! `adapter_config.json` of PEFT. Its tensors say what an adapter changes: the configuration has
+//! the factors, and is checked for what no hand computes.
 
 use serde_json::{Map, Value};
 

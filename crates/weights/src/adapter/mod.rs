@@ -1,8 +1,8 @@
-//! Adapters: low-rank matrices beside some of a model's (Hu et al. 2021), as PEFT and llama.cpp save
-//! them. Hands get a manifest of places in files, and have no rules for names.
+//! Adapters: low-rank matrices beside some of a model's (Hu et al. 2021), as PEFT and llama.cpp
+//! save them. Hands get a manifest of places in files, and have no rules for names.
 //!
-//! An adapter changes a module's product `W x` to `W x + B (A x) * scale`. Every tensor of its files
-//! has to find its module. Otherwise the base would answer under the adapter's name.
+//! An adapter changes a module's product `W x` to `W x + B (A x) * scale`. Every tensor of its
+//! files has to find its module. Otherwise the base would answer under the adapter's name.
 
 mod config;
 mod files;
@@ -68,8 +68,8 @@ struct Pair {
 }
 
 impl Adapter {
-    /// Reads and checks an adapter of a model: a folder as PEFT saves it, or a GGUF file. No rank is
-    /// above `most_rank`.
+    /// Reads and checks an adapter of a model: a folder as PEFT saves it, or a GGUF file. No rank
+    /// is above `most_rank`.
     ///
     /// # Errors
     /// The files can't be read, are of another model, or need something that no hand has.
