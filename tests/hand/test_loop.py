@@ -160,11 +160,16 @@ def test_from_hello_to_shutdown(tmp_path: Path, device: str) -> None:
             "graphs": 0,
             "blocks": "",
             "tokens_only": False,
+            "state_page_count": 0,
+            "state_bytes": 0,
+            # The compiled kernels below PyTorch's hand verify none.
+            "verifies_drafts": device != "cpu",
             # What others have not need not be said.
             **(
                 {
                     "tokens_a_row": 1,
-                    "verifies_drafts": True,
+                    "lora_bytes": 0,
+                    "lora_modules": [],
                     "tower_layers": 0,
                     "image_page_count": 0,
                     "image_page_tokens": 0,
