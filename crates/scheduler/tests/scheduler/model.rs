@@ -299,7 +299,7 @@ fn machines() -> impl Strategy<Value = SchedulerConfig> {
                 host,
                 sparse,
                 tower: tower.filter(|_| pages > 0),
-                // Some stories with places never end (docs/lora.md), so only those who ask tell them.
+                // Some stories with places never end (docs/lora.md): who asks tells them.
                 // Adapters of recurrent layers are refused.
                 places: if with_places() && states.is_none() { places } else { 0 },
                 states,

@@ -203,7 +203,7 @@ fn each_fault_of_states_is_found() {
     for fault in [Spoilt::NoLoad, Spoilt::LateSaves, Spoilt::MixedSaves, Spoilt::MixedLoads] {
         let mut runner = TestRunner::deterministic();
         let story = (recurrent(), 1..=2_usize, ops(&[], 0));
-        let found = (0..400).any(|_| {
+        let found = (0..4000).any(|_| {
             let tree = story.new_tree(&mut runner).expect("nothing is filtered");
             let (config, depth, ops) = tree.current();
             let spoilt = || Harness::new(config.clone(), depth).spoil(fault);
