@@ -26,6 +26,10 @@ impl Scheduler {
         let mut from = Bound::Unbounded;
         while *budget > 0 {
             if let Some(handle) = self.next_arrived(from, step) {
+                // It gets its slot where it gets a row too: not behind one that takes the budget.
+                if self.admit_before(self.roster[handle].key, &mut from, budget, step) {
+                    continue;
+                }
                 self.arrive(handle, step);
             }
             // Each is either done with its prefill and leaves the map, or takes all that is left of
@@ -35,13 +39,7 @@ impl Scheduler {
             let Some((&key, &handle)) = prefills.range((from, Bound::Unbounded)).next() else {
                 return;
             };
-            if self.goes_before(key)
-                && let Some(admitted) = self.admit_next(budget, step)
-            {
-                // It has its row.
-                if !matches!(from, Bound::Excluded(last) if last > admitted) {
-                    from = Bound::Excluded(admitted);
-                }
+            if self.admit_before(key, &mut from, budget, step) {
                 continue;
             }
             if passed.contains(&handle) {
@@ -63,6 +61,24 @@ impl Scheduler {
                 from = Bound::Excluded(key);
             }
         }
+    }
+
+    /// Admits the request whose turn it is, if it goes before `key`, and moves `from` behind its row.
+    fn admit_before(
+        &mut self,
+        key: Key,
+        from: &mut Bound<Key>,
+        budget: &mut u32,
+        step: &mut NewStep<'_>,
+    ) -> bool {
+        if !self.goes_before(key) {
+            return false;
+        }
+        let Some(admitted) = self.admit_next(budget, step) else { return false };
+        if !matches!(from, Bound::Excluded(last) if *last > admitted) {
+            *from = Bound::Excluded(admitted);
+        }
+        true
     }
 
     /// The most important request whose blocks have come back. It has to go before all in prefill

@@ -43,8 +43,15 @@ struct Place {
     users: u32,
     /// True if no further request may use it.
     vacated: bool,
-    /// The last step that may name the place.
+    /// The last step that may name the place; 0: none since its adapter came.
     last_step: u64,
+}
+
+impl Place {
+    /// True if a plan has named it since its adapter came.
+    fn was_named(&self) -> bool {
+        self.last_step > 0
+    }
 }
 
 /// The requests that wait for an adapter.
@@ -185,14 +192,16 @@ impl Places {
     }
 
     /// Chooses the place with the fewest running requests, unless half of the places are being
-    /// vacated.
+    /// vacated. A place that no plan has named since its adapter came is none of them: two adapters
+    /// would send each other away for ever, and no request of either would run.
     fn vacate(&mut self, running: impl Fn(u32) -> usize) -> Option<u32> {
         let vacated = self.places.iter().filter(|place| place.vacated).count();
         if vacated >= self.places.len().div_ceil(2) {
             return None;
         }
         let held = self.places.iter().enumerate().filter(|(_, place)| {
-            matches!(place.content, Content::Holds { .. }) && !place.vacated && place.users > 0
+            let holds = matches!(place.content, Content::Holds { .. });
+            holds && place.was_named() && !place.vacated && place.users > 0
         });
         let (at, _) = held.min_by_key(|&(at, _)| (running(at as u32), at))?;
         self.places[at].vacated = true;

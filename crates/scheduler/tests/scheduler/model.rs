@@ -74,7 +74,8 @@ pub(crate) struct Ask {
 impl Ask {
     fn request(&self, id: u64, config: &SchedulerConfig) -> Request {
         let encoder = config.pages == 0;
-        let adapter = self.adapter.filter(|_| config.places > 0);
+        // A probe is the server's own, and asks the base.
+        let adapter = self.adapter.filter(|_| config.places > 0 && !self.probe);
         // Keys and values of an adapter are no other's.
         let cache_salt = self.salt + adapter.map_or(0, |id| u64::from(id + 1) << 8);
         let hot = (config.pages * config.page_size).min(config.most_positions()) as usize;
@@ -279,6 +280,7 @@ fn machines() -> impl Strategy<Value = SchedulerConfig> {
             });
             let states = states.filter(|_| pages > 0 && sparse.is_none());
             let alone = sparse.is_some() || drafts.is_some() || states.is_some();
+            let adapted = tower.is_none() && sparse.is_none() && states.is_none();
             SchedulerConfig {
                 slots: max_running + spare,
                 max_running,
@@ -298,19 +300,14 @@ fn machines() -> impl Strategy<Value = SchedulerConfig> {
                 drafts,
                 host,
                 sparse,
-                tower: tower.filter(|_| pages > 0),
-                // Some stories with places never end (docs/lora.md): who asks tells them.
-                // Adapters of recurrent layers are refused.
-                places: if with_places() && states.is_none() { places } else { 0 },
+                // No model with a tower chooses the positions that it reads.
+                tower: tower.filter(|_| pages > 0 && sparse.is_none()),
+                // Adapters are refused with towers, sparse slots and recurrent layers.
+                places: if adapted { places } else { 0 },
                 states,
             }
         },
     )
-}
-
-/// True if stories have adapters too: `FOREBAY_PLACES` is set.
-fn with_places() -> bool {
-    std::env::var_os("FOREBAY_PLACES").is_some()
 }
 
 /// Machines with and without shares of a step.
