@@ -90,7 +90,7 @@ VISITS: dict[str, tuple[float, Sequence[Part]]] = {
         (
             Part("server", 100, _bench("server", 85, "server", "Qwen3-0.6B", "--profiles", "FOLDER")),
             Part("large", 70, _bench("large", 60, "ceilings steps", "Qwen3-8B")),
-            Part("operators", 40, _bench("operators", 30, "ceilings operators", "Qwen3-0.6B")),
+            Part("operators", 35, _bench("operators", 25, "ceilings operators", "Qwen3-0.6B")),
             Part(
                 "rest",
                 100,

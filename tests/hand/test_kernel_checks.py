@@ -78,10 +78,11 @@ def attend_rounded(
     scale: float,
     window: int = 0,
     cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     softmax = torch.Tensor.softmax
     with patch.object(torch.Tensor, "softmax", lambda scores, dim: softmax(scores, dim).bfloat16().float()):
-        return reference.attend(q, keys, values, rows, scale, window, cap)
+        return reference.attend(q, keys, values, rows, scale, window, cap, sinks)
 
 
 @pytest.mark.parametrize(

@@ -303,7 +303,7 @@ def test_what_has_no_kernel_is_not_quantised(family: str, architecture: str, mes
 
 
 def test_a_file_without_a_type_that_there_are_kernels_for(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="knows Q8_0, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, and no matrix"):
+    with pytest.raises(ValueError, match=r"knows Q8_0, Q4_0, .*, TQ2_0, and no matrix"):
         loaded(tiny(tmp_path / "model.gguf", {"": Q.F16}))
 
 

@@ -8,9 +8,11 @@ import triton.language as tl
 
 from forebay.gpu.interface import PagedRows
 from forebay.gpu.kernels.launch import dependents, launch
-from forebay.gpu.kernels.parts import MOST, Work, keep_part
+from forebay.gpu.kernels.parts import MOST, RECORD_WORDS, Work, keep_part
 from forebay.gpu.kernels.shape import Scoring, Shape
 from forebay.gpu.kernels.walk import walk
+
+_WORDS = tl.constexpr(RECORD_WORDS)
 
 
 @triton.jit(do_not_specialize=["null_page"])
@@ -55,7 +57,7 @@ def decodes_kernel(
 ):
     """One part of one row for a block of the query heads of one key head; grid: items of `Work`, key heads * blocks."""
     dependents(OVERLAP)
-    record = work + tl.program_id(0) * 8
+    record = work + tl.program_id(0) * _WORDS
     token = tl.load(record).to(tl.int64)
     slot = tl.load(record + 1).to(tl.int64)
     end = tl.load(record + 2)

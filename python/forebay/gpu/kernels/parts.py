@@ -20,7 +20,7 @@ from forebay.gpu.kernels.walk import beside_sinks, seen_from
 
 MOST = 32
 """The most parts of a row, which a join reads at once. A power of 2."""
-_WORDS = 8
+RECORD_WORDS = 8
 """Of a part: token or -1, slot, end of its row, its begin and end, parts of the row, cell of the first, its number."""
 _JOINS_ITSELF = 8
 """The most heads of a group whose last program joins the parts. With more, a kernel is faster."""
@@ -243,7 +243,7 @@ class Work:
     """The parts of a step's rows, and memory for what their programs find."""
 
     items: int
-    records: torch.Tensor  # int32 [items, _WORDS]
+    records: torch.Tensor  # int32 [items, RECORD_WORDS]
     at: torch.Tensor  # int32 [2, rows + 1]: the parts before each row, and those of rows with several
     counts: torch.Tensor  # int32 [items * blocks]: programs of a row that are done, 0 between launches
     sums: torch.Tensor  # float32 [cells, heads, dim]
@@ -275,13 +275,13 @@ class Work:
         def empty(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.empty(size, dtype=dtype, device=device)
 
-        records, at, counts = empty(items, _WORDS), empty(2, count + 1), empty(cells * blocks)
+        records, at, counts = empty(items, RECORD_WORDS), empty(2, count + 1), empty(cells * blocks)
         launch(
             divide_kernel,
             (1,),
             *(records, at, counts, rows.slots, rows.ends, rows.first),
             *(count, items, cells * blocks, programs, count.bit_length()),
-            WORDS=_WORDS,
+            WORDS=RECORD_WORDS,
             MOST=MOST,
             WINDOW=window,
             TILE=tiles.tile,
