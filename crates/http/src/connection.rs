@@ -1,5 +1,6 @@
 //! One connection: its requests, answered one after the other, and its end.
 
+use std::convert::Infallible;
 use std::future::poll_fn;
 use std::io::{self, IoSlice};
 use std::pin::{Pin, pin};
@@ -9,12 +10,12 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::body::{Body, Bytes, HttpBody};
-use axum::http::{Request, Response};
+use axum::http::Request;
 use hyper::body::{Frame, Incoming, SizeHint};
 use hyper::server::conn::http1;
+use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::Watcher;
-use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::timeout;
 use tower::ServiceExt;
@@ -25,6 +26,7 @@ use crate::places::Seat;
 use crate::socket::Socket;
 use crate::stall::Stalling;
 use crate::tls::Tls;
+use crate::unread;
 
 /// The state that all connections of a listener share.
 #[derive(Debug, Clone)]
@@ -83,28 +85,31 @@ async fn answer(
     seat: &Arc<Seat>,
     watcher: Watcher,
 ) {
-    let (line, begun, ended) = (line.cloned(), Arc::clone(seat), Arc::clone(seat));
-    let service = setup
-        .router
-        .clone()
-        .map_request(move |mut request: Request<Incoming>| {
-            begun.begin();
-            let extensions = request.extensions_mut();
-            extensions.insert(remote);
-            if let Some(line) = &line {
-                extensions.insert(Arc::clone(line));
-            }
-            request
-        })
-        .map_response(move |response: Response<Body>| {
-            response.map(|body| Answer { body, seat: Arc::clone(&ended) })
-        });
+    let (line, answering) = (line.cloned(), Arc::clone(seat));
+    let (router, patience) = (setup.router.clone(), setup.header_timeout);
+    let service = service_fn(move |mut request: Request<Incoming>| {
+        answering.begin();
+        let extensions = request.extensions_mut();
+        extensions.insert(remote);
+        if let Some(line) = &line {
+            extensions.insert(Arc::clone(line));
+        }
+        let (router, seat) = (router.clone(), Arc::clone(&answering));
+        async move {
+            let respond = async |request| {
+                let Ok(response) = router.oneshot(request).await;
+                response
+            };
+            let response = unread::answer(respond, request, patience).await;
+            Ok::<_, Infallible>(response.map(|body| Answer { body, seat }))
+        }
+    });
     let io = TokioIo::new(Watched { io, seat: Arc::clone(seat) });
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(setup.header_timeout)
         .keep_alive(setup.keep_alive)
-        .serve_connection(io, TowerToHyperService::new(service));
+        .serve_connection(io, service);
     if let Err(error) = watcher.watch(connection).await {
         tracing::debug!(%error, "a connection ended early");
     }

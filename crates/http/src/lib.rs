@@ -31,6 +31,7 @@ mod socket;
 mod stall;
 mod thread;
 mod tls;
+mod unread;
 
 pub use budget::{ByteBudget, Charge};
 pub use client::{ClientId, Clients, HasClients, KeyId, Remote, TrustedProxies};
@@ -43,3 +44,4 @@ pub use line::{Line, LineIo, Written};
 pub use socket::{Listener, Socket};
 pub use thread::ListenerThread;
 pub use tls::Tls;
+pub use unread::{RequestBody, answer};

@@ -98,6 +98,7 @@ pub(crate) fn weights(
         weight_map: BTreeMap<String, String>,
     }
     let Some(index) = index else { return safetensors(names) };
+    let index = index.strip_prefix("\u{feff}".as_bytes()).unwrap_or(index);
     let index: Index = serde_json::from_slice(index).map_err(|error| {
         HubError::Repository(format!("{INDEX} of {repository} is no index of shards: {error}"))
     })?;
@@ -306,6 +307,8 @@ mod tests {
             names("a.safetensors b.safetensors model.safetensors.index.json extra.safetensors");
         let index = br#"{"weight_map": {"x": "b.safetensors", "y": "a.safetensors", "z": "a.safetensors"}}"#;
         assert_eq!(weights("r", &all, Some(index)).unwrap(), ["a.safetensors", "b.safetensors"]);
+        let marked = [b"\xef\xbb\xbf", &index[..]].concat();
+        assert_eq!(weights("r", &all, Some(&marked)).unwrap(), ["a.safetensors", "b.safetensors"]);
         for (index, expected) in [
             (r#"{"weight_map": {"x": "c.safetensors"}}"#, "lacks c.safetensors of"),
             (r#"{"weight_map": {"x": "../../.ssh/id"}}"#, "lacks ../../.ssh/id of"),

@@ -5,8 +5,9 @@ use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use forebay_api::{ApiError, Inflater};
+use forebay_http::RequestBody;
 use http_body_util::BodyExt;
-use hyper::body::{Body, Incoming};
+use hyper::body::Body;
 use memchr::memmem;
 use tokio::time::timeout;
 
@@ -16,9 +17,6 @@ use crate::budget::{Budget, Held};
 /// than others.
 const FIRST_PIECE: usize = 4 << 10;
 const LARGEST_PIECE: usize = 256 << 10;
-/// The time for which a refused body is read and dropped, so that a client that is still sending
-/// can read the answer.
-const LINGER: Duration = Duration::from_secs(5);
 /// Fields, one of which a body has to have if it is larger than JSON may be: embeddings, and images
 /// in the words of each API. A backend looks closer.
 const LARGE: [&[u8]; 6] = [
@@ -156,27 +154,21 @@ impl Arriving {
 /// Reads a body that has to arrive within `time`. A compressed one is inflated, and its limits are
 /// those of what it becomes.
 pub(crate) async fn collect(
-    (mut body, inflater): (Incoming, Option<Inflater>),
+    (mut body, inflater): (RequestBody, Option<Inflater>),
     limits: BodyLimits,
     budget: &Arc<Budget>,
     time: Duration,
 ) -> Result<(Bytes, Held), ApiError> {
     let late = ApiError::BodyTimeout { seconds: time.as_secs() };
-    let result = if body.size_hint().lower() > limits.whole as u64 {
-        Err(ApiError::BodyTooLarge { limit: limits.whole, flag: "--max-payload-size" })
-    } else {
-        let read = read(&mut body, inflater, Arriving::new(limits, budget));
-        timeout(time, read).await.unwrap_or(Err(late))
-    };
-    if matches!(result, Err(ApiError::BodyTooLarge { .. } | ApiError::Overloaded { .. })) {
-        let discard = async move { while let Some(Ok(_)) = body.frame().await {} };
-        tokio::spawn(timeout(LINGER, discard));
+    if body.size_hint().lower() > limits.whole as u64 {
+        return Err(ApiError::BodyTooLarge { limit: limits.whole, flag: "--max-payload-size" });
     }
-    result
+    let read = read(&mut body, inflater, Arriving::new(limits, budget));
+    timeout(time, read).await.unwrap_or(Err(late))
 }
 
 async fn read(
-    body: &mut Incoming,
+    body: &mut RequestBody,
     mut inflater: Option<Inflater>,
     mut arriving: Arriving,
 ) -> Result<(Bytes, Held), ApiError> {

@@ -262,7 +262,10 @@ fn connection(
     let worker = Arc::clone(worker);
     let service = service_fn(move |request| {
         let worker = Arc::clone(&worker);
-        async move { Ok::<_, Infallible>(answer(worker, request, address).await) }
+        async move {
+            let respond = |request| answer(worker, request, address);
+            Ok::<_, Infallible>(forebay_http::answer(respond, request, header_timeout).await)
+        }
     });
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())

@@ -11,12 +11,12 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use forebay_api::peer::DEATHS_HEADER;
 use forebay_api::{ApiError, Inflater, RegistrationRequest, parse_request};
-use forebay_http::Keys;
+use forebay_http::{Keys, RequestBody};
 use forebay_webui::{FeedBody, page};
 use http::header::{CONTENT_ENCODING, CONTENT_TYPE, RETRY_AFTER};
 use http::{HeaderValue, Method, Request, Response, StatusCode};
 use http_body_util::Full;
-use hyper::body::{Body, Frame, Incoming, SizeHint};
+use hyper::body::{Body, Frame, SizeHint};
 use serde::Serialize;
 use serde_json::json;
 
@@ -123,7 +123,7 @@ impl Body for Answer {
 /// Answers a request.
 pub(crate) async fn answer(
     worker: Arc<Worker>,
-    request: Request<Incoming>,
+    request: Request<RequestBody>,
     address: IpAddr,
 ) -> Response<Answer> {
     let access = &worker.shared.config.access;
@@ -198,7 +198,7 @@ fn route<B>(request: &Request<B>) -> Result<Route, ApiError> {
 
 async fn pass_on(
     worker: &Arc<Worker>,
-    request: Request<Incoming>,
+    request: Request<RequestBody>,
     address: IpAddr,
 ) -> Result<Response<Answer>, ApiError> {
     let shared = &worker.shared;
@@ -241,7 +241,7 @@ async fn pass_on(
 async fn own_answer(
     worker: &Arc<Worker>,
     own: Own,
-    request: Request<Incoming>,
+    request: Request<RequestBody>,
 ) -> Result<Response<Answer>, ApiError> {
     let shared = &worker.shared;
     if matches!(own, Own::Loads | Own::Metrics | Own::Backends | Own::Live) {
@@ -301,7 +301,7 @@ fn health(shared: &Shared) -> Result<Response<Answer>, ApiError> {
 /// The backend that a request with the key of backends names, and the time for which it is known.
 async fn registration(
     shared: &Shared,
-    request: Request<Incoming>,
+    request: Request<RequestBody>,
 ) -> Result<(BackendUrl, Option<f64>), ApiError> {
     let Some(key) = &shared.config.sources.registration_key else {
         return Err(unknown(&request));

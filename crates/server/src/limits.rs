@@ -24,9 +24,6 @@ use crate::intake::body::{BodyLimit, Pieces};
 use crate::intake::turns::{Pace, Turn, Turns, Verdict};
 use crate::state::Shared;
 
-/// The time for which a refused body is read and dropped, so that a client that is still sending
-/// can read the answer.
-const LINGER: Duration = Duration::from_secs(5);
 /// Bytes of a body that are charged before they come, and a part of what has come. Who declares a
 /// large body and sends little of it holds little.
 const STEP: usize = 16 << 10;
@@ -119,23 +116,12 @@ pub(crate) async fn collect(
     };
     // A declared length over the limit is refused before anything is read.
     let declared = body.size_hint().lower();
-    let result = if declared > limit.most as u64 {
-        Err(limit.error(limit.most))
-    } else {
-        let expired = ApiError::BodyTimeout { seconds: time.as_secs() };
-        let read = read_frames(&mut body, client, limit, turns, charge);
-        timeout(time, read).await.unwrap_or(Err(expired))
-    };
-    let is_refused = matches!(
-        result,
-        Err(ApiError::BodyTooLarge { .. }
-            | ApiError::RequestTooLarge { .. }
-            | ApiError::Overloaded { .. })
-    );
-    if is_refused {
-        tokio::spawn(async move { timeout(LINGER, discard(body)).await });
+    if declared > limit.most as u64 {
+        return Err(limit.error(limit.most));
     }
-    result
+    let expired = ApiError::BodyTimeout { seconds: time.as_secs() };
+    let read = read_frames(&mut body, client, limit, turns, charge);
+    timeout(time, read).await.unwrap_or(Err(expired))
 }
 
 async fn read_frames(
@@ -200,10 +186,6 @@ fn broken(error: axum::Error) -> ApiError {
         Ok(error) => *error,
         Err(error) => ApiError::BrokenBody { reason: error.to_string() },
     }
-}
-
-async fn discard(mut body: Body) {
-    while let Some(Ok(_)) = body.frame().await {}
 }
 
 #[cfg(test)]

@@ -61,6 +61,28 @@ impl TestServer {
 }
 
 #[tokio::test]
+async fn a_refusal_of_an_unread_body_keeps_its_connection_or_says_that_it_does_not() {
+    let server = TestServer::start(None, |_| {}).await;
+    let mut stream = server.tcp().await;
+    for _ in 0..3 {
+        stream
+            .write_all(b"POST /none HTTP/1.1\r\nhost: x\r\ncontent-length: 60000\r\n\r\n")
+            .await
+            .unwrap();
+        let answer = head(&mut stream, &[b'x'; 60_000]).await;
+        assert!(answer.starts_with("HTTP/1.1 404"), "{answer}");
+        assert!(!answer.contains("connection: close"), "{answer}");
+        let body = answer.split_once("content-length: ").unwrap().1.lines().next().unwrap();
+        let body: usize = body.parse().unwrap();
+        let (_, begun) = answer.split_once("\r\n\r\n").unwrap();
+        stream.read_exact(&mut vec![0; body - begun.len()]).await.unwrap();
+    }
+    let long = b"POST /none HTTP/1.1\r\nhost: x\r\ncontent-length: 5000000\r\n\r\n";
+    let answer = head(&mut stream, long).await;
+    assert!(answer.contains("connection: close"), "{answer}");
+}
+
+#[tokio::test]
 async fn the_longest_idle_connection_makes_room() {
     let server = TestServer::start(None, |config| config.max_connections = 3).await;
     // In each state that counts as idle: nothing sent, a part of a head, waiting for the next
