@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use forebay_protocol::{AdapterOrder, Ready, StepMasks, StepPlan, StepResult};
+use serde_json::Value;
 
 use crate::payload::{Payload, There};
 
@@ -47,6 +48,11 @@ pub trait Executor: Send {
     /// Has the next group take so many pages in each tier, which is fewer than the last one took.
     /// A group whose pages are not in the host's memory keeps their number.
     fn limit_pages(&mut self, _pages: u32, _host_pages: u32) {}
+    /// Has the next group compute with another model of the same shape, as its configuration
+    /// describes it. Gives the last one. Called while the group is stopped.
+    fn replace_model(&mut self, model: Value) -> Value {
+        model
+    }
     /// Gives the plans of a step to the group, one for each member of the engine, which have its
     /// number; returns at once. The next wait reports a failure as [`Signal::Died`].
     fn submit(&mut self, plans: &[StepPlan]);

@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 use crate::clock::Clock;
 use crate::executor::Wake;
 use crate::journal::{Journal, Moment, Since, StepNote};
-use crate::member::Carried;
+use crate::member::{Carried, PauseMode, PauseReply, Reload};
 use crate::picture::Placed;
 use crate::types::{Arrival, EngineRequest, Facts, Orphan, RequestId, Stats, Status, SubmitError};
 use crate::waiting::{Place, Waiting};
@@ -37,6 +37,9 @@ pub(crate) enum Order {
     Carried(Carried),
     Adapter(AdapterOrder),
     FlushCache(Box<dyn FnOnce(bool) + Send>),
+    Pause(PauseMode, PauseReply),
+    Resume,
+    Reload(Reload),
     Run(Box<dyn FnOnce() + Send>),
     Look(Box<dyn FnOnce(Vec<RequestView>) + Send>),
     Stop,
@@ -150,6 +153,23 @@ impl EngineHandle {
     /// kept some.
     pub fn flush_cache(&self, reply: Box<dyn FnOnce(bool) + Send>) {
         self.order(Order::FlushCache(reply));
+    }
+
+    /// Has the engine make no more plans until [`Self::resume`]; requests that come meanwhile wait.
+    /// `reply` gets the number of its requests once no step is in flight.
+    pub fn pause(&self, mode: PauseMode, reply: PauseReply) {
+        self.order(Order::Pause(mode, reply));
+    }
+
+    /// Ends a pause.
+    pub fn resume(&self) {
+        self.order(Order::Resume);
+    }
+
+    /// Has the hand start again with other weights. Requests go on from the tokens that they have,
+    /// and are computed anew; nothing is cached of the old weights.
+    pub fn reload(&self, reload: Reload) {
+        self.order(Order::Reload(reload));
     }
 
     /// Has the engine thread do `work` between two steps. Everything waits meanwhile. Benchmarks

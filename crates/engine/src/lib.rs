@@ -94,7 +94,7 @@ pub use forebay_scheduler::{
 };
 pub use handle::{EngineHandle, Size};
 pub use journal::{Journal, KEPT_MOMENTS, KEPT_STEPS, Moment, Notes, Since, StepNote, What};
-pub use member::MOST_VIEWS;
+pub use member::{MOST_VIEWS, PauseMode, PauseReply, Reload, ReloadReply};
 pub use payload::{Embeds, Payload, Payloads, There};
 pub use picture::{Picture, PictureError, Placed, Placement};
 pub use thread::{Engine, EngineThread, Hooks};

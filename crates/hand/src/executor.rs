@@ -17,6 +17,7 @@ use forebay_protocol::{
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{MemfdFlags, memfd_create};
+use serde_json::Value;
 use tracing::debug;
 
 use crate::arena::{Arena, Region};
@@ -479,6 +480,10 @@ impl Executor for HandExecutor {
                 self.host = Some(memory);
             }
         }
+    }
+
+    fn replace_model(&mut self, model: Value) -> Value {
+        std::mem::replace(&mut self.spec.config.model, model)
     }
 
     fn submit(&mut self, plans: &[StepPlan]) {

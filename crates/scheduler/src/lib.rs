@@ -258,6 +258,14 @@ impl Scheduler {
         debug_assert!(self.memory.fits(positions), "a request alone fits into the pool");
     }
 
+    /// Forgets all blocks of all tiers, because the next hand computes others for the same tokens.
+    /// The caller has called [`Self::reset`] or its like.
+    pub fn forget_blocks(&mut self) {
+        debug_assert!(self.in_flight() == 0 && self.roster.residents.is_empty(), "it was reset");
+        self.memory.forget();
+        self.turns.unblock();
+    }
+
     /// Goes on with another number of pages in each tier and of state pages, because the hand came
     /// back with so many.
     /// All blocks are forgotten. The caller has called [`Self::reset`] or its like. Each live

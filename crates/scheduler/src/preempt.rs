@@ -13,6 +13,14 @@ impl Scheduler {
         self.send_back(handle, events);
     }
 
+    /// Preempts all residents. No step may be in flight, so their pages can be flushed at once.
+    pub fn preempt_all(&mut self, events: &mut Vec<Event>) {
+        debug_assert!(self.in_flight() == 0, "a step would write pages of nobody");
+        let residents: Vec<Handle> = self.roster.residents.values().copied().collect();
+        residents.into_iter().for_each(|handle| self.preempt(handle, events));
+        self.turns.unblock();
+    }
+
     /// Preempts the requests that wait for a copy which failed. They compute the missing blocks.
     pub(crate) fn preempt_waiters(&mut self, ticket: u32, events: &mut Vec<Event>) {
         let waits = |&handle: &Handle| {

@@ -59,6 +59,7 @@ mod state;
 mod store;
 mod submission;
 mod text;
+mod weights;
 mod wire;
 
 pub use adapters::{AdapterFiles, AdapterReader, AdapterSettings, check_adapter_name};
@@ -81,3 +82,4 @@ pub use reserve::HealthThread;
 pub use serve::{AnyServer, serve};
 pub use state::{AppState, CommonParts, ServerParts};
 pub use store::StoreConfig;
+pub use weights::{WeightReader, WeightSettings};

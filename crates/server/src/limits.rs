@@ -91,6 +91,24 @@ pub(crate) async fn whole(upload: Upload, state: &Shared) -> Result<(Bytes, Char
     Ok((pieces.join(), charge))
 }
 
+/// The largest number of bytes of a body of an administrator's order.
+const SMALL_BYTES: usize = 16 << 10;
+
+/// Reads the body of an administrator's order. An empty one has no field.
+pub(crate) async fn small<T: DeserializeOwned>(
+    state: &Shared,
+    upload: Upload,
+) -> Result<T, ApiError> {
+    let (body, _charge) = whole(upload, state).await?;
+    if body.len() > SMALL_BYTES {
+        let reason = format!("the body has {} bytes, and {SMALL_BYTES} at most", body.len());
+        return Err(ApiError::invalid("body", reason));
+    }
+    let body = if body.is_empty() { b"{}" } else { &body[..] };
+    serde_json::from_slice(body)
+        .map_err(|error| ApiError::invalid("body", format!("the body: {error}")))
+}
+
 /// The parameters of a URL, after its `?`.
 pub(crate) fn query<T: DeserializeOwned>(uri: &Uri) -> Result<T, ApiError> {
     match Query::try_from_uri(uri) {

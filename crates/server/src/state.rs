@@ -12,6 +12,7 @@ use crate::loaded::Loaded;
 use crate::peers::book::Book;
 use crate::peers::log::BlockLog;
 use crate::store::Store;
+use crate::weights::{WeightSettings, Weights};
 use forebay_api::limits::{SHOWN_BYTES, cut};
 use forebay_api::{ApiError, Limits};
 use forebay_batches::BatchStore;
@@ -49,6 +50,8 @@ pub struct ServerParts {
     pub batches: Option<Arc<BatchStore>>,
     /// The adapters; `None`: requests name none.
     pub adapters: Option<AdapterSettings>,
+    /// The weights, where hands can load others.
+    pub weights: Option<WeightSettings>,
     /// The parts that it shares with other models of the process; `None`: it is the only one.
     pub common: Option<CommonParts>,
 }
@@ -121,6 +124,7 @@ pub(crate) struct Inner {
     /// The store of files and batches; `None`: none are kept.
     pub(crate) batches: Option<Arc<BatchStore>>,
     pub(crate) adapters: Option<Adapters>,
+    pub(crate) weights: Arc<Weights>,
     next_id: AtomicU64,
 }
 
@@ -130,6 +134,7 @@ impl AppState {
         let ServerParts { config, info, guard, log_lines_dropped, model, engine, adapters, .. } =
             parts;
         let ServerParts { text, intake, egress, metrics, blocks, common, batches, .. } = parts;
+        let weights = Weights::new(parts.weights, Arc::clone(&engine));
         let adapters = adapters.map(|settings| Adapters::new(settings, Arc::clone(&engine)));
         let own = || {
             let bytes = config.max_request_bytes_in_flight.saturating_sub(intake.pixel_bytes());
@@ -157,6 +162,7 @@ impl AppState {
             blocks,
             batches,
             adapters,
+            weights,
             next_id: AtomicU64::new(1),
         };
         Self(Arc::new(inner))

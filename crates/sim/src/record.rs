@@ -9,6 +9,7 @@ use crossbeam_channel::{Receiver, Sender, TrySendError, bounded};
 use forebay_engine::{Executor, Payload, Signal, There, Wake};
 use forebay_protocol::{AdapterOrder, StepMasks, StepPlan, StepTiming};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use tracing::{error, info};
 
 use crate::load::StepLoad;
@@ -89,6 +90,10 @@ impl Executor for Recorder {
 
     fn limit_pages(&mut self, pages: u32, host_pages: u32) {
         self.inner.limit_pages(pages, host_pages);
+    }
+
+    fn replace_model(&mut self, model: Value) -> Value {
+        self.inner.replace_model(model)
     }
 
     fn masks(&mut self, member: usize, masks: &StepMasks) {

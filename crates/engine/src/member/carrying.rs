@@ -38,6 +38,12 @@ impl Carrying {
         self.due.clear();
     }
 
+    /// True if a payload of the request is on its way, or will be.
+    pub(crate) fn brings(&self, request: u64) -> bool {
+        let is_due = |cargo: &Cargo| matches!(cargo, Cargo::Of(id) if *id == request);
+        self.left.contains_key(&request) || self.due.iter().any(is_due)
+    }
+
     /// The request is here no more.
     pub(crate) fn forget(&mut self, request: u64) {
         self.left.remove(&request);
@@ -126,6 +132,9 @@ impl Member {
                 *left -= 1;
                 if *left == 0 {
                     self.carrying.left.remove(&request);
+                    if self.pause.as_ref().is_some_and(|pause| pause.has_kept_back(request)) {
+                        return;
+                    }
                     self.scheduler.iter_mut().for_each(|scheduler| _ = scheduler.release(request));
                 }
             }

@@ -110,6 +110,7 @@ impl Member {
         self.arriving.remove(&id);
         self.payloads.retire(id, (self.in_flight() > 0).then_some(self.last_step));
         self.carrying.forget(id);
+        self.pause.iter_mut().for_each(|pause| pause.forget(id));
         self.constrained.forget(id);
         self.pictures.give(id);
         let id = RequestId(id);
@@ -135,6 +136,11 @@ impl Member {
     /// Ends every request: because the hand does not come back, or because the engine stops.
     pub(crate) fn end_all(&mut self) {
         let finish = self.failure().unwrap_or(FinishReason::Abort);
+        self.end_each(&finish);
+    }
+
+    /// Ends every request for the same reason.
+    pub(super) fn end_each(&mut self, finish: &FinishReason) {
         let Some(scheduler) = self.scheduler.as_mut() else {
             return;
         };

@@ -22,6 +22,8 @@ pub(crate) enum Cause {
     Copies,
     /// Memory ran out.
     Memory,
+    /// It was stopped, to start again with other weights.
+    Weights,
 }
 
 /// The pages of a hand, and the fewest with which every request that may be there can be computed.
@@ -162,7 +164,7 @@ impl Member {
     pub(crate) fn hand_died(&mut self, was_up: bool, cause: Cause) {
         self.copying_us = None;
         self.arriving.clear();
-        self.stats.deaths += 1;
+        self.stats.deaths += u64::from(cause != Cause::Weights);
         self.stats.memory_kills += u64::from(cause == Cause::Memory);
         self.payloads.hand_died();
         self.notes.hand_died();
@@ -174,8 +176,8 @@ impl Member {
                     scheduler.reset_for_copies();
                     Vec::new()
                 }
-                Cause::Memory => {
-                    scheduler.reset_for_memory();
+                Cause::Memory | Cause::Weights => {
+                    scheduler.reset_without_blame();
                     Vec::new()
                 }
             };
@@ -183,6 +185,11 @@ impl Member {
                 error!(request = id, "a request brought the hand down twice");
                 self.end(id, FinishReason::Error(RequestError::Poisoned));
             }
+        }
+        if cause == Cause::Weights
+            && let Some(scheduler) = self.scheduler.as_mut()
+        {
+            scheduler.forget_blocks();
         }
         self.hold_embedded();
     }

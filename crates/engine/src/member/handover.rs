@@ -64,6 +64,7 @@ impl Member {
     fn orphan(&mut self, request: Request) -> Orphan {
         let id = request.id;
         self.carrying.forget(id);
+        self.pause.iter_mut().for_each(|pause| pause.forget(id));
         Orphan {
             queued: self.forget_arrival(id),
             admission: self.admissions.remove(&id),

@@ -6,6 +6,7 @@ mod constrained;
 mod events;
 mod hand;
 mod handover;
+mod pausing;
 mod pictures;
 mod queue;
 
@@ -24,6 +25,8 @@ use crate::member::adapters::Adapters;
 pub(crate) use crate::member::carrying::{Carried, Carrying};
 pub(crate) use crate::member::constrained::Constrained;
 pub(crate) use crate::member::hand::{Cause, Pool};
+use crate::member::pausing::Pause;
+pub use crate::member::pausing::{PauseMode, PauseReply, Reload, ReloadReply};
 use crate::member::pictures::Pictures;
 pub use crate::member::queue::MOST_VIEWS;
 use crate::payload::Held;
@@ -80,6 +83,10 @@ pub(crate) struct Member {
     pictures: Pictures,
     carrying: Carrying,
     pub(crate) adapters: Adapters,
+    /// `None`: plans are made.
+    pause: Option<Pause>,
+    /// Orders of other weights that the owner has not taken yet.
+    pub(crate) reloads: Vec<Reload>,
     /// The constraints on their tokens.
     constrained: Constrained,
     /// The last step that was handed over.
@@ -123,6 +130,8 @@ impl Member {
             pictures: Pictures::default(),
             carrying,
             adapters: Adapters::default(),
+            pause: None,
+            reloads: Vec::new(),
             constrained,
             last_step: 0,
             stats: HandStats::default(),
@@ -170,6 +179,9 @@ impl Member {
                 Order::FlushCache(reply) => {
                     reply(self.scheduler.as_mut().is_none_or(Scheduler::flush_cache));
                 }
+                Order::Pause(mode, reply) => self.begin_pause(mode, reply),
+                Order::Resume => self.end_pause(),
+                Order::Reload(reload) => self.reloads.push(reload),
                 Order::Run(work) => work(),
                 Order::Look(reply) => reply(self.look()),
                 Order::Stop => {
@@ -186,7 +198,8 @@ impl Member {
     fn enter(&mut self, entering: EngineRequest) {
         let EngineRequest { mut request, payloads, pictures, constraint, .. } = entering;
         request.masked = constraint.is_some();
-        let has_to_wait = self.has_to_wait(&payloads);
+        let is_carried = self.has_to_wait(&payloads);
+        let is_kept_back = self.pause.as_mut().is_some_and(|pause| pause.keeps_back(request.id));
         if self.scheduler.is_none() {
             let reason = "it is still starting".into();
             let finish = FinishReason::Error(RequestError::HandFailed(reason));
@@ -205,12 +218,12 @@ impl Member {
         }
         let Some(scheduler) = self.scheduler.as_mut() else { return };
         let (id, client) = (request.id, request.client);
-        request.held = has_to_wait;
+        request.held = is_carried || is_kept_back;
         self.payloads.hold(id, payloads);
         self.pictures.hold(id, pictures);
         self.constrained.hold(id, client, constraint);
         scheduler.submit(request);
-        if has_to_wait {
+        if is_carried {
             self.carry_for(id);
         }
     }
@@ -233,6 +246,9 @@ impl Member {
     /// Plans the next step; false: there is nothing to do.
     pub(crate) fn plan(&mut self, plan: &mut StepPlan) -> bool {
         let began = self.shared.clock.now_us();
+        if self.is_paused() {
+            return false;
+        }
         let planned = self
             .scheduler
             .as_mut()

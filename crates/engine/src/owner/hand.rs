@@ -99,6 +99,7 @@ impl Owner {
         self.loading_us = None;
         self.up = true;
         self.rested = true;
+        self.reloaded_now();
         // Whoever sees that it is ready may rely on its being in the set.
         for peers in self.members.iter().filter_map(|member| member.peers.as_ref()) {
             peers.up(true);
@@ -107,6 +108,9 @@ impl Owner {
     }
 
     pub(super) fn died(&mut self, reason: &str) {
+        if self.go_back(reason) {
+            return;
+        }
         let copies_hang = std::mem::take(&mut self.copies_hang);
         let computing = self.up && self.members.iter().any(Member::computes) && !copies_hang;
         self.lose_hand(if copies_hang { Cause::Copies } else { Cause::Requests });
@@ -117,6 +121,9 @@ impl Owner {
     /// The kernel has killed the hand, because memory ran out. No request is to blame. The hand
     /// comes back with fewer pages, or not at all if it can't do with fewer.
     pub(super) fn out_of_memory(&mut self, reason: &str) {
+        if self.go_back(reason) {
+            return;
+        }
         self.copies_hang = false;
         self.lose_hand(Cause::Memory);
         let now = self.clock.now_us();
@@ -165,7 +172,7 @@ impl Owner {
         Ok(format!("it comes back with {fewer} KV pages in place of {pages}{host}"))
     }
 
-    fn lose_hand(&mut self, cause: Cause) {
+    pub(super) fn lose_hand(&mut self, cause: Cause) {
         let was_up = std::mem::take(&mut self.up);
         self.loading_us = None;
         self.unchecked = true;
@@ -216,7 +223,7 @@ impl Owner {
         }
     }
 
-    fn say(&self, status: &Status) {
+    pub(super) fn say(&self, status: &Status) {
         for member in &self.members {
             status.clone_into(&mut member.shared.status.lock());
         }

@@ -6,6 +6,7 @@
 //! the same steps in flight, and what is true of one scheduler's steps is true of the group's.
 
 mod hand;
+mod reload;
 
 use std::sync::Arc;
 
@@ -15,6 +16,7 @@ use crate::clock::Clock;
 use crate::config::EngineConfig;
 use crate::executor::{Executor, Signal};
 use crate::member::Member;
+use crate::owner::reload::Reloading;
 use crate::recovery::Recovery;
 
 pub(crate) struct Owner {
@@ -32,6 +34,10 @@ pub(crate) struct Owner {
     /// The number of times that the hand got fewer pages because memory had run out.
     shrunk: u32,
     restart_at: Option<u64>,
+    /// The hand is to start again with other weights, or does.
+    reloading: Option<Reloading>,
+    /// The number of the last reload that succeeded.
+    reloaded: Option<u64>,
     /// The last time at which the hand showed life while it was starting.
     loading_us: Option<u64>,
     /// Neither this hand nor another one comes back.
@@ -66,6 +72,8 @@ impl Owner {
             recovery,
             shrunk: 0,
             restart_at: None,
+            reloading: None,
+            reloaded: None,
             loading_us: None,
             over: false,
             copies_hang: false,
@@ -80,8 +88,10 @@ impl Owner {
         self.start();
         while self.take_orders() {
             self.restart_if_due();
+            self.reload_if_due();
             self.members.iter_mut().for_each(Member::expire);
             self.feed();
+            self.members.iter_mut().for_each(Member::settle_pause);
             self.deliver();
             if self.over {
                 break;
@@ -109,7 +119,9 @@ impl Owner {
             let taken = self.members[at].take_orders();
             stopped |= taken.stopped;
             self.unchecked |= taken.any;
-            if taken.entered && !self.up && !stopped {
+            self.take_reloads(at);
+            // Other weights come soon, and requests wait for them.
+            if taken.entered && !self.up && !stopped && self.reloading.is_none() {
                 self.members[at].give_away(self.over);
             }
             let hand = self.up.then_some(&mut *self.executor);
@@ -130,7 +142,8 @@ impl Owner {
     /// Plans as far ahead as the lookahead allows.
     fn feed(&mut self) {
         let most = self.config.lookahead as usize + 1;
-        while self.up && self.in_flight() < most && self.plan_step() {
+        let plans = self.up && self.reloading.is_none();
+        while plans && self.in_flight() < most && self.plan_step() {
             let [first, ..] = &self.plans[..] else { return };
             let step = first.step();
             if self.in_flight() == 1 {

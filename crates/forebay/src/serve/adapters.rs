@@ -71,7 +71,7 @@ fn read(
 }
 
 /// True if no other machine reaches the server.
-fn is_local(flags: &ServeFlags) -> bool {
+pub(super) fn is_local(flags: &ServeFlags) -> bool {
     let host = flags.listen.host.as_str();
     let loopback = host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback());
     flags.listen.uds.is_some() || loopback || host == "localhost"

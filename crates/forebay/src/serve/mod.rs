@@ -9,6 +9,7 @@ mod outputs;
 mod planned;
 mod process;
 mod server;
+mod weights;
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -56,6 +57,7 @@ pub(crate) fn run(flags: &ServeFlags, arguments: &[OsString]) -> Result<()> {
         common: None,
         aliases: Vec::new(),
         adapters,
+        weights: weights::settings(flags, &python, &resolved),
     };
     let server = Server::new(name, &model, &resolved, language, outputs, &engines, surroundings)?;
     server.run(flags, listeners, &resolved, (engines, ended), &mut process)

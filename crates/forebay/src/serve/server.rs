@@ -10,7 +10,7 @@ use forebay_engine::Status;
 use forebay_replicas::Replicas;
 use forebay_server::{
     AdapterSettings, AppState, BatchConfig, BatchStore, CommonParts, Guard, HealthThread, Intake,
-    IntakeMode, ModelInfo, ServerParts,
+    IntakeMode, ModelInfo, ServerParts, WeightSettings,
 };
 use tokio::runtime::Runtime;
 use tracing::info;
@@ -39,6 +39,8 @@ pub(super) struct Surroundings {
     pub(super) aliases: Vec<String>,
     /// `None`: requests name no adapters.
     pub(super) adapters: Option<AdapterSettings>,
+    /// `None`: hands load no other weights.
+    pub(super) weights: Option<WeightSettings>,
 }
 
 /// The time that tasks have to end with their runtime.
@@ -64,7 +66,8 @@ impl Server {
         engines: &Engines,
         surroundings: Surroundings,
     ) -> Result<Self> {
-        let Surroundings { guard, log_lines_dropped, common, aliases, adapters } = surroundings;
+        let Surroundings { guard, log_lines_dropped, common, aliases, adapters, weights } =
+            surroundings;
         let images = resolved.images.as_ref();
         let info = ModelInfo {
             served_names: resolved.model.served_model_names.clone(),
@@ -111,6 +114,7 @@ impl Server {
             blocks: outputs.blocks,
             batches,
             adapters,
+            weights,
             common,
         })))
     }

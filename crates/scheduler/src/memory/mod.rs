@@ -130,12 +130,17 @@ impl Memory {
         if let Some(host) = &mut self.host {
             host.pages = host_pages;
         }
-        let mut tiers = self.empty_tiers();
-        tiers.go_on_from(&self.tiers);
-        self.tiers = tiers;
+        self.forget();
         if let Some(states) = &mut self.states {
             states.resize(state_pages);
         }
+    }
+
+    /// Forgets all blocks of all tiers. Nothing may be leased.
+    pub(crate) fn forget(&mut self) {
+        let mut tiers = self.empty_tiers();
+        tiers.go_on_from(&self.tiers);
+        self.tiers = tiers;
     }
 
     /// True if a request of so many positions has room when it runs alone.

@@ -3,7 +3,6 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::Arc;
 
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
@@ -12,12 +11,9 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use crate::adapters::{Adapters, check_adapter_name};
-use crate::limits::{Upload, whole};
+use crate::limits::{Upload, small};
 use crate::reply::{self, Failure};
 use crate::state::Shared;
-
-/// The largest number of bytes of a body.
-const BODY_BYTES: usize = 16 << 10;
 
 /// An adapter to load.
 #[derive(Deserialize, ToSchema)]
@@ -155,7 +151,7 @@ fn listed(state: &Shared) -> Response {
 }
 
 async fn load_one(state: &Shared, body: Upload) -> Result<String, ApiError> {
-    let LoadAdapter { lora_name, lora_path, load_inplace } = read(state, body).await?;
+    let LoadAdapter { lora_name, lora_path, load_inplace } = small(state, body).await?;
     let adapters = adapters(state)?;
     check_adapter_name(&lora_name).map_err(|reason| ApiError::invalid("lora_name", reason))?;
     if state.model.is_called(&lora_name) {
@@ -166,7 +162,7 @@ async fn load_one(state: &Shared, body: Upload) -> Result<String, ApiError> {
 }
 
 async fn unload_one(state: &Shared, body: Upload) -> Result<String, ApiError> {
-    let UnloadAdapter { lora_name } = read(state, body).await?;
+    let UnloadAdapter { lora_name } = small(state, body).await?;
     adapters(state)?.unload(&lora_name)?;
     Ok(lora_name)
 }
@@ -178,16 +174,6 @@ fn adapters(state: &Shared) -> Result<&Adapters, ApiError> {
     })
 }
 
-async fn read<T: for<'de> Deserialize<'de>>(state: &Shared, body: Upload) -> Result<T, ApiError> {
-    let (body, _charge) = whole(body, state).await?;
-    if body.len() > BODY_BYTES {
-        let reason = format!("the body has {} bytes, and {BODY_BYTES} at most", body.len());
-        return Err(ApiError::invalid("body", reason));
-    }
-    serde_json::from_slice(&body)
-        .map_err(|error| ApiError::invalid("body", format!("the body: {error}")))
-}
-
 /// Lets a request pass with a key of administrators, or where nobody else can reach the server.
 pub(super) async fn check_adapters(
     State(state): State<Shared>,
@@ -195,10 +181,25 @@ pub(super) async fn check_adapters(
     request: axum::extract::Request,
     next: axum::middleware::Next,
 ) -> Response {
-    let admin = !state.config.admin_keys.is_empty();
-    if admin || state.adapters.as_ref().is_none_or(Adapters::is_open) {
-        return super::layers::check_admin(State(Arc::clone(&state)), key, request, next).await;
+    let is_open = state.adapters.as_ref().is_none_or(Adapters::is_open);
+    check_operator(state, key, request, next, is_open, "adapters are loaded").await
+}
+
+/// Lets a request pass with a key of administrators. Where there is none, a server that is open to
+/// this machine alone needs none; `what` is done there.
+pub(super) async fn check_operator(
+    state: Shared,
+    key: forebay_http::KeyId,
+    request: axum::extract::Request,
+    next: axum::middleware::Next,
+    is_open: bool,
+    what: &str,
+) -> Response {
+    if is_open || !state.config.admin_keys.is_empty() {
+        return super::layers::check_admin(State(state), key, request, next).await;
     }
-    let reason = "adapters are loaded with a key of administrators: --admin-api-key; or where the server listens on this machine only".to_owned();
+    let reason = format!(
+        "{what} with a key of administrators: --admin-api-key; or where the server listens on this machine only"
+    );
     Failure(ApiError::Forbidden { reason, code: "admin_key_needed" }).into_response()
 }

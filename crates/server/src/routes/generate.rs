@@ -22,6 +22,7 @@ use crate::reply::Failure;
 use crate::sse;
 use crate::submission::Submission;
 use crate::text::{RequestText, encode_prompts};
+use crate::weights::WeightVersion;
 use crate::wire::Wire;
 
 /// Bytes that an event of a stream may always repeat: as much as a few thousand tokens.
@@ -68,7 +69,7 @@ pub(crate) async fn generate(
         .map(|generation| Arc::new(Terms::new(generation, &state.model.eos, limits)));
     let terms: Vec<Arc<Terms>> = terms.collect();
     let text = valid.text_in_logprobs.then(|| state.text.tokenizer());
-    let batch = Batch::new(valid.items, &terms, text, arrived);
+    let batch = Batch::new(valid.items, &terms, text, state.weights.version(), arrived);
     let Batch { prompts, terms, parts, shown, mut outputs, made } = batch;
     let most = Some(limits.context_length as usize);
     let mut files = images::read(&state, parts, limits, &charge).await?.into_iter();
@@ -137,11 +138,12 @@ struct Batch {
 
 impl Batch {
     /// `all` has the terms that items name, `text` writes tokens where they go with their
-    /// log-probabilities.
+    /// log-probabilities, and `weights` names those that answer.
     fn new(
         items: Vec<GenerateItem>,
         all: &[Arc<Terms>],
         text: Option<&Arc<Tokenizer>>,
+        weights: Option<&WeightVersion>,
         arrived: Instant,
     ) -> Self {
         let count = items.len();
@@ -168,6 +170,7 @@ impl Batch {
                 start: generation.prompt_logprobs.map(|tail| tail.first - 1),
                 first: 0,
                 told: Arc::default(),
+                weights: weights.cloned(),
                 sent: None,
             };
             batch.outputs.extend((0..generation.n).map(output));
@@ -209,6 +212,8 @@ struct Accumulated {
     start: Option<u32>,
     first: i32,
     told: Arc<PromptLogprobList>,
+    /// `None`: the weights never change.
+    weights: Option<WeightVersion>,
     /// The weight of the output at its last event.
     sent: Option<usize>,
 }
@@ -268,6 +273,7 @@ impl Accumulated {
                 completion_tokens: usage.completion_tokens,
                 cached_tokens: usage.prompt_tokens_details.map(|details| details.cached_tokens),
                 e2e_latency: self.arrived.elapsed().as_secs_f64(),
+                weight_version: self.weights.as_ref().map(|name| name.now().to_string()),
                 input_token_logprobs: self.start.map(input),
                 input_top_logprobs: self.start.filter(|_| has_input_top).map(input_top),
                 output_token_logprobs: self.with_logprobs.then(sampled),
@@ -358,6 +364,7 @@ mod tests {
             start: None,
             first: 0,
             told: Arc::new(of_prompt),
+            weights: None,
             sent: None,
         };
         let likely: Vec<Candidate> = (0..candidates).map(|id| (id, -1.0)).collect();

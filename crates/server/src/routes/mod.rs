@@ -23,6 +23,7 @@ mod responses;
 #[cfg(test)]
 mod scripted;
 mod tokenize;
+mod weights;
 mod wording;
 
 use axum::Router;
@@ -62,6 +63,16 @@ pub(crate) fn router(state: Shared) -> Router {
         .route("/load_lora_adapter", post(adapters::load_listed))
         .route("/unload_lora_adapter", post(adapters::unload_listed))
         .layer(from_fn_with_state(state.clone(), adapters::check_adapters));
+    let weights = Router::new()
+        .route("/pause", post(weights::pause))
+        .route("/resume", post(weights::resume))
+        .route("/is_paused", get(weights::is_paused))
+        .route("/pause_generation", post(weights::pause_generation))
+        .route("/continue_generation", post(weights::continue_generation))
+        .route("/update_weights_from_disk", post(weights::update))
+        .route("/update_weight_version", post(weights::rename))
+        .route("/get_weight_version", get(weights::name))
+        .layer(from_fn_with_state(state.clone(), weights::check_weights));
     let loads = Router::new()
         .route("/v1/loads", get(loads::loads))
         .layer(talk())
@@ -79,6 +90,7 @@ pub(crate) fn router(state: Shared) -> Router {
         .merge(stored.layer(from_fn(check_type)))
         .merge(admin.layer(from_fn(check_type)))
         .merge(adapters.layer(from_fn(check_type)))
+        .merge(weights.layer(from_fn(check_type)))
         .merge(loads)
         .merge(blocks)
         .merge(open())

@@ -607,6 +607,7 @@ impl TestServer {
             blocks: None,
             batches: None,
             adapters: if let ModelKind::Adapts(open) = kind { Some(adapters(open)) } else { None },
+            weights: None,
             common: None,
         });
         let (shutdown, stop) = oneshot::channel::<()>();

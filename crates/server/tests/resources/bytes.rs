@@ -148,9 +148,12 @@ async fn a_text_that_cannot_fit_is_not_tokenised() {
 
 /// Routes whose bodies have bounds of their own: a file goes to the disk as it comes, and a wish
 /// for a batch is small.
-const APART: [&str; 6] = [
+const APART: [&str; 9] = [
     "/load_lora_adapter",
+    "/pause_generation",
     "/unload_lora_adapter",
+    "/update_weight_version",
+    "/update_weights_from_disk",
     "/v1/batches",
     "/v1/files",
     "/v1/load_lora_adapter",

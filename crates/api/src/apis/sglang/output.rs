@@ -35,6 +35,9 @@ pub struct GenerateMeta {
     pub cached_tokens: Option<u32>,
     /// Seconds since the arrival of the request.
     pub e2e_latency: f64,
+    /// The name of the weights, where a server can load others.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub weight_version: Option<String>,
     /// One (log-probability, id, text) for each token of the prompt, from `logprob_start_len` on.
     /// The log-probability of the first one is null.
     #[serde(skip_serializing_if = "Option::is_none")]

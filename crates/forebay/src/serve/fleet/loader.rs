@@ -98,6 +98,8 @@ impl Loader {
             aliases: entry.aliases.clone(),
             // The command line was refused with any.
             adapters: None,
+            // Another model is another name here.
+            weights: None,
         };
         let language = language.clone();
         let server =

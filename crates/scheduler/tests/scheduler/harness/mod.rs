@@ -378,7 +378,7 @@ impl Harness {
     /// Memory runs out: nobody is suspected, and the next hand has so many pages in each tier.
     pub(crate) fn memory_runs_out(&mut self, pages: u32, host_pages: u32) {
         self.flights.clear();
-        self.scheduler.reset_for_memory();
+        self.scheduler.reset_without_blame();
         let state_pages = self.config.states.map_or(0, |states| states.pages);
         self.scheduler.resize(pages, host_pages, state_pages);
         self.was_reset = true;

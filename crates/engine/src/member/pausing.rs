@@ -1,0 +1,117 @@
+//! Pauses: no plans are made, and requests wait.
+//!
+//! The modes are those of vLLM's `/pause` and of SGLang's `/pause_generation`.
+
+use std::collections::BTreeSet;
+
+use serde_json::Value;
+
+use crate::member::Member;
+use crate::types::FinishReason;
+
+/// What becomes of the requests that are there when a pause begins.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PauseMode {
+    /// They are aborted.
+    Abort,
+    /// They are finished before the pause begins; others that come wait.
+    Wait,
+    /// They stay where they are, with their pages.
+    Keep,
+    /// Those that run wait for their turn again, without pages. Their blocks are cached.
+    Retract,
+}
+
+/// Gets the number of an engine's requests once it is paused. It is dropped if the engine ends, or
+/// if the pause does before it has begun.
+pub type PauseReply = Box<dyn FnOnce(usize) + Send>;
+
+/// Gets the outcome of a reload. The error says why the hand could not start with the weights. It
+/// has started again with the old ones.
+pub type ReloadReply = Box<dyn FnOnce(Result<(), String>) + Send>;
+
+/// An order of other weights.
+pub struct Reload {
+    /// A number that no other reload has. The members of a step group get the same.
+    pub id: u64,
+    /// The description of the model in the hand's configuration.
+    pub model: Value,
+    /// Called with the outcome.
+    pub reply: ReloadReply,
+}
+
+/// A pause that was asked for.
+pub(super) struct Pause {
+    mode: PauseMode,
+    /// No step is in flight, and none will be.
+    has_begun: bool,
+    replies: Vec<PauseReply>,
+    /// Requests that came while others were being finished.
+    kept_back: BTreeSet<u64>,
+}
+
+impl Pause {
+    /// True if a request that comes now has to wait for the end of the pause, because others are
+    /// being finished.
+    pub(super) fn keeps_back(&mut self, id: u64) -> bool {
+        self.mode == PauseMode::Wait && self.kept_back.insert(id)
+    }
+
+    pub(super) fn has_kept_back(&self, id: u64) -> bool {
+        self.kept_back.contains(&id)
+    }
+
+    pub(super) fn forget(&mut self, id: u64) {
+        self.kept_back.remove(&id);
+    }
+}
+
+impl Member {
+    pub(super) fn begin_pause(&mut self, mode: PauseMode, reply: PauseReply) {
+        if mode == PauseMode::Abort {
+            self.end_each(&FinishReason::Abort);
+        }
+        let (mut replies, kept_back) = match self.pause.take() {
+            Some(last) => (last.replies, last.kept_back),
+            None => Default::default(),
+        };
+        replies.push(reply);
+        self.pause = Some(Pause { mode, has_begun: false, replies, kept_back });
+    }
+
+    pub(super) fn end_pause(&mut self) {
+        let Some(pause) = self.pause.take() else { return };
+        for id in pause.kept_back {
+            if !self.carrying.brings(id)
+                && let Some(scheduler) = &mut self.scheduler
+            {
+                scheduler.release(id);
+            }
+        }
+    }
+
+    /// True if no plan may be made.
+    pub(crate) fn is_paused(&self) -> bool {
+        self.pause.as_ref().is_some_and(|pause| pause.has_begun || pause.mode != PauseMode::Wait)
+    }
+
+    /// Notes that a pause has begun, once no step is in flight.
+    pub(crate) fn settle_pause(&mut self) {
+        let in_flight = self.in_flight();
+        let Some(pause) = self.pause.as_mut().filter(|pause| !pause.has_begun) else { return };
+        let live = self.scheduler.as_ref().map_or(0, |scheduler| scheduler.live().count());
+        let finishes = pause.mode == PauseMode::Wait && live > pause.kept_back.len();
+        if in_flight > 0 || finishes {
+            return;
+        }
+        pause.has_begun = true;
+        let replies = std::mem::take(&mut pause.replies);
+        if pause.mode == PauseMode::Retract
+            && let Some(scheduler) = &mut self.scheduler
+        {
+            scheduler.preempt_all(&mut self.events);
+            self.take_events();
+        }
+        replies.into_iter().for_each(|reply| reply(live));
+    }
+}

@@ -1,0 +1,94 @@
+//! Other weights for a hand: it is stopped between two steps, and starts again with them.
+//!
+//! Every rank starts with one description of the model, so no rank has another's weights. A hand
+//! that dies before it is ready with the new ones comes back with the old.
+
+use serde_json::Value;
+use tracing::{error, info};
+
+use crate::member::{Cause, Reload, ReloadReply};
+use crate::owner::Owner;
+use crate::types::Status;
+
+/// The status of a hand that starts with other weights.
+const RELOADING: &str = "other weights are being loaded";
+
+/// A reload that was asked for.
+pub(super) struct Reloading {
+    id: u64,
+    model: Model,
+    replies: Vec<ReloadReply>,
+}
+
+enum Model {
+    /// The steps in flight come first.
+    Next(Value),
+    /// The hand starts with the next model; this is the one before.
+    Last(Value),
+}
+
+impl Owner {
+    /// Takes the orders of other weights that have come to a member.
+    pub(super) fn take_reloads(&mut self, at: usize) {
+        for Reload { id, model, reply } in std::mem::take(&mut self.members[at].reloads) {
+            match &mut self.reloading {
+                // Another member of the step group has the same order.
+                _ if self.reloaded == Some(id) => reply(Ok(())),
+                Some(reloading) if reloading.id == id => reloading.replies.push(reply),
+                Some(_) => reply(Err("other weights are being loaded already".into())),
+                None => {
+                    let (model, replies) = (Model::Next(model), vec![reply]);
+                    self.reloading = Some(Reloading { id, model, replies });
+                }
+            }
+        }
+    }
+
+    /// Starts the hand with other weights, if some are wanted and no step is in flight.
+    pub(super) fn reload_if_due(&mut self) {
+        if self.up && self.in_flight() > 0 {
+            return;
+        }
+        let Some(Reloading { id, model: model @ Model::Next(_), .. }) = &mut self.reloading else {
+            return;
+        };
+        info!(reload = id, "the hand starts again with other weights");
+        self.executor.stop();
+        if let Model::Next(next) = model {
+            *model = Model::Last(self.executor.replace_model(std::mem::take(next)));
+        }
+        self.start_again();
+    }
+
+    /// The hand is ready: if it has other weights now, whoever asked for them is told.
+    pub(super) fn reloaded_now(&mut self) {
+        let loads = |reloading: &mut Reloading| matches!(reloading.model, Model::Last(_));
+        let Some(Reloading { id, replies, .. }) = self.reloading.take_if(loads) else { return };
+        self.reloaded = Some(id);
+        replies.into_iter().for_each(|reply| reply(Ok(())));
+    }
+
+    /// The hand could not start. If that was with other weights, it starts with the last ones.
+    pub(super) fn go_back(&mut self, reason: &str) -> bool {
+        match self.reloading.take() {
+            Some(Reloading { id, model: Model::Last(last), replies }) => {
+                error!(reload = id, "the hand goes back to its last weights: {reason}");
+                self.executor.replace_model(last);
+                self.start_again();
+                replies.into_iter().for_each(|reply| reply(Err(reason.to_owned())));
+                true
+            }
+            waiting => {
+                self.reloading = waiting;
+                false
+            }
+        }
+    }
+
+    fn start_again(&mut self) {
+        self.lose_hand(Cause::Weights);
+        self.restart_at = None;
+        self.say(&Status::Recovering(RELOADING.into()));
+        self.start();
+    }
+}

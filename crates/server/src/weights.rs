@@ -1,0 +1,263 @@
+//! Weights that change while a server runs, and the pauses around it.
+//!
+//! All replicas are paused, the first one starts its hand with the new weights, and the others
+//! follow once that has worked. If one of the others fails, all go back.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use forebay_api::ApiError;
+use forebay_egress::Engine;
+use forebay_engine::{EngineHandle, PauseMode, Reload, Status};
+use parking_lot::RwLock;
+use serde_json::Value;
+use tokio::sync::{Mutex, oneshot};
+use tokio::task::spawn_blocking;
+
+use crate::state::not_serving;
+
+/// The version of weights that nobody has named, as SGLang calls it.
+const FIRST_VERSION: &str = "default";
+/// The largest number of bytes of a version.
+const VERSION_BYTES: usize = 128;
+
+/// Describes the model in a folder or file for hands. The error is one line for the client: the
+/// model is not there, is damaged, or is not of the served model's shape.
+pub type WeightReader = Arc<dyn Fn(&Path) -> Result<Value, String> + Send + Sync>;
+
+/// The weights of a server whose hands can load others.
+#[derive(Clone)]
+pub struct WeightSettings {
+    /// The description of the model that hands start with.
+    pub model: Value,
+    /// The reader of other weights.
+    pub reader: WeightReader,
+    /// True if clients may change weights without a key of administrators.
+    pub open: bool,
+}
+
+impl std::fmt::Debug for WeightSettings {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("WeightSettings").field("open", &self.open).finish_non_exhaustive()
+    }
+}
+
+/// The name of the weights that answer. Clones are the same.
+#[derive(Debug, Clone)]
+pub(crate) struct WeightVersion(Arc<RwLock<Arc<str>>>);
+
+impl WeightVersion {
+    pub(crate) fn now(&self) -> Arc<str> {
+        Arc::clone(&self.0.read())
+    }
+
+    /// Gives the weights another name.
+    ///
+    /// # Errors
+    /// The name is too long.
+    pub(crate) fn set(&self, version: &str) -> Result<(), ApiError> {
+        check_version(version)?;
+        *self.0.write() = version.into();
+        Ok(())
+    }
+}
+
+/// Checks the name of weights.
+///
+/// # Errors
+/// It is too long.
+fn check_version(version: &str) -> Result<(), ApiError> {
+    if version.len() <= VERSION_BYTES {
+        return Ok(());
+    }
+    let reason =
+        format!("`weight_version` has {} bytes, and {VERSION_BYTES} at most", version.len());
+    Err(ApiError::invalid("weight_version", reason))
+}
+
+/// An update of weights that a client asks for.
+pub(crate) struct Update {
+    pub(crate) path: PathBuf,
+    pub(crate) version: Option<String>,
+    /// True if requests are aborted before.
+    pub(crate) aborts: bool,
+    /// True if the pause goes on after the update.
+    pub(crate) keeps_pause: bool,
+}
+
+/// The pauses and the weights of a server.
+pub(crate) struct Weights {
+    engine: Arc<dyn Engine>,
+    settings: Option<WeightSettings>,
+    version: WeightVersion,
+    /// True from a client's pause to its end.
+    paused: AtomicBool,
+    /// The model that hands have. Held by the only pause, resume or update at a time.
+    model: Mutex<Value>,
+    next_id: AtomicU64,
+}
+
+impl Weights {
+    pub(crate) fn new(settings: Option<WeightSettings>, engine: Arc<dyn Engine>) -> Arc<Self> {
+        let model = settings.as_ref().map_or(Value::Null, |settings| settings.model.clone());
+        Arc::new(Self {
+            engine,
+            settings,
+            version: WeightVersion(Arc::new(RwLock::new(FIRST_VERSION.into()))),
+            paused: AtomicBool::new(false),
+            model: Mutex::new(model),
+            next_id: AtomicU64::new(1),
+        })
+    }
+
+    /// The version; `None`: the weights never change.
+    pub(crate) fn version(&self) -> Option<&WeightVersion> {
+        self.settings.is_some().then_some(&self.version)
+    }
+
+    pub(crate) fn is_paused(&self) -> bool {
+        self.paused.load(Ordering::Acquire)
+    }
+
+    /// True if clients may change weights without a key of administrators.
+    pub(crate) fn is_open(&self) -> bool {
+        self.settings.as_ref().is_none_or(|settings| settings.open)
+    }
+
+    /// Pauses all replicas, and empties the prefix cache if asked to. Gives the number of requests
+    /// that are left. Goes on if the caller does not wait.
+    ///
+    /// # Errors
+    /// The engine has ended, or the pause has before all replicas were paused.
+    pub(crate) async fn pause(
+        self: Arc<Self>,
+        mode: PauseMode,
+        clears: bool,
+    ) -> Result<usize, ApiError> {
+        let task = tokio::spawn(async move {
+            let model = self.model.lock().await;
+            self.paused.store(true, Ordering::Release);
+            let handles = self.engine.handles();
+            // Another pause may come, and a resume, before requests have been finished.
+            drop(model);
+            let left = pause_all(&handles, mode).await?;
+            if clears {
+                self.engine.flush_cache(Box::new(|_| {}));
+            }
+            Ok(left)
+        });
+        joined(task.await)
+    }
+
+    /// Ends a pause.
+    pub(crate) async fn resume(&self) {
+        let _model = self.model.lock().await;
+        self.paused.store(false, Ordering::Release);
+        self.engine.handles().iter().for_each(EngineHandle::resume);
+    }
+
+    /// Has all replicas compute with other weights. Requests go on with them from where they are.
+    /// Gives the number of these requests. Goes on if the caller does not wait.
+    ///
+    /// # Errors
+    /// The weights can't be read or loaded. The old ones compute on.
+    pub(crate) async fn update(self: Arc<Self>, update: Update) -> Result<usize, ApiError> {
+        update.version.as_deref().map_or(Ok(()), check_version)?;
+        joined(tokio::spawn(async move { self.update_now(update).await }).await)
+    }
+
+    async fn update_now(&self, update: Update) -> Result<usize, ApiError> {
+        let Update { path, version, aborts, keeps_pause } = update;
+        let refused = |reason| ApiError::invalid("model_path", reason);
+        let settings = self.settings.as_ref().ok_or_else(|| {
+            let reason = "this server's weights do not change: it computes on a simulated device, with random weights, or serves several models";
+            ApiError::Forbidden { reason: reason.to_owned(), code: "weights_fixed" }
+        })?;
+        let mut model = self.model.lock().await;
+        let reader = Arc::clone(&settings.reader);
+        let read = spawn_blocking(move || reader(&path)).await;
+        let next = match read {
+            Ok(read) => read.map_err(refused)?,
+            Err(error) => return Err(refused(format!("the weights can't be read: {error}"))),
+        };
+        let handles = self.engine.handles();
+        let mode = if aborts { PauseMode::Abort } else { PauseMode::Keep };
+        let left = pause_all(&handles, mode).await?;
+        let loaded = self.load(&handles, &next, &model).await;
+        if loaded.is_ok() {
+            *model = next;
+            if let Some(version) = version {
+                self.version.set(&version)?;
+            }
+            self.paused.fetch_or(keeps_pause, Ordering::AcqRel);
+        }
+        if !self.is_paused() {
+            handles.iter().for_each(EngineHandle::resume);
+        }
+        loaded.map(|()| left).map_err(refused)
+    }
+
+    /// Has one replica load the weights, then the others. If one fails, all have the last ones.
+    async fn load(
+        &self,
+        handles: &[EngineHandle],
+        next: &Value,
+        last: &Value,
+    ) -> Result<(), String> {
+        let Some((first, others)) = handles.split_first() else {
+            return Err("there is no replica".into());
+        };
+        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+        reload(first, id, next).await?;
+        let mut loads: Vec<_> = others.iter().map(|handle| reload(handle, id, next)).collect();
+        let mut failure = None;
+        for load in &mut loads {
+            failure = load.await.err().or(failure);
+        }
+        let Some(failure) = failure else { return Ok(()) };
+        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+        let back: Vec<_> = handles.iter().map(|handle| reload(handle, id, last)).collect();
+        for load in back {
+            if let Err(error) = load.await {
+                tracing::error!("a replica could not go back to the last weights: {error}");
+            }
+        }
+        Err(failure)
+    }
+}
+
+/// Pauses engines. Gives the number of requests that are left.
+async fn pause_all(handles: &[EngineHandle], mode: PauseMode) -> Result<usize, ApiError> {
+    let pauses = handles.iter().map(|handle| {
+        let (sender, receiver) = oneshot::channel();
+        // Nobody may wait any more.
+        handle.pause(mode, Box::new(move |left| _ = sender.send(left)));
+        receiver
+    });
+    let pauses: Vec<oneshot::Receiver<usize>> = pauses.collect();
+    let mut all = 0;
+    for pause in pauses {
+        all += pause.await.map_err(|_| {
+            let reason = "the pause was ended before it had begun".to_owned();
+            not_serving(Status::Failed(reason))
+        })?;
+    }
+    Ok(all)
+}
+
+/// Asks an engine for other weights. The future gives the outcome.
+fn reload(
+    handle: &EngineHandle,
+    id: u64,
+    model: &Value,
+) -> impl Future<Output = Result<(), String>> + Unpin + use<> {
+    let (sender, receiver) = oneshot::channel();
+    let reply = Box::new(move |outcome| _ = sender.send(outcome));
+    handle.reload(Reload { id, model: model.clone(), reply });
+    Box::pin(async move { receiver.await.unwrap_or_else(|_| Err("the engine has ended".into())) })
+}
+
+fn joined<T>(task: Result<Result<T, ApiError>, tokio::task::JoinError>) -> Result<T, ApiError> {
+    task.unwrap_or_else(|error| Err(not_serving(Status::Failed(error.to_string()))))
+}
