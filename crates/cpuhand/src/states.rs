@@ -1,8 +1,8 @@
 //! The recurrent states of slots: the positions that each has seen, and the rows of their tables.
 //!
-//! A slot has two rows. A masked row whose mask comes too late has its last position computed again.
-//! So the states behind that position go to the slot's other row, until the next row shows which of
-//! both it continues. Behind the rows of slots are those of state pages.
+//! A slot has two rows. A masked row whose mask comes too late has its last position computed
+//! again. So the states behind that position go to the slot's other row, until the next row shows
+//! which of both it continues. Behind the rows of slots are those of state pages.
 
 use std::collections::HashSet;
 
