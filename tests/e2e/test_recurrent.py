@@ -1,16 +1,23 @@
-"""Recurrent states that are kept for later requests, through the whole server, on a tiny random Qwen3.5."""
+"""A tiny random Qwen3.5 through the whole server, on either hand: tokens of transformers, and states that are kept."""
 
 from __future__ import annotations
 
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.e2e.client import native_together
 from tests.e2e.conftest import Models, Serve
 from tests.e2e.models import Model
+from tests.e2e.reference import Case, clear_cases
 from tests.e2e.server import Server
+from tests.e2e.test_model_impl import bodies
 
+HANDS = pytest.mark.parametrize("hand", ["rust", pytest.param("torch", marks=pytest.mark.slow)])
 FLAGS = ("--max-total-tokens", "16384", "--context-length", "2048", "--chunked-prefill-size", "64")
 PAGE = 16
 TURNS = 10
@@ -48,14 +55,54 @@ def talk(server: Server, text: list[int]) -> tuple[list[list[int]], list[int]]:
     return answers, again
 
 
+@pytest.fixture(scope="module")
+def cases(model: Model) -> list[Case]:
+    return clear_cases(model, 6, 80, range(8, 20), seed=4)
+
+
+@pytest.fixture(scope="module", params=["rust", pytest.param("torch", marks=pytest.mark.slow)])
+def server(request: pytest.FixtureRequest, model: Model, serve_for_module: Serve) -> Server:
+    return serve_for_module(model, *FLAGS, "--hand", request.param, "--dtype", "float32")
+
+
+def test_together_they_get_the_tokens_of_transformers(server: Server, cases: list[Case]) -> None:
+    for _ in range(2):
+        answers = native_together(server, bodies(cases))
+        assert [answer["output_ids"] for answer in answers] == [case.tokens for case in cases]
+    assert server.metric("forebay:state_cache_hits_total") > 0
+
+
+def test_a_death_of_the_hand_changes_no_token(server: Server, cases: list[Case]) -> None:
+    hand = server.hand()
+    assert hand is not None
+    with ThreadPoolExecutor(1) as threads:
+        with server.held(len(cases)):
+            asked = threads.submit(native_together, server, bodies(cases))
+        os.kill(hand, signal.SIGKILL)
+        answers = asked.result()
+    assert [answer["output_ids"] for answer in answers] == [case.tokens for case in cases]
+    assert server.hand() != hand
+
+
+@HANDS
+def test_preemption_changes_no_token(hand: str, model: Model, serve: Serve) -> None:
+    cases = clear_cases(model, 8, 16, range(40, 60), seed=9)
+    flags = ("--max-total-tokens", "160", "--context-length", "128", "--page-size", "4", "--chunked-prefill-size", "32")
+    server = serve(model, *flags, "--hand", hand, "--dtype", "float32")
+    answers = native_together(server, bodies(cases), held=True)
+    assert [answer["output_ids"] for answer in answers] == [case.tokens for case in cases]
+    assert server.metric("vllm:num_preemptions_total") > 0
+
+
+@pytest.mark.parametrize("hand", ["rust", "torch"])
 def test_a_conversation_hits_at_every_turn_and_says_what_it_says_without(
-    model: Model, serve_for_module: Serve, text: list[int]
+    hand: str, model: Model, serve_for_module: Serve, text: list[int]
 ) -> None:
-    server = serve_for_module(model, *FLAGS)
+    server = serve_for_module(model, *FLAGS, "--hand", hand)
     answers, again = talk(server, text)
     assert max(again) <= PAGE
     assert server.metric("forebay:state_loads_total") == TURNS - 1
-    plain = serve_for_module(model, *FLAGS, "--disable-radix-cache")
+    plain = serve_for_module(model, *FLAGS, "--hand", hand, "--disable-radix-cache")
     without, computed = talk(plain, text)
     assert without == answers
     assert computed[-1] > 200
@@ -76,3 +123,15 @@ def test_without_the_state_cache_nothing_is_shared(model: Model, serve_for_modul
     answers = [ask(server, text[:100], 5) for _ in range(2)]
     assert answers[0] == answers[1]
     assert answers[0][1] == 0
+
+
+def test_the_rust_hand_is_the_one_that_serves(model: Model, serve_for_module: Serve) -> None:
+    info = serve_for_module(model, *FLAGS).http.get("/server_info").json()["config"]
+    assert info["hand"] == "rust"
+
+
+def test_more_requests_than_states_fit_are_not_run_together(model: Model, serve: Serve) -> None:
+    server = serve(model, *FLAGS, "--max-running-requests", "65536", "--mem-fraction-static", "0.01")
+    info = server.http.get("/server_info").json()["config"]
+    assert info["max_running_requests"] < 65536
+    assert f"--max-running-requests 65536 is lowered to {info['max_running_requests']}" in server.log()

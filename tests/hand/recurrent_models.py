@@ -144,6 +144,10 @@ def model_of(name: str) -> Any:
 
 
 GGUF = {
+    "qwen3-next": gguf.MODEL_ARCH.QWEN3NEXT,
+    "qwen3.5-text": gguf.MODEL_ARCH.QWEN35,
+    "qwen3.5-one-key-head": gguf.MODEL_ARCH.QWEN35,
+    "qwen3.5-moe-text": gguf.MODEL_ARCH.QWEN35MOE,
     "lfm2": gguf.MODEL_ARCH.LFM2,
     "lfm2-biases": gguf.MODEL_ARCH.LFM2,
     "lfm2-moe": gguf.MODEL_ARCH.LFM2MOE,
@@ -153,8 +157,8 @@ GGUF = {
 """Models with GGUF files."""
 
 
-def write_gguf(path: Path, name: str) -> Path:
-    """The file of a model, as llama.cpp's `convert_hf_to_gguf.py` writes it."""
+def write_gguf(path: Path, name: str, kind: gguf.GGMLQuantizationType = F32) -> Path:
+    """The file of a model, as llama.cpp's `convert_hf_to_gguf.py` writes it: matrices that fit are of this kind."""
     model = model_of(name)
     arch, config = GGUF[name], model.config
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
@@ -163,21 +167,92 @@ def write_gguf(path: Path, name: str) -> Path:
     writer.add_embedding_length(config.hidden_size)
     writer.add_head_count(config.num_attention_heads)
     attends = [kind == FULL for kind in config.layer_types]
-    writer.add_head_count_kv([config.num_key_value_heads if attention else 0 for attention in attends])
+    of_layers = [config.num_key_value_heads if attention else 0 for attention in attends]
+    writer.add_head_count_kv(config.num_key_value_heads if "qwen" in name else of_layers)
     writer.add_vocab_size(config.vocab_size)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    tensors = _of_granite(writer, model) if "granite" in name else _of_lfm2(writer, model)
+    kinds = {"qwen": _of_qwen, "granite": _of_granite, "lfm2": _of_lfm2}
+    tensors = next(found for kind, found in kinds.items() if kind in name)(writer, model)
     _tokenizer(writer, config.vocab_size)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     for at, tensor in tensors:
         found = at if at.startswith("blk.") else names.get_name(at, try_suffixes=(".weight", ".bias"))
         assert found is not None, at
-        _add(writer, found, tensor, F32)
+        # Some tools keep the few rows of decays and strengths as they are.
+        plain = any(part in found for part in ("norm", "ssm_alpha", "ssm_beta"))
+        _add(writer, found, tensor, F32 if plain else kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _of_qwen(writer: gguf.GGUFWriter, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Files of Qwen3.5 have the value heads in another order: the first of each key head, then the second of each."""
+    config, tiled = model.config, "qwen3_5" in model.config.model_type
+    keys, heads = config.linear_num_key_heads, config.linear_num_value_heads
+    dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(int(config.head_dim * config.rope_parameters["partial_rotary_factor"]))
+    writer.add_full_attention_interval(config.layer_types.index(FULL) + 1)
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(dim)
+    writer.add_ssm_group_count(keys)
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_inner_size(heads * value_dim)
+    if hasattr(config, "num_experts"):
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    else:
+        writer.add_feed_forward_length(config.intermediate_size)
+
+    def ordered(values: torch.Tensor, size: int) -> torch.Tensor:
+        """Rows of value heads of this size."""
+        if not tiled:
+            return values
+        return values.unflatten(0, (keys, heads // keys, size)).transpose(0, 1).flatten(0, 2)
+
+    def behind_keys(rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat((rows[: 2 * keys * dim], ordered(rows[2 * keys * dim :], value_dim)))
+
+    for at, tensor in model.state_dict().items():
+        at = at.replace("model.language_model.", "model.")
+        layer, kind = at.split(".")[2] if at.startswith("model.layers.") else "", at.split("linear_attn.")[-1]
+        if kind == "in_proj_qkvz.weight":
+            of_values = heads // keys * value_dim
+            parts = tensor.unflatten(0, (keys, -1)).split((dim, dim, of_values, of_values), dim=1)
+            *qkv, gates = (part.flatten(0, 1) for part in parts)
+            yield f"blk.{layer}.attn_qkv.weight", torch.cat(qkv)
+            yield f"blk.{layer}.attn_gate.weight", gates
+        elif kind == "in_proj_qkv.weight":
+            yield f"blk.{layer}.attn_qkv.weight", behind_keys(tensor)
+        elif kind == "conv1d.weight":
+            yield f"blk.{layer}.ssm_conv1d.weight", behind_keys(tensor.squeeze(1))
+        elif kind == "in_proj_z.weight":
+            yield at, ordered(tensor, value_dim)
+        elif kind in ("in_proj_a.weight", "in_proj_b.weight"):
+            yield at, ordered(tensor, 1)
+        elif kind == "A_log":
+            yield f"blk.{layer}.ssm_a", -ordered(tensor, 1).exp()
+        elif kind == "dt_bias":
+            yield f"blk.{layer}.ssm_dt.bias", ordered(tensor, 1)
+        elif kind == "out_proj.weight":
+            yield at, ordered(tensor.T, value_dim).T
+        elif at.endswith("experts.gate_up_proj"):
+            gate, up = tensor.chunk(2, dim=1)
+            yield f"blk.{layer}.ffn_gate_exps.weight", gate
+            yield f"blk.{layer}.ffn_up_exps.weight", up
+        elif at.endswith("experts.down_proj"):
+            yield f"blk.{layer}.ffn_down_exps.weight", tensor
+        elif at.endswith("norm.weight") and kind != "norm.weight":
+            yield at, tensor + 1
+        else:
+            yield at, tensor
 
 
 def _of_lfm2(writer: gguf.GGUFWriter, model: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -22,11 +22,14 @@ pub(crate) struct Columns {
     pub(crate) sampling: Vec<usize>,
     /// The sampling rows that have a mask.
     pub(crate) masked: Vec<usize>,
+    /// `[r, 2]`: the rows of the states' tables before and behind each row; none without recurrent
+    /// layers.
+    pub(crate) states: Vec<[i64; 2]>,
 }
 
 impl Columns {
-    /// One row of slot 0 that samples.
-    pub(crate) fn one(start: i64, length: i64) -> Self {
+    /// One row of slot 0 that samples. `states` is true of a model with recurrent layers.
+    pub(crate) fn one(start: i64, length: i64, states: bool) -> Self {
         Self {
             slot: vec![0],
             start: vec![start],
@@ -35,6 +38,7 @@ impl Columns {
             last: vec![length - 1],
             sampling: vec![0],
             masked: Vec::new(),
+            states: if states { vec![[0, 0]] } else { Vec::new() },
         }
     }
 
@@ -49,6 +53,7 @@ impl Columns {
             last: Vec::with_capacity(count),
             sampling: Vec::with_capacity(count),
             masked: Vec::new(),
+            states: Vec::new(),
         };
         let (slots, context) = (tables.slots.len(), tables.context_length as u64);
         let mut last = -1;
@@ -122,6 +127,7 @@ impl Columns {
             pages: &tables.pages,
             page_stride: tables.page_stride,
             sample,
+            states: &self.states,
         }
     }
 

@@ -97,7 +97,7 @@ impl EncoderRunner {
         );
         let mut runner = Self { bert, tables, arena, facts, ended: Instant::now() };
         let length = i64::from(config.context_length).min(2);
-        let first = runner.encode(&Columns::one(0, length))?;
+        let first = runner.encode(&Columns::one(0, length, false))?;
         if !first.iter().all(|number| number.is_finite()) {
             let what = "the weights give results that are not finite";
             return Err(HandError::NotFinite(what.into()));

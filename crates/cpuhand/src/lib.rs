@@ -23,6 +23,7 @@ mod random;
 mod runner;
 mod sampler;
 mod serves;
+mod states;
 mod step;
 mod tables;
 

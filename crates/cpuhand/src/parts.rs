@@ -1,10 +1,10 @@
 //! The parts of a decoder that the kernels compute, and the reasons against the others. Layers have
 //! attention of some kinds, and one of two parts behind it.
 
-use forebay_kernels::{AttentionSizes, ExpertSizes, Factors, GateKind};
+use forebay_kernels::{AttentionSizes, ExpertSizes, Factors, GateKind, RecurrenceSizes, StateGate};
 use forebay_weights::{
     Activation, Attention, DenseFeed, ExpertScores, Experts, FeedShape, Mixer, ModelError, QkNorm,
-    QueryScale, Scales, Scheme, Shape,
+    QueryScale, Recurrence, Scales, Scheme, Shape, StateNorm,
 };
 
 /// The parts of a decoder that this hand serves.
@@ -42,7 +42,11 @@ impl<'a> DecoderParts<'a> {
         }
         let (mut found, mut kinds, mut kind_of) = (Vec::new(), Vec::new(), Vec::new());
         for (number, layer) in shape.layers.iter().enumerate() {
-            let Mixer::Attention(attention) = shape.mixer(number) else { continue };
+            let Mixer::Attention(attention) = shape.mixer(number) else {
+                // Of any kind: it has no pages.
+                kind_of.push(0);
+                continue;
+            };
             let key = (layer.mixer, layer.rope);
             kind_of.push(found.iter().position(|&other| other == key).unwrap_or_else(|| {
                 found.push(key);
@@ -69,8 +73,12 @@ impl<'a> DecoderParts<'a> {
     fn inner_sizes(&self) -> impl Iterator<Item = usize> {
         let of_experts = self.experts.map(|it| [it.intermediate_size, it.shared_size]);
         let heads = self.kinds.iter().map(|kind| kind.attention.head_dim);
+        let states = self.shape.mixers.iter().filter_map(|mixer| match mixer {
+            Mixer::Recurrence(recurrence) => Some(recurrence.values()),
+            Mixer::Attention(_) | Mixer::Latent(_) => None,
+        });
         let ropes = self.shape.ropes.iter().map(|rope| rope.dim);
-        let fixed = std::iter::once(self.shape.hidden_size).chain(heads).chain(ropes);
+        let fixed = std::iter::once(self.shape.hidden_size).chain(heads).chain(states).chain(ropes);
         fixed.chain(of_experts.into_iter().flatten()).chain(self.dense_size())
     }
 
@@ -93,6 +101,14 @@ impl<'a> DecoderParts<'a> {
         &self.kinds[self.kind_of[layer]]
     }
 
+    /// The recurrence that a layer has in place of attention; `None`: it attends.
+    pub(crate) fn recurrence(&self, layer: usize) -> Option<&'a Recurrence> {
+        match self.shape.mixer(layer) {
+            Mixer::Recurrence(recurrence) => Some(recurrence),
+            Mixer::Attention(_) | Mixer::Latent(_) => None,
+        }
+    }
+
     /// The kinds of attention in the kernels.
     pub(crate) fn attention_sizes(&self) -> Vec<AttentionSizes> {
         let sizes = |&AttentionKind { attention, rope }: &AttentionKind<'_>| {
@@ -108,6 +124,7 @@ impl<'a> DecoderParts<'a> {
                 norm_rows: attention.qk_norm == QkNorm::Rows,
                 scale: attention.scale.unwrap_or(usual) as f32,
                 cap: attention.cap.map(|cap| cap as f32),
+                gate: attention.gate,
             }
         };
         self.kinds.iter().map(sizes).collect()
@@ -144,24 +161,31 @@ impl<'a> DecoderParts<'a> {
 
 /// The part of a model that another hand has, and this one has not.
 fn lacks(shape: &Shape) -> Option<&'static str> {
-    let has = |kind: fn(&Mixer) -> bool| shape.mixers.iter().any(kind);
-    let latent = has(|mixer| matches!(mixer, Mixer::Latent(_)));
-    let recurrent = has(|mixer| matches!(mixer, Mixer::Recurrence(_)));
-    let gated = has(|mixer| matches!(mixer, Mixer::Attention(attention) if attention.gate));
+    let latent = shape.mixers.iter().any(|mixer| matches!(mixer, Mixer::Latent(_)));
     let interleaved = shape.ropes.iter().any(|rope| rope.interleaved);
     let sections = shape.ropes.iter().any(|rope| rope.sections.is_some());
     // Stacks of MXFP4 are read as blocks.
     let quantised = shape.quantised.as_ref().is_some_and(|it| it.scheme != Scheme::Mxfp4);
     let parts = [
         (latent, "latent attention"),
-        (recurrent, "recurrent layers"),
-        (gated, "a gate behind attention"),
         (shape.tower.is_some(), "images"),
         (sections, "positions of three numbers"),
         (interleaved, "rotary positions of neighbouring elements"),
         (quantised, "a checkpoint that is quantised"),
     ];
     parts.into_iter().find_map(|(lacks, part)| lacks.then_some(part))
+}
+
+/// The sizes of a recurrence in the kernels.
+pub(crate) fn recurrence_sizes(recurrence: &Recurrence) -> RecurrenceSizes {
+    let &Recurrence { heads, key_heads, key_dim, value_dim, tiled, delta, taps, norm_size, .. } =
+        recurrence;
+    let gate = match recurrence.norm {
+        StateNorm::None => StateGate::Alone,
+        StateNorm::BeforeGate => StateGate::BehindNorm,
+        StateNorm::AfterGate => StateGate::BeforeNorm,
+    };
+    RecurrenceSizes { heads, key_heads, key_dim, value_dim, tiled, delta, taps, gate, norm_size }
 }
 
 /// The sizes of experts in the kernels.

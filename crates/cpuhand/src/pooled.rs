@@ -6,6 +6,7 @@ use serde_json::Value;
 
 use crate::columns::Columns;
 use crate::runner::{HandError, Runner};
+use crate::states::StateSteps;
 use crate::tables::{PlanError, wrong};
 
 /// The way to make a vector of a prompt's states.
@@ -102,6 +103,7 @@ impl Runner {
     pub(crate) fn pool(
         &mut self,
         plan: &StepPlan,
+        states: &StateSteps,
         result: &mut StepResult,
     ) -> Result<bool, HandError> {
         let Some(pooler) = &self.pooler else { return Ok(false) };
@@ -109,6 +111,7 @@ impl Runner {
             return Err(PlanError("log-probabilities of a prompt that is pooled".into()).into());
         }
         let columns = Columns::of(plan, &self.tables, true)?;
+        let columns = Columns { states: states.rows.clone(), ..columns };
         let (arena, width) = (self.arena.clone(), self.sizes.dtype.bytes());
         let given = columns.given(&self.tables, &arena, (self.sizes.hidden * width, width))?;
         let tokens = pooler.wants(&columns);

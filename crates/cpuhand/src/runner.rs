@@ -23,6 +23,7 @@ use crate::parts::{DecoderParts, expert_sizes};
 use crate::pooled::Pooler;
 use crate::prompts::slice_bytes;
 use crate::serves::{Asked, serves};
+use crate::states::{self, States};
 use crate::step::MaskSource;
 use crate::tables::{PlanError, Tables};
 
@@ -49,6 +50,9 @@ impl From<Unfit> for HandError {
         Self::Plan(PlanError(error.to_string()))
     }
 }
+
+/// Bytes of an input of a convolution among the states, which are 32-bit numbers.
+const STATE_ELEMENT: usize = 4;
 
 /// A callback with the number of loaded weights and their total.
 pub(crate) type Report<'a> = &'a (dyn Fn(usize, usize) + Sync);
@@ -91,6 +95,8 @@ pub(crate) struct Runner {
     pub(crate) logits: Vec<f32>,
     /// `None`: the model generates.
     pub(crate) pooler: Option<Pooler>,
+    /// `None`: the model has no recurrent layers.
+    pub(crate) states: Option<States>,
 }
 
 /// A runner, and the way to keep its weights for the next start.
@@ -140,13 +146,23 @@ impl Runner {
         if !blocks.is_empty() {
             eprintln!("computing with blocks of the file: {blocks}");
         }
-        let sizes = sizes(config, &parts, dtype, available, plan.bytes())?;
-        let pools: Vec<usize> =
-            parts.kind_of.iter().flat_map(|&kind| [sizes.pool_bytes(kind); 2]).collect();
-        let pages = Room::parts(pools.iter().copied())?;
-        let mut pages = pages.into_iter();
+        let state_bytes = shape.state_bytes(STATE_ELEMENT);
+        let pages =
+            states::state_pages(config, state_bytes, free(config, &plan, available, state_bytes));
+        let state_rows = if state_bytes > 0 { 2 * u64::from(config.slots) + pages } else { 0 };
+        let taken = plan.bytes() + state_rows * state_bytes;
+        let sizes = sizes(config, &parts, dtype, available, taken)?;
+        let pool = |(layer, &kind): (usize, &usize)| match parts.recurrence(layer) {
+            None => [sizes.pool_bytes(kind); 2],
+            Some(_) => [0; 2],
+        };
+        let pools: Vec<usize> = parts.kind_of.iter().enumerate().flat_map(pool).collect();
+        let slots = config.slots as usize;
+        let states = (state_bytes > 0).then(|| States::new(slots, pages as usize));
+        let rooms = Room::parts(pools.iter().copied())?;
+        let mut rooms = rooms.into_iter();
         let mut layers = Vec::new();
-        while let (Some(keys), Some(values)) = (pages.next(), pages.next()) {
+        while let (Some(keys), Some(values)) = (rooms.next(), rooms.next()) {
             layers.push([keys, values]);
         }
         let earlier = kept.as_mut().and_then(|kept| kept.load(&plan, &threads, report));
@@ -165,7 +181,7 @@ impl Runner {
             }
         };
         let assembled = assemble(&plan, &parts, &weights, sizes.positions)?;
-        let decoder = Decoder::new(sizes.clone(), assembled, layers, &threads)
+        let decoder = Decoder::new(sizes.clone(), assembled, layers, state_rows as usize, &threads)
             .map_err(|error| ModelError::Broken(error.to_string()))?;
         let page_bytes = (pools.iter().sum::<usize>() / sizes.page_count) as u64;
         let facts = Ready {
@@ -177,7 +193,9 @@ impl Runner {
             kv_bytes: page_bytes * sizes.page_count as u64,
             device: "cpu".into(),
             tokens_a_row: 1,
-            verifies_drafts: pooling.is_none(),
+            verifies_drafts: pooling.is_none() && state_bytes == 0,
+            state_page_count: pages as u32,
+            state_bytes,
             page_bytes,
             blocks,
             ..Ready::default()
@@ -191,7 +209,7 @@ impl Runner {
         let (ended, logits, arena) = (Instant::now(), Vec::new(), Arc::new(arena));
         let pooler = pooling.and_then(|kind| Pooler::of(kind, config.slots as usize, sizes.hidden));
         let mut runner =
-            Self { decoder, tables, threads, arena, sizes, facts, ended, logits, pooler };
+            Self { decoder, tables, threads, arena, sizes, facts, ended, logits, pooler, states };
         if !runner.warm_up()? {
             let mut what = "the weights give results that are not finite".to_owned();
             if kept.as_mut().is_some_and(Kept::discard) {
@@ -216,7 +234,7 @@ impl Runner {
         let mut fine = true;
         for (start, length) in [(0, length), (length - 1, 1)] {
             let (mut best, mut finite) = ([0], [0]);
-            let columns = Columns::one(start as i64, length as i64);
+            let columns = Columns::one(start as i64, length as i64, self.states.is_some());
             let rows = columns.rows(&self.tables, &[], &columns.last);
             if self.pooler.is_some() {
                 let mut vector = vec![0.0; self.sizes.hidden];
@@ -336,6 +354,12 @@ fn is_of_expert(name: &str) -> bool {
     name.contains(".mlp.experts.")
 }
 
+/// Bytes for pages of keys and values and of states, beside the weights and the states of slots.
+fn free(config: &HandConfig, plan: &Plan, available: u64, state_bytes: u64) -> u64 {
+    let share = (config.mem_fraction_static * available as f64) as u64;
+    share.saturating_sub(plan.bytes() + 2 * u64::from(config.slots) * state_bytes)
+}
+
 /// The sizes of the decoder, with as many pages as fit.
 fn sizes(
     config: &HandConfig,
@@ -363,8 +387,11 @@ fn sizes(
         page_count: 1,
         eps: shape.norm_eps as f32,
     };
-    let of_layer = |&kind: &usize| 2 * sizes.pool_bytes(kind) as u64;
-    let page_bytes: u64 = parts.kind_of.iter().map(of_layer).sum();
+    let of_layer = |(layer, &kind): (usize, &usize)| match parts.recurrence(layer) {
+        None => 2 * sizes.pool_bytes(kind) as u64,
+        Some(_) => 0,
+    };
+    let page_bytes: u64 = parts.kind_of.iter().enumerate().map(of_layer).sum();
     let slices = slice_bytes(shape.vocab_size, config.chunked_prefill_size as usize);
     let taken = weight_bytes + if shape.headless { 0 } else { slices };
     let pages = match config.max_total_tokens {

@@ -14,6 +14,7 @@ use crate::drafts::{Run, count};
 use crate::prompts::{Wanted as PromptTokens, slice_rows};
 use crate::runner::{Executes, HandError, Runner, timed};
 use crate::sampler::{Ask, Sampled, Scratch, sample};
+use crate::states::StateSteps;
 use crate::tables::{PlanError, Slot, wrong};
 
 thread_local! {
@@ -39,6 +40,8 @@ impl Executes for Runner {
         }
         self.tables.write(plan, &self.arena)?;
         self.tables.write_drafts(plan)?;
+        let states = self.read_states(plan)?;
+        states.load(&mut self.decoder)?;
         let mut result = StepResult { step: plan.step(), ..StepResult::default() };
         let mut idle = Duration::ZERO;
         if plan.rows().len() > 0 {
@@ -48,27 +51,41 @@ impl Executes for Runner {
                 idle += since.elapsed();
                 masks
             };
-            if !self.rows(plan, &mut wait, &mut result)? {
+            if !self.rows(plan, &states, &mut wait, &mut result)? {
                 return Ok(None);
             }
         }
+        states.save(&mut self.decoder)?;
         timed(&mut result, begun, &mut self.ended, idle);
         Ok(Some(result))
     }
 }
 
 impl Runner {
+    /// The states that the plan's rows continue.
+    fn read_states(&mut self, plan: &StepPlan) -> Result<StateSteps, PlanError> {
+        match &mut self.states {
+            Some(states) => states.read(plan),
+            None if plan.state_loads().len() + plan.state_saves().len() > 0 => {
+                wrong("copies of states in a plan for a model that has none")
+            }
+            None => Ok(StateSteps::default()),
+        }
+    }
+
     /// Computes rows, and samples those that sample. False: their masks never came.
     fn rows(
         &mut self,
         plan: &StepPlan,
+        states: &StateSteps,
         masks: &mut MaskSource<'_>,
         result: &mut StepResult,
     ) -> Result<bool, HandError> {
-        if self.pool(plan, result)? {
+        if self.pool(plan, states, result)? {
             return Ok(true);
         }
         let columns = Columns::of(plan, &self.tables, false)?;
+        let columns = Columns { states: states.rows.clone(), ..columns };
         let (arena, width) = (self.arena.clone(), self.sizes.dtype.bytes());
         let given = columns.given(&self.tables, &arena, (self.sizes.hidden * width, width))?;
         let prompts = self.prompts(plan, &columns)?;

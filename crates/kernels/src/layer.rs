@@ -7,6 +7,7 @@ use crate::element::{Element, vector};
 use crate::experts::{ExpertsSpec, Mixture, RoutingSpec};
 use crate::matmul::Matrix;
 use crate::pages::{Pool, Shape};
+use crate::recurrence::{Recurrence, RecurrenceSpec};
 
 /// A kind of attention that some layers have, as the caller describes it.
 #[derive(Clone, Copy)]
@@ -27,6 +28,9 @@ pub struct AttentionSpec {
     pub(crate) scale: f32,
     /// The bound that scores approach; 0: there is none.
     pub(crate) cap: f32,
+    /// 1: the layer's first product has gates of the output, as many as queries, behind the values.
+    /// 0: it has none.
+    pub(crate) gate: u32,
     /// float32 `[positions, rotary_dim / 2]`.
     pub(crate) cos: *const f32,
     pub(crate) sin: *const f32,
@@ -69,6 +73,8 @@ pub struct LayerSpec {
     /// A layer that has them need not have `gate_up` and `down`, which are then what all tokens
     /// share.
     pub(crate) experts: ExpertsSpec,
+    /// Null: the layer attends.
+    pub(crate) recurrence: *const RecurrenceSpec,
 }
 
 /// Elements of a token on its way through a layer.
@@ -111,6 +117,8 @@ pub(crate) struct Layer<E> {
     /// The dense part for all tokens: beside experts, or in place of them.
     pub(crate) feed: Option<[Owned<E>; 2]>,
     pub(crate) pool: Pool<E>,
+    /// What the layer has in place of attention; `None`: it attends.
+    pub(crate) recurrence: Option<Recurrence>,
 }
 
 impl<E: Element> Layer<E> {
@@ -119,13 +127,17 @@ impl<E: Element> Layer<E> {
     pub(crate) unsafe fn new(
         spec: &LayerSpec,
         routing: &RoutingSpec,
-        (shape, norm_rows): (&Shape, bool),
+        (shape, kind): (&Shape, &AttentionSpec),
         (norms, Widths { hidden, inner }): (Norms, Widths),
     ) -> Self {
         let dim = shape.head_dim;
         let (queries, keys) = (shape.heads * dim, shape.kv_heads * dim);
-        let projected = queries + 2 * keys;
-        let of_heads = if norm_rows { (queries, keys) } else { (dim, dim) };
+        // SAFETY: the caller's description.
+        let recurrence = unsafe { spec.recurrence.as_ref() };
+        let attending = ((1 + kind.gate as usize) * queries + 2 * keys, queries);
+        let (projected, mixed) =
+            recurrence.map_or(attending, |spec| (spec.projected(), spec.values()));
+        let of_heads = if kind.norm_rows == 1 { (queries, keys) } else { (dim, dim) };
         let [of_qkv, of_output, of_gate_up, of_down] = spec.formats;
         // SAFETY: the caller's description.
         unsafe {
@@ -149,7 +161,7 @@ impl<E: Element> Layer<E> {
                     let keys = norms.read::<E>(spec.k_norm, of_heads.1);
                     (norms.read::<E>(spec.q_norm, of_heads.0), keys)
                 }),
-                output: Owned::new((spec.output, of_output), (hidden, queries), spec.output_bias),
+                output: Owned::new((spec.output, of_output), (hidden, mixed), spec.output_bias),
                 post_norm: norms.read::<E>(spec.post_norm, hidden),
                 mixture: spec
                     .experts
@@ -157,6 +169,7 @@ impl<E: Element> Layer<E> {
                     .then(|| Mixture::new(&spec.experts, routing, hidden)),
                 feed: (!spec.gate_up.is_null()).then(feed),
                 pool: Pool { keys: spec.keys.cast(), values: spec.values.cast() },
+                recurrence: recurrence.map(|spec| Recurrence::new::<E>(spec)),
             }
         }
     }

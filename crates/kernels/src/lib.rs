@@ -19,8 +19,8 @@
 //! - `pack` and `pages`: the order of the weights, keys and values that the loops read;
 //!   `quantise` and `codes`: the same for quantised weights; `packing`: both for callers;
 //! - `matmul` and `attention`: products and attention, built of the loops;
-//! - `layer` and `experts`: the parts of a decoder; `step`: the list of the parts of a step;
-//!   `model`: a decoder with its buffers; `any_model`: one of either type;
+//! - `layer`, `experts` and `recurrence`: the parts of a decoder; `step`: the list of the parts of
+//!   a step; `model`: a decoder with its buffers; `any_model`: one of either type;
 //! - `team`: the threads.
 //!
 //! Every result is computed by one thread in an order that depends on its own row only. So tokens
@@ -47,6 +47,7 @@ mod packing;
 mod pages;
 mod pool;
 mod quantise;
+mod recurrence;
 mod step;
 mod team;
 mod tile;
@@ -62,8 +63,8 @@ use crate::team::Team;
 pub use crate::any_model::AnyModel;
 pub use crate::decoder::{
     AttentionSizes, Bytes, Decoder, ExpertBiases, ExpertMatrices, ExpertSizes, Factors,
-    FeedForward, GateKind, Gated, Given, Layer, Matrix, Rows, Sizes, Wanted, Weights, build, level,
-    limit,
+    FeedForward, GateKind, Gated, Given, Layer, Matrix, RecurrenceSizes, RecurrenceWeights, Rows,
+    Sizes, StateGate, Wanted, Weights, build, level, limit,
 };
 pub use crate::encoder::{
     AnyEncoder, BatchSpec, Bert, BertActivation, BertLayer, BertLinear, BertNorm, BertSizes,
@@ -75,10 +76,11 @@ pub use crate::memory::{Room, Shared};
 pub use crate::model::{ModelSpec, StepSpec};
 pub use crate::packing::{Dtype, Packing, Storage, Unfit};
 pub use crate::pool::Threads;
+pub use crate::recurrence::RecurrenceSpec;
 pub use crate::team::TeamSpec;
 
 /// The interface's version: a caller that was made for another one must not call.
-const VERSION: u32 = 14;
+const VERSION: u32 = 15;
 
 /// [`VERSION`].
 #[unsafe(no_mangle)]

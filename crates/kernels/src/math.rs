@@ -48,6 +48,12 @@ pub(crate) fn silu<V: Vector>(x: V) -> V {
     x.div(exp(V::splat(0.0).sub(x)).add(V::splat(1.0)))
 }
 
+/// `1 / (1 + e^-x)`.
+#[inline(always)]
+fn sigmoid<V: Vector>(x: V) -> V {
+    V::splat(1.0).div(exp(V::splat(0.0).sub(x)).add(V::splat(1.0)))
+}
+
 /// The slope of gates of clamped `SwiGLU`.
 const SLOPE: f32 = 1.702;
 /// The bound of its gates and ups.
@@ -127,6 +133,8 @@ macro_rules! functions {
 }
 
 functions! {
+    Silu: silu,
+    Sigmoid: sigmoid,
     Relu: relu,
     Gelu: gelu,
     GeluTanh: gelu_tanh,
@@ -151,6 +159,21 @@ pub(crate) fn each<E: Element, K: Kernel<E>, F: Function>(from: &[f32], to: &mut
     for (to, from) in to_rest.iter_mut().zip(last) {
         *to = E::from_f32(from);
     }
+}
+
+/// A function of every number, in place.
+#[inline(always)]
+pub(crate) fn apply<V: Vector, F: Function>(values: &mut [f32]) {
+    let (values, rest) = values.as_chunks_mut::<LANES>();
+    for part in values {
+        // SAFETY: a whole vector.
+        unsafe { F::of(V::load(part.as_ptr())).store(part.as_mut_ptr()) };
+    }
+    let mut last = [0.0; LANES];
+    last[..rest.len()].copy_from_slice(rest);
+    // SAFETY: a whole vector.
+    let last = F::of(unsafe { V::load(last.as_ptr()) }).to_array();
+    rest.copy_from_slice(&last[..rest.len()]);
 }
 
 /// Layer normalisation (Ba et al. 2016) of `x` in place, scaled by `weight` and moved by `bias`;

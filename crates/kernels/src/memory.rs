@@ -89,7 +89,8 @@ impl Room {
             let room = bytes.checked_next_multiple_of(ALIGNMENT).ok_or_else(too_much)?;
             end = end.checked_add(room).ok_or_else(too_much)?;
         }
-        let mapping = Arc::new(Mapping::anonymous(end)?);
+        // A system has no mapping of nothing.
+        let mapping = Arc::new(Mapping::anonymous(end.max(ALIGNMENT))?);
         let part = |(first, bytes)| Self { mapping: mapping.clone(), first, bytes };
         Ok(places.into_iter().map(part).collect())
     }

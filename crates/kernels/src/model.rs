@@ -10,6 +10,7 @@ use crate::layer::{AttentionSpec, Layer, LayerSpec, Norms, Owned, Widths};
 use crate::matmul::{Activation, Best, LogitScales};
 use crate::memory::grow;
 use crate::pages::{Held, Shape, takes_codes};
+use crate::recurrence::StateRow;
 use crate::step::{Attends, QUEUES_A_LAYER, Scales, Step, Token};
 use crate::team::{FEW, Queue, Team};
 
@@ -80,13 +81,17 @@ impl ModelSpec {
         let layer_fits = |layer: &LayerSpec| {
             let Some(kind) = kinds.get(layer.attention as usize) else { return false };
             let inner = self.intermediate_of(layer);
-            let inputs = [self.hidden, kind.heads * kind.head_dim, self.hidden, inner];
+            // SAFETY: the caller's description.
+            let recurrence = unsafe { layer.recurrence.as_ref() };
+            let of_heads = kind.heads * kind.head_dim;
+            let mixed = recurrence.map_or(of_heads, |spec| spec.values() as u32);
+            let inputs = [self.hidden, mixed, self.hidden, inner];
             let of_experts = [self.hidden, self.routing.intermediate];
             // A norm behind a part needs all of it in one place.
             let behind = !layer.fed_norm.is_null() && layer.experts.is_there();
             let added = [layer.attended_norm, layer.fed_norm];
             let normed = added.iter().any(|norm| !norm.is_null()) && self.mean_norms == 1;
-            !(behind || normed)
+            !(behind || normed || mixed % 2 > 0)
                 && layer.formats.into_iter().zip(inputs).all(fits)
                 && layer.experts.formats.into_iter().zip(of_experts).all(fits)
         };
@@ -168,6 +173,9 @@ pub struct StepSpec {
     pub(crate) states: *mut f32,
     /// float32 `[sampled, hidden]`, or null: in place of logits, the final states, normalised.
     pub(crate) vectors: *mut f32,
+    /// int64 `[rows, 2]`, or null without recurrent layers: the rows of the states' tables before a
+    /// row and behind its last token.
+    pub(crate) state_rows: *const i64,
 }
 
 /// The reason for which a step was not computed. Nothing was written.
@@ -184,7 +192,7 @@ pub(crate) enum StepError {
 pub(crate) struct Model<E> {
     kinds: Vec<Kind>,
     hidden: usize,
-    /// Elements of the widest layer's queries.
+    /// Elements of the widest layer's queries, or values of a recurrence.
     queries: usize,
     /// The inner size of the widest layer.
     intermediate: usize,
@@ -230,10 +238,12 @@ struct Work<E> {
     normed: Vec<E>,
     qkv: Vec<f32>,
     attended: Vec<E>,
+    mixed: Vec<f32>,
     gated: Vec<E>,
     /// The output of a part with a norm behind it, `[tokens, hidden]`.
     part: Vec<f32>,
     tokens: Vec<Token<E>>,
+    state_rows: Vec<StateRow>,
     experts: experts::Work<E>,
     queues: Vec<Queue>,
     best: Vec<Best>,
@@ -266,7 +276,7 @@ impl<E: Element> Model<E> {
             .map(|layer| {
                 let inner = spec.intermediate_of(layer) as usize;
                 let kind = &kinds[layer.attention as usize];
-                let of_kind = (&kind.shape, kind.spec.norm_rows == 1);
+                let of_kind = (&kind.shape, &kind.spec);
                 let widths = (norms, Widths { hidden, inner });
                 // SAFETY: the caller's description.
                 unsafe { Layer::new(layer, &spec.routing, of_kind, widths) }
@@ -288,8 +298,10 @@ impl<E: Element> Model<E> {
         let shapes: Vec<Shape> = kinds.iter().map(|kind| kind.shape).collect();
         work.scratch.resize_with(team.threads, || Scratch::new(&shapes));
         work.queues.resize_with(QUEUES_A_LAYER * layers.len() + 1, Queue::default);
+        let of_heads = shapes.iter().map(|it| it.heads * it.head_dim);
+        let of_states = layers.iter().filter_map(|it| Some(it.recurrence.as_ref()?.spec.values()));
         Self {
-            queries: shapes.iter().map(|it| it.heads * it.head_dim).max().unwrap_or(0),
+            queries: of_heads.chain(of_states).max().unwrap_or(0),
             kinds,
             hidden,
             intermediate: spec.intermediate.max(routing.shared) as usize,
@@ -342,6 +354,9 @@ impl<E: Element> Model<E> {
         grow(&mut work.sampled_x, sampled * self.hidden, 0.0);
         grow(&mut work.qkv, count * projected, 0.0);
         grow(&mut work.attended, count * self.queries, zero);
+        let channels =
+            self.layers.iter().filter_map(|it| Some(it.recurrence.as_ref()?.spec.channels()));
+        grow(&mut work.mixed, count * channels.max().unwrap_or(0), 0.0);
         if keeps_parts {
             grow(&mut work.part, count * self.hidden, 0.0);
         }
@@ -396,6 +411,7 @@ impl<E: Element> Model<E> {
         run: impl Fn(&Team, &Step<'_, E>),
     ) {
         self.work.tokens.clear();
+        self.work.state_rows.clear();
         self.make_room(count);
         let team = self.team.clone();
         // Only read, as a step without tokens is not added to.
@@ -427,6 +443,7 @@ impl<E: Element> Model<E> {
         let attends = |kind: &'a mut Kind| Attends {
             shape: kind.shape,
             norm_rows: kind.spec.norm_rows == 1,
+            gate: kind.spec.gate == 1,
             half: kind.spec.rotary_dim as usize / 2,
             cos: kind.spec.cos,
             sin: kind.spec.sin,
@@ -439,6 +456,7 @@ impl<E: Element> Model<E> {
             normed: work.normed.as_mut_ptr(),
             qkv: work.qkv.as_mut_ptr(),
             attended: work.attended.as_mut_ptr(),
+            mixed: work.mixed.as_mut_ptr(),
             gated: work.gated.as_mut_ptr(),
             part: work.part.as_mut_ptr(),
             experts: work.experts.buffers(),
@@ -456,6 +474,7 @@ impl<E: Element> Model<E> {
             vectors: std::ptr::null_mut(),
             times: std::ptr::null_mut(),
             tokens: &work.tokens,
+            state_rows: &work.state_rows,
             attentions: self.kinds.iter_mut().map(attends).collect(),
             queues: &work.queues,
             sampled,
@@ -483,6 +502,7 @@ impl<E: Element> Model<E> {
         let (slots, starts, lengths) = (column(step.slot), column(step.start), column(step.length));
         let work = &mut self.work;
         work.tokens.clear();
+        work.state_rows.clear();
         for kind in &mut self.kinds {
             kind.work.clear();
             kind.last.clear();
@@ -526,6 +546,12 @@ impl<E: Element> Model<E> {
                     false => unsafe { self.embedding.add(id * self.hidden) },
                 };
                 work.tokens.push(Token { input, is_given, position, entry });
+            }
+            if !step.state_rows.is_null() {
+                // SAFETY: two numbers for each row.
+                let of = |at: usize| unsafe { *step.state_rows.add(2 * row + at) as usize };
+                let (source, target) = (of(0), of(1));
+                work.state_rows.push(StateRow { first, length, source, target });
             }
             let held = Held { pages, kv_head: 0 };
             let queries =

@@ -58,6 +58,11 @@ pub(crate) trait Vector: Copy {
     /// # Safety
     /// `from` can be read for [`LANES`] bytes.
     unsafe fn load_codes(from: *const i8) -> Self;
+    /// Does some work in a function of its own.
+    ///
+    /// # Safety
+    /// As of [`VectorWork::compute`].
+    unsafe fn compute<W: VectorWork>(work: W);
 
     /// Minus infinity in the first `count` lanes, of lanes that are finite or minus infinity.
     #[inline(always)]
@@ -74,4 +79,12 @@ pub(crate) trait Vector: Copy {
         unsafe { self.store(lanes.as_mut_ptr()) };
         lanes
     }
+}
+
+/// Work that is compiled once for each kind of vectors, and called from the kernels of all levels.
+/// What few models need would otherwise be in every copy of a step.
+pub(crate) trait VectorWork {
+    /// # Safety
+    /// The processor has the instructions of `V`, and the work's own conditions hold.
+    unsafe fn compute<V: Vector>(self);
 }

@@ -9,7 +9,7 @@ from ctypes import POINTER, Structure, c_bool, c_char_p, c_float, c_int32, c_siz
 from functools import cache
 from pathlib import Path
 
-VERSION = 14
+VERSION = 15
 PARTS = ("norm", "qkv", "keep", "attend", "output", "gate_up", "down", "head")
 """The timed parts of a step."""
 LEVELS = ("amx", "avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2", "baseline")
@@ -76,6 +76,7 @@ class AttentionSpec(Structure):
     _fields_ = [
         *((name, c_uint32) for name in ("heads", "kv_heads", "head_dim", "rotary_dim", "window", "chunk", "norm_rows")),
         *((name, c_float) for name in ("scale", "cap")),
+        ("gate", c_uint32),
         *((name, c_void_p) for name in ("cos", "sin")),
     ]
 
@@ -110,6 +111,7 @@ class LayerSpec(Structure):
         ("attention", c_uint32),
         ("parallel", c_uint32),
         ("experts", ExpertsSpec),
+        ("recurrence", c_void_p),
     ]
 
 
@@ -162,7 +164,7 @@ class StepSpec(Structure):
         ("sample", c_void_p),
         ("sampled", c_uint64),
         *((name, c_void_p) for name in ("given", "given_until")),
-        *((name, c_void_p) for name in ("logits", "best", "finite", "times", "states", "vectors")),
+        *((name, c_void_p) for name in ("logits", "best", "finite", "times", "states", "vectors", "state_rows")),
     ]
 
 

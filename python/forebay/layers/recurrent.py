@@ -91,7 +91,11 @@ class RecurrentLayer:
         if shape.delta:
             q, k = (one * torch.rsqrt(one.square().sum(dim=-1, keepdim=True) + _EPSILON) for one in (q, k))
             q = q * shape.key_dim**-0.5
-        q, k = (one.repeat_interleave(shape.heads // shape.key_heads, dim=1) for one in (q, k))
+        shared = shape.heads // shape.key_heads
+        if shape.tiled:
+            q, k = (one.repeat(1, shared, 1) for one in (q, k))
+        else:
+            q, k = (one.repeat_interleave(shared, dim=1) for one in (q, k))
         return q, k, v.unflatten(1, (shape.heads, shape.value_dim))
 
     def _convolved(self, x: torch.Tensor, states: StepStates, layer: LayerStates) -> torch.Tensor:

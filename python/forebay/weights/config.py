@@ -44,7 +44,7 @@ _KNOWN = {
     "attention": "kind heads kv_heads head_dim value_dim scale window sinks cap qk_norm gate qkv_bias output_bias "
     "query_scale",
     "latent": "kind heads query_rank rank nope_dim rotary_dim value_dim bias scale query_scale chosen",
-    "recurrence": "kind heads key_heads key_dim value_dim delta taps conv_bias bias norm norm_size",
+    "recurrence": "kind heads key_heads tiled key_dim value_dim delta taps conv_bias bias norm norm_size",
     "dense": "kind intermediate_size activation gated bias",
     "experts": "kind count per_token intermediate_size shared_size shared_gate activation bias routing normalise "
     "scaling",

@@ -166,7 +166,9 @@ class Recurrence:
     heads: int
     """The number of heads of the state; 0: there is a convolution only."""
     key_heads: int
-    """The number of heads of keys and queries. Each is that of as many consecutive heads."""
+    """The number of heads of keys and queries. Each is that of as many heads."""
+    tiled: bool
+    """True if heads that share a key head are as far apart as there are key heads; False: they follow one another."""
     key_dim: int
     value_dim: int
     """Elements of a value head; without heads, of the convolution."""

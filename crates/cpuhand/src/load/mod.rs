@@ -3,6 +3,7 @@
 
 mod bert;
 mod read;
+mod recurrence;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -25,6 +26,10 @@ const HEAD: &str = "lm_head.weight";
 /// Inner positions of a quantised block.
 const SHARED: usize = 32;
 
+/// Numbers beside blocks are made blocks of 8 bits if these have so many times their rows: files
+/// have small matrices as numbers, which must not make large ones wide.
+const FEW_ROWS: usize = 32;
+
 /// The formats of matrices.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct Formats {
@@ -37,16 +42,25 @@ pub(crate) struct Formats {
 }
 
 impl Formats {
-    fn of(&self, names: &[String], inputs: usize) -> Result<Storage, ModelError> {
-        let kinds: Option<Vec<BlockKind>> =
-            names.iter().map(|name| computed_as(self.stored.get(name)?)).collect();
+    /// The format of a matrix of these parts.
+    fn of(&self, parts: &[(String, Vec<usize>)], inputs: usize) -> Result<Storage, ModelError> {
+        let kinds: Vec<Option<BlockKind>> =
+            parts.iter().map(|(name, _)| computed_as(self.stored.get(name)?)).collect();
+        let rows = |in_blocks: bool| -> usize {
+            let parts = kinds.iter().zip(parts).filter(|(kind, _)| kind.is_some() == in_blocks);
+            parts.map(|(_, (_, shape))| shape[0]).sum()
+        };
+        if rows(false) > 0 && rows(false) * FEW_ROWS <= rows(true) {
+            return Ok(Storage::Q8_0);
+        }
+        let kinds: Option<Vec<BlockKind>> = kinds.into_iter().collect();
         Ok(match kinds.as_deref() {
             None | Some([]) if !self.int8 => Storage::Plain,
             None | Some([]) if inputs.is_multiple_of(SHARED) => Storage::Int8,
             None | Some([]) => {
                 return Err(ModelError::Broken(format!(
                     "{} has {inputs} inputs, and --quantization w8a8_int8 needs multiples of {SHARED}",
-                    names[0]
+                    parts[0].0
                 )));
             }
             // Files give keys and values more bits than queries: the widest of the formats holds
@@ -137,25 +151,9 @@ impl Plan {
         plan.norm_of_size(NORM.into(), hidden, of_norms);
         for layer in 0..parts.layers() {
             let at = |name: &str| format!("model.layers.{layer}.{name}");
-            let attention = parts.kind(layer).attention;
-            let dim = attention.head_dim;
-            let (queries, keys) = (attention.heads * dim, attention.kv_heads * dim);
-            let qkv = [("q_proj", queries), ("k_proj", keys), ("v_proj", keys)];
-            let qkv = qkv.map(|(name, rows)| (at(&format!("self_attn.{name}")), rows));
-            let output = [(at("self_attn.o_proj"), hidden)];
-            plan.linear(&qkv, hidden, attention.qkv_bias, false)?;
-            plan.linear(&output, queries, attention.output_bias, false)?;
-            let of_heads = match attention.qk_norm {
-                QkNorm::None => None,
-                QkNorm::Heads => Some([dim, dim]),
-                QkNorm::Rows => Some([queries, keys]),
-            };
-            for (norm, size) in ["q_norm", "k_norm"].into_iter().zip(of_heads.into_iter().flatten())
-            {
-                plan.norm_of_size(at(&format!("self_attn.{norm}.weight")), size, of_norms);
-            }
-            if attention.sinks {
-                plan.vector(&[(at("self_attn.sinks"), vec![attention.heads])]);
+            match parts.recurrence(layer) {
+                Some(recurrence) => plan.recurrence(&at("linear_attn"), hidden, recurrence)?,
+                None => plan.attention(parts, layer, of_norms)?,
             }
             match shape.feed(layer) {
                 FeedShape::Experts(experts) => plan.experts(&at("mlp"), hidden, experts)?,
@@ -169,6 +167,36 @@ impl Plan {
         }
         plan.head(shape)?;
         Ok(plan)
+    }
+
+    fn attention(
+        &mut self,
+        parts: &DecoderParts<'_>,
+        layer: usize,
+        of_norms: TorchNumber,
+    ) -> Result<(), ModelError> {
+        let at = |name: &str| format!("model.layers.{layer}.{name}");
+        let (hidden, attention) = (parts.shape.hidden_size, parts.kind(layer).attention);
+        let dim = attention.head_dim;
+        let (queries, keys) = (attention.heads * dim, attention.kv_heads * dim);
+        let gate = attention.gate.then_some(("g_proj", queries));
+        let qkv = [("q_proj", queries), ("k_proj", keys), ("v_proj", keys)].into_iter().chain(gate);
+        let qkv = qkv.map(|(name, rows)| (at(&format!("self_attn.{name}")), rows));
+        let output = [(at("self_attn.o_proj"), hidden)];
+        self.linear(&qkv.collect::<Vec<_>>(), hidden, attention.qkv_bias, false)?;
+        self.linear(&output, queries, attention.output_bias, false)?;
+        let of_heads = match attention.qk_norm {
+            QkNorm::None => None,
+            QkNorm::Heads => Some([dim, dim]),
+            QkNorm::Rows => Some([queries, keys]),
+        };
+        for (norm, size) in ["q_norm", "k_norm"].into_iter().zip(of_heads.into_iter().flatten()) {
+            self.norm_of_size(at(&format!("self_attn.{norm}.weight")), size, of_norms);
+        }
+        if attention.sinks {
+            self.vector(&[(at("self_attn.sinks"), vec![attention.heads])]);
+        }
+        Ok(())
     }
 
     fn vector(&mut self, parts: &[(String, Vec<usize>)]) {
@@ -251,7 +279,7 @@ impl Plan {
             return Ok(());
         }
         let parts = Parts { parts: vec![(HEAD.into(), vec![shape.vocab_size, shape.hidden_size])] };
-        let storage = self.formats.of(&[HEAD.into()], shape.hidden_size)?;
+        let storage = self.formats.of(&parts.parts, shape.hidden_size)?;
         // Also where it is tied: the rows of an embedding are looked up in the model's type.
         let own = !shape.tied || block_of(storage).is_some();
         self.matrix((parts, 1), shape.hidden_size, false, (!own).then_some(EMBEDDING))
@@ -264,8 +292,7 @@ impl Plan {
         interleaved: bool,
         source: Option<&'static str>,
     ) -> Result<(), ModelError> {
-        let names: Vec<String> = parts.parts.iter().map(|(name, _)| name.clone()).collect();
-        let storage = self.formats.of(&names, inputs)?;
+        let storage = self.formats.of(&parts.parts, inputs)?;
         let dtype = dtype(self.number);
         let outputs = parts.elements() / inputs / count;
         let packing = Packing { outputs, inputs, interleaved, dtype, storage };
@@ -471,7 +498,18 @@ pub(crate) fn assemble(
         let bias = |there: bool, name: &str| there.then(|| get(&at(name))).transpose();
         let attention = parts.kind(layer).attention;
         let norm = |name: &str| get(&at(&format!("{name}.weight")));
+        let recurrent = parts.recurrence(layer);
+        let state = |name: &str| get(&at(&format!("linear_attn.{name}")));
+        let recurrence = recurrent.map(|of| recurrence::weights(of, state)).transpose()?;
+        let (first, last, [bias_in, bias_out]) = match recurrent {
+            None => {
+                let biases = [attention.qkv_bias, attention.output_bias];
+                ("self_attn.q_proj", "self_attn.o_proj", biases)
+            }
+            Some(of) => ("linear_attn.in_proj_q", "linear_attn.out_proj", [of.bias; 2]),
+        };
         let head_norms = match attention.qk_norm {
+            _ if recurrent.is_some() => None,
             QkNorm::None => None,
             QkNorm::Heads | QkNorm::Rows => {
                 Some((norm("self_attn.q_norm")?, norm("self_attn.k_norm")?))
@@ -516,16 +554,17 @@ pub(crate) fn assemble(
         };
         layers.push(Layer {
             attention: parts.kind_of[layer],
+            recurrence,
             parallel: placement == NormPlacement::Parallel,
             input_norm: input?,
             attended_norm: attended?,
             fed_norm: fed?,
-            sinks: bias(attention.sinks, "self_attn.sinks")?,
-            qkv: matrix(&at("self_attn.q_proj.weight"))?,
-            qkv_bias: bias(attention.qkv_bias, "self_attn.q_proj.bias")?,
+            sinks: bias(attention.sinks && recurrent.is_none(), "self_attn.sinks")?,
+            qkv: matrix(&at(&format!("{first}.weight")))?,
+            qkv_bias: bias(bias_in, &format!("{first}.bias"))?,
             head_norms,
-            output: matrix(&at("self_attn.o_proj.weight"))?,
-            output_bias: bias(attention.output_bias, "self_attn.o_proj.bias")?,
+            output: matrix(&at(&format!("{last}.weight")))?,
+            output_bias: bias(bias_out, &format!("{last}.bias"))?,
             post_norm: before?,
             feed,
         });

@@ -314,6 +314,7 @@ mod tests {
             norm_rows: false,
             scale: 0.25,
             cap: None,
+            gate: false,
         };
         let with = |attention| Sizes { attentions: vec![attention], ..SIZES }.check();
         assert_eq!(with(attention), Ok(()));

@@ -4,8 +4,10 @@
 //! the fault. Every call here is safe.
 
 mod experts;
+mod recurrence;
 mod sizes;
 
+use std::collections::HashSet;
 use std::ffi::c_void;
 use std::sync::Arc;
 
@@ -18,9 +20,11 @@ use crate::memory::Room;
 use crate::model::{ModelSpec, StepError, StepSpec};
 use crate::packing::{Dtype, Packing, Storage, Unfit, aligned, unfit};
 use crate::pool::Threads;
+use crate::recurrence::RecurrenceSpec;
 use crate::team::{Kind, Team};
 
 pub use experts::{ExpertBiases, ExpertMatrices, ExpertSizes};
+pub use recurrence::{RecurrenceSizes, RecurrenceWeights, StateGate};
 pub use sizes::{AttentionSizes, Factors, GateKind, Sizes};
 
 /// Memory of weights, which other objects may read too.
@@ -38,8 +42,12 @@ pub struct Matrix {
 /// One layer. Vectors are of the model's type.
 #[derive(Clone)]
 pub struct Layer {
-    /// The number of its kind of attention in [`Sizes::attentions`].
+    /// The number of its kind of attention in [`Sizes::attentions`]. One that does not attend has
+    /// any.
     pub attention: usize,
+    /// What the layer has in place of attention; `None`: it attends. `qkv` then has the rows of
+    /// queries, keys, values, gates, steps and strengths, and `output` has the values as inputs.
+    pub recurrence: Option<RecurrenceWeights>,
     /// True if both parts read the states in front of the layer, normalised by `input_norm`.
     pub parallel: bool,
     /// The norm before the attention, `[hidden]`.
@@ -50,7 +58,8 @@ pub struct Layer {
     pub fed_norm: Option<Bytes>,
     /// A score of each query head that takes weight and gives nothing, `[heads]`.
     pub sinks: Option<Bytes>,
-    /// Queries, keys and values, `[(heads + 2 * kv_heads) * head_dim, hidden]`.
+    /// Queries, keys and values, `[(heads + 2 * kv_heads) * head_dim, hidden]`, and behind them the
+    /// gates, if there are any.
     pub qkv: Matrix,
     /// The bias of queries, keys and values, one for each output.
     pub qkv_bias: Option<Bytes>,
@@ -134,6 +143,9 @@ pub struct Rows<'a> {
     pub page_stride: usize,
     /// The tokens with a result. They are numbered over all rows, and ascend.
     pub sample: &'a [i64],
+    /// The row of the states' tables before each row, and that behind its last token. Empty without
+    /// recurrent layers.
+    pub states: &'a [[i64; 2]],
 }
 
 /// The output of a step for the tokens in [`Rows::sample`].
@@ -155,15 +167,21 @@ pub struct Decoder {
     /// The weights that the model points to.
     weights: Weights,
     _pages: Vec<[Room; 2]>,
+    /// The states' tables of each layer: last inputs of the convolution, and heads' states. Both
+    /// are empty where the layer attends.
+    states: Vec<[Room; 2]>,
+    /// Rows of these tables.
+    state_rows: usize,
 }
 
-// SAFETY: a model has pointers to what it owns through `weights` and `_pages`, which any thread
-// may read and write in turn.
+// SAFETY: a model has pointers to what it owns through `weights`, `_pages` and `states`, which any
+// thread may read and write in turn.
 unsafe impl Send for Decoder {}
 
 impl Decoder {
     /// A decoder that computes with `threads`. `pages` are keys and values of each layer, of
-    /// [`Sizes::pool_bytes`] each for its kind of attention.
+    /// [`Sizes::pool_bytes`] each for its kind of attention, and empty where it does not attend.
+    /// The states of recurrent layers have `state_rows` rows.
     ///
     /// # Errors
     /// A part has a wrong size, or the kernels can't compute it.
@@ -171,19 +189,34 @@ impl Decoder {
         sizes: Sizes,
         weights: Weights,
         mut pages: Vec<[Room; 2]>,
+        state_rows: usize,
         threads: &Arc<Threads>,
     ) -> Result<Self, Unfit> {
         sizes.check()?;
         weights.check(&sizes)?;
         let fits = |(layer, rooms): (&Layer, &[Room; 2])| {
-            rooms.iter().all(|room| room.len() == sizes.pool_bytes(layer.attention))
+            let bytes = match &layer.recurrence {
+                None => sizes.pool_bytes(layer.attention),
+                Some(_) => 0,
+            };
+            rooms.iter().all(|room| room.len() == bytes)
         };
         if pages.len() != weights.layers.len() || !weights.layers.iter().zip(&pages).all(fits) {
             return unfit("the pages are not of this model");
         }
+        let mut states = tables(&weights.layers, state_rows)?;
+        let recurrences: Vec<Option<RecurrenceSpec>> = weights
+            .layers
+            .iter()
+            .zip(&mut states)
+            .map(|(layer, tables)| layer.recurrence.as_ref().map(|it| it.spec(tables)))
+            .collect();
         let address = |bytes: &Bytes| bytes.as_ptr().cast::<c_void>();
         let optional = |bytes: &Option<Bytes>| bytes.as_ref().map_or(std::ptr::null(), address);
-        let layer = |(layer, [keys, values]): (&Layer, &mut [Room; 2])| {
+        let layer = |((layer, [keys, values]), recurrence): (
+            (&Layer, &mut [Room; 2]),
+            &Option<RecurrenceSpec>,
+        )| {
             let (dense, experts) = match &layer.feed {
                 FeedForward::Dense(dense) => (Some(dense), ExpertsSpec::NONE),
                 FeedForward::Experts(experts) => (experts.shared.as_ref(), experts.spec()),
@@ -216,9 +249,11 @@ impl Decoder {
                 values: values.as_mut_ptr().cast(),
                 formats: [Some(&layer.qkv), Some(&layer.output), gate_up, down].map(number),
                 experts,
+                recurrence: recurrence.as_ref().map_or(std::ptr::null(), |it| it),
             }
         };
-        let layers: Vec<LayerSpec> = weights.layers.iter().zip(&mut pages).map(layer).collect();
+        let layers = weights.layers.iter().zip(&mut pages).zip(&recurrences).map(layer);
+        let layers: Vec<LayerSpec> = layers.collect();
         let kinds: Vec<AttentionSpec> =
             sizes.attentions.iter().map(|kind| kind.spec(&weights.angles)).collect();
         let spec = ModelSpec {
@@ -268,7 +303,60 @@ impl Decoder {
         let team = Team { threads: threads.count(), kind: Kind::Kept(threads.clone()) };
         // SAFETY: as above.
         let model = unsafe { AnyModel::new(&spec, team) };
-        Ok(Self { model, sizes, weights, _pages: pages })
+        Ok(Self { model, sizes, weights, _pages: pages, states, state_rows })
+    }
+
+    /// Copies a row of the states of all layers.
+    ///
+    /// # Errors
+    /// There is no such row.
+    pub fn copy_state(&mut self, from: usize, to: usize) -> Result<(), Unfit> {
+        self.check_state_rows([from, to])?;
+        for table in self.states.iter_mut().flatten() {
+            let bytes = table.len() / self.state_rows;
+            table.copy_within(from * bytes..(from + 1) * bytes, to * bytes);
+        }
+        Ok(())
+    }
+
+    /// Makes a row of the states of all layers that of no position.
+    ///
+    /// # Errors
+    /// There is no such row.
+    pub fn clear_state(&mut self, row: usize) -> Result<(), Unfit> {
+        self.check_state_rows([row])?;
+        for table in self.states.iter_mut().flatten() {
+            let bytes = table.len() / self.state_rows;
+            table[row * bytes..(row + 1) * bytes].fill(0);
+        }
+        Ok(())
+    }
+
+    fn check_state_rows(&self, rows: impl IntoIterator<Item = usize>) -> Result<(), Unfit> {
+        match rows.into_iter().find(|&row| row >= self.state_rows) {
+            None => Ok(()),
+            Some(row) => unfit(format!("row {row} of {} rows of states", self.state_rows)),
+        }
+    }
+
+    /// Checks the states of rows: each row has two, and no other row has them.
+    fn check_states(&self, rows: &Rows<'_>) -> Result<(), Unfit> {
+        let recurrent = self.weights.layers.iter().any(|layer| layer.recurrence.is_some());
+        if rows.states.len() != if recurrent { rows.slot.len() } else { 0 } {
+            return unfit("rows without their states, or states for layers that have none");
+        }
+        let mut seen = HashSet::new();
+        for &[source, target] in rows.states {
+            let distinct = if source == target { vec![source] } else { vec![source, target] };
+            for row in distinct {
+                let number = usize::try_from(row).unwrap_or(usize::MAX);
+                self.check_state_rows([number])?;
+                if !seen.insert(row) {
+                    return unfit("two rows of a step with one state");
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Computes a step. Writes keys and values of every row, and the wanted outputs.
@@ -277,6 +365,7 @@ impl Decoder {
     /// A row is outside of the tables, or of the model. Nothing is written then.
     pub fn step(&mut self, rows: &Rows<'_>, wanted: Wanted<'_>) -> Result<(), Unfit> {
         let count = rows.check(&self.sizes)?;
+        self.check_states(rows)?;
         let &Sizes { vocabulary, hidden, .. } = &self.sizes;
         let sampled = rows.sample.len();
         let ascending = rows.sample.windows(2).all(|pair| pair[0] < pair[1]);
@@ -306,6 +395,10 @@ impl Decoder {
             times: std::ptr::null_mut(),
             states: std::ptr::null_mut(),
             vectors: std::ptr::null_mut(),
+            state_rows: match rows.states.is_empty() {
+                true => std::ptr::null(),
+                false => rows.states.as_flattened().as_ptr(),
+            },
         };
         if self.weights.head.is_none() && !matches!(wanted, Wanted::Vectors(_)) {
             return unfit("something else than vectors of a decoder without a head");
@@ -376,6 +469,20 @@ impl Decoder {
     }
 }
 
+/// The tables of states, of so many rows, zero at first.
+fn tables(layers: &[Layer], rows: usize) -> Result<Vec<[Room; 2]>, Unfit> {
+    let of_layer =
+        |layer: &Layer| layer.recurrence.as_ref().map_or([0; 2], |it| it.sizes.row_bytes());
+    let sizes = layers.iter().flat_map(of_layer).map(|bytes| bytes * rows);
+    let rooms = Room::parts(sizes).map_err(|error| Unfit(error.to_string()))?;
+    let mut rooms = rooms.into_iter();
+    let mut found = Vec::with_capacity(layers.len());
+    while let (Some(inputs), Some(states)) = (rooms.next(), rooms.next()) {
+        found.push([inputs, states]);
+    }
+    Ok(found)
+}
+
 impl Layer {
     fn check(&self, sizes: &Sizes) -> Result<(), Unfit> {
         let hidden = sizes.hidden;
@@ -384,9 +491,15 @@ impl Layer {
         };
         let &AttentionSizes { heads, kv_heads, head_dim, norm_rows, .. } = attention;
         let (queries, keys) = (heads * head_dim, kv_heads * head_dim);
-        let projected = queries + 2 * keys;
+        let gates = if attention.gate { queries } else { 0 };
+        let attending = (queries + 2 * keys + gates, queries);
+        let (projected, mixed) = match &self.recurrence {
+            None => attending,
+            Some(recurrence) => recurrence.sizes.widths(),
+        };
+        self.recurrence.iter().try_for_each(|recurrence| recurrence.check(sizes))?;
         self.qkv.check(sizes.dtype, (projected, hidden), false)?;
-        self.output.check(sizes.dtype, (hidden, queries), false)?;
+        self.output.check(sizes.dtype, (hidden, mixed), false)?;
         match &self.feed {
             FeedForward::Dense(dense) => dense.check(sizes, sizes.intermediate)?,
             FeedForward::Experts(experts) => experts.check(sizes)?,

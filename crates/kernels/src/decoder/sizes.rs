@@ -30,6 +30,8 @@ pub struct AttentionSizes {
     pub scale: f32,
     /// The bound that scores approach; `None`: there is none.
     pub cap: Option<f32>,
+    /// True if the output is multiplied by the sigmoid of a gate.
+    pub gate: bool,
 }
 
 /// The function of gates.
@@ -187,6 +189,7 @@ impl AttentionSizes {
             norm_rows: self.norm_rows.into(),
             scale: self.scale,
             cap: self.cap.unwrap_or(0.0),
+            gate: self.gate.into(),
             cos: tables.map_or(none, |(cos, _)| cos.as_ptr()),
             sin: tables.map_or(none, |(_, sin)| sin.as_ptr()),
         }

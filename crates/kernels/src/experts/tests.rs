@@ -306,6 +306,7 @@ impl<E: Number> Tiny<E> {
                 attention: 0,
                 parallel: 0,
                 experts: if has_experts { experts } else { ExpertsSpec::NONE },
+                recurrence: std::ptr::null(),
             });
         }
         let kind = AttentionSpec {
@@ -318,6 +319,7 @@ impl<E: Number> Tiny<E> {
             norm_rows: 0,
             scale: 0.25,
             cap: 0.0,
+            gate: 0,
             cos: self.angles.as_ptr(),
             sin: self.angles.as_ptr(),
         };
@@ -373,6 +375,7 @@ impl<E: Number> Tiny<E> {
             times: std::ptr::null_mut(),
             states: states.as_mut_ptr(),
             vectors: std::ptr::null_mut(),
+            state_rows: std::ptr::null(),
         };
         let team = Team { threads, kind: Kind::Started };
         // SAFETY: everything lives and is as described; the caller detected the features.

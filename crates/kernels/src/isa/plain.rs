@@ -6,7 +6,7 @@ use crate::dots::{Dots, QUAD, quad_bytes};
 use crate::element::Element;
 use crate::quantise::panel_bytes;
 use crate::tile::{Ahead, BLOCK, GROUP, GROUPS, Kernel, MAX_ROWS, NR, Outputs, Scores, Tile};
-use crate::vector::{LANES, Vector};
+use crate::vector::{LANES, Vector, VectorWork};
 
 /// [`LANES`] floats of any processor.
 #[derive(Clone, Copy)]
@@ -114,6 +114,11 @@ impl Vector for Array {
     unsafe fn load_codes(from: *const i8) -> Self {
         // SAFETY: the contract.
         Self(unsafe { from.cast::<[i8; LANES]>().read_unaligned() }.map(f32::from))
+    }
+    #[inline(never)]
+    unsafe fn compute<W: VectorWork>(work: W) {
+        // SAFETY: the contract.
+        unsafe { work.compute::<Self>() }
     }
 }
 

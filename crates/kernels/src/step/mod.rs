@@ -1,6 +1,7 @@
 //! One step of a decoder, as the members of a team compute it together.
 
 mod experts;
+mod recur;
 mod vectors;
 
 use std::ops::Range;
@@ -18,6 +19,7 @@ use crate::matmul::{
     Activation, Best, LogitScales, Matrix, Out, Rows, arrange, multiply, multiply_codes,
 };
 use crate::pages::{HeadNorm, Shape, turn};
+use crate::recurrence::StateRow;
 use crate::team::{FEW, Member, Queue};
 use crate::tile::Kernel;
 use crate::vector::Vector;
@@ -82,6 +84,8 @@ pub(crate) struct Attends<'a> {
     pub(crate) shape: Shape,
     /// True if norms of queries and of keys are over all heads of a position.
     pub(crate) norm_rows: bool,
+    /// True if gates of the output lie behind the values.
+    pub(crate) gate: bool,
     /// The number of pairs of a head's elements that are rotated.
     pub(crate) half: usize,
     pub(crate) cos: *const f32,
@@ -110,6 +114,8 @@ pub(crate) struct Step<'a, E> {
     pub(crate) normed: *mut E,
     pub(crate) qkv: *mut f32,
     pub(crate) attended: *mut E,
+    /// What a convolution gives, and then the outputs of a recurrence.
+    pub(crate) mixed: *mut f32,
     pub(crate) gated: *mut E,
     /// The output of a part with a norm behind it.
     pub(crate) part: *mut f32,
@@ -128,6 +134,8 @@ pub(crate) struct Step<'a, E> {
     pub(crate) vectors: *mut f32,
     pub(crate) times: *mut u64,
     pub(crate) tokens: &'a [Token<E>],
+    /// The rows whose states advance; none without recurrent layers.
+    pub(crate) state_rows: &'a [StateRow],
     pub(crate) attentions: Vec<Attends<'a>>,
     pub(crate) queues: &'a [Queue],
     /// The tokens that sample, ascending.
@@ -250,7 +258,10 @@ impl<E: Element> Step<'_, E> {
                 self.multiply::<K, D>(queue(0), normed, &layer.qkv.matrix(), qkv);
                 member.meet();
                 watch.lap(Part::Qkv);
-                if !self.decodes {
+                let recurrence = layer.recurrence.as_ref().map(|it| (it, layer.qkv.outputs));
+                if let Some(recurrence) = recurrence {
+                    self.recur::<K>(recurrence, (&queues[4], member));
+                } else if !self.decodes {
                     let scratch = &mut *self.scratch.add(member.index);
                     for token in member.share(count) {
                         for kv_head in 0..attends.shape.kv_heads {
@@ -271,8 +282,17 @@ impl<E: Element> Step<'_, E> {
                     stream = sampled;
                     units = attends.last_units;
                 }
-                self.attend::<K>((layer, attends), units, (&queues[4], member));
-                member.meet();
+                if let Some(recurrence) = recurrence {
+                    self.gate_states::<K>(recurrence, member, stream);
+                } else {
+                    self.attend::<K>((layer, attends), units, (&queues[4], member));
+                    member.meet();
+                    if attends.gate {
+                        let queries = attends.shape.heads * attends.shape.head_dim;
+                        let widths = (queries, layer.qkv.outputs);
+                        self.gate_attended::<K>(widths, member, stream);
+                    }
+                }
                 watch.lap(Part::Attend);
                 let mut normed = normed;
                 if layer.parallel {
@@ -464,7 +484,7 @@ impl<E: Element> Step<'_, E> {
         let Token { position, entry, .. } = self.tokens[token];
         // SAFETY: this member's token and head; the entry belongs to it alone.
         unsafe {
-            let heads_of = self.qkv.add(token * (heads + 2 * kv_heads) * dim);
+            let heads_of = self.qkv.add(token * layer.qkv.outputs);
             let keys = std::slice::from_raw_parts(heads_of.add(heads * dim), kv_heads * dim);
             let value = heads_of.add((heads + kv_heads + kv_head) * dim);
             let value = std::slice::from_raw_parts(value, dim);
@@ -546,7 +566,7 @@ impl<E: Element> Step<'_, E> {
         scratch: &mut Scratch<E>,
     ) {
         let shape = &attends.shape;
-        let &Shape { heads, kv_heads, head_dim: dim, .. } = shape;
+        let &Shape { heads, head_dim: dim, .. } = shape;
         let group = shape.group();
         let expected = then.filter(|then| self.decodes && then.sees_itself());
         let together = unit.heads * group;
@@ -562,7 +582,7 @@ impl<E: Element> Step<'_, E> {
                     true => 1.0,
                     false => *self.query_scales.add(position),
                 };
-                let all = self.qkv.add(token * (heads + 2 * kv_heads) * dim);
+                let all = self.qkv.add(token * layer.qkv.outputs);
                 let all = std::slice::from_raw_parts(all, heads * dim);
                 let first = unit.queries.held.kv_head * group;
                 let mut norm = self.head_norm::<K::Vector>(attends, weight, (all, first));

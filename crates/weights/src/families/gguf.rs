@@ -136,7 +136,11 @@ pub(crate) fn hf_config(files: &GgufFiles) -> Result<Map<String, Value>, ModelEr
     let config = json!({
         "vocab_size": embedding.shape.first().copied().unwrap_or(0),
         "hidden_size": required(files, "embedding_length")?,
-        "intermediate_size": required(files, "feed_forward_length")?,
+        // Files whose layers all have experts need not have it.
+        "intermediate_size": match whole(files, "expert_count")? {
+            None | Some(0) => Some(required(files, "feed_forward_length")?),
+            Some(_) => whole(files, "feed_forward_length")?,
+        },
         "num_hidden_layers": layer_count(files)?,
         "hidden_act": "silu",
         "rms_norm_eps": shortest(eps),

@@ -10,7 +10,7 @@ use super::gguf::{GgufNames, kinds_of_layers, required, whole};
 use super::granite::{attention, scale_keys, scales};
 use super::granite_moe;
 use super::llama::PAIRED;
-use super::recurrence::{Recurrence, StateNorm, mamba};
+use super::recurrence::{DECAYS, Recurrence, StateNorm, mamba};
 use super::rope::rope;
 use super::rules::{RowBlocks, Rule, Take, joined};
 use super::shape::{Mixer, Shape};
@@ -39,7 +39,6 @@ pub(super) const FAMILY: Family = Family {
 };
 const GGUF_IN: &str = "blk.#.ssm_in.*";
 const GGUF_CONV: &str = "blk.#.ssm_conv1d.*";
-/// Files have decays without their logarithm.
 const GGUF_RULES: [Rule; 13 + PAIRED.len()] = joined(
     &[
         Rule::new(GGUF_IN, "model.layers.#.linear_attn.in_proj_z.*", part(mamba::gates)),
@@ -58,7 +57,6 @@ const GGUF_RULES: [Rule; 13 + PAIRED.len()] = joined(
     ],
     PAIRED,
 );
-const DECAYS: Take = Take::ALL.flat().times(-1.0).log();
 const INPUT: &str = "model.layers.#.shared_mlp.input_linear.*";
 const OUTPUT: &str = "model.layers.#.shared_mlp.output_linear.*";
 const IN_PROJ: &str = "model.layers.#.mamba.in_proj.*";
@@ -204,6 +202,7 @@ fn mamba2(config: &Config<'_>) -> Result<Recurrence, ModelError> {
     Ok(Recurrence {
         heads,
         key_heads,
+        tiled: false,
         key_dim: config.size("mamba_d_state", MOST_HEADS)?,
         value_dim: of_head,
         channel_decay: false,

@@ -27,7 +27,7 @@ pub(super) const FAMILY: Family = Family {
     model_type: "lfm2",
     attention: "short convolutions, and grouped-query in some layers",
     layers: "dense",
-    compiled: false,
+    compiled: true,
     shape: |config| {
         let mut values = common(config);
         values.insert("intermediate_size".into(), json!(intermediate_size(config)?));

@@ -3,7 +3,8 @@
 
 use super::Family;
 use super::config::Config;
-use super::qwen3_next::{self, COMMON};
+use super::gguf::GgufNames;
+use super::qwen3_next::{self, COMMON, GGUF_RULES};
 use super::recurrence;
 use super::rules::{Rule, Take, joined};
 use super::text::text_config;
@@ -14,7 +15,7 @@ pub(super) const FAMILY: Family = Family {
     model_type: "qwen3_5",
     attention: "gated delta nets, and grouped-query with a gate in every fourth layer",
     layers: "dense",
-    compiled: false,
+    compiled: true,
     shape: |config| {
         let values = text_config(config);
         qwen3_next::shape(&Config { values: &values, ..*config }, false)
@@ -28,7 +29,12 @@ pub(super) const TEXT: Family = Family {
     architecture: "Qwen3_5ForCausalLM",
     model_type: "qwen3_5_text",
     shape: |config| qwen3_next::shape(config, false),
-    gguf: None,
+    gguf: Some(GgufNames {
+        architecture: "qwen35",
+        fits: |_| Ok(true),
+        keys: |files| qwen3_next::keys(files, true),
+        rules: GGUF_RULES,
+    }),
     ..FAMILY
 };
 
@@ -51,7 +57,12 @@ pub(super) const MOE_TEXT: Family = Family {
     model_type: "qwen3_5_moe_text",
     layers: "experts",
     shape: |config| qwen3_next::shape(config, true),
-    gguf: None,
+    gguf: Some(GgufNames {
+        architecture: "qwen35moe",
+        fits: |_| Ok(true),
+        keys: |files| qwen3_next::keys(files, true),
+        rules: GGUF_RULES,
+    }),
     ..FAMILY
 };
 

@@ -1,16 +1,18 @@
 //! Qwen3-Next: gated delta nets, and gated attention in every fourth layer.
 
-use serde_json::Value;
+use serde_json::{Map, Value, json};
 
 use super::Family;
 use super::config::Config;
 use super::experts::{Experts, Routing, experts};
+use super::gguf::{GgufNames, changes, grouped_keys, refuse_changes, required, whole};
 use super::qwen3_moe::sparse_layers;
-use super::recurrence::{self, Recurrence, StateNorm, grouped};
+use super::recurrence::{self, DECAYS, Recurrence, StateNorm, grouped};
 use super::rope::partial_rope;
 use super::rules::{RowBlocks, Rule, Take};
 use super::shape::{Attention, FeedShape, Mixer, Norm, QkNorm, Shape};
 use crate::error::ModelError;
+use crate::gguf::{GgufFiles, GgufValue};
 use crate::sizes::{MOST, MOST_HEADS, MOST_LAYERS};
 
 /// The part of a head that a config rotates which does not say it.
@@ -26,9 +28,14 @@ pub(super) const FAMILY: Family = Family {
     model_type: "qwen3_next",
     attention: "gated delta nets, and grouped-query with a gate in every fourth layer",
     layers: "experts, some dense",
-    compiled: false,
+    compiled: true,
     shape: |config| shape(config, true),
-    gguf: None,
+    gguf: Some(GgufNames {
+        architecture: "qwen3next",
+        fits: |_| Ok(true),
+        keys: |files| keys(files, false),
+        rules: GGUF_RULES,
+    }),
     rules: &RULES,
 };
 
@@ -79,6 +86,44 @@ pub(super) const COMMON: &[Rule] = &[
     super::qwen2_moe::RULES[1],
     super::qwen2_moe::RULES[2],
     super::qwen2_moe::RULES[3],
+];
+
+const GGUF_QUERIES: &str = "blk.#.attn_q.*";
+const GGUF_QKV: &str = "blk.#.attn_qkv.weight";
+const GGUF_QKVZ: &str = "blk.#.ssm_in.weight";
+const GGUF_BA: &str = "blk.#.ssm_ba.weight";
+const GGUF_CONV: &str = "blk.#.ssm_conv1d.weight";
+
+/// The rules of GGUF files. Weights of norms are whole there, and decays have no logarithm. The
+/// first files of Qwen3-Next have the fused projections of the repository.
+pub(super) const GGUF_RULES: &[Rule] = &[
+    Rule::renamed("blk.#.post_attention_norm.*", "model.layers.#.post_attention_layernorm.*"),
+    Rule::new(GGUF_QUERIES, "model.layers.#.self_attn.q_proj.*", blocks(|mixer| halves(mixer, 0))),
+    Rule::new(GGUF_QUERIES, "model.layers.#.self_attn.g_proj.*", blocks(|mixer| halves(mixer, 1))),
+    Rule::new(GGUF_QKV, "model.layers.#.linear_attn.in_proj_q.weight", blocks(recurrence::queries)),
+    Rule::new(GGUF_QKV, "model.layers.#.linear_attn.in_proj_k.weight", blocks(recurrence::keys)),
+    Rule::new(GGUF_QKV, "model.layers.#.linear_attn.in_proj_v.weight", blocks(recurrence::values)),
+    Rule::renamed("blk.#.attn_gate.*", "model.layers.#.linear_attn.in_proj_z.*"),
+    Rule::new(GGUF_QKVZ, "model.layers.#.linear_attn.in_proj_q.weight", blocks(grouped::queries)),
+    Rule::new(GGUF_QKVZ, "model.layers.#.linear_attn.in_proj_k.weight", blocks(grouped::keys)),
+    Rule::new(GGUF_QKVZ, "model.layers.#.linear_attn.in_proj_v.weight", blocks(grouped::values)),
+    Rule::new(GGUF_QKVZ, "model.layers.#.linear_attn.in_proj_z.weight", blocks(grouped::gates)),
+    Rule::new(GGUF_BA, "model.layers.#.linear_attn.in_proj_b.weight", blocks(grouped::strengths)),
+    Rule::new(GGUF_BA, "model.layers.#.linear_attn.in_proj_a.weight", blocks(grouped::decays)),
+    Rule::renamed("blk.#.ssm_beta.*", "model.layers.#.linear_attn.in_proj_b.*"),
+    Rule::renamed("blk.#.ssm_alpha.*", "model.layers.#.linear_attn.in_proj_a.*"),
+    Rule::new(GGUF_CONV, "model.layers.#.linear_attn.conv_q.weight", blocks(recurrence::queries)),
+    Rule::new(GGUF_CONV, "model.layers.#.linear_attn.conv_k.weight", blocks(recurrence::keys)),
+    Rule::new(GGUF_CONV, "model.layers.#.linear_attn.conv_v.weight", blocks(recurrence::values)),
+    Rule::new("blk.#.ssm_a", "model.layers.#.linear_attn.A_log", DECAYS),
+    Rule::renamed("blk.#.ssm_dt.bias", "model.layers.#.linear_attn.dt_bias"),
+    Rule::renamed("blk.#.ssm_norm.*", "model.layers.#.linear_attn.norm.*"),
+    Rule::renamed("blk.#.ssm_out.*", "model.layers.#.linear_attn.out_proj.*"),
+    Rule::new(
+        "blk.#.ffn_gate_inp_shexp.weight",
+        "model.layers.#.mlp.shared_expert_gate.weight",
+        Take::ALL.flat(),
+    ),
 ];
 
 const fn norm(name: &'static str) -> Rule {
@@ -148,6 +193,7 @@ fn delta_net(config: &Config<'_>) -> Result<Recurrence, ModelError> {
     Ok(Recurrence {
         heads,
         key_heads,
+        tiled: config.flag("linear_tiled_heads", false),
         key_dim: config.size("linear_key_head_dim", MOST_HEADS)?,
         value_dim,
         channel_decay: false,
@@ -158,4 +204,38 @@ fn delta_net(config: &Config<'_>) -> Result<Recurrence, ModelError> {
         norm: StateNorm::BeforeGate,
         norm_size: value_dim,
     })
+}
+
+/// The keys of a GGUF file. `tiled` is true if its value heads are in the order in which those of
+/// all key heads follow one another.
+pub(super) fn keys(files: &GgufFiles, tiled: bool) -> Result<Map<String, Value>, ModelError> {
+    refuse_changes(files)?;
+    let mut keys = grouped_keys(files, true)?;
+    let heads = required(files, "ssm.time_step_rank")?;
+    let of_states = json!({
+        "full_attention_interval": whole(files, "full_attention_interval")?.unwrap_or(CYCLE as i64),
+        "linear_num_value_heads": heads,
+        "linear_num_key_heads": required(files, "ssm.group_count")?,
+        "linear_key_head_dim": required(files, "ssm.state_size")?,
+        "linear_value_head_dim": required(files, "ssm.inner_size")? / heads.max(1),
+        "linear_conv_kernel_dim": required(files, "ssm.conv_kernel")?,
+        "linear_tiled_heads": tiled,
+    });
+    keys.extend(of_states.as_object().cloned().unwrap_or_default());
+    if whole(files, "expert_count")?.unwrap_or(0) > 0 {
+        if files.get("expert_weights_scale").is_some_and(changes) {
+            return Err(ModelError::unserved_part("weights of experts with a scale"));
+        }
+        let normalise = files.get("expert_weights_norm").is_none_or(GgufValue::truthy);
+        let of_experts = json!({
+            "num_experts": required(files, "expert_count")?,
+            "num_experts_per_tok": required(files, "expert_used_count")?,
+            "moe_intermediate_size": required(files, "expert_feed_forward_length")?,
+            "shared_expert_intermediate_size":
+                required(files, "expert_shared_feed_forward_length")?,
+            "norm_topk_prob": normalise,
+        });
+        keys.extend(of_experts.as_object().cloned().unwrap_or_default());
+    }
+    Ok(keys)
 }

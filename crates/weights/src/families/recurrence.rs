@@ -3,11 +3,14 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::rules::RowBlocks;
+use super::rules::{RowBlocks, Take};
 use super::shape::{Mixer, Shape};
 
 /// Bytes of an element of a head's state, which is kept in 32 bits for any type of the model.
 const STATE_ELEMENT: usize = 4;
+
+/// The decays of GGUF files, which have them without their logarithm.
+pub(super) const DECAYS: Take = Take::ALL.flat().times(-1.0).log();
 
 /// A linear recurrence behind a causal convolution.
 ///
@@ -18,8 +21,11 @@ const STATE_ELEMENT: usize = 4;
 pub struct Recurrence {
     /// The number of heads of the state; 0: there is a convolution only.
     pub heads: usize,
-    /// The number of heads of keys and queries. Each is that of as many consecutive heads.
+    /// The number of heads of keys and queries. Each is that of as many heads.
     pub key_heads: usize,
+    /// True if heads that share a key head are as far apart as there are key heads; false: they
+    /// follow one another.
+    pub tiled: bool,
     /// Elements of a key head.
     pub key_dim: usize,
     /// Elements of a value head; without heads, of the convolution.
@@ -60,6 +66,7 @@ impl Recurrence {
         Self {
             heads: 0,
             key_heads: 0,
+            tiled: false,
             key_dim: 0,
             value_dim,
             channel_decay: false,

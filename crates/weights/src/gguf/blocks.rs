@@ -201,7 +201,7 @@ fn round(value: f32) -> f32 {
 ///
 /// Of the same type, the bytes as they are. `Q4_K` as `Q4_1` and `IQ4_XS` as `IQ4_NL` keep their
 /// codes, and their scales are rounded to half precision. `Q4_0`, `Q5_0` and `IQ4_NL` as `Q8_0` are
-/// exact. Any other type as `Q8_0` is rounded to the nearest of 255 steps.
+/// exact. Any other type as `Q8_0` is rounded to the nearest of 255 steps, and so are numbers.
 pub(crate) fn as_blocks(kind: TensorType, to: BlockKind, bytes: &[u8], out: &mut Vec<u8>) -> bool {
     if kind.name() == to.name() {
         out.extend_from_slice(bytes);
@@ -218,6 +218,16 @@ pub(crate) fn as_blocks(kind: TensorType, to: BlockKind, bytes: &[u8], out: &mut
     }
     if to != BlockKind::Q8_0 {
         return false;
+    }
+    if elements == 1 {
+        let mut values = [0.0; SHARED];
+        for bytes in bytes.chunks_exact(SHARED * size) {
+            for (value, bytes) in values.iter_mut().zip(bytes.chunks_exact(size)) {
+                block(kind, bytes, std::slice::from_mut(value));
+            }
+            as_q8_0(&values, out);
+        }
+        return true;
     }
     // These have signed codes and one scale for as many positions, in fewer bits.
     let keeps_scale = matches!(kind, TensorType::Q4_0 | TensorType::Q5_0 | TensorType::Iq4Nl);

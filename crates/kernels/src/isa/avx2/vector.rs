@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use crate::vector::Vector;
+use crate::vector::{Vector, VectorWork};
 
 /// The first eight lanes, then the others.
 #[derive(Clone, Copy)]
@@ -135,6 +135,15 @@ impl Vector for Ymms {
             );
             Self([_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(high)])
         }
+    }
+    #[inline(never)]
+    unsafe fn compute<W: VectorWork>(work: W) {
+        #[target_feature(enable = "avx2,fma,f16c")]
+        unsafe fn run<W: VectorWork>(work: W) {
+            // SAFETY: the contract, here and below.
+            unsafe { work.compute::<Ymms>() }
+        }
+        unsafe { run(work) }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use crate::vector::Vector;
+use crate::vector::{Vector, VectorWork};
 
 /// A whole vector.
 #[derive(Clone, Copy)]
@@ -106,5 +106,14 @@ impl Vector for Zmm {
     #[inline(always)]
     unsafe fn load_codes(from: *const i8) -> Self {
         Self(unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from.cast()))) })
+    }
+    #[inline(never)]
+    unsafe fn compute<W: VectorWork>(work: W) {
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+        unsafe fn run<W: VectorWork>(work: W) {
+            // SAFETY: the contract, here and below.
+            unsafe { work.compute::<Zmm>() }
+        }
+        unsafe { run(work) }
     }
 }

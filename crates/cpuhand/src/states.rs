@@ -1,0 +1,245 @@
+//! The recurrent states of slots: the positions that each has seen, and the rows of their tables.
+//!
+//! A slot has two rows. A masked row whose mask comes too late has its last position computed
+//! again. So the states behind that position go to the slot's other row, until the next row shows
+//! which of both it continues. Behind the rows of slots are those of state pages.
+
+use std::collections::HashSet;
+
+use forebay_kernels::Decoder;
+use forebay_protocol::{HandConfig, StateCopy, StepPlan, Want};
+
+use crate::runner::HandError;
+use crate::tables::{PlanError, wrong};
+
+/// Without a number, state pages get one part of so many of the memory that pages would have.
+const SHARE: u64 = 4;
+/// The largest number of state pages for each slot, without a number. The least is one.
+const MOST_EACH: u64 = 8;
+
+/// The number of state pages, with states of `of_slot` bytes and `free` bytes for pages of all
+/// kinds.
+pub(crate) fn state_pages(config: &HandConfig, of_slot: u64, free: u64) -> u64 {
+    let slots = u64::from(config.slots);
+    match config.state_pages {
+        _ if of_slot == 0 => 0,
+        Some(pages) => pages.into(),
+        None => (free / SHARE / of_slot).clamp(slots, MOST_EACH * slots),
+    }
+}
+
+/// The states of a plan's rows.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct StateSteps {
+    /// The row of the tables before each row, and behind its last position.
+    pub(crate) rows: Vec<[i64; 2]>,
+    /// Rows of the tables that begin at position 0.
+    fresh: Vec<usize>,
+    /// Copies before the rows, from and to.
+    loads: Vec<[usize; 2]>,
+    /// Copies after the rows.
+    saves: Vec<[usize; 2]>,
+}
+
+/// What is known of the states of slots and of state pages.
+pub(crate) struct States {
+    slots: usize,
+    /// Positions that the state of each slot has seen; `None`: it has none.
+    seen: Vec<Option<u32>>,
+    /// The same of the state in a slot's other row, if that may still be continued.
+    other: Vec<Option<u32>>,
+    half: Vec<bool>,
+    of_page: Vec<Option<u32>>,
+}
+
+impl States {
+    pub(crate) fn new(slots: usize, pages: usize) -> Self {
+        Self {
+            slots,
+            seen: vec![None; slots],
+            other: vec![None; slots],
+            half: vec![false; slots],
+            of_page: vec![None; pages],
+        }
+    }
+
+    /// The states of a plan's rows. Its new slots are within bounds.
+    ///
+    /// # Errors
+    /// A row does not begin where its slot's state is, or a page has no state.
+    pub(crate) fn read(&mut self, plan: &StepPlan) -> Result<StateSteps, PlanError> {
+        for write in plan.new_slots() {
+            let slot = write.slot as usize;
+            (self.seen[slot], self.other[slot]) = (None, None);
+        }
+        let mut steps = StateSteps::default();
+        for copy in plan.state_loads() {
+            let (slot, page) = self.places(copy)?;
+            let Some(seen) = self.of_page[page] else {
+                return wrong(format!("state page {page} has no state for slot {slot}"));
+            };
+            (self.seen[slot], self.other[slot]) = (Some(seen), None);
+            steps.loads.push([2 * self.slots + page, self.row(slot)]);
+        }
+        let mut busy = HashSet::new();
+        for (row, drafts) in plan.rows().zip(plan.drafts()) {
+            let slot = row.slot as usize;
+            if slot >= self.slots || row.length == 0 {
+                return wrong(format!("a row of slot {slot}, of {} slots", self.slots));
+            }
+            if !busy.insert(slot) || !drafts.is_empty() {
+                return wrong(format!(
+                    "a second row of slot {slot}, or drafts, beside its recurrent states"
+                ));
+            }
+            let source = self.source(slot, row.start)?;
+            if row.start == 0 {
+                steps.fresh.push(source);
+            }
+            let end = row.start.saturating_add(row.length);
+            (self.seen[slot], self.other[slot]) = (Some(end), None);
+            if row.want == Want::Masked {
+                self.other[slot] = Some(end - 1);
+                self.half[slot] = !self.half[slot];
+            }
+            steps.rows.push([source as i64, self.row(slot) as i64]);
+        }
+        for copy in plan.state_saves() {
+            let (slot, page) = self.places(copy)?;
+            let Some(seen) = self.seen[slot] else {
+                return wrong(format!("slot {slot} has no state for state page {page}"));
+            };
+            self.of_page[page] = Some(seen);
+            steps.saves.push([self.row(slot), 2 * self.slots + page]);
+        }
+        Ok(steps)
+    }
+
+    fn row(&self, slot: usize) -> usize {
+        slot + if self.half[slot] { self.slots } else { 0 }
+    }
+
+    /// The row with the state before a position of a slot, which becomes the slot's.
+    fn source(&mut self, slot: usize, start: u32) -> Result<usize, PlanError> {
+        if start > 0 && self.seen[slot] != Some(start) {
+            if self.other[slot] != Some(start) {
+                return wrong(format!(
+                    "a row of slot {slot} begins at position {start}, and the slot's recurrent states have seen others"
+                ));
+            }
+            self.half[slot] = !self.half[slot];
+        }
+        Ok(self.row(slot))
+    }
+
+    fn places(&self, copy: StateCopy) -> Result<(usize, usize), PlanError> {
+        let (slot, page) = (copy.slot as usize, copy.page as usize);
+        if slot >= self.slots || page >= self.of_page.len() {
+            return wrong(format!(
+                "copy of a state: slot {slot} and page {page}, of {} and {}",
+                self.slots,
+                self.of_page.len()
+            ));
+        }
+        Ok((slot, page))
+    }
+}
+
+impl StateSteps {
+    /// Makes the states those that the rows continue.
+    pub(crate) fn load(&self, decoder: &mut Decoder) -> Result<(), HandError> {
+        for &[from, to] in &self.loads {
+            decoder.copy_state(from, to)?;
+        }
+        for &row in &self.fresh {
+            decoder.clear_state(row)?;
+        }
+        Ok(())
+    }
+
+    /// Copies the states behind the rows to their pages.
+    pub(crate) fn save(&self, decoder: &mut Decoder) -> Result<(), HandError> {
+        for &[from, to] in &self.saves {
+            decoder.copy_state(from, to)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use forebay_protocol::{NewSlot, Row, SlotSpec};
+
+    use super::*;
+
+    fn row(plan: &mut StepPlan, start: u32, length: u32, want: Want) {
+        plan.push_row(Row { slot: 1, start, length, want });
+    }
+
+    fn read(states: &mut States, build: impl Fn(&mut StepPlan)) -> Result<StateSteps, PlanError> {
+        let mut plan = StepPlan::default();
+        plan.begin(1);
+        build(&mut plan);
+        states.read(&plan)
+    }
+
+    fn new_slot(plan: &mut StepPlan) {
+        let spec = SlotSpec::default();
+        plan.write_slot(&NewSlot {
+            slot: 1,
+            tokens: &[4, 5],
+            prompt_len: 2,
+            spec: &spec,
+            place: None,
+        });
+    }
+
+    #[test]
+    fn a_row_goes_on_where_its_state_is_and_nowhere_else() {
+        let mut states = States::new(3, 2);
+        let first = read(&mut states, |plan| {
+            new_slot(plan);
+            row(plan, 0, 5, Want::Nothing);
+            plan.save_state(1, 1);
+        });
+        let first = first.expect("a new slot begins at 0");
+        assert_eq!((&first.rows[..], &first.fresh[..]), (&[[1, 1]][..], &[1][..]));
+        assert_eq!(first.saves, [[1, 7]]);
+        for start in [4, 6] {
+            let error = read(&mut states, |plan| row(plan, start, 1, Want::TOKEN));
+            assert!(error.is_err_and(|error| error.0.contains("have seen others")), "{start}");
+        }
+        read(&mut states, |plan| row(plan, 5, 1, Want::TOKEN)).expect("the next position");
+        // A new request has no state, wherever the last one in the slot was.
+        let error = read(&mut states, |plan| {
+            new_slot(plan);
+            row(plan, 6, 1, Want::TOKEN);
+        });
+        assert!(error.is_err());
+        let loaded = read(&mut states, |plan| {
+            new_slot(plan);
+            plan.load_state(1, 1);
+            row(plan, 5, 1, Want::TOKEN);
+        });
+        assert_eq!(loaded.expect("what the page has seen").loads, [[7, 1]]);
+        let error = read(&mut states, |plan| plan.load_state(1, 0));
+        assert!(error.is_err_and(|error| error.0.contains("no state")));
+    }
+
+    #[test]
+    fn the_last_position_of_a_masked_row_may_be_computed_again() {
+        let mut states = States::new(3, 0);
+        let first = read(&mut states, |plan| {
+            new_slot(plan);
+            row(plan, 0, 5, Want::Masked);
+        });
+        assert_eq!(first.expect("a row").rows, [[1, 4]]);
+        for _ in 0..2 {
+            let again = read(&mut states, |plan| row(plan, 4, 1, Want::Masked));
+            assert_eq!(again.expect("the same position").rows, [[1, 4]]);
+        }
+        let next = read(&mut states, |plan| row(plan, 5, 1, Want::Masked));
+        assert_eq!(next.expect("the next one").rows, [[4, 1]]);
+        assert!(read(&mut states, |plan| row(plan, 4, 1, Want::TOKEN)).is_err());
+    }
+}

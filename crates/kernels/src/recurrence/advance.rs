@@ -1,0 +1,346 @@
+//! A recurrence along the rows of a step. A row's channels of the convolution, and then its heads,
+//! are taken by one member each, who walks along the row's tokens. So a result depends on its own
+//! row and on the state before it, wherever the row was cut.
+
+use std::ops::Range;
+
+use super::Recurrence;
+use crate::math::{self, Sigmoid, Silu};
+use crate::team::{Member, Queue};
+use crate::vector::{LANES, Vector, VectorWork};
+
+/// Channels of the convolution that a member takes together.
+const CHANNELS: usize = 64;
+/// Vectors of a state's columns that are advanced together: one would wait for its own sums.
+const TOGETHER: usize = 4;
+/// The term below the root of a key's length.
+const EPSILON: f32 = 1e-6;
+
+/// A row whose states advance.
+#[derive(Clone, Copy)]
+pub(crate) struct StateRow {
+    /// The row's first token.
+    pub(crate) first: usize,
+    pub(crate) length: usize,
+    /// The row of the tables with the state before the row.
+    pub(crate) source: usize,
+    /// The row that gets the state behind its last token; those before it advance the other one.
+    pub(crate) target: usize,
+}
+
+/// Advances the states of all rows, as a member's share. Leaves the outputs of heads, or of the
+/// convolution, in place of the values in `mixed`. Whoever comes back has met the others since they
+/// wrote.
+pub(crate) struct Advance<'a> {
+    pub(crate) recurrence: &'a Recurrence,
+    pub(crate) rows: &'a [StateRow],
+    /// `[tokens, stride]`: what the layer's first product gave.
+    pub(crate) projected: *const f32,
+    pub(crate) stride: usize,
+    /// `[tokens, channels]`
+    pub(crate) mixed: *mut f32,
+    pub(crate) queue: &'a Queue,
+    pub(crate) member: &'a Member<'a>,
+}
+
+/// Gates the output of a token, and normalises it.
+pub(crate) struct Gating<'a> {
+    pub(crate) recurrence: &'a Recurrence,
+    pub(crate) values: &'a mut [f32],
+    /// Is overwritten.
+    pub(crate) gates: &'a mut [f32],
+    pub(crate) eps: f32,
+}
+
+/// Makes numbers their sigmoids.
+pub(crate) struct Sigmoids<'a>(pub(crate) &'a mut [f32]);
+
+/// A head's numbers for one token.
+struct Strength {
+    decay: f32,
+    /// The factor of what the state has for a key.
+    taken: f32,
+    /// The factor of what a key gets.
+    given: f32,
+    /// The factor of what the state has for a query.
+    read: f32,
+    /// The factor of values that are added to the output.
+    skip: f32,
+}
+
+/// The states of a head before a token and behind it, which may be the same.
+#[derive(Clone, Copy)]
+struct HeadState {
+    from: *const f32,
+    to: *mut f32,
+}
+
+impl VectorWork for Advance<'_> {
+    #[inline(always)]
+    unsafe fn compute<V: Vector>(self) {
+        let Self { recurrence, rows, queue, member, .. } = self;
+        let (channels, heads) = (recurrence.spec.channels(), recurrence.spec.heads as usize);
+        let blocks = channels.div_ceil(CHANNELS);
+        for unit in member.share(rows.len() * blocks) {
+            let first = unit % blocks * CHANNELS;
+            let some = first..(first + CHANNELS).min(channels);
+            // SAFETY: this member's channels of this row, and of its state.
+            unsafe { self.convolve::<V>(&rows[unit / blocks], some) };
+        }
+        member.meet();
+        if heads == 0 {
+            return;
+        }
+        loop {
+            let mine = queue.take(rows.len() * heads, member.members);
+            if mine.is_empty() {
+                break;
+            }
+            for unit in mine {
+                // SAFETY: this member's head of this row, and of its state.
+                unsafe { self.walk::<V>(&rows[unit / heads], unit % heads) };
+            }
+        }
+        member.meet();
+    }
+}
+
+impl Advance<'_> {
+    /// The convolution of some channels along a row.
+    #[inline(always)]
+    unsafe fn convolve<V: Vector>(&self, row: &StateRow, channels: Range<usize>) {
+        let Recurrence { spec, conv, conv_bias, .. } = self.recurrence;
+        let (all, before) = (spec.channels(), spec.taps as usize - 1);
+        let (first, count) = (channels.start, channels.len());
+        let mut now = [0.0; CHANNELS];
+        let now = &mut now[..count];
+        // SAFETY: the caller's row and channels. The rows of a table, and of what is projected, do
+        // not overlap.
+        unsafe {
+            for index in 0..row.length {
+                let (token, last) = (row.first + index, index + 1 == row.length);
+                let place = |row: usize| spec.inputs.add(row * before * all + first);
+                let (from, to) =
+                    (place(row.source), place(if last { row.target } else { row.source }));
+                let input = self.projected.add(token * self.stride + first);
+                if spec.heads == 0 {
+                    let gates = std::slice::from_raw_parts(input.add(all), count);
+                    let values = std::slice::from_raw_parts(input.add(2 * all), count);
+                    now.copy_from_slice(gates);
+                    multiply(now, values);
+                } else {
+                    now.copy_from_slice(std::slice::from_raw_parts(input, count));
+                }
+                let sum = self.mixed.add(token * all + first);
+                let sum = std::slice::from_raw_parts_mut(sum, count);
+                sum.copy_from_slice(&conv_bias[first..][..count]);
+                for tap in 0..before {
+                    let held = from.add(tap * all).cast_const();
+                    let numbers = std::slice::from_raw_parts(held, count);
+                    add_product(sum, numbers, &conv[tap * all + first..][..count]);
+                    if tap > 0 {
+                        std::ptr::copy_nonoverlapping(held, to.add((tap - 1) * all), count);
+                    }
+                }
+                if before > 0 {
+                    let to = to.add((before - 1) * all);
+                    std::ptr::copy_nonoverlapping(now.as_ptr(), to, count);
+                }
+                add_product(sum, now, &conv[before * all + first..][..count]);
+                if spec.heads > 0 {
+                    math::apply::<V, Silu>(sum);
+                }
+            }
+        }
+    }
+
+    /// Advances a head's state along a row.
+    #[inline(always)]
+    unsafe fn walk<V: Vector>(&self, row: &StateRow, head: usize) {
+        let Recurrence { spec, decay, step_bias, skip, .. } = self.recurrence;
+        let (heads, channels, values) = (spec.heads as usize, spec.channels(), spec.values());
+        let (keys, key_dim) = (spec.keys(), spec.key_dim as usize);
+        let value_dim = spec.value_dim as usize;
+        let first_key = spec.key_of(head) * key_dim;
+        let skip = skip.get(head).copied().unwrap_or(0.0);
+        let root = (key_dim as f32).sqrt();
+        // SAFETY: the caller's row and head.
+        unsafe {
+            for index in 0..row.length {
+                let (token, last) = (row.first + index, index + 1 == row.length);
+                let place =
+                    |row: usize| spec.states.add((row * heads + head) * key_dim * value_dim);
+                let (from, to) =
+                    (place(row.source), place(if last { row.target } else { row.source }));
+                let mixed = self.mixed.add(token * channels);
+                let q = std::slice::from_raw_parts(mixed.add(first_key), key_dim);
+                let k = std::slice::from_raw_parts(mixed.add(keys + first_key), key_dim);
+                let v = mixed.add(2 * keys + head * value_dim);
+                let numbers = self.projected.add(token * self.stride + channels + values);
+                let step = softplus(*numbers.add(head) + step_bias[head]);
+                let decay = (decay[head] * step).exp();
+                let strength = match spec.delta {
+                    1 => {
+                        // Of the length 1.
+                        let k = math::rms_factor::<V>(k, EPSILON / key_dim as f32) / root;
+                        let q = math::rms_factor::<V>(q, EPSILON / key_dim as f32) / root;
+                        let beta = 1.0 / (1.0 + (-*numbers.add(heads + head)).exp());
+                        Strength { decay, taken: decay * k, given: beta * k, read: q / root, skip }
+                    }
+                    _ => Strength { decay, taken: 0.0, given: step, read: 1.0, skip },
+                };
+                let state = HeadState { from: from.cast_const(), to };
+                advance::<V>(state, (q, k), (v, value_dim), (&strength, spec.delta == 1));
+            }
+        }
+    }
+}
+
+/// One token of a head: its state becomes `decay * S + k u`, and its values `q S`, with the skipped
+/// part of them.
+///
+/// # Safety
+/// States have a row of `dim` values for each element of a key, and there are so many values.
+#[inline(always)]
+unsafe fn advance<V: Vector>(
+    HeadState { from, to }: HeadState,
+    keys: (&[f32], &[f32]),
+    (values, dim): (*mut f32, usize),
+    how: (&Strength, bool),
+) {
+    let whole = dim / LANES;
+    let mut at = 0;
+    // SAFETY: columns of the state, and as many values.
+    unsafe {
+        while at < whole {
+            let first = at * LANES;
+            let state = HeadState { from: from.add(first), to: to.add(first) };
+            let place = (state, values.add(first), dim);
+            if at + TOGETHER <= whole {
+                columns::<V, TOGETHER>(place, keys, how);
+                at += TOGETHER;
+            } else {
+                columns::<V, 1>(place, keys, how);
+                at += 1;
+            }
+        }
+        let (q, k) = keys;
+        let (strength, delta) = how;
+        for column in whole * LANES..dim {
+            let (from, to, value) = (from.add(column), to.add(column), values.add(column));
+            let mut old = 0.0;
+            if delta {
+                for (index, k) in k.iter().enumerate() {
+                    old += k * *from.add(index * dim);
+                }
+            }
+            let u = strength.given * (*value - strength.taken * old);
+            let mut out = 0.0;
+            for (index, (q, k)) in q.iter().zip(k).enumerate() {
+                let now = strength.decay * *from.add(index * dim) + k * u;
+                *to.add(index * dim) = now;
+                out += q * now;
+            }
+            *value = strength.read * out + strength.skip * *value;
+        }
+    }
+}
+
+/// [`advance`] of `N` vectors of columns.
+///
+/// # Safety
+/// As of [`advance`].
+#[inline(always)]
+unsafe fn columns<V: Vector, const N: usize>(
+    (HeadState { from, to }, values, dim): (HeadState, *mut f32, usize),
+    (q, k): (&[f32], &[f32]),
+    (strength, delta): (&Strength, bool),
+) {
+    let &Strength { decay, taken, given, read, skip } = strength;
+    let zero = [V::splat(0.0); N];
+    // SAFETY: the contract.
+    unsafe {
+        let mut old = zero;
+        if delta {
+            for (index, &k) in k.iter().enumerate() {
+                let (row, k) = (from.add(index * dim), V::splat(k));
+                for (part, old) in old.iter_mut().enumerate() {
+                    *old = V::load(row.add(part * LANES)).fused(k, *old);
+                }
+            }
+        }
+        let mut u = zero;
+        for part in 0..N {
+            let value = V::load(values.add(part * LANES));
+            u[part] = value.sub(V::splat(taken).mul(old[part])).mul(V::splat(given));
+        }
+        let (mut out, decay) = (zero, V::splat(decay));
+        for (index, (&q, &k)) in q.iter().zip(k).enumerate() {
+            let (before, behind) = (from.add(index * dim), to.add(index * dim));
+            let (q, k) = (V::splat(q), V::splat(k));
+            for part in 0..N {
+                let held = V::load(before.add(part * LANES)).mul(decay);
+                let now = u[part].fused(k, held);
+                now.store(behind.add(part * LANES));
+                out[part] = now.fused(q, out[part]);
+            }
+        }
+        for (part, out) in out.into_iter().enumerate() {
+            let place = values.add(part * LANES);
+            let skipped = V::load(place).mul(V::splat(skip));
+            out.fused(V::splat(read), skipped).store(place);
+        }
+    }
+}
+
+impl VectorWork for Gating<'_> {
+    #[inline(always)]
+    unsafe fn compute<V: Vector>(self) {
+        let Self { recurrence, values, gates, eps } = self;
+        let (norm, size) = (recurrence.spec.norm, recurrence.spec.norm_size as usize);
+        if recurrence.spec.heads > 0 {
+            math::apply::<V, Silu>(gates);
+        }
+        if norm != 1 {
+            multiply(values, gates);
+        }
+        if norm != 0 {
+            let weights = recurrence.norm_weight.chunks_exact(size).cycle();
+            for (part, weights) in values.chunks_exact_mut(size).zip(weights) {
+                let factor = math::rms_factor::<V>(part, eps);
+                part.iter_mut().for_each(|value| *value *= factor);
+                multiply(part, weights);
+            }
+        }
+        if norm == 1 {
+            multiply(values, gates);
+        }
+    }
+}
+
+impl VectorWork for Sigmoids<'_> {
+    #[inline(always)]
+    unsafe fn compute<V: Vector>(self) {
+        math::apply::<V, Sigmoid>(self.0);
+    }
+}
+
+#[inline(always)]
+fn multiply(to: &mut [f32], factors: &[f32]) {
+    for (to, factor) in to.iter_mut().zip(factors) {
+        *to *= factor;
+    }
+}
+
+#[inline(always)]
+fn add_product(to: &mut [f32], numbers: &[f32], factors: &[f32]) {
+    for ((to, number), factor) in to.iter_mut().zip(numbers).zip(factors) {
+        *to += number * factor;
+    }
+}
+
+/// `ln(1 + e^x)`
+#[inline(always)]
+fn softplus(x: f32) -> f32 {
+    if x > 20.0 { x } else { x.exp().ln_1p() }
+}

@@ -1,0 +1,94 @@
+//! The recurrent layers of a step, and the gates behind attention.
+
+use crate::element::Element;
+use crate::math;
+use crate::recurrence::{Advance, Gating, Recurrence, Sigmoids};
+use crate::step::{Step, Stream};
+use crate::team::{Member, Queue};
+use crate::tile::Kernel;
+use crate::vector::Vector;
+
+impl<E: Element> Step<'_, E> {
+    /// Advances the states of all rows, see [`Advance`]. `stride` are the outputs of the layer's
+    /// first product.
+    ///
+    /// # Safety
+    /// As for [`Step::compute`]; the layer's first product is done.
+    #[inline(always)]
+    pub(super) unsafe fn recur<K: Kernel<E>>(
+        &self,
+        (recurrence, stride): (&Recurrence, usize),
+        (queue, member): (&Queue, &Member<'_>),
+    ) {
+        let (projected, mixed, rows) = (self.qkv.cast_const(), self.mixed, self.state_rows);
+        let work = Advance { recurrence, rows, projected, stride, mixed, queue, member };
+        // SAFETY: the contract.
+        unsafe { K::Vector::compute(work) };
+    }
+
+    /// Gates and normalises the outputs of the stream's tokens, as the second product reads them.
+    /// Whoever comes back has met the others since they wrote.
+    ///
+    /// # Safety
+    /// As for [`Self::recur`], which is done.
+    #[inline(always)]
+    pub(super) unsafe fn gate_states<K: Kernel<E>>(
+        &self,
+        (recurrence, stride): (&Recurrence, usize),
+        member: &Member<'_>,
+        stream: Stream,
+    ) {
+        let spec = &recurrence.spec;
+        let (count, eps) = (spec.values(), self.eps);
+        for row in member.share(stream.count) {
+            let token = self.token_of(stream, row);
+            // SAFETY: this member's row of what is attended, and its token's outputs and gates,
+            // which nobody else reads.
+            unsafe {
+                let values = self.mixed.add(token * spec.channels() + 2 * spec.keys());
+                let gates = self.qkv.add(token * stride + spec.gates());
+                let values = std::slice::from_raw_parts_mut(values, count);
+                let gates = std::slice::from_raw_parts_mut(gates, count);
+                K::Vector::compute(Gating { recurrence, values, gates, eps });
+                let to = std::slice::from_raw_parts_mut(self.attended.add(row * count), count);
+                math::narrow::<E, K>(values, to);
+            }
+        }
+        member.meet();
+    }
+
+    /// Multiplies what the stream's tokens attended to by the sigmoids of their gates, which lie
+    /// behind queries, keys and values. Whoever comes back has met the others since they wrote.
+    ///
+    /// # Safety
+    /// As for [`Step::compute`]; the attention is done.
+    #[inline(always)]
+    pub(super) unsafe fn gate_attended<K: Kernel<E>>(
+        &self,
+        (queries, stride): (usize, usize),
+        member: &Member<'_>,
+        stream: Stream,
+    ) {
+        for row in member.share(stream.count) {
+            let token = self.token_of(stream, row);
+            // SAFETY: this member's row of what is attended, and its token's gates.
+            unsafe {
+                let gates = self.qkv.add(token * stride + stride - queries);
+                let gates = std::slice::from_raw_parts_mut(gates, queries);
+                K::Vector::compute(Sigmoids(gates));
+                let to = std::slice::from_raw_parts_mut(self.attended.add(row * queries), queries);
+                for (gate, attended) in gates.iter_mut().zip(&*to) {
+                    *gate *= attended.to_f32();
+                }
+                math::narrow::<E, K>(gates, to);
+            }
+        }
+        member.meet();
+    }
+
+    /// The token of a row of the stream, which may be that of the tokens that sample.
+    #[inline(always)]
+    fn token_of(&self, stream: Stream, row: usize) -> usize {
+        if stream.count < self.tokens.len() { self.sampled[row] } else { row }
+    }
+}
