@@ -70,9 +70,14 @@ fn begin(rig: &Rig) -> Vec<Output> {
 }
 
 fn pause(rig: &Rig, mode: PauseMode) -> Receiver<usize> {
+    let paused = ask_to_pause(rig, mode);
+    rig.control.release();
+    paused
+}
+
+fn ask_to_pause(rig: &Rig, mode: PauseMode) -> Receiver<usize> {
     let (sender, paused) = channel();
     rig.handle.pause(mode, Box::new(move |left| sender.send(left).expect("the test waits")));
-    rig.control.release();
     paused
 }
 
@@ -131,10 +136,11 @@ fn a_pause_that_keeps_requests_changes_nothing_but_the_time() {
 fn a_pause_waits_for_those_that_are_there_and_holds_others_back() {
     let rig = start(0);
     let before = begin(&rig);
-    let paused = pause(&rig, PauseMode::Wait);
+    let paused = ask_to_pause(&rig, PauseMode::Wait);
     rig.handle.submit(request(COUNT, vec![1, 2, 3], 5)).expect("room");
     rig.handle.submit(request(COUNT + 1, vec![1, 2, 3], 5)).expect("room");
     rig.handle.abort(RequestId(COUNT + 1));
+    rig.control.release();
     let told = rest(&rig, before, COUNT as usize + 1);
     check_all(&told);
     assert_eq!(told[&(COUNT + 1)], (Vec::new(), FinishReason::Abort), "it can be aborted");

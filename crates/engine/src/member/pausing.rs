@@ -111,6 +111,7 @@ impl Member {
         {
             scheduler.preempt_all(&mut self.events);
             self.take_events();
+            self.publish();
         }
         replies.into_iter().for_each(|reply| reply(live));
     }

@@ -91,8 +91,9 @@ impl Owner {
             self.reload_if_due();
             self.members.iter_mut().for_each(Member::expire);
             self.feed();
-            self.members.iter_mut().for_each(Member::settle_pause);
             self.deliver();
+            // Behind the last outputs before it.
+            self.members.iter_mut().for_each(Member::settle_pause);
             if self.over {
                 break;
             }
