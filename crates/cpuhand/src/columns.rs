@@ -1,6 +1,8 @@
 //! A plan's rows, checked against the tables.
 
-use forebay_kernels::{Given, Rows, Shared};
+use std::sync::Arc;
+
+use forebay_kernels::{AdapterMatrices, Given, Rows, Shared};
 use forebay_protocol::{StepPlan, Want};
 
 use crate::drafts::Run;
@@ -22,6 +24,8 @@ pub(crate) struct Columns {
     pub(crate) sampling: Vec<usize>,
     /// The sampling rows that have a mask.
     pub(crate) masked: Vec<usize>,
+    /// `[r]`: the adapter of each row. Empty: no row has one.
+    pub(crate) adapters: Vec<Option<Arc<AdapterMatrices>>>,
 }
 
 impl Columns {
@@ -35,6 +39,7 @@ impl Columns {
             last: vec![length - 1],
             sampling: vec![0],
             masked: Vec::new(),
+            adapters: Vec::new(),
         }
     }
 
@@ -49,6 +54,7 @@ impl Columns {
             last: Vec::with_capacity(count),
             sampling: Vec::with_capacity(count),
             masked: Vec::new(),
+            adapters: Vec::new(),
         };
         let (slots, context) = (tables.slots.len(), tables.context_length as u64);
         let mut last = -1;
@@ -117,6 +123,7 @@ impl Columns {
             start: &self.start,
             length: &self.length,
             given,
+            adapters: &self.adapters,
             tokens: &tables.tokens,
             token_stride: tables.token_stride,
             pages: &tables.pages,

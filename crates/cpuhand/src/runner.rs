@@ -7,12 +7,13 @@ use std::time::{Duration, Instant};
 
 use forebay_kernels::{Decoder, Dtype, Room, Shared, Sizes, Threads, Unfit, Wanted, limit};
 use forebay_machine::Machine;
-use forebay_protocol::{HandConfig, Ready, StepPlan, StepResult};
+use forebay_protocol::{AdapterOrder, HandConfig, Ready, StepPlan, StepResult};
 use forebay_weights::{Checkpoint, ModelError, ModelShape, Norm, Shape, TorchNumber};
 use serde::Deserialize;
 use serde_json::Value;
 use thiserror::Error;
 
+use crate::adapters::{AdapterPlaces, adapter_sizes, module_names, place_bytes};
 use crate::blocks::{is_of_file, quantization};
 use crate::columns::Columns;
 use crate::connection::ConnectionError;
@@ -65,6 +66,11 @@ pub(crate) trait Executes {
         plan: &StepPlan,
         masks: &mut MaskSource<'_>,
     ) -> Result<Option<StepResult>, HandError>;
+
+    /// Follows an order about an adapter.
+    fn follow(&mut self, _: AdapterOrder) -> Result<(), HandError> {
+        Err(PlanError("an adapter for a hand without places".into()).into())
+    }
 }
 
 /// Puts a step's times into its result. The step began at `begun` and ends now, the step before it
@@ -91,6 +97,8 @@ pub(crate) struct Runner {
     pub(crate) logits: Vec<f32>,
     /// `None`: the model generates.
     pub(crate) pooler: Option<Pooler>,
+    /// `None`: no row has an adapter.
+    pub(crate) adapters: Option<AdapterPlaces>,
 }
 
 /// A runner, and the way to keep its weights for the next start.
@@ -168,6 +176,11 @@ impl Runner {
         let decoder = Decoder::new(sizes.clone(), assembled, layers, &threads)
             .map_err(|error| ModelError::Broken(error.to_string()))?;
         let page_bytes = (pools.iter().sum::<usize>() / sizes.page_count) as u64;
+        let of_adapters = adapter_sizes(&parts, &sizes);
+        let (lora_bytes, lora_modules) = match &config.lora {
+            Some(lora) => (place_bytes(lora, &of_adapters), module_names(&parts, &of_adapters)),
+            None => (0, Vec::new()),
+        };
         let facts = Ready {
             page_count: sizes.page_count as u32,
             vocab_size: sizes.vocabulary as u32,
@@ -180,6 +193,8 @@ impl Runner {
             verifies_drafts: pooling.is_none(),
             page_bytes,
             blocks,
+            lora_bytes,
+            lora_modules,
             ..Ready::default()
         };
         let tables = Tables::new(
@@ -190,8 +205,11 @@ impl Runner {
         );
         let (ended, logits, arena) = (Instant::now(), Vec::new(), Arc::new(arena));
         let pooler = pooling.and_then(|kind| Pooler::of(kind, config.slots as usize, sizes.hidden));
+        let slots = config.slots as usize;
+        let places = |lora| AdapterPlaces::open(lora, of_adapters, sizes.dtype, slots);
+        let adapters = config.lora.clone().map(places).transpose()?;
         let mut runner =
-            Self { decoder, tables, threads, arena, sizes, facts, ended, logits, pooler };
+            Self { decoder, tables, threads, arena, sizes, facts, ended, logits, pooler, adapters };
         if !runner.warm_up()? {
             let mut what = "the weights give results that are not finite".to_owned();
             if kept.as_mut().is_some_and(Kept::discard) {
@@ -277,6 +295,9 @@ fn check(config: &HandConfig) -> Result<(), HandError> {
             "load format {:?} is not supported: use auto or dummy",
             config.load_format
         )));
+    }
+    if let Some(lora) = config.lora.as_ref().filter(|lora| lora.places == 0 || lora.rank == 0) {
+        return Err(HandError::Config(format!("{lora:?}: places and ranks are at least 1")));
     }
     if let Some(other) = config.kv_cache_dtype.as_deref().filter(|&name| name != "int8") {
         return Err(HandError::Config(format!(
@@ -366,7 +387,12 @@ fn sizes(
     let of_layer = |&kind: &usize| 2 * sizes.pool_bytes(kind) as u64;
     let page_bytes: u64 = parts.kind_of.iter().map(of_layer).sum();
     let slices = slice_bytes(shape.vocab_size, config.chunked_prefill_size as usize);
-    let taken = weight_bytes + if shape.headless { 0 } else { slices };
+    let of_places = config.lora.as_ref().map_or(0, |lora| {
+        let gates = 2 * sizes.intermediate * size_of::<f32>();
+        let of_step = config.chunked_prefill_size as u64 * gates as u64;
+        place_bytes(lora, &adapter_sizes(parts, &sizes)) + of_step
+    });
+    let taken = weight_bytes + of_places + if shape.headless { 0 } else { slices };
     let pages = match config.max_total_tokens {
         Some(tokens) => {
             let pages = tokens / u64::from(config.page_size);

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use forebay_kernels::{Given, Wanted};
 use forebay_protocol::{
-    MaskPlace, ROW_NOT_FINITE, ROW_OK, Ready, ReceivedMasks, RowMask as Mask, StepPlan, StepResult,
+    AdapterOrder, MaskPlace, ROW_NOT_FINITE, ROW_OK, Ready, ReceivedMasks, RowMask as Mask, StepPlan, StepResult,
 };
 
 use crate::columns::Columns;
@@ -39,6 +39,13 @@ impl Executes for Runner {
         }
         self.tables.write(plan, &self.arena)?;
         self.tables.write_drafts(plan)?;
+        match &mut self.adapters {
+            Some(adapters) => adapters.read(plan)?,
+            None if names_places(plan) => {
+                return Err(PlanError("adapters in a plan for a hand without places".into()).into());
+            }
+            None => {}
+        }
         let mut result = StepResult { step: plan.step(), ..StepResult::default() };
         let mut idle = Duration::ZERO;
         if plan.rows().len() > 0 {
@@ -53,8 +60,24 @@ impl Executes for Runner {
             }
         }
         timed(&mut result, begun, &mut self.ended, idle);
+        if let Some(adapters) = &mut self.adapters {
+            result.placed = adapters.report(plan.wait_us());
+        }
         Ok(Some(result))
     }
+
+    fn follow(&mut self, order: AdapterOrder) -> Result<(), HandError> {
+        match &mut self.adapters {
+            Some(adapters) => adapters.follow(order),
+            None => return Err(PlanError("an adapter for a hand without places".into()).into()),
+        }
+        Ok(())
+    }
+}
+
+/// True if a plan names a place of an adapter.
+fn names_places(plan: &StepPlan) -> bool {
+    !plan.place_writes().is_empty() || plan.new_slots().any(|write| write.place.is_some())
 }
 
 impl Runner {
@@ -68,7 +91,10 @@ impl Runner {
         if self.pool(plan, result)? {
             return Ok(true);
         }
-        let columns = Columns::of(plan, &self.tables, false)?;
+        let mut columns = Columns::of(plan, &self.tables, false)?;
+        if let Some(adapters) = &self.adapters {
+            columns.adapters = adapters.of_rows(&columns.slot)?;
+        }
         let (arena, width) = (self.arena.clone(), self.sizes.dtype.bytes());
         let given = columns.given(&self.tables, &arena, (self.sizes.hidden * width, width))?;
         let prompts = self.prompts(plan, &columns)?;

@@ -19,7 +19,7 @@
 //! - `pack` and `pages`: the order of the weights, keys and values that the loops read;
 //!   `quantise` and `codes`: the same for quantised weights; `packing`: both for callers;
 //! - `matmul` and `attention`: products and attention, built of the loops;
-//! - `layer` and `experts`: the parts of a decoder; `step`: the list of the parts of a step;
+//! - `layer`, `experts` and `adapters`: the parts of a decoder; `step`: the list of the parts of a step;
 //!   `model`: a decoder with its buffers; `any_model`: one of either type;
 //! - `team`: the threads.
 //!
@@ -27,6 +27,7 @@
 //! do not change with the batch, the chunking or the number of threads.
 #![expect(unsafe_code, reason = "a C interface to vector instructions")]
 
+mod adapters;
 mod any_model;
 mod attention;
 mod codes;
@@ -59,6 +60,9 @@ use crate::dispatch::Level;
 use crate::packing::Whole;
 use crate::team::Team;
 
+pub use crate::adapters::{
+    AdaptedModule, AdapterMatrices, AdapterSizes, ModuleMatrices, PackError,
+};
 pub use crate::any_model::AnyModel;
 pub use crate::decoder::{
     AttentionSizes, Bytes, Decoder, ExpertBiases, ExpertMatrices, ExpertSizes, Factors,
@@ -250,7 +254,7 @@ pub unsafe extern "C" fn fb_step(model: *mut AnyModel, step: *const StepSpec) ->
     // SAFETY: the caller's description.
     let (model, step) = unsafe { (&mut *model, &*step) };
     // SAFETY: as above.
-    match unsafe { model.step(step) } {
+    match unsafe { model.step(step, None) } {
         Ok(()) => 0,
         Err(error) => error as i32,
     }
