@@ -89,12 +89,8 @@ impl AdapterSizes {
     /// and elements between the products of its dense part. The last is 0 where there is no such
     /// part.
     #[must_use]
-    pub fn new(
-        dtype: Dtype,
-        hidden: usize,
-        layers: impl IntoIterator<Item = [usize; 3]>,
-    ) -> Self {
-        let widths = |[queries, keys, inner]| Widths { queries, keys, inner };
+    pub fn new(dtype: Dtype, hidden: usize, layers: impl IntoIterator<Item = [usize; 3]>) -> Self {
+        let widths = |[queries, keys, inner]: [usize; 3]| Widths { queries, keys, inner };
         Self { dtype, hidden, layers: layers.into_iter().map(widths).collect() }
     }
 
@@ -108,7 +104,7 @@ impl AdapterSizes {
     #[must_use]
     pub fn bytes(&self, rank: usize) -> usize {
         let modules = (0..self.layers.len()).flat_map(|layer| {
-            let there = |&module: &AdaptedModule| self.slice(layer, module).is_some();
+            let there = move |&module: &AdaptedModule| self.slice(layer, module).is_some();
             AdaptedModule::ALL.into_iter().filter(there).map(move |module| (layer, module, rank))
         });
         let modules: Vec<_> = modules.collect();
@@ -147,8 +143,8 @@ impl AdapterSizes {
             dtype: self.dtype,
             storage: Storage::Plain,
         };
-        let products = modules
-            .chunk_by(|one, two| (one.0, one.1.product()) == (two.0, two.1.product()));
+        let products =
+            modules.chunk_by(|one, two| (one.0, one.1.product()) == (two.0, two.1.product()));
         let of_product = |modules: &[(usize, AdaptedModule, usize)]| {
             let slices = modules.iter().filter_map(|&(layer, module, rank)| {
                 Some((self.slice(layer, module)?, whole_pairs(rank)))
@@ -237,10 +233,7 @@ impl AdapterMatrices {
     /// # Errors
     /// A matrix has another size than its module wants, a module comes twice, or there is no
     /// memory.
-    pub fn pack(
-        sizes: &AdapterSizes,
-        mut modules: Vec<ModuleMatrices>,
-    ) -> Result<Self, PackError> {
+    pub fn pack(sizes: &AdapterSizes, mut modules: Vec<ModuleMatrices>) -> Result<Self, PackError> {
         modules.sort_by_key(|of| (of.layer, of.module));
         let width = sizes.dtype.bytes();
         for of in &modules {

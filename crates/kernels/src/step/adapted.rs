@@ -119,8 +119,7 @@ impl<E: Element> Step<'_, E> {
                         left -= own;
                         continue;
                     }
-                    let tokens =
-                        tile_of::<E, K>(&group.tokens, group.first, left / panels);
+                    let tokens = tile_of::<E, K>(&group.tokens, group.first, left / panels);
                     let panel = left % panels;
                     let LowRank { rank, inputs, .. } = *matrices;
                     // SAFETY: rows of the product, this member's room, a panel of `A`, and rows of
@@ -179,8 +178,7 @@ impl<E: Element> Step<'_, E> {
                         left -= own;
                         continue;
                     }
-                    let tokens =
-                        tile_of::<E, K>(&group.tokens, group.first, left / pieces);
+                    let tokens = tile_of::<E, K>(&group.tokens, group.first, left / pieces);
                     // SAFETY: results that no other piece writes, of a part that is there.
                     unsafe {
                         let piece = left % pieces;
