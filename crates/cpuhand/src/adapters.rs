@@ -13,7 +13,9 @@ use forebay_protocol::{
     AdapterOrder, PLACE_FAILED_DIGEST, PLACE_FAILED_FILES, PLACE_FAILED_MEMORY, PLACE_OK,
     PlaceConfig, PlaceEnd, StepPlan,
 };
-use forebay_weights::{AdapterError, AdapterPair, FeedShape, ModelError, TorchNumber, read_adapter};
+use forebay_weights::{
+    AdapterError, AdapterPair, FeedShape, ModelError, TorchNumber, read_adapter,
+};
 use rustix::process::nice;
 use serde_json::Value;
 

@@ -69,8 +69,13 @@ pub(crate) trait Executes {
 
     /// Follows an order about an adapter.
     fn follow(&mut self, _: AdapterOrder) -> Result<(), HandError> {
-        Err(PlanError("an adapter for a hand without places".into()).into())
+        Err(no_places())
     }
+}
+
+/// The error of an adapter where there are no places.
+pub(crate) fn no_places() -> HandError {
+    PlanError("adapters for a hand without places".into()).into()
 }
 
 /// Puts a step's times into its result. The step began at `begun` and ends now, the step before it
@@ -207,7 +212,7 @@ impl Runner {
         let pooler = pooling.and_then(|kind| Pooler::of(kind, config.slots as usize, sizes.hidden));
         let slots = config.slots as usize;
         let places = |lora| AdapterPlaces::open(lora, of_adapters, sizes.dtype, slots);
-        let adapters = config.lora.clone().map(places).transpose()?;
+        let adapters = config.lora.map(places).transpose()?;
         let mut runner =
             Self { decoder, tables, threads, arena, sizes, facts, ended, logits, pooler, adapters };
         if !runner.warm_up()? {

@@ -6,13 +6,14 @@ use std::time::{Duration, Instant};
 
 use forebay_kernels::{Given, Wanted};
 use forebay_protocol::{
-    AdapterOrder, MaskPlace, ROW_NOT_FINITE, ROW_OK, Ready, ReceivedMasks, RowMask as Mask, StepPlan, StepResult,
+    AdapterOrder, MaskPlace, ROW_NOT_FINITE, ROW_OK, Ready, ReceivedMasks, RowMask as Mask,
+    StepPlan, StepResult,
 };
 
 use crate::columns::Columns;
 use crate::drafts::{Run, count};
 use crate::prompts::{Wanted as PromptTokens, slice_rows};
-use crate::runner::{Executes, HandError, Runner, timed};
+use crate::runner::{Executes, HandError, Runner, no_places, timed};
 use crate::sampler::{Ask, Sampled, Scratch, sample};
 use crate::tables::{PlanError, Slot, wrong};
 
@@ -41,9 +42,7 @@ impl Executes for Runner {
         self.tables.write_drafts(plan)?;
         match &mut self.adapters {
             Some(adapters) => adapters.read(plan)?,
-            None if names_places(plan) => {
-                return Err(PlanError("adapters in a plan for a hand without places".into()).into());
-            }
+            None if names_places(plan) => return Err(no_places()),
             None => {}
         }
         let mut result = StepResult { step: plan.step(), ..StepResult::default() };
@@ -69,7 +68,7 @@ impl Executes for Runner {
     fn follow(&mut self, order: AdapterOrder) -> Result<(), HandError> {
         match &mut self.adapters {
             Some(adapters) => adapters.follow(order),
-            None => return Err(PlanError("an adapter for a hand without places".into()).into()),
+            None => return Err(no_places()),
         }
         Ok(())
     }
