@@ -54,10 +54,14 @@ pub(crate) struct AdapterPlaces {
     ended: Receiver<Read>,
 }
 
-/// An adapter to be read.
-struct Job {
-    ticket: u32,
-    manifest: Arc<Value>,
+/// Work of the thread beside steps.
+enum Job {
+    Read {
+        ticket: u32,
+        manifest: Arc<Value>,
+    },
+    /// To give memory back takes a while too.
+    Drop(Arc<AdapterMatrices>),
 }
 
 /// An adapter that was read, or the error of a [`PlaceEnd`].
@@ -104,10 +108,15 @@ impl AdapterPlaces {
         let read = move || {
             // Of this thread only, as Linux has it: steps come first.
             let _ = nice(PRIORITY);
-            for Job { ticket, manifest } in wanted {
-                let result = load(&manifest, &sizes, number).map(Arc::new);
-                // Whoever asked may be gone.
-                let _ = done.send(Read { ticket, result });
+            for job in wanted {
+                match job {
+                    Job::Read { ticket, manifest } => {
+                        let result = load(&manifest, &sizes, number).map(Arc::new);
+                        // Whoever asked may be gone.
+                        let _ = done.send(Read { ticket, result });
+                    }
+                    Job::Drop(matrices) => drop(matrices),
+                }
             }
         };
         std::thread::Builder::new().name("adapters".into()).spawn(read)?;
@@ -132,9 +141,12 @@ impl AdapterPlaces {
             }
             AdapterOrder::Forget { id } => {
                 self.known.remove(&id);
-                self.kept.retain(|(kept, _)| *kept != id);
+                let kept = self.kept.extract_if(.., |(kept, _)| *kept == id);
                 // Nobody names the place any more.
-                self.held.retain(|_, (held, _)| *held != id);
+                let of_it = self.held.iter().find(|(_, (held, _))| *held == id).map(|(&at, _)| at);
+                let held = of_it.and_then(|at| self.held.remove(&at)).into_iter();
+                let gone = kept.chain(held).map(|(_, matrices)| matrices);
+                drop_beside(&self.jobs, gone);
             }
         }
     }
@@ -156,7 +168,8 @@ impl AdapterPlaces {
                     write.id, write.place
                 ));
             };
-            self.held.remove(&write.place);
+            let gone = self.held.remove(&write.place);
+            drop_beside(&self.jobs, gone.into_iter().map(|(_, matrices)| matrices));
             match self.kept.iter().position(|(id, _)| *id == write.id) {
                 Some(at) => {
                     let kept = self.kept.remove(at);
@@ -167,7 +180,7 @@ impl AdapterPlaces {
                 None => {
                     self.coming.insert(write.ticket, (write.place, write.id));
                     // The thread lives as long as this.
-                    let _ = self.jobs.send(Job { ticket: write.ticket, manifest });
+                    let _ = self.jobs.send(Job::Read { ticket: write.ticket, manifest });
                 }
             }
         }
@@ -222,12 +235,21 @@ impl AdapterPlaces {
                     self.kept.push((id, matrices));
                 }
                 let most = (self.config.places + self.config.kept) as usize;
-                self.kept.drain(..self.kept.len().saturating_sub(most));
+                let gone = self.kept.drain(..self.kept.len().saturating_sub(most));
+                drop_beside(&self.jobs, gone.map(|(_, matrices)| matrices));
                 PLACE_OK
             }
             Err(error) => error,
         };
         Some(PlaceEnd { ticket, error })
+    }
+}
+
+/// Has the thread beside steps drop adapters, if nobody else has them.
+fn drop_beside(jobs: &Sender<Job>, gone: impl Iterator<Item = Arc<AdapterMatrices>>) {
+    for matrices in gone {
+        // The thread lives as long as the sender.
+        let _ = jobs.send(Job::Drop(matrices));
     }
 }
 
