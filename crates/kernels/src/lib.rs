@@ -19,8 +19,8 @@
 //! - `pack` and `pages`: the order of the weights, keys and values that the loops read;
 //!   `quantise` and `codes`: the same for quantised weights; `packing`: both for callers;
 //! - `matmul` and `attention`: products and attention, built of the loops;
-//! - `layer`, `experts` and `adapters`: the parts of a decoder; `step`: the list of the parts of a step;
-//!   `model`: a decoder with its buffers; `any_model`: one of either type;
+//! - `layer`, `experts` and `adapters`: the parts of a decoder; `step`: the list of the parts of a
+//!   step; `model`: a decoder with its buffers; `any_model`: one of either type;
 //! - `team`: the threads.
 //!
 //! Every result is computed by one thread in an order that depends on its own row only. So tokens

@@ -1,8 +1,8 @@
 //! Low-rank matrices beside some of a decoder's (Hu et al. 2021): `y = W x + b + B (A x)`.
 //!
-//! Products of a decoder are computed as without them. Then the tokens of each adapter get its part:
-//! `A x` of all modules with the same inputs, then `B` of each module. A token's bits depend on its
-//! own row and its adapter alone.
+//! Products of a decoder are computed as without them. Then the tokens of each adapter get its
+//! part: `A x` of all modules with the same inputs, then `B` of each module. A token's bits depend
+//! on its own row and its adapter alone.
 
 mod groups;
 
