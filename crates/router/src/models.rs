@@ -94,6 +94,11 @@ impl Models {
         before != listed
     }
 
+    /// Notes that a question got no answer.
+    pub(crate) fn fail(&self, number: u64) {
+        self.ended.send_replace(number);
+    }
+
     fn listed(&self) -> Option<Arc<Listed>> {
         self.listed.lock().clone()
     }

@@ -284,7 +284,9 @@ async fn ask_models(shared: &Shared, backend: &Backend, link: &mut Option<Link>)
     let limits = (shared.config.health.timeout, MAX_LIST);
     let listed = match question(shared, backend, link, LIST, limits).await {
         Ok((StatusCode::OK, body)) => Listed::read(&body),
-        _ => None,
+        Ok(_) => None,
+        // What it had, it has again when it comes back.
+        Err(_) => return backend.models.fail(number),
     };
     if backend.models.end(number, listed) {
         for conflict in conflicts(&shared.registry.current()) {
