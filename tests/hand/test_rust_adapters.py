@@ -9,6 +9,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -35,6 +36,11 @@ from tests.hand.test_rust_hand import (
 Q = gguf.GGMLQuantizationType
 
 
+def base_of(family: str) -> Any:
+    """The model that `in_safetensors` saves."""
+    return random_model(*MODELS[family]) if family in MODELS else model_of(family)
+
+
 def asked(count: int = 8) -> list[Request]:
     """Requests of the base and of three adapters in turn."""
     return [Request(prompt, COUNT, Sampling(logprobs=5), place=at % 4 - 1) for at, prompt in enumerate(prompts(count))]
@@ -45,9 +51,9 @@ def told(runner: RustRunner, manifests: Sequence[dict[str, Any]], first: int = 0
     return bring(runner, manifests, first)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-untied-biases", "qwen2-tied", "qwen3-bias", "gemma2", "cohere2"])
+@pytest.mark.parametrize("family", ["llama", "llama-untied-biases", "qwen2-tied", "qwen3-bias", "gemma2", "gemma3"])
 def test_a_step_of_three_adapters_and_the_base_is_that_of_four_models(family: str, tmp_path: Path) -> None:
-    base = model_of(family)
+    base = base_of(family)
     made = [write(tmp_path, base, number) for number in (1, 2, 3)]
     models = [base, *(merged for _, merged in made)]
     found = asked()
@@ -89,7 +95,7 @@ def test_both_hands_give_the_same_numbers_with_adapters(tmp_path: Path) -> None:
     [("llama", "plain"), ("llama", "int8"), ("gemma3", "plain"), ("gemma3", "Q4_1"), ("qwen3-moe", "Q4_0")],
 )
 def test_a_request_gets_the_same_bits_in_any_mixture(tmp_path: Path, family: str, kind: str, dtype: str) -> None:
-    base = random_model(*MODELS[family]) if family in MODELS else model_of(family)
+    base = base_of(family)
     if kind.startswith("Q"):
         path = write_gguf(tmp_path / "model.gguf", base, Form(kind=getattr(Q, kind)))
         model = described(path, tmp_path / "cache")
@@ -121,20 +127,23 @@ def test_adapters_of_a_base_in_blocks_change_its_numbers_as_those_of_a_base_that
     base = random_model(*MODELS["gemma3"])
     path = write_gguf(tmp_path / "model.gguf", base, Form(kind=getattr(Q, kind)))
     manifests = [write(tmp_path, base, number)[0] for number in (1, 2, 3)]
-    found = []
-    for quantization in ("gguf", "none"):
-        wanted = None if quantization == "none" else quantization
-        values = settings(described(path, tmp_path / "cache"), quantization=wanted, lora=LORA)
+
+    def told_of(quantization: str | None, places: Sequence[int]) -> list[npt.NDArray[np.float32]]:
+        values = settings(described(path, tmp_path / "cache"), quantization=quantization, lora=LORA)
+        served = [
+            Request(prompt, 1, Sampling(logprobs=0), prompt_logprobs=0, place=place)
+            for prompt, place in zip(prompts(9), places, strict=True)
+        ]
         with rust(tmp_path, values) as runner:
             told(runner, manifests)
-            served = [Request(prompt, 1, Sampling(logprobs=0), prompt_logprobs=0) for prompt in prompts(8)]
-            for at, request in enumerate(served):
-                request.place = at % 4 - 1
             brain_of(runner).serve(served, 17)
-        found.append([np.concatenate([values for _, _, values in of.of_prompt]) for of in served if of.of_prompt])
-    for blocks, floats in zip(*found, strict=True):
-        # Activations of 8 bits.
-        np.testing.assert_allclose(blocks, floats, atol=0.25)
+        return [np.concatenate([values for _, _, values in of.of_prompt]) for of in served if of.of_prompt]
+
+    places = [at % 3 for at in range(9)]
+    blocks, floats, without = told_of("gguf", places), told_of(None, places), told_of(None, [-1] * 9)
+    for one, other, base_ in zip(blocks, floats, without, strict=True):
+        # Activations of 8 bits are off by much less than what adapters change.
+        assert np.abs(one - other).mean() < np.abs(other - base_).mean() / 4
 
 
 def test_an_adapter_of_zeros_is_the_base_to_the_bit(tmp_path: Path) -> None:
@@ -201,6 +210,6 @@ def test_what_nobody_knows_has_no_place(tmp_path: Path, write_: tuple[int, int, 
 
 def test_a_hand_without_places_takes_no_adapters(tmp_path: Path) -> None:
     with rust(tmp_path, settings(in_safetensors(tmp_path, "llama"))) as runner:
-        assert "lora_bytes" not in runner.facts
+        assert runner.facts["lora_bytes"] == 0
         with pytest.raises(AssertionError, match="without places"):
             runner.step(PlanBuilder(step=5, place_writes=[(1, 0, 0)], wait_us=[1]).build())
