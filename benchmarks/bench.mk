@@ -27,7 +27,7 @@ LLAMA_LEVEL := $(if $(shell grep -m1 -ow amx_tile /proc/cpuinfo),-DGGML_NATIVE=O
 LLAMA_CMAKE := -DCMAKE_BUILD_TYPE=Release $(LLAMA_LEVEL) -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
 	-DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
 
-.PHONY: bench bench-setup bench-cpu bench-coder bench-quantised bench-quantised-coder bench-experts bench-accuracy bench-speculation bench-kv-cache bench-startup bench-first-minute bench-ablations bench-egress bench-llm bench-profile bench-agreement bench-embeddings \
+.PHONY: bench bench-setup bench-cpu bench-coder bench-quantised bench-quantised-coder bench-experts bench-accuracy bench-speculation bench-lora bench-kv-cache bench-startup bench-first-minute bench-ablations bench-egress bench-llm bench-profile bench-agreement bench-embeddings \
 	bench-attacks bench-intake bench-images bench-image-peers bench-image-prepare bench-masks bench-mask-times bench-fan-out bench-hand-host bench-outposts bench-outpost-bursts bench-replicas bench-router bench-host-tier bench-plan-tiers bench-turns bench-hisparse bench-tool-calls bench-micro bench-lock bench-build llama-cmake
 
 bench-setup: $(PEERS:%=$(BENCH_STAMPS)/%) ## install the peers in PEERS that benchmarks compare with (12 GB, 20 minutes)
@@ -58,6 +58,9 @@ bench-experts: bench-build ## a mixture of experts of 1 GB in 4 bits on the CPU,
 
 bench-speculation: bench-build ## answers that repeat their prompt, and others, with and without drafts, at 1 and 8 at a time (15 minutes)
 	$(BIN)/python -m benchmarks.speculation $(BENCH_ROUNDS)
+
+bench-lora: bench-build ## adapters on the CPU: one, mixtures of four and eight, and a load beside streams (6 minutes)
+	$(BIN)/python -m benchmarks.lora $(BENCH_ROUNDS)
 
 bench-accuracy: bench-build ## perplexity, answers and steps of quantised products beside bfloat16 (6 minutes)
 	$(BIN)/python -m benchmarks.accuracy $(BENCH_ROUNDS) $(if $(TEXT),--text $(TEXT))

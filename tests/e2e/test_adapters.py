@@ -7,6 +7,7 @@ import json
 import os
 import runpy
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ import torch
 from openai import NotFoundError, OpenAI
 from safetensors.torch import load_file
 
+from tests.e2e.client import native_together
 from tests.e2e.conftest import Serve
 from tests.e2e.models import Model
 from tests.e2e.server import Server
+from tests.e2e.test_speculation import ALWAYS, accepted, asked, told
+from tests.e2e.waiting import eventually
 
 make: Any = runpy.run_path(str(Path(__file__).parents[2] / "scripts/make_adapter.py"))["make"]
 
@@ -71,9 +75,12 @@ def folder(tiny: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_a_client_of_openai_chooses_an_adapter_by_its_model(serve: Serve, tiny: Model, folder: Path) -> None:
+@pytest.mark.parametrize("hand", ["rust", "torch"])
+def test_a_client_of_openai_chooses_an_adapter_by_its_model(serve: Serve, tiny: Model, folder: Path, hand: str) -> None:
     modules = (f"tone={folder / 'tone'}", json.dumps({"name": "org/other", "path": str(folder / "other")}))
-    server = serve(tiny, "--enable-lora", "--lora-modules", *modules)
+    chosen = () if hand == "rust" else ("--hand", hand)
+    server = serve(tiny, "--enable-lora", "--lora-modules", *modules, *chosen)
+    assert server.http.get("/server_info").json()["config"]["hand"] == hand
     expected = {
         None: greedy(tiny.reference),
         "tone": greedy(merged(tiny, folder / "tone")),
@@ -93,8 +100,8 @@ def test_a_client_of_openai_chooses_an_adapter_by_its_model(serve: Serve, tiny: 
     with pytest.raises(NotFoundError) as unknown:
         client.completions.create(model="nobody", prompt="a")
     assert unknown.value.code == "model_not_found"
-    asked = {"input_ids": PROMPT, "lora_path": "tone", "sampling_params": {"temperature": 0}}
-    generated = server.ask("/generate", asked)
+    body = {"input_ids": PROMPT, "lora_path": "tone", "sampling_params": {"temperature": 0}}
+    generated = server.ask("/generate", body)
     assert generated["meta_info"]["prompt_tokens"] == len(PROMPT)
 
 
@@ -156,12 +163,67 @@ def test_adapters_come_and_go_at_run_time(serve: Serve, tiny: Model, folder: Pat
     assert server.metric("forebay:lora_places_used") + server.metric("forebay:lora_places_unused") <= 1
 
 
+def test_more_adapters_than_places_take_turns(serve: Serve, tiny: Model, tmp_path: Path) -> None:
+    config = json.loads(Path(tiny.path, "config.json").read_text())
+    names = [f"a{at}" for at in range(6)]
+    for at, name in enumerate(names):
+        make(config, tmp_path / "adapters" / name, rank=4, seed=10 + at, strength=0.1)
+    modules = (f"{name}={tmp_path / 'adapters' / name}" for name in names)
+    places = ("--max-loras", "2", "--max-cpu-loras", "1")
+    server = serve(tiny, "--lora-modules", *modules, *places)
+    expected = {name: greedy(merged(tiny, tmp_path / "adapters" / name)) for name in names}
+    assert len({tuple(answer) for answer in expected.values()}) > 1
+    wanted = [*names, *reversed(names), *names]
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        answers = list(pool.map(lambda name: tokens(server, name), wanted))
+    assert answers == [expected[name] for name in wanted]
+    assert server.metric("forebay:lora_places_used") + server.metric("forebay:lora_places_unused") == 2
+    info = next(line for line in server.http.get("/metrics").text.splitlines() if "lora_requests_info{" in line)
+    assert 'max_lora="2",running_lora_adapters="",waiting_lora_adapters=""' in info
+
+
+def test_drafts_change_no_answer_of_an_adapter(serve: Serve, tiny: Model, folder: Path) -> None:
+    modules = ("--lora-modules", f"tone={folder / 'tone'}")
+    bodies = [{**body, **({"lora_path": "tone"} if at % 4 else {})} for at, body in enumerate(asked(tiny))]
+    plain, drafting = serve(tiny, *modules), serve(tiny, *modules, *ALWAYS)
+    assert told(native_together(drafting, bodies)) == told(native_together(plain, bodies))
+    assert accepted(drafting) > 0
+
+
+def test_a_router_knows_who_has_an_adapter(serve: Serve, tiny: Model, folder: Path, tmp_path: Path) -> None:
+    config = json.loads(Path(tiny.path, "config.json").read_text())
+    make(config, tmp_path / "adapters/late", seed=7, strength=0.1)
+    first = serve(tiny, "--lora-modules", f"tone={folder / 'tone'}", f"same={folder / 'tone'}")
+    root = ("--lora-root", str(tmp_path / "adapters"))
+    second = serve(tiny, "--lora-modules", f"same={folder / 'other'}", *root)
+    backends = f"{first.url},{second.url}"
+    router = Server("--backends", backends, "--policy", "round_robin", command="route", log=tmp_path / "route.log")
+    try:
+        router.wait_for_health()
+
+        def found(path: str) -> Any:
+            return router.http.get(path).json()
+
+        eventually(lambda: found("/health")["backends"] == 2, "both are known")
+        expected = greedy(merged(tiny, folder / "tone"))
+        assert [tokens(router, "tone") for _ in range(4)] == [expected] * 4
+        body = {"lora_name": "late", "lora_path": "late"}
+        assert second.post("/v1/load_lora_adapter", body).status_code == 200
+        late = greedy(merged(tiny, tmp_path / "adapters/late"))
+        assert [tokens(router, "late") for _ in range(4)] == [late] * 4
+        adapters = [card["id"] for card in found("/v1/models")["data"] if "parent" in card]
+        assert adapters == ["same", "tone", "late"]
+        assert found("/health")["warning"] == f"same is another adapter at {second.url} than at {first.url}"
+        assert router.post("/v1/completions", {"model": "nobody", "prompt": PROMPT}).status_code == 404
+    finally:
+        router.kill()
+
+
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
         (("--lora-modules", "x=/nowhere"), "can't be read"),
         (("--lora-modules", "x"), "expected NAME=PATH"),
-        (("--enable-lora", "--hand", "rust"), "the Rust hand does not have adapters"),
         (("--enable-lora", "--tp-size", "2"), "adapters are not served with several ranks"),
         (("--enable-lora", "--device", "sim"), "adapters are not served with a device other than a CPU"),
     ],

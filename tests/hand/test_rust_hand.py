@@ -85,6 +85,12 @@ class RustRunner:
         self._connection.send(plan.encode() + masks)
         return Answer(self, plan.step)
 
+    def step(self, plan: Plan) -> StepResult:
+        return self.launch(plan).collect()
+
+    def know(self, order: dict[str, Any]) -> None:
+        self._connection.send(encode_json(Kind.ADAPTER, order))
+
     def result(self) -> StepResult:
         frame = self._connection.recv()
         assert frame is not None

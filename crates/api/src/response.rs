@@ -390,6 +390,9 @@ pub struct ModelCard {
     /// The model that an adapter changes; absent of a model.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub parent: Option<String>,
+    /// A hash of an adapter's content; absent of a model.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub digest: Option<String>,
     /// The largest number of positions of a request; null until the model is loaded.
     pub max_model_len: Option<u32>,
 }

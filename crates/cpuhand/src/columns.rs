@@ -1,6 +1,8 @@
 //! A plan's rows, checked against the tables.
 
-use forebay_kernels::{Given, Rows, Shared};
+use std::sync::Arc;
+
+use forebay_kernels::{AdapterMatrices, Given, Rows, Shared};
 use forebay_protocol::{StepPlan, Want};
 
 use crate::drafts::Run;
@@ -25,6 +27,8 @@ pub(crate) struct Columns {
     /// `[r, 2]`: the rows of the states' tables before and behind each row; none without recurrent
     /// layers.
     pub(crate) states: Vec<[i64; 2]>,
+    /// `[r]`: the adapter of each row. Empty: no row has one.
+    pub(crate) adapters: Vec<Option<Arc<AdapterMatrices>>>,
 }
 
 impl Columns {
@@ -39,6 +43,7 @@ impl Columns {
             sampling: vec![0],
             masked: Vec::new(),
             states: if states { vec![[0, 0]] } else { Vec::new() },
+            adapters: Vec::new(),
         }
     }
 
@@ -54,6 +59,7 @@ impl Columns {
             sampling: Vec::with_capacity(count),
             masked: Vec::new(),
             states: Vec::new(),
+            adapters: Vec::new(),
         };
         let (slots, context) = (tables.slots.len(), tables.context_length as u64);
         let mut last = -1;
@@ -122,6 +128,7 @@ impl Columns {
             start: &self.start,
             length: &self.length,
             given,
+            adapters: &self.adapters,
             tokens: &tables.tokens,
             token_stride: tables.token_stride,
             pages: &tables.pages,

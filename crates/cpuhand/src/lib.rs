@@ -5,6 +5,7 @@
 //! of the features that it lacks. The hand in Python is the reference and serves everything else.
 //! It knows no requests.
 
+mod adapters;
 mod blocks;
 mod columns;
 mod connection;

@@ -5,13 +5,14 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use forebay_protocol::{
-    Fatal, HandConfig, Hello, Kind, Message, Progress, Ready, ReceivedMasks, StepPlan,
+    AdapterOrder, Fatal, Frame, HandConfig, Hello, Kind, Message, Progress, Ready, ReceivedMasks,
+    StepPlan,
 };
 use rustix::process::{Signal, getppid, set_parent_process_death_signal};
 
 use crate::connection::{ConnectionError, Incoming, Outgoing};
 use crate::descriptors::{Given, ignore_interrupts};
-use crate::runner::{HandError, Loaded, Runner};
+use crate::runner::{Executes, HandError, Loaded, Runner};
 
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 
@@ -76,19 +77,40 @@ fn serve(mut given: Given, outgoing: &Outgoing) -> Result<(), HandError> {
     outgoing.send(&frame(ready.encode())?)?;
     keep();
     let mut out = Vec::new();
-    while let Some(next) = incoming.next()? {
+    let mut orders = Vec::new();
+    while let Some(next) = next_frame(&mut incoming, &mut orders)? {
+        follow(&mut *runner, &mut orders)?;
         let plan = StepPlan::decode(&next).map_err(ConnectionError::from)?;
-        // They follow their plan: nothing else comes in between but the end.
+        // They follow their plan: only orders about adapters come in between, and the end.
         let mut masks = || {
-            let Some(frame) = incoming.next()? else { return Ok(None) };
+            let Some(frame) = next_frame(&mut incoming, &mut orders)? else { return Ok(None) };
             let masks = ReceivedMasks::decode(&frame).map_err(ConnectionError::from)?;
             Ok(Some(masks))
         };
         let Some(result) = runner.step(&plan, &mut masks)? else { return Ok(()) };
+        follow(&mut *runner, &mut orders)?;
         result.encode(&mut out).map_err(ConnectionError::from)?;
         outgoing.send(&out)?;
     }
     Ok(())
+}
+
+/// The next frame that is no order about an adapter. Orders are put to `orders`.
+fn next_frame(
+    incoming: &mut Incoming,
+    orders: &mut Vec<AdapterOrder>,
+) -> Result<Option<Frame>, HandError> {
+    while let Some(frame) = incoming.next()? {
+        if frame.header().kind != Kind::Adapter {
+            return Ok(Some(frame));
+        }
+        orders.push(AdapterOrder::decode(&frame).map_err(ConnectionError::from)?);
+    }
+    Ok(None)
+}
+
+fn follow(runner: &mut dyn Executes, orders: &mut Vec<AdapterOrder>) -> Result<(), HandError> {
+    orders.drain(..).try_for_each(|order| runner.follow(order))
 }
 
 /// Sends `progress` frames: the first, the last, and in between at most one every

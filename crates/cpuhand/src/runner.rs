@@ -7,12 +7,13 @@ use std::time::{Duration, Instant};
 
 use forebay_kernels::{Decoder, Dtype, Room, Shared, Sizes, Threads, Unfit, Wanted, limit};
 use forebay_machine::Machine;
-use forebay_protocol::{HandConfig, Ready, StepPlan, StepResult};
+use forebay_protocol::{AdapterOrder, HandConfig, Ready, StepPlan, StepResult};
 use forebay_weights::{Checkpoint, ModelError, ModelShape, Norm, Shape, TorchNumber};
 use serde::Deserialize;
 use serde_json::Value;
 use thiserror::Error;
 
+use crate::adapters::{AdapterPlaces, adapter_sizes, module_names, place_bytes};
 use crate::blocks::{is_of_file, quantization};
 use crate::columns::Columns;
 use crate::connection::ConnectionError;
@@ -69,6 +70,16 @@ pub(crate) trait Executes {
         plan: &StepPlan,
         masks: &mut MaskSource<'_>,
     ) -> Result<Option<StepResult>, HandError>;
+
+    /// Follows an order about an adapter.
+    fn follow(&mut self, _: AdapterOrder) -> Result<(), HandError> {
+        Err(no_places())
+    }
+}
+
+/// The error of an adapter where there are no places.
+pub(crate) fn no_places() -> HandError {
+    PlanError("adapters for a hand without places".into()).into()
 }
 
 /// Puts a step's times into its result. The step began at `begun` and ends now, the step before it
@@ -97,6 +108,8 @@ pub(crate) struct Runner {
     pub(crate) pooler: Option<Pooler>,
     /// `None`: the model has no recurrent layers.
     pub(crate) states: Option<States>,
+    /// `None`: no row has an adapter.
+    pub(crate) adapters: Option<AdapterPlaces>,
 }
 
 /// A runner, and the way to keep its weights for the next start.
@@ -184,6 +197,11 @@ impl Runner {
         let decoder = Decoder::new(sizes.clone(), assembled, layers, state_rows as usize, &threads)
             .map_err(|error| ModelError::Broken(error.to_string()))?;
         let page_bytes = (pools.iter().sum::<usize>() / sizes.page_count) as u64;
+        let of_adapters = adapter_sizes(&parts, &sizes);
+        let (lora_bytes, lora_modules) = match &config.lora {
+            Some(lora) => (place_bytes(lora, &of_adapters), module_names(&parts, &of_adapters)),
+            None => (0, Vec::new()),
+        };
         let facts = Ready {
             page_count: sizes.page_count as u32,
             vocab_size: sizes.vocabulary as u32,
@@ -198,6 +216,8 @@ impl Runner {
             state_bytes,
             page_bytes,
             blocks,
+            lora_bytes,
+            lora_modules,
             ..Ready::default()
         };
         let tables = Tables::new(
@@ -208,8 +228,22 @@ impl Runner {
         );
         let (ended, logits, arena) = (Instant::now(), Vec::new(), Arc::new(arena));
         let pooler = pooling.and_then(|kind| Pooler::of(kind, config.slots as usize, sizes.hidden));
-        let mut runner =
-            Self { decoder, tables, threads, arena, sizes, facts, ended, logits, pooler, states };
+        let slots = config.slots as usize;
+        let places = |lora| AdapterPlaces::open(lora, of_adapters, sizes.dtype, slots);
+        let adapters = config.lora.map(places).transpose()?;
+        let mut runner = Self {
+            decoder,
+            tables,
+            threads,
+            arena,
+            sizes,
+            facts,
+            ended,
+            logits,
+            pooler,
+            states,
+            adapters,
+        };
         if !runner.warm_up()? {
             let mut what = "the weights give results that are not finite".to_owned();
             if kept.as_mut().is_some_and(Kept::discard) {
@@ -295,6 +329,9 @@ fn check(config: &HandConfig) -> Result<(), HandError> {
             "load format {:?} is not supported: use auto or dummy",
             config.load_format
         )));
+    }
+    if let Some(lora) = config.lora.as_ref().filter(|lora| lora.places == 0 || lora.rank == 0) {
+        return Err(HandError::Config(format!("{lora:?}: places and ranks are at least 1")));
     }
     if let Some(other) = config.kv_cache_dtype.as_deref().filter(|&name| name != "int8") {
         return Err(HandError::Config(format!(
@@ -393,7 +430,12 @@ fn sizes(
     };
     let page_bytes: u64 = parts.kind_of.iter().enumerate().map(of_layer).sum();
     let slices = slice_bytes(shape.vocab_size, config.chunked_prefill_size as usize);
-    let taken = weight_bytes + if shape.headless { 0 } else { slices };
+    let of_places = config.lora.as_ref().map_or(0, |lora| {
+        let gates = 2 * sizes.intermediate * size_of::<f32>();
+        let of_step = config.chunked_prefill_size as u64 * gates as u64;
+        place_bytes(lora, &adapter_sizes(parts, &sizes)) + of_step
+    });
+    let taken = weight_bytes + of_places + if shape.headless { 0 } else { slices };
     let pages = match config.max_total_tokens {
         Some(tokens) => {
             let pages = tokens / u64::from(config.page_size);

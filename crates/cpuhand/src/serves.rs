@@ -94,8 +94,9 @@ pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
     if asked.attention_backend {
         return lacks("backends of attention");
     }
-    if asked.adapters {
-        return lacks("adapters");
+    // Who starts hands refuses it before one is chosen.
+    if asked.adapters && (encodes || asked.pooling.is_some()) {
+        return lacks("adapters of models that pool");
     }
     if asked.kernels == Some("torch") {
         return lacks("PyTorch's operators, which FOREBAY_KERNELS asks for");
@@ -180,7 +181,7 @@ mod tests {
             kernels: None,
         };
         assert_eq!(serves(&good), Ok(()));
-        assert_eq!(serves(&Asked { quantization: Some("gguf"), ..good }), Ok(()));
+        assert_eq!(serves(&Asked { quantization: Some("gguf"), adapters: true, ..good }), Ok(()));
         assert_eq!(serves(&Asked { pooling: Some("last"), ..good }), Ok(()));
         for (asked, why) in [
             (Asked { pooling: Some("cls"), ..good }, "the pooling \"cls\""),
@@ -190,7 +191,10 @@ mod tests {
             (Asked { ranks: 2, ..good }, "several ranks"),
             (Asked { host_tier: true, ..good }, "a host tier"),
             (Asked { attention_backend: true, ..good }, "backends of attention"),
-            (Asked { adapters: true, ..good }, "adapters"),
+            (
+                Asked { adapters: true, pooling: Some("last"), ..good },
+                "adapters of models that pool",
+            ),
         ] {
             assert_eq!(serves(&asked), Err(ModelError::Elsewhere(why.into())));
         }

@@ -6,13 +6,14 @@ use std::time::{Duration, Instant};
 
 use forebay_kernels::{Given, Wanted};
 use forebay_protocol::{
-    MaskPlace, ROW_NOT_FINITE, ROW_OK, Ready, ReceivedMasks, RowMask as Mask, StepPlan, StepResult,
+    AdapterOrder, MaskPlace, ROW_NOT_FINITE, ROW_OK, Ready, ReceivedMasks, RowMask as Mask,
+    StepPlan, StepResult,
 };
 
 use crate::columns::Columns;
 use crate::drafts::{Run, count};
 use crate::prompts::{Wanted as PromptTokens, slice_rows};
-use crate::runner::{Executes, HandError, Runner, timed};
+use crate::runner::{Executes, HandError, Runner, no_places, timed};
 use crate::sampler::{Ask, Sampled, Scratch, sample};
 use crate::states::StateSteps;
 use crate::tables::{PlanError, Slot, wrong};
@@ -42,6 +43,11 @@ impl Executes for Runner {
         self.tables.write_drafts(plan)?;
         let states = self.read_states(plan)?;
         states.load(&mut self.decoder)?;
+        match &mut self.adapters {
+            Some(adapters) => adapters.read(plan)?,
+            None if names_places(plan) => return Err(no_places()),
+            None => {}
+        }
         let mut result = StepResult { step: plan.step(), ..StepResult::default() };
         let mut idle = Duration::ZERO;
         if plan.rows().len() > 0 {
@@ -57,8 +63,24 @@ impl Executes for Runner {
         }
         states.save(&mut self.decoder)?;
         timed(&mut result, begun, &mut self.ended, idle);
+        if let Some(adapters) = &mut self.adapters {
+            result.placed = adapters.report(plan.wait_us());
+        }
         Ok(Some(result))
     }
+
+    fn follow(&mut self, order: AdapterOrder) -> Result<(), HandError> {
+        match &mut self.adapters {
+            Some(adapters) => adapters.follow(order),
+            None => return Err(no_places()),
+        }
+        Ok(())
+    }
+}
+
+/// True if a plan names a place of an adapter.
+fn names_places(plan: &StepPlan) -> bool {
+    !plan.place_writes().is_empty() || plan.new_slots().any(|write| write.place.is_some())
 }
 
 impl Runner {
@@ -85,7 +107,10 @@ impl Runner {
             return Ok(true);
         }
         let columns = Columns::of(plan, &self.tables, false)?;
-        let columns = Columns { states: states.rows.clone(), ..columns };
+        let mut columns = Columns { states: states.rows.clone(), ..columns };
+        if let Some(adapters) = &self.adapters {
+            columns.adapters = adapters.of_rows(&columns.slot)?;
+        }
         let (arena, width) = (self.arena.clone(), self.sizes.dtype.bytes());
         let given = columns.given(&self.tables, &arena, (self.sizes.hidden * width, width))?;
         let prompts = self.prompts(plan, &columns)?;

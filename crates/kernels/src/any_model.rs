@@ -1,5 +1,6 @@
 //! A decoder of either type.
 
+use crate::adapters::Groups;
 use crate::dispatch::{Level, Number};
 use crate::element::Bf16;
 use crate::model::{Model, ModelSpec, StepError, StepSpec};
@@ -30,12 +31,16 @@ impl AnyModel {
     ///
     /// # Safety
     /// As of [`Model::step`].
-    pub(crate) unsafe fn step(&mut self, step: &StepSpec) -> Result<(), StepError> {
+    pub(crate) unsafe fn step(
+        &mut self,
+        step: &StepSpec,
+        groups: Option<&Groups<'_>>,
+    ) -> Result<(), StepError> {
         // SAFETY: the contract.
         unsafe {
             match &mut self.0 {
-                Typed::Float32(model) => compute(model, step),
-                Typed::Bfloat16(model) => compute(model, step),
+                Typed::Float32(model) => compute(model, step, groups),
+                Typed::Bfloat16(model) => compute(model, step, groups),
             }
         }
     }
@@ -58,11 +63,15 @@ impl AnyModel {
     }
 }
 
-unsafe fn compute<E: Number>(model: &mut Model<E>, step: &StepSpec) -> Result<(), StepError> {
+unsafe fn compute<E: Number>(
+    model: &mut Model<E>,
+    step: &StepSpec,
+    groups: Option<&Groups<'_>>,
+) -> Result<(), StepError> {
     let level = Level::current();
     // SAFETY: the caller's description; once a member, and the level is there.
     unsafe {
-        model.step(step, |team, view| {
+        model.step(step, groups, |team, view| {
             team.run(|member| E::compute(level, (view, &member)));
         })
     }

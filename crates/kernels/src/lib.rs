@@ -19,14 +19,15 @@
 //! - `pack` and `pages`: the order of the weights, keys and values that the loops read;
 //!   `quantise` and `codes`: the same for quantised weights; `packing`: both for callers;
 //! - `matmul` and `attention`: products and attention, built of the loops;
-//! - `layer`, `experts` and `recurrence`: the parts of a decoder; `step`: the list of the parts of
-//!   a step; `model`: a decoder with its buffers; `any_model`: one of either type;
+//! - `layer`, `experts`, `recurrence` and `adapters`: the parts of a decoder; `step`: the list of
+//!   the parts of a step; `model`: a decoder with its buffers; `any_model`: one of either type;
 //! - `team`: the threads.
 //!
 //! Every result is computed by one thread in an order that depends on its own row only. So tokens
 //! do not change with the batch, the chunking or the number of threads.
 #![expect(unsafe_code, reason = "a C interface to vector instructions")]
 
+mod adapters;
 mod any_model;
 mod attention;
 mod codes;
@@ -60,6 +61,9 @@ use crate::dispatch::Level;
 use crate::packing::Whole;
 use crate::team::Team;
 
+pub use crate::adapters::{
+    AdaptedModule, AdapterMatrices, AdapterSizes, ModuleMatrices, PackError,
+};
 pub use crate::any_model::AnyModel;
 pub use crate::decoder::{
     AttentionSizes, Bytes, Decoder, ExpertBiases, ExpertMatrices, ExpertSizes, Factors,
@@ -252,7 +256,7 @@ pub unsafe extern "C" fn fb_step(model: *mut AnyModel, step: *const StepSpec) ->
     // SAFETY: the caller's description.
     let (model, step) = unsafe { (&mut *model, &*step) };
     // SAFETY: as above.
-    match unsafe { model.step(step) } {
+    match unsafe { model.step(step, None) } {
         Ok(()) => 0,
         Err(error) => error as i32,
     }

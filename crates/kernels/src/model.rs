@@ -2,6 +2,7 @@
 
 use std::ffi::c_void;
 
+use crate::adapters::{self, Groups};
 use crate::attention::{self, Queries, Scratch};
 use crate::codes::{CodesRoom, Format, SHARED};
 use crate::element::Element;
@@ -245,6 +246,7 @@ struct Work<E> {
     tokens: Vec<Token<E>>,
     state_rows: Vec<StateRow>,
     experts: experts::Work<E>,
+    adapters: adapters::Buffers<E>,
     queues: Vec<Queue>,
     best: Vec<Best>,
     scratch: Vec<Scratch<E>>,
@@ -330,14 +332,15 @@ impl<E: Element> Model<E> {
     }
 
     /// Computes a step: writes keys and values of every row, and logits or the most likely tokens
-    /// of those that sample.
+    /// of those that sample. Adapters change the rows of their `groups`.
     ///
     /// # Safety
     /// `step` describes what is there; rows lie within the tables and within the model's positions;
-    /// `run` lets every member of the team compute its share.
+    /// adapters have the model's sizes; `run` lets every member of the team compute its share.
     pub(crate) unsafe fn step(
         &mut self,
         step: &StepSpec,
+        groups: Option<&Groups<'_>>,
         run: impl Fn(&Team, &Step<'_, E>),
     ) -> Result<(), StepError> {
         // SAFETY: the caller's description.
@@ -381,7 +384,7 @@ impl<E: Element> Model<E> {
             vectors: step.vectors,
             times: step.times,
             decodes,
-            ..self.view(x, &chosen)
+            ..self.view(x, &chosen, groups)
         };
         run(&team, &view);
         if picks {
@@ -415,7 +418,7 @@ impl<E: Element> Model<E> {
         self.make_room(count);
         let team = self.team.clone();
         // Only read, as a step without tokens is not added to.
-        let view = Step { logits, given: count, ..self.view(states.cast_mut(), &[]) };
+        let view = Step { logits, given: count, ..self.view(states.cast_mut(), &[], None) };
         run(&team, &view);
     }
 
@@ -438,8 +441,14 @@ impl<E: Element> Model<E> {
     }
 
     /// A step over the buffers as they are, which gives nothing yet.
-    fn view<'a>(&'a mut self, x: *mut f32, sampled: &'a [usize]) -> Step<'a, E> {
+    fn view<'a>(
+        &'a mut self,
+        x: *mut f32,
+        sampled: &'a [usize],
+        groups: Option<&'a Groups<'a>>,
+    ) -> Step<'a, E> {
         let work = &mut self.work;
+        let sizes = (work.tokens.len(), self.team.threads, self.intermediate);
         let attends = |kind: &'a mut Kind| Attends {
             shape: kind.shape,
             norm_rows: kind.spec.norm_rows == 1,
@@ -490,6 +499,7 @@ impl<E: Element> Model<E> {
             final_norm: &self.final_norm,
             head: self.head.matrix(),
             layers: &self.layers,
+            adapted: groups.map(|groups| work.adapters.prepare(groups, sizes)),
         }
     }
 

@@ -23,6 +23,7 @@ use crate::backend::Sent;
 use crate::budget::Held;
 use crate::homes::wanted;
 use crate::index::Texts;
+use crate::models;
 use crate::past::Past;
 use crate::payload::Payload;
 use crate::policy::Policy;
@@ -59,6 +60,8 @@ pub(crate) struct Ask {
     pub(crate) texts: Option<Texts>,
     /// The response that it asks for, or goes on from.
     pub(crate) response: Option<Box<str>>,
+    /// The model or adapter that it names.
+    pub(crate) model: Option<Box<str>>,
     /// Backends that died while they had it.
     pub(crate) past: Mutex<Past>,
 }
@@ -104,6 +107,7 @@ impl Ask {
         parts.headers.remove(EXPECT);
         let path = parts.uri.path_and_query().cloned();
         let response = wanted(parts.uri.path(), &body);
+        let model = models::wanted(parts.uri.path(), &body);
         Self {
             method: parts.method,
             path: path.unwrap_or(PathAndQuery::from_static("/")),
@@ -116,6 +120,7 @@ impl Ask {
             key,
             texts,
             response,
+            model,
             past: Mutex::default(),
         }
     }

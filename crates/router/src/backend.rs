@@ -17,6 +17,7 @@ use crate::budget::Budget;
 use crate::config::HealthConfig;
 use crate::index::Stored;
 use crate::ledger::{Accounting, Ledger};
+use crate::models::Models;
 use crate::past::{Role, Trial};
 use crate::policy::Candidate;
 use crate::trials::Trials;
@@ -123,6 +124,8 @@ pub(crate) struct Backend {
     names: AtomicU64,
     /// The blocks in its prefix cache.
     pub(crate) stored: Mutex<Stored>,
+    /// The models that it lists.
+    pub(crate) models: Models,
     /// A lock for the check of the backend's life, with the time at which it was last found alive.
     pub(crate) inquest: tokio::sync::Mutex<Option<Instant>>,
     /// Those who wait for a trial, at any backend.
@@ -163,6 +166,7 @@ impl Backend {
             forebay: AtomicBool::new(false),
             names: AtomicU64::new(0),
             stored: Mutex::default(),
+            models: Models::default(),
             inquest: tokio::sync::Mutex::default(),
             trials,
             memory: Budget::new(MEMORY),

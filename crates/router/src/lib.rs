@@ -44,6 +44,7 @@ mod ledger;
 mod link;
 mod live;
 mod loads;
+mod models;
 mod past;
 mod payload;
 mod policy;

@@ -27,6 +27,7 @@ use crate::homes::is_of_response;
 use crate::intake::{BodyLimits, collect};
 use crate::live;
 use crate::loads::{loads, metrics};
+use crate::models::{self, LIST, conflicts, is_listed, renew};
 use crate::reach::{Failure, reach};
 use crate::registry::Source;
 use crate::relay::{Cut, Relay};
@@ -130,6 +131,11 @@ pub(crate) async fn answer(
     let allowed = access.check(request.headers(), request.uri(), request.version());
     let answered = match allowed.and_then(|()| route(&request)) {
         Ok(Route::PassOn) => pass_on(&worker, request, address).await,
+        Ok(Route::Models) => match list(&worker.shared, &request).await {
+            Ok(None) => pass_on(&worker, request, address).await,
+            Ok(Some(answer)) => Ok(answer),
+            Err(error) => Err(error),
+        },
         Ok(Route::Own(own)) => own_answer(&worker, own, request).await,
         Err(error) => Err(error),
     };
@@ -138,6 +144,8 @@ pub(crate) async fn answer(
 
 enum Route {
     PassOn,
+    /// The models of all backends.
+    Models,
     Own(Own),
 }
 
@@ -174,9 +182,8 @@ fn route<B>(request: &Request<B>) -> Result<Route, ApiError> {
         (&Method::GET, "/") => Own::Page,
         (&Method::GET, path) if path.starts_with("/assets/") => Own::Page,
         (&Method::POST, path) if POSTED.contains(&path) => return Ok(Route::PassOn),
-        (&Method::GET, path) if path == "/v1/models" || path.starts_with("/v1/models/") => {
-            return Ok(Route::PassOn);
-        }
+        (&Method::GET, LIST) => return Ok(Route::Models),
+        (&Method::GET, path) if path.starts_with("/v1/models/") => return Ok(Route::PassOn),
         (&Method::GET | &Method::DELETE | &Method::POST, path) if is_of_response(path) => {
             return Ok(Route::PassOn);
         }
@@ -219,6 +226,13 @@ async fn pass_on(
     let body = collect((body, inflater), config.bodies, &shared.budget, time).await?;
     let deadline = Instant::now() + config.request_timeout;
     let ask = Arc::new(Ask::new(parts, body, reading, deadline));
+    if let Some(model) = ask.model.as_deref() {
+        let backends = shared.registry.current();
+        if !is_listed(&backends, model) && shared.unlisted.asks(model) {
+            // It may have been loaded a moment ago.
+            renew(&backends, config.health.timeout).await;
+        }
+    }
     let mut cut = shared.cut.subscribe();
     let reached = tokio::select! {
         reached = reach(worker, &ask, None, None) => reached,
@@ -236,6 +250,20 @@ async fn pass_on(
             Err(error)
         }
     }
+}
+
+/// The models of all backends; `None`: no backend tells what it has.
+async fn list<B>(
+    shared: &Shared,
+    request: &Request<B>,
+) -> Result<Option<Response<Answer>>, ApiError> {
+    if shared.draining.load(Ordering::Acquire) {
+        return Err(ApiError::Draining);
+    }
+    client(request.headers(), &shared.keys)?;
+    let backends = shared.registry.current();
+    renew(&backends, shared.config.health.timeout).await;
+    Ok(models::all(&backends).map(|list| ok(&list)))
 }
 
 async fn own_answer(
@@ -290,12 +318,18 @@ fn health(shared: &Shared) -> Result<Response<Answer>, ApiError> {
     if shared.draining.load(Ordering::Acquire) {
         return Err(ApiError::Draining);
     }
-    let up = shared.registry.current().iter().filter(|backend| backend.is_up()).count();
+    let backends = shared.registry.current();
+    let up = backends.iter().filter(|backend| backend.is_up()).count();
     if up == 0 {
         let reason = "no backend takes requests now".to_owned();
         return Err(ApiError::Unavailable { reason, code: "no_backend" });
     }
-    Ok(ok(&json!({"status": "ready", "backends": up})))
+    let mut health = json!({"status": "ready", "backends": up});
+    let conflicts = conflicts(&backends);
+    if !conflicts.is_empty() {
+        health["warning"] = conflicts.join("; ").into();
+    }
+    Ok(ok(&health))
 }
 
 /// The backend that a request with the key of backends names, and the time for which it is known.

@@ -19,6 +19,7 @@ use crate::config::{RouterConfig, Watch};
 use crate::homes::Homes;
 use crate::index::TextIndex;
 use crate::ledger::Accounting;
+use crate::models::{Unlisted, without};
 use crate::past::Trial;
 use crate::policy::{Chooser, Policy};
 use crate::registry::Registry;
@@ -61,6 +62,7 @@ pub(crate) struct Shared {
     pub(crate) index: Mutex<TextIndex>,
     /// The backends that keep responses.
     pub(crate) homes: Homes,
+    pub(crate) unlisted: Unlisted,
     /// The chooser of backends, locked for one choice at a time: the next choice has to see the
     /// last dispatch.
     chooser: Mutex<Chooser>,
@@ -100,6 +102,7 @@ impl Shared {
             registry,
             index: Mutex::default(),
             homes: Homes::default(),
+            unlisted: Unlisted::default(),
             chooser: Mutex::new(Chooser::new(config.policy, config.thresholds)),
             totals: Totals::default(),
             draining: AtomicBool::new(false),
@@ -129,9 +132,11 @@ impl Shared {
         // One that is gone keeps nothing: then another may say so.
         let home = home
             .filter(|home| backends.iter().any(|backend| backend.id == *home && backend.is_up()));
+        let strange = ask.model.as_deref().map_or_else(Vec::new, |model| without(&backends, model));
         let mut chooser = self.chooser.lock();
         for backend in backends.iter() {
             let wanted = !avoid.contains(&backend.id)
+                && !strange.contains(&backend.id)
                 && (!resumed || backend.is_forebay())
                 && home.is_none_or(|home| home == backend.id);
             if !wanted {

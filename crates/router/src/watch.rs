@@ -19,6 +19,7 @@ use crate::backend::{Backend, Check, Sent};
 use crate::config::Watch;
 use crate::index::MAX_BLOCKS;
 use crate::link::{Link, LinkError};
+use crate::models::{LIST, Listed, conflicts};
 use crate::payload::Payload;
 use crate::shared::Shared;
 
@@ -37,6 +38,8 @@ const BLOCKS_PACE: Duration = Duration::from_millis(20);
 const QUIET: Duration = Duration::from_millis(100);
 /// The longest report of a load, in bytes.
 const MAX_REPORT: usize = 64 << 10;
+/// The longest list of models, in bytes.
+const MAX_LIST: usize = 4 << 20;
 /// The longest answer about blocks: two numbers, and an event for each block.
 const MAX_EVENTS: usize = 8 * (2 + MAX_BLOCKS);
 /// The number of events about blocks that are taken at a time. Requests are dispatched in between.
@@ -60,6 +63,7 @@ pub(crate) async fn watch(shared: Arc<Shared>, backend: Arc<Backend>) {
     // Only the first ends, when the backend is off the list.
     select! {
         () = health => {}
+        () = follow_models(&shared, &backend) => {}
         () = load => {}
         () = blocks => {}
     }
@@ -74,6 +78,10 @@ async fn check_health(shared: &Shared, backend: &Backend) {
             Err(error) if error.is_refused() => Check::Absent,
             Err(_) => Check::Silent,
         };
+        if check == Check::Fine && !backend.is_up() {
+            // Before it gets requests for what another one has.
+            ask_models(shared, backend, &mut None).await;
+        }
         let fine = backend.checked(check, config) && check == Check::Fine;
         let pause = if fine { config.interval } else { PROBE.min(config.interval) };
         if !fine {
@@ -252,6 +260,38 @@ async fn follow_load(shared: &Shared, backend: &Backend) {
         let answer = question(shared, backend, &mut link, &path, (2 * WAIT, MAX_REPORT)).await;
         first = !take_report(backend, &answer);
         sleep(if first { PROBE } else { PACE.saturating_sub(asked.elapsed()) }).await;
+    }
+}
+
+/// Follows the list of a backend's models. It is asked for again when somebody wants it.
+async fn follow_models(shared: &Shared, backend: &Backend) {
+    let mut link = None;
+    loop {
+        select! {
+            () = sleep(shared.config.health.interval) => {}
+            () = backend.models.wanted.notified() => {}
+        }
+        if backend.is_up() {
+            ask_models(shared, backend, &mut link).await;
+        }
+        sleep(PACE).await;
+    }
+}
+
+/// Asks for the list of a backend's models, and tells of names that mean something else elsewhere.
+async fn ask_models(shared: &Shared, backend: &Backend, link: &mut Option<Link>) {
+    let number = backend.models.begin();
+    let limits = (shared.config.health.timeout, MAX_LIST);
+    let listed = match question(shared, backend, link, LIST, limits).await {
+        Ok((StatusCode::OK, body)) => Listed::read(&body),
+        Ok(_) => None,
+        // What it had, it has again when it comes back.
+        Err(_) => return backend.models.fail(number),
+    };
+    if backend.models.end(number, listed) {
+        for conflict in conflicts(&shared.registry.current()) {
+            tracing::warn!("{conflict}");
+        }
     }
 }
 

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use forebay_api::ApiError;
-use forebay_egress::{AdapterCounts, Engine};
+use forebay_egress::{AdapterCounts, AdapterLoad, Engine};
 use forebay_engine::AdapterOrder;
 use parking_lot::RwLock;
 use serde_json::Value;
@@ -67,7 +67,8 @@ pub(crate) struct NamedAdapter {
     pub(crate) digest: String,
     /// Seconds since 1970 at its load.
     pub(crate) loaded: u64,
-    pub(crate) requests: AtomicU64,
+    /// Its requests under this name.
+    pub(crate) load: Arc<AdapterLoad>,
 }
 
 /// All adapters.
@@ -133,7 +134,7 @@ impl Adapters {
             path: files.path.clone(),
             digest: files.digest.clone(),
             loaded: now(),
-            requests: AtomicU64::new(0),
+            load: Arc::new(AdapterLoad::new(name.to_owned())),
         };
         let old = names.insert(name.to_owned(), Arc::new(adapter));
         self.gone(&names, old.as_deref());
@@ -213,11 +214,9 @@ impl Adapters {
     }
 
     pub(crate) fn counts(&self) -> AdapterCounts {
-        let requests = |adapter: &Arc<NamedAdapter>| {
-            (adapter.name.clone(), adapter.requests.load(Ordering::Relaxed))
-        };
+        let load = |adapter: &Arc<NamedAdapter>| Arc::clone(&adapter.load);
         AdapterCounts {
-            requests: self.names.read().values().map(requests).collect(),
+            loads: self.names.read().values().map(load).collect(),
             reads: self.reads.load(Ordering::Relaxed),
             failed_reads: self.failed_reads.load(Ordering::Relaxed),
         }

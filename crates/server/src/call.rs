@@ -2,7 +2,6 @@
 
 use std::future::poll_fn;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
@@ -180,7 +179,7 @@ impl Call {
         let seed = seed.unwrap_or_else(rand::random);
         state.metrics.submitted(generation.n);
         if let Some(adapter) = &peer.adapter {
-            adapter.requests.fetch_add(generation.n.into(), Ordering::Relaxed);
+            adapter.load.submitted(generation.n);
         }
         let interval =
             streamed.then(|| generation.stream_interval.unwrap_or(state.config.stream_interval));
@@ -209,6 +208,7 @@ impl Call {
                 arrived,
                 interval,
                 images: Arc::clone(&shown),
+                adapter: peer.adapter.as_ref().map(|adapter| Arc::clone(&adapter.load)),
             })?;
             let request = Request {
                 id: id.0,

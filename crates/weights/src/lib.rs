@@ -49,7 +49,7 @@ mod stored;
 mod tensor;
 mod vision;
 
-pub use adapter::{Adapter, AdapterFolder};
+pub use adapter::{Adapter, AdapterError, AdapterFolder, AdapterPair, read_adapter};
 pub use angles::Angles;
 pub use bert::{BertShape, is_bert};
 pub use checkpoint::{Blocks, Checkpoint};

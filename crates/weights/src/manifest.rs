@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::checkpoint::{Checkpoint, Stored, StoredMatrix};
@@ -36,10 +36,10 @@ enum Piece {
 }
 
 /// A range of one file, and what makes a weight of its numbers.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Place {
     /// The number of the file among the model's.
-    file: usize,
+    pub(crate) file: usize,
     pub(crate) offset: u64,
     pub(crate) bytes: u64,
     /// The storage of numbers, by the name in safetensors or in GGUF.
@@ -52,7 +52,7 @@ pub(crate) struct Place {
 }
 
 /// Bytes of one file.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct Range {
     file: usize,
     offset: u64,
@@ -60,14 +60,14 @@ struct Range {
 }
 
 /// A weight in a matrix. Fields that change nothing are left out.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct MatrixPart {
     /// The shape of the weight.
-    shape: Vec<usize>,
+    pub(crate) shape: Vec<usize>,
     /// The shape of the matrix, of which the weight is a part.
     #[serde(skip_serializing_if = "Option::is_none")]
     matrix: Option<[usize; 2]>,
-    #[serde(skip_serializing_if = "is_false")]
+    #[serde(default, skip_serializing_if = "is_false")]
     transposed: bool,
     /// The first row, behind transposing, and the distance to the next one.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -83,7 +83,7 @@ pub(crate) struct MatrixPart {
     #[serde(skip_serializing_if = "Option::is_none")]
     plus: Option<f32>,
     /// True if the weight is the logarithm of what comes of both.
-    #[serde(skip_serializing_if = "is_false")]
+    #[serde(default, skip_serializing_if = "is_false")]
     log: bool,
 }
 
@@ -102,6 +102,20 @@ impl MatrixPart {
             plus: one(part.plus, 0.0),
             log: part.log,
         }
+    }
+
+    /// The row of the range that is a row of the weight.
+    pub(crate) fn chosen_rows(&self) -> impl Fn(usize) -> usize {
+        let ([first, step], width) = (self.rows.unwrap_or([0, 1]), self.width.unwrap_or(1));
+        move |row| first + row / width * step + row % width
+    }
+}
+
+impl Place {
+    /// True if the weight has numbers of the range as they are.
+    pub(crate) fn is_of_rows(&self) -> bool {
+        let MatrixPart { transposed, times, plus, log, .. } = &self.part;
+        self.exponents.is_none() && !transposed && times.or(*plus).is_none() && !log
     }
 }
 

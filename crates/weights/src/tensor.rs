@@ -43,7 +43,7 @@ impl Number {
 }
 
 impl TorchNumber {
-    fn bytes(self) -> usize {
+    pub(crate) fn bytes(self) -> usize {
         match self {
             Self::Float32 => 4,
             Self::Bfloat16 => 2,
@@ -351,7 +351,7 @@ fn widen(from: Number, bytes: &[u8], to: &mut [f32]) {
     }
 }
 
-fn write_numbers(values: impl Iterator<Item = f32>, number: TorchNumber, to: &mut [u8]) {
+pub(crate) fn write_numbers(values: impl Iterator<Item = f32>, number: TorchNumber, to: &mut [u8]) {
     match number {
         TorchNumber::Float32 => {
             for (value, to) in values.zip(to.as_chunks_mut::<4>().0) {
@@ -366,8 +366,28 @@ fn write_numbers(values: impl Iterator<Item = f32>, number: TorchNumber, to: &mu
     }
 }
 
+/// The numbers of stored bytes, of a type by its name in safetensors or in GGUF.
+pub(crate) fn numbers_of(format: &str, bytes: &[u8]) -> Result<Vec<f32>, ModelError> {
+    let number = match format {
+        "F64" => Number::Float64,
+        "F32" => Number::Float32,
+        "F16" => Number::Float16,
+        "BF16" => Number::Bfloat16,
+        "Q8_0" => {
+            let (elements, size) = TensorType::Q8_0.block();
+            let mut values = vec![0.0; bytes.len() / size * elements];
+            dequantise(TensorType::Q8_0, bytes, &mut values);
+            return Ok(values);
+        }
+        other => return Err(ModelError::broken(format!("a tensor of the type {other}"))),
+    };
+    let mut values = vec![0.0; bytes.len() / number.bytes()];
+    widen(number, bytes, &mut values);
+    Ok(values)
+}
+
 /// Rows of `heads` heads: in each, from (0, h, 1, h + 1, ...) back to (0, 1, ..., h, h + 1, ...).
-fn halves(bytes: &mut [u8], rows: usize, heads: usize) {
+pub(crate) fn halves(bytes: &mut [u8], rows: usize, heads: usize) {
     let dim = rows / heads.max(1);
     let Some(row_bytes) = bytes.len().checked_div(rows) else { return };
     if dim < 2 || row_bytes == 0 {

@@ -2,12 +2,14 @@
 //!
 //! Counts of the engine are read at the scrape. The egress thread observes requests.
 
+mod adapters;
 mod http;
 mod parts;
 mod sources;
 
 use std::time::{Duration, Instant};
 
+use forebay_engine::PlaceStats;
 use forebay_grammar::GrammarStats;
 use forebay_replicas::ReplicaReport;
 use forebay_text::TextStats;
@@ -17,8 +19,10 @@ use prometheus::{
     Counter, CounterVec, Encoder, Gauge, Histogram, HistogramOpts, Opts, Registry, TextEncoder,
 };
 
+pub(crate) use self::adapters::AdapterUse;
+pub use self::adapters::{AdapterCounts, AdapterLoad};
 use self::http::HttpMetrics;
-pub use self::parts::{AdapterCounts, IntakeStats, PartStats};
+pub use self::parts::{IntakeStats, PartStats};
 use self::sources::{
     ACCEPTED_AT, COUNTERS, GAUGES, GRAMMAR_COUNTERS, GRAMMAR_GAUGES, HOST_COUNTERS, INTAKE_GAUGES,
     LOG_COUNTERS, PROMPT_SOURCES, Read, SPARSE_ROWS, Source, TEXT_COUNTERS, TEXT_GAUGES, TRANSFERS,
@@ -380,7 +384,12 @@ impl Metrics {
         self.log.lock().read(&parts.dropped);
         let mut written = Vec::new();
         TextEncoder::new().encode(&self.registry.gather(), &mut written)?;
-        parts.adapters.iter().for_each(|adapters| adapters.write(&mut written));
+        let places = replicas.iter().map(|report| {
+            let PlaceStats { used, unused, coming, empty, .. } = report.stats.scheduler.places;
+            used + unused + coming + empty
+        });
+        let places = places.max().unwrap_or(0);
+        parts.adapters.iter().for_each(|adapters| adapters.write(places, &mut written));
         Ok(written)
     }
 }
@@ -391,6 +400,8 @@ fn seconds(from: Instant, to: Instant) -> f64 {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use forebay_engine::Stats;
     use forebay_engine::Status;
     use forebay_replicas::Load;
@@ -418,16 +429,21 @@ mod tests {
         stats.scheduler.pages_free = 3;
         stats.scheduler.prompt_tokens = 7;
         stats.hand.idle_us = 1_500_000;
+        stats.scheduler.places.empty = 4;
+        let load = |at| Arc::new(AdapterLoad::new(format!("a{at:02}")));
+        let loads: Vec<Arc<AdapterLoad>> = (0..70).map(load).collect();
+        loads.iter().for_each(|load| load.submitted(2));
+        let mut uses: Vec<AdapterUse> =
+            [1, 1, 0, 2].map(|at| AdapterUse::new(Arc::clone(&loads[at]))).into();
+        uses[1].runs();
+        uses[2].runs();
+        uses.pop();
         let parts = PartStats {
             text: TextStats { waiting: 2, cache_hits: 5, ..TextStats::default() },
             grammars: GrammarStats { compiled: 8, trie_us: 2_500_000, ..GrammarStats::default() },
             intake: IntakeStats { in_line: 4, ..IntakeStats::default() },
             dropped: 6,
-            adapters: Some(AdapterCounts {
-                requests: (0..70).map(|at| (format!("a{at:02}"), 2)).collect(),
-                reads: 5,
-                failed_reads: 1,
-            }),
+            adapters: Some(AdapterCounts { loads: loads.clone(), reads: 5, failed_reads: 1 }),
         };
         let report = |stats, status| ReplicaReport {
             status,
@@ -469,8 +485,12 @@ mod tests {
             "forebay:text_cache_hits_total{engine=\"0\",model_name=\"tiny\"} 5",
             "forebay:log_lines_dropped_total{engine=\"0\",model_name=\"tiny\"} 6",
             "forebay:intake_requests_waiting{engine=\"0\",model_name=\"tiny\"} 4",
+            "forebay:adapter_requests_total{adapter=\"a63\"} 2",
+            "forebay:adapter_requests_total{adapter=\"other\"} 12",
         ] {
             assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
         }
+        let info = "vllm:lora_requests_info{max_lora=\"4\",running_lora_adapters=\"a00,a01\",waiting_lora_adapters=\"a01\"} ";
+        assert!(text.contains(info), "{text}");
     }
 }

@@ -25,7 +25,7 @@ use serde::{Serialize, Serializer};
 use crate::delta::End;
 use crate::engine::Engine;
 use crate::mailbox::{self, Sent};
-use crate::metrics::Metrics;
+use crate::metrics::{AdapterLoad, Metrics};
 use crate::speller::Speller;
 use stream::{Due, Scratch, Stream};
 
@@ -79,6 +79,8 @@ pub struct Registration {
     pub interval: Option<u32>,
     /// The paths of the request's images.
     pub images: Arc<[String]>,
+    /// The adapter that it is counted for; `None`: it has none.
+    pub adapter: Option<Arc<AdapterLoad>>,
 }
 
 enum Message {

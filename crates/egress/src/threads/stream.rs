@@ -10,7 +10,7 @@ use super::Registration;
 use crate::delta::{Delta, End};
 use crate::engine::Engine;
 use crate::mailbox::{self, Sent};
-use crate::metrics::Timeline;
+use crate::metrics::{AdapterUse, Timeline};
 use crate::outlet::Chunk;
 use crate::speller::{EarlyEnd, Speller};
 
@@ -54,6 +54,7 @@ pub(super) struct Stream {
     pub(super) noted: bool,
     /// The paths of the request's images.
     images: Arc<[String]>,
+    adapter: Option<AdapterUse>,
 }
 
 impl Stream {
@@ -70,6 +71,7 @@ impl Stream {
             sent: None,
             noted: false,
             images: registration.images,
+            adapter: registration.adapter.map(AdapterUse::new),
         }
     }
 
@@ -116,6 +118,7 @@ impl Stream {
     pub(super) fn apply(&mut self, output: Output, scratch: &mut Scratch) {
         if let Some(admission) = output.admission {
             self.delta.cached_tokens = Some(admission.cached_tokens);
+            self.adapter.iter_mut().for_each(AdapterUse::runs);
         }
         if let Some(predicted) = output.predicted {
             self.delta.predicted += predicted;

@@ -11,6 +11,7 @@ use std::collections::HashSet;
 use std::ffi::c_void;
 use std::sync::Arc;
 
+use crate::adapters::{AdapterMatrices, AdapterSizes, Groups};
 use crate::any_model::AnyModel;
 use crate::dispatch::Level;
 use crate::experts::{ExpertsSpec, RoutingSpec};
@@ -133,6 +134,8 @@ pub struct Rows<'a> {
     pub length: &'a [i64],
     /// The given inputs of each row. Empty: all inputs are the embedding's.
     pub given: &'a [Option<Given<'a>>],
+    /// The adapter that changes each row. Empty: none changes any.
+    pub adapters: &'a [Option<Arc<AdapterMatrices>>],
     /// The tokens of slots, `[slots, token_stride]`.
     pub tokens: &'a [i32],
     /// The number of positions of a slot.
@@ -166,6 +169,7 @@ pub struct Decoder {
     sizes: Sizes,
     /// The weights that the model points to.
     weights: Weights,
+    adapter_sizes: AdapterSizes,
     _pages: Vec<[Room; 2]>,
     /// The states' tables of each layer: last inputs of the convolution, and heads' states. Both
     /// are empty where the layer attends.
@@ -303,7 +307,8 @@ impl Decoder {
         let team = Team { threads: threads.count(), kind: Kind::Kept(threads.clone()) };
         // SAFETY: as above.
         let model = unsafe { AnyModel::new(&spec, team) };
-        Ok(Self { model, sizes, weights, _pages: pages, states, state_rows })
+        let adapter_sizes = weights.adapter_sizes(&sizes);
+        Ok(Self { model, sizes, weights, adapter_sizes, _pages: pages, states, state_rows })
     }
 
     /// Copies a row of the states of all layers.
@@ -435,9 +440,14 @@ impl Decoder {
             (inputs, until) = rows.given.iter().map(of).unzip();
             (step.given, step.given_until) = (inputs.as_ptr(), until.as_ptr());
         }
+        let fits = |of: &Arc<AdapterMatrices>| of.sizes == self.adapter_sizes;
+        if !rows.adapters.iter().flatten().all(fits) {
+            return unfit("an adapter of another model");
+        }
+        let groups = Groups::of(rows.adapters, rows.length, rows.sample);
         // SAFETY: rows lie within the tables and the model's positions, what is given has so many
-        // rows, and all results have room.
-        let done = unsafe { self.model.step(&step) };
+        // rows, adapters are of this model, and all results have room.
+        let done = unsafe { self.model.step(&step, groups.as_ref()) };
         done.map_err(|error| {
             Unfit(
                 match error {
@@ -546,6 +556,14 @@ impl Matrix {
 }
 
 impl Weights {
+    fn adapter_sizes(&self, sizes: &Sizes) -> AdapterSizes {
+        let layers = self.layers.iter().map(|layer| {
+            let dense = matches!(layer.feed, FeedForward::Dense(_));
+            sizes.adapted_widths(layer.attention, dense)
+        });
+        AdapterSizes::new(sizes.dtype, sizes.hidden, layers)
+    }
+
     fn check(&self, sizes: &Sizes) -> Result<(), Unfit> {
         let &Sizes { dtype, hidden, vocabulary, positions, .. } = sizes;
         of_size(&self.embedding, vocabulary * hidden * dtype.bytes())?;
@@ -582,7 +600,8 @@ impl Rows<'_> {
         let rows = self.slot.len();
         let columns = self.start.len() == rows
             && self.length.len() == rows
-            && (self.given.is_empty() || self.given.len() == rows);
+            && (self.given.is_empty() || self.given.len() == rows)
+            && (self.adapters.is_empty() || self.adapters.len() == rows);
         if !columns || self.token_stride == 0 || self.page_stride == 0 {
             return unfit("columns of rows that are not equally long");
         }

@@ -115,6 +115,14 @@ impl Sizes {
         }
     }
 
+    /// A layer's widths in [`crate::AdapterSizes::new`], of a kind of attention and with a dense
+    /// feed-forward part or without.
+    #[must_use]
+    pub fn adapted_widths(&self, attention: usize, dense: bool) -> [usize; 3] {
+        let AttentionSizes { heads, kv_heads, head_dim, .. } = self.attentions[attention];
+        [heads * head_dim, kv_heads * head_dim, if dense { self.intermediate } else { 0 }]
+    }
+
     pub(super) fn norm_bytes(&self) -> usize {
         if self.wide_norms { size_of::<f32>() } else { self.dtype.bytes() }
     }

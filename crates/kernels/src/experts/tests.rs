@@ -387,7 +387,7 @@ impl<E: Number> Tiny<E> {
             };
             // Twice: what a step leaves in buffers is nobody's business.
             for _ in 0..2 {
-                assert!(model.step(&step, run).is_ok());
+                assert!(model.step(&step, None, run).is_ok());
             }
         }
         states.chunks_exact(HIDDEN).map(<[f32]>::to_vec).collect()

@@ -205,8 +205,18 @@ pub(crate) enum Out<E> {
     Add(*mut f32, f32),
     /// `activation(gate) * up` of an interleaved matrix, `[rows, outputs / 2]`.
     Gate(*mut E, Activation),
+    /// The outputs of an interleaved matrix, `[rows, outputs]`: all gates, then what they gate.
+    Halves(*mut f32),
     /// One a row, of this member.
     Best(*mut Best),
+}
+
+impl<E> Out<E> {
+    /// True if the matrix is interleaved.
+    #[inline(always)]
+    pub(crate) fn is_interleaved(&self) -> bool {
+        matches!(self, Self::Gate(..) | Self::Halves(_))
+    }
 }
 
 /// This member's share of `rows · matrix`, which is not quantised.
@@ -221,7 +231,7 @@ pub(crate) unsafe fn multiply<E: Element, K: Kernel<E>>(
     matrix: &Matrix<'_, E>,
     out: Out<E>,
 ) {
-    let panels = padded_outputs(matrix.outputs, matches!(out, Out::Gate(..))).div_ceil(NR);
+    let panels = padded_outputs(matrix.outputs, out.is_interleaved()).div_ceil(NR);
     let pieces = panels * rows.count.div_ceil(rows.block::<E, K>());
     let mut sums = [const { MaybeUninit::<Outputs>::uninit() }; MAX_BLOCK_ROWS];
     loop {
@@ -320,7 +330,7 @@ pub(crate) unsafe fn multiply_codes<E: Element, K: Kernel<E>, D: Dots>(
     (matrix, format): (&Matrix<'_, E>, Format),
     out: Out<E>,
 ) {
-    let panels = padded_outputs(matrix.outputs, matches!(out, Out::Gate(..))).div_ceil(NR);
+    let panels = padded_outputs(matrix.outputs, out.is_interleaved()).div_ceil(NR);
     let pieces = panels * rows.count.div_ceil(BLOCK_ROWS);
     let mut tile: Tile = [[0.0; NR]; MAX_ROWS];
     loop {
@@ -392,7 +402,7 @@ unsafe fn finish<E: Element, K: Kernel<E>>(
 ) {
     let (outputs, from) = (matrix.outputs, panel * NR);
     let width = outputs.saturating_sub(from).min(NR);
-    let bias = bias_of(matrix, panel, matches!(out, Out::Gate(..)));
+    let bias = bias_of(matrix, panel, out.is_interleaved());
     // SAFETY: two vectors.
     let [bias, other_bias] = unsafe { halves::<K::Vector>(bias.as_ptr()) };
     for (sums, row) in tile.iter().zip(row..) {
@@ -415,6 +425,15 @@ unsafe fn finish<E: Element, K: Kernel<E>>(
                     let (from, half) = (panel * HALF, outputs / 2);
                     let to = to.add(row * half + from);
                     gate::<E, K>((left, right), activation, to, half.saturating_sub(from));
+                }
+                Out::Halves(to) => {
+                    let (from, half) = (panel * HALF, outputs / 2);
+                    let width = half.saturating_sub(from).min(HALF);
+                    let to = to.add(row * outputs + from);
+                    for (lanes, to) in [(left, to), (right, to.add(half))] {
+                        let lanes = lanes.to_array();
+                        std::ptr::copy_nonoverlapping(lanes.as_ptr(), to, width);
+                    }
                 }
                 Out::Best(to) => (*to.add(row)).look::<K::Vector>(sums, from, width),
             }
@@ -445,7 +464,7 @@ fn bias_of<E>(matrix: &Matrix<'_, E>, panel: usize, interleaved: bool) -> Output
 /// # Safety
 /// `from` can be read for [`NR`] floats.
 #[inline(always)]
-unsafe fn halves<V: Vector>(from: *const f32) -> [V; 2] {
+pub(crate) unsafe fn halves<V: Vector>(from: *const f32) -> [V; 2] {
     // SAFETY: the contract.
     unsafe { [V::load(from), V::load(from.add(HALF))] }
 }
@@ -455,7 +474,7 @@ unsafe fn halves<V: Vector>(from: *const f32) -> [V; 2] {
 /// # Safety
 /// `to` can be read and written for as many.
 #[inline(always)]
-unsafe fn add<V: Vector>(left: V, right: V, to: *mut f32, width: usize) {
+pub(crate) unsafe fn add<V: Vector>(left: V, right: V, to: *mut f32, width: usize) {
     let mut before = [0.0; NR];
     // SAFETY: the contract.
     unsafe {
@@ -484,7 +503,7 @@ fn logits<V: Vector>(x: V, LogitScales { scale, cap }: LogitScales) -> V {
 /// # Safety
 /// `to` can be written for as many, or for [`HALF`].
 #[inline(always)]
-unsafe fn gate<E: Element, K: Kernel<E>>(
+pub(crate) unsafe fn gate<E: Element, K: Kernel<E>>(
     (left, right): (K::Vector, K::Vector),
     activation: Activation,
     to: *mut E,

@@ -209,7 +209,7 @@ impl<E: Element> Step<'_, E> {
         (queue, member): (&Queue, &Member<'_>),
     ) {
         let inputs = stack.inputs;
-        let panels = padded_outputs(stack.outputs, matches!(out, Out::Gate(..))).div_ceil(NR);
+        let panels = padded_outputs(stack.outputs, out.is_interleaved()).div_ceil(NR);
         let total = match stack.format {
             Some(_) => sorted.count_pieces(panels, |_| BLOCK_ROWS),
             None => {

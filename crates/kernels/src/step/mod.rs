@@ -1,5 +1,6 @@
 //! One step of a decoder, as the members of a team compute it together.
 
+mod adapted;
 mod experts;
 mod recur;
 mod vectors;
@@ -7,6 +8,7 @@ mod vectors;
 use std::ops::Range;
 use std::time::Instant;
 
+use crate::adapters::{Adapted, Product};
 use crate::attention::{self, Scratch, Unit};
 use crate::codes::{CodesRoom, encode};
 use crate::dispatch::Work;
@@ -20,6 +22,7 @@ use crate::matmul::{
 };
 use crate::pages::{HeadNorm, Shape, turn};
 use crate::recurrence::StateRow;
+use crate::step::adapted::Results;
 use crate::team::{FEW, Member, Queue};
 use crate::tile::Kernel;
 use crate::vector::Vector;
@@ -155,6 +158,8 @@ pub(crate) struct Step<'a, E> {
     pub(crate) final_norm: &'a [f32],
     pub(crate) head: Matrix<'a, E>,
     pub(crate) layers: &'a [Layer<E>],
+    /// The adapters of the step; `None`: the decoder's own matrices are all.
+    pub(crate) adapted: Option<Adapted<'a, E>>,
 }
 
 impl Attends<'_> {
@@ -256,6 +261,9 @@ impl<E: Element> Step<'_, E> {
                 watch.lap(Part::Norm);
                 let qkv = Out::Store(self.qkv);
                 self.multiply::<K, D>(queue(0), normed, &layer.qkv.matrix(), qkv);
+                let stride = layer.qkv.outputs;
+                let to = Results { first: self.qkv, stride, scale: 1.0 };
+                self.adapt::<K>((index, Product::Qkv), normed, to, member);
                 member.meet();
                 watch.lap(Part::Qkv);
                 let recurrence = layer.recurrence.as_ref().map(|it| (it, layer.qkv.outputs));
@@ -303,7 +311,8 @@ impl<E: Element> Step<'_, E> {
                 }
                 let attended = Rows { first: self.attended.cast_const(), count: stream.count };
                 let output = (&layer.output.matrix(), layer.attended_norm.as_slice());
-                self.add_part::<K, D>(queue(1), attended, output, stream);
+                let at = (index, Product::Output);
+                self.add_part::<K, D>(queue(1), (at, attended), output, stream);
                 watch.lap(Part::Output);
                 if !layer.parallel {
                     normed = self.normalise::<K>(member, stream, &layer.post_norm);
@@ -314,8 +323,16 @@ impl<E: Element> Step<'_, E> {
                     self.experts::<K, D>(mixture, (stream, normed), queues, watch);
                 }
                 let Some([gate_up, down]) = &layer.feed else { continue };
-                let gate = Out::Gate(self.gated, self.activation);
+                let before = self.adapted_gates(index, normed);
+                let gate = self.gates_to(before);
                 self.multiply::<K, D>(queue(2), normed, &gate_up.matrix(), gate);
+                if let Some(first) = before {
+                    let to = Results { first, stride: gate_up.outputs, scale: 1.0 };
+                    self.adapt::<K>((index, Product::GateUp), normed, to, member);
+                    member.meet();
+                    let sizes = (stream.count, gate_up.outputs / 2);
+                    self.finish_gates::<K>(first, sizes, member);
+                }
                 member.meet();
                 if let Some(mixture) = &layer.mixture {
                     self.gate_shared::<K::Vector>(mixture, (normed, gate_up.outputs / 2), member);
@@ -323,7 +340,8 @@ impl<E: Element> Step<'_, E> {
                 watch.lap(Part::GateUp);
                 let gated = Rows { first: self.gated.cast_const(), count: stream.count };
                 let down = (&down.matrix(), layer.fed_norm.as_slice());
-                self.add_part::<K, D>(queue(3), gated, down, stream);
+                let at = (index, Product::Down);
+                self.add_part::<K, D>(queue(3), (at, gated), down, stream);
                 watch.lap(Part::Down);
             }
         }
@@ -336,18 +354,21 @@ impl<E: Element> Step<'_, E> {
     unsafe fn add_part<K: Kernel<E>, D: Dots>(
         &self,
         (queue, member): (&Queue, &Member<'_>),
-        rows: Rows<E>,
+        (at, rows): ((usize, Product), Rows<E>),
         (matrix, norm): (&Matrix<'_, E>, &[f32]),
         stream: Stream,
     ) {
         let behind = !norm.is_empty();
         // SAFETY: as for `compute`.
         unsafe {
-            let out = match behind {
-                true => Out::Store(self.part),
-                false => Out::Add(stream.x, self.scales.residuals),
+            let scale = self.scales.residuals;
+            let (out, first, scale) = match behind {
+                true => (Out::Store(self.part), self.part, 1.0),
+                false => (Out::Add(stream.x, scale), stream.x, scale),
             };
             self.multiply::<K, D>((queue, member), rows, matrix, out);
+            let to = Results { first, stride: matrix.outputs, scale };
+            self.adapt::<K>(at, rows, to, member);
             member.meet();
             if behind {
                 for row in member.share(stream.count) {

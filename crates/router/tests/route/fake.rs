@@ -81,6 +81,8 @@ struct State {
     /// Blanks behind its reports and its health.
     padding: AtomicUsize,
     reports: AtomicUsize,
+    /// The models that it lists to routers; `None`: it has no such route.
+    models: Mutex<Option<String>>,
     alive: AtomicUsize,
     most_alive: AtomicUsize,
     hung_up: Mutex<Option<Sender<()>>>,
@@ -191,6 +193,17 @@ impl Fake {
         self.state.reports.load(Ordering::SeqCst)
     }
 
+    /// Has it list models: names, and digests of adapters.
+    pub(crate) fn lists(&self, models: &[(&str, Option<&str>)]) {
+        let card = |&(id, digest): &(&str, Option<&str>)| match digest {
+            Some(digest) => serde_json::json!({"id": id, "digest": digest}),
+            None => serde_json::json!({"id": id}),
+        };
+        let data: Vec<_> = models.iter().map(card).collect();
+        let list = serde_json::json!({"object": "list", "data": data});
+        *self.state.models.lock().unwrap() = Some(list.to_string());
+    }
+
     /// The most requests that it had at a time.
     pub(crate) fn most_alive(&self) -> usize {
         self.state.most_alive.load(Ordering::SeqCst)
@@ -254,6 +267,11 @@ impl State {
                     answer(&mut socket, 200, &self.padded(&report), "")
                 }
                 path if path.starts_with("/v1/loads") => answer(&mut socket, 404, "{}", ""),
+                // Clients' requests have a number, and the router's own have none.
+                "/v1/models" if is_of_router(&request) => match &*self.models.lock().unwrap() {
+                    Some(list) => answer(&mut socket, 200, list, ""),
+                    None => answer(&mut socket, 404, "{}", ""),
+                },
                 _ => {
                     let alive = self.alive.fetch_add(1, Ordering::SeqCst) + 1;
                     self.most_alive.fetch_max(alive, Ordering::SeqCst);
@@ -351,6 +369,11 @@ impl State {
             }
         }
     }
+}
+
+fn is_of_router(request: &Message) -> bool {
+    let tag = request.header("x-forebay-router").and_then(|tag| RouterTag::decode(tag).ok());
+    tag.is_some_and(|tag| tag.seq == 0)
 }
 
 fn answer(socket: &mut TcpStream, status: u16, body: &str, headers: &str) -> bool {

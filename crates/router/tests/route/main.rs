@@ -9,6 +9,7 @@ mod clients;
 mod deaths;
 mod fake;
 mod http;
+mod models;
 mod passing;
 mod streams;
 mod surroundings;

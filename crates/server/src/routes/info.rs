@@ -84,6 +84,7 @@ fn adapter_card(state: &Shared, adapter: &NamedAdapter) -> ModelCard {
         created: adapter.loaded,
         root: adapter.path.display().to_string(),
         parent: state.model.served_names.first().cloned(),
+        digest: Some(adapter.digest.clone()),
         ..card
     }
 }
@@ -105,6 +106,7 @@ pub(super) fn model_card(
         owned_by: "forebay",
         root: root.to_owned(),
         parent: None,
+        digest: None,
         max_model_len,
     }
 }

@@ -7,6 +7,7 @@
 mod config;
 mod files;
 mod gguf;
+mod load;
 mod modules;
 mod peft;
 
@@ -25,6 +26,7 @@ use crate::tensor::Tensor;
 
 pub use files::AdapterFolder;
 use files::OpenFile;
+pub use load::{AdapterError, AdapterPair, read_adapter};
 use modules::parts_of;
 
 /// The files of an adapter that was read and checked.
@@ -149,7 +151,7 @@ impl Adapter {
 }
 
 /// The hash of an adapter's content. Hands compute the same of the bytes that they have read
-/// (`python/forebay/weights/adapter.py`).
+/// ([`read_adapter`], `python/forebay/weights/adapter.py`).
 fn digest<'a>(
     file: &OpenFile,
     pairs: impl Iterator<Item = &'a Pair>,
@@ -159,9 +161,8 @@ fn digest<'a>(
         digest.update(name.as_bytes());
         digest.update(scale.to_le_bytes());
         for place in [a, b] {
-            let Place { offset, bytes, format, part, .. } = place;
-            digest.update(format!(" {format} {bytes} {} ", part.pairs.unwrap_or(0)));
-            file.each(*offset, *bytes, |some| digest.update(some))?;
+            digest.update(load::facts(place));
+            file.each(place.offset, place.bytes, |some| digest.update(some))?;
         }
     }
     Ok(hex(&digest.finalize()))

@@ -3,9 +3,10 @@ use std::path::PathBuf;
 
 use serde_json::{Value, json};
 
-use super::{Adapter, AdapterFolder};
+use super::{Adapter, AdapterError, AdapterFolder, read_adapter};
 use crate::families::Shape;
 use crate::gguf::{GgufValue, gguf_bytes};
+use crate::tensor::TorchNumber;
 
 const MOST: u32 = 8;
 
@@ -216,4 +217,32 @@ fn gguf_adapters_have_the_order_of_the_base() {
     assert_eq!((&module["scale"], &module["b"]["pairs"]), (&json!(3.0), &json!(2)));
     fs::write(&path, gguf_bytes(&fields[..1], &tensors)).expect("written");
     assert!(read().unwrap_err().to_string().contains("general.type of the GGUF file is missing"));
+}
+
+#[test]
+fn a_hand_reads_what_the_brain_has_read_or_says_that_it_changed() {
+    let shape = shape("Phi3ForCausalLM", &json!({}));
+    let fused = [
+        ("base_model.model.model.layers.1.self_attn.qkv_proj.lora_A.weight", [2, 8], 0.5),
+        ("base_model.model.model.layers.1.self_attn.qkv_proj.lora_B.weight", [16, 2], 3.0),
+    ];
+    let files = Files::new(&json!({"target_modules": ["qkv_proj"]}), &fused);
+    let manifest = files.read(&shape).expect("read").manifest;
+    let pairs = read_adapter(&manifest, TorchNumber::Bfloat16).expect("the same content");
+    let found: Vec<_> = pairs.iter().map(|pair| (&pair.module[..], pair.b.len())).collect();
+    let rows = [("self_attn.k_proj", 16), ("self_attn.q_proj", 32), ("self_attn.v_proj", 16)];
+    assert_eq!(found, rows, "rows of two numbers of 16 bits");
+    let pair = &pairs[0];
+    assert_eq!((pair.layer, pair.rank, &pair.a[..2]), (1, 2, &[0x00, 0x3f][..]));
+    // 3 * 4 / 2
+    assert_eq!(pair.b[..2], [0xc0, 0x40]);
+    let path = files.path().join("adapter_model.safetensors");
+    let mut content = fs::read(&path).expect("there");
+    *content.last_mut().expect("bytes") ^= 1;
+    fs::write(&path, content).expect("written");
+    let changed = read_adapter(&manifest, TorchNumber::Float32);
+    assert!(matches!(changed, Err(AdapterError::Changed(_))));
+    fs::remove_file(&path).expect("removed");
+    let gone = read_adapter(&manifest, TorchNumber::Float32);
+    assert!(matches!(gone, Err(AdapterError::Files(_))));
 }

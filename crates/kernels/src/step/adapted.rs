@@ -1,0 +1,323 @@
+//! The adapters' parts of products.
+
+use crate::adapters::{Adapted, LowRank, Product};
+use crate::element::Element;
+use crate::matmul::{Out, Rows, add, gate, halves};
+use crate::pack::panel_len;
+use crate::step::Step;
+use crate::team::Member;
+use crate::tile::{Ahead, HALF, Kernel, MAX_ROWS, NR, Tile, tile_height};
+use crate::vector::Vector;
+
+/// Panels of `B` that one piece of work multiplies with.
+const PANELS: usize = 8;
+
+/// Results to which adapters add: the first one, elements from a row to the next, and the factor of
+/// what is added.
+#[derive(Clone, Copy)]
+pub(super) struct Results {
+    pub(super) first: *mut f32,
+    pub(super) stride: usize,
+    pub(super) scale: f32,
+}
+
+/// Some rows of a group.
+#[derive(Clone, Copy)]
+struct Tokens<'a> {
+    tokens: &'a [usize],
+    /// The first row of `A x`.
+    first: usize,
+}
+
+impl Tokens<'_> {
+    /// True if they lie one behind the other.
+    #[inline(always)]
+    fn are_neighbours(&self) -> bool {
+        match self.tokens {
+            [first, .., last] => last - first + 1 == self.tokens.len(),
+            _ => true,
+        }
+    }
+}
+
+impl LowRank {
+    /// Pieces of a tile's second product.
+    #[inline(always)]
+    fn pieces(&self) -> usize {
+        let mut pieces = 0;
+        for part in &self.parts {
+            pieces += part.outputs.div_ceil(NR * PANELS);
+        }
+        pieces
+    }
+}
+
+impl<E: Element> Step<'_, E> {
+    /// Adds the adapters' part of a product of rows to its results. Whoever comes back has to meet
+    /// the others before they read the results.
+    ///
+    /// # Safety
+    /// As of [`Self::multiply`], which has written the results but for a meeting.
+    #[inline(always)]
+    pub(super) unsafe fn adapt<K: Kernel<E>>(
+        &self,
+        at: (usize, Product),
+        rows: Rows<E>,
+        results: Results,
+        member: &Member<'_>,
+    ) {
+        let Some(adapted) = &self.adapted else { return };
+        if adapted.groups(at, rows.count == self.tokens.len()).is_none() {
+            return;
+        }
+        // SAFETY: the contract. Pieces are taken by one member each, and all meet in between.
+        unsafe {
+            self.reduce::<K>(adapted, at, rows, member);
+            member.meet();
+            self.expand::<K>(adapted, at, (rows.count, results), member);
+        }
+    }
+
+    /// The room for gates and for what they gate before their function, if adapters change any of
+    /// these rows.
+    #[inline(always)]
+    pub(super) fn adapted_gates(&self, layer: usize, rows: Rows<E>) -> Option<*mut f32> {
+        let adapted = self.adapted.as_ref()?;
+        let whole = rows.count == self.tokens.len();
+        adapted.groups((layer, Product::GateUp), whole).map(|_| adapted.gates())
+    }
+
+    /// The first product: `A x`, rounded to elements.
+    #[inline(always)]
+    unsafe fn reduce<K: Kernel<E>>(
+        &self,
+        adapted: &Adapted<'_, E>,
+        at: (usize, Product),
+        rows: Rows<E>,
+        member: &Member<'_>,
+    ) {
+        let whole = rows.count == self.tokens.len();
+        let groups = adapted.groups(at, whole).unwrap_or(&[]);
+        let mut total = 0;
+        for group in groups {
+            let panels = group.beside(at).map_or(0, LowRank::panels);
+            total += tiles::<E, K>(group.tokens.len()) * panels;
+        }
+        let mut sums: Tile = [[0.0; NR]; MAX_ROWS];
+        loop {
+            let mine = adapted.queues(at)[0].take(total, member.members);
+            if mine.is_empty() {
+                return;
+            }
+            for piece in mine {
+                let mut left = piece;
+                for group in groups {
+                    let Some(matrices) = group.beside(at) else { continue };
+                    let panels = matrices.panels();
+                    let own = tiles::<E, K>(group.tokens.len()) * panels;
+                    if left >= own {
+                        left -= own;
+                        continue;
+                    }
+                    let tokens = tile_of::<E, K>(&group.tokens, group.first, left / panels);
+                    let panel = left % panels;
+                    let LowRank { rank, inputs, .. } = *matrices;
+                    // SAFETY: rows of the product, this member's room, a panel of `A`, and rows of
+                    // what comes of it that no other piece writes.
+                    unsafe {
+                        let from = rows.first;
+                        let numbers = gather::<E, K>(adapted, (from, inputs), tokens, member);
+                        let weights = matrices.a.as_ptr().cast::<E>();
+                        let weights = weights.add(panel * panel_len(inputs));
+                        let count = tokens.tokens.len();
+                        let to = sums.as_mut_ptr();
+                        K::tile(numbers, count, weights, inputs, Ahead::Nothing, false, to);
+                        let width = (rank - panel * NR).min(NR);
+                        for (row, sums) in sums[..count].iter().enumerate() {
+                            let to = adapted.reduced.add((tokens.first + row) * adapted.stride);
+                            let to = to.add(panel * NR);
+                            for (output, &sum) in sums[..width].iter().enumerate() {
+                                *to.add(output) = E::from_f32(sum);
+                            }
+                        }
+                    }
+                    break;
+                }
+            }
+        }
+    }
+
+    /// The second product, added to the results.
+    #[inline(always)]
+    unsafe fn expand<K: Kernel<E>>(
+        &self,
+        adapted: &Adapted<'_, E>,
+        at: (usize, Product),
+        (count, results): (usize, Results),
+        member: &Member<'_>,
+    ) {
+        let groups = adapted.groups(at, count == self.tokens.len()).unwrap_or(&[]);
+        let mut total = 0;
+        for group in groups {
+            let pieces = group.beside(at).map_or(0, LowRank::pieces);
+            total += tiles::<E, K>(group.tokens.len()) * pieces;
+        }
+        let mut sums: Tile = [[0.0; NR]; MAX_ROWS];
+        loop {
+            let mine = adapted.queues(at)[1].take(total, member.members);
+            if mine.is_empty() {
+                return;
+            }
+            for piece in mine {
+                let mut left = piece;
+                for group in groups {
+                    let Some(matrices) = group.beside(at) else { continue };
+                    let pieces = matrices.pieces();
+                    let own = tiles::<E, K>(group.tokens.len()) * pieces;
+                    if left >= own {
+                        left -= own;
+                        continue;
+                    }
+                    let tokens = tile_of::<E, K>(&group.tokens, group.first, left / pieces);
+                    // SAFETY: results that no other piece writes, of a part that is there.
+                    unsafe {
+                        let piece = left % pieces;
+                        self.expand_piece::<K>(
+                            (adapted, matrices),
+                            (tokens, piece),
+                            results,
+                            member,
+                            &mut sums,
+                        );
+                    }
+                    break;
+                }
+            }
+        }
+    }
+
+    /// Some panels of one module's second product, for the rows of a tile.
+    #[inline(always)]
+    unsafe fn expand_piece<K: Kernel<E>>(
+        &self,
+        (adapted, matrices): (&Adapted<'_, E>, &LowRank),
+        (tokens, piece): (Tokens<'_>, usize),
+        Results { first, stride, scale }: Results,
+        member: &Member<'_>,
+        sums: &mut Tile,
+    ) {
+        let mut left = piece;
+        let count = tokens.tokens.len();
+        for part in &matrices.parts {
+            let own = part.outputs.div_ceil(NR * PANELS);
+            if left >= own {
+                left -= own;
+                continue;
+            }
+            // SAFETY: the contract.
+            unsafe {
+                let (rows, numbers) = adapted.room(member.index);
+                for row in 0..count {
+                    let from = adapted.reduced.add((tokens.first + row) * adapted.stride);
+                    let from = from.add(part.column).cast_const();
+                    std::ptr::copy_nonoverlapping(from, rows.add(row * part.rank), part.rank);
+                }
+                let numbers = numbers.cast::<K::Number>();
+                K::arrange(rows, count, part.rank, numbers);
+                let weights = part.b.as_ptr().cast::<E>();
+                let panels = part.outputs.div_ceil(NR);
+                for panel in left * PANELS..((left + 1) * PANELS).min(panels) {
+                    let weights = weights.add(panel * panel_len(part.rank));
+                    let to = sums.as_mut_ptr();
+                    K::tile(numbers, count, weights, part.rank, Ahead::Nothing, false, to);
+                    let width = (part.outputs - panel * NR).min(NR);
+                    let scale = K::Vector::splat(scale);
+                    for (sums, &token) in sums[..count].iter().zip(tokens.tokens) {
+                        let [one, other] = halves::<K::Vector>(sums.as_ptr());
+                        let to = first.add(token * stride + part.first + panel * NR);
+                        add(one.mul(scale), other.mul(scale), to, width);
+                    }
+                }
+            }
+            return;
+        }
+    }
+
+    /// Computes the function of gates of rows `[count, 2 * inner]`: this member's share.
+    ///
+    /// # Safety
+    /// All members have met since the rows were written.
+    #[inline(always)]
+    pub(super) unsafe fn finish_gates<K: Kernel<E>>(
+        &self,
+        rows: *const f32,
+        (count, inner): (usize, usize),
+        member: &Member<'_>,
+    ) {
+        let blocks = inner.div_ceil(HALF);
+        for block in member.share(count * blocks) {
+            let (row, first) = (block / blocks, block % blocks * HALF);
+            // SAFETY: inside the rows, or in what is behind them and is not kept.
+            unsafe {
+                let from = rows.add(row * 2 * inner + first);
+                let both = (K::Vector::load(from), K::Vector::load(from.add(inner)));
+                let to = self.gated.add(row * inner + first);
+                gate::<E, K>(both, self.activation, to, inner - first);
+            }
+        }
+    }
+
+    /// The place of gates and of what they gate: through their function at once, or before it.
+    #[inline(always)]
+    pub(super) fn gates_to(&self, before: Option<*mut f32>) -> Out<E> {
+        match before {
+            Some(to) => Out::Halves(to),
+            None => Out::Gate(self.gated, self.activation),
+        }
+    }
+}
+
+/// The number of tiles of so many rows.
+#[inline(always)]
+fn tiles<E: Element, K: Kernel<E>>(rows: usize) -> usize {
+    rows.div_ceil(tile_height(rows, K::ROWS).max(1))
+}
+
+/// The rows of a tile.
+#[inline(always)]
+fn tile_of<E: Element, K: Kernel<E>>(tokens: &[usize], first: usize, tile: usize) -> Tokens<'_> {
+    let height = tile_height(tokens.len(), K::ROWS);
+    let begin = tile * height;
+    let end = (begin + height).min(tokens.len());
+    Tokens { tokens: &tokens[begin..end], first: first + begin }
+}
+
+/// Puts rows where tiles read them.
+///
+/// # Safety
+/// There are such rows with so many inputs, and room for a tile.
+#[inline(always)]
+unsafe fn gather<E: Element, K: Kernel<E>>(
+    adapted: &Adapted<'_, E>,
+    (from, inputs): (*const E, usize),
+    tokens: Tokens<'_>,
+    member: &Member<'_>,
+) -> *const K::Number {
+    // SAFETY: the contract.
+    unsafe {
+        let (rows, numbers) = adapted.room(member.index);
+        let numbers = numbers.cast::<K::Number>();
+        let first = match tokens.are_neighbours() {
+            true => from.add(tokens.tokens[0] * inputs),
+            false => {
+                for (row, &token) in tokens.tokens.iter().enumerate() {
+                    let from = from.add(token * inputs);
+                    std::ptr::copy_nonoverlapping(from, rows.add(row * inputs), inputs);
+                }
+                rows.cast_const()
+            }
+        };
+        K::arrange(first, tokens.tokens.len(), inputs, numbers);
+        numbers.cast_const()
+    }
+}

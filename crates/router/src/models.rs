@@ -1,0 +1,268 @@
+//! The models and adapters that backends list.
+//!
+//! A request goes only to backends that list its model, as long as some backend does. A name that
+//! no backend lists goes to any of them: servers take names that they do not list.
+
+use std::collections::BTreeMap;
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use forebay_api::{members, plain_string};
+use lru::LruCache;
+use parking_lot::Mutex;
+use serde::Deserialize;
+use serde_json::{Value, json};
+use tokio::sync::{Notify, watch};
+use tokio::time::{Instant, timeout_at};
+
+use crate::backend::Backend;
+
+/// The path of the list.
+pub(crate) const LIST: &str = "/v1/models";
+/// The path of a single model.
+const ONE: &str = "/v1/models/";
+/// The largest number of names that are kept because no backend lists them.
+const MOST_UNLISTED: NonZeroUsize = NonZeroUsize::new(1024).expect("not zero");
+/// The time for which backends are not asked for such a name again.
+const UNLISTED: Duration = Duration::from_secs(1);
+/// The end of names by which Ollama's clients mean the model itself.
+const LATEST: &str = ":latest";
+
+/// A backend's list.
+#[derive(Debug, Default, PartialEq)]
+pub(crate) struct Listed(Vec<(String, Value)>);
+
+#[derive(Deserialize)]
+struct Answer {
+    data: Vec<Value>,
+}
+
+impl Listed {
+    /// Reads an answer; `None`: it is no list.
+    pub(crate) fn read(body: &[u8]) -> Option<Self> {
+        let Answer { data } = serde_json::from_slice(body).ok()?;
+        let named = |card: Value| Some((card.get("id")?.as_str()?.to_owned(), card));
+        Some(Self(data.into_iter().filter_map(named).collect()))
+    }
+
+    fn has(&self, name: &str) -> bool {
+        self.0.iter().any(|(id, _)| id == name)
+    }
+
+    /// True if a request may have this name: one of the list, or the model's, a colon and an
+    /// adapter's.
+    fn knows(&self, name: &str) -> bool {
+        self.has(name)
+            || name.strip_suffix(LATEST).is_some_and(|name| self.has(name))
+            || name
+                .match_indices(':')
+                .any(|(at, _)| self.has(&name[..at]) && self.has(&name[at + 1..]))
+    }
+
+    /// The names with a digest of their content.
+    fn digests(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.0.iter().filter_map(|(id, card)| Some((id.as_str(), card.get("digest")?.as_str()?)))
+    }
+}
+
+/// A backend's list, as it was last told, and the way to ask for it.
+#[derive(Debug, Default)]
+pub(crate) struct Models {
+    /// `None`: it has told no list.
+    listed: Mutex<Option<Arc<Listed>>>,
+    /// The number of the last question.
+    begun: AtomicU64,
+    /// The number of the last question that was answered, or failed.
+    ended: watch::Sender<u64>,
+    /// Wakes who asks.
+    pub(crate) wanted: Notify,
+}
+
+impl Models {
+    /// The number of a question that begins.
+    pub(crate) fn begin(&self) -> u64 {
+        self.begun.fetch_add(1, Ordering::Relaxed) + 1
+    }
+
+    /// Takes the answer to a question. True: it is another list than before.
+    pub(crate) fn end(&self, number: u64, listed: Option<Listed>) -> bool {
+        let listed = listed.map(Arc::new);
+        let before = std::mem::replace(&mut *self.listed.lock(), listed.clone());
+        self.ended.send_replace(number);
+        before != listed
+    }
+
+    /// Notes that a question got no answer.
+    pub(crate) fn fail(&self, number: u64) {
+        self.ended.send_replace(number);
+    }
+
+    fn listed(&self) -> Option<Arc<Listed>> {
+        self.listed.lock().clone()
+    }
+}
+
+/// Names that no backend listed when it was asked for them, and the time of that.
+#[derive(Debug)]
+pub(crate) struct Unlisted(Mutex<LruCache<Box<str>, Instant>>);
+
+impl Default for Unlisted {
+    fn default() -> Self {
+        Self(Mutex::new(LruCache::new(MOST_UNLISTED)))
+    }
+}
+
+impl Unlisted {
+    /// True if backends are to be asked for this name: nobody has lately.
+    pub(crate) fn asks(&self, name: &str) -> bool {
+        let (mut asked, now) = (self.0.lock(), Instant::now());
+        if asked.get(name).is_some_and(|&before| now < before + UNLISTED) {
+            return false;
+        }
+        asked.put(name.into(), now);
+        true
+    }
+}
+
+/// The name of the model, or of the adapter, that a request is for.
+pub(crate) fn wanted(path: &str, body: &[u8]) -> Option<Box<str>> {
+    if let Some(name) = path.strip_prefix(ONE) {
+        return Some(name.into());
+    }
+    let text = |value| std::str::from_utf8(plain_string(value)?).ok().map(Into::into);
+    let field = |field: &[u8]| members(body).find(|&(name, _)| name == field);
+    // SGLang's own route has the adapter beside the model.
+    let adapter = (path == "/generate").then(|| field(b"lora_path")).flatten();
+    adapter.or_else(|| field(b"model")).and_then(|(_, value)| text(value))
+}
+
+/// The ids of backends that are not to get a request for this name, because others list it.
+pub(crate) fn without(backends: &[Arc<Backend>], name: &str) -> Vec<u32> {
+    let lists = |backend: &Arc<Backend>| Some((backend.id, backend.models.listed()?.knows(name)));
+    let found: Vec<(u32, bool)> = backends.iter().filter_map(lists).collect();
+    let listed = found.iter().any(|(_, knows)| *knows);
+    found.into_iter().filter(|(_, knows)| listed && !knows).map(|(id, _)| id).collect()
+}
+
+/// True if some backend lists this name, or none tells any list.
+pub(crate) fn is_listed(backends: &[Arc<Backend>], name: &str) -> bool {
+    let mut told = backends.iter().filter_map(|backend| backend.models.listed()).peekable();
+    told.peek().is_none() || told.any(|listed| listed.knows(name))
+}
+
+/// Has backends that take requests tell their lists, and waits for that, within some time.
+pub(crate) async fn renew(backends: &[Arc<Backend>], time: Duration) {
+    let until = Instant::now() + time;
+    let asked: Vec<_> = backends
+        .iter()
+        .filter(|backend| backend.is_up())
+        .map(|backend| {
+            let Models { begun, ended, wanted, .. } = &backend.models;
+            // One that has begun may have been told before what is asked for came to be.
+            let next = begun.load(Ordering::Relaxed) + 1;
+            wanted.notify_one();
+            (ended.subscribe(), next)
+        })
+        .collect();
+    for (mut ended, next) in asked {
+        // Too late or not: what is known counts.
+        let _ = timeout_at(until, ended.wait_for(|&number| number >= next)).await;
+    }
+}
+
+/// The lists of all backends that take requests, as one; `None`: nobody tells any.
+pub(crate) fn all(backends: &[Arc<Backend>]) -> Option<Value> {
+    let up = backends.iter().filter(|backend| backend.is_up());
+    let told: Vec<Arc<Listed>> = up.filter_map(|backend| backend.models.listed()).collect();
+    if told.is_empty() {
+        return None;
+    }
+    let mut cards: Vec<&(String, Value)> = Vec::new();
+    for card in told.iter().flat_map(|listed| &listed.0) {
+        if !cards.iter().any(|(id, _)| *id == card.0) {
+            cards.push(card);
+        }
+    }
+    let id = |card: Option<&&(String, Value)>| card.map(|(id, _)| id.clone());
+    let (first, last) = (id(cards.first()), id(cards.last()));
+    let data: Vec<&Value> = cards.into_iter().map(|(_, card)| card).collect();
+    Some(
+        json!({"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": false}),
+    )
+}
+
+/// The names that have other contents at some backends than at others, each in a line.
+pub(crate) fn conflicts(backends: &[Arc<Backend>]) -> Vec<String> {
+    let told: Vec<(&Arc<Backend>, Arc<Listed>)> =
+        backends.iter().filter_map(|backend| Some((backend, backend.models.listed()?))).collect();
+    let mut first: BTreeMap<&str, (&str, &Arc<Backend>)> = BTreeMap::new();
+    let mut lines: BTreeMap<&str, String> = BTreeMap::new();
+    for (backend, listed) in &told {
+        for (name, digest) in listed.digests() {
+            let (known, at) = *first.entry(name).or_insert((digest, backend));
+            if known != digest {
+                lines.entry(name).or_insert_with(|| {
+                    let (one, other) = (at.url.url(), backend.url.url());
+                    format!("{name} is another adapter at {other} than at {one}")
+                });
+            }
+        }
+    }
+    lines.into_values().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn listed(cards: &Value) -> Listed {
+        Listed::read(json!({"data": cards}).to_string().as_bytes()).unwrap()
+    }
+
+    #[test]
+    fn a_name_is_one_of_the_list_or_made_of_two() {
+        let listed = listed(&json!([{"id": "org/base"}, {"id": "a:b"}, {"id": "tone"}, {"x": 1}]));
+        for name in ["org/base", "tone", "a:b", "org/base:tone", "org/base:a:b", "tone:latest"] {
+            assert!(listed.knows(name), "{name}");
+        }
+        for name in ["base", "org/base:other", "other:tone", "latest", ""] {
+            assert!(!listed.knows(name), "{name}");
+        }
+        assert_eq!(Listed::read(b"{\"data\": 1}"), None);
+        assert_eq!(Listed::read(b"nonsense"), None);
+    }
+
+    #[test]
+    fn the_name_is_in_the_path_or_in_the_body() {
+        let of = |path: &str, body: &str| wanted(path, body.as_bytes());
+        let chat = "/v1/chat/completions";
+        assert_eq!(of(chat, r#"{"a": {"model": "x"}, "model": "tone"}"#).as_deref(), Some("tone"));
+        assert_eq!(of(chat, r#"{"model": 3}"#), None);
+        let both = r#"{"model": "base", "lora_path": "tone"}"#;
+        assert_eq!(of("/generate", both).as_deref(), Some("tone"));
+        assert_eq!(of(chat, both).as_deref(), Some("base"));
+        assert_eq!(of("/v1/models/org/base", "").as_deref(), Some("org/base"));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_name_that_nobody_lists_is_asked_for_once_a_second() {
+        let unlisted = Unlisted::default();
+        assert!(unlisted.asks("a"));
+        assert!(!unlisted.asks("a") && unlisted.asks("b"));
+        tokio::time::advance(UNLISTED).await;
+        assert!(unlisted.asks("a"));
+    }
+
+    #[test]
+    fn a_question_that_had_begun_does_not_count() {
+        let models = Models::default();
+        let number = models.begin();
+        let ended = models.ended.subscribe();
+        assert!(models.end(number, Some(listed(&json!([{"id": "a"}])))));
+        assert_eq!(*ended.borrow(), number);
+        assert!(!models.end(models.begin(), Some(listed(&json!([{"id": "a"}])))));
+        assert!(models.end(models.begin(), None));
+    }
+}
