@@ -186,7 +186,7 @@ def test_deaths_under_load(serve: Serve, tiny: Model, expected: Expected, victim
         ("llama", ("--hicache-write-policy", "write_back"), "--hicache-write-policy has to be write_through"),
         ("llama", ("--disable-radix-cache",), "--pd: --disable-radix-cache leaves no blocks to lend"),
         ("llama", ("--hand", "rust"), "the Rust hand does not have a host tier"),
-        ("qwen2-vl", (), "--pd: images are not handed on yet"),
+        ("qwen3-vl", (), "--pd: images are not handed on yet"),
     ],
 )
 def test_what_cannot_be_lent_is_refused_in_a_sentence(

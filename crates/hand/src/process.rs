@@ -113,8 +113,8 @@ pub struct RankProcess {
 
 impl RankProcess {
     /// Spawns `command` with a new socket as descriptor 3, the arena as 4, and memory of host tiers
-    /// by the descriptors that come with it. The process runs on the given processors, if any. Gives the process and
-    /// the near end of its socket, which never blocks.
+    /// by the descriptors that come with it. The process runs on the given processors, if any.
+    /// Gives the process and the near end of its socket, which never blocks.
     ///
     /// # Errors
     /// The program can't be run, or the system refuses a socket.

@@ -67,6 +67,13 @@ impl LocalCounts {
     }
 }
 
+impl Default for PdConfig {
+    /// The defaults of the flags, for one prefill replica.
+    fn default() -> Self {
+        Self { prefill: 1, local_tokens: 512 }
+    }
+}
+
 impl PdConfig {
     /// True if a replica computes prompts for others.
     pub(crate) fn prefills(self, at: usize) -> bool {

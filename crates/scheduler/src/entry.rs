@@ -131,8 +131,8 @@ impl Entry {
         NewSlot { slot, tokens: &self.tokens, prompt_len: self.prompt_len, spec, place }
     }
 
-    /// True if the request has no turn: it waits for its payload or for the place of its adapter, or
-    /// goes on elsewhere.
+    /// True if the request has no turn: it waits for its payload or for the place of its adapter,
+    /// or goes on elsewhere.
     pub(crate) fn has_no_turn(&self) -> bool {
         self.request.held || self.leaving || self.seat == Seat::Waits
     }

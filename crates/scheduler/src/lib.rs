@@ -37,8 +37,8 @@
 //! A masked row whose mask is not ready sits its step out ([`Scheduler::sit_out`]), and its request
 //! gets no further token until the mask is there.
 //!
-//! A request that [leaves](Request::leaves) gives one token here. When its blocks are saved, another
-//! scheduler goes on with it and borrows them ([`Scheduler::hand_on`]).
+//! A request that [leaves](Request::leaves) gives one token here. When its blocks are saved,
+//! another scheduler goes on with it and borrows them ([`Scheduler::hand_on`]).
 //!
 //! With recurrent layers ([`SchedulerConfig::states`]) a request goes on from a cached prefix only
 //! where a state was kept. Rows end where states are to be kept.

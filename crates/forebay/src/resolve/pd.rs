@@ -7,12 +7,10 @@ use forebay_replicas::PdConfig;
 use crate::flags::{Device, PdSplit, ServeFlags};
 use crate::model::Model;
 
-/// The default of `--pd-local-tokens`.
-const LOCAL_TOKENS: u32 = 512;
-
 /// The roles of the replicas; `None`: each does everything.
 pub(super) fn config(flags: &ServeFlags) -> Option<PdConfig> {
-    let local_tokens = flags.replicas.pd.pd_local_tokens.unwrap_or(LOCAL_TOKENS);
+    let usual = PdConfig::default().local_tokens;
+    let local_tokens = flags.replicas.pd.pd_local_tokens.unwrap_or(usual);
     flags.replicas.pd.pd.map(|PdSplit { prefill, .. }| PdConfig { prefill, local_tokens })
 }
 
