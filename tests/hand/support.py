@@ -340,6 +340,7 @@ class PlanBuilder:
     state_saves: list[tuple[int, int]] = field(default_factory=list)
     place_writes: list[tuple[int, int, int]] = field(default_factory=list)
     slot_places: list[tuple[int, int]] = field(default_factory=list)
+    copy_sources: list[int] = field(default_factory=list)
 
     def slot(
         self,
@@ -418,6 +419,7 @@ class PlanBuilder:
             state_saves=_ints(self.state_saves, 2),
             place_writes=_ints(self.place_writes, 3),
             slot_places=_ints(self.slot_places, 2),
+            copy_sources=_ints(self.copy_sources),
         ).staged()
 
 

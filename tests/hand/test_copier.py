@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -37,10 +38,17 @@ class Hand:
         host = HostMemory(self.memory, self.far.fileno())
         return runner_of(reference_model(self.family), None, host, **{"host_bytes": 1 << 20, **self.changes})
 
-    def step(self, *copies: tuple[int, int, int, int], wait_us: int | None = None, rows: bool = False) -> StepResult:
+    def step(
+        self,
+        *copies: tuple[int, int, int, int],
+        wait_us: int | None = None,
+        rows: bool = False,
+        sources: Sequence[int] = (),
+    ) -> StepResult:
         """One plan: `rows` computes the prompt on pages 1, 2 and 3."""
         self._step += 1
         builder = PlanBuilder(self._step, copies=list(copies), wait_us=[] if wait_us is None else [wait_us])
+        builder.copy_sources += sources
         if rows:
             builder.slot(0, PROMPT)
             builder.page_writes += [(0, index, 1 + index) for index in range(3)]
@@ -177,3 +185,24 @@ def test_without_a_host_tier_results_say_nothing_of_copies() -> None:
     assert runner.host_pages == 0
     assert result.copied.shape == (0, 2)
     assert np.array_equal(result.copy_timing, np.zeros(0))
+
+
+def test_a_page_is_borrowed_from_the_memory_of_another_hand(hand: Hand) -> None:
+    hand.step((1, COPY_SAVE, 1, 5), (2, COPY_SAVE, 2, 0), rows=True)
+    hand.until_ended(2)
+    saved, before = page(hand.runner, 1), hand.memory
+    content = os.pread(before, os.fstat(before).st_size, 0)
+    # Replica 1 lends, and replicas 0 and 2 do not.
+    borrower = Hand(kv_checksum=True, host_lenders=[None, before, None])
+    borrower.step((4, COPY_RESTORE, 20, 5), (5, COPY_RESTORE, 21, 5), sources=[0, 2])
+    assert borrower.until_ended(2) == [[4, COPY_FAILED], [5, COPY_OK]], "its own page 5 is not that of replica 1"
+    assert page(borrower.runner, 21) == saved
+    assert os.pread(before, os.fstat(before).st_size, 0) == content, "a lender's memory is only read"
+    # A page that is not as it was saved, one that is not there, and a lender that is none.
+    os.pwrite(before, b"\x5c", 3)
+    borrower.step(
+        *[(6, COPY_RESTORE, 22, 0), (7, COPY_RESTORE, 23, 1 << 20), (8, COPY_RESTORE, 24, 5)], sources=[2, 2, 1]
+    )
+    assert borrower.until_ended(3) == [[6, COPY_FAILED], [7, COPY_FAILED], [8, COPY_FAILED]]
+    with pytest.raises(PlanError, match="a copy from lender 4 of 3"):
+        borrower.step((9, COPY_RESTORE, 22, 0), sources=[4])

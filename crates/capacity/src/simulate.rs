@@ -322,6 +322,7 @@ impl Simulation {
                 Event::ImageWanted { image, .. } => wanted.push(image),
                 Event::Prefilled { id, tokens } => self.waits.prefilled(id, at, tokens),
                 Event::Admitted { .. }
+                | Event::Left { .. }
                 | Event::Arrived { .. }
                 | Event::Pooled { .. }
                 | Event::ImageRead { .. }

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use crossbeam_channel::Sender;
 use forebay_protocol::AdapterOrder;
 use forebay_scheduler::{
-    ImageId, MAX_REQUEST_WORDS, Request, RequestView, image_words, request_words,
+    ImageId, LoanId, MAX_REQUEST_WORDS, Request, RequestView, image_words, request_words,
 };
 use parking_lot::Mutex;
 
@@ -36,6 +36,8 @@ pub(crate) enum Order {
     },
     Carried(Carried),
     Adapter(AdapterOrder),
+    /// Nobody reads the pages of this loan any more.
+    TakeBack(LoanId),
     FlushCache(Box<dyn FnOnce(bool) + Send>),
     Pause(PauseMode, PauseReply),
     Resume,
@@ -147,6 +149,11 @@ impl EngineHandle {
     /// Tells the engine of an adapter that later requests may have, or that no later request has.
     pub fn adapter(&self, order: AdapterOrder) {
         self.order(Order::Adapter(order));
+    }
+
+    /// Ends a loan: nobody reads its pages any more.
+    pub(crate) fn take_back(&self, loan: LoanId) {
+        self.order(Order::TakeBack(loan));
     }
 
     /// Drops every unreferenced block of the prefix cache. `reply` gets false if running requests

@@ -49,8 +49,8 @@ pub struct Preference {
     pub replica: Option<u32>,
 }
 
-/// A request on its way to another replica: its hand has died, or it waits and others have less to
-/// do.
+/// A request on its way to another replica: its hand has died, it waits and others have less to do,
+/// or it was to go on there.
 #[derive(Debug)]
 pub struct Orphan {
     /// The request, with the tokens that it has generated so far.
@@ -87,6 +87,15 @@ pub trait Peers: Send {
     fn move_pays(&self, to: usize, request: &QueuedRequest<'_>) -> bool;
     /// Moves a request that waited here to replica `to`. Gives it back if that one takes none now.
     fn take(&self, to: usize, orphan: Orphan) -> Option<Orphan>;
+    /// The number of the engine's replica.
+    fn replica(&self) -> u32 {
+        0
+    }
+    /// Has another replica go on with a request that leaves as planned. Gives it back if none can
+    /// now.
+    fn hand_on(&self, orphan: Orphan) -> Option<Orphan> {
+        Some(orphan)
+    }
     /// Aborts a request that the engine does not have, in case another replica has taken it over.
     fn abort(&self, id: RequestId);
 }
@@ -315,6 +324,8 @@ pub struct HandStats {
     pub memory_kills: u64,
     /// The number of requests that were replayed after a death.
     pub replayed: u64,
+    /// The number of requests that another replica went on with behind their first token.
+    pub handed: u64,
     /// Microseconds that requests waited for their blocks to come back from the host tier.
     pub copy_wait_us: u64,
     /// Masks that were made for rows with constraints.

@@ -95,7 +95,10 @@ fn run(command: Command, arguments: &[OsString]) -> Result<ExitCode> {
         logs::init_warnings()?;
     }
     let done = match command {
-        Command::Serve(flags) => serve::run(&flags, arguments),
+        Command::Serve(mut flags) => {
+            flags.settle_pd()?;
+            serve::run(&flags, arguments)
+        }
         Command::Route(flags) => route::run(&flags),
         Command::Worker(flags) => worker::run(&flags),
         Command::Chat(args) => chat::run(&args),

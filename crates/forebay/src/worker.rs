@@ -110,7 +110,7 @@ fn spawn(python: PathBuf, gpus: Gpus, interface: Option<String>) -> Spawn {
             collectives::check(&interface).map_err(io::Error::other)?;
             command.env(variable, interface);
         }
-        RankProcess::spawn(command, arena, None, &[]).map_err(|error| {
+        RankProcess::spawn(command, arena, &[], &[]).map_err(|error| {
             io::Error::new(error.kind(), format!("cannot run {}: {error}", program.display()))
         })
     })

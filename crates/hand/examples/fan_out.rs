@@ -8,7 +8,7 @@
 use std::path::PathBuf;
 
 use forebay_engine::{Executor, Signal};
-use forebay_hand::{Arena, HandConfig, HandExecutor, HandSpec, RankSpec};
+use forebay_hand::{Arena, HandConfig, HandExecutor, HandSpec, HostMemories, RankSpec};
 use forebay_protocol::{Row, StepPlan, Want};
 use rustix::time::{ClockId, clock_gettime};
 
@@ -83,6 +83,7 @@ fn main() -> Result<(), Failure> {
             config: HandConfig { page_size: 16, ..HandConfig::default() },
             arena: Arena::new(1 << 24)?,
             ranks: vec![RankSpec::default(); ranks.parse()?],
+            memories: HostMemories::default(),
             site: None,
         };
         let (sending, taking) = measure(spec, rows, steps)?;

@@ -16,12 +16,12 @@ use forebay_protocol::{
     Progress, Ready, StepMasks, StepPlan, StepResult, StoreRequest, encode_json, encode_place,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{MemfdFlags, memfd_create};
 use serde_json::Value;
 use tracing::debug;
 
 use crate::arena::{Arena, Region};
 use crate::frames::{FrameReader, FrameWriter, StreamError};
+use crate::memory::{self, HOST_FD, HostMemories};
 use crate::process::RankProcess;
 use crate::site::{Process, RankOrder, Site, last_of};
 use crate::store::Store;
@@ -47,6 +47,8 @@ pub struct HandSpec {
     pub config: HandConfig,
     /// Payloads that are too big for the socket go through here.
     pub arena: Arena,
+    /// The memory of host tiers that other groups map too, or that they have.
+    pub memories: HostMemories,
     /// The ranks, at least one.
     pub ranks: Vec<RankSpec>,
     /// The place of the ranks, if they do not run below this process. Plans, tokens and masks then
@@ -115,7 +117,12 @@ impl HandExecutor {
     pub fn new(mut spec: HandSpec) -> std::io::Result<Self> {
         spec.config.world_size = u32::try_from(spec.ranks.len()).unwrap_or(u32::MAX);
         let wanted = spec.config.host_bytes.is_some() || spec.config.host_ratio.is_some();
-        let host = if wanted { Some(host_memory()?) } else { None };
+        let host = match spec.memories.own() {
+            Some(own) => Some(own?),
+            None if wanted => Some(memory::new()?),
+            None => None,
+        };
+        spec.config.host_lenders = spec.memories.descriptors();
         Ok(Self {
             host,
             spec,
@@ -133,12 +140,13 @@ impl HandExecutor {
     fn spawn(&self) -> std::io::Result<Vec<Rank>> {
         let env = |rank: &RankSpec| [&self.spec.env[..], &rank.env[..]].concat();
         let Some(site) = &self.spec.site else {
-            let host = self.host.as_ref().map(AsFd::as_fd);
+            let host = self.host.iter().map(|host| (HOST_FD, host.as_fd()));
+            let memories: Vec<_> = host.chain(self.spec.memories.borrowed()).collect();
             let ranks = self.spec.ranks.iter().map(|rank| {
                 let mut command = Command::new(&self.spec.program);
                 command.args(&self.spec.args).envs(env(rank));
                 let (process, socket) =
-                    RankProcess::spawn(command, &self.spec.arena, host, &rank.cpus)?;
+                    RankProcess::spawn(command, &self.spec.arena, &memories, &rank.cpus)?;
                 Ok(Rank::new(Process::Here(process), socket))
             });
             return ranks.collect();
@@ -395,12 +403,6 @@ impl HandExecutor {
     }
 }
 
-/// Memory for the host's tier. It is as long as the first hand makes it, and takes memory where
-/// somebody writes.
-fn host_memory() -> std::io::Result<OwnedFd> {
-    Ok(memfd_create("forebay-host-kv", MemfdFlags::CLOEXEC)?)
-}
-
 /// Makes one result of those of ranks that compute the same, so that another answer from one means
 /// that their states differ. A step is as long as its longest rank, and has waited no longer than
 /// the one that waited least.
@@ -472,12 +474,15 @@ impl Executor for HandExecutor {
         if config.device != "cuda" {
             config.max_total_tokens = Some(u64::from(pages) * u64::from(config.page_size));
         }
-        if host_pages > 0 && config.host_pages != Some(host_pages) {
+        let lends = self.spec.memories.lends();
+        if host_pages > 0 && (lends || config.host_pages != Some(host_pages)) {
             config.host_pages = Some(host_pages);
             // The last one's memory is given back. Without a new one the hand keeps to a part of
-            // it.
-            if let Ok(memory) = host_memory() {
-                self.host = Some(memory);
+            // it, unless others read there: then it has to have a new one.
+            match memory::new() {
+                Ok(memory) => self.host = Some(memory),
+                Err(_) if lends => self.host = None,
+                Err(_) => {}
             }
         }
     }

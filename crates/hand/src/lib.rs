@@ -17,6 +17,7 @@ mod executor;
 mod frames;
 #[cfg(test)]
 mod fuzz;
+mod memory;
 mod process;
 mod site;
 mod slice;
@@ -27,6 +28,7 @@ mod waker;
 pub use arena::{Arena, MAX_ARENA_BYTES, Region};
 pub use executor::{HandExecutor, HandSpec, RankSpec};
 pub use forebay_protocol::{HandConfig, PlaceConfig};
+pub use memory::HostMemories;
 pub use process::{Exit, RankProcess, without_keys};
 pub use site::{Distant, RankOrder, Remote, Site};
 pub use slice::take_short_turns;

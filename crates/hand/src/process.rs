@@ -23,8 +23,6 @@ use crate::arena::Arena;
 const SOCKET_FD: i32 = 3;
 /// The descriptor of the arena.
 const ARENA_FD: i32 = 4;
-/// The descriptor of the memory of the host's tier, if there is one.
-const HOST_FD: i32 = 5;
 /// The time from SIGKILL to the end. A process that the kernel holds, in a driver or on a file
 /// system that hangs, does not end by that either.
 const LAST_PATIENCE: Duration = Duration::from_secs(5);
@@ -114,16 +112,16 @@ pub struct RankProcess {
 }
 
 impl RankProcess {
-    /// Spawns `command` with a new socket as descriptor 3, the arena as 4, and the host's memory as
-    /// 5 if there is any. The process runs on the given processors, if any. Gives the process and
-    /// the near end of its socket, which never blocks.
+    /// Spawns `command` with a new socket as descriptor 3, the arena as 4, and memory of host tiers
+    /// by the descriptors that come with it. The process runs on the given processors, if any.
+    /// Gives the process and the near end of its socket, which never blocks.
     ///
     /// # Errors
     /// The program can't be run, or the system refuses a socket.
     pub fn spawn(
         mut command: Command,
         arena: &Arena,
-        host: Option<BorrowedFd<'_>>,
+        memories: &[(i32, BorrowedFd<'_>)],
         cpus: &[usize],
     ) -> io::Result<(Self, UnixStream)> {
         let (near, far) = UnixStream::pair()?;
@@ -138,8 +136,8 @@ impl RankProcess {
             FdMapping { parent_fd: far.into(), child_fd: SOCKET_FD },
             FdMapping { parent_fd: arena.fd().try_clone_to_owned()?, child_fd: ARENA_FD },
         ];
-        if let Some(host) = host {
-            mappings.push(FdMapping { parent_fd: host.try_clone_to_owned()?, child_fd: HOST_FD });
+        for &(child_fd, memory) in memories {
+            mappings.push(FdMapping { parent_fd: memory.try_clone_to_owned()?, child_fd });
         }
         command.fd_mappings(mappings).map_err(io::Error::other)?;
         let mut set = CpuSet::new();
@@ -268,7 +266,7 @@ mod tests {
         command.args(["-c", &format!("{check} && [ \"${kept}\" = yes ]")]).env(kept, "yes");
         command.envs(keys.map(|key| (key, "a key")));
         let arena = crate::Arena::new(0).expect("an arena");
-        let (process, _socket) = RankProcess::spawn(command, &arena, None, &[]).expect("a shell");
+        let (process, _socket) = RankProcess::spawn(command, &arena, &[], &[]).expect("a shell");
         assert_eq!(process.bury(), "exit status 0".into());
     }
 
@@ -327,7 +325,7 @@ mod tests {
             command.args(["-c", script]);
             let arena = crate::Arena::new(0).expect("an arena");
             let (mut process, socket) =
-                RankProcess::spawn(command, &arena, None, &[]).expect("a shell");
+                RankProcess::spawn(command, &arena, &[], &[]).expect("a shell");
             process.machine = Machine::at(root.path());
             process.kills = process.machine.memory_kills();
             write(root.path(), kills);

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use forebay_engine::{Executor, Payloads, Ready, Signal};
-use forebay_hand::{Arena, HandConfig, HandExecutor, HandSpec, RankSpec};
+use forebay_hand::{Arena, HandConfig, HandExecutor, HandSpec, HostMemories, RankSpec};
 use forebay_protocol::{
     NewSlot, Row, SlotSpec, StepPlan, StepResult, StepTiming, Want, tell_group,
 };
@@ -20,6 +20,7 @@ fn spec(behaviour: &str) -> HandSpec {
         config: HandConfig { page_size: 16, ..HandConfig::default() },
         arena: Arena::new(1 << 20).expect("arena"),
         ranks: vec![RankSpec::default()],
+        memories: HostMemories::default(),
         site: None,
     }
 }

@@ -10,7 +10,9 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use forebay_engine::{Executor, Signal};
-use forebay_hand::{Arena, HandConfig, HandExecutor, HandSpec, RankProcess, RankSpec, Site};
+use forebay_hand::{
+    Arena, HandConfig, HandExecutor, HandSpec, HostMemories, RankProcess, RankSpec, Site,
+};
 use forebay_outpost::{Credentials, HandOrder, Outposts, WorkSettings, work};
 use forebay_protocol::{Row, StepPlan, Want};
 
@@ -80,7 +82,7 @@ fn main() -> Result<(), Failure> {
     let spawn = Arc::new(move |_: &HandOrder, arena: &Arena| {
         let mut command = Command::new(&program);
         command.arg(&script).env("FAKE_BEHAVIOUR", "good");
-        RankProcess::spawn(command, arena, None, &[])
+        RankProcess::spawn(command, arena, &[], &[])
     });
     std::thread::spawn(move || {
         runtime().map(|runtime| runtime.block_on(work(settings, spawn, std::future::pending())))
@@ -95,6 +97,7 @@ fn main() -> Result<(), Failure> {
             config: HandConfig { page_size: 16, ..HandConfig::default() },
             arena: Arena::new(1 << 20)?,
             ranks: vec![RankSpec::default()],
+            memories: HostMemories::default(),
             site,
         })?;
         let times = measure(executor, rows, steps)?;

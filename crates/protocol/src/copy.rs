@@ -91,9 +91,17 @@ pub struct PageCopy {
     pub host: u32,
     /// The positions of the page to copy; `None`: all of it.
     pub span: Option<Span>,
+    /// The replica whose host tier has the page; `None`: that of the plan. Only a restore may have
+    /// one.
+    pub lender: Option<u32>,
 }
 
 impl PageCopy {
+    /// The lender as a plan has it.
+    pub(crate) fn source(self) -> i32 {
+        self.lender.map_or(0, |lender| lender.cast_signed() + 1)
+    }
+
     pub(crate) fn record(self) -> CopyRecord {
         CopyRecord {
             ticket: self.ticket.cast_signed(),
@@ -104,7 +112,8 @@ impl PageCopy {
     }
 
     /// Reads a copy of a plan; `None`: the direction is not known, or it does not have such pages.
-    pub(crate) fn new(record: CopyRecord, span: Option<Span>) -> Option<Self> {
+    /// `source` is 0 for the own host tier, else 1 and the number of the lender.
+    pub(crate) fn new(record: CopyRecord, span: Option<Span>, source: i32) -> Option<Self> {
         let CopyRecord { ticket, direction, hot, host } = record;
         let direction = Direction::ALL.into_iter().find(|known| *known as i32 == direction)?;
         let [ticket, host] = [ticket, host].map(u32::try_from);
@@ -113,6 +122,10 @@ impl PageCopy {
             Direction::RestoreIndex => return None,
             Direction::Save | Direction::Restore => Some(u32::try_from(hot).ok()?),
         };
-        Some(Self { ticket: ticket.ok()?, direction, hot, host: host.ok()?, span })
+        let lender = u32::try_from(source).ok()?.checked_sub(1);
+        if lender.is_some() && direction != Direction::Restore {
+            return None;
+        }
+        Some(Self { ticket: ticket.ok()?, direction, hot, host: host.ok()?, span, lender })
     }
 }

@@ -121,6 +121,10 @@ pub struct HandConfig {
     pub host_ratio: Option<f64>,
     /// The number of pages of an earlier hand's host tier, whose content is still there.
     pub host_pages: Option<u32>,
+    /// The descriptor of each replica's host memory, by its number, where pages are lent to this
+    /// hand; `None` for its own. Empty: nothing is lent.
+    #[serde(default)]
+    pub host_lenders: Vec<Option<u32>>,
     /// The largest share of the host's tier in the memory that is free beside weights and pages.
     pub host_share: f64,
     /// The highest speed of copies, in GB a second; for tests.

@@ -68,6 +68,8 @@ fn id(kind: &str, column: &str) -> u32 {
             "state_saves",
             "place_writes",
             "slot_places",
+            "unused",
+            "copy_sources",
         ],
         "masks" => &["offsets", "words", "no_token"],
         "plan_at" => &["place"],
@@ -282,7 +284,7 @@ fn the_scheduler_s_calls_write_the_golden_sparse_plan() {
         (11, Direction::Restore, Some(18), 5, None),
     ];
     for (ticket, direction, hot, host, span) in copies {
-        plan.push_copy(PageCopy { ticket, direction, hot, host, span });
+        plan.push_copy(PageCopy { ticket, direction, hot, host, span, lender: None });
     }
     let mut got = Vec::new();
     plan.encode(&mut got).expect("within the limit");
@@ -362,6 +364,7 @@ fn the_scheduler_s_calls_write_the_golden_copies() {
         hot: Some(41),
         host: 2,
         span: None,
+        lender: None,
     });
     plan.push_copy(PageCopy {
         ticket: 8,
@@ -369,12 +372,23 @@ fn the_scheduler_s_calls_write_the_golden_copies() {
         hot: Some(40),
         host: 0,
         span: None,
+        lender: None,
     });
     let mut got = Vec::new();
     plan.encode(&mut got).expect("within the limit");
     assert_eq!(got, read("plan_copies.bin"));
     let copies: Vec<u32> = plan.copies().map(|copy| copy.ticket).collect();
     assert_eq!((copies, plan.wait_us()), (vec![7, 8], 0));
+    plan.begin(22);
+    for (ticket, hot, host, lender) in [(3, 5, 6, None), (4, 7, 9, Some(1))] {
+        let (direction, span) = (Direction::Restore, None);
+        plan.push_copy(PageCopy { ticket, direction, hot: Some(hot), host, span, lender });
+    }
+    plan.wait(1000);
+    plan.encode(&mut got).expect("within the limit");
+    assert_eq!(got, read("plan_lent.bin"));
+    let lent = StepPlan::decode(&frame(&got)).expect("a plan");
+    assert_eq!(lent.copies().map(|copy| copy.lender).collect::<Vec<_>>(), [None, Some(1)]);
     plan.begin(13);
     let last = i32::MAX.cast_unsigned();
     plan.push_copy(PageCopy {
@@ -383,6 +397,7 @@ fn the_scheduler_s_calls_write_the_golden_copies() {
         hot: Some(3),
         host: 5,
         span: None,
+        lender: None,
     });
     plan.wait(1000);
     plan.encode(&mut got).expect("within the limit");

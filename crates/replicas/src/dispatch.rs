@@ -7,6 +7,8 @@ use std::time::Duration;
 use forebay_balance::{Ask, Balancer, Budget, Ledger, Method, Work, drifted, move_pays, preferred};
 use forebay_engine::{BlockHash, Preference};
 
+use crate::roles::LocalCounts;
+
 /// The newest answer counts 1/32 in the running mean.
 const NEWEST: u64 = 32;
 
@@ -43,6 +45,8 @@ pub(crate) struct Dispatch {
     /// Blocks of requests that have not begun to generate.
     coming: HashMap<u64, Coming>,
     lengths: Lengths,
+    /// Requests that each replica serves alone although there are roles.
+    pub(crate) local: Vec<LocalCounts>,
 }
 
 struct Polled {
@@ -70,6 +74,7 @@ impl Dispatch {
             drained: vec![false; replicas],
             coming: HashMap::new(),
             lengths: Lengths::default(),
+            local: vec![LocalCounts::default(); replicas],
         }
     }
 

@@ -146,6 +146,14 @@ impl Peers for Others {
         self.shared.take(to, orphan)
     }
 
+    fn replica(&self) -> u32 {
+        self.at as u32
+    }
+
+    fn hand_on(&self, orphan: Orphan) -> Option<Orphan> {
+        self.shared.hand_on(self.at, orphan)
+    }
+
     fn abort(&self, id: RequestId) {
         let dispatch = self.shared.dispatch.lock();
         if let Some(at) = dispatch.ledger.target(id.0).filter(|&at| at != self.at)

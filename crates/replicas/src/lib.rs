@@ -21,8 +21,10 @@ mod blocks;
 mod dispatch;
 mod hooks;
 mod replicas;
+mod roles;
 mod status;
 
 pub use forebay_balance::{Load, Method};
 pub use replicas::{Listeners, Member, Replicas, ReplicasConfig};
+pub use roles::{LocalCounts, LocalReason, PdConfig};
 pub use status::{ReplicaReport, combined_facts, combined_stats, combined_status};

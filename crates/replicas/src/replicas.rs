@@ -18,6 +18,7 @@ use serde::Serialize;
 use crate::blocks::{Blocks, News};
 use crate::dispatch::{Asked, Coming, Dispatch};
 use crate::hooks::{CountingSink, Observer, Observers, Others};
+use crate::roles::{LocalReason, PdConfig};
 use crate::status::{ReplicaReport, combined_facts, combined_stats, combined_status};
 
 /// The settings by which requests are spread over replicas.
@@ -30,15 +31,18 @@ pub struct ReplicasConfig {
     /// measured against.
     #[serde(serialize_with = "as_seconds")]
     pub load_watch_interval: Duration,
-    /// True if queued requests move to a replica with less to do.
+    /// True if queued requests move to a replica with less to do. It has no effect with roles.
     pub queue_moves: bool,
+    /// The roles of the replicas; `None`: each does everything.
+    #[serde(flatten)]
+    pub pd: Option<PdConfig>,
 }
 
 impl Default for ReplicasConfig {
     /// The defaults of the flags.
     fn default() -> Self {
         let (load_balance_method, load_watch_interval) = (Method::default(), Duration::ZERO);
-        Self { load_balance_method, load_watch_interval, queue_moves: true }
+        Self { load_balance_method, load_watch_interval, queue_moves: true, pd: None }
     }
 }
 
@@ -72,6 +76,7 @@ pub(crate) struct Shared {
     naming: Option<(Namer, usize)>,
     /// The largest number of moves of a queued request.
     most_moves: u8,
+    pd: Option<PdConfig>,
 }
 
 /// The replicas of one brain. Cheap to clone; no call blocks.
@@ -107,7 +112,12 @@ impl Replicas {
             engines: OnceLock::new(),
             draining: AtomicBool::new(false),
             naming: namer.zip(page_size.map(|size| size as usize)),
-            most_moves: if config.queue_moves && count > 1 { MOST_MOVES } else { 0 },
+            most_moves: if config.queue_moves && config.pd.is_none() && count > 1 {
+                MOST_MOVES
+            } else {
+                0
+            },
+            pd: config.pd,
         });
         let queued = Arc::new(Waiting::default());
         let on_exit = Arc::new(Mutex::new(Some(on_exit)));
@@ -182,14 +192,20 @@ impl Replicas {
         let engines = shared.engines();
         let waiting =
             |at: usize| matches!(engines[at].status(), Status::Ready | Status::Recovering(_));
-        let asked = shared.ask(&request);
+        let preference = request.preference.clone();
+        let asked = shared.ask(&request.request, &preference);
         let fits: Vec<bool> = engines.iter().map(|engine| engine.fits(&request)).collect();
         let mut dispatch = shared.dispatch.lock();
         let ready = |at: usize| dispatch.open(at) && fits[at];
         let anybody = (0..engines.len()).any(ready);
         let later = |at: usize| !dispatch.drained[at] && waiting(at) && fits[at];
-        let open: Vec<bool> =
+        let mut open: Vec<bool> =
             (0..engines.len()).map(|at| if anybody { ready(at) } else { later(at) }).collect();
+        let reason = shared.pd.and_then(|pd| {
+            let reason = pd.narrow(&asked, &request.request, &mut open);
+            request.request.leaves = reason.is_none();
+            reason
+        });
         let Some(at) = shared.send(&mut dispatch, asked, &open) else {
             drop(dispatch);
             let reason = match self.status() {
@@ -198,6 +214,7 @@ impl Replicas {
             };
             return Err(SubmitError::Unavailable(reason));
         };
+        reason.into_iter().for_each(|reason| dispatch.local[at].count(reason));
         drop(dispatch);
         engines[at].submit(request).inspect_err(|_| {
             let coming = shared.dispatch.lock().ended(id.0);
@@ -305,13 +322,16 @@ impl Replicas {
     #[must_use]
     pub fn reports(&self) -> Vec<ReplicaReport> {
         let dispatch = self.0.dispatch.lock();
-        let loads = dispatch.ledger.loads().iter().zip(&dispatch.drained);
+        let loads = dispatch.ledger.loads().iter().zip(&dispatch.drained).zip(&dispatch.local);
         let engines = self.0.engines().iter();
-        let report = |(engine, (load, drained)): (&EngineHandle, (&_, &bool))| ReplicaReport {
-            status: engine.status(),
-            stats: engine.stats(),
-            load: *load,
-            drained: *drained,
+        let report = |(engine, ((load, drained), local)): (&EngineHandle, ((&_, &bool), &_))| {
+            ReplicaReport {
+                status: engine.status(),
+                stats: engine.stats(),
+                load: *load,
+                drained: *drained,
+                local: *local,
+            }
         };
         engines.zip(loads).map(report).collect()
     }
@@ -374,18 +394,23 @@ impl Shared {
     }
 
     /// The facts that the choice depends on, looked up outside of the dispatch lock.
-    fn ask<'a>(&self, asking: &'a EngineRequest) -> Asked<'a> {
-        let request = &asking.request;
+    fn ask<'a>(&self, request: &Request, preference: &'a Preference) -> Asked<'a> {
         let known = (request.prompt.len() + request.generated.len()) as u64;
         let names = &request.names;
-        let cached = match &self.blocks {
+        let mut cached: Vec<u64> = match &self.blocks {
             // One token at least is left to compute.
             Some(blocks) => blocks.cached(names).into_iter().map(|n| n.min(known - 1)).collect(),
             None => Vec::new(),
         };
+        if let (Some(loan), Some((_, size))) = (&request.loan, &self.naming) {
+            let lent = names.iter().take_while(|&&name| loan.page(name).is_some()).count();
+            let lent = ((lent * size) as u64).min(known - 1);
+            cached.resize(self.engines().len(), 0);
+            cached.iter_mut().for_each(|cached| *cached = lent.max(*cached));
+        }
         Asked {
             id: request.id,
-            preference: &asking.preference,
+            preference,
             tokens: known,
             room: u64::from(request.max_tokens).saturating_sub(request.generated.len() as u64),
             names: if self.blocks.is_some() { Arc::clone(names) } else { Arc::default() },
@@ -429,30 +454,62 @@ impl Shared {
     /// Moves a waiting request to replica `to`; gives it back if that one takes none now.
     pub(crate) fn take(&self, to: usize, orphan: Orphan) -> Option<Orphan> {
         let fits = self.engines().get(to).is_some_and(|engine| engine.fits(&orphan.request));
-        self.hand_to(orphan, |at, dispatch| at == to && dispatch.open(at) && fits)
+        self.hand_to(orphan, false, |at, dispatch| at == to && dispatch.open(at) && fits)
     }
 
     /// Sends a request that replica `from` has lost to another one; gives it back if there is none.
     pub(crate) fn adopt(&self, from: usize, orphan: Orphan) -> Option<Orphan> {
         let fits: Vec<bool> =
             self.engines().iter().map(|engine| engine.fits(&orphan.request)).collect();
-        self.hand_to(orphan, |at, dispatch| at != from && dispatch.open(at) && fits[at])
+        self.hand_to(orphan, true, |at, dispatch| at != from && dispatch.open(at) && fits[at])
+    }
+
+    /// Sends a request that has left its prefill replica to a decode replica; gives it back if
+    /// there is none.
+    pub(crate) fn hand_on(&self, from: usize, orphan: Orphan) -> Option<Orphan> {
+        let Some(pd) = self.pd else { return Some(orphan) };
+        let fits: Vec<bool> =
+            self.engines().iter().map(|engine| engine.fits(&orphan.request)).collect();
+        let may =
+            |at: usize, dispatch: &Dispatch| !pd.prefills(at) && dispatch.open(at) && fits[at];
+        let left = self.hand_to(orphan, false, may);
+        if left.is_some() {
+            self.dispatch.lock().local[from].count(LocalReason::NoDecode);
+        }
+        left
     }
 
     /// Sends a request to one of the replicas that `may` take it; gives it back if none does.
-    fn hand_to(&self, orphan: Orphan, may: impl Fn(usize, &Dispatch) -> bool) -> Option<Orphan> {
-        let asked = self.ask(&orphan.request);
+    /// `routed`: it goes by roles.
+    fn hand_to(
+        &self,
+        mut orphan: Orphan,
+        routed: bool,
+        may: impl Fn(usize, &Dispatch) -> bool,
+    ) -> Option<Orphan> {
+        let preference = Preference::default();
+        let asked = self.ask(&orphan.request.request, &preference);
         let id = orphan.request.id().0;
         let mut dispatch = self.dispatch.lock();
-        let open: Vec<bool> = (0..dispatch.up.len()).map(|at| may(at, &dispatch)).collect();
+        let mut open: Vec<bool> = (0..dispatch.up.len()).map(|at| may(at, &dispatch)).collect();
         if !open.contains(&true) {
             return Some(orphan);
+        }
+        if let Some(pd) = self.pd.filter(|_| routed) {
+            orphan.request.request.leaves =
+                pd.narrow(&asked, &orphan.request.request, &mut open).is_none();
         }
         let before = dispatch.moved(id);
         self.settled(before);
         match self.send(&mut dispatch, asked, &open) {
             // Under the lock, so that an abort goes to where the request is.
-            Some(at) => self.engines()[at].adopt(orphan),
+            Some(at) => {
+                // Only decode replicas read the memory of others.
+                let borrows = self.pd.is_some_and(|pd| !pd.prefills(at));
+                let loan = &mut orphan.request.request.loan;
+                loan.take_if(|_| !borrows);
+                self.engines()[at].adopt(orphan);
+            }
             None => return Some(orphan),
         }
         None

@@ -3,6 +3,8 @@
 use forebay_balance::Load;
 use forebay_engine::{Facts, Stats, Status};
 
+use crate::roles::LocalCounts;
+
 /// One replica.
 #[derive(Debug, Clone)]
 pub struct ReplicaReport {
@@ -14,6 +16,8 @@ pub struct ReplicaReport {
     pub load: Load,
     /// True if the replica finishes its requests and gets no new ones.
     pub drained: bool,
+    /// Requests that it serves alone although there are roles.
+    pub local: LocalCounts,
 }
 
 /// The state of all replicas: ready as soon as one is. A replica that is being restarted comes

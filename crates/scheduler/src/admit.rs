@@ -183,9 +183,13 @@ impl Scheduler {
         let entry = &mut self.roster[handle];
         entry.passed = 0;
         entry.computed = entry.cached;
-        let replayed = std::mem::replace(&mut entry.request.past.admitted, true);
-        let cached_tokens = if replayed { 0 } else { entry.cached.min(entry.prompt_len) };
-        if !replayed && self.memory.caches(entry) {
+        // Copies under way keep what they read.
+        entry.request.loan = None;
+        let past = &mut entry.request.past;
+        let known = std::mem::replace(&mut past.admitted, true);
+        let replayed = known && !std::mem::take(&mut past.handed);
+        let cached_tokens = if known { 0 } else { entry.cached.min(entry.prompt_len) };
+        if !known && self.memory.caches(entry) {
             let from_host = restored.min(cached_tokens);
             self.counters.prefix_queries += u64::from(entry.prompt_len);
             self.counters.prefix_hits += u64::from(cached_tokens - from_host);

@@ -72,6 +72,7 @@ impl Scheduler {
         // cache here.
         self.copies_ended(result, events);
         self.places_ended(&result.placed, events);
+        self.report_left(events);
         self.memory.count_chosen(result);
         self.free_retired();
         events.extend(flight.read.drain(..).map(|patches| Event::ImageRead { patches }));
@@ -164,6 +165,9 @@ impl Scheduler {
         let cleared = entry.mark().is_some_and(|mark| row.end >= mark);
         if cleared && !row.sits_out {
             self.turns.clear_suspect(row.handle, entry, &self.memory);
+        }
+        if !first {
+            self.leave(row.handle);
         }
     }
 

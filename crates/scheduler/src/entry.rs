@@ -86,6 +86,8 @@ pub(crate) struct Entry {
     /// Its drafts.
     pub(crate) expected: Expected,
     pub(crate) seat: Seat,
+    /// True while it waits for its blocks to be saved, to go on elsewhere.
+    pub(crate) leaving: bool,
 }
 
 /// Tokens that an admitted request has room for beyond those it knows, so that its first steps
@@ -112,6 +114,7 @@ impl Entry {
             repeats: false,
             expected: Expected::default(),
             seat: Seat::default(),
+            leaving: false,
             request,
         }
     }
@@ -128,9 +131,10 @@ impl Entry {
         NewSlot { slot, tokens: &self.tokens, prompt_len: self.prompt_len, spec, place }
     }
 
-    /// True if the request has no turn: it waits for its payload, or for the place of its adapter.
+    /// True if the request has no turn: it waits for its payload or for the place of its adapter,
+    /// or goes on elsewhere.
     pub(crate) fn has_no_turn(&self) -> bool {
-        self.request.held || self.seat == Seat::Waits
+        self.request.held || self.leaving || self.seat == Seat::Waits
     }
 
     /// The stage of a resident.
@@ -196,9 +200,12 @@ impl Entry {
     }
 
     /// True if there is a position to compute now that is not planned yet. The last token that the
-    /// request may have needs no compute.
+    /// request may have needs no compute. Of a request that leaves no token follows the next one.
     pub(crate) fn plannable(&self) -> bool {
-        self.computed < self.total - u32::from(self.waits) && self.computed + 1 < self.limit
+        let leaves = self.request.leaves && self.known() < self.total;
+        !leaves
+            && self.computed < self.total - u32::from(self.waits)
+            && self.computed + 1 < self.limit
     }
 
     /// Leading positions that are computed and do not come again: the last one does if the row that
@@ -217,6 +224,11 @@ impl Entry {
     ) -> &[BlockHash] {
         self.blocks.extend(blocks, page_size, namer, &self.tokens, &self.request.images);
         &self.blocks.names[..blocks]
+    }
+
+    /// True if another replica has lent it this block.
+    pub(crate) fn is_lent(&self, name: BlockHash) -> bool {
+        self.request.loan.as_ref().is_some_and(|loan| loan.page(name).is_some())
     }
 
     /// Checks that the numbers agree with the request's rows in flight.

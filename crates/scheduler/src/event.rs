@@ -113,6 +113,12 @@ pub enum Event {
         /// The place of the patches in the arena. A later image may have taken that place already.
         patches: u32,
     },
+    /// The request has given its token here, and its blocks are saved as far as they can be. The
+    /// caller has another scheduler go on with it ([`crate::Scheduler::hand_on`]).
+    Left {
+        /// The request's id.
+        id: u64,
+    },
     /// The request lost its slot and pages, and waits again. A more important request or a suspect
     /// needed them, or a block did not come back from the host tier.
     Preempted {
@@ -346,6 +352,8 @@ pub struct HostStats {
     pub tokens_used: usize,
     /// Positions of the blocks that came back from the host tier.
     pub tokens_restored: u64,
+    /// Pages that other replicas may read.
+    pub lent_pages: usize,
     /// Copies under way.
     pub copies_outstanding: usize,
     /// Requests that wait for blocks to come back.

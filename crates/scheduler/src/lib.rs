@@ -37,6 +37,9 @@
 //! A masked row whose mask is not ready sits its step out ([`Scheduler::sit_out`]), and its request
 //! gets no further token until the mask is there.
 //!
+//! A request that [leaves](Request::leaves) gives one token here. When its blocks are saved,
+//! another scheduler goes on with it and borrows them ([`Scheduler::hand_on`]).
+//!
 //! With recurrent layers ([`SchedulerConfig::states`]) a request goes on from a cached prefix only
 //! where a state was kept. Rows end where states are to be kept.
 //!
@@ -60,7 +63,8 @@
 //! - `grow`: pages for those who run; `words`: the size of a plan; `prompts`: log-probabilities of
 //!   prompts.
 //! - `moves`: queued requests that go elsewhere; `held`: requests that have no turn yet.
-//! - `waits`: requests whose mask is not ready.
+//! - `waits`: requests whose mask is not ready; `leave`: requests that another scheduler goes on
+//!   with.
 //! - `preempt`: the ways to lose slot and pages; `retirement`: the time until others have them.
 //! - `apply`: tokens, ends; `reset`: the hand's death, quarantine.
 //!
@@ -126,6 +130,7 @@ mod expected;
 mod grow;
 mod held;
 mod images;
+mod leave;
 mod mean;
 mod memory;
 mod moves;
@@ -146,7 +151,7 @@ mod waits;
 mod words;
 
 pub use forebay_draft::{DraftMatch, DraftSource, History, Lookup, Proposer};
-pub use forebay_kvcache::{BlockEvent, BlockHash, ImageId, Namer, Place};
+pub use forebay_kvcache::{BlockEvent, BlockHash, ImageId, Loan, LoanId, Namer, Place};
 use forebay_protocol::Want;
 
 use crate::drafting::Drafting;
@@ -169,6 +174,7 @@ pub use crate::event::{
     SparseStats, StateStats, Stats,
 };
 pub use crate::images::prompt::{PromptImage, image_words};
+pub use crate::leave::{Handed, LentBlocks};
 pub use crate::moves::QueuedRequest;
 pub use crate::prompts::PromptTail;
 pub use crate::request::{Past, Request};
@@ -197,6 +203,8 @@ pub struct Scheduler {
     needy: Vec<(Key, Handle)>,
     /// Prompts that have passed others in this step. Empty between calls too.
     passed: Vec<Handle>,
+    /// Requests that leave when their blocks are saved. Some may be gone.
+    leaving: Vec<Handle>,
 }
 
 impl Scheduler {
@@ -223,6 +231,7 @@ impl Scheduler {
             counters: Stats::default(),
             needy: Vec::new(),
             passed: Vec::new(),
+            leaving: Vec::new(),
             config,
         }
     }
@@ -398,6 +407,7 @@ impl Drop for Scheduler {
         if !std::thread::panicking() {
             self.free_everything();
             self.memory.hand_died(false);
+            self.memory.end_loans();
         }
     }
 }

@@ -26,13 +26,14 @@ impl Scheduler {
             Some(suspect) => self.plan_suspect(suspect, &mut step),
             None => self.plan_everybody(&mut step),
         };
-        let NewStep { plan, flight, .. } = step;
+        let NewStep { plan, events, flight } = step;
         // The hand executes in order, so the next plan may share what this one computes. This one
         // may not: its rows run side by side.
         for row in &flight.rows[decodes..] {
             self.memory.offer_blocks(&mut self.roster[row.handle]);
         }
         self.memory.plan_copies(plan);
+        self.report_left(events);
         if flight.rows.is_empty() && !plan.has_images() {
             let asks = self.in_flight() == 0 && self.copies_outstanding() > 0;
             let copies = plan.copies().len() > 0 || !plan.place_writes().is_empty() || asks;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use forebay_draft::Proposer;
-use forebay_kvcache::BlockHash;
+use forebay_kvcache::{BlockHash, Loan};
 use forebay_protocol::SlotSpec;
 
 use crate::images::prompt::PromptImage;
@@ -66,6 +66,12 @@ pub struct Request {
     /// True if the payload is not yet in the memory of the hand. The request has no turn before
     /// [`crate::Scheduler::release`].
     pub held: bool,
+    /// True if another scheduler goes on with the request behind its next token
+    /// ([`crate::Event::Left`]).
+    pub leaves: bool,
+    /// Leading blocks in the host tier of another replica. They are borrowed at the next admission,
+    /// as far as they are in no tier here.
+    pub loan: Option<Arc<Loan>>,
     /// The history with another scheduler, if there was one.
     pub past: Past,
 }
@@ -77,6 +83,9 @@ pub struct Past {
     /// True if the other scheduler had admitted the request. It then goes before requests that were
     /// never admitted, and its next admission is a replay.
     pub admitted: bool,
+    /// True if the other scheduler has handed the request on as planned
+    /// ([`crate::Scheduler::hand_on`]). Its next admission is no replay.
+    pub handed: bool,
     /// The number of positions up to which a suspect runs alone. A suspect may have killed the hand
     /// of the other scheduler. `None`: it is no suspect.
     pub suspect: Option<u32>,

@@ -77,7 +77,10 @@ impl Scheduler {
             let mark = &mut self.roster[handle].request.past.suspect;
             *mark = Some(mark.map_or(end, |mark| mark.max(end)));
         }
+        self.leaving.clear();
         for (handle, entry) in self.roster.requests.iter_mut() {
+            // What was not saved is lost, and it gives another token here.
+            entry.leaving = false;
             entry.total = entry.known();
             if entry.request.held {
                 continue;
@@ -112,6 +115,7 @@ impl Scheduler {
         self.free_everything();
         self.empty_places();
         self.turns.clear();
+        self.leaving.clear();
         self.roster.take_all().map(Entry::into_request).collect()
     }
 }

@@ -63,6 +63,7 @@ impl Scheduler {
         entries.map(move |entry| RequestView {
             id: entry.request.id,
             phase: match entry.stage() {
+                None if entry.leaving => Phase::Decode,
                 None | Some(Stage::Arriving(_)) => Phase::Queued,
                 Some(Stage::Prefill | Stage::Planned) => Phase::Prefill,
                 Some(Stage::Decode { .. }) => Phase::Decode,

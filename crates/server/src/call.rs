@@ -234,6 +234,8 @@ impl Call {
                 adapter: peer.adapter.as_ref().map(|adapter| adapter.id),
                 arrived_us: state.engine.now_us().saturating_sub(elapsed_us(arrived)),
                 held: false,
+                leaves: false,
+                loan: None,
                 past: Past::default(),
             };
             let submitted = EngineRequest {

@@ -134,7 +134,7 @@ mod tests {
     use super::*;
 
     fn copy(ticket: u32, direction: Direction) -> PageCopy {
-        PageCopy { ticket, direction, hot: Some(0), host: 0, span: None }
+        PageCopy { ticket, direction, hot: Some(0), host: 0, span: None, lender: None }
     }
 
     #[test]

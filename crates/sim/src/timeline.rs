@@ -258,6 +258,7 @@ mod tests {
                 hot: Some(at),
                 host: at,
                 span: None,
+                lender: None,
             });
         }
         plan

@@ -53,6 +53,7 @@ PLAN = (
     Column(28, "state_saves", STATE_COPY_WORDS),
     Column(29, "place_writes", PLACE_WRITE_WORDS),
     Column(30, "slot_places", SLOT_VALUE_WORDS),
+    Column(32, "copy_sources"),
 )
 """The columns of a plan's frame, by id."""
 
@@ -130,6 +131,9 @@ class PlanColumns:
     """(`ticket`, `place`, `id`): The place gets the adapter with this id, which the hand knows."""
     slot_places: Int32s = ints(0, SLOT_VALUE_WORDS)
     """(`slot`, `value`): The place of new slots whose rows an adapter changes, in the order of `slots`."""
+    copy_sources: Int32s = ints(0)
+    """The host tier of each copy: 0 the own, n the one with that place in `host_lenders` of the configuration;
+    absent: the own. Only restores have others."""
 
 
 RESULT = (

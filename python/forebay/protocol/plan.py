@@ -11,6 +11,7 @@ import numpy as np
 
 from forebay.protocol.columns import PLAN, PlanColumns
 from forebay.protocol.constants import (
+    COPY_RESTORE,
     COPY_RESTORE_INDEX,
     FLAG_MASKED,
     FLAG_POOL,
@@ -144,6 +145,16 @@ class Plan(PlanColumns):
             and np.where(index, hot == NO_PAGE, hot >= 0).all()
             and len(self.copy_spans) in (0, len(self.copies))
             and self.copy_spans.min(initial=0) >= 0
+            and self._sources_agree(direction)
+        )
+
+    def _sources_agree(self, direction: Int32s) -> bool:
+        """True if only whole pages that are restored come from another replica's tier."""
+        sources = self.copy_sources
+        if not len(sources):
+            return True
+        return len(sources) == len(direction) and bool(
+            sources.min() >= 0 and (direction[sources > 0] == COPY_RESTORE).all()
         )
 
     def _drafts_agree(self) -> bool:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -18,7 +19,7 @@ import torch
 from forebay.device import Device, Event
 from forebay.protocol.constants import COPY_END_WORDS, COPY_FAILED, COPY_OK, COPY_RESTORE_INDEX, COPY_SAVE
 from forebay.protocol.frames import Int32s
-from forebay.state.host import Bytes, HostPool
+from forebay.state.host import Bytes, HostPool, LentPages
 from forebay.state.pages import KvPool, Part
 
 _Page = TypeVar("_Page", torch.Tensor, Bytes)
@@ -34,12 +35,25 @@ class Copier:
     from the other. Each part is then restored by itself.
     """
 
-    def __init__(self, device: Device, kv: KvPool, host: HostPool, gbps: float | None, checksums: bool) -> None:
-        """`gbps`: at most so many GB a second, for tests. `checksums`: of every page, checked."""
+    def __init__(
+        self,
+        device: Device,
+        kv: KvPool,
+        host: HostPool,
+        gbps: float | None,
+        checksums: bool,
+        lenders: Sequence[int | None] = (),
+    ) -> None:
+        """`gbps`: at most so many GB a second, for tests. `checksums`: of every page, checked.
+
+        `lenders`: the descriptors of other replicas' host memory, which is mapped when a page is borrowed.
+        """
         self._device = device
         self._kv = kv
         self._parts = [(part, part.pieces()) for part in kv.parts]
         self._host = host
+        self._lenders = lenders
+        self._lent: dict[int, LentPages] = {}
         self._rate = None if gbps is None else gbps * 1e9
         self._checksums = checksums
         self._changed = threading.Condition()
@@ -63,15 +77,17 @@ class Copier:
             os.eventfd_write(self._news, 1)
             return self._plans
 
-    def submit(self, copies: Int32s, spans: Int32s, after: Event) -> None:
+    def submit(self, copies: Int32s, spans: Int32s, sources: Int32s, after: Event) -> None:
         """Starts copies `[c, 4]` of a plan whose rows are computed when `after` is reached.
 
         `spans` `[c, 2]` are the first position and the number of positions in each page, 0 for all. `[0, 2]`: all of
-        each page.
+        each page. `sources` `[c]` are the lenders of pages, from 1, or 0 for own ones. `[0]`: all are own.
         """
         with self._changed:
             for number, words in enumerate(copies.tolist()):
-                copy = _Copy(*words, *(spans[number].tolist() if len(spans) else ()))
+                span = spans[number].tolist() if len(spans) else [0, 0]
+                source = sources[number].tolist() if len(sources) else 0
+                copy = _Copy(*words, *span, *[source])
                 if copy.direction == COPY_SAVE:
                     self._saves.append((copy, after))
                     self.saves += 1
@@ -126,8 +142,15 @@ class Copier:
             copy, after = self._next()
             fine = after is None or _reached(after)
             begun = time.perf_counter()
-            moves = self._moves(copy)
-            fine = fine and self._copy(copy, moves)
+            moves: list[tuple[torch.Tensor, Bytes]] = []
+            try:
+                pages = self._pages(copy)
+                moves = self._moves(copy, pages.pages)
+                fine = fine and self._copy(copy, moves, pages)
+            except Exception as error:
+                # The brain computes what can't be copied.
+                print(f"a page was not copied: {type(error).__name__}: {error}", file=sys.stderr)
+                fine = False
             taken = time.perf_counter() - begun
             if self._rate is not None:
                 size = sum(there.nbytes for there, _ in moves)
@@ -140,23 +163,29 @@ class Copier:
                 self._changed.notify_all()
                 os.eventfd_write(self._news, 1)
 
-    def _copy(self, copy: _Copy, moves: list[tuple[torch.Tensor, Bytes]]) -> bool:
-        """Copies a page; False if that could not be done."""
+    def _pages(self, copy: _Copy) -> HostPool | LentPages:
+        """The host tier that has a copy's page. That of a lender is mapped when it is first read."""
+        if not copy.source:
+            return self._host
+        if copy.source not in self._lent:
+            descriptor = self._lenders[copy.source - 1]
+            if descriptor is None:
+                raise ValueError(f"replica {copy.source - 1} lends nothing to this one")
+            self._lent[copy.source] = LentPages(descriptor, self._kv.page_bytes)
+        return self._lent[copy.source]
+
+    def _copy(self, copy: _Copy, moves: list[tuple[torch.Tensor, Bytes]], pages: HostPool | LentPages) -> bool:
+        """Copies a page; False if it is not as it was saved."""
         save = copy.direction == COPY_SAVE
-        try:
-            if not save and self._checksums and not self._host.is_sealed(copy.host):
-                print(f"host page {copy.host} is not as it was saved", file=sys.stderr)
-                return False
-            self._device.move(moves, save=save)
-            if save and self._checksums:
-                self._host.seal(copy.host, copy.first, copy.count or self._kv.page_size)
-        except Exception as error:
-            # The brain computes what can't be copied.
-            print(f"a page was not copied: {type(error).__name__}: {error}", file=sys.stderr)
+        if not save and self._checksums and not pages.is_sealed(copy.host):
+            print(f"host page {copy.host} is not as it was saved", file=sys.stderr)
             return False
+        self._device.move(moves, save=save)
+        if save and self._checksums:
+            self._host.seal(copy.host, copy.first, copy.count or self._kv.page_size)
         return True
 
-    def _moves(self, copy: _Copy) -> list[tuple[torch.Tensor, Bytes]]:
+    def _moves(self, copy: _Copy, pages: Bytes) -> list[tuple[torch.Tensor, Bytes]]:
         """The moves of a copy: bytes of the device's memory, each with their place in the host's."""
         kv, moves, at = self._kv, [], 0
         for part, pieces in self._parts:
@@ -164,7 +193,7 @@ class Copier:
             number = copy.host if is_index and kv.backed else copy.hot
             restored = not kv.backed or is_index == (copy.direction == COPY_RESTORE_INDEX)
             for piece in pieces:
-                at_host = self._host.pages[copy.host, at : at + piece.shape[1]]
+                at_host = pages[copy.host, at : at + piece.shape[1]]
                 at += len(at_host)
                 if copy.direction == COPY_SAVE or restored:
                     moves.append((self._rows(piece[number], part, copy), self._rows(at_host, part, copy)))
@@ -187,8 +216,9 @@ class _Copy:
     direction: int
     hot: int
     host: int
-    first: int = 0
-    count: int = 0
+    first: int
+    count: int
+    source: int
 
 
 def _reached(event: Event) -> bool:

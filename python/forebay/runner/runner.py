@@ -165,7 +165,7 @@ class ModelRunner:
         if config.pooling is not None and config.pooling.kind == "causal_mean":
             self._summed = Summed(config.slots)
         if pool is not None:
-            self._copier = Copier(self.device, self.kv, pool, config.copy_gbps, config.kv_checksum)
+            self._copier = Copier(self.device, self.kv, pool, config.copy_gbps, config.kv_checksum, config.host_lenders)
 
     def _meet(self, meet: Meet | None) -> Group | None:
         """Meets the other ranks. It comes before measurements of memory, because communicators take some."""
@@ -567,7 +567,7 @@ class ModelRunner:
         number = copier.next_plan()
         if len(plan.copies):
             self._check_copies(plan)
-            copier.submit(plan.copies, plan.copy_spans, behind)
+            copier.submit(plan.copies, plan.copy_spans, plan.copy_sources, behind)
         if not plan.wait_us.size:
             return copier.report
         us, socket = int(plan.wait_us[0]), self._socket
@@ -580,7 +580,11 @@ class ModelRunner:
 
     def _check_copies(self, plan: Plan) -> None:
         pages, host_pages, size = self.kv.page_count, self.host_pages, self.config.page_size
-        if plan.copies[:, 2].max() >= pages or plan.copies[:, 3].max() >= host_pages:
+        lenders, sources = len(self.config.host_lenders), plan.copy_sources
+        if sources.max(initial=0) > lenders:
+            raise PlanError(f"a copy from lender {sources.max()} of {lenders}")
+        own = plan.copies[:, 3] if not len(sources) else plan.copies[sources == 0, 3]
+        if plan.copies[:, 2].max() >= pages or own.max(initial=0) >= host_pages:
             raise PlanError(f"a copy outside of {pages} pages and {host_pages} of the host")
         if self.tables.hot is None and plan.copies[:, 2].min() == NO_PAGE:
             raise PlanError("a copy of index keys alone, where they have no page of their own")

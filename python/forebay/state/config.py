@@ -85,6 +85,8 @@ class RunnerConfig:
     """State pages of a model with recurrent layers; None: as many as memory suggests."""
     lora: PlaceConfig | None = None
     """The memory for adapters; None: no row has one."""
+    host_lenders: tuple[int | None, ...] = ()
+    """The descriptor of each replica's host memory, where pages are lent to this hand; None for its own."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunnerConfig:

@@ -1,4 +1,4 @@
-"""The host's tier: pages of keys and values in memory that outlives this process.
+"""The host's tier: pages of keys and values in memory that outlives this process, and those of other replicas.
 
 The brain makes the memory, an anonymous file, and the hand chooses its size. A page of all layers is one piece: its
 main part, then its index part if it has one, in the device's order. So copies of whole pages need not know the order
@@ -67,6 +67,23 @@ def host_page_count(config: RunnerConfig, kv: KvPool, available_bytes: int) -> i
     return pages
 
 
+class LentPages:
+    """The pages of another replica's host tier, `[pages, page_bytes]` of bytes, which are only read."""
+
+    def __init__(self, descriptor: int, page_bytes: int) -> None:
+        """Maps the file behind `descriptor`, which a hand with pages of the same form has made as long as they are."""
+        size = os.fstat(descriptor).st_size
+        pages = size // (page_bytes + CHECKSUM_BYTES)
+        if not pages or size % (page_bytes + CHECKSUM_BYTES):
+            raise ValueError(f"{size} bytes of a lender are no pages of {page_bytes}")
+        mapped = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        self.pages, self._checksums = _divided(np.frombuffer(mapped, np.uint8), pages, page_bytes)
+
+    def is_sealed(self, page: int) -> bool:
+        """True if a page has the content of its checksum."""
+        return bool(self._checksums[page] == zlib.crc32(self.pages[page].data))
+
+
 class HostPool:
     """The host's pages, `[pages, page_bytes]` of bytes, in the brain's memory."""
 
@@ -76,10 +93,9 @@ class HostPool:
         if os.fstat(descriptor).st_size < size:
             os.ftruncate(descriptor, size)
         mapped = np.frombuffer(mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED), np.uint8)
-        self.pages: Bytes = mapped[: pages * page_bytes].reshape(pages, page_bytes)
+        self.pages, self._checksums = _divided(mapped, pages, page_bytes)
         self._page_size = page_size
         self._parts: dict[int, set[int]] = {}
-        self._checksums = mapped[pages * page_bytes :].view(np.uint32)
 
     def rows(self, kv: KvPool) -> list[torch.Tensor]:
         """The main part of all pages as rows, `[pages, page_size, width]` for each layer, if it is one pool of rows."""
@@ -104,3 +120,9 @@ class HostPool:
     def is_sealed(self, page: int) -> bool:
         """True if a page has the content of its checksum."""
         return bool(self._checksums[page] == zlib.crc32(self.pages[page].data))
+
+
+def _divided(mapped: Bytes, pages: int, page_bytes: int) -> tuple[Bytes, npt.NDArray[np.uint32]]:
+    """The pages of a host tier, and their checksums."""
+    end = pages * page_bytes
+    return mapped[:end].reshape(pages, page_bytes), mapped[end:].view(np.uint32)

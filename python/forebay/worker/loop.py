@@ -133,6 +133,9 @@ def _load(connection: Connection, config: dict[str, Any]) -> tuple[ModelRunner, 
     host = HostMemory(HOST_DESCRIPTOR, SOCKET_DESCRIPTOR) if _is_open(HOST_DESCRIPTOR) else None
     try:
         resolved = RunnerConfig.from_dict(config)
+        for descriptor in resolved.host_lenders:
+            if descriptor is not None:
+                os.set_inheritable(descriptor, False)
         arena = _map_arena(resolved.arena_bytes)
 
         def meet(device: torch.device) -> Group:

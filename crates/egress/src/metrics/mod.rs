@@ -25,8 +25,8 @@ use self::http::HttpMetrics;
 pub use self::parts::{IntakeStats, PartStats};
 use self::sources::{
     ACCEPTED_AT, COUNTERS, GAUGES, GRAMMAR_COUNTERS, GRAMMAR_GAUGES, HOST_COUNTERS, INTAKE_GAUGES,
-    LOG_COUNTERS, PROMPT_SOURCES, Read, SPARSE_ROWS, Source, TEXT_COUNTERS, TEXT_GAUGES, TRANSFERS,
-    WAITING,
+    LOG_COUNTERS, PD_LOCAL, PROMPT_SOURCES, Read, SPARSE_ROWS, Source, TEXT_COUNTERS, TEXT_GAUGES,
+    TRANSFERS, WAITING,
 };
 
 /// Bounds of vLLM's histogram of the time to the first token, in seconds.
@@ -284,7 +284,8 @@ impl Metrics {
                 read.gauges.push((gauge, source));
             }
             let accepted = ACCEPTED_AT.iter().map(|source| ("position", source));
-            let labelled = transfers.chain(rows).chain(prompts).chain(accepted);
+            let local = PD_LOCAL.iter().map(|source| ("reason", source));
+            let labelled = transfers.chain(rows).chain(prompts).chain(accepted).chain(local);
             for (label, &(name, help, value, source)) in labelled {
                 let opts = r.opts(name, help).const_label(label, value);
                 let counter = Counter::with_opts(opts)?;
@@ -404,7 +405,7 @@ mod tests {
 
     use forebay_engine::Stats;
     use forebay_engine::Status;
-    use forebay_replicas::Load;
+    use forebay_replicas::{Load, LocalCounts};
 
     use super::*;
 
@@ -450,6 +451,7 @@ mod tests {
             stats,
             load: Load { requests: 5, peak: 7, ..Load::default() },
             drained: false,
+            local: LocalCounts::default(),
         };
         let lost = Status::Recovering("killed".into());
         let mut other = stats;

@@ -2,7 +2,7 @@
 
 use forebay_engine::Status;
 use forebay_grammar::GrammarStats;
-use forebay_replicas::ReplicaReport;
+use forebay_replicas::{LocalReason, ReplicaReport};
 use forebay_text::TextStats;
 
 use super::parts::IntakeStats;
@@ -22,6 +22,26 @@ macro_rules! accepted_at {
         )
     };
 }
+
+macro_rules! pd_local {
+    ($reason:ident, $name:literal) => {
+        (
+            "forebay:pd_local_total",
+            "Requests that one replica serves alone although prefill is apart from decode.",
+            $name,
+            |r| r.local.of(LocalReason::$reason) as f64,
+        )
+    };
+}
+
+/// Requests that are not handed on, by reason.
+pub(super) const PD_LOCAL: &[(&str, &str, &str, Read<ReplicaReport>)] = &[
+    pd_local!(Short, "short"),
+    pd_local!(NoPrefill, "no_prefill"),
+    pd_local!(NoDecode, "no_decode"),
+    pd_local!(Kind, "kind"),
+    pd_local!(Named, "named"),
+];
 
 pub(super) const GAUGES: &[Source<ReplicaReport>] = &[
     ("vllm:num_requests_running", "Requests in model execution batches.", |r| {
@@ -52,6 +72,9 @@ pub(super) const GAUGES: &[Source<ReplicaReport>] = &[
     }),
     ("sglang:hicache_host_used_tokens", "Tokens that the host tier holds.", |r| {
         r.stats.scheduler.host.tokens_used as f64
+    }),
+    ("forebay:lent_pages", "Host pages that other replicas may read.", |r| {
+        r.stats.scheduler.host.lent_pages as f64
     }),
     ("forebay:copies_outstanding", "Copies between tiers under way.", |r| {
         r.stats.scheduler.host.copies_outstanding as f64
@@ -175,6 +198,11 @@ pub(super) const COUNTERS: &[Source<ReplicaReport>] = &[
         "forebay:rows_sat_out_total",
         "Rows that gave no token because their mask was not ready.",
         |r| r.stats.hand.sat_out as f64,
+    ),
+    (
+        "forebay:pd_handed_total",
+        "Requests that a decode replica went on with behind their first token.",
+        |r| r.stats.hand.handed as f64,
     ),
     ("forebay:requests_dispatched_total", "Requests sent to the replica.", |r| {
         r.load.dispatched as f64

@@ -78,6 +78,7 @@ impl Member {
                 }
                 Event::ImageWanted { id, index, image } => self.place(id, index, image),
                 Event::ImageRead { patches } => self.pictures.read(patches),
+                Event::Left { id } => self.left.push(id),
                 Event::Arrived { id } | Event::Preempted { id } => {
                     if matches!(event, Event::Preempted { .. }) {
                         self.notes.moment(id, now, What::Preempted);

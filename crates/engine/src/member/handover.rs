@@ -1,8 +1,11 @@
 //! Requests that go to another replica and come from one: when a hand dies, and when others have
-//! less to do.
+//! less to do, or as planned behind their first token.
 
-use forebay_scheduler::{QueuedRequest, Request};
+use std::sync::Arc;
 
+use forebay_scheduler::{Handed, LentBlocks, Loan, QueuedRequest, Request};
+
+use crate::handle::EngineHandle;
 use crate::member::Member;
 use crate::types::{EngineRequest, Orphan, Preference};
 
@@ -59,6 +62,35 @@ impl Member {
         let orphan = self.orphan(request);
         let left = self.peers.as_ref().and_then(|peers| peers.take(to, orphan));
         left.into_iter().for_each(|orphan| self.adopt(orphan));
+    }
+
+    /// Has other replicas go on with the requests that have left. Where none can, they go on here.
+    pub(super) fn hand_on(&mut self) {
+        for id in std::mem::take(&mut self.left) {
+            let handed = self.scheduler.as_mut().and_then(|scheduler| scheduler.hand_on(id));
+            let Some(Handed { mut request, lent }) = handed else { continue };
+            request.loan = lent.map(|lent| Arc::new(self.loan(lent)));
+            let orphan = self.orphan(request);
+            let left = match &self.peers {
+                Some(peers) => peers.hand_on(orphan),
+                None => Some(orphan),
+            };
+            if let Some(mut orphan) = left {
+                // Its blocks are in its own tiers.
+                orphan.request.request.loan = None;
+                self.adopt(orphan);
+            } else {
+                self.stats.handed += 1;
+            }
+        }
+    }
+
+    /// A loan that comes back by an order, whoever drops it last.
+    fn loan(&self, lent: LentBlocks) -> Loan {
+        let handle = EngineHandle { shared: Arc::clone(&self.shared), orders: self.orders.clone() };
+        let lender = self.peers.as_ref().map_or(0, |peers| peers.replica());
+        let LentBlocks { loan, pages } = lent;
+        Loan::new(lender, pages, Box::new(move || handle.take_back(loan)))
     }
 
     fn orphan(&mut self, request: Request) -> Orphan {

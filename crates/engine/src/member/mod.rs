@@ -89,6 +89,8 @@ pub(crate) struct Member {
     pub(crate) reloads: Vec<Reload>,
     /// The constraints on their tokens.
     constrained: Constrained,
+    /// Requests that go on at another replica.
+    left: Vec<u64>,
     /// The last step that was handed over.
     last_step: u64,
     stats: HandStats,
@@ -133,6 +135,7 @@ impl Member {
             pause: None,
             reloads: Vec::new(),
             constrained,
+            left: Vec::new(),
             last_step: 0,
             stats: HandStats::default(),
             notes: Notes::default(),
@@ -176,6 +179,9 @@ impl Member {
                 Order::Placed { image, placed } => self.placed(image, placed),
                 Order::Carried(carried) => self.carried(carried),
                 Order::Adapter(order) => self.adapters.follow(order),
+                Order::TakeBack(loan) => {
+                    self.scheduler.iter_mut().for_each(|it| _ = it.take_back(loan));
+                }
                 Order::FlushCache(reply) => {
                     reply(self.scheduler.as_mut().is_none_or(Scheduler::flush_cache));
                 }
@@ -328,6 +334,8 @@ impl Member {
             let next = Vec::with_capacity(self.outputs.len());
             self.sink.deliver(std::mem::replace(&mut self.outputs, next));
         }
+        // What they have said here comes before what they say there.
+        self.hand_on();
     }
 
     fn tell_blocks(&mut self) {

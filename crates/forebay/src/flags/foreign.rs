@@ -39,7 +39,7 @@ const ALWAYS: &str = "always on";
 const FILES: &str = "weights are safetensors or GGUF, and no code of a repository runs";
 const SPECULATION: &str =
     "no draft model is loaded: --speculative-algorithm ngram takes drafts from the text";
-const PD: &str = "prefill apart from decode is not there yet";
+const PD: &str = "one server does both: --pd P:D, such as --pd 1:2";
 const TEMPLATE: &str = "templates are always Jinja";
 const MAPPED: &str = "a CPU's packed weights are read once and kept in memory";
 const OFFLOAD: &str = "a model is on one kind of device: --device cpu or --device cuda";

@@ -10,6 +10,7 @@ use forebay_balance::Method;
 use forebay_capacity::MoveArgs;
 
 use super::duration::seconds;
+use super::pd::PdFlags;
 use super::ranks::{Arrangement, RankFlags};
 use crate::affinity::AffinityFlag;
 
@@ -54,6 +55,8 @@ pub(crate) struct ReplicaFlags {
     pub(crate) load_watch_interval: Duration,
     #[command(flatten)]
     pub(crate) moves: MoveArgs,
+    #[command(flatten)]
+    pub(crate) pd: PdFlags,
     #[command(flatten)]
     pub(crate) unknown: ElsewhereFlags,
     /// Run all hands on other machines, which join at this address with `forebay worker --join`.

@@ -7,8 +7,8 @@ use forebay_machine::Processors;
 use forebay_replicas::ReplicasConfig;
 
 use super::device::DeviceSettings;
-use super::{images, tiers};
-use crate::flags::{ReplicaFlags, ServeFlags};
+use super::{images, pd, tiers};
+use crate::flags::ServeFlags;
 use crate::model::{Model, Pooling};
 use crate::secret;
 
@@ -90,11 +90,13 @@ fn step_images(
 }
 
 /// The spread of requests over replicas.
-pub(super) fn replicas(flags: &ReplicaFlags) -> Result<ReplicasConfig> {
+pub(super) fn replicas(all: &ServeFlags) -> Result<ReplicasConfig> {
+    let flags = &all.replicas;
     let config = ReplicasConfig {
         load_balance_method: flags.load_balance_method.into(),
         load_watch_interval: flags.load_watch_interval,
         queue_moves: !flags.moves.disable_queue_moves,
+        pd: pd::config(all),
     };
     let polled = !config.load_watch_interval.is_zero();
     if polled && config.load_balance_method != Method::ShortestQueue {

@@ -7,6 +7,7 @@ mod hand;
 mod images;
 mod kv_cache;
 mod model;
+mod pd;
 mod server;
 mod sparse;
 mod states;
@@ -36,7 +37,7 @@ pub(crate) use tiers::HostSize;
 
 /// Fields of a hand's configuration that are no settings: the files of the model, and facts about
 /// one hand of many.
-const NO_SETTINGS: [&str; 4] = ["model", "rank", "world_size", "host_pages"];
+const NO_SETTINGS: [&str; 5] = ["model", "rank", "world_size", "host_pages", "host_lenders"];
 
 /// The configuration of each part: all that was decided before the hand started. A setting that
 /// several parts need has the same name and value in each of them.
@@ -72,7 +73,8 @@ impl Resolved {
         let context_length = model::context_length(flags, model)?;
         let machine = Machine::here();
         let device = DeviceSettings::new(flags, &machine.processors())?;
-        let replicas = engine::replicas(&flags.replicas)?;
+        pd::check(flags, model, device.device)?;
+        let replicas = engine::replicas(flags)?;
         let mut engine =
             engine::resolve(flags, model, &device, &machine.processors(), context_length)?;
         hand::bound_states(flags, model, &device, &mut engine, &machine);

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use forebay_engine::{Clock, EngineThread, Executor, SystemClock};
-use forebay_hand::{Arena, HandExecutor, HandSpec, RankSpec, Site};
+use forebay_hand::{Arena, HandExecutor, HandSpec, HostMemories, RankSpec, Site};
 use forebay_outpost::Collectives;
 use forebay_replicas::{Member, Replicas};
 use forebay_server::Guard;
@@ -115,8 +115,13 @@ fn hand_processes(
     if resolved.choice.hand == "torch" && site.is_none() {
         python::check(interpreter)?;
     }
+    let groups = resolved.device.arrangement.groups as usize;
+    let memories = match resolved.replicas.pd {
+        Some(pd) => HostMemories::lent(pd.prefill as usize, groups)?,
+        None => vec![HostMemories::default(); groups],
+    };
     let mut executors: Vec<Box<dyn Executor>> = Vec::new();
-    for group in 0..resolved.device.arrangement.groups as usize {
+    for (group, memories) in memories.into_iter().enumerate() {
         executors.push(Box::new(HandExecutor::new(HandSpec {
             program: program.clone(),
             args: args.clone(),
@@ -124,6 +129,7 @@ fn hand_processes(
             env: if site.is_some() { Vec::new() } else { hands::environment() },
             config: resolved.hand.clone(),
             arena: arena.clone(),
+            memories,
             ranks: ranks(&resolved.device, group),
             site: site.cloned(),
         })?));

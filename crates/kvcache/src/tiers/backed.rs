@@ -16,6 +16,7 @@ use std::collections::HashMap;
 use forebay_protocol::{Direction, PageCopy, Span};
 
 use super::Tiers;
+use super::copies::HostPage;
 use crate::hash::{BlockHash, BuildNameHasher};
 use crate::pool::{Host, Hot, Lease};
 
@@ -155,7 +156,7 @@ impl Tiers {
             return ticket;
         }
         let host = self.host.join(host);
-        let ticket = self.start(Direction::RestoreIndex, Some(name), None, host);
+        let ticket = self.start(Direction::RestoreIndex, Some(name), None, HostPage::Own(host));
         self.unsent.push_back(ticket);
         ticket
     }
@@ -212,7 +213,7 @@ impl Tiers {
         span: Span,
     ) -> Option<PageCopy> {
         let (hot, host) = (self.hot.join(hot), self.host.join(host));
-        let ticket = self.start(Direction::Save, None, Some(hot), host);
+        let ticket = self.start(Direction::Save, None, Some(hot), HostPage::Own(host));
         let copy = self.copies.get_mut(&ticket)?;
         copy.span = Some(span);
         if let (Some(hot), Some(backed)) = (&copy.hot, &mut self.backed) {
@@ -239,7 +240,7 @@ impl Tiers {
         };
         self.saving += 1;
         self.backed.iter_mut().for_each(|backed| backed.leaving[hot.page() as usize] += 1);
-        let ticket = self.start(Direction::Save, Some(name), Some(hot), host);
+        let ticket = self.start(Direction::Save, Some(name), Some(hot), HostPage::Own(host));
         self.send(ticket)
     }
 
@@ -318,7 +319,10 @@ impl Tiers {
         let unused: Vec<BlockHash> = self
             .copies
             .values()
-            .filter(|copy| copies[copy.host.page() as usize] == self.host.leases(copy.host.page()))
+            .filter(|copy| {
+                let page = copy.host.own().map(Lease::page);
+                page.is_some_and(|page| copies[page as usize] == self.host.leases(page))
+            })
             .filter_map(|copy| copy.name.or_else(|| self.hot.name_of(copy.hot.as_ref()?)))
             .collect();
         unused.into_iter().for_each(|name| self.forget(name));

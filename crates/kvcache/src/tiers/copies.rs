@@ -1,12 +1,48 @@
 //! Copies between the tiers: requested copies, copies in plans, and the results of copies.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use forebay_protocol::{Direction, PageCopy, Span};
 
 use super::Tiers;
 use crate::hash::{BlockHash, BuildNameHasher};
+use crate::loan::Loan;
 use crate::pool::{Host, Hot, Lease};
+
+/// The host page of a copy.
+#[derive(Debug)]
+pub(super) enum HostPage {
+    /// A page of these tiers.
+    Own(Lease<Host>),
+    /// A page of another replica's tiers, which keeps its content while there is the loan.
+    Lent { loan: Arc<Loan>, page: u32 },
+}
+
+impl HostPage {
+    fn page(&self) -> u32 {
+        match self {
+            Self::Own(lease) => lease.page(),
+            Self::Lent { page, .. } => *page,
+        }
+    }
+
+    /// The lease, if the page is of these tiers.
+    pub(super) fn own(&self) -> Option<&Lease<Host>> {
+        match self {
+            Self::Own(lease) => Some(lease),
+            Self::Lent { .. } => None,
+        }
+    }
+
+    /// The lender, if the page is another replica's.
+    fn lender(&self) -> Option<u32> {
+        match self {
+            Self::Own(_) => None,
+            Self::Lent { loan, .. } => Some(loan.lender()),
+        }
+    }
+}
 
 /// A copy whose end was not reported.
 #[derive(Debug)]
@@ -15,7 +51,7 @@ pub(super) struct Copying {
     /// The block; `None`: rows of a page that is not full.
     pub(super) name: Option<BlockHash>,
     pub(super) hot: Option<Lease<Hot>>,
-    pub(super) host: Lease<Host>,
+    pub(super) host: HostPage,
     pub(super) span: Option<Span>,
     /// True if the block can be found at the target when the copy has ended.
     pub(super) publish: bool,
@@ -32,7 +68,7 @@ impl Tiers {
             return None;
         };
         let waiter = self.hot.join(&hot);
-        let ticket = self.start(Direction::Restore, Some(name), Some(hot), host);
+        let ticket = self.start(Direction::Restore, Some(name), Some(hot), HostPage::Own(host));
         self.unsent.push_back(ticket);
         Some((waiter, ticket))
     }
@@ -104,6 +140,7 @@ impl Tiers {
             self.hot.set_saved(evicted.name, false);
         }
         self.saving += 1;
+        let host = HostPage::Own(host);
         let ticket = self.start(Direction::Save, Some(name), Some(hot), host);
         self.send(ticket)
     }
@@ -113,7 +150,7 @@ impl Tiers {
         direction: Direction,
         name: Option<BlockHash>,
         hot: Option<Lease<Hot>>,
-        host: Lease<Host>,
+        host: HostPage,
     ) -> u32 {
         let ticket = self.next_ticket;
         // It has 31 bits on the wire. No copy is under way for two billion others.
@@ -131,7 +168,8 @@ impl Tiers {
         copy.sent = true;
         let hot = copy.hot.as_ref().map(Lease::page);
         let Copying { direction, host, span, .. } = copy;
-        Some(PageCopy { ticket, direction: *direction, hot, host: host.page(), span: *span })
+        let (page, lender) = (host.page(), host.lender());
+        Some(PageCopy { ticket, direction: *direction, hot, host: page, span: *span, lender })
     }
 
     /// The copies of named blocks that go this way.
@@ -164,7 +202,9 @@ impl Tiers {
             (Direction::Save, _, Some(hot)) if span.is_some() => {
                 span.into_iter().for_each(|span| self.rows_left(hot, span, fine));
             }
-            (Direction::Save, true, _) => self.was_saved(name, &host),
+            (Direction::Save, true, _) => {
+                host.own().into_iter().for_each(|host| self.was_saved(name, host));
+            }
             (Direction::Save, false, _) => self.sweeping_fails = true,
             (Direction::Restore, true, Some(hot)) => {
                 self.moves.restored += 1;
@@ -180,8 +220,15 @@ impl Tiers {
             (Direction::Restore, true, None) => {}
         }
         hot.into_iter().for_each(|hot| self.hot.release(hot));
-        self.host.release(host);
+        self.release_source(host);
         true
+    }
+
+    /// Gives the host page of a copy back.
+    pub(super) fn release_source(&mut self, host: HostPage) {
+        if let HostPage::Own(lease) = host {
+            self.host.release(lease);
+        }
     }
 
     fn was_saved(&mut self, name: Option<BlockHash>, host: &Lease<Host>) {

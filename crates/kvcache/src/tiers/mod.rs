@@ -15,6 +15,7 @@
 
 mod backed;
 mod copies;
+mod loans;
 
 pub use backed::BackedBlock;
 
@@ -27,6 +28,7 @@ use crate::hash::{BlockHash, BuildNameHasher};
 use crate::pool::{Counts, Host, Hot, Lease, PagePool};
 use backed::Backed;
 use copies::Copying;
+use loans::Loans;
 
 /// The tier of a found block, with the lease of its page.
 #[derive(Debug)]
@@ -78,6 +80,7 @@ pub struct Tiers {
     cleared: bool,
     noting: bool,
     backed: Option<Backed>,
+    loans: Loans,
 }
 
 impl Tiers {
@@ -99,6 +102,7 @@ impl Tiers {
             cleared: false,
             noting: false,
             backed: None,
+            loans: Loans::default(),
         }
     }
 
@@ -251,6 +255,7 @@ impl Tiers {
         self.is_wanted.clear();
         self.hot.flush();
         // What requests still use on the device is not to be found on the host either.
+        self.forget_lent();
         self.host.flush();
         self.hot.unsave_all();
         self.note_cleared()
@@ -266,11 +271,12 @@ impl Tiers {
                 && blame
                 && copy.sent
                 && copy.direction != Direction::Save
+                && copy.host.own().is_some()
             {
                 self.host.forget(name);
             }
             copy.hot.into_iter().for_each(|hot| self.hot.release(hot));
-            self.host.release(copy.host);
+            self.release_source(copy.host);
         }
         self.under_way.clear();
         self.unsent.clear();
@@ -286,6 +292,7 @@ impl Tiers {
     pub fn go_on_from(&mut self, earlier: &Self) {
         self.moves = earlier.moves;
         self.next_ticket = earlier.next_ticket;
+        self.lend_as(earlier);
         if earlier.noting {
             self.note_events();
             self.cleared = true;
@@ -337,7 +344,7 @@ impl Tiers {
 
     /// Host pages that copies lease, once for each.
     pub fn host_leased_by_copies(&self) -> impl Iterator<Item = u32> {
-        self.copies.values().map(|copy| copy.host.page())
+        self.copies.values().filter_map(|copy| copy.host.own()).map(Lease::page)
     }
 
     /// Walks over both pools, the pages of each copy, and the blocks that are in both tiers. For
@@ -349,14 +356,17 @@ impl Tiers {
         self.hot.check_integrity()?;
         self.host.check_integrity()?;
         let mut leased = vec![0_u32; self.host.size() as usize];
-        for copy in self.copies.values() {
-            leased[copy.host.page() as usize] += 1;
+        for page in self.host_leased_by_copies().chain(self.host_leased_by_loans()) {
+            leased[page as usize] += 1;
         }
+        self.check_loans()?;
         for (page, &leases) in leased.iter().enumerate() {
             let counted = self.host.leases(page as u32);
             // In backed tiers requests lease host pages too.
             if leases != counted && !(self.backed.is_some() && leases < counted) {
-                return Err(format!("host page {page}: {counted} leases, {leases} copies"));
+                return Err(format!(
+                    "host page {page}: {counted} leases, {leases} of copies and loans"
+                ));
             }
         }
         for name in self.hot.names() {

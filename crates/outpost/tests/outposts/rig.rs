@@ -9,7 +9,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use forebay_engine::{Executor, Ready, Signal};
-use forebay_hand::{Arena, HandConfig, HandExecutor, HandSpec, RankProcess, RankSpec, Site};
+use forebay_hand::{
+    Arena, HandConfig, HandExecutor, HandSpec, HostMemories, RankProcess, RankSpec, Site,
+};
 use forebay_outpost::{Credentials, Ended, HandOrder, JoinToken, Outposts, WorkSettings, work};
 use forebay_protocol::{NewSlot, Row, SlotSpec, StepPlan, Want};
 use tokio::sync::oneshot;
@@ -74,6 +76,7 @@ impl Brain {
             config: HandConfig { page_size: 16, ..HandConfig::default() },
             arena: self.arena.clone(),
             ranks: vec![RankSpec::default(); ranks],
+            memories: HostMemories::default(),
             site: Some(Arc::clone(&self.site)),
         }
     }
@@ -109,7 +112,7 @@ pub(crate) fn spawn(
     if order.env.iter().any(|(_, value)| value == "no program") {
         command = Command::new("/no/such/program");
     }
-    RankProcess::spawn(command, arena, None, &[])
+    RankProcess::spawn(command, arena, &[], &[])
 }
 
 impl Outpost {

@@ -42,7 +42,11 @@ impl StepPlan {
 
     fn copies_agree(&self) -> bool {
         let spans = &self.copy_spans;
-        self.copies.iter().all(|&record| PageCopy::new(record, None).is_some())
+        let sources = &self.copy_sources;
+        let source = |at| sources.get(at).copied().unwrap_or(0);
+        let copies = self.copies.iter().enumerate();
+        copies.map(|(at, &record)| PageCopy::new(record, None, source(at))).all(|it| it.is_some())
+            && (sources.is_empty() || sources.len() == self.copies.len())
             && (spans.is_empty() || spans.len() == self.copies.len())
             && spans.iter().all(|span| (span.first | span.count).cast_signed() >= 0)
             && self.host_writes.iter().chain(&self.hot_rows).all(|write| write.is_whole())

@@ -162,6 +162,9 @@ columns! {
         29 pub(crate) place_writes: Vec<PlaceWrite>,
         /// The place of new slots whose rows an adapter changes, in the order of `slots`.
         30 slot_places: Vec<SlotValue>,
+        /// The host tier of each copy: 0 the own, n the one with that place in `host_lenders` of
+        /// the configuration; absent: the own. Only restores have others.
+        32 copy_sources: Vec<i32>,
     }
 }
 

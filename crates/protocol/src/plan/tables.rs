@@ -96,6 +96,11 @@ impl StepPlan {
             self.copy_spans.resize(self.copies.len(), Span::WHOLE);
             self.copy_spans.push(copy.span.unwrap_or(Span::WHOLE));
         }
+        if copy.lender.is_some() || !self.copy_sources.is_empty() {
+            // Those before it are of the own tier.
+            self.copy_sources.resize(self.copies.len(), 0);
+            self.copy_sources.push(copy.source());
+        }
         self.copies.push(copy.record());
     }
 
@@ -103,7 +108,9 @@ impl StepPlan {
     pub fn copies(&self) -> impl ExactSizeIterator<Item = PageCopy> + '_ {
         self.copies.iter().enumerate().map(|(at, record)| {
             let span = self.copy_spans.get(at).filter(|span| span.count > 0);
-            PageCopy::new(*record, span.copied()).expect("it was made or read by these rules")
+            let source = self.copy_sources.get(at).copied().unwrap_or(0);
+            PageCopy::new(*record, span.copied(), source)
+                .expect("it was made or read by these rules")
         })
     }
 

@@ -19,6 +19,7 @@ impl Memory {
         let hot = hot.chain(self.tiers.leased_by_copies());
         let host = pages().flat_map(|pages| &pages.host).map(Lease::page);
         let host = host.chain(self.tiers.host_leased_by_copies());
+        let host = host.chain(self.tiers.host_leased_by_loans());
         let host_pages = self.host.map_or(0, |host| host.pages);
         check_leases("page", hot, self.pages, |page| self.tiers.hot().leases(page))?;
         self.states.as_ref().map_or(Ok(()), |states| states.check(residents()))?;

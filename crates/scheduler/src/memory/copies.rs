@@ -3,6 +3,7 @@
 //!
 //! Nothing waits for a save. A request waits for the restores of its own blocks.
 
+use forebay_kvcache::{BlockHash, LoanId};
 use forebay_protocol::{COPY_OK, CopyEnd, PageCopy, StepPlan, StepResult};
 
 use super::pages::Pages;
@@ -45,6 +46,27 @@ impl Memory {
         {
             self.unfinished.push(names.to_vec());
         }
+    }
+
+    /// True if one of a request's blocks is being saved, or will be.
+    pub(crate) fn will_save(&self, names: &[BlockHash]) -> bool {
+        // The last is saved last.
+        names.iter().rev().any(|&name| self.tiers.will_be_saved(name))
+    }
+
+    /// Lends the leading blocks of a request that are in the host tier.
+    pub(crate) fn lend(&mut self, names: &[BlockHash]) -> Option<(LoanId, Vec<(BlockHash, u32)>)> {
+        self.tiers.lend(names)
+    }
+
+    /// Takes back a loan. False: it has ended.
+    pub(crate) fn take_back(&mut self, loan: LoanId) -> bool {
+        self.tiers.take_back(loan)
+    }
+
+    /// Ends all loans: there is no host tier any more.
+    pub(crate) fn end_loans(&mut self) {
+        self.tiers.end_loans();
     }
 
     fn touch_finished(&mut self) {
@@ -157,6 +179,7 @@ impl Memory {
             tokens: all * page_size,
             tokens_used: used * page_size,
             tokens_restored: moves.restored * page_size as u64,
+            lent_pages: self.tiers.lent_pages(),
             copies_outstanding: self.tiers.outstanding(),
             blocks_saved: moves.saved,
             blocks_restored: moves.restored,

@@ -35,6 +35,9 @@ use states::StatePages;
 
 pub(crate) use prefix::Leased;
 
+/// Words of a copy for the host tier that it reads.
+const SOURCE_WORDS: usize = 1;
+
 /// What is kept between steps.
 #[derive(Debug, Clone, Copy)]
 enum Kind {
@@ -126,6 +129,8 @@ impl Memory {
     /// Goes on with another number of pages in each tier, and of state pages. All blocks and states
     /// are forgotten.
     pub(crate) fn resize(&mut self, pages: u32, host_pages: u32, state_pages: u32) {
+        // Others have mapped the memory of before, in which nothing is saved any more.
+        self.tiers.end_loans();
         self.pages = pages;
         if let Some(host) = &mut self.host {
             host.pages = host_pages;
@@ -311,7 +316,7 @@ impl Memory {
             Kind::Paged => {
                 // A new slot's states are loaded, and those behind its row are saved.
                 let states = if self.states.is_some() { 2 * STATE_COPY_WORDS } else { 0 };
-                PAGE_WRITE_WORDS * pages + COPY_WORDS * copies + states
+                PAGE_WRITE_WORDS * pages + (COPY_WORDS + SOURCE_WORDS) * copies + states
             }
             Kind::Backed(sparse) => {
                 // The host's pages are another table.

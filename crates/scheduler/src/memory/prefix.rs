@@ -24,11 +24,26 @@ pub(crate) struct Leased {
     pub(crate) missed: u32,
 }
 
+/// A block that a request takes.
+enum Block {
+    /// It is in a tier here.
+    Here(Found),
+    /// It is in the host tier of another replica, which has lent it to the request.
+    Lent,
+}
+
+impl Block {
+    /// True if it has no page of the device yet.
+    fn is_away(&self) -> bool {
+        matches!(self, Self::Here(Found::Host(_)) | Self::Lent)
+    }
+}
+
 /// The leading blocks of a request that are in the tiers.
 #[derive(Default)]
 struct Prefix {
     /// The blocks that it takes.
-    found: Vec<Found>,
+    found: Vec<Block>,
     /// The number of all, more than it takes if no state is kept behind them.
     cached: usize,
     /// True if it computes some again, because that is cheaper than to bring them back.
@@ -63,7 +78,8 @@ impl Memory {
         let names = entry.known_names();
         let most = (entry.reusable() / self.page_size) as usize;
         // A block is not dropped before the ones behind it.
-        let found = names[..most.min(names.len())].partition_point(|&name| self.tiers.knows(name));
+        let knows = |&name: &BlockHash| self.tiers.knows(name) || entry.is_lent(name);
+        let found = names[..most.min(names.len())].partition_point(knows);
         self.resumable(&names[..found]) as u32 * self.page_size
     }
 
@@ -75,7 +91,7 @@ impl Memory {
     fn lease_paged(&mut self, entry: &mut Entry) -> Option<Leased> {
         let count = self.pages_for(entry);
         let Prefix { found, cached, declined } = self.find_prefix(entry);
-        let new = count - found.iter().filter(|found| !matches!(found, Found::Host(_))).count();
+        let new = count - found.iter().filter(|block| !block.is_away()).count();
         if (self.tiers.hot().available() as usize) < new {
             self.free_found(found);
             return None;
@@ -88,9 +104,13 @@ impl Memory {
         leased.pages.hot.reserve_exact(count);
         for (found, &name) in found.into_iter().zip(&entry.blocks.names) {
             let (lease, ticket) = match found {
-                Found::Hot(lease) => (Some(lease), None),
-                Found::Arriving(lease, ticket) => (Some(lease), Some(ticket)),
-                Found::Host(lease) => self.tiers.restore(name, lease).unzip(),
+                Block::Here(Found::Hot(lease)) => (Some(lease), None),
+                Block::Here(Found::Arriving(lease, ticket)) => (Some(lease), Some(ticket)),
+                Block::Here(Found::Host(lease)) => self.tiers.restore(name, lease).unzip(),
+                Block::Lent => {
+                    let loan = entry.request.loan.as_ref();
+                    loan.and_then(|loan| self.tiers.borrow(name, loan)).unzip()
+                }
             };
             leased.pages.hot.push(lease);
             leased.restored += u32::from(ticket.is_some());
@@ -114,33 +134,35 @@ impl Memory {
         }
         let selective =
             self.host.is_some_and(|host| host.policy == SavePolicy::WriteThroughSelective);
+        // Plans have copies where there is a host tier.
+        let loan = entry.request.loan.clone().filter(|_| self.host.is_some());
         let recomputes = self.recomputes(entry);
         let blocks = (entry.reusable() / self.page_size) as usize;
         let (mut found, mut first_on_host, mut on_host) = (Vec::new(), usize::MAX, 0);
         let names = entry.name_blocks(blocks, self.page_size as usize, &self.namer);
         let (cached, names) = self.useful_blocks(names);
         for &name in names {
-            match self.tiers.find(name) {
+            let lent = loan.as_ref().is_some_and(|loan| loan.page(name).is_some());
+            let block = match self.tiers.find(name) {
+                None if lent => Block::Lent,
                 None => break,
                 Some(Found::Host(lease)) if recomputes => {
                     self.tiers.release_host(lease);
                     break;
                 }
-                Some(Found::Host(lease)) => {
-                    first_on_host = first_on_host.min(found.len());
-                    on_host += 1;
-                    found.push(Found::Host(lease));
-                }
-                Some(on_device) => {
-                    if selective && matches!(on_device, Found::Hot(_)) {
-                        self.tiers.want_saved(name);
-                    }
-                    found.push(on_device);
-                }
+                Some(block) => Block::Here(block),
+            };
+            if block.is_away() {
+                first_on_host = first_on_host.min(found.len());
+                on_host += 1;
+            } else if selective && matches!(block, Block::Here(Found::Hot(_))) {
+                self.tiers.want_saved(name);
             }
+            found.push(block);
         }
         let tokens = (found.len() - first_on_host.min(found.len())) as u32 * self.page_size;
-        let declined = on_host > 0 && !self.rates.restores(on_host, tokens);
+        // Whoever lends has computed for this replica, which is not to compute it again.
+        let declined = on_host > 0 && loan.is_none() && !self.rates.restores(on_host, tokens);
         if declined {
             let rest = found.split_off(first_on_host);
             self.free_found(rest);
@@ -167,11 +189,14 @@ impl Memory {
     }
 
     /// Frees the leases of blocks that were found, the deepest first.
-    fn free_found(&mut self, found: Vec<Found>) {
+    fn free_found(&mut self, found: Vec<Block>) {
         for found in found.into_iter().rev() {
             match found {
-                Found::Hot(lease) | Found::Arriving(lease, _) => self.tiers.release(lease),
-                Found::Host(lease) => self.tiers.release_host(lease),
+                Block::Here(Found::Hot(lease) | Found::Arriving(lease, _)) => {
+                    self.tiers.release(lease);
+                }
+                Block::Here(Found::Host(lease)) => self.tiers.release_host(lease),
+                Block::Lent => {}
             }
         }
     }

@@ -15,7 +15,7 @@ use forebay_engine::{
 };
 use forebay_fetch::{Config as FetchConfig, Fetcher};
 use forebay_grammar::{CompileHook, GrammarConfig, Grammars, ThreadStart};
-use forebay_replicas::{Load, ReplicaReport};
+use forebay_replicas::{Load, LocalCounts, ReplicaReport};
 use forebay_server::{
     AdapterFiles, AdapterSettings, AppState, EgressConfig, Engine, Guard, ImageModel, Intake,
     IntakeMode, Listener, Metrics, ModelFacts, ModelInfo, PooledModel, PoolingTask, ServerConfig,
@@ -326,6 +326,7 @@ impl Engine for Fake {
             stats: *self.stats.lock(),
             load,
             drained: drained.get(at).copied().unwrap_or(false),
+            local: LocalCounts::default(),
         };
         self.loads.lock().iter().enumerate().map(report).collect()
     }

@@ -286,6 +286,7 @@ impl Harness {
                 }
                 Event::Finished { reason, .. } => client.end = Some(Some(reason)),
                 Event::Admitted { .. }
+                | Event::Left { .. }
                 | Event::Arrived { .. }
                 | Event::Prefilled { .. }
                 | Event::Preempted { .. }

@@ -1,0 +1,63 @@
+//! Blocks that one replica lends to another.
+
+use std::collections::HashMap;
+use std::fmt;
+
+use crate::hash::{BlockHash, BuildNameHasher};
+
+/// The name of a loan at its lender.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct LoanId(pub u64);
+
+/// Blocks in the host tier of another replica, whose pages keep their content until the loan is
+/// dropped. The request that may read them holds it, and so does each copy that reads one.
+pub struct Loan {
+    lender: u32,
+    pages: HashMap<BlockHash, u32, BuildNameHasher>,
+    give_back: Option<Box<dyn FnOnce() + Send + Sync>>,
+}
+
+impl Loan {
+    /// A loan of these blocks on these pages, by the replica with number `lender`. `give_back` is
+    /// called once, on any thread, when nobody reads the pages any more.
+    #[must_use]
+    pub fn new(
+        lender: u32,
+        pages: Vec<(BlockHash, u32)>,
+        give_back: Box<dyn FnOnce() + Send + Sync>,
+    ) -> Self {
+        Self { lender, pages: pages.into_iter().collect(), give_back: Some(give_back) }
+    }
+
+    /// The number of the replica whose host tier has the pages.
+    #[must_use]
+    pub fn lender(&self) -> u32 {
+        self.lender
+    }
+
+    /// The page that holds a block; `None`: the block is not lent.
+    #[must_use]
+    pub fn page(&self, name: BlockHash) -> Option<u32> {
+        self.pages.get(&name).copied()
+    }
+
+    /// The number of blocks.
+    #[must_use]
+    pub fn blocks(&self) -> usize {
+        self.pages.len()
+    }
+}
+
+impl Drop for Loan {
+    fn drop(&mut self) {
+        if let Some(give_back) = self.give_back.take() {
+            give_back();
+        }
+    }
+}
+
+impl fmt::Debug for Loan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Loan({} blocks of replica {})", self.pages.len(), self.lender)
+    }
+}

@@ -1,0 +1,339 @@
+//! Prefill apart from decode, on simulated hands with host tiers, in real time: whoever dies, every
+//! request ends once, says what it would have said alone, and leaves nothing lent.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+use forebay_engine::{
+    EngineConfig, EngineRequest, EngineThread, FinishReason, HostConfig, Output, Preference,
+    RequestId, Status,
+};
+use forebay_replicas::{
+    Listeners, LocalReason, Member, PdConfig, ReplicaReport, Replicas, ReplicasConfig,
+};
+use forebay_sim::testing::{ChannelSink, PATIENCE, Story, VOCAB, alone, request, tell, text};
+use forebay_sim::{
+    CopyModel, DeviceModel, PageBytes, SimClock, SimConfig, SimControl, SimExecutor, Timing,
+};
+
+/// Twice the pages of all prompts of a test, of which all may be lent at a time.
+const HOST_PAGES: u32 = 6000;
+
+struct Rig {
+    replicas: Replicas,
+    controls: Vec<SimControl>,
+    outputs: Receiver<Vec<Output>>,
+    stories: HashMap<u64, Story>,
+    prompts: HashMap<u64, (Vec<i32>, u32)>,
+    _threads: Vec<EngineThread>,
+}
+
+impl Rig {
+    fn start(prefill: u32, decode: u32, local_tokens: u32, host_pages: u32) -> Self {
+        let clock = SimClock::real();
+        let (sender, outputs) = channel();
+        let (mut members, mut controls) = (Vec::new(), Vec::new());
+        for _ in 0..prefill + decode {
+            let (executor, control) = SimExecutor::new(SimConfig {
+                clock: clock.clone(),
+                timing: Timing {
+                    model: DeviceModel { step_us: 100.0, ..DeviceModel::INSTANT },
+                    copy: CopyModel {
+                        save_gbps: Some(0.02),
+                        restore_gbps: Some(0.02),
+                        latency_us: 0.0,
+                    },
+                    bytes: PageBytes { main: 1000, ..PageBytes::default() },
+                    ..Timing::default()
+                },
+                load_us: 1000,
+                host_pages,
+                page_count: 2000,
+                vocab_size: VOCAB,
+                text: text(),
+                ..SimConfig::default()
+            });
+            controls.push(control);
+            let config = EngineConfig {
+                max_running_requests: 16,
+                slots: 24,
+                page_size: 4,
+                chunked_prefill_size: 64,
+                max_queued_requests: 1000,
+                context_length: 400,
+                watchdog_timeout: Duration::from_secs(60),
+                load_timeout: Duration::ZERO,
+                mask_threads: 0,
+                hand_restarts: 1000,
+                host_tier: (host_pages > 0).then(HostConfig::default),
+                ..EngineConfig::default()
+            };
+            let sink = Box::new(ChannelSink::new(sender.clone()));
+            let replicas = vec![Listeners { sink, blocks: None }];
+            members.push(Member { config, executor: Box::new(executor), replicas });
+        }
+        let pd = Some(PdConfig { prefill, local_tokens });
+        let how = ReplicasConfig { pd, ..ReplicasConfig::default() };
+        let started = Replicas::start(how, members, Arc::new(clock), || {});
+        let (replicas, _threads) = started.expect("threads");
+        let (stories, prompts) = (HashMap::new(), HashMap::new());
+        let rig = Self { replicas, controls, outputs, stories, prompts, _threads };
+        rig.until(|all| all.iter().all(|report| report.status == Status::Ready));
+        rig
+    }
+
+    /// Waits for states: there is no event to wait for.
+    fn until(&self, wanted: impl Fn(&[ReplicaReport]) -> bool) {
+        let began = Instant::now();
+        while !wanted(&self.replicas.reports()) {
+            assert!(began.elapsed() < PATIENCE, "{:?}", self.replicas.reports());
+            std::thread::yield_now();
+        }
+    }
+
+    fn submit(&mut self, id: u64, prompt: Vec<i32>, max_tokens: u32) {
+        self.send(request(id, prompt.clone(), max_tokens), prompt, max_tokens);
+    }
+
+    fn send(&mut self, request: EngineRequest, prompt: Vec<i32>, max_tokens: u32) {
+        self.prompts.insert(request.id().0, (prompt, max_tokens));
+        self.replicas.submit(request).expect("room");
+    }
+
+    fn next(&mut self) -> usize {
+        let outputs = self.outputs.recv_timeout(PATIENCE).expect("outputs");
+        tell(&mut self.stories, outputs).len()
+    }
+
+    fn follow(&mut self, mut count: usize) {
+        while count > 0 {
+            count -= self.next();
+        }
+    }
+
+    /// Every request said what it would have said alone, or was aborted on the way.
+    fn assert_exact(&self) {
+        for (id, (prompt, max_tokens)) in &self.prompts {
+            let (story, whole) = (&self.stories[id], alone(prompt.clone(), *max_tokens));
+            if story.end == Some(FinishReason::Abort) {
+                assert!(whole.starts_with(&story.tokens), "request {id}");
+            } else {
+                assert_eq!(story.tokens, whole, "request {id}");
+                assert_eq!(story.end, Some(FinishReason::Length), "request {id}");
+            }
+        }
+    }
+
+    /// No page is lent or held, and no copy under way.
+    fn assert_idle(&self) {
+        self.until(|all| {
+            all.iter().all(|report| {
+                let stats = &report.stats.scheduler;
+                report.status == Status::Ready
+                    && stats.host.lent_pages == 0
+                    && stats.host.copies_outstanding == 0
+                    && stats.running + stats.waiting + stats.pages_held == 0
+                    && report.load.requests == 0
+            })
+        });
+    }
+
+    fn handed(&self) -> u64 {
+        self.replicas.reports().iter().map(|report| report.stats.hand.handed).sum()
+    }
+
+    fn local(&self, reason: LocalReason) -> u64 {
+        self.replicas.reports().iter().map(|report| report.local.of(reason)).sum()
+    }
+}
+
+/// Prompts of which some begin alike.
+fn prompt(id: u64) -> Vec<i32> {
+    let length = 1 + (id as usize * 37) % 120;
+    let common = (id % 3) as i32;
+    (0..length as i32)
+        .map(|at| if at < 40 { common + at } else { id as i32 * 7 + at } % 1000)
+        .collect()
+}
+
+#[test]
+fn tokens_are_those_of_one_replica() {
+    for (prefill, decode) in [(1, 1), (1, 2), (2, 1)] {
+        let mut rig = Rig::start(prefill, decode, 0, HOST_PAGES);
+        for id in 0..100 {
+            rig.submit(id, prompt(id), 1 + (id as u32 * 13) % 60);
+        }
+        rig.follow(100);
+        rig.assert_exact();
+        rig.assert_idle();
+        let single = (0..100).filter(|id| (id * 13) % 60 == 0).count() as u64;
+        assert_eq!(rig.handed(), 100 - single, "all but those of one token");
+        let reports = rig.replicas.reports();
+        let (prefills, decodes) = reports.split_at(prefill as usize);
+        let restored = |r: &ReplicaReport| r.stats.scheduler.host.blocks_restored;
+        assert!(decodes.iter().map(restored).sum::<u64>() > 100, "blocks were borrowed");
+        for report in prefills {
+            let steps = report.stats.scheduler.generated_tokens;
+            assert!(steps <= 100, "{steps}: they generate one token of each");
+        }
+        for report in decodes {
+            let stats = &report.stats;
+            assert_eq!((stats.hand.replayed, stats.scheduler.recomputed_tokens), (0, 0));
+            let computed = stats.scheduler.prompt_tokens;
+            assert!(computed < 4 * 100, "{computed}: at most what is on no full page");
+        }
+    }
+}
+
+#[test]
+fn what_is_nearly_cached_or_named_or_alone_stays() {
+    let mut rig = Rig::start(1, 1, 30, HOST_PAGES);
+    rig.submit(1, (0..20).collect(), 5);
+    rig.follow(1);
+    assert_eq!((rig.handed(), rig.local(LocalReason::Short)), (0, 1));
+    rig.submit(2, (100..200).collect(), 5);
+    rig.follow(1);
+    assert_eq!((rig.handed(), rig.local(LocalReason::Short)), (1, 1));
+    let mut named = request(3, (200..300).collect(), 5);
+    named.preference = Preference { replica: Some(0), ..Preference::default() };
+    rig.send(named, (200..300).collect(), 5);
+    rig.follow(1);
+    assert_eq!((rig.handed(), rig.local(LocalReason::Named)), (1, 1));
+    // The decode replica has the blocks of the second request by now.
+    rig.submit(4, (100..200).collect(), 5);
+    rig.follow(1);
+    assert_eq!((rig.handed(), rig.local(LocalReason::Short)), (1, 2));
+    rig.replicas.drain_replica(0, true);
+    rig.submit(5, (300..400).collect(), 5);
+    rig.follow(1);
+    assert_eq!(rig.local(LocalReason::NoPrefill), 1);
+    rig.replicas.drain_replica(0, false);
+    rig.replicas.drain_replica(1, true);
+    rig.submit(6, (400..500).collect(), 5);
+    rig.follow(1);
+    assert_eq!(rig.local(LocalReason::NoDecode), 1);
+    rig.assert_exact();
+    rig.assert_idle();
+}
+
+#[test]
+fn without_host_pages_everything_is_computed_and_nothing_is_lost() {
+    for host_pages in [0, 8] {
+        let mut rig = Rig::start(1, 1, 0, host_pages);
+        for id in 0..40 {
+            rig.submit(id, prompt(id), 2 + (id as u32 * 13) % 60);
+        }
+        rig.follow(40);
+        rig.assert_exact();
+        rig.assert_idle();
+        assert_eq!(rig.handed(), 40);
+    }
+}
+
+#[test]
+fn copies_that_fail_cost_time_only() {
+    let mut rig = Rig::start(1, 1, 0, HOST_PAGES);
+    for control in &rig.controls {
+        control.fail_copies(300);
+    }
+    for id in 0..60 {
+        rig.submit(id, prompt(id), 2 + (id as u32 * 13) % 60);
+    }
+    rig.follow(60);
+    rig.assert_exact();
+    rig.assert_idle();
+    let failed = |at: usize| rig.replicas.reports()[at].stats.scheduler.host.copies_failed;
+    assert!(failed(0) > 0 && failed(1) > 0, "{} and {}", failed(0), failed(1));
+}
+
+#[test]
+fn aborted_requests_end_wherever_they_are() {
+    let mut rig = Rig::start(1, 2, 0, HOST_PAGES);
+    for id in 0..200 {
+        rig.submit(id, prompt(id), 60);
+        if id >= 5 {
+            rig.replicas.abort(RequestId(id - 5));
+        }
+    }
+    rig.follow(200);
+    rig.assert_exact();
+    rig.assert_idle();
+}
+
+/// Kills the hands of `victims` in turn while requests run, each time after some tokens.
+fn under_kills(victims: &[usize], kills: usize) {
+    let mut rig = Rig::start(2, 2, 0, HOST_PAGES);
+    let (mut next, mut ended, mut killed, mut outputs) = (0, 0, 0, 0);
+    // Who is killed twice while it tries the same suspect alone has to blame it, so all must have
+    // gone on since the last kill.
+    let mut before: HashMap<u64, usize> = HashMap::new();
+    while ended < next || killed < kills {
+        while next < ended + 24 && killed < kills {
+            rig.submit(next as u64, prompt(next as u64), 60);
+            next += 1;
+        }
+        ended += rig.next();
+        outputs += 1;
+        before.retain(|id, tokens| {
+            let story = rig.stories.get(id);
+            story.is_none_or(|story| story.end.is_none() && story.tokens.len() < *tokens + 2)
+        });
+        let up = rig.replicas.reports().iter().all(|report| report.status == Status::Ready);
+        if up && before.is_empty() && killed < kills && outputs >= 3 + killed % 7 {
+            let victim = victims[killed % victims.len()];
+            rig.controls[victim].kill();
+            let dead = killed as u64 + 1;
+            rig.until(|all| all.iter().map(|report| report.stats.hand.deaths).sum::<u64>() == dead);
+            // What the dead hand has said is on its way still, and is nobody's progress.
+            while let Ok(said) = rig.outputs.try_recv() {
+                ended += tell(&mut rig.stories, said).len();
+            }
+            let running = (0..next as u64)
+                .filter(|id| rig.stories.get(id).is_none_or(|story| story.end.is_none()));
+            let told = |id: u64| (id, rig.stories.get(&id).map_or(0, |story| story.tokens.len()));
+            before = running.map(told).collect();
+            (killed, outputs) = (killed + 1, 0);
+        }
+    }
+    rig.assert_exact();
+    rig.assert_idle();
+    assert!(rig.handed() > 0);
+}
+
+#[test]
+fn streams_survive_the_deaths_of_prefill_hands() {
+    under_kills(&[0, 1], 50);
+}
+
+#[test]
+fn streams_survive_the_deaths_of_decode_hands() {
+    under_kills(&[2, 3], 50);
+}
+
+#[test]
+fn streams_survive_the_deaths_of_all_hands_in_turn() {
+    under_kills(&[0, 2, 1, 3], 20);
+}
+
+#[test]
+fn a_prefill_hand_that_memory_ran_out_for_lends_no_more() {
+    let mut rig = Rig::start(1, 1, 0, HOST_PAGES);
+    let run = |rig: &mut Rig, first: u64| {
+        for id in first..first + 20 {
+            rig.submit(id, prompt(id), 30);
+        }
+        rig.follow(20);
+        rig.assert_exact();
+        rig.assert_idle();
+        rig.replicas.reports()[1].stats.scheduler.host.blocks_restored
+    };
+    assert!(run(&mut rig, 0) > 0, "blocks are borrowed");
+    rig.controls[0].starve(1600);
+    let borrowed = run(&mut rig, 20);
+    assert_eq!(rig.replicas.reports()[0].stats.hand.memory_kills, 1);
+    let handed = rig.handed();
+    assert_eq!(run(&mut rig, 40), borrowed, "what is in other memory than others have mapped");
+    assert_eq!(rig.handed(), handed + 20, "requests are handed on all the same");
+}

@@ -1,0 +1,76 @@
+//! Requests that another scheduler goes on with although this one's hand lives.
+//!
+//! Such a request computes its prompt here and gives one token. It then gives up slot and pages at
+//! once, and *leaves* until its blocks are saved: it is alive and has no turn. Saves are the tiers'
+//! own, so nothing on the device waits. What could not be saved is computed again elsewhere.
+
+use forebay_kvcache::{BlockHash, LoanId};
+
+use crate::request::Request;
+use crate::{Event, Handle, Scheduler};
+
+/// Blocks of the host tier that are lent, with their pages.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LentBlocks {
+    /// The loan, which has to be taken back ([`Scheduler::take_back`]).
+    pub loan: LoanId,
+    /// The blocks, the first of the request first.
+    pub pages: Vec<(BlockHash, u32)>,
+}
+
+/// A request for another scheduler.
+#[derive(Debug)]
+pub struct Handed {
+    /// The request, with what it has generated.
+    pub request: Request,
+    /// Its leading blocks; `None`: none of them can be lent.
+    pub lent: Option<LentBlocks>,
+}
+
+impl Scheduler {
+    /// Has a request leave that has given its token here, if it is one that leaves. A suspect stays
+    /// until it is cleared.
+    pub(crate) fn leave(&mut self, handle: Handle) {
+        let entry = &self.roster[handle];
+        if !entry.request.leaves || entry.mark().is_some() {
+            return;
+        }
+        self.retire(handle);
+        let entry = &mut self.roster[handle];
+        self.turns.leave(&entry.ticket(handle));
+        entry.leaving = true;
+        self.leaving.push(handle);
+    }
+
+    /// Reports the requests that leave and have no block to save any more.
+    pub(crate) fn report_left(&mut self, events: &mut Vec<Event>) {
+        let (roster, memory) = (&self.roster, &self.memory);
+        self.leaving.retain(|&handle| {
+            let Some(entry) = roster.requests.get(handle) else { return false };
+            let waits = memory.will_save(&entry.blocks.names);
+            if !waits {
+                events.push(Event::Left { id: entry.request.id });
+            }
+            waits
+        });
+    }
+
+    /// Gives a request away that has left, and lends its saved blocks. `None`: it has been aborted
+    /// since, or the hand has died.
+    pub fn hand_on(&mut self, id: u64) -> Option<Handed> {
+        let handle = self.roster.find(id).filter(|&handle| self.roster[handle].leaving)?;
+        self.places.leave(handle, &mut self.roster[handle]);
+        let entry = self.roster.remove(handle)?;
+        let lent = self.memory.lend(&entry.blocks.names);
+        let lent = lent.map(|(loan, pages)| LentBlocks { loan, pages });
+        let mut request = entry.into_request();
+        request.leaves = false;
+        request.past.handed = true;
+        Some(Handed { request, lent })
+    }
+
+    /// Takes back blocks that were lent. False: the loan has ended.
+    pub fn take_back(&mut self, loan: LoanId) -> bool {
+        self.memory.take_back(loan)
+    }
+}

@@ -1,0 +1,198 @@
+"""Prefill apart from decode: the tokens of one replica, whatever is handed on, aborted or killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from typing import Any
+
+import pytest
+
+from tests.e2e.client import async_client, native_stream, native_together
+from tests.e2e.conftest import FLAGS, Models, Serve
+from tests.e2e.models import Model
+from tests.e2e.server import BINARY, Server
+from tests.e2e.test_breakage import STREAMS, Expected, Load, requests, undisturbed
+from tests.e2e.waiting import eventually, eventually_async
+
+KILLS = 4
+PD = ("--pd-local-tokens", "0", "--debug-kv-checksum", "--max-total-tokens", "3000", "--threads", "1")
+HANDED = "forebay:pd_handed_total"
+
+
+@pytest.fixture(scope="module")
+def expected(serve_for_module: Serve, tiny: Model) -> Expected:
+    """Requests with what a server of one replica gives them."""
+    server = serve_for_module(tiny)
+    found = undisturbed(server, requests(tiny, 32))
+    server.kill()
+    return found
+
+
+def at_rest(server: Server) -> None:
+    """Nothing is lent, held or copied once nobody asks any more."""
+    server.wait_until_idle()
+    for name in ("forebay:lent_pages", "forebay:copies_outstanding"):
+        server.wait_for_metric(name, lambda value: value == 0)
+    eventually(lambda: all(one["pages_held"] == 0 for one in server.replicas()), "the pages are free")
+
+
+@pytest.mark.parametrize("split", ["1:1", "1:2", pytest.param("2:1", marks=pytest.mark.slow)])
+def test_tokens_are_those_of_one_replica(serve: Serve, tiny: Model, expected: Expected, split: str) -> None:
+    server = serve(tiny, "--pd", split, *PD, "--page-size", "4")
+    prefill = int(split[0])
+    assert len(server.hands()) == sum(map(int, split.split(":")))
+    answers = native_together(server, [request for request, _ in expected])
+    assert [answer["output_ids"] for answer in answers] == [tokens for _, tokens in expected]
+    assert server.metric(HANDED) == len(expected)
+    assert server.metric("forebay:copies_failed_total") == 0
+    at_rest(server)
+    replicas = server.replicas()
+    assert sum(one["generated_tokens"] for one in replicas[:prefill]) == len(expected)
+    computed = sum(one["prompt_tokens"] for one in replicas[prefill:])
+    assert computed < 4 * len(expected), "a decode replica computes what is on no full page"
+    assert sum(one["recomputed_tokens"] for one in replicas) == 0
+
+
+def test_chosen_tokens_have_the_same_log_probabilities(serve: Serve, tiny: Model, expected: Expected) -> None:
+    asked = [
+        {**request, "return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 0} for request, _ in expected
+    ]
+    alone = serve(tiny)
+    wanted = native_together(alone, asked[:8])
+    alone.kill()
+    server = serve(tiny, "--pd", "1:1", *PD)
+    for one, other in zip(wanted, native_together(server, asked[:8]), strict=True):
+        for name in ("input_token_logprobs", "output_token_logprobs"):
+            ours, theirs = other["meta_info"][name], one["meta_info"][name]
+            assert [entry[1] for entry in ours] == [entry[1] for entry in theirs]
+            values = [entry[0] for entry in theirs if entry[0] is not None]
+            assert [entry[0] for entry in ours if entry[0] is not None] == pytest.approx(values, abs=1e-3)
+    assert server.metric(HANDED) == 8
+    at_rest(server)
+
+
+def test_choices_and_forms_of_answers_are_those_of_one_replica(serve: Serve, tiny: Model) -> None:
+    bodies: list[dict[str, Any]] = [
+        {"n": 3, "temperature": 1.0, "seed": 7, "ignore_eos": True},
+        {"regex": "[a-c]{20}", "temperature": 0},
+        {"regex": "(yes|no)(, (yes|no)){5}", "temperature": 1.0, "seed": 5},
+        {"temperature": 1.0, "seed": 3, "frequency_penalty": 0.5, "presence_penalty": 0.3, "ignore_eos": True},
+        {"temperature": 0, "stop": ["e"]},
+    ]
+
+    def texts(server: Server) -> list[list[tuple[str, str]]]:
+        found = []
+        for body in bodies:
+            asked = {"prompt": "The work and its licence " * 6, "max_tokens": 40, **body}
+            answer = server.ask("/v1/completions", {"model": tiny.name, **asked})
+            found.append([(choice["text"], choice["finish_reason"]) for choice in answer["choices"]])
+        return found
+
+    alone = serve(tiny)
+    wanted = texts(alone)
+    alone.kill()
+    server = serve(tiny, "--pd", "1:2", *PD)
+    assert texts(server) == wanted
+    assert server.metric(HANDED) >= len(bodies)
+    at_rest(server)
+
+
+def test_a_decode_replica_serves_what_is_short_or_cached(serve: Serve, tiny: Model) -> None:
+    server = serve(tiny, "--pd", "1:1", "--pd-local-tokens", "100", "--max-total-tokens", "3000")
+    body = {"model": tiny.name, "max_tokens": 5, "temperature": 0}
+    server.ask("/v1/completions", {**body, "prompt": list(range(3, 93))})
+    assert server.metric("forebay:pd_local_total", reason="short") == 1
+    server.ask("/v1/completions", {**body, "prompt": list(range(3, 303))})
+    assert (server.metric(HANDED), server.metric("forebay:pd_local_total", reason="short")) == (1, 1)
+    server.ask("/v1/completions", {**body, "prompt": list(range(3, 353))})
+    assert (server.metric(HANDED), server.metric("forebay:pd_local_total", reason="short")) == (1, 2)
+    at_rest(server)
+
+
+def test_clients_that_leave_take_nothing_along(serve: Serve, tiny: Model, expected: Expected) -> None:
+    # Slow copies: many leave while theirs are under way.
+    server = serve(tiny, "--pd", "1:1", *PD, "--debug-kv-copy-gbps", "0.02")
+
+    class Gone(Exception):
+        pass
+
+    async def leave_at(request: dict[str, Any], count: int) -> None:
+        def progress(got: int) -> None:
+            if got >= count:
+                raise Gone
+
+        async with async_client(server) as client:
+            with pytest.raises(Gone):
+                await native_stream(client, request, progress)
+
+    async def all_leave() -> None:
+        await asyncio.gather(*(leave_at(request, 1 + at % 4) for at, (request, _) in enumerate(expected)))
+
+    asyncio.run(all_leave())
+    at_rest(server)
+    answers = native_together(server, [request for request, _ in expected[:8]])
+    assert [answer["output_ids"] for answer in answers] == [tokens for _, tokens in expected[:8]]
+    at_rest(server)
+
+
+async def kill_under_load(server: Server, load: Load, victim: int) -> None:
+    """Kills the hand of one replica again and again while all streams go on."""
+    running = asyncio.create_task(load.run(STREAMS))
+    try:
+        await eventually_async(lambda: running.done() or len(load.live) == STREAMS, "all streams run")
+        hands = sorted(server.hands())
+        for number in range(1, KILLS + 1):
+            moves = asyncio.create_task(load.everyone_moves())
+            await asyncio.wait([running, moves], return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                running.result()
+            await moves
+            others = hands[:victim] + hands[victim + 1 :]
+            (hand,) = set(server.hands()) - set(others)
+            os.kill(hand, signal.SIGKILL)
+            await eventually_async(
+                lambda n=number: (  # type: ignore[misc]
+                    server.metric("forebay:hand_deaths_total") == n
+                    and [one["status"] for one in server.replicas()] == ["ready"] * 2
+                ),
+                "the death is noticed, and the hand comes back",
+            )
+        load.finish()
+        await running
+    finally:
+        running.cancel()
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["prefill", "decode"])
+def test_deaths_under_load(serve: Serve, tiny: Model, expected: Expected, victim: int) -> None:
+    server = serve(tiny, "--pd", "1:1", *PD, "--debug-kv-copy-gbps", "0.2")
+    load = Load(server, tiny, expected)
+    asyncio.run(kill_under_load(server, load, victim))
+    assert load.finished >= STREAMS
+    assert server.metric("vllm:request_success_total", finished_reason="error") == 0
+    assert server.metric(HANDED) > 0
+    at_rest(server)
+
+
+@pytest.mark.parametrize(
+    ("family", "flags", "why"),
+    [
+        ("llama", ("--dp-size", "3"), "--pd 1:1 is 2 replicas, and --dp-size says 3: leave it off"),
+        ("llama", ("--tp-size", "2"), "--pd: --tp-size: several ranks have no host tier yet"),
+        ("llama", ("--enable-lora",), "--pd: --enable-lora: adapters are not handed on yet"),
+        ("llama", ("--hicache-write-policy", "write_back"), "--hicache-write-policy has to be write_through"),
+        ("llama", ("--disable-radix-cache",), "--pd: --disable-radix-cache leaves no blocks to lend"),
+        ("llama", ("--hand", "rust"), "the Rust hand does not have a host tier"),
+        ("qwen3-vl", (), "--pd: images are not handed on yet"),
+    ],
+)
+def test_what_cannot_be_lent_is_refused_in_a_sentence(
+    models: Models, family: str, flags: tuple[str, ...], why: str
+) -> None:
+    command = [BINARY, "serve", models(family).path, *FLAGS, "--pd", "1:1", *flags, "--port", "0"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert why in ended.stderr
