@@ -89,16 +89,16 @@ class Waited:
         self._source = source
         self.us = 0
 
-    def receive(self, rows: int) -> Masks:
-        """The masks of so many rows. Raises `PlanError` for masks of another step, or of other rows."""
+    def receive(self, count: int) -> Masks:
+        """So many masks. Raises `PlanError` for masks of another step, or of other rows."""
         if self._source is None:
             raise PlanError("a plan with masked rows, and nobody to ask for their masks")
         began = time.perf_counter_ns()
         masks = self._source()
         self.us = (time.perf_counter_ns() - began) // 1000
-        if masks.step != self._step or len(masks.offsets) != rows:
+        if masks.step != self._step or len(masks.offsets) != count:
             raise PlanError(
-                f"{len(masks.offsets)} masks of step {masks.step}, where step {self._step} has {rows} masked rows"
+                f"{len(masks.offsets)} masks of step {masks.step}, where step {self._step} has {count} masked positions"
             )
         return masks
 
@@ -460,7 +460,7 @@ class ModelRunner:
                 device.queue(partial(self.tables.write_tokens, drafts.entries, drafts.tokens))
             self._begin_exchange(plan)
             waited, states = Waited(plan.step, masks), self._read_states(plan)
-            columns = self._queue_rows(computed, inputs, waited, states) if len(plan.rows) else NoColumns()
+            columns = self._queue_rows(computed, inputs, waited, states, drafts) if len(plan.rows) else NoColumns()
             columns = verified(columns, drafts)
             before, self._ended = self._ended, device.event()
         copied = no_copies if self._copier is None else self._start_copies(plan, self._copier, self._ended)
@@ -591,7 +591,9 @@ class ModelRunner:
         self.device.reuse(plan.body)
         plan.release()
 
-    def _queue_rows(self, plan: Plan, inputs: StepInputs, masks: Waited, states: RowStates | None) -> Columns:
+    def _queue_rows(
+        self, plan: Plan, inputs: StepInputs, masks: Waited, states: RowStates | None, drafts: Drafts | None
+    ) -> Columns:
         planned = PlannedRows.read(plan, self.config.slots, self.config.context_length, self._flag)
         slot, start, length, sampling = planned.slot, planned.start, planned.length, planned.sampling
         given = self.prompts.given(slot, start)
@@ -610,10 +612,11 @@ class ModelRunner:
         launch, steps = Launch(rows, inputs, found, prompts), self._steps
         slots, positions = slot[sampling], planned.ends[sampling]
         if not len(planned.masked):
-            ask, work = self._sampler.ask(slots, positions, by_slot=steps.by_slot), steps.sample
+            chains = None if drafts is None else drafts.chains
+            ask, work = self._sampler.ask(slots, positions, by_slot=steps.by_slot, chains=chains), steps.sample
         else:
             self.device.queue(partial(steps.compute, launch))
-            ask, work = self._ask_masked(planned, slots, positions, masks), steps.choose
+            ask, work = self._ask_masked(planned, slots, positions, masks, drafts), steps.choose
             if ask.rows is not None:
                 sampling = sampling[ask.rows]
                 if not len(sampling):
@@ -622,19 +625,25 @@ class ModelRunner:
         self.device.queue(partial(work, launch, ask, answers))
         return TokenColumns(answers, launch, sampling)
 
-    def _ask_masked(self, planned: PlannedRows, slots: Int64s, positions: Int64s, waited: Waited) -> Ask:
+    def _ask_masked(
+        self, planned: PlannedRows, slots: Int64s, positions: Int64s, waited: Waited, drafts: Drafts | None
+    ) -> Ask:
         """Waits for the masks of a step's rows, of which `slots` [s] and `positions` [s] sample."""
-        received = waited.receive(len(planned.masked))
-        masks = zip(planned.masked.tolist(), received.read(self._arena, self.model_config.vocab_size), strict=True)
-        found = {row: mask for row, mask in masks if mask is not None}
-        late = planned.masked[received.no_token]
+        wanted = np.arange(len(planned.masked)) if drafts is None else drafts.masks
+        received = waited.receive(len(wanted) if drafts is None else drafts.mask_count)
+        masks = received.read(self._arena, self.model_config.vocab_size)
+        of_rows = zip(planned.masked.tolist(), wanted.tolist(), strict=True)
+        found = {row: mask for row, at in of_rows if (mask := masks[at]) is not None}
+        late = planned.masked[np.isin(wanted, received.no_token)]
         # What was inline was copied, and what was not is not in the frame.
         received.release()
+        chains = None if drafts is None else drafts.chains
         if not len(late):
-            return self._sampler.ask(slots, positions, found, self._steps.by_slot)
-        rows = np.setdiff1d(np.arange(len(slots)), late)
+            return self._sampler.ask(slots, positions, found, self._steps.by_slot, chains)
+        rows = np.setdiff1d(np.arange(len(slots)), late) if chains is None else chains.without(late)
         number = {row: at for at, row in enumerate(rows.tolist())}
-        return self._sampler.ask_some(rows, slots, positions, {number[row]: mask for row, mask in found.items()})
+        found = {number[row]: mask for row, mask in found.items() if row in number}
+        return self._sampler.ask_some(rows, slots, positions, found, chains)
 
     def _queue_pooled(self, rows: Rows, inputs: StepInputs) -> Columns:
         if isinstance(self.model, Bert):
