@@ -37,6 +37,7 @@ from forebay.protocol.result import StepResult
 from forebay.runner import formats
 from forebay.runner.adapters import AdapterPlaces
 from forebay.runner.copier import Copier
+from forebay.runner.draft_model import DraftModel
 from forebay.runner.drafts import Drafts, verified
 from forebay.runner.group import roles
 from forebay.runner.images import Images
@@ -134,6 +135,8 @@ class ModelRunner:
         group = self._meet(meet)
         self._ranks, self._exchange = roles(config, group)
         self._arena = np.zeros(0, np.uint8) if arena is None else arena
+        self.draft_model = self._open_draft_model()
+        """None: the hand drafts nothing by itself."""
         available = self.device.available_bytes()
         self._group = group
         self._choice = Choice(self.device, config, group)
@@ -164,6 +167,11 @@ class ModelRunner:
             self._make_tables(self._hot_rows(pool))
         if config.pooling is not None and config.pooling.kind == "causal_mean":
             self._summed = Summed(config.slots)
+        if self.draft_model is not None and not self._verifies_drafts:
+            raise ConfigError(
+                "a draft model is not served here: its drafts are verified by GPUs and PyTorch's operators "
+                "(FOREBAY_KERNELS=torch), for models of text without recurrent layers and adapters"
+            )
         if pool is not None:
             self._copier = Copier(self.device, self.kv, pool, config.copy_gbps, config.kv_checksum)
 
@@ -174,6 +182,13 @@ class ModelRunner:
         if meet is None:
             raise ConfigError(f"{self.config.world_size} ranks, and no place where they could meet")
         return meet(self.device.torch_device)
+
+    def _open_draft_model(self) -> DraftModel | None:
+        draft = self.config.draft
+        if draft is None:
+            return None
+        runner = ModelRunner(DraftModel.config_of(self.config))
+        return DraftModel(runner, draft.tokens, self.model_config.vocab_size)
 
     def _make_pages(self, sizes: Sizes) -> None:
         config, kept = self.config, self.config.kept_model
@@ -327,6 +342,8 @@ class ModelRunner:
 
         If an earlier start has kept its packed weights, they are read instead.
         """
+        if self.draft_model is not None:
+            self.draft_model.load(report)
         model = self.model
         if isinstance(model, CalledModel):
             if self.config.load_format == "dummy":
@@ -365,6 +382,8 @@ class ModelRunner:
         The tables are unchanged afterwards. The content of the first pages is undefined. Raises `NotFiniteError`; if
         the weights are those of an earlier start, their files are removed.
         """
+        if self.draft_model is not None:
+            self.draft_model.warm_up()
         hot = self.tables.hot
         in_order = self._state_bytes > 0
         for plan in warm_plans(self.config, self._flag, backed=hot is not None, in_order=in_order):
@@ -422,7 +441,9 @@ class ModelRunner:
             "graphs": 0 if self._steps.graphs is None else self._steps.graphs.count,
             "blocks": self._blocks,
             "tokens_only": isinstance(self.model, CalledModel),
-            "verifies_drafts": self._verifies_drafts,
+            # Its own drafts are all that it verifies.
+            "verifies_drafts": self._verifies_drafts and self.draft_model is None,
+            "tokens_a_row": 1 if self.draft_model is None else 1 + self.draft_model.most,
             "state_page_count": self._state_pages,
             "state_bytes": self._state_bytes,
             **({} if self.images is None else self.images.facts()),
@@ -444,6 +465,9 @@ class ModelRunner:
         If it has masked rows, `masks` gives their masks after the model's work is queued.
         """
         device = self.device
+        drafted = plan
+        if self.draft_model is not None and plan.row_tokens.size and not plan.draft_tokens.size:
+            drafted = self.draft_model.propose(plan, self.tables, self.config.max_running_requests)
         with device.launching():
             if len(plan.rows) and self._copier is not None:
                 self._wait_for_saves(self._copier)
@@ -451,7 +475,7 @@ class ModelRunner:
             self._read_images(plan)
             writes = self.tables.read(plan, self._arena)
             self._read_adapters(plan)
-            drafts = self._drafts(plan)
+            drafts = self._drafts(drafted)
             computed = plan if drafts is None else drafts.plan
             inputs = StepInputs(computed, device)
             if writes is not None:
