@@ -2,12 +2,13 @@
 
     python -m benchmarks.speculation  # 15 minutes
 
-A model on the CPU answers requests of four kinds greedily, 1 and 8 at a time. Each round has a fresh process for each
+A model on the CPU answers requests of five kinds greedily, 1 and 8 at a time. Each round has a fresh process for each
 server, in turn. Texts are the same with and without drafts, which the command checks.
 
 - edit: a file with one change;
 - quote: a passage, word by word;
 - json: records of a table as JSON;
+- form: the same with a JSON schema, whose keys and marks are drafts too;
 - chat: questions whose answers repeat nothing.
 """
 
@@ -54,6 +55,27 @@ PASSAGES = [
         " can be drawn into wires thinner than a hair, which is why most cables are made of it."
     ),
 ]
+FORM = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "records",
+        "strict": True,
+        "schema": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {
+                    "id": {"type": "integer"},
+                    "name": {"type": "string"},
+                    "price": {"type": "integer"},
+                    "state": {"enum": ["open", "closed"]},
+                },
+                "required": ["id", "name", "price", "state"],
+                "additionalProperties": False,
+            },
+        },
+    },
+}
 QUESTIONS = [
     "Why is the sky blue at noon and red in the evening?",
     "Tell me a short story about a lighthouse keeper and a whale.",
@@ -85,29 +107,33 @@ def code(name: str) -> str:
 
 def asked() -> dict[str, list[str]]:
     """Requests of each kind."""
-    rows = "\n".join(f"{n},{name},{10 * n + 5},open" for n, name in enumerate([*NAMES, *NAMES]))
+    table = "\n".join(f"{n},{name},{10 * n + 5},open" for n, name in enumerate([*NAMES, *NAMES]))
+    objects = [
+        f"Write this table of the {name} as a JSON list of objects with the keys id, name, price, state.\n\n{table}"
+        for name in NAMES
+    ]
     return {
         "edit": [
             f"Rename the method `total` to `count` in this file. Answer with the whole file.\n\n{code(name)}"
             for name in NAMES
         ],
         "quote": [f"Repeat this passage word by word:\n\n{passage}" for passage in PASSAGES],
-        "json": [
-            f"Write this table of the {name} as a JSON list of objects with the keys id, name, price, state.\n\n{rows}"
-            for name in NAMES
-        ],
+        "json": objects,
+        "form": objects,
         "chat": QUESTIONS,
     }
 
 
-def ask(url: str, text: str) -> tuple[str, int]:
+def ask(url: str, text: str, kind: str) -> tuple[str, int]:
     """An answer, and the number of its tokens."""
-    body = {
+    body: dict[str, Any] = {
         "model": SERVED_NAME,
         "messages": [{"role": "user", "content": text}],
         "temperature": 0,
         "max_tokens": MOST_TOKENS,
     }
+    if kind == "form":
+        body["response_format"] = FORM
     request = urllib.request.Request(
         url + "/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -116,11 +142,11 @@ def ask(url: str, text: str) -> tuple[str, int]:
     return answer["choices"][0]["message"]["content"], answer["usage"]["completion_tokens"]
 
 
-def measure(url: str, prompts: list[str], streams: int) -> tuple[list[str], float]:
+def measure(url: str, prompts: list[str], streams: int, kind: str) -> tuple[list[str], float]:
     """The answers to prompts that are sent so many at a time, and tokens a second."""
     with ThreadPoolExecutor(streams) as pool:
         begun = time.perf_counter()
-        answers = list(pool.map(lambda prompt: ask(url, prompt), prompts))
+        answers = list(pool.map(lambda prompt: ask(url, prompt, kind), prompts))
         seconds = time.perf_counter() - begun
     return [text for text, _ in answers], sum(tokens for _, tokens in answers) / seconds
 
@@ -163,10 +189,10 @@ def main() -> None:
             continue
         with running:
             # The times of steps are learned from the first ones.
-            measure(running.url, asked()["chat"], 1)
+            measure(running.url, asked()["chat"], 1, "chat")
             for streams in STREAMS:
                 for kind, prompts in asked().items():
-                    answers, rate = measure(running.url, prompts * max(1, streams // 4), streams)
+                    answers, rate = measure(running.url, prompts * max(1, streams // 4), streams, kind)
                     workload = f"{kind}, {streams} at a time"
                     if texts.setdefault(workload, answers) != answers:
                         raise SystemExit(f"{workload}: {name} gave another text")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e.client import native_together
-from tests.e2e.conftest import Serve
+from tests.e2e.conftest import Models, Serve
 from tests.e2e.models import Model
 from tests.e2e.reference import prompts
 from tests.e2e.server import Server
@@ -18,6 +21,12 @@ from tests.e2e.waiting import eventually
 
 NGRAM = ("--speculative-algorithm", "ngram")
 ALWAYS = (*NGRAM, "--speculative-unpriced")
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["anna", "bert"]}, "sizes": {"type": "array", "items": {"type": "integer"}}},
+    "required": ["name", "sizes"],
+    "additionalProperties": False,
+}
 WAYS: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 0.7, "top_p": 0.9},
@@ -27,6 +36,9 @@ WAYS: list[dict[str, Any]] = [
     {"temperature": 0, "logit_bias": {"7": 3.0, "9": 2.0}, "min_new_tokens": 20},
     {"temperature": 0.1, "min_p": 0.2},
     {"temperature": 0, "ignore_eos": False, "stop_token_ids": [5, 6, 7]},
+    {"temperature": 1.3, "regex": "(ab|cd|[0-9]){20,90}"},
+    {"temperature": 0.7, "ignore_eos": False, "json_schema": json.dumps(SCHEMA)},
+    {"temperature": 0, "regex": "(ab){30}", "frequency_penalty": 0.3, "repetition_penalty": 1.2},
 ]
 REQUESTS = 24
 TOKENS = 48
@@ -152,15 +164,17 @@ def test_a_predicted_answer_is_counted_and_changes_nothing(serve: Serve, tiny: M
     assert "prediction" in response.headers["x-forebay-ignored"]
 
 
-def test_rows_with_masks_and_compiled_kernels_in_python_have_none(
-    serve: Serve, tiny: Model, expected: list[dict[str, Any]]
-) -> None:
-    server = serve(tiny, "--dtype", "float32", *ALWAYS)
-    form = {"max_new_tokens": 30, "temperature": 0, "regex": "(ab){12}"}
-    answer = server.ask("/generate", {"input_ids": [5, 6] * 12, "sampling_params": form})
-    assert answer["text"] == "ab" * 12
-    assert server.metric("vllm:spec_decode_num_draft_tokens_total") == 0
-    server.kill()
+@pytest.mark.parametrize("hand", [(), ("--device", "deferred")], ids=["rust", "torch"])
+def test_what_a_form_forces_is_drafted(serve: Serve, tiny: Model, hand: tuple[str, ...]) -> None:
+    server = serve(tiny, "--dtype", "float32", *ALWAYS, *hand)
+    form = {"max_new_tokens": 60, "temperature": 1.0, "seed": 4, "regex": "[0-9]{3}, and not only that but more"}
+    answer = server.ask("/generate", {"input_ids": [5, 6], "sampling_params": form})
+    assert answer["text"][3:] == ", and not only that but more"
+    drafted = server.metric("vllm:spec_decode_num_draft_tokens_total")
+    assert drafted >= server.metric("vllm:spec_decode_num_accepted_tokens_total") >= 4
+
+
+def test_compiled_kernels_in_python_verify_none(serve: Serve, tiny: Model, expected: list[dict[str, Any]]) -> None:
     torch = serve(tiny, "--dtype", "float32", "--hand", "torch", *NGRAM)
     answers = native_together(torch, asked(tiny)[:6])
     assert [a["output_ids"] for a in answers] == [a["output_ids"] for a in expected[:6]]
@@ -168,12 +182,48 @@ def test_rows_with_masks_and_compiled_kernels_in_python_have_none(
     eventually(lambda: "speculation is off" in torch.log(), "the log says so")
 
 
+@pytest.mark.parametrize("draft", ["llama", "qwen2"])
+def test_a_draft_model_changes_no_token(
+    serve: Serve, models: Models, tiny: Model, expected: list[dict[str, Any]], draft: str
+) -> None:
+    drafts = ("-md", str(models(draft).path), "--draft-max", "3")
+    server = serve(tiny, "--dtype", "float32", "--device", "deferred", *drafts)
+    answers = native_together(server, asked(tiny), held=True)
+    assert told(answers) == told(expected)
+    assert logprobs(answers) == pytest.approx(logprobs(expected), abs=1e-5)
+    again = native_together(server, asked(tiny)[:4])
+    assert told(again) == told(expected[:4]), "their prompts come from the prefix cache"
+    assert (accepted(server) > 0) == (draft == "llama")
+
+
+def test_where_no_draft_model_is_served_is_said(serve: Serve, tiny: Model, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tiny.path, other)
+    described = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = described["model"]["vocab"]
+    one, two = list(vocabulary)[300:302]
+    vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
+    (other / "tokenizer.json").write_text(json.dumps(described))
+    for flags, why in (
+        (("-md", str(other)), "needs the tokenizer of"),
+        (("-md", str(tiny.path)), "a draft model is not served here"),
+        (("-md", str(tiny.path), "--hand", "rust"), "the Rust hand does not have draft models"),
+        (("-md", str(tiny.path), "--device", "sim"), "a draft model is not served with a simulated device"),
+    ):
+        refused = serve(tiny, *flags, healthy=False)
+        assert refused.process.wait(60) != 0
+        assert why in refused.log()
+
+
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
         (("--draft-max", "4"), "--speculative-algorithm ngram turns them on"),
         ((*NGRAM, "--enable-dp-attention", "--dp-size", "2", "--tp-size", "2"), "speculation has to be off"),
-        (("--speculative-draft-model-path", "x"), "no draft model is loaded"),
+        (("--speculative-algorithm", "EAGLE3"), "heads that draft are not there"),
+        (("--speculative-algorithm", "STANDALONE"), "a draft model has to be named"),
+        (("-md", "/no/such/model"), "the model /no/such/model is not available"),
+        ((*NGRAM, "-md", "/no/such/model"), "a draft model is for --speculative-algorithm draft_model"),
     ],
 )
 def test_what_does_not_go_together_is_said(serve: Serve, tiny: Model, flags: tuple[str, ...], why: str) -> None:

@@ -18,6 +18,8 @@ Step: TypeAlias = Callable[[Plan, Masks], StepResult]
 """Executes a plan with these masks, which are of use only where it has masked rows."""
 Late: TypeAlias = Callable[[int, int], bool]
 """True if the mask of this slot is not ready in this step."""
+Drafted: TypeAlias = Callable[[int, int], list[int]]
+"""Drafts for a slot that has said so many tokens."""
 Said: TypeAlias = list[tuple[int, list[int], list[float]]]
 """Tokens, each with the ids and values of its log-probabilities."""
 
@@ -49,8 +51,10 @@ def mask_of(slot: int, position: int, vocabulary: int) -> UInt32s | None:
     return np.random.default_rng((slot, position)).integers(0, 1 << 32, words, np.uint64).astype(np.uint32)
 
 
-def tell(step_of: Step, late: Late, vocabulary: int = TINY["vocab_size"]) -> list[Said]:
-    """What each slot says."""
+def tell(
+    step_of: Step, late: Late, vocabulary: int = TINY["vocab_size"], drafted: Drafted = lambda *_: []
+) -> tuple[list[Said], int]:
+    """What each slot says, and the number of steps. Masks behind drafts are late too."""
     said: list[Said] = [[] for _ in SLOTS]
     prompt, pages = 5, 4
     step, begun = 0, False
@@ -61,6 +65,8 @@ def tell(step_of: Step, late: Late, vocabulary: int = TINY["vocab_size"]) -> lis
         places: list[int] = []
         missing: list[int] = []
         giving: list[int] = []
+        drafts: list[int] = []
+        row_tokens: list[int] = []
         for slot, sampling in enumerate(SLOTS):
             if len(said[slot]) == COUNTS[slot]:
                 continue
@@ -69,36 +75,68 @@ def tell(step_of: Step, late: Late, vocabulary: int = TINY["vocab_size"]) -> lis
                 builder.slot(slot, [7 + slot, 8, 9, 10, 11], sampling)
                 builder.page_writes += [(slot, index, pages * slot + index) for index in range(pages)]
             builder.row(slot, end - 1 if begun else 0, 1 if begun else end, masked=slot != FREE)
-            mask = mask_of(slot, end, vocabulary)
-            if slot != FREE and late(step, slot):
-                missing.append(len(places))
-                places.append(EVERYTHING)
+            expected = drafted(slot, len(said[slot]))[: COUNTS[slot] - len(said[slot]) - 1] if begun else []
+            drafts += expected
+            row_tokens.append(1 + len(expected))
+            ready = [slot == FREE or not late(step + 5 * nth, slot) for nth in range(row_tokens[-1])]
+            if ready[0]:
+                giving.append(slot)
+            if slot == FREE:
                 continue
-            giving.append(slot)
-            if slot != FREE:
-                places.append(EVERYTHING if mask is None else INLINE)
-                words += [] if mask is None else [mask]
+            for nth in range(row_tokens[-1]):
+                mask = mask_of(slot, end + nth, vocabulary)
+                fine = all(ready[: nth + 1])
+                missing += [] if fine else [len(places)]
+                places.append(EVERYTHING if mask is None or not fine else INLINE)
+                words += [] if mask is None or not fine else [mask]
         begun = True
+        if drafts:
+            builder.row_tokens, builder.draft_tokens = row_tokens, drafts
         inline = np.concatenate(words).view(np.int32) if words else np.zeros(0, np.int32)
         masks = Masks(step, np.array(places, np.int32), inline, np.array(missing, np.int32))
         result = step_of(builder.build(), masks)
         assert not result.row_errors.any()
-        assert len(result.tokens) == len(giving)
-        counts = result.logprob_counts.tolist() or [0] * len(giving)
-        assert len(counts) == len(giving)
+        of_rows = result.token_counts.tolist() or [1] * len(giving)
+        givers = [slot for slot, count in zip(giving, of_rows, strict=True) for _ in range(count)]
+        assert len(result.tokens) == len(givers)
+        counts = result.logprob_counts.tolist() or [0] * len(givers)
+        assert len(counts) == len(givers)
         at = 0
-        for slot, token, count in zip(giving, result.tokens.tolist(), counts, strict=True):
+        for slot, token, count in zip(givers, result.tokens.tolist(), counts, strict=True):
             ids, values = result.logprob_ids[at : at + count], result.logprob_values[at : at + count]
             said[slot].append((token, ids.tolist(), values.tolist()))
             at += count
         assert step < 200, "nobody waits for ever"
-    return said
+    return said, step
 
 
 def check_late(step_of: Callable[[], Step], late: Late, vocabulary: int = TINY["vocab_size"]) -> None:
     """Compares a story with one in which all masks are ready. `step_of` gives a new hand."""
-    expected = tell(step_of(), lambda *_: False, vocabulary)
-    found = tell(step_of(), late, vocabulary)
+    expected, _ = tell(step_of(), lambda *_: False, vocabulary)
+    found, _ = tell(step_of(), late, vocabulary)
+    compare(found, expected)
+
+
+def check_drafted(step_of: Callable[[], Step], late: Late, vocabulary: int = TINY["vocab_size"]) -> int:
+    """The same with drafts, each of which is right with a probability. Gives the steps that right ones save."""
+    expected, _ = tell(step_of(), lambda *_: False, vocabulary)
+    _, steps = tell(step_of(), late, vocabulary)
+    saved = 0
+    for right in (0, 0.7, 1):
+        random = np.random.default_rng(5)
+
+        def drafted(slot: int, count: int, right: float = right, random: np.random.Generator = random) -> list[int]:
+            tokens = [token for token, *_ in expected[slot][count : count + int(random.integers(0, 6))]]
+            return [token if random.random() < right else (token + 1) % vocabulary for token in tokens]
+
+        found, fewer = tell(step_of(), late, vocabulary, drafted)
+        compare(found, expected)
+        saved = steps - fewer
+    return saved
+
+
+def compare(found: list[Said], expected: list[Said]) -> None:
+    """Compares tokens and log-probabilities."""
     for slot, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         assert [token for token, *_ in ours] == [token for token, *_ in theirs], slot
         for (_, ids, values), (_, other_ids, other_values) in zip(ours, theirs, strict=True):

@@ -17,6 +17,7 @@ from forebay.runner.runner import ModelRunner
 from forebay.state.checks import PlanError
 from tests.hand.drafted import VOCABULARY, Streams, alone, check_drafts
 from tests.hand.greedy import model_of
+from tests.hand.late_masks import PATTERNS, Late, Step, check_drafted
 from tests.hand.support import PlanBuilder, Sampling, runner_of
 
 
@@ -83,7 +84,6 @@ def test_a_draft_without_numbers_ends_the_row_before_it(
         slots=2,
         stride=97,
         context_length=96,
-        floats=np.tile(np.array([0, 1, 0, 1, 0, 0], np.float32), (2, 1)),
     )
     drafts = Drafts.of(builder.build(), tables, 8)
     assert drafts.plan.rows[:, :3].tolist() == [[0, 4, 1], [0, 5, 1], [0, 6, 1], [1, 4, 1], [1, 5, 1]]
@@ -122,3 +122,25 @@ def test_a_draft_behind_the_context_is_a_wrong_plan() -> None:
     builder.row_tokens, builder.draft_tokens = [3], [1, 2]
     with pytest.raises(PlanError, match="a draft at position"):
         streams.runner.step(builder.build())
+
+
+def never(step: int, slot: int) -> bool:
+    """All masks are ready."""
+    return False
+
+
+@pytest.mark.parametrize("graph_rows", [0, 40], ids=["eager", "graphs"])
+@pytest.mark.parametrize("late", [never, *PATTERNS.values()], ids=["never", *PATTERNS])
+def test_masked_rows_give_the_tokens_without_drafts(
+    late: Late, graph_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With penalties and log-probabilities; masks of drafts are late too."""
+    monkeypatch.setenv(VARIABLE, "reference")
+    paged: dict[str, Any] = {"attention_backend": "triton", "graph_rows": graph_rows} if graph_rows else {}
+
+    def step_of() -> Step:
+        runner = runner_of(model_of("llama"), device="deferred", max_running_requests=40, **paged)
+        return lambda plan, masks: runner.step(plan, lambda: masks)
+
+    saved = check_drafted(step_of, late)
+    assert saved > 0 or late is not never

@@ -32,7 +32,7 @@ from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
 from forebay.weights.pooling import Pooling
 from tests.hand.gguf_models import Form, write
-from tests.hand.late_masks import PATTERN, Late, Step, check_late
+from tests.hand.late_masks import PATTERN, PATTERNS, Late, Step, check_drafted, check_late
 from tests.hand.process import spawn
 from tests.hand.support import (
     HOST,
@@ -493,6 +493,26 @@ def test_a_row_whose_mask_is_not_ready_says_the_same_later(tmp_path: Path, late:
             ).collect()
 
         check_late(step_of, late)
+
+
+def never(step: int, slot: int) -> bool:
+    """All masks are ready."""
+    return False
+
+
+@pytest.mark.parametrize("late", [never, *PATTERNS.values()], ids=["never", *PATTERNS])
+def test_masked_rows_give_the_tokens_without_drafts(tmp_path: Path, late: Late) -> None:
+    values = settings(in_safetensors(tmp_path, "llama"))
+    with ExitStack() as hands:
+
+        def step_of() -> Step:
+            runner = hands.enter_context(rust(tmp_path, values))
+            return lambda plan, masks: runner.launch(
+                plan, masks.encode() if plan.rows[:, 3].max() > 1 else b""
+            ).collect()
+
+        saved = check_drafted(step_of, late)
+        assert saved > 0 or late is not never
 
 
 def test_each_hand_reads_what_the_other_has_kept(tmp_path: Path) -> None:

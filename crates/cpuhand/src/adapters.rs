@@ -74,7 +74,8 @@ struct Read {
 pub(crate) fn adapter_sizes(parts: &DecoderParts<'_>, sizes: &Sizes) -> AdapterSizes {
     let layers = (0..parts.layers()).map(|layer| {
         let dense = matches!(parts.shape.feed(layer), FeedShape::Dense(_));
-        sizes.adapted_widths(parts.kind_of[layer], dense)
+        let attention = parts.recurrence(layer).is_none().then(|| parts.kind_of[layer]);
+        sizes.adapted_widths(attention, dense)
     });
     AdapterSizes::new(sizes.dtype, sizes.hidden, layers.collect::<Vec<_>>())
 }

@@ -87,7 +87,7 @@ impl Columns {
             columns.length.push(length);
             columns.drafts.push(drafts);
             columns.last.push(last);
-            if row.want == Want::Masked {
+            if matches!(row.want, Want::Masked(_)) {
                 columns.masked.push(columns.sampling.len());
             }
             if pooled || row.want.samples() {

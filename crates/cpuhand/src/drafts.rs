@@ -25,11 +25,11 @@ impl Run {
     }
 
     /// Samples the tokens of the row. `sample` gives that of one place and position, for a slot
-    /// with the tokens before it.
+    /// with the tokens before it; `None`: the row ends before it.
     pub(crate) fn verify(
         &self,
         tables: &Tables,
-        mut sample: impl FnMut(usize, usize, &Slot) -> Sampled,
+        mut sample: impl FnMut(usize, usize, &Slot) -> Option<Sampled>,
     ) -> Vec<Sampled> {
         let slot = &tables.slots[self.slot];
         // Penalties count accepted drafts. The slot itself gets them with the others, in `keep`.
@@ -37,7 +37,8 @@ impl Run {
         let mut given = Vec::with_capacity(1);
         for nth in 0..self.places() {
             let position = self.position + nth;
-            let sampled = sample(self.first + nth, position, counted.as_ref().unwrap_or(slot));
+            let before = counted.as_ref().unwrap_or(slot);
+            let Some(sampled) = sample(self.first + nth, position, before) else { break };
             let (token, finite) = (sampled.token, sampled.finite);
             if nth > 0 && !finite {
                 // The tokens before it are fine. The next row begins here, and has the error.
@@ -105,17 +106,20 @@ mod tests {
             let mut positions = Vec::new();
             let given = run.verify(&tables, |place, position, _| {
                 positions.push((place, position));
-                fine(drawn[place])
+                Some(fine(drawn[place]))
             });
             assert_eq!(given.iter().map(|it| it.token).collect::<Vec<_>>(), expected);
             let all = (0..expected.len()).map(|nth| (nth, 3 + nth)).collect::<Vec<_>>();
             assert_eq!(positions, all);
         }
         let broken = Sampled { finite: false, ..fine(0) };
-        let given = run.verify(&tables, |_, _, _| broken.clone());
+        let given = run.verify(&tables, |_, _, _| Some(broken.clone()));
         assert_eq!(given, std::slice::from_ref(&broken), "nothing follows an error");
-        let given = run.verify(&tables, |at, _, _| if at == 0 { fine(7) } else { broken.clone() });
+        let given =
+            run.verify(&tables, |at, _, _| Some(if at == 0 { fine(7) } else { broken.clone() }));
         assert_eq!(given, [fine(7)], "the error is the next row's");
+        let given = run.verify(&tables, |at, _, _| (at < 2).then(|| fine([7, 8][at])));
+        assert_eq!(given, [fine(7), fine(8)], "the next mask is not ready");
     }
 
     #[test]
@@ -125,7 +129,7 @@ mod tests {
         let mut seen = Vec::new();
         let given = run.verify(&tables, |place, _, slot| {
             seen.push(slot.counts.get(&7).map_or(0, |count| count.generated));
-            fine([7, 7, 2, 1][place])
+            Some(fine([7, 7, 2, 1][place]))
         });
         assert_eq!((given.len(), seen), (3, vec![0, 1, 2]));
         assert!(!tables.slots[1].counts.contains_key(&7), "the slot has not got them yet");

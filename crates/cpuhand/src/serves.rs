@@ -35,6 +35,8 @@ pub struct Asked<'a> {
     pub attention_backend: bool,
     /// True if requests may name adapters.
     pub adapters: bool,
+    /// True if another model drafts.
+    pub draft_model: bool,
     /// The value of `FOREBAY_KERNELS`.
     pub kernels: Option<&'a str>,
 }
@@ -62,6 +64,7 @@ impl<'a> Asked<'a> {
                 || config.hot_row_tokens.is_some(),
             attention_backend: config.attention_backend.is_some(),
             adapters: config.lora.is_some(),
+            draft_model: config.draft.is_some(),
             kernels,
         }
     }
@@ -97,6 +100,9 @@ pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
     // Who starts hands refuses it before one is chosen.
     if asked.adapters && (encodes || asked.pooling.is_some()) {
         return lacks("adapters of models that pool");
+    }
+    if asked.draft_model {
+        return lacks("draft models");
     }
     if asked.kernels == Some("torch") {
         return lacks("PyTorch's operators, which FOREBAY_KERNELS asks for");
@@ -178,6 +184,7 @@ mod tests {
             host_tier: false,
             attention_backend: false,
             adapters: false,
+            draft_model: false,
             kernels: None,
         };
         assert_eq!(serves(&good), Ok(()));
@@ -186,6 +193,7 @@ mod tests {
         for (asked, why) in [
             (Asked { pooling: Some("cls"), ..good }, "the pooling \"cls\""),
             (Asked { sees: true, ..good }, "images"),
+            (Asked { draft_model: true, ..good }, "draft models"),
             (Asked { device: "cuda", ..good }, "the device cuda"),
             (Asked { quantization: Some("fp8"), ..good }, "--quantization fp8"),
             (Asked { ranks: 2, ..good }, "several ranks"),
@@ -229,6 +237,7 @@ mod tests {
             host_tier: false,
             attention_backend: false,
             adapters: false,
+            draft_model: false,
             kernels: None,
         };
         assert_eq!(serves(&asked(&even, Some("mean"))), Ok(()));

@@ -98,7 +98,7 @@ impl States {
             }
             let end = row.start.saturating_add(row.length);
             (self.seen[slot], self.other[slot]) = (Some(end), None);
-            if row.want == Want::Masked {
+            if matches!(row.want, Want::Masked(_)) {
                 self.other[slot] = Some(end - 1);
                 self.half[slot] = !self.half[slot];
             }
@@ -231,14 +231,14 @@ mod tests {
         let mut states = States::new(3, 0);
         let first = read(&mut states, |plan| {
             new_slot(plan);
-            row(plan, 0, 5, Want::Masked);
+            row(plan, 0, 5, Want::MASKED);
         });
         assert_eq!(first.expect("a row").rows, [[1, 4]]);
         for _ in 0..2 {
-            let again = read(&mut states, |plan| row(plan, 4, 1, Want::Masked));
+            let again = read(&mut states, |plan| row(plan, 4, 1, Want::MASKED));
             assert_eq!(again.expect("the same position").rows, [[1, 4]]);
         }
-        let next = read(&mut states, |plan| row(plan, 5, 1, Want::Masked));
+        let next = read(&mut states, |plan| row(plan, 5, 1, Want::MASKED));
         assert_eq!(next.expect("the next one").rows, [[4, 1]]);
         assert!(read(&mut states, |plan| row(plan, 4, 1, Want::TOKEN)).is_err());
     }

@@ -126,7 +126,7 @@ impl Runner {
                 // What is not finite has no token.
                 let (token, finite) =
                     if finite[place] == 1 { (best[place], true) } else { (0, false) };
-                Sampled { token, finite, logprobs: Vec::new() }
+                Some(Sampled { token, finite, logprobs: Vec::new() })
             };
             for (run, &row) in wanted.iter().zip(&columns.sampling) {
                 let given = run.verify(&self.tables, sample);
@@ -147,14 +147,15 @@ impl Runner {
                 self.heads(&states, prompts, &mut logits, result)?;
             }
         }
-        let mut of_rows = vec![Mask::Everything; wanted.len()];
+        let mut of_places = vec![Mask::Everything; last.len()];
         if !columns.masked.is_empty() {
             let Some(received) = masks()? else { return Ok(false) };
-            self.masks(plan.step(), &columns, &received, &mut of_rows)?;
+            let masked: Vec<Run> = columns.masked.iter().map(|&at| wanted[at]).collect();
+            self.masks(plan.step(), &masked, &received, &mut of_places)?;
         }
-        let drawn: Vec<usize> =
-            (0..wanted.len()).filter(|&at| of_rows[at] != Mask::NoToken).collect();
-        let found = self.sample(&logits, &wanted, (&drawn, &of_rows));
+        let sits_out = |at: usize| of_places[wanted[at].first] == Mask::NoToken;
+        let drawn: Vec<usize> = (0..wanted.len()).filter(|&at| !sits_out(at)).collect();
+        let found = self.sample(&logits, &wanted, (&drawn, &of_places));
         self.logits = logits;
         let asked = drawn.iter().any(|&at| self.tables.slots[wanted[at].slot].logprobs().is_some());
         for (&at, given) in drawn.iter().zip(&found) {
@@ -179,7 +180,8 @@ impl Runner {
         }
     }
 
-    /// Samples those of the wanted rows that are `drawn`, each on the next free thread.
+    /// Samples those of the wanted rows that are `drawn`, each on the next free thread. There is a
+    /// mask for each of their places.
     fn sample(
         &self,
         logits: &[f32],
@@ -190,11 +192,15 @@ impl Runner {
         let (vocabulary, tables) = (self.sizes.vocabulary, &self.tables);
         self.threads.each(drawn.len(), |number| {
             let at = drawn[number];
-            let mask = if let Mask::Tokens(words) = &masks[at] { Some(&words[..]) } else { None };
             let given = wanted[at].verify(tables, |place, position, slot| {
+                let mask = match &masks[place] {
+                    Mask::Everything => None,
+                    Mask::Tokens(words) => Some(&words[..]),
+                    Mask::NoToken => return None,
+                };
                 let logits = &logits[place * vocabulary..][..vocabulary];
                 let ask = Ask { slot, position, mask };
-                SCRATCH.with_borrow_mut(|scratch| sample(logits, &ask, scratch))
+                Some(SCRATCH.with_borrow_mut(|scratch| sample(logits, &ask, scratch)))
             });
             // It is the only one for this row.
             let _ = found[number].set(given);
@@ -202,24 +208,25 @@ impl Runner {
         found.into_iter().filter_map(OnceLock::into_inner).collect()
     }
 
-    /// Gives rows their masks.
+    /// Gives the places of masked rows their masks.
     fn masks(
         &self,
         step: u64,
-        columns: &Columns,
+        masked: &[Run],
         received: &ReceivedMasks,
         to: &mut [Mask],
     ) -> Result<(), PlanError> {
-        if received.step != step || received.places.len() != columns.masked.len() {
+        let places = || masked.iter().flat_map(|run| run.first..run.first + run.places());
+        if received.step != step || received.places.len() != places().count() {
             return wrong(format!(
-                "{} masks of step {}, where step {step} has {} masked rows",
+                "{} masks of step {}, where step {step} has {} masked positions",
                 received.places.len(),
                 received.step,
-                columns.masked.len()
+                places().count()
             ));
         }
         let width = self.sizes.vocabulary.div_ceil(32);
-        for (&at, &place) in columns.masked.iter().zip(&received.places) {
+        for (at, &place) in places().zip(&received.places) {
             to[at] = match place {
                 MaskPlace::Everything => Mask::Everything,
                 MaskPlace::NoToken => Mask::NoToken,

@@ -1,5 +1,7 @@
 //! The number of drafts of a step.
 
+use std::cmp::Ordering;
+
 use crate::acceptance::Acceptance;
 use crate::costs::StepCosts;
 
@@ -21,6 +23,19 @@ pub struct DraftOffer {
     pub most: u32,
     /// The acceptance of the request, relative to that of others: 1 is usual.
     pub ratio: f64,
+    /// The first so many are certain: nothing else can come.
+    pub forced: u32,
+}
+
+/// The probabilities of the drafts of an offer.
+#[derive(Debug, Clone, Copy)]
+struct Odds {
+    /// That of the next draft, and of all before it.
+    next: f64,
+    /// That of the first draft that is not certain.
+    first: f64,
+    /// That of each further one, if those before it are right.
+    further: f64,
 }
 
 /// Buys drafts with the time of steps.
@@ -42,17 +57,23 @@ impl DraftBudget {
         counts.clear();
         counts.resize(offers.len(), 0);
         let Some(alone) = self.costs.us(rows.max(1)) else { return };
-        // The next draft of each offer: its probability, and that of a further one.
-        let mut next: Vec<(f64, f64)> = offers.iter().map(|offer| self.odds(offer)).collect();
+        let mut odds: Vec<Odds> = offers.iter().map(|offer| self.odds(offer)).collect();
         let mut taken = counts.clone();
         let (mut tokens, usual) = (f64::from(rows), f64::from(rows) / alone);
         let mut best = usual * self.least_gain();
         for drafts in 1..=room {
             let open = (0..offers.len()).filter(|&at| taken[at] < offers[at].most);
-            let Some(at) = open.max_by(|&a, &b| next[a].0.total_cmp(&next[b].0)) else { break };
-            tokens += next[at].0;
+            let Some(at) = open.max_by(|&a, &b| odds[a].next.total_cmp(&odds[b].next)) else {
+                break;
+            };
+            tokens += odds[at].next;
             taken[at] += 1;
-            next[at].0 *= next[at].1;
+            let Odds { next, first, further } = &mut odds[at];
+            *next *= match taken[at].cmp(&offers[at].forced) {
+                Ordering::Less => 1.0,
+                Ordering::Equal => *first,
+                Ordering::Greater => *further,
+            };
             let rate = self.costs.us(rows + drafts).map_or(0.0, |us| tokens / us);
             if rate > best {
                 best = rate;
@@ -61,10 +82,11 @@ impl DraftBudget {
         }
     }
 
-    fn odds(&self, offer: &DraftOffer) -> (f64, f64) {
+    fn odds(&self, offer: &DraftOffer) -> Odds {
         let (first, further) = self.acceptance.expected(offer.length);
         let bounded = |odds: f64| (odds * offer.ratio).min(0.99);
-        (bounded(first), bounded(further))
+        let (first, further) = (bounded(first), bounded(further));
+        Odds { next: if offer.forced > 0 { 1.0 } else { first }, first, further }
     }
 
     fn least_gain(&self) -> f64 {
@@ -85,7 +107,8 @@ impl DraftBudget {
         self.costs.learn(rows + drafts, us);
     }
 
-    /// Takes the outcome of a row's drafts. Gives their share of the usual acceptance: 1 is usual.
+    /// Takes the outcome of a row's drafts that were not forced. Gives their share of the usual
+    /// acceptance: 1 is usual.
     pub fn row_ended(&mut self, length: u32, drafted: u32, accepted: u32) -> f64 {
         let (first, further) = self.acceptance.expected(length);
         let expected: f64 = (0..drafted).map(|nth| first * further.powi(nth.cast_signed())).sum();
@@ -118,8 +141,8 @@ mod tests {
     #[test]
     fn drafts_fill_a_stair_and_no_more() {
         let budget = stairs();
-        let sure = DraftOffer { length: 32, most: 8, ratio: 1.0 };
-        let unsure = DraftOffer { length: 2, most: 8, ratio: 0.25 };
+        let sure = DraftOffer { length: 32, most: 8, ratio: 1.0, forced: 0 };
+        let unsure = DraftOffer { length: 2, most: 8, ratio: 0.25, forced: 0 };
         assert_eq!(bought(&DraftBudget::default(), 1, &[sure], 8), [0], "nothing was measured");
         assert_eq!(bought(&budget, 1, &[sure], 2), [2], "there is no more room");
         assert_eq!(bought(&budget, 4, &[unsure; 4], 8), [0; 4], "the next stair is dear");
@@ -129,9 +152,19 @@ mod tests {
     }
 
     #[test]
+    fn what_is_forced_is_certain_and_what_follows_it_is_not() {
+        let budget = stairs();
+        let unsure = DraftOffer { length: 2, most: 8, ratio: 0.25, forced: 0 };
+        let begins = |forced| DraftOffer { forced, ..unsure };
+        assert_eq!(bought(&budget, 2, &[unsure; 2], 8), [1, 1]);
+        assert_eq!(bought(&budget, 2, &[unsure, begins(2)], 8), [0, 2], "it goes first");
+        assert_eq!(bought(&budget, 2, &[unsure, begins(1)], 8).iter().sum::<u32>(), 2);
+    }
+
+    #[test]
     fn drafts_that_never_pay_end() {
         let mut budget = stairs();
-        let offer = DraftOffer { length: 8, most: 4, ratio: 1.0 };
+        let offer = DraftOffer { length: 8, most: 4, ratio: 1.0, forced: 0 };
         let mut ratio = 1.0;
         let mut bad = 0;
         for _ in 0..400 {

@@ -17,6 +17,8 @@ pub enum DraftSource {
     Own,
     /// The answer that the client has predicted.
     Prediction,
+    /// The form of the answer, which allows nothing else.
+    Form,
 }
 
 /// The reason for drafts: tokens that occurred before.

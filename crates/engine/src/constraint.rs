@@ -16,14 +16,38 @@ pub trait Constraint: fmt::Debug + Send {
     /// The token was not allowed. The constraint can't be used any more.
     fn accept(&mut self, token: i32) -> Result<(), Broken>;
 
-    /// Writes the tokens that may come next: bit `i % 32` of word `i / 32` is set for an allowed
-    /// token `i`. Every word is written, and at least one bit is set. A thread fills the masks of
-    /// several requests one after the other, so this must not wait. If it takes long, the request's
-    /// row sits the step out, and others go on.
+    /// Writes the tokens that may come next to the first of `masks`. The others get those that may
+    /// come behind each of `drafts`, as if these had been generated. In a mask bit `i % 32` of word
+    /// `i / 32` is set for an allowed token `i`. Every word is written, and at least one bit is set.
+    ///
+    /// Gives the content of each mask that was made: the first, and as many more as can be. There is
+    /// none behind a draft that can't come. Afterwards the constraint is as it was before.
+    ///
+    /// A thread makes the masks of several requests one after the other, so this must not wait. If it
+    /// takes long, the request's row sits the step out, and others go on.
     ///
     /// # Errors
     /// No token can come next, or the search for one would take too long.
-    fn mask(&mut self, words: &mut [u32]) -> Result<Allowed, Broken>;
+    fn walk(&mut self, drafts: &[i32], masks: &mut [&mut [u32]]) -> Result<Vec<Allowed>, Broken>;
+
+    /// Writes the tokens that may come next, as [`Self::walk`] does.
+    ///
+    /// # Errors
+    /// Those of [`Self::walk`].
+    fn mask(&mut self, words: &mut [u32]) -> Result<Allowed, Broken> {
+        let made = self.walk(&[], &mut [words])?;
+        made.first().copied().ok_or_else(|| Broken("no mask was made".into()))
+    }
+
+    /// Leaves those of `drafts` that can come next, as far as this is cheap to know. If one certain
+    /// token comes after the other, these go first, up to `most`. Gives the number of certain ones.
+    ///
+    /// # Errors
+    /// The constraint can't be used any more.
+    fn restrict(&mut self, most: usize, drafts: &mut Vec<i32>) -> Result<usize, Broken> {
+        drafts.truncate(most);
+        Ok(0)
+    }
 }
 
 /// The content of a mask.

@@ -87,10 +87,10 @@ pub use constraint::{Allowed, Broken, Constraint};
 pub use executor::{Executor, Signal, Wake};
 pub use forebay_protocol::{AdapterOrder, Dtype, Grid, Pooling, PromptLogprobs, Ready, SlotSpec};
 pub use forebay_scheduler::{
-    BlockEvent, BlockHash, DecodeGap, DraftCounts, DraftStats, FairQueue, History, HostStats,
-    HostTier, ImageId, ImageStats, Lookup, Namer, Past, Phase, Place, PlaceStats, Planned, Policy,
-    PromptImage, PromptTail, Proposer, QueuedRequest, Request, RequestView, SavePolicy, StateCache,
-    StateStats, Stats as SchedulerStats,
+    BlockEvent, BlockHash, DecodeGap, DraftCounts, DraftMatch, DraftSource, DraftStats, FairQueue,
+    History, HostStats, HostTier, ImageId, ImageStats, Lookup, Namer, Past, Phase, Place,
+    PlaceStats, Planned, Policy, PromptImage, PromptTail, Proposer, QueuedRequest, Request,
+    RequestView, SavePolicy, StateCache, StateStats, Stats as SchedulerStats,
 };
 pub use handle::{EngineHandle, Size};
 pub use journal::{Journal, KEPT_MOMENTS, KEPT_STEPS, Moment, Notes, Since, StepNote, What};

@@ -325,9 +325,9 @@ impl Constraint for Even {
         if token % 2 == 0 { Ok(()) } else { Err(Broken(format!("{token} is odd"))) }
     }
 
-    fn mask(&mut self, words: &mut [u32]) -> Result<Allowed, Broken> {
-        words.fill(0x5555_5555);
-        Ok(Allowed::Some)
+    fn walk(&mut self, drafts: &[i32], masks: &mut [&mut [u32]]) -> Result<Vec<Allowed>, Broken> {
+        masks.iter_mut().for_each(|words| words.fill(0x5555_5555));
+        Ok(vec![Allowed::Some; 1 + drafts.iter().take_while(|&draft| draft % 2 == 0).count()])
     }
 }
 

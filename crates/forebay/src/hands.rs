@@ -49,6 +49,7 @@ impl Chosen {
             host_tier: config.host_bytes.is_some() || config.host_ratio.is_some(),
             attention_backend: config.attention_backend.is_some(),
             adapters: config.lora.is_some(),
+            draft_model: config.draft.is_some(),
             kernels: kernels.as_deref(),
         };
         // PyTorch's hand refuses it too, and need not be installed for that.

@@ -35,6 +35,11 @@ impl Counted {
     pub(crate) fn bytes(&self) -> usize {
         self.parser.lexer_stats().num_bytes
     }
+
+    /// The number of tokens that it knows.
+    pub(crate) fn tokens(&self) -> usize {
+        self.matcher.tok_env().map_or(0, |env| env.tok_trie().vocab_size())
+    }
 }
 
 /// A compiled source. Requests get copies of its matcher.

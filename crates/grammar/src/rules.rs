@@ -60,15 +60,17 @@ struct Follower {
     growth: Arc<Growth>,
     /// The matcher, once a second mask was needed.
     running: Option<Box<Running>>,
-    /// The tokens that a matcher has to follow first.
-    before: Vec<u32>,
-    /// True if these were generated elsewhere.
+    /// Its tokens so far.
+    said: Vec<u32>,
+    /// True if the first of them were generated elsewhere.
     elsewhere: bool,
 }
 
 /// A matcher of one's own.
 struct Running {
     counted: Counted,
+    /// Tokens that it has followed.
+    followed: usize,
     /// Bytes of its lexer at the beginning.
     begin: usize,
     grown: Grown,
@@ -108,7 +110,7 @@ impl Rules {
                 template: Arc::clone(template),
                 growth: Arc::clone(&attic.growth),
                 running: None,
-                before: Vec::new(),
+                said: Vec::new(),
                 elsewhere: !said.is_empty(),
             }),
             attic,
@@ -120,7 +122,7 @@ impl Rules {
         };
         for &token in said {
             if let Some(grammar) = rules.advance(token) {
-                grammar.before.push(token.cast_unsigned());
+                grammar.said.push(token.cast_unsigned());
             }
         }
         rules
@@ -185,13 +187,142 @@ impl Rules {
     }
 }
 
+/// The state of rules before drafts, but for that of the matcher.
+struct Before {
+    thinking: Option<Thinking>,
+    said: u32,
+    recent: Vec<i32>,
+    over: bool,
+    /// Tokens of the grammar.
+    of_grammar: usize,
+}
+
 impl Constraint for Rules {
     fn accept(&mut self, token: i32) -> Result<(), Broken> {
         self.advance(token).map_or(Ok(()), |grammar| grammar.accept(token))
     }
 
-    fn mask(&mut self, words: &mut [u32]) -> Result<Allowed, Broken> {
-        let phase = self.thinking.as_ref().map_or(Phase::Answer, Thinking::phase);
+    fn walk(&mut self, drafts: &[i32], masks: &mut [&mut [u32]]) -> Result<Vec<Allowed>, Broken> {
+        let Some((mut last, others)) = masks.split_first_mut() else { return Ok(Vec::new()) };
+        let mut made = vec![self.next(last)?];
+        let before = (!drafts.is_empty()).then(|| self.before());
+        for (&draft, words) in drafts.iter().zip(others) {
+            if made.last() == Some(&Allowed::Some) && !get(last, draft) {
+                break;
+            }
+            // A draft that can't be followed is a matter of the row that begins there, if any does.
+            let Ok(allowed) = self.accept(draft).and_then(|()| self.next(words)) else { break };
+            made.push(allowed);
+            last = words;
+        }
+        before.into_iter().for_each(|before| self.go_back(before));
+        Ok(made)
+    }
+
+    fn restrict(&mut self, most: usize, drafts: &mut Vec<i32>) -> Result<usize, Broken> {
+        drafts.truncate(most);
+        let forced = self.forced(most)?;
+        if drafts.starts_with(&forced) {
+            self.keep_possible(drafts)?;
+        } else {
+            drafts.clone_from(&forced);
+        }
+        Ok(forced.len())
+    }
+}
+
+impl Rules {
+    fn before(&self) -> Before {
+        Before {
+            thinking: self.thinking.clone(),
+            said: self.said,
+            recent: self.recent.clone(),
+            over: self.over,
+            of_grammar: self.grammar.as_ref().map_or(0, |grammar| grammar.said.len()),
+        }
+    }
+
+    fn go_back(&mut self, before: Before) {
+        let Before { thinking, said, recent, over, of_grammar } = before;
+        (self.thinking, self.said, self.recent, self.over) = (thinking, said, recent, over);
+        if let Some(dropped) = self.grammar.as_mut().and_then(|it| it.go_back(of_grammar)) {
+            self.attic.free(dropped);
+        }
+    }
+
+    fn phase(&self) -> Phase {
+        self.thinking.as_ref().map_or(Phase::Answer, Thinking::phase)
+    }
+
+    /// The matcher that the next token goes to, behind the tokens so far, if it is made already.
+    fn matcher(&mut self) -> Result<Option<&mut Running>, Broken> {
+        let follows = self.phase() == Phase::Answer && !self.over;
+        let grammar = self.grammar.as_mut().filter(|grammar| follows && grammar.first().is_none());
+        match grammar {
+            Some(grammar) if grammar.running.is_some() => grammar.running().map(Some),
+            _ => Ok(None),
+        }
+    }
+
+    /// Up to `most` tokens that come next because nothing else can.
+    fn forced(&mut self, most: usize) -> Result<Vec<i32>, Broken> {
+        let mut thinking = self.thinking.clone();
+        let mut forced = Vec::new();
+        while let Some(thinking) = &mut thinking
+            && let Phase::Forced(token) = thinking.phase()
+        {
+            if forced.len() == most {
+                return Ok(forced);
+            }
+            forced.push(token);
+            thinking.accept(token, false);
+        }
+        // Behind these, and where other bounds may have no place for them, masks decide.
+        let free = self.bounds.allowed.is_none() && self.bounds.bad_words.is_empty();
+        if !forced.is_empty() || !free || self.matcher()?.is_none() {
+            return Ok(forced);
+        }
+        let before = self.grammar.as_ref().map_or(0, |grammar| grammar.said.len());
+        // Whether a token is certain shows only behind the one before it: it may be a part of more
+        // than one way to write what is left.
+        while forced.len() < most
+            && let Ok(Some(running)) = self.matcher()
+            && let Some(&token) = running.counted.matcher.compute_ff_tokens().first()
+        {
+            let token = token.cast_signed();
+            forced.push(token);
+            // Behind an end everything may come.
+            let ends = self.bounds.ends.contains(&token);
+            if ends || self.grammar.as_mut().is_some_and(|it| it.accept(token).is_err()) {
+                break;
+            }
+        }
+        if let Some(dropped) = self.grammar.as_mut().and_then(|it| it.go_back(before)) {
+            self.attic.free(dropped);
+        }
+        Ok(forced)
+    }
+
+    /// Cuts drafts at the first that the grammar does not allow.
+    fn keep_possible(&mut self, drafts: &mut Vec<i32>) -> Result<(), Broken> {
+        let ends = Arc::clone(&self.bounds.ends);
+        let Some(running) = self.matcher()? else { return Ok(()) };
+        let end = drafts.iter().position(|draft| ends.contains(draft)).unwrap_or(drafts.len());
+        let known = running.counted.tokens();
+        let tokens: Vec<u32> = drafts[..end]
+            .iter()
+            .map(|draft| draft.cast_unsigned())
+            .take_while(|&token| (token as usize) < known)
+            .collect();
+        let possible = running.counted.matcher.validate_tokens(&tokens).map_err(broken)?;
+        // Behind an end nothing comes.
+        drafts.truncate(if possible == end { end + 1 } else { possible });
+        Ok(())
+    }
+
+    /// Writes the tokens that may come next.
+    fn next(&mut self, words: &mut [u32]) -> Result<Allowed, Broken> {
+        let phase = self.phase();
         if let Phase::Forced(token) = phase {
             words.fill(0);
             set(words, token);
@@ -228,42 +359,51 @@ impl Constraint for Rules {
 impl Follower {
     /// The first mask, as long as it is the next one.
     fn first(&self) -> Option<&[u32]> {
-        (self.running.is_none() && self.before.is_empty()).then(|| self.template.first())
+        self.said.is_empty().then(|| self.template.first())
     }
 
     fn accept(&mut self, token: i32) -> Result<(), Broken> {
         match self.first() {
             Some(first) if get(first, token) => {
-                self.before.push(token.cast_unsigned());
+                self.said.push(token.cast_unsigned());
                 Ok(())
             }
             Some(_) => Err(Broken(format!("the grammar: the token {token} is not allowed"))),
             None => {
-                let running = self.running()?;
-                running.counted.matcher.consume_token(token.cast_unsigned()).map_err(broken)
+                self.said.push(token.cast_unsigned());
+                self.running().map(|_| ())
             }
         }
     }
 
     /// The matcher behind the tokens so far.
     fn running(&mut self) -> Result<&mut Running, Broken> {
-        match &mut self.running {
-            Some(running) => Ok(running),
-            none => {
-                let counted = self.template.matcher();
-                let (begin, grown) = (counted.bytes(), self.growth.matcher());
-                let running = none.insert(Box::new(Running { counted, begin, grown }));
-                let before = std::mem::take(&mut self.before);
-                let followed = running.counted.matcher.consume_tokens(&before);
-                followed.map_err(|error| match (broken(error), self.elsewhere) {
-                    (Broken(error), true) => {
-                        Broken(format!("the tokens so far do not fit: {error}"))
-                    }
-                    (error, false) => error,
-                })?;
-                Ok(running)
-            }
-        }
+        let Self { template, growth, running, said, elsewhere } = self;
+        let fresh = running.is_none();
+        let running = running.get_or_insert_with(|| {
+            let counted = template.matcher();
+            let (begin, grown) = (counted.bytes(), growth.matcher());
+            Box::new(Running { counted, followed: 0, begin, grown })
+        });
+        let Running { counted, followed, .. } = &mut **running;
+        let new = &said[std::mem::replace(followed, said.len())..];
+        counted.matcher.consume_tokens(new).map_err(|error| {
+            let Broken(error) = broken(error);
+            let resumed = fresh && *elsewhere;
+            Broken(if resumed { format!("the tokens so far do not fit: {error}") } else { error })
+        })?;
+        Ok(running)
+    }
+
+    /// Goes back to where it had so many tokens. Gives the matcher if that can't, and a new one is
+    /// needed.
+    fn go_back(&mut self, tokens: usize) -> Option<Box<Running>> {
+        self.said.truncate(tokens);
+        let running = self.running.as_mut()?;
+        let back = running.followed.saturating_sub(tokens);
+        running.followed -= back;
+        let went = running.counted.matcher.rollback(back);
+        if went.is_ok() { None } else { self.running.take() }
     }
 
     /// Writes the tokens that the grammar allows. At an allowed end these include all of `ends`.

@@ -27,7 +27,7 @@ mod waker;
 
 pub use arena::{Arena, MAX_ARENA_BYTES, Region};
 pub use executor::{HandExecutor, HandSpec, RankSpec};
-pub use forebay_protocol::{HandConfig, PlaceConfig};
+pub use forebay_protocol::{DraftModelConfig, HandConfig, PlaceConfig};
 pub use memory::HostMemories;
 pub use process::{Exit, RankProcess, without_keys};
 pub use site::{Distant, RankOrder, Remote, Site};

@@ -63,6 +63,15 @@ pub struct Hello {
     pub pid: u32,
 }
 
+/// A model that drafts for another one of the same vocabulary.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct DraftModelConfig {
+    /// The model, as the brain has described it.
+    pub model: Value,
+    /// The largest number of drafts of a row.
+    pub tokens: u32,
+}
+
 /// Brain to hand: the configuration, with everything resolved.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct HandConfig {
@@ -144,6 +153,9 @@ pub struct HandConfig {
     pub state_pages: Option<u32>,
     /// The memory for adapters; `None`: the hand takes none.
     pub lora: Option<PlaceConfig>,
+    /// The model that drafts for rows which may give several tokens; `None`: the hand drafts
+    /// nothing by itself.
+    pub draft: Option<DraftModelConfig>,
     /// The work that waits for saves: `behind`, none; `fence`, the rows of the next plan; `inline`,
     /// the next plan.
     pub kv_save_order: String,

@@ -44,8 +44,8 @@ pub use frame::{
     encode_place,
 };
 pub use handshake::{
-    Fatal, HandConfig, Hello, Message, PlaceConfig, Progress, Ready, StoreOp, StoreReply,
-    StoreRequest,
+    DraftModelConfig, Fatal, HandConfig, Hello, Message, PlaceConfig, Progress, Ready, StoreOp,
+    StoreReply, StoreRequest,
 };
 pub use masks::{MaskPlace, ReceivedMasks, RowMask, StepMasks};
 pub use plan::{

@@ -1,31 +1,31 @@
 //! The masks of a step: the tokens that its masked rows may sample. They follow the plan, when the
-//! tokens before them are known.
+//! tokens before them are known. A row has one for each position that it may give a token for.
 
 use crate::frame::{Frame, FrameError, Kind, encode};
 
-/// Offset of a row that may sample everything.
+/// Offset where everything may be sampled.
 const EVERYTHING: i32 = -1;
-/// Offset of a row whose mask is in the frame.
+/// Offset of a mask that is in the frame.
 const INLINE: i32 = -2;
 
-/// What a masked row may sample.
+/// What a masked row may sample for one position.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum RowMask {
     /// Everything is allowed.
     Everything,
     /// Bit `i % 32` of word `i / 32` is set if token `i` may come.
     Tokens(Vec<u32>),
-    /// The mask is not ready: the row gives no token in this step.
+    /// There is no mask: in this step the row gives no token for the position, and none behind it.
     NoToken,
 }
 
-/// The masks of a step: one for each masked row of a plan, in row order.
+/// The masks of a step: one for each token that a masked row of a plan may give, in row order.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct StepMasks {
     /// The plan's step.
     pub step: u64,
-    /// The masks of its masked rows.
-    pub rows: Vec<RowMask>,
+    /// The masks of its masked rows, [`crate::Want::most`] of each.
+    pub masks: Vec<RowMask>,
 }
 
 impl StepMasks {
@@ -40,13 +40,13 @@ impl StepMasks {
         out: &mut Vec<u8>,
         mut place: impl FnMut(&[u32]) -> Option<u32>,
     ) -> Result<(), FrameError> {
-        let (mut offsets, mut inline) = (Vec::with_capacity(self.rows.len()), Vec::new());
+        let (mut offsets, mut inline) = (Vec::with_capacity(self.masks.len()), Vec::new());
         let mut no_token = Vec::new();
-        for (row, mask) in (0..).zip(&self.rows) {
+        for (at, mask) in (0..).zip(&self.masks) {
             offsets.push(match mask {
                 RowMask::Everything => EVERYTHING,
                 RowMask::NoToken => {
-                    no_token.push(row);
+                    no_token.push(at);
                     EVERYTHING
                 }
                 RowMask::Tokens(mask) => place(mask).map_or_else(
@@ -62,7 +62,7 @@ impl StepMasks {
     }
 }
 
-/// The place of a row's mask.
+/// The place of a mask.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MaskPlace {
     /// There is no mask, because everything is allowed.
@@ -71,7 +71,7 @@ pub enum MaskPlace {
     Arena(u32),
     /// The mask is in the frame, so many masks after the first.
     Inline(usize),
-    /// There is no mask, and the row gives no token.
+    /// There is no mask, and the row gives no token here.
     NoToken,
 }
 
@@ -80,7 +80,7 @@ pub enum MaskPlace {
 pub struct ReceivedMasks {
     /// The plan's step.
     pub step: u64,
-    /// The places, one for each masked row, in row order.
+    /// The places of the masks, in order.
     pub places: Vec<MaskPlace>,
     /// The masks in the frame, one after the other.
     words: Vec<u32>,

@@ -437,11 +437,11 @@ fn the_engine_s_calls_write_the_golden_masks() {
     let read = |name| std::fs::read(folder.join(name)).expect("the file");
     let mut plan = StepPlan::default();
     plan.begin(21);
-    for (slot, want) in [(0, Want::Masked), (1, Want::TOKEN), (2, Want::Masked)] {
+    for (slot, want) in [(0, Want::MASKED), (1, Want::TOKEN), (2, Want::MASKED)] {
         plan.push_row(Row { slot, start: 17, length: 1, want });
     }
     for slot in [3, 4] {
-        plan.push_row(Row { slot, start: 0, length: 4, want: Want::Masked });
+        plan.push_row(Row { slot, start: 0, length: 4, want: Want::MASKED });
     }
     let mut got = Vec::new();
     plan.encode(&mut got).expect("within the limit");
@@ -449,7 +449,7 @@ fn the_engine_s_calls_write_the_golden_masks() {
     let tokens = |words: [u32; 3]| RowMask::Tokens(words.to_vec());
     let mut masks = StepMasks {
         step: 21,
-        rows: vec![
+        masks: vec![
             tokens([1, 0, 0]),
             RowMask::Everything,
             tokens([0x8000_0000, 0xffff_ffff, 0x3f]),
@@ -459,8 +459,8 @@ fn the_engine_s_calls_write_the_golden_masks() {
     let place = |mask: &[u32]| (mask[0] == 1).then_some(4096);
     masks.encode_spilling(&mut got, place).expect("within the limit");
     assert_eq!(got, read("masks.bin"));
-    masks.rows[0] = RowMask::NoToken;
-    masks.rows[2] = RowMask::NoToken;
+    masks.masks[0] = RowMask::NoToken;
+    masks.masks[2] = RowMask::NoToken;
     masks.encode_spilling(&mut got, place).expect("within the limit");
     assert_eq!(got, read("masks_no_token.bin"));
     let received = ReceivedMasks::decode(&frame(&got)).expect("a good one");

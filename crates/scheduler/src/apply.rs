@@ -47,7 +47,7 @@ impl Scheduler {
         for (row, &error) in flight.rows.iter().zip(&result.row_errors) {
             let (count, vector) = match row.want {
                 Want::Nothing => (0, None),
-                Want::Tokens(_) | Want::Masked => (counts.next().unwrap_or(0), None),
+                Want::Tokens(_) | Want::Masked(_) => (counts.next().unwrap_or(0), None),
                 Want::Vector => (0, vectors.next()),
             };
             let mut tokens = sampled.by_ref().take(count);
@@ -242,11 +242,8 @@ fn check_shape(result: &StepResult, flight: &Flight) -> Result<(), ApplyError> {
         check("tokens", flight.sampled, result.tokens.len())?;
     } else {
         check("token_counts", flight.sampled, result.token_counts.len())?;
-        let most = flight.rows.iter().filter_map(|row| match row.want {
-            Want::Tokens(most) => Some(most as usize),
-            Want::Masked => Some(1),
-            Want::Nothing | Want::Vector => None,
-        });
+        let sampling = flight.rows.iter().filter(|row| row.want.samples());
+        let most = sampling.map(|row| row.want.most() as usize);
         let mut tokens = 0;
         for (most, &count) in most.zip(&result.token_counts) {
             let count = usize::try_from(count).unwrap_or(0);

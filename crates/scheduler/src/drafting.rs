@@ -15,6 +15,8 @@ pub(crate) struct Drafting {
     pub(crate) offers: Vec<DraftOffer>,
     pub(crate) rows: Vec<usize>,
     pub(crate) counts: Vec<u32>,
+    /// Rows that gave tokens in the last step.
+    pub(crate) sampled: u32,
 }
 
 impl Drafting {

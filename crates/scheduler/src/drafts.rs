@@ -7,7 +7,7 @@
 //! Nobody gives way for a draft. Drafts have pages that nobody else needs, and positions that a
 //! step has left.
 
-use forebay_draft::DraftSource;
+use forebay_draft::{DraftMatch, DraftSource};
 use forebay_protocol::Want;
 
 use crate::config::Drafts;
@@ -42,13 +42,13 @@ impl Scheduler {
         let positions = step.flight.positions();
         let room = self.config.token_budget.saturating_sub(positions);
         let mut room = room.min(MAX_DRAFTED.saturating_sub(sampled));
-        let Drafting { budget, offers, rows, counts } = &mut self.drafting;
+        let Drafting { budget, offers, rows, counts, .. } = &mut self.drafting;
         offers.clear();
         rows.clear();
         for (at, row) in step.flight.rows[..decodes].iter().enumerate() {
             let entry = &self.roster[row.handle];
             // Its newest token is known, and it does not end with the next one.
-            let fits = row.want == Want::TOKEN && entry.known() == row.end;
+            let fits = matches!(row.want, Want::TOKEN | Want::MASKED) && entry.known() == row.end;
             let most = most.min(entry.limit - row.end - 1).min(entry.expected.tokens.len() as u32);
             if fits && most > 0 {
                 rows.push(at);
@@ -93,8 +93,12 @@ impl Scheduler {
         }
         let count = count.min(room);
         let Some(found) = entry.expected.found.filter(|_| count > 0) else { return };
-        row.want = Want::Tokens(1 + count);
-        row.drafts = Some(RowDrafts { count, id: entry.request.id, found });
+        row.want = match row.want {
+            Want::Masked(_) => Want::Masked(1 + count),
+            _ => Want::Tokens(1 + count),
+        };
+        let (id, forced) = (entry.request.id, entry.expected.forced);
+        row.drafts = Some(RowDrafts { count, id, found, forced });
         step.flight.drafts += count;
         step.plan.push_drafts(at, &entry.expected.tokens[..count as usize]);
     }
@@ -107,11 +111,14 @@ impl Scheduler {
         (count, before): (usize, usize),
         events: &mut Vec<Event>,
     ) {
-        let Some(RowDrafts { count: drafted, id, found }) = row.drafts else { return };
+        // Those of the hand itself are as many as it may have.
+        let drafted = row.drafts.map_or(row.want.most().saturating_sub(1), |own| own.count);
+        if drafted == 0 {
+            return;
+        }
         let accepted = (count as u32).saturating_sub(1);
         let tokens = events[before..].iter().filter(|event| matches!(event, Event::Token { .. }));
         let given = (tokens.count() as u32).saturating_sub(1);
-        let share = self.drafting.budget.row_ended(found.length, drafted, accepted);
         let counters = &mut self.counters.drafts;
         counters.rows += 1;
         counters.drafted += u64::from(drafted);
@@ -119,27 +126,70 @@ impl Scheduler {
         for counter in counters.accepted_at.iter_mut().take(given as usize) {
             *counter += 1;
         }
+        let Some(RowDrafts { id, found, forced, .. }) = row.drafts else { return };
+        // What is certain says nothing of the rest.
+        let share = (drafted > forced && accepted >= forced).then(|| {
+            let (drafted, accepted) = (drafted - forced, accepted - forced);
+            self.drafting.budget.row_ended(found.length, drafted, accepted)
+        });
         if found.source == DraftSource::Prediction {
             let rejected = drafted - given;
             events.insert(before, Event::Predicted { id, accepted: given, rejected });
         }
-        if let Some(entry) = self.roster.requests.get_mut(row.handle) {
+        if let (Some(entry), Some(share)) = (self.roster.requests.get_mut(row.handle), share) {
             entry.expected.learn(share);
         }
     }
 
-    /// Has a request expect its next tokens, after new ones.
+    /// Has a request expect its next tokens, after new ones in a step with so many `rows`. The form
+    /// of a masked one is asked first ([`Self::expect_masked`]).
     pub(crate) fn expect(&mut self, handle: Handle, rows: u32) {
+        if self.config.drafts.is_none() {
+            return;
+        }
+        self.drafting.sampled = rows;
+        if self.roster[handle].request.masked {
+            self.roster[handle].expected.forget();
+        } else {
+            self.expect_within(handle, |_, _| 0);
+        }
+    }
+
+    /// The largest number of drafts of a row; 0: none has any.
+    #[must_use]
+    pub fn most_drafts(&self) -> u32 {
+        self.config.drafts.map_or(0, |drafts| drafts.most)
+    }
+
+    /// Has a masked request expect its next tokens, after new ones. `restrict` gets the largest
+    /// number of drafts, and the drafts that its proposer has. It makes of them what the request's
+    /// mask allows, and gives the number of leading ones that are certain.
+    pub fn expect_masked(&mut self, id: u64, restrict: impl FnOnce(u32, &mut Vec<i32>) -> u32) {
+        if let Some(handle) = self.roster.find(id).filter(|_| self.config.drafts.is_some()) {
+            self.expect_within(handle, restrict);
+        }
+    }
+
+    fn expect_within(&mut self, handle: Handle, restrict: impl FnOnce(u32, &mut Vec<i32>) -> u32) {
         let Some(Drafts { most, priced }) = self.config.drafts else { return };
-        let budget = &self.drafting.budget;
+        let Drafting { budget, sampled: rows, .. } = &self.drafting;
         let entry = &mut self.roster[handle];
         let Entry { request, expected, .. } = entry;
-        let Some(proposer) = request.proposer.as_ref().filter(|_| !request.masked) else { return };
-        expected.found = proposer.propose(most as usize, &mut expected.tokens);
-        let room = most.min(MAX_DRAFTED.saturating_sub(rows));
+        let proposer = request.proposer.as_ref();
+        expected.forget();
+        expected.found = proposer.and_then(|it| it.propose(most as usize, &mut expected.tokens));
+        expected.forced = restrict(most, &mut expected.tokens);
+        if expected.tokens.is_empty() {
+            expected.found = None;
+        } else if expected.forced as usize == expected.tokens.len() {
+            let found = DraftMatch { length: expected.forced, source: DraftSource::Form };
+            expected.found.get_or_insert(found);
+        }
+        let room = most.min(MAX_DRAFTED.saturating_sub(*rows));
         let pays = expected.found.is_some() && room > 0 && {
             let mut count = Vec::new();
-            budget.buy(rows, &[expected.offer(most)], room, &mut count);
+            let most = most.min(expected.tokens.len() as u32);
+            budget.buy(*rows, &[expected.offer(most)], room, &mut count);
             !priced || count[0] > 0
         };
         expected.patience = if pays { PATIENCE } else { expected.patience.saturating_sub(1) };

@@ -354,7 +354,7 @@ impl Scheduler {
     /// The requests of the masked rows of the newest plan, in row order.
     pub fn masked(&self) -> impl Iterator<Item = u64> {
         let rows = self.steps.in_flight.back().map_or(&[][..], |flight| &flight.rows);
-        let masked = rows.iter().filter(|row| row.want == Want::Masked);
+        let masked = rows.iter().filter(|row| matches!(row.want, Want::Masked(_)));
         masked.map(|row| self.roster[row.handle].request.id)
     }
 

@@ -149,7 +149,7 @@ impl Scheduler {
         } else if entry.pools() {
             Want::Vector
         } else if entry.request.masked {
-            Want::Masked
+            Want::MASKED
         } else if self.config.tokens_a_row == 1 {
             Want::TOKEN
         } else {

@@ -10,6 +10,7 @@ use forebay_protocol::Want;
 
 use crate::Scheduler;
 use crate::entry::Entry;
+use crate::steps::FlightRow;
 
 impl Scheduler {
     /// Has the request's masked row of the newest plan give no token, and the request wait. The
@@ -19,12 +20,16 @@ impl Scheduler {
         let newest = self.steps.in_flight.back_mut();
         let (Some(handle), Some(flight)) = (self.roster.find(id), newest) else { return false };
         let mut rows = flight.rows.iter_mut();
-        let Some(row) = rows.find(|row| row.handle == handle && row.want == Want::Masked) else {
+        let is_masked = |row: &&mut FlightRow| matches!(row.want, Want::Masked(_));
+        let Some(row) = rows.find(|row| row.handle == handle && is_masked(row)) else {
             return false;
         };
         (row.want, row.sits_out) = (Want::Nothing, true);
+        flight.drafts -= row.drafts.take().map_or(0, |drafts| drafts.count);
         flight.sampled -= 1;
         let entry = &mut self.roster[handle];
+        // Masks of several positions would take as much longer.
+        entry.expected.forget();
         debug_assert_eq!(entry.total, row.end + 1, "no later plan was made");
         entry.total -= 1;
         if entry.residence.is_some() {

@@ -59,7 +59,7 @@ impl Device {
         text: &SimText,
         masks: Option<&StepMasks>,
     ) -> StepResult {
-        let mut masks = masks.into_iter().flat_map(|masks| &masks.rows);
+        let mut masks = masks.into_iter().flat_map(|masks| &masks.masks);
         for new in plan.new_slots() {
             let at = new.slot as usize;
             if self.slots.len() <= at {
@@ -89,7 +89,7 @@ impl Device {
             let tokens = prompt.iter().skip(want.first as usize).take(want.count as usize);
             tokens.for_each(|&token| push_of_prompt(&mut result, text, token, want.most));
         }
-        let several = plan.rows().any(|row| matches!(row.want, Want::Tokens(most) if most > 1));
+        let several = plan.rows().any(|row| row.want.most() > 1);
         for (row, drafts) in rows.zip(expected) {
             let want = row.want;
             if want == Want::Nothing {
@@ -101,21 +101,32 @@ impl Device {
             };
             let end = row.start + row.length;
             debug_assert_eq!(slot.sequence.length, end, "the row must end the slot");
-            let (count, mask) = match want {
-                Want::Tokens(_) if !drafts.is_empty() => (1 + drafts.len() as u32, None),
-                Want::Tokens(most) => (slot.sequence.count(most), None),
-                Want::Masked => match masks.next() {
-                    Some(RowMask::NoToken) => continue,
-                    Some(RowMask::Tokens(mask)) => (1, Some(&mask[..])),
-                    Some(RowMask::Everything) | None => (1, None),
-                },
+            let masks: Vec<&RowMask> = match want {
+                Want::Masked(most) => masks.by_ref().take(most as usize).collect(),
+                _ => Vec::new(),
+            };
+            let count = match want {
+                Want::Tokens(most) if drafts.is_empty() => slot.sequence.count(most) as usize,
+                Want::Tokens(_) => 1 + drafts.len(),
+                // The row ends where no mask is ready, and sits out if none is.
+                Want::Masked(most) => {
+                    let none = masks.iter().position(|mask| **mask == RowMask::NoToken);
+                    none.unwrap_or(most as usize)
+                }
                 Want::Vector | Want::Nothing => {
                     slot.sequence.pool(text, &mut result.pooled);
                     continue;
                 }
             };
+            if count == 0 {
+                continue;
+            }
             let before = result.tokens.len();
-            for nth in 0..count as usize {
+            for nth in 0..count {
+                let mask = masks.get(nth).and_then(|mask| match mask {
+                    RowMask::Tokens(words) => Some(&words[..]),
+                    RowMask::Everything | RowMask::NoToken => None,
+                });
                 let token = slot.sample(text, mask);
                 if let Some(top) = slot.spec.sampling.logprobs {
                     // Tokens before this one did not ask.
@@ -272,11 +283,11 @@ mod tests {
                 });
             }
             let (start, length) = if step == 0 { (0, 2) } else { (1 + step, 1) };
-            plan.push_row(Row { slot: 0, start, length, want: Want::Masked });
+            plan.push_row(Row { slot: 0, start, length, want: Want::MASKED });
             let mut words = vec![0; 7];
             words[0] = 1 << allowed;
             let rows = vec![RowMask::Tokens(words)];
-            let masks = StepMasks { step: plan.step(), rows };
+            let masks = StepMasks { step: plan.step(), masks: rows };
             said.extend(device.execute(&plan, &text, Some(&masks)).tokens);
         }
         assert_eq!(said, [7, 9, 9]);
@@ -303,8 +314,8 @@ mod tests {
                     plan.write_slot(&new);
                 }
                 let start = if step == 1 { 0 } else { end - 1 };
-                plan.push_row(Row { slot: 0, start, length: end - start, want: Want::Masked });
-                let masks = StepMasks { step, rows: vec![mask.clone()] };
+                plan.push_row(Row { slot: 0, start, length: end - start, want: Want::MASKED });
+                let masks = StepMasks { step, masks: vec![mask.clone()] };
                 let result = device.execute(&plan, &text, Some(&masks));
                 assert_eq!(result.logprob_counts.len(), result.tokens.len());
                 end += result.tokens.len() as u32;

@@ -374,7 +374,7 @@ impl SimExecutor {
         let end_us = begun.iter().map(|(span, _)| span.end_us).max().unwrap_or(now);
         let answer = |((rank, plan), (span, rows)): ((&mut Rank, &StepPlan), _)| {
             let span = rank.timeline.meet(span, end_us);
-            if plan.rows().any(|row| row.want == Want::Masked) {
+            if plan.rows().any(|row| matches!(row.want, Want::Masked(_))) {
                 let plan = plan.clone();
                 return Answer::Unmasked(Box::new(Unmasked { plan, span, rows }));
             }

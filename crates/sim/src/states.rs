@@ -70,7 +70,7 @@ impl States {
                     row.slot, row.start
                 ));
             }
-            let again = row.want == Want::Masked;
+            let again = row.want == Want::MASKED;
             self.slots.insert(row.slot, (row.start + row.length, again));
         }
         for save in plan.state_saves() {

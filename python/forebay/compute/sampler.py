@@ -43,8 +43,52 @@ class Ask:
     all_drawn: bool = False
     width: int = 0
     logprobs: AskedLogprobs | None = None
+    levels: list[int] = field(default_factory=list)
+    """Where a row with a penalty is behind drafts: the numbers of rows behind one draft, behind two, and so on."""
     rows: Int64s | None = None
     """The computed rows that these are, [s]. None: all; otherwise the others give no token."""
+
+
+@dataclass(frozen=True)
+class Chains:
+    """The drafts among the computed rows of a step; `s` rows that sample.
+
+    A row at a draft's position takes for granted that the row before it gives the draft.
+    """
+
+    before: Int64s  # [s]: the row before, which comes earlier; -1: none
+    drafts: Int32s  # [s]: the token that it gives; of no meaning without one
+
+    def of(self, rows: Int64s) -> Chains:
+        """Those of some `rows`, which have all rows before them."""
+        number = np.full(len(self.before) + 1, -1, np.int64)
+        number[rows] = np.arange(len(rows))
+        return Chains(number[self.before[rows]], self.drafts[rows])
+
+    def without(self, rows: Int64s) -> Int64s:
+        """The rows other than `rows` and all that are behind them."""
+        gone = np.zeros(len(self.before) + 1, np.bool_)
+        gone[rows] = True
+        for row, before in enumerate(self.before.tolist()):
+            gone[row] |= gone[before]
+        return np.flatnonzero(~gone[:-1])
+
+    def granted(self, rows: Int64s) -> tuple[Int64s, Int64s]:
+        """The tokens that each of `rows` takes for granted: the number of the row among them, and the token."""
+        numbers, tokens = [], []
+        for number, row in enumerate(rows.tolist()):
+            while self.before[row] >= 0:
+                numbers.append(number)
+                tokens.append(self.drafts[row])
+                row = self.before[row]
+        return np.array(numbers, np.int64), np.array(tokens, np.int64)
+
+    def levels(self) -> list[Int64s]:
+        """The rows with one row before them, with two, and so on."""
+        depth = np.zeros(len(self.before), np.int64)
+        for row, before in enumerate(self.before.tolist()):
+            depth[row] = 0 if before < 0 else depth[before] + 1
+        return [np.flatnonzero(depth == level) for level in range(1, 1 + int(depth.max(initial=0)))]
 
 
 @dataclass(frozen=True)
@@ -113,11 +157,17 @@ class Sampler:
         self._device = device
 
     def ask(
-        self, slots: Int64s, positions: Int64s, masks: Mapping[int, UInt32s] = NO_MASKS, by_slot: bool = False
+        self,
+        slots: Int64s,
+        positions: Int64s,
+        masks: Mapping[int, UInt32s] = NO_MASKS,
+        by_slot: bool = False,
+        chains: Chains | None = None,
     ) -> Ask:
         """The parameters of `positions` [s] of `slots` [s]. `masks` are by row. Called by the host.
 
-        `by_slot`: where all rows are simple, the device reads the parameters of draws by itself.
+        `by_slot`: where all rows are simple, the device reads the parameters of draws by itself. `chains`: those of the
+        rows; None: no row is behind a draft.
         """
         tables = self._tables
         plain = not masks and bool(tables.plain[slots].all())
@@ -125,16 +175,18 @@ class Sampler:
         ask = Ask(slots, positions, plain, untouched)
         ask.columns["entries"] = slots * tables.stride + positions
         if not untouched:
-            self._ask_adjusted(ask, masks)
+            self._ask_adjusted(ask, masks, chains)
             self._ask_logprobs(ask)
             ask.simple = len(ask.columns) == 1
         if not (plain or (by_slot and ask.simple)):
             self._ask_drawn(ask)
         return ask
 
-    def ask_some(self, rows: Int64s, slots: Int64s, positions: Int64s, masks: Mapping[int, UInt32s]) -> Ask:
-        """`ask` for the computed `rows` [s] alone, where the others give no token."""
-        ask = self.ask(slots[rows], positions[rows], masks)
+    def ask_some(
+        self, rows: Int64s, slots: Int64s, positions: Int64s, masks: Mapping[int, UInt32s], chains: Chains | None = None
+    ) -> Ask:
+        """`ask` for the computed `rows` [s] alone, where the others give no token. `chains` are of all rows."""
+        ask = self.ask(slots[rows], positions[rows], masks, chains=None if chains is None else chains.of(rows))
         # What samples all rows at once, by their slots, would sample the others too.
         ask.simple, ask.rows = False, rows
         return ask
@@ -154,7 +206,9 @@ class Sampler:
         tokens = _where_finite(finite, self._choose(adjusted, ask, columns))
         self._tables.token_pool.view(-1).index_copy_(0, columns["entries"], tokens)
         if "penalised" in columns:
-            self._tables.counts.add(columns["counters"], tokens.long().index_select(0, columns["penalised"]))
+            rows = columns["penalised"]
+            given = _given(tokens, finite, ask.levels, columns).index_select(0, rows) if ask.levels else None
+            self._tables.counts.add(columns["counters"], tokens.long().index_select(0, rows), given)
         return Sampled(tokens, finite, self._logprobs(logits, tokens, ask.logprobs, columns))
 
     def _choose(self, logits: torch.Tensor, ask: Ask, columns: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -167,7 +221,7 @@ class Sampler:
             tokens.index_copy_(0, rows, self._ops.sample(logits.index_select(0, rows), _draw(columns, ask.width)))
         return tokens
 
-    def _ask_adjusted(self, ask: Ask, masks: Mapping[int, UInt32s]) -> None:
+    def _ask_adjusted(self, ask: Ask, masks: Mapping[int, UInt32s], chains: Chains | None) -> None:
         tables, slots, columns = self._tables, ask.slots, ask.columns
         biased = [row for row, slot in enumerate(slots.tolist()) if slot in tables.biases] if tables.biases else []
         if biased:
@@ -181,6 +235,13 @@ class Sampler:
             columns["penalised"], columns["lines"] = rows, lines
             columns["counters"] = tables.counts.begin(lines)
             columns["penalties"] = tables.floats[slots[rows]][:, list(_PENALTIES)]
+            if chains is not None and (chains.before[rows] >= 0).any():
+                columns["granted_rows"], columns["granted_ids"] = chains.granted(rows)
+                levels = chains.levels()
+                ask.levels = [len(level) for level in levels]
+                behind = np.concatenate(levels)
+                columns["behind"], columns["before"] = behind, chains.before[behind]
+                columns["drafts"] = chains.drafts[behind]
         if tables.stop_ids:
             below = np.flatnonzero(ask.positions < tables.min_total[slots]).tolist()
             wanted = tables.stop_ids.keys() - tables.only_stops
@@ -249,7 +310,12 @@ class Sampler:
             logits.index_put_(where, columns["bias_values"], accumulate=True)
         if "penalised" in columns:
             rows = columns["penalised"]
-            seen, generated = map(self._of_own, self._tables.counts.select(columns["lines"]))
+            counts = self._tables.counts.select(columns["lines"])
+            if "granted_rows" in columns:
+                where = columns["granted_rows"], columns["granted_ids"]
+                for count in counts:
+                    count.index_put_(where, count.new_ones(()), accumulate=True)
+            seen, generated = map(self._of_own, counts)
             logits.index_copy_(0, rows, _penalise(logits.index_select(0, rows), seen, generated, columns["penalties"]))
         if "early_rows" in columns:
             never = logits.new_full((), -torch.inf)
@@ -281,6 +347,19 @@ class Sampler:
         rows = columns["logprob_rows"]
         sampled = tokens.index_select(0, rows).long()[:, None]
         return self._ops.likely(logits.index_select(0, rows), sampled, asked.most)
+
+
+def _given(
+    tokens: torch.Tensor, finite: torch.Tensor, levels: list[int], columns: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """True for the tokens [s] that no wrong draft is before."""
+    given = torch.ones_like(finite)
+    parts = (columns[name].split(levels) for name in ("behind", "before", "drafts"))
+    for behind, before, drafts in zip(*parts, strict=True):
+        right = tokens.index_select(0, before) == drafts
+        right &= given.index_select(0, before) & finite.index_select(0, before) & finite.index_select(0, behind)
+        given.index_copy_(0, behind, right)
+    return given
 
 
 def _draw(columns: dict[str, torch.Tensor], width: int) -> Draw:

@@ -14,21 +14,21 @@ from forebay.protocol.frames import Frame, Int32s, Kind, WireError, encode, ints
 COLUMNS = ("offsets", "words", "no_token")
 """The columns of a masks frame: the ids 1, 2, and so on."""
 EVERYTHING = -1
-"""The offset of a row that may sample every token."""
+"""The offset where every token may be sampled."""
 INLINE = -2
-"""The offset of a row whose mask is in the frame."""
+"""The offset of a mask that is in the frame."""
 
 UInt32s: TypeAlias = npt.NDArray[np.uint32]
 
 
 @dataclass
 class Masks:
-    """The masks of one step; `m` masked rows."""
+    """The masks of one step: one for each of the `m` tokens that its masked rows may give."""
 
     step: int = 0
-    offsets: Int32s = ints(0)  # [m]: where the row's mask begins in the arena, in bytes; or EVERYTHING, or INLINE
+    offsets: Int32s = ints(0)  # [m]: where the mask begins in the arena, in bytes; or EVERYTHING, or INLINE
     words: Int32s = ints(0)  # those that are inline, one after the other
-    no_token: Int32s = ints(0)  # the masked rows, by number, that have no mask and give no token
+    no_token: Int32s = ints(0)  # those of the tokens, by number, that are not given, and have no mask
     release: Callable[[], None] = field(default=nothing, compare=False)
     """Gives the frame's buffer back."""
 
@@ -38,8 +38,8 @@ class Masks:
         offsets, words, no_token = frame.expect(Kind.MASKS, len(COLUMNS))
         if len(offsets) and offsets.min() < INLINE:
             raise WireError("malformed frame: a mask's offset")
-        for row in no_token.tolist():
-            if not 0 <= row < len(offsets) or offsets[row] != EVERYTHING:
+        for at in no_token.tolist():
+            if not 0 <= at < len(offsets) or offsets[at] != EVERYTHING:
                 raise WireError("malformed frame: a row without a token")
         return cls(frame.step, offsets, words, no_token, frame.release)
 
@@ -48,7 +48,7 @@ class Masks:
         return encode(Kind.MASKS, self.step, [getattr(self, name) for name in COLUMNS])
 
     def read(self, arena: npt.NDArray[np.uint8], vocabulary: int) -> list[UInt32s | None]:
-        """Each row's mask, uint32 [words]: bit `i % 32` of word `i // 32` for token `i`. None: every token.
+        """Each mask, uint32 [words]: bit `i % 32` of word `i // 32` for token `i`. None: every token.
 
         Masks in the arena are views of it, and others are copies. Raises `WireError` for a mask outside of the arena.
         """

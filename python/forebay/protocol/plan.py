@@ -159,14 +159,8 @@ class Plan(PlanColumns):
 
     def _drafts_agree(self) -> bool:
         """True if each row that may give several tokens has its drafts."""
-        flags = self.rows[:, 3]
         more = self.row_tokens - 1
-        masked = flags[flags & FLAG_SAMPLE != 0] != FLAG_SAMPLE
-        return bool(
-            more.sum(dtype=np.int64) == self.draft_tokens.size
-            and self.draft_tokens.min() >= 0
-            and not more[masked].any()
-        )
+        return bool(more.sum(dtype=np.int64) == self.draft_tokens.size and self.draft_tokens.min() >= 0)
 
     @property
     def token_count(self) -> int:

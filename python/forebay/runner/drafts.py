@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from forebay.protocol.constants import FLAG_SAMPLE
+from forebay.compute.sampler import Chains
+from forebay.protocol.constants import FLAG_MASKED, FLAG_SAMPLE
 from forebay.protocol.frames import Int32s
 from forebay.protocol.plan import Plan
 from forebay.protocol.result import StepResult
 from forebay.runner.launched import Columns, TokenColumns
-from forebay.state.slots import Int64s, PlanError, SlotTables, penalised
+from forebay.state.counts import ragged
+from forebay.state.slots import Int64s, PlanError, SlotTables
 
 _NONE = np.zeros(0, np.int32)
 
@@ -32,13 +34,15 @@ class Drafts:
     counts: Int64s  # [r]: drafts behind each
     tokens: Int32s  # [d]
     entries: Int64s  # [d]: their entries of the token pool
+    chains: Chains
+    masks: Int64s  # of the masks of the plan's rows, those of the received rows
+    mask_count: int  # the number of masks of the plan's rows
 
     @classmethod
     def of(cls, plan: Plan, tables: SlotTables, most_rows: int) -> Drafts:
         """Those of a plan whose slots were read. Raises `PlanError`.
 
-        Rows with penalties get none, since a row's penalties count the tokens before it. Neither do rows for which a
-        step of `most_rows` rows has no room. A row without drafts gives one token.
+        Rows for which a step of `most_rows` rows has no room get none. A row without drafts gives one token.
         """
         tokens = plan.draft_tokens
         if tokens.min() < 0 or tokens.max() >= tables.vocabulary:
@@ -51,8 +55,7 @@ class Drafts:
         given[sampling] = plan.row_tokens - 1
         at = np.cumsum(given) - given
         room = max(most_rows - len(slot), 0)
-        kept = np.where(penalised(tables.floats[slot]), 0, given)
-        counts = np.clip(room - (np.cumsum(kept) - kept), 0, kept)
+        counts = np.clip(room - at, 0, given)
         first = np.arange(len(slot)) + np.cumsum(counts) - counts
         of_row = np.repeat(np.arange(len(slot)), counts)
         nth = np.arange(len(of_row)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -65,7 +68,12 @@ class Drafts:
         rows[behind, 2] = 1
         expanded = replace(plan, rows=rows, row_tokens=_NONE, draft_tokens=_NONE, places={}, body=_NONE)
         verified = tokens[at[of_row] + nth]
-        return cls(expanded.staged(), first, counts, verified, slot[of_row] * tables.stride + positions)
+        entries = slot[of_row] * tables.stride + positions
+        masked = flags & FLAG_MASKED > 0
+        of_rows = (given + 1)[masked]
+        masks = ragged(np.cumsum(of_rows) - of_rows, counts[masked] + 1)
+        chains = _chains(rows, behind, verified)
+        return cls(expanded.staged(), first, counts, verified, entries, chains, masks, int(of_rows.sum()))
 
 
 class VerifiedColumns:
@@ -99,10 +107,24 @@ class VerifiedColumns:
             if index is None:
                 continue
             kept[index] = True
+            # Rows whose masks are not ready were not sampled.
+            ready = next((nth for nth in range(count) if first + nth + 1 not in at), count)
+            end, count = end - count + ready, ready
             fits = finite[index : index + count] & finite[index + 1 : index + count + 1]
             fits &= tokens[index : index + count] == drafts.tokens[end - count : end]
             kept[index + 1 : index + 1 + count] = np.logical_and.accumulate(fits)
         return kept
+
+
+def _chains(rows: Int32s, behind: Int64s, drafts: Int32s) -> Chains:
+    """The chains of computed `rows`, of which those `behind` the plan's own are at the positions of `drafts`."""
+    sampling = np.flatnonzero(rows[:, 3] & FLAG_SAMPLE)
+    number = np.full(len(rows), -1, np.int64)
+    number[sampling] = np.arange(len(sampling))
+    before, expected = np.full(len(sampling), -1, np.int64), np.zeros(len(sampling), np.int32)
+    before[number[behind]] = number[behind] - 1
+    expected[number[behind]] = drafts
+    return Chains(before, expected)
 
 
 def verified(columns: Columns, drafts: Drafts | None) -> Columns:

@@ -37,6 +37,7 @@ from forebay.protocol.result import StepResult
 from forebay.runner import formats
 from forebay.runner.adapters import AdapterPlaces
 from forebay.runner.copier import Copier
+from forebay.runner.draft_model import DraftModel
 from forebay.runner.drafts import Drafts, verified
 from forebay.runner.group import roles
 from forebay.runner.images import Images
@@ -89,16 +90,16 @@ class Waited:
         self._source = source
         self.us = 0
 
-    def receive(self, rows: int) -> Masks:
-        """The masks of so many rows. Raises `PlanError` for masks of another step, or of other rows."""
+    def receive(self, count: int) -> Masks:
+        """So many masks. Raises `PlanError` for masks of another step, or of other rows."""
         if self._source is None:
             raise PlanError("a plan with masked rows, and nobody to ask for their masks")
         began = time.perf_counter_ns()
         masks = self._source()
         self.us = (time.perf_counter_ns() - began) // 1000
-        if masks.step != self._step or len(masks.offsets) != rows:
+        if masks.step != self._step or len(masks.offsets) != count:
             raise PlanError(
-                f"{len(masks.offsets)} masks of step {masks.step}, where step {self._step} has {rows} masked rows"
+                f"{len(masks.offsets)} masks of step {masks.step}, where step {self._step} has {count} masked positions"
             )
         return masks
 
@@ -134,6 +135,8 @@ class ModelRunner:
         group = self._meet(meet)
         self._ranks, self._exchange = roles(config, group)
         self._arena = np.zeros(0, np.uint8) if arena is None else arena
+        self.draft_model = self._open_draft_model()
+        """None: the hand drafts nothing by itself."""
         available = self.device.available_bytes()
         self._group = group
         self._choice = Choice(self.device, config, group)
@@ -164,6 +167,11 @@ class ModelRunner:
             self._make_tables(self._hot_rows(pool))
         if config.pooling is not None and config.pooling.kind == "causal_mean":
             self._summed = Summed(config.slots)
+        if self.draft_model is not None and not self._verifies_drafts:
+            raise ConfigError(
+                "a draft model is not served here: its drafts are verified by GPUs and PyTorch's operators "
+                "(FOREBAY_KERNELS=torch), for models of text without recurrent layers and adapters"
+            )
         if pool is not None:
             self._copier = Copier(self.device, self.kv, pool, config.copy_gbps, config.kv_checksum, config.host_lenders)
 
@@ -174,6 +182,13 @@ class ModelRunner:
         if meet is None:
             raise ConfigError(f"{self.config.world_size} ranks, and no place where they could meet")
         return meet(self.device.torch_device)
+
+    def _open_draft_model(self) -> DraftModel | None:
+        draft = self.config.draft
+        if draft is None:
+            return None
+        runner = ModelRunner(DraftModel.config_of(self.config))
+        return DraftModel(runner, draft.tokens, self.model_config.vocab_size)
 
     def _make_pages(self, sizes: Sizes) -> None:
         config, kept = self.config, self.config.kept_model
@@ -327,6 +342,8 @@ class ModelRunner:
 
         If an earlier start has kept its packed weights, they are read instead.
         """
+        if self.draft_model is not None:
+            self.draft_model.load(report)
         model = self.model
         if isinstance(model, CalledModel):
             if self.config.load_format == "dummy":
@@ -365,6 +382,8 @@ class ModelRunner:
         The tables are unchanged afterwards. The content of the first pages is undefined. Raises `NotFiniteError`; if
         the weights are those of an earlier start, their files are removed.
         """
+        if self.draft_model is not None:
+            self.draft_model.warm_up()
         hot = self.tables.hot
         in_order = self._state_bytes > 0
         for plan in warm_plans(self.config, self._flag, backed=hot is not None, in_order=in_order):
@@ -422,7 +441,9 @@ class ModelRunner:
             "graphs": 0 if self._steps.graphs is None else self._steps.graphs.count,
             "blocks": self._blocks,
             "tokens_only": isinstance(self.model, CalledModel),
-            "verifies_drafts": self._verifies_drafts,
+            # Its own drafts are all that it verifies.
+            "verifies_drafts": self._verifies_drafts and self.draft_model is None,
+            "tokens_a_row": 1 if self.draft_model is None else 1 + self.draft_model.most,
             "state_page_count": self._state_pages,
             "state_bytes": self._state_bytes,
             **({} if self.images is None else self.images.facts()),
@@ -444,6 +465,9 @@ class ModelRunner:
         If it has masked rows, `masks` gives their masks after the model's work is queued.
         """
         device = self.device
+        drafted = plan
+        if self.draft_model is not None and plan.row_tokens.size and not plan.draft_tokens.size:
+            drafted = self.draft_model.propose(plan, self.tables, self.config.max_running_requests)
         with device.launching():
             if len(plan.rows) and self._copier is not None:
                 self._wait_for_saves(self._copier)
@@ -451,7 +475,7 @@ class ModelRunner:
             self._read_images(plan)
             writes = self.tables.read(plan, self._arena)
             self._read_adapters(plan)
-            drafts = self._drafts(plan)
+            drafts = self._drafts(drafted)
             computed = plan if drafts is None else drafts.plan
             inputs = StepInputs(computed, device)
             if writes is not None:
@@ -460,7 +484,7 @@ class ModelRunner:
                 device.queue(partial(self.tables.write_tokens, drafts.entries, drafts.tokens))
             self._begin_exchange(plan)
             waited, states = Waited(plan.step, masks), self._read_states(plan)
-            columns = self._queue_rows(computed, inputs, waited, states) if len(plan.rows) else NoColumns()
+            columns = self._queue_rows(computed, inputs, waited, states, drafts) if len(plan.rows) else NoColumns()
             columns = verified(columns, drafts)
             before, self._ended = self._ended, device.event()
         copied = no_copies if self._copier is None else self._start_copies(plan, self._copier, self._ended)
@@ -595,7 +619,9 @@ class ModelRunner:
         self.device.reuse(plan.body)
         plan.release()
 
-    def _queue_rows(self, plan: Plan, inputs: StepInputs, masks: Waited, states: RowStates | None) -> Columns:
+    def _queue_rows(
+        self, plan: Plan, inputs: StepInputs, masks: Waited, states: RowStates | None, drafts: Drafts | None
+    ) -> Columns:
         planned = PlannedRows.read(plan, self.config.slots, self.config.context_length, self._flag)
         slot, start, length, sampling = planned.slot, planned.start, planned.length, planned.sampling
         given = self.prompts.given(slot, start)
@@ -614,10 +640,11 @@ class ModelRunner:
         launch, steps = Launch(rows, inputs, found, prompts), self._steps
         slots, positions = slot[sampling], planned.ends[sampling]
         if not len(planned.masked):
-            ask, work = self._sampler.ask(slots, positions, by_slot=steps.by_slot), steps.sample
+            chains = None if drafts is None else drafts.chains
+            ask, work = self._sampler.ask(slots, positions, by_slot=steps.by_slot, chains=chains), steps.sample
         else:
             self.device.queue(partial(steps.compute, launch))
-            ask, work = self._ask_masked(planned, slots, positions, masks), steps.choose
+            ask, work = self._ask_masked(planned, slots, positions, masks, drafts), steps.choose
             if ask.rows is not None:
                 sampling = sampling[ask.rows]
                 if not len(sampling):
@@ -626,19 +653,25 @@ class ModelRunner:
         self.device.queue(partial(work, launch, ask, answers))
         return TokenColumns(answers, launch, sampling)
 
-    def _ask_masked(self, planned: PlannedRows, slots: Int64s, positions: Int64s, waited: Waited) -> Ask:
+    def _ask_masked(
+        self, planned: PlannedRows, slots: Int64s, positions: Int64s, waited: Waited, drafts: Drafts | None
+    ) -> Ask:
         """Waits for the masks of a step's rows, of which `slots` [s] and `positions` [s] sample."""
-        received = waited.receive(len(planned.masked))
-        masks = zip(planned.masked.tolist(), received.read(self._arena, self.model_config.vocab_size), strict=True)
-        found = {row: mask for row, mask in masks if mask is not None}
-        late = planned.masked[received.no_token]
+        wanted = np.arange(len(planned.masked)) if drafts is None else drafts.masks
+        received = waited.receive(len(wanted) if drafts is None else drafts.mask_count)
+        masks = received.read(self._arena, self.model_config.vocab_size)
+        of_rows = zip(planned.masked.tolist(), wanted.tolist(), strict=True)
+        found = {row: mask for row, at in of_rows if (mask := masks[at]) is not None}
+        late = planned.masked[np.isin(wanted, received.no_token)]
         # What was inline was copied, and what was not is not in the frame.
         received.release()
+        chains = None if drafts is None else drafts.chains
         if not len(late):
-            return self._sampler.ask(slots, positions, found, self._steps.by_slot)
-        rows = np.setdiff1d(np.arange(len(slots)), late)
+            return self._sampler.ask(slots, positions, found, self._steps.by_slot, chains)
+        rows = np.setdiff1d(np.arange(len(slots)), late) if chains is None else chains.without(late)
         number = {row: at for at, row in enumerate(rows.tolist())}
-        return self._sampler.ask_some(rows, slots, positions, {number[row]: mask for row, mask in found.items()})
+        found = {number[row]: mask for row, mask in found.items() if row in number}
+        return self._sampler.ask_some(rows, slots, positions, found, chains)
 
     def _queue_pooled(self, rows: Rows, inputs: StepInputs) -> Columns:
         if isinstance(self.model, Bert):

@@ -44,6 +44,15 @@ class PlaceConfig:
 
 
 @dataclass(frozen=True)
+class DraftConfig:
+    """A model that drafts."""
+
+    model: Mapping[str, Any]
+    tokens: int
+    """The most drafts of a row."""
+
+
+@dataclass(frozen=True)
 class RunnerConfig:
     """The hand's configuration, with everything resolved. `docs/protocol.md` describes the fields."""
 
@@ -87,6 +96,8 @@ class RunnerConfig:
     """The memory for adapters; None: no row has one."""
     host_lenders: tuple[int | None, ...] = ()
     """The descriptor of each replica's host memory, where pages are lent to this hand; None for its own."""
+    draft: DraftConfig | None = None
+    """The model that drafts; None: the hand drafts nothing by itself."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunnerConfig:
@@ -104,6 +115,8 @@ class RunnerConfig:
         resolved: dict[str, Any] = {"dtype": DTYPES[values["dtype"]], "kv_cache_dtype": forms[values["kv_cache_dtype"]]}
         if chosen.get("lora") is not None:
             resolved["lora"] = PlaceConfig(**chosen["lora"])
+        if chosen.get("draft") is not None:
+            resolved["draft"] = DraftConfig(**chosen["draft"])
         config = cls(**{**chosen, **resolved})
         if config.load_format not in LOAD_FORMATS:
             raise ConfigError(f"load format {config.load_format!r} is not supported: use {' or '.join(LOAD_FORMATS)}")

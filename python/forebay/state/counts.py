@@ -96,10 +96,14 @@ class TokenCounts:
         self._table.index_fill_(0, lines, 0)
         self._add(counters + token_pool.view(-1).index_select(0, tokens))
 
-    def add(self, begin: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Counts a sampled token [l] in each line whose counters begin at `begin` [l]. Called as work."""
+    def add(self, begin: torch.Tensor, tokens: torch.Tensor, given: torch.Tensor | None = None) -> None:
+        """Counts a sampled token [l] in each line whose counters begin at `begin` [l]. Called as work.
+
+        `given`, bool [l]: true for the tokens that count. None: all do.
+        """
         entries = begin + tokens
-        self._add(torch.cat((entries, entries + self._vocabulary)))
+        amounts = None if given is None else given.int().repeat(2)
+        self._add(torch.cat((entries, entries + self._vocabulary)), amounts)
 
     def begin(self, lines: Int64s) -> Int64s:
         """The index of the first counter of each of `lines`. Called by the host."""
@@ -110,6 +114,7 @@ class TokenCounts:
         found = self._table.index_select(0, lines)
         return found[:, SEEN], found[:, GENERATED]
 
-    def _add(self, entries: torch.Tensor) -> None:
-        ones = torch.ones(1, dtype=torch.int32, device=entries.device).expand(len(entries))
-        self._table.view(-1).index_add_(0, entries, ones)
+    def _add(self, entries: torch.Tensor, amounts: torch.Tensor | None = None) -> None:
+        if amounts is None:
+            amounts = torch.ones(1, dtype=torch.int32, device=entries.device).expand(len(entries))
+        self._table.view(-1).index_add_(0, entries, amounts)

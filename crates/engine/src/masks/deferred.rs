@@ -29,7 +29,7 @@ impl Constraint for Deferred {
         }
     }
 
-    fn mask(&mut self, words: &mut [u32]) -> Result<Allowed, Broken> {
+    fn walk(&mut self, drafts: &[i32], masks: &mut [&mut [u32]]) -> Result<Vec<Allowed>, Broken> {
         let constraint = match &mut self.constraint {
             Some(constraint) => constraint,
             None => {
@@ -40,6 +40,16 @@ impl Constraint for Deferred {
                 self.constraint.insert(constraint)
             }
         };
-        constraint.mask(words)
+        constraint.walk(drafts, masks)
+    }
+
+    fn restrict(&mut self, most: usize, drafts: &mut Vec<i32>) -> Result<usize, Broken> {
+        match &mut self.constraint {
+            Some(constraint) => constraint.restrict(most, drafts),
+            None => {
+                drafts.clear();
+                Ok(0)
+            }
+        }
     }
 }

@@ -1,4 +1,4 @@
-//! A job: accept tokens, fill a mask.
+//! A job: accept tokens, make masks.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -13,15 +13,30 @@ pub(crate) fn is_cheap(us: u64) -> bool {
     us <= CHEAP_US
 }
 
-/// A mask that is ready.
+/// The masks for a row: one for its next token, and one for the token behind each draft.
 #[derive(Debug)]
-pub(crate) struct Mask {
-    pub(crate) allowed: Allowed,
-    /// Of no meaning if everything is allowed.
-    pub(crate) words: Vec<u32>,
+pub(crate) struct RowMasks {
+    pub(crate) drafts: Vec<i32>,
+    /// The content of each mask that was made, at least of the first.
+    pub(crate) allowed: Vec<Allowed>,
+    /// One a mask, of no meaning if everything is allowed or it was not made.
+    pub(crate) words: Vec<Vec<u32>>,
 }
 
-/// The work of one request's constraint up to its next mask.
+impl RowMasks {
+    /// True if they are those of a row with these drafts.
+    pub(crate) fn cover(&self, drafts: &[i32]) -> bool {
+        self.drafts.starts_with(drafts)
+    }
+
+    /// The number of leading masks that are right for a row with these drafts.
+    pub(crate) fn usable(&self, drafts: &[i32]) -> usize {
+        let equal = self.drafts.iter().zip(drafts).take_while(|(one, other)| one == other).count();
+        self.allowed.len().min(1 + equal)
+    }
+}
+
+/// The work of one request's constraint up to its next masks.
 #[derive(Debug)]
 pub(crate) struct Job {
     pub(crate) request: u64,
@@ -29,8 +44,10 @@ pub(crate) struct Job {
     pub(crate) constraint: Box<dyn Constraint>,
     /// Tokens that the constraint has not accepted yet.
     pub(crate) said: Vec<i32>,
-    /// The memory for the mask.
-    pub(crate) words: Vec<u32>,
+    /// Tokens that may come behind them.
+    pub(crate) drafts: Vec<i32>,
+    /// The memory for the masks, one more than drafts.
+    pub(crate) words: Vec<Vec<u32>>,
     /// Microseconds that it is expected to take; `None`: nothing is known of it.
     pub(crate) expected_us: Option<u64>,
 }
@@ -40,21 +57,27 @@ pub(crate) struct Job {
 pub(crate) struct Made {
     pub(crate) request: u64,
     pub(crate) constraint: Box<dyn Constraint>,
-    pub(crate) mask: Result<Mask, Broken>,
+    pub(crate) masks: Result<RowMasks, Broken>,
     pub(crate) us: u64,
 }
 
 impl Job {
     pub(crate) fn run(self, clock: &dyn Clock) -> Made {
-        let Self { request, mut constraint, said, mut words, .. } = self;
+        let Self { request, mut constraint, said, drafts, mut words, .. } = self;
         let began = clock.now_us();
-        let work = || {
+        let allowed = guarded(|| {
             said.into_iter().try_for_each(|token| constraint.accept(token))?;
-            constraint.mask(&mut words)
-        };
-        let allowed = catch_unwind(AssertUnwindSafe(work))
-            .unwrap_or_else(|_| Err(Broken("the form of the answer could not be followed".into())));
+            let mut masks: Vec<&mut [u32]> = words.iter_mut().map(|words| &mut words[..]).collect();
+            constraint.walk(&drafts, &mut masks)
+        });
         let us = clock.now_us().saturating_sub(began);
-        Made { request, constraint, mask: allowed.map(|allowed| Mask { allowed, words }), us }
+        let masks = allowed.map(|allowed| RowMasks { drafts, allowed, words });
+        Made { request, constraint, masks, us }
     }
+}
+
+/// Uses a constraint, which breaks if it panics.
+pub(crate) fn guarded<T>(work: impl FnOnce() -> Result<T, Broken>) -> Result<T, Broken> {
+    catch_unwind(AssertUnwindSafe(work))
+        .unwrap_or_else(|_| Err(Broken("the form of the answer could not be followed".into())))
 }

@@ -10,5 +10,5 @@ mod threads;
 mod turns;
 
 pub(crate) use deferred::deferred;
-pub(crate) use job::{Job, Made, Mask, is_cheap};
+pub(crate) use job::{Job, Made, RowMasks, guarded, is_cheap};
 pub(crate) use threads::{Inbox, MaskThreads};

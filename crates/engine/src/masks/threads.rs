@@ -99,15 +99,29 @@ impl MaskThreads {
         drop(state);
         let client = ticket.client;
         let us = self.shared.run(ticket);
-        if us > OVERRUN_US {
-            let now = self.shared.clock.now_us();
-            let mut state = self.shared.state.lock();
-            if state.barred.len() >= MOST_BARRED {
-                state.barred.clear();
-            }
-            state.barred.insert(client, now + BARRED_US);
-        }
+        self.took(client, us);
         true
+    }
+
+    /// Notes the time that a client's work took on the engine's thread, and that was expected to be
+    /// cheap.
+    pub(crate) fn took(&self, client: u64, us: u64) {
+        if us <= OVERRUN_US {
+            return;
+        }
+        let now = self.shared.clock.now_us();
+        let mut state = self.shared.state.lock();
+        if state.barred.len() >= MOST_BARRED {
+            state.barred.clear();
+        }
+        state.barred.insert(client, now + BARRED_US);
+    }
+
+    /// True if the engine's thread leaves the client's jobs to others.
+    pub(crate) fn is_barred(&self, client: u64) -> bool {
+        let state = self.shared.state.lock();
+        let until = state.barred.get(&client);
+        until.is_some_and(|&until| until > self.shared.clock.now_us())
     }
 
     /// Leaves what is queued to the threads.

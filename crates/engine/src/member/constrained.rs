@@ -9,17 +9,20 @@
 //! then sits the step out. Its mask is made meanwhile, and the request has its next row when it is
 //! there. From then on the request is *late*: none of its rows is planned before its mask is ready,
 //! so that no further row is computed for nothing. A cheap mask ends that.
+//!
+//! With drafts a request whose masks are cheap is asked as soon as its tokens are known which of its
+//! drafts can come, and which tokens are certain. Its row then has a mask for each position.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::bounded;
-use forebay_protocol::{RowMask, StepMasks, StepPlan};
+use forebay_protocol::{RowMask, StepMasks, StepPlan, Want};
 
 use crate::constraint::{Allowed, Broken, Constraint};
 use crate::executor::{Executor, Wake};
-use crate::masks::{Inbox, Job, Made, Mask, MaskThreads, deferred, is_cheap};
+use crate::masks::{Inbox, Job, Made, MaskThreads, RowMasks, deferred, guarded, is_cheap};
 use crate::member::Member;
 use crate::types::{FinishReason, RequestError};
 
@@ -29,6 +32,9 @@ const MOST_US: u64 = 20_000;
 /// Weight of the newest step in the mean of their times, and of a mask in the memory of dear ones:
 /// one in so many.
 const NEWEST: u64 = 8;
+/// The largest time that the masks of a row may be expected to take for the sake of its drafts, in
+/// microseconds.
+const WALK_US: u64 = 1_000;
 
 /// The first masks of a request, of which nothing is known: the second one may copy the matcher of
 /// its form, and the first one does not.
@@ -42,12 +48,14 @@ struct Held {
     constraint: Option<Box<dyn Constraint>>,
     /// Tokens that it has not accepted yet.
     said: Vec<i32>,
-    /// The mask for the next token, until this was said.
-    mask: Option<Mask>,
-    /// Microseconds that its next mask may take. Dear ones are forgotten slowly.
+    /// The masks for the next tokens, until one was said.
+    masks: Option<RowMasks>,
+    /// Microseconds that a mask of it may take. Dear ones are forgotten slowly.
     expected_us: Option<u64>,
     /// Its masks so far, as far as they are counted.
     made: u8,
+    /// Microseconds that the newest mask took. `None`: only the first ones were made.
+    newest_us: Option<u64>,
     /// A row has sat out, and no mask was cheap since.
     late: bool,
     /// The scheduler plans no row of it that samples.
@@ -56,11 +64,29 @@ struct Held {
     due: bool,
 }
 
+impl Held {
+    /// The expected time of a mask, if it is known.
+    fn known_us(&self) -> Option<u64> {
+        self.expected_us.filter(|_| self.made >= UNKNOWN)
+    }
+
+    fn needs_masks(&self, drafts: &[i32]) -> bool {
+        !self.masks.as_ref().is_some_and(|masks| masks.cover(drafts))
+    }
+}
+
+/// A masked row of a plan.
+#[derive(Debug)]
+struct Due {
+    id: u64,
+    drafts: Vec<i32>,
+}
+
 /// The constraints of live requests.
 pub(crate) struct Constrained {
     live: HashMap<u64, Held>,
-    /// The plan whose masks are due: its step and the requests of its masked rows, in row order.
-    due: Option<(u64, Vec<u64>)>,
+    /// The plan whose masks are due: its step and its masked rows, in order.
+    due: Option<(u64, Vec<Due>)>,
     /// Requests whose masks are due and not ready.
     missing: usize,
     masks: StepMasks,
@@ -98,9 +124,10 @@ impl Constrained {
                 client,
                 constraint: Some(constraint),
                 said: Vec::new(),
-                mask: None,
+                masks: None,
                 expected_us: None,
                 made: 0,
+                newest_us: None,
                 late: false,
                 waits: false,
                 due: false,
@@ -145,19 +172,26 @@ impl Constrained {
         Some(deferred(from, before))
     }
 
-    /// The job for a request's next mask, if nobody is at it.
-    fn job(&mut self, id: u64) -> Option<Job> {
-        let held = self.live.get_mut(&id).filter(|held| held.mask.is_none())?;
+    /// The job for the masks of a request's next row with these drafts, if nobody is at it.
+    fn job(&mut self, id: u64, drafts: &[i32]) -> Option<Job> {
+        let held = self.live.get_mut(&id).filter(|held| held.needs_masks(drafts))?;
         let constraint = held.constraint.take()?;
-        let mut words = self.spare.pop().unwrap_or_default();
-        words.resize(self.vocabulary.div_ceil(u32::BITS) as usize, 0);
+        self.spare.extend(held.masks.take().into_iter().flat_map(|masks| masks.words));
+        let width = self.vocabulary.div_ceil(u32::BITS) as usize;
+        let masks = 1 + drafts.len();
+        let words = (0..masks).map(|_| {
+            let mut words = self.spare.pop().unwrap_or_default();
+            words.resize(width, 0);
+            words
+        });
         Some(Job {
             request: id,
             client: held.client,
             constraint,
             said: std::mem::take(&mut held.said),
-            words,
-            expected_us: held.expected_us.filter(|_| held.made >= UNKNOWN),
+            drafts: drafts.to_vec(),
+            words: words.collect(),
+            expected_us: held.known_us().map(|us| us * masks as u64),
         })
     }
 
@@ -174,12 +208,13 @@ impl Constrained {
         self.step_us = first - first / NEWEST + us / NEWEST;
     }
 
-    /// The request has said a token. True: its next mask is to be made at once.
-    pub(super) fn say(&mut self, id: u64, token: i32) -> bool {
-        let Some(held) = self.live.get_mut(&id) else { return false };
+    /// The request has said a token. Gives if its next mask is to be made at once; `None`: it has no
+    /// constraint.
+    pub(super) fn say(&mut self, id: u64, token: i32) -> Option<bool> {
+        let held = self.live.get_mut(&id)?;
         held.said.push(token);
-        self.spare.extend(held.mask.take().map(|mask| mask.words));
-        held.late
+        self.spare.extend(held.masks.take().into_iter().flat_map(|masks| masks.words));
+        Some(held.late)
     }
 }
 
@@ -198,13 +233,50 @@ impl Member {
                 held.waits = true;
             }
         }
-        self.constrained.due = Some((plan.step(), ids));
+        let rows = plan.rows().zip(plan.drafts());
+        let drafts = rows.filter(|(row, _)| matches!(row.want, Want::Masked(_)));
+        let due = |(id, (_, drafts)): (u64, (_, &[i32]))| Due { id, drafts: drafts.to_vec() };
+        self.constrained.due = Some((plan.step(), ids.into_iter().zip(drafts).map(due).collect()));
+    }
+
+    /// Has requests that have new tokens expect the next ones, as far as their forms allow.
+    pub(super) fn expect_masked(&mut self, ids: &[u64]) {
+        for &id in ids {
+            let Self { constrained, scheduler, shared, .. } = self;
+            let Constrained { live, threads, .. } = constrained;
+            let (Some(scheduler), Some(held)) = (scheduler, live.get_mut(&id)) else { continue };
+            let (client, newest_us) = (held.client, held.newest_us.filter(|&us| is_cheap(us)));
+            let (Some(us), Some(constraint)) = (newest_us, &mut held.constraint) else { continue };
+            if held.late || scheduler.most_drafts() == 0 || threads.is_barred(client) {
+                continue;
+            }
+            let room = WALK_US / us.max(1);
+            let (said, mut broken) = (&mut held.said, None);
+            let began = shared.clock.now_us();
+            scheduler.expect_masked(id, |most, drafts| {
+                let forced = guarded(|| {
+                    said.drain(..).try_for_each(|token| constraint.accept(token))?;
+                    constraint.restrict(u64::from(most).min(room) as usize, drafts)
+                });
+                forced.unwrap_or_else(|why| {
+                    drafts.clear();
+                    broken = Some(why);
+                    0
+                }) as u32
+            });
+            let us = shared.clock.now_us().saturating_sub(began);
+            threads.took(client, us);
+            self.stats.mask_us += us;
+            if let Some(why) = broken {
+                self.break_off(id, why);
+            }
+        }
     }
 
     /// Has the next masks of requests made that no plan has a row for yet.
     pub(super) fn begin_masks(&mut self, ids: &[u64]) {
         let own = &mut self.constrained;
-        let jobs: Vec<Job> = ids.iter().filter_map(|&id| own.job(id)).collect();
+        let jobs: Vec<Job> = ids.iter().filter_map(|&id| own.job(id, &[])).collect();
         if jobs.is_empty() {
             return;
         }
@@ -224,53 +296,60 @@ impl Member {
     /// member's place in its group, which has so many `members`.
     pub(crate) fn send_masks(&mut self, at: usize, members: u64, executor: &mut dyn Executor) {
         let alone = self.in_flight() == 1;
-        let Some((step, ids)) = self.constrained.due.take_if(|_| alone) else { return };
+        let Some((step, rows)) = self.constrained.due.take_if(|_| alone) else { return };
         let began = self.shared.clock.now_us();
         self.stats.mask_budget_us = self.constrained.budget(members);
-        self.make_masks(&ids, began + self.stats.mask_budget_us);
+        self.make_masks(&rows, began + self.stats.mask_budget_us);
         let own = &mut self.constrained;
         let mut idle = Vec::new();
         own.masks.step = step;
-        for &id in &ids {
-            // Whoever has ended meanwhile may sample what it likes.
-            let mut row = RowMask::Everything;
-            if let Some(held) = own.live.get_mut(&id) {
-                match &mut held.mask {
-                    Some(Mask { allowed: Allowed::Everything, .. }) => {}
-                    Some(Mask { allowed: Allowed::Some, words }) => {
-                        row = RowMask::Tokens(std::mem::take(words));
-                    }
-                    None => {
-                        if self.scheduler.as_mut().is_some_and(|it| it.sit_out(id)) {
-                            (held.late, held.waits) = (true, true);
-                            row = RowMask::NoToken;
-                            self.stats.sat_out += 1;
-                            idle.extend(held.constraint.is_some().then_some(id));
-                        }
-                    }
+        for Due { id, drafts } in &rows {
+            let places = 1 + drafts.len();
+            let sent = own.masks.masks.len();
+            if let Some(held) = own.live.get_mut(id) {
+                if let Some(masks) = &mut held.masks {
+                    let made = masks.allowed[..masks.usable(drafts)].iter().zip(&mut masks.words);
+                    own.masks.masks.extend(made.map(|(allowed, words)| match allowed {
+                        Allowed::Everything => RowMask::Everything,
+                        Allowed::Some => RowMask::Tokens(std::mem::take(words)),
+                    }));
+                    // The row ends before what has no mask.
+                    own.masks.masks.resize(sent + places, RowMask::NoToken);
+                } else if self.scheduler.as_mut().is_some_and(|it| it.sit_out(*id)) {
+                    (held.late, held.waits) = (true, true);
+                    own.masks.masks.resize(sent + places, RowMask::NoToken);
+                    self.stats.sat_out += 1;
+                    idle.extend(held.constraint.is_some().then_some(*id));
                 }
             }
-            own.masks.rows.push(row);
+            // Whoever has ended meanwhile may sample what it likes.
+            own.masks.masks.resize(sent + places, RowMask::Everything);
         }
         executor.masks(at, &own.masks);
-        for (row, id) in own.masks.rows.drain(..).zip(&ids) {
-            let mask = own.live.get_mut(id).and_then(|held| held.mask.as_mut());
-            if let (RowMask::Tokens(words), Some(mask)) = (row, mask) {
-                mask.words = words;
+        let mut sent = own.masks.masks.drain(..);
+        for Due { id, drafts } in &rows {
+            let masks = own.live.get_mut(id).and_then(|held| held.masks.as_mut());
+            let mut words = masks.map(|masks| masks.words.iter_mut());
+            for mask in sent.by_ref().take(1 + drafts.len()) {
+                let words = words.as_mut().and_then(Iterator::next);
+                if let (RowMask::Tokens(mask), Some(words)) = (mask, words) {
+                    *words = mask;
+                }
             }
         }
+        drop(sent);
         self.begin_masks(&idle);
         self.stats.mask_wait_us += self.shared.clock.now_us().saturating_sub(began);
     }
 
-    /// Makes the masks of these requests, until `deadline`.
-    fn make_masks(&mut self, ids: &[u64], deadline: u64) {
+    /// Makes the masks of these rows, until `deadline`.
+    fn make_masks(&mut self, rows: &[Due], deadline: u64) {
         self.collect_masks();
         let own = &mut self.constrained;
         let mut jobs = Vec::new();
-        for &id in ids {
-            jobs.extend(own.job(id));
-            if let Some(held) = own.live.get_mut(&id).filter(|held| held.mask.is_none()) {
+        for Due { id, drafts } in rows {
+            jobs.extend(own.job(*id, drafts));
+            if let Some(held) = own.live.get_mut(id).filter(|held| held.needs_masks(drafts)) {
                 held.due = true;
                 own.missing += 1;
             }
@@ -293,20 +372,20 @@ impl Member {
             self.collect_masks();
         }
         if self.constrained.missing > 0 {
-            self.leave_masks(ids);
+            self.leave_masks(rows);
         }
     }
 
     /// The time is over: masks that are not ready are left to the mask threads.
-    fn leave_masks(&mut self, ids: &[u64]) {
+    fn leave_masks(&mut self, rows: &[Due]) {
         let own = &mut self.constrained;
         own.threads.leave();
         let due = |id: &u64| own.live.get(id).is_some_and(|held| held.due);
-        let late: Vec<u64> = ids.iter().copied().filter(due).collect();
+        let late: Vec<u64> = rows.iter().map(|row| row.id).filter(due).collect();
         let made = own.inbox.take_and_await(late.into_iter());
         self.take_made(made);
-        for id in ids {
-            if let Some(held) = self.constrained.live.get_mut(id) {
+        for row in rows {
+            if let Some(held) = self.constrained.live.get_mut(&row.id) {
                 held.due = false;
             }
         }
@@ -321,26 +400,30 @@ impl Member {
 
     fn take_made(&mut self, all: Vec<Made>) {
         let mut again = Vec::new();
-        for Made { request: id, constraint, mask, us } in all {
-            self.stats.masks += 1;
+        for Made { request: id, constraint, masks, us } in all {
+            let made = masks.as_ref().map_or(1, |masks| masks.allowed.len().max(1) as u64);
+            self.stats.masks += made;
             self.stats.mask_us += us;
             let own = &mut self.constrained;
             let Some(held) = own.live.get_mut(&id) else {
-                own.spare.extend(mask.ok().map(|mask| mask.words));
+                own.spare.extend(masks.into_iter().flat_map(|masks| masks.words));
                 continue;
             };
+            // Each of them.
+            let us = us / made;
             held.constraint = Some(constraint);
             let before = held.expected_us.unwrap_or(0);
             held.expected_us = Some(us.max(before - before / NEWEST));
+            held.newest_us = Some(us).filter(|_| held.made >= UNKNOWN);
             held.made = held.made.saturating_add(1);
             held.late &= !is_cheap(us);
             own.missing -= usize::from(std::mem::take(&mut held.due));
             let scheduler = self.scheduler.as_mut().filter(|_| !is_cheap(us));
             scheduler.into_iter().for_each(|scheduler| scheduler.charge(id, us));
-            match mask {
+            match masks {
                 Err(why) => self.break_off(id, why),
-                Ok(mask) if held.said.is_empty() => {
-                    held.mask = Some(mask);
+                Ok(masks) if held.said.is_empty() => {
+                    held.masks = Some(masks);
                     if std::mem::take(&mut held.waits)
                         && let Some(scheduler) = &mut self.scheduler
                     {
@@ -348,8 +431,8 @@ impl Member {
                     }
                 }
                 // A token has come meanwhile.
-                Ok(mask) => {
-                    own.spare.push(mask.words);
+                Ok(masks) => {
+                    own.spare.extend(masks.words);
                     again.extend(held.waits.then_some(id));
                 }
             }
@@ -365,7 +448,7 @@ impl Member {
         let own = &mut self.constrained;
         own.due = None;
         for (&id, held) in &mut own.live {
-            if held.mask.is_some()
+            if held.masks.is_some()
                 && std::mem::take(&mut held.waits)
                 && let Some(scheduler) = &mut self.scheduler
             {

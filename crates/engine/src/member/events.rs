@@ -15,7 +15,7 @@ impl Member {
     pub(crate) fn take_events(&mut self) {
         let now = self.noted_us;
         let mut events = std::mem::take(&mut self.events);
-        let mut masked = Vec::new();
+        let (mut masked, mut said) = (Vec::new(), Vec::new());
         for event in events.drain(..) {
             match event {
                 Event::Admitted { id, cached_tokens, replayed, restoring } => {
@@ -39,7 +39,11 @@ impl Member {
                 }
                 Event::Token { id, nth, token, logprobs } => {
                     self.notes.token(id, nth, now);
-                    masked.extend(self.constrained.say(id, token).then_some(id));
+                    match self.constrained.say(id, token) {
+                        Some(true) => masked.push(id),
+                        Some(false) if said.last() != Some(&id) => said.push(id),
+                        _ => {}
+                    }
                     let token = Some(SampledToken { id: token, logprobs });
                     let (admission, id) = (self.take_admission(id), RequestId(id));
                     // With what the same step brought before it.
@@ -91,6 +95,7 @@ impl Member {
             }
         }
         self.events = events;
+        self.expect_masked(&said);
         if !masked.is_empty() {
             self.begin_masks(&masked);
         }

@@ -88,9 +88,9 @@ impl<F: FnMut(&[i32]) + Send> Constraint for Slow<F> {
         self.few.accept(token)
     }
 
-    fn mask(&mut self, words: &mut [u32]) -> Result<Allowed, Broken> {
+    fn walk(&mut self, drafts: &[i32], masks: &mut [&mut [u32]]) -> Result<Vec<Allowed>, Broken> {
         (self.before)(&self.few.said);
-        self.few.mask(words)
+        self.few.walk(drafts, masks)
     }
 }
 

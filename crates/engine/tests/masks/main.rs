@@ -5,7 +5,7 @@ mod rig;
 
 use std::sync::mpsc::channel;
 
-use forebay_engine::{FinishReason, RequestError, RequestId};
+use forebay_engine::{DraftConfig, EngineConfig, FinishReason, RequestError, RequestId};
 use forebay_sim::testing::{Hook, quiet};
 
 use crate::rig::{Few, Rig, check, config, length};
@@ -46,6 +46,46 @@ fn the_tokens_are_the_same_whatever_runs_ahead_or_is_short_or_dies() {
         let stats = rig.handle.stats();
         assert_eq!(stats.scheduler.preemptions > 0, pages == 70, "{stats:?}");
         assert_eq!(stats.hand.deaths >= 10, dies, "{stats:?}");
+    }
+}
+
+#[test]
+fn drafts_change_no_token_and_each_has_its_mask() {
+    let reference = Rig::start(config(0, 0), 2000, 1, quiet());
+    reference.submit_all(60);
+    let expected = reference.follow(60);
+    for (most, lookahead, pages, mask_threads, dies) in [
+        (1, 1, 2000, 0, false),
+        (3, 1, 2000, 2, false),
+        (8, 1, 2000, 2, false),
+        (8, 0, 70, 0, true),
+        (3, 1, 70, 2, true),
+    ] {
+        let (mut kills, mut seen) = (0, 0);
+        let hook: Hook = Box::new(move |control, outputs| {
+            seen += outputs.len();
+            if dies && kills < 10 && seen > 150 {
+                (kills, seen) = (kills + 1, 0);
+                control.kill();
+            }
+        });
+        let drafts = DraftConfig { speculative_num_draft_tokens: most, speculative_unpriced: true };
+        let config = EngineConfig { drafts: Some(drafts), ..config(lookahead, mask_threads) };
+        let rig = Rig::start(config, pages, 1, hook);
+        rig.submit_drafted(&expected);
+        let stories = rig.follow(60);
+        for (id, story) in &stories {
+            assert_eq!(story.tokens, expected[id].tokens, "{id}: {most} drafts, {pages} pages");
+            assert_eq!(story.end, expected[id].end);
+        }
+        let stats = rig.handle.stats();
+        let drafts = stats.scheduler.drafts;
+        assert!(drafts.accepted > 200 && drafts.drafted > drafts.accepted, "{drafts:?}");
+        assert_eq!(stats.scheduler.preemptions > 0, pages == 70, "{stats:?}");
+        assert_eq!(stats.hand.deaths >= 10, dies, "{stats:?}");
+        assert!(
+            most == 1 || dies || stats.scheduler.steps < reference.handle.stats().scheduler.steps
+        );
     }
 }
 

@@ -7,7 +7,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use forebay_engine::{
-    Allowed, Broken, Constraint, EngineConfig, EngineRequest, FinishReason, Request,
+    Allowed, Broken, Constraint, DraftMatch, DraftSource, EngineConfig, EngineRequest,
+    FinishReason, Proposer, Request,
 };
 use forebay_sim::testing::{self, Hook, RigParts, Story, VOCAB, text};
 use forebay_sim::{DeviceModel, SimClock, SimConfig, Timing, next_token};
@@ -38,7 +39,34 @@ impl Constraint for Few {
         Ok(())
     }
 
-    fn mask(&mut self, words: &mut [u32]) -> Result<Allowed, Broken> {
+    fn walk(&mut self, drafts: &[i32], masks: &mut [&mut [u32]]) -> Result<Vec<Allowed>, Broken> {
+        let mut made = Vec::new();
+        let said = self.said.len();
+        for (nth, words) in masks.iter_mut().enumerate() {
+            if nth > 0 && self.accept(drafts[nth - 1]).is_err() {
+                break;
+            }
+            match self.next(words) {
+                Ok(allowed) => made.push(allowed),
+                Err(broken) if nth == 0 => return Err(broken),
+                Err(_) => break,
+            }
+        }
+        self.said.truncate(said);
+        Ok(made)
+    }
+
+    fn restrict(&mut self, most: usize, drafts: &mut Vec<i32>) -> Result<usize, Broken> {
+        let mut said = self.said.clone();
+        said.extend(drafts.iter().take(most));
+        let fits = |end: &usize| allowed(&said[..*end]).is_none_or(|ids| ids.contains(&said[*end]));
+        drafts.truncate((self.said.len()..said.len()).take_while(fits).count());
+        Ok(0)
+    }
+}
+
+impl Few {
+    fn next(&mut self, words: &mut [u32]) -> Result<Allowed, Broken> {
         self.asked.fetch_add(1, Ordering::Relaxed);
         if self.breaks_at == Some(self.said.len()) {
             return Err(Broken("it breaks here".into()));
@@ -50,6 +78,39 @@ impl Constraint for Few {
             words[id as usize / 32] |= 1 << (id % 32);
         }
         Ok(Allowed::Some)
+    }
+}
+
+/// Expects the tokens of an answer, or others.
+#[derive(Debug, Clone)]
+struct Knows {
+    answer: Vec<i32>,
+    said: usize,
+    /// Percent of tokens that are right.
+    right: usize,
+}
+
+impl Proposer for Knows {
+    fn push(&mut self, _: i32) {
+        self.said += 1;
+    }
+
+    fn propose(&self, most: usize, drafts: &mut Vec<i32>) -> Option<DraftMatch> {
+        let expected = self.answer.iter().enumerate().skip(self.said).take(most);
+        let drafted =
+            expected.map(
+                |(at, &token)| {
+                    if at * 37 % 100 < self.right { token } else { (token + 1) % 1000 }
+                },
+            );
+        drafts.clear();
+        drafts.extend(drafted);
+        let source = DraftSource::Own;
+        (!drafts.is_empty()).then_some(DraftMatch { length: 4, source })
+    }
+
+    fn boxed_clone(&self) -> Box<dyn Proposer> {
+        Box::new(self.clone())
     }
 }
 
@@ -131,6 +192,25 @@ impl Rig {
         let request = Request { id, client, prompt, max_tokens, ..Request::default() };
         let request = EngineRequest { request, constraint, ..EngineRequest::default() };
         self.handle.submit(request).expect("room");
+    }
+
+    /// The same as [`Self::submit_all`] with drafts, which are those of the answers in turn or not:
+    /// a proposer is right with a probability of its own.
+    pub(crate) fn submit_drafted(&self, answers: &HashMap<u64, Story>) {
+        for (&id, story) in answers {
+            let constraint = (id % 3 != 0).then(|| Box::new(self.few()) as Box<dyn Constraint>);
+            let right = [0, 50, 90, 100][id as usize % 4];
+            let proposer = Knows { answer: story.tokens.clone(), said: 0, right };
+            let request = Request {
+                id,
+                prompt: prompt(id).into(),
+                max_tokens: length(id),
+                proposer: Some(Box::new(proposer)),
+                ..Request::default()
+            };
+            let request = EngineRequest { request, constraint, ..EngineRequest::default() };
+            self.handle.submit(request).expect("room");
+        }
     }
 
     pub(crate) fn few(&self) -> Few {

@@ -37,8 +37,7 @@ const fn value(names: &'static [&'static str], meaning: Meaning) -> Foreign {
 
 const ALWAYS: &str = "always on";
 const FILES: &str = "weights are safetensors or GGUF, and no code of a repository runs";
-const SPECULATION: &str =
-    "no draft model is loaded: --speculative-algorithm ngram takes drafts from the text";
+const PRICE: &str = "the price of a draft decides, whatever the length of its match";
 const PD: &str = "one server does both: --pd P:D, such as --pd 1:2";
 const TEMPLATE: &str = "templates are always Jinja";
 const MAPPED: &str = "a CPU's packed weights are read once and kept in memory";
@@ -84,8 +83,31 @@ const FLAGS: &[Foreign] = &[
     switch(&["--fully-sharded-loras"], Unneeded("adapters are for one rank")),
     value(&["--lora-scaled"], Missing("an adapter has its own factor: --lora")),
     switch(&["--lora-init-without-apply"], Unneeded("requests name their adapter")),
-    value(&["--speculative-draft-model-path", "--speculative-num-steps"], Missing(SPECULATION)),
-    value(&["--speculative-model"], Missing(SPECULATION)),
+    value(
+        &["--speculative-draft-model-revision", "--speculative-token-map"],
+        Missing("the draft model is what its path or name says"),
+    ),
+    value(&["--speculative-model"], Same("--speculative-draft-model-path")),
+    value(&["--speculative-eagle-topk"], Unneeded("drafts are chains")),
+    value(&["--speculative-num-steps"], Unneeded("--speculative-num-draft-tokens says it")),
+    value(
+        &["--speculative-accept-threshold-single", "--speculative-accept-threshold-acc"],
+        Unneeded("drafts change no token"),
+    ),
+    value(
+        &[
+            "--speculative-ngram-min-match-window-size",
+            "--speculative-ngram-max-match-window-size",
+            "--speculative-ngram-min-bfs-breadth",
+            "--speculative-ngram-max-bfs-breadth",
+            "--speculative-ngram-match-type",
+            "--speculative-ngram-branch-length",
+            "--speculative-ngram-max-trie-depth",
+            "--speculative-ngram-capacity",
+        ],
+        Unneeded(PRICE),
+    ),
+    value(&["-sc"], Same("--speculative-config")),
     value(&["--kv-transfer-config", "--disaggregation-mode"], Missing(PD)),
     value(&["--tokenizer", "--tokenizer-path"], Missing("the tokenizer is the model's own")),
     value(
@@ -152,8 +174,27 @@ const FLAGS: &[Foreign] = &[
         Unneeded("requests choose: `separate_reasoning`, `include_reasoning`"),
     ),
     value(&["--reasoning-budget"], Missing("requests choose: `thinking_budget`")),
-    value(&["-md", "--model-draft"], Missing(SPECULATION)),
-    value(&["--draft", "--draft-n"], Same("--speculative-num-draft-tokens")),
+    value(&["-md", "--model-draft", "--spec-draft-model"], Same("--speculative-draft-model-path")),
+    value(&["--draft", "--draft-n", "--spec-draft-n-max"], Same("--speculative-num-draft-tokens")),
+    value(
+        &[
+            "--draft-min",
+            "--draft-n-min",
+            "--draft-p-min",
+            "--spec-draft-n-min",
+            "--spec-draft-p-min",
+            "--spec-ngram-size-n",
+            "--spec-ngram-size-m",
+            "--spec-ngram-min-hits",
+            "--spec-ngram-simple-size-n",
+            "--spec-ngram-simple-size-m",
+            "--spec-ngram-simple-min-hits",
+            "--spec-ngram-mod-n-match",
+            "--spec-ngram-mod-n-min",
+            "--spec-ngram-mod-n-max",
+        ],
+        Unneeded(PRICE),
+    ),
     value(
         &["-mm", "--mmproj", "-mmu", "--mmproj-url"],
         Missing("images need the model's safetensors"),

@@ -2,6 +2,7 @@
 
 mod adapters;
 mod device;
+mod drafts;
 mod engine;
 mod hand;
 mod images;
@@ -37,7 +38,8 @@ pub(crate) use tiers::HostSize;
 
 /// Fields of a hand's configuration that are no settings: the files of the model, and facts about
 /// one hand of many.
-const NO_SETTINGS: [&str; 5] = ["model", "rank", "world_size", "host_pages", "host_lenders"];
+const NO_SETTINGS: [&str; 6] =
+    ["model", "draft", "rank", "world_size", "host_pages", "host_lenders"];
 
 /// The configuration of each part: all that was decided before the hand started. A setting that
 /// several parts need has the same name and value in each of them.
@@ -64,12 +66,16 @@ pub(crate) struct Resolved {
 }
 
 impl Resolved {
-    /// Resolves what `flags` leave open for `model` on this machine. `access` has the rules by
-    /// which the server was opened.
+    /// Resolves what `flags` leave open for a model and its draft model on this machine. `access`
+    /// has the rules by which the server was opened.
     ///
     /// # Errors
     /// Flags contradict each other, the model, or the machine.
-    pub(crate) fn new(flags: &ServeFlags, model: &Model, access: ServerConfig) -> Result<Self> {
+    pub(crate) fn new(
+        flags: &ServeFlags,
+        (model, draft): (&Model, Option<&Model>),
+        access: ServerConfig,
+    ) -> Result<Self> {
         let context_length = model::context_length(flags, model)?;
         let machine = Machine::here();
         let device = DeviceSettings::new(flags, &machine.processors())?;
@@ -80,6 +86,7 @@ impl Resolved {
         hand::bound_states(flags, model, &device, &mut engine, &machine);
         let mut hand = hand::resolve(flags, model, &device, &engine, &machine)?;
         hand.lora = adapters::resolve(flags, model, &device)?;
+        hand.draft = drafts::resolve(flags, (model, draft), &device)?;
         engine.places = hand.lora.map_or(0, |lora| lora.places);
         let images = images::resolve(&flags.images, model);
         device::check_elsewhere(flags, device.device, engine.host_tier.is_some())?;

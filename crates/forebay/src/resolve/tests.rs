@@ -84,7 +84,7 @@ fn model(images: bool) -> Model {
 fn resolved(flags: &[&str], model: &Model) -> Resolved {
     let line = ["serve", "tiny", "--device", "sim"].iter().chain(flags);
     let flags = Line::try_parse_from(line).expect("flags that clap takes").flags;
-    Resolved::new(&flags, model, ServerConfig::default()).expect("a configuration")
+    Resolved::new(&flags, (model, None), ServerConfig::default()).expect("a configuration")
 }
 
 /// All flags that have something to say.
@@ -216,7 +216,7 @@ fn no_secret_is_shown() {
         admin_keys: forebay_server::Keys::new(["secret-b"]),
         ..ServerConfig::default()
     };
-    let all = Resolved::new(&flags, &model(false), access).expect("a configuration");
+    let all = Resolved::new(&flags, (&model(false), None), access).expect("a configuration");
     assert_eq!(all.server.server.router_key.as_deref(), Some("secret-r"));
     let shown = serde_json::to_string(&object(&all)).expect("JSON");
     assert!(!shown.contains("secret"), "{shown}");

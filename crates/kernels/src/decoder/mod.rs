@@ -559,7 +559,8 @@ impl Weights {
     fn adapter_sizes(&self, sizes: &Sizes) -> AdapterSizes {
         let layers = self.layers.iter().map(|layer| {
             let dense = matches!(layer.feed, FeedForward::Dense(_));
-            sizes.adapted_widths(layer.attention, dense)
+            let attention = layer.recurrence.is_none().then_some(layer.attention);
+            sizes.adapted_widths(attention, dense)
         });
         AdapterSizes::new(sizes.dtype, sizes.hidden, layers)
     }

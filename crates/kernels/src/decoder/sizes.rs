@@ -115,12 +115,16 @@ impl Sizes {
         }
     }
 
-    /// A layer's widths in [`crate::AdapterSizes::new`], of a kind of attention and with a dense
-    /// feed-forward part or without.
+    /// A layer's widths in [`crate::AdapterSizes::new`], of a kind of attention (`None`: the layer is
+    /// recurrent) and with a dense feed-forward part or without.
     #[must_use]
-    pub fn adapted_widths(&self, attention: usize, dense: bool) -> [usize; 3] {
-        let AttentionSizes { heads, kv_heads, head_dim, .. } = self.attentions[attention];
-        [heads * head_dim, kv_heads * head_dim, if dense { self.intermediate } else { 0 }]
+    pub fn adapted_widths(&self, attention: Option<usize>, dense: bool) -> [usize; 3] {
+        let of = |kind: usize| {
+            let AttentionSizes { heads, kv_heads, head_dim, .. } = self.attentions[kind];
+            [heads * head_dim, kv_heads * head_dim]
+        };
+        let [queries, keys] = attention.map_or([0, 0], of);
+        [queries, keys, if dense { self.intermediate } else { 0 }]
     }
 
     pub(super) fn norm_bytes(&self) -> usize {

@@ -9,7 +9,7 @@ impl StepPlan {
     /// # Panics
     /// The row does not sample.
     pub fn push_drafts(&mut self, row: usize, drafts: &[i32]) {
-        assert!(self.rows[row].flags == FLAG_SAMPLE, "row {row} gives no tokens of its own");
+        assert!(self.rows[row].flags & FLAG_SAMPLE != 0, "row {row} gives no tokens");
         let rows = self.rows[..row].iter();
         let place = rows.filter(|row| row.flags & FLAG_SAMPLE != 0).count();
         if self.row_tokens.is_empty() {
@@ -32,16 +32,9 @@ impl StepPlan {
 
     /// True if each row that may give several tokens has its drafts, or none has.
     pub(super) fn drafts_agree(&self) -> bool {
-        let sampling = self.rows.iter().filter(|row| row.flags & FLAG_SAMPLE != 0);
-        let mut more = self.row_tokens.iter().map(|&most| most.max(1) as usize - 1);
-        let mut expected = 0_usize;
-        let alone = sampling.zip(&mut more).all(|(row, more)| {
-            expected += more;
-            row.flags == FLAG_SAMPLE || more == 0
-        });
+        let expected: usize = self.row_tokens.iter().map(|&most| most.max(1) as usize - 1).sum();
         self.draft_tokens.is_empty()
-            || alone
-                && expected == self.draft_tokens.len()
+            || expected == self.draft_tokens.len()
                 && self.draft_tokens.iter().all(|&token| token >= 0)
     }
 }

@@ -43,9 +43,9 @@ pub enum Want {
     /// The row gives at least one token for the positions after it, and at most this many. The hand
     /// has then computed the positions of all of them but the last.
     Tokens(u32),
-    /// The row gives the next token, one that its mask allows. The step's [`crate::StepMasks`]
-    /// follow the plan.
-    Masked,
+    /// The same, but each of its tokens is one that the mask of its position allows. The step's
+    /// [`crate::StepMasks`] follow the plan.
+    Masked(u32),
     /// The row gives one vector of the slot's positions, and has the last of them.
     Vector,
 }
@@ -53,18 +53,29 @@ pub enum Want {
 impl Want {
     /// The row gives the next token.
     pub const TOKEN: Self = Self::Tokens(1);
+    /// The row gives the next token, one that its mask allows.
+    pub const MASKED: Self = Self::Masked(1);
+
+    /// The largest number of tokens that the row gives.
+    #[must_use]
+    pub fn most(self) -> u32 {
+        match self {
+            Self::Tokens(most) | Self::Masked(most) => most,
+            Self::Nothing | Self::Vector => 0,
+        }
+    }
 
     /// True if tokens are sampled.
     #[must_use]
     pub fn samples(self) -> bool {
-        matches!(self, Self::Tokens(_) | Self::Masked)
+        matches!(self, Self::Tokens(_) | Self::Masked(_))
     }
 
     fn flags(self) -> i32 {
         match self {
             Self::Nothing => 0,
             Self::Tokens(_) => FLAG_SAMPLE,
-            Self::Masked => FLAG_SAMPLE | FLAG_MASKED,
+            Self::Masked(_) => FLAG_SAMPLE | FLAG_MASKED,
             Self::Vector => FLAG_POOL,
         }
     }
@@ -183,11 +194,7 @@ impl StepPlan {
 
     /// Adds a row.
     pub fn push_row(&mut self, row: Row) {
-        let most = match row.want {
-            Want::Tokens(most) => most,
-            Want::Masked => 1,
-            Want::Nothing | Want::Vector => 0,
-        };
+        let most = row.want.most();
         if most > 1 || (most == 1 && !self.row_tokens.is_empty()) {
             if self.row_tokens.is_empty() {
                 // Those before it give one each.
@@ -207,16 +214,14 @@ impl StepPlan {
     pub fn rows(&self) -> impl ExactSizeIterator<Item = Row> + '_ {
         const MASKED: i32 = FLAG_SAMPLE | FLAG_MASKED;
         let mut most = self.row_tokens.iter();
+        let mut most = move || most.next().map_or(1, |most| most.cast_unsigned());
         self.rows.iter().map(move |&RowRecord { slot, start, length, flags }| Row {
             slot,
             start,
             length,
             want: match flags {
-                FLAG_SAMPLE => Want::Tokens(most.next().map_or(1, |most| most.cast_unsigned())),
-                MASKED => {
-                    most.next();
-                    Want::Masked
-                }
+                FLAG_SAMPLE => Want::Tokens(most()),
+                MASKED => Want::Masked(most()),
                 FLAG_POOL => Want::Vector,
                 _ => Want::Nothing,
             },

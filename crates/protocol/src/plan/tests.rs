@@ -90,7 +90,7 @@ fn rows_say_how_many_tokens_they_may_give_only_where_it_is_more_than_one() {
     assert_eq!(plan.row_tokens, [0; 0]);
     push(2, Want::Tokens(4), &mut plan);
     push(3, Want::Vector, &mut plan);
-    push(4, Want::Masked, &mut plan);
+    push(4, Want::MASKED, &mut plan);
     push(5, Want::TOKEN, &mut plan);
     assert_eq!(plan.row_tokens, [1, 4, 1, 1]);
     let mut bytes = Vec::new();
@@ -98,7 +98,7 @@ fn rows_say_how_many_tokens_they_may_give_only_where_it_is_more_than_one() {
     let read = StepPlan::decode(&frame(&bytes)).expect("a plan");
     let wants: Vec<Want> = read.rows().map(|row| row.want).collect();
     let several = Want::Tokens(4);
-    let expected = [Want::TOKEN, Want::Nothing, several, Want::Vector, Want::Masked, Want::TOKEN];
+    let expected = [Want::TOKEN, Want::Nothing, several, Want::Vector, Want::MASKED, Want::TOKEN];
     assert_eq!(wants, expected);
 }
 
@@ -106,25 +106,26 @@ fn rows_say_how_many_tokens_they_may_give_only_where_it_is_more_than_one() {
 fn drafts_come_back_by_row() {
     let mut plan = StepPlan::default();
     plan.begin(1);
-    for (slot, want) in [(0, Want::TOKEN), (1, Want::Nothing), (2, Want::Masked), (3, Want::TOKEN)]
+    for (slot, want) in [(0, Want::TOKEN), (1, Want::Nothing), (2, Want::MASKED), (3, Want::TOKEN)]
     {
         plan.push_row(Row { slot, start: 3, length: 1, want });
     }
     let none: [&[i32]; 4] = [&[], &[], &[], &[]];
     assert_eq!(plan.drafts().collect::<Vec<_>>(), none);
     plan.push_drafts(0, &[7]);
+    plan.push_drafts(2, &[6]);
     plan.push_drafts(3, &[8, 9]);
-    assert_eq!(plan.row_tokens, [2, 1, 3]);
+    assert_eq!(plan.row_tokens, [2, 2, 3]);
     let mut bytes = Vec::new();
     let written = |plan: &StepPlan, bytes: &mut Vec<u8>| {
         plan.encode(bytes).expect("within the limit");
         StepPlan::decode(&frame(bytes))
     };
     let read = written(&plan, &mut bytes).expect("a plan");
-    let expected: [&[i32]; 4] = [&[7], &[], &[], &[8, 9]];
+    let expected: [&[i32]; 4] = [&[7], &[], &[6], &[8, 9]];
     assert_eq!(read.drafts().collect::<Vec<_>>(), expected);
     let wants: Vec<Want> = read.rows().map(|row| row.want).collect();
-    assert_eq!(wants, [Want::Tokens(2), Want::Nothing, Want::Masked, Want::Tokens(3)]);
+    assert_eq!(wants, [Want::Tokens(2), Want::Nothing, Want::Masked(2), Want::Tokens(3)]);
     let refused = |change: &dyn Fn(&mut StepPlan)| {
         let mut plan = plan.clone();
         change(&mut plan);
@@ -134,6 +135,7 @@ fn drafts_come_back_by_row() {
     refused(&|plan| plan.draft_tokens.push(1));
     refused(&|plan| plan.draft_tokens[1] = -1);
     refused(&|plan| plan.row_tokens.clear());
+    refused(&|plan| plan.row_tokens = vec![1, 2, 3, 1]);
     refused(&|plan| plan.row_tokens = vec![1, 2, 3]);
     // The hand expects them by itself.
     plan.draft_tokens.clear();

@@ -407,11 +407,7 @@ impl Device {
                 next = next.map(|_| (state % VOCAB as u64) as i32);
             }
             let mut computed = end;
-            let most = match row.want {
-                Want::Tokens(most) => most,
-                Want::Masked => 1,
-                Want::Nothing | Want::Vector => 0,
-            };
+            let most = row.want.most();
             if most > 0 {
                 assert_eq!(end, slot.tokens.len(), "{row:?} samples what is known");
                 slot.tokens.push(next.unwrap_or(0));
@@ -491,10 +487,10 @@ impl Device {
         Ok(result)
     }
 
-    /// A slot's last row gives no token after all.
-    pub(crate) fn take_back(&mut self, slot: u32) {
+    /// A slot's last row gives none of its `count` tokens after all.
+    pub(crate) fn take_back(&mut self, slot: u32, count: usize) {
         let slot = &mut self.slots[slot as usize];
-        slot.tokens.pop();
+        slot.tokens.truncate(slot.tokens.len() - count);
         slot.state = slot.state.map(|_| slot.before);
     }
 

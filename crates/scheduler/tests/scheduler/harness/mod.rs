@@ -227,7 +227,7 @@ impl Harness {
         let mut result = self.flights.pop_front().and_then(|f| f.result).expect("just looked");
         self.copier.report(&mut result, &mut self.device);
         self.device.adapters.report(&mut result);
-        let mut events = Vec::new();
+        let (mut events, mut got) = (Vec::new(), Vec::new());
         self.scheduler.apply(&result, &mut events).expect("the result fits the plan");
         self.record.iter_mut().for_each(|record| record.note(&events));
         for event in events {
@@ -266,6 +266,7 @@ impl Harness {
                         told_alone(&client.request),
                         "{id}: all of it by now"
                     );
+                    got.push(id);
                     let at = client.tokens.len();
                     assert_eq!(client.expected.0.get(at), Some(&token), "token {at} of {id}");
                     client.tokens.push(token);
@@ -295,6 +296,7 @@ impl Harness {
                 | Event::ImageRead { .. } => {}
             }
         }
+        self.expect_masked(&got);
         self.check();
         true
     }
@@ -594,8 +596,11 @@ impl Harness {
             match row.want {
                 Want::Nothing => {}
                 Want::Vector => assert!(pools),
-                Want::Masked => {
+                Want::Masked(most) => {
                     assert!(!pools && client.request.masked && !client.waits, "{id}");
+                    let drafts = self.config.drafts.map_or(0, |drafts| drafts.most);
+                    assert!((1..=1 + drafts).contains(&most));
+                    assert!(row.start + row.length + most <= last, "more than it may have");
                     masked.push(id);
                     let (slot, sample) = (row.slot, samples);
                     let of_prompt = plan.prompt_logprobs().any(|want| want.slot == slot);

@@ -1,0 +1,209 @@
+"""A draft model: a smaller model of the same vocabulary proposes tokens, which the step then verifies as drafts.
+
+It is a runner of its own, with slots of the same numbers and pages of its own. Before each step it computes the tokens
+of a row that it has not seen yet, whoever computed them in the model: a prompt that came from the prefix cache, or
+tokens after a wrong draft. So nothing of its memory has to agree with the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from forebay.layers.params import Report
+from forebay.protocol.constants import FLAG_MASKED, FLAG_SAMPLE, SLOT_WORDS, SlotRecord
+from forebay.protocol.frames import Int32s
+from forebay.protocol.plan import Plan
+from forebay.state.config import RunnerConfig
+from forebay.state.slots import Int64s, SlotTables
+
+if TYPE_CHECKING:
+    from forebay.runner.runner import ModelRunner
+
+MOST_TOKENS = 1 << 16
+"""The most positions of all its pages, or those of one request if that has more."""
+_NONE = np.zeros(0, np.int32)
+_GREEDY = np.array([0, 1, 0, 1, 0, 0], np.float32)
+
+
+class DraftModel:
+    """Proposes the next tokens of rows."""
+
+    def __init__(self, runner: ModelRunner, most: int, vocabulary: int) -> None:
+        """`runner` has a `config` of `config_of`. `most`: drafts of a row. `vocabulary`: tokens of the model."""
+        config = runner.config
+        self.runner = runner
+        self.most = most
+        self._vocabulary = min(vocabulary, runner.model_config.vocab_size)
+        self._size, self._context = config.page_size, config.context_length
+        self._budget = config.chunked_prefill_size
+        # The tokens whose keys and values its pages have, by slot.
+        self._seen: dict[int, Int32s] = {}
+        self._pages: dict[int, list[int]] = {}
+        """Pages by slot, the slot that was used last at the end."""
+        self._free = list(range(runner.kv.page_count))
+        self._written: set[int] = set()
+        self._step = 0
+
+    @staticmethod
+    def config_of(config: RunnerConfig) -> RunnerConfig:
+        """The configuration of the draft model's runner."""
+        assert config.draft is not None
+        tokens = max(min(config.max_total_tokens or MOST_TOKENS, MOST_TOKENS), config.context_length)
+        return replace(
+            config,
+            model=config.draft.model,
+            draft=None,
+            max_total_tokens=-(-tokens // config.page_size) * config.page_size,
+            weight_cache_bytes=0,
+            quantization=None,
+            host_bytes=None,
+            host_ratio=None,
+            host_pages=None,
+        )
+
+    def load(self, report: Report) -> None:
+        """Fills the weights."""
+        self.runner.load(report)
+
+    def warm_up(self) -> None:
+        """As of a runner."""
+        self.runner.warm_up()
+
+    def propose(self, plan: Plan, tables: SlotTables, most_rows: int) -> Plan:
+        """The plan with drafts for rows that may give several tokens.
+
+        Nothing that comes before it is under way. Rows of prompts have no drafts, nor have those for which a step of
+        `most_rows` rows or the pages of the draft model have no room.
+        """
+        slot, start, length, flags = plan.rows.T.astype(np.int64)
+        sampling = np.flatnonzero(flags & FLAG_SAMPLE)
+        wanted = plan.row_tokens - 1
+        new = {int(record[SlotRecord.SLOT]) for record in plan.slots}
+        may = [
+            at
+            for at, row in enumerate(sampling.tolist())
+            if wanted[at] > 0 and length[row] == 1 and not flags[row] & FLAG_MASKED and slot[row] not in new
+        ]
+        may = may[: max(most_rows - len(slot), 0) // self.most]
+        counts = np.zeros(len(sampling), np.int64)
+        drafts: list[Int32s] = []
+        if may:
+            rows = sampling[may]
+            tokens = tables.token_pool[slot[rows]].cpu().numpy()
+            known = [tokens[number, : start[row] + 1] for number, row in enumerate(rows.tolist())]
+            proposed = self._propose(slot[rows].tolist(), known)
+            for at, some in zip(may, proposed, strict=True):
+                drafts.append(some[: wanted[at]])
+                counts[at] = len(drafts[-1])
+        return replace(
+            plan,
+            row_tokens=(1 + counts).astype(np.int32),
+            draft_tokens=np.concatenate(drafts) if drafts else _NONE,
+        )
+
+    def _propose(self, slots: list[int], known: list[Int32s]) -> list[Int32s]:
+        """Tokens behind the `known` ones of `slots`; none where there is no room."""
+        found: list[Int32s] = [_NONE] * len(slots)
+        rows = []
+        for number, (slot, tokens) in enumerate(zip(slots, known, strict=True)):
+            fits = len(tokens) + self.most <= self._context and int(tokens.max()) < self._vocabulary
+            if fits and self._grow(slot, len(tokens) + self.most, slots):
+                rows.append(number)
+        if not rows:
+            return found
+        own = [slots[number] for number in rows]
+        first = self._extend(own, [known[number] for number in rows])
+        proposed = [first]
+        ends = np.array([len(known[number]) for number in rows])
+        for nth in range(self.most - 1):
+            proposed.append(self._run(np.stack([own, ends + nth, np.ones_like(ends)], axis=1)))
+        for number, slot, tokens in zip(rows, own, np.stack(proposed, axis=1), strict=True):
+            self._seen[slot] = np.concatenate([known[number], tokens[:-1]])
+            bad = np.flatnonzero(tokens >= self._vocabulary)
+            found[number] = tokens[: bad[0]] if len(bad) else tokens
+        return found
+
+    def _extend(self, slots: list[int], known: list[Int32s]) -> Int32s:
+        """Computes the known tokens that it has not seen. Gives the token behind each row."""
+        last = np.zeros(len(slots), np.int32)
+        begins = []
+        for slot, tokens in zip(slots, known, strict=True):
+            seen = self._seen.get(slot, _NONE)
+            both = min(len(seen), len(tokens) - 1)
+            differ = np.flatnonzero(seen[:both] != tokens[:both])
+            begins.append(int(differ[0]) if len(differ) else both)
+        for numbers, spans in self._chunks(begins, [len(tokens) for tokens in known]):
+            parts = [(slots[n], known[n], span) for n, span in zip(numbers, spans, strict=True)]
+            tokens = self._run(np.array([(slot, *span) for slot, _, span in parts]), parts)
+            for number, token, (start, length) in zip(numbers, tokens, spans, strict=True):
+                if start + length == len(known[number]):
+                    last[number] = token
+        return last
+
+    def _chunks(self, begins: list[int], ends: list[int]) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
+        """Steps that compute the positions `begins .. ends` of each row: the rows, with start and length of each."""
+        at = list(begins)
+        while True:
+            room, numbers, spans = self._budget, [], []
+            for number, end in enumerate(ends):
+                length = min(end - at[number], room)
+                if length > 0:
+                    numbers.append(number)
+                    spans.append((at[number], length))
+                    at[number] += length
+                    room -= length
+            if not numbers:
+                return
+            yield numbers, spans
+
+    def _run(self, rows: Int64s, parts: list[tuple[int, Int32s, tuple[int, int]]] | None = None) -> Int32s:
+        """A step of rows (slot, start, length), of whose tokens those of `parts` are written first."""
+        self._step += 1
+        flags = np.full((len(rows), 1), FLAG_SAMPLE)
+        plan = Plan(self._step, rows=np.concatenate([rows, flags], axis=1).astype(np.int32))
+        writes = [
+            (slot, index, page)
+            for slot in rows[:, 0].tolist()
+            for index, page in enumerate(self._pages[slot])
+            if slot not in self._written
+        ]
+        new = sorted({slot for slot in rows[:, 0].tolist() if slot not in self._written})
+        if new:
+            slots = np.zeros((len(new), SLOT_WORDS), np.int32)
+            slots[:, SlotRecord.SLOT] = new
+            slots[:, [SlotRecord.TOKEN_COUNT, SlotRecord.PROMPT_LEN]] = 1
+            slots[:, [SlotRecord.LOGPROBS, SlotRecord.ARENA_OFFSET]] = -1
+            floats, tokens = np.tile(_GREEDY, (len(new), 1)), np.zeros(len(new), np.int32)
+            plan = replace(plan, slots=slots, slot_floats=floats, tokens=tokens)
+            plan = replace(plan, page_writes=np.array(writes, np.int32))
+            self._written.update(new)
+        runner = self.runner
+        if new:
+            # Known tokens are written behind the slots.
+            runner.step(replace(plan, rows=plan.rows[:0]).staged())
+            plan = Plan(self._step, rows=plan.rows)
+        for slot, tokens, (start, length) in parts or []:
+            entries = slot * runner.tables.stride + np.arange(start, start + length)
+            runner.device.queue(partial(runner.tables.write_tokens, entries, tokens[start : start + length]))
+        return runner.step(plan.staged()).tokens
+
+    def _grow(self, slot: int, positions: int, busy: list[int]) -> bool:
+        """Gives a slot pages for so many positions, from those that were used longest ago. False: there are too few."""
+        own = self._pages.pop(slot, [])
+        self._pages[slot] = own
+        lacks = -(-positions // self._size) - len(own)
+        while len(self._free) < lacks:
+            idle = next((other for other in self._pages if other not in busy and self._pages[other]), None)
+            if idle is None:
+                return False
+            self._free += self._pages.pop(idle)
+            self._seen.pop(idle, None)
+        if lacks > 0:
+            own += [self._free.pop() for _ in range(lacks)]
+            self._written.discard(slot)
+        return True
