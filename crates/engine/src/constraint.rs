@@ -18,13 +18,14 @@ pub trait Constraint: fmt::Debug + Send {
 
     /// Writes the tokens that may come next to the first of `masks`. The others get those that may
     /// come behind each of `drafts`, as if these had been generated. In a mask bit `i % 32` of word
-    /// `i / 32` is set for an allowed token `i`. Every word is written, and at least one bit is set.
+    /// `i / 32` is set for an allowed token `i`. Every word is written, and at least one bit is
+    /// set.
     ///
-    /// Gives the content of each mask that was made: the first, and as many more as can be. There is
-    /// none behind a draft that can't come. Afterwards the constraint is as it was before.
+    /// Gives the content of each mask that was made: the first, and as many more as can be. There
+    /// is none behind a draft that can't come. Afterwards the constraint is as it was before.
     ///
-    /// A thread makes the masks of several requests one after the other, so this must not wait. If it
-    /// takes long, the request's row sits the step out, and others go on.
+    /// A thread makes the masks of several requests one after the other, so this must not wait. If
+    /// it takes long, the request's row sits the step out, and others go on.
     ///
     /// # Errors
     /// No token can come next, or the search for one would take too long.

@@ -64,7 +64,7 @@ pub struct Hello {
 }
 
 /// A model that drafts for another one of the same vocabulary.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct DraftModelConfig {
     /// The model, as the brain has described it.
     pub model: Value,

@@ -1,8 +1,8 @@
 """A draft model: a smaller model of the same vocabulary proposes tokens, which the step then verifies as drafts.
 
 It is a runner of its own, with slots of the same numbers and pages of its own. Before each step it computes the tokens
-of a row that it has not seen yet, whoever computed them in the model: a prompt that came from the prefix cache, or
-tokens after a wrong draft. So nothing of its memory has to agree with the model's.
+of a row that it has not seen yet. These may be a prompt that came from the prefix cache, or tokens after a wrong draft.
+So nothing of its memory has to agree with the model's.
 """
 
 from __future__ import annotations
@@ -10,19 +10,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
+from forebay.device import Device
+from forebay.layers.decoder import Decoder
 from forebay.layers.params import Report
+from forebay.models.bert import Bert
+from forebay.models.called import CalledModel
 from forebay.protocol.constants import FLAG_MASKED, FLAG_SAMPLE, SLOT_WORDS, SlotRecord
 from forebay.protocol.frames import Int32s
 from forebay.protocol.plan import Plan
+from forebay.protocol.result import StepResult
 from forebay.state.config import RunnerConfig
+from forebay.state.pages import KvPool
 from forebay.state.slots import Int64s, SlotTables
-
-if TYPE_CHECKING:
-    from forebay.runner.runner import ModelRunner
+from forebay.weights.config import ModelConfig
+from forebay.weights.encoder_config import EncoderConfig
 
 MOST_TOKENS = 1 << 16
 """The most positions of all its pages, or those of one request if that has more."""
@@ -30,10 +35,30 @@ _NONE = np.zeros(0, np.int32)
 _GREEDY = np.array([0, 1, 0, 1, 0, 0], np.float32)
 
 
+class DraftRunner(Protocol):
+    """The part of a runner that a draft model needs."""
+
+    config: RunnerConfig
+    model: Decoder | CalledModel | Bert
+    device: Device
+    kv: KvPool
+    tables: SlotTables
+    model_config: ModelConfig | EncoderConfig
+
+    def load(self, report: Report) -> None:
+        """Fills the weights."""
+
+    def warm_up(self) -> None:
+        """Runs steps, so that no request waits for a set-up."""
+
+    def step(self, plan: Plan) -> StepResult:
+        """Executes a plan and waits for its result."""
+
+
 class DraftModel:
     """Proposes the next tokens of rows."""
 
-    def __init__(self, runner: ModelRunner, most: int, vocabulary: int) -> None:
+    def __init__(self, runner: DraftRunner, most: int, vocabulary: int) -> None:
         """`runner` has a `config` of `config_of`. `most`: drafts of a row. `vocabulary`: tokens of the model."""
         config = runner.config
         self.runner = runner

@@ -10,8 +10,8 @@
 //! there. From then on the request is *late*: none of its rows is planned before its mask is ready,
 //! so that no further row is computed for nothing. A cheap mask ends that.
 //!
-//! With drafts a request whose masks are cheap is asked as soon as its tokens are known which of its
-//! drafts can come, and which tokens are certain. Its row then has a mask for each position.
+//! With drafts a request whose masks are cheap is asked as soon as its tokens are known which of
+//! its drafts can come, and which tokens are certain. Its row then has a mask for each position.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -208,8 +208,8 @@ impl Constrained {
         self.step_us = first - first / NEWEST + us / NEWEST;
     }
 
-    /// The request has said a token. Gives if its next mask is to be made at once; `None`: it has no
-    /// constraint.
+    /// The request has said a token. Gives if its next mask is to be made at once; `None`: it has
+    /// no constraint.
     pub(super) fn say(&mut self, id: u64, token: i32) -> Option<bool> {
         let held = self.live.get_mut(&id)?;
         held.said.push(token);
