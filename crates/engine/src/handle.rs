@@ -13,9 +13,12 @@ use parking_lot::Mutex;
 use crate::clock::Clock;
 use crate::executor::Wake;
 use crate::journal::{Journal, Moment, Since, StepNote};
-use crate::member::{Carried, PauseMode, PauseReply, Reload};
+use crate::member::Carried;
 use crate::picture::Placed;
-use crate::types::{Arrival, EngineRequest, Facts, Orphan, RequestId, Stats, Status, SubmitError};
+use crate::types::{
+    Arrival, EngineRequest, Facts, Orphan, PauseMode, PauseReply, Reload, RequestId, Stats, Status,
+    SubmitError,
+};
 use crate::waiting::{Place, Waiting};
 
 /// An order to the engine thread. One lane for all keeps an abort behind its submit; submits are

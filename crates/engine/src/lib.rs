@@ -94,13 +94,13 @@ pub use forebay_scheduler::{
 };
 pub use handle::{EngineHandle, Size};
 pub use journal::{Journal, KEPT_MOMENTS, KEPT_STEPS, Moment, Notes, Since, StepNote, What};
-pub use member::{MOST_VIEWS, PauseMode, PauseReply, Reload, ReloadReply};
+pub use member::MOST_VIEWS;
 pub use payload::{Embeds, Payload, Payloads, There};
 pub use picture::{Picture, PictureError, Placed, Placement};
 pub use thread::{Engine, EngineThread, Hooks};
 pub use types::{
     Admission, BlockObserver, EngineRequest, Facts, FinishReason, HandStats, Orphan, Output,
-    OutputSink, Peers, PredictedTokens, Preference, RequestError, RequestId, SampledToken, Stats,
-    Status, SubmitError,
+    OutputSink, PauseMode, PauseReply, Peers, PredictedTokens, Preference, Reload, ReloadReply,
+    RequestError, RequestId, SampledToken, Stats, Status, SubmitError,
 };
 pub use waiting::Waiting;

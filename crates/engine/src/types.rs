@@ -6,6 +6,7 @@ use derive_more::AddAssign;
 use forebay_protocol::{PromptLogprobs, Ready};
 use forebay_scheduler::{BlockEvent, QueuedRequest, Request};
 use serde::Serialize;
+use serde_json::Value;
 use thiserror::Error;
 
 use crate::constraint::Constraint;
@@ -342,4 +343,35 @@ pub struct HandStats {
     pub saved_bytes: u64,
     /// Bytes of the blocks that came back from the host tier.
     pub restored_bytes: u64,
+}
+
+/// What becomes of the requests that are there when a pause begins.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PauseMode {
+    /// They are aborted.
+    Abort,
+    /// They are finished before the pause begins; others that come wait.
+    Wait,
+    /// They stay where they are, with their pages.
+    Keep,
+    /// Those that run wait for their turn again, without pages. Their blocks are cached.
+    Retract,
+}
+
+/// Gets the number of an engine's requests once it is paused. It is dropped if the engine ends, or
+/// if the pause does before it has begun.
+pub type PauseReply = Box<dyn FnOnce(usize) + Send>;
+
+/// Gets the outcome of a reload. The error says why the hand could not start with the weights. It
+/// has started again with the old ones.
+pub type ReloadReply = Box<dyn FnOnce(Result<(), String>) + Send>;
+
+/// An order of other weights.
+pub struct Reload {
+    /// A number that no other reload has. The members of a step group get the same.
+    pub id: u64,
+    /// The description of the model in the hand's configuration.
+    pub model: Value,
+    /// Called with the outcome.
+    pub reply: ReloadReply,
 }

@@ -1,7 +1,8 @@
-//! What is left of a request's body when its answer is ready: a refusal reads none of it, or a part.
+//! What is left of a request's body when its answer is ready: a refusal reads none of it, or a
+//! part.
 //!
-//! hyper closes such a connection after the answer and does not say so. A client that sends its next
-//! request there loses it. So a short body is read, and an answer beside a longer one has
+//! hyper closes such a connection after the answer and does not say so. A client that sends its
+//! next request there loses it. So a short body is read, and an answer beside a longer one has
 //! `Connection: close` (RFC 9112, 9.6).
 
 use std::future::poll_fn;

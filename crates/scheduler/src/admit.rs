@@ -63,7 +63,7 @@ impl Scheduler {
         }
     }
 
-    /// Admits the request whose turn it is, if it goes before `key`, and moves `from` behind its row.
+    /// Admits the request whose turn it is, if it goes before `key`. `from` moves behind its row.
     fn admit_before(
         &mut self,
         key: Key,

@@ -192,8 +192,8 @@ impl Places {
     }
 
     /// Chooses the place with the fewest running requests, unless half of the places are being
-    /// vacated. A place that no plan has named since its adapter came is none of them: two adapters
-    /// would send each other away for ever, and no request of either would run.
+    /// vacated. A place that no plan has named since its adapter came is none of them. Two adapters
+    /// would send each other away for ever.
     fn vacate(&mut self, running: impl Fn(u32) -> usize) -> Option<u32> {
         let vacated = self.places.iter().filter(|place| place.vacated).count();
         if vacated >= self.places.len().div_ceil(2) {

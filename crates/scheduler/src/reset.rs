@@ -37,8 +37,8 @@ impl Scheduler {
         self.start_again(Blame::Copies);
     }
 
-    /// Resets after a death for which nothing in flight is to blame: memory ran out, or the hand was
-    /// stopped. No request becomes a suspect.
+    /// Resets after a death for which nothing in flight is to blame: memory ran out, or the hand
+    /// was stopped. No request becomes a suspect.
     pub fn reset_without_blame(&mut self) {
         self.start_again(Blame::Nothing);
     }

@@ -26,13 +26,12 @@ pub(crate) use crate::member::carrying::{Carried, Carrying};
 pub(crate) use crate::member::constrained::Constrained;
 pub(crate) use crate::member::hand::{Cause, Pool};
 use crate::member::pausing::Pause;
-pub use crate::member::pausing::{PauseMode, PauseReply, Reload, ReloadReply};
 use crate::member::pictures::Pictures;
 pub use crate::member::queue::MOST_VIEWS;
 use crate::payload::Held;
 use crate::types::{
     Admission, Arrival, BlockObserver, EngineRequest, FinishReason, HandStats, Output, OutputSink,
-    Peers, RequestError, Stats,
+    Peers, Reload, RequestError, Stats,
 };
 
 /// The listeners to outputs, to blocks, and to the hand's death.

@@ -4,41 +4,8 @@
 
 use std::collections::BTreeSet;
 
-use serde_json::Value;
-
 use crate::member::Member;
-use crate::types::FinishReason;
-
-/// What becomes of the requests that are there when a pause begins.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum PauseMode {
-    /// They are aborted.
-    Abort,
-    /// They are finished before the pause begins; others that come wait.
-    Wait,
-    /// They stay where they are, with their pages.
-    Keep,
-    /// Those that run wait for their turn again, without pages. Their blocks are cached.
-    Retract,
-}
-
-/// Gets the number of an engine's requests once it is paused. It is dropped if the engine ends, or
-/// if the pause does before it has begun.
-pub type PauseReply = Box<dyn FnOnce(usize) + Send>;
-
-/// Gets the outcome of a reload. The error says why the hand could not start with the weights. It
-/// has started again with the old ones.
-pub type ReloadReply = Box<dyn FnOnce(Result<(), String>) + Send>;
-
-/// An order of other weights.
-pub struct Reload {
-    /// A number that no other reload has. The members of a step group get the same.
-    pub id: u64,
-    /// The description of the model in the hand's configuration.
-    pub model: Value,
-    /// Called with the outcome.
-    pub reply: ReloadReply,
-}
+use crate::types::{FinishReason, PauseMode, PauseReply};
 
 /// A pause that was asked for.
 pub(super) struct Pause {

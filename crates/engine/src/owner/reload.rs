@@ -6,9 +6,9 @@
 use serde_json::Value;
 use tracing::{error, info};
 
-use crate::member::{Cause, Reload, ReloadReply};
+use crate::member::Cause;
 use crate::owner::Owner;
-use crate::types::Status;
+use crate::types::{Reload, ReloadReply, Status};
 
 /// The status of a hand that starts with other weights.
 const RELOADING: &str = "other weights are being loaded";

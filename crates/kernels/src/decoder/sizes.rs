@@ -115,8 +115,8 @@ impl Sizes {
         }
     }
 
-    /// A layer's widths in [`crate::AdapterSizes::new`], of a kind of attention (`None`: the layer is
-    /// recurrent) and with a dense feed-forward part or without.
+    /// A layer's widths in [`crate::AdapterSizes::new`], of a kind of attention (`None`: the layer
+    /// is recurrent) and with a dense feed-forward part or without.
     #[must_use]
     pub fn adapted_widths(&self, attention: Option<usize>, dense: bool) -> [usize; 3] {
         let of = |kind: usize| {
