@@ -126,6 +126,16 @@ def test_what_cannot_be_loaded_leaves_the_last_weights(
     assert update(server, trained).json()["success"]
 
 
+@pytest.mark.parametrize("flags", [("--device", "sim"), ("--pd", "1:1")], ids=["sim", "pd"])
+def test_servers_whose_weights_stay_say_so(serve: Serve, tiny: Model, trained: Path, flags: tuple[str, ...]) -> None:
+    server = serve(tiny, *flags)
+    answer = update(server, trained)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "weights_fixed")
+    assert server.http.get("/get_weight_version").status_code == 403
+    assert server.post("/pause?mode=keep", {}).json()["status"] == "paused"
+    assert server.post("/resume", {}).json()["status"] == "resumed"
+
+
 @pytest.mark.parametrize("mode", ["keep", "retract"])
 def test_a_pause_holds_answers_back(serve: Serve, tiny: Model, mode: str) -> None:
     server = serve(tiny)

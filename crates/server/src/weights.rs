@@ -171,7 +171,7 @@ impl Weights {
         let Update { path, version, aborts, keeps_pause } = update;
         let refused = |reason| ApiError::invalid("model_path", reason);
         let settings = self.settings.as_ref().ok_or_else(|| {
-            let reason = "this server's weights do not change: it computes on a simulated device, with random weights, or serves several models";
+            let reason = "this server's weights do not change: it computes on a simulated device, with random weights, with --pd, or serves several models";
             ApiError::Forbidden { reason: reason.to_owned(), code: "weights_fixed" }
         })?;
         let mut model = self.model.lock().await;

@@ -22,7 +22,9 @@ pub(super) fn settings(
     resolved: &Resolved,
 ) -> Option<WeightSettings> {
     let made = flags.loading.load_format == LoadFormat::Dummy;
-    if made || resolved.device.device == Device::Sim {
+    // A request that is handed on would take blocks of the old weights along.
+    let lends = resolved.replicas.pd.is_some();
+    if made || lends || resolved.device.device == Device::Sim {
         return None;
     }
     let model = resolved.hand.model.clone();
