@@ -220,7 +220,8 @@ def test_a_stream_keeps_its_model(start: Any, tiny: Model, tmp_path: Path) -> No
         eventually(lambda: server.metric("forebay:model_requests_waiting", model_name="b") == 1, "it waits")
         rest = [chunk.choices[0].finish_reason for chunk in stream]
         assert rest[-1] == "length"
-        assert len(rest) == 49
+        # A chunk may have more than one token on a busy machine.
+        assert 40 <= len(rest) <= 49
         assert other.result().status_code == 200
     assert states(server)["a"] == "asleep"
 

@@ -2,36 +2,9 @@
 //!
 //! The modes are those of vLLM's `/pause` and of SGLang's `/pause_generation`.
 
-use std::collections::BTreeSet;
-
 use crate::member::Member;
+use crate::member::pause::Pause;
 use crate::types::{FinishReason, PauseMode, PauseReply};
-
-/// A pause that was asked for.
-pub(super) struct Pause {
-    mode: PauseMode,
-    /// No step is in flight, and none will be.
-    has_begun: bool,
-    replies: Vec<PauseReply>,
-    /// Requests that came while others were being finished.
-    kept_back: BTreeSet<u64>,
-}
-
-impl Pause {
-    /// True if a request that comes now has to wait for the end of the pause, because others are
-    /// being finished.
-    pub(super) fn keeps_back(&mut self, id: u64) -> bool {
-        self.mode == PauseMode::Wait && self.kept_back.insert(id)
-    }
-
-    pub(super) fn has_kept_back(&self, id: u64) -> bool {
-        self.kept_back.contains(&id)
-    }
-
-    pub(super) fn forget(&mut self, id: u64) {
-        self.kept_back.remove(&id);
-    }
-}
 
 impl Member {
     pub(super) fn begin_pause(&mut self, mode: PauseMode, reply: PauseReply) {

@@ -1,0 +1,31 @@
+//! What is known of a pause.
+
+use std::collections::BTreeSet;
+
+use crate::types::{PauseMode, PauseReply};
+
+/// A pause that was asked for.
+pub(super) struct Pause {
+    pub(super) mode: PauseMode,
+    /// No step is in flight, and none will be.
+    pub(super) has_begun: bool,
+    pub(super) replies: Vec<PauseReply>,
+    /// Requests that came while others were being finished.
+    pub(super) kept_back: BTreeSet<u64>,
+}
+
+impl Pause {
+    /// True if a request that comes now has to wait for the end of the pause, because others are
+    /// being finished.
+    pub(super) fn keeps_back(&mut self, id: u64) -> bool {
+        self.mode == PauseMode::Wait && self.kept_back.insert(id)
+    }
+
+    pub(super) fn has_kept_back(&self, id: u64) -> bool {
+        self.kept_back.contains(&id)
+    }
+
+    pub(super) fn forget(&mut self, id: u64) {
+        self.kept_back.remove(&id);
+    }
+}
