@@ -10,6 +10,18 @@ use forebay_sim::testing::{Hook, quiet};
 
 use crate::rig::{Few, Rig, check, config, length};
 
+/// Ten deaths of the hand, each after 150 outputs.
+fn ten_deaths() -> Hook {
+    let (mut kills, mut seen) = (0, 0);
+    Box::new(move |control, outputs| {
+        seen += outputs.len();
+        if kills < 10 && seen > 150 {
+            (kills, seen) = (kills + 1, 0);
+            control.kill();
+        }
+    })
+}
+
 #[test]
 fn the_tokens_are_the_same_whatever_runs_ahead_or_is_short_or_dies() {
     let reference = Rig::start(config(0, 0), 2000, 1, quiet());
@@ -28,14 +40,7 @@ fn the_tokens_are_the_same_whatever_runs_ahead_or_is_short_or_dies() {
         (1, 70, 0, 1, true),
         (1, 2000, 2, 4, true),
     ] {
-        let (mut kills, mut seen) = (0, 0);
-        let hook: Hook = Box::new(move |control, outputs| {
-            seen += outputs.len();
-            if dies && kills < 10 && seen > 150 {
-                (kills, seen) = (kills + 1, 0);
-                control.kill();
-            }
-        });
+        let hook = if dies { ten_deaths() } else { quiet() };
         let rig = Rig::start(config(lookahead, mask_threads), pages, tokens_a_row, hook);
         rig.submit_all(60);
         let stories = rig.follow(60);
@@ -62,14 +67,7 @@ fn drafts_change_no_token_and_each_has_its_mask() {
         (8, 0, 70, 0, true),
         (3, 1, 70, 2, true),
     ] {
-        let (mut kills, mut seen) = (0, 0);
-        let hook: Hook = Box::new(move |control, outputs| {
-            seen += outputs.len();
-            if dies && kills < 10 && seen > 150 {
-                (kills, seen) = (kills + 1, 0);
-                control.kill();
-            }
-        });
+        let hook = if dies { ten_deaths() } else { quiet() };
         let drafts = DraftConfig { speculative_num_draft_tokens: most, speculative_unpriced: true };
         let config = EngineConfig { drafts: Some(drafts), ..config(lookahead, mask_threads) };
         let rig = Rig::start(config, pages, 1, hook);

@@ -24,14 +24,28 @@ pub(crate) struct DraftFlags {
     pub(crate) speculative_algorithm: Option<DraftAlgorithm>,
     /// The largest number of drafts of a request in a step, at least 1. More than 32 are 32
     /// [default: 8, of a draft model 3].
-    #[arg(long, visible_aliases = ["draft-max", "num-speculative-tokens"], value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(
+        long,
+        visible_aliases = ["draft-max", "num-speculative-tokens"],
+        value_name = "TOKENS",
+        value_parser = clap::value_parser!(u32).range(1..)
+    )]
     pub(crate) speculative_num_draft_tokens: Option<u32>,
     /// The draft model: a folder or a name, as for the model itself. It has the same tokenizer.
     #[arg(long, value_name = "MODEL")]
     pub(crate) speculative_draft_model_path: Option<String>,
     /// The same in one JSON object, as in vLLM: method (`ngram`, `draft_model`), model,
     /// num_speculative_tokens.
-    #[arg(long, value_name = "JSON", value_parser = parsed, conflicts_with_all = ["speculative_algorithm", "speculative_num_draft_tokens", "speculative_draft_model_path"])]
+    #[arg(
+        long,
+        value_name = "JSON",
+        value_parser = parsed,
+        conflicts_with_all = [
+            "speculative_algorithm",
+            "speculative_num_draft_tokens",
+            "speculative_draft_model_path",
+        ]
+    )]
     pub(crate) speculative_config: Option<SpeculativeConfig>,
     /// For measurements: verify every draft, whatever its time is worth.
     #[arg(long)]
