@@ -160,6 +160,7 @@ def test_from_hello_to_shutdown(tmp_path: Path, device: str) -> None:
             "graphs": 0,
             "blocks": "",
             "tokens_only": False,
+            "tokens_a_row": 1,
             "state_page_count": 0,
             "state_bytes": 0,
             # The compiled kernels below PyTorch's hand verify none.
@@ -167,7 +168,6 @@ def test_from_hello_to_shutdown(tmp_path: Path, device: str) -> None:
             # What others have not need not be said.
             **(
                 {
-                    "tokens_a_row": 1,
                     "lora_bytes": 0,
                     "lora_modules": [],
                     "tower_layers": 0,
@@ -277,7 +277,7 @@ def masked_plan(step: int = 1) -> bytes:
 @pytest.mark.parametrize(
     ("following", "reason"),
     [
-        (masks_of(2, (EVERYTHING, 0)), "1 masks of step 2, where step 1 has 1 masked rows"),
+        (masks_of(2, (EVERYTHING, 0)), "1 masks of step 2, where step 1 has 1 masked positions"),
         (masks_of(1, (EVERYTHING, 0), (EVERYTHING, 0)), "2 masks of step 1"),
         (masks_of(1, (4092, 0)), "a mask at byte 4092 of an arena of 4096"),
         (masked_plan(2), "not a masks"),
