@@ -197,12 +197,13 @@ def keep_part(
             tl.debug_barrier()
             before = tl.atomic_add(counts + counter, 1, sem="acq_rel", scope="gpu")
             if before == count - 1:
+                # Behind the joins, the address would take a stack for the eight heads of a Qwen3-30B-A3B.
+                tl.store(counts + counter, 0)
                 for i in tl.static_range(GROUP):
                     one = joined(
                         sums, weights, sinks, first_cell, first_head + i, count, HEADS, DIM, DIM_BLOCK, MOST, SINKS
                     )
                     tl.store(out + (token * HEADS + first_head + i) * DIM + d, one, mask=d < DIM)
-                tl.store(counts + counter, 0)
 
 
 @triton.jit
