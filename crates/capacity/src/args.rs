@@ -62,7 +62,7 @@ pub struct PlanArgs {
     /// The size of a replica's KV pool in tokens [default: the profile's].
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u64).range(1..))]
     pub max_total_tokens: Option<u64>,
-    /// Do not share the KV pages of equal beginnings.
+    /// Disable the prefix cache.
     #[arg(long, visible_alias = "no-enable-prefix-caching")]
     pub disable_radix_cache: bool,
     #[command(flatten)]
@@ -97,13 +97,13 @@ pub struct PlanArgs {
 /// Flags of `serve` and `plan` about prompts that are computed beside others.
 #[derive(Debug, Clone, Copy, Args)]
 pub struct ShareArgs {
-    /// The first prompt in turn takes all that a step has left for prompts, however long it is.
-    /// Otherwise prompts with little left to compute get up to half of that before it.
+    /// Give all prompt tokens of a step to the first prompt in turn. Without this, prompts with
+    /// little left to compute get up to half of them first.
     #[arg(long)]
     pub disable_step_shares: bool,
-    /// The time between two tokens of a running request for which steps leave room, in
-    /// milliseconds: beside it a step has as few prompt tokens as that takes. `auto`: six times a
-    /// step without prompts, as measured; `off`.
+    /// Target time between two tokens of running requests, in milliseconds: steps take only as many
+    /// prompt tokens as it allows. `auto`: six times a step without prompts, as measured; `off`: no
+    /// target.
     #[arg(long, value_name = "MS|auto|off", default_value = "auto", value_parser = decode_gap)]
     pub decode_gap_ms: DecodeGap,
 }
@@ -111,8 +111,8 @@ pub struct ShareArgs {
 /// Flags of `serve` and `plan` about requests that wait.
 #[derive(Debug, Clone, Copy, Args)]
 pub struct MoveArgs {
-    /// Leave queued requests where they are. Otherwise one moves where that halves what is computed
-    /// before its first token, twice at most.
+    /// Do not move queued requests between replicas. Without this one moves, twice at most, where
+    /// that halves the work before its first token.
     #[arg(long)]
     pub disable_queue_moves: bool,
 }

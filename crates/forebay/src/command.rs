@@ -28,7 +28,7 @@ pub(crate) enum Command {
     /// Spread requests over several servers behind one address.
     #[command(args_override_self = true)]
     Route(Box<RouteFlags>),
-    /// Run hands on this machine for a server on another one, which says --listen-hands.
+    /// Join this machine's devices to a remote `serve --listen-hands`.
     Worker(WorkerFlags),
     /// Chat in this terminal, with a server that runs or with one that is started for a model.
     Chat(Box<ChatArgs>),

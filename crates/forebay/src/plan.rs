@@ -45,14 +45,15 @@ struct MemoryFlags {
     /// [default: 0.9 on CUDA, else 0.3, or 0.6 where a control group limits the memory here]
     #[arg(long, visible_alias = "gpu-memory-utilization", value_parser = fraction, conflicts_with = "trace")]
     mem_fraction_static: Option<f64>,
-    /// Arithmetic; `auto` is bfloat16 on CUDA and if the processor computes it natively.
+    /// Data type of the model; `auto` is bfloat16 on CUDA and if the processor computes it
+    /// natively.
     #[arg(long, value_enum, default_value_t, conflicts_with = "trace")]
     dtype: Dtype,
-    /// The numbers of keys and values in KV pages: DTYPE, 8-bit floats on CUDA, or 8-bit integers
-    /// with scales on a CPU.
+    /// Data type of the KV cache; `auto` follows --dtype. 8-bit floats are for CUDA, 8-bit integers
+    /// for CPUs.
     #[arg(long, value_enum, default_value_t, conflicts_with = "trace")]
     kv_cache_dtype: KvCacheDtype,
-    /// The longest prompt and answer together, in tokens [default: the model's].
+    /// Maximum tokens of prompt and answer together [default: the model's].
     #[arg(long, visible_alias = "max-model-len", value_name = "TOKENS", conflicts_with = "trace")]
     context_length: Option<u32>,
     /// The folder for downloads [default: the hub's own cache].

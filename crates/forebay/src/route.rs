@@ -24,7 +24,7 @@ pub(crate) struct RouteFlags {
     /// Port to listen on; 0 takes a free one.
     #[arg(long, default_value_t = 30000)]
     port: u16,
-    /// Threads that pass on requests; each is one core's worth.
+    /// Proxy threads; each can use one core.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
     threads: u16,
     /// Seconds that running requests get to finish after SIGTERM.
@@ -38,12 +38,12 @@ pub(crate) struct RouteFlags {
     /// files allows, each with one to a backend.
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     max_connections: Option<u32>,
-    /// Hosts that requests may name: `*.example.com` is all below it, `*` any. With commas
+    /// Host names that requests may use, with commas. `*.example.com` matches subdomains, `*` any
     /// [default: any; with neither a key nor another address than this machine's own, that and
     /// localhost].
     #[arg(long, value_name = "HOSTS", value_delimiter = ',')]
     allowed_hosts: Vec<String>,
-    /// No page at `/`. The routes that it uses stay.
+    /// Serve no page at `/`. Its routes remain.
     #[arg(long)]
     no_webui: bool,
     #[command(flatten)]
@@ -105,8 +105,8 @@ struct BodyFlags {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Keys")]
 struct KeyFlags {
-    /// Keys of which clients must show one as `Authorization: Bearer KEY`; it is passed on. The
-    /// router shows the first in its own requests to backends.
+    /// API keys: clients send one as `Authorization: Bearer KEY`, and it is passed on. The router
+    /// uses the first in its own requests to backends.
     #[arg(long, env = "FOREBAY_API_KEY", hide_env_values = true, value_name = "KEY")]
     api_key: Vec<String>,
     /// File with one such key a line.
@@ -115,7 +115,7 @@ struct KeyFlags {
     /// Key for /backends, /v1/loads and /metrics; without one, a client's key.
     #[arg(long, env = "FOREBAY_ADMIN_API_KEY", hide_env_values = true, value_name = "KEY")]
     admin_api_key: Option<String>,
-    /// Key that the router shows to brains, as their --router-key.
+    /// Key that the router sends to servers with --router-key.
     #[arg(long, env = "FOREBAY_ROUTER_KEY", hide_env_values = true, value_name = "KEY")]
     router_key: Option<String>,
     /// Clients with different keys share cached prompts, if the brains have this flag.
@@ -141,7 +141,7 @@ impl KeyFlags {
 }
 
 #[derive(Debug, Args)]
-#[command(next_help_heading = "Choice")]
+#[command(next_help_heading = "Routing")]
 struct ChoiceFlags {
     /// The policy that chooses a backend.
     #[arg(long, value_enum, default_value_t)]
@@ -156,20 +156,19 @@ struct ChoiceFlags {
     /// exceeded.
     #[arg(long, default_value_t = 1.5)]
     balance_rel_threshold: f32,
-    /// Ask each backend for its load every so many seconds, in place of reports on responses. To
-    /// measure those by.
+    /// For measurements: poll the load of each backend every so many seconds, in place of reports
+    /// on responses.
     #[arg(long, value_parser = seconds, value_name = "SECONDS", conflicts_with = "no_load_acknowledgement")]
     load_watch_interval: Option<Duration>,
-    /// Let reports on responses erase the requests that were dispatched since they were made. The
-    /// flag is there to measure the worth of acknowledgement.
+    /// For measurements: let a load report erase requests that were dispatched after it was made.
     #[arg(long)]
     no_load_acknowledgement: bool,
 }
 
 #[derive(Debug, Args)]
-#[command(next_help_heading = "Trouble")]
+#[command(next_help_heading = "Failures")]
 struct TroubleFlags {
-    /// Attempts after a first one that produced nothing.
+    /// Retries of a request that has produced no output.
     #[arg(long, default_value_t = 5)]
     retry_max_retries: u32,
     /// Milliseconds to wait once every backend was tried.
@@ -187,11 +186,10 @@ struct TroubleFlags {
     /// Give up after one attempt. Streams that break are taken over all the same.
     #[arg(long)]
     disable_retries: bool,
-    /// Seconds for which a request whose backend died waits until some backend takes requests.
+    /// Seconds that a request whose backend died waits for another backend.
     #[arg(long, default_value = "30", value_parser = seconds)]
     trial_wait_secs: Duration,
-    /// Failures that open a backend's circuit breaker. Those of one client are at most half of
-    /// them.
+    /// Failures that open a backend's circuit breaker, at most half of them of one client.
     #[arg(long, default_value_t = 10)]
     cb_failure_threshold: usize,
     /// Successes that close it again.
@@ -203,7 +201,7 @@ struct TroubleFlags {
     /// Seconds that a failure counts.
     #[arg(long, default_value = "120", value_parser = seconds)]
     cb_window_duration_secs: Duration,
-    /// Never leave a failing backend alone.
+    /// Keep sending requests to failing backends.
     #[arg(long)]
     disable_circuit_breaker: bool,
     /// Path that a backend answers with 200 while it takes requests.

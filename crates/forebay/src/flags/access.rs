@@ -13,36 +13,35 @@ const LOCAL_HOSTS: [&str; 3] = ["localhost", "127.0.0.1", "::1"];
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Access")]
 pub(crate) struct AccessFlags {
-    /// Clients must send `Authorization: Bearer KEY`, or `X-Api-Key: KEY`; may be given several
-    /// times. A file or the environment is better: other users of the machine don't see a key
-    /// there.
+    /// API key that clients send as `Authorization: Bearer KEY` or `X-Api-Key: KEY`; may be
+    /// repeated. Prefer a file or the environment: other users of the machine can see command
+    /// lines.
     #[arg(long, value_name = "KEY", env = "FOREBAY_API_KEY", hide_env_values = true)]
     pub(crate) api_key: Vec<String>,
     /// File with such keys, one a line.
     #[arg(long, value_name = "FILE")]
     pub(crate) api_key_file: Option<PathBuf>,
-    /// Key for requests that change the server or tell about it: draining, flushing, /server_info,
-    /// /v1/loads. Without one, the other keys do.
+    /// Key for administrative routes: draining, flushing, /server_info, /v1/loads. Without one, any
+    /// API key is enough.
     #[arg(long, value_name = "KEY", env = "FOREBAY_ADMIN_API_KEY", hide_env_values = true)]
     pub(crate) admin_api_key: Vec<String>,
     /// File with such keys, one a line.
     #[arg(long, value_name = "FILE")]
     pub(crate) admin_api_key_file: Option<PathBuf>,
-    /// Hosts that requests may name: `*.example.com` is all below it, `*` any. With commas
+    /// Host names that requests may use, with commas. `*.example.com` matches subdomains, `*` any
     /// [default: any; with neither a key nor another address than this machine's own, that and
-    /// localhost, against pages that make a name of theirs mean this machine].
+    /// localhost, against DNS rebinding].
     #[arg(long, value_name = "HOSTS", value_delimiter = ',')]
     pub(crate) allowed_hosts: Vec<String>,
-    /// Web pages that may ask, as in https://chat.example.com; `*` is any. With commas [default:
-    /// none].
+    /// Origins of web pages that may send requests, such as https://chat.example.com; `*` is any;
+    /// comma-separated [default: none].
     #[arg(long, value_name = "ORIGINS", value_delimiter = ',')]
     pub(crate) allowed_origins: Vec<String>,
-    /// The prefix that a proxy in front has before all paths, such as /llm; requests may have it or
-    /// not.
+    /// Path prefix that a proxy in front uses, such as /llm; requests may omit it.
     #[arg(long, value_name = "PATH", default_value = "", hide_default_value = true, value_parser = root_path)]
     pub(crate) root_path: String,
-    /// Proxies that are believed when X-Forwarded-For tells whom a request came from: addresses,
-    /// networks (10.0.0.0/8), and `unix` for a Unix socket's other end, with commas.
+    /// Proxies whose X-Forwarded-For is trusted: addresses, networks (10.0.0.0/8), and `unix` for
+    /// clients of a Unix socket; comma-separated.
     #[arg(long, value_name = "LIST", default_value = "", hide_default_value = true)]
     pub(crate) trusted_proxies: TrustedProxies,
     /// Certificate as PEM, with its chain after it: connections are encrypted.

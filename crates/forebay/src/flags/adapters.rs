@@ -9,18 +9,18 @@ use serde::Deserialize;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Adapters")]
 pub(crate) struct AdapterFlags {
-    /// Serve LoRA adapters beside the model: a request names one in place of the model. Each is
-    /// computed with rows of others in one step. For generating models on a CPU, with PyTorch.
+    /// Serve LoRA adapters: a request names one in place of the model, and a step may mix them. For
+    /// generating models on a CPU.
     #[arg(long)]
     pub(crate) enable_lora: bool,
     /// Adapters to load at the start, and their names: folders as PEFT saves them, or GGUF files.
     /// Each may also be JSON: {"name": NAME, "path": PATH}.
     #[arg(long, visible_alias = "lora-paths", num_args = 1.., value_name = "NAME=PATH")]
     pub(crate) lora_modules: Vec<String>,
-    /// Adapters to load at the start that are called by their files' names without the ending.
+    /// Adapters to load at the start, named by their files without the extension.
     #[arg(long, value_name = "FILE")]
     pub(crate) lora: Vec<PathBuf>,
-    /// Adapters that a step may use. Memory for so many is set aside.
+    /// Maximum adapters of a step. Memory for them is reserved.
     #[arg(long, visible_alias = "max-loras-per-batch", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) max_loras: u32,
     /// The largest rank of an adapter.
@@ -30,8 +30,8 @@ pub(crate) struct AdapterFlags {
     /// them.
     #[arg(long, visible_alias = "max-loaded-loras", default_value_t = 32, value_parser = clap::value_parser!(u32).range(0..=1024))]
     pub(crate) max_cpu_loras: u32,
-    /// The folder from which clients may load adapters at run time, with a key of administrators. A
-    /// server that listens on this machine only, and has no such key, needs none.
+    /// Folder from which clients may load adapters at run time, with an admin key. A server that
+    /// only this machine can reach, and that has no admin key, needs none.
     #[arg(long, value_name = "DIR")]
     pub(crate) lora_root: Option<PathBuf>,
 }

@@ -15,11 +15,11 @@ const MODEL_DRAFTS: u32 = 3;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Speculation")]
 pub(crate) struct DraftFlags {
-    /// The source of drafts, which a step verifies beside other tokens: `none`, `ngram`, or
-    /// `draft_model` (`STANDALONE`). `ngram` takes the tokens behind an earlier occurrence of the
-    /// last few, in the prompt, the answer and OpenAI's `prediction`, and those that the form of an
-    /// answer forces. A step has them where their measured time is worth it. A draft model is
-    /// another model, whose drafts every step verifies. Drafts change no token [default: none].
+    /// Source of draft tokens, which steps verify: `none`, `ngram`, or `draft_model`
+    /// (`STANDALONE`). `ngram` drafts from earlier text of the prompt and the answer, from OpenAI's
+    /// `prediction`, and what a grammar forces; a step takes the drafts that are worth their
+    /// measured time. The drafts of a draft model are always verified. Drafts change no token
+    /// [default: none].
     #[arg(long, visible_alias = "spec-type", value_name = "NAME")]
     pub(crate) speculative_algorithm: Option<DraftAlgorithm>,
     /// The largest number of drafts of a request in a step, at least 1. More than 32 are 32

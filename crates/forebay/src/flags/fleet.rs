@@ -24,7 +24,7 @@ pub(crate) struct FleetFlags {
     #[arg(long, value_name = "MODELS", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) models_max: Option<u32>,
     /// Gigabytes (10^9 bytes) for the weights and KV pages of all models together [default: the
-    /// share of free memory that --mem-fraction-static means].
+    /// share of free memory that --mem-fraction-static gives].
     #[arg(long, value_name = "GB", value_parser = gigabytes)]
     pub(crate) models_memory: Option<u64>,
     /// The largest number of requests that wait for the load of one model; further ones are

@@ -15,33 +15,33 @@ const CORES_A_HELPER: usize = 8;
 const MOST_HELPERS: usize = 8;
 
 #[derive(Debug, Args)]
-#[command(next_help_heading = "Form of answers")]
+#[command(next_help_heading = "Structured output")]
 pub(crate) struct GrammarFlags {
-    /// Answers have any form: requests with `response_format` and the like get 400. Saves the trie
-    /// of the vocabulary.
+    /// Disable structured output: requests with `response_format` and the like get 400. Saves the
+    /// memory of the vocabulary's trie.
     #[arg(long)]
     pub(crate) no_grammar: bool,
     /// Threads that compile schemas and grammars.
     #[arg(long, value_name = "N", default_value = "1")]
     pub(crate) grammar_threads: NonZeroUsize,
-    /// Seconds after which a form that is still being compiled is refused. Its thread is given up,
-    /// and another one is started.
+    /// Seconds that a schema or grammar may take to compile before it is refused. Its thread is
+    /// abandoned, and another one is started.
     #[arg(long, value_name = "SECONDS", default_value = "2", value_parser = seconds)]
     pub(crate) grammar_timeout: Duration,
-    /// Bytes of compiled forms that are kept. One client has at most half of them while others have
-    /// some.
+    /// Bytes of compiled schemas and grammars to keep. One client has at most half of them while
+    /// others have some.
     #[arg(long, value_name = "BYTES", default_value_t = GrammarConfig::default().grammar_cache_bytes)]
     pub(crate) grammar_cache_bytes: usize,
-    /// Threads that fill masks beside the engine's: dear ones, and cheap ones if a step has more
-    /// than eight [default: one for every 8 cores, at least one].
+    /// Threads that compute token masks beside the engine's: expensive ones, and cheap ones if a
+    /// step has more than eight [default: one for every 8 cores, at least one].
     #[arg(long, value_name = "N")]
     pub(crate) mask_threads: Option<NonZeroUsize>,
-    /// Part of a step's time, in percent, for which it waits for masks at most: 2 to 20
-    /// milliseconds. A request whose mask is not ready then gets no token in this step.
+    /// Percentage of a step's time that it may wait for token masks, within 2 to 20 milliseconds. A
+    /// request whose mask is late gets no token in this step.
     #[arg(long, value_name = "PERCENT", default_value_t = EngineConfig::default().mask_share, value_parser = clap::value_parser!(u32).range(1..=100))]
     pub(crate) mask_share: u32,
-    /// Take schemas of which only a part can be kept: keywords that are not known are left out, and
-    /// `oneOf` is read as `anyOf`.
+    /// Accept schemas that can be enforced only in part: unknown keywords are ignored, and `oneOf`
+    /// is read as `anyOf`.
     #[arg(long)]
     pub(crate) grammar_lenient: bool,
 }

@@ -10,24 +10,24 @@ use forebay_engine::ImageConfig;
 const CPU_BUDGET: u64 = 5776;
 
 #[derive(Debug, Args)]
-#[command(next_help_heading = "Images, of models that see them")]
+#[command(next_help_heading = "Images")]
 pub(crate) struct ImageFlags {
-    /// Patches times layers of the vision tower that a step computes at most, and one layer at
-    /// least. A running stream may have to wait for so many [default: 40000, on a CPU 5776; an
-    /// image of 1200x1200 has 5776 patches].
+    /// Maximum patches times layers of the vision tower in a step; one layer at least. Running
+    /// streams wait for them [default: 40000, on a CPU 5776; an image of 1200x1200 has 5776
+    /// patches].
     #[arg(long, value_name = "PATCH_LAYERS", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) image_budget: Option<u64>,
-    /// Positions of all image pages, which keep the tower's output for images [default: twice the
+    /// Token positions of all image pages, which keep the vision tower's output [default: twice the
     /// largest image, at least 8192].
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) image_pool_tokens: Option<u64>,
     /// The largest number of images of a request.
     #[arg(long, value_name = "N", default_value = "16", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) limit_images: u32,
-    /// The largest number of pixels of an image as it comes; it is resized then.
+    /// Maximum pixels of an image before it is resized.
     #[arg(long, value_name = "PIXELS", default_value = "50000000", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) max_image_pixels: u64,
-    /// Fetch no images by their URLs.
+    /// Do not fetch images by URL.
     #[arg(long)]
     pub(crate) no_remote_media: bool,
     /// Hosts that images are fetched from, on any port; `*.example.com` is all names below. Without

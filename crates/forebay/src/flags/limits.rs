@@ -25,9 +25,9 @@ pub(crate) struct LimitFlags {
     /// The largest request body in bytes, not counting `prompt_embeds`.
     #[arg(long, default_value_t = ServerConfig::default().max_json_bytes)]
     pub(crate) max_json_bytes: usize,
-    /// The largest number of bytes that all requests take together, from their bodies to the output
-    /// that is expected of them. Beyond that new ones get 429 [default: an eighth of the memory
-    /// that the process may use, from 1 to 16 GiB, and at most a quarter of it].
+    /// Memory budget in bytes of all requests together, bodies and expected output included. Beyond
+    /// it new requests get 429 [default: an eighth of the memory that the process may use, from 1
+    /// to 16 GiB, and at most a quarter of it].
     #[arg(long)]
     max_request_bytes_in_flight: Option<usize>,
 }

@@ -13,8 +13,7 @@ pub(crate) struct ListenFlags {
     /// Port to listen on; 0 takes a free one.
     #[arg(long, default_value_t = 8000)]
     pub(crate) port: u16,
-    /// Unix socket to listen on, in place of an address and port. One that nobody listens on any
-    /// more is replaced.
+    /// Unix socket to listen on, in place of an address and port. A stale socket is replaced.
     #[arg(long, value_name = "PATH", conflicts_with = "host")]
     pub(crate) uds: Option<PathBuf>,
     /// Port of the same address for /livez, /health and /metrics alone, answered by a thread of its

@@ -62,7 +62,7 @@ pub(crate) struct ServeFlags {
     /// names it.
     #[arg(value_name = "MODEL", required_unless_present_any = ["model_path", "models_dir", "models_config"])]
     pub(crate) model: Vec<String>,
-    /// The model, for those used to SGLang's spelling.
+    /// MODEL, in SGLang's spelling.
     #[arg(long, value_name = "MODEL", conflicts_with = "model")]
     pub(crate) model_path: Option<String>,
     #[command(flatten)]
@@ -164,7 +164,7 @@ pub(crate) struct HttpFlags {
     /// header x-forebay-ignored.
     #[arg(long)]
     pub(crate) strict_params: bool,
-    /// No page at `/`. The routes that it uses stay.
+    /// Serve no page at `/`. Its routes remain.
     #[arg(long)]
     pub(crate) no_webui: bool,
     /// Let requests that come while the model loads wait for it. Without this they are
@@ -175,12 +175,11 @@ pub(crate) struct HttpFlags {
     /// kept as long.
     #[arg(long, default_value = "60", value_parser = seconds)]
     pub(crate) receive_timeout: Duration,
-    /// Seconds in which a client may take none of the bytes that wait for it; then its connection
-    /// is cut, and its request ended.
+    /// Seconds without progress after which a client that does not read is disconnected, and its
+    /// request aborted.
     #[arg(long, default_value = "60", value_parser = seconds)]
     pub(crate) send_timeout: Duration,
-    /// The largest number of bytes of an answer that wait for its client, as they would be written;
-    /// then it ends with an error.
+    /// Maximum unread bytes of an answer; beyond them it ends with an error.
     #[arg(long, default_value_t = ServerConfig::default().max_unread_bytes)]
     pub(crate) max_unread_bytes: usize,
     /// Threads that parse requests, and write heads and ends of answers.
@@ -190,29 +189,29 @@ pub(crate) struct HttpFlags {
     /// cores].
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) egress_threads: Option<u16>,
-    /// The writer of a stream's chunks: `direct`, the threads that make them; `tasks`, the
-    /// connections' tasks, woken for pending chunks; `naive`, those, woken for every token. The
-    /// last two are there to be measured.
+    /// Writer of a stream's chunks: `direct`, the egress threads; `tasks`, connection tasks, woken
+    /// for pending chunks; `naive`, connection tasks, woken for every token. `tasks` and `naive`
+    /// are for measurements.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) egress: Egress,
-    /// Tokens that a stream gathers for a chunk; requests may say otherwise. The first token and
-    /// the end do not wait.
+    /// Tokens per chunk of a stream; requests may override it. The first token and the end are not
+    /// delayed.
     #[arg(long, default_value_t = ServerConfig::default().stream_interval, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) stream_interval: u32,
-    /// The least microseconds between two chunks of a stream: tokens that come sooner are merged.
-    /// The first token and the end do not wait.
+    /// Minimum microseconds between two chunks of a stream; tokens in between are merged. The first
+    /// token and the end are not delayed.
     #[arg(long, value_name = "MICROSECONDS", default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=60_000_000))]
     pub(crate) stream_flush_us: u64,
     /// Threads that apply chat templates and tokenise [default: 2, or 1 if the process has the time
     /// of one processor].
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=256))]
     pub(crate) text_threads: Option<u16>,
-    /// Threads that parse large requests and put embeddings into the arena. For a model that sees
-    /// images, as many more decode them.
+    /// Threads that parse large requests and copy embeddings to the arena. A model that takes
+    /// images has as many more for decoding.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) intake_threads: u16,
-    /// Have the engine thread do the work of the intake threads, so that every step waits for it.
-    /// The flag is there to measure the worth of these threads.
+    /// For measurements: do the work of the intake threads on the engine thread, so that steps wait
+    /// for it.
     #[arg(long)]
     pub(crate) inline_intake: bool,
     /// Seconds that running requests get to finish after SIGTERM.
@@ -251,30 +250,29 @@ pub(crate) struct ModelFlags {
     /// `dummy` fills the weights with random numbers; config and tokenizer are enough then.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) load_format: LoadFormat,
-    /// Arithmetic; `auto` is bfloat16 if the processor computes it natively.
+    /// Data type of the model; `auto` is bfloat16 if the processor computes it natively.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) dtype: Dtype,
-    /// The numbers of matrix products. `auto` is `gguf` for a GGUF file on a CPU, unless --dtype
-    /// names a type; otherwise it is `none`, which computes in DTYPE. `w8a8_int8` makes 8-bit
-    /// integers of weights while it loads them. `gguf` takes a GGUF file's Q8_0, Q4_0, Q4_1, IQ4_NL
-    /// and MXFP4 blocks as they are. It brings Q4_K into Q4_1, IQ4_XS into IQ4_NL and other blocks
-    /// into Q8_0, and has the rest of the file in DTYPE. Both need the compiled kernels. `fp8`
-    /// makes 8-bit floats of a checkpoint on a GPU. A quantised checkpoint needs no flag; `fp8`,
-    /// `awq`, `gptq` and `compressed-tensors` insist on its kind.
+    /// Weight format for matrix products. `auto` is `gguf` for a GGUF file on a CPU unless --dtype
+    /// is given, and else `none`: weights in DTYPE. `w8a8_int8` quantises weights to 8-bit integers
+    /// at load. `gguf` computes in the file's blocks: Q8_0, Q4_0, Q4_1, IQ4_NL and MXFP4 as they
+    /// are, Q4_K as Q4_1, IQ4_XS as IQ4_NL, other blocks as Q8_0, and the rest in DTYPE. Both need
+    /// the compiled kernels. `fp8` quantises to 8-bit floats on a GPU. A quantised checkpoint needs
+    /// no flag; `fp8`, `awq`, `gptq` and `compressed-tensors` require its format.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) quantization: Quantization,
-    /// The numbers of keys and values in KV pages. `auto` is DTYPE. `int8` has 8 bits, and a scale
-    /// for 32 of them: 17 bytes in place of 32 of bfloat16. It needs the compiled kernels of a CPU,
-    /// heads of a multiple of 32, and pages of a multiple of 16 tokens. `fp8_e4m3` (`fp8`) has
-    /// 8-bit floats without scales, half the bytes of bfloat16. It needs a GPU's Triton kernels,
-    /// and a model with keys and values that generates.
+    /// Data type of the KV cache; `auto` follows --dtype. `int8`, on a CPU: 8-bit integers with a
+    /// scale for 32 of them, 17 bytes in place of 32. It needs the compiled kernels, head sizes in
+    /// multiples of 32, and pages in multiples of 16 tokens. `fp8_e4m3` (`fp8`), on a GPU: 8-bit
+    /// floats without scales. It needs Triton's kernels, and a generating model without latent
+    /// attention.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) kv_cache_dtype: KvCacheDtype,
-    /// Gibibytes on disk for weights in the order in which the compiled kernels read them. The next
-    /// start then does not order them again; 0: none [default: 16].
+    /// Disk space in GiB for packed weights, which the next start loads as they are; 0: none
+    /// [default: 16].
     #[arg(long, value_name = "GIB", value_parser = clap::value_parser!(u32).range(..=1 << 20))]
     pub(crate) weight_cache_gib: Option<u32>,
-    /// The longest prompt and answer together, in tokens [default: the model's].
+    /// Maximum tokens of prompt and answer together [default: the model's].
     #[arg(long, visible_alias = "max-model-len", value_name = "TOKENS")]
     pub(crate) context_length: Option<u32>,
     /// File with a Jinja chat template that replaces the model's.
@@ -293,42 +291,42 @@ pub(crate) struct ModelFlags {
 pub(crate) struct RunFlags {
     /// The device of the model: `auto` is `cuda` if there is an NVIDIA GPU, and else `cpu`. Each
     /// replica takes one of the GPUs that `CUDA_VISIBLE_DEVICES` names. `sim` answers made-up words
-    /// in the time that a device would take.
+    /// with the timing of a simulated device.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) device: Device,
-    /// The hand on a CPU: `rust` is this program, `torch` is PyTorch in Python, the reference,
-    /// which has every model. `auto` is `rust` if it serves the model and every flag, and else
-    /// `torch`.
+    /// Implementation of the hand on a CPU: `rust` is this program, `torch` is PyTorch in Python,
+    /// the reference, which serves every model. `auto` is `rust` if it supports the model and every
+    /// flag, and else `torch`.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) hand: Hand,
     /// The implementation of attention on CUDA [default: triton].
     #[arg(long, value_enum)]
     pub(crate) attention_backend: Option<AttentionBackend>,
-    /// Launch every step operator by operator, without CUDA graphs.
+    /// Run without CUDA graphs.
     #[arg(long, visible_alias = "disable-cuda-graph", conflicts_with = "cuda_graph_max_bs")]
     pub(crate) enforce_eager: bool,
     /// The largest number of rows of a CUDA graph; steps with more are launched operator by
     /// operator [default: --max-running-requests].
     #[arg(long, visible_alias = "max-cudagraph-capture-size", value_name = "ROWS", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) cuda_graph_max_bs: Option<u32>,
-    /// Threads of the model's arithmetic [default: one for each physical core that it
-    /// may use, and not more than its control group has processor time for].
+    /// Compute threads of a hand [default: one for each physical core that it may use, and at most
+    /// the CPU quota of its control group].
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub(crate) threads: Option<u32>,
-    /// Seconds without a result after which the hand is taken for hung and respawned.
+    /// Seconds without a result after which the hand is considered hung and respawned.
     #[arg(long, default_value = "300", value_parser = seconds)]
     pub(crate) watchdog_timeout: Duration,
-    /// Seconds without a sign of life after which a hand that starts is taken for hung; each part
-    /// of the weights that it has loaded is one. 0: as long as it takes.
+    /// Seconds without progress after which a starting hand is considered hung; each loaded part of
+    /// the weights is progress. 0: no limit.
     #[arg(long, default_value = "600", value_parser = seconds)]
     pub(crate) load_timeout: Duration,
-    /// Bytes of the memory that carries embeddings to the hand; requests for which it has no room
-    /// wait. Only written parts take memory.
+    /// Bytes of shared memory that carries embeddings and images to the hand; requests wait while
+    /// it is full. Only written parts take memory.
     #[arg(long, value_name = "BYTES", default_value_t = 256 << 20, value_parser = clap::value_parser!(u32).range(65536..=i64::from(MAX_ARENA_BYTES)))]
     pub(crate) arena_bytes: u32,
     /// Failed respawns in a row before the hand is given up. While other replicas serve, it is
-    /// tried again later, ever more seldom; when none is left, the server ends with status 1.
-    /// Deaths while it computes do not count: those are a request's doing.
+    /// retried later, with growing pauses; when none is left, the server exits with status 1.
+    /// Deaths while it computes do not count.
     #[arg(long, default_value_t = EngineConfig::default().hand_restarts)]
     pub(crate) hand_restarts: u32,
     /// The interpreter [default: the one beside this program, else the virtual environment's, else
@@ -419,17 +417,17 @@ pub(crate) enum Dtype {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 #[value(rename_all = "snake_case")]
 pub(crate) enum Quantization {
-    /// The quickest that loses next to nothing.
+    /// The fastest format with next to no loss.
     #[default]
     Auto,
-    /// Products in DTYPE.
+    /// Weights in DTYPE.
     None,
-    /// Weights with a scale an output, activations with a scale a token.
+    /// 8-bit weights with a scale per output, 8-bit activations with a scale per token.
     #[value(name = "w8a8_int8")]
     W8A8Int8,
-    /// 8 or 4 bits with a scale every 32 positions, as the file has them.
+    /// The file's blocks of 8 or 4 bits, with a scale for 32 numbers.
     Gguf,
-    /// 8-bit floats: the checkpoint's, or made of it while it is loaded.
+    /// 8-bit floats: the checkpoint's own, or quantised at load.
     #[value(aliases = ["fbgemm_fp8", "w8a8_fp8"])]
     Fp8,
     /// The checkpoint's 4-bit integers.
@@ -453,7 +451,7 @@ impl Quantization {
 /// The numbers of keys and values in pages.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum KvCacheDtype {
-    /// Those of the model's type.
+    /// The model's type.
     #[default]
     Auto,
     /// 8-bit integers with a scale every 32 of them.

@@ -9,13 +9,12 @@ use super::ServeFlags;
 
 #[derive(Debug, Args)]
 pub(crate) struct PdFlags {
-    /// Prefill apart from decode: P replicas compute prompts, and D replicas go on behind the first
-    /// token. It sets --dp-size to P + D and turns the host tier on, through which keys and values
-    /// go. For hands on this machine.
+    /// Disaggregated prefill: P replicas compute prompts and the first token, and D replicas
+    /// continue. It sets --dp-size to P + D and turns the host tier on, which carries the KV. For
+    /// hands on this machine.
     #[arg(long, value_name = "P:D")]
     pub(crate) pd: Option<PdSplit>,
-    /// A decode replica that has no more than so many tokens of a request to compute serves it
-    /// alone [default: 512].
+    /// Uncached prompt tokens up to which a decode replica serves a request alone [default: 512].
     #[arg(long, value_name = "TOKENS", requires = "pd")]
     pub(crate) pd_local_tokens: Option<u32>,
 }

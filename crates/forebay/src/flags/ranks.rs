@@ -6,25 +6,24 @@ use serde::{Serialize, Serializer};
 
 #[derive(Debug, Args)]
 pub(crate) struct RankFlags {
-    /// Whole copies of the model, each with a hand and a scheduler of its own. Limits of a step, of
-    /// running requests and of the KV pool are each one's; the queue's is that of all together.
+    /// Replicas: whole copies of the model, each with its own hand and scheduler. Limits of a step,
+    /// of running requests and of the KV pool are per replica; the queue's is for all.
     #[arg(long, visible_alias = "data-parallel-size", value_name = "REPLICAS", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) dp_size: u32,
-    /// Ranks of each replica: the model is divided among them. On CPUs that is for tests, and
-    /// slower than one.
+    /// Ranks per replica, among which the model is divided. On CPUs this is for tests, and slower
+    /// than one rank.
     #[arg(long, visible_alias = "tensor-parallel-size", value_name = "RANKS", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) tp_size: u32,
-    /// Give each rank whole experts, in place of a part of each; as many ranks as --tp-size. With
+    /// Give each rank whole experts instead of a slice of each; as many ranks as --tp-size. With
     /// --dp-size and one rank a replica it means --enable-dp-attention, as in vLLM.
     #[arg(long, visible_alias = "enable-ep-moe")]
     pub(crate) enable_expert_parallel: bool,
-    /// For a mixture of experts: the replicas of --dp-size share the experts, of which each has
-    /// some, and nothing else. Each has requests, pages and the rest of the model of its own. They
-    /// compute in step, and when one ends, all end. --tp-size is 1 or, as in SGLang, --dp-size.
+    /// For a mixture of experts: the replicas of --dp-size divide the experts among them, and share
+    /// nothing else. They compute in step, and when one dies, all restart. --tp-size is 1 or, as in
+    /// SGLang, --dp-size.
     #[arg(long)]
     pub(crate) enable_dp_attention: bool,
-    /// The number of ranks by which experts are divided, whole; 1: experts are divided like other
-    /// matrices.
+    /// Ranks among which whole experts are divided; 1: experts are sliced like other matrices.
     #[arg(long, visible_alias = "expert-parallel-size", value_name = "RANKS")]
     pub(crate) ep_size: Option<u32>,
 }

@@ -49,8 +49,8 @@ pub(crate) struct ReplicaFlags {
     /// The policy that chooses a replica for a request that names none.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) load_balance_method: LoadBalance,
-    /// Look at the replicas' loads only every so many seconds and know nothing in between, with
-    /// `shortest_queue`. The flag is there to measure the worth of exact loads. 0: loads are exact.
+    /// For measurements, with `shortest_queue`: read the replicas' loads only every so many
+    /// seconds. 0: loads are exact.
     #[arg(long, value_name = "SECONDS", default_value = "0", value_parser = seconds)]
     pub(crate) load_watch_interval: Duration,
     #[command(flatten)]
@@ -63,13 +63,12 @@ pub(crate) struct ReplicaFlags {
     /// --tp-size and --dp-size set the number of hands. Without the flag nothing listens for hands.
     #[arg(long, value_name = "ADDR:PORT", requires = "join_token_file")]
     pub(crate) listen_hands: Option<SocketAddr>,
-    /// The file with the token that opens --listen-hands. It and FILE.key, which is the brain's
-    /// alone, are made if neither is there.
+    /// Token file for --listen-hands. It and FILE.key, which stays with the server, are created if
+    /// neither is there.
     #[arg(long, value_name = "FILE", requires = "listen_hands")]
     pub(crate) join_token_file: Option<PathBuf>,
-    /// Let the ranks of a replica be on several machines if none has room for all of them. They
-    /// talk to each other in the clear, over the network interface of this name. Without the flag
-    /// they are on one machine, and use its loopback interface.
+    /// Network interface for the ranks of a replica on several machines, if none has room for all.
+    /// Their traffic is not encrypted. Without the flag the ranks of a replica stay on one machine.
     #[arg(long, value_name = "NAME", value_parser = crate::collectives::interface)]
     pub(crate) collective_interface: Option<String>,
     /// Have a cluster run the machines' workers. `ray` asks the Ray cluster of this machine, or of

@@ -6,11 +6,10 @@ use clap::Args;
 use forebay_server::StoreConfig;
 
 #[derive(Debug, Args)]
-#[command(next_help_heading = "Responses that are kept")]
+#[command(next_help_heading = "Kept responses")]
 pub(crate) struct ResponseFlags {
-    /// The largest number of bytes of responses of /v1/responses that are kept with their
-    /// conversations, for clients that go on from them. The oldest of the key that keeps most give
-    /// room first. 0: none is kept.
+    /// Bytes of /v1/responses to keep for later turns. The oldest of the key that keeps most are
+    /// dropped first. 0: keep none.
     #[arg(long, default_value_t = StoreConfig::default().response_store_bytes, value_name = "BYTES")]
     pub(crate) response_store_bytes: usize,
     /// The seconds for which a response is kept.

@@ -19,21 +19,20 @@ pub(crate) struct ScheduleFlags {
     #[arg(long, default_value_t = EngineConfig::default().max_queued_requests)]
     pub(crate) max_queued_requests: usize,
     /// Seconds that a request may wait for its turn, before it is answered 503 `queue_timeout`; 0:
-    /// as long as its client does.
+    /// no limit.
     #[arg(long, default_value = "0", value_parser = seconds)]
     pub(crate) queue_timeout: Duration,
-    /// All requests are as one client's: the first that came goes first, however many or long the
-    /// requests of a client are.
+    /// Serve requests in order of arrival, whichever client they are from.
     #[arg(long)]
     pub(crate) disable_fair_queueing: bool,
     #[command(flatten)]
     pub(crate) shares: ShareArgs,
-    /// Largest `priority`, and smallest below 0, that clients may ask for; others are answered 400
-    /// [default: any].
+    /// Largest absolute value of `priority` that clients may set; others are answered 400 [default:
+    /// any].
     #[arg(long, value_name = "PRIORITY", value_parser = clap::value_parser!(u32).range(..=1 << 31))]
     pub(crate) max_client_priority: Option<u32>,
-    /// The largest number of tokens a step; longer prompts are computed in chunks beside the
-    /// running requests [default: 2048 on CUDA, else 1024].
+    /// Maximum tokens of a step; longer prompts are computed in chunks beside the running requests
+    /// [default: 2048 on CUDA, else 1024].
     #[arg(long, visible_alias = "max-num-batched-tokens", value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) chunked_prefill_size: Option<u32>,
     /// Tokens a KV page [default: 64 for latent attention on CUDA, else 16].
@@ -47,13 +46,13 @@ pub(crate) struct ScheduleFlags {
     /// The size of the KV pool in tokens, instead of a share of memory.
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) max_total_tokens: Option<u64>,
-    /// Do not share the KV pages of equal beginnings.
+    /// Disable the prefix cache.
     #[arg(long, visible_alias = "no-enable-prefix-caching")]
     pub(crate) disable_radix_cache: bool,
     /// Order of the waiting queue.
     #[arg(long, visible_alias = "scheduling-policy", value_enum, default_value_t)]
     pub(crate) schedule_policy: SchedulePolicy,
-    /// Have the smaller number go first under the priority policy (as in vLLM).
+    /// Under the priority policy, serve smaller numbers first, as in vLLM.
     #[arg(long)]
     pub(crate) schedule_low_priority_values_first: bool,
     /// Steps planned ahead of the one that computes; 0 is the serial loop.

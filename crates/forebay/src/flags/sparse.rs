@@ -7,11 +7,11 @@ use serde::Deserialize;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Sparse decoding")]
 pub(crate) struct SparseFlags {
-    /// Keep most KV of a running request in host memory only, if the model chooses few positions
-    /// for each token. It turns the host tier on.
+    /// Keep most KV of a running request in host memory only, for models with sparse attention. It
+    /// turns the host tier on.
     #[arg(long)]
     pub(crate) enable_hisparse: bool,
-    /// The numbers of sparse decoding in one JSON object, as in SGLang: top_k, device_buffer_size,
+    /// Settings of sparse decoding as a JSON object, as in SGLang: top_k, device_buffer_size,
     /// host_to_device_ratio.
     #[arg(long, value_name = "JSON", value_parser = parsed)]
     pub(crate) hisparse_config: Option<HisparseConfig>,

@@ -4,13 +4,13 @@ use clap::Args;
 use forebay_engine::StateCache;
 
 #[derive(Debug, Args)]
-#[command(next_help_heading = "Recurrent states, of models that have them")]
+#[command(next_help_heading = "Recurrent states")]
 pub(crate) struct StateFlags {
-    /// Keep no recurrent states for later requests, which then share no beginnings.
+    /// Do not keep recurrent states for the prefix cache.
     #[arg(long)]
     pub(crate) disable_state_cache: bool,
-    /// Tokens from one kept state of a prompt to the next. States are also kept where prompts and
-    /// answers end, and where prompts part; 0: only there.
+    /// Tokens between two kept states of a prompt. States are also kept where prompts and answers
+    /// end, and where prompts diverge; 0: only there.
     #[arg(long, value_name = "TOKENS", default_value_t = StateCache::INTERVAL)]
     pub(crate) state_interval: u32,
     /// The largest number of kept states [default: as many as the hand has memory for].

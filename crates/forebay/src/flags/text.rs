@@ -23,24 +23,22 @@ pub(crate) struct TextFlags {
     /// Bytes of tokenised text kept for the next turn of a conversation; 0 keeps none.
     #[arg(long, value_name = "BYTES", default_value_t = TextConfig::default().text_cache_bytes)]
     pub(crate) text_cache_bytes: usize,
-    /// Let the strings of chats write special tokens: without this, their spelling in a message is
-    /// text like other text.
+    /// Let messages contain special tokens; without this, their spelling is plain text.
     #[arg(long)]
     pub(crate) allow_special_tokens_in_content: bool,
     /// Tokens that /tokenize and /detokenize take at a time [default: four times the context, and
     /// 65536 at least].
     #[arg(long, value_name = "N")]
     pub(crate) max_tokenize_tokens: Option<NonZeroUsize>,
-    /// For those used to SGLang, and always on: inputs that have come while the text threads were
-    /// busy are tokenised together.
+    /// Accepted for SGLang, and always on: inputs that came while the text threads were busy are
+    /// tokenised together.
     #[arg(long)]
     pub(crate) enable_dynamic_batch_tokenizer: bool,
     /// The largest number of prompts that a text thread takes at a time [default: bounded by their
     /// length only].
     #[arg(long, value_name = "N")]
     pub(crate) dynamic_batch_tokenizer_batch_size: Option<NonZeroUsize>,
-    /// For those used to SGLang, and answered with a warning: a prompt never waits for others to
-    /// come.
+    /// Accepted for SGLang, with a warning: a prompt never waits for a batch.
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     pub(crate) dynamic_batch_tokenizer_batch_timeout: Option<Duration>,
 }

@@ -22,7 +22,7 @@ pub(crate) struct TierFlags {
     /// Waiting requests whose blocks are brought back before their turn; 0: none [default: 4].
     #[arg(long, value_name = "REQUESTS", value_parser = clap::value_parser!(u32).range(..=1024))]
     pub(crate) hicache_prefetch_requests: Option<u32>,
-    /// A host tier of so many GiB for all replicas together, as in vLLM.
+    /// Size of the host tier in GiB for all replicas together, as in vLLM.
     #[arg(long, value_name = "GIB", conflicts_with_all = ["hicache_ratio", "hicache_size"], value_parser = positive)]
     pub(crate) kv_offloading_size: Option<f64>,
     /// The component that copies; there is one.
@@ -32,8 +32,8 @@ pub(crate) struct TierFlags {
     /// prefill].
     #[arg(long, value_name = "PAGES", value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub(crate) kv_copy_pages_per_step: Option<u32>,
-    /// The way in which a preempted or replayed request gets its KV back: copied from the host
-    /// tier, or computed again [default: restore].
+    /// Source of the KV of a preempted or replayed request: copied from the host tier, or computed
+    /// again [default: restore].
     #[arg(long, value_enum)]
     pub(crate) preemption: Option<Preemption>,
     /// For tests: copies take at least as long as at this speed, in GB a second each way.
