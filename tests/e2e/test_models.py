@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -18,7 +19,7 @@ from tests.e2e.conftest import FLAGS, Models
 from tests.e2e.embedders import MiniLM
 from tests.e2e.models import Model
 from tests.e2e.processes import alive, descendants
-from tests.e2e.server import Server
+from tests.e2e.server import BINARY, Server
 from tests.e2e.simulated import SIM, paced
 from tests.e2e.waiting import eventually
 
@@ -253,12 +254,52 @@ def test_administrators_load_and_unload(start: Any, tiny: Model, tmp_path: Path)
     assert server.post("/sleep?level=3", None, headers=ADMIN).status_code == 400
     assert server.post("/models/load", {}, headers=ADMIN).status_code == 400
     assert server.post("/models/load", {"model": "c"}, headers=ADMIN).status_code == 404
+    for body in ({"model": 7}, [], {"model": "x" * (16 << 10)}):
+        assert server.post("/release_memory_occupation", body, headers=ADMIN).status_code == 400
     # Who may not unload a model may not say how long it stays.
     body = {"model": "a", "prompt": "x", "raw": True, "stream": False, "keep_alive": 0, "options": {"num_predict": 1}}
     assert server.post("/api/generate", body, headers=user).status_code == 200
     assert states(server)["a"] == "ready"
     assert server.post("/api/generate", body, headers=ADMIN).status_code == 200
     eventually(lambda: states(server)["a"] == "asleep", "it leaves for an administrator")
+
+
+def test_the_described_routes_are_those_that_answer(start: Any, tiny: Model, tmp_path: Path) -> None:
+    server = start(*sims(tiny, tmp_path, "a", "b"))
+    paths = server.http.get("/openapi.json").json()["paths"]
+    assert {"/models/load", "/models/unload", "/sleep", "/wake_up", "/is_sleeping", "/v1/chat/completions"} <= set(
+        paths
+    )
+    assert not {"/v1/batches", "/v1/loads", "/pause", "/v1/load_lora_adapter"} & set(paths)
+    for path, item in paths.items():
+        for verb in item.keys() & {"get", "post", "delete"}:
+            body = {"json": {}} if verb == "post" else {}
+            with server.http.stream(verb.upper(), path.replace("{", "").replace("}", ""), **body) as response:
+                if response.status_code in (404, 405):
+                    error = json.loads(response.read())["error"]
+                    assert not isinstance(error, dict) or error.get("code") not in ("unknown_url", "method_not_allowed")
+
+
+def test_a_terminal_lists_the_models_of_a_server(start: Any, tiny: Model, tmp_path: Path) -> None:
+    server = start(*sims(tiny, tmp_path, "a", "b"), "--api-key", "user", "--admin-api-key", "admin")
+    assert server.http.post("/models/load", json={"model": "b"}, headers=ADMIN).status_code == 200
+
+    def listed(*flags: str) -> subprocess.CompletedProcess[str]:
+        command = [BINARY, "ls", server.url, *flags]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    assert [line.split()[0::3] for line in listed("--api-key", "user").stdout.splitlines()] == [
+        ["MODEL"],
+        ["a", "unloaded"],
+        ["b", "ready"],
+    ]
+    models = json.loads(listed("--api-key", "user", "--json").stdout)
+    assert [(model["name"], model["state"]) for model in models] == [("a", "unloaded"), ("b", "ready")]
+    assert [model["bytes"] for model in models] == [0, 0], "a simulated device has no weights"
+    refused = listed()
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "--api-key" in refused.stderr
+    assert listed("--download-dir", str(tmp_path)).returncode == 2
 
 
 def test_a_killed_hand_of_a_loading_model_fails_that_load_alone(start: Any, models: Models, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ POLICY = (
     "default-src 'self'; connect-src 'self'; img-src 'self' data: blob:; style-src 'self'; script-src 'self'; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
+SECOND = {"id": "second", "state": "asleep", "size": 93_000_000}
 KINDS = {
     ".html": "text/html",
     ".js": "text/javascript",
@@ -94,9 +95,10 @@ class _Handler(BaseHTTPRequestHandler):
         elif not self._allowed():
             self._json(401, error(401, "Invalid API key"))
         elif path == "/v1/models":
-            self._json(200, {"object": "list", "data": [{"id": "scripted"}, {"id": "second"}]})
+            self._json(200, {"object": "list", "data": [{"id": "scripted"}, SECOND]})
         elif path == "/server_info":
-            self._json(200, {"facts": {"tower_layers": 24 if self.owner.images else 0}, "config": {}})
+            sees = self.owner.images and "model=second" not in self.path
+            self._json(200, {"facts": {"tower_layers": 24 if sees else 0}, "config": {}})
         elif path.startswith("/v1/live"):
             self._live(path)
         else:

@@ -259,6 +259,21 @@ def test_requests_are_copied_without_the_key(server: PageServer, open_page: Open
     assert "very-secret" not in page.evaluate("JSON.stringify({...localStorage})")
 
 
+def test_models_are_chosen_loaded_or_not(server: PageServer, open_page: Open) -> None:
+    server.images = True
+    page = open_page(server, refused=(404,))
+    choice = page.get_by_role("combobox", name="Model")
+    choice.get_by_text("second (asleep, 93 MB)").wait_for(state="attached")
+    image = page.get_by_role("button", name="Attach images")
+    image.wait_for()
+    choice.select_option("second")
+    image.wait_for(state="detached")
+    say(page, "Hello")
+    answer(page)
+    (body,) = server.chats
+    assert body["model"] == "second"
+
+
 def test_images_are_sent_as_data(server: PageServer, open_page: Open, tmp_path: Any) -> None:
     server.images = True
     page = open_page(server, refused=(404,))

@@ -110,9 +110,17 @@ export async function stream(path: string, body: unknown, signal: AbortSignal): 
   return { headers: response.headers, events: events(response.body) };
 }
 
-/** What the page has to know of the model. */
+/** A model of the list. Servers of one model, and those of others, say neither state nor size. */
+export interface ModelCard {
+  id: string;
+  state?: string;
+  /** Bytes of its files. */
+  size?: number;
+}
+
+/** What the page has to know of the server, and of the chosen model. */
 export interface Server {
-  models: string[];
+  models: ModelCard[];
   /** Whether the model takes images, and tools; null where the server does not say. */
   images: boolean | null;
   tools: boolean | null;
@@ -128,20 +136,23 @@ const UNKNOWN: Server = { models: [], images: null, tools: null };
 export const server = signal<Server>(UNKNOWN);
 export const serverError = signal("");
 
-/** Asks for the models, and whether they take images. */
-export async function loadServer(): Promise<void> {
+/** Asks for the models, loaded or not. */
+export async function loadModels(): Promise<void> {
   try {
-    const list = await getJson<{ data?: { id: string }[] }>("v1/models");
-    const models = (list.data ?? []).map((model) => model.id);
-    server.value = { ...UNKNOWN, models };
+    const list = await getJson<{ data?: ModelCard[] }>("v1/models");
+    server.value = { ...server.value, models: list.data ?? [] };
     serverError.value = "";
   } catch (error) {
     server.value = UNKNOWN;
     serverError.value = explain(error);
-    return;
   }
+}
+
+/** Asks whether a model takes images and tools. A model that is not loaded does not say. */
+export async function loadFacts(model: string): Promise<void> {
+  server.value = { ...server.value, images: null, tools: null };
   try {
-    const info = await getJson<Info>("server_info");
+    const info = await getJson<Info>(`server_info?model=${encodeURIComponent(model)}`);
     server.value = {
       ...server.value,
       images: info.facts?.tower_layers === undefined ? null : info.facts.tower_layers > 0,

@@ -1,7 +1,7 @@
 import { signal } from "@preact/signals";
 import { render, type JSX } from "preact";
 import { useEffect } from "preact/hooks";
-import { loadServer } from "./api";
+import { loadServer } from "./chat/settings";
 import { restore } from "./chat/store";
 import { Chat } from "./chat/view";
 import { connect, feed } from "./engine/feed";

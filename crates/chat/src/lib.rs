@@ -1,5 +1,5 @@
 //! `forebay chat`: a conversation in a terminal, with a running server or with one that it starts.
-//! `forebay run-batch`: a file of requests, likewise.
+//! `forebay run-batch`: a file of requests, likewise. `forebay ls URL`: a server's models.
 //!
 //! `link` speaks HTTP over TCP, TLS or a Unix socket. `answer` reads streamed answers, and `turns`
 //! keeps the conversation. `server` starts a server, and `terminal` reads typed lines.
@@ -7,6 +7,7 @@
 mod answer;
 mod batch;
 mod link;
+mod served;
 mod server;
 mod terminal;
 mod turns;
@@ -20,6 +21,7 @@ use tokio::runtime::Builder;
 
 pub use crate::batch::{BatchArgs, run_batch};
 use crate::link::Link;
+pub use crate::served::{ServedModel, served_models};
 use crate::server::Started;
 use crate::terminal::Terminal;
 use crate::turns::{Conversation, Sampling};

@@ -37,7 +37,7 @@ pub(crate) enum Command {
     RunBatch(Box<BatchArgs>),
     /// Download a model, so that a later `serve` finds it. Its path is printed.
     Pull(PullFlags),
-    /// List the models that were downloaded.
+    /// List the models that were downloaded, or those of a running server.
     Ls(ListFlags),
     /// Remove a downloaded model. Other revisions of it keep the files that they share.
     Rm(RemoveFlags),

@@ -1,5 +1,6 @@
 //! `forebay pull`, `ls` and `rm`: the models on this machine.
 
+use std::array::from_fn;
 use std::io::{self, BufRead, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -7,6 +8,7 @@ use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
+use forebay_chat::ServedModel;
 use forebay_hand::without_keys;
 use forebay_hub::{Hub, Interpreter, ModelName, Progress, Settings, Stored, size};
 use serde_json::json;
@@ -35,6 +37,13 @@ pub(crate) struct PullFlags {
 
 #[derive(Debug, Args)]
 pub(crate) struct ListFlags {
+    /// URL of a running server, as in http://127.0.0.1:8000: list its models, loaded or not, in
+    /// place of those that were downloaded.
+    #[arg(value_name = "URL", conflicts_with = "download_dir")]
+    server: Option<String>,
+    /// Key that the server asks for.
+    #[arg(long, env = "FOREBAY_API_KEY", hide_env_values = true, value_name = "KEY")]
+    api_key: Option<String>,
     #[command(flatten)]
     place: PlaceFlags,
     /// Print a JSON array; `last_used` is in seconds since 1970.
@@ -92,9 +101,16 @@ pub(crate) fn pull(flags: &PullFlags) -> Result<()> {
 
 /// `forebay ls`.
 pub(crate) fn list(flags: &ListFlags) -> Result<()> {
+    let mut out = io::stdout().lock();
+    if let Some(url) = &flags.server {
+        let models = forebay_chat::served_models(url, flags.api_key.as_deref())?;
+        return match flags.json {
+            true => Ok(writeln!(out, "{}", serde_json::to_string_pretty(&models)?)?),
+            false => Ok(write!(out, "{}", table(&served_rows(&models)))?),
+        };
+    }
     let settings = flags.place.settings()?;
     let models = forebay_hub::list(&settings)?;
-    let mut out = io::stdout().lock();
     if flags.json {
         writeln!(out, "{}", serde_json::to_string_pretty(&models)?)?;
         return Ok(());
@@ -104,7 +120,7 @@ pub(crate) fn list(flags: &ListFlags) -> Result<()> {
         eprintln!("no models in {cache}; `forebay pull MODEL` brings one");
         return Ok(());
     }
-    write!(out, "{}", table(&models, SystemTime::now()))?;
+    write!(out, "{}", table(&stored_rows(&models, SystemTime::now())))?;
     Ok(())
 }
 
@@ -132,19 +148,40 @@ pub(crate) fn remove(flags: &RemoveFlags) -> Result<()> {
     Ok(())
 }
 
-/// Names, formats, sizes and ages in columns.
-fn table(models: &[Stored], now: SystemTime) -> String {
+/// Names, formats, sizes and ages.
+fn stored_rows(models: &[Stored], now: SystemTime) -> Vec<[String; 4]> {
     let mut rows = vec![["MODEL", "FORMAT", "SIZE", "LAST USED"].map(str::to_owned)];
     rows.extend(models.iter().map(|model| {
         let format = model.format.name().to_owned();
         [model.name.clone(), format, size(model.bytes), age(model.last_used, now)]
     }));
+    rows
+}
+
+/// Names, sizes and states; `-` for what the server does not say.
+fn served_rows(models: &[ServedModel]) -> Vec<[String; 3]> {
+    let mut rows = vec![["MODEL", "SIZE", "STATE"].map(str::to_owned)];
+    rows.extend(models.iter().map(|model| {
+        let unsaid = || "-".to_owned();
+        let bytes = model.bytes.map_or_else(unsaid, size);
+        [model.name.clone(), bytes, model.state.clone().unwrap_or_else(unsaid)]
+    }));
+    rows
+}
+
+/// The rows as text in columns, the one before the last flush right.
+fn table<const COLUMNS: usize>(rows: &[[String; COLUMNS]]) -> String {
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max();
-    let widths = [0, 1, 2].map(|column| width(column).unwrap_or_default());
+    let widths: [usize; COLUMNS] = from_fn(|column| width(column).unwrap_or_default());
     let mut text = String::new();
-    for [name, format, size, used] in &rows {
-        let [first, second, third] = widths;
-        text.push_str(&format!("{name:first$}  {format:second$}  {size:>third$}  {used}\n"));
+    for row in rows {
+        for (column, (cell, width)) in row.iter().zip(widths).enumerate() {
+            text.push_str(&match COLUMNS - column {
+                1 => format!("{cell}\n"),
+                2 => format!("{cell:>width$}  "),
+                _ => format!("{cell:width$}  "),
+            });
+        }
     }
     text
 }
@@ -190,7 +227,20 @@ MODEL            FORMAT         SIZE  LAST USED
 org/a-long-name  safetensors  1.5 GB  1 day ago
 smollm2          gguf          93 MB  less than an hour ago
 ";
-        assert_eq!(table(&models, now), expected);
+        assert_eq!(table(&stored_rows(&models, now)), expected);
+        let served = |name: &str, state: Option<&str>, bytes| ServedModel {
+            name: name.to_owned(),
+            state: state.map(str::to_owned),
+            bytes,
+        };
+        let models =
+            [served("smollm2", Some("asleep"), Some(93_000_000)), served("of-another", None, None)];
+        let expected = "\
+MODEL        SIZE  STATE
+smollm2     93 MB  asleep
+of-another      -  -
+";
+        assert_eq!(table(&served_rows(&models)), expected);
     }
 
     #[test]

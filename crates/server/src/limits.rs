@@ -94,17 +94,22 @@ pub(crate) async fn whole(upload: Upload, state: &Shared) -> Result<(Bytes, Char
 /// The largest number of bytes of a body of an administrator's order.
 const SMALL_BYTES: usize = 16 << 10;
 
-/// Reads the body of an administrator's order. An empty one has no field.
+/// Reads the body of an administrator's order.
 pub(crate) async fn small<T: DeserializeOwned>(
     state: &Shared,
     upload: Upload,
 ) -> Result<T, ApiError> {
     let (body, _charge) = whole(upload, state).await?;
+    order(&body)
+}
+
+/// Parses the body of an administrator's order. An empty one has no field.
+pub(crate) fn order<T: DeserializeOwned>(body: &[u8]) -> Result<T, ApiError> {
     if body.len() > SMALL_BYTES {
         let reason = format!("the body has {} bytes, and {SMALL_BYTES} at most", body.len());
         return Err(ApiError::invalid("body", reason));
     }
-    let body = if body.is_empty() { b"{}" } else { &body[..] };
+    let body = if body.is_empty() { b"{}" } else { body };
     serde_json::from_slice(body)
         .map_err(|error| ApiError::invalid("body", format!("the body: {error}")))
 }

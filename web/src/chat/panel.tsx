@@ -1,8 +1,10 @@
 import type { JSX } from "preact";
 import { useId, useState } from "preact/hooks";
-import { apiKey, loadServer, server, serverError, setApiKey } from "../api";
+import { apiKey, loadFacts, loadModels, server, serverError, setApiKey } from "../api";
+import type { ModelCard } from "../api";
 import { connect } from "../engine/feed";
-import { change, jsonError, model, NO_SAMPLING, settings } from "./settings";
+import { change, jsonError, loadServer, model, NO_SAMPLING, settings } from "./settings";
+import { bytes } from "../ui/format";
 import { setSystem, shown, version } from "./store";
 import type { Sampling, Settings } from "./types";
 
@@ -36,15 +38,29 @@ function Key(): JSX.Element {
   );
 }
 
+/** A model's name, with its state and its size where the server says them. */
+function described(card: ModelCard): string {
+  const more = [card.state, card.size === undefined ? undefined : bytes(card.size)].filter(Boolean);
+  return more.length ? `${card.id} (${more.join(", ")})` : card.id;
+}
+
 function ModelChoice(): JSX.Element {
   const id = useId();
   return (
     <div>
       <label for={id}>Model</label>
-      <select id={id} value={model()} onChange={(event) => change({ model: event.currentTarget.value })}>
-        {server.value.models.map((name) => (
-          <option key={name} value={name}>
-            {name}
+      <select
+        id={id}
+        value={model()}
+        onFocus={() => void loadModels()}
+        onChange={(event) => {
+          change({ model: event.currentTarget.value });
+          void loadFacts(event.currentTarget.value);
+        }}
+      >
+        {server.value.models.map((card) => (
+          <option key={card.id} value={card.id}>
+            {described(card)}
           </option>
         ))}
       </select>

@@ -1,5 +1,5 @@
 import { signal } from "@preact/signals";
-import { server } from "../api";
+import { loadFacts, loadModels, server } from "../api";
 import { recall, remember } from "./storage";
 import type { Sampling, Settings } from "./types";
 
@@ -67,8 +67,15 @@ export function change(part: Partial<Settings>): void {
 
 /** The model that requests name: the chosen one while it is served, else the first. */
 export function model(): string {
-  const { models } = server.value;
-  return models.includes(settings.value.model) ? settings.value.model : (models[0] ?? settings.value.model);
+  const chosen = settings.value.model;
+  const names = server.value.models.map((card) => card.id);
+  return names.includes(chosen) ? chosen : (names[0] ?? chosen);
+}
+
+/** Asks for the models, and what the one that requests name takes. */
+export async function loadServer(): Promise<void> {
+  await loadModels();
+  if (server.value.models.length) await loadFacts(model());
 }
 
 /** What is wrong with a text that has to be JSON; "" where nothing is. */

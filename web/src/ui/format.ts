@@ -10,6 +10,14 @@ export function short(value: number): string {
   return `${(value / 1e6).toFixed(1)}M`;
 }
 
+/** A size as 980 B, 93 MB, 1.5 GB. */
+export function bytes(value: number): string {
+  const units = ["B", "kB", "MB", "GB", "TB"];
+  const unit = Math.min(units.length - 1, Math.floor(Math.log10(Math.max(value, 1)) / 3));
+  const scaled = value / 1000 ** unit;
+  return `${scaled.toFixed(scaled < 9.95 && unit > 0 ? 1 : 0)} ${units[unit]}`;
+}
+
 /** A time given in microseconds. */
 export function micros(value: number): string {
   if (value < 1000) return `${Math.round(value)} µs`;

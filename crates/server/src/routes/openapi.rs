@@ -92,12 +92,11 @@ struct Document;
     responses((status = 200, description = "This document")),
 )]
 pub(super) async fn openapi(State(state): State<Shared>) -> Response {
-    answer(&state.config.root_path)
+    answer(document(), &state.config.root_path)
 }
 
 /// The document of a server below a path.
-pub(super) fn answer(root_path: &str) -> Response {
-    let mut document = document();
+pub(super) fn answer(mut document: utoipa::openapi::OpenApi, root_path: &str) -> Response {
     if !root_path.is_empty() {
         document.servers = Some(vec![Server::new(root_path)]);
     }
@@ -110,7 +109,7 @@ const ALIASES: [(&str, &str); 3] =
 
 /// The document, with an operation id of its own for each path of a route and each method of a path
 /// that has several.
-fn document() -> utoipa::openapi::OpenApi {
+pub(super) fn document() -> utoipa::openapi::OpenApi {
     let mut document = Document::openapi();
     for (alias, path) in ALIASES {
         let Some(mut item) = document.paths.paths.get(path).cloned() else { continue };

@@ -16,6 +16,7 @@ use serde::Deserialize;
 use serde_json::Value;
 use tokio::task::spawn_blocking;
 use tower::ServiceExt;
+use utoipa::IntoParams;
 
 use super::super::ollama;
 use super::lists::shown;
@@ -203,8 +204,10 @@ async fn answered(running: RunningModel, parts: Parts, body: Body) -> Response {
 }
 
 /// The parameters of a URL that names a model.
-#[derive(Debug, Default, Deserialize)]
-pub(super) struct ModelQuery {
+#[derive(Debug, Default, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct ModelQuery {
+    /// A name that `/v1/models` lists, or an alias.
     pub(super) model: Option<String>,
 }
 

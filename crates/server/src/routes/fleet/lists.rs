@@ -10,7 +10,7 @@ use forebay_fleet::ModelState;
 use serde_json::{Map, Value, json};
 
 use super::super::info::{self, exposed, model_card, timestamp};
-use super::super::{ollama, openapi as described};
+use super::super::ollama;
 use crate::fleet::metrics::{Sample, join, metric};
 use crate::fleet::{Front, ModelReport};
 use crate::reply::{self, Failure};
@@ -207,9 +207,4 @@ fn of_fleet(front: &Front) -> String {
         ),
     ]
     .concat()
-}
-
-/// Describes every route.
-pub(super) async fn openapi(State(front): State<Arc<Front>>) -> Response {
-    described::answer(&front.config.root_path)
 }

@@ -1,6 +1,7 @@
 //! The routes of a server of several models: its own, and the way to those of a model.
 
 mod dispatch;
+mod document;
 pub(crate) mod lists;
 mod wishes;
 
@@ -88,7 +89,7 @@ fn open() -> Router<Arc<Front>> {
         .route("/livez", get(info::live))
         .route("/health", get(lists::health))
         .route("/metrics", get(lists::metrics))
-        .route("/openapi.json", get(lists::openapi))
+        .route("/openapi.json", get(document::openapi))
         .route("/api/version", get(ollama::version))
         .route("/version", get(info::version))
         .route("/ping", get(info::ping).post(info::ping))

@@ -6,16 +6,39 @@ use std::sync::Arc;
 use axum::extract::{FromRequestParts, Request, State};
 use axum::http::Uri;
 use axum::response::Response;
-use forebay_api::{ApiError, members};
+use forebay_api::{ApiError, ErrorBody};
 use forebay_fleet::{ModelState, SleepLevel};
 use forebay_http::ClientId;
-use serde::Deserialize;
-use serde_json::json;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+use utoipa::{IntoParams, ToSchema};
 
 use super::dispatch::ModelQuery;
 use crate::fleet::Front;
 use crate::limits::{self, Upload};
 use crate::reply::{self, Failure};
+
+/// A model by its name.
+#[derive(Deserialize, ToSchema)]
+struct NamedModel {
+    /// A name that `/v1/models` lists, or an alias. Where it may be left out, all models are meant.
+    model: Option<String>,
+}
+
+/// The models that were moved.
+#[derive(Serialize, ToSchema)]
+struct Moved {
+    success: bool,
+    /// The state of each by its name: `ready`, `asleep`, `unloaded`.
+    #[schema(value_type = HashMap<String, String>)]
+    models: Map<String, Value>,
+}
+
+/// Whether models sleep.
+#[derive(Serialize, ToSchema)]
+struct Sleeping {
+    is_sleeping: bool,
+}
 
 /// Reads the name of a model in a body, which may be empty.
 async fn named(front: &Arc<Front>, request: Request) -> Result<Option<String>, ApiError> {
@@ -25,13 +48,8 @@ async fn named(front: &Arc<Front>, request: Request) -> Result<Option<String>, A
     let (limit, time) = (limits::body_limit(&front.config, false), front.config.receive_timeout);
     let upload = Upload::new(body, client);
     let (pieces, _turn) = limits::collect(upload, limit, time, &front.turns, &charge).await?;
-    let body = pieces.join();
-    let model = members(&body).find(|(name, _)| *name == b"model");
-    match model.map(|(_, value)| serde_json::from_slice(value)) {
-        Some(Ok(name)) => Ok(name),
-        Some(Err(_)) => Err(ApiError::invalid("model", "`model`: expected a string")),
-        None => Ok(None),
-    }
+    let body: NamedModel = limits::order(&pieces.join())?;
+    Ok(body.model)
 }
 
 fn required(front: &Front, name: Option<String>) -> Result<usize, ApiError> {
@@ -50,12 +68,22 @@ fn chosen(front: &Front, name: Option<&str>) -> Result<Vec<usize>, ApiError> {
 fn done(front: &Front, models: &[usize]) -> Response {
     let state =
         |&model: &usize| (front.entries[model].names[0].clone(), json!(front.report(model).state));
-    let states: serde_json::Map<_, _> = models.iter().map(state).collect();
-    reply::ok(&json!({"success": true, "models": states}))
+    reply::ok(&Moved { success: true, models: models.iter().map(state).collect() })
 }
 
 /// Loads a model, and answers once it is ready.
-pub(super) async fn load(
+#[utoipa::path(
+    post,
+    path = "/models/load",
+    operation_id = "load_model",
+    tag = "models",
+    request_body = NamedModel,
+    responses(
+        (status = 200, description = "The model is loaded", body = Moved),
+        (status = "default", description = "An error", body = ErrorBody),
+    ),
+)]
+pub(crate) async fn load(
     State(front): State<Arc<Front>>,
     request: Request,
 ) -> Result<Response, Failure> {
@@ -66,7 +94,18 @@ pub(super) async fn load(
 }
 
 /// Has a model leave, with all that is kept of it.
-pub(super) async fn unload(
+#[utoipa::path(
+    post,
+    path = "/models/unload",
+    operation_id = "unload_model",
+    tag = "models",
+    request_body = NamedModel,
+    responses(
+        (status = 200, description = "The model has left", body = Moved),
+        (status = "default", description = "An error", body = ErrorBody),
+    ),
+)]
+pub(crate) async fn unload(
     State(front): State<Arc<Front>>,
     request: Request,
 ) -> Result<Response, Failure> {
@@ -77,14 +116,28 @@ pub(super) async fn unload(
 }
 
 /// The parameters of `/sleep`.
-#[derive(Debug, Deserialize)]
-struct SleepQuery {
+#[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct SleepQuery {
+    /// 1 (default): packed weights stay in the page cache; 2: nothing is kept.
     level: Option<u8>,
+    /// The model; all without it.
     model: Option<String>,
 }
 
 /// Has models sleep, as vLLM's route does: at level 1 what makes the next start fast is kept.
-pub(super) async fn sleep(State(front): State<Arc<Front>>, uri: Uri) -> Result<Response, Failure> {
+#[utoipa::path(
+    post,
+    path = "/sleep",
+    operation_id = "sleep",
+    tag = "models",
+    params(SleepQuery),
+    responses(
+        (status = 200, description = "The models are asleep", body = Moved),
+        (status = "default", description = "An error", body = ErrorBody),
+    ),
+)]
+pub(crate) async fn sleep(State(front): State<Arc<Front>>, uri: Uri) -> Result<Response, Failure> {
     let query: SleepQuery = limits::query(&uri)?;
     let level = match query.level {
         None | Some(1) => SleepLevel::Asleep,
@@ -103,7 +156,18 @@ async fn rest(front: &Arc<Front>, models: &[usize], level: SleepLevel) {
 }
 
 /// Loads the named model, or all that are asleep.
-pub(super) async fn wake_up(
+#[utoipa::path(
+    post,
+    path = "/wake_up",
+    operation_id = "wake_up",
+    tag = "models",
+    params(ModelQuery),
+    responses(
+        (status = 200, description = "The models are loaded", body = Moved),
+        (status = "default", description = "An error", body = ErrorBody),
+    ),
+)]
+pub(crate) async fn wake_up(
     State(front): State<Arc<Front>>,
     uri: Uri,
 ) -> Result<Response, Failure> {
@@ -123,7 +187,18 @@ async fn wake(front: &Arc<Front>, name: Option<&str>) -> Result<Response, Failur
 }
 
 /// Tells if the named model is asleep. Without a name: if one is, and none is loaded.
-pub(super) async fn is_sleeping(
+#[utoipa::path(
+    get,
+    path = "/is_sleeping",
+    operation_id = "is_sleeping",
+    tag = "models",
+    params(ModelQuery),
+    responses(
+        (status = 200, description = "Whether it sleeps", body = Sleeping),
+        (status = "default", description = "An error", body = ErrorBody),
+    ),
+)]
+pub(crate) async fn is_sleeping(
     State(front): State<Arc<Front>>,
     uri: Uri,
 ) -> Result<Response, Failure> {
@@ -133,11 +208,22 @@ pub(super) async fn is_sleeping(
         models.into_iter().map(|model| front.report(model).state).collect();
     let away = |state: &ModelState| matches!(state, ModelState::Asleep | ModelState::Unloaded);
     let is_sleeping = states.contains(&ModelState::Asleep) && states.iter().all(away);
-    Ok(reply::ok(&json!({"is_sleeping": is_sleeping})))
+    Ok(reply::ok(&Sleeping { is_sleeping }))
 }
 
 /// Has models give their memory back, as SGLang's route does. Weights and pages go together.
-pub(super) async fn release(
+#[utoipa::path(
+    post,
+    path = "/release_memory_occupation",
+    operation_id = "release_memory",
+    tag = "models",
+    request_body = NamedModel,
+    responses(
+        (status = 200, description = "The models are asleep", body = Moved),
+        (status = "default", description = "An error", body = ErrorBody),
+    ),
+)]
+pub(crate) async fn release(
     State(front): State<Arc<Front>>,
     request: Request,
 ) -> Result<Response, Failure> {
@@ -148,7 +234,18 @@ pub(super) async fn release(
 }
 
 /// Loads the named model, or all that gave their memory back.
-pub(super) async fn resume(
+#[utoipa::path(
+    post,
+    path = "/resume_memory_occupation",
+    operation_id = "resume_memory",
+    tag = "models",
+    request_body = NamedModel,
+    responses(
+        (status = 200, description = "The models are loaded", body = Moved),
+        (status = "default", description = "An error", body = ErrorBody),
+    ),
+)]
+pub(crate) async fn resume(
     State(front): State<Arc<Front>>,
     request: Request,
 ) -> Result<Response, Failure> {
