@@ -29,6 +29,9 @@ pub struct Experts {
     pub shared_size: usize,
     /// True if the shared expert's output is multiplied by a gate.
     pub shared_gate: bool,
+    /// True if the shared expert and the others have norms of their own on both sides, and the
+    /// router reads normalised states with learned factors (Gemma 4).
+    pub beside: bool,
     /// The function between the products.
     pub activation: Activation,
     /// True if the products and the router have biases.
@@ -194,6 +197,7 @@ pub(super) fn experts(
         intermediate_size: config.size("moe_intermediate_size", MOST)?,
         shared_size: 0,
         shared_gate: false,
+        beside: false,
         activation: config.activation()?,
         bias: false,
         routing,

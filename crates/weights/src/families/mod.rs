@@ -20,6 +20,7 @@ mod ernie4_5;
 mod ernie4_5_moe;
 mod gemma2;
 mod gemma3;
+mod gemma4;
 mod glm4_moe;
 mod glm4_moe_lite;
 mod glm_dsa;
@@ -64,8 +65,8 @@ pub use latent::{Indexer, KeyChoice, Latent};
 pub use recurrence::{Recurrence, StateNorm};
 pub use rules::{RowBlocks, Rule, Take, fused_keys, fused_queries, fused_values};
 pub use shape::{
-    Activation, Attention, DenseFeed, FeedShape, LayerShape, Mixer, Norm, NormPlacement, QkNorm,
-    QueryScale, Rope, RotarySections, Scales, Shape,
+    Activation, Attention, DenseFeed, FeedShape, LayerInputs, LayerShape, Mixer, Norm,
+    NormPlacement, QkNorm, QueryScale, Rope, RotarySections, Scales, Shape,
 };
 pub use table::{families_page, not_served_page};
 pub use unserved::NOT_SERVED;
@@ -80,7 +81,7 @@ use gguf::GgufNames;
 use crate::error::ModelError;
 
 /// All families, in the order of documents.
-pub const ALL: [&Family; 45] = [
+pub const ALL: [&Family; 48] = [
     &llama::FAMILY,
     &mistral::FAMILY,
     &ministral3::FAMILY,
@@ -113,6 +114,9 @@ pub const ALL: [&Family; 45] = [
     &gemma2::FAMILY,
     &gemma3::FAMILY,
     &gemma3::TEXT,
+    &gemma4::FAMILY,
+    &gemma4::TEXT,
+    &gemma4::UNIFIED,
     &olmo2::FAMILY,
     &olmo2::OLMO3,
     &cohere2::FAMILY,
