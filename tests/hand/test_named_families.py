@@ -170,7 +170,7 @@ def test_a_prefix_shared_by_pages_is_not_computed_again(tmp_path: Path, family: 
     assert found == [greedy_reference(model_of(family), prefix + tail, 1)[0][0] for tail in tails]
 
 
-@pytest.mark.parametrize("family", ["gemma4", "gemma4-keys", "gemma4-experts"])
+@pytest.mark.parametrize("family", ["gemma4", "gemma4-keys", "gemma4-experts", "llama4"])
 def test_pytorchs_hand_reads_a_prefix_from_pages_of_any_order(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

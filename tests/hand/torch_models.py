@@ -17,6 +17,10 @@ from transformers import (
     Glm4MoeLiteForCausalLM,
     Kimi_K25Config,
     Kimi_K25ForConditionalGeneration,
+    Llama4Config,
+    Llama4ForCausalLM,
+    Llama4ForConditionalGeneration,
+    Llama4TextConfig,
     Mistral4Config,
     Mistral4ForCausalLM,
     PreTrainedConfig,
@@ -70,6 +74,19 @@ KEYS_AS_VALUES: dict[str, Any] = {"attention_k_eq_v": True, "num_global_key_valu
 OWN_INPUTS: dict[str, Any] = {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 131}
 NO_INPUTS: dict[str, Any] = {"hidden_size_per_layer_input": 0}
 
+LLAMA4: dict[str, Any] = {
+    **SIZES,
+    "num_hidden_layers": 5,
+    "head_dim": 24,
+    "intermediate_size_mlp": 80,
+    "num_local_experts": 5,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 15,
+    "floor_scale": 7,
+    "attn_scale": 0.4,
+}
+"""Queries that grow several times within a prompt."""
+
 OF_LATENT = {**LATENT, **NO_IDS}
 TORCH_NAMED: dict[str, tuple[type[Any], PreTrainedConfig]] = {
     "glm4-moe-lite": (
@@ -85,6 +102,29 @@ TORCH_NAMED: dict[str, tuple[type[Any], PreTrainedConfig]] = {
         ),
     ),
     "mistral4": (Mistral4ForCausalLM, Mistral4Config(**OF_LATENT, rope_parameters=dict(GROWING))),
+    "llama4": (Llama4ForCausalLM, Llama4TextConfig(**LLAMA4)),
+    "llama4-two": (
+        Llama4ForCausalLM,
+        Llama4TextConfig(
+            **{**LLAMA4, "attention_chunk_size": 16, "interleave_moe_layer_step": 1, "num_key_value_heads": 1},
+            num_experts_per_tok=2,
+            use_qk_norm=False,
+            no_rope_layers=[0, 1, 1, 0, 1],
+            attention_bias=True,
+        ),
+    ),
+    "llama4-tower": (
+        Llama4ForConditionalGeneration,
+        Llama4Config(
+            text_config=Llama4TextConfig(**{**LLAMA4, "attention_chunk_size": 17}, attn_temperature_tuning=False),
+            vision_config={
+                **SIGLIP,
+                "vision_output_dim": 32,
+                "projector_input_dim": 32,
+                "projector_output_dim": 32,
+            },
+        ),
+    ),
     "gemma4": (Gemma4ForCausalLM, Gemma4TextConfig(**GEMMA4, **SHARED_KEYS, **OWN_INPUTS)),
     "gemma4-keys": (
         Gemma4ForCausalLM,

@@ -184,6 +184,16 @@ fn lacks(shape: &Shape) -> Option<&'static str> {
         .feeds
         .iter()
         .any(|feed| matches!(feed, FeedShape::Experts(experts) if experts.beside));
+    let weighs_inputs = shape
+        .feeds
+        .iter()
+        .any(|feed| matches!(feed, FeedShape::Experts(experts) if experts.weighs_inputs));
+    let factors = shape.mixers.iter().filter_map(|mixer| match mixer {
+        Mixer::Attention(attention) => Some(attention.query_scale),
+        Mixer::Latent(_) | Mixer::Recurrence(_) => None,
+    });
+    let factors: Vec<_> = factors.collect();
+    let query_scales = factors.windows(2).any(|pair| pair[0] != pair[1]);
     let quantised = shape.quantised.as_ref().is_some_and(|it| it.scheme != Scheme::Mxfp4);
     let parts = [
         (latent, "latent attention"),
@@ -196,6 +206,9 @@ fn lacks(shape: &Shape) -> Option<&'static str> {
         (shape.layers.iter().any(|it| it.scaled), "factors of layers"),
         (attention(|it| it.keys_are_values), "values that are keys"),
         (attention(|it| it.value_norm), "norms of values"),
+        (attention(|it| it.qk_norm == QkNorm::Plain), "norms of heads without weights"),
+        (query_scales, "factors of queries that differ between layers"),
+        (weighs_inputs, "experts whose inputs have their weights"),
         (proportional, "heads of which some pairs are rotated in proportion"),
         (beside, "experts beside a dense part"),
         (normed_experts, "norms behind experts"),

@@ -67,6 +67,10 @@ def _why_not_layers(config: ModelConfig) -> str | None:
     attention, kinds = config.attention, config.kinds
     if isinstance(attention, GroupedQuery) and (attention.value_norm or attention.keys_are_values):
         return "norms of values, or values that are keys"
+    if isinstance(attention, GroupedQuery) and attention.plain_norms:
+        return "norms of heads without weights"
+    if any(kind.chunk is not None for kind in kinds):
+        return "chunks of attention"
     if any(kind.heads is not None for kind in kinds):
         return "attention that differs between layers in more than windows"
     if any(kind.keys_of is not None for kind in kinds):
@@ -85,6 +89,8 @@ def _why_not_layers(config: ModelConfig) -> str | None:
         isinstance(feed, Experts) and kind.norms in ("after", "around")
         for feed, kind in zip(config.feeds, kinds, strict=True)
     )
+    if any(one.weighs_inputs for one in experts):
+        return "experts whose inputs have their weights"
     if normed or any(one.beside for one in experts):
         return "norms behind experts"
     return None

@@ -62,10 +62,12 @@ class Attention:
         """A score for each query head that takes weight and gives nothing; None: there is none."""
         if shape.sinks:
             self.sinks = params.tensor((heads.queries,), {f"{prefix}.sinks": params.shard.of(shape.heads)})
-        self._how = How(shape.scale, kind.window, cap=shape.cap, sinks=self.sinks)
+        self._how = How(shape.scale, kind.window, kind.chunk, shape.cap, self.sinks)
+        self._scaled = shape.query_scale is not None
         self.norms: tuple[RMSNorm, RMSNorm] | None = None
         """The norms of heads of queries and keys; None: there are none, or there are no keys."""
         self._query_norm: RMSNorm | None = None
+        self._plain_norms = shape.plain_norms
         if shape.qk_norm:
             self._query_norm = RMSNorm(params, f"{prefix}.q_norm", heads.dim, norm_eps, wide_norms)
             if keys_of is None:
@@ -90,6 +92,8 @@ class Attention:
             q = qkv.view(len(x), -1, self._heads.dim)
             q = q if self._query_norm is None else self._query_norm(q)
             return self.output(step.attend_kept(self._layer, self._keys_of, q, self.kind.rope, self._how))
+        if self._plain_norms:
+            qkv = self._normalised(qkv)
         if self._keys_are_values or self._value_norm:
             qkv = self._with_values(qkv)
         if self._gated:
@@ -101,9 +105,23 @@ class Attention:
             q, k, v = qkv.split(widths, dim=1)
             qkv = torch.cat((self.row_norms[0](q), self.row_norms[1](k), v), dim=1)
         attended = step.attend(
-            self._layer, qkv, self._heads, self.norms, self.kind.rope, self._how, is_shared=self._shares
+            self._layer,
+            qkv,
+            self._heads,
+            self.norms,
+            self.kind.rope,
+            self._how,
+            is_shared=self._shares,
+            is_scaled=self._scaled,
         )
         return self.output(attended if gate is None else attended * gate.sigmoid())
+
+    def _normalised(self, qkv: torch.Tensor) -> torch.Tensor:
+        """Queries and keys whose heads are normalised without weights, and values. Rotating changes no mean square."""
+        heads = self._heads
+        width = (heads.queries + heads.keys) * heads.dim
+        both = unweighted(qkv[:, :width].unflatten(1, (-1, heads.dim)), self._eps).flatten(1)
+        return torch.cat((both, qkv[:, width:]), dim=1)
 
     def _with_values(self, qkv: torch.Tensor) -> torch.Tensor:
         """Queries, keys and values, the last of which may be the keys, and may be normalised."""

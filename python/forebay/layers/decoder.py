@@ -142,6 +142,7 @@ class Block:
     def _parts(self, x: torch.Tensor, residual: torch.Tensor | None, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = self._input(self.input_norm, x, residual, step.ops)
         if self.parallel:
+            assert not isinstance(self.mlp, ReadsBoth)
             attended = self._output(0, self.attention(x, step), step.ops)
             return attended + self._output(1, self.mlp(x, step.ops), step.ops), residual
         x, residual = self._input(
@@ -230,10 +231,11 @@ class Decoder:
 
     def query_factors(self, positions: torch.Tensor) -> torch.Tensor | None:
         """The factors of queries [n, 1, 1] at positions [n], or [3, n] whose first numbers count."""
-        scale = self.config.attention.query_scale
+        scale = self.config.query_scale
         if scale is None:
             return None
-        steps = (positions if positions.dim() == 1 else positions[0]).div(scale.every, rounding_mode="floor")
+        numbers = (positions if positions.dim() == 1 else positions[0]) + scale.first
+        steps = numbers.div(scale.every, rounding_mode="floor")
         return (1 + scale.beta * torch.log1p(steps.float())).to(self.params.dtype)[:, None, None]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor | Raw]], report: Report = ignore) -> None:

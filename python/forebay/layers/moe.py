@@ -51,6 +51,7 @@ class MixtureOfExperts:
         """`router` None: it makes its own, and has the shared expert if there is one."""
         count, inner = experts.count, experts.intermediate_size
         self._activation = activation
+        self._weighs_inputs = experts.weighs_inputs
         self._exchange = params.exchange
         shard = params.shard if self._exchange is None else Shard(self._exchange.rank, self._exchange.world)
         whole = self._exchange is not None or (params.ranks is not None and params.ranks.expert_parallel)
@@ -123,12 +124,23 @@ class MixtureOfExperts:
 
     def routed(self, x: torch.Tensor, by: torch.Tensor, ops: Ops) -> torch.Tensor:
         """The sum over those of a token's experts that are here. They are chosen by states [tokens, hidden]."""
+        ids, weights = self._choose(by)
+        if not self._weighs_inputs:
+            return self._sum(x, ids, weights, ops)
+        # Each expert of a token is as the only one of a token of its own.
+        scaled = (x[:, None] * weights[:, :, None].to(x.dtype)).flatten(0, 1)
+        outputs = self._sum(scaled, ids.view(-1, 1), torch.ones_like(weights).view(-1, 1), ops)
+        total: torch.Tensor = outputs.unflatten(0, ids.shape).sum(dim=1)
+        return total
+
+    def _sum(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, ops: Ops) -> torch.Tensor:
+        """The weighted sum of the experts `ids` of each row of x."""
         if self._kept is None:
             assert self.stacks is not None
             gate_up, down = self.stacks
-            return ops.experts(x, *self._choose(by), gate_up.weight, down.weight, self.biases, self._activation)
+            return ops.experts(x, ids, weights, gate_up.weight, down.weight, self.biases, self._activation)
         assert self._products is not None
-        return self._products.experts(x, *self._choose(by), *self._kept)
+        return self._products.experts(x, ids, weights, *self._kept)
 
 
 class OwnExperts:

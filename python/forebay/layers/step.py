@@ -66,17 +66,18 @@ class Step:
         how: How = CAUSAL,
         *,
         is_shared: bool = False,
+        is_scaled: bool = True,
     ) -> torch.Tensor:
         """Attention [n, query heads * dim] of a layer's projections, which are kept in the layer's pages.
 
         `rope` is the number of the layer's rotary embedding; None: positions rotate nothing. `is_shared`: other layers
-        call `attend_kept` for this one.
+        call `attend_kept` for this one. `is_scaled`: queries have the step's factors, if there are any.
         """
         kv = self.kv[layer]
         q, k, v = self.ops.rotate_and_keep(qkv, heads, norms, self._rotation(rope), kv, self.writes)
         if is_shared:
             self.kept[layer] = k, v
-        if self.query_factors is not None:
+        if self.query_factors is not None and is_scaled:
             q = q * self.query_factors
         return self.backend.attend(q, k, v, kv, self.prepared, how)
 

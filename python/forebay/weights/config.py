@@ -43,13 +43,13 @@ _KNOWN = {
     "rope": "dim theta scaling interleaved sections",
     "layer": "mixer rope feed norms keys_of scaled",
     "layer_inputs": "vocab_size size",
-    "attention": "kind heads kv_heads head_dim value_dim scale window sinks cap qk_norm value_norm keys_are_values "
-    "gate qkv_bias output_bias query_scale",
+    "attention": "kind heads kv_heads head_dim value_dim scale window chunk sinks cap qk_norm value_norm "
+    "keys_are_values gate qkv_bias output_bias query_scale",
     "latent": "kind heads query_rank rank nope_dim rotary_dim value_dim bias scale query_scale chosen",
     "recurrence": "kind heads key_heads tiled key_dim value_dim delta taps conv_bias bias norm norm_size",
     "dense": "kind intermediate_size activation gated bias",
-    "experts": "kind count per_token intermediate_size shared_size shared_gate beside activation bias routing "
-    "normalise scaling",
+    "experts": "kind count per_token intermediate_size shared_size shared_gate beside weighs_inputs activation "
+    "bias routing normalise scaling",
     "routing": " ".join(_ROUTING),
 }
 """The fields of each part that are read here. In any other field a part has what PyTorch's hand does not compute."""
@@ -150,6 +150,14 @@ class ModelConfig:
         return self.attention
 
     @property
+    def query_scale(self) -> QueryScale | None:
+        """The factor of queries of the layers that have one; None: none has."""
+        if isinstance(self.attention, Latent):
+            return self.attention.query_scale
+        scales = (self.heads(layer).query_scale for layer in range(len(self.kinds)))
+        return next((scale for scale in scales if scale is not None), None)
+
+    @property
     def kept_heads(self) -> list[GroupedQuery]:
         """The attention of each layer that keeps keys and values of heads of its own."""
         return [
@@ -229,10 +237,11 @@ def _check(shape: Mapping[str, Any]) -> None:
     if len(kinds) > 1:
         raise UnsupportedModelError("attention of several kinds is not supported by PyTorch's hand")
     if kinds == {"attention"}:
-        if any(mixer["query_scale"] != mixers[0]["query_scale"] for mixer in mixers):
+        factors = [mixer["query_scale"] for mixer in mixers if mixer["query_scale"] is not None]
+        if any(factor != factors[0] for factor in factors):
             raise UnsupportedModelError("factors of queries that differ are not supported by PyTorch's hand")
         for mixer in mixers:
-            _known("norms of queries and keys", mixer["qk_norm"], "none", "heads", "rows")
+            _known("norms of queries and keys", mixer["qk_norm"], "none", "heads", "rows", "plain")
             _known("lengths of values", mixer["value_dim"], mixer["head_dim"])
         for rope in shape["ropes"]:
             _known("rotated neighbours", rope["interleaved"], False)
@@ -279,6 +288,7 @@ def _kind(shape: Mapping[str, Any], layer: Mapping[str, Any]) -> LayerKind:
     return LayerKind(
         layer["rope"],
         mixer.get("window"),
+        mixer.get("chunk"),
         layer["norms"],
         heads=heads,
         keys_of=layer["keys_of"],
@@ -287,8 +297,9 @@ def _kind(shape: Mapping[str, Any], layer: Mapping[str, Any]) -> LayerKind:
 
 
 def _alike(mixer: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """True if two kinds of attention differ in their windows alone."""
-    return {**mixer, "window": None} == {**other, "window": None}
+    """True if two kinds of attention differ in nothing but what a position sees."""
+    all_seen = {"window": None, "chunk": None}
+    return {**mixer, **all_seen} == {**other, **all_seen}
 
 
 def _no_rope(mixer: Mapping[str, Any]) -> dict[str, Any]:
@@ -311,6 +322,7 @@ def _grouped(mixer: Mapping[str, Any], rope: Mapping[str, Any]) -> GroupedQuery:
         cap=mixer["cap"],
         sinks=mixer["sinks"],
         gate=mixer["gate"],
+        plain_norms=mixer["qk_norm"] == "plain",
         value_norm=mixer["value_norm"],
         keys_are_values=mixer["keys_are_values"],
     )
@@ -335,7 +347,7 @@ def _latent(mixer: Mapping[str, Any], rope: Mapping[str, Any]) -> Latent:
 
 def _query_scale(mixer: Mapping[str, Any]) -> QueryScale | None:
     found = mixer["query_scale"]
-    return None if found is None else QueryScale(found["beta"], found["every"])
+    return None if found is None else QueryScale(found["beta"], found["every"], found["first"])
 
 
 def _feed(feed: Mapping[str, Any]) -> Dense | Experts:
@@ -343,7 +355,7 @@ def _feed(feed: Mapping[str, Any]) -> Dense | Experts:
         return Dense(feed["intermediate_size"], feed["bias"])
     rule = {name: feed["routing"][name] for name in _ROUTING}
     routing = Routing(**rule, normalise=feed["normalise"], scaling=feed["scaling"])
-    names = ("count", "per_token", "intermediate_size", "shared_size", "shared_gate", "bias", "beside")
+    names = ("count", "per_token", "intermediate_size", "shared_size", "shared_gate", "bias", "beside", "weighs_inputs")
     return Experts(**{name: feed[name] for name in names}, routing=routing)
 
 

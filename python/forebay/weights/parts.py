@@ -58,6 +58,8 @@ class LayerKind:
     """The number of the rotary embedding; None: positions rotate nothing."""
     window: int | None = None
     """The number of positions that a position sees, itself included; None: all."""
+    chunk: int | None = None
+    """The number of positions of a chunk, within which positions see each other; None: all."""
     norms: str = "before"
     """The places of norms: `before` each part, `after` it, `around` it, or one before both (`parallel`)."""
     heads: GroupedQuery | None = None
@@ -80,11 +82,16 @@ class LayerInputs:
 
 @dataclass(frozen=True)
 class QueryScale:
-    """A factor of queries that grows with their position: `1 + beta * ln(1 + position // every)` (Llama 4, 2025)."""
+    """A factor of queries that grows with their position: `1 + beta * ln(1 + (first + position) // every)`.
+
+    From Llama 4 (2025).
+    """
 
     beta: float
     every: int
     """The number of positions with one factor."""
+    first: int
+    """The number of the first position."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +119,8 @@ class GroupedQuery:
     """True if each head has a score that takes weight and gives nothing."""
     gate: bool = False
     """True if the output is multiplied by the sigmoid of a gate."""
+    plain_norms: bool = False
+    """True if query and key heads are normalised without weights."""
     value_norm: bool = False
     """True if each head of values is normalised, without weights."""
     keys_are_values: bool = False
@@ -277,3 +286,5 @@ class Experts:
     beside: bool = False
     """True if the shared expert and the others have norms of their own on both sides, and the router reads normalised
     states with learned factors (Gemma 4)."""
+    weighs_inputs: bool = False
+    """True if an expert's input is multiplied by its weight, and not its output."""

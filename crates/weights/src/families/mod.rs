@@ -32,6 +32,7 @@ mod hy_v3;
 mod kimi_k25;
 mod lfm2;
 mod llama;
+mod llama4;
 mod minimax_m2;
 mod ministral3;
 mod mistral;
@@ -81,7 +82,7 @@ use gguf::GgufNames;
 use crate::error::ModelError;
 
 /// All families, in the order of documents.
-pub const ALL: [&Family; 48] = [
+pub const ALL: [&Family; 50] = [
     &llama::FAMILY,
     &mistral::FAMILY,
     &ministral3::FAMILY,
@@ -117,6 +118,8 @@ pub const ALL: [&Family; 48] = [
     &gemma4::FAMILY,
     &gemma4::TEXT,
     &gemma4::UNIFIED,
+    &llama4::FAMILY,
+    &llama4::TEXT,
     &olmo2::FAMILY,
     &olmo2::OLMO3,
     &cohere2::FAMILY,

@@ -139,8 +139,8 @@ fn parsed(
     Ok((Rope { scaling: Some(parameters), ..plain }, part))
 }
 
-/// The scaling of Gemma 4: the first pairs of a head turn as those of whole heads do, and the others
-/// stay as they are.
+/// The scaling of Gemma 4: the first pairs of a head turn as those of whole heads do, and the
+/// others stay as they are.
 fn proportional(
     parameters: &Map<String, Value>,
     part: Option<f64>,
@@ -217,7 +217,7 @@ pub(super) fn query_scale(config: &Config<'_>) -> Result<Option<QueryScale>, Mod
     }
     let beta = real(rope, "llama_4_scaling_beta", 0.0)?;
     match optional(rope, "original_max_position_embeddings", MOST_POSITIONS)? {
-        Some(every) => Ok(Some(QueryScale { beta, every })),
+        Some(every) => Ok(Some(QueryScale { beta, every, first: 0 })),
         None => {
             Err(ModelError::broken("llama_4_scaling_beta without original_max_position_embeddings"))
         }

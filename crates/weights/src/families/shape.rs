@@ -198,21 +198,23 @@ pub struct Attention {
     pub query_scale: Option<QueryScale>,
 }
 
-/// A factor of queries that grows with their position: `1 + beta ln(1 + floor(position / every))`
-/// (Llama 4, 2025).
+/// A factor of queries that grows with their position:
+/// `1 + beta ln(1 + floor((first + position) / every))` (Llama 4, 2025).
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct QueryScale {
     /// The growth.
     pub beta: f64,
     /// The number of positions with one factor.
     pub every: u64,
+    /// The number of the first position.
+    pub first: u64,
 }
 
 impl QueryScale {
     /// The factor of queries at a position.
     #[must_use]
     pub fn at(&self, position: u64) -> f32 {
-        let steps = (position / self.every) as f32;
+        let steps = ((position + self.first) / self.every) as f32;
         1.0 + self.beta as f32 * (1.0 + steps).ln()
     }
 }
@@ -227,6 +229,8 @@ pub enum QkNorm {
     Heads,
     /// All heads of a position have one mean.
     Rows,
+    /// Each head has its own mean, and there are no weights.
+    Plain,
 }
 
 /// The part of a layer behind the mixer.

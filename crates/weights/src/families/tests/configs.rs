@@ -223,6 +223,7 @@ fn layers_have_experts_as_the_config_says() {
         shared_size: 0,
         shared_gate: false,
         beside: false,
+        weighs_inputs: false,
         activation: Activation::Silu,
         bias: false,
         routing: Routing::SOFTMAX,
@@ -381,7 +382,7 @@ fn a_decoder_without_its_tower_is_that_of_its_own_config() {
         "quantization_config": {"quant_method": "fp8"}});
     let shape = read(&config).expect("a model");
     assert!(shape.tower.is_none() && shape.tied && shape.quantised.is_some());
-    let wanted = QueryScale { beta: 0.1, every: 32 };
+    let wanted = QueryScale { beta: 0.1, every: 32, first: 0 };
     assert_eq!(attention(&shape).query_scale, Some(wanted));
     assert_eq!([0, 31, 32, 64].map(|at| wanted.at(at)), [1.0, 1.0, 1.069_314_7, 1.109_861_2]);
     config["tie_word_embeddings"] = json!(false);

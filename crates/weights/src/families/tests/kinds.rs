@@ -142,6 +142,40 @@ fn gemma_4_has_kinds_of_heads_and_layers_that_share_keys() {
 }
 
 #[test]
+fn llama_4_has_chunks_and_layers_without_rotation() {
+    let own = json!({"architectures": ["Llama4ForCausalLM"], "num_hidden_layers": 6, "head_dim": 24,
+        "attention_chunk_size": 16, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 80,
+        "num_local_experts": 4, "floor_scale": 8});
+    let llama = |changes: Value| of(&[own.clone(), changes]);
+    let shape = llama(json!({})).expect("a model");
+    assert_eq!(shape.check_served(), Ok(()));
+    let facts = |shape: &Shape, layer: usize| {
+        let Mixer::Attention(it) = shape.mixer(layer) else { panic!("heads") };
+        (it.chunk, it.qk_norm, it.query_scale.map(|it| it.first), shape.layers[layer].rope)
+    };
+    for layer in 0..6 {
+        let wanted = match layer {
+            3 => (None, QkNorm::None, Some(1), None),
+            _ => (Some(16), QkNorm::Plain, None, Some(0)),
+        };
+        assert_eq!(facts(&shape, layer), wanted);
+    }
+    let Mixer::Attention(still) = shape.mixer(3) else { panic!("heads") };
+    let scale = still.query_scale.expect("a factor");
+    assert_eq!((scale.at(6), scale.at(7)), (1.0, 1.0 + 0.1 * 2.0_f32.ln()));
+    let experts = shape.experts(1).expect("experts");
+    assert!(experts.weighs_inputs && experts.shared_size == 96 && experts.per_token == 1);
+    assert!(matches!(shape.feed(0), FeedShape::Dense(feed) if feed.intermediate_size == 80));
+    let listed = json!({"no_rope_layers": [0, 1, 1, 1, 1, 1], "moe_layers": [0], "use_qk_norm": false,
+        "attn_temperature_tuning": false, "attention_chunk_size": null});
+    let listed = llama(listed).expect("a model");
+    assert_eq!(facts(&listed, 0), (None, QkNorm::None, None, None));
+    assert_eq!(facts(&listed, 1), (None, QkNorm::None, None, Some(0)));
+    assert!(listed.experts(0).is_some() && listed.experts(1).is_none());
+    assert!(llama(json!({"no_rope_layers": [1]})).is_err());
+}
+
+#[test]
 fn norms_stand_behind_the_parts_of_olmo_and_in_front_of_both_of_commands() {
     let olmo = of(&[json!({"architectures": ["Olmo2ForCausalLM"]})]).expect("a model");
     assert_eq!(attention(&olmo).qk_norm, QkNorm::Rows);
