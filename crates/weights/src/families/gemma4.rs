@@ -1,5 +1,5 @@
 //! Gemma 4, the text of it. Layers have heads of two sizes, values may be keys, and some layers
-//! read the keys and values of others. Each layer has inputs, and experts stand beside a dense part.
+//! read the keys and values of others. Each layer has inputs. Experts stand beside a dense part.
 
 use serde_json::{Map, Value, json};
 
