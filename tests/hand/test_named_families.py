@@ -83,7 +83,7 @@ def test_pytorchs_hand_computes_as_transformers_does(
     tmp_path: Path, family: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kernels == "native" and family in TORCH_NAMED:
-        pytest.skip("no kernel of latent attention")
+        pytest.skip("no kernels of its parts")
     monkeypatch.setenv("FOREBAY_KERNELS", kernels)
     values = settings(save(tmp_path / "model", family), max_total_tokens=1 << 13)
     serve_in_pieces(torch_runner(values), family)
