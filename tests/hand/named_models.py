@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from transformers import (
     Cohere2Config,
     Cohere2ForCausalLM,
-    DeepseekV3Config,
     Ernie4_5_MoeConfig,
     Ernie4_5_MoeForCausalLM,
     Ernie4_5Config,
@@ -27,8 +26,6 @@ from transformers import (
     Gemma3ForCausalLM,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
-    Glm4MoeLiteConfig,
-    Glm4MoeLiteForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     GraniteConfig,
@@ -41,16 +38,12 @@ from transformers import (
     GraniteMoeSharedForCausalLM,
     HYV3Config,
     HYV3ForCausalLM,
-    Kimi_K25Config,
-    Kimi_K25ForConditionalGeneration,
     MiniMaxM2Config,
     MiniMaxM2ForCausalLM,
     Ministral3Config,
     Ministral3ForCausalLM,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
-    Mistral4Config,
-    Mistral4ForCausalLM,
     MistralConfig,
     MixtralConfig,
     MixtralForCausalLM,
@@ -71,23 +64,9 @@ from transformers import (
 
 from benchmarks.described import handshake_model
 from tests.hand.gguf_models import Form, _add, _tokenizer
-from tests.hand.support import LATENT, ROPE_YARN_LATENT, TINY, random_model
+from tests.hand.support import random_model
+from tests.hand.torch_models import GROWING, SIGLIP, SIZES, TORCH_NAMED
 
-NO_IDS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-"""Ids of the vocabulary, where a config's own are not."""
-SIZES: dict[str, Any] = {**TINY, **NO_IDS}
-GROWING = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 16,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.3,
-}
-"""Queries that grow several times within a prompt."""
 FACTORS: dict[str, Any] = {
     "embedding_multiplier": 6.0,
     "attention_multiplier": 0.4,
@@ -101,14 +80,6 @@ TOWER: dict[str, Any] = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "head_dim": 16,
-    "patch_size": 4,
-    "image_size": 16,
-}
-SIGLIP: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
     "patch_size": 4,
     "image_size": 16,
 }
@@ -131,15 +102,6 @@ ROPE_GPT_OSS = {
     "beta_fast": 32.0,
     "beta_slow": 1.0,
     "truncate": False,
-}
-KIMI_TOWER: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "patch_size": 4,
-    "pos_emb_height": 4,
-    "pos_emb_width": 4,
 }
 
 
@@ -319,33 +281,20 @@ NAMED: dict[str, tuple[type[Any], PreTrainedConfig]] = {
 }
 """Families that the hand in Rust computes."""
 
-OF_LATENT = {**LATENT, **NO_IDS}
-LATENT_NAMED: dict[str, tuple[type[Any], PreTrainedConfig]] = {
-    "glm4-moe-lite": (
-        Glm4MoeLiteForCausalLM,
-        Glm4MoeLiteConfig(**{**OF_LATENT, "mlp_layer_types": ["dense", "dense", "sparse", "sparse"]}),
-    ),
-    "kimi-k25": (
-        Kimi_K25ForConditionalGeneration,
-        Kimi_K25Config(
-            text_config=DeepseekV3Config(**OF_LATENT, rope_parameters=ROPE_YARN_LATENT),
-            vision_config=KIMI_TOWER,
-            tie_word_embeddings=False,
-        ),
-    ),
-    "mistral4": (Mistral4ForCausalLM, Mistral4Config(**OF_LATENT, rope_parameters=dict(GROWING))),
-}
-"""Families that PyTorch's hand computes."""
-
 
 @cache
 def model_of(family: str) -> Any:
     """A random model, made once: nobody changes it."""
-    model = random_model(*{**NAMED, **LATENT_NAMED}[family])
+    model = random_model(*{**NAMED, **TORCH_NAMED}[family])
     with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(1 + 0.3 * torch.randn_like(buffer))
         for name, parameter in model.named_parameters():
             if name.endswith("e_score_correction_bias"):
                 parameter.copy_(torch.rand_like(parameter) * 0.2)
+            elif name.endswith(("layernorm_1.weight", "layernorm_2.weight", "router.scale", "per_expert_scale")):
+                parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
             elif name.endswith("sinks"):
                 # One takes all weight, one none.
                 parameter.copy_(torch.tensor([30.0, -30.0, 1.5, -0.5]).roll(int(name.split(".")[2])))

@@ -32,7 +32,8 @@ from transformers import (
 
 from benchmarks.described import handshake_model
 from tests.hand.gguf_models import F32, _add, _tokenizer
-from tests.hand.named_models import FACTORS, SIZES, _alternating
+from tests.hand.named_models import FACTORS, _alternating
+from tests.hand.torch_models import SIZES
 
 LINEAR, FULL, CONV = "linear_attention", "full_attention", "conv"
 DELTA: dict[str, Any] = {

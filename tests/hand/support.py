@@ -189,7 +189,7 @@ def random_model(kind: type[Any], config: PreTrainedConfig) -> Any:
 
 def is_gemma(model: Any) -> bool:
     """True if weights of norms are distances from 1."""
-    return model.config.model_type.startswith("gemma")
+    return model.config.model_type.startswith(("gemma2", "gemma3"))
 
 
 def whole_weights(model: Any) -> dict[str, torch.Tensor]:

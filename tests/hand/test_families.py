@@ -10,14 +10,15 @@ import pytest
 from benchmarks.described import model_config
 from forebay.compute.native import NativeCompute
 from tests.hand import image_models, recurrent_models
-from tests.hand.named_models import ARCHITECTURES, LATENT_NAMED, NAMED
+from tests.hand.named_models import ARCHITECTURES, NAMED
 from tests.hand.support import FAMILIES, hf_config
 from tests.hand.test_gguf_experts import MODELS
 from tests.hand.test_rust_hand import PARITY
+from tests.hand.torch_models import TORCH_NAMED
 from tests.structure.repository import ROOT
 
 _ROW = re.compile(r"\| [^|]+ \| `(\w+)` \| [^|]+ \| [^|]+ \| ([^|]+) \| ([^|]+) \| \w+ \|")
-CONFIGS = FAMILIES | image_models.FAMILIES | NAMED | LATENT_NAMED | recurrent_models.MODELS
+CONFIGS = FAMILIES | image_models.FAMILIES | NAMED | TORCH_NAMED | recurrent_models.MODELS
 """Test configs by name, a class of transformers and a config each."""
 OF_TINY_FILES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 """Families whose GGUF files are those of tests/hand/test_quantised.py."""

@@ -18,12 +18,13 @@ from forebay.weights.config import config_of
 from forebay.weights.load import iter_weights, weight_shapes
 from tests.hand import image_models
 from tests.hand.gguf_models import Form
-from tests.hand.named_models import ARCHITECTURES, LATENT_NAMED, NAMED, model_of, save, write_gguf
+from tests.hand.named_models import ARCHITECTURES, NAMED, model_of, save, write_gguf
 from tests.hand.support import MiniBrain, PlanBuilder, Request, Sampling, greedy_reference, hub_weights
 from tests.hand.test_families import table
 from tests.hand.test_rust_hand import brain_of, rust, settings, torch_runner
+from tests.hand.torch_models import TORCH_NAMED
 
-ALL = NAMED | LATENT_NAMED
+ALL = NAMED | TORCH_NAMED
 COUNT = 8
 VOCABULARY = 131
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
@@ -81,8 +82,8 @@ def test_safetensors_are_computed_as_transformers_does(tmp_path: Path, family: s
 def test_pytorchs_hand_computes_as_transformers_does(
     tmp_path: Path, family: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if kernels == "native" and family in LATENT_NAMED:
-        pytest.skip("no kernel of latent attention")
+    if kernels == "native" and family in TORCH_NAMED:
+        pytest.skip("no kernels of its parts")
     monkeypatch.setenv("FOREBAY_KERNELS", kernels)
     values = settings(save(tmp_path / "model", family), max_total_tokens=1 << 13)
     serve_in_pieces(torch_runner(values), family)
@@ -167,3 +168,56 @@ def test_a_prefix_shared_by_pages_is_not_computed_again(tmp_path: Path, family: 
             second.row(slot, 32, len(tail))
         found = runner.launch(second.build()).collect().tokens.tolist()
     assert found == [greedy_reference(model_of(family), prefix + tail, 1)[0][0] for tail in tails]
+
+
+@pytest.mark.parametrize("family", ["gemma4", "gemma4-keys", "gemma4-experts", "llama4"])
+def test_pytorchs_hand_reads_a_prefix_from_pages_of_any_order(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FOREBAY_KERNELS", "torch")
+    runner = torch_runner(settings(save(tmp_path / "model", family), page_size=4, max_total_tokens=1 << 10))
+    prefix, pages = prompts()[2][:32], [40, 17, 3, 99, 4, 250, 7, 60]
+    first = PlanBuilder(1)
+    first.slot(0, prefix)
+    first.page_writes += [(0, index, page) for index, page in enumerate(pages)]
+    first.row(0, 0, 32, sample=False)
+    runner.step(first.build())
+    tails = [[9, 100, 3], [77]]
+    second = PlanBuilder(2)
+    for slot, tail in enumerate(tails, start=1):
+        second.slot(slot, prefix + tail)
+        second.page_writes += [(slot, index, page) for index, page in enumerate([*pages, 200 + slot])]
+        second.row(slot, 32, len(tail))
+    found = runner.step(second.build()).tokens.tolist()
+    assert found == [greedy_reference(model_of(family), prefix + tail, 1)[0][0] for tail in tails]
+
+
+def test_layers_that_read_the_keys_of_others_have_no_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREBAY_KERNELS", "torch")
+    runner = torch_runner(settings(save(tmp_path / "model", "gemma4"), page_size=4, max_total_tokens=1 << 8))
+    # Two heads of keys and values in 4 layers: 2 of 24 elements and 2 of 40. 3 layers read those of the last two.
+    assert runner.kv.page_bytes == 4 * 4 * 2 * 2 * (2 * 24 + 2 * 40)
+    assert [runner.kv.layers[layer].keys.data_ptr() for layer in (4, 5, 6)] == [
+        runner.kv.layers[layer].keys.data_ptr() for layer in (2, 3, 3)
+    ]
+
+
+def test_inputs_in_place_of_tokens_have_the_own_inputs_of_padding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers has it for images: there is no token whose rows the layers could read."""
+    monkeypatch.setenv("FOREBAY_KERNELS", "torch")
+    model, count = model_of("gemma4"), 9
+    embeds = torch.randn(count, model.config.hidden_size, generator=torch.Generator().manual_seed(4))
+    arena = np.frombuffer(embeds.numpy().tobytes(), np.uint8).copy()
+    values = settings(save(tmp_path / "model", "gemma4"), max_total_tokens=1 << 8, arena_bytes=len(arena))
+    runner = torch_runner(values, arena)
+    plan = PlanBuilder(1)
+    plan.slot(0, [5] * count, embeds_offset=0)
+    plan.page_writes.append((0, 0, 3))
+    plan.row(0, 0, count)
+    found = runner.step(plan.build()).tokens.tolist()
+    own = model.model.get_per_layer_inputs(torch.zeros(1, count, dtype=torch.long), None)
+    with torch.inference_mode():
+        logits = model(inputs_embeds=embeds[None], per_layer_inputs=own).logits[0, -1]
+    assert found == [int(logits.argmax())]

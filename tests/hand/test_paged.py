@@ -22,7 +22,8 @@ from forebay.runner.runner import ModelRunner
 from forebay.state.slots import PlanError
 from tests.hand.greedy import model_of
 from tests.hand.late_masks import PATTERN, Late, Step, check_late
-from tests.hand.support import MiniBrain, PlanBuilder, Request, Sampling, runner_of
+from tests.hand.support import MiniBrain, PlanBuilder, Request, Sampling, random_model, runner_of
+from tests.hand.torch_models import TORCH_NAMED
 
 FAMILIES_OF_GRAPHS = ["llama", "qwen3", "qwen3-moe", "glm4-moe", "deepseek-v3"]
 GRAPHS = pytest.mark.parametrize("graph_rows", [0, 6], ids=["eager", "graphs"])
@@ -412,6 +413,8 @@ def test_backends_that_can_not_be_are_refused(monkeypatch: pytest.MonkeyPatch) -
         runner_of(model_of("llama"), device="deferred", attention_backend="fa3", dtype="bfloat16")
     with pytest.raises(DeviceError, match="has latent rows: use triton"):
         runner_of(model_of("deepseek-v3"), device="deferred", attention_backend="fa3", dtype="bfloat16")
+    with pytest.raises(DeviceError, match=r"triton has no chunks of attention, and .* has some"):
+        runner_of(random_model(*TORCH_NAMED["llama4"]), device="deferred", attention_backend="triton")
     for family in ("gemma3", "mistral-window"):
         with pytest.raises(DeviceError, match=r"attends without windows, caps and sinks, and .* has some: use triton"):
             runner_of(model_of(family), device="deferred", attention_backend="fa3", dtype="bfloat16")

@@ -44,7 +44,7 @@ def test_the_default_model_has_the_config_of_its_original() -> None:
         feeds=(Dense(1536, False),) * 30,
         rms_norm_eps=1e-5,
         kinds=(LayerKind(),) * 30,
-        ropes=(Rope(100000.0, None),),
+        ropes=(Rope(64, 100000.0, None),),
         max_position_embeddings=8192,
         tie_word_embeddings=True,
         hidden_act="silu",

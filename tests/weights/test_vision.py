@@ -118,7 +118,7 @@ def test_qwen3_vl() -> None:
     assert found.sections == Sections((24, 20, 20), interleaved=True)
     assert found.attention == GroupedQuery(32, 8, 128, 128, qkv_bias=False, output_bias=False, qk_norm=True)
     assert found.architecture == "Qwen3VLForConditionalGeneration"
-    assert found.ropes == (Rope(5e6, None),)
+    assert found.ropes == (Rope(128, 5e6, None),)
     assert (found.eos_token_ids, found.tie_word_embeddings) == ((151645,), True)
 
 
@@ -127,7 +127,7 @@ def test_qwen25_vl() -> None:
     assert found.vision == Vision(32, 1280, 3420, 16, 14, 2, 2, 2048, theta=10000.0, window=4, whole=(7, 15, 23, 31))
     assert found.sections == Sections((16, 24, 24), interleaved=False)
     assert found.attention == GroupedQuery(16, 2, 128, 128, qkv_bias=True, output_bias=False, qk_norm=False)
-    assert found.ropes == (Rope(1e6, None),)
+    assert found.ropes == (Rope(128, 1e6, None),)
     assert {kind.window for kind in found.kinds} == {None}
     assert (found.eos_token_ids, found.tie_word_embeddings) == ((151645,), True)
 

@@ -3,9 +3,10 @@
 
 use forebay_kernels::{AttentionSizes, ExpertSizes, Factors, GateKind, RecurrenceSizes, StateGate};
 use forebay_weights::{
-    Activation, Attention, DenseFeed, ExpertScores, Experts, FeedShape, Mixer, ModelError, QkNorm,
-    QueryScale, Recurrence, Scales, Scheme, Shape, StateNorm,
+    Activation, Attention, DenseFeed, ExpertScores, Experts, FeedShape, Mixer, ModelError,
+    NormPlacement, QkNorm, QueryScale, Recurrence, Scales, Scheme, Shape, StateNorm,
 };
+use serde_json::Value;
 
 /// The parts of a decoder that this hand serves.
 #[derive(Debug, Clone)]
@@ -165,6 +166,34 @@ fn lacks(shape: &Shape) -> Option<&'static str> {
     let interleaved = shape.ropes.iter().any(|rope| rope.interleaved);
     let sections = shape.ropes.iter().any(|rope| rope.sections.is_some());
     // Stacks of MXFP4 are read as blocks.
+    let proportional = shape.ropes.iter().any(|rope| {
+        let kind = rope.scaling.as_ref().and_then(|scaling| scaling.get("rope_type"));
+        kind.and_then(Value::as_str) == Some("proportional")
+    });
+    let attention = |part: fn(&Attention) -> bool| {
+        let has = |mixer: &Mixer| matches!(mixer, Mixer::Attention(attention) if part(attention));
+        shape.mixers.iter().any(has)
+    };
+    let behind = |placement| matches!(placement, NormPlacement::After | NormPlacement::Around);
+    let mut layers = shape.layers.iter().enumerate();
+    let normed_experts =
+        layers.any(|(number, layer)| behind(layer.norms) && shape.experts(number).is_some());
+    let experts = |feed: &&FeedShape| matches!(feed, FeedShape::Experts(_));
+    let of_experts = shape.feeds.iter().filter(experts).count();
+    let beside = shape
+        .feeds
+        .iter()
+        .any(|feed| matches!(feed, FeedShape::Experts(experts) if experts.beside));
+    let weighs_inputs = shape
+        .feeds
+        .iter()
+        .any(|feed| matches!(feed, FeedShape::Experts(experts) if experts.weighs_inputs));
+    let factors = shape.mixers.iter().filter_map(|mixer| match mixer {
+        Mixer::Attention(attention) => Some(attention.query_scale),
+        Mixer::Latent(_) | Mixer::Recurrence(_) => None,
+    });
+    let factors: Vec<_> = factors.collect();
+    let query_scales = factors.windows(2).any(|pair| pair[0] != pair[1]);
     let quantised = shape.quantised.as_ref().is_some_and(|it| it.scheme != Scheme::Mxfp4);
     let parts = [
         (latent, "latent attention"),
@@ -172,6 +201,21 @@ fn lacks(shape: &Shape) -> Option<&'static str> {
         (sections, "positions of three numbers"),
         (interleaved, "rotary positions of neighbouring elements"),
         (quantised, "a checkpoint that is quantised"),
+        (shape.layer_inputs.is_some(), "inputs of each layer"),
+        (shape.layers.iter().any(|it| it.keys_of.is_some()), "layers that share keys and values"),
+        (shape.layers.iter().any(|it| it.scaled), "factors of layers"),
+        (attention(|it| it.keys_are_values), "values that are keys"),
+        (attention(|it| it.value_norm), "norms of values"),
+        (attention(|it| it.qk_norm == QkNorm::Plain), "norms of heads without weights"),
+        (query_scales, "factors of queries that differ between layers"),
+        (weighs_inputs, "experts whose inputs have their weights"),
+        (proportional, "heads of which some pairs are rotated in proportion"),
+        (beside, "experts beside a dense part"),
+        (normed_experts, "norms behind experts"),
+        (
+            of_experts > 1 || shape.feeds.len() - of_experts > 1,
+            "feed-forward parts whose sizes differ between layers",
+        ),
     ];
     parts.into_iter().find_map(|(lacks, part)| lacks.then_some(part))
 }
@@ -232,7 +276,7 @@ mod tests {
             "rope_scaling": {"type": "default", "mrope_section": [4, 2, 2]},
             "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
             "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "full_attention_interval": 2,
-            "full_attn_idxs": [1],
+            "full_attn_idxs": [1], "hidden_size_per_layer_input": 8, "global_head_dim": 24,
         });
         config["vision_config"] = json!({
             "depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 2, "patch_size": 4,
@@ -272,6 +316,10 @@ mod tests {
         turned.ropes[0].interleaved = true;
         let mut sections = shape("LlamaForCausalLM", &json!({}));
         sections.ropes[0].sections = Some(RotarySections { counts: [4, 2, 2], interleaved: false });
+        let mut sharing = shape("LlamaForCausalLM", &json!({}));
+        sharing.layers[1].keys_of = Some(0);
+        let mut scaled = shape("LlamaForCausalLM", &json!({}));
+        scaled.layers[2].scaled = true;
         let fp8 = json!({"quantization_config": {"quant_method": "fp8"}});
         for (shape, part) in [
             (shape("DeepseekV3ForCausalLM", &json!({})), "latent attention"),
@@ -283,13 +331,12 @@ mod tests {
             ),
             (turned, "rotary positions of neighbouring elements"),
             (sections, "positions of three numbers"),
+            (sharing, "layers that share keys and values"),
+            (scaled, "factors of layers"),
         ] {
             let found = DecoderParts::new(&shape).map(drop);
             assert_eq!(found, Err(ModelError::Elsewhere(part.into())));
         }
-        let mut sharing = shape("LlamaForCausalLM", &json!({}));
-        sharing.layers[1].keys_of = Some(0);
-        assert!(matches!(DecoderParts::new(&sharing), Err(ModelError::Unserved(_))));
     }
 
     #[test]

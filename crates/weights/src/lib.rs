@@ -57,8 +57,8 @@ pub use describe::{Description, Source, describe};
 pub use error::ModelError;
 pub use families::{
     Activation, Attention, DenseFeed, ExpertScores, Experts, Family, FeedShape, Indexer, KeyChoice,
-    Latent, LayerShape, Mixer, Norm, NormPlacement, QkNorm, QueryScale, Recurrence, Rope,
-    RotarySections, Routing, RowBlocks, Rule, Scales, Shape, StateNorm, Take,
+    Latent, LayerInputs, LayerShape, Mixer, Norm, NormPlacement, QkNorm, QueryScale, Recurrence,
+    Rope, RotarySections, Routing, RowBlocks, Rule, Scales, Shape, StateNorm, Take,
 };
 pub use gguf::{BlockKind, computed_as, computed_names};
 pub use json::{python_json, read_json};

@@ -68,7 +68,7 @@ class Choice:
         # Nor has it one for adapters.
         self._native = group is None and device.runs_native and native_wanted() and config.lora is None
         self._kernels: Kernels | None = None
-        self._backend = self._settle(config)
+        self._backend = self._without_chunks(self._settle(config))
         if self._backend != "torch":
             self._kernels = _kernels(device)
         if config.hot_rows and device.torch_device.type != "cpu":
@@ -93,6 +93,20 @@ class Choice:
         if wanted == "fa3":
             self._check_fa3()
         return wanted
+
+    def _without_chunks(self, backend: str) -> str:
+        """The backend, or that of PyTorch's operators where a layer has chunks of attention."""
+        config = self._config
+        model = config.model_config
+        kinds = model.kinds if isinstance(model, ModelConfig) else ()
+        if backend == "torch" or all(kind.chunk is None or kind.chunk >= config.context_length for kind in kinds):
+            return backend
+        if config.attention_backend not in (None, "torch"):
+            raise DeviceError(
+                f"attention backend {config.attention_backend} has no chunks of attention, and {model.architecture} "
+                "has some: leave it off"
+            )
+        return "torch"
 
     def _check_fa3(self) -> None:
         model = self._config.model_config

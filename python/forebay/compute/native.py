@@ -59,6 +59,40 @@ def why_not_plain(config: ModelConfig) -> str | None:
         return "a gate behind attention"
     if config.sections is not None:
         return "positions of three numbers"
+    return _why_not_layers(config)
+
+
+def _why_not_layers(config: ModelConfig) -> str | None:
+    """What differs between layers, or goes beyond their two parts, without a kernel; None: there is nothing."""
+    attention, kinds = config.attention, config.kinds
+    if isinstance(attention, GroupedQuery) and (attention.value_norm or attention.keys_are_values):
+        return "norms of values, or values that are keys"
+    if isinstance(attention, GroupedQuery) and attention.plain_norms:
+        return "norms of heads without weights"
+    if any(kind.chunk is not None for kind in kinds):
+        return "chunks of attention"
+    if any(kind.heads is not None for kind in kinds):
+        return "attention that differs between layers in more than windows"
+    if any(kind.keys_of is not None for kind in kinds):
+        return "layers that share keys and values"
+    if any(kind.scaled for kind in kinds):
+        return "factors of layers"
+    if config.layer_inputs is not None:
+        return "inputs of each layer"
+    if any((rope.scaling or {}).get("rope_type") == "proportional" for rope in config.ropes):
+        return "heads of which some pairs are rotated in proportion"
+    sizes = {feed for feed in config.feeds if isinstance(feed, Dense)}
+    experts = {feed for feed in config.feeds if isinstance(feed, Experts)}
+    if len(sizes) > 1 or len(experts) > 1:
+        return "feed-forward parts whose sizes differ between layers"
+    normed = any(
+        isinstance(feed, Experts) and kind.norms in ("after", "around")
+        for feed, kind in zip(config.feeds, kinds, strict=True)
+    )
+    if any(one.weighs_inputs for one in experts):
+        return "experts whose inputs have their weights"
+    if normed or any(one.beside for one in experts):
+        return "norms behind experts"
     return None
 
 

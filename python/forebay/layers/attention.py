@@ -6,7 +6,7 @@ import torch
 
 from forebay.attention.backend import How
 from forebay.layers.linear import Linear
-from forebay.layers.norm import RMSNorm
+from forebay.layers.norm import RMSNorm, unweighted
 from forebay.layers.ops import Heads
 from forebay.layers.params import Parameters
 from forebay.layers.step import Step
@@ -27,8 +27,14 @@ class Attention:
         norm_eps: float,
         kind: LayerKind,
         wide_norms: bool = False,
+        *,
+        keys_of: int | None = None,
+        shares: bool = False,
     ) -> None:
         """`layer` is its number among those with pages. `norm_eps` and `wide_norms`: of the norms of heads, if any.
+
+        `keys_of` is the number of the layer whose keys and values are read; None: this one has its own. `shares`: they
+        are read by others too.
 
         With other ranks it has some of the heads, and gives a term of a sum over ranks.
         """
@@ -38,7 +44,15 @@ class Attention:
         self._heads = heads = Heads(own.heads, own.kv_heads, shape.head_dim)
         queries = params.shard.of(shape.heads * heads.dim)
         keys = params.shard.of_heads(shape.kv_heads).of(shape.kv_heads * heads.dim)
-        widths = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        widths = {"q_proj": queries}
+        self._keys_of, self._shares = keys_of, shares
+        if keys_of is None:
+            widths["k_proj"] = keys
+            if not shape.keys_are_values:
+                widths["v_proj"] = keys
+        self._keys_are_values, self._value_norm, self._eps = shape.keys_are_values, shape.value_norm, norm_eps
+        if params.shard.world > 1 and (keys_of is not None or shape.keys_are_values or shape.value_norm):
+            raise UnsupportedModelError("norms of values, and shared keys and values, are not supported by ranks")
         self._gated = shape.gate
         if shape.gate:
             widths["g_proj"] = queries
@@ -48,13 +62,19 @@ class Attention:
         """A score for each query head that takes weight and gives nothing; None: there is none."""
         if shape.sinks:
             self.sinks = params.tensor((heads.queries,), {f"{prefix}.sinks": params.shard.of(shape.heads)})
-        self._how = How(shape.scale, kind.window, cap=shape.cap, sinks=self.sinks)
-        self.norms = None
+        self._how = How(shape.scale, kind.window, kind.chunk, shape.cap, self.sinks)
+        self._scaled = shape.query_scale is not None
+        self.norms: tuple[RMSNorm, RMSNorm] | None = None
+        """The norms of heads of queries and keys; None: there are none, or there are no keys."""
+        self._query_norm: RMSNorm | None = None
+        self._plain_norms = shape.plain_norms
         if shape.qk_norm:
-            self.norms = (
-                RMSNorm(params, f"{prefix}.q_norm", heads.dim, norm_eps, wide_norms),
-                RMSNorm(params, f"{prefix}.k_norm", heads.dim, norm_eps, wide_norms),
-            )
+            self._query_norm = RMSNorm(params, f"{prefix}.q_norm", heads.dim, norm_eps, wide_norms)
+            if keys_of is None:
+                self.norms = (
+                    self._query_norm,
+                    RMSNorm(params, f"{prefix}.k_norm", heads.dim, norm_eps, wide_norms),
+                )
         self.row_norms: tuple[RMSNorm, RMSNorm] | None = None
         """The norms of queries and keys of all heads together; None: there are none."""
         if shape.row_norms:
@@ -68,6 +88,14 @@ class Attention:
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """x is [tokens, hidden]."""
         qkv, gate = self.qkv(x), None
+        if self._keys_of is not None:
+            q = qkv.view(len(x), -1, self._heads.dim)
+            q = q if self._query_norm is None else self._query_norm(q)
+            return self.output(step.attend_kept(self._layer, self._keys_of, q, self.kind.rope, self._how))
+        if self._plain_norms:
+            qkv = self._normalised(qkv)
+        if self._keys_are_values or self._value_norm:
+            qkv = self._with_values(qkv)
         if self._gated:
             width = self._heads.queries * self._heads.dim
             gate, qkv = qkv[:, -width:], qkv[:, :-width].contiguous()
@@ -76,5 +104,30 @@ class Attention:
             widths = [heads.queries * heads.dim, heads.keys * heads.dim, heads.keys * heads.dim]
             q, k, v = qkv.split(widths, dim=1)
             qkv = torch.cat((self.row_norms[0](q), self.row_norms[1](k), v), dim=1)
-        attended = step.attend(self._layer, qkv, self._heads, self.norms, self.kind.rope, self._how)
+        attended = step.attend(
+            self._layer,
+            qkv,
+            self._heads,
+            self.norms,
+            self.kind.rope,
+            self._how,
+            is_shared=self._shares,
+            is_scaled=self._scaled,
+        )
         return self.output(attended if gate is None else attended * gate.sigmoid())
+
+    def _normalised(self, qkv: torch.Tensor) -> torch.Tensor:
+        """Queries and keys whose heads are normalised without weights, and values. Rotating changes no mean square."""
+        heads = self._heads
+        width = (heads.queries + heads.keys) * heads.dim
+        both = unweighted(qkv[:, :width].unflatten(1, (-1, heads.dim)), self._eps).flatten(1)
+        return torch.cat((both, qkv[:, width:]), dim=1)
+
+    def _with_values(self, qkv: torch.Tensor) -> torch.Tensor:
+        """Queries, keys and values, the last of which may be the keys, and may be normalised."""
+        heads = self._heads
+        queries, width = heads.queries * heads.dim, heads.keys * heads.dim
+        v = qkv[:, queries : queries + width] if self._keys_are_values else qkv[:, queries + width :]
+        if self._value_norm:
+            v = unweighted(v.unflatten(1, (heads.keys, heads.dim)), self._eps).flatten(1)
+        return torch.cat((qkv[:, : queries + width], v), dim=1)

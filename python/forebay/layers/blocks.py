@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from forebay.layers.attention import Attention
-from forebay.layers.decoder import Attends, Block, Feeds, norm_of
+from forebay.layers.beside import ExpertsBeside
+from forebay.layers.decoder import Attends, Block, Feeds, ReadsBoth, norm_of
 from forebay.layers.indexer import LayerIndexer
 from forebay.layers.latent import LatentAttention
+from forebay.layers.layer_inputs import InputOfLayer
 from forebay.layers.mlp import GatedFeed
 from forebay.layers.moe import MixtureOfExperts
 from forebay.layers.norm import Norm
@@ -13,17 +15,18 @@ from forebay.layers.params import Parameters
 from forebay.layers.ranks import Summed
 from forebay.layers.recurrent import RecurrentLayer
 from forebay.weights.config import ModelConfig
-from forebay.weights.parts import Experts, GroupedQuery, Latent
+from forebay.weights.parts import Experts, Latent
 
 
 def grouped_attention(config: ModelConfig, params: Parameters, index: int) -> Attention:
     """The attention of layer `index`, whose heads share keys and values."""
-    assert isinstance(config.attention, GroupedQuery)
     prefix = f"model.layers.{index}.self_attn"
-    kind, eps = config.kinds[index], config.rms_norm_eps
-    # Recurrent layers have no pages.
-    number = sum(one is None for one in config.recurrences[:index]) if config.recurrences else index
-    return Attention(params, prefix, number, config.hidden_size, config.attention, eps, kind, config.wide_norms)
+    kind, eps, shape = config.kinds[index], config.rms_norm_eps, config.heads(index)
+    return Attention(
+        *(params, prefix, config.number(index), config.hidden_size, shape, eps, kind, config.wide_norms),
+        keys_of=None if kind.keys_of is None else config.number(kind.keys_of),
+        shares=any(other.keys_of == index for other in config.kinds),
+    )
 
 
 def mixer(config: ModelConfig, params: Parameters, index: int) -> Attention | RecurrentLayer:
@@ -49,10 +52,12 @@ def latent_attention(config: ModelConfig, params: Parameters, index: int) -> Lat
     return LatentAttention(params, prefix, index, config.hidden_size, shape, indexer)
 
 
-def feed_forward(config: ModelConfig, params: Parameters, index: int) -> GatedFeed | MixtureOfExperts:
+def feed_forward(config: ModelConfig, params: Parameters, index: int) -> GatedFeed | MixtureOfExperts | ExpertsBeside:
     """The feed-forward part behind the attention of layer `index`, by the config."""
     feed = config.feed(index)
     prefix = f"model.layers.{index}.mlp"
+    if isinstance(feed, Experts) and feed.beside:
+        return ExpertsBeside(config, params, prefix, feed)
     if isinstance(feed, Experts):
         return MixtureOfExperts(params, prefix, config.hidden_size, feed, config.hidden_act)
     return GatedFeed(params, prefix, config.hidden_size, feed.intermediate_size, feed.bias, config.hidden_act)
@@ -70,9 +75,10 @@ _NORMS: dict[str, tuple[tuple[str | None, str | None], tuple[str, str] | None]] 
 """The names of norms in front of the two parts of a layer and behind them, by their places."""
 
 
-def block_of(config: ModelConfig, params: Parameters, index: int, attention: Attends, mlp: Feeds) -> Block:
+def block_of(config: ModelConfig, params: Parameters, index: int, attention: Attends, mlp: Feeds | ReadsBoth) -> Block:
     """Layer `index` of its two parts, with norms at their places."""
     if params.ranks is not None:
+        assert not isinstance(mlp, ReadsBoth)
         attention, mlp = Summed(attention, params.ranks.group), Summed(mlp, params.ranks.group)
 
     def norm(name: str) -> Norm:
@@ -82,7 +88,12 @@ def block_of(config: ModelConfig, params: Parameters, index: int, attention: Att
     (first, second), outputs = _NORMS[places]
     before = None if first is None else norm(first), None if second is None else norm(second)
     behind = None if outputs is None else (norm(outputs[0]), norm(outputs[1]))
-    return Block(attention, mlp, before, behind, config.scales.residuals, parallel=places == "parallel")
+    block = Block(attention, mlp, before, behind, config.scales.residuals, parallel=places == "parallel")
+    if config.layer_inputs is not None:
+        block.inputs = InputOfLayer(config, params, index)
+    if config.kinds[index].scaled:
+        block.factor = params.tensor((1,), {f"model.layers.{index}.layer_scalar": 1})
+    return block
 
 
 def grouped_blocks(config: ModelConfig, params: Parameters) -> list[Block]:

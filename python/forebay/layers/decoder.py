@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from forebay.attention.backend import AttentionBackend, LayerKV
 from forebay.layers.adapted import AdaptedTokens
+from forebay.layers.layer_inputs import LayerRows
 from forebay.layers.norm import MeanNorm, Norm, RMSNorm
 from forebay.layers.ops import Ops
 from forebay.layers.params import Parameters, Report, ignore
@@ -73,6 +74,21 @@ class Feeds(Protocol):
 
 
 @runtime_checkable
+class ReadsBoth(Protocol):
+    """A part that works on each token alone, and reads the states in front of its norm too."""
+
+    def beside(self, x: torch.Tensor, states: torch.Tensor, ops: Ops, /) -> torch.Tensor:
+        """Computes the part for normalised states x and the states [tokens, hidden]. The result has the same shape."""
+
+
+class AddsInput(Protocol):
+    """A part of a layer that reads the layer's own input."""
+
+    def __call__(self, x: torch.Tensor, step: Step, /) -> torch.Tensor:
+        """The term for states x [tokens, hidden]. The result has the same shape."""
+
+
+@runtime_checkable
 class TakesPart(Protocol):
     """A part of a layer that ranks with tokens of their own compute together."""
 
@@ -86,7 +102,7 @@ class Block:
     def __init__(
         self,
         attention: Attends,
-        mlp: Feeds,
+        mlp: Feeds | ReadsBoth,
         before: tuple[Norm | None, Norm | None],
         behind: tuple[Norm, Norm] | None = None,
         scale: float = 1.0,
@@ -97,6 +113,10 @@ class Block:
 
         None: there is none. `scale` is the factor of both parts' outputs. `parallel`: both parts read one norm.
         """
+        self.inputs: AddsInput | None = None
+        """The term that the layer's own input gives behind both parts; None: it has no input."""
+        self.factor: torch.Tensor | None = None
+        """The factor [1] of the layer's output; None: there is none."""
         self.parallel = parallel
         self._scale = scale
         self.behind = behind
@@ -104,16 +124,32 @@ class Block:
         self.mlp = mlp
         self.input_norm, self.post_norm = before
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes and gives a layer's output without what goes around it: that is added with the next norm."""
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Takes and gives a layer's output without what goes around it: that is added with the next norm.
+
+        What goes around it is None where the output has all of it.
+        """
+        x, residual = self._parts(x, residual, step)
+        if self.inputs is None and self.factor is None:
+            return x, residual
+        x = residual.add_(x)
+        if self.inputs is not None:
+            x = x + self.inputs(x, step)
+        return x if self.factor is None else x * self.factor, None
+
+    def _parts(self, x: torch.Tensor, residual: torch.Tensor | None, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = self._input(self.input_norm, x, residual, step.ops)
         if self.parallel:
+            assert not isinstance(self.mlp, ReadsBoth)
             attended = self._output(0, self.attention(x, step), step.ops)
             return attended + self._output(1, self.mlp(x, step.ops), step.ops), residual
         x, residual = self._input(
             self.post_norm, self._output(0, self.attention(x, step), step.ops), residual, step.ops
         )
-        return self._output(1, self.mlp(x, step.ops), step.ops), residual
+        fed = self.mlp.beside(x, residual, step.ops) if isinstance(self.mlp, ReadsBoth) else self.mlp(x, step.ops)
+        return self._output(1, fed, step.ops), residual
 
     @staticmethod
     def _input(
@@ -176,6 +212,7 @@ class Decoder:
         else:
             # Checkpoints that were saved with the tie spelled out carry the same matrix twice.
             params.skip(HEAD)
+        self._layer_inputs = None if config.layer_inputs is None else LayerRows(config, params)
         self.rotaries = self._rotaries()
         """The rotary embeddings, which layers name by their numbers."""
 
@@ -186,18 +223,19 @@ class Decoder:
 
     def _rotaries(self) -> list[Rotary]:
         config, params = self.config, self.params
-        dim, longest = config.attention.rotary_dim, config.max_position_embeddings
-        shapes = [(dim, rope.theta, rope.scaling, longest, params.dtype, params.device) for rope in config.ropes]
+        longest = config.max_position_embeddings
+        shapes = [(rope.dim, rope.theta, rope.scaling, longest, params.dtype, params.device) for rope in config.ropes]
         if config.sections is None:
             return [Rotary(*shape) for shape in shapes]
         return [SectionedRotary(config.sections, *shape) for shape in shapes]
 
     def query_factors(self, positions: torch.Tensor) -> torch.Tensor | None:
         """The factors of queries [n, 1, 1] at positions [n], or [3, n] whose first numbers count."""
-        scale = self.config.attention.query_scale
+        scale = self.config.query_scale
         if scale is None:
             return None
-        steps = (positions if positions.dim() == 1 else positions[0]).div(scale.every, rounding_mode="floor")
+        numbers = (positions if positions.dim() == 1 else positions[0]) + scale.first
+        steps = numbers.div(scale.every, rounding_mode="floor")
         return (1 + scale.beta * torch.log1p(steps.float())).to(self.params.dtype)[:, None, None]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor | Raw]], report: Report = ignore) -> None:
@@ -244,6 +282,16 @@ class Decoder:
         with self.params.adapted.of_step(forward.adapted):
             return self._states(forward)
 
+    @staticmethod
+    def _told(forward: Forward) -> torch.Tensor:
+        """The tokens, and 0 where a caller has given inputs in their place, as transformers has it for images."""
+        if not forward.given:
+            return forward.tokens
+        tokens = forward.tokens.clone()
+        for first, rows in forward.given:
+            tokens[first : first + len(rows)] = 0
+        return tokens
+
     def _states(self, forward: Forward) -> torch.Tensor:
         x = self._embed(forward.tokens, self.embedding)
         scales = self.config.scales
@@ -259,11 +307,13 @@ class Decoder:
         step = Step(
             *(rotations, forward.writes, forward.kv, self.backend, forward.prepared, self.ops, forward.index, factors),
             forward.states,
+            None if self._layer_inputs is None else self._layer_inputs(x, self._told(forward)),
         )
         residual: torch.Tensor | None = None
         for number, block in enumerate(self.blocks, start=1):
             x, residual = block(x, residual, step)
             if images is not None and number < images.rows.shape[1]:
+                assert residual is not None
                 # The layer's output is the sum of both: it is rounded before anything is added to it.
                 output = residual.index_select(0, images.at) + x.index_select(0, images.at)
                 residual.index_copy_(0, images.at, output)

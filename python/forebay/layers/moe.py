@@ -40,16 +40,24 @@ class MixtureOfExperts:
     """
 
     def __init__(
-        self, params: Parameters, prefix: str, hidden: int, experts: Experts, activation: str = "silu"
+        self,
+        params: Parameters,
+        prefix: str,
+        hidden: int,
+        experts: Experts,
+        activation: str = "silu",
+        router: Router | None = None,
     ) -> None:
+        """`router` None: it makes its own, and has the shared expert if there is one."""
         count, inner = experts.count, experts.intermediate_size
         self._activation = activation
+        self._weighs_inputs = experts.weighs_inputs
         self._exchange = params.exchange
         shard = params.shard if self._exchange is None else Shard(self._exchange.rank, self._exchange.world)
         whole = self._exchange is not None or (params.ranks is not None and params.ranks.expert_parallel)
         own = shard.of(count) if whole else ALONE.of(count)
         of_inner = ALONE.of(inner) if whole else params.shard.of(inner)
-        self.router = Router(params, f"{prefix}.gate", hidden, experts)
+        self.router = Router(params, f"{prefix}.gate", hidden, experts) if router is None else router
         self._choose = OwnExperts(self.router, own) if whole else self.router
         names = [(f"{prefix}.experts.{expert}", expert in range(own.first, own.end)) for expert in range(count)]
         gate_up = {
@@ -85,8 +93,8 @@ class MixtureOfExperts:
                 params.tensor((count * hidden,), of_outputs).view(count, -1),
             )
         self.shared: GatedFeed | None = None
-        if experts.shared_size:
-            self.shared = GatedFeed(params, f"{prefix}.shared_experts", hidden, experts.shared_size, bias=False)
+        if experts.shared_size and router is None:
+            self.shared = GatedFeed(params, f"{prefix}.shared_experts", hidden, experts.shared_size, False, activation)
         self.shared_gate: torch.Tensor | None = None
         """The gate [hidden] of the shared expert; None: it has none."""
         if experts.shared_gate:
@@ -98,7 +106,7 @@ class MixtureOfExperts:
         return Stack(next(iter(parts)), weight.view(count, rows, weight.shape[1]), size_of(inputs), format_)
 
     def __call__(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
-        y = self._routed(x, ops) if self._exchange is None else self._exchanged(x, ops, self._exchange)
+        y = self.routed(x, x, ops) if self._exchange is None else self._exchanged(x, ops, self._exchange)
         if self.shared is None:
             return y
         shared = self.shared(x, ops)
@@ -112,16 +120,27 @@ class MixtureOfExperts:
             self._exchanged(none, ops, self._exchange)
 
     def _exchanged(self, x: torch.Tensor, ops: Ops, exchange: Exchange) -> torch.Tensor:
-        return exchange.scatter(self._routed(exchange.gather(x), ops))
+        return exchange.scatter(self.routed(every := exchange.gather(x), every, ops))
 
-    def _routed(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
-        """The sum over those of a token's experts that are here."""
+    def routed(self, x: torch.Tensor, by: torch.Tensor, ops: Ops) -> torch.Tensor:
+        """The sum over those of a token's experts that are here. They are chosen by states [tokens, hidden]."""
+        ids, weights = self._choose(by)
+        if not self._weighs_inputs:
+            return self._sum(x, ids, weights, ops)
+        # Each expert of a token is as the only one of a token of its own.
+        scaled = (x[:, None] * weights[:, :, None].to(x.dtype)).flatten(0, 1)
+        outputs = self._sum(scaled, ids.view(-1, 1), torch.ones_like(weights).view(-1, 1), ops)
+        total: torch.Tensor = outputs.unflatten(0, ids.shape).sum(dim=1)
+        return total
+
+    def _sum(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, ops: Ops) -> torch.Tensor:
+        """The weighted sum of the experts `ids` of each row of x."""
         if self._kept is None:
             assert self.stacks is not None
             gate_up, down = self.stacks
-            return ops.experts(x, *self._choose(x), gate_up.weight, down.weight, self.biases, self._activation)
+            return ops.experts(x, ids, weights, gate_up.weight, down.weight, self.biases, self._activation)
         assert self._products is not None
-        return self._products.experts(x, *self._choose(x), *self._kept)
+        return self._products.experts(x, ids, weights, *self._kept)
 
 
 class OwnExperts:

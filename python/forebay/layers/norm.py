@@ -24,6 +24,11 @@ class RMSNorm:
         return F.rms_norm(x, self._shape, self.weight, self._eps)
 
 
+def unweighted(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """The norm of the last dimension by its root mean square, without weights. It computes in float32."""
+    return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
+
+
 class MeanNorm:
     """Layer normalisation without a shift. It computes in float32 for any dtype of x."""
 

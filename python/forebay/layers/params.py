@@ -300,7 +300,7 @@ def _cut(rows: int | Part, columns: Part | None, here: torch.Tensor) -> Cut | No
 
 
 def _mean(name: str) -> float:
-    return 1.0 if name.lower().endswith("norm.weight") else 0.0
+    return 1.0 if name.lower().endswith(("norm.weight", "scalar", "scale")) else 0.0
 
 
 def _check_shape(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> None:

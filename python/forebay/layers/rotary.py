@@ -1,6 +1,6 @@
 """Rotary position embedding (Su et al. 2021) and its scalings.
 
-These are linear, llama3, yarn (Peng et al. 2023) and longrope (Ding et al. 2024).
+These are linear, llama3, yarn (Peng et al. 2023), longrope (Ding et al. 2024) and proportional (Gemma 4, 2026).
 """
 
 from __future__ import annotations
@@ -140,6 +140,9 @@ def frequencies(
     powers = theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
     if kind == "default":
         return 1.0 / powers, 1.0
+    if kind == "proportional":
+        inverse = (1.0 / powers).where(torch.arange(len(powers)) < scaling["turned"], 0.0)
+        return inverse / scaling["factor"], 1.0
     if kind == "linear":
         return 1.0 / powers / scaling["factor"], 1.0
     original = scaling.get("original_max_position_embeddings") or max_positions
@@ -151,7 +154,7 @@ def frequencies(
     if kind == "yarn":
         return _yarn(powers, theta, scaling, original, max_positions)
     raise UnsupportedModelError(
-        f"rope scaling {kind!r} is not supported: only default, linear, llama3, yarn and longrope are"
+        f"rope scaling {kind!r} is not supported: only default, linear, llama3, yarn, longrope and proportional are"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from forebay.attention.hot_rows import Chosen
 from forebay.attention.states import StepStates
 from forebay.layers.norm import RMSNorm
 from forebay.layers.ops import Heads, Ops
-from forebay.layers.rotary import Rotation, unrotated
+from forebay.layers.rotary import Rotation, rotate, unrotated
 
 
 @dataclass
@@ -46,6 +46,10 @@ class Step:
     query_factors: torch.Tensor | None = None  # [n, 1, 1] of the model's dtype; None: queries stay as they are
     states: StepStates | None = None
     """The recurrent states of the rows; None: no layer is recurrent."""
+    inputs: torch.Tensor | None = None
+    """The inputs of each layer [n, layers, size] beside the residual stream; None: there are none."""
+    kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """The step's keys and values of layers that others read too, by the numbers of layers."""
 
     @property
     def rotation(self) -> Rotation:
@@ -60,17 +64,33 @@ class Step:
         norms: tuple[RMSNorm, RMSNorm] | None,
         rope: int | None,
         how: How = CAUSAL,
+        *,
+        is_shared: bool = False,
+        is_scaled: bool = True,
     ) -> torch.Tensor:
         """Attention [n, query heads * dim] of a layer's projections, which are kept in the layer's pages.
 
-        `rope` is the number of the layer's rotary embedding; None: positions rotate nothing.
+        `rope` is the number of the layer's rotary embedding; None: positions rotate nothing. `is_shared`: other layers
+        call `attend_kept` for this one. `is_scaled`: queries have the step's factors, if there are any.
         """
         kv = self.kv[layer]
-        rotation = unrotated(self.rotations[0]) if rope is None else self.rotations[rope]
-        q, k, v = self.ops.rotate_and_keep(qkv, heads, norms, rotation, kv, self.writes)
-        if self.query_factors is not None:
+        q, k, v = self.ops.rotate_and_keep(qkv, heads, norms, self._rotation(rope), kv, self.writes)
+        if is_shared:
+            self.kept[layer] = k, v
+        if self.query_factors is not None and is_scaled:
             q = q * self.query_factors
         return self.backend.attend(q, k, v, kv, self.prepared, how)
+
+    def attend_kept(self, layer: int, source: int, q: torch.Tensor, rope: int | None, how: How) -> torch.Tensor:
+        """Attention [n, query heads * dim] of queries [n, query heads, dim] that read another layer's keys and values.
+
+        `layer` and `source` have the same pages.
+        """
+        k, v = self.kept[source]
+        return self.backend.attend(rotate(q, self._rotation(rope)), k, v, self.kv[layer], self.prepared, how)
+
+    def _rotation(self, rope: int | None) -> Rotation:
+        return unrotated(self.rotations[0]) if rope is None else self.rotations[rope]
 
     def attend_latent(
         self, layer: int, q: torch.Tensor, rows: torch.Tensor, up: torch.Tensor, heads: LatentHeads

@@ -24,9 +24,9 @@ from forebay.weights.pooling import Pooling
 def build(config: ModelConfig, params: Parameters, backend: AttentionBackend, ops: Ops, context_length: int) -> Decoder:
     """The model of `config`. Its weights are allocated and not filled. Raises `UnsupportedModelError`."""
     ropes = (replace(rope, scaling=at_context(rope.scaling, context_length)) for rope in config.ropes)
-    # A window that no request exceeds is none.
+    # A window or a chunk that no request exceeds is none.
     kinds = (
-        replace(kind, window=None) if kind.window is not None and kind.window >= context_length else kind
+        replace(kind, window=_below(kind.window, context_length), chunk=_below(kind.chunk, context_length))
         for kind in config.kinds
     )
     config = replace(config, ropes=tuple(ropes), kinds=tuple(kinds))
@@ -37,6 +37,10 @@ def build(config: ModelConfig, params: Parameters, backend: AttentionBackend, op
     if isinstance(config.attention, Latent):
         return deepseek.build(config, params, backend, ops)
     return llama.build(config, params, backend, ops)
+
+
+def _below(positions: int | None, context_length: int) -> int | None:
+    return None if positions is None or positions >= context_length else positions
 
 
 def build_called(

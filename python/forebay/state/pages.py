@@ -15,7 +15,7 @@ from forebay.state.config import ConfigError, RunnerConfig
 from forebay.state.kv_format import KvFormat
 from forebay.weights.called import CalledConfig
 from forebay.weights.config import ModelConfig
-from forebay.weights.parts import GroupedQuery, Latent
+from forebay.weights.parts import Latent
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -25,10 +25,12 @@ def page_bytes(model: ModelConfig, page_size: int, dtype: torch.dtype, form: KvF
     if isinstance(model, CalledConfig):
         return page_size * sum(shape.elements for shape in model.kept) * dtype.itemsize
     if form is not KvFormat.PLAIN:
-        assert isinstance(model.attention, GroupedQuery)
-        shape, kept = form.entry(model.attention, dtype)
-        return 2 * model.attending_layers * page_size * math.prod(shape) * kept.itemsize
-    elements = model.attending_layers * model.attention.position_elements
+        entries = [form.entry(heads, dtype) for heads in model.kept_heads]
+        return 2 * page_size * sum(math.prod(shape) * kept.itemsize for shape, kept in entries)
+    if isinstance(model.attention, Latent):
+        elements = model.attending_layers * model.attention.position_elements
+    else:
+        elements = sum(heads.position_elements for heads in model.kept_heads)
     if model.indexer is not None:
         elements += model.indexer.position_elements
     return page_size * elements * dtype.itemsize
@@ -91,8 +93,8 @@ class KvPool:
     """The keys and values of positions in all layers, zero at first.
 
     The main part is keys and values, or latent rows, and the null page is behind its pages. Keys and values are a pool
-    each, two for a layer, `[page_count + 1, page_size, *entry]`, where `KvFormat` has the entry. Latent rows
-    of all layers are one pool, `[page_count + 1, layers, page_size, row]`, so a page is one contiguous piece. The keys
+    each, two for a layer that has its own, `[page_count + 1, page_size, *entry]`, where `KvFormat` has the entry. Rows
+    of latent layers are one pool, `[page_count + 1, layers, page_size, row]`, so a page is one piece. The keys
     of an index, `[page_count, indexed layers, page_size, head_dim]`, are the index part of a page.
     """
 
@@ -125,17 +127,19 @@ class KvPool:
         """The index part; None: queries attend to their whole context."""
         if model is None:
             return
-        layers, attention = model.attending_layers, model.attention
+        attention = model.attention
         if isinstance(model, CalledConfig):
             self._keep([((one.heads, one.key_size), (one.heads, one.value_size)) for one in model.kept], dtype, device)
         elif isinstance(attention, Latent):
+            layers = model.attending_layers
             self.main, rows = _rows(pages, layers, page_size, attention.position_elements, dtype, device, one_more=True)
             # Rows are one head's keys, and its values are their first elements.
             keys = [of_layer[:, None] for of_layer in rows]
             self.layers = [LayerKV(of_layer, of_layer[..., : attention.rank]) for of_layer in keys]
         else:
-            entry, kept = form.entry(attention, dtype)
-            self._keep([(entry, entry)] * layers, kept, device)
+            entries = [form.entry(heads, dtype) for heads in model.kept_heads]
+            self._keep([(entry, entry) for entry, _ in entries], entries[0][1] if entries else dtype, device)
+            self.layers = _shared(self.layers, model)
         if model.indexer is not None:
             indexed, width = len(model.indexer.layers), model.indexer.head_dim
             count = pages if index_pages is None else index_pages
@@ -172,6 +176,16 @@ class KvPool:
     def nbytes(self) -> int:
         """Bytes of all pages."""
         return sum(part.page_count * part.page_bytes for part in self.parts)
+
+
+def _shared(own: Sequence[LayerKV], model: ModelConfig) -> list[LayerKV]:
+    """The pages of each layer that attends, from those of layers that have their own."""
+    of_layer: dict[int, LayerKV] = {}
+    left = iter(own)
+    for layer, kind in enumerate(model.kinds):
+        if not (model.recurrences and model.recurrences[layer]):
+            of_layer[layer] = next(left) if kind.keys_of is None else of_layer[kind.keys_of]
+    return list(of_layer.values())
 
 
 def _rows(

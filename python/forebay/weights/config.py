@@ -16,6 +16,7 @@ from forebay.weights.parts import (
     GroupedQuery,
     Indexer,
     Latent,
+    LayerInputs,
     LayerKind,
     QueryScale,
     Recurrence,
@@ -36,18 +37,19 @@ _ACTIVATIONS = {
     "clamped_swiglu": "swigluoai",
 }
 _KNOWN = {
-    "shape": "family vocab_size hidden_size norm norm_eps scales ropes mixers feeds layers tower quantised "
-    "max_positions tied headless eos_token_ids",
+    "shape": "family vocab_size hidden_size norm norm_eps scales ropes mixers feeds layers layer_inputs tower "
+    "quantised max_positions tied headless eos_token_ids",
     "scales": "embeddings inputs residuals logits logit_cap",
     "rope": "dim theta scaling interleaved sections",
-    "layer": "mixer rope feed norms",
-    "attention": "kind heads kv_heads head_dim value_dim scale window sinks cap qk_norm gate qkv_bias output_bias "
-    "query_scale",
+    "layer": "mixer rope feed norms keys_of scaled",
+    "layer_inputs": "vocab_size size",
+    "attention": "kind heads kv_heads head_dim value_dim scale window chunk sinks cap qk_norm value_norm "
+    "keys_are_values gate qkv_bias output_bias query_scale",
     "latent": "kind heads query_rank rank nope_dim rotary_dim value_dim bias scale query_scale chosen",
     "recurrence": "kind heads key_heads tiled key_dim value_dim delta taps conv_bias bias norm norm_size",
     "dense": "kind intermediate_size activation gated bias",
-    "experts": "kind count per_token intermediate_size shared_size shared_gate activation bias routing normalise "
-    "scaling",
+    "experts": "kind count per_token intermediate_size shared_size shared_gate beside weighs_inputs activation "
+    "bias routing normalise scaling",
     "routing": " ".join(_ROUTING),
 }
 """The fields of each part that are read here. In any other field a part has what PyTorch's hand does not compute."""
@@ -61,13 +63,14 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     attention: GroupedQuery | Latent
+    """The attention of the first layer that has any. `heads` gives that of each."""
     feeds: tuple[Dense | Experts, ...]
     """The feed-forward parts behind the attention, one for each layer."""
     rms_norm_eps: float
     kinds: tuple[LayerKind, ...]
     """What differs between layers beyond their feeds, one for each layer."""
     ropes: tuple[Rope, ...]
-    """The rotary embeddings. All rotate as many elements of a head."""
+    """The rotary embeddings."""
     max_position_embeddings: int
     tie_word_embeddings: bool
     hidden_act: str
@@ -91,6 +94,8 @@ class ModelConfig:
     """True if the final states are needed, and not the logits of an output head."""
     recurrences: tuple[Recurrence | None, ...] = ()
     """What layers have in place of attention, one for each layer, None where they attend; (): all attend."""
+    layer_inputs: LayerInputs | None = None
+    """Inputs that each layer has of each token; None: there are none."""
 
     @classmethod
     def from_shape(cls, shape: Mapping[str, Any]) -> ModelConfig:
@@ -109,7 +114,7 @@ class ModelConfig:
             feeds=tuple(_feed(shape["feeds"][layer["feed"]]) for layer in layers),
             rms_norm_eps=shape["norm_eps"],
             kinds=tuple(_kind(shape, layer) for layer in layers),
-            ropes=tuple(Rope(rope["theta"], rope["scaling"]) for rope in shape["ropes"] or [rope]),
+            ropes=tuple(Rope(rope["dim"], rope["theta"], rope["scaling"]) for rope in shape["ropes"] or [rope]),
             max_position_embeddings=shape["max_positions"],
             tie_word_embeddings=shape["tied"],
             hidden_act=_ACTIVATIONS[shape["feeds"][0]["activation"]],
@@ -123,6 +128,7 @@ class ModelConfig:
             mean_norms=shape["norm"] == "mean",
             headless=shape["headless"],
             recurrences=_recurrences(shape),
+            layer_inputs=None if shape["layer_inputs"] is None else LayerInputs(**shape["layer_inputs"]),
         )
 
     @property
@@ -134,6 +140,35 @@ class ModelConfig:
     def attending_layers(self) -> int:
         """The number of layers that keep keys and values, or latent rows."""
         return self.num_hidden_layers - len(self.recurrent)
+
+    def heads(self, layer: int) -> GroupedQuery:
+        """The attention of a layer with keys and values of heads."""
+        own = self.kinds[layer].heads
+        if own is not None:
+            return own
+        assert isinstance(self.attention, GroupedQuery)
+        return self.attention
+
+    @property
+    def query_scale(self) -> QueryScale | None:
+        """The factor of queries of the layers that have one; None: none has."""
+        if isinstance(self.attention, Latent):
+            return self.attention.query_scale
+        scales = (self.heads(layer).query_scale for layer in range(len(self.kinds)))
+        return next((scale for scale in scales if scale is not None), None)
+
+    @property
+    def kept_heads(self) -> list[GroupedQuery]:
+        """The attention of each layer that keeps keys and values of heads of its own."""
+        return [
+            self.heads(layer)
+            for layer, kind in enumerate(self.kinds)
+            if kind.keys_of is None and not (self.recurrences and self.recurrences[layer])
+        ]
+
+    def number(self, layer: int) -> int:
+        """The number of a layer among those that attend. Recurrent layers have no pages."""
+        return sum(one is None for one in self.recurrences[:layer]) if self.recurrences else layer
 
     def state_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the recurrent states of one slot over all layers; 0: there are none."""
@@ -191,8 +226,6 @@ def _check(shape: Mapping[str, Any]) -> None:
         _only("layer", layer)
         _known("norms of layers", layer["norms"], "before", "after", "around", "parallel")
     mixers, feeds = shape["mixers"], shape["feeds"]
-    if len({rope["dim"] for rope in shape["ropes"]}) > 1:
-        raise UnsupportedModelError("rotated parts of heads that differ are not supported by PyTorch's hand")
     for mixer in mixers:
         _known("layers", mixer["kind"], "attention", "latent", "recurrence")
         _only(mixer["kind"], mixer)
@@ -201,16 +234,19 @@ def _check(shape: Mapping[str, Any]) -> None:
     kinds = {mixer["kind"] for mixer in mixers}
     if any(recurs) and kinds != {"attention"}:
         raise UnsupportedModelError("recurrent layers without attention of heads are not supported by PyTorch's hand")
-    alike = [{**mixer, "window": None} for mixer in mixers]
-    if len(kinds) > 1 or (kinds == {"attention"} and any(mixer != alike[0] for mixer in alike)):
-        raise UnsupportedModelError(
-            "attention that differs between layers in more than windows is not supported by PyTorch's hand"
-        )
+    if len(kinds) > 1:
+        raise UnsupportedModelError("attention of several kinds is not supported by PyTorch's hand")
     if kinds == {"attention"}:
-        _known("norms of queries and keys", mixers[0]["qk_norm"], "none", "heads", "rows")
-        _known("lengths of values", mixers[0]["value_dim"], mixers[0]["head_dim"])
+        factors = [mixer["query_scale"] for mixer in mixers if mixer["query_scale"] is not None]
+        if any(factor != factors[0] for factor in factors):
+            raise UnsupportedModelError("factors of queries that differ are not supported by PyTorch's hand")
+        for mixer in mixers:
+            _known("norms of queries and keys", mixer["qk_norm"], "none", "heads", "rows", "plain")
+            _known("lengths of values", mixer["value_dim"], mixer["head_dim"])
         for rope in shape["ropes"]:
             _known("rotated neighbours", rope["interleaved"], False)
+        if shape["layer_inputs"] is not None:
+            _only("layer_inputs", shape["layer_inputs"])
     elif any(layer["rope"] != 0 or layer["norms"] != "before" for layer in shape["layers"]):
         raise UnsupportedModelError(
             "latent attention with positions or norms of other kinds is not supported by PyTorch's hand"
@@ -220,7 +256,7 @@ def _check(shape: Mapping[str, Any]) -> None:
         _known(
             "activations",
             feed["activation"],
-            *(_ACTIVATIONS if feed["kind"] == "dense" else ("silu", "clamped_swiglu")),
+            *(_ACTIVATIONS if feed["kind"] == "dense" else ("silu", "gelu_tanh", "clamped_swiglu")),
         )
         if feed["kind"] == "dense":
             _known("gates of feed-forward parts", feed["gated"], True)
@@ -244,7 +280,26 @@ def _known(what: str, value: Any, *supported: Any) -> None:
 
 
 def _kind(shape: Mapping[str, Any], layer: Mapping[str, Any]) -> LayerKind:
-    return LayerKind(layer["rope"], shape["mixers"][layer["mixer"]].get("window"), layer["norms"])
+    mixer = shape["mixers"][layer["mixer"]]
+    first = next(mixer for mixer in shape["mixers"] if mixer["kind"] != "recurrence")
+    heads = None
+    if mixer["kind"] == "attention" and not _alike(mixer, first):
+        heads = _grouped(mixer, _no_rope(mixer) if layer["rope"] is None else shape["ropes"][layer["rope"]])
+    return LayerKind(
+        layer["rope"],
+        mixer.get("window"),
+        mixer.get("chunk"),
+        layer["norms"],
+        heads=heads,
+        keys_of=layer["keys_of"],
+        scaled=layer["scaled"],
+    )
+
+
+def _alike(mixer: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """True if two kinds of attention differ in nothing but what a position sees."""
+    all_seen = {"window": None, "chunk": None}
+    return {**mixer, **all_seen} == {**other, **all_seen}
 
 
 def _no_rope(mixer: Mapping[str, Any]) -> dict[str, Any]:
@@ -267,6 +322,9 @@ def _grouped(mixer: Mapping[str, Any], rope: Mapping[str, Any]) -> GroupedQuery:
         cap=mixer["cap"],
         sinks=mixer["sinks"],
         gate=mixer["gate"],
+        plain_norms=mixer["qk_norm"] == "plain",
+        value_norm=mixer["value_norm"],
+        keys_are_values=mixer["keys_are_values"],
     )
 
 
@@ -289,7 +347,7 @@ def _latent(mixer: Mapping[str, Any], rope: Mapping[str, Any]) -> Latent:
 
 def _query_scale(mixer: Mapping[str, Any]) -> QueryScale | None:
     found = mixer["query_scale"]
-    return None if found is None else QueryScale(found["beta"], found["every"])
+    return None if found is None else QueryScale(found["beta"], found["every"], found["first"])
 
 
 def _feed(feed: Mapping[str, Any]) -> Dense | Experts:
@@ -297,7 +355,7 @@ def _feed(feed: Mapping[str, Any]) -> Dense | Experts:
         return Dense(feed["intermediate_size"], feed["bias"])
     rule = {name: feed["routing"][name] for name in _ROUTING}
     routing = Routing(**rule, normalise=feed["normalise"], scaling=feed["scaling"])
-    names = ("count", "per_token", "intermediate_size", "shared_size", "shared_gate", "bias")
+    names = ("count", "per_token", "intermediate_size", "shared_size", "shared_gate", "bias", "beside", "weighs_inputs")
     return Experts(**{name: feed[name] for name in names}, routing=routing)
 
 

@@ -12,6 +12,7 @@ __all__ = [
     "GroupedQuery",
     "Indexer",
     "Latent",
+    "LayerInputs",
     "LayerKind",
     "QueryScale",
     "Recurrence",
@@ -39,9 +40,14 @@ class Scales:
 class Rope:
     """A rotary embedding."""
 
+    dim: int
+    """The number of first elements of a head that positions rotate."""
     theta: float
     scaling: Mapping[str, Any] | None
-    """None, or `{"rope_type": "linear" | "llama3" | "yarn" | "longrope", ...}` in transformers 4's names."""
+    """None, or `{"rope_type": "linear" | "llama3" | "yarn" | "longrope" | "proportional", ...}`.
+
+    The names are those of transformers 4. `proportional` has the number of `turned` pairs.
+    """
 
 
 @dataclass(frozen=True)
@@ -52,17 +58,40 @@ class LayerKind:
     """The number of the rotary embedding; None: positions rotate nothing."""
     window: int | None = None
     """The number of positions that a position sees, itself included; None: all."""
+    chunk: int | None = None
+    """The number of positions of a chunk, within which positions see each other; None: all."""
     norms: str = "before"
     """The places of norms: `before` each part, `after` it, `around` it, or one before both (`parallel`)."""
+    heads: GroupedQuery | None = None
+    """The layer's own attention; None: the model's."""
+    keys_of: int | None = None
+    """The layer whose keys and values this one reads; None: it has its own."""
+    scaled: bool = False
+    """True if the layer's output is multiplied by a learned number."""
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """Inputs of each layer beside the residual stream, of a token's own rows and of its embedding (Gemma 3n, 2025)."""
+
+    vocab_size: int
+    """The number of tokens that have rows."""
+    size: int
+    """Elements of a layer's input."""
 
 
 @dataclass(frozen=True)
 class QueryScale:
-    """A factor of queries that grows with their position: `1 + beta * ln(1 + position // every)` (Llama 4, 2025)."""
+    """A factor of queries that grows with their position: `1 + beta * ln(1 + (first + position) // every)`.
+
+    From Llama 4 (2025).
+    """
 
     beta: float
     every: int
     """The number of positions with one factor."""
+    first: int
+    """The number of the first position."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +119,12 @@ class GroupedQuery:
     """True if each head has a score that takes weight and gives nothing."""
     gate: bool = False
     """True if the output is multiplied by the sigmoid of a gate."""
+    plain_norms: bool = False
+    """True if query and key heads are normalised without weights."""
+    value_norm: bool = False
+    """True if each head of values is normalised, without weights."""
+    keys_are_values: bool = False
+    """True if values are the product that keys are made of."""
 
     @property
     def position_elements(self) -> int:
@@ -248,3 +283,8 @@ class Experts:
     """True if the shared expert's output is multiplied by a gate of its own."""
     bias: bool = False
     """True if the products and the router have biases."""
+    beside: bool = False
+    """True if the shared expert and the others have norms of their own on both sides, and the router reads normalised
+    states with learned factors (Gemma 4)."""
+    weighs_inputs: bool = False
+    """True if an expert's input is multiplied by its weight, and not its output."""

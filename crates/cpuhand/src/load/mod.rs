@@ -186,7 +186,7 @@ impl Plan {
         self.linear(&qkv.collect::<Vec<_>>(), hidden, attention.qkv_bias, false)?;
         self.linear(&output, queries, attention.output_bias, false)?;
         let of_heads = match attention.qk_norm {
-            QkNorm::None => None,
+            QkNorm::None | QkNorm::Plain => None,
             QkNorm::Heads => Some([dim, dim]),
             QkNorm::Rows => Some([queries, keys]),
         };
@@ -510,7 +510,7 @@ pub(crate) fn assemble(
         };
         let head_norms = match attention.qk_norm {
             _ if recurrent.is_some() => None,
-            QkNorm::None => None,
+            QkNorm::None | QkNorm::Plain => None,
             QkNorm::Heads | QkNorm::Rows => {
                 Some((norm("self_attn.q_norm")?, norm("self_attn.k_norm")?))
             }

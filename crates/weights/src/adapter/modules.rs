@@ -39,7 +39,10 @@ impl Module {
                 let queries = attention.heads * attention.head_dim;
                 let keys = attention.kv_heads * attention.head_dim;
                 let values = attention.kv_heads * attention.value_dim;
+                let has_keys = shape.layers[layer].keys_of.is_none();
                 match projection {
+                    "k_proj" | "v_proj" if !has_keys => None,
+                    "v_proj" if attention.keys_are_values => None,
                     "q_proj" => Some(("self_attn.q_proj", hidden, queries)),
                     "k_proj" => Some(("self_attn.k_proj", hidden, keys)),
                     "v_proj" => Some(("self_attn.v_proj", hidden, values)),

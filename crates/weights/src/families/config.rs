@@ -137,6 +137,8 @@ impl Config<'_> {
             sinks: false,
             cap: None,
             qk_norm: QkNorm::None,
+            value_norm: false,
+            keys_are_values: false,
             gate: false,
             // Rebuilt from a GGUF the key `qkv_bias` is there, because tensors tell what this
             // format has no key for.
@@ -285,6 +287,7 @@ impl Config<'_> {
             feed,
             norms: NormPlacement::Before,
             keys_of: None,
+            scaled: false,
         });
         Ok(Shape {
             family: self.family,
@@ -297,6 +300,7 @@ impl Config<'_> {
             ropes: ropes.into_iter().flatten().collect(),
             mixers,
             feeds,
+            layer_inputs: None,
             tower: None,
             quantised: Quantisation::from_config(self.values)?,
             max_positions: self

@@ -29,6 +29,11 @@ pub struct Experts {
     pub shared_size: usize,
     /// True if the shared expert's output is multiplied by a gate.
     pub shared_gate: bool,
+    /// True if the shared expert and the others have norms of their own on both sides, and the
+    /// router reads normalised states with learned factors (Gemma 4).
+    pub beside: bool,
+    /// True if an expert's input is multiplied by its weight, and not its output.
+    pub weighs_inputs: bool,
     /// The function between the products.
     pub activation: Activation,
     /// True if the products and the router have biases.
@@ -194,6 +199,8 @@ pub(super) fn experts(
         intermediate_size: config.size("moe_intermediate_size", MOST)?,
         shared_size: 0,
         shared_gate: false,
+        beside: false,
+        weighs_inputs: false,
         activation: config.activation()?,
         bias: false,
         routing,

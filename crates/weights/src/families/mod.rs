@@ -20,6 +20,7 @@ mod ernie4_5;
 mod ernie4_5_moe;
 mod gemma2;
 mod gemma3;
+mod gemma4;
 mod glm4_moe;
 mod glm4_moe_lite;
 mod glm_dsa;
@@ -31,6 +32,7 @@ mod hy_v3;
 mod kimi_k25;
 mod lfm2;
 mod llama;
+mod llama4;
 mod minimax_m2;
 mod ministral3;
 mod mistral;
@@ -64,8 +66,8 @@ pub use latent::{Indexer, KeyChoice, Latent};
 pub use recurrence::{Recurrence, StateNorm};
 pub use rules::{RowBlocks, Rule, Take, fused_keys, fused_queries, fused_values};
 pub use shape::{
-    Activation, Attention, DenseFeed, FeedShape, LayerShape, Mixer, Norm, NormPlacement, QkNorm,
-    QueryScale, Rope, RotarySections, Scales, Shape,
+    Activation, Attention, DenseFeed, FeedShape, LayerInputs, LayerShape, Mixer, Norm,
+    NormPlacement, QkNorm, QueryScale, Rope, RotarySections, Scales, Shape,
 };
 pub use table::{families_page, not_served_page};
 pub use unserved::NOT_SERVED;
@@ -80,7 +82,7 @@ use gguf::GgufNames;
 use crate::error::ModelError;
 
 /// All families, in the order of documents.
-pub const ALL: [&Family; 45] = [
+pub const ALL: [&Family; 50] = [
     &llama::FAMILY,
     &mistral::FAMILY,
     &ministral3::FAMILY,
@@ -113,6 +115,11 @@ pub const ALL: [&Family; 45] = [
     &gemma2::FAMILY,
     &gemma3::FAMILY,
     &gemma3::TEXT,
+    &gemma4::FAMILY,
+    &gemma4::TEXT,
+    &gemma4::UNIFIED,
+    &llama4::FAMILY,
+    &llama4::TEXT,
     &olmo2::FAMILY,
     &olmo2::OLMO3,
     &cohere2::FAMILY,

@@ -113,6 +113,10 @@ fn parsed(
         let scaling = longrope(config, &parameters, dim)?;
         return Ok((Rope { scaling: Some(scaling), ..plain }, part));
     }
+    if kind == "proportional" {
+        let scaling = proportional(&parameters, part, dim)?;
+        return Ok((Rope { scaling: Some(scaling), ..plain }, None));
+    }
     if !["linear", "llama3", "yarn"].contains(&kind.as_str()) {
         return Err(ModelError::unserved_part(&format!("the rope scaling '{kind}'")));
     }
@@ -133,6 +137,27 @@ fn parsed(
     }
     parameters.insert("rope_type".into(), kind.into());
     Ok((Rope { scaling: Some(parameters), ..plain }, part))
+}
+
+/// The scaling of Gemma 4: the first pairs of a head turn as those of whole heads do, and the
+/// others stay as they are.
+fn proportional(
+    parameters: &Map<String, Value>,
+    part: Option<f64>,
+    dim: usize,
+) -> Result<Map<String, Value>, ModelError> {
+    let part = part.unwrap_or(1.0);
+    if !(0.0..=1.0).contains(&part) {
+        return Err(ModelError::broken(format!("heads of which {part} is rotated ({PART})")));
+    }
+    let factor = real(parameters, "factor", 1.0)?;
+    if factor == 0.0 {
+        return Err(ModelError::broken("rope scaling 'proportional' with a factor of 0"));
+    }
+    // The number of pairs is rounded down.
+    let turned = (dim as f64 * part / 2.0).floor() as usize;
+    let scaling = json!({"rope_type": "proportional", "turned": turned, "factor": factor});
+    Ok(scaling.as_object().cloned().unwrap_or_default())
 }
 
 /// The scaling of LongRoPE (Ding et al. 2024): a divisor for each frequency, short ones for
@@ -192,7 +217,7 @@ pub(super) fn query_scale(config: &Config<'_>) -> Result<Option<QueryScale>, Mod
     }
     let beta = real(rope, "llama_4_scaling_beta", 0.0)?;
     match optional(rope, "original_max_position_embeddings", MOST_POSITIONS)? {
-        Some(every) => Ok(Some(QueryScale { beta, every })),
+        Some(every) => Ok(Some(QueryScale { beta, every, first: 0 })),
         None => {
             Err(ModelError::broken("llama_4_scaling_beta without original_max_position_embeddings"))
         }

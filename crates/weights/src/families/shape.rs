@@ -34,6 +34,8 @@ pub struct Shape {
     pub feeds: Vec<FeedShape>,
     /// The computed layers. A checkpoint may have more.
     pub layers: Vec<LayerShape>,
+    /// Inputs that each layer has of each token; `None`: there are none.
+    pub layer_inputs: Option<LayerInputs>,
     /// The tower that makes rows of images for the prompt; `None`: the model takes no images.
     pub tower: Option<VisionTower>,
     /// The storage of the checkpoint's matrices; `None`: they are not quantised.
@@ -61,6 +63,18 @@ pub struct LayerShape {
     pub norms: NormPlacement,
     /// The layer whose keys and values this one reads; `None`: it has its own.
     pub keys_of: Option<u16>,
+    /// True if the layer's output is multiplied by a learned number.
+    pub scaled: bool,
+}
+
+/// Inputs of each layer beside the residual stream: rows of a token's own and a product with its
+/// embedding (Gemma 3n, 2025).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LayerInputs {
+    /// The number of tokens that have rows.
+    pub vocab_size: usize,
+    /// Elements of a layer's input.
+    pub size: usize,
 }
 
 /// A kind of norm.
@@ -170,6 +184,10 @@ pub struct Attention {
     pub cap: Option<f64>,
     /// The norms of queries and keys before they are rotated.
     pub qk_norm: QkNorm,
+    /// True if each head of values is normalised, without weights.
+    pub value_norm: bool,
+    /// True if values are the product that keys are made of.
+    pub keys_are_values: bool,
     /// True if the output is multiplied by the sigmoid of a gate.
     pub gate: bool,
     /// True if queries, keys and values have biases.
@@ -180,21 +198,23 @@ pub struct Attention {
     pub query_scale: Option<QueryScale>,
 }
 
-/// A factor of queries that grows with their position: `1 + beta ln(1 + floor(position / every))`
-/// (Llama 4, 2025).
+/// A factor of queries that grows with their position:
+/// `1 + beta ln(1 + floor((first + position) / every))` (Llama 4, 2025).
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct QueryScale {
     /// The growth.
     pub beta: f64,
     /// The number of positions with one factor.
     pub every: u64,
+    /// The number of the first position.
+    pub first: u64,
 }
 
 impl QueryScale {
     /// The factor of queries at a position.
     #[must_use]
     pub fn at(&self, position: u64) -> f32 {
-        let steps = (position / self.every) as f32;
+        let steps = ((position + self.first) / self.every) as f32;
         1.0 + self.beta as f32 * (1.0 + steps).ln()
     }
 }
@@ -209,6 +229,8 @@ pub enum QkNorm {
     Heads,
     /// All heads of a position have one mean.
     Rows,
+    /// Each head has its own mean, and there are no weights.
+    Plain,
 }
 
 /// The part of a layer behind the mixer.

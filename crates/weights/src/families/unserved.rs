@@ -97,25 +97,16 @@ impl Shape {
         if self.feeds.windows(2).any(|pair| activation(&pair[0]) != activation(&pair[1])) {
             return Some("activations that differ between layers");
         }
-        let dense = |feed: &&FeedShape| matches!(feed, FeedShape::Dense(_));
-        let count = self.feeds.iter().filter(dense).count();
-        if count > 1 || self.feeds.len() - count > 1 {
-            return Some("feed-forward parts whose sizes differ between layers");
-        }
         None
     }
 
     fn layer_without_hand(&self) -> Option<&'static str> {
         self.layers.iter().enumerate().find_map(|(number, layer)| match layer.norms {
-            _ if layer.keys_of.is_some() => Some("layers that share keys and values"),
             NormPlacement::Before => None,
             NormPlacement::Parallel if self.experts(number).is_some() => {
                 Some("experts that read the states in front of the layer")
             }
             NormPlacement::Parallel => None,
-            NormPlacement::After | NormPlacement::Around if self.experts(number).is_some() => {
-                Some("norms behind experts")
-            }
             NormPlacement::After | NormPlacement::Around if self.norm == Norm::Mean => {
                 Some("norms behind the parts of layers that subtract the mean")
             }

@@ -137,15 +137,11 @@ fn every_part_that_no_hand_has_is_refused_by_its_name() {
     fn with_experts() -> Vec<FeedShape> {
         qwen(json!({})).expect("a model").feeds
     }
-    const CHANGES: [(&str, Change); 9] = [
+    const CHANGES: [(&str, Change); 6] = [
         ("different lengths", |it| attends(it, |attention| attention.value_dim = 8)),
         ("that subtract the mean", |it| {
             it.norm = Norm::Mean;
             it.layers[1].norms = NormPlacement::Around;
-        }),
-        ("norms behind experts", |it| {
-            it.feeds = with_experts();
-            it.layers[1].norms = NormPlacement::After;
         }),
         ("in front of the layer", |it| {
             it.feeds = with_experts();
@@ -155,8 +151,6 @@ fn every_part_that_no_hand_has_is_refused_by_its_name() {
             let FeedShape::Dense(feed) = it.feeds[0] else { panic!("a dense part") };
             it.feeds.push(FeedShape::Dense(DenseFeed { activation: Activation::Gelu, ..feed }));
         }),
-        ("share keys and values", |it| it.layers[2].keys_of = Some(0)),
-        ("sizes differ between layers", |it| it.feeds.push(it.feeds[0])),
         ("decays of their own", |it| {
             let of_channels =
                 Recurrence { channel_decay: true, ..Recurrence::convolution(64, 4, false) };
@@ -228,6 +222,8 @@ fn layers_have_experts_as_the_config_says() {
         intermediate_size: 24,
         shared_size: 0,
         shared_gate: false,
+        beside: false,
+        weighs_inputs: false,
         activation: Activation::Silu,
         bias: false,
         routing: Routing::SOFTMAX,
@@ -386,7 +382,7 @@ fn a_decoder_without_its_tower_is_that_of_its_own_config() {
         "quantization_config": {"quant_method": "fp8"}});
     let shape = read(&config).expect("a model");
     assert!(shape.tower.is_none() && shape.tied && shape.quantised.is_some());
-    let wanted = QueryScale { beta: 0.1, every: 32 };
+    let wanted = QueryScale { beta: 0.1, every: 32, first: 0 };
     assert_eq!(attention(&shape).query_scale, Some(wanted));
     assert_eq!([0, 31, 32, 64].map(|at| wanted.at(at)), [1.0, 1.0, 1.069_314_7, 1.109_861_2]);
     config["tie_word_embeddings"] = json!(false);

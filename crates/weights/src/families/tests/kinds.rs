@@ -102,6 +102,80 @@ fn the_text_of_a_gemma_with_a_tower_has_what_its_config_leaves_out() {
 }
 
 #[test]
+fn gemma_4_has_kinds_of_heads_and_layers_that_share_keys() {
+    let own = json!({"architectures": ["Gemma4ForCausalLM"], "num_hidden_layers": 9, "head_dim": 24,
+        "num_kv_shared_layers": 3, "use_double_wide_mlp": true, "sliding_window": 16, "global_head_dim": 40,
+        "layer_types": null, "hidden_size_per_layer_input": 8, "attention_k_eq_v": true,
+        "num_global_key_value_heads": 1, "final_logit_softcapping": 30.0});
+    let gemma = |changes: Value| of(&[own.clone(), changes]);
+    let shape = gemma(json!({})).expect("a model");
+    assert_eq!(shape.check_served(), Ok(()));
+    let heads = |shape: &Shape, layer: usize| {
+        let Mixer::Attention(it) = shape.mixer(layer) else { panic!("heads") };
+        (it.window, it.kv_heads, it.head_dim, it.keys_are_values)
+    };
+    assert_eq!(heads(&shape, 0), (Some(16), 2, 24, false));
+    // The last layer sees all positions, whatever its place.
+    for layer in [5, 8] {
+        assert_eq!(heads(&shape, layer), (None, 1, 40, true));
+    }
+    let sources: Vec<_> = shape.layers.iter().map(|layer| layer.keys_of).collect();
+    assert_eq!(sources[..6], [None; 6]);
+    assert_eq!(sources[6..], [Some(4), Some(4), Some(5)]);
+    let alone = gemma(json!({"num_kv_shared_layers": 4}));
+    assert!(alone.is_err_and(|error| error.to_string().contains("no layer has keys")));
+    let FeedShape::Dense(wide) = shape.feed(8) else { panic!("a dense part") };
+    assert_eq!(wide.intermediate_size, 192);
+    assert!(shape.layers.iter().all(|layer| layer.scaled));
+    assert_eq!(shape.layer_inputs.map(|it| (it.vocab_size, it.size)), Some((131, 8)));
+    let turned = shape.ropes[1].scaling.as_ref().map(|it| it["turned"].clone());
+    assert_eq!((turned, shape.ropes[1].theta), (Some(json!(5)), 1e6));
+    let saved = json!({"per_layer_config": {"5": {"head_dim": 8, "num_key_value_heads": 4}}});
+    assert_eq!(heads(&gemma(saved).expect("a model"), 5).2, 8);
+    let experts = json!({"enable_moe_block": true, "num_experts": 4, "top_k_experts": 2,
+        "moe_intermediate_size": 24});
+    let shape = gemma(experts).expect("a model");
+    let found = shape.experts(8).expect("experts");
+    assert!((found.beside, found.shared_size, found.count) == (true, 192, 4));
+    let all = gemma(json!({"use_bidirectional_attention": "all"}));
+    assert!(all.is_err_and(|error| error.to_string().contains("behind them")));
+}
+
+#[test]
+fn llama_4_has_chunks_and_layers_without_rotation() {
+    let own = json!({"architectures": ["Llama4ForCausalLM"], "num_hidden_layers": 6, "head_dim": 24,
+        "attention_chunk_size": 16, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 80,
+        "num_local_experts": 4, "floor_scale": 8});
+    let llama = |changes: Value| of(&[own.clone(), changes]);
+    let shape = llama(json!({})).expect("a model");
+    assert_eq!(shape.check_served(), Ok(()));
+    let facts = |shape: &Shape, layer: usize| {
+        let Mixer::Attention(it) = shape.mixer(layer) else { panic!("heads") };
+        (it.chunk, it.qk_norm, it.query_scale.map(|it| it.first), shape.layers[layer].rope)
+    };
+    for layer in 0..6 {
+        let wanted = match layer {
+            3 => (None, QkNorm::None, Some(1), None),
+            _ => (Some(16), QkNorm::Plain, None, Some(0)),
+        };
+        assert_eq!(facts(&shape, layer), wanted);
+    }
+    let Mixer::Attention(still) = shape.mixer(3) else { panic!("heads") };
+    let scale = still.query_scale.expect("a factor");
+    assert_eq!((scale.at(6), scale.at(7)), (1.0, 1.0 + 0.1 * 2.0_f32.ln()));
+    let experts = shape.experts(1).expect("experts");
+    assert!(experts.weighs_inputs && experts.shared_size == 96 && experts.per_token == 1);
+    assert!(matches!(shape.feed(0), FeedShape::Dense(feed) if feed.intermediate_size == 80));
+    let listed = json!({"no_rope_layers": [0, 1, 1, 1, 1, 1], "moe_layers": [0], "use_qk_norm": false,
+        "attn_temperature_tuning": false, "attention_chunk_size": null});
+    let listed = llama(listed).expect("a model");
+    assert_eq!(facts(&listed, 0), (None, QkNorm::None, None, None));
+    assert_eq!(facts(&listed, 1), (None, QkNorm::None, None, Some(0)));
+    assert!(listed.experts(0).is_some() && listed.experts(1).is_none());
+    assert!(llama(json!({"no_rope_layers": [1]})).is_err());
+}
+
+#[test]
 fn norms_stand_behind_the_parts_of_olmo_and_in_front_of_both_of_commands() {
     let olmo = of(&[json!({"architectures": ["Olmo2ForCausalLM"]})]).expect("a model");
     assert_eq!(attention(&olmo).qk_norm, QkNorm::Rows);
