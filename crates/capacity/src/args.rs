@@ -108,7 +108,7 @@ pub struct ShareArgs {
     pub decode_gap_ms: DecodeGap,
 }
 
-/// Flags of `serve` and `plan` about requests that wait.
+/// Flags of `serve`, `plan` and `route` about requests that wait.
 #[derive(Debug, Clone, Copy, Args)]
 pub struct MoveArgs {
     /// Leave queued requests where they are. Otherwise one moves where that halves what is computed
