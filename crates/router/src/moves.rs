@@ -62,8 +62,7 @@ impl Brain {
 pub(crate) async fn follow(shared: Arc<Shared>) {
     let mut links = HashMap::new();
     loop {
-        // One alone waits for nobody.
-        shared.busy(2).await;
+        shared.busy().await;
         sleep(PACE).await;
         look(&shared, &mut links).await;
     }
@@ -125,7 +124,8 @@ fn leave(load: &mut Load, tokens: u64) {
 }
 
 /// The brains that are asked: those between which loads have drifted apart, as far as is known, and
-/// of the others with something to compute the one whose report is the oldest.
+/// of the others whose work counts the one with the oldest report. Others may have sent it work
+/// since.
 fn unclear(brains: &[Brain]) -> Vec<usize> {
     let loads: Vec<Load> = brains.iter().map(|brain| brain.load).collect();
     let mut asked: Vec<usize> = drifted(&loads, |at| brains[at].is_open())
@@ -134,7 +134,8 @@ fn unclear(brains: &[Brain]) -> Vec<usize> {
         .collect();
     let stale = |brain: &Brain| {
         let age = brain.backend.reported().map_or(Duration::MAX, |reported| reported.elapsed());
-        (brain.load.work.prefill > 0 && age >= PACE).then_some(age)
+        let waits = brain.load.work.prefill > 0 || !brain.backend.movable.is_empty();
+        (waits && age >= PACE).then_some(age)
     };
     let others = brains.iter().enumerate().filter(|(at, _)| !asked.contains(at));
     let oldest = others.filter_map(|(at, brain)| Some((stale(brain)?, at))).max();

@@ -239,10 +239,10 @@ impl Shared {
         Live(Arc::clone(self))
     }
 
-    /// Waits until this many requests are alive.
-    pub(crate) async fn busy(&self, count: usize) {
+    /// Waits until some request is alive.
+    pub(crate) async fn busy(&self) {
         // The sender lives in self, so waiting cannot fail.
-        let _ = self.live.subscribe().wait_for(|&live| live >= count).await;
+        let _ = self.live.subscribe().wait_for(|&live| live > 0).await;
     }
 
     /// Waits until no request is alive.
