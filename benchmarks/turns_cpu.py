@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -88,11 +89,16 @@ def table(found: Results) -> str:
 def main() -> None:
     """The command."""
     flags = compare.parser("Short prompts beside long ones on the CPU.", rounds=2)
+    flags.add_argument("--requests", type=int, default=WORKLOAD.requests, help="the first so many of the trace")
+    flags.add_argument("--only", choices=list(STATES), nargs="+", default=list(STATES), help="states to measure")
     chosen = flags.parse_args()
     found = records.new("turns_cpu", chosen.rounds)
     models.build(force=False)
-    servers = [Forebay(state, "forebay-chat", flags=flags, prefix_cache=True) for state, flags in STATES.items()]
-    compare.measure_in_turn(found, WORKLOAD, servers, chosen.rounds, measure)
+    servers = [Forebay(state, "forebay-chat", flags=STATES[state], prefix_cache=True) for state in chosen.only]
+    workload = WORKLOAD
+    if chosen.requests != workload.requests:
+        workload = replace(workload, name=f"the first {chosen.requests} of {workload.name}", requests=chosen.requests)
+    compare.measure_in_turn(found, workload, servers, chosen.rounds, measure)
     compare.finish(found, chosen.output)
 
 
