@@ -15,7 +15,7 @@ from benchmarks import compare, intake, models, records
 from benchmarks.cells import markdown, number, spread, table_of
 from benchmarks.load import Workload, measure
 from benchmarks.records import Results
-from benchmarks.servers import ROOT, STEPS_OF_5_MS, TOKEN_EVERY_30_US, Forebay, Server, Setting
+from benchmarks.servers import STEPS_OF_5_MS, TOKEN_EVERY_30_US, Forebay, Server, Setting
 
 TINY = Setting(model="tiny", streams=256, context=512, threads=1)
 PREFIXES = (
@@ -49,17 +49,6 @@ LONG_SHARED_STATES = replace(
     LONG_SHARED,
     name="480 prompts with 24 beginnings of 6000 tokens, simulated Qwen3.6-35B-A3B on an H100",
     setting=replace(LONG_SHARED.setting, step_tokens=4096),
-)
-BESIDE_LONG = Workload(
-    "109 prompts of 100 tokens, 2 a second, beside 4 of 7000, SmolLM2",
-    Setting(model="smollm2", streams=64, context=8192, step_tokens=1024, pool=65536),
-    100,
-    16,
-    requests=113,
-    arguments=(
-        *("--dataset-name", "trace", "--dataset-path", str(ROOT / "benchmarks/traces/short_beside_long.jsonl")),
-        "--use-trace-timestamps",
-    ),
 )
 SHORT_AT_ONCE = Workload(
     "500 tokens in and 1 out, 256 at once, simulated steps of 5 ms",
@@ -110,8 +99,6 @@ SWITCHES = [
     Switch("lookahead", (), ("--lookahead", "0"), CHAT),
     Switch("direct egress", (), ("--egress", "naive"), CHAT_30_US, TOKEN_EVERY_30_US, STREAMING),
     Switch("direct egress", (), ("--egress", "naive"), CHAT, elsewhere=STREAMING),
-    Switch("step shares", (), ("--disable-step-shares",), BESIDE_LONG),
-    Switch("decode gap", (), ("--decode-gap-ms", "off"), BESIDE_LONG),
     Switch("prefix cache", (), ("--disable-radix-cache",), SHARED),
     Switch("text threads", (), ("--tokenizer-mode", "inline"), SHORT_AT_ONCE, STEPS_OF_5_MS, TOKENIZING),
     Switch(

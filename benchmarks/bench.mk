@@ -143,8 +143,9 @@ bench-host-tier: bench-build ## measure what the host tier gives a second turn a
 bench-plan-tiers: bench-build ## how many replicas a trace needs with host pools of 0, 1, 4 and 16 times the device's (TRACE=FILE)
 	$(BIN)/python -m benchmarks.studies.plan_tiers --trace $(TRACE)
 
-bench-turns: bench-build ## simulate short prompts beside long ones, with and without shares of a step (MOONCAKE=FILE for its throughput; 3 minutes)
+bench-turns: bench-build ## short prompts beside long ones, with and without shares of a step, simulated and on the CPU (MOONCAKE=FILE for its throughput; 15 minutes)
 	$(BIN)/python -m benchmarks.turns $(if $(MOONCAKE),--mooncake $(MOONCAKE))
+	$(BIN)/python -m benchmarks.turns_cpu $(BENCH_ROUNDS)
 
 bench-hisparse: bench-build ## simulate what sparse decoding from host memory gives, and what waits for saves (2 minutes)
 	$(BIN)/python -m benchmarks.studies.hisparse

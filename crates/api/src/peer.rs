@@ -119,6 +119,9 @@ pub struct LoadReport {
     pub tokens: u64,
     /// Pages that are not held.
     pub pages_free: u64,
+    /// Prompt tokens that are computed before those of a new request, in a replica on average.
+    #[serde(default)]
+    pub ahead: u64,
     /// A number for the block names of this brain. Brains with the same number give the same
     /// content the same name.
     #[serde(default)]
@@ -129,12 +132,12 @@ impl LoadReport {
     /// Appends the report in the form of [`LOAD_HEADER`] and of comments.
     pub fn encode(&self, out: &mut Vec<u8>) {
         let Self { epoch, at, seen, own, requests, running, waiting, tokens, .. } = self;
-        let Self { pages_free, names, .. } = self;
+        let Self { pages_free, ahead, names, .. } = self;
         // A Vec takes everything that is written to it.
         let _ = write!(
             out,
             "epoch={epoch};at={at};seen={seen};own={own};requests={requests};running={running};\
-             waiting={waiting};tokens={tokens};pages={pages_free};names={names}"
+             waiting={waiting};tokens={tokens};pages={pages_free};ahead={ahead};names={names}"
         );
     }
 
@@ -154,10 +157,21 @@ impl LoadReport {
             waiting: pairs.get("waiting")?,
             tokens: pairs.get("tokens")?,
             pages_free: pairs.get("pages")?,
-            // Older brains say nothing of it, and all of those give the same names.
+            // Older brains say nothing of these, and all of those give the same names.
+            ahead: pairs.get("ahead").unwrap_or(0),
             names: pairs.get("names").unwrap_or(0),
         })
     }
+}
+
+/// A dispatch of a router that waits in a brain's queue. It was never admitted, so the router may
+/// send it elsewhere and loses nothing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct QueuedDispatch {
+    /// The number of the dispatch.
+    pub seq: u64,
+    /// Tokens of its prompts.
+    pub tokens: u64,
 }
 
 /// A comment in a stream. All bytes before it are complete. With these bytes, and the ids of all
@@ -270,19 +284,19 @@ mod tests {
     proptest! {
         #[test]
         fn what_is_written_is_read(
-            numbers in prop::array::uniform6(any::<u64>()),
+            numbers in prop::array::uniform7(any::<u64>()),
             small in prop::array::uniform4(any::<u32>()),
             ids in prop::collection::vec(any::<i32>(), 0..9),
             blocks: bool,
             with_report: bool,
             id in "[ -~]{0,20}",
         ) {
-            let [epoch, at, seen, tokens, pages_free, names] = numbers;
+            let [epoch, at, seen, tokens, pages_free, ahead, names] = numbers;
             let [own, requests, running, waiting] = small;
             let tag = RouterTag { router: epoch, seq: at, floor: seen, seed: tokens, blocks };
             prop_assert_eq!(RouterTag::decode(&tag.encode()), Ok(tag));
             let report = LoadReport { epoch, at, seen, own, requests, running, waiting, ..LoadReport::default() };
-            let report = LoadReport { tokens, pages_free, names, ..report };
+            let report = LoadReport { tokens, pages_free, ahead, names, ..report };
             let report = with_report.then_some(report);
             let mut line = Vec::new();
             write_comment(&ids, report.as_ref(), &mut line);

@@ -23,7 +23,8 @@ pub fn drifted(loads: &[Load], open: impl Fn(usize) -> bool) -> Option<(usize, u
 /// which has fewer requests, so that no target gets more than a policy by their number would send.
 #[must_use]
 pub fn move_pays(here: &Load, there: &Load, uncached: u64) -> bool {
-    2 * (there.work.prefill + uncached) <= here.work.prefill && there.requests < here.requests
+    let sooner = there.work.prefill.saturating_add(uncached).saturating_mul(2);
+    sooner <= here.work.prefill && there.requests < here.requests
 }
 
 #[cfg(test)]

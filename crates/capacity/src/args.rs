@@ -108,7 +108,7 @@ pub struct ShareArgs {
     pub decode_gap_ms: DecodeGap,
 }
 
-/// Flags of `serve` and `plan` about requests that wait.
+/// Flags of `serve`, `plan` and `route` about requests that wait.
 #[derive(Debug, Clone, Copy, Args)]
 pub struct MoveArgs {
     /// Do not move queued requests between replicas. Without this one moves, twice at most, where

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Result, bail};
 use clap::Args;
+use forebay_capacity::MoveArgs;
 use forebay_router::{
     AllowedBackends, BodyLimits, BreakerConfig, HealthConfig, Policy, RetryConfig, Router,
     RouterConfig, Sources, Thresholds, Watch,
@@ -163,6 +164,8 @@ struct ChoiceFlags {
     /// For measurements: let a load report erase requests that were dispatched after it was made.
     #[arg(long)]
     no_load_acknowledgement: bool,
+    #[command(flatten)]
+    moves: MoveArgs,
 }
 
 #[derive(Debug, Args)]
@@ -251,6 +254,7 @@ impl RouteFlags {
                 None if choice.no_load_acknowledgement => Watch::Unacknowledged,
                 None => Watch::Acknowledged,
             },
+            queue_moves: !choice.moves.disable_queue_moves,
             sources: Sources {
                 urls: backends.backends.clone(),
                 file: backends.backends_file.clone(),
@@ -371,6 +375,7 @@ mod tests {
         assert_eq!(plain.health, HealthConfig::default());
         assert_eq!(plain.thresholds, Thresholds::default());
         assert_eq!((plain.watch, plain.policy), (Watch::Acknowledged, Policy::CacheAware));
+        assert!(plain.queue_moves && !config(&["--disable-queue-moves"]).queue_moves);
         assert_eq!(plain.bodies, BodyLimits::default());
         let other =
             config(&["--worker-urls", "a:1", "--load-watch-interval", "0.02", "--disable-retries"]);

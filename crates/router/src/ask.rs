@@ -1,6 +1,7 @@
 //! A client's request, in the form for backends, which may get it more than once.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Instant;
 
 use bytes::Bytes;
@@ -8,6 +9,7 @@ use forebay_api::peer::{
     RESUME_HEADER, ROUTER_HEADER, ROUTER_KEY_HEADER, RouterTag, STREAM_HEADER,
 };
 use forebay_api::{is_from_own_page, members, plain_string};
+use forebay_balance::MOST_MOVES;
 use forebay_http::ClientId;
 use http::header::{
     CONNECTION, CONTENT_LENGTH, EXPECT, HOST, ORIGIN, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE,
@@ -62,6 +64,10 @@ pub(crate) struct Ask {
     pub(crate) response: Option<Box<str>>,
     /// The model or adapter that it names.
     pub(crate) model: Option<Box<str>>,
+    /// True if it names a key or a replica: it stays where its policy has sent it.
+    pinned: bool,
+    /// The number of its moves from queue to queue.
+    moves: AtomicU8,
     /// Backends that died while they had it.
     pub(crate) past: Mutex<Past>,
 }
@@ -96,6 +102,7 @@ impl Ask {
         deadline: Instant,
     ) -> Self {
         let key = (policy == Policy::Session).then(|| routing_key(&parts.headers, &body)).flatten();
+        let pinned = key.is_some() || is_pinned(&parts.headers, &body);
         let texts = (policy == Policy::CacheAware).then(|| texts(&body, root)).flatten();
         keep_end_to_end(&mut parts.headers);
         // A page of the router's is none of the backend's, but it may ask.
@@ -121,8 +128,22 @@ impl Ask {
             texts,
             response,
             model,
+            pinned,
+            moves: AtomicU8::new(0),
             past: Mutex::default(),
         }
+    }
+
+    /// True if it may be moved while it waits in a backend's queue.
+    pub(crate) fn may_move(&self) -> bool {
+        let moved = self.moves.load(Ordering::Relaxed);
+        let free = !self.pinned && self.response.is_none();
+        free && moved < MOST_MOVES && self.past.lock().deaths() == 0
+    }
+
+    /// Notes that it is moved.
+    pub(crate) fn note_move(&self) {
+        self.moves.fetch_add(1, Ordering::Relaxed);
     }
 
     /// An estimate of the request's tokens.
@@ -215,6 +236,14 @@ fn routing_key(headers: &HeaderMap, body: &[u8]) -> Option<u64> {
     Some(xxh3_64(plain_string(key).unwrap_or(key)))
 }
 
+/// True if a request names a key that keeps it with others, or a replica.
+fn is_pinned(headers: &HeaderMap, body: &[u8]) -> bool {
+    let fields: [&[u8]; 3] = [b"routing_key", b"routed_dp_rank", b"data_parallel_rank"];
+    let named = |(name, value): (&[u8], &[u8])| fields.contains(&name) && value != b"null";
+    [ROUTING_KEY, ROUTING_KEY_OF_SGLANG].iter().any(|&name| headers.contains_key(name))
+        || members(body).any(named)
+}
+
 /// Names of the prompt's beginnings. Prompts with different salts share none.
 fn texts(body: &[u8], root: u64) -> Option<Texts> {
     let (prompt, salt) = prompt(body)?;
@@ -270,6 +299,14 @@ mod tests {
         assert_ne!(body(r#"{"user":"bob"}"#), in_header);
         assert_eq!(body(r#"{"prompt":"x"}"#), None);
         assert_eq!(body("not json"), None);
+    }
+
+    #[test]
+    fn who_names_a_key_or_a_replica_is_pinned() {
+        let body = |text: &str| is_pinned(&HeaderMap::new(), text.as_bytes());
+        assert!(is_pinned(&headers(&[("x-smg-routing-key", "ann")]), b"{}"));
+        assert!(body(r#"{"routing_key":"ann"}"#) && body(r#"{"data_parallel_rank":0}"#));
+        assert!(!body(r#"{"routed_dp_rank":null,"user":"ann","prompt":"x"}"#));
     }
 
     #[test]

@@ -61,6 +61,8 @@ pub(crate) enum Trouble {
     /// A connection that had been idle turned out to be closed.
     Stale,
     Broken(Broken),
+    /// The request goes to another backend, in whose queue it is sooner.
+    Moved(u32),
     Refused(Response<Bytes>),
     /// The backend does not keep the response that the request names.
     Unkept(Response<Bytes>),
@@ -74,7 +76,8 @@ impl Trouble {
         match self {
             Self::Broken(broken) => !matches!(broken, Broken::Deadline),
             Self::Refused(response) => is_failure(response.status()),
-            Self::Connect(_) | Self::Stale | Self::Unkept(_) | Self::GivenUp(_) => false,
+            Self::Connect(_) | Self::Stale | Self::Moved(_) => false,
+            Self::Unkept(_) | Self::GivenUp(_) => false,
         }
     }
 }
@@ -96,14 +99,16 @@ impl From<Trouble> for Failed {
 /// One attempt, with `fresh` on a connection that was not used before.
 pub(crate) async fn attempt(
     worker: &Arc<Worker>,
-    ask: &Ask,
+    ask: &Arc<Ask>,
     resume: Option<&Resume>,
     sent: Sent,
     fresh: bool,
 ) -> Result<Reached, Failed> {
     let shared = &worker.shared;
     let request = ask.request((shared.id, shared.router_key.as_ref()), &sent, resume);
-    let mut vigil = Vigil::new(&sent, ask.deadline);
+    let moves = shared.moves() && resume.is_none() && sent.backend.is_forebay();
+    let place = (moves && ask.may_move()).then(|| sent.backend.movable.enter(sent.seq, ask));
+    let mut vigil = Vigil::new(&sent, ask.deadline, place);
     let (link, response) = match answered(worker, &sent, request, &mut vigil, fresh).await {
         Ok(answered) => answered,
         Err((trouble, was_sent)) => {
@@ -202,6 +207,7 @@ async fn answered(
             Err((Trouble::Stale, !unsent))
         }
         Err(Broken::Deadline) => Err((Trouble::Broken(Broken::Deadline), false)),
+        Err(Broken::Moved(to)) => Err((Trouble::Moved(to), false)),
         Err(broken) => Err((Trouble::Broken(broken), true)),
     }
 }
@@ -242,6 +248,7 @@ async fn first(mut reached: Reached, mut flow: Flow, kept: bool) -> Result<Reach
                 }
             },
             Some(Err(Broken::Deadline)) => return Err(Trouble::Broken(Broken::Deadline).into()),
+            Some(Err(Broken::Moved(to))) => return Err(Trouble::Moved(to).into()),
             Some(Err(broken)) => broken,
             None => {
                 if let Kind::Tape(tape, _) = &mut reached.kind {

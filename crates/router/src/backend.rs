@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
 use forebay_api::peer::LoadReport;
+use forebay_balance::{Load, Work};
 use http::HeaderValue;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
@@ -18,6 +19,7 @@ use crate::config::HealthConfig;
 use crate::index::Stored;
 use crate::ledger::{Accounting, Ledger};
 use crate::models::Models;
+use crate::movable::Movable;
 use crate::past::{Role, Trial};
 use crate::policy::Candidate;
 use crate::trials::Trials;
@@ -58,6 +60,8 @@ struct State {
     life: Life,
     /// The time at which the last dispatch ended.
     ended: Option<Instant>,
+    /// The time of the last report.
+    reported: Option<Instant>,
 }
 
 /// The life of a backend's process, and the dispatch that is on trial in it.
@@ -107,6 +111,7 @@ pub(crate) struct Counters {
     pub(crate) failed: AtomicU64,
     pub(crate) refused: AtomicU64,
     pub(crate) taken_over: AtomicU64,
+    pub(crate) moved: AtomicU64,
 }
 
 /// A backend.
@@ -130,6 +135,8 @@ pub(crate) struct Backend {
     pub(crate) inquest: tokio::sync::Mutex<Option<Instant>>,
     /// Those who wait for a trial, at any backend.
     trials: Arc<Trials>,
+    /// Its dispatches that may be moved.
+    pub(crate) movable: Arc<Movable>,
     /// The memory that unfinished parts of its answers take.
     pub(crate) memory: Arc<Budget>,
     /// Wakes those who wait for something from it: nothing will come.
@@ -162,6 +169,7 @@ impl Backend {
                 health: Health::default(),
                 life: Life::default(),
                 ended: None,
+                reported: None,
             }),
             forebay: AtomicBool::new(false),
             names: AtomicU64::new(0),
@@ -169,6 +177,7 @@ impl Backend {
             models: Models::default(),
             inquest: tokio::sync::Mutex::default(),
             trials,
+            movable: Arc::default(),
             memory: Budget::new(MEMORY),
             gone: Arc::default(),
             suspected: Notify::new(),
@@ -271,6 +280,7 @@ impl Backend {
         let mut state = self.state.lock();
         if state.ledger.report(report) {
             state.life.speak(report.epoch);
+            state.reported = Some(Instant::now());
         }
     }
 
@@ -279,6 +289,25 @@ impl Backend {
         let state = self.state.lock();
         let ledger = &state.ledger;
         (ledger.requests(), ledger.own(), ledger.last_report())
+    }
+
+    /// Its load, for moves. Only requests that may be moved count as queued.
+    pub(crate) fn balance(&self) -> Load {
+        let ledger = &self.state.lock().ledger;
+        let requests = ledger.requests().into();
+        let work = Work { prefill: ledger.ahead(), decode: 0 };
+        let in_prefill = if self.movable.is_empty() { 0 } else { requests };
+        Load { requests, work, in_prefill, ..Load::default() }
+    }
+
+    /// True if a dispatch of this router has not ended.
+    pub(crate) fn has(&self, seq: u64) -> bool {
+        self.state.lock().ledger.has(seq)
+    }
+
+    /// The time of its last report.
+    pub(crate) fn reported(&self) -> Option<Instant> {
+        self.state.lock().reported
     }
 
     /// The time at which this router's last request ended.

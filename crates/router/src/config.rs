@@ -117,6 +117,8 @@ pub struct RouterConfig {
     pub thresholds: Thresholds,
     /// The way in which the router learns load.
     pub watch: Watch,
+    /// True if queued requests move to a brain with less to do.
+    pub queue_moves: bool,
     /// The places that name backends.
     pub sources: Sources,
     /// The health checks of backends.
@@ -163,6 +165,7 @@ impl Default for RouterConfig {
             policy: Policy::default(),
             thresholds: Thresholds::default(),
             watch: Watch::default(),
+            queue_moves: true,
             sources: Sources { interval: Duration::from_secs(5), ..Sources::default() },
             health: HealthConfig::default(),
             breaker: BreakerConfig::default(),

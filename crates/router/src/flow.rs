@@ -12,6 +12,7 @@ use tokio::time::{Sleep, sleep_until};
 
 use crate::backend::Sent;
 use crate::link::Link;
+use crate::movable::Place;
 use crate::shared::Worker;
 
 /// The reason for which a response does not come, or not to its end.
@@ -23,6 +24,8 @@ pub(crate) enum Broken {
     Gone,
     #[error("the backend sent more of its answer than can be held before it may be passed on")]
     Excess,
+    #[error("the request goes to another backend, which computes it sooner")]
+    Moved(u32),
     #[error("the request took longer than --request-timeout-secs allows")]
     Deadline,
 }
@@ -31,18 +34,23 @@ pub(crate) enum Broken {
 pub(crate) struct Vigil {
     gone: Pin<Box<OwnedNotified>>,
     deadline: Pin<Box<Sleep>>,
+    /// `None`: it stays where it is.
+    place: Option<Place>,
 }
 
 impl Vigil {
-    pub(crate) fn new(sent: &Sent, deadline: Instant) -> Self {
+    pub(crate) fn new(sent: &Sent, deadline: Instant, place: Option<Place>) -> Self {
         let mut gone = Box::pin(Arc::clone(&sent.backend.gone).notified_owned());
         gone.as_mut().enable();
-        Self { gone, deadline: Box::pin(sleep_until(deadline.into())) }
+        Self { gone, deadline: Box::pin(sleep_until(deadline.into())), place }
     }
 
     pub(crate) fn poll(&mut self, context: &mut Context<'_>) -> Poll<Broken> {
         if self.gone.as_mut().poll(context).is_ready() {
             return Poll::Ready(Broken::Gone);
+        }
+        if let Some(Poll::Ready(to)) = self.place.as_mut().map(|place| place.poll(context)) {
+            return Poll::Ready(Broken::Moved(to));
         }
         self.deadline.as_mut().poll(context).map(|()| Broken::Deadline)
     }
@@ -85,6 +93,7 @@ impl Flow {
             if let Ok(data) = frame.into_data()
                 && !data.is_empty()
             {
+                self.vigil.place = None;
                 return Poll::Ready(Some(Ok(data)));
             }
         }

@@ -116,9 +116,25 @@ impl Ledger {
     /// Tokens of all requests of the backend.
     #[must_use]
     pub fn tokens(&self) -> u64 {
-        let reported = self.report.map_or(0, |report| report.tokens);
+        self.report.map_or(0, |report| report.tokens).saturating_add(self.unseen())
+    }
+
+    /// Prompt tokens that the backend computes before those of a new request.
+    #[must_use]
+    pub fn ahead(&self) -> u64 {
+        self.report.map_or(0, |report| report.ahead).saturating_add(self.unseen())
+    }
+
+    /// True if a dispatch has not ended.
+    #[must_use]
+    pub fn has(&self, seq: u64) -> bool {
+        self.alive.contains_key(&seq)
+    }
+
+    /// Tokens of dispatches that no report counts.
+    fn unseen(&self) -> u64 {
         let unseen = self.alive.values().filter(|dispatched| !dispatched.acknowledged);
-        reported.saturating_add(unseen.map(|dispatched| u64::from(dispatched.tokens)).sum())
+        unseen.map(|dispatched| u64::from(dispatched.tokens)).sum()
     }
 }
 
@@ -246,10 +262,12 @@ mod tests {
         for accounting in [Accounting::Acknowledged, Accounting::Overwritten] {
             let mut ledger = Ledger::new(accounting);
             let requests = u32::MAX;
-            let report = LoadReport { at: 1, requests, tokens: u64::MAX, ..LoadReport::default() };
+            let (tokens, ahead) = (u64::MAX, u64::MAX);
+            let report = LoadReport { at: 1, requests, tokens, ahead, ..LoadReport::default() };
             ledger.report(report);
             ledger.begin(1);
             assert_eq!((ledger.requests(), ledger.tokens()), (u32::MAX, u64::MAX));
+            assert_eq!(ledger.ahead(), u64::MAX);
         }
     }
 

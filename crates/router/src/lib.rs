@@ -45,6 +45,8 @@ mod link;
 mod live;
 mod loads;
 mod models;
+mod movable;
+mod moves;
 mod past;
 mod payload;
 mod policy;

@@ -82,6 +82,7 @@ pub(crate) fn metrics(shared: &Shared) -> prometheus::Result<Vec<u8>> {
     let failed = counter("failed", "Requests that the backend failed.")?;
     let refused = counter("refused", "Requests that the backend refused for now: 429 or 503.")?;
     let taken = counter("taken_over", "Streams that the backend went on with.")?;
+    let moved = counter("moved", "Queued requests that were sent to another backend.")?;
     for backend in shared.registry.current().iter() {
         let url = backend.url.url();
         let label = [url.as_str()];
@@ -94,6 +95,7 @@ pub(crate) fn metrics(shared: &Shared) -> prometheus::Result<Vec<u8>> {
         dispatched.with_label_values(&label).inc_by(read(&backend.counters.dispatched));
         failed.with_label_values(&label).inc_by(read(&backend.counters.failed));
         refused.with_label_values(&label).inc_by(read(&backend.counters.refused));
+        moved.with_label_values(&label).inc_by(read(&backend.counters.moved));
         taken.with_label_values(&label).inc_by(read(&backend.counters.taken_over));
     }
     let mut text = Vec::new();

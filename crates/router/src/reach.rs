@@ -84,7 +84,7 @@ impl Failures {
 /// dispatch `broke`.
 pub(crate) async fn reach(
     worker: &Arc<Worker>,
-    ask: &Ask,
+    ask: &Arc<Ask>,
     resume: Option<&Resume>,
     broke: Option<Sent>,
 ) -> Result<Reached, Failure> {
@@ -104,7 +104,7 @@ pub(crate) async fn reach(
 
 async fn search(
     worker: &Arc<Worker>,
-    ask: &Ask,
+    ask: &Arc<Ask>,
     resume: Option<&Resume>,
     mut avoided: Avoided,
     failures: &mut Failures,
@@ -117,8 +117,15 @@ async fn search(
     let (mut attempts, mut rounds) = (0, 0);
     // A connection that was idle says little when it fails. One such surprise is enough.
     let mut fresh = false;
+    // The backend that a queued request goes to.
+    let mut target: Option<u32> = None;
     loop {
-        let Some(sent) = choose(shared, ask, &avoided.ids(), resume.is_some()).await else {
+        let moved = target.take().and_then(|to| shared.dispatch_to(ask, to));
+        let chosen = match moved {
+            Some(moved) => Some(moved),
+            None => choose(shared, ask, &avoided.ids(), resume.is_some()).await,
+        };
+        let Some(sent) = chosen else {
             if let Some(unkept) = unkept {
                 return Err(unkept);
             }
@@ -168,6 +175,13 @@ async fn search(
                 avoided.0.pop();
                 continue;
             }
+            Verdict::Moved(to) => {
+                ask.note_move();
+                backend.counters.moved.fetch_add(1, Ordering::Relaxed);
+                target = Some(to);
+                avoided.0.pop();
+                continue;
+            }
             Verdict::Aside(failure) => {
                 unkept = Some(failure);
                 continue;
@@ -212,6 +226,8 @@ fn retry_after(trouble: &Trouble) -> Option<Duration> {
 enum Verdict {
     /// The same backends are asked, on a new connection.
     Again,
+    /// This backend is asked, and the attempt does not count.
+    Moved(u32),
     /// Another backend is asked, and this attempt does not count.
     Aside(Failure),
     /// Another backend is asked, if attempts are left.
@@ -224,6 +240,7 @@ fn verdict(shared: &Shared, backend: &Backend, trouble: Trouble, died: bool) -> 
     match trouble {
         Trouble::Stale if !died => Verdict::Again,
         Trouble::Stale => Verdict::Next(not_reached()),
+        Trouble::Moved(to) => Verdict::Moved(to),
         Trouble::Refused(response) => Verdict::Next(Failure::Refused(response)),
         Trouble::Unkept(response) => Verdict::Aside(Failure::Refused(response)),
         Trouble::GivenUp(response) => Verdict::Final(Failure::Refused(response)),
@@ -322,7 +339,7 @@ pub(crate) fn unanswered(reason: &Broken) -> ApiError {
         Broken::Link(error) if error.is_parse() => {
             ApiError::BadAnswer { reason: said, code: "backend_answer_garbled" }
         }
-        Broken::Link(_) | Broken::Gone => {
+        Broken::Link(_) | Broken::Gone | Broken::Moved(_) => {
             ApiError::Unavailable { reason: said, code: "backend_failed" }
         }
         Broken::Excess => ApiError::BadAnswer { reason: said, code: "backend_answer_too_large" },

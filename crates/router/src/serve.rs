@@ -21,6 +21,7 @@ use tokio::time::{interval, sleep, timeout};
 use crate::backend::Backend;
 use crate::config::RouterConfig;
 use crate::link::Idle;
+use crate::moves;
 use crate::registry::{Registry, Source};
 use crate::service::answer;
 use crate::shared::{Fuse, Shared, Worker};
@@ -107,6 +108,9 @@ impl Router {
             watching.spawn(fused(&shared, follow_name(Arc::clone(&shared), name)));
         }
         watching.spawn(fused(&shared, end_leases(Arc::clone(&shared))));
+        if shared.moves() {
+            watching.spawn(fused(&shared, moves::follow(Arc::clone(&shared))));
+        }
         watching.block_on(first_checks(&shared));
 
         listener.set_nonblocking(true)?;

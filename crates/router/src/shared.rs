@@ -13,7 +13,7 @@ use tokio::sync::{Semaphore, watch};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::ask::{Ask, Reading};
-use crate::backend::Sent;
+use crate::backend::{Backend, Sent};
 use crate::budget::Budget;
 use crate::config::{RouterConfig, Watch};
 use crate::homes::Homes;
@@ -162,23 +162,53 @@ impl Shared {
         }
         let (fit, mut candidates): (Vec<_>, Vec<_>) =
             fit.into_iter().map(|(backend, candidate, _)| (backend, candidate)).unzip();
-        if let Some(texts) = &ask.texts {
-            let parts = self.index.lock().parts(texts);
-            for (backend, candidate) in fit.iter().zip(&mut candidates) {
-                let names = backend.names();
-                candidate.cached = backend.stored.lock().share(&parts, backend.id, names);
-            }
+        let shares = self.cached(ask, fit.iter().map(|backend| &***backend));
+        for (cached, candidate) in shares.into_iter().zip(&mut candidates) {
+            candidate.cached = cached;
         }
         let Some(chosen) = chooser.choose(&candidates, ask.key) else { return Choice::Nobody };
         let chosen = fit[chosen];
-        if let Some(texts) = &ask.texts {
-            self.index.lock().sent(texts, chosen.id);
-        }
-        let sent = Arc::clone(chosen).begin(ask.tokens(), trial.map(|(trial, _)| trial));
+        let sent = self.send(ask, chosen, trial.map(|(trial, _)| trial));
         if let Some((_, ticket)) = trial {
             ticket.used(free.into_iter().filter(|&free| free != chosen.id));
         }
         Choice::Sent(sent)
+    }
+
+    /// Sends a queued request to this backend; `None` if it takes none now, or tries a suspect.
+    pub(crate) fn dispatch_to(&self, ask: &Ask, to: u32) -> Option<Sent> {
+        let backends = self.registry.current();
+        let backend = backends.iter().find(|backend| backend.id == to)?;
+        let _chooser = self.chooser.lock();
+        backend.candidate(Instant::now()).filter(|(_, tries)| !tries)?;
+        Some(self.send(ask, backend, None))
+    }
+
+    fn send(&self, ask: &Ask, backend: &Arc<Backend>, trial: Option<Trial>) -> Sent {
+        if let Some(texts) = &ask.texts {
+            self.index.lock().sent(texts, backend.id);
+        }
+        Arc::clone(backend).begin(ask.tokens(), trial)
+    }
+
+    /// The share of a request's prompt that each backend has cached; empty if nobody looks at it.
+    pub(crate) fn cached<'a>(
+        &self,
+        ask: &Ask,
+        backends: impl Iterator<Item = &'a Backend>,
+    ) -> Vec<f32> {
+        let Some(texts) = &ask.texts else { return Vec::new() };
+        let parts = self.index.lock().parts(texts);
+        let share = |backend: &Backend| {
+            let names = backend.names();
+            backend.stored.lock().share(&parts, backend.id, names)
+        };
+        backends.map(share).collect()
+    }
+
+    /// True if queued requests move. Loads that are there to be measured against move nothing.
+    pub(crate) fn moves(&self) -> bool {
+        self.config.queue_moves && self.config.watch == Watch::Acknowledged
     }
 
     /// The purpose of looks at requests of a client with this key at this address.
@@ -207,6 +237,12 @@ impl Shared {
         self.totals.requests.fetch_add(1, Ordering::Relaxed);
         self.live.send_modify(|live| *live += 1);
         Live(Arc::clone(self))
+    }
+
+    /// Waits until some request is alive.
+    pub(crate) async fn busy(&self) {
+        // The sender lives in self, so waiting cannot fail.
+        let _ = self.live.subscribe().wait_for(|&live| live > 0).await;
     }
 
     /// Waits until no request is alive.

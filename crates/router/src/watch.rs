@@ -224,6 +224,17 @@ fn take_report(backend: &Backend, answer: &Answer) -> bool {
     }
 }
 
+/// Asks a backend that speaks of its load for a report, and takes it. Gives the answer.
+pub(crate) async fn report_of(
+    shared: &Shared,
+    backend: &Backend,
+    link: &mut Option<Link>,
+    path: &str,
+) -> Option<Bytes> {
+    let answer = question(shared, backend, link, path, (PROBE, MAX_REPORT)).await;
+    take_report(backend, &answer).then(|| answer.ok().map(|(_, body)| body)).flatten()
+}
+
 async fn poll_load(shared: &Shared, backend: &Backend, interval: Duration) {
     let mut link = None;
     loop {

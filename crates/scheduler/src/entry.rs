@@ -179,6 +179,13 @@ impl Entry {
         (shared + self.tokens.len()) as u32
     }
 
+    /// True if it was never admitted and no hand has died under it: nothing of it is here but its
+    /// place.
+    pub(crate) fn is_untouched(&self) -> bool {
+        let past = self.request.past;
+        self.residence.is_none() && !past.admitted && past.suspect.is_none()
+    }
+
     /// Copies its shared data, before its admission.
     pub(crate) fn settle(&mut self) {
         if !self.tokens.is_empty() {

@@ -43,7 +43,7 @@ impl Scheduler {
         let handle = self.roster.find(id)?;
         let entry = &self.roster[handle];
         let past = entry.request.past;
-        if entry.residence.is_some() || past.admitted || past.suspect.is_some() {
+        if !entry.is_untouched() {
             return None;
         }
         let ticket = entry.ticket(handle);

@@ -41,6 +41,9 @@ pub struct RequestView {
     /// The request whose prompt is first in turn, if this one's prompt is not computed either. It
     /// waits for that one, except for the part of steps in which it passes.
     pub waits_for: Option<u64>,
+    /// True if the request was never admitted and no hand has died under it: nothing of it is here
+    /// but its place.
+    pub untouched: bool,
 }
 
 impl Scheduler {
@@ -80,6 +83,7 @@ impl Scheduler {
                 }
                 Some(Stage::Planned | Stage::Decode { .. }) => None,
             },
+            untouched: entry.is_untouched(),
         })
     }
 }

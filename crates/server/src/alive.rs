@@ -2,6 +2,9 @@
 
 use std::sync::Arc;
 
+use forebay_api::peer::RouterTag;
+use forebay_engine::RequestId;
+
 use crate::peers::Peer;
 use crate::state::{Inner, Shared};
 
@@ -10,18 +13,27 @@ impl Inner {
     pub(crate) fn enter(self: &Arc<Self>, peer: &Peer) -> LiveGuard {
         let tag = peer.tag();
         self.book.enter(tag);
-        LiveGuard { state: Arc::clone(self), router: tag.map(|tag| tag.router) }
+        LiveGuard { state: Arc::clone(self), tag: tag.copied() }
     }
 }
 
 /// Counts a call as alive.
 pub(crate) struct LiveGuard {
     state: Shared,
-    router: Option<u64>,
+    tag: Option<RouterTag>,
+}
+
+impl LiveGuard {
+    /// Notes that the call has submitted an engine request.
+    pub(crate) fn submitted(&self, id: RequestId) {
+        if let Some(tag) = &self.tag {
+            self.state.book.submitted(tag, id.0);
+        }
+    }
 }
 
 impl Drop for LiveGuard {
     fn drop(&mut self) {
-        self.state.book.leave(self.router);
+        self.state.book.leave(self.tag.as_ref());
     }
 }

@@ -43,7 +43,7 @@ pub(crate) struct Call {
     span: tracing::Span,
     /// The part of a stream that the client has already, from another brain.
     before: Option<Delta>,
-    _live: LiveGuard,
+    live: LiveGuard,
     /// The charge for the choices and the answer.
     charge: Arc<Charge>,
     /// The largest number of bytes of a whole answer.
@@ -139,7 +139,7 @@ impl Call {
             receiver,
             span,
             before,
-            _live: state.enter(peer),
+            live: state.enter(peer),
             charge,
             limit: unread,
         };
@@ -249,6 +249,7 @@ impl Call {
                 state.egress.forget(id);
                 return Err(submit_error(error));
             }
+            self.live.submitted(id);
             self.alive.push(Some(id));
         }
         Ok(())

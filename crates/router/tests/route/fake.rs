@@ -1,13 +1,14 @@
 //! Backends that do as they are told, wrong things too.
 
-use std::collections::VecDeque;
-use std::io::{BufReader, Write};
+use std::collections::{BTreeMap, VecDeque};
+use std::io::{BufRead, BufReader, ErrorKind, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
-use forebay_api::peer::{LoadReport, RouterTag, read_ids, write_comment};
+use forebay_api::peer::{LoadReport, QueuedDispatch, RouterTag, read_ids, write_comment};
 
 use crate::http::{Message, read_body, read_head};
 
@@ -34,6 +35,9 @@ pub(crate) enum Act {
     HangAfter(Vec<u8>),
     /// A JSON answer, once somebody says so.
     Wait(Arc<Gate>),
+    /// It waits in a brain's queue with this many tokens, until the other end closes the
+    /// connection or the queue is computed: then it is answered.
+    Queue(u64),
     /// The backend dies.
     Die,
     /// A JSON answer with this header.
@@ -83,9 +87,26 @@ struct State {
     reports: AtomicUsize,
     /// The models that it lists to routers; `None`: it has no such route.
     models: Mutex<Option<String>>,
+    queue: Mutex<Queue>,
     alive: AtomicUsize,
     most_alive: AtomicUsize,
     hung_up: Mutex<Option<Sender<()>>>,
+}
+
+/// What a brain tells of its queue.
+#[derive(Default)]
+struct Queue {
+    /// `None`: nothing.
+    ahead: Option<u64>,
+    /// Requests of others.
+    others: u32,
+    /// Tokens of dispatches that wait.
+    waiting: BTreeMap<u64, u64>,
+    /// The last dispatch, and the last report.
+    seen: u64,
+    at: u64,
+    /// Nothing waits any more.
+    computed: bool,
 }
 
 /// Tokens of a brain's stream.
@@ -204,6 +225,27 @@ impl Fake {
         *self.state.models.lock().unwrap() = Some(list.to_string());
     }
 
+    /// Has it report this many prompt tokens to compute, and requests of others.
+    pub(crate) fn has_queue(&self, ahead: u64, others: u32) {
+        let mut queue = self.state.queue.lock().unwrap();
+        (queue.ahead, queue.others) = (Some(ahead), others);
+    }
+
+    /// Has it say that a dispatch waits, though it does not.
+    pub(crate) fn claims(&self, seq: u64, tokens: u64) {
+        self.state.queue.lock().unwrap().waiting.insert(seq, tokens);
+    }
+
+    /// The number of requests in its queue.
+    pub(crate) fn queued(&self) -> usize {
+        self.state.queue.lock().unwrap().waiting.len()
+    }
+
+    /// Has it answer all that waits in its queue.
+    pub(crate) fn compute_queue(&self) {
+        self.state.queue.lock().unwrap().computed = true;
+    }
+
     /// The most requests that it had at a time.
     pub(crate) fn most_alive(&self) -> usize {
         self.state.most_alive.load(Ordering::SeqCst)
@@ -245,7 +287,49 @@ impl State {
     }
 
     fn report(&self) -> LoadReport {
-        LoadReport { epoch: self.epoch.load(Ordering::SeqCst), ..LoadReport::default() }
+        let epoch = self.epoch.load(Ordering::SeqCst);
+        let mut queue = self.queue.lock().unwrap();
+        let Some(ahead) = queue.ahead else {
+            return LoadReport { epoch, ..LoadReport::default() };
+        };
+        queue.at += 1;
+        let own = self.alive.load(Ordering::SeqCst) as u32;
+        let (at, seen, requests) = (queue.at, queue.seen, own + queue.others);
+        LoadReport { epoch, at, seen, own, requests, ahead, ..LoadReport::default() }
+    }
+
+    /// The answer to the question about its load.
+    fn load(&self) -> String {
+        let mut load = serde_json::to_value(self.report()).unwrap();
+        let queue = self.queue.lock().unwrap();
+        let queued = queue.waiting.iter().rev();
+        load["queued"] = queued
+            .map(|(&seq, &tokens)| QueuedDispatch { seq, tokens })
+            .map(|queued| serde_json::to_value(queued).unwrap())
+            .collect();
+        load.to_string()
+    }
+
+    /// Waits until the other end has closed its connection, or the queue is computed, which is
+    /// true.
+    fn queue(&self, reader: &mut BufReader<TcpStream>, seq: u64, tokens: u64) -> bool {
+        self.queue.lock().unwrap().waiting.insert(seq, tokens);
+        reader.get_ref().set_read_timeout(Some(Duration::from_millis(2))).unwrap();
+        let computed = loop {
+            match reader.fill_buf() {
+                Err(error)
+                    if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) =>
+                {
+                    if self.queue.lock().unwrap().computed {
+                        break true;
+                    }
+                }
+                _ => break false,
+            }
+        };
+        reader.get_ref().set_read_timeout(None).unwrap();
+        self.queue.lock().unwrap().waiting.remove(&seq);
+        computed
     }
 
     fn serve(&self, mut socket: TcpStream) {
@@ -263,8 +347,7 @@ impl State {
                 }
                 path if path.starts_with("/v1/loads") && self.brain => {
                     self.reports.fetch_add(1, Ordering::SeqCst);
-                    let report = serde_json::to_string(&self.report()).unwrap();
-                    answer(&mut socket, 200, &self.padded(&report), "")
+                    answer(&mut socket, 200, &self.padded(&self.load()), "")
                 }
                 path if path.starts_with("/v1/loads") => answer(&mut socket, 404, "{}", ""),
                 // Clients' requests have a number, and the router's own have none.
@@ -276,6 +359,10 @@ impl State {
                     let alive = self.alive.fetch_add(1, Ordering::SeqCst) + 1;
                     self.most_alive.fetch_max(alive, Ordering::SeqCst);
                     self.seen.lock().unwrap().push(request.clone());
+                    if let Some(tag) = tag_of(&request) {
+                        let mut queue = self.queue.lock().unwrap();
+                        queue.seen = queue.seen.max(tag.seq);
+                    }
                     let act = self.script.lock().unwrap().pop_front();
                     let poisoned = String::from_utf8_lossy(&request.body).contains(POISON);
                     let act = act.unwrap_or(match self.brain {
@@ -363,6 +450,10 @@ impl State {
                 let _ = socket.write_all(&bytes);
                 false
             }
+            Act::Queue(tokens) => {
+                let seq = tag_of(request).unwrap().seq;
+                self.queue(reader, seq, tokens) && answer(socket, 200, "{\"ok\":true}", "")
+            }
             Act::Wait(gate) => {
                 let _ = gate.0.lock().unwrap().recv();
                 answer(socket, 200, "{\"ok\":true}", "")
@@ -371,9 +462,12 @@ impl State {
     }
 }
 
+fn tag_of(request: &Message) -> Option<RouterTag> {
+    request.header("x-forebay-router").and_then(|tag| RouterTag::decode(tag).ok())
+}
+
 fn is_of_router(request: &Message) -> bool {
-    let tag = request.header("x-forebay-router").and_then(|tag| RouterTag::decode(tag).ok());
-    tag.is_some_and(|tag| tag.seq == 0)
+    tag_of(request).is_some_and(|tag| tag.seq == 0)
 }
 
 fn answer(socket: &mut TcpStream, status: u16, body: &str, headers: &str) -> bool {

@@ -10,6 +10,7 @@ mod deaths;
 mod fake;
 mod http;
 mod models;
+mod moves;
 mod passing;
 mod streams;
 mod surroundings;

@@ -16,6 +16,7 @@ use forebay_engine::{EngineHandle, Moment, Status, What};
 use forebay_webui::{Feed, FeedBody};
 use serde::Serialize;
 
+pub(crate) use crate::live::snapshot::views;
 use crate::live::tick::Watch;
 pub(crate) use crate::live::trace::trace;
 use crate::state::Shared;

@@ -91,6 +91,7 @@ impl Told {
                     max_tokens,
                     arrived_us: moment.at_us,
                     waits_for: None,
+                    untouched: true,
                 };
                 self.unseen.insert(moment.id, (at, view));
                 return;
@@ -164,6 +165,7 @@ mod tests {
             max_tokens: 50,
             arrived_us: 5,
             waits_for: None,
+            untouched: false,
         }
     }
 

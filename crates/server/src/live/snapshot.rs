@@ -49,15 +49,7 @@ async fn look(state: Shared, show: watch::Sender<Arc<Snapshot>>) {
 
 async fn snapshot(state: &Shared, before: &Snapshot) -> Snapshot {
     let engines = state.engine.handles();
-    let asked: Vec<_> = engines.iter().map(ask).collect();
-    let all = async {
-        let mut told = Vec::with_capacity(asked.len());
-        for reply in asked {
-            told.push(timeout(PATIENCE, reply).await.ok().and_then(Result::ok));
-        }
-        told
-    };
-    let told = all.await;
+    let told = views(&engines).await;
     let now_us = engines.first().map_or(0, EngineHandle::now_us);
     let reports = state.engine.replicas();
     let replicas = engines.into_iter().zip(reports).zip(told).enumerate();
@@ -67,6 +59,16 @@ async fn snapshot(state: &Shared, before: &Snapshot) -> Snapshot {
         Seen { engine, report, views }
     });
     Snapshot { now_us, replicas: replicas.collect() }
+}
+
+/// The requests of each engine; `None`: it does not tell them in time.
+pub(crate) async fn views(engines: &[EngineHandle]) -> Vec<Option<Vec<RequestView>>> {
+    let asked: Vec<_> = engines.iter().map(ask).collect();
+    let mut told = Vec::with_capacity(asked.len());
+    for reply in asked {
+        told.push(timeout(PATIENCE, reply).await.ok().and_then(Result::ok));
+    }
+    told
 }
 
 fn ask(engine: &EngineHandle) -> oneshot::Receiver<Vec<RequestView>> {

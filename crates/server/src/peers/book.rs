@@ -1,11 +1,11 @@
 //! Requests that came from routers, and reports of the load to these routers.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use forebay_api::peer::{LoadReport, RouterTag};
+use forebay_api::peer::{LoadReport, QueuedDispatch, RouterTag};
 use parking_lot::Mutex;
 use rustc_hash::FxBuildHasher;
 use tokio::sync::watch;
@@ -29,6 +29,8 @@ struct Sender {
     above: BTreeSet<u64>,
     /// Calls of this router that are alive.
     own: u32,
+    /// Ids of their engine requests, by dispatch.
+    submitted: BTreeMap<u64, Vec<u64>>,
     /// The time of the last report in a stream, in microseconds since the start.
     commented: Arc<AtomicU64>,
 }
@@ -83,14 +85,40 @@ impl Book {
         self.live.send_modify(|live| *live += 1);
     }
 
-    /// A call of `router` has ended.
-    pub(crate) fn leave(&self, router: Option<u64>) {
-        let Some(router) = router else { return self.live.send_modify(|live| *live -= 1) };
+    /// A call with this tag has submitted an engine request.
+    pub(crate) fn submitted(&self, tag: &RouterTag, id: u64) {
+        if let Some(sender) = self.routers.lock().get_mut(&tag.router) {
+            sender.submitted.entry(tag.seq).or_default().push(id);
+        }
+    }
+
+    /// A call has ended.
+    pub(crate) fn leave(&self, tag: Option<&RouterTag>) {
+        let Some(tag) = tag else { return self.live.send_modify(|live| *live -= 1) };
         let mut routers = self.routers.lock();
-        if let Some(sender) = routers.get_mut(&router) {
+        if let Some(sender) = routers.get_mut(&tag.router) {
             sender.own -= 1;
+            sender.submitted.remove(&tag.seq);
         }
         self.live.send_modify(|live| *live -= 1);
+    }
+
+    /// At most so many of a router's dispatches whose engine requests all wait, the latest first.
+    /// `waiting` gives the tokens of an engine request that does.
+    pub(crate) fn queued(
+        &self,
+        router: u64,
+        most: usize,
+        waiting: impl Fn(u64) -> Option<u64>,
+    ) -> Vec<QueuedDispatch> {
+        let routers = self.routers.lock();
+        let Some(sender) = routers.get(&router) else { return Vec::new() };
+        let latest = sender.submitted.iter().rev();
+        let queued = latest.filter_map(|(&seq, ids)| {
+            let tokens = ids.iter().map(|&id| waiting(id)).sum::<Option<u64>>()?;
+            Some(QueuedDispatch { seq, tokens })
+        });
+        queued.take(most).collect()
     }
 
     /// The calls' part of a report to a router; the engine's part is left empty.
@@ -162,7 +190,7 @@ mod tests {
         assert_eq!((one.own, one.requests, one.seen), (2, 4, 2));
         assert_eq!((two.own, two.requests, two.seen), (1, 4, 1));
         assert!(two.at > one.at && two.epoch == one.epoch);
-        book.leave(Some(1));
+        book.leave(Some(&tag(1, 1, 1)));
         book.leave(None);
         let one = book.report(Some(1));
         assert_eq!((one.own, one.requests, one.seen), (1, 2, 2));
@@ -177,6 +205,30 @@ mod tests {
         assert_eq!(book.report(Some(1)).seen, 1);
         book.enter(Some(&tag(1, 4, 3)));
         assert_eq!(book.report(Some(1)).seen, 4);
+    }
+
+    #[test]
+    fn a_dispatch_is_queued_while_all_that_it_has_submitted_waits() {
+        let book = Book::new();
+        for seq in 1..=4 {
+            book.enter(Some(&tag(1, seq, 1)));
+        }
+        book.enter(Some(&tag(2, 1, 1)));
+        for (router, seq, id) in [(1, 1, 10), (1, 2, 20), (1, 2, 21), (1, 3, 30), (2, 1, 40)] {
+            book.submitted(&tag(router, seq, 1), id);
+        }
+        let all = |id| Some(id);
+        let found = |most, waiting: fn(u64) -> Option<u64>| {
+            let queued = book.queued(1, most, waiting);
+            queued.iter().map(|queued| (queued.seq, queued.tokens)).collect::<Vec<_>>()
+        };
+        // The fourth has submitted nothing yet.
+        assert_eq!(found(8, all), [(3, 30), (2, 41), (1, 10)]);
+        assert_eq!(found(2, all), [(3, 30), (2, 41)]);
+        assert_eq!(found(8, |id| (id != 21).then_some(id)), [(3, 30), (1, 10)]);
+        book.leave(Some(&tag(1, 3, 1)));
+        assert_eq!(found(8, all), [(2, 41), (1, 10)]);
+        assert!(book.queued(7, 8, all).is_empty());
     }
 
     #[test]

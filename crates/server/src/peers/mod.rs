@@ -9,6 +9,7 @@ pub(crate) mod blocks;
 pub(crate) mod book;
 pub(crate) mod log;
 
+use std::collections::HashMap;
 use std::convert::Infallible;
 use std::sync::{Arc, Once, OnceLock};
 use std::time::Instant;
@@ -21,9 +22,9 @@ use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use forebay_api::ApiError;
 use forebay_api::peer::{
-    BACKGROUND, BLOCKS_HEADER, LOAD_HEADER, LoadReport, RESUME_HEADER, ROUTER_HEADER,
-    ROUTER_KEY_HEADER, RouterTag, STREAM_HEADER, StreamName, encode_blocks, read_ids,
-    sample_blocks, write_comment,
+    BACKGROUND, BLOCKS_HEADER, LOAD_HEADER, LoadReport, QueuedDispatch, RESUME_HEADER,
+    ROUTER_HEADER, ROUTER_KEY_HEADER, RouterTag, STREAM_HEADER, StreamName, encode_blocks,
+    read_ids, sample_blocks, write_comment,
 };
 use forebay_egress::{Delta, EventEncoder, Tally};
 use forebay_http::{ClientId, KeyId};
@@ -31,6 +32,7 @@ use subtle::ConstantTimeEq;
 
 use crate::adapters::NamedAdapter;
 use crate::limits::{self, Upload};
+use crate::live;
 use crate::names::random_hex;
 use crate::reply::Failure;
 use crate::state::{Shared, now};
@@ -179,10 +181,22 @@ pub(crate) fn report(state: &Shared, router: Option<u64>) -> LoadReport {
         running: u32::try_from(stats.running).unwrap_or(u32::MAX),
         waiting: u32::try_from(stats.waiting).unwrap_or(u32::MAX),
         tokens: replicas.iter().map(|replica| replica.load.work.tokens()).sum(),
+        ahead: replicas.iter().map(|replica| replica.load.work.prefill).sum::<u64>()
+            / replicas.len().max(1) as u64,
         pages_free: (stats.pages_free + stats.pages_cached) as u64,
         names: state.config.sharing.namer.id(),
         ..state.book.report(router)
     }
+}
+
+/// At most so many dispatches of a router that wait and were never admitted, the latest first. A
+/// replica's requests beyond [`forebay_engine::MOST_VIEWS`] are not looked at.
+pub(crate) async fn queued(state: &Shared, router: u64, most: usize) -> Vec<QueuedDispatch> {
+    let told = live::views(&state.engine.handles()).await;
+    let untouched = told.into_iter().flatten().flatten().filter(|view| view.untouched);
+    let waiting: HashMap<u64, u64> =
+        untouched.map(|view| (view.id, u64::from(view.prompt))).collect();
+    state.book.queued(router, most, |id| waiting.get(&id).copied())
 }
 
 /// Events with a comment after each delta but the last: its tokens, and now and then the load.

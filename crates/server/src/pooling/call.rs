@@ -26,7 +26,7 @@ pub(crate) struct PooledCall {
     answer: oneshot::Receiver<PooledAnswer>,
     usage: PoolingUsage,
     span: tracing::Span,
-    _live: LiveGuard,
+    live: LiveGuard,
     charge: Arc<Charge>,
 }
 
@@ -89,7 +89,7 @@ impl PooledCall {
             answer,
             usage,
             span,
-            _live: state.enter(peer),
+            live: state.enter(peer),
             charge: Arc::new(charge),
         };
         let salt = peer.salt(state, cache_salt.as_deref());
@@ -115,6 +115,7 @@ impl PooledCall {
                 model.outputs.forget(ids.clone());
                 return Err(submit_error(error));
             }
+            call.live.submitted(id);
             call.alive.push(id);
         }
         Ok(call)

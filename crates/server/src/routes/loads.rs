@@ -3,7 +3,7 @@
 use axum::extract::State;
 use axum::http::Uri;
 use axum::response::Response;
-use forebay_api::peer::LoadReport;
+use forebay_api::peer::{LoadReport, QueuedDispatch};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tokio::time::timeout;
@@ -11,17 +11,23 @@ use utoipa::ToSchema;
 
 use super::info::internal_state;
 use crate::limits;
-use crate::peers::{Peer, report, wait};
+use crate::peers::{Peer, queued, report, wait};
 use crate::reply::{self, Failure};
 use crate::state::Shared;
 
-/// The time of the answer.
+/// The largest number of waiting dispatches that a router is told of.
+const MOST_QUEUED: usize = 64;
+
+/// The time and the content of the answer.
 #[derive(Debug, Deserialize)]
 pub(crate) struct When {
     /// Seconds to wait until the number of requests is another than `requests`.
     #[serde(default)]
     wait: f64,
     requests: Option<usize>,
+    /// The number of its waiting dispatches that a router wants to hear of.
+    #[serde(default)]
+    queued: usize,
 }
 
 /// The load of the server, as a whole and of each replica.
@@ -35,6 +41,11 @@ pub(crate) struct Loads {
     /// One object a replica: its running requests and its counts.
     #[schema(value_type = Vec<Object>)]
     loads: Vec<Value>,
+    /// The latest dispatches of the router that asks which wait and were never admitted, each with
+    /// the tokens of its prompts.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    #[schema(value_type = Vec<Object>)]
+    queued: Vec<QueuedDispatch>,
 }
 
 /// Tells the load of the server, now or when it changes.
@@ -44,6 +55,7 @@ pub(crate) struct Loads {
     params(
         ("wait" = Option<f64>, Query, description = "Seconds to wait until the number of requests is another than `requests`"),
         ("requests" = Option<u64>, Query, description = "The number of requests that the client knows of"),
+        ("queued" = Option<u64>, Query, description = "The number of its waiting requests that a router wants to hear of, at most 64"),
     ),
     responses((status = 200, description = "The load", body = Loads)),
 )]
@@ -59,7 +71,12 @@ pub(crate) async fn loads(
         // After the limit, the old loads are the answer.
         let _ = timeout(limit, live.wait_for(|&live| live != known)).await;
     }
-    let report = report(&state, peer.tag().map(|tag| tag.router));
+    let router = peer.tag().map(|tag| tag.router);
+    let queued = match router.filter(|_| when.queued > 0) {
+        Some(router) => queued(&state, router, when.queued.min(MOST_QUEUED)).await,
+        None => Vec::new(),
+    };
+    let report = report(&state, router);
     let loads = state.engine.replicas().iter().map(internal_state).collect();
-    Ok(reply::ok(&Loads { report, loads }))
+    Ok(reply::ok(&Loads { report, loads, queued }))
 }

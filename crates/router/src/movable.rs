@@ -1,0 +1,72 @@
+//! A backend's dispatches that may still go to another one: nothing of their answers has come.
+
+use std::collections::BTreeMap;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use parking_lot::Mutex;
+use tokio::sync::oneshot;
+
+use crate::ask::Ask;
+
+/// The dispatches of one backend that may be moved, by their numbers.
+#[derive(Debug, Default)]
+pub(crate) struct Movable(Mutex<BTreeMap<u64, Waiter>>);
+
+#[derive(Debug)]
+struct Waiter {
+    ask: Arc<Ask>,
+    order: oneshot::Sender<u32>,
+}
+
+impl Movable {
+    /// A dispatch may be moved until its place is dropped.
+    pub(crate) fn enter(self: &Arc<Self>, seq: u64, ask: &Arc<Ask>) -> Place {
+        let (order, ordered) = oneshot::channel();
+        self.0.lock().insert(seq, Waiter { ask: Arc::clone(ask), order });
+        Place { movable: Arc::clone(self), seq, ordered }
+    }
+
+    /// True if no dispatch may be moved.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.lock().is_empty()
+    }
+
+    /// The request of a dispatch that may be moved.
+    pub(crate) fn ask(&self, seq: u64) -> Option<Arc<Ask>> {
+        self.0.lock().get(&seq).map(|waiter| Arc::clone(&waiter.ask))
+    }
+
+    /// Has a dispatch end, so that its request goes to backend `to`; false if it may not be moved
+    /// any more.
+    pub(crate) fn order(&self, seq: u64, to: u32) -> bool {
+        let waiter = self.0.lock().remove(&seq);
+        waiter.is_some_and(|waiter| waiter.order.send(to).is_ok())
+    }
+}
+
+/// A dispatch among those that may be moved. To drop it ends that.
+#[derive(Debug)]
+pub(crate) struct Place {
+    movable: Arc<Movable>,
+    seq: u64,
+    ordered: oneshot::Receiver<u32>,
+}
+
+impl Place {
+    /// Ready with the backend that is to get the request.
+    pub(crate) fn poll(&mut self, context: &mut Context<'_>) -> Poll<u32> {
+        match Pin::new(&mut self.ordered).poll(context) {
+            Poll::Ready(Ok(to)) => Poll::Ready(to),
+            // The sender is only dropped by whoever drops this.
+            Poll::Ready(Err(_)) | Poll::Pending => Poll::Pending,
+        }
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.movable.0.lock().remove(&self.seq);
+    }
+}

@@ -1,0 +1,199 @@
+//! Queued requests that move to another backend, where loads have drifted apart.
+//!
+//! The rule is that between the replicas of a brain ([`forebay_balance::move_pays`]). Reports that
+//! ride on responses are no ground for a move: a backend whose queue is long answers seldom. So
+//! they only say where to look. A brain is asked which of this router's dispatches wait, and what
+//! is computed before them. One that was never admitted is dropped there, and sent to another
+//! backend. See `docs/adr/0078`.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use forebay_api::peer::QueuedDispatch;
+use forebay_balance::{Load, drifted, move_pays};
+use serde::Deserialize;
+use tokio::task::JoinSet;
+use tokio::time::sleep;
+
+use crate::ask::Ask;
+use crate::backend::Backend;
+use crate::link::Link;
+use crate::models::without;
+use crate::shared::Shared;
+use crate::watch::report_of;
+
+/// The time between two looks for queues that have drifted apart. A report that is older is asked
+/// for again.
+const PACE: Duration = Duration::from_millis(50);
+/// The number of waiting dispatches that a backend is asked for.
+const LOOKED_AT: usize = 8;
+/// The path of the question.
+const QUESTION: &str = "/v1/loads?queued=8";
+
+/// The part of an answer about dispatches that wait.
+#[derive(Deserialize)]
+struct Answer {
+    #[serde(default)]
+    queued: Vec<QueuedDispatch>,
+}
+
+/// A brain, as it counts for moves.
+struct Brain {
+    backend: Arc<Backend>,
+    load: Load,
+    /// Its dispatches that wait, the latest first, if it was asked.
+    queued: Vec<QueuedDispatch>,
+}
+
+impl Brain {
+    fn new(backend: Arc<Backend>) -> Self {
+        Self { load: backend.balance(), backend, queued: Vec::new() }
+    }
+
+    /// True if the brain takes requests that were to be computed elsewhere.
+    fn is_open(&self) -> bool {
+        let candidate = self.backend.candidate(Instant::now());
+        candidate.is_some_and(|(_, tries)| !tries)
+    }
+}
+
+/// Moves requests as long as the router lives.
+pub(crate) async fn follow(shared: Arc<Shared>) {
+    let mut links = HashMap::new();
+    loop {
+        shared.busy().await;
+        sleep(PACE).await;
+        look(&shared, &mut links).await;
+    }
+}
+
+async fn look(shared: &Arc<Shared>, links: &mut HashMap<u32, Link>) {
+    let backends = shared.registry.current();
+    let knows = |backend: &&Arc<Backend>| backend.is_up() && backend.is_forebay();
+    let mut brains: Vec<Brain> = backends.iter().filter(knows).cloned().map(Brain::new).collect();
+    if brains.len() < 2 || brains.iter().all(|brain| brain.backend.movable.is_empty()) {
+        return;
+    }
+    links.retain(|id, _| backends.iter().any(|backend| backend.id == *id));
+    let mut questions = JoinSet::new();
+    for at in unclear(&brains) {
+        let (shared, backend) = (Arc::clone(shared), Arc::clone(&brains[at].backend));
+        let mut link = links.remove(&backend.id);
+        questions.spawn(async move {
+            let answer = report_of(&shared, &backend, &mut link, QUESTION).await;
+            let answer = answer.and_then(|body| serde_json::from_slice::<Answer>(&body).ok());
+            (at, link, answer)
+        });
+    }
+    while let Some(told) = questions.join_next().await {
+        // A question that panicked has blown no fuse: it is asked again.
+        let Ok((at, link, answer)) = told else { continue };
+        let brain = &mut brains[at];
+        if let Some(link) = link {
+            links.insert(brain.backend.id, link);
+        }
+        if let Some(Answer { mut queued }) = answer {
+            queued.truncate(LOOKED_AT);
+            brain.queued = queued;
+        }
+    }
+    for brain in &mut brains {
+        brain.load = brain.backend.balance();
+        // A report from before the end of a dispatch counts it.
+        for queued in brain.queued.extract_if(.., |queued| !brain.backend.has(queued.seq)) {
+            let prefill = &mut brain.load.work.prefill;
+            *prefill = prefill.saturating_sub(queued.tokens);
+        }
+    }
+    while let Some((from, queued, to, uncached)) = best(shared, &brains, &backends) {
+        brains[from].queued.retain(|other| other.seq != queued.seq);
+        let target = brains[to].backend.id;
+        if brains[from].backend.movable.order(queued.seq, target) {
+            leave(&mut brains[from].load, queued.tokens);
+            let load = &mut brains[to].load;
+            load.requests += 1;
+            load.work.prefill = load.work.prefill.saturating_add(uncached);
+        }
+    }
+}
+
+fn leave(load: &mut Load, tokens: u64) {
+    load.requests = load.requests.saturating_sub(1);
+    load.work.prefill = load.work.prefill.saturating_sub(tokens);
+}
+
+/// The brains that are asked: those between which loads have drifted apart, as far as is known, and
+/// of the others whose work counts the one with the oldest report. Others may have sent it work
+/// since.
+fn unclear(brains: &[Brain]) -> Vec<usize> {
+    let loads: Vec<Load> = brains.iter().map(|brain| brain.load).collect();
+    let mut asked: Vec<usize> = drifted(&loads, |at| brains[at].is_open())
+        .into_iter()
+        .flat_map(<[usize; 2]>::from)
+        .collect();
+    let stale = |brain: &Brain| {
+        let age = brain.backend.reported().map_or(Duration::MAX, |reported| reported.elapsed());
+        let waits = brain.load.work.prefill > 0 || !brain.backend.movable.is_empty();
+        (waits && age >= PACE).then_some(age)
+    };
+    let others = brains.iter().enumerate().filter(|(at, _)| !asked.contains(at));
+    let oldest = others.filter_map(|(at, brain)| Some((stale(brain)?, at))).max();
+    asked.extend(oldest.map(|(_, at)| at));
+    asked
+}
+
+/// The next move: of the backend with most to compute, the latest dispatch for which one pays, to
+/// the backend that computes it first. With it are its tokens that are not cached there.
+fn best(
+    shared: &Shared,
+    brains: &[Brain],
+    backends: &[Arc<Backend>],
+) -> Option<(usize, QueuedDispatch, usize, u64)> {
+    let mut sources: Vec<usize> =
+        (0..brains.len()).filter(|&at| !brains[at].queued.is_empty()).collect();
+    sources.sort_by_key(|&at| std::cmp::Reverse(brains[at].load.work.prefill));
+    for from in sources {
+        let here = &brains[from];
+        // One alone waits for nobody.
+        if here.load.requests < 2 {
+            continue;
+        }
+        for &queued in &here.queued {
+            let Some(ask) = here.backend.movable.ask(queued.seq) else { continue };
+            let strange =
+                ask.model.as_deref().map_or_else(Vec::new, |name| without(backends, name));
+            let fits = |at: &usize| {
+                let Brain { backend, .. } = &brains[*at];
+                *at != from && !strange.contains(&backend.id) && brains[*at].is_open()
+            };
+            let others: Vec<usize> = (0..brains.len()).filter(fits).collect();
+            let uncached =
+                uncached(shared, &ask, queued.tokens, others.iter().map(|&at| &brains[at]));
+            let paying = uncached
+                .into_iter()
+                .zip(others)
+                .filter(|&(tokens, at)| move_pays(&here.load, &brains[at].load, tokens));
+            let first = paying
+                .min_by_key(|&(tokens, at)| brains[at].load.work.prefill.saturating_add(tokens));
+            if let Some((tokens, to)) = first {
+                return Some((from, queued, to, tokens));
+            }
+        }
+    }
+    None
+}
+
+/// The part of a request's tokens that each brain would have to compute, one at least.
+fn uncached<'a>(
+    shared: &Shared,
+    ask: &Ask,
+    tokens: u64,
+    brains: impl ExactSizeIterator<Item = &'a Brain>,
+) -> Vec<u64> {
+    let count = brains.len();
+    let mut shares = shared.cached(ask, brains.map(|brain| &*brain.backend));
+    shares.resize(count, 0.0);
+    let left = |share: f32| (tokens as f64 * (1.0 - f64::from(share))).ceil() as u64;
+    shares.into_iter().map(|share| left(share).max(1)).collect()
+}
