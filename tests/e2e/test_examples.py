@@ -17,6 +17,7 @@ import pytest
 from forebay import LLM
 from tests.e2e.conftest import Models
 from tests.e2e.embedders import CrossEncoder, MiniLM
+from tests.e2e.models import CHAT_TEMPLATE
 from tests.e2e.server import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -106,6 +107,20 @@ def test_images(models: Models) -> None:
     lines = example("images.py", models("qwen3-vl").path)
     # 64 positions of the image, and the text.
     assert [int(line.split()[0]) > 64 for line in lines] == [True, True]
+
+
+def test_rl_loop(models: Models, tmp_path: Path) -> None:
+    """The trainer's weights answer, and say something else in the end."""
+    smollm2 = models("smollm2")
+    smollm2.reference.save_pretrained(tmp_path)
+    smollm2.tokenizer.save(str(tmp_path / "tokenizer.json"))
+    named = {"chat_template": CHAT_TEMPLATE, "eos_token": "<|im_end|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    before, *steps, after, weights = example("rl_loop.py", tmp_path, "2")
+    versions = [re.fullmatch(r"step (\d): mean reward (-\d+\.\d\d) by weights '(.*)'", line) for line in steps]
+    assert [(one[1], one[3]) for one in versions if one] == [("1", "default"), ("2", "step 1")]
+    assert weights == "weights: step 2"
+    assert before.removeprefix("before:") != after.removeprefix("after:")
 
 
 def test_every_example_is_run() -> None:
