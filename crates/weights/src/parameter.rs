@@ -179,7 +179,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("model.gguf");
         let tensors: [(&str, &[u64]); 2] =
-            [("output_norm.weight", &[4]), ("token_embd.weight", &[4, 3])];
+            [("output_norm.weight", &[4]), ("token_embd.weight", &[3, 4])];
         let fields: [(&str, GgufValue); 0] = [];
         std::fs::write(&path, gguf_bytes(&fields, &tensors)).expect("written");
         let config = serde_json::json!({"architectures": ["LlamaForCausalLM"], "vocab_size": 3, "hidden_size": 4,
