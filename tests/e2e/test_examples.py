@@ -17,6 +17,7 @@ import pytest
 from forebay import LLM
 from tests.e2e.conftest import Models
 from tests.e2e.embedders import CrossEncoder, MiniLM
+from tests.e2e.models import CHAT_TEMPLATE, Model
 from tests.e2e.server import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -106,6 +107,31 @@ def test_images(models: Models) -> None:
     lines = example("images.py", models("qwen3-vl").path)
     # 64 positions of the image, and the text.
     assert [int(line.split()[0]) > 64 for line in lines] == [True, True]
+
+
+def of_weights(lines: list[str]) -> tuple[list[tuple[str, str]], str]:
+    """The steps of an RL loop with the weights that answered, and the last weights."""
+    steps = [re.fullmatch(r"step (\d): mean reward (-\d+\.\d\d) by weights '(.*)'", line) for line in lines]
+    return [(one[1], one[3]) for one in steps if one], lines[-1]
+
+
+def test_rl_loop(tiny: Model) -> None:
+    """The trainer's weights answer from the next step on."""
+    lines = example("rl_loop.py", tiny.path, "3")
+    assert of_weights(lines) == ([("1", "default"), ("2", "step 1"), ("3", "step 2")], "weights: step 3")
+
+
+def test_rl_loop_of_the_default_model(models: Models, tmp_path: Path) -> None:
+    """It says something else in the end."""
+    smollm2 = models("smollm2")
+    smollm2.reference.save_pretrained(tmp_path)
+    smollm2.tokenizer.save(str(tmp_path / "tokenizer.json"))
+    named = {"chat_template": CHAT_TEMPLATE, "eos_token": "<|im_end|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    lines = example("rl_loop.py", tmp_path, "2")
+    assert of_weights(lines) == ([("1", "default"), ("2", "step 1")], "weights: step 2")
+    answers = [line.partition(": ")[2] for line in lines if line.startswith(("before:", "after:"))]
+    assert len(set(answers)) == 2
 
 
 def test_every_example_is_run() -> None:

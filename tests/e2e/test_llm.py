@@ -8,6 +8,8 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,6 +17,7 @@ import pytest
 
 from forebay import (
     LLM,
+    AsyncLLM,
     EngineDeadError,
     PoolingParams,
     RequestError,
@@ -313,3 +316,51 @@ def test_scores_and_classes(tmp_path_factory: pytest.TempPathFactory, minilm: Mi
         (classes,) = scorer.classify("It rains.", use_tqdm=False)
         assert classes.outputs.num_classes == 1
         assert 0 < classes.outputs.probs[0] < 1
+
+
+def test_weights_change_while_the_library_runs(tiny: Model, tmp_path: Path) -> None:
+    def answer(llm: LLM) -> list[int]:
+        return llm.generate("a prompt", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+
+    state = {name: tensor.clone() for name, tensor in tiny.reference.state_dict().items()}
+    norm = "model.norm.weight"
+    with start(tiny) as llm:
+        first = answer(llm)
+        assert llm.get_weight_version() == "default"
+        assert llm.update_weights({norm: -state[norm]}, version="1") == 0
+        assert llm.get_weight_version() == "1"
+        assert llm.get_parameter(norm, 2) == pytest.approx((-state[norm])[:2].tolist())
+        second = answer(llm)
+        assert second != first
+        with pytest.raises(RequestError, match="no tensor other"):
+            llm.update_weights({"other": state[norm]})
+        with pytest.raises(RequestError, match="can't be read"):
+            llm.update_weights(tmp_path / "none")
+        assert answer(llm) == second
+        assert llm.update_weights(state, version="2") == 0
+        assert answer(llm) == first
+        assert llm.update_weights(tiny.path, version="3") == 0
+        assert (answer(llm), llm.get_weight_version()) == (first, "3")
+        assert llm.pause() == 0
+        with pytest.raises(RequestError, match="mode"):
+            llm.pause("never")
+        with ThreadPoolExecutor() as pool:
+            asked = pool.submit(answer, llm)
+            assert not asked.done()
+            llm.resume()
+            assert asked.result() == first
+
+
+def test_weights_change_under_an_event_loop(tiny: Model) -> None:
+    norm = {"model.norm.weight": -tiny.reference.state_dict()["model.norm.weight"]}
+
+    async def story() -> None:
+        async with AsyncLLM(str(tiny.path), dtype="float32", threads=1) as llm:
+            first = [output async for output in llm.generate("a prompt", GREEDY)][-1].outputs[0].token_ids
+            assert await llm.pause() == 0
+            assert await llm.update_weights(norm, version="1") == 0
+            await llm.resume()
+            second = [output async for output in llm.generate("a prompt", GREEDY)][-1].outputs[0].token_ids
+            assert second != first
+
+    asyncio.run(story())

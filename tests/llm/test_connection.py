@@ -13,6 +13,7 @@ import pytest
 
 from forebay import EngineDeadError, RequestError
 from forebay.llm.client import Call, Client
+from forebay.llm.connection import OCTETS
 
 Json = dict[str, Any]
 
@@ -163,6 +164,49 @@ def test_an_answer_that_is_no_json_is_shown(tmp_path: Path) -> None:
                 await ask(found)
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize("status", [400, 200])
+def test_octets_are_sent_once_the_server_takes_them(tmp_path: Path, status: int) -> None:
+    """A refusal comes before the body, which the server then does not read."""
+    body = bytes(range(256)) * 20_000
+    received: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert b"expect: 100-continue" in head
+        assert b"content-type: application/octet-stream" in head
+        if status == 200:
+            writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            received.append(await reader.readexactly(len(body)))
+            writer.write(whole({"n": 1}))
+        else:
+            writer.write(whole({"error": {"message": "no", "param": "body"}}, status))
+        await writer.drain()
+        received.append(await reader.read())
+        writer.close()
+        ended.set()
+
+    ended = asyncio.Event()
+
+    async def story() -> None:
+        path = str(tmp_path / "socket")
+        listener = await asyncio.start_unix_server(serve, path)
+        found = Client(path, lambda: EngineDeadError("it is dead"), limit=1, idle_seconds=60)
+        sent = found.ask("POST", "/x", body, kind=OCTETS)
+        if status == 200:
+            assert await sent == {"n": 1}
+            assert len(found._idle) == 1
+        else:
+            with pytest.raises(RequestError, match="no"):
+                await sent
+            assert not found._idle
+        found.close()
+        await ended.wait()
+        listener.close()
+
+    asyncio.run(story())
+    assert received[0] == (body if status == 200 else b"")
 
 
 def test_a_batch_is_sent_once_in_order_and_within_the_limit(tmp_path: Path) -> None:

@@ -175,12 +175,18 @@ pub enum ApiError {
         /// Path of the URL.
         path: String,
     },
+    /// The route is another server's, and has no counterpart here.
+    #[error("{reason}")]
+    NotImplemented {
+        /// What to use instead, in one line.
+        reason: String,
+    },
     /// The body is over the limit.
     #[error("the request body is larger than the limit of {limit} bytes ({flag})")]
     BodyTooLarge {
         /// The limit in bytes.
         limit: usize,
-        /// The flag that sets the limit.
+        /// The flag that sets the limit, or what the limit follows from.
         flag: &'static str,
     },
     /// The request needs more memory than all requests together may have.
@@ -371,6 +377,7 @@ impl ApiError {
             Self::UnsupportedMediaType | Self::UnsupportedEncoding { .. } => 415,
             Self::Overloaded { .. } | Self::QueueFull { .. } => 429,
             Self::Internal { .. } => 500,
+            Self::NotImplemented { .. } => 501,
             Self::BackendDied { .. } | Self::BadAnswer { .. } => 502,
             Self::BackendTimeout { .. } => 504,
             Self::Draining
@@ -441,6 +448,7 @@ impl ApiError {
             Self::UnsupportedEncoding { .. } => Some("unsupported_encoding"),
             Self::UnknownRoute { .. } => Some("unknown_url"),
             Self::MethodNotAllowed { .. } => Some("method_not_allowed"),
+            Self::NotImplemented { .. } => Some("not_implemented"),
             Self::BodyTooLarge { .. } => Some("body_too_large"),
             Self::RequestTooLarge { .. } => Some("request_too_large"),
             Self::PayloadTooLarge { .. } => Some("payload_too_large"),

@@ -58,7 +58,9 @@ mod sse;
 mod state;
 mod store;
 mod submission;
+mod tensors;
 mod text;
+mod weight_files;
 mod weights;
 mod wire;
 
@@ -82,4 +84,5 @@ pub use reserve::HealthThread;
 pub use serve::{AnyServer, serve};
 pub use state::{AppState, CommonParts, ServerParts};
 pub use store::StoreConfig;
-pub use weights::{WeightReader, WeightSettings};
+pub use weight_files::{ParameterValues, TensorFolder, WeightFiles};
+pub use weights::WeightSettings;

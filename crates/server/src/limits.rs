@@ -41,6 +41,14 @@ impl Upload {
     pub(crate) fn new(body: Body, client: ClientId) -> Self {
         Self { body, client, inflater: Ok(None) }
     }
+
+    /// The body, inflated if it is compressed. What it becomes is what its limits are about.
+    pub(crate) fn into_body(self) -> Result<Body, ApiError> {
+        Ok(match self.inflater? {
+            Some(inflater) => Body::new(Inflated::new(self.body, inflater)),
+            None => self.body,
+        })
+    }
 }
 
 impl<S: HasClients> FromRequest<Arc<S>> for Upload {
@@ -126,17 +134,14 @@ pub(crate) fn query<T: DeserializeOwned>(uri: &Uri) -> Result<T, ApiError> {
 /// it is its turn, which lasts until the caller has parsed it. If all were read at once, all would
 /// lie in memory that has to be found and cleared first.
 pub(crate) async fn collect(
-    Upload { body, client, inflater }: Upload,
+    upload: Upload,
     limit: BodyLimit,
     time: Duration,
     turns: &Turns,
     charge: &Charge,
 ) -> Result<(Pieces, Option<Turn>), ApiError> {
-    // What a compressed body becomes is what its limits are about.
-    let mut body = match inflater? {
-        Some(inflater) => Body::new(Inflated::new(body, inflater)),
-        None => body,
-    };
+    let client = upload.client;
+    let mut body = upload.into_body()?;
     // A declared length over the limit is refused before anything is read.
     let declared = body.size_hint().lower();
     if declared > limit.most as u64 {
@@ -204,7 +209,7 @@ async fn read_frames(
 }
 
 /// The error of a body that could not be read to its end.
-fn broken(error: axum::Error) -> ApiError {
+pub(crate) fn broken(error: axum::Error) -> ApiError {
     match error.into_inner().downcast::<ApiError>() {
         Ok(error) => *error,
         Err(error) => ApiError::BrokenBody { reason: error.to_string() },

@@ -3,7 +3,7 @@
 //! All replicas are paused, the first one starts its hand with the new weights, and the others
 //! follow once that has worked. If one of the others fails, all go back.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -12,27 +12,24 @@ use forebay_egress::Engine;
 use forebay_engine::{EngineHandle, PauseMode, Reload, Status};
 use parking_lot::RwLock;
 use serde_json::Value;
-use tokio::sync::{Mutex, oneshot};
+use tokio::sync::{Mutex, OwnedMutexGuard, oneshot};
 use tokio::task::spawn_blocking;
 
 use crate::state::not_serving;
+use crate::weight_files::{ParameterValues, TensorFolder, WeightFiles};
 
 /// The version of weights that nobody has named, as SGLang calls it.
 const FIRST_VERSION: &str = "default";
 /// The largest number of bytes of a version.
 const VERSION_BYTES: usize = 128;
 
-/// Describes the model in a folder or file for hands. The error is one line for the client: the
-/// model is not there, is damaged, or is not of the served model's shape.
-pub type WeightReader = Arc<dyn Fn(&Path) -> Result<Value, String> + Send + Sync>;
-
 /// The weights of a server whose hands can load others.
 #[derive(Clone)]
 pub struct WeightSettings {
     /// The description of the model that hands start with.
     pub model: Value,
-    /// The reader of other weights.
-    pub reader: WeightReader,
+    /// The files of weights.
+    pub files: Arc<dyn WeightFiles>,
     /// True if clients may change weights without a key of administrators.
     pub open: bool,
 }
@@ -76,14 +73,33 @@ fn check_version(version: &str) -> Result<(), ApiError> {
     Err(ApiError::invalid("weight_version", reason))
 }
 
+/// Where other weights are.
+pub(crate) enum Source {
+    /// In a folder or GGUF file, whole.
+    Path(PathBuf),
+    /// Some of them are in these files of the folder.
+    Tensors(TensorFolder, Vec<PathBuf>),
+}
+
 /// An update of weights that a client asks for.
 pub(crate) struct Update {
-    pub(crate) path: PathBuf,
+    pub(crate) source: Source,
+    /// The parameter that names them.
+    pub(crate) param: &'static str,
     pub(crate) version: Option<String>,
     /// True if requests are aborted before.
     pub(crate) aborts: bool,
     /// True if the pause goes on after the update.
     pub(crate) keeps_pause: bool,
+}
+
+/// The model that hands have.
+struct Served {
+    /// Its description.
+    model: Value,
+    /// The folder with tensors that were sent; `None`: there are none.
+    #[expect(dead_code, reason = "its end removes the folder")]
+    folder: Option<TensorFolder>,
 }
 
 /// The pauses and the weights of a server.
@@ -94,7 +110,9 @@ pub(crate) struct Weights {
     /// True from a client's pause to its end.
     paused: AtomicBool,
     /// The model that hands have. Held by the only pause, resume or update at a time.
-    model: Mutex<Value>,
+    served: Mutex<Served>,
+    /// Held while tensors are received: those of one update at a time take room.
+    receiving: Arc<Mutex<()>>,
     next_id: AtomicU64,
 }
 
@@ -106,7 +124,8 @@ impl Weights {
             settings,
             version: WeightVersion(Arc::new(RwLock::new(FIRST_VERSION.into()))),
             paused: AtomicBool::new(false),
-            model: Mutex::new(model),
+            served: Mutex::new(Served { model, folder: None }),
+            receiving: Arc::default(),
             next_id: AtomicU64::new(1),
         })
     }
@@ -136,11 +155,11 @@ impl Weights {
         clears: bool,
     ) -> Result<usize, ApiError> {
         let task = tokio::spawn(async move {
-            let model = self.model.lock().await;
+            let served = self.served.lock().await;
             self.paused.store(true, Ordering::Release);
             let handles = self.engine.handles();
             // Another pause may come, and a resume, before requests have been finished.
-            drop(model);
+            drop(served);
             let left = pause_all(&handles, mode).await?;
             if clears {
                 self.engine.flush_cache(Box::new(|_| {}));
@@ -152,7 +171,7 @@ impl Weights {
 
     /// Ends a pause.
     pub(crate) async fn resume(&self) {
-        let _model = self.model.lock().await;
+        let _served = self.served.lock().await;
         self.paused.store(false, Ordering::Release);
         self.engine.handles().iter().for_each(EngineHandle::resume);
     }
@@ -168,25 +187,29 @@ impl Weights {
     }
 
     async fn update_now(&self, update: Update) -> Result<usize, ApiError> {
-        let Update { path, version, aborts, keeps_pause } = update;
-        let refused = |reason| ApiError::invalid("model_path", reason);
-        let settings = self.settings.as_ref().ok_or_else(|| {
-            let reason = "this server's weights do not change: it computes on a simulated device, with random weights, with --pd, or serves several models";
-            ApiError::Forbidden { reason: reason.to_owned(), code: "weights_fixed" }
-        })?;
-        let mut model = self.model.lock().await;
-        let reader = Arc::clone(&settings.reader);
-        let read = spawn_blocking(move || reader(&path)).await;
-        let next = match read {
+        let Update { source, param, version, aborts, keeps_pause } = update;
+        let refused = |reason| ApiError::invalid(param, reason);
+        let files = Arc::clone(&self.settings()?.files);
+        let mut served = self.served.lock().await;
+        let last = served.model.clone();
+        let read = spawn_blocking(move || match source {
+            Source::Path(path) => files.describe(&path).map(|model| Served { model, folder: None }),
+            Source::Tensors(folder, changed) => {
+                let model = files.lay(&folder, &changed, &last)?;
+                Ok(Served { model, folder: Some(folder) })
+            }
+        });
+        let next = match read.await {
             Ok(read) => read.map_err(refused)?,
             Err(error) => return Err(refused(format!("the weights can't be read: {error}"))),
         };
         let handles = self.engine.handles();
         let mode = if aborts { PauseMode::Abort } else { PauseMode::Keep };
         let left = pause_all(&handles, mode).await?;
-        let loaded = self.load(&handles, &next, &model).await;
+        let loaded = self.load(&handles, &next.model, &served.model).await;
         if loaded.is_ok() {
-            *model = next;
+            // The folder of the last weights, which no replica needs any more, goes.
+            *served = next;
             if let Some(version) = version {
                 self.version.set(&version)?;
             }
@@ -196,6 +219,47 @@ impl Weights {
             handles.iter().for_each(EngineHandle::resume);
         }
         loaded.map(|()| left).map_err(refused)
+    }
+
+    fn settings(&self) -> Result<&WeightSettings, ApiError> {
+        self.settings.as_ref().ok_or_else(|| {
+            let reason = "this server's weights do not change: it computes on a simulated device, with random weights, with --pd, or serves several models";
+            ApiError::Forbidden { reason: reason.to_owned(), code: "weights_fixed" }
+        })
+    }
+
+    /// A folder for the tensors of one update, and the right to receive some.
+    ///
+    /// # Errors
+    /// Others are being received, or the served tensors can't be replaced.
+    pub(crate) async fn folder(
+        &self,
+        param: &'static str,
+    ) -> Result<(TensorFolder, OwnedMutexGuard<()>), ApiError> {
+        let files = Arc::clone(&self.settings()?.files);
+        let Ok(turn) = Arc::clone(&self.receiving).try_lock_owned() else {
+            let reason = "the tensors of another update are being received".to_owned();
+            return Err(ApiError::Conflict { reason });
+        };
+        let model = self.served.lock().await.model.clone();
+        let folder = in_blocking(move || files.folder(&model), param).await?;
+        Ok((folder, turn))
+    }
+
+    /// The first rows of a parameter that hands have.
+    ///
+    /// # Errors
+    /// There is no such parameter, or it is not readable as numbers.
+    pub(crate) async fn rows(
+        &self,
+        name: String,
+        rows: usize,
+    ) -> Result<ParameterValues, ApiError> {
+        let files = Arc::clone(&self.settings()?.files);
+        // Held until they are read: an update would remove the files.
+        let served = self.served.lock().await;
+        let model = served.model.clone();
+        in_blocking(move || files.rows(&model, &name, rows), "name").await
     }
 
     /// Has one replica load the weights, then the others. If one fails, all have the last ones.
@@ -256,6 +320,15 @@ fn reload(
     let reply = Box::new(move |outcome| _ = sender.send(outcome));
     handle.reload(Reload { id, model: model.clone(), reply });
     Box::pin(async move { receiver.await.unwrap_or_else(|_| Err("the engine has ended".into())) })
+}
+
+/// Does work with files. Its error is that of the parameter.
+async fn in_blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, String> + Send + 'static,
+    param: &'static str,
+) -> Result<T, ApiError> {
+    let done = spawn_blocking(work).await.unwrap_or_else(|error| Err(error.to_string()));
+    done.map_err(|reason| ApiError::invalid(param, reason))
 }
 
 fn joined<T>(task: Result<Result<T, ApiError>, tokio::task::JoinError>) -> Result<T, ApiError> {

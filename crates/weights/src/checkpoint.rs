@@ -18,7 +18,7 @@ use crate::safe::SafeFile;
 use crate::tensor::{Tensor, TorchNumber};
 
 const EMBEDDING: &str = "model.embed_tokens.weight";
-const HEAD: &str = "lm_head.weight";
+pub(crate) const HEAD: &str = "lm_head.weight";
 /// The file that tells which shard has a tensor.
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
 /// Rules of all safetensors. Old Llama checkpoints carry the inverse frequencies of the rotary
@@ -404,11 +404,11 @@ impl Checkpoint {
 
 /// The index beside a model's files, which is the authority over a sharded checkpoint: tools leave
 /// stale tensors in shards.
-struct Index(Option<HashMap<String, String>>);
+pub(crate) struct Index(Option<HashMap<String, String>>);
 
 impl Index {
     /// Reads the index beside the files. One that does not name all of them is of other files.
-    fn beside(files: &[PathBuf]) -> Result<Self, ModelError> {
+    pub(crate) fn beside(files: &[PathBuf]) -> Result<Self, ModelError> {
         let Some(folder) = files.first().and_then(|file| file.parent()) else {
             return Ok(Self(None));
         };
@@ -419,7 +419,7 @@ impl Index {
     }
 
     /// True if a tensor of a file is one of the model's.
-    fn places(&self, tensor: &str, file: &Path) -> bool {
+    pub(crate) fn places(&self, tensor: &str, file: &Path) -> bool {
         let Some(placed) = &self.0 else { return true };
         placed.get(tensor).is_some_and(|shard| name_of(file) == Some(shard))
     }

@@ -117,6 +117,11 @@ impl Place {
         let MatrixPart { transposed, times, plus, log, .. } = &self.part;
         self.exponents.is_none() && !transposed && times.or(*plus).is_none() && !log
     }
+
+    /// True if the weight is the range.
+    fn is_plain(&self) -> bool {
+        self.is_of_rows() && self.part.rows.is_none() && self.part.pairs.is_none()
+    }
 }
 
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde gives a reference")]
@@ -175,6 +180,23 @@ impl Manifest {
             weights: weights.collect::<Result<_, ModelError>>()?,
             matrices: matrices.collect::<Result<_, ModelError>>()?,
             zero_biases: checkpoint.zero_biases()?,
+        })
+    }
+
+    /// The place of a weight whose numbers lie in one range as they are; `Err`: they do not;
+    /// `None`: no weight of that name has numbers.
+    pub(crate) fn place_of(&self, name: &str) -> Option<Result<&Place, ()>> {
+        let (_, piece) = self.weights.iter().find(|(other, _)| other == name)?;
+        Some(match piece {
+            Piece::One(place) if place.is_plain() => Ok(place),
+            Piece::One(_) | Piece::Joined { .. } => Err(()),
+        })
+    }
+
+    /// True if a quantised matrix has this name, or has a weight of it.
+    pub(crate) fn has_matrix(&self, name: &str) -> bool {
+        self.matrices.iter().any(|matrix| {
+            matrix.name == name || matrix.weights.iter().any(|(other, _)| other == name)
         })
     }
 

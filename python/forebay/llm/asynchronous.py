@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from forebay.llm.calls import Calls, Messages, read_answer
@@ -26,6 +26,10 @@ from forebay.llm.outputs import (
 )
 from forebay.llm.params import PoolingParams, Prompt, RequestOutputKind, SamplingParams, to_json
 from forebay.llm.server import Server
+from forebay.llm.weights import pause, resume, update_weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["AsyncLLM"]
 
@@ -135,6 +139,24 @@ class AsyncLLM:
     async def get_default_sampling_params(self) -> SamplingParams:
         """The sampling that the model's authors recommend."""
         return await self._sampling(None)
+
+    async def update_weights(
+        self,
+        weights: Mapping[str, Tensor] | str | os.PathLike[str],
+        *,
+        version: str | None = None,
+        abort: bool = False,
+    ) -> int:
+        """Computes with other weights from now on, as `LLM.update_weights` does."""
+        return await update_weights(await self._client(), weights, version, abort)
+
+    async def pause(self, mode: str = "keep") -> int:
+        """Computes nothing until `resume`, as `LLM.pause` does."""
+        return await pause(await self._client(), mode)
+
+    async def resume(self) -> None:
+        """Ends a pause."""
+        await resume(await self._client())
 
     def shutdown(self) -> None:
         """Ends the server. Requests that run fail."""

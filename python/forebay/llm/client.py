@@ -11,7 +11,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from forebay.llm.connection import Connection, ConnectionLost, Response
+from forebay.llm.connection import JSON, Connection, ConnectionLost, Response
 from forebay.llm.errors import EngineDeadError, ForebayError, RequestError
 from forebay.llm.params import to_json
 
@@ -93,9 +93,12 @@ class Client:
             connection.close()
         self._idle.clear()
 
-    async def ask(self, method: str, path: str, body: bytes = b"", weight: int = 1) -> Any:
-        """The object of an answer with status 200. Raises RequestError and EngineDeadError."""
-        async with self._answer(method, path, body, weight) as (connection, response):
+    async def ask(self, method: str, path: str, body: bytes = b"", weight: int = 1, kind: str = JSON) -> Any:
+        """The object of an answer with status 200. `kind` is the type of the body.
+
+        Raises RequestError and EngineDeadError.
+        """
+        async with self._answer(method, path, body, weight, kind) as (connection, response):
             return _parsed(response, await connection.body(response))
 
     async def events(self, path: str, body: bytes, weight: int = 1) -> AsyncGenerator[Any, None]:
@@ -146,13 +149,13 @@ class Client:
 
     @asynccontextmanager
     async def _answer(
-        self, method: str, path: str, body: bytes, weight: int
+        self, method: str, path: str, body: bytes, weight: int, kind: str = JSON
     ) -> AsyncIterator[tuple[Connection, Response]]:
         held = await self._gate.enter(weight)
         connection: Connection | None = None
         try:
             connection = await self._connection()
-            response = await connection.send(method, path, body)
+            response = await connection.send(method, path, body, kind)
             yield connection, response
         except (ConnectionLost, OSError) as error:
             raise await asyncio.get_running_loop().run_in_executor(None, self._death) from error

@@ -7,10 +7,13 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from time import monotonic
 
-__all__ = ["Connection", "ConnectionLost", "Response"]
+__all__ = ["JSON", "OCTETS", "Connection", "ConnectionLost", "Response"]
 
 LINE_LIMIT = 1 << 16
 """Bytes of an answer's head, and of the line before a chunk."""
+JSON, OCTETS = "application/json", "application/octet-stream"
+AT_ONCE = 1 << 20
+"""Bytes of a body that are given to the system at a time."""
 
 
 class ConnectionLost(Exception):
@@ -48,19 +51,36 @@ class Connection:
         fresh = monotonic() - self.last_used < idle_seconds
         return self.reusable and fresh and not self._reader.at_eof() and not self._writer.is_closing()
 
-    async def send(self, method: str, path: str, body: bytes) -> Response:
-        """Sends a request, and reads the head of the answer. Raises ConnectionLost."""
+    async def send(self, method: str, path: str, body: bytes, kind: str = JSON) -> Response:
+        """Sends a request, and reads the head of the answer. Raises ConnectionLost.
+
+        Octets may be many: they are sent when the server has said that it takes them.
+        """
         self.reusable = False
+        expect = "expect: 100-continue\r\n" if kind == OCTETS else ""
         head = (
             f"{method} {path} HTTP/1.1\r\nhost: localhost\r\n"
-            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+            f"content-type: {kind}\r\n{expect}content-length: {len(body)}\r\n\r\n"
         )
         try:
-            self._writer.write(head.encode() + body)
-            await self._writer.drain()
-            lines = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+            if not expect:
+                self._writer.write(head.encode() + body)
+                await self._writer.drain()
+                return await self._head()
+            self._writer.write(head.encode())
+            answer = await self._head()
+            if answer.status != 100:
+                # The server may still wait for the body.
+                return Response(answer.status, {**answer.headers, "connection": "close"})
+            for start in range(0, len(body), AT_ONCE):
+                self._writer.write(memoryview(body)[start : start + AT_ONCE])
+                await self._writer.drain()
+            return await self._head()
         except (OSError, EOFError, asyncio.LimitOverrunError) as error:
             raise ConnectionLost(str(error)) from error
+
+    async def _head(self) -> Response:
+        lines = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         fields = (line.partition(":") for line in lines[1:] if line)
         return Response(int(lines[0].split(" ", 2)[1]), {name.lower(): value.strip() for name, _, value in fields})
 

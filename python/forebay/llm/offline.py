@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from forebay.llm.calls import Calls, Messages
 from forebay.llm.client import Call, Client
@@ -23,6 +23,10 @@ from forebay.llm.outputs import (
 from forebay.llm.params import PoolingParams, Prompt, SamplingParams, one_each, prompt_list, to_json
 from forebay.llm.progress import bar
 from forebay.llm.server import Server
+from forebay.llm.weights import get_parameter, pause, resume, update_weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["LLM", "chat_fields"]
 
@@ -227,6 +231,58 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Forgets cached prompts."""
         self._background.ask(lambda client: client.ask("POST", "/flush_cache"))
+
+    def update_weights(
+        self,
+        weights: Mapping[str, Tensor] | str | os.PathLike[str],
+        *,
+        version: str | None = None,
+        abort: bool = False,
+    ) -> int:
+        """Computes with other weights from now on. Returns the number of requests that go on with them.
+
+        docs/weights.md says what holds meanwhile. The model is a checkpoint of safetensors where tensors are given.
+
+        Args:
+            weights: tensors by their names in the checkpoint, some or all, such as a `state_dict()` of transformers'
+                model. Or a checkpoint of the same shape: a folder, or a GGUF file.
+            version: the name of the weights, which `get_weight_version` gives.
+            abort: True ends requests that run. Otherwise they go on with the new weights.
+
+        Raises:
+            RequestError: the weights can't be loaded. The last ones compute on.
+            EngineDeadError: the server ended.
+        """
+        return self._background.ask(lambda client: update_weights(client, weights, version, abort))
+
+    def get_weight_version(self) -> str:
+        """The name of the weights; `default` until one was given."""
+        version: str = self._background.ask(lambda client: client.ask("GET", "/get_weight_version"))["weight_version"]
+        return version
+
+    def get_parameter(self, name: str, rows: int = 100) -> Any:
+        """The first rows of a parameter as lists of numbers, or the first values of a vector.
+
+        Raises:
+            RequestError: there is no such parameter, or it is not stored as plain floats.
+        """
+        return self._background.ask(lambda client: get_parameter(client, name, rows))
+
+    def pause(self, mode: str = "keep") -> int:
+        """Computes nothing until `resume`. Requests wait. Returns the number of those that go on later.
+
+        >>> llm.pause()
+        0
+        >>> llm.resume()
+
+        Args:
+            mode: `keep`: requests that run stop where they are. `abort`: they end. `wait`: they are finished first.
+        """
+        return self._background.ask(lambda client: pause(client, mode))
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        self._background.ask(resume)
 
     def close(self) -> None:
         """Ends the server. Requests of other threads fail."""

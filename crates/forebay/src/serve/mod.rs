@@ -6,6 +6,7 @@ mod fleet;
 mod language;
 mod listeners;
 mod outputs;
+mod overlays;
 mod planned;
 mod process;
 mod server;

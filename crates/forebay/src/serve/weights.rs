@@ -1,15 +1,17 @@
-//! The reader of weights that clients have a running server load.
+//! The files of weights that clients have a running server load.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::Result;
-use forebay_server::WeightSettings;
+use anyhow::{Context, Result, ensure};
+use forebay_server::{ParameterValues, TensorFolder, WeightFiles, WeightSettings};
+use forebay_weights::{ModelShape, ServedCheckpoint, read_parameter};
 use serde_json::Value;
 
 use super::adapters::is_local;
-use crate::flags::{Device, LoadFormat, ServeFlags};
-use crate::model::{Model, Source, fetch};
+use super::overlays::Overlays;
+use crate::flags::{Device, Hand, LoadFormat, ModelImpl, ServeFlags};
+use crate::model::{Model, Pooling, Source, Task, fetch};
 use crate::resolve::Resolved;
 
 /// What engine, tokenizer and hands were set up for. Other weights have the same.
@@ -28,21 +30,128 @@ pub(super) fn settings(
         return None;
     }
     let model = resolved.hand.model.clone();
-    let (python, last) = (python.to_owned(), model.clone());
-    let (folder, hand) = (flags.loading.download_dir.clone(), flags.run.hand);
-    let (embedding, model_impl) = (flags.loading.is_embedding, flags.loading.model_impl);
-    let reader = move |path: &Path| {
+    let files = Files {
+        python: python.to_owned(),
+        first: model.clone(),
+        download_dir: flags.loading.download_dir.clone(),
+        embedding: flags.loading.is_embedding,
+        model_impl: flags.loading.model_impl,
+        hand: flags.run.hand,
+        elsewhere: flags.replicas.elsewhere(),
+        overlays: Overlays::default(),
+    };
+    Some(WeightSettings { model, files: Arc::new(files), open: is_local(flags) })
+}
+
+/// The files of the served model.
+struct Files {
+    python: PathBuf,
+    /// The model that the server started with.
+    first: Value,
+    download_dir: Option<PathBuf>,
+    embedding: bool,
+    model_impl: ModelImpl,
+    hand: Hand,
+    /// The flag by which hands are on other machines.
+    elsewhere: Option<&'static str>,
+    overlays: Overlays,
+}
+
+impl WeightFiles for Files {
+    fn describe(&self, path: &Path) -> Result<Value, String> {
         let source = Source {
             revision: None,
-            download_dir: folder.as_deref(),
+            download_dir: self.download_dir.as_deref(),
             offline: true,
-            embedding,
-            model_impl,
+            embedding: self.embedding,
+            model_impl: self.model_impl,
         };
-        let find = |name: &str| fetch(&python, name, source, true, hand);
-        read(path, &last, find).map_err(|error| format!("{error:#}"))
-    };
-    Some(WeightSettings { model, reader: Arc::new(reader), open: is_local(flags) })
+        let find = |name: &str| fetch(&self.python, name, source, true, self.hand);
+        read(path, &self.first, find).map_err(|error| format!("{error:#}"))
+    }
+
+    fn folder(&self, served: &Value) -> Result<TensorFolder, String> {
+        let folder = || {
+            if let Some(flag) = self.elsewhere {
+                anyhow::bail!(
+                    "with {flag} hands read the files of their own machines: /update_weights_from_disk names a checkpoint there"
+                );
+            }
+            let checkpoint = Checkpoint::read(served)?;
+            let most_bytes = checkpoint.served(&self.overlays).most_bytes()?;
+            let folder = self.overlays.add()?;
+            Ok(TensorFolder { path: folder.path().to_owned(), most_bytes, guard: Arc::new(folder) })
+        };
+        folder().map_err(|error| format!("{error:#}"))
+    }
+
+    fn lay(
+        &self,
+        folder: &TensorFolder,
+        changed: &[PathBuf],
+        served: &Value,
+    ) -> Result<Value, String> {
+        let lay = || {
+            let checkpoint = Checkpoint::read(served)?;
+            Ok::<_, anyhow::Error>(checkpoint.served(&self.overlays).lay(&folder.path, changed)?)
+        };
+        lay().map_err(|error| format!("{error:#}"))?;
+        let mut next = self.describe(&folder.path)?;
+        // Packed weights of a step of training would take the room of those that are used again.
+        next["cache"] = Value::Null;
+        Ok(next)
+    }
+
+    fn rows(&self, served: &Value, name: &str, rows: usize) -> Result<ParameterValues, String> {
+        let read = || {
+            let files: Vec<PathBuf> = field(served, "files")?;
+            let format: String = field(served, "format")?;
+            let shape: Option<ModelShape> = field(served, "shape")?;
+            let pooling: Option<Pooling> = field(served, "pooling")?;
+            let scores = pooling.is_some_and(|pooling| pooling.task == Task::Score);
+            let found = read_parameter((&format, &files), shape.as_ref(), scores, name, rows)?;
+            Ok::<_, anyhow::Error>(ParameterValues { shape: found.shape, values: found.values })
+        };
+        read().map_err(|error| format!("{error:#}"))
+    }
+}
+
+/// A checkpoint of safetensors, by its description.
+struct Checkpoint {
+    folder: PathBuf,
+    files: Vec<PathBuf>,
+    tied: bool,
+}
+
+impl Checkpoint {
+    fn read(served: &Value) -> Result<Self> {
+        let format: String = field(served, "format")?;
+        ensure!(
+            format == "safetensors",
+            "the served model is in the format {format}, whose tensors are not replaced one by one: serve a checkpoint of safetensors"
+        );
+        let config = &served["config"];
+        let tied = ["tie_word_embeddings", "text_config"].map(|name| &config[name]);
+        let tied = tied[0].as_bool().or(tied[1]["tie_word_embeddings"].as_bool());
+        let shape: Option<ModelShape> = field(served, "shape")?;
+        let of_shape = shape.as_ref().and_then(ModelShape::decoder).map(|shape| shape.tied);
+        Ok(Self {
+            folder: field(served, "directory")?,
+            files: field(served, "files")?,
+            tied: of_shape.or(tied).unwrap_or(false),
+        })
+    }
+
+    fn served(&self, overlays: &Overlays) -> ServedCheckpoint<'_> {
+        let is_overlay = overlays.has(&self.folder);
+        ServedCheckpoint { folder: &self.folder, files: &self.files, is_overlay, tied: self.tied }
+    }
+}
+
+/// A field of a description.
+fn field<T: serde::de::DeserializeOwned>(served: &Value, name: &str) -> Result<T> {
+    let found = serde_json::from_value(served[name].clone());
+    found.with_context(|| format!("the model's description has another `{name}`"))
 }
 
 /// Describes the model at `path` for hands that have the model `last`.

@@ -22,6 +22,7 @@ mod rerank;
 mod responses;
 #[cfg(test)]
 mod scripted;
+mod tensors;
 mod tokenize;
 mod weights;
 mod wording;
@@ -70,6 +71,14 @@ pub(crate) fn router(state: Shared) -> Router {
         .route("/pause_generation", post(weights::pause_generation))
         .route("/continue_generation", post(weights::continue_generation))
         .route("/update_weights_from_disk", post(weights::update))
+        .route("/update_weights_from_tensor", post(tensors::update))
+        .route("/update_weights_from_distributed", post(tensors::elsewhere))
+        .route("/update_weights_from_ipc", post(tensors::elsewhere))
+        .route("/init_weights_update_group", post(tensors::elsewhere))
+        .route("/destroy_weights_update_group", post(tensors::elsewhere))
+        .route("/init_weight_transfer_engine", post(tensors::elsewhere))
+        .route("/update_weights", post(tensors::elsewhere))
+        .route("/get_weights_by_name", get(tensors::parameter_of_query).post(tensors::parameter))
         .route("/update_weight_version", post(weights::rename))
         .route("/get_weight_version", get(weights::name))
         .layer(from_fn_with_state(state.clone(), weights::check_weights));

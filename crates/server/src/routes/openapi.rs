@@ -61,6 +61,10 @@ use crate::state::Shared;
         super::weights::pause_generation,
         super::weights::continue_generation,
         super::weights::update,
+        super::tensors::update,
+        super::tensors::elsewhere,
+        super::tensors::parameter_of_query,
+        super::tensors::parameter,
         super::weights::rename,
         super::weights::name,
         super::tokenize::tokenize,
@@ -104,8 +108,16 @@ pub(super) fn answer(mut document: utoipa::openapi::OpenApi, root_path: &str) ->
 }
 
 /// Further paths of a route, as clients of other servers know it.
-const ALIASES: [(&str, &str); 3] =
-    [("/v1/rerank", "/rerank"), ("/v2/rerank", "/rerank"), ("/v1/score", "/score")];
+const ALIASES: [(&str, &str); 8] = [
+    ("/v1/rerank", "/rerank"),
+    ("/v2/rerank", "/rerank"),
+    ("/v1/score", "/score"),
+    ("/update_weights_from_ipc", "/update_weights_from_distributed"),
+    ("/init_weights_update_group", "/update_weights_from_distributed"),
+    ("/destroy_weights_update_group", "/update_weights_from_distributed"),
+    ("/init_weight_transfer_engine", "/update_weights_from_distributed"),
+    ("/update_weights", "/update_weights_from_distributed"),
+];
 
 /// The document, with an operation id of its own for each path of a route and each method of a path
 /// that has several.

@@ -14,7 +14,7 @@ use utoipa::{IntoParams, ToSchema};
 use crate::limits::{Upload, query, small};
 use crate::reply::{self, Failure};
 use crate::state::Shared;
-use crate::weights::Update;
+use crate::weights::{Source, Update};
 
 /// A pause, in vLLM's words.
 #[derive(Deserialize, IntoParams)]
@@ -204,14 +204,19 @@ pub(crate) async fn update(State(state): State<Shared>, body: Upload) -> Result<
     }
     let weights = Arc::clone(&state.weights);
     let updated = weights.update(Update {
-        path: update.model_path,
+        source: Source::Path(update.model_path),
+        param: "model_path",
         version: update.weight_version,
         aborts: update.abort_all_requests,
         keeps_pause: update.keep_pause,
     });
-    let num_paused_requests = updated.await?;
+    Ok(updated_answer(updated.await?))
+}
+
+/// The answer to an update that succeeded.
+pub(super) fn updated_answer(num_paused_requests: usize) -> Response {
     let message = "Succeeded to update model weights.".to_owned();
-    Ok(reply::ok(&WeightsUpdated { success: true, message, num_paused_requests }))
+    reply::ok(&WeightsUpdated { success: true, message, num_paused_requests })
 }
 
 /// Gives the weights another name, for answers.

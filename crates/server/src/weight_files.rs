@@ -1,0 +1,107 @@
+//! What a server asks of the files of its weights, which it never reads itself.
+
+use std::any::Any;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde::ser::{Serialize, SerializeSeq, Serializer};
+use serde_json::Value;
+
+/// A private folder for the tensors of one update. It is removed with the last clone.
+#[derive(Clone)]
+pub struct TensorFolder {
+    /// Where it is.
+    pub path: PathBuf,
+    /// The largest number of bytes of all files with tensors in it.
+    pub most_bytes: u64,
+    /// Its end removes the folder.
+    pub guard: Arc<dyn Any + Send + Sync>,
+}
+
+/// The first rows of a parameter, as lists in lists.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ParameterValues {
+    /// The sizes, the first of which may have been cut.
+    pub shape: Vec<usize>,
+    /// All values, the last dimension first.
+    pub values: Vec<f32>,
+}
+
+/// The files of models that hands load. `served` is the description of the model that hands have.
+/// Errors are one line for the client.
+pub trait WeightFiles: Send + Sync {
+    /// Describes the model in a folder or file for hands.
+    ///
+    /// # Errors
+    /// The model is not there, is damaged, or is not of the served model's shape.
+    fn describe(&self, path: &Path) -> Result<Value, String>;
+
+    /// A new folder for tensors.
+    ///
+    /// # Errors
+    /// The served model's tensors can't be replaced, or the folder can't be made.
+    fn folder(&self, served: &Value) -> Result<TensorFolder, String>;
+
+    /// Describes the served model with other tensors, which are in safetensors in the folder.
+    ///
+    /// # Errors
+    /// A file is damaged, or has a tensor that the model has no place for.
+    fn lay(
+        &self,
+        folder: &TensorFolder,
+        changed: &[PathBuf],
+        served: &Value,
+    ) -> Result<Value, String>;
+
+    /// The first rows of a parameter.
+    ///
+    /// # Errors
+    /// There is no such parameter, it has no plain floats, or too much is asked for.
+    fn rows(&self, served: &Value, name: &str, rows: usize) -> Result<ParameterValues, String>;
+}
+
+impl Serialize for ParameterValues {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        Nested { shape: &self.shape, values: &self.values }.serialize(serializer)
+    }
+}
+
+/// A part of a parameter: a list of parts, or a number.
+struct Nested<'a> {
+    shape: &'a [usize],
+    values: &'a [f32],
+}
+
+impl Serialize for Nested<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let Some((&count, shape)) = self.shape.split_first() else {
+            return self.values.first().serialize(serializer);
+        };
+        let mut list = serializer.serialize_seq(Some(count))?;
+        let of_one = self.values.len().checked_div(count).unwrap_or(0);
+        for at in 0..count {
+            let values = &self.values[at * of_one..][..of_one];
+            list.serialize_element(&Nested { shape, values })?;
+        }
+        list.end()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn values_are_lists_in_lists() {
+        let of = |shape: &[usize], values: &[f32]| {
+            json!(ParameterValues { shape: shape.to_vec(), values: values.to_vec() })
+        };
+        assert_eq!(of(&[2], &[1.0, 0.5]), json!([1.0, 0.5]));
+        assert_eq!(of(&[2, 1], &[1.0, 0.5]), json!([[1.0], [0.5]]));
+        assert_eq!(of(&[], &[2.0]), json!(2.0));
+        assert_eq!(of(&[0, 3], &[]), json!([]));
+        assert_eq!(of(&[2, 0], &[]), json!([[], []]));
+    }
+}
