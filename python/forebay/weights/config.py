@@ -34,9 +34,12 @@ _ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_tanh": "gelu_pytorch_tanh",
     "clamped_swiglu": "swigluoai",
+    "squared_relu": "relu2",
 }
+_PLAIN = {"squared_relu"}
+"""The functions of feed-forward parts without gates."""
 _KNOWN = {
-    "shape": "family vocab_size hidden_size norm norm_eps scales ropes mixers feeds layers tower quantised "
+    "shape": "family vocab_size hidden_size norm norm_eps scales factors ropes mixers feeds layers tower quantised "
     "max_positions tied headless eos_token_ids",
     "scales": "embeddings inputs residuals logits logit_cap",
     "rope": "dim theta scaling interleaved sections",
@@ -44,10 +47,13 @@ _KNOWN = {
     "attention": "kind heads kv_heads head_dim value_dim scale window sinks cap qk_norm gate qkv_bias output_bias "
     "query_scale",
     "latent": "kind heads query_rank rank nope_dim rotary_dim value_dim bias scale query_scale chosen",
-    "recurrence": "kind heads key_heads tiled key_dim value_dim delta taps conv_bias bias norm norm_size",
+    "beside": "kind attention recurrence",
+    "recurrence": "kind heads key_heads tiled key_dim value_dim channel_decay delta taps conv_bias bias norm "
+    "sigmoid_gate low_rank norm_size",
+    "none": "kind",
     "dense": "kind intermediate_size activation gated bias",
-    "experts": "kind count per_token intermediate_size shared_size shared_gate activation bias routing normalise "
-    "scaling",
+    "experts": "kind count per_token intermediate_size shared_size gated latent_size shared_gate activation bias "
+    "routing normalise scaling",
     "routing": " ".join(_ROUTING),
 }
 """The fields of each part that are read here. In any other field a part has what PyTorch's hand does not compute."""
@@ -61,8 +67,8 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     attention: GroupedQuery | Latent
-    feeds: tuple[Dense | Experts, ...]
-    """The feed-forward parts behind the attention, one for each layer."""
+    feeds: tuple[Dense | Experts | None, ...]
+    """The feed-forward parts behind the attention, one for each layer; None: the layer has none."""
     rms_norm_eps: float
     kinds: tuple[LayerKind, ...]
     """What differs between layers beyond their feeds, one for each layer."""
@@ -90,7 +96,9 @@ class ModelConfig:
     headless: bool = False
     """True if the final states are needed, and not the logits of an output head."""
     recurrences: tuple[Recurrence | None, ...] = ()
-    """What layers have in place of attention, one for each layer, None where they attend; (): all attend."""
+    """The recurrent parts of layers, one for each layer, None where there is none; (): no layer has one."""
+    attends: tuple[bool, ...] = ()
+    """True for each layer that attends; (): all do."""
 
     @classmethod
     def from_shape(cls, shape: Mapping[str, Any]) -> ModelConfig:
@@ -99,20 +107,22 @@ class ModelConfig:
         Raises UnsupportedModelError for a part that `forebay.models` would compute wrongly.
         """
         _check(shape)
-        first, layers = next(mixer for mixer in shape["mixers"] if mixer["kind"] != "recurrence"), shape["layers"]
+        first = next(found for found in map(_attending, shape["mixers"]) if found is not None)
+        activations = [feed["activation"] for feed in shape["feeds"] if feed["kind"] != "none"]
+        layers = shape["layers"]
         rope = next(iter(shape["ropes"]), None) or _no_rope(first)
         return cls(
             architecture=shape["family"],
             vocab_size=shape["vocab_size"],
             hidden_size=shape["hidden_size"],
-            attention=_latent(first, rope) if first["kind"] == "latent" else _grouped(first, rope),
+            attention=_latent(first, rope) if "rank" in first else _grouped(first, rope),
             feeds=tuple(_feed(shape["feeds"][layer["feed"]]) for layer in layers),
             rms_norm_eps=shape["norm_eps"],
             kinds=tuple(_kind(shape, layer) for layer in layers),
             ropes=tuple(Rope(rope["theta"], rope["scaling"]) for rope in shape["ropes"] or [rope]),
             max_position_embeddings=shape["max_positions"],
             tie_word_embeddings=shape["tied"],
-            hidden_act=_ACTIVATIONS[shape["feeds"][0]["activation"]],
+            hidden_act=_ACTIVATIONS[activations[0]],
             eos_token_ids=tuple(shape["eos_token_ids"]),
             stored=None if shape["quantised"] is None else Stored.from_dict(shape["quantised"]),
             indexer=_indexer(shape),
@@ -123,6 +133,7 @@ class ModelConfig:
             mean_norms=shape["norm"] == "mean",
             headless=shape["headless"],
             recurrences=_recurrences(shape),
+            attends=_attends(shape),
         )
 
     @property
@@ -133,7 +144,7 @@ class ModelConfig:
     @property
     def attending_layers(self) -> int:
         """The number of layers that keep keys and values, or latent rows."""
-        return self.num_hidden_layers - len(self.recurrent)
+        return sum(self.attends) if self.attends else self.num_hidden_layers
 
     def state_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the recurrent states of one slot over all layers; 0: there are none."""
@@ -144,8 +155,8 @@ class ModelConfig:
         """The number of computed layers. A checkpoint may have more."""
         return len(self.feeds)
 
-    def feed(self, layer: int) -> Dense | Experts:
-        """The feed-forward part behind the attention of a layer."""
+    def feed(self, layer: int) -> Dense | Experts | None:
+        """The feed-forward part behind the attention of a layer; None: there is none."""
         return self.feeds[layer]
 
     @property
@@ -194,14 +205,16 @@ def _check(shape: Mapping[str, Any]) -> None:
     if len({rope["dim"] for rope in shape["ropes"]}) > 1:
         raise UnsupportedModelError("rotated parts of heads that differ are not supported by PyTorch's hand")
     for mixer in mixers:
-        _known("layers", mixer["kind"], "attention", "latent", "recurrence")
+        _known("layers", mixer["kind"], "attention", "latent", "recurrence", "beside", "none")
         _only(mixer["kind"], mixer)
-    recurs = [mixer["kind"] == "recurrence" for mixer in mixers]
-    mixers = [mixer for mixer in mixers if mixer["kind"] != "recurrence"]
-    kinds = {mixer["kind"] for mixer in mixers}
-    if any(recurs) and kinds != {"attention"}:
-        raise UnsupportedModelError("recurrent layers without attention of heads are not supported by PyTorch's hand")
-    alike = [{**mixer, "window": None} for mixer in mixers]
+        if mixer["kind"] == "beside":
+            _only("attention", mixer["attention"])
+            _only("recurrence", mixer["recurrence"])
+    mixers = [found for found in map(_attending, mixers) if found is not None]
+    if not mixers:
+        raise UnsupportedModelError("layers without attention alone are not supported by PyTorch's hand")
+    kinds = {"latent" if "rank" in mixer else "attention" for mixer in mixers}
+    alike = [{**mixer, "kind": None, "window": None} for mixer in mixers]
     if len(kinds) > 1 or (kinds == {"attention"} and any(mixer != alike[0] for mixer in alike)):
         raise UnsupportedModelError(
             "attention that differs between layers in more than windows is not supported by PyTorch's hand"
@@ -211,20 +224,18 @@ def _check(shape: Mapping[str, Any]) -> None:
         _known("lengths of values", mixers[0]["value_dim"], mixers[0]["head_dim"])
         for rope in shape["ropes"]:
             _known("rotated neighbours", rope["interleaved"], False)
-    elif any(layer["rope"] != 0 or layer["norms"] != "before" for layer in shape["layers"]):
+    elif any(layer["rope"] not in (0, None) or layer["norms"] != "before" for layer in shape["layers"]):
         raise UnsupportedModelError(
             "latent attention with positions or norms of other kinds is not supported by PyTorch's hand"
         )
     for feed in feeds:
+        _known("feed-forward parts", feed["kind"], "dense", "experts", "none")
         _only(feed["kind"], feed)
-        _known(
-            "activations",
-            feed["activation"],
-            *(_ACTIVATIONS if feed["kind"] == "dense" else ("silu", "clamped_swiglu")),
-        )
-        if feed["kind"] == "dense":
-            _known("gates of feed-forward parts", feed["gated"], True)
-        else:
+        if feed["kind"] == "none":
+            continue
+        of_gates = _ACTIVATIONS.keys() - _PLAIN if feed["kind"] == "dense" else ("silu", "clamped_swiglu")
+        _known("activations", feed["activation"], *(of_gates if feed["gated"] else _PLAIN))
+        if feed["kind"] == "experts":
             _only("routing", feed["routing"])
 
 
@@ -244,12 +255,30 @@ def _known(what: str, value: Any, *supported: Any) -> None:
 
 
 def _kind(shape: Mapping[str, Any], layer: Mapping[str, Any]) -> LayerKind:
-    return LayerKind(layer["rope"], shape["mixers"][layer["mixer"]].get("window"), layer["norms"])
+    attention = _attending(shape["mixers"][layer["mixer"]])
+    return LayerKind(layer["rope"], None if attention is None else attention.get("window"), layer["norms"])
+
+
+def _attending(mixer: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The attention of a mixer, of heads or latent; None: it does not attend."""
+    if mixer["kind"] == "beside":
+        beside: Mapping[str, Any] = mixer["attention"]
+        return beside
+    return mixer if mixer["kind"] in ("attention", "latent") else None
+
+
+def _recurring(mixer: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The recurrence of a mixer; None: it keeps no state."""
+    if mixer["kind"] == "beside":
+        beside: Mapping[str, Any] = mixer["recurrence"]
+        return beside
+    return mixer if mixer["kind"] == "recurrence" else None
 
 
 def _no_rope(mixer: Mapping[str, Any]) -> dict[str, Any]:
     """A rotary embedding for a model that has none in any layer. Nothing is rotated by it."""
-    return {"dim": mixer["head_dim"], "theta": 10000.0, "scaling": None, "interleaved": False, "sections": None}
+    dim = mixer["rotary_dim"] if "rank" in mixer else mixer["head_dim"]
+    return {"dim": dim, "theta": 10000.0, "scaling": None, "interleaved": False, "sections": None}
 
 
 def _grouped(mixer: Mapping[str, Any], rope: Mapping[str, Any]) -> GroupedQuery:
@@ -271,14 +300,16 @@ def _grouped(mixer: Mapping[str, Any], rope: Mapping[str, Any]) -> GroupedQuery:
 
 
 def _recurrences(shape: Mapping[str, Any]) -> tuple[Recurrence | None, ...]:
-    mixers = [shape["mixers"][layer["mixer"]] for layer in shape["layers"]]
-    if all(mixer["kind"] != "recurrence" for mixer in mixers):
+    found = [_recurring(shape["mixers"][layer["mixer"]]) for layer in shape["layers"]]
+    if all(one is None for one in found):
         return ()
     names = _KNOWN["recurrence"].split()[1:]
-    return tuple(
-        Recurrence(**{name: mixer[name] for name in names}) if mixer["kind"] == "recurrence" else None
-        for mixer in mixers
-    )
+    return tuple(None if one is None else Recurrence(**{name: one[name] for name in names}) for one in found)
+
+
+def _attends(shape: Mapping[str, Any]) -> tuple[bool, ...]:
+    found = tuple(_attending(shape["mixers"][layer["mixer"]]) is not None for layer in shape["layers"])
+    return () if all(found) else found
 
 
 def _latent(mixer: Mapping[str, Any], rope: Mapping[str, Any]) -> Latent:
@@ -292,12 +323,14 @@ def _query_scale(mixer: Mapping[str, Any]) -> QueryScale | None:
     return None if found is None else QueryScale(found["beta"], found["every"])
 
 
-def _feed(feed: Mapping[str, Any]) -> Dense | Experts:
+def _feed(feed: Mapping[str, Any]) -> Dense | Experts | None:
+    if feed["kind"] == "none":
+        return None
     if feed["kind"] == "dense":
-        return Dense(feed["intermediate_size"], feed["bias"])
+        return Dense(feed["intermediate_size"], feed["bias"], feed["gated"])
     rule = {name: feed["routing"][name] for name in _ROUTING}
     routing = Routing(**rule, normalise=feed["normalise"], scaling=feed["scaling"])
-    names = ("count", "per_token", "intermediate_size", "shared_size", "shared_gate", "bias")
+    names = ("count", "per_token", "intermediate_size", "shared_size", "shared_gate", "bias", "gated", "latent_size")
     return Experts(**{name: feed[name] for name in names}, routing=routing)
 
 

@@ -157,10 +157,10 @@ fn every_part_that_no_hand_has_is_refused_by_its_name() {
         }),
         ("share keys and values", |it| it.layers[2].keys_of = Some(0)),
         ("sizes differ between layers", |it| it.feeds.push(it.feeds[0])),
-        ("decays of their own", |it| {
-            let of_channels =
-                Recurrence { channel_decay: true, ..Recurrence::convolution(64, 4, false) };
-            it.mixers.push(Mixer::Recurrence(of_channels));
+        ("layers of one part", |it| {
+            it.feeds.push(FeedShape::None);
+            it.layers[1].feed = 1;
+            it.layers[1].norms = NormPlacement::Around;
         }),
         ("recurrent layers alone", |it| {
             it.mixers = vec![Mixer::Recurrence(Recurrence::convolution(64, 4, false))];
@@ -227,6 +227,8 @@ fn layers_have_experts_as_the_config_says() {
         per_token: 2,
         intermediate_size: 24,
         shared_size: 0,
+        gated: true,
+        latent_size: 0,
         shared_gate: false,
         activation: Activation::Silu,
         bias: false,
