@@ -302,3 +302,20 @@ def test_states_are_counted(tmp_path: Path, name: str, of_slot: int) -> None:
             assert (ready["state_bytes"], ready["state_page_count"]) == (of_slot, pages)
             assert ready["page_bytes"] == facts["page_bytes"]
             assert not ready["verifies_drafts"]
+
+
+@pytest.mark.parametrize(
+    ("name", "of_slot", "attending"),
+    [
+        # Heads of 24 by 20 in 32 bits, and three inputs of 120 + 2 * 48 channels.
+        ("nemotron-h", 4 * (6 * 24 * 20 * 4 + 3 * 216 * 4), 1),
+        ("falcon-h1", 3 * (6 * 24 * 20 * 4 + 3 * 216 * 4), 3),
+        ("kimi-linear", 3 * (3 * 24 * 24 * 4 + 3 * 216 * 4), 2),
+    ],
+)
+def test_layers_have_pages_and_states_by_their_parts(tmp_path: Path, name: str, of_slot: int, attending: int) -> None:
+    with runner_of(tmp_path, name, state_pages=5) as runner:
+        assert runner.facts()["state_bytes"] == of_slot
+        held = sum(table.nbytes for layer in runner._store.layers for table in layer if table is not None)
+        assert held == (2 * 8 + 5) * of_slot
+        assert len(runner.kv.layers) == attending

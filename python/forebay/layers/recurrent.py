@@ -194,9 +194,9 @@ class RecurrentLayer:
 def advance(inputs: tuple[torch.Tensor, ...], state: torch.Tensor, delta: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Some positions of rows: outputs [r, t, heads, value_dim], and the states behind them.
 
-    `inputs` are float32: queries and keys [r, t, heads, key_dim], values [r, t, heads, value_dim], the logarithms of
-    decays [r, t, heads] or, of channels, [r, t, heads, key_dim], and strengths [r, t, heads]. `state` is
-    [r, heads, key_dim, value_dim].
+    `inputs` are float32: queries and keys [r, t, heads, key_dim], values [r, t, heads, value_dim], the logarithms
+    of decays, and strengths [r, t, heads]. Decays are [r, t, heads], or of channels [r, t, heads, key_dim]. `state`
+    is [r, heads, key_dim, value_dim].
     """
     q, k, v, decays, strengths = (one.transpose(1, 2) for one in inputs)
     count = q.shape[2]

@@ -1,5 +1,5 @@
-//! Nemotron-H and Nemotron 3: layers of one part each. They are Mamba 2, attention without positions,
-//! or feed-forward parts without gates, dense or of experts.
+//! Nemotron-H and Nemotron 3: layers of one part each. They are Mamba 2, attention without
+//! positions, or feed-forward parts without gates, dense or of experts.
 
 use serde_json::{Map, Value, json};
 
