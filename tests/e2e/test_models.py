@@ -254,8 +254,9 @@ def test_administrators_load_and_unload(start: Any, tiny: Model, tmp_path: Path)
     assert server.post("/sleep?level=3", None, headers=ADMIN).status_code == 400
     assert server.post("/models/load", {}, headers=ADMIN).status_code == 400
     assert server.post("/models/load", {"model": "c"}, headers=ADMIN).status_code == 404
-    for body in ({"model": 7}, [], {"model": "x" * (16 << 10)}):
-        assert server.post("/release_memory_occupation", body, headers=ADMIN).status_code == 400
+    damaged: list[Any] = [{"model": 7}, [], {"model": "x" * (16 << 10)}]
+    for wish in damaged:
+        assert server.post("/release_memory_occupation", wish, headers=ADMIN).status_code == 400
     # Who may not unload a model may not say how long it stays.
     body = {"model": "a", "prompt": "x", "raw": True, "stream": False, "keep_alive": 0, "options": {"num_predict": 1}}
     assert server.post("/api/generate", body, headers=user).status_code == 200
@@ -273,7 +274,7 @@ def test_the_described_routes_are_those_that_answer(start: Any, tiny: Model, tmp
     assert not {"/v1/batches", "/v1/loads", "/pause", "/v1/load_lora_adapter"} & set(paths)
     for path, item in paths.items():
         for verb in item.keys() & {"get", "post", "delete"}:
-            body = {"json": {}} if verb == "post" else {}
+            body: dict[str, Any] = {"json": {}} if verb == "post" else {}
             with server.http.stream(verb.upper(), path.replace("{", "").replace("}", ""), **body) as response:
                 if response.status_code in (404, 405):
                     error = json.loads(response.read())["error"]

@@ -11,12 +11,18 @@ from typing import Any
 import gguf
 import torch
 from transformers import (
+    FalconH1Config,
+    FalconH1ForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     Lfm2MoeConfig,
     Lfm2MoeForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     PreTrainedConfig,
     Qwen3_5Config,
     Qwen3_5ForCausalLM,
@@ -75,6 +81,52 @@ MAMBA: dict[str, Any] = {
     "shared_intermediate_size": 40,
 }
 """Layers with states around one that attends. Two key heads are shared by six value heads, all of odd lengths."""
+SINGLE: dict[str, Any] = {
+    **{key: value for key, value in SIZES.items() if key not in ("num_hidden_layers", "rms_norm_eps")},
+    "head_dim": 24,
+    "intermediate_size": 96,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 20,
+    "ssm_state_size": 24,
+    "n_groups": 2,
+    # Only prompts have this bound in transformers, and no other engine has it.
+    "time_step_min": 1e-30,
+}
+"""Layers of one part."""
+PARALLEL: dict[str, Any] = {
+    **SIZES,
+    "num_hidden_layers": 3,
+    "mamba_d_ssm": 120,
+    "mamba_n_heads": 6,
+    "mamba_d_head": 20,
+    "mamba_d_state": 24,
+    "mamba_n_groups": 2,
+    "embedding_multiplier": 5.0,
+    "lm_head_multiplier": 0.4,
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.8,
+    "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.6,
+    "ssm_multipliers": [0.9, 1.4, 0.8, 1.1, 0.7],
+    "mlp_multipliers": [0.75, 1.25],
+}
+"""Attention beside a state in each layer."""
+CHANNELS: dict[str, Any] = {
+    **SIZES,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": SIZES["num_attention_heads"],
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 12,
+    "v_head_dim": 20,
+    "linear_head_dim": 24,
+    "linear_num_heads": 3,
+    "moe_intermediate_size": 24,
+    "num_experts_per_tok": 2,
+    "layer_types": [LINEAR, LINEAR, FULL, LINEAR, FULL],
+}
+"""Decays of channels, and latent attention."""
 
 MODELS: dict[str, tuple[type[Any], PreTrainedConfig]] = {
     "qwen3-next": (Qwen3NextForCausalLM, Qwen3NextConfig(**DELTA, **EXPERTS)),
@@ -114,7 +166,87 @@ MODELS: dict[str, tuple[type[Any], PreTrainedConfig]] = {
             **MAMBA, num_local_experts=5, num_experts_per_tok=2, mamba_proj_bias=True, mamba_conv_bias=False
         ),
     ),
+    "nemotron-h": (
+        NemotronHForCausalLM,
+        NemotronHConfig(**SINGLE, layers_block_type=[LINEAR, "mlp", LINEAR, FULL, LINEAR, LINEAR, "mlp"]),
+    ),
+    "nemotron-h-biases": (
+        NemotronHForCausalLM,
+        NemotronHConfig(
+            **{**SINGLE, "n_groups": 1, "head_dim": 16},
+            layers_block_type=["mlp", "mlp", FULL, FULL, LINEAR],
+            mlp_bias=True,
+            use_bias=True,
+            use_conv_bias=False,
+            conv_kernel=3,
+        ),
+    ),
+    "nemotron-3": (
+        NemotronHForCausalLM,
+        NemotronHConfig(
+            **SINGLE,
+            layers_block_type=[LINEAR, "moe", LINEAR, FULL, "moe", "mlp"],
+            n_routed_experts=6,
+            num_experts_per_tok=2,
+            n_group=2,
+            topk_group=1,
+            moe_intermediate_size=24,
+            moe_shared_expert_intermediate_size=40,
+            routed_scaling_factor=2.5,
+        ),
+    ),
+    "nemotron-3-latent": (
+        NemotronHForCausalLM,
+        NemotronHConfig(
+            **SINGLE,
+            layers_block_type=[LINEAR, "moe", FULL, "moe"],
+            n_routed_experts=5,
+            num_experts_per_tok=3,
+            moe_intermediate_size=24,
+            moe_shared_expert_intermediate_size=40,
+            moe_latent_size=28,
+            norm_topk_prob=False,
+        ),
+    ),
+    "falcon-h1": (FalconH1ForCausalLM, FalconH1Config(**PARALLEL)),
+    "falcon-h1-norm": (
+        FalconH1ForCausalLM,
+        FalconH1Config(
+            **{**PARALLEL, "mamba_n_groups": 1, "num_key_value_heads": 1},
+            mamba_rms_norm=True,
+            mamba_norm_before_gate=False,
+            mamba_proj_bias=True,
+            projectors_bias=True,
+            attention_bias=True,
+            mlp_bias=True,
+            mamba_conv_bias=False,
+            mamba_d_conv=3,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "falcon-h1-norm-last": (
+        FalconH1ForCausalLM,
+        FalconH1Config(**PARALLEL, mamba_rms_norm=True, mamba_norm_before_gate=False),
+    ),
+    "falcon-h1-norm-first": (FalconH1ForCausalLM, FalconH1Config(**PARALLEL, mamba_rms_norm=True)),
+    "kimi-linear": (KimiLinearForCausalLM, KimiLinearConfig(**CHANNELS, num_local_experts=5, n_group=1)),
+    "kimi-linear-groups": (
+        KimiLinearForCausalLM,
+        KimiLinearConfig(
+            **{**CHANNELS, "qk_rope_head_dim": 8, "layer_types": [LINEAR, FULL, FULL, LINEAR, LINEAR]},
+            num_local_experts=8,
+            n_group=4,
+            topk_group=2,
+            q_lora_rank=28,
+            n_shared_experts=2,
+            norm_topk_prob=False,
+            linear_conv_kernel_dim=3,
+            mlp_layer_types=["dense", "dense", "sparse", "sparse", "sparse"],
+        ),
+    ),
 }
+COMPILED = [name for name in MODELS if not name.startswith(("nemotron", "falcon", "kimi"))]
+"""Models that the hand in Rust computes too."""
 
 
 @cache
@@ -127,7 +259,7 @@ def model_of(name: str) -> Any:
     with torch.no_grad():
         for at, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
-            if at.endswith("norm.weight"):
+            if at.endswith(("norm.weight", "norm_f.weight")):
                 own = "linear_attn.norm" in at
                 parameter.copy_(noise * 0.3 + (0 if beside_one and not own else 1))
             elif at.endswith(("A_log", "dt_bias")):
@@ -139,7 +271,7 @@ def model_of(name: str) -> Any:
             else:
                 parameter.copy_(noise * 0.12)
         for at, buffer in model.named_buffers():
-            if at.endswith("expert_bias"):
+            if at.endswith(("expert_bias", "e_score_correction_bias")):
                 buffer.copy_(torch.rand_like(buffer) * 0.2)
     return model
 
@@ -154,6 +286,11 @@ GGUF = {
     "lfm2-moe": gguf.MODEL_ARCH.LFM2MOE,
     "granite4-h": gguf.MODEL_ARCH.GRANITE_HYBRID,
     "granite4-h-moe": gguf.MODEL_ARCH.GRANITE_HYBRID,
+    "nemotron-h": gguf.MODEL_ARCH.NEMOTRON_H,
+    "nemotron-3": gguf.MODEL_ARCH.NEMOTRON_H_MOE,
+    "nemotron-3-latent": gguf.MODEL_ARCH.NEMOTRON_H_MOE,
+    "falcon-h1": gguf.MODEL_ARCH.FALCON_H1,
+    "falcon-h1-norm-last": gguf.MODEL_ARCH.FALCON_H1,
 }
 """Models with GGUF files."""
 
@@ -169,10 +306,18 @@ def write_gguf(path: Path, name: str, kind: gguf.GGMLQuantizationType = F32) -> 
     writer.add_head_count(config.num_attention_heads)
     attends = [kind == FULL for kind in config.layer_types]
     of_layers = [config.num_key_value_heads if attention else 0 for attention in attends]
-    writer.add_head_count_kv(config.num_key_value_heads if "qwen" in name else of_layers)
+    alike = "qwen" in name or "falcon" in name
+    writer.add_head_count_kv(config.num_key_value_heads if alike else of_layers)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    kinds = {"qwen": _of_qwen, "granite": _of_granite, "lfm2": _of_lfm2}
+    if "nemotron" not in name:
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    kinds = {
+        "qwen": _of_qwen,
+        "granite": _of_granite,
+        "lfm2": _of_lfm2,
+        "nemotron": _of_nemotron,
+        "falcon": _of_falcon,
+    }
     tensors = next(found for kind, found in kinds.items() if kind in name)(writer, model)
     _tokenizer(writer, config.vocab_size)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
@@ -321,18 +466,97 @@ def _of_granite(writer: gguf.GGUFWriter, model: Any) -> Iterator[tuple[str, torc
             yield f"blk.{layer}.ffn_down_exps.weight", tensor
         elif at.endswith(("gate.weight", "router.layer.weight", "router.weight")):
             yield f"blk.{layer}.ffn_gate_inp.weight", tensor
-        elif at.endswith("conv1d.weight"):
-            yield at, tensor.squeeze(1)
-        elif at.endswith("A_log"):
-            yield f"blk.{layer}.ssm_a", -tensor.exp()[:, None]
-        elif at.endswith(".D"):
-            yield f"blk.{layer}.ssm_d", tensor[:, None]
-        elif at.endswith("dt_bias"):
-            yield f"blk.{layer}.ssm_dt.bias", tensor
-        elif at.endswith("mamba.norm.weight"):
-            yield at, tensor.view(config.mamba_n_groups, -1)
         else:
-            yield at, tensor
+            yield _of_mamba(at, tensor, layer, config.mamba_n_groups)
+
+
+def _of_nemotron(writer: gguf.GGUFWriter, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each layer has a length of its feed-forward part, 0 where it has none."""
+    config = model.config
+    sparse = "moe" in config.layer_types
+    inner = config.moe_intermediate_size if sparse else config.intermediate_size
+    writer.add_feed_forward_length([inner * (kind == ("moe" if sparse else "mlp")) for kind in config.layer_types])
+    writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    _mamba(writer, config.conv_kernel, config.ssm_state_size, config.n_groups, config.mamba_num_heads)
+    writer.add_ssm_inner_size(config.mamba_num_heads * config.mamba_head_dim)
+    if sparse:
+        writer.add_expert_count(config.n_routed_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_feed_forward_length(config.moe_shared_expert_intermediate_size)
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_group_count(config.n_group)
+        if config.moe_latent_size is not None:
+            writer.add_moe_latent_size(config.moe_latent_size)
+    for at, tensor in model.state_dict().items():
+        at, layer = at.replace("model.", "backbone.", 1), at.split(".")[2] if at.startswith("model.layers.") else ""
+        if at.endswith("experts.up_proj"):
+            yield f"blk.{layer}.ffn_up_exps.weight", tensor
+        elif at.endswith("experts.down_proj"):
+            yield f"blk.{layer}.ffn_down_exps.weight", tensor
+        elif at.endswith("e_score_correction_bias"):
+            yield f"blk.{layer}.exp_probs_b.bias", tensor
+        else:
+            yield _of_mamba(at, tensor, layer, config.n_groups)
+
+
+def _mamba(writer: gguf.GGUFWriter, taps: int, state: int, groups: int, heads: int) -> None:
+    writer.add_ssm_conv_kernel(taps)
+    writer.add_ssm_state_size(state)
+    writer.add_ssm_group_count(groups)
+    writer.add_ssm_time_step_rank(heads)
+
+
+def _of_mamba(at: str, tensor: torch.Tensor, layer: str, groups: int) -> tuple[str, torch.Tensor]:
+    """A tensor of Mamba 2, or another one as it is."""
+    if at.endswith("conv1d.weight"):
+        return at, tensor.squeeze(1)
+    if at.endswith("A_log"):
+        return f"blk.{layer}.ssm_a", -tensor.exp()[:, None]
+    if at.endswith(".D"):
+        return f"blk.{layer}.ssm_d", tensor[:, None]
+    if at.endswith("dt_bias"):
+        return f"blk.{layer}.ssm_dt.bias", tensor
+    if at.endswith(("mixer.norm.weight", "mamba.norm.weight")):
+        return at, tensor.view(groups, -1)
+    return at, tensor
+
+
+def _of_falcon(writer: gguf.GGUFWriter, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights have the factors of the config."""
+    config = model.config
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_key_length(config.hidden_size // config.num_attention_heads)
+    writer.add_value_length(config.hidden_size // config.num_attention_heads)
+    groups, state, inner = config.mamba_n_groups, config.mamba_d_state, config.mamba_d_ssm
+    _mamba(writer, config.mamba_d_conv, state, groups, config.mamba_n_heads)
+    writer.add_ssm_inner_size(inner)
+    gate, down = config.mlp_multipliers
+    factors = {
+        "mamba.out_proj": config.ssm_out_multiplier,
+        "down_proj": down,
+        "gate_proj": gate,
+        "k_proj": config.key_multiplier * config.attention_in_multiplier,
+        "q_proj": config.attention_in_multiplier,
+        "v_proj": config.attention_in_multiplier,
+        "o_proj": config.attention_out_multiplier,
+        "lm_head": config.lm_head_multiplier,
+        "embed_tokens": config.embedding_multiplier,
+    }
+    widths = torch.tensor([inner, inner, groups * state, groups * state, config.mamba_n_heads])
+    of_rows = torch.tensor(config.ssm_multipliers).repeat_interleave(widths)[:, None] * config.ssm_in_multiplier
+    for at, tensor in model.state_dict().items():
+        layer = at.split(".")[2] if at.startswith("model.layers.") else ""
+        if at.endswith("mamba.in_proj.weight"):
+            yield at, tensor * of_rows
+        else:
+            factor = next((factor for part, factor in factors.items() if f"{part}.weight" in at), 1.0)
+            yield _of_mamba(at, tensor * factor, layer, groups)
 
 
 def save(folder: Path, name: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 from benchmarks.described import described
 from forebay.state.slots import PlanError
 from tests.hand.late_masks import PATTERN, Late, Step, check_late
-from tests.hand.recurrent_models import GGUF, MODELS, model_of, save, write_gguf
+from tests.hand.recurrent_models import COMPILED, GGUF, MODELS, model_of, save, write_gguf
 from tests.hand.support import MiniBrain, PlanBuilder, Request, Sampling, greedy_reference
 from tests.hand.test_rust_hand import rust, settings, torch_runner
 
@@ -26,6 +26,12 @@ VOCABULARY = 131
 NEAR = 0.25
 """Log-probabilities that are so far apart may be of the same computation with few bits. The likeliest token has -3."""
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
+
+
+def of_hands(names: Iterable[str]) -> Any:
+    """The names of models, each with the hands that compute it."""
+    found = [(name, hand) for name in names for hand in ("torch", "rust") if hand == "torch" or name in COMPILED]
+    return pytest.mark.parametrize(("name", "hand"), found)
 
 
 def prompts() -> list[list[int]]:
@@ -57,8 +63,7 @@ def runner_of(folder: Path, name: str, hand: str = "torch", **changes: Any) -> I
         yield torch_runner(values)
 
 
-@HANDS
-@pytest.mark.parametrize("name", MODELS)
+@of_hands(MODELS)
 def test_tokens_are_those_of_transformers_however_prompts_are_cut(tmp_path: Path, name: str, hand: str) -> None:
     with runner_of(tmp_path, name, hand) as runner:
         for chunk in (1, 3, 7, 16, 17, 1000):
@@ -124,9 +129,11 @@ def test_both_hands_are_close_in_bfloat16(tmp_path: Path, name: str) -> None:
     near(found, served(torch_runner(values)), NEAR)
 
 
-@pytest.mark.parametrize(("hand", "device"), [("torch", "cpu"), ("torch", "deferred"), ("rust", "cpu")])
-@pytest.mark.parametrize("name", ["qwen3.5-text", "lfm2", "granite4-h"])
+@pytest.mark.parametrize("device", ["cpu", "deferred"])
+@of_hands(["qwen3.5-text", "lfm2", "granite4-h", "nemotron-h", "nemotron-3", "falcon-h1", "kimi-linear"])
 def test_every_cut_gives_the_same_tokens(tmp_path: Path, name: str, hand: str, device: str) -> None:
+    if (hand, device) == ("rust", "deferred"):
+        pytest.skip("a device of PyTorch's hand")
     with runner_of(tmp_path, name, hand, device=device) as runner:
         check_cuts(name, runner)
 
@@ -144,8 +151,7 @@ def check_cuts(name: str, runner: Any) -> None:
     assert [request.tokens for request in again] == [tokens for tokens, _ in expected(name)]
 
 
-@HANDS
-@pytest.mark.parametrize("name", GGUF)
+@of_hands(GGUF)
 def test_gguf_files_are_computed_as_transformers_does(tmp_path: Path, name: str, hand: str) -> None:
     values = settings(described(write_gguf(tmp_path / "m.gguf", name), tmp_path))
     if hand == "rust":
@@ -178,8 +184,7 @@ def kept_states(runner: Any, prefix: list[int]) -> None:
         assert runner.launch(plan.build()).collect().tokens.tolist() == []
 
 
-@HANDS
-@pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5-moe", "lfm2", "granite4-h"])
+@of_hands(["qwen3-next", "qwen3.5-moe", "lfm2", "granite4-h", "nemotron-h", "nemotron-3", "falcon-h1", "kimi-linear"])
 def test_a_prefix_goes_on_from_a_kept_state(tmp_path: Path, name: str, hand: str) -> None:
     with runner_of(tmp_path, name, hand) as runner:
         check_kept(name, runner)
@@ -246,7 +251,7 @@ def test_a_slot_of_another_request_has_no_state(tmp_path: Path, hand: str) -> No
         refused(runner, plan, "slot 0 begins at position 32")
 
 
-@pytest.mark.parametrize("name", ["qwen3.5-text", "lfm2", "granite4-h"])
+@pytest.mark.parametrize("name", ["qwen3.5-text", "lfm2", "granite4-h", "nemotron-h", "falcon-h1", "kimi-linear"])
 @PATTERN
 def test_a_row_whose_mask_is_late_says_the_same_later(tmp_path: Path, name: str, late: Late) -> None:
     values = settings(save(tmp_path / "model", name))
@@ -297,3 +302,20 @@ def test_states_are_counted(tmp_path: Path, name: str, of_slot: int) -> None:
             assert (ready["state_bytes"], ready["state_page_count"]) == (of_slot, pages)
             assert ready["page_bytes"] == facts["page_bytes"]
             assert not ready["verifies_drafts"]
+
+
+@pytest.mark.parametrize(
+    ("name", "of_slot", "attending"),
+    [
+        # Heads of 24 by 20 in 32 bits, and three inputs of 120 + 2 * 48 channels.
+        ("nemotron-h", 4 * (6 * 24 * 20 * 4 + 3 * 216 * 4), 1),
+        ("falcon-h1", 3 * (6 * 24 * 20 * 4 + 3 * 216 * 4), 3),
+        ("kimi-linear", 3 * (3 * 24 * 24 * 4 + 3 * 216 * 4), 2),
+    ],
+)
+def test_layers_have_pages_and_states_by_their_parts(tmp_path: Path, name: str, of_slot: int, attending: int) -> None:
+    with runner_of(tmp_path, name, state_pages=5) as runner:
+        assert runner.facts()["state_bytes"] == of_slot
+        held = sum(table.nbytes for layer in runner._store.layers for table in layer if table is not None)
+        assert held == (2 * 8 + 5) * of_slot
+        assert len(runner.kv.layers) == attending

@@ -91,7 +91,7 @@ def test_sharing_another_layers_choice_is_noticed() -> None:
         changed(family, **shared)
     runner = changed(family)
     # The last layer takes the choice of the one before.
-    runner.decoder.blocks[3].attention._indexer = None  # type: ignore[attr-defined]
+    runner.decoder.blocks[3].attention._indexer = None  # type: ignore[union-attr]
     assert differences(family, runner) > 0.01
 
 

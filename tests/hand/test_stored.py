@@ -18,7 +18,7 @@ from forebay.gpu.choose import VARIABLE
 from forebay.gpu.interface import Kernels
 from forebay.gpu.products import MANY_ROWS, GpuProducts
 from forebay.layers.attention import Attention
-from forebay.layers.mlp import GatedFeed
+from forebay.layers.mlp import DenseFeed
 from forebay.layers.moe import MixtureOfExperts
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
@@ -91,10 +91,10 @@ def test_matrices_under_other_names_are_read(tmp_path: Path, family: str, form: 
     assert tokens(hand(described, device)) == greedy_reference(model, PROMPT, COUNT)[0]
 
 
-def dense_parts(runner: ModelRunner) -> tuple[Attention, GatedFeed]:
+def dense_parts(runner: ModelRunner) -> tuple[Attention, DenseFeed]:
     block = runner.decoder.blocks[0]
     assert isinstance(block.attention, Attention)
-    assert isinstance(block.mlp, GatedFeed)
+    assert isinstance(block.mlp, DenseFeed)
     return block.attention, block.mlp
 
 

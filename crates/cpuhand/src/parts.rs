@@ -8,6 +8,9 @@ use forebay_weights::{
 };
 use serde_json::Value;
 
+/// What layers of one part are.
+pub(crate) const ONE_PART: &str = "layers that are a mixer or a feed-forward part alone";
+
 /// The parts of a decoder that this hand serves.
 #[derive(Debug, Clone)]
 pub(crate) struct DecoderParts<'a> {
@@ -63,6 +66,7 @@ impl<'a> DecoderParts<'a> {
             match feed {
                 FeedShape::Dense(dense) => parts.dense = Some(dense),
                 FeedShape::Experts(experts) => parts.experts = Some(experts),
+                FeedShape::None => {}
             }
         }
         if parts.inner_sizes().any(|size| size % 2 > 0) {
@@ -74,10 +78,7 @@ impl<'a> DecoderParts<'a> {
     fn inner_sizes(&self) -> impl Iterator<Item = usize> {
         let of_experts = self.experts.map(|it| [it.intermediate_size, it.shared_size]);
         let heads = self.kinds.iter().map(|kind| kind.attention.head_dim);
-        let states = self.shape.mixers.iter().filter_map(|mixer| match mixer {
-            Mixer::Recurrence(recurrence) => Some(recurrence.values()),
-            Mixer::Attention(_) | Mixer::Latent(_) => None,
-        });
+        let states = self.shape.mixers.iter().filter_map(Mixer::recurrence).map(Recurrence::values);
         let ropes = self.shape.ropes.iter().map(|rope| rope.dim);
         let fixed = std::iter::once(self.shape.hidden_size).chain(heads).chain(states).chain(ropes);
         fixed.chain(of_experts.into_iter().flatten()).chain(self.dense_size())
@@ -104,10 +105,7 @@ impl<'a> DecoderParts<'a> {
 
     /// The recurrence that a layer has in place of attention; `None`: it attends.
     pub(crate) fn recurrence(&self, layer: usize) -> Option<&'a Recurrence> {
-        match self.shape.mixer(layer) {
-            Mixer::Recurrence(recurrence) => Some(recurrence),
-            Mixer::Attention(_) | Mixer::Latent(_) => None,
-        }
+        self.shape.mixer(layer).recurrence()
     }
 
     /// The kinds of attention in the kernels.
@@ -163,6 +161,16 @@ impl<'a> DecoderParts<'a> {
 /// The part of a model that another hand has, and this one has not.
 fn lacks(shape: &Shape) -> Option<&'static str> {
     let latent = shape.mixers.iter().any(|mixer| matches!(mixer, Mixer::Latent(_)));
+    let states = || shape.mixers.iter().filter_map(Mixer::recurrence);
+    let channels = states().any(|it| it.channel_decay || it.sigmoid_gate || it.low_rank > 0);
+    let beside_states = shape.mixers.iter().any(|mixer| matches!(mixer, Mixer::Beside(_)));
+    let one_part = shape.mixers.iter().any(|mixer| matches!(mixer, Mixer::None))
+        || shape.feeds.iter().any(|feed| matches!(feed, FeedShape::None));
+    let ungated = shape.feeds.iter().any(|feed| match feed {
+        FeedShape::Dense(dense) => !dense.gated,
+        FeedShape::Experts(experts) => !experts.gated,
+        FeedShape::None => false,
+    });
     let interleaved = shape.ropes.iter().any(|rope| rope.interleaved);
     let sections = shape.ropes.iter().any(|rope| rope.sections.is_some());
     // Stacks of MXFP4 are read as blocks.
@@ -178,25 +186,27 @@ fn lacks(shape: &Shape) -> Option<&'static str> {
     let mut layers = shape.layers.iter().enumerate();
     let normed_experts =
         layers.any(|(number, layer)| behind(layer.norms) && shape.experts(number).is_some());
-    let experts = |feed: &&FeedShape| matches!(feed, FeedShape::Experts(_));
-    let of_experts = shape.feeds.iter().filter(experts).count();
-    let beside = shape
-        .feeds
-        .iter()
-        .any(|feed| matches!(feed, FeedShape::Experts(experts) if experts.beside));
-    let weighs_inputs = shape
-        .feeds
-        .iter()
-        .any(|feed| matches!(feed, FeedShape::Experts(experts) if experts.weighs_inputs));
+    let experts = |part: fn(&Experts) -> bool| {
+        let has = |feed: &FeedShape| matches!(feed, FeedShape::Experts(experts) if part(experts));
+        shape.feeds.iter().any(has)
+    };
+    let of_experts =
+        shape.feeds.iter().filter(|feed| matches!(feed, FeedShape::Experts(_))).count();
+    let of_dense = shape.feeds.iter().filter(|feed| matches!(feed, FeedShape::Dense(_))).count();
     let factors = shape.mixers.iter().filter_map(|mixer| match mixer {
         Mixer::Attention(attention) => Some(attention.query_scale),
-        Mixer::Latent(_) | Mixer::Recurrence(_) => None,
+        Mixer::Latent(_) | Mixer::Recurrence(_) | Mixer::Beside(_) | Mixer::None => None,
     });
     let factors: Vec<_> = factors.collect();
     let query_scales = factors.windows(2).any(|pair| pair[0] != pair[1]);
     let quantised = shape.quantised.as_ref().is_some_and(|it| it.scheme != Scheme::Mxfp4);
     let parts = [
         (latent, "latent attention"),
+        (beside_states, "attention beside a recurrent state in one layer"),
+        (channels, "recurrent layers whose channels have decays of their own"),
+        (one_part, ONE_PART),
+        (ungated, "feed-forward parts without a gate"),
+        (experts(|it| it.latent_size > 0), "experts that read other states than the layer"),
         (shape.tower.is_some(), "images"),
         (sections, "positions of three numbers"),
         (interleaved, "rotary positions of neighbouring elements"),
@@ -208,14 +218,11 @@ fn lacks(shape: &Shape) -> Option<&'static str> {
         (attention(|it| it.value_norm), "norms of values"),
         (attention(|it| it.qk_norm == QkNorm::Plain), "norms of heads without weights"),
         (query_scales, "factors of queries that differ between layers"),
-        (weighs_inputs, "experts whose inputs have their weights"),
+        (experts(|it| it.weighs_inputs), "experts whose inputs have their weights"),
         (proportional, "heads of which some pairs are rotated in proportion"),
-        (beside, "experts beside a dense part"),
+        (experts(|it| it.beside), "experts beside a dense part"),
         (normed_experts, "norms behind experts"),
-        (
-            of_experts > 1 || shape.feeds.len() - of_experts > 1,
-            "feed-forward parts whose sizes differ between layers",
-        ),
+        (of_experts > 1 || of_dense > 1, "feed-forward parts whose sizes differ between layers"),
     ];
     parts.into_iter().find_map(|(lacks, part)| lacks.then_some(part))
 }
@@ -278,12 +285,19 @@ mod tests {
             "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "full_attention_interval": 2,
             "full_attn_idxs": [1], "hidden_size_per_layer_input": 8, "global_head_dim": 24,
         });
+        let states = json!({
+            "hybrid_override_pattern": "M-*", "mamba_num_heads": 4, "mamba_head_dim": 8,
+            "ssm_state_size": 8, "n_groups": 2, "moe_shared_expert_intermediate_size": 16,
+            "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 2,
+            "mamba_d_state": 8, "linear_num_heads": 2, "linear_head_dim": 8,
+        });
         config["vision_config"] = json!({
             "depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 2, "patch_size": 4,
             "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 64, "window_size": 16,
             "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
         });
         let config = config.as_object_mut().expect("an object");
+        config.extend(states.as_object().cloned().unwrap_or_default());
         config.extend(changes.as_object().cloned().unwrap_or_default());
         Shape::from_config(config).expect("a shape")
     }
@@ -328,6 +342,14 @@ mod tests {
             (
                 shape("LlamaForCausalLM", &json!({"hidden_size": 63})),
                 "inner dimensions that are odd",
+            ),
+            (
+                shape("NemotronHForCausalLM", &json!({})),
+                "layers that are a mixer or a feed-forward part alone",
+            ),
+            (
+                shape("FalconH1ForCausalLM", &json!({})),
+                "attention beside a recurrent state in one layer",
             ),
             (turned, "rotary positions of neighbouring elements"),
             (sections, "positions of three numbers"),

@@ -87,7 +87,7 @@ impl ModelShape {
                 KeyChoice::Indexed(indexer) => Some(indexer),
                 KeyChoice::All | KeyChoice::Shared => None,
             },
-            Mixer::Attention(_) | Mixer::Recurrence(_) => None,
+            Mixer::Attention(_) | Mixer::Recurrence(_) | Mixer::Beside(_) | Mixer::None => None,
         })
     }
 }

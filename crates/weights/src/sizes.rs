@@ -175,6 +175,7 @@ mod tests {
                     sizes.extend([of_layer.value_dim, of_layer.taps]);
                     assert_eq!(of_layer.heads % of_layer.key_heads, 0);
                 }
+                Mixer::Beside(_) | Mixer::None => {}
             }
         }
         assert!(sizes.into_iter().all(|size| size >= 1));

@@ -32,7 +32,7 @@ from forebay.gpu.products import GpuProducts, multiplies_floats
 from forebay.kernels.library import WITH_BYTES, build, level, native_wanted
 from forebay.kernels.packing import packed_bytes
 from forebay.layers.decoder import Decoder
-from forebay.layers.ops import HostOps, Ops, TorchOps
+from forebay.layers.ops import PLAIN, HostOps, Ops, TorchOps
 from forebay.layers.quantised import Products
 from forebay.layers.shard_ops import ShardOps
 from forebay.models.bert import Bert
@@ -229,7 +229,7 @@ class Choice:
         return ShardOps(self._own_ops(), self._group, self._config.model_config.vocab_size)
 
     def _own_ops(self) -> Ops:
-        if self._kernels is not None:
+        if self._kernels is not None and self._config.model_config.hidden_act not in PLAIN:
             return GpuOps(self._kernels)
         return TorchOps() if self._device.beside_host else HostOps()
 

@@ -55,6 +55,10 @@ def why_not_plain(config: ModelConfig) -> str | None:
         return "latent attention"
     if config.recurrent:
         return "recurrent layers"
+    if config.attends or None in config.feeds:
+        return "layers of one part"
+    if not all(feed is None or feed.gated for feed in config.feeds):
+        return "feed-forward parts without gates"
     if attention.gate:
         return "a gate behind attention"
     if config.sections is not None:

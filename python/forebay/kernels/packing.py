@@ -11,7 +11,7 @@ from forebay.kernels.library import FORMATS, library
 from forebay.layers.attention import Attention
 from forebay.layers.decoder import HEAD, Block, Decoder
 from forebay.layers.linear import Linear
-from forebay.layers.mlp import GatedFeed
+from forebay.layers.mlp import DenseFeed
 from forebay.layers.moe import MixtureOfExperts, Stack
 
 MADE = FORMATS["INT8"]
@@ -79,18 +79,18 @@ def _pack(weight: torch.Tensor, packing: Packing, packed: torch.Tensor) -> None:
         raise ValueError(f"{weight.nbytes} bytes are no {format_} matrix of {packing.outputs} x {packing.inputs}")
 
 
-def compiled_parts(block: Block) -> tuple[Attention, GatedFeed | None, MixtureOfExperts | None]:
+def compiled_parts(block: Block) -> tuple[Attention, DenseFeed | None, MixtureOfExperts | None]:
     """The parts of a block: its attention, the dense part for every token, and its experts."""
     attention, mlp = block.attention, block.mlp
     if isinstance(attention, Attention):
-        if isinstance(mlp, GatedFeed):
+        if isinstance(mlp, DenseFeed):
             return attention, mlp, None
         if isinstance(mlp, MixtureOfExperts) and mlp.stacks is not None:
             return attention, mlp.shared, mlp
     raise TypeError(f"no kernel computes {type(attention).__name__} and {type(mlp).__name__}")
 
 
-def plain_parts(block: Block) -> tuple[Attention, GatedFeed]:
+def plain_parts(block: Block) -> tuple[Attention, DenseFeed]:
     """The two parts of a block that has no experts."""
     attention, mlp, experts = compiled_parts(block)
     assert mlp is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from forebay.layers.mlp import GatedFeed
+from forebay.layers.mlp import DenseFeed
 from forebay.layers.moe import MixtureOfExperts
 from forebay.layers.norm import RMSNorm, unweighted
 from forebay.layers.ops import Ops
@@ -37,7 +37,7 @@ class ExpertsBeside:
         if params.ranks is not None or params.exchange is not None:
             raise UnsupportedModelError("experts beside a dense part are not supported by ranks")
         hidden, eps, activation = config.hidden_size, config.rms_norm_eps, config.hidden_act
-        self._dense = GatedFeed(
+        self._dense = DenseFeed(
             params, f"{prefix}.shared_experts", hidden, experts.shared_size, bias=False, activation=activation
         )
         router = NormedRouter(params, f"{prefix}.gate", hidden, experts, eps)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import torch
+
 from forebay.layers.attention import Attention
 from forebay.layers.beside import ExpertsBeside
 from forebay.layers.decoder import Attends, Block, Feeds, ReadsBoth, norm_of
 from forebay.layers.indexer import LayerIndexer
 from forebay.layers.latent import LatentAttention
 from forebay.layers.layer_inputs import InputOfLayer
-from forebay.layers.mlp import GatedFeed
+from forebay.layers.mlp import DenseFeed
 from forebay.layers.moe import MixtureOfExperts
 from forebay.layers.norm import Norm
 from forebay.layers.params import Parameters
 from forebay.layers.ranks import Summed
 from forebay.layers.recurrent import RecurrentLayer
+from forebay.layers.step import Step
 from forebay.weights.config import ModelConfig
 from forebay.weights.parts import Experts, Latent
 
@@ -29,14 +32,30 @@ def grouped_attention(config: ModelConfig, params: Parameters, index: int) -> At
     )
 
 
-def mixer(config: ModelConfig, params: Parameters, index: int) -> Attention | RecurrentLayer:
-    """The part of layer `index` in which positions mix."""
+class Beside:
+    """Attention and a recurrent part of the same states, whose outputs are added; x is [tokens, hidden]."""
+
+    def __init__(self, attention: Attends, recurrent: RecurrentLayer) -> None:
+        self._attention = attention
+        self._recurrent = recurrent
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        return self._attention(x, step) + self._recurrent(x, step)
+
+
+def mixer(config: ModelConfig, params: Parameters, index: int) -> Attends | None:
+    """The part of layer `index` in which positions mix; None: it has none."""
+    attention: Attends | None = None
+    if not config.attends or config.attends[index]:
+        of_kind = latent_attention if isinstance(config.attention, Latent) else grouped_attention
+        attention = of_kind(config, params, index)
     shape = config.recurrences[index] if config.recurrences else None
     if shape is None:
-        return grouped_attention(config, params, index)
+        return attention
     number = sum(one is not None for one in config.recurrences[:index])
     prefix = f"model.layers.{index}.linear_attn"
-    return RecurrentLayer(params, prefix, number, config.hidden_size, shape, config.rms_norm_eps)
+    recurrent = RecurrentLayer(params, prefix, number, config.hidden_size, shape, config.rms_norm_eps)
+    return recurrent if attention is None else Beside(attention, recurrent)
 
 
 def latent_attention(config: ModelConfig, params: Parameters, index: int) -> LatentAttention:
@@ -49,18 +68,23 @@ def latent_attention(config: ModelConfig, params: Parameters, index: int) -> Lat
         number = config.indexer.layers.index(index)
         at = f"{prefix}.indexer"
         indexer = LayerIndexer(params, at, number, config.hidden_size, shape.query_rank, config.indexer)
-    return LatentAttention(params, prefix, index, config.hidden_size, shape, indexer)
+    number, rope = config.number(index), config.kinds[index].rope
+    return LatentAttention(params, prefix, number, config.hidden_size, shape, indexer, rope)
 
 
-def feed_forward(config: ModelConfig, params: Parameters, index: int) -> GatedFeed | MixtureOfExperts | ExpertsBeside:
-    """The feed-forward part behind the attention of layer `index`, by the config."""
+def feed_forward(
+    config: ModelConfig, params: Parameters, index: int
+) -> DenseFeed | MixtureOfExperts | ExpertsBeside | None:
+    """The feed-forward part behind the attention of layer `index`, by the config; None: it has none."""
     feed = config.feed(index)
-    prefix = f"model.layers.{index}.mlp"
+    prefix, hidden, activation = f"model.layers.{index}.mlp", config.hidden_size, config.hidden_act
+    if feed is None:
+        return None
     if isinstance(feed, Experts) and feed.beside:
         return ExpertsBeside(config, params, prefix, feed)
     if isinstance(feed, Experts):
-        return MixtureOfExperts(params, prefix, config.hidden_size, feed, config.hidden_act)
-    return GatedFeed(params, prefix, config.hidden_size, feed.intermediate_size, feed.bias, config.hidden_act)
+        return MixtureOfExperts(params, prefix, hidden, feed, activation)
+    return DenseFeed(params, prefix, hidden, feed.intermediate_size, feed.bias, activation, gated=feed.gated)
 
 
 _NORMS: dict[str, tuple[tuple[str | None, str | None], tuple[str, str] | None]] = {
@@ -75,9 +99,11 @@ _NORMS: dict[str, tuple[tuple[str | None, str | None], tuple[str, str] | None]] 
 """The names of norms in front of the two parts of a layer and behind them, by their places."""
 
 
-def block_of(config: ModelConfig, params: Parameters, index: int, attention: Attends, mlp: Feeds | ReadsBoth) -> Block:
-    """Layer `index` of its two parts, with norms at their places."""
-    if params.ranks is not None:
+def block_of(
+    config: ModelConfig, params: Parameters, index: int, attention: Attends | None, mlp: Feeds | ReadsBoth | None
+) -> Block:
+    """Layer `index` of its parts, of which one may be None, with norms at their places."""
+    if params.ranks is not None and attention is not None and mlp is not None:
         assert not isinstance(mlp, ReadsBoth)
         attention, mlp = Summed(attention, params.ranks.group), Summed(mlp, params.ranks.group)
 
@@ -86,7 +112,10 @@ def block_of(config: ModelConfig, params: Parameters, index: int, attention: Att
 
     places = config.kinds[index].norms
     (first, second), outputs = _NORMS[places]
-    before = None if first is None else norm(first), None if second is None else norm(second)
+    before = (
+        None if first is None or attention is None else norm(first),
+        None if second is None or mlp is None else norm(second),
+    )
     behind = None if outputs is None else (norm(outputs[0]), norm(outputs[1]))
     block = Block(attention, mlp, before, behind, config.scales.residuals, parallel=places == "parallel")
     if config.layer_inputs is not None:
@@ -96,8 +125,8 @@ def block_of(config: ModelConfig, params: Parameters, index: int, attention: Att
     return block
 
 
-def grouped_blocks(config: ModelConfig, params: Parameters) -> list[Block]:
-    """All layers of a decoder with grouped-query attention, and recurrent ones among them."""
+def decoder_blocks(config: ModelConfig, params: Parameters) -> list[Block]:
+    """All layers of a decoder by their parts."""
     return [
         block_of(config, params, index, mixer(config, params, index), feed_forward(config, params, index))
         for index in range(config.num_hidden_layers)

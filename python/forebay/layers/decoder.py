@@ -97,12 +97,15 @@ class TakesPart(Protocol):
 
 
 class Block:
-    """One decoder layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`, or with norms at other places."""
+    """One decoder layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`, or with norms at other places.
+
+    A layer of one part has only this part and the norm in front of it.
+    """
 
     def __init__(
         self,
-        attention: Attends,
-        mlp: Feeds | ReadsBoth,
+        attention: Attends | None,
+        mlp: Feeds | ReadsBoth | None,
         before: tuple[Norm | None, Norm | None],
         behind: tuple[Norm, Norm] | None = None,
         scale: float = 1.0,
@@ -120,8 +123,8 @@ class Block:
         self.parallel = parallel
         self._scale = scale
         self.behind = behind
-        self.attention = attention
-        self.mlp = mlp
+        self.attention: Attends | None = attention
+        self.mlp: Feeds | ReadsBoth | None = mlp
         self.input_norm, self.post_norm = before
 
     def __call__(
@@ -140,16 +143,21 @@ class Block:
         return x if self.factor is None else x * self.factor, None
 
     def _parts(self, x: torch.Tensor, residual: torch.Tensor | None, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self._input(self.input_norm, x, residual, step.ops)
-        if self.parallel:
-            assert not isinstance(self.mlp, ReadsBoth)
-            attended = self._output(0, self.attention(x, step), step.ops)
-            return attended + self._output(1, self.mlp(x, step.ops), step.ops), residual
-        x, residual = self._input(
-            self.post_norm, self._output(0, self.attention(x, step), step.ops), residual, step.ops
-        )
-        fed = self.mlp.beside(x, residual, step.ops) if isinstance(self.mlp, ReadsBoth) else self.mlp(x, step.ops)
-        return self._output(1, fed, step.ops), residual
+        attention, mlp = self.attention, self.mlp
+        summed = residual
+        if attention is not None:
+            x, summed = self._input(self.input_norm, x, summed, step.ops)
+            attended = self._output(0, attention(x, step), step.ops)
+            if mlp is None:
+                return attended, summed
+            if self.parallel:
+                assert not isinstance(mlp, ReadsBoth)
+                return attended + self._output(1, mlp(x, step.ops), step.ops), summed
+            x = attended
+        assert mlp is not None
+        x, summed = self._input(self.post_norm, x, summed, step.ops)
+        fed = mlp.beside(x, summed, step.ops) if isinstance(mlp, ReadsBoth) else mlp(x, step.ops)
+        return self._output(1, fed, step.ops), summed
 
     @staticmethod
     def _input(
@@ -262,8 +270,9 @@ class Decoder:
         """Computes what other ranks of a step group need of this one in a step in which it has no tokens."""
         none = self.embedding.new_empty(0, self.config.hidden_size)
         for block in self.blocks:
-            if isinstance(block.mlp, TakesPart):
-                block.mlp.take_part(none, self.ops)
+            part: object = block.mlp
+            if isinstance(part, TakesPart):
+                part.take_part(none, self.ops)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """float32 [m, vocabulary] of final states [m, hidden]."""

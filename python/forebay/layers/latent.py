@@ -31,13 +31,17 @@ class LatentAttention:
         hidden: int,
         shape: Latent,
         indexer: LayerIndexer | None,
+        rope: int | None = 0,
     ) -> None:
-        """`layer` is its number. `indexer` None: it has none of its own.
+        """`layer` is its number among those with pages. `indexer` None: it has none of its own.
+
+        `rope` is the number of the rotary embedding; None: positions rotate nothing.
 
         With other ranks it has some of the heads, and gives a term of a sum over ranks. Rows are the same for all.
         """
         self._layer = layer
         self._indexer = indexer
+        self._rope = rope
         self._shape = own = shape.of_rank(params.shard.world)
         self._heads = LatentHeads(shape.nope_dim, shape.value_dim, shape.rank, shape.scale)
         self._rotate = rotate_pairs if shape.interleaved else rotate
@@ -66,6 +70,9 @@ class LatentAttention:
             self._indexer(x, low, step)
         nope, rotated = self._query(low).unflatten(1, (shape.heads, -1)).split((shape.nope_dim, shape.rotary_dim), -1)
         latent, key = self._row(x).split((shape.rank, shape.rotary_dim), -1)
-        q = torch.cat((nope, self._rotate(rotated, step.rotation)), dim=-1)
-        rows = torch.cat((self._row_norm(latent), self._rotate(key[:, None], step.rotation)[:, 0]), dim=-1)
+        if self._rope is not None:
+            rotation = step.rotations[self._rope]
+            rotated, key = self._rotate(rotated, rotation), self._rotate(key[:, None], rotation)[:, 0]
+        q = torch.cat((nope, rotated), dim=-1)
+        rows = torch.cat((self._row_norm(latent), key), dim=-1)
         return self._output(step.attend_latent(self._layer, q, rows, self._up, self._heads))

@@ -1,4 +1,4 @@
-"""The gated feed-forward part of a decoder block (Shazeer 2020)."""
+"""The feed-forward part of a decoder block, with a gate (Shazeer 2020) or without one."""
 
 from __future__ import annotations
 
@@ -9,18 +9,27 @@ from forebay.layers.ops import Ops
 from forebay.layers.params import Parameters
 
 
-class GatedFeed:
-    """`down(activation(gate(x)) * up(x))` of x [tokens, hidden].
+class DenseFeed:
+    """`down(activation(gate(x)) * up(x))` of x [tokens, hidden], or without a gate `down(activation(up(x)))`.
 
     With other ranks it is a term of a sum over ranks.
     """
 
     def __init__(
-        self, params: Parameters, prefix: str, hidden: int, intermediate: int, bias: bool, activation: str = "silu"
+        self,
+        params: Parameters,
+        prefix: str,
+        hidden: int,
+        intermediate: int,
+        bias: bool,
+        activation: str = "silu",
+        *,
+        gated: bool = True,
     ) -> None:
         self._activation = activation
         inner = params.shard.of(intermediate)
-        self.gate_up = Linear(params, prefix, hidden, {"gate_proj": inner, "up_proj": inner}, bias)
+        names = ("gate_proj", "up_proj") if gated else ("up_proj",)
+        self.gate_up = Linear(params, prefix, hidden, dict.fromkeys(names, inner), bias)
         self.down = Linear(params, prefix, inner, {"down_proj": hidden}, bias)
 
     def __call__(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:

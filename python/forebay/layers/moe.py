@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from forebay.distributed.exchange import Exchange
-from forebay.layers.mlp import GatedFeed
+from forebay.layers.linear import Linear
+from forebay.layers.mlp import DenseFeed
 from forebay.layers.ops import Ops
 from forebay.layers.params import Parameters, size_of
 from forebay.layers.quantised import KeptMatrix
@@ -30,7 +31,7 @@ class Stack:
 
 
 class MixtureOfExperts:
-    """The weighted sum of a token's experts, each a GatedFeed, and of the shared expert; x is [tokens, hidden].
+    """The weighted sum of a token's experts, each a `DenseFeed`, and of the shared expert; x is [tokens, hidden].
 
     With other ranks it is a term of a sum over ranks. The term is of a part of each expert, or of some of the experts
     (`OwnExperts`), and of a part of the shared expert.
@@ -50,6 +51,15 @@ class MixtureOfExperts:
     ) -> None:
         """`router` None: it makes its own, and has the shared expert if there is one."""
         count, inner = experts.count, experts.intermediate_size
+        states = hidden
+        self._latent: tuple[Linear, Linear] | None = None
+        """The products in front of experts and behind them; None: they read the layer's states."""
+        if experts.latent_size:
+            hidden = experts.latent_size
+            self._latent = (
+                Linear(params, prefix, states, {"fc1_latent_proj": hidden}),
+                Linear(params, prefix, hidden, {"fc2_latent_proj": states}),
+            )
         self._activation = activation
         self._weighs_inputs = experts.weighs_inputs
         self._exchange = params.exchange
@@ -57,28 +67,29 @@ class MixtureOfExperts:
         whole = self._exchange is not None or (params.ranks is not None and params.ranks.expert_parallel)
         own = shard.of(count) if whole else ALONE.of(count)
         of_inner = ALONE.of(inner) if whole else params.shard.of(inner)
-        self.router = Router(params, f"{prefix}.gate", hidden, experts) if router is None else router
+        self.router = Router(params, f"{prefix}.gate", states, experts) if router is None else router
         self._choose = OwnExperts(self.router, own) if whole else self.router
         names = [(f"{prefix}.experts.{expert}", expert in range(own.first, own.end)) for expert in range(count)]
+        kinds = ("gate", "up") if experts.gated else ("up",)
         gate_up = {
             f"{name}.{kind}_proj.weight": of_inner if here else Part(inner, 0, 0)
             for name, here in names
-            for kind in ("gate", "up")
+            for kind in kinds
         }
         down = {f"{name}.down_proj.weight": hidden if here else Part(hidden, 0, 0) for name, here in names}
         self._products = params.products
         self._kept: tuple[KeptMatrix, KeptMatrix] | None = None
         self.stacks: tuple[Stack, Stack] | None = None
         """Gates with ups, and downs; None: they are kept in the checkpoint's bits."""
-        # The products of kept experts have no biases.
+        # The products of kept experts have gates and no biases.
         kept = params.keeps_experts(hidden, gate_up) and params.keeps_experts(of_inner, down)
-        if kept and not experts.bias:
+        if kept and experts.gated and not experts.bias:
             both = params.kept_matrix(hidden, gate_up), params.kept_matrix(of_inner, down)
             assert both[0] is not None
             assert both[1] is not None
             self._kept = both[0], both[1]
         else:
-            shapes = (2 * of_inner.size, hidden, gate_up), (hidden, of_inner, down)
+            shapes = (len(kinds) * of_inner.size, hidden, gate_up), (hidden, of_inner, down)
             first, second = (self._stack(params, own.size, *shape) for shape in shapes)
             self.stacks = first, second
         self.biases: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -92,13 +103,15 @@ class MixtureOfExperts:
                 params.tensor((count * 2 * inner,), of_gates).view(count, -1),
                 params.tensor((count * hidden,), of_outputs).view(count, -1),
             )
-        self.shared: GatedFeed | None = None
+        self.shared: DenseFeed | None = None
         if experts.shared_size and router is None:
-            self.shared = GatedFeed(params, f"{prefix}.shared_experts", hidden, experts.shared_size, False, activation)
+            act = activation if not experts.gated else "silu"
+            at, size = f"{prefix}.shared_experts", experts.shared_size
+            self.shared = DenseFeed(params, at, states, size, bias=False, activation=act, gated=experts.gated)
         self.shared_gate: torch.Tensor | None = None
         """The gate [hidden] of the shared expert; None: it has none."""
         if experts.shared_gate:
-            self.shared_gate = params.tensor((hidden,), {f"{prefix}.shared_expert_gate.weight": hidden})
+            self.shared_gate = params.tensor((states,), {f"{prefix}.shared_expert_gate.weight": states})
 
     @staticmethod
     def _stack(params: Parameters, count: int, rows: int, inputs: int | Part, parts: dict[str, int | Part]) -> Stack:
@@ -124,7 +137,13 @@ class MixtureOfExperts:
 
     def routed(self, x: torch.Tensor, by: torch.Tensor, ops: Ops) -> torch.Tensor:
         """The sum over those of a token's experts that are here. They are chosen by states [tokens, hidden]."""
-        ids, weights = self._choose(by)
+        chosen = self._choose(by)
+        if self._latent is None:
+            return self._weighted(x, *chosen, ops)
+        before, behind = self._latent
+        return behind(self._weighted(before(x), *chosen, ops))
+
+    def _weighted(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, ops: Ops) -> torch.Tensor:
         if not self._weighs_inputs:
             return self._sum(x, ids, weights, ops)
         # Each expert of a token is as the only one of a token of its own.

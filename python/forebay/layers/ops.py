@@ -43,6 +43,15 @@ GATES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 """The results of gates and ups, by the functions' names in transformers, or in vLLM (`swigluoai`)."""
 
 
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """The square of the positive part (So et al. 2021)."""
+    return F.relu(x).square_()
+
+
+PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"relu2": squared_relu}
+"""Functions without a gate, by their names in transformers."""
+
+
 Biases = tuple[torch.Tensor, torch.Tensor]
 """The biases of both products of all experts."""
 
@@ -93,7 +102,10 @@ class Ops(Protocol):
         """
 
     def gate(self, gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
-        """`activation(gate) * up` of `gate_up` [tokens, gates and then ups]; one of `GATES`."""
+        """`activation(gate) * up` of `gate_up` [tokens, gates and then ups]; one of `GATES`.
+
+        A function of `PLAIN` is that of all columns.
+        """
 
     def forbidden(self, masks: torch.Tensor, vocabulary: int) -> torch.Tensor:
         """The tokens that masks do not allow, bool [m, vocabulary].
@@ -113,10 +125,10 @@ class Ops(Protocol):
     ) -> torch.Tensor:
         """The weighted sum [tokens, hidden] of the experts of each token of x, in order of their ids, in float32.
 
-        `ids` int64 and `weights` float32 are [tokens, experts of a token], ids ascending. Experts are gated: `gate_up`
-        [experts, gates and then ups, hidden] and `down` [experts, hidden, inner]. `biases` are of both products,
-        [experts, gates and then ups] and [experts, hidden]. An id behind the last expert stands for none, at any place,
-        and its term is 0.
+        `ids` int64 and `weights` float32 are [tokens, experts of a token], ids ascending. Products are `gate_up`
+        [experts, gates and then ups, hidden] and `down` [experts, hidden, inner], with `gate` between. `biases` are of
+        both products, [experts, gates and then ups] and [experts, hidden]. An id behind the last expert stands for
+        none, at any place, and its term is 0.
         """
 
     def greedy(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,6 +178,8 @@ class TorchOps:
         return q, k, v
 
     def gate(self, gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+        if activation in PLAIN:
+            return PLAIN[activation](gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return GATES[activation](gate, up)
 

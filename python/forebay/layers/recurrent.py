@@ -1,5 +1,7 @@
 """Layers with a state of fixed size for each slot: gated delta nets (Yang et al. 2024), Mamba 2, short convolutions.
 
+Delta nets of Kimi Linear (2025) have a decay for each channel of a key.
+
 They are one recurrence. A head's state `S` [key_dim, value_dim] becomes `decay * S + k u` at each position, and the
 output is `q S`. With the delta rule `u` is `beta (v - k S)`, and otherwise `step v`.
 """
@@ -19,6 +21,8 @@ __all__ = ["RecurrentLayer", "advance"]
 
 _CHUNK = 64
 """Positions of a row that are computed together."""
+_CHANNEL_CHUNK = 16
+"""The same with decays of channels: what is left of each position at each later one is as long as a key."""
 _EPSILON = 1e-6
 """The term below the root of a key's length, as in the reference."""
 
@@ -36,7 +40,17 @@ class RecurrentLayer:
         self._shape = shape
         self._eps = norm_eps
         keys, values, heads = shape.keys, shape.values, shape.heads
-        names = {"in_proj_q": keys, "in_proj_k": keys, "in_proj_v": values, "in_proj_z": values, "in_proj_a": heads}
+        names = {"in_proj_q": keys, "in_proj_k": keys, "in_proj_v": values}
+        self.low: tuple[Linear, Linear, Linear] | None = None
+        """The products to low ranks, and those of gates and of decays behind them; None: `input` has both."""
+        if shape.low_rank:
+            self.low = (
+                Linear(params, prefix, hidden, {"low_z": shape.low_rank, "low_a": shape.low_rank}),
+                Linear(params, prefix, shape.low_rank, {"in_proj_z": values}),
+                Linear(params, prefix, shape.low_rank, {"in_proj_a": shape.decays}),
+            )
+        else:
+            names |= {"in_proj_z": values, "in_proj_a": shape.decays}
         if shape.delta:
             names["in_proj_b"] = heads
         if not heads:
@@ -52,12 +66,12 @@ class RecurrentLayer:
             self.conv_bias = params.tensor((shape.channels,), biases)
         self.output = Linear(params, prefix, values, {"out_proj": hidden}, shape.bias)
 
-        def of_heads(name: str) -> torch.Tensor:
-            return params.tensor((heads,), {f"{prefix}.{name}": heads}, torch.float32)
+        def vector(name: str, size: int) -> torch.Tensor:
+            return params.tensor((size,), {f"{prefix}.{name}": size}, torch.float32)
 
         if heads:
-            self.decay, self.step_bias = of_heads("A_log"), of_heads("dt_bias")
-        self.skip = of_heads("D") if heads and not shape.delta else None
+            self.decay, self.step_bias = vector("A_log", heads), vector("dt_bias", shape.decays)
+        self.skip = vector("D", heads) if heads and not shape.delta else None
         self.norm: torch.Tensor | None = None
         if shape.norm != "none":
             # One weight for all heads, or one for each of their elements.
@@ -73,15 +87,25 @@ class RecurrentLayer:
         if not shape.heads:
             behind, before, values = parts
             return self.output(behind * self._convolved(before * values, states, layer))
-        q, k, v, gate, a = parts[:5]
-        mixed = F.silu(self._convolved(torch.cat((q, k, v), dim=1), states, layer)).float()
+        gate, a = parts[3:5] if self.low is None else self._of_low_ranks(x, *self.low)
+        mixed = F.silu(self._convolved(torch.cat(parts[:3], dim=1), states, layer)).float()
         steps = F.softplus(a.float() + self.step_bias)
-        strengths = parts[5].float().sigmoid() if shape.delta else steps
+        strengths = parts[-1].float().sigmoid() if shape.delta else steps
+        if shape.channel_decay:
+            decays = -self.decay.exp()[:, None] * steps.unflatten(1, (shape.heads, shape.key_dim))
+        else:
+            decays = -self.decay.exp() * steps
         inputs = self._inputs(mixed)
-        y = self._scan((*inputs, -self.decay.exp() * steps, strengths), states, layer)
+        y = self._scan((*inputs, decays, strengths), states, layer)
         if self.skip is not None:
             y = y + self.skip[:, None] * inputs[2]
         return self.output(self._gated(y.flatten(1), gate).to(x.dtype))
+
+    @staticmethod
+    def _of_low_ranks(x: torch.Tensor, low: Linear, gates: Linear, decays: Linear) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gates [tokens, values] and the numbers that decays are made of."""
+        of_gates, of_decays = (one.contiguous() for one in low(x).chunk(2, dim=1))
+        return gates(of_gates), decays(of_decays)
 
     def _inputs(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries and keys [tokens, heads, key_dim], and values [tokens, heads, value_dim], all float32."""
@@ -130,6 +154,7 @@ class RecurrentLayer:
         """The outputs [tokens, heads, value_dim] of the inputs of `advance`, over all tokens."""
         table = layer.heads
         assert table is not None
+        chunk = _CHANNEL_CHUNK if self._shape.channel_decay else _CHUNK
         y = torch.empty_like(inputs[2])
 
         def singles(tokens: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -142,8 +167,8 @@ class RecurrentLayer:
             singles(*states.singles)
         for first, count, source, target in states.chunks:
             state = table[source][None]
-            for at in range(first, first + count, _CHUNK):
-                end = min(at + _CHUNK, first + count)
+            for at in range(first, first + count, chunk):
+                end = min(at + chunk, first + count)
                 out, state = advance(tuple(one[None, at:end] for one in inputs), state, self._shape.delta)
                 y[at:end] = out[0]
             table[target] = state[0]
@@ -153,7 +178,8 @@ class RecurrentLayer:
 
     def _gated(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """The outputs [tokens, values] normalised and gated, in float32."""
-        shape, gate = self._shape, F.silu(gate.float())
+        shape = self._shape
+        gate = gate.float().sigmoid() if shape.sigmoid_gate else F.silu(gate.float())
         if self.norm is None:
             return y * gate
         if shape.norm == "after_gate":
@@ -168,26 +194,39 @@ class RecurrentLayer:
 def advance(inputs: tuple[torch.Tensor, ...], state: torch.Tensor, delta: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Some positions of rows: outputs [r, t, heads, value_dim], and the states behind them.
 
-    `inputs` are float32: queries and keys [r, t, heads, key_dim], values [r, t, heads, value_dim], and the logarithms
-    of decays and the strengths [r, t, heads]. `state` is [r, heads, key_dim, value_dim].
+    `inputs` are float32: queries and keys [r, t, heads, key_dim], values [r, t, heads, value_dim], the logarithms
+    of decays, and strengths [r, t, heads]. Decays are [r, t, heads], or of channels [r, t, heads, key_dim]. `state`
+    is [r, heads, key_dim, value_dim].
     """
     q, k, v, decays, strengths = (one.transpose(1, 2) for one in inputs)
     count = q.shape[2]
-    # What is left of a state at each position, and of each position at the later ones.
-    total = decays.cumsum(dim=2)
-    left = total.exp()[..., None]
-    between = (total[..., :, None] - total[..., None, :]).masked_fill(_later(count, q.device), -torch.inf).exp()
+    of_channels = decays.dim() == 4
+    # What is left of a state at each position, and of each position at the later ones. The last dimension is that of
+    # channels, or 1.
+    total = (decays if of_channels else decays[..., None]).cumsum(dim=2)
+    left = total.exp()
+    between = (total[..., :, None, :] - total[..., None, :, :]).masked_fill_(
+        _later(count, q.device)[..., None], -torch.inf
+    )
+    between = between.exp_() if of_channels else between.exp_()[..., 0]
+
+    def products(x: torch.Tensor) -> torch.Tensor:
+        """Products [r, heads, t, t] of x at each position with what is left of earlier keys."""
+        if of_channels:
+            return torch.einsum("rhik,rhijk,rhjk->rhij", x, between, k)
+        return between * (x @ k.transpose(2, 3))
+
     u = strengths[..., None] * v
     if delta:
-        u = u - strengths[..., None] * left * (k @ state)
+        u = u - strengths[..., None] * ((left * k) @ state)
         if count > 1:
             # Each position takes away what the earlier ones of these have left for its key.
-            mixing = (strengths[..., None] * between * (k @ k.transpose(2, 3))).tril(-1)
+            mixing = (strengths[..., None] * products(k)).tril(-1)
             identity = torch.eye(count, dtype=mixing.dtype, device=mixing.device)
             u = torch.linalg.solve_triangular(mixing + identity, u, upper=False, unitriangular=True)
-    out = left * (q @ state) + (between * (q @ k.transpose(2, 3))) @ u
-    rest = (total[..., -1:] - total).exp()[..., None]
-    state = left[:, :, -1:] * state + (rest * k).transpose(2, 3) @ u
+    out = (left * q) @ state + products(q) @ u
+    rest = (total[:, :, -1:] - total).exp()
+    state = left[:, :, -1, :, None] * state + (rest * k).transpose(2, 3) @ u
     return out.transpose(1, 2), state
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from forebay.attention.backend import AttentionBackend
 from forebay.attention.whole import Group
-from forebay.layers.blocks import grouped_blocks
+from forebay.layers.blocks import decoder_blocks
 from forebay.layers.linear import Linear
 from forebay.layers.norm import RMSNorm
 from forebay.layers.ops import Ops
@@ -108,5 +108,5 @@ def _block(vision: Vision, params: Parameters, prefix: str) -> TowerBlock:
 def build(config: ModelConfig, params: Parameters, backend: AttentionBackend, ops: Ops) -> ImageDecoder:
     """A Qwen2.5-VL with its weights allocated in `params`."""
     assert config.vision is not None
-    blocks = grouped_blocks(config, params)
+    blocks = decoder_blocks(config, params)
     return ImageDecoder(config, params, blocks, backend, ops, Qwen25Tower(config.vision, params))

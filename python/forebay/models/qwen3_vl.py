@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from forebay.attention.backend import AttentionBackend
 from forebay.attention.whole import Group
-from forebay.layers.blocks import grouped_blocks
+from forebay.layers.blocks import decoder_blocks
 from forebay.layers.linear import Linear
 from forebay.layers.norm import LayerNorm
 from forebay.layers.ops import Ops
@@ -104,5 +104,5 @@ def _merger(vision: Vision, params: Parameters, prefix: str, norm_joined: bool) 
 def build(config: ModelConfig, params: Parameters, backend: AttentionBackend, ops: Ops) -> ImageDecoder:
     """A Qwen3-VL with its weights allocated in `params`."""
     assert config.vision is not None
-    blocks = grouped_blocks(config, params)
+    blocks = decoder_blocks(config, params)
     return ImageDecoder(config, params, blocks, backend, ops, Qwen3Tower(config.vision, params))

@@ -6,18 +6,18 @@ from dataclasses import replace
 
 from forebay.attention.backend import AttentionBackend
 from forebay.attention.cpu import CpuAttention
+from forebay.layers.blocks import decoder_blocks
 from forebay.layers.decoder import Decoder
 from forebay.layers.ops import Ops
 from forebay.layers.params import Parameters
 from forebay.layers.rotary import at_context
-from forebay.models import deepseek, llama, qwen2_5_vl, qwen3_vl
+from forebay.models import qwen2_5_vl, qwen3_vl
 from forebay.models.bert import Bert
 from forebay.models.called import CalledModel
 from forebay.weights.called import CalledConfig
 from forebay.weights.config import ModelConfig
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError
-from forebay.weights.parts import Latent
 from forebay.weights.pooling import Pooling
 
 
@@ -34,9 +34,7 @@ def build(config: ModelConfig, params: Parameters, backend: AttentionBackend, op
         windowed = config.vision.window is not None
         made: Decoder = (qwen2_5_vl if windowed else qwen3_vl).build(config, params, backend, ops)
         return made
-    if isinstance(config.attention, Latent):
-        return deepseek.build(config, params, backend, ops)
-    return llama.build(config, params, backend, ops)
+    return Decoder(config, params, decoder_blocks(config, params), backend, ops)
 
 
 def _below(positions: int | None, context_length: int) -> int | None:

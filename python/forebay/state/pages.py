@@ -183,7 +183,7 @@ def _shared(own: Sequence[LayerKV], model: ModelConfig) -> list[LayerKV]:
     of_layer: dict[int, LayerKV] = {}
     left = iter(own)
     for layer, kind in enumerate(model.kinds):
-        if not (model.recurrences and model.recurrences[layer]):
+        if not model.attends or model.attends[layer]:
             of_layer[layer] = next(left) if kind.keys_of is None else of_layer[kind.keys_of]
     return list(of_layer.values())
 

@@ -35,9 +35,12 @@ _ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_tanh": "gelu_pytorch_tanh",
     "clamped_swiglu": "swigluoai",
+    "squared_relu": "relu2",
 }
+_PLAIN = {"squared_relu"}
+"""The functions of feed-forward parts without gates."""
 _KNOWN = {
-    "shape": "family vocab_size hidden_size norm norm_eps scales ropes mixers feeds layers layer_inputs tower "
+    "shape": "family vocab_size hidden_size norm norm_eps scales factors ropes mixers feeds layers layer_inputs tower "
     "quantised max_positions tied headless eos_token_ids",
     "scales": "embeddings inputs residuals logits logit_cap",
     "rope": "dim theta scaling interleaved sections",
@@ -46,10 +49,13 @@ _KNOWN = {
     "attention": "kind heads kv_heads head_dim value_dim scale window chunk sinks cap qk_norm value_norm "
     "keys_are_values gate qkv_bias output_bias query_scale",
     "latent": "kind heads query_rank rank nope_dim rotary_dim value_dim bias scale query_scale chosen",
-    "recurrence": "kind heads key_heads tiled key_dim value_dim delta taps conv_bias bias norm norm_size",
+    "beside": "kind attention recurrence",
+    "recurrence": "kind heads key_heads tiled key_dim value_dim channel_decay delta taps conv_bias bias norm "
+    "sigmoid_gate low_rank norm_size",
+    "none": "kind",
     "dense": "kind intermediate_size activation gated bias",
-    "experts": "kind count per_token intermediate_size shared_size shared_gate beside weighs_inputs activation "
-    "bias routing normalise scaling",
+    "experts": "kind count per_token intermediate_size shared_size gated latent_size shared_gate beside weighs_inputs "
+    "activation bias routing normalise scaling",
     "routing": " ".join(_ROUTING),
 }
 """The fields of each part that are read here. In any other field a part has what PyTorch's hand does not compute."""
@@ -64,8 +70,8 @@ class ModelConfig:
     hidden_size: int
     attention: GroupedQuery | Latent
     """The attention of the first layer that has any. `heads` gives that of each."""
-    feeds: tuple[Dense | Experts, ...]
-    """The feed-forward parts behind the attention, one for each layer."""
+    feeds: tuple[Dense | Experts | None, ...]
+    """The feed-forward parts behind the attention, one for each layer; None: the layer has none."""
     rms_norm_eps: float
     kinds: tuple[LayerKind, ...]
     """What differs between layers beyond their feeds, one for each layer."""
@@ -93,7 +99,9 @@ class ModelConfig:
     headless: bool = False
     """True if the final states are needed, and not the logits of an output head."""
     recurrences: tuple[Recurrence | None, ...] = ()
-    """What layers have in place of attention, one for each layer, None where they attend; (): all attend."""
+    """The recurrent parts of layers, one for each layer, None where there is none; (): no layer has one."""
+    attends: tuple[bool, ...] = ()
+    """True for each layer that attends; (): all do."""
     layer_inputs: LayerInputs | None = None
     """Inputs that each layer has of each token; None: there are none."""
 
@@ -104,20 +112,22 @@ class ModelConfig:
         Raises UnsupportedModelError for a part that `forebay.models` would compute wrongly.
         """
         _check(shape)
-        first, layers = next(mixer for mixer in shape["mixers"] if mixer["kind"] != "recurrence"), shape["layers"]
+        first = next(found for found in map(_attending, shape["mixers"]) if found is not None)
+        activations = [feed["activation"] for feed in shape["feeds"] if feed["kind"] != "none"]
+        layers = shape["layers"]
         rope = next(iter(shape["ropes"]), None) or _no_rope(first)
         return cls(
             architecture=shape["family"],
             vocab_size=shape["vocab_size"],
             hidden_size=shape["hidden_size"],
-            attention=_latent(first, rope) if first["kind"] == "latent" else _grouped(first, rope),
+            attention=_latent(first, rope) if "rank" in first else _grouped(first, rope),
             feeds=tuple(_feed(shape["feeds"][layer["feed"]]) for layer in layers),
             rms_norm_eps=shape["norm_eps"],
             kinds=tuple(_kind(shape, layer) for layer in layers),
             ropes=tuple(Rope(rope["dim"], rope["theta"], rope["scaling"]) for rope in shape["ropes"] or [rope]),
             max_position_embeddings=shape["max_positions"],
             tie_word_embeddings=shape["tied"],
-            hidden_act=_ACTIVATIONS[shape["feeds"][0]["activation"]],
+            hidden_act=_ACTIVATIONS[activations[0]],
             eos_token_ids=tuple(shape["eos_token_ids"]),
             stored=None if shape["quantised"] is None else Stored.from_dict(shape["quantised"]),
             indexer=_indexer(shape),
@@ -129,6 +139,7 @@ class ModelConfig:
             headless=shape["headless"],
             recurrences=_recurrences(shape),
             layer_inputs=None if shape["layer_inputs"] is None else LayerInputs(**shape["layer_inputs"]),
+            attends=_attends(shape),
         )
 
     @property
@@ -139,7 +150,7 @@ class ModelConfig:
     @property
     def attending_layers(self) -> int:
         """The number of layers that keep keys and values, or latent rows."""
-        return self.num_hidden_layers - len(self.recurrent)
+        return sum(self.attends) if self.attends else self.num_hidden_layers
 
     def heads(self, layer: int) -> GroupedQuery:
         """The attention of a layer with keys and values of heads."""
@@ -163,12 +174,12 @@ class ModelConfig:
         return [
             self.heads(layer)
             for layer, kind in enumerate(self.kinds)
-            if kind.keys_of is None and not (self.recurrences and self.recurrences[layer])
+            if kind.keys_of is None and (not self.attends or self.attends[layer])
         ]
 
     def number(self, layer: int) -> int:
-        """The number of a layer among those that attend. Recurrent layers have no pages."""
-        return sum(one is None for one in self.recurrences[:layer]) if self.recurrences else layer
+        """The number of a layer among those that attend. Others have no pages."""
+        return sum(self.attends[:layer]) if self.attends else layer
 
     def state_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the recurrent states of one slot over all layers; 0: there are none."""
@@ -179,8 +190,8 @@ class ModelConfig:
         """The number of computed layers. A checkpoint may have more."""
         return len(self.feeds)
 
-    def feed(self, layer: int) -> Dense | Experts:
-        """The feed-forward part behind the attention of a layer."""
+    def feed(self, layer: int) -> Dense | Experts | None:
+        """The feed-forward part behind the attention of a layer; None: there is none."""
         return self.feeds[layer]
 
     @property
@@ -227,13 +238,15 @@ def _check(shape: Mapping[str, Any]) -> None:
         _known("norms of layers", layer["norms"], "before", "after", "around", "parallel")
     mixers, feeds = shape["mixers"], shape["feeds"]
     for mixer in mixers:
-        _known("layers", mixer["kind"], "attention", "latent", "recurrence")
+        _known("layers", mixer["kind"], "attention", "latent", "recurrence", "beside", "none")
         _only(mixer["kind"], mixer)
-    recurs = [mixer["kind"] == "recurrence" for mixer in mixers]
-    mixers = [mixer for mixer in mixers if mixer["kind"] != "recurrence"]
-    kinds = {mixer["kind"] for mixer in mixers}
-    if any(recurs) and kinds != {"attention"}:
-        raise UnsupportedModelError("recurrent layers without attention of heads are not supported by PyTorch's hand")
+        if mixer["kind"] == "beside":
+            _only("attention", mixer["attention"])
+            _only("recurrence", mixer["recurrence"])
+    mixers = [found for found in map(_attending, mixers) if found is not None]
+    if not mixers:
+        raise UnsupportedModelError("layers without attention alone are not supported by PyTorch's hand")
+    kinds = {"latent" if "rank" in mixer else "attention" for mixer in mixers}
     if len(kinds) > 1:
         raise UnsupportedModelError("attention of several kinds is not supported by PyTorch's hand")
     if kinds == {"attention"}:
@@ -247,20 +260,18 @@ def _check(shape: Mapping[str, Any]) -> None:
             _known("rotated neighbours", rope["interleaved"], False)
         if shape["layer_inputs"] is not None:
             _only("layer_inputs", shape["layer_inputs"])
-    elif any(layer["rope"] != 0 or layer["norms"] != "before" for layer in shape["layers"]):
+    elif any(layer["rope"] not in (0, None) or layer["norms"] != "before" for layer in shape["layers"]):
         raise UnsupportedModelError(
             "latent attention with positions or norms of other kinds is not supported by PyTorch's hand"
         )
     for feed in feeds:
+        _known("feed-forward parts", feed["kind"], "dense", "experts", "none")
         _only(feed["kind"], feed)
-        _known(
-            "activations",
-            feed["activation"],
-            *(_ACTIVATIONS if feed["kind"] == "dense" else ("silu", "gelu_tanh", "clamped_swiglu")),
-        )
-        if feed["kind"] == "dense":
-            _known("gates of feed-forward parts", feed["gated"], True)
-        else:
+        if feed["kind"] == "none":
+            continue
+        gated = _ACTIVATIONS.keys() - _PLAIN if feed["kind"] == "dense" else ("silu", "gelu_tanh", "clamped_swiglu")
+        _known("activations", feed["activation"], *(gated if feed["gated"] else _PLAIN))
+        if feed["kind"] == "experts":
             _only("routing", feed["routing"])
 
 
@@ -280,15 +291,17 @@ def _known(what: str, value: Any, *supported: Any) -> None:
 
 
 def _kind(shape: Mapping[str, Any], layer: Mapping[str, Any]) -> LayerKind:
-    mixer = shape["mixers"][layer["mixer"]]
-    first = next(mixer for mixer in shape["mixers"] if mixer["kind"] != "recurrence")
+    attention = _attending(shape["mixers"][layer["mixer"]])
+    if attention is None:
+        return LayerKind(layer["rope"], None, None, layer["norms"], scaled=layer["scaled"])
+    first = next(found for found in map(_attending, shape["mixers"]) if found is not None)
     heads = None
-    if mixer["kind"] == "attention" and not _alike(mixer, first):
-        heads = _grouped(mixer, _no_rope(mixer) if layer["rope"] is None else shape["ropes"][layer["rope"]])
+    if "rank" not in attention and not _alike(attention, first):
+        heads = _grouped(attention, _no_rope(attention) if layer["rope"] is None else shape["ropes"][layer["rope"]])
     return LayerKind(
         layer["rope"],
-        mixer.get("window"),
-        mixer.get("chunk"),
+        attention.get("window"),
+        attention.get("chunk"),
         layer["norms"],
         heads=heads,
         keys_of=layer["keys_of"],
@@ -296,15 +309,32 @@ def _kind(shape: Mapping[str, Any], layer: Mapping[str, Any]) -> LayerKind:
     )
 
 
-def _alike(mixer: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def _alike(attention: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """True if two kinds of attention differ in nothing but what a position sees."""
-    all_seen = {"window": None, "chunk": None}
-    return {**mixer, **all_seen} == {**other, **all_seen}
+    ignored = {"kind": None, "window": None, "chunk": None}
+    return {**attention, **ignored} == {**other, **ignored}
+
+
+def _attending(mixer: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The attention of a mixer, of heads or latent; None: it does not attend."""
+    if mixer["kind"] == "beside":
+        beside: Mapping[str, Any] = mixer["attention"]
+        return beside
+    return mixer if mixer["kind"] in ("attention", "latent") else None
+
+
+def _recurring(mixer: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The recurrence of a mixer; None: it keeps no state."""
+    if mixer["kind"] == "beside":
+        beside: Mapping[str, Any] = mixer["recurrence"]
+        return beside
+    return mixer if mixer["kind"] == "recurrence" else None
 
 
 def _no_rope(mixer: Mapping[str, Any]) -> dict[str, Any]:
     """A rotary embedding for a model that has none in any layer. Nothing is rotated by it."""
-    return {"dim": mixer["head_dim"], "theta": 10000.0, "scaling": None, "interleaved": False, "sections": None}
+    dim = mixer["rotary_dim"] if "rank" in mixer else mixer["head_dim"]
+    return {"dim": dim, "theta": 10000.0, "scaling": None, "interleaved": False, "sections": None}
 
 
 def _grouped(mixer: Mapping[str, Any], rope: Mapping[str, Any]) -> GroupedQuery:
@@ -329,14 +359,16 @@ def _grouped(mixer: Mapping[str, Any], rope: Mapping[str, Any]) -> GroupedQuery:
 
 
 def _recurrences(shape: Mapping[str, Any]) -> tuple[Recurrence | None, ...]:
-    mixers = [shape["mixers"][layer["mixer"]] for layer in shape["layers"]]
-    if all(mixer["kind"] != "recurrence" for mixer in mixers):
+    found = [_recurring(shape["mixers"][layer["mixer"]]) for layer in shape["layers"]]
+    if all(one is None for one in found):
         return ()
     names = _KNOWN["recurrence"].split()[1:]
-    return tuple(
-        Recurrence(**{name: mixer[name] for name in names}) if mixer["kind"] == "recurrence" else None
-        for mixer in mixers
-    )
+    return tuple(None if one is None else Recurrence(**{name: one[name] for name in names}) for one in found)
+
+
+def _attends(shape: Mapping[str, Any]) -> tuple[bool, ...]:
+    found = tuple(_attending(shape["mixers"][layer["mixer"]]) is not None for layer in shape["layers"])
+    return () if all(found) else found
 
 
 def _latent(mixer: Mapping[str, Any], rope: Mapping[str, Any]) -> Latent:
@@ -350,12 +382,17 @@ def _query_scale(mixer: Mapping[str, Any]) -> QueryScale | None:
     return None if found is None else QueryScale(found["beta"], found["every"], found["first"])
 
 
-def _feed(feed: Mapping[str, Any]) -> Dense | Experts:
+def _feed(feed: Mapping[str, Any]) -> Dense | Experts | None:
+    if feed["kind"] == "none":
+        return None
     if feed["kind"] == "dense":
-        return Dense(feed["intermediate_size"], feed["bias"])
+        return Dense(feed["intermediate_size"], feed["bias"], feed["gated"])
     rule = {name: feed["routing"][name] for name in _ROUTING}
     routing = Routing(**rule, normalise=feed["normalise"], scaling=feed["scaling"])
-    names = ("count", "per_token", "intermediate_size", "shared_size", "shared_gate", "bias", "beside", "weighs_inputs")
+    names = (
+        *("count", "per_token", "intermediate_size", "shared_size", "shared_gate", "bias", "gated", "latent_size"),
+        *("beside", "weighs_inputs"),
+    )
     return Experts(**{name: feed[name] for name in names}, routing=routing)
 
 

@@ -196,7 +196,7 @@ class Indexer:
 
 @dataclass(frozen=True)
 class Recurrence:
-    """A layer with a state for each slot in place of attention, as crates/weights describes it."""
+    """A part with a state for each slot, in place of attention or beside it, as crates/weights describes it."""
 
     heads: int
     """The number of heads of the state; 0: there is a convolution only."""
@@ -207,6 +207,8 @@ class Recurrence:
     key_dim: int
     value_dim: int
     """Elements of a value head; without heads, of the convolution."""
+    channel_decay: bool
+    """True if each channel of a key head has a decay of its own, and not each head."""
     delta: bool
     """True if a state's old value for a key is taken away first."""
     taps: int
@@ -215,13 +217,22 @@ class Recurrence:
     """True if the projections have biases."""
     norm: str
     """The norm of the output: `none`, `before_gate` or `after_gate`."""
+    sigmoid_gate: bool
+    """True if the gate is a sigmoid, and not `x * sigmoid(x)`."""
+    low_rank: int
+    """Elements between two products that make the gates, and between those of decays; 0: each has one product."""
     norm_size: int
-    """Elements that have a mean of their own in this norm."""
+    """Elements that have a mean of their own in the norm."""
 
     @property
     def keys(self) -> int:
         """Elements of all key heads."""
         return self.key_heads * self.key_dim
+
+    @property
+    def decays(self) -> int:
+        """The number of decays."""
+        return self.heads * (self.key_dim if self.channel_decay else 1)
 
     @property
     def values(self) -> int:
@@ -240,10 +251,12 @@ class Recurrence:
 
 @dataclass(frozen=True)
 class Dense:
-    """One gated feed-forward part for every token."""
+    """One feed-forward part for every token."""
 
     intermediate_size: int
     bias: bool
+    gated: bool = True
+    """True if a second product is multiplied with the function's result."""
 
 
 @dataclass(frozen=True)
@@ -270,7 +283,7 @@ class Routing:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts (Shazeer et al. 2017). It has many gated feed-forward parts, and each token uses some."""
+    """A mixture of experts (Shazeer et al. 2017). It has many feed-forward parts, and each token uses some."""
 
     count: int
     per_token: int
@@ -288,3 +301,7 @@ class Experts:
     states with learned factors (Gemma 4)."""
     weighs_inputs: bool = False
     """True if an expert's input is multiplied by its weight, and not its output."""
+    gated: bool = True
+    """True if a second product is multiplied with the function's result, in the shared expert too."""
+    latent_size: int = 0
+    """Elements of what experts read and give, between two products that they share; 0: the layer's states."""

@@ -39,6 +39,8 @@ def _why_not_kind(model: ModelConfig) -> str | None:
         return f"{model.architecture} has experts with biases, which are not split over ranks: use replicas (--dp-size)"
     if model.recurrent:
         return f"{model.architecture} has recurrent layers, which are not split over ranks: use replicas (--dp-size)"
+    if model.attends or None in model.feeds:
+        return f"{model.architecture} has layers of one part, which are not split over ranks: use replicas (--dp-size)"
     if model.indexer is not None:
         return f"{model.architecture} chooses positions by an index, which is not split over ranks: use one rank"
     return None
@@ -62,6 +64,8 @@ def _why_not_feeds(model: ModelConfig, world: int, expert_parallel: bool) -> str
     sizes: dict[str, set[int]] = {}
     experts = False
     for feed in model.feeds:
+        if feed is None:
+            continue
         if isinstance(feed, Dense):
             sizes.setdefault("an intermediate size of", set()).add(feed.intermediate_size)
             continue

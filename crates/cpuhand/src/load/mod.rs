@@ -16,7 +16,7 @@ use forebay_weights::{
     QkNorm, Shape, TorchNumber, computed_as, computed_names,
 };
 
-use crate::parts::DecoderParts;
+use crate::parts::{DecoderParts, ONE_PART};
 
 pub(crate) use read::{Loaded, Source, load, rooms, shared};
 
@@ -160,6 +160,7 @@ impl Plan {
                 FeedShape::Dense(dense) => {
                     plan.gated(&at("mlp"), (hidden, dense.intermediate_size), dense.bias)?;
                 }
+                FeedShape::None => return Err(ModelError::Elsewhere(ONE_PART.into())),
             }
             for norm in norms_of(shape.layers[layer].norms).into_iter().flatten() {
                 plan.norm_of_size(at(&format!("{norm}.weight")), hidden, of_norms);
@@ -551,6 +552,7 @@ pub(crate) fn assemble(
                 })
             }
             FeedShape::Dense(dense) => FeedForward::Dense(gated("mlp", dense.bias)?),
+            FeedShape::None => return Err(ModelError::Elsewhere(ONE_PART.into())),
         };
         layers.push(Layer {
             attention: parts.kind_of[layer],

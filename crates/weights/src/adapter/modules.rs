@@ -25,6 +25,11 @@ impl Module {
         let unknown = || {
             ModelError::broken(format!("it changes {name}, which no hand has a place for beside"))
         };
+        if !shape.factors.is_empty() {
+            return Err(ModelError::broken(format!(
+                "it changes {name} of a model whose weights have factors"
+            )));
+        }
         let layer = layer_of(weight).filter(|&layer| layer < shape.layers.len());
         let layer = layer.ok_or_else(unknown)?;
         let end = name.split_once(&format!("layers.{layer}.")).map_or("", |(_, end)| end);

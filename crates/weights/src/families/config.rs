@@ -1,5 +1,6 @@
 //! A `config.json` of a family, and the parts that most families read from it in the same way.
 
+use std::collections::BTreeMap;
 use std::ops::Deref;
 
 use serde_json::{Map, Value};
@@ -296,6 +297,7 @@ impl Config<'_> {
             norm: Norm::Rms,
             norm_eps: self.real("rms_norm_eps", 1e-6)?,
             scales: Scales::NONE,
+            factors: BTreeMap::new(),
             layers: layers.collect(),
             ropes: ropes.into_iter().flatten().collect(),
             mixers,

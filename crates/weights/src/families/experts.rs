@@ -27,6 +27,11 @@ pub struct Experts {
     /// Elements between the two products of the shared expert, which every token has; 0: there is
     /// none.
     pub shared_size: usize,
+    /// True if a second product is multiplied with the function's result.
+    pub gated: bool,
+    /// Elements of the states that experts read and give, between two products that all of a layer
+    /// share; 0: they read the layer's states.
+    pub latent_size: usize,
     /// True if the shared expert's output is multiplied by a gate.
     pub shared_gate: bool,
     /// True if the shared expert and the others have norms of their own on both sides, and the
@@ -198,6 +203,8 @@ pub(super) fn experts(
         per_token,
         intermediate_size: config.size("moe_intermediate_size", MOST)?,
         shared_size: 0,
+        gated: true,
+        latent_size: 0,
         shared_gate: false,
         beside: false,
         weighs_inputs: false,

@@ -86,7 +86,11 @@ const GROUPS: [(&str, i64, (i64, i64)); 2] = [("softmax", 160, (8, 3)), ("sigmoi
 fn family(files: &GgufFiles) -> Result<(&'static Family, &'static GgufNames), ModelError> {
     let name = files.architecture();
     for family in ALL {
-        if let Some(names) = family.gguf.as_ref().filter(|names| names.architecture == name)
+        // Files with experts may have the name with an end.
+        let is_of = |names: &&GgufNames| {
+            names.architecture == name || name.strip_suffix("_moe") == Some(names.architecture)
+        };
+        if let Some(names) = family.gguf.as_ref().filter(is_of)
             && (names.fits)(files)?
         {
             return Ok((family, names));
@@ -138,6 +142,7 @@ pub(crate) fn hf_config(files: &GgufFiles) -> Result<Map<String, Value>, ModelEr
         "hidden_size": required(files, "embedding_length")?,
         // Files whose layers all have experts need not have it.
         "intermediate_size": match whole(files, "expert_count")? {
+            _ if keys.contains_key("intermediate_size") => None,
             None | Some(0) => Some(required(files, "feed_forward_length")?),
             Some(_) => whole(files, "feed_forward_length")?,
         },

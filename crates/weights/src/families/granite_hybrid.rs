@@ -10,9 +10,9 @@ use super::gguf::{GgufNames, kinds_of_layers, required, whole};
 use super::granite::{attention, scale_keys, scales};
 use super::granite_moe;
 use super::llama::PAIRED;
-use super::recurrence::{DECAYS, Recurrence, StateNorm, mamba};
+use super::recurrence::{Recurrence, StateNorm, mamba};
 use super::rope::rope;
-use super::rules::{RowBlocks, Rule, Take, joined};
+use super::rules::{Rule, Take, joined};
 use super::shape::{Mixer, Shape};
 use crate::error::ModelError;
 use crate::gguf::{GgufFiles, GgufValue};
@@ -35,36 +35,17 @@ pub(super) const FAMILY: Family = Family {
         keys,
         rules: &GGUF_RULES,
     }),
-    rules: RULES,
+    rules: &RULES,
 };
-const GGUF_IN: &str = "blk.#.ssm_in.*";
-const GGUF_CONV: &str = "blk.#.ssm_conv1d.*";
-const GGUF_RULES: [Rule; 13 + PAIRED.len()] = joined(
-    &[
-        Rule::new(GGUF_IN, "model.layers.#.linear_attn.in_proj_z.*", part(mamba::gates)),
-        Rule::new(GGUF_IN, "model.layers.#.linear_attn.in_proj_v.*", part(mamba::values)),
-        Rule::new(GGUF_IN, "model.layers.#.linear_attn.in_proj_k.*", part(mamba::keys)),
-        Rule::new(GGUF_IN, "model.layers.#.linear_attn.in_proj_q.*", part(mamba::queries)),
-        Rule::new(GGUF_IN, "model.layers.#.linear_attn.in_proj_a.*", part(mamba::steps)),
-        Rule::new(GGUF_CONV, "model.layers.#.linear_attn.conv_v.*", part(mamba::conv_values)),
-        Rule::new(GGUF_CONV, "model.layers.#.linear_attn.conv_k.*", part(mamba::conv_keys)),
-        Rule::new(GGUF_CONV, "model.layers.#.linear_attn.conv_q.*", part(mamba::conv_queries)),
-        Rule::new("blk.#.ssm_a", "model.layers.#.linear_attn.A_log", DECAYS),
-        Rule::new("blk.#.ssm_d", "model.layers.#.linear_attn.D", Take::ALL.flat()),
-        Rule::renamed("blk.#.ssm_dt.bias", "model.layers.#.linear_attn.dt_bias"),
-        Rule::new("blk.#.ssm_norm.*", "model.layers.#.linear_attn.norm.*", Take::ALL.flat()),
-        Rule::renamed("blk.#.ssm_out.*", "model.layers.#.linear_attn.out_proj.*"),
-    ],
-    PAIRED,
-);
+const GGUF_RULES: [Rule; mamba::GGUF_RULES.len() + PAIRED.len()] =
+    joined(mamba::GGUF_RULES, PAIRED);
 const INPUT: &str = "model.layers.#.shared_mlp.input_linear.*";
 const OUTPUT: &str = "model.layers.#.shared_mlp.output_linear.*";
-const IN_PROJ: &str = "model.layers.#.mamba.in_proj.*";
-const CONV: &str = "model.layers.#.mamba.conv1d.*";
 const DENSE: Take = Take::ALL.only(|shape, layer| shape.experts(layer).is_none());
 const SHARED: Take = Take::ALL.only(|shape, layer| shape.experts(layer).is_some());
 
-const RULES: &[Rule] = &[
+const OWN: &[Rule] = &[
+    Rule::renamed("model.layers.#.mamba.**", "model.layers.#.linear_attn.**"),
     Rule::new(INPUT, "model.layers.#.mlp.gate_proj.*", DENSE.share(0, 2)),
     Rule::new(INPUT, "model.layers.#.mlp.up_proj.*", DENSE.share(1, 2)),
     Rule::new(OUTPUT, "model.layers.#.mlp.down_proj.*", DENSE),
@@ -75,24 +56,8 @@ const RULES: &[Rule] = &[
     granite_moe::RULES[1],
     granite_moe::RULES[2],
     granite_moe::RULES[3],
-    Rule::new(IN_PROJ, "model.layers.#.linear_attn.in_proj_z.*", part(mamba::gates)),
-    Rule::new(IN_PROJ, "model.layers.#.linear_attn.in_proj_v.*", part(mamba::values)),
-    Rule::new(IN_PROJ, "model.layers.#.linear_attn.in_proj_k.*", part(mamba::keys)),
-    Rule::new(IN_PROJ, "model.layers.#.linear_attn.in_proj_q.*", part(mamba::queries)),
-    Rule::new(IN_PROJ, "model.layers.#.linear_attn.in_proj_a.*", part(mamba::steps)),
-    Rule::new(CONV, "model.layers.#.linear_attn.conv_v.*", part(mamba::conv_values)),
-    Rule::new(CONV, "model.layers.#.linear_attn.conv_k.*", part(mamba::conv_keys)),
-    Rule::new(CONV, "model.layers.#.linear_attn.conv_q.*", part(mamba::conv_queries)),
-    Rule::renamed("model.layers.#.mamba.A_log", "model.layers.#.linear_attn.A_log"),
-    Rule::renamed("model.layers.#.mamba.D", "model.layers.#.linear_attn.D"),
-    Rule::renamed("model.layers.#.mamba.dt_bias", "model.layers.#.linear_attn.dt_bias"),
-    Rule::renamed("model.layers.#.mamba.norm.*", "model.layers.#.linear_attn.norm.*"),
-    Rule::renamed("model.layers.#.mamba.out_proj.*", "model.layers.#.linear_attn.out_proj.*"),
 ];
-
-const fn part(blocks: fn(&Mixer) -> Option<RowBlocks>) -> Take {
-    Take::ALL.blocks(blocks)
-}
+const RULES: [Rule; OWN.len() + mamba::RULES.len()] = joined(OWN, mamba::RULES);
 
 fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     let count = config.layer_count()?;
@@ -163,18 +128,11 @@ fn keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
             _ => shared.unwrap_or(0),
         },
         "attention_bias": has("attn_output.bias"),
-        "mamba_n_heads": required(files, "ssm.time_step_rank")?,
-        "mamba_d_head": required(files, "ssm.inner_size")? / required(files, "ssm.time_step_rank")?.max(1),
-        "mamba_d_state": required(files, "ssm.state_size")?,
-        "mamba_n_groups": required(files, "ssm.group_count")?,
-        "mamba_d_conv": required(files, "ssm.conv_kernel")?,
         "mamba_expand": required(files, "ssm.inner_size")? / hidden,
-        "mamba_conv_bias": has("ssm_conv1d.bias"),
-        "mamba_proj_bias": has("ssm_in.bias"),
     });
     let keys = keys.as_object_mut().map(std::mem::take).unwrap_or_default();
     let scales = scale_keys(files, &keys);
-    Ok(keys.into_iter().chain(scales).collect())
+    Ok(keys.into_iter().chain(scales).chain(mamba::keys_of(files)?).collect())
 }
 
 /// Mamba 2 under the names of Bamba's config.
@@ -211,6 +169,8 @@ fn mamba2(config: &Config<'_>) -> Result<Recurrence, ModelError> {
         conv_bias: config.flag("mamba_conv_bias", true),
         bias: config.flag("mamba_proj_bias", false),
         norm: StateNorm::AfterGate,
+        sigmoid_gate: false,
+        low_rank: 0,
         norm_size: values / key_heads,
     })
 }

@@ -108,7 +108,8 @@ pub(super) fn decoder(
     config.decoder(mixers, vec![Some(rope); count], feeds)
 }
 
-fn latent(config: &Config<'_>, query_rank: u64) -> Result<(Latent, Rope), ModelError> {
+/// Latent attention and its rotary embedding, with a low-rank query if a config does not say it.
+pub(super) fn latent(config: &Config<'_>, query_rank: u64) -> Result<(Latent, Rope), ModelError> {
     let nope_dim = config.size("qk_nope_head_dim", MOST_HEADS)?;
     let rotary_dim = config.size("qk_rope_head_dim", MOST_HEADS)?;
     let mut rope = rope(config, rotary_dim)?;

@@ -18,6 +18,7 @@ mod deepseek_v3;
 mod deepseek_v32;
 mod ernie4_5;
 mod ernie4_5_moe;
+mod falcon_h1;
 mod gemma2;
 mod gemma3;
 mod gemma4;
@@ -30,6 +31,7 @@ mod granite_hybrid;
 mod granite_moe;
 mod hy_v3;
 mod kimi_k25;
+mod kimi_linear;
 mod lfm2;
 mod llama;
 mod llama4;
@@ -39,6 +41,7 @@ mod mistral;
 mod mistral3;
 mod mistral4;
 mod mixtral;
+mod nemotron_h;
 mod olmo2;
 mod phi3;
 mod qwen2;
@@ -66,7 +69,7 @@ pub use latent::{Indexer, KeyChoice, Latent};
 pub use recurrence::{Recurrence, StateNorm};
 pub use rules::{RowBlocks, Rule, Take, fused_keys, fused_queries, fused_values};
 pub use shape::{
-    Activation, Attention, DenseFeed, FeedShape, LayerInputs, LayerShape, Mixer, Norm,
+    Activation, Attention, Beside, DenseFeed, FeedShape, LayerInputs, LayerShape, Mixer, Norm,
     NormPlacement, QkNorm, QueryScale, Rope, RotarySections, Scales, Shape,
 };
 pub use table::{families_page, not_served_page};
@@ -82,7 +85,7 @@ use gguf::GgufNames;
 use crate::error::ModelError;
 
 /// All families, in the order of documents.
-pub const ALL: [&Family; 50] = [
+pub const ALL: [&Family; 53] = [
     &llama::FAMILY,
     &mistral::FAMILY,
     &ministral3::FAMILY,
@@ -133,6 +136,9 @@ pub const ALL: [&Family; 50] = [
     &qwen3_5::MOE_TEXT,
     &lfm2::FAMILY,
     &lfm2::MOE,
+    &nemotron_h::FAMILY,
+    &falcon_h1::FAMILY,
+    &kimi_linear::FAMILY,
 ];
 
 /// A family of decoders.

@@ -202,6 +202,8 @@ fn delta_net(config: &Config<'_>) -> Result<Recurrence, ModelError> {
         conv_bias: false,
         bias: false,
         norm: StateNorm::BeforeGate,
+        sigmoid_gate: false,
+        low_rank: 0,
         norm_size: value_dim,
     })
 }

@@ -3,7 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::rules::{RowBlocks, Take};
+use super::rules::{RowBlocks, Rule, Take};
 use super::shape::{Mixer, Shape};
 
 /// Bytes of an element of a head's state, which is kept in 32 bits for any type of the model.
@@ -43,6 +43,11 @@ pub struct Recurrence {
     pub bias: bool,
     /// The norm of the output, which has a gate.
     pub norm: StateNorm,
+    /// True if the gate is a sigmoid, and not `x * sigmoid(x)`.
+    pub sigmoid_gate: bool,
+    /// Elements between two products that make the gates, and between those of decays; 0: each has
+    /// one product.
+    pub low_rank: usize,
     /// Elements that have a mean of their own in this norm.
     pub norm_size: usize,
 }
@@ -75,6 +80,8 @@ impl Recurrence {
             conv_bias: bias,
             bias,
             norm: StateNorm::None,
+            sigmoid_gate: false,
+            low_rank: 0,
             norm_size: 0,
         }
     }
@@ -110,9 +117,8 @@ impl Shape {
     /// `element` bytes; 0: it has none.
     #[must_use]
     pub fn state_bytes(&self, element: usize) -> u64 {
-        let of_layer = |layer: usize| match self.mixer(layer) {
-            Mixer::Recurrence(recurrence) => recurrence.state_bytes(element) as u64,
-            Mixer::Attention(_) | Mixer::Latent(_) => 0,
+        let of_layer = |layer: usize| {
+            self.mixer(layer).recurrence().map_or(0, |found| found.state_bytes(element) as u64)
         };
         (0..self.layers.len()).map(of_layer).sum()
     }
@@ -124,7 +130,7 @@ const fn behind(first: usize, width: usize) -> Option<RowBlocks> {
 }
 
 fn of(mixer: &Mixer) -> Option<&Recurrence> {
-    if let Mixer::Recurrence(found) = mixer { Some(found) } else { None }
+    mixer.recurrence()
 }
 
 /// Queries of a product of queries, keys and values.
@@ -198,28 +204,89 @@ pub(super) mod grouped {
 /// Rows of Mamba's matrices: gates, values, keys, queries and steps, or without the gates and steps
 /// those of its convolution.
 pub(super) mod mamba {
-    use super::{Mixer, RowBlocks, behind, of};
+    use serde_json::{Map, Value, json};
 
-    pub(in crate::families) fn gates(mixer: &Mixer) -> Option<RowBlocks> {
+    use super::{DECAYS, Mixer, RowBlocks, Rule, Take, behind, of};
+    use crate::error::ModelError;
+    use crate::families::gguf::required;
+    use crate::gguf::GgufFiles;
+
+    /// The keys of its sizes in GGUF files, under the names of Bamba's config.
+    pub(in crate::families) fn keys_of(
+        files: &GgufFiles,
+    ) -> Result<Map<String, Value>, ModelError> {
+        let has = |end: &str| files.tensors.iter().any(|tensor| tensor.name.ends_with(end));
+        let heads = required(files, "ssm.time_step_rank")?;
+        let keys = json!({
+            "mamba_n_heads": heads,
+            "mamba_d_head": required(files, "ssm.inner_size")? / heads.max(1),
+            "mamba_d_state": required(files, "ssm.state_size")?,
+            "mamba_n_groups": required(files, "ssm.group_count")?,
+            "mamba_d_conv": required(files, "ssm.conv_kernel")?,
+            "mamba_conv_bias": has("ssm_conv1d.bias"),
+            "mamba_proj_bias": has("ssm_in.bias"),
+        });
+        Ok(keys.as_object().cloned().unwrap_or_default())
+    }
+
+    const IN: &str = "model.layers.#.linear_attn.in_proj.*";
+    const CONV: &str = "model.layers.#.linear_attn.conv1d.*";
+    const GGUF_IN: &str = "blk.#.ssm_in.*";
+    const GGUF_CONV: &str = "blk.#.ssm_conv1d.*";
+
+    /// The rules of its fused tensors, behind one that renames all of its tensors.
+    pub(in crate::families) const RULES: &[Rule] = &[
+        Rule::new(IN, "model.layers.#.linear_attn.in_proj_z.*", part(gates)),
+        Rule::new(IN, "model.layers.#.linear_attn.in_proj_v.*", part(values)),
+        Rule::new(IN, "model.layers.#.linear_attn.in_proj_k.*", part(keys)),
+        Rule::new(IN, "model.layers.#.linear_attn.in_proj_q.*", part(queries)),
+        Rule::new(IN, "model.layers.#.linear_attn.in_proj_a.*", part(steps)),
+        Rule::new(CONV, "model.layers.#.linear_attn.conv_v.*", part(conv_values)),
+        Rule::new(CONV, "model.layers.#.linear_attn.conv_k.*", part(conv_keys)),
+        Rule::new(CONV, "model.layers.#.linear_attn.conv_q.*", part(conv_queries)),
+    ];
+
+    /// The rules of its tensors in GGUF files.
+    pub(in crate::families) const GGUF_RULES: &[Rule] = &[
+        Rule::new(GGUF_IN, "model.layers.#.linear_attn.in_proj_z.*", part(gates)),
+        Rule::new(GGUF_IN, "model.layers.#.linear_attn.in_proj_v.*", part(values)),
+        Rule::new(GGUF_IN, "model.layers.#.linear_attn.in_proj_k.*", part(keys)),
+        Rule::new(GGUF_IN, "model.layers.#.linear_attn.in_proj_q.*", part(queries)),
+        Rule::new(GGUF_IN, "model.layers.#.linear_attn.in_proj_a.*", part(steps)),
+        Rule::new(GGUF_CONV, "model.layers.#.linear_attn.conv_v.*", part(conv_values)),
+        Rule::new(GGUF_CONV, "model.layers.#.linear_attn.conv_k.*", part(conv_keys)),
+        Rule::new(GGUF_CONV, "model.layers.#.linear_attn.conv_q.*", part(conv_queries)),
+        Rule::new("blk.#.ssm_a", "model.layers.#.linear_attn.A_log", DECAYS),
+        Rule::new("blk.#.ssm_d", "model.layers.#.linear_attn.D", Take::ALL.flat()),
+        Rule::renamed("blk.#.ssm_dt.bias", "model.layers.#.linear_attn.dt_bias"),
+        Rule::new("blk.#.ssm_norm.*", "model.layers.#.linear_attn.norm.*", Take::ALL.flat()),
+        Rule::renamed("blk.#.ssm_out.*", "model.layers.#.linear_attn.out_proj.*"),
+    ];
+
+    const fn part(blocks: fn(&Mixer) -> Option<RowBlocks>) -> Take {
+        Take::ALL.blocks(blocks)
+    }
+
+    fn gates(mixer: &Mixer) -> Option<RowBlocks> {
         behind(0, of(mixer)?.values())
     }
 
-    pub(in crate::families) fn values(mixer: &Mixer) -> Option<RowBlocks> {
+    fn values(mixer: &Mixer) -> Option<RowBlocks> {
         let found = of(mixer)?;
         behind(found.values(), found.values())
     }
 
-    pub(in crate::families) fn keys(mixer: &Mixer) -> Option<RowBlocks> {
+    fn keys(mixer: &Mixer) -> Option<RowBlocks> {
         let found = of(mixer)?;
         behind(2 * found.values(), found.keys())
     }
 
-    pub(in crate::families) fn queries(mixer: &Mixer) -> Option<RowBlocks> {
+    fn queries(mixer: &Mixer) -> Option<RowBlocks> {
         let found = of(mixer)?;
         behind(2 * found.values() + found.keys(), found.keys())
     }
 
-    pub(in crate::families) fn steps(mixer: &Mixer) -> Option<RowBlocks> {
+    fn steps(mixer: &Mixer) -> Option<RowBlocks> {
         let found = of(mixer)?;
         behind(2 * found.values() + 2 * found.keys(), found.heads)
     }
@@ -228,12 +295,12 @@ pub(super) mod mamba {
         behind(0, of(mixer)?.values())
     }
 
-    pub(in crate::families) fn conv_keys(mixer: &Mixer) -> Option<RowBlocks> {
+    fn conv_keys(mixer: &Mixer) -> Option<RowBlocks> {
         let found = of(mixer)?;
         behind(found.values(), found.keys())
     }
 
-    pub(in crate::families) fn conv_queries(mixer: &Mixer) -> Option<RowBlocks> {
+    fn conv_queries(mixer: &Mixer) -> Option<RowBlocks> {
         let found = of(mixer)?;
         behind(found.values() + found.keys(), found.keys())
     }

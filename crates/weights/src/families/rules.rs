@@ -318,6 +318,32 @@ pub(crate) fn weights_of(
     (name, stored): (&str, &[usize]),
     shape: &Shape,
 ) -> Result<Option<Vec<Weight>>, ModelError> {
+    let found = weights_by_rules(tables, (name, stored), shape)?;
+    if shape.factors.is_empty() {
+        return Ok(found);
+    }
+    let whole = || {
+        vec![Weight {
+            name: name.to_owned(),
+            shape: stored.to_vec(),
+            part: TensorPart::whole(stored),
+        }]
+    };
+    let mut weights = found.unwrap_or_else(whole);
+    for weight in &mut weights {
+        let end = weight.name.strip_prefix("model.layers.").and_then(|it| it.split_once('.'));
+        if let Some(factor) = end.and_then(|(_, end)| shape.factors.get(end)) {
+            weight.part.times *= *factor as f32;
+        }
+    }
+    Ok(Some(weights))
+}
+
+fn weights_by_rules(
+    tables: [&[Rule]; 2],
+    (name, stored): (&str, &[usize]),
+    shape: &Shape,
+) -> Result<Option<Vec<Weight>>, ModelError> {
     let (mut name, mut is_renamed) = (name.to_owned(), false);
     // Prefixes first. None is taken off twice.
     for rule in tables.into_iter().flatten().filter(|rule| rule.stored.contains("**")) {
@@ -518,10 +544,7 @@ impl Take {
         part.transposed = transposed;
         let all = part.matrix[usize::from(transposed)];
         let layer = layer.filter(|&layer| layer < shape.layers.len());
-        let attention = || match layer.map(|layer| shape.mixer(layer)) {
-            Some(Mixer::Attention(attention)) => Some(attention),
-            _ => None,
-        };
+        let attention = || shape.mixer(layer?).attention();
         (part.first, part.step, part.rows) = match self.rows {
             Rows::All => (0, 1, all),
             Rows::Blocks(blocks) => {

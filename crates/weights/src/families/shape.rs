@@ -1,5 +1,7 @@
 //! A decoder as a list of layers, and the distinct parts that they name.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -26,6 +28,10 @@ pub struct Shape {
     pub norm_eps: f64,
     /// Factors of states and logits.
     pub scales: Scales,
+    /// Factors of layers' weights that files have without them, by the ends of their names, such as
+    /// `self_attn.k_proj.weight`.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub factors: BTreeMap<String, f64>,
     /// The distinct rotary embeddings.
     pub ropes: Vec<Rope>,
     /// The distinct parts that mix positions.
@@ -159,6 +165,41 @@ pub enum Mixer {
     Latent(Latent),
     /// A state of fixed size for each request.
     Recurrence(Recurrence),
+    /// Attention and a state that read the same states of the layer, and whose outputs are added.
+    Beside(Beside),
+    /// There is none: the layer is a feed-forward part.
+    None,
+}
+
+/// Attention and a state of fixed size beside each other.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Beside {
+    /// The attention.
+    pub attention: Attention,
+    /// The state.
+    pub recurrence: Recurrence,
+}
+
+impl Mixer {
+    /// The heads of keys and values; `None`: it has none.
+    #[must_use]
+    pub const fn attention(&self) -> Option<&Attention> {
+        match self {
+            Self::Attention(attention) | Self::Beside(Beside { attention, .. }) => Some(attention),
+            Self::Latent(_) | Self::Recurrence(_) | Self::None => None,
+        }
+    }
+
+    /// The state; `None`: it keeps none.
+    #[must_use]
+    pub const fn recurrence(&self) -> Option<&Recurrence> {
+        match self {
+            Self::Recurrence(recurrence) | Self::Beside(Beside { recurrence, .. }) => {
+                Some(recurrence)
+            }
+            Self::Attention(_) | Self::Latent(_) | Self::None => None,
+        }
+    }
 }
 
 /// Attention with keys and values of some heads each (Ainslie et al. 2023).
@@ -241,6 +282,8 @@ pub enum FeedShape {
     Dense(DenseFeed),
     /// A mixture of experts.
     Experts(Experts),
+    /// There is none: the layer is a mixer.
+    None,
 }
 
 /// One feed-forward part for every token.
@@ -317,15 +360,15 @@ impl Shape {
     pub fn experts(&self, layer: usize) -> Option<&Experts> {
         match self.feeds.get(usize::from(self.layers.get(layer)?.feed))? {
             FeedShape::Experts(experts) => Some(experts),
-            FeedShape::Dense(_) => None,
+            FeedShape::Dense(_) | FeedShape::None => None,
         }
     }
 
     /// True if a checkpoint's layer may belong to the computed ones. Behind them checkpoints with
     /// experts have layers that only predict further tokens (MTP).
     pub(crate) fn has_place_for(&self, layer: usize) -> bool {
-        let dense = |feed: &FeedShape| matches!(feed, FeedShape::Dense(_));
-        layer < self.layers.len() || self.feeds.iter().all(dense)
+        let experts = |feed: &FeedShape| matches!(feed, FeedShape::Experts(_));
+        layer < self.layers.len() || !self.feeds.iter().any(experts)
     }
 
     /// True if a head in the checkpoint is one too many.

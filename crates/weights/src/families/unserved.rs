@@ -2,8 +2,7 @@
 //! has it; the other hand then names it among what it lacks.
 
 use super::Family;
-use super::recurrence::Recurrence;
-use super::shape::{Activation, Attention, FeedShape, Mixer, Norm, NormPlacement, Shape};
+use super::shape::{Activation, Attention, Beside, FeedShape, Mixer, Norm, NormPlacement, Shape};
 use crate::error::ModelError;
 
 /// Known architectures that no hand serves: the names in a `config.json` and in GGUF files, and
@@ -65,6 +64,10 @@ impl Shape {
 
     fn part_without_hand(&self) -> Option<String> {
         let found = self.mixers.iter().find_map(Mixer::part_without_hand);
+        let found = found.or_else(|| {
+            let both = !self.factors.is_empty() && self.quantised.is_some();
+            both.then_some("factors of weights that are quantised")
+        });
         let found = found.or_else(|| self.differing_layers()).or_else(|| self.layer_without_hand());
         if let Some(part) = found {
             return Some(part.to_owned());
@@ -74,27 +77,28 @@ impl Shape {
 
     fn differing_layers(&self) -> Option<&'static str> {
         let count = |kind: fn(&&Mixer) -> bool| self.mixers.iter().filter(kind).count();
-        let attentions = count(|it| matches!(it, Mixer::Attention(_)));
+        let attentions = count(|it| it.attention().is_some());
         let latents = count(|it| matches!(it, Mixer::Latent(_)));
         // Layers with latent attention differ in their indexers.
         if attentions > 0 && latents > 0 {
             return Some("attention of several kinds");
         }
-        if latents > 0 && latents < self.mixers.len() {
-            return Some("latent attention beside recurrent layers");
-        }
         if attentions == 0 && latents == 0 {
             return Some("recurrent layers alone");
         }
-        let latent = attentions == 0;
-        if latent && (self.ropes.len() > 1 || self.layers.iter().any(|it| it.rope.is_none())) {
+        let is_latent = |number: &usize| matches!(self.mixer(*number), Mixer::Latent(_));
+        let mut ropes = (0..self.layers.len()).filter(is_latent).map(|it| self.layers[it].rope);
+        let first = ropes.next();
+        if ropes.any(|rope| Some(rope) != first) {
             return Some("latent attention whose rotary embedding differs between layers");
         }
         let activation = |feed: &FeedShape| match feed {
-            FeedShape::Dense(dense) => dense.activation,
-            FeedShape::Experts(experts) => experts.activation,
+            FeedShape::Dense(dense) => Some(dense.activation),
+            FeedShape::Experts(experts) => Some(experts.activation),
+            FeedShape::None => None,
         };
-        if self.feeds.windows(2).any(|pair| activation(&pair[0]) != activation(&pair[1])) {
+        let activations: Vec<Activation> = self.feeds.iter().filter_map(activation).collect();
+        if activations.windows(2).any(|pair| pair[0] != pair[1]) {
             return Some("activations that differ between layers");
         }
         None
@@ -103,6 +107,11 @@ impl Shape {
     fn layer_without_hand(&self) -> Option<&'static str> {
         self.layers.iter().enumerate().find_map(|(number, layer)| match layer.norms {
             NormPlacement::Before => None,
+            _ if matches!(self.mixer(number), Mixer::None)
+                || matches!(self.feed(number), FeedShape::None) =>
+            {
+                Some("layers of one part with other norms than one in front of it")
+            }
             NormPlacement::Parallel if self.experts(number).is_some() => {
                 Some("experts that read the states in front of the layer")
             }
@@ -118,12 +127,8 @@ impl Shape {
 impl Mixer {
     fn part_without_hand(&self) -> Option<&'static str> {
         let attention = match self {
-            Self::Recurrence(Recurrence { channel_decay: true, .. }) => {
-                return Some("recurrent layers whose channels have decays of their own");
-            }
-            Self::Recurrence(_) => return None,
-            Self::Latent(_) => return None,
-            Self::Attention(attention) => attention,
+            Self::Recurrence(_) | Self::Latent(_) | Self::None => return None,
+            Self::Attention(attention) | Self::Beside(Beside { attention, .. }) => attention,
         };
         let &Attention { head_dim, value_dim, .. } = attention;
         (value_dim != head_dim).then_some("keys and values of different lengths")
@@ -132,19 +137,18 @@ impl Mixer {
 
 impl FeedShape {
     fn part_without_hand(&self) -> Option<String> {
-        let (activation, part) = match self {
-            Self::Dense(feed) => {
-                let part = (!feed.gated).then_some("feed-forward parts without a gate");
-                (feed.activation, part)
-            }
-            Self::Experts(experts) => (experts.activation, None),
+        let (activation, gated) = match self {
+            Self::Dense(feed) => (feed.activation, feed.gated),
+            Self::Experts(experts) => (experts.activation, experts.gated),
+            Self::None => return None,
         };
-        match activation {
-            Activation::Silu
-            | Activation::Gelu
-            | Activation::GeluTanh
-            | Activation::ClampedSwiglu => part.map(str::to_owned),
-            other => Some(format!("the activation hidden_act {:?}", other.name())),
+        match (activation, gated) {
+            (Activation::SquaredRelu, false) => None,
+            (Activation::SquaredRelu, true) => {
+                Some(format!("gates of the activation hidden_act {:?}", activation.name()))
+            }
+            (_, true) => None,
+            (_, false) => Some("feed-forward parts without a gate".to_owned()),
         }
     }
 }

@@ -151,10 +151,10 @@ fn every_part_that_no_hand_has_is_refused_by_its_name() {
             let FeedShape::Dense(feed) = it.feeds[0] else { panic!("a dense part") };
             it.feeds.push(FeedShape::Dense(DenseFeed { activation: Activation::Gelu, ..feed }));
         }),
-        ("decays of their own", |it| {
-            let of_channels =
-                Recurrence { channel_decay: true, ..Recurrence::convolution(64, 4, false) };
-            it.mixers.push(Mixer::Recurrence(of_channels));
+        ("layers of one part", |it| {
+            it.feeds.push(FeedShape::None);
+            it.layers[1].feed = 1;
+            it.layers[1].norms = NormPlacement::Around;
         }),
         ("recurrent layers alone", |it| {
             it.mixers = vec![Mixer::Recurrence(Recurrence::convolution(64, 4, false))];
@@ -221,6 +221,8 @@ fn layers_have_experts_as_the_config_says() {
         per_token: 2,
         intermediate_size: 24,
         shared_size: 0,
+        gated: true,
+        latent_size: 0,
         shared_gate: false,
         beside: false,
         weighs_inputs: false,

@@ -37,6 +37,79 @@ fn states_of_recurrent_layers_are_counted() {
 }
 
 #[test]
+fn layers_of_nemotron_have_one_part() {
+    let own = json!({"architectures": ["NemotronHForCausalLM"], "mamba_num_heads": 6, "mamba_head_dim": 20,
+        "ssm_state_size": 24, "n_groups": 2, "n_routed_experts": 6, "num_experts_per_tok": 2, "mlp_bias": null,
+        "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 40, "hidden_act": null});
+    let letters = json!({"hybrid_override_pattern": "ME*-M"});
+    let names = json!({"layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba"]});
+    let [by_letters, by_names] =
+        [letters.clone(), names].map(|kinds| of(&[own.clone(), kinds]).expect("a model"));
+    assert_eq!(by_letters, by_names);
+    assert_eq!(by_letters.check_served(), Ok(()));
+    let mixes = |layer: usize| !matches!(by_letters.mixer(layer), Mixer::None);
+    let feeds = |layer: usize| !matches!(by_letters.feed(layer), FeedShape::None);
+    let layers = 0..by_letters.layers.len();
+    assert_eq!(layers.clone().map(mixes).collect::<Vec<_>>(), [true, false, true, false, true]);
+    assert!(layers.into_iter().all(|layer| mixes(layer) != feeds(layer)));
+    assert_eq!(by_letters.state_bytes(4), 2 * (6 * 24 * 20 * 4 + 3 * (120 + 96) * 4));
+    for (changes, part) in [
+        (json!({"hybrid_override_pattern": "M?"}), "layers_block_type"),
+        (json!({"hybrid_override_pattern": ""}), "layers_block_type"),
+        (json!({"n_groups": 4}), "n_groups"),
+        (json!({"time_step_limit": [0.001, 0.1]}), "time_step_limit"),
+        (json!({"mlp_bias": true}), "mlp_bias"),
+    ] {
+        let error = of(&[own.clone(), letters.clone(), changes]).expect_err(part).to_string();
+        assert!(error.contains(part), "{error}");
+    }
+}
+
+#[test]
+fn factors_of_falcon_are_those_of_its_weights() {
+    let own = json!({"architectures": ["FalconH1ForCausalLM"], "mamba_d_ssm": 120, "mamba_n_heads": 6,
+        "mamba_d_head": 20, "mamba_d_state": 24, "mamba_n_groups": 2, "key_multiplier": 0.5,
+        "attention_in_multiplier": 3.0, "ssm_multipliers": [1, 1, 1, 1, 0.25], "lm_head_multiplier": 0.75});
+    let shape = of(std::slice::from_ref(&own)).expect("a model");
+    assert_eq!(shape.check_served(), Ok(()));
+    let factor = |name: &str| shape.factors.get(name).copied();
+    assert_eq!(factor("self_attn.k_proj.weight"), Some(1.5));
+    assert_eq!(factor("self_attn.k_proj.bias"), Some(0.5));
+    assert_eq!(factor("self_attn.q_proj.bias"), None);
+    assert_eq!(factor("linear_attn.in_proj_a.weight"), Some(0.25));
+    assert_eq!((shape.scales.logits, shape.scales.inputs), (0.75, 1.0));
+    let layers = shape.layers.len() as u64;
+    assert_eq!(shape.state_bytes(4), layers * (6 * 24 * 20 * 4 + 3 * (120 + 96) * 4));
+    for (changes, part) in [
+        (json!({"ssm_multipliers": [1, 2]}), "ssm_multipliers"),
+        (json!({"mamba_d_ssm": 121}), "mamba_d_ssm"),
+        (json!({"projectors_bias": true}), "projectors_bias"),
+    ] {
+        let error = of(&[own.clone(), changes]).expect_err(part).to_string();
+        assert!(error.contains(part), "{error}");
+    }
+    let fp8 = json!({"quantization_config": {"quant_method": "fp8"}});
+    let error = of(&[own, fp8]).expect("a model").check_served().expect_err("factors").to_string();
+    assert!(error.contains("factors of weights"), "{error}");
+}
+
+#[test]
+fn kimi_linear_counts_its_layers_from_one() {
+    let own = json!({"architectures": ["KimiLinearForCausalLM"], "num_hidden_layers": 4,
+        "kv_lora_rank": 20, "qk_nope_head_dim": 24, "qk_rope_head_dim": 12, "v_head_dim": 20,
+        "num_experts": 8, "num_experts_per_token": 2, "moe_intermediate_size": 24,
+        "linear_attn_config": {"full_attn_layers": [3], "kda_layers": [1, 2, 4], "num_heads": 3,
+            "head_dim": 16, "short_conv_kernel_size": 3}});
+    let shape = of(std::slice::from_ref(&own)).expect("a model");
+    assert_eq!(shape.check_served(), Ok(()));
+    let latent = |layer: usize| matches!(shape.mixer(layer), Mixer::Latent(_));
+    assert_eq!((0..4).map(latent).collect::<Vec<_>>(), [false, false, true, false]);
+    assert!(shape.layers.iter().all(|layer| layer.rope.is_none()));
+    assert_eq!(shape.state_bytes(4), 3 * (3 * 16 * 16 * 4 + 2 * 3 * 48 * 4));
+    assert!(shape.experts(0).is_none() && shape.experts(1).is_some());
+}
+
+#[test]
 fn gemma_has_its_windows_ropes_and_scales() {
     let own = json!({"num_hidden_layers": 8, "num_attention_heads": 4, "head_dim": 24, "sliding_window": 16,
         "query_pre_attn_scalar": 20, "attn_logit_softcapping": null, "tie_word_embeddings": null});
