@@ -111,8 +111,11 @@ fn in_family(
     name: &str,
 ) -> Result<Option<Numbers>, ModelError> {
     let manifest = Manifest::new(format, files, shape, scores)?;
-    let other =
-        || ModelError::broken(format!("{name} is not stored as one tensor of plain floats"));
+    let other = || {
+        ModelError::broken(format!(
+            "{name} is not stored as one tensor, and only plain floats are read"
+        ))
+    };
     match manifest.place_of(name) {
         None if manifest.has_matrix(name) => Err(other()),
         None => Ok(None),

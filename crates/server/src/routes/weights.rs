@@ -188,7 +188,7 @@ pub(crate) async fn is_paused(State(state): State<Shared>) -> Response {
 #[utoipa::path(
     post,
     path = "/update_weights_from_disk",
-    operation_id = "update_weights",
+    operation_id = "update_weights_from_disk",
     request_body = UpdateWeights,
     responses(
         (status = 200, description = "All replicas compute with them", body = WeightsUpdated),

@@ -22,7 +22,7 @@ use crate::fleet::Front;
 struct FleetDocument;
 
 /// Begins the paths that a server of several models does not have.
-const OF_ONE_MODEL: [&str; 15] = [
+const OF_ONE_MODEL: [&str; 17] = [
     "/v1/files",
     "/v1/batches",
     "/v1/load_lora_adapter",
@@ -36,6 +36,8 @@ const OF_ONE_MODEL: [&str; 15] = [
     "/continue_generation",
     "/update_weight",
     "/get_weight",
+    "/init_weight",
+    "/destroy_weight",
     "/v1/blocks",
     "/v1/loads",
 ];
