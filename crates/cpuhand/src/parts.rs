@@ -284,6 +284,7 @@ mod tests {
             "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
             "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "full_attention_interval": 2,
             "full_attn_idxs": [1], "hidden_size_per_layer_input": 8, "global_head_dim": 24,
+            "linear_attn_config": {"full_attn_layers": [2]},
         });
         let states = json!({
             "hybrid_override_pattern": "M-*", "mamba_num_heads": 4, "mamba_head_dim": 8,
