@@ -347,23 +347,32 @@ mod tests {
             laid.expect_err("no overlay").to_string()
         };
         write(&one, &[("d", &[1.0])], Dtype::F32);
-        assert_eq!(error(&[one.clone()]), "the served checkpoint has no tensor d");
+        assert_eq!(error(std::slice::from_ref(&one)), "the served checkpoint has no tensor d");
         write(&one, &[("b", &[1.0, 2.0])], Dtype::F32);
-        assert_eq!(error(&[one.clone()]), "b has the shape [2], and [1] in the served checkpoint");
+        assert_eq!(
+            error(std::slice::from_ref(&one)),
+            "b has the shape [2], and [1] in the served checkpoint"
+        );
         write(&one, &[("b", &[1.0])], Dtype::I16);
-        assert_eq!(error(&[one.clone()]), "b has the type I16, and F32 in the served checkpoint");
+        assert_eq!(
+            error(std::slice::from_ref(&one)),
+            "b has the type I16, and F32 in the served checkpoint"
+        );
         write(&one, &[("b", &[1.0])], Dtype::BF16);
         write(&other, &[("b", &[1.0])], Dtype::F32);
         assert_eq!(error(&[one.clone(), other]), "b is there twice");
         write(&one, &[], Dtype::F32);
-        assert_eq!(error(&[one.clone()]), "there is no tensor to change");
+        assert_eq!(error(std::slice::from_ref(&one)), "there is no tensor to change");
         fs::write(&one, b"\x80").expect("written");
-        assert_eq!(error(&[one.clone()]), "safetensors number 0 is damaged: it has no header");
+        assert_eq!(
+            error(std::slice::from_ref(&one)),
+            "safetensors number 0 is damaged: it has no header"
+        );
         for pickle in
             [&b"\x80\x04\x95\x00\x00\x00\x00\x00\x00\x00\x00}."[..], b"PK\x03\x04rest of it"]
         {
             fs::write(&one, pickle).expect("written");
-            assert!(error(&[one.clone()]).contains("send safetensors"));
+            assert!(error(std::slice::from_ref(&one)).contains("send safetensors"));
         }
     }
 

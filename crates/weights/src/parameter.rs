@@ -189,7 +189,9 @@ mod tests {
             "intermediate_size": 6, "num_hidden_layers": 1, "num_attention_heads": 2});
         let shape = ModelShape::from_config(config.as_object().expect("an object"), false);
         let shape = shape.expect("a model");
-        let read = |name| read_parameter(("gguf", &[path.clone()]), Some(&shape), false, name, 2);
+        let read = |name| {
+            read_parameter(("gguf", std::slice::from_ref(&path)), Some(&shape), false, name, 2)
+        };
         assert_eq!(read("model.norm.weight").expect("floats").shape, [2]);
         assert_eq!(read("model.embed_tokens.weight").expect("floats").shape, [2, 4]);
         assert!(read("output_norm.weight").is_err());
