@@ -36,13 +36,11 @@ def test_a_llama_is_read() -> None:
     [
         (("norm",), "median", "norms of the kind 'median'"),
         (("layers", 1, "norms"), "between", "norms of layers of the kind 'between'"),
-        (("layers", 1, "keys_of"), 0, "keys_of 0 of layer"),
-        (("mixers", 0, "chunk"), 8, "chunk 8 of attention"),
         (("mixers", 0, "value_dim"), 8, "lengths of values of the kind 8"),
         (("mixers", 0, "kind"), "recurrence", "of recurrence is not supported"),
         (("ropes", 0, "interleaved"), True, "rotated neighbours"),
         (("feeds", 0, "activation"), "squared_relu", "activations of the kind 'squared_relu'"),
-        (("feeds", 0, "gated"), False, "gates of feed-forward parts"),
+        (("feeds", 0, "gated"), False, "activations of the kind 'silu'"),
         (("newer_part",), {"size": 3}, "newer_part"),
     ],
 )
@@ -57,18 +55,18 @@ def test_layers_may_have_no_rotation() -> None:
     assert [kind.rope for kind in found.kinds] == [0, None, *[0] * (found.num_hidden_layers - 2)]
 
 
-def test_layers_differ_in_windows_and_in_nothing_else_of_attention() -> None:
+def test_layers_differ_in_what_they_see_and_in_heads() -> None:
     first = shape_of(tiny_config())["decoder"]["mixers"][0]
-    shape = changed(("mixers",), [first, {**first, "window": 8}])
-    shape["decoder"]["layers"][1]["mixer"] = 1
-    found = config_of(shape)
-    assert isinstance(found, ModelConfig)
-    assert [kind.window for kind in found.kinds][:2] == [None, 8]
-    with pytest.raises(UnsupportedModelError, match="differs between layers in more than windows"):
-        config_of(changed(("mixers",), [first, {**first, "heads": 8}]))
-    turned = {**shape["decoder"]["ropes"][0], "dim": 2}
-    with pytest.raises(UnsupportedModelError, match="rotated parts of heads that differ"):
-        config_of(changed(("ropes",), [shape["decoder"]["ropes"][0], turned]))
+    for part, value in (("window", 8), ("chunk", 16), ("heads", 8)):
+        shape = changed(("mixers",), [first, {**first, part: value}])
+        shape["decoder"]["layers"][1]["mixer"] = 1
+        found = config_of(shape)
+        assert isinstance(found, ModelConfig)
+        kinds = found.kinds[:2]
+        assert [kind.window for kind in kinds] == [None, 8 if part == "window" else None]
+        assert [kind.chunk for kind in kinds] == [None, 16 if part == "chunk" else None]
+        heads = 8 if part == "heads" else first["heads"]
+        assert [found.heads(layer).heads for layer in (0, 1)] == [first["heads"], heads]
 
 
 def test_a_shape_that_lacks_a_field_is_one_line() -> None:
