@@ -28,8 +28,6 @@ use crate::watch::report_of;
 const PACE: Duration = Duration::from_millis(50);
 /// The number of waiting dispatches that a backend is asked for.
 const LOOKED_AT: usize = 8;
-/// The path of the question.
-const QUESTION: &str = "/v1/loads?queued=8";
 
 /// The part of an answer about dispatches that wait.
 #[derive(Deserialize)]
@@ -76,18 +74,20 @@ async fn look(shared: &Arc<Shared>, links: &mut HashMap<u32, Link>) {
         return;
     }
     links.retain(|id, _| backends.iter().any(|backend| backend.id == *id));
+    let question: Arc<str> = format!("/v1/loads?queued={LOOKED_AT}").into();
     let mut questions = JoinSet::new();
     for at in unclear(&brains) {
         let (shared, backend) = (Arc::clone(shared), Arc::clone(&brains[at].backend));
+        let question = Arc::clone(&question);
         let mut link = links.remove(&backend.id);
         questions.spawn(async move {
-            let answer = report_of(&shared, &backend, &mut link, QUESTION).await;
+            let answer = report_of(&shared, &backend, &mut link, &question).await;
             let answer = answer.and_then(|body| serde_json::from_slice::<Answer>(&body).ok());
             (at, link, answer)
         });
     }
     while let Some(told) = questions.join_next().await {
-        // A question that panicked has blown no fuse: it is asked again.
+        // A task that panicked is no reason to stop: the next look asks again.
         let Ok((at, link, answer)) = told else { continue };
         let brain = &mut brains[at];
         if let Some(link) = link {
