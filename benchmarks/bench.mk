@@ -27,7 +27,7 @@ LLAMA_LEVEL := $(if $(shell grep -m1 -ow amx_tile /proc/cpuinfo),-DGGML_NATIVE=O
 LLAMA_CMAKE := -DCMAKE_BUILD_TYPE=Release $(LLAMA_LEVEL) -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
 	-DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
 
-.PHONY: bench bench-setup bench-cpu bench-coder bench-quantised bench-quantised-coder bench-experts bench-accuracy bench-speculation bench-lora bench-kv-cache bench-startup bench-first-minute bench-ablations bench-egress bench-llm bench-profile bench-agreement bench-embeddings \
+.PHONY: bench bench-setup bench-cpu bench-coder bench-quantised bench-quantised-coder bench-experts bench-accuracy bench-speculation bench-lora bench-batches bench-models bench-kv-cache bench-startup bench-first-minute bench-ablations bench-egress bench-llm bench-profile bench-agreement bench-embeddings \
 	bench-attacks bench-intake bench-images bench-image-peers bench-image-prepare bench-masks bench-mask-times bench-fan-out bench-hand-host bench-outposts bench-outpost-bursts bench-replicas bench-router bench-host-tier bench-plan-tiers bench-turns bench-hisparse bench-tool-calls bench-micro bench-lock bench-build llama-cmake
 
 bench-setup: $(PEERS:%=$(BENCH_STAMPS)/%) ## install the peers in PEERS that benchmarks compare with (12 GB, 20 minutes)
@@ -61,6 +61,12 @@ bench-speculation: bench-build ## answers that repeat their prompt, and others, 
 
 bench-lora: bench-build ## adapters on the CPU: one, mixtures of four and eight, and a load beside streams (6 minutes)
 	$(BIN)/python -m benchmarks.lora $(BENCH_ROUNDS)
+
+bench-batches: bench-build ## streams beside a batch in the background, with and without its bound (5 minutes)
+	$(BIN)/python -m benchmarks.batches $(BENCH_ROUNDS)
+
+bench-models: bench-build ## several models behind one address: wakes, memory, and streams beside a load (PEERS='coder llama'; 5 minutes)
+	$(BIN)/python -m benchmarks.fleet $(BENCH_ROUNDS)
 
 bench-accuracy: bench-build ## perplexity, answers and steps of quantised products beside bfloat16 (6 minutes)
 	$(BIN)/python -m benchmarks.accuracy $(BENCH_ROUNDS) $(if $(TEXT),--text $(TEXT))
