@@ -78,6 +78,8 @@ def test_numbers_in_code_and_documents_have_a_line() -> None:
     assert lost == []
 
 
-@pytest.mark.parametrize("target", ["design/seam.md", "design/seam.md#nothing", "adr/0069.md", "memory.md#tiers", "no.md"])
+@pytest.mark.parametrize(
+    "target", ["design/seam.md", "design/seam.md#nothing", "adr/0069.md", "memory.md#tiers", "no.md"]
+)
 def test_a_target_without_reasons_is_found(target: str) -> None:
     assert not reasons(target)

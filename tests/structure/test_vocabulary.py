@@ -84,7 +84,9 @@ def test_a_word_inside_another_is_not_seen() -> None:
 
 
 def test_no_word_is_both_used_and_not_used() -> None:
-    assert not {word for row in table("Words", DOCUMENT) for word in row[0].split(", ")} & {rule.word for rule in rules()}
+    assert not {word for row in table("Words", DOCUMENT) for word in row[0].split(", ")} & {
+        rule.word for rule in rules()
+    }
 
 
 # Also those that a macro of the step protocol declares.
