@@ -27,9 +27,9 @@ pub(crate) struct ScheduleFlags {
     pub(crate) disable_fair_queueing: bool,
     #[command(flatten)]
     pub(crate) shares: ShareArgs,
-    /// The part of the time of other requests' steps, in percent, that work in the background
-    /// (batches, `Priority: u=7`) may add to them; 0: it runs while nothing else does; 100: no
-    /// bound.
+    /// The time that work in the background (batches, `Priority: u=7`) may add to the steps of
+    /// other requests, in percent of it. With 0 it runs while nothing else does, with 100 it has
+    /// no bound.
     #[arg(long, value_name = "PERCENT", default_value_t = EngineConfig::default().background_share, value_parser = clap::value_parser!(u32).range(0..=100))]
     pub(crate) background_share: u32,
     /// Largest absolute value of `priority` that clients may set; others are answered 400 [default:
