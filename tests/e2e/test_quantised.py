@@ -82,9 +82,7 @@ class StoredModel(TinyModel):
     [(fp8_blocks(16), "fp8"), (awq(32), None), (gptq(32, desc_act=True), "gptq_marlin")],
     ids=["fp8", "awq", "gptq"],
 )
-def test_a_quantised_checkpoint_needs_no_python(
-    serve: Serve, tmp_path: Path, form: Format, flag: str | None
-) -> None:
+def test_a_quantised_checkpoint_needs_no_python(serve: Serve, tmp_path: Path, form: Format, flag: str | None) -> None:
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\necho started >> {tmp_path}/starts\nexit 1\n")
     python.chmod(0o755)

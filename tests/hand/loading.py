@@ -30,5 +30,10 @@ if __name__ == "__main__":
     gc.collect()
     before = memory_of("self", "VmRSS")
     runner = load(large)
-    found = {"before": before, "peak": memory_of("self", "VmHWM"), "weights": runner.weight_bytes, "pages": runner.kv.nbytes}
+    found = {
+        "before": before,
+        "peak": memory_of("self", "VmHWM"),
+        "weights": runner.weight_bytes,
+        "pages": runner.kv.nbytes,
+    }
     print(json.dumps(found))
