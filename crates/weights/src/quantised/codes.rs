@@ -216,8 +216,8 @@ mod tests {
         words[word * 4 + place / 2] >> (place % 2 * 4) & 15
     }
 
-    /// The place of a neighbour in a word, as AWQ's tools write it: they go through
-    /// `[0, 2, 4, 6, 1, 3, 5, 7]` and put each neighbour behind the last one.
+    /// The place of a neighbour in a word. AWQ's tools put neighbours behind each other in this
+    /// order.
     fn awq_place(neighbour: usize) -> usize {
         [0, 2, 4, 6, 1, 3, 5, 7].iter().position(|&it| it == neighbour).expect("one of eight")
     }
