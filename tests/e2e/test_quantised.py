@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import re
+import signal
+from pathlib import Path
 
 import pytest
 
 from forebay.gpu.choose import VARIABLE
 from tests.e2e.client import cut, native_one_by_one, native_together
 from tests.e2e.conftest import Models, Serve
-from tests.e2e.models import Model
-from tests.e2e.reference import prompts
+from tests.e2e.models import Model, TinyModel
+from tests.e2e.reference import clear_cases, prompts
 from tests.e2e.waiting import eventually
+from tests.hand.stored_models import Format, awq, fp8_blocks, gptq, quantised
 
 START_S = 60
 FP8 = ["--kv-cache-dtype", "fp8", "--device", "deferred"]
@@ -60,6 +65,46 @@ def test_a_file_is_served_in_its_own_blocks(serve: Serve, models: Models, hand: 
     assert plain[1] == ""
     assert "file's blocks" not in plain[2]
     assert plain[0] == answers("--dtype", plain_type(by_itself[2]))[0]
+
+
+class StoredModel(TinyModel):
+    """A random model in a quantised checkpoint, and the weights that are meant as its reference."""
+
+    def __init__(self, directory: Path, form: Format) -> None:
+        super().__init__("llama", directory)
+        quantised(directory, self._model, form)
+        path = directory / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": form.config}))
+
+
+@pytest.mark.parametrize(
+    ("form", "flag"),
+    [(fp8_blocks(16), "fp8"), (awq(32), None), (gptq(32, desc_act=True), "gptq_marlin")],
+    ids=["fp8", "awq", "gptq"],
+)
+def test_a_quantised_checkpoint_needs_no_python(serve: Serve, tmp_path: Path, form: Format, flag: str | None) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho started >> {tmp_path}/starts\nexit 1\n")
+    python.chmod(0o755)
+    model = StoredModel(tmp_path / "model", form)
+    named = () if flag is None else ("--quantization", flag)
+    server = serve(model, "--python", str(python), *named)
+    cases = clear_cases(model, 6, 40, range(8, 16), seed=3)
+    asked = [
+        {
+            "input_ids": case.prompt,
+            "sampling_params": {"temperature": 0, "max_new_tokens": len(case.tokens), "ignore_eos": True},
+        }
+        for case in cases
+    ]
+    for _ in range(2):
+        assert [answer["output_ids"] for answer in native_together(server, asked)] == [case.tokens for case in cases]
+        # The next one reads what this one has packed.
+        hand = server.hand()
+        assert hand is not None
+        os.kill(hand, signal.SIGKILL)
+    assert server.http.get("/server_info").json()["config"]["hand"] == "rust"
+    assert not (tmp_path / "starts").exists()
 
 
 def plain_type(log: str) -> str:
@@ -144,6 +189,7 @@ def test_keys_and_values_as_8_bit_floats_are_the_same_to_all(
             ["--quantization", "awq_marlin"],
             "awq is not what the model has: the checkpoint has no quantization",
         ),
+        ("llama", ["--quantization", "gptq", "--hand", "torch"], "gptq is not what the model has"),
         ("llama", ["--quantization", "fp8", "--device", "cpu"], "fp8 makes 8-bit floats for a GPU's kernels"),
     ],
 )

@@ -10,9 +10,9 @@ from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
 
 
-def memory(name: str) -> int:
-    """Bytes that the kernel counts for this process: `VmRSS` now, `VmHWM` at most."""
-    with open("/proc/self/status") as status:
+def memory_of(process: int | str, name: str) -> int:
+    """Bytes that the kernel counts for a process: `VmRSS` now, `VmHWM` at most."""
+    with open(f"/proc/{process}/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith(f"{name}:"))
 
 
@@ -28,7 +28,12 @@ if __name__ == "__main__":
     # Whatever libraries need once is there afterwards.
     load(small)
     gc.collect()
-    before = memory("VmRSS")
+    before = memory_of("self", "VmRSS")
     runner = load(large)
-    found = {"before": before, "peak": memory("VmHWM"), "weights": runner.weight_bytes, "pages": runner.kv.nbytes}
+    found = {
+        "before": before,
+        "peak": memory_of("self", "VmHWM"),
+        "weights": runner.weight_bytes,
+        "pages": runner.kv.nbytes,
+    }
     print(json.dumps(found))

@@ -74,8 +74,11 @@ class RustRunner:
 
     device = HOST
 
-    def __init__(self, connection: Connection, config: RunnerConfig, facts: dict[str, Any], arena: int) -> None:
+    def __init__(
+        self, connection: Connection, config: RunnerConfig, facts: dict[str, Any], arena: int, pid: int
+    ) -> None:
         self._connection = connection
+        self.pid = pid
         self.config = config
         self.facts = facts
         self.kv = SimpleNamespace(page_count=facts["page_count"])
@@ -114,7 +117,7 @@ def rust(folder: Path, values: dict[str, Any]) -> Iterator[RustRunner]:
         while (frame := connection.recv()) is not None and frame.kind != Kind.READY:
             assert frame.kind in (Kind.HELLO, Kind.PROGRESS), frame.json()
         assert frame is not None, (folder / "stderr").read_text()
-        yield RustRunner(connection, RunnerConfig.from_dict(values), frame.json(), arena)
+        yield RustRunner(connection, RunnerConfig.from_dict(values), frame.json(), arena, pid)
     finally:
         ours.close()
         os.close(arena)

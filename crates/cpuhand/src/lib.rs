@@ -29,4 +29,4 @@ mod step;
 mod tables;
 
 pub use process::main;
-pub use serves::{Asked, serves, why_no_codes};
+pub use serves::{Asked, serves, why_no_codes, why_not_stored};

@@ -4,7 +4,7 @@
 use forebay_kernels::{AttentionSizes, ExpertSizes, Factors, GateKind, RecurrenceSizes, StateGate};
 use forebay_weights::{
     Activation, Attention, DenseFeed, ExpertScores, Experts, FeedShape, Mixer, ModelError,
-    NormPlacement, QkNorm, QueryScale, Recurrence, Scales, Scheme, Shape, StateNorm,
+    NormPlacement, QkNorm, QueryScale, Recurrence, Scales, Shape, StateNorm,
 };
 use serde_json::Value;
 
@@ -173,7 +173,6 @@ fn lacks(shape: &Shape) -> Option<&'static str> {
     });
     let interleaved = shape.ropes.iter().any(|rope| rope.interleaved);
     let sections = shape.ropes.iter().any(|rope| rope.sections.is_some());
-    // Stacks of MXFP4 are read as blocks.
     let proportional = shape.ropes.iter().any(|rope| {
         let kind = rope.scaling.as_ref().and_then(|scaling| scaling.get("rope_type"));
         kind.and_then(Value::as_str) == Some("proportional")
@@ -199,7 +198,6 @@ fn lacks(shape: &Shape) -> Option<&'static str> {
     });
     let factors: Vec<_> = factors.collect();
     let query_scales = factors.windows(2).any(|pair| pair[0] != pair[1]);
-    let quantised = shape.quantised.as_ref().is_some_and(|it| it.scheme != Scheme::Mxfp4);
     let parts = [
         (latent, "latent attention"),
         (beside_states, "attention beside a recurrent state in one layer"),
@@ -210,7 +208,6 @@ fn lacks(shape: &Shape) -> Option<&'static str> {
         (shape.tower.is_some(), "images"),
         (sections, "positions of three numbers"),
         (interleaved, "rotary positions of neighbouring elements"),
-        (quantised, "a checkpoint that is quantised"),
         (shape.layer_inputs.is_some(), "inputs of each layer"),
         (shape.layers.iter().any(|it| it.keys_of.is_some()), "layers that share keys and values"),
         (shape.layers.iter().any(|it| it.scaled), "factors of layers"),
@@ -335,11 +332,9 @@ mod tests {
         sharing.layers[1].keys_of = Some(0);
         let mut scaled = shape("LlamaForCausalLM", &json!({}));
         scaled.layers[2].scaled = true;
-        let fp8 = json!({"quantization_config": {"quant_method": "fp8"}});
         for (shape, part) in [
             (shape("DeepseekV3ForCausalLM", &json!({})), "latent attention"),
             (shape("Qwen2_5_VLForConditionalGeneration", &json!({})), "images"),
-            (shape("LlamaForCausalLM", &fp8), "a checkpoint that is quantised"),
             (
                 shape("LlamaForCausalLM", &json!({"hidden_size": 63})),
                 "inner dimensions that are odd",

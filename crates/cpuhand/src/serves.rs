@@ -3,12 +3,17 @@
 
 use forebay_kernels::Sizes;
 use forebay_protocol::HandConfig;
-use forebay_weights::{BertShape, ModelError, ModelShape};
+use forebay_weights::{BertShape, ModelError, ModelShape, Scheme};
 use serde_json::Value;
 
 use crate::encoder;
 use crate::parts::DecoderParts;
 use crate::pooled::{Pooler, kind};
+
+/// Formats that a hand makes or chooses. The others are forms of checkpoints.
+const MADE: [&str; 3] = ["auto", "w8a8_int8", "gguf"];
+/// The name of 8-bit floats, of any of the forms that have them.
+const FLOATS: &str = "fp8";
 
 /// The wanted model and settings, which the brain knows before a hand starts.
 #[derive(Debug, Clone, Copy)]
@@ -21,7 +26,8 @@ pub struct Asked<'a> {
     pub sees: bool,
     /// The kind of device.
     pub device: &'a str,
-    /// The number format of products; `auto`: a GGUF file's blocks where they are quicker.
+    /// The number format of products, or the form of the checkpoint; `auto`: a GGUF file's blocks
+    /// where they are quicker.
     pub quantization: Option<&'a str>,
     /// The numbers of keys and values in pages; `None`: those of the model's type.
     pub kv_cache_dtype: Option<&'a str>,
@@ -107,12 +113,8 @@ pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
     if asked.kernels == Some("torch") {
         return lacks("PyTorch's operators, which FOREBAY_KERNELS asks for");
     }
-    if let Some(why) = why_no_codes(asked) {
+    if let Some(why) = why_no_codes(asked).or_else(|| why_not_stored(asked)) {
         return Err(ModelError::Broken(why));
-    }
-    match asked.quantization {
-        None | Some("auto" | "w8a8_int8" | "gguf") => {}
-        Some(other) => return lacks(&format!("--quantization {other}")),
     }
     match asked.model {
         ModelShape::Encoder(shape) => serves_encoder(asked, shape),
@@ -142,6 +144,29 @@ pub fn why_no_codes(asked: &Asked<'_>) -> Option<String> {
     ))
 }
 
+/// The reason for which a checkpoint is not in the form that `--quantization` insists on; `None`:
+/// it is, or only another hand knows.
+#[must_use]
+pub fn why_not_stored(asked: &Asked<'_>) -> Option<String> {
+    let named = asked.quantization.filter(|name| !MADE.contains(name))?;
+    if asked.device != "cpu" {
+        return None;
+    }
+    let stored = asked.model.decoder().and_then(|shape| shape.quantised.as_ref());
+    let missing = match stored {
+        None if named == FLOATS => {
+            return Some(format!(
+                "quantization {named} makes 8-bit floats for a GPU's kernels: leave it off, or use w8a8_int8 on a CPU"
+            ));
+        }
+        None => "the checkpoint has no quantization_config".to_owned(),
+        Some(it) if named == FLOATS && matches!(it.scheme, Scheme::Fp8 { .. }) => return None,
+        Some(it) if named != FLOATS && it.method == named => return None,
+        Some(it) => format!("the checkpoint is quantised by {}", it.method),
+    };
+    Some(format!("quantization {named} is not what the model has: {missing}; leave it off"))
+}
+
 fn serves_encoder(asked: &Asked<'_>, shape: &BertShape) -> Result<(), ModelError> {
     if asked.pooling.is_none() {
         return Err(ModelError::Broken("an encoder generates nothing".into()));
@@ -166,15 +191,10 @@ mod tests {
         ModelShape::from_config(config, false).expect("a model")
     }
 
-    #[test]
-    fn what_it_lacks_has_a_sentence() {
-        let model = shape(&json!({
-            "architectures": ["LlamaForCausalLM"], "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96,
-            "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 128,
-        }));
-        let good = Asked {
-            model: &model,
-            pooling: None,
+    fn asked<'a>(model: &'a ModelShape, pooling: Option<&'a str>) -> Asked<'a> {
+        Asked {
+            model,
+            pooling,
             sees: false,
             device: "cpu",
             quantization: None,
@@ -186,7 +206,16 @@ mod tests {
             adapters: false,
             draft_model: false,
             kernels: None,
-        };
+        }
+    }
+
+    #[test]
+    fn what_it_lacks_has_a_sentence() {
+        let model = shape(&json!({
+            "architectures": ["LlamaForCausalLM"], "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96,
+            "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 128,
+        }));
+        let good = asked(&model, None);
         assert_eq!(serves(&good), Ok(()));
         assert_eq!(serves(&Asked { quantization: Some("gguf"), adapters: true, ..good }), Ok(()));
         assert_eq!(serves(&Asked { pooling: Some("last"), ..good }), Ok(()));
@@ -195,7 +224,6 @@ mod tests {
             (Asked { sees: true, ..good }, "images"),
             (Asked { draft_model: true, ..good }, "draft models"),
             (Asked { device: "cuda", ..good }, "the device cuda"),
-            (Asked { quantization: Some("fp8"), ..good }, "--quantization fp8"),
             (Asked { ranks: 2, ..good }, "several ranks"),
             (Asked { host_tier: true, ..good }, "a host tier"),
             (Asked { attention_backend: true, ..good }, "backends of attention"),
@@ -217,6 +245,55 @@ mod tests {
     }
 
     #[test]
+    fn a_flag_may_name_the_form_of_the_checkpoint() {
+        let model = |stored: Value| {
+            shape(&json!({
+                "architectures": ["LlamaForCausalLM"], "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96,
+                "num_hidden_layers": 3, "num_attention_heads": 4, "quantization_config": stored,
+            }))
+        };
+        let float = json!({"num_bits": 8, "type": "float", "strategy": "channel"});
+        let group = json!({"weights": float, "input_activations": null});
+        let models = [
+            model(Value::Null),
+            model(json!({"quant_method": "fp8"})),
+            model(json!({"quant_method": "awq", "bits": 4})),
+            model(json!({"quant_method": "gptq", "bits": 4})),
+            model(
+                json!({"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"a": group}}),
+            ),
+        ];
+        for (model, fitting) in models.iter().zip([
+            &[][..],
+            &["fp8"],
+            &["awq"],
+            &["gptq"],
+            &["fp8", "compressed-tensors"],
+        ]) {
+            for named in ["fp8", "awq", "gptq", "compressed-tensors"] {
+                let asked = Asked { quantization: Some(named), ..asked(model, None) };
+                let found = serves(&asked);
+                assert_eq!(found.is_ok(), fitting.contains(&named), "{found:?}");
+                let on_a_gpu = Asked { device: "cuda", ..asked };
+                assert_eq!(why_not_stored(&on_a_gpu), None);
+            }
+            for made in MADE {
+                assert_eq!(
+                    serves(&Asked { quantization: Some(made), ..asked(model, None) }),
+                    Ok(())
+                );
+            }
+        }
+        let why = |model, named| {
+            let why = why_not_stored(&Asked { quantization: Some(named), ..asked(model, None) });
+            why.expect("a reason")
+        };
+        assert!(why(&models[0], "fp8").contains("makes 8-bit floats for a GPU's kernels"));
+        assert!(why(&models[0], "awq").contains("the checkpoint has no quantization_config"));
+        assert!(why(&models[3], "awq").contains("the checkpoint is quantised by gptq"));
+    }
+
+    #[test]
     fn encoders_pool() {
         let encoder = |heads| {
             shape(&json!({
@@ -225,21 +302,6 @@ mod tests {
             }))
         };
         let (even, odd) = (encoder(4), encoder(16));
-        let asked = |model, pooling| Asked {
-            model,
-            pooling,
-            sees: false,
-            device: "cpu",
-            quantization: None,
-            kv_cache_dtype: None,
-            page_size: 16,
-            ranks: 1,
-            host_tier: false,
-            attention_backend: false,
-            adapters: false,
-            draft_model: false,
-            kernels: None,
-        };
         assert_eq!(serves(&asked(&even, Some("mean"))), Ok(()));
         assert!(matches!(serves(&asked(&even, None)), Err(ModelError::Broken(_))));
         assert!(matches!(serves(&asked(&even, Some("last"))), Err(ModelError::Elsewhere(_))));

@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
-use forebay_cpuhand::{Asked, serves, why_no_codes};
+use forebay_cpuhand::{Asked, serves, why_no_codes, why_not_stored};
 use forebay_hand::HandConfig;
 use forebay_weights::ModelError;
 use serde::Serialize;
@@ -53,7 +53,7 @@ impl Chosen {
             kernels: kernels.as_deref(),
         };
         // PyTorch's hand refuses it too, and need not be installed for that.
-        if let Some(why) = why_no_codes(&asked) {
+        if let Some(why) = why_no_codes(&asked).or_else(|| why_not_stored(&asked)) {
             bail!("{why}");
         }
         if flag == Hand::Torch {

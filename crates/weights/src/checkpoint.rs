@@ -13,7 +13,8 @@ use crate::families::{COMMON_GGUF_RULES, Rule, Shape, TensorPart, Weight, layer_
 use crate::gguf::{BlockKind, GgufFiles};
 use crate::json::read_json;
 use crate::mxfp4::{CODES, EXPONENTS, Mxfp4Stack, Placed};
-use crate::quantised::{Headers, QuantisedMatrix, QuantisedParts, Scheme};
+use crate::quantised::{Headers, QuantisedParts, Scheme, StoredMatrix};
+use crate::rows::FloatRows;
 use crate::safe::SafeFile;
 use crate::tensor::{Tensor, TorchNumber};
 
@@ -39,6 +40,8 @@ pub struct Checkpoint {
     tied: bool,
     /// Quantised matrices of safetensors, whose tensors are no weights.
     quantised: Vec<StoredMatrix>,
+    /// The numbers of a weight's matrix and of the weight in it, by name.
+    multiplied_out: HashMap<String, (usize, usize)>,
     /// Biases of quantised matrices that the model may not have.
     biases: Vec<String>,
 }
@@ -52,15 +55,6 @@ pub(crate) enum Stored {
     Joined(Vec<(Tensor, TensorPart, Vec<usize>)>),
 }
 
-/// A quantised matrix of safetensors, under its names there.
-pub(crate) struct StoredMatrix {
-    pub(crate) matrix: QuantisedMatrix,
-    /// Its tensors, by the ends of their names; codes first.
-    pub(crate) parts: Vec<(&'static str, Tensor)>,
-    /// The weights that are parts of it.
-    pub(crate) weights: Vec<Weight>,
-}
-
 impl Checkpoint {
     /// Opens the files of a model in the format `safetensors` or `gguf`.
     ///
@@ -68,14 +62,7 @@ impl Checkpoint {
     /// A file that can't be read or is damaged.
     pub fn open(format: &str, files: &[PathBuf], shape: &Shape) -> Result<Self, ModelError> {
         let tied = shape.tied && !shape.headless;
-        let mut found = Self {
-            stored: HashMap::new(),
-            names: Vec::new(),
-            shapes: HashMap::new(),
-            tied: tied && format == "gguf",
-            quantised: Vec::new(),
-            biases: Vec::new(),
-        };
+        let mut found = Self::empty(tied && format == "gguf");
         match format {
             "safetensors" => found.add_safetensors(files, shape)?,
             "gguf" => found.add_gguf(files, shape)?,
@@ -88,6 +75,18 @@ impl Checkpoint {
             found.remove(HEAD);
         }
         Ok(found)
+    }
+
+    fn empty(tied: bool) -> Self {
+        Self {
+            stored: HashMap::new(),
+            names: Vec::new(),
+            shapes: HashMap::new(),
+            tied,
+            quantised: Vec::new(),
+            multiplied_out: HashMap::new(),
+            biases: Vec::new(),
+        }
     }
 
     fn add_safetensors(&mut self, files: &[PathBuf], shape: &Shape) -> Result<(), ModelError> {
@@ -154,15 +153,18 @@ impl Checkpoint {
             let mut parts = Vec::new();
             for &end in &matrix.ends {
                 let name = format!("{module}.{end}");
-                let tensor = by_name.get(name.as_str()).ok_or_else(|| lacks(&name))?;
-                parts.push((end, (*tensor).clone()));
+                let placed = by_name.get(name.as_str()).and_then(|tensor| tensor.placed());
+                parts.push((end, placed.ok_or_else(|| lacks(&name))?));
                 all.insert(name);
             }
             let weights = weights_in(&matrix.name, &matrix.shape, shape)?;
             let spare = shape.has_spare_head() && weights.iter().all(|it| it.name == HEAD);
             if !spare {
-                let shapes = weights.iter().map(|it| (it.name.clone(), it.shape.clone()));
-                self.shapes.extend(shapes);
+                for (number, weight) in weights.iter().enumerate() {
+                    self.shapes.insert(weight.name.clone(), weight.shape.clone());
+                    let place = (self.quantised.len(), number);
+                    self.multiplied_out.insert(weight.name.clone(), place);
+                }
                 self.quantised.push(StoredMatrix { matrix, parts, weights });
             }
         }
@@ -282,9 +284,7 @@ impl Checkpoint {
     /// # Errors
     /// A file cannot be read, or is damaged.
     pub fn of_bert(files: &[PathBuf], shape: &BertShape, scores: bool) -> Result<Self, ModelError> {
-        let (stored, names, shapes) = (HashMap::new(), Vec::new(), HashMap::new());
-        let (quantised, biases) = (Vec::new(), Vec::new());
-        let mut found = Self { stored, names, shapes, tied: false, quantised, biases };
+        let mut found = Self::empty(false);
         let index = Index::beside(files)?;
         for path in files {
             let file = Arc::new(SafeFile::open(path)?);
@@ -335,7 +335,10 @@ impl Checkpoint {
     }
 
     /// Biases of quantised matrices that are 0: GPTQ's tools write some that a model does not have.
-    pub(crate) fn zero_biases(&self) -> Result<Vec<String>, ModelError> {
+    ///
+    /// # Errors
+    /// A file can't be read.
+    pub fn zero_biases(&self) -> Result<Vec<String>, ModelError> {
         let mut found = Vec::new();
         for name in &self.biases {
             let elements: usize = self.shapes.get(name).map_or(0, |shape| shape.iter().product());
@@ -375,11 +378,16 @@ impl Checkpoint {
         found
     }
 
-    /// Reads a weight as numbers of the model's type, into memory of its size.
+    /// Reads a weight as numbers of the model's type, into memory of its size. Quantised matrices
+    /// are multiplied out in float32.
     ///
     /// # Errors
-    /// There is no such weight, it has another size, or its file can't be read.
+    /// There is no such weight, it has another size, or its file is damaged or can't be read.
     pub fn read(&self, name: &str, number: TorchNumber, to: &mut [u8]) -> Result<(), ModelError> {
+        if let Some(&(matrix, weight)) = self.multiplied_out.get(name) {
+            let matrix = &self.quantised[matrix];
+            return matrix.read(name, &matrix.weights[weight].part, number, to);
+        }
         let (tensor, part) = self.one(name, name)?;
         tensor.read(name, part, number, to)
     }

@@ -45,6 +45,7 @@ mod packed;
 mod parameter;
 mod pooling;
 mod quantised;
+mod rows;
 mod safe;
 mod sizes;
 mod stored;

@@ -6,10 +6,11 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::checkpoint::{Checkpoint, Stored, StoredMatrix};
+use crate::checkpoint::{Checkpoint, Stored};
 use crate::error::ModelError;
 use crate::families::{TensorPart, Weight};
 use crate::model::ModelShape;
+use crate::quantised::StoredMatrix;
 use crate::tensor::Tensor;
 
 /// The places of all weights.
@@ -233,9 +234,10 @@ fn joined(
 
 fn coded(stored: &StoredMatrix, files: &[PathBuf]) -> Result<CodedMatrix, ModelError> {
     let (matrix, weights) = (&stored.matrix, &stored.weights);
-    let parts = stored.parts.iter().map(|(end, tensor)| {
+    let parts = stored.parts.iter().map(|(end, (file, tensor))| {
+        let tensor = Tensor::Safe(file.clone(), tensor.clone());
         let shape = tensor.shape();
-        let place = place(&matrix.name, tensor, &TensorPart::whole(shape), shape.to_vec(), files)?;
+        let place = place(&matrix.name, &tensor, &TensorPart::whole(shape), shape.to_vec(), files)?;
         Ok((*end, place))
     });
     let one = match &weights[..] {

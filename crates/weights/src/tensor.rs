@@ -8,11 +8,12 @@ use safetensors::Dtype;
 use crate::error::ModelError;
 use crate::families::TensorPart;
 use crate::gguf::{BlockKind, GgufTensor, TensorType, as_blocks, computed_as, dequantise};
-use crate::mxfp4::Mxfp4Stack;
+use crate::mxfp4::{Mxfp4Stack, Placed};
+use crate::rows::{FloatRows, Receiver};
 use crate::safe::{SafeFile, SafeTensor};
 
 /// Elements that are converted at a time: whole blocks of every type.
-const AT_ONCE: usize = 1 << 18;
+pub(crate) const AT_ONCE: usize = 1 << 18;
 
 /// The types of a model's computation, by PyTorch's names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -89,128 +90,14 @@ impl Tensor {
         }
     }
 
-    /// Reads a weight in numbers of the model's type, into memory of its size.
-    pub(crate) fn read(
-        &self,
-        name: &str,
-        part: &TensorPart,
-        number: TorchNumber,
-        to: &mut [u8],
-    ) -> Result<(), ModelError> {
-        if to.len() != part.rows * part.columns() * number.bytes() {
-            return Err(ModelError::broken(format!(
-                "{name} has another size in the model's files"
-            )));
-        }
-        let [rows, columns] = part.matrix;
-        let width = number.bytes();
-        if part.transposed {
-            let mut matrix = Vec::with_capacity(rows * columns);
-            self.each(name, part.base * columns, rows * columns, |values| {
-                matrix.extend_from_slice(values);
-                Ok(())
-            })?;
-            // A row of the weight is a column of the tensor.
-            for (row, to) in to.chunks_exact_mut((rows * width).max(1)).enumerate() {
-                let column = matrix.iter().skip(part.row(row)).step_by(columns);
-                write_numbers(column.map(|&value| part.change(value)), number, to);
-            }
-        } else if part.is_every_nth() {
-            let mut all = Vec::with_capacity(part.span() * columns);
-            self.each(name, (part.base + part.first) * columns, part.span() * columns, |values| {
-                all.extend_from_slice(values);
-                Ok(())
-            })?;
-            let rows = all.chunks_exact(columns.max(1)).step_by(part.step);
-            for (row, to) in rows.zip(to.chunks_exact_mut((columns * width).max(1))) {
-                write_numbers(row.iter().map(|&value| part.change(value)), number, to);
-            }
-        } else {
-            let rows_of_run = part.run();
-            let of_run = rows_of_run * columns;
-            for (run, to) in to.chunks_exact_mut((of_run * width).max(1)).enumerate() {
-                let first = (part.base + part.row(run * rows_of_run)) * columns;
-                self.read_run(name, part, (first, of_run), number, to)?;
-            }
-        }
-        if let Some(heads) = part.pairs {
-            halves(to, part.rows, heads);
-        }
-        Ok(())
-    }
-
-    /// Reads elements that lie one behind the other.
-    fn read_run(
-        &self,
-        name: &str,
-        part: &TensorPart,
-        (first, count): (usize, usize),
-        number: TorchNumber,
-        to: &mut [u8],
-    ) -> Result<(), ModelError> {
-        if let Self::Safe(file, tensor) = self
-            && part.is_rows()
-            && matches!(
-                (tensor.dtype, number),
-                (Dtype::F32, TorchNumber::Float32) | (Dtype::BF16, TorchNumber::Bfloat16)
-            )
-        {
-            return file.read(tensor.offset + (first * number.bytes()) as u64, to);
-        }
-        let mut at = 0;
-        self.each(name, first, count, |values| {
-            let bytes = values.len() * number.bytes();
-            let values = values.iter().map(|&value| part.change(value));
-            write_numbers(values, number, &mut to[at..at + bytes]);
-            at += bytes;
-            Ok(())
-        })
-    }
-
-    /// Calls `with` with the numbers of elements from `first` on, some at a time.
-    fn each(
-        &self,
-        name: &str,
-        first: usize,
-        count: usize,
-        mut with: impl FnMut(&[f32]) -> Result<(), ModelError>,
-    ) -> Result<(), ModelError> {
-        let (mut bytes, mut values) = (Vec::new(), Vec::new());
-        for at in (first..first + count).step_by(AT_ONCE) {
-            let some = AT_ONCE.min(first + count - at);
-            values.resize(some, 0.0);
-            match (self, self.kind()) {
-                (Self::Safe(_, tensor), _) => {
-                    let from = number_of(name, tensor.dtype)?;
-                    bytes.resize(some * from.bytes(), 0);
-                    self.read_bytes(at, &mut bytes)?;
-                    widen(from, &bytes, &mut values);
-                }
-                (_, None) => {}
-                (_, Some(kind)) => {
-                    let (elements, size) = kind.block();
-                    if !at.is_multiple_of(elements) || !some.is_multiple_of(elements) {
-                        return Err(ModelError::broken(format!(
-                            "{name} is a part of blocks of {elements} numbers"
-                        )));
-                    }
-                    bytes.resize(some / elements * size, 0);
-                    self.read_bytes(at, &mut bytes)?;
-                    dequantise(kind, &bytes, &mut values);
-                }
-            }
-            with(&values)?;
-        }
-        Ok(())
-    }
-
     /// Checks that all numbers are finite.
     pub(crate) fn check_finite(&self, name: &str) -> Result<(), ModelError> {
-        self.each(name, 0, self.shape().iter().product(), |values| {
-            match values.iter().all(|value| value.is_finite()) {
-                true => Ok(()),
-                false => Err(ModelError::broken(format!("{name} has numbers that are not finite"))),
-            }
+        self.each(name, 0, self.shape().iter().product(), &mut |values| match values
+            .iter()
+            .all(|value| value.is_finite())
+        {
+            true => Ok(()),
+            false => Err(ModelError::broken(format!("{name} has numbers that are not finite"))),
         })
     }
 
@@ -258,6 +145,14 @@ impl Tensor {
         Ok(Some(()))
     }
 
+    /// The place of a tensor of safetensors; `None`: it is of another file, or of two tensors.
+    pub(crate) fn placed(&self) -> Option<Placed> {
+        match self {
+            Self::Safe(file, tensor) => Some((file.clone(), tensor.clone())),
+            Self::Gguf(_) | Self::Mxfp4(_) => None,
+        }
+    }
+
     /// The name of a GGUF file's tensor.
     pub(crate) fn name(&self) -> &str {
         match self {
@@ -302,21 +197,62 @@ impl Tensor {
     }
 }
 
-impl TensorPart {
-    /// True if single rows are taken, with others between them.
-    fn is_every_nth(&self) -> bool {
-        self.width == 1 && self.step > 1
+impl FloatRows for Tensor {
+    fn each(
+        &self,
+        name: &str,
+        first: usize,
+        count: usize,
+        with: &mut Receiver<'_>,
+    ) -> Result<(), ModelError> {
+        let (mut bytes, mut values) = (Vec::new(), Vec::new());
+        for at in (first..first + count).step_by(AT_ONCE) {
+            let some = AT_ONCE.min(first + count - at);
+            values.resize(some, 0.0);
+            match (self, self.kind()) {
+                (Self::Safe(_, tensor), _) => {
+                    let from = number_of(name, tensor.dtype)?;
+                    bytes.resize(some * from.bytes(), 0);
+                    self.read_bytes(at, &mut bytes)?;
+                    widen(from, &bytes, &mut values);
+                }
+                (_, None) => {}
+                (_, Some(kind)) => {
+                    let (elements, size) = kind.block();
+                    if !at.is_multiple_of(elements) || !some.is_multiple_of(elements) {
+                        return Err(ModelError::broken(format!(
+                            "{name} is a part of blocks of {elements} numbers"
+                        )));
+                    }
+                    bytes.resize(some / elements * size, 0);
+                    self.read_bytes(at, &mut bytes)?;
+                    dequantise(kind, &bytes, &mut values);
+                }
+            }
+            with(&values)?;
+        }
+        Ok(())
     }
 
-    /// Rows from the first one that is taken to the last one, of single rows.
-    fn span(&self) -> usize {
-        self.rows.saturating_sub(1) * self.step + self.rows.min(1)
+    fn copy(&self, first: usize, number: TorchNumber, to: &mut [u8]) -> Result<bool, ModelError> {
+        let Self::Safe(file, tensor) = self else { return Ok(false) };
+        let same = matches!(
+            (tensor.dtype, number),
+            (Dtype::F32, TorchNumber::Float32) | (Dtype::BF16, TorchNumber::Bfloat16)
+        );
+        if same {
+            file.read(tensor.offset + (first * number.bytes()) as u64, to)?;
+        }
+        Ok(same)
     }
+}
 
-    fn change(&self, value: f32) -> f32 {
-        let value = value * self.times + self.plus;
-        if self.log { value.ln() } else { value }
-    }
+/// Numbers of floats of safetensors, from bytes of a type.
+pub(crate) fn floats(name: &str, dtype: Dtype, bytes: &[u8]) -> Result<Vec<f32>, ModelError> {
+    let number = number_of(name, dtype)?;
+    let mut values = vec![0.0; bytes.len() / number.bytes()];
+    widen(number, bytes, &mut values);
+    Ok(values)
 }
 
 fn number_of(name: &str, dtype: Dtype) -> Result<Number, ModelError> {

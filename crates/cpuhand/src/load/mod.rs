@@ -368,10 +368,15 @@ impl Plan {
         }
         let mut names: Vec<&String> = found.keys().collect();
         names.sort();
-        if let Some(name) = names.into_iter().find(|name| !wanted.contains(name.as_str())) {
-            return Err(ModelError::Broken(format!(
-                "the checkpoint has {name}, which the model does not have"
-            )));
+        let mut others =
+            names.into_iter().filter(|name| !wanted.contains(name.as_str())).peekable();
+        if others.peek().is_some() {
+            let spare = checkpoint.zero_biases()?;
+            if let Some(name) = others.find(|name| !spare.contains(name)) {
+                return Err(ModelError::Broken(format!(
+                    "the checkpoint has {name}, which the model does not have"
+                )));
+            }
         }
         for (name, shape) in self.wanted() {
             match found.get(name) {

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use super::codes::PER_WORD;
 use super::scheme::{CodePacking, Int4Storage, Quantisation, Scheme};
 use crate::error::ModelError;
 
@@ -13,11 +14,24 @@ const SCALES: [&str; 2] = ["weight_scale_inv", "weight_scale"];
 /// model's type.
 const NOT_READ: [&str; 6] =
     ["input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "kv_scale"];
-/// Codes of 4 bits in a word.
-const PER_WORD: usize = 8;
+/// The types of scales.
+const FLOATS: &[&str] = &["F32", "F16", "BF16", "F64"];
+/// The types of the numbers of groups, and of a shape.
+const INTEGERS: &[&str] = &["I32", "I64"];
+/// The type of words of codes or of zero points.
+const WORDS: &[&str] = &["I32"];
 
 /// The types and shapes of tensors, by name.
 pub(crate) type Headers = BTreeMap<String, (String, Vec<usize>)>;
+
+/// The storage of one matrix's codes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum CodeStorage {
+    /// 8-bit floats, as in [`Scheme::Fp8`].
+    Fp8 { block: Option<[usize; 2]> },
+    /// 4-bit integers.
+    Int4(Int4Storage),
+}
 
 /// A quantised matrix in the files.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -28,6 +42,7 @@ pub(crate) struct QuantisedMatrix {
     pub(crate) shape: [usize; 2],
     /// The type of the codes.
     pub(crate) kind: String,
+    pub(crate) storage: CodeStorage,
     /// The ends of its tensors' names, behind the module's; codes first.
     pub(crate) ends: Vec<&'static str>,
 }
@@ -99,7 +114,7 @@ fn floats(
                 "{name} has 8-bit floats, and the checkpoint has no {module}.{wanted} for it"
             )));
         };
-        let has = &headers[&format!("{module}.{scale}")].1;
+        let (scale_kind, has) = &headers[&format!("{module}.{scale}")];
         let fitting: Vec<Vec<usize>> = match (block, &shape[..]) {
             (Some([rows, columns]), &[all_rows, all_columns]) => {
                 vec![vec![all_rows.div_ceil(rows), all_columns.div_ceil(columns)]]
@@ -113,14 +128,26 @@ fn floats(
                 "{module}.{scale} is {has:?}, and {name} of {shape:?} wants {wanted:?}"
             )));
         };
+        check_type(module, scale, scale_kind, FLOATS)?;
         found.push(QuantisedMatrix {
             name: name.clone(),
             shape: [rows, inputs],
             kind: kind.clone(),
+            storage: CodeStorage::Fp8 { block },
             ends: vec!["weight", scale],
         });
     }
     Ok(found)
+}
+
+fn check_type(module: &str, end: &str, has: &str, read: &[&str]) -> Result<(), ModelError> {
+    if read.contains(&has) {
+        return Ok(());
+    }
+    Err(ModelError::broken(format!(
+        "{module}.{end} is of the type {has}, and {} is read",
+        read.join(", ")
+    )))
 }
 
 fn integers(headers: &Headers, scheme: Int4Storage) -> Result<Vec<QuantisedMatrix>, ModelError> {
@@ -132,8 +159,8 @@ fn integers(headers: &Headers, scheme: Int4Storage) -> Result<Vec<QuantisedMatri
     modules.map(|(module, _)| Module { headers, module, codes }.matrix(scheme)).collect()
 }
 
-/// The end of a tensor's name, its shape, and true if a matrix must have it.
-type WantedTensor = (&'static str, Vec<usize>, bool);
+/// The end of a tensor's name, its shape, and the types that are read.
+type WantedTensor = (&'static str, Vec<usize>, &'static [&'static str]);
 
 /// A module with a quantised matrix.
 struct Module<'a> {
@@ -174,12 +201,16 @@ impl Module<'_> {
             CodePacking::Gptq => {
                 let (inputs, rows) = (words(first)?, second);
                 let groups = groups(inputs);
-                let zeros = vec![groups, rows / PER_WORD];
+                if !rows.is_multiple_of(PER_WORD) {
+                    return Err(ModelError::broken(format!(
+                        "{module}.{codes} has {rows} outputs, and zero points are words of {PER_WORD}"
+                    )));
+                }
                 let wanted = vec![
-                    ("qweight", vec![first, rows], true),
-                    ("qzeros", zeros, true),
-                    ("scales", vec![groups, rows], true),
-                    ("g_idx", vec![inputs], false),
+                    ("qweight", vec![first, rows], WORDS),
+                    ("qzeros", vec![groups, rows / PER_WORD], WORDS),
+                    ("scales", vec![groups, rows], FLOATS),
+                    ("g_idx", vec![inputs], INTEGERS),
                 ];
                 ([rows, inputs], wanted)
             }
@@ -187,9 +218,9 @@ impl Module<'_> {
                 let (inputs, rows) = (first, words(second)?);
                 let groups = groups(inputs);
                 let wanted = vec![
-                    ("qweight", vec![inputs, second], true),
-                    ("qzeros", vec![groups, second], true),
-                    ("scales", vec![groups, rows], true),
+                    ("qweight", vec![inputs, second], WORDS),
+                    ("qzeros", vec![groups, second], WORDS),
+                    ("scales", vec![groups, rows], FLOATS),
                 ];
                 ([rows, inputs], wanted)
             }
@@ -197,34 +228,34 @@ impl Module<'_> {
                 let (rows, inputs) = (first, words(second)?);
                 let groups = groups(inputs);
                 let wanted = vec![
-                    ("weight_packed", vec![rows, second], true),
-                    ("weight_scale", vec![rows, groups], true),
-                    ("weight_shape", vec![2], true),
-                    ("weight_zero_point", vec![rows.div_ceil(PER_WORD), groups], false),
-                    ("weight_g_idx", vec![inputs], false),
+                    ("weight_packed", vec![rows, second], WORDS),
+                    ("weight_scale", vec![rows, groups], FLOATS),
+                    ("weight_shape", vec![2], INTEGERS),
+                    ("weight_zero_point", vec![rows.div_ceil(PER_WORD), groups], WORDS),
+                    ("weight_g_idx", vec![inputs], INTEGERS),
                 ];
                 ([rows, inputs], wanted)
             }
         };
         let mut ends = Vec::new();
-        for (end, size, required) in wanted {
-            let Some((_, has)) = self.tensor(end) else {
-                debug_assert!(!required, "it was looked for");
-                continue;
-            };
+        for (end, size, types) in wanted {
+            // Those that have to be there are.
+            let Some((of_tensor, has)) = self.tensor(end) else { continue };
             if *has != size {
                 return Err(ModelError::broken(format!(
                     "{module}.{end} is {has:?}, and a matrix of {matrix:?} in such groups wants {size:?}"
                 )));
             }
+            if end == codes && of_tensor != "I32" {
+                return Err(ModelError::broken(format!(
+                    "{module}.{codes} is of the type {kind}, and 4-bit codes are read of words (I32)"
+                )));
+            }
+            check_type(module, end, of_tensor, types)?;
             ends.push(end);
         }
-        if kind != "I32" {
-            return Err(ModelError::broken(format!(
-                "{module}.{codes} is of the type {kind}, and 4-bit codes are read of words (I32)"
-            )));
-        }
-        Ok(QuantisedMatrix { name: format!("{module}.weight"), shape: matrix, kind, ends })
+        let (name, storage) = (format!("{module}.weight"), CodeStorage::Int4(scheme));
+        Ok(QuantisedMatrix { name, shape: matrix, kind, storage, ends })
     }
 }
 
