@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,4 +87,3 @@ def test_every_family_is_on_the_page() -> None:
 def test_there_are_few_differences() -> None:
     listed = re.findall(r"^\d+\. ", PAGE.split("## Different on purpose")[1], re.MULTILINE)
     assert 0 < len(listed) <= 5
-    assert Path(ROOT / "docs/adr/0033-dialects-and-stream-parts.md").is_file()

@@ -1,40 +1,85 @@
-"""docs/decisions.md has one line, with a status, for each record of docs/adr."""
+"""docs/decisions.md has one line for each decision: its number, a status, and where its reasons are."""
 
 import re
 from pathlib import Path
 
-from tests.structure.repository import files, read
+import pytest
+
+from tests.structure.repository import ROOT, files, read
+from tests.structure.test_links import anchors
 
 PAGE = Path("docs/decisions.md")
 RECORDS = Path("docs/adr")
-ROW = re.compile(r"^\| \[(\d{4})\]\(adr/([\w-]+\.md)\) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
+DESIGN = Path("docs/design")
+ROW = re.compile(r"^\| \[(\d{4})\]\(([^)\s]+)\) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
 STATUS = re.compile(r"(?:kept|partly|replaced)\b")
+MENTION = re.compile(r"\bADRs? (\d{1,4})\b(?!-)")
+CODE = {".rs", ".py", ".toml", ".md", ".ts", ".tsx", ".js", ".mk", ".sh", ".yaml", ".yml"}
 
 
-def records() -> list[str]:
-    """The file names of all records."""
-    return sorted(path.name for path in files() if path.parent == RECORDS and path.suffix == ".md")
+def rows() -> list[tuple[str, str, str, str]]:
+    """The number, target, decision and status of each line."""
+    return ROW.findall(read(PAGE))
 
 
-def test_every_record_has_one_line() -> None:
-    assert records()
-    assert sorted(name for _, name, _, _ in ROW.findall(read(PAGE))) == records()
+def names(folder: Path) -> list[str]:
+    """The file names of a folder's pages."""
+    return sorted(path.name for path in files() if path.parent == folder and path.suffix == ".md")
 
 
-def test_lines_have_the_number_of_their_record_and_a_status() -> None:
-    rows = ROW.findall(read(PAGE))
-    assert [name for number, name, _, _ in rows if not name.startswith(f"{number}-")] == []
-    assert [name for _, name, _, status in rows if not STATUS.match(status)] == []
+def reasons(target: str) -> bool:
+    """True if `target` is a record of its own, or a section of a page of docs/design that is there."""
+    page, _, anchor = target.partition("#")
+    path = PAGE.parent / page
+    if path.name not in names(path.parent):
+        return False
+    if path.parent == RECORDS:
+        return not anchor
+    return path.parent == DESIGN and anchor in anchors((ROOT / path).read_text(encoding="utf-8"))
+
+
+def test_every_number_has_one_line() -> None:
+    numbers = [number for number, *_ in rows()]
+    assert numbers
+    assert sorted(numbers) == sorted(set(numbers))
+    unused = next(line for line in read(PAGE).splitlines() if "never used" in line)
+    never = re.findall(r"\d{4}", unused)
+    assert sorted([*numbers, *never]) == [f"{number:04}" for number in range(1, int(max(numbers)) + 1)]
+
+
+def test_every_line_leads_to_reasons_and_has_a_status() -> None:
+    assert [number for number, target, _, _ in rows() if not reasons(target)] == []
+    assert [number for number, _, _, status in rows() if not STATUS.match(status)] == []
+
+
+def test_every_record_and_every_page_of_the_design_has_a_line() -> None:
+    targets = [target.partition("#")[0] for _, target, _, _ in rows()]
+    for number, target, _, _ in rows():
+        assert not target.startswith("adr/") or target.startswith(f"adr/{number}-"), target
+    assert {f"adr/{name}" for name in names(RECORDS)} == {target for target in targets if target.startswith("adr/")}
+    assert {f"design/{name}" for name in names(DESIGN)} <= set(targets)
 
 
 def test_a_part_that_was_replaced_names_its_successor() -> None:
-    for _, name, _, status in ROW.findall(read(PAGE)):
+    for number, _, _, status in rows():
         if not status.startswith("kept"):
-            assert "](" in status, name
+            assert "](" in status, number
 
 
-def test_unused_numbers_are_named() -> None:
-    numbers = {int(name[:4]) for name in records()}
-    unused = set(range(1, max(numbers) + 1)) - numbers
-    line = next(line for line in read(PAGE).splitlines() if "never used" in line)
-    assert {int(number) for number in re.findall(r"\d{4}", line)} == unused
+def test_numbers_in_code_and_documents_have_a_line() -> None:
+    known = {int(number) for number, *_ in rows()}
+    lost = [
+        f"{path}: ADR {number}"
+        for path in files()
+        if path.suffix in CODE and (ROOT / path).is_file()
+        for number in MENTION.findall(read(path))
+        if int(number) not in known
+    ]
+    assert lost == []
+
+
+@pytest.mark.parametrize(
+    "target", ["design/seam.md", "design/seam.md#nothing", "adr/0069.md", "memory.md#tiers", "no.md"]
+)
+def test_a_target_without_reasons_is_found(target: str) -> None:
+    assert not reasons(target)

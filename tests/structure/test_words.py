@@ -84,8 +84,8 @@ def prose(text: str) -> list[str]:
 
 
 def pages() -> list[Path]:
-    """The pages for people: those of the root and of docs, but for decisions, history and generated text."""
-    folders = (Path(), Path("docs"), Path("docs/performance"))
+    """The pages for people: those of the root and of docs, but for records, history and generated text."""
+    folders = (Path(), Path("docs"), Path("docs/design"), Path("docs/performance"))
     return [path for path in files() if path.suffix == ".md" and path.parent in folders and path.name not in NO_PAGES]
 
 
@@ -168,3 +168,4 @@ def test_prose_of_a_page_is_seen_and_its_code_is_not() -> None:
     assert long_sentences(prose(f"    {long}\n    {long}\n\n<!-- {long}\n{long} -->\n\n| {long} |\n")) == []
     assert Path("README.md") in pages()
     assert Path("docs/performance/cpu.md") in pages()
+    assert Path("docs/design/seam.md") in pages()

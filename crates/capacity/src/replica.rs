@@ -74,6 +74,8 @@ impl Replica {
             policy: Policy::Fcfs,
             fair: true,
             step_shares: setup.step_shares,
+            // No trace says what is work in the background.
+            background_share: 100,
             decode_gap: setup.decode_gap,
             step_words: STEP_WORDS,
             vector_size: 0,

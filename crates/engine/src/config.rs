@@ -30,6 +30,9 @@ pub struct EngineConfig {
     pub step_shares: bool,
     /// The time between two tokens of a running request for which steps leave room beside prompts.
     pub decode_gap_ms: DecodeGap,
+    /// The part of the time of others' steps, in percent, that work in the background may add to
+    /// them; 100: there is no bound.
+    pub background_share: u32,
     /// The drafts beside decode rows, if there are any.
     #[serde(flatten)]
     pub drafts: Option<DraftConfig>,
@@ -98,6 +101,7 @@ impl Default for EngineConfig {
             fair_queueing: true,
             step_shares: true,
             decode_gap_ms: DecodeGap::default(),
+            background_share: 5,
             drafts: None,
             lookahead: 1,
             max_queued_requests: 4096,

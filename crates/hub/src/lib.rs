@@ -2,7 +2,7 @@
 //!
 //! The cache has the layout of `huggingface_hub`, and the same variables are read: `HF_TOKEN`,
 //! `HF_ENDPOINT`, `HF_HOME`, `HF_HUB_CACHE`, `HF_HUB_OFFLINE`, and the proxy's.
-//! `docs/adr/0044-models-are-fetched-by-the-binary.md` has the reasons for own code.
+//! ADR 44 has the reasons for own code.
 //!
 //! ```no_run
 //! use forebay_hub::{Hub, HubError, Interpreter, ModelName, Progress, Settings};

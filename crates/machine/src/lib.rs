@@ -21,7 +21,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 pub use memory::MachineMemory;
-pub use processors::{Processors, cpu_list};
+pub use processors::{Processors, cpu_list, stand_back};
 
 /// Names a folder with the files of another machine, for tests: `proc` and `sys` as below `/`.
 pub const ROOT_VARIABLE: &str = "FOREBAY_MACHINE_ROOT";

@@ -7,6 +7,9 @@ use rustix::thread::{CpuSet, sched_getaffinity};
 use crate::Machine;
 use crate::groups::{Group, Version, find};
 
+/// The priority of threads that stand back, in steps of `nice`.
+const NICENESS: i32 = 10;
+
 /// The processors that a thread may use.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Processors {
@@ -33,6 +36,13 @@ impl Processors {
         let paid = self.quota.map_or(usize::MAX, |quota| quota.ceil() as usize);
         cores.min(paid).max(1)
     }
+}
+
+/// Has the calling thread stand back from now on: where processors are short, it is the one that
+/// waits. It is for work that lasts, beside threads that only pass something on.
+pub fn stand_back() {
+    // Everybody may, but where it is refused there is nothing else to be done.
+    let _ = rustix::process::nice(NICENESS);
 }
 
 /// Reads a list of processors: `0-3,8` is 0, 1, 2, 3 and 8.

@@ -3,7 +3,7 @@
 //! The router has texts, and the backends have blocks of tokens. The head of a backend's response
 //! names blocks of the prompt. From then on the texts of that prompt stand for these blocks. A
 //! backend reports each block that it stores or drops. A text without known blocks counts as cached
-//! by the backend that it was sent to last. See `docs/adr/0013`.
+//! by the backend that it was sent to last. See ADR 13.
 
 use std::collections::HashSet;
 

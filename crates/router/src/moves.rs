@@ -4,7 +4,7 @@
 //! ride on responses are no ground for a move: a backend whose queue is long answers seldom. So
 //! they only say where to look. A brain is asked which of this router's dispatches wait, and what
 //! is computed before them. One that was never admitted is dropped there, and sent to another
-//! backend. See `docs/adr/0078`.
+//! backend. See ADR 78.
 
 use std::collections::HashMap;
 use std::sync::Arc;

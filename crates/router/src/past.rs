@@ -1,10 +1,9 @@
 //! The history of a request: the backends that died while they had it, and its part in these
 //! deaths.
 //!
-//! Each request in flight at a death is a suspect, as with the hands of a brain (`docs/adr/0004`).
-//! Suspects are tried one at a time: a backend has at most one of them on trial. A suspect whose
-//! backend dies during the trial is given up, and no other request is. See `docs/adr/0021` and
-//! `docs/adr/0066`.
+//! Each request in flight at a death is a suspect, as with the hands of a brain (ADR 4). Suspects
+//! are tried one at a time: a backend has at most one of them on trial. A suspect whose backend
+//! dies during the trial is given up, and no other request is. See ADR 21 and ADR 66.
 
 use std::time::{Duration, Instant};
 

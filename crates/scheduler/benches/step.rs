@@ -80,6 +80,7 @@ impl Replica {
                 policy: Policy::Fcfs,
                 fair: true,
                 step_shares: true,
+                background_share: 5,
                 decode_gap: DecodeGap::Auto,
                 step_words: STEP_WORDS,
                 vector_size: 0,

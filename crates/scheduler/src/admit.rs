@@ -39,6 +39,10 @@ impl Scheduler {
             let Some((&key, &handle)) = prefills.range((from, Bound::Unbounded)).next() else {
                 return;
             };
+            // All from here on are work in the background.
+            if self.waits_for_others(key) {
+                return;
+            }
             if self.admit_before(key, &mut from, budget, step) {
                 continue;
             }
@@ -85,7 +89,9 @@ impl Scheduler {
     /// from there on, and the plan must have room for it.
     fn next_arrived(&self, from: Bound<Key>, step: &NewStep<'_>) -> Option<Handle> {
         let arrived = self.roster.next_arrived(from);
-        arrived.filter(|&handle| self.has_room_in_plan(handle, step))
+        arrived.filter(|&handle| {
+            !self.waits_for_others(self.roster[handle].key) && self.has_room_in_plan(handle, step)
+        })
     }
 
     /// True if the plan and its result have room for a new request too.
@@ -106,7 +112,7 @@ impl Scheduler {
         if *budget == 0 || !self.roster.has_place(self.turns.queue.has_probe()) {
             return None;
         }
-        let ticket = self.turns.next()?;
+        let ticket = self.turns.next().filter(|next| !self.waits_for_others(next.key))?;
         // A prompt that must not be cut waits for a step with room for all of it, unless it is
         // longer than any has.
         let most = self.memory.row_limit(self.roster[ticket.handle].total, *budget);

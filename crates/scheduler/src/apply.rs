@@ -89,6 +89,7 @@ impl Scheduler {
                 let rows = flight.rows.iter().map(|row| (row.start, row.positions()));
                 self.turns.pace.learn(rows, device_us);
             }
+            self.turns.background.learn(flight.mixture(), flight.drafts > 0, device_us);
             self.memory.learn(lengths, device_us);
         }
     }

@@ -73,6 +73,9 @@ pub struct SchedulerConfig {
     pub step_shares: bool,
     /// The bound on prompts beside running requests.
     pub decode_gap: DecodeGap,
+    /// The part of the time of others' steps, in percent, that work in the background may add to
+    /// them; 100: there is no bound.
+    pub background_share: u32,
     /// The size in words up to which a plan may admit a further request; [`STEP_WORDS`], except in
     /// tests.
     pub step_words: usize,

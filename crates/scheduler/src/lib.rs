@@ -87,6 +87,7 @@
 //! #     policy: Policy::Fcfs,
 //! #     fair: true,
 //! #     step_shares: true,
+//! #     background_share: 100,
 //! #     decode_gap: DecodeGap::Auto,
 //! #     step_words: STEP_WORDS,
 //! #     vector_size: 0,
@@ -203,6 +204,8 @@ pub struct Scheduler {
     needy: Vec<(Key, Handle)>,
     /// Prompts that have passed others in this step. Empty between calls too.
     passed: Vec<Handle>,
+    /// True while a step is planned in which work in the background has no rows.
+    background_waits: bool,
     /// Requests that leave when their blocks are saved. Some may be gone.
     leaving: Vec<Handle>,
 }
@@ -231,6 +234,7 @@ impl Scheduler {
             counters: Stats::default(),
             needy: Vec::new(),
             passed: Vec::new(),
+            background_waits: false,
             leaving: Vec::new(),
             config,
         }

@@ -31,6 +31,9 @@ impl Scheduler {
             return 0;
         }
         let Some(first) = self.first_in_turn() else { return 0 };
+        if self.waits_for_others(self.roster[first].key) {
+            return 0;
+        }
         self.advance_claims(self.roster[first].key.rank);
         let half = budget.div_ceil(2);
         let soon = budget.saturating_sub(self.memory.row_limit(self.roster[first].total, half));

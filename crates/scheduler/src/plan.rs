@@ -4,6 +4,7 @@
 use forebay_protocol::{MAX_WAIT_US, Row, StepPlan, Want};
 
 use crate::entry::Stage;
+use crate::request::Key;
 use crate::steps::{FlightRow, NewStep};
 use crate::{Event, Handle, MAX_IN_FLIGHT, Scheduler};
 
@@ -60,6 +61,24 @@ impl Scheduler {
         self.give_way(step.events);
         self.keep_pages_ready(step.plan);
         self.grow_decodes(step);
+        self.background_waits = self.turns.background.is_spent() && self.roster.has_foreground();
+        let mut decodes = self.plan_rows(step);
+        let idle = step.flight.rows.is_empty() && !step.plan.has_images();
+        if std::mem::take(&mut self.background_waits) && idle && self.in_flight() == 0 {
+            // The others wait for something else, so this holds up nobody.
+            decodes = self.plan_rows(step);
+        }
+        self.memory.prefetch_prefixes(&mut self.roster, &self.turns);
+        decodes
+    }
+
+    /// True if a request is work in the background that has no row in this step.
+    pub(crate) fn waits_for_others(&self, key: Key) -> bool {
+        self.background_waits && key.is_background()
+    }
+
+    /// Plans rows for all that may have some in this step. Gives the number of decode rows.
+    fn plan_rows(&mut self, step: &mut NewStep<'_>) -> usize {
         self.plan_decodes(step);
         let decodes = step.flight.rows.len();
         self.images.plan(&mut self.roster, None, step);
@@ -73,7 +92,6 @@ impl Scheduler {
         // Without the floor, enough decoding requests would starve prefill for ever.
         self.plan_prompts(left.max(self.config.page_size), step);
         self.plan_drafts(decodes, step);
-        self.memory.prefetch_prefixes(&mut self.roster, &self.turns);
         decodes
     }
 
@@ -122,7 +140,8 @@ impl Scheduler {
         for at in 0..self.roster.decodes.len() {
             let handle = self.roster.decodes[at];
             let entry = &self.roster[handle];
-            if entry.plannable() && !self.memory.lacks_page(entry) {
+            let waits = self.waits_for_others(entry.key);
+            if !waits && entry.plannable() && !self.memory.lacks_page(entry) {
                 self.push_row(handle, 1, step);
             }
         }
@@ -169,7 +188,16 @@ impl Scheduler {
         self.memory.save_state(entry, plan);
         plan.push_row(Row { slot, start, length, want });
         prompt.into_iter().for_each(|want| plan.want_prompt_logprobs(want));
-        flight.push(FlightRow { handle, start, end, want, prompt, sits_out: false, drafts: None });
+        flight.push(FlightRow {
+            handle,
+            start,
+            end,
+            want,
+            prompt,
+            sits_out: false,
+            drafts: None,
+            background: entry.request.background,
+        });
         self.images.pass(entry, flight.step);
         if end == goal {
             self.roster.end_prefill(handle, want.samples());

@@ -93,6 +93,9 @@ pub struct Past {
     pub moves_left: u8,
 }
 
+/// The rank after every priority, of work in the background.
+pub(crate) const BACKGROUND_RANK: i64 = i64::MAX;
+
 /// The place in the order of importance. A smaller one is more important. It never changes, so a
 /// preempted or replayed request comes back first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -101,6 +104,13 @@ pub(crate) struct Key {
     pub(crate) rank: i64,
     /// The arrival number. It is below 0 for requests that another scheduler had admitted.
     pub(crate) arrival: i64,
+}
+
+impl Key {
+    /// True for work in the background.
+    pub(crate) fn is_background(self) -> bool {
+        self.rank == BACKGROUND_RANK
+    }
 }
 
 /// The data of a request that its turn depends on.

@@ -83,6 +83,11 @@ impl Roster {
         (self.residents.len() as u64) < u64::from(self.max_running) + u64::from(probe)
     }
 
+    /// True if anything runs that is not work in the background.
+    pub(crate) fn has_foreground(&self) -> bool {
+        self.residents.first_key_value().is_some_and(|(key, _)| !key.is_background())
+    }
+
     /// True if two more may run.
     pub(crate) fn has_two_places(&self) -> bool {
         self.residents.len() + 2 <= self.max_running as usize && self.free_slots.len() >= 2

@@ -7,6 +7,7 @@ use forebay_protocol::{PromptLogprobsWant, StepPlan, Want};
 use crate::event::Event;
 use crate::expected::RowDrafts;
 use crate::slab::Handle;
+use crate::turns::background::Mixture;
 
 /// A row of a step in flight.
 #[derive(Debug, Clone, Copy)]
@@ -21,6 +22,8 @@ pub(crate) struct FlightRow {
     pub(crate) sits_out: bool,
     /// Its drafts, whose positions are behind `end`.
     pub(crate) drafts: Option<RowDrafts>,
+    /// True if it is work in the background.
+    pub(crate) background: bool,
 }
 
 impl FlightRow {
@@ -65,6 +68,20 @@ impl Flight {
     /// Positions of all rows.
     pub(crate) fn positions(&self) -> u32 {
         self.rows.iter().map(FlightRow::positions).sum()
+    }
+
+    /// The rows, by whose they are.
+    pub(crate) fn mixture(&self) -> Mixture {
+        let mut mixture = Mixture { rows: 0, positions: 0, background: 0 };
+        for row in &self.rows {
+            if row.background {
+                mixture.background += row.positions();
+            } else {
+                mixture.rows += 1;
+                mixture.positions += row.positions();
+            }
+        }
+        mixture
     }
 
     /// The number of tokens for whose log-probabilities the result still has room. The first row to

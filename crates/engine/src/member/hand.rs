@@ -124,6 +124,7 @@ impl Member {
             fair: self.config.fair_queueing,
             step_shares: self.config.step_shares,
             decode_gap: self.config.decode_gap_ms,
+            background_share: self.config.background_share,
             step_words: STEP_WORDS,
             vector_size: facts.hidden_size,
             tokens_a_row: if is_recurrent { 1 } else { facts.tokens_a_row.max(1) },

@@ -27,6 +27,11 @@ pub(crate) struct ScheduleFlags {
     pub(crate) disable_fair_queueing: bool,
     #[command(flatten)]
     pub(crate) shares: ShareArgs,
+    /// The time that work in the background (batches, `Priority: u=7`) may add to the steps of
+    /// other requests, in percent of it. With 0 it runs while nothing else does, with 100 it has
+    /// no bound.
+    #[arg(long, value_name = "PERCENT", default_value_t = EngineConfig::default().background_share, value_parser = clap::value_parser!(u32).range(0..=100))]
+    pub(crate) background_share: u32,
     /// Largest absolute value of `priority` that clients may set; others are answered 400 [default:
     /// any].
     #[arg(long, value_name = "PRIORITY", value_parser = clap::value_parser!(u32).range(..=1 << 31))]
@@ -72,6 +77,7 @@ impl ScheduleFlags {
             fair_queueing: !self.disable_fair_queueing,
             step_shares: !self.shares.disable_step_shares,
             decode_gap_ms: self.shares.decode_gap_ms,
+            background_share: self.background_share,
             chunked_prefill_size: self.chunked_prefill_size.unwrap_or(usual.chunked_prefill_size),
             page_size: self.page_size.unwrap_or(usual.page_size),
             prefix_cache: !self.disable_radix_cache,

@@ -13,6 +13,7 @@ use std::sync::{Arc, OnceLock};
 use std::thread::Builder;
 use std::time::{Duration, Instant};
 
+use forebay_machine::stand_back;
 use forebay_text::Tokenizer;
 use parking_lot::{Condvar, Mutex};
 use tokio::sync::oneshot;
@@ -234,6 +235,8 @@ impl Shared {
 
     /// Compiles until the end, or until a compile was given up.
     fn compile_all(&self) {
+        // A compile may take seconds, beside threads that owe streams their chunks.
+        stand_back();
         self.build_trie();
         while let Some(compile) = self.next() {
             (self.before)(&compile.source);

@@ -4,7 +4,9 @@
 //! - `shares`: the running requests of each client.
 //! - `claims`: the order in which prompts pass others in a step.
 //! - `pace`: the prompt tokens of a step beside running streams.
+//! - `background`: the time that work in the background may add to the steps of others.
 
+pub(crate) mod background;
 pub(crate) mod claims;
 pub(crate) mod fair;
 mod pace;
@@ -17,12 +19,13 @@ use crate::config::{Policy, SchedulerConfig};
 use crate::entry::Entry;
 use crate::mean::Mean;
 use crate::memory::Memory;
-use crate::request::{Key, Request, Ticket};
+use crate::request::{BACKGROUND_RANK, Key, Request, Ticket};
 use crate::roster::Roster;
 use crate::slab::Handle;
+use background::Background;
 use claims::Claims;
 use pace::Pace;
-use queue::{BACKGROUND_RANK, PROBE_RANK, Queue};
+use queue::{PROBE_RANK, Queue};
 use shares::Shares;
 
 /// The order in which requests have their turns.
@@ -47,6 +50,7 @@ pub(crate) struct Turns {
     /// Microseconds a token that is computed.
     token_us: Mean,
     pub(crate) pace: Pace,
+    pub(crate) background: Background,
 }
 
 impl Turns {
@@ -64,6 +68,7 @@ impl Turns {
             suspects: BTreeMap::new(),
             token_us: Mean::default(),
             pace: Pace::new(config.decode_gap),
+            background: Background::new(config.background_share),
         }
     }
 
@@ -137,7 +142,7 @@ impl Turns {
     /// ([`Self::passing`]).
     pub(crate) fn next(&self) -> Option<Ticket> {
         let first = self.queue.first();
-        let is_before = |first: Ticket| first.key.rank < BACKGROUND_RANK;
+        let is_before = |first: Ticket| !first.key.is_background();
         // A promise to work in the background holds only while nobody else waits.
         let holds = |promised: &Ticket| is_before(*promised) || !first.is_some_and(is_before);
         self.shares.promised.filter(holds).or(first)
@@ -294,7 +299,7 @@ impl Turns {
 /// The resident in the background that gives way for a request which is not.
 fn in_background(ticket: &Ticket, roster: &Roster) -> Option<Handle> {
     let (last, &handle) = roster.residents.last_key_value()?;
-    (last.rank == BACKGROUND_RANK && ticket.key.rank < BACKGROUND_RANK).then_some(handle)
+    (last.is_background() && !ticket.key.is_background()).then_some(handle)
 }
 
 #[cfg(test)]
@@ -316,6 +321,7 @@ mod tests {
             suspects: BTreeMap::new(),
             token_us: Mean::default(),
             pace: Pace::new(DecodeGap::Off),
+            background: Background::new(100),
         };
         assert_eq!(turns.tokens_in(10), 0, "no step was seen");
         turns.learn(100, 250);

@@ -13,9 +13,6 @@ use crate::request::{Key, Ticket};
 /// The rank before every priority.
 pub(crate) const PROBE_RANK: i64 = i64::MIN;
 
-/// The rank after every priority, of work in the background.
-pub(crate) const BACKGROUND_RANK: i64 = i64::MAX;
-
 /// All waiting requests but the suspects.
 #[derive(Debug)]
 pub(crate) struct Queue {

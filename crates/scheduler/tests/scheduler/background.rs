@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeSet, VecDeque};
 
-use forebay_protocol::{ROW_OK, StepPlan, StepResult};
+use forebay_protocol::{ROW_OK, StepPlan, StepResult, StepTiming};
 use forebay_scheduler::{Event, Policy, Request, Scheduler, SchedulerConfig};
 use proptest::prelude::*;
 
@@ -22,6 +22,12 @@ struct Replica {
     /// Results of plans in flight. So many may be.
     results: VecDeque<StepResult>,
     lookahead: usize,
+    /// Microseconds of a step, and of each position in it; 0: the device reports no times.
+    times: (u32, u32),
+    /// Microseconds of all steps so far.
+    us: u64,
+    /// Tokens in the background.
+    given: usize,
 }
 
 impl Replica {
@@ -35,6 +41,9 @@ impl Replica {
             submitted: 0,
             results: VecDeque::new(),
             lookahead: 0,
+            times: (0, 0),
+            us: 0,
+            given: 0,
         }
     }
 
@@ -66,10 +75,14 @@ impl Replica {
         );
         if planned {
             let sampled = self.plan.rows().filter(|row| row.want.samples()).count();
+            let positions: u32 = self.plan.rows().map(|row| row.length).sum();
+            let device_us = self.times.0 + self.times.1 * positions;
+            self.us += u64::from(device_us);
             self.results.push_back(StepResult {
                 step: self.plan.step(),
                 tokens: vec![7; sampled],
                 row_errors: vec![ROW_OK; self.plan.rows().len()],
+                timing: StepTiming { device_us, ..StepTiming::default() },
                 ..StepResult::default()
             });
         }
@@ -80,6 +93,7 @@ impl Replica {
             self.scheduler.apply(&result, &mut events).expect("the result fits");
         }
         for event in events {
+            self.given += usize::from(matches!(event, Event::Token { id, .. } if id >= BACKGROUND));
             if let Event::Finished { id, .. } = event {
                 // A request that gave way may end by what was in flight.
                 self.waiting.remove(&id);
@@ -182,6 +196,59 @@ fn a_promise_to_work_in_the_background_holds_while_nobody_else_waits() {
     replica.finish();
 }
 
+/// Runs four streams beside work in the background. Gives the time of 2000 steps by that of the
+/// streams alone, and the tokens of the work.
+fn slowed(percent: u32, times: (u32, u32), lookahead: usize) -> (f64, usize) {
+    let config =
+        SchedulerConfig { background_share: percent, max_running: 8, pages: 2000, ..small() };
+    let mut replica = Replica::new(SchedulerConfig { slots: 12, ..config });
+    (replica.times, replica.lookahead) = (times, lookahead);
+    for id in 0..4 {
+        replica.submit(Request { client: 1, ..request(id, vec![1; 16], 4000) });
+    }
+    replica.step();
+    replica.step();
+    for id in 0..8 {
+        replica.submit(in_background(2, id, 64, 3000));
+    }
+    replica.us = 0;
+    for _ in 0..2000 {
+        assert!(replica.step());
+    }
+    (replica.us as f64 / f64::from(2000 * (times.0 + 4 * times.1)), replica.given)
+}
+
+#[test]
+fn streams_lose_their_share_to_work_in_the_background_and_no_more() {
+    for lookahead in [0, 1] {
+        // A device that arithmetic bounds, and one that reads its weights whatever the rows.
+        let (slow, few) = slowed(5, (0, 1000), lookahead);
+        assert!(slow < 1.06 && few > 100, "{slow}, {few} tokens");
+        let (slow, many) = slowed(5, (10_000, 10), lookahead);
+        assert!(slow < 1.06 && many > 7000, "{slow}, {many} tokens");
+        let (slow, all) = slowed(100, (0, 1000), lookahead);
+        assert!(slow > 1.9 && all > 7000, "without a bound: {slow}, {all} tokens");
+        assert_eq!(slowed(0, (10_000, 10), lookahead).1, 0, "only when nobody else runs");
+    }
+}
+
+#[test]
+fn work_in_the_background_has_all_when_the_others_have_ended() {
+    let mut replica = Replica::new(SchedulerConfig { background_share: 0, ..small() });
+    replica.times = (1000, 100);
+    replica.submit(Request { client: 1, ..request(0, vec![1; 16], 50) });
+    replica.step();
+    for id in 0..3 {
+        replica.submit(in_background(2, id, 64, 50));
+    }
+    while replica.ended.is_empty() {
+        replica.step();
+    }
+    assert_eq!(replica.given, 0);
+    replica.finish();
+    assert_eq!(replica.given, 150);
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 256, ..ProptestConfig::default() })]
 
@@ -195,10 +262,12 @@ proptest! {
         fair in any::<bool>(),
         step_shares in any::<bool>(),
         lookahead in 0..2_usize,
+        background_share in prop::sample::select(vec![0, 5, 100]),
+        times in prop::sample::select(vec![(0, 0), (1000, 1), (10, 100)]),
     ) {
-        let config = SchedulerConfig { pages, fair, step_shares, ..small() };
+        let config = SchedulerConfig { pages, fair, step_shares, background_share, ..small() };
         let mut replica = Replica::new(config);
-        replica.lookahead = lookahead;
+        (replica.lookahead, replica.times) = (lookahead, times);
         for (id, (background, client, prompt, max_tokens, steps)) in (0..).zip(arrivals) {
             let come = in_background(client, id, prompt, max_tokens);
             let id = if background { come.id } else { id };

@@ -293,6 +293,7 @@ fn machines() -> impl Strategy<Value = SchedulerConfig> {
                 policy: if fcfs { Policy::Fcfs } else { Policy::Priority },
                 fair,
                 step_shares: true,
+                background_share: 100,
                 decode_gap: DecodeGap::Off,
                 step_words,
                 vector_size: 2,

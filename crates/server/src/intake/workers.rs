@@ -14,14 +14,11 @@ use forebay_egress::Engine;
 use forebay_engine::FairQueue;
 use forebay_fair::{Holdings, Shares};
 use forebay_http::{ClientId, Guard};
+use forebay_machine::stand_back;
 use parking_lot::{Condvar, Mutex};
 use tokio::sync::oneshot;
 
 use super::IntakeMode;
-
-/// The priority of these threads, in steps of `nice`. If processors are short, these threads are
-/// the ones that wait.
-const NICENESS: i32 = 10;
 
 type Work = Box<dyn FnOnce() + Send>;
 
@@ -274,8 +271,7 @@ impl Drop for Worker {
 }
 
 fn work(lane: &Lane) {
-    // Everybody may stand back, but where it is refused there is nothing else to be done.
-    let _ = rustix::process::nice(NICENESS);
+    stand_back();
     while let Some(Job { work, memory }) = lane.next() {
         work();
         lane.done(memory);

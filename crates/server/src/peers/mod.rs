@@ -2,8 +2,8 @@
 //! that began at another brain.
 //!
 //! A request without the header [`ROUTER_HEADER`] is not affected. Neither is one without the
-//! router's key, if this brain has any key. See `docs/adr/0013` for the messages, and
-//! `docs/adr/0021` for the key.
+//! router's key, if this brain has any key. See ADR 13 for the messages, and ADR 21
+//! for the key.
 
 pub(crate) mod blocks;
 pub(crate) mod book;

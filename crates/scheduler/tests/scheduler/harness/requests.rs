@@ -21,6 +21,7 @@ pub(crate) fn config() -> SchedulerConfig {
         policy: Policy::Fcfs,
         fair: false,
         step_shares: false,
+        background_share: 100,
         decode_gap: DecodeGap::Off,
         step_words: STEP_WORDS,
         vector_size: 2,
