@@ -79,6 +79,8 @@ ROWS = (
     Benchmark("kv-cache", 15, peers="coder"),
     Benchmark("speculation", 15, peers="coder"),
     Benchmark("lora", 6),
+    Benchmark("batches", 5),
+    Benchmark("models", 5, ("python -m benchmarks.fleet",), peers="coder llama"),
     Benchmark("startup", 15, peers="vllm llama"),
     Benchmark("first-minute", 20, needs="bench-build wheel tarball"),
     Benchmark("ablations", 15),
@@ -174,7 +176,11 @@ def benchmarks(root: Path = ROOT, rows: Sequence[Benchmark] = ROWS) -> dict[str,
     """All of them by name, those of `rows` first, with their commands and lines filled in."""
     modules = {path.stem.replace("_", "-"): path for path in _modules(root)}
     found = {row.name: row for row in rows}
-    found |= {name: Benchmark(name) for name in sorted(modules) if name not in found}
+    # A row with the bare module gives it another name, in place of its own.
+    bare = [row.commands[0] for row in rows if len(row.commands) == 1 and len(row.commands[0].split()) == 3]
+    renamed = [module_file(command, root) for command in bare]
+    more = [name for name, path in sorted(modules.items()) if name not in found and path not in renamed]
+    found |= {name: Benchmark(name) for name in more}
     return {name: _filled(row, modules, root) for name, row in found.items()}
 
 

@@ -112,6 +112,13 @@ def test_a_module_without_a_row_is_a_benchmark(tmp_path: Path) -> None:
         "asked": Benchmark("asked", None, ("python -m benchmarks.studies.asked",), about="A study."),
         "two-words": Benchmark("two-words", None, ("python -m benchmarks.two_words",), about="What it measures."),
     }
+    line = "python -m benchmarks.two_words"
+    assert set(registry.benchmarks(tmp_path, [Benchmark("other", 1, (line,))])) == {"other", "asked"}
+    assert set(registry.benchmarks(tmp_path, [Benchmark("more", 1, (f"{line} --x 1",))])) == {
+        "more",
+        "two-words",
+        "asked",
+    }
 
 
 def test_the_command_lists_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:
