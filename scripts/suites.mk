@@ -74,13 +74,13 @@ test-kills: build-tests ## kill hands and brains under load twenty times each (1
 test-image-sizes: build-tests ## compare a thousand images with transformers' patches, and 2400 JPEGs with Pillow's (5 minutes)
 	FOREBAY_IMAGE_SIZES=1000 $(TEST_BINARY) $(PYTEST) tests/vision $(PYTEST_ARGS)
 
-test-models: ## tell 10^5 random stories of models that are loaded, asleep and gone, in virtual time (20 seconds)
+test-models: ## simulate 10^5 random histories of models that load, sleep and leave, in virtual time (20 seconds)
 	FOREBAY_STORIES=100000 $(CARGO_TEST) -p forebay-fleet --test stories
 
-test-moves: ## tell 10^5 random stories of queued requests that move between replicas whose hands die (30 minutes)
+test-moves: ## simulate 10^5 random histories of queued requests that move between replicas whose hands die (30 minutes)
 	FOREBAY_MOVES=100000 $(CARGO_TEST) -p forebay-scheduler --test scheduler wherever_they_move
 
-test-states: ## tell 10^5 random stories of recurrent states in state pages (10 minutes)
+test-states: ## simulate 10^5 random histories of recurrent states in state pages (10 minutes)
 	FOREBAY_STATES=100000 $(CARGO_TEST) -p forebay-scheduler --test scheduler with_recurrent_states
 
 test-fuzz-images: ## damage ten thousand image files of each format and prepare them (2 minutes)

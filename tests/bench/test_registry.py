@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -156,12 +158,18 @@ print("begun", flush=True)
 signal.pause()
 """)
     run = f"from benchmarks.__main__ import run; raise SystemExit(run('python {child}'))"
-    with subprocess.Popen([sys.executable, "-c", run], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout
-        assert process.stdout.readline() == "begun\n"
-        process.terminate()
-        assert process.wait(60) == 143
-        assert ended.exists()
+    with subprocess.Popen(
+        [sys.executable, "-c", run], cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            assert process.stdout
+            assert process.stdout.readline() == "begun\n"
+            process.terminate()
+            assert process.wait(60) == 143
+            assert ended.exists()
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_peers_narrow_the_servers() -> None:
