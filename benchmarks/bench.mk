@@ -21,7 +21,7 @@ LLAMA_JOBS ?= 2
 BENCH_VENVS := benchmarks/.venvs
 BENCH_STAMPS := $(BENCH_VENVS)/.stamps
 BENCH_PINS := benchmarks/requirements
-BENCH_VARIABLES = $(foreach name,ROUNDS STREAMS TEXT PEERS TRACE MOONCAKE,$(if $($(name)),$(name)='$($(name))'))
+BENCH_VARIABLES = $(strip $(foreach name,ROUNDS STREAMS TEXT PEERS TRACE MOONCAKE,$(if $($(name)),$(name)='$($(name))')))
 
 bench: bench-$(NAME) ## compare with the installed peers, about 2 hours; or run the benchmark NAME (`python -m benchmarks` lists them)
 
