@@ -15,7 +15,7 @@ from benchmarks import models, records, tables
 from benchmarks.load import Workload, load, measure, start
 from benchmarks.processes import ServerError
 from benchmarks.records import Results, Run
-from benchmarks.servers import BY_KEY, Server, Setting, Target, chosen
+from benchmarks.servers import BY_KEY, ROOT, Server, Setting, Target, chosen
 
 T = TypeVar("T", bound=Target)
 
@@ -30,7 +30,7 @@ def parser(description: str, *, rounds: int) -> argparse.ArgumentParser:
 
 
 def add_servers(flags: argparse.ArgumentParser, default: Sequence[str]) -> None:
-    """The flag that says which servers run."""
+    """The flags that choose the servers: all of them by name, or which of the peers run beside Forebay."""
     flags.add_argument(
         "--servers",
         type=words,
@@ -38,6 +38,18 @@ def add_servers(flags: argparse.ArgumentParser, default: Sequence[str]) -> None:
         metavar="NAMES",
         help=f"of {', '.join(BY_KEY)}; those not installed are left out [{','.join(default)}]",
     )
+    flags.add_argument(
+        "--peers", type=peers, action=_Narrow, metavar="NAMES", help="of the servers above, Forebay's and these only"
+    )
+
+
+class _Narrow(argparse.Action):
+    """Leaves peers out of the servers that are chosen so far."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        namespace.servers = [name for name in namespace.servers if name.startswith("forebay") or name in values]
 
 
 def words(text: str) -> list[str]:
@@ -46,6 +58,17 @@ def words(text: str) -> list[str]:
     unknown = [name for name in names if name not in BY_KEY]
     if unknown:
         raise argparse.ArgumentTypeError(f"no server is called {', '.join(unknown)}: there are {', '.join(BY_KEY)}")
+    return names
+
+
+def peers(text: str) -> list[str]:
+    """The same of peers: of servers, and of what else `make bench-setup` installs."""
+    names = text.replace(",", " ").split()
+    known = {path.stem for path in (ROOT / "benchmarks/requirements").glob("*.in")}
+    if unknown := [name for name in names if name not in known]:
+        raise argparse.ArgumentTypeError(
+            f"no peer is called {', '.join(unknown)}: there are {', '.join(sorted(known))}"
+        )
     return names
 
 

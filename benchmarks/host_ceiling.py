@@ -13,8 +13,9 @@ from benchmarks.beside import servers_table
 from benchmarks.cells import table_of
 from benchmarks.load import Workload
 from benchmarks.records import Results
-from benchmarks.servers import BY_KEY, FOREBAY_CPU, FOREBAY_SIM, Setting
+from benchmarks.servers import FOREBAY_CPU, FOREBAY_SIM, Setting
 
+SERVERS = ["forebay-sim", "forebay", "vllm", "vllm-rust", "sglang", "llama"]
 STREAMS = [64, 256, 1024, 2048, 4096]
 PROMPT = 10
 ANSWER = 128
@@ -37,7 +38,7 @@ def table(found: Results) -> str:
 def main() -> None:
     """The command."""
     flags = compare.parser("Host ceiling: streamed chat on a nearly free model.", rounds=3)
-    compare.add_servers(flags, list(BY_KEY))
+    compare.add_servers(flags, SERVERS)
     flags.add_argument("--streams", type=compare.numbers, default=STREAMS, metavar="N,N")
     chosen = flags.parse_args()
     workloads = [workload(streams) for streams in chosen.streams]

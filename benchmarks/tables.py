@@ -1,6 +1,6 @@
-"""Tables of results, and the sections of the pages in docs/performance that hold them.
+"""Tables of results, the sections of the pages in docs/performance that hold them, and the list of benchmarks.
 
-    python -m benchmarks.tables          # puts benchmarks/results/*.json into docs/performance/*.md
+    python -m benchmarks.tables          # puts results/*.json into docs/performance/*.md, the list into README.md
     python -m benchmarks.tables --check  # exits 1 if that would change it
 
 A section is what stands between `<!-- bench:NAME -->` and `<!-- /bench -->`. A benchmark registers its table itself:
@@ -15,12 +15,14 @@ from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 
-from benchmarks import cells, records
+from benchmarks import cells, records, registry
 from benchmarks.cells import Table
 from benchmarks.records import Results
 from benchmarks.servers import ROOT
 
 PAGES = ROOT / "docs/performance"
+LIST = ROOT / "benchmarks/README.md"
+"""The page with the list of benchmarks, whose section is named `list`."""
 FOLDERS = ("benchmarks", "benchmarks/gpu", "benchmarks/studies")
 """The folders of modules with tables."""
 _SECTION = re.compile(r"(<!-- bench:(?P<name>[\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
@@ -78,13 +80,13 @@ def main() -> None:
     flags = argparse.ArgumentParser(description="Put the committed results into docs/performance.")
     flags.add_argument("--check", action="store_true", help="change nothing; exit 1 if something would change")
     check: bool = flags.parse_args().check
-    rendered = committed(records.RESULTS)
-    for page in sorted(PAGES.glob("*.md")):
+    rendered = {**committed(records.RESULTS), "list": registry.markdown()}
+    for page in [LIST, *sorted(PAGES.glob("*.md"))]:
         before = page.read_text(encoding="utf-8")
         after = fill(before, rendered)
         if check and after != before:
             name = page.relative_to(ROOT)
-            raise SystemExit(f"{name} is not what benchmarks/results says: python -m benchmarks.tables")
+            raise SystemExit(f"{name} is not what the benchmarks and their results say: python -m benchmarks.tables")
         page.write_text(after, encoding="utf-8")
 
 

@@ -1,6 +1,5 @@
 """What holds for every file of the checkout."""
 
-import os
 import re
 import subprocess
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 
 import forebay
 from forebay import needs
+from tests.structure.make import plan
 from tests.structure.repository import ROOT, files, read
 
 # Made by tools, which choose what is in them.
@@ -74,11 +74,7 @@ def test_users_get_the_release_and_tests_the_checks() -> None:
     """`make build` compiles without debug assertions; the tests compile nothing but the profile that has them."""
 
     def profiles(target: str) -> set[str]:
-        command = ["make", "--dry-run", "--always-make", target]
-        # As if nothing were set: `make test PROFILE=release` passes its variables on to this test.
-        environment = {key: value for key, value in os.environ.items() if "MAKE" not in key and "PROFILE" not in key}
-        plan = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout
-        return set(re.findall(r"--profile (\w+)", plan))
+        return set(re.findall(r"--profile (\w+)", plan("--always-make", target)))
 
     assert profiles("build") == {"release"}
     assert profiles("test") == {"fast"}
