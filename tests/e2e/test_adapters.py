@@ -118,6 +118,22 @@ def test_no_adapter_finds_the_blocks_of_another(serve: Serve, tiny: Model, folde
         assert cached(model) == 16
 
 
+def test_blocks_of_adapters_come_back_from_the_host(serve: Serve, tiny: Model, folder: Path) -> None:
+    names = ("tone", "other")
+    modules = ("--lora-modules", *(f"{name}={folder / name}" for name in names))
+    tier = ("--enable-hierarchical-cache", "--debug-kv-checksum", "--hicache-ratio", "8", "--max-total-tokens", "400")
+    server = serve(tiny, *modules, *tier, "--page-size", "4")
+    models = (None, *names)
+    before = [tokens(server, model) for model in models]
+    for salt in range(4):
+        others = [(7 * at + salt) % 100 + 3 for at in range(190)]
+        server.ask("/generate", {"input_ids": others, "sampling_params": {"max_new_tokens": 2}})
+    server.wait_for_metric("forebay:copies_outstanding", lambda value: value == 0)
+    assert [tokens(server, model) for model in models] == before
+    assert server.metric("forebay:restores_total") == len(models)
+    assert server.metric("forebay:copies_failed_total") == 0
+
+
 def test_a_dead_hand_comes_back_with_its_adapters(serve: Serve, tiny: Model, folder: Path) -> None:
     server = serve(tiny, "--lora-modules", f"tone={folder / 'tone'}")
     before = tokens(server, "tone")

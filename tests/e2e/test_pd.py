@@ -39,9 +39,12 @@ def at_rest(server: Server) -> None:
     eventually(lambda: all(one["pages_held"] == 0 for one in server.replicas()), "the pages are free")
 
 
-@pytest.mark.parametrize("split", ["1:1", "1:2", pytest.param("2:1", marks=pytest.mark.slow)])
-def test_tokens_are_those_of_one_replica(serve: Serve, tiny: Model, expected: Expected, split: str) -> None:
-    server = serve(tiny, "--pd", split, *PD, "--page-size", "4")
+@pytest.mark.parametrize(
+    ("split", "hand"),
+    [("1:1", "rust"), ("1:1", "torch"), ("1:2", "rust"), pytest.param("2:1", "rust", marks=pytest.mark.slow)],
+)
+def test_tokens_are_those_of_one_replica(serve: Serve, tiny: Model, expected: Expected, split: str, hand: str) -> None:
+    server = serve(tiny, "--pd", split, *PD, "--page-size", "4", "--hand", hand)
     prefill = int(split[0])
     assert len(server.hands()) == sum(map(int, split.split(":")))
     answers = native_together(server, [request for request, _ in expected])
@@ -166,9 +169,10 @@ async def kill_under_load(server: Server, load: Load, victim: int) -> None:
         running.cancel()
 
 
+@pytest.mark.parametrize("hand", ["rust", pytest.param("torch", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("victim", [0, 1], ids=["prefill", "decode"])
-def test_deaths_under_load(serve: Serve, tiny: Model, expected: Expected, victim: int) -> None:
-    server = serve(tiny, "--pd", "1:1", *PD, "--debug-kv-copy-gbps", "0.2")
+def test_deaths_under_load(serve: Serve, tiny: Model, expected: Expected, victim: int, hand: str) -> None:
+    server = serve(tiny, "--pd", "1:1", *PD, "--debug-kv-copy-gbps", "0.2", "--hand", hand)
     load = Load(server, tiny, expected)
     asyncio.run(kill_under_load(server, load, victim))
     assert load.finished >= STREAMS
@@ -185,7 +189,6 @@ def test_deaths_under_load(serve: Serve, tiny: Model, expected: Expected, victim
         ("llama", ("--enable-lora",), "--pd: --enable-lora: adapters are not handed on yet"),
         ("llama", ("--hicache-write-policy", "write_back"), "--hicache-write-policy has to be write_through"),
         ("llama", ("--disable-radix-cache",), "--pd: --disable-radix-cache leaves no blocks to lend"),
-        ("llama", ("--hand", "rust"), "the Rust hand does not have a host tier"),
         ("qwen3-vl", (), "--pd: images are not handed on yet"),
     ],
 )

@@ -102,6 +102,7 @@ def accepted(server: Server) -> float:
         (*ALWAYS, "--speculative-num-draft-tokens", "1"),
         (*ALWAYS, "--draft-max", "3", "--lookahead", "0", "--chunked-prefill-size", "16"),
         (*ALWAYS, "--max-total-tokens", "400", "--page-size", "4"),
+        (*ALWAYS, "--pd", "1:1", "--pd-local-tokens", "0", "--threads", "1", "--debug-kv-checksum"),
         ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 5}'),
         (*ALWAYS, "--device", "deferred"),
     ],

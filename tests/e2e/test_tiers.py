@@ -56,6 +56,7 @@ def balanced(server: Server) -> None:
             marks=pytest.mark.slow,
         ),
         pytest.param(("--preemption", "recompute"), marks=pytest.mark.slow),
+        ("--hand", "torch", "--page-size", "4"),
     ],
     ids=" ".join,
 )
@@ -109,11 +110,19 @@ def test_a_second_turn_is_restored_and_told(serve: Serve, tiny: Model) -> None:
     balanced(server)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("deferred", marks=pytest.mark.slow)])
-def test_deaths_of_the_hand_under_load(serve: Serve, tiny: Model, expected: Expected, device: str) -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--hand", "rust"),
+        pytest.param(("--hand", "torch"), marks=pytest.mark.slow),
+        pytest.param(("--device", "deferred"), marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_deaths_of_the_hand_under_load(serve: Serve, tiny: Model, expected: Expected, flags: tuple[str, ...]) -> None:
     # Slow copies: whenever the hand dies, some are under way.
     slow = ("--debug-kv-copy-gbps", "0.05")
-    server = serve(tiny, "--max-total-tokens", "3000", *TIER, *slow, "--device", device)
+    server = serve(tiny, "--max-total-tokens", "3000", *TIER, *slow, *flags)
     load = Load(server, tiny, expected)
     killed = asyncio.run(kill_under_load(server, load, KILLS))
     assert len(killed) == KILLS
@@ -157,6 +166,39 @@ def test_a_death_with_a_warm_tier_costs_hardly_any_prefill(serve: Serve, tiny: M
     assert lost[0] > len(prompt)
     # What was computed just before may not have been saved.
     assert lost[1] < lost[0] / 10
+
+
+@pytest.mark.parametrize("hand", ["rust", pytest.param("torch", marks=pytest.mark.slow)])
+def test_a_copy_that_fails_costs_time_only(serve: Serve, tiny: Model, hand: str) -> None:
+    server = serve(tiny, *SMALL, *TIER, "--hand", hand)
+    prompt = tiny.encode(Path("LICENSE").read_text())[:200]
+    body = {"model": tiny.name, "prompt": prompt, "max_tokens": 4, "temperature": 0}
+    first = server.ask("/v1/completions", body)
+    for salt in range(4):
+        server.ask("/v1/completions", {**body, "prompt": [(7 * at + salt) % 100 + 3 for at in range(190)]})
+    server.wait_for_metric("forebay:copies_outstanding", lambda value: value == 0)
+    # Something writes all over the host's memory.
+    memory = os.open(f"/proc/{server.hand()}/fd/5", os.O_RDWR)
+    os.pwrite(memory, b"\x5c" * os.fstat(memory).st_size, 0)
+    os.close(memory)
+    second = server.ask("/v1/completions", body)
+    assert second["choices"][0]["text"] == first["choices"][0]["text"]
+    assert server.metric("forebay:copies_failed_total") > 0
+    assert server.metric("forebay:hand_deaths_total") == 0
+    server.wait_until_idle()
+    assert server.replicas()[0]["pages_held"] == 0
+
+
+def test_the_rust_hand_has_the_tier_without_python(serve: Serve, tiny: Model, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho started >> {tmp_path}/starts\nexit 1\n")
+    python.chmod(0o755)
+    server = serve(tiny, *TIER, "--python", str(python))
+    info = server.http.get("/server_info").json()
+    assert (info["config"]["hand"], info["config"]["hand_reason"]) == ("rust", None)
+    assert info["facts"]["host_page_count"] == 8 * info["facts"]["page_count"]
+    assert server.ask("/v1/completions", {"prompt": "a", "max_tokens": 3})["usage"]["completion_tokens"] == 3
+    assert not (tmp_path / "starts").exists()
 
 
 def test_overload_computes_less_than_a_page_again_a_preemption(serve: Serve, tiny: Model, expected: Expected) -> None:

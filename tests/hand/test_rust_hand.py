@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import gguf
@@ -102,14 +102,16 @@ class RustRunner:
 
 
 @contextmanager
-def rust(folder: Path, values: dict[str, Any]) -> Iterator[RustRunner]:
-    """A hand that is ready."""
+def rust(
+    folder: Path, values: dict[str, Any], memories: Mapping[int, int] = MappingProxyType({})
+) -> Iterator[RustRunner]:
+    """A hand that is ready, with memory of host tiers by {number in the hand: number here}."""
     ours, theirs = socket.socketpair()
     ours.settimeout(TIMEOUT_S)
     arena = os.memfd_create("arena")
     os.truncate(arena, ARENA_BYTES)
     with (folder / "stderr").open("wb") as errors, theirs:
-        pid = spawn({2: errors.fileno(), 3: theirs.fileno(), 4: arena}, rust=True)
+        pid = spawn({2: errors.fileno(), 3: theirs.fileno(), 4: arena, **memories}, rust=True)
     connection = Connection(ours)
     try:
         values = {**values, "arena_bytes": ARENA_BYTES}

@@ -1,6 +1,7 @@
 //! Frames over the socket to the brain.
 
 use std::io::{self, BufReader, ErrorKind, Read, Write};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Mutex;
 
@@ -32,6 +33,11 @@ impl Incoming {
     /// The next frame; `None` when the brain has closed the socket, or says that it is over.
     pub(crate) fn next(&mut self) -> Result<Option<Frame>, ConnectionError> {
         Ok(self.first()?.filter(|frame| frame.header().kind != Kind::Shutdown))
+    }
+
+    /// The socket, at which to wait for the next frame; `None`: some of it is here.
+    pub(crate) fn socket(&self) -> Option<BorrowedFd<'_>> {
+        self.0.buffer().is_empty().then(|| self.0.get_ref().as_fd())
     }
 
     /// The next frame of any kind; `None` if the brain has closed the socket.
@@ -68,5 +74,25 @@ impl Outgoing {
     pub(crate) fn send(&self, frame: &[u8]) -> Result<(), ConnectionError> {
         let mut socket = self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         Ok(socket.write_all(frame)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use forebay_protocol::{Hello, Message};
+
+    use super::*;
+
+    #[test]
+    fn who_waits_at_the_socket_misses_no_frame_that_is_here_already() {
+        let (mut brain, socket) = UnixStream::pair().expect("a socket");
+        let mut incoming = Incoming::new(&socket).expect("a reader");
+        let frame = Hello { pid: 7 }.encode().expect("a frame");
+        brain.write_all(&[&frame[..], &frame[..]].concat()).expect("written");
+        assert!(incoming.socket().is_some());
+        incoming.next().expect("a frame");
+        assert!(incoming.socket().is_none(), "the second came with the first");
+        incoming.next().expect("a frame");
+        assert!(incoming.socket().is_some());
     }
 }

@@ -1,42 +1,45 @@
-//! The descriptors that the brain has put at fixed numbers for this process, and settings of the
-//! system's own interface. This file has all unsafe code of the crate.
-#![expect(unsafe_code, reason = "descriptors are numbers before anybody owns them")]
+//! The descriptors that the brain has put at fixed numbers for this process, pages that copies
+//! reach beside steps, and settings of the system's own interface. This file has all unsafe code of
+//! the crate.
+#![expect(unsafe_code, reason = "descriptors are numbers, and pages addresses, of others too")]
 
 use std::io;
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::ptr::NonNull;
 
-use forebay_kernels::Shared;
+use forebay_kernels::{Room, Shared};
+use rustix::fs::{FileType, fstat};
 use rustix::io::{FdFlags, fcntl_getfd, fcntl_setfd};
 
 const SOCKET: i32 = 3;
 const ARENA: i32 = 4;
+const HOST: i32 = 5;
 
 /// The descriptors that the process was started with. They are taken once, before anything else
 /// opens a file.
 pub(crate) struct Given {
     pub(crate) socket: UnixStream,
     arena: Option<OwnedFd>,
+    host: Option<OwnedFd>,
+}
+
+/// The files with the pages of host tiers.
+pub(crate) struct HostFiles {
+    /// The file of the hand's own tier.
+    pub(crate) own: OwnedFd,
+    /// The files of other replicas, by their number; `None`: that replica lends nothing.
+    pub(crate) lenders: Vec<Option<OwnedFd>>,
 }
 
 impl Given {
-    /// Takes the socket and, if there is one, the arena.
+    /// Takes the socket, and the arena and the file of the host tier if there are any.
     pub(crate) fn take() -> io::Result<Self> {
         // SAFETY: who starts this process puts a socket here, and nothing else in it has opened a
         // descriptor.
         let socket = unsafe { OwnedFd::from_raw_fd(SOCKET) };
         fcntl_setfd(&socket, FdFlags::CLOEXEC)?;
-        // SAFETY: as above; where there is none, that is found out before it is used.
-        let arena = unsafe { OwnedFd::from_raw_fd(ARENA) };
-        let arena = if fcntl_getfd(&arena).is_ok() {
-            fcntl_setfd(&arena, FdFlags::CLOEXEC)?;
-            Some(arena)
-        } else {
-            // Nobody's: it must not be closed.
-            std::mem::forget(arena);
-            None
-        };
-        Ok(Self { socket: socket.into(), arena })
+        Ok(Self { socket: socket.into(), arena: taken(ARENA)?, host: taken(HOST)? })
     }
 
     /// Maps the arena of `bytes` bytes.
@@ -47,10 +50,135 @@ impl Given {
             None => Err(io::Error::other("an arena without memory for it")),
         }
     }
+
+    /// The files of host tiers, with the descriptors that the configuration names for lenders.
+    /// `None`: there is no file for a tier of the hand's own. It is called once, before anything
+    /// else opens a file.
+    pub(crate) fn host_files(&mut self, lenders: &[Option<u32>]) -> io::Result<Option<HostFiles>> {
+        let Some(own) = self.host.take() else { return Ok(None) };
+        let mut seen = Vec::new();
+        let mut lender = |number: Option<u32>| -> io::Result<Option<OwnedFd>> {
+            let Some(number) = number else { return Ok(None) };
+            let there = i32::try_from(number).ok().filter(|&it| it > HOST && !seen.contains(&it));
+            let none = || io::Error::other(format!("descriptor {number} is no file of a lender"));
+            let number = there.ok_or_else(none)?;
+            seen.push(number);
+            let file = taken(number)?.ok_or_else(none)?;
+            if FileType::from_raw_mode(fstat(&file)?.st_mode) != FileType::RegularFile {
+                // One of ours, which has another owner.
+                std::mem::forget(file);
+                return Err(none());
+            }
+            Ok(Some(file))
+        };
+        let lenders = lenders.iter().map(|&number| lender(number)).collect::<io::Result<_>>()?;
+        Ok(Some(HostFiles { own, lenders }))
+    }
+}
+
+/// Takes a descriptor that the brain may have put there.
+fn taken(number: i32) -> io::Result<Option<OwnedFd>> {
+    // SAFETY: nothing else in this process has a file with this number, and where there is none,
+    // that is found out before it is used.
+    let file = unsafe { OwnedFd::from_raw_fd(number) };
+    if fcntl_getfd(&file).is_err() {
+        // Nobody's: it must not be closed.
+        std::mem::forget(file);
+        return Ok(None);
+    }
+    fcntl_setfd(&file, FdFlags::CLOEXEC)?;
+    Ok(Some(file))
+}
+
+/// The pages of all layers, where copies read and write single ones while steps compute with
+/// others. The brain says which: a plan in flight names no page that is restored, and its rows
+/// write on no page that is saved.
+pub(crate) struct PageMemory {
+    /// Each part of pages: its first page, and the bytes of a page.
+    parts: Vec<(NonNull<u8>, usize)>,
+    pages: usize,
+    /// Keeps the mapping.
+    _memory: Room,
+}
+
+// SAFETY: memory belongs to no thread, and who may read and write it is said above.
+unsafe impl Send for PageMemory {}
+
+impl PageMemory {
+    /// The memory of `rooms`, of which each has one part of so many pages, or is empty. `memory` is
+    /// a further room of the same [`Room::parts`].
+    pub(crate) fn new<'a>(
+        rooms: impl IntoIterator<Item = &'a mut Room>,
+        pages: usize,
+        memory: Room,
+    ) -> Self {
+        let of = |room: &mut Room| {
+            let bytes = room.len() / pages.max(1);
+            Some((NonNull::new(room.as_mut_ptr())?, bytes)).filter(|_| bytes > 0)
+        };
+        Self { parts: rooms.into_iter().filter_map(of).collect(), pages, _memory: memory }
+    }
+
+    /// Bytes of a page, over all parts.
+    pub(crate) fn page_bytes(&self) -> usize {
+        self.parts.iter().map(|&(_, bytes)| bytes).sum()
+    }
+
+    /// The parts of a page that no row writes now; `None`: there is no such page.
+    pub(crate) fn read(&self, page: u32) -> Option<Vec<&[u8]>> {
+        let part = |(first, bytes): (*mut u8, usize)| {
+            // SAFETY: inside the room, by `places`, and nobody writes there now.
+            unsafe { std::slice::from_raw_parts(first, bytes) }
+        };
+        Some(self.places(page)?.map(part).collect())
+    }
+
+    /// The parts of a page that no row reads or writes now; `None`: there is no such page.
+    pub(crate) fn write(&mut self, page: u32) -> Option<Vec<&mut [u8]>> {
+        let part = |(first, bytes): (*mut u8, usize)| {
+            // SAFETY: inside the room, by `places`, and nobody else has this page now.
+            unsafe { std::slice::from_raw_parts_mut(first, bytes) }
+        };
+        Some(self.places(page)?.map(part).collect())
+    }
+
+    fn places(&self, page: u32) -> Option<impl Iterator<Item = (*mut u8, usize)>> {
+        let page = usize::try_from(page).ok().filter(|&page| page < self.pages)?;
+        // SAFETY: each room has so many pages, and the mapping lives as long as `_memory`.
+        let at = move |&(first, bytes): &(NonNull<u8>, usize)| unsafe {
+            (first.as_ptr().add(page * bytes), bytes)
+        };
+        Some(self.parts.iter().map(at))
+    }
 }
 
 /// A terminal sends ^C to the whole session, but it is the brain that decides when its hands go.
 pub(crate) fn ignore_interrupts() {
     // SAFETY: no handler runs; the call only sets what the kernel does.
     unsafe { libc::signal(libc::SIGINT, libc::SIG_IGN) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_is_a_part_of_each_room_that_has_pages() {
+        let mut rooms = Room::parts([6, 0, 9, 0]).expect("memory");
+        let memory = rooms.pop().expect("the last one");
+        for (value, room) in (1..).zip(&mut rooms) {
+            room.fill(value);
+        }
+        let mut pages = PageMemory::new(&mut rooms, 3, memory);
+        assert_eq!(pages.page_bytes(), 2 + 3);
+        let parts = pages.write(1).expect("of three");
+        assert_eq!(parts.iter().map(|part| part.len()).collect::<Vec<_>>(), [2, 3]);
+        parts.into_iter().for_each(|part| part.fill(7));
+        assert_eq!(rooms[0][..], [1, 1, 7, 7, 1, 1]);
+        assert_eq!(rooms[2][..], [3, 3, 3, 7, 7, 7, 3, 3, 3]);
+        assert_eq!(pages.read(2).expect("of three"), [&[1, 1][..], &[3, 3, 3][..]]);
+        assert!(pages.read(3).is_none() && pages.write(u32::MAX).is_none());
+        drop(rooms);
+        assert_eq!(pages.read(1).expect("the memory is kept")[1], [7, 7, 7]);
+    }
 }

@@ -10,6 +10,8 @@ use forebay_weights::{BertShape, Checkpoint, ModelError};
 use serde_json::Value;
 
 use crate::columns::Columns;
+use crate::copier::check_no_copies;
+use crate::host::host_page_count;
 use crate::kept::files;
 use crate::load::{Formats, Plan, Source, load};
 use crate::pooled::kind;
@@ -48,6 +50,8 @@ impl EncoderRunner {
         threads: &Arc<Threads>,
         report: Report<'_>,
     ) -> Result<Loaded, HandError> {
+        // It has no pages.
+        host_page_count(config, 0, 0, None)?;
         let (number, dtype, told) = numbers(&config.dtype)?;
         let int8 = config.quantization.as_deref() == Some("w8a8_int8");
         let formats = Formats { int8, ..Formats::default() };
@@ -131,6 +135,7 @@ impl EncoderRunner {
 
     fn rows(&mut self, plan: &StepPlan, result: &mut StepResult) -> Result<(), HandError> {
         self.tables.write(plan, &self.arena)?;
+        check_no_copies(plan)?;
         if plan.rows().len() == 0 {
             return Ok(());
         }

@@ -69,9 +69,10 @@ fn serve(mut given: Given, outgoing: &Outgoing) -> Result<(), HandError> {
         HandConfig::decode(&first).map_err(|error| HandError::Config(error.to_string()))?;
     let bytes = usize::try_from(config.arena_bytes).unwrap_or(usize::MAX);
     let arena = given.arena(bytes)?;
+    let host = given.host_files(&config.host_lenders)?;
     let progress = Reporter { outgoing, next: Mutex::new(Instant::now()) };
     let report = |done: usize, total: usize| progress.report(done, total);
-    let Loaded { mut runner, keep } = Runner::load(&config, arena, &report)?;
+    let Loaded { mut runner, keep } = Runner::load(&config, arena, host, &report)?;
     let seconds = (started.elapsed().as_secs_f64() * 1000.0).round() / 1000.0;
     let ready = Ready { load_seconds: seconds, ..runner.facts().clone() };
     outgoing.send(&frame(ready.encode())?)?;
@@ -87,8 +88,9 @@ fn serve(mut given: Given, outgoing: &Outgoing) -> Result<(), HandError> {
             let masks = ReceivedMasks::decode(&frame).map_err(ConnectionError::from)?;
             Ok(Some(masks))
         };
-        let Some(result) = runner.step(&plan, &mut masks)? else { return Ok(()) };
+        let Some(mut result) = runner.step(&plan, &mut masks)? else { return Ok(()) };
         follow(&mut *runner, &mut orders)?;
+        runner.end_copies(&plan, incoming.socket(), &mut result);
         result.encode(&mut out).map_err(ConnectionError::from)?;
         outgoing.send(&out)?;
     }

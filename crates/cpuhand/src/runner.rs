@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::CString;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -17,7 +18,10 @@ use crate::adapters::{AdapterPlaces, adapter_sizes, module_names, place_bytes};
 use crate::blocks::{is_of_file, quantization};
 use crate::columns::Columns;
 use crate::connection::ConnectionError;
+use crate::copier::Copier;
+use crate::descriptors::{HostFiles, PageMemory};
 use crate::encoder::EncoderRunner;
+use crate::host::{HostTier, host_page_count};
 use crate::kept::{Kept, files};
 use crate::load::{Formats, Plan, Source, assemble, load};
 use crate::parts::{DecoderParts, expert_sizes};
@@ -71,6 +75,16 @@ pub(crate) trait Executes {
         masks: &mut MaskSource<'_>,
     ) -> Result<Option<StepResult>, HandError>;
 
+    /// Puts the copies of pages that have ended into the result of a plan. Before, it waits for one
+    /// as the plan says, or until there is something to read at `socket`; `None`: there is.
+    fn end_copies(
+        &mut self,
+        _plan: &StepPlan,
+        _socket: Option<BorrowedFd<'_>>,
+        _result: &mut StepResult,
+    ) {
+    }
+
     /// Follows an order about an adapter.
     fn follow(&mut self, _: AdapterOrder) -> Result<(), HandError> {
         Err(no_places())
@@ -110,6 +124,8 @@ pub(crate) struct Runner {
     pub(crate) states: Option<States>,
     /// `None`: no row has an adapter.
     pub(crate) adapters: Option<AdapterPlaces>,
+    /// `None`: there is no host tier.
+    pub(crate) copier: Option<Copier>,
 }
 
 /// A runner, and the way to keep its weights for the next start.
@@ -124,6 +140,7 @@ impl Runner {
     pub(crate) fn load(
         config: &HandConfig,
         arena: Shared,
+        host: Option<HostFiles>,
         report: Report<'_>,
     ) -> Result<Loaded, HandError> {
         let kernels = std::env::var("FOREBAY_KERNELS").ok();
@@ -172,12 +189,30 @@ impl Runner {
         let pools: Vec<usize> = parts.kind_of.iter().enumerate().flat_map(pool).collect();
         let slots = config.slots as usize;
         let states = (state_bytes > 0).then(|| States::new(slots, pages as usize));
-        let rooms = Room::parts(pools.iter().copied())?;
+        let page_bytes = (pools.iter().sum::<usize>() / sizes.page_count) as u64;
+        let of_adapters = adapter_sizes(&parts, &sizes);
+        let of_places = config.lora.as_ref().map_or(0, |lora| place_bytes(lora, &of_adapters));
+        let beside = taken + of_places + page_bytes * sizes.page_count as u64;
+        let left = (available > 0).then(|| available.saturating_sub(beside));
+        let host_pages = host_page_count(config, sizes.page_count, page_bytes, left)?;
+        // The last one is nobody's: who has it keeps the memory.
+        let mut rooms = Room::parts(pools.iter().copied().chain([0]))?;
+        let memory = rooms.pop();
         let mut rooms = rooms.into_iter();
         let mut layers = Vec::new();
         while let (Some(keys), Some(values)) = (rooms.next(), rooms.next()) {
             layers.push([keys, values]);
         }
+        let copier = match (host_pages, host, memory) {
+            (0, ..) => None,
+            (pages, Some(files), Some(memory)) => {
+                let tier = HostTier::open(files, pages, page_bytes)?;
+                let rooms = layers.iter_mut().flatten();
+                let memory = PageMemory::new(rooms, sizes.page_count, memory);
+                Some(Copier::start(config, memory, sizes.page_count, tier)?)
+            }
+            _ => return Err(HandError::Config("a host tier without memory for it".into())),
+        };
         let earlier = kept.as_mut().and_then(|kept| kept.load(&plan, &threads, report));
         let weights = match earlier {
             Some(weights) => weights,
@@ -196,8 +231,6 @@ impl Runner {
         let assembled = assemble(&plan, &parts, &weights, sizes.positions)?;
         let decoder = Decoder::new(sizes.clone(), assembled, layers, state_rows as usize, &threads)
             .map_err(|error| ModelError::Broken(error.to_string()))?;
-        let page_bytes = (pools.iter().sum::<usize>() / sizes.page_count) as u64;
-        let of_adapters = adapter_sizes(&parts, &sizes);
         let (lora_bytes, lora_modules) = match &config.lora {
             Some(lora) => (place_bytes(lora, &of_adapters), module_names(&parts, &of_adapters)),
             None => (0, Vec::new()),
@@ -210,6 +243,7 @@ impl Runner {
             weight_bytes: plan.bytes(),
             kv_bytes: page_bytes * sizes.page_count as u64,
             device: "cpu".into(),
+            host_page_count: host_pages,
             tokens_a_row: 1,
             verifies_drafts: pooling.is_none() && state_bytes == 0,
             state_page_count: pages as u32,
@@ -243,6 +277,7 @@ impl Runner {
             pooler,
             states,
             adapters,
+            copier,
         };
         if !runner.warm_up()? {
             let mut what = "the weights give results that are not finite".to_owned();
@@ -337,6 +372,10 @@ fn check(config: &HandConfig) -> Result<(), HandError> {
         return Err(HandError::Config(format!(
             "kv cache dtype {other:?} is not supported on a CPU: use null or int8"
         )));
+    }
+    if config.kv_save_order != "behind" {
+        let order = &config.kv_save_order;
+        return Err(HandError::Config(format!("saves that are {order} are for sparse decoding")));
     }
     let gguf = config.model.get("format").and_then(Value::as_str) == Some("gguf");
     if config.quantization.as_deref() == Some("gguf") && (!gguf || config.load_format == "dummy") {

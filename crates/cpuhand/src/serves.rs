@@ -35,8 +35,9 @@ pub struct Asked<'a> {
     pub page_size: u32,
     /// The number of ranks of a group.
     pub ranks: u32,
-    /// True if pages are kept in the host's tier.
-    pub host_tier: bool,
+    /// True if requests may go on with chosen positions, of which pages of the host's tier have
+    /// the others.
+    pub sparse: bool,
     /// True if the user named a backend of attention.
     pub attention_backend: bool,
     /// True if requests may name adapters.
@@ -64,10 +65,7 @@ impl<'a> Asked<'a> {
             kv_cache_dtype: config.kv_cache_dtype.as_deref(),
             page_size: config.page_size,
             ranks: config.world_size,
-            host_tier: config.host_bytes.is_some()
-                || config.host_ratio.is_some()
-                || config.host_pages.is_some()
-                || config.hot_row_tokens.is_some(),
+            sparse: config.hot_row_tokens.is_some(),
             attention_backend: config.attention_backend.is_some(),
             adapters: config.lora.is_some(),
             draft_model: config.draft.is_some(),
@@ -97,8 +95,8 @@ pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
     if asked.ranks > 1 {
         return lacks("several ranks");
     }
-    if asked.host_tier {
-        return lacks("a host tier");
+    if asked.sparse {
+        return lacks("sparse decoding");
     }
     if asked.attention_backend {
         return lacks("backends of attention");
@@ -201,7 +199,7 @@ mod tests {
             kv_cache_dtype: None,
             page_size: 16,
             ranks: 1,
-            host_tier: false,
+            sparse: false,
             attention_backend: false,
             adapters: false,
             draft_model: false,
@@ -225,7 +223,7 @@ mod tests {
             (Asked { draft_model: true, ..good }, "draft models"),
             (Asked { device: "cuda", ..good }, "the device cuda"),
             (Asked { ranks: 2, ..good }, "several ranks"),
-            (Asked { host_tier: true, ..good }, "a host tier"),
+            (Asked { sparse: true, ..good }, "sparse decoding"),
             (Asked { attention_backend: true, ..good }, "backends of attention"),
             (
                 Asked { adapters: true, pooling: Some("last"), ..good },

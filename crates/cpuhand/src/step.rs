@@ -1,6 +1,7 @@
 //! A step: a plan in, a result out.
 
 use std::cell::RefCell;
+use std::os::fd::BorrowedFd;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
@@ -11,6 +12,7 @@ use forebay_protocol::{
 };
 
 use crate::columns::Columns;
+use crate::copier::{Copier, check_no_copies};
 use crate::drafts::{Run, count};
 use crate::prompts::{Wanted as PromptTokens, slice_rows};
 use crate::runner::{Executes, HandError, Runner, no_places, timed};
@@ -41,6 +43,10 @@ impl Executes for Runner {
         }
         self.tables.write(plan, &self.arena)?;
         self.tables.write_drafts(plan)?;
+        match &mut self.copier {
+            Some(copier) => copier.restore(plan)?,
+            None => check_no_copies(plan)?,
+        }
         let states = self.read_states(plan)?;
         states.load(&mut self.decoder)?;
         match &mut self.adapters {
@@ -62,11 +68,30 @@ impl Executes for Runner {
             }
         }
         states.save(&mut self.decoder)?;
+        if let Some(copier) = &mut self.copier {
+            copier.save(plan);
+        }
         timed(&mut result, begun, &mut self.ended, idle);
         if let Some(adapters) = &mut self.adapters {
-            result.placed = adapters.report(plan.wait_us());
+            // Where there are copies, the wait is for one of them.
+            let copies = self.copier.as_ref().is_some_and(Copier::is_busy);
+            let wait_us = if copies { 0 } else { plan.wait_us() };
+            result.placed = adapters.report(wait_us);
         }
         Ok(Some(result))
+    }
+
+    fn end_copies(
+        &mut self,
+        plan: &StepPlan,
+        socket: Option<BorrowedFd<'_>>,
+        result: &mut StepResult,
+    ) {
+        let Some(copier) = &mut self.copier else { return };
+        if let Some(socket) = socket.filter(|_| plan.wait_us() > 0) {
+            copier.wait(plan.wait_us(), socket);
+        }
+        copier.report(result);
     }
 
     fn follow(&mut self, order: AdapterOrder) -> Result<(), HandError> {

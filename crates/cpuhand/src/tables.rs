@@ -143,13 +143,9 @@ impl Tables {
             self.pages[slot * self.page_stride + index] =
                 page.map_or(-1, |page| i32::try_from(page).unwrap_or(-1));
         }
-        let others = [
-            ("host pages", plan.host_writes().len() + plan.hot_rows().len()),
-            ("copies of pages", plan.copies().len()),
-        ];
-        match others.into_iter().find(|&(_, count)| count > 0) {
-            Some((what, _)) => wrong(format!("{what} in a plan for a hand without a host tier")),
-            None => Ok(()),
+        match plan.host_writes().len() + plan.hot_rows().len() {
+            0 => Ok(()),
+            _ => wrong("host pages of slots in a plan for a hand without sparse decoding"),
         }
     }
 

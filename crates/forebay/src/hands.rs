@@ -46,7 +46,7 @@ impl Chosen {
             kv_cache_dtype: config.kv_cache_dtype.as_deref(),
             page_size: config.page_size,
             ranks,
-            host_tier: config.host_bytes.is_some() || config.host_ratio.is_some(),
+            sparse: config.hot_row_tokens.is_some(),
             attention_backend: config.attention_backend.is_some(),
             adapters: config.lora.is_some(),
             draft_model: config.draft.is_some(),

@@ -1,0 +1,462 @@
+//! Copies of pages between hot memory and the host's, beside the steps.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use forebay_protocol::{
+    COPY_FAILED, COPY_OK, CopyEnd, CopyTiming, Direction, HandConfig, PageCopy, StepPlan,
+    StepResult,
+};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+
+use crate::descriptors::PageMemory;
+use crate::host::HostTier;
+use crate::tables::{PlanError, wrong};
+
+/// Copies pages on a thread of its own, and reports finished copies.
+///
+/// Saves are submitted when the rows of their plan are computed. A restore waits for nothing,
+/// because no plan in flight names its target. It goes before all saves, because a request waits
+/// for it.
+pub(crate) struct Copier {
+    queue: Arc<Queue>,
+    hot_pages: u32,
+    host_pages: u32,
+    lenders: usize,
+    /// Copies whose end was not reported yet.
+    outstanding: usize,
+}
+
+/// Copies that wait, and those that have ended.
+struct Queue {
+    state: Mutex<State>,
+    changed: Condvar,
+    /// Readable when a copy has ended.
+    news: OwnedFd,
+}
+
+#[derive(Default)]
+struct State {
+    saves: VecDeque<PageCopy>,
+    restores: VecDeque<PageCopy>,
+    ended: Vec<CopyEnd>,
+    /// The time that saves and restores took and that was not reported yet.
+    busy: [Duration; 2],
+    /// True if nobody reads ends any more.
+    over: bool,
+}
+
+/// The work of the thread.
+struct Copying {
+    memory: PageMemory,
+    tier: HostTier,
+    checksums: bool,
+    /// Bytes a second at most, for tests.
+    rate: Option<f64>,
+}
+
+/// Checks that a plan has no copies, for a hand without a host tier.
+pub(crate) fn check_no_copies(plan: &StepPlan) -> Result<(), PlanError> {
+    match plan.copies().len() {
+        0 => Ok(()),
+        _ => wrong("copies of pages in a plan for a hand without a host tier"),
+    }
+}
+
+impl Copier {
+    /// Begins to copy between `memory`, which has so many pages, and `tier`.
+    pub(crate) fn start(
+        config: &HandConfig,
+        memory: PageMemory,
+        hot_pages: usize,
+        tier: HostTier,
+    ) -> io::Result<Self> {
+        let (host_pages, lenders) = (tier.pages(), tier.lenders());
+        let news = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        let state = Mutex::new(State::default());
+        let queue = Arc::new(Queue { state, changed: Condvar::new(), news });
+        let rate = config.copy_gbps.map(|gbps| gbps * 1e9);
+        let mut copying = Copying { memory, tier, checksums: config.kv_checksum, rate };
+        let of_thread = queue.clone();
+        // It ends after the copy that it is at, when this is dropped.
+        std::thread::Builder::new().name("copier".into()).spawn(move || {
+            while let Some(copy) = of_thread.next() {
+                let begun = Instant::now();
+                let done = copying.copy(&copy);
+                if let Err(error) = &done {
+                    // The brain computes what can't be copied.
+                    eprintln!("a page was not copied: {error}");
+                }
+                copying.slow_down(begun.elapsed());
+                of_thread.end(&copy, done.is_ok(), begun.elapsed());
+            }
+        })?;
+        let hot_pages = u32::try_from(hot_pages).unwrap_or(u32::MAX);
+        Ok(Self { queue, hot_pages, host_pages, lenders, outstanding: 0 })
+    }
+
+    /// Checks the copies of a plan, and submits its restores.
+    pub(crate) fn restore(&mut self, plan: &StepPlan) -> Result<(), PlanError> {
+        plan.copies().try_for_each(|copy| self.check(&copy))?;
+        self.submit(plan, Direction::Restore);
+        Ok(())
+    }
+
+    /// Submits the saves of a plan whose rows are computed.
+    pub(crate) fn save(&mut self, plan: &StepPlan) {
+        self.submit(plan, Direction::Save);
+    }
+
+    fn submit(&mut self, plan: &StepPlan, direction: Direction) {
+        let copies = plan.copies().filter(|copy| copy.direction == direction);
+        let mut state = self.queue.lock();
+        let waiting = match direction {
+            Direction::Save => &mut state.saves,
+            Direction::Restore | Direction::RestoreIndex => &mut state.restores,
+        };
+        let before = waiting.len();
+        waiting.extend(copies);
+        self.outstanding += waiting.len() - before;
+        drop(state);
+        self.queue.changed.notify_one();
+    }
+
+    fn check(&self, copy: &PageCopy) -> Result<(), PlanError> {
+        let &Self { hot_pages, host_pages, lenders, .. } = self;
+        let Some(hot) = copy.hot.filter(|_| copy.span.is_none()) else {
+            return wrong("a copy of a part of a page, for a hand that copies whole pages");
+        };
+        if let Some(lender) = copy.lender.filter(|&lender| lender as usize >= lenders) {
+            return wrong(format!("a copy from lender {} of {lenders}", u64::from(lender) + 1));
+        }
+        // The pages of a lender are counted where they are read.
+        if hot >= hot_pages || copy.lender.is_none() && copy.host >= host_pages {
+            return wrong(format!(
+                "a copy outside of {hot_pages} pages and {host_pages} of the host"
+            ));
+        }
+        Ok(())
+    }
+
+    /// True if the end of a copy was not reported yet.
+    pub(crate) fn is_busy(&self) -> bool {
+        self.outstanding > 0
+    }
+
+    /// Waits for the end of a copy, for so many microseconds at most, or until there is something
+    /// to read at `socket`. If no copy is under way, it does not wait.
+    pub(crate) fn wait(&self, us: u32, socket: BorrowedFd<'_>) {
+        let mut count = [0; 8];
+        // Empty if nothing has ended since the last time.
+        let _ = rustix::io::read(&self.queue.news, &mut count);
+        if !self.is_busy() || !self.queue.lock().ended.is_empty() {
+            return;
+        }
+        let mut fds =
+            [PollFd::new(&self.queue.news, PollFlags::IN), PollFd::new(&socket, PollFlags::IN)];
+        let limit = Timespec {
+            tv_sec: i64::from(us / 1_000_000),
+            tv_nsec: i64::from(us % 1_000_000) * 1000,
+        };
+        // A signal ends the wait like a plan.
+        let _ = poll(&mut fds, Some(&limit));
+    }
+
+    /// Puts the copies that ended since the last call into a result.
+    pub(crate) fn report(&mut self, result: &mut StepResult) {
+        let mut state = self.queue.lock();
+        if state.ended.is_empty() {
+            return;
+        }
+        result.copied = std::mem::take(&mut state.ended);
+        self.outstanding -= result.copied.len();
+        let [save_us, restore_us] = state.busy.each_mut().map(|busy| {
+            let us = u32::try_from(busy.as_micros()).unwrap_or(u32::MAX);
+            // What is no whole microsecond is of the next report.
+            *busy -= Duration::from_micros(us.into());
+            us
+        });
+        result.copy_timing = Some(CopyTiming { save_us, restore_us });
+    }
+}
+
+impl Drop for Copier {
+    fn drop(&mut self) {
+        self.queue.lock().over = true;
+        self.queue.changed.notify_one();
+    }
+}
+
+impl Queue {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The next copy, once there is one; `None`: nobody waits for it.
+    fn next(&self) -> Option<PageCopy> {
+        let mut state = self.lock();
+        loop {
+            if state.over {
+                return None;
+            }
+            if let Some(copy) = state.restores.pop_front().or_else(|| state.saves.pop_front()) {
+                return Some(copy);
+            }
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn end(&self, copy: &PageCopy, done: bool, taken: Duration) {
+        let error = if done { COPY_OK } else { COPY_FAILED };
+        let mut state = self.lock();
+        state.ended.push(CopyEnd { ticket: copy.ticket, error });
+        state.busy[usize::from(copy.direction != Direction::Save)] += taken;
+        drop(state);
+        // Fails only when the counter is full, and then it is readable.
+        let _ = rustix::io::write(&self.news, &1_u64.to_ne_bytes());
+    }
+}
+
+impl Copying {
+    /// Copies a page.
+    fn copy(&mut self, copy: &PageCopy) -> io::Result<()> {
+        let no_page = || io::Error::other("no such page");
+        let hot = copy.hot.ok_or_else(no_page)?;
+        let pages = match copy.lender {
+            None => self.tier.own(),
+            Some(lender) => self.tier.of(lender)?,
+        };
+        if copy.direction == Direction::Save {
+            let parts = self.memory.read(hot).ok_or_else(no_page)?;
+            pages.write(copy.host, &parts)?;
+            return match self.checksums {
+                true => pages.seal(copy.host, checksum(&parts)),
+                false => Ok(()),
+            };
+        }
+        pages.read(copy.host, self.memory.write(hot).ok_or_else(no_page)?)?;
+        if self.checksums {
+            let parts = self.memory.read(hot).ok_or_else(no_page)?;
+            if pages.sum(copy.host)? != checksum(&parts) {
+                let what = format!("host page {} is not as it was saved", copy.host);
+                return Err(io::Error::other(what));
+            }
+        }
+        Ok(())
+    }
+
+    /// Sleeps until a copy that took `taken` has taken as long as it is to take.
+    fn slow_down(&self, taken: Duration) {
+        let Some(rate) = self.rate else { return };
+        let least = Duration::try_from_secs_f64(self.memory.page_bytes() as f64 / rate);
+        std::thread::sleep(least.unwrap_or(Duration::MAX).saturating_sub(taken));
+    }
+}
+
+/// The CRC32 of a page.
+fn checksum(parts: &[&[u8]]) -> u32 {
+    let mut sum = crc32fast::Hasher::new();
+    parts.iter().for_each(|part| sum.update(part));
+    sum.finalize()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+    use std::os::unix::net::UnixStream;
+
+    use forebay_kernels::Room;
+    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+
+    use super::*;
+    use crate::descriptors::HostFiles;
+
+    const PAGES: usize = 4;
+
+    /// Hot pages of two parts, a tier of as many pages, and both ends of a socket.
+    struct Hand {
+        rooms: Vec<Room>,
+        host: OwnedFd,
+        copier: Copier,
+        brain: UnixStream,
+        socket: UnixStream,
+        ends: Vec<CopyEnd>,
+    }
+
+    fn memory() -> OwnedFd {
+        memfd_create("host", MemfdFlags::CLOEXEC).expect("a file")
+    }
+
+    fn copy(ticket: u32, direction: Direction, hot: u32, host: u32) -> PageCopy {
+        PageCopy { ticket, direction, hot: Some(hot), host, span: None, lender: None }
+    }
+
+    fn plan(copies: &[PageCopy]) -> StepPlan {
+        let mut plan = StepPlan::default();
+        plan.begin(1);
+        copies.iter().for_each(|&copy| plan.push_copy(copy));
+        plan
+    }
+
+    impl Hand {
+        fn new(host: OwnedFd, lenders: Vec<Option<OwnedFd>>, config: &HandConfig) -> Self {
+            let mut rooms = Room::parts([PAGES * 8, PAGES * 24, 0]).expect("memory");
+            let kept = rooms.pop().expect("the last one");
+            let own = host.try_clone().expect("a copy");
+            let pages = PAGES as u32;
+            let tier = HostTier::open(HostFiles { own, lenders }, pages, 32).expect("a tier");
+            let memory = PageMemory::new(&mut rooms, PAGES, kept);
+            let copier = Copier::start(config, memory, PAGES, tier).expect("a thread");
+            let (brain, socket) = UnixStream::pair().expect("a socket");
+            Self { rooms, host, copier, brain, socket, ends: Vec::new() }
+        }
+
+        fn checked() -> Self {
+            let config = HandConfig { kv_checksum: true, ..HandConfig::default() };
+            Self::new(memory(), Vec::new(), &config)
+        }
+
+        fn step(&mut self, copies: &[PageCopy]) {
+            let plan = plan(copies);
+            self.copier.restore(&plan).expect("a good plan");
+            self.copier.save(&plan);
+        }
+
+        /// The ends of so many copies, by ticket.
+        fn ended(&mut self, count: usize) -> Vec<(u32, i32)> {
+            while self.ends.len() < count {
+                self.copier.wait(1000, self.socket.as_fd());
+                let mut result = StepResult::default();
+                self.copier.report(&mut result);
+                assert_eq!(result.copied.is_empty(), result.copy_timing.is_none());
+                self.ends.append(&mut result.copied);
+            }
+            let mut ends: Vec<_> = self.ends.drain(..).map(|it| (it.ticket, it.error)).collect();
+            ends.sort_unstable();
+            ends
+        }
+
+        fn fill(&mut self, page: usize, value: u8) {
+            self.rooms[0][page * 8..][..8].fill(value);
+            self.rooms[1][page * 24..][..24].fill(value + 1);
+        }
+
+        fn page(&self, page: usize) -> [u8; 32] {
+            let parts = [&self.rooms[0][page * 8..][..8], &self.rooms[1][page * 24..][..24]];
+            parts.concat().try_into().expect("32 bytes")
+        }
+    }
+
+    #[test]
+    fn what_is_restored_is_what_was_saved_also_by_another_hand() {
+        let mut hand = Hand::checked();
+        hand.fill(1, 7);
+        hand.fill(3, 9);
+        let [first, other] = [hand.page(1), hand.page(3)];
+        hand.step(&[copy(5, Direction::Save, 1, 2), copy(6, Direction::Save, 3, 0)]);
+        assert_eq!(hand.ended(2), [(5, COPY_OK), (6, COPY_OK)]);
+        hand.step(&[copy(7, Direction::Restore, 0, 2)]);
+        assert_eq!(hand.ended(1), [(7, COPY_OK)]);
+        assert_eq!(hand.page(0), first);
+        let config = HandConfig { kv_checksum: true, ..HandConfig::default() };
+        let Hand { host, .. } = hand;
+        let mut next = Hand::new(host, Vec::new(), &config);
+        next.step(&[copy(1, Direction::Restore, 2, 0)]);
+        assert_eq!(next.ended(1), [(1, COPY_OK)]);
+        assert_eq!(next.page(2), other);
+    }
+
+    #[test]
+    fn a_page_that_is_not_as_it_was_saved_and_one_that_is_gone_are_failures() {
+        let mut hand = Hand::checked();
+        hand.fill(1, 7);
+        hand.step(&[copy(1, Direction::Save, 1, 2), copy(2, Direction::Save, 1, 3)]);
+        hand.ended(2);
+        rustix::io::pwrite(&hand.host, &[1], 2 * 32 + 31).expect("written");
+        hand.step(&[copy(3, Direction::Restore, 0, 2), copy(4, Direction::Restore, 2, 3)]);
+        assert_eq!(hand.ended(2), [(3, COPY_FAILED), (4, COPY_OK)]);
+        ftruncate(&hand.host, 3 * 32).expect("shorter");
+        hand.step(&[copy(5, Direction::Restore, 0, 3)]);
+        assert_eq!(hand.ended(1), [(5, COPY_FAILED)]);
+    }
+
+    #[test]
+    fn pages_are_borrowed_from_a_file_that_stays_as_it_is() {
+        let mut lender = Hand::checked();
+        lender.fill(1, 7);
+        lender.step(&[copy(1, Direction::Save, 1, 2)]);
+        lender.ended(1);
+        let lenders = vec![None, Some(lender.host.try_clone().expect("a copy"))];
+        let config = HandConfig { kv_checksum: true, ..HandConfig::default() };
+        let mut hand = Hand::new(memory(), lenders, &config);
+        let lent = |ticket, host, lender| PageCopy {
+            lender: Some(lender),
+            ..copy(ticket, Direction::Restore, 0, host)
+        };
+        hand.step(&[lent(2, 2, 1)]);
+        assert_eq!(hand.ended(1), [(2, COPY_OK)]);
+        assert_eq!(hand.page(0), lender.page(1));
+        // A page that the lender does not have, and a replica that lends nothing.
+        hand.step(&[lent(3, 4, 1), lent(4, 2, 0)]);
+        assert_eq!(hand.ended(2), [(3, COPY_FAILED), (4, COPY_FAILED)]);
+        assert!(hand.copier.restore(&plan(&[lent(5, 2, 2)])).is_err());
+    }
+
+    #[test]
+    fn restores_go_before_saves() {
+        let queue = Queue {
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            news: eventfd(0, EventfdFlags::NONBLOCK).expect("a counter"),
+        };
+        let [save, restore] =
+            [(1, Direction::Save), (2, Direction::Restore)].map(|(at, way)| copy(at, way, 0, 0));
+        queue.lock().saves.extend([save, save]);
+        assert_eq!(queue.next(), Some(save));
+        queue.lock().restores.push_back(restore);
+        assert_eq!([queue.next(), queue.next()], [Some(restore), Some(save)]);
+        queue.lock().over = true;
+        assert_eq!(queue.next(), None);
+    }
+
+    #[test]
+    fn a_frame_of_the_brain_ends_a_wait_and_so_does_an_end() {
+        // A copy takes hours.
+        let config = HandConfig { copy_gbps: Some(1e-12), ..HandConfig::default() };
+        let mut hand = Hand::new(memory(), Vec::new(), &config);
+        let forever = u32::MAX;
+        // Nothing is under way.
+        hand.copier.wait(forever, hand.socket.as_fd());
+        hand.step(&[copy(1, Direction::Save, 0, 0)]);
+        rustix::io::write(&hand.brain, b"a plan").expect("written");
+        hand.copier.wait(forever, hand.socket.as_fd());
+        let mut result = StepResult::default();
+        hand.copier.report(&mut result);
+        assert_eq!(result, StepResult::default());
+        hand.copier.queue.end(&copy(9, Direction::Restore, 0, 0), true, Duration::from_millis(2));
+        hand.copier.wait(forever, hand.socket.as_fd());
+        hand.copier.report(&mut result);
+        assert_eq!(result.copied, [CopyEnd { ticket: 9, error: COPY_OK }]);
+        assert_eq!(result.copy_timing, Some(CopyTiming { save_us: 0, restore_us: 2000 }));
+    }
+
+    #[test]
+    fn copies_of_what_is_not_there_are_refused() {
+        let mut hand = Hand::checked();
+        let whole = copy(1, Direction::Save, 0, 0);
+        let span = Some(forebay_protocol::Span { first: 0, count: 1 });
+        for wrong in [
+            PageCopy { hot: Some(4), ..whole },
+            PageCopy { host: 4, ..whole },
+            PageCopy { direction: Direction::RestoreIndex, hot: None, ..whole },
+            PageCopy { span, ..whole },
+        ] {
+            assert!(hand.copier.restore(&plan(&[wrong])).is_err(), "{wrong:?}");
+        }
+        assert!(check_no_copies(&plan(&[whole])).is_err());
+        assert!(check_no_copies(&plan(&[])).is_ok());
+    }
+}
