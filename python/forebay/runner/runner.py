@@ -539,7 +539,7 @@ class ModelRunner:
     def _queue_pooled(self, rows: Rows, inputs: StepInputs) -> Columns:
         if isinstance(self.model, Bert):
             check_whole(rows)
-            rows = replace(rows, segment=self.tables.segment[rows.slot].astype(np.int64))
+            rows = replace(rows, segment=self.tables.segment[rows.slot])
         if self._summed is not None:
             self._summed.check(rows)
         columns = VectorColumns(rows.sampling, self._vector_size, self.device)
