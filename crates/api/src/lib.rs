@@ -8,8 +8,8 @@
 //! have requests of their own: OpenAI's embeddings, Jina's and Cohere's rerank, and vLLM's score.
 //!
 //! A parameter is declared once: `parameter::generation` has those that several APIs share, with
-//! name, bound, description and place. An API accepts one with a line in its table. One walk along a
-//! body reads it by the table.
+//! name, bound, description and place. An API accepts one with a line in its table. One walk along
+//! a body reads it by the table.
 //!
 //! ```
 //! use forebay_api::{ApiError, ChatRequest, GenerationDefaults, Limits, parse_request};

@@ -1,5 +1,5 @@
-//! Shares of clients in loads: random stories in virtual time. Each client has models of its own, so
-//! a load shows for whom it is. `FOREBAY_STORIES` sets their number.
+//! Shares of clients in loads: random stories in virtual time. Each client has models of its own,
+//! so a load shows for whom it is. `FOREBAY_STORIES` sets their number.
 
 use std::collections::{BTreeMap, HashMap};
 
