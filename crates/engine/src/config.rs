@@ -68,8 +68,6 @@ pub struct EngineConfig {
     /// True if the model has recurrent layers, also where its hand does not say so.
     #[serde(skip)]
     pub is_recurrent: bool,
-    /// A setting that is tried.
-    pub trial_steps: u32,
     /// Places for adapters; 0: there are none.
     #[serde(rename = "max_loras")]
     pub places: u32,
@@ -114,7 +112,6 @@ impl Default for EngineConfig {
             images: None,
             state_interval: StateCache::INTERVAL,
             is_recurrent: false,
-            trial_steps: 3,
             places: 0,
         }
     }

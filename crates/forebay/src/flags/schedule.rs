@@ -58,9 +58,6 @@ pub(crate) struct ScheduleFlags {
     /// Steps planned ahead of the one that computes; 0 is the serial loop.
     #[arg(long, default_value_t = EngineConfig::default().lookahead, value_parser = clap::value_parser!(u32).range(0..=1))]
     pub(crate) lookahead: u32,
-    /// A setting that is tried.
-    #[arg(long, default_value_t = EngineConfig::default().trial_steps)]
-    pub(crate) trial_steps: u32,
 }
 
 impl ScheduleFlags {
@@ -86,7 +83,6 @@ impl ScheduleFlags {
                 SchedulePolicy::Priority => Policy::Priority,
             },
             lookahead: self.lookahead,
-            trial_steps: self.trial_steps,
             ..usual
         }
     }
