@@ -54,7 +54,6 @@ PLAN = (
     Column(29, "place_writes", PLACE_WRITE_WORDS),
     Column(30, "slot_places", SLOT_VALUE_WORDS),
     Column(32, "copy_sources"),
-    Column(33, "made_ms"),
 )
 """The columns of a plan's frame, by id."""
 
@@ -135,8 +134,6 @@ class PlanColumns:
     copy_sources: Int32s = ints(0)
     """The host tier of each copy: 0 the own, n the one with that place in `host_lenders` of the configuration;
     absent: the own. Only restores have others."""
-    made_ms: Int32s = ints(0)
-    """The milliseconds of the engine's clock at which the plan was made."""
 
 
 RESULT = (

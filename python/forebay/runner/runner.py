@@ -113,7 +113,6 @@ class ModelRunner:
         self._ops = self._choice.ops()
         self._tier: HostTier | None = None
         self._blocks = ""
-        self._made_ms = 0
         self._summed: Summed | None = None
         self._state_pages = 0
         with telling_of_memory(self.device):
@@ -381,10 +380,6 @@ class ModelRunner:
         The plan is in received form: its columns are views of its body, which belongs to the launched step from now on.
         If it has masked rows, `masks` gives their masks after the model's work is queued.
         """
-        if plan.made_ms.size:
-            made, self._made_ms = self._made_ms, int(plan.made_ms[0])
-            if self._made_ms < made:
-                raise PlanError(f"a plan made at {self._made_ms} ms, behind one made at {made} ms")
         device = self.device
         drafted = plan
         if self.draft_model is not None and plan.row_tokens.size and not plan.draft_tokens.size:

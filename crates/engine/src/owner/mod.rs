@@ -156,8 +156,6 @@ impl Owner {
             } else if std::mem::take(&mut self.rested) {
                 self.rested_step = Some(step);
             }
-            let made_ms = (self.clock.now_us() / 1000) as u32;
-            self.plans.iter_mut().for_each(|plan| plan.made_ms = Some(made_ms));
             self.executor.submit(&self.plans);
             for (member, plan) in self.members.iter_mut().zip(&self.plans) {
                 member.note_planned(plan);

@@ -176,8 +176,6 @@ columns! {
         /// The host tier of each copy: 0 the own, n the one with that place in `host_lenders` of
         /// the configuration; absent: the own. Only restores have others.
         32 copy_sources: Vec<i32>,
-        /// The milliseconds of the engine's clock at which the plan was made.
-        33 pub made_ms: Option<u32>,
     }
 }
 
