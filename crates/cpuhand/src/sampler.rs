@@ -89,8 +89,7 @@ fn suppresses(ask: &Ask<'_>) -> bool {
 fn adjust(logits: &[f32], ask: &Ask<'_>, adjusted: &mut Vec<f32>) {
     let (slot, params) = (ask.slot, &ask.slot.spec.sampling);
     adjusted.clear();
-    let part = params.logit_percent as f32 / 100.0;
-    adjusted.extend(logits.iter().map(|logit| logit * part));
+    adjusted.extend_from_slice(logits);
     for &(id, value) in params.logit_bias.iter() {
         adjusted[id as usize] += value;
     }

@@ -151,7 +151,6 @@ class Sampler:
     def __init__(self, tables: SlotTables, vocabulary: int, ops: Ops, device: Device, own: Part | None = None) -> None:
         """`own`: the tokens whose logits this rank has, with `ops` that know the other ranks; None: all."""
         self._tables = tables
-        self._percents = tables.values("logit_percents", 100, change_logits=True)
         self._vocabulary = vocabulary
         self._own = own
         self._ops = ops
@@ -230,9 +229,6 @@ class Sampler:
             columns["bias_rows"], columns["bias_ids"], columns["bias_values"] = self._owned(
                 *_ragged_ids(biased, [ids for ids, _ in parts]), np.concatenate([values for _, values in parts])
             )
-        percents = self._percents[slots]
-        if (percents != 100).any():
-            columns["percents"] = percents.astype(np.float32)
         rows = np.flatnonzero(penalised(tables.floats[slots]))
         if len(rows):
             lines = tables.counts.lines(slots[rows])
@@ -306,9 +302,9 @@ class Sampler:
 
     def _adjust(self, logits: torch.Tensor, columns: dict[str, torch.Tensor]) -> torch.Tensor:
         """Biases, penalties, suppressed stop ids, allowed ids and masks; the logits themselves where no row has any."""
-        if not columns.keys() & {"percents", "bias_rows", "penalised", "early_rows", "held", "masked"}:
+        if not columns.keys() & {"bias_rows", "penalised", "early_rows", "held", "masked"}:
             return logits
-        logits = logits * (columns["percents"] / 100)[:, None] if "percents" in columns else logits.clone()
+        logits = logits.clone()
         if "bias_rows" in columns:
             where = columns["bias_rows"], columns["bias_ids"]
             logits.index_put_(where, columns["bias_values"], accumulate=True)

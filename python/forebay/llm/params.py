@@ -97,8 +97,6 @@ class SamplingParams:
     """The number of candidates; 0 or -1: all."""
     min_p: float = 0.0
     """The share of the largest probability below which tokens are dropped."""
-    logit_percent: int = 100
-    """Multiplies the logits before all else."""
     seed: int | None = None
     """Makes sampling repeatable."""
     stop: str | Sequence[str] | None = None

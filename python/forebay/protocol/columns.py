@@ -54,7 +54,6 @@ PLAN = (
     Column(29, "place_writes", PLACE_WRITE_WORDS),
     Column(30, "slot_places", SLOT_VALUE_WORDS),
     Column(32, "copy_sources"),
-    Column(33, "logit_percents", SLOT_VALUE_WORDS),
 )
 """The columns of a plan's frame, by id."""
 
@@ -135,9 +134,6 @@ class PlanColumns:
     copy_sources: Int32s = ints(0)
     """The host tier of each copy: 0 the own, n the one with that place in `host_lenders` of the configuration;
     absent: the own. Only restores have others."""
-    logit_percents: Int32s = ints(0, SLOT_VALUE_WORDS)
-    """(`slot`, `value`): The percentage that multiplies the logits of new slots, where it is not 100, in the order
-    of `slots`."""
 
 
 RESULT = (
@@ -204,5 +200,5 @@ class ResultColumns:
     can't be read; 2: they have other content than the brain has read; 3: no memory."""
 
 
-SLOT_VALUES = ("segments", "embeds", "allowed_counts", "slot_places", "logit_percents")
+SLOT_VALUES = ("segments", "embeds", "allowed_counts", "slot_places")
 """The columns of a plan with values of some of the new slots."""

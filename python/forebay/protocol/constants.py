@@ -105,7 +105,7 @@ class RowRecord(IntEnum):
 
 
 class SlotValue(IntEnum):
-    """Index of a word in a record of `segments`, `embeds`, `allowed_counts`, `slot_places`, `logit_percents`."""
+    """Index of a word in a record of `segments`, `embeds`, `allowed_counts`, `slot_places`."""
 
     SLOT = 0
     VALUE = 1

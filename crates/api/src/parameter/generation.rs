@@ -24,7 +24,6 @@ pub(crate) const TEMPERATURE: Parameter = Parameter::new(Bound::Number { least: 
 pub(crate) const TOP_P: Parameter = Parameter::new(Bound::Number { least: 0.0, most: 1.0 }, "The share of probability that is kept (nucleus sampling); 0 is greedy.", |g, v| v.put(&mut g.top_p));
 pub(crate) const TOP_K: Parameter = Parameter::new(Bound::Amount { least: -1.0, most: i32::MAX as f64 }, "The number of candidates; -1 or 0 is off.", |g, v| v.put(&mut g.top_k));
 pub(crate) const MIN_P: Parameter = Parameter::new(Bound::Number { least: 0.0, most: 1.0 }, "The share of the largest probability below which tokens are dropped.", |g, v| v.put(&mut g.min_p));
-pub(crate) const LOGIT_PERCENT: Parameter = Parameter::new(Bound::Number { least: 0.0, most: 100.0 }, "The percentage by which logits are multiplied before all else; 100 is off.", |g, v| v.put(&mut g.logit_percent));
 pub(crate) const SEED: Parameter = Parameter::new(SEEDS, "The seed, which makes sampling repeatable.", |g, v| v.put(&mut g.seed));
 pub(crate) const N: Parameter = Parameter::new(Bound::Number { least: 1.0, most: CHOICES as f64 }, "Choices to generate for each prompt.", |g, v| v.put(&mut g.n));
 pub(crate) const PRESENCE_PENALTY: Parameter = Parameter::new(PENALTY, "A number that is subtracted from the logits of generated tokens.", |g, v| v.put(&mut g.presence_penalty));
@@ -65,7 +64,6 @@ pub(crate) struct GenerationParameters {
     pub(crate) top_p: Option<f32>,
     pub(crate) top_k: Option<i32>,
     pub(crate) min_p: Option<f32>,
-    pub(crate) logit_percent: Option<u32>,
     pub(crate) seed: Option<i128>,
     pub(crate) presence_penalty: Option<f32>,
     pub(crate) frequency_penalty: Option<f32>,
@@ -105,7 +103,6 @@ impl GenerationParameters {
             top_p: top_p.or(defaults.top_p.filter(|_| !is_greedy)).unwrap_or(1.0),
             top_k: self.top_k.or(defaults.top_k).unwrap_or(0).max(0),
             min_p: self.min_p.or(defaults.min_p).unwrap_or(0.0),
-            logit_percent: self.logit_percent.unwrap_or(100),
             repetition_penalty: self
                 .repetition_penalty
                 .or(defaults.repetition_penalty)

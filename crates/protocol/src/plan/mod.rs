@@ -176,9 +176,6 @@ columns! {
         /// The host tier of each copy: 0 the own, n the one with that place in `host_lenders` of
         /// the configuration; absent: the own. Only restores have others.
         32 copy_sources: Vec<i32>,
-        /// The percentage that multiplies the logits of new slots, where it is not 100, in the order
-        /// of `slots`.
-        33 logit_percents: Vec<SlotValue>,
     }
 }
 

@@ -22,8 +22,6 @@ pub struct SamplingParams {
     /// The share of the largest probability below which tokens are dropped, from 0 to 1; 0 (the
     /// default) is off.
     pub min_p: f32,
-    /// The percentage by which logits are multiplied before all else; 100 (the default) is off.
-    pub logit_percent: u32,
     /// A number that divides positive logits of seen tokens, and multiplies negative ones
     /// (Keskar et al. 2019); 1 (the default) is off.
     pub repetition_penalty: f32,
@@ -55,7 +53,6 @@ impl Default for SamplingParams {
             top_p: 1.0,
             top_k: 0,
             min_p: 0.0,
-            logit_percent: 100,
             repetition_penalty: 1.0,
             presence_penalty: 0.0,
             frequency_penalty: 0.0,
@@ -73,10 +70,7 @@ impl SamplingParams {
     /// model's.
     #[must_use]
     pub fn changes_logits(&self) -> bool {
-        self.has_penalty()
-            || self.logit_percent != 100
-            || !self.logit_bias.is_empty()
-            || self.allowed.is_some()
+        self.has_penalty() || !self.logit_bias.is_empty() || self.allowed.is_some()
     }
 
     /// True if a penalty is on, for which the slot's tokens are counted.
@@ -149,7 +143,6 @@ impl NewSlot<'_> {
             spec.pooling.is_some(),
             spec.embeds.is_some(),
             allowed.is_some(),
-            spec.sampling.logit_percent != 100,
             self.place.is_some(),
         ];
         let values = values.into_iter().filter(|&there| there).count();
@@ -283,9 +276,6 @@ impl StepPlan {
         if let Some(offset) = spec.embeds {
             self.embeds.push(SlotValue::new(slot, offset));
         }
-        if params.logit_percent != 100 {
-            self.logit_percents.push(SlotValue::new(slot, params.logit_percent));
-        }
         if let Some(place) = place {
             self.slot_places.push(SlotValue::new(slot, place));
         }
@@ -307,7 +297,7 @@ impl StepPlan {
         let (mut bias_ids, mut bias_values) = (&self.bias_ids[..], &self.bias_values[..]);
         let (mut segments, mut embeds) = (&self.segments[..], &self.embeds[..]);
         let (mut counts, mut allowed) = (&self.allowed_counts[..], &self.allowed_ids[..]);
-        let (mut places, mut percents) = (&self.slot_places[..], &self.logit_percents[..]);
+        let mut places = &self.slot_places[..];
         self.slots.iter().zip(&self.slot_floats).map(move |(record, floats)| {
             let (slot, biases) = (record.slot, record.bias_count as usize);
             let ids = take(&mut bias_ids, biases).iter().copied();
@@ -317,7 +307,6 @@ impl StepPlan {
                 top_p: floats.top_p,
                 top_k: record.top_k,
                 min_p: floats.min_p,
-                logit_percent: SlotValue::take(&mut percents, slot).unwrap_or(100),
                 repetition_penalty: floats.repetition_penalty,
                 presence_penalty: floats.presence_penalty,
                 frequency_penalty: floats.frequency_penalty,
@@ -400,7 +389,6 @@ impl StepPlan {
             (&self.embeds, 0),
             (&self.allowed_counts, 1),
             (&self.slot_places, 0),
-            (&self.logit_percents, 0),
         ];
         let allowed: i64 = self.allowed_counts.iter().map(|count| i64::from(count.value)).sum();
         Ok(self.slot_floats.len() == self.slots.len()

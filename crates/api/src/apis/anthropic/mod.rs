@@ -48,7 +48,6 @@ const LINES: &[Line<MessagesRequest>] = &[
     own("stream", Bound::Flag, "Send typed events.", |r, v| v.put(&mut r.stream)),
     p("temperature", TEMPERATURE),
     p("top_p", TOP_P),
-    p("logit_percent", LOGIT_PERCENT),
     p("top_k", TOP_K),
     own("thinking", Bound::Object(&[THINKING]), "The switch for reasoning, and its largest number of tokens.", |r, v| v.put(&mut r.thinking)),
     own("tools", Bound::Tree, "Functions that the model may call.", |r, v| v.put(&mut r.tools)),

@@ -34,7 +34,6 @@ const LINES: &[Line<LlamaRequest>] = &[
     p("top_k", TOP_K).described("The number of candidates; 0 is off."),
     p("top_p", TOP_P),
     p("min_p", MIN_P),
-    p("logit_percent", LOGIT_PERCENT),
     p("repeat_penalty", REPETITION_PENALTY),
     p("presence_penalty", PRESENCE_PENALTY),
     p("frequency_penalty", FREQUENCY_PENALTY),

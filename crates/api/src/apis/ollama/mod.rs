@@ -170,7 +170,6 @@ const OPTIONS: &[Line<OllamaOptions>] = &[
     p("top_p", TOP_P).described("Nucleus mass."),
     p("top_k", TOP_K).described("Most likely tokens that are left."),
     p("min_p", MIN_P).described("The least probability, as a part of the largest."),
-    p("logit_percent", LOGIT_PERCENT),
     p("seed", SEED).described("The seed; equal seeds give equal answers."),
     p("stop", STOP).described("Texts that end the answer."),
     p("repeat_penalty", REPETITION_PENALTY).described("Factor for tokens that were there."),

@@ -90,7 +90,6 @@ pub(crate) trait Shares: Generates {
         p("top_p", TOP_P),
         p("top_k", TOP_K),
         p("min_p", MIN_P),
-        p("logit_percent", LOGIT_PERCENT),
         p("seed", SEED),
         p("presence_penalty", PRESENCE_PENALTY),
         p("frequency_penalty", FREQUENCY_PENALTY),

@@ -66,7 +66,6 @@ const LINES: &[Line<ResponsesRequest>] = &[
     p("max_output_tokens", MAX_TOKENS).bounded(count(1)).described("The largest number of tokens to generate; the rest of the context if absent."),
     p("temperature", TEMPERATURE),
     p("top_p", TOP_P),
-    p("logit_percent", LOGIT_PERCENT),
     own("tools", Bound::Tree, "Functions that the model may call, and tools whose input is text.", |r, v| v.put(&mut r.tools)),
     own("tool_choice", Bound::Tree, "`auto`, `none`, `required`, or an object that names a tool.", |r: &mut ResponsesRequest, v| v.put(&mut r.tool_choice)).shown(TEXT),
     own("parallel_tool_calls", Bound::Flag, "True if an answer may have several calls; true if absent.", |r, v| v.put(&mut r.parallel_tool_calls)),

@@ -81,7 +81,6 @@ const SAMPLING: &[Line<GenerateSampling>] = &[
     p("top_p", TOP_P),
     p("top_k", TOP_K),
     p("min_p", MIN_P),
-    p("logit_percent", LOGIT_PERCENT),
     p("sampling_seed", SEED).also(&["seed"]).described("The seed, which makes sampling repeatable; `seed` is accepted too."),
     p("presence_penalty", PRESENCE_PENALTY),
     p("frequency_penalty", FREQUENCY_PENALTY),
