@@ -26,7 +26,7 @@ def naming(texts: Mapping[Path, str], *words: str) -> Mapping[Path, str]:
     return {path: text for path, text in texts.items() if all(word in text for word in words)}
 
 
-def is_rust(owner: str, name: str, texts: Mapping[Path, str]) -> bool:
+def is_rust(texts: Mapping[Path, str], owner: str, name: str) -> bool:
     """True if a type has a function or field of this name, or a module a function or module."""
     if owner[0].islower():
         declared = re.compile(rf"\b(?:fn|mod) {name}\b")
@@ -37,7 +37,7 @@ def is_rust(owner: str, name: str, texts: Mapping[Path, str]) -> bool:
     return any(of_type.search(text) and declared.search(text) for text in naming(texts, owner, name).values())
 
 
-def is_python(owner: str, name: str, texts: Mapping[Path, str]) -> bool:
+def is_python(texts: Mapping[Path, str], owner: str, name: str) -> bool:
     """True if a class has a method or field of this name."""
     declared = re.compile(rf"\bdef {name}\b|\b(?:self\.)?{name}\b.* = |^    {name}:", re.MULTILINE)
     of_class = re.compile(rf"^class {owner}\b", re.MULTILINE)
@@ -47,9 +47,9 @@ def is_python(owner: str, name: str, texts: Mapping[Path, str]) -> bool:
 def missing(page: str) -> Iterator[str]:
     """The names in a page that nothing has."""
     for code in dict.fromkeys(_CODE.findall(page)):
-        if (match := _RUST.match(code)) and not is_rust(*match.groups(), sources(".rs")):
+        if (match := _RUST.match(code)) and not is_rust(sources(".rs"), *match.groups()):
             yield code
-        if (match := _PYTHON.match(code)) and not is_python(*match.groups(), sources(".py")):
+        if (match := _PYTHON.match(code)) and not is_python(sources(".py"), *match.groups()):
             yield code
 
 
