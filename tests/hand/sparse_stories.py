@@ -20,8 +20,9 @@ from forebay.gpu.choose import VARIABLE
 from forebay.layers import routing
 from forebay.protocol.constants import COPY_OK, COPY_RESTORE, COPY_RESTORE_INDEX, COPY_SAVE, NO_PAGE
 from forebay.protocol.result import StepResult
+from forebay.runner.host_tier import HostMemory
 from forebay.runner.launched import Launched
-from forebay.runner.runner import HostMemory, ModelRunner
+from forebay.runner.runner import ModelRunner
 from tests.hand.greedy import model_of
 from tests.hand.support import (
     INDEXED,

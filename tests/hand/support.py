@@ -46,8 +46,9 @@ from forebay.device.deferred import DeferredDevice
 from forebay.protocol.constants import FLAG_MASKED, FLAG_SAMPLE, SLOT_WORDS
 from forebay.protocol.frames import Float32s, Int32s
 from forebay.protocol.plan import Plan
+from forebay.runner.host_tier import HostMemory
 from forebay.runner.launched import Launched
-from forebay.runner.runner import HostMemory, ModelRunner
+from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
 
 HOST = open_device("cpu", 1)

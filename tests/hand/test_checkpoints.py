@@ -159,7 +159,7 @@ def test_a_broken_checkpoint_is_told_before_anything_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Weights], Any], message: str
 ) -> None:
     model = saved(tmp_path, reference_model("deepseek-v3"), change)
-    monkeypatch.setattr("forebay.runner.runner.iter_kept", lambda *_: pytest.fail("a weight was read"))
+    monkeypatch.setattr("forebay.runner.loader.iter_kept", lambda *_: pytest.fail("a weight was read"))
     with pytest.raises(ModelError, match=message):
         loaded(model)
 
@@ -186,7 +186,7 @@ def test_an_index_that_does_not_fit_is_told_before_anything_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Weights], Any], message: str
 ) -> None:
     model = saved(tmp_path, reference_model("glm-dsa-shared"), change)
-    monkeypatch.setattr("forebay.runner.runner.iter_kept", lambda *_: pytest.fail("a weight was read"))
+    monkeypatch.setattr("forebay.runner.loader.iter_kept", lambda *_: pytest.fail("a weight was read"))
     with pytest.raises(ModelError, match=message):
         loaded(model)
 

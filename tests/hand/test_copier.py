@@ -12,7 +12,8 @@ import pytest
 
 from forebay.protocol.constants import COPY_FAILED, COPY_OK, COPY_RESTORE, COPY_SAVE
 from forebay.protocol.result import StepResult
-from forebay.runner.runner import HostMemory, ModelRunner
+from forebay.runner.host_tier import HostMemory
+from forebay.runner.runner import ModelRunner
 from forebay.state.config import ConfigError
 from forebay.state.slots import PlanError
 from tests.hand.support import PlanBuilder, greedy_reference, reference_model, runner_of

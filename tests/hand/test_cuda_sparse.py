@@ -13,7 +13,8 @@ from forebay.device import DeviceError
 from forebay.device.watch import NoStrayCopies, NoWaits
 from forebay.gpu import reference
 from forebay.gpu.choose import VARIABLE
-from forebay.runner.runner import HostMemory, ModelRunner
+from forebay.runner.host_tier import HostMemory
+from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
 from tests.hand.fake_cuda import FakeCuda, fake_tensors, install
 from tests.hand.sparse_slot import PROMPT, Slot, says_what_transformers_says

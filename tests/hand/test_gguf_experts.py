@@ -245,6 +245,6 @@ def test_what_is_wrong_with_a_file_is_told_before_anything_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Change, message: str
 ) -> None:
     path = write(tmp_path / "m.gguf", model_of("deepseek-v3"), Form(change=change))
-    monkeypatch.setattr("forebay.runner.runner.iter_weights", lambda *_: pytest.fail("a weight was read"))
+    monkeypatch.setattr("forebay.runner.loader.iter_weights", lambda *_: pytest.fail("a weight was read"))
     with pytest.raises(ModelError, match=message):
         loaded(path, tmp_path)

@@ -21,7 +21,7 @@ from forebay.protocol import frames
 from forebay.protocol.constants import ROW_NOT_FINITE
 from forebay.protocol.plan import Plan
 from forebay.protocol.result import StepResult
-from forebay.runner import runner as runner_module
+from forebay.runner import loader
 from forebay.runner.runner import ModelRunner, NotFiniteError
 from forebay.state.config import RunnerConfig
 from forebay.weights import packed
@@ -89,7 +89,7 @@ def no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         raise AssertionError("the checkpoint was looked at")
 
     def forbid() -> None:
-        monkeypatch.setattr(runner_module, "iter_weights", fail)
+        monkeypatch.setattr(loader, "iter_weights", fail)
         monkeypatch.setattr(Place, "read", fail)
         monkeypatch.setattr(Place, "blocks", fail)
 

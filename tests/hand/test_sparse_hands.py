@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from forebay.gpu import reference
 from forebay.gpu.hot import Found
 from forebay.protocol.constants import COPY_RESTORE_INDEX, COPY_SAVE, NO_PAGE
-from forebay.runner.runner import HostMemory, ModelRunner
+from forebay.runner.host_tier import HostMemory
+from forebay.runner.runner import ModelRunner
 from forebay.state.checks import PlanError
 from tests.hand.greedy import model_of
 from tests.hand.sparse_slot import FULL, PROMPT, ROWS, Slot

@@ -12,7 +12,8 @@ import torch
 from benchmarks.described import model_config
 from forebay.protocol.constants import COPY_FAILED, COPY_OK, COPY_RESTORE, COPY_RESTORE_INDEX, COPY_SAVE, NO_PAGE
 from forebay.runner.copier import Copier
-from forebay.runner.runner import HostMemory, ModelRunner
+from forebay.runner.host_tier import HostMemory
+from forebay.runner.runner import ModelRunner
 from forebay.state.checks import PlanError
 from forebay.state.config import ConfigError, RunnerConfig
 from forebay.state.hot_rows import HotRows

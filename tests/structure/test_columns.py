@@ -17,6 +17,9 @@ from tests.structure.repository import files, inside, read
 MADE = Path("python/forebay/protocol")
 # Masks follow a plan in a frame of their own, whose rows are not a plan's.
 MASKS = Path("crates/protocol/src/masks.rs")
+# Whoever writes or reads plans and results. Elsewhere the words of columns are those of other things.
+READERS = [*(f"crates/{name}/src" for name in ("protocol", "kvcache", "scheduler", "engine", "hand", "cpuhand"))]
+READERS += ["python/forebay"]
 GENERATED = {MADE / "columns.py", MADE / "constants.py"}
 _BLOCK = re.compile(r"^(columns|record)! \{\n(.*?)^\}\n", re.MULTILINE | re.DOTALL)
 _COLUMN = re.compile(r"^ +\d+ (?:pub )?(\w+): ", re.MULTILINE)
@@ -71,7 +74,7 @@ def test_no_column_is_spelled_twice() -> None:
     found = {
         str(path): spellings
         for path in files()
-        if path.suffix in {".rs", ".py"} and inside(path, ["crates/protocol/src", "python/forebay"])
+        if path.suffix in {".rs", ".py"} and inside(path, READERS)
         if path not in {*GENERATED, MASKS} and path.stem != "tests"
         if (spellings := second_spellings(read(path)))
     }

@@ -10,7 +10,10 @@ from tests.structure.repository import files, inside, read
 SOURCE = Path("crates/api/src")
 ENGINE = ("limits", "parameter")
 """What compares values with bounds, whatever they are."""
+SHARED = SOURCE / "parameter/generation.rs"
+"""The parameters of several APIs."""
 BESIDE_TABLES = {
+    ("apis/llama/mod.rs", "BIAS"),
     ("apis/llama/mod.rs", "BIASES"),
     ("apis/ranking.rs", "PAIR_BYTES"),
     ("pooling.rs", "INPUTS"),
@@ -27,6 +30,11 @@ _TABLE = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 _LIMIT = re.compile(r"^pub const (\w+):", re.MULTILINE)
+_COMPARISON = re.compile(r"(?<![<>=:-])[<>]=?\s*-?(\d[\d_.]*)\b(?!\s*>)|(\d[\d_.]*)\s*\.\.=?\s*-?\d")
+_STRUCT = re.compile(r"^(?:pub(?:\(\w+\))? )?struct (\w+) \{\n(.*?)^\}", re.DOTALL | re.MULTILINE)
+_FIELD = re.compile(r"^    (?:pub(?:\(\w+\))? )?(\w+): (Option<.*>),", re.MULTILINE)
+POOLED = {"EmbeddingRequest", "RerankRequest", "ScoreRequest"}
+"""Requests that generate nothing, and so have few of the parameters."""
 
 
 def without_tables(text: str) -> str:
@@ -38,7 +46,7 @@ def without_tables(text: str) -> str:
 def sources() -> list[Path]:
     """The product files of the crate, but for what compares values with bounds."""
     found = [path for path in files() if path.suffix == ".rs" and inside(path, [str(SOURCE)]) and path.stem != "tests"]
-    return [path for path in found if path.relative_to(SOURCE).parts[0] not in ENGINE]
+    return [path for path in found if path == SHARED or path.relative_to(SOURCE).parts[0] not in ENGINE]
 
 
 def limits() -> list[str]:
@@ -59,6 +67,47 @@ def test_limits_are_compared_in_few_other_places() -> None:
         if re.search(rf"\b{limit}\b", without_tables(read(path)))
     }
     assert found == BESIDE_TABLES
+
+
+def literal_bounds(code: str) -> list[str]:
+    """Comparisons and ranges with a number that is neither 0 nor 1."""
+    found = ((match[0], (match[1] or match[2]).rstrip(".")) for match in _COMPARISON.finditer(code))
+    return [text for text, number in found if float(number) not in (0, 1)]
+
+
+def test_no_bound_is_a_number_in_code() -> None:
+    found = {str(path): bounds for path in sources() if (bounds := literal_bounds(without_tables(read(path))))}
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("if temperature > 2.0 {", True),
+        ("(-100.0..=100.0).contains(&bias)", True),
+        ("if count <= 4_096 {", True),
+        ("if start < -1 || count > 0 {", False),
+        ("let z = z ^ (z >> 30) << 16;", False),
+        ("values.as_chunks::<16>() -> [u8; 4]", False),
+        ("(-BIAS..=BIAS).contains(&bias)", False),
+    ],
+)
+def test_a_literal_bound_is_seen(code: str, found: bool) -> None:
+    assert bool(literal_bounds(code)) is found
+
+
+def fields(code: str) -> dict[str, set[tuple[str, str]]]:
+    """The optional fields of the structs of Rust code, each with its type."""
+    return {name: set(_FIELD.findall(body)) for name, body in _STRUCT.findall(code)}
+
+
+def test_a_parameter_of_several_apis_is_a_field_of_one_type() -> None:
+    shared = fields(read(SHARED))["GenerationParameters"]
+    assert len(shared) > 20
+    requests = [path for path in sources() if inside(path, [str(SOURCE / "apis")])]
+    found = {name for path in requests for name, own in fields(read(path)).items() if own & shared}
+    assert {name for name in found if not name.startswith("Valid")} == POOLED
+    assert fields("struct A {\n    top_k: Option<i32>,\n}\n")["A"] & shared
 
 
 def test_there_are_tables() -> None:

@@ -7,9 +7,9 @@
 //! known after the text is tokenised ([`Generation::room`]). Models that make vectors and scores
 //! have requests of their own: OpenAI's embeddings, Jina's and Cohere's rerank, and vLLM's score.
 //!
-//! A parameter is declared once: `params` has those that several APIs share, with name, bound,
-//! description and place. An API accepts one with a line in its table. One walk along a body reads
-//! it by the table.
+//! A parameter is declared once: `parameter::generation` has those that several APIs share, with
+//! name, bound, description and place. An API accepts one with a line in its table. One walk along
+//! a body reads it by the table.
 //!
 //! ```
 //! use forebay_api::{ApiError, ChatRequest, GenerationDefaults, Limits, parse_request};
@@ -45,8 +45,6 @@ mod images;
 mod inert;
 pub mod limits;
 mod parameter;
-#[rustfmt::skip]
-mod params;
 mod parse;
 pub mod peer;
 mod pooling;
@@ -102,6 +100,7 @@ pub use error::{ApiError, ErrorBody, ErrorObject};
 pub use gzip::Inflater;
 pub use images::{ImagePart, ImageUrl};
 pub use parameter::Field;
+pub use parameter::generation::GenerationDefaults;
 pub use parse::{Parsed, parse_request};
 pub use pooling::PoolingUsage;
 pub use preference::preference;
@@ -112,7 +111,7 @@ pub use response::{
     FunctionCall, FunctionDelta, ModelCard, ModelList, PromptTokenLogprob, PromptTokenLogprobs,
     PromptTokensDetails, ResponseMessage, StopReason, ToolCall, ToolCallDelta, Usage,
 };
-pub use sampling::{Generation, GenerationDefaults, Limits, MaxTokens, choice_seed};
+pub use sampling::{Generation, Limits, MaxTokens, choice_seed};
 pub use scan::{Members, members, plain_string};
 pub use structure::Structure;
 pub use tools::{CallDemand, Calls, OfferedTool, OfferedTools, TextForm};

@@ -1,33 +1,18 @@
-//! Parameters that all APIs share, and their validation.
+//! The validation of the parameters of a generation.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use forebay_engine::{Preference, PromptTail};
 use forebay_protocol::SamplingParams;
-use serde::Serialize;
 
 use crate::error::ApiError;
 use crate::limits::{LOGPROBS, TOTAL_CHOICES};
+use crate::parameter::generation::{GenerationDefaults, GenerationParameters};
 use crate::preference::preference;
 use crate::prompt::{Strings, in_vocabulary};
 use crate::salt::check_salt;
-use crate::structure::{Spellings, Structure};
-
-/// The values of the model's `generation_config.json`, which are defaults of absent parameters.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
-pub struct GenerationDefaults {
-    /// The default of `temperature`.
-    pub temperature: Option<f32>,
-    /// The default of `top_p`.
-    pub top_p: Option<f32>,
-    /// The default of `top_k`.
-    pub top_k: Option<i32>,
-    /// The default of `min_p`.
-    pub min_p: Option<f32>,
-    /// The default of `repetition_penalty`.
-    pub repetition_penalty: Option<f32>,
-}
+use crate::structure::Structure;
 
 /// The limits of a request by the model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -171,44 +156,6 @@ pub fn choice_seed(seed: u64, choice: u32) -> u64 {
     z ^ (z >> 31)
 }
 
-/// The parameters of a generation as the client gave them, whichever API they came by.
-#[derive(Debug, Default)]
-pub(crate) struct GenerationParameters {
-    pub(crate) max_tokens: Option<u32>,
-    /// The number of tokens for a client that gives none.
-    pub(crate) default_max_tokens: Option<u32>,
-    pub(crate) min_tokens: Option<u32>,
-    pub(crate) n: Option<u32>,
-    pub(crate) temperature: Option<f32>,
-    pub(crate) top_p: Option<f32>,
-    pub(crate) top_k: Option<i32>,
-    pub(crate) min_p: Option<f32>,
-    pub(crate) seed: Option<i128>,
-    pub(crate) presence_penalty: Option<f32>,
-    pub(crate) frequency_penalty: Option<f32>,
-    pub(crate) repetition_penalty: Option<f32>,
-    pub(crate) logit_bias: Option<HashMap<String, f32>>,
-    pub(crate) allowed_token_ids: Option<Vec<i32>>,
-    pub(crate) stop: Option<Strings>,
-    pub(crate) include_stop: Option<bool>,
-    pub(crate) stop_token_ids: Option<Vec<i32>>,
-    pub(crate) ignore_eos: Option<bool>,
-    pub(crate) skip_special_tokens: Option<bool>,
-    pub(crate) priority: Option<i32>,
-    pub(crate) stream_interval: Option<u32>,
-    pub(crate) routing_key: Option<String>,
-    pub(crate) routed_dp_rank: Option<i64>,
-    pub(crate) cache_salt: Option<String>,
-    pub(crate) bad_words: Option<Strings>,
-    /// -1: as many as it takes.
-    pub(crate) thinking_budget: Option<i64>,
-    pub(crate) structure: Spellings,
-    /// Already checked by [`check_logprobs`].
-    pub(crate) logprobs: Option<u8>,
-    /// Likewise.
-    pub(crate) prompt_logprobs: Option<PromptTail>,
-}
-
 impl GenerationParameters {
     /// Checks the limits of the model, and combinations of parameters. `defaults` fill absent
     /// parameters. Each parameter by itself is within its limit ([`crate::limits`]). `prefix` is
@@ -219,13 +166,13 @@ impl GenerationParameters {
         defaults: &GenerationDefaults,
         limits: Limits,
     ) -> Result<Generation, ApiError> {
-        let top_k = self.top_k.or(defaults.top_k).unwrap_or(0);
+        let sampling = self.sampling(defaults);
         let max_tokens = match (self.max_tokens, self.default_max_tokens) {
             (Some(wanted), _) => MaxTokens::Exactly(wanted),
             (None, Some(default)) => MaxTokens::AtMost(default),
             (None, None) => MaxTokens::Rest,
         };
-        let min_tokens = self.min_tokens.unwrap_or(0);
+        let min_tokens = sampling.min_tokens;
         if let MaxTokens::Exactly(most) | MaxTokens::AtMost(most) = max_tokens
             && min_tokens > most
         {
@@ -246,29 +193,9 @@ impl GenerationParameters {
         let key = ("routing_key", self.routing_key.as_deref());
         let preference = preference(key, ("routed_dp_rank", self.routed_dp_rank), limits)?;
         let logit_bias = biases(prefix, self.logit_bias.unwrap_or_default(), limits)?;
-        // No share of the probability but that of the likeliest token.
-        let is_greedy = self.top_p == Some(0.0);
-        let top_p = self.top_p.filter(|_| !is_greedy);
-        let temperature = self.temperature.filter(|_| !is_greedy).or(defaults.temperature);
-        let sampling = SamplingParams {
-            temperature: if is_greedy { 0.0 } else { temperature.unwrap_or(1.0) },
-            top_p: top_p.or(defaults.top_p.filter(|_| !is_greedy)).unwrap_or(1.0),
-            top_k: top_k.max(0),
-            min_p: self.min_p.or(defaults.min_p).unwrap_or(0.0),
-            repetition_penalty: self
-                .repetition_penalty
-                .or(defaults.repetition_penalty)
-                .unwrap_or(1.0),
-            presence_penalty: self.presence_penalty.unwrap_or(0.0),
-            frequency_penalty: self.frequency_penalty.unwrap_or(0.0),
-            seed: 0,
-            min_tokens,
-            logprobs: self.logprobs,
-            logit_bias,
-            allowed: self.allowed_token_ids.map(|ids| ascending(ids).into()),
-        };
+        let allowed = self.allowed_token_ids.map(|ids| ascending(ids).into());
         Ok(Generation {
-            sampling,
+            sampling: SamplingParams { logit_bias, allowed, ..sampling },
             // Numbers below 0 are those of 64 bits without a sign, too.
             seed: self.seed.map(|seed| seed as u64),
             n: self.n.unwrap_or(1),

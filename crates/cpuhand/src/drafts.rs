@@ -33,7 +33,8 @@ impl Run {
     ) -> Vec<Sampled> {
         let slot = &tables.slots[self.slot];
         // Penalties count accepted drafts. The slot itself gets them with the others, in `keep`.
-        let mut counted = (self.drafts > 0 && slot.penalised()).then(|| slot.clone());
+        let mut counted =
+            (self.drafts > 0 && slot.spec.sampling.has_penalty()).then(|| slot.clone());
         let mut given = Vec::with_capacity(1);
         for nth in 0..self.places() {
             let position = self.position + nth;

@@ -58,12 +58,7 @@ pub(crate) fn sample(logits: &[f32], ask: &Ask<'_>, scratch: &mut Scratch) -> Sa
         return Sampled { token: 0, finite: false, logprobs };
     }
     let Scratch { adjusted, draw } = scratch;
-    let changed = !params.logit_bias.is_empty()
-        || slot.penalised()
-        || params.allowed.is_some()
-        || ask.mask.is_some()
-        || suppresses(ask);
-    let from = if changed {
+    let from = if params.changes_logits() || ask.mask.is_some() || suppresses(ask) {
         adjust(logits, ask, adjusted);
         &adjusted[..]
     } else {
@@ -98,7 +93,7 @@ fn adjust(logits: &[f32], ask: &Ask<'_>, adjusted: &mut Vec<f32>) {
     for &(id, value) in params.logit_bias.iter() {
         adjusted[id as usize] += value;
     }
-    if slot.penalised() {
+    if params.has_penalty() {
         for (&id, count) in &slot.counts {
             let Some(logit) = usize::try_from(id).ok().and_then(|id| adjusted.get_mut(id)) else {
                 continue;

@@ -42,22 +42,12 @@ impl Default for Slot {
 }
 
 impl Slot {
-    /// True if the request has a penalty that is on.
-    pub(crate) fn penalised(&self) -> bool {
-        let params = &self.spec.sampling;
-        params.repetition_penalty != 1.0
-            || params.presence_penalty != 0.0
-            || params.frequency_penalty != 0.0
-    }
-
     /// True if the most likely token is all that the request needs.
     pub(crate) fn is_plain(&self) -> bool {
         let params = &self.spec.sampling;
         params.temperature == 0.0
-            && !self.penalised()
+            && !params.changes_logits()
             && params.logprobs.is_none()
-            && params.logit_bias.is_empty()
-            && params.allowed.is_none()
             && self.spec.stop_ids.is_empty()
     }
 
@@ -179,7 +169,7 @@ impl Tables {
         if let Some(id) = ids.find(|&&id| id < 0 || id as usize >= self.vocabulary) {
             return wrong(format!("new slot: the id {id}, of a vocabulary of {}", self.vocabulary));
         }
-        if new.penalised() {
+        if new.spec.sampling.has_penalty() {
             new.recount(row);
         }
         self.slots[slot] = new;
@@ -207,7 +197,7 @@ impl Tables {
     pub(crate) fn keep(&mut self, slot: usize, position: usize, token: i32) {
         self.tokens[slot * self.token_stride + position] = token;
         let slot = &mut self.slots[slot];
-        if slot.penalised() {
+        if slot.spec.sampling.has_penalty() {
             slot.count(token);
         }
     }

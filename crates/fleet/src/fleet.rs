@@ -1,7 +1,8 @@
 //! The fleet: see the crate.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, HashMap};
 
+use crate::line::Line;
 use crate::model::{FleetModel, Member, ModelState, Phase, SleepLevel};
 
 /// The bounds of a fleet.
@@ -101,6 +102,7 @@ pub enum FleetAction {
 #[derive(Debug, Clone, Copy)]
 struct Waiter {
     model: usize,
+    client: u64,
     since_ms: u64,
 }
 
@@ -111,6 +113,8 @@ pub struct Fleet {
     members: Vec<Member>,
     /// In the order of arrival.
     queue: BTreeMap<Ticket, Waiter>,
+    /// The clients of these requests, as they take turns.
+    line: Line,
     next_ticket: u64,
     /// Decisions that the next poll tells.
     decided: Vec<FleetAction>,
@@ -121,7 +125,8 @@ impl Fleet {
     #[must_use]
     pub fn new(config: FleetBounds, models: Vec<FleetModel>) -> Self {
         let members = models.into_iter().map(Member::new).collect();
-        Self { config, members, queue: BTreeMap::new(), next_ticket: 0, decided: Vec::new() }
+        let (queue, line) = (BTreeMap::new(), Line::default());
+        Self { config, members, queue, line, next_ticket: 0, decided: Vec::new() }
     }
 
     /// The state of a model.
@@ -164,11 +169,16 @@ impl Fleet {
         self.members[model].model.bytes = bytes;
     }
 
-    /// A request for a model comes.
+    /// A request for a model comes from a client, which is any number.
     ///
     /// # Errors
     /// It cannot even wait.
-    pub fn enter(&mut self, model: usize, now_ms: u64) -> Result<FleetEntry, FleetRefusal> {
+    pub fn enter(
+        &mut self,
+        model: usize,
+        client: u64,
+        now_ms: u64,
+    ) -> Result<FleetEntry, FleetRefusal> {
         let member = &self.members[model];
         if member.is_open() && member.waiting == 0 {
             let member = &mut self.members[model];
@@ -188,7 +198,8 @@ impl Fleet {
         }
         let ticket = Ticket(self.next_ticket);
         self.next_ticket += 1;
-        self.queue.insert(ticket, Waiter { model, since_ms: now_ms });
+        self.queue.insert(ticket, Waiter { model, client, since_ms: now_ms });
+        self.line.enter(client);
         self.members[model].waiting += 1;
         Ok(FleetEntry::Waiting(ticket))
     }
@@ -218,6 +229,7 @@ impl Fleet {
         let waiter = self.queue.remove(&ticket);
         if let Some(waiter) = waiter {
             self.members[waiter.model].waiting -= 1;
+            self.line.leave(waiter.client);
         }
         waiter.is_some()
     }
@@ -337,7 +349,9 @@ impl Fleet {
         let theirs = self.queue.iter().filter(|(_, waiter)| waiter.model == model);
         let theirs: Vec<Ticket> = theirs.map(|(ticket, _)| *ticket).collect();
         for ticket in &theirs {
-            self.queue.remove(ticket);
+            if let Some(waiter) = self.queue.remove(ticket) {
+                self.line.leave(waiter.client);
+            }
         }
         self.members[model].waiting = 0;
         theirs
@@ -388,23 +402,16 @@ impl Fleet {
         found.into_iter().map(|(_, model)| model).collect()
     }
 
-    /// Begins the loads that fit, in the order of the oldest waiting requests. For the first that
-    /// does not fit, other models are closed; those behind it wait.
+    /// Begins the loads that fit, in the order of the clients' turns. For the first that does not
+    /// fit, other models are closed; those behind it wait.
     fn load(&mut self, now_ms: u64) {
-        let mut seen = BTreeSet::new();
-        let waiters: Vec<Waiter> = self.queue.values().copied().collect();
-        for Waiter { model, since_ms } in waiters {
-            let member = &self.members[model];
-            let is_out = matches!(member.phase, Phase::Out(_));
-            if !seen.insert(model) || !is_out || member.paused_until_ms > now_ms {
-                continue;
-            }
+        while let Some(Waiter { model, client, since_ms }) = self.next_load(now_ms) {
             // Memory may have shrunk since it came.
             if self.fits(model).is_err() {
                 self.fail_waiting(model);
                 continue;
             }
-            let bytes = member.model.bytes;
+            let bytes = self.members[model].model.bytes;
             if self.lacks(bytes, 0, 0) {
                 self.make_room(bytes, since_ms, now_ms);
                 return;
@@ -413,7 +420,21 @@ impl Fleet {
             member.phase = Phase::Loading { began_ms: now_ms };
             member.held = bytes;
             self.decided.push(FleetAction::Load { model, bytes });
+            self.line.serve(client);
         }
+    }
+
+    /// The request whose model is loaded next: the oldest one of the first client in the line that
+    /// has such a request.
+    fn next_load(&self, now_ms: u64) -> Option<Waiter> {
+        let mut oldest = HashMap::new();
+        for &waiter in self.queue.values() {
+            let member = &self.members[waiter.model];
+            if matches!(member.phase, Phase::Out(_)) && member.paused_until_ms <= now_ms {
+                oldest.entry(waiter.client).or_insert(waiter);
+            }
+        }
+        self.line.clients().find_map(|client| oldest.get(&client).copied())
     }
 
     /// True if so many bytes do not fit, once `freed` bytes of `left` models are given back.

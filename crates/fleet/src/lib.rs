@@ -6,9 +6,10 @@
 //!
 //! - The loaded models stay within a bound of memory and of number.
 //! - A model leaves only while none of its requests runs.
-//! - The model of the oldest waiting request is loaded next, so none starves. Idle models leave for
-//!   it, the least recently used first. After a while busy models are closed for it: their running
-//!   requests finish, and new ones wait.
+//! - Clients take turns at loads. The model of the client's oldest waiting request is loaded, so
+//!   none starves. While a client waits, at most one load begins for each other client.
+//! - Idle models leave for that model, the least recently used first. After a while busy models are
+//!   closed for it: their running requests finish, and new ones wait.
 //! - A model stays for a minimum time, and at least as long as its load took. So alternating
 //!   requests spend at most half of the time with loads.
 //!
@@ -18,18 +19,19 @@
 //! let config = FleetBounds { memory_bytes: 100, ..FleetBounds::default() };
 //! let model = FleetModel { bytes: 60, ..FleetModel::default() };
 //! let mut fleet = Fleet::new(config, vec![model.clone(), model]);
-//! let Ok(FleetEntry::Waiting(ticket)) = fleet.enter(0, 0) else { panic!("it is not loaded") };
+//! let Ok(FleetEntry::Waiting(ticket)) = fleet.enter(0, 7, 0) else { panic!("it is not loaded") };
 //! assert_eq!(fleet.poll(0), [FleetAction::Load { model: 0, bytes: 60 }]);
 //! fleet.loaded(0, 58, 500);
 //! assert_eq!(fleet.poll(500), [FleetAction::Admit { ticket }]);
 //! fleet.finish(0, 700);
 //! // There is room for one of the two, and the first has not stayed for long.
-//! assert!(fleet.enter(1, 800).is_ok());
+//! assert!(fleet.enter(1, 7, 800).is_ok());
 //! assert_eq!(fleet.poll(800), []);
 //! assert_eq!(fleet.next_wake(800), Some(2500));
 //! ```
 
 mod fleet;
+mod line;
 mod model;
 
 pub use fleet::{Fleet, FleetAction, FleetBounds, FleetEntry, FleetRefusal, Ticket};

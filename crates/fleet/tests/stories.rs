@@ -37,6 +37,7 @@ struct Story {
     rng: StdRng,
     fleet: Fleet,
     models: usize,
+    clients: u64,
     now: u64,
     timers: BTreeMap<(u64, u64), Timer>,
     serial: u64,
@@ -77,10 +78,12 @@ impl Story {
             pause_ms: PAUSE,
         };
         let faulty = rng.random_bool(0.5);
+        let clients = rng.random_range(1..=3);
         Self {
             fleet: Fleet::new(config, (0..models).map(each).collect()),
             rng,
             models,
+            clients,
             now: 0,
             timers: BTreeMap::new(),
             serial: 0,
@@ -185,7 +188,8 @@ impl Story {
     }
 
     fn request(&mut self, model: usize) {
-        match self.fleet.enter(model, self.now) {
+        let client = self.rng.random_range(0..self.clients);
+        match self.fleet.enter(model, client, self.now) {
             Ok(FleetEntry::Running) => {
                 assert!(self.ready_since[model].is_some(), "it runs on a model that is away");
                 self.run(model);
@@ -261,8 +265,8 @@ impl Story {
         assert!(!self.fates.values().any(waits), "a request waits for ever");
         assert!(self.running.iter().all(|&running| running == 0));
         if !self.faulty {
-            // The longest turn of every other model, before one's own.
-            let most = turn * (self.models as u64 + 1);
+            // The longest turn of every other model, before one's own, and of each client for each.
+            let most = turn * (self.models as u64 * self.clients + 1);
             assert!(self.longest_wait <= most, "{} of {most} ms", self.longest_wait);
         }
     }
@@ -298,7 +302,7 @@ fn alternating_requests_do_not_thrash() {
     let mut asks = vec![0, 1];
     while now < 100_000 {
         for model in asks.drain(..) {
-            match fleet.enter(model, now).expect("room in the queue") {
+            match fleet.enter(model, model as u64, now).expect("room in the queue") {
                 FleetEntry::Running => events.push((now + 10, Timer::Ends(model))),
                 FleetEntry::Waiting(ticket) => drop(wanted.insert(ticket, model)),
             }
@@ -345,18 +349,18 @@ fn the_least_recently_used_leaves_and_what_cannot_fit_is_refused_with_numbers() 
     let pinned = FleetModel { pinned: true, ..model(10) };
     let models = vec![pinned, model(40), model(40), model(40), model(95)];
     let mut fleet = Fleet::new(config, models);
-    assert_eq!(fleet.enter(4, 0), Err(FleetRefusal::TooLarge { bytes: 95, most: 90 }));
+    assert_eq!(fleet.enter(4, 0, 0), Err(FleetRefusal::TooLarge { bytes: 95, most: 90 }));
     for at in [0, 1, 2] {
-        assert!(matches!(fleet.enter(at, at as u64), Ok(FleetEntry::Waiting(_))));
+        assert!(matches!(fleet.enter(at, 0, at as u64), Ok(FleetEntry::Waiting(_))));
         assert_eq!(fleet.poll(at as u64).len(), 1);
         fleet.loaded(at, if at == 0 { 10 } else { 40 }, at as u64);
         assert_eq!(fleet.poll(at as u64).len(), 1, "whoever waited is admitted");
         fleet.finish(at, at as u64);
     }
     // The first is used again, so the second is the one to leave.
-    assert_eq!(fleet.enter(1, 5), Ok(FleetEntry::Running));
+    assert_eq!(fleet.enter(1, 0, 5), Ok(FleetEntry::Running));
     fleet.finish(1, 6);
-    assert!(fleet.enter(3, 7).is_ok());
+    assert!(fleet.enter(3, 0, 7).is_ok());
     let level = SleepLevel::Asleep;
     assert_eq!(fleet.poll(7), [FleetAction::Leave { model: 2, level }]);
     assert_eq!((fleet.state(2), fleet.held(2)), (ModelState::Leaving, 40));
@@ -373,11 +377,11 @@ fn a_small_model_does_not_pass_the_one_that_waits_longer() {
     let config = FleetBounds { memory_bytes: 10, ..FleetBounds::default() };
     let model = |bytes| FleetModel { bytes, ..FleetModel::default() };
     let mut fleet = Fleet::new(config, vec![model(6), model(6), model(4)]);
-    assert!(fleet.enter(0, 0).is_ok());
+    assert!(fleet.enter(0, 0, 0).is_ok());
     assert_eq!(fleet.poll(0).len(), 1);
     fleet.loaded(0, 6, 1);
     // The second waits for the first, which runs a request; the third would fit beside that.
-    assert!(fleet.enter(1, 2).is_ok() && fleet.enter(2, 3).is_ok());
+    assert!(fleet.enter(1, 0, 2).is_ok() && fleet.enter(2, 0, 3).is_ok());
     assert!(!fleet.poll(3).iter().any(|action| matches!(action, FleetAction::Load { .. })));
     fleet.finish(0, 4);
     let level = SleepLevel::Asleep;

@@ -186,8 +186,16 @@ fn python_columns() -> String {
         }
         out += "\n";
     }
-    out.truncate(out.trim_end().len());
-    out + "\n"
+    let values = StepPlan::COLUMNS
+        .iter()
+        .filter(|column| column.record.is_some_and(|record| record.name == "SlotValue"));
+    let values: Vec<String> = values.map(|column| format!("\"{}\"", column.name)).collect();
+    let _ = write!(
+        out,
+        "\nSLOT_VALUES = ({})\n\"\"\"The columns of a plan with values of some of the new slots.\"\"\"\n",
+        values.join(", ")
+    );
+    out
 }
 
 /// The page with its tables of columns.

@@ -198,3 +198,7 @@ class ResultColumns:
     placed: Int32s = ints(0, PLACE_END_WORDS)
     """(`ticket`, `error`): The writes into places that ended since the last result. `error` 0: done; 1: the files
     can't be read; 2: they have other content than the brain has read; 3: no memory."""
+
+
+SLOT_VALUES = ("segments", "embeds", "allowed_counts", "slot_places")
+"""The columns of a plan with values of some of the new slots."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from forebay.protocol.columns import PLAN, PlanColumns
+from forebay.protocol.columns import PLAN, SLOT_VALUES, PlanColumns
 from forebay.protocol.constants import (
     COPY_RESTORE,
     COPY_RESTORE_INDEX,
@@ -125,7 +125,8 @@ class Plan(PlanColumns):
             return False
         if len(self.place_writes) and self.place_writes.min() < 0:
             return False
-        for values in (self.segments, self.embeds, self.allowed_counts, self.slot_places):
+        for name in SLOT_VALUES:
+            values: Int32s = getattr(self, name)
             if len(values):
                 slots = iter(self.slots[:, SlotRecord.SLOT].tolist())
                 # In the order of the new slots, and so at most one each.

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, TypeAlias
 
@@ -19,32 +19,28 @@ from forebay.compute.choose import Choice
 from forebay.compute.encoder import check_whole
 from forebay.compute.prompts import PromptColumns, PromptTokens, slice_bytes
 from forebay.compute.rows import Compute, FoundColumns, Launch, Pooler, Rows
-from forebay.compute.sampler import Ask, Sampler
+from forebay.compute.sampler import Sampler
 from forebay.compute.steps import NoAnswers
-from forebay.device import Event, open_device
+from forebay.device import open_device
 from forebay.distributed.group import Group
 from forebay.layers.adapted import AdaptedModules
 from forebay.layers.decoder import Decoder
-from forebay.layers.params import Parameters, Report
-from forebay.models import registry
+from forebay.layers.params import Report
 from forebay.models.bert import Bert
 from forebay.models.called import CalledModel
-from forebay.protocol.constants import FLAG_POOL, FLAG_SAMPLE, NO_PAGE, ROW_OK
+from forebay.protocol.constants import FLAG_POOL, FLAG_SAMPLE, ROW_OK
 from forebay.protocol.frames import Int32s
-from forebay.protocol.masks import Masks
 from forebay.protocol.plan import Plan
 from forebay.protocol.result import StepResult
 from forebay.runner import formats
 from forebay.runner.adapters import AdapterPlaces
-from forebay.runner.copier import Copier
 from forebay.runner.draft_model import DraftModel
 from forebay.runner.drafts import Drafts, verified
 from forebay.runner.group import roles
+from forebay.runner.host_tier import HostMemory, HostTier
 from forebay.runner.images import Images
-from forebay.runner.kept import KeptWeights
 from forebay.runner.launched import (
     Columns,
-    Copied,
     Launched,
     NoColumns,
     TokenColumns,
@@ -52,6 +48,8 @@ from forebay.runner.launched import (
     no_copies,
     no_places,
 )
+from forebay.runner.loader import ModelLoader
+from forebay.runner.masks import MaskSource, StepMasks
 from forebay.runner.measured import largest_plans, telling_of_memory
 from forebay.runner.planned import PlannedRows
 from forebay.runner.warm import sparse_plan, warm_plans
@@ -62,13 +60,11 @@ from forebay.state.inputs import PromptRows
 from forebay.state.pages import KvPool
 from forebay.state.recurrent import RowStates, SlotStates, StateStore, StateTables, slot_bytes, state_page_count
 from forebay.state.sizes import Sizes
-from forebay.state.slots import Int64s, PlanError, SlotTables
+from forebay.state.slots import PlanError, SlotTables
 from forebay.state.staging import StepInputs
-from forebay.weights.called import CalledConfig
 from forebay.weights.config import ModelConfig, has_mxfp4
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError
-from forebay.weights.load import iter_kept, iter_weights, spare_biases, weight_shapes
 from forebay.weights.quantization import AUTO
 
 
@@ -78,40 +74,6 @@ class NotFiniteError(ModelError):
 
 Meet: TypeAlias = Callable[[torch.device], Group]
 """Meets the other ranks with this device. It waits for them."""
-MaskSource: TypeAlias = Callable[[], Masks]
-"""Gives the masks that follow the plan. It waits for them."""
-
-
-class Waited:
-    """The masks of a step, if it has some, and the time of the wait for them."""
-
-    def __init__(self, step: int, source: MaskSource | None) -> None:
-        self._step = step
-        self._source = source
-        self.us = 0
-
-    def receive(self, count: int) -> Masks:
-        """So many masks. Raises `PlanError` for masks of another step, or of other rows."""
-        if self._source is None:
-            raise PlanError("a plan with masked rows, and nobody to ask for their masks")
-        began = time.perf_counter_ns()
-        masks = self._source()
-        self.us = (time.perf_counter_ns() - began) // 1000
-        if masks.step != self._step or len(masks.offsets) != count:
-            raise PlanError(
-                f"{len(masks.offsets)} masks of step {masks.step}, where step {self._step} has {count} masked positions"
-            )
-        return masks
-
-
-@dataclass(frozen=True)
-class HostMemory:
-    """The brain's memory for the host's tier."""
-
-    descriptor: int
-    """The descriptor of the anonymous file with its pages."""
-    socket: int
-    """The descriptor of the socket of the brain's plans. A new plan ends a wait for copies."""
 
 
 class ModelRunner:
@@ -133,7 +95,7 @@ class ModelRunner:
         self.device.check_dtype(config.dtype)
         self.model_config = config.model_config
         group = self._meet(meet)
-        self._ranks, self._exchange = roles(config, group)
+        self._ranks, self._exchange = of_ranks = roles(config, group)
         self._arena = np.zeros(0, np.uint8) if arena is None else arena
         self.draft_model = self._open_draft_model()
         """None: the hand drafts nothing by itself."""
@@ -144,18 +106,18 @@ class ModelRunner:
         if config.quantization not in (None, AUTO):
             self._choice.check_quantization(config.quantization, self.model_config)
         self._choice.check_kv_format(self.model_config)
-        self._kept = KeptWeights.open(config, self.model_config, self._choice)
+        self._adapted = None if config.lora is None else AdaptedModules()
+        self._loader = ModelLoader(config, self.device, self._choice, of_ranks, self._adapted)
         # What a row may ask for: a model that pools does nothing else.
         self._flag = FLAG_SAMPLE if config.pooling is None else FLAG_POOL
         self._ops = self._choice.ops()
-        self._copier: Copier | None = None
+        self._tier: HostTier | None = None
         self._blocks = ""
-        self._adapted = None if config.lora is None else AdaptedModules()
         self._summed: Summed | None = None
         self._state_pages = 0
         with telling_of_memory(self.device):
-            self.model = self._build(matrices=self._kept is None or self._kept.stored is None)
-            self.weight_bytes = self._weight_bytes()
+            self.model = self._loader.build()
+            self.weight_bytes = self._loader.weight_bytes(self.model)
             """Bytes of the weights as they are computed with, also before they are loaded."""
             self.adapters = self._open_places()
             """None: no row has an adapter."""
@@ -172,8 +134,9 @@ class ModelRunner:
                 "a draft model is not served here: its drafts are verified by GPUs and PyTorch's operators "
                 "(FOREBAY_KERNELS=torch), for models of text without recurrent layers and adapters"
             )
-        if pool is not None:
-            self._copier = Copier(self.device, self.kv, pool, config.copy_gbps, config.kv_checksum, config.host_lenders)
+        if pool is not None and host is not None:
+            sparse = self.tables.hot is not None
+            self._tier = HostTier(config, self.device, self.kv, pool, host.socket, sparse=sparse)
 
     def _meet(self, meet: Meet | None) -> Group | None:
         """Meets the other ranks. It comes before measurements of memory, because communicators take some."""
@@ -290,7 +253,6 @@ class ModelRunner:
             return None
         if host is None:
             raise ConfigError("a host tier without memory for it")
-        self._socket = host.socket
         pool = HostPool(host.descriptor, pages, self.kv.page_bytes, config.page_size)
         self.device.share(pool.pages)
         return pool
@@ -302,33 +264,6 @@ class ModelRunner:
         assert pool is not None
         assert not isinstance(self.model_config, EncoderConfig)
         return HotRows(self.config, self.model_config, self.kv.page_count, pool.rows(self.kv), self.device)
-
-    def _build(self, *, matrices: bool) -> Decoder | CalledModel | Bert:
-        """The model with allocated weights. Without `matrices` only the other weights are allocated."""
-        config, model = self.config, self.model_config
-        device = self.device
-        kept = None if self._kept is None else self._kept.stored
-        params = Parameters(
-            *(config.dtype, device.torch_device, formats.formats(config, model, self._choice, kept)),
-            matrices=matrices,
-            fill=device.fill,
-            ranks=self._ranks,
-            exchange=self._exchange,
-            products=self._choice.products() if self._group is None else None,
-            adapted=self._adapted,
-        )
-        if isinstance(model, EncoderConfig):
-            return registry.build_encoder(model, config.pooling, params)
-        if isinstance(model, CalledConfig):
-            directory: str = config.model["directory"]
-            return registry.build_called(model, directory, params, self._choice.ops(), config.context_length)
-        return registry.build(model, params, self._choice.attention(), self._choice.ops(), config.context_length)
-
-    def _weight_bytes(self) -> int:
-        """`weight_bytes` of the model that was built. Those of an encoder count as they are loaded."""
-        if isinstance(self.model, CalledModel):
-            return self.model.nbytes
-        return self.model.params.nbytes if isinstance(self.model, Bert) else self._choice.weight_bytes(self.model)
 
     @property
     def decoder(self) -> Decoder:
@@ -344,35 +279,16 @@ class ModelRunner:
         """
         if self.draft_model is not None:
             self.draft_model.load(report)
-        model = self.model
-        if isinstance(model, CalledModel):
-            if self.config.load_format == "dummy":
-                model.randomise(self.config.seed, report)
-            else:
-                model.load(report)
-            return
-        if self.config.load_format == "dummy":
-            self.model.params.randomise(self.config.seed, report)
-            return
-        if self._kept is not None and self._kept.stored is not None:
-            if self._kept.load(self.model.params, report):
+        loader = self._loader
+        if loader.expects_kept:
+            if loader.load_kept(self.model, report):
                 return
-            self.model = model = self._build(matrices=True)
-            assert not isinstance(model, CalledModel)
-        checkpoint, in_blocks = dict(self.config.model), model.params.stored
-        cuts = model.params.cuts
-        if isinstance(model, Decoder):
-            assert isinstance(self.model_config, ModelConfig)
-            for name in spare_biases(checkpoint):
-                model.params.skip(name)
-            model.check_weights(weight_shapes(checkpoint, self.model_config, in_blocks))
-            model.load_weights(iter_kept(checkpoint, self.model_config, in_blocks, model.keeps, cuts), report)
-        else:
-            model.load_weights(iter_weights(checkpoint, self.model_config), report)
+            self.model = loader.build()
+        loader.load(self.model, report)
 
     def keep_weights(self) -> threading.Thread | None:
         """Begins to keep the weights for the next start, once a step was computed; None: there is nothing to keep."""
-        return None if self._kept is None else self._kept.save(self.model.params)
+        return self._loader.keep(self.model)
 
     def warm_up(self) -> None:
         """Runs a tiny prompt and, if the model generates, a decode row, and a sparse one where slots may be sparse.
@@ -421,7 +337,7 @@ class ModelRunner:
         if (result.row_errors == ROW_OK).all():
             return
         what = "the weights give results that are not finite"
-        if self._kept is not None and self._kept.discard():
+        if self._loader.discard():
             what += "; they were kept by an earlier start and are removed: the next one reads the model's own files"
         raise NotFiniteError(what)
 
@@ -469,8 +385,8 @@ class ModelRunner:
         if self.draft_model is not None and plan.row_tokens.size and not plan.draft_tokens.size:
             drafted = self.draft_model.propose(plan, self.tables, self.config.max_running_requests)
         with device.launching():
-            if len(plan.rows) and self._copier is not None:
-                self._wait_for_saves(self._copier)
+            if len(plan.rows) and self._tier is not None:
+                self._tier.wait_for_saves()
             begun = device.event()
             self._read_images(plan)
             writes = self.tables.read(plan, self._arena)
@@ -483,14 +399,15 @@ class ModelRunner:
             if drafts is not None:
                 device.queue(partial(self.tables.write_tokens, drafts.entries, drafts.tokens))
             self._begin_exchange(plan)
-            waited, states = Waited(plan.step, masks), self._read_states(plan)
-            columns = self._queue_rows(computed, inputs, waited, states, drafts) if len(plan.rows) else NoColumns()
+            of_step = StepMasks(plan.step, masks, self._arena, self.model_config.vocab_size)
+            states = self._read_states(plan)
+            columns = self._queue_rows(computed, inputs, of_step, states, drafts) if len(plan.rows) else NoColumns()
             columns = verified(columns, drafts)
             before, self._ended = self._ended, device.event()
-        copied = no_copies if self._copier is None else self._start_copies(plan, self._copier, self._ended)
+        copied = no_copies if self._tier is None else self._tier.start(plan, self._ended)
         release = partial(self._reuse, plan)
         # A device beside the host computes meanwhile.
-        idle_us = 0 if device.beside_host else waited.us
+        idle_us = 0 if device.beside_host else of_step.waited_us
         placed = self._placed(plan)
         before_end = (before, begun, self._ended)
         return Launched(plan.step, len(plan.rows), columns, *before_end, release, copied, placed, idle_us)
@@ -577,50 +494,15 @@ class ModelRunner:
         if self.adapters is None:
             return no_places
         # Copies have waited already.
-        wait_us = int(plan.wait_us[0]) if plan.wait_us.size and self._copier is None else 0
+        wait_us = int(plan.wait_us[0]) if plan.wait_us.size and self._tier is None else 0
         return partial(self.adapters.report, wait_us)
-
-    def _wait_for_saves(self, copier: Copier) -> None:
-        """Has the next rows wait for saves, or waits itself. For measurements."""
-        if self.config.kv_save_order == "inline":
-            copier.wait_for_saves(copier.saves)
-        elif self.config.kv_save_order == "fence":
-            self.device.queue(partial(copier.wait_for_saves, copier.saves))
-
-    def _start_copies(self, plan: Plan, copier: Copier, behind: Event) -> Copied:
-        number = copier.next_plan()
-        if len(plan.copies):
-            self._check_copies(plan)
-            copier.submit(plan.copies, plan.copy_spans, plan.copy_sources, behind)
-        if not plan.wait_us.size:
-            return copier.report
-        us, socket = int(plan.wait_us[0]), self._socket
-
-        def wait() -> tuple[Int32s, Int32s, Int32s]:
-            copier.wait(us, socket, number)
-            return copier.report()
-
-        return wait
-
-    def _check_copies(self, plan: Plan) -> None:
-        pages, host_pages, size = self.kv.page_count, self.host_pages, self.config.page_size
-        lenders, sources = len(self.config.host_lenders), plan.copy_sources
-        if sources.max(initial=0) > lenders:
-            raise PlanError(f"a copy from lender {sources.max()} of {lenders}")
-        own = plan.copies[:, 3] if not len(sources) else plan.copies[sources == 0, 3]
-        if plan.copies[:, 2].max() >= pages or own.max(initial=0) >= host_pages:
-            raise PlanError(f"a copy outside of {pages} pages and {host_pages} of the host")
-        if self.tables.hot is None and plan.copies[:, 2].min() == NO_PAGE:
-            raise PlanError("a copy of index keys alone, where they have no page of their own")
-        if len(plan.copy_spans) and plan.copy_spans.astype(np.int64).sum(1).max() > size:
-            raise PlanError(f"a copy of positions outside of a page of {size}: {plan.copy_spans.tolist()}")
 
     def _reuse(self, plan: Plan) -> None:
         self.device.reuse(plan.body)
         plan.release()
 
     def _queue_rows(
-        self, plan: Plan, inputs: StepInputs, masks: Waited, states: RowStates | None, drafts: Drafts | None
+        self, plan: Plan, inputs: StepInputs, masks: StepMasks, states: RowStates | None, drafts: Drafts | None
     ) -> Columns:
         planned = PlannedRows.read(plan, self.config.slots, self.config.context_length, self._flag)
         slot, start, length, sampling = planned.slot, planned.start, planned.length, planned.sampling
@@ -644,7 +526,8 @@ class ModelRunner:
             ask, work = self._sampler.ask(slots, positions, by_slot=steps.by_slot, chains=chains), steps.sample
         else:
             self.device.queue(partial(steps.compute, launch))
-            ask, work = self._ask_masked(planned, slots, positions, masks, drafts), steps.choose
+            ask = masks.ask(self._sampler, planned, slots, positions, drafts, steps.by_slot)
+            work = steps.choose
             if ask.rows is not None:
                 sampling = sampling[ask.rows]
                 if not len(sampling):
@@ -653,30 +536,10 @@ class ModelRunner:
         self.device.queue(partial(work, launch, ask, answers))
         return TokenColumns(answers, launch, sampling)
 
-    def _ask_masked(
-        self, planned: PlannedRows, slots: Int64s, positions: Int64s, waited: Waited, drafts: Drafts | None
-    ) -> Ask:
-        """Waits for the masks of a step's rows, of which `slots` [s] and `positions` [s] sample."""
-        wanted = np.arange(len(planned.masked)) if drafts is None else drafts.masks
-        received = waited.receive(len(wanted) if drafts is None else drafts.mask_count)
-        masks = received.read(self._arena, self.model_config.vocab_size)
-        of_rows = zip(planned.masked.tolist(), wanted.tolist(), strict=True)
-        found = {row: mask for row, at in of_rows if (mask := masks[at]) is not None}
-        late = planned.masked[np.isin(wanted, received.no_token)]
-        # What was inline was copied, and what was not is not in the frame.
-        received.release()
-        chains = None if drafts is None else drafts.chains
-        if not len(late):
-            return self._sampler.ask(slots, positions, found, self._steps.by_slot, chains)
-        rows = np.setdiff1d(np.arange(len(slots)), late) if chains is None else chains.without(late)
-        number = {row: at for at, row in enumerate(rows.tolist())}
-        found = {number[row]: mask for row, mask in found.items() if row in number}
-        return self._sampler.ask_some(rows, slots, positions, found, chains)
-
     def _queue_pooled(self, rows: Rows, inputs: StepInputs) -> Columns:
         if isinstance(self.model, Bert):
             check_whole(rows)
-            rows = replace(rows, segment=self.tables.segment[rows.slot].astype(np.int64))
+            rows = replace(rows, segment=self.tables.segment[rows.slot])
         if self._summed is not None:
             self._summed.check(rows)
         columns = VectorColumns(rows.sampling, self._vector_size, self.device)

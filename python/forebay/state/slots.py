@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from forebay.device import Device
-from forebay.protocol.constants import PAGE_WRITE_WORDS, SLOT_WORDS, SlotFloats, SlotRecord
+from forebay.protocol.constants import PAGE_WRITE_WORDS, SLOT_WORDS, SlotFloats, SlotRecord, SlotValue
 from forebay.protocol.frames import Float32s, Int32s
 from forebay.protocol.plan import Plan
 from forebay.state.checks import PlanError, columns_within, within
@@ -64,9 +64,12 @@ class SlotTables:
         self.index_page_table = self.page_table if hot is None else hot.host_table
         self.counts = TokenCounts(config.slots, vocabulary, device)
         self.prompt_len = np.zeros(config.slots, np.int32)
-        self.segment = np.zeros(config.slots, np.int32)
+        self._values: dict[str, tuple[Int64s, int]] = {}
+        # Columns whose values change logits.
+        self._adjusting = ["allowed_counts"]
+        self.segment = self.values("segments", 0)
         # Where a prompt's embeddings begin in the arena, in bytes; -1: its tokens have those of the model.
-        self.embeds = np.full(config.slots, -1, np.int64)
+        self.embeds = self.values("embeds", -1)
         self.top_k = np.zeros(config.slots, np.int32)
         self.min_total = np.zeros(config.slots, np.int32)
         self.logprobs = np.full(config.slots, -1, np.int32)
@@ -82,6 +85,17 @@ class SlotTables:
         self.allowed: dict[int, Int32s] = {}
         # Of those, the slots that have nothing else than stop ids: these are not suppressed.
         self.only_stops: set[int] = set()
+
+    def values(self, column: str, absent: int, *, change_logits: bool = False) -> Int64s:
+        """The values [slots] that new slots have in one of `SLOT_VALUES`; `absent` for slots without one.
+
+        The table is kept up to date from now on. `change_logits`: for a slot with a value.
+        """
+        table = np.full(self.slots, absent, np.int64)
+        self._values[column] = table, absent
+        if change_logits:
+            self._adjusting.append(column)
+        return table
 
     def read(self, plan: Plan, arena: npt.NDArray[np.uint8]) -> Writes | None:
         """Overwrites the host's part of new slots. Gives the writes that are left for `write`; None: there are none.
@@ -155,10 +169,10 @@ class SlotTables:
     def _read_parameters(self, plan: Plan, slot: Int64s) -> None:
         records, floats = plan.slots, plan.slot_floats
         self.prompt_len[slot] = records[:, SlotRecord.PROMPT_LEN]
-        self.segment[slot] = 0
-        self.segment[plan.segments[:, 0]] = plan.segments[:, 1]
-        self.embeds[slot] = -1
-        self.embeds[plan.embeds[:, 0]] = plan.embeds[:, 1]
+        for column, (table, absent) in self._values.items():
+            table[slot] = absent
+            given: Int32s = getattr(plan, column)
+            table[given[:, SlotValue.SLOT]] = given[:, SlotValue.VALUE]
         self.top_k[slot] = records[:, SlotRecord.TOP_K]
         self.min_total[slot] = records[:, SlotRecord.MIN_TOTAL]
         self.logprobs[slot] = records[:, SlotRecord.LOGPROBS]
@@ -173,6 +187,9 @@ class SlotTables:
         )
         self.untouched[slot] = untouched
         self.plain[slot] = untouched & (floats[:, SlotFloats.TEMPERATURE] == 0)
+        for column in self._adjusting:
+            changed = getattr(plan, column)[:, SlotValue.SLOT]
+            self.untouched[changed] = self.plain[changed] = False
 
     def _read_ragged(self, plan: Plan, slot: Int64s) -> None:
         stops, biases = plan.slots[:, SlotRecord.STOP_COUNT], plan.slots[:, SlotRecord.BIAS_COUNT]
@@ -197,7 +214,6 @@ class SlotTables:
                 self.allowed[number] = ids.copy()
                 if np.isin(ids, self.stop_ids.get(number, _NO_IDS)).all():
                     self.only_stops.add(number)
-                self.untouched[number] = self.plain[number] = False
 
     def _from_arena(
         self, records: Int32s, slot: Int64s, counts: Int64s, arena: npt.NDArray[np.uint8]

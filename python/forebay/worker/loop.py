@@ -126,7 +126,8 @@ def _load(connection: Connection, config: dict[str, Any]) -> tuple[ModelRunner, 
     from forebay.device import DeviceError
     from forebay.distributed.group import open_group
     from forebay.distributed.store import BrainStore
-    from forebay.runner.runner import HostMemory, ModelRunner
+    from forebay.runner.host_tier import HostMemory
+    from forebay.runner.runner import ModelRunner
     from forebay.state.config import ConfigError, RunnerConfig
     from forebay.weights.errors import ModelError
 

@@ -12,7 +12,7 @@ import pytest
 
 from forebay.gpu import kernels
 from forebay.gpu.choose import VARIABLE
-from forebay.runner.runner import HostMemory
+from forebay.runner.host_tier import HostMemory
 from tests.gpu.interpreted.test_hand import one_layer
 from tests.hand.sparse_slot import FULL, PROMPT, Slot
 from tests.hand.sparse_stories import HANDS, HOST

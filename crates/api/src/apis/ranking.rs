@@ -9,8 +9,8 @@ use utoipa::ToSchema;
 
 use crate::error::ApiError;
 use crate::limits::{Bound, INPUTS, PAIR_BYTES, Param};
+use crate::parameter::generation::*;
 use crate::parameter::{Line, component, own, refused, tabled};
-use crate::params::*;
 use crate::pooling::{PoolingUsage, check_inputs, check_truncate};
 use crate::prompt::Strings;
 use crate::salt::check_salt;

@@ -8,8 +8,8 @@ use crate::apis::openai::{ChatMessage, MESSAGE, Rendering, chat_prompt};
 use crate::chat::ChatPrompt;
 use crate::error::ApiError;
 use crate::limits::{Bound, IDS, MESSAGES, PROMPTS};
+use crate::parameter::generation::*;
 use crate::parameter::{Line, own, tabled};
-use crate::params::*;
 use crate::prompt::{Strings, in_vocabulary};
 use crate::tools::{OfferedTools, ToolNames};
 

@@ -10,7 +10,7 @@ use serde::de::{
 use serde::forward_to_deserialize_any;
 
 use super::walk::{Seen, Step, Walk};
-use super::{Bound, DEPTH, Param, Params, SHOWN_BYTES};
+use super::{BIAS, Bound, DEPTH, Param, Params, SHOWN_BYTES};
 use crate::inert::Inert;
 
 /// The longest key of an object of numbers.
@@ -440,7 +440,7 @@ impl<'de, A: MapAccess<'de>> MapAccess<'de> for CheckedMap<'_, '_, A> {
                 // Nothing is made of it.
                 return seed.deserialize(().into_deserializer());
             }
-            Key::Entry(key) => (Step::Key(key), Bound::Number { least: -100.0, most: 100.0 }),
+            Key::Entry(key) => (Step::Key(key), Bound::Number { least: -BIAS, most: BIAS }),
             Key::Passed if self.place.is_tree() => {
                 let depth = self.place.depth + 1;
                 let place = Place { depth, ..self.place.inside(Bound::Tree) };

@@ -30,6 +30,8 @@ pub const STOP_IDS: usize = 1024;
 pub const ALLOWED_IDS: usize = 16_384;
 /// The largest number of token ids with a bias.
 pub const BIASES: usize = 1024;
+/// The largest bias of a token, in either direction.
+pub const BIAS: f64 = 100.0;
 /// The largest number of words in `bad_words`.
 pub const BAD_WORDS: usize = 256;
 /// The largest number of bytes of all bad words together.

@@ -3,6 +3,8 @@
 //! A request type has a table of [`Line`]s. One walk along a body reads it: each value goes to its
 //! line's place, within the line's bound. The documentation is made of the same lines.
 
+#[rustfmt::skip]
+pub(crate) mod generation;
 mod kind;
 mod object;
 mod schema;
@@ -15,7 +17,7 @@ pub(crate) use value::{OneOrMany, Value};
 
 use crate::error::ApiError;
 use crate::limits::{Bound, Param};
-use crate::sampling::GenerationParameters;
+use generation::GenerationParameters;
 
 /// Moves a value to its place.
 pub(crate) type Put<R> = fn(&mut R, Value<'_, '_>) -> Result<(), ApiError>;
@@ -282,7 +284,7 @@ macro_rules! tabled {
         }
 
         $(impl $crate::parameter::Generates for $kind {
-            fn generation(&mut self) -> &mut $crate::sampling::GenerationParameters {
+            fn generation(&mut self) -> &mut $crate::parameter::generation::GenerationParameters {
                 &mut self.$($field).+
             }
         })?

@@ -65,6 +65,23 @@ impl Default for SamplingParams {
     }
 }
 
+impl SamplingParams {
+    /// True if a parameter changes logits: then the likeliest token may be another one than the
+    /// model's.
+    #[must_use]
+    pub fn changes_logits(&self) -> bool {
+        self.has_penalty() || !self.logit_bias.is_empty() || self.allowed.is_some()
+    }
+
+    /// True if a penalty is on, for which the slot's tokens are counted.
+    #[must_use]
+    pub fn has_penalty(&self) -> bool {
+        self.repetition_penalty != 1.0
+            || self.presence_penalty != 0.0
+            || self.frequency_penalty != 0.0
+    }
+}
+
 /// The parameters of a prompt for a vector, in place of sampling parameters.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Pooling {

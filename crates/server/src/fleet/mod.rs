@@ -18,7 +18,7 @@ use axum::Router;
 use forebay_api::limits::{SHOWN_BYTES, cut};
 use forebay_api::{ApiError, GenerationDefaults};
 use forebay_fleet::{Fleet, FleetBounds, FleetModel, FleetRefusal, ModelState, SleepLevel, Ticket};
-use forebay_http::{Clients, Guard, HasClients, Keys};
+use forebay_http::{ClientId, Clients, Guard, HasClients, Keys};
 use parking_lot::Mutex;
 use serde::Serialize;
 use tokio::sync::{Notify, oneshot, watch};
@@ -36,6 +36,8 @@ pub(crate) use visit::{ModelBody, Visit};
 
 /// Bodies above `LARGE_BODY` that are read at a time.
 const READERS: usize = 2;
+/// The server itself, which loads what is pinned. No client has this number.
+const SERVER: ClientId = ClientId(0);
 
 /// A model that a server may load.
 #[derive(Debug, Clone)]
@@ -271,7 +273,7 @@ impl ModelServer {
         for (model, entry) in front.entries.iter().enumerate().filter(|(_, e)| e.plan.pinned) {
             let (front, name) = (Arc::clone(front), entry.names[0].clone());
             tokio::spawn(async move {
-                if let Err(error) = front.visit(model).await {
+                if let Err(error) = front.visit(model, SERVER).await {
                     tracing::error!("the pinned model {name} can't be served: {error}");
                 }
             });

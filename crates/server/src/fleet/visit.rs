@@ -8,6 +8,7 @@ use axum::body::{Body, HttpBody};
 use bytes::Bytes;
 use forebay_api::ApiError;
 use forebay_fleet::{FleetEntry, ModelState, Ticket};
+use forebay_http::ClientId;
 use hyper::body::{Frame, SizeHint};
 use tokio::sync::oneshot;
 
@@ -56,11 +57,15 @@ impl Drop for Wait {
 }
 
 impl Front {
-    /// Waits until a request may run on a model, which is loaded if it is not there.
+    /// Waits until a client's request may run on a model, which is loaded if it is not there.
     ///
     /// # Errors
     /// The model cannot be loaded, too many wait for it, or the server drains.
-    pub(crate) async fn visit(self: &Arc<Self>, model: usize) -> Result<Visit, ApiError> {
+    pub(crate) async fn visit(
+        self: &Arc<Self>,
+        model: usize,
+        client: ClientId,
+    ) -> Result<Visit, ApiError> {
         if self.is_draining() {
             return Err(ApiError::Draining);
         }
@@ -73,7 +78,7 @@ impl Front {
                 let left = books.fleet.used().saturating_add(available);
                 books.fleet.set_memory(self.memory_bytes.min(left));
             }
-            let entry = books.fleet.enter(model, self.now_ms());
+            let entry = books.fleet.enter(model, client.0, self.now_ms());
             let entry = match entry {
                 Ok(entry) => entry,
                 Err(refusal) => {

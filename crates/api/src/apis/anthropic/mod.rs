@@ -14,9 +14,9 @@ use crate::chat::{
 use crate::content::TextOr;
 use crate::error::ApiError;
 use crate::limits::{Bound, MESSAGES, Param};
+use crate::parameter::generation::*;
 use crate::parameter::{Line, OBJECTS, component, opaque, own, p, refused, tabled};
-use crate::params::*;
-use crate::sampling::{GenerationDefaults, GenerationParameters, Limits};
+use crate::sampling::Limits;
 use crate::structure::{JsonSchemaFormat, Raw, ResponseFormat, Spellings};
 use crate::tools::{OfferedTools, ToolNames};
 use crate::turns::Turns;

@@ -7,14 +7,12 @@ use serde_json::Value;
 use utoipa::ToSchema;
 
 use crate::error::ApiError;
-use crate::limits::{BIASES, Bound, PROMPTS};
+use crate::limits::{BIAS, BIASES, Bound, PROMPTS};
+use crate::parameter::generation::*;
 use crate::parameter::{Line, own, p, refused, tabled};
-use crate::params::*;
 use crate::prompt::{Prompt, Prompts};
 use crate::response::StopReason;
-use crate::sampling::{
-    Generation, GenerationDefaults, GenerationParameters, Limits, check_logprobs, check_total,
-};
+use crate::sampling::{Generation, Limits, check_logprobs, check_total};
 
 /// A completion request of llama.cpp's server.
 #[derive(Debug, Default)]
@@ -110,7 +108,7 @@ impl LlamaRequest {
 fn biases(given: Value) -> Result<HashMap<String, f32>, ApiError> {
     const PARAM: &str = "logit_bias";
     /// The least that a bias may be.
-    const NEVER: f32 = -100.0;
+    const NEVER: f32 = -BIAS as f32;
     let wrong = |at: &str, reason: &str| {
         Err(ApiError::invalid(format!("{PARAM}{at}"), format!("`{PARAM}{at}`: {reason}")))
     };
@@ -141,8 +139,11 @@ fn biases(given: Value) -> Result<HashMap<String, f32>, ApiError> {
         let bias = match value {
             Value::Bool(false) => NEVER,
             value => match value.as_f64() {
-                Some(bias) if (-100.0..=100.0).contains(&bias) => bias as f32,
-                _ => return wrong(&format!(".{id}"), "must be false or from -100 to 100"),
+                Some(bias) if (-BIAS..=BIAS).contains(&bias) => bias as f32,
+                _ => {
+                    let reason = format!("must be false or from -{BIAS} to {BIAS}");
+                    return wrong(&format!(".{id}"), &reason);
+                }
             },
         };
         biases.insert(id, bias);

@@ -11,10 +11,10 @@ use crate::chat::{
 use crate::error::ApiError;
 use crate::images::{IMAGE, ImageUrl};
 use crate::limits::{Bound, INPUTS, Limited, MESSAGES, Param};
+use crate::parameter::generation::*;
 use crate::parameter::{Line, SWITCH, TEXT, component, own, p, refused, skipped, tabled};
-use crate::params::*;
 use crate::prompt::{Prompts, Strings};
-use crate::sampling::{Generation, GenerationDefaults, GenerationParameters, Limits};
+use crate::sampling::{Generation, Limits};
 use crate::structure::{JsonSchemaFormat, Raw, ResponseFormat, Spellings};
 use crate::tools::{OfferedTools, ToolNames};
 use crate::turns::{Content, Turns};

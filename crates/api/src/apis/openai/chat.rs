@@ -8,9 +8,9 @@ use super::shared::{Shared, Shares};
 use crate::chat::{Effort, ReasoningOutput, ValidChat};
 use crate::error::ApiError;
 use crate::limits::{Bound, MESSAGES, Param, WORD_BYTES};
+use crate::parameter::generation::*;
 use crate::parameter::{Line, TEXT, component, own, refused, tabled};
-use crate::params::*;
-use crate::sampling::{GenerationDefaults, Limits, check_logprobs, whole_prompt};
+use crate::sampling::{Limits, check_logprobs, whole_prompt};
 use crate::tools::{OfferedTools, ToolNames};
 
 /// A chat completion request.

@@ -5,13 +5,10 @@ use crate::chat::{Streaming, TokenOutput};
 use crate::embeds::PromptEmbeds;
 use crate::error::ApiError;
 use crate::limits::{Bound, CHOICES, PROMPTS};
+use crate::parameter::generation::{ALTERNATIVES, GenerationDefaults, GenerationParameters};
 use crate::parameter::{Line, own, refused, tabled};
-use crate::params::ALTERNATIVES;
 use crate::prompt::{Prompt, Prompts};
-use crate::sampling::{
-    Generation, GenerationDefaults, GenerationParameters, Limits, check_logprobs, check_total,
-    whole_prompt,
-};
+use crate::sampling::{Generation, Limits, check_logprobs, check_total, whole_prompt};
 
 /// Tokens that the legacy API generates where the client does not say.
 const DEFAULT_MAX_TOKENS: u32 = 16;

@@ -7,8 +7,8 @@ use utoipa::ToSchema;
 
 use crate::error::ApiError;
 use crate::limits::{Bound, INPUTS};
+use crate::parameter::generation::*;
 use crate::parameter::{Line, component, own, tabled};
-use crate::params::*;
 use crate::pooling::{PoolingUsage, check_inputs, check_truncate};
 use crate::prompt::{Prompt, Prompts};
 use crate::salt::check_salt;

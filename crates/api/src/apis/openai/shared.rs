@@ -6,9 +6,9 @@ use utoipa::ToSchema;
 use crate::chat::{Streaming, TokenOutput};
 use crate::error::ApiError;
 use crate::limits::{Bound, Param};
+use crate::parameter::generation::*;
 use crate::parameter::{Generates, Line, Parameter, component, own, p, refused};
-use crate::params::*;
-use crate::sampling::{GenerationParameters, check_logprobs};
+use crate::sampling::check_logprobs;
 use crate::structure::{RESPONSE_FORMAT, ResponseFormat, STRUCTURED_OUTPUTS, StructuredOutputs};
 
 /// The parameters that OpenAI's chats and completions share.

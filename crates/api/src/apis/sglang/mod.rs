@@ -7,12 +7,10 @@ use forebay_engine::PromptTail;
 use crate::error::ApiError;
 use crate::images::{IMAGE, ImageData, ImagePart};
 use crate::limits::{Bound, Limited, NAME_BYTES, PROMPTS};
+use crate::parameter::generation::*;
 use crate::parameter::{Line, OneOrMany, own, p, refused, tabled};
-use crate::params::*;
 use crate::prompt::{Prompt, Prompts, Strings};
-use crate::sampling::{
-    Generation, GenerationDefaults, GenerationParameters, Limits, check_logprobs, check_total,
-};
+use crate::sampling::{Generation, Limits, check_logprobs, check_total};
 pub use output::{GenerateFinish, GenerateMeta, GenerateOutput, LogprobTriple};
 
 /// Tokens that this API generates where the client does not say.

@@ -133,7 +133,7 @@ pub(super) async fn by_body(
     if path == "/api/show" && front.running(model).is_none() {
         return Ok(shown(&front, model));
     }
-    let visit = front.visit(model).await?;
+    let visit = front.visit(model, client).await?;
     if let Some(idle) = keep {
         front.keep(model, idle);
     }
@@ -155,11 +155,12 @@ pub(super) async fn kept(
     State(front): State<Arc<Front>>,
     request: Request,
 ) -> Result<Response, Failure> {
-    let (parts, _) = request.into_parts();
+    let (mut parts, _) = request.into_parts();
+    let Ok(client) = ClientId::from_request_parts(&mut parts, &front).await;
     let generators = || (0..front.entries.len()).filter(|&model| front.entries[model].generates);
     let loaded = generators().find(|&model| front.running(model).is_some());
     let model = loaded.or_else(|| generators().next()).unwrap_or(0);
-    let visit = front.visit(model).await?;
+    let visit = front.visit(model, client).await?;
     visited(&front, model, visit, parts, Bytes::new()).await
 }
 

@@ -85,11 +85,12 @@ fn done(front: &Front, models: &[usize]) -> Response {
 )]
 pub(crate) async fn load(
     State(front): State<Arc<Front>>,
+    client: ClientId,
     request: Request,
 ) -> Result<Response, Failure> {
     let name = named(&front, request).await?;
     let model = required(&front, name)?;
-    drop(front.visit(model).await?);
+    drop(front.visit(model, client).await?);
     Ok(done(&front, &[model]))
 }
 
@@ -169,19 +170,24 @@ async fn rest(front: &Arc<Front>, models: &[usize], level: SleepLevel) {
 )]
 pub(crate) async fn wake_up(
     State(front): State<Arc<Front>>,
+    client: ClientId,
     uri: Uri,
 ) -> Result<Response, Failure> {
     let query: ModelQuery = limits::query(&uri)?;
-    wake(&front, query.model.as_deref()).await
+    wake(&front, client, query.model.as_deref()).await
 }
 
-async fn wake(front: &Arc<Front>, name: Option<&str>) -> Result<Response, Failure> {
+async fn wake(
+    front: &Arc<Front>,
+    client: ClientId,
+    name: Option<&str>,
+) -> Result<Response, Failure> {
     let mut models = chosen(front, name)?;
     if name.is_none() {
         models.retain(|&model| front.report(model).state == ModelState::Asleep);
     }
     for &model in &models {
-        drop(front.visit(model).await?);
+        drop(front.visit(model, client).await?);
     }
     Ok(done(front, &models))
 }
@@ -247,8 +253,9 @@ pub(crate) async fn release(
 )]
 pub(crate) async fn resume(
     State(front): State<Arc<Front>>,
+    client: ClientId,
     request: Request,
 ) -> Result<Response, Failure> {
     let name = named(&front, request).await?;
-    wake(&front, name.as_deref()).await
+    wake(&front, client, name.as_deref()).await
 }

@@ -1,13 +1,22 @@
-//! The parameters that several APIs have, each with its bounds, its description and its place.
+//! The parameters of a generation, which several APIs have: each with its bounds, its description,
+//! the place of its value, and its way to the sampling parameters of a slot.
 //!
 //! An API accepts one with a line in its table.
 
+use std::collections::HashMap;
+
+use forebay_engine::PromptTail;
+use forebay_protocol::SamplingParams;
+use serde::Serialize;
+
+use super::{Parameter, TEXT};
 pub(crate) use crate::limits::bounds::*;
 use crate::limits::{
     ALLOWED_IDS, BAD_WORD_BYTES, BAD_WORDS, BIASES, Bound, CACHE_SALT_BYTES, CHOICES,
     ROUTING_KEY_BYTES, STOP_BYTES, STOP_IDS, STOPS,
 };
-use crate::parameter::{Parameter, TEXT};
+use crate::prompt::Strings;
+use crate::structure::Spellings;
 
 const PENALTY: Bound = Bound::Number { least: -2.0, most: 2.0 };
 
@@ -42,3 +51,82 @@ pub(crate) const JSON_SCHEMA: Parameter = Parameter::new(SOURCE, "The form of th
 pub(crate) const REGEX: Parameter = Parameter::new(PATTERN, "The form of the answer: a regular expression.", |g, v| v.put(&mut g.structure.regex));
 pub(crate) const EBNF: Parameter = Parameter::new(GRAMMAR, "The form of the answer: a grammar in GBNF.", |g, v| v.put(&mut g.structure.ebnf));
 pub(crate) const STRUCTURAL_TAG: Parameter = Parameter::new(SOURCE, "The form of the answer: a structural tag, as text or as an object.", |g, v| v.put(&mut g.structure.structural_tag)).shown(TEXT);
+
+/// The parameters of a generation as the client gave them, whichever API they came by.
+#[derive(Debug, Default)]
+pub(crate) struct GenerationParameters {
+    pub(crate) max_tokens: Option<u32>,
+    /// The number of tokens for a client that gives none.
+    pub(crate) default_max_tokens: Option<u32>,
+    pub(crate) min_tokens: Option<u32>,
+    pub(crate) n: Option<u32>,
+    pub(crate) temperature: Option<f32>,
+    pub(crate) top_p: Option<f32>,
+    pub(crate) top_k: Option<i32>,
+    pub(crate) min_p: Option<f32>,
+    pub(crate) seed: Option<i128>,
+    pub(crate) presence_penalty: Option<f32>,
+    pub(crate) frequency_penalty: Option<f32>,
+    pub(crate) repetition_penalty: Option<f32>,
+    pub(crate) logit_bias: Option<HashMap<String, f32>>,
+    pub(crate) allowed_token_ids: Option<Vec<i32>>,
+    pub(crate) stop: Option<Strings>,
+    pub(crate) include_stop: Option<bool>,
+    pub(crate) stop_token_ids: Option<Vec<i32>>,
+    pub(crate) ignore_eos: Option<bool>,
+    pub(crate) skip_special_tokens: Option<bool>,
+    pub(crate) priority: Option<i32>,
+    pub(crate) stream_interval: Option<u32>,
+    pub(crate) routing_key: Option<String>,
+    pub(crate) routed_dp_rank: Option<i64>,
+    pub(crate) cache_salt: Option<String>,
+    pub(crate) bad_words: Option<Strings>,
+    /// -1: as many as it takes.
+    pub(crate) thinking_budget: Option<i64>,
+    pub(crate) structure: Spellings,
+    /// Already checked by [`check_logprobs`](crate::sampling::check_logprobs).
+    pub(crate) logprobs: Option<u8>,
+    /// Likewise.
+    pub(crate) prompt_logprobs: Option<PromptTail>,
+}
+
+impl GenerationParameters {
+    /// The sampling parameters of a token, with `defaults` for absent ones. Lists of ids and the
+    /// seed are not among them.
+    pub(crate) fn sampling(&self, defaults: &GenerationDefaults) -> SamplingParams {
+        // No share of the probability but that of the likeliest token.
+        let is_greedy = self.top_p == Some(0.0);
+        let top_p = self.top_p.filter(|_| !is_greedy);
+        let temperature = self.temperature.filter(|_| !is_greedy).or(defaults.temperature);
+        SamplingParams {
+            temperature: if is_greedy { 0.0 } else { temperature.unwrap_or(1.0) },
+            top_p: top_p.or(defaults.top_p.filter(|_| !is_greedy)).unwrap_or(1.0),
+            top_k: self.top_k.or(defaults.top_k).unwrap_or(0).max(0),
+            min_p: self.min_p.or(defaults.min_p).unwrap_or(0.0),
+            repetition_penalty: self
+                .repetition_penalty
+                .or(defaults.repetition_penalty)
+                .unwrap_or(1.0),
+            presence_penalty: self.presence_penalty.unwrap_or(0.0),
+            frequency_penalty: self.frequency_penalty.unwrap_or(0.0),
+            min_tokens: self.min_tokens.unwrap_or(0),
+            logprobs: self.logprobs,
+            ..SamplingParams::default()
+        }
+    }
+}
+
+/// The values of the model's `generation_config.json`, which are defaults of absent parameters.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct GenerationDefaults {
+    /// The default of `temperature`.
+    pub temperature: Option<f32>,
+    /// The default of `top_p`.
+    pub top_p: Option<f32>,
+    /// The default of `top_k`.
+    pub top_k: Option<i32>,
+    /// The default of `min_p`.
+    pub min_p: Option<f32>,
+    /// The default of `repetition_penalty`.
+    pub repetition_penalty: Option<f32>,
+}

@@ -1,0 +1,59 @@
+//! The line of clients whose requests wait.
+
+use std::collections::{BTreeMap, HashMap};
+
+/// The clients that have waiting requests, in the order in which loads are for them.
+///
+/// A client comes to the end of the line when its first request waits, and again when a load has
+/// begun for it. So while a client waits, at most one load begins for each other one, however many
+/// models that one asks for.
+#[derive(Debug, Default)]
+pub(crate) struct Line {
+    /// Clients by their place.
+    places: BTreeMap<u64, u64>,
+    /// The place of a client, and the number of its waiting requests.
+    clients: HashMap<u64, (u64, usize)>,
+    next: u64,
+}
+
+impl Line {
+    /// The clients, first to last.
+    pub(crate) fn clients(&self) -> impl Iterator<Item = u64> + '_ {
+        self.places.values().copied()
+    }
+
+    /// A request of a client waits.
+    pub(crate) fn enter(&mut self, client: u64) {
+        if let Some((_, waiting)) = self.clients.get_mut(&client) {
+            *waiting += 1;
+        } else {
+            let place = self.take_place(client);
+            self.clients.insert(client, (place, 1));
+        }
+    }
+
+    /// A request of a client waits no more.
+    pub(crate) fn leave(&mut self, client: u64) {
+        let Some((place, waiting)) = self.clients.get_mut(&client) else { return };
+        *waiting -= 1;
+        if *waiting == 0 {
+            self.places.remove(place);
+            self.clients.remove(&client);
+        }
+    }
+
+    /// A load has begun for a client.
+    pub(crate) fn serve(&mut self, client: u64) {
+        let last = self.take_place(client);
+        if let Some((place, _)) = self.clients.get_mut(&client) {
+            self.places.remove(&std::mem::replace(place, last));
+        }
+    }
+
+    fn take_place(&mut self, client: u64) -> u64 {
+        let place = self.next;
+        self.next += 1;
+        self.places.insert(place, client);
+        place
+    }
+}

@@ -1,0 +1,83 @@
+"""The host's tier of a rank: the copies that plans name, and the waits for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from forebay.device import Device, Event
+from forebay.protocol.constants import NO_PAGE
+from forebay.protocol.frames import Int32s
+from forebay.protocol.plan import Plan
+from forebay.runner.copier import Copier
+from forebay.runner.launched import Copied
+from forebay.state.checks import PlanError
+from forebay.state.config import RunnerConfig
+from forebay.state.host import HostPool
+from forebay.state.pages import KvPool
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """The brain's memory for the host's tier."""
+
+    descriptor: int
+    """The descriptor of the anonymous file with its pages."""
+    socket: int
+    """The descriptor of the socket of the brain's plans. A new plan ends a wait for copies."""
+
+
+class HostTier:
+    """Has the copies of plans made, once they are checked."""
+
+    def __init__(
+        self, config: RunnerConfig, device: Device, kv: KvPool, pool: HostPool, socket: int, *, sparse: bool
+    ) -> None:
+        """`socket` as of `HostMemory`. `sparse`: slots may be sparse, and then index keys have pages of their own."""
+        self._config = config
+        self._device = device
+        self._pages = kv.page_count
+        self._host_pages = len(pool.pages)
+        self._socket = socket
+        self._sparse = sparse
+        self._copier = Copier(device, kv, pool, config.copy_gbps, config.kv_checksum, config.host_lenders)
+
+    def wait_for_saves(self) -> None:
+        """Has the next rows wait for saves, or waits itself. For measurements."""
+        copier, order = self._copier, self._config.kv_save_order
+        if order == "inline":
+            copier.wait_for_saves(copier.saves)
+        elif order == "fence":
+            self._device.queue(partial(copier.wait_for_saves, copier.saves))
+
+    def start(self, plan: Plan, behind: Event) -> Copied:
+        """Starts the copies of a plan whose rows are computed when `behind` is reached. Raises `PlanError`."""
+        copier = self._copier
+        number = copier.next_plan()
+        if len(plan.copies):
+            self._check(plan)
+            copier.submit(plan.copies, plan.copy_spans, plan.copy_sources, behind)
+        if not plan.wait_us.size:
+            return copier.report
+        us, socket = int(plan.wait_us[0]), self._socket
+
+        def wait() -> tuple[Int32s, Int32s, Int32s]:
+            copier.wait(us, socket, number)
+            return copier.report()
+
+        return wait
+
+    def _check(self, plan: Plan) -> None:
+        pages, host_pages, size = self._pages, self._host_pages, self._config.page_size
+        lenders, sources = len(self._config.host_lenders), plan.copy_sources
+        if sources.max(initial=0) > lenders:
+            raise PlanError(f"a copy from lender {sources.max()} of {lenders}")
+        own = plan.copies[:, 3] if not len(sources) else plan.copies[sources == 0, 3]
+        if plan.copies[:, 2].max() >= pages or own.max(initial=0) >= host_pages:
+            raise PlanError(f"a copy outside of {pages} pages and {host_pages} of the host")
+        if not self._sparse and plan.copies[:, 2].min() == NO_PAGE:
+            raise PlanError("a copy of index keys alone, where they have no page of their own")
+        if len(plan.copy_spans) and plan.copy_spans.astype(np.int64).sum(1).max() > size:
+            raise PlanError(f"a copy of positions outside of a page of {size}: {plan.copy_spans.tolist()}")

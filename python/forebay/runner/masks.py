@@ -1,0 +1,74 @@
+"""The masks of a step, which follow its plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from forebay.compute.sampler import Ask, Sampler
+from forebay.protocol.masks import Masks
+from forebay.runner.drafts import Drafts
+from forebay.runner.planned import PlannedRows
+from forebay.state.checks import PlanError
+from forebay.state.slots import Int64s
+
+MaskSource: TypeAlias = Callable[[], Masks]
+"""Gives the masks that follow the plan. It waits for them."""
+
+
+class StepMasks:
+    """The masks of a step, if it has some, and the time of the wait for them."""
+
+    def __init__(self, step: int, source: MaskSource | None, arena: npt.NDArray[np.uint8], vocabulary: int) -> None:
+        self._step = step
+        self._source = source
+        self._arena = arena
+        self._vocabulary = vocabulary
+        self.waited_us = 0
+        """The time of the wait, in microseconds."""
+
+    def ask(
+        self,
+        sampler: Sampler,
+        planned: PlannedRows,
+        slots: Int64s,
+        positions: Int64s,
+        drafts: Drafts | None,
+        by_slot: bool,
+    ) -> Ask:
+        """`Sampler.ask` for `positions` [s] of `slots` [s], the rows of a plan that sample. Waits for their masks.
+
+        Rows whose mask allows no token, and those behind them, sit out. Raises `PlanError`.
+        """
+        wanted = np.arange(len(planned.masked)) if drafts is None else drafts.masks
+        received = self._receive(len(wanted) if drafts is None else drafts.mask_count)
+        masks = received.read(self._arena, self._vocabulary)
+        of_rows = zip(planned.masked.tolist(), wanted.tolist(), strict=True)
+        found = {row: mask for row, at in of_rows if (mask := masks[at]) is not None}
+        late = planned.masked[np.isin(wanted, received.no_token)]
+        # What was inline was copied, and what was not is not in the frame.
+        received.release()
+        chains = None if drafts is None else drafts.chains
+        if not len(late):
+            return sampler.ask(slots, positions, found, by_slot, chains)
+        rows = np.setdiff1d(np.arange(len(slots)), late) if chains is None else chains.without(late)
+        number = {row: at for at, row in enumerate(rows.tolist())}
+        found = {number[row]: mask for row, mask in found.items() if row in number}
+        return sampler.ask_some(rows, slots, positions, found, chains)
+
+    def _receive(self, count: int) -> Masks:
+        """So many masks. Raises `PlanError` for masks of another step, or of other rows."""
+        if self._source is None:
+            raise PlanError("a plan with masked rows, and nobody to ask for their masks")
+        began = time.perf_counter_ns()
+        masks = self._source()
+        self.waited_us = (time.perf_counter_ns() - began) // 1000
+        if masks.step != self._step or len(masks.offsets) != count:
+            raise PlanError(
+                f"{len(masks.offsets)} masks of step {masks.step}, where step {self._step} has {count} masked positions"
+            )
+        return masks
