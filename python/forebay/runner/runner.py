@@ -40,6 +40,7 @@ from forebay.runner.copier import Copier
 from forebay.runner.draft_model import DraftModel
 from forebay.runner.drafts import Drafts, verified
 from forebay.runner.group import roles
+from forebay.runner.head_drafts import HeadDrafts
 from forebay.runner.images import Images
 from forebay.runner.kept import KeptWeights
 from forebay.runner.launched import (
@@ -168,8 +169,9 @@ class ModelRunner:
         if config.pooling is not None and config.pooling.kind == "causal_mean":
             self._summed = Summed(config.slots)
         if self.draft_model is not None and not self._verifies_drafts:
+            what = "a draft model is" if self.config.head is None else "heads that draft are"
             raise ConfigError(
-                "a draft model is not served here: its drafts are verified by GPUs and PyTorch's operators "
+                f"{what} not served here: drafts of the hand's own are verified by GPUs and PyTorch's operators "
                 "(FOREBAY_KERNELS=torch), for models of text without recurrent layers and adapters"
             )
         if pool is not None:
@@ -183,10 +185,12 @@ class ModelRunner:
             raise ConfigError(f"{self.config.world_size} ranks, and no place where they could meet")
         return meet(self.device.torch_device)
 
-    def _open_draft_model(self) -> DraftModel | None:
+    def _open_draft_model(self) -> DraftModel | HeadDrafts | None:
         draft = self.config.draft
         if draft is None:
             return None
+        if self.config.head is not None:
+            return HeadDrafts(self.config, self.device, lambda: self.decoder, lambda: self._compute)
         runner = ModelRunner(DraftModel.config_of(self.config))
         return DraftModel(runner, draft.tokens, self.model_config.vocab_size)
 
@@ -322,13 +326,20 @@ class ModelRunner:
         if isinstance(model, CalledConfig):
             directory: str = config.model["directory"]
             return registry.build_called(model, directory, params, self._choice.ops(), config.context_length)
-        return registry.build(model, params, self._choice.attention(), self._choice.ops(), config.context_length)
+        made = registry.build(model, params, self._choice.attention(), self._choice.ops(), config.context_length)
+        if config.head is not None:
+            own = Parameters(config.dtype, device.torch_device, fill=device.fill)
+            registry.attach_head(made, config.head, own, config.context_length)
+        return made
 
     def _weight_bytes(self) -> int:
         """`weight_bytes` of the model that was built. Those of an encoder count as they are loaded."""
         if isinstance(self.model, CalledModel):
             return self.model.nbytes
-        return self.model.params.nbytes if isinstance(self.model, Bert) else self._choice.weight_bytes(self.model)
+        if isinstance(self.model, Bert):
+            return self.model.params.nbytes
+        head = self.model.draft_head
+        return self._choice.weight_bytes(self.model) + (0 if head is None else head.params.nbytes)
 
     @property
     def decoder(self) -> Decoder:
@@ -386,7 +397,8 @@ class ModelRunner:
             self.draft_model.warm_up()
         hot = self.tables.hot
         in_order = self._state_bytes > 0
-        for plan in warm_plans(self.config, self._flag, backed=hot is not None, in_order=in_order):
+        drafts = self.draft_model.most if isinstance(self.draft_model, HeadDrafts) else 0
+        for plan in warm_plans(self.config, self._flag, backed=hot is not None, in_order=in_order, drafts=drafts):
             self._warm(plan)
         if self.images is not None:
             self.images.warm_up()
