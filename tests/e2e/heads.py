@@ -76,7 +76,9 @@ def with_mtp(model: Model, folder: Path) -> Path:
     number, hidden = config["num_hidden_layers"], config["hidden_size"]
     last, own = f"model.layers.{number - 1}.", f"model.layers.{number}."
     weights = load_file(folder / "model.safetensors")
-    weights |= {own + name.removeprefix(last): tensor.clone() for name, tensor in weights.items() if name.startswith(last)}
+    weights |= {
+        own + name.removeprefix(last): tensor.clone() for name, tensor in weights.items() if name.startswith(last)
+    }
     for name in ("enorm", "hnorm", "shared_head.norm"):
         weights[f"{own}{name}.weight"] = torch.ones(hidden)
     # A head that hands on what it reads: the model's last state.

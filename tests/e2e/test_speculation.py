@@ -202,7 +202,14 @@ def test_a_head_changes_no_token(
     serve: Serve, tiny: Model, expected: list[dict[str, Any]], tmp_path: Path, device: tuple[str, ...]
 ) -> None:
     head = str(eagle3(tiny, tmp_path / "head"))
-    drafts = ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", head, "--speculative-num-steps", "3")
+    drafts = (
+        "--speculative-algorithm",
+        "EAGLE3",
+        "--speculative-draft-model-path",
+        head,
+        "--speculative-num-steps",
+        "3",
+    )
     pages = ("--max-total-tokens", "400", "--page-size", "4", "--chunked-prefill-size", "16")
     server = serve(tiny, "--dtype", "float32", *drafts, *device, *pages)
     if not device:
@@ -288,7 +295,10 @@ def test_where_no_head_is_served_is_said(serve: Serve, tiny: Model, tmp_path: Pa
         (("--speculative-algorithm", "EAGLE3"), "an EAGLE-3 head has to be named"),
         (("--speculative-algorithm", "EAGLE", "-md", "x"), "an MTP layer is in the model's own files"),
         (("--speculative-algorithm", "NEXTN"), "no hand serves an MTP layer of LlamaForCausalLM"),
-        (("--speculative-algorithm", "EAGLE3", "--speculative-eagle-topk", "4"), "drafts are chains here, and no trees"),
+        (
+            ("--speculative-algorithm", "EAGLE3", "--speculative-eagle-topk", "4"),
+            "drafts are chains here, and no trees",
+        ),
         (("--speculative-algorithm", "STANDALONE"), "a draft model has to be named"),
         (("-md", "/no/such/model"), "the model /no/such/model is not available"),
         ((*NGRAM, "-md", "/no/such/model"), "a draft model is for --speculative-algorithm draft_model or eagle3"),

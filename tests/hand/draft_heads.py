@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from transformers import DeepseekV3ForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from benchmarks.described import handshake_model
 from forebay.layers.draft_heads import DraftHead
 from forebay.runner.head_drafts import HeadDrafts
 from forebay.runner.runner import ModelRunner
-from benchmarks.described import handshake_model
+from tests.hand.drafted import TOKENS
 from tests.hand.support import hf_config, random_model, runner_of, whole_weights
 
-TOKENS = 3
 SIZE = 40
 """Tokens that a head with a vocabulary of its own drafts."""
 
@@ -220,7 +220,10 @@ class Reference:
         x = torch.cat((self._norm("midlayer.input_layernorm", 1e-5)(self._embedded(tokens)), normal), dim=1)
         q, k, v = (product(f"{name}_proj", x).view(1, count, -1, 24).transpose(1, 2) for name in "qkv")
         config = LlamaConfig(
-            hidden_size=96, num_attention_heads=4, head_dim=24, rope_parameters={"rope_type": "default", "rope_theta": 500.0}
+            hidden_size=96,
+            num_attention_heads=4,
+            head_dim=24,
+            rope_parameters={"rope_type": "default", "rope_theta": 500.0},
         )
         cos, sin = LlamaRotaryEmbedding(config)(x, torch.arange(count)[None])
         q, k = apply_rotary_pos_emb(q, k, cos, sin)

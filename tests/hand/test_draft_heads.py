@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import socket
+from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -15,9 +17,10 @@ from forebay.device import cpu
 from forebay.gpu.choose import VARIABLE
 from forebay.layers.draft_heads import DraftHead
 from forebay.layers.params import WeightError
+from forebay.protocol.constants import COPY_OK, COPY_RESTORE, COPY_SAVE
 from forebay.runner.footprint import Footprint, footprints
 from forebay.runner.head_drafts import HeadDrafts
-from forebay.runner.runner import ModelRunner
+from forebay.runner.runner import HostMemory, ModelRunner
 from forebay.state.config import ConfigError, RunnerConfig
 from tests.hand.draft_heads import Head, Reference, eagle, headed, mtp
 from tests.hand.drafted import COUNT, TOKENS, WAYS, Drafted, alone, same
@@ -70,10 +73,11 @@ class Watched:
 
 
 @pytest.fixture(params=["eager", "paged", "graphs"])
-def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Ways to compute steps."""
     monkeypatch.setenv(VARIABLE, "reference")
-    yield {"eager": {}, "paged": PAGED, "graphs": {**PAGED, "graph_rows": 40}}[request.param]
+    ways: dict[str, dict[str, Any]] = {"eager": {}, "paged": PAGED, "graphs": {**PAGED, "graph_rows": 40}}
+    return ways[request.param]
 
 
 def entries(runner: ModelRunner, slot: int, count: int) -> torch.Tensor:
@@ -192,15 +196,15 @@ def test_a_liar_is_never_right() -> None:
     same(streams, expected)
 
 
-def of_prefix(runner: ModelRunner, tokens: list[int], cached: int) -> Drafted:
-    """A stream in slot 1 whose first `cached` tokens are on the pages of slot 0."""
+def of_prefix(runner: ModelRunner, tokens: list[int], cached: int, first: int = 0) -> Drafted:
+    """A stream in slot 1 whose first `cached` tokens are on the pages from `first` on."""
     size = runner.config.page_size
     streams = Drafted(runner, Sampling())
     builder = PlanBuilder(90)
     builder.slot(1, tokens, Sampling())
     shared = cached // size
     own = range(40, 40 + 80 // size - shared)
-    builder.page_writes += [(1, index, page) for index, page in enumerate([*range(shared), *own])]
+    builder.page_writes += [(1, index, page) for index, page in enumerate([*range(first, first + shared), *own])]
     builder.row(1, cached, len(tokens) - cached)
     result = runner.step(builder.build())
     streams.tokens = [[], [*tokens, int(result.tokens[0])]]
@@ -236,6 +240,45 @@ def test_a_prefix_hit_has_the_same_drafts(name: str, chunk: int, steps: dict[str
         assert [tokens[0] for tokens in watched.tokens] == [tokens[0] for tokens in without.tokens]
         for states, others in zip(watched.states, without.states, strict=True):
             torch.testing.assert_close(states[0], others[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "mtp-deepseek-v3"])
+def test_blocks_from_the_host_have_the_same_drafts(name: str) -> None:
+    """The prompt's pages are saved whole and in halves, and come back as other pages."""
+    family, make = HEADS[name]
+    model = model_of(family)
+    near, far = socket.socketpair()
+    host = HostMemory(os.memfd_create("host"), far.fileno())
+    runner = headed(model, make(model), host=host, host_bytes=1 << 22)
+    prompt = [1 + (at * 7) % 90 for at in range(22)]
+    streams = Drafted(runner, Sampling())
+    streams.tokens = [list(prompt)]
+    streams.prompts()
+    spans = [(0, 2), (2, 2)]
+    saves = [(2 * page + half, COPY_SAVE, page, page) for page in range(4) for half in range(2)]
+    copied(runner, [*saves, (9, COPY_SAVE, 4, 4)], [*spans * 4, (0, 4)])
+    copied(runner, [(20 + page, COPY_RESTORE, 100 + page, page) for page in range(5)])
+    with Watched() as without:
+        streams.proposed()
+    hit = of_prefix(runner, prompt, 20, first=100)
+    with Watched() as watched:
+        hit.proposed_for(1)
+    assert [tokens[0] for tokens in watched.tokens] == [tokens[0] for tokens in without.tokens]
+    for states, others in zip(watched.states, without.states, strict=True):
+        torch.testing.assert_close(states[0], others[0], atol=1e-4, rtol=1e-4)
+    near.close()
+    far.close()
+
+
+def copied(runner: ModelRunner, copies: list[tuple[int, int, int, int]], spans: Sequence[tuple[int, int]] = ()) -> None:
+    """Does copies, and waits for their ends."""
+    builder = PlanBuilder(50, copies=copies, copy_spans=list(spans), wait_us=[1000])
+    left = {ticket for ticket, *_ in copies}
+    while left:
+        result = runner.step(builder.build())
+        assert all(end[1] == COPY_OK for end in result.copied.tolist())
+        left -= {end[0] for end in result.copied.tolist()}
+        builder = PlanBuilder(51, wait_us=[1000])
 
 
 def test_pages_of_the_plan_itself_have_room_for_drafts() -> None:

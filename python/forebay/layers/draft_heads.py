@@ -152,7 +152,12 @@ class EagleLayer:
         )
         self._of_token, self._of_feature, self._behind, self._norm = (
             RMSNorm(params, name, hidden, eps)
-            for name in ("midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm")
+            for name in (
+                "midlayer.input_layernorm",
+                "midlayer.hidden_norm",
+                "midlayer.post_attention_layernorm",
+                "norm",
+            )
         )
         self._adds_normalised = config.norm_before_residual
 
