@@ -244,7 +244,8 @@ def test_an_mtp_layer_changes_no_token(serve: Serve, models: Models, tmp_path: P
     plain = serve(model, "--dtype", "float32", "--hand", "torch")
     expected = native_together(plain, asked(model)[:12])
     plain.kill()
-    longer = Model("glm4-moe-mtp", with_mtp(model, tmp_path / "longer"), model.tokenizer)
+    folder = with_mtp(model, tmp_path / "longer")
+    longer = Model("glm4-moe-mtp", folder, folder / "tokenizer.json")
     server = serve(longer, "--dtype", "float32", "--speculative-algorithm", "NEXTN", "--device", "deferred")
     assert told(native_together(server, asked(model)[:12])) == told(expected)
     assert accepted(server) > 0, "its layer reads the state that the token is of"

@@ -231,7 +231,7 @@ class Reference:
         residual = normal if self.head.told["head"]["norm_before_residual"] else before
         x = residual + product("o_proj", attended[0].transpose(0, 1).flatten(1))
         config = LlamaConfig(hidden_size=self.target.config.hidden_size, intermediate_size=80)
-        mlp = LlamaMLP(config)
+        mlp = LlamaMLP(config)  # type: ignore[no-untyped-call]
         for name in ("gate_proj", "up_proj", "down_proj"):
             getattr(mlp, name).weight.data = weights[f"midlayer.mlp.{name}.weight"]
         return x + mlp(self._norm("midlayer.post_attention_layernorm", 1e-5)(x)), k[0].transpose(0, 1)
