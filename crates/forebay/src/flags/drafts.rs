@@ -195,10 +195,6 @@ impl DraftFlags {
         let named = model.is_some_and(|name| name.parse::<DraftAlgorithm>().is_err());
         let heads = self.speculative_num_steps.is_some() || self.speculative_eagle_topk.is_some();
         match algorithm {
-            DraftAlgorithm::Mtp if named => bail!(
-                "an MTP layer is in the model's own files: leave the draft model off, or name an \
-                 EAGLE-3 head with --speculative-algorithm eagle3"
-            ),
             DraftAlgorithm::None | DraftAlgorithm::Ngram if named => {
                 bail!("a draft model is for --speculative-algorithm draft_model or eagle3")
             }
@@ -207,6 +203,7 @@ impl DraftFlags {
             ),
             _ => {}
         }
+        self.of_hand()?;
         if algorithm == DraftAlgorithm::Ngram {
             let most = most.unwrap_or(DraftConfig::default().speculative_num_draft_tokens);
             return Ok(Some(DraftConfig {
@@ -228,11 +225,15 @@ impl DraftFlags {
     /// The source and the largest number of the hand's own drafts, if there are any.
     ///
     /// # Errors
-    /// It has no name.
+    /// It has no name, or needs none.
     pub(crate) fn of_hand(&self) -> Result<Option<(HandDrafts<'_>, u32)>> {
         let ChosenDrafts { algorithm, most, model } = self.chosen();
         let source = match (algorithm, model) {
             (DraftAlgorithm::None | DraftAlgorithm::Ngram, _) => return Ok(None),
+            (DraftAlgorithm::Mtp, Some(name)) if name.parse::<DraftAlgorithm>().is_err() => bail!(
+                "an MTP layer is in the model's own files: leave {name} off, or name an EAGLE-3 \
+                 head with --speculative-algorithm eagle3"
+            ),
             (DraftAlgorithm::Mtp, _) => HandDrafts::Mtp,
             (DraftAlgorithm::Model, Some(model)) => HandDrafts::Model(model),
             (DraftAlgorithm::Eagle3, Some(head)) => HandDrafts::Eagle3(head),
