@@ -168,11 +168,7 @@ impl Facts {
     }
 }
 
-fn of_safetensors(
-    folder: &Path,
-    name: &str,
-    source: Source<'_>,
-) -> Result<Value, ModelError> {
+fn of_safetensors(folder: &Path, name: &str, source: Source<'_>) -> Result<Value, ModelError> {
     let config = read_object(&folder.join("config.json"), false)?;
     if source.called.is_none() {
         // Before anything else of the folder: a model that no hand has may be computed otherwise.

@@ -98,7 +98,9 @@ impl DraftHead {
             ("a vocabulary of", shape.vocab_size, target.vocab_size),
         ] {
             if own != wanted {
-                return Err(unfit(format!("is of another model: it has {what} {own}, not {wanted}")));
+                return Err(unfit(format!(
+                    "is of another model: it has {what} {own}, not {wanted}"
+                )));
             }
         }
         let taps = taps(&config, target.layers.len())?;
