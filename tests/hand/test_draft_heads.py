@@ -314,6 +314,15 @@ def test_rows_without_room_give_one_token() -> None:
     assert near.runner.step(builder.build()).token_counts.tolist() == [3], "position 95 is the last"
 
 
+def test_rows_are_computed_in_an_order_of_their_own() -> None:
+    """The attention of PyTorch's operators takes the shorter row first."""
+    model, head = oracle()
+    streams = Drafted(headed(model, head), Sampling(), Sampling())
+    streams.tokens = [[1 + at % 90 for at in range(70)], [3, 14, 15]]
+    streams.prompts()
+    assert streams.proposed().token_counts.tolist() == [1 + TOKENS] * 2
+
+
 def test_rows_that_want_fewer_drafts_get_fewer() -> None:
     model, head = oracle()
     runner = headed(model, head)
