@@ -70,8 +70,8 @@ impl fmt::Display for HeadKind {
 }
 
 impl DraftHead {
-    /// Reads an EAGLE-3 head (Li et al. 2025) of a model from a folder. Without `weights` there need
-    /// be no safetensors.
+    /// Reads an EAGLE-3 head (Li et al. 2025) of a model from a folder. Without `weights` there
+    /// need be no safetensors.
     ///
     /// # Errors
     /// The folder has no such head, or one of another model.
@@ -125,8 +125,8 @@ impl DraftHead {
             own_embedding: has(OWN_EMBEDDING, false),
             own_output: has(OWN_OUTPUT, true),
         };
-        let whole = vocab_size == target.vocab_size;
-        if !whole && !(parts.mapped && parts.own_output) {
+        let fits = vocab_size == target.vocab_size || parts.mapped && parts.own_output;
+        if !fits {
             let lacks = if parts.mapped { OWN_OUTPUT } else { OFFSETS };
             return Err(unfit(format!("drafts {vocab_size} tokens, and has no {lacks}")));
         }
@@ -213,8 +213,8 @@ fn layer_of_eagle3(config: &Map<String, Value>) -> Result<Shape, ModelError> {
     Ok(shape)
 }
 
-/// The layers whose inputs an EAGLE-3 head reads, of a model with so many layers: those of its
-/// config, or the third, the middle one, and the third from the end.
+/// The layers whose inputs an EAGLE-3 head reads, of a model with so many layers. They are in its
+/// config, or are the third, the middle one, and the third from the end.
 fn taps(config: &Map<String, Value>, layers: usize) -> Result<Vec<usize>, ModelError> {
     let nested = config.get("eagle_config").and_then(Value::as_object);
     if nested.is_some_and(|it| it.get("use_aux_hidden_state") == Some(&Value::Bool(false))) {

@@ -16,10 +16,10 @@ const HAND_DRAFTS: u32 = 3;
 #[command(next_help_heading = "Speculation")]
 pub(crate) struct DraftFlags {
     /// Source of draft tokens, which steps verify: `none`, `ngram`, `draft_model` (`STANDALONE`),
-    /// `eagle3`, or `mtp` (`NEXTN`, `EAGLE`). `ngram` drafts from earlier text of the prompt and the
-    /// answer, from OpenAI's `prediction`, and what a grammar forces; a step takes the drafts that
-    /// are worth their measured time. The drafts of models and heads are always verified. Drafts
-    /// change no token [default: none].
+    /// `eagle3`, or `mtp` (`NEXTN`, `EAGLE`). `ngram` drafts from earlier text of the prompt and
+    /// the answer, from OpenAI's `prediction`, and what a grammar forces; a step takes the drafts
+    /// that are worth their measured time. The drafts of models and heads are always verified.
+    /// Drafts change no token [default: none].
     #[arg(long, visible_alias = "spec-type", value_name = "NAME")]
     pub(crate) speculative_algorithm: Option<DraftAlgorithm>,
     /// The largest number of drafts of a request in a step, at least 1. More than 32 are 32
