@@ -14,6 +14,7 @@ import pytest
 
 from tests.e2e.client import native_together
 from tests.e2e.conftest import Models, Serve
+from tests.e2e.heads import eagle3, with_mtp
 from tests.e2e.models import Model
 from tests.e2e.reference import prompts
 from tests.e2e.server import Server
@@ -197,6 +198,60 @@ def test_a_draft_model_changes_no_token(
     assert (accepted(server) > 0) == (draft == "llama")
 
 
+@pytest.mark.parametrize("device", [(), ("--device", "deferred")], ids=["cpu", "deferred"])
+def test_a_head_changes_no_token(
+    serve: Serve, tiny: Model, expected: list[dict[str, Any]], tmp_path: Path, device: tuple[str, ...]
+) -> None:
+    head = str(eagle3(tiny, tmp_path / "head"))
+    drafts = (
+        "--speculative-algorithm",
+        "EAGLE3",
+        "--speculative-draft-model-path",
+        head,
+        "--speculative-num-steps",
+        "3",
+    )
+    pages = ("--max-total-tokens", "400", "--page-size", "4", "--chunked-prefill-size", "16")
+    server = serve(tiny, "--dtype", "float32", *drafts, *device, *pages)
+    if not device:
+        eventually(lambda: "does not have draft models, or heads that draft" in server.log(), "the banner says so")
+    answers = native_together(server, asked(tiny), held=True)
+    assert told(answers) == told(expected)
+    assert logprobs(answers) == pytest.approx(logprobs(expected), abs=1e-5)
+    assert server.metric("vllm:num_preemptions_total") > 0
+    again = native_together(server, asked(tiny)[:4])
+    assert told(again) == told(expected[:4]), "their prompts come from the prefix cache"
+    accepted(server)
+    assert server.metric("vllm:spec_decode_num_draft_tokens_total") > 0
+
+
+def test_a_killed_hand_with_a_head_changes_no_token(
+    serve: Serve, tiny: Model, expected: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    config = {"method": "eagle3", "model": str(eagle3(tiny, tmp_path / "head")), "num_speculative_tokens": 2}
+    server = serve(tiny, "--dtype", "float32", "--speculative-config", json.dumps(config))
+    with ThreadPoolExecutor(1) as client:
+        answers = client.submit(native_together, server, asked(tiny))
+        server.wait_for_metric("vllm:spec_decode_num_draft_tokens_total", lambda value: value > 0)
+        hand = server.hand()
+        assert hand is not None
+        os.kill(hand, signal.SIGKILL)
+    assert told(answers.result()) == told(expected)
+    assert server.metric("forebay:hand_deaths_total") == 1
+
+
+def test_an_mtp_layer_changes_no_token(serve: Serve, models: Models, tmp_path: Path) -> None:
+    model = models("glm4-moe")
+    plain = serve(model, "--dtype", "float32", "--hand", "torch")
+    expected = native_together(plain, asked(model)[:12])
+    plain.kill()
+    folder = with_mtp(model, tmp_path / "longer")
+    longer = Model("glm4-moe-mtp", folder, folder / "tokenizer.json")
+    server = serve(longer, "--dtype", "float32", "--speculative-algorithm", "NEXTN", "--device", "deferred")
+    assert told(native_together(server, asked(model)[:12])) == told(expected)
+    assert accepted(server) > 0, "its layer reads the state that the token is of"
+
+
 def test_where_no_draft_model_is_served_is_said(serve: Serve, tiny: Model, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(tiny.path, other)
@@ -216,15 +271,39 @@ def test_where_no_draft_model_is_served_is_said(serve: Serve, tiny: Model, tmp_p
         assert why in refused.log()
 
 
+def test_where_no_head_is_served_is_said(serve: Serve, tiny: Model, tmp_path: Path) -> None:
+    head = eagle3(tiny, tmp_path / "head")
+    other = eagle3(tiny, tmp_path / "other", vocab_size=2000)
+    algorithm = ("--speculative-algorithm", "eagle3", "--speculative-draft-model-path")
+    for flags, why in (
+        ((*algorithm, str(head), "--hand", "rust"), "does not have draft models, or heads that draft"),
+        ((*algorithm, str(head), "--device", "sim"), "heads that draft are not served with a simulated device"),
+        ((*algorithm, str(head), "--enable-lora"), "heads that draft are not served with adapters"),
+        ((*algorithm, str(head), "--tp-size", "2"), "heads that draft are not served with several ranks"),
+        ((*algorithm, str(other)), "is of another model: it has a vocabulary of 2000, not 2048"),
+        ((*algorithm, str(tiny.path)), "LlamaForCausalLM of"),
+    ):
+        refused = serve(tiny, *flags, healthy=False)
+        assert refused.process.wait(60) != 0
+        assert why in refused.log()
+
+
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
         (("--draft-max", "4"), "--speculative-algorithm ngram turns them on"),
         ((*NGRAM, "--enable-dp-attention", "--dp-size", "2", "--tp-size", "2"), "speculation has to be off"),
-        (("--speculative-algorithm", "EAGLE3"), "heads that draft are not there"),
+        (("--speculative-algorithm", "medusa"), "such heads are not there"),
+        (("--speculative-algorithm", "EAGLE3"), "an EAGLE-3 head has to be named"),
+        (("--speculative-algorithm", "EAGLE", "-md", "x"), "an MTP layer is in the model's own files"),
+        (("--speculative-algorithm", "NEXTN"), "no hand serves an MTP layer of LlamaForCausalLM"),
+        (
+            ("--speculative-algorithm", "EAGLE3", "--speculative-eagle-topk", "4"),
+            "drafts are chains here, and no trees",
+        ),
         (("--speculative-algorithm", "STANDALONE"), "a draft model has to be named"),
         (("-md", "/no/such/model"), "the model /no/such/model is not available"),
-        ((*NGRAM, "-md", "/no/such/model"), "a draft model is for --speculative-algorithm draft_model"),
+        ((*NGRAM, "-md", "/no/such/model"), "a draft model is for --speculative-algorithm draft_model or eagle3"),
     ],
 )
 def test_what_does_not_go_together_is_said(serve: Serve, tiny: Model, flags: tuple[str, ...], why: str) -> None:

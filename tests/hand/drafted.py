@@ -13,6 +13,8 @@ from tests.hand.support import PlanBuilder, Sampling
 
 VOCABULARY = 131
 COUNT = 12
+TOKENS = 3
+"""The most drafts of the hand's own."""
 PROMPTS = [[3, 14, 15, 92, 65], list(range(1, 24))]
 WAYS = {
     "greedy": Sampling(),
@@ -67,6 +69,42 @@ class Streams:
                 self.logprobs[slot].append([next(values) for _ in range(next(entries, 0))])
         assert next(given, None) is None
         return result
+
+
+class Drafted(Streams):
+    """Requests whose rows may give several tokens."""
+
+    def proposed(self) -> StepResult:
+        """A step of a row each."""
+        builder = self._builder()
+        for slot, tokens in enumerate(self.tokens):
+            builder.row(slot, len(tokens) - 1, 1)
+        builder.row_tokens = [1 + TOKENS] * len(self.tokens)
+        return self._run(builder)
+
+    def proposed_for(self, slot: int) -> list[int]:
+        """A step of a slot's row; the tokens that it gives."""
+        builder = self._builder()
+        builder.row(slot, len(self.tokens[slot]) - 1, 1)
+        builder.row_tokens = [1 + TOKENS]
+        given: list[int] = self.runner.step(builder.build()).tokens.tolist()
+        self.tokens[slot] += given
+        return given
+
+    def over(self) -> bool:
+        """All have as many tokens as without drafts, at least."""
+        return min(map(len, self.tokens)) >= 5 + COUNT
+
+
+def same(streams: Streams, expected: Streams) -> None:
+    """Compares tokens and log-probabilities."""
+    for ours, theirs in zip(streams.tokens, expected.tokens, strict=True):
+        least = min(len(ours), len(theirs))
+        assert ours[:least] == theirs[:least]
+    for mine, others in zip(streams.logprobs, expected.logprobs, strict=True):
+        for some, other in zip(mine, others, strict=False):
+            assert [token for token, _ in some] == [token for token, _ in other]
+            np.testing.assert_allclose([value for _, value in some], [value for _, value in other], atol=1e-4)
 
 
 def alone(runner: ModelRunner, *samplings: Sampling) -> Streams:

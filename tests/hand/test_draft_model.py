@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
-from forebay.protocol.result import StepResult
+from forebay.layers.decoder import Decoder
 from forebay.runner import draft_model
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import ConfigError
-from tests.hand.drafted import COUNT, WAYS, Streams, alone
+from tests.hand.drafted import COUNT, TOKENS, WAYS, Drafted, alone, same
 from tests.hand.greedy import model_of
 from tests.hand.support import PlanBuilder, Sampling, hf_config, runner_of, whole_weights, wire_config
-
-TOKENS = 3
 
 
 def drafted(target: Any, draft: Any, **changes: Any) -> ModelRunner:
@@ -23,45 +20,10 @@ def drafted(target: Any, draft: Any, **changes: Any) -> ModelRunner:
     described = wire_config(hf_config(draft.config, type(draft).__name__))["model"]
     config: dict[str, Any] = {"device": "deferred", "max_running_requests": 40}
     runner = runner_of(target, draft={"model": described, "tokens": TOKENS}, **config | changes)
-    assert runner.draft_model is not None
+    assert isinstance(runner.draft_model, draft_model.DraftModel)
+    assert isinstance(runner.draft_model.runner.model, Decoder)
     runner.draft_model.runner.model.load_weights(whole_weights(draft).items())
     return runner
-
-
-class Drafted(Streams):
-    """Requests whose rows may give several tokens."""
-
-    def proposed(self) -> StepResult:
-        """A step of a row each."""
-        builder = self._builder()
-        for slot, tokens in enumerate(self.tokens):
-            builder.row(slot, len(tokens) - 1, 1)
-        builder.row_tokens = [1 + TOKENS] * len(self.tokens)
-        return self._run(builder)
-
-    def proposed_for(self, slot: int) -> list[int]:
-        """A step of a slot's row; the tokens that it gives."""
-        builder = self._builder()
-        builder.row(slot, len(self.tokens[slot]) - 1, 1)
-        builder.row_tokens = [1 + TOKENS]
-        given: list[int] = self.runner.step(builder.build()).tokens.tolist()
-        self.tokens[slot] += given
-        return given
-
-    def over(self) -> bool:
-        """All have as many tokens as without drafts, at least."""
-        return min(map(len, self.tokens)) >= 5 + COUNT
-
-
-def same(streams: Streams, expected: Streams) -> None:
-    """Compares tokens and log-probabilities."""
-    for ours, theirs in zip(streams.tokens, expected.tokens, strict=True):
-        least = min(len(ours), len(theirs))
-        assert ours[:least] == theirs[:least]
-    for mine, others in zip(streams.logprobs, expected.logprobs, strict=True):
-        for some, other in zip(mine, others, strict=False):
-            assert [token for token, _ in some] == [token for token, _ in other]
-            np.testing.assert_allclose([value for _, value in some], [value for _, value in other], atol=1e-4)
 
 
 def test_the_model_itself_is_always_right() -> None:

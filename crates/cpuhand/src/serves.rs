@@ -42,7 +42,7 @@ pub struct Asked<'a> {
     pub attention_backend: bool,
     /// True if requests may name adapters.
     pub adapters: bool,
-    /// True if another model drafts.
+    /// True if another model drafts, or a head of this one.
     pub draft_model: bool,
     /// The value of `FOREBAY_KERNELS`.
     pub kernels: Option<&'a str>,
@@ -106,7 +106,7 @@ pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
         return lacks("adapters of models that pool");
     }
     if asked.draft_model {
-        return lacks("draft models");
+        return lacks("draft models, or heads that draft");
     }
     if asked.kernels == Some("torch") {
         return lacks("PyTorch's operators, which FOREBAY_KERNELS asks for");
@@ -220,7 +220,7 @@ mod tests {
         for (asked, why) in [
             (Asked { pooling: Some("cls"), ..good }, "the pooling \"cls\""),
             (Asked { sees: true, ..good }, "images"),
-            (Asked { draft_model: true, ..good }, "draft models"),
+            (Asked { draft_model: true, ..good }, "draft models, or heads that draft"),
             (Asked { device: "cuda", ..good }, "the device cuda"),
             (Asked { ranks: 2, ..good }, "several ranks"),
             (Asked { sparse: true, ..good }, "sparse decoding"),

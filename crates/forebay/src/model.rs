@@ -256,6 +256,22 @@ pub(crate) fn fetch(
     describe(&found, weights)
 }
 
+/// Resolves the name of files that go with a model, and downloads missing ones. Gives their folder.
+pub(crate) fn fetch_part(
+    python: &Path,
+    name: &str,
+    source: Source<'_>,
+    weights: bool,
+) -> Result<PathBuf> {
+    let missing = || format!("{name} is not available");
+    let settings = Settings::from_env(source.download_dir, source.offline).with_context(missing)?;
+    let hub = models::hub(settings, python)?;
+    let named = ModelName::parse(name, source.revision).with_context(missing)?;
+    let mut found = hub.find_part(&named, weights).with_context(missing)?;
+    hub.complete(&mut found).with_context(missing)?;
+    Ok(found.path)
+}
+
 /// The folder for tokenizers that are rebuilt from GGUF files: the cache, or a temporary one where
 /// the cache can't be written.
 fn rebuilding_folder(cache: &Path) -> Result<(PathBuf, Option<Arc<TempDir>>)> {

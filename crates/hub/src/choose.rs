@@ -45,8 +45,15 @@ pub(crate) enum Choice {
     Directory(Vec<String>),
 }
 
-/// Chooses among the files of a repository; without `weights` safetensors may be absent.
-pub(crate) fn choose(name: &HubName, names: &[String], weights: bool) -> Result<Choice, HubError> {
+/// What a repository has to have.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Needs {
+    pub(crate) weights: bool,
+    pub(crate) tokenizer: bool,
+}
+
+/// Chooses among the files of a repository.
+pub(crate) fn choose(name: &HubName, names: &[String], needs: Needs) -> Result<Choice, HubError> {
     let ggufs = ggufs(name, names)?;
     if !ggufs.is_empty() {
         return Ok(Choice::Gguf(ggufs));
@@ -54,13 +61,13 @@ pub(crate) fn choose(name: &HubName, names: &[String], weights: bool) -> Result<
     if has(names, ADAPTER) && !has(names, "config.json") {
         return Err(HubError::Repository(format!("{} {IS_ADAPTER}", name.repository)));
     }
-    if weights {
+    if needs.weights {
         safetensors(names)?;
     }
     let other_tokenizers = if has(names, TOKENIZER) { Vec::new() } else { other_tokenizers(names) };
     for (needed, found) in [
         ("config.json", has(names, "config.json")),
-        (TOKENIZER, has(names, TOKENIZER) || !other_tokenizers.is_empty()),
+        (TOKENIZER, !needs.tokenizer || has(names, TOKENIZER) || !other_tokenizers.is_empty()),
     ] {
         if !found {
             return Err(HubError::Repository(format!(
@@ -247,7 +254,8 @@ mod tests {
 
     fn chosen(name: &str, text: &str) -> Result<Choice, String> {
         let name = HubName::parse(name, None).unwrap();
-        choose(&name, &names(text), true).map_err(|error| error.to_string())
+        let needs = Needs { weights: true, tokenizer: true };
+        choose(&name, &names(text), needs).map_err(|error| error.to_string())
     }
 
     fn gguf(text: &str) -> Result<Choice, String> {

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use tokio::runtime::Runtime;
 
-use crate::choose::{self, Choice, INDEX};
+use crate::choose::{self, Choice, INDEX, Needs};
 use crate::client::{Client, Trouble};
 use crate::embedded::{self, Interpreter};
 use crate::error::HubError;
@@ -97,6 +97,18 @@ impl Hub {
     /// # Errors
     /// One line for the user.
     pub fn find(&self, name: &ModelName, weights: bool) -> Result<Found, HubError> {
+        self.find_needed(name, Needs { weights, tokenizer: true })
+    }
+
+    /// The same for files that go with a model, whose tokenizer they share.
+    ///
+    /// # Errors
+    /// One line for the user.
+    pub fn find_part(&self, name: &ModelName, weights: bool) -> Result<Found, HubError> {
+        self.find_needed(name, Needs { weights, tokenizer: false })
+    }
+
+    fn find_needed(&self, name: &ModelName, needs: Needs) -> Result<Found, HubError> {
         match name {
             ModelName::Embedded => {
                 let name = Some(embedded::TITLE.to_owned());
@@ -104,7 +116,7 @@ impl Hub {
                     embedded::find_or_download(&self.settings, &self.interpreter, &self.progress)?;
                 match file {
                     Some(path) => Ok(Found { name, path, commit: None, lacks: None }),
-                    None => Ok(Found { name, ..self.default_on_hub(weights)? }),
+                    None => Ok(Found { name, ..self.default_on_hub(needs)? }),
                 }
             }
             ModelName::Path(path) => Ok(Found {
@@ -113,7 +125,7 @@ impl Hub {
                 commit: None,
                 lacks: None,
             }),
-            ModelName::Hub(name) => self.runtime.block_on(self.find_on_hub(name, weights)),
+            ModelName::Hub(name) => self.runtime.block_on(self.find_on_hub(name, needs)),
         }
     }
 
@@ -153,10 +165,10 @@ impl Hub {
     }
 
     /// The default model where no package can be had.
-    fn default_on_hub(&self, weights: bool) -> Result<Found, HubError> {
+    fn default_on_hub(&self, needs: Needs) -> Result<Found, HubError> {
         let repository = embedded::REPOSITORY.to_owned();
         let name = HubName { repository, ..HubName::default() };
-        self.runtime.block_on(self.find_on_hub(&name, weights)).map_err(|error| {
+        self.runtime.block_on(self.find_on_hub(&name, needs)).map_err(|error| {
             let cache = self.settings.cache.display();
             let no_package = if self.settings.offline {
                 "offline nothing is downloaded".to_owned()
@@ -170,9 +182,9 @@ impl Hub {
         })
     }
 
-    async fn find_on_hub(&self, name: &HubName, weights: bool) -> Result<Found, HubError> {
+    async fn find_on_hub(&self, name: &HubName, needs: Needs) -> Result<Found, HubError> {
         let repository = Repository::open(name, &self.settings, &self.progress).await?;
-        let found = self.get_first(name, &repository, weights).await;
+        let found = self.get_first(name, &repository, needs).await;
         let (path, names) = found.map_err(|error| match error {
             HubError::Repository(lacks) if repository.offline() => repository.incomplete(lacks),
             error => error,
@@ -193,10 +205,10 @@ impl Hub {
         &self,
         name: &HubName,
         repository: &Repository,
-        weights: bool,
+        needs: Needs,
     ) -> Result<(PathBuf, Vec<String>), HubError> {
         let directory = repository.directory();
-        match choose::choose(name, &repository.names, weights)? {
+        match choose::choose(name, &repository.names, needs)? {
             Choice::Gguf(parts) => {
                 repository.get(&parts, &self.progress).await?;
                 let first = parts.first().map(String::as_str).unwrap_or_default();
@@ -204,7 +216,7 @@ impl Hub {
             }
             Choice::Directory(small) => {
                 repository.get(&small, &self.progress).await?;
-                if !weights {
+                if !needs.weights {
                     return Ok((directory, Vec::new()));
                 }
                 let index = small.iter().any(|name| name == INDEX).then(|| directory.join(INDEX));

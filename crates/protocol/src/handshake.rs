@@ -63,7 +63,7 @@ pub struct Hello {
     pub pid: u32,
 }
 
-/// A model that drafts for another one of the same vocabulary.
+/// A model that drafts for another one of the same vocabulary, or a head of that one.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct DraftModelConfig {
     /// The model, as the brain has described it.
@@ -153,8 +153,8 @@ pub struct HandConfig {
     pub state_pages: Option<u32>,
     /// The memory for adapters; `None`: the hand takes none.
     pub lora: Option<PlaceConfig>,
-    /// The model that drafts for rows which may give several tokens; `None`: the hand drafts
-    /// nothing by itself.
+    /// What drafts for rows which may give several tokens; `None`: the hand drafts nothing by
+    /// itself.
     pub draft: Option<DraftModelConfig>,
     /// The work that waits for saves: `behind`, none; `fence`, the rows of the next plan; `inline`,
     /// the next plan.

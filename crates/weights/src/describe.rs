@@ -104,7 +104,7 @@ fn of_folder(folder: &Path, source: Source<'_>) -> Result<Value, ModelError> {
                 folder.display()
             )));
         }
-        return of_safetensors(folder, name, &present, source);
+        return of_safetensors(folder, name, source);
     };
     let parts = gguf_parts(&folder.join(first))?;
     if parts.len() != ggufs.len() {
@@ -168,12 +168,7 @@ impl Facts {
     }
 }
 
-fn of_safetensors(
-    folder: &Path,
-    name: &str,
-    present: &BTreeSet<String>,
-    source: Source<'_>,
-) -> Result<Value, ModelError> {
+fn of_safetensors(folder: &Path, name: &str, source: Source<'_>) -> Result<Value, ModelError> {
     let config = read_object(&folder.join("config.json"), false)?;
     if source.called.is_none() {
         // Before anything else of the folder: a model that no hand has may be computed otherwise.
@@ -201,7 +196,7 @@ fn of_safetensors(
         let what = format!("{name}, which sees images, to pool: that is for models of text");
         return Err(ModelError::Unserved(what));
     }
-    let files = if source.weights { safetensors_names(folder, present)? } else { Vec::new() };
+    let files = if source.weights { safetensors_files(folder)? } else { Vec::new() };
     let generation = read_object(&folder.join("generation_config.json"), true)?;
     let tokenizer_config = read_object(&folder.join("tokenizer_config.json"), true)?;
     let special = read_object(&folder.join("special_tokens_map.json"), true)?;
@@ -212,7 +207,7 @@ fn of_safetensors(
         "name": name,
         "format": "safetensors",
         "directory": folder,
-        "files": files.iter().map(|file| folder.join(file)).collect::<Vec<_>>(),
+        "files": files,
         "tokenizer": tokenizer,
         "chat_template": chat_template(folder, &tokenizer_config)?,
         "bos_token": token("bos_token"),
@@ -286,6 +281,12 @@ fn gguf_parts(path: &Path) -> Result<Vec<PathBuf>, ModelError> {
     }
     let folder = path.parent().unwrap_or(path);
     Err(ModelError::broken(format!("{} lacks {}", folder.display(), missing.join(", "))))
+}
+
+/// The safetensors of a folder.
+pub(crate) fn safetensors_files(folder: &Path) -> Result<Vec<PathBuf>, ModelError> {
+    let names = safetensors_names(folder, &file_names(folder)?)?;
+    Ok(names.into_iter().map(|name| folder.join(name)).collect())
 }
 
 fn safetensors_names(folder: &Path, names: &BTreeSet<String>) -> Result<Vec<String>, ModelError> {

@@ -36,6 +36,7 @@ mod describe;
 mod error;
 pub mod families;
 mod gguf;
+mod heads;
 mod json;
 mod manifest;
 mod model;
@@ -64,6 +65,7 @@ pub use families::{
     Rope, RotarySections, Routing, RowBlocks, Rule, Scales, Shape, StateNorm, Take,
 };
 pub use gguf::{BlockKind, computed_as, computed_names};
+pub use heads::DraftHead;
 pub use json::{python_json, read_json};
 pub use manifest::Manifest;
 pub use model::ModelShape;

@@ -201,6 +201,27 @@ impl Manifest {
         })
     }
 
+    /// True if a weight of this name has numbers.
+    pub(crate) fn has(&self, name: &str) -> bool {
+        self.weights.iter().any(|(other, _)| other == name) || self.has_matrix(name)
+    }
+
+    /// The weights whose names begin so.
+    pub(crate) fn below(mut self, prefix: &str) -> Self {
+        self.weights.retain(|(name, _)| name.starts_with(prefix));
+        self.matrices.retain(|matrix| {
+            let mut names = matrix.weights.iter().map(|(name, _)| name);
+            matrix.name.starts_with(prefix) || names.any(|name| name.starts_with(prefix))
+        });
+        self.zero_biases.retain(|name| name.starts_with(prefix));
+        self
+    }
+
+    /// True if it has no weights.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.weights.is_empty() && self.matrices.is_empty()
+    }
+
     /// The manifest for a hand.
     ///
     /// # Panics

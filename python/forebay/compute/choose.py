@@ -65,8 +65,9 @@ class Choice:
         self._config = config
         self._group = group
         # The compiled kernels compute a step in one call, which has no place for other ranks.
-        # Nor has it one for adapters.
-        self._native = group is None and device.runs_native and native_wanted() and config.lora is None
+        # Nor has it one for adapters, or for heads that draft.
+        plain = config.lora is None and config.head is None
+        self._native = group is None and device.runs_native and native_wanted() and plain
         self._kernels: Kernels | None = None
         self._backend = self._without_chunks(self._settle(config))
         if self._backend != "torch":

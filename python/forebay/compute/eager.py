@@ -14,7 +14,7 @@ from forebay.compute.rows import Launch, RowAdapters
 from forebay.device import Device
 from forebay.gpu.interface import Kernels
 from forebay.layers.adapted import AdaptedTokens
-from forebay.layers.decoder import Decoder, Forward, ImageRows
+from forebay.layers.decoder import Decoder, FeatureRows, Forward, ImageRows
 from forebay.layers.step import Index
 from forebay.models.called import CalledModel
 from forebay.protocol.constants import ROW_WORDS
@@ -60,14 +60,14 @@ class TorchCompute:
         self._sharing = [] if indexer is None else sharing(indexer, model.config.num_hidden_layers)
 
     def logits(self, launch: Launch) -> torch.Tensor:
-        forward = self._forward(launch)
+        forward = self.forward(launch)
         logits = self._model(forward)
         self._tell_found(launch, forward)
         self._save_states(launch)
         return logits
 
     def states(self, launch: Launch) -> torch.Tensor:
-        forward = self._forward(launch)
+        forward = self.forward(launch)
         states = self._model.states(forward)
         self._tell_found(launch, forward)
         self._save_states(launch)
@@ -99,15 +99,17 @@ class TorchCompute:
             launch.found.fill(forward.index.find.told)
 
     def vectors(self, launch: Launch, tokens: Int64s) -> torch.Tensor:
-        states = self._model.states(self._forward(launch, tokens)).float()
+        states = self._model.states(self.forward(launch, tokens)).float()
         self._save_states(launch)
         return states
 
     def greedy(self, launch: Launch) -> tuple[torch.Tensor, torch.Tensor]:
         return self._model.ops.greedy(self.logits(launch))
 
-    def _forward(self, launch: Launch, tokens: Int64s | None = None) -> Forward:
-        """Tokens and positions are made on the device from the plan's rows; what is decided is decided on the host.
+    def forward(self, launch: Launch, tokens: Int64s | None = None) -> Forward:
+        """A step for the model. Called as work.
+
+        Tokens and positions are made on the device from the plan's rows; what is decided is decided on the host.
 
         States are of `tokens`, numbered over all rows; None: of those that sample, and of those before `rows.prompts`.
         """
@@ -132,6 +134,7 @@ class TorchCompute:
         pages = _pages(tables.page_table, token_slots, positions, kv.page_size)
         stride = kv.main.page_stride
         numbers, images = (positions, None) if rows.images is None else self._seen(rows.images, cut)
+        writes = pages * stride + positions % kv.page_size
         batch = Batch(
             start=cut.start[: cut.whole],
             length=cut.length[: cut.whole],
@@ -149,14 +152,24 @@ class TorchCompute:
             given=[(span.at, self._prompts.tensor(part)) for span, part in zip(spans, given, strict=True)],
             positions=numbers,
             sampled=sampled,
-            writes=pages * stride + positions % kv.page_size,
+            writes=writes,
             prepared=backend.prepare(batch, kv.dtype),
             kv=kv.layers,
             index=self._index(cut, slots, starts, lengths, token_slots, positions, sparse),
             images=images,
             states=self._load_states(launch, cut),
             adapted=[] if rows.adapters is None else self._adapted(rows.adapters, cut),
+            features=self._features(token_slots, positions, writes),
         )
+
+    def _features(self, slots: torch.Tensor, positions: torch.Tensor, writes: torch.Tensor) -> FeatureRows | None:
+        """Where features are; None: no head drafts from them."""
+        pool, size = self._kv.features, self._kv.page_size
+        if pool is None:
+            return None
+        before = (positions - 1).clamp(min=0)
+        pages = _pages(self._tables.page_table, slots, before, size)
+        return FeatureRows(pool, self._kv.feature_entries(writes), pages * size + before % size)
 
     def _adapted(self, adapters: RowAdapters, cut: Pieces) -> list[AdaptedTokens]:
         """The tokens of each adapter, numbered in the order of pieces."""

@@ -22,7 +22,7 @@ from forebay.compute.steps import Answers
 from forebay.device import Device, host_array
 from forebay.gpu.interface import Kernels, PagedRows
 from forebay.gpu.tables import Received, StepBuffers, Tables, describe, places
-from forebay.layers.decoder import Decoder, Forward
+from forebay.layers.decoder import Decoder, FeatureRows, Forward
 from forebay.protocol.constants import NO_PAGE, SLOT_FLOATS_WORDS, SLOT_WORDS
 from forebay.protocol.frames import Float32s, Int32s
 from forebay.protocol.plan import LAST_ID
@@ -276,6 +276,7 @@ class PagedSteps:
             prepared=rows,
             kv=kv.layers,
             logits=memory.logits,
+            features=self._features(buffers),
         )
         if launch is None or launch.prompts is None:
             model(forward)
@@ -285,6 +286,20 @@ class PagedSteps:
         states = model.states(replace(forward, sampled=torch.cat((buffers.last, before))))
         memory.logits.copy_(model.logits(states[:count]))
         launch.prompts.fill(states[count:], model.logits)
+
+    def _features(self, buffers: StepBuffers) -> FeatureRows | None:
+        """Where features are; None: no head drafts from them."""
+        kv, tables = self._kv, self._tables
+        if kv.features is None:
+            return None
+        token = torch.arange(len(buffers.tokens), dtype=torch.int32, device=buffers.first.device)
+        row = torch.searchsorted(buffers.first, token, right=True) - 1
+        # Behind the last row are tokens of none, whose entries go to the null page.
+        slot = buffers.slots.index_select(0, row.clamp(max=len(buffers.slots) - 1)).long()
+        before = (buffers.positions - 1).clamp(min=0)
+        page = tables.page_table[slot, before // kv.page_size].long()
+        page = page.masked_fill(page < 0, kv.page_count)
+        return FeatureRows(kv.features, kv.feature_entries(buffers.writes), page * kv.page_size + before % kv.page_size)
 
     def _given(self, launch: Launch) -> list[tuple[int, torch.Tensor]]:
         rows = launch.rows

@@ -30,11 +30,12 @@ class Attention:
         *,
         keys_of: int | None = None,
         shares: bool = False,
+        inputs: int | None = None,
     ) -> None:
         """`layer` is its number among those with pages. `norm_eps` and `wide_norms`: of the norms of heads, if any.
 
         `keys_of` is the number of the layer whose keys and values are read; None: this one has its own. `shares`: they
-        are read by others too.
+        are read by others too. `inputs`: elements of the states that it reads; None: as many as it gives, `hidden`.
 
         With other ranks it has some of the heads, and gives a term of a sum over ranks.
         """
@@ -56,7 +57,7 @@ class Attention:
         self._gated = shape.gate
         if shape.gate:
             widths["g_proj"] = queries
-        self.qkv = Linear(params, prefix, hidden, widths, shape.qkv_bias)
+        self.qkv = Linear(params, prefix, inputs or hidden, widths, shape.qkv_bias)
         self.output = Linear(params, prefix, queries, {"o_proj": hidden}, shape.output_bias)
         self.sinks: torch.Tensor | None = None
         """A score for each query head that takes weight and gives nothing; None: there is none."""
@@ -86,7 +87,7 @@ class Attention:
             )
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """x is [tokens, hidden]."""
+        """x is [tokens, inputs]. The result is [tokens, hidden]."""
         qkv, gate = self.qkv(x), None
         if self._keys_of is not None:
             q = qkv.view(len(x), -1, self._heads.dim)

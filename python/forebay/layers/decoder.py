@@ -35,6 +35,15 @@ class ImageRows:
 
 
 @dataclass(frozen=True)
+class FeatureRows:
+    """The pages' features, from which a head drafts, for a step of `n` tokens."""
+
+    pool: torch.Tensor  # [entries, hidden]
+    writes: torch.Tensor  # int64 [n]: the entry of each token's feature
+    before: torch.Tensor  # int64 [n]: that of the position before it; any one at position 0
+
+
+@dataclass(frozen=True)
 class Forward:
     """One step for the model; `n` tokens, `s` sampled rows."""
 
@@ -57,6 +66,8 @@ class Forward:
     """The tokens that adapters change, each once."""
     logits: torch.Tensor | None = None
     """Memory for the logits, float32 [s, vocabulary]; None: they get memory of their own."""
+    features: FeatureRows | None = None
+    """Where features are kept; None: no head drafts from them."""
 
 
 class Attends(Protocol):
@@ -94,6 +105,23 @@ class TakesPart(Protocol):
 
     def take_part(self, none: torch.Tensor, ops: Ops, /) -> None:
         """As a rank without tokens; `none` is [0, hidden]."""
+
+
+class AttachedHead(Protocol):
+    """A head that drafts from the states of a model. `forebay.layers.draft_heads` has it."""
+
+    params: Parameters
+
+    @property
+    def taps(self) -> Sequence[int]:
+        """The layers whose inputs it reads. The number of layers: the final states."""
+
+    @property
+    def rotaries(self) -> Sequence[Rotary]:
+        """Its rotary embeddings beside the model's."""
+
+    def keep(self, tapped: Mapping[int, torch.Tensor], forward: Forward, step: Step) -> None:
+        """Writes what it keeps of a step's tokens, from the states [n, hidden] at its taps."""
 
 
 class Block:
@@ -221,21 +249,29 @@ class Decoder:
             # Checkpoints that were saved with the tie spelled out carry the same matrix twice.
             params.skip(HEAD)
         self._layer_inputs = None if config.layer_inputs is None else LayerRows(config, params)
-        self.rotaries = self._rotaries()
+        self.rotaries = self.rotaries_of(config, params)
         """The rotary embeddings, which layers name by their numbers."""
+        self.draft_head: AttachedHead | None = None
+        """None: nothing drafts from its states."""
 
     @property
     def rotary(self) -> Rotary:
         """The rotary embedding of a model with one."""
         return self.rotaries[0]
 
-    def _rotaries(self) -> list[Rotary]:
-        config, params = self.config, self.params
+    @staticmethod
+    def rotaries_of(config: ModelConfig, params: Parameters) -> list[Rotary]:
+        """The rotary embeddings of a shape."""
         longest = config.max_position_embeddings
         shapes = [(rope.dim, rope.theta, rope.scaling, longest, params.dtype, params.device) for rope in config.ropes]
         if config.sections is None:
             return [Rotary(*shape) for shape in shapes]
         return [SectionedRotary(config.sections, *shape) for shape in shapes]
+
+    def attach(self, head: AttachedHead) -> None:
+        """Has a head keep what it drafts from in each step."""
+        self.draft_head = head
+        self.rotaries += head.rotaries
 
     def query_factors(self, positions: torch.Tensor) -> torch.Tensor | None:
         """The factors of queries [n, 1, 1] at positions [n], or [3, n] whose first numbers count."""
@@ -301,25 +337,38 @@ class Decoder:
             tokens[first : first + len(rows)] = 0
         return tokens
 
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The inputs [n, hidden] of tokens [n]."""
+        x: torch.Tensor = self._embed(tokens, self.embedding)
+        factor = self.config.scales.embeddings
+        return x if factor == 1.0 else x * factor
+
+    def step(self, forward: Forward, inputs: torch.Tensor | None = None) -> Step:
+        """What layers share of a step. `inputs`: those of each layer."""
+        factors = self.query_factors(forward.positions)
+        rotations = [rotary(forward.positions) for rotary in self.rotaries]
+        return Step(
+            *(rotations, forward.writes, forward.kv, self.backend, forward.prepared, self.ops, forward.index, factors),
+            forward.states,
+            inputs,
+        )
+
     def _states(self, forward: Forward) -> torch.Tensor:
-        x = self._embed(forward.tokens, self.embedding)
-        scales = self.config.scales
-        if scales.embeddings != 1.0:
-            x = x * scales.embeddings
+        x, scales = self.embed(forward.tokens), self.config.scales
         for first, rows in forward.given:
             x[first : first + len(rows)] = rows if scales.inputs == 1.0 else rows * scales.inputs
         images = forward.images
         if images is not None:
             x.index_copy_(0, images.at, images.rows[:, 0])
-        factors = self.query_factors(forward.positions)
-        rotations = [rotary(forward.positions) for rotary in self.rotaries]
-        step = Step(
-            *(rotations, forward.writes, forward.kv, self.backend, forward.prepared, self.ops, forward.index, factors),
-            forward.states,
-            None if self._layer_inputs is None else self._layer_inputs(x, self._told(forward)),
-        )
+        inputs = None if self._layer_inputs is None else self._layer_inputs(x, self._told(forward))
+        step = self.step(forward, inputs)
+        head = self.draft_head if forward.features is not None else None
+        tapped: dict[int, torch.Tensor] = {}
         residual: torch.Tensor | None = None
         for number, block in enumerate(self.blocks, start=1):
+            if head is not None and number - 1 in head.taps:
+                # Layers write over both.
+                tapped[number - 1] = x.clone() if residual is None else residual + x
             x, residual = block(x, residual, step)
             if images is not None and number < images.rows.shape[1]:
                 assert residual is not None
@@ -327,9 +376,16 @@ class Decoder:
                 output = residual.index_select(0, images.at) + x.index_select(0, images.at)
                 residual.index_copy_(0, images.at, output)
                 x.index_copy_(0, images.at, images.rows[:, number])
-        x = x.index_select(0, forward.sampled)
-        if residual is not None:
-            residual = residual.index_select(0, forward.sampled)
-        x, _ = normalised(self.norm, x, residual, self.ops)
+        if head is not None and len(self.blocks) in head.taps:
+            x, _ = normalised(self.norm, x, residual, self.ops)
+            tapped[len(self.blocks)] = x
+            x = x.index_select(0, forward.sampled)
+        else:
+            x = x.index_select(0, forward.sampled)
+            if residual is not None:
+                residual = residual.index_select(0, forward.sampled)
+            x, _ = normalised(self.norm, x, residual, self.ops)
+        if head is not None:
+            head.keep(tapped, forward, step)
         # Logits are a product with these states, and vectors have no factor.
         return x if self.config.headless or scales.logits == 1.0 else x * scales.logits

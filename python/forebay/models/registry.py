@@ -8,6 +8,7 @@ from forebay.attention.backend import AttentionBackend
 from forebay.attention.cpu import CpuAttention
 from forebay.layers.blocks import decoder_blocks
 from forebay.layers.decoder import Decoder
+from forebay.layers.draft_heads import DraftHead
 from forebay.layers.ops import Ops
 from forebay.layers.params import Parameters
 from forebay.layers.rotary import at_context
@@ -18,23 +19,36 @@ from forebay.weights.called import CalledConfig
 from forebay.weights.config import ModelConfig
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError
+from forebay.weights.heads import HeadConfig
 from forebay.weights.pooling import Pooling
 
 
 def build(config: ModelConfig, params: Parameters, backend: AttentionBackend, ops: Ops, context_length: int) -> Decoder:
     """The model of `config`. Its weights are allocated and not filled. Raises `UnsupportedModelError`."""
+    config = _of_requests(config, context_length)
+    if config.vision is not None:
+        windowed = config.vision.window is not None
+        made: Decoder = (qwen2_5_vl if windowed else qwen3_vl).build(config, params, backend, ops)
+        return made
+    return Decoder(config, params, decoder_blocks(config, params), backend, ops)
+
+
+def attach_head(model: Decoder, config: HeadConfig, params: Parameters, context_length: int) -> DraftHead:
+    """Attaches a head that drafts. Its weights are allocated and not filled. Raises `UnsupportedModelError`."""
+    head = DraftHead(replace(config, shape=_of_requests(config.shape, context_length)), params, model)
+    model.attach(head)
+    return head
+
+
+def _of_requests(config: ModelConfig, context_length: int) -> ModelConfig:
+    """The configuration for requests of so many positions."""
     ropes = (replace(rope, scaling=at_context(rope.scaling, context_length)) for rope in config.ropes)
     # A window or a chunk that no request exceeds is none.
     kinds = (
         replace(kind, window=_below(kind.window, context_length), chunk=_below(kind.chunk, context_length))
         for kind in config.kinds
     )
-    config = replace(config, ropes=tuple(ropes), kinds=tuple(kinds))
-    if config.vision is not None:
-        windowed = config.vision.window is not None
-        made: Decoder = (qwen2_5_vl if windowed else qwen3_vl).build(config, params, backend, ops)
-        return made
-    return Decoder(config, params, decoder_blocks(config, params), backend, ops)
+    return replace(config, ropes=tuple(ropes), kinds=tuple(kinds))
 
 
 def _below(positions: int | None, context_length: int) -> int | None:

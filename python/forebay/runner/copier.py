@@ -50,7 +50,7 @@ class Copier:
         """
         self._device = device
         self._kv = kv
-        self._parts = [(part, part.pieces()) for part in kv.parts]
+        self._parts = [(part, list(zip(part.pieces(), self._layers(part), strict=True))) for part in kv.parts]
         self._host = host
         self._lenders = lenders
         self._lent: dict[int, LentPages] = {}
@@ -192,18 +192,21 @@ class Copier:
             is_index = part is kv.index
             number = copy.host if is_index and kv.backed else copy.hot
             restored = not kv.backed or is_index == (copy.direction == COPY_RESTORE_INDEX)
-            for piece in pieces:
+            for piece, layers in pieces:
                 at_host = pages[copy.host, at : at + piece.shape[1]]
                 at += len(at_host)
                 if copy.direction == COPY_SAVE or restored:
-                    moves.append((self._rows(piece[number], part, copy), self._rows(at_host, part, copy)))
+                    moves.append((self._rows(piece[number], layers, copy), self._rows(at_host, layers, copy)))
         return moves
 
-    def _rows(self, page: _Page, part: Part, copy: _Copy) -> _Page:
+    def _layers(self, part: Part) -> list[int]:
+        """The number of layers in each pool of a part."""
+        return [len(pool) // (part.page_count * self._kv.page_size) for pool in part.pools]
+
+    def _rows(self, page: _Page, layers: int, copy: _Copy) -> _Page:
         """Those bytes of a page that a copy is of: in each layer the positions follow one another."""
         if not copy.count:
             return page
-        layers = part.page_stride // self._kv.page_size
         positions = slice(copy.first, copy.first + copy.count)
         return page.reshape(layers, self._kv.page_size, -1)[:, positions]
 

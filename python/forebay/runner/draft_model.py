@@ -19,10 +19,11 @@ from forebay.layers.decoder import Decoder
 from forebay.layers.params import Report
 from forebay.models.bert import Bert
 from forebay.models.called import CalledModel
-from forebay.protocol.constants import FLAG_MASKED, FLAG_SAMPLE, SLOT_WORDS, SlotRecord
+from forebay.protocol.constants import FLAG_SAMPLE, SLOT_WORDS, SlotRecord
 from forebay.protocol.frames import Int32s
 from forebay.protocol.plan import Plan
 from forebay.protocol.result import StepResult
+from forebay.runner.draft_rows import with_drafts
 from forebay.state.config import RunnerConfig
 from forebay.state.pages import KvPool
 from forebay.state.slots import Int64s, SlotTables
@@ -100,36 +101,16 @@ class DraftModel:
         self.runner.warm_up()
 
     def propose(self, plan: Plan, tables: SlotTables, most_rows: int) -> Plan:
-        """The plan with drafts for rows that may give several tokens.
+        """The plan with drafts, but for rows for which its pages have no room.
 
-        Nothing that comes before it is under way. Rows of prompts have no drafts, nor have those for which a step of
-        `most_rows` rows or the pages of the draft model have no room.
+        Nothing that comes before it is under way.
         """
-        slot, start, length, flags = plan.rows.T.astype(np.int64)
-        sampling = np.flatnonzero(flags & FLAG_SAMPLE)
-        wanted = plan.row_tokens - 1
-        new = {int(record[SlotRecord.SLOT]) for record in plan.slots}
-        may = [
-            at
-            for at, row in enumerate(sampling.tolist())
-            if wanted[at] > 0 and length[row] == 1 and not flags[row] & FLAG_MASKED and slot[row] not in new
-        ]
-        may = may[: max(most_rows - len(slot), 0) // self.most]
-        counts = np.zeros(len(sampling), np.int64)
-        drafts: list[Int32s] = []
-        if may:
-            rows = sampling[may]
-            tokens = tables.token_pool[slot[rows]].cpu().numpy()
-            known = [tokens[number, : start[row] + 1] for number, row in enumerate(rows.tolist())]
-            proposed = self._propose(slot[rows].tolist(), known)
-            for at, some in zip(may, proposed, strict=True):
-                drafts.append(some[: wanted[at]])
-                counts[at] = len(drafts[-1])
-        return replace(
-            plan,
-            row_tokens=(1 + counts).astype(np.int32),
-            draft_tokens=np.concatenate(drafts) if drafts else _NONE,
-        )
+
+        def propose(slot: Int64s, start: Int64s, _wanted: Int64s) -> list[Int32s]:
+            tokens = tables.token_pool[slot].cpu().numpy()
+            return self._propose(slot.tolist(), [row[: at + 1] for row, at in zip(tokens, start.tolist(), strict=True)])
+
+        return with_drafts(plan, most_rows, self.most, propose)
 
     def _propose(self, slots: list[int], known: list[Int32s]) -> list[Int32s]:
         """Tokens behind the `known` ones of `slots`; none where there is no room."""

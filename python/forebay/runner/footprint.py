@@ -120,13 +120,16 @@ def _weight_bytes(config: RunnerConfig, model: ModelConfig, group: Group | None)
     made = formats(config, model, choice, None) if config.device == "cpu" else PLAIN
     params = Parameters(config.dtype, torch.device("meta"), made, ranks=ranks, exchange=exchange)
     decoder = registry.build(model, params, choice.attention(), choice.ops(), config.context_length)
+    own = Parameters(config.dtype, torch.device("meta"))
+    if config.head is not None:
+        registry.attach_head(decoder, config.head, own, config.context_length)
     if group is not None:
         return params.nbytes
     if config.device != "cpu":
         if model.stored is not None:
             raise ConfigError("the memory of quantised matrices that a GPU keeps in their bits is not planned")
-        return params.nbytes
-    return choice.weight_bytes(decoder)
+        return params.nbytes + own.nbytes
+    return choice.weight_bytes(decoder) + own.nbytes
 
 
 def main(lines: Iterable[str]) -> int:

@@ -63,7 +63,11 @@ class ModelLoader:
         if isinstance(model, CalledConfig):
             directory: str = config.model["directory"]
             return registry.build_called(model, directory, params, choice.ops(), config.context_length)
-        return registry.build(model, params, choice.attention(), choice.ops(), config.context_length)
+        made = registry.build(model, params, choice.attention(), choice.ops(), config.context_length)
+        if config.head is not None:
+            own = Parameters(config.dtype, self._device.torch_device, fill=self._device.fill)
+            registry.attach_head(made, config.head, own, config.context_length)
+        return made
 
     def weight_bytes(self, model: Model) -> int:
         """Bytes of the weights as they are computed with, also before they are loaded.
@@ -72,7 +76,10 @@ class ModelLoader:
         """
         if isinstance(model, CalledModel):
             return model.nbytes
-        return model.params.nbytes if isinstance(model, Bert) else self._choice.weight_bytes(model)
+        if isinstance(model, Bert):
+            return model.params.nbytes
+        head = model.draft_head
+        return self._choice.weight_bytes(model) + (0 if head is None else head.params.nbytes)
 
     def load_kept(self, model: Model, report: Report) -> bool:
         """Fills a model with the weights of an earlier start. False: they can't be read, and are expected no more.

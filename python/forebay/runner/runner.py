@@ -37,6 +37,7 @@ from forebay.runner.adapters import AdapterPlaces
 from forebay.runner.draft_model import DraftModel
 from forebay.runner.drafts import Drafts, verified
 from forebay.runner.group import roles
+from forebay.runner.head_drafts import HeadDrafts
 from forebay.runner.host_tier import HostMemory, HostTier
 from forebay.runner.images import Images
 from forebay.runner.launched import (
@@ -130,8 +131,9 @@ class ModelRunner:
         if config.pooling is not None and config.pooling.kind == "causal_mean":
             self._summed = Summed(config.slots)
         if self.draft_model is not None and not self._verifies_drafts:
+            what = "a draft model is" if self.config.head is None else "heads that draft are"
             raise ConfigError(
-                "a draft model is not served here: its drafts are verified by GPUs and PyTorch's operators "
+                f"{what} not served here: drafts of the hand's own are verified by GPUs and PyTorch's operators "
                 "(FOREBAY_KERNELS=torch), for models of text without recurrent layers and adapters"
             )
         if pool is not None and host is not None:
@@ -146,10 +148,12 @@ class ModelRunner:
             raise ConfigError(f"{self.config.world_size} ranks, and no place where they could meet")
         return meet(self.device.torch_device)
 
-    def _open_draft_model(self) -> DraftModel | None:
+    def _open_draft_model(self) -> DraftModel | HeadDrafts | None:
         draft = self.config.draft
         if draft is None:
             return None
+        if self.config.head is not None:
+            return HeadDrafts(self.config, self.device, lambda: self.decoder, lambda: self._compute)
         runner = ModelRunner(DraftModel.config_of(self.config))
         return DraftModel(runner, draft.tokens, self.model_config.vocab_size)
 
@@ -302,7 +306,8 @@ class ModelRunner:
             self.draft_model.warm_up()
         hot = self.tables.hot
         in_order = self._state_bytes > 0
-        for plan in warm_plans(self.config, self._flag, backed=hot is not None, in_order=in_order):
+        drafts = self.draft_model.most if isinstance(self.draft_model, HeadDrafts) else 0
+        for plan in warm_plans(self.config, self._flag, backed=hot is not None, in_order=in_order, drafts=drafts):
             self._warm(plan)
         if self.images is not None:
             self.images.warm_up()

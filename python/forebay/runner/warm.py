@@ -12,18 +12,23 @@ from forebay.protocol.plan import Plan
 from forebay.state.config import RunnerConfig
 
 
-def warm_plans(config: RunnerConfig, flag: int, backed: bool, in_order: bool = False) -> Iterator[Plan]:
+def warm_plans(
+    config: RunnerConfig, flag: int, backed: bool, in_order: bool = False, drafts: int = 0
+) -> Iterator[Plan]:
     """A tiny prompt in slot 0 and, if the model generates, a decode row. `flag` is the flag of the rows.
 
-    `backed`: pages have host pages behind them. `in_order`: no position may be computed twice.
+    `backed`: pages have host pages behind them. `in_order`: no position may be computed twice. `drafts`: those of the
+    hand's own that the decode row may have.
     """
     length = min(2, config.context_length, config.page_size)
     pages = np.zeros((1, 3), np.int32)
     row = np.array([[0, 0, length, flag]], np.int32)
     yield replace(_slot(length), rows=row, page_writes=pages, host_writes=pages if backed else pages[:0])
     decode = length if in_order else length - 1
-    if flag == FLAG_SAMPLE and decode < min(config.context_length, config.page_size):
-        yield Plan(rows=np.array([[0, decode, 1, FLAG_SAMPLE]], np.int32))
+    room = min(config.context_length, config.page_size) - decode
+    if flag == FLAG_SAMPLE and room > 0:
+        tokens = np.full(1 if drafts else 0, min(1 + drafts, room), np.int32)
+        yield Plan(rows=np.array([[0, decode, 1, FLAG_SAMPLE]], np.int32), row_tokens=tokens)
 
 
 def sparse_plan(config: RunnerConfig, host_pages: int) -> Plan | None:

@@ -12,6 +12,7 @@ from forebay.state.kv_format import KvFormat
 from forebay.weights.called import CalledConfig, Calls
 from forebay.weights.config import ModelConfig, config_of
 from forebay.weights.encoder_config import EncoderConfig
+from forebay.weights.heads import HeadConfig
 from forebay.weights.parts import GroupedQuery
 from forebay.weights.pooling import Pooling
 from forebay.weights.quantization import AUTO, QUANTIZATIONS, SHARED
@@ -45,7 +46,7 @@ class PlaceConfig:
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """A model that drafts."""
+    """A model that drafts, or a head of this one."""
 
     model: Mapping[str, Any]
     tokens: int
@@ -97,7 +98,7 @@ class RunnerConfig:
     host_lenders: tuple[int | None, ...] = ()
     """The descriptor of each replica's host memory, where pages are lent to this hand; None for its own."""
     draft: DraftConfig | None = None
-    """The model that drafts; None: the hand drafts nothing by itself."""
+    """What drafts; None: the hand drafts nothing by itself."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunnerConfig:
@@ -309,7 +310,13 @@ class RunnerConfig:
         if isinstance(model, EncoderConfig):
             return None
         heads_of = 1 if self.step_group else self.world_size
-        return replace(model, attention=model.attention.of_rank(heads_of))
+        kept, head = replace(model, attention=model.attention.of_rank(heads_of)), self.head
+        return kept if head is None else head.kept_with(kept)
+
+    @property
+    def head(self) -> HeadConfig | None:
+        """The head that drafts from the model's features; None: there is none."""
+        return None if self.draft is None else HeadConfig.of(self.draft.model)
 
     @property
     def pooling(self) -> Pooling | None:

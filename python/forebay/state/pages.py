@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -24,16 +24,17 @@ def page_bytes(model: ModelConfig, page_size: int, dtype: torch.dtype, form: KvF
     """Bytes of one page over all layers and both parts. `form`: of keys and values."""
     if isinstance(model, CalledConfig):
         return page_size * sum(shape.elements for shape in model.kept) * dtype.itemsize
+    features = page_size * model.features * dtype.itemsize
     if form is not KvFormat.PLAIN:
         entries = [form.entry(heads, dtype) for heads in model.kept_heads]
-        return 2 * page_size * sum(math.prod(shape) * kept.itemsize for shape, kept in entries)
+        return features + 2 * page_size * sum(math.prod(shape) * kept.itemsize for shape, kept in entries)
     if isinstance(model.attention, Latent):
         elements = model.attending_layers * model.attention.position_elements
     else:
         elements = sum(heads.position_elements for heads in model.kept_heads)
     if model.indexer is not None:
         elements += model.indexer.position_elements
-    return page_size * elements * dtype.itemsize
+    return features + page_size * elements * dtype.itemsize
 
 
 def page_count(config: RunnerConfig, model: ModelConfig, available_bytes: int, weight_bytes: int) -> int:
@@ -95,7 +96,8 @@ class KvPool:
     The main part is keys and values, or latent rows, and the null page is behind its pages. Keys and values are a pool
     each, two for a layer that has its own, `[page_count + 1, page_size, *entry]`, where `KvFormat` has the entry. Rows
     of latent layers are one pool, `[page_count + 1, layers, page_size, row]`, so a page is one piece. The keys
-    of an index, `[page_count, indexed layers, page_size, head_dim]`, are the index part of a page.
+    of an index, `[page_count, indexed layers, page_size, head_dim]`, are the index part of a page. Features from which
+    a head drafts are a pool of the main part, `[page_count + 1, page_size, hidden]`.
     """
 
     def __init__(
@@ -120,6 +122,8 @@ class KvPool:
         self.layers: list[LayerKV] = []
         self.index_keys: list[torch.Tensor] = []
         """The index keys of each indexed layer, [entries, head_dim]; none without an index."""
+        self.features: torch.Tensor | None = None
+        """The features of positions, [entries, hidden]; None: no head drafts from them."""
         self.main = Part((), pages, 0, page_size)
         self.backed = index_pages is not None
         """True if index pages have the numbers of pages of the host's tier."""
@@ -140,6 +144,8 @@ class KvPool:
             entries = [form.entry(heads, dtype) for heads in model.kept_heads]
             self._keep([(entry, entry) for entry, _ in entries], entries[0][1] if entries else dtype, device)
             self.layers = _shared(self.layers, model)
+        if model.features:
+            self._keep_features(model.features, dtype, device)
         if model.indexer is not None:
             indexed, width = len(model.indexer.layers), model.indexer.head_dim
             count = pages if index_pages is None else index_pages
@@ -151,6 +157,21 @@ class KvPool:
         self.layers = [LayerKV(*(device.zeros((rows, *entry), dtype) for entry in pair)) for pair in entries]
         pools = tuple(tensor[: pages * self.page_size] for layer in self.layers for tensor in layer)
         self.main = Part(pools, pages, sum(pool.nbytes for pool in pools) // pages, self.page_size)
+
+    def _keep_features(self, width: int, dtype: torch.dtype, device: Device) -> None:
+        """Makes the pool of features of `width` elements, a further one of the main part."""
+        main, entries = self.main, self.page_count * self.page_size
+        self.features = device.zeros((entries + self.page_size, width), dtype)
+        pool = self.features[:entries]
+        page_bytes = main.page_bytes + self.page_size * width * dtype.itemsize
+        self.main = replace(main, pools=(*main.pools, pool), page_bytes=page_bytes)
+
+    def feature_entries(self, entries: torch.Tensor) -> torch.Tensor:
+        """The entries of features, of those of a layer, int64 [n]."""
+        stride = self.main.page_stride
+        if stride == self.page_size:
+            return entries
+        return entries // stride * self.page_size + entries % stride
 
     @property
     def nowhere(self) -> int:

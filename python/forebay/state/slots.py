@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -141,6 +142,17 @@ class SlotTables:
             self.hot.write(inputs)
         if writes.recount is not None:
             self.counts.write(writes.recount, self.token_pool)
+
+    def write_pages(self, writes: Int32s) -> None:
+        """Queues writes to page tables before the plan that has them is read. Raises `PlanError`."""
+        if len(writes):
+            columns_within(writes, self._page_limits)
+            slot, index, page = writes.T.astype(np.int64)
+            entries, pages = slot * self.pages_per_slot + index, page.astype(np.int32)
+            self._device.queue(partial(self._write_pages, entries, pages))
+
+    def _write_pages(self, entries: Int64s, pages: Int32s) -> None:
+        self.page_table.view(-1).index_copy_(0, *self._device.copy_in(entries, pages))
 
     def write_tokens(self, entries: Int64s, tokens: Int32s) -> None:
         """Overwrites entries [n] of the token pool. Called as work."""

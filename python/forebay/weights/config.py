@@ -104,6 +104,8 @@ class ModelConfig:
     """True for each layer that attends; (): all do."""
     layer_inputs: LayerInputs | None = None
     """Inputs that each layer has of each token; None: there are none."""
+    features: int = 0
+    """Elements of a position's feature, from which a head drafts; 0: none is kept."""
 
     @classmethod
     def from_shape(cls, shape: Mapping[str, Any]) -> ModelConfig:

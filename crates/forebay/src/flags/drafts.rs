@@ -9,21 +9,21 @@ use serde::Deserialize;
 
 /// The largest number of drafts of a row.
 const MOST_DRAFTS: u32 = 32;
-/// The default number of drafts of a draft model, each of which costs a step of it.
-const MODEL_DRAFTS: u32 = 3;
+/// The default number of the hand's own drafts, each of which costs a pass.
+const HAND_DRAFTS: u32 = 3;
 
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Speculation")]
 pub(crate) struct DraftFlags {
-    /// Source of draft tokens, which steps verify: `none`, `ngram`, or `draft_model`
-    /// (`STANDALONE`). `ngram` drafts from earlier text of the prompt and the answer, from OpenAI's
-    /// `prediction`, and what a grammar forces; a step takes the drafts that are worth their
-    /// measured time. The drafts of a draft model are always verified. Drafts change no token
-    /// [default: none].
+    /// Source of draft tokens, which steps verify: `none`, `ngram`, `draft_model` (`STANDALONE`),
+    /// `eagle3`, or `mtp` (`NEXTN`, `EAGLE`). `ngram` drafts from earlier text of the prompt and
+    /// the answer, from OpenAI's `prediction`, and what a grammar forces; a step takes the drafts
+    /// that are worth their measured time. The drafts of models and heads are always verified.
+    /// Drafts change no token [default: none].
     #[arg(long, visible_alias = "spec-type", value_name = "NAME")]
     pub(crate) speculative_algorithm: Option<DraftAlgorithm>,
     /// The largest number of drafts of a request in a step, at least 1. More than 32 are 32
-    /// [default: 8, of a draft model 3].
+    /// [default: 8, of a draft model or a head 3].
     #[arg(
         long,
         visible_aliases = ["draft-max", "num-speculative-tokens"],
@@ -31,11 +31,19 @@ pub(crate) struct DraftFlags {
         value_parser = clap::value_parser!(u32).range(1..)
     )]
     pub(crate) speculative_num_draft_tokens: Option<u32>,
-    /// The draft model: a folder or a name, as for the model itself. It has the same tokenizer.
+    /// The draft model, or the EAGLE-3 head: a folder or a name, as for the model itself. A draft
+    /// model has the same tokenizer. MTP layers are in the model's own files.
     #[arg(long, value_name = "MODEL")]
     pub(crate) speculative_draft_model_path: Option<String>,
-    /// The same in one JSON object, as in vLLM: method (`ngram`, `draft_model`), model,
-    /// num_speculative_tokens.
+    /// The number of drafts of a head, as SGLang has it: --speculative-num-draft-tokens there
+    /// counts one token more, and has no effect beside it.
+    #[arg(long, value_name = "STEPS", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) speculative_num_steps: Option<u32>,
+    /// The number of tokens that SGLang's heads draft for one position: 1, since drafts are chains.
+    #[arg(long, value_name = "TOKENS", value_parser = chain)]
+    pub(crate) speculative_eagle_topk: Option<u32>,
+    /// The same in one JSON object, as in vLLM: method (`ngram`, `draft_model`, `eagle3`, `mtp`),
+    /// model, num_speculative_tokens.
     #[arg(
         long,
         value_name = "JSON",
@@ -44,6 +52,8 @@ pub(crate) struct DraftFlags {
             "speculative_algorithm",
             "speculative_num_draft_tokens",
             "speculative_draft_model_path",
+            "speculative_num_steps",
+            "speculative_eagle_topk",
         ]
     )]
     pub(crate) speculative_config: Option<SpeculativeConfig>,
@@ -62,7 +72,38 @@ pub(crate) enum DraftAlgorithm {
     Ngram,
     /// Another model of the same vocabulary.
     Model,
+    /// A head that reads states of several layers, in files of its own.
+    Eagle3,
+    /// The layer behind the model's last one.
+    Mtp,
 }
+
+/// The hand's own drafts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum HandDrafts<'a> {
+    /// A model of this name.
+    Model(&'a str),
+    /// A head of this name.
+    Eagle3(&'a str),
+    /// A layer of the model.
+    Mtp,
+}
+
+/// vLLM's names of MTP by family.
+const MTP_OF_FAMILIES: [&str; 11] = [
+    "deepseek_mtp",
+    "ernie_mtp",
+    "exaone_moe_mtp",
+    "glm4_moe_lite_mtp",
+    "glm4_moe_mtp",
+    "longcat_flash_mtp",
+    "mimo_mtp",
+    "nemotron_h_mtp",
+    "pangu_ultra_moe_mtp",
+    "qwen3_5_mtp",
+    "qwen3_next_mtp",
+];
+const SOURCES: &str = "ngram, draft_model, eagle3, mtp";
 
 impl FromStr for DraftAlgorithm {
     type Err = String;
@@ -78,22 +119,19 @@ impl FromStr for DraftAlgorithm {
                 "draft" | "draft_model" | "standalone" | "draft-simple" => found = Self::Model,
                 "ngram" | "suffix" | "prompt-lookup" | "ngram-simple" | "ngram-map-k"
                 | "ngram-map-k4v" | "ngram-mod" | "ngram-cache" => found = Self::Ngram,
-                "eagle" | "eagle3" | "mtp" | "nextn" | "medusa" | "mlp_speculator" | "dflash"
-                | "draft-eagle3" | "draft-mtp" => {
-                    return Err(format!(
-                        "{one}: heads that draft are not there; ngram and draft_model are"
-                    ));
+                "eagle3" | "draft-eagle3" => found = Self::Eagle3,
+                // SGLang's EAGLE of a model that has such a layer.
+                "mtp" | "nextn" | "eagle" | "draft-mtp" => found = Self::Mtp,
+                name if MTP_OF_FAMILIES.contains(&name) => found = Self::Mtp,
+                "medusa" | "mlp_speculator" | "dflash" => {
+                    return Err(format!("{one}: such heads are not there; {SOURCES} are"));
                 }
-                _ => {
-                    return Err(format!(
-                        "{one:?} is no source of drafts: none, ngram, draft_model"
-                    ));
-                }
+                _ => return Err(format!("{one:?} is no source of drafts: none, {SOURCES}")),
             }
             count += u32::from(before != found);
         }
         if count > 1 {
-            return Err("drafts come from the text or from a draft model, not from both".into());
+            return Err("drafts come from one source, and several are named".into());
         }
         Ok(found)
     }
@@ -135,7 +173,7 @@ impl DraftFlags {
             Some(config) => (config.method, config.num_speculative_tokens, &config.model),
             None => (
                 self.speculative_algorithm,
-                self.speculative_num_draft_tokens,
+                self.speculative_num_steps.or(self.speculative_num_draft_tokens),
                 &self.speculative_draft_model_path,
             ),
         };
@@ -155,9 +193,17 @@ impl DraftFlags {
     pub(crate) fn engine(&self) -> Result<Option<DraftConfig>> {
         let ChosenDrafts { algorithm, most, model } = self.chosen();
         let named = model.is_some_and(|name| name.parse::<DraftAlgorithm>().is_err());
-        if named && algorithm != DraftAlgorithm::Model {
-            bail!("a draft model is for --speculative-algorithm draft_model");
+        let heads = self.speculative_num_steps.is_some() || self.speculative_eagle_topk.is_some();
+        match algorithm {
+            DraftAlgorithm::None | DraftAlgorithm::Ngram if named => {
+                bail!("a draft model is for --speculative-algorithm draft_model or eagle3")
+            }
+            DraftAlgorithm::None | DraftAlgorithm::Ngram if heads => bail!(
+                "--speculative-num-steps and --speculative-eagle-topk are for drafts of models and heads"
+            ),
+            _ => {}
         }
+        self.of_hand()?;
         if algorithm == DraftAlgorithm::Ngram {
             let most = most.unwrap_or(DraftConfig::default().speculative_num_draft_tokens);
             return Ok(Some(DraftConfig {
@@ -165,8 +211,8 @@ impl DraftFlags {
                 speculative_unpriced: self.speculative_unpriced,
             }));
         }
-        if self.speculative_unpriced && algorithm == DraftAlgorithm::Model {
-            bail!("--speculative-unpriced: drafts of a draft model have no price");
+        if self.speculative_unpriced && algorithm != DraftAlgorithm::None {
+            bail!("--speculative-unpriced: drafts of models and heads have no price");
         }
         if algorithm == DraftAlgorithm::None
             && (self.speculative_num_draft_tokens.is_some() || self.speculative_unpriced)
@@ -176,20 +222,36 @@ impl DraftFlags {
         Ok(None)
     }
 
-    /// The draft model and the number of its drafts, if there is one.
+    /// The source and the largest number of the hand's own drafts, if there are any.
     ///
     /// # Errors
-    /// It has no name.
-    pub(crate) fn model(&self) -> Result<Option<(&str, u32)>> {
-        match self.chosen() {
-            ChosenDrafts { algorithm: DraftAlgorithm::Model, most, model: Some(model) } => {
-                Ok(Some((model, most.unwrap_or(MODEL_DRAFTS))))
-            }
-            ChosenDrafts { algorithm: DraftAlgorithm::Model, .. } => {
+    /// It has no name, or needs none.
+    pub(crate) fn of_hand(&self) -> Result<Option<(HandDrafts<'_>, u32)>> {
+        let ChosenDrafts { algorithm, most, model } = self.chosen();
+        let source = match (algorithm, model) {
+            (DraftAlgorithm::None | DraftAlgorithm::Ngram, _) => return Ok(None),
+            (DraftAlgorithm::Mtp, Some(name)) if name.parse::<DraftAlgorithm>().is_err() => bail!(
+                "an MTP layer is in the model's own files: leave {name} off, or name an EAGLE-3 \
+                 head with --speculative-algorithm eagle3"
+            ),
+            (DraftAlgorithm::Mtp, _) => HandDrafts::Mtp,
+            (DraftAlgorithm::Model, Some(model)) => HandDrafts::Model(model),
+            (DraftAlgorithm::Eagle3, Some(head)) => HandDrafts::Eagle3(head),
+            (DraftAlgorithm::Model, None) => {
                 bail!("a draft model has to be named: --speculative-draft-model-path")
             }
-            _ => Ok(None),
-        }
+            (DraftAlgorithm::Eagle3, None) => {
+                bail!("an EAGLE-3 head has to be named: --speculative-draft-model-path")
+            }
+        };
+        Ok(Some((source, most.unwrap_or(HAND_DRAFTS))))
+    }
+}
+
+fn chain(text: &str) -> Result<u32, String> {
+    match text.parse() {
+        Ok(1) => Ok(1),
+        _ => Err("drafts are chains here, and no trees: leave it off, or use 1".into()),
     }
 }
 
@@ -242,14 +304,20 @@ mod tests {
         for wrong in [
             "--draft-max 4",
             "--speculative-unpriced",
-            "--speculative-algorithm EAGLE3",
+            "--speculative-algorithm medusa",
             "--speculative-algorithm ngram --draft-max 0",
+            "--speculative-algorithm ngram --speculative-num-steps 3",
+            "--speculative-algorithm ngram --speculative-eagle-topk 1",
+            "--speculative-algorithm eagle3 --speculative-eagle-topk 2",
+            "--speculative-algorithm eagle3 --speculative-num-steps 0",
+            "--speculative-algorithm nextn --speculative-unpriced",
+            "--speculative-algorithm EAGLE --speculative-draft-model-path x",
             "--speculative-algorithm ngram --speculative-draft-model-path x",
             "--speculative-draft-model-path x --speculative-unpriced",
             "--spec-type ngram-mod,draft-mtp",
             "--spec-type ngram-mod,draft-simple",
             "--spec-type ngrams",
-            r#"--speculative-config {"method":"eagle3"}"#,
+            r#"--speculative-config {"method":"mlp_speculator"}"#,
             r#"--speculative-config {"method":"ngram","num_speculative_tokens":0}"#,
             r#"--speculative-config {"method":"ngram","model":"x"}"#,
         ] {
@@ -258,37 +326,58 @@ mod tests {
     }
 
     #[test]
-    fn a_draft_model_has_a_name() {
-        let model = |line: &str| -> Result<Option<(String, u32)>> {
+    fn drafts_of_the_hand_have_a_source() {
+        use HandDrafts::{Eagle3, Model, Mtp};
+        let source = |line: &str| -> Result<Option<String>> {
             let line = Line::try_parse_from(std::iter::once("x").chain(line.split_whitespace()))?;
             line.drafts.engine()?;
-            Ok(line.drafts.model()?.map(|(name, most)| (name.to_owned(), most)))
+            Ok(line.drafts.of_hand()?.map(|found| format!("{found:?}")))
         };
         for (line, expected) in [
             ("", None),
             ("--speculative-algorithm ngram", None),
             (r#"--speculative-config {"model":"[ngram]"}"#, None),
-            ("--speculative-draft-model-path org/m", Some(3)),
-            ("--speculative-algorithm STANDALONE --speculative-draft-model-path org/m", Some(3)),
+            ("--speculative-draft-model-path org/m", Some((Model("org/m"), 3))),
+            (
+                "--speculative-algorithm STANDALONE --speculative-draft-model-path org/m",
+                Some((Model("org/m"), 3)),
+            ),
             (
                 "--spec-type draft-simple --speculative-draft-model-path org/m --draft-max 5",
-                Some(5),
+                Some((Model("org/m"), 5)),
             ),
             (
                 r#"--speculative-config {"method":"draft_model","model":"org/m","num_speculative_tokens":99}"#,
-                Some(32),
+                Some((Model("org/m"), 32)),
             ),
-            (r#"--speculative-config {"model":"org/m"}"#, Some(3)),
+            (r#"--speculative-config {"model":"org/m"}"#, Some((Model("org/m"), 3))),
+            (
+                "--speculative-algorithm EAGLE3 --speculative-draft-model-path org/m \
+                 --speculative-num-steps 5 --speculative-eagle-topk 1 --speculative-num-draft-tokens 6",
+                Some((Eagle3("org/m"), 5)),
+            ),
+            (
+                r#"--speculative-config {"method":"eagle3","model":"org/m","num_speculative_tokens":2}"#,
+                Some((Eagle3("org/m"), 2)),
+            ),
+            ("--speculative-algorithm NEXTN", Some((Mtp, 3))),
+            ("--speculative-algorithm EAGLE --speculative-num-draft-tokens 4", Some((Mtp, 4))),
+            ("--spec-type draft-mtp", Some((Mtp, 3))),
+            (
+                r#"--speculative-config {"method":"deepseek_mtp","num_speculative_tokens":1}"#,
+                Some((Mtp, 1)),
+            ),
         ] {
-            let expected = expected.map(|most| ("org/m".to_owned(), most));
-            assert_eq!(model(line).expect(line), expected, "{line}");
+            let expected = expected.map(|found| format!("{found:?}"));
+            assert_eq!(source(line).expect(line), expected, "{line}");
         }
         for wrong in [
             "--speculative-algorithm draft_model",
+            "--speculative-algorithm eagle3",
             r#"--speculative-config {"method":"draft_model"}"#,
             r#"--speculative-config {"method":"mtp","model":"x"}"#,
         ] {
-            assert!(model(wrong).is_err(), "{wrong}");
+            assert!(source(wrong).is_err(), "{wrong}");
         }
     }
 }

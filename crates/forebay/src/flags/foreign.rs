@@ -88,8 +88,6 @@ const FLAGS: &[Foreign] = &[
         Missing("the draft model is what its path or name says"),
     ),
     value(&["--speculative-model"], Same("--speculative-draft-model-path")),
-    value(&["--speculative-eagle-topk"], Unneeded("drafts are chains")),
-    value(&["--speculative-num-steps"], Unneeded("--speculative-num-draft-tokens says it")),
     value(
         &["--speculative-accept-threshold-single", "--speculative-accept-threshold-acc"],
         Unneeded("drafts change no token"),

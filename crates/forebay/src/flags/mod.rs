@@ -36,7 +36,7 @@ pub(crate) use self::access::{AccessFlags, access, keys, visible_keys};
 pub(crate) use self::adapters::AdapterFlags;
 pub(crate) use self::batches::BatchFlags;
 pub(crate) use self::dialect::DialectFlags;
-pub(crate) use self::drafts::DraftFlags;
+pub(crate) use self::drafts::{DraftFlags, HandDrafts};
 pub(crate) use self::duration::seconds;
 pub(crate) use self::fleet::{FleetFlags, fleet_flags, server_flags};
 pub(crate) use self::grammar::GrammarFlags;

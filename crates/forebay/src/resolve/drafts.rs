@@ -1,35 +1,80 @@
-//! The draft model: where it is served, and with which others.
+//! The hand's own drafts, of a model or a head: where they are served, and with which others.
 
-use anyhow::{Result, bail};
+use std::path::Path;
+
+use anyhow::{Context, Result, bail};
 use forebay_hand::DraftModelConfig;
 use forebay_text::Tokenizer;
+use forebay_weights::{DraftHead, ModelShape};
 use serde_json::Value;
 
 use super::device::DeviceSettings;
-use crate::flags::{Device, LoadFormat, ServeFlags};
-use crate::model::Model;
+use crate::flags::{Device, Hand, HandDrafts, LoadFormat, ServeFlags};
+use crate::model::{Model, Source, fetch, fetch_part};
 
-/// The draft model of each hand; `None`: there is none.
+/// What drafts beside a model.
+#[derive(Debug)]
+pub(crate) enum Drafter {
+    /// Another model.
+    Model(Box<Model>),
+    /// A head of the model, as the hand is told of it.
+    Head(Value),
+}
+
+impl Drafter {
+    /// Finds the hand's own source of drafts for a model; `None`: it has none. Without `weights`
+    /// none need be here.
+    pub(crate) fn find(
+        flags: &ServeFlags,
+        python: &Path,
+        model: &Model,
+        weights: bool,
+    ) -> Result<Option<Self>> {
+        let Some((named, _)) = flags.drafts.of_hand()? else { return Ok(None) };
+        let source = Source { revision: None, embedding: false, ..flags.source() };
+        if let HandDrafts::Model(name) = named {
+            let draft = fetch(python, name, source, weights, Hand::Torch)?;
+            return Ok(Some(Self::Model(Box::new(draft))));
+        }
+        if let Some(why) = other_kind(model) {
+            bail!("heads that draft are not served with a model {why}");
+        }
+        let target = model.shape.as_ref().and_then(ModelShape::decoder);
+        let Some(target) = target else { bail!("heads that draft read decoders") };
+        let head = match named {
+            HandDrafts::Eagle3(name) => {
+                let folder = fetch_part(python, name, source, weights)?;
+                let head = DraftHead::eagle3(&folder, target, weights);
+                head.with_context(|| format!("the head {name} is not available"))?
+            }
+            _ if model.format != "safetensors" => {
+                bail!("an MTP layer is read of safetensors, and {} has others", model.name)
+            }
+            _ => {
+                let files = if weights { &model.files[..] } else { &[] };
+                let head = DraftHead::mtp(&model.config, files, target);
+                head.with_context(|| format!("{} drafts nothing by itself", model.name))?
+            }
+        };
+        Ok(Some(Self::Head(head.told())))
+    }
+}
+
+/// The hand's own drafts; `None`: there are none.
 ///
 /// # Errors
-/// It is not served with this model or on this device, or is of another vocabulary.
+/// They are not served with this model or on this device, or are of another vocabulary.
 pub(super) fn resolve(
     flags: &ServeFlags,
-    (model, draft): (&Model, Option<&Model>),
+    (model, drafter): (&Model, Option<&Drafter>),
     device: &DeviceSettings,
 ) -> Result<Option<DraftModelConfig>> {
-    let (Some((name, tokens)), Some(draft)) = (flags.drafts.model()?, draft) else {
+    let (Some((_, tokens)), Some(drafter)) = (flags.drafts.of_hand()?, drafter) else {
         return Ok(None);
     };
-    let other = |model: &Model| {
-        [
-            (model.called.is_some(), "that transformers' code computes"),
-            (model.pooling.is_some(), "that pools"),
-            (model.images.is_some(), "that takes images"),
-            (model.has_states(), "with recurrent layers"),
-        ]
-        .into_iter()
-        .find_map(|(is, what)| is.then_some(what))
+    let what = match drafter {
+        Drafter::Model(_) => "a draft model is",
+        Drafter::Head(_) => "heads that draft are",
     };
     let lacks = [
         (device.device == Device::Sim, "a simulated device"),
@@ -38,25 +83,46 @@ pub(super) fn resolve(
         (flags.adapters.is_enabled(), "adapters"),
         (flags.sparse.enable_hisparse, "--enable-hisparse"),
     ];
-    if let Some((_, what)) = lacks.into_iter().find(|&(wanted, _)| wanted) {
-        bail!("a draft model is not served with {what}");
+    if let Some((_, other)) = lacks.into_iter().find(|&(wanted, _)| wanted) {
+        bail!("{what} not served with {other}");
     }
-    if let Some(what) = other(model) {
-        bail!("a draft model is not served with a model {what}");
+    if let Some(why) = other_kind(model) {
+        bail!("{what} not served with a model {why}");
     }
-    if let Some(what) = other(draft) {
-        bail!("{name}: a model {what} can't draft");
+    let told = match drafter {
+        Drafter::Head(told) => told.clone(),
+        Drafter::Model(draft) => of_model(flags, model, draft)?,
+    };
+    Ok(Some(DraftModelConfig { model: told, tokens }))
+}
+
+/// What a hand is told of a draft model.
+fn of_model(flags: &ServeFlags, model: &Model, draft: &Model) -> Result<Value> {
+    let name = &draft.name;
+    if let Some(why) = other_kind(draft) {
+        bail!("{name}: a model {why} can't draft");
     }
     if !same_tokens(model, draft)? {
         bail!("{name}: a draft model needs the tokenizer of {}, and has another one", model.name);
     }
     let mut told = draft.told();
-    if flags.loading.load_format == LoadFormat::Auto {
-        told["manifest"] = draft.manifest()?;
-    } else {
-        told["manifest"] = Value::Null;
-    }
-    Ok(Some(DraftModelConfig { model: told, tokens }))
+    told["manifest"] = match flags.loading.load_format {
+        LoadFormat::Auto => draft.manifest()?,
+        LoadFormat::Dummy => Value::Null,
+    };
+    Ok(told)
+}
+
+/// The kind of a model that neither drafts nor has drafts of the hand's own; `None`: it is another.
+fn other_kind(model: &Model) -> Option<&'static str> {
+    [
+        (model.called.is_some(), "that transformers' code computes"),
+        (model.pooling.is_some(), "that pools"),
+        (model.images.is_some(), "that takes images"),
+        (model.has_states(), "with recurrent layers"),
+    ]
+    .into_iter()
+    .find_map(|(is, what)| is.then_some(what))
 }
 
 /// True if two models have the same tokens.

@@ -28,6 +28,7 @@ use crate::hands::Chosen;
 use crate::model::Model;
 
 pub(crate) use device::{DeviceSettings, Simulated};
+pub(crate) use drafts::Drafter;
 pub(crate) use hand::{dtype, mem_fraction, own_blocks};
 pub(crate) use images::{ImageSettings, sim_tower};
 pub(crate) use kv_cache::kv_cache_dtype;
@@ -66,14 +67,14 @@ pub(crate) struct Resolved {
 }
 
 impl Resolved {
-    /// Resolves what `flags` leave open for a model and its draft model on this machine. `access`
-    /// has the rules by which the server was opened.
+    /// Resolves what `flags` leave open for a model, and what drafts beside it, on this machine.
+    /// `access` has the rules by which the server was opened.
     ///
     /// # Errors
     /// Flags contradict each other, the model, or the machine.
     pub(crate) fn new(
         flags: &ServeFlags,
-        (model, draft): (&Model, Option<&Model>),
+        (model, drafter): (&Model, Option<&Drafter>),
         access: ServerConfig,
     ) -> Result<Self> {
         let context_length = model::context_length(flags, model)?;
@@ -86,7 +87,7 @@ impl Resolved {
         hand::bound_states(flags, model, &device, &mut engine, &machine);
         let mut hand = hand::resolve(flags, model, &device, &engine, &machine)?;
         hand.lora = adapters::resolve(flags, model, &device)?;
-        hand.draft = drafts::resolve(flags, (model, draft), &device)?;
+        hand.draft = drafts::resolve(flags, (model, drafter), &device)?;
         engine.places = hand.lora.map_or(0, |lora| lora.places);
         let images = images::resolve(&flags.images, model);
         device::check_elsewhere(flags, device.device, engine.host_tier.is_some())?;

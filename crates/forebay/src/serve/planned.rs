@@ -6,9 +6,9 @@ use anyhow::Result;
 use forebay_server::ServerConfig;
 use tracing::{info, warn};
 
-use crate::flags::{Device, Hand, LoadFormat, ServeFlags};
-use crate::model::{Model, Source, fetch};
-use crate::resolve::Resolved;
+use crate::flags::{Device, LoadFormat, ServeFlags};
+use crate::model::{Model, fetch};
+use crate::resolve::{Drafter, Resolved};
 
 /// Fetches a model, and resolves the settings for it.
 pub(super) fn find(
@@ -20,12 +20,8 @@ pub(super) fn find(
     let simulated = flags.run.device == Device::Sim;
     let weights = !simulated && flags.loading.load_format != LoadFormat::Dummy;
     let model = fetch(python, name, flags.source(), weights, flags.run.hand)?;
-    let draft = flags.drafts.model()?.map(|(name, _)| {
-        let source = Source { revision: None, embedding: false, ..flags.source() };
-        fetch(python, name, source, weights, Hand::Torch)
-    });
-    let draft = draft.transpose()?;
-    let resolved = Resolved::new(flags, (&model, draft.as_ref()), access)?;
+    let drafter = Drafter::find(flags, python, &model, weights)?;
+    let resolved = Resolved::new(flags, (&model, drafter.as_ref()), access)?;
     let (hand, context_length) = (&resolved.hand, resolved.engine.context_length);
     info!(
         model = %resolved.model.model,

@@ -1,0 +1,97 @@
+"""Drafts of a head: it goes on from the features that the model's own steps have left in the pages.
+
+In each step it keeps the entries of all tokens that the model computes (`Decoder.attach`). So a prefix from the cache
+has them too, and all that is left here is one pass a draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from forebay.compute.eager import TorchCompute
+from forebay.compute.rows import Compute, Launch, Rows
+from forebay.device import Device, host_array
+from forebay.layers.decoder import Decoder
+from forebay.layers.draft_heads import DraftHead
+from forebay.layers.params import Report
+from forebay.protocol.frames import Int32s
+from forebay.protocol.plan import Plan
+from forebay.runner.draft_rows import with_drafts
+from forebay.state.config import RunnerConfig
+from forebay.state.slots import Int64s, SlotTables
+from forebay.weights.load import iter_kept, weight_shapes
+
+
+class HeadDrafts:
+    """Proposes the next tokens of rows."""
+
+    def __init__(
+        self, config: RunnerConfig, device: Device, model: Callable[[], Decoder], compute: Callable[[], Compute]
+    ) -> None:
+        """`model` has the head of `config` once it is built. `compute` is called as work."""
+        assert config.draft is not None
+        self.most = config.draft.tokens
+        """Drafts of a row."""
+        self._config, self._device, self._model, self._compute = config, device, model, compute
+
+    @property
+    def _head(self) -> DraftHead:
+        head = self._model().draft_head
+        assert isinstance(head, DraftHead)
+        return head
+
+    def load(self, report: Report) -> None:
+        """Fills the weights."""
+        config, head = self._config, self._head
+        assert config.draft is not None
+        assert config.head is not None
+        model, shape = config.draft.model, config.head.shape
+        if config.load_format == "dummy":
+            head.params.randomise(config.seed, report)
+        else:
+            head.params.check(weight_shapes(model, shape))
+            head.params.load(iter_kept(model, shape, None, lambda name: False), report)
+        head.loaded()
+
+    def warm_up(self) -> None:
+        """Does nothing: rows of the model's warm-up have drafts."""
+
+    def propose(self, plan: Plan, tables: SlotTables, most_rows: int) -> Plan:
+        """The plan with drafts. Nothing that comes before it is under way."""
+        return with_drafts(plan, most_rows, self.most, partial(self._propose, plan, tables))
+
+    def _propose(self, plan: Plan, tables: SlotTables, slot: Int64s, start: Int64s, wanted: Int64s) -> list[Int32s]:
+        # The last position of a context has no draft behind it.
+        counts = np.minimum(wanted, tables.context_length - 1 - start)
+        order = np.argsort(-counts, kind="stable")
+        told: Int32s = host_array(self._device, (len(slot), self.most), np.int32)
+        with self._device.launching():
+            # Drafts may be the first tokens of a page.
+            tables.write_pages(plan.page_writes)
+            self._device.queue(partial(self._draft, tables, slot[order], start[order], counts[order], told))
+            done = self._device.event()
+        done.wait()
+        found: list[Int32s] = [np.zeros(0, np.int32)] * len(slot)
+        for at, row in enumerate(order.tolist()):
+            found[row] = told[at, : counts[row]].copy()
+        return found
+
+    def _draft(self, tables: SlotTables, slot: Int64s, start: Int64s, counts: Int64s, told: Int32s) -> None:
+        """Work: drafts of rows, of which those that want most come first."""
+        compute, head, device = self._compute(), self._head, self._device
+        assert isinstance(compute, TorchCompute)
+        states = None
+        tokens = tables.token_pool.new_zeros(told.shape)
+        for nth in range(int(counts.max(initial=0))):
+            rows = int((counts > nth).sum())
+            at, ones = np.arange(rows), np.ones(rows, np.int64)
+            position = start[:rows] + nth
+            forward = compute.forward(Launch.of(Rows(slot[:rows], position, ones, at), device))
+            states, found = head.draft(forward, None if states is None else states[:rows])
+            (entries,) = device.copy_in(slot[:rows] * tables.stride + position + 1)
+            tables.token_pool.view(-1).index_copy_(0, entries, found)
+            tokens[:rows, nth] = found
+        device.copy_out(tokens, told)

@@ -1,0 +1,53 @@
+"""Layers that draft from the features of a model, as the brain has read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from forebay.weights.config import ModelConfig, config_of
+from forebay.weights.errors import UnsupportedModelError
+
+EAGLE3, MTP = "eagle3", "mtp"
+"""EAGLE-3 (Li et al. 2025), and a layer that predicts a further token (DeepSeek-V3, 2024)."""
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """The data from which a head that drafts is built."""
+
+    kind: str
+    taps: tuple[int, ...]
+    """The layers whose inputs make features. The number of layers: the model's final states."""
+    norm_before_residual: bool
+    """True if the normalised feature is what the layer is added to."""
+    vocab_size: int
+    """The number of tokens that it drafts."""
+    mapped: bool
+    """True if these have numbers of their own."""
+    own_embedding: bool
+    own_output: bool
+    """True if it has its own matrix of logits, and does not share the model's."""
+    shape: ModelConfig
+    """A model of the layer; or the model of which the layer is the last one (MTP)."""
+
+    @classmethod
+    def of(cls, model: Mapping[str, Any]) -> HeadConfig | None:
+        """Reads what a handshake's config says of a model that drafts. None: it is a model of its own."""
+        head = model.get("head")
+        if head is None:
+            return None
+        shape = config_of(model["shape"])
+        if not isinstance(shape, ModelConfig) or head["kind"] not in (EAGLE3, MTP):
+            raise UnsupportedModelError(f"a head of the kind {head['kind']!r} is not supported by PyTorch's hand")
+        return cls(**{**head, "taps": tuple(head["taps"])}, shape=shape)
+
+    def kept_with(self, model: ModelConfig) -> ModelConfig:
+        """The model as pages see it: the head's layer is its last one, and each position has a feature."""
+        shape = self.shape
+        kind, feed = shape.kinds[-1], shape.feeds[-1]
+        if self.kind == EAGLE3:
+            kind = replace(kind, heads=shape.heads(0))
+        kinds, feeds = (*model.kinds, kind), (*model.feeds, feed)
+        return replace(model, kinds=kinds, feeds=feeds, features=shape.hidden_size)
