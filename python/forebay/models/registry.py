@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from forebay.attention.backend import AttentionBackend
 from forebay.attention.cpu import CpuAttention
+from forebay.attention.whole import WholeAttention
 from forebay.layers.blocks import decoder_blocks
 from forebay.layers.decoder import Decoder
 from forebay.layers.ops import Ops
@@ -14,6 +15,7 @@ from forebay.layers.rotary import at_context
 from forebay.models import qwen2_5_vl, qwen3_vl
 from forebay.models.bert import Bert
 from forebay.models.called import CalledModel
+from forebay.models.whole import WholeDecoder
 from forebay.weights.called import CalledConfig
 from forebay.weights.config import ModelConfig
 from forebay.weights.encoder_config import EncoderConfig
@@ -35,6 +37,15 @@ def build(config: ModelConfig, params: Parameters, backend: AttentionBackend, op
         made: Decoder = (qwen2_5_vl if windowed else qwen3_vl).build(config, params, backend, ops)
         return made
     return Decoder(config, params, decoder_blocks(config, params), backend, ops)
+
+
+def build_whole(
+    config: ModelConfig, pooling: Pooling | None, params: Parameters, ops: Ops, context_length: int
+) -> WholeDecoder:
+    """The decoder of `config`, whose positions see the whole prompt. Raises `ModelError` unless it pools."""
+    if pooling is None:
+        raise ModelError(f"{config.architecture} can't generate, and the config has no `pooling`")
+    return WholeDecoder(build(config, params, WholeAttention(), ops, context_length), pooling)
 
 
 def _below(positions: int | None, context_length: int) -> int | None:

@@ -29,6 +29,7 @@ from forebay.layers.params import Parameters, Report
 from forebay.models import registry
 from forebay.models.bert import Bert
 from forebay.models.called import CalledModel
+from forebay.models.whole import WholeDecoder
 from forebay.protocol.constants import FLAG_POOL, FLAG_SAMPLE, NO_PAGE, ROW_OK
 from forebay.protocol.frames import Int32s
 from forebay.protocol.masks import Masks
@@ -303,7 +304,7 @@ class ModelRunner:
         assert not isinstance(self.model_config, EncoderConfig)
         return HotRows(self.config, self.model_config, self.kv.page_count, pool.rows(self.kv), self.device)
 
-    def _build(self, *, matrices: bool) -> Decoder | CalledModel | Bert:
+    def _build(self, *, matrices: bool) -> Decoder | CalledModel | Bert | WholeDecoder:
         """The model with allocated weights. Without `matrices` only the other weights are allocated."""
         config, model = self.config, self.model_config
         device = self.device
@@ -322,13 +323,17 @@ class ModelRunner:
         if isinstance(model, CalledConfig):
             directory: str = config.model["directory"]
             return registry.build_called(model, directory, params, self._choice.ops(), config.context_length)
+        if model.both_ways:
+            return registry.build_whole(model, config.pooling, params, self._choice.ops(), config.context_length)
         return registry.build(model, params, self._choice.attention(), self._choice.ops(), config.context_length)
 
     def _weight_bytes(self) -> int:
         """`weight_bytes` of the model that was built. Those of an encoder count as they are loaded."""
         if isinstance(self.model, CalledModel):
             return self.model.nbytes
-        return self.model.params.nbytes if isinstance(self.model, Bert) else self._choice.weight_bytes(self.model)
+        if isinstance(self.model, Bert | WholeDecoder):
+            return self.model.params.nbytes
+        return self._choice.weight_bytes(self.model)
 
     @property
     def decoder(self) -> Decoder:
@@ -674,7 +679,7 @@ class ModelRunner:
         return self._sampler.ask_some(rows, slots, positions, found, chains)
 
     def _queue_pooled(self, rows: Rows, inputs: StepInputs) -> Columns:
-        if isinstance(self.model, Bert):
+        if isinstance(self.model, Bert | WholeDecoder):
             check_whole(rows)
             rows = replace(rows, segment=self.tables.segment[rows.slot].astype(np.int64))
         if self._summed is not None:
@@ -690,7 +695,9 @@ class ModelRunner:
 
     @property
     def _vector_size(self) -> int:
-        return self.model.size if isinstance(self.model, Bert) else self.model_config.hidden_size
+        if isinstance(self.model, Bert | WholeDecoder):
+            return self.model.size
+        return self.model_config.hidden_size
 
     @cached_property
     def _compute(self) -> Compute:
