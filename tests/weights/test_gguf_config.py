@@ -263,8 +263,8 @@ def test_experts_that_would_be_computed_wrongly_are_refused(
 
 
 def test_an_unknown_architecture_is_told_what_is_known(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"the GGUF architecture 'gemma4'.*Llama"):
-        config_of(tiny_gguf(tmp_path / "x.gguf", "gemma4"))
+    with pytest.raises(ModelError, match=r"the GGUF architecture 'gemma3n'.*Llama"):
+        config_of(tiny_gguf(tmp_path / "x.gguf", "gemma3n"))
 
 
 def test_a_file_that_is_no_model_says_what_is_missing(tmp_path: Path) -> None:
