@@ -175,8 +175,8 @@ fn feeds(config: &Config<'_>, layers: usize) -> Result<Vec<FeedShape>, ModelErro
 }
 
 /// The keys of a GGUF file. What it has no keys for is as llama.cpp has it: chunks, the growth of
-/// queries, and that the size with 128 experts normalises no heads. A window of 0 is of models whose
-/// layers all see everything and are rotated.
+/// queries, and that the size with 128 experts normalises no heads. A window of 0 is of models
+/// whose layers all see everything and are rotated.
 fn keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
     const WITHOUT_NORMS: i64 = 128;
     const CHUNK: i64 = 8192;

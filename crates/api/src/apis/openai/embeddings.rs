@@ -19,15 +19,15 @@ use crate::sampling::Limits;
 pub struct EmbeddingRequest {
     /// The name of the model; the served one if absent.
     pub model: Option<String>,
-    pub(in crate::apis) input: Prompts,
-    pub(in crate::apis) encoding_format: Option<EncodingFormat>,
-    pub(in crate::apis) dimensions: Option<u32>,
-    pub(in crate::apis) normalize: Option<bool>,
-    pub(in crate::apis) use_activation: Option<bool>,
-    pub(in crate::apis) truncate_prompt_tokens: Option<i64>,
-    pub(in crate::apis) add_special_tokens: Option<bool>,
-    pub(in crate::apis) priority: Option<i32>,
-    pub(in crate::apis) cache_salt: Option<String>,
+    pub(crate) input: Prompts,
+    pub(crate) encoding_format: Option<EncodingFormat>,
+    pub(crate) dimensions: Option<u32>,
+    pub(crate) normalize: Option<bool>,
+    pub(crate) use_activation: Option<bool>,
+    pub(crate) truncate_prompt_tokens: Option<i64>,
+    pub(crate) add_special_tokens: Option<bool>,
+    pub(crate) priority: Option<i32>,
+    pub(crate) cache_salt: Option<String>,
     /// The task of `/pooling`: `embed`, `score` or `classify`. It has to be the model's own.
     pub task: Option<String>,
 }
