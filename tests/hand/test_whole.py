@@ -159,6 +159,6 @@ def test_the_other_backends_do_not_attend_both_ways(window: int | None) -> None:
             empty,
             empty,
             LayerKV(empty, empty),
-            CpuStep([], [], None),
-            How(window=window, both_ways=True),  # type: ignore[arg-type]
+            CpuStep([], [], None),  # type: ignore[arg-type]
+            How(window=window, both_ways=True),
         )

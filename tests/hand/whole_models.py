@@ -40,7 +40,7 @@ MODERNBERT: dict[str, Any] = {
     "sep_token_id": 2,
 }
 BIASES: dict[str, Any] = {"attention_bias": True, "mlp_bias": True, "classifier_bias": True}
-OTHER_ROPES = {
+OTHER_ROPES: Any = {
     "full_attention": {"rope_type": "default", "rope_theta": 3000.0},
     "sliding_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
 }
@@ -60,14 +60,15 @@ WHOLE: dict[str, tuple[type[Any], PreTrainedConfig]] = {
     "modernbert-biases": (
         ModernBertModel,
         ModernBertConfig(
-            **{**MODERNBERT, **BIASES, "local_attention": 17}, rope_parameters=OTHER_ROPES, global_attn_every_n_layers=2
+            **{**MODERNBERT, **BIASES, "local_attention": 17, "global_attn_every_n_layers": 2},
+            rope_parameters=OTHER_ROPES,
         ),
     ),
     "modernbert-long": (ModernBertModel, ModernBertConfig(**{**MODERNBERT, "local_attention": 200})),
-    "modernbert-score": (ModernBertForSequenceClassification, ModernBertConfig(**MODERNBERT, num_labels=1)),
+    "modernbert-score": (ModernBertForSequenceClassification, ModernBertConfig(**{**MODERNBERT, "num_labels": 1})),
     "modernbert-labels": (
         ModernBertForSequenceClassification,
-        ModernBertConfig(**MODERNBERT, **BIASES, num_labels=3, classifier_pooling="mean"),
+        ModernBertConfig(**{**MODERNBERT, **BIASES, "num_labels": 3, "classifier_pooling": "mean"}),
     ),
 }
 """Classes of transformers and a config each."""

@@ -74,8 +74,10 @@ class WholeAttention:
     ) -> torch.Tensor:
         outputs = []
         for part in prepared:
-            shaped = [x[part.tokens].unflatten(0, (part.count, part.length)).transpose(1, 2) for x in (q, k, v)]
-            outputs.append(_attend_group(*shaped, how).transpose(1, 2).flatten(0, 1).flatten(1))
+            of_q, of_k, of_v = (
+                x[part.tokens].unflatten(0, (part.count, part.length)).transpose(1, 2) for x in (q, k, v)
+            )
+            outputs.append(_attend_group(of_q, of_k, of_v, how).transpose(1, 2).flatten(0, 1).flatten(1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def attend_latent(

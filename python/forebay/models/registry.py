@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TypeAlias
 
 from forebay.attention.backend import AttentionBackend
 from forebay.attention.cpu import CpuAttention
@@ -21,6 +22,9 @@ from forebay.weights.config import ModelConfig
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError
 from forebay.weights.pooling import Pooling
+
+Model: TypeAlias = Decoder | CalledModel | Bert | WholeDecoder
+"""A model of any kind."""
 
 
 def build(config: ModelConfig, params: Parameters, backend: AttentionBackend, ops: Ops, context_length: int) -> Decoder:

@@ -304,7 +304,7 @@ class ModelRunner:
         assert not isinstance(self.model_config, EncoderConfig)
         return HotRows(self.config, self.model_config, self.kv.page_count, pool.rows(self.kv), self.device)
 
-    def _build(self, *, matrices: bool) -> Decoder | CalledModel | Bert | WholeDecoder:
+    def _build(self, *, matrices: bool) -> registry.Model:
         """The model with allocated weights. Without `matrices` only the other weights are allocated."""
         config, model = self.config, self.model_config
         device = self.device
