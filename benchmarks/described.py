@@ -92,7 +92,7 @@ def handshake_model(
     named, pooling = [str(path) for path in files], more.get("pooling")
     question = {"config": config, "headless": pooling is not None, "files": named, "format": form}
     if pooling is not None:
-        question["scores"] = pooling["task"] == "score"
+        question["scores"] = pooling["task"] != "embed"
     return {"format": form, "directory": "", "files": named, "config": dict(config), **_asked(question), **more}
 
 

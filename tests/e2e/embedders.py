@@ -45,18 +45,20 @@ class MiniLM(Encoder):
 
 
 class CrossEncoder(Encoder):
-    """A random cross-encoder with the vocabulary of MiniLM."""
+    """A random cross-encoder with the vocabulary of MiniLM, or a classifier."""
 
     kind: Any = AutoModelForSequenceClassification
 
-    def __init__(self, directory: Path, minilm: MiniLM) -> None:
+    def __init__(self, directory: Path, minilm: MiniLM, labels: Sequence[str] = ("LABEL_0",), **more: Any) -> None:
+        """With several `labels` it is a classifier. `more` are further keys of its config."""
         sizes: dict[str, Any] = {
             "hidden_size": 64,
             "intermediate_size": 128,
             "num_hidden_layers": 2,
             "num_attention_heads": 4,
         }
-        config = BertConfig(**sizes | {"vocab_size": 30522, "max_position_embeddings": 128, "num_labels": 1})
+        config = BertConfig(**sizes | {"vocab_size": 30522, "max_position_embeddings": 128}, **more)
+        config.id2label = dict(enumerate(labels))
         torch.manual_seed(3)
         kind: Any = self.kind
         model = kind.from_config(config)

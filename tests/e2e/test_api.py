@@ -74,6 +74,8 @@ ROUTES = {
     "/apply-template": {"post"},
     "/slots": {"get"},
     "/pooling": {"post"},
+    "/classify": {"post"},
+    "/v1/classify": {"post"},
     "/tokenizer_info": {"get"},
     "/tokenize": {"post"},
     "/detokenize": {"post"},

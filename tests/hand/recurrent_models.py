@@ -38,7 +38,8 @@ from transformers import (
 
 from benchmarks.described import handshake_model
 from tests.hand.gguf_models import F32, _add, _tokenizer
-from tests.hand.named_models import FACTORS, _alternating
+from tests.hand.named_files import alternating
+from tests.hand.named_models import FACTORS
 from tests.hand.torch_models import SIZES
 
 LINEAR, FULL, CONV = "linear_attention", "full_attention", "conv"
@@ -451,7 +452,7 @@ def _of_granite(writer: gguf.GGUFWriter, model: Any) -> Iterator[tuple[str, torc
     for at, tensor in model.state_dict().items():
         layer, last = at.split(".")[2] if at.startswith("model.layers.") else "", at.split(".")[-2]
         if last in heads:
-            yield at, _alternating(tensor, heads[last])
+            yield at, alternating(tensor, heads[last])
         elif at.endswith("shared_mlp.input_linear.weight"):
             gate, up = tensor.chunk(2)
             yield f"blk.{layer}.ffn_gate{end}.weight", gate

@@ -10,15 +10,17 @@ import pytest
 from benchmarks.described import model_config
 from forebay.compute.native import NativeCompute
 from tests.hand import image_models, recurrent_models
-from tests.hand.named_models import ARCHITECTURES, NAMED
+from tests.hand.named_files import ARCHITECTURES
+from tests.hand.named_models import NAMED
 from tests.hand.support import FAMILIES, hf_config
 from tests.hand.test_gguf_experts import MODELS
 from tests.hand.test_rust_hand import PARITY
 from tests.hand.torch_models import TORCH_NAMED
+from tests.hand.whole_models import WHOLE
 from tests.structure.repository import ROOT
 
 _ROW = re.compile(r"\| [^|]+ \| `(\w+)` \| [^|]+ \| [^|]+ \| ([^|]+) \| ([^|]+) \| \w+ \|")
-CONFIGS = FAMILIES | image_models.FAMILIES | NAMED | TORCH_NAMED | recurrent_models.MODELS
+CONFIGS = FAMILIES | image_models.FAMILIES | NAMED | TORCH_NAMED | recurrent_models.MODELS | WHOLE
 """Test configs by name, a class of transformers and a config each."""
 OF_TINY_FILES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 """Families whose GGUF files are those of tests/hand/test_quantised.py."""
@@ -66,6 +68,7 @@ def test_each_compiled_family_is_held_against_the_other_hand(architecture: str) 
 
 @pytest.mark.parametrize("architecture", [name for name, row in table().items() if row.gguf])
 def test_each_family_with_gguf_files_is_read_from_one(architecture: str) -> None:
-    named = {NAMED[name][0].__name__ for name in ARCHITECTURES}
+    named = {(NAMED | TORCH_NAMED)[name][0].__name__ for name in ARCHITECTURES}
+    named |= {WHOLE["gemma-file"][0].__name__}
     named |= {recurrent_models.MODELS[name][0].__name__ for name in recurrent_models.GGUF}
     assert architecture in OF_TINY_FILES | {kind.__name__ for kind, _ in MODELS.values()} | named

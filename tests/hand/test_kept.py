@@ -276,7 +276,7 @@ def test_what_torch_computes_is_not_written(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_model_that_pools_is_neither_written_nor_read(tmp_path: Path) -> None:
     model = safetensors(tmp_path)
-    pooling = Pooling("embed", "last", 64, normalize=True, sigmoid=False, max_length=None)
+    pooling = Pooling("embed", "last", 64, normalize=True, function="identity", max_length=None)
     nothing({**model, "pooling": pooling.to_dict()})
     Start(model)
     (written,) = kept(model)

@@ -18,7 +18,8 @@ from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
 
 from benchmarks.described import described, handshake_model
 from tests.hand.gguf_models import Form
-from tests.hand.named_models import model_of, save, write_gguf
+from tests.hand.named_files import write_gguf
+from tests.hand.named_models import model_of, save
 from tests.hand.support import MiniBrain, Request, Sampling, greedy_reference
 from tests.hand.test_named_families import COUNT, prompts
 from tests.hand.test_rust_hand import brain_of, rust, settings, torch_runner

@@ -18,7 +18,8 @@ from forebay.weights.config import config_of
 from forebay.weights.load import iter_weights, weight_shapes
 from tests.hand import image_models
 from tests.hand.gguf_models import Form
-from tests.hand.named_models import ARCHITECTURES, NAMED, model_of, save, write_gguf
+from tests.hand.named_files import ARCHITECTURES, write_gguf
+from tests.hand.named_models import NAMED, model_of, save
 from tests.hand.support import MiniBrain, PlanBuilder, Request, Sampling, greedy_reference, hub_weights
 from tests.hand.test_families import table
 from tests.hand.test_rust_hand import brain_of, rust, settings, torch_runner

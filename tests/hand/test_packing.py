@@ -88,7 +88,7 @@ def test_weights_of_an_earlier_start_take_what_was_said(quantization: str | None
 
 def test_what_torch_computes_with_is_what_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     config = hf_config(FAMILIES["llama-untied-biases"][1], "LlamaForCausalLM")
-    pooling = Pooling("embed", "last", 64, normalize=True, sigmoid=False, max_length=None)
+    pooling = Pooling("embed", "last", 64, normalize=True, function="identity", max_length=None)
     wire = wire_config(config)
     packed = ModelRunner(RunnerConfig.from_dict(wire))
     wire["model"]["pooling"] = pooling.to_dict()

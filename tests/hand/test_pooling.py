@@ -68,7 +68,7 @@ def random_model(kind: type[Any], config: Any) -> Any:
 
 
 def pooling(kind: str, size: int, task: str = "embed") -> dict[str, Any]:
-    return Pooling(task, kind, size, normalize=True, sigmoid=False, max_length=None).to_dict()
+    return Pooling(task, kind, size, normalize=True, function="identity", max_length=None).to_dict()
 
 
 def runner_of(model: Any, pooled: dict[str, Any], **changes: Any) -> ModelRunner:
@@ -352,7 +352,7 @@ def test_minilm_gives_the_vectors_of_sentence_transformers(minilm: Path) -> None
     tokenizer.no_padding()
     tokenizer.no_truncation()
     pooled = Pooling.from_dict(described(minilm, minilm / "cache")["pooling"])
-    assert pooled == Pooling("embed", "mean", 384, normalize=True, sigmoid=False, max_length=256)
+    assert pooled == Pooling("embed", "mean", 384, normalize=True, function="identity", max_length=256)
     config = wire_config(hf_config(reference.config, "BertModel"), context_length=256)
     config["model"]["pooling"] = pooled.to_dict()
     runner = ModelRunner(RunnerConfig.from_dict(config))

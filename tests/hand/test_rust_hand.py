@@ -392,7 +392,7 @@ def test_both_hands_give_the_same_vectors(
         }
         save_file(body, path)
         model["config"]["architectures"] = ["Qwen3Model"]
-    pooled = Pooling("embed", how, 64, normalize=True, sigmoid=False, max_length=None).to_dict()
+    pooled = Pooling("embed", how, 64, normalize=True, function="identity", max_length=None).to_dict()
     model = handshake_model(model["config"], model["files"], pooling=pooled)
     values = settings(model, dtype=dtype, quantization=quantization)
     lengths = [2, 30, 7, 96, 63, 3]
@@ -416,7 +416,9 @@ def test_both_hands_give_the_same_vectors_of_encoders(
         # As checkpoints of whole models have them.
         tensors = {f"bert.{name}": tensor for name, tensor in tensors.items()}
     save_file(tensors, path)
-    pooled = Pooling("score" if scores else "embed", "cls" if scores else how, 1 if scores else 64, True, False, None)
+    pooled = Pooling(
+        "score" if scores else "embed", "cls" if scores else how, 1 if scores else 64, True, "identity", None
+    )
     config = hf_config(model.config, kind.__name__)
     model_ = handshake_model(config, [path], pooling=pooled.to_dict())
     values = settings(model_, dtype=dtype, quantization=quantization, context_length=96)

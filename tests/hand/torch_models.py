@@ -103,6 +103,10 @@ TORCH_NAMED: dict[str, tuple[type[Any], PreTrainedConfig]] = {
     ),
     "mistral4": (Mistral4ForCausalLM, Mistral4Config(**OF_LATENT, rope_parameters=dict(GROWING))),
     "llama4": (Llama4ForCausalLM, Llama4TextConfig(**LLAMA4)),
+    "llama4-usual": (
+        Llama4ForCausalLM,
+        Llama4TextConfig(**{**LLAMA4, "attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1}),
+    ),
     "llama4-two": (
         Llama4ForCausalLM,
         Llama4TextConfig(

@@ -263,8 +263,8 @@ def test_experts_that_would_be_computed_wrongly_are_refused(
 
 
 def test_an_unknown_architecture_is_told_what_is_known(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"the GGUF architecture 'gemma4'.*Llama"):
-        config_of(tiny_gguf(tmp_path / "x.gguf", "gemma4"))
+    with pytest.raises(ModelError, match=r"the GGUF architecture 'gemma3n'.*Llama"):
+        config_of(tiny_gguf(tmp_path / "x.gguf", "gemma3n"))
 
 
 def test_a_file_that_is_no_model_says_what_is_missing(tmp_path: Path) -> None:
@@ -283,3 +283,80 @@ def test_every_end_of_a_turn_ends_a_generation(tmp_path: Path) -> None:
     tokens = [f"t{number}" for number in range(254)] + ["<|call|>", "<|end|>", "<|return|>", "</s>"]
     channels = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [1] * 254 + [3, 3, 3, 3]}
     assert config_of(tiny_gguf(tmp_path / "channels.gguf", metadata=channels))["eos_token_id"] == [257, 254, 256]
+
+
+LLAMA4 = {**EXPERTS, "interleave_moe_layer_step": 1}
+
+
+@pytest.mark.parametrize(("changes", "normed"), [({}, True), ({"expert_count": 128}, False)])
+def test_llama_4_is_as_llama_cpp_has_it(tmp_path: Path, changes: dict[str, Any], normed: bool) -> None:
+    """Its files say neither chunks nor which heads are normalised."""
+    metadata = {**LLAMA4, "block_count": 4, "context_length": 1 << 15, **changes}
+    found = expert_config(tmp_path / "x.gguf", "llama4", metadata)
+    assert [kind.chunk for kind in found.kinds] == [8192, 8192, 8192, None]
+    assert [kind.rope for kind in found.kinds] == [0, 0, 0, None]
+    assert [found.heads(layer).plain_norms for layer in range(4)] == [normed] * 3 + [False]
+    scale = found.heads(3).query_scale
+    assert scale is not None
+    assert (scale.every, scale.first, scale.beta) == (8192, 1, 0.1)
+
+
+def test_llama_4_without_chunks_is_rotated_everywhere(tmp_path: Path) -> None:
+    metadata = {**LLAMA4, "block_count": 4, "context_length": 1 << 15, "attention.sliding_window": 0}
+    found = expert_config(tmp_path / "x.gguf", "llama4", metadata)
+    assert [(kind.chunk, kind.rope) for kind in found.kinds] == [(None, 0)] * 4
+    assert found.query_scale is None
+
+
+GEMMA4 = {"attention.sliding_window": 8, "attention.sliding_window_pattern": [True, False], "expert_count": None}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "metadata", "message"),
+    [
+        ("llama4", {**LLAMA4, "attention.sliding_window_pattern": 5}, "chunks in other layers"),
+        ("llama4", {**LLAMA4, "rope.dimension_count": 8}, "rotated in part"),
+        ("gemma4", {"attention.head_count_kv": [2, 1, 2]}, r"no sense: attention\.head_count_kv"),
+        ("gemma4", {"attention.head_count_kv": [2, 1]}, r"head_count_kv of several kinds"),
+        ("gemma4", {"feed_forward_length": [96, 64]}, "feed_forward_length of several kinds"),
+        ("gemma4", {"attention.key_length_swa": 24}, "lengths"),
+        ("gemma4", {"rope.dimension_count": 8}, "rotated in part"),
+        ("gemma4", {"attention.shared_kv_layers": 2}, "num_kv_shared_layers"),
+        ("gemma4", {"attention.sliding_window_pattern": None}, "sliding_window_pattern"),
+    ],
+)
+def test_layers_that_would_be_computed_wrongly_are_refused(
+    tmp_path: Path, architecture: str, metadata: dict[str, Any], message: str
+) -> None:
+    own = GEMMA4 if architecture == "gemma4" else {}
+    changes = {"attention.value_length_swa": 16} if "attention.key_length_swa" in metadata else {}
+    with pytest.raises(ModelError, match=message):
+        expert_config(tmp_path / "x.gguf", architecture, {**own, **changes, **metadata})
+
+
+def test_gemma_4_has_two_kinds_of_heads_and_feeds(tmp_path: Path) -> None:
+    factors = np.array([1.0, 1.0, 1.0, *[1e30] * 5], np.float32)
+    metadata = {
+        **GEMMA4,
+        "attention.key_length_swa": 24,
+        "attention.value_length_swa": 24,
+        "attention.shared_kv_layers": 1,
+        "block_count": 4,
+        "attention.sliding_window_pattern": [True, False, True, False],
+        "feed_forward_length": [96, 96, 96, 192],
+        "rope.freq_base": 5e5,
+        "rope.freq_base_swa": 300.0,
+        "final_logit_softcapping": 30.0,
+    }
+    everything = tiny_metadata() | tiny_tokenizer() | metadata
+    tensors = tiny_tensors("gemma4", tied=True) | {"rope_freqs.weight": (factors, F32)}
+    found = model_config(config_of(write_gguf(tmp_path / "x.gguf", "gemma4", everything, tensors)))
+    assert [found.heads(layer).head_dim for layer in range(4)] == [24, 16, 24, 16]
+    assert [(kind.window, kind.keys_of) for kind in found.kinds] == [(8, None), (None, None), (8, None), (None, 1)]
+    assert [feed.intermediate_size for feed in found.feeds if isinstance(feed, Dense)] == [96, 96, 96, 192]
+    whole = {"rope_type": "proportional", "turned": 3, "factor": 1.0}
+    assert found.ropes == (Rope(24, 300.0, None), Rope(16, 5e5, whole))
+    assert found.scales.logit_cap == 30.0
+    other = {"rope_freqs.weight": (np.linspace(1, 4, 8, dtype=np.float32), F32)}
+    with pytest.raises(ModelError, match="not those of Gemma 4"):
+        config_of(write_gguf(tmp_path / "y.gguf", "gemma4", everything, tensors | other))

@@ -5,7 +5,8 @@
 //! OpenAI's responses, Anthropic's messages, Ollama's, llama.cpp's and SGLang's. Their requests
 //! become one validated [`Generation`]. After that only the prompt's length is unchecked, which is
 //! known after the text is tokenised ([`Generation::room`]). Models that make vectors and scores
-//! have requests of their own: OpenAI's embeddings, Jina's and Cohere's rerank, and vLLM's score.
+//! have requests of their own: OpenAI's embeddings, Jina's and Cohere's rerank, vLLM's score and
+//! classify.
 //!
 //! A parameter is declared once: `parameter::generation` has those that several APIs share, with
 //! name, bound, description and place. An API accepts one with a line in its table. One walk along
@@ -62,6 +63,7 @@ mod turns;
 
 pub use access::{Access, is_from_own_page};
 pub use apis::anthropic::MessagesRequest;
+pub use apis::classify::{ClassifyData, ClassifyRequest, ClassifyResponse};
 pub use apis::llama::{
     LlamaCompletion, LlamaEnd, LlamaProbability, LlamaRequest, LlamaSlot, LlamaTimings, ValidLlama,
 };

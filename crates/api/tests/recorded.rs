@@ -12,8 +12,8 @@ use std::path::PathBuf;
 use corpus::{Fields, faults};
 use forebay_api::limits::Limited;
 use forebay_api::{
-    ApiError, ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingRequest, GenerateRequest,
-    GenerationDefaults, Limits, LlamaRequest, MessagesRequest, OllamaChatRequest,
+    ApiError, ChatRequest, ClassifyRequest, CompletionRequest, DetokenizeRequest, EmbeddingRequest,
+    GenerateRequest, GenerationDefaults, Limits, LlamaRequest, MessagesRequest, OllamaChatRequest,
     OllamaEmbedRequest, OllamaEmbeddingsRequest, OllamaGenerateRequest, OllamaShowRequest,
     RerankRequest, ResponsesRequest, ScoreRequest, TokenizeRequest, parse_request,
 };
@@ -280,6 +280,16 @@ fn embeddings() {
 }
 
 #[test]
+fn classify() {
+    check("classify", &corpus::classify(), |body| {
+        outcome(body, |request: ClassifyRequest, _| {
+            let own = request.model.clone();
+            request.validate(LIMITS, 3).map(|valid| (own, valid))
+        })
+    });
+}
+
+#[test]
 fn rerank() {
     check("rerank", &corpus::rerank(), |body| {
         outcome(body, |request: RerankRequest, _| request.validate(LIMITS))
@@ -337,6 +347,7 @@ fn types() {
     add::<OllamaEmbeddingsRequest>(&mut all);
     add::<OllamaShowRequest>(&mut all);
     add::<EmbeddingRequest>(&mut all);
+    add::<ClassifyRequest>(&mut all);
     add::<RerankRequest>(&mut all);
     add::<ScoreRequest>(&mut all);
     add::<TokenizeRequest>(&mut all);

@@ -36,7 +36,8 @@ pub(crate) fn knows(kind: &str) -> bool {
 /// The number of scores that a hand is told to make of each vector; 0: the vector stays.
 fn scores(config: &HandConfig) -> usize {
     let pooling = config.model.get("pooling");
-    let scoring = pooling.and_then(|it| it.get("task")).and_then(Value::as_str) == Some("score");
+    let task = pooling.and_then(|it| it.get("task")).and_then(Value::as_str);
+    let scoring = matches!(task, Some("score" | "classify"));
     let size = pooling.and_then(|it| it.get("size")).and_then(Value::as_u64);
     if scoring { size.map_or(0, |size| usize::try_from(size).unwrap_or(0)) } else { 0 }
 }

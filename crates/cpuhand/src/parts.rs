@@ -183,6 +183,7 @@ fn lacks(shape: &Shape) -> Option<&'static str> {
     };
     let behind = |placement| matches!(placement, NormPlacement::After | NormPlacement::Around);
     let mut layers = shape.layers.iter().enumerate();
+    let half_normed = shape.layers.iter().any(|it| it.norms == NormPlacement::BeforeFeed);
     let normed_experts =
         layers.any(|(number, layer)| behind(layer.norms) && shape.experts(number).is_some());
     let experts = |part: fn(&Experts) -> bool| {
@@ -199,6 +200,8 @@ fn lacks(shape: &Shape) -> Option<&'static str> {
     let factors: Vec<_> = factors.collect();
     let query_scales = factors.windows(2).any(|pair| pair[0] != pair[1]);
     let parts = [
+        (shape.both_ways(), "decoders whose positions see what is behind them"),
+        (shape.embedding_norm, "norms of embeddings"),
         (latent, "latent attention"),
         (beside_states, "attention beside a recurrent state in one layer"),
         (channels, "recurrent layers whose channels have decays of their own"),
@@ -219,6 +222,7 @@ fn lacks(shape: &Shape) -> Option<&'static str> {
         (proportional, "heads of which some pairs are rotated in proportion"),
         (experts(|it| it.beside), "experts beside a dense part"),
         (normed_experts, "norms behind experts"),
+        (half_normed, "layers whose second part alone has a norm"),
         (of_experts > 1 || of_dense > 1, "feed-forward parts whose sizes differ between layers"),
     ];
     parts.into_iter().find_map(|(lacks, part)| lacks.then_some(part))
@@ -282,6 +286,7 @@ mod tests {
             "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "full_attention_interval": 2,
             "full_attn_idxs": [1], "hidden_size_per_layer_input": 8, "global_head_dim": 24,
             "linear_attn_config": {"full_attn_layers": [2]},
+            "use_bidirectional_attention": architecture == "Gemma3TextModel",
         });
         let states = json!({
             "hybrid_override_pattern": "M-*", "mamba_num_heads": 4, "mamba_head_dim": 8,

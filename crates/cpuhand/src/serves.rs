@@ -3,7 +3,7 @@
 
 use forebay_kernels::Sizes;
 use forebay_protocol::HandConfig;
-use forebay_weights::{BertShape, ModelError, ModelShape, Scheme};
+use forebay_weights::{BertShape, ModelError, ModelShape, Scheme, Shape};
 use serde_json::Value;
 
 use crate::encoder;
@@ -86,7 +86,8 @@ pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
     }
     let encodes = matches!(asked.model, ModelShape::Encoder(_));
     let knows = |kind: &&str| if encodes { encoder::knows(kind) } else { Pooler::knows(kind) };
-    if let Some(kind) = asked.pooling.filter(|kind| !knows(kind)) {
+    let sees_all = asked.model.decoder().is_some_and(Shape::both_ways);
+    if let Some(kind) = asked.pooling.filter(|kind| !knows(kind) && !sees_all) {
         return lacks(&format!("the pooling {kind:?}"));
     }
     if asked.sees {

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail};
 use forebay_hand::without_keys;
 use forebay_hub::{Found, ModelName, Settings};
-use forebay_weights::{Manifest, ModelError, ModelShape};
+use forebay_weights::{Manifest, ModelError, ModelShape, VectorLayer, weight_files};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use tempfile::TempDir;
@@ -90,7 +90,12 @@ pub(crate) struct Pooling {
     pub(crate) kind: String,
     pub(crate) size: u32,
     pub(crate) normalize: bool,
-    pub(crate) sigmoid: bool,
+    /// What makes answers of scores.
+    pub(crate) function: Function,
+    /// The names of labels, one for each score; none: the model makes vectors.
+    pub(crate) labels: Vec<String>,
+    /// The layers behind pooling.
+    pub(crate) layers: Vec<VectorLayer>,
     pub(crate) max_length: Option<u32>,
 }
 
@@ -102,6 +107,15 @@ const CAUSAL_MEAN: &str = "causal_mean";
 pub(crate) enum Task {
     Embed,
     Score,
+    Classify,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Function {
+    Identity,
+    Sigmoid,
+    Softmax,
 }
 
 impl Pooling {
@@ -109,6 +123,11 @@ impl Pooling {
     /// can't be cut into chunks.
     pub(crate) fn whole_prompts(&self) -> bool {
         !matches!(self.kind.as_str(), "last" | CAUSAL_MEAN)
+    }
+
+    /// True if layers make scores of a vector.
+    pub(crate) fn scores(&self) -> bool {
+        self.task != Task::Embed
     }
 
     /// True if every state of a prompt counts. Then none may be left out because its keys and
@@ -144,7 +163,7 @@ impl Model {
         json!({
             "format": self.format,
             "directory": self.directory,
-            "files": self.files,
+            "files": weight_files(&self.files, self.vector_layers()),
             "config": self.config,
             "shape": self.shape,
             "pooling": self.pooling,
@@ -152,6 +171,11 @@ impl Model {
             "called": self.called,
             "cache": self.cache,
         })
+    }
+
+    /// The layers behind pooling; none: there are none, or the model generates.
+    fn vector_layers(&self) -> &[VectorLayer] {
+        self.pooling.as_ref().map_or(&[], |pooling| &pooling.layers)
     }
 
     /// Elements of an embedding.
@@ -169,8 +193,9 @@ impl Model {
     /// A file is missing or damaged, or is of another model.
     pub(crate) fn manifest(&self) -> Result<Value> {
         let Some(shape) = &self.shape else { return Ok(Value::Null) };
-        let scores = self.pooling.as_ref().is_some_and(|pooling| pooling.task == Task::Score);
-        let found = Manifest::new(&self.format, &self.files, shape, scores);
+        let scores = self.pooling.as_ref().is_some_and(Pooling::scores);
+        let layers = self.vector_layers();
+        let found = Manifest::new(&self.format, &self.files, shape, scores, layers);
         let found = found.with_context(|| format!("the model {} is not available", self.name))?;
         Ok(found.to_json())
     }

@@ -95,6 +95,7 @@ pub(crate) fn banner(
             r#""stream": true, "messages": [{"role": "user", "content": "Why is the sky blue?"}]"#,
         ),
         Some(Task::Embed) => ("v1/embeddings", r#""input": "Why is the sky blue?""#),
+        Some(Task::Classify) => ("classify", r#""input": "The sky is blue.""#),
         Some(Task::Score) => (
             "rerank",
             r#""query": "Why is the sky blue?", "documents": ["Light scatters.", "Grass is green."]"#,

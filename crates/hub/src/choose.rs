@@ -76,8 +76,10 @@ pub(crate) fn choose(name: &HubName, names: &[String], needs: Needs) -> Result<C
             )));
         }
     }
-    let pooling =
-        |name: &&String| name.matches('/').count() == 1 && name.ends_with("_Pooling/config.json");
+    let pooling = |name: &&String| {
+        let ends = ["_Pooling/config.json", "_Dense/config.json"];
+        name.matches('/').count() == 1 && ends.iter().any(|end| name.ends_with(end))
+    };
     let small = SMALL_FILES.into_iter().filter(|name| has(names, name)).map(str::to_owned);
     let index = has(names, INDEX).then(|| INDEX.to_owned());
     let pooling = names.iter().filter(pooling).cloned();
@@ -93,8 +95,22 @@ fn other_tokenizers(names: &[String]) -> Vec<String> {
     names.iter().filter(is_one).cloned().collect()
 }
 
-/// The files with the weights. `index` is the content of [`INDEX`] where there is one.
+/// The files with the weights, those of modules behind the model among them. `index` is the content
+/// of [`INDEX`] where there is one.
 pub(crate) fn weights(
+    repository: &str,
+    names: &[String],
+    index: Option<&[u8]>,
+) -> Result<Vec<String>, HubError> {
+    let mut found = of_model(repository, names, index)?;
+    let is_dense = |name: &&String| {
+        name.matches('/').count() == 1 && name.ends_with("_Dense/model.safetensors")
+    };
+    found.extend(names.iter().filter(is_dense).cloned());
+    Ok(found)
+}
+
+fn of_model(
     repository: &str,
     names: &[String],
     index: Option<&[u8]>,
@@ -304,8 +320,8 @@ mod tests {
 
     #[test]
     fn safetensors_win_over_gguf() {
-        let all = "config.json tokenizer.json model.safetensors t.gguf README.md 1_Pooling/config.json onnx/1_Pooling/config.json";
-        let small = names("config.json tokenizer.json 1_Pooling/config.json");
+        let all = "config.json tokenizer.json model.safetensors t.gguf README.md 1_Pooling/config.json 2_Dense/config.json 2_Dense/model.safetensors onnx/1_Pooling/config.json";
+        let small = names("config.json tokenizer.json 1_Pooling/config.json 2_Dense/config.json");
         assert_eq!(chosen("a/b", all), Ok(Choice::Directory(small)));
     }
 
@@ -333,6 +349,9 @@ mod tests {
     fn without_an_index_the_names_say_it() {
         let of = |text| weights("r", &names(text), None).map_err(|error| error.to_string());
         assert_eq!(of("model.fp16.safetensors model.safetensors").unwrap(), ["model.safetensors"]);
+        let modules = "2_Dense/model.safetensors x/3_Dense/model.safetensors model.safetensors";
+        let wanted = ["model.safetensors", "2_Dense/model.safetensors"];
+        assert_eq!(of(modules).unwrap(), wanted);
         assert_eq!(
             of("b.safetensors a.safetensors consolidated.safetensors adapter_model.safetensors sub/c.safetensors").unwrap(),
             ["a.safetensors", "b.safetensors"]

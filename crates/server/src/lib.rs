@@ -79,7 +79,7 @@ pub use forebay_http::{Guard, Keys, Listener, Tls, TrustedProxies};
 pub use images::ImageModel;
 pub use intake::{Intake, IntakeMode};
 pub use peers::{BlockLog, ReplicaBlocks};
-pub use pooling::{PooledModel, PoolingTask};
+pub use pooling::{PooledModel, PoolingTask, ScoreFunction};
 pub use reserve::HealthThread;
 pub use serve::{AnyServer, serve};
 pub use state::{AppState, CommonParts, ServerParts};

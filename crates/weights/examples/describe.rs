@@ -9,7 +9,9 @@ use std::io::{self, BufRead, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use forebay_weights::{Manifest, ModelError, ModelShape, Source, describe, read_json};
+use forebay_weights::{
+    Manifest, ModelError, ModelShape, Source, VectorLayer, describe, read_json, weight_files,
+};
 use serde_json::{Map, Value, json};
 
 fn main() -> ExitCode {
@@ -43,10 +45,18 @@ fn described(path: &Path, cache: &Path, embedding: bool) -> Result<Value, ModelE
     let mut description = describe(source)?;
     let shape = serde_json::from_value(description["shape"].clone()).expect("it was just written");
     let format = description["format"].as_str().unwrap_or_default();
-    let scores = description["pooling"]["task"] == "score";
-    let manifest = Manifest::new(format, &files(&description), &shape, scores)?;
+    let (scores, layers) = pooled(&description["pooling"]);
+    let files = files(&description);
+    let manifest = Manifest::new(format, &files, &shape, scores, &layers)?;
     description["manifest"] = manifest.to_json();
+    description["files"] = json!(weight_files(&files, &layers));
     Ok(description)
+}
+
+/// True if an encoder has layers that make scores, and the layers behind pooling.
+fn pooled(pooling: &Value) -> (bool, Vec<VectorLayer>) {
+    let scores = pooling["task"] == "score" || pooling["task"] == "classify";
+    (scores, serde_json::from_value(pooling["layers"].clone()).unwrap_or_default())
 }
 
 fn files(model: &Value) -> Vec<PathBuf> {
@@ -83,6 +93,6 @@ fn resolved(asked: &Value) -> Result<Value, ModelError> {
         return Ok(json!({"shape": shape, "manifest": null}));
     }
     let format = asked["format"].as_str().unwrap_or("safetensors");
-    let manifest = Manifest::new(format, &files, &shape, asked["scores"] == true)?;
+    let manifest = Manifest::new(format, &files, &shape, asked["scores"] == true, &[])?;
     Ok(json!({"shape": shape, "manifest": manifest.to_json()}))
 }

@@ -15,6 +15,7 @@ use crate::gguf::{GgufFiles, GgufValue, special_token, tokenizer_json};
 use crate::json::read_object;
 use crate::model::ModelShape;
 use crate::pooling::read_pooling;
+use crate::vector::{VectorLayer, check_files};
 use crate::vision::read_images;
 
 const PICKLES: [&str; 4] = [".bin", ".pt", ".pth", ".ckpt"];
@@ -170,10 +171,9 @@ impl Facts {
 
 fn of_safetensors(folder: &Path, name: &str, source: Source<'_>) -> Result<Value, ModelError> {
     let config = read_object(&folder.join("config.json"), false)?;
-    if source.called.is_none() {
-        // Before anything else of the folder: a model that no hand has may be computed otherwise.
-        ModelShape::from_config(&config, false)?;
-    }
+    // Before anything else of the folder: a model that no hand has may be computed otherwise.
+    let native = source.called.is_none().then(|| ModelShape::from_config(&config, false));
+    let native = native.transpose()?;
     let own = folder.join("tokenizer.json");
     let tokenizer = source.tokenizer.map_or(own, Path::to_owned);
     if !tokenizer.is_file() {
@@ -182,7 +182,7 @@ fn of_safetensors(folder: &Path, name: &str, source: Source<'_>) -> Result<Value
             folder.display()
         )));
     }
-    let mut pooling = read_pooling(&config, Some(folder), source.embedding)?;
+    let mut pooling = read_pooling(&config, Some(folder), native.as_ref(), source.embedding)?;
     let facts = match source.called {
         None => Facts::of_config(&config, !pooling.is_null())?,
         Some(called) => Facts::of_called(&config, called),
@@ -197,6 +197,9 @@ fn of_safetensors(folder: &Path, name: &str, source: Source<'_>) -> Result<Value
         return Err(ModelError::Unserved(what));
     }
     let files = if source.weights { safetensors_files(folder)? } else { Vec::new() };
+    if source.weights {
+        check_files(&layers(&pooling))?;
+    }
     let generation = read_object(&folder.join("generation_config.json"), true)?;
     let tokenizer_config = read_object(&folder.join("tokenizer_config.json"), true)?;
     let special = read_object(&folder.join("special_tokens_map.json"), true)?;
@@ -225,6 +228,11 @@ fn of_safetensors(folder: &Path, name: &str, source: Source<'_>) -> Result<Value
     }))
 }
 
+/// The layers of a pooling; none: the model does not pool, or has none.
+fn layers(pooling: &Value) -> Vec<VectorLayer> {
+    serde_json::from_value(pooling["layers"].clone()).unwrap_or_default()
+}
+
 fn of_gguf(files: &[PathBuf], name: &str, source: Source<'_>) -> Result<Value, ModelError> {
     let folder = source.cache.join("gguf").join(content_key(files)?);
     let (facts_path, tokenizer) = (folder.join("facts.json"), folder.join("tokenizer.json"));
@@ -233,7 +241,8 @@ fn of_gguf(files: &[PathBuf], name: &str, source: Source<'_>) -> Result<Value, M
     }
     let facts = read_object(&facts_path, false)?;
     let config = facts.get("config").and_then(Value::as_object).cloned().unwrap_or_default();
-    let pooling = read_pooling(&config, None, source.embedding)?;
+    let shape = ModelShape::from_config(&config, false)?;
+    let pooling = read_pooling(&config, None, Some(&shape), source.embedding)?;
     let found = Facts::of_config(&config, !pooling.is_null())?;
     let fact = |key: &str| facts.get(key).cloned().unwrap_or(Value::Null);
     Ok(json!({

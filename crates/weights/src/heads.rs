@@ -111,7 +111,7 @@ impl DraftHead {
             false => (Vec::new(), None),
             true => {
                 let files = safetensors_files(folder)?;
-                let manifest = Manifest::new("safetensors", &files, &shape, false)?;
+                let manifest = Manifest::new("safetensors", &files, &shape, false, &[])?;
                 (files, Some(manifest))
             }
         };
@@ -153,7 +153,7 @@ impl DraftHead {
         let manifest = match files {
             [] => None,
             files => {
-                let whole = Manifest::new("safetensors", files, &shape, false)?;
+                let whole = Manifest::new("safetensors", files, &shape, false, &[])?;
                 let own = whole.below(&format!("model.layers.{number}."));
                 if own.is_empty() {
                     return Err(ModelError::broken(format!(

@@ -51,6 +51,7 @@ mod safe;
 mod sizes;
 mod stored;
 mod tensor;
+mod vector;
 mod vision;
 
 pub use adapter::{Adapter, AdapterError, AdapterFolder, AdapterPair, read_adapter};
@@ -75,4 +76,5 @@ pub use parameter::{ParameterRows, read_parameter};
 pub use quantised::{CodePacking, Int4Storage, Quantisation, Scheme};
 pub use stored::{StoredWeights, stored_weights};
 pub use tensor::TorchNumber;
+pub use vector::{VectorActivation, VectorLayer, weight_files};
 pub use vision::VisionTower;

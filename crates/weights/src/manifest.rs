@@ -2,6 +2,7 @@
 //! those of the family: no rule is left to follow.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -11,7 +12,9 @@ use crate::error::ModelError;
 use crate::families::{TensorPart, Weight};
 use crate::model::ModelShape;
 use crate::quantised::StoredMatrix;
+use crate::safe::SafeFile;
 use crate::tensor::Tensor;
+use crate::vector::{VectorLayer, weight_files};
 
 /// The places of all weights.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -145,8 +148,9 @@ struct CodedMatrix {
 }
 
 impl Manifest {
-    /// Finds the weights of a model in its files. `scores` is true if an encoder has layers that
-    /// make scores.
+    /// Finds the weights of a model in its files, and those of the layers behind its pooling that
+    /// have files of their own. `scores` is true if an encoder has layers that make scores. Files
+    /// have the numbers of [`weight_files`].
     ///
     /// # Errors
     /// A file can't be read, is damaged, or has a tensor that the model has no place for.
@@ -155,6 +159,7 @@ impl Manifest {
         files: &[PathBuf],
         shape: &ModelShape,
         scores: bool,
+        layers: &[VectorLayer],
     ) -> Result<Self, ModelError> {
         let checkpoint = match shape {
             ModelShape::Decoder(shape) => Checkpoint::open(format, files, shape)?,
@@ -176,6 +181,7 @@ impl Manifest {
             };
             Ok((name.clone(), piece))
         });
+        let weights = weights.chain(dense_weights(files, layers)?.into_iter().map(Ok));
         let matrices = checkpoint.quantised().iter().map(|matrix| coded(matrix, files));
         Ok(Self {
             weights: weights.collect::<Result<_, ModelError>>()?,
@@ -230,6 +236,30 @@ impl Manifest {
     pub fn to_json(&self) -> Value {
         serde_json::to_value(self).expect("all of it is JSON")
     }
+}
+
+/// The weights of layers that have files of their own.
+fn dense_weights(
+    files: &[PathBuf],
+    layers: &[VectorLayer],
+) -> Result<Vec<(String, Piece)>, ModelError> {
+    let files = weight_files(files, layers);
+    let mut found = Vec::new();
+    for layer in layers {
+        let Some(path) = &layer.file else { continue };
+        let file = Arc::new(SafeFile::open(path)?);
+        for kind in ["weight", "bias"].into_iter().take(1 + usize::from(layer.bias)) {
+            let tensor = file.tensors.get(&format!("linear.{kind}")).ok_or_else(|| {
+                ModelError::broken(format!("{} has no linear.{kind}", path.display()))
+            })?;
+            let (name, shape) = (format!("{}.{kind}", layer.name), tensor.shape.clone());
+            let tensor = Tensor::Safe(Arc::clone(&file), tensor.clone());
+            let part = TensorPart::whole(&shape);
+            let place = place(&name, &tensor, &part, shape, &files)?;
+            found.push((name, Piece::One(place)));
+        }
+    }
+    Ok(found)
 }
 
 fn number_of(path: &Path, files: &[PathBuf]) -> usize {

@@ -10,6 +10,7 @@ use crate::manifest::{Manifest, Place};
 use crate::model::ModelShape;
 use crate::safe::SafeFile;
 use crate::tensor::numbers_of;
+use crate::vector::{VectorLayer, weight_files};
 
 /// The types of numbers that are read, by their names in safetensors and GGUF.
 const FLOATS: [&str; 4] = ["F64", "F32", "F16", "BF16"];
@@ -35,7 +36,8 @@ struct Numbers {
 }
 
 /// Reads the first `rows` rows of a parameter: of a vector, so many values. Names are those of the
-/// tensors in safetensors, or those of the family, as transformers has them.
+/// tensors in safetensors, or those of the family, as transformers has them. `scores` and `layers`
+/// are those of [`Manifest::new`].
 ///
 /// # Errors
 /// There is no such parameter, it is not stored as plain floats, too much of it is asked for, or a
@@ -43,14 +45,14 @@ struct Numbers {
 pub fn read_parameter(
     (format, files): (&str, &[PathBuf]),
     shape: Option<&ModelShape>,
-    scores: bool,
+    (scores, layers): (bool, &[VectorLayer]),
     name: &str,
     rows: usize,
 ) -> Result<ParameterRows, ModelError> {
     let stored = if format == "safetensors" { in_safetensors(files, name)? } else { None };
     let found = match (stored, shape) {
         (Some(found), _) => Some(found),
-        (None, Some(shape)) => in_family((format, files), shape, scores, name)?,
+        (None, Some(shape)) => in_family((format, files), shape, (scores, layers), name)?,
         (None, None) => None,
     };
     let Numbers { file, offset, bytes, format, shape } =
@@ -107,10 +109,10 @@ fn in_safetensors(files: &[PathBuf], name: &str) -> Result<Option<Numbers>, Mode
 fn in_family(
     (format, files): (&str, &[PathBuf]),
     shape: &ModelShape,
-    scores: bool,
+    (scores, layers): (bool, &[VectorLayer]),
     name: &str,
 ) -> Result<Option<Numbers>, ModelError> {
-    let manifest = Manifest::new(format, files, shape, scores)?;
+    let manifest = Manifest::new(format, files, shape, scores, layers)?;
     let other = || {
         ModelError::broken(format!(
             "{name} is not stored as one tensor, and only plain floats are read"
@@ -124,7 +126,7 @@ fn in_family(
             let Place { file, offset, bytes, format, part, .. } = place;
             let shape = part.shape.clone();
             Ok(Some(Numbers {
-                file: files[*file].clone(),
+                file: weight_files(files, layers)[*file].clone(),
                 offset: *offset,
                 bytes: *bytes,
                 format: format.clone(),
@@ -143,7 +145,7 @@ mod tests {
     use crate::gguf::{GgufValue, gguf_bytes};
 
     fn read(files: &[PathBuf], name: &str, rows: usize) -> Result<ParameterRows, String> {
-        let read = read_parameter(("safetensors", files), None, false, name, rows);
+        let read = read_parameter(("safetensors", files), None, (false, &[]), name, rows);
         read.map_err(|error| error.to_string())
     }
 
@@ -190,7 +192,13 @@ mod tests {
         let shape = ModelShape::from_config(config.as_object().expect("an object"), false);
         let shape = shape.expect("a model");
         let read = |name| {
-            read_parameter(("gguf", std::slice::from_ref(&path)), Some(&shape), false, name, 2)
+            read_parameter(
+                ("gguf", std::slice::from_ref(&path)),
+                Some(&shape),
+                (false, &[]),
+                name,
+                2,
+            )
         };
         assert_eq!(read("model.norm.weight").expect("floats").shape, [2]);
         assert_eq!(read("model.embed_tokens.weight").expect("floats").shape, [2, 4]);

@@ -7,11 +7,17 @@ use serde_json::{Map, Value, json};
 
 use crate::bert::is_bert;
 use crate::error::ModelError;
+use crate::families::{Family, Shape, score_layers};
 use crate::json::{read_json, read_object};
+use crate::model::ModelShape;
+use crate::sizes::optional;
+use crate::vector::{VectorLayer, of_config, size_behind};
 
 const MODULES: &str = "modules.json";
 /// The end of the names of cross-encoders.
 const SCORER: &str = "ForSequenceClassification";
+/// The largest number of a classifier's labels.
+const MOST_LABELS: u64 = 1 << 16;
 /// The largest number of bytes of `modules.json`, which names a handful of modules.
 const MOST_JSON: u64 = 1 << 20;
 const MODES: [(&str, &str); 6] = [
@@ -25,22 +31,27 @@ const MODES: [(&str, &str); 6] = [
 
 /// The description of a model's pooling; null: it generates.
 ///
-/// Encoders, repositories in the layout of sentence-transformers, and checkpoints without a head
-/// always pool. With `forced` any decoder pools: by the last token's state, normalised.
+/// Encoders, decoders whose positions see what is behind them, repositories in the layout of
+/// sentence-transformers, and checkpoints without a head always pool. With `forced` any decoder
+/// pools: by the last token's state, normalised. `shape` is the model's; `None`: transformers' code
+/// computes it.
 ///
 /// # Errors
 /// The model would be pooled wrongly.
 pub(crate) fn read_pooling(
     config: &Map<String, Value>,
     folder: Option<&Path>,
+    shape: Option<&ModelShape>,
     forced: bool,
 ) -> Result<Value, ModelError> {
     let modules = folder.map_or(Ok(Vec::new()), modules)?;
     let names = config.get("architectures").and_then(Value::as_array).into_iter().flatten();
     let mut names = names.filter_map(Value::as_str);
     let encoder = is_bert(config);
+    let decoder = shape.and_then(ModelShape::decoder);
+    let sees_all = decoder.is_some_and(Shape::both_ways);
     let headless = names.clone().any(|name| name.ends_with("Model"));
-    if !(forced || encoder || headless || !modules.is_empty()) {
+    if !(forced || encoder || sees_all || headless || !modules.is_empty()) {
         return Ok(Value::Null);
     }
     let settings = match folder {
@@ -48,83 +59,133 @@ pub(crate) fn read_pooling(
         None => Map::new(),
     };
     let max_length = settings.get("max_seq_length").and_then(Value::as_u64);
-    if encoder && names.any(|name| name.ends_with(SCORER)) {
-        return Ok(json!({
-            "task": "score",
-            "kind": "cls",
-            "size": labels(config)?,
-            "normalize": false,
-            "sigmoid": sigmoid(config)?,
-            "max_length": max_length,
-        }));
+    if (encoder || sees_all) && names.any(|name| name.ends_with(SCORER)) {
+        return of_scorer(config, decoder.map(|shape| shape.family), max_length);
     }
-    let (kind, normalize) = match folder {
+    let pooled = match folder {
         Some(folder) if !modules.is_empty() => of_modules(&modules, folder)?,
         // Without a word from the repository or the GGUF file: what other engines do.
         _ => {
-            let usual = if encoder { "cls" } else { "last" };
+            let usual = if encoder || sees_all { "cls" } else { "last" };
             let kind = config.get("pooling_type").and_then(Value::as_str).unwrap_or(usual);
-            (kind.to_owned(), true)
+            Modules { kind: kind.to_owned(), normalize: true, layers: of_config(config)? }
         }
     };
-    let sees_all = config.get("is_causal") == Some(&Value::Bool(false))
+    let is_said = config.get("is_causal") == Some(&Value::Bool(false))
         || config.get("use_bidirectional_attention").and_then(Value::as_bool) == Some(true);
-    if !encoder && sees_all {
+    if !encoder && !sees_all && is_said {
         return Err(ModelError::broken(
-            "a decoder whose positions see what is behind them is not supported",
+            "a decoder of this family whose positions see what is behind them is not supported",
         ));
     }
-    let kind = match (kind.as_str(), encoder) {
+    let kind = match (pooled.kind.as_str(), encoder || sees_all) {
         ("last", false) => "last",
         ("mean", false) => "causal_mean",
         ("mean", true) => "mean",
         ("cls", true) => "cls",
-        _ => {
-            let what = if encoder { "an encoder" } else { "a causal model" };
+        (kind, whole) => {
+            let what = if encoder {
+                "an encoder"
+            } else if whole {
+                "a decoder whose positions see what is behind them"
+            } else {
+                "a causal model"
+            };
             let what = format!("pooling '{kind}' of {what} is not supported");
             return Err(ModelError::broken(what));
         }
     };
+    if !pooled.layers.is_empty() && !sees_all {
+        let what = if encoder { "an encoder" } else { "a causal model" };
+        return Err(ModelError::broken(format!(
+            "the sentence-transformers module Dense of {what} is not supported"
+        )));
+    }
+    let hidden = config.get("hidden_size").and_then(Value::as_u64).unwrap_or(0);
     Ok(json!({
         "task": "embed",
         "kind": kind,
-        "size": config.get("hidden_size").and_then(Value::as_u64).unwrap_or(0),
-        "normalize": normalize,
-        "sigmoid": false,
+        "size": size_behind(hidden as usize, &pooled.layers)?,
+        "normalize": pooled.normalize,
+        "function": "identity",
+        "labels": [],
+        "layers": pooled.layers,
         "max_length": max_length,
     }))
 }
 
-/// The number of a cross-encoder's labels, which is 1.
-fn labels(config: &Map<String, Value>) -> Result<u64, ModelError> {
-    let told = config.get("num_labels").and_then(Value::as_u64).filter(|&labels| labels > 0);
-    let named = || match config.get("id2label") {
-        Some(Value::Object(names)) if !names.is_empty() => names.len() as u64,
-        _ => 2,
+/// The pooling of a model that makes scores of texts or pairs: one, or one for each label. `family`
+/// is that of a decoder.
+fn of_scorer(
+    config: &Map<String, Value>,
+    family: Option<&'static Family>,
+    max_length: Option<u64>,
+) -> Result<Value, ModelError> {
+    let labels = labels(config)?;
+    let layers = match family {
+        None => Vec::new(),
+        Some(family) => score_layers(config, family, labels.len()).ok_or_else(|| {
+            let what = format!("scores of {}", family.architecture);
+            ModelError::unserved_part(&what)
+        })??,
     };
-    match told.unwrap_or_else(named) {
-        1 => Ok(1),
-        labels => Err(ModelError::broken(format!(
-            "a classifier of {labels} labels is not supported: only cross-encoders of one are"
-        ))),
+    let kind = match config.get("classifier_pooling").filter(|kind| !kind.is_null()) {
+        Some(kind) if family.is_some() => kind.as_str().unwrap_or_default(),
+        _ => "cls",
+    };
+    if !["cls", "mean"].contains(&kind) {
+        let what = format!("pooling {kind:?} of scores is not supported");
+        return Err(ModelError::broken(what));
     }
+    Ok(json!({
+        "task": if labels.len() == 1 { "score" } else { "classify" },
+        "kind": kind,
+        "size": labels.len(),
+        "normalize": false,
+        "function": function(config, labels.len())?,
+        "labels": labels,
+        "layers": layers,
+        "max_length": max_length,
+    }))
 }
 
-/// True if a cross-encoder's scores are squeezed into 0 .. 1.
-fn sigmoid(config: &Map<String, Value>) -> Result<bool, ModelError> {
+/// The names of a classifier's labels, in the order of its scores.
+fn labels(config: &Map<String, Value>) -> Result<Vec<String>, ModelError> {
+    let named = config.get("id2label").and_then(Value::as_object).filter(|it| !it.is_empty());
+    let count = match optional(config, "num_labels", MOST_LABELS)? {
+        Some(count) => count as usize,
+        None => named.map_or(2, Map::len),
+    };
+    let name = |label: usize| {
+        let found = named.and_then(|names| names.get(&label.to_string())).and_then(Value::as_str);
+        found.map_or_else(|| format!("LABEL_{label}"), str::to_owned)
+    };
+    Ok((0..count.min(MOST_LABELS as usize)).map(name).collect())
+}
+
+/// The function that makes answers of scores: what the authors have set for it, or what the model
+/// was trained with. A lone score goes through a sigmoid.
+fn function(config: &Map<String, Value>, labels: usize) -> Result<&'static str, ModelError> {
     let own = config.get("sentence_transformers").and_then(|own| own.get("activation_fn"));
     let text = |value: Option<&Value>| {
         value.and_then(Value::as_str).filter(|text| !text.is_empty()).map(str::to_owned)
     };
-    let function = text(own)
-        .or_else(|| text(config.get("sbert_ce_default_activation_function")))
-        .unwrap_or_else(|| "Sigmoid".into());
-    match function.rsplit('.').next() {
-        Some("Sigmoid") => Ok(true),
-        Some("Identity") => Ok(false),
-        _ => {
-            Err(ModelError::broken(format!("the activation {function} of scores is not supported")))
+    let named = text(own).or_else(|| text(config.get("sbert_ce_default_activation_function")));
+    let problem = config.get("problem_type").and_then(Value::as_str);
+    match named.as_deref().map(|name| name.rsplit('.').next().unwrap_or_default()) {
+        Some("Sigmoid") => Ok("sigmoid"),
+        Some("Identity") => Ok("identity"),
+        Some("Softmax") if labels > 1 => Ok("softmax"),
+        Some(_) => {
+            let name = named.unwrap_or_default();
+            Err(ModelError::broken(format!("the activation {name} of scores is not supported")))
         }
+        None if labels == 1 => Ok("sigmoid"),
+        None => Ok(match problem {
+            Some("regression") => "identity",
+            Some("multi_label_classification") => "sigmoid",
+            _ => "softmax",
+        }),
     }
 }
 
@@ -148,12 +209,21 @@ fn modules(folder: &Path) -> Result<Vec<Map<String, Value>>, ModelError> {
         .collect())
 }
 
-/// The kind of pooling, and true if vectors are normalised.
-fn of_modules(modules: &[Map<String, Value>], folder: &Path) -> Result<(String, bool), ModelError> {
+/// What the modules behind the model do.
+struct Modules {
+    /// The kind of pooling.
+    kind: String,
+    /// True if vectors are normalised.
+    normalize: bool,
+    /// The layers in between.
+    layers: Vec<VectorLayer>,
+}
+
+fn of_modules(modules: &[Map<String, Value>], folder: &Path) -> Result<Modules, ModelError> {
     let text = |module: &Map<String, Value>, key: &str| {
         module.get(key).and_then(Value::as_str).unwrap_or_default().to_owned()
     };
-    let (mut kind, mut normalize) = (None, false);
+    let (mut kind, mut normalize, mut layers) = (None, false, Vec::new());
     for module in modules {
         let name = text(module, "type");
         match name.rsplit('.').next().unwrap_or_default() {
@@ -161,17 +231,22 @@ fn of_modules(modules: &[Map<String, Value>], folder: &Path) -> Result<(String, 
                 let config = folder.join(text(module, "path")).join("config.json");
                 kind = Some(mode(&read_object(&config, false)?)?);
             }
+            "Dense" if kind.is_some() && !normalize => {
+                let path = folder.join(text(module, "path"));
+                layers.push(VectorLayer::of_dense(&path, layers.len())?);
+            }
             "Normalize" => normalize = true,
             "Transformer" => {}
             other => {
                 return Err(ModelError::broken(format!(
-                    "the sentence-transformers module {other} is not supported"
+                    "the sentence-transformers module {other} is not supported{}",
+                    if other == "Dense" { " at this place" } else { "" }
                 )));
             }
         }
     }
     let kind = kind.ok_or_else(|| ModelError::broken("modules.json names no Pooling module"))?;
-    Ok((kind, normalize))
+    Ok(Modules { kind, normalize, layers })
 }
 
 fn mode(config: &Map<String, Value>) -> Result<String, ModelError> {
@@ -196,6 +271,7 @@ fn mode(config: &Map<String, Value>) -> Result<String, ModelError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::vector::VectorActivation;
 
     fn repository(mode: &Value, more: &[&str]) -> tempfile::TempDir {
         let folder = tempfile::tempdir().expect("a folder");
@@ -214,8 +290,21 @@ mod tests {
     }
 
     fn config(architecture: &str) -> Map<String, Value> {
-        let config = json!({"architectures": [architecture], "hidden_size": 64});
+        let config = json!({
+            "architectures": [architecture], "hidden_size": 64, "vocab_size": 131,
+            "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+        });
         config.as_object().expect("an object").clone()
+    }
+
+    /// The pooling of a model with this config.
+    fn pooling(
+        config: &Map<String, Value>,
+        folder: Option<&Path>,
+        forced: bool,
+    ) -> Result<Value, ModelError> {
+        let shape = ModelShape::from_config(config, false)?;
+        read_pooling(config, folder, Some(&shape), forced)
     }
 
     #[test]
@@ -226,9 +315,9 @@ mod tests {
             (json!({"pooling_mode_mean_tokens": true}), "causal_mean"),
         ] {
             let folder = repository(&mode, &["Normalize"]);
-            let found = read_pooling(&config("Qwen3ForCausalLM"), Some(folder.path()), false);
-            let wanted = json!({"task": "embed", "kind": kind, "size": 64, "normalize": true, "sigmoid": false,
-                "max_length": 256});
+            let found = pooling(&config("Qwen3ForCausalLM"), Some(folder.path()), false);
+            let wanted = json!({"task": "embed", "kind": kind, "size": 64, "normalize": true,
+                "function": "identity", "labels": [], "layers": [], "max_length": 256});
             assert_eq!(found, Ok(wanted));
         }
     }
@@ -236,7 +325,7 @@ mod tests {
     #[test]
     fn without_a_word_the_last_state_is_the_vector_of_what_has_no_head_or_is_told_to_pool() {
         let empty = tempfile::tempdir().expect("a folder");
-        let read = |name, forced| read_pooling(&config(name), Some(empty.path()), forced);
+        let read = |name, forced| pooling(&config(name), Some(empty.path()), forced);
         assert_eq!(read("Qwen3ForCausalLM", false), Ok(Value::Null));
         for (name, forced) in [("Qwen3ForCausalLM", true), ("Qwen3Model", false)] {
             let found = read(name, forced).expect("a model that pools");
@@ -249,27 +338,100 @@ mod tests {
     fn encoders_pool_and_cross_encoders_score() {
         for (mode, kind) in [("mean_tokens", "mean"), ("cls_token", "cls")] {
             let folder = repository(&json!({format!("pooling_mode_{mode}"): true}), &[]);
-            let found = read_pooling(&config("BertModel"), Some(folder.path()), false);
+            let found = pooling(&config("BertModel"), Some(folder.path()), false);
             let found = found.expect("a model that pools");
             assert_eq!((&found["kind"], &found["normalize"]), (&json!(kind), &json!(false)));
         }
-        let alone = read_pooling(&config("BertModel"), None, false).expect("a model that pools");
+        let alone = pooling(&config("BertModel"), None, false).expect("a model that pools");
         assert_eq!((&alone["kind"], &alone["normalize"]), (&json!("cls"), &json!(true)));
         let mut cross = config("BertForSequenceClassification");
         cross.insert("id2label".into(), json!({"0": "LABEL_0"}));
-        for (function, sigmoid) in [("Sigmoid", true), ("torch.nn.modules.linear.Identity", false)]
+        for (named, function) in
+            [("Sigmoid", "sigmoid"), ("torch.nn.modules.linear.Identity", "identity")]
         {
-            cross.insert("sbert_ce_default_activation_function".into(), json!(function));
-            let found = read_pooling(&cross, None, false).expect("a model that scores");
-            let told = [&found["task"], &found["size"], &found["sigmoid"]];
-            assert_eq!(told, [&json!("score"), &json!(1), &json!(sigmoid)]);
+            cross.insert("sbert_ce_default_activation_function".into(), json!(named));
+            let found = pooling(&cross, None, false).expect("a model that scores");
+            let told = [&found["task"], &found["size"], &found["function"]];
+            assert_eq!(told, [&json!("score"), &json!(1), &json!(function)]);
         }
         cross.insert("sbert_ce_default_activation_function".into(), json!("torch.nn.Softmax"));
-        assert!(read_pooling(&cross, None, false).is_err());
-        cross.insert("id2label".into(), json!({"0": "a", "1": "b", "2": "c"}));
-        assert!(read_pooling(&cross, None, false).is_err());
+        assert!(pooling(&cross, None, false).is_err(), "of one score");
         let last = repository(&json!({"pooling_mode_lasttoken": true}), &[]);
-        assert!(read_pooling(&config("BertModel"), Some(last.path()), false).is_err());
+        assert!(pooling(&config("BertModel"), Some(last.path()), false).is_err());
+    }
+
+    #[test]
+    fn a_classifier_has_a_probability_for_each_label() {
+        for (changes, labels, function) in [
+            (json!({}), &["LABEL_0", "LABEL_1"][..], "softmax"),
+            (json!({"id2label": {"1": "b", "0": "a", "2": "c"}}), &["a", "b", "c"], "softmax"),
+            (
+                json!({"num_labels": 3, "problem_type": "multi_label_classification"}),
+                &["LABEL_0", "LABEL_1", "LABEL_2"],
+                "sigmoid",
+            ),
+            (
+                json!({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}),
+                &["LABEL_0", "LABEL_1"],
+                "identity",
+            ),
+            (json!({"problem_type": "regression"}), &["LABEL_0", "LABEL_1"], "identity"),
+        ] {
+            for architecture in
+                ["BertForSequenceClassification", "ModernBertForSequenceClassification"]
+            {
+                let mut config = config(architecture);
+                config.extend(changes.as_object().expect("an object").clone());
+                let found = pooling(&config, None, false).expect("a classifier");
+                let told = [&found["task"], &found["labels"], &found["function"]];
+                assert_eq!(told, [&json!("classify"), &json!(labels), &json!(function)]);
+                assert_eq!(found["size"], json!(labels.len()));
+            }
+        }
+        let mut reranker = config("ModernBertForSequenceClassification");
+        reranker.insert("num_labels".into(), json!(1));
+        reranker.insert("classifier_pooling".into(), json!("mean"));
+        let found = pooling(&reranker, None, false).expect("a reranker");
+        assert_eq!((&found["task"], &found["kind"]), (&json!("score"), &json!("mean")));
+        let names: Vec<_> = (0..2).map(|at| found["layers"][at]["name"].clone()).collect();
+        assert_eq!(names, ["head.dense", "classifier"]);
+        reranker.insert("classifier_pooling".into(), json!("max"));
+        assert!(pooling(&reranker, None, false).is_err());
+    }
+
+    #[test]
+    fn dense_modules_follow_pooling_where_positions_see_the_whole_prompt() {
+        let mean = json!({"pooling_mode_mean_tokens": true});
+        let folder = repository(&mean, &["Dense", "Dense", "Normalize"]);
+        let dense = |at: usize, config: &Value| {
+            let path = folder.path().join(format!("{at}_Dense"));
+            fs::create_dir_all(&path).expect("a folder");
+            fs::write(path.join("config.json"), config.to_string()).expect("a file");
+        };
+        let identity = "torch.nn.modules.linear.Identity";
+        dense(
+            2,
+            &json!({"in_features": 64, "out_features": 96, "bias": false, "activation_function": identity}),
+        );
+        dense(3, &json!({"in_features": 96, "out_features": 32}));
+        let mut gemma = config("Gemma3TextModel");
+        gemma.insert("use_bidirectional_attention".into(), json!(true));
+        let read = |config: &Map<String, Value>| pooling(config, Some(folder.path()), false);
+        let found = read(&gemma).expect("an embedder");
+        assert_eq!((&found["kind"], &found["size"]), (&json!("mean"), &json!(32)));
+        let layers: Vec<VectorLayer> =
+            serde_json::from_value(found["layers"].clone()).expect("layers");
+        let told = layers.iter().map(|it| (it.name.as_str(), it.bias, it.activation));
+        let (first, second) = (VectorActivation::Identity, VectorActivation::Tanh);
+        assert!(told.eq([("dense.0", false, first), ("dense.1", true, second)]));
+        let file = |at: &str| Some(folder.path().join(at).join("model.safetensors"));
+        assert_eq!([&layers[0].file, &layers[1].file], [&file("2_Dense"), &file("3_Dense")]);
+        let refusal = |config: &Map<String, Value>| read(config).unwrap_err().to_string();
+        assert!(refusal(&config("Gemma3TextModel")).contains("Dense of a causal model"));
+        dense(3, &json!({"in_features": 64, "out_features": 32}));
+        assert!(refusal(&gemma).contains("takes vectors of 64 elements, and gets 96"));
+        dense(3, &json!({"in_features": 96, "out_features": 32, "activation_function": "x.Mish"}));
+        assert!(refusal(&gemma).contains("x.Mish"));
     }
 
     #[test]
@@ -283,14 +445,14 @@ mod tests {
                 &[],
                 "cls and last",
             ),
-            (&last, &["Dense"], "module Dense"),
+            (&last, &["LSTM"], "module LSTM"),
         ] {
             let folder = repository(mode, more);
-            let found = read_pooling(&config("Qwen3ForCausalLM"), Some(folder.path()), false);
+            let found = pooling(&config("Qwen3ForCausalLM"), Some(folder.path()), false);
             assert!(matches!(&found, Err(error) if error.to_string().contains(why)), "{found:?}");
         }
         let mut both_ways = config("Qwen2ForCausalLM");
         both_ways.insert("is_causal".into(), json!(false));
-        assert!(read_pooling(&both_ways, None, true).is_err());
+        assert!(pooling(&both_ways, None, true).is_err());
     }
 }

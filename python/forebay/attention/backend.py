@@ -54,6 +54,8 @@ class How:
     """Scores become `cap * tanh(score / cap)` (Gemma 2); None: they stay."""
     sinks: torch.Tensor | None = None
     """A logit for each head of a place without a value (gpt-oss), [h]; None: there is none."""
+    both_ways: bool = False
+    """A query sees positions behind its own too. A window reaches as far on both sides."""
 
     def check_plain(self, backend: str) -> None:
         """Raises `NotImplementedError` unless only causal order is asked for."""

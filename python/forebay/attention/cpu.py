@@ -82,6 +82,8 @@ class CpuAttention:
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, prepared: CpuStep, how: How = CAUSAL
     ) -> torch.Tensor:
+        if how.both_ways:
+            raise NotImplementedError(f"rows on pages are attended to in causal order, and {how} is asked for")
         if how != CAUSAL:
             outputs = [_decodes_as(q, kv, group, how) for group in prepared.groups]
             outputs += [_chunk_as(q, k, v, kv, chunk, how) for chunk in prepared.chunks]

@@ -14,6 +14,9 @@ def positions_mask(queries: torch.Tensor, keys: torch.Tensor, how: How) -> torch
     The last dimension of `queries` becomes that of the queries, and counts 1 for decode rows.
     """
     of_query, of_key = queries[..., None], keys
+    if how.both_ways:
+        distance = (of_key - of_query).abs()
+        return torch.ones_like(distance, dtype=torch.bool) if how.window is None else distance < how.window
     sees = of_key <= of_query
     if how.window is not None:
         # The window has the query's own position in it.

@@ -29,8 +29,10 @@ class TritonAttention:
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, prepared: PagedRows, how: How = CAUSAL
     ) -> torch.Tensor:
-        if how.chunk is not None:
-            raise NotImplementedError(f"the attention in Triton has no chunks, and {how} is asked for")
+        if how.chunk is not None or how.both_ways:
+            raise NotImplementedError(
+                f"the attention in Triton has causal order without chunks, and {how} is asked for"
+            )
         scale = q.shape[2] ** -0.5 if how.scale is None else how.scale
         window, cap = how.window or 0, how.cap or 0.0
         return self._kernels.attend(q, kv.keys, kv.values, prepared, scale, window, cap, how.sinks).flatten(1)

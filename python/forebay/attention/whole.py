@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+
+from forebay.attention.backend import CAUSAL, Batch, How, IndexBatch, Int64s, LatentHeads, LayerKV
+from forebay.attention.masked import masked_attention, positions_mask
+
+QUERY_BLOCK = 512
+"""Queries that share a call where each sees a part of its prompt. Fewer would skip more of what none of them sees."""
 
 
 @dataclass(frozen=True)
@@ -44,3 +51,65 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: Sequence[G
         shaped = [x[part.tokens].unflatten(0, (part.count, part.length)).transpose(1, 2) for x in (q, k, v)]
         outputs.append(F.scaled_dot_product_attention(*shaped).transpose(1, 2).flatten(0, 1).flatten(1))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+class WholeAttention:
+    """`AttentionBackend` of whole prompts in PyTorch's operators. Nothing is read from pages."""
+
+    def order(self, lengths: Int64s, ends: Int64s) -> Int64s:
+        """Prompts of one length side by side."""
+        return np.argsort(lengths, kind="stable")
+
+    def prepare(self, batch: Batch, dtype: torch.dtype) -> list[Group]:
+        return group(batch.length)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv: LayerKV,
+        prepared: Sequence[Group],
+        how: How = CAUSAL,
+    ) -> torch.Tensor:
+        outputs = []
+        for part in prepared:
+            of_q, of_k, of_v = (
+                x[part.tokens].unflatten(0, (part.count, part.length)).transpose(1, 2) for x in (q, k, v)
+            )
+            outputs.append(_attend_group(of_q, of_k, of_v, how).transpose(1, 2).flatten(0, 1).flatten(1))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def attend_latent(
+        self,
+        q: torch.Tensor,
+        rows: torch.Tensor,
+        up: torch.Tensor,
+        kv: LayerKV,
+        heads: LatentHeads,
+        prepared: Any,
+        chosen: torch.Tensor | None,
+    ) -> torch.Tensor:
+        raise NotImplementedError("latent rows of whole prompts")
+
+    def prepare_index(self, batch: IndexBatch) -> Any:
+        raise NotImplementedError("an index of whole prompts")
+
+    def choose(self, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, prepared: Any) -> torch.Tensor:
+        raise NotImplementedError("an index of whole prompts")
+
+
+def _attend_group(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How) -> torch.Tensor:
+    """q [prompts, heads, length, head_dim] gives the same shape; k and v are [prompts, kv_heads, length, head_dim]."""
+    length = q.shape[2]
+    if how.both_ways and (how.window is None or how.window >= length) and how.cap is None and how.sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, scale=how.scale, enable_gqa=True)
+    reach = length if how.window is None else how.window
+    outputs = []
+    for begin in range(0, length, QUERY_BLOCK):
+        end = min(begin + QUERY_BLOCK, length)
+        first, last = max(0, begin - reach + 1), min(length, end + reach - 1)
+        places = torch.arange(length, device=q.device)
+        mask = positions_mask(places[begin:end], places[first:last], how)
+        outputs.append(masked_attention(q[:, :, begin:end], k[:, :, first:last], v[:, :, first:last], mask, how))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)

@@ -37,6 +37,7 @@ from forebay.layers.quantised import Products
 from forebay.layers.shard_ops import ShardOps
 from forebay.models.bert import Bert
 from forebay.models.called import CalledModel
+from forebay.models.whole import WholeDecoder
 from forebay.state.config import RunnerConfig
 from forebay.state.images import ImagePool
 from forebay.state.inputs import PromptRows
@@ -292,7 +293,7 @@ class Choice:
 
     def pooler(
         self,
-        model: Decoder | CalledModel | Bert,
+        model: Decoder | CalledModel | Bert | WholeDecoder,
         tables: SlotTables,
         kv: KvPool,
         prompts: PromptRows,
@@ -304,7 +305,7 @@ class Choice:
         packed = isinstance(model, Decoder) and self._packs(model.config)
         if not packed:
             model.params.pack()
-        if isinstance(model, Bert):
+        if isinstance(model, Bert | WholeDecoder):
             if model.params.formats.for_integers:
                 raise ModelError(
                     "the compiled kernels can't compute this model, and nothing else computes quantised ones"

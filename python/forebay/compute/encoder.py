@@ -9,6 +9,7 @@ from forebay.attention.whole import group
 from forebay.compute.rows import Launch, Rows
 from forebay.device import Device
 from forebay.models.bert import Bert, Packed
+from forebay.models.whole import WholeDecoder
 from forebay.state.slots import PlanError, SlotTables, ragged
 
 
@@ -21,7 +22,7 @@ def check_whole(rows: Rows) -> None:
 class EncoderCompute:
     """Implements `Pooler` for a model that keeps nothing between steps: each row is a whole prompt."""
 
-    def __init__(self, model: Bert, tables: SlotTables, device: Device) -> None:
+    def __init__(self, model: Bert | WholeDecoder, tables: SlotTables, device: Device) -> None:
         self._model = model
         self._tables = tables
         self._device = device

@@ -61,6 +61,8 @@ def why_not_plain(config: ModelConfig) -> str | None:
         return "feed-forward parts without gates"
     if attention.gate:
         return "a gate behind attention"
+    if attention.both_ways:
+        return "positions that see what is behind them"
     if config.sections is not None:
         return "positions of three numbers"
     return _why_not_layers(config)

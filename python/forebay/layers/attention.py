@@ -63,7 +63,7 @@ class Attention:
         """A score for each query head that takes weight and gives nothing; None: there is none."""
         if shape.sinks:
             self.sinks = params.tensor((heads.queries,), {f"{prefix}.sinks": params.shard.of(shape.heads)})
-        self._how = How(shape.scale, kind.window, kind.chunk, shape.cap, self.sinks)
+        self._how = How(shape.scale, kind.window, kind.chunk, shape.cap, self.sinks, shape.both_ways)
         self._scaled = shape.query_scale is not None
         self.norms: tuple[RMSNorm, RMSNorm] | None = None
         """The norms of heads of queries and keys; None: there are none, or there are no keys."""

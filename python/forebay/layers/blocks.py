@@ -89,6 +89,7 @@ def feed_forward(
 
 _NORMS: dict[str, tuple[tuple[str | None, str | None], tuple[str, str] | None]] = {
     "before": (("input_layernorm", "post_attention_layernorm"), None),
+    "before_feed": ((None, "post_attention_layernorm"), None),
     "after": ((None, None), ("post_attention_layernorm", "post_feedforward_layernorm")),
     "around": (
         ("input_layernorm", "pre_feedforward_layernorm"),

@@ -235,6 +235,8 @@ class Decoder:
         rows = params.shard.of(vocabulary)
         self.embedding = params.tensor((rows.size, hidden), {"model.embed_tokens.weight": rows})
         """The embedding. With several ranks each has the rows of some tokens, and so of the head."""
+        self.embedding_norm = norm_of(config, params, "model.embed_norm") if config.embedding_norm else None
+        """The norm of embeddings; None: they stay as they are."""
         self._embed = embed_whole if params.ranks is None else SharedEmbedding(rows, params.ranks.group)
         self.norm = norm_of(config, params, "model.norm")
         self.head = self.embedding
@@ -355,6 +357,8 @@ class Decoder:
 
     def _states(self, forward: Forward) -> torch.Tensor:
         x, scales = self.embed(forward.tokens), self.config.scales
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
         for first, rows in forward.given:
             x[first : first + len(rows)] = rows if scales.inputs == 1.0 else rows * scales.inputs
         images = forward.images

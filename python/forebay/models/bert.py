@@ -79,7 +79,7 @@ class Bert:
         """The layers that make a logit of a vector (the pooler and the classifier); None: there is no logit."""
         self.size = hidden
         """The number of elements of a vector."""
-        if pooling.task == "score":
+        if pooling.scores:
             self.size = pooling.size
             # What rounding they would save is a single row's, and their error would be the score's.
             pooler = Linear(params, "pooler", hidden, {"dense": hidden}, bias=True, plain=True)

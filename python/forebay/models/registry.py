@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TypeAlias
 
 from forebay.attention.backend import AttentionBackend
 from forebay.attention.cpu import CpuAttention
+from forebay.attention.whole import WholeAttention
 from forebay.layers.blocks import decoder_blocks
 from forebay.layers.decoder import Decoder
 from forebay.layers.draft_heads import DraftHead
@@ -15,12 +17,16 @@ from forebay.layers.rotary import at_context
 from forebay.models import qwen2_5_vl, qwen3_vl
 from forebay.models.bert import Bert
 from forebay.models.called import CalledModel
+from forebay.models.whole import WholeDecoder
 from forebay.weights.called import CalledConfig
 from forebay.weights.config import ModelConfig
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError
 from forebay.weights.heads import HeadConfig
 from forebay.weights.pooling import Pooling
+
+Model: TypeAlias = Decoder | CalledModel | Bert | WholeDecoder
+"""A model of any kind."""
 
 
 def build(config: ModelConfig, params: Parameters, backend: AttentionBackend, ops: Ops, context_length: int) -> Decoder:
@@ -49,6 +55,15 @@ def _of_requests(config: ModelConfig, context_length: int) -> ModelConfig:
         for kind in config.kinds
     )
     return replace(config, ropes=tuple(ropes), kinds=tuple(kinds))
+
+
+def build_whole(
+    config: ModelConfig, pooling: Pooling | None, params: Parameters, ops: Ops, context_length: int
+) -> WholeDecoder:
+    """The decoder of `config`, whose positions see the whole prompt. Raises `ModelError` unless it pools."""
+    if pooling is None:
+        raise ModelError(f"{config.architecture} can't generate, and the config has no `pooling`")
+    return WholeDecoder(build(config, params, WholeAttention(), ops, context_length), pooling)
 
 
 def _below(positions: int | None, context_length: int) -> int | None:

@@ -15,10 +15,8 @@ from typing import Protocol
 import numpy as np
 
 from forebay.device import Device
-from forebay.layers.decoder import Decoder
 from forebay.layers.params import Report
-from forebay.models.bert import Bert
-from forebay.models.called import CalledModel
+from forebay.models.registry import Model
 from forebay.protocol.constants import FLAG_SAMPLE, SLOT_WORDS, SlotRecord
 from forebay.protocol.frames import Int32s
 from forebay.protocol.plan import Plan
@@ -40,7 +38,7 @@ class DraftRunner(Protocol):
     """The part of a runner that a draft model needs."""
 
     config: RunnerConfig
-    model: Decoder | CalledModel | Bert
+    model: Model
     device: Device
     kv: KvPool
     tables: SlotTables

@@ -10,10 +10,8 @@ import numpy.typing as npt
 import torch
 
 from forebay.device import Device
-from forebay.layers.decoder import Decoder
 from forebay.layers.vision import Grid, ImageDecoder, Pixels, TowerState
-from forebay.models.bert import Bert
-from forebay.models.called import CalledModel
+from forebay.models.registry import Model
 from forebay.protocol.constants import ImageRecord
 from forebay.protocol.plan import Plan
 from forebay.state.checks import PlanError, within
@@ -57,9 +55,7 @@ class Images:
         self._encoding: dict[int, _Encoding] = {}
 
     @classmethod
-    def of(
-        cls, config: RunnerConfig, model: Decoder | CalledModel | Bert, arena: npt.NDArray[np.uint8], device: Device
-    ) -> Images | None:
+    def of(cls, config: RunnerConfig, model: Model, arena: npt.NDArray[np.uint8], device: Device) -> Images | None:
         """The images of a model; None for a model of text."""
         return cls(config, model, arena, device) if isinstance(model, ImageDecoder) else None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import TypeAlias
 
 from forebay.compute.choose import Choice
 from forebay.device import Device
@@ -15,6 +14,8 @@ from forebay.layers.ranks import Ranks
 from forebay.models import registry
 from forebay.models.bert import Bert
 from forebay.models.called import CalledModel
+from forebay.models.registry import Model
+from forebay.models.whole import WholeDecoder
 from forebay.runner import formats
 from forebay.runner.kept import KeptWeights
 from forebay.state.config import RunnerConfig
@@ -22,8 +23,6 @@ from forebay.weights.called import CalledConfig
 from forebay.weights.config import ModelConfig
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.load import iter_kept, iter_weights, spare_biases, weight_shapes
-
-Model: TypeAlias = Decoder | CalledModel | Bert
 
 
 class ModelLoader:
@@ -63,6 +62,8 @@ class ModelLoader:
         if isinstance(model, CalledConfig):
             directory: str = config.model["directory"]
             return registry.build_called(model, directory, params, choice.ops(), config.context_length)
+        if model.both_ways:
+            return registry.build_whole(model, config.pooling, params, choice.ops(), config.context_length)
         made = registry.build(model, params, choice.attention(), choice.ops(), config.context_length)
         if config.head is not None:
             own = Parameters(config.dtype, self._device.torch_device, fill=self._device.fill)
@@ -76,7 +77,7 @@ class ModelLoader:
         """
         if isinstance(model, CalledModel):
             return model.nbytes
-        if isinstance(model, Bert):
+        if isinstance(model, Bert | WholeDecoder):
             return model.params.nbytes
         head = model.draft_head
         return self._choice.weight_bytes(model) + (0 if head is None else head.params.nbytes)

@@ -28,6 +28,7 @@ from forebay.layers.decoder import Decoder
 from forebay.layers.params import Report
 from forebay.models.bert import Bert
 from forebay.models.called import CalledModel
+from forebay.models.whole import WholeDecoder
 from forebay.protocol.constants import FLAG_POOL, FLAG_SAMPLE, ROW_OK
 from forebay.protocol.frames import Int32s
 from forebay.protocol.plan import Plan
@@ -542,7 +543,7 @@ class ModelRunner:
         return TokenColumns(answers, launch, sampling)
 
     def _queue_pooled(self, rows: Rows, inputs: StepInputs) -> Columns:
-        if isinstance(self.model, Bert):
+        if isinstance(self.model, Bert | WholeDecoder):
             check_whole(rows)
             rows = replace(rows, segment=self.tables.segment[rows.slot])
         if self._summed is not None:
@@ -558,7 +559,9 @@ class ModelRunner:
 
     @property
     def _vector_size(self) -> int:
-        return self.model.size if isinstance(self.model, Bert) else self.model_config.hidden_size
+        if isinstance(self.model, Bert | WholeDecoder):
+            return self.model.size
+        return self.model_config.hidden_size
 
     @cached_property
     def _compute(self) -> Compute:

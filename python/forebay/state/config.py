@@ -307,7 +307,7 @@ class RunnerConfig:
     def kept_model(self) -> ModelConfig | None:
         """The model as pages see it: with the heads of this rank. None: it keeps nothing of positions."""
         model = self.model_config
-        if isinstance(model, EncoderConfig):
+        if isinstance(model, EncoderConfig) or model.both_ways:
             return None
         heads_of = 1 if self.step_group else self.world_size
         kept, head = replace(model, attention=model.attention.of_rank(heads_of)), self.head

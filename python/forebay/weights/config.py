@@ -40,14 +40,14 @@ _ACTIVATIONS = {
 _PLAIN = {"squared_relu"}
 """The functions of feed-forward parts without gates."""
 _KNOWN = {
-    "shape": "family vocab_size hidden_size norm norm_eps scales factors ropes mixers feeds layers layer_inputs tower "
-    "quantised max_positions tied headless eos_token_ids",
+    "shape": "family vocab_size hidden_size norm norm_eps embedding_norm scales factors ropes mixers feeds layers "
+    "layer_inputs tower quantised max_positions tied headless eos_token_ids",
     "scales": "embeddings inputs residuals logits logit_cap",
     "rope": "dim theta scaling interleaved sections",
     "layer": "mixer rope feed norms keys_of scaled",
     "layer_inputs": "vocab_size size",
     "attention": "kind heads kv_heads head_dim value_dim scale window chunk sinks cap qk_norm value_norm "
-    "keys_are_values gate qkv_bias output_bias query_scale",
+    "keys_are_values gate qkv_bias output_bias query_scale both_ways",
     "latent": "kind heads query_rank rank nope_dim rotary_dim value_dim bias scale query_scale chosen",
     "beside": "kind attention recurrence",
     "recurrence": "kind heads key_heads tiled key_dim value_dim channel_decay delta taps conv_bias bias norm "
@@ -106,6 +106,8 @@ class ModelConfig:
     """Inputs that each layer has of each token; None: there are none."""
     features: int = 0
     """Elements of a position's feature, from which a head drafts; 0: none is kept."""
+    embedding_norm: bool = False
+    """True if embeddings are normalised before the first layer."""
 
     @classmethod
     def from_shape(cls, shape: Mapping[str, Any]) -> ModelConfig:
@@ -142,7 +144,13 @@ class ModelConfig:
             recurrences=_recurrences(shape),
             layer_inputs=None if shape["layer_inputs"] is None else LayerInputs(**shape["layer_inputs"]),
             attends=_attends(shape),
+            embedding_norm=shape["embedding_norm"],
         )
+
+    @property
+    def both_ways(self) -> bool:
+        """True if positions see those behind them, in all layers. Such a model keeps nothing of a prompt."""
+        return isinstance(self.attention, GroupedQuery) and self.attention.both_ways
 
     @property
     def recurrent(self) -> list[Recurrence]:
@@ -237,7 +245,7 @@ def _check(shape: Mapping[str, Any]) -> None:
         _only("rope", rope)
     for layer in shape["layers"]:
         _only("layer", layer)
-        _known("norms of layers", layer["norms"], "before", "after", "around", "parallel")
+        _known("norms of layers", layer["norms"], "before", "before_feed", "after", "around", "parallel")
     mixers, feeds = shape["mixers"], shape["feeds"]
     for mixer in mixers:
         _known("layers", mixer["kind"], "attention", "latent", "recurrence", "beside", "none")
@@ -357,6 +365,7 @@ def _grouped(mixer: Mapping[str, Any], rope: Mapping[str, Any]) -> GroupedQuery:
         plain_norms=mixer["qk_norm"] == "plain",
         value_norm=mixer["value_norm"],
         keys_are_values=mixer["keys_are_values"],
+        both_ways=mixer["both_ways"],
     )
 
 

@@ -61,7 +61,10 @@ class LayerKind:
     chunk: int | None = None
     """The number of positions of a chunk, within which positions see each other; None: all."""
     norms: str = "before"
-    """The places of norms: `before` each part, `after` it, `around` it, or one before both (`parallel`)."""
+    """The places of norms: `before` each part, `after` it, `around` it, or one before both (`parallel`).
+
+    `before_feed`: before the second part.
+    """
     heads: GroupedQuery | None = None
     """The layer's own attention; None: the model's."""
     keys_of: int | None = None
@@ -125,6 +128,8 @@ class GroupedQuery:
     """True if each head of values is normalised, without weights."""
     keys_are_values: bool = False
     """True if values are the product that keys are made of."""
+    both_ways: bool = False
+    """True if a position sees those behind it too. A window then reaches as far on both sides."""
 
     @property
     def position_elements(self) -> int:

@@ -6,7 +6,24 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["Pooling"]
+__all__ = ["Pooling", "VectorShape"]
+
+
+@dataclass(frozen=True)
+class VectorShape:
+    """A product of a pooled vector, a function, and a norm."""
+
+    name: str
+    """The name of the product's weights, without their kind."""
+    inputs: int
+    outputs: int
+    bias: bool
+    activation: str
+    """The function behind the product: `identity`, `tanh`, `gelu` or `relu`."""
+    norm: str | None = None
+    """The name of the norm behind the function; None: there is none."""
+    file: str | None = None
+    """The file of the weights; None: they are among the model's."""
 
 
 @dataclass(frozen=True)
@@ -14,22 +31,35 @@ class Pooling:
     """The way from the hidden states of a prompt to one vector, and the brain's work on that vector."""
 
     task: str
-    """The task. `embed`: the vector is the answer. `score`: it is one logit, the score of a pair of texts."""
+    """The task. `embed`: the vector is the answer. `score`: it is one logit, the score of a pair of texts.
+
+    `classify`: it is a logit for each label.
+    """
     kind: str
     """The kind: `mean` of all positions, `cls` (the first) or `last`. `causal_mean` is the mean of a causal model."""
     size: int
     """The number of elements of a vector."""
     normalize: bool
     """True if vectors are divided by their Euclidean length."""
-    sigmoid: bool
-    """True if a logit is squeezed into 0 .. 1."""
+    function: str
+    """What makes answers of logits: `identity`, `sigmoid` or `softmax`."""
     max_length: int | None
     """The longest prompt, in tokens, that the model's authors use; None: the model's number of positions."""
+    labels: tuple[str, ...] = ()
+    """The names of labels, one for each logit; (): the vector is the answer."""
+    layers: tuple[VectorShape, ...] = ()
+    """The layers that the pooled vector goes through."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Pooling:
         """Reads the output of `to_dict`."""
-        return cls(**values)
+        own = {"labels": tuple(values["labels"]), "layers": tuple(VectorShape(**one) for one in values["layers"])}
+        return cls(**{**values, **own})
+
+    @property
+    def scores(self) -> bool:
+        """True if layers make logits of a vector."""
+        return self.task != "embed"
 
     def to_dict(self) -> dict[str, Any]:
         """The pooling, in JSON's types."""

@@ -1,6 +1,7 @@
 //! The APIs, each in a folder or file: requests with the tables of their parameters, and responses.
 
 pub(crate) mod anthropic;
+pub(crate) mod classify;
 pub(crate) mod llama;
 pub(crate) mod ollama;
 pub(crate) mod openai;
@@ -13,6 +14,7 @@ pub(crate) mod tokens;
 use crate::limits::{Limited, Params};
 use crate::parameter::{Field, Tabled, fields};
 use anthropic::MessagesRequest;
+use classify::ClassifyRequest;
 use llama::LlamaRequest;
 use ollama::{
     OllamaChatRequest, OllamaEmbedRequest, OllamaEmbeddingsRequest, OllamaGenerateRequest,
@@ -57,6 +59,8 @@ pub const ROUTES: &[RouteLimits] = &[
     route::<LlamaRequest>("/completion"),
     route::<EmbeddingRequest>("/v1/embeddings"),
     route::<EmbeddingRequest>("/pooling"),
+    route::<ClassifyRequest>("/classify"),
+    route::<ClassifyRequest>("/v1/classify"),
     route::<RerankRequest>("/rerank"),
     route::<RerankRequest>("/v1/rerank"),
     route::<RerankRequest>("/v2/rerank"),

@@ -55,8 +55,6 @@ pub(crate) const DOCUMENT: &[Param] = &[param("text", Bound::Prompt)];
 
 const ACTIVATION: &str =
     "False: the model's own scores, without a sigmoid that its authors may use.";
-/// Older names of the parameter.
-const ACTIVATIONS: &[&str] = &["activation", "softmax"];
 /// One or many texts.
 const TEXTS: Bound = Bound::Strings { count: INPUTS, each: usize::MAX, total: usize::MAX };
 

@@ -18,6 +18,8 @@ use crate::limits::{
 use crate::prompt::Strings;
 use crate::structure::Spellings;
 
+/// Older names of `use_activation`.
+pub(crate) const ACTIVATIONS: &[&str] = &["activation", "softmax"];
 const PENALTY: Bound = Bound::Number { least: -2.0, most: 2.0 };
 
 pub(crate) const TEMPERATURE: Parameter = Parameter::new(Bound::Number { least: 0.0, most: f32::MAX as f64 }, "The temperature; 0 is greedy.", |g, v| v.put(&mut g.temperature));

@@ -6,7 +6,7 @@ mod pooling;
 use serde_json::{Value, json};
 
 pub(crate) use chat::{chat, messages, responses};
-pub(crate) use pooling::{detokenize, embeddings, rerank, score, tokenize};
+pub(crate) use pooling::{classify, detokenize, embeddings, rerank, score, tokenize};
 
 /// The fields of an API.
 pub(crate) struct Fields {

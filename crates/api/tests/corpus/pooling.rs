@@ -30,6 +30,19 @@ pub(crate) fn embeddings() -> Fields {
     Fields { base: parsed(first), fields, bodies: bodies(first) }
 }
 
+pub(crate) fn classify() -> Fields {
+    let first = r#""input": "once""#;
+    let mut fields = pooling();
+    fields.extend([
+        row("input", prompts()),
+        row("use_activation", json!([false])),
+        row("activation", json!([false])),
+        row("softmax", json!([false])),
+        row("add_special_tokens", json!([false])),
+    ]);
+    Fields { base: parsed(first), fields, bodies: bodies(first) }
+}
+
 pub(crate) fn rerank() -> Fields {
     let first = r#""query": "q", "documents": ["a", {"text": "b"}]"#;
     let mut fields = pooling();

@@ -452,6 +452,7 @@ fn norms_of(placement: NormPlacement) -> [Option<&'static str>; 4] {
     match placement {
         // Here the same name is of the norm in front of the second part.
         NormPlacement::Before => [Some(input), None, Some(attended), None],
+        NormPlacement::BeforeFeed => [None, None, Some(attended), None],
         NormPlacement::After => [None, Some(attended), None, Some(fed)],
         NormPlacement::Around => [Some(input), Some(attended), Some(before), Some(fed)],
         NormPlacement::Parallel => [Some(input), None, None, None],

@@ -6,11 +6,11 @@ use anyhow::Result;
 use forebay_engine::{BlockObserver, OutputSink};
 use forebay_replicas::Listeners;
 use forebay_server::{
-    BlockLog, Egress, EgressConfig, EgressSink, Guard, Metrics, PooledModel, PoolingTask, egress,
-    pooled,
+    BlockLog, Egress, EgressConfig, EgressSink, Guard, Metrics, PooledModel, PoolingTask,
+    ScoreFunction, egress, pooled,
 };
 
-use crate::model::{Model, Task};
+use crate::model::{Function, Model, Task};
 use crate::resolve::Resolved;
 
 /// The ends of the engines' outputs.
@@ -80,10 +80,16 @@ fn sinks(
         task: match facts.task {
             Task::Embed => PoolingTask::Embed,
             Task::Score => PoolingTask::Score,
+            Task::Classify => PoolingTask::Classify,
         },
         size: facts.size as usize,
         normalize: facts.normalize,
-        sigmoid: facts.sigmoid,
+        function: match facts.function {
+            Function::Identity => ScoreFunction::Identity,
+            Function::Sigmoid => ScoreFunction::Sigmoid,
+            Function::Softmax => ScoreFunction::Softmax,
+        },
+        labels: facts.labels.clone(),
         outputs,
     };
     Ok((Box::new(move || Box::new(sink.clone())), Some(pooling)))

@@ -11,7 +11,7 @@ use serde_json::Value;
 use super::adapters::is_local;
 use super::overlays::Overlays;
 use crate::flags::{Device, Hand, LoadFormat, ModelImpl, ServeFlags};
-use crate::model::{Model, Pooling, Source, Task, fetch};
+use crate::model::{Model, Pooling, Source, fetch};
 use crate::resolve::Resolved;
 
 /// What engine, tokenizer and hands were set up for. Other weights have the same.
@@ -108,8 +108,10 @@ impl WeightFiles for Files {
             let format: String = field(served, "format")?;
             let shape: Option<ModelShape> = field(served, "shape")?;
             let pooling: Option<Pooling> = field(served, "pooling")?;
-            let scores = pooling.is_some_and(|pooling| pooling.task == Task::Score);
-            let found = read_parameter((&format, &files), shape.as_ref(), scores, name, rows)?;
+            let scores = pooling.as_ref().is_some_and(Pooling::scores);
+            let layers = pooling.map_or_else(Vec::new, |pooling| pooling.layers);
+            let pooled = (scores, &layers[..]);
+            let found = read_parameter((&format, &files), shape.as_ref(), pooled, name, rows)?;
             Ok::<_, anyhow::Error>(ParameterValues { shape: found.shape, values: found.values })
         };
         read().map_err(|error| format!("{error:#}"))

@@ -11,11 +11,11 @@ mod vectors;
 
 use forebay_api::ApiError;
 
-pub use model::{PooledModel, PoolingTask};
+pub use model::{PooledModel, PoolingTask, ScoreFunction};
 
 pub(crate) use call::{Place, PooledCall, check_lengths};
 pub(crate) use inputs::{Input, encode_inputs, encode_pairs};
-pub(crate) use vectors::{Form, cosine, form, scores};
+pub(crate) use vectors::{Form, answers, cosine, form, scores};
 
 use crate::state::Inner;
 
@@ -43,7 +43,35 @@ impl Inner {
             PoolingTask::Score => {
                 Err(self.wrong_model("scores pairs of texts: use /rerank or /score"))
             }
+            PoolingTask::Classify => {
+                Err(self.wrong_model("classifies texts and makes no vectors: use /classify"))
+            }
         }
+    }
+
+    /// The model, if it says how well texts go together: by one score, or by vectors.
+    ///
+    /// # Errors
+    /// It generates, or has several labels.
+    pub(crate) fn scorer(&self) -> Result<&PooledModel, ApiError> {
+        let model = self.pooled_model()?;
+        match model.task {
+            PoolingTask::Embed | PoolingTask::Score => Ok(model),
+            PoolingTask::Classify => {
+                Err(self.wrong_model("has several labels and no score of pairs: use /classify"))
+            }
+        }
+    }
+
+    /// The model, if it has labels.
+    ///
+    /// # Errors
+    /// It generates, or makes vectors.
+    pub(crate) fn classifier(&self) -> Result<&PooledModel, ApiError> {
+        let model = self.model.pooling.as_ref();
+        model.filter(|model| model.task != PoolingTask::Embed).ok_or_else(|| {
+            self.wrong_model("has no labels: /classify is for classifiers and cross-encoders")
+        })
     }
 
     /// Refuses what only a model that generates can do.
@@ -56,6 +84,9 @@ impl Inner {
             Some(PooledModel { task: PoolingTask::Embed, .. }) => Err(self.wrong_model(
                 "makes vectors and generates no text: use /v1/embeddings, /rerank or /score",
             )),
+            Some(PooledModel { task: PoolingTask::Classify, .. }) => {
+                Err(self.wrong_model("classifies texts and generates none: use /classify"))
+            }
             Some(PooledModel { task: PoolingTask::Score, .. }) => {
                 Err(self
                     .wrong_model("scores pairs of texts and generates none: use /rerank or /score"))

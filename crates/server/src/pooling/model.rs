@@ -9,6 +9,19 @@ pub enum PoolingTask {
     Embed,
     /// One score of the two texts of a pair.
     Score,
+    /// A number for each of several labels.
+    Classify,
+}
+
+/// What makes answers of a model's scores.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ScoreFunction {
+    /// They are the answer.
+    Identity,
+    /// Brings each between 0 and 1.
+    Sigmoid,
+    /// Makes probabilities of all together.
+    Softmax,
 }
 
 /// A model that pools.
@@ -20,8 +33,17 @@ pub struct PooledModel {
     pub size: usize,
     /// True if the model's authors divide vectors by their length.
     pub normalize: bool,
-    /// True if scores go through a sigmoid, which brings them between 0 and 1.
-    pub sigmoid: bool,
+    /// What makes answers of scores.
+    pub function: ScoreFunction,
+    /// The names of labels, one for each score; none: the model makes vectors.
+    pub labels: Vec<String>,
     /// The server's side of the engine's sink for vectors.
     pub outputs: Pooled,
+}
+
+impl PooledModel {
+    /// What makes answers of scores for a client who may want them `raw`.
+    pub(crate) fn function_for(&self, raw: bool) -> ScoreFunction {
+        if raw { ScoreFunction::Identity } else { self.function }
+    }
 }

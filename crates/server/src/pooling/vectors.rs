@@ -4,6 +4,8 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use forebay_api::{EncodingFormat, Vector};
 
+use super::model::ScoreFunction;
+
 /// The wanted form of vectors.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Form {
@@ -32,10 +34,25 @@ pub(crate) fn form(vector: Box<[f32]>, form: Form) -> Vector {
     }
 }
 
+/// What a function makes of a model's scores, in place of them.
+pub(crate) fn answers(mut scores: Box<[f32]>, function: ScoreFunction) -> Box<[f32]> {
+    match function {
+        ScoreFunction::Identity => {}
+        ScoreFunction::Sigmoid => scores.iter_mut().for_each(|x| *x = 1.0 / (1.0 + (-*x).exp())),
+        ScoreFunction::Softmax => {
+            let largest = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let weight = |x: f32| f64::from(x - largest).exp();
+            let total: f64 = scores.iter().map(|&x| weight(x)).sum();
+            scores.iter_mut().for_each(|x| *x = (weight(*x) / total) as f32);
+        }
+    }
+    scores
+}
+
 /// The scores of vectors of one number.
-pub(crate) fn scores(vectors: &[Box<[f32]>], sigmoid: bool) -> Vec<f32> {
-    let squeezed = |x: f32| if sigmoid { 1.0 / (1.0 + (-x).exp()) } else { x };
-    vectors.iter().map(|vector| squeezed(vector.first().copied().unwrap_or(0.0))).collect()
+pub(crate) fn scores(vectors: Vec<Box<[f32]>>, function: ScoreFunction) -> Vec<f32> {
+    let first = |vector| answers(vector, function).first().copied().unwrap_or(0.0);
+    vectors.into_iter().map(first).collect()
 }
 
 /// The cosine of the angle between two vectors; 0 where one has no direction.
@@ -72,8 +89,15 @@ mod tests {
 
     #[test]
     fn scores_and_cosines() {
-        assert_eq!(scores(&[[0.0].into(), [f32::MAX].into()], true), [0.5, 1.0]);
-        assert_eq!(scores(&[[-2.5].into()], false), [-2.5]);
+        let of = |values: &[f32], function| {
+            scores(values.iter().map(|&x| [x].into()).collect(), function)
+        };
+        assert_eq!(of(&[0.0, f32::MAX], ScoreFunction::Sigmoid), [0.5, 1.0]);
+        assert_eq!(of(&[-2.5], ScoreFunction::Identity), [-2.5]);
+        let softmax = answers([200.0, 200.0, -200.0].into(), ScoreFunction::Softmax);
+        assert_eq!(*softmax, [0.5, 0.5, 0.0]);
+        let two = answers([0.0, 3.0_f32.ln()].into(), ScoreFunction::Softmax);
+        assert!((two[1] - 0.75).abs() < 1e-6, "{two:?}");
         assert_eq!(cosine(&[2.0, 0.0], &[0.0, 3.0]), 0.0);
         assert_eq!(cosine(&[2.0, 1.0], &[-4.0, -2.0]), -1.0);
         assert_eq!(cosine(&[0.0], &[1.0]), 0.0);

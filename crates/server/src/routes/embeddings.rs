@@ -13,7 +13,7 @@ use forebay_http::Charge;
 use super::admitted::{Admissible, Admission, Admitted, Door};
 use crate::answer::AnswerWriter;
 use crate::names::random_hex;
-use crate::pooling::{Form, Place, PooledCall, PoolingTask, encode_inputs, form, scores};
+use crate::pooling::{Form, Place, PooledCall, PoolingTask, answers, encode_inputs, form};
 use crate::reply::Failure;
 use crate::state::{Shared, now};
 use crate::text::RequestText;
@@ -61,6 +61,7 @@ impl Admissible for Poolable {
         let fits: &[&str] = match state.pooled_model()?.task {
             PoolingTask::Embed => &["embed", "encode"],
             PoolingTask::Score => &["score", "classify"],
+            PoolingTask::Classify => &["classify"],
         };
         match self.0.task.as_deref().filter(|task| !fits.contains(task)) {
             None => Ok(()),
@@ -154,7 +155,7 @@ pub(super) async fn embed(
     path = "/pooling",
     request_body = EmbeddingRequest,
     responses(
-        (status = 200, description = "A vector, or a list of one score, for each input", body = PoolingResponse),
+        (status = 200, description = "A vector, or a list of scores, for each input", body = PoolingResponse),
         (status = "default", description = "An error", body = ErrorBody),
     ),
 )]
@@ -170,12 +171,10 @@ pub(crate) async fn pooling(
     let Embedded { vectors, mut wanted, usage, .. } = embedded;
     let vectors: Vec<Box<[f32]>> = match model.task {
         PoolingTask::Embed => vectors,
-        PoolingTask::Score => {
+        PoolingTask::Score | PoolingTask::Classify => {
             wanted.normalize = false;
-            scores(&vectors, model.sigmoid && !raw)
-                .into_iter()
-                .map(|score| [score].into())
-                .collect()
+            let function = model.function_for(raw);
+            vectors.into_iter().map(|scores| answers(scores, function)).collect()
         }
     };
     let data = vectors.into_iter().enumerate();

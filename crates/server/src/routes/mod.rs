@@ -4,6 +4,7 @@ mod adapters;
 mod admitted;
 mod batches;
 mod chat;
+mod classify;
 mod completions;
 mod embeddings;
 mod files;
@@ -181,6 +182,8 @@ fn models() -> Router<Shared> {
         .route("/api/ps", get(ollama::ps))
         .route("/v1/embeddings", post(embeddings::embeddings))
         .route("/pooling", post(embeddings::pooling))
+        .route("/classify", post(classify::classify))
+        .route("/v1/classify", post(classify::classify))
         .route("/rerank", post(rerank::rerank))
         .route("/v1/rerank", post(rerank::rerank))
         .route("/v2/rerank", post(rerank::rerank))

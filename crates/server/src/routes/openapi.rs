@@ -41,6 +41,7 @@ use crate::state::Shared;
         super::ollama::version,
         super::embeddings::embeddings,
         super::embeddings::pooling,
+        super::classify::classify,
         super::rerank::rerank,
         super::rerank::score,
         super::llama::completion,
@@ -108,7 +109,8 @@ pub(super) fn answer(mut document: utoipa::openapi::OpenApi, root_path: &str) ->
 }
 
 /// Further paths of a route, as clients of other servers know it.
-const ALIASES: [(&str, &str); 8] = [
+const ALIASES: [(&str, &str); 9] = [
+    ("/v1/classify", "/classify"),
     ("/v1/rerank", "/rerank"),
     ("/v2/rerank", "/rerank"),
     ("/v1/score", "/score"),

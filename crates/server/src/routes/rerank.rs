@@ -24,7 +24,7 @@ impl Admissible for RerankRequest {
     }
 
     fn suits(&self, state: &Shared) -> Result<(), ApiError> {
-        state.pooled_model().map(|_| ())
+        state.scorer().map(|_| ())
     }
 
     fn validate_at(self, door: &Door<'_>) -> Result<ValidRerank, ApiError> {
@@ -40,7 +40,7 @@ impl Admissible for ScoreRequest {
     }
 
     fn suits(&self, state: &Shared) -> Result<(), ApiError> {
-        state.pooled_model().map(|_| ())
+        state.scorer().map(|_| ())
     }
 
     fn validate_at(self, door: &Door<'_>) -> Result<Pairs, ApiError> {
@@ -109,10 +109,12 @@ async fn score_pairs(
     id: &str,
 ) -> Result<(Vec<f32>, PoolingUsage), ApiError> {
     let Admission { state, peer, limits, charge, .. } = admission;
-    let (model, limits) = (state.pooled_model()?, *limits);
+    let (model, limits) = (state.scorer()?, *limits);
     let text = RequestText::new(state, peer, pairs.cache_salt.as_deref(), charge);
     let inputs = match model.task {
-        PoolingTask::Score => encode_pairs(text, pairs, limits.context_length as usize).await?,
+        PoolingTask::Score | PoolingTask::Classify => {
+            encode_pairs(text, pairs, limits.context_length as usize).await?
+        }
         PoolingTask::Embed => {
             let mut inputs = Vec::with_capacity(pairs.first.len() + pairs.second.len());
             for (texts, param) in [&pairs.first, &pairs.second].into_iter().zip(pairs.params) {
@@ -133,7 +135,9 @@ async fn score_pairs(
     let mut call = call.named(id);
     let vectors = call.collect().await?;
     let found = match model.task {
-        PoolingTask::Score => scores(&vectors, model.sigmoid && !pairs.raw),
+        PoolingTask::Score | PoolingTask::Classify => {
+            scores(vectors, model.function_for(pairs.raw))
+        }
         PoolingTask::Embed => {
             let (first, second) = vectors.split_at(pairs.first.len());
             let partner = |index| first.get(index).unwrap_or(&first[0]);

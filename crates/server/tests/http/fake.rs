@@ -18,8 +18,8 @@ use forebay_grammar::{CompileHook, GrammarConfig, Grammars, ThreadStart};
 use forebay_replicas::{Load, LocalCounts, ReplicaReport};
 use forebay_server::{
     AdapterFiles, AdapterSettings, AppState, EgressConfig, Engine, Guard, ImageModel, Intake,
-    IntakeMode, Listener, Metrics, ModelFacts, ModelInfo, PooledModel, PoolingTask, ServerConfig,
-    ServerParts,
+    IntakeMode, Listener, Metrics, ModelFacts, ModelInfo, PooledModel, PoolingTask, ScoreFunction,
+    ServerConfig, ServerParts,
 };
 use forebay_text::{ChatTemplate, TextPool, Tokenizer};
 use forebay_vision::Processing;
@@ -534,7 +534,17 @@ impl TestServer {
             let started = forebay_server::pooled(Arc::clone(&metrics), 256, &guard);
             let (pooled_sink, outputs) = started.unwrap();
             sink = Box::new(pooled_sink);
-            PooledModel { task, size: 3, normalize: false, sigmoid: true, outputs }
+            PooledModel {
+                task,
+                size: 3,
+                normalize: false,
+                function: match task {
+                    PoolingTask::Classify => ScoreFunction::Softmax,
+                    PoolingTask::Embed | PoolingTask::Score => ScoreFunction::Sigmoid,
+                },
+                labels: ["bad", "good", "so so"].map(str::to_owned).to_vec(),
+                outputs,
+            }
         });
         let (sender, events) = mpsc::unbounded_channel();
         let engine = Arc::new(Fake {

@@ -161,6 +161,45 @@ async fn a_cross_encoder_gets_pairs_and_gives_the_best_first() {
 }
 
 #[tokio::test]
+async fn a_classifier_gives_each_label_its_probability() {
+    let mut server = TestServer::pooling(PoolingTask::Classify, false).await;
+    let (near, far) = ([0.0, 3.0_f32.ln(), -80.0], [5.0, -5.0, 5.0]);
+    for (path, more) in [("/classify", json!({})), ("/v1/classify", json!({"softmax": true}))] {
+        let mut body = json!({"input": ["a b", "c"], "user": "me"});
+        more.as_object().unwrap().iter().for_each(|(key, value)| body[key] = value.clone());
+        let answer = server.connect(path, &body);
+        for scores in [near, far] {
+            let request = server.submitted().await;
+            assert_eq!(request.spec.pooling.unwrap().segment, 0);
+            server.engine.vector(request.id, scores);
+        }
+        let (status, answer) = answer.await.unwrap();
+        assert_eq!(status, 200, "{answer}");
+        assert!(answer["id"].as_str().unwrap().starts_with("classify-"));
+        let found: Vec<_> = (0..2).map(|at| answer["data"][at].clone()).collect();
+        assert_eq!((&found[0]["index"], &found[1]["index"]), (&json!(0), &json!(1)));
+        // Of equal ones the first.
+        assert_eq!((&found[0]["label"], &found[1]["label"]), (&json!("good"), &json!("bad")));
+        assert_eq!(found[0]["num_classes"], json!(3));
+        for (one, wanted) in found.iter().zip([[0.25, 0.75, 0.0], [0.499_99, 0.0, 0.499_99]]) {
+            let probs: Vec<f64> = serde_json::from_value(one["probs"].clone()).unwrap();
+            let near = |(found, wanted): (&f64, f64)| (found - wanted).abs() < 1e-4;
+            assert!(probs.iter().zip(wanted).all(near), "{probs:?}");
+        }
+    }
+    let raw = server.connect("/classify", &json!({"input": "a", "use_activation": false}));
+    let id = server.submitted().await.id;
+    server.engine.vector(id, far);
+    assert_eq!(raw.await.unwrap().1["data"][0]["probs"], json!([5.0, -5.0, 5.0]));
+    let pooled = server.connect("/pooling", &json!({"input": "a", "task": "classify"}));
+    let id = server.submitted().await.id;
+    server.engine.vector(id, [0.0; 3]);
+    let answer = pooled.await.unwrap().1;
+    let third = answer["data"][0]["data"][2].as_f64().unwrap();
+    assert!((third - 1.0 / 3.0).abs() < 1e-6, "{answer}");
+}
+
+#[tokio::test]
 async fn an_embedder_scores_by_cosine() {
     let mut server = TestServer::pooling(PoolingTask::Embed, false).await;
     for (path, body) in [
@@ -241,7 +280,13 @@ async fn each_kind_of_model_says_what_it_is_not() {
     refused(&embedder, &generating).await;
     refused(&scorer, &generating).await;
     refused(&scorer, &pooling[..1]).await;
-    for server in [&generator, &embedder, &scorer] {
+    let classifier = TestServer::pooling(PoolingTask::Classify, true).await;
+    refused(&classifier, &generating).await;
+    refused(&classifier, &pooling).await;
+    let classify = [("/classify", json!({"input": "a"}))];
+    refused(&generator, &classify).await;
+    refused(&embedder, &classify).await;
+    for server in [&generator, &embedder, &scorer, &classifier] {
         let (status, answer) = server.get("/health_generate").await;
         assert_eq!(status, 200, "{answer}");
     }

@@ -66,6 +66,7 @@ fn is_tokenised(case: &Case) -> bool {
 async fn server_of(route: &str) -> TestServer {
     match route {
         "/v1/embeddings" => TestServer::pooling(PoolingTask::Embed, true).await,
+        "/classify" => TestServer::pooling(PoolingTask::Classify, true).await,
         "/rerank" | "/score" => TestServer::pooling(PoolingTask::Score, true).await,
         _ => TestServer::scripted("a").await,
     }

@@ -25,6 +25,7 @@ fn is_alias(path: &str) -> bool {
         "/v1/rerank"
             | "/v2/rerank"
             | "/v1/score"
+            | "/v1/classify"
             | "/pooling"
             | "/apply-template"
             | "/v1/messages/count_tokens"
@@ -43,7 +44,9 @@ fn needed(route: &str) -> &'static [(&'static str, &'static str)] {
             &[("prompt", r#""a""#)]
         }
         "/generate" => &[("text", r#""a""#)],
-        "/v1/embeddings" | "/v1/responses" | "/v1/responses/input_tokens" => &[("input", r#""a""#)],
+        "/v1/embeddings" | "/classify" | "/v1/responses" | "/v1/responses/input_tokens" => {
+            &[("input", r#""a""#)]
+        }
         "/rerank" => &[("query", r#""a""#), ("documents", r#"["a"]"#)],
         "/score" => &[("text_1", r#""a""#), ("text_2", r#""a""#)],
         "/detokenize" => &[("tokens", "[1]")],

@@ -146,6 +146,7 @@ impl Config<'_> {
             qkv_bias: self.flag("qkv_bias", all_biases),
             output_bias: all_biases,
             query_scale: None,
+            both_ways: false,
         })
     }
 
@@ -296,6 +297,7 @@ impl Config<'_> {
             hidden_size: self.size("hidden_size", MOST)?,
             norm: Norm::Rms,
             norm_eps: self.real("rms_norm_eps", 1e-6)?,
+            embedding_norm: false,
             scales: Scales::NONE,
             factors: BTreeMap::new(),
             layers: layers.collect(),

@@ -12,12 +12,13 @@ use super::shape::{
 };
 use crate::error::ModelError;
 use crate::gguf::{GgufFiles, GgufValue};
-use crate::sizes::{MOST, real};
+use crate::sizes::{MOST, MOST_POSITIONS, real};
 
 /// Elements of a head of a config that does not say it.
 pub(super) const HEAD_DIM: u64 = 256;
 /// The function of gates of a config that does not say it.
 const ACTIVATION: &str = "gelu_pytorch_tanh";
+const WINDOW: &str = "sliding_window";
 /// Every second layer sees all positions.
 const CYCLE: u64 = 2;
 /// The number of layers of the size whose scores go by the hidden size (27B).
@@ -71,15 +72,21 @@ impl Gemma {
         config: &Config<'_>,
         ropes: impl FnOnce(usize) -> Result<[Rope; 2], ModelError>,
     ) -> Result<Shape, ModelError> {
-        if config.flag("use_bidirectional_attention", false) {
-            return Err(ModelError::unserved_part("positions that see what is behind them"));
+        let both_ways = config.flag("use_bidirectional_attention", false);
+        let mut values = config.values.clone();
+        if both_ways && config.get(WINDOW).is_some_and(|window| !window.is_null()) {
+            // Here a config counts the positions on both sides, and a shape those on one.
+            let window = config.number_or(WINDOW, 0, MOST_POSITIONS)?;
+            values.insert(WINDOW.into(), json!(window / 2 + 1));
         }
+        let config = &Config { values: &values, ..*config };
         let [cap, logit_cap] = self.caps;
         let base = config.real("query_pre_attn_scalar", HEAD_DIM as f64)?;
         let attention = Attention {
             scale: Some(base.powf(-0.5)),
             cap,
             qk_norm: self.qk_norm,
+            both_ways,
             ..config.attention(Some(HEAD_DIM))?
         };
         let [local, whole] = ropes(attention.head_dim)?;

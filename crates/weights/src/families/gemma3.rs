@@ -1,6 +1,6 @@
 //! Gemma 3, the text of it.
 
-use serde_json::json;
+use serde_json::{Map, Value, json};
 
 use super::Family;
 use super::config::Config;
@@ -11,7 +11,9 @@ use super::rules::{Rule, joined};
 use super::shape::{QkNorm, Shape};
 use super::text;
 use crate::error::ModelError;
+use crate::gguf::GgufFiles;
 use crate::sizes::MOST_LAYERS;
+use crate::vector::DENSE_SHAPES;
 
 /// Every sixth layer sees all positions.
 const CYCLE: u64 = 6;
@@ -70,6 +72,38 @@ pub(super) const TEXT: Family = Family {
     rules: &TEXT_RULES,
     ..FAMILY
 };
+/// The body alone, whose positions see the whole prompt.
+pub(super) const EMBEDDING: Family = Family {
+    title: "EmbeddingGemma",
+    architecture: "Gemma3TextModel",
+    attention: "grouped-query both ways, windows in five of six layers",
+    compiled: false,
+    gguf: Some(GgufNames {
+        architecture: "gemma-embedding",
+        fits: |_| Ok(true),
+        keys: embedding_keys,
+        rules: &EMBEDDING_RULES,
+    }),
+    ..FAMILY
+};
+const EMBEDDING_RULES: [Rule; GGUF_RULES.len() + DENSE.len()] = joined(GGUF_RULES, &RENAMED_DENSE);
+/// The tensors of `Dense` modules in a GGUF file.
+const DENSE: [&str; 2] = ["dense_2.weight", "dense_3.weight"];
+const RENAMED_DENSE: [Rule; DENSE.len()] =
+    [Rule::renamed(DENSE[0], "dense.0.weight"), Rule::renamed(DENSE[1], "dense.1.weight")];
+
+/// The keys of a GGUF file, which does not say that positions see both ways. The shapes of `Dense`
+/// modules are among them.
+fn embedding_keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
+    let mut keys = keys(files, LARGEST)?;
+    keys.insert("sliding_window_pattern".into(), json!(CYCLE));
+    keys.insert("use_bidirectional_attention".into(), json!(true));
+    let dense = DENSE.iter().map_while(|name| files.tensor(name));
+    let dense: Vec<&[usize]> = dense.map(|tensor| &tensor.shape[..]).collect();
+    keys.insert(DENSE_SHAPES.into(), json!(dense));
+    Ok(keys)
+}
+
 const TEXT_RULES: [Rule; text::RULES.len() + RULES.len()] = joined(text::RULES, RULES);
 
 fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {

@@ -6,7 +6,8 @@ use serde_json::{Map, Value, json};
 use super::Family;
 use super::config::Config;
 use super::experts::{Experts, Routing, check_count, experts};
-use super::gemma2::cap;
+use super::gemma2::{GGUF_RULES, cap};
+use super::gguf::{GgufNames, frequency_factors, of_layers, required, whole};
 use super::rope::{RopeKind, rope_of_kind};
 use super::rules::{Rule, Take, joined};
 use super::shape::{
@@ -14,6 +15,7 @@ use super::shape::{
 };
 use super::text;
 use crate::error::ModelError;
+use crate::gguf::{GgufFiles, GgufValue};
 use crate::sizes::{MOST, MOST_HEADS, MOST_LAYERS, optional};
 
 /// Every sixth layer sees all positions.
@@ -37,7 +39,12 @@ pub(super) const FAMILY: Family = Family {
     layers: "dense, or dense beside experts",
     compiled: false,
     shape,
-    gguf: None,
+    gguf: Some(GgufNames {
+        architecture: "gemma4",
+        fits: |_| Ok(true),
+        keys: file_keys,
+        rules: &FILE_RULES,
+    }),
     rules: RULES,
 };
 
@@ -47,6 +54,7 @@ pub(super) const TEXT: Family = Family {
     architecture: "Gemma4ForConditionalGeneration",
     model_type: "gemma4",
     shape: |config| shape(&Config { values: &text::text_config(config), ..*config }),
+    gguf: None,
     rules: &TEXT_RULES,
     ..FAMILY
 };
@@ -80,7 +88,6 @@ const TOWER_RULES: [Rule; WITH_OTHERS] = joined(text::RULES, OTHERS);
 const TEXT_RULES: [Rule; WITH_OTHERS + RULES.len()] = joined(&TOWER_RULES, RULES);
 
 const RULES: &[Rule] = &[
-    // Layers that read the keys and values of others have spare ones in some files.
     keys("model.layers.#.self_attn.k_proj.*"),
     keys("model.layers.#.self_attn.v_proj.*"),
     keys("model.layers.#.self_attn.k_norm.*"),
@@ -125,16 +132,46 @@ const RULES: &[Rule] = &[
     ),
 ];
 
+/// Rules for GGUF files, whose norms are those of the family as they are.
+const FILE_RULES: [Rule; GGUF_RULES.len() + OF_FILES.len()] = joined(GGUF_RULES, OF_FILES);
+const OF_FILES: &[Rule] = &[
+    Rule::renamed("per_layer_token_embd.*", "model.embed_tokens_per_layer.*"),
+    Rule::renamed("per_layer_model_proj.*", "model.per_layer_model_projection.*"),
+    Rule::renamed("per_layer_proj_norm.*", "model.per_layer_projection_norm.*"),
+    Rule::renamed("blk.#.inp_gate.*", "model.layers.#.per_layer_input_gate.*"),
+    Rule::renamed("blk.#.proj.*", "model.layers.#.per_layer_projection.*"),
+    Rule::renamed("blk.#.post_norm.*", "model.layers.#.post_per_layer_input_norm.*"),
+    Rule::renamed("blk.#.layer_output_scale.weight", "model.layers.#.layer_scalar"),
+    Rule::new("blk.#.attn_k.*", "model.layers.#.self_attn.k_proj.*", OWN_KEYS),
+    Rule::new("blk.#.attn_v.*", "model.layers.#.self_attn.v_proj.*", OWN_KEYS),
+    Rule::new("blk.#.attn_k_norm.*", "model.layers.#.self_attn.k_norm.*", OWN_KEYS),
+    Rule::new("blk.#.ffn_gate.*", "model.layers.#.mlp.gate_proj.*", ALONE),
+    Rule::new("blk.#.ffn_up.*", "model.layers.#.mlp.up_proj.*", ALONE),
+    Rule::new("blk.#.ffn_down.*", "model.layers.#.mlp.down_proj.*", ALONE),
+    Rule::new("blk.#.ffn_gate.*", "model.layers.#.mlp.shared_experts.gate_proj.*", BESIDE),
+    Rule::new("blk.#.ffn_up.*", "model.layers.#.mlp.shared_experts.up_proj.*", BESIDE),
+    Rule::new("blk.#.ffn_down.*", "model.layers.#.mlp.shared_experts.down_proj.*", BESIDE),
+    Rule::renamed("blk.#.ffn_gate_inp.scale", "model.layers.#.mlp.gate.scale"),
+    Rule::renamed("blk.#.ffn_down_exps.scale", "model.layers.#.mlp.gate.per_expert_scale"),
+    Rule::renamed("blk.#.pre_ffw_norm_2.*", "model.layers.#.mlp.experts_layernorm.*"),
+    Rule::renamed("blk.#.post_ffw_norm_1.*", "model.layers.#.mlp.post_shared_layernorm.*"),
+    Rule::renamed("blk.#.post_ffw_norm_2.*", "model.layers.#.mlp.post_experts_layernorm.*"),
+];
+/// Layers that read the keys and values of others have spare ones in some files.
+const OWN_KEYS: Take = Take::ALL.only(|shape, layer| shape.layers[layer].keys_of.is_none());
+const ALONE: Take = Take::ALL.only(|shape, layer| shape.experts(layer).is_none());
+const BESIDE: Take = Take::ALL.only(|shape, layer| shape.experts(layer).is_some());
+
 const fn keys(name: &'static str) -> Rule {
-    Rule::new(name, name, Take::ALL.only(|shape, layer| shape.layers[layer].keys_of.is_none()))
+    Rule::new(name, name, OWN_KEYS)
 }
 
 const fn dense(name: &'static str) -> Rule {
-    Rule::new(name, name, Take::ALL.only(|shape, layer| shape.experts(layer).is_none()))
+    Rule::new(name, name, ALONE)
 }
 
 const fn beside(name: &'static str, weight: &'static str) -> Rule {
-    Rule::new(name, weight, Take::ALL.only(|shape, layer| shape.experts(layer).is_some()))
+    Rule::new(name, weight, BESIDE)
 }
 
 fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
@@ -280,4 +317,133 @@ fn layer_inputs(config: &Config<'_>) -> Result<Option<LayerInputs>, ModelError> 
         None => config.size("vocab_size", MOST)?,
     };
     Ok(Some(LayerInputs { vocab_size, size }))
+}
+
+/// The keys of a GGUF file. What differs between layers is in lists.
+fn file_keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
+    let is_local: Vec<bool> =
+        of_layers(files, "attention.sliding_window_pattern")?.iter().map(|&it| it != 0).collect();
+    let own = is_local.len() as i64 - whole(files, "attention.shared_kv_layers")?.unwrap_or(0);
+    let whole_dim = head_dim(files, "")?.unwrap_or(0);
+    let local_dim = head_dim(files, "_swa")?.unwrap_or(whole_dim);
+    let heads = of_layers(files, "attention.head_count_kv")?;
+    let of_kind = |local: bool| -> Result<Option<i64>, ModelError> {
+        let mut found = heads.iter().zip(&is_local).filter(|(_, it)| **it == local).map(|it| *it.0);
+        let first = found.next();
+        match found.any(|other| Some(other) != first) {
+            true => Err(ModelError::unserved_part("an attention.head_count_kv of several kinds")),
+            false => Ok(first),
+        }
+    };
+    let (local_heads, whole_heads) = (of_kind(true)?, of_kind(false)?);
+    let keys_are_values = keys_are_values(files, &is_local, own)?;
+    if !keys_are_values
+        && local_heads.is_some()
+        && whole_heads.is_some_and(|it| Some(it) != local_heads)
+    {
+        return Err(ModelError::unserved_part("an attention.head_count_kv of several kinds"));
+    }
+    let (intermediate_size, is_wide) = feed_sizes(files, own)?;
+    let table = files.tensor("per_layer_token_embd.weight");
+    let kind = |&local: &bool| if local { LOCAL.layer } else { WHOLE.layer };
+    let mut keys = json!({
+        "num_attention_heads": required(files, "attention.head_count")?,
+        "num_key_value_heads": local_heads.or(whole_heads),
+        "num_global_key_value_heads": whole_heads,
+        "head_dim": local_dim,
+        "global_head_dim": whole_dim,
+        "layer_types": is_local.iter().map(kind).collect::<Vec<_>>(),
+        "num_kv_shared_layers": is_local.len() as i64 - own,
+        "attention_k_eq_v": keys_are_values,
+        "intermediate_size": intermediate_size,
+        "use_double_wide_mlp": is_wide,
+        "hidden_size_per_layer_input": whole(files, "embedding_length_per_layer_input")?.unwrap_or(0),
+        "vocab_size_per_layer_input": table.and_then(|table| table.shape.first().copied()),
+        "rope_parameters": file_ropes(files, whole_dim)?,
+        "final_logit_softcapping": files.get("final_logit_softcapping").and_then(GgufValue::as_f64),
+        "hidden_activation": Activation::GeluTanh.name(),
+    });
+    let experts = whole(files, "expert_count")?.unwrap_or(0);
+    if experts > 0 {
+        keys["enable_moe_block"] = json!(true);
+        keys["num_experts"] = json!(experts);
+        keys["top_k_experts"] = json!(required(files, "expert_used_count")?);
+        keys["moe_intermediate_size"] = json!(required(files, "expert_feed_forward_length")?);
+    }
+    Ok(keys.as_object().cloned().unwrap_or_default())
+}
+
+/// Elements of a head of one kind of layers, whose keys end with `end`. All of them are rotated.
+fn head_dim(files: &GgufFiles, end: &str) -> Result<Option<i64>, ModelError> {
+    let read = |key: &str| whole(files, &format!("{key}{end}"));
+    let dim = read("attention.key_length")?;
+    for (key, what) in [
+        ("attention.value_length", "keys and values of different lengths"),
+        ("rope.dimension_count", "heads that are rotated in part"),
+    ] {
+        if read(key)?.is_some_and(|other| Some(other) != dim) {
+            return Err(ModelError::unserved_part(what));
+        }
+    }
+    Ok(dim)
+}
+
+/// True if layers that see all positions have no values of their own. Those from `own` on read the
+/// values of others.
+fn keys_are_values(files: &GgufFiles, is_local: &[bool], own: i64) -> Result<bool, ModelError> {
+    let whole = is_local.iter().enumerate().take(own.max(0) as usize).filter(|(_, local)| !**local);
+    let mut lack = whole.map(|(at, _)| files.tensor(&format!("blk.{at}.attn_v.weight")).is_none());
+    let first = lack.next().unwrap_or(false);
+    match lack.any(|other| other != first) {
+        true => Err(ModelError::unserved_part("values that are keys in some layers")),
+        false => Ok(first),
+    }
+}
+
+/// Elements between the products of the dense part, and true if they are twice as many in layers
+/// from `own` on.
+fn feed_sizes(files: &GgufFiles, own: i64) -> Result<(i64, bool), ModelError> {
+    let sizes = of_layers(files, "feed_forward_length")?;
+    let (first, last) = (sizes.first().copied(), sizes.last().copied());
+    let (first, last) = (first.unwrap_or(0), last.unwrap_or(0));
+    let is_wide = last != first;
+    let fits = |(layer, &size): (i64, &i64)| {
+        size == if is_wide && layer >= own { 2 * first } else { first }
+    };
+    match (0..).zip(&sizes).all(fits) {
+        true => Ok((first, is_wide)),
+        false => Err(ModelError::unserved_part("a feed_forward_length of several kinds")),
+    }
+}
+
+/// The embeddings of both kinds of layers. Pairs that do not turn have a divisor without end.
+fn file_ropes(files: &GgufFiles, dim: i64) -> Result<Value, ModelError> {
+    const ENDLESS: f64 = 1e20;
+    let base = |key: &str, kind: &RopeKind| {
+        files.get(key).and_then(GgufValue::as_f64).unwrap_or(kind.usual)
+    };
+    let turned = match files.tensor("rope_freqs.weight") {
+        None => dim / 2,
+        Some(tensor) => {
+            let factors = frequency_factors(tensor, dim)?;
+            let turned = factors.iter().take_while(|&&factor| factor == 1.0).count();
+            if factors[turned..].iter().any(|&factor| factor < ENDLESS) {
+                return Err(ModelError::unserved_part(
+                    "frequency factors in rope_freqs.weight that are not those of Gemma 4",
+                ));
+            }
+            turned as i64
+        }
+    };
+    // The number of pairs is rounded down.
+    let part = 2.0 * turned as f64 / dim as f64;
+    let exact = (dim as f64 * part / 2.0).floor() as i64 == turned;
+    Ok(json!({
+        WHOLE.layer: {
+            "rope_type": "proportional",
+            "partial_rotary_factor": if exact { part } else { part.next_up() },
+            "rope_theta": base("rope.freq_base", &WHOLE),
+        },
+        LOCAL.layer: {"rope_type": "default", "rope_theta": base("rope.freq_base_swa", &LOCAL)},
+    }))
 }

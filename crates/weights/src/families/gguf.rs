@@ -102,12 +102,13 @@ fn family(files: &GgufFiles) -> Result<(&'static Family, &'static GgufNames), Mo
 /// The `config.json` that the model would have.
 pub(crate) fn hf_config(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
     let (family, names) = family(files)?;
-    if files.get("attention.causal").is_some_and(|causal| !causal.truthy()) {
+    let keys = (names.keys)(files)?;
+    let sees_all = keys.get("use_bidirectional_attention") == Some(&Value::Bool(true));
+    if !sees_all && files.get("attention.causal").is_some_and(|causal| !causal.truthy()) {
         return Err(ModelError::unserved_part(
             "positions that see what is behind them (attention.causal is false)",
         ));
     }
-    let keys = (names.keys)(files)?;
     let embedding = files.tensor("token_embd.weight").ok_or_else(|| {
         ModelError::broken("the GGUF file has no token embedding: it isn't a whole model")
     })?;
@@ -150,7 +151,10 @@ pub(crate) fn hf_config(files: &GgufFiles) -> Result<Map<String, Value>, ModelEr
         "hidden_act": "silu",
         "rms_norm_eps": shortest(eps),
         "rope_theta": theta,
-        "rope_scaling": rope_scaling(files, theta, rotated, context)?,
+        "rope_scaling": match keys.contains_key("rope_parameters") {
+            true => Value::Null,
+            false => rope_scaling(files, theta, rotated, context)?,
+        },
         "max_position_embeddings": context,
         "sliding_window": window,
         "tie_word_embeddings": files.tensor("output.weight").is_none(),
@@ -333,6 +337,20 @@ pub(super) fn shortest(value: f64) -> f64 {
     format!("{}", value as f32).parse().unwrap_or(value)
 }
 
+/// A whole number of each layer, which a file may have once for all.
+pub(super) fn of_layers(files: &GgufFiles, key: &str) -> Result<Vec<i64>, ModelError> {
+    let layers = required(files, "block_count")? as usize;
+    let Some(list) = files.get(key).and_then(GgufValue::as_list) else {
+        return Ok(vec![required(files, key)?; layers]);
+    };
+    let numbers = list.iter().map(GgufValue::as_i64);
+    let numbers = numbers.map(|number| number.filter(|number| (0..=HUGE).contains(number)));
+    let numbers: Option<Vec<i64>> = numbers.collect();
+    numbers.filter(|numbers| numbers.len() == layers).ok_or_else(|| {
+        ModelError::broken(format!("the GGUF file has metadata that makes no sense: {key}"))
+    })
+}
+
 /// Query heads, and heads of keys and values.
 pub(super) fn head_counts(files: &GgufFiles) -> Result<(i64, i64), ModelError> {
     let queries = required(files, "attention.head_count")?;
@@ -501,7 +519,7 @@ fn rope_scaling(
 }
 
 /// The divisors of the frequencies of an embedding of `rotated` elements.
-fn frequency_factors(tensor: &GgufTensor, rotated: i64) -> Result<Vec<f64>, ModelError> {
+pub(super) fn frequency_factors(tensor: &GgufTensor, rotated: i64) -> Result<Vec<f64>, ModelError> {
     let wanted = (rotated / 2) as usize;
     if tensor.shape != [wanted] || tensor.row_bytes != 4 * wanted {
         let found: usize = tensor.shape.iter().product();

@@ -1,17 +1,20 @@
 //! Llama 4, the text of it: chunks of attention, layers without rotation, and experts whose inputs
 //! have their weights.
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use super::Family;
 use super::config::Config;
 use super::ernie4_5::NEIGHBOURS;
 use super::experts::{ExpertScores, Experts, Routing, check_count, expert_count, experts};
+use super::gguf::{GgufNames, grouped_keys, required, whole};
+use super::llama::PAIRED;
 use super::rope::rope;
 use super::rules::{Rule, Take, joined};
 use super::shape::{Attention, DenseFeed, FeedShape, Mixer, QkNorm, QueryScale, Shape};
 use super::text;
 use crate::error::ModelError;
+use crate::gguf::GgufFiles;
 use crate::sizes::{MOST, MOST_LAYERS, MOST_POSITIONS, truthy};
 
 /// One of so many layers has no rotation, of a config that does not list them.
@@ -25,7 +28,7 @@ pub(super) const FAMILY: Family = Family {
     layers: "experts, some dense",
     compiled: false,
     shape,
-    gguf: None,
+    gguf: Some(GgufNames { architecture: "llama4", fits: |_| Ok(true), keys, rules: PAIRED }),
     rules: &RULES,
 };
 
@@ -35,6 +38,7 @@ pub(super) const TEXT: Family = Family {
     architecture: "Llama4ForConditionalGeneration",
     model_type: "llama4",
     shape: |config| shape(&Config { values: &text::text_config(config), ..*config }),
+    gguf: None,
     rules: &TEXT_RULES,
     ..FAMILY
 };
@@ -168,4 +172,35 @@ fn feeds(config: &Config<'_>, layers: usize) -> Result<Vec<FeedShape>, ModelErro
     check_count(&experts, layers)?;
     let experts = FeedShape::Experts(experts);
     Ok(sparse.iter().map(|&sparse| if sparse { experts } else { dense }).collect())
+}
+
+/// The keys of a GGUF file. What it has no keys for is as llama.cpp has it: chunks, the growth of
+/// queries, and that the size with 128 experts normalises no heads. A window of 0 is of models
+/// whose layers all see everything and are rotated.
+fn keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
+    const WITHOUT_NORMS: i64 = 128;
+    const CHUNK: i64 = 8192;
+    let mut keys = grouped_keys(files, false)?;
+    let experts = required(files, "expert_count")?;
+    let interval = whole(files, "attention.sliding_window_pattern")?.unwrap_or(INTERVAL as i64);
+    if interval != INTERVAL as i64 {
+        return Err(ModelError::unserved_part(
+            "chunks in other layers than those that are rotated",
+        ));
+    }
+    let sees_all = whole(files, "attention.sliding_window")? == Some(0);
+    let layers = required(files, "block_count")? as usize;
+    let more = json!({
+        "num_local_experts": experts,
+        "num_experts_per_tok": required(files, "expert_used_count")?,
+        "intermediate_size": required(files, "expert_feed_forward_length")?,
+        "intermediate_size_mlp": required(files, "feed_forward_length")?,
+        "interleave_moe_layer_step": required(files, "interleave_moe_layer_step")?,
+        "use_qk_norm": experts != WITHOUT_NORMS,
+        "attention_chunk_size": if sees_all { 0 } else { CHUNK },
+        "attn_temperature_tuning": !sees_all,
+        "no_rope_layers": if sees_all { vec![1; layers] } else { Vec::new() },
+    });
+    keys.extend(more.as_object().cloned().unwrap_or_default());
+    Ok(keys)
 }

@@ -41,6 +41,7 @@ mod mistral;
 mod mistral3;
 mod mistral4;
 mod mixtral;
+mod modernbert;
 mod nemotron_h;
 mod olmo2;
 mod phi3;
@@ -83,9 +84,10 @@ use config::Config;
 use gguf::GgufNames;
 
 use crate::error::ModelError;
+use crate::vector::VectorLayer;
 
 /// All families, in the order of documents.
-pub const ALL: [&Family; 53] = [
+pub const ALL: [&Family; 56] = [
     &llama::FAMILY,
     &mistral::FAMILY,
     &ministral3::FAMILY,
@@ -118,6 +120,7 @@ pub const ALL: [&Family; 53] = [
     &gemma2::FAMILY,
     &gemma3::FAMILY,
     &gemma3::TEXT,
+    &gemma3::EMBEDDING,
     &gemma4::FAMILY,
     &gemma4::TEXT,
     &gemma4::UNIFIED,
@@ -139,6 +142,8 @@ pub const ALL: [&Family; 53] = [
     &nemotron_h::FAMILY,
     &falcon_h1::FAMILY,
     &kimi_linear::FAMILY,
+    &modernbert::FAMILY,
+    &modernbert::SCORES,
 ];
 
 /// A family of decoders.
@@ -147,7 +152,8 @@ pub struct Family {
     pub title: &'static str,
     /// The name in `architectures` of a `config.json`.
     pub architecture: &'static str,
-    /// The name in `model_type` of a `config.json`.
+    /// The name in `model_type` of a `config.json`. Of several families with the name the first is
+    /// meant.
     pub model_type: &'static str,
     /// Its attention, in documents.
     pub attention: &'static str,
@@ -232,6 +238,15 @@ mod by_name {
         let found = ALL.into_iter().find(|family| family.architecture == name);
         found.ok_or_else(|| D::Error::custom(format!("no family has the architecture {name}")))
     }
+}
+
+/// The layers behind pooling that make so many scores; `None`: the family has none.
+pub(crate) fn score_layers(
+    config: &Map<String, Value>,
+    family: &Family,
+    labels: usize,
+) -> Option<Result<Vec<VectorLayer>, ModelError>> {
+    (*family == modernbert::SCORES).then(|| modernbert::score_layers(config, labels))
 }
 
 impl Shape {

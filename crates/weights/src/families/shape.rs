@@ -26,6 +26,8 @@ pub struct Shape {
     pub norm: Norm,
     /// The epsilon of the norms.
     pub norm_eps: f64,
+    /// True if embeddings are normalised before the first layer.
+    pub embedding_norm: bool,
     /// Factors of states and logits.
     pub scales: Scales,
     /// Factors of layers' weights that files have without them, by the ends of their names, such as
@@ -101,6 +103,8 @@ pub enum Norm {
 pub enum NormPlacement {
     /// In front of each part.
     Before,
+    /// In front of the second part.
+    BeforeFeed,
     /// Behind each part, before it is added.
     After,
     /// On both sides of each part.
@@ -237,6 +241,8 @@ pub struct Attention {
     pub output_bias: bool,
     /// The factor of queries that grows with their position; `None`: there is none.
     pub query_scale: Option<QueryScale>,
+    /// True if a position sees those behind it too. A window then reaches as far on both sides.
+    pub both_ways: bool,
 }
 
 /// A factor of queries that grows with their position:
@@ -362,6 +368,13 @@ impl Shape {
             FeedShape::Experts(experts) => Some(experts),
             FeedShape::Dense(_) | FeedShape::None => None,
         }
+    }
+
+    /// True if positions see those behind them. Such a model keeps nothing of a prompt, and only
+    /// pools.
+    #[must_use]
+    pub fn both_ways(&self) -> bool {
+        self.mixers.iter().filter_map(Mixer::attention).any(|it| it.both_ways)
     }
 
     /// True if a checkpoint's layer may belong to the computed ones. Behind them checkpoints with

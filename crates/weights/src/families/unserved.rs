@@ -79,6 +79,10 @@ impl Shape {
         let count = |kind: fn(&&Mixer) -> bool| self.mixers.iter().filter(kind).count();
         let attentions = count(|it| it.attention().is_some());
         let latents = count(|it| matches!(it, Mixer::Latent(_)));
+        let both_ways = count(|it| it.attention().is_some_and(|it| it.both_ways));
+        if both_ways > 0 && (both_ways < attentions || count(|it| it.recurrence().is_some()) > 0) {
+            return Some("layers of which some see what is behind a position");
+        }
         // Layers with latent attention differ in their indexers.
         if attentions > 0 && latents > 0 {
             return Some("attention of several kinds");
@@ -115,7 +119,7 @@ impl Shape {
             NormPlacement::Parallel if self.experts(number).is_some() => {
                 Some("experts that read the states in front of the layer")
             }
-            NormPlacement::Parallel => None,
+            NormPlacement::BeforeFeed | NormPlacement::Parallel => None,
             NormPlacement::After | NormPlacement::Around if self.norm == Norm::Mean => {
                 Some("norms behind the parts of layers that subtract the mean")
             }

@@ -19,15 +19,15 @@ use crate::sampling::Limits;
 pub struct EmbeddingRequest {
     /// The name of the model; the served one if absent.
     pub model: Option<String>,
-    input: Prompts,
-    encoding_format: Option<EncodingFormat>,
-    dimensions: Option<u32>,
-    normalize: Option<bool>,
-    use_activation: Option<bool>,
-    truncate_prompt_tokens: Option<i64>,
-    add_special_tokens: Option<bool>,
-    priority: Option<i32>,
-    cache_salt: Option<String>,
+    pub(crate) input: Prompts,
+    pub(crate) encoding_format: Option<EncodingFormat>,
+    pub(crate) dimensions: Option<u32>,
+    pub(crate) normalize: Option<bool>,
+    pub(crate) use_activation: Option<bool>,
+    pub(crate) truncate_prompt_tokens: Option<i64>,
+    pub(crate) add_special_tokens: Option<bool>,
+    pub(crate) priority: Option<i32>,
+    pub(crate) cache_salt: Option<String>,
     /// The task of `/pooling`: `embed`, `score` or `classify`. It has to be the model's own.
     pub task: Option<String>,
 }
@@ -39,7 +39,7 @@ const LINES: &[Line<EmbeddingRequest>] = &[
     own("encoding_format", WORD, "The form of a vector: `float` (a list of numbers, the default) or `base64` (of little-endian float32).", |r, v| v.put(&mut r.encoding_format)),
     own("dimensions", count(1), "Keep this many of each vector's first numbers; all if absent. For models that were trained for it (Matryoshka).", |r, v| v.put(&mut r.dimensions)),
     own("normalize", Bound::Flag, "Divide each vector by its length; absent: the choice of the model's authors.", |r, v| v.put(&mut r.normalize)),
-    own("use_activation", Bound::Flag, "The same, in vLLM's newer words; false for a model that scores: its own scores, without a sigmoid.", |r, v| v.put(&mut r.use_activation)),
+    own("use_activation", Bound::Flag, "The same, in vLLM's newer words; false for a model that scores: its own scores, without a function of its authors.", |r, v| v.put(&mut r.use_activation)),
     own("truncate_prompt_tokens", COUNT_OR_ALL, "Cut longer inputs to this many tokens, and do not refuse them; -1: to the limit of the model.", |r, v| v.put(&mut r.truncate_prompt_tokens)),
     own("add_special_tokens", Bound::Flag, "Put the tokenizer's special tokens around a text; true if absent.", |r, v| v.put(&mut r.add_special_tokens)),
     own("priority", I32, "The priority; larger is sooner, under the priority policy.", |r, v| v.put(&mut r.priority)),
@@ -74,7 +74,7 @@ pub struct ValidEmbedding {
     pub dimensions: Option<usize>,
     /// True if each vector is divided by its length.
     pub normalize: bool,
-    /// True if scores do not go through a sigmoid.
+    /// True if scores stay as the model made them.
     pub raw: bool,
     /// The number of tokens to which inputs are cut: at least one and at most the context length.
     /// `None`: longer inputs are refused.
@@ -163,7 +163,7 @@ pub struct PoolingData {
     pub index: usize,
     /// `pooling`.
     pub object: &'static str,
-    /// A vector. A model that scores has a list of one number.
+    /// A vector. A model that scores has a list of a number for each label.
     pub data: Vector,
 }
 

@@ -278,3 +278,55 @@ fn norms_stand_behind_the_parts_of_olmo_and_in_front_of_both_of_commands() {
     let normed = of(&[json!({"architectures": ["Cohere2ForCausalLM"], "use_qk_norm": true})]);
     assert!(normed.is_err_and(|error| error.to_string().contains("subtract the mean")));
 }
+
+#[test]
+fn positions_of_embedders_see_both_ways() {
+    let windows = |shape: &Shape| -> Vec<_> {
+        (0..6).map(|layer| shape.mixer(layer).attention().expect("attention").window).collect()
+    };
+    let ropes = |shape: &Shape| -> Vec<_> { shape.ropes.iter().map(|rope| rope.theta).collect() };
+    let own = json!({"num_hidden_layers": 6, "max_position_embeddings": 128});
+    let gemma = |changes: Value| {
+        let name = json!({"architectures": ["Gemma3TextModel"], "sliding_window": 12});
+        of(&[own.clone(), name, changes]).expect("a model")
+    };
+    let causal = gemma(json!({}));
+    assert!(!causal.both_ways() && windows(&causal)[0] == Some(12));
+    let both = gemma(json!({"use_bidirectional_attention": true}));
+    assert!(both.both_ways() && both.check_served() == Ok(()));
+    let seven = Some(7);
+    assert_eq!(windows(&both), [seven, seven, seven, seven, seven, None]);
+    assert_eq!((both.norm, both.layers[0].norms), (Norm::RmsBesideOne, NormPlacement::Around));
+    let bert = |changes: Value| {
+        let name = json!({"architectures": ["ModernBertModel"], "hidden_size": 64,
+            "num_key_value_heads": null, "local_attention": 8});
+        of(&[own.clone(), name, changes])
+    };
+    let shape = bert(json!({"global_rope_theta": 5000.0})).expect("a model");
+    assert!(shape.both_ways() && shape.embedding_norm && shape.check_served() == Ok(()));
+    let five = Some(5);
+    assert_eq!(windows(&shape), [None, five, five, None, five, five]);
+    assert_eq!((ropes(&shape), shape.norm), (vec![5000.0, 10_000.0], Norm::Mean));
+    let norms: Vec<_> = shape.layers.iter().map(|layer| layer.norms).collect();
+    let (first, others) = (NormPlacement::BeforeFeed, NormPlacement::Before);
+    assert_eq!(norms, [first, others, others, others, others, others]);
+    let FeedShape::Dense(feed) = shape.feed(0) else { panic!("a dense part") };
+    assert_eq!((feed.activation, feed.gated), (Activation::Gelu, true));
+    let kinds = json!({"layer_types": ["sliding_attention", "full_attention", "full_attention",
+        "full_attention", "full_attention", "sliding_attention"]});
+    assert_eq!(windows(&bert(kinds).expect("a model")), [five, None, None, None, None, five]);
+    for (changes, part) in [
+        (json!({"norm_bias": true}), "norm_bias"),
+        (json!({"hidden_activation": "sine"}), "hidden_activation"),
+        (json!({"layer_types": ["chunked_attention"]}), "layer_types"),
+    ] {
+        let error = bert(changes).expect_err(part).to_string();
+        assert!(error.contains(part), "{error}");
+    }
+    let mut mixed = shape;
+    if let Mixer::Attention(attention) = &mut mixed.mixers[0] {
+        attention.both_ways = false;
+    }
+    let refusal = mixed.check_served().expect_err("a mixture").to_string();
+    assert!(refusal.contains("see what is behind a position"), "{refusal}");
+}

@@ -1,0 +1,170 @@
+//! The layers behind pooling: `Dense` modules of sentence-transformers, and heads of classifiers.
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use crate::error::ModelError;
+use crate::json::read_object;
+use crate::sizes::{MOST, size};
+
+/// The key of a rebuilt config with the shapes of matrices behind pooling, which are in the model's
+/// own file.
+pub(crate) const DENSE_SHAPES: &str = "dense_shapes";
+/// The files of a `Dense` module.
+const CONFIG: &str = "config.json";
+const WEIGHTS: &str = "model.safetensors";
+
+/// A product of a pooled vector, a function, and a norm.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VectorLayer {
+    /// The name of the product's weights, without their kind.
+    pub name: String,
+    /// Elements of the vector that comes in.
+    pub inputs: usize,
+    /// Elements of the vector that goes out.
+    pub outputs: usize,
+    /// True if the product has a bias.
+    pub bias: bool,
+    /// The function behind the product.
+    pub activation: VectorActivation,
+    /// The name of the norm behind the function, which is of the model's kind; `None`: there is
+    /// none.
+    pub norm: Option<String>,
+    /// The file of safetensors with the weights, under `linear`; `None`: they are among the
+    /// model's.
+    pub file: Option<PathBuf>,
+}
+
+/// The function behind the product of a vector.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum VectorActivation {
+    /// There is none.
+    Identity,
+    /// The hyperbolic tangent.
+    Tanh,
+    /// `x * Phi(x)`, exactly.
+    Gelu,
+    /// The positive part.
+    Relu,
+}
+
+impl VectorActivation {
+    /// Finds a function by its name in transformers.
+    pub(crate) fn from_name(name: &str) -> Option<Self> {
+        match name {
+            "gelu" => Some(Self::Gelu),
+            "relu" => Some(Self::Relu),
+            "tanh" => Some(Self::Tanh),
+            _ => None,
+        }
+    }
+
+    /// Finds a function by the name of its class in PyTorch.
+    fn from_class(name: &str) -> Option<Self> {
+        match name.rsplit('.').next().unwrap_or_default() {
+            "Identity" => Some(Self::Identity),
+            "Tanh" => Some(Self::Tanh),
+            "GELU" => Some(Self::Gelu),
+            "ReLU" => Some(Self::Relu),
+            _ => None,
+        }
+    }
+}
+
+impl VectorLayer {
+    /// Reads the configuration of the `Dense` module in a folder; `number` is its number among
+    /// those of the model.
+    pub(crate) fn of_dense(folder: &Path, number: usize) -> Result<Self, ModelError> {
+        let path = folder.join(CONFIG);
+        let config = read_object(&path, false)?;
+        let inputs = size(&config, "in_features", MOST)?;
+        let outputs = size(&config, "out_features", MOST)?;
+        let class = config.get("activation_function").and_then(Value::as_str).unwrap_or("Tanh");
+        let activation = VectorActivation::from_class(class).ok_or_else(|| {
+            let what = format!("the activation {class} of a Dense module is not supported");
+            ModelError::broken(what)
+        })?;
+        refuse_others(&config, &path)?;
+        Ok(Self {
+            name: format!("dense.{number}"),
+            inputs,
+            outputs,
+            bias: config.get("bias").is_none_or(|bias| bias.as_bool() == Some(true)),
+            activation,
+            norm: None,
+            file: Some(folder.join(WEIGHTS)),
+        })
+    }
+}
+
+/// The matrices behind pooling that a rebuilt config names. They have no functions.
+pub(crate) fn of_config(config: &Map<String, Value>) -> Result<Vec<VectorLayer>, ModelError> {
+    let shapes = config.get(DENSE_SHAPES).cloned().unwrap_or_default();
+    if shapes.is_null() {
+        return Ok(Vec::new());
+    }
+    let shapes: Vec<[usize; 2]> = serde_json::from_value(shapes).map_err(|_| {
+        ModelError::broken("the model's file has matrices behind pooling that are no matrices")
+    })?;
+    let layer = |(number, [outputs, inputs]): (usize, [usize; 2])| VectorLayer {
+        name: format!("dense.{number}"),
+        inputs,
+        outputs,
+        bias: false,
+        activation: VectorActivation::Identity,
+        norm: None,
+        file: None,
+    };
+    Ok(shapes.into_iter().enumerate().map(layer).collect())
+}
+
+/// Refuses a module that reads something else than the vector.
+fn refuse_others(config: &Map<String, Value>, path: &Path) -> Result<(), ModelError> {
+    const VECTOR: &str = "sentence_embedding";
+    for key in ["module_input_name", "module_output_name"] {
+        let name = config.get(key).and_then(Value::as_str).unwrap_or(VECTOR);
+        if name != VECTOR {
+            return Err(ModelError::broken(format!(
+                "{} has a Dense module of {name} ({key}): only {VECTOR} is supported",
+                path.display()
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// Checks that a vector of `size` elements goes through the layers, and gives the elements of what
+/// comes out.
+pub(crate) fn size_behind(size: usize, layers: &[VectorLayer]) -> Result<usize, ModelError> {
+    layers.iter().try_fold(size, |size, layer| {
+        if layer.inputs == size {
+            return Ok(layer.outputs);
+        }
+        Err(ModelError::broken(format!(
+            "{} takes vectors of {} elements, and gets {size}",
+            layer.name, layer.inputs
+        )))
+    })
+}
+
+/// The files of a model's weights, and behind them those of its layers behind pooling: the order in
+/// which a manifest numbers them.
+#[must_use]
+pub fn weight_files(files: &[PathBuf], layers: &[VectorLayer]) -> Vec<PathBuf> {
+    files.iter().chain(layers.iter().filter_map(|layer| layer.file.as_ref())).cloned().collect()
+}
+
+/// Refuses `Dense` modules whose weights are not there as safetensors.
+pub(crate) fn check_files(layers: &[VectorLayer]) -> Result<(), ModelError> {
+    let missing = |path: &&PathBuf| !path.is_file();
+    match layers.iter().filter_map(|layer| layer.file.as_ref()).find(missing) {
+        None => Ok(()),
+        Some(path) => Err(ModelError::broken(format!(
+            "{} is not there: a Dense module's weights are read from safetensors only",
+            path.display()
+        ))),
+    }
+}

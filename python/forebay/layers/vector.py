@@ -1,0 +1,35 @@
+"""The layers that a pooled vector goes through: `Dense` modules of sentence-transformers, heads of classifiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from forebay.layers.linear import Linear
+from forebay.layers.norm import Norm
+from forebay.layers.params import Parameters
+from forebay.weights.pooling import VectorShape
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "identity": lambda x: x,
+    "tanh": torch.tanh,
+    "gelu": F.gelu,
+    "relu": F.relu,
+}
+
+
+class VectorLayer:
+    """`norm(activation(x W^T + b))` of vectors x [prompts, inputs]."""
+
+    def __init__(self, params: Parameters, shape: VectorShape, norm: Norm | None) -> None:
+        prefix, _, name = shape.name.rpartition(".")
+        # What rounding they would save is a single row's, and their error would be the vector's.
+        self._linear = Linear(params, prefix, shape.inputs, {name: shape.outputs}, shape.bias, plain=True)
+        self._activation = ACTIVATIONS[shape.activation]
+        self._norm = norm
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x = self._activation(self._linear(x))
+        return x if self._norm is None else self._norm(x)
