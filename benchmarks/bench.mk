@@ -37,9 +37,8 @@ bench: bench-build ## compare with the installed peers: host ceiling, then a rea
 		--servers 'forebay-sim forebay $(PEERS)'
 	$(BIN)/python -m benchmarks.cpu_model $(BENCH_ROUNDS) --servers 'forebay $(BENCH_CPU_PEERS)'
 
-bench-cpu: bench-build ## a real model on the CPU beside its peers, where a step's time goes, and the machine's limits (2 hours)
+bench-cpu: bench-build ## a real model on the CPU beside its peers, and the machine's limits (2 hours)
 	$(BIN)/python -m benchmarks.cpu_model $(or $(BENCH_ROUNDS),--rounds 5) --servers 'forebay $(BENCH_CPU_PEERS)'
-	$(BIN)/python -m benchmarks.studies.cpu_parts
 	cargo run --locked --release -p forebay-kernels --example roofline
 
 bench-coder: bench-build ## the second real model, Qwen2.5-Coder-0.5B, beside its peers (make bench-setup PEERS=coder; 30 minutes)
@@ -159,7 +158,7 @@ bench-micro: ## run the microbenchmarks of the scheduler, the pages and the reco
 
 bench-build: setup $(STAMPS)/model
 	@$(MAKE) --no-print-directory build
-	cargo build --locked --profile $(PROFILE) $(KERNELS) --package forebay-weights --bin forebay --example describe
+	cargo build --locked --profile $(PROFILE) --package forebay --package forebay-weights --bin forebay --example describe
 
 # For benchmarks that build it themselves.
 llama-cmake:
