@@ -37,17 +37,11 @@ pub struct Asked<'a> {
     pub adapters: bool,
     /// True if another model drafts.
     pub draft_model: bool,
-    /// The value of `FOREBAY_KERNELS`.
-    pub kernels: Option<&'a str>,
 }
 
 impl<'a> Asked<'a> {
     /// Reads a hand's configuration.
-    pub(crate) fn of(
-        config: &'a HandConfig,
-        model: &'a ModelShape,
-        kernels: Option<&'a str>,
-    ) -> Self {
+    pub(crate) fn of(config: &'a HandConfig, model: &'a ModelShape) -> Self {
         let there = |key: &str| !config.model.get(key).is_none_or(Value::is_null);
         Self {
             model,
@@ -65,7 +59,6 @@ impl<'a> Asked<'a> {
             attention_backend: config.attention_backend.is_some(),
             adapters: config.lora.is_some(),
             draft_model: config.draft.is_some(),
-            kernels,
         }
     }
 }
@@ -103,9 +96,6 @@ pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
     }
     if asked.draft_model {
         return lacks("draft models");
-    }
-    if asked.kernels == Some("torch") {
-        return lacks("PyTorch's operators, which FOREBAY_KERNELS asks for");
     }
     if let Some(why) = why_no_codes(asked) {
         return Err(ModelError::Broken(why));
@@ -185,7 +175,6 @@ mod tests {
             attention_backend: false,
             adapters: false,
             draft_model: false,
-            kernels: None,
         };
         assert_eq!(serves(&good), Ok(()));
         assert_eq!(serves(&Asked { quantization: Some("gguf"), adapters: true, ..good }), Ok(()));
@@ -238,7 +227,6 @@ mod tests {
             attention_backend: false,
             adapters: false,
             draft_model: false,
-            kernels: None,
         };
         assert_eq!(serves(&asked(&even, Some("mean"))), Ok(()));
         assert!(matches!(serves(&asked(&even, None)), Err(ModelError::Broken(_))));

@@ -63,7 +63,7 @@ pub use families::{
     Rope, RotarySections, Routing, RowBlocks, Rule, Scales, Shape, StateNorm, Take,
 };
 pub use gguf::{BlockKind, computed_as, computed_names};
-pub use json::{python_json, read_json};
+pub use json::read_json;
 pub use manifest::Manifest;
 pub use model::ModelShape;
 pub use overlay::ServedCheckpoint;

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -34,14 +33,13 @@ from forebay.protocol.frames import Int32s
 from forebay.protocol.masks import Masks
 from forebay.protocol.plan import Plan
 from forebay.protocol.result import StepResult
-from forebay.runner import formats
 from forebay.runner.adapters import AdapterPlaces
 from forebay.runner.copier import Copier
 from forebay.runner.draft_model import DraftModel
 from forebay.runner.drafts import Drafts, verified
+from forebay.runner.formats import matrices_kept
 from forebay.runner.group import roles
 from forebay.runner.images import Images
-from forebay.runner.kept import KeptWeights
 from forebay.runner.launched import (
     Columns,
     Copied,
@@ -143,18 +141,16 @@ class ModelRunner:
         self._choice.check_operators(self.model_config)
         if config.quantization not in (None, AUTO):
             self._choice.check_quantization(config.quantization, self.model_config)
-        self._choice.check_kv_format(self.model_config)
-        self._kept = KeptWeights.open(config, self.model_config, self._choice)
+        self._choice.check_kv_format()
         # What a row may ask for: a model that pools does nothing else.
         self._flag = FLAG_SAMPLE if config.pooling is None else FLAG_POOL
         self._ops = self._choice.ops()
         self._copier: Copier | None = None
-        self._blocks = ""
         self._adapted = None if config.lora is None else AdaptedModules()
         self._summed: Summed | None = None
         self._state_pages = 0
         with telling_of_memory(self.device):
-            self.model = self._build(matrices=self._kept is None or self._kept.stored is None)
+            self.model = self._build()
             self.weight_bytes = self._weight_bytes()
             """Bytes of the weights as they are computed with, also before they are loaded."""
             self.adapters = self._open_places()
@@ -169,8 +165,8 @@ class ModelRunner:
             self._summed = Summed(config.slots)
         if self.draft_model is not None and not self._verifies_drafts:
             raise ConfigError(
-                "a draft model is not served here: its drafts are verified by GPUs and PyTorch's operators "
-                "(FOREBAY_KERNELS=torch), for models of text without recurrent layers and adapters"
+                "a draft model is not served here: its drafts are verified for models of text without recurrent layers "
+                "and adapters"
             )
         if pool is not None:
             self._copier = Copier(self.device, self.kv, pool, config.copy_gbps, config.kv_checksum, config.host_lenders)
@@ -225,10 +221,7 @@ class ModelRunner:
         kept = self.config.kept_model
         if kept is None:
             return Sizes(0, None)
-        self._blocks = formats.blocks(self.model.params, self._dtype_name(), self.config.quantization == "gguf")
-        if self._blocks:
-            print(f"computing with blocks of the file: {self._blocks}", file=sys.stderr)
-        elif has_mxfp4(self.model_config) and self.config.load_format != "dummy":
+        if has_mxfp4(self.model_config) and self.config.load_format != "dummy":
             print(f"MXFP4 is multiplied out at the load: experts are {self._dtype_name()}", file=sys.stderr)
         taken = self.weight_bytes + self._image_bytes + slot_bytes(self.config)
         taken += 0 if self.adapters is None else self.adapters.nbytes
@@ -303,14 +296,12 @@ class ModelRunner:
         assert not isinstance(self.model_config, EncoderConfig)
         return HotRows(self.config, self.model_config, self.kv.page_count, pool.rows(self.kv), self.device)
 
-    def _build(self, *, matrices: bool) -> Decoder | CalledModel | Bert:
-        """The model with allocated weights. Without `matrices` only the other weights are allocated."""
+    def _build(self) -> Decoder | CalledModel | Bert:
+        """The model with allocated weights."""
         config, model = self.config, self.model_config
         device = self.device
-        kept = None if self._kept is None else self._kept.stored
         params = Parameters(
-            *(config.dtype, device.torch_device, formats.formats(config, model, self._choice, kept)),
-            matrices=matrices,
+            *(config.dtype, device.torch_device, matrices_kept(config, model, self._choice)),
             fill=device.fill,
             ranks=self._ranks,
             exchange=self._exchange,
@@ -325,10 +316,8 @@ class ModelRunner:
         return registry.build(model, params, self._choice.attention(), self._choice.ops(), config.context_length)
 
     def _weight_bytes(self) -> int:
-        """`weight_bytes` of the model that was built. Those of an encoder count as they are loaded."""
-        if isinstance(self.model, CalledModel):
-            return self.model.nbytes
-        return self.model.params.nbytes if isinstance(self.model, Bert) else self._choice.weight_bytes(self.model)
+        """Bytes of the weights of the model that was built."""
+        return self.model.nbytes if isinstance(self.model, CalledModel) else self.model.params.nbytes
 
     @property
     def decoder(self) -> Decoder:
@@ -338,10 +327,7 @@ class ModelRunner:
         return self.model
 
     def load(self, report: Report) -> None:
-        """Fills the weights from the checkpoint, or from the seed. `report` gets (loaded, total) tensors.
-
-        If an earlier start has kept its packed weights, they are read instead.
-        """
+        """Fills the weights from the checkpoint, or from the seed. `report` gets (loaded, total) tensors."""
         if self.draft_model is not None:
             self.draft_model.load(report)
         model = self.model
@@ -354,33 +340,22 @@ class ModelRunner:
         if self.config.load_format == "dummy":
             self.model.params.randomise(self.config.seed, report)
             return
-        if self._kept is not None and self._kept.stored is not None:
-            if self._kept.load(self.model.params, report):
-                return
-            self.model = model = self._build(matrices=True)
-            assert not isinstance(model, CalledModel)
-        checkpoint, in_blocks = dict(self.config.model), model.params.stored
-        cuts = model.params.cuts
+        checkpoint, cuts = dict(self.config.model), model.params.cuts
         if isinstance(model, Decoder):
             assert isinstance(self.model_config, ModelConfig)
             for name in spare_biases(checkpoint):
                 model.params.skip(name)
-            model.check_weights(weight_shapes(checkpoint, self.model_config, in_blocks))
-            model.load_weights(iter_kept(checkpoint, self.model_config, in_blocks, model.keeps, cuts), report)
+            model.check_weights(weight_shapes(checkpoint))
+            model.load_weights(iter_kept(checkpoint, self.model_config, model.keeps, cuts), report)
         else:
             model.load_weights(iter_weights(checkpoint, self.model_config), report)
-
-    def keep_weights(self) -> threading.Thread | None:
-        """Begins to keep the weights for the next start, once a step was computed; None: there is nothing to keep."""
-        return None if self._kept is None else self._kept.save(self.model.params)
 
     def warm_up(self) -> None:
         """Runs a tiny prompt and, if the model generates, a decode row, and a sparse one where slots may be sparse.
 
         So no request waits for the set-up of libraries.
 
-        The tables are unchanged afterwards. The content of the first pages is undefined. Raises `NotFiniteError`; if
-        the weights are those of an earlier start, their files are removed.
+        The tables are unchanged afterwards. The content of the first pages is undefined. Raises `NotFiniteError`.
         """
         if self.draft_model is not None:
             self.draft_model.warm_up()
@@ -420,10 +395,7 @@ class ModelRunner:
         result = self.step(self._of_all_ranks(plan))
         if (result.row_errors == ROW_OK).all():
             return
-        what = "the weights give results that are not finite"
-        if self._kept is not None and self._kept.discard():
-            what += "; they were kept by an earlier start and are removed: the next one reads the model's own files"
-        raise NotFiniteError(what)
+        raise NotFiniteError("the weights give results that are not finite")
 
     def facts(self) -> dict[str, Any]:
         """The facts for `ready`, except the loading time."""
@@ -439,7 +411,7 @@ class ModelRunner:
             "page_bytes": self.kv.page_bytes,
             "hot_row_tokens": self.config.row_pages * self.config.page_size,
             "graphs": 0 if self._steps.graphs is None else self._steps.graphs.count,
-            "blocks": self._blocks,
+            "blocks": "",
             "tokens_only": isinstance(self.model, CalledModel),
             # Its own drafts are all that it verifies.
             "verifies_drafts": self._verifies_drafts and self.draft_model is None,
@@ -512,7 +484,7 @@ class ModelRunner:
         plain = self.config.pooling is None and self.images is None and self._exchange is None
         # A state would have seen what is not accepted, a sparse slot has one query, and adapters were not tried.
         one_by_one = bool(config.recurrent) or self.config.hot_rows > 0 or self.config.lora is not None
-        return plain and not one_by_one and self._choice.verifies_drafts(config)
+        return plain and not one_by_one
 
     def _begin_exchange(self, plan: Plan) -> None:
         """Queues what a step of a group begins with, and all of it where this rank has no rows."""
