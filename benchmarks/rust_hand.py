@@ -33,8 +33,10 @@ class RustHand:
     def __init__(self, model: dict[str, Any], *, slots: int, context: int, threads: int, **settings: Any) -> None:
         """`settings` as of `hand_config`. Raises RuntimeError with the hand's last words."""
         pages = -(-context // PAGE)
-        sizes = {"slots": slots, "context": context, "tokens": slots * pages * PAGE, "step_tokens": context}
-        config = hand_config(model, threads=threads, **sizes, **settings)
+        tokens = slots * pages * PAGE
+        config = hand_config(
+            model, threads=threads, slots=slots, context=context, tokens=tokens, step_tokens=context, **settings
+        )
         self._pages = np.random.default_rng(0).permutation(slots * pages).reshape(slots, pages)
         ours, theirs = socket.socketpair()
         with theirs:

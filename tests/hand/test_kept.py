@@ -37,9 +37,11 @@ def start(folder: Path, model: dict[str, Any], **changes: Any) -> tuple[Numbers,
     before = kept(model)
     with rust(folder, settings(model, **{"weight_cache_bytes": LIMIT, **changes})) as runner:
         found = told(runner)
-        # A writer is ready some time behind the hand; who keeps nothing is not waited for.
-        for _ in range(100 if "cache" in model and not before else 20):
-            if kept(model) != before:
+        # A writer is ready some time behind the hand, and removes a file before it writes another. Who keeps nothing
+        # is not waited for.
+        for turn in range(200):
+            now = kept(model)
+            if now not in ({}, before) or (now == before and turn > (20 if before else 100)):
                 break
             signal.sigtimedwait([], 0.05)
         return found, runner.facts

@@ -230,8 +230,8 @@ def test_a_file_is_computed_in_its_blocks_unless_asked_otherwise(tmp_path: Path)
 
 def test_a_file_without_fitting_blocks_is_computed_in_the_models_type(tmp_path: Path) -> None:
     path = tiny(tmp_path / "model.gguf", {"": Q.F16})
-    found = [of_rust(tmp_path, of_file(path, quantization=wanted)) for wanted in ("auto", None)]
-    assert np.array_equal(*found)
+    found, plain = (of_rust(tmp_path, of_file(path, quantization=wanted)) for wanted in ("auto", None))
+    assert np.array_equal(found, plain)
     with pytest.raises(AssertionError, match=r"knows Q8_0, Q4_0, .*, TQ2_0, and no matrix"):
         of_rust(tmp_path, of_file(path, quantization="gguf"))
 
@@ -250,11 +250,17 @@ def test_the_default_model_is_as_far_from_exact_as_rounding_makes_it(
     # "The capital of France is": 30 layers make much of a code that differs by one where there is no sense in a text.
     prompt = [504, 3575, 282, 4649, 314]
 
-    def best(runner: Any) -> tuple[list[int], Numbers]:
+    def best(runner: Any) -> tuple[list[int], dict[int, float]]:
         request = Request(prompt, 1, Sampling(logprobs=20))
         MiniBrain(runner).serve([request])
-        order = np.argsort(request.logprobs[0][0][1:])
-        return request.tokens, request.logprobs[0][1][1:][order]
+        ids, values = request.logprobs[0][:2]
+        return request.tokens, dict(zip(ids[1:].tolist(), values[1:].tolist(), strict=True))
+
+    def error(values: dict[int, float]) -> float:
+        """The last of twenty may be others."""
+        both = values.keys() & exact[1].keys()
+        assert len(both) > 15
+        return max(abs(values[token] - exact[1][token]) for token in both)
 
     values = settings(model, quantization="gguf")
     with rust(tmp_path, values) as runner:
@@ -264,7 +270,7 @@ def test_the_default_model_is_as_far_from_exact_as_rounding_makes_it(
     quantised_torch(monkeypatch, lambda weight: 32)
     wanted = best(other)
     assert found[0] == exact[0] == wanted[0]
-    assert 0 < abs(found[1] - exact[1]).max() < max(0.2, 2 * abs(wanted[1] - exact[1]).max())
+    assert 0 < error(found[1]) < max(0.2, 2 * error(wanted[1]))
 
 
 @pytest.mark.parametrize("level", ["amx", "warp"])
