@@ -20,8 +20,6 @@ BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 TARGET_DIR := $(or $(CARGO_TARGET_DIR),target)
 CARGO_FLAGS := --workspace --locked --profile $(TEST_PROFILE)
-# With the program among the packages, the kernels' dependencies have the features that they have in the program.
-KERNELS := --package forebay --package forebay-kernels --lib
 # On a GPU host its targets need no set-up and no network: what the host lacks comes out of .gpu.
 HOST_PYTHON = $(or $(wildcard $(BIN)/python),python3)
 UV := UV_PYTHON_DOWNLOADS=never $(BIN)/uv
@@ -77,17 +75,15 @@ $(STAMPS)/agents: requirements/agents/package-lock.json $(STAMPS)/uv
 	$(INSTALL)
 $(STAMPS)/dev: $(STAMPS)/runtime
 
-build: $(STAMPS)/package ## build the binary and the CPU kernels: leaves .venv/bin/forebay (some minutes the first time)
-	cargo build --locked --profile $(PROFILE) $(KERNELS) --bin forebay
-	@$(BIN)/python scripts/place_kernels.py $(TARGET_DIR)/$(PROFILE)
+build: $(STAMPS)/package ## build the binary: leaves .venv/bin/forebay (some minutes the first time)
+	cargo build --locked --profile $(PROFILE) --package forebay --bin forebay
 	@test $(TARGET_DIR)/$(PROFILE)/forebay -ef $(BIN)/forebay || \
 		ln -f $(TARGET_DIR)/$(PROFILE)/forebay $(BIN)/forebay 2>/dev/null || \
 		cp -f $(TARGET_DIR)/$(PROFILE)/forebay $(BIN)/forebay
 
 # What the Python tests run. It stays where cargo leaves it: .venv/bin/forebay is for users.
 build-tests: setup-dev
-	cargo build $(CARGO_FLAGS) --lib --bin forebay --example prepare --example describe
-	@$(BIN)/python scripts/place_kernels.py $(TARGET_DIR)/$(TEST_PROFILE)
+	cargo build $(CARGO_FLAGS) --bin forebay --example prepare --example describe
 
 # The page is built by Node.js 20 or newer, and its files are committed: cargo needs no Node.
 web/node_modules: web/package-lock.json
@@ -141,8 +137,6 @@ docs-cli: build-tests ## write docs/cli.md from what the commands say of themsel
 
 wheel: $(STAMPS)/build ## build the wheel into dist/ (needs no PyTorch)
 	rm -rf dist
-	cargo build --locked --profile $(WHEEL_PROFILE) $(KERNELS)
-	@$(BIN)/python scripts/place_kernels.py $(TARGET_DIR)/$(WHEEL_PROFILE)
 	$(BIN)/maturin build --locked --profile $(WHEEL_PROFILE) $(WHEEL_FLAGS) --out dist
 
 wheel-test: wheel ## install the wheel in an empty virtual environment and serve one request from it

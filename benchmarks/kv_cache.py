@@ -2,9 +2,9 @@
 
     python -m benchmarks.kv_cache --text GSM8K_TEST.jsonl
 
-One process, no server: weights in the blocks of their file, and pages with keys and values in each type in turn. Steps
+Hands without a server: weights in the blocks of their file, and pages with keys and values in each type in turn. Steps
 are decode rows and pieces of prompts behind contexts of rising length, on pages in no order. Perplexity is of GSM8K's
-text in windows of 2048 tokens, each token as a decode row, so every token before it is read from pages.
+text in windows of 2048 tokens, of which attention reads each token from its page.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 from tokenizers import Tokenizer
 
-from benchmarks import accuracy, coder, compare, in_process, models, records
+from benchmarks import accuracy, coder, compare, models, records
 from benchmarks.cells import markdown, number, spread, table_of
 from benchmarks.described import described
 from benchmarks.in_process import PAGE
 from benchmarks.records import Results, Run
+from benchmarks.rust_hand import ROW, RustHand
 from forebay.weights.cache import cache_directory
 
 KINDS = {"bfloat16": None, "int8": "int8"}
@@ -38,50 +39,43 @@ WINDOWS = 4
 PERPLEXITY = "perplexity"
 
 
-class Model(accuracy.Slots):
+def hand(kind: str, description: dict[str, Any], threads: int) -> RustHand:
     """The model with pages of one kind, and a context in each slot."""
-
-    def __init__(self, kind: str, description: dict[str, Any], threads: int) -> None:
-        positions = CONTEXTS[-1] + PIECE
-        runner = in_process.runner(
-            description,
-            slots=SLOTS,
-            context=positions,
-            tokens=SLOTS * positions,
-            threads=threads,
-            quantization="gguf",
-            kv_cache_dtype=KINDS[kind],
-        )
-        super().__init__(runner, SLOTS, positions // PAGE, threads)
-
-    def fill(self) -> None:
-        """Puts numbers into all pages: memory that nobody wrote is read from caches."""
-        for layer in self.kv.layers:
-            for pages in layer:
-                # As codes, scales are 0.0115.
-                pages.fill_(0x3C) if pages.dtype == torch.uint8 else pages.normal_()
-        self.tables.token_pool.random_(0, 4096, generator=torch.Generator().manual_seed(1))
+    settings: dict[str, Any] = {"quantization": "gguf", "kv_cache_dtype": KINDS[kind]}
+    return RustHand(description, slots=SLOTS, context=CONTEXTS[-1] + PIECE, threads=threads, **settings)
 
 
-def cases() -> dict[str, Any]:
+def fill(model: RustHand) -> None:
+    """Puts tokens into every slot, and computes their first ones: memory that nobody wrote is read from caches."""
+    random = np.random.default_rng(1)
+    for slot in range(SLOTS):
+        model.put(slot, random.integers(0, 4096, CONTEXTS[-1] + PIECE).tolist())
+        # The context of the longest rows is of slots that the timed steps have.
+        for start in range(0, CONTEXTS[-1] if slot < max(ROWS) else 0, PIECE):
+            model.greedy([(slot, start, PIECE)])
+
+
+def cases() -> dict[str, list[ROW]]:
     """The steps that are timed."""
     decodes = {
-        f"{rows} rows behind {context}": accuracy.step(range(rows), context, 1) for context in CONTEXTS for rows in ROWS
+        f"{rows} rows behind {context}": [(slot, context, 1) for slot in range(rows)]
+        for context in CONTEXTS
+        for rows in ROWS
     }
-    pieces = {f"{PIECE} tokens of a prompt behind {at}": accuracy.step([0], at, PIECE) for at in (0, CONTEXTS[-1])}
+    pieces = {f"{PIECE} tokens of a prompt behind {at}": [(0, at, PIECE)] for at in (0, CONTEXTS[-1])}
     return {**decodes, **pieces}
 
 
-def speed(found: Results, name: str, ways: dict[str, Model]) -> None:
+def speed(found: Results, name: str, ways: dict[str, RustHand]) -> None:
     """Steps of both kinds in turn, into the results."""
     for model in ways.values():
-        model.fill()
-    for case, launch in cases().items():
+        fill(model)
+    for case, rows in cases().items():
         for model in ways.values():
-            model.compute.greedy(launch)
+            model.greedy(rows)
         for round_ in range(1, found.rounds + 1):
             for kind, model in ways.items():
-                times = [accuracy.timed(partial(model.compute.greedy, launch)) for _ in range(3)]
+                times = [model.step_ms(rows) for _ in range(3)]
                 found.runs.append(Run(f"{name}: {case}", kind, round_, {"step_ms": statistics.median(times)}))
         compare.say(f"  {case}: " + ", ".join(f"{kind} {shown(found, f'{name}: {case}', kind)}" for kind in ways))
 
@@ -91,11 +85,11 @@ def shown(found: Results, workload: str, kind: str) -> str:
     return number(found.median(workload, kind, "step_ms"))
 
 
-def perplexities(found: Results, name: str, ways: dict[str, Model], ids: Sequence[int]) -> None:
+def perplexities(found: Results, name: str, ways: dict[str, RustHand], ids: Sequence[int]) -> None:
     """Of both kinds, with the bytes of a token, into the results."""
     windows = [ids[at : at + WINDOW] for at in range(0, len(ids) - WINDOW + 1, WINDOW)][:WINDOWS]
     for kind, model in ways.items():
-        values: dict[str, Any] = {"token_bytes": model.kv.page_bytes // PAGE, "windows": len(windows)}
+        values: dict[str, Any] = {"token_bytes": model.facts["page_bytes"] // PAGE, "windows": len(windows)}
         if windows:
             values[PERPLEXITY] = math.exp(float(accuracy.losses(model, windows).mean()))
         found.runs.append(Run(f"{name}: {PERPLEXITY}", kind, 1, values))
@@ -142,8 +136,8 @@ def main() -> None:
         description = described(file, cache_directory())
         ids = Tokenizer.from_file(str(description["tokenizer"])).encode(text, add_special_tokens=False).ids
         compare.say(name)
-        with torch.inference_mode():
-            ways = {kind: Model(kind, description, asked.threads) for kind in KINDS}
+        with ExitStack() as hands:
+            ways = {kind: hands.enter_context(hand(kind, description, asked.threads)) for kind in KINDS}
             perplexities(found, name, ways, ids)
             speed(found, name, ways)
         records.save(found, asked.output)

@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from tokenizers import Tokenizer
 
 from benchmarks import accuracy, coder, compare, cpu_model, models, records
@@ -128,12 +127,11 @@ def measure(found: Results, file: File, concurrency: Sequence[int], number: int)
 
 
 def our_perplexity(way: accuracy.Way, file: File, text: str, threads: int) -> dict[str, Any]:
-    """Of the kernels' own logits."""
+    """Of the hand in Rust."""
     description = described(file.path, cache_directory())
     ids = Tokenizer.from_file(str(description["tokenizer"])).encode(text, add_special_tokens=False).ids
     windows = [ids[at : at + WINDOW] for at in range(0, len(ids) - WINDOW + 1, WINDOW)][: accuracy.SLOTS]
-    with torch.inference_mode():
-        model = accuracy.Model(way, description, threads)
+    with accuracy.hand(way, description, threads) as model:
         found = accuracy.losses(model, windows)[:, WINDOW // 2 :]
     return {"perplexity": math.exp(float(found.mean())), "windows": len(windows)}
 

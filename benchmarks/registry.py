@@ -53,10 +53,9 @@ ROWS = (
         120,
         (
             "python -m benchmarks.cpu_model --rounds 5",
-            "python -m benchmarks.studies.cpu_parts",
             "cargo run --locked --release -p forebay-kernels --example roofline",
         ),
-        about="SmolLM2-135M on the CPU, the parts of a step beside oneDNN's products, and the machine's limits.",
+        about="SmolLM2-135M on the CPU, and the machine's limits.",
         peers="vllm vllm-rust llama",
     ),
     Benchmark(

@@ -23,7 +23,6 @@ PARTS = {
     "forebay/llm/__init__.py",
     "forebay/py.typed",
     "forebay/worker/__main__.py",
-    "forebay/kernels/libforebay_kernels.so",
 }
 
 

@@ -8,21 +8,15 @@ from __future__ import annotations
 import json
 import platform
 from importlib import metadata
-from importlib.util import find_spec
-from pathlib import Path
 
 __all__ = ["PACKAGES", "installed", "main"]
 
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "gguf")
 
 
-def installed() -> dict[str, str | bool | None]:
-    """Versions by package, None for a missing one; and true if the CPU's compiled kernels are there."""
-    spec = find_spec("forebay.kernels")
-    folder = Path(spec.origin).parent if spec is not None and spec.origin else None
-    kernels = folder is not None and any(folder.glob("libforebay_kernels.*"))
-    versions = {name: _version(name) for name in PACKAGES}
-    return {"python": platform.python_version(), "kernels": kernels, **versions}
+def installed() -> dict[str, str | None]:
+    """Versions by package, None for a missing one."""
+    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
 
 
 def main() -> None:

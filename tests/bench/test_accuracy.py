@@ -3,39 +3,46 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import pytest
-import torch
 
 from benchmarks import accuracy
 from benchmarks.records import Results, Run
-from forebay.compute.rows import Launch
+from benchmarks.rust_hand import ROW
 
 
 class Favourite:
     """A model that finds one token more likely than all others by `margin`, whatever came before."""
 
     def __init__(self, token: int, vocabulary: int, margin: float) -> None:
-        self._logits = torch.zeros(vocabulary)
-        self._logits[token] = margin
-        self.tables = self
-        self.compute = self
-        self.token_pool = torch.zeros(accuracy.SLOTS, accuracy.PROMPT, dtype=torch.int32)
+        logits = np.zeros(vocabulary)
+        logits[token] = margin
+        self._losses = np.log(np.exp(logits).sum()) - logits
+        self.token = token
+        self.known: dict[int, list[int]] = {}
 
-    def put(self, slot: int, tokens: list[int]) -> None:
-        self.token_pool[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+    def put(self, slot: int, tokens: Sequence[int]) -> None:
+        self.known[slot] = list(tokens)
 
-    def logits(self, launch: Launch) -> torch.Tensor:
-        return self._logits.expand(len(launch.rows.slot), -1)
+    def greedy(self, rows: Sequence[ROW]) -> list[int]:
+        for slot, start, length in rows:
+            assert len(self.known[slot]) == start + length, "each token is computed once"
+            self.known[slot].append(self.token)
+        return [self.token] * len(rows)
 
-    def greedy(self, launch: Launch) -> tuple[torch.Tensor, torch.Tensor]:
-        count = len(launch.rows.slot)
-        return self._logits.argmax().expand(count), torch.ones(count, dtype=torch.bool)
+    def step_ms(self, rows: Sequence[ROW]) -> float:
+        return 1.0
+
+    def losses(self, slot: int, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+        return self._losses[list(tokens[1:])].astype(np.float32)
 
 
 def test_losses_are_those_of_the_tokens_that_follow() -> None:
     model = Favourite(3, 8, math.log(7.0))  # as likely as all others together
-    found = accuracy.losses(model, [[0] + [3] * (accuracy.WINDOW - 1), [1] * accuracy.WINDOW])  # type: ignore[arg-type]
+    found = accuracy.losses(model, [[0] + [3] * (accuracy.WINDOW - 1), [1] * accuracy.WINDOW])
     assert found.shape == (2, accuracy.WINDOW - 1)
     assert found[0].tolist() == pytest.approx([math.log(2)] * (accuracy.WINDOW - 1), rel=1e-5)
     assert found[1].tolist() == pytest.approx([math.log(14)] * (accuracy.WINDOW - 1), rel=1e-5)
@@ -43,9 +50,9 @@ def test_losses_are_those_of_the_tokens_that_follow() -> None:
 
 def test_answers_follow_their_prompts() -> None:
     model = Favourite(5, 8, 1.0)
-    assert accuracy.answers(model, [[1, 2], [3]]) == [[5] * accuracy.ANSWER] * 2  # type: ignore[arg-type]
-    assert model.token_pool[0, :4].tolist() == [1, 2, 5, 5]
-    assert model.token_pool[1, :3].tolist() == [3, 5, 5]
+    assert accuracy.answers(model, [[1, 2], [3]]) == [[5] * accuracy.ANSWER] * 2
+    assert model.known[0][:4] == [1, 2, 5, 5]
+    assert model.known[1][:3] == [3, 5, 5]
 
 
 @pytest.mark.parametrize(("ours", "count"), [([1, 2, 3], 3), ([1, 2, 4], 2), ([0, 2, 3], 0)])

@@ -17,7 +17,7 @@ from tests.e2e.server import BINARY
 
 LOOKED_AT = [
     "system", "processor", "cgroup limits", "memory", "huge pages", "GPU", "open files",
-    "Python", "PyTorch", "kernels", "models", "cache", "hub",
+    "Python", "PyTorch", "models", "cache", "hub",
 ]  # fmt: skip
 
 
@@ -82,11 +82,9 @@ def test_what_prevents_serving_is_told(hub: Hub, tmp_path: Path) -> None:
     assert findings(done)["Python"]["state"] == "problem"
 
     bare = tmp_path / "python3"
-    bare.write_text(
-        "#!/bin/sh\necho '" + json.dumps({**dict.fromkeys(PACKAGES), "python": "3.9.1", "kernels": False}) + "'\n"
-    )
+    bare.write_text("#!/bin/sh\necho '" + json.dumps({**dict.fromkeys(PACKAGES), "python": "3.9.1"}) + "'\n")
     bare.chmod(0o755)
     done = doctor(hub, tmp_path, "--json", "--python", bare)
     assert (done.returncode, done.stderr) == (1, "error: 2 things prevent serving\n")
     found = findings(done)
-    assert [found[what]["state"] for what in ("Python", "PyTorch", "kernels")] == ["problem", "problem", "note"]
+    assert [found[what]["state"] for what in ("Python", "PyTorch")] == ["problem", "problem"]

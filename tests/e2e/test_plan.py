@@ -41,6 +41,8 @@ ARRANGEMENTS: list[tuple[str, tuple[str, ...], int]] = [
     ("llama", ("--tp-size", "2"), 1),
     ("llama", ("--tp-size", "2", "--dp-size", "2"), 2),
     ("smollm2", ("--dtype", "auto"), 1),
+    ("qwen3", ("--kv-cache-dtype", "int8"), 1),
+    ("qwen3-moe", (), 1),
     ("qwen3-moe", ("--tp-size", "2", "--enable-expert-parallel"), 1),
     ("qwen3-moe", ("--dp-size", "2", "--enable-dp-attention"), 1),
 ]

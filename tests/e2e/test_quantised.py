@@ -41,8 +41,7 @@ def test_tokens_depend_on_the_request_alone(serve: Serve, models: Models, name: 
     assert server.http.get("/server_info").json()["config"]["quantization"] == quantization
 
 
-@pytest.mark.parametrize("hand", ["rust", pytest.param("torch", marks=pytest.mark.slow)])
-def test_a_file_is_served_in_its_own_blocks(serve: Serve, models: Models, hand: str) -> None:
+def test_a_file_is_served_in_its_own_blocks(serve: Serve, models: Models) -> None:
     model = models("smollm2")
     asked = [
         {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}}
@@ -50,7 +49,7 @@ def test_a_file_is_served_in_its_own_blocks(serve: Serve, models: Models, hand: 
     ]
 
     def answers(*flags: str) -> tuple[list[list[int]], str, str]:
-        server = serve(model, "--hand", hand, "--dtype", "auto", *flags)
+        server = serve(model, "--dtype", "auto", *flags)
         given = [answer["output_ids"] for answer in native_together(server, asked)]
         blocks: str = server.http.get("/server_info").json()["facts"]["blocks"]
         eventually(lambda: "Forebay serves" in server.log(), "the banner")
@@ -178,6 +177,8 @@ def test_keys_and_values_as_8_bit_floats_are_the_same_to_all(
         ("llama", ["--kv-cache-dtype", "int8"], "heads of a multiple of 32: there are 16 and 16"),
         ("qwen3", ["--kv-cache-dtype", "q8_0", "--page-size", "8"], "pages of a multiple of 16 tokens"),
         ("qwen3", ["--kv-cache-dtype", "int8", "--tp-size", "2"], "compiled kernels of one rank on a CPU"),
+        ("qwen3", ["--kv-cache-dtype", "int8", "--hand", "torch"], "for the Rust hand on a CPU"),
+        ("llama", ["--quantization", "w8a8_int8", "--hand", "torch"], "computed by the Rust hand on a CPU"),
         ("qwen3", ["--kv-cache-dtype", "fp8_e5m2"], "possible values: auto, int8, fp8_e4m3"),
         ("qwen3", ["--kv-cache-dtype", "fp8", "--device", "cpu"], "for a GPU's kernels: leave it off, or use int8"),
         ("qwen3", [*FP8, "--attention-backend", "torch"], "is for --attention-backend triton, not torch"),

@@ -18,7 +18,6 @@ from tests.e2e.heads import eagle3, with_mtp
 from tests.e2e.models import Model
 from tests.e2e.reference import prompts
 from tests.e2e.server import Server
-from tests.e2e.waiting import eventually
 
 NGRAM = ("--speculative-algorithm", "ngram")
 ALWAYS = (*NGRAM, "--speculative-unpriced")
@@ -176,12 +175,11 @@ def test_what_a_form_forces_is_drafted(serve: Serve, tiny: Model, hand: tuple[st
     assert drafted >= server.metric("vllm:spec_decode_num_accepted_tokens_total") >= 4
 
 
-def test_compiled_kernels_in_python_verify_none(serve: Serve, tiny: Model, expected: list[dict[str, Any]]) -> None:
+def test_pytorchs_hand_verifies_them_on_a_cpu(serve: Serve, tiny: Model, expected: list[dict[str, Any]]) -> None:
     torch = serve(tiny, "--dtype", "float32", "--hand", "torch", *NGRAM)
     answers = native_together(torch, asked(tiny)[:6])
     assert [a["output_ids"] for a in answers] == [a["output_ids"] for a in expected[:6]]
-    assert torch.metric("vllm:spec_decode_num_draft_tokens_total") == 0
-    eventually(lambda: "speculation is off" in torch.log(), "the log says so")
+    assert torch.metric("vllm:spec_decode_num_draft_tokens_total") > 0
 
 
 @pytest.mark.parametrize("draft", ["llama", "qwen2"])
@@ -262,7 +260,6 @@ def test_where_no_draft_model_is_served_is_said(serve: Serve, tiny: Model, tmp_p
     (other / "tokenizer.json").write_text(json.dumps(described))
     for flags, why in (
         (("-md", str(other)), "needs the tokenizer of"),
-        (("-md", str(tiny.path)), "a draft model is not served here"),
         (("-md", str(tiny.path), "--hand", "rust"), "the Rust hand does not have draft models"),
         (("-md", str(tiny.path), "--device", "sim"), "a draft model is not served with a simulated device"),
     ):

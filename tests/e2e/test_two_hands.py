@@ -27,10 +27,9 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("flags", [[], ["--quantization", "gguf"]], ids=["bfloat16", "gguf"])
-def test_both_hands_answer_alike(models: Models, serve: Serve, flags: list[str]) -> None:
+def test_both_hands_answer_alike(models: Models, serve: Serve) -> None:
+    """In float32: in other numbers the kernels and PyTorch's operators round at different places."""
     model = models("smollm2")
-    count = PROMPTS if not flags else PROMPTS // 5
     asked = [
         {
             "input_ids": prompt,
@@ -42,11 +41,11 @@ def test_both_hands_answer_alike(models: Models, serve: Serve, flags: list[str])
             },
             "return_logprob": number % 5 == 0,
         }
-        for number, prompt in enumerate(prompts(model, count, 24, seed=3))
+        for number, prompt in enumerate(prompts(model, PROMPTS, 24, seed=3))
     ]
     given = []
     for hand in ("rust", "torch"):
-        server = serve(model, "--hand", hand, "--dtype", "bfloat16", *flags)
+        server = serve(model, "--hand", hand, "--dtype", "float32", "--quantization", "none")
         assert server.http.get("/server_info").json()["config"]["hand"] == hand
         given.append([answer["output_ids"] for answer in native_together(server, asked)])
         server.kill()

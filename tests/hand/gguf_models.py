@@ -15,8 +15,9 @@ import torch
 from gguf.quants import dequantize, quantize
 
 from tests.hand.support import is_gemma, whole_weights
-from tests.weights.support import tiny_tokenizer
+from tests.weights.support import tiny_metadata, tiny_tensors, tiny_tokenizer, write_gguf
 
+Q = gguf.GGMLQuantizationType
 F32 = gguf.GGMLQuantizationType.F32
 ARCHITECTURES = {
     "Qwen3MoeForCausalLM": gguf.MODEL_ARCH.QWEN3MOE,
@@ -235,3 +236,21 @@ def dequantised(model: Any, kind: gguf.GGMLQuantizationType) -> dict[str, torch.
 def _rounded(tensor: torch.Tensor, kind: gguf.GGMLQuantizationType) -> torch.Tensor:
     stored = quantize(tensor.detach().float().contiguous().numpy(), kind)
     return torch.from_numpy(dequantize(stored, kind))
+
+
+MIXED = {"attn_q": Q.Q4_0, "attn_k": Q.Q4_1, "attn_v": Q.Q5_0, "attn_output": Q.F16, "token_embd": Q.Q8_0}
+"""Types by tensor: what is fused is not all of one type, and what is not given is Q4_1."""
+WITHOUT_KERNELS = {"attn_q": Q.Q5_0, "attn_k": Q.Q4_0, "attn_v": Q.Q8_0, "ffn_down": Q.Q5_1, "token_embd": Q.Q5_0}
+"""The same, and most of them have no kernels of their own."""
+
+
+def tiny(path: Path, types: dict[str, Any], architecture: str = "llama", *, tied: bool = True) -> Path:
+    """A small model whose matrices have these types, by the tensors' names; "" is what the others have."""
+    tensors = {}
+    for name, (values, kind) in tiny_tensors(architecture, tied=tied).items():
+        stem = name.removesuffix(".weight").rpartition(".")[2]
+        if values.ndim == 2:
+            kind = types.get(stem, types[""])
+            values = quantize(values * 0.12, kind)
+        tensors[name] = (values, kind)
+    return write_gguf(path, architecture, {**tiny_metadata(), **tiny_tokenizer()}, tensors)

@@ -25,7 +25,7 @@ from forebay.gpu import reference
 from forebay.gpu.choose import VARIABLE
 from forebay.protocol.constants import FLAG_POOL
 from forebay.runner.runner import ModelRunner
-from forebay.state.config import RunnerConfig
+from forebay.state.config import ConfigError, RunnerConfig
 from tests.hand.fake_cuda import FakeCuda, FakeEvent, fake_tensors, install
 from tests.hand.support import (
     EVERYTHING,
@@ -412,7 +412,7 @@ def test_pooling_mixes_no_devices_either(monkeypatch: pytest.MonkeyPatch, kind: 
 
 
 def test_quantisation_of_the_cpus_kernels_is_refused(fake: FakeCuda) -> None:
-    with pytest.raises(DeviceError, match=r"w8a8_int8 is for the CPU's .* cuda \(Fake GPU\): leave it off, or"):
+    with pytest.raises(ConfigError, match=r"w8a8_int8 is computed by the Rust hand on a CPU, .*: leave it off"):
         runner_on_it("llama", load=False, quantization="w8a8_int8")
 
 

@@ -23,8 +23,7 @@ from tests.hand.support import PlanBuilder, Sampling, runner_of
 
 @pytest.mark.parametrize("device", ["cpu", "deferred"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3-moe", "deepseek-v3"])
-def test_tokens_are_those_without_drafts(family: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FOREBAY_KERNELS", "torch")
+def test_tokens_are_those_without_drafts(family: str, device: str) -> None:
     check_drafts(lambda: runner_of(model_of(family), device=device, max_running_requests=40))
 
 
@@ -41,14 +40,6 @@ def test_drafts_in_steps_of_a_gpu(family: str, graph_rows: int, monkeypatch: pyt
         return runner
 
     check_drafts(make)
-
-
-def test_compiled_kernels_verify_none() -> None:
-    streams = Streams(runner_of(model_of("llama"), device="cpu"), Sampling())
-    assert streams.runner.facts()["verifies_drafts"] is False
-    streams.prompts()
-    with pytest.raises(PlanError, match="a hand that verifies none"):
-        streams.go_on([5])
 
 
 def test_rows_without_room_give_one_token() -> None:

@@ -80,15 +80,6 @@ def test_one_rank_takes_what_was_planned(family: str, dtype: str) -> None:
         assert [told(ModelRunner(RunnerConfig.from_dict(config)).facts())] == planned(config)
 
 
-def test_codes_take_what_was_planned() -> None:
-    config = config_of("qwen3", max_total_tokens=None, slots=2000, page_size=16, kv_cache_dtype="int8")
-    with patch.object(cpu, "host_available", lambda: FREE):
-        taken = told(ModelRunner(RunnerConfig.from_dict(config)).facts())
-    assert [taken] == planned(config)
-    (plain,) = planned({**config, "kv_cache_dtype": None})
-    assert plain.page_bytes * 17 == taken.page_bytes * 64
-
-
 def test_the_rank_with_the_most_weights_decides_about_all_pages() -> None:
     # A vocabulary of 131 is divided into 66 and 65.
     first, second = planned(config_of("llama", max_total_tokens=None, slots=2000), 2)
@@ -110,7 +101,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, int, str]] = [
     ("llama", {}, 3, FREE, "4 query heads can't be split over 3 ranks"),
     ("llama", GROUP, 2, FREE, "no experts that ranks could share"),
     ("llama", {"max_total_tokens": None}, 2, 1000, "no memory for a single page"),
-    ("llama", {"quantization": "w8a8_int8"}, 1, FREE, "quantised at the start is not planned"),
+    ("llama", {"quantization": "fp8"}, 1, FREE, "quantised at the start is not planned"),
 ]
 
 

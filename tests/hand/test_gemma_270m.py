@@ -159,11 +159,7 @@ def test_the_hand_in_rust_has_the_tokens_of_transformers(tmp_path: Path, path: P
     check(path, requests, atol=2e-3)
 
 
-@pytest.mark.parametrize("kernels", ["torch", "native"])
-def test_pytorchs_hand_has_the_tokens_of_transformers(
-    path: Path, kernels: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FOREBAY_KERNELS", kernels)
+def test_pytorchs_hand_has_the_tokens_of_transformers(path: Path) -> None:
     requests = asked(path)
     MiniBrain(torch_runner(exact(path, quantization=None, threads=2))).serve(requests, 97)
     check(path, requests, atol=2e-3)

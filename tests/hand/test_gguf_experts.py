@@ -175,11 +175,7 @@ def test_a_matrix_in_both_forms_is_read_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", sorted(MODELS.keys() - {"glm4-moe-lite"}))
-def test_quantised_files_have_the_logits_of_their_dequantised_weights(
-    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The compiled kernels keep blocks.
-    monkeypatch.setenv("FOREBAY_KERNELS", "torch")
+def test_quantised_files_have_the_logits_of_their_dequantised_weights(tmp_path: Path, family: str) -> None:
     model = model_of(family)
     runner = loaded(write(tmp_path / "m.gguf", model, Form(kind=Q8_0)), tmp_path)
     reference = runner_of(model)

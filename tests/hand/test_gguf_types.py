@@ -11,10 +11,9 @@ import pytest
 from gguf.quants import dequantize
 
 from benchmarks.described import described
-from forebay.weights.quantization import COMPUTED_AS
 from tests.hand.support import MiniBrain, Request, Sampling
 from tests.hand.test_rust_hand import brain_of, rust, settings, torch_runner
-from tests.weights.support import random_blocks, tiny_metadata, tiny_tokenizer, write_gguf
+from tests.weights.support import COMPUTED_AS, random_blocks, tiny_metadata, tiny_tokenizer, write_gguf
 
 Q = gguf.GGMLQuantizationType
 HIDDEN, INNER, VOCABULARY, COUNT = 256, 512, 258, 4
@@ -61,9 +60,7 @@ def requests() -> list[Request]:
 
 @pytest.mark.parametrize("quantization", ["none", "auto"])
 @pytest.mark.parametrize("name", TYPES)
-def test_no_type_is_refused_and_both_hands_have_the_same_numbers(
-    tmp_path: Path, name: str, quantization: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_type_is_refused_and_both_hands_have_the_same_numbers(tmp_path: Path, name: str, quantization: str) -> None:
     """Dequantised, and in blocks of a type that the compiled kernels multiply by."""
     path = written(tmp_path / "m.gguf", name)
     wanted = None if quantization == "none" else quantization
@@ -76,12 +73,11 @@ def test_no_type_is_refused_and_both_hands_have_the_same_numbers(
     assert ("computing with blocks of the file" in told) == in_blocks
     if in_blocks and COMPUTED_AS[name] != name:
         assert f"{name} as {COMPUTED_AS[name]}" in told
-    monkeypatch.setenv("FOREBAY_KERNELS", "native" if in_blocks else "torch")
-    MiniBrain(torch_runner(values), 7).serve(expected, 7)
+    MiniBrain(torch_runner({**values, "quantization": None}), 7).serve(expected, 7)
     for one, other in zip(found, expected, strict=True):
         if in_blocks:
-            # Activations are rounded to 8 bits, and one of them may be rounded the other way.
-            np.testing.assert_allclose(one.logprobs[0][1], other.logprobs[0][1], atol=0.1)
+            # Activations are rounded to 8 bits. The most likely token may be another one.
+            np.testing.assert_allclose(np.sort(one.logprobs[0][1]), np.sort(other.logprobs[0][1]), atol=0.1)
             continue
         assert one.tokens == other.tokens
         for (ids, logprobs), (wanted_ids, wanted_logprobs) in zip(one.logprobs, other.logprobs, strict=True):

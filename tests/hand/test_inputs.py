@@ -22,7 +22,7 @@ from tests.hand.support import (
 )
 
 COUNT = 10
-KERNELS = pytest.mark.parametrize("kernels", ["native", "torch", "deferred"])
+DEVICES = pytest.mark.parametrize("device", ["cpu", "deferred"])
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -62,47 +62,34 @@ def requests(offsets: list[int], every: int, kept: int = 0, family: str = "llama
     ]
 
 
-def choose(monkeypatch: pytest.MonkeyPatch, kernels: str) -> str:
-    """The device that computes with these kernels, or late."""
-    if kernels == "deferred":
-        return kernels
-    monkeypatch.setenv("FOREBAY_KERNELS", kernels)
-    return "cpu"
-
-
 def runner(family: str, device: str, dtype: torch.dtype = torch.float32) -> tuple[ModelRunner, list[int]]:
     arena, offsets = embedded(model_of(family), dtype)
     names = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
     return runner_of(model_of(family), arena, dtype=names[dtype], device=device), offsets
 
 
-@KERNELS
+@DEVICES
 @pytest.mark.parametrize("family", ["llama", "qwen3", "glm-dsa-shared"])
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 @pytest.mark.parametrize("every", [1, 2])
-def test_embeddings_of_tokens_give_what_the_tokens_give(
-    monkeypatch: pytest.MonkeyPatch, kernels: str, family: str, chunk: int, every: int
-) -> None:
-    device = choose(monkeypatch, kernels)
+def test_embeddings_of_tokens_give_what_the_tokens_give(device: str, family: str, chunk: int, every: int) -> None:
     tested, offsets = runner(family, device)
     asked = requests(offsets, every)
-    MiniBrain(tested, chunk, lookahead=kernels == "deferred").serve(asked, chunk)
+    MiniBrain(tested, chunk, lookahead=device == "deferred").serve(asked, chunk)
     assert [request.tokens for request in asked] == expected(family)
 
 
-@KERNELS
+@DEVICES
 @pytest.mark.parametrize("kept", [1, COUNT - 1])
-def test_a_replay_reads_the_same_embeddings(monkeypatch: pytest.MonkeyPatch, kernels: str, kept: int) -> None:
-    device = choose(monkeypatch, kernels)
+def test_a_replay_reads_the_same_embeddings(device: str, kept: int) -> None:
     tested, offsets = runner("llama", device)
     asked = requests(offsets, 2, kept)
-    MiniBrain(tested, kept, lookahead=kernels == "deferred").serve(asked, chunk=16)
+    MiniBrain(tested, kept, lookahead=device == "deferred").serve(asked, chunk=16)
     assert [request.tokens for request in asked] == expected("llama")
 
 
-@KERNELS
-def test_the_same_in_bfloat16(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
-    device = choose(monkeypatch, kernels)
+@DEVICES
+def test_the_same_in_bfloat16(device: str) -> None:
     given = []
     for every in (1, 100):
         tested, offsets = runner("qwen2", device, torch.bfloat16)
@@ -112,12 +99,9 @@ def test_the_same_in_bfloat16(monkeypatch: pytest.MonkeyPatch, kernels: str) -> 
     assert given[0] == given[1]
 
 
-@KERNELS
+@DEVICES
 @pytest.mark.parametrize(("offset", "message"), [(1 << 20, "of an arena of"), (66, "bytes 66")])
-def test_embeddings_that_are_not_there(
-    monkeypatch: pytest.MonkeyPatch, kernels: str, offset: int, message: str
-) -> None:
-    device = choose(monkeypatch, kernels)
+def test_embeddings_that_are_not_there(device: str, offset: int, message: str) -> None:
     tested, _ = runner("llama", device)
     builder = PlanBuilder()
     builder.slot(0, [0, 0], embeds_offset=offset)

@@ -175,11 +175,11 @@ def test_two_ranks_give_what_one_gives(ranks: RankGroups, tmp_path: Path) -> Non
     [
         ("qwen3", {"attention_backend": None}, "needs the attention backend triton, and torch is in use"),
         ("qwen3", {"attention_backend": "torch"}, "leave --attention-backend off"),
-        ("qwen3", {"device": "cpu", "attention_backend": None}, "the device is cpu: use int8, or leave it off"),
+        ("qwen3", {"device": "cpu", "attention_backend": None}, "the device is cpu: leave it off"),
         ("deepseek-v3", {}, "DeepseekV3ForCausalLM has latent rows: leave it off"),
         ("glm-dsa", {}, "has latent rows"),
-        ("qwen3", {"kv_cache_dtype": "fp8_e5m2"}, "'fp8_e5m2' is not supported: use null or int8 or fp8_e4m3"),
-        ("qwen3", {"kv_cache_dtype": "int8"}, "the device is deferred: use fp8_e4m3, or leave it off"),
+        ("qwen3", {"kv_cache_dtype": "fp8_e5m2"}, "'fp8_e5m2' is not supported: use null or fp8_e4m3"),
+        ("qwen3", {"kv_cache_dtype": "int8"}, "int8 is for the Rust hand on a CPU"),
     ],
 )
 def test_what_can_not_have_8_bit_floats_says_so(family: str, changes: dict[str, Any], message: str) -> None:

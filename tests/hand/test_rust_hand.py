@@ -23,7 +23,7 @@ from transformers import BertConfig, BertForSequenceClassification, BertModel
 
 from benchmarks.described import described, handshake_model
 from forebay.protocol.connection import Connection
-from forebay.protocol.constants import FLAG_POOL
+from forebay.protocol.constants import FLAG_POOL, ROW_NOT_FINITE, ROW_OK
 from forebay.protocol.frames import Kind, encode_json
 from forebay.protocol.masks import INLINE, Masks
 from forebay.protocol.plan import Plan
@@ -31,7 +31,7 @@ from forebay.protocol.result import StepResult
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
 from forebay.weights.pooling import Pooling
-from tests.hand.gguf_models import Form, write
+from tests.hand.gguf_models import MIXED, WITHOUT_KERNELS, Form, tiny, write
 from tests.hand.late_masks import PATTERN, PATTERNS, Late, Step, check_drafted, check_late
 from tests.hand.process import spawn
 from tests.hand.support import (
@@ -49,13 +49,11 @@ from tests.hand.support import (
 from tests.hand.test_gguf_experts import MODELS
 from tests.hand.test_pooling import BERT
 from tests.hand.test_pooling import random_model as random_encoder
-from tests.hand.test_quantised import MIXED, WITHOUT_KERNELS, tiny
 
 VOCABULARY = 131
 Q = gguf.GGMLQuantizationType
 TIMEOUT_S = 120.0
 ARENA_BYTES = 1 << 20
-LIMIT = 1 << 30
 
 
 @dataclass
@@ -119,7 +117,9 @@ def rust(
         while (frame := connection.recv()) is not None and frame.kind != Kind.READY:
             assert frame.kind in (Kind.HELLO, Kind.PROGRESS), frame.json()
         assert frame is not None, (folder / "stderr").read_text()
-        yield RustRunner(connection, RunnerConfig.from_dict(values), frame.json(), arena, pid)
+        # The other hand has no quantised products, and no codes of keys and values.
+        plain = RunnerConfig.from_dict({**values, "quantization": None, "kv_cache_dtype": None})
+        yield RustRunner(connection, plain, frame.json(), arena, pid)
     finally:
         ours.close()
         os.close(arena)
@@ -205,6 +205,17 @@ def check(rust_: Sequence[Request], torch_: Sequence[Request], atol: float = 2e-
             np.testing.assert_allclose(values, wanted, atol=atol)
 
 
+def check_near(rust_: Sequence[Request], torch_: Sequence[Request]) -> None:
+    """Of bfloat16: the two round at different places, so the bound is on the typical difference."""
+    pairs = [
+        (float(ours[2][0]), float(theirs[2][0]))
+        for one, other in zip(rust_, torch_, strict=True)
+        for ours, theirs in zip(one.of_prompt, other.of_prompt, strict=True)
+    ]
+    found, wanted = np.array(pairs).T
+    assert np.sqrt(np.square(found - wanted).mean()) < 0.1 * max(1.0, float(wanted.std()))
+
+
 PARITY = [
     "llama",
     "llama-untied-biases",
@@ -232,27 +243,68 @@ PARITY = [
 
 
 @pytest.mark.parametrize("family", PARITY)
-@pytest.mark.parametrize(("dtype", "quantization"), [("float32", None), ("bfloat16", None), ("bfloat16", "w8a8_int8")])
-def test_both_hands_give_the_same_tokens(tmp_path: Path, family: str, dtype: str, quantization: str | None) -> None:
-    values = settings(in_safetensors(tmp_path, family), dtype=dtype, quantization=quantization)
-    if quantization is not None and family == "llama-head-dim":
-        values["model"] = in_safetensors(tmp_path, "llama-mha")
-    elif quantization is not None and family in ("qwen3-moe-plain", "qwen3-moe-some-dense", "glm4-moe-bias"):
-        pytest.skip("experts of 24 elements")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_both_hands_give_the_same_tokens(tmp_path: Path, family: str, dtype: str) -> None:
+    values = settings(in_safetensors(tmp_path, family), dtype=dtype)
     with rust(tmp_path, values) as runner:
         found = served(runner, 17)
-    check(found, served(torch_runner(values), 17))
+    expected = served(torch_runner(values), 17)
+    if dtype == "float32":
+        check(found, expected)
+    else:
+        check_near(found, expected)
+
+
+@pytest.mark.parametrize("page_size", [8, 16])
+@pytest.mark.parametrize("family", ["llama", "glm4-moe"])
+def test_both_hands_give_the_same_tokens_at_every_level(
+    tmp_path: Path, family: str, page_size: int, instructions: str
+) -> None:
+    """Keys and values lie in the order that the kernels read, or cannot."""
+    for dtype in ("float32", "bfloat16"):
+        values = settings(in_safetensors(tmp_path, family), dtype=dtype, page_size=page_size)
+        with rust(tmp_path, values) as runner:
+            found = served(runner, 17)
+        expected = served(torch_runner(values), 17)
+        if dtype == "float32":
+            check(found, expected)
+        else:
+            check_near(found, expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_both_hands_keep_the_same_codes(tmp_path: Path, dtype: str) -> None:
-    values = settings(in_safetensors(tmp_path, "qwen3"), dtype=dtype, kv_cache_dtype="int8")
-    with rust(tmp_path, values) as runner:
-        found, page_bytes = served(runner, 17), runner.facts["page_bytes"]
-    torch_ = torch_runner(values)
-    # Angles differ in their last bits, and so a number that is halfway between two codes gets another one.
-    check(found, served(torch_, 17), atol=2e-3)
-    assert page_bytes == torch_.kv.page_bytes
+def test_a_long_row_that_threads_share_gets_the_bits_of_its_prompt(tmp_path: Path, dtype: str) -> None:
+    model = in_safetensors(tmp_path, "llama")
+    # Two whole spans of attention, and a part of one.
+    prompt = np.random.default_rng(6).integers(0, VOCABULARY, 1300).tolist()
+    found = []
+    for threads, chunk in ((1, 1300), (2, 433), (3, 1299)):
+        sizes = {"context_length": 1408, "chunked_prefill_size": 1408, "threads": threads}
+        with rust(tmp_path, settings(model, dtype=dtype, **sizes)) as runner:
+            request = Request(prompt, 3, Sampling(logprobs=5))
+            brain_of(runner).serve([request], chunk)
+        found.append([request])
+    for other in found[1:]:
+        check(found[0], other, atol=0)
+
+
+def test_a_row_that_is_not_finite_is_told_and_keeps_to_itself(tmp_path: Path) -> None:
+    model = in_safetensors(tmp_path, "llama-untied-biases")
+    path = Path(model["files"][0])
+    tensors = load_file(path)
+    tensors["model.embed_tokens.weight"][7] = torch.nan
+    # All logits are equal: the first wins.
+    tensors["lm_head.weight"][:] = tensors["lm_head.weight"][3]
+    save_file(tensors, path)
+    builder = PlanBuilder(1)
+    for slot, prompt in enumerate([[3, 7, 5], [3, 4, 5]]):
+        builder.slot(slot, prompt)
+        builder.page_writes.append((slot, 0, slot))
+        builder.row(slot, 0, 3)
+    with rust(tmp_path, settings(model)) as runner:
+        result = runner.step(builder.build())
+    assert result.row_errors.tolist() == [ROW_NOT_FINITE, ROW_OK]
+    assert result.tokens.tolist()[1] == 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -265,17 +317,20 @@ def test_both_hands_keep_the_same_codes(tmp_path: Path, dtype: str) -> None:
         *(pytest.param(family, marks=pytest.mark.slow) for family in ("glm4-moe-air", "gemma2")),
     ],
 )
-@pytest.mark.parametrize("kind", ["plain", "int8", "Q4_0"])
+@pytest.mark.parametrize("kind", ["plain", "int8", "Q4_0", "codes"])
 def test_a_request_gets_the_same_bits_in_any_company(tmp_path: Path, kind: str, family: str, dtype: str) -> None:
     if kind == "Q4_0":
         path = write(tmp_path / "model.gguf", random_model(*MODELS[family]), Form(kind=Q.Q4_0))
         model = described(path, tmp_path / "cache")
     else:
         model = in_safetensors(tmp_path, family)
-    quantization = "w8a8_int8" if kind == "int8" else None
+    changes: dict[str, Any] = {
+        "int8": {"quantization": "w8a8_int8"},
+        "codes": {"kv_cache_dtype": "int8"},
+    }.get(kind, {})
     found = []
     for threads, chunk, together in ((1, 1 << 10, 1), (2, 17, 20), (3, 5, 7)):
-        with rust(tmp_path, settings(model, dtype=dtype, quantization=quantization, threads=threads)) as runner:
+        with rust(tmp_path, settings(model, dtype=dtype, threads=threads, **changes)) as runner:
             asked, brain = requests(), brain_of(runner)
             for first in range(0, len(asked), together):
                 brain.serve(asked[first : first + together], chunk)
@@ -305,54 +360,40 @@ def test_log_probabilities_are_those_of_transformers(tmp_path: Path, family: str
     assert asked.tokens == [int(expected[-1].argmax())]
 
 
-@pytest.mark.parametrize("quantization", [None, "auto", "gguf"])
 @pytest.mark.parametrize(
     ("types", "architecture", "tied"),
     [
         ({"": Q.Q8_0}, "llama", True),
         ({"": Q.Q4_0}, "llama", False),
-        ({"": Q.Q5_0}, "llama", True),
         (MIXED, "qwen2", True),
-        (WITHOUT_KERNELS, "llama", True),
         (WITHOUT_KERNELS, "qwen3", False),
     ],
-    ids=["q8_0", "q4_0", "q5_0", "mixed", "without-kernels", "without-kernels-qwen3"],
+    ids=["q8_0", "q4_0", "mixed", "without-kernels"],
 )
 def test_files_of_gguf_are_the_same_to_both(
-    tmp_path: Path, types: dict[str, Any], architecture: str, tied: bool, quantization: str | None
+    tmp_path: Path, types: dict[str, Any], architecture: str, tied: bool
 ) -> None:
+    """Multiplied out; tests/hand/test_quantised.py has their blocks."""
     model = in_gguf(tmp_path, {"": Q.Q4_1, **types}, architecture, tied)
-    values = settings(model, dtype="bfloat16", quantization=quantization)
+    values = settings(model)
     vocabulary = model["config"]["vocab_size"]
     with rust(tmp_path, values) as runner:
         found = served(runner, 23, vocabulary)
     check(found, served(torch_runner(values), 23, vocabulary))
 
 
-@pytest.mark.parametrize("quantization", [None, "gguf", "w8a8_int8"])
-@pytest.mark.parametrize(
-    "kind", ["Q8_0", "Q4_0", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("F16", "Q4_1", "Q5_0"))]
-)
-@pytest.mark.parametrize("family", ["qwen3-moe", "glm4-moe", "glm4-moe-air", "gemma2", "gemma3"])
-def test_files_of_gguf_with_experts_are_the_same_to_both(
-    tmp_path: Path, family: str, kind: str, quantization: str | None
-) -> None:
-    if kind == "F16" and quantization == "gguf":
-        pytest.skip("no blocks")
-    form = Form(kind=getattr(Q, kind), fused=kind == "Q4_1")
-    path = write(tmp_path / "model.gguf", random_model(*MODELS[family]), form)
-    model = described(path, tmp_path / "cache")
-    values = settings(model, dtype="bfloat16", quantization=quantization)
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", pytest.param("Q5_0", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["qwen3-moe", "gemma2", "gemma3"])
+def test_files_of_gguf_of_more_families_are_the_same_to_both(tmp_path: Path, family: str, kind: str) -> None:
+    if kind != "F16" and "moe" in family:
+        pytest.skip("experts stay in their blocks")
+    form = Form(kind=getattr(Q, kind), fused=kind == "F16")
+    values = settings(
+        described(write(tmp_path / "model.gguf", random_model(*MODELS[family]), form), tmp_path / "cache")
+    )
     with rust(tmp_path, values) as runner:
         found = served(runner, 23)
-        weight_bytes = runner.facts["weight_bytes"]
-    expected = torch_runner(values)
-    check(found, served(expected, 23))
-    assert weight_bytes == expected.facts()["weight_bytes"]
-    told = (tmp_path / "stderr").read_text()
-    # Experts always stay in their blocks, and other matrices where it is asked for.
-    stays = quantization == "gguf" or "moe" in family
-    assert ("computing with blocks of the file" in told) == (stays and kind != "F16")
+    check(found, served(torch_runner(values), 23))
 
 
 def vectors(runner: Any, lengths: Sequence[int]) -> npt.NDArray[np.float32]:
@@ -378,11 +419,9 @@ def vectors(runner: Any, lengths: Sequence[int]) -> npt.NDArray[np.float32]:
 
 
 @pytest.mark.parametrize("how", ["last", "causal_mean"])
-@pytest.mark.parametrize(("dtype", "quantization"), [("float32", None), ("bfloat16", None), ("bfloat16", "w8a8_int8")])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "llama-untied-biases", "qwen3", "without-a-head"])
-def test_both_hands_give_the_same_vectors(
-    tmp_path: Path, family: str, dtype: str, quantization: str | None, how: str
-) -> None:
+def test_both_hands_give_the_same_vectors(tmp_path: Path, family: str, dtype: str, how: str) -> None:
     headless = family == "without-a-head"
     model = in_safetensors(tmp_path, "qwen3" if headless else family)
     if headless:
@@ -394,7 +433,7 @@ def test_both_hands_give_the_same_vectors(
         model["config"]["architectures"] = ["Qwen3Model"]
     pooled = Pooling("embed", how, 64, normalize=True, function="identity", max_length=None).to_dict()
     model = handshake_model(model["config"], model["files"], pooling=pooled)
-    values = settings(model, dtype=dtype, quantization=quantization)
+    values = settings(model, dtype=dtype)
     lengths = [2, 30, 7, 96, 63, 3]
     with rust(tmp_path, values) as runner:
         found = vectors(runner, lengths)
@@ -403,10 +442,8 @@ def test_both_hands_give_the_same_vectors(
 
 
 @pytest.mark.parametrize("how", ["mean", "cls", "score"])
-@pytest.mark.parametrize(("dtype", "quantization"), [("float32", None), ("bfloat16", None), ("bfloat16", "w8a8_int8")])
-def test_both_hands_give_the_same_vectors_of_encoders(
-    tmp_path: Path, dtype: str, quantization: str | None, how: str
-) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_both_hands_give_the_same_vectors_of_encoders(tmp_path: Path, dtype: str, how: str) -> None:
     scores = how == "score"
     kind = BertForSequenceClassification if scores else BertModel
     model = random_encoder(kind, BertConfig(**BERT | {"hidden_size": 64, "num_labels": 1}))
@@ -421,7 +458,7 @@ def test_both_hands_give_the_same_vectors_of_encoders(
     )
     config = hf_config(model.config, kind.__name__)
     model_ = handshake_model(config, [path], pooling=pooled.to_dict())
-    values = settings(model_, dtype=dtype, quantization=quantization, context_length=96)
+    values = settings(model_, dtype=dtype, context_length=96)
     random = np.random.default_rng(6)
     lengths, segments = [7, 1, 96, 2, 31], [3, 0, 40, 0, 1]
 
@@ -520,43 +557,6 @@ def test_masked_rows_give_the_tokens_without_drafts(tmp_path: Path, late: Late) 
 
         saved = check_drafted(step_of, late)
         assert saved > 0 or late is not never
-
-
-def test_each_hand_reads_what_the_other_has_kept(tmp_path: Path) -> None:
-    for first in ("rust", "torch"):
-        folder = tmp_path / first
-        folder.mkdir()
-        model = {**in_safetensors(folder, "qwen2-tied"), "cache": str(folder / "cache")}
-        values = settings(model, dtype="bfloat16", weight_cache_bytes=LIMIT)
-        packed = folder / "cache" / "packed"
-
-        def kept(packed: Path = packed) -> dict[str, int]:
-            names = [path for path in packed.iterdir() if not path.name.startswith(".")] if packed.exists() else []
-            return {path.name: path.stat().st_ino for path in names}
-
-        def with_rust(values: dict[str, Any] = values, folder: Path = folder) -> list[Request]:
-            with rust(folder, values) as runner:
-                found = served(runner, 19)
-                for _ in range(100):
-                    if kept():
-                        break
-                    signal.sigtimedwait([], 0.05)
-            assert (folder / "stderr").read_text() == ""
-            return found
-
-        def with_torch(values: dict[str, Any] = values) -> list[Request]:
-            runner = torch_runner(values)
-            thread = runner.keep_weights()
-            if thread is not None:
-                thread.join(60)
-            return served(runner, 19)
-
-        one = with_rust() if first == "rust" else with_torch()
-        files = kept()
-        assert len(files) == 1
-        other = with_torch() if first == "rust" else with_rust()
-        check(one, other)
-        assert kept() == files, "one name, and nobody wrote it again"
 
 
 def test_draws_are_the_same(tmp_path: Path) -> None:

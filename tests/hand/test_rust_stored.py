@@ -15,7 +15,9 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from benchmarks.described import handshake_model
+from forebay.state.config import RunnerConfig
 from forebay.weights.errors import ModelError
+from forebay.weights.load import iter_weights
 from tests.hand.loading import memory_of
 from tests.hand.named_models import NAMED
 from tests.hand.stored_models import Format, Weights, awq, fp8_blocks, gptq, pack_quantized, quantised
@@ -29,9 +31,9 @@ SIZE = int(os.environ.get("FOREBAY_LOAD_MIB", "300"))
 ATOL = 1e-4
 
 
-def kept_by(folder: Path, values: dict[str, Any], hand: str) -> dict[str, dict[str, Any]]:
-    """The files of packed weights that a hand leaves in a cache of its own, by name, each with its tensors by name."""
-    cache = folder / f"cache-{hand}"
+def kept(folder: Path, values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The files of packed weights that a hand leaves in a cache in `folder`, by name, each with its tensors by name."""
+    cache = folder / "cache"
     values = {**values, "model": {**values["model"], "cache": str(cache)}, "weight_cache_bytes": LIMIT}
 
     def found() -> dict[str, dict[str, Any]]:
@@ -39,11 +41,6 @@ def kept_by(folder: Path, values: dict[str, Any], hand: str) -> dict[str, dict[s
         files = [path for path in packed.iterdir() if not path.name.startswith(".")] if packed.exists() else []
         return {path.name: dict(deserialize(path.read_bytes())) for path in files}
 
-    if hand == "torch":
-        thread = torch_runner(values).keep_weights()
-        assert thread is not None
-        thread.join(60)
-        return found()
     with rust(folder, values):
         for _ in range(200):
             if found():
@@ -54,11 +51,18 @@ def kept_by(folder: Path, values: dict[str, Any], hand: str) -> dict[str, dict[s
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_both_hands_keep_the_same_numbers_to_the_bit(tmp_path: Path, name: str, dtype: str) -> None:
-    """Weights on disk are all that is computed with. Their names are the same too: each hand reads the other's."""
-    values = settings(quantised(tmp_path / "model", reference_model("qwen2"), FORMATS[name]), dtype=dtype)
-    ours, theirs = (kept_by(tmp_path, values, hand) for hand in ("rust", "torch"))
-    assert len(ours) == 1
+def test_numbers_are_those_of_pytorchs_hand_to_the_bit(tmp_path: Path, name: str, dtype: str) -> None:
+    """Weights on disk are all that is computed with. A plain checkpoint has what PyTorch's hand reads."""
+    model = quantised(tmp_path / "model", reference_model("qwen2"), FORMATS[name])
+    values = settings(model, dtype=dtype)
+    config = {key: value for key, value in model["config"].items() if key != "quantization_config"}
+    read = dict(iter_weights(values["model"], RunnerConfig.from_dict(values).model_config))
+    path = tmp_path / "plain" / "model.safetensors"
+    path.parent.mkdir()
+    save_file({name: tensor.float().contiguous() for name, tensor in read.items()}, path)
+    (tmp_path / "ours").mkdir()
+    (ours,) = kept(tmp_path / "ours", values).values()
+    (theirs,) = kept(path.parent, settings(handshake_model(config, [str(path)]), dtype=dtype)).values()
     assert ours == theirs
 
 
@@ -75,7 +79,7 @@ def test_kept_weights_of_other_forms_have_other_names(tmp_path: Path) -> None:
     for number, described in enumerate((one, other, plain)):
         folder = tmp_path / str(number)
         folder.mkdir()
-        of_one = kept_by(folder, settings(described), "rust")
+        of_one = kept(folder, settings(described))
         assert len(of_one) == 1
         assert not of_one.keys() & found.keys()
         found |= of_one
@@ -88,13 +92,12 @@ def greedy(runner: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_tokens_are_those_of_pytorchs_hand(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_those_of_pytorchs_hand(name: str, tmp_path: Path) -> None:
     model = reference_model("qwen2")
     values = settings(quantised(tmp_path / "model", model, FORMATS[name]))
     with rust(tmp_path, values) as runner:
         assert greedy(runner) == greedy_reference(model, PROMPT, COUNT)[0]
         found = served(runner, 17)
-    monkeypatch.setenv("FOREBAY_KERNELS", "torch")
     check(found, served(torch_runner(values), 17), ATOL)
 
 

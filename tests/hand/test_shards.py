@@ -52,7 +52,7 @@ def check(model: dict[str, Any], world: int, expert_parallel: bool = False) -> N
     for rank in range(world):
         runner = runner_of(model, rank, world, expert_parallel)
         cuts, names = runner.model.params.cuts, set()
-        for name, tensor in iter_weights(model, runner.model_config, None, cuts):
+        for name, tensor in iter_weights(model, runner.model_config, cuts):
             names.add(name)
             cut = cuts.parts.get(name)
             places = () if cut is None else cut.places

@@ -151,7 +151,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("qwen3-moe", {"num_experts": 7}, {}, "7 experts can't be divided among 2 ranks: use 1"),
     ("qwen3-moe", {}, {"expert_parallel": False}, "experts must be split by rank"),
     ("qwen3-moe", {}, {"host_ratio": 2.0}, "a host tier is for one rank"),
-    ("qwen3-moe", {}, {"quantization": "w8a8_int8"}, "needs the compiled kernels of one rank"),
+    ("qwen3-moe", {}, {"quantization": "w8a8_int8"}, "computed by the Rust hand"),
     ("deepseek-v32", {}, {}, "chooses positions by an index"),
 ]
 

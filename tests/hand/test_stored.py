@@ -12,7 +12,6 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from forebay.compute.paged import PagedSteps
-from forebay.device import DeviceError
 from forebay.gpu import reference
 from forebay.gpu.choose import VARIABLE
 from forebay.gpu.interface import Kernels
@@ -21,7 +20,7 @@ from forebay.layers.attention import Attention
 from forebay.layers.mlp import DenseFeed
 from forebay.layers.moe import MixtureOfExperts
 from forebay.runner.runner import ModelRunner
-from forebay.state.config import RunnerConfig
+from forebay.state.config import ConfigError, RunnerConfig
 from forebay.weights.errors import ModelError
 from tests.gpu.checks.codes import Codes, Shape
 from tests.hand.named_models import NAMED
@@ -207,13 +206,10 @@ def test_a_flag_that_names_the_checkpoint_changes_nothing(device: str, tmp_path:
         hand(checkpoint, device, quantization="awq")
 
 
-def test_integers_are_made_of_a_checkpoint_in_4_bits(tmp_path: Path) -> None:
-    model = reference_model("llama")
-    runner = hand(quantised(tmp_path, model, awq(32)), "cpu", quantization="w8a8_int8", page_size=16)
-    found, expected = logits_of(runner), logits_of(runner_of(model))
-    assert 0 < (found - expected).abs().mean() < 0.1 * expected.abs().mean()
-    with pytest.raises(DeviceError, match="w8a8_int8 is for the CPU's compiled kernels"):
-        hand(quantised(tmp_path / "other", model, awq(32)), "deferred", quantization="w8a8_int8")
+@DEVICES
+def test_integers_are_made_by_the_rust_hand(device: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="w8a8_int8 is computed by the Rust hand on a CPU"):
+        hand(quantised(tmp_path, reference_model("llama"), awq(32)), device, quantization="w8a8_int8")
 
 
 @pytest.mark.parametrize("name", ["blocks", "channels", "gptq desc_act", "packed"])

@@ -43,6 +43,16 @@ SCALES: dict[str, tuple[int, ...]] = {
 """Where the blocks of a type have scales of half precision."""
 
 
+COMPUTED_AS = {
+    **{kind: kind for kind in ("Q8_0", "Q4_0", "Q4_1", "MXFP4", "IQ4_NL")},
+    "Q4_K": "Q4_1",
+    "IQ4_XS": "IQ4_NL",
+    **dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q2_K", "Q3_K"), "Q8_0"),
+    **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"), "Q8_0"),
+}
+"""GGUF's types, and the type with kernels in which the hand in Rust computes each."""
+
+
 def random_blocks(name: str, count: int, random: np.random.Generator, spread: float = 0.1) -> np.ndarray:
     """Blocks [count, bytes] of a GGUF type: random bytes, and scales that are numbers of this size."""
     _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]

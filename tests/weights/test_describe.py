@@ -11,7 +11,6 @@ import pytest
 
 from benchmarks.described import described, refused
 from forebay.weights.cache import atomic_file, cache_directory
-from forebay.weights.config import config_of
 from forebay.weights.errors import ModelError
 from forebay.weights.load import weight_shapes
 from tests.weights.support import (
@@ -64,7 +63,7 @@ def test_a_gguf_file_and_a_directory_with_one(tmp_path: Path) -> None:
     assert (found["vocab_size"], found["context_length"]) == (258, 128)
     assert found["chat_template"] is None
     assert Path(found["tokenizer"]).is_relative_to(cache)
-    assert len(weight_shapes(found, config_of(found["shape"]))) == 20
+    assert len(weight_shapes(found)) == 20
     assert found["cache"] == str(cache)
     assert described(path.parent, cache) == found | {"name": "m"}
 
@@ -99,7 +98,7 @@ def test_a_split_gguf_file(tmp_path: Path) -> None:
     for start in (parts[1], tmp_path):
         found = described(start, tmp_path / "cache")
         assert found["files"] == [str(part) for part in parts]
-        assert len(weight_shapes(found, config_of(found["shape"]))) == len(names)
+        assert len(weight_shapes(found)) == len(names)
     parts[2].unlink()
     with pytest.raises(ModelError, match=r"lacks m-00003-of-00003\.gguf"):
         described(parts[0], tmp_path / "cache")

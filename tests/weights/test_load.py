@@ -24,7 +24,7 @@ def test_every_weight_comes_once(tmp_path: Path, shards: int) -> None:
     expected = dict(iter_weights(whole, config))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert len(weight_shapes(model, config)) == len(expected) == 6
+    assert len(weight_shapes(model)) == len(expected) == 6
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -37,7 +37,7 @@ def test_what_the_model_has_anyway_is_left_out(tmp_path: Path, tied: bool) -> No
     config = config_of(model["shape"])
     found = dict(iter_weights(model, config))
     assert found.keys() == kept | (set() if tied else {"lm_head.weight"})
-    assert len(weight_shapes(model, config)) == len(found)
+    assert len(weight_shapes(model)) == len(found)
     assert found["model.norm.weight"].dtype == torch.bfloat16
 
 
@@ -52,7 +52,7 @@ def test_the_index_says_which_tensors_count(tmp_path: Path) -> None:
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
         model = handshake_model(tiny_config(), files)
         config = config_of(model["shape"])
-        assert set(weight_shapes(model, config)) == {name for name, _ in iter_weights(model, config)}
+        assert set(weight_shapes(model)) == {name for name, _ in iter_weights(model, config)}
         return {name: float(tensor[0]) for name, tensor in iter_weights(model, config)}
 
     assert found({"x": "b", "y": "a"}) == {"x": 4.0, "y": 2.0}
@@ -67,7 +67,7 @@ def test_a_tied_pair_may_have_the_name_of_the_head(tmp_path: Path) -> None:
     config = config_of(model["shape"])
     found = dict(iter_weights(model, config))
     assert {name: float(tensor.sum()) for name, tensor in found.items()} == {"model.embed_tokens.weight": 28.0}
-    assert weight_shapes(model, config) == {"model.embed_tokens.weight": (2, 2)}
+    assert weight_shapes(model) == {"model.embed_tokens.weight": (2, 2)}
     untied = handshake_model(tiny_config() | {"tie_word_embeddings": False}, [path])
     assert dict(iter_weights(untied, config_of(untied["shape"]))).keys() == {"lm_head.weight"}
 

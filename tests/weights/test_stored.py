@@ -59,7 +59,6 @@ def test_a_flag_says_what_the_checkpoint_is() -> None:
         ("awq", awq, True),
         ("gptq", awq, False),
         ("gptq", None, False),
-        ("w8a8_int8", awq, True),
     ]:
         assert (why_not_stored(flag, given_) is None) == fits
 

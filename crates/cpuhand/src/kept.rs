@@ -1,12 +1,11 @@
-//! Packed weights, kept from one start to the next: the conditions, and the names. The hand in
-//! Python has the same files.
+//! Packed weights, kept from one start to the next: the conditions, and the names.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use forebay_kernels::{Threads, build};
 use forebay_protocol::HandConfig;
-use forebay_weights::{Entry, PackedFile, content_key, python_json};
+use forebay_weights::{Entry, PackedFile, content_key};
 use rustix::process::nice;
 use serde_json::{Map, Value, json};
 
@@ -94,7 +93,7 @@ impl Kept {
             plan.entries().into_iter().map(|(name, entry)| (name.to_owned(), entry)).collect();
         let stored = json!(plan.formats().stored);
         let mut notes = Map::new();
-        notes.insert("stored".into(), python_json(&stored, false).into());
+        notes.insert("stored".into(), stored.to_string().into());
         let write = move || {
             // Of this thread only, as Linux has it: steps come first.
             let _ = nice(LOWEST_PRIORITY);

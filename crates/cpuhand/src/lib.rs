@@ -1,9 +1,8 @@
 //! A hand for CPUs, in Rust: one process, its memory and the compiled kernels.
 //!
-//! It speaks the step protocol like `python -m forebay.worker` (`docs/protocol.md`). It computes
-//! with the same kernels in the same order, so both give the same tokens. [`serves`] has the list
-//! of the features that it lacks. The hand in Python is the reference and serves everything else.
-//! It knows no requests.
+//! It speaks the step protocol like `python -m forebay.worker` (`docs/protocol.md`). [`serves`] has
+//! the list of the features that it lacks. The hand in Python is the reference and serves
+//! everything else. It knows no requests.
 
 mod adapters;
 mod blocks;
@@ -15,6 +14,7 @@ mod drafts;
 mod draw;
 mod encoder;
 mod exponential;
+mod footprint;
 mod host;
 mod kept;
 mod load;
@@ -30,5 +30,6 @@ mod states;
 mod step;
 mod tables;
 
+pub use footprint::{Footprint, footprint};
 pub use process::main;
 pub use serves::{Asked, serves, why_no_codes, why_not_stored};

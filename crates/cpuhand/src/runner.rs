@@ -57,7 +57,7 @@ impl From<Unfit> for HandError {
 }
 
 /// Bytes of an input of a convolution among the states, which are 32-bit numbers.
-const STATE_ELEMENT: usize = 4;
+pub(crate) const STATE_ELEMENT: usize = 4;
 
 /// A callback with the number of loaded weights and their total.
 pub(crate) type Report<'a> = &'a (dyn Fn(usize, usize) + Sync);
@@ -143,16 +143,15 @@ impl Runner {
         host: Option<HostFiles>,
         report: Report<'_>,
     ) -> Result<Loaded, HandError> {
-        let kernels = std::env::var("FOREBAY_KERNELS").ok();
         let model = shape(config)?;
-        let asked = Asked::of(config, &model, kernels.as_deref());
+        let asked = Asked::of(config, &model);
         serves(&asked).map_err(|error| match error {
             ModelError::Elsewhere(what) => {
                 HandError::Config(format!("the Rust hand does not have {what}"))
             }
             error => error.into(),
         })?;
-        limit_kernels(kernels.as_deref())?;
+        limit_kernels()?;
         check(config)?;
         let pooling = asked.pooling;
         let machine = Machine::here();
@@ -335,14 +334,13 @@ pub(crate) fn numbers(
 }
 
 /// Limits the kernels to the instructions that `FOREBAY_KERNELS` names.
-fn limit_kernels(wanted: Option<&str>) -> Result<(), HandError> {
-    let Some(level) = wanted.filter(|&level| level != "native") else { return Ok(()) };
-    let known = CString::new(level).is_ok_and(|level| limit(&level));
-    if known {
+fn limit_kernels() -> Result<(), HandError> {
+    let Ok(level) = std::env::var("FOREBAY_KERNELS") else { return Ok(()) };
+    if limit(&level) {
         return Ok(());
     }
     Err(HandError::Config(format!(
-        "FOREBAY_KERNELS is {level:?}, which this kind of processor does not have"
+        "FOREBAY_KERNELS is {level:?}, which this kind of processor does not have: leave it off, or use --hand torch for PyTorch's operators"
     )))
 }
 
@@ -387,7 +385,7 @@ fn check(config: &HandConfig) -> Result<(), HandError> {
 }
 
 /// The model's shape, as the brain has read it.
-fn shape(config: &HandConfig) -> Result<ModelShape, HandError> {
+pub(crate) fn shape(config: &HandConfig) -> Result<ModelShape, HandError> {
     let shape = config.model.get("shape").filter(|shape| !shape.is_null());
     let shape = shape.ok_or_else(|| HandError::Config("the config has no shape".into()))?;
     let found = ModelShape::deserialize(shape);
@@ -400,7 +398,7 @@ fn open(config: &HandConfig, shape: &Shape) -> Result<Checkpoint, ModelError> {
 }
 
 /// The formats of matrices. If the checkpoint had to be read, it stays open in `checkpoint`.
-fn formats(
+pub(crate) fn formats(
     config: &HandConfig,
     parts: &DecoderParts<'_>,
     kept: Option<&Kept>,
@@ -431,13 +429,22 @@ fn is_of_expert(name: &str) -> bool {
 }
 
 /// Bytes for pages of keys and values and of states, beside the weights and the states of slots.
-fn free(config: &HandConfig, plan: &Plan, available: u64, state_bytes: u64) -> u64 {
+pub(crate) fn free(config: &HandConfig, plan: &Plan, available: u64, state_bytes: u64) -> u64 {
     let share = (config.mem_fraction_static * available as f64) as u64;
     share.saturating_sub(plan.bytes() + 2 * u64::from(config.slots) * state_bytes)
 }
 
+/// Bytes of all pages over all layers, of sizes with so many.
+pub(crate) fn page_bytes(parts: &DecoderParts<'_>, sizes: &Sizes) -> u64 {
+    let of_layer = |(layer, &kind): (usize, &usize)| match parts.recurrence(layer) {
+        None => 2 * sizes.pool_bytes(kind) as u64,
+        Some(_) => 0,
+    };
+    parts.kind_of.iter().enumerate().map(of_layer).sum()
+}
+
 /// The sizes of the decoder, with as many pages as fit.
-fn sizes(
+pub(crate) fn sizes(
     config: &HandConfig,
     parts: &DecoderParts<'_>,
     dtype: Dtype,
@@ -463,11 +470,7 @@ fn sizes(
         page_count: 1,
         eps: shape.norm_eps as f32,
     };
-    let of_layer = |(layer, &kind): (usize, &usize)| match parts.recurrence(layer) {
-        None => 2 * sizes.pool_bytes(kind) as u64,
-        Some(_) => 0,
-    };
-    let page_bytes: u64 = parts.kind_of.iter().enumerate().map(of_layer).sum();
+    let page_bytes = page_bytes(parts, &sizes);
     let slices = slice_bytes(shape.vocab_size, config.chunked_prefill_size as usize);
     let of_places = config.lora.as_ref().map_or(0, |lora| {
         let gates = 2 * sizes.intermediate * size_of::<f32>();

@@ -44,17 +44,11 @@ pub struct Asked<'a> {
     pub adapters: bool,
     /// True if another model drafts, or a head of this one.
     pub draft_model: bool,
-    /// The value of `FOREBAY_KERNELS`.
-    pub kernels: Option<&'a str>,
 }
 
 impl<'a> Asked<'a> {
     /// Reads a hand's configuration.
-    pub(crate) fn of(
-        config: &'a HandConfig,
-        model: &'a ModelShape,
-        kernels: Option<&'a str>,
-    ) -> Self {
+    pub(crate) fn of(config: &'a HandConfig, model: &'a ModelShape) -> Self {
         let there = |key: &str| !config.model.get(key).is_none_or(Value::is_null);
         Self {
             model,
@@ -69,7 +63,6 @@ impl<'a> Asked<'a> {
             attention_backend: config.attention_backend.is_some(),
             adapters: config.lora.is_some(),
             draft_model: config.draft.is_some(),
-            kernels,
         }
     }
 }
@@ -108,9 +101,6 @@ pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
     }
     if asked.draft_model {
         return lacks("draft models, or heads that draft");
-    }
-    if asked.kernels == Some("torch") {
-        return lacks("PyTorch's operators, which FOREBAY_KERNELS asks for");
     }
     if let Some(why) = why_no_codes(asked).or_else(|| why_not_stored(asked)) {
         return Err(ModelError::Broken(why));
@@ -204,7 +194,6 @@ mod tests {
             attention_backend: false,
             adapters: false,
             draft_model: false,
-            kernels: None,
         }
     }
 

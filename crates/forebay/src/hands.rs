@@ -36,7 +36,6 @@ impl Chosen {
             return Self::of_called(flag, config, ranks, model);
         }
         let Some(shape) = &model.shape else { bail!("the model {} has no shape", model.name) };
-        let kernels = std::env::var("FOREBAY_KERNELS").ok();
         let asked = Asked {
             model: shape,
             pooling: model.pooling.as_ref().map(|pooling| pooling.kind.as_str()),
@@ -50,7 +49,6 @@ impl Chosen {
             attention_backend: config.attention_backend.is_some(),
             adapters: config.lora.is_some(),
             draft_model: config.draft.is_some(),
-            kernels: kernels.as_deref(),
         };
         // PyTorch's hand refuses it too, and need not be installed for that.
         if let Some(why) = why_no_codes(&asked).or_else(|| why_not_stored(&asked)) {

@@ -4,15 +4,17 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use clap::{Args, ValueEnum};
 use forebay_capacity::{Memory, PlanArgs, RankMemory};
+use forebay_cpuhand::{Footprint, footprint};
 use forebay_engine::EngineConfig;
 use forebay_hand::{HandConfig, without_keys};
 use forebay_machine::Machine;
 use serde_json::Deserializer;
 
 use crate::flags::{Arrangement, Dtype, Hand, KvCacheDtype, Quantization, RankFlags, fraction};
+use crate::hands::Chosen;
 use crate::model::{Model, Source, fetch, find_python};
 use crate::python;
 use crate::resolve::{dtype, kv_cache_dtype, mem_fraction, own_blocks};
@@ -110,7 +112,10 @@ pub(crate) fn run(flags: &PlanFlags) -> Result<()> {
         page_size: config.page_size,
         replicas: arrangement.replicas,
         groups: arrangement.groups,
-        ranks: ask(&python, &config, free)?,
+        ranks: match Chosen::new(Hand::Auto, &config, arrangement.ranks, &model)?.hand {
+            "rust" => vec![own(&config, free)?],
+            _ => ask(&python, &config, free)?,
+        },
     };
     std::io::stdout().write_all(memory.text().as_bytes())?;
     if let Some(path) = &flags.plan.output_file {
@@ -163,6 +168,13 @@ fn hand(flags: &PlanFlags, model: &Model, arrangement: Arrangement) -> Result<Ha
         kv_save_order: "behind".to_owned(),
         ..HandConfig::default()
     })
+}
+
+/// Counts the memory of the hand in Rust.
+fn own(config: &HandConfig, free: u64) -> Result<RankMemory> {
+    let Footprint { weight_bytes, page_bytes, page_count, kv_bytes, state_bytes } =
+        footprint(config, free).map_err(|why| anyhow!("{why}"))?;
+    Ok(RankMemory { weight_bytes, page_bytes, page_count, kv_bytes, state_bytes })
 }
 
 /// Has an interpreter count the memory of each rank.

@@ -1,30 +1,45 @@
 //! A decoder of either type.
 
+use std::sync::Arc;
+
 use crate::adapters::Groups;
 use crate::dispatch::{Level, Number};
 use crate::element::Bf16;
-use crate::model::{Model, ModelSpec, StepError, StepSpec};
-use crate::team::Team;
+use crate::memory::Room;
+use crate::model::{Model, StepError};
+use crate::packing::Dtype;
+use crate::pool::Threads;
+use crate::rows::{Rows, Wanted};
+use crate::sizes::Sizes;
+use crate::weights::Weights;
 
 /// A decoder of either type, which computes with the instructions of the current level.
-pub struct AnyModel(Typed);
-
-enum Typed {
+pub(crate) enum AnyModel {
     Float32(Model<f32>),
     Bfloat16(Model<Bf16>),
 }
 
 impl AnyModel {
-    /// # Safety
     /// See [`Model::new`].
-    pub(crate) unsafe fn new(spec: &ModelSpec, team: Team) -> Self {
-        // SAFETY: the contract.
-        Self(unsafe {
-            match spec.dtype {
-                0 => Typed::Float32(Model::new(spec, team)),
-                _ => Typed::Bfloat16(Model::new(spec, team)),
-            }
-        })
+    pub(crate) fn new(
+        sizes: &Sizes,
+        weights: Arc<Weights>,
+        pages: Vec<[Room; 2]>,
+        states: Vec<[Room; 2]>,
+        threads: Arc<Threads>,
+    ) -> Self {
+        match sizes.dtype {
+            Dtype::Float32 => Self::Float32(Model::new(sizes, weights, pages, states, threads)),
+            Dtype::Bfloat16 => Self::Bfloat16(Model::new(sizes, weights, pages, states, threads)),
+        }
+    }
+
+    /// The states' tables of each layer.
+    pub(crate) fn states(&mut self) -> &mut [[Room; 2]] {
+        match self {
+            Self::Float32(model) => model.states(),
+            Self::Bfloat16(model) => model.states(),
+        }
     }
 
     /// Computes a step.
@@ -33,14 +48,15 @@ impl AnyModel {
     /// As of [`Model::step`].
     pub(crate) unsafe fn step(
         &mut self,
-        step: &StepSpec,
+        rows: &Rows<'_>,
+        wanted: Wanted<'_>,
         groups: Option<&Groups<'_>>,
     ) -> Result<(), StepError> {
         // SAFETY: the contract.
         unsafe {
-            match &mut self.0 {
-                Typed::Float32(model) => compute(model, step, groups),
-                Typed::Bfloat16(model) => compute(model, step, groups),
+            match self {
+                Self::Float32(model) => compute(model, rows, wanted, groups),
+                Self::Bfloat16(model) => compute(model, rows, wanted, groups),
             }
         }
     }
@@ -55,9 +71,9 @@ impl AnyModel {
         }
         // SAFETY: the contract.
         unsafe {
-            match &mut self.0 {
-                Typed::Float32(model) => head(model, states, logits),
-                Typed::Bfloat16(model) => head(model, states, logits),
+            match self {
+                Self::Float32(model) => head(model, states, logits),
+                Self::Bfloat16(model) => head(model, states, logits),
             }
         }
     }
@@ -65,24 +81,25 @@ impl AnyModel {
 
 unsafe fn compute<E: Number>(
     model: &mut Model<E>,
-    step: &StepSpec,
+    rows: &Rows<'_>,
+    wanted: Wanted<'_>,
     groups: Option<&Groups<'_>>,
 ) -> Result<(), StepError> {
     let level = Level::current();
-    // SAFETY: the caller's description; once a member, and the level is there.
+    // SAFETY: the contract; once a member, and the level is there.
     unsafe {
-        model.step(step, groups, |team, view| {
-            team.run(|member| E::compute(level, (view, &member)));
+        model.step(rows, wanted, groups, |threads, view| {
+            threads.compute(|member| E::compute(level, (view, &member)));
         })
     }
 }
 
 unsafe fn head<E: Number>(model: &mut Model<E>, states: (*const f32, usize), logits: *mut f32) {
     let level = Level::current();
-    // SAFETY: the caller's description; once a member, and the level is there.
+    // SAFETY: the contract; once a member, and the level is there.
     unsafe {
-        model.head(states, logits, |team, view| {
-            team.run(|member| E::compute(level, (view, &member)));
+        model.head(states, logits, |threads, view| {
+            threads.compute(|member| E::compute(level, (view, &member)));
         });
     }
 }

@@ -44,13 +44,6 @@ const HALVES_OF_FLOATS: [u8; 16] = [12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 
 const UNEVEN: [u8; 16] = [1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241];
 
 impl Format {
-    /// The format by its number in the C interface; 0, and any unknown number, is not quantised.
-    pub(crate) fn of(number: u32) -> Option<Self> {
-        [Self::Int8, Self::Q8_0, Self::Q4_0, Self::Q4_1, Self::Mxfp4, Self::Iq4Nl]
-            .get(number.checked_sub(1)? as usize)
-            .copied()
-    }
-
     /// The code that stands for zero.
     pub(crate) const fn offset(self) -> i32 {
         match self {

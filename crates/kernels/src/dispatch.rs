@@ -1,6 +1,5 @@
 //! The table of levels: the features that each level needs, and its kernels.
 
-use std::ffi::CStr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::dots::Dots;
@@ -67,7 +66,7 @@ macro_rules! levels {
             /// Best first.
             pub(crate) const ALL: &[Self] = &[$($(#[$target])* Self::$level,)*];
 
-            pub(crate) fn name(self) -> &'static CStr {
+            pub(crate) fn name(self) -> &'static str {
                 match self {
                     $($(#[$target])* Self::$level => $name,)*
                 }
@@ -114,7 +113,7 @@ macro_rules! levels {
 levels! {
     #[cfg(target_arch = "x86_64")]
     Amx {
-        name: c"amx",
+        name: "amx",
         is_there: amx::is_there(),
         features: "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16",
         f32: avx512::Avx512,
@@ -124,7 +123,7 @@ levels! {
     }
     #[cfg(target_arch = "x86_64")]
     Avx512Bf16 {
-        name: c"avx512bf16",
+        name: "avx512bf16",
         is_there: avx512_bf16::is_there(),
         is_fast: avx512_bf16::is_fast(),
         features: "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16",
@@ -134,7 +133,7 @@ levels! {
     }
     #[cfg(target_arch = "x86_64")]
     Avx512Vnni {
-        name: c"avx512vnni",
+        name: "avx512vnni",
         is_there: avx512::has_vnni(),
         features: "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni",
         f32: avx512::Avx512,
@@ -143,7 +142,7 @@ levels! {
     }
     #[cfg(target_arch = "x86_64")]
     Avx512 {
-        name: c"avx512",
+        name: "avx512",
         is_there: avx512::is_there(),
         features: "avx512f,avx512bw,avx512dq,avx512vl",
         f32: avx512::Avx512,
@@ -152,7 +151,7 @@ levels! {
     }
     #[cfg(target_arch = "x86_64")]
     AvxVnni {
-        name: c"avxvnni",
+        name: "avxvnni",
         is_there: avxvnni::is_there(),
         features: "avx2,fma,f16c,avxvnni",
         f32: avx2::Avx2,
@@ -161,7 +160,7 @@ levels! {
     }
     #[cfg(target_arch = "x86_64")]
     Avx2 {
-        name: c"avx2",
+        name: "avx2",
         is_there: avx2::is_there(),
         features: "avx2,fma,f16c",
         f32: avx2::Avx2,
@@ -169,7 +168,7 @@ levels! {
         codes: avx2::codes::Avx2Dots,
     }
     Baseline {
-        name: c"baseline",
+        name: "baseline",
         is_there: true,
         f32: Plain,
         bf16: Plain,
@@ -197,13 +196,10 @@ impl Level {
         found.copied().unwrap_or(Self::Baseline)
     }
 
-    /// Uses nothing better than the level of this name from now on, or none: the fastest again.
-    /// False if there is no such level.
-    pub(crate) fn limit(name: Option<&CStr>) -> bool {
-        let limit = match name {
-            None => Some(PREFERRED),
-            Some(name) => Self::ALL.iter().position(|level| level.name() == name),
-        };
+    /// Uses nothing better than the level of this name from now on. False if there is no such
+    /// level.
+    pub(crate) fn limit(name: &str) -> bool {
+        let limit = Self::ALL.iter().position(|level| level.name() == name);
         if let Some(limit) = limit {
             LIMIT.store(limit, Ordering::Relaxed);
         }
@@ -246,11 +242,11 @@ mod tests {
                 f32::compute(level, Heights(&mut floats));
                 Bf16::compute(level, Heights(&mut halves));
             }
-            let wanted = match level.name().to_bytes() {
-                b"amx" => ([12, 32], [32, 32]),
-                b"avx512bf16" | b"avx512vnni" => ([12, 12], [12, 12]),
-                b"avx512" => ([12, 6], [12, 6]),
-                b"avxvnni" | b"avx2" => ([6, 6], [6, 6]),
+            let wanted = match level.name() {
+                "amx" => ([12, 32], [32, 32]),
+                "avx512bf16" | "avx512vnni" => ([12, 12], [12, 12]),
+                "avx512" => ([12, 6], [12, 6]),
+                "avxvnni" | "avx2" => ([6, 6], [6, 6]),
                 _ => ([4, 4], [4, 4]),
             };
             assert_eq!((floats, halves), wanted, "{level:?}");

@@ -1,7 +1,5 @@
 //! The types that weights, activations and pages have.
 
-use std::ffi::c_void;
-
 /// A bfloat16 number as its bits.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[repr(transparent)]
@@ -45,17 +43,11 @@ impl Element for Bf16 {
     }
 }
 
-/// The vector `[length]` of a checkpoint, or nothing if it has none.
-///
-/// # Safety
-/// `from` is null, or has so many elements.
-pub(crate) unsafe fn vector<E: Element>(from: *const c_void, length: usize) -> Vec<f32> {
-    if from.is_null() {
-        return Vec::new();
-    }
-    // SAFETY: the contract.
-    let values = unsafe { std::slice::from_raw_parts(from.cast::<E>(), length) };
-    values.iter().map(|value| value.to_f32()).collect()
+/// The numbers of a vector as a checkpoint has it.
+pub(crate) fn widened<E: Element>(bytes: &[u8]) -> Vec<f32> {
+    let numbers = bytes.chunks_exact(size_of::<E>());
+    // SAFETY: so many bytes, and any bits are a number.
+    numbers.map(|it| unsafe { it.as_ptr().cast::<E>().read_unaligned() }.to_f32()).collect()
 }
 
 #[cfg(test)]

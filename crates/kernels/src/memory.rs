@@ -165,12 +165,22 @@ pub(crate) fn grow<T: Clone>(buffer: &mut Vec<T>, length: usize, value: T) {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use std::os::fd::AsFd;
 
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
     use super::*;
+
+    /// A room with these numbers.
+    pub(crate) fn room<T: Copy>(numbers: &[T]) -> Arc<Room> {
+        let mut room = Room::new(size_of_val(numbers)).expect("memory");
+        // SAFETY: numbers, as bytes.
+        room.copy_from_slice(unsafe {
+            std::slice::from_raw_parts(numbers.as_ptr().cast(), size_of_val(numbers))
+        });
+        Arc::new(room)
+    }
 
     #[test]
     fn parts_lie_side_by_side_and_are_each_its_own() {

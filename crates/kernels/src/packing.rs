@@ -28,13 +28,6 @@ impl Dtype {
             Self::Bfloat16 => 2,
         }
     }
-
-    pub(crate) fn number(self) -> u32 {
-        match self {
-            Self::Float32 => 0,
-            Self::Bfloat16 => 1,
-        }
-    }
 }
 
 /// The number format of a matrix's products.
@@ -57,21 +50,16 @@ pub enum Storage {
 }
 
 impl Storage {
-    /// The number of the storage in the C interface.
-    pub(crate) fn number(self) -> u32 {
+    pub(crate) fn format(self) -> Option<Format> {
         match self {
-            Self::Plain => 0,
-            Self::Int8 => 1,
-            Self::Q8_0 => 2,
-            Self::Q4_0 => 3,
-            Self::Q4_1 => 4,
-            Self::Mxfp4 => 5,
-            Self::Iq4Nl => 6,
+            Self::Plain => None,
+            Self::Int8 => Some(Format::Int8),
+            Self::Q8_0 => Some(Format::Q8_0),
+            Self::Q4_0 => Some(Format::Q4_0),
+            Self::Q4_1 => Some(Format::Q4_1),
+            Self::Mxfp4 => Some(Format::Mxfp4),
+            Self::Iq4Nl => Some(Format::Iq4Nl),
         }
-    }
-
-    fn format(self) -> Option<Format> {
-        Format::of(self.number())
     }
 }
 
@@ -159,9 +147,9 @@ impl Packing {
         let whole = Whole { source: source.as_ptr(), shape, packed: packed.as_mut_ptr() };
         match (storage, storage.format()) {
             // SAFETY: both lengths and alignments were checked.
-            (Storage::Plain, _) | (_, None) => unsafe { whole.pack(dtype.number()) },
+            (Storage::Plain, _) | (_, None) => unsafe { whole.pack(dtype) },
             // SAFETY: as above.
-            (Storage::Int8, _) => unsafe { whole.quantise(dtype.number()) },
+            (Storage::Int8, _) => unsafe { whole.quantise(dtype) },
             (_, Some(format)) => {
                 quantise::pack_blocks(format, source, outputs, inputs, interleaved, packed);
             }
@@ -170,13 +158,12 @@ impl Packing {
     }
 }
 
-/// A whole matrix of floats, and room for the packed one. A `dtype` is 0 for float32 and 1 for
-/// bfloat16.
-pub(crate) struct Whole {
-    pub(crate) source: *const u8,
+/// A whole matrix of floats, and room for the packed one.
+struct Whole {
+    source: *const u8,
     /// The outputs, the inputs, and true if the matrix is interleaved.
-    pub(crate) shape: (usize, usize, bool),
-    pub(crate) packed: *mut u8,
+    shape: (usize, usize, bool),
+    packed: *mut u8,
 }
 
 impl Whole {
@@ -184,13 +171,13 @@ impl Whole {
     ///
     /// # Safety
     /// `source` is a whole matrix, `packed` has room for [`packed_len`] elements.
-    pub(crate) unsafe fn pack(self, dtype: u32) {
+    unsafe fn pack(self, dtype: Dtype) {
         let level = Level::current();
         // SAFETY: the contract; the level is there.
         unsafe {
             match dtype {
-                0 => f32::compute(level, self),
-                _ => Bf16::compute(level, self),
+                Dtype::Float32 => f32::compute(level, self),
+                Dtype::Bfloat16 => Bf16::compute(level, self),
             }
         }
     }
@@ -199,7 +186,7 @@ impl Whole {
     ///
     /// # Safety
     /// `source` is a whole matrix, `packed` has room for [`quantised_bytes`], which are not 0.
-    pub(crate) unsafe fn quantise(self, dtype: u32) {
+    unsafe fn quantise(self, dtype: Dtype) {
         unsafe fn typed<E: Element>(whole: &Whole) {
             let (outputs, inputs, interleaved) = whole.shape;
             let length = quantised_bytes(Format::Int8, outputs, inputs, interleaved);
@@ -213,8 +200,8 @@ impl Whole {
         // SAFETY: the contract.
         unsafe {
             match dtype {
-                0 => typed::<f32>(&self),
-                _ => typed::<Bf16>(&self),
+                Dtype::Float32 => typed::<f32>(&self),
+                Dtype::Bfloat16 => typed::<Bf16>(&self),
             }
         }
     }

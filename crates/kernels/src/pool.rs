@@ -1,4 +1,4 @@
-//! Our own permanent threads, for a process without OpenMP.
+//! The permanent threads that compute.
 //!
 //! Members meet hundreds of times a step, some microseconds apart, so a waiting one looks again and
 //! again at first. After some tenths of a millisecond it sleeps: others want the processors too.

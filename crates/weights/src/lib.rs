@@ -67,7 +67,7 @@ pub use families::{
 };
 pub use gguf::{BlockKind, computed_as, computed_names};
 pub use heads::DraftHead;
-pub use json::{python_json, read_json};
+pub use json::read_json;
 pub use manifest::Manifest;
 pub use model::ModelShape;
 pub use overlay::ServedCheckpoint;

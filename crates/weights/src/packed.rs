@@ -1,5 +1,4 @@
-//! Packed weights, kept on disk from one start to the next. The files are those of
-//! `python/forebay/weights/packed.py`, byte for byte, and either hand can read them.
+//! Packed weights, kept on disk from one start to the next.
 //!
 //! A file is safetensors, so that any tool can look into it. It is read into memory of its own, not
 //! mapped. Such memory can lie in large pages, and a step that reads all weights from 4 KiB pages
@@ -19,11 +18,10 @@ use rustix::fs::{FlockOperation, flock, statvfs};
 use serde_json::{Map, Value, json};
 
 use crate::describe::{hex, new_file};
-use crate::json::python_json;
 
 /// The version, which grows with every change of the written form, or of the way from a
-/// checkpoint's values to it; in both languages.
-const VERSION: u32 = 2;
+/// checkpoint's values to it.
+const VERSION: u32 = 3;
 const EDGE: u64 = 1 << 20;
 const PIECES: u64 = 64;
 const PIECE: usize = 4096;
@@ -49,7 +47,7 @@ const LOCK: &str = ".lock";
 /// A file can't be read.
 pub fn content_key(files: &[PathBuf], facts: &Value) -> io::Result<String> {
     let mut digest = Blake2b::<U16>::new();
-    digest.update(python_json(&json!([VERSION, facts]), true));
+    digest.update(json!([VERSION, facts]).to_string());
     for path in files {
         let file = File::open(path)?;
         let found = file.metadata()?;
@@ -256,14 +254,14 @@ impl PackedFile {
             at = end;
         }
         let mut metadata = notes.clone();
-        let sums = python_json(&json!({"chunk": CHUNK, "crc32": sums}), false);
+        let sums = json!({"chunk": CHUNK, "crc32": sums}).to_string();
         metadata.insert(SUMS.into(), sums.into());
         entries.insert(METADATA.into(), Value::Object(metadata));
         let seal = self.seal(&entries);
         if let Some(Value::Object(metadata)) = entries.get_mut(METADATA) {
             metadata.insert(SEAL.into(), seal.into());
         }
-        let mut text = python_json(&Value::Object(entries), false).into_bytes();
+        let mut text = Value::Object(entries).to_string().into_bytes();
         text.resize((LENGTH + text.len()).next_multiple_of(ALIGNMENT) - LENGTH, b' ');
         [&(text.len() as u64).to_le_bytes()[..], &text].concat()
     }
@@ -273,7 +271,7 @@ impl PackedFile {
         let key = self.path.file_name().unwrap_or_default().to_string_lossy();
         let mut digest = Blake2b::<U16>::new();
         digest.update(key.as_bytes());
-        digest.update(python_json(&Value::Object(entries.clone()), false));
+        digest.update(Value::Object(entries.clone()).to_string());
         hex(&digest.finalize())
     }
 
@@ -533,6 +531,56 @@ mod tests {
         assert_eq!(names, [".lock", "second"]);
         write(folder.path(), "third", size - 1);
         assert!(!folder.path().join("third").exists());
+    }
+
+    #[test]
+    fn the_folder_is_for_its_owner_only() {
+        let above = tempfile::tempdir().expect("a folder");
+        let folder = above.path().join("packed");
+        write(&folder, "key", 1 << 20);
+        let mode = fs::metadata(&folder).expect("a folder").permissions().mode();
+        assert_eq!(mode & 0o777, 0o700);
+    }
+
+    #[test]
+    fn a_folder_that_can_not_be_written_to_is_no_error() {
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        write(file.path(), "key", 1 << 20);
+        assert_eq!(read(file.path(), "key"), None);
+    }
+
+    #[test]
+    fn a_key_is_of_content_and_not_of_names() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let place = |name: &str| folder.path().join(name);
+        let long_ago = SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(1000);
+        let put = |name: &str, bytes: &[u8]| {
+            fs::write(place(name), bytes).expect("written");
+            let file = File::options().write(true).open(place(name)).expect("a file");
+            file.set_modified(long_ago).expect("a time");
+        };
+        let key =
+            |names: [&str; 2], facts: &Value| content_key(&names.map(place), facts).expect("a key");
+        let bytes = vec![7; 3 << 20];
+        put("one", &bytes);
+        put("two", b"small");
+        let facts = json!({"dtype": "a"});
+        let old = key(["one", "two"], &facts);
+        fs::rename(place("one"), place("three")).expect("moved");
+        assert_eq!(key(["three", "two"], &facts), old);
+        assert_ne!(key(["two", "three"], &facts), old);
+        assert_ne!(key(["three", "two"], &json!({"dtype": "b"})), old);
+        for at in [0, bytes.len() / 4, bytes.len() / 2, bytes.len() - 1] {
+            let mut other = bytes.clone();
+            other[at] = 8;
+            put("three", &other);
+            assert_ne!(key(["three", "two"], &facts), old, "{at}");
+        }
+        put("three", &bytes);
+        assert_eq!(key(["three", "two"], &facts), old);
+        fs::write(place("two"), b"small").expect("written");
+        assert_ne!(key(["three", "two"], &facts), old, "the time");
+        assert!(content_key(&[place("none")], &facts).is_err());
     }
 
     proptest! {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Callable
 
 import torch
@@ -17,8 +16,6 @@ from forebay.attention.triton import TritonAttention
 from forebay.compute.causal import KINDS
 from forebay.compute.eager import TorchCompute
 from forebay.compute.encoder import EncoderCompute
-from forebay.compute.native import NativeCompute, why_not_plain
-from forebay.compute.native_encoder import NativeEncoder, why_no_encoder
 from forebay.compute.paged import Limits, PagedSteps
 from forebay.compute.rows import Compute, Pooler
 from forebay.compute.sampler import Sampler
@@ -29,8 +26,6 @@ from forebay.gpu.choose import kernels
 from forebay.gpu.interface import Kernels
 from forebay.gpu.ops import GpuOps
 from forebay.gpu.products import GpuProducts, multiplies_floats
-from forebay.kernels.library import WITH_BYTES, build, level, native_wanted
-from forebay.kernels.packing import packed_bytes
 from forebay.layers.decoder import Decoder
 from forebay.layers.ops import PLAIN, HostOps, Ops, TorchOps
 from forebay.layers.quantised import Products
@@ -47,11 +42,11 @@ from forebay.state.recurrent import StateStore
 from forebay.state.slots import SlotTables
 from forebay.weights.cache import cache_directory
 from forebay.weights.called import CalledConfig
-from forebay.weights.config import ModelConfig, has_mxfp4
+from forebay.weights.config import ModelConfig
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError
 from forebay.weights.parts import Experts, Latent
-from forebay.weights.quantization import INTEGERS, why_not_stored
+from forebay.weights.quantization import why_not_stored
 
 
 class Choice:
@@ -65,10 +60,6 @@ class Choice:
         self._device = device
         self._config = config
         self._group = group
-        # The compiled kernels compute a step in one call, which has no place for other ranks.
-        # Nor has it one for adapters, or for heads that draft.
-        plain = config.lora is None and config.head is None
-        self._native = group is None and device.runs_native and native_wanted() and plain
         self._kernels: Kernels | None = None
         self._backend = self._without_chunks(self._settle(config))
         if self._backend != "torch":
@@ -90,7 +81,7 @@ class Choice:
             return wanted
         if config.pooling is not None:
             raise DeviceError(f"attention backend {wanted} is for models that generate: leave it off")
-        if device.runs_native:
+        if not device.beside_host:
             raise DeviceError(f"attention backend {wanted} is for GPUs, and the device is {device.name}: leave it off")
         if wanted == "fa3":
             self._check_fa3()
@@ -153,50 +144,6 @@ class Choice:
 
     def check_quantization(self, quantization: str, model: ModelConfig | EncoderConfig) -> None:
         """Raises `ValueError` if such a model has no products of quantised matrices."""
-        if quantization not in INTEGERS:
-            self._check_stored(quantization, model)
-            return
-        if not self._device.runs_native:
-            raise DeviceError(
-                f"quantization {quantization} is for the CPU's compiled kernels, and the device is "
-                f"{self._device.name}: leave it off, or serve with --device cpu"
-            )
-        if not self._native:
-            raise ValueError(
-                f"quantization {quantization} needs the compiled kernels, and PyTorch's operators are in use"
-            )
-        missing = why_no_encoder(model) if isinstance(model, EncoderConfig) else why_not_plain(model)
-        if missing is not None:
-            raise ModelError(
-                f"quantization {quantization} is not supported for {model.architecture}: it has {missing}, "
-                "for which there are no quantised products; leave it off"
-            )
-        if level() not in WITH_BYTES:
-            print(
-                f"quantised products use plain loops with {level()} instructions: bfloat16 or float32 may be faster",
-                file=sys.stderr,
-            )
-
-    def check_kv_format(self, model: ModelConfig | EncoderConfig) -> None:
-        """Raises `ValueError` if nothing here reads pages of such a model in the form that is wanted."""
-        form = self._config.kv_cache_dtype
-        if form is KvFormat.PLAIN:
-            return
-        wanted = f"kv cache dtype {form.value}"
-        if form is KvFormat.FP8:
-            if self._backend != "triton":
-                raise DeviceError(
-                    f"{wanted} needs the attention backend triton, and {self._backend} is in use: "
-                    "leave --attention-backend off"
-                )
-            return
-        if not self._native or isinstance(model, EncoderConfig) or not NativeCompute.supports(model):
-            raise ModelError(
-                f"{wanted} needs the compiled kernels, and {model.architecture} is computed by PyTorch's operators: "
-                "leave it off"
-            )
-
-    def _check_stored(self, quantization: str, model: ModelConfig | EncoderConfig) -> None:
         stored = None if isinstance(model, EncoderConfig) else model.stored
         missing = why_not_stored(quantization, stored)
         if missing is not None:
@@ -205,6 +152,15 @@ class Choice:
             raise ModelError(
                 f"quantization {quantization} makes 8-bit floats for a GPU's kernels, and the model is computed by "
                 f"others on {self._device.name}: leave it off, or use w8a8_int8 on a CPU"
+            )
+
+    def check_kv_format(self) -> None:
+        """Raises `DeviceError` if nothing here reads pages in the form that is wanted."""
+        form = self._config.kv_cache_dtype
+        if form is not KvFormat.PLAIN and self._backend != "triton":
+            raise DeviceError(
+                f"kv cache dtype {form.value} needs the attention backend triton, and {self._backend} is in use: "
+                "leave --attention-backend off"
             )
 
     def attention(self) -> AttentionBackend:
@@ -272,23 +228,8 @@ class Choice:
         prompts: PromptRows,
         images: ImagePool | None = None,
         states: StateStore | None = None,
-    ) -> Compute:
+    ) -> TorchCompute:
         """The way to compute the rows of a loaded model. `images` or `states` None: the model has none."""
-        return self._decoder(model, tables, kv, prompts, images, states)
-
-    def _decoder(
-        self,
-        model: Decoder | CalledModel,
-        tables: SlotTables,
-        kv: KvPool,
-        prompts: PromptRows,
-        images: ImagePool | None = None,
-        states: StateStore | None = None,
-    ) -> NativeCompute | TorchCompute:
-        if isinstance(model, Decoder) and self._packs(model.config):
-            return NativeCompute(model, tables, kv, prompts, torch.get_num_threads())
-        if model.params.formats.for_integers:
-            raise ModelError("the compiled kernels can't compute this model, and nothing else computes quantised ones")
         return TorchCompute(model, tables, kv, prompts, self._device, images, self._kernels, states)
 
     def pooler(
@@ -300,53 +241,13 @@ class Choice:
         states: StateStore | None = None,
     ) -> Pooler:
         """The way to pool the rows of a loaded model."""
-        if isinstance(model, Bert) and self._packs_encoder(model):
-            return NativeEncoder(model, tables, torch.get_num_threads())
-        packed = isinstance(model, Decoder) and self._packs(model.config)
-        if not packed:
-            model.params.pack()
+        model.params.pack()
         if isinstance(model, Bert | WholeDecoder):
-            if model.params.formats.for_integers:
-                raise ModelError(
-                    "the compiled kernels can't compute this model, and nothing else computes quantised ones"
-                )
             return EncoderCompute(model, tables, self._device)
         pooling = self._config.pooling
         assert pooling is not None
-        compute = self._decoder(model, tables, kv, prompts, states=states)
+        compute = self.compute(model, tables, kv, prompts, states=states)
         return KINDS[pooling.kind](compute, self._config.slots, model.config.hidden_size, self._device)
-
-    def keeps_experts(self, model: ModelConfig) -> bool:
-        """True if experts stay in the blocks of a GGUF file, whatever the format of the other weights."""
-        return self._has_blocks(model) and any(isinstance(feed, Experts) for feed in model.feeds)
-
-    def prefers_blocks(self, model: ModelConfig) -> bool:
-        """True if all matrices stay in the blocks of a GGUF file unless the user wants another format."""
-        return self._has_blocks(model) and level() in WITH_BYTES
-
-    def _has_blocks(self, model: ModelConfig) -> bool:
-        config = self._config
-        of_file = config.model.get("format") == "gguf" or has_mxfp4(model)
-        return of_file and config.load_format == "auto" and config.pooling is None and self._packs(model)
-
-    def weight_order(self, config: ModelConfig) -> str | None:
-        """A name for the order of packed matrices; None: matrices stay in the order of the checkpoint."""
-        # All levels read the same order.
-        return build() if self._packs(config) else None
-
-    def weight_bytes(self, model: Decoder) -> int:
-        """Bytes of a model's weights after `compute` has packed them. They need not be loaded yet."""
-        return packed_bytes(model) if self._packs(model.config) else model.params.nbytes
-
-    def _packs_encoder(self, model: Bert) -> bool:
-        return self._native and why_no_encoder(model.config) is None
-
-    def verifies_drafts(self, config: ModelConfig) -> bool:
-        """True if a row of a slot may read what another row of the slot writes in the same step."""
-        return not self._packs(config)
-
-    def _packs(self, config: ModelConfig) -> bool:
-        return self._native and not isinstance(config, CalledConfig) and NativeCompute.supports(config)
 
 
 def _needs_host(model: ModelConfig) -> bool:

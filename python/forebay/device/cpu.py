@@ -43,7 +43,6 @@ class CpuDevice:
     name = "cpu"
     torch_device = torch.device("cpu")
     beside_host = False
-    runs_native = True
 
     def __init__(self, threads: int | None) -> None:
         # Otherwise OpenMP has the number of the process that started this one: OMP_NUM_THREADS.

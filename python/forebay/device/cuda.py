@@ -61,7 +61,6 @@ class CudaDevice:
 
     torch_device = GPU
     beside_host = True
-    runs_native = False
 
     def __init__(self) -> None:
         """Raises `DeviceError`."""

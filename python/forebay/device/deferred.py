@@ -53,7 +53,6 @@ class DeferredDevice(CpuDevice):
 
     name = "deferred"
     beside_host = True
-    runs_native = False
 
     def __init__(self, threads: int | None) -> None:
         super().__init__(threads)

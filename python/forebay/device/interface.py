@@ -52,10 +52,6 @@ class Device(Protocol):
     def beside_host(self) -> bool:
         """True if work may still run after `queue` has returned."""
 
-    @property
-    def runs_native(self) -> bool:
-        """True if the host's compiled kernels may be called as work, with addresses of the device's memory."""
-
     def check_dtype(self, dtype: torch.dtype) -> None:
         """Raises `ValueError` if the device can't compute in `dtype`."""
 

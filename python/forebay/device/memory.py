@@ -7,13 +7,9 @@ every 4 KiB.
 from __future__ import annotations
 
 import contextlib
-import math
 import mmap
-from collections.abc import Iterable
 
 import torch
-
-_ALIGNMENT = 64
 
 
 def fresh(size: int) -> torch.Tensor:
@@ -24,25 +20,3 @@ def fresh(size: int) -> torch.Tensor:
         with contextlib.suppress(OSError):
             mapped.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapped, dtype=torch.uint8)[:size]
-
-
-def _room(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-class HugePages:
-    """Room for tensors whose sizes are known in advance. A single tensor could be smaller than a large page."""
-
-    def __init__(self, sizes: Iterable[int]) -> None:
-        """`sizes` in bytes."""
-        self._bytes = fresh(sum(map(_room, sizes)))
-        self._used = 0
-
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The next tensor, of zeros. The memory lives as long as any of them. ValueError: there is no room for it."""
-        size = math.prod(shape) * dtype.itemsize
-        found = self._bytes[self._used : self._used + size]
-        if len(found) < size:
-            raise ValueError(f"no room for {size} bytes: {len(found)} are left")
-        self._used += _room(size)
-        return found.view(dtype).view(shape)

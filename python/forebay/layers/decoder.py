@@ -20,7 +20,6 @@ from forebay.layers.step import Index, Step
 from forebay.layers.vocabulary import SharedEmbedding, embed_whole
 from forebay.weights.codes import Raw
 from forebay.weights.config import ModelConfig
-from forebay.weights.quantization import BLOCK_BYTES
 
 HEAD = "lm_head.weight"
 """The name of the head, also if the head is the embedding."""
@@ -240,16 +239,11 @@ class Decoder:
         self._embed = embed_whole if params.ranks is None else SharedEmbedding(rows, params.ranks.group)
         self.norm = norm_of(config, params, "model.norm")
         self.head = self.embedding
-        self.head_format: str | None = None
-        head = {HEAD: rows}
-        if not config.headless:
-            self.head_format = params.formats.of(head, hidden)
-        if self.head_format in BLOCK_BYTES or not (config.headless or config.tie_word_embeddings):
-            # Also where it is tied: the rows of an embedding are looked up in the model's dtype.
-            self.head, self.head_format = params.matrix(hidden, head)
-        else:
+        if config.headless or config.tie_word_embeddings:
             # Checkpoints that were saved with the tie spelled out carry the same matrix twice.
             params.skip(HEAD)
+        else:
+            self.head = params.matrix(hidden, {HEAD: rows})
         self._layer_inputs = None if config.layer_inputs is None else LayerRows(config, params)
         self.rotaries = self.rotaries_of(config, params)
         """The rotary embeddings, which layers name by their numbers."""

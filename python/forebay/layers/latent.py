@@ -58,7 +58,7 @@ class LatentAttention:
         self._row = Linear(params, prefix, hidden, row, shape.bias)
         self._row_norm = RMSNorm(params, f"{prefix}.kv_a_layernorm", shape.rank, _NORM_EPS)
         made = shape.nope_dim + shape.value_dim
-        up, _ = params.matrix(shape.rank, {f"{prefix}.kv_b_proj.weight": shard.of(shape.heads * made)})
+        up = params.matrix(shape.rank, {f"{prefix}.kv_b_proj.weight": shard.of(shape.heads * made)})
         self._up = up.view(own.heads, made, shape.rank)
         self._output = Linear(params, prefix, shard.of(shape.heads * shape.value_dim), {"o_proj": hidden}, shape.bias)
 

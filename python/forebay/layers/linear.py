@@ -28,21 +28,18 @@ class Linear:
         inputs: int | Part,
         outputs: Mapping[str, int | Part],
         bias: bool = False,
-        plain: bool = False,
     ) -> None:
         """`outputs` maps the names under `prefix` to their widths; "" is the root of all names.
 
         With a part of the outputs, the others are those of other ranks. With a part of the inputs, y is a term of a sum
-        over ranks, and the bias is the first one's. `plain` as of `Parameters.matrix`.
+        over ranks, and the bias is the first one's.
         """
         prefix = f"{prefix}." if prefix else ""
         parts = {f"{prefix}{name}.weight": n for name, n in outputs.items()}
-        self.name = next(iter(parts))
-        """The name of the whole matrix: the first part's."""
         self.inputs = size_of(inputs)
         self._products, self.kept = params.products, params.kept_matrix(inputs, parts)
         if self.kept is None:
-            self.weight, self.format = params.matrix(inputs, parts, plain=plain)
+            self.weight = params.matrix(inputs, parts)
         self._adapted = params.adapted
         self._modules = {f"{prefix}{name}": size_of(n) for name, n in outputs.items()}
         if self._adapted is not None:

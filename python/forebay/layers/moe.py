@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from forebay.distributed.exchange import Exchange
 from forebay.layers.linear import Linear
 from forebay.layers.mlp import DenseFeed
 from forebay.layers.ops import Ops
-from forebay.layers.params import Parameters, size_of
+from forebay.layers.params import Parameters
 from forebay.layers.quantised import KeptMatrix
 from forebay.layers.routing import Router
 from forebay.weights.errors import UnsupportedModelError
 from forebay.weights.parts import Experts
 from forebay.weights.shards import ALONE, Part, Shard
-
-
-@dataclass(eq=False)
-class Stack:
-    """One matrix of all experts of a layer."""
-
-    name: str
-    """The name of all of them together."""
-    weight: torch.Tensor  # [experts, rows, inputs]; of a format in blocks uint8 [experts, rows, bytes]
-    inputs: int
-    format: str | None
-    """The format, as in `Parameters.matrix`."""
 
 
 class MixtureOfExperts:
@@ -79,8 +65,8 @@ class MixtureOfExperts:
         down = {f"{name}.down_proj.weight": hidden if here else Part(hidden, 0, 0) for name, here in names}
         self._products = params.products
         self._kept: tuple[KeptMatrix, KeptMatrix] | None = None
-        self.stacks: tuple[Stack, Stack] | None = None
-        """Gates with ups, and downs; None: they are kept in the checkpoint's bits."""
+        self.stacks: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Gates with ups, and downs, each [experts, rows, inputs]; None: they are kept in the checkpoint's bits."""
         # The products of kept experts have gates and no biases.
         kept = params.keeps_experts(hidden, gate_up) and params.keeps_experts(of_inner, down)
         if kept and experts.gated and not experts.bias:
@@ -89,9 +75,9 @@ class MixtureOfExperts:
             assert both[1] is not None
             self._kept = both[0], both[1]
         else:
-            shapes = (len(kinds) * of_inner.size, hidden, gate_up), (hidden, of_inner, down)
-            first, second = (self._stack(params, own.size, *shape) for shape in shapes)
-            self.stacks = first, second
+            first, second = params.matrix(hidden, gate_up), params.matrix(of_inner, down)
+            rows = len(kinds) * of_inner.size
+            self.stacks = first.view(own.size, rows, hidden), second.view(own.size, hidden, of_inner.size)
         self.biases: tuple[torch.Tensor, torch.Tensor] | None = None
         """Of gates and then of ups [experts, 2 * inner], and of outputs [experts, hidden]; None: there are none."""
         if experts.bias:
@@ -112,11 +98,6 @@ class MixtureOfExperts:
         """The gate [hidden] of the shared expert; None: it has none."""
         if experts.shared_gate:
             self.shared_gate = params.tensor((states,), {f"{prefix}.shared_expert_gate.weight": states})
-
-    @staticmethod
-    def _stack(params: Parameters, count: int, rows: int, inputs: int | Part, parts: dict[str, int | Part]) -> Stack:
-        weight, format_ = params.matrix(inputs, parts)
-        return Stack(next(iter(parts)), weight.view(count, rows, weight.shape[1]), size_of(inputs), format_)
 
     def __call__(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
         y = self.routed(x, x, ops) if self._exchange is None else self._exchanged(x, ops, self._exchange)
@@ -156,8 +137,7 @@ class MixtureOfExperts:
         """The weighted sum of the experts `ids` of each row of x."""
         if self._kept is None:
             assert self.stacks is not None
-            gate_up, down = self.stacks
-            return ops.experts(x, ids, weights, gate_up.weight, down.weight, self.biases, self._activation)
+            return ops.experts(x, ids, weights, *self.stacks, self.biases, self._activation)
         assert self._products is not None
         return self._products.experts(x, ids, weights, *self._kept)
 

@@ -12,7 +12,7 @@ from forebay.layers.quantised import KeptMatrix, KeptPart, Products
 from forebay.layers.ranks import Ranks
 from forebay.weights.codes import Layout, Raw
 from forebay.weights.errors import ModelError
-from forebay.weights.quantization import BLOCK_BYTES, PLAIN, SHARED, Formats
+from forebay.weights.quantization import Kept
 from forebay.weights.shards import ALONE, Cut, Cuts, Part
 
 Fill = Callable[[torch.Tensor, torch.Tensor], object]
@@ -36,16 +36,15 @@ class Parameters:
         self,
         dtype: torch.dtype,
         device: torch.device,
-        formats: Formats = PLAIN,
+        formats: Kept | None = None,
         *,
-        matrices: bool = True,
         fill: Fill = torch.Tensor.copy_,
         ranks: Ranks | None = None,
         exchange: Exchange | None = None,
         products: Products | None = None,
         adapted: AdaptedModules | None = None,
     ) -> None:
-        """Without `matrices` these get no memory, as if they were packed already: nothing but `packed` fills them.
+        """`formats`: the matrices that are kept in the bits of the checkpoint; None: all are multiplied out.
 
         `ranks`: those among which everything is divided; None: all weights are here. `exchange`: those of a step group,
         among which experts alone are divided. `products` None: the device keeps no matrix in the bits of the
@@ -58,24 +57,12 @@ class Parameters:
         self.cuts = Cuts()
         """The parts of a checkpoint that this rank needs; `load` gets no more."""
         self.device = device
-        self._of_matrices = device if matrices else torch.device("meta")
-        self.formats = formats
+        self._formats = formats
         self._fill = fill
         self.products = products
         self.adapted = adapted
         self.kept: dict[str, KeptPart] = {}
         """The places of weights that are kept in the checkpoint's bits."""
-        self.stored: dict[str, str] = {}
-        """The types of weights that are kept in blocks; `load` gets their bytes."""
-        self.matrices = 0
-        """The number of weights that could be kept in blocks."""
-        self.others: dict[str, torch.Tensor] = {}
-        """The other weights by their first names. They stay in their loaded form (norms, biases, the embedding)."""
-        self.packed: dict[str, torch.Tensor] = {}
-        """Matrices in the order of the compiled kernels, by their first names.
-
-        They are packed now, or by an earlier start.
-        """
         self._targets: dict[str, torch.Tensor] = {}
         self._whole: dict[str, tuple[int, ...]] = {}
         self._skipped: set[str] = set()
@@ -90,28 +77,16 @@ class Parameters:
         A `Part` names the rows of a weight that is here in part. It has none if the weight belongs to other ranks.
         `dtype` None: the model's.
         """
-        tensor = self._allocate(shape, parts, dtype or self.dtype, self.device)
-        self.others[next(iter(parts))] = tensor
-        return tensor
+        return self._allocate(shape, parts, dtype or self.dtype)
 
-    def matrix(
-        self, inputs: int | Part, parts: Mapping[str, int | Part], *, plain: bool = False
-    ) -> tuple[torch.Tensor, str | None]:
-        """A new matrix with rows of `inputs` elements, and its present or future format; `parts` as in `tensor`.
+    def matrix(self, inputs: int | Part, parts: Mapping[str, int | Part]) -> torch.Tensor:
+        """A new matrix [rows, inputs] in the model's dtype; `parts` as in `tensor`.
 
-        In blocks it is uint8 [rows, bytes]. Otherwise it is [rows, inputs] in the model's dtype. `inputs` may be a part
-        of the weights' columns. `plain`: products use the model's dtype in any case.
+        `inputs` may be a part of the weights' columns.
         """
-        columns = None if isinstance(inputs, int) else inputs
-        inputs = size_of(inputs)
         rows = sum(map(size_of, parts.values()))
-        format_ = None if plain else self.formats.of(parts, inputs)
-        self.matrices += len(parts)
-        if format_ not in BLOCK_BYTES:
-            return self._allocate((rows, inputs), parts, self.dtype, self._of_matrices, columns), format_
-        self.stored |= dict.fromkeys(parts, format_)
-        shape = (rows, inputs // SHARED * BLOCK_BYTES[format_])
-        return self._allocate(shape, parts, torch.uint8, self._of_matrices), format_
+        columns = None if isinstance(inputs, int) else inputs
+        return self._allocate((rows, size_of(inputs)), parts, self.dtype, columns)
 
     def keeps_experts(self, inputs: int | Part, parts: Mapping[str, int | Part]) -> bool:
         """True if `kept_matrix` would make a matrix for all experts together. Each expert has an order of its own.
@@ -122,9 +97,9 @@ class Parameters:
         return layout is not None and not layout.ordered
 
     def _layout(self, inputs: int | Part, parts: Mapping[str, int | Part]) -> Layout | None:
-        if self.products is None or self.ranks is not None or self.exchange is not None:
+        if self._formats is None or self.products is None or self.ranks is not None or self.exchange is not None:
             return None
-        return self.formats.layout({name: size_of(rows) for name, rows in parts.items()}, size_of(inputs))
+        return self._formats.layout({name: size_of(rows) for name, rows in parts.items()}, size_of(inputs))
 
     def kept_matrix(self, inputs: int | Part, parts: Mapping[str, int | Part]) -> KeptMatrix | None:
         """A new matrix in the checkpoint's bits; None: call `matrix`. The arguments are those of `matrix`."""
@@ -144,10 +119,9 @@ class Parameters:
         shape: tuple[int, ...],
         parts: Mapping[str, int | Part],
         dtype: torch.dtype,
-        device: torch.device,
         columns: Part | None = None,
     ) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=dtype, device=device)
+        tensor = torch.empty(shape, dtype=dtype, device=self.device)
         sizes = [size_of(rows) for rows in parts.values()]
         for (name, rows), part in zip(parts.items(), tensor.split(sizes), strict=True):
             cut = _cut(rows, columns, part)
@@ -183,7 +157,7 @@ class Parameters:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all loaded weights. A device may use others (`Device.weight_bytes`)."""
+        """Bytes of all loaded weights."""
         return self._bytes
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -196,8 +170,7 @@ class Parameters:
             target = self._targets.get(name, self.kept.get(name))
             if target is None:
                 raise WeightError(f"the checkpoint has {name}, which the model does not have")
-            if name not in self.stored:
-                _check_shape(name, shape, self._whole.get(name, tuple(target.shape)))
+            _check_shape(name, shape, self._whole.get(name, tuple(target.shape)))
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor | Raw]], report: Report) -> None:
         """Copies checkpoint tensors into place. Raises `WeightError` unless each weight comes once, in its shape.

@@ -59,12 +59,6 @@ class Rotary:
             return Rotation(cos.index_select(0, positions), signed_sin.index_select(0, positions))
         return self._rotation(positions[:, None].float() * self._frequencies)
 
-    def table(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine of the first `positions`, float32 [positions, rotary_dim / 2], rounded to the dtype."""
-        every = torch.arange(positions, device=self._frequencies.device)
-        cos, sin = self._turns(every[:, None].float() * self._frequencies)
-        return cos.float().contiguous(), sin.float().contiguous()
-
     def _rotation(self, angles: torch.Tensor) -> Rotation:
         """The rotation of angles float32 [tokens, rotary_dim / 2]."""
         return rotation_of(*self._turns(angles))

@@ -81,9 +81,8 @@ class Bert:
         """The number of elements of a vector."""
         if pooling.scores:
             self.size = pooling.size
-            # What rounding they would save is a single row's, and their error would be the score's.
-            pooler = Linear(params, "pooler", hidden, {"dense": hidden}, bias=True, plain=True)
-            self.head = pooler, Linear(params, "", hidden, {"classifier": pooling.size}, bias=True, plain=True)
+            pooler = Linear(params, "pooler", hidden, {"dense": hidden}, bias=True)
+            self.head = pooler, Linear(params, "", hidden, {"classifier": pooling.size}, bias=True)
         else:
             params.skip("pooler.dense.weight")
             params.skip("pooler.dense.bias")

@@ -83,7 +83,6 @@ class DraftModel:
             model=config.draft.model,
             draft=None,
             max_total_tokens=-(-tokens // config.page_size) * config.page_size,
-            weight_cache_bytes=0,
             quantization=None,
             host_bytes=None,
             host_ratio=None,

@@ -21,14 +21,13 @@ from forebay.device import open_device
 from forebay.distributed.group import Group
 from forebay.layers.params import Parameters
 from forebay.models import registry
-from forebay.runner.formats import formats
 from forebay.runner.group import roles
 from forebay.state.config import ConfigError, RunnerConfig
 from forebay.state.pages import page_bytes
 from forebay.state.recurrent import slot_bytes, state_page_count
 from forebay.state.sizes import Sizes
 from forebay.weights.config import ModelConfig
-from forebay.weights.quantization import AUTO, PLAIN
+from forebay.weights.quantization import AUTO
 
 __all__ = ["Footprint", "footprints", "main"]
 
@@ -115,21 +114,14 @@ def _weight_bytes(config: RunnerConfig, model: ModelConfig, group: Group | None)
     ranks, exchange = roles(config, group)
     # Whatever the device: operators and attention have no weights.
     choice = Choice(open_device("cpu", config.threads), config, group)
-    if config.device == "cpu":
-        choice.check_kv_format(model)
-    made = formats(config, model, choice, None) if config.device == "cpu" else PLAIN
-    params = Parameters(config.dtype, torch.device("meta"), made, ranks=ranks, exchange=exchange)
+    params = Parameters(config.dtype, torch.device("meta"), ranks=ranks, exchange=exchange)
     decoder = registry.build(model, params, choice.attention(), choice.ops(), config.context_length)
     own = Parameters(config.dtype, torch.device("meta"))
     if config.head is not None:
         registry.attach_head(decoder, config.head, own, config.context_length)
-    if group is not None:
-        return params.nbytes
-    if config.device != "cpu":
-        if model.stored is not None:
-            raise ConfigError("the memory of quantised matrices that a GPU keeps in their bits is not planned")
-        return params.nbytes + own.nbytes
-    return choice.weight_bytes(decoder) + own.nbytes
+    if config.device != "cpu" and group is None and model.stored is not None:
+        raise ConfigError("the memory of quantised matrices that a GPU keeps in their bits is not planned")
+    return params.nbytes + own.nbytes
 
 
 def main(lines: Iterable[str]) -> int:

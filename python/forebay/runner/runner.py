@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -33,7 +32,6 @@ from forebay.protocol.constants import FLAG_POOL, FLAG_SAMPLE, ROW_OK
 from forebay.protocol.frames import Int32s
 from forebay.protocol.plan import Plan
 from forebay.protocol.result import StepResult
-from forebay.runner import formats
 from forebay.runner.adapters import AdapterPlaces
 from forebay.runner.draft_model import DraftModel
 from forebay.runner.drafts import Drafts, verified
@@ -107,14 +105,13 @@ class ModelRunner:
         self._choice.check_operators(self.model_config)
         if config.quantization not in (None, AUTO):
             self._choice.check_quantization(config.quantization, self.model_config)
-        self._choice.check_kv_format(self.model_config)
+        self._choice.check_kv_format()
         self._adapted = None if config.lora is None else AdaptedModules()
         self._loader = ModelLoader(config, self.device, self._choice, of_ranks, self._adapted)
         # What a row may ask for: a model that pools does nothing else.
         self._flag = FLAG_SAMPLE if config.pooling is None else FLAG_POOL
         self._ops = self._choice.ops()
         self._tier: HostTier | None = None
-        self._blocks = ""
         self._summed: Summed | None = None
         self._state_pages = 0
         with telling_of_memory(self.device):
@@ -134,8 +131,8 @@ class ModelRunner:
         if self.draft_model is not None and not self._verifies_drafts:
             what = "a draft model is" if self.config.head is None else "heads that draft are"
             raise ConfigError(
-                f"{what} not served here: drafts of the hand's own are verified by GPUs and PyTorch's operators "
-                "(FOREBAY_KERNELS=torch), for models of text without recurrent layers and adapters"
+                f"{what} not served here: drafts of the hand's own are verified for models of text without recurrent "
+                "layers and adapters"
             )
         if pool is not None and host is not None:
             sparse = self.tables.hot is not None
@@ -193,10 +190,7 @@ class ModelRunner:
         kept = self.config.kept_model
         if kept is None:
             return Sizes(0, None)
-        self._blocks = formats.blocks(self.model.params, self._dtype_name(), self.config.quantization == "gguf")
-        if self._blocks:
-            print(f"computing with blocks of the file: {self._blocks}", file=sys.stderr)
-        elif has_mxfp4(self.model_config) and self.config.load_format != "dummy":
+        if has_mxfp4(self.model_config) and self.config.load_format != "dummy":
             print(f"MXFP4 is multiplied out at the load: experts are {self._dtype_name()}", file=sys.stderr)
         taken = self.weight_bytes + self._image_bytes + slot_bytes(self.config)
         taken += 0 if self.adapters is None else self.adapters.nbytes
@@ -278,30 +272,17 @@ class ModelRunner:
         return self.model
 
     def load(self, report: Report) -> None:
-        """Fills the weights from the checkpoint, or from the seed. `report` gets (loaded, total) tensors.
-
-        If an earlier start has kept its packed weights, they are read instead.
-        """
+        """Fills the weights from the checkpoint, or from the seed. `report` gets (loaded, total) tensors."""
         if self.draft_model is not None:
             self.draft_model.load(report)
-        loader = self._loader
-        if loader.expects_kept:
-            if loader.load_kept(self.model, report):
-                return
-            self.model = loader.build()
-        loader.load(self.model, report)
-
-    def keep_weights(self) -> threading.Thread | None:
-        """Begins to keep the weights for the next start, once a step was computed; None: there is nothing to keep."""
-        return self._loader.keep(self.model)
+        self._loader.load(self.model, report)
 
     def warm_up(self) -> None:
         """Runs a tiny prompt and, if the model generates, a decode row, and a sparse one where slots may be sparse.
 
         So no request waits for the set-up of libraries.
 
-        The tables are unchanged afterwards. The content of the first pages is undefined. Raises `NotFiniteError`; if
-        the weights are those of an earlier start, their files are removed.
+        The tables are unchanged afterwards. The content of the first pages is undefined. Raises `NotFiniteError`.
         """
         if self.draft_model is not None:
             self.draft_model.warm_up()
@@ -342,10 +323,7 @@ class ModelRunner:
         result = self.step(self._of_all_ranks(plan))
         if (result.row_errors == ROW_OK).all():
             return
-        what = "the weights give results that are not finite"
-        if self._loader.discard():
-            what += "; they were kept by an earlier start and are removed: the next one reads the model's own files"
-        raise NotFiniteError(what)
+        raise NotFiniteError("the weights give results that are not finite")
 
     def facts(self) -> dict[str, Any]:
         """The facts for `ready`, except the loading time."""
@@ -361,7 +339,7 @@ class ModelRunner:
             "page_bytes": self.kv.page_bytes,
             "hot_row_tokens": self.config.row_pages * self.config.page_size,
             "graphs": 0 if self._steps.graphs is None else self._steps.graphs.count,
-            "blocks": self._blocks,
+            "blocks": "",
             "tokens_only": isinstance(self.model, CalledModel),
             # Its own drafts are all that it verifies.
             "verifies_drafts": self._verifies_drafts and self.draft_model is None,
@@ -435,7 +413,7 @@ class ModelRunner:
         plain = self.config.pooling is None and self.images is None and self._exchange is None
         # A state would have seen what is not accepted, a sparse slot has one query, and adapters were not tried.
         one_by_one = bool(config.recurrent) or self.config.hot_rows > 0 or self.config.lora is not None
-        return plain and not one_by_one and self._choice.verifies_drafts(config)
+        return plain and not one_by_one
 
     def _begin_exchange(self, plan: Plan) -> None:
         """Queues what a step of a group begins with, and all of it where this rank has no rows."""

@@ -15,7 +15,7 @@ from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.heads import HeadConfig
 from forebay.weights.parts import GroupedQuery
 from forebay.weights.pooling import Pooling
-from forebay.weights.quantization import AUTO, QUANTIZATIONS, SHARED
+from forebay.weights.quantization import AUTO, INTEGERS, QUANTIZATIONS
 from forebay.weights.ranks import why_not_group, why_not_ranks
 from forebay.weights.vision import Preprocessing
 
@@ -23,8 +23,6 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 LOAD_FORMATS = ("auto", "dummy")
 ATTENTION_BACKENDS = ("triton", "torch", "fa3")
 SAVE_ORDERS = ("behind", "fence", "inline")
-GROUP = 16
-"""Positions whose keys the compiled kernels read together."""
 MOST_HOT_ROWS = 32767
 """The largest number of hot rows, since their numbers have 16 bits."""
 
@@ -79,7 +77,6 @@ class RunnerConfig:
     step_group: bool
     threads: int | None
     seed: int
-    weight_cache_bytes: int
     host_bytes: int | None
     host_ratio: float | None
     host_pages: int | None
@@ -110,6 +107,10 @@ class RunnerConfig:
             raise ConfigError(f"dtype {values['dtype']!r} is not supported: use {' or '.join(DTYPES)}")
         chosen = {field.name: values[field.name] for field in fields(cls) if field.name in values}
         forms = {form.value: form for form in KvFormat}
+        if values["kv_cache_dtype"] == "int8":
+            raise ConfigError(
+                "kv cache dtype int8 is for the Rust hand on a CPU, and this is PyTorch's hand: leave it off"
+            )
         if values["kv_cache_dtype"] not in forms:
             known = " or ".join(name or "null" for name in forms)
             raise ConfigError(f"kv cache dtype {values['kv_cache_dtype']!r} is not supported: use {known}")
@@ -188,10 +189,7 @@ class RunnerConfig:
                 raise ConfigError("experts of a single rank can't be split: leave --ep-size off, or use more ranks")
             return
         if self.quantization not in (None, AUTO):
-            raise ConfigError(
-                f"quantization {self.quantization} needs the compiled kernels of one rank, and {world} ranks compute "
-                "with PyTorch's operators: leave it off"
-            )
+            raise ConfigError(f"quantization {self.quantization} is for one rank, and there are {world}: leave it off")
         if self.has_host_tier:
             raise ConfigError(
                 f"a host tier is for one rank: the copies of {world} ranks end at different times, and nobody waits "
@@ -210,21 +208,18 @@ class RunnerConfig:
             return
         if wanted not in QUANTIZATIONS:
             raise ConfigError(f"quantization {wanted!r} is not supported: use {' or '.join(QUANTIZATIONS)}")
-        if wanted == "gguf" and (self.model["format"] != "gguf" or self.load_format == "dummy"):
-            raise ConfigError("quantization gguf computes with the blocks of a GGUF file, and none is loaded")
+        if wanted in INTEGERS:
+            raise ConfigError(
+                f"quantization {wanted} is computed by the Rust hand on a CPU, and this is PyTorch's hand: leave it off"
+            )
 
     def _check_kv_cache(self) -> None:
         form = self.kv_cache_dtype
         if form is KvFormat.PLAIN:
             return
         wanted = f"kv cache dtype {form.value}"
-        if form is KvFormat.FP8 and self.device == "cpu":
-            raise ConfigError(f"{wanted} is for a GPU's kernels, and the device is cpu: use int8, or leave it off")
-        if form is KvFormat.INT8 and self.device != "cpu":
-            raise ConfigError(
-                f"{wanted} is for the CPU's compiled kernels, and the device is {self.device}: use fp8_e4m3, "
-                "or leave it off"
-            )
+        if self.device == "cpu":
+            raise ConfigError(f"{wanted} is for a GPU's kernels, and the device is cpu: leave it off")
         model = self.kept_model
         if model is None:
             raise ConfigError(f"{wanted} is for keys and values, and the model keeps none: leave it off")
@@ -233,20 +228,8 @@ class RunnerConfig:
             raise ConfigError(
                 f"{wanted} is for keys and values, and {model.architecture} has latent rows: leave it off"
             )
-        if form is KvFormat.FP8:
-            if self.pooling is not None:
-                raise ConfigError(f"{wanted} is for models that generate, and this one pools: leave it off")
-            return
-        if self.page_size % GROUP or heads.head_dim % SHARED:
-            raise ConfigError(
-                f"{wanted} needs pages of a multiple of {GROUP} tokens and heads of a multiple of {SHARED}: "
-                f"there are {self.page_size} and {heads.head_dim}; leave it off"
-            )
-        if self.world_size > 1:
-            raise ConfigError(
-                f"{wanted} needs the compiled kernels of one rank, and {self.world_size} ranks compute with PyTorch's "
-                "operators: leave it off"
-            )
+        if self.pooling is not None:
+            raise ConfigError(f"{wanted} is for models that generate, and this one pools: leave it off")
 
     def _check_sparse(self) -> None:
         if self.kv_save_order not in SAVE_ORDERS:

@@ -65,10 +65,6 @@ class PromptRows:
             self._check(number)
         return Given(used, embeds, prompt_len)
 
-    def addresses(self, given: Given) -> Int64s:
-        """The address of the embedding at position 0 of each row's slot, [r]; 0 if it is not `used`."""
-        return np.where(given.used, self._arena.ctypes.data + given.embeds, 0)
-
     def rows(self, span: Span) -> npt.NDArray[np.uint8]:
         """The bytes of a span's embeddings, uint8 [count * row bytes], as a copy: no tensor refers to the arena."""
         first = span.embeds + span.first * self._row_bytes

@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -19,11 +19,12 @@ from gguf.quants import dequantize
 from forebay.weights import shards
 from forebay.weights.codes import Raw
 from forebay.weights.errors import ModelError
-from forebay.weights.gguf_blocks import Bytes, as_blocks, mxfp4_blocks
 from forebay.weights.shards import Cut
 from forebay.weights.stored import Scheme
 
 __all__ = ["CodedMatrix", "Manifest", "MatrixPart", "Place"]
+
+Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
 _NUMBERS = {
     "F64": torch.float64,
@@ -40,6 +41,8 @@ _NUMBERS = {
     "BOOL": torch.bool,
 }
 """The storage of single numbers, by safetensors' names. GGUF has the same names."""
+_MXFP4 = 32
+"""Numbers of a block of MXFP4."""
 _AT_ONCE = 1 << 20
 """Elements that are dequantised at a time. Temporary memory is a few times as much."""
 
@@ -168,18 +171,6 @@ class Place:
         _, columns = self._size()
         return self.part.changed(self._numbers(data, columns).reshape(self.shape))
 
-    def blocks(self, kind: str) -> torch.Tensor:
-        """The rows in blocks of type `kind`, uint8 [rows, bytes]. Raises ModelError."""
-        wanted = math.prod(self.shape[:-1])
-        rows = wanted if self.part.matrix is None else self.part.matrix[0]
-        data = self._bytes(0, rows, rows)
-        if self.part.rows is not None:
-            first, step = self.part.rows
-            data = np.ascontiguousarray(data[first : first + wanted * step : step])
-        found = torch.from_numpy(as_blocks(data, self.format, kind))
-        # A row's blocks go where the row goes.
-        return found if self.part.pairs is None else _halves(found, self.part.pairs)
-
     def _values(self, rows: shards.Part, columns: shards.Part) -> torch.Tensor:
         """The numbers [rows, columns] of a part of the range."""
         if not self.is_blocks and columns.is_whole:
@@ -209,7 +200,7 @@ class Place:
         """The bytes of `count` of the range's `rows` rows, uint8 [count, bytes of a row]."""
         if self.exponents is not None:
             codes = replace(self, exponents=None)._bytes(first, count, rows)
-            return mxfp4_blocks(codes, self.exponents._bytes(first, count, rows))
+            return _mxfp4_blocks(codes, self.exponents._bytes(first, count, rows))
         row_bytes = self.bytes // max(1, rows)
         data = np.empty((count, row_bytes), np.uint8)
         memory, at = data.reshape(-1).data, 0
@@ -233,16 +224,6 @@ class _Joined:
     places: tuple[Place, ...]
     """Each `shape` is [heads, rows, columns], behind transposing."""
 
-    @property
-    def is_blocks(self) -> bool:
-        """False: no blocks are those of the weight."""
-        return False
-
-    @property
-    def format(self) -> str:
-        """The storage of the first part."""
-        return self.places[0].format
-
     def read(self, cut: Cut | None = None) -> torch.Tensor:
         """The weight float32 [rows, columns], or the heads of a part of it."""
         heads = self.places[0].shape[0]
@@ -262,10 +243,6 @@ class _Joined:
         cut = Cut(shards.Part(heads * rows, first * rows, (first + count) * rows), shards.ALONE.of(columns))
         values = lying.read(cut).float().view(count, rows, columns)
         return values.transpose(1, 2) if transposed else values
-
-    def blocks(self, kind: str) -> torch.Tensor:
-        """Raises ModelError."""
-        raise ModelError(f"a weight of several tensors has no blocks of type {kind}")
 
 
 @dataclass(frozen=True)
@@ -320,6 +297,18 @@ class Manifest:
             parts = tuple((end, Place.of(self._files, place)) for end, place in values["parts"])
             weights = tuple((name, MatrixPart.of(part)) for name, part in values.get("weights", ()))
             yield CodedMatrix(values["name"], tuple(values["shape"]), values["format"], parts, weights)
+
+
+def _mxfp4_blocks(codes: Bytes, exponents: Bytes) -> Bytes:
+    """Rows in blocks of MXFP4 from those of safetensors: codes [rows, blocks * 16] and exponents [rows, blocks].
+
+    Neighbours share a byte there, and numbers of the two halves of a block share one in GGUF's blocks.
+    """
+    half = _MXFP4 // 2
+    numbers = (codes.reshape(*exponents.shape, half, 1) >> np.array([0, 4], np.uint8)) & np.uint8(15)
+    halves = numbers.reshape(*exponents.shape, 2, half)
+    joined = halves[..., 0, :] | halves[..., 1, :] << np.uint8(4)
+    return np.concatenate([exponents[..., None], joined], axis=-1).reshape(len(codes), -1)
 
 
 def _halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:

@@ -152,7 +152,6 @@ def _load(connection: Connection, config: dict[str, Any]) -> tuple[ModelRunner, 
     gc.freeze()
     facts = {**runner.facts(), "load_seconds": round(time.monotonic() - started, 3)}
     connection.send(encode_json(Kind.READY, facts))
-    runner.keep_weights()
     return runner, arena
 
 

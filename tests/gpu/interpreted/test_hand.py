@@ -64,7 +64,7 @@ def test_a_hand_with_these_operators(operators: Kernels, family: str, monkeypatc
 def test_a_hand_with_keys_and_values_of_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     model = one_layer("qwen3", monkeypatch)
     # Operator by operator, which takes fewer programs than steps whose plans the device reads.
-    monkeypatch.setattr(Choice, "check_kv_format", lambda choice, model: None)
+    monkeypatch.setattr(Choice, "check_kv_format", lambda choice: None)
     found = []
     for operators in (kernels, WATCHED):
         use(operators, monkeypatch)

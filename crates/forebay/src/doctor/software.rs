@@ -22,7 +22,6 @@ const NEEDED: &str = "torch, numpy, safetensors, tokenizers, gguf";
 #[derive(Debug, Deserialize)]
 struct Installed {
     python: String,
-    kernels: bool,
     torch: Option<String>,
     numpy: Option<String>,
     safetensors: Option<String>,
@@ -94,15 +93,6 @@ fn packages(installed: &Installed, python: &str) -> Vec<Finding> {
             Finding::problem("PyTorch", says, advice)
         }
     });
-    findings.push(if installed.kernels {
-        Finding::ok("kernels", "the compiled ones are there")
-    } else {
-        Finding::note(
-            "kernels",
-            "there are none: PyTorch computes steps on a CPU, slowly",
-            "`make build` compiles them; a wheel has them",
-        )
-    });
     findings
 }
 
@@ -162,7 +152,6 @@ mod tests {
         let version = || Some("1".to_owned());
         let installed = Installed {
             python: python.to_owned(),
-            kernels: true,
             torch: torch.map(str::to_owned),
             numpy: version(),
             safetensors: version(),
@@ -175,10 +164,10 @@ mod tests {
     #[test]
     fn a_hand_needs_packages() {
         let (ok, bad) = (State::Ok, State::Problem);
-        assert_eq!(installed("3.12.1", Some("2.9.1"), Some("1")), [ok, ok, ok]);
-        assert_eq!(installed("3.9.1", Some("2.9.1"), Some("1")), [bad, ok, ok]);
-        assert_eq!(installed("3.12.1", None, Some("1")), [ok, bad, ok]);
-        assert_eq!(installed("3.12.1", Some("2.9.1"), None), [ok, bad, ok]);
+        assert_eq!(installed("3.12.1", Some("2.9.1"), Some("1")), [ok, ok]);
+        assert_eq!(installed("3.9.1", Some("2.9.1"), Some("1")), [bad, ok]);
+        assert_eq!(installed("3.12.1", None, Some("1")), [ok, bad]);
+        assert_eq!(installed("3.12.1", Some("2.9.1"), None), [ok, bad]);
     }
 
     #[test]

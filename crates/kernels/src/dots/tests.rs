@@ -6,9 +6,10 @@ use super::*;
 use crate::codes::tests::Encoded;
 use crate::isa::plain::{Array, Plain, Portable};
 use crate::isa::tests::{self, CheckDots};
-use crate::matmul::{Activation, Best, Matrix, Out, multiply_codes};
+use crate::matmul::{Best, GateKind, Matrix, Out, multiply_codes};
 use crate::quantise::{pack_blocks, quantise, quantised_bytes, stored_len, unpacked};
-use crate::team::{Kind, Queue, Team};
+use crate::team::Queue;
+use crate::team::tests::team;
 use crate::tile::MAX_ROWS;
 use crate::tile::tests::numbers;
 
@@ -197,7 +198,7 @@ fn run<D: Dots>(codes: Codes, matrix: &Quantised, bias: &[f32], out: impl Fn(usi
     let described = Matrix { panels, format: Some(format), outputs, inputs, bias };
     let shared = Shared((codes, described));
     let outs = Shared(&out);
-    Team { threads: 2, kind: Kind::Started }.run(|member| {
+    team(2).compute(|member| {
         let (codes, matrix) = shared.get();
         let queue = (&queue, member.members);
         // SAFETY: the caller's sizes.
@@ -229,7 +230,7 @@ fn check_finishes<D: Dots>(format: Format, rows: usize, pairs: usize, seed: u32)
     let to = Out::Add(added.as_mut_ptr(), 1.0);
     run::<D>(codes, &plain, &bias, |_| to);
     let mut gates = vec![f32::NAN; rows * pairs];
-    let to = Out::Gate(gates.as_mut_ptr(), Activation::Silu);
+    let to = Out::Gate(gates.as_mut_ptr(), GateKind::Silu);
     run::<D>(codes, &gated, &bias, |_| to);
     let mut bests = vec![Best::NONE; 2 * rows];
     let to = bests.as_mut_ptr();

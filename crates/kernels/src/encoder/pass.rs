@@ -2,12 +2,12 @@
 
 use std::ops::Range;
 
+use super::weights::BertActivation;
 use crate::attention::{self, Scratch, Unit};
 use crate::codes::{CodesRoom, encode};
 use crate::dispatch::Work;
 use crate::dots::Dots;
 use crate::element::Element;
-use crate::encoder::Activation;
 use crate::math;
 use crate::matmul::{Matrix, Out, Rows, arrange, multiply, multiply_codes};
 use crate::pages::{Pool, Shape};
@@ -79,7 +79,7 @@ pub(crate) struct Pass<'a, E> {
     pub(super) shape: Shape,
     pub(super) hidden: usize,
     pub(super) eps: f32,
-    pub(super) activation: Activation,
+    pub(super) activation: BertActivation,
     /// True if a prompt's first state is its vector, and not the mean.
     pub(super) first: bool,
     pub(super) norm: Norm<'a>,
@@ -262,9 +262,9 @@ impl<E: Element> Pass<'_, E> {
             )
         };
         match self.activation {
-            Activation::Gelu => math::each::<E, K, math::Gelu>(from, to),
-            Activation::GeluTanh => math::each::<E, K, math::GeluTanh>(from, to),
-            Activation::Relu => math::each::<E, K, math::Relu>(from, to),
+            BertActivation::Gelu => math::each::<E, K, math::Gelu>(from, to),
+            BertActivation::GeluTanh => math::each::<E, K, math::GeluTanh>(from, to),
+            BertActivation::Relu => math::each::<E, K, math::Relu>(from, to),
         }
         rows
     }

@@ -1,5 +1,5 @@
 //! Mixtures of experts: the part of a layer in which each token goes to some of many gated
-//! feed-forward parts ([ADR 52](../../../docs/adr/0052-experts-in-the-compiled-kernels.md)).
+//! feed-forward parts (ADR 52).
 //!
 //! A token's logits, its choice and the order in which its experts' results are added depend on it
 //! alone. Rows that go to one expert are computed together, and every row is computed as in any
@@ -8,139 +8,91 @@
 mod routing;
 mod sorted;
 
-use std::ffi::c_void;
-
 use crate::codes::Format;
-use crate::element::{Element, vector};
+use crate::element::{Element, widened};
 use crate::matmul::Matrix;
 use crate::memory::grow;
-use crate::pack::{packed_len, padded_outputs};
-use crate::quantise::quantised_bytes;
+use crate::sizes::ExpertSizes;
 use crate::team::FEW;
 use crate::tile::MAX_ROWS;
+use crate::weights::{self, Bytes, ExpertMatrices};
 
 use routing::Chooser;
-pub use routing::RoutingSpec;
 pub(crate) use sorted::{Active, RowTile, Sorted};
 
-/// The experts of one layer, as the caller describes them; all null in a layer that has none.
-#[derive(Clone, Copy)]
-#[repr(C)]
-pub struct ExpertsSpec {
-    /// `[experts, hidden]`, as in the checkpoint.
-    pub(crate) router: *const c_void,
-    /// `[experts]`: numbers that are added to scores for the choice only; null: there are none.
-    pub(crate) correction: *const f32,
-    /// Gates and their values of each expert, `[2 * intermediate, hidden]`, interleaved and packed
-    /// one expert behind the other.
-    pub(crate) gate_up: *const c_void,
-    /// Packed, one expert behind the other: `[hidden, intermediate]`.
-    pub(crate) down: *const c_void,
-    /// The formats of the two matrices, see [`Format::of`].
-    pub(crate) formats: [u32; 2],
-    /// `[hidden]`: its product with a token is the logit of the shared expert's factor; null: the
-    /// factor is 1.
-    pub(crate) shared_gate: *const c_void,
-    /// `[experts]`: terms of logits; null: there are none.
-    pub(crate) router_bias: *const c_void,
-    /// The biases of gates and then of their values, `[experts, 2 * intermediate]`; null: there are
-    /// none.
-    pub(crate) gate_up_bias: *const c_void,
-    /// `[experts, hidden]`; null: there are none.
-    pub(crate) down_bias: *const c_void,
-}
-
-impl ExpertsSpec {
-    /// No experts.
-    pub const NONE: Self = Self {
-        router: std::ptr::null(),
-        correction: std::ptr::null(),
-        gate_up: std::ptr::null(),
-        down: std::ptr::null(),
-        formats: [0; 2],
-        shared_gate: std::ptr::null(),
-        router_bias: std::ptr::null(),
-        gate_up_bias: std::ptr::null(),
-        down_bias: std::ptr::null(),
-    };
-
-    pub(crate) fn is_there(&self) -> bool {
-        !self.router.is_null()
-    }
-}
-
 /// The same matrix of all experts, packed, one behind the other.
-pub(crate) struct Stack<E> {
-    panels: *const E,
+pub(crate) struct Stack {
+    packed: Bytes,
     pub(crate) format: Option<Format>,
     pub(crate) outputs: usize,
     pub(crate) inputs: usize,
-    /// From one expert's to the next one's, in elements, or bytes of a quantised matrix.
+    /// Bytes from one expert's to the next one's.
     apart: usize,
     /// `[experts, outputs]`; empty: there are none.
     biases: Vec<f32>,
 }
 
-impl<E: Element> Stack<E> {
-    /// # Safety
-    /// `biases` is null, or has so many for each of `count` experts.
-    unsafe fn new(
-        (panels, format): (*const c_void, u32),
-        (biases, count): (*const c_void, usize),
+impl Stack {
+    /// The matrix of `count` experts, which was checked. Biases are of the type `E`.
+    fn new<E: Element>(
+        (matrix, count): (&weights::Matrix, usize),
         (outputs, inputs): (usize, usize),
-        interleaved: bool,
+        biases: Option<&Bytes>,
     ) -> Self {
-        let format = Format::of(format);
-        let apart = match format {
-            None => packed_len(padded_outputs(outputs, interleaved), inputs),
-            Some(format) => quantised_bytes(format, outputs, inputs, interleaved),
-        };
-        // SAFETY: the contract.
-        let biases = unsafe { vector::<E>(biases, count * outputs) };
-        Self { panels: panels.cast(), format, outputs, inputs, apart, biases }
+        let (packed, format) = (matrix.packed.clone(), matrix.storage.format());
+        let apart = packed.len() / count;
+        let biases = biases.map(|biases| widened::<E>(biases)).unwrap_or_default();
+        Self { packed, format, outputs, inputs, apart, biases }
     }
 
     #[inline(always)]
-    pub(crate) fn of(&self, expert: usize) -> Matrix<'_, E> {
-        let &Self { panels, format, outputs, inputs, apart, ref biases } = self;
-        let panels = match format {
-            None => panels.wrapping_add(expert * apart),
-            Some(_) => panels.wrapping_byte_add(expert * apart),
-        };
+    pub(crate) fn of<E>(&self, expert: usize) -> Matrix<'_, E> {
+        let &Self { ref packed, format, outputs, inputs, apart, ref biases } = self;
+        let panels = packed.as_ptr().wrapping_add(expert * apart).cast();
         let bias = biases.get(expert * outputs..(expert + 1) * outputs).unwrap_or_default();
         Matrix { panels, format, outputs, inputs, bias }
     }
 }
 
 /// The experts of one layer.
-pub(crate) struct Mixture<E> {
-    pub(crate) router: *const c_void,
+pub(crate) struct Mixture {
+    pub(crate) sizes: ExpertSizes,
+    /// `[experts, hidden]`, as in the checkpoint.
+    pub(crate) router: Bytes,
+    /// Numbers that are added to scores for the choice only; empty: there are none.
     pub(crate) correction: Vec<f32>,
     /// Terms of logits; empty: there are none.
     pub(crate) router_bias: Vec<f32>,
-    pub(crate) gate_up: Stack<E>,
-    pub(crate) down: Stack<E>,
-    /// Empty: the shared expert has no gate.
+    /// Gates and their values of each expert, `[2 * intermediate, hidden]`, interleaved.
+    pub(crate) gate_up: Stack,
+    /// `[hidden, intermediate]`
+    pub(crate) down: Stack,
+    /// Its product with a token is the logit of the shared expert's factor. Empty: the factor is 1.
     pub(crate) shared_gate: Vec<f32>,
 }
 
-impl<E: Element> Mixture<E> {
-    /// # Safety
-    /// `spec` describes what is there, and it stays there.
-    pub(crate) unsafe fn new(spec: &ExpertsSpec, routing: &RoutingSpec, hidden: usize) -> Self {
-        let (inner, count) = (routing.intermediate as usize, routing.count as usize);
-        let gate_up = (spec.gate_up, spec.formats[0]);
-        let down = (spec.down, spec.formats[1]);
-        // SAFETY: the caller's description.
-        unsafe {
-            Self {
-                router: spec.router,
-                correction: vector::<f32>(spec.correction.cast(), count),
-                router_bias: vector::<E>(spec.router_bias, count),
-                gate_up: Stack::new(gate_up, (spec.gate_up_bias, count), (2 * inner, hidden), true),
-                down: Stack::new(down, (spec.down_bias, count), (hidden, inner), false),
-                shared_gate: vector::<E>(spec.shared_gate, hidden),
-            }
+impl Mixture {
+    /// The experts `of` a layer, which were checked. The model's type is `E`.
+    pub(crate) fn new<E: Element>(of: &ExpertMatrices, sizes: ExpertSizes, hidden: usize) -> Self {
+        let ExpertSizes { count, intermediate: inner, .. } = sizes;
+        let numbers = |it: Option<&Bytes>| it.map(|it| widened::<E>(it)).unwrap_or_default();
+        let biases = of.biases.as_ref();
+        Self {
+            sizes,
+            router: of.router.clone(),
+            correction: of.correction.as_ref().map(|it| widened::<f32>(it)).unwrap_or_default(),
+            router_bias: numbers(biases.map(|biases| &biases.router)),
+            gate_up: Stack::new::<E>(
+                (&of.gate_up, count),
+                (2 * inner, hidden),
+                biases.map(|biases| &biases.gate_up),
+            ),
+            down: Stack::new::<E>(
+                (&of.down, count),
+                (hidden, inner),
+                biases.map(|biases| &biases.down),
+            ),
+            shared_gate: numbers(of.shared_gate.as_ref()),
         }
     }
 
@@ -185,10 +137,10 @@ impl<E: Element> Work<E> {
     /// Has room for a step of so many tokens.
     pub(crate) fn make_room(
         &mut self,
-        routing: &RoutingSpec,
+        routing: &ExpertSizes,
         (tokens, hidden, members): (usize, usize, usize),
     ) {
-        let (count, per_token) = (routing.count as usize, routing.per_token as usize);
+        let &ExpertSizes { count, per_token, .. } = routing;
         let choices = tokens.max(members * FEW) * per_token;
         grow(&mut self.logits, tokens * count, 0.0);
         grow(&mut self.ids, choices, 0);

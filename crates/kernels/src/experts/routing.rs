@@ -4,50 +4,10 @@
 //! DeepSeek-V2 (2024); sigmoids whose choice a bias corrects: DeepSeek-V3 (2024), which GLM-4
 //! shares.
 
+use crate::sizes::ExpertSizes;
+
 /// A term that keeps a sum of sigmoids, which may all be 0, from being a divisor of 0.
 const EPSILON: f32 = 1e-20;
-
-/// The experts of a model, as the caller describes them; a `count` of 0: it has none.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-#[repr(C)]
-pub struct RoutingSpec {
-    pub(crate) count: u32,
-    /// Experts of a token.
-    pub(crate) per_token: u32,
-    /// Elements between the two products of an expert.
-    pub(crate) intermediate: u32,
-    /// The inner size of the shared expert, which all tokens have; 0: there is none.
-    pub(crate) shared: u32,
-    /// 0: softmax over all experts, 1: the sigmoid of each.
-    pub(crate) scores: u32,
-    /// 1: routers are float32; otherwise they are of the model's type.
-    pub(crate) in_float32: u32,
-    /// Groups of experts of neighbouring ids; 1: there are none.
-    pub(crate) groups: u32,
-    /// The number of best groups. Experts of other groups are not chosen.
-    pub(crate) kept_groups: u32,
-    /// The number of best scores whose sum is a group's score.
-    pub(crate) best_of_group: u32,
-    /// 1: a token's weights are divided by their sum.
-    pub(crate) normalise: u32,
-    /// The factor of the weights, applied last.
-    pub(crate) scaling: f32,
-}
-
-impl RoutingSpec {
-    /// True if as many experts can be chosen as a token has.
-    pub(crate) fn is_possible(&self) -> bool {
-        let &Self { count, per_token, groups, kept_groups, best_of_group, .. } = self;
-        if count == 0 {
-            return true;
-        }
-        let groups_fit = groups > 0 && count.is_multiple_of(groups) && kept_groups <= groups;
-        per_token > 0
-            && groups_fit
-            && (1..=count / groups).contains(&best_of_group)
-            && per_token as u64 <= u64::from(kept_groups) * u64::from(count / groups)
-    }
-}
 
 /// Room for the choice of one token, kept from token to token.
 #[derive(Default)]
@@ -67,13 +27,13 @@ impl Chooser {
     #[inline(always)]
     pub(crate) fn choose(
         &mut self,
-        routing: &RoutingSpec,
+        routing: &ExpertSizes,
         (logits, correction): (&[f32], &[f32]),
         (ids, weights): (&mut [u32], &mut [f32]),
     ) {
         let scores = &mut self.scores;
         scores.clear();
-        if routing.scores == 0 {
+        if !routing.sigmoid {
             let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
             scores.extend(logits.iter().map(|logit| (logit - largest).exp()));
             let sum: f32 = scores.iter().sum();
@@ -93,7 +53,7 @@ impl Chooser {
         for (weight, &id) in weights.iter_mut().zip(&*ids) {
             *weight = self.scores[id as usize];
         }
-        if routing.normalise != 0 {
+        if routing.normalise {
             let sum = weights.iter().sum::<f32>() + EPSILON;
             weights.iter_mut().for_each(|weight| *weight /= sum);
         }
@@ -101,17 +61,17 @@ impl Chooser {
     }
 
     /// Sets the scores of all groups except the best ones to minus infinity.
-    fn leave_best_groups(&mut self, routing: &RoutingSpec) {
-        let size = self.wanted.len() / routing.groups as usize;
+    fn leave_best_groups(&mut self, routing: &ExpertSizes) {
+        let size = self.wanted.len() / routing.groups;
         self.group_scores.clear();
         for group in self.wanted.chunks_exact(size) {
             self.best.clear();
             self.best.extend_from_slice(group);
             self.best.sort_unstable_by(|a, b| b.total_cmp(a));
-            self.group_scores.push(self.best.iter().take(routing.best_of_group as usize).sum());
+            self.group_scores.push(self.best.iter().take(routing.best_of_group).sum());
         }
         self.kept.clear();
-        self.kept.resize(routing.kept_groups as usize, 0);
+        self.kept.resize(routing.kept_groups, 0);
         take_best(&mut self.group_scores, &mut self.kept);
         for (group, wanted) in (0..).zip(self.wanted.chunks_exact_mut(size)) {
             if !self.kept.contains(&group) {

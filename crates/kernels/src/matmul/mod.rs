@@ -157,27 +157,16 @@ impl Best {
 }
 
 /// The function of gates.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Activation {
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GateKind {
+    /// `x * sigmoid(x)`
     Silu,
+    /// GELU by the error function.
     Gelu,
+    /// GELU by a hyperbolic tangent.
     GeluTanh,
-    /// A SiLU of clamped gates times clamped ups plus 1 (gpt-oss).
+    /// `gate * sigmoid(1.702 * gate) * (up + 1)` of numbers that are clamped at 7 (gpt-oss).
     ClampedSwiglu,
-}
-
-impl Activation {
-    /// 0: SiLU, 1: GELU by the error function, 2: GELU by a hyperbolic tangent, 3: clamped
-    /// `SwiGLU`.
-    pub(crate) fn of(number: u32) -> Option<Self> {
-        match number {
-            0 => Some(Self::Silu),
-            1 => Some(Self::Gelu),
-            2 => Some(Self::GeluTanh),
-            3 => Some(Self::ClampedSwiglu),
-            _ => None,
-        }
-    }
 }
 
 /// The factor of logits, and the bound that they then approach; 0: there is none.
@@ -204,7 +193,7 @@ pub(crate) enum Out<E> {
     /// Times a factor, added to `[rows, outputs]`.
     Add(*mut f32, f32),
     /// `activation(gate) * up` of an interleaved matrix, `[rows, outputs / 2]`.
-    Gate(*mut E, Activation),
+    Gate(*mut E, GateKind),
     /// The outputs of an interleaved matrix, `[rows, outputs]`: all gates, then what they gate.
     Halves(*mut f32),
     /// One a row, of this member.
@@ -505,15 +494,15 @@ fn logits<V: Vector>(x: V, LogitScales { scale, cap }: LogitScales) -> V {
 #[inline(always)]
 pub(crate) unsafe fn gate<E: Element, K: Kernel<E>>(
     (left, right): (K::Vector, K::Vector),
-    activation: Activation,
+    activation: GateKind,
     to: *mut E,
     width: usize,
 ) {
     let gated = match activation {
-        Activation::Silu => math::silu(left).mul(right),
-        Activation::Gelu => math::gelu(left).mul(right),
-        Activation::GeluTanh => math::gelu_tanh(left).mul(right),
-        Activation::ClampedSwiglu => math::clamped_swiglu(left, right),
+        GateKind::Silu => math::silu(left).mul(right),
+        GateKind::Gelu => math::gelu(left).mul(right),
+        GateKind::GeluTanh => math::gelu_tanh(left).mul(right),
+        GateKind::ClampedSwiglu => math::clamped_swiglu(left, right),
     };
     // SAFETY: the contract.
     unsafe {

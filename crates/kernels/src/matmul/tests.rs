@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::isa::tests::{Check, kernels};
 use crate::pack::{pack, packed_len};
-use crate::team::{Kind, Team};
+use crate::team::tests::team;
 use crate::tile::tests::numbers;
 
 /// Pointers that members share.
@@ -30,7 +30,7 @@ fn run<E: Element, K: Kernel<E>>(
     let mut numbers = vec![f32::NAN; rows.count * matrix.inputs];
     let numbers = Shared((rows, matrix, numbers.as_mut_ptr().cast::<K::Number>()));
     let outs = Shared(&out);
-    Team { threads: 2, kind: Kind::Started }.run(|member| {
+    team(2).compute(|member| {
         let (rows, matrix, numbers) = numbers.get();
         // SAFETY: the caller's sizes.
         unsafe {
@@ -90,7 +90,7 @@ fn check<E: Element, K: Kernel<E>>(
     let to = Out::Add(added.as_mut_ptr(), 1.0);
     run::<E, K>(from, matrix(&plain), |_| to);
     let mut gates = vec![E::default(); rows * outputs / 2];
-    let to = Out::Gate(gates.as_mut_ptr(), Activation::Silu);
+    let to = Out::Gate(gates.as_mut_ptr(), GateKind::Silu);
     run::<E, K>(from, matrix(&gated), |_| to);
     let mut bests = vec![Best::NONE; 2 * rows];
     let to = bests.as_mut_ptr();

@@ -6,6 +6,7 @@ use std::ops::Range;
 
 use super::Recurrence;
 use crate::math::{self, Sigmoid, Silu};
+use crate::sizes::{RecurrenceSizes, StateGate};
 use crate::team::{Member, Queue};
 use crate::vector::{LANES, Vector, VectorWork};
 
@@ -79,7 +80,7 @@ impl VectorWork for Advance<'_> {
     #[inline(always)]
     unsafe fn compute<V: Vector>(self) {
         let Self { recurrence, rows, queue, member, .. } = self;
-        let (channels, heads) = (recurrence.spec.channels(), recurrence.spec.heads as usize);
+        let (channels, heads) = (recurrence.sizes.channels(), recurrence.sizes.heads);
         let blocks = channels.div_ceil(CHANNELS);
         for unit in member.share(rows.len() * blocks) {
             let first = unit % blocks * CHANNELS;
@@ -109,8 +110,8 @@ impl Advance<'_> {
     /// The convolution of some channels along a row.
     #[inline(always)]
     unsafe fn convolve<V: Vector>(&self, row: &StateRow, channels: Range<usize>) {
-        let Recurrence { spec, conv, conv_bias, .. } = self.recurrence;
-        let (all, before) = (spec.channels(), spec.taps as usize - 1);
+        let Recurrence { sizes, inputs, conv, conv_bias, .. } = self.recurrence;
+        let (all, before) = (sizes.channels(), sizes.taps - 1);
         let (first, count) = (channels.start, channels.len());
         let mut now = [0.0; CHANNELS];
         let now = &mut now[..count];
@@ -119,11 +120,11 @@ impl Advance<'_> {
         unsafe {
             for index in 0..row.length {
                 let (token, last) = (row.first + index, index + 1 == row.length);
-                let place = |row: usize| spec.inputs.add(row * before * all + first);
+                let place = |row: usize| inputs.add(row * before * all + first);
                 let (from, to) =
                     (place(row.source), place(if last { row.target } else { row.source }));
                 let input = self.projected.add(token * self.stride + first);
-                if spec.heads == 0 {
+                if sizes.heads == 0 {
                     let gates = std::slice::from_raw_parts(input.add(all), count);
                     let values = std::slice::from_raw_parts(input.add(2 * all), count);
                     now.copy_from_slice(gates);
@@ -147,7 +148,7 @@ impl Advance<'_> {
                     std::ptr::copy_nonoverlapping(now.as_ptr(), to, count);
                 }
                 add_product(sum, now, &conv[before * all + first..][..count]);
-                if spec.heads > 0 {
+                if sizes.heads > 0 {
                     math::apply::<V, Silu>(sum);
                 }
             }
@@ -157,19 +158,17 @@ impl Advance<'_> {
     /// Advances a head's state along a row.
     #[inline(always)]
     unsafe fn walk<V: Vector>(&self, row: &StateRow, head: usize) {
-        let Recurrence { spec, decay, step_bias, skip, .. } = self.recurrence;
-        let (heads, channels, values) = (spec.heads as usize, spec.channels(), spec.values());
-        let (keys, key_dim) = (spec.keys(), spec.key_dim as usize);
-        let value_dim = spec.value_dim as usize;
-        let first_key = spec.key_of(head) * key_dim;
+        let Recurrence { sizes, states, decay, step_bias, skip, .. } = self.recurrence;
+        let (channels, values, keys) = (sizes.channels(), sizes.values(), sizes.keys());
+        let &RecurrenceSizes { heads, key_dim, value_dim, delta, .. } = sizes;
+        let first_key = sizes.key_of(head) * key_dim;
         let skip = skip.get(head).copied().unwrap_or(0.0);
         let root = (key_dim as f32).sqrt();
         // SAFETY: the caller's row and head.
         unsafe {
             for index in 0..row.length {
                 let (token, last) = (row.first + index, index + 1 == row.length);
-                let place =
-                    |row: usize| spec.states.add((row * heads + head) * key_dim * value_dim);
+                let place = |row: usize| states.add((row * heads + head) * key_dim * value_dim);
                 let (from, to) =
                     (place(row.source), place(if last { row.target } else { row.source }));
                 let mixed = self.mixed.add(token * channels);
@@ -179,18 +178,18 @@ impl Advance<'_> {
                 let numbers = self.projected.add(token * self.stride + channels + values);
                 let step = softplus(*numbers.add(head) + step_bias[head]);
                 let decay = (decay[head] * step).exp();
-                let strength = match spec.delta {
-                    1 => {
+                let strength = match delta {
+                    true => {
                         // Of the length 1.
                         let k = math::rms_factor::<V>(k, EPSILON / key_dim as f32) / root;
                         let q = math::rms_factor::<V>(q, EPSILON / key_dim as f32) / root;
                         let beta = 1.0 / (1.0 + (-*numbers.add(heads + head)).exp());
                         Strength { decay, taken: decay * k, given: beta * k, read: q / root, skip }
                     }
-                    _ => Strength { decay, taken: 0.0, given: step, read: 1.0, skip },
+                    false => Strength { decay, taken: 0.0, given: step, read: 1.0, skip },
                 };
                 let state = HeadState { from: from.cast_const(), to };
-                advance::<V>(state, (q, k), (v, value_dim), (&strength, spec.delta == 1));
+                advance::<V>(state, (q, k), (v, value_dim), (&strength, delta));
             }
         }
     }
@@ -297,14 +296,14 @@ impl VectorWork for Gating<'_> {
     #[inline(always)]
     unsafe fn compute<V: Vector>(self) {
         let Self { recurrence, values, gates, eps } = self;
-        let (norm, size) = (recurrence.spec.norm, recurrence.spec.norm_size as usize);
-        if recurrence.spec.heads > 0 {
+        let RecurrenceSizes { gate, norm_size: size, heads, .. } = recurrence.sizes;
+        if heads > 0 {
             math::apply::<V, Silu>(gates);
         }
-        if norm != 1 {
+        if gate != StateGate::BehindNorm {
             multiply(values, gates);
         }
-        if norm != 0 {
+        if gate != StateGate::Alone {
             let weights = recurrence.norm_weight.chunks_exact(size).cycle();
             for (part, weights) in values.chunks_exact_mut(size).zip(weights) {
                 let factor = math::rms_factor::<V>(part, eps);
@@ -312,7 +311,7 @@ impl VectorWork for Gating<'_> {
                 multiply(part, weights);
             }
         }
-        if norm == 1 {
+        if gate == StateGate::BehindNorm {
             multiply(values, gates);
         }
     }

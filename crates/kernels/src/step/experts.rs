@@ -2,7 +2,7 @@
 
 use std::mem::MaybeUninit;
 
-use super::{Part, Step, Stream, Watch};
+use super::{Step, Stream};
 use crate::codes::{CodesRoom, encode, widened};
 use crate::dots::Dots;
 use crate::element::Element;
@@ -33,13 +33,12 @@ impl<E: Element> Step<'_, E> {
     #[inline(always)]
     pub(super) unsafe fn experts<K: Kernel<E>, D: Dots>(
         &self,
-        mixture: &Mixture<E>,
+        mixture: &Mixture,
         (stream, normed): (Stream, Rows<E>),
         (queues, member): (&[Queue], &Member<'_>),
-        watch: &mut Watch,
     ) {
         let buffers = self.experts;
-        let (count, per_token) = (self.routing.count as usize, self.routing.per_token as usize);
+        let (count, per_token) = (mixture.sizes.count, mixture.sizes.per_token);
         let few = stream.count <= FEW;
         if !few {
             // Each of them has normalised some of the tokens.
@@ -58,7 +57,7 @@ impl<E: Element> Step<'_, E> {
                 let logits = std::slice::from_raw_parts(buffers.logits.add(token * count), count);
                 let at = token * per_token;
                 own.chooser.choose(
-                    &self.routing,
+                    &mixture.sizes,
                     (logits, &mixture.correction),
                     (
                         std::slice::from_raw_parts_mut(ids.add(at), per_token),
@@ -73,27 +72,21 @@ impl<E: Element> Step<'_, E> {
             own.sorted.sort(all, per_token, count, K::ROWS);
             let (gated, terms) = (self.gated, buffers.terms);
             let steps = [
-                (
-                    &mixture.gate_up,
-                    Origin::Tokens(normed.first),
-                    Out::Gate(gated, self.activation),
-                    Part::GateUp,
-                ),
-                (&mixture.down, Origin::Rows(gated.cast_const()), Out::Store(terms), Part::Down),
+                (&mixture.gate_up, Origin::Tokens(normed.first), Out::Gate(gated, self.activation)),
+                (&mixture.down, Origin::Rows(gated.cast_const()), Out::Store(terms)),
             ];
             // One loop, so that products are compiled once.
-            for (queue, (stack, from, out, part)) in queues.iter().zip(steps) {
+            for (queue, (stack, from, out)) in queues.iter().zip(steps) {
                 self.prepare_rows::<K>(stack, from, own, member);
                 member.meet();
                 self.multiply_stack::<K, D>(stack, out, &mut own.sorted, (queue, member));
                 member.meet();
-                watch.lap(part);
             }
             for token in member.share(stream.count) {
-                self.add_terms::<K::Vector>(stream, token, (&own.sorted, weights));
+                let (choices, all) = ((weights.cast_const(), per_token), &own.sorted);
+                self.add_terms::<K::Vector>(stream, token, (all, choices));
             }
             member.meet();
-            watch.lap(Part::Down);
         }
     }
 
@@ -105,7 +98,7 @@ impl<E: Element> Step<'_, E> {
     #[inline(always)]
     pub(super) unsafe fn gate_shared<V: Vector>(
         &self,
-        mixture: &Mixture<E>,
+        mixture: &Mixture,
         (normed, inner): (Rows<E>, usize),
         member: &Member<'_>,
     ) {
@@ -128,24 +121,19 @@ impl<E: Element> Step<'_, E> {
 
     /// The logits of this member's part of all tokens and experts.
     #[inline(always)]
-    unsafe fn score<K: Kernel<E>>(
-        &self,
-        mixture: &Mixture<E>,
-        normed: Rows<E>,
-        member: &Member<'_>,
-    ) {
-        let (hidden, count) = (self.hidden, self.routing.count as usize);
+    unsafe fn score<K: Kernel<E>>(&self, mixture: &Mixture, normed: Rows<E>, member: &Member<'_>) {
+        let (hidden, count) = (self.hidden, mixture.sizes.count);
+        let router = mixture.router.as_ptr();
         for pair in member.share(normed.count * count) {
             let (token, expert) = (pair / count, pair % count);
             // SAFETY: a row of what is normalised, an expert's row of the router, and its logit.
             unsafe {
                 let x = normed.first.add(token * hidden);
-                let router = self.routing.in_float32 != 0;
-                let logit = if router {
-                    let row = mixture.router.cast::<f32>().add(expert * hidden);
+                let logit = if mixture.sizes.in_float32 {
+                    let row = router.cast::<f32>().add(expert * hidden);
                     product::<E, f32, K::Vector>(x, row, hidden)
                 } else {
-                    let row = mixture.router.cast::<E>().add(expert * hidden);
+                    let row = router.cast::<E>().add(expert * hidden);
                     product::<E, E, K::Vector>(x, row, hidden)
                 };
                 let bias = mixture.router_bias.get(expert).copied().unwrap_or(0.0);
@@ -159,7 +147,7 @@ impl<E: Element> Step<'_, E> {
     #[inline(always)]
     unsafe fn prepare_rows<K: Kernel<E>>(
         &self,
-        stack: &Stack<E>,
+        stack: &Stack,
         from: Origin<E>,
         own: &mut Own<E>,
         member: &Member<'_>,
@@ -203,7 +191,7 @@ impl<E: Element> Step<'_, E> {
     #[inline(always)]
     unsafe fn multiply_stack<K: Kernel<E>, D: Dots>(
         &self,
-        stack: &Stack<E>,
+        stack: &Stack,
         out: Out<E>,
         sorted: &mut Sorted,
         (queue, member): (&Queue, &Member<'_>),
@@ -230,7 +218,7 @@ impl<E: Element> Step<'_, E> {
                 }
                 let Active { expert, first, count, begin, .. } = sorted.active[place];
                 let which = ((piece - begin) / panels, (piece - begin) % panels);
-                let matrix = stack.of(expert);
+                let matrix = stack.of::<E>(expert);
                 // SAFETY: the rows of this expert, and what they give.
                 unsafe {
                     let out = match out {
@@ -260,9 +248,9 @@ impl<E: Element> Step<'_, E> {
         &self,
         stream: Stream,
         token: usize,
-        (sorted, weights): (&Sorted, *const f32),
+        (sorted, (weights, per_token)): (&Sorted, (*const f32, usize)),
     ) {
-        let (hidden, per_token) = (self.hidden, self.routing.per_token as usize);
+        let hidden = self.hidden;
         let rows = &sorted.rows[token * per_token..][..per_token];
         let whole = hidden / LANES * LANES;
         // SAFETY: this member's row of the stream; rows of terms that nobody writes now.

@@ -1,75 +1,34 @@
 //! One step of a decoder, as the members of a team compute it together.
 
 mod adapted;
+mod attend;
 mod experts;
 mod recur;
 mod vectors;
 
 use std::ops::Range;
-use std::time::Instant;
 
 use crate::adapters::{Adapted, Product};
-use crate::attention::{self, Scratch, Unit};
+use crate::attention::{self, Scratch};
 use crate::codes::{CodesRoom, encode};
 use crate::dispatch::Work;
 use crate::dots::Dots;
 use crate::element::Element;
-use crate::experts::{Buffers, RoutingSpec};
+use crate::experts::Buffers;
 use crate::layer::Layer;
 use crate::math;
 use crate::matmul::{
-    Activation, Best, LogitScales, Matrix, Out, Rows, arrange, multiply, multiply_codes,
+    Best, GateKind, LogitScales, Matrix, Out, Rows, arrange, multiply, multiply_codes,
 };
-use crate::pages::{HeadNorm, Shape, turn};
+use crate::pages::Shape;
 use crate::recurrence::StateRow;
 use crate::step::adapted::Results;
 use crate::team::{FEW, Member, Queue};
 use crate::tile::Kernel;
-use crate::vector::Vector;
 
 /// Pieces of work a layer takes from queues: four products, the attention, and two products of
 /// experts.
 pub(crate) const QUEUES_A_LAYER: usize = 7;
-
-/// The part of a step that time is spent on.
-#[derive(Clone, Copy)]
-pub(crate) enum Part {
-    /// Inputs and normalisation.
-    Norm,
-    Qkv,
-    /// Keys and values to their pages, where attention does not do that.
-    Keep,
-    Attend,
-    Output,
-    GateUp,
-    Down,
-    Head,
-}
-
-/// Adds up the times of parts, by the first member's clock.
-pub(crate) struct Watch {
-    times: *mut u64,
-    since: Option<Instant>,
-}
-
-impl Watch {
-    /// # Safety
-    /// `times` is null or has one place for each [`Part`], and is this member's while it watches.
-    unsafe fn new(times: *mut u64, member: &Member<'_>) -> Self {
-        let since = (!times.is_null() && member.index == 0).then(Instant::now);
-        Self { times, since }
-    }
-
-    #[inline(always)]
-    pub(crate) fn lap(&mut self, part: Part) {
-        if let Some(since) = self.since {
-            let now = Instant::now();
-            // SAFETY: see `new`.
-            unsafe { *self.times.add(part as usize) += (now - since).as_nanos() as u64 };
-            self.since = Some(now);
-        }
-    }
-}
 
 #[derive(Clone, Copy)]
 pub(crate) struct Token<E> {
@@ -91,8 +50,9 @@ pub(crate) struct Attends<'a> {
     pub(crate) gate: bool,
     /// The number of pairs of a head's elements that are rotated.
     pub(crate) half: usize,
-    pub(crate) cos: *const f32,
-    pub(crate) sin: *const f32,
+    /// The angles' cosines and sines at each position; empty: nothing is rotated.
+    pub(crate) cos: &'a [f32],
+    pub(crate) sin: &'a [f32],
     pub(crate) units: attention::Shared<'a>,
     /// The units of the last layer, where only some tokens count.
     pub(crate) last_units: attention::Shared<'a>,
@@ -123,7 +83,6 @@ pub(crate) struct Step<'a, E> {
     /// The output of a part with a norm behind it.
     pub(crate) part: *mut f32,
     pub(crate) experts: Buffers<E>,
-    pub(crate) routing: RoutingSpec,
     pub(crate) best: *mut Best,
     pub(crate) scratch: *mut Scratch<E>,
     /// Room for numbers of any kind.
@@ -135,7 +94,6 @@ pub(crate) struct Step<'a, E> {
     pub(crate) states: *mut f32,
     /// The memory for the same stream after its norm; null: there is none.
     pub(crate) vectors: *mut f32,
-    pub(crate) times: *mut u64,
     pub(crate) tokens: &'a [Token<E>],
     /// The rows whose states advance; none without recurrent layers.
     pub(crate) state_rows: &'a [StateRow],
@@ -149,34 +107,18 @@ pub(crate) struct Step<'a, E> {
     pub(crate) decodes: bool,
     pub(crate) hidden: usize,
     pub(crate) eps: f32,
-    pub(crate) activation: Activation,
+    pub(crate) activation: GateKind,
     pub(crate) scales: Scales,
     pub(crate) logit_scales: LogitScales,
     pub(crate) mean_norms: bool,
-    /// Factors of queries at each position; null: there are none.
-    pub(crate) query_scales: *const f32,
+    /// Factors of queries at each position; empty: there are none.
+    pub(crate) query_scales: &'a [f32],
     pub(crate) final_norm: &'a [f32],
-    pub(crate) head: Matrix<'a, E>,
+    /// `None`: the step gives vectors, or states.
+    pub(crate) head: Option<Matrix<'a, E>>,
     pub(crate) layers: &'a [Layer<E>],
     /// The adapters of the step; `None`: the decoder's own matrices are all.
     pub(crate) adapted: Option<Adapted<'a, E>>,
-}
-
-impl Attends<'_> {
-    /// The angles' cosines and sines at a position.
-    #[inline(always)]
-    unsafe fn angles(&self, position: usize) -> (&[f32], &[f32]) {
-        if self.half == 0 {
-            return (&[], &[]);
-        }
-        // SAFETY: positions are those of the tables.
-        unsafe {
-            (
-                std::slice::from_raw_parts(self.cos.add(position * self.half), self.half),
-                std::slice::from_raw_parts(self.sin.add(position * self.half), self.half),
-            )
-        }
-    }
 }
 
 // SAFETY: what the pointers reach is written by one member at a time, see `compute`.
@@ -207,9 +149,8 @@ impl<E: Element> Step<'_, E> {
     unsafe fn compute<K: Kernel<E>, D: Dots>(&self, member: &Member<'_>) {
         // SAFETY: between meetings, members write only what is theirs by share or by queue.
         unsafe {
-            let mut watch = Watch::new(self.times, member);
             let stream = match self.given {
-                0 => self.layers::<K, D>(member, &mut watch),
+                0 => self.layers::<K, D>(member),
                 count => Stream { x: self.x, count },
             };
             if !self.states.is_null() {
@@ -223,8 +164,8 @@ impl<E: Element> Step<'_, E> {
                 self.give_vectors::<K>(member, stream);
                 return;
             }
+            let Some(head) = &self.head else { return };
             let last = self.normalise::<K>(member, stream, self.final_norm);
-            watch.lap(Part::Norm);
             let queue = &self.queues[self.layers.len() * QUEUES_A_LAYER];
             let out = if self.logits.is_null() {
                 Out::Best(self.best.add(member.index * self.sampled.len()))
@@ -233,19 +174,14 @@ impl<E: Element> Step<'_, E> {
             } else {
                 Out::Logits(self.logits, self.logit_scales)
             };
-            self.multiply::<K, D>((queue, member), last, &self.head, out);
+            self.multiply::<K, D>((queue, member), last, head, out);
             member.meet();
-            watch.lap(Part::Head);
         }
     }
 
     /// One member's share of the layers; gives the stream of the tokens that sample.
     #[inline(always)]
-    unsafe fn layers<K: Kernel<E>, D: Dots>(
-        &self,
-        member: &Member<'_>,
-        watch: &mut Watch,
-    ) -> Stream {
+    unsafe fn layers<K: Kernel<E>, D: Dots>(&self, member: &Member<'_>) -> Stream {
         let count = self.tokens.len();
         let mut stream = Stream { x: self.x, count };
         // SAFETY: as for `compute`.
@@ -258,14 +194,12 @@ impl<E: Element> Step<'_, E> {
                 // processor.
                 let queue = |index: usize| (&queues[index], member);
                 let normed = self.normalise::<K>(member, stream, &layer.input_norm);
-                watch.lap(Part::Norm);
                 let qkv = Out::Store(self.qkv);
                 self.multiply::<K, D>(queue(0), normed, &layer.qkv.matrix(), qkv);
                 let stride = layer.qkv.outputs;
                 let to = Results { first: self.qkv, stride, scale: 1.0 };
                 self.adapt::<K>((index, Product::Qkv), normed, to, member);
                 member.meet();
-                watch.lap(Part::Qkv);
                 let recurrence = layer.recurrence.as_ref().map(|it| (it, layer.qkv.outputs));
                 if let Some(recurrence) = recurrence {
                     self.recur::<K>(recurrence, (&queues[4], member));
@@ -277,7 +211,6 @@ impl<E: Element> Step<'_, E> {
                         }
                     }
                     member.meet();
-                    watch.lap(Part::Keep);
                 }
                 let mut units = attends.units;
                 if index + 1 == self.layers.len() && self.sampled.len() < count {
@@ -301,26 +234,22 @@ impl<E: Element> Step<'_, E> {
                         self.gate_attended::<K>(widths, member, stream);
                     }
                 }
-                watch.lap(Part::Attend);
                 let mut normed = normed;
                 if layer.parallel {
                     // Again, since the stream may have become that of the tokens that sample.
                     normed = self.normalise::<K>(member, stream, &layer.input_norm);
                     member.meet();
-                    watch.lap(Part::Norm);
                 }
                 let attended = Rows { first: self.attended.cast_const(), count: stream.count };
                 let output = (&layer.output.matrix(), layer.attended_norm.as_slice());
                 let at = (index, Product::Output);
                 self.add_part::<K, D>(queue(1), (at, attended), output, stream);
-                watch.lap(Part::Output);
                 if !layer.parallel {
                     normed = self.normalise::<K>(member, stream, &layer.post_norm);
-                    watch.lap(Part::Norm);
                 }
                 if let Some(mixture) = &layer.mixture {
                     let queues = (&queues[5..], member);
-                    self.experts::<K, D>(mixture, (stream, normed), queues, watch);
+                    self.experts::<K, D>(mixture, (stream, normed), queues);
                 }
                 let Some([gate_up, down]) = &layer.feed else { continue };
                 let before = self.adapted_gates(index, normed);
@@ -337,12 +266,10 @@ impl<E: Element> Step<'_, E> {
                 if let Some(mixture) = &layer.mixture {
                     self.gate_shared::<K::Vector>(mixture, (normed, gate_up.outputs / 2), member);
                 }
-                watch.lap(Part::GateUp);
                 let gated = Rows { first: self.gated.cast_const(), count: stream.count };
                 let down = (&down.matrix(), layer.fed_norm.as_slice());
                 let at = (index, Product::Down);
                 self.add_part::<K, D>(queue(3), (at, gated), down, stream);
-                watch.lap(Part::Down);
             }
         }
         stream
@@ -489,145 +416,6 @@ impl<E: Element> Step<'_, E> {
             }
             let codes = room.filled(rows.count);
             multiply_codes::<E, K, D>(queue, codes, (matrix, format), out);
-        }
-    }
-
-    /// Writes a token's key and value to their page.
-    #[inline(always)]
-    unsafe fn keep<K: Kernel<E>>(
-        &self,
-        (layer, attends): (&Layer<E>, &Attends<'_>),
-        (token, kv_head): (usize, usize),
-        scratch: &mut Scratch<E>,
-    ) {
-        let shape = &attends.shape;
-        let &Shape { heads, kv_heads, head_dim: dim, .. } = shape;
-        let Token { position, entry, .. } = self.tokens[token];
-        // SAFETY: this member's token and head; the entry belongs to it alone.
-        unsafe {
-            let heads_of = self.qkv.add(token * layer.qkv.outputs);
-            let keys = std::slice::from_raw_parts(heads_of.add(heads * dim), kv_heads * dim);
-            let value = heads_of.add((heads + kv_heads + kv_head) * dim);
-            let value = std::slice::from_raw_parts(value, dim);
-            let key = &mut scratch.head[..dim];
-            key.copy_from_slice(&keys[kv_head * dim..][..dim]);
-            let weight = layer.qk_norm.as_ref().map(|(_, norm)| norm.as_slice());
-            let norm = self.head_norm::<K::Vector>(attends, weight, (keys, kv_head));
-            turn::<K::Vector>(key, norm, self.eps, attends.angles(position));
-            if shape.coded {
-                layer.pool.keep_codes::<K::Vector>(shape, (entry, kv_head), key, value);
-                return;
-            }
-            // Where the unit's queries will be: there is room for more than two heads.
-            let (narrow_key, rest) = scratch.queries.split_at_mut(dim);
-            math::narrow::<E, K>(key, narrow_key);
-            math::narrow::<E, K>(value, &mut rest[..dim]);
-            layer.pool.keep(shape, (entry, kv_head), narrow_key, &rest[..dim]);
-        }
-    }
-
-    /// The norm of a head, of queries or of keys, among all of its token's.
-    #[inline(always)]
-    fn head_norm<'w, V: Vector>(
-        &self,
-        attends: &Attends<'_>,
-        weight: Option<&'w [f32]>,
-        (all, head): (&[f32], usize),
-    ) -> Option<HeadNorm<'w>> {
-        let weight = weight?;
-        if !attends.norm_rows {
-            return Some(HeadNorm { weight, factor: None });
-        }
-        let dim = attends.shape.head_dim;
-        let factor = Some(math::rms_factor::<V>(all, self.eps));
-        Some(HeadNorm { weight: &weight[head * dim..][..dim], factor })
-    }
-
-    #[inline(always)]
-    unsafe fn attend<K: Kernel<E>>(
-        &self,
-        (layer, attends): (&Layer<E>, &Attends<'_>),
-        shared: attention::Shared<'_>,
-        (queue, member): (&Queue, &Member<'_>),
-    ) {
-        // SAFETY: the member's own.
-        let scratch = unsafe { &mut *self.scratch.add(member.index) };
-        loop {
-            let mine = queue.take(shared.units.len(), member.members);
-            if mine.is_empty() {
-                break;
-            }
-            for index in mine {
-                let (unit, then) = (&shared.units[index], shared.units.get(index + 1));
-                // SAFETY: a unit is taken by one member, and what it writes is its own; its pages
-                // were checked.
-                unsafe {
-                    if self.decodes && unit.sees_itself() {
-                        let first = unit.queries.held.kv_head;
-                        for kv_head in first..first + unit.heads {
-                            let place = (unit.queries.token, kv_head);
-                            self.keep::<K>((layer, attends), place, scratch);
-                        }
-                    }
-                    self.turn_queries::<K>((layer, attends), (unit, then), scratch);
-                    let (units, out) = ((unit, then), self.attended);
-                    let read = (layer.pool, layer.sinks.as_slice());
-                    attention::attend::<E, K>(&attends.shape, shared, units, read, out, scratch);
-                }
-            }
-        }
-    }
-
-    /// Puts a unit's queries, normalised where the model does that, and turned, into the scratch.
-    #[inline(always)]
-    unsafe fn turn_queries<K: Kernel<E>>(
-        &self,
-        (layer, attends): (&Layer<E>, &Attends<'_>),
-        (unit, then): (&Unit, Option<&Unit>),
-        scratch: &mut Scratch<E>,
-    ) {
-        let shape = &attends.shape;
-        let &Shape { heads, head_dim: dim, .. } = shape;
-        let group = shape.group();
-        let expected = then.filter(|then| self.decodes && then.sees_itself());
-        let together = unit.heads * group;
-        let weight = layer.qk_norm.as_ref().map(|(norm, _)| norm.as_slice());
-        for index in 0..unit.queries.tokens {
-            let token = unit.queries.token + index;
-            // SAFETY: the unit's queries, which others that attend to parts of the same ones only
-            // read.
-            unsafe {
-                let position = self.tokens[token].position;
-                let angles = attends.angles(position);
-                let scale = match self.query_scales.is_null() {
-                    true => 1.0,
-                    false => *self.query_scales.add(position),
-                };
-                let all = self.qkv.add(token * layer.qkv.outputs);
-                let all = std::slice::from_raw_parts(all, heads * dim);
-                let first = unit.queries.held.kv_head * group;
-                let mut norm = self.head_norm::<K::Vector>(attends, weight, (all, first));
-                for head in 0..together {
-                    let at = (first + head) * dim;
-                    let query = &mut scratch.head[..dim];
-                    query.copy_from_slice(&all[at..][..dim]);
-                    if let (Some(norm), Some(weight), true) = (&mut norm, weight, attends.norm_rows)
-                    {
-                        norm.weight = &weight[at..][..dim];
-                    }
-                    turn::<K::Vector>(query, norm, self.eps, angles);
-                    if scale != 1.0 {
-                        query.iter_mut().for_each(|x| *x *= scale);
-                    }
-                    let to = &mut scratch.queries[(index * together + head) * dim..][..dim];
-                    math::narrow::<E, K>(query, to);
-                    if let Some(then) = expected {
-                        let entry = self.tokens[then.queries.token].entry;
-                        let kv_head = then.queries.held.kv_head + head / group;
-                        layer.pool.expect::<K>(shape, (entry, kv_head), (head % group, group));
-                    }
-                }
-            }
         }
     }
 }

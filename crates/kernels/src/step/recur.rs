@@ -38,15 +38,15 @@ impl<E: Element> Step<'_, E> {
         member: &Member<'_>,
         stream: Stream,
     ) {
-        let spec = &recurrence.spec;
-        let (count, eps) = (spec.values(), self.eps);
+        let sizes = &recurrence.sizes;
+        let (count, eps) = (sizes.values(), self.eps);
         for row in member.share(stream.count) {
             let token = self.token_of(stream, row);
             // SAFETY: this member's row of what is attended, and its token's outputs and gates,
             // which nobody else reads.
             unsafe {
-                let values = self.mixed.add(token * spec.channels() + 2 * spec.keys());
-                let gates = self.qkv.add(token * stride + spec.gates());
+                let values = self.mixed.add(token * sizes.channels() + 2 * sizes.keys());
+                let gates = self.qkv.add(token * stride + sizes.gates());
                 let values = std::slice::from_raw_parts_mut(values, count);
                 let gates = std::slice::from_raw_parts_mut(gates, count);
                 K::Vector::compute(Gating { recurrence, values, gates, eps });

@@ -1,31 +1,33 @@
 //! An encoder compared with the formula, at every level, with any other prompts in the batch.
 
-mod front;
+mod bert;
 
 use std::fmt::Debug;
+use std::sync::Arc;
 
 use proptest::prelude::*;
 
+use super::model::{Encoder, Refused};
 use super::*;
+use crate::element::Element;
 use crate::isa::plain::{Plain, Portable};
 use crate::isa::tests::{Check, kernels};
+use crate::memory::tests::room;
 use crate::pack::{pack, packed_len};
-use crate::team::Kind;
+use crate::packing::{Dtype, Storage};
+use crate::team::tests::team;
 use crate::tile::Kernel;
 use crate::tile::tests::numbers;
+use crate::weights::Matrix;
 
 const VOCABULARY: usize = 50;
 const POSITIONS: usize = 150;
 const EPS: f32 = 1e-5;
 
+/// An encoder's sizes, and the seed of its weights.
 #[derive(Clone, Copy, Debug)]
-struct Sizes {
-    hidden: usize,
-    heads: usize,
-    intermediate: usize,
-    activation: u32,
-    first: bool,
-    scores: usize,
+struct Model {
+    sizes: BertSizes,
     seed: u32,
 }
 
@@ -43,6 +45,11 @@ impl<E: Element> Dense<E> {
         // SAFETY: plain loops.
         unsafe { pack::<E, Plain>(&weight, outputs, inputs, false, &mut packed) };
         Self { weight, packed, bias: numbers(outputs, !seed), inputs }
+    }
+
+    fn linear(&self) -> BertLinear {
+        let matrix = Matrix { storage: Storage::Plain, packed: room(&self.packed) };
+        BertLinear { matrix, bias: room(&self.bias) }
     }
 
     fn of(&self, x: &[f64]) -> Vec<f64> {
@@ -67,6 +74,10 @@ impl<E: Element> Scales<E> {
         Self { weight, bias: numbers(size, seed ^ 77) }
     }
 
+    fn norm(&self) -> BertNorm {
+        BertNorm { weight: room(&self.weight), bias: room(&self.bias) }
+    }
+
     fn of(&self, x: &mut [f64]) {
         let size = x.len() as f64;
         let mean = x.iter().sum::<f64>() / size;
@@ -89,7 +100,7 @@ struct Block<E> {
 
 /// A model by the formula.
 struct Naive<E> {
-    sizes: Sizes,
+    sizes: BertSizes,
     tables: [Vec<E>; 3],
     norm: Scales<E>,
     blocks: Vec<Block<E>>,
@@ -98,8 +109,8 @@ struct Naive<E> {
 }
 
 impl<E: Element> Naive<E> {
-    fn new(sizes: Sizes) -> Self {
-        let Sizes { hidden, intermediate, seed, .. } = sizes;
+    fn new(Model { sizes, seed }: Model) -> Self {
+        let BertSizes { hidden, intermediate, .. } = sizes;
         let block = |index: u32| {
             let seed = seed.wrapping_add(100 * index);
             Block {
@@ -122,55 +133,29 @@ impl<E: Element> Naive<E> {
         }
     }
 
-    /// With packed matrices.
-    fn encoder(&self, threads: usize) -> Encoder<E> {
-        fn at<E>(values: &[E]) -> *const c_void {
-            values.as_ptr().cast()
+    fn weights(&self) -> BertWeights {
+        let layer = |block: &Block<E>| BertLayer {
+            qkv: block.qkv.linear(),
+            output: block.output.linear(),
+            attention_norm: block.attention_norm.norm(),
+            up: block.up.linear(),
+            down: block.down.linear(),
+            output_norm: block.output_norm.norm(),
+        };
+        let [words, places, texts] = &self.tables;
+        let scores = self.sizes.scores > 0;
+        BertWeights {
+            words: room(words),
+            places: room(places),
+            texts: room(texts),
+            norm: self.norm.norm(),
+            layers: self.blocks.iter().map(layer).collect(),
+            score: scores.then(|| (self.pooler.linear(), self.classifier.linear())),
         }
-        let Sizes { hidden, heads, intermediate, activation, first, scores, .. } = self.sizes;
-        let layer = |block: &Block<E>| EncoderLayerSpec {
-            qkv: at(&block.qkv.packed),
-            qkv_bias: at(&block.qkv.bias),
-            output: at(&block.output.packed),
-            output_bias: at(&block.output.bias),
-            attention_norm: at(&block.attention_norm.weight),
-            attention_norm_bias: at(&block.attention_norm.bias),
-            up: at(&block.up.packed),
-            up_bias: at(&block.up.bias),
-            down: at(&block.down.packed),
-            down_bias: at(&block.down.bias),
-            output_norm: at(&block.output_norm.weight),
-            output_norm_bias: at(&block.output_norm.bias),
-            formats: [0; 4],
-        };
-        let layers: Vec<EncoderLayerSpec> = self.blocks.iter().map(layer).collect();
-        let spec = EncoderSpec {
-            dtype: 0,
-            layers: layers.len() as u32,
-            hidden: hidden as u32,
-            heads: heads as u32,
-            intermediate: intermediate as u32,
-            vocabulary: VOCABULARY as u32,
-            positions: POSITIONS as u32,
-            kinds: 2,
-            activation,
-            pooling: u32::from(first),
-            scores: scores as u32,
-            threads: threads as u32,
-            eps: EPS,
-            words: at(&self.tables[0]),
-            places: at(&self.tables[1]),
-            texts: at(&self.tables[2]),
-            norm: at(&self.norm.weight),
-            norm_bias: at(&self.norm.bias),
-            pooler: at(&self.pooler.packed),
-            pooler_bias: at(&self.pooler.bias),
-            classifier: at(&self.classifier.packed),
-            classifier_bias: at(&self.classifier.bias),
-            layer: layers.as_ptr(),
-        };
-        // SAFETY: what it points to is in the model, which outlives the encoder.
-        unsafe { Encoder::new(&spec, Team { threads, kind: Kind::Started }) }.expect("possible")
+    }
+
+    fn encoder(&self, threads: usize) -> Encoder<E> {
+        Encoder::new(&self.sizes, &self.weights(), Arc::new(team(threads)))
     }
 
     fn vector(&self, prompt: &Prompt) -> Vec<f64> {
@@ -202,7 +187,7 @@ impl<E: Element> Naive<E> {
     }
 
     fn layer(&self, block: &Block<E>, states: &mut [Vec<f64>]) {
-        let Sizes { hidden, heads, .. } = self.sizes;
+        let BertSizes { hidden, heads, .. } = self.sizes;
         let dim = hidden / heads;
         let qkv: Vec<Vec<f64>> = states.iter().map(|x| block.qkv.of(x)).collect();
         for (x, of) in states.iter_mut().zip(&qkv) {
@@ -229,12 +214,12 @@ impl<E: Element> Naive<E> {
 
     fn activate(&self, x: f64) -> f64 {
         match self.sizes.activation {
-            0 => x * crate::math::tests::below(x),
-            1 => {
+            BertActivation::Gelu => x * crate::math::tests::below(x),
+            BertActivation::GeluTanh => {
                 let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3));
                 0.5 * x * (1.0 + inner.tanh())
             }
-            _ => x.max(0.0),
+            BertActivation::Relu => x.max(0.0),
         }
     }
 }
@@ -280,27 +265,27 @@ fn encode<E: Element, K: Kernel<E>>(
     };
     let (length, segment) = (column(|it| it.tokens.len()), column(|it| it.segment));
     let mut vectors = vec![f32::NAN; prompts.len() * size];
-    let batch = BatchSpec {
-        rows: prompts.len() as u64,
-        slot: slot.as_ptr(),
-        length: length.as_ptr(),
-        segment: segment.as_ptr(),
-        tokens: table.as_ptr(),
-        token_stride: stride as u64,
-        vectors: vectors.as_mut_ptr(),
+    let texts = Texts {
+        slot: &slot,
+        length: &length,
+        segment: &segment,
+        tokens: &table,
+        token_stride: stride,
     };
     // SAFETY: the batch is there; the caller detected what `K` needs.
     unsafe {
-        encoder
-            .encode(&batch, |team, pass| team.run(|member| pass.compute::<K, Portable>(&member)))?;
+        encoder.encode(&texts, &mut vectors, |threads, pass| {
+            threads.compute(|member| pass.compute::<K, Portable>(&member));
+        })?;
     }
     Ok(vectors)
 }
 
-fn check<E: Element, K: Kernel<E>>(sizes: Sizes, lengths: &[usize], bound: f64) {
-    let naive = Naive::<E>::new(sizes);
+fn check<E: Element, K: Kernel<E>>(model: Model, lengths: &[usize], bound: f64) {
+    let naive = Naive::<E>::new(model);
+    let sizes = model.sizes;
     let size = if sizes.scores > 0 { sizes.scores } else { sizes.hidden };
-    let prompts = prompts(lengths, sizes.seed);
+    let prompts = prompts(lengths, model.seed);
     let mut encoder = naive.encoder(2);
     let together = encode::<E, K>(&mut encoder, &prompts, size).expect("in order");
     let mut apart = Vec::new();
@@ -318,8 +303,8 @@ fn check<E: Element, K: Kernel<E>>(sizes: Sizes, lengths: &[usize], bound: f64) 
     }
 }
 
-/// Sizes of an encoder, and lengths of its prompts.
-struct Batch<'a>(Sizes, &'a [usize]);
+/// An encoder, and lengths of its prompts.
+struct Batch<'a>(Model, &'a [usize]);
 
 impl Check for Batch<'_> {
     fn kernel<E: Element + Debug + PartialEq, K: Kernel<E>>(&self) {
@@ -333,37 +318,44 @@ proptest! {
     fn an_encoder_is_the_formula(
         (heads, dim) in (1usize..4, prop::sample::select(vec![2usize, 16, 24, 32])),
         intermediate in prop::sample::select(vec![18usize, 64]),
-        (activation, first, scores) in (0u32..3, any::<bool>(), 0usize..3),
+        (activation, first, scores) in (prop::sample::select(ACTIVATIONS.to_vec()), any::<bool>(), 0usize..3),
         lengths in prop::collection::vec(1usize..40, 1..6),
         seed: u32,
     ) {
         let hidden = heads * dim;
-        let sizes = Sizes { hidden, heads, intermediate, activation, first, scores, seed };
-        kernels(&Batch(sizes, &lengths));
+        let sizes = BertSizes { hidden, heads, intermediate, activation, first, scores, ..SMALL };
+        kernels(&Batch(Model { sizes, seed }, &lengths));
     }
 }
 
-const SMALL: Sizes = Sizes {
+const ACTIVATIONS: [BertActivation; 3] =
+    [BertActivation::Gelu, BertActivation::GeluTanh, BertActivation::Relu];
+const SMALL: BertSizes = BertSizes {
+    dtype: Dtype::Float32,
     hidden: 32,
     heads: 2,
     intermediate: 64,
-    activation: 0,
+    vocabulary: VOCABULARY,
+    positions: POSITIONS,
+    kinds: 2,
+    activation: BertActivation::Gelu,
     first: false,
     scores: 0,
-    seed: 3,
+    eps: EPS,
 };
 
 #[test]
 fn long_prompts_lie_beside_short_ones() {
     for first in [false, true] {
-        kernels(&Batch(Sizes { first, ..SMALL }, &[POSITIONS, 1, 97, 2]));
+        let model = Model { sizes: BertSizes { first, ..SMALL }, seed: 3 };
+        kernels(&Batch(model, &[POSITIONS, 1, 97, 2]));
     }
 }
 
 #[test]
 fn what_cannot_be_computed_is_refused() {
-    let naive = Naive::<f32>::new(SMALL);
-    let mut encoder = naive.encoder(2);
+    let naive = |sizes| Naive::<f32>::new(Model { sizes, seed: 3 });
+    let mut encoder = naive(SMALL).encoder(2);
     let batch = |encoder: &mut Encoder<f32>, prompts: &[Prompt]| {
         encode::<f32, Plain>(encoder, prompts, SMALL.hidden)
     };
@@ -373,8 +365,7 @@ fn what_cannot_be_computed_is_refused() {
     assert_eq!(encode(vec![1, VOCABULARY as i32], 0), Err(Refused::Token));
     assert_eq!(encode(vec![1, -1], 0), Err(Refused::Token));
     assert!(encode(vec![1, 2], 1).is_ok());
-    let mut encoder = naive.encoder(1);
-    encoder.kinds = 1;
+    let mut encoder = naive(BertSizes { kinds: 1, ..SMALL }).encoder(1);
     let pair = Prompt { tokens: vec![1, 2], segment: 1 };
     assert_eq!(batch(&mut encoder, &[pair]), Err(Refused::Pair));
     assert_eq!(batch(&mut encoder, &[]), Ok(vec![]));

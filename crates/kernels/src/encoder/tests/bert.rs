@@ -1,87 +1,23 @@
-//! The front for callers in Rust. Its results are those of the C interface, and it checks its
-//! input.
+//! An encoder as its callers use it: results are the formula's, and input is checked.
 
-use std::sync::Arc;
-
-use super::super::front::{
-    Bert, BertActivation, BertLayer, BertLinear, BertNorm, BertSizes, BertWeights, Texts,
-};
 use super::*;
-use crate::decoder::{Bytes, Matrix};
-use crate::memory::Room;
-use crate::packing::{Dtype, Storage, Unfit};
+use crate::packing::Unfit;
 use crate::pool::Threads;
 
-fn room<E: Copy>(values: &[E]) -> Bytes {
-    let mut room = Room::new(size_of_val(values)).expect("room");
-    // SAFETY: numbers, as bytes.
-    room.copy_from_slice(unsafe {
-        std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values))
-    });
-    Arc::new(room)
-}
-
-fn norm(of: &Scales<f32>) -> BertNorm {
-    BertNorm { weight: room(&of.weight), bias: room(&of.bias) }
-}
-
-fn linear(of: &Dense<f32>) -> BertLinear {
-    let matrix = Matrix { storage: Storage::Plain, packed: room(&of.packed) };
-    BertLinear { matrix, bias: room(&of.bias) }
-}
-
-fn weights(of: &Naive<f32>) -> BertWeights {
-    let layer = |block: &Block<f32>| BertLayer {
-        qkv: linear(&block.qkv),
-        output: linear(&block.output),
-        attention_norm: norm(&block.attention_norm),
-        up: linear(&block.up),
-        down: linear(&block.down),
-        output_norm: norm(&block.output_norm),
-    };
-    let [words, places, texts] = &of.tables;
-    BertWeights {
-        words: room(words),
-        places: room(places),
-        texts: room(texts),
-        norm: norm(&of.norm),
-        layers: of.blocks.iter().map(layer).collect(),
-        score: (of.sizes.scores > 0).then(|| (linear(&of.pooler), linear(&of.classifier))),
-    }
-}
-
-fn sizes(of: &Sizes) -> BertSizes {
-    BertSizes {
-        dtype: Dtype::Float32,
-        hidden: of.hidden,
-        heads: of.heads,
-        intermediate: of.intermediate,
-        vocabulary: VOCABULARY,
-        positions: POSITIONS,
-        kinds: 2,
-        activation: match of.activation {
-            0 => BertActivation::Gelu,
-            1 => BertActivation::GeluTanh,
-            _ => BertActivation::Relu,
-        },
-        first: of.first,
-        scores: of.scores,
-        eps: EPS,
-    }
-}
-
 fn threads() -> Arc<Threads> {
-    Arc::new(Threads::new(2).expect("threads"))
+    Arc::new(team(2))
 }
 
 fn bert(naive: &Naive<f32>) -> Result<Bert, Unfit> {
-    Bert::new(sizes(&naive.sizes), weights(naive), &threads())
+    Bert::new(naive.sizes, naive.weights(), &threads())
 }
 
 #[test]
 fn it_is_the_formula() {
-    for (activation, first, scores) in [(0, false, 0), (1, true, 0), (2, true, 2)] {
-        let naive = Naive::<f32>::new(Sizes { activation, first, scores, ..SMALL });
+    let kinds = ACTIVATIONS.into_iter().zip([(false, 0), (true, 0), (true, 2)]);
+    for (activation, (first, scores)) in kinds {
+        let sizes = BertSizes { activation, first, scores, ..SMALL };
+        let naive = Naive::<f32>::new(Model { sizes, seed: 3 });
         let mut bert = bert(&naive).expect("possible");
         let prompts = prompts(&[7, 1, 40], 5);
         let stride = 41;
@@ -113,10 +49,10 @@ fn it_is_the_formula() {
 
 #[test]
 fn whatever_it_is_given_is_checked() {
-    let naive = Naive::<f32>::new(SMALL);
-    let good = sizes(&SMALL);
+    let good = SMALL;
+    let naive = Naive::<f32>::new(Model { sizes: good, seed: 3 });
     let fits = |sizes, weights| Bert::new(sizes, weights, &threads()).is_ok();
-    assert!(fits(good, weights(&naive)));
+    assert!(fits(good, naive.weights()));
     for wrong in [
         BertSizes { hidden: 64, ..good },
         BertSizes { heads: 3, ..good },
@@ -127,20 +63,20 @@ fn whatever_it_is_given_is_checked() {
         BertSizes { scores: 1, ..good },
         BertSizes { dtype: Dtype::Bfloat16, ..good },
     ] {
-        assert!(!fits(wrong, weights(&naive)), "{wrong:?}");
+        assert!(!fits(wrong, naive.weights()), "{wrong:?}");
     }
-    let mut short = weights(&naive);
+    let mut short = naive.weights();
     short.layers[1].up.bias = room(&[0.0_f32; 63]);
     assert!(!fits(good, short));
-    let mut none = weights(&naive);
+    let mut none = naive.weights();
     none.layers.clear();
     assert!(!fits(good, none));
-    let scoring = Naive::<f32>::new(Sizes { first: true, scores: 1, ..SMALL });
-    let mut rounded = weights(&scoring);
+    let sizes = BertSizes { first: true, scores: 1, ..SMALL };
+    let mut rounded = Naive::<f32>::new(Model { sizes, seed: 3 }).weights();
     if let Some((pooler, _)) = &mut rounded.score {
         pooler.matrix.storage = Storage::Int8;
     }
-    assert!(!fits(sizes(&scoring.sizes), rounded));
+    assert!(!fits(sizes, rounded));
 
     let mut bert = bert(&naive).expect("possible");
     let tokens = vec![1; 2 * 200];

@@ -1,75 +1,8 @@
-//! The experts of a decoder for callers in Rust.
+//! The weights of a layer's experts.
 
-use std::ffi::c_void;
-
-use crate::decoder::{Bytes, Gated, Matrix, Packing, Sizes, Unfit, of_size, unfit};
-use crate::experts::{ExpertsSpec, RoutingSpec};
-
-/// The sizes of a decoder's experts, and the rule of their choice.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct ExpertSizes {
-    /// The number of experts of a layer.
-    pub count: usize,
-    /// The number of experts of a token.
-    pub per_token: usize,
-    /// Elements between the two products of an expert.
-    pub intermediate: usize,
-    /// Elements between the two products of the shared expert, which all tokens have; 0: there is
-    /// none.
-    pub shared: usize,
-    /// True if scores are the sigmoids of logits (DeepSeek-V3, 2024). False for the softmax over
-    /// all experts (Shazeer et al. 2017).
-    pub sigmoid: bool,
-    /// True if a bias is added to scores for the choice.
-    pub corrected: bool,
-    /// True if routers are in 32 bits, for any type of the model.
-    pub in_float32: bool,
-    /// True if the shared expert's output is multiplied by a gate.
-    pub shared_gate: bool,
-    /// True if the router and the products of experts have biases.
-    pub biases: bool,
-    /// The number of groups of experts, which have neighbouring ids; 1: there are none.
-    pub groups: usize,
-    /// The number of best groups. Experts of other groups are not chosen.
-    pub kept_groups: usize,
-    /// The number of best scores whose sum is a group's score.
-    pub best_of_group: usize,
-    /// True if a token's weights are divided by their sum.
-    pub normalise: bool,
-    /// The factor of the weights, applied last.
-    pub scaling: f32,
-}
-
-impl ExpertSizes {
-    pub(crate) fn spec(&self) -> RoutingSpec {
-        RoutingSpec {
-            count: self.count as u32,
-            per_token: self.per_token as u32,
-            intermediate: self.intermediate as u32,
-            shared: self.shared as u32,
-            scores: self.sigmoid.into(),
-            in_float32: self.in_float32.into(),
-            groups: self.groups as u32,
-            kept_groups: self.kept_groups as u32,
-            best_of_group: self.best_of_group as u32,
-            normalise: self.normalise.into(),
-            scaling: self.scaling,
-        }
-    }
-
-    pub(crate) fn check(&self) -> Result<(), Unfit> {
-        let &Self { count, per_token, intermediate, shared, groups, .. } = self;
-        let numbers = [count, per_token, intermediate, groups, self.kept_groups];
-        let small = numbers.iter().all(|number| (1..=i32::MAX as usize).contains(number))
-            && [shared, self.best_of_group].iter().all(|&number| number <= i32::MAX as usize);
-        let odd = [intermediate, shared].iter().any(|size| size % 2 > 0);
-        let gate_alone = self.shared_gate && shared == 0;
-        if !small || odd || gate_alone || !self.spec().is_possible() {
-            return unfit(format!("no kernel computes experts of {self:?}"));
-        }
-        Ok(())
-    }
-}
+use super::matrix::{Bytes, Gated, Matrix, of_size};
+use crate::packing::{Packing, Unfit, unfit};
+use crate::sizes::Sizes;
 
 /// The experts of a layer.
 #[derive(Clone)]
@@ -103,25 +36,7 @@ pub struct ExpertBiases {
 }
 
 impl ExpertMatrices {
-    pub(crate) fn spec(&self) -> ExpertsSpec {
-        let address = |bytes: Option<&Bytes>| {
-            bytes.map_or(std::ptr::null(), |bytes| bytes.as_ptr().cast::<c_void>())
-        };
-        let biases = self.biases.as_ref();
-        ExpertsSpec {
-            router: self.router.as_ptr().cast(),
-            correction: address(self.correction.as_ref()).cast(),
-            gate_up: self.gate_up.packed.as_ptr().cast(),
-            down: self.down.packed.as_ptr().cast(),
-            formats: [self.gate_up.storage.number(), self.down.storage.number()],
-            shared_gate: address(self.shared_gate.as_ref()),
-            router_bias: address(biases.map(|of| &of.router)),
-            gate_up_bias: address(biases.map(|of| &of.gate_up)),
-            down_bias: address(biases.map(|of| &of.down)),
-        }
-    }
-
-    pub(crate) fn check(&self, sizes: &Sizes) -> Result<(), Unfit> {
+    pub(super) fn check(&self, sizes: &Sizes) -> Result<(), Unfit> {
         let Some(of) = &sizes.experts else {
             return unfit("experts of a model that has none");
         };
@@ -167,9 +82,9 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::decoder::{AttentionSizes, Factors, GateKind};
     use crate::memory::Room;
     use crate::packing::{Dtype, Storage};
+    use crate::sizes::{AttentionSizes, ExpertSizes, Factors, GateKind};
 
     const EXPERTS: ExpertSizes = ExpertSizes {
         count: 8,

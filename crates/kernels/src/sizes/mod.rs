@@ -1,11 +1,16 @@
 //! The sizes of a decoder, and the kinds of its parts.
 
-use super::ExpertSizes;
+mod experts;
+mod recurrence;
+
 use crate::codes::SHARED;
-use crate::layer::AttentionSpec;
 use crate::packing::{Dtype, Unfit, unfit};
 use crate::pages::{group_bytes, takes_codes};
 use crate::tile::GROUP;
+
+pub use self::experts::ExpertSizes;
+pub use self::recurrence::{RecurrenceSizes, StateGate};
+pub use crate::matmul::GateKind;
 
 /// A kind of attention that some layers have.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -18,7 +23,7 @@ pub struct AttentionSizes {
     pub head_dim: usize,
     /// The number of first elements of a head that positions rotate; 0: none.
     pub rotary_dim: usize,
-    /// The number of its angles in [`Weights::angles`]; `None`: positions rotate nothing.
+    /// The number of its angles in [`crate::Weights::angles`]; `None`: positions rotate nothing.
     pub angles: Option<usize>,
     /// The last positions that a query sees, its own among them; `None`: all.
     pub window: Option<usize>,
@@ -32,19 +37,6 @@ pub struct AttentionSizes {
     pub cap: Option<f32>,
     /// True if the output is multiplied by the sigmoid of a gate.
     pub gate: bool,
-}
-
-/// The function of gates.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum GateKind {
-    /// `x * sigmoid(x)`
-    Silu,
-    /// GELU by the error function.
-    Gelu,
-    /// GELU by a hyperbolic tangent.
-    GeluTanh,
-    /// `gate * sigmoid(1.702 * gate) * (up + 1)` of numbers that are clamped at 7 (gpt-oss).
-    ClampedSwiglu,
 }
 
 /// Factors of states and logits.
@@ -119,15 +111,11 @@ impl Sizes {
     /// is recurrent) and with a dense feed-forward part or without.
     #[must_use]
     pub fn adapted_widths(&self, attention: Option<usize>, dense: bool) -> [usize; 3] {
-        let of = |kind: usize| {
-            let AttentionSizes { heads, kv_heads, head_dim, .. } = self.attentions[kind];
-            [heads * head_dim, kv_heads * head_dim]
-        };
-        let [queries, keys] = attention.map_or([0, 0], of);
+        let (queries, keys) = attention.map_or((0, 0), |kind| self.attentions[kind].elements());
         [queries, keys, if dense { self.intermediate } else { 0 }]
     }
 
-    pub(super) fn norm_bytes(&self) -> usize {
+    pub(crate) fn norm_bytes(&self) -> usize {
         if self.wide_norms { size_of::<f32>() } else { self.dtype.bytes() }
     }
 
@@ -137,7 +125,7 @@ impl Sizes {
         takes_codes(page_size, head_dim)
     }
 
-    pub(super) fn check(&self) -> Result<(), Unfit> {
+    pub(crate) fn check(&self) -> Result<(), Unfit> {
         let numbers = [
             self.hidden,
             self.intermediate.max(usize::from(self.experts.is_some())),
@@ -161,6 +149,11 @@ impl Sizes {
 }
 
 impl AttentionSizes {
+    /// Elements of the queries, and of the keys, of one position.
+    pub(crate) fn elements(&self) -> (usize, usize) {
+        (self.heads * self.head_dim, self.kv_heads * self.head_dim)
+    }
+
     fn check(&self, sizes: &Sizes) -> Result<(), Unfit> {
         let &Self { heads, kv_heads, head_dim, rotary_dim, angles, .. } = self;
         let numbers =
@@ -186,24 +179,5 @@ impl AttentionSizes {
             ));
         }
         Ok(())
-    }
-
-    pub(super) fn spec(&self, angles: &[(Vec<f32>, Vec<f32>)]) -> AttentionSpec {
-        let none = std::ptr::null();
-        let tables = self.angles.map(|number| &angles[number]);
-        AttentionSpec {
-            heads: self.heads as u32,
-            kv_heads: self.kv_heads as u32,
-            head_dim: self.head_dim as u32,
-            rotary_dim: self.rotary_dim as u32,
-            window: self.window.unwrap_or(0) as u32,
-            chunk: self.chunk.unwrap_or(0) as u32,
-            norm_rows: self.norm_rows.into(),
-            scale: self.scale,
-            cap: self.cap.unwrap_or(0.0),
-            gate: self.gate.into(),
-            cos: tables.map_or(none, |(cos, _)| cos.as_ptr()),
-            sin: tables.map_or(none, |(_, sin)| sin.as_ptr()),
-        }
     }
 }

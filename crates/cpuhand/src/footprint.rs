@@ -1,0 +1,63 @@
+//! The memory of a model before it is loaded: `forebay plan --model` asks for it.
+
+use forebay_kernels::Sizes;
+use forebay_protocol::HandConfig;
+use forebay_weights::ModelShape;
+
+use crate::load::Plan;
+use crate::parts::DecoderParts;
+use crate::pooled::kind;
+use crate::runner::{HandError, STATE_ELEMENT, formats, free, numbers, page_bytes, shape, sizes};
+use crate::states::state_pages;
+
+/// The memory of a hand, as its `ready` has it. All but the number of pages is in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Footprint {
+    /// The weights, as they are computed with.
+    pub weight_bytes: u64,
+    /// One page over all layers.
+    pub page_bytes: u64,
+    /// The number of pages.
+    pub page_count: u32,
+    /// All pages.
+    pub kv_bytes: u64,
+    /// The recurrent states of all slots, and of all state pages.
+    pub state_bytes: u64,
+}
+
+/// Counts the memory of a model that this hand serves, where `available` bytes are free.
+///
+/// # Errors
+/// The model keeps no pages or pools, its files can't be read, or there is no room: in one line.
+pub fn footprint(config: &HandConfig, available: u64) -> Result<Footprint, String> {
+    count(config, available).map_err(|error| error.to_string())
+}
+
+fn count(config: &HandConfig, available: u64) -> Result<Footprint, HandError> {
+    let model = shape(config)?;
+    let ModelShape::Decoder(shape) = &model else {
+        return Err(HandError::Config(
+            "an encoder keeps no pages: there is nothing to plan".into(),
+        ));
+    };
+    if kind(config).is_some() {
+        return Err(HandError::Config("the memory of models that pool is not planned".into()));
+    }
+    let parts = DecoderParts::new(shape)?;
+    let (number, dtype, _) = numbers(&config.dtype)?;
+    let plan = Plan::new(&parts, number, formats(config, &parts, None, &mut None)?)?;
+    let of_slot = shape.state_bytes(STATE_ELEMENT);
+    let pages = state_pages(config, of_slot, free(config, &plan, available, of_slot));
+    let rows = if of_slot > 0 { 2 * u64::from(config.slots) + pages } else { 0 };
+    let state_bytes = rows * of_slot;
+    let sizes = sizes(config, &parts, dtype, available, plan.bytes() + state_bytes)?;
+    let page_count = sizes.page_count as u32;
+    let page_bytes = page_bytes(&parts, &Sizes { page_count: 1, ..sizes });
+    Ok(Footprint {
+        weight_bytes: plan.bytes(),
+        page_bytes,
+        page_count,
+        kv_bytes: page_bytes * u64::from(page_count),
+        state_bytes,
+    })
+}

@@ -1,0 +1,217 @@
+//! A decoder, as its callers use it.
+//!
+//! Weights, pages and tables have the stated form, or [`Decoder::new`] and [`Decoder::step`] return
+//! the fault. Every call here is safe.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use crate::adapters::{AdapterMatrices, AdapterSizes, Groups};
+use crate::any_model::AnyModel;
+use crate::dispatch::Level;
+use crate::memory::Room;
+use crate::model::StepError;
+use crate::packing::{Unfit, unfit};
+use crate::pool::Threads;
+use crate::rows::{Rows, Wanted};
+use crate::sizes::Sizes;
+use crate::weights::{Layer, Weights};
+
+/// A decoder that is ready to compute.
+pub struct Decoder {
+    model: AnyModel,
+    sizes: Sizes,
+    weights: Arc<Weights>,
+    adapter_sizes: AdapterSizes,
+    /// Rows of the states' tables.
+    state_rows: usize,
+}
+
+// SAFETY: a model has pointers to its own pages and states, which any thread may read and write in
+// turn.
+unsafe impl Send for Decoder {}
+
+impl Decoder {
+    /// A decoder that computes with `threads`. `pages` are keys and values of each layer, of
+    /// [`Sizes::pool_bytes`] each for its kind of attention, and empty where it does not attend.
+    /// The states of recurrent layers have `state_rows` rows.
+    ///
+    /// # Errors
+    /// A part has a wrong size, or the kernels can't compute it.
+    pub fn new(
+        sizes: Sizes,
+        weights: Weights,
+        pages: Vec<[Room; 2]>,
+        state_rows: usize,
+        threads: &Arc<Threads>,
+    ) -> Result<Self, Unfit> {
+        sizes.check()?;
+        weights.check(&sizes)?;
+        let fits = |(layer, rooms): (&Layer, &[Room; 2])| {
+            let bytes = match &layer.recurrence {
+                None => sizes.pool_bytes(layer.attention),
+                Some(_) => 0,
+            };
+            rooms.iter().all(|room| room.len() == bytes)
+        };
+        if pages.len() != weights.layers.len() || !weights.layers.iter().zip(&pages).all(fits) {
+            return unfit("the pages are not of this model");
+        }
+        let states = tables(&weights.layers, state_rows)?;
+        let (adapter_sizes, weights) = (weights.adapter_sizes(&sizes), Arc::new(weights));
+        let model = AnyModel::new(&sizes, weights.clone(), pages, states, threads.clone());
+        Ok(Self { model, sizes, weights, adapter_sizes, state_rows })
+    }
+
+    /// Copies a row of the states of all layers.
+    ///
+    /// # Errors
+    /// There is no such row.
+    pub fn copy_state(&mut self, from: usize, to: usize) -> Result<(), Unfit> {
+        self.check_state_rows([from, to])?;
+        for table in self.model.states().iter_mut().flatten() {
+            let bytes = table.len() / self.state_rows;
+            table.copy_within(from * bytes..(from + 1) * bytes, to * bytes);
+        }
+        Ok(())
+    }
+
+    /// Makes a row of the states of all layers that of no position.
+    ///
+    /// # Errors
+    /// There is no such row.
+    pub fn clear_state(&mut self, row: usize) -> Result<(), Unfit> {
+        self.check_state_rows([row])?;
+        for table in self.model.states().iter_mut().flatten() {
+            let bytes = table.len() / self.state_rows;
+            table[row * bytes..(row + 1) * bytes].fill(0);
+        }
+        Ok(())
+    }
+
+    fn check_state_rows(&self, rows: impl IntoIterator<Item = usize>) -> Result<(), Unfit> {
+        match rows.into_iter().find(|&row| row >= self.state_rows) {
+            None => Ok(()),
+            Some(row) => unfit(format!("row {row} of {} rows of states", self.state_rows)),
+        }
+    }
+
+    /// Checks the states of rows: each row has two, and no other row has them.
+    fn check_states(&self, rows: &Rows<'_>) -> Result<(), Unfit> {
+        let recurrent = self.weights.layers.iter().any(|layer| layer.recurrence.is_some());
+        if rows.states.len() != if recurrent { rows.slot.len() } else { 0 } {
+            return unfit("rows without their states, or states for layers that have none");
+        }
+        let mut seen = HashSet::new();
+        for &[source, target] in rows.states {
+            let distinct = if source == target { vec![source] } else { vec![source, target] };
+            for row in distinct {
+                let number = usize::try_from(row).unwrap_or(usize::MAX);
+                self.check_state_rows([number])?;
+                if !seen.insert(row) {
+                    return unfit("two rows of a step with one state");
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Computes a step. Writes keys and values of every row, and the wanted outputs.
+    ///
+    /// # Errors
+    /// A row is outside of the tables, or of the model. Nothing is written then.
+    pub fn step(&mut self, rows: &Rows<'_>, wanted: Wanted<'_>) -> Result<(), Unfit> {
+        let count = rows.check(&self.sizes)?;
+        self.check_states(rows)?;
+        let &Sizes { vocabulary, hidden, .. } = &self.sizes;
+        let sampled = rows.sample.len();
+        let ascending = rows.sample.windows(2).all(|pair| pair[0] < pair[1]);
+        let inside = rows.sample.iter().all(|&token| (0..count as i64).contains(&token));
+        if !(ascending && inside) {
+            return unfit("a result of a token that the step does not have");
+        }
+        if rows.slot.is_empty() {
+            return Ok(());
+        }
+        if self.weights.head.is_none() && !matches!(wanted, Wanted::Vectors(_)) {
+            return unfit("something else than vectors of a decoder without a head");
+        }
+        let room = match &wanted {
+            Wanted::Logits(logits) => logits.len() == sampled * vocabulary,
+            Wanted::Best(best, finite) => best.len() == sampled && finite.len() == sampled,
+            Wanted::States(states) => states.len() == sampled * hidden,
+            Wanted::Vectors(vectors) => vectors.len() == sampled * hidden,
+        };
+        if !room {
+            return unfit("too little room for what a step gives");
+        }
+        let fits = |of: &Arc<AdapterMatrices>| of.sizes == self.adapter_sizes;
+        if !rows.adapters.iter().flatten().all(fits) {
+            return unfit("an adapter of another model");
+        }
+        let groups = Groups::of(rows.adapters, rows.length, rows.sample);
+        // SAFETY: rows lie within the tables and the model's positions, what is given has so many
+        // rows, adapters are of this model, and all results have room.
+        let done = unsafe { self.model.step(rows, wanted, groups.as_ref()) };
+        done.map_err(|error| {
+            Unfit(
+                match error {
+                    StepError::Page => "a row has a position without a page",
+                    StepError::Token => "a row has a token that is not of the vocabulary",
+                }
+                .into(),
+            )
+        })
+    }
+
+    /// Computes logits `[count, vocabulary]` of states `[count, hidden]` from a step.
+    ///
+    /// # Errors
+    /// The numbers of logits and states differ, or there is no head.
+    pub fn head(&mut self, states: &[f32], logits: &mut [f32]) -> Result<(), Unfit> {
+        if self.weights.head.is_none() {
+            return unfit("logits of a decoder without a head");
+        }
+        let count = states.len() / self.sizes.hidden;
+        if states.len() != count * self.sizes.hidden
+            || logits.len() != count * self.sizes.vocabulary
+        {
+            return unfit("too little room for logits");
+        }
+        // SAFETY: both have the sizes that were checked.
+        unsafe { self.model.head((states.as_ptr(), count), logits.as_mut_ptr()) };
+        Ok(())
+    }
+}
+
+/// The tables of states, of so many rows, zero at first.
+fn tables(layers: &[Layer], rows: usize) -> Result<Vec<[Room; 2]>, Unfit> {
+    let of_layer =
+        |layer: &Layer| layer.recurrence.as_ref().map_or([0; 2], |it| it.sizes.row_bytes());
+    let sizes = layers.iter().flat_map(of_layer).map(|bytes| bytes * rows);
+    let rooms = Room::parts(sizes).map_err(|error| Unfit(error.to_string()))?;
+    let mut rooms = rooms.into_iter();
+    let mut found = Vec::with_capacity(layers.len());
+    while let (Some(inputs), Some(states)) = (rooms.next(), rooms.next()) {
+        found.push([inputs, states]);
+    }
+    Ok(found)
+}
+
+/// The instructions in use, by name.
+#[must_use]
+pub fn level() -> &'static str {
+    Level::current().name()
+}
+
+/// Restricts the kernels to levels up to this one. False: this processor has no such level.
+#[must_use]
+pub fn limit(level: &str) -> bool {
+    Level::limit(level)
+}
+
+/// The name of the order of packed weights. Two builds of the same sources have the same name.
+#[must_use]
+pub fn build() -> &'static str {
+    env!("FOREBAY_KERNELS_BUILD")
+}

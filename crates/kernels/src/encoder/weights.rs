@@ -1,0 +1,180 @@
+//! The sizes of an encoder, and its weights in the order of the kernels.
+
+use crate::packing::{Dtype, Storage, Unfit, unfit};
+use crate::weights::{Bytes, Matrix, of_size};
+
+/// The sizes of an encoder, and its way to make a vector of a prompt's states.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct BertSizes {
+    /// The type of weights, and of the inputs of products.
+    pub dtype: Dtype,
+    /// Elements of a state.
+    pub hidden: usize,
+    /// The number of heads. Each has keys and values of its own.
+    pub heads: usize,
+    /// Elements between the two products of a layer's second part.
+    pub intermediate: usize,
+    /// The number of tokens in the vocabulary.
+    pub vocabulary: usize,
+    /// The largest number of positions of a prompt.
+    pub positions: usize,
+    /// The number of kinds of texts.
+    pub kinds: usize,
+    /// The function between those two products.
+    pub activation: BertActivation,
+    /// True if a prompt's first state is its vector, and not the mean.
+    pub first: bool,
+    /// The number of scores of a prompt; 0: it has a vector.
+    pub scores: usize,
+    /// The epsilon of the norms.
+    pub eps: f32,
+}
+
+/// A function between two products.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BertActivation {
+    /// With the error function (Hendrycks & Gimpel 2016).
+    Gelu,
+    /// With a hyperbolic tangent in place of it.
+    GeluTanh,
+    /// The maximum of a number and 0.
+    Relu,
+}
+
+/// A matrix, and the bias that is added to its product.
+#[derive(Clone)]
+pub struct BertLinear {
+    /// The matrix, `[outputs, inputs]`.
+    pub matrix: Matrix,
+    /// The bias, `[outputs]`.
+    pub bias: Bytes,
+}
+
+/// The factors and the terms of a normalisation.
+#[derive(Clone)]
+pub struct BertNorm {
+    /// The factors, `[hidden]`.
+    pub weight: Bytes,
+    /// The terms, `[hidden]`.
+    pub bias: Bytes,
+}
+
+/// One layer.
+#[derive(Clone)]
+pub struct BertLayer {
+    /// Queries, keys and values, `[3 * hidden, hidden]`.
+    pub qkv: BertLinear,
+    /// The attention's output, `[hidden, hidden]`.
+    pub output: BertLinear,
+    /// The normalisation behind the attention.
+    pub attention_norm: BertNorm,
+    /// The first product of the second part, `[intermediate, hidden]`.
+    pub up: BertLinear,
+    /// The second product of the second part, `[hidden, intermediate]`.
+    pub down: BertLinear,
+    /// The normalisation behind the second part.
+    pub output_norm: BertNorm,
+}
+
+/// All weights of an encoder. Vectors and embeddings are of the model's type.
+pub struct BertWeights {
+    /// The embedding of tokens, `[vocabulary, hidden]`.
+    pub words: Bytes,
+    /// The embedding of positions, `[positions, hidden]`.
+    pub places: Bytes,
+    /// The embedding of kinds of texts, `[kinds, hidden]`.
+    pub texts: Bytes,
+    /// The normalisation of the sum of all three.
+    pub norm: BertNorm,
+    /// The layers, in order.
+    pub layers: Vec<BertLayer>,
+    /// The pooler `[hidden, hidden]` and the classifier `[scores, hidden]` of an encoder with
+    /// scores. Neither is quantised.
+    pub score: Option<(BertLinear, BertLinear)>,
+}
+
+impl BertSizes {
+    pub(super) fn check(&self) -> Result<(), Unfit> {
+        let numbers = [
+            self.hidden,
+            self.heads,
+            self.intermediate,
+            self.vocabulary,
+            self.positions,
+            self.kinds,
+            self.scores + 1,
+        ];
+        let small = numbers.iter().all(|number| (1..=i32::MAX as usize / 4).contains(number));
+        // Inner dimensions are taken two by two.
+        let even = |size: usize| size.is_multiple_of(2);
+        let fits = small
+            && self.hidden.is_multiple_of(self.heads)
+            && even(self.hidden / self.heads)
+            && even(self.intermediate);
+        if !fits {
+            return unfit(format!("no kernel computes an encoder of {self:?}"));
+        }
+        Ok(())
+    }
+}
+
+impl BertLayer {
+    fn linears(&self) -> [&BertLinear; 4] {
+        [&self.qkv, &self.output, &self.up, &self.down]
+    }
+
+    fn check(&self, sizes: &BertSizes) -> Result<(), Unfit> {
+        let &BertSizes { hidden, intermediate, .. } = sizes;
+        let shapes = [
+            (3 * hidden, hidden),
+            (hidden, hidden),
+            (intermediate, hidden),
+            (hidden, intermediate),
+        ];
+        for (linear, shape) in self.linears().into_iter().zip(shapes) {
+            linear.check(sizes, shape)?;
+        }
+        self.attention_norm.check(sizes)?;
+        self.output_norm.check(sizes)
+    }
+}
+
+impl BertLinear {
+    fn check(&self, sizes: &BertSizes, (outputs, inputs): (usize, usize)) -> Result<(), Unfit> {
+        self.matrix.check(sizes.dtype, (outputs, inputs), false)?;
+        of_size(&self.bias, outputs * sizes.dtype.bytes())
+    }
+
+    fn check_plain(&self, sizes: &BertSizes, outputs: usize) -> Result<(), Unfit> {
+        if self.matrix.storage != Storage::Plain {
+            return unfit("the pooler and the classifier are not quantised");
+        }
+        self.check(sizes, (outputs, sizes.hidden))
+    }
+}
+
+impl BertNorm {
+    fn check(&self, sizes: &BertSizes) -> Result<(), Unfit> {
+        let bytes = sizes.hidden * sizes.dtype.bytes();
+        of_size(&self.weight, bytes)?;
+        of_size(&self.bias, bytes)
+    }
+}
+
+impl BertWeights {
+    pub(super) fn check(&self, sizes: &BertSizes) -> Result<(), Unfit> {
+        let row = sizes.hidden * sizes.dtype.bytes();
+        of_size(&self.words, sizes.vocabulary * row)?;
+        of_size(&self.places, sizes.positions * row)?;
+        of_size(&self.texts, sizes.kinds * row)?;
+        self.norm.check(sizes)?;
+        if self.score.is_some() != (sizes.scores > 0) || self.layers.is_empty() {
+            return unfit("the weights are not of this encoder");
+        }
+        if let Some((pooler, classifier)) = &self.score {
+            pooler.check_plain(sizes, sizes.hidden)?;
+            classifier.check_plain(sizes, sizes.scores)?;
+        }
+        self.layers.iter().try_for_each(|layer| layer.check(sizes))
+    }
+}

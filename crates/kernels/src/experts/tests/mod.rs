@@ -1,0 +1,374 @@
+//! Experts compared with the formula, at every level, and a token's bits with any other tokens in
+//! the step.
+
+mod matrices;
+mod rule;
+
+use std::sync::Arc;
+
+use self::matrices::{Matrices, dtype};
+use self::rule::{ROUTINGS, SOFTMAX, rule};
+use super::*;
+use crate::dispatch::{Level, Number};
+use crate::element::Bf16;
+use crate::isa::plain::Plain;
+use crate::math;
+use crate::memory::Room;
+use crate::memory::tests::room;
+use crate::model::Model;
+use crate::packing::{Packing, Storage};
+use crate::pool::Threads;
+use crate::rows::{Rows, Wanted};
+use crate::sizes::{AttentionSizes, Factors, GateKind, Sizes};
+use crate::step::Step;
+use crate::team::tests::team;
+use crate::tile::tests::numbers;
+use crate::weights::{ExpertBiases, FeedForward, Gated, Layer, Weights};
+
+const HIDDEN: usize = 64;
+const INNER: usize = 32;
+const DENSE: usize = 48;
+const HEAD_DIM: usize = 16;
+const VOCABULARY: usize = 90;
+const PAGE: usize = 16;
+const POSITIONS: usize = PAGE * VOCABULARY;
+const EPS: f32 = 1e-5;
+const LAYERS: usize = 3;
+/// The layer without experts.
+const DENSE_LAYER: usize = 1;
+const STORAGES: [Storage; 7] = [
+    Storage::Plain,
+    Storage::Int8,
+    Storage::Q8_0,
+    Storage::Q4_0,
+    Storage::Q4_1,
+    Storage::Mxfp4,
+    Storage::Iq4Nl,
+];
+
+fn gated<E: Element>(products: &[f64], clamped: bool) -> Vec<E> {
+    let (gates, ups) = products.split_at(products.len() / 2);
+    let gate = |(&gate, &up): (&f64, &f64)| match clamped {
+        false => gate / (1.0 + (-gate).exp()) * up,
+        true => {
+            let (gate, up) = (gate.min(7.0), up.clamp(-7.0, 7.0));
+            gate / (1.0 + (-1.702 * gate).exp()) * (up + 1.0)
+        }
+    };
+    gates.iter().zip(ups).map(|pair| E::from_f32(gate(pair) as f32)).collect()
+}
+
+/// Two layers with experts around one without; attention gives nothing.
+struct Tiny<E> {
+    /// With biases, gates are clamped (gpt-oss).
+    sizes: ExpertSizes,
+    embedding: Vec<E>,
+    norm: Vec<E>,
+    qkv: Matrices,
+    router: Vec<E>,
+    correction: Vec<f32>,
+    /// The gate of the shared expert.
+    gate: Vec<E>,
+    gate_up: Matrices,
+    down: Matrices,
+    /// The biases of the router and of both products, large enough to be clamped.
+    biases: [Vec<E>; 3],
+    /// The matrices of the layer without experts, and of the shared expert.
+    dense: [Matrices; 4],
+}
+
+impl<E: Number> Tiny<E> {
+    fn new(sizes: ExpertSizes, storage: Storage, seed: u32) -> Self {
+        let count = sizes.count;
+        let all = (storage, seed);
+        let dense = |inner: usize| {
+            let plain = |more| (Storage::Plain, seed ^ more);
+            [
+                Matrices::new::<E>(1, (2 * inner, HIDDEN), true, plain(71)),
+                Matrices::new::<E>(1, (HIDDEN, inner), false, plain(72)),
+            ]
+        };
+        let [gate_up, down] = dense(DENSE);
+        let [shared_gate_up, shared_down] = dense(sizes.shared.max(2));
+        let norm = numbers::<E>(HIDDEN, seed ^ 2);
+        Self {
+            sizes,
+            embedding: numbers(VOCABULARY * HIDDEN, seed ^ 1),
+            norm: norm.iter().map(|x| E::from_f32(1.0 + x.to_f32())).collect(),
+            qkv: Matrices::new::<E>(1, (3 * HEAD_DIM, HIDDEN), false, (Storage::Plain, seed ^ 3)),
+            router: numbers(count * HIDDEN, seed ^ 5),
+            correction: numbers(count, seed ^ 6),
+            gate: numbers(HIDDEN, seed ^ 7),
+            gate_up: Matrices::new::<E>(count, (2 * INNER, HIDDEN), true, all),
+            down: Matrices::new::<E>(count, (HIDDEN, INNER), false, all),
+            biases: [(1, 1.0), (2 * INNER, 9.0), (HIDDEN, 1.0)].map(|(each, largest)| {
+                let biases = numbers::<E>(count * each, seed ^ each as u32);
+                biases.iter().map(|x| E::from_f32(x.to_f32() * largest)).collect()
+            }),
+            dense: [gate_up, down, shared_gate_up, shared_down],
+        }
+    }
+
+    fn model_sizes(&self) -> Sizes {
+        Sizes {
+            dtype: dtype::<E>(),
+            kv_codes: false,
+            hidden: HIDDEN,
+            attentions: vec![AttentionSizes {
+                heads: 1,
+                kv_heads: 1,
+                head_dim: HEAD_DIM,
+                rotary_dim: HEAD_DIM,
+                angles: Some(0),
+                window: None,
+                chunk: None,
+                norm_rows: false,
+                scale: 0.25,
+                cap: None,
+                gate: false,
+            }],
+            gate: if self.sizes.biases { GateKind::ClampedSwiglu } else { GateKind::Silu },
+            factors: Factors::NONE,
+            mean_norms: false,
+            wide_norms: false,
+            intermediate: DENSE,
+            experts: Some(self.sizes),
+            vocabulary: VOCABULARY,
+            positions: POSITIONS,
+            page_size: PAGE,
+            page_count: VOCABULARY,
+            eps: EPS,
+        }
+    }
+
+    fn gated(&self, at: usize) -> Gated {
+        let [gate_up, down] = [at, at + 1].map(|at| self.dense[at].matrix());
+        Gated { gate_up, gate_up_bias: None, down, down_bias: None }
+    }
+
+    fn experts(&self) -> ExpertMatrices {
+        let sizes = &self.sizes;
+        let wide: Vec<f32> = self.router.iter().map(|x| x.to_f32()).collect();
+        let [router, gate_up, down] = &self.biases;
+        ExpertMatrices {
+            router: if sizes.in_float32 { room(&wide) } else { room(&self.router) },
+            correction: sizes.corrected.then(|| room(&self.correction)),
+            gate_up: self.gate_up.matrix(),
+            down: self.down.matrix(),
+            shared: (sizes.shared > 0).then(|| self.gated(2)),
+            shared_gate: sizes.shared_gate.then(|| room(&self.gate)),
+            biases: sizes.biases.then(|| ExpertBiases {
+                router: room(router),
+                gate_up: room(gate_up),
+                down: room(down),
+            }),
+        }
+    }
+
+    fn weights(&self) -> Weights {
+        let (dtype, storage) = (dtype::<E>(), Storage::Plain);
+        let output =
+            Packing { outputs: HIDDEN, inputs: HEAD_DIM, interleaved: false, dtype, storage };
+        let nothing = vec![0_u8; output.bytes().expect("a matrix")];
+        let layer = |index: usize| Layer {
+            attention: 0,
+            recurrence: None,
+            parallel: false,
+            input_norm: Some(room(&self.norm)),
+            attended_norm: None,
+            fed_norm: None,
+            sinks: None,
+            qkv: self.qkv.matrix(),
+            qkv_bias: None,
+            head_norms: None,
+            output: weights::Matrix { storage, packed: room(&nothing) },
+            output_bias: None,
+            post_norm: Some(room(&self.norm)),
+            feed: match index {
+                DENSE_LAYER => FeedForward::Dense(self.gated(0)),
+                _ => FeedForward::Experts(self.experts()),
+            },
+        };
+        let angles = vec![0.5; POSITIONS * HEAD_DIM / 2];
+        Weights {
+            embedding: room(&self.embedding),
+            final_norm: room(&self.norm),
+            head: None,
+            layers: (0..LAYERS).map(layer).collect(),
+            angles: vec![(angles.clone(), angles)],
+            query_scales: Vec::new(),
+        }
+    }
+
+    /// The final stream of each of `tokens`, as one row of a step; `sampled`: of those.
+    fn states(
+        &self,
+        level: Level,
+        tokens: &[i32],
+        sampled: &[i64],
+        threads: usize,
+    ) -> Vec<Vec<f32>> {
+        let (sizes, weights) = (self.model_sizes(), self.weights());
+        sizes.check().expect("possible");
+        weights.check(&sizes).expect("of these sizes");
+        let rooms = |bytes: usize| -> Vec<[Room; 2]> {
+            let both = |_| [(); 2].map(|()| Room::new(bytes).expect("memory"));
+            (0..LAYERS).map(both).collect()
+        };
+        let (pages, states) = (rooms(sizes.pool_bytes(0)), rooms(0));
+        let threads = Arc::new(team(threads));
+        let mut model = Model::<E>::new(&sizes, Arc::new(weights), pages, states, threads);
+        let pages: Vec<i32> = (0..VOCABULARY as i32).collect();
+        let rows = Rows {
+            slot: &[0],
+            start: &[0],
+            length: &[tokens.len() as i64],
+            given: &[],
+            adapters: &[],
+            tokens,
+            token_stride: tokens.len(),
+            pages: &pages,
+            page_stride: pages.len(),
+            sample: sampled,
+            states: &[],
+        };
+        let mut states = vec![f32::NAN; sampled.len() * HIDDEN];
+        let run = |threads: &Threads, view: &Step<'_, E>| {
+            // SAFETY: once a member; the caller detected the features.
+            threads.compute(|member| unsafe { E::compute(level, (view, &member)) });
+        };
+        // Twice: what a step leaves in buffers is nobody's business.
+        for _ in 0..2 {
+            // SAFETY: a row of the table, and room for all results.
+            let done = unsafe { model.step(&rows, Wanted::States(&mut states), None, run) };
+            assert!(done.is_ok());
+        }
+        states.chunks_exact(HIDDEN).map(<[f32]>::to_vec).collect()
+    }
+
+    /// The same by the formula; none where a choice is too close to call.
+    fn expected(&self, token: i32) -> Option<Vec<f64>> {
+        let row = &self.embedding[token as usize * HIDDEN..][..HIDDEN];
+        let mut x: Vec<f64> = row.iter().map(|x| f64::from(x.to_f32())).collect();
+        let weight: Vec<f32> = self.norm.iter().map(|x| x.to_f32()).collect();
+        for layer in 0..LAYERS {
+            let narrow: Vec<f32> = x.iter().map(|&x| x as f32).collect();
+            let mut normed = vec![E::default(); HIDDEN];
+            math::rms_norm::<E, Plain>(&narrow, &weight, EPS, &mut normed);
+            let mut add = |weight: f64, terms: Vec<f64>| {
+                x.iter_mut().zip(terms).for_each(|(x, term)| *x += weight * term);
+            };
+            let dense = |at: usize, inner: usize| {
+                let inner =
+                    gated::<E>(&self.dense[at].of(0, 2 * inner, &normed), self.sizes.biases);
+                self.dense[at + 1].of(0, HIDDEN, &inner)
+            };
+            if layer == DENSE_LAYER {
+                add(1.0, dense(0, DENSE));
+                continue;
+            }
+            let logits: Vec<f64> = self
+                .router
+                .chunks_exact(HIDDEN)
+                .map(|w| {
+                    w.iter()
+                        .zip(&normed)
+                        .map(|(w, x)| f64::from(w.to_f32()) * f64::from(x.to_f32()))
+                        .sum()
+                })
+                .collect();
+            let with_biases = |at: usize, expert: usize, mut products: Vec<f64>| {
+                if self.sizes.biases {
+                    let size = products.len();
+                    let biases = self.biases[at][expert * size..].iter();
+                    products.iter_mut().zip(biases).for_each(|(x, b)| *x += f64::from(b.to_f32()));
+                }
+                products
+            };
+            let logits = with_biases(0, 0, logits);
+            let correction = if self.sizes.corrected { &self.correction[..] } else { &[] };
+            let chosen = rule(&self.sizes, &logits, correction);
+            for shift in [-1e-2, 1e-2] {
+                for at in 0..logits.len() {
+                    let mut other = logits.clone();
+                    other[at] += shift;
+                    let ids = |of: &[(usize, f64)]| of.iter().map(|it| it.0).collect::<Vec<_>>();
+                    if ids(&rule(&self.sizes, &other, correction)) != ids(&chosen) {
+                        return None;
+                    }
+                }
+            }
+            for (id, weight) in chosen {
+                let products = with_biases(1, id, self.gate_up.of(id, 2 * INNER, &normed));
+                let inner = gated::<E>(&products, self.sizes.biases);
+                add(weight, with_biases(2, id, self.down.of(id, HIDDEN, &inner)));
+            }
+            if self.sizes.shared > 0 {
+                let product = |w: &[E]| -> f64 {
+                    let terms = w.iter().zip(&normed);
+                    terms.map(|(w, x)| f64::from(w.to_f32()) * f64::from(x.to_f32())).sum()
+                };
+                let factor = match self.sizes.shared_gate {
+                    true => 1.0 / (1.0 + (-product(&self.gate)).exp()),
+                    false => 1.0,
+                };
+                add(factor, dense(2, self.sizes.shared));
+            }
+        }
+        Some(x)
+    }
+}
+
+fn check<E: Number>(level: Level, sizes: ExpertSizes, storage: Storage, seed: u32, bound: f64) {
+    let model = Tiny::<E>::new(sizes, storage, seed);
+    let tokens: Vec<i32> = (0..VOCABULARY as i32).collect();
+    let sampled: Vec<i64> = (0..VOCABULARY as i64).collect();
+    let found = model.states(level, &tokens, &sampled, 2);
+    let (mut apart, mut size, mut clear) = (0.0, 0.0, 0);
+    for (&token, found) in tokens.iter().zip(&found) {
+        let Some(expected) = model.expected(token) else { continue };
+        clear += 1;
+        for (&found, expected) in found.iter().zip(expected) {
+            apart += (f64::from(found) - expected).powi(2);
+            size += expected.powi(2);
+        }
+    }
+    assert!(clear > VOCABULARY / 3, "{clear} clear choices");
+    assert!((apart / size).sqrt() < bound, "{storage:?} {}", (apart / size).sqrt());
+    // A token gets the same bits with others and without, whoever computes it.
+    for (threads, few) in [(1, 1), (3, 1), (2, 7), (1, 16), (3, 17), (2, 60)] {
+        let first = seed as usize % (VOCABULARY - few);
+        let part = &tokens[first..first + few];
+        // The last of them only: others are left after the last layer's keys.
+        let some: Vec<i64> = (few as i64 / 2..few as i64).collect();
+        let again = model.states(level, part, &some, threads);
+        for (&at, again) in some.iter().zip(again) {
+            let bits = |row: &[f32]| row.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+            assert_eq!(bits(&again), bits(&found[first + at as usize]), "{few} {threads}");
+        }
+    }
+}
+
+fn check_all<E: Number>(level: Level, seed: u32) {
+    let exact = if E::PAIR == 1 { 1e-5 } else { 8e-3 };
+    for storage in STORAGES {
+        let bound = if storage == Storage::Plain { exact } else { 2e-2 };
+        check::<E>(level, SOFTMAX, storage, seed, bound);
+    }
+    // Gates of 7 and their exponentials.
+    let biased = ExpertSizes { biases: true, ..SOFTMAX };
+    check::<E>(level, biased, Storage::Plain, seed, 2.0 * exact);
+    check::<E>(level, biased, Storage::Mxfp4, seed, 2e-2);
+    for sizes in ROUTINGS {
+        check::<E>(level, sizes, Storage::Plain, seed, exact);
+    }
+}
+
+#[test]
+fn experts_are_the_formula_and_know_no_neighbours() {
+    let levels = Level::ALL.iter().copied().filter(|level| level.is_there());
+    for (seed, level) in levels.enumerate() {
+        check_all::<f32>(level, 3 + seed as u32);
+        check_all::<Bf16>(level, 77 + seed as u32);
+    }
+}

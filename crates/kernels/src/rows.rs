@@ -1,0 +1,96 @@
+//! The rows of a step, and what it gives for them.
+
+use std::sync::Arc;
+
+use crate::adapters::AdapterMatrices;
+use crate::packing::{Unfit, aligned, unfit};
+use crate::sizes::Sizes;
+
+/// A row of a step whose first inputs come from the caller.
+#[derive(Clone, Copy)]
+pub struct Given<'a> {
+    /// Inputs of the slot from position 0 on, `[until, hidden]` of the model's type.
+    pub inputs: &'a [u8],
+    /// The position from which on inputs are the embedding's.
+    pub until: usize,
+}
+
+/// A step's rows and the tables that they name.
+#[derive(Clone, Copy)]
+pub struct Rows<'a> {
+    /// The slot of each row.
+    pub slot: &'a [i64],
+    /// The first position of each row.
+    pub start: &'a [i64],
+    /// The number of positions of each row.
+    pub length: &'a [i64],
+    /// The given inputs of each row. Empty: all inputs are the embedding's.
+    pub given: &'a [Option<Given<'a>>],
+    /// The adapter that changes each row. Empty: none changes any.
+    pub adapters: &'a [Option<Arc<AdapterMatrices>>],
+    /// The tokens of slots, `[slots, token_stride]`.
+    pub tokens: &'a [i32],
+    /// The number of positions of a slot.
+    pub token_stride: usize,
+    /// The pages of slots, `[slots, page_stride]`.
+    pub pages: &'a [i32],
+    /// The number of pages of a slot.
+    pub page_stride: usize,
+    /// The tokens with a result. They are numbered over all rows, and ascend.
+    pub sample: &'a [i64],
+    /// The row of the states' tables before each row, and that behind its last token. Empty without
+    /// recurrent layers.
+    pub states: &'a [[i64; 2]],
+}
+
+/// The output of a step for the tokens in [`Rows::sample`].
+pub enum Wanted<'a> {
+    /// Logits, `[sampled, vocabulary]`.
+    Logits(&'a mut [f32]),
+    /// The first of the largest logits, and 1 if all are finite, `[sampled]` each.
+    Best(&'a mut [i32], &'a mut [u8]),
+    /// States for [`crate::Decoder::head`], `[sampled, hidden]`.
+    States(&'a mut [f32]),
+    /// The final states, normalised, `[sampled, hidden]`.
+    Vectors(&'a mut [f32]),
+}
+
+impl Rows<'_> {
+    /// Checks all columns but those of adapters and states. Gives the number of tokens.
+    pub(crate) fn check(&self, sizes: &Sizes) -> Result<usize, Unfit> {
+        let rows = self.slot.len();
+        let columns = self.start.len() == rows
+            && self.length.len() == rows
+            && (self.given.is_empty() || self.given.len() == rows)
+            && (self.adapters.is_empty() || self.adapters.len() == rows);
+        if !columns || self.token_stride == 0 || self.page_stride == 0 {
+            return unfit("columns of rows that are not equally long");
+        }
+        let slots =
+            (self.tokens.len() / self.token_stride).min(self.pages.len() / self.page_stride) as i64;
+        let most = sizes
+            .positions
+            .min(self.token_stride)
+            .min(self.page_stride.saturating_mul(sizes.page_size)) as i64;
+        let mut count = 0;
+        for row in 0..rows {
+            let (slot, start, length) = (self.slot[row], self.start[row], self.length[row]);
+            let inside = (0..slots).contains(&slot)
+                && (0..most).contains(&start)
+                && (1..=most - start).contains(&length);
+            if !inside {
+                return unfit(format!(
+                    "a row outside of {slots} slots of {most} positions: slot {slot}, start {start}, length {length}"
+                ));
+            }
+            if let Some(Some(given)) = self.given.get(row) {
+                let wanted = given.until * sizes.hidden * sizes.dtype.bytes();
+                if given.inputs.len() != wanted || !aligned(given.inputs, sizes.dtype) {
+                    return unfit("embeddings of another size, or at an odd address");
+                }
+            }
+            count += length as usize;
+        }
+        Ok(count)
+    }
+}

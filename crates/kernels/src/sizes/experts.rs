@@ -1,0 +1,62 @@
+//! The sizes of experts, and the rule of their choice.
+
+use crate::packing::{Unfit, unfit};
+
+/// The sizes of a decoder's experts, and the rule of their choice.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ExpertSizes {
+    /// The number of experts of a layer.
+    pub count: usize,
+    /// The number of experts of a token.
+    pub per_token: usize,
+    /// Elements between the two products of an expert.
+    pub intermediate: usize,
+    /// Elements between the two products of the shared expert, which all tokens have; 0: there is
+    /// none.
+    pub shared: usize,
+    /// True if scores are the sigmoids of logits (DeepSeek-V3, 2024). False for the softmax over
+    /// all experts (Shazeer et al. 2017).
+    pub sigmoid: bool,
+    /// True if a bias is added to scores for the choice.
+    pub corrected: bool,
+    /// True if routers are in 32 bits, for any type of the model.
+    pub in_float32: bool,
+    /// True if the shared expert's output is multiplied by a gate.
+    pub shared_gate: bool,
+    /// True if the router and the products of experts have biases.
+    pub biases: bool,
+    /// The number of groups of experts, which have neighbouring ids; 1: there are none.
+    pub groups: usize,
+    /// The number of best groups. Experts of other groups are not chosen.
+    pub kept_groups: usize,
+    /// The number of best scores whose sum is a group's score.
+    pub best_of_group: usize,
+    /// True if a token's weights are divided by their sum.
+    pub normalise: bool,
+    /// The factor of the weights, applied last.
+    pub scaling: f32,
+}
+
+impl ExpertSizes {
+    pub(crate) fn check(&self) -> Result<(), Unfit> {
+        let &Self { count, per_token, intermediate, shared, groups, .. } = self;
+        let numbers = [count, per_token, intermediate, groups, self.kept_groups];
+        let small = numbers.iter().all(|number| (1..=i32::MAX as usize).contains(number))
+            && [shared, self.best_of_group].iter().all(|&number| number <= i32::MAX as usize);
+        let odd = [intermediate, shared].iter().any(|size| size % 2 > 0);
+        let gate_alone = self.shared_gate && shared == 0;
+        if !small || odd || gate_alone || !self.has_choice() {
+            return unfit(format!("no kernel computes experts of {self:?}"));
+        }
+        Ok(())
+    }
+
+    /// True if as many experts can be chosen as a token has.
+    fn has_choice(&self) -> bool {
+        let &Self { count, per_token, groups, kept_groups, best_of_group, .. } = self;
+        count.is_multiple_of(groups)
+            && kept_groups <= groups
+            && (1..=count / groups).contains(&best_of_group)
+            && per_token <= kept_groups * (count / groups)
+    }
+}

@@ -1,0 +1,83 @@
+//! The sizes of a recurrence.
+
+/// The place of the gate of a recurrence's output.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StateGate {
+    /// There is a gate and no norm.
+    Alone,
+    /// Behind the norm.
+    BehindNorm,
+    /// In front of the norm.
+    BeforeNorm,
+}
+
+/// The sizes of a recurrence.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RecurrenceSizes {
+    /// The number of heads of the state; 0: there is a convolution between two gates only.
+    pub heads: usize,
+    /// The number of heads of keys and queries.
+    pub key_heads: usize,
+    /// Elements of a key head.
+    pub key_dim: usize,
+    /// Elements of a value head; without heads, of the convolution.
+    pub value_dim: usize,
+    /// True if heads that share a key head are as far apart as there are key heads; false: they
+    /// follow one another.
+    pub tiled: bool,
+    /// True if a state's old value for a key is taken away first.
+    pub delta: bool,
+    /// Taps of the convolution.
+    pub taps: usize,
+    /// The place of the output's gate.
+    pub gate: StateGate,
+    /// Elements that have a mean of their own in the norm.
+    pub norm_size: usize,
+}
+
+impl RecurrenceSizes {
+    /// Bytes of one row of the states' tables: last inputs of the convolution, and heads' states.
+    #[must_use]
+    pub fn row_bytes(&self) -> [usize; 2] {
+        let inputs = (self.taps - 1) * self.channels();
+        [inputs, self.heads * self.key_dim * self.value_dim].map(|count| count * size_of::<f32>())
+    }
+
+    /// Outputs of the first product, and inputs of the second.
+    #[must_use]
+    pub fn widths(&self) -> (usize, usize) {
+        (self.projected(), self.values())
+    }
+
+    pub(crate) fn keys(&self) -> usize {
+        self.key_heads * self.key_dim
+    }
+
+    pub(crate) fn values(&self) -> usize {
+        self.heads.max(1) * self.value_dim
+    }
+
+    /// The key head of a head.
+    pub(crate) fn key_of(&self, head: usize) -> usize {
+        match self.tiled {
+            true => head % self.key_heads,
+            false => head / (self.heads / self.key_heads),
+        }
+    }
+
+    pub(crate) fn channels(&self) -> usize {
+        2 * self.keys() + self.values()
+    }
+
+    /// The first of the gates among the outputs of the first product.
+    pub(crate) fn gates(&self) -> usize {
+        if self.heads == 0 { 0 } else { self.channels() }
+    }
+
+    fn projected(&self) -> usize {
+        match self.heads {
+            0 => 3 * self.values(),
+            heads => self.channels() + self.values() + (1 + usize::from(self.delta)) * heads,
+        }
+    }
+}

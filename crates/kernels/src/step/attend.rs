@@ -1,0 +1,165 @@
+//! The attention of a step.
+
+use super::{Attends, Step, Token};
+use crate::attention::{self, Scratch, Unit};
+use crate::element::Element;
+use crate::layer::Layer;
+use crate::math;
+use crate::pages::{HeadNorm, Shape, turn};
+use crate::team::{Member, Queue};
+use crate::tile::Kernel;
+use crate::vector::Vector;
+
+impl Attends<'_> {
+    /// The angles' cosines and sines at a position.
+    #[inline(always)]
+    fn angles(&self, position: usize) -> (&[f32], &[f32]) {
+        let at = position * self.half;
+        (&self.cos[at..at + self.half], &self.sin[at..at + self.half])
+    }
+}
+
+impl<E: Element> Step<'_, E> {
+    /// Writes a token's key and value to their page.
+    ///
+    /// # Safety
+    /// As for [`Step::compute`]; the token and its head are this member's.
+    #[inline(always)]
+    pub(super) unsafe fn keep<K: Kernel<E>>(
+        &self,
+        (layer, attends): (&Layer<E>, &Attends<'_>),
+        (token, kv_head): (usize, usize),
+        scratch: &mut Scratch<E>,
+    ) {
+        let shape = &attends.shape;
+        let &Shape { heads, kv_heads, head_dim: dim, .. } = shape;
+        let Token { position, entry, .. } = self.tokens[token];
+        // SAFETY: this member's token and head; the entry belongs to it alone.
+        unsafe {
+            let heads_of = self.qkv.add(token * layer.qkv.outputs);
+            let keys = std::slice::from_raw_parts(heads_of.add(heads * dim), kv_heads * dim);
+            let value = heads_of.add((heads + kv_heads + kv_head) * dim);
+            let value = std::slice::from_raw_parts(value, dim);
+            let key = &mut scratch.head[..dim];
+            key.copy_from_slice(&keys[kv_head * dim..][..dim]);
+            let weight = layer.qk_norm.as_ref().map(|(_, norm)| norm.as_slice());
+            let norm = self.head_norm::<K::Vector>(attends, weight, (keys, kv_head));
+            turn::<K::Vector>(key, norm, self.eps, attends.angles(position));
+            if shape.coded {
+                layer.pool.keep_codes::<K::Vector>(shape, (entry, kv_head), key, value);
+                return;
+            }
+            // Where the unit's queries will be: there is room for more than two heads.
+            let (narrow_key, rest) = scratch.queries.split_at_mut(dim);
+            math::narrow::<E, K>(key, narrow_key);
+            math::narrow::<E, K>(value, &mut rest[..dim]);
+            layer.pool.keep(shape, (entry, kv_head), narrow_key, &rest[..dim]);
+        }
+    }
+
+    /// The norm of a head, of queries or of keys, among all of its token's.
+    #[inline(always)]
+    fn head_norm<'w, V: Vector>(
+        &self,
+        attends: &Attends<'_>,
+        weight: Option<&'w [f32]>,
+        (all, head): (&[f32], usize),
+    ) -> Option<HeadNorm<'w>> {
+        let weight = weight?;
+        if !attends.norm_rows {
+            return Some(HeadNorm { weight, factor: None });
+        }
+        let dim = attends.shape.head_dim;
+        let factor = Some(math::rms_factor::<V>(all, self.eps));
+        Some(HeadNorm { weight: &weight[head * dim..][..dim], factor })
+    }
+
+    /// This member's share of the attention of a layer.
+    ///
+    /// # Safety
+    /// As for [`Step::compute`]; the layer's first product is done.
+    #[inline(always)]
+    pub(super) unsafe fn attend<K: Kernel<E>>(
+        &self,
+        (layer, attends): (&Layer<E>, &Attends<'_>),
+        shared: attention::Shared<'_>,
+        (queue, member): (&Queue, &Member<'_>),
+    ) {
+        // SAFETY: the member's own.
+        let scratch = unsafe { &mut *self.scratch.add(member.index) };
+        loop {
+            let mine = queue.take(shared.units.len(), member.members);
+            if mine.is_empty() {
+                break;
+            }
+            for index in mine {
+                let (unit, then) = (&shared.units[index], shared.units.get(index + 1));
+                // SAFETY: a unit is taken by one member, and what it writes is its own; its pages
+                // were checked.
+                unsafe {
+                    if self.decodes && unit.sees_itself() {
+                        let first = unit.queries.held.kv_head;
+                        for kv_head in first..first + unit.heads {
+                            let place = (unit.queries.token, kv_head);
+                            self.keep::<K>((layer, attends), place, scratch);
+                        }
+                    }
+                    self.turn_queries::<K>((layer, attends), (unit, then), scratch);
+                    let (units, out) = ((unit, then), self.attended);
+                    let read = (layer.pool, layer.sinks.as_slice());
+                    attention::attend::<E, K>(&attends.shape, shared, units, read, out, scratch);
+                }
+            }
+        }
+    }
+
+    /// Puts a unit's queries, normalised where the model does that, and turned, into the scratch.
+    #[inline(always)]
+    unsafe fn turn_queries<K: Kernel<E>>(
+        &self,
+        (layer, attends): (&Layer<E>, &Attends<'_>),
+        (unit, then): (&Unit, Option<&Unit>),
+        scratch: &mut Scratch<E>,
+    ) {
+        let shape = &attends.shape;
+        let &Shape { heads, head_dim: dim, .. } = shape;
+        let group = shape.group();
+        let expected = then.filter(|then| self.decodes && then.sees_itself());
+        let together = unit.heads * group;
+        let weight = layer.qk_norm.as_ref().map(|(norm, _)| norm.as_slice());
+        for index in 0..unit.queries.tokens {
+            let token = unit.queries.token + index;
+            // SAFETY: the unit's queries, which others that attend to parts of the same ones only
+            // read.
+            unsafe {
+                let position = self.tokens[token].position;
+                let angles = attends.angles(position);
+                let scale = self.query_scales.get(position).copied().unwrap_or(1.0);
+                let all = self.qkv.add(token * layer.qkv.outputs);
+                let all = std::slice::from_raw_parts(all, heads * dim);
+                let first = unit.queries.held.kv_head * group;
+                let mut norm = self.head_norm::<K::Vector>(attends, weight, (all, first));
+                for head in 0..together {
+                    let at = (first + head) * dim;
+                    let query = &mut scratch.head[..dim];
+                    query.copy_from_slice(&all[at..][..dim]);
+                    if let (Some(norm), Some(weight), true) = (&mut norm, weight, attends.norm_rows)
+                    {
+                        norm.weight = &weight[at..][..dim];
+                    }
+                    turn::<K::Vector>(query, norm, self.eps, angles);
+                    if scale != 1.0 {
+                        query.iter_mut().for_each(|x| *x *= scale);
+                    }
+                    let to = &mut scratch.queries[(index * together + head) * dim..][..dim];
+                    math::narrow::<E, K>(query, to);
+                    if let Some(then) = expected {
+                        let entry = self.tokens[then.queries.token].entry;
+                        let kv_head = then.queries.held.kv_head + head / group;
+                        layer.pool.expect::<K>(shape, (entry, kv_head), (head % group, group));
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,64 @@
+//! Packed matrices, and gated parts of two of them.
+
+use std::sync::Arc;
+
+use crate::memory::Room;
+use crate::packing::{Dtype, Packing, Storage, Unfit, unfit};
+use crate::sizes::Sizes;
+
+/// Memory of weights, which other objects may read too.
+pub type Bytes = Arc<Room>;
+
+/// A matrix in the order of the kernels.
+#[derive(Clone)]
+pub struct Matrix {
+    /// The number format of the matrix's products.
+    pub storage: Storage,
+    /// The output of [`Packing::pack`].
+    pub packed: Bytes,
+}
+
+/// A gated feed-forward part.
+#[derive(Clone)]
+pub struct Gated {
+    /// Gates and then the gated rows, `[2 * intermediate, hidden]`, interleaved.
+    pub gate_up: Matrix,
+    /// The bias of `gate_up`, `[2 * intermediate]`.
+    pub gate_up_bias: Option<Bytes>,
+    /// The second product, `[hidden, intermediate]`.
+    pub down: Matrix,
+    /// The bias of `down`, `[hidden]`.
+    pub down_bias: Option<Bytes>,
+}
+
+impl Gated {
+    pub(super) fn check(&self, sizes: &Sizes, intermediate: usize) -> Result<(), Unfit> {
+        let &Sizes { hidden, dtype, .. } = sizes;
+        self.gate_up.check(dtype, (2 * intermediate, hidden), true)?;
+        self.down.check(dtype, (hidden, intermediate), false)?;
+        let biases = [(&self.gate_up_bias, 2 * intermediate), (&self.down_bias, hidden)];
+        biases
+            .into_iter()
+            .filter_map(|(bias, size)| Some((bias.as_ref()?, size)))
+            .try_for_each(|(bias, size)| of_size(bias, size * dtype.bytes()))
+    }
+}
+
+impl Matrix {
+    pub(crate) fn check(
+        &self,
+        dtype: Dtype,
+        (outputs, inputs): (usize, usize),
+        interleaved: bool,
+    ) -> Result<(), Unfit> {
+        let packing = Packing { outputs, inputs, interleaved, dtype, storage: self.storage };
+        of_size(&self.packed, packing.bytes()?)
+    }
+}
+
+pub(crate) fn of_size(bytes: &Bytes, wanted: usize) -> Result<(), Unfit> {
+    match bytes.len() {
+        found if found == wanted => Ok(()),
+        found => unfit(format!("a weight of {found} bytes in place of {wanted}")),
+    }
+}
