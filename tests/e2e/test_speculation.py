@@ -18,6 +18,7 @@ from tests.e2e.heads import eagle3, with_mtp
 from tests.e2e.models import Model
 from tests.e2e.reference import prompts
 from tests.e2e.server import Server
+from tests.e2e.waiting import eventually
 
 NGRAM = ("--speculative-algorithm", "ngram")
 ALWAYS = (*NGRAM, "--speculative-unpriced")

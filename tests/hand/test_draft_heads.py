@@ -20,7 +20,8 @@ from forebay.layers.params import WeightError
 from forebay.protocol.constants import COPY_OK, COPY_RESTORE, COPY_SAVE
 from forebay.runner.footprint import Footprint, footprints
 from forebay.runner.head_drafts import HeadDrafts
-from forebay.runner.runner import HostMemory, ModelRunner
+from forebay.runner.host_tier import HostMemory
+from forebay.runner.runner import ModelRunner
 from forebay.state.config import ConfigError, RunnerConfig
 from tests.hand.draft_heads import Head, Reference, eagle, headed, mtp
 from tests.hand.drafted import COUNT, TOKENS, WAYS, Drafted, alone, same

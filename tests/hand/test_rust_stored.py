@@ -23,12 +23,14 @@ from tests.hand.named_models import NAMED
 from tests.hand.stored_models import Format, Weights, awq, fp8_blocks, gptq, pack_quantized, quantised
 from tests.hand.support import Request, Sampling, greedy_reference, hf_config, random_model, reference_model
 from tests.hand.test_checkpoints import COUNT, PROMPT
-from tests.hand.test_rust_hand import LIMIT, brain_of, check, rust, served, settings, torch_runner
+from tests.hand.test_rust_hand import brain_of, check, rust, served, settings, torch_runner
 from tests.hand.test_stored import FORMATS, OTHER_NAMES, Q, drop, experts, of
 
 MIB = 1 << 20
 SIZE = int(os.environ.get("FOREBAY_LOAD_MIB", "300"))
 ATOL = 1e-4
+LIMIT = 1 << 30
+"""Bytes that packed weights on disk may take."""
 
 
 def kept(folder: Path, values: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -39,7 +41,7 @@ def kept(folder: Path, values: dict[str, Any]) -> dict[str, dict[str, Any]]:
     def found() -> dict[str, dict[str, Any]]:
         packed = cache / "packed"
         files = [path for path in packed.iterdir() if not path.name.startswith(".")] if packed.exists() else []
-        return {path.name: dict(deserialize(path.read_bytes())) for path in files}
+        return {path.name: dict(deserialize(path.read_bytes())) for path in files}  # type: ignore[no-untyped-call]
 
     with rust(folder, values):
         for _ in range(200):
@@ -49,20 +51,25 @@ def kept(folder: Path, values: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return found()
 
 
+def plain_of(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a plain checkpoint in `folder`, with the numbers that PyTorch's hand reads of a quantised one."""
+    read = iter_weights(values["model"], RunnerConfig.from_dict({**values, "quantization": None}).model_config)
+    config = {key: value for key, value in values["model"]["config"].items() if key != "quantization_config"}
+    folder.mkdir()
+    path = folder / "model.safetensors"
+    save_file({name: tensor.float().contiguous() for name, tensor in read}, path)
+    return {**values, "model": handshake_model(config, [str(path)])}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_numbers_are_those_of_pytorchs_hand_to_the_bit(tmp_path: Path, name: str, dtype: str) -> None:
-    """Weights on disk are all that is computed with. A plain checkpoint has what PyTorch's hand reads."""
-    model = quantised(tmp_path / "model", reference_model("qwen2"), FORMATS[name])
-    values = settings(model, dtype=dtype)
-    config = {key: value for key, value in model["config"].items() if key != "quantization_config"}
-    read = dict(iter_weights(values["model"], RunnerConfig.from_dict(values).model_config))
-    path = tmp_path / "plain" / "model.safetensors"
-    path.parent.mkdir()
-    save_file({name: tensor.float().contiguous() for name, tensor in read.items()}, path)
+    """Weights on disk are all that is computed with."""
+    values = settings(quantised(tmp_path / "model", reference_model("qwen2"), FORMATS[name]), dtype=dtype)
+    plain = plain_of(tmp_path / "plain", values)
     (tmp_path / "ours").mkdir()
     (ours,) = kept(tmp_path / "ours", values).values()
-    (theirs,) = kept(path.parent, settings(handshake_model(config, [str(path)]), dtype=dtype)).values()
+    (theirs,) = kept(tmp_path / "plain", plain).values()
     assert ours == theirs
 
 
@@ -133,10 +140,12 @@ def test_layers_that_are_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["awq", "channels"])
 def test_integers_are_made_of_the_same_numbers(name: str, tmp_path: Path) -> None:
     values = settings(quantised(tmp_path / "model", reference_model("qwen2"), FORMATS[name]), quantization="w8a8_int8")
-    ours, theirs = (kept_by(tmp_path, values, hand) for hand in ("rust", "torch"))
+    plain = plain_of(tmp_path / "plain", values)
+    (tmp_path / "ours").mkdir()
+    (ours,) = kept(tmp_path / "ours", values).values()
+    (theirs,) = kept(tmp_path / "plain", plain).values()
     assert ours == theirs
-    [kept] = ours.values()
-    assert {tensor["dtype"] for tensor in kept.values()} == {"F32", "U8"}
+    assert {tensor["dtype"] for tensor in ours.values()} == {"F32", "U8"}
 
 
 def test_a_flag_that_names_the_checkpoint_changes_nothing(tmp_path: Path) -> None:
@@ -225,7 +234,12 @@ LAYER_MIB = (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER) * 2 / MIB
 
 def words(directory: Path, layers: int, form: str) -> dict[str, Any]:
     """A checkpoint of random codes."""
-    sizes = {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": layers, "num_attention_heads": 8}
+    sizes: dict[str, Any] = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8,
+    }
     shape = LlamaConfig(**sizes, num_key_value_heads=8, vocab_size=131, tie_word_embeddings=True)
     norm = torch.ones(HIDDEN, dtype=torch.bfloat16)
     tensors = {"model.norm.weight": norm, "model.embed_tokens.weight": torch.randn(131, HIDDEN).bfloat16()}

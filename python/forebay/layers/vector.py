@@ -25,8 +25,7 @@ class VectorLayer:
 
     def __init__(self, params: Parameters, shape: VectorShape, norm: Norm | None) -> None:
         prefix, _, name = shape.name.rpartition(".")
-        # What rounding they would save is a single row's, and their error would be the vector's.
-        self._linear = Linear(params, prefix, shape.inputs, {name: shape.outputs}, shape.bias, plain=True)
+        self._linear = Linear(params, prefix, shape.inputs, {name: shape.outputs}, shape.bias)
         self._activation = ACTIVATIONS[shape.activation]
         self._norm = norm
 

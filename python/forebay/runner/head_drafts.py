@@ -52,8 +52,8 @@ class HeadDrafts:
         if config.load_format == "dummy":
             head.params.randomise(config.seed, report)
         else:
-            head.params.check(weight_shapes(model, shape))
-            head.params.load(iter_kept(model, shape, None, lambda name: False), report)
+            head.params.check(weight_shapes(model))
+            head.params.load(iter_kept(model, shape, lambda name: False), report)
         head.loaded()
 
     def warm_up(self) -> None:
