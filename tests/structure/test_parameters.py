@@ -33,7 +33,7 @@ _LIMIT = re.compile(r"^pub const (\w+):", re.MULTILINE)
 _COMPARISON = re.compile(r"(?<![<>=:-])[<>]=?\s*-?(\d[\d_.]*)\b(?!\s*>)|(\d[\d_.]*)\s*\.\.=?\s*-?\d")
 _STRUCT = re.compile(r"^(?:pub(?:\(\w+\))? )?struct (\w+) \{\n(.*?)^\}", re.DOTALL | re.MULTILINE)
 _FIELD = re.compile(r"^    (?:pub(?:\(\w+\))? )?(\w+): (Option<.*>),", re.MULTILINE)
-POOLED = {"EmbeddingRequest", "RerankRequest", "ScoreRequest"}
+POOLED = {"ClassifyRequest", "EmbeddingRequest", "RerankRequest", "ScoreRequest"}
 """Requests that generate nothing, and so have few of the parameters."""
 
 
