@@ -130,12 +130,11 @@ def test_keys_and_values_of_8_bits_are_the_same_to_all(serve: Serve, models: Mod
     server.kill()
     # With too few pages for all: they go to the host, and come back.
     tier = ("--enable-hierarchical-cache", "--debug-kv-checksum", "--hicache-ratio", "8", "--max-total-tokens", "256")
-    for hand in ("torch", "rust"):
-        server = serve(model, *codes, *tier, "--hand", hand)
-        for _ in range(2):
-            assert [answer["output_ids"] for answer in native_together(server, asked, held=True)] == wanted
-        assert server.metric("forebay:restores_total") > 0
-        assert server.metric("forebay:copies_failed_total") == 0
+    server = serve(model, *codes, *tier)
+    for _ in range(2):
+        assert [answer["output_ids"] for answer in native_together(server, asked, held=True)] == wanted
+    assert server.metric("forebay:restores_total") > 0
+    assert server.metric("forebay:copies_failed_total") == 0
     apart = serve(model, *codes, "--pd", "1:1", "--pd-local-tokens", "0", "--debug-kv-checksum", "--threads", "1")
     assert [answer["output_ids"] for answer in native_together(apart, asked)] == wanted
     assert apart.metric("forebay:pd_handed_total") == len(asked)

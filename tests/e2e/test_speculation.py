@@ -177,7 +177,8 @@ def test_what_a_form_forces_is_drafted(serve: Serve, tiny: Model, hand: tuple[st
 
 
 def test_pytorchs_hand_verifies_them_on_a_cpu(serve: Serve, tiny: Model, expected: list[dict[str, Any]]) -> None:
-    torch = serve(tiny, "--dtype", "float32", "--hand", "torch", *NGRAM)
+    # Whether a draft is worth its time depends on the machine.
+    torch = serve(tiny, "--dtype", "float32", "--hand", "torch", *ALWAYS)
     answers = native_together(torch, asked(tiny)[:6])
     assert [a["output_ids"] for a in answers] == [a["output_ids"] for a in expected[:6]]
     assert torch.metric("vllm:spec_decode_num_draft_tokens_total") > 0
