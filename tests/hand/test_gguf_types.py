@@ -76,8 +76,9 @@ def test_no_type_is_refused_and_both_hands_have_the_same_numbers(tmp_path: Path,
     MiniBrain(torch_runner({**values, "quantization": None}), 7).serve(expected, 7)
     for one, other in zip(found, expected, strict=True):
         if in_blocks:
-            # Activations are rounded to 8 bits. The most likely token may be another one.
-            np.testing.assert_allclose(np.sort(one.logprobs[0][1]), np.sort(other.logprobs[0][1]), atol=0.1)
+            # Activations are rounded to 8 bits, and types without products of their own to 4 or 8. The most likely
+            # token may be another one.
+            np.testing.assert_allclose(np.sort(one.logprobs[0][1]), np.sort(other.logprobs[0][1]), atol=0.4)
             continue
         assert one.tokens == other.tokens
         for (ids, logprobs), (wanted_ids, wanted_logprobs) in zip(one.logprobs, other.logprobs, strict=True):
