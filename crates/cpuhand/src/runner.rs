@@ -1,7 +1,6 @@
 //! One process's memory: weights, pages and tables, loaded and ready for steps (`step`).
 
 use std::collections::BTreeMap;
-use std::ffi::CString;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
