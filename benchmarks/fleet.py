@@ -38,8 +38,8 @@ THREADS = 2
 TOKENS = 192
 PATIENCE_SECONDS = 120.0
 POLL_SECONDS = 0.02
-BOUND_GB = 1.2
-"""The memory that Forebay may use for weights and KV pages; the goal for all that its processes keep."""
+BOUND_GB = 4.0
+"""The memory that Forebay may use for weights and KV pages."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Fleet:
         if self.name == "forebay":
             return [
                 *(str(FOREBAY), "serve", "--models-config", str(FOLDER / "models.toml"), *flags),
-                *("--context-length", str(CONTEXT), "--max-running-requests", str(STREAMS)),
-                *("--models-memory", str(BOUND_GB), "--threads", str(THREADS)),
+                *("--max-running-requests", str(STREAMS), "--models-memory", str(BOUND_GB)),
+                *("--threads", str(THREADS)),
                 *("--log-level", "warn", "--log-interval", "0"),
             ]
         return [
@@ -176,7 +176,11 @@ def prepare() -> None:
     models.build_embedder(force=False)
     (FOLDER / "gguf").mkdir(parents=True, exist_ok=True)
     sources = {SMALL: models.default_model(), LARGE: coder.original(), EMBEDDER: models.directory(EMBEDDER)}
-    lines = [f'[[models]]\nname = "{name}"\nsource = "{source}"\n' for name, source in sources.items()]
+    context = f'flags = ["--context-length", "{CONTEXT}"]\n'
+    lines = [
+        f'[[models]]\nname = "{name}"\nsource = "{source}"\n{"" if name == EMBEDDER else context}'
+        for name, source in sources.items()
+    ]
     (FOLDER / "models.toml").write_text("\n".join(lines), encoding="utf-8")
     for name in (SMALL, LARGE):
         link = FOLDER / "gguf" / f"{name}.gguf"
