@@ -4,7 +4,8 @@
 //! the background as well takes from it what those rows have added to the step. While the account
 //! is empty, they have no rows. So they run where their rows cost next to nothing, as on a device
 //! that reads all weights for each step, and rarely where arithmetic bounds a step. Either way
-//! others lose that share of their speed and no more, and nothing in the background waits for ever.
+//! others lose that share of their speed on average. With a share above 0, work in the background
+//! goes on beside streams that never end.
 
 use crate::mean::Mean;
 
