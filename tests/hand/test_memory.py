@@ -2,10 +2,11 @@
 
 import mmap
 import os
+from pathlib import Path
 
 import pytest
 
-from forebay.device.cpu import AVAILABLE, host_available
+from forebay.device.cpu import AVAILABLE, host_available, memory_available
 from forebay.device.memory import fresh
 
 
@@ -33,3 +34,9 @@ def test_a_hand_takes_what_its_starter_says_less_what_it_has(monkeypatch: pytest
 def test_alone_it_takes_what_nobody_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(AVAILABLE, raising=False)
     assert 0 < host_available() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_cached_files_count_as_available(tmp_path: Path) -> None:
+    # A host that has read many files has next to nothing free, and all of their memory gives way.
+    (tmp_path / "meminfo").write_text("MemTotal: 2000 kB\nMemFree: 1 kB\nMemAvailable: 1500 kB\nCached: 1600 kB\n")
+    assert memory_available(tmp_path) == 1500 * 1024
