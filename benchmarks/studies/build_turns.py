@@ -1,10 +1,12 @@
 """Two builds of Forebay in turns: what a change costs on the host.
 
     python -m benchmarks.studies.build_turns --old /elsewhere/.venv/bin/forebay --rounds 7
+    python -m benchmarks.studies.build_turns --old /elsewhere/.venv/bin/forebay --model smollm2
 
 Each build lies in the virtual environment of its checkout. The device is simulated and takes no time, so what is
-measured is the brain, or the router in front of one. Each side runs in fresh processes, old and new in turns; ratios
-are of two runs that followed each other. The load generator is this checkout's for both.
+measured is the brain, or the router in front of one. With `--model` it is the CPU, in a real model's steps. Each side
+runs in fresh processes, old and new in turns; ratios are of two runs that followed each other. The load generator is
+this checkout's for both.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ from typing import Any
 
 from benchmarks import compare, models, records
 from benchmarks.cells import markdown, number, spread
+from benchmarks.cpu_model import generation, prefill
 from benchmarks.host_ceiling import ANSWER, CONTEXT, PROMPT
 from benchmarks.load import LOGS, Workload, load, start
 from benchmarks.processes import Running, free_port
 from benchmarks.records import Results
-from benchmarks.servers import FOREBAY, FOREBAY_SIM, Forebay, Setting
+from benchmarks.servers import FOREBAY, FOREBAY_CPU, FOREBAY_SIM, Forebay, Setting
 
 OLD, NEW = "old", "new"
 ROUTER = "router"
@@ -45,9 +48,14 @@ def workloads(streams: Sequence[int], router: int) -> list[Workload]:
     ]
 
 
-def sides(old: Path, new: Path) -> list[Forebay]:
-    """The builds, each as a server with a simulated device."""
-    return [replace(FOREBAY_SIM, name=OLD, build=old), replace(FOREBAY_SIM, name=NEW, build=new)]
+def model_workloads(model: str) -> list[Workload]:
+    """A real model's decode steps with one row and with eight, and its prompts."""
+    return [generation(1, model), generation(8, model), prefill(1, model)]
+
+
+def sides(server: Forebay, old: Path, new: Path) -> list[Forebay]:
+    """The builds, each as such a server."""
+    return [replace(server, name=OLD, build=old), replace(server, name=NEW, build=new)]
 
 
 def measure(side: Forebay, workload: Workload) -> dict[str, Any]:
@@ -66,17 +74,16 @@ def _router(binary: Path, backend: Running) -> Running:
 
 
 def table(found: Results) -> str:
-    """CPU microseconds of a token, old and new."""
-    rows = [
-        [
-            f"{name} streams" if name != ROUTER else name,
-            number(found.median(name, OLD, KEY)),
-            number(found.median(name, NEW, KEY)),
-            spread(found.ratio(name, NEW, OLD, KEY)),
-        ]
-        for name in found.workloads()
-    ]
-    return markdown(["CPU us a token", "old", "new", "new / old (least-most)"], rows)
+    """CPU microseconds of a token, or tokens a second of a model, old and new."""
+    rows = []
+    for name in found.workloads():
+        streams = name.isdigit()
+        key = KEY if streams or name == ROUTER else "input_throughput" if "prefill" in name else "output_throughput"
+        old, new = (number(found.median(name, side, key)) for side in (OLD, NEW))
+        what = f"{name} streams" if streams else name
+        unit = "CPU us a token" if key == KEY else "tokens a second"
+        rows.append([what, unit, old, new, spread(found.ratio(name, NEW, OLD, key))])
+    return markdown(["", "unit", "old", "new", "new / old (least-most)"], rows)
 
 
 def main() -> None:
@@ -86,14 +93,16 @@ def main() -> None:
     flags.add_argument("--new", type=Path, default=FOREBAY, help="[%(default)s]")
     flags.add_argument("--streams", type=compare.numbers, default=[64, 1024], metavar="N,N")
     flags.add_argument("--router", type=int, default=64, help="streams through the router; 0: none [%(default)s]")
+    flags.add_argument("--model", choices=["smollm2"], help="steps of a real model in place of a simulated device")
     asked = flags.parse_args()
     found = records.new("build_turns", asked.rounds)
     models.build(force=False)
-    builds = sides(asked.old.resolve(), asked.new.resolve())
+    server = FOREBAY_CPU if asked.model else FOREBAY_SIM
+    builds = sides(server, asked.old.resolve(), asked.new.resolve())
     for build in builds:
         if reason := build.missing():
             raise SystemExit(reason)
-    for workload in workloads(asked.streams, asked.router):
+    for workload in model_workloads(asked.model) if asked.model else workloads(asked.streams, asked.router):
         compare.measure_in_turn(found, workload, builds, asked.rounds, measure)
     if asked.output:
         records.save(found, asked.output)
