@@ -51,7 +51,7 @@ bench-lock: $(STAMPS)/uv ## pin benchmarks/requirements/*.in to *.txt again (UPG
 		$(BENCH_PINS)/$$name.in -o $(BENCH_PINS)/$$name.txt || exit 1; done
 	for name in sglang-router llama-build; do $(BENCH_LOCK) 3.10 \
 		$(BENCH_PINS)/$$name.in -o $(BENCH_PINS)/$$name.txt || exit 1; done
-	for name in llama coder; do $(BENCH_LOCK) 3.10 --no-deps \
+	for name in llama coder gemma; do $(BENCH_LOCK) 3.10 --no-deps \
 		$(BENCH_PINS)/$$name.in -o $(BENCH_PINS)/$$name.txt || exit 1; done
 	$(BENCH_LOCK) 3.11 --no-deps $(BENCH_PINS)/vllm-rust.in -o $(BENCH_PINS)/vllm-rust.txt
 	$(BENCH_LOCK) 3.11 $(BENCH_PINS)/onnxruntime.in -o $(BENCH_PINS)/onnxruntime.txt

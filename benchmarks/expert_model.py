@@ -51,12 +51,18 @@ def build() -> Path:
 
 
 def made_once(target: Path, name: str, write: Callable[[Path], None]) -> Path:
-    """Makes a file by `write` if it is missing, and the tokenizer of a model of that name."""
+    """Makes a file by `write` if it is missing, and the tokenizer of a model of that name, which is SmolLM2's."""
     tokenizer = models.tokenizer_file(name)
     if not tokenizer.is_file():
         tokenizer.parent.mkdir(parents=True, exist_ok=True)
         models.write_json(tokenizer, tokenizer_json(gguf_metadata(models.default_model())))
+    return once(target, write)
+
+
+def once(target: Path, write: Callable[[Path], None]) -> Path:
+    """Makes a file by `write` if it is missing."""
     if not target.is_file():
+        target.parent.mkdir(parents=True, exist_ok=True)
         # A file of this name is whole.
         made = target.with_suffix(".made")
         write(made)

@@ -74,6 +74,7 @@ ROWS = (
         peers="coder llama",
     ),
     Benchmark("experts", 10, peers="llama"),
+    Benchmark("layers", 15, peers="gemma llama"),
     Benchmark("accuracy", 6),
     Benchmark("kv-cache", 15, peers="coder"),
     Benchmark("speculation", 15, peers="coder"),

