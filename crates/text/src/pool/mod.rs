@@ -443,8 +443,9 @@ impl Shared {
         while let Some(task) = self.queue.take(after_batch) {
             after_batch = matches!(task, Task::Batch(_));
             match task {
-                Task::Batch(jobs) => {
+                Task::Batch(mut jobs) => {
                     count(&self.batches);
+                    self.tools.render(&mut jobs);
                     let done: Vec<_> = jobs.into_iter().filter_map(|job| self.start(job)).collect();
                     // All at once: each answer may wake a thread that would want this processor.
                     for (reply, result) in done {

@@ -66,6 +66,8 @@ pub(super) struct Chat {
     add_generation_prompt: bool,
     continue_final_message: bool,
     kwargs: Map<String, Value>,
+    /// The text, if it was rendered together with those of other chats.
+    rendered: Option<Result<Rendered, TextError>>,
 }
 
 /// An input that waits.
@@ -130,6 +132,7 @@ impl From<TextInput> for Input {
                 add_generation_prompt,
                 continue_final_message,
                 kwargs,
+                rendered: None,
             })),
         }
     }
@@ -163,8 +166,9 @@ impl Input {
                 let text = Some(tools.encoder.tokenizer().decode(&ids, false)?);
                 Ok(Planned::Done(vec![Encoded { ids: Vec::new(), text, second: None }]))
             }
-            Self::Chat(chat) => {
-                let Rendered { text, client } = chat.render(tools)?;
+            Self::Chat(mut chat) => {
+                let rendered = chat.rendered.take().unwrap_or_else(|| chat.render(tools));
+                let Rendered { text, client } = rendered?;
                 let plain = tools.encoder.tokenizer().spelled(&text, &client);
                 let Terms { most, salt } = terms;
                 let texts = vec![text.clone()];
@@ -181,19 +185,22 @@ impl Input {
 }
 
 impl Chat {
-    fn render(&self, tools: &Tools) -> Result<Rendered, TextError> {
-        let template = tools.template.as_ref().ok_or(TextError::NoTemplate)?;
-        let chat = ChatRender {
+    fn request(&self) -> ChatRender<'_> {
+        ChatRender {
             messages: &self.messages,
             tools: self.tools.as_ref(),
             documents: self.kwargs.get("documents"),
             add_generation_prompt: self.add_generation_prompt,
             continue_final_message: self.continue_final_message,
             kwargs: Some(&self.kwargs),
-        };
+        }
+    }
+
+    fn render(&self, tools: &Tools) -> Result<Rendered, TextError> {
+        let template = tools.template.as_ref().ok_or(TextError::NoTemplate)?;
         match &tools.guard {
-            Some(guard) => guard.render(template, &chat),
-            None => Ok(Rendered { text: template.render(&chat)?, client: Vec::new() }),
+            Some(guard) => guard.render(template, &self.request()),
+            None => template.render(&self.request()).map(Rendered::plain),
         }
     }
 }
@@ -337,6 +344,37 @@ impl Planned {
 }
 
 impl Tools {
+    /// Renders the chats among the inputs together, if there are several.
+    pub(super) fn render(&self, jobs: &mut [Job]) {
+        let Some(template) = &self.template else { return };
+        let mut chats: Vec<_> = jobs
+            .iter_mut()
+            .filter(|job| !job.reply.is_closed())
+            .filter_map(|job| match &mut job.input {
+                Input::Chat(chat) => Some(chat),
+                _ => None,
+            })
+            .collect();
+        if chats.len() < 2 {
+            return;
+        }
+        let rendered = {
+            let requests: Vec<_> = chats.iter().map(|chat| chat.request()).collect();
+            guarded(|| match &self.guard {
+                Some(guard) => Ok(guard.render_all(template, &requests)),
+                None => {
+                    let texts = template.render_all(&requests).into_iter();
+                    Ok(texts.map(|text| text.map(Rendered::plain)).collect())
+                }
+            })
+        };
+        // After a panic each is rendered alone, where one fails alone.
+        let Ok(rendered) = rendered else { return };
+        for (chat, rendered) in chats.iter_mut().zip(rendered) {
+            chat.rendered = Some(rendered);
+        }
+    }
+
     pub(super) fn is_closed(&self) -> bool {
         self.closed.load(Ordering::Relaxed)
     }

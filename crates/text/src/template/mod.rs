@@ -230,6 +230,33 @@ impl ChatTemplate {
     /// message is to be continued and cannot be. [`TextError::Costly`]: the template runs for too
     /// long, prints too much or calls itself too often.
     pub fn render(&self, request: &ChatRender<'_>) -> Result<String, TextError> {
+        let chat = self.prepare(request)?;
+        let rendered = chat.template.render_prepared(&[&chat]).pop();
+        chat.finish(rendered.unwrap_or(Err(TextError::Closed))?)
+    }
+
+    /// The texts of several chats, in order, each with the errors of [`Self::render`]. A process
+    /// that renders gets all of them at once: to wake it takes as long as a short chat.
+    pub fn render_all(&self, requests: &[ChatRender<'_>]) -> Vec<Result<String, TextError>> {
+        let chats: Vec<_> = requests.iter().map(|request| self.prepare(request)).collect();
+        let mut rendered: Vec<_> = chats.iter().map(|_| Err(TextError::Closed)).collect();
+        for template in [Some(self), self.tool_use.as_deref()].into_iter().flatten() {
+            let (places, group): (Vec<usize>, Vec<&Prepared<'_>>) = chats
+                .iter()
+                .enumerate()
+                .filter_map(|(place, chat)| Some((place, chat.as_ref().ok()?)))
+                .filter(|(_, chat)| std::ptr::eq(chat.template, template))
+                .unzip();
+            for (place, text) in places.into_iter().zip(template.render_prepared(&group)) {
+                rendered[place] = text;
+            }
+        }
+        let finished = chats.into_iter().zip(rendered);
+        finished.map(|(chat, text)| chat?.finish(text?)).collect()
+    }
+
+    /// A chat in the form that the template for it reads.
+    fn prepare<'a>(&'a self, request: &ChatRender<'a>) -> Result<Prepared<'a>, TextError> {
         if request.continue_final_message && request.add_generation_prompt {
             return Err(refused(
                 "continue_final_message and add_generation_prompt are not compatible",
@@ -238,7 +265,7 @@ impl ChatTemplate {
         let tools = request.tools.and_then(serde_json::Value::as_array);
         let tools = tools.filter(|tools| !tools.is_empty());
         if let (Some(template), Some(_)) = (&self.tool_use, tools) {
-            return template.render(request);
+            return template.prepare(request);
         }
         let mut messages = if self.generic_tools && (tools.is_some() || !self.shape.calls()) {
             let messages = request.messages.as_array().map_or(&[][..], Vec::as_slice);
@@ -247,12 +274,9 @@ impl ChatTemplate {
         } else {
             self.prepared_messages(request.messages)?
         };
-        if !request.continue_final_message {
-            return self.render_messages(&messages, request);
-        }
-        let final_text = self.tag_final_message(&mut messages)?;
-        let rendered = self.render_messages(&messages, request)?;
-        cut_at_tag(rendered, &final_text)
+        let continues = request.continue_final_message;
+        let final_text = continues.then(|| self.tag_final_message(&mut messages)).transpose()?;
+        Ok(Prepared { template: self, request: *request, messages, final_text })
     }
 
     fn prepared_messages(
@@ -302,33 +326,53 @@ impl ChatTemplate {
         Ok(before)
     }
 
-    /// Renders messages as they are.
-    fn render_messages(
-        &self,
-        messages: &[serde_json::Value],
-        request: &ChatRender<'_>,
-    ) -> Result<String, TextError> {
+    /// Renders chats that this template has prepared, in order.
+    fn render_prepared(&self, chats: &[&Prepared<'_>]) -> Vec<Result<String, TextError>> {
         if let Some(error) = self.probes.as_ref().and_then(OnceLock::get) {
-            return Err(error.clone());
+            return chats.iter().map(|_| Err(error.clone())).collect();
         }
-        let variables = Variables {
-            messages,
-            tools: request.tools.filter(|_| !self.generic_tools),
-            documents: request.documents,
-            add_generation_prompt: request.add_generation_prompt,
-            kwargs: request.kwargs,
-        };
+        let variables: Vec<_> = chats.iter().map(|chat| chat.variables()).collect();
         let rendered = match &self.renderer {
-            Renderer::Caller(program) => program.render(&variables),
-            Renderer::Processes(pool) => pool.render(&variables),
+            Renderer::Caller(program) => variables.iter().map(|one| program.render(one)).collect(),
+            Renderer::Processes(pool) => pool.render_all(&variables),
         };
-        if let (Some(probes), Err(error @ (TextError::Costly(_) | TextError::Renderer(_)))) =
-            (&self.probes, &rendered)
-        {
-            // A probe that failed earlier stays the cause.
-            let _ = probes.set(error.clone());
+        for result in &rendered {
+            if let (Some(probes), Err(error @ (TextError::Costly(_) | TextError::Renderer(_)))) =
+                (&self.probes, result)
+            {
+                // A probe that failed earlier stays the cause.
+                let _ = probes.set(error.clone());
+            }
         }
         rendered
+    }
+}
+
+/// A chat in the form that a template reads.
+struct Prepared<'a> {
+    template: &'a ChatTemplate,
+    request: ChatRender<'a>,
+    messages: Vec<serde_json::Value>,
+    /// The text of the message that is to be continued, which has a tag at its end.
+    final_text: Option<String>,
+}
+
+impl Prepared<'_> {
+    fn variables(&self) -> Variables<'_> {
+        Variables {
+            messages: &self.messages,
+            tools: self.request.tools.filter(|_| !self.template.generic_tools),
+            documents: self.request.documents,
+            add_generation_prompt: self.request.add_generation_prompt,
+            kwargs: self.request.kwargs,
+        }
+    }
+
+    fn finish(self, rendered: String) -> Result<String, TextError> {
+        match self.final_text {
+            Some(text) => cut_at_tag(rendered, &text),
+            None => Ok(rendered),
+        }
     }
 }
 

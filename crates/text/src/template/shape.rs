@@ -459,6 +459,10 @@ mod tests {
         assert_eq!(text(None).as_deref(), Ok("[user:u]"));
         assert_eq!(text(Some(&none)).as_deref(), Ok("[user:u]"));
         assert_eq!(text(Some(&tools)).as_deref(), Ok("1u"));
+        let chats = [None, Some(&tools), Some(&none)]
+            .map(|tools| ChatRender { tools, ..ChatRender::new(&messages) });
+        let all = ["[user:u]", "1u", "[user:u]"].map(|text| Ok(text.to_owned()));
+        assert_eq!(template.render_all(&chats), all);
         let named =
             new(PRINTS).with_tool_use(new("{{ tools | tojson }}{{ messages[-1].content }}"));
         assert!(named.takes_tools() && named.shows_tools() && named.sources().count() == 2);

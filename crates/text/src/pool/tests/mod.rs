@@ -31,6 +31,11 @@ fn tokenizer() -> Arc<Tokenizer> {
 
 /// A pool whose template stops the thread that renders it.
 fn stoppable(config: &TextConfig) -> (TextPool, Stops) {
+    stoppable_by(STOP, config)
+}
+
+/// The same for a template that has [`STOP`] in it.
+fn stoppable_by(template: &str, config: &TextConfig) -> (TextPool, Stops) {
     let (start, started) = crossbeam_channel::unbounded();
     let (go_on, gone_on) = crossbeam_channel::unbounded::<()>();
     let clock = move || {
@@ -39,7 +44,7 @@ fn stoppable(config: &TextConfig) -> (TextPool, Stops) {
         let _ = gone_on.recv();
         Zoned::now()
     };
-    let template = ChatTemplate::with_clock(STOP, None, None, &BTreeMap::new(), clock);
+    let template = ChatTemplate::with_clock(template, None, None, &BTreeMap::new(), clock);
     let template = Arc::new(template.expect("a template"));
     (TextPool::with_config(tokenizer(), Some(template), config), Stops { started, go_on })
 }

@@ -32,6 +32,13 @@ pub(crate) struct Rendered {
     pub(crate) client: Vec<Range<usize>>,
 }
 
+impl Rendered {
+    /// A text in which no special token is from a client.
+    pub(crate) fn plain(text: String) -> Self {
+        Self { text, client: Vec::new() }
+    }
+}
+
 /// Finds special tokens in chats for one template.
 #[derive(Debug)]
 pub(crate) struct Guard {
@@ -124,9 +131,35 @@ impl Guard {
         template: &ChatTemplate,
         chat: &ChatRender<'_>,
     ) -> Result<Rendered, TextError> {
-        let Some((twins, twinned)) = self.twinned(chat)? else {
-            return Ok(Rendered { text: template.render(chat)?, client: Vec::new() });
-        };
+        match self.twinned(chat)? {
+            None => template.render(chat).map(Rendered::plain),
+            Some(twinned) => Self::render_twice(template, chat, &twinned),
+        }
+    }
+
+    /// Renders chats, in order, each with the errors of [`Self::render`].
+    pub(crate) fn render_all(
+        &self,
+        template: &ChatTemplate,
+        chats: &[ChatRender<'_>],
+    ) -> Vec<Result<Rendered, TextError>> {
+        let twinned: Vec<_> = chats.iter().map(|chat| self.twinned(chat)).collect();
+        let plain = chats.iter().zip(&twinned).filter(|(_, twinned)| matches!(twinned, Ok(None)));
+        let plain: Vec<_> = plain.map(|(chat, _)| *chat).collect();
+        let mut texts = template.render_all(&plain).into_iter();
+        let rendered = chats.iter().zip(twinned).map(|(chat, twinned)| match twinned? {
+            None => texts.next().unwrap_or(Err(TextError::Closed)).map(Rendered::plain),
+            Some(twinned) => Self::render_twice(template, chat, &twinned),
+        });
+        rendered.collect()
+    }
+
+    /// Renders a chat as it is and with twins, and finds the parts that differ.
+    fn render_twice(
+        template: &ChatTemplate,
+        chat: &ChatRender<'_>,
+        (twins, twinned): &(Twins, Twinned),
+    ) -> Result<Rendered, TextError> {
         let shadow = ChatRender {
             messages: &twinned.messages,
             tools: twinned.tools.as_ref(),

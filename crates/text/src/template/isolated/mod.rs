@@ -2,7 +2,7 @@
 //!
 //! A template can make values of any size and depth: doubled strings, lists in lists, namespaces
 //! that contain themselves. No bound inside an interpreter covers all of it, so the system's limits
-//! for a process do. Each process serves one chat at a time.
+//! for a process do. Each process renders one chat at a time. Messages of several may wait for it.
 
 mod serve;
 #[cfg(test)]
@@ -24,7 +24,8 @@ use super::program::Variables;
 use crate::error::TextError;
 pub use serve::render_templates;
 use wire::{
-    ANSWER_HEAD, ERROR_BYTES, Setup, answer_from_bytes, read_frame, variables_to_bytes, write_frame,
+    ANSWER_HEAD, ERROR_BYTES, Setup, answer_from_bytes, fitting, read_frame, variables_to_bytes,
+    write_frames,
 };
 
 /// Bytes of memory for a rendering, besides those of the program.
@@ -70,27 +71,52 @@ impl RenderPool {
         Ok(pool)
     }
 
-    /// The text of a chat.
-    pub(super) fn render(&self, chat: &Variables<'_>) -> Result<String, TextError> {
-        let message = variables_to_bytes(chat);
-        let mut process = match self.asked(&message) {
-            Some(process) => process,
-            None => {
-                let mut process = self.started()?;
-                process.ask(&message)?;
-                process
-            }
-        };
-        let rendered = process.answer(chat.most_output().max(ERROR_BYTES))?;
-        self.idle.lock().push(process);
+    /// The texts of chats, in order.
+    pub(super) fn render_all(&self, chats: &[Variables<'_>]) -> Vec<Result<String, TextError>> {
+        let messages: Vec<_> = chats.iter().map(variables_to_bytes).collect();
+        let mut rendered = Vec::with_capacity(chats.len());
+        while rendered.len() < chats.len() {
+            let begin = rendered.len();
+            let end = begin + fitting(&messages[begin..]);
+            self.render_group(&chats[begin..end], &messages[begin..end], &mut rendered);
+        }
         rendered
     }
 
-    /// An idle process that has taken a message. One that others have ended takes none.
-    fn asked(&self, message: &[u8]) -> Option<RenderProcess> {
+    /// Adds the results of chats to `rendered`, up to the first one that ended its process. Another
+    /// process may serve those behind it.
+    fn render_group(
+        &self,
+        chats: &[Variables<'_>],
+        messages: &[Vec<u8>],
+        rendered: &mut Vec<Result<String, TextError>>,
+    ) {
+        let asked = self.asked(messages).map_or_else(
+            || {
+                let mut process = self.started()?;
+                process.ask(messages)?;
+                Ok(process)
+            },
+            Ok,
+        );
+        let mut process = match asked {
+            Ok(process) => process,
+            Err(error) => return rendered.push(Err(error)),
+        };
+        for chat in chats {
+            match process.answer(chat.most_output().max(ERROR_BYTES)) {
+                Ok(answer) => rendered.push(answer),
+                Err(error) => return rendered.push(Err(error)),
+            }
+        }
+        self.idle.lock().push(process);
+    }
+
+    /// An idle process that has taken messages. One that others have ended takes none.
+    fn asked(&self, messages: &[Vec<u8>]) -> Option<RenderProcess> {
         loop {
             let mut process = self.idle.lock().pop()?;
-            if process.ask(message).is_ok() {
+            if process.ask(messages).is_ok() {
                 return Some(process);
             }
         }
@@ -99,7 +125,7 @@ impl RenderPool {
     fn started(&self) -> Result<RenderProcess, TextError> {
         let mut process = RenderProcess::spawn((self.start)())
             .map_err(|error| TextError::Renderer(error.to_string()))?;
-        process.ask(&self.setup)?;
+        process.ask(std::slice::from_ref(&self.setup))?;
         process.answer(ERROR_BYTES)??;
         Ok(process)
     }
@@ -129,9 +155,9 @@ impl RenderProcess {
         Ok(Self { child: command.spawn()?, socket: BufReader::new(near) })
     }
 
-    /// Sends a message. After an error the process is of no further use.
-    fn ask(&mut self, message: &[u8]) -> Result<(), TextError> {
-        write_frame(self.socket.get_mut(), message).map_err(|error| self.fault(&error))
+    /// Sends messages. After an error the process is of no further use.
+    fn ask(&mut self, messages: &[Vec<u8>]) -> Result<(), TextError> {
+        write_frames(self.socket.get_mut(), messages).map_err(|error| self.fault(&error))
     }
 
     /// Waits for the answer to a message, of at most `most` bytes. After an outer error the process

@@ -78,6 +78,50 @@ fn a_template_that_waits_for_a_word_costs_that_chat_alone() {
 }
 
 #[test]
+fn chats_that_share_a_message_share_no_end() {
+    let source = format!(
+        "{{% for m in messages %}}{{{{ m.content }}}}{{% if m.content == 'word' %}}{}{{% endif %}}{{% endfor %}}",
+        BOMBS[1]
+    );
+    let template = isolated(&source).expect("a template");
+    let long = "x".repeat(100 << 10);
+    let contents = ["first", "word", "second", &long, "word", "word", "third"];
+    let chats: Vec<_> = contents.iter().map(|content| user(content)).collect();
+    let mut requests: Vec<_> = chats.iter().map(ChatRender::new).collect();
+    requests[0].continue_final_message = true;
+    requests[0].add_generation_prompt = true;
+    let rendered = template.render_all(&requests);
+    assert!(matches!(rendered[0], Err(TextError::Template(_))), "{:?}", rendered[0]);
+    for (content, rendered) in contents.iter().zip(&rendered).skip(1) {
+        match *content {
+            "word" => assert!(matches!(rendered, Err(TextError::Costly(_))), "{rendered:.300?}"),
+            content => assert_eq!(rendered.as_deref(), Ok(content)),
+        }
+    }
+}
+
+#[test]
+fn chats_that_come_together_wake_one_process() {
+    let started = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&started);
+    let counting = move || {
+        counted.fetch_add(1, Ordering::Relaxed);
+        start()
+    };
+    let source = "{% for m in messages %}{{ m.content }}{% endfor %}";
+    let template = ChatTemplate::isolated(source, None, None, &BTreeMap::new(), counting);
+    let template = template.expect("a template");
+    let chats: Vec<_> = (0..100).map(|number| user(&format!("chat {number}"))).collect();
+    let requests: Vec<_> = chats.iter().map(ChatRender::new).collect();
+    let rendered = template.render_all(&requests);
+    let texts: Vec<_> = (0..100).map(|number| Ok(format!("chat {number}"))).collect();
+    assert_eq!(rendered, texts);
+    assert_eq!(started.load(Ordering::Relaxed), 1);
+    assert_eq!(super::wire::fitting(&vec![vec![0; 600]; 200]), (64 << 10) / 604);
+    assert_eq!(super::wire::fitting(&[vec![0; 1 << 20], vec![0]]), 1);
+}
+
+#[test]
 fn a_template_that_waits_for_a_special_token_is_tried_once_at_the_start() {
     let started = Arc::new(AtomicUsize::new(0));
     let counted = Arc::clone(&started);
@@ -172,7 +216,7 @@ fn a_process_has_no_variables_but_a_few() {
     let mut process = RenderProcess::spawn(start()).expect("a process");
     // It answers to its first message once it has begun to run.
     let setup = super::Setup { source: String::new(), special_tokens: BTreeMap::new() };
-    process.ask(&setup.to_bytes()).expect("a process");
+    process.ask(&[setup.to_bytes()]).expect("a process");
     process.answer(100).expect("an answer").expect("a template");
     let environ = std::fs::read(format!("/proc/{}/environ", process.child.id())).expect("a file");
     let names: Vec<&[u8]> = environ

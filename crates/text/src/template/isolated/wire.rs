@@ -31,23 +31,48 @@ pub(super) const ERROR_BYTES: usize = 64 << 10;
 /// Bytes of an answer besides its text.
 pub(super) const ANSWER_HEAD: usize = 1;
 
-/// A message of up to so many bytes is written together with its length: a system call takes
-/// longer than its copy.
+/// Messages of up to so many bytes are written together with their lengths: a system call takes
+/// longer than the copy. A socket takes as much without a reader.
 const COPIED_BYTES: usize = 64 << 10;
+const LENGTH_BYTES: usize = 4;
+
+/// The number of messages, from the first on, that are written together; one at least.
+pub(super) fn fitting(frames: &[Vec<u8>]) -> usize {
+    let mut bytes = 0;
+    let fits = |frame: &&Vec<u8>| {
+        bytes += LENGTH_BYTES + frame.len();
+        bytes <= COPIED_BYTES
+    };
+    frames.iter().take_while(fits).count().max(1)
+}
 
 /// Writes a message with its length.
 pub(super) fn write_frame(stream: &mut UnixStream, frame: &[u8]) -> io::Result<()> {
     let length = u32::try_from(frame.len()).map_err(io::Error::other)?.to_le_bytes();
-    if frame.len() <= COPIED_BYTES {
+    if frame.len() + LENGTH_BYTES <= COPIED_BYTES {
         return stream.write_all(&[&length, frame].concat());
     }
     stream.write_all(&length)?;
     stream.write_all(frame)
 }
 
+/// Writes messages with their lengths.
+pub(super) fn write_frames(stream: &mut UnixStream, frames: &[Vec<u8>]) -> io::Result<()> {
+    if let [frame] = frames {
+        return write_frame(stream, frame);
+    }
+    let mut together = Vec::new();
+    for frame in frames {
+        let length = u32::try_from(frame.len()).map_err(io::Error::other)?;
+        together.extend_from_slice(&length.to_le_bytes());
+        together.extend_from_slice(frame);
+    }
+    stream.write_all(&together)
+}
+
 /// Reads a message of at most `most` bytes; `None` at the end of the stream.
 pub(super) fn read_frame(stream: &mut impl Read, most: usize) -> io::Result<Option<Vec<u8>>> {
-    let mut length = [0; 4];
+    let mut length = [0; LENGTH_BYTES];
     if let Err(error) = stream.read_exact(&mut length) {
         let ended = error.kind() == io::ErrorKind::UnexpectedEof;
         return if ended { Ok(None) } else { Err(error) };
