@@ -27,9 +27,8 @@ fn main() -> io::Result<()> {
         let content = fs::read(Path::new(DIST).join(path))?;
         let mut encoder = GzEncoder::new(Vec::new(), Compression::best());
         encoder.write_all(&content)?;
-        let (plain, packed) = (out.join(number.to_string()), out.join(format!("{number}.gz")));
-        fs::write(&plain, &content)?;
-        fs::write(&packed, encoder.finish()?)?;
+        fs::write(out.join(number.to_string()), &content)?;
+        fs::write(out.join(format!("{number}.gz")), encoder.finish()?)?;
         let name = path.to_string_lossy();
         let route = if name == "index.html" { "/".to_owned() } else { format!("/{name}") };
         let media_type = match path.extension().and_then(|extension| extension.to_str()) {
@@ -41,10 +40,14 @@ fn main() -> io::Result<()> {
             _ => return Err(io::Error::other(format!("{name} has no media type"))),
         };
         let hash = xxh3_64(&content);
+        // Without the folder's own path, so that a build folder may move.
+        let bytes = |end: &str| {
+            format!("include_bytes!(concat!(env!(\"OUT_DIR\"), \"/{number}{end}\"))")
+        };
+        let (plain, gzip) = (bytes(""), bytes(".gz"));
         writeln!(
             table,
-            "File {{ route: {route:?}, media_type: {media_type:?}, hash: {hash}, plain: include_bytes!({plain:?}), \
-             gzip: include_bytes!({packed:?}) }},"
+            "File {{ route: {route:?}, media_type: {media_type:?}, hash: {hash}, plain: {plain}, gzip: {gzip} }},"
         )
         .map_err(io::Error::other)?;
     }
