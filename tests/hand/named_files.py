@@ -45,6 +45,8 @@ ARCHITECTURES: dict[str, gguf.MODEL_ARCH] = {
     "gpt-oss-blocks": _A.GPT_OSS,
     "olmo2": _A.OLMO2,
     "olmo3": _A.OLMO2,
+    "exaone4": _A.EXAONE4,
+    "exaone4-windows": _A.EXAONE4,
     "cohere2": _A.COHERE2,
     "gemma4": _A.GEMMA4,
     "gemma4-keys": _A.GEMMA4,
@@ -184,6 +186,12 @@ def _olmo(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
 
 
+def _exaone4(writer: gguf.GGUFWriter, config: Any) -> None:
+    if config.sliding_window is not None:
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+
+
 def _cohere2(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_logit_scale(config.logit_scale)
     writer.add_sliding_window(config.sliding_window)
@@ -240,6 +248,7 @@ _METADATA: dict[gguf.MODEL_ARCH, Callable[[gguf.GGUFWriter, Any], None]] = {
     _A.MINIMAXM2: _minimax,
     _A.GPT_OSS: _gpt_oss,
     _A.OLMO2: _olmo,
+    _A.EXAONE4: _exaone4,
     _A.COHERE2: _cohere2,
     _A.GEMMA4: _gemma4,
     _A.LLAMA4: _llama4,

@@ -19,6 +19,8 @@ from transformers import (
     Ernie4_5_MoeForCausalLM,
     Ernie4_5Config,
     Ernie4_5ForCausalLM,
+    Exaone4Config,
+    Exaone4ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3Config,
@@ -254,6 +256,14 @@ NAMED: dict[str, tuple[type[Any], PreTrainedConfig]] = {
         ),
     ),
     "olmo2": (Olmo2ForCausalLM, Olmo2Config(**SIZES)),
+    "exaone4": (
+        Exaone4ForCausalLM,
+        Exaone4Config(**text(sliding_window=None, layer_types=["full_attention"] * SIZES["num_hidden_layers"])),
+    ),
+    "exaone4-windows": (
+        Exaone4ForCausalLM,
+        Exaone4Config(**text(num_hidden_layers=5, sliding_window=9, sliding_window_pattern=4)),
+    ),
     "olmo3": (
         Olmo3ForCausalLM,
         Olmo3Config(**{**SIZES, "num_hidden_layers": 5}, sliding_window=15, rope_parameters=OF_KINDS),

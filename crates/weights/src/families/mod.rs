@@ -18,6 +18,7 @@ mod deepseek_v3;
 mod deepseek_v32;
 mod ernie4_5;
 mod ernie4_5_moe;
+mod exaone4;
 mod falcon_h1;
 mod gemma2;
 mod gemma3;
@@ -87,7 +88,7 @@ use crate::error::ModelError;
 use crate::vector::VectorLayer;
 
 /// All families, in the order of documents.
-pub const ALL: [&Family; 56] = [
+pub const ALL: [&Family; 57] = [
     &llama::FAMILY,
     &mistral::FAMILY,
     &ministral3::FAMILY,
@@ -128,6 +129,7 @@ pub const ALL: [&Family; 56] = [
     &llama4::TEXT,
     &olmo2::FAMILY,
     &olmo2::OLMO3,
+    &exaone4::FAMILY,
     &cohere2::FAMILY,
     &qwen2_5_vl::FAMILY,
     &qwen3_vl::FAMILY,

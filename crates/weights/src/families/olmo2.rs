@@ -36,7 +36,7 @@ pub(super) const FAMILY: Family = Family {
         architecture: "olmo2",
         fits: |files| Ok(!has_window(files)),
         keys: dense_keys,
-        rules: GGUF_RULES,
+        rules: AFTER,
     }),
     rules: &[],
 };
@@ -57,13 +57,14 @@ pub(super) const OLMO3: Family = Family {
     gguf: Some(GgufNames {
         architecture: "olmo2",
         fits: |files| Ok(has_window(files)),
-        keys,
-        rules: GGUF_RULES,
+        keys: windowed_keys,
+        rules: AFTER,
     }),
     ..FAMILY
 };
 
-const GGUF_RULES: &[Rule] = &[
+/// Names of norms behind the parts of layers.
+pub(super) const AFTER: &[Rule] = &[
     Rule::renamed("blk.#.post_attention_norm.*", "model.layers.#.post_attention_layernorm.*"),
     Rule::renamed("blk.#.post_ffw_norm.*", "model.layers.#.post_feedforward_layernorm.*"),
 ];
@@ -87,8 +88,8 @@ fn shape(
     Ok(shape)
 }
 
-/// A file lists the layers with a window.
-fn keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
+/// The keys of a dense model whose file lists the layers with a window.
+pub(super) fn windowed_keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
     let mut keys = dense_keys(files)?;
     if let Some(pattern) = files.get(PATTERN).and_then(GgufValue::as_list) {
         let layers = required(files, "block_count")?;
