@@ -1,5 +1,5 @@
-//! Layers with a window: they read the last positions of a request only, and may have pages of their
-//! own, the window part.
+//! Layers with a window: they read the last positions of a request only, and may have pages of
+//! their own, the window part.
 
 use forebay_kernels::{AttentionSizes, Sizes};
 use forebay_protocol::{HandConfig, main_page_count, window_page_count};

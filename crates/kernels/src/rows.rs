@@ -36,9 +36,9 @@ pub struct Rows<'a> {
     pub pages: &'a [i32],
     /// The number of pages of a slot.
     pub page_stride: usize,
-    /// The pages of slots in the window part, `[slots, page_stride]`, with the null page
-    /// ([`crate::Sizes::window_page_count`]) for positions that no query sees any more. Empty without a
-    /// window part.
+    /// The pages of slots in the window part, `[slots, page_stride]`. The null page
+    /// ([`crate::Sizes::window_page_count`]) stands for positions that no query sees any more.
+    /// Empty without a window part.
     pub window_pages: &'a [i32],
     /// The tokens with a result. They are numbered over all rows, and ascend.
     pub sample: &'a [i64],

@@ -43,8 +43,8 @@
 //! With recurrent layers ([`SchedulerConfig::states`]) a request goes on from a cached prefix only
 //! where a state was kept. Rows end where states are to be kept.
 //!
-//! With a window part ([`SchedulerConfig::windows`]) layers with a window have pages of their own. A
-//! request gives them back when its window has passed them, and goes on from a cached prefix only
+//! With a window part ([`SchedulerConfig::windows`]) layers with a window have pages of their own.
+//! A request gives them back when its window has passed them, and goes on from a cached prefix only
 //! where that part has the last blocks too.
 //!
 //! With sparse decoding ([`SchedulerConfig::sparse`]) a request goes on while most of its pages are

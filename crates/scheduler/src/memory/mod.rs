@@ -9,7 +9,7 @@
 //!   `sparse`: the same for backed pages, and what running requests drop.
 //! - `copies`: saves, restores, and their ends.
 //! - `states`: recurrent states that are kept beside the blocks; `resident`: those of a request.
-//! - `window`: pages of layers that read the last positions only.
+//! - `window`: pages of layers that read the last positions only; `window_part`: their pool.
 //! - `pages`: the leases of a request; `blocks`: the names of its blocks.
 
 pub(crate) mod blocks;
@@ -22,6 +22,7 @@ mod resident;
 mod sparse;
 mod states;
 mod window;
+mod window_part;
 
 use forebay_kvcache::{BlockEvent, BlockHash, Namer, Tiers};
 use forebay_protocol::{COPY_WORDS, PAGE_WRITE_WORDS, STATE_COPY_WORDS, Span, StepPlan};
@@ -34,7 +35,7 @@ use crate::roster::Roster;
 use pages::Pages;
 use rates::RestoreRates;
 use states::StatePages;
-use window::WindowPages;
+use window_part::WindowPages;
 
 pub(crate) use prefix::Leased;
 

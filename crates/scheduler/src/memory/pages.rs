@@ -4,7 +4,7 @@ use forebay_kvcache::{Host, Lease, Tiers};
 use forebay_protocol::StepPlan;
 
 use super::resident::ResidentState;
-use super::window::{WindowPages, WindowRun};
+use super::window_part::{WindowPages, WindowRun};
 
 /// The leases of a request's pages.
 #[derive(Debug, Default)]

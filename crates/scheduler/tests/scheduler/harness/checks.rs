@@ -27,7 +27,7 @@ impl Harness {
             let named = self.flights.iter().any(|flight| flight.slots.contains(&slot));
             assert!(!named, "slot {slot} is in flight");
         }
-        // Prompts get pages one by one there, and then have no row if others take all of the budget.
+        // Prompts get pages one by one there. They have no row if others take all of the budget.
         let by_parts = self.config.sparse.is_some() || self.config.windows.is_some();
         for (slot, index, page) in plan.page_writes() {
             let sees = plan.image_spans().any(|(of, _, _)| of == slot) || self.is_late(slot);
