@@ -259,6 +259,7 @@ def wire_config(model_config: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "sparse_top_k": None,
         "image_pool_tokens": None,
         "state_pages": None,
+        "window_ratio": None,
         "kv_save_order": "behind",
         **changes,
     }
@@ -342,6 +343,7 @@ class PlanBuilder:
     place_writes: list[tuple[int, int, int]] = field(default_factory=list)
     slot_places: list[tuple[int, int]] = field(default_factory=list)
     copy_sources: list[int] = field(default_factory=list)
+    window_writes: list[tuple[int, int, int]] = field(default_factory=list)
 
     def slot(
         self,
@@ -421,6 +423,7 @@ class PlanBuilder:
             place_writes=_ints(self.place_writes, 3),
             slot_places=_ints(self.slot_places, 2),
             copy_sources=_ints(self.copy_sources),
+            window_writes=_ints(self.window_writes, 3),
         ).staged()
 
 

@@ -163,6 +163,10 @@ def test_from_hello_to_shutdown(tmp_path: Path, device: str) -> None:
             "tokens_a_row": 1,
             "state_page_count": 0,
             "state_bytes": 0,
+            "window": 0,
+            "window_page_count": 0,
+            "window_page_bytes": 0,
+            "one_pool": "",
             "verifies_drafts": True,
             # What others have not need not be said.
             **(

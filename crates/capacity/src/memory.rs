@@ -9,11 +9,17 @@ use serde::{Deserialize, Serialize};
 pub struct RankMemory {
     /// Bytes of its weights, as they are computed with.
     pub weight_bytes: u64,
-    /// Bytes of one page over all layers.
+    /// Bytes of one page over all layers, of the main part if there is a window part.
     pub page_bytes: u64,
     /// The number of pages.
     pub page_count: u32,
-    /// Bytes of all pages.
+    /// Bytes of one page of the window part.
+    #[serde(default)]
+    pub window_page_bytes: u64,
+    /// The number of pages of the window part; 0: all layers share one pool.
+    #[serde(default)]
+    pub window_page_count: u32,
+    /// Bytes of all pages of both parts.
     pub kv_bytes: u64,
     /// Bytes of the recurrent states of all slots and state pages; 0: the model has none.
     #[serde(default)]
@@ -104,6 +110,14 @@ impl Memory {
         };
         let _ = writeln!(text, "\nRoom for  {room}");
         let _ = writeln!(text, "Weights   {:.4} GB in all hands", gb(self.all_weight_bytes()));
+        for (number, rank) in ranks.iter().enumerate().filter(|(_, it)| it.window_page_count > 0) {
+            let _ = writeln!(
+                text,
+                "Windows   {} pages of {:.1} KB on rank {number}, which are among its pages GB",
+                rank.window_page_count,
+                rank.window_page_bytes as f64 / 1e3,
+            );
+        }
         let states: u64 = ranks.iter().map(|rank| rank.state_bytes).sum();
         if states > 0 {
             let all = gb(u64::from(*groups) * states);
@@ -122,10 +136,20 @@ fn gb(bytes: u64) -> f64 {
 mod tests {
     use super::*;
 
+    const NONE: RankMemory = RankMemory {
+        weight_bytes: 0,
+        page_bytes: 0,
+        page_count: 0,
+        window_page_bytes: 0,
+        window_page_count: 0,
+        kv_bytes: 0,
+        state_bytes: 0,
+    };
+
     fn memory(replicas: u32, groups: u32, ranks: &[(u64, u32)]) -> Memory {
         let rank = |&(weight_bytes, page_count): &(u64, u32)| {
             let kv_bytes = 6144 * u64::from(page_count);
-            RankMemory { weight_bytes, page_bytes: 6144, page_count, kv_bytes, state_bytes: 0 }
+            RankMemory { weight_bytes, page_bytes: 6144, page_count, kv_bytes, ..NONE }
         };
         Memory {
             model: "tiny".into(),
@@ -173,5 +197,10 @@ mod tests {
         assert!(text.ends_with(
             "Room for  1600 tokens for each replica, 3200 in all\nWeights   1.1000 GB in all hands\n"
         ));
+        let mut memory = memory(1, 1, &[(1, 10)]);
+        memory.ranks[0] =
+            RankMemory { window_page_bytes: 2048, window_page_count: 5, ..memory.ranks[0] };
+        let told = "Windows   5 pages of 2.0 KB on rank 0, which are among its pages GB\n";
+        assert!(memory.text().ends_with(told), "{}", memory.text());
     }
 }

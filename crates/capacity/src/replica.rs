@@ -85,6 +85,7 @@ impl Replica {
             sparse: setup.sparse,
             tower: setup.seeing.map(|seeing| seeing.tower),
             states: setup.states,
+            windows: None,
         });
         let sigma = setup.timing.model.jitter_sigma;
         let jitter = Jitter::new(sigma, setup.seed.wrapping_add(index.into()));

@@ -133,6 +133,7 @@ impl Columns {
             token_stride: tables.token_stride,
             pages: &tables.pages,
             page_stride: tables.page_stride,
+            window_pages: &tables.window,
             sample,
             states: &self.states,
         }

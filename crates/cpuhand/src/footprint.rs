@@ -1,25 +1,29 @@
 //! The memory of a model before it is loaded: `forebay plan --model` asks for it.
 
-use forebay_kernels::Sizes;
 use forebay_protocol::HandConfig;
 use forebay_weights::ModelShape;
 
 use crate::load::Plan;
 use crate::parts::DecoderParts;
 use crate::pooled::kind;
-use crate::runner::{HandError, STATE_ELEMENT, formats, free, numbers, page_bytes, shape, sizes};
+use crate::runner::{HandError, STATE_ELEMENT, formats, free, numbers, shape, sizes};
 use crate::states::state_pages;
+use crate::windows::{WindowLayers, page_bytes};
 
 /// The memory of a hand, as its `ready` has it. All but the number of pages is in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Footprint {
     /// The weights, as they are computed with.
     pub weight_bytes: u64,
-    /// One page over all layers.
+    /// One page over all layers, of the main part if there is a window part.
     pub page_bytes: u64,
     /// The number of pages.
     pub page_count: u32,
-    /// All pages.
+    /// One page of the window part.
+    pub window_page_bytes: u64,
+    /// The number of pages of the window part; 0: all layers share one pool.
+    pub window_page_count: u32,
+    /// All pages of both parts.
     pub kv_bytes: u64,
     /// The recurrent states of all slots, and of all state pages.
     pub state_bytes: u64,
@@ -50,14 +54,19 @@ fn count(config: &HandConfig, available: u64) -> Result<Footprint, HandError> {
     let pages = state_pages(config, of_slot, free(config, &plan, available, of_slot));
     let rows = if of_slot > 0 { 2 * u64::from(config.slots) + pages } else { 0 };
     let state_bytes = rows * of_slot;
-    let sizes = sizes(config, &parts, dtype, available, plan.bytes() + state_bytes)?;
+    let windows = WindowLayers::new(config, shape, of_slot > 0);
+    let taken = plan.bytes() + state_bytes;
+    let sizes = sizes(config, &parts, &windows, dtype, (available, taken))?;
     let page_count = sizes.page_count as u32;
-    let page_bytes = page_bytes(&parts, &Sizes { page_count: 1, ..sizes });
+    let of_parts = page_bytes(&parts, &sizes);
+    let [page_bytes, window_page_bytes] = of_parts;
     Ok(Footprint {
         weight_bytes: plan.bytes(),
         page_bytes,
         page_count,
-        kv_bytes: page_bytes * u64::from(page_count),
+        window_page_bytes,
+        window_page_count: sizes.window_page_count as u32,
+        kv_bytes: windows.bytes(page_count, of_parts),
         state_bytes,
     })
 }

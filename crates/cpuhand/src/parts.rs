@@ -119,6 +119,7 @@ impl<'a> DecoderParts<'a> {
                 rotary_dim: rope.map_or(0, |rope| self.shape.ropes[rope].dim),
                 angles: rope,
                 window: attention.window.map(|window| window as usize),
+                in_window_part: false,
                 chunk: attention.chunk.map(|chunk| chunk as usize),
                 norm_rows: attention.qk_norm == QkNorm::Rows,
                 scale: attention.scale.unwrap_or(usual) as f32,

@@ -30,6 +30,7 @@ use crate::serves::{Asked, serves};
 use crate::states::{self, States};
 use crate::step::MaskSource;
 use crate::tables::{PlanError, Tables};
+use crate::windows::{WindowLayers, page_bytes};
 
 /// The errors that end a hand. Those that are about its own code have the names that the hand in
 /// Python gives them.
@@ -54,6 +55,9 @@ impl From<Unfit> for HandError {
         Self::Plan(PlanError(error.to_string()))
     }
 }
+
+/// The largest number of pages: entries of tables have 32 bits and a sign.
+const MOST_PAGES: u32 = i32::MAX.cast_unsigned();
 
 /// Bytes of an input of a convolution among the states, which are 32-bit numbers.
 pub(crate) const STATE_ELEMENT: usize = 4;
@@ -179,7 +183,8 @@ impl Runner {
             states::state_pages(config, state_bytes, free(config, &plan, available, state_bytes));
         let state_rows = if state_bytes > 0 { 2 * u64::from(config.slots) + pages } else { 0 };
         let taken = plan.bytes() + state_rows * state_bytes;
-        let sizes = sizes(config, &parts, dtype, available, taken)?;
+        let windows = WindowLayers::new(config, shape, state_bytes > 0);
+        let sizes = sizes(config, &parts, &windows, dtype, (available, taken))?;
         let pool = |(layer, &kind): (usize, &usize)| match parts.recurrence(layer) {
             None => [sizes.pool_bytes(kind); 2],
             Some(_) => [0; 2],
@@ -187,10 +192,12 @@ impl Runner {
         let pools: Vec<usize> = parts.kind_of.iter().enumerate().flat_map(pool).collect();
         let slots = config.slots as usize;
         let states = (state_bytes > 0).then(|| States::new(slots, pages as usize));
-        let page_bytes = (pools.iter().sum::<usize>() / sizes.page_count) as u64;
+        let of_parts = page_bytes(&parts, &sizes);
+        let [page_bytes, window_page_bytes] = of_parts;
+        let all_pages = windows.bytes(sizes.page_count as u32, of_parts);
         let of_adapters = adapter_sizes(&parts, &sizes);
         let of_places = config.lora.as_ref().map_or(0, |lora| place_bytes(lora, &of_adapters));
-        let beside = taken + of_places + page_bytes * sizes.page_count as u64;
+        let beside = taken + of_places + all_pages;
         let left = (available > 0).then(|| available.saturating_sub(beside));
         let host_pages = host_page_count(config, sizes.page_count, page_bytes, left)?;
         // The last one is nobody's: who has it keeps the memory.
@@ -239,7 +246,7 @@ impl Runner {
             hidden_size: sizes.hidden as u32,
             dtype: told,
             weight_bytes: plan.bytes(),
-            kv_bytes: page_bytes * sizes.page_count as u64,
+            kv_bytes: all_pages,
             device: "cpu".into(),
             host_page_count: host_pages,
             tokens_a_row: 1,
@@ -247,6 +254,10 @@ impl Runner {
             state_page_count: pages as u32,
             state_bytes,
             page_bytes,
+            window: windows.window,
+            window_page_count: sizes.window_page_count as u32,
+            window_page_bytes,
+            one_pool: windows.one_pool.into(),
             blocks,
             lora_bytes,
             lora_modules,
@@ -258,6 +269,7 @@ impl Runner {
             sizes.page_size,
             sizes.vocabulary,
         );
+        let tables = tables.with_window(sizes.window_page_count);
         let (ended, logits, arena) = (Instant::now(), Vec::new(), Arc::new(arena));
         let pooler = pooling.and_then(|kind| Pooler::of(kind, config.slots as usize, sizes.hidden));
         let slots = config.slots as usize;
@@ -298,6 +310,7 @@ impl Runner {
     fn warm_up(&mut self) -> Result<bool, HandError> {
         let length = 2.min(self.tables.context_length).min(self.sizes.page_size);
         self.tables.pages[0] = 0;
+        self.tables.window.iter_mut().take(1).for_each(|page| *page = 0);
         let mut fine = true;
         for (start, length) in [(0, length), (length - 1, 1)] {
             let (mut best, mut finite) = ([0], [0]);
@@ -433,22 +446,13 @@ pub(crate) fn free(config: &HandConfig, plan: &Plan, available: u64, state_bytes
     share.saturating_sub(plan.bytes() + 2 * u64::from(config.slots) * state_bytes)
 }
 
-/// Bytes of all pages over all layers, of sizes with so many.
-pub(crate) fn page_bytes(parts: &DecoderParts<'_>, sizes: &Sizes) -> u64 {
-    let of_layer = |(layer, &kind): (usize, &usize)| match parts.recurrence(layer) {
-        None => 2 * sizes.pool_bytes(kind) as u64,
-        Some(_) => 0,
-    };
-    parts.kind_of.iter().enumerate().map(of_layer).sum()
-}
-
 /// The sizes of the decoder, with as many pages as fit.
 pub(crate) fn sizes(
     config: &HandConfig,
     parts: &DecoderParts<'_>,
+    windows: &WindowLayers,
     dtype: Dtype,
-    available: u64,
-    weight_bytes: u64,
+    (available, weight_bytes): (u64, u64),
 ) -> Result<Sizes, HandError> {
     let page_size = config.page_size as usize;
     let &DecoderParts { shape, experts, .. } = parts;
@@ -467,8 +471,12 @@ pub(crate) fn sizes(
         positions: config.context_length as usize,
         page_size,
         page_count: 1,
+        window_page_count: 0,
         eps: shape.norm_eps as f32,
     };
+    for attention in &mut sizes.attentions {
+        attention.in_window_part = windows.holds(attention);
+    }
     let page_bytes = page_bytes(parts, &sizes);
     let slices = slice_bytes(shape.vocab_size, config.chunked_prefill_size as usize);
     let of_places = config.lora.as_ref().map_or(0, |lora| {
@@ -480,9 +488,10 @@ pub(crate) fn sizes(
     let pages = match config.max_total_tokens {
         Some(tokens) => {
             let pages = tokens / u64::from(config.page_size);
-            let (bytes, free) = (pages.saturating_mul(page_bytes), available.saturating_sub(taken));
+            let pages = u32::try_from(pages).unwrap_or(MOST_PAGES).min(MOST_PAGES);
+            let (bytes, free) = (windows.bytes(pages, page_bytes), available.saturating_sub(taken));
             if available > 0 && bytes > free {
-                let most = free / page_bytes * u64::from(config.page_size);
+                let most = windows.fitting(free, pages, page_bytes) * config.page_size;
                 return Err(HandError::Config(format!(
                     "max_total_tokens {tokens}: keys and values of so many tokens take {:.1} GB, and {:.1} GB are free beside \
                      the weights: at most {most} tokens",
@@ -494,10 +503,10 @@ pub(crate) fn sizes(
         }
         None => {
             let share = (config.mem_fraction_static * available as f64) as u64;
-            let fitting = share.saturating_sub(taken) / page_bytes;
-            let of_slot = u64::from(config.context_length.div_ceil(config.page_size));
+            let of_slot = config.context_length.div_ceil(config.page_size);
             // More than every slot can fill is never taken from memory; a fixed number may be.
-            fitting.min(u64::from(config.slots) * of_slot)
+            let most = config.slots.saturating_mul(of_slot).min(MOST_PAGES);
+            windows.fitting(share.saturating_sub(taken), most, page_bytes)
         }
     };
     if pages < 1 {
@@ -510,6 +519,7 @@ pub(crate) fn sizes(
             config.max_total_tokens
         )));
     }
-    sizes.page_count = usize::try_from(pages.min(i32::MAX as u64)).unwrap_or(1);
+    sizes.page_count = pages as usize;
+    sizes.window_page_count = windows.count(pages) as usize;
     Ok(sizes)
 }

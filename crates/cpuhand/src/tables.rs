@@ -96,6 +96,10 @@ pub(crate) struct Tables {
     /// `[slots, page_stride]`; -1 makes a page that the brain forgot to write an error instead of
     /// someone else's page.
     pub(crate) pages: Vec<i32>,
+    /// The same in the window part: `null_page` makes a page that the brain forgot to write an
+    /// error, unless no query sees it. Empty without a window part.
+    pub(crate) window: Vec<i32>,
+    null_page: i32,
     pub(crate) page_stride: usize,
     pub(crate) context_length: usize,
     vocabulary: usize,
@@ -114,10 +118,21 @@ impl Tables {
             tokens: vec![0; slots * token_stride],
             token_stride,
             pages: vec![-1; slots * page_stride],
+            window: Vec::new(),
+            null_page: -1,
             page_stride,
             context_length,
             vocabulary,
         }
+    }
+
+    /// The tables of a hand with so many pages of the window part; with 0 there is none.
+    pub(crate) fn with_window(mut self, pages: usize) -> Self {
+        if pages > 0 {
+            self.null_page = i32::try_from(pages).unwrap_or(i32::MAX);
+            self.window = vec![self.null_page; self.pages.len()];
+        }
+        self
     }
 
     /// Overwrites new slots, and entries of page tables.
@@ -132,6 +147,14 @@ impl Tables {
             }
             self.pages[slot * self.page_stride + index] =
                 page.map_or(-1, |page| i32::try_from(page).unwrap_or(-1));
+        }
+        for (slot, index, page) in plan.window_writes() {
+            let (slot, index) = (slot as usize, index as usize);
+            if slot >= self.slots.len() || index >= self.page_stride || self.window.is_empty() {
+                return wrong(format!("window write: slot {slot} and index {index} are not there"));
+            }
+            let page = page.map(|page| i32::try_from(page).unwrap_or(-1));
+            self.window[slot * self.page_stride + index] = page.unwrap_or(self.null_page);
         }
         match plan.host_writes().len() + plan.hot_rows().len() {
             0 => Ok(()),
@@ -159,6 +182,9 @@ impl Tables {
                 };
                 bytemuck::cast_slice_mut(row).copy_from_slice(bytes);
             }
+        }
+        if !self.window.is_empty() {
+            self.window[slot * self.page_stride..][..self.page_stride].fill(self.null_page);
         }
         let prompt_len = write.prompt_len as usize;
         let mut new = Slot { prompt_len, spec: write.spec, counts: HashMap::new() };
@@ -209,6 +235,7 @@ impl Tables {
     /// Has no slot name a page.
     pub(crate) fn forget_pages(&mut self) {
         self.pages.fill(-1);
+        self.window.fill(self.null_page);
     }
 }
 
@@ -254,5 +281,27 @@ mod tests {
             let plan = plan(|plan| plan.write_page(slot, index, 1));
             assert!(tables.write(&plan, &Shared::none()).is_err());
         }
+        let window = plan(|plan| plan.write_window(0, 1, 1));
+        assert!(tables.write(&window, &Shared::none()).is_err(), "there is no window part");
+        let mut tables = tables.with_window(5);
+        tables.write(&window, &Shared::none()).expect("there is one");
+        for (slot, index) in [(2, 0), (0, 2)] {
+            let plan = plan(|plan| plan.write_window(slot, index, 1));
+            assert!(tables.write(&plan, &Shared::none()).is_err());
+        }
+    }
+
+    #[test]
+    fn what_the_window_has_passed_is_the_null_page() {
+        let (mut tables, spec) = (Tables::new(2, 8, 4, 10).with_window(5), SlotSpec::default());
+        assert_eq!(tables.window, [5; 4]);
+        let both = plan(|plan| (0..2).for_each(|index| plan.write_window(1, index, index + 3)));
+        tables.write(&both, &Shared::none()).expect("a good plan");
+        assert_eq!(tables.window, [5, 5, 3, 4]);
+        tables.write(&plan(|plan| plan.drop_window(1, 0)), &Shared::none()).expect("a good plan");
+        assert_eq!(tables.window, [5, 5, 5, 4]);
+        let new = NewSlot { slot: 1, tokens: &[3], prompt_len: 1, spec: &spec, place: None };
+        tables.write(&plan(|plan| plan.write_slot(&new)), &Shared::none()).expect("a good plan");
+        assert_eq!(tables.window, [5; 4]);
     }
 }

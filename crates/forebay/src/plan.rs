@@ -7,13 +7,15 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::{Args, ValueEnum};
 use forebay_capacity::{Memory, PlanArgs, RankMemory};
-use forebay_cpuhand::{Footprint, footprint};
+use forebay_cpuhand::footprint;
 use forebay_engine::EngineConfig;
 use forebay_hand::{HandConfig, without_keys};
 use forebay_machine::Machine;
 use serde_json::Deserializer;
 
-use crate::flags::{Arrangement, Dtype, Hand, KvCacheDtype, Quantization, RankFlags, fraction};
+use crate::flags::{
+    Arrangement, Dtype, Hand, KvCacheDtype, Quantization, RankFlags, WindowFlags, fraction,
+};
 use crate::hands::Chosen;
 use crate::model::{Model, Source, fetch, find_python};
 use crate::python;
@@ -30,6 +32,8 @@ pub(crate) struct PlanFlags {
     ranks: RankFlags,
     #[command(flatten)]
     memory: MemoryFlags,
+    #[command(flatten)]
+    windows: WindowFlags,
 }
 
 /// Flags about the memory of a model's ranks.
@@ -162,6 +166,7 @@ fn hand(flags: &PlanFlags, model: &Model, arrangement: Arrangement) -> Result<Ha
             arrangement.hands(),
         ),
         max_total_tokens: plan.max_total_tokens,
+        window_ratio: flags.windows.ratio().filter(|_| arrangement.ranks == 1),
         world_size: arrangement.ranks,
         expert_parallel: arrangement.expert_parallel,
         step_group: arrangement.step_group(),
@@ -172,9 +177,16 @@ fn hand(flags: &PlanFlags, model: &Model, arrangement: Arrangement) -> Result<Ha
 
 /// Counts the memory of the hand in Rust.
 fn own(config: &HandConfig, free: u64) -> Result<RankMemory> {
-    let Footprint { weight_bytes, page_bytes, page_count, kv_bytes, state_bytes } =
-        footprint(config, free).map_err(|why| anyhow!("{why}"))?;
-    Ok(RankMemory { weight_bytes, page_bytes, page_count, kv_bytes, state_bytes })
+    let found = footprint(config, free).map_err(|why| anyhow!("{why}"))?;
+    Ok(RankMemory {
+        weight_bytes: found.weight_bytes,
+        page_bytes: found.page_bytes,
+        page_count: found.page_count,
+        window_page_bytes: found.window_page_bytes,
+        window_page_count: found.window_page_count,
+        kv_bytes: found.kv_bytes,
+        state_bytes: found.state_bytes,
+    })
 }
 
 /// Has an interpreter count the memory of each rank.

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use forebay_engine::{Stats, Status};
+use forebay_engine::{Ready, Stats, Status};
 use forebay_replicas::Replicas;
 use indicatif::{ProgressBar, ProgressStyle};
 use tokio::time::sleep;
@@ -57,6 +57,23 @@ pub(crate) fn blocks_line(blocks: &str, otherwise: Option<&str>) -> String {
     match blocks {
         "" => String::new(),
         _ => format!("  Computes in the file's blocks{}: {blocks}\n", hint.unwrap_or_default()),
+    }
+}
+
+/// The banner's line about layers with a window; empty: there are none.
+///
+/// `why_one_pool`: the reason for which they were not to have pages of their own.
+pub(crate) fn windows_line(facts: &Ready, why_one_pool: &str) -> String {
+    let &Ready { window, window_page_count: pages, page_count, .. } = facts;
+    let why = if facts.one_pool.is_empty() { why_one_pool } else { &facts.one_pool };
+    match (window, pages) {
+        (0, _) => String::new(),
+        (_, 0) => {
+            format!("  Windows of {window} tokens: all layers share one pool, because {why}\n")
+        }
+        _ => format!(
+            "  Windows of {window} tokens: {pages} pages for their layers, {page_count} for the others\n"
+        ),
     }
 }
 

@@ -17,6 +17,7 @@ use crate::rows::{Rows, Wanted};
 use crate::sizes::{AttentionSizes, ExpertSizes, Sizes};
 use crate::step::{Attends, QUEUES_A_LAYER, Scales, Step, Token};
 use crate::team::{FEW, Queue};
+use crate::tile::BLOCK;
 use crate::weights::Weights;
 
 /// The reason for which a step was not computed. Nothing was written.
@@ -51,6 +52,7 @@ pub(crate) struct Model<E> {
     vocabulary: usize,
     page_size: usize,
     page_count: usize,
+    window_page_count: usize,
     eps: f32,
     final_norm: Vec<f32>,
     head: Option<Owned>,
@@ -85,6 +87,11 @@ impl Kind {
         };
         let (work, last) = (attention::Work::default(), attention::Work::default());
         Self { sizes: *sizes, shape, work, last }
+    }
+
+    /// The part of pages: 0 main, 1 window.
+    fn part(&self) -> usize {
+        usize::from(self.sizes.in_window_part)
     }
 }
 
@@ -172,6 +179,7 @@ impl<E: Element> Model<E> {
             vocabulary: sizes.vocabulary,
             page_size: sizes.page_size,
             page_count: sizes.page_count,
+            window_page_count: sizes.window_page_count,
             eps: sizes.eps,
             final_norm: read_norm::<E>(sizes, &weights.final_norm),
             head,
@@ -320,6 +328,7 @@ impl<E: Element> Model<E> {
             let (cos, sin) = angles.map_or((&[][..], &[][..]), |(cos, sin)| (&cos[..], &sin[..]));
             Attends {
                 shape: kind.shape,
+                part: kind.part(),
                 norm_rows: kind.sizes.norm_rows,
                 gate: kind.sizes.gate,
                 half: kind.sizes.rotary_dim / 2,
@@ -403,10 +412,35 @@ impl<E: Element> Model<E> {
             for index in 0..start / page_size {
                 page_of(index)?;
             }
+            let window = match self.window_page_count {
+                0 => &[][..],
+                _ => &step.window_pages[slot * step.page_stride..][..step.page_stride],
+            };
+            let window_page_of = |index: usize| {
+                let page = usize::try_from(window[index]).ok();
+                page.filter(|&page| page < self.window_page_count).ok_or(StepError::Page)
+            };
+            let in_window = self.kinds.iter().filter(|kind| kind.sizes.in_window_part);
+            if let Some(seen) = in_window.map(|kind| kind.shape.first_seen(start)).min() {
+                // Blocks of positions are read whole.
+                for &page in &window[seen / BLOCK * BLOCK / page_size..seen / page_size] {
+                    if !(0..=self.window_page_count as i32).contains(&page) {
+                        return Err(StepError::Page);
+                    }
+                }
+                for index in seen / page_size..start / page_size {
+                    window_page_of(index)?;
+                }
+            }
             let first = work.tokens.len();
             for (position, &id) in (start..).zip(&ids[start..start + length]) {
                 let id = usize::try_from(id).ok().filter(|&id| id < self.vocabulary);
-                let entry = page_of(position / page_size)? * page_size + position % page_size;
+                let entry = |page: usize| page * page_size + position % page_size;
+                let of_window = match window {
+                    [] => 0,
+                    _ => entry(window_page_of(position / page_size)?),
+                };
+                let entries = [entry(page_of(position / page_size)?), of_window];
                 let id = id.ok_or(StepError::Token)?;
                 let given = given.filter(|given| position < given.until);
                 // SAFETY: a row of what was given, or of the embedding.
@@ -417,33 +451,36 @@ impl<E: Element> Model<E> {
                     None => unsafe { embedding.add(id * hidden) },
                 };
                 let is_given = given.is_some();
-                work.tokens.push(Token { input, is_given, position, entry });
+                work.tokens.push(Token { input, is_given, position, entries });
             }
             if let Some(&[source, target]) = step.states.get(row) {
                 let (source, target) = (source as usize, target as usize);
                 work.state_rows.push(StateRow { first, length, source, target });
             }
-            let held = Held { pages: pages.as_ptr(), kv_head: 0 };
+            let held = [pages, window].map(|pages| Held { pages: pages.as_ptr(), kv_head: 0 });
             let queries =
-                Queries { token: first, to: first, tokens: length, position: start, held };
-            for Kind { shape, work, .. } in &mut self.kinds {
-                work.add(shape, queries, together);
+                Queries { token: first, to: first, tokens: length, position: start, held: held[0] };
+            for kind in &mut self.kinds {
+                let held = held[kind.part()];
+                kind.work.add(&kind.shape, Queries { held, ..queries }, together);
             }
-            rows.push(queries);
+            rows.push((queries, held));
         }
         let chosen: Vec<usize> = step.sample.iter().map(|&token| token as usize).collect();
         let of_last = self.layers.last().map_or(0, |layer| layer.attention);
-        if let Some(Kind { shape, last, .. }) = self.kinds.get_mut(of_last)
+        if let Some(kind) = self.kinds.get_mut(of_last)
             && chosen.len() < work.tokens.len()
         {
-            let mut to = 0;
-            for row in rows {
+            let (part, mut to) = (kind.part(), 0);
+            let Kind { shape, last, .. } = kind;
+            for (row, held) in rows {
                 // Those that follow one another are computed together.
                 let end = row.token + row.tokens;
                 while let Some(&token) = chosen.get(to).filter(|&&token| token < end) {
                     let run = (token..end).zip(&chosen[to..]).take_while(|(a, b)| a == *b).count();
                     let position = row.position + token - row.token;
-                    let queries = Queries { token, to, tokens: run, position, held: row.held };
+                    let held = held[part];
+                    let queries = Queries { token, to, tokens: run, position, held };
                     last.add(shape, queries, together);
                     to += run;
                 }

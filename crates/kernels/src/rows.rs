@@ -36,6 +36,10 @@ pub struct Rows<'a> {
     pub pages: &'a [i32],
     /// The number of pages of a slot.
     pub page_stride: usize,
+    /// The pages of slots in the window part, `[slots, page_stride]`. The null page
+    /// ([`crate::Sizes::window_page_count`]) stands for positions that no query sees any more.
+    /// Empty without a window part.
+    pub window_pages: &'a [i32],
     /// The tokens with a result. They are numbered over all rows, and ascend.
     pub sample: &'a [i64],
     /// The row of the states' tables before each row, and that behind its last token. Empty without
@@ -65,6 +69,11 @@ impl Rows<'_> {
             && (self.adapters.is_empty() || self.adapters.len() == rows);
         if !columns || self.token_stride == 0 || self.page_stride == 0 {
             return unfit("columns of rows that are not equally long");
+        }
+        if sizes.window_page_count > 0 && self.window_pages.len() != self.pages.len() {
+            return unfit(
+                "a table of the window part that is not as long as that of the main part",
+            );
         }
         let slots =
             (self.tokens.len() / self.token_stride).min(self.pages.len() / self.page_stride) as i64;

@@ -5,7 +5,8 @@
 //! [`PagePool`] knows which page of a tier holds which block, who uses it, and which unused block
 //! to give up first. [`Tiers`] joins the device's pool with the host's, and owns the copies between
 //! them. A request owns its pages as [`Lease`]s, which it must give back.
-//! A [`Loan`] is pages of one replica's host tier that another one reads.
+//! A [`Loan`] is pages of one replica's host tier that another one reads. A [`WindowPool`] has the
+//! pages of layers that read the last positions of a request only.
 //!
 //! Every page is in exactly one of three states. A *free* page holds nothing of value. A *cached*
 //! page holds a named block that nobody uses. A *held* page is leased at least once. `free + cached
@@ -33,6 +34,7 @@ mod loan;
 mod lru;
 mod pool;
 mod tiers;
+mod window;
 
 pub use event::{BlockEvent, Place};
 pub use hash::{BlockHash, ImageId, Namer};
@@ -40,3 +42,4 @@ pub use images::{ImageLease, ImagePool, Seen};
 pub use loan::{Loan, LoanId};
 pub use pool::{Counts, Evicted, Host, Hot, Lease, PagePool, Recurrent};
 pub use tiers::{BackedBlock, Found, Moves, Tiers};
+pub use window::{WindowPool, Windowed};

@@ -151,6 +151,10 @@ pub struct HandConfig {
     /// State pages, if the model has recurrent layers; `None`: the hand chooses a number for its
     /// memory.
     pub state_pages: Option<u32>,
+    /// Pages of the window part for each page of the main part, if layers with a window may have
+    /// pages of their own; `None`: all layers share one pool.
+    #[serde(default)]
+    pub window_ratio: Option<f64>,
     /// The memory for adapters; `None`: the hand takes none.
     pub lora: Option<PlaceConfig>,
     /// What drafts for rows which may give several tokens; `None`: the hand drafts nothing by
@@ -312,6 +316,20 @@ pub struct Ready {
     /// Bytes of one slot's recurrent states over all layers; 0: the model has none.
     #[serde(default)]
     pub state_bytes: u64,
+    /// Positions that layers with a window read, that of the query among them; 0: no layer has a
+    /// window that is shorter than the context.
+    #[serde(default)]
+    pub window: u32,
+    /// Pages of the window part; 0: all layers share one pool.
+    #[serde(default)]
+    pub window_page_count: u32,
+    /// Bytes of a page of the window part, over the layers that it is for.
+    #[serde(default)]
+    pub window_page_bytes: u64,
+    /// The reason for which layers with a window have no pages of their own, although they were
+    /// asked for; empty: there is none.
+    #[serde(default)]
+    pub one_pool: String,
 }
 
 fn one() -> u32 {
@@ -384,6 +402,10 @@ mod tests {
             blocks: "7 Q4_1".into(),
             state_page_count: 5,
             state_bytes: 1 << 33,
+            window: 9,
+            window_page_count: 6,
+            window_page_bytes: 12,
+            one_pool: "it is small".into(),
             ..Ready::default()
         }
     }
@@ -424,6 +446,10 @@ mod tests {
             "tokens_only",
             "state_page_count",
             "state_bytes",
+            "window",
+            "window_page_count",
+            "window_page_bytes",
+            "one_pool",
         ];
         for name in fields.keys().filter(|name| !optional.contains(&name.as_str())) {
             let mut rest = fields.clone();

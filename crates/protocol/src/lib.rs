@@ -30,6 +30,7 @@ mod handshake;
 mod masks;
 mod plan;
 mod result;
+mod window;
 
 pub use adapter::{
     AdapterOrder, PLACE_FAILED_DIGEST, PLACE_FAILED_FILES, PLACE_FAILED_MEMORY, PLACE_OK, PlaceEnd,
@@ -57,6 +58,7 @@ pub use plan::{
 pub use result::{
     PromptLogprobs, ROW_NOT_FINITE, ROW_OK, SampledLogprobs, SparseRows, StepResult, StepTiming,
 };
+pub use window::{least_window_pages, main_page_count, window_page_count};
 
 #[cfg(target_endian = "big")]
 compile_error!("the step protocol reads little-endian columns in place");

@@ -70,6 +70,7 @@ fn id(kind: &str, column: &str) -> u32 {
             "slot_places",
             "unused",
             "copy_sources",
+            "window_writes",
         ],
         "masks" => &["offsets", "words", "no_token"],
         "plan_at" => &["place"],

@@ -90,6 +90,7 @@ impl Replica {
                 sparse: None,
                 tower: None,
                 states: None,
+                windows: None,
                 places: 0,
             }),
             plan: StepPlan::default(),

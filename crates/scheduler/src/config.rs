@@ -97,6 +97,9 @@ pub struct SchedulerConfig {
     /// The cache of recurrent states, if the model has recurrent layers. Such a model has no
     /// drafts, no sparse decoding, and one token a row.
     pub states: Option<StateCache>,
+    /// The window part of pages, if layers with a window have one. It goes without a host tier,
+    /// recurrent layers and sparse decoding.
+    pub windows: Option<WindowPart>,
     /// Places for adapters; 0: no request has one.
     pub places: u32,
 }
@@ -121,6 +124,16 @@ pub struct Drafts {
     /// True if a step has drafts only where their measured time is worth it. Otherwise it has all
     /// that it has room for.
     pub priced: bool,
+}
+
+/// Pages of layers with a window. A request gives them back when its window has passed them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WindowPart {
+    /// The number of its pages. A request that runs alone has room in them: there are at least
+    /// [`forebay_protocol::least_window_pages`], or as many as of the main part.
+    pub pages: u32,
+    /// The positions that a query sees, its own among them; at least 1.
+    pub window: u32,
 }
 
 /// The cache of recurrent states. A request goes on from a cached prefix only where a state was

@@ -12,7 +12,7 @@ use forebay_protocol::Want;
 
 use crate::config::Drafts;
 use crate::drafting::{Drafting, MAX_DRAFTED};
-use crate::entry::Entry;
+use crate::entry::{Entry, Residence};
 use crate::expected::RowDrafts;
 use crate::steps::{FlightRow, NewStep};
 use crate::{Event, Handle, Scheduler};
@@ -84,14 +84,13 @@ impl Scheduler {
         let entry = &mut self.roster[row.handle];
         let Some(residence) = entry.residence.as_mut() else { return };
         let page_size = self.config.page_size;
-        let mut room = residence.pages.len() as u32 * page_size - row.end;
-        while room < count
+        let end = row.end;
+        let room = |residence: &Residence| residence.pages.reach() * page_size - end;
+        while room(residence) < count
             && self.memory.free_pages() > spare
             && self.memory.add_page(residence, step.plan)
-        {
-            room += page_size;
-        }
-        let count = count.min(room);
+        {}
+        let count = count.min(room(residence));
         let Some(found) = entry.expected.found.filter(|_| count > 0) else { return };
         row.want = match row.want {
             Want::Masked(_) => Want::Masked(1 + count),

@@ -215,6 +215,8 @@ pub struct Stats {
     pub images: ImageStats,
     /// Recurrent states.
     pub states: StateStats,
+    /// The window part of pages.
+    pub windows: WindowStats,
     /// Places for adapters.
     pub places: PlaceStats,
 }
@@ -244,6 +246,23 @@ pub struct StateStats {
     pub evictions: u64,
     /// States that were not saved, because every page was held.
     pub saves_refused: u64,
+}
+
+/// Numbers of the window part of pages; all 0 without one. Counts of pages are of the moment. The
+/// others only grow.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, AddAssign, Serialize)]
+pub struct WindowStats {
+    /// Pages of the window part.
+    pub pages: usize,
+    /// The number of pages that requests lease.
+    pub pages_held: usize,
+    /// The number of pages that hold a named block without a lease.
+    pub pages_cached: usize,
+    /// Pages that running requests gave back, because their window had passed them.
+    pub passed: u64,
+    /// Tokens of prompts whose blocks were cached in the main part, and that were computed again
+    /// because the window part lacked pages, at first admissions.
+    pub missed_tokens: u64,
 }
 
 /// Numbers of places at one moment; all 0 without places.

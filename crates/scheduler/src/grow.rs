@@ -2,6 +2,7 @@
 
 use forebay_protocol::StepPlan;
 
+use crate::entry::Entry;
 use crate::memory::Room;
 use crate::steps::NewStep;
 use crate::{Handle, Scheduler};
@@ -12,10 +13,12 @@ impl Scheduler {
     pub(crate) fn grow_decodes(&mut self, step: &mut NewStep<'_>) {
         let mut needy = std::mem::take(&mut self.needy);
         let roster = &self.roster;
-        let grows = |handle: &&Handle| roster[**handle].grows_in_prefill();
-        for &handle in roster.decodes.iter().chain(roster.prefills.values().filter(grows)) {
+        let decodes = roster.decodes.iter().filter(|&&handle| roster[handle].plannable());
+        let grows = |entry: &Entry| entry.grows_in_prefill() && entry.longest_row() > 0;
+        let prefills = roster.prefills.values().filter(|&&handle| grows(&roster[handle]));
+        for &handle in decodes.chain(prefills) {
             let entry = &roster[handle];
-            if entry.plannable() && self.memory.lacks_page(entry) {
+            if self.memory.lacks_page(entry) {
                 needy.push((entry.key, handle));
             }
         }
@@ -36,9 +39,13 @@ impl Scheduler {
         if !self.memory.lacks_page(&self.roster[handle]) {
             return;
         }
-        loop {
+        self.memory.pass_window(&mut self.roster[handle], step.plan);
+        while self.memory.lacks_page(&self.roster[handle]) {
             let Some(residence) = self.roster[handle].residence.as_mut() else { return };
-            if self.memory.add_page(residence, step.plan) || self.awaits_retired() {
+            if self.memory.add_page(residence, step.plan) {
+                continue;
+            }
+            if self.awaits_retired(handle) {
                 return;
             }
             let Some((_, &victim)) = self.roster.residents.last_key_value() else { return };
@@ -57,10 +64,12 @@ impl Scheduler {
         }
     }
 
-    /// True if pages or images come back with a step in flight.
-    fn awaits_retired(&self) -> bool {
+    /// True if images come back with a step in flight, or pages of the part that a resident lacks
+    /// one of.
+    fn awaits_retired(&self, handle: Handle) -> bool {
         let next = self.steps.next();
-        self.memory.retired.is_awaited_before(next) || self.images.retired.is_awaited_before(next)
+        self.memory.awaits_page(&self.roster[handle], next)
+            || self.images.retired.is_awaited_before(next)
     }
 
     /// Keeps pages ready for growth and for the next request, where running requests can drop some.

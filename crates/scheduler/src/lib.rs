@@ -43,6 +43,10 @@
 //! With recurrent layers ([`SchedulerConfig::states`]) a request goes on from a cached prefix only
 //! where a state was kept. Rows end where states are to be kept.
 //!
+//! With a window part ([`SchedulerConfig::windows`]) layers with a window have pages of their own.
+//! A request gives them back when its window has passed them, and goes on from a cached prefix only
+//! where that part has the last blocks too.
+//!
 //! With sparse decoding ([`SchedulerConfig::sparse`]) a request goes on while most of its pages are
 //! in host memory only.
 //!
@@ -97,6 +101,7 @@
 //! #     sparse: None,
 //! #     tower: None,
 //! #     states: None,
+//! #     windows: None,
 //! # };
 //!
 //! let mut scheduler = Scheduler::new(config);
@@ -168,14 +173,16 @@ use crate::turns::Turns;
 
 pub use crate::config::{
     DecodeGap, Drafts, HostTier, Policy, SavePolicy, SchedulerConfig, Sparse, StateCache, Tower,
+    WindowPart,
 };
 pub use crate::drafting::MAX_DRAFTED;
 pub use crate::event::{
     ApplyError, DraftCounts, DraftStats, Event, Finish, HostStats, ImageStats, PlaceStats,
-    SparseStats, StateStats, Stats,
+    SparseStats, StateStats, Stats, WindowStats,
 };
 pub use crate::images::prompt::{PromptImage, image_words};
 pub use crate::leave::{Handed, LentBlocks};
+pub use crate::memory::PoolSizes;
 pub use crate::moves::QueuedRequest;
 pub use crate::prompts::PromptTail;
 pub use crate::request::{Past, Request};
@@ -279,13 +286,12 @@ impl Scheduler {
         self.turns.unblock();
     }
 
-    /// Goes on with another number of pages in each tier and of state pages, because the hand came
-    /// back with so many.
-    /// All blocks are forgotten. The caller has called [`Self::reset`] or its like. Each live
-    /// request has to fit into the pages if it runs alone.
-    pub fn resize(&mut self, pages: u32, host_pages: u32, state_pages: u32) {
+    /// Goes on with other numbers of pages, because the hand came back with so many. All blocks are
+    /// forgotten. The caller has called [`Self::reset`] or its like. Each live request has to fit
+    /// into the pages if it runs alone.
+    pub fn resize(&mut self, sizes: PoolSizes) {
         debug_assert!(self.in_flight() == 0 && self.roster.residents.is_empty(), "it was reset");
-        self.memory.resize(pages, host_pages, state_pages);
+        self.memory.resize(sizes);
         self.turns.unblock();
     }
 

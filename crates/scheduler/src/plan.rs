@@ -151,16 +151,20 @@ impl Scheduler {
     /// `total` samples, and then the request decodes. A pooled request has no further rows then.
     pub(crate) fn push_row(&mut self, handle: Handle, most: u32, step: &mut NewStep<'_>) -> u32 {
         let NewStep { plan, flight, .. } = step;
+        // Each resident may need a page for what it certainly gets.
+        let others = self.roster.residents.len() as u32;
         let entry = &mut self.roster[handle];
-        let Some(residence) = entry.residence.as_ref() else { return 0 };
-        let (slot, pages) = (residence.slot, residence.pages.len() as u32);
+        self.memory.pass_window(entry, plan);
+        let Some(slot) = entry.residence.as_ref().map(|residence| residence.slot) else { return 0 };
         let (start, goal) = (entry.computed, entry.goal());
         let answers = |most| flight.answers_left(self.config.step_words, most);
         let length = entry.room_in_result(most.min(entry.longest_row()), answers);
         let length = self.memory.length_to_state(entry, length);
+        let length = self.memory.window_room(entry, length, others, plan);
         if length == 0 {
             return 0;
         }
+        let pages = entry.residence.as_ref().map_or(0, |residence| residence.pages.reach());
         let end = start + length;
         let prompt = entry.given_by(slot, start, end);
         let want = if end < entry.total {

@@ -54,7 +54,12 @@ impl<T> Retirement<T> {
 
     /// True if something comes back with a step before this one.
     pub(crate) fn is_awaited_before(&self, step: u64) -> bool {
-        self.retired.iter().any(|&(last, _)| last < step)
+        self.awaited_before(step).next().is_some()
+    }
+
+    /// What comes back with a step before this one.
+    pub(crate) fn awaited_before(&self, step: u64) -> impl Iterator<Item = &T> {
+        self.retired.iter().filter(move |&&(last, _)| last < step).map(|(_, thing)| thing)
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = &T> {

@@ -40,7 +40,9 @@ pub fn request_words(positions: u64, spec: &SlotSpec, page_size: u32, tables: u3
 pub(crate) fn check_slots(config: &SchedulerConfig) {
     let slots = config.slots;
     let save = if config.states.is_some() { STATE_COPY_WORDS } else { 0 };
-    let each = (ROW_WORDS + PAGE_WRITE_WORDS + save) as u64;
+    // A page of the window part comes, and another one is dropped.
+    let tables = if config.windows.is_some() { 3 } else { 1 };
+    let each = (ROW_WORDS + PAGE_WRITE_WORDS * tables + save) as u64;
     let words = StepPlan::default().words() as u64 + each * u64::from(slots);
     assert!(words <= RUNNING_WORDS, "a plan has no room for {slots} slots");
 }

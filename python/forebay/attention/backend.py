@@ -85,6 +85,8 @@ class Batch:
     page_size: int
     page_stride: int
     """Entries of `LayerKV` from a page's first entry to the next page's."""
+    window: int | None = None
+    """The last positions of each query that are on pages, its own included; None: all of them are."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ class DecodeGroup:
     entries: torch.Tensor  # int64 [count * longest]; padding repeats the row's own last position
     mask: torch.Tensor | None  # additive [count, 1, 1, longest]; None when all rows are equally long
     ends: torch.Tensor  # int64 [count, 1]
+    seen: torch.Tensor | None = None
+    """The positions [count, 1, longest] of entries, negative ones for none; None: 0 and those behind it."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,10 @@ class ChunkRow:
     first: int
     count: int
     start: int
-    entries: torch.Tensor | None  # int64 [start + count]; None when nothing is cached before the chunk
+    entries: torch.Tensor | None  # int64 [start - seen_from + count]; None when nothing is cached before the chunk
     blocks: list[tuple[int, int, torch.Tensor]]  # first query, end query, additive mask [queries, start + end query]
+    seen_from: int = 0
+    """The position of the first entry."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,10 @@ class CpuAttention:
             while first < last:
                 longest = int(ends[first:last].max())
                 count = min(int(last - first), max(1, DECODE_POSITIONS // longest))
-                groups.append(_decode_group(batch, ends, int(first), count, dtype))
+                if batch.window is not None:
+                    groups.append(_window_group(batch, batch.window, longest, int(first), count))
+                else:
+                    groups.append(_decode_group(batch, ends, int(first), count, dtype))
                 first += count
         chunks = [self._chunk(batch, row, dtype) for row in range(decodes, len(ends))]
         return CpuStep(groups, chunks, batch)
@@ -132,10 +139,14 @@ class CpuAttention:
         if start == 0:
             return ChunkRow(first, count, start, None, [])
         device = batch.slots.device
-        positions = torch.arange(start + count, device=device)
+        seen_from = 0 if batch.window is None else max(0, start + 1 - batch.window)
+        positions = torch.arange(seen_from, start + count, device=device)
         table = batch.page_table.index_select(0, batch.slots[row : row + 1])[0]
         pages = table.index_select(0, positions // batch.page_size).long()
         entries = pages * batch.page_stride + positions % batch.page_size
+        if batch.window is not None:
+            # Whoever has a window has masks of its own.
+            return ChunkRow(first, count, start, entries, [], seen_from)
         blocks = []
         for begin in range(0, count, QUERY_BLOCK):
             end = min(begin + QUERY_BLOCK, count)
@@ -179,6 +190,20 @@ def _decode_group(batch: Batch, all_ends: Int64s, first: int, count: int, dtype:
     return DecodeGroup(first, count, entries, mask[:, None, None], ends)
 
 
+def _window_group(batch: Batch, window: int, longest: int, first: int, count: int) -> DecodeGroup:
+    """A group of rows of which the last `window` positions are on pages."""
+    rows = slice(first, first + count)
+    ends, slots, size = batch.ends[rows, None], batch.slots[rows], batch.page_size
+    width = min(window, longest)
+    seen = ends - width + torch.arange(width, device=slots.device)
+    # Of a shorter row, its last position stands for those that are not there.
+    positions = torch.where(seen < 0, ends - 1, seen)
+    index = slots[:, None] * batch.page_table.shape[1] + positions // size
+    pages = batch.page_table.view(-1).index_select(0, index.view(-1)).view(index.shape).long()
+    entries = (pages * batch.page_stride + positions % size).view(-1)
+    return DecodeGroup(first, count, entries, None, ends, seen[:, None])
+
+
 def _attend_decodes(q: torch.Tensor, kv: LayerKV, group: DecodeGroup) -> torch.Tensor:
     k, v = _cached(kv, group)
     # The query heads of a key-value head stand in as so many queries: each reads its keys once, not once a head.
@@ -195,8 +220,11 @@ def _cached(kv: LayerKV, group: DecodeGroup) -> tuple[torch.Tensor, torch.Tensor
 def _decodes_as(q: torch.Tensor, kv: LayerKV, group: DecodeGroup, how: How) -> torch.Tensor:
     """As `_attend_decodes`, for whatever `how` asks for."""
     k, v = _cached(kv, group)
-    seen = torch.arange(k.shape[2], device=q.device)
-    mask = positions_mask(group.ends - 1, seen, how)[:, None]
+    if group.seen is None:
+        mask = positions_mask(group.ends - 1, torch.arange(k.shape[2], device=q.device), how)
+    else:
+        mask = positions_mask(group.ends - 1, group.seen, how) & (group.seen >= 0)
+    mask = mask[:, None]
     q = q[group.first : group.first + group.count, :, None]
     return masked_attention(q, k, v, mask, how).flatten(1)
 
@@ -205,6 +233,7 @@ def _chunk_as(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, chunk: ChunkRow, how: How
 ) -> torch.Tensor:
     """As `_attend_chunk`, for whatever `how` asks for."""
+    seen_from = chunk.seen_from
     rows = slice(chunk.first, chunk.first + chunk.count)
     if chunk.entries is None:
         k, v = k[rows], v[rows]
@@ -215,7 +244,7 @@ def _chunk_as(
     for begin in range(0, chunk.count, QUERY_BLOCK):
         end = min(begin + QUERY_BLOCK, chunk.count)
         queries = torch.arange(chunk.start + begin, chunk.start + end, device=q.device)
-        seen = torch.arange(chunk.start + end, device=q.device)
+        seen = torch.arange(seen_from, chunk.start + end, device=q.device)
         mask = positions_mask(queries, seen, how)
         block = q[chunk.first + begin : chunk.first + end].transpose(0, 1)[None]
         outputs.append(_heads_last(masked_attention(block, k[:, :, : len(seen)], v[:, :, : len(seen)], mask, how)))

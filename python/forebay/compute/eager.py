@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from forebay.device import Device
 from forebay.gpu.interface import Kernels
 from forebay.layers.adapted import AdaptedTokens
 from forebay.layers.decoder import Decoder, FeatureRows, Forward, ImageRows
-from forebay.layers.step import Index
+from forebay.layers.step import Index, WindowRows
 from forebay.models.called import CalledModel
 from forebay.protocol.constants import ROW_WORDS
 from forebay.state.images import ImagePool, RowImages
@@ -160,7 +161,19 @@ class TorchCompute:
             states=self._load_states(launch, cut),
             adapted=[] if rows.adapters is None else self._adapted(rows.adapters, cut),
             features=self._features(token_slots, positions, writes),
+            window=self._window(batch, token_slots, positions),
         )
+
+    def _window(self, batch: Batch, slots: torch.Tensor, positions: torch.Tensor) -> WindowRows | None:
+        """The places of keys and values in the window part; None: there is none."""
+        kv, table, backend = self._kv, self._tables.window_table, self._model.backend
+        if kv.window is None:
+            return None
+        assert table is not None
+        pages, stride = _pages(table, slots, positions, kv.page_size), kv.window.page_stride
+        of_window = replace(batch, page_table=table, page_stride=stride, window=kv.longest_window)
+        writes = pages * stride + positions % kv.page_size
+        return WindowRows(kv.window_layers, writes, backend.prepare(of_window, kv.dtype))
 
     def _features(self, slots: torch.Tensor, positions: torch.Tensor, writes: torch.Tensor) -> FeatureRows | None:
         """Where features are; None: no head drafts from them."""

@@ -16,7 +16,7 @@ from forebay.layers.norm import MeanNorm, Norm, RMSNorm
 from forebay.layers.ops import Ops
 from forebay.layers.params import Parameters, Report, ignore
 from forebay.layers.rotary import Rotary, SectionedRotary
-from forebay.layers.step import Index, Step
+from forebay.layers.step import Index, Step, WindowRows
 from forebay.layers.vocabulary import SharedEmbedding, embed_whole
 from forebay.weights.codes import Raw
 from forebay.weights.config import ModelConfig
@@ -67,6 +67,8 @@ class Forward:
     """Memory for the logits, float32 [s, vocabulary]; None: they get memory of their own."""
     features: FeatureRows | None = None
     """Where features are kept; None: no head drafts from them."""
+    window: WindowRows | None = None
+    """The data for layers with pages of the window part; None: all layers share one pool."""
 
 
 class Attends(Protocol):
@@ -347,6 +349,7 @@ class Decoder:
             *(rotations, forward.writes, forward.kv, self.backend, forward.prepared, self.ops, forward.index, factors),
             forward.states,
             inputs,
+            forward.window,
         )
 
     def _states(self, forward: Forward) -> torch.Tensor:

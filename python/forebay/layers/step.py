@@ -32,6 +32,16 @@ class Index:
 
 
 @dataclass(frozen=True)
+class WindowRows:
+    """The data of a step for layers with pages of the window part, in place of those of other layers."""
+
+    layers: frozenset[int]
+    """These layers, by their numbers among those that attend."""
+    writes: torch.Tensor  # int64 [n]: entry of `LayerKV` that each token is written to
+    prepared: Any  # what the backend prepared for them
+
+
+@dataclass(frozen=True)
 class Step:
     """One step for its layers; `n` tokens. A layer knows its own number."""
 
@@ -48,6 +58,8 @@ class Step:
     """The recurrent states of the rows; None: no layer is recurrent."""
     inputs: torch.Tensor | None = None
     """The inputs of each layer [n, layers, size] beside the residual stream; None: there are none."""
+    window: WindowRows | None = None
+    """The data for layers with pages of their own; None: all layers share one pool."""
     kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     """The step's keys and values of layers that others read too, by the numbers of layers."""
 
@@ -74,12 +86,19 @@ class Step:
         call `attend_kept` for this one. `is_scaled`: queries have the step's factors, if there are any.
         """
         kv = self.kv[layer]
-        q, k, v = self.ops.rotate_and_keep(qkv, heads, norms, self._rotation(rope), kv, self.writes)
+        writes, prepared = self._rows(layer)
+        q, k, v = self.ops.rotate_and_keep(qkv, heads, norms, self._rotation(rope), kv, writes)
         if is_shared:
             self.kept[layer] = k, v
         if self.query_factors is not None and is_scaled:
             q = q * self.query_factors
-        return self.backend.attend(q, k, v, kv, self.prepared, how)
+        return self.backend.attend(q, k, v, kv, prepared, how)
+
+    def _rows(self, layer: int) -> tuple[torch.Tensor, Any]:
+        """The entries that a layer writes to, and what the backend prepared for it."""
+        if self.window is not None and layer in self.window.layers:
+            return self.window.writes, self.window.prepared
+        return self.writes, self.prepared
 
     def attend_kept(self, layer: int, source: int, q: torch.Tensor, rope: int | None, how: How) -> torch.Tensor:
         """Attention [n, query heads * dim] of queries [n, query heads, dim] that read another layer's keys and values.
@@ -87,7 +106,8 @@ class Step:
         `layer` and `source` have the same pages.
         """
         k, v = self.kept[source]
-        return self.backend.attend(rotate(q, self._rotation(rope)), k, v, self.kv[layer], self.prepared, how)
+        _, prepared = self._rows(layer)
+        return self.backend.attend(rotate(q, self._rotation(rope)), k, v, self.kv[layer], prepared, how)
 
     def _rotation(self, rope: int | None) -> Rotation:
         return unrotated(self.rotations[0]) if rope is None else self.rotations[rope]

@@ -54,6 +54,7 @@ PLAN = (
     Column(29, "place_writes", PLACE_WRITE_WORDS),
     Column(30, "slot_places", SLOT_VALUE_WORDS),
     Column(32, "copy_sources"),
+    Column(33, "window_writes", PAGE_WRITE_WORDS),
 )
 """The columns of a plan's frame, by id."""
 
@@ -134,6 +135,9 @@ class PlanColumns:
     copy_sources: Int32s = ints(0)
     """The host tier of each copy: 0 the own, n the one with that place in `host_lenders` of the configuration;
     absent: the own. Only restores have others."""
+    window_writes: Int32s = ints(0, PAGE_WRITE_WORDS)
+    """(`slot`, `index`, `page`): `window_table[slot, index] = page`, a page of the window part; -1: no row reads
+    these positions any more in layers with a window."""
 
 
 RESULT = (

@@ -88,7 +88,7 @@ class SlotFloats(IntEnum):
 
 
 class PageWrite(IntEnum):
-    """Index of a word in a record of `page_writes`, `host_writes`, `hot_rows`."""
+    """Index of a word in a record of `page_writes`, `host_writes`, `hot_rows`, `window_writes`."""
 
     SLOT = 0
     INDEX = 1

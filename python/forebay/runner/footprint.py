@@ -23,9 +23,10 @@ from forebay.layers.params import Parameters
 from forebay.models import registry
 from forebay.runner.group import roles
 from forebay.state.config import ConfigError, RunnerConfig
-from forebay.state.pages import page_bytes
+from forebay.state.pages import part_bytes
 from forebay.state.recurrent import slot_bytes, state_page_count
 from forebay.state.sizes import Sizes
+from forebay.state.windows import WindowLayers
 from forebay.weights.config import ModelConfig
 from forebay.weights.quantization import AUTO
 
@@ -39,13 +40,17 @@ class Footprint:
     weight_bytes: int
     """The weights, as they are computed with."""
     page_bytes: int
-    """One page over all layers."""
+    """One page over all layers, of the main part if there is a window part."""
     page_count: int
     """Pages of each rank of the group: as many as the rank with the least memory has room for."""
     kv_bytes: int
-    """All pages."""
+    """All pages of both parts."""
     state_bytes: int = 0
     """The recurrent states of all slots, and of all state pages."""
+    window_page_bytes: int = 0
+    """One page of the window part."""
+    window_page_count: int = 0
+    """Pages of the window part; 0: all layers share one pool."""
 
 
 class Unmet:
@@ -86,6 +91,9 @@ def footprints(configs: Iterable[RunnerConfig], available_bytes: int) -> list[Fo
     """
     found = [_footprint(config, available_bytes) for config in configs]
     pages = min(one.page_count for one in found)
+    if len(found) == 1:
+        return found
+    # Ranks have no window part.
     return [replace(one, page_count=pages, kv_bytes=pages * one.page_bytes) for one in found]
 
 
@@ -105,8 +113,10 @@ def _footprint(config: RunnerConfig, available_bytes: int) -> Footprint:
     free = int(config.mem_fraction_static * available_bytes) - taken - states
     states += state_page_count(config, free) * kept.state_bytes(config.dtype)
     pages = Sizes.of(config, kept, available_bytes, taken + states).pages
-    a_page = page_bytes(kept, config.page_size, config.dtype, config.kv_cache_dtype)
-    return Footprint(weight_bytes, a_page, pages, pages * a_page, states)
+    windows = WindowLayers.of(config, kept)
+    a_page = part_bytes(config, kept, windows)
+    kv_bytes = windows.nbytes(pages, a_page)
+    return Footprint(weight_bytes, a_page[0], pages, kv_bytes, states, a_page[1], windows.count(pages))
 
 
 def _weight_bytes(config: RunnerConfig, model: ModelConfig, group: Group | None) -> int:

@@ -62,6 +62,7 @@ from forebay.state.recurrent import RowStates, SlotStates, StateStore, StateTabl
 from forebay.state.sizes import Sizes
 from forebay.state.slots import PlanError, SlotTables
 from forebay.state.staging import StepInputs
+from forebay.state.windows import WindowLayers
 from forebay.weights.config import ModelConfig, has_mxfp4
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError
@@ -158,7 +159,8 @@ class ModelRunner:
     def _make_pages(self, sizes: Sizes) -> None:
         config, kept = self.config, self.config.kept_model
         shape = (sizes.pages, config.page_size, config.dtype)
-        self.kv = KvPool(kept, *shape, self.device, sizes.index_pages, config.kv_cache_dtype)
+        windows = WindowLayers.of(config, kept)
+        self.kv = KvPool(kept, *shape, self.device, sizes.index_pages, config.kv_cache_dtype, windows)
 
     def _make_states(self, pages: int, checked: bool = True) -> None:
         """Makes the memory of recurrent states, with so many state pages. `checked` as of `SlotStates`."""
@@ -176,7 +178,8 @@ class ModelRunner:
     def _make_tables(self, hot: HotRows | None) -> None:
         """Makes the slots' tables, and the objects that compute with them and the pages."""
         config, vocabulary, device = self.config, self.model_config.vocab_size, self.device
-        self.tables = SlotTables(config, vocabulary, device, hot)
+        window_pages = 0 if self.kv.window is None else self.kv.window.page_count
+        self.tables = SlotTables(config, vocabulary, device, hot, window_pages)
         self.prompts = PromptRows(self._arena, self.tables, self.model_config.hidden_size, config.dtype)
         own = None if self._ranks is None else self._ranks.shard.of(vocabulary)
         self._sampler = Sampler(self.tables, vocabulary, self._ops, device, own)
@@ -290,6 +293,8 @@ class ModelRunner:
         in_order = self._state_bytes > 0
         drafts = self.draft_model.most if isinstance(self.draft_model, HeadDrafts) else 0
         for plan in warm_plans(self.config, self._flag, backed=hot is not None, in_order=in_order, drafts=drafts):
+            if self.kv.window is not None:
+                plan = replace(plan, window_writes=plan.page_writes)
             self._warm(plan)
         if self.images is not None:
             self.images.warm_up()
@@ -346,8 +351,18 @@ class ModelRunner:
             "tokens_a_row": 1 if self.draft_model is None else 1 + self.draft_model.most,
             "state_page_count": self._state_pages,
             "state_bytes": self._state_bytes,
+            **self._window_facts(),
             **({} if self.images is None else self.images.facts()),
             **({} if self.adapters is None else self.adapters.facts()),
+        }
+
+    def _window_facts(self) -> dict[str, Any]:
+        windows, part = WindowLayers.of(self.config, self.config.kept_model), self.kv.window
+        return {
+            "window": windows.window,
+            "window_page_count": 0 if part is None else part.page_count,
+            "window_page_bytes": 0 if part is None else part.page_bytes,
+            "one_pool": windows.one_pool,
         }
 
     def _dtype_name(self) -> str:

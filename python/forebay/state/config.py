@@ -90,6 +90,8 @@ class RunnerConfig:
     kv_save_order: str
     state_pages: int | None = None
     """State pages of a model with recurrent layers; None: as many as memory suggests."""
+    window_ratio: float | None = None
+    """Pages of the window part for each page of the main part; None: all layers share one pool."""
     lora: PlaceConfig | None = None
     """The memory for adapters; None: no row has one."""
     host_lenders: tuple[int | None, ...] = ()

@@ -13,6 +13,7 @@ from forebay.attention.backend import LayerKV
 from forebay.device import Device
 from forebay.state.config import ConfigError, RunnerConfig
 from forebay.state.kv_format import KvFormat
+from forebay.state.windows import WindowLayers, kept_in_window, window_numbers
 from forebay.weights.called import CalledConfig
 from forebay.weights.config import ModelConfig
 from forebay.weights.parts import Latent
@@ -37,28 +38,42 @@ def page_bytes(model: ModelConfig, page_size: int, dtype: torch.dtype, form: KvF
     return features + page_size * elements * dtype.itemsize
 
 
+def part_bytes(config: RunnerConfig, model: ModelConfig, windows: WindowLayers) -> tuple[int, int]:
+    """Bytes of one page of the main part, with the index part, and of one of the window part, over their layers."""
+    whole = page_bytes(model, config.page_size, config.dtype, config.kv_cache_dtype)
+    if windows.ratio is None:
+        return whole, 0
+    heads = zip(model.kept_heads, kept_in_window(model, windows), strict=True)
+    elements = sum(one.position_elements for one, in_window in heads if in_window)
+    of_window = config.page_size * elements * config.dtype.itemsize
+    return whole - of_window, of_window
+
+
 def page_count(config: RunnerConfig, model: ModelConfig, available_bytes: int, weight_bytes: int) -> int:
     """The number of pages to allocate: for a given number of tokens, or for the memory beside the weights.
+
+    Of a model with a window part it is that of the main part, and the other one has room too.
 
     `available_bytes` is the free memory before the weights were allocated. `weight_bytes` is the memory of weights in
     steps, and of the steps themselves if that was measured. During the load it may be more, but the pool's memory is
     not taken yet then. Memory gives no more pages than all slots can fill. A given number may be more, if there is
     memory for it.
     """
-    a_page, most = page_bytes(model, config.page_size, config.dtype, config.kv_cache_dtype), _most_pages(config)
+    windows = WindowLayers.of(config, model)
+    a_page, most = part_bytes(config, model, windows), _most_pages(config)
     if config.max_total_tokens is not None:
         count = config.max_total_tokens // config.page_size
-        free = max(available_bytes - weight_bytes, 0)
-        if available_bytes and count * a_page > free:
+        free, taken = max(available_bytes - weight_bytes, 0), windows.nbytes(count, a_page)
+        if available_bytes and taken > free:
             raise ConfigError(
                 f"max_total_tokens {config.max_total_tokens}: keys and values of so many tokens take "
-                f"{count * a_page / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free beside the weights: "
-                f"at most {free // a_page * config.page_size} tokens"
+                f"{taken / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free beside the weights: "
+                f"at most {windows.fitting(free, count, a_page) * config.page_size} tokens"
             )
     else:
-        budget = int(config.mem_fraction_static * available_bytes) - weight_bytes
         # Where all layers are recurrent, pages are numbers and nothing else.
-        count = min(budget // a_page, most) if a_page else most
+        budget = max(int(config.mem_fraction_static * available_bytes) - weight_bytes, 0)
+        count = windows.fitting(budget, most, a_page)
     if count < 1:
         raise ConfigError(
             f"no memory for a single page of {config.page_size} tokens: "
@@ -97,7 +112,8 @@ class KvPool:
     each, two for a layer that has its own, `[page_count + 1, page_size, *entry]`, where `KvFormat` has the entry. Rows
     of latent layers are one pool, `[page_count + 1, layers, page_size, row]`, so a page is one piece. The keys
     of an index, `[page_count, indexed layers, page_size, head_dim]`, are the index part of a page. Features from which
-    a head drafts are a pool of the main part, `[page_count + 1, page_size, hidden]`.
+    a head drafts are a pool of the main part, `[page_count + 1, page_size, hidden]`. Pools of layers with a window may
+    be the window part, `[window pages, page_size, *entry]`.
     """
 
     def __init__(
@@ -109,12 +125,13 @@ class KvPool:
         device: Device,
         index_pages: int | None = None,
         form: KvFormat = KvFormat.PLAIN,
+        windows: WindowLayers | None = None,
     ) -> None:
         """`model` None: a pool of nothing, for a model that keeps nothing.
 
         `index_pages`: pages of the index part that have numbers of their own. Behind the pages of the main part there
         is the *null page*, for what is written and never read: it begins at entry `nowhere`. `form`: of keys and
-        values; `dtype` is the model's type.
+        values; `dtype` is the model's type. `windows` None: no layer has a window.
         """
         self.page_size = page_size
         self.dtype = dtype
@@ -129,6 +146,12 @@ class KvPool:
         """True if index pages have the numbers of pages of the host's tier."""
         self.index: Part | None = None
         """The index part; None: queries attend to their whole context."""
+        self.window: Part | None = None
+        """The window part; None: all layers share one pool."""
+        self.window_layers: frozenset[int] = frozenset()
+        """The layers with pages of that part, by their numbers in `layers`."""
+        self.longest_window = 0
+        """The positions that a query of these layers sees, its own included."""
         if model is None:
             return
         attention = model.attention
@@ -142,7 +165,11 @@ class KvPool:
             self.layers = [LayerKV(of_layer, of_layer[..., : attention.rank]) for of_layer in keys]
         else:
             entries = [form.entry(heads, dtype) for heads in model.kept_heads]
-            self._keep([(entry, entry) for entry, _ in entries], entries[0][1] if entries else dtype, device)
+            kept = entries[0][1] if entries else dtype
+            if windows is None or windows.ratio is None:
+                self._keep([(entry, entry) for entry, _ in entries], kept, device)
+            else:
+                self._keep_apart([entry for entry, _ in entries], kept, device, model, windows)
             self.layers = _shared(self.layers, model)
         if model.features:
             self._keep_features(model.features, dtype, device)
@@ -157,6 +184,25 @@ class KvPool:
         self.layers = [LayerKV(*(device.zeros((rows, *entry), dtype) for entry in pair)) for pair in entries]
         pools = tuple(tensor[: pages * self.page_size] for layer in self.layers for tensor in layer)
         self.main = Part(pools, pages, sum(pool.nbytes for pool in pools) // pages, self.page_size)
+
+    def _keep_apart(
+        self, entries: Sequence[Shape], dtype: torch.dtype, device: Device, model: ModelConfig, windows: WindowLayers
+    ) -> None:
+        """Makes pools of keys and of values for each layer, those of layers with a window as the window part."""
+        in_window = kept_in_window(model, windows)
+        numbers = [at for at, inside in enumerate(in_window) if inside]
+        others = [at for at, inside in enumerate(in_window) if not inside]
+        self._keep([(entries[at], entries[at]) for at in others], dtype, device)
+        pages = windows.count(self.page_count)
+        rows = pages * self.page_size
+        layers = dict(zip(others, self.layers, strict=True))
+        for at in numbers:
+            layers[at] = LayerKV(*(device.zeros((rows, *entries[at]), dtype) for _ in range(2)))
+        pools = tuple(tensor for at in numbers for tensor in layers[at])
+        self.window = Part(pools, pages, sum(pool.nbytes for pool in pools) // pages, self.page_size)
+        self.window_layers = window_numbers(model, windows)
+        self.longest_window = windows.window
+        self.layers = [layers[at] for at in range(len(entries))]
 
     def _keep_features(self, width: int, dtype: torch.dtype, device: Device) -> None:
         """Makes the pool of features of `width` elements, a further one of the main part."""
@@ -190,13 +236,14 @@ class KvPool:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page over all layers and parts."""
+        """Bytes of a page over all layers and parts, but the window part."""
         return sum(part.page_bytes for part in self.parts)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all pages."""
-        return sum(part.page_count * part.page_bytes for part in self.parts)
+        parts = self.parts if self.window is None else [*self.parts, self.window]
+        return sum(part.page_count * part.page_bytes for part in parts)
 
 
 def _shared(own: Sequence[LayerKV], model: ModelConfig) -> list[LayerKV]:

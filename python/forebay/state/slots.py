@@ -35,6 +35,7 @@ class Writes:
     recount: Recount | None
     slots: bool = False  # whether there are new slots
     backing: bool = False  # whether the plan writes pages of the host's tier, or of hot rows
+    window: bool = False  # whether the plan writes to tables of the window part
 
 
 class SlotTables:
@@ -44,8 +45,15 @@ class SlotTables:
     The host decides a step by the plans that it has read so far. Work uses no table of the host.
     """
 
-    def __init__(self, config: RunnerConfig, vocabulary: int, device: Device, hot: HotRows | None = None) -> None:
-        """`hot` None: no slot is ever sparse."""
+    def __init__(
+        self,
+        config: RunnerConfig,
+        vocabulary: int,
+        device: Device,
+        hot: HotRows | None = None,
+        window_pages: int = 0,
+    ) -> None:
+        """`hot` None: no slot is ever sparse. `window_pages`: those of the window part; 0: there is none."""
         self._device = device
         self.hot = hot
         self.slots = config.slots
@@ -63,6 +71,14 @@ class SlotTables:
         self.token_pool, self.page_table = self.all_tokens[: config.slots], self.all_pages[: config.slots]
         # Where no slot is ever sparse, both parts of a page have one number.
         self.index_page_table = self.page_table if hot is None else hot.host_table
+        self.window_table: torch.Tensor | None = None
+        """Pages of the window part, int32 [slots, pages a slot]; None: there is no window part."""
+        if window_pages:
+            self.window_table = torch.full_like(self.page_table, -1)
+        self._window_limits = {
+            "window write: slot": self.slots,
+            "window write: index": self.pages_per_slot if window_pages else 0,
+        }
         self.counts = TokenCounts(config.slots, vocabulary, device)
         self.prompt_len = np.zeros(config.slots, np.int32)
         self._values: dict[str, tuple[Int64s, int]] = {}
@@ -105,13 +121,16 @@ class SlotTables:
         """
         slots, pages = len(plan.slots) > 0, len(plan.page_writes) > 0
         backing = len(plan.host_writes) > 0 or len(plan.hot_rows) > 0
-        if not slots and not pages and not backing:
+        window = len(plan.window_writes) > 0
+        if not slots and not pages and not backing and not window:
             return None
         if pages:
             columns_within(plan.page_writes, self._page_limits)
+        if window:
+            columns_within(plan.window_writes, self._window_limits)
         if not slots:
             self._read_backing(plan)
-            return Writes(0, None, pages, None, backing=backing)
+            return Writes(0, None, pages, None, backing=backing, window=window)
         slot = plan.slots[:, SlotRecord.SLOT].astype(np.int64)
         counts = plan.slots[:, SlotRecord.TOKEN_COUNT].astype(np.int64)
         within(slot, self.slots, "new slot: slot")
@@ -123,7 +142,7 @@ class SlotTables:
         self._read_ragged(plan, slot)
         from_arena = self._from_arena(plan.slots, slot, counts, arena)
         recount = self._recount(slot, counts)
-        return Writes(len(plan.tokens), from_arena, pages, recount, slots=True, backing=backing)
+        return Writes(len(plan.tokens), from_arena, pages, recount, slots=True, backing=backing, window=window)
 
     def write(self, writes: Writes, inputs: StepInputs) -> None:
         """Overwrites the device's part of new slots, and page table entries. Called as work."""
@@ -140,8 +159,19 @@ class SlotTables:
             self.page_table.view(-1).index_copy_(0, slot.long() * self.pages_per_slot + index, page)
         if self.hot is not None and writes.backing:
             self.hot.write(inputs)
+        if self.window_table is not None:
+            self._write_window(self.window_table, writes, inputs)
         if writes.recount is not None:
             self.counts.write(writes.recount, self.token_pool)
+
+    def _write_window(self, table: torch.Tensor, writes: Writes, inputs: StepInputs) -> None:
+        """Overwrites the tables of the window part. Called as work."""
+        if writes.slots:
+            # A page that the brain forgot to write is an error, and not that of the request before.
+            table.index_fill_(0, inputs.records("slots", SLOT_WORDS)[:, SlotRecord.SLOT], -1)
+        if writes.window:
+            slot, index, page = inputs.column("window_writes").view(-1, PAGE_WRITE_WORDS).unbind(1)
+            table.view(-1).index_copy_(0, slot.long() * self.pages_per_slot + index, page)
 
     def write_pages(self, writes: Int32s) -> None:
         """Queues writes to page tables before the plan that has them is read. Raises `PlanError`."""
@@ -161,6 +191,8 @@ class SlotTables:
     def forget_pages(self) -> None:
         """Makes all slots name no page. Called as work."""
         self.page_table.fill_(-1)
+        if self.window_table is not None:
+            self.window_table.fill_(-1)
         if self.hot is not None:
             self.hot.forget_pages()
 

@@ -101,6 +101,15 @@ pub(super) const GAUGES: &[Source<ReplicaReport>] = &[
         let used = states.pages_held + states.pages_cached;
         if states.pages == 0 { 0.0 } else { used as f64 / states.pages as f64 }
     }),
+    (
+        "forebay:window_pages_used_perc",
+        "Share of the window part's pages that running requests use.",
+        |r| {
+            let windows = &r.stats.scheduler.windows;
+            let (held, all) = (windows.pages_held as f64, windows.pages as f64);
+            if windows.pages == 0 { 0.0 } else { held / all }
+        },
+    ),
     ("forebay:lora_places_used", "Places whose adapter some request uses.", |r| {
         r.stats.scheduler.places.used as f64
     }),
@@ -417,6 +426,14 @@ pub(super) const HOST_COUNTERS: &[Source<ReplicaReport>] = &[
         "Prompt tokens whose keys and values were cached, and behind which no state was kept.",
         |r| r.stats.scheduler.states.missed_tokens as f64,
     ),
+    (
+        "forebay:window_cache_misses_total",
+        "Prompt tokens whose blocks the main part of pages had, and the window part had not.",
+        |r| r.stats.scheduler.windows.missed_tokens as f64,
+    ),
+    ("forebay:window_pages_passed_total", "Pages that a window had passed, given back.", |r| {
+        r.stats.scheduler.windows.passed as f64
+    }),
     ("forebay:state_loads_total", "Kept recurrent states that a request began with.", |r| {
         r.stats.scheduler.states.loads as f64
     }),

@@ -5,7 +5,8 @@ use std::sync::atomic::Ordering;
 
 use forebay_protocol::Ready;
 use forebay_scheduler::{
-    Drafts, HostTier, STEP_WORDS, Scheduler, SchedulerConfig, Sparse, StateCache, Tower,
+    Drafts, HostTier, PoolSizes, STEP_WORDS, Scheduler, SchedulerConfig, Sparse, StateCache, Tower,
+    WindowPart,
 };
 use tracing::{error, info, warn};
 
@@ -84,12 +85,14 @@ impl Member {
         self.constrained.vocabulary = facts.vocab_size;
         if let Some(scheduler) = &mut self.scheduler {
             let mut known = self.shared.facts.lock();
-            if let Some(known) = known.as_mut().filter(|known| {
-                known.hand.page_count != pages
-                    || known.hand.host_page_count != facts.host_page_count
-                    || known.hand.state_page_count != facts.state_page_count
-            }) {
-                scheduler.resize(pages, facts.host_page_count, facts.state_page_count);
+            let sizes = |facts: &Ready| PoolSizes {
+                pages: facts.page_count,
+                host_pages: facts.host_page_count,
+                state_pages: facts.state_page_count,
+                window_pages: facts.window_page_count,
+            };
+            if let Some(known) = known.as_mut().filter(|known| sizes(&known.hand) != sizes(facts)) {
+                scheduler.resize(sizes(facts));
                 known.hand = facts.clone();
             }
             drop(known);
@@ -129,6 +132,8 @@ impl Member {
             vector_size: facts.hidden_size,
             tokens_a_row: if is_recurrent { 1 } else { facts.tokens_a_row.max(1) },
             states,
+            windows: (facts.window_page_count > 0)
+                .then_some(WindowPart { pages: facts.window_page_count, window: facts.window }),
             drafts,
             sparse,
             tower: (facts.tower_layers > 0).then_some(Tower {

@@ -23,6 +23,7 @@ mod sparse;
 mod states;
 mod text;
 mod tiers;
+mod windows;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -54,6 +55,7 @@ pub(crate) use sharing::SharingFlags;
 pub(crate) use sparse::SparseFlags;
 pub(crate) use text::{TextFlags, TokenizerBackend, TokenizerMode};
 pub(crate) use tiers::{Preemption, TierFlags};
+pub(crate) use windows::WindowFlags;
 
 #[derive(Debug, Args)]
 pub(crate) struct ServeFlags {
@@ -98,6 +100,8 @@ pub(crate) struct ServeFlags {
     #[command(flatten)]
     pub(crate) states: StateFlags,
     #[command(flatten)]
+    pub(crate) windows: WindowFlags,
+    #[command(flatten)]
     pub(crate) adapters: AdapterFlags,
     #[command(flatten)]
     pub(crate) tiers: TierFlags,
@@ -124,6 +128,7 @@ impl ServeFlags {
             ("--weight-cache-gib", self.loading.weight_cache_gib.is_some()),
             ("--mem-fraction-static", self.schedule.mem_fraction_static.is_some()),
             ("--threads", self.run.threads.is_some()),
+            ("--disable-hybrid-kv-cache-manager", self.windows.disable_hybrid_kv_cache_manager),
         ]
         .into_iter()
         .filter_map(|(flag, given)| given.then_some(flag))

@@ -7,6 +7,7 @@ use forebay_machine::{Machine, Processors};
 
 use super::device::DeviceSettings;
 use super::kv_cache::{check_floats, kv_cache_dtype};
+use super::windows::why_one_pool;
 use super::{states, tiers};
 use crate::affinity::threads_each;
 use crate::flags::{
@@ -85,6 +86,7 @@ pub(super) fn resolve(
         image_pool_tokens: flags.images.image_pool_tokens,
         // Without a prefix cache nobody would load a kept state.
         state_pages: if engine.prefix_cache { flags.states.pages() } else { Some(0) },
+        window_ratio: flags.windows.ratio().filter(|_| why_one_pool(engine, device).is_none()),
         ..tiers::hand(flags, engine.host_tier.is_some())
     })
 }

@@ -13,6 +13,7 @@ mod server;
 mod sparse;
 mod states;
 mod tiers;
+mod windows;
 
 use anyhow::Result;
 use forebay_engine::EngineConfig;
@@ -36,6 +37,7 @@ pub(crate) use model::ModelSettings;
 pub(crate) use server::ServerSettings;
 pub(crate) use sparse::hot_row_tokens;
 pub(crate) use tiers::HostSize;
+pub(crate) use windows::why_one_pool;
 
 /// Fields of a hand's configuration that are no settings: the files of the model, and facts about
 /// one hand of many.

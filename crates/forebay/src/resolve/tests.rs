@@ -35,7 +35,7 @@ const DERIVED: [&str; 17] = [
 ];
 
 /// Keys that the step protocol names otherwise than the flags, and the flags.
-const OF_THE_WIRE: [(&str, &str); 7] = [
+const OF_THE_WIRE: [(&str, &str); 8] = [
     ("copy_gbps", "debug-kv-copy-gbps"),
     ("host_bytes", "hicache-size"),
     ("host_ratio", "hicache-ratio"),
@@ -43,6 +43,7 @@ const OF_THE_WIRE: [(&str, &str); 7] = [
     ("kv_checksum", "debug-kv-checksum"),
     ("sparse_top_k", "hisparse-config"),
     ("state_pages", "max-state-pages"),
+    ("window_ratio", "swa-full-tokens-ratio"),
 ];
 
 /// Keys of what is on unless a flag turns it off, and the flags.
@@ -204,6 +205,16 @@ fn states_are_kept_where_there_is_a_prefix_cache() {
     assert_eq!(pages(&["--disable-radix-cache", "--max-state-pages=5"]), Some(0));
     let interval = |flags: &[&str]| resolved(flags, &model(false)).engine.state_interval;
     assert_eq!((interval(&[]), interval(&["--state-interval=0"])), (4096, 0));
+}
+
+#[test]
+fn layers_with_a_window_have_their_own_pages_where_nothing_needs_whole_ones() {
+    let ratio = |flags: &[&str]| resolved(flags, &model(false)).hand.window_ratio;
+    assert_eq!(ratio(&[]), Some(0.5));
+    assert_eq!(ratio(&["--swa-full-tokens-ratio=0.2"]), Some(0.2));
+    assert_eq!(ratio(&["--disable-hybrid-kv-cache-manager"]), None);
+    assert_eq!(ratio(&["--enable-hierarchical-cache"]), None);
+    assert_eq!(ratio(&["--tp-size=2"]), None);
 }
 
 #[test]

@@ -23,7 +23,7 @@ use super::process::Process;
 use crate::flags::ServeFlags;
 use crate::listening::Bound;
 use crate::model::Model;
-use crate::resolve::Resolved;
+use crate::resolve::{Resolved, why_one_pool};
 use crate::{grammar, sampling, signals, threads, watch};
 
 /// The server, put together.
@@ -200,13 +200,16 @@ async fn banner(engine: Replicas, resolved: Resolved, url: String, curl: String)
     if !watch::loading(&engine).await {
         return None;
     }
+    let why_one_pool = why_one_pool(&resolved.engine, &resolved.device).unwrap_or("a flag says so");
     let Resolved { model, device, choice, hand, .. } = resolved;
     let samples = match model.pooling {
         None => sampling::banner_line(&model.sampling_defaults),
         Some(_) => String::new(),
     };
     let facts = engine.facts();
-    let blocks = facts.map_or_else(String::new, |facts| facts.hand.blocks);
+    let facts = facts.map(|facts| facts.hand).unwrap_or_default();
+    let windows = watch::windows_line(&facts, why_one_pool);
+    let blocks = facts.blocks;
     let automatic = hand.quantization.as_deref() == Some("auto");
     let blocks = watch::blocks_line(&blocks, automatic.then_some(&hand.dtype));
     Some(watch::banner(
@@ -216,7 +219,7 @@ async fn banner(engine: Replicas, resolved: Resolved, url: String, curl: String)
         model.pooling.as_ref().map(|pooling| pooling.task),
         model.chat.as_ref(),
         device.simulated.as_ref(),
-        &(choice.line() + &blocks + &samples),
+        &(choice.line() + &blocks + &windows + &samples),
     ))
 }
 

@@ -27,6 +27,8 @@ pub struct AttentionSizes {
     pub angles: Option<usize>,
     /// The last positions that a query sees, its own among them; `None`: all.
     pub window: Option<usize>,
+    /// True if its layers have pages of the window part. Then there is a window.
+    pub in_window_part: bool,
     /// Positions of a chunk, of which a query sees those of its own; `None`: there are no chunks.
     pub chunk: Option<usize>,
     /// True if norms of queries and of keys are over all heads of a position.
@@ -89,8 +91,11 @@ pub struct Sizes {
     pub positions: usize,
     /// Positions of a page.
     pub page_size: usize,
-    /// The number of pages.
+    /// The number of pages, of the main part if there is a window part too.
     pub page_count: usize,
+    /// The number of pages of the window part; 0: all layers share one pool. Behind them there is
+    /// the *null page*, which has the positions that no query sees, and stays as it is.
+    pub window_page_count: usize,
     /// The epsilon of the norms.
     pub eps: f32,
 }
@@ -99,8 +104,9 @@ impl Sizes {
     /// Bytes of the keys, or of the values, of a layer with this kind of attention, on all pages.
     #[must_use]
     pub fn pool_bytes(&self, attention: usize) -> usize {
-        let AttentionSizes { kv_heads, head_dim, .. } = self.attentions[attention];
-        let heads = self.page_count * self.page_size * kv_heads;
+        let AttentionSizes { kv_heads, head_dim, in_window_part, .. } = self.attentions[attention];
+        let pages = if in_window_part { self.window_page_count + 1 } else { self.page_count };
+        let heads = pages * self.page_size * kv_heads;
         match self.kv_codes {
             true => heads / GROUP * group_bytes(head_dim),
             false => heads * head_dim * self.dtype.bytes(),
@@ -160,6 +166,10 @@ impl AttentionSizes {
             [heads, kv_heads, head_dim, self.window.unwrap_or(1), self.chunk.unwrap_or(1)];
         if numbers.iter().any(|&number| number == 0 || number > i32::MAX as usize) {
             return unfit(format!("no kernel computes attention of {self:?}"));
+        }
+        let has_pages = sizes.window_page_count > 0 && self.window.is_some();
+        if self.in_window_part && !has_pages || sizes.window_page_count > i32::MAX as usize {
+            return unfit("layers without a window in the window part, or no pages for it");
         }
         if !heads.is_multiple_of(kv_heads) {
             return unfit(format!("{heads} heads can't share {kv_heads}"));

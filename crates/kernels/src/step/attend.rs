@@ -33,7 +33,8 @@ impl<E: Element> Step<'_, E> {
     ) {
         let shape = &attends.shape;
         let &Shape { heads, kv_heads, head_dim: dim, .. } = shape;
-        let Token { position, entry, .. } = self.tokens[token];
+        let Token { position, entries, .. } = self.tokens[token];
+        let entry = entries[attends.part];
         // SAFETY: this member's token and head; the entry belongs to it alone.
         unsafe {
             let heads_of = self.qkv.add(token * layer.qkv.outputs);
@@ -154,7 +155,7 @@ impl<E: Element> Step<'_, E> {
                     let to = &mut scratch.queries[(index * together + head) * dim..][..dim];
                     math::narrow::<E, K>(query, to);
                     if let Some(then) = expected {
-                        let entry = self.tokens[then.queries.token].entry;
+                        let entry = self.tokens[then.queries.token].entries[attends.part];
                         let kv_head = then.queries.held.kv_head + head / group;
                         layer.pool.expect::<K>(shape, (entry, kv_head), (head % group, group));
                     }

@@ -37,13 +37,15 @@ pub(crate) struct Token<E> {
     /// True if the input is not of the embedding.
     pub(crate) is_given: bool,
     pub(crate) position: usize,
-    /// The place of its keys and values.
-    pub(crate) entry: usize,
+    /// The place of its keys and values in the main part of pages, and in the window part.
+    pub(crate) entries: [usize; 2],
 }
 
 /// A kind of attention in a step.
 pub(crate) struct Attends<'a> {
     pub(crate) shape: Shape,
+    /// The part of pages: 0 main, 1 window.
+    pub(crate) part: usize,
     /// True if norms of queries and of keys are over all heads of a position.
     pub(crate) norm_rows: bool,
     /// True if gates of the output lie behind the values.

@@ -117,6 +117,7 @@ mod tests {
         positions: 64,
         page_size: 16,
         page_count: 4,
+        window_page_count: 0,
         eps: 1e-5,
     };
 
@@ -225,6 +226,7 @@ mod tests {
             rotary_dim: 8,
             angles: Some(0),
             window: None,
+            in_window_part: false,
             chunk: None,
             norm_rows: false,
             scale: 0.25,

@@ -176,6 +176,9 @@ columns! {
         /// The host tier of each copy: 0 the own, n the one with that place in `host_lenders` of
         /// the configuration; absent: the own. Only restores have others.
         32 copy_sources: Vec<i32>,
+        /// `window_table[slot, index] = page`, a page of the window part; -1: no row reads these
+        /// positions any more in layers with a window.
+        33 window_writes: Vec<PageWrite>,
     }
 }
 

@@ -72,10 +72,26 @@ impl StepPlan {
         self.hot_rows.iter().map(|write| write.parts())
     }
 
+    /// Sets `window_table[slot, index] = page`. Layers with a window have these positions there.
+    pub fn write_window(&mut self, slot: u32, index: u32, page: u32) {
+        self.window_writes.push(PageWrite::new(slot, index, page));
+    }
+
+    /// Removes the page at `window_table[slot, index]`, which the window has passed.
+    pub fn drop_window(&mut self, slot: u32, index: u32) {
+        self.window_writes.push(PageWrite { slot, index, page: NO_PAGE });
+    }
+
+    /// The writes of window tables: slot, index, page; `None`: the page is removed.
+    pub fn window_writes(&self) -> impl ExactSizeIterator<Item = (u32, u32, Option<u32>)> + '_ {
+        let writes = self.window_writes.iter();
+        writes.map(|write| (write.slot, write.index, u32::try_from(write.page).ok()))
+    }
+
     /// True if the plan writes into a table of pages.
     #[must_use]
     pub fn writes_tables(&self) -> bool {
-        [&self.page_writes, &self.host_writes, &self.hot_rows]
+        [&self.page_writes, &self.host_writes, &self.hot_rows, &self.window_writes]
             .iter()
             .any(|writes| !writes.is_empty())
     }
@@ -83,7 +99,13 @@ impl StepPlan {
     /// Removes the writes into a slot's tables of pages, and the load of its states. Its request
     /// has no row in the plan.
     pub fn forget_slot(&mut self, slot: u32) {
-        for column in [&mut self.page_writes, &mut self.host_writes, &mut self.hot_rows] {
+        let tables = [
+            &mut self.page_writes,
+            &mut self.host_writes,
+            &mut self.hot_rows,
+            &mut self.window_writes,
+        ];
+        for column in tables {
             column.retain(|write| write.slot != slot);
         }
         self.state_loads.retain(|load| load.slot != slot);

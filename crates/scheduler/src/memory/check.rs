@@ -23,6 +23,7 @@ impl Memory {
         let host_pages = self.host.map_or(0, |host| host.pages);
         check_leases("page", hot, self.pages, |page| self.tiers.hot().leases(page))?;
         self.states.as_ref().map_or(Ok(()), |states| states.check(residents()))?;
+        self.windows.as_ref().map_or(Ok(()), |windows| windows.check(pages()))?;
         check_leases("host page", host, host_pages, |page| self.tiers.host_leases(page))
     }
 
@@ -35,7 +36,7 @@ impl Memory {
         if residence.pages.host.len() != behind {
             return Err(format!("request {id}: pages have no page behind them"));
         }
-        let room = count as u32 * self.page_size;
+        let room = residence.pages.reach() * self.page_size;
         if computed > room && !matches!(self.kind, Kind::Nothing) {
             return Err(format!("request {id}: {computed} computed, but pages for {room}"));
         }

@@ -9,6 +9,7 @@
 //!   `sparse`: the same for backed pages, and what running requests drop.
 //! - `copies`: saves, restores, and their ends.
 //! - `states`: recurrent states that are kept beside the blocks; `resident`: those of a request.
+//! - `window`: pages of layers that read the last positions only; `window_part`: their pool.
 //! - `pages`: the leases of a request; `blocks`: the names of its blocks.
 
 pub(crate) mod blocks;
@@ -20,18 +21,21 @@ mod rates;
 mod resident;
 mod sparse;
 mod states;
+mod window;
+mod window_part;
 
 use forebay_kvcache::{BlockEvent, BlockHash, Namer, Tiers};
 use forebay_protocol::{COPY_WORDS, PAGE_WRITE_WORDS, STATE_COPY_WORDS, Span, StepPlan};
 
 use crate::config::{HostTier, SavePolicy, SchedulerConfig, Sparse};
 use crate::entry::{Entry, Residence};
-use crate::event::{HostStats, SparseStats, StateStats, Stats};
+use crate::event::{HostStats, SparseStats, StateStats, Stats, WindowStats};
 use crate::retirement::Retirement;
 use crate::roster::Roster;
 use pages::Pages;
 use rates::RestoreRates;
 use states::StatePages;
+use window_part::WindowPages;
 
 pub(crate) use prefix::Leased;
 
@@ -56,6 +60,7 @@ pub(crate) struct Memory {
     tiers: Tiers,
     pages: u32,
     page_size: u32,
+    slots: u32,
     prefix_cache: bool,
     namer: Namer,
     host: Option<HostTier>,
@@ -67,6 +72,21 @@ pub(crate) struct Memory {
     sparse_counters: SparseStats,
     /// The kept states, if the model has recurrent layers.
     states: Option<StatePages>,
+    /// The pages of layers with a window, if they have their own.
+    windows: Option<WindowPages>,
+}
+
+/// The numbers of pages of all kinds that a hand has; 0 where it has none.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct PoolSizes {
+    /// Pages of the device, or of the main part of those.
+    pub pages: u32,
+    /// Pages of the host's tier.
+    pub host_pages: u32,
+    /// State pages.
+    pub state_pages: u32,
+    /// Pages of the window part.
+    pub window_pages: u32,
 }
 
 /// The room for a request that lacks a page, when every page is leased.
@@ -83,9 +103,10 @@ impl Memory {
     /// # Panics
     /// There are too few pages for one sparse request.
     pub(crate) fn new(config: &SchedulerConfig) -> Self {
-        let SchedulerConfig { pages, page_size, prefix_cache, states, .. } = *config;
+        let SchedulerConfig { pages, page_size, prefix_cache, states, windows, .. } = *config;
         debug_assert!(states.is_none() || config.sparse.is_none() && config.tokens_a_row == 1);
         let host = config.host.filter(|_| pages > 0 && prefix_cache);
+        debug_assert!(windows.is_none() || host.is_none() && states.is_none() && pages > 0);
         let kind = match config.sparse.filter(|_| host.is_some()) {
             None if pages == 0 => Kind::Nothing,
             None => Kind::Paged,
@@ -100,6 +121,7 @@ impl Memory {
             tiers: Tiers::new(0, 0),
             pages,
             page_size,
+            slots: config.slots,
             prefix_cache,
             namer: config.namer.clone(),
             host,
@@ -109,6 +131,7 @@ impl Memory {
             host_counters: HostStats::default(),
             sparse_counters: SparseStats::default(),
             states: states.map(|states| StatePages::new(states, page_size)),
+            windows: windows.map(|part| WindowPages::new(part, pages, page_size)),
         };
         memory.tiers = memory.empty_tiers();
         if config.block_events {
@@ -126,9 +149,9 @@ impl Memory {
         Tiers::backed(self.pages, host_pages, self.page_size)
     }
 
-    /// Goes on with another number of pages in each tier, and of state pages. All blocks and states
-    /// are forgotten.
-    pub(crate) fn resize(&mut self, pages: u32, host_pages: u32, state_pages: u32) {
+    /// Goes on with other numbers of pages. All blocks and states are forgotten.
+    pub(crate) fn resize(&mut self, sizes: PoolSizes) {
+        let PoolSizes { pages, host_pages, state_pages, window_pages } = sizes;
         // Others have mapped the memory of before, in which nothing is saved any more.
         self.tiers.end_loans();
         self.pages = pages;
@@ -139,6 +162,9 @@ impl Memory {
         if let Some(states) = &mut self.states {
             states.resize(state_pages);
         }
+        if let Some(windows) = &mut self.windows {
+            windows.resize(window_pages);
+        }
     }
 
     /// Forgets all blocks of all tiers. Nothing may be leased.
@@ -146,6 +172,7 @@ impl Memory {
         let mut tiers = self.empty_tiers();
         tiers.go_on_from(&self.tiers);
         self.tiers = tiers;
+        self.windows.iter_mut().for_each(WindowPages::forget_all);
     }
 
     /// True if a request of so many positions has room when it runs alone.
@@ -169,8 +196,19 @@ impl Memory {
 
     /// True if the next position of a resident begins a page that it does not have.
     pub(crate) fn lacks_page(&self, entry: &Entry) -> bool {
-        let pages = entry.residence.as_ref().map_or(0, |residence| residence.pages.len() as u32);
+        let pages = entry.residence.as_ref().map_or(0, |residence| residence.pages.reach());
         entry.computed >= pages * self.page_size && !matches!(self.kind, Kind::Nothing)
+    }
+
+    /// True if pages of the part that a resident lacks one of come back with a step before this
+    /// one.
+    pub(crate) fn awaits_page(&self, entry: &Entry, step: u64) -> bool {
+        let pages = entry.residence.as_ref().map_or(0, |residence| residence.pages.len() as u32);
+        let of_window = entry.computed < pages * self.page_size;
+        self.retired.awaited_before(step).any(|pages| match &pages.window {
+            Some(window) if of_window => window.leases().next().is_some(),
+            _ => pages.leases().next().is_some(),
+        })
     }
 
     /// True if any row may have several positions. Those that a sparse slot chooses for one have
@@ -179,13 +217,21 @@ impl Memory {
         matches!(self.kind, Kind::Paged) && self.states.is_none()
     }
 
-    /// Pages that hold nothing.
+    /// Pages that hold nothing of worth.
     pub(crate) fn free_pages(&self) -> u32 {
-        self.tiers.hot().counts().free
+        let free = self.tiers.hot().counts().free;
+        self.windows.as_ref().map_or(free, |windows| windows.spare().min(free))
     }
 
-    /// Gives a page to a resident. False: every page is leased.
+    /// Gives a page to a resident, of the part that it has fewer positions in. False: every page is
+    /// leased.
     pub(crate) fn add_page(&mut self, residence: &mut Residence, plan: &mut StepPlan) -> bool {
+        if let (Some(windows), Residence { slot, pages, .. }) = (&mut self.windows, &mut *residence)
+            && let (whole, Some(run)) = (pages.hot.len(), &mut pages.window)
+            && (run.end() as usize) < whole
+        {
+            return windows.add(*slot, run, plan);
+        }
         let (lease, host) = match self.kind {
             Kind::Nothing | Kind::Paged => (self.tiers.allocate(), None),
             Kind::Backed(_) => self.tiers.allocate_backed().unzip(),
@@ -237,6 +283,9 @@ impl Memory {
             if fresh && saves && !by_rows {
                 self.tiers.want_saved(name);
             }
+            if let (Some(windows), Some(run)) = (&mut self.windows, &pages.window) {
+                windows.name(run, block as u32, name);
+            }
         }
         pages.named = ready;
         self.offer_states(entry);
@@ -247,6 +296,7 @@ impl Memory {
         for &name in &entry.blocks.names {
             self.tiers.forget(name);
             self.states.iter_mut().for_each(|states| states.forget(name));
+            self.windows.iter_mut().for_each(|windows| windows.forget(name));
         }
     }
 
@@ -260,14 +310,14 @@ impl Memory {
     pub(crate) fn retire(&mut self, last_step: u64, mut pages: Pages) {
         self.retire_states(last_step, pages.state.take());
         if let Some(pages) = self.retired.retire(last_step, pages) {
-            pages.free(&mut self.tiers);
+            pages.free(&mut self.tiers, self.windows.as_mut());
         }
     }
 
     /// Frees the pages that no step in flight names.
     pub(crate) fn free_retired(&mut self) {
         for pages in self.retired.take_returned() {
-            pages.free(&mut self.tiers);
+            pages.free(&mut self.tiers, self.windows.as_mut());
         }
         self.states.iter_mut().for_each(StatePages::free_retired);
     }
@@ -276,13 +326,15 @@ impl Memory {
     /// cache is empty now.
     pub(crate) fn flush(&mut self) -> bool {
         let stateless = self.states.as_mut().is_none_or(StatePages::flush);
-        self.tiers.flush() && stateless
+        let windowless = self.windows.as_mut().is_none_or(WindowPages::flush);
+        self.tiers.flush() && stateless && windowless
     }
 
     /// The device is gone. With `copies_to_blame`, blocks that were being restored are forgotten.
     pub(crate) fn hand_died(&mut self, copies_to_blame: bool) {
         self.tiers.hand_died(copies_to_blame);
         self.states.iter_mut().for_each(|states| _ = states.flush());
+        self.windows.iter_mut().for_each(|windows| _ = windows.flush());
         self.unfinished.clear();
     }
 
@@ -299,6 +351,7 @@ impl Memory {
         stats.host = HostStats { arriving: roster.arriving.len(), ..self.host_stats() };
         stats.sparse = self.sparse_counters;
         stats.states = self.states.as_ref().map_or_else(StateStats::default, StatePages::stats);
+        stats.windows = self.windows.as_ref().map_or_else(WindowStats::default, WindowPages::stats);
         if let Kind::Backed(_) = self.kind {
             let residents = roster.residents.values();
             let residences = residents.filter_map(|&handle| roster[handle].residence.as_ref());
@@ -316,7 +369,11 @@ impl Memory {
             Kind::Paged => {
                 // A new slot's states are loaded, and those behind its row are saved.
                 let states = if self.states.is_some() { 2 * STATE_COPY_WORDS } else { 0 };
-                PAGE_WRITE_WORDS * pages + (COPY_WORDS + SOURCE_WORDS) * copies + states
+                // Prompts beside it get pages of the window part too, and each drops as many.
+                let step = token_budget.max(self.page_size) / self.page_size + 2 * self.slots;
+                let window = if self.windows.is_some() { pages + 2 * step as usize } else { 0 };
+                let tables = PAGE_WRITE_WORDS * (pages + window);
+                tables + (COPY_WORDS + SOURCE_WORDS) * copies + states
             }
             Kind::Backed(sparse) => {
                 // The host's pages are another table.

@@ -4,6 +4,7 @@ use forebay_kvcache::{Host, Lease, Tiers};
 use forebay_protocol::StepPlan;
 
 use super::resident::ResidentState;
+use super::window_part::{WindowPages, WindowRun};
 
 /// The leases of a request's pages.
 #[derive(Debug, Default)]
@@ -20,11 +21,19 @@ pub(crate) struct Pages {
     pub(super) named: u32,
     /// The states of a request that shares blocks, if the model has recurrent layers.
     pub(super) state: Option<ResidentState>,
+    /// The pages of layers with a window, if they have their own.
+    pub(super) window: Option<WindowRun>,
 }
 
 impl Pages {
     pub(crate) fn len(&self) -> usize {
         self.hot.len()
+    }
+
+    /// The number of leading pages that are there for all layers, or were.
+    pub(crate) fn reach(&self) -> u32 {
+        let all = self.len() as u32;
+        self.window.as_ref().map_or(all, |window| window.end().min(all))
     }
 
     pub(super) fn is_sparse(&self) -> bool {
@@ -37,10 +46,10 @@ impl Pages {
         if self.is_sparse() { 1 } else { u32::MAX }
     }
 
-    /// True if prefill gets its pages one by one, as decoding does. Otherwise it has all of them
-    /// from the start.
+    /// True if prefill gets pages one by one, as decoding does. Otherwise it has all of them from
+    /// the start.
     pub(crate) fn grow_in_prefill(&self) -> bool {
-        self.is_sparse()
+        self.is_sparse() || self.window.is_some()
     }
 
     /// Leases of the device's pages.
@@ -62,10 +71,14 @@ impl Pages {
         for (index, lease) in self.rows.iter().enumerate() {
             plan.write_hot_rows(slot, index as u32, lease.page());
         }
+        self.window.iter().for_each(|window| window.write_table(slot, plan));
     }
 
     /// Frees all pages, the deepest first.
-    pub(super) fn free(mut self, tiers: &mut Tiers) {
+    pub(super) fn free(mut self, tiers: &mut Tiers, windows: Option<&mut WindowPages>) {
+        if let (Some(window), Some(windows)) = (self.window.take(), windows) {
+            windows.free(window);
+        }
         self.rows.drain(..).for_each(|lease| tiers.release(lease));
         while let Some(hot) = self.hot.pop() {
             hot.into_iter().for_each(|lease| tiers.release(lease));

@@ -20,7 +20,8 @@ pub(crate) struct Leased {
     pub(crate) pending: VecDeque<u32>,
     /// Positions that copies bring.
     pub(crate) restored: u32,
-    /// Positions whose blocks are cached, and behind which no state is kept.
+    /// Positions whose blocks are cached, and behind which no state is kept, or the window part has
+    /// no pages.
     pub(crate) missed: u32,
 }
 
@@ -44,7 +45,7 @@ impl Block {
 struct Prefix {
     /// The blocks that it takes.
     found: Vec<Block>,
-    /// The number of all, more than it takes if no state is kept behind them.
+    /// The number of all, more than it takes if it can't go on behind them.
     cached: usize,
     /// True if it computes some again, because that is cheaper than to bring them back.
     declined: bool,
@@ -97,6 +98,15 @@ impl Memory {
             return None;
         }
         let mut leased = Leased::default();
+        if let Some(windows) = &mut self.windows {
+            let window = windows.lease(&entry.blocks.names[..found.len()], count);
+            if window.is_none() {
+                self.free_found(found);
+                return None;
+            }
+            leased.pages.window = window;
+            leased.missed = (cached - found.len()) as u32 * self.page_size;
+        }
         if self.states.is_some() {
             leased.missed = (cached - found.len()) as u32 * self.page_size;
             leased.pages.state = self.lease_state(entry, found.len(), cached);
@@ -127,7 +137,7 @@ impl Memory {
 
     /// Finds the leading blocks of a request in the tiers, unless computing them again is cheaper
     /// than to bring them back. With recurrent layers it takes no blocks behind the last kept
-    /// state.
+    /// state, and with a window part none behind which pages of that are missing.
     fn find_prefix(&mut self, entry: &mut Entry) -> Prefix {
         if !self.caches(entry) {
             return Prefix::default();
@@ -174,9 +184,9 @@ impl Memory {
     }
 
     /// The number of leading blocks that are in a tier or come to one, and those of a prefix behind
-    /// which a state is kept. Without recurrent layers all blocks may be of use.
+    /// which a request can go on. Without recurrent layers and windows all blocks may be of use.
     fn useful_blocks<'a>(&self, names: &'a [BlockHash]) -> (usize, &'a [BlockHash]) {
-        if self.states.is_none() {
+        if self.states.is_none() && self.windows.is_none() {
             return (0, names);
         }
         let cached = names.iter().take_while(|&&name| self.tiers.knows(name)).count();

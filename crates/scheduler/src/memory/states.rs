@@ -115,6 +115,9 @@ impl Memory {
     /// The largest number of these leading blocks, which are cached, that a request can go on
     /// behind.
     pub(super) fn resumable(&self, names: &[BlockHash]) -> usize {
+        if let Some(windows) = &self.windows {
+            return windows.longest(names);
+        }
         self.states.as_ref().map_or(names.len(), |states| states.longest(names))
     }
 
@@ -143,8 +146,9 @@ impl Memory {
     }
 
     /// Counts the tokens of a prompt that came from a kept state, and those for which there was
-    /// none.
+    /// none, or no pages of the window part.
     pub(crate) fn count_state_use(&mut self, queried: u32, hit: u32, missed: u32) {
+        self.windows.iter_mut().for_each(|windows| windows.count_use(missed));
         if let Some(states) = &mut self.states {
             states.counters.query_tokens += u64::from(queried);
             states.counters.hit_tokens += u64::from(hit);

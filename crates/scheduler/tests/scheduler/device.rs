@@ -26,6 +26,7 @@ const GARBAGE: u64 = 0xdead_beef;
 const ZERO: u64 = 1;
 const NO_PAGE: u32 = u32::MAX;
 const INDEX: u32 = 1 << 20;
+const WINDOW: u32 = 1 << 21;
 
 fn mix(state: u64, token: i32) -> u64 {
     let mut z =
@@ -97,6 +98,10 @@ pub(crate) struct Device {
     /// Index keys, one page for each of the host's; empty: requests are never sparse.
     index: Vec<Vec<u64>>,
     eyes: Option<Eyes>,
+    /// Pages of layers with a window; empty: they have no pages of their own.
+    window_pages: Vec<Vec<u64>>,
+    /// Positions that a query of those layers sees.
+    window: usize,
     /// State pages; `None`: the model has no recurrent layers.
     states: Option<Vec<u64>>,
     pub(crate) adapters: Adapters,
@@ -110,6 +115,8 @@ struct DeviceSlot {
     host: Vec<u32>,
     /// Pages for single positions; none: it is not sparse.
     rows: Vec<u32>,
+    /// Pages of layers with a window.
+    window: Vec<u32>,
     images: SlotImages,
     /// The recurrent state: a hash of all tokens that its rows have computed. `None`: nothing was
     /// computed or loaded since the slot was written.
@@ -250,6 +257,7 @@ impl Device {
             pages: vec![NO_PAGE; pages.max(host)],
             host: vec![NO_PAGE; host],
             rows: vec![],
+            window: vec![NO_PAGE; config.windows.map_or(0, |_| pages)],
             images: SlotImages::default(),
             state: None,
             before: GARBAGE,
@@ -259,6 +267,10 @@ impl Device {
             adapters: Adapters::new(config.places),
             eyes: config.tower.map(Eyes::new),
             states: config.states.map(|states| vec![GARBAGE; states.pages as usize]),
+            window_pages: config
+                .windows
+                .map_or(vec![], |part| vec![vec![GARBAGE; page_size]; part.pages as usize]),
+            window: config.windows.map_or(0, |part| part.window as usize),
             page_size,
             slots: vec![slot; config.slots as usize],
             pages: vec![vec![GARBAGE; page_size]; pages],
@@ -279,7 +291,29 @@ impl Device {
         let slot = &self.slots[row.slot as usize];
         let index = slot.host.iter().filter(|&&page| page != NO_PAGE).map(|page| INDEX + page);
         let own = self.pages_read(row).into_iter().filter(|&page| page != NO_PAGE);
-        own.chain(index).chain(slot.rows.iter().copied()).collect()
+        let window = self.window_of(row, self.first_seen(row));
+        own.chain(index).chain(slot.rows.iter().copied()).chain(window).collect()
+    }
+
+    /// The first position that a row sees in layers with a window.
+    fn first_seen(&self, row: &Row) -> usize {
+        (row.start as usize + 1).saturating_sub(self.window)
+    }
+
+    /// Pages of the window part of a row's positions from `first` on, by numbers of their own.
+    fn window_of(&self, row: &Row, first: usize) -> Vec<u32> {
+        if self.window_pages.is_empty() {
+            return vec![];
+        }
+        let more = row.want.most().saturating_sub(1);
+        let end = ((row.start + row.length + more) as usize).div_ceil(self.page_size);
+        let pages = &self.slots[row.slot as usize].window[first / self.page_size..end];
+        pages.iter().map(|&page| WINDOW.wrapping_add(page)).collect()
+    }
+
+    /// Has layers with a window see so many positions more than the scheduler knows of.
+    pub(crate) fn widen_window(&mut self, more: usize) {
+        self.window += more;
     }
 
     /// Pages that only this row may name.
@@ -292,6 +326,7 @@ impl Device {
             pages.extend(hosts.map(|page| INDEX + page).collect::<Vec<u32>>());
         }
         pages.extend(&slot.rows);
+        pages.extend(self.window_of(row, row.start as usize));
         pages
     }
 
@@ -339,11 +374,15 @@ impl Device {
             // forgot to write is noticed.
             slot.pages.fill(NO_PAGE);
             slot.host.fill(NO_PAGE);
+            slot.window.fill(NO_PAGE);
             slot.rows.clear();
             slot.state = None;
         }
         for (slot, index, page) in plan.page_writes() {
             self.slots[slot as usize].pages[index as usize] = page.unwrap_or(NO_PAGE);
+        }
+        for (slot, index, page) in plan.window_writes() {
+            self.slots[slot as usize].window[index as usize] = page.unwrap_or(NO_PAGE);
         }
         for (slot, span, pages) in plan.image_spans() {
             self.slots[slot as usize].images.write(span, pages);
@@ -419,8 +458,11 @@ impl Device {
                     // Keys and values of drafts that turn out wrong are written too.
                     let guess = [&slot.tokens[..end], drafts].concat();
                     for (position, content) in contents(adapter, &guess).enumerate().skip(end) {
-                        let page = slot.pages[position / self.page_size] as usize;
-                        self.pages[page][position % self.page_size] = content;
+                        let (at, offset) = (position / self.page_size, position % self.page_size);
+                        self.pages[slot.pages[at] as usize][offset] = content;
+                        if !self.window_pages.is_empty() {
+                            self.window_pages[slot.window[at] as usize][offset] = content;
+                        }
                     }
                 }
                 for nth in 0..more as usize {
@@ -446,6 +488,10 @@ impl Device {
                 if !self.index.is_empty() {
                     let page = slot.host[position / self.page_size] as usize;
                     self.index[page][position % self.page_size] = content;
+                }
+                if !self.window_pages.is_empty() {
+                    let page = slot.window[position / self.page_size] as usize;
+                    self.window_pages[page][position % self.page_size] = content;
                 }
             }
             if row.want == Want::Vector {
@@ -529,11 +575,22 @@ impl Device {
                 host.pages[slot.host[at] as usize][offset]
             };
             assert_eq!(found, expected, "{row:?} reads a wrong position {position} in page {page}");
+            if !self.window_pages.is_empty() && position >= self.first_seen(row) {
+                let page = slot.window[at];
+                assert_ne!(page, NO_PAGE, "{row:?} reads position {position} of a dropped page");
+                let found = self.window_pages[page as usize][offset];
+                assert_eq!(
+                    found, expected,
+                    "{row:?} reads a wrong position {position} in its window"
+                );
+            }
             if !self.index.is_empty() {
                 let found = self.index[slot.host[at] as usize][offset];
                 assert_eq!(found, expected, "{row:?} reads a wrong key of position {position}");
             }
         }
         assert!(!self.pages_written(row).contains(&NO_PAGE), "{row:?} writes to no page");
+        let window = self.window_of(row, row.start as usize);
+        assert!(!window.contains(&(WINDOW.wrapping_add(NO_PAGE))), "{row:?} writes to no page");
     }
 }

@@ -15,3 +15,4 @@ mod seeing;
 mod shares;
 mod states;
 mod tiers;
+mod windows;

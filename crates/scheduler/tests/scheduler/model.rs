@@ -306,6 +306,7 @@ fn machines() -> impl Strategy<Value = SchedulerConfig> {
                 // Adapters are refused with towers, sparse slots and recurrent layers.
                 places: if adapted { places } else { 0 },
                 states,
+                windows: None,
             }
         },
     )

@@ -121,6 +121,7 @@ impl<E: Number> Tiny<E> {
                 rotary_dim: HEAD_DIM,
                 angles: Some(0),
                 window: None,
+                in_window_part: false,
                 chunk: None,
                 norm_rows: false,
                 scale: 0.25,
@@ -137,6 +138,7 @@ impl<E: Number> Tiny<E> {
             positions: POSITIONS,
             page_size: PAGE,
             page_count: VOCABULARY,
+            window_page_count: 0,
             eps: EPS,
         }
     }
@@ -229,6 +231,7 @@ impl<E: Number> Tiny<E> {
             token_stride: tokens.len(),
             pages: &pages,
             page_stride: pages.len(),
+            window_pages: &[],
             sample: sampled,
             states: &[],
         };

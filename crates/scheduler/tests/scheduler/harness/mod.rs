@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use forebay_protocol::{PromptLogprobs, StepPlan, StepResult, Want};
 use forebay_scheduler::{
-    Event, Finish, MAX_IN_FLIGHT, Policy, Request, Scheduler, SchedulerConfig,
+    Event, Finish, MAX_IN_FLIGHT, Policy, PoolSizes, Request, Scheduler, SchedulerConfig,
 };
 
 use crate::device::{Copier, Device, append, read_prompt, vector};
@@ -383,7 +383,9 @@ impl Harness {
         self.flights.clear();
         self.scheduler.reset_without_blame();
         let state_pages = self.config.states.map_or(0, |states| states.pages);
-        self.scheduler.resize(pages, host_pages, state_pages);
+        let window_pages = self.config.windows.map_or(0, |part| part.pages);
+        let sizes = PoolSizes { pages, host_pages, state_pages, window_pages };
+        self.scheduler.resize(sizes);
         self.was_reset = true;
         self.config.pages = pages;
         if let Some(host) = &mut self.config.host {
@@ -497,6 +499,8 @@ impl Harness {
         self.check();
         let states = self.scheduler.stats().states;
         assert_eq!((states.pages_held, states.pages_cached), (0, 0), "states that nobody uses");
+        let windows = self.scheduler.stats().windows;
+        assert_eq!((windows.pages_held, windows.pages_cached), (0, 0), "pages that nobody uses");
         let images = self.scheduler.stats().images;
         assert_eq!((images.pages_held, images.pages_cached, images.waiting), (0, 0, 0));
         assert!(self.arena.is_empty(), "patches that nobody reads are still there");

@@ -31,6 +31,7 @@ pub(crate) fn config() -> SchedulerConfig {
         sparse: None,
         tower: None,
         states: None,
+        windows: None,
         places: 0,
     }
 }

@@ -1,0 +1,217 @@
+//! The pages of layers with a window, which read the last positions of a request only.
+
+use crate::hash::BlockHash;
+use crate::pool::{Counts, Lease, PagePool};
+
+/// The pool of the window part of pages.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Windowed {}
+
+/// The pages of the window part, and the blocks in them.
+///
+/// A request passes pages: its window is behind them, and it gives them back. Behind a cached
+/// prefix a request can go on if the window part has the blocks within the window. So the pages at
+/// which a request ended are worth more than those that it has passed, and stay longer.
+#[derive(Debug)]
+pub struct WindowPool {
+    /// In this pool *saved* is said of blocks that were passed: they are evicted first.
+    pool: PagePool<Windowed>,
+    /// Blocks that a row reads before its first position, if that begins a page.
+    tail: usize,
+}
+
+impl WindowPool {
+    /// A pool of `pages` free pages of `page_size` positions, for layers whose queries see `window`
+    /// positions, their own among them.
+    #[must_use]
+    pub fn new(pages: u32, page_size: u32, window: u32) -> Self {
+        let tail = window.saturating_sub(1).div_ceil(page_size.max(1)) as usize;
+        Self { pool: PagePool::new(pages), tail }
+    }
+
+    /// The number of last blocks of a prefix that are needed to go on behind it, if it has so many.
+    #[must_use]
+    pub fn tail(&self) -> usize {
+        self.tail
+    }
+
+    /// The largest number of these leading blocks behind which a request can go on.
+    #[must_use]
+    pub fn longest(&self, names: &[BlockHash]) -> usize {
+        let mut end = names.len();
+        for (at, &name) in names.iter().enumerate().rev() {
+            if end - at > self.tail {
+                break;
+            }
+            if !self.pool.contains(name) {
+                end = at;
+            }
+        }
+        end
+    }
+
+    /// Leases the last blocks of a prefix behind which a request can go on, in their order.
+    ///
+    /// # Panics
+    /// One of them is not there: see [`Self::longest`].
+    pub fn share_tail(&mut self, names: &[BlockHash]) -> Vec<Lease<Windowed>> {
+        let tail = &names[names.len().saturating_sub(self.tail)..];
+        let share = |&name| self.pool.share(name).expect("the prefix was found here");
+        tail.iter().map(share).collect()
+    }
+
+    /// Leases a page without content; `None`: every page is held.
+    #[must_use]
+    pub fn allocate(&mut self) -> Option<Lease<Windowed>> {
+        self.pool.allocate().map(|(lease, _)| lease)
+    }
+
+    /// Names the block that a full page holds, as [`PagePool::name`] does.
+    pub fn name(&mut self, lease: &Lease<Windowed>, name: BlockHash) -> bool {
+        self.pool.name(lease, name)
+    }
+
+    /// Gives back the lease of a page that a request has passed. If nobody else uses the page, it
+    /// is evicted before those at which a request ended.
+    pub fn release_passed(&mut self, lease: Lease<Windowed>) {
+        self.release(lease, true);
+    }
+
+    /// Gives back the lease of a page at which a request ended, or lost its pages.
+    pub fn release_kept(&mut self, lease: Lease<Windowed>) {
+        self.release(lease, false);
+    }
+
+    fn release(&mut self, lease: Lease<Windowed>, passed: bool) {
+        if let Some(name) = self.pool.name_of(&lease) {
+            self.pool.set_saved(name, passed);
+        }
+        self.pool.release(lease);
+    }
+
+    /// Makes the pool forget the page of a block, as [`PagePool::forget`] does.
+    pub fn forget(&mut self, name: BlockHash) -> bool {
+        self.pool.forget(name)
+    }
+
+    /// Forgets every block without a lease. True: nothing is left.
+    pub fn flush(&mut self) -> bool {
+        self.pool.flush();
+        self.pool.blocks() == 0
+    }
+
+    /// The number of pages that [`Self::allocate`] can give.
+    #[must_use]
+    pub fn available(&self) -> u32 {
+        self.pool.available()
+    }
+
+    /// The number of available pages that hold nothing, or a block that was passed.
+    #[must_use]
+    pub fn spare(&self) -> u32 {
+        self.pool.spare()
+    }
+
+    /// The number of all pages.
+    #[must_use]
+    pub fn size(&self) -> u32 {
+        self.pool.size()
+    }
+
+    /// The number of pages in each state.
+    #[must_use]
+    pub fn counts(&self) -> Counts {
+        self.pool.counts()
+    }
+
+    /// The number of current leases of a page.
+    #[must_use]
+    pub fn leases(&self, page: u32) -> u32 {
+        self.pool.leases(page)
+    }
+
+    /// Checks the pool, as [`PagePool::check_integrity`] does.
+    ///
+    /// # Errors
+    /// The fault, in words.
+    pub fn check_integrity(&self) -> Result<(), String> {
+        self.pool.check_integrity()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hash::Namer;
+
+    fn names(count: usize) -> Vec<BlockHash> {
+        Namer::open().chain(0, &vec![1; 4 * count], 4)
+    }
+
+    /// A pool in which a request has passed all of these blocks.
+    fn passed(pages: u32, window: u32, names: &[BlockHash]) -> WindowPool {
+        let mut pool = WindowPool::new(pages, 4, window);
+        for &name in names {
+            let lease = pool.allocate().expect("a page");
+            assert!(pool.name(&lease, name));
+            pool.release_passed(lease);
+        }
+        pool
+    }
+
+    #[test]
+    fn a_prefix_needs_the_blocks_within_the_window() {
+        let names = names(6);
+        // A window of one position reads nothing before its own.
+        for (window, tail) in [(1, 0), (2, 1), (5, 1), (6, 2), (9, 2), (10, 3)] {
+            assert_eq!(WindowPool::new(1, 4, window).tail(), tail, "{window}");
+        }
+        let mut pool = passed(8, 9, &names);
+        assert_eq!(pool.longest(&names), 6);
+        // The search goes back from the longest match.
+        assert!(pool.forget(names[4]));
+        assert_eq!((pool.longest(&names), pool.longest(&names[..4])), (4, 4));
+        assert!(pool.forget(names[2]));
+        assert_eq!(pool.longest(&names), 2, "the first two are a whole prefix");
+        assert!(pool.forget(names[0]));
+        assert_eq!(pool.longest(&names), 0);
+        assert_eq!(pool.longest(&[]), 0);
+        let alone = passed(8, 9, &names[..1]);
+        assert_eq!(alone.longest(&names[..1]), 1, "a prefix that is shorter than the window");
+        assert_eq!(WindowPool::new(1, 4, 1).longest(&names), 6, "nothing is read");
+    }
+
+    #[test]
+    fn the_end_of_a_prefix_is_leased() {
+        let names = names(3);
+        let mut pool = passed(3, 9, &names);
+        let tail = pool.share_tail(&names);
+        assert_eq!(pool.counts(), Counts { free: 0, cached: 1, held: 2 });
+        assert_eq!(pool.longest(&names), 3);
+        assert!(pool.allocate().map(|lease| pool.release_kept(lease)).is_some());
+        assert_eq!(pool.longest(&names), 3, "the first one has given way, and is not read");
+        assert_eq!(pool.longest(&names[..1]), 0);
+        tail.into_iter().for_each(|lease| pool.release_kept(lease));
+        assert!(pool.flush());
+        pool.check_integrity().expect("whole");
+    }
+
+    #[test]
+    fn pages_that_were_passed_go_before_those_at_which_a_request_ended() {
+        let names = names(3);
+        let mut pool = WindowPool::new(3, 4, 5);
+        let mut leases: Vec<_> = (0..3).map(|_| pool.allocate().expect("a page")).collect();
+        for (lease, &name) in leases.iter().zip(&names) {
+            pool.name(lease, name);
+        }
+        let last = leases.pop().expect("three");
+        // The end is the oldest.
+        pool.release_kept(last);
+        leases.into_iter().for_each(|lease| pool.release_passed(lease));
+        assert_eq!((pool.spare(), pool.available()), (2, 3));
+        let taken: Vec<_> = (0..2).map(|_| pool.allocate().expect("a page")).collect();
+        assert_eq!(pool.longest(&names), 3, "its last block is there");
+        assert_eq!(pool.longest(&names[..2]), 0);
+        taken.into_iter().for_each(|lease| pool.release_kept(lease));
+    }
+}
