@@ -181,7 +181,7 @@ def test_a_tower_that_would_be_computed_wrongly_is_refused(changes: dict[str, An
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({**QWEN3, "vision_config": None}, "no 'vision_config'"),
+        ({**QWEN3, "vision_config": [1]}, "a vision_config of no keys"),
         ({**QWEN25, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 20]}}, "does not share the 64"),
         ({**QWEN25, "rope_scaling": {"type": "mrope", "mrope_section": [32, 32]}}, "does not share the 64"),
         ({**QWEN25, "architectures": ["Qwen2ForCausalLM"]}, "the rope scaling 'mrope'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -85,6 +86,11 @@ class Batch:
     page_size: int
     page_stride: int
     """Entries of `LayerKV` from a page's first entry to the next page's."""
+    spans: Sequence[Sequence[tuple[int, int]]] = ()
+    """For each row [r], on the host: first and end of ranges of positions that see each other both ways.
+
+    A row that ends behind the first position of a range ends behind the range. (): no row has any.
+    """
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ pub const ALL: [&Family; 56] = [
     &mistral4::FAMILY,
     &gemma2::FAMILY,
     &gemma3::FAMILY,
-    &gemma3::TEXT,
+    &gemma3::TOWER,
     &gemma3::EMBEDDING,
     &gemma4::FAMILY,
     &gemma4::TEXT,
