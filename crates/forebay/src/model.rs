@@ -89,7 +89,8 @@ pub(crate) struct Images {
     pub(crate) rest: Map<String, Value>,
 }
 
-/// The mark that templates of chats write for an image, and the text that prompts have in its place.
+/// The mark that templates of chats write for an image, and the text that prompts have in its
+/// place.
 #[derive(Debug, Clone, Deserialize, Serialize)]
 pub(crate) struct Mark {
     pub(crate) written: String,

@@ -1,9 +1,9 @@
 //! Describes models in JSON, as hands get them: for tests and benchmarks in Python.
 //!
-//! `describe PATH CACHE [--embedding] [--text-alone]` prints the description of the model in `PATH`,
-//! with the manifest of its weights. `describe --configs` reads a line of JSON at a time, an object
-//! `{"config", "headless", "text_alone", "format", "files"}`, and answers each with `{"shape",
-//! "manifest"}` or `{"error", "kind"}`. Without `files` there is no manifest.
+//! `describe PATH CACHE [--embedding] [--text-alone]` prints the description of the model in
+//! `PATH`, with the manifest of its weights. `describe --configs` reads a line of JSON at a time,
+//! an object `{"config", "headless", "text_alone", "format", "files"}`, and answers each with
+//! `{"shape", "manifest"}` or `{"error", "kind"}`. Without `files` there is no manifest.
 
 use std::io::{self, BufRead, Write};
 use std::path::{Path, PathBuf};

@@ -69,8 +69,8 @@ pub enum TowerKind {
     /// Qwen3-VL and Qwen3.5: a table of positions that is stretched over the image, and deepstack
     /// outputs, if there are any.
     Table,
-    /// `SigLIP` (Zhai et al. 2023) before Gemma 3: images of one size, each of whose patches has its
-    /// place in the table, and means of squares of patches.
+    /// `SigLIP` (Zhai et al. 2023) before Gemma 3: images of one size, each of whose patches has
+    /// its place in the table, and means of squares of patches.
     Siglip,
 }
 
@@ -83,7 +83,8 @@ impl TowerKind {
     }
 }
 
-/// True if a config has a tower. A repository of the text alone may have kept the name of the whole.
+/// True if a config has a tower. A repository of the text alone may have kept the name of the
+/// whole.
 pub(crate) fn has_tower(config: &Map<String, Value>) -> bool {
     config.get(TOWER_CONFIG).is_some_and(|tower| !tower.is_null())
 }
@@ -322,8 +323,8 @@ pub(crate) fn read_images(
     Ok(images.into())
 }
 
-/// The token that stands for a position, and the mark that templates of chats write for an image,
-/// with the text that stands in its place, as `Gemma3Processor` of transformers has it.
+/// The token that stands for a position, and the mark of an image in templates of chats. The text
+/// in its place is that of `Gemma3Processor` of transformers.
 fn gemma_tokens(
     config: &Map<String, Value>,
     tokenizer_config: &Map<String, Value>,
@@ -391,7 +392,8 @@ impl Processor<'_> {
         self.read(tower, json!({"min_pixels": smallest, "max_pixels": largest}))
     }
 
-    /// Settings under which every image gets `side` times `side` positions (`Gemma3ImageProcessor`).
+    /// Settings under which every image gets `side` times `side` positions
+    /// (`Gemma3ImageProcessor`).
     fn of_one_size(
         &self,
         tower: &VisionTower,

@@ -11,8 +11,8 @@ use crate::model::{Model, Source, fetch};
 use crate::python;
 use crate::resolve::{Drafter, Resolved};
 
-/// Fetches a model, and resolves the settings for it. Where images need PyTorch's hand, which is not
-/// installed, its text is served alone.
+/// Fetches a model, and resolves the settings for it. Where images need PyTorch's hand, which is
+/// not installed, its text is served alone.
 pub(super) fn find(
     flags: &ServeFlags,
     name: &str,

@@ -29,9 +29,9 @@ pub(super) const RULES: &[Rule] = &[
     Rule::renamed("model.visual.**", "visual.**"),
 ];
 
-/// The shape of a decoder behind a tower, if the config has one. `usual` are its sections of rotary frequencies. Behind one
-/// with windows, that of Qwen2.5-VL, the decoder's own config may say that its head is tied, and
-/// sections of frequencies follow one another.
+/// The shape of a decoder behind a tower, if the config has one. `usual` are its sections of rotary
+/// frequencies. Behind one with windows, that of Qwen2.5-VL, the decoder's own config may say that
+/// its head is tied, and sections of frequencies follow one another.
 pub(super) fn with_tower(
     config: &Config<'_>,
     decoder: fn(&Config<'_>) -> Result<Shape, ModelError>,
