@@ -44,9 +44,10 @@ def program() -> Path:
     return next((path for path in found if path.is_file()), found[0])
 
 
-def described(path: Path, cache: Path, *, embedding: bool = False) -> dict[str, Any]:
+def described(path: Path, cache: Path, *, embedding: bool = False, text_alone: bool = False) -> dict[str, Any]:
     """The model in a directory or a GGUF file, with the places of its weights. Raises ModelError."""
-    command = [str(program()), str(path), str(cache), *(["--embedding"] if embedding else [])]
+    flags = {"--embedding": embedding, "--text-alone": text_alone}
+    command = [str(program()), str(path), str(cache), *(flag for flag, given in flags.items() if given)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
     if done.returncode:
         raise ModelError(_error(done.stderr))
@@ -88,9 +89,19 @@ def model_config(config: Mapping[str, Any], *, headless: bool = False) -> ModelC
 def handshake_model(
     config: Mapping[str, Any], files: Sequence[str | Path] = (), form: str = "safetensors", **more: Any
 ) -> dict[str, Any]:
-    """The handshake's `model` for a `config.json` and files with weights. `more` are further fields of it."""
+    """The handshake's `model` for a `config.json` and files with weights. `more` are further fields of it.
+
+    Without `images` it is the text of a model with a tower.
+    """
     named, pooling = [str(path) for path in files], more.get("pooling")
-    question = {"config": config, "headless": pooling is not None, "files": named, "format": form}
+    text_alone = more.get("images") is None
+    question = {
+        "config": config,
+        "headless": pooling is not None,
+        "text_alone": text_alone,
+        "files": named,
+        "format": form,
+    }
     if pooling is not None:
         question["scores"] = pooling["task"] != "embed"
     return {"format": form, "directory": "", "files": named, "config": dict(config), **_asked(question), **more}

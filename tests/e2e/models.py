@@ -16,6 +16,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     DeepseekV32Config,
     DeepseekV32ForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     GlmMoeDsaConfig,
@@ -28,7 +30,9 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5Config,
     Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -74,6 +78,28 @@ PREPROCESSOR: dict[str, Any] = {
     "size": {"shortest_edge": 64, "longest_edge": 1 << 18},
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
     "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+
+GEMMA_MARKS = ("<start_of_image>", "<end_of_image>", "<image_soft_token>")
+GEMMA_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content | trim }}{% else %}{% for item in message.content %}"
+    "{% if item.type == 'image' %}{{ '<start_of_image>' }}{% else %}{{ item.text | trim }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""As that of Gemma 3 writes images."""
+GEMMA_PREPROCESSOR: dict[str, Any] = {
+    "image_processor_type": "Gemma3ImageProcessor",
+    "do_convert_rgb": None,
+    "do_pan_and_scan": None,
+    "do_resize": True,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_seq_length": 16,
+    "image_std": [0.5, 0.5, 0.5],
+    "resample": 2,
+    "rescale_factor": 0.00392156862745098,
+    "size": {"height": 32, "width": 32},
 }
 
 _SHAPE: dict[str, Any] = {
@@ -191,6 +217,43 @@ _FAMILIES |= {
             **_SEEING,
         ),
     ),
+    "qwen3.5-vl": (
+        Qwen3_5ForConditionalGeneration,
+        Qwen3_5Config(
+            text_config={
+                **_SEEING_SHAPE,
+                "num_hidden_layers": 4,
+                "head_dim": 32,
+                "layer_types": ["linear_attention", "full_attention"] * 2,
+                "linear_num_key_heads": 2,
+                "linear_num_value_heads": 4,
+                "linear_key_head_dim": 16,
+                "linear_value_head_dim": 16,
+                "rope_parameters": {**_SECTIONS, "mrope_interleaved": True, "partial_rotary_factor": 0.5},
+            },
+            vision_config={**_TOWER, "num_position_embeddings": 36},
+            **_SEEING,
+        ),
+    ),
+    "gemma3-vl": (
+        Gemma3ForConditionalGeneration,
+        Gemma3Config(
+            text_config={**_SEEING_SHAPE, "num_hidden_layers": 6, "head_dim": 16, "sliding_window": 24},
+            vision_config={
+                "hidden_size": 36,
+                "intermediate_size": 48,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 2,
+                "patch_size": 4,
+                "image_size": 32,
+                "vision_use_head": False,
+            },
+            mm_tokens_per_image=16,
+            image_token_index=IMAGE,
+            boi_token_index=VOCABULARY,
+            eoi_token_index=VOCABULARY + 1,
+        ),
+    ),
 }
 
 
@@ -259,18 +322,20 @@ class TinyModel(Model):
 class TinyImageModel(TinyModel):
     """A random model with a vision tower. Its patches are 4 pixels wide, so that a position is 8 by 8 of them."""
 
-    tokens = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
     pixels = 8
 
     def __init__(self, family: str, directory: Path) -> None:
         super().__init__(family, directory)
+        is_gemma = family.startswith("gemma")
+        self.tokens = GEMMA_MARKS if is_gemma else ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
+        template, preprocessor = (GEMMA_TEMPLATE, GEMMA_PREPROCESSOR) if is_gemma else (IMAGE_TEMPLATE, PREPROCESSOR)
         tokenizer = Tokenizer.from_file(str(TOKENIZER))
         tokenizer.add_special_tokens([AddedToken(token, special=True) for token in self.tokens])
         assert tokenizer.token_to_id(self.tokens[-1]) == IMAGE
         tokenizer.save(str(directory / "tokenizer.json"))
-        config = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "chat_template": IMAGE_TEMPLATE}
+        config = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "chat_template": template}
         (directory / "tokenizer_config.json").write_text(json.dumps(config))
-        (directory / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
+        (directory / "preprocessor_config.json").write_text(json.dumps(preprocessor))
         self.tokenizer = tokenizer
 
     @cached_property

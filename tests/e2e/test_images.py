@@ -27,7 +27,7 @@ from tests.e2e.conftest import Models, Serve
 from tests.e2e.models import IMAGE, PREPROCESSOR, Model
 from tests.e2e.server import Server
 
-FAMILIES = ["qwen3-vl", "qwen2.5-vl"]
+FAMILIES = ["qwen3-vl", "qwen2.5-vl", "qwen3.5-vl"]
 COUNT = 16
 PREPROCESSING = Preprocessing(
     patch=4,
@@ -250,9 +250,9 @@ def test_wrong_images_of_generate(server: Server, body: Json, param: str, reason
     assert (error["param"], reason in error["message"]) == (param, True), error
 
 
-@pytest.mark.parametrize("device", ["cpu", "deferred"])
-def test_a_dead_hand_changes_no_token(serve: Serve, models: Models, device: str) -> None:
-    model = models("qwen3-vl")
+@pytest.mark.parametrize(("family", "device"), [("qwen3-vl", "cpu"), ("qwen3-vl", "deferred"), ("qwen3.5-vl", "cpu")])
+def test_a_dead_hand_changes_no_token(serve: Serve, models: Models, family: str, device: str) -> None:
+    model = models(family)
     server = serve(model, "--dtype", "float32", "--device", device, "--image-budget", "50")
     body = chat(part(png(picture(80, 6, 6))), text("a"), part(png(picture(81, 5, 5))), max_tokens=200, stream=True)
 

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     PreTrainedConfig,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeConfig,
@@ -26,6 +35,7 @@ from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
 from forebay.state.images import pages_of
 from forebay.weights.vision import Preprocessing
+from tests.hand.recurrent_models import DELTA, EXPERTS, noisy
 from tests.hand.support import TINY, MiniBrain, PlanBuilder, Request, hf_config, hub_weights, random_model, wire_config
 
 PAD, START, END = 128, 129, 130
@@ -39,6 +49,39 @@ QWEN3_TOWER = {**TOWER, "depth": 4, "out_hidden_size": 64, "num_position_embeddi
 QWEN25_TOWER = {**TOWER, "depth": 4, "out_hidden_size": 64, "window_size": 24, "fullatt_block_indexes": [1, 3]}
 NO_IDS = {"bos_token_id": None, "eos_token_id": None}
 QWEN3: dict[str, Any] = {**TEXT, "head_dim": 16, "rope_parameters": {**ROPE, "mrope_interleaved": True}}
+STATES: dict[str, Any] = {
+    **DELTA,
+    "max_position_embeddings": CONTEXT,
+    "rope_parameters": {**ROPE, "mrope_interleaved": True, "partial_rotary_factor": 0.5},
+}
+"""Of each head of 32 elements 16 are rotated."""
+SIDE = 4
+"""Rows and columns of positions of the images of a Gemma."""
+GEMMA: dict[str, Any] = {
+    **TEXT,
+    "head_dim": 16,
+    "num_hidden_layers": 7,
+    "query_pre_attn_scalar": 20,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+SIGLIP: dict[str, Any] = {
+    "hidden_size": 36,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+    "image_size": 4 * MERGE * SIDE,
+    "layer_norm_eps": 1e-5,
+    "vision_use_head": False,
+}
+OF_GEMMA: dict[str, Any] = {
+    "vision_config": SIGLIP,
+    "mm_tokens_per_image": SIDE**2,
+    "image_token_index": PAD,
+    "boi_token_index": START,
+    "eoi_token_index": END,
+}
 
 FAMILIES: dict[str, tuple[type[Any], PreTrainedConfig]] = {
     "qwen3-vl": (
@@ -72,7 +115,24 @@ FAMILIES: dict[str, tuple[type[Any], PreTrainedConfig]] = {
         Qwen2_5_VLForConditionalGeneration,
         Qwen2_5_VLConfig(text_config={**TEXT, **NO_IDS, "rope_parameters": ROPE}, vision_config=QWEN25_TOWER, **TOKENS),
     ),
+    "qwen3.5": (
+        Qwen3_5ForConditionalGeneration,
+        Qwen3_5Config(text_config=STATES, vision_config=QWEN3_TOWER, tie_word_embeddings=True, **TOKENS),
+    ),
+    "qwen3.5-moe": (
+        Qwen3_5MoeForConditionalGeneration,
+        Qwen3_5MoeConfig(text_config={**STATES, **EXPERTS}, vision_config=QWEN3_TOWER, **TOKENS),
+    ),
 }
+GEMMAS: dict[str, tuple[type[Any], PreTrainedConfig]] = {
+    # A window that is shorter than an image, and one that is longer.
+    "gemma3-short": (
+        Gemma3ForConditionalGeneration,
+        Gemma3Config(text_config={**GEMMA, "sliding_window": 11}, **OF_GEMMA),
+    ),
+    "gemma3": (Gemma3ForConditionalGeneration, Gemma3Config(text_config={**GEMMA, "sliding_window": 40}, **OF_GEMMA)),
+}
+"""Models whose images have one size, and whose image positions see each other."""
 PREPROCESSING = Preprocessing(
     patch=4,
     merge=MERGE,
@@ -82,6 +142,9 @@ PREPROCESSING = Preprocessing(
     mean=(0.48145466, 0.4578275, 0.40821073),
     std=(0.26862954, 0.26130258, 0.27577711),
     rescale=1 / 255,
+)
+OF_ONE_SIZE = replace(
+    PREPROCESSING, temporal=1, min_pixels=SIGLIP["image_size"] ** 2, max_pixels=SIGLIP["image_size"] ** 2
 )
 PATCH_BYTES = 3 * PREPROCESSING.patch**2
 
@@ -103,6 +166,19 @@ class Image:
     def pixels(self) -> torch.Tensor:
         """What transformers' processor would give."""
         return Pixels(PREPROCESSING, torch.device("cpu"))(torch.from_numpy(self.patches))
+
+    @property
+    def picture_patches(self) -> torch.Tensor:
+        """The input of a Gemma's tower."""
+        return Pixels(OF_ONE_SIZE, torch.device("cpu"))(torch.from_numpy(self.patches))
+
+    @property
+    def picture(self) -> torch.Tensor:
+        """What transformers' processor of a Gemma would give, [3, rows, columns]."""
+        sides = (self.grid.height, self.grid.width, MERGE, MERGE, 3, 4, 4)
+        return (
+            self.picture_patches.view(sides).permute(4, 0, 2, 5, 1, 3, 6).reshape(3, 4 * MERGE * SIDE, 4 * MERGE * SIDE)
+        )
 
     @property
     def patch_grid(self) -> list[int]:
@@ -147,11 +223,39 @@ class Prompt:
             inputs["image_grid_thw"] = torch.tensor([image.patch_grid for *_, image in self.images])
         return inputs
 
+    def gemma_inputs(self, more: Sequence[int] = ()) -> dict[str, torch.Tensor]:
+        """What transformers' Gemma 3 wants, with further tokens."""
+        ids = torch.tensor([[*self.ids, *more]])
+        inputs = {"input_ids": ids, "token_type_ids": (ids == PAD).int()}
+        inputs["token_type_ids"][:, len(self.ids) :] = 0
+        if self.images:
+            inputs["pixel_values"] = torch.stack([image.picture for *_, image in self.images])
+        return inputs
+
 
 @cache
 def model_of(family: str) -> Any:
     """A tiny random transformers model."""
-    return random_model(*FAMILIES[family])
+    make = noisy if family.startswith("qwen3.5") else random_model
+    return make(*{**FAMILIES, **GEMMAS}[family])
+
+
+def preprocessing(family: str) -> Preprocessing:
+    """The way from an image to patches of a family."""
+    return OF_ONE_SIZE if family in GEMMAS else PREPROCESSING
+
+
+_FOLDERS: list[TemporaryDirectory[str]] = []
+
+
+@cache
+def saved(family: str) -> dict[str, Any]:
+    """A model in a folder, as a hand gets it."""
+    _FOLDERS.append(TemporaryDirectory())
+    folder = Path(_FOLDERS[-1].name)
+    model_of(family).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    return handshake_model(config, [folder / "model.safetensors"], images=preprocessing(family).to_dict())
 
 
 def own_name(name: str) -> str:
@@ -163,9 +267,15 @@ def own_name(name: str) -> str:
 def image_runner(family: str, arena: npt.NDArray[np.uint8] | None = None, **changes: Any) -> ModelRunner:
     """A runner with the weights of a transformers model."""
     model = model_of(family)
+    sizes = {"context_length": CONTEXT, "max_total_tokens": 4096, "image_pool_tokens": 4096}
+    if family.startswith(("qwen3.5", "gemma3")):
+        # Their weights are not those of files by name alone.
+        wire = {**wire_config({}), **sizes, "load_format": "auto", "model": saved(family), **changes}
+        runner = ModelRunner(RunnerConfig.from_dict(wire), arena)
+        runner.load(lambda done, total: None)
+        return runner
     config = hf_config(model.config, type(model).__name__)
     described = handshake_model(config, images=PREPROCESSING.to_dict())
-    sizes = {"context_length": CONTEXT, "max_total_tokens": 4096, "image_pool_tokens": 4096}
     wire = {**wire_config(config), **sizes, "model": described, **changes}
     runner = ModelRunner(RunnerConfig.from_dict(wire), arena)
     runner.model.load_weights((own_name(name), tensor) for name, tensor in hub_weights(model).items())
@@ -187,6 +297,8 @@ def arena_of(images: Sequence[Image]) -> tuple[npt.NDArray[np.uint8], list[int]]
 def reference(family: str, prompt: Prompt, count: int) -> tuple[list[int], torch.Tensor]:
     """Greedy tokens and the log-probabilities [count, vocabulary] of each."""
     model = model_of(family)
+    if family in GEMMAS:
+        return _gemma_reference(model, prompt, count)
     # It keeps the last prompt's.
     model.model.rope_deltas = None
     with torch.inference_mode():
@@ -200,6 +312,18 @@ def reference(family: str, prompt: Prompt, count: int) -> tuple[list[int], torch
             at = torch.full((3, 1, 1), prompt.end + number)
             following = torch.tensor([tokens[-1:]])
             out = model(input_ids=following, past_key_values=out.past_key_values, position_ids=at, use_cache=True)
+    return tokens, torch.stack(distributions)
+
+
+def _gemma_reference(model: Any, prompt: Prompt, count: int) -> tuple[list[int], torch.Tensor]:
+    """Each token from the whole, without a cache."""
+    distributions: list[torch.Tensor] = []
+    tokens: list[int] = []
+    with torch.inference_mode():
+        for _ in range(count):
+            logits = model(**prompt.gemma_inputs(tokens), use_cache=False).logits[0, -1].float()
+            distributions.append(logits.log_softmax(-1))
+            tokens.append(int(logits.argmax()))
     return tokens, torch.stack(distributions)
 
 
@@ -219,6 +343,7 @@ class ImageBrain(MiniBrain):
         super().__init__(runner, seed, lookahead)
         images = runner.images
         assert images is not None
+        self._whole = runner.decoder.config.whole_images
         self.layers = images.facts()["tower_layers"]
         self.image_pages = self._random.permutation(images.pool.page_count).tolist()
         self._images = 0
@@ -231,3 +356,12 @@ class ImageBrain(MiniBrain):
             builder.image(self._images, (0, int(self.layers)), image.grid, offset, pages)
             builder.image_span(request.slot, position, image.grid, rope, pages)
             self._images += 1
+
+    def _advance(self, request: Request, builder: PlanBuilder, chunk: int) -> bool:
+        """No row ends within an image that has to be whole: it ends before it, or behind."""
+        assert isinstance(request, ImageRequest)
+        end = min(request.computed + chunk, len(request.prompt) + request.sampled)
+        for first, _, image in request.seen.images if self._whole else ():
+            if first < end < first + image.grid.positions:
+                end = first if first > request.computed else first + image.grid.positions
+        return super()._advance(request, builder, max(end - request.computed, 1))

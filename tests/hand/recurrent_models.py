@@ -253,7 +253,11 @@ COMPILED = [name for name in MODELS if not name.startswith(("nemotron", "falcon"
 @cache
 def model_of(name: str) -> Any:
     """The model, with noise on everything that its code initialises with zeros and ones."""
-    kind, config = MODELS[name]
+    return noisy(*MODELS[name])
+
+
+def noisy(kind: type[Any], config: PreTrainedConfig) -> Any:
+    """A random model with recurrent layers."""
     torch.manual_seed(7)
     model = kind(config).eval()
     beside_one = "qwen" in model.config.model_type

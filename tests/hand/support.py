@@ -530,8 +530,7 @@ class MiniBrain:
         for index in range(-(-total // self.runner.config.page_size)):
             builder.page_writes.append((request.slot, index, self.pages.pop()))
 
-    @staticmethod
-    def _advance(request: Request, builder: PlanBuilder, chunk: int) -> bool:
+    def _advance(self, request: Request, builder: PlanBuilder, chunk: int) -> bool:
         if request.sampled == request.count:
             return False
         total = len(request.prompt) + request.sampled

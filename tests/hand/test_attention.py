@@ -1,5 +1,7 @@
 """Paged attention of random mixed batches against dense attention, a query at a time."""
 
+from collections.abc import Mapping
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.attention import cpu
-from forebay.attention.backend import Batch, LayerKV
+from forebay.attention.backend import AttentionBackend, Batch, LayerKV
 from forebay.attention.cpu import CpuAttention
+from forebay.attention.triton import TritonAttention
+from forebay.gpu import reference
 
 KV_HEADS, DIM, PAGE = 2, 8, 4
 ROW = st.one_of(
@@ -28,7 +32,17 @@ def naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.cat(out)
 
 
-def check(rows: list[tuple[int, int]], heads: int, dtype: torch.dtype, tolerance: float, seed: int = 0) -> None:
+def check(
+    rows: list[tuple[int, int]],
+    heads: int,
+    dtype: torch.dtype,
+    tolerance: float,
+    seed: int = 0,
+    backend: AttentionBackend | None = None,
+    spans: Mapping[int, list[tuple[int, int]]] | None = None,
+) -> None:
+    """`spans` are ranges of positions of rows that see each other both ways."""
+    backend, spans = backend or CpuAttention(), spans or {}
     random = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
     pages_a_slot = -(-max(start + length for start, length in rows) // PAGE)
@@ -36,7 +50,6 @@ def check(rows: list[tuple[int, int]], heads: int, dtype: torch.dtype, tolerance
     # Whatever nobody may look at is not a number.
     kv = LayerKV(*(torch.full((page_count * PAGE, KV_HEADS, DIM), torch.nan, dtype=dtype) for _ in range(2)))
     page_table = random.permutation(page_count)[: pages_a_slot * len(rows)].reshape(len(rows), pages_a_slot)
-    backend = CpuAttention()
 
     starts, lengths = np.array(rows).T
     order = backend.order(lengths, starts + lengths)
@@ -65,6 +78,7 @@ def check(rows: list[tuple[int, int]], heads: int, dtype: torch.dtype, tolerance
         page_table=torch.from_numpy(page_table.astype(np.int32)),
         page_size=PAGE,
         page_stride=PAGE,
+        spans=[spans.get(slot, []) for slot in order.tolist()] if spans else (),
     )
     q = torch.cat([queries[slot] for slot in order])
     k, v = (torch.cat([dense[slot][which, starts[slot] :] for slot in order]) for which in (0, 1))
@@ -76,7 +90,8 @@ def check(rows: list[tuple[int, int]], heads: int, dtype: torch.dtype, tolerance
     for slot in order.tolist():
         start, length = rows[slot]
         for i in range(length):
-            seen = dense[slot][:, : start + i + 1]
+            behind = [end for first, end in spans.get(slot, []) if first <= start + i < end]
+            seen = dense[slot][:, : max([start + i + 1, *behind])]
             expected = naive(queries[slot][i], seen[0], seen[1])
             torch.testing.assert_close(out[at].double(), expected, atol=tolerance, rtol=0)
             at += 1
@@ -100,3 +115,18 @@ def test_chunks_longer_than_a_block_of_queries(monkeypatch: pytest.MonkeyPatch) 
 def test_groups_are_cut_to_bound_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "DECODE_POSITIONS", 100)
     check([(start, 1) for start in (33, 40, 55, 60, 120, 130, 8)], 4, torch.float32, 1e-5)
+
+
+SPANNED: list[tuple[int, int]] = [(0, 20), (9, 1), (7, 30), (0, 12), (5, 6)]
+SPANS = {0: [(2, 9), (9, 20)], 2: [(3, 10), (20, 33)], 4: [(0, 11)]}
+"""Images at the beginning, side by side, at the end, and ones that begin before their row."""
+
+
+@pytest.mark.parametrize("backend", [CpuAttention(), TritonAttention(reference, null_page=0)])
+def test_positions_of_a_range_see_each_other(backend: AttentionBackend) -> None:
+    check(SPANNED, 4, torch.float32, 1e-5, backend=backend, spans=SPANS)
+
+
+def test_ranges_longer_than_a_block_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "QUERY_BLOCK", 3)
+    check(SPANNED, 4, torch.float32, 1e-5, spans=SPANS)

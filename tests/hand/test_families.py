@@ -18,7 +18,7 @@ from tests.hand.whole_models import WHOLE
 from tests.structure.repository import ROOT
 
 _ROW = re.compile(r"\| [^|]+ \| `(\w+)` \| [^|]+ \| [^|]+ \| ([^|]+) \| ([^|]+) \| \w+ \|")
-CONFIGS = FAMILIES | image_models.FAMILIES | NAMED | TORCH_NAMED | recurrent_models.MODELS | WHOLE
+CONFIGS = FAMILIES | image_models.FAMILIES | image_models.GEMMAS | NAMED | TORCH_NAMED | recurrent_models.MODELS | WHOLE
 """Test configs by name, a class of transformers and a config each."""
 OF_TINY_FILES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 """Families whose GGUF files are those of tests/hand/test_quantised.py."""

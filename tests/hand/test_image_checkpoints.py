@@ -58,7 +58,7 @@ def test_what_transformers_saves_is_loaded(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize("names", NAMES)
-@pytest.mark.parametrize("family", ["qwen3-vl", "qwen2.5-vl"])
+@pytest.mark.parametrize("family", ["qwen3-vl", "qwen2.5-vl", "qwen3.5"])
 def test_names_of_any_release_are_known(tmp_path: Path, family: str, names: str) -> None:
     model = model_of(family)
     model.save_pretrained(tmp_path)

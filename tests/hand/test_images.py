@@ -21,6 +21,7 @@ from tests.hand.image_models import (
     CONTEXT,
     FAMILIES,
     PAD,
+    PREPROCESSING,
     Image,
     ImageBrain,
     ImageRequest,
@@ -80,7 +81,7 @@ def test_tokens_are_those_of_transformers(family: str, device: str, lookahead: i
         check(request, *expected(family, number))
 
 
-@pytest.mark.parametrize("family", ["qwen3-vl", "qwen2.5-vl"])
+@pytest.mark.parametrize("family", ["qwen3-vl", "qwen2.5-vl", "qwen3.5"])
 def test_every_border_of_chunks_gives_the_same(family: str) -> None:
     """Two chunks with the border at each position before, in, between and behind images: a slot for each border."""
     total = len(MIXED.ids)
@@ -108,20 +109,22 @@ def test_every_border_of_chunks_gives_the_same(family: str) -> None:
         np.testing.assert_allclose(result.logprob_values, values, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["qwen3-vl", "qwen3.5"])
 @pytest.mark.parametrize("chunk", [1, 3, 16])
-def test_small_chunks_give_the_same(chunk: int) -> None:
+def test_small_chunks_give_the_same(chunk: int, family: str) -> None:
     arena, asked = requests([MIXED, *PROMPTS[:4]], count=8)
-    ImageBrain(image_runner("qwen3-vl", arena, device="deferred"), chunk, lookahead=1).serve(asked, chunk)
+    ImageBrain(image_runner(family, arena, device="deferred"), chunk, lookahead=1).serve(asked, chunk)
     for request, prompt in zip(asked, [None, 0, 1, 2, 3], strict=True):
-        check(request, *expected("qwen3-vl", prompt))
+        check(request, *expected(family, prompt))
 
 
-def test_a_replay_goes_on_where_it_stopped() -> None:
-    tokens, _ = expected("qwen2.5-vl", 3)
+@pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen3.5-moe"])
+def test_a_replay_goes_on_where_it_stopped(family: str) -> None:
+    tokens, _ = expected(family, 3)
     for kept in (1, 20):
         arena, (request,) = requests([PROMPTS[3]], count=30)
         request.replayed = tokens[:kept]
-        ImageBrain(image_runner("qwen2.5-vl", arena), kept).serve([request], chunk=10)
+        ImageBrain(image_runner(family, arena), kept).serve([request], chunk=10)
         assert request.tokens == tokens[:30]
 
 
@@ -395,8 +398,9 @@ def test_a_pool_holds_two_of_the_largest_images(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_description_that_says_nothing_of_images_is_refused() -> None:
     config = hf_config(model_of("qwen3-vl").config, "Qwen3VLForConditionalGeneration")
+    described = handshake_model(config, images=PREPROCESSING.to_dict())
     with pytest.raises(ConfigError, match="does not say how images become patches"):
-        image_runner("qwen3-vl", model=handshake_model(config))
+        image_runner("qwen3-vl", model={**described, "images": None})
 
 
 def test_quantised_products_are_refused() -> None:

@@ -96,7 +96,8 @@ def test_stacks_of_qwen3_vl_are_read_either_way(tmp_path: Path, turned: bool) ->
         stacks = [name for name in tensors if ".mlp.experts." in name]
         assert len(stacks) == 4
         save_file(tensors | {name: tensors[name].transpose(1, 2).contiguous() for name in stacks}, path)
-    stored = handshake_model(config, [tmp_path / "model.safetensors"])
+    images = image_models.PREPROCESSING.to_dict()
+    stored = handshake_model(config, [tmp_path / "model.safetensors"], images=images)
     read = config_of(stored["shape"])
     found = dict(iter_weights(stored, read))
     wanted = {image_models.own_name(name): tensor for name, tensor in hub_weights(model).items()}

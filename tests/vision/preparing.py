@@ -17,7 +17,10 @@ Pixels = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Family:
-    """How a family of models wants its images."""
+    """How a family of models wants its images.
+
+    With 0 for `min_pixels` all have `max_pixels` positions, as many rows as columns.
+    """
 
     name: str
     patch: int
@@ -33,6 +36,8 @@ CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 QWEN3 = Family("Qwen3-VL", 16, 2, 65_536, 16_777_216, HALF, HALF)
 QWEN2_5 = Family("Qwen2.5-VL", 14, 2, 3_136, 12_845_056, CLIP_MEAN, CLIP_STD)
+# Every image has 256 positions.
+GEMMA3 = Family("Gemma 3", 14, 4, 0, 256, HALF, HALF)
 # A patch a pixel, and no resizing: the patches are the decoded image.
 AS_IT_IS = Family("as it is", 1, 1, 1, 1 << 30, HALF, HALF)
 

@@ -1,4 +1,4 @@
-"""The patches of crates/vision are those of transformers' Qwen2VLImageProcessor, value by value."""
+"""The patches of crates/vision are those of transformers' image processors, value by value."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers.models.gemma3.image_processing_gemma3 import Gemma3ImageProcessor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor, smart_resize
 
-from tests.vision.preparing import KINDS, QWEN2_5, QWEN3, Family, Preparing, picture
+from tests.vision.preparing import GEMMA3, HALF, KINDS, QWEN2_5, QWEN3, Family, Preparing, picture
 
 FAMILIES = [QWEN3, QWEN2_5]
 # Sizes that are tried; `make test-image-sizes` tries a thousand.
@@ -33,13 +34,13 @@ def processor(family: Family) -> Qwen2VLImageProcessor:
     )
 
 
-def values(patches: np.ndarray, family: Family) -> torch.Tensor:
-    """What a hand makes of patches: float32 [patches, 3 * 2 * patch * patch], by a table, each patch twice."""
+def values(patches: np.ndarray, family: Family, times: int = 2) -> torch.Tensor:
+    """What a hand makes of patches: float32 [patches, 3 * times * patch * patch], by a table, each patch `times`."""
     mean, std = torch.tensor(family.mean) * 255, torch.tensor(family.std) * 255
     table = (torch.arange(256, dtype=torch.float32)[None] - mean[:, None]) / std[:, None]
     colours = torch.from_numpy(patches.copy()).view(-1, 3, 1, family.patch**2).long()
     looked_up = table[torch.arange(3)[None, :, None, None], colours]
-    return looked_up.expand(-1, -1, 2, -1).reshape(len(patches), -1)
+    return looked_up.expand(-1, -1, times, -1).reshape(len(patches), -1)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -60,6 +61,25 @@ def test_every_value_is_that_of_transformers(vision: Preparing, family: Family, 
         grid = [[1, prepared.grid[0] * family.merge, prepared.grid[1] * family.merge]]
         assert expected["image_grid_thw"].tolist() == grid, told
         assert torch.equal(values(prepared.patches, family), expected["pixel_values"]), told
+
+
+def test_every_value_of_one_size_is_that_of_transformers(vision: Preparing, tmp_path: Path) -> None:
+    """Larger, smaller and of any ratio: all become 896 x 896."""
+    reference = Gemma3ImageProcessor(size={"height": 896, "width": 896}, image_mean=HALF, image_std=HALF)
+    random = np.random.default_rng(27)
+    for number in range(SIZES // 3):
+        height, width = np.exp(random.uniform(np.log(28), np.log(LONGEST), 2)).astype(int).tolist()
+        kind = KINDS[number % len(KINDS)]
+        path = tmp_path / ("image.png" if number % 3 else "image.jpg")
+        image = Image.fromarray(picture(kind, height, width, random))
+        image.save(path, compress_level=1, quality=int(random.integers(1, 101)))
+        with Image.open(path) as file:
+            expected = reference(images=[file.convert("RGB")], return_tensors="pt")["pixel_values"][0]
+        prepared = vision.prepare(path, GEMMA3)
+        assert prepared.grid == (16, 16)
+        squares = values(prepared.patches, GEMMA3, 1).view(16, 16, 4, 4, 3, 14, 14)
+        found = squares.permute(4, 0, 2, 5, 1, 3, 6).reshape(3, 896, 896)
+        assert torch.equal(found, expected), f"{kind} of {height} x {width}"
 
 
 def png_header(height: int, width: int) -> bytes:

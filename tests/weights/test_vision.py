@@ -99,6 +99,45 @@ PREPROCESSOR: dict[str, Any] = {
     "size": {"longest_edge": 16777216, "shortest_edge": 65536},
     "temporal_patch_size": 2,
 }
+GEMMA: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "boi_token_index": 255999,
+    "eoi_token_index": 256000,
+    "image_token_index": 262144,
+    "mm_tokens_per_image": 256,
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "vision_config": {
+        "hidden_size": 1152,
+        "image_size": 896,
+        "intermediate_size": 4304,
+        "model_type": "siglip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "patch_size": 14,
+        "vision_use_head": False,
+    },
+}
+"""As the hub has it for the 4B."""
+OF_GEMMA: dict[str, Any] = {
+    "do_convert_rgb": None,
+    "do_pan_and_scan": None,
+    "do_resize": True,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_processor_type": "Gemma3ImageProcessor",
+    "image_seq_length": 256,
+    "image_std": [0.5, 0.5, 0.5],
+    "resample": 2,
+    "rescale_factor": 0.00392156862745098,
+    "size": {"height": 896, "width": 896},
+}
 READ = Preprocessing(16, 2, 2, 65536, 16777216, (0.5, 0.5, 0.5), (0.5, 0.25, 0.5), 1 / 255)
 
 
@@ -110,9 +149,9 @@ def vision_of(config: dict[str, Any]) -> Vision:
 
 def test_qwen3_vl() -> None:
     found = model_config(QWEN3)
-    assert found.vision == Vision(
-        24, 1024, 4096, 16, 16, 2, 2, 2560, theta=10000.0, deepstack=(5, 11, 17), table_side=48
-    )
+    plain = {"theta": 10000.0, "norm_eps": 1e-6, "both_ways": False}
+    sizes = (24, 1024, 4096, 16, 16, 2, 2, 2560)
+    assert found.vision == Vision("table", *sizes, **plain, deepstack=(5, 11, 17), table_side=48)
     assert found.vision.patch_bytes == 768
     assert found.vision.position_elements == 4 * 2560
     assert found.sections == Sections((24, 20, 20), interleaved=True)
@@ -124,7 +163,9 @@ def test_qwen3_vl() -> None:
 
 def test_qwen25_vl() -> None:
     found = model_config(QWEN25)
-    assert found.vision == Vision(32, 1280, 3420, 16, 14, 2, 2, 2048, theta=10000.0, window=4, whole=(7, 15, 23, 31))
+    plain = {"theta": 10000.0, "norm_eps": 1e-6, "both_ways": False}
+    sizes = (32, 1280, 3420, 16, 14, 2, 2, 2048)
+    assert found.vision == Vision("windows", *sizes, **plain, window=4, whole=(7, 15, 23, 31))
     assert found.sections == Sections((16, 24, 24), interleaved=False)
     assert found.attention == GroupedQuery(16, 2, 128, 128, qkv_bias=True, output_bias=False, qk_norm=False)
     assert found.ropes == (Rope(128, 1e6, None),)
@@ -181,7 +222,7 @@ def test_a_tower_that_would_be_computed_wrongly_is_refused(changes: dict[str, An
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({**QWEN3, "vision_config": None}, "no 'vision_config'"),
+        ({**QWEN3, "vision_config": [1]}, "a vision_config of no keys"),
         ({**QWEN25, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 20]}}, "does not share the 64"),
         ({**QWEN25, "rope_scaling": {"type": "mrope", "mrope_section": [32, 32]}}, "does not share the 64"),
         ({**QWEN25, "architectures": ["Qwen2ForCausalLM"]}, "the rope scaling 'mrope'"),
@@ -260,3 +301,59 @@ def test_a_description_of_a_model_with_a_tower_needs_what_makes_patches(tmp_path
     written(tmp_path / "m", "preprocessor_config.json", PREPROCESSOR)
     with pytest.raises(ModelError, match="that is for models of text"):
         described(tmp_path / "m", embedding=True)
+
+
+def gemma(directory: Path, **changes: Any) -> dict[str, Any]:
+    """The description of a Gemma 3 whose processing has changes."""
+    tiny_directory(directory)
+    (directory / "generation_config.json").unlink()
+    written(directory, "config.json", GEMMA)
+    written(directory, "preprocessor_config.json", {**OF_GEMMA, **changes})
+    return describe(directory, directory / "cache")
+
+
+def test_gemma_3() -> None:
+    found = model_config(GEMMA)
+    sizes = (27, 1152, 4304, 16, 14, 1, 4, 2560)
+    assert found.vision == Vision("siglip", *sizes, theta=None, norm_eps=1e-6, both_ways=True, table_side=64)
+    assert (found.vision.fixed_side, found.vision.position_elements) == (16, 2560)
+    assert (found.sections, found.whole_images) == (None, True)
+
+
+def test_a_gemma_s_images_have_one_size_and_a_mark(tmp_path: Path) -> None:
+    found = gemma(tmp_path / "m")["images"]
+    read = Preprocessing.from_dict(found)
+    assert (read.patch, read.merge, read.temporal, read.most_positions) == (14, 4, 1, 256)
+    assert (found["fixed"], found["image_token_id"]) == ([16, 16], 262144)
+    assert found["mark"] == {
+        "written": "<start_of_image>",
+        "becomes": "\n\n<start_of_image><image_soft_token><end_of_image>\n\n",
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"do_pan_and_scan": True}, "do_pan_and_scan true of images"),
+        ({"size": {"height": 896, "width": 448}}, "makes images of 896 x 448 pixels, and the tower wants 896 x 896"),
+        ({"size": None}, "what can't be read: size"),
+        ({"resample": 3}, "resample 3 of images"),
+        ({"image_processor_type": "Qwen2VLImageProcessor"}, 'Qwen2VLImageProcessor" of images'),
+    ],
+)
+def test_a_gemma_s_images_that_would_be_made_wrongly_are_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        gemma(tmp_path / "m", **changes)
+
+
+@pytest.mark.parametrize("config", [QWEN3, QWEN25, GEMMA])
+def test_the_text_alone_needs_no_processing_of_images(tmp_path: Path, config: dict[str, Any]) -> None:
+    tiny_directory(tmp_path / "m")
+    (tmp_path / "m/generation_config.json").unlink()
+    written(tmp_path / "m", "config.json", config)
+    found = describe(tmp_path / "m", tmp_path / "cache", text_alone=True)
+    shape = found["shape"]["decoder"]
+    assert (found["images"], shape["tower"]) == (None, None)
+    assert {rope["sections"] for rope in shape["ropes"]} == {None}

@@ -73,6 +73,7 @@ impl ImageArgs {
             pages: u32::try_from(pages).unwrap_or(u32::MAX),
             page_tokens,
             budget: (self.image_budget / PATCHES).max(1),
+            whole: false,
         };
         let prepare_us = (self.image_prepare_ms * 1000.0).round() as u64;
         Ok(Some(Seeing { tower, prepare_us, threads: self.intake_threads }))
@@ -110,7 +111,7 @@ mod tests {
 
     #[test]
     fn threads_prepare_images_side_by_side() {
-        let tower = Tower { layers: 1, pages: 1, page_tokens: 64, budget: 1 };
+        let tower = Tower { layers: 1, pages: 1, page_tokens: 64, budget: 1, whole: false };
         let seeing = Seeing { tower, prepare_us: 100, threads: 2 };
         let mut intake = Intake::default();
         let mut take = |id, now_us| intake.take(ImageId(id), now_us, &seeing);

@@ -104,7 +104,7 @@ fn seeing(at_us: u64, blocks: &[u32], image: u128) -> Arrival {
 fn images_are_prepared_and_read_before_the_rows_behind_them() {
     let model = DeviceModel { step_us: 1000.0, tower_us: 10.0, ..DeviceModel::INSTANT };
     // A step computes two of the tower's four layers.
-    let tower = Tower { layers: 4, pages: 8, page_tokens: 64, budget: 8 };
+    let tower = Tower { layers: 4, pages: 8, page_tokens: 64, budget: 8, whole: false };
     let setup = |threads| Setup {
         seeing: Some(Seeing { tower, prepare_us: 5000, threads }),
         lookahead: 0,

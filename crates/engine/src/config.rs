@@ -196,6 +196,10 @@ pub struct ImageConfig {
     /// Patches of a position.
     #[serde(skip)]
     pub patches: u64,
+    /// True if no row of a prompt may end within an image, as [`Tower`](forebay_scheduler::Tower)
+    /// has it.
+    #[serde(skip)]
+    pub whole: bool,
 }
 
 impl ImageConfig {
@@ -208,7 +212,7 @@ impl ImageConfig {
 impl Default for ImageConfig {
     /// About a quarter of an image of 1200x1200 in a tower of 27 layers.
     fn default() -> Self {
-        Self { image_budget: 40_000, patches: 1 }
+        Self { image_budget: 40_000, patches: 1, whole: false }
     }
 }
 
@@ -231,7 +235,7 @@ mod tests {
 
     #[test]
     fn a_budget_of_patches_is_one_of_positions() {
-        let images = |image_budget, patches| ImageConfig { image_budget, patches };
+        let images = |image_budget, patches| ImageConfig { image_budget, patches, whole: false };
         assert_eq!(images(40_000, 4).position_layers(), 10_000);
         assert_eq!(images(3, 4).position_layers(), 1, "one layer at least");
         assert_eq!(images(0, 0).position_layers(), 1);

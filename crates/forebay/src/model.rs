@@ -77,10 +77,48 @@ pub(crate) struct Images {
     pub(crate) merge: u32,
     pub(crate) min_pixels: u64,
     pub(crate) max_pixels: u64,
+    /// Rows and columns of positions of every image; `None`: they go by the image's size.
+    #[serde(default)]
+    pub(crate) fixed: Option<[u32; 2]>,
     pub(crate) image_token_id: i32,
+    /// The text for an image in templates of chats; `None`: the one that they write.
+    #[serde(default)]
+    pub(crate) mark: Option<Mark>,
     /// The values that only the hand reads.
     #[serde(flatten)]
     pub(crate) rest: Map<String, Value>,
+}
+
+/// The mark that templates of chats write for an image, and the text that prompts have in its
+/// place.
+#[derive(Debug, Clone, Deserialize, Serialize)]
+pub(crate) struct Mark {
+    pub(crate) written: String,
+    pub(crate) becomes: String,
+}
+
+impl Mark {
+    /// A template that writes the text. It is changed and not what it writes, in which a client may
+    /// have written the mark. A mark beside expressions becomes one, whose white space is kept.
+    pub(crate) fn replaced(&self, template: &str) -> String {
+        let (mut text, mut last) = (String::with_capacity(template.len()), 0);
+        for (at, mark) in template.match_indices(&self.written) {
+            let before = &template[..at];
+            let opened = before.rfind("{{").max(before.rfind("{%"));
+            let closed = before.rfind("}}").max(before.rfind("%}"));
+            text.push_str(&template[last..at]);
+            if opened > closed {
+                text.push_str(&self.becomes);
+            } else {
+                text.push_str("{{ \"");
+                text.push_str(&self.becomes);
+                text.push_str("\" }}");
+            }
+            last = at + mark.len();
+        }
+        text.push_str(&template[last..]);
+        text
+    }
 }
 
 /// A model's output in place of tokens, as `forebay.weights.pooling` describes it.
@@ -237,6 +275,8 @@ pub(crate) struct Source<'a> {
     pub(crate) offline: bool,
     /// True if the model should pool, also one that could generate.
     pub(crate) embedding: bool,
+    /// True if a model that could take images should be its text alone.
+    pub(crate) text_alone: bool,
     pub(crate) model_impl: ModelImpl,
 }
 
@@ -248,6 +288,7 @@ impl ServeFlags {
             download_dir: self.loading.download_dir.as_deref(),
             offline: self.loading.offline,
             embedding: self.loading.is_embedding,
+            text_alone: self.images.limit_images == 0 || self.run.hand == Hand::Rust,
             model_impl: self.loading.model_impl,
         }
     }
@@ -335,6 +376,7 @@ fn describe_any(
         cache,
         weights,
         embedding: source.embedding,
+        text_alone: source.text_alone,
         tokenizer: None,
         called: None,
     };
@@ -467,6 +509,21 @@ mod tests {
             "bos_token": null, "eos_token": null, "context_length": 1, "vocab_size": 1, "pooling": null, "cache": "c",
         });
         serde_json::from_value(description).expect("a model")
+    }
+
+    #[test]
+    fn the_mark_of_an_image_is_replaced_where_the_template_writes_it() {
+        let (written, becomes) = ("<image>".to_owned(), "\n\n<image><p></image>\n\n".to_owned());
+        let mark = Mark { written, becomes };
+        for (template, replaced) in [
+            ("{{ '<image>' }}a", "{{ '\n\n<image><p></image>\n\n' }}a"),
+            ("{% set x = '<image>' %}", "{% set x = '\n\n<image><p></image>\n\n' %}"),
+            ("{{ a }}<image>{{ b }}", "{{ a }}{{ \"\n\n<image><p></image>\n\n\" }}{{ b }}"),
+            ("<image>", "{{ \"\n\n<image><p></image>\n\n\" }}"),
+            ("no mark", "no mark"),
+        ] {
+            assert_eq!(mark.replaced(template), replaced);
+        }
     }
 
     #[test]

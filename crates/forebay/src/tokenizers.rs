@@ -30,7 +30,8 @@ impl TokenizerFinder for Tokenizers {
         }
         let python = std::env::var_os("FOREBAY_PYTHON").map(PathBuf::from);
         let python = find_python(python.as_deref());
-        let model = fetch(&python, name, Source::default(), false, Hand::Auto)?;
+        let source = Source { text_alone: true, ..Source::default() };
+        let model = fetch(&python, name, source, false, Hand::Auto)?;
         Ok(Tokenizer::from_file_with(&model.tokenizer, Backend::Hf, &model.tokenizer_config)?)
     }
 }

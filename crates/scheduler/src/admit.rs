@@ -55,9 +55,10 @@ impl Scheduler {
             let planned = if in_parts && self.memory.lacks_page(entry) {
                 0
             } else {
-                self.push_row(handle, *budget, step)
+                let most = self.images.row_limit(entry, *budget);
+                self.push_row(handle, most, step)
             };
-            *budget -= planned;
+            *budget = budget.saturating_sub(planned);
             self.count_received(handle, planned);
             // It has its row, which ends where its state is kept, or its result has room.
             let was_cut = matches!(self.roster[handle].stage(), Some(Stage::Prefill));
@@ -121,6 +122,7 @@ impl Scheduler {
             return None;
         }
         if let Some(Stage::Prefill) = self.roster[ticket.handle].stage() {
+            let most = self.images.row_limit(&self.roster[ticket.handle], most);
             let planned = self.push_row(ticket.handle, most, step);
             *budget = budget.saturating_sub(planned);
             self.count_received(ticket.handle, planned);

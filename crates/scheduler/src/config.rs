@@ -163,6 +163,9 @@ pub struct Tower {
     pub page_tokens: u32,
     /// The largest work of a step, in positions times layers. A step computes at least one layer.
     pub budget: u64,
+    /// True if the positions of an image see each other, those behind them too. Then no row ends
+    /// within an image: a row that begins at one has all of it, also beyond the budget of tokens.
+    pub whole: bool,
 }
 
 /// Sparse decoding from host memory, for a model that reads few chosen positions for each token. It

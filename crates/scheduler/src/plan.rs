@@ -122,6 +122,7 @@ impl Scheduler {
             Some(Stage::Prefill) if !self.memory.lacks_page(entry) => {
                 let budget = self.config.token_budget.max(self.config.page_size);
                 let most = self.memory.row_limit(entry.total, budget);
+                let most = self.images.row_limit(entry, most);
                 self.push_row(handle, most, step);
                 0
             }
@@ -159,7 +160,12 @@ impl Scheduler {
         let (start, goal) = (entry.computed, entry.goal());
         let answers = |most| flight.answers_left(self.config.step_words, most);
         let length = entry.room_in_result(most.min(entry.longest_row()), answers);
-        let length = self.memory.length_to_state(entry, length);
+        let length = self.images.length_to_image(entry, length);
+        // No state is kept within an image that has to be whole.
+        let to_state = self.memory.length_to_state(entry, length);
+        let to_state = self.images.length_to_image(entry, to_state);
+        let length = if to_state == 0 { length } else { to_state };
+        // Models with images that have to be whole have one pool.
         let length = self.memory.window_room(entry, length, others, plan);
         if length == 0 {
             return 0;

@@ -1,13 +1,14 @@
 //! Prepares files for tests and benchmarks in Python, which ask for them on standard input.
 //!
-//! A line is `patch merge min_pixels max_pixels rounds path`. The answer is a line, `ok height
-//! width rows columns bytes nanoseconds` (of all rounds) or `error` and a sentence, and behind `ok`
-//! the patches. Without rounds the header is read, and there are none.
+//! A line is `patch merge min_pixels max_pixels rounds path`. With 0 for `min_pixels` every image
+//! has `max_pixels` positions, as many rows as columns. The answer is a line, `ok height width rows
+//! columns bytes nanoseconds` (of all rounds) or `error` and a sentence, and behind `ok` the
+//! patches. Without rounds the header is read, and there are none.
 
 use std::io::{self, BufRead, Write};
 use std::time::Instant;
 
-use forebay_vision::{Header, ImageError, Limits, Preparer, Processing};
+use forebay_vision::{Grid, Header, ImageError, Limits, Preparer, Processing};
 
 type Failure = Box<dyn std::error::Error>;
 
@@ -21,7 +22,13 @@ fn main() -> Result<(), Failure> {
         let mut number =
             || -> Result<u64, Failure> { Ok(words.next().ok_or("a number")?.parse()?) };
         let (patch, merge) = (number()? as u32, number()? as u32);
-        let processing = Processing::new(patch, merge, number()?, number()?)?;
+        let processing = match (number()?, number()?) {
+            (0, positions) => {
+                let side = positions.isqrt() as u32;
+                Processing::fixed(patch, merge, Grid { height: side, width: side })?
+            }
+            (least, most) => Processing::new(patch, merge, least, most)?,
+        };
         let rounds = number()?;
         let file = std::fs::read(words.next().ok_or("a path")?)?;
         let start = Instant::now();

@@ -5,8 +5,9 @@
 //! [`Identity`] names it. [`Preparer::prepare`] decodes it, resizes it and writes its patches.
 //! Nothing here reads a clock, a file or a socket, and no input makes it panic.
 //!
-//! The values are those of transformers' `Qwen2VLImageProcessor` with its default backend, before
-//! it subtracts the mean. `docs/images.md` lists the files for which they are exact.
+//! The values are those of transformers' `Qwen2VLImageProcessor` and `Gemma3ImageProcessor` with
+//! their default backend, before it subtracts the mean. `docs/images.md` lists the files for which
+//! they are exact.
 //!
 //! ```
 //! use forebay_vision::{DataUrl, Header, Identity, Limits, Preparer, Processing};

@@ -73,7 +73,8 @@ impl Preparer {
             header.orientation.turn(stored, width, height, upright);
             upright
         };
-        let resized = self.scaler.resize(upright, size, processing.resized(grid));
+        let resized =
+            self.scaler.resize(upright, size, processing.resized(grid), processing.filter());
         patches::write(resized, grid, processing, patches);
         Ok(())
     }

@@ -6,8 +6,25 @@
 pub struct Processing {
     patch: u32,
     merge: u32,
-    min_pixels: u64,
-    max_pixels: u64,
+    size: Size,
+}
+
+/// The size of an image after the resize.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Size {
+    /// The image keeps the ratio of its sides, nearly, within these numbers of pixels.
+    Between { min_pixels: u64, max_pixels: u64 },
+    /// Every image gets this grid.
+    Fixed(Grid),
+}
+
+/// The interpolation of a resize.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Filter {
+    /// Triangles.
+    Bilinear,
+    /// The filter that Pillow and `PyTorch` call bicubic: a cubic of parameter -0.5.
+    Bicubic,
 }
 
 /// Numbers with which no image can be processed.
@@ -53,8 +70,9 @@ impl Processing {
     const MAX_SIDE: u32 = 1 << 10;
     const MAX_PIXELS: u64 = 1 << 30;
 
-    /// A processing with these numbers. `patch` is in pixels of a side, and `merge` in patches of a
-    /// position's side. A resized image has `min_pixels` to `max_pixels`.
+    /// The processing of transformers' `Qwen2VLImageProcessor` with these numbers. `patch` is in
+    /// pixels of a side, and `merge` in patches of a position's side. A resized image has
+    /// `min_pixels` to `max_pixels`.
     ///
     /// # Errors
     /// No image can be processed with these numbers.
@@ -64,13 +82,32 @@ impl Processing {
         min_pixels: u64,
         max_pixels: u64,
     ) -> Result<Self, InvalidProcessing> {
-        if !patch.checked_mul(merge).is_some_and(|side| (1..=Self::MAX_SIDE).contains(&side)) {
-            return Err(InvalidProcessing::Sides { patch, merge });
-        }
         if min_pixels == 0 || min_pixels > max_pixels || max_pixels > Self::MAX_PIXELS {
             return Err(InvalidProcessing::Pixels { min_pixels, max_pixels });
         }
-        Ok(Self { patch, merge, min_pixels, max_pixels })
+        Self::with_sides(patch, merge, Size::Between { min_pixels, max_pixels })
+    }
+
+    /// The processing of transformers' `Gemma3ImageProcessor`: every image gets `grid`, whatever
+    /// the ratio of its sides.
+    ///
+    /// # Errors
+    /// No image can be processed with these numbers.
+    pub fn fixed(patch: u32, merge: u32, grid: Grid) -> Result<Self, InvalidProcessing> {
+        let processing = Self::with_sides(patch, merge, Size::Fixed(grid))?;
+        let side = u64::from(processing.side());
+        let pixels = grid.positions().saturating_mul(side * side);
+        if !(1..=Self::MAX_PIXELS).contains(&pixels) {
+            return Err(InvalidProcessing::Pixels { min_pixels: pixels, max_pixels: pixels });
+        }
+        Ok(processing)
+    }
+
+    fn with_sides(patch: u32, merge: u32, size: Size) -> Result<Self, InvalidProcessing> {
+        if !patch.checked_mul(merge).is_some_and(|side| (1..=Self::MAX_SIDE).contains(&side)) {
+            return Err(InvalidProcessing::Sides { patch, merge });
+        }
+        Ok(Self { patch, merge, size })
     }
 
     /// Pixels of a patch's side.
@@ -83,6 +120,14 @@ impl Processing {
         self.merge
     }
 
+    /// The interpolation of the resize.
+    pub(crate) fn filter(&self) -> Filter {
+        match self.size {
+            Size::Between { .. } => Filter::Bicubic,
+            Size::Fixed(_) => Filter::Bilinear,
+        }
+    }
+
     /// Pixels of a position's side.
     pub(crate) fn side(&self) -> u32 {
         self.patch * self.merge
@@ -90,21 +135,25 @@ impl Processing {
 
     /// The grid of an image of `width` x `height` pixels, neither 0.
     ///
-    /// This is `smart_resize` of Qwen2-VL. Both sides become multiples of a position's, and the
-    /// product lies between the two numbers of pixels. The ratio of the sides changes as little as
-    /// possible. It rounds like Python, half to even.
+    /// Unless it is fixed, this is `smart_resize` of Qwen2-VL. Both sides become multiples of a
+    /// position's, and the product lies between the two numbers of pixels. The ratio of the sides
+    /// changes as little as possible. It rounds like Python, half to even.
     pub fn grid(&self, width: u32, height: u32) -> Grid {
+        let (min_pixels, max_pixels) = match self.size {
+            Size::Between { min_pixels, max_pixels } => (min_pixels, max_pixels),
+            Size::Fixed(grid) => return grid,
+        };
         let side = f64::from(self.side());
         let (wide, high) = (f64::from(width), f64::from(height));
         let mut columns = (wide / side).round_ties_even();
         let mut rows = (high / side).round_ties_even();
         let pixels = rows * side * (columns * side);
-        if pixels > self.max_pixels as f64 {
-            let shrink = (high * wide / self.max_pixels as f64).sqrt();
+        if pixels > max_pixels as f64 {
+            let shrink = (high * wide / max_pixels as f64).sqrt();
             rows = (high / shrink / side).floor().max(1.0);
             columns = (wide / shrink / side).floor().max(1.0);
-        } else if pixels < self.min_pixels as f64 {
-            let grow = (self.min_pixels as f64 / (high * wide)).sqrt();
+        } else if pixels < min_pixels as f64 {
+            let grow = (min_pixels as f64 / (high * wide)).sqrt();
             rows = (high * grow / side).ceil();
             columns = (wide * grow / side).ceil();
         }
@@ -127,13 +176,18 @@ impl Processing {
         width as usize * height as usize * 3
     }
 
-    /// The numbers of the processing as bytes, all of them.
+    /// The numbers of the processing as bytes, all of them. 0 in place of the least number of
+    /// pixels stands in front of a fixed grid.
     pub(crate) fn to_bytes(self) -> [u8; 24] {
+        let (least, most) = match self.size {
+            Size::Between { min_pixels, max_pixels } => (min_pixels, max_pixels),
+            Size::Fixed(grid) => (0, u64::from(grid.height) << 32 | u64::from(grid.width)),
+        };
         let mut bytes = [0; 24];
         bytes[..4].copy_from_slice(&self.patch.to_le_bytes());
         bytes[4..8].copy_from_slice(&self.merge.to_le_bytes());
-        bytes[8..16].copy_from_slice(&self.min_pixels.to_le_bytes());
-        bytes[16..].copy_from_slice(&self.max_pixels.to_le_bytes());
+        bytes[8..16].copy_from_slice(&least.to_le_bytes());
+        bytes[16..].copy_from_slice(&most.to_le_bytes());
         bytes
     }
 }
@@ -170,6 +224,23 @@ mod tests {
         assert!(Processing::new(16, 2, 0, 1).is_err());
         assert!(Processing::new(16, 2, 2, 1).is_err());
         assert!(Processing::new(16, 2, 1, u64::MAX).is_err());
+        let square = |side| Grid { height: side, width: side };
+        assert!(Processing::fixed(0, 4, square(16)).is_err());
+        assert!(Processing::fixed(14, 4, square(0)).is_err());
+        assert!(Processing::fixed(14, 4, square(u32::MAX)).is_err());
+    }
+
+    #[test]
+    fn a_fixed_grid_is_that_of_every_image() {
+        let all = Grid { height: 16, width: 16 };
+        let processing = Processing::fixed(14, 4, all).unwrap();
+        for (width, height) in [(1, 1), (896, 896), (3000, 40)] {
+            assert_eq!(processing.grid(width, height), all);
+        }
+        assert_eq!(processing.resized(all), (896, 896));
+        assert_eq!(processing.bytes(all), 3 * 896 * 896);
+        let other = Processing::fixed(14, 4, Grid { height: 16, width: 15 }).unwrap();
+        assert_ne!(processing.to_bytes(), other.to_bytes());
     }
 
     proptest! {

@@ -1,4 +1,4 @@
-//! Bicubic resizing with torchvision's values.
+//! Resizing with torchvision's values.
 //!
 //! Both torchvision (for bytes, with antialiasing) and `fast_image_resize` compute in integers,
 //! with equal coefficients, and round to bytes between the two axes. They differ in the first axis.
@@ -6,6 +6,8 @@
 
 use fast_image_resize::images::{Image, ImageRef};
 use fast_image_resize::{FilterType, PixelType, ResizeAlg, ResizeOptions, Resizer};
+
+use crate::processing::Filter;
 
 /// Pixels of a row, and rows.
 type Size = (u32, u32);
@@ -20,12 +22,21 @@ pub(crate) struct Scaler {
 
 impl Scaler {
     /// `rgb`, an image of `from`, in the size `to`.
-    pub(crate) fn resize<'a>(&'a mut self, rgb: &'a [u8], from: Size, to: Size) -> &'a [u8] {
+    pub(crate) fn resize<'a>(
+        &'a mut self,
+        rgb: &'a [u8],
+        from: Size,
+        to: Size,
+        filter: Filter,
+    ) -> &'a [u8] {
         let Self { resizer, narrowed, resized } = self;
         let between = (to.0, from.1);
-        let rows =
-            if from == between { rgb } else { one_axis(resizer, rgb, from, narrowed, between) };
-        if between == to { rows } else { one_axis(resizer, rows, between, resized, to) }
+        let rows = if from == between {
+            rgb
+        } else {
+            one_axis(resizer, filter, rgb, from, narrowed, between)
+        };
+        if between == to { rows } else { one_axis(resizer, filter, rows, between, resized, to) }
     }
 
     /// Gives back memory that only an unusually large image needed.
@@ -42,13 +53,17 @@ impl Scaler {
 /// `rgb` in a size that differs in one side.
 fn one_axis<'a>(
     resizer: &mut Resizer,
+    filter: Filter,
     rgb: &[u8],
     from: Size,
     buffer: &'a mut Vec<u8>,
     to: Size,
 ) -> &'a [u8] {
-    // The filter that Pillow and PyTorch call bicubic: a cubic of parameter -0.5.
-    let options = ResizeOptions::new().resize_alg(ResizeAlg::Convolution(FilterType::CatmullRom));
+    let kernel = match filter {
+        Filter::Bilinear => FilterType::Bilinear,
+        Filter::Bicubic => FilterType::CatmullRom,
+    };
+    let options = ResizeOptions::new().resize_alg(ResizeAlg::Convolution(kernel));
     let out = room(buffer, to.0 as usize * to.1 as usize * 3);
     let source = ImageRef::new(from.0, from.1, rgb, PixelType::U8x3);
     let target = Image::from_slice_u8(to.0, to.1, &mut *out, PixelType::U8x3);
@@ -71,26 +86,28 @@ pub(crate) fn room(buffer: &mut Vec<u8>, bytes: usize) -> &mut [u8] {
 mod tests {
     use super::*;
 
+    const CUBIC: Filter = Filter::Bicubic;
+
     /// The values of torchvision 0.29.2: `tests/vision` compares a thousand sizes.
     #[test]
     fn rows_come_first() {
         let rgb: Vec<u8> = (0..48u32).map(|place| (place * place * 37 % 256) as u8).collect();
         let mut scaler = Scaler::default();
-        let both = scaler.resize(&rgb, (4, 4), (3, 6)).to_vec();
+        let both = scaler.resize(&rgb, (4, 4), (3, 6), CUBIC).to_vec();
         let mut second = Scaler::default();
-        let rows = second.resize(&rgb, (4, 4), (3, 4)).to_vec();
+        let rows = second.resize(&rgb, (4, 4), (3, 4), CUBIC).to_vec();
         let mut third = Scaler::default();
-        assert_eq!(both, third.resize(&rows, (3, 4), (3, 6)));
+        assert_eq!(both, third.resize(&rows, (3, 4), (3, 6), CUBIC));
         let mut fourth = Scaler::default();
-        let columns = fourth.resize(&rgb, (4, 4), (4, 6)).to_vec();
+        let columns = fourth.resize(&rgb, (4, 4), (4, 6), CUBIC).to_vec();
         let mut fifth = Scaler::default();
-        assert_ne!(both, fifth.resize(&columns, (4, 6), (3, 6)));
+        assert_ne!(both, fifth.resize(&columns, (4, 6), (3, 6), CUBIC));
     }
 
     #[test]
     fn an_image_of_its_size_stays_where_it_is() {
         let rgb = [1; 12];
         let mut scaler = Scaler::default();
-        assert_eq!(scaler.resize(&rgb, (2, 2), (2, 2)).as_ptr(), rgb.as_ptr());
+        assert_eq!(scaler.resize(&rgb, (2, 2), (2, 2), CUBIC).as_ptr(), rgb.as_ptr());
     }
 }

@@ -1,9 +1,9 @@
 //! Describes models in JSON, as hands get them: for tests and benchmarks in Python.
 //!
-//! `describe PATH CACHE [--embedding]` prints the description of the model in `PATH`, with the
-//! manifest of its weights. `describe --configs` reads a line of JSON at a time, an object
-//! `{"config", "headless", "format", "files"}`, and answers each with `{"shape", "manifest"}` or
-//! `{"error", "kind"}`. Without `files` there is no manifest.
+//! `describe PATH CACHE [--embedding] [--text-alone]` prints the description of the model in
+//! `PATH`, with the manifest of its weights. `describe --configs` reads a line of JSON at a time,
+//! an object `{"config", "headless", "text_alone", "format", "files"}`, and answers each with
+//! `{"shape", "manifest"}` or `{"error", "kind"}`. Without `files` there is no manifest.
 
 use std::io::{self, BufRead, Write};
 use std::path::{Path, PathBuf};
@@ -19,15 +19,15 @@ fn main() -> ExitCode {
     if arguments == ["--configs"] {
         return answer_configs();
     }
-    let (embedding, arguments) = match arguments.split_last() {
-        Some((last, rest)) if last == "--embedding" => (true, rest),
-        _ => (false, &arguments[..]),
-    };
-    let [path, cache] = arguments else {
-        eprintln!("describe PATH CACHE [--embedding], or describe --configs");
+    let (flags, arguments): (Vec<String>, Vec<String>) =
+        arguments.into_iter().partition(|argument| argument.starts_with("--"));
+    let given = |flag: &str| flags.iter().any(|given| given == flag);
+    let [path, cache] = &arguments[..] else {
+        eprintln!("describe PATH CACHE [--embedding] [--text-alone], or describe --configs");
         return ExitCode::FAILURE;
     };
-    match described(Path::new(path), Path::new(cache), embedding) {
+    let (embedding, text_alone) = (given("--embedding"), given("--text-alone"));
+    match described(Path::new(path), Path::new(cache), embedding, text_alone) {
         Ok(description) => {
             println!("{description}");
             ExitCode::SUCCESS
@@ -39,9 +39,15 @@ fn main() -> ExitCode {
     }
 }
 
-fn described(path: &Path, cache: &Path, embedding: bool) -> Result<Value, ModelError> {
+fn described(
+    path: &Path,
+    cache: &Path,
+    embedding: bool,
+    text_alone: bool,
+) -> Result<Value, ModelError> {
     let (name, tokenizer, called) = (None, None, None);
-    let source = Source { path, name, cache, weights: true, embedding, tokenizer, called };
+    let source =
+        Source { path, name, cache, weights: true, embedding, text_alone, tokenizer, called };
     let mut description = describe(source)?;
     let shape = serde_json::from_value(description["shape"].clone()).expect("it was just written");
     let format = description["format"].as_str().unwrap_or_default();
@@ -87,7 +93,9 @@ fn answer_configs() -> ExitCode {
 fn resolved(asked: &Value) -> Result<Value, ModelError> {
     let empty = Map::new();
     let config = asked["config"].as_object().unwrap_or(&empty);
-    let shape = ModelShape::from_config(config, asked["headless"] == true)?;
+    let text_alone = asked["text_alone"] == true;
+    let read = if text_alone { ModelShape::of_text } else { ModelShape::from_config };
+    let shape = read(config, asked["headless"] == true)?;
     let files = files(asked);
     if files.is_empty() {
         return Ok(json!({"shape": shape, "manifest": null}));

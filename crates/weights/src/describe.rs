@@ -12,7 +12,7 @@ use crate::checkpoint::{INDEX, read_index};
 use crate::error::ModelError;
 use crate::families::{Shape, hf_config, token_ids};
 use crate::gguf::{GgufFiles, GgufValue, special_token, tokenizer_json};
-use crate::json::read_object;
+use crate::json::{read_object, token_text};
 use crate::model::ModelShape;
 use crate::pooling::read_pooling;
 use crate::vector::{VectorLayer, check_files};
@@ -47,6 +47,8 @@ pub struct Source<'a> {
     pub weights: bool,
     /// True if a model that could generate should pool.
     pub embedding: bool,
+    /// True if a model with a tower is served as its text alone, and takes no images.
+    pub text_alone: bool,
     /// A file in place of a directory's `tokenizer.json`.
     pub tokenizer: Option<&'a Path>,
     /// The findings of a probe of a model that transformers' own code computes; `None`: native code
@@ -131,6 +133,15 @@ fn file_names(folder: &Path) -> Result<BTreeSet<String>, ModelError> {
     Ok(names)
 }
 
+fn shape_of(
+    config: &Map<String, Value>,
+    headless: bool,
+    text_alone: bool,
+) -> Result<ModelShape, ModelError> {
+    let read = if text_alone { ModelShape::of_text } else { ModelShape::from_config };
+    read(config, headless)
+}
+
 /// The part of a description that the model's shape gives, or a probe.
 struct Facts {
     shape: Option<ModelShape>,
@@ -140,8 +151,12 @@ struct Facts {
 }
 
 impl Facts {
-    fn of_config(config: &Map<String, Value>, headless: bool) -> Result<Self, ModelError> {
-        let shape = ModelShape::from_config(config, headless)?;
+    fn of_config(
+        config: &Map<String, Value>,
+        headless: bool,
+        text_alone: bool,
+    ) -> Result<Self, ModelError> {
+        let shape = shape_of(config, headless, text_alone)?;
         Ok(Self {
             vocab_size: shape.vocab_size() as u64,
             longest_context: shape.longest_context(),
@@ -172,7 +187,7 @@ impl Facts {
 fn of_safetensors(folder: &Path, name: &str, source: Source<'_>) -> Result<Value, ModelError> {
     let config = read_object(&folder.join("config.json"), false)?;
     // Before anything else of the folder: a model that no hand has may be computed otherwise.
-    let native = source.called.is_none().then(|| ModelShape::from_config(&config, false));
+    let native = source.called.is_none().then(|| shape_of(&config, false, source.text_alone));
     let native = native.transpose()?;
     let own = folder.join("tokenizer.json");
     let tokenizer = source.tokenizer.map_or(own, Path::to_owned);
@@ -184,16 +199,21 @@ fn of_safetensors(folder: &Path, name: &str, source: Source<'_>) -> Result<Value
     }
     let mut pooling = read_pooling(&config, Some(folder), native.as_ref(), source.embedding)?;
     let facts = match source.called {
-        None => Facts::of_config(&config, !pooling.is_null())?,
+        None => Facts::of_config(&config, !pooling.is_null(), source.text_alone)?,
         Some(called) => Facts::of_called(&config, called),
     };
     if let Some(called) = source.called.filter(|_| pooling["size"].as_u64() == Some(0)) {
         pooling["size"] = called["hidden_size"].clone();
     }
     let tower = facts.decoder().and_then(|shape| shape.tower.as_ref());
-    let images = tower.map(|tower| read_images(folder, &config, tower)).transpose()?;
+    let tokenizer_config = read_object(&folder.join("tokenizer_config.json"), true)?;
+    let images = tower.map(|tower| read_images(folder, &config, &tokenizer_config, tower));
+    let images = images.transpose()?;
     if images.is_some() && !pooling.is_null() {
-        let what = format!("{name}, which sees images, to pool: that is for models of text");
+        let what = format!(
+            "{name}, which sees images, to pool: that is for models of text, as it is with \
+             --limit-images 0"
+        );
         return Err(ModelError::Unserved(what));
     }
     let files = if source.weights { safetensors_files(folder)? } else { Vec::new() };
@@ -201,7 +221,6 @@ fn of_safetensors(folder: &Path, name: &str, source: Source<'_>) -> Result<Value
         check_files(&layers(&pooling))?;
     }
     let generation = read_object(&folder.join("generation_config.json"), true)?;
-    let tokenizer_config = read_object(&folder.join("tokenizer_config.json"), true)?;
     let special = read_object(&folder.join("special_tokens_map.json"), true)?;
     let mut eos = facts.eos_token_ids;
     eos.extend(token_ids(generation.get("eos_token_id")));
@@ -243,7 +262,7 @@ fn of_gguf(files: &[PathBuf], name: &str, source: Source<'_>) -> Result<Value, M
     let config = facts.get("config").and_then(Value::as_object).cloned().unwrap_or_default();
     let shape = ModelShape::from_config(&config, false)?;
     let pooling = read_pooling(&config, None, Some(&shape), source.embedding)?;
-    let found = Facts::of_config(&config, !pooling.is_null())?;
+    let found = Facts::of_config(&config, !pooling.is_null(), source.text_alone)?;
     let fact = |key: &str| facts.get(key).cloned().unwrap_or(Value::Null);
     Ok(json!({
         "name": name,
@@ -448,12 +467,6 @@ fn chat_template(
         Some(Value::String(text)) => Some(text.clone()),
         _ => None,
     })
-}
-
-fn token_text(config: &Map<String, Value>, key: &str) -> Option<String> {
-    let value = config.get(key)?;
-    let value = if value.is_object() { value.get("content")? } else { value };
-    value.as_str().map(str::to_owned)
 }
 
 #[cfg(test)]

@@ -51,6 +51,13 @@ pub(crate) fn read_object(path: &Path, optional: bool) -> Result<Map<String, Val
     }
 }
 
+/// The text of a token of a tokenizer's configuration, which may be an object with more about it.
+pub(crate) fn token_text(config: &Map<String, Value>, key: &str) -> Option<String> {
+    let value = config.get(key)?;
+    let value = if value.is_object() { value.get("content")? } else { value };
+    value.as_str().map(str::to_owned)
+}
+
 /// Puts numbers that are not finite into quotation marks.
 fn quote_infinite(text: &[u8]) -> Cow<'_, [u8]> {
     let mut quoted = Vec::new();

@@ -77,4 +77,4 @@ pub use quantised::{CodePacking, Int4Storage, Quantisation, Scheme};
 pub use stored::{StoredWeights, stored_weights};
 pub use tensor::TorchNumber;
 pub use vector::{VectorActivation, VectorLayer, weight_files};
-pub use vision::VisionTower;
+pub use vision::{TowerKind, VisionTower};

@@ -6,6 +6,7 @@ use serde_json::{Map, Value};
 use crate::bert::{BertShape, is_bert};
 use crate::error::ModelError;
 use crate::families::{Indexer, KeyChoice, Mixer, Shape, token_ids};
+use crate::vision::TOWER_CONFIG;
 
 /// The data from which a model is built.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -29,6 +30,17 @@ impl ModelShape {
         let shape = Shape::from_config(config)?;
         shape.check_served()?;
         Ok(Self::Decoder(Box::new(Shape { headless, ..shape })))
+    }
+
+    /// Reads a `config.json`, and of a model with a tower the text alone. The three numbers of a
+    /// position are one then.
+    ///
+    /// # Errors
+    /// As [`ModelShape::from_config`].
+    pub fn of_text(config: &Map<String, Value>, headless: bool) -> Result<Self, ModelError> {
+        let mut text = config.clone();
+        text.shift_remove(TOWER_CONFIG);
+        Self::from_config(&text, headless)
     }
 
     /// The decoder; `None`: the model is an encoder.

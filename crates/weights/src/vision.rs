@@ -6,23 +6,28 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use crate::error::ModelError;
-use crate::json::read_object;
-use crate::sizes::{MOST, MOST_HEADS, MOST_LAYERS, checked, real, size_of, truthy};
+use crate::json::{read_object, token_text};
+use crate::sizes::{MOST, MOST_HEADS, MOST_LAYERS, checked, optional, real, size_of, truthy};
 
+/// The key of a tower's config in that of the model.
+pub(crate) const TOWER_CONFIG: &str = "vision_config";
 /// Colours of a pixel.
 const CHANNELS: u64 = 3;
 /// The largest number of pixels, patches or times of a side.
 const MOST_SIDE: u64 = 1 << 10;
 const MOST_PIXELS: u64 = 1 << 31;
 const ROPE_THETA: f64 = 10000.0;
+const NORM_EPS: f64 = 1e-6;
 /// Files with the settings of an image's processing. transformers 5 writes the second.
 const PROCESSORS: [&str; 2] = ["preprocessor_config.json", "processor_config.json"];
 const IMAGE_TOKENS: [&str; 3] = ["image_token_id", "vision_start_token_id", "vision_end_token_id"];
 
-/// A vision tower (Qwen2.5-VL and Qwen3-VL, 2025). Sizes are numbers of elements, patches or
-/// pixels.
+/// A vision tower (Qwen2.5-VL, Qwen3-VL and Gemma 3, 2025). Sizes are numbers of elements, patches
+/// or pixels.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct VisionTower {
+    /// The kind of the tower.
+    pub kind: TowerKind,
     /// The number of layers.
     pub layers: usize,
     /// Elements of a state.
@@ -39,8 +44,12 @@ pub struct VisionTower {
     pub merge: usize,
     /// Elements of a position for the decoder, as many as its states have.
     pub out_size: usize,
-    /// The base of its rotary frequencies.
-    pub theta: f64,
+    /// The base of its rotary frequencies; `None`: its heads are not rotated.
+    pub theta: Option<f64>,
+    /// The epsilon of its norms.
+    pub norm_eps: f64,
+    /// True if the positions of an image see each other in the decoder, those behind them too.
+    pub both_ways: bool,
     /// Layers whose states the decoder also gets, behind its own first layers (`DeepStack`, 2024).
     pub deepstack: Vec<usize>,
     /// Rows and columns of the learned table of positions; `None`: there is none.
@@ -52,25 +61,42 @@ pub struct VisionTower {
 }
 
 /// A kind of tower.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum TowerKind {
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TowerKind {
     /// Qwen2.5-VL: windows.
     Windows,
-    /// Qwen3-VL: a table of positions, and deepstack outputs.
-    Deepstack,
+    /// Qwen3-VL and Qwen3.5: a table of positions that is stretched over the image, and deepstack
+    /// outputs, if there are any.
+    Table,
+    /// `SigLIP` (Zhai et al. 2023) before Gemma 3: images of one size, each of whose patches has
+    /// its place in the table, and means of squares of patches.
+    Siglip,
 }
 
 impl TowerKind {
     fn activation(self) -> &'static str {
         match self {
             Self::Windows => "silu",
-            Self::Deepstack => "gelu_pytorch_tanh",
+            Self::Table | Self::Siglip => "gelu_pytorch_tanh",
         }
     }
 }
 
+/// True if a config has a tower. A repository of the text alone may have kept the name of the
+/// whole.
+pub(crate) fn has_tower(config: &Map<String, Value>) -> bool {
+    config.get(TOWER_CONFIG).is_some_and(|tower| !tower.is_null())
+}
+
+/// The config of the tower of a model that has one.
+fn tower_config(config: &Map<String, Value>) -> Result<&Map<String, Value>, ModelError> {
+    let tower = config.get(TOWER_CONFIG).and_then(Value::as_object);
+    tower.ok_or_else(|| ModelError::broken("the model's config has a vision_config of no keys"))
+}
+
 impl VisionTower {
-    /// Reads the tower before a decoder of `layers` with states of `hidden` elements.
+    /// Reads the tower of a Qwen before a decoder of `layers` with states of `hidden` elements.
     ///
     /// # Errors
     /// The tower would be computed wrongly, or its config lacks a value.
@@ -80,23 +106,21 @@ impl VisionTower {
         hidden: usize,
         layers: usize,
     ) -> Result<Self, ModelError> {
-        let vision = config.get("vision_config").and_then(Value::as_object);
-        let vision = vision
-            .ok_or_else(|| ModelError::broken("the model's config has no 'vision_config'"))?;
-        let size = |keys: &[&str], most: u64| size_of(vision, keys, most);
-        let depth = size(&["depth", "num_hidden_layers"], MOST_LAYERS)?;
-        let hidden_size = size(&["hidden_size"], MOST)?;
-        let heads = size(&["num_heads", "num_attention_heads"], MOST_HEADS)?;
-        let patch = size(&["patch_size"], MOST_SIDE)?;
-        let merge = size(&["spatial_merge_size"], MOST_SIDE)?;
-        let out_size = size(&["out_hidden_size"], MOST)?;
-        known(vision, "hidden_act", &[json!(kind.activation())])?;
-        known(vision, "in_channels", &[json!(CHANNELS)])?;
-        known(vision, "in_chans", &[json!(CHANNELS)])?;
-        if !hidden_size.is_multiple_of(4 * heads) {
+        let vision = tower_config(config)?;
+        let out_size = size_of(vision, &["out_hidden_size"], MOST)?;
+        let rope = vision.get("rope_parameters").and_then(Value::as_object);
+        let theta = rope.map_or(Ok(ROPE_THETA), |rope| real(rope, "rope_theta", ROPE_THETA))?;
+        let tower = Self {
+            temporal: size_of(vision, &["temporal_patch_size"], MOST_SIDE)?,
+            merge: size_of(vision, &["spatial_merge_size"], MOST_SIDE)?,
+            theta: Some(theta),
+            ..Self::plain(vision, kind, out_size)?
+        };
+        if !tower.hidden_size.is_multiple_of(4 * tower.heads) {
             return Err(ModelError::unserved_part(&format!(
-                "a tower of {heads} heads (num_heads), which can't turn a quarter of each head's share of {hidden_size} elements \
-                 (hidden_size) by rows"
+                "a tower of {} heads (num_heads), which can't turn a quarter of each head's share of {} elements \
+                 (hidden_size) by rows",
+                tower.heads, tower.hidden_size
             )));
         }
         if out_size != hidden {
@@ -104,27 +128,83 @@ impl VisionTower {
                 "the tower gives {out_size} elements (out_hidden_size), and the decoder takes {hidden}"
             )));
         }
-        let rope = vision.get("rope_parameters").and_then(Value::as_object);
-        let theta = rope.map_or(Ok(ROPE_THETA), |rope| real(rope, "rope_theta", ROPE_THETA))?;
-        let tower = Self {
-            layers: depth,
-            hidden_size,
+        match kind {
+            TowerKind::Windows => tower.with_windows(vision),
+            TowerKind::Table | TowerKind::Siglip => tower.with_deepstack(vision, layers),
+        }
+    }
+
+    /// Reads the tower of a Gemma 3 before a decoder with states of `hidden` elements.
+    ///
+    /// # Errors
+    /// The tower would be computed wrongly, or its config lacks a value.
+    pub(crate) fn siglip(config: &Map<String, Value>, hidden: usize) -> Result<Self, ModelError> {
+        const POSITIONS: u64 = 256;
+        let vision = tower_config(config)?;
+        let tower = Self::plain(vision, TowerKind::Siglip, hidden)?;
+        known(vision, "num_channels", &[json!(CHANNELS)])?;
+        let pixels = size_of(vision, &["image_size"], MOST)?;
+        let positions = optional(config, "mm_tokens_per_image", MOST)?.unwrap_or(POSITIONS);
+        let (patches, side) = (pixels / tower.patch, positions.isqrt() as usize);
+        let fits = patches * tower.patch == pixels
+            && (side * side) as u64 == positions
+            && patches.is_multiple_of(side);
+        if !fits {
+            return Err(ModelError::unserved_part(&format!(
+                "images of {pixels} pixels a side (image_size), of whose patches of {} pixels squares make {positions} \
+                 positions (mm_tokens_per_image)",
+                tower.patch
+            )));
+        }
+        if !tower.hidden_size.is_multiple_of(tower.heads) {
+            return Err(ModelError::broken(format!(
+                "a tower of {} heads (num_attention_heads) can't share {} elements (hidden_size) equally",
+                tower.heads, tower.hidden_size
+            )));
+        }
+        Ok(Self {
+            merge: patches / side,
+            norm_eps: real(vision, "layer_norm_eps", NORM_EPS)?,
+            table_side: Some(patches),
+            both_ways: true,
+            ..tower
+        })
+    }
+
+    /// A tower without anything that a kind alone has.
+    fn plain(
+        vision: &Map<String, Value>,
+        kind: TowerKind,
+        out_size: usize,
+    ) -> Result<Self, ModelError> {
+        let size = |keys: &[&str], most: u64| size_of(vision, keys, most);
+        known(vision, "hidden_act", &[json!(kind.activation())])?;
+        known(vision, "in_channels", &[json!(CHANNELS)])?;
+        known(vision, "in_chans", &[json!(CHANNELS)])?;
+        Ok(Self {
+            kind,
+            layers: size(&["depth", "num_hidden_layers"], MOST_LAYERS)?,
+            hidden_size: size(&["hidden_size"], MOST)?,
             intermediate_size: size(&["intermediate_size"], MOST)?,
-            heads,
-            patch,
-            temporal: size(&["temporal_patch_size"], MOST_SIDE)?,
-            merge,
+            heads: size(&["num_heads", "num_attention_heads"], MOST_HEADS)?,
+            patch: size(&["patch_size"], MOST_SIDE)?,
+            temporal: 1,
+            merge: 1,
             out_size,
-            theta,
+            theta: None,
+            norm_eps: NORM_EPS,
+            both_ways: false,
             deepstack: Vec::new(),
             table_side: None,
             window: None,
             whole: Vec::new(),
-        };
-        match kind {
-            TowerKind::Deepstack => tower.with_deepstack(vision, layers),
-            TowerKind::Windows => tower.with_windows(vision),
-        }
+        })
+    }
+
+    /// Positions of a side of every image; `None`: they go by the image's size.
+    fn fixed_side(&self) -> Option<usize> {
+        let side = self.table_side.filter(|_| self.kind == TowerKind::Siglip)?;
+        Some(side / self.merge)
     }
 
     fn with_deepstack(
@@ -199,12 +279,14 @@ fn known(values: &Map<String, Value>, key: &str, known: &[Value]) -> Result<(), 
 }
 
 /// The way from an image to a tower's input, and the tokens of images, for the brain.
+/// `tokenizer_config` names those of a Gemma 3.
 ///
 /// # Errors
 /// The files of a folder are missing, or say something that is not computed.
 pub(crate) fn read_images(
     folder: &Path,
     config: &Map<String, Value>,
+    tokenizer_config: &Map<String, Value>,
     tower: &VisionTower,
 ) -> Result<Value, ModelError> {
     let mut found = None;
@@ -217,14 +299,21 @@ pub(crate) fn read_images(
             break;
         }
     }
-    let Some(found) = found else {
+    let Some(values) = found else {
         return Err(ModelError::broken(format!(
-            "{} has no {}, which says how images become patches",
+            "{} has no {}, which says how images become patches: --limit-images 0 serves the text \
+             alone",
             folder.display(),
             PROCESSORS[0]
         )));
     };
-    let mut images = preprocessing(folder, &found, tower)?;
+    let processor = Processor { folder, values: &values };
+    if let Some(side) = tower.fixed_side() {
+        let mut images = processor.of_one_size(tower, side)?;
+        images.extend(gemma_tokens(config, tokenizer_config)?);
+        return Ok(images.into());
+    }
+    let mut images = processor.of_any_size(tower)?;
     for key in IMAGE_TOKENS {
         let token = config.get(key).filter(|value| !value.is_null());
         let token = token
@@ -234,71 +323,148 @@ pub(crate) fn read_images(
     Ok(images.into())
 }
 
-fn preprocessing(
-    folder: &Path,
-    found: &Map<String, Value>,
-    tower: &VisionTower,
+/// The token that stands for a position, and the mark of an image in templates of chats. The text
+/// in its place is that of `Gemma3Processor` of transformers.
+fn gemma_tokens(
+    config: &Map<String, Value>,
+    tokenizer_config: &Map<String, Value>,
 ) -> Result<Map<String, Value>, ModelError> {
-    const BICUBIC: u64 = 3;
-    let processors = [json!("Qwen2VLImageProcessor"), json!("Qwen2VLImageProcessorFast")];
-    known(found, "image_processor_type", &processors)?;
-    known(found, "resample", &[json!(BICUBIC)])?;
-    for key in ["do_resize", "do_rescale", "do_normalize", "do_convert_rgb"] {
-        known(found, key, &[json!(true)])?;
-    }
-    let says = |what: &str| {
-        let folder = folder.display();
-        ModelError::broken(format!("{folder} says about images what can't be read: {what}"))
+    const TOKEN: u64 = 262_144;
+    let key =
+        if config.contains_key("image_token_id") { "image_token_id" } else { "image_token_index" };
+    let there = config.get(key).filter(|value| !value.is_null());
+    let token = there.map_or(Ok(TOKEN), |token| checked(token, key, 0, MOST))?;
+    let more = tokenizer_config.get("extra_special_tokens").and_then(Value::as_object);
+    let text = |key: &str, usual: &str| {
+        let found = token_text(tokenizer_config, key);
+        let found = found.or_else(|| more.and_then(|more| token_text(more, key)));
+        found.unwrap_or_else(|| usual.to_owned())
     };
-    let edges = found.get("size").and_then(Value::as_object);
-    let positive = |value: Option<&Value>| value.and_then(Value::as_u64).filter(|&it| it > 0);
-    let pixels = |key: &str, edge: &str| {
-        positive(found.get(key))
-            .or_else(|| positive(edges?.get(edge)))
-            .or_else(|| positive(edges?.get(key)))
-            .ok_or_else(|| says(key))
-    };
-    let (smallest, largest) =
-        (pixels("min_pixels", "shortest_edge")?, pixels("max_pixels", "longest_edge")?);
-    if !(1..=MOST_PIXELS).contains(&largest) || smallest > largest {
-        return Err(ModelError::broken(format!(
-            "{} has images of {smallest} to {largest} pixels (size, min_pixels, max_pixels)",
-            folder.display()
-        )));
-    }
-    let colours = |key: &str| {
-        let items = found.get(key).and_then(Value::as_array).filter(|items| items.len() == 3);
-        let items = items.and_then(|items| items.iter().map(Value::as_f64).collect());
-        items.ok_or_else(|| says(key))
-    };
-    let (mean, std): (Vec<f64>, Vec<f64>) = (colours("image_mean")?, colours("image_std")?);
-    if let Some(divisor) = std.iter().find(|&&divisor| divisor <= 0.0) {
-        let folder = folder.display();
-        return Err(ModelError::broken(format!(
-            "{folder} divides colours by {divisor} (image_std)"
-        )));
-    }
-    let side = |key: &str| positive(found.get(key)).ok_or_else(|| says(key));
-    let sides = [side("patch_size")?, side("merge_size")?, side("temporal_patch_size")?];
-    let wanted = [tower.patch, tower.merge, tower.temporal].map(|side| side as u64);
-    if sides != wanted {
-        return Err(ModelError::broken(format!(
-            "{} makes patches of {} pixels, {} a side and {} times, and the tower wants {}",
-            folder.display(),
-            sides[0],
-            sides[1],
-            sides[2],
-            wanted.map(|side| side.to_string()).join(", ")
-        )));
-    }
-    let rescale = match found.get("rescale_factor") {
-        None => 1.0 / 255.0,
-        Some(factor) => factor.as_f64().ok_or_else(|| says("rescale_factor"))?,
-    };
-    let [patch, merge, temporal] = sides;
-    let read = json!({
-        "patch": patch, "merge": merge, "temporal": temporal, "min_pixels": smallest, "max_pixels": largest,
-        "mean": mean, "std": std, "rescale": rescale,
+    let begin = text("boi_token", "<start_of_image>");
+    let end = text("eoi_token", "<end_of_image>");
+    let position = text("image_token", "<image_soft_token>");
+    let shown = json!({
+        "image_token_id": token,
+        "mark": {"written": begin, "becomes": format!("\n\n{begin}{position}{end}\n\n")},
     });
-    Ok(read.as_object().cloned().unwrap_or_default())
+    Ok(shown.as_object().cloned().unwrap_or_default())
+}
+
+/// A repository's settings of an image's processing.
+struct Processor<'a> {
+    folder: &'a Path,
+    values: &'a Map<String, Value>,
+}
+
+impl Processor<'_> {
+    /// Settings under which an image keeps its ratio (`Qwen2VLImageProcessor`).
+    fn of_any_size(&self, tower: &VisionTower) -> Result<Map<String, Value>, ModelError> {
+        const BICUBIC: u64 = 3;
+        self.known([json!("Qwen2VLImageProcessor"), json!("Qwen2VLImageProcessorFast")], BICUBIC)?;
+        let edges = self.values.get("size").and_then(Value::as_object);
+        let pixels = |key: &str, edge: &str| {
+            positive(self.values.get(key))
+                .or_else(|| positive(edges?.get(edge)))
+                .or_else(|| positive(edges?.get(key)))
+                .ok_or_else(|| self.unreadable(key))
+        };
+        let (smallest, largest) =
+            (pixels("min_pixels", "shortest_edge")?, pixels("max_pixels", "longest_edge")?);
+        if !(1..=MOST_PIXELS).contains(&largest) || smallest > largest {
+            return Err(ModelError::broken(format!(
+                "{} has images of {smallest} to {largest} pixels (size, min_pixels, max_pixels)",
+                self.folder.display()
+            )));
+        }
+        let side = |key: &str| positive(self.values.get(key)).ok_or_else(|| self.unreadable(key));
+        let sides = [side("patch_size")?, side("merge_size")?, side("temporal_patch_size")?];
+        let wanted = [tower.patch, tower.merge, tower.temporal].map(|side| side as u64);
+        if sides != wanted {
+            return Err(ModelError::broken(format!(
+                "{} makes patches of {} pixels, {} a side and {} times, and the tower wants {}",
+                self.folder.display(),
+                sides[0],
+                sides[1],
+                sides[2],
+                wanted.map(|side| side.to_string()).join(", ")
+            )));
+        }
+        self.read(tower, json!({"min_pixels": smallest, "max_pixels": largest}))
+    }
+
+    /// Settings under which every image gets `side` times `side` positions
+    /// (`Gemma3ImageProcessor`).
+    fn of_one_size(
+        &self,
+        tower: &VisionTower,
+        side: usize,
+    ) -> Result<Map<String, Value>, ModelError> {
+        const BILINEAR: u64 = 2;
+        self.known([json!("Gemma3ImageProcessor"), json!("Gemma3ImageProcessorFast")], BILINEAR)?;
+        known(self.values, "do_pan_and_scan", &[json!(false)])?;
+        let size = self.values.get("size").and_then(Value::as_object);
+        let edge = |key: &str| {
+            positive(size.and_then(|size| size.get(key))).ok_or_else(|| self.unreadable("size"))
+        };
+        let (sides, wanted) =
+            ([edge("height")?, edge("width")?], (side * tower.merge * tower.patch) as u64);
+        if sides != [wanted; 2] {
+            return Err(ModelError::broken(format!(
+                "{} makes images of {} x {} pixels, and the tower wants {wanted} x {wanted}",
+                self.folder.display(),
+                sides[0],
+                sides[1]
+            )));
+        }
+        let pixels = wanted * wanted;
+        self.read(tower, json!({"min_pixels": pixels, "max_pixels": pixels, "fixed": [side, side]}))
+    }
+
+    /// Checks the kind of the processing, and its steps.
+    fn known(&self, names: [Value; 2], resample: u64) -> Result<(), ModelError> {
+        known(self.values, "image_processor_type", &names)?;
+        known(self.values, "resample", &[json!(resample)])?;
+        for key in ["do_resize", "do_rescale", "do_normalize", "do_convert_rgb"] {
+            known(self.values, key, &[json!(true)])?;
+        }
+        Ok(())
+    }
+
+    /// All settings; `sizes` are those of images.
+    fn read(&self, tower: &VisionTower, sizes: Value) -> Result<Map<String, Value>, ModelError> {
+        let colours = |key: &str| {
+            let items = self.values.get(key).and_then(Value::as_array);
+            let items = items.filter(|items| items.len() == 3);
+            let items = items.and_then(|items| items.iter().map(Value::as_f64).collect());
+            items.ok_or_else(|| self.unreadable(key))
+        };
+        let (mean, std): (Vec<f64>, Vec<f64>) = (colours("image_mean")?, colours("image_std")?);
+        if let Some(divisor) = std.iter().find(|&&divisor| divisor <= 0.0) {
+            let folder = self.folder.display();
+            return Err(ModelError::broken(format!(
+                "{folder} divides colours by {divisor} (image_std)"
+            )));
+        }
+        let rescale = match self.values.get("rescale_factor") {
+            None => 1.0 / 255.0,
+            Some(factor) => factor.as_f64().ok_or_else(|| self.unreadable("rescale_factor"))?,
+        };
+        let (patch, merge, temporal) = (tower.patch, tower.merge, tower.temporal);
+        let read = json!({
+            "patch": patch, "merge": merge, "temporal": temporal, "mean": mean, "std": std, "rescale": rescale,
+        });
+        let mut read = read.as_object().cloned().unwrap_or_default();
+        read.extend(sizes.as_object().cloned().unwrap_or_default());
+        Ok(read)
+    }
+
+    fn unreadable(&self, what: &str) -> ModelError {
+        let folder = self.folder.display();
+        ModelError::broken(format!("{folder} says about images what can't be read: {what}"))
+    }
+}
+
+/// A number above 0.
+fn positive(value: Option<&Value>) -> Option<u64> {
+    value.and_then(Value::as_u64).filter(|&it| it > 0)
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -87,6 +88,11 @@ class Batch:
     """Entries of `LayerKV` from a page's first entry to the next page's."""
     window: int | None = None
     """The last positions of each query that are on pages, its own included; None: all of them are."""
+    spans: Sequence[Sequence[tuple[int, int]]] = ()
+    """For each row [r], on the host: first and end of ranges of positions that see each other both ways.
+
+    A row that ends behind the first position of a range ends behind the range. (): no row has any.
+    """
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,7 +42,10 @@ class ChunkRow:
     count: int
     start: int
     entries: torch.Tensor | None  # int64 [start - seen_from + count]; None when nothing is cached before the chunk
-    blocks: list[tuple[int, int, torch.Tensor]]  # first query, end query, additive mask [queries, start + end query]
+    # first query, end query, additive mask [queries, start + end query]; none with spans
+    blocks: list[tuple[int, int, torch.Tensor]]
+    spans: Sequence[tuple[int, int]] = ()
+    """Ranges of positions that see each other both ways, as a `Batch` has them."""
     seen_from: int = 0
     """The position of the first entry."""
 
@@ -83,7 +87,7 @@ class CpuAttention:
                 else:
                     groups.append(_decode_group(batch, ends, int(first), count, dtype))
                 first += count
-        chunks = [self._chunk(batch, row, dtype) for row in range(decodes, len(ends))]
+        chunks = [self.chunk(batch, row, dtype) for row in range(decodes, len(ends))]
         return CpuStep(groups, chunks, batch)
 
     def attend(
@@ -93,10 +97,11 @@ class CpuAttention:
             raise NotImplementedError(f"rows on pages are attended to in causal order, and {how} is asked for")
         if how != CAUSAL:
             outputs = [_decodes_as(q, kv, group, how) for group in prepared.groups]
-            outputs += [_chunk_as(q, k, v, kv, chunk, how) for chunk in prepared.chunks]
-            return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        outputs = [_attend_decodes(q, kv, group) for group in prepared.groups]
-        outputs += [_attend_chunk(q, k, v, kv, chunk) for chunk in prepared.chunks]
+        else:
+            outputs = [_attend_decodes(q, kv, group) for group in prepared.groups]
+        for chunk in prepared.chunks:
+            plain = how == CAUSAL and not chunk.spans
+            outputs.append(_attend_chunk(q, k, v, kv, chunk) if plain else chunk_as(q, k, v, kv, chunk, how))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def attend_latent(
@@ -134,19 +139,21 @@ class CpuAttention:
     ) -> torch.Tensor:
         return selection.choose(q, weights, keys, prepared)
 
-    def _chunk(self, batch: Batch, row: int, dtype: torch.dtype) -> ChunkRow:
+    def chunk(self, batch: Batch, row: int, dtype: torch.dtype) -> ChunkRow:
+        """The prompt chunk that is a row of the batch."""
         first, count, start = int(batch.offset[row]), int(batch.length[row]), int(batch.start[row])
+        spans = batch.spans[row] if batch.spans else ()
         if start == 0:
-            return ChunkRow(first, count, start, None, [])
+            return ChunkRow(first, count, start, None, [], spans)
         device = batch.slots.device
         seen_from = 0 if batch.window is None else max(0, start + 1 - batch.window)
         positions = torch.arange(seen_from, start + count, device=device)
         table = batch.page_table.index_select(0, batch.slots[row : row + 1])[0]
         pages = table.index_select(0, positions // batch.page_size).long()
         entries = pages * batch.page_stride + positions % batch.page_size
-        if batch.window is not None:
-            # Whoever has a window has masks of its own.
-            return ChunkRow(first, count, start, entries, [], seen_from)
+        if batch.window is not None or spans:
+            # Whoever has a window or spans has masks of its own.
+            return ChunkRow(first, count, start, entries, [], spans, seen_from)
         blocks = []
         for begin in range(0, count, QUERY_BLOCK):
             end = min(begin + QUERY_BLOCK, count)
@@ -229,11 +236,8 @@ def _decodes_as(q: torch.Tensor, kv: LayerKV, group: DecodeGroup, how: How) -> t
     return masked_attention(q, k, v, mask, how).flatten(1)
 
 
-def _chunk_as(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, chunk: ChunkRow, how: How
-) -> torch.Tensor:
-    """As `_attend_chunk`, for whatever `how` asks for."""
-    seen_from = chunk.seen_from
+def chunk_as(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, chunk: ChunkRow, how: How) -> torch.Tensor:
+    """The attention [count, heads * head_dim] of a chunk, for whatever `how` asks for, and with its ranges."""
     rows = slice(chunk.first, chunk.first + chunk.count)
     if chunk.entries is None:
         k, v = k[rows], v[rows]
@@ -244,11 +248,25 @@ def _chunk_as(
     for begin in range(0, chunk.count, QUERY_BLOCK):
         end = min(begin + QUERY_BLOCK, chunk.count)
         queries = torch.arange(chunk.start + begin, chunk.start + end, device=q.device)
-        seen = torch.arange(seen_from, chunk.start + end, device=q.device)
-        mask = positions_mask(queries, seen, how)
+        last, behind = _reach(queries, chunk.start + begin, chunk.start + end, chunk.spans)
+        seen = torch.arange(chunk.seen_from, behind, device=q.device)
+        mask = positions_mask(queries, seen, how, last)
         block = q[chunk.first + begin : chunk.first + end].transpose(0, 1)[None]
         outputs.append(_heads_last(masked_attention(block, k[:, :, : len(seen)], v[:, :, : len(seen)], mask, how)))
     return torch.cat(outputs)
+
+
+def _reach(
+    queries: torch.Tensor, begin: int, end: int, spans: Sequence[tuple[int, int]]
+) -> tuple[torch.Tensor | None, int]:
+    """The last positions that queries at `begin .. end` see, and the position behind all of them."""
+    met = [(first, behind) for first, behind in spans if first < end and begin < behind]
+    if not met:
+        return None, end
+    last = queries.clone()
+    for first, behind in met:
+        last[max(first - begin, 0) : min(behind, end) - begin] = behind - 1
+    return last, max(end, *(behind for _, behind in met))
 
 
 def _attend_chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, chunk: ChunkRow) -> torch.Tensor:

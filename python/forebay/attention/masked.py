@@ -8,16 +8,19 @@ import torch.nn.functional as F
 from forebay.attention.backend import How
 
 
-def positions_mask(queries: torch.Tensor, keys: torch.Tensor, how: How) -> torch.Tensor:
+def positions_mask(
+    queries: torch.Tensor, keys: torch.Tensor, how: How, last: torch.Tensor | None = None
+) -> torch.Tensor:
     """True where a query sees a key, bool `[*queries, keys]`, from their positions `queries` and `keys` [keys].
 
-    The last dimension of `queries` becomes that of the queries, and counts 1 for decode rows.
+    The last dimension of `queries` becomes that of the queries, and counts 1 for decode rows. `last` of the same shape
+    are the last positions that queries see, None: their own.
     """
     of_query, of_key = queries[..., None], keys
     if how.both_ways:
         distance = (of_key - of_query).abs()
         return torch.ones_like(distance, dtype=torch.bool) if how.window is None else distance < how.window
-    sees = of_key <= of_query
+    sees = of_key <= (of_query if last is None else last[..., None])
     if how.window is not None:
         # The window has the query's own position in it.
         sees = sees & (of_key > of_query - how.window)

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
 from forebay.attention.backend import CAUSAL, Batch, How, IndexBatch, Int64s, LatentHeads, LayerKV
+from forebay.attention.cpu import ChunkRow, CpuAttention, chunk_as
 from forebay.gpu.interface import Kernels, PagedRows
+
+
+@dataclass(frozen=True)
+class SpannedRows:
+    """A step's rows, of which some have ranges of positions that see each other both ways."""
+
+    rows: PagedRows
+    chunks: list[ChunkRow]
+    """The rows with such ranges, which PyTorch's operators compute."""
 
 
 class TritonAttention:
     """Implements `AttentionBackend`. Rows of any kind are computed in the order in which they come.
 
-    It prepares `PagedRows`. A caller that has the rows of a step on the device may make them itself.
+    It prepares `PagedRows`, or `SpannedRows` for a batch with ranges. A caller that has the rows of a step on the
+    device may make them itself.
     """
 
     def __init__(self, kernels: Kernels, null_page: int) -> None:
@@ -23,12 +36,31 @@ class TritonAttention:
     def order(self, lengths: Int64s, ends: Int64s) -> Int64s:
         return np.arange(len(lengths))
 
-    def prepare(self, batch: Batch, dtype: torch.dtype) -> PagedRows:
-        return self._rows(batch)
+    def prepare(self, batch: Batch, dtype: torch.dtype) -> PagedRows | SpannedRows:
+        rows = self._rows(batch)
+        if not batch.spans:
+            return rows
+        spanned = [row for row, spans in enumerate(batch.spans) if spans and batch.length[row] > 1]
+        return SpannedRows(rows, [CpuAttention().chunk(batch, row, dtype) for row in spanned])
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, prepared: PagedRows, how: How = CAUSAL
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv: LayerKV,
+        prepared: PagedRows | SpannedRows,
+        how: How = CAUSAL,
     ) -> torch.Tensor:
+        if isinstance(prepared, SpannedRows):
+            # Rows with images are few: the kernels compute them too, and what they give is written over.
+            out = self._attend(q, kv, prepared.rows, how)
+            for chunk in prepared.chunks:
+                out[chunk.first : chunk.first + chunk.count] = chunk_as(q, k, v, kv, chunk, how)
+            return out
+        return self._attend(q, kv, prepared, how)
+
+    def _attend(self, q: torch.Tensor, kv: LayerKV, prepared: PagedRows, how: How) -> torch.Tensor:
         if how.chunk is not None or how.both_ways:
             raise NotImplementedError(
                 f"the attention in Triton has causal order without chunks, and {how} is asked for"

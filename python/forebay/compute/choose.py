@@ -108,6 +108,10 @@ class Choice:
             raise DeviceError(
                 f"attention backend fa3 is for keys and values, and {model.architecture} has latent rows: use triton"
             )
+        if model.whole_images:
+            raise DeviceError(
+                f"attention backend fa3 has causal order only, and images of {model.architecture} have none: use triton"
+            )
         windows = [kind.window for kind in model.kinds if kind.window is not None]
         has_windows = any(window < self._config.context_length for window in windows)
         if model.attention.cap is not None or model.attention.sinks or has_windows:
@@ -156,7 +160,12 @@ class Choice:
 
     def check_kv_format(self) -> None:
         """Raises `DeviceError` if nothing here reads pages in the form that is wanted."""
-        form = self._config.kv_cache_dtype
+        form, model = self._config.kv_cache_dtype, self._config.model_config
+        if form is not KvFormat.PLAIN and isinstance(model, ModelConfig) and model.whole_images:
+            raise DeviceError(
+                f"kv cache dtype {form.value} is for a GPU's kernels, and PyTorch's operators attend to images of a "
+                f"{model.architecture}: leave it off"
+            )
         if form is not KvFormat.PLAIN and self._backend != "triton":
             raise DeviceError(
                 f"kv cache dtype {form.value} needs the attention backend triton, and {self._backend} is in use: "
@@ -255,7 +264,7 @@ def _needs_host(model: ModelConfig) -> bool:
 
     No graph can do that.
     """
-    return model.indexer is not None or model.sections is not None or bool(model.recurrent)
+    return model.indexer is not None or model.vision is not None or bool(model.recurrent)
 
 
 def _kernels(device: Device) -> Kernels:

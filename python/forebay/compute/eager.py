@@ -134,7 +134,7 @@ class TorchCompute:
         token_slots = slots.index_select(0, piece)
         pages = _pages(tables.page_table, token_slots, positions, kv.page_size)
         stride = kv.main.page_stride
-        numbers, images = (positions, None) if rows.images is None else self._seen(rows.images, cut)
+        numbers, images = (positions, None) if rows.images is None else self._seen(rows.images, cut, positions)
         writes = pages * stride + positions % kv.page_size
         batch = Batch(
             start=cut.start[: cut.whole],
@@ -147,6 +147,7 @@ class TorchCompute:
             page_table=tables.page_table,
             page_size=kv.page_size,
             page_stride=stride,
+            spans=self._spans(rows.images, cut),
         )
         return Forward(
             tokens=tables.token_pool.view(-1).index_select(0, token_slots * tables.stride + positions),
@@ -191,10 +192,22 @@ class TorchCompute:
         tokens = self._device.copy_in(*(np.flatnonzero(place == at) for at in present))
         return [AdaptedTokens(own, adapters.adapters[at]) for own, at in zip(tokens, present, strict=True)]
 
-    def _seen(self, images: RowImages, cut: Pieces) -> tuple[torch.Tensor, ImageRows | None]:
-        """The numbers of positions if there are images, [n] or [3, n], and the rows of the tokens in images."""
+    def _spans(self, images: RowImages | None, cut: Pieces) -> list[list[tuple[int, int]]]:
+        """The images of each piece whose positions see each other; []: no piece has any."""
+        if images is None or not self._model.config.whole_images:
+            return []
+        found = images.within(cut.row, cut.start, cut.length)
+        return found if any(found) else []
+
+    def _seen(self, images: RowImages, cut: Pieces, positions: torch.Tensor) -> tuple[torch.Tensor, ImageRows | None]:
+        """The numbers of positions if there are images, [n] or [3, n], and the rows of the tokens in images.
+
+        Of a model whose positions have one number these are `positions`.
+        """
         tokens = images.tokens(cut.row, cut.start, cut.length)
         numbers, at, entries = self._device.copy_in(tokens.positions, tokens.at, tokens.entries)
+        if self._model.config.sections is None:
+            numbers = positions
         if not len(tokens.at):
             return numbers, None
         assert self._images is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -73,9 +73,10 @@ class Pixels:
 class PatchEmbedding:
     """The first layer: a convolution whose stride is its kernel's size. So it is a product."""
 
-    def __init__(self, params: Parameters, name: str, vision: Vision, bias: bool) -> None:
+    def __init__(self, params: Parameters, name: str, vision: Vision, bias: bool, frames: bool = True) -> None:
+        """`frames`: the kernel has a dimension of time."""
         hidden, side = vision.hidden_size, vision.patch
-        shape = (hidden, vision.channels, vision.temporal, side, side)
+        shape = (hidden, vision.channels, *((vision.temporal,) if frames else ()), side, side)
         self._weight = params.tensor(shape, {f"{name}.weight": hidden})
         self._bias = params.tensor((hidden,), {f"{name}.bias": hidden}) if bias else None
 
@@ -93,24 +94,32 @@ class TowerAttention:
         self._qkv = Linear(params, prefix, hidden, {"qkv": 3 * hidden}, bias=True)
         self._output = Linear(params, prefix, hidden, {"proj": hidden}, bias=True)
 
-    def __call__(self, x: torch.Tensor, rotation: Rotation, groups: Sequence[Group]) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, rotation: Rotation | None, groups: Sequence[Group]) -> torch.Tensor:
         """x is [n, hidden]."""
+        assert rotation is not None
         qkv = self._qkv(x).view(len(x), 3 * self._heads, -1)
         turned = rotate(qkv[:, : 2 * self._heads].float(), rotation).to(x.dtype)
         q, k = turned.split(self._heads, dim=1)
         return self._output(attend(q, k, qkv[:, 2 * self._heads :], groups))
 
 
+class TowerAttends(Protocol):
+    """The part of a tower's layer in which patches see others."""
+
+    def __call__(self, x: torch.Tensor, rotation: Rotation | None, groups: Sequence[Group], /) -> torch.Tensor:
+        """Computes the part for x [n, hidden]. The result has the same shape."""
+
+
 @dataclass(frozen=True)
 class TowerBlock:
     """One layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`."""
 
-    attention: TowerAttention
+    attention: TowerAttends
     mlp: Callable[[torch.Tensor], torch.Tensor]
     attention_norm: LayerNorm | RMSNorm
     mlp_norm: LayerNorm | RMSNorm
 
-    def __call__(self, x: torch.Tensor, rotation: Rotation, groups: Sequence[Group]) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, rotation: Rotation | None, groups: Sequence[Group]) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x), rotation, groups)
         return x + self.mlp(self.mlp_norm(x))
 
@@ -142,7 +151,7 @@ class TowerState:
     """An image on its way through a tower; `n` patches."""
 
     x: torch.Tensor  # [n, hidden]
-    rotation: Rotation  # float32
+    rotation: Rotation | None  # float32; None: heads are not rotated
     groups: Sequence[Group]
     """Patches that see each other in a layer with windows."""
     back: torch.Tensor | None = None
@@ -159,16 +168,24 @@ class Tower:
         vision: Vision,
         embedding: PatchEmbedding,
         blocks: Sequence[TowerBlock],
-        merger: Merger,
+        merger: Callable[[torch.Tensor], torch.Tensor],
         deepstack: Mapping[int, Merger],
         device: torch.device,
     ) -> None:
         """`deepstack`: what gives an output of a layer's states, by the layer's number."""
         self.vision = vision
         self._embedding, self._blocks, self._merger, self._deepstack = embedding, blocks, merger, deepstack
-        quarter = vision.hidden_size // vision.heads // 4
-        powers = torch.arange(0, 2 * quarter, 2, dtype=torch.float32, device=device) / (2 * quarter)
-        self._frequencies = 1.0 / vision.theta**powers
+        self._frequencies: torch.Tensor | None = None
+        if vision.theta is not None:
+            quarter = vision.hidden_size // vision.heads // 4
+            powers = torch.arange(0, 2 * quarter, 2, dtype=torch.float32, device=device) / (2 * quarter)
+            self._frequencies = 1.0 / vision.theta**powers
+
+    @property
+    def fixed_grid(self) -> Grid | None:
+        """The grid of every image; None: it goes by the image's size."""
+        side = self.vision.fixed_side
+        return None if side is None else Grid(side, side)
 
     def begin(self, pixels: Iterable[torch.Tensor], grid: Grid) -> TowerState:
         """Begins an image, given as blocks of patches: merged squares row by row, and the patches of each square."""
@@ -196,7 +213,9 @@ class Tower:
 
     def _rotation(self, rows: torch.Tensor, columns: torch.Tensor) -> Rotation:
         """Half of the frequencies of a head turn by the row, half by the column."""
-        angles = torch.cat([at[:, None].float() * self._frequencies for at in (rows, columns)], dim=1)
+        frequencies = self._frequencies
+        assert frequencies is not None
+        angles = torch.cat([at[:, None].float() * frequencies for at in (rows, columns)], dim=1)
         return rotation_of(angles.cos(), angles.sin())
 
 

@@ -25,8 +25,6 @@ from forebay.layers.vision import (
 from forebay.weights.config import ModelConfig
 from forebay.weights.vision import TOWER, Vision
 
-_NORM_EPS = 1e-6
-
 
 class Qwen25Tower(Tower):
     """The tower of Qwen2.5-VL. In it patches lie window by window."""
@@ -37,7 +35,7 @@ class Qwen25Tower(Tower):
         joined, prefix = vision.hidden_size * vision.merge**2, f"{TOWER}.merger"
         merger = Merger(
             vision,
-            RMSNorm(params, f"{prefix}.ln_q", vision.hidden_size, _NORM_EPS),
+            RMSNorm(params, f"{prefix}.ln_q", vision.hidden_size, vision.norm_eps),
             Linear(params, f"{prefix}.mlp", joined, {"0": joined}, bias=True),
             Linear(params, f"{prefix}.mlp", joined, {"2": vision.out_size}, bias=True),
         )
@@ -100,8 +98,8 @@ def _block(vision: Vision, params: Parameters, prefix: str) -> TowerBlock:
     return TowerBlock(
         TowerAttention(params, f"{prefix}.attn", vision),
         _Mlp(vision, params, f"{prefix}.mlp"),
-        RMSNorm(params, f"{prefix}.norm1", vision.hidden_size, _NORM_EPS),
-        RMSNorm(params, f"{prefix}.norm2", vision.hidden_size, _NORM_EPS),
+        RMSNorm(params, f"{prefix}.norm1", vision.hidden_size, vision.norm_eps),
+        RMSNorm(params, f"{prefix}.norm2", vision.hidden_size, vision.norm_eps),
     )
 
 

@@ -1,4 +1,4 @@
-"""Qwen3-VL (2025): a tower with a table of positions and deepstack outputs (Meng et al. 2024), before a Qwen3."""
+"""The tower of Qwen3-VL (2025) and Qwen3.5: a table of positions, and deepstack outputs (Meng et al. 2024) or none."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ from forebay.layers.vision import (
 )
 from forebay.weights.config import ModelConfig
 from forebay.weights.vision import TOWER, Vision
-
-_NORM_EPS = 1e-6
 
 
 class Qwen3Tower(Tower):
@@ -85,8 +83,8 @@ def _block(vision: Vision, params: Parameters, prefix: str) -> TowerBlock:
     return TowerBlock(
         TowerAttention(params, f"{prefix}.attn", vision),
         _Mlp(vision, params, f"{prefix}.mlp"),
-        LayerNorm(params, f"{prefix}.norm1", vision.hidden_size, _NORM_EPS),
-        LayerNorm(params, f"{prefix}.norm2", vision.hidden_size, _NORM_EPS),
+        LayerNorm(params, f"{prefix}.norm1", vision.hidden_size, vision.norm_eps),
+        LayerNorm(params, f"{prefix}.norm2", vision.hidden_size, vision.norm_eps),
     )
 
 
@@ -94,7 +92,7 @@ def _merger(vision: Vision, params: Parameters, prefix: str, norm_joined: bool) 
     joined = vision.hidden_size * vision.merge**2
     return Merger(
         vision,
-        LayerNorm(params, f"{prefix}.norm", joined if norm_joined else vision.hidden_size, _NORM_EPS),
+        LayerNorm(params, f"{prefix}.norm", joined if norm_joined else vision.hidden_size, vision.norm_eps),
         Linear(params, prefix, joined, {"linear_fc1": joined}, bias=True),
         Linear(params, prefix, joined, {"linear_fc2": vision.out_size}, bias=True),
         norm_joined,
@@ -102,7 +100,7 @@ def _merger(vision: Vision, params: Parameters, prefix: str, norm_joined: bool) 
 
 
 def build(config: ModelConfig, params: Parameters, backend: AttentionBackend, ops: Ops) -> ImageDecoder:
-    """A Qwen3-VL with its weights allocated in `params`."""
+    """A decoder behind this tower, with its weights allocated in `params`."""
     assert config.vision is not None
     blocks = decoder_blocks(config, params)
     return ImageDecoder(config, params, blocks, backend, ops, Qwen3Tower(config.vision, params))

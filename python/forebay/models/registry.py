@@ -14,7 +14,7 @@ from forebay.layers.draft_heads import DraftHead
 from forebay.layers.ops import Ops
 from forebay.layers.params import Parameters
 from forebay.layers.rotary import at_context
-from forebay.models import qwen2_5_vl, qwen3_vl
+from forebay.models import gemma3, qwen2_5_vl, qwen3_vl
 from forebay.models.bert import Bert
 from forebay.models.called import CalledModel
 from forebay.models.whole import WholeDecoder
@@ -27,15 +27,15 @@ from forebay.weights.pooling import Pooling
 
 Model: TypeAlias = Decoder | CalledModel | Bert | WholeDecoder
 """A model of any kind."""
+_TOWERS = {"windows": qwen2_5_vl.build, "table": qwen3_vl.build, "siglip": gemma3.build}
+"""The models with a tower, by its kind."""
 
 
 def build(config: ModelConfig, params: Parameters, backend: AttentionBackend, ops: Ops, context_length: int) -> Decoder:
     """The model of `config`. Its weights are allocated and not filled. Raises `UnsupportedModelError`."""
     config = _of_requests(config, context_length)
     if config.vision is not None:
-        windowed = config.vision.window is not None
-        made: Decoder = (qwen2_5_vl if windowed else qwen3_vl).build(config, params, backend, ops)
-        return made
+        return _TOWERS[config.vision.kind](config, params, backend, ops)
     return Decoder(config, params, decoder_blocks(config, params), backend, ops)
 
 

@@ -49,7 +49,7 @@ class Images:
         self.nbytes = ImagePool.nbytes(vision, pages, config.dtype)
         """Bytes of the pages."""
         self.pool = ImagePool(vision, pages, config.dtype, device)
-        self.slots = SlotImages(config.slots, config.context_length, pages)
+        self.slots = SlotImages(config.slots, config.context_length, pages, whole=vision.both_ways)
         self.most_positions = min(images.most_positions, config.context_length, pages * PAGE_POSITIONS)
         """Positions of the largest image that can be computed."""
         self._encoding: dict[int, _Encoding] = {}
@@ -65,14 +65,17 @@ class Images:
         return dict(zip(_IMAGE_FACTS, values, strict=True))
 
     def warm_up(self, positions: int = 1) -> None:
-        """Queues an image of one row of positions, whose output is dropped."""
-        vision = self._tower.vision
-        bytes_ = np.zeros(positions * vision.merge**2 * vision.patch_bytes, np.uint8)
+        """Queues an image of one row of positions, or of the tower's one size, whose output is dropped."""
+        vision, fixed = self._tower.vision, self._tower.fixed_grid
+        grid = fixed or Grid(1, positions)
+        # A layer of the one size takes long, and the others are as it is.
+        end = vision.layers if fixed is None else 1
+        bytes_ = np.zeros(grid.positions * vision.merge**2 * vision.patch_bytes, np.uint8)
 
         def work() -> None:
             (patches,) = self._device.copy_in(bytes_)
-            state = self._begun(patches, Grid(1, positions))
-            self._tower.layers(state, 0, vision.layers)
+            state = self._begun(patches, grid)
+            self._tower.layers(state, 0, end)
             self._tower.finish(state)
 
         self._device.queue(work)
@@ -102,7 +105,8 @@ class Images:
     def _queue(self, image: int, layers: tuple[int, int], grid: Grid, offset: int, pages: Int64s) -> None:
         """Queues layers `first .. end` of an image."""
         (first, end), last = layers, self._tower.vision.layers
-        if not first < end <= last or min(grid) < 1:
+        fixed = self._tower.fixed_grid
+        if not first < end <= last or min(grid) < 1 or fixed not in (None, grid):
             raise PlanError(f"layers {first}..{end} of {last} of an image of {grid.height}x{grid.width} positions")
         if len(pages) != (pages_of(grid.positions) if end == last else 0):
             raise PlanError(f"{len(pages)} pages for layers {first}..{end} of {last} and {grid.positions} positions")

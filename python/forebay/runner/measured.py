@@ -27,8 +27,8 @@ def largest_plans(config: RunnerConfig, flag: int) -> Iterator[Plan]:
     options of a sampler. `flag` is the flag of the rows.
     """
     context = config.context_length
-    length = min(config.chunked_prefill_size, context)
-    prompts = min(config.slots, -(-config.chunked_prefill_size // context))
+    length = min(config.prompt_tokens, context)
+    prompts = min(config.slots, -(-config.prompt_tokens // context))
     yield _plan(config, flag, prompts, context - length, length)
     rows = min(config.slots, config.max_running_requests)
     yield _plan(config, flag, rows, min(context, max(1, GATHERED // rows)) - 1, 1)

@@ -316,6 +316,14 @@ class RunnerConfig:
         return None if values is None else Preprocessing.from_dict(values)
 
     @property
+    def prompt_tokens(self) -> int:
+        """The largest number of tokens of prompts in a step: a chunk, and the rest of an image that it must not cut."""
+        model, images = self.model_config, self.images
+        is_whole = isinstance(model, ModelConfig) and model.whole_images
+        rest = images.most_positions - 1 if is_whole and images is not None else 0
+        return self.chunked_prefill_size + rest
+
+    @property
     def pages_per_slot(self) -> int:
         """The number of pages of one whole context."""
         return -(-self.context_length // self.page_size)

@@ -130,11 +130,21 @@ class Layout:
         words = [(s.first, s.count, s.width, s.rope, s.rope + max(s.height, s.width)) for s in self._spans]
         return tuple(np.array(words, np.int64).T)
 
-    def check(self, start: int, end: int) -> None:
-        """Raises `PlanError` if positions `start .. end` are in an image without pages."""
+    def check(self, start: int, end: int, whole: bool) -> None:
+        """Raises `PlanError` if positions `start .. end` are in an image without pages.
+
+        With `whole` also if they end within one.
+        """
+        for first, behind in self.within(start, end):
+            if whole and end < behind:
+                raise PlanError(f"a row {start}..{end} ends within the image at positions {first}..{behind}")
         for span in self._spans:
             if start < span.end and span.first < end and not len(span.pages):
                 raise PlanError(f"a row {start}..{end} in the image at position {span.first}, which has no pages")
+
+    def within(self, start: int, end: int) -> list[tuple[int, int]]:
+        """The images that positions `start .. end` meet: the first position of each, and the one behind it."""
+        return [(span.first, span.end) for span in self._spans if start < span.end and span.first < end]
 
     def positions(self, start: int, length: int) -> Int64s:
         """The rotary numbers of positions [length] from `start` on, [3, length]."""
@@ -169,6 +179,12 @@ class RowImages:
     shift: Int64s  # [r]: from a position behind the last image to its number
     end: Int64s  # [r]: behind the last image; 0 without one
 
+    def within(self, row: Int64s, start: Int64s, length: Int64s) -> list[list[tuple[int, int]]]:
+        """The images that pieces of rows [p] meet, as `Layout.within` has them."""
+        pieces = zip(row.tolist(), start.tolist(), (start + length).tolist(), strict=True)
+        layouts = ((self.layouts[number], first, end) for number, first, end in pieces)
+        return [[] if layout is None else layout.within(first, end) for layout, first, end in layouts]
+
     def tokens(self, row: Int64s, start: Int64s, length: Int64s) -> Tokens:
         """The images of a step's tokens, which come in pieces of rows [p], one after the other."""
         positions = ragged(start + self.shift[row], length)
@@ -192,8 +208,10 @@ class RowImages:
 class SlotImages:
     """The images of each slot, on the host. A step's share of them is decided when the plan is read."""
 
-    def __init__(self, slots: int, context_length: int, pages: int) -> None:
+    def __init__(self, slots: int, context_length: int, pages: int, whole: bool = False) -> None:
+        """`whole`: positions of an image see each other, so no row may end within one."""
         self._slots, self._context_length, self._pages = slots, context_length, pages
+        self._whole = whole
         self._layouts: dict[int, Layout] = {}
 
     def read(self, plan: Plan) -> None:
@@ -235,6 +253,6 @@ class SlotImages:
         for row in np.flatnonzero(start < end).tolist():
             layout = layouts[row]
             assert layout is not None
-            layout.check(int(start[row]), int(start[row] + length[row]))
+            layout.check(int(start[row]), int(start[row] + length[row]), self._whole)
         shift = np.array([0 if layout is None else layout.shift for layout in layouts], np.int64)
         return RowImages(layouts, shift, end)

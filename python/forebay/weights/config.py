@@ -153,6 +153,11 @@ class ModelConfig:
         return isinstance(self.attention, GroupedQuery) and self.attention.both_ways
 
     @property
+    def whole_images(self) -> bool:
+        """True if the positions of an image see each other, those behind them too."""
+        return self.vision is not None and self.vision.both_ways
+
+    @property
     def recurrent(self) -> list[Recurrence]:
         """The recurrent layers."""
         return [one for one in self.recurrences if one is not None]

@@ -15,8 +15,10 @@ _CHANNELS = 3
 
 @dataclass(frozen=True)
 class Vision:
-    """A vision tower (Qwen2.5-VL and Qwen3-VL, 2025). Sizes are numbers of elements, patches or pixels."""
+    """A vision tower (Qwen2.5-VL, Qwen3-VL, Gemma 3, 2025). Sizes are numbers of elements, patches or pixels."""
 
+    kind: str
+    """`windows`: of Qwen2.5-VL; `table`: of Qwen3-VL and Qwen3.5; `siglip`: of Gemma 3."""
     layers: int
     hidden_size: int
     intermediate_size: int
@@ -29,8 +31,12 @@ class Vision:
     """Patches of a side of a square, which becomes one position of the decoder."""
     out_size: int
     """Elements of a position for the decoder, as many as its states have."""
-    theta: float
-    """The base of its rotary frequencies."""
+    theta: float | None
+    """The base of its rotary frequencies; None: its heads are not rotated."""
+    norm_eps: float
+    """The epsilon of its norms."""
+    both_ways: bool
+    """True if the positions of an image see each other in the decoder, those behind them too."""
     deepstack: tuple[int, ...] = ()
     """Layers whose states the decoder also gets, behind its own first layers (DeepStack, 2024)."""
     table_side: int | None = None
@@ -45,6 +51,11 @@ class Vision:
         """Reads `tower` of a shape."""
         chosen = {field.name: values[field.name] for field in fields(cls)}
         return cls(**{**chosen, "deepstack": tuple(chosen["deepstack"]), "whole": tuple(chosen["whole"])})
+
+    @property
+    def fixed_side(self) -> int | None:
+        """Rows and columns of decoder positions of every image; None: they go by the image's size."""
+        return self.table_side // self.merge if self.kind == "siglip" and self.table_side is not None else None
 
     @property
     def patch_bytes(self) -> int:

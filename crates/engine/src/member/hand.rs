@@ -141,6 +141,7 @@ impl Member {
                 pages: facts.image_page_count,
                 page_tokens: facts.image_page_tokens.max(1),
                 budget: self.config.images.map_or(1, ImageConfig::position_layers),
+                whole: self.config.images.is_some_and(|images| images.whole),
             }),
             places: if facts.lora_bytes > 0 { self.config.places } else { 0 },
             host: host.map(|host| HostTier {

@@ -133,6 +133,7 @@ const FLAGS: &[Foreign] = &[
         Missing("embedding models are found by their files; others need --is-embedding"),
     ),
     value(&["--limit-mm-per-prompt"], Missing("--limit-images N bounds the images of a request")),
+    switch(&["--language-model-only"], Missing("--limit-images 0 serves the text alone")),
     value(&["--mm-processor-kwargs"], Missing("--max-image-pixels bounds the pixels of an image")),
     value(&["--log-requests-level"], Unneeded("requests are not logged")),
     value(&["--max-prefill-tokens"], Same("--chunked-prefill-size")),

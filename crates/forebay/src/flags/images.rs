@@ -21,8 +21,9 @@ pub(crate) struct ImageFlags {
     /// largest image, at least 8192].
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) image_pool_tokens: Option<u64>,
-    /// The largest number of images of a request.
-    #[arg(long, value_name = "N", default_value = "16", value_parser = clap::value_parser!(u32).range(1..))]
+    /// The largest number of images of a request. With 0 the model's text is served alone, which
+    /// the Rust hand may compute, and its vision tower is not loaded.
+    #[arg(long, value_name = "N", default_value = "16")]
     pub(crate) limit_images: u32,
     /// Maximum pixels of an image before it is resized.
     #[arg(long, value_name = "PIXELS", default_value = "50000000", value_parser = clap::value_parser!(u64).range(1..))]
@@ -44,12 +45,14 @@ pub(crate) struct ImageFlags {
 }
 
 impl ImageFlags {
-    /// The images of a step, for a model with `merge` times `merge` patches for a position.
-    pub(crate) fn engine(&self, merge: u32, cpu: bool) -> ImageConfig {
+    /// The images of a step, for a model with `merge` times `merge` patches for a position. With
+    /// `whole` no chunk of a prompt ends within an image.
+    pub(crate) fn engine(&self, merge: u32, whole: bool, cpu: bool) -> ImageConfig {
         let usual = if cpu { CPU_BUDGET } else { ImageConfig::default().image_budget };
         ImageConfig {
             image_budget: self.image_budget.unwrap_or(usual),
             patches: u64::from(merge).pow(2).max(1),
+            whole,
         }
     }
 

@@ -29,7 +29,10 @@ pub(super) fn resolve(
         (device.apart, "hands on other machines"),
         (model.pooling.is_some(), "a model that pools"),
         (model.called.is_some(), "a model that transformers' code computes"),
-        (model.images.is_some(), "a model that takes images"),
+        (
+            model.images.is_some(),
+            "a model that takes images (--limit-images 0 serves its text alone)",
+        ),
         (model.is_latent(), "a model with latent attention"),
         (flags.sparse.enable_hisparse, "--enable-hisparse"),
     ];

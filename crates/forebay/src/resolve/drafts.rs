@@ -31,7 +31,8 @@ impl Drafter {
         weights: bool,
     ) -> Result<Option<Self>> {
         let Some((named, _)) = flags.drafts.of_hand()? else { return Ok(None) };
-        let source = Source { revision: None, embedding: false, ..flags.source() };
+        let source =
+            Source { revision: None, embedding: false, text_alone: true, ..flags.source() };
         if let HandDrafts::Model(name) = named {
             let draft = fetch(python, name, source, weights, Hand::Torch)?;
             return Ok(Some(Self::Model(Box::new(draft))));

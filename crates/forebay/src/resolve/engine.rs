@@ -5,6 +5,7 @@ use forebay_balance::Method;
 use forebay_engine::{EngineConfig, ImageConfig};
 use forebay_machine::Processors;
 use forebay_replicas::ReplicasConfig;
+use forebay_weights::ModelShape;
 
 use super::device::DeviceSettings;
 use super::{images, pd, tiers};
@@ -86,7 +87,10 @@ fn step_images(
 ) -> Result<Option<ImageConfig>> {
     images::check(&flags.images, model)?;
     let cpu = !device.cuda() && device.simulated.is_none();
-    Ok(model.images.as_ref().map(|images| flags.images.engine(images.merge, cpu)))
+    let shape = model.shape.as_ref().and_then(ModelShape::decoder);
+    let tower = shape.and_then(|shape| shape.tower.as_ref());
+    let whole = tower.is_some_and(|tower| tower.both_ways);
+    Ok(model.images.as_ref().map(|images| flags.images.engine(images.merge, whole, cpu)))
 }
 
 /// The spread of requests over replicas.

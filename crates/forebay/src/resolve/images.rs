@@ -4,7 +4,7 @@ use anyhow::{Context, Result, bail};
 use forebay_fetch::{Config as FetchConfig, Fetcher};
 use forebay_server::ImageModel;
 use forebay_sim::SimTower;
-use forebay_vision::{Limits, Processing};
+use forebay_vision::{Grid, Limits, Processing};
 use forebay_weights::ModelShape;
 use serde::Serialize;
 
@@ -56,9 +56,12 @@ impl ImageSettings {
     /// # Errors
     /// The model's numbers fit no image.
     pub(crate) fn model(&self, images: &Images) -> Result<ImageModel> {
-        let processing =
-            Processing::new(images.patch, images.merge, images.min_pixels, images.max_pixels)
-                .context("preprocessor_config.json")?;
+        let (patch, merge) = (images.patch, images.merge);
+        let processing = match images.fixed {
+            Some([height, width]) => Processing::fixed(patch, merge, Grid { height, width }),
+            None => Processing::new(patch, merge, images.min_pixels, images.max_pixels),
+        };
+        let processing = processing.context("preprocessor_config.json")?;
         Ok(ImageModel {
             processing,
             token: images.image_token_id,

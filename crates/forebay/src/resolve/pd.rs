@@ -30,7 +30,7 @@ pub(super) fn check(flags: &ServeFlags, model: &Model, device: Device) -> Result
     let refused = [
         (model.pooling.is_some(), "a model that pools generates nothing"),
         (model.has_states(), "recurrent states are in no host tier yet"),
-        (model.images.is_some(), "images are not handed on yet: another model is needed"),
+        (model.images.is_some(), "images are not handed on yet: --limit-images 0 is needed"),
         (flags.adapters.is_enabled(), "--enable-lora: adapters are not handed on yet"),
         (flags.sparse.enable_hisparse, "--enable-hisparse has host pages of its own"),
         (experts, "--enable-dp-attention and experts by rank have no host tier yet"),

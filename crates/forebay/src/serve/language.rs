@@ -1,5 +1,6 @@
 //! The model's language: its tokens, its chats and its forms of answers.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
@@ -57,8 +58,10 @@ impl Language {
 fn chat_template(flags: &ServeFlags, model: &Model) -> Result<Option<ChatTemplate>> {
     let (bos, eos) = (model.bos_token.as_deref(), model.eos_token.as_deref());
     let tokens = model.named_special_tokens();
+    let mark = model.images.as_ref().and_then(|images| images.mark.as_ref());
     let compile = |source: &str| {
-        ChatTemplate::isolated(source, bos, eos, &tokens, text::renderer)
+        let source = mark.map_or(Cow::Borrowed(source), |mark| mark.replaced(source).into());
+        ChatTemplate::isolated(&source, bos, eos, &tokens, text::renderer)
             .context("the chat template, with chats of a few words")
     };
     if let Some(file) = &flags.loading.chat_template {

@@ -35,6 +35,7 @@ pub(super) fn settings(
         first: model.clone(),
         download_dir: flags.loading.download_dir.clone(),
         embedding: flags.loading.is_embedding,
+        text_alone: model["images"].is_null(),
         model_impl: flags.loading.model_impl,
         hand: flags.run.hand,
         elsewhere: flags.replicas.elsewhere(),
@@ -50,6 +51,8 @@ struct Files {
     first: Value,
     download_dir: Option<PathBuf>,
     embedding: bool,
+    /// True if the model takes no images, whatever its files have.
+    text_alone: bool,
     model_impl: ModelImpl,
     hand: Hand,
     /// The flag by which hands are on other machines.
@@ -64,6 +67,7 @@ impl WeightFiles for Files {
             download_dir: self.download_dir.as_deref(),
             offline: true,
             embedding: self.embedding,
+            text_alone: self.text_alone,
             model_impl: self.model_impl,
         };
         let find = |name: &str| fetch(&self.python, name, source, true, self.hand);

@@ -36,6 +36,9 @@ use crate::slab::Handle;
 use crate::steps::NewStep;
 use prompt::PromptImage;
 
+/// The tower of a model without one.
+const NONE: Tower = Tower { layers: 0, pages: 0, page_tokens: 1, budget: 0, whole: false };
+
 /// Work that is left before a needed image is on pages.
 #[derive(Debug)]
 enum Work {
@@ -67,7 +70,7 @@ pub(crate) struct Images {
 impl Images {
     /// `None`: the model takes none.
     pub(crate) fn new(tower: Option<Tower>) -> Self {
-        let tower = tower.unwrap_or(Tower { layers: 0, pages: 0, page_tokens: 1, budget: 0 });
+        let tower = tower.unwrap_or(NONE);
         Self {
             pool: ImagePool::new(tower.pages),
             tower,
@@ -180,6 +183,28 @@ impl Images {
     /// Appends the places of patches that no plan will read any more.
     pub(crate) fn take_unread(&mut self, into: &mut Vec<u32>) {
         into.append(&mut self.unread);
+    }
+
+    /// The image that a position of the request is within, or at the beginning of, if rows have
+    /// images whole.
+    fn whole_at<'a>(&self, entry: &'a Entry, position: u32) -> Option<&'a PromptImage> {
+        let images = if self.tower.whole { &entry.request.images[..] } else { &[] };
+        let next = images.partition_point(|image| image.end() <= position);
+        images.get(next).filter(|image| image.span.position <= position)
+    }
+
+    /// The largest number of positions of a request's next row, in a step with room for `budget`:
+    /// more than these, if an image that it begins with has more.
+    pub(crate) fn row_limit(&self, entry: &Entry, budget: u32) -> u32 {
+        let image = self.whole_at(entry, entry.computed);
+        image.map_or(budget, |image| budget.max(image.end() - entry.computed))
+    }
+
+    /// The part of a row of `length` positions that ends outside images, or where one ends.
+    pub(crate) fn length_to_image(&self, entry: &Entry, length: u32) -> u32 {
+        let end = entry.computed + length;
+        let image = self.whole_at(entry, end).filter(|image| image.span.position < end);
+        image.map_or(length, |image| image.span.position.saturating_sub(entry.computed))
     }
 
     /// Notes that a row of the step under construction has reached the request's position

@@ -253,11 +253,13 @@ fn machines() -> impl Strategy<Value = SchedulerConfig> {
     let tokens_a_row = prop_oneof![2 => Just(1), 1 => 2..6_u32];
     let host = prop::option::weighted(0.6, hosts());
     let sparse = prop::option::weighted(0.5, (1..4_u32, any::<bool>()));
-    let tower = (1..5_u32, 3..8_u32, 1..40_u64).prop_map(|(layers, pages, budget)| Tower {
+    let tower = (1..5_u32, 3..8_u32, 1..40_u64, any::<bool>());
+    let tower = tower.prop_map(|(layers, pages, budget, whole)| Tower {
         layers,
         pages,
         page_tokens: 4,
         budget,
+        whole,
     });
     let tower = prop::option::weighted(0.5, tower);
     let states = prop::option::weighted(0.4, states());

@@ -154,13 +154,38 @@ impl Eyes {
                 let found = self.pages[pages[number] as usize];
                 assert_eq!(found, Some((image.id, number)), "position {position} of {image:?}");
             }
+            let cut = span.position < end && end < image.end();
+            assert!(!(self.config.whole && cut), "a row {start}..{end} ends within {image:?}");
         }
     }
 }
 
+/// Ends of the rows of a prompt whose image from position 3 on has 9 positions, with steps of 4.
+fn ends_of_rows(whole: bool) -> Vec<u32> {
+    let tower = Tower { layers: 1, pages: 4, page_tokens: 4, budget: 1, whole };
+    let config = SchedulerConfig { tower: Some(tower), token_budget: 4, ..config() };
+    let mut harness = Harness::new(config, 1);
+    let images = PromptImage::place([(ImageId(5), 3, Grid { rows: 3, columns: 3 })]);
+    harness.submit(Request { images, ..request(1, vec![1; 18], 1) });
+    assert!(harness.plan() && harness.apply());
+    harness.place(0, true);
+    let mut ends = vec![];
+    while harness.plan() {
+        ends.extend(harness.plan.rows().map(|row| row.start + row.length));
+        assert!(harness.apply());
+    }
+    ends
+}
+
+#[test]
+fn an_image_whose_positions_see_each_other_is_in_one_row() {
+    assert_eq!(ends_of_rows(false), [7, 11, 15, 18]);
+    assert_eq!(ends_of_rows(true), [12, 16, 18]);
+}
+
 #[test]
 fn patches_in_flight_outlive_those_who_wanted_them() {
-    let tower = Tower { layers: 4, pages: 4, page_tokens: 4, budget: 1 };
+    let tower = Tower { layers: 4, pages: 4, page_tokens: 4, budget: 1, whole: false };
     let mut harness = Harness::new(SchedulerConfig { tower: Some(tower), ..config() }, 2);
     let seen = |id| {
         let images = PromptImage::place([(ImageId(5), 1, Grid { rows: 2, columns: 2 })]);

@@ -1,4 +1,4 @@
-//! Gemma 3, the text of it.
+//! Gemma 3, with a tower and without.
 
 use serde_json::{Map, Value, json};
 
@@ -7,13 +7,14 @@ use super::config::Config;
 use super::gemma2::{GGUF_RULES, Gemma, RULES, cap, keys};
 use super::gguf::GgufNames;
 use super::rope::{RopeKind, rope_of_kind};
-use super::rules::{Rule, joined};
+use super::rules::{Rule, Take, joined};
 use super::shape::{QkNorm, Shape};
 use super::text;
 use crate::error::ModelError;
 use crate::gguf::GgufFiles;
 use crate::sizes::MOST_LAYERS;
 use crate::vector::DENSE_SHAPES;
+use crate::vision::{VisionTower, has_tower};
 
 /// Every sixth layer sees all positions.
 const CYCLE: u64 = 6;
@@ -49,11 +50,12 @@ pub(super) const FAMILY: Family = Family {
     rules: RULES,
 };
 
-/// The repositories with a tower, which is not read.
-pub(super) const TEXT: Family = Family {
-    title: "Gemma 3 with a tower (text)",
+/// The repositories with a tower, of which the positions of an image see each other.
+pub(super) const TOWER: Family = Family {
+    title: "Gemma 3 with a tower (images in PyTorch)",
     architecture: "Gemma3ForConditionalGeneration",
     model_type: "gemma3",
+    attention: "grouped-query, windows in five of six layers, both ways within images; a SigLIP tower",
     shape: |config| {
         let mut values = text::text_config(config);
         // Such a config leaves out what is usual.
@@ -66,10 +68,14 @@ pub(super) const TEXT: Family = Family {
         ] {
             values.entry(key).or_insert_with(|| json!(usual));
         }
-        shape(&Config { values: &values, ..*config })
+        let mut shape = shape(&Config { values: &values, ..*config })?;
+        if has_tower(config) {
+            shape.tower = Some(VisionTower::siglip(config.values, shape.hidden_size)?);
+        }
+        Ok(shape)
     },
     gguf: None,
-    rules: &TEXT_RULES,
+    rules: &TOWER_RULES,
     ..FAMILY
 };
 /// The body alone, whose positions see the whole prompt.
@@ -104,7 +110,29 @@ fn embedding_keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
     Ok(keys)
 }
 
-const TEXT_RULES: [Rule; text::RULES.len() + RULES.len()] = joined(text::RULES, RULES);
+const TOWER_RULES: [Rule; NAMES.len() + RULES.len()] = joined(NAMES, RULES);
+/// The tower's names, of which `visual` is the prefix here. Its pooling head is not used.
+const NAMES: &[Rule] = &[
+    Rule::renamed("model.language_model.**", "model.**"),
+    Rule::renamed("language_model.model.**", "model.**"),
+    Rule::renamed("language_model.lm_head.*", "lm_head.*"),
+    Rule::renamed("model.vision_tower.**", "vision_tower.**"),
+    Rule::renamed("vision_tower.vision_model.**", "visual.**"),
+    Rule::renamed("vision_tower.**", "visual.**"),
+    Rule::spare("visual.head.**"),
+    Rule::renamed("model.multi_modal_projector.**", "visual.projector.**"),
+    Rule::renamed("multi_modal_projector.**", "visual.projector.**"),
+    Rule::new(
+        "visual.projector.mm_input_projection_weight",
+        "visual.projector.weight",
+        Take::ALL.transposed(),
+    ),
+    Rule::new(
+        "visual.projector.mm_soft_emb_norm.weight",
+        "visual.projector.norm.weight",
+        Take::ALL.plus(1.0),
+    ),
+];
 
 fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     let cycle = config.optional("sliding_window_pattern", MOST_LAYERS)?.unwrap_or(CYCLE);

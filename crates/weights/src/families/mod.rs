@@ -120,7 +120,7 @@ pub const ALL: [&Family; 57] = [
     &mistral4::FAMILY,
     &gemma2::FAMILY,
     &gemma3::FAMILY,
-    &gemma3::TEXT,
+    &gemma3::TOWER,
     &gemma3::EMBEDDING,
     &gemma4::FAMILY,
     &gemma4::TEXT,

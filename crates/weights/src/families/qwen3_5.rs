@@ -1,25 +1,33 @@
 //! Qwen3.5 and 3.6: Qwen3-Next with projections of their own, dense or with experts. Repositories
-//! have a tower, which is not read.
+//! have the tower of Qwen3-VL without deepstack outputs.
+
+use serde_json::{Value, json};
 
 use super::Family;
 use super::config::Config;
 use super::gguf::GgufNames;
 use super::qwen3_next::{self, COMMON, GGUF_RULES};
+use super::qwen3_vl::with_tower;
 use super::recurrence;
 use super::rules::{Rule, Take, joined};
+use super::shape::Shape;
 use super::text::text_config;
+use crate::error::ModelError;
+use crate::vision::{TOWER_CONFIG, TowerKind};
+
+/// The sections of rotary frequencies of a config that does not say them.
+const SECTIONS: [usize; 3] = [11, 11, 10];
+const ATTENTION: &str = "gated delta nets, and grouped-query with a gate and positions of three numbers in every fourth \
+     layer; a tower";
 
 pub(super) const FAMILY: Family = Family {
-    title: "Qwen3.5, 3.6 (text)",
+    title: "Qwen3.5, 3.6 (images in PyTorch)",
     architecture: "Qwen3_5ForConditionalGeneration",
     model_type: "qwen3_5",
-    attention: "gated delta nets, and grouped-query with a gate in every fourth layer",
+    attention: ATTENTION,
     layers: "dense",
     compiled: true,
-    shape: |config| {
-        let values = text_config(config);
-        qwen3_next::shape(&Config { values: &values, ..*config }, false)
-    },
+    shape: |config| behind_tower(config, |config| qwen3_next::shape(config, false)),
     gguf: None,
     rules: &RULES,
 };
@@ -28,6 +36,7 @@ pub(super) const TEXT: Family = Family {
     title: "Qwen3.5, 3.6 without a tower",
     architecture: "Qwen3_5ForCausalLM",
     model_type: "qwen3_5_text",
+    attention: qwen3_next::FAMILY.attention,
     shape: |config| qwen3_next::shape(config, false),
     gguf: Some(GgufNames {
         architecture: "qwen35",
@@ -39,14 +48,11 @@ pub(super) const TEXT: Family = Family {
 };
 
 pub(super) const MOE: Family = Family {
-    title: "Qwen3.5-MoE, 3.6-MoE (text)",
+    title: "Qwen3.5-MoE, 3.6-MoE (images in PyTorch)",
     architecture: "Qwen3_5MoeForConditionalGeneration",
     model_type: "qwen3_5_moe",
     layers: "experts",
-    shape: |config| {
-        let values = text_config(config);
-        qwen3_next::shape(&Config { values: &values, ..*config }, true)
-    },
+    shape: |config| behind_tower(config, |config| qwen3_next::shape(config, true)),
     gguf: None,
     ..FAMILY
 };
@@ -55,6 +61,7 @@ pub(super) const MOE_TEXT: Family = Family {
     title: "Qwen3.5-MoE, 3.6-MoE without a tower",
     architecture: "Qwen3_5MoeForCausalLM",
     model_type: "qwen3_5_moe_text",
+    attention: qwen3_next::FAMILY.attention,
     layers: "experts",
     shape: |config| qwen3_next::shape(config, true),
     gguf: Some(GgufNames {
@@ -66,10 +73,23 @@ pub(super) const MOE_TEXT: Family = Family {
     ..FAMILY
 };
 
-const RULES: [Rule; 7 + COMMON.len()] = joined(
+/// The shape of a decoder behind its tower.
+fn behind_tower(
+    config: &Config<'_>,
+    decoder: fn(&Config<'_>) -> Result<Shape, ModelError>,
+) -> Result<Shape, ModelError> {
+    let mut values = text_config(config);
+    if let Some(mut tower) = config.get(TOWER_CONFIG).and_then(Value::as_object).cloned() {
+        // transformers has no such outputs here, whatever a config says.
+        tower.insert("deepstack_visual_indexes".into(), json!([]));
+        values.insert(TOWER_CONFIG.into(), tower.into());
+    }
+    with_tower(&Config { values: &values, ..*config }, decoder, SECTIONS, TowerKind::Table)
+}
+
+const RULES: [Rule; 6 + COMMON.len()] = joined(
     &[
-        Rule::spare("visual.**"),
-        Rule::spare("model.visual.**"),
+        Rule::renamed("model.visual.**", "visual.**"),
         Rule::renamed("model.language_model.**", "model.**"),
         Rule::renamed("language_model.lm_head.*", "lm_head.*"),
         Rule::new(QKV, "model.layers.#.linear_attn.in_proj_q.weight", QUERIES),

@@ -9,7 +9,7 @@ use super::rules::Rule;
 use super::shape::{RotarySections, Shape};
 use crate::error::ModelError;
 use crate::sizes::truthy;
-use crate::vision::{TowerKind, VisionTower};
+use crate::vision::{TowerKind, VisionTower, has_tower};
 
 pub(super) const FAMILY: Family = Family {
     title: "Qwen3-VL",
@@ -18,7 +18,7 @@ pub(super) const FAMILY: Family = Family {
     attention: "grouped-query, positions of three numbers; a tower with deepstack outputs",
     layers: "dense",
     compiled: false,
-    shape: |config| with_tower(config, qwen3::shape, [24, 20, 20], false),
+    shape: |config| with_tower(config, qwen3::shape, [24, 20, 20], TowerKind::Table),
     gguf: None,
     rules: RULES,
 };
@@ -29,15 +29,16 @@ pub(super) const RULES: &[Rule] = &[
     Rule::renamed("model.visual.**", "visual.**"),
 ];
 
-/// The shape of a decoder behind a tower. `usual` are its sections of rotary frequencies.
-/// `windowed` is true for Qwen2.5-VL: its tower has windows, the decoder's own config may say that
+/// The shape of a decoder behind a tower, if the config has one. `usual` are its sections of rotary
+/// frequencies. Behind one with windows, that of Qwen2.5-VL, the decoder's own config may say that
 /// its head is tied, and sections of frequencies follow one another.
 pub(super) fn with_tower(
     config: &Config<'_>,
     decoder: fn(&Config<'_>) -> Result<Shape, ModelError>,
     usual: [usize; 3],
-    windowed: bool,
+    kind: TowerKind,
 ) -> Result<Shape, ModelError> {
+    let windowed = kind == TowerKind::Windows;
     let text = config.get("text_config").and_then(Value::as_object).cloned().unwrap_or_default();
     let mut flat: Map<String, Value> = (*config.values).clone();
     flat.retain(|key, _| !matches!(key.as_str(), "text_config" | "vision_config"));
@@ -58,6 +59,9 @@ pub(super) fn with_tower(
     flat.shift_remove("rope_scaling");
     flat.insert("rope_parameters".into(), rope.into());
     let mut shape = decoder(&Config { values: &flat, ..*config })?;
+    if !has_tower(config) {
+        return Ok(shape);
+    }
     let sections = sections(counts.as_ref(), usual);
     for rope in &mut shape.ropes {
         let whole = |sections: &[usize; 3]| {
@@ -72,7 +76,6 @@ pub(super) fn with_tower(
             )));
         }
     }
-    let kind = if windowed { TowerKind::Windows } else { TowerKind::Deepstack };
     let (hidden, layers) = (shape.hidden_size, shape.layers.len());
     shape.tower = Some(VisionTower::from_config(config.values, kind, hidden, layers)?);
     Ok(shape)

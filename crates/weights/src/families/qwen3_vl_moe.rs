@@ -6,6 +6,7 @@ use super::qwen3_moe;
 use super::qwen3_vl::with_tower;
 use super::rules::{Rule, Take};
 use super::shape::Shape;
+use crate::vision::TowerKind;
 
 pub(super) const FAMILY: Family = Family {
     title: "Qwen3-VL MoE",
@@ -14,7 +15,7 @@ pub(super) const FAMILY: Family = Family {
     attention: "grouped-query, positions of three numbers; a tower with deepstack outputs",
     layers: "experts, some dense",
     compiled: false,
-    shape: |config| with_tower(config, qwen3_moe::of_tower, [24, 20, 20], false),
+    shape: |config| with_tower(config, qwen3_moe::of_tower, [24, 20, 20], TowerKind::Table),
     gguf: None,
     rules: &[
         super::qwen3_vl::RULES[0],

@@ -8,6 +8,8 @@ use crate::error::ModelError;
 
 /// Digits of the number of a layer. None is so long.
 const MOST_DIGITS: usize = 9;
+/// The beginning of the names of a tower's weights. A decoder without its tower has none of them.
+const TOWER: &str = "visual.";
 
 /// Two tables in one. `N` is the number of their rules.
 pub(super) const fn joined<const N: usize>(first: &[Rule], second: &[Rule]) -> [Rule; N] {
@@ -354,6 +356,9 @@ fn weights_by_rules(
             name = found.name(rule.weight, 0);
             is_renamed = true;
         }
+    }
+    if shape.tower.is_none() && name.starts_with(TOWER) {
+        return Ok(Some(Vec::new()));
     }
     for table in tables {
         let fitting = table.iter().filter(|rule| !rule.stored.contains("**"));

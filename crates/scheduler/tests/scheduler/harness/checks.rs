@@ -14,6 +14,7 @@ impl Harness {
         let decodes =
             plan.rows().filter(|row| row.length == 1 && row.want.samples()).count() as u32;
         let budget = self.config.token_budget.max(decodes + self.config.page_size);
+        let budget = budget + self.largest_whole_image();
         let alone = self.config.pages == 0 && plan.rows().len() == 1;
         assert!(length <= budget || alone);
         let answer =
@@ -37,6 +38,13 @@ impl Harness {
         slots.sort_unstable();
         slots.dedup();
         assert_eq!(slots.len(), plan.rows().len(), "one row a slot");
+    }
+
+    /// Positions of the largest image, if rows have images whole.
+    fn largest_whole_image(&self) -> u32 {
+        let whole = self.config.tower.is_some_and(|tower| tower.whole);
+        let images = self.clients.values().flat_map(|client| client.request.images.iter());
+        images.filter(|_| whole).map(|image| image.span.grid.positions()).max().unwrap_or(0)
     }
 
     /// True if nothing is left of a slot's request but what its mask is needed for.

@@ -160,8 +160,7 @@ fn gemma_has_its_windows_ropes_and_scales() {
 fn the_text_of_a_gemma_with_a_tower_has_what_its_config_leaves_out() {
     let config = json!({"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
         "text_config": {"model_type": "gemma3_text", "hidden_size": 64, "intermediate_size": 96,
-            "num_hidden_layers": 7, "sliding_window": 16, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
-        "vision_config": {"hidden_size": 32}});
+            "num_hidden_layers": 7, "sliding_window": 16, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}});
     let shape = Shape::from_config(config.as_object().expect("an object")).expect("a model");
     assert_eq!(shape.check_served(), Ok(()));
     assert!(shape.tower.is_none() && shape.tied);

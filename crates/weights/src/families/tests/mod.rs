@@ -4,3 +4,4 @@ mod configs;
 mod kinds;
 mod rules;
 mod tables;
+mod towers;
