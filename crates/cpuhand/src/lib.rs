@@ -29,6 +29,7 @@ mod serves;
 mod states;
 mod step;
 mod tables;
+mod whole;
 
 pub use footprint::{Footprint, footprint};
 pub use process::main;

@@ -30,6 +30,7 @@ use crate::serves::{Asked, serves};
 use crate::states::{self, States};
 use crate::step::MaskSource;
 use crate::tables::{PlanError, Tables};
+use crate::whole::WholeRunner;
 
 /// The errors that end a hand. Those that are about its own code have the names that the hand in
 /// Python gives them.
@@ -161,6 +162,9 @@ impl Runner {
             ModelShape::Encoder(shape) => {
                 return EncoderRunner::load(config, shape, arena, &threads, report);
             }
+            ModelShape::Decoder(shape) if shape.both_ways() => {
+                return WholeRunner::load(config, shape, arena, &threads, report);
+            }
             ModelShape::Decoder(shape) => shape,
         };
         let parts = DecoderParts::new(shape)?;
@@ -180,9 +184,9 @@ impl Runner {
         let state_rows = if state_bytes > 0 { 2 * u64::from(config.slots) + pages } else { 0 };
         let taken = plan.bytes() + state_rows * state_bytes;
         let sizes = sizes(config, &parts, dtype, available, taken)?;
-        let pool = |(layer, &kind): (usize, &usize)| match parts.recurrence(layer) {
-            None => [sizes.pool_bytes(kind); 2],
-            Some(_) => [0; 2],
+        let pool = |(layer, &kind): (usize, &usize)| match parts.keeps_pages(layer) {
+            true => [sizes.pool_bytes(kind); 2],
+            false => [0; 2],
         };
         let pools: Vec<usize> = parts.kind_of.iter().enumerate().flat_map(pool).collect();
         let slots = config.slots as usize;
@@ -374,7 +378,7 @@ fn check(config: &HandConfig) -> Result<(), HandError> {
         let order = &config.kv_save_order;
         return Err(HandError::Config(format!("saves that are {order} are for sparse decoding")));
     }
-    let gguf = config.model.get("format").and_then(Value::as_str) == Some("gguf");
+    let gguf = format_of(config) == "gguf";
     if config.quantization.as_deref() == Some("gguf") && (!gguf || config.load_format == "dummy") {
         return Err(HandError::Config(
             "quantization gguf computes with the blocks of a GGUF file, and none is loaded".into(),
@@ -392,8 +396,12 @@ pub(crate) fn shape(config: &HandConfig) -> Result<ModelShape, HandError> {
 }
 
 fn open(config: &HandConfig, shape: &Shape) -> Result<Checkpoint, ModelError> {
-    let format = config.model.get("format").and_then(Value::as_str).unwrap_or_default();
-    Checkpoint::open(format, &files(&config.model), shape)
+    Checkpoint::open(format_of(config), &files(&config.model), shape)
+}
+
+/// The format of the model's files.
+pub(crate) fn format_of(config: &HandConfig) -> &str {
+    config.model.get("format").and_then(Value::as_str).unwrap_or_default()
 }
 
 /// The formats of matrices. If the checkpoint had to be read, it stays open in `checkpoint`.
@@ -435,11 +443,34 @@ pub(crate) fn free(config: &HandConfig, plan: &Plan, available: u64, state_bytes
 
 /// Bytes of all pages over all layers, of sizes with so many.
 pub(crate) fn page_bytes(parts: &DecoderParts<'_>, sizes: &Sizes) -> u64 {
-    let of_layer = |(layer, &kind): (usize, &usize)| match parts.recurrence(layer) {
-        None => 2 * sizes.pool_bytes(kind) as u64,
-        Some(_) => 0,
+    let of_layer = |(layer, &kind): (usize, &usize)| match parts.keeps_pages(layer) {
+        true => 2 * sizes.pool_bytes(kind) as u64,
+        false => 0,
     };
     parts.kind_of.iter().enumerate().map(of_layer).sum()
+}
+
+/// The sizes of a decoder with one page.
+pub(crate) fn sizes_of_parts(config: &HandConfig, parts: &DecoderParts<'_>, dtype: Dtype) -> Sizes {
+    let &DecoderParts { shape, experts, .. } = parts;
+    Sizes {
+        dtype,
+        kv_codes: config.kv_cache_dtype.is_some(),
+        hidden: shape.hidden_size,
+        attentions: parts.attention_sizes(),
+        gate: parts.gate(),
+        factors: parts.factors(),
+        mean_norms: shape.norm == Norm::Mean,
+        wide_norms: shape.norm == Norm::RmsBesideOne,
+        intermediate: parts.intermediate(),
+        layer_inputs: parts.layer_inputs(),
+        experts: experts.map(expert_sizes),
+        vocabulary: shape.vocab_size,
+        positions: config.context_length as usize,
+        page_size: config.page_size as usize,
+        page_count: 1,
+        eps: shape.norm_eps as f32,
+    }
 }
 
 /// The sizes of the decoder, with as many pages as fit.
@@ -450,25 +481,8 @@ pub(crate) fn sizes(
     available: u64,
     weight_bytes: u64,
 ) -> Result<Sizes, HandError> {
-    let page_size = config.page_size as usize;
-    let &DecoderParts { shape, experts, .. } = parts;
-    let mut sizes = Sizes {
-        dtype,
-        kv_codes: config.kv_cache_dtype.is_some(),
-        hidden: shape.hidden_size,
-        attentions: parts.attention_sizes(),
-        gate: parts.gate(),
-        factors: parts.factors(),
-        mean_norms: shape.norm == Norm::Mean,
-        wide_norms: shape.norm == Norm::RmsBesideOne,
-        intermediate: parts.intermediate(),
-        experts: experts.map(expert_sizes),
-        vocabulary: shape.vocab_size,
-        positions: config.context_length as usize,
-        page_size,
-        page_count: 1,
-        eps: shape.norm_eps as f32,
-    };
+    let (page_size, shape) = (config.page_size as usize, parts.shape);
+    let mut sizes = sizes_of_parts(config, parts, dtype);
     let page_bytes = page_bytes(parts, &sizes);
     let slices = slice_bytes(shape.vocab_size, config.chunked_prefill_size as usize);
     let of_places = config.lora.as_ref().map_or(0, |lora| {
