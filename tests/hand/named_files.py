@@ -49,6 +49,7 @@ ARCHITECTURES: dict[str, gguf.MODEL_ARCH] = {
     "exaone4-windows": _A.EXAONE4,
     "cohere2": _A.COHERE2,
     "gemma4": _A.GEMMA4,
+    "gemma4-wide": _A.GEMMA4,
     "gemma4-keys": _A.GEMMA4,
     "gemma4-experts": _A.GEMMA4,
     "llama4-usual": _A.LLAMA4,

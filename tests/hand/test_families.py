@@ -54,7 +54,8 @@ def test_each_family_is_held_against_transformers(architecture: str) -> None:
 
 @pytest.mark.parametrize("architecture", [name for name, row in table().items() if row.compiled])
 def test_each_compiled_family_is_held_against_the_other_hand(architecture: str) -> None:
-    named = [*NAMED.values(), *recurrent_models.MODELS.values()]
+    models = [NAMED, TORCH_NAMED, WHOLE, recurrent_models.MODELS]
+    named = [model for of in models for model in of.values()]
     kinds = [(FAMILIES | MODELS)[name][0].__name__ for name in PARITY] + [kind.__name__ for kind, _ in named]
     assert any(architecture in (kind, kind.replace("_", "")) for kind in kinds), "no other hand is compared"
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,16 +23,20 @@ from tests.hand.gguf_models import Form
 from tests.hand.named_files import ARCHITECTURES, write_gguf
 from tests.hand.named_models import NAMED, model_of, save
 from tests.hand.support import MiniBrain, PlanBuilder, Request, Sampling, greedy_reference, hub_weights
-from tests.hand.test_families import table
+from tests.hand.test_families import own_names, table
 from tests.hand.test_rust_hand import brain_of, rust, settings, torch_runner
+from tests.hand.test_rust_hand import check as check_same
 from tests.hand.torch_models import TORCH_NAMED
 
 ALL = NAMED | TORCH_NAMED
 COUNT = 8
 VOCABULARY = 131
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
-COMPILED = [name for name, (kind, _) in NAMED.items() if table()[kind.__name__].compiled]
+ROWS = table()
+COMPILED = [name for name, (kind, _) in ALL.items() if any(ROWS[own].compiled for own in own_names(kind) & ROWS.keys())]
 """Families that the hand in Rust serves."""
+OF_MANY_PARTS = ["gemma4-wide", "gemma4-keys", "gemma4-experts", "llama4"]
+"""Those with shared keys, own inputs and factors of layers, values that are keys, chunks, and experts of both kinds."""
 
 
 def prompts() -> list[list[int]]:
@@ -125,7 +131,67 @@ def test_pytorchs_hand_reads_gguf_files_that_the_brain_has_described(tmp_path: P
     check(family, requests)
 
 
-@pytest.mark.parametrize("family", ["phi3", "mixtral", "ernie4_5-moe"])
+@pytest.mark.parametrize("family", OF_MANY_PARTS)
+def test_every_level_computes_as_transformers_does(tmp_path: Path, family: str, instructions: str) -> None:
+    with rust(tmp_path, settings(save(tmp_path / "model", family), max_total_tokens=1 << 13)) as runner:
+        requests = [Request(prompt, COUNT, Sampling(logprobs=5)) for prompt in prompts()]
+        brain_of(runner).serve(requests, 17)
+        check(family, requests)
+
+
+@pytest.mark.parametrize("family", OF_MANY_PARTS)
+@pytest.mark.parametrize("changes", [{}, {"dtype": "bfloat16"}, {"quantization": "w8a8_int8"}], ids=str)
+def test_a_request_gets_the_same_bits_in_any_company(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    if "quantization" in changes and family in ("gemma4-experts", "llama4"):
+        pytest.skip("codes need multiples of 32 elements")
+    model, found = save(tmp_path / "model", family), []
+    for threads, chunk, together in ((1, 1 << 10, 1), (2, 17, 4), (3, 5, 2)):
+        with rust(tmp_path, settings(model, threads=threads, **changes)) as runner:
+            requests = [Request(prompt, COUNT, Sampling(logprobs=5)) for prompt in prompts()]
+            for first in range(0, len(requests), together):
+                brain_of(runner).serve(requests[first : first + together], chunk)
+        found.append(requests)
+    for other in found[1:]:
+        check_same(found[0], other, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0"])
+def test_rows_of_layers_stay_in_their_blocks(tmp_path: Path, kind: str) -> None:
+    """They are most of a small Gemma 4. All other weights are numbers here, so nothing else is rounded."""
+    save(tmp_path / "model", "gemma4-wide")
+    form = Form(others={"per_layer_token_embd.weight": getattr(gguf.GGMLQuantizationType, kind)})
+    model = described(write_gguf(tmp_path / "m.gguf", "gemma4-wide", tmp_path / "model", form), tmp_path)
+    served = []
+    with rust(tmp_path, settings(model, quantization="gguf")) as runner:
+        kept = runner.facts["weight_bytes"]
+        for hand in (runner, torch_runner(settings(model))):
+            served.append([Request(prompt, COUNT, Sampling(logprobs=5)) for prompt in prompts()])
+            brain_of(hand).serve(served[-1], 17)
+    with rust(tmp_path, settings(model)) as runner:
+        assert kept < runner.facts["weight_bytes"]
+    check_same(*served, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gemma4-wide", "gemma4-experts"])
+def test_blocks_of_gemma_4_are_near_to_what_is_multiplied_out(tmp_path: Path, family: str) -> None:
+    """Random weights let no rounding die away, and a rounded state may choose another expert. Half are near."""
+    save(tmp_path / "model", family)
+    path = write_gguf(tmp_path / "m.gguf", family, tmp_path / "model", Form(kind=Q8_0))
+    model, served = described(path, tmp_path), []
+    with rust(tmp_path, settings(model, quantization="gguf")) as runner:
+        for hand in (runner, torch_runner(settings(model))):
+            served.append([Request(prompt, 1, prompt_logprobs=0) for prompt in prompts()])
+            brain_of(hand).serve(served[-1], 17)
+    assert "computing with blocks of the file" in (tmp_path / "stderr").read_text()
+    found, wanted = (
+        np.array([float(values[0]) for request in requests for _, _, values in request.of_prompt])
+        for requests in served
+    )
+    # Unrelated numbers are about one deviation apart.
+    assert np.median(np.abs(found - wanted)) < 0.4 * wanted.std()
+
+
+@pytest.mark.parametrize("family", ["phi3", "mixtral", "ernie4_5-moe", "llama4-usual"])
 def test_fused_and_stacked_matrices_stay_in_their_blocks(tmp_path: Path, family: str) -> None:
     save(tmp_path / "model", family)
     path = write_gguf(tmp_path / "m.gguf", family, tmp_path / "model", Form(kind=Q8_0))
@@ -142,7 +208,11 @@ def test_fused_and_stacked_matrices_stay_in_their_blocks(tmp_path: Path, family:
 
 
 @pytest.mark.parametrize(
-    "family", ["phi3-long", "mixtral", "qwen2-moe", "ministral3", "gemma3", "olmo3", "cohere2", "granite", "smollm3"]
+    "family",
+    [
+        *("phi3-long", "mixtral", "qwen2-moe", "ministral3", "gemma3", "olmo3", "cohere2", "granite", "smollm3"),
+        *("gemma4", "gemma4-keys", "gemma4-experts", "llama4"),
+    ],
 )
 def test_a_prefix_shared_by_pages_is_not_computed_again(tmp_path: Path, family: str) -> None:
     model = save(tmp_path / "model", family)
@@ -191,18 +261,24 @@ def test_layers_that_read_the_keys_of_others_have_no_pages(tmp_path: Path) -> No
     ]
 
 
-def test_inputs_in_place_of_tokens_have_the_own_inputs_of_padding(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hand", ["torch", "rust"])
+def test_inputs_in_place_of_tokens_have_the_own_inputs_of_padding(tmp_path: Path, hand: str) -> None:
     """As transformers has it for images: there is no token whose rows the layers could read."""
     model, count = model_of("gemma4"), 9
     embeds = torch.randn(count, model.config.hidden_size, generator=torch.Generator().manual_seed(4))
     arena = np.frombuffer(embeds.numpy().tobytes(), np.uint8).copy()
     values = settings(save(tmp_path / "model", "gemma4"), max_total_tokens=1 << 8, arena_bytes=len(arena))
-    runner = torch_runner(values, arena)
     plan = PlanBuilder(1)
     plan.slot(0, [5] * count, embeds_offset=0)
     plan.page_writes.append((0, 0, 3))
     plan.row(0, 0, count)
-    found = runner.step(plan.build()).tokens.tolist()
+    with ExitStack() as open_hands:
+        if hand == "torch":
+            runner: Any = torch_runner(values, arena)
+        else:
+            runner = open_hands.enter_context(rust(tmp_path, values))
+            os.pwrite(runner.arena, arena.tobytes(), 0)
+        found = runner.step(plan.build()).tokens.tolist()
     own = model.model.get_per_layer_inputs(torch.zeros(1, count, dtype=torch.long), None)
     with torch.inference_mode():
         logits = model(inputs_embeds=embeds[None], per_layer_inputs=own).logits[0, -1]

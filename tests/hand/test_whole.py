@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from forebay.state.slots import PlanError
 from forebay.weights.errors import ModelError
 from tests.hand.support import PlanBuilder
 from tests.hand.test_pooling import LENGTHS, pool, prompts
-from tests.hand.test_rust_hand import settings, torch_runner
+from tests.hand.test_rust_hand import rust, settings, torch_runner
 from tests.hand.whole_models import WHOLE, model_of, save, write_gguf
 
 EMBEDDERS = [name for name in WHOLE if not name.endswith(("score", "labels"))]
@@ -28,6 +30,16 @@ MODES = {"mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token"}
 
 def runner_of(model: dict[str, Any], **changes: Any) -> ModelRunner:
     return torch_runner(settings(model, page_size=16, **changes))
+
+
+@contextmanager
+def hand_of(hand: str, folder: Path, model: dict[str, Any], **changes: Any) -> Iterator[Any]:
+    """PyTorch's hand or the one in Rust."""
+    if hand == "torch":
+        yield runner_of(model, **changes)
+        return
+    with rust(folder, settings(model, **changes)) as runner:
+        yield runner
 
 
 def states_of(name: str, tokens: list[int]) -> torch.Tensor:
@@ -65,15 +77,47 @@ def test_vectors_are_those_of_transformers(
     np.testing.assert_allclose(np.concatenate([pool(runner, [tokens]) for tokens in texts]), together, atol=2e-5)
 
 
+@pytest.mark.parametrize("kind", MODES)
+@pytest.mark.parametrize("name", EMBEDDERS)
+def test_the_rust_hand_gives_the_vectors_of_transformers(tmp_path: Path, name: str, kind: str) -> None:
+    model, texts = described_as(tmp_path, name, kind), prompts(LENGTHS)
+    with rust(tmp_path, settings(model, threads=2)) as runner:
+        assert runner.kv.page_count == 0
+        together = pool(runner, texts)
+        # The same bits in any company.
+        np.testing.assert_array_equal(pool(runner, texts[::-1])[::-1], together)
+        np.testing.assert_array_equal(np.concatenate([pool(runner, [tokens]) for tokens in texts]), together)
+    for vector, tokens in zip(together, texts, strict=True):
+        np.testing.assert_allclose(vector, pooled(states_of(name, tokens), kind), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gemma", "modernbert"])
+@pytest.mark.parametrize("changes", [{}, {"dtype": "bfloat16"}, {"quantization": "w8a8_int8"}], ids=str)
+def test_every_level_of_the_rust_hand_is_close(
+    tmp_path: Path, name: str, changes: dict[str, Any], instructions: str
+) -> None:
+    if changes.get("quantization") and name == "modernbert":
+        pytest.skip("codes need a multiple of 32 elements")
+    model, texts = described_as(tmp_path, name, "mean"), prompts(LENGTHS)
+    with rust(tmp_path, settings(model, **changes)) as runner:
+        found = pool(runner, texts)
+    wanted = np.stack([states_of(name, tokens).mean(0).numpy() for tokens in texts])
+    if not changes:
+        np.testing.assert_allclose(found, wanted, atol=1e-4)
+    assert F.cosine_similarity(torch.from_numpy(found), torch.from_numpy(wanted)).min() > 0.99
+
+
+@pytest.mark.parametrize("hand", ["torch", "rust"])
 @pytest.mark.parametrize("name", ["modernbert-score", "modernbert-labels"])
-def test_scores_and_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+def test_scores_and_logits_are_those_of_transformers(tmp_path: Path, name: str, hand: str) -> None:
     save(tmp_path / "model", name, ())
     model = described(tmp_path / "model", tmp_path / "cache")
     labels = WHOLE[name][1].num_labels
     assert model["pooling"]["task"] == ("score" if labels == 1 else "classify")
     texts = prompts(LENGTHS)
     # It knows no second text, wherever one begins.
-    found = pool(runner_of(model), texts, segments=[3, 0, 40, 6, 1, 1, 30, 3])
+    with hand_of(hand, tmp_path, model) as runner:
+        found = pool(runner, texts, segments=[3, 0, 40, 6, 1, 1, 30, 3])
     assert found.shape == (len(texts), labels)
     for scores, tokens in zip(found, texts, strict=True):
         with torch.inference_mode():
@@ -81,7 +125,8 @@ def test_scores_and_logits_are_those_of_transformers(tmp_path: Path, name: str) 
         np.testing.assert_allclose(scores, expected, atol=1e-4)
 
 
-def test_dense_modules_follow_the_mean(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hand", ["torch", "rust"])
+def test_dense_modules_follow_the_mean(tmp_path: Path, hand: str) -> None:
     """As EmbeddingGemma has them: two files with tensors of the same names."""
     random = torch.Generator().manual_seed(1)
     first = {"weight": torch.randn(96, 64, generator=random) * 0.2}
@@ -98,25 +143,30 @@ def test_dense_modules_follow_the_mean(tmp_path: Path) -> None:
     model = described(folder, tmp_path / "cache")
     assert (model["pooling"]["size"], model["pooling"]["normalize"]) == (32, True)
     texts = prompts(LENGTHS)
-    found = pool(runner_of(model), texts)
+    with hand_of(hand, tmp_path, model) as runner:
+        found = pool(runner, texts)
     for vector, tokens in zip(found, texts, strict=True):
         wide = states_of("gemma", tokens).mean(0) @ first["weight"].T
         expected = torch.tanh(F.linear(wide, second["weight"], second["bias"]))
         np.testing.assert_allclose(vector, expected, atol=1e-4)
-    dummy = pool(runner_of(model, load_format="dummy"), texts)
+    with hand_of(hand, tmp_path, model, load_format="dummy") as runner:
+        dummy = pool(runner, texts)
     assert dummy.shape == found.shape
     shutil.move(folder / "3_Dense/model.safetensors", folder / "3_Dense/pytorch_model.bin")
     assert "3_Dense/model.safetensors is not there" in refused(folder, tmp_path / "cache")
 
 
+@pytest.mark.parametrize("hand", ["torch", "rust"])
 @pytest.mark.parametrize("dense", [0, 2])
-def test_gguf_files_have_the_vectors_of_transformers(tmp_path: Path, dense: int) -> None:
+def test_gguf_files_have_the_vectors_of_transformers(tmp_path: Path, dense: int, hand: str) -> None:
     random = torch.Generator().manual_seed(2)
     matrices = [torch.randn(shape, generator=random) * 0.2 for shape in [(96, 64), (32, 96)][:dense]]
     model = described(write_gguf(tmp_path / "m.gguf", "gemma-file", matrices), tmp_path / "cache")
     assert (model["pooling"]["kind"], model["pooling"]["size"]) == ("mean", 32 if dense else 64)
     texts = prompts(LENGTHS)
-    for vector, tokens in zip(pool(runner_of(model), texts), texts, strict=True):
+    with hand_of(hand, tmp_path, model) as runner:
+        found = pool(runner, texts)
+    for vector, tokens in zip(found, texts, strict=True):
         expected = states_of("gemma-file", tokens).mean(0)
         for matrix in matrices:
             expected = matrix @ expected

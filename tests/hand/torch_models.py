@@ -1,4 +1,4 @@
-"""Tiny models of families that PyTorch's hand alone computes, and sizes that other test models share."""
+"""Tiny models with latent attention, of Gemma 4 and of Llama 4, and sizes that other test models share."""
 
 from __future__ import annotations
 
@@ -130,6 +130,10 @@ TORCH_NAMED: dict[str, tuple[type[Any], PreTrainedConfig]] = {
         ),
     ),
     "gemma4": (Gemma4ForCausalLM, Gemma4TextConfig(**GEMMA4, **SHARED_KEYS, **OWN_INPUTS)),
+    "gemma4-wide": (
+        Gemma4ForCausalLM,
+        Gemma4TextConfig(**GEMMA4, **SHARED_KEYS, **{**OWN_INPUTS, "hidden_size_per_layer_input": 32}),
+    ),
     "gemma4-keys": (
         Gemma4ForCausalLM,
         Gemma4TextConfig(
@@ -164,4 +168,4 @@ TORCH_NAMED: dict[str, tuple[type[Any], PreTrainedConfig]] = {
         Gemma4UnifiedConfig(text_config=Gemma4UnifiedTextConfig(**{**GEMMA4, "sliding_window": 5}, **KEYS_AS_VALUES)),
     ),
 }
-"""Families that PyTorch's hand computes."""
+"""Those with latent attention are computed by PyTorch's hand alone."""

@@ -73,9 +73,13 @@ struct Read {
 /// The sizes of a model's modules.
 pub(crate) fn adapter_sizes(parts: &DecoderParts<'_>, sizes: &Sizes) -> AdapterSizes {
     let layers = (0..parts.layers()).map(|layer| {
-        let dense = matches!(parts.shape.feed(layer), FeedShape::Dense(_));
+        let inner = match parts.shape.feed(layer) {
+            FeedShape::Dense(dense) => dense.intermediate_size,
+            FeedShape::Experts(_) | FeedShape::None => 0,
+        };
         let attention = parts.recurrence(layer).is_none().then(|| parts.kind_of[layer]);
-        sizes.adapted_widths(attention, dense)
+        let own_keys = parts.shape.layers[layer].keys_of.is_none();
+        sizes.adapted_widths(attention, own_keys, inner)
     });
     AdapterSizes::new(sizes.dtype, sizes.hidden, layers.collect::<Vec<_>>())
 }

@@ -29,6 +29,7 @@ mod serves;
 mod states;
 mod step;
 mod tables;
+mod whole;
 mod windows;
 
 pub use footprint::{Footprint, footprint};

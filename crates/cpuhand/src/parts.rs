@@ -1,12 +1,13 @@
 //! The parts of a decoder that the kernels compute, and the reasons against the others. Layers have
 //! attention of some kinds, and one of two parts behind it.
 
-use forebay_kernels::{AttentionSizes, ExpertSizes, Factors, GateKind, RecurrenceSizes, StateGate};
+use forebay_kernels::{
+    AttentionSizes, ExpertSizes, Factors, GateKind, LayerInputSizes, RecurrenceSizes, StateGate,
+};
 use forebay_weights::{
     Activation, Attention, DenseFeed, ExpertScores, Experts, FeedShape, Mixer, ModelError,
     NormPlacement, QkNorm, QueryScale, Recurrence, Scales, Shape, StateNorm,
 };
-use serde_json::Value;
 
 /// What layers of one part are.
 pub(crate) const ONE_PART: &str = "layers that are a mixer or a feed-forward part alone";
@@ -19,7 +20,7 @@ pub(crate) struct DecoderParts<'a> {
     pub(crate) kinds: Vec<AttentionKind<'a>>,
     /// The number of each layer's kind.
     pub(crate) kind_of: Vec<usize>,
-    /// The part of layers without experts; `None`: all have experts.
+    /// The widest part of layers without experts; `None`: all have experts.
     pub(crate) dense: Option<&'a DenseFeed>,
     /// The experts of the other layers; `None`: none has any.
     pub(crate) experts: Option<&'a Experts>,
@@ -64,7 +65,11 @@ impl<'a> DecoderParts<'a> {
         let mut parts = Self { shape, kinds, kind_of, dense: None, experts: None };
         for feed in &shape.feeds {
             match feed {
-                FeedShape::Dense(dense) => parts.dense = Some(dense),
+                FeedShape::Dense(dense) => {
+                    let widest =
+                        parts.dense.filter(|it| it.intermediate_size >= dense.intermediate_size);
+                    parts.dense = Some(widest.unwrap_or(dense));
+                }
                 FeedShape::Experts(experts) => parts.experts = Some(experts),
                 FeedShape::None => {}
             }
@@ -77,20 +82,35 @@ impl<'a> DecoderParts<'a> {
 
     fn inner_sizes(&self) -> impl Iterator<Item = usize> {
         let of_experts = self.experts.map(|it| [it.intermediate_size, it.shared_size]);
+        let of_dense = self.shape.feeds.iter().filter_map(|feed| match feed {
+            FeedShape::Dense(dense) => Some(dense.intermediate_size),
+            FeedShape::Experts(_) | FeedShape::None => None,
+        });
+        let of_inputs = self.shape.layer_inputs.map(|inputs| inputs.size);
         let heads = self.kinds.iter().map(|kind| kind.attention.head_dim);
         let states = self.shape.mixers.iter().filter_map(Mixer::recurrence).map(Recurrence::values);
         let ropes = self.shape.ropes.iter().map(|rope| rope.dim);
         let fixed = std::iter::once(self.shape.hidden_size).chain(heads).chain(states).chain(ropes);
-        fixed.chain(of_experts.into_iter().flatten()).chain(self.dense_size())
+        fixed.chain(of_experts.into_iter().flatten()).chain(of_dense).chain(of_inputs)
     }
 
-    fn dense_size(&self) -> Option<usize> {
-        self.dense.map(|dense| dense.intermediate_size)
-    }
-
-    /// Elements between the products of a dense part; 0: no layer has one.
+    /// Elements between the products of the widest dense part; 0: no layer has one.
     pub(crate) fn intermediate(&self) -> usize {
-        self.dense_size().unwrap_or(0)
+        self.dense.map_or(0, |dense| dense.intermediate_size)
+    }
+
+    /// The sizes of layers' own inputs in the kernels; `None`: there are none.
+    pub(crate) fn layer_inputs(&self) -> Option<LayerInputSizes> {
+        let inputs = self.shape.layer_inputs?;
+        Some(LayerInputSizes { vocabulary: inputs.vocab_size, size: inputs.size })
+    }
+
+    /// True if a layer has pages of its own: it attends, and does not read those of another. Where
+    /// positions see what is behind them, layers of one kind share those of the first.
+    pub(crate) fn keeps_pages(&self, layer: usize) -> bool {
+        let kind = self.kind_of[layer];
+        let shares = self.shape.both_ways() && self.kind_of[..layer].contains(&kind);
+        self.recurrence(layer).is_none() && self.shape.layers[layer].keys_of.is_none() && !shares
     }
 
     /// The number of layers.
@@ -125,14 +145,18 @@ impl<'a> DecoderParts<'a> {
                 scale: attention.scale.unwrap_or(usual) as f32,
                 cap: attention.cap.map(|cap| cap as f32),
                 gate: attention.gate,
+                keys_are_values: attention.keys_are_values,
+                value_norm: attention.value_norm,
+                scaled_queries: attention.query_scale.is_some(),
+                both_ways: attention.both_ways,
             }
         };
         self.kinds.iter().map(sizes).collect()
     }
 
-    /// The factor of queries that grows with their position, which all layers share.
+    /// The factor of queries that grows with their position, of all layers that have one.
     pub(crate) fn query_scale(&self) -> Option<QueryScale> {
-        self.kinds.first().and_then(|kind| kind.attention.query_scale)
+        self.kinds.iter().find_map(|kind| kind.attention.query_scale)
     }
 
     /// The function of gates in the kernels. All parts have the same.
@@ -174,35 +198,28 @@ fn lacks(shape: &Shape) -> Option<&'static str> {
     });
     let interleaved = shape.ropes.iter().any(|rope| rope.interleaved);
     let sections = shape.ropes.iter().any(|rope| rope.sections.is_some());
-    let proportional = shape.ropes.iter().any(|rope| {
-        let kind = rope.scaling.as_ref().and_then(|scaling| scaling.get("rope_type"));
-        kind.and_then(Value::as_str) == Some("proportional")
-    });
-    let attention = |part: fn(&Attention) -> bool| {
-        let has = |mixer: &Mixer| matches!(mixer, Mixer::Attention(attention) if part(attention));
-        shape.mixers.iter().any(has)
-    };
     let behind = |placement| matches!(placement, NormPlacement::After | NormPlacement::Around);
     let mut layers = shape.layers.iter().enumerate();
-    let half_normed = shape.layers.iter().any(|it| it.norms == NormPlacement::BeforeFeed);
-    let normed_experts =
-        layers.any(|(number, layer)| behind(layer.norms) && shape.experts(number).is_some());
+    let normed_experts = layers.any(|(number, layer)| {
+        shape.experts(number).is_some_and(|it| it.beside != behind(layer.norms))
+    });
     let experts = |part: fn(&Experts) -> bool| {
         let has = |feed: &FeedShape| matches!(feed, FeedShape::Experts(experts) if part(experts));
         shape.feeds.iter().any(has)
     };
     let of_experts =
         shape.feeds.iter().filter(|feed| matches!(feed, FeedShape::Experts(_))).count();
-    let of_dense = shape.feeds.iter().filter(|feed| matches!(feed, FeedShape::Dense(_))).count();
-    let factors = shape.mixers.iter().filter_map(|mixer| match mixer {
-        Mixer::Attention(attention) => Some(attention.query_scale),
-        Mixer::Latent(_) | Mixer::Recurrence(_) | Mixer::Beside(_) | Mixer::None => None,
+    let mut functions = shape.feeds.iter().filter_map(|feed| match feed {
+        FeedShape::Dense(DenseFeed { activation, .. })
+        | FeedShape::Experts(Experts { activation, .. }) => Some(activation),
+        FeedShape::None => None,
     });
-    let factors: Vec<_> = factors.collect();
-    let query_scales = factors.windows(2).any(|pair| pair[0] != pair[1]);
+    let function = functions.next();
+    let several_functions = functions.any(|other| Some(other) != function);
+    let mut scales = shape.mixers.iter().filter_map(|it| it.attention()?.query_scale);
+    let scale = scales.next();
+    let query_scales = scales.any(|other| Some(other) != scale);
     let parts = [
-        (shape.both_ways(), "decoders whose positions see what is behind them"),
-        (shape.embedding_norm, "norms of embeddings"),
         (latent, "latent attention"),
         (beside_states, "attention beside a recurrent state in one layer"),
         (channels, "recurrent layers whose channels have decays of their own"),
@@ -212,19 +229,10 @@ fn lacks(shape: &Shape) -> Option<&'static str> {
         (shape.tower.is_some(), "images"),
         (sections, "positions of three numbers"),
         (interleaved, "rotary positions of neighbouring elements"),
-        (shape.layer_inputs.is_some(), "inputs of each layer"),
-        (shape.layers.iter().any(|it| it.keys_of.is_some()), "layers that share keys and values"),
-        (shape.layers.iter().any(|it| it.scaled), "factors of layers"),
-        (attention(|it| it.keys_are_values), "values that are keys"),
-        (attention(|it| it.value_norm), "norms of values"),
-        (attention(|it| it.qk_norm == QkNorm::Plain), "norms of heads without weights"),
-        (query_scales, "factors of queries that differ between layers"),
-        (experts(|it| it.weighs_inputs), "experts whose inputs have their weights"),
-        (proportional, "heads of which some pairs are rotated in proportion"),
-        (experts(|it| it.beside), "experts beside a dense part"),
+        (query_scales, "factors of queries that grow differently"),
         (normed_experts, "norms behind experts"),
-        (half_normed, "layers whose second part alone has a norm"),
-        (of_experts > 1 || of_dense > 1, "feed-forward parts whose sizes differ between layers"),
+        (of_experts > 1, "experts whose sizes differ between layers"),
+        (several_functions, "feed-forward parts with several functions"),
     ];
     parts.into_iter().find_map(|(lacks, part)| lacks.then_some(part))
 }
@@ -259,6 +267,8 @@ pub(crate) fn expert_sizes(experts: &Experts) -> ExpertSizes {
         best_of_group: routing.best_of_group,
         normalise: experts.normalise,
         scaling: experts.scaling as f32,
+        weighs_inputs: experts.weighs_inputs,
+        beside: experts.beside,
     }
 }
 
@@ -334,10 +344,8 @@ mod tests {
         turned.ropes[0].interleaved = true;
         let mut sections = shape("LlamaForCausalLM", &json!({}));
         sections.ropes[0].sections = Some(RotarySections { counts: [4, 2, 2], interleaved: false });
-        let mut sharing = shape("LlamaForCausalLM", &json!({}));
-        sharing.layers[1].keys_of = Some(0);
-        let mut scaled = shape("LlamaForCausalLM", &json!({}));
-        scaled.layers[2].scaled = true;
+        let mut normed = shape("MixtralForCausalLM", &json!({}));
+        normed.layers[1].norms = NormPlacement::Around;
         for (shape, part) in [
             (shape("DeepseekV3ForCausalLM", &json!({})), "latent attention"),
             (shape("Qwen2_5_VLForConditionalGeneration", &json!({})), "images"),
@@ -355,12 +363,26 @@ mod tests {
             ),
             (turned, "rotary positions of neighbouring elements"),
             (sections, "positions of three numbers"),
-            (sharing, "layers that share keys and values"),
-            (scaled, "factors of layers"),
+            (normed, "norms behind experts"),
         ] {
             let found = DecoderParts::new(&shape).map(drop);
             assert_eq!(found, Err(ModelError::Elsewhere(part.into())));
         }
+    }
+
+    #[test]
+    fn layers_that_read_the_keys_of_others_have_no_pages() {
+        let changes =
+            json!({"num_hidden_layers": 7, "num_kv_shared_layers": 2, "use_double_wide_mlp": true});
+        let shape = shape("Gemma4ForCausalLM", &changes);
+        let parts = DecoderParts::new(&shape).expect("parts");
+        let keeping: Vec<bool> = (0..7).map(|layer| parts.keeps_pages(layer)).collect();
+        assert_eq!(keeping, [true, true, true, true, true, false, false]);
+        // The sizes of heads differ, and so do those of feed-forward parts.
+        let dims: Vec<usize> = parts.attention_sizes().iter().map(|it| it.head_dim).collect();
+        assert_eq!((dims, parts.intermediate()), (vec![16, 24], 192));
+        let inputs = LayerInputSizes { vocabulary: 131, size: 8 };
+        assert_eq!(parts.layer_inputs(), Some(inputs));
     }
 
     #[test]

@@ -30,6 +30,7 @@ use crate::serves::{Asked, serves};
 use crate::states::{self, States};
 use crate::step::MaskSource;
 use crate::tables::{PlanError, Tables};
+use crate::whole::WholeRunner;
 use crate::windows::{WindowLayers, page_bytes};
 
 /// The errors that end a hand. Those that are about its own code have the names that the hand in
@@ -165,6 +166,9 @@ impl Runner {
             ModelShape::Encoder(shape) => {
                 return EncoderRunner::load(config, shape, arena, &threads, report);
             }
+            ModelShape::Decoder(shape) if shape.both_ways() => {
+                return WholeRunner::load(config, shape, arena, &threads, report);
+            }
             ModelShape::Decoder(shape) => shape,
         };
         let parts = DecoderParts::new(shape)?;
@@ -185,9 +189,9 @@ impl Runner {
         let taken = plan.bytes() + state_rows * state_bytes;
         let windows = WindowLayers::new(config, shape, state_bytes > 0);
         let sizes = sizes(config, &parts, &windows, dtype, (available, taken))?;
-        let pool = |(layer, &kind): (usize, &usize)| match parts.recurrence(layer) {
-            None => [sizes.pool_bytes(kind); 2],
-            Some(_) => [0; 2],
+        let pool = |(layer, &kind): (usize, &usize)| match parts.keeps_pages(layer) {
+            true => [sizes.pool_bytes(kind); 2],
+            false => [0; 2],
         };
         let pools: Vec<usize> = parts.kind_of.iter().enumerate().flat_map(pool).collect();
         let slots = config.slots as usize;
@@ -387,7 +391,7 @@ fn check(config: &HandConfig) -> Result<(), HandError> {
         let order = &config.kv_save_order;
         return Err(HandError::Config(format!("saves that are {order} are for sparse decoding")));
     }
-    let gguf = config.model.get("format").and_then(Value::as_str) == Some("gguf");
+    let gguf = format_of(config) == "gguf";
     if config.quantization.as_deref() == Some("gguf") && (!gguf || config.load_format == "dummy") {
         return Err(HandError::Config(
             "quantization gguf computes with the blocks of a GGUF file, and none is loaded".into(),
@@ -405,8 +409,12 @@ pub(crate) fn shape(config: &HandConfig) -> Result<ModelShape, HandError> {
 }
 
 fn open(config: &HandConfig, shape: &Shape) -> Result<Checkpoint, ModelError> {
-    let format = config.model.get("format").and_then(Value::as_str).unwrap_or_default();
-    Checkpoint::open(format, &files(&config.model), shape)
+    Checkpoint::open(format_of(config), &files(&config.model), shape)
+}
+
+/// The format of the model's files.
+pub(crate) fn format_of(config: &HandConfig) -> &str {
+    config.model.get("format").and_then(Value::as_str).unwrap_or_default()
 }
 
 /// The formats of matrices. If the checkpoint had to be read, it stays open in `checkpoint`.
@@ -446,17 +454,10 @@ pub(crate) fn free(config: &HandConfig, plan: &Plan, available: u64, state_bytes
     share.saturating_sub(plan.bytes() + 2 * u64::from(config.slots) * state_bytes)
 }
 
-/// The sizes of the decoder, with as many pages as fit.
-pub(crate) fn sizes(
-    config: &HandConfig,
-    parts: &DecoderParts<'_>,
-    windows: &WindowLayers,
-    dtype: Dtype,
-    (available, weight_bytes): (u64, u64),
-) -> Result<Sizes, HandError> {
-    let page_size = config.page_size as usize;
+/// The sizes of a decoder with one page.
+pub(crate) fn sizes_of_parts(config: &HandConfig, parts: &DecoderParts<'_'>, dtype: Dtype) -> Sizes {
     let &DecoderParts { shape, experts, .. } = parts;
-    let mut sizes = Sizes {
+    Sizes {
         dtype,
         kv_codes: config.kv_cache_dtype.is_some(),
         hidden: shape.hidden_size,
@@ -466,14 +467,27 @@ pub(crate) fn sizes(
         mean_norms: shape.norm == Norm::Mean,
         wide_norms: shape.norm == Norm::RmsBesideOne,
         intermediate: parts.intermediate(),
+        layer_inputs: parts.layer_inputs(),
         experts: experts.map(expert_sizes),
         vocabulary: shape.vocab_size,
         positions: config.context_length as usize,
-        page_size,
+        page_size: config.page_size as usize,
         page_count: 1,
         window_page_count: 0,
         eps: shape.norm_eps as f32,
-    };
+    }
+}
+
+/// The sizes of the decoder, with as many pages as fit.
+pub(crate) fn sizes(
+    config: &HandConfig,
+    parts: &DecoderParts<'_>,
+    windows: &WindowLayers,
+    dtype: Dtype,
+    (available, weight_bytes): (u64, u64),
+) -> Result<Sizes, HandError> {
+    let (page_size, shape) = (config.page_size as usize, parts.shape);
+    let mut sizes = sizes_of_parts(config, parts, dtype);
     for attention in &mut sizes.attentions {
         attention.in_window_part = windows.holds(attention);
     }

@@ -77,10 +77,9 @@ pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
     if asked.device != "cpu" {
         return lacks(&format!("the device {}", asked.device));
     }
-    let encodes = matches!(asked.model, ModelShape::Encoder(_));
+    let encodes = sees_whole(asked.model);
     let knows = |kind: &&str| if encodes { encoder::knows(kind) } else { Pooler::knows(kind) };
-    let sees_all = asked.model.decoder().is_some_and(Shape::both_ways);
-    if let Some(kind) = asked.pooling.filter(|kind| !knows(kind) && !sees_all) {
+    if let Some(kind) = asked.pooling.filter(|kind| !knows(kind)) {
         return lacks(&format!("the pooling {kind:?}"));
     }
     if asked.sees {
@@ -105,8 +104,11 @@ pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
     if let Some(why) = why_no_codes(asked).or_else(|| why_not_stored(asked)) {
         return Err(ModelError::Broken(why));
     }
+    if encodes && asked.pooling.is_none() {
+        return Err(ModelError::Broken("an encoder generates nothing".into()));
+    }
     match asked.model {
-        ModelShape::Encoder(shape) => serves_encoder(asked, shape),
+        ModelShape::Encoder(shape) => serves_encoder(shape),
         ModelShape::Decoder(shape) => DecoderParts::new(shape).map(drop),
     }
 }
@@ -116,7 +118,7 @@ pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
 #[must_use]
 pub fn why_no_codes(asked: &Asked<'_>) -> Option<String> {
     let kept = asked.kv_cache_dtype?;
-    let Some(shape) = asked.model.decoder() else {
+    let Some(shape) = asked.model.decoder().filter(|shape| !shape.both_ways()) else {
         return Some("--kv-cache-dtype is for keys and values, and an encoder keeps none".into());
     };
     if kept != "int8" {
@@ -156,10 +158,12 @@ pub fn why_not_stored(asked: &Asked<'_>) -> Option<String> {
     Some(format!("quantization {named} is not what the model has: {missing}; leave it off"))
 }
 
-fn serves_encoder(asked: &Asked<'_>, shape: &BertShape) -> Result<(), ModelError> {
-    if asked.pooling.is_none() {
-        return Err(ModelError::Broken("an encoder generates nothing".into()));
-    }
+/// True if positions see the whole prompt, of which such a model keeps nothing.
+fn sees_whole(model: &ModelShape) -> bool {
+    model.decoder().is_none_or(Shape::both_ways)
+}
+
+fn serves_encoder(shape: &BertShape) -> Result<(), ModelError> {
     let head = shape.hidden_size / shape.heads.max(1);
     if shape.hidden_size != head * shape.heads
         || [head, shape.intermediate_size].iter().any(|size| size % 2 > 0)

@@ -41,6 +41,8 @@ impl WindowLayers {
             "its recurrent layers keep states beside the pages"
         } else if kind(config).is_some() {
             "it pools"
+        } else if shares_with_others(shape) {
+            "layers with a window share keys and values with others"
         } else {
             ""
         };
@@ -77,13 +79,24 @@ impl WindowLayers {
     }
 }
 
+/// True if a layer with a window reads the keys of one without, or the other way round.
+fn shares_with_others(shape: &Shape) -> bool {
+    let has_window = |layer: usize| {
+        shape.mixer(layer).attention().is_some_and(|attention| attention.window.is_some())
+    };
+    let mut layers = shape.layers.iter().enumerate();
+    layers.any(|(layer, of)| {
+        of.keys_of.is_some_and(|keys| has_window(usize::from(keys)) != has_window(layer))
+    })
+}
+
 /// Bytes of a page of the main part, and of one of the window part, over the layers of each.
 pub(crate) fn page_bytes(parts: &DecoderParts<'_>, sizes: &Sizes) -> [u64; 2] {
     // Of the window part the null page is left.
     let one = Sizes { page_count: 1, window_page_count: 0, ..sizes.clone() };
     let mut bytes = [0; 2];
     for (layer, &kind) in parts.kind_of.iter().enumerate() {
-        if parts.recurrence(layer).is_none() {
+        if parts.keeps_pages(layer) {
             let part = usize::from(one.attentions[kind].in_window_part);
             bytes[part] += 2 * one.pool_bytes(kind) as u64;
         }

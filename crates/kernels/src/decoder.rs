@@ -33,7 +33,9 @@ unsafe impl Send for Decoder {}
 
 impl Decoder {
     /// A decoder that computes with `threads`. `pages` are keys and values of each layer, of
-    /// [`Sizes::pool_bytes`] each for its kind of attention, and empty where it does not attend.
+    /// [`Sizes::pool_bytes`] each for its kind of attention. They are empty where a layer does not
+    /// attend, reads those of another, or shares those of the first layer of its kind because
+    /// queries see what is behind them.
     /// The states of recurrent layers have `state_rows` rows.
     ///
     /// # Errors
@@ -47,14 +49,13 @@ impl Decoder {
     ) -> Result<Self, Unfit> {
         sizes.check()?;
         weights.check(&sizes)?;
-        let fits = |(layer, rooms): (&Layer, &[Room; 2])| {
-            let bytes = match &layer.recurrence {
-                None => sizes.pool_bytes(layer.attention),
-                Some(_) => 0,
-            };
+        let fits = |(number, rooms): (usize, &[Room; 2])| {
+            let layer = &weights.layers[number];
+            let keeps = layer.recurrence.is_none() && weights.pages_of(&sizes, number) == number;
+            let bytes = if keeps { sizes.pool_bytes(layer.attention) } else { 0 };
             rooms.iter().all(|room| room.len() == bytes)
         };
-        if pages.len() != weights.layers.len() || !weights.layers.iter().zip(&pages).all(fits) {
+        if pages.len() != weights.layers.len() || !pages.iter().enumerate().all(fits) {
             return unfit("the pages are not of this model");
         }
         let states = tables(&weights.layers, state_rows)?;
@@ -123,6 +124,9 @@ impl Decoder {
     pub fn step(&mut self, rows: &Rows<'_>, wanted: Wanted<'_>) -> Result<(), Unfit> {
         let count = rows.check(&self.sizes)?;
         self.check_states(rows)?;
+        if self.sizes.both_ways() && rows.start.iter().any(|&start| start > 0) {
+            return unfit("a part of a prompt, of a model whose queries see what is behind them");
+        }
         let &Sizes { vocabulary, hidden, .. } = &self.sizes;
         let sampled = rows.sample.len();
         let ascending = rows.sample.windows(2).all(|pair| pair[0] < pair[1]);

@@ -15,7 +15,7 @@
 //! - `matmul` and `attention`: products and attention, built of the loops;
 //! - `sizes`, `weights` and `rows`: a decoder and a step as callers describe them, and their
 //!   checks;
-//! - `layer`, `experts`, `recurrence` and `adapters`: the parts of a decoder;
+//! - `layer`, `experts`, `recurrence`, `rows_of_layers` and `adapters`: the parts of a decoder;
 //! - `step`: the list of the parts of a step; `model`: a decoder with its buffers; `any_model`: one
 //!   of either type; `decoder`: the same for callers;
 //! - `encoder`: an encoder in the same way;
@@ -48,6 +48,7 @@ mod pool;
 mod quantise;
 mod recurrence;
 mod rows;
+mod rows_of_layers;
 mod sizes;
 mod step;
 mod team;
@@ -62,14 +63,16 @@ pub use crate::decoder::{Decoder, build, level, limit};
 pub use crate::encoder::{
     Bert, BertActivation, BertLayer, BertLinear, BertNorm, BertSizes, BertWeights, Texts,
 };
+pub use crate::math::gelu_of;
 pub use crate::memory::{Room, Shared};
 pub use crate::packing::{Dtype, Packing, Storage, Unfit};
 pub use crate::pool::Threads;
 pub use crate::rows::{Given, Rows, Wanted};
 pub use crate::sizes::{
-    AttentionSizes, ExpertSizes, Factors, GateKind, RecurrenceSizes, Sizes, StateGate,
+    AttentionSizes, ExpertSizes, Factors, GateKind, LayerInputSizes, RecurrenceSizes, Sizes,
+    StateGate,
 };
 pub use crate::weights::{
-    Bytes, ExpertBiases, ExpertMatrices, FeedForward, Gated, Layer, Matrix, RecurrenceWeights,
-    Weights,
+    BesideWeights, Bytes, ExpertBiases, ExpertMatrices, FeedForward, Gated, InputMatrices, Layer,
+    LayerInputWeights, Matrix, RecurrenceWeights, Table, Weights,
 };

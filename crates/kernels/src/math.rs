@@ -2,6 +2,7 @@
 //! work of the step.
 
 use crate::element::Element;
+use crate::isa::plain::Array;
 use crate::tile::Kernel;
 use crate::vector::{LANES, Vector};
 
@@ -95,6 +96,12 @@ pub(crate) fn gelu<V: Vector>(x: V) -> V {
     // Both tails are the same: nothing is lost where the share is next to nothing.
     let tail = p.mul(exp(x.mul(x).mul(V::splat(-0.5)))).mul(V::splat(0.5));
     positive.sub(size.mul(tail))
+}
+
+/// [`gelu`] of one number.
+#[must_use]
+pub fn gelu_of(x: f32) -> f32 {
+    gelu(Array::splat(x)).to_array()[0]
 }
 
 /// [`gelu`] with a hyperbolic tangent in place of the error function.
@@ -300,6 +307,18 @@ pub(crate) fn mean_and_factor<V: Vector>(x: &[f32], eps: f32) -> (f32, f32) {
     }
     let rest: f32 = rest.iter().map(|x| (x - mean) * (x - mean)).sum();
     (mean, 1.0 / ((squares.sum() + rest) / size + eps).sqrt())
+}
+
+/// Normalises `x` in place, scaled by `weight`, without its mean if norms subtract `means`.
+#[inline(always)]
+pub(crate) fn normalise<V: Vector>(x: &mut [f32], weight: &[f32], eps: f32, means: bool) {
+    let (mean, factor) = match means {
+        true => mean_and_factor::<V>(x, eps),
+        false => (0.0, rms_factor::<V>(x, eps)),
+    };
+    for (x, weight) in x.iter_mut().zip(weight) {
+        *x = (*x - mean) * factor * weight;
+    }
 }
 
 /// Adds `scale` times the root mean square norm of `from` to `x`.

@@ -7,17 +7,18 @@ use crate::attention::{self, Queries, Scratch};
 use crate::codes::{CodesRoom, SHARED};
 use crate::element::Element;
 use crate::experts;
-use crate::layer::{Layer, Owned, read_norm};
+use crate::layer::{Layer, Owned};
 use crate::matmul::{Best, GateKind, LogitScales};
 use crate::memory::{Room, grow};
-use crate::pages::{Held, Shape};
+use crate::pages::{Held, Pool, Shape};
 use crate::pool::Threads;
 use crate::recurrence::StateRow;
 use crate::rows::{Rows, Wanted};
+use crate::rows_of_layers::RowsOfLayers;
 use crate::sizes::{AttentionSizes, ExpertSizes, Sizes};
-use crate::step::{Attends, QUEUES_A_LAYER, Scales, Step, Token};
+use crate::step::{Attends, OTHER_QUEUES, QUEUES_A_LAYER, Scales, Step, Token};
 use crate::team::{FEW, Queue};
-use crate::tile::BLOCK;
+use crate::tile::{BLOCK, NR};
 use crate::weights::Weights;
 
 /// The reason for which a step was not computed. Nothing was written.
@@ -43,6 +44,8 @@ pub(crate) struct Model<E> {
     queries: usize,
     /// The inner size of the widest layer.
     intermediate: usize,
+    /// What layers' own inputs are made of; `None`: layers have none.
+    rows_of_layers: Option<RowsOfLayers>,
     /// The sizes of the experts; `None`: no layer has any.
     experts: Option<ExpertSizes>,
     activation: GateKind,
@@ -55,6 +58,8 @@ pub(crate) struct Model<E> {
     window_page_count: usize,
     eps: f32,
     final_norm: Vec<f32>,
+    /// Empty: there is none.
+    embedding_norm: Vec<f32>,
     head: Option<Owned>,
     layers: Vec<Layer<E>>,
     /// True if any matrix is quantised.
@@ -83,6 +88,7 @@ impl Kind {
             coded: of.kv_codes,
             window: sizes.window.unwrap_or(0),
             chunk: sizes.chunk.unwrap_or(0),
+            both_ways: sizes.both_ways,
             cap: sizes.cap.unwrap_or(0.0),
         };
         let (work, last) = (attention::Work::default(), attention::Work::default());
@@ -112,6 +118,8 @@ struct Work<E> {
     gated: Vec<E>,
     /// The output of a part with a norm behind it, `[tokens, hidden]`.
     part: Vec<f32>,
+    /// Layers' own inputs `[tokens, layers, size]`.
+    inputs: Vec<f32>,
     tokens: Vec<Token<E>>,
     state_rows: Vec<StateRow>,
     experts: experts::Work<E>,
@@ -139,23 +147,31 @@ impl<E: Element> Model<E> {
         let kinds = sizes.attentions.iter().map(|kind| Kind::new(kind, sizes));
         let kinds: Vec<Kind> = kinds.collect();
         let hidden = sizes.hidden;
-        let rooms = pages.iter_mut().zip(&mut states);
-        let layers: Vec<Layer<E>> = weights
-            .layers
-            .iter()
-            .zip(rooms)
-            .map(|(layer, (pages, states))| Layer::new(layer, sizes, pages, states))
+        let pool = |[keys, values]: &mut [Room; 2]| Pool {
+            keys: keys.as_mut_ptr().cast(),
+            values: values.as_mut_ptr().cast(),
+        };
+        let pools: Vec<Pool<E>> = pages.iter_mut().map(pool).collect();
+        let of_layers = weights.layers.iter().zip(&mut states).enumerate();
+        let layers: Vec<Layer<E>> = of_layers
+            .map(|(number, (layer, states))| {
+                Layer::new(layer, sizes, pools[weights.pages_of(sizes, number)], states)
+            })
             .collect();
+        let embedding_norm = weights.embedding_norm.as_ref().map(|norm| sizes.read_norm::<E>(norm));
+        let count = layers.len();
+        let rows_of_layers =
+            weights.layer_inputs.as_ref().map(|of| RowsOfLayers::new::<E>(of, sizes, count));
         let of_head = (sizes.vocabulary, hidden);
         let head = weights.head.as_ref().map(|head| Owned::new::<E>(head, of_head, None));
-        let quantised =
-            head.iter().any(Owned::is_quantised) || layers.iter().any(Layer::is_quantised);
+        let mut others = head.iter().chain(rows_of_layers.iter().map(|of| &of.projection));
+        let quantised = others.any(Owned::is_quantised) || layers.iter().any(Layer::is_quantised);
         let has_experts = layers.iter().any(|layer| layer.mixture.is_some());
         let experts = sizes.experts.filter(|_| has_experts);
         let mut work = Work { scratch: Vec::new(), ..Work::default() };
         let shapes: Vec<Shape> = kinds.iter().map(|kind| kind.shape).collect();
         work.scratch.resize_with(threads.count(), || Scratch::new(&shapes));
-        work.queues.resize_with(QUEUES_A_LAYER * layers.len() + 1, Queue::default);
+        work.queues.resize_with(QUEUES_A_LAYER * layers.len() + OTHER_QUEUES, Queue::default);
         let of_heads = shapes.iter().map(|it| it.heads * it.head_dim);
         let of_states = layers.iter().filter_map(|it| Some(it.recurrence.as_ref()?.sizes.values()));
         let factors = &sizes.factors;
@@ -163,7 +179,11 @@ impl<E: Element> Model<E> {
             queries: of_heads.chain(of_states).max().unwrap_or(0),
             kinds,
             hidden,
-            intermediate: sizes.intermediate.max(experts.map_or(0, |experts| experts.shared)),
+            intermediate: sizes
+                .intermediate
+                .max(experts.map_or(0, |experts| experts.shared))
+                .max(sizes.layer_inputs.map_or(0, |of| of.size)),
+            rows_of_layers,
             experts,
             activation: sizes.gate,
             scales: Scales {
@@ -181,7 +201,8 @@ impl<E: Element> Model<E> {
             page_count: sizes.page_count,
             window_page_count: sizes.window_page_count,
             eps: sizes.eps,
-            final_norm: read_norm::<E>(sizes, &weights.final_norm),
+            final_norm: sizes.read_norm::<E>(&weights.final_norm),
+            embedding_norm: embedding_norm.unwrap_or_default(),
             head,
             layers,
             quantised,
@@ -217,14 +238,19 @@ impl<E: Element> Model<E> {
         let count = self.work.tokens.len();
         let sampled = chosen.len();
         let decodes = count == rows.slot.len() && count == sampled;
-        let projected = self.layers.iter().map(|layer| layer.qkv.outputs).max().unwrap_or(0);
+        let of_input = self.rows_of_layers.as_ref().map_or(0, |of| of.size);
+        let widths = self.layers.iter().map(|layer| layer.qkv.outputs);
+        let projected = widths.chain([of_input]).max().unwrap_or(0);
         let norms = |layer: &Layer<E>| [&layer.attended_norm, &layer.fed_norm].map(Vec::len);
-        let keeps_parts = self.layers.iter().flat_map(norms).any(|length| length > 0);
+        let keeps_parts =
+            of_input > 0 || self.layers.iter().flat_map(norms).any(|length| length > 0);
         let zero = E::default();
         let work = &mut self.work;
         grow(&mut work.x, count * self.hidden, 0.0);
         grow(&mut work.sampled_x, sampled * self.hidden, 0.0);
-        grow(&mut work.qkv, count * projected, 0.0);
+        // Vectors of layers' inputs and of their gates reach beyond the last row's end.
+        grow(&mut work.qkv, count * projected + NR, 0.0);
+        grow(&mut work.inputs, count * self.layers.len() * of_input + NR, 0.0);
         grow(&mut work.attended, count * self.queries, zero);
         let channels =
             self.layers.iter().filter_map(|it| Some(it.recurrence.as_ref()?.sizes.channels()));
@@ -331,6 +357,9 @@ impl<E: Element> Model<E> {
                 part: kind.part(),
                 norm_rows: kind.sizes.norm_rows,
                 gate: kind.sizes.gate,
+                keys_are_values: kind.sizes.keys_are_values,
+                value_norm: kind.sizes.value_norm,
+                query_scales: if kind.sizes.scaled_queries { &weights.query_scales } else { &[] },
                 half: kind.sizes.rotary_dim / 2,
                 cos,
                 sin,
@@ -347,6 +376,7 @@ impl<E: Element> Model<E> {
             mixed: work.mixed.as_mut_ptr(),
             gated: work.gated.as_mut_ptr(),
             part: work.part.as_mut_ptr(),
+            inputs: work.inputs.as_mut_ptr(),
             experts: work.experts.buffers(),
             best: work.best.as_mut_ptr(),
             scratch: work.scratch.as_mut_ptr(),
@@ -372,10 +402,11 @@ impl<E: Element> Model<E> {
             scales: self.scales,
             logit_scales: self.logit_scales,
             mean_norms: self.mean_norms,
-            query_scales: &weights.query_scales,
             final_norm: &self.final_norm,
+            embedding_norm: &self.embedding_norm,
             head: self.head.as_ref().map(Owned::matrix),
             layers: &self.layers,
+            rows_of_layers: self.rows_of_layers.as_ref(),
             adapted: groups.map(|groups| work.adapters.prepare(groups, sizes)),
         }
     }
@@ -451,7 +482,9 @@ impl<E: Element> Model<E> {
                     None => unsafe { embedding.add(id * hidden) },
                 };
                 let is_given = given.is_some();
-                work.tokens.push(Token { input, is_given, position, entries });
+                // Without a token, a layer's own input is that of padding, as transformers has it.
+                let id = if is_given { 0 } else { id };
+                work.tokens.push(Token { id, input, is_given, position, entries });
             }
             if let Some(&[source, target]) = step.states.get(row) {
                 let (source, target) = (source as usize, target as usize);
@@ -462,7 +495,7 @@ impl<E: Element> Model<E> {
                 Queries { token: first, to: first, tokens: length, position: start, held: held[0] };
             for kind in &mut self.kinds {
                 let held = held[kind.part()];
-                kind.work.add(&kind.shape, Queries { held, ..queries }, together);
+                kind.work.add(&kind.shape, Queries { held, ..queries }, start + length, together);
             }
             rows.push((queries, held));
         }
@@ -481,7 +514,7 @@ impl<E: Element> Model<E> {
                     let position = row.position + token - row.token;
                     let held = held[part];
                     let queries = Queries { token, to, tokens: run, position, held };
-                    last.add(shape, queries, together);
+                    last.add(shape, queries, row.position + row.tokens, together);
                     to += run;
                 }
             }

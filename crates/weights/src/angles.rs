@@ -1,5 +1,5 @@
 //! Rotary position embedding (Su et al. 2021) and its scalings: linear, llama3, yarn (Peng et al.
-//! 2023), longrope (Ding et al. 2024).
+//! 2023), longrope (Ding et al. 2024), proportional (Gemma 4, 2026).
 //!
 //! All numbers have 32 bits, and each operation is PyTorch's (`python/forebay/layers/rotary.py`). A
 //! scalar divisor becomes a reciprocal first. So both hands have the same angles.
@@ -121,6 +121,12 @@ fn frequencies(rope: &Rope, trained: u64, positions: usize) -> Result<(Vec<f32>,
             let factors = factors.into_iter().flatten().filter_map(Value::as_f64);
             let divided = factors.zip(&powers).map(|(factor, power)| 1.0 / (factor as f32 * power));
             Ok((divided.collect(), scaling.required("attention_factor")? as f32))
+        }
+        "proportional" => {
+            let factor = scaling.required("factor")? as f32;
+            let turned = scaling.0.get("turned").and_then(Value::as_u64).unwrap_or(0) as usize;
+            let turn = |(index, value)| if index < turned { value / factor } else { 0.0 };
+            Ok((inverse.enumerate().map(turn).collect(), 1.0))
         }
         "yarn" => Ok(yarn(&powers, rope.theta, &scaling, original, most)),
         other => Err(ModelError::elsewhere(format!("the rope scaling {other:?}"))),

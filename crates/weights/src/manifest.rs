@@ -2,17 +2,16 @@
 //! those of the family: no rule is left to follow.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::checkpoint::blocks::own_tensors;
 use crate::checkpoint::{Checkpoint, Stored};
 use crate::error::ModelError;
 use crate::families::{TensorPart, Weight};
 use crate::model::ModelShape;
 use crate::quantised::StoredMatrix;
-use crate::safe::SafeFile;
 use crate::tensor::Tensor;
 use crate::vector::{VectorLayer, weight_files};
 
@@ -246,15 +245,8 @@ fn dense_weights(
     let files = weight_files(files, layers);
     let mut found = Vec::new();
     for layer in layers {
-        let Some(path) = &layer.file else { continue };
-        let file = Arc::new(SafeFile::open(path)?);
-        for kind in ["weight", "bias"].into_iter().take(1 + usize::from(layer.bias)) {
-            let tensor = file.tensors.get(&format!("linear.{kind}")).ok_or_else(|| {
-                ModelError::broken(format!("{} has no linear.{kind}", path.display()))
-            })?;
-            let (name, shape) = (format!("{}.{kind}", layer.name), tensor.shape.clone());
-            let tensor = Tensor::Safe(Arc::clone(&file), tensor.clone());
-            let part = TensorPart::whole(&shape);
+        for (name, tensor) in own_tensors(layer)? {
+            let (shape, part) = (tensor.shape().to_vec(), TensorPart::whole(tensor.shape()));
             let place = place(&name, &tensor, &part, shape, &files)?;
             found.push((name, Piece::One(place)));
         }

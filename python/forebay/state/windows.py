@@ -95,7 +95,7 @@ def _why_one_pool(config: RunnerConfig, model: ModelConfig | None) -> str:
         "blocks of the host tier are whole pages": config.has_host_tier,
         "its recurrent layers keep states beside the pages": bool(model.recurrent),
         "it pools": config.pooling is not None,
-        "positions of an image see each other": model.vision is not None and model.vision.both_ways,
+        "positions of an image see each other": model.whole_images,
         "another model drafts, or a head does": config.draft is not None,
         "its keys and values have 8 bits": config.kv_cache_dtype is not KvFormat.PLAIN,
         "layers with a window share keys and values with others": any(

@@ -1,9 +1,9 @@
 //! The weights of a BERT: names and shapes before they are loaded, and the encoder's afterwards.
 
-use forebay_kernels::{BertLayer, BertLinear, BertNorm, BertWeights, Storage};
+use forebay_kernels::{BertLayer, BertLinear, BertNorm, BertWeights, Matrix, Storage};
 use forebay_weights::{BertShape, ModelError, TorchNumber};
 
-use super::{Formats, Loaded, Matrix, Plan};
+use super::{Formats, Loaded, Plan};
 
 const POOLER: &str = "pooler.dense";
 const CLASSIFIER: &str = "classifier";

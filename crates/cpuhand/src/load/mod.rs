@@ -1,30 +1,43 @@
 //! The way of weights into the order of the kernels, from a checkpoint or from an earlier start's
 //! file.
 
+mod assemble;
+mod behind;
 mod bert;
+mod inputs;
 mod read;
 mod recurrence;
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashSet};
 
-use forebay_kernels::{
-    Dtype, ExpertBiases, ExpertMatrices, FeedForward, Gated, Layer, Matrix, Packing, Storage,
-    Weights,
-};
+use forebay_kernels::{Dtype, Packing, Storage};
 use forebay_weights::{
-    Angles, BlockKind, Checkpoint, Entry, Experts, FeedShape, ModelError, Norm, NormPlacement,
-    QkNorm, Shape, TorchNumber, computed_as, computed_names,
+    BlockKind, Checkpoint, Entry, Experts, FeedShape, ModelError, Norm, NormPlacement, QkNorm,
+    Shape, TorchNumber, computed_as, computed_names,
 };
 
 use crate::parts::{DecoderParts, ONE_PART};
 
+pub(crate) use assemble::assemble;
+pub(crate) use behind::LayerBehind;
 pub(crate) use read::{Loaded, Source, load, rooms, shared};
 
 const EMBEDDING: &str = "model.embed_tokens.weight";
+const EMBEDDING_NORM: &str = "model.embed_norm.weight";
 const NORM: &str = "model.norm.weight";
 const HEAD: &str = "lm_head.weight";
 /// Inner positions of a quantised block.
 const SHARED: usize = 32;
+
+/// The name of the factor of a layer's output.
+const FACTOR: &str = "layer_scalar";
+/// The name of the factors of a router's inputs, of experts beside a dense part.
+const ROUTER_FACTORS: &str = "gate.scale";
+/// The name of the factors of such experts' weights.
+const EXPERT_FACTORS: &str = "gate.per_expert_scale";
+/// The names of norms: in front of such experts, behind the dense part, and behind the experts.
+const BESIDE_NORMS: [&str; 3] =
+    ["experts_layernorm", "post_shared_layernorm", "post_experts_layernorm"];
 
 /// Numbers beside blocks are made blocks of 8 bits if these have so many times their rows: files
 /// have small matrices as numbers, which must not make large ones wide.
@@ -107,6 +120,8 @@ impl Parts {
 struct Vectors {
     parts: Parts,
     number: TorchNumber,
+    /// The blocks in which a table's rows stay; `Plain`: they are in `number`.
+    storage: Storage,
 }
 
 struct Matrices {
@@ -149,6 +164,12 @@ impl Plan {
         };
         plan.vector(&[(EMBEDDING.into(), vec![shape.vocab_size, hidden])]);
         plan.norm_of_size(NORM.into(), hidden, of_norms);
+        if shape.embedding_norm {
+            plan.norm_of_size(EMBEDDING_NORM.into(), hidden, of_norms);
+        }
+        if let Some(inputs) = shape.layer_inputs {
+            plan.layer_inputs(inputs, (parts.layers(), hidden), of_norms)?;
+        }
         for layer in 0..parts.layers() {
             let at = |name: &str| format!("model.layers.{layer}.{name}");
             match parts.recurrence(layer) {
@@ -156,7 +177,12 @@ impl Plan {
                 None => plan.attention(parts, layer, of_norms)?,
             }
             match shape.feed(layer) {
-                FeedShape::Experts(experts) => plan.experts(&at("mlp"), hidden, experts)?,
+                FeedShape::Experts(experts) => {
+                    plan.experts(&at("mlp"), hidden, experts)?;
+                    if experts.beside {
+                        plan.beside(&at("mlp"), (hidden, experts.count), of_norms);
+                    }
+                }
                 FeedShape::Dense(dense) => {
                     plan.gated(&at("mlp"), (hidden, dense.intermediate_size), dense.bias)?;
                 }
@@ -164,6 +190,12 @@ impl Plan {
             }
             for norm in norms_of(shape.layers[layer].norms).into_iter().flatten() {
                 plan.norm_of_size(at(&format!("{norm}.weight")), hidden, of_norms);
+            }
+            if let Some(inputs) = shape.layer_inputs {
+                plan.input_matrices(layer, (inputs.size, hidden), of_norms)?;
+            }
+            if shape.layers[layer].scaled {
+                plan.vector(&[(at(FACTOR), vec![1])]);
             }
         }
         plan.head(shape)?;
@@ -180,9 +212,15 @@ impl Plan {
         let (hidden, attention) = (parts.shape.hidden_size, parts.kind(layer).attention);
         let dim = attention.head_dim;
         let (queries, keys) = (attention.heads * dim, attention.kv_heads * dim);
-        let gate = attention.gate.then_some(("g_proj", queries));
-        let qkv = [("q_proj", queries), ("k_proj", keys), ("v_proj", keys)].into_iter().chain(gate);
-        let qkv = qkv.map(|(name, rows)| (at(&format!("self_attn.{name}")), rows));
+        let own = parts.shape.layers[layer].keys_of.is_none();
+        let qkv = [
+            ("q_proj", queries, true),
+            ("k_proj", keys, own),
+            ("v_proj", keys, own && !attention.keys_are_values),
+            ("g_proj", queries, attention.gate),
+        ];
+        let qkv = qkv.into_iter().filter(|&(_, _, is_there)| is_there);
+        let qkv = qkv.map(|(name, rows, _)| (at(&format!("self_attn.{name}")), rows));
         let output = [(at("self_attn.o_proj"), hidden)];
         self.linear(&qkv.collect::<Vec<_>>(), hidden, attention.qkv_bias, false)?;
         self.linear(&output, queries, attention.output_bias, false)?;
@@ -191,7 +229,8 @@ impl Plan {
             QkNorm::Heads => Some([dim, dim]),
             QkNorm::Rows => Some([queries, keys]),
         };
-        for (norm, size) in ["q_norm", "k_norm"].into_iter().zip(of_heads.into_iter().flatten()) {
+        let norms = ["q_norm", "k_norm"].into_iter().take(if own { 2 } else { 1 });
+        for (norm, size) in norms.zip(of_heads.into_iter().flatten()) {
             self.norm_of_size(at(&format!("self_attn.{norm}.weight")), size, of_norms);
         }
         if attention.sinks {
@@ -201,12 +240,13 @@ impl Plan {
     }
 
     fn vector(&mut self, parts: &[(String, Vec<usize>)]) {
-        self.vectors.push(Vectors { parts: Parts { parts: parts.to_vec() }, number: self.number });
+        let (parts, number) = (Parts { parts: parts.to_vec() }, self.number);
+        self.vectors.push(Vectors { parts, number, storage: Storage::Plain });
     }
 
     fn norm_of_size(&mut self, name: String, size: usize, number: TorchNumber) {
         let parts = Parts { parts: vec![(name, vec![size])] };
-        self.vectors.push(Vectors { parts, number });
+        self.vectors.push(Vectors { parts, number, storage: Storage::Plain });
     }
 
     fn gated(
@@ -245,8 +285,7 @@ impl Plan {
             router.number = TorchNumber::Float32;
         }
         if of.routing.corrected {
-            let parts = Parts { parts: vec![(correction(at), vec![of.count])] };
-            self.vectors.push(Vectors { parts, number: TorchNumber::Float32 });
+            self.norm_of_size(correction(at), of.count, TorchNumber::Float32);
         }
         if of.shared_gate {
             self.vector(&[(shared_gate(at), vec![hidden])]);
@@ -273,6 +312,16 @@ impl Plan {
         let down = all(&["down_proj"], [hidden, inner]);
         self.matrix((gate_up, of.count), hidden, true, None)?;
         self.matrix((down, of.count), inner, false, None)
+    }
+
+    /// The norms and factors of experts beside a dense part.
+    fn beside(&mut self, at: &str, (hidden, count): (usize, usize), of_norms: TorchNumber) {
+        for (name, size) in [(ROUTER_FACTORS, hidden), (EXPERT_FACTORS, count)] {
+            self.vector(&[(format!("{at}.{name}"), vec![size])]);
+        }
+        for norm in BESIDE_NORMS {
+            self.norm_of_size(format!("{at}.{norm}.weight"), hidden, of_norms);
+        }
     }
 
     fn head(&mut self, shape: &Shape) -> Result<(), ModelError> {
@@ -333,8 +382,15 @@ impl Plan {
                 shape
             })
         };
-        let vectors = self.vectors.iter().map(|Vectors { parts, number }| {
-            (parts.name(), Entry { dtype: name(*number).into(), shape: vector(parts) })
+        let vectors = self.vectors.iter().map(|Vectors { parts, number, storage }| {
+            let entry = match block_of(*storage) {
+                None => Entry { dtype: name(*number).into(), shape: vector(parts) },
+                Some(kind) => {
+                    let bytes = parts.elements() / SHARED * kind.bytes();
+                    Entry { dtype: "U8".into(), shape: vec![bytes] }
+                }
+            };
+            (parts.name(), entry)
         });
         let matrices = self.matrices.iter().map(|matrix| {
             let bytes = matrix.count * matrix.packing.bytes().unwrap_or(0);
@@ -398,6 +454,12 @@ impl Plan {
     pub(crate) fn blocks(&self) -> Result<String, ModelError> {
         let stored = &self.formats.stored;
         let (mut kinds, mut others) = (BTreeMap::new(), 0);
+        for table in &self.vectors {
+            let name = table.parts.name();
+            if let (Some(kind), Some(name)) = (block_of(table.storage), stored.get(name)) {
+                *kinds.entry((name.clone(), kind.name())).or_insert(0) += 1;
+            }
+        }
         for matrix in &self.matrices {
             for (name, _) in &matrix.parts.parts {
                 match (block_of(matrix.packing.storage), stored.get(name)) {
@@ -479,116 +541,4 @@ fn dtype(number: TorchNumber) -> Dtype {
         TorchNumber::Float32 => Dtype::Float32,
         TorchNumber::Bfloat16 => Dtype::Bfloat16,
     }
-}
-
-/// The weights of a decoder, made of loaded ones.
-pub(crate) fn assemble(
-    plan: &Plan,
-    parts: &DecoderParts<'_>,
-    loaded: &Loaded,
-    positions: usize,
-) -> Result<Weights, ModelError> {
-    let shape = parts.shape;
-    let get = |name: &str| {
-        let found = loaded.get(name).cloned();
-        found.ok_or_else(|| ModelError::Broken(format!("{name} is neither loaded nor packed")))
-    };
-    let storages: HashMap<&str, Storage> =
-        plan.matrices.iter().map(|it| (it.parts.name(), it.packing.storage)).collect();
-    let matrix = |name: &str| -> Result<Matrix, ModelError> {
-        let storage = storages.get(name).copied().unwrap_or(Storage::Plain);
-        Ok(Matrix { storage, packed: get(name)? })
-    };
-    let mut layers = Vec::new();
-    for layer in 0..plan.layers {
-        let at = |name: &str| format!("model.layers.{layer}.{name}");
-        let bias = |there: bool, name: &str| there.then(|| get(&at(name))).transpose();
-        let attention = parts.kind(layer).attention;
-        let norm = |name: &str| get(&at(&format!("{name}.weight")));
-        let recurrent = parts.recurrence(layer);
-        let state = |name: &str| get(&at(&format!("linear_attn.{name}")));
-        let recurrence = recurrent.map(|of| recurrence::weights(of, state)).transpose()?;
-        let (first, last, [bias_in, bias_out]) = match recurrent {
-            None => {
-                let biases = [attention.qkv_bias, attention.output_bias];
-                ("self_attn.q_proj", "self_attn.o_proj", biases)
-            }
-            Some(of) => ("linear_attn.in_proj_q", "linear_attn.out_proj", [of.bias; 2]),
-        };
-        let head_norms = match attention.qk_norm {
-            _ if recurrent.is_some() => None,
-            QkNorm::None | QkNorm::Plain => None,
-            QkNorm::Heads | QkNorm::Rows => {
-                Some((norm("self_attn.q_norm")?, norm("self_attn.k_norm")?))
-            }
-        };
-        let placement = shape.layers[layer].norms;
-        let [input, attended, before, fed] =
-            norms_of(placement).map(|name| name.map(norm).transpose());
-        let gated = |of: &str, with_bias: bool| -> Result<Gated, ModelError> {
-            Ok(Gated {
-                gate_up: matrix(&at(&format!("{of}.gate_proj.weight")))?,
-                gate_up_bias: bias(with_bias, &format!("{of}.gate_proj.bias"))?,
-                down: matrix(&at(&format!("{of}.down_proj.weight")))?,
-                down_bias: bias(with_bias, &format!("{of}.down_proj.bias"))?,
-            })
-        };
-        let feed = match shape.feed(layer) {
-            FeedShape::Experts(experts) => {
-                let corrected = experts.routing.corrected;
-                let shared = experts.shared_size > 0;
-                FeedForward::Experts(ExpertMatrices {
-                    router: get(&at("mlp.gate.weight"))?,
-                    correction: corrected.then(|| get(&correction(&at("mlp")))).transpose()?,
-                    gate_up: matrix(&at("mlp.experts.0.gate_proj.weight"))?,
-                    down: matrix(&at("mlp.experts.0.down_proj.weight"))?,
-                    shared: shared.then(|| gated("mlp.shared_experts", false)).transpose()?,
-                    shared_gate: experts
-                        .shared_gate
-                        .then(|| get(&shared_gate(&at("mlp"))))
-                        .transpose()?,
-                    biases: match experts.bias {
-                        false => None,
-                        true => Some(ExpertBiases {
-                            router: get(&router_bias(&at("mlp")))?,
-                            gate_up: get(&at("mlp.experts.0.gate_proj.bias"))?,
-                            down: get(&at("mlp.experts.0.down_proj.bias"))?,
-                        }),
-                    },
-                })
-            }
-            FeedShape::Dense(dense) => FeedForward::Dense(gated("mlp", dense.bias)?),
-            FeedShape::None => return Err(ModelError::Elsewhere(ONE_PART.into())),
-        };
-        layers.push(Layer {
-            attention: parts.kind_of[layer],
-            recurrence,
-            parallel: placement == NormPlacement::Parallel,
-            input_norm: input?,
-            attended_norm: attended?,
-            fed_norm: fed?,
-            sinks: bias(attention.sinks && recurrent.is_none(), "self_attn.sinks")?,
-            qkv: matrix(&at(&format!("{first}.weight")))?,
-            qkv_bias: bias(bias_in, &format!("{first}.bias"))?,
-            head_norms,
-            output: matrix(&at(&format!("{last}.weight")))?,
-            output_bias: bias(bias_out, &format!("{last}.bias"))?,
-            post_norm: before?,
-            feed,
-        });
-    }
-    let angles = shape.ropes.iter().map(|rope| -> Result<_, ModelError> {
-        let Angles { cos, sin } = Angles::new(rope, shape.max_positions, positions, plan.number)?;
-        Ok((cos, sin))
-    });
-    Ok(Weights {
-        embedding: get(EMBEDDING)?,
-        final_norm: get(NORM)?,
-        head: (!shape.headless).then(|| matrix(HEAD)).transpose()?,
-        layers,
-        angles: angles.collect::<Result<Vec<_>, ModelError>>()?,
-        query_scales: parts.query_scale().map_or_else(Vec::new, |scale| {
-            (0..positions as u64).map(|position| scale.at(position)).collect()
-        }),
-    })
 }

@@ -79,7 +79,12 @@ pub(crate) fn load(
 impl Vectors {
     /// Reads all parts; gives how many there are.
     fn read(&self, source: Source<'_>, to: &mut [u8]) -> Result<usize, ModelError> {
-        read_parts(&self.parts.parts, source, self.number, to)?;
+        match (block_of(self.storage), source) {
+            (Some(kind), Source::Checkpoint(checkpoint)) => {
+                checkpoint.read_block_rows(self.parts.name(), kind, to)?;
+            }
+            _ => read_parts(&self.parts.parts, source, self.number, to)?,
+        }
         Ok(self.parts.parts.len())
     }
 }

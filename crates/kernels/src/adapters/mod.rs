@@ -67,12 +67,13 @@ pub struct AdapterSizes {
     layers: Vec<Widths>,
 }
 
-/// Elements of a layer's queries, of its keys, and between the products of its dense part; 0: it
-/// has no such part.
+/// Elements of a layer's queries, of its keys, of its values, and between the products of its dense
+/// part; 0: it has no such part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Widths {
     queries: usize,
     keys: usize,
+    values: usize,
     inner: usize,
 }
 
@@ -85,12 +86,13 @@ struct Slice {
 }
 
 impl AdapterSizes {
-    /// The sizes of a decoder of this type. Each layer has elements of queries, elements of keys,
-    /// and elements between the products of its dense part. The last is 0 where there is no such
-    /// part.
+    /// The sizes of a decoder of this type. Each layer has elements of queries, of keys and of
+    /// values, and elements between the products of its dense part. They are 0 where there is no
+    /// such part.
     #[must_use]
-    pub fn new(dtype: Dtype, hidden: usize, layers: impl IntoIterator<Item = [usize; 3]>) -> Self {
-        let widths = |[queries, keys, inner]: [usize; 3]| Widths { queries, keys, inner };
+    pub fn new(dtype: Dtype, hidden: usize, layers: impl IntoIterator<Item = [usize; 4]>) -> Self {
+        let widths =
+            |[queries, keys, values, inner]: [usize; 4]| Widths { queries, keys, values, inner };
         Self { dtype, hidden, layers: layers.into_iter().map(widths).collect() }
     }
 
@@ -119,12 +121,12 @@ impl AdapterSizes {
     }
 
     fn slice(&self, layer: usize, module: AdaptedModule) -> Option<Slice> {
-        let &Widths { queries, keys, inner } = self.layers.get(layer)?;
+        let &Widths { queries, keys, values, inner } = self.layers.get(layer)?;
         let hidden = self.hidden;
         let (inputs, outputs, first) = match module {
             AdaptedModule::Query => (hidden, queries, 0),
             AdaptedModule::Key => (hidden, keys, queries),
-            AdaptedModule::Value => (hidden, keys, queries + keys),
+            AdaptedModule::Value => (hidden, values, queries + keys),
             AdaptedModule::Output => (queries, hidden, 0),
             AdaptedModule::Gate => (hidden, inner, 0),
             AdaptedModule::Up => (hidden, inner, inner),

@@ -2,9 +2,10 @@ use std::sync::Arc;
 
 use super::*;
 
-/// One layer of 8 elements, with 8 queries, 4 keys and an inner size of 6.
+/// Layers of 8 elements, with 8 queries, 4 keys and an inner size of 6 where there is one. The last
+/// reads the keys of another.
 fn sizes() -> AdapterSizes {
-    AdapterSizes::new(Dtype::Float32, 8, [[8, 4, 6], [8, 4, 0]])
+    AdapterSizes::new(Dtype::Float32, 8, [[8, 4, 4, 6], [8, 4, 0, 0], [8, 0, 0, 0]])
 }
 
 fn matrices(layer: usize, module: AdaptedModule, rank: usize) -> ModuleMatrices {
@@ -15,7 +16,7 @@ fn matrices(layer: usize, module: AdaptedModule, rank: usize) -> ModuleMatrices 
 
 #[test]
 fn what_does_not_fit_is_refused() {
-    use AdaptedModule::{Down, Query, Up};
+    use AdaptedModule::{Down, Key, Query, Up, Value};
     let pack = |modules| AdapterMatrices::pack(&sizes(), modules);
     let good = pack(vec![matrices(0, Up, 3), matrices(1, Query, 1)]).expect("an adapter");
     assert!(good.changes_gates() && good.beside(0, Product::Qkv).is_none());
@@ -23,6 +24,8 @@ fn what_does_not_fit_is_refused() {
     // Odd ranks are filled up, and what is gated stands behind the gates.
     assert_eq!((up.rank, up.parts[0].first, up.parts[0].outputs), (4, 6, 6));
     assert_eq!(sizes().of(1, Down), None, "the layer has no dense part");
+    assert_eq!(sizes().of(1, Value), None, "values that are keys");
+    assert_eq!([Key, Value].map(|module| sizes().of(2, module)), [None; 2]);
     for bad in [
         vec![ModuleMatrices { layer: 1, ..matrices(0, Up, 2) }],
         vec![ModuleMatrices { rank: 2, ..matrices(0, Query, 3) }],

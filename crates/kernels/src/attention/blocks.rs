@@ -31,7 +31,7 @@ pub(super) unsafe fn attend<E: Element, K: Kernel<E>>(
     let Queries { tokens, position, held, .. } = unit.queries;
     let rows = tokens * group;
     let end = unit.until.min(span + SPAN);
-    scratch.span.clear(span.saturating_sub(position) * group..unit.rows(shape), padded);
+    scratch.span.clear(unit.blind_rows(shape, span)..unit.rows(shape), padded);
     let height = tile_height(rows, K::QUERIES);
     let mut scores: Scores = [[0.0; BLOCK]; MAX_ROWS];
     let scores_of = Scoring::new(shape);
@@ -54,7 +54,8 @@ pub(super) unsafe fn attend<E: Element, K: Kernel<E>>(
         for row in (0..rows).step_by(height) {
             let count = height.min(rows - row);
             let seen = |row: usize| {
-                (position + row / group + 1).min(unit.until).saturating_sub(first).min(BLOCK)
+                let end = shape.end_seen(position + row / group).min(unit.until);
+                end.saturating_sub(first).min(BLOCK)
             };
             let hidden = |row: usize| {
                 shape.first_seen(position + row / group).saturating_sub(first).min(BLOCK)

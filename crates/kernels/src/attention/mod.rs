@@ -63,6 +63,15 @@ impl Unit {
         self.heads * self.queries.tokens * (self.until - self.from)
     }
 
+    /// Query heads of its first queries, which see nothing of a span and what is behind it.
+    #[inline(always)]
+    fn blind_rows(&self, shape: &Shape, span: usize) -> usize {
+        match shape.both_ways {
+            true => 0,
+            false => span.saturating_sub(self.queries.position) * shape.group(),
+        }
+    }
+
     /// Query heads of all its queries.
     fn rows(&self, shape: &Shape) -> usize {
         self.heads * self.queries.tokens * shape.group()
@@ -96,9 +105,10 @@ impl Work {
         self.splits.clear();
     }
 
-    /// Adds `queries`, whose `held.kv_head` is any, for all heads. `together`: where there is a
-    /// single query, its heads are a unit, since they lie side by side in memory.
-    pub(crate) fn add(&mut self, shape: &Shape, queries: Queries, together: bool) {
+    /// Adds `queries`, whose `held.kv_head` is any, for all heads. Their row has positions up to
+    /// `end`. `together`: where there is a single query, its heads are a unit, since they lie side
+    /// by side in memory.
+    pub(crate) fn add(&mut self, shape: &Shape, queries: Queries, end: usize, together: bool) {
         let most = (QUERY_ROWS / shape.group()).max(1);
         let heads = if together && queries.tokens == 1 { shape.kv_heads } else { 1 };
         for kv_head in (0..shape.kv_heads).step_by(heads) {
@@ -108,7 +118,7 @@ impl Work {
                 let tokens = most.min(queries.tokens - first);
                 let position = queries.position + first;
                 let queries = Queries { token, to, tokens, position, held };
-                let until = position + tokens;
+                let until = shape.end_seen(position + tokens - 1).min(end);
                 let first = shape.first_seen(position) / SPAN;
                 let from = first * SPAN;
                 let unit = Unit { queries, heads, from, until, split: None };
@@ -128,23 +138,7 @@ impl Work {
         }
     }
 
-    /// Adds queries as [`Self::add`] does. These queries look at all `length` positions, those
-    /// behind them too.
-    pub(crate) fn add_whole(&mut self, shape: &Shape, queries: Queries, length: usize) {
-        for kv_head in 0..shape.kv_heads {
-            let held = Held { kv_head, ..queries.held };
-            let most = (QUERY_ROWS / shape.group()).max(1);
-            for first in (0..queries.tokens).step_by(most) {
-                let tokens = most.min(queries.tokens - first);
-                let (token, to) = (queries.token + first, queries.to + first);
-                // A query that sees every earlier position stands behind all of them.
-                let queries = Queries { token, to, tokens, position: length, held };
-                self.units.push(Unit { queries, heads: 1, from: 0, until: length, split: None });
-            }
-        }
-    }
-
-    /// Orders the work. The call comes after the last of [`Self::add`] or [`Self::add_whole`].
+    /// Orders the work. The call comes after the last of [`Self::add`].
     pub(crate) fn arrange(&mut self, shape: &Shape) {
         // The longest first, so that nobody is left with a long one at the end.
         self.units.sort_by_key(|unit| std::cmp::Reverse(unit.pairs()));
@@ -234,7 +228,7 @@ impl Sums {
 pub(crate) struct Scratch<E> {
     /// `[rows, head_dim]` of a unit, as its keys are: turned, in their type.
     pub(crate) queries: Vec<E>,
-    /// One head while it is turned.
+    /// One head while it is turned, and its values.
     pub(crate) head: Vec<f32>,
     ordered: Ordered<E>,
     /// The queries as tiles read them, and the weights of a tile's: numbers of a type that the
@@ -254,7 +248,7 @@ impl<E: Element> Scratch<E> {
         let zero = E::default();
         Self {
             queries: vec![zero; rows * dim],
-            head: vec![0.0; dim],
+            head: vec![0.0; 2 * dim],
             ordered: Ordered::new(dim),
             arranged: vec![0.0; rows * dim],
             weights: vec![0.0; MAX_ROWS * BLOCK],
@@ -285,7 +279,7 @@ pub(crate) unsafe fn attend<E: Element, K: Kernel<E>>(
     // SAFETY: the contract.
     unsafe { arrange::<E, K>(shape, unit, scratch) };
     for span in (unit.from..unit.until).step_by(SPAN) {
-        let seeing = span.saturating_sub(unit.queries.position) * shape.group();
+        let seeing = unit.blind_rows(shape, span);
         // SAFETY: the contract.
         unsafe { blocks::attend::<E, K>(shape, (unit, then), span, pool, scratch) };
         if span == unit.from {

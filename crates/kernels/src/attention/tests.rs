@@ -16,15 +16,13 @@ struct Sizes {
     length: usize,
     start: usize,
     together: bool,
-    /// True if queries look at the positions behind them too.
-    whole: bool,
     /// True if each head has a score that takes weight and gives nothing.
     sinks: bool,
     seed: u32,
 }
 
 fn check<E: Element, K: Kernel<E>>(sizes: &Sizes, bound: f64) {
-    let Sizes { shape, length, start, together, whole, sinks, seed } = *sizes;
+    let Sizes { shape, length, start, together, sinks, seed } = *sizes;
     let Shape { heads, kv_heads, head_dim: dim, page_size, scale, coded, .. } = shape;
     // From one that takes all of the weight to one that takes none.
     let sinks: Vec<f32> = (0..if sinks { heads } else { 0 })
@@ -66,11 +64,7 @@ fn check<E: Element, K: Kernel<E>>(sizes: &Sizes, bound: f64) {
     let mut work = Work::default();
     let held = Held { pages: pages.as_ptr(), kv_head: 0 };
     let queries = Queries { token: 0, to: 0, tokens, position: start, held };
-    if whole {
-        work.add_whole(&shape, queries, length);
-    } else {
-        work.add(&shape, queries, together);
-    }
+    work.add(&shape, queries, length, together);
     work.arrange(&shape);
     let shared = work.shared();
     let mut scratch = Scratch::<E>::new(&[shape]);
@@ -101,16 +95,16 @@ fn check<E: Element, K: Kernel<E>>(sizes: &Sizes, bound: f64) {
         for head in 0..heads {
             let at = (token * heads + head) * dim;
             let row = |position: usize| (position * kv_heads + head / shape.group()) * dim;
-            let seen = if whole { length } else { start + token + 1 };
+            let seen = if shape.both_ways { length } else { start + token + 1 };
             let capped = |score: f64| match f64::from(shape.cap) {
                 0.0 => score,
                 cap => cap * (score / cap).tanh(),
             };
             let visible = |position: usize| {
                 let query = start + token;
-                let in_window = shape.window == 0 || position + shape.window > query;
+                let in_window = shape.window == 0 || position.abs_diff(query) < shape.window;
                 let in_chunk = shape.chunk == 0 || position / shape.chunk == query / shape.chunk;
-                whole || in_window && in_chunk
+                in_window && in_chunk
             };
             let weights: Vec<f64> = (0..seen)
                 .map(|position| {
@@ -160,7 +154,7 @@ proptest! {
         dim in prop::sample::select(vec![2usize, 16, 24, 64, 80]),
         page_size in prop::sample::select(vec![1usize, 5, 16, 32]),
         (length, asked) in (1usize..150, 1usize..40),
-        (together, whole, sinks) in any::<(bool, bool, bool)>(),
+        (together, both_ways, sinks) in any::<(bool, bool, bool)>(),
         (window, chunk, cap) in (
             prop::sample::select(vec![0usize, 1, 5, 63, 64, 65, 100, 400]),
             prop::sample::select(vec![0usize, 0, 7, 64]),
@@ -168,16 +162,16 @@ proptest! {
         ),
         seed: u32,
     ) {
-        // Encoders have neither.
-        let (window, chunk) = if whole { (0, 0) } else { (window, chunk) };
+        // Chunks have a beginning, and no position sees beyond it.
+        let chunk = if both_ways { 0 } else { chunk };
         // The pages' order needs a number of them that 7 does not divide.
         let length = if length.div_ceil(page_size).is_multiple_of(7) { length + page_size } else { length };
         let shape = Shape {
             heads: group * kv_heads, kv_heads, head_dim: dim, page_size, scale: 0.7, window, chunk,
-            cap, ..Shape::CAUSAL
+            both_ways, cap, ..Shape::CAUSAL
         };
         let start = length.saturating_sub(asked);
-        kernels(&Sizes { shape, length, start, together, whole, sinks, seed });
+        kernels(&Sizes { shape, length, start, together, sinks, seed });
     }
 
     #[test]
@@ -186,23 +180,23 @@ proptest! {
         dim in prop::sample::select(vec![32usize, 64, 96, 128]),
         page_size in prop::sample::select(vec![16usize, 32]),
         (length, asked) in (1usize..150, 1usize..40),
-        (together, whole) in any::<(bool, bool)>(),
+        (together, both_ways) in any::<(bool, bool)>(),
         seed: u32,
     ) {
         let length = if length.div_ceil(page_size).is_multiple_of(7) { length + page_size } else { length };
         let shape = Shape {
             heads: group * kv_heads, kv_heads, head_dim: dim, page_size, scale: 0.2, coded: true,
-            window: if whole { 0 } else { seed as usize % 90 }, ..Shape::CAUSAL
+            window: seed as usize % 90, both_ways, ..Shape::CAUSAL
         };
         let start = length.saturating_sub(asked);
-        kernels(&Sizes { shape, length, start, together, whole, sinks: false, seed });
+        kernels(&Sizes { shape, length, start, together, sinks: false, seed });
     }
 }
 
 #[test]
 fn spans_are_put_together() {
     for (length, asked) in [(SPAN * 2 + 70, 1), (SPAN + 1, 1), (SPAN + 9, 30), (SPAN, 1)] {
-        for (together, whole, coded) in [
+        for (together, both_ways, coded) in [
             (false, false, false),
             (true, false, false),
             (false, true, false),
@@ -219,12 +213,13 @@ fn spans_are_put_together() {
                     page_size: 16,
                     scale: 0.5,
                     coded,
-                    window: if whole { 0 } else { window },
-                    chunk: if whole { 0 } else { chunk },
+                    window,
+                    chunk: if both_ways { 0 } else { chunk },
+                    both_ways,
                     ..Shape::CAUSAL
                 };
                 let start = length - asked;
-                kernels(&Sizes { shape, length, start, together, whole, sinks, seed: 5 });
+                kernels(&Sizes { shape, length, start, together, sinks, seed: 5 });
             }
         }
     }

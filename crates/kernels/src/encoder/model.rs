@@ -154,7 +154,15 @@ impl<E: Element> Encoder<E> {
         let head_dim = hidden / heads;
         let scale = (head_dim as f64).powf(-0.5) as f32;
         let page_size = GROUP;
-        let shape = Shape { heads, kv_heads: heads, head_dim, page_size, scale, ..Shape::CAUSAL };
+        let shape = Shape {
+            heads,
+            kv_heads: heads,
+            head_dim,
+            page_size,
+            scale,
+            both_ways: true,
+            ..Shape::CAUSAL
+        };
         let layers = weights.layers.iter().map(|layer| OwnedLayer::new::<E>(layer, sizes));
         let layers: Vec<OwnedLayer> = layers.collect();
         let mut work = Work::default();
@@ -300,9 +308,9 @@ impl<E: Element> Encoder<E> {
             }
             let held = Held { pages: work.pages[page..].as_ptr(), kv_head: 0 };
             let queries = Queries { token, to: token, tokens: length, position: 0, held };
-            work.attention.add_whole(&self.shape, queries, length);
+            work.attention.add(&self.shape, queries, length, false);
             let first = Queries { to: prompt, tokens: 1, ..queries };
-            work.last_attention.add_whole(&self.shape, first, length);
+            work.last_attention.add(&self.shape, first, length, false);
             work.starts.push(token);
             page += length.div_ceil(GROUP);
         }

@@ -12,10 +12,10 @@ use crate::codes::Format;
 use crate::element::{Element, widened};
 use crate::matmul::Matrix;
 use crate::memory::grow;
-use crate::sizes::ExpertSizes;
+use crate::sizes::{ExpertSizes, Sizes};
 use crate::team::FEW;
 use crate::tile::MAX_ROWS;
-use crate::weights::{self, Bytes, ExpertMatrices};
+use crate::weights::{self, BesideWeights, Bytes, ExpertMatrices};
 
 use routing::Chooser;
 pub(crate) use sorted::{Active, RowTile, Sorted};
@@ -69,15 +69,44 @@ pub(crate) struct Mixture {
     pub(crate) down: Stack,
     /// Its product with a token is the logit of the shared expert's factor. Empty: the factor is 1.
     pub(crate) shared_gate: Vec<f32>,
+    /// What experts beside a dense part have; `None`: the part is one of them.
+    pub(crate) beside: Option<Beside>,
+}
+
+/// The norms and factors of experts beside a dense part.
+pub(crate) struct Beside {
+    /// The norm of the router's inputs: its factors, times the root of 1 / hidden.
+    pub(crate) router: Vec<f32>,
+    /// Factors of experts' weights.
+    pub(crate) factors: Vec<f32>,
+    pub(crate) before: Vec<f32>,
+    pub(crate) behind_dense: Vec<f32>,
+    pub(crate) behind: Vec<f32>,
+}
+
+impl Beside {
+    fn new<E: Element>(of: &BesideWeights, sizes: &Sizes) -> Self {
+        let root = 1.0 / (sizes.hidden as f32).sqrt();
+        let norm = |it: &Bytes| sizes.read_norm::<E>(it);
+        Self {
+            router: widened::<E>(&of.router_factors).into_iter().map(|it| it * root).collect(),
+            factors: widened::<E>(&of.expert_factors),
+            before: norm(&of.before),
+            behind_dense: norm(&of.behind_dense),
+            behind: norm(&of.behind),
+        }
+    }
 }
 
 impl Mixture {
-    /// The experts `of` a layer, which were checked. The model's type is `E`.
-    pub(crate) fn new<E: Element>(of: &ExpertMatrices, sizes: ExpertSizes, hidden: usize) -> Self {
+    /// The experts `of` a layer, which were checked; `None`: the sizes have none. The model's type
+    /// is `E`.
+    pub(crate) fn new<E: Element>(of: &ExpertMatrices, all: &Sizes) -> Option<Self> {
+        let (sizes, hidden) = (all.experts?, all.hidden);
         let ExpertSizes { count, intermediate: inner, .. } = sizes;
         let numbers = |it: Option<&Bytes>| it.map(|it| widened::<E>(it)).unwrap_or_default();
         let biases = of.biases.as_ref();
-        Self {
+        Some(Self {
             sizes,
             router: of.router.clone(),
             correction: of.correction.as_ref().map(|it| widened::<f32>(it)).unwrap_or_default(),
@@ -93,7 +122,8 @@ impl Mixture {
                 biases.map(|biases| &biases.down),
             ),
             shared_gate: numbers(of.shared_gate.as_ref()),
-        }
+            beside: of.beside.as_ref().map(|it| Beside::new::<E>(it, all)),
+        })
     }
 
     pub(crate) fn is_quantised(&self) -> bool {
@@ -111,6 +141,8 @@ pub(crate) struct Work<E> {
     weights: Vec<f32>,
     /// The output of each row, `[rows, hidden]`.
     terms: Vec<f32>,
+    /// The sum of a token's outputs, normalised, `[tokens, hidden]`, beside a dense part.
+    sums: Vec<f32>,
     own: Vec<Own<E>>,
 }
 
@@ -121,6 +153,8 @@ pub(crate) struct Own<E> {
     pub(crate) chooser: Chooser,
     /// The rows of one tile.
     pub(crate) gathered: Vec<E>,
+    /// The weight of each row, where inputs are multiplied by it.
+    pub(crate) row_weights: Vec<f32>,
 }
 
 /// The same, while a step is computed.
@@ -130,6 +164,7 @@ pub(crate) struct Buffers<E> {
     pub(crate) ids: *mut u32,
     pub(crate) weights: *mut f32,
     pub(crate) terms: *mut f32,
+    pub(crate) sums: *mut f32,
     pub(crate) own: *mut Own<E>,
 }
 
@@ -146,6 +181,9 @@ impl<E: Element> Work<E> {
         grow(&mut self.ids, choices, 0);
         grow(&mut self.weights, choices, 0.0);
         grow(&mut self.terms, tokens * per_token * hidden, 0.0);
+        if routing.beside {
+            grow(&mut self.sums, tokens * hidden, 0.0);
+        }
         self.own.resize_with(members, Own::default);
         for own in &mut self.own {
             grow(&mut own.gathered, MAX_ROWS * hidden, E::default());
@@ -158,6 +196,7 @@ impl<E: Element> Work<E> {
             ids: self.ids.as_mut_ptr(),
             weights: self.weights.as_mut_ptr(),
             terms: self.terms.as_mut_ptr(),
+            sums: self.sums.as_mut_ptr(),
             own: self.own.as_mut_ptr(),
         }
     }

@@ -32,6 +32,8 @@ pub(crate) struct Shape {
     pub(crate) coded: bool,
     /// The last positions that a query sees, its own among them; 0: all.
     pub(crate) window: usize,
+    /// True if a query sees as many positions behind it as before it.
+    pub(crate) both_ways: bool,
     /// Positions of a chunk, of which a query sees those of its own; 0: there are no chunks.
     pub(crate) chunk: usize,
     /// The bound that scores approach; 0: there is none.
@@ -48,6 +50,7 @@ impl Shape {
         scale: 1.0,
         coded: false,
         window: 0,
+        both_ways: false,
         chunk: 0,
         cap: 0.0,
     };
@@ -62,6 +65,16 @@ impl Shape {
         match self.chunk {
             0 => in_window,
             chunk => in_window.max(position - position % chunk),
+        }
+    }
+
+    /// The end of the positions that a query sees, if the row is as long.
+    #[inline(always)]
+    pub(crate) fn end_seen(&self, position: usize) -> usize {
+        match (self.both_ways, self.window) {
+            (false, _) => position + 1,
+            (true, 0) => usize::MAX,
+            (true, window) => position + window,
         }
     }
 

@@ -35,6 +35,12 @@ pub struct ExpertSizes {
     pub normalise: bool,
     /// The factor of the weights, applied last.
     pub scaling: f32,
+    /// True if an expert's inputs are multiplied by its weight, and not its outputs (Llama 4,
+    /// 2025).
+    pub weighs_inputs: bool,
+    /// True if the shared expert is a dense part beside the others, which have norms of their own
+    /// ([`crate::BesideWeights`]).
+    pub beside: bool,
 }
 
 impl ExpertSizes {
@@ -44,7 +50,7 @@ impl ExpertSizes {
         let small = numbers.iter().all(|number| (1..=i32::MAX as usize).contains(number))
             && [shared, self.best_of_group].iter().all(|&number| number <= i32::MAX as usize);
         let odd = [intermediate, shared].iter().any(|size| size % 2 > 0);
-        let gate_alone = self.shared_gate && shared == 0;
+        let gate_alone = (self.shared_gate || self.beside) && shared == 0;
         if !small || odd || gate_alone || !self.has_choice() {
             return unfit(format!("no kernel computes experts of {self:?}"));
         }

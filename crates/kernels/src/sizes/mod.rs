@@ -4,6 +4,7 @@ mod experts;
 mod recurrence;
 
 use crate::codes::SHARED;
+use crate::element::{Element, widened};
 use crate::packing::{Dtype, Unfit, unfit};
 use crate::pages::{group_bytes, takes_codes};
 use crate::tile::GROUP;
@@ -39,6 +40,25 @@ pub struct AttentionSizes {
     pub cap: Option<f32>,
     /// True if the output is multiplied by the sigmoid of a gate.
     pub gate: bool,
+    /// True if values are the product that keys are made of.
+    pub keys_are_values: bool,
+    /// True if each head of values is normalised, without weights.
+    pub value_norm: bool,
+    /// True if queries are multiplied by [`crate::Weights::query_scales`].
+    pub scaled_queries: bool,
+    /// True if a query sees the positions behind it too, and a window reaches as far on both sides.
+    /// Rows are then whole prompts, and pages hold nothing from step to step.
+    pub both_ways: bool,
+}
+
+/// Inputs of each layer beside the residual stream (Gemma 3n, 2025): rows of a token's own, and a
+/// product with its input.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LayerInputSizes {
+    /// The number of tokens that have rows.
+    pub vocabulary: usize,
+    /// Elements of a layer's input.
+    pub size: usize,
 }
 
 /// Factors of states and logits.
@@ -81,8 +101,11 @@ pub struct Sizes {
     pub mean_norms: bool,
     /// True if norms are float32, and not of the model's type.
     pub wide_norms: bool,
-    /// Elements between the two products of a dense feed-forward part; 0: no layer has one.
+    /// Elements between the two products of the widest dense feed-forward part; 0: no layer has
+    /// one.
     pub intermediate: usize,
+    /// The sizes of layers' own inputs; `None`: layers have none.
+    pub layer_inputs: Option<LayerInputSizes>,
     /// The sizes of the experts; `None`: no layer has any.
     pub experts: Option<ExpertSizes>,
     /// The number of tokens in the vocabulary.
@@ -113,12 +136,31 @@ impl Sizes {
         }
     }
 
-    /// A layer's widths in [`crate::AdapterSizes::new`], of a kind of attention (`None`: the layer
-    /// is recurrent) and with a dense feed-forward part or without.
+    /// A layer's widths in [`crate::AdapterSizes::new`]. It has a kind of attention (`None`: it is
+    /// recurrent), with keys of its own or those of another layer. Between the products of its
+    /// dense part there are `inner` elements.
     #[must_use]
-    pub fn adapted_widths(&self, attention: Option<usize>, dense: bool) -> [usize; 3] {
-        let (queries, keys) = attention.map_or((0, 0), |kind| self.attentions[kind].elements());
-        [queries, keys, if dense { self.intermediate } else { 0 }]
+    pub fn adapted_widths(
+        &self,
+        attention: Option<usize>,
+        own_keys: bool,
+        inner: usize,
+    ) -> [usize; 4] {
+        let Some(kind) = attention.map(|kind| &self.attentions[kind]) else {
+            return [0, 0, 0, inner];
+        };
+        let (queries, [keys, values]) = kind.products(own_keys);
+        [queries, keys, values, inner]
+    }
+
+    /// True if any query sees positions behind it.
+    pub(crate) fn both_ways(&self) -> bool {
+        self.attentions.iter().any(|attention| attention.both_ways)
+    }
+
+    /// The numbers of a norm: of the model's type `E`, or float32.
+    pub(crate) fn read_norm<E: Element>(&self, norm: &[u8]) -> Vec<f32> {
+        if self.wide_norms { widened::<f32>(norm) } else { widened::<E>(norm) }
     }
 
     pub(crate) fn norm_bytes(&self) -> usize {
@@ -149,6 +191,12 @@ impl Sizes {
                 self.hidden, self.intermediate
             ));
         }
+        if let Some(LayerInputSizes { vocabulary, size }) = self.layer_inputs {
+            let fits = (1..=i32::MAX as usize).contains(&size) && size.is_multiple_of(2);
+            if !fits || vocabulary == 0 {
+                return unfit(format!("no kernel computes {:?}", self.layer_inputs));
+            }
+        }
         self.attentions.iter().try_for_each(|attention| attention.check(self))?;
         self.experts.iter().try_for_each(ExpertSizes::check)
     }
@@ -158,6 +206,17 @@ impl AttentionSizes {
     /// Elements of the queries, and of the keys, of one position.
     pub(crate) fn elements(&self) -> (usize, usize) {
         (self.heads * self.head_dim, self.kv_heads * self.head_dim)
+    }
+
+    /// Elements of the queries of one position, and those of its keys and values in the product,
+    /// with keys of its own or without.
+    pub(crate) fn products(&self, own_keys: bool) -> (usize, [usize; 2]) {
+        let (queries, keys) = self.elements();
+        match (own_keys, self.keys_are_values) {
+            (false, _) => (queries, [0, 0]),
+            (true, true) => (queries, [keys, 0]),
+            (true, false) => (queries, [keys, keys]),
+        }
     }
 
     fn check(&self, sizes: &Sizes) -> Result<(), Unfit> {

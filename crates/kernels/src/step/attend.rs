@@ -39,10 +39,19 @@ impl<E: Element> Step<'_, E> {
         unsafe {
             let heads_of = self.qkv.add(token * layer.qkv.outputs);
             let keys = std::slice::from_raw_parts(heads_of.add(heads * dim), kv_heads * dim);
-            let value = heads_of.add((heads + kv_heads + kv_head) * dim);
-            let value = std::slice::from_raw_parts(value, dim);
-            let key = &mut scratch.head[..dim];
+            let first_value = if attends.keys_are_values { heads } else { heads + kv_heads };
+            let value = heads_of.add((first_value + kv_head) * dim);
+            let mut value = std::slice::from_raw_parts(value, dim);
+            let (key, normed) = scratch.head.split_at_mut(dim);
             key.copy_from_slice(&keys[kv_head * dim..][..dim]);
+            if attends.value_norm {
+                let factor = math::rms_factor::<K::Vector>(value, self.eps);
+                let normed = &mut normed[..dim];
+                for (to, from) in normed.iter_mut().zip(value) {
+                    *to = from * factor;
+                }
+                value = normed;
+            }
             let weight = layer.qk_norm.as_ref().map(|(_, norm)| norm.as_slice());
             let norm = self.head_norm::<K::Vector>(attends, weight, (keys, kv_head));
             turn::<K::Vector>(key, norm, self.eps, attends.angles(position));
@@ -98,7 +107,7 @@ impl<E: Element> Step<'_, E> {
                 // SAFETY: a unit is taken by one member, and what it writes is its own; its pages
                 // were checked.
                 unsafe {
-                    if self.decodes && unit.sees_itself() {
+                    if self.decodes && unit.sees_itself() && !layer.reads_others {
                         let first = unit.queries.held.kv_head;
                         for kv_head in first..first + unit.heads {
                             let place = (unit.queries.token, kv_head);
@@ -125,7 +134,8 @@ impl<E: Element> Step<'_, E> {
         let shape = &attends.shape;
         let &Shape { heads, head_dim: dim, .. } = shape;
         let group = shape.group();
-        let expected = then.filter(|then| self.decodes && then.sees_itself());
+        let keeps = self.decodes && !layer.reads_others;
+        let expected = then.filter(|then| keeps && then.sees_itself());
         let together = unit.heads * group;
         let weight = layer.qk_norm.as_ref().map(|(norm, _)| norm.as_slice());
         for index in 0..unit.queries.tokens {
@@ -135,7 +145,7 @@ impl<E: Element> Step<'_, E> {
             unsafe {
                 let position = self.tokens[token].position;
                 let angles = attends.angles(position);
-                let scale = self.query_scales.get(position).copied().unwrap_or(1.0);
+                let scale = attends.query_scales.get(position).copied().unwrap_or(1.0);
                 let all = self.qkv.add(token * layer.qkv.outputs);
                 let all = std::slice::from_raw_parts(all, heads * dim);
                 let first = unit.queries.held.kv_head * group;

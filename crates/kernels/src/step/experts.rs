@@ -6,7 +6,8 @@ use super::{Step, Stream};
 use crate::codes::{CodesRoom, encode, widened};
 use crate::dots::Dots;
 use crate::element::Element;
-use crate::experts::{Active, Mixture, Own, RowTile, Sorted, Stack};
+use crate::experts::{Active, Beside, Mixture, Own, RowTile, Sorted, Stack};
+use crate::math;
 use crate::matmul::{
     Arranged, BLOCK_ROWS, Out, Rows, block_of, multiply_codes_piece, multiply_piece,
 };
@@ -26,7 +27,8 @@ enum Origin<E> {
 
 impl<E: Element> Step<'_, E> {
     /// Adds to the stream what the experts of each token give; `normed` is the stream, normalised.
-    /// Whoever comes back has met the others since they wrote.
+    /// Beside a dense part it is normalised for the router, and the sum of experts is kept for
+    /// [`Self::join`]. Whoever comes back has met the others since they wrote.
     ///
     /// # Safety
     /// As for [`Step::compute`]; `queues` are of this layer's experts.
@@ -49,6 +51,10 @@ impl<E: Element> Step<'_, E> {
         unsafe {
             self.score::<K>(mixture, normed, member);
             member.meet();
+            let normed = match &mixture.beside {
+                None => normed,
+                Some(beside) => self.normalise::<K>(member, stream, &beside.before),
+            };
             let own = &mut *buffers.own.add(member.index);
             // Few tokens are chosen for by every member, which is quicker than to meet.
             let at = if few { member.index * FEW * per_token } else { 0 };
@@ -56,20 +62,30 @@ impl<E: Element> Step<'_, E> {
             for token in if few { 0..stream.count } else { member.share(stream.count) } {
                 let logits = std::slice::from_raw_parts(buffers.logits.add(token * count), count);
                 let at = token * per_token;
-                own.chooser.choose(
-                    &mixture.sizes,
-                    (logits, &mixture.correction),
-                    (
-                        std::slice::from_raw_parts_mut(ids.add(at), per_token),
-                        std::slice::from_raw_parts_mut(weights.add(at), per_token),
-                    ),
-                );
+                let ids = std::slice::from_raw_parts_mut(ids.add(at), per_token);
+                let weights = std::slice::from_raw_parts_mut(weights.add(at), per_token);
+                let scores = (logits, mixture.correction.as_slice());
+                own.chooser.choose(&mixture.sizes, scores, (ids, weights));
+                if let Some(beside) = &mixture.beside {
+                    for (weight, &id) in weights.iter_mut().zip(&*ids) {
+                        *weight *= beside.factors[id as usize];
+                    }
+                }
             }
             if !few {
                 member.meet();
             }
             let all = std::slice::from_raw_parts(ids, stream.count * per_token);
             own.sorted.sort(all, per_token, count, K::ROWS);
+            if mixture.sizes.weighs_inputs {
+                let all = std::slice::from_raw_parts(weights, stream.count * per_token);
+                own.row_weights.resize(all.len(), 0.0);
+                for (&row, &weight) in own.sorted.rows.iter().zip(all) {
+                    own.row_weights[row as usize] = weight;
+                }
+            } else {
+                own.row_weights.clear();
+            }
             let (gated, terms) = (self.gated, buffers.terms);
             let steps = [
                 (&mixture.gate_up, Origin::Tokens(normed.first), Out::Gate(gated, self.activation)),
@@ -84,10 +100,28 @@ impl<E: Element> Step<'_, E> {
             }
             for token in member.share(stream.count) {
                 let (choices, all) = ((weights.cast_const(), per_token), &own.sorted);
-                self.add_terms::<K::Vector>(stream, token, (all, choices));
+                self.add_terms::<K::Vector>((mixture, stream), token, (all, choices));
             }
             member.meet();
         }
+    }
+
+    /// Makes of a row of the dense part's output the sum of both parts, each with its norm.
+    ///
+    /// # Safety
+    /// As for [`Step::compute`]; the row of both is this member's.
+    #[inline(always)]
+    pub(super) unsafe fn join<V: Vector>(&self, beside: &Beside, row: usize, part: &mut [f32]) {
+        // SAFETY: the contract.
+        let sum = unsafe {
+            let sum = self.experts.sums.add(row * self.hidden).cast_const();
+            std::slice::from_raw_parts(sum, self.hidden)
+        };
+        let factor = math::rms_factor::<V>(part, self.eps);
+        for (part, weight) in part.iter_mut().zip(&beside.behind_dense) {
+            *part = *part * factor * weight;
+        }
+        math::add_rms_norm::<V>(part, sum, &beside.behind, (self.eps, 1.0));
     }
 
     /// Multiplies the shared expert's inner rows `[rows, inner]` with its gate, if it has one.
@@ -153,13 +187,18 @@ impl<E: Element> Step<'_, E> {
         member: &Member<'_>,
     ) {
         let inputs = stack.inputs;
-        let Own { sorted, gathered, .. } = own;
+        let Own { sorted, gathered, row_weights, .. } = own;
         // SAFETY: rows of this member's share; nobody reads what is made of them yet.
         unsafe {
             if let Some(format) = stack.format {
                 let shared = format.shared(inputs);
                 for row in member.share(sorted.tokens.len()) {
                     let from = match from {
+                        Origin::Tokens(first) if !row_weights.is_empty() => {
+                            let from = first.add(sorted.tokens[row] as usize * inputs);
+                            gather(from, row_weights.get(row), &mut gathered[..inputs]);
+                            gathered.as_ptr()
+                        }
                         Origin::Tokens(first) => first.add(sorted.tokens[row] as usize * inputs),
                         Origin::Rows(first) => first.add(row * inputs),
                     };
@@ -176,8 +215,8 @@ impl<E: Element> Step<'_, E> {
                     Origin::Tokens(tokens) => {
                         for (place, row) in (first..first + count).enumerate() {
                             let from = tokens.add(sorted.tokens[row] as usize * inputs);
-                            let to = gathered.as_mut_ptr().add(place * inputs);
-                            std::ptr::copy_nonoverlapping(from, to, inputs);
+                            let to = &mut gathered[place * inputs..][..inputs];
+                            gather(from, row_weights.get(row), to);
                         }
                         gathered.as_ptr()
                     }
@@ -243,34 +282,61 @@ impl<E: Element> Step<'_, E> {
     }
 
     /// Adds to a token's row of the stream what its experts gave, one by one in order of their ids.
+    /// Beside a dense part the row of sums is written in place of that.
     #[inline(always)]
     unsafe fn add_terms<V: Vector>(
         &self,
-        stream: Stream,
+        (mixture, stream): (&Mixture, Stream),
         token: usize,
         (sorted, (weights, per_token)): (&Sorted, (*const f32, usize)),
     ) {
         let hidden = self.hidden;
+        let beside = mixture.beside.is_some();
+        // Where inputs were weighed, outputs are not.
+        let weigh = !mixture.sizes.weighs_inputs;
         let rows = &sorted.rows[token * per_token..][..per_token];
         let whole = hidden / LANES * LANES;
         // SAFETY: this member's row of the stream; rows of terms that nobody writes now.
         unsafe {
             let weights = std::slice::from_raw_parts(weights.add(token * per_token), per_token);
-            let x = stream.x.add(token * hidden);
+            let x = if beside { self.experts.sums } else { stream.x }.add(token * hidden);
             for at in (0..whole).step_by(LANES) {
                 let mut sum = V::splat(0.0);
                 for (&row, &weight) in rows.iter().zip(weights) {
                     let term = V::load(self.experts.terms.add(row as usize * hidden + at));
-                    sum = term.fused(V::splat(weight), sum);
+                    sum = term.fused(V::splat(if weigh { weight } else { 1.0 }), sum);
                 }
-                sum.fused(V::splat(self.scales.residuals), V::load(x.add(at))).store(x.add(at));
+                if beside {
+                    sum.store(x.add(at));
+                } else {
+                    sum.fused(V::splat(self.scales.residuals), V::load(x.add(at))).store(x.add(at));
+                }
             }
             for at in whole..hidden {
                 let mut sum = 0.0;
                 for (&row, &weight) in rows.iter().zip(weights) {
+                    let weight = if weigh { weight } else { 1.0 };
                     sum += *self.experts.terms.add(row as usize * hidden + at) * weight;
                 }
-                *x.add(at) += sum * self.scales.residuals;
+                *x.add(at) = if beside { sum } else { *x.add(at) + sum * self.scales.residuals };
+            }
+        }
+    }
+}
+
+/// Copies a token's row, times a weight if there is one.
+///
+/// # Safety
+/// There are as many elements as in `to`.
+#[inline(always)]
+unsafe fn gather<E: Element>(from: *const E, weight: Option<&f32>, to: &mut [E]) {
+    // SAFETY: the contract.
+    let from = unsafe { std::slice::from_raw_parts(from, to.len()) };
+    match weight {
+        None => to.copy_from_slice(from),
+        Some(weight) => {
+            for (to, from) in to.iter_mut().zip(from) {
+                *to = E::from_f32(from.to_f32() * weight);
             }
         }
     }

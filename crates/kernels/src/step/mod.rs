@@ -3,6 +3,7 @@
 mod adapted;
 mod attend;
 mod experts;
+mod inputs;
 mod recur;
 mod vectors;
 
@@ -14,24 +15,29 @@ use crate::codes::{CodesRoom, encode};
 use crate::dispatch::Work;
 use crate::dots::Dots;
 use crate::element::Element;
-use crate::experts::Buffers;
-use crate::layer::Layer;
+use crate::experts::{Beside, Buffers};
+use crate::layer::{GatedPart, Layer};
 use crate::math;
 use crate::matmul::{
     Best, GateKind, LogitScales, Matrix, Out, Rows, arrange, multiply, multiply_codes,
 };
 use crate::pages::Shape;
 use crate::recurrence::StateRow;
+use crate::rows_of_layers::RowsOfLayers;
 use crate::step::adapted::Results;
 use crate::team::{FEW, Member, Queue};
 use crate::tile::Kernel;
 
-/// Pieces of work a layer takes from queues: four products, the attention, and two products of
-/// experts.
-pub(crate) const QUEUES_A_LAYER: usize = 7;
+/// Pieces of work a layer takes from queues: four products, the attention, two products of experts,
+/// and two with the layer's own input.
+pub(crate) const QUEUES_A_LAYER: usize = 9;
+/// Pieces of work of no layer: the head, and the product of which layers' own inputs are made.
+pub(crate) const OTHER_QUEUES: usize = 2;
 
 #[derive(Clone, Copy)]
 pub(crate) struct Token<E> {
+    /// Its number in the vocabulary; 0 where the input is not of the embedding.
+    pub(crate) id: usize,
     /// The token's row of the embedding, or the input that was given in place of it.
     pub(crate) input: *const E,
     /// True if the input is not of the embedding.
@@ -50,6 +56,12 @@ pub(crate) struct Attends<'a> {
     pub(crate) norm_rows: bool,
     /// True if gates of the output lie behind the values.
     pub(crate) gate: bool,
+    /// True if values are the product that keys are made of.
+    pub(crate) keys_are_values: bool,
+    /// True if each head of values is normalised, without weights.
+    pub(crate) value_norm: bool,
+    /// Factors of queries at each position; empty: there are none.
+    pub(crate) query_scales: &'a [f32],
     /// The number of pairs of a head's elements that are rotated.
     pub(crate) half: usize,
     /// The angles' cosines and sines at each position; empty: nothing is rotated.
@@ -84,6 +96,8 @@ pub(crate) struct Step<'a, E> {
     pub(crate) gated: *mut E,
     /// The output of a part with a norm behind it.
     pub(crate) part: *mut f32,
+    /// Layers' own inputs `[tokens, layers, size]`.
+    pub(crate) inputs: *mut f32,
     pub(crate) experts: Buffers<E>,
     pub(crate) best: *mut Best,
     pub(crate) scratch: *mut Scratch<E>,
@@ -113,12 +127,14 @@ pub(crate) struct Step<'a, E> {
     pub(crate) scales: Scales,
     pub(crate) logit_scales: LogitScales,
     pub(crate) mean_norms: bool,
-    /// Factors of queries at each position; empty: there are none.
-    pub(crate) query_scales: &'a [f32],
     pub(crate) final_norm: &'a [f32],
+    /// The norm of embeddings; empty: there is none.
+    pub(crate) embedding_norm: &'a [f32],
     /// `None`: the step gives vectors, or states.
     pub(crate) head: Option<Matrix<'a, E>>,
     pub(crate) layers: &'a [Layer<E>],
+    /// What layers' own inputs are made of; `None`: layers have none.
+    pub(crate) rows_of_layers: Option<&'a RowsOfLayers>,
     /// The adapters of the step; `None`: the decoder's own matrices are all.
     pub(crate) adapted: Option<Adapted<'a, E>>,
 }
@@ -131,6 +147,24 @@ unsafe impl<E> Sync for Step<'_, E> {}
 pub(crate) struct Stream {
     pub(crate) x: *mut f32,
     pub(crate) count: usize,
+}
+
+/// What comes behind the last product of a part.
+#[derive(Clone, Copy)]
+struct Behind<'a> {
+    /// The norm of the output; empty: there is none.
+    norm: &'a [f32],
+    /// The experts whose sum joins the output of the dense part beside them, before the norm.
+    beside: Option<&'a Beside>,
+    /// The factor of the stream once the output was added.
+    factor: f32,
+}
+
+impl<'a> Behind<'a> {
+    /// A norm, or none if it is empty, and nothing else.
+    fn norm(norm: &'a [f32]) -> Self {
+        Self { norm, beside: None, factor: 1.0 }
+    }
 }
 
 /// A step and the members that take shares of it.
@@ -188,16 +222,31 @@ impl<E: Element> Step<'_, E> {
         let mut stream = Stream { x: self.x, count };
         // SAFETY: as for `compute`.
         unsafe {
-            self.embed(member, stream);
+            self.embed::<K>(member, stream);
             for (index, layer) in self.layers.iter().enumerate() {
                 let queues = &self.queues[index * QUEUES_A_LAYER..][..QUEUES_A_LAYER];
                 let attends = &self.attentions[layer.attention];
-                // No closure for what is done four times: it would not be compiled for the
-                // processor.
-                let queue = |index: usize| (&queues[index], member);
-                let normed = self.normalise::<K>(member, stream, &layer.input_norm);
-                let qkv = Out::Store(self.qkv);
-                self.multiply::<K, D>(queue(0), normed, &layer.qkv.matrix(), qkv);
+                // In front of the first layer comes what layers' own inputs are made of. It is a
+                // loop, so that products are compiled once. A closure would not be compiled for
+                // the processor.
+                let mut of_layers = self.rows_of_layers.filter(|_| index == 0);
+                let normed = loop {
+                    let made = of_layers.take();
+                    let (norm, matrix, to, queue) = match made {
+                        Some(of) => {
+                            (&[][..], of.projection.matrix(), self.inputs, self.queues.last())
+                        }
+                        None => {
+                            (&layer.input_norm[..], layer.qkv.matrix(), self.qkv, queues.first())
+                        }
+                    };
+                    let normed = self.normalise::<K>(member, stream, norm);
+                    let Some(queue) = queue else { break normed };
+                    self.multiply::<K, D>((queue, member), normed, &matrix, Out::Store(to));
+                    let Some(of) = made else { break normed };
+                    member.meet();
+                    self.finish_inputs::<K::Vector>(of, stream, member);
+                };
                 let stride = layer.qkv.outputs;
                 let to = Results { first: self.qkv, stride, scale: 1.0 };
                 self.adapt::<K>((index, Product::Qkv), normed, to, member);
@@ -205,7 +254,7 @@ impl<E: Element> Step<'_, E> {
                 let recurrence = layer.recurrence.as_ref().map(|it| (it, layer.qkv.outputs));
                 if let Some(recurrence) = recurrence {
                     self.recur::<K>(recurrence, (&queues[4], member));
-                } else if !self.decodes {
+                } else if !self.decodes && !layer.reads_others {
                     let scratch = &mut *self.scratch.add(member.index);
                     for token in member.share(count) {
                         for kv_head in 0..attends.shape.kv_heads {
@@ -243,48 +292,80 @@ impl<E: Element> Step<'_, E> {
                     member.meet();
                 }
                 let attended = Rows { first: self.attended.cast_const(), count: stream.count };
-                let output = (&layer.output.matrix(), layer.attended_norm.as_slice());
-                let at = (index, Product::Output);
-                self.add_part::<K, D>(queue(1), (at, attended), output, stream);
+                let output = (&layer.output.matrix(), Behind::norm(&layer.attended_norm));
+                let at = Some((index, Product::Output));
+                self.add_part::<K, D>((&queues[1], member), (at, attended), output, stream);
+                let beside = layer.mixture.as_ref().and_then(|mixture| mixture.beside.as_ref());
                 if !layer.parallel {
-                    normed = self.normalise::<K>(member, stream, &layer.post_norm);
+                    let norm = beside.map_or(&layer.post_norm, |beside| &beside.router);
+                    normed = self.normalise::<K>(member, stream, norm);
                 }
                 if let Some(mixture) = &layer.mixture {
-                    let queues = (&queues[5..], member);
+                    let queues = (&queues[5..7], member);
                     self.experts::<K, D>(mixture, (stream, normed), queues);
                 }
-                let Some([gate_up, down]) = &layer.feed else { continue };
-                let before = self.adapted_gates(index, normed);
-                let gate = self.gates_to(before);
-                self.multiply::<K, D>(queue(2), normed, &gate_up.matrix(), gate);
-                if let Some(first) = before {
-                    let to = Results { first, stride: gate_up.outputs, scale: 1.0 };
-                    self.adapt::<K>((index, Product::GateUp), normed, to, member);
-                    member.meet();
-                    let sizes = (stream.count, gate_up.outputs / 2);
-                    self.finish_gates::<K>(first, sizes, member);
+                if beside.is_some() {
+                    normed = self.normalise::<K>(member, stream, &layer.post_norm);
                 }
-                member.meet();
-                if let Some(mixture) = &layer.mixture {
-                    self.gate_shared::<K::Vector>(mixture, (normed, gate_up.outputs / 2), member);
+                for part in layer.gated_parts().into_iter().flatten() {
+                    if part.of_input {
+                        normed = self.normalise::<K>(member, stream, &[]);
+                    }
+                    let at = (index, layer, part);
+                    self.gated_part::<K, D>(at, (stream, normed), (queues, member));
                 }
-                let gated = Rows { first: self.gated.cast_const(), count: stream.count };
-                let down = (&down.matrix(), layer.fed_norm.as_slice());
-                let at = (index, Product::Down);
-                self.add_part::<K, D>(queue(3), (at, gated), down, stream);
             }
         }
         stream
     }
 
-    /// Adds a part's last product to the stream, normalised if there is a `norm`. Whoever comes
-    /// back has met the others since they wrote.
+    /// Adds to the stream what a gated part gives of `normed`. Whoever comes back has met the
+    /// others since they wrote.
+    #[inline(always)]
+    unsafe fn gated_part<K: Kernel<E>, D: Dots>(
+        &self,
+        (index, layer, part): (usize, &Layer<E>, GatedPart<'_>),
+        (stream, normed): (Stream, Rows<E>),
+        (queues, member): (&[Queue], &Member<'_>),
+    ) {
+        let GatedPart { gates, output, norm, factor, of_input } = part;
+        let [first, second] = if of_input { [7, 8] } else { [2, 3] };
+        let before = if of_input { None } else { self.adapted_gates(index, normed) };
+        let gate = if of_input { Out::Store(self.qkv) } else { self.gates_to(before) };
+        // SAFETY: as for `compute`. Nobody reads queries, keys and values any more.
+        unsafe {
+            self.multiply::<K, D>((&queues[first], member), normed, &gates.matrix(), gate);
+            if let Some(first) = before {
+                let to = Results { first, stride: gates.outputs, scale: 1.0 };
+                self.adapt::<K>((index, Product::GateUp), normed, to, member);
+                member.meet();
+                let sizes = (stream.count, gates.outputs / 2);
+                self.finish_gates::<K>(first, sizes, member);
+            }
+            member.meet();
+            let mut beside = None;
+            if of_input {
+                self.gate_input::<K>((index, gates.outputs), stream, member);
+            } else if let Some(mixture) = &layer.mixture {
+                self.gate_shared::<K::Vector>(mixture, (normed, gates.outputs / 2), member);
+                beside = mixture.beside.as_ref();
+            }
+            let gated = Rows { first: self.gated.cast_const(), count: stream.count };
+            let output = (&output.matrix(), Behind { norm, beside, factor });
+            let at = (!of_input).then_some((index, Product::Down));
+            self.add_part::<K, D>((&queues[second], member), (at, gated), output, stream);
+        }
+    }
+
+    /// Adds a part's last product to the stream, normalised and multiplied as [`Behind`] says.
+    /// `at`: its number for adapters; `None`: they don't change it. Whoever comes back has met the
+    /// others since they wrote.
     #[inline(always)]
     unsafe fn add_part<K: Kernel<E>, D: Dots>(
         &self,
         (queue, member): (&Queue, &Member<'_>),
-        (at, rows): ((usize, Product), Rows<E>),
-        (matrix, norm): (&Matrix<'_, E>, &[f32]),
+        (at, rows): (Option<(usize, Product)>, Rows<E>),
+        (matrix, Behind { norm, beside, factor }): (&Matrix<'_, E>, Behind<'_>),
         stream: Stream,
     ) {
         let behind = !norm.is_empty();
@@ -297,15 +378,25 @@ impl<E: Element> Step<'_, E> {
             };
             self.multiply::<K, D>((queue, member), rows, matrix, out);
             let to = Results { first, stride: matrix.outputs, scale };
-            self.adapt::<K>(at, rows, to, member);
+            if let Some(at) = at {
+                self.adapt::<K>(at, rows, to, member);
+            }
             member.meet();
-            if behind {
+            if behind || factor != 1.0 {
                 for row in member.share(stream.count) {
-                    let from = self.part.add(row * self.hidden);
-                    let from = std::slice::from_raw_parts(from, self.hidden);
                     let to = self.row(stream, row);
-                    let scales = (self.eps, self.scales.residuals);
-                    math::add_rms_norm::<K::Vector>(to, from, norm, scales);
+                    if behind {
+                        let from = self.part.add(row * self.hidden);
+                        let from = std::slice::from_raw_parts_mut(from, self.hidden);
+                        if let Some(beside) = beside {
+                            self.join::<K::Vector>(beside, row, from);
+                        }
+                        let scales = (self.eps, self.scales.residuals);
+                        math::add_rms_norm::<K::Vector>(to, from, norm, scales);
+                    }
+                    if factor != 1.0 {
+                        to.iter_mut().for_each(|x| *x *= factor);
+                    }
                 }
                 member.meet();
             }
@@ -314,15 +405,20 @@ impl<E: Element> Step<'_, E> {
 
     /// Fills the stream with the tokens' inputs.
     #[inline(always)]
-    unsafe fn embed(&self, member: &Member<'_>, stream: Stream) {
+    unsafe fn embed<K: Kernel<E>>(&self, member: &Member<'_>, stream: Stream) {
         for token in member.share(stream.count) {
             // SAFETY: a token's input; this member's rows of x.
             unsafe {
                 let Token { input, is_given, .. } = self.tokens[token];
                 let from = std::slice::from_raw_parts(input, self.hidden);
                 let scale = if is_given { self.scales.inputs } else { self.scales.embeddings };
-                for (to, from) in self.row(stream, token).iter_mut().zip(from) {
+                let row = self.row(stream, token);
+                for (to, from) in row.iter_mut().zip(from) {
                     *to = from.to_f32() * scale;
+                }
+                if !self.embedding_norm.is_empty() && !is_given {
+                    let (norm, eps) = (self.embedding_norm, self.eps);
+                    math::normalise::<K::Vector>(row, norm, eps, self.mean_norms);
                 }
             }
         }

@@ -88,7 +88,7 @@ impl<E: Element> Step<'_, E> {
 
     /// The token of a row of the stream, which may be that of the tokens that sample.
     #[inline(always)]
-    fn token_of(&self, stream: Stream, row: usize) -> usize {
+    pub(super) fn token_of(&self, stream: Stream, row: usize) -> usize {
         if stream.count < self.tokens.len() { self.sampled[row] } else { row }
     }
 }

@@ -3,7 +3,7 @@
 
 use super::{Step, Stream};
 use crate::element::Element;
-use crate::math::{mean_and_factor, rms_factor};
+use crate::math;
 use crate::team::Member;
 use crate::tile::Kernel;
 
@@ -19,14 +19,8 @@ impl<E: Element> Step<'_, E> {
             unsafe {
                 let to = self.vectors.add(row * self.hidden);
                 let to = std::slice::from_raw_parts_mut(to, self.hidden);
-                let from = self.row(stream, row);
-                let (mean, factor) = match self.mean_norms {
-                    true => mean_and_factor::<K::Vector>(from, self.eps),
-                    false => (0.0, rms_factor::<K::Vector>(from, self.eps)),
-                };
-                for ((to, from), weight) in to.iter_mut().zip(from).zip(self.final_norm) {
-                    *to = (*from - mean) * factor * weight;
-                }
+                to.copy_from_slice(self.row(stream, row));
+                math::normalise::<K::Vector>(to, self.final_norm, self.eps, self.mean_norms);
             }
         }
     }

@@ -22,6 +22,25 @@ pub struct ExpertMatrices {
     pub shared_gate: Option<Bytes>,
     /// Biases of the model's type.
     pub biases: Option<ExpertBiases>,
+    /// The norms and factors of experts beside a dense part, which is `shared`.
+    pub beside: Option<BesideWeights>,
+}
+
+/// The norms and factors of experts beside a dense part (Gemma 4, 2026). The router reads states
+/// that are normalised without weights and multiplied by `router_factors` and by the root of 1 /
+/// hidden. The sum of both parts has the layer's norm behind it.
+#[derive(Clone)]
+pub struct BesideWeights {
+    /// Factors of the router's inputs, `[hidden]` of the model's type.
+    pub router_factors: Bytes,
+    /// Factors of experts' weights, applied last, `[count]` of the model's type.
+    pub expert_factors: Bytes,
+    /// The norm in front of the experts, `[hidden]`.
+    pub before: Bytes,
+    /// The norm of the dense part's output, `[hidden]`.
+    pub behind_dense: Bytes,
+    /// The norm of the experts' output, `[hidden]`.
+    pub behind: Bytes,
 }
 
 /// The biases of the experts of a layer, of the model's type.
@@ -44,6 +63,7 @@ impl ExpertMatrices {
             || self.shared.is_some() != (of.shared > 0)
             || self.shared_gate.is_some() != of.shared_gate
             || self.biases.is_some() != of.biases
+            || self.beside.is_some() != of.beside
         {
             return unfit(format!("a layer whose experts are not {of:?}"));
         }
@@ -63,7 +83,17 @@ impl ExpertMatrices {
             }
         }
         if let Some(shared) = &self.shared {
-            shared.check(sizes, of.shared)?;
+            if shared.inner != of.shared {
+                return unfit(format!("a shared expert that is not of {of:?}"));
+            }
+            shared.check(sizes)?;
+        }
+        if let Some(beside) = &self.beside {
+            of_size(&beside.router_factors, hidden * dtype.bytes())?;
+            of_size(&beside.expert_factors, of.count * dtype.bytes())?;
+            for norm in [&beside.before, &beside.behind_dense, &beside.behind] {
+                of_size(norm, hidden * sizes.norm_bytes())?;
+            }
         }
         let shapes = [
             (&self.gate_up, 2 * of.intermediate, hidden, true),
@@ -101,6 +131,8 @@ mod tests {
         best_of_group: 2,
         normalise: true,
         scaling: 2.5,
+        weighs_inputs: false,
+        beside: false,
     };
     const SIZES: Sizes = Sizes {
         kv_codes: false,
@@ -112,6 +144,7 @@ mod tests {
         mean_norms: false,
         wide_norms: false,
         intermediate: 48,
+        layer_inputs: None,
         experts: Some(EXPERTS),
         vocabulary: 50,
         positions: 64,
@@ -138,6 +171,7 @@ mod tests {
             gate_up: matrix(8, 48, 32, true),
             down: matrix(8, 32, 24, false),
             shared: Some(Gated {
+                inner: 16,
                 gate_up: matrix(1, 32, 32, true),
                 gate_up_bias: None,
                 down: matrix(1, 32, 16, false),
@@ -145,6 +179,7 @@ mod tests {
             }),
             shared_gate: None,
             biases: None,
+            beside: None,
         }
     }
 
@@ -187,6 +222,24 @@ mod tests {
         let with = |bytes| ExpertMatrices { shared_gate: Some(room(bytes)), ..layer() };
         assert!(with(32 * 4).check(&of(gated)).is_err());
         assert_eq!(with(32 * 2).check(&of(gated)), Ok(()));
+        let beside = of(Some(ExpertSizes { beside: true, ..EXPERTS }));
+        assert!(layer().check(&beside).is_err());
+        let with = |factors: usize, norm: usize| ExpertMatrices {
+            beside: Some(BesideWeights {
+                router_factors: room(32 * 2),
+                expert_factors: room(factors * 2),
+                before: room(32 * 2),
+                behind_dense: room(32 * 2),
+                behind: room(norm * 2),
+            }),
+            ..layer()
+        };
+        assert_eq!(with(8, 32).check(&beside), Ok(()));
+        for wrong in
+            [with(7, 32).check(&beside), with(8, 8).check(&beside), with(8, 32).check(&SIZES)]
+        {
+            assert!(wrong.is_err());
+        }
         let biased = of(Some(ExpertSizes { biases: true, ..EXPERTS }));
         assert!(layer().check(&biased).is_err());
         let with = |router: usize, gate_up: usize, down: usize| ExpertMatrices {
@@ -213,6 +266,7 @@ mod tests {
             ExpertSizes { intermediate: 23, ..EXPERTS },
             ExpertSizes { shared: 15, ..EXPERTS },
             ExpertSizes { shared: 0, shared_gate: true, ..EXPERTS },
+            ExpertSizes { shared: 0, beside: true, ..EXPERTS },
             ExpertSizes { groups: 3, ..EXPERTS },
             ExpertSizes { kept_groups: 5, ..EXPERTS },
             ExpertSizes { best_of_group: 3, ..EXPERTS },
@@ -232,6 +286,10 @@ mod tests {
             scale: 0.25,
             cap: None,
             gate: false,
+            keys_are_values: false,
+            value_norm: false,
+            scaled_queries: false,
+            both_ways: false,
         };
         let with = |attention| Sizes { attentions: vec![attention], ..SIZES }.check();
         assert_eq!(with(attention), Ok(()));

@@ -21,6 +21,8 @@ pub struct Matrix {
 /// A gated feed-forward part.
 #[derive(Clone)]
 pub struct Gated {
+    /// Elements between the two products: `intermediate` below.
+    pub inner: usize,
     /// Gates and then the gated rows, `[2 * intermediate, hidden]`, interleaved.
     pub gate_up: Matrix,
     /// The bias of `gate_up`, `[2 * intermediate]`.
@@ -32,8 +34,11 @@ pub struct Gated {
 }
 
 impl Gated {
-    pub(super) fn check(&self, sizes: &Sizes, intermediate: usize) -> Result<(), Unfit> {
-        let &Sizes { hidden, dtype, .. } = sizes;
+    pub(super) fn check(&self, sizes: &Sizes) -> Result<(), Unfit> {
+        let (&Sizes { hidden, dtype, .. }, intermediate) = (sizes, self.inner);
+        if !intermediate.is_multiple_of(2) {
+            return unfit(format!("{intermediate} elements between products are odd"));
+        }
         self.gate_up.check(dtype, (2 * intermediate, hidden), true)?;
         self.down.check(dtype, (hidden, intermediate), false)?;
         let biases = [(&self.gate_up_bias, 2 * intermediate), (&self.down_bias, hidden)];

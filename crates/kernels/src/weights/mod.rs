@@ -1,6 +1,7 @@
 //! The weights of a decoder in the order of the kernels.
 
 mod experts;
+mod inputs;
 mod matrix;
 mod recurrence;
 
@@ -8,7 +9,8 @@ use crate::adapters::AdapterSizes;
 use crate::packing::{Unfit, unfit};
 use crate::sizes::{AttentionSizes, Sizes};
 
-pub use self::experts::{ExpertBiases, ExpertMatrices};
+pub use self::experts::{BesideWeights, ExpertBiases, ExpertMatrices};
+pub use self::inputs::{InputMatrices, LayerInputWeights, Table};
 pub(crate) use self::matrix::of_size;
 pub use self::matrix::{Bytes, Gated, Matrix};
 pub use self::recurrence::RecurrenceWeights;
@@ -22,6 +24,8 @@ pub struct Layer {
     /// What the layer has in place of attention; `None`: it attends. `qkv` then has the rows of
     /// queries, keys, values, gates, steps and strengths, and `output` has the values as inputs.
     pub recurrence: Option<RecurrenceWeights>,
+    /// The earlier layer whose keys and values this one reads; `None`: it has its own.
+    pub keys_of: Option<usize>,
     /// True if both parts read the states in front of the layer, normalised by `input_norm`.
     pub parallel: bool,
     /// The norm before the attention, `[hidden]`.
@@ -32,13 +36,14 @@ pub struct Layer {
     pub fed_norm: Option<Bytes>,
     /// A score of each query head that takes weight and gives nothing, `[heads]`.
     pub sinks: Option<Bytes>,
-    /// Queries, keys and values, `[(heads + 2 * kv_heads) * head_dim, hidden]`, and behind them the
-    /// gates, if there are any.
+    /// Queries, keys and values, `[(heads + 2 * kv_heads) * head_dim, hidden]`, without those that
+    /// the layer does not have, and behind them the gates, if there are any.
     pub qkv: Matrix,
     /// The bias of queries, keys and values, one for each output.
     pub qkv_bias: Option<Bytes>,
     /// The norms of query heads and of key heads, `[head_dim]` each, or of all heads of a position.
-    pub head_norms: Option<(Bytes, Bytes)>,
+    /// The latter is `None` where the layer has no keys of its own.
+    pub head_norms: Option<(Bytes, Option<Bytes>)>,
     /// The attention's output, `[hidden, heads * head_dim]`.
     pub output: Matrix,
     /// The bias of the attention's output, `[hidden]`.
@@ -47,6 +52,10 @@ pub struct Layer {
     pub post_norm: Option<Bytes>,
     /// The part behind the attention.
     pub feed: FeedForward,
+    /// What the layer does with its own input; `None`: it has none.
+    pub inputs: Option<InputMatrices>,
+    /// The factor of the layer's output, `[1]`.
+    pub factor: Option<Bytes>,
 }
 
 /// The part of a layer behind the attention.
@@ -62,6 +71,8 @@ pub enum FeedForward {
 pub struct Weights {
     /// The embedding, `[vocabulary, hidden]`, of the model's type.
     pub embedding: Bytes,
+    /// The norm of embeddings in front of the first layer, `[hidden]`.
+    pub embedding_norm: Option<Bytes>,
     /// The norm behind the last layer, `[hidden]`.
     pub final_norm: Bytes,
     /// The output head, `[vocabulary, hidden]`; `None`: the decoder gives vectors only.
@@ -72,15 +83,17 @@ pub struct Weights {
     pub angles: Vec<(Vec<f32>, Vec<f32>)>,
     /// Factors of queries, `[positions]`; empty: there are none.
     pub query_scales: Vec<f32>,
+    /// What layers' own inputs are made of; `None`: layers have none.
+    pub layer_inputs: Option<LayerInputWeights>,
 }
 
 impl Layer {
     /// Outputs of the first product, and inputs of the second.
     pub(crate) fn widths(&self, sizes: &Sizes) -> (usize, usize) {
         let attention = &sizes.attentions[self.attention];
-        let (queries, keys) = attention.elements();
+        let (queries, [keys, values]) = attention.products(self.keys_of.is_none());
         let gates = if attention.gate { queries } else { 0 };
-        let attending = (queries + 2 * keys + gates, queries);
+        let attending = (queries + keys + values + gates, queries);
         self.recurrence.as_ref().map_or(attending, |recurrence| recurrence.sizes.widths())
     }
 
@@ -96,13 +109,23 @@ impl Layer {
         self.qkv.check(sizes.dtype, (projected, hidden), false)?;
         self.output.check(sizes.dtype, (hidden, mixed), false)?;
         match &self.feed {
-            FeedForward::Dense(dense) => dense.check(sizes, sizes.intermediate)?,
+            FeedForward::Dense(dense) => {
+                if !(1..=sizes.intermediate).contains(&dense.inner) {
+                    return unfit("a dense part that is wider than the widest");
+                }
+                dense.check(sizes)?;
+            }
             FeedForward::Experts(experts) => experts.check(sizes)?,
         }
         let [of_query, of_key] = if norm_rows { [queries, keys] } else { [head_dim; 2] };
         let norms = [&self.input_norm, &self.post_norm, &self.attended_norm, &self.fed_norm];
         let norms = norms.into_iter().flatten().map(|norm| (norm, hidden));
-        let of_heads = self.head_norms.iter().flat_map(|(q, k)| [(q, of_query), (k, of_key)]);
+        if self.head_norms.as_ref().is_some_and(|(_, k)| k.is_some() != self.keys_of.is_none()) {
+            return unfit("a norm of keys that are not there, or keys without theirs");
+        }
+        let of_heads = self.head_norms.iter().flat_map(|(q, k)| {
+            std::iter::once((q, of_query)).chain(k.iter().map(move |k| (k, of_key)))
+        });
         norms
             .chain(of_heads)
             .try_for_each(|(norm, size)| of_size(norm, size * sizes.norm_bytes()))?;
@@ -110,11 +133,25 @@ impl Layer {
         if sizes.mean_norms && behind.iter().any(|norm| norm.is_some()) {
             return unfit("norms behind a part do not subtract the mean");
         }
-        if self.fed_norm.is_some() && matches!(self.feed, FeedForward::Experts(_)) {
-            return unfit("a norm behind experts needs all of their output in one place");
+        let beside = sizes.experts.is_some_and(|of| of.beside);
+        if let FeedForward::Experts(of) = &self.feed {
+            if self.fed_norm.is_some() != beside {
+                return unfit("a norm behind experts needs all of their output in one place");
+            }
+            if self.factor.is_some() && self.inputs.is_none() && of.shared.is_none() {
+                return unfit("a factor behind experts alone");
+            }
         }
-        let others =
-            [(&self.qkv_bias, projected), (&self.output_bias, hidden), (&self.sinks, heads)];
+        if self.inputs.is_some() != sizes.layer_inputs.is_some() {
+            return unfit("a layer with an input of a model that has none, or without its own");
+        }
+        self.inputs.iter().try_for_each(|inputs| inputs.check(sizes))?;
+        let others = [
+            (&self.qkv_bias, projected),
+            (&self.output_bias, hidden),
+            (&self.sinks, heads),
+            (&self.factor, 1),
+        ];
         others
             .into_iter()
             .filter_map(|(it, size)| Some((it.as_ref()?, size)))
@@ -125,9 +162,12 @@ impl Layer {
 impl Weights {
     pub(crate) fn adapter_sizes(&self, sizes: &Sizes) -> AdapterSizes {
         let layers = self.layers.iter().map(|layer| {
-            let dense = matches!(layer.feed, FeedForward::Dense(_));
+            let inner = match &layer.feed {
+                FeedForward::Dense(dense) => dense.inner,
+                FeedForward::Experts(_) => 0,
+            };
             let attention = layer.recurrence.is_none().then_some(layer.attention);
-            sizes.adapted_widths(attention, dense)
+            sizes.adapted_widths(attention, layer.keys_of.is_none(), inner)
         });
         AdapterSizes::new(sizes.dtype, sizes.hidden, layers)
     }
@@ -135,7 +175,8 @@ impl Weights {
     pub(crate) fn check(&self, sizes: &Sizes) -> Result<(), Unfit> {
         let &Sizes { dtype, hidden, vocabulary, positions, .. } = sizes;
         of_size(&self.embedding, vocabulary * hidden * dtype.bytes())?;
-        of_size(&self.final_norm, hidden * sizes.norm_bytes())?;
+        let mut norms = self.embedding_norm.iter().chain([&self.final_norm]);
+        norms.try_for_each(|norm| of_size(norm, hidden * sizes.norm_bytes()))?;
         if let Some(head) = &self.head {
             head.check(dtype, (vocabulary, hidden), false)?;
         }
@@ -151,6 +192,43 @@ impl Weights {
         if ![0, positions].contains(&self.query_scales.len()) {
             return unfit("factors of queries of another number of positions");
         }
-        self.layers.iter().try_for_each(|layer| layer.check(sizes))
+        match (&self.layer_inputs, sizes.layer_inputs) {
+            (None, None) => {}
+            (Some(inputs), Some(of)) => inputs.check(sizes, of, self.layers.len())?,
+            _ => return unfit("layers' inputs of another model"),
+        }
+        self.layers.iter().try_for_each(|layer| layer.check(sizes))?;
+        (0..self.layers.len()).try_for_each(|layer| self.check_pages(sizes, layer))
+    }
+
+    /// Checks that the keys and values that a layer reads are there, and of its sizes.
+    fn check_pages(&self, sizes: &Sizes, layer: usize) -> Result<(), Unfit> {
+        let Some(source) = self.layers[layer].keys_of else { return Ok(()) };
+        let heads = |layer: &Layer| {
+            let AttentionSizes { kv_heads, head_dim, .. } = sizes.attentions[layer.attention];
+            (kv_heads, head_dim)
+        };
+        let fits = |of: &Layer| {
+            of.recurrence.is_none()
+                && of.keys_of.is_none()
+                && heads(of) == heads(&self.layers[layer])
+        };
+        let here = self.layers[layer].recurrence.is_none() && !sizes.both_ways();
+        match self.layers[..layer].get(source) {
+            Some(of) if fits(of) && here => Ok(()),
+            _ => unfit(format!("layer {layer} can't read the keys of layer {source}")),
+        }
+    }
+
+    /// The layer on whose pages a layer's keys and values lie. Where a query sees what is behind
+    /// it, pages are written anew in each layer, and layers of one kind share those of the first.
+    pub(crate) fn pages_of(&self, sizes: &Sizes, layer: usize) -> usize {
+        let of = &self.layers[layer];
+        let first = |other: &Layer| other.attention == of.attention && other.recurrence.is_none();
+        match of.keys_of {
+            Some(source) => source,
+            None if !sizes.attentions[of.attention].both_ways => layer,
+            None => self.layers.iter().position(first).unwrap_or(layer),
+        }
     }
 }

@@ -83,7 +83,6 @@ pub(super) const EMBEDDING: Family = Family {
     title: "EmbeddingGemma",
     architecture: "Gemma3TextModel",
     attention: "grouped-query both ways, windows in five of six layers",
-    compiled: false,
     gguf: Some(GgufNames {
         architecture: "gemma-embedding",
         fits: |_| Ok(true),

@@ -37,7 +37,7 @@ pub(super) const FAMILY: Family = Family {
     model_type: "gemma4_text",
     attention: "grouped-query of two head sizes, windows in five of six layers, some keys and values shared",
     layers: "dense, or dense beside experts",
-    compiled: false,
+    compiled: true,
     shape,
     gguf: Some(GgufNames {
         architecture: "gemma4",

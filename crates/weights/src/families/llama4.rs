@@ -26,7 +26,7 @@ pub(super) const FAMILY: Family = Family {
     model_type: "llama4_text",
     attention: "grouped-query, chunks in three of four layers, the others without rotation",
     layers: "experts, some dense",
-    compiled: false,
+    compiled: true,
     shape,
     gguf: Some(GgufNames { architecture: "llama4", fits: |_| Ok(true), keys, rules: PAIRED }),
     rules: &RULES,

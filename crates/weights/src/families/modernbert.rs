@@ -38,7 +38,7 @@ pub(super) const FAMILY: Family = Family {
     model_type: "modernbert",
     attention: "multi-head both ways, windows in two of three layers",
     layers: "dense",
-    compiled: false,
+    compiled: true,
     shape,
     gguf: None,
     rules: RULES,

@@ -23,7 +23,7 @@ use crate::sizes::{AttentionSizes, Factors, GateKind, Sizes};
 use crate::step::Step;
 use crate::team::tests::team;
 use crate::tile::tests::numbers;
-use crate::weights::{ExpertBiases, FeedForward, Gated, Layer, Weights};
+use crate::weights::{BesideWeights, ExpertBiases, FeedForward, Gated, Layer, Weights};
 
 const HIDDEN: usize = 64;
 const INNER: usize = 32;
@@ -67,8 +67,11 @@ struct Tiny<E> {
     qkv: Matrices,
     router: Vec<E>,
     correction: Vec<f32>,
-    /// The gate of the shared expert.
+    /// The gate of the shared expert. Beside a dense part, factors of the router's inputs, and the
+    /// norm behind that part.
     gate: Vec<E>,
+    /// Factors of experts' weights, beside a dense part.
+    factors: Vec<E>,
     gate_up: Matrices,
     down: Matrices,
     /// The biases of the router and of both products, large enough to be clamped.
@@ -99,6 +102,7 @@ impl<E: Number> Tiny<E> {
             router: numbers(count * HIDDEN, seed ^ 5),
             correction: numbers(count, seed ^ 6),
             gate: numbers(HIDDEN, seed ^ 7),
+            factors: numbers(count, seed ^ 8),
             gate_up: Matrices::new::<E>(count, (2 * INNER, HIDDEN), true, all),
             down: Matrices::new::<E>(count, (HIDDEN, INNER), false, all),
             biases: [(1, 1.0), (2 * INNER, 9.0), (HIDDEN, 1.0)].map(|(each, largest)| {
@@ -127,12 +131,17 @@ impl<E: Number> Tiny<E> {
                 scale: 0.25,
                 cap: None,
                 gate: false,
+                keys_are_values: false,
+                value_norm: false,
+                scaled_queries: false,
+                both_ways: false,
             }],
             gate: if self.sizes.biases { GateKind::ClampedSwiglu } else { GateKind::Silu },
             factors: Factors::NONE,
             mean_norms: false,
             wide_norms: false,
             intermediate: DENSE,
+            layer_inputs: None,
             experts: Some(self.sizes),
             vocabulary: VOCABULARY,
             positions: POSITIONS,
@@ -143,9 +152,9 @@ impl<E: Number> Tiny<E> {
         }
     }
 
-    fn gated(&self, at: usize) -> Gated {
+    fn gated(&self, at: usize, inner: usize) -> Gated {
         let [gate_up, down] = [at, at + 1].map(|at| self.dense[at].matrix());
-        Gated { gate_up, gate_up_bias: None, down, down_bias: None }
+        Gated { inner, gate_up, gate_up_bias: None, down, down_bias: None }
     }
 
     fn experts(&self) -> ExpertMatrices {
@@ -157,12 +166,19 @@ impl<E: Number> Tiny<E> {
             correction: sizes.corrected.then(|| room(&self.correction)),
             gate_up: self.gate_up.matrix(),
             down: self.down.matrix(),
-            shared: (sizes.shared > 0).then(|| self.gated(2)),
+            shared: (sizes.shared > 0).then(|| self.gated(2, sizes.shared)),
             shared_gate: sizes.shared_gate.then(|| room(&self.gate)),
             biases: sizes.biases.then(|| ExpertBiases {
                 router: room(router),
                 gate_up: room(gate_up),
                 down: room(down),
+            }),
+            beside: sizes.beside.then(|| BesideWeights {
+                router_factors: room(&self.gate),
+                expert_factors: room(&self.factors),
+                before: room(&self.norm),
+                behind_dense: room(&self.gate),
+                behind: room(&self.norm),
             }),
         }
     }
@@ -175,10 +191,11 @@ impl<E: Number> Tiny<E> {
         let layer = |index: usize| Layer {
             attention: 0,
             recurrence: None,
+            keys_of: None,
             parallel: false,
             input_norm: Some(room(&self.norm)),
             attended_norm: None,
-            fed_norm: None,
+            fed_norm: (self.sizes.beside && index != DENSE_LAYER).then(|| room(&self.norm)),
             sinks: None,
             qkv: self.qkv.matrix(),
             qkv_bias: None,
@@ -187,18 +204,22 @@ impl<E: Number> Tiny<E> {
             output_bias: None,
             post_norm: Some(room(&self.norm)),
             feed: match index {
-                DENSE_LAYER => FeedForward::Dense(self.gated(0)),
+                DENSE_LAYER => FeedForward::Dense(self.gated(0, DENSE)),
                 _ => FeedForward::Experts(self.experts()),
             },
+            inputs: None,
+            factor: None,
         };
         let angles = vec![0.5; POSITIONS * HEAD_DIM / 2];
         Weights {
             embedding: room(&self.embedding),
+            embedding_norm: None,
             final_norm: room(&self.norm),
             head: None,
             layers: (0..LAYERS).map(layer).collect(),
             angles: vec![(angles.clone(), angles)],
             query_scales: Vec::new(),
+            layer_inputs: None,
         }
     }
 
@@ -256,10 +277,15 @@ impl<E: Number> Tiny<E> {
         let weight: Vec<f32> = self.norm.iter().map(|x| x.to_f32()).collect();
         for layer in 0..LAYERS {
             let narrow: Vec<f32> = x.iter().map(|&x| x as f32).collect();
-            let mut normed = vec![E::default(); HIDDEN];
-            math::rms_norm::<E, Plain>(&narrow, &weight, EPS, &mut normed);
+            let normalised = |weight: &[f32]| {
+                let mut normed = vec![E::default(); HIDDEN];
+                math::rms_norm::<E, Plain>(&narrow, weight, EPS, &mut normed);
+                normed
+            };
+            let normed = normalised(&weight);
+            let mut output = vec![0.0; HIDDEN];
             let mut add = |weight: f64, terms: Vec<f64>| {
-                x.iter_mut().zip(terms).for_each(|(x, term)| *x += weight * term);
+                output.iter_mut().zip(terms).for_each(|(x, term)| *x += weight * term);
             };
             let dense = |at: usize, inner: usize| {
                 let inner =
@@ -268,14 +294,20 @@ impl<E: Number> Tiny<E> {
             };
             if layer == DENSE_LAYER {
                 add(1.0, dense(0, DENSE));
+                x.iter_mut().zip(output).for_each(|(x, term)| *x += term);
                 continue;
             }
+            let wide = |of: &[E]| of.iter().map(|x| x.to_f32()).collect::<Vec<_>>();
+            let routed = match self.sizes.beside {
+                false => normed.clone(),
+                true => normalised(&wide(&self.gate).iter().map(|x| x / 8.0).collect::<Vec<_>>()),
+            };
             let logits: Vec<f64> = self
                 .router
                 .chunks_exact(HIDDEN)
                 .map(|w| {
                     w.iter()
-                        .zip(&normed)
+                        .zip(&routed)
                         .map(|(w, x)| f64::from(w.to_f32()) * f64::from(x.to_f32()))
                         .sum()
                 })
@@ -302,9 +334,32 @@ impl<E: Number> Tiny<E> {
                 }
             }
             for (id, weight) in chosen {
-                let products = with_biases(1, id, self.gate_up.of(id, 2 * INNER, &normed));
+                let (inputs, weight) = match self.sizes {
+                    ExpertSizes { weighs_inputs: true, .. } => {
+                        let scaled = |x: &E| E::from_f32(x.to_f32() * weight as f32);
+                        (normed.iter().map(scaled).collect(), 1.0)
+                    }
+                    ExpertSizes { beside: true, .. } => {
+                        (normed.clone(), weight * f64::from(self.factors[id].to_f32()))
+                    }
+                    _ => (normed.clone(), weight),
+                };
+                let products = with_biases(1, id, self.gate_up.of(id, 2 * INNER, &inputs));
                 let inner = gated::<E>(&products, self.sizes.biases);
                 add(weight, with_biases(2, id, self.down.of(id, HIDDEN, &inner)));
+            }
+            if self.sizes.beside {
+                let norm = |x: &[f64], weight: &[E]| -> Vec<f64> {
+                    let mean = x.iter().map(|x| x * x).sum::<f64>() / HIDDEN as f64;
+                    let factor = 1.0 / (mean + f64::from(EPS)).sqrt();
+                    x.iter().zip(weight).map(|(x, w)| x * factor * f64::from(w.to_f32())).collect()
+                };
+                let of_experts = norm(&output, &self.norm);
+                let of_dense = norm(&dense(2, self.sizes.shared), &self.gate);
+                let both: Vec<f64> = of_experts.iter().zip(of_dense).map(|(a, b)| a + b).collect();
+                let both = norm(&both, &self.norm);
+                x.iter_mut().zip(both).for_each(|(x, term)| *x += term);
+                continue;
             }
             if self.sizes.shared > 0 {
                 let product = |w: &[E]| -> f64 {
@@ -317,6 +372,7 @@ impl<E: Number> Tiny<E> {
                 };
                 add(factor, dense(2, self.sizes.shared));
             }
+            x.iter_mut().zip(output).for_each(|(x, term)| *x += term);
         }
         Some(x)
     }
@@ -364,6 +420,16 @@ fn check_all<E: Number>(level: Level, seed: u32) {
     check::<E>(level, biased, Storage::Mxfp4, seed, 2e-2);
     for sizes in ROUTINGS {
         check::<E>(level, sizes, Storage::Plain, seed, exact);
+    }
+    let weighing = ExpertSizes { weighs_inputs: true, sigmoid: true, shared: 24, ..SOFTMAX };
+    let beside = ExpertSizes { beside: true, shared: 40, ..SOFTMAX };
+    for (sizes, storage, bound) in [
+        (weighing, Storage::Plain, exact),
+        (weighing, Storage::Q8_0, 2e-2),
+        (beside, Storage::Plain, 2.0 * exact),
+        (beside, Storage::Q4_0, 2e-2),
+    ] {
+        check::<E>(level, sizes, storage, seed, bound);
     }
 }
 

@@ -24,6 +24,8 @@ pub(super) const SOFTMAX: ExpertSizes = ExpertSizes {
     best_of_group: 1,
     normalise: true,
     scaling: 1.0,
+    weighs_inputs: false,
+    beside: false,
 };
 /// Sigmoids are corrected (DeepSeek-V3), and so is the softmax of a router in 32 bits without
 /// groups (ERNIE 4.5). A shared expert may have a gate (Qwen2-MoE).

@@ -1,5 +1,7 @@
 //! The weights of a model under the names of its family, one at a time, from safetensors or GGUF.
 
+pub(crate) mod blocks;
+
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,7 +12,7 @@ use serde_json::Value;
 use crate::bert::BertShape;
 use crate::error::ModelError;
 use crate::families::{COMMON_GGUF_RULES, Rule, Shape, TensorPart, Weight, layer_of, weights_of};
-use crate::gguf::{BlockKind, GgufFiles};
+use crate::gguf::GgufFiles;
 use crate::json::read_json;
 use crate::mxfp4::{CODES, EXPONENTS, Mxfp4Stack, Placed};
 use crate::quantised::{Headers, QuantisedParts, Scheme, StoredMatrix};
@@ -390,23 +392,6 @@ impl Checkpoint {
         }
         let (tensor, part) = self.one(name, name)?;
         tensor.read(name, part, number, to)
-    }
-
-    /// Reads a matrix of GGUF in blocks of type `kind`, appended to `to`.
-    ///
-    /// # Errors
-    /// There is no such matrix or no such conversion, or its file can't be read.
-    pub fn read_blocks(
-        &self,
-        name: &str,
-        kind: BlockKind,
-        to: &mut Blocks,
-    ) -> Result<(), ModelError> {
-        let from = if self.tied && name == HEAD { EMBEDDING } else { name };
-        let (tensor, part) = self.one(name, from)?;
-        tensor.read_blocks(part, kind, to)?.ok_or_else(|| {
-            ModelError::elsewhere(format!("{name} of the type {} as {kind:?}", tensor.type_name()))
-        })
     }
 }
 

@@ -1,0 +1,60 @@
+//! Layers' own inputs beside the residual stream (Gemma 3n, 2025; Gemma 4, 2026).
+
+use super::{Step, Stream};
+use crate::element::Element;
+use crate::matmul::gate;
+use crate::rows_of_layers::RowsOfLayers;
+use crate::team::Member;
+use crate::tile::{HALF, Kernel};
+use crate::vector::Vector;
+
+impl<E: Element> Step<'_, E> {
+    /// Makes the inputs of all layers of the products with the tokens' inputs, in their place.
+    /// Whoever comes back has met the others since they wrote.
+    ///
+    /// # Safety
+    /// As for [`Step::compute`]; the products are done.
+    #[inline(always)]
+    pub(super) unsafe fn finish_inputs<V: Vector>(
+        &self,
+        of: &RowsOfLayers,
+        stream: Stream,
+        member: &Member<'_>,
+    ) {
+        let width = self.layers.len() * of.size;
+        for token in member.share(stream.count) {
+            // SAFETY: this member's tokens.
+            let inputs =
+                unsafe { std::slice::from_raw_parts_mut(self.inputs.add(token * width), width) };
+            of.finish::<E, V>(self.tokens[token].id, self.eps, inputs);
+        }
+        member.meet();
+    }
+
+    /// Gates the own inputs of a layer `[rows, size]`, whose gates are where queries were. Whoever
+    /// comes back has met the others since they wrote.
+    ///
+    /// # Safety
+    /// As for [`Step::compute`]; the gates are done.
+    #[inline(always)]
+    pub(super) unsafe fn gate_input<K: Kernel<E>>(
+        &self,
+        (layer, size): (usize, usize),
+        stream: Stream,
+        member: &Member<'_>,
+    ) {
+        for row in member.share(stream.count) {
+            let token = self.token_of(stream, row);
+            // SAFETY: this member's rows. Vectors are read beyond the end, of what is not kept.
+            unsafe {
+                let gates = self.qkv.add(row * size);
+                let inputs = self.inputs.add((token * self.layers.len() + layer) * size);
+                for at in (0..size).step_by(HALF) {
+                    let both = (K::Vector::load(gates.add(at)), K::Vector::load(inputs.add(at)));
+                    gate::<E, K>(both, self.activation, self.gated.add(row * size + at), size - at);
+                }
+            }
+        }
+        member.meet();
+    }
+}
