@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -89,11 +89,15 @@ def send(
 ) -> Any:
     """An update as trainers write it: an order, and a broadcast for each tensor meanwhile."""
     answer = pool.submit(order, server, tensors, **more)
-    for tensor in tensors.values():
-        dist.broadcast(tensor.detach(), src=0, group=group)
+    _broadcast(tensors.values(), group)
     found = answer.result()
     assert found.status_code == 200, found.text
     return found.json()
+
+
+def _broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+    for tensor in tensors:
+        dist.broadcast(tensor.detach(), src=0, group=group)
 
 
 def receiver(server: Server) -> int:
@@ -154,15 +158,13 @@ def test_a_death_in_the_middle_leaves_the_last_weights(serve: Serve, tiny: Model
     group = meet(server, pool)
     answer = pool.submit(order, server, new, weight_version="1")
     tensors = list(new.values())
-    for tensor in tensors[: len(tensors) // 2]:
-        dist.broadcast(tensor, src=0, group=group)
+    _broadcast(tensors[: len(tensors) // 2], group)
     os.kill(receiver(server), signal.SIGKILL)
     refused = answer.result()
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "names")
     assert "the group weight_update_group is left" in refused.json()["error"]["message"]
     with pytest.raises(RuntimeError):
-        for tensor in tensors:
-            dist.broadcast(tensor, src=0, group=group)
+        _broadcast(tensors, group)
     dist.destroy_process_group(group)
     assert generate(server) == first
     assert order(server, new).json()["error"]["param"] == "group_name"
@@ -173,8 +175,7 @@ def test_a_death_in_the_middle_leaves_the_last_weights(serve: Serve, tiny: Model
     for number in range(4):
         tensors = trained(tiny, number)
         answer = pool.submit(order, server, tensors, weight_version=f"step {number}")
-        for tensor in tensors.values():
-            dist.broadcast(tensor, src=0, group=group)
+        _broadcast(tensors.values(), group)
         # The old one, then perhaps the one that starts.
         for _ in range(1 + number % 2):
             for pid in server.hands():

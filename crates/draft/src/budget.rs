@@ -228,7 +228,13 @@ mod tests {
             let count = bought(&budget, 1, &[DraftOffer { ratio, ..offer }], 4)[0];
             bad += u32::from(count > 0);
             let us = 1000 + 300 * count;
-            budget.step_ended(DecodeStep { rows: 1, drafts: count, tokens: 1, us, waited_us: None });
+            budget.step_ended(DecodeStep {
+                rows: 1,
+                drafts: count,
+                tokens: 1,
+                us,
+                waited_us: None,
+            });
             if count > 0 {
                 let share = budget.drafts_ended(own(8), count, 0);
                 ratio = (ratio + (share - ratio) / 8.0).clamp(0.25, 1.5);

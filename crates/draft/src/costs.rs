@@ -119,7 +119,7 @@ mod tests {
         }
         costs.learn(2, 1_000_000);
         assert!(costs.us(2).expect("learned") < 1200.0);
-        for _ in 0..20 {
+        for _ in 0..40 {
             costs.learn(2, 5000);
         }
         assert!(costs.us(2).expect("learned") > 3000.0);

@@ -124,17 +124,18 @@ impl Texts {
     /// the length of the match.
     fn find(&self, salt: u64, last: &[i32], own: Option<u32>) -> Option<(Place, usize)> {
         let places = self.places.iter().zip(LENGTHS);
-        let (place, mut length) = places.filter(|&(_, length)| last.len() >= length).find_map(
-            |(table, length)| {
+        let (place, mut length) =
+            places.filter(|&(_, length)| last.len() >= length).find_map(|(table, length)| {
                 let gram = &last[last.len() - length..];
                 let equal = |place: &Place| {
                     let text = self.texts.peek(&place.text);
-                    text.is_some_and(|it| it.salt == salt && it.before(place.end, length) == Some(gram))
+                    text.is_some_and(|it| {
+                        it.salt == salt && it.before(place.end, length) == Some(gram)
+                    })
                 };
                 let place = *table.find(ngram::hash(salt, gram.iter().copied()), equal)?;
                 (Some(place.text) != own).then_some((place, length))
-            },
-        )?;
+            })?;
         let tokens = &self.texts.peek(&place.text)?.tokens;
         let end = place.end as usize;
         while length < LONGEST.min(end).min(last.len())
@@ -155,7 +156,9 @@ pub struct SharedHistory {
 impl fmt::Debug for SharedHistory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // Texts are nobody's business.
-        f.debug_struct("SharedHistory").field("most_bytes", &self.most_bytes).finish_non_exhaustive()
+        f.debug_struct("SharedHistory")
+            .field("most_bytes", &self.most_bytes)
+            .finish_non_exhaustive()
     }
 }
 

@@ -99,7 +99,8 @@ impl Expected {
 
     /// Begins to compare its drafts with the tokens that come, unless others are compared.
     pub(crate) fn begin_comparison(&mut self) {
-        let Some(found) = self.found.filter(|_| self.comparison.is_none() && self.forced == 0) else {
+        let Some(found) = self.found.filter(|_| self.comparison.is_none() && self.forced == 0)
+        else {
             return;
         };
         self.comparison = Some(Comparison { found, tokens: self.tokens.clone(), right: 0 });

@@ -331,6 +331,8 @@ pub(crate) async fn in_blocking<T: Send + 'static>(
     done.map_err(|reason| ApiError::invalid(param, reason))
 }
 
-pub(crate) fn joined<T>(task: Result<Result<T, ApiError>, tokio::task::JoinError>) -> Result<T, ApiError> {
+pub(crate) fn joined<T>(
+    task: Result<Result<T, ApiError>, tokio::task::JoinError>,
+) -> Result<T, ApiError> {
     task.unwrap_or_else(|error| Err(not_serving(Status::Failed(error.to_string()))))
 }

@@ -1,8 +1,8 @@
 """A rank in a trainer's group, in a process of its own: it writes the tensors that the trainer sends to files.
 
-The server starts it for `/init_weights_update_group`, and gives it orders on its input, one line of JSON each. Each order
-has one answer on its output: `{}`, or `{"error": "..."}`. What hands load later are the files, so no hand is in the group,
-and one that dies has no part in it.
+The server starts it for `/init_weights_update_group`, and gives it orders on its input, one line of JSON each. Each
+order has one answer on its output: `{}`, or `{"error": "..."}`. What hands load later are the files, so no hand is in
+the group, and one that dies has no part in it.
 
 - `{"join": {"address": ..., "port": ..., "rank": ..., "world_size": ..., "name": ..., "seconds": ...}}`
 - `{"receive": {"names": [...], "dtypes": [...], "shapes": [[...], ...], "file": ...}}`
@@ -39,10 +39,12 @@ def join(
     trainer's own ranks.
     """
     timeout = timedelta(seconds=seconds)
-    meeting = dist.rendezvous(f"tcp://{address}:{port}", rank, world_size, timeout=timeout)
+    # PyTorch has no public way to a second group with ranks of its own.
+    private: Any = c10d
+    meeting = private.rendezvous(f"tcp://{address}:{port}", rank, world_size, timeout=timeout)
     store, _, _ = next(iter(meeting))
     store.set_timeout(timeout)
-    group, _ = c10d._new_process_group_helper(
+    made = private._new_process_group_helper(
         world_size,
         rank,
         [],
@@ -51,9 +53,9 @@ def join(
         group_name=name,
         timeout=timeout,
     )
-    c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
-    found: dist.ProcessGroup = group
-    return found
+    group: dist.ProcessGroup = made[0]
+    private._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
+    return group
 
 
 def receive(
