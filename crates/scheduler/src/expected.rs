@@ -23,7 +23,7 @@ pub(crate) struct RowDrafts {
 #[derive(Debug, Clone)]
 struct Comparison {
     found: DraftMatch,
-    tokens: Vec<i32>,
+    drafts: Vec<i32>,
     /// The first so many have come.
     right: usize,
 }
@@ -103,7 +103,7 @@ impl Expected {
         else {
             return;
         };
-        self.comparison = Some(Comparison { found, tokens: self.tokens.clone(), right: 0 });
+        self.comparison = Some(Comparison { found, drafts: self.tokens.clone(), right: 0 });
     }
 
     /// Forgets what is compared: tokens came in a row with drafts.
@@ -116,13 +116,13 @@ impl Expected {
     pub(crate) fn compare(&mut self, token: i32) -> Option<(DraftMatch, u32, u32)> {
         self.rest = self.rest.saturating_sub(1);
         let comparison = self.comparison.as_mut()?;
-        let right = comparison.tokens.get(comparison.right) == Some(&token);
+        let right = comparison.drafts.get(comparison.right) == Some(&token);
         comparison.right += usize::from(right);
-        if right && comparison.right < comparison.tokens.len() {
+        if right && comparison.right < comparison.drafts.len() {
             return None;
         }
-        let Comparison { found, tokens, right } = self.comparison.take()?;
-        Some((found, tokens.len() as u32, right as u32))
+        let Comparison { found, drafts, right } = self.comparison.take()?;
+        Some((found, drafts.len() as u32, right as u32))
     }
 }
 
@@ -132,7 +132,7 @@ mod tests {
 
     fn expecting(tokens: &[i32]) -> Expected {
         let found = Some(DraftMatch { length: 4, source: DraftSource::Own });
-        Expected { tokens: tokens.to_vec(), found, ..Expected::default() }
+        Expected { tokens: tokens.into(), found, ..Expected::default() }
     }
 
     #[test]
