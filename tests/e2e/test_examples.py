@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from forebay import LLM
 from tests.e2e.conftest import Models
 from tests.e2e.embedders import CrossEncoder, MiniLM
 from tests.e2e.models import CHAT_TEMPLATE, Model
+from tests.e2e.processes import descendants, is_hand
 from tests.e2e.server import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -119,6 +121,24 @@ def test_rl_loop(tiny: Model) -> None:
     """The trainer's weights answer from the next step on."""
     lines = example("rl_loop.py", tiny.path, "3")
     assert of_weights(lines) == ([("1", "default"), ("2", "step 1"), ("3", "step 2")], "weights: step 3")
+
+
+def test_rl_loop_goes_on_after_a_hand_has_died(tiny: Model) -> None:
+    """Answers and versions are those of a run in which none died."""
+    undisturbed = example("rl_loop.py", tiny.path, "5")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
+    command = [sys.executable, "-u", EXAMPLES / "rl_loop.py", tiny.path, "5"]
+    lines = []
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as loop:
+        assert loop.stdout is not None
+        for line in loop.stdout:
+            lines.append(line.rstrip("\n"))
+            if line.startswith(("step 1:", "step 3:")):
+                [hand] = [pid for pid in descendants(loop.pid) if is_hand(pid)]
+                os.kill(hand, signal.SIGKILL)
+    assert loop.returncode == 0
+    assert lines == undisturbed
+    assert of_weights(lines)[1] == "weights: step 5"
 
 
 def test_rl_loop_of_the_default_model(models: Models, tmp_path: Path) -> None:

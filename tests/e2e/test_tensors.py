@@ -24,14 +24,7 @@ from tests.e2e.test_weights import ADMIN, generate
 
 SHARED_MEMORY = Path("/dev/shm")
 NORM = "model.layers.0.input_layernorm.weight"
-OTHERS = [
-    "/update_weights_from_distributed",
-    "/update_weights_from_ipc",
-    "/init_weights_update_group",
-    "/destroy_weights_update_group",
-    "/init_weight_transfer_engine",
-    "/update_weights",
-]
+OTHERS = ["/update_weights_from_ipc", "/init_weight_transfer_engine", "/update_weights"]
 
 
 def trained(model: Model, seed: int) -> dict[str, Tensor]:

@@ -1,4 +1,7 @@
-//! The probability that drafts are right, by the length of the match that they come from.
+//! The probability that drafts are right, by the place and the length of the match that they come
+//! from.
+
+use crate::lookup::{DraftMatch, DraftSource};
 
 /// The largest length of each class of matches but the last.
 const CLASSES: [u32; 6] = [2, 3, 4, 6, 9, 15];
@@ -37,34 +40,44 @@ impl Tally {
     }
 }
 
-/// The acceptance of drafts so far, and what it leads to expect.
+/// The drafts of one kind of text, by the length of their match.
 #[derive(Debug, Clone, Default)]
-pub struct Acceptance {
+struct Tallies {
     first: [Tally; FIRST.len()],
     further: [Tally; FURTHER.len()],
 }
 
+/// The acceptance of drafts so far, and what it leads to expect. Texts of others are counted apart.
+#[derive(Debug, Clone, Default)]
+pub struct Acceptance {
+    own: Tallies,
+    shared: Tallies,
+}
+
 impl Acceptance {
-    /// Takes the outcome of a row: of `drafted` tokens behind a match of `length`, the first
-    /// `accepted` were right.
-    pub fn learn(&mut self, length: u32, drafted: u32, accepted: u32) {
-        let class = class(length);
+    /// Takes the outcome of `drafted` tokens behind a match: the first `accepted` were right.
+    pub fn learn(&mut self, found: DraftMatch, drafted: u32, accepted: u32) {
+        let class = class(found.length);
         if drafted == 0 {
             return;
         }
-        self.first[class].add(accepted > 0);
+        let shared = found.source == DraftSource::Shared;
+        let tallies = if shared { &mut self.shared } else { &mut self.own };
+        tallies.first[class].add(accepted > 0);
         // A draft behind a wrong one has no meaning.
         for nth in 1..drafted.min(accepted + 1) {
-            self.further[class].add(nth < accepted);
+            tallies.further[class].add(nth < accepted);
         }
     }
 
-    /// The probability that the first draft behind a match of `length` is right, and that of each
-    /// further one if those before it are.
+    /// The probability that the first draft behind a match is right, and that of each further one
+    /// if those before it are.
     #[must_use]
-    pub fn expected(&self, length: u32) -> (f64, f64) {
-        let class = class(length);
-        (self.first[class].share(FIRST[class]), self.further[class].share(FURTHER[class]))
+    pub fn expected(&self, found: DraftMatch) -> (f64, f64) {
+        let class = class(found.length);
+        let shared = found.source == DraftSource::Shared;
+        let Tallies { first, further } = if shared { &self.shared } else { &self.own };
+        (first[class].share(FIRST[class]), further[class].share(FURTHER[class]))
     }
 }
 
@@ -72,18 +85,24 @@ impl Acceptance {
 mod tests {
     use super::*;
 
+    fn own(length: u32) -> DraftMatch {
+        DraftMatch { length, source: DraftSource::Own }
+    }
+
     #[test]
     fn what_comes_often_is_expected() {
         let mut acceptance = Acceptance::default();
-        assert_eq!(acceptance.expected(2), (0.52, 0.74));
+        assert_eq!(acceptance.expected(own(2)), (0.52, 0.74));
         for _ in 0..2000 {
-            acceptance.learn(2, 3, 0);
-            acceptance.learn(40, 3, 2);
+            acceptance.learn(own(2), 3, 0);
+            acceptance.learn(own(40), 3, 2);
         }
-        let (first, further) = acceptance.expected(2);
+        let (first, further) = acceptance.expected(own(2));
         assert!(first < 0.02 && further > 0.7, "nothing was learned of the others: {further}");
-        let (first, further) = acceptance.expected(16);
+        let (first, further) = acceptance.expected(own(16));
         assert!(first > 0.99 && (0.45..0.55).contains(&further), "{first} {further}");
-        assert_eq!(acceptance.expected(5), (0.78, 0.80));
+        assert_eq!(acceptance.expected(own(5)), (0.78, 0.80));
+        let shared = DraftMatch { length: 2, source: DraftSource::Shared };
+        assert_eq!(acceptance.expected(shared), (0.52, 0.74), "texts of others are other texts");
     }
 }

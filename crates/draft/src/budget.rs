@@ -4,27 +4,53 @@ use std::cmp::Ordering;
 
 use crate::acceptance::Acceptance;
 use crate::costs::StepCosts;
+use crate::lookup::DraftMatch;
 
 /// The least gain in tokens a microsecond for which a step has drafts.
-const GAIN: f64 = 1.02;
+const GAIN: f64 = 1.03;
 /// The same while drafts have cost more than they gave.
 const GAIN_IN_DEBT: f64 = 1.22;
 /// The share of all time that drafts may lose before they have to gain more.
 const DEBT: f64 = 0.005;
+/// The share of all time that drafts may lose before none but certain ones are bought.
+const LOST: f64 = 0.01;
 /// The share of the balance that is left after a step.
 const FADING: f64 = 1.0 - 1.0 / 4096.0;
+/// The least probability of a draft. Below it the gain is smaller than the error of measured times.
+const LEAST_ODDS: f64 = 0.2;
+/// Steps with drafts in a row, after which one has none: what drafts save is told by the time of
+/// steps without them, which has to be measured now and then.
+const STREAK: u32 = 128;
+/// The weight of earlier waits for results, where a new one has 1.
+const WAITS: f64 = 15.0;
 
 /// The drafts that a row could have.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DraftOffer {
-    /// The length of the match that they come from.
-    pub length: u32,
+    /// The match that they come from.
+    pub found: DraftMatch,
     /// Their number.
     pub most: u32,
     /// The acceptance of the request, relative to that of others: 1 is usual.
     pub ratio: f64,
     /// The first so many are certain: nothing else can come.
     pub forced: u32,
+}
+
+/// A step that only decoded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DecodeStep {
+    /// Rows, each of which gave a token.
+    pub rows: u32,
+    /// Drafts of all rows.
+    pub drafts: u32,
+    /// Tokens that the rows gave.
+    pub tokens: u32,
+    /// The time of the device, in microseconds.
+    pub us: u32,
+    /// The time for which the device stood still before it, in microseconds, because drafts had its
+    /// plan wait for a result. `None`: its plan did not wait for their sake.
+    pub waited_us: Option<u32>,
 }
 
 /// The probabilities of the drafts of an offer.
@@ -47,6 +73,10 @@ pub struct DraftBudget {
     saved_us: f64,
     /// Microseconds of all steps.
     spent_us: f64,
+    /// Microseconds for which the device stands still before a step whose plan waited.
+    wait_us: f64,
+    /// Steps with drafts since the last one without.
+    streak: u32,
 }
 
 impl DraftBudget {
@@ -56,13 +86,16 @@ impl DraftBudget {
     pub fn buy(&self, rows: u32, offers: &[DraftOffer], room: u32, counts: &mut Vec<u32>) {
         counts.clear();
         counts.resize(offers.len(), 0);
-        let Some(alone) = self.costs.us(rows.max(1)) else { return };
+        let Some(alone) = self.costs.us(rows.max(1)).filter(|_| self.streak < STREAK) else {
+            return;
+        };
         let mut odds: Vec<Odds> = offers.iter().map(|offer| self.odds(offer)).collect();
         let mut taken = counts.clone();
         let (mut tokens, usual) = (f64::from(rows), f64::from(rows) / alone);
         let mut best = usual * self.least_gain();
         for drafts in 1..=room {
-            let open = (0..offers.len()).filter(|&at| taken[at] < offers[at].most);
+            let open = (0..offers.len())
+                .filter(|&at| taken[at] < offers[at].most && odds[at].next >= LEAST_ODDS);
             let Some(at) = open.max_by(|&a, &b| odds[a].next.total_cmp(&odds[b].next)) else {
                 break;
             };
@@ -74,7 +107,9 @@ impl DraftBudget {
                 Ordering::Equal => *first,
                 Ordering::Greater => *further,
             };
-            let rate = self.costs.us(rows + drafts).map_or(0.0, |us| tokens / us);
+            // No position makes a step shorter, whatever was measured.
+            let us = self.costs.us(rows + drafts).map(|us| us.max(alone) + self.wait_us);
+            let rate = us.map_or(0.0, |us| tokens / us);
             if rate > best {
                 best = rate;
                 counts.clone_from(&taken);
@@ -83,8 +118,9 @@ impl DraftBudget {
     }
 
     fn odds(&self, offer: &DraftOffer) -> Odds {
-        let (first, further) = self.acceptance.expected(offer.length);
-        let bounded = |odds: f64| (odds * offer.ratio).min(0.99);
+        let (first, further) = self.acceptance.expected(offer.found);
+        let lost = self.saved_us < -LOST * self.spent_us;
+        let bounded = |odds: f64| if lost { 0.0 } else { (odds * offer.ratio).min(0.99) };
         let (first, further) = (bounded(first), bounded(further));
         Odds { next: if offer.forced > 0 { 1.0 } else { first }, first, further }
     }
@@ -93,26 +129,38 @@ impl DraftBudget {
         if self.saved_us < -DEBT * self.spent_us { GAIN_IN_DEBT } else { GAIN }
     }
 
-    /// Takes the time of a step that only decoded: `rows` rows with `drafts` drafts gave `tokens`
-    /// tokens.
-    pub fn step_ended(&mut self, rows: u32, drafts: u32, tokens: u32, us: u32) {
+    /// Takes the time of a step that only decoded.
+    pub fn step_ended(&mut self, step: DecodeStep) {
+        let DecodeStep { rows, drafts, tokens, us, waited_us } = step;
         if rows == 0 || us == 0 {
             return;
         }
         (self.saved_us, self.spent_us) = (self.saved_us * FADING, self.spent_us * FADING);
         self.spent_us += f64::from(us);
+        if let Some(waited) = waited_us {
+            // A longer one has other reasons.
+            let waited = f64::from(waited.min(us));
+            self.saved_us -= waited;
+            self.wait_us = (self.wait_us * WAITS + waited) / (WAITS + 1.0);
+        }
         if let Some(alone) = self.costs.us(rows).filter(|_| drafts > 0) {
             self.saved_us += alone * f64::from(tokens) / f64::from(rows) - f64::from(us);
         }
+        self.streak = if drafts > 0 { self.streak.saturating_add(1) } else { 0 };
         self.costs.learn(rows + drafts, us);
     }
 
-    /// Takes the outcome of a row's drafts that were not forced. Gives their share of the usual
-    /// acceptance: 1 is usual.
-    pub fn row_ended(&mut self, length: u32, drafted: u32, accepted: u32) -> f64 {
-        let (first, further) = self.acceptance.expected(length);
+    /// Takes a step without drafts whose time says nothing of decoding.
+    pub fn passed_without(&mut self) {
+        self.streak = 0;
+    }
+
+    /// Takes the outcome of drafts that were not forced: in a row that had them, or against the
+    /// tokens that came without them. Gives their share of the usual acceptance: 1 is usual.
+    pub fn drafts_ended(&mut self, found: DraftMatch, drafted: u32, accepted: u32) -> f64 {
+        let (first, further) = self.acceptance.expected(found);
         let expected: f64 = (0..drafted).map(|nth| first * further.powi(nth.cast_signed())).sum();
-        self.acceptance.learn(length, drafted, accepted);
+        self.acceptance.learn(found, drafted, accepted);
         (f64::from(accepted) / expected.max(0.01)).min(2.0)
     }
 }
@@ -120,6 +168,7 @@ impl DraftBudget {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::DraftSource;
 
     fn bought(budget: &DraftBudget, rows: u32, offers: &[DraftOffer], room: u32) -> Vec<u32> {
         let mut counts = Vec::new();
@@ -127,12 +176,20 @@ mod tests {
         counts
     }
 
+    fn own(length: u32) -> DraftMatch {
+        DraftMatch { length, source: DraftSource::Own }
+    }
+
+    fn plain(rows: u32, us: u32) -> DecodeStep {
+        DecodeStep { rows, drafts: 0, tokens: rows, us, waited_us: None }
+    }
+
     /// Positions up to four cost nothing, and further ones as much as a row.
     fn stairs() -> DraftBudget {
         let mut budget = DraftBudget::default();
         for _ in 0..40 {
             for positions in [1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32] {
-                budget.step_ended(positions, 0, positions, 1000 * positions.div_ceil(4));
+                budget.step_ended(plain(positions, 1000 * positions.div_ceil(4)));
             }
         }
         budget
@@ -141,8 +198,8 @@ mod tests {
     #[test]
     fn drafts_fill_a_stair_and_no_more() {
         let budget = stairs();
-        let sure = DraftOffer { length: 32, most: 8, ratio: 1.0, forced: 0 };
-        let unsure = DraftOffer { length: 2, most: 8, ratio: 0.25, forced: 0 };
+        let sure = DraftOffer { found: own(32), most: 8, ratio: 1.0, forced: 0 };
+        let unsure = DraftOffer { found: own(2), most: 8, ratio: 0.5, forced: 0 };
         assert_eq!(bought(&DraftBudget::default(), 1, &[sure], 8), [0], "nothing was measured");
         assert_eq!(bought(&budget, 1, &[sure], 2), [2], "there is no more room");
         assert_eq!(bought(&budget, 4, &[unsure; 4], 8), [0; 4], "the next stair is dear");
@@ -154,7 +211,7 @@ mod tests {
     #[test]
     fn what_is_forced_is_certain_and_what_follows_it_is_not() {
         let budget = stairs();
-        let unsure = DraftOffer { length: 2, most: 8, ratio: 0.25, forced: 0 };
+        let unsure = DraftOffer { found: own(2), most: 8, ratio: 0.5, forced: 0 };
         let begins = |forced| DraftOffer { forced, ..unsure };
         assert_eq!(bought(&budget, 2, &[unsure; 2], 8), [1, 1]);
         assert_eq!(bought(&budget, 2, &[unsure, begins(2)], 8), [0, 2], "it goes first");
@@ -164,19 +221,73 @@ mod tests {
     #[test]
     fn drafts_that_never_pay_end() {
         let mut budget = stairs();
-        let offer = DraftOffer { length: 8, most: 4, ratio: 1.0, forced: 0 };
+        let offer = DraftOffer { found: own(8), most: 4, ratio: 1.0, forced: 0 };
         let mut ratio = 1.0;
         let mut bad = 0;
         for _ in 0..400 {
             let count = bought(&budget, 1, &[DraftOffer { ratio, ..offer }], 4)[0];
             bad += u32::from(count > 0);
             let us = 1000 + 300 * count;
-            budget.step_ended(1, count, 1, us);
+            budget.step_ended(DecodeStep {
+                rows: 1,
+                drafts: count,
+                tokens: 1,
+                us,
+                waited_us: None,
+            });
             if count > 0 {
-                let share = budget.row_ended(8, count, 0);
+                let share = budget.drafts_ended(own(8), count, 0);
                 ratio = (ratio + (share - ratio) / 8.0).clamp(0.25, 1.5);
             }
         }
         assert!(bad < 60, "{bad} of 400 steps had drafts that were wrong");
+    }
+
+    #[test]
+    fn a_loss_stops_all_but_certain_drafts() {
+        let mut budget = stairs();
+        let sure = DraftOffer { found: own(32), most: 3, ratio: 1.0, forced: 0 };
+        assert_eq!(bought(&budget, 1, &[sure], 8), [3]);
+        // They are as right as ever, but the device stands still before each step.
+        let mut steps = 0;
+        while bought(&budget, 1, &[sure], 8) != [0] {
+            let step = DecodeStep { rows: 1, drafts: 3, tokens: 1, us: 1000, waited_us: Some(900) };
+            budget.step_ended(step);
+            steps += 1;
+        }
+        assert!(steps < 20, "{steps} beside 440 others");
+        for _ in 0..8 {
+            budget.step_ended(DecodeStep { waited_us: Some(900), ..plain(1, 1000) });
+        }
+        let certain = DraftOffer { forced: 3, ..sure };
+        assert_eq!(bought(&budget, 1, &[sure], 8), [0]);
+        assert_eq!(bought(&budget, 1, &[certain], 8), [3], "they pay for a wait of nearly a step");
+        (0..8000).for_each(|_| budget.step_ended(plain(1, 1000)));
+        budget.wait_us = 0.0;
+        assert_eq!(bought(&budget, 1, &[sure], 8), [3], "a loss is forgotten in the end");
+    }
+
+    #[test]
+    fn one_step_of_many_has_no_drafts() {
+        let mut budget = stairs();
+        let sure = DraftOffer { found: own(32), most: 3, ratio: 1.0, forced: 0 };
+        for _ in 0..STREAK {
+            assert_eq!(bought(&budget, 1, &[sure], 8), [3]);
+            let step = DecodeStep { rows: 1, drafts: 3, tokens: 4, us: 1000, waited_us: None };
+            budget.step_ended(step);
+        }
+        assert_eq!(bought(&budget, 1, &[sure], 8), [0]);
+        budget.step_ended(plain(1, 1000));
+        assert_eq!(bought(&budget, 1, &[sure], 8), [3]);
+    }
+
+    #[test]
+    fn an_improbable_draft_is_never_bought() {
+        let mut budget = DraftBudget::default();
+        // All positions cost the same.
+        (0..400).for_each(|at| budget.step_ended(plain(1 + at % 32, 1000)));
+        let improbable = DraftOffer { found: own(2), most: 8, ratio: 0.3, forced: 0 };
+        assert_eq!(bought(&budget, 1, &[improbable], 8), [0]);
+        assert_eq!(bought(&budget, 1, &[DraftOffer { ratio: 0.8, ..improbable }], 8), [2]);
     }
 }

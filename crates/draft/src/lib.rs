@@ -6,6 +6,7 @@
 //! save steps where they are right, and cost time where they are not.
 //!
 //! - [`Lookup`] finds drafts: the tokens that followed the last occurrence of the last few tokens.
+//! - [`SharedHistory`] has the texts of other requests, in which lookups may find drafts too.
 //! - [`DraftBudget`] decides how many drafts a step has, by measured times of steps and measured
 //!   acceptance.
 //!
@@ -24,8 +25,11 @@ mod acceptance;
 mod budget;
 mod costs;
 mod lookup;
+mod ngram;
+mod shared;
 
 pub use acceptance::Acceptance;
-pub use budget::{DraftBudget, DraftOffer};
+pub use budget::{DecodeStep, DraftBudget, DraftOffer};
 pub use costs::StepCosts;
 pub use lookup::{DraftMatch, DraftSource, History, Lookup, Proposer};
+pub use shared::{SharedHistory, SharedText};

@@ -5,10 +5,13 @@ use std::sync::Arc;
 
 use hashbrown::HashTable;
 
+use crate::ngram;
+use crate::shared::{ENOUGH, SharedText};
+
 /// The numbers of tokens by which occurrences are found, the longest first.
 const LENGTHS: [usize; 3] = [8, 4, 2];
 /// The largest length of a match that is told apart from longer ones.
-const LONGEST: usize = 32;
+pub(crate) const LONGEST: usize = 32;
 
 /// The origin of drafts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -17,6 +20,8 @@ pub enum DraftSource {
     Own,
     /// The answer that the client has predicted.
     Prediction,
+    /// Answers to other requests of the same salt.
+    Shared,
     /// The form of the answer, which allows nothing else.
     Form,
 }
@@ -95,12 +100,7 @@ trait Tokens {
 
     /// A number of the `length` tokens before a place.
     fn hash(&self, end: usize, length: usize) -> u64 {
-        let mut hash = 0_u64;
-        for position in end - length..end {
-            let mixed = hash ^ u64::from(self.at(position).cast_unsigned());
-            hash = mixed.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29);
-        }
-        hash.wrapping_mul(0xd6e8_feb8_6659_fd93)
+        ngram::hash(0, (end - length..end).map(|position| self.at(position)))
     }
 }
 
@@ -141,14 +141,35 @@ impl History {
     }
 }
 
-/// Finds the last occurrence of a request's last tokens, in its own tokens and in a predicted
-/// answer.
-#[derive(Debug, Clone)]
+/// Finds the last occurrence of a request's last tokens: in its own tokens, in a predicted answer,
+/// and in the texts of others of its salt.
+#[derive(Debug)]
 pub struct Lookup {
     history: Arc<History>,
     /// The tokens behind the history.
     tokens: Vec<i32>,
     places: Places,
+    /// Its text among those of others; `None`: it shares none.
+    shared: Option<SharedText>,
+}
+
+impl Clone for Lookup {
+    fn clone(&self) -> Self {
+        let Self { history, tokens, places, shared } = self;
+        Self {
+            history: Arc::clone(history),
+            tokens: tokens.clone(),
+            places: places.clone(),
+            // Each of the two hands over what comes from now on.
+            shared: shared.as_ref().map(|shared| shared.restarted(tokens.len())),
+        }
+    }
+}
+
+impl Drop for Lookup {
+    fn drop(&mut self) {
+        self.hand_over();
+    }
 }
 
 /// All tokens of a lookup.
@@ -165,33 +186,42 @@ impl Lookup {
     /// A lookup for a request that has generated nothing.
     #[must_use]
     pub fn new(history: Arc<History>) -> Self {
-        Self { history, tokens: Vec::new(), places: Places::default() }
+        Self { history, tokens: Vec::new(), places: Places::default(), shared: None }
     }
 
-    /// The newest earlier place behind the same tokens as the end, and the number of those tokens
-    /// that led to it.
-    fn find(&self, tokens: &All<'_>, end: usize) -> Option<(usize, usize)> {
-        LENGTHS.iter().enumerate().find_map(|(which, &length)| {
-            let found = |places: &Places| places.find(which, end, tokens);
-            let newest = || found(&self.places).or_else(|| found(&self.history.places));
-            if end > length { Some((newest()?, length)) } else { None }
-        })
+    /// The same, with drafts from the texts of others too. They get its own, some tokens at a time.
+    #[must_use]
+    pub fn sharing(mut self, text: SharedText) -> Self {
+        self.shared = Some(text);
+        self
     }
-}
 
-impl Proposer for Lookup {
-    fn push(&mut self, token: i32) {
-        let Self { history, tokens, places } = self;
-        let end = history.tokens.len() + tokens.len();
-        // The place before the token, whose last tokens were looked up until now.
-        if end >= 2 {
-            places.note(end, &All(&history.tokens, tokens));
+    fn hand_over(&mut self) {
+        if let Some(shared) = &mut self.shared {
+            shared.hand_over(&self.history.tokens[self.history.predicted..], &self.tokens);
         }
-        tokens.push(token);
     }
 
-    fn propose(&self, most: usize, drafts: &mut Vec<i32>) -> Option<DraftMatch> {
-        drafts.clear();
+    /// Looks in the texts of others for a longer match than `own`, and writes its drafts.
+    fn propose_shared(
+        &self,
+        own: Option<DraftMatch>,
+        most: usize,
+        drafts: &mut Vec<i32>,
+    ) -> Option<DraftMatch> {
+        let least = own.map_or(0, |own| own.length);
+        let shared = self.shared.as_ref().filter(|_| least < ENOUGH)?;
+        let tokens = All(&self.history.tokens, &self.tokens);
+        let end = self.history.tokens.len() + self.tokens.len();
+        let mut last = [0; LONGEST];
+        let last = &mut last[..LONGEST.min(end - self.history.predicted)];
+        let begin = end - last.len();
+        last.iter_mut().enumerate().for_each(|(at, token)| *token = tokens.at(begin + at));
+        let length = shared.propose(last, (least, most), drafts)?;
+        Some(DraftMatch { length, source: DraftSource::Shared })
+    }
+
+    fn propose_own(&self, most: usize, drafts: &mut Vec<i32>) -> Option<DraftMatch> {
         let tokens = All(&self.history.tokens, &self.tokens);
         let end = self.history.tokens.len() + self.tokens.len();
         let (place, mut length) = self.find(&tokens, end)?;
@@ -209,6 +239,37 @@ impl Proposer for Lookup {
         Some(DraftMatch { length: length as u32, source })
     }
 
+    /// The newest earlier place behind the same tokens as the end, and the number of those tokens
+    /// that led to it.
+    fn find(&self, tokens: &All<'_>, end: usize) -> Option<(usize, usize)> {
+        LENGTHS.iter().enumerate().find_map(|(which, &length)| {
+            let found = |places: &Places| places.find(which, end, tokens);
+            let newest = || found(&self.places).or_else(|| found(&self.history.places));
+            if end > length { Some((newest()?, length)) } else { None }
+        })
+    }
+}
+
+impl Proposer for Lookup {
+    fn push(&mut self, token: i32) {
+        let Self { history, tokens, places, shared } = self;
+        let end = history.tokens.len() + tokens.len();
+        // The place before the token, whose last tokens were looked up until now.
+        if end >= 2 {
+            places.note(end, &All(&history.tokens, tokens));
+        }
+        tokens.push(token);
+        if shared.as_ref().is_some_and(|shared| shared.is_due(tokens)) {
+            self.hand_over();
+        }
+    }
+
+    fn propose(&self, most: usize, drafts: &mut Vec<i32>) -> Option<DraftMatch> {
+        drafts.clear();
+        let own = self.propose_own(most, drafts);
+        self.propose_shared(own, most, drafts).or(own)
+    }
+
     fn boxed_clone(&self) -> Box<dyn Proposer> {
         Box::new(self.clone())
     }
@@ -219,6 +280,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::SharedHistory;
 
     /// The same by looking at every place.
     fn slow(all: &[i32], most: usize) -> Option<(usize, Vec<i32>)> {
@@ -271,5 +333,36 @@ mod tests {
         let found = other.propose(3, &mut drafts);
         assert_eq!(found, Some(DraftMatch { length: 2, source: DraftSource::Own }));
         assert_eq!(drafts, [1, 2, 1], "what repeats itself goes on so");
+    }
+
+    #[test]
+    fn drafts_come_from_others_where_the_own_text_has_none() {
+        let shared = Arc::new(SharedHistory::new(1 << 20));
+        let open = |salt| {
+            let history = Arc::new(History::new(&[], &[1, 2, 3, 4]));
+            Lookup::new(history).sharing(shared.text(salt))
+        };
+        let mut drafts = Vec::new();
+        let (mut first, mut second, mut other) = (open(0), open(0), open(1));
+        (10..26).for_each(|token| first.push(token));
+        let found = second.propose(3, &mut drafts);
+        let expected = DraftMatch { length: 4, source: DraftSource::Shared };
+        assert_eq!((found, &drafts[..]), (Some(expected), &[10, 11, 12][..]), "while it grows");
+        for lookup in [&mut second, &mut other] {
+            (10..20).for_each(|token| lookup.push(token));
+        }
+        let found = second.propose(8, &mut drafts).expect("14 tokens are equal");
+        assert_eq!((found.length, drafts.len()), (14, 6), "as far as the other text goes");
+        assert_eq!(other.propose(8, &mut drafts), None, "another salt");
+        assert!(drafts.is_empty());
+        first.push(77);
+        drop(first);
+        (20..26).for_each(|token| second.push(token));
+        second.propose(8, &mut drafts).expect("the end was handed over");
+        assert_eq!(drafts, [77]);
+        // A longer match of its own goes first.
+        (10..20).for_each(|token| second.push(token));
+        let found = second.propose(2, &mut drafts).expect("it stands there twice");
+        assert_eq!((found.source, &drafts[..]), (DraftSource::Own, &[20, 21][..]));
     }
 }

@@ -90,7 +90,8 @@ pub use forebay_scheduler::{
     BlockEvent, BlockHash, DecodeGap, DraftCounts, DraftMatch, DraftSource, DraftStats, FairQueue,
     History, HostStats, HostTier, ImageId, ImageStats, Lookup, Namer, Past, Phase, Place,
     PlaceStats, Planned, Policy, PromptImage, PromptTail, Proposer, QueuedRequest, Request,
-    RequestView, SavePolicy, StateCache, StateStats, Stats as SchedulerStats,
+    RequestView, SavePolicy, SharedHistory, SharedText, StateCache, StateStats,
+    Stats as SchedulerStats,
 };
 pub use handle::{EngineHandle, Size};
 pub use journal::{Journal, KEPT_MOMENTS, KEPT_STEPS, Moment, Notes, Since, StepNote, What};

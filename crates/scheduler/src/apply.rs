@@ -38,7 +38,7 @@ impl Scheduler {
         self.answered(step);
         self.counters.steps += u64::from(!flight.rows.is_empty());
         self.learn(&flight, result.timing.device_us);
-        self.drafting.learn(&flight, result.tokens.len(), result.timing.device_us);
+        self.drafting.learn(&flight, result.tokens.len(), result.timing);
         let sampled_rows = flight.sampled as u32;
         let mut sampled = result.tokens.iter().zip(result.logprobs());
         let mut counts = result.counts();
@@ -63,6 +63,7 @@ impl Scheduler {
                 self.computed(row, prompt, &mut tokens, events);
                 self.drafts_ended(row, (count, before), events);
                 if count > 0 && self.roster.requests.get(row.handle).is_some() {
+                    self.compare_expected(row);
                     self.expect(row.handle, sampled_rows);
                 }
             }

@@ -1,12 +1,14 @@
 //! What is learned of drafts, and what is known of those of a step.
 
-use forebay_draft::{DraftBudget, DraftOffer};
+use forebay_draft::{DecodeStep, DraftBudget, DraftOffer};
+use forebay_protocol::StepTiming;
 
 use crate::steps::Flight;
 
 /// The largest number of rows that give tokens and their drafts, in a step with drafts. It bounds
 /// the memory for logits.
 pub const MAX_DRAFTED: u32 = 64;
+
 /// The state of all drafts.
 #[derive(Debug, Default)]
 pub(crate) struct Drafting {
@@ -17,18 +19,27 @@ pub(crate) struct Drafting {
     pub(crate) counts: Vec<u32>,
     /// Rows that gave tokens in the last step.
     pub(crate) sampled: u32,
+    /// True if the next plan could be made by now, and waits for the tokens of the last one.
+    pub(crate) waits: bool,
 }
 
 impl Drafting {
-    /// Takes the end of a step. `tokens`: those that its rows gave.
-    pub(crate) fn learn(&mut self, flight: &Flight, tokens: usize, device_us: u32) {
+    /// Takes the end of a step. `tokens`: the number of those that its rows gave.
+    pub(crate) fn learn(&mut self, flight: &Flight, tokens: usize, timing: StepTiming) {
         let decodes = flight
             .rows
             .iter()
             .all(|row| row.want.samples() && row.end == row.start + 1 && row.prompt.is_none());
         if decodes && flight.towers.is_empty() && !flight.rows.is_empty() {
-            let rows = flight.rows.len() as u32;
-            self.budget.step_ended(rows, flight.drafts, tokens as u32, device_us);
+            self.budget.step_ended(DecodeStep {
+                rows: flight.rows.len() as u32,
+                drafts: flight.drafts,
+                tokens: tokens as u32,
+                us: timing.device_us,
+                waited_us: flight.waited.then_some(timing.gap_us),
+            });
+        } else if flight.drafts == 0 {
+            self.budget.passed_without();
         }
     }
 }

@@ -49,7 +49,7 @@ impl Scheduler {
             let entry = &self.roster[row.handle];
             // Its newest token is known, and it does not end with the next one.
             let fits = matches!(row.want, Want::TOKEN | Want::MASKED) && entry.known() == row.end;
-            let most = most.min(entry.limit - row.end - 1).min(entry.expected.tokens.len() as u32);
+            let most = entry.expected.offered(most).min(entry.limit - row.end - 1);
             if fits && most > 0 {
                 rows.push(at);
                 offers.push(entry.expected.offer(most));
@@ -127,15 +127,37 @@ impl Scheduler {
         }
         let Some(RowDrafts { id, found, forced, .. }) = row.drafts else { return };
         // What is certain says nothing of the rest.
-        let share = (drafted > forced && accepted >= forced).then(|| {
+        let outcome = (drafted > forced && accepted >= forced).then(|| {
             let (drafted, accepted) = (drafted - forced, accepted - forced);
-            self.drafting.budget.row_ended(found.length, drafted, accepted)
+            (self.drafting.budget.drafts_ended(found, drafted, accepted), accepted)
         });
+        if found.source == DraftSource::Shared {
+            let counters = &mut self.counters.drafts;
+            counters.shared_drafted += u64::from(drafted);
+            counters.shared_accepted += u64::from(given);
+        }
         if found.source == DraftSource::Prediction {
             let rejected = drafted - given;
             events.insert(before, Event::Predicted { id, accepted: given, rejected });
         }
-        if let (Some(entry), Some(share)) = (self.roster.requests.get_mut(row.handle), share) {
+        let priced = self.config.drafts.is_some_and(|drafts| drafts.priced);
+        let Some(entry) = self.roster.requests.get_mut(row.handle) else { return };
+        entry.expected.end_comparison();
+        if let Some((share, accepted)) = outcome.filter(|_| priced) {
+            entry.expected.learn(share);
+            entry.expected.row_ended(accepted);
+        }
+    }
+
+    /// Compares the newest token of a request, if its row had no drafts, with what it expected.
+    pub(crate) fn compare_expected(&mut self, row: &FlightRow) {
+        let alone = row.drafts.is_none() && self.config.drafts.is_some();
+        let Some(entry) = self.roster.requests.get_mut(row.handle).filter(|_| alone) else {
+            return;
+        };
+        let Some(&token) = entry.tokens.last() else { return };
+        if let Some((found, drafted, right)) = entry.expected.compare(token) {
+            let share = self.drafting.budget.drafts_ended(found, drafted, right);
             entry.expected.learn(share);
         }
     }
@@ -185,12 +207,15 @@ impl Scheduler {
             expected.found.get_or_insert(found);
         }
         let room = most.min(MAX_DRAFTED.saturating_sub(*rows));
-        let pays = expected.found.is_some() && room > 0 && {
+        let offered = expected.offered(most);
+        let pays = offered > 0 && room > 0 && {
             let mut count = Vec::new();
-            let most = most.min(expected.tokens.len() as u32);
-            budget.buy(*rows, &[expected.offer(most)], room, &mut count);
+            budget.buy(*rows, &[expected.offer(offered)], room, &mut count);
             !priced || count[0] > 0
         };
         expected.patience = if pays { PATIENCE } else { expected.patience.saturating_sub(1) };
+        if priced {
+            expected.begin_comparison();
+        }
     }
 }

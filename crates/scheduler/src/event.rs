@@ -289,6 +289,10 @@ pub struct DraftStats {
     pub drafted: u64,
     /// Drafts that were generated.
     pub accepted: u64,
+    /// Drafts from the texts of other requests that were verified.
+    pub shared_drafted: u64,
+    /// Those of them that were generated.
+    pub shared_accepted: u64,
     /// The same by their place among the drafts of their row.
     pub accepted_at: DraftCounts,
 }

@@ -1,9 +1,11 @@
 //! The tokens that a request is expected to generate next.
 
-use forebay_draft::{DraftMatch, DraftOffer};
+use forebay_draft::{DraftMatch, DraftOffer, DraftSource};
 
 /// The weight of all earlier rows in a request's own acceptance, where a new one has 1.
 const MEMORY: f64 = 7.0;
+/// The number of misses behind which a rest grows no longer: it has 64 tokens then.
+const MOST_MISSES: u32 = 8;
 
 /// Drafts of a row in flight.
 #[derive(Debug, Clone, Copy)]
@@ -14,6 +16,16 @@ pub(crate) struct RowDrafts {
     pub(crate) found: DraftMatch,
     /// The first so many are certain.
     pub(crate) forced: u32,
+}
+
+/// Drafts that no row has, and that are compared with the tokens that come. So acceptance is
+/// measured where drafts are not bought, too.
+#[derive(Debug, Clone)]
+struct Comparison {
+    found: DraftMatch,
+    drafts: Vec<i32>,
+    /// The first so many have come.
+    right: usize,
 }
 
 /// The drafts that a request has next, and how well it did with earlier ones.
@@ -28,18 +40,39 @@ pub(crate) struct Expected {
     ratio: f64,
     /// The number of steps for which plans wait for its results.
     pub(crate) patience: u8,
+    comparison: Option<Comparison>,
+    /// Rows in a row whose drafts were all wrong.
+    misses: u32,
+    /// Tokens for which it has no uncertain drafts.
+    rest: u32,
 }
 
 impl Default for Expected {
     fn default() -> Self {
-        Self { tokens: Vec::new(), found: None, forced: 0, ratio: 1.0, patience: 0 }
+        Self {
+            tokens: Vec::new(),
+            found: None,
+            forced: 0,
+            ratio: 1.0,
+            patience: 0,
+            comparison: None,
+            misses: 0,
+            rest: 0,
+        }
     }
 }
 
 impl Expected {
     pub(crate) fn offer(&self, most: u32) -> DraftOffer {
-        let length = self.found.map_or(0, |found| found.length);
-        DraftOffer { length, most, ratio: self.ratio, forced: self.forced }
+        let certain = DraftMatch { length: self.forced, source: DraftSource::Form };
+        let found = self.found.unwrap_or(certain);
+        DraftOffer { found, most, ratio: self.ratio, forced: self.forced }
+    }
+
+    /// The number of its drafts, of `most`, that a step may have: while it rests, the certain ones.
+    pub(crate) fn offered(&self, most: u32) -> u32 {
+        let drafts = if self.rest > 0 { self.forced } else { self.tokens.len() as u32 };
+        drafts.min(most)
     }
 
     /// Expects nothing, until it is told of the next tokens.
@@ -48,7 +81,95 @@ impl Expected {
         (self.found, self.forced) = (None, 0);
     }
 
+    /// Takes the share of the usual acceptance that drafts have had.
     pub(crate) fn learn(&mut self, share: f64) {
         self.ratio = ((self.ratio * MEMORY + share) / (MEMORY + 1.0)).clamp(0.1, 1.5);
+    }
+
+    /// Takes the outcome of a row with drafts, of which `accepted` were right. After a second row
+    /// without any the request rests, and longer after each further one.
+    pub(crate) fn row_ended(&mut self, accepted: u32) {
+        if accepted > 0 {
+            (self.misses, self.rest) = (0, 0);
+        } else {
+            self.misses = (self.misses + 1).min(MOST_MISSES);
+            self.rest = (1 << self.misses) >> 2;
+        }
+    }
+
+    /// Begins to compare its drafts with the tokens that come, unless others are compared.
+    pub(crate) fn begin_comparison(&mut self) {
+        let Some(found) = self.found.filter(|_| self.comparison.is_none() && self.forced == 0)
+        else {
+            return;
+        };
+        self.comparison = Some(Comparison { found, drafts: self.tokens.clone(), right: 0 });
+    }
+
+    /// Forgets what is compared: tokens came in a row with drafts.
+    pub(crate) fn end_comparison(&mut self) {
+        self.comparison = None;
+    }
+
+    /// Takes a token that came without drafts. Gives the outcome of a comparison that has ended: the
+    /// drafts, their number, and how many were right.
+    pub(crate) fn compare(&mut self, token: i32) -> Option<(DraftMatch, u32, u32)> {
+        self.rest = self.rest.saturating_sub(1);
+        let comparison = self.comparison.as_mut()?;
+        let right = comparison.drafts.get(comparison.right) == Some(&token);
+        comparison.right += usize::from(right);
+        if right && comparison.right < comparison.drafts.len() {
+            return None;
+        }
+        let Comparison { found, drafts, right } = self.comparison.take()?;
+        Some((found, drafts.len() as u32, right as u32))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn expecting(tokens: &[i32]) -> Expected {
+        let found = Some(DraftMatch { length: 4, source: DraftSource::Own });
+        Expected { tokens: tokens.into(), found, ..Expected::default() }
+    }
+
+    #[test]
+    fn a_comparison_ends_with_the_first_wrong_token_or_its_last() {
+        for (came, expected) in [(&[1, 2, 9][..], 2), (&[9], 0), (&[1, 2, 3], 3)] {
+            let mut expects = expecting(&[1, 2, 3]);
+            expects.begin_comparison();
+            let (last, before) = came.split_last().unwrap();
+            assert!(before.iter().all(|&token| expects.compare(token).is_none()));
+            let found = expects.found.unwrap();
+            assert_eq!(expects.compare(*last), Some((found, 3, expected)), "{came:?}");
+            assert_eq!(expects.compare(*last), None, "none is under way");
+        }
+        let mut expects = expecting(&[1, 2, 3]);
+        expects.forced = 1;
+        expects.begin_comparison();
+        assert_eq!(expects.compare(9), None, "what is certain is not compared");
+    }
+
+    #[test]
+    fn a_request_rests_longer_after_each_miss() {
+        let mut expects = expecting(&[1, 2, 3]);
+        let mut rests = Vec::new();
+        for _ in 0..10 {
+            expects.row_ended(0);
+            let mut steps = 0;
+            while expects.offered(8) == 0 {
+                expects.compare(7);
+                steps += 1;
+            }
+            rests.push(steps);
+        }
+        assert_eq!(rests, [0, 1, 2, 4, 8, 16, 32, 64, 64, 64]);
+        expects.row_ended(0);
+        expects.forced = 2;
+        assert_eq!(expects.offered(8), 2, "what is certain is no miss");
+        expects.row_ended(1);
+        assert_eq!(expects.offered(8), 3);
     }
 }

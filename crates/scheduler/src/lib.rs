@@ -156,7 +156,9 @@ mod view;
 mod waits;
 mod words;
 
-pub use forebay_draft::{DraftMatch, DraftSource, History, Lookup, Proposer};
+pub use forebay_draft::{
+    DraftMatch, DraftSource, History, Lookup, Proposer, SharedHistory, SharedText,
+};
 pub use forebay_kvcache::{BlockEvent, BlockHash, ImageId, Loan, LoanId, Namer, Place};
 use forebay_protocol::Want;
 

@@ -5,7 +5,7 @@ use forebay_protocol::{MAX_WAIT_US, Row, StepPlan, Want};
 
 use crate::entry::Stage;
 use crate::request::Key;
-use crate::steps::{FlightRow, NewStep};
+use crate::steps::{Flight, FlightRow, NewStep};
 use crate::{Event, Handle, MAX_IN_FLIGHT, Scheduler};
 
 impl Scheduler {
@@ -16,9 +16,11 @@ impl Scheduler {
         plan.begin(self.steps.next());
         // Where a row may give several tokens, how many they were decides where the next one
         // begins. To plan for the others meanwhile would split the batch for good.
-        let alone = self.config.tokens_a_row > 1 || self.awaits_tokens();
+        let awaits = self.awaits_tokens();
+        let alone = self.config.tokens_a_row > 1 || awaits;
         let most = if alone { 1 } else { MAX_IN_FLIGHT };
         if self.in_flight() >= most || !self.quarantine_permits() {
+            self.drafting.waits |= awaits && self.in_flight() < MAX_IN_FLIGHT;
             return false;
         }
         self.plan_places(plan);
@@ -44,7 +46,8 @@ impl Scheduler {
             }
             plan.wait(if copies { MAX_WAIT_US } else { 1 });
         }
-        self.steps.launch(flight, decodes);
+        let waited = std::mem::take(&mut self.drafting.waits);
+        self.steps.launch(Flight { waited, ..flight }, decodes);
         true
     }
 

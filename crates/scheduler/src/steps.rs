@@ -56,6 +56,8 @@ pub(crate) struct Flight {
     pub(crate) towers: Vec<FlightImage>,
     /// The places of the patches that it reads.
     pub(crate) read: Vec<u32>,
+    /// True if its plan waited for the tokens of the step before, for the sake of drafts.
+    pub(crate) waited: bool,
 }
 
 impl Flight {
@@ -106,6 +108,7 @@ impl Flight {
         self.towers.clear();
         self.read.clear();
         (self.sampled, self.pooled, self.drafts, self.answer_words) = (0, 0, 0, 0);
+        self.waited = false;
     }
 }
 

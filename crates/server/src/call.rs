@@ -14,7 +14,7 @@ use forebay_egress::{
 };
 use forebay_engine::{
     BlockHash, EngineRequest, History, Lookup, Past, Picture, Proposer, Request, RequestId,
-    SlotSpec, SubmitError,
+    SharedText, SlotSpec, SubmitError,
 };
 use forebay_grammar::Constraints;
 use forebay_http::Charge;
@@ -161,13 +161,11 @@ impl Call {
         speller: &mut Option<Speller>,
         Origin { state, peer, streamed, arrived, said }: Origin<'_>,
     ) -> Result<(), ApiError> {
-        let free = constraints.is_none();
         let mut constraints = constraints.into_iter().flat_map(|constraints| constraints.choices);
         let prompt_tokens = submission.prompt_tokens();
         let salt = peer.salt(state, submission.terms.generation.cache_salt.as_deref());
         let names = shared_names(state, salt, &submission);
-        // A token under a mask has its mask when the token before it is known.
-        let history = if free { submission.history(state, peer.client()).await? } else { None };
+        let history = submission.history(state, peer.client()).await?;
         let Submission { prompt, embeds, images, files, terms, max_tokens, .. } = submission;
         let show = |file: &Arc<ImageFile>| -> Arc<dyn Picture> {
             Arc::new(Shown::new(Arc::clone(file), &state.intake))
@@ -229,7 +227,10 @@ impl Call {
                 background: peer.is_background(),
                 probe: peer.is_probe(),
                 masked: false,
-                proposer: history.as_ref().map(|history| lookup(history, said)),
+                proposer: history.as_ref().map(|history| {
+                    let answers = state.answers.as_ref();
+                    lookup(history, said, answers.map(|answers| answers.text(salt)))
+                }),
                 prompt_logprobs: told,
                 adapter: peer.adapter.as_ref().map(|adapter| adapter.id),
                 arrived_us: state.engine.now_us().saturating_sub(elapsed_us(arrived)),
@@ -363,9 +364,13 @@ fn tally(submissions: &[Submission], state: &Shared) -> Tally {
     tally
 }
 
-/// A proposer of drafts for a choice that goes on behind `said`.
-fn lookup(history: &Arc<History>, said: &[i32]) -> Box<dyn Proposer> {
+/// A proposer of drafts for a choice that goes on behind `said`. `text`: its place among the texts
+/// of others, where drafts come from them too.
+fn lookup(history: &Arc<History>, said: &[i32], text: Option<SharedText>) -> Box<dyn Proposer> {
     let mut lookup = Lookup::new(Arc::clone(history));
+    if let Some(text) = text {
+        lookup = lookup.sharing(text);
+    }
     said.iter().for_each(|&token| lookup.push(token));
     Box::new(lookup)
 }

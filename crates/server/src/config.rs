@@ -49,6 +49,8 @@ pub struct ServerConfig {
     pub sharing: Sharing,
     /// True if clients are not told the number of their cached tokens.
     pub hide_cached_tokens: bool,
+    /// MiB of answers that drafts of other requests of the same salt come from; 0: of none.
+    pub speculative_shared_history: u32,
     /// Hosts and pages whose requests are answered.
     #[serde(skip)]
     pub access: Access,
@@ -121,6 +123,7 @@ impl Default for ServerConfig {
             router_key: None,
             sharing: Sharing { namer: Namer::open(), share_cache_across_keys: false },
             hide_cached_tokens: false,
+            speculative_shared_history: 0,
             access: Access::default(),
             root_path: String::new(),
             trusted_proxies: TrustedProxies::default(),

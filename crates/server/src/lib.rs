@@ -60,6 +60,7 @@ mod store;
 mod submission;
 mod tensors;
 mod text;
+mod trainer;
 mod weight_files;
 mod weights;
 mod wire;
@@ -84,5 +85,7 @@ pub use reserve::HealthThread;
 pub use serve::{AnyServer, serve};
 pub use state::{AppState, CommonParts, ServerParts};
 pub use store::StoreConfig;
-pub use weight_files::{ParameterValues, TensorFolder, WeightFiles};
+pub use weight_files::{
+    NamedTensor, ParameterValues, TensorFolder, TensorReceiver, TrainerGroup, WeightFiles,
+};
 pub use weights::WeightSettings;

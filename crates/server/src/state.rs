@@ -12,12 +12,13 @@ use crate::loaded::Loaded;
 use crate::peers::book::Book;
 use crate::peers::log::BlockLog;
 use crate::store::Store;
+use crate::trainer::Trainer;
 use crate::weights::{WeightSettings, Weights};
 use forebay_api::limits::{SHOWN_BYTES, cut};
 use forebay_api::{ApiError, Limits};
 use forebay_batches::BatchStore;
 use forebay_egress::{Egress, Engine, Metrics};
-use forebay_engine::{Dtype, RequestId, Status};
+use forebay_engine::{Dtype, RequestId, SharedHistory, Status};
 use forebay_http::{ByteBudget, Clients, Guard, HasClients, Keys};
 use forebay_text::TextPool;
 use serde_json::Value;
@@ -125,6 +126,9 @@ pub(crate) struct Inner {
     pub(crate) batches: Option<Arc<BatchStore>>,
     pub(crate) adapters: Option<Adapters>,
     pub(crate) weights: Arc<Weights>,
+    pub(crate) trainer: Arc<Trainer>,
+    /// The answers that drafts of other requests come from; `None`: drafts come from none.
+    pub(crate) answers: Option<Arc<SharedHistory>>,
     next_id: AtomicU64,
 }
 
@@ -141,6 +145,8 @@ impl AppState {
             CommonParts::with_budget(&config, bytes)
         };
         let CommonParts { budget, store, clients } = common.unwrap_or_else(own);
+        let kept = config.speculative_shared_history as usize;
+        let answers = (kept > 0).then(|| Arc::new(SharedHistory::new(kept << 20)));
         let inner = Inner {
             budget,
             store,
@@ -162,7 +168,9 @@ impl AppState {
             blocks,
             batches,
             adapters,
+            trainer: Trainer::new(Arc::clone(&weights)),
             weights,
+            answers,
             next_id: AtomicU64::new(1),
         };
         Self(Arc::new(inner))

@@ -18,6 +18,41 @@ pub struct TensorFolder {
     pub guard: Arc<dyn Any + Send + Sync>,
 }
 
+/// A trainer's group of processes, and the place of this server in it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TrainerGroup {
+    /// The host at which ranks meet.
+    pub address: String,
+    /// The port there.
+    pub port: u16,
+    /// The rank of this server; the trainer's is 0.
+    pub rank: u32,
+    /// The number of ranks.
+    pub world_size: u32,
+    /// The group's name.
+    pub name: String,
+}
+
+/// A tensor that a trainer sends.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NamedTensor {
+    /// Its name in the served checkpoint.
+    pub name: String,
+    /// Its type, as PyTorch calls it.
+    pub dtype: String,
+    /// Its sizes.
+    pub shape: Vec<u64>,
+}
+
+/// A rank in a trainer's group. Its end leaves the group.
+pub trait TensorReceiver: Send {
+    /// Waits for tensors, which come in this order, and writes them to a new file of safetensors.
+    ///
+    /// # Errors
+    /// The trainer is gone, or did not send them in time. The group is of no more use.
+    fn receive(&mut self, tensors: &[NamedTensor], file: &Path) -> Result<(), String>;
+}
+
 /// The first rows of a parameter, as lists in lists.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ParameterValues {
@@ -52,6 +87,12 @@ pub trait WeightFiles: Send + Sync {
         changed: &[PathBuf],
         served: &Value,
     ) -> Result<Value, String>;
+
+    /// Joins a trainer's group. Waits for the trainer.
+    ///
+    /// # Errors
+    /// The ranks do not meet.
+    fn join(&self, group: &TrainerGroup) -> Result<Box<dyn TensorReceiver>, String>;
 
     /// The first rows of a parameter.
     ///

@@ -221,7 +221,7 @@ impl Weights {
         loaded.map(|()| left).map_err(refused)
     }
 
-    fn settings(&self) -> Result<&WeightSettings, ApiError> {
+    pub(crate) fn settings(&self) -> Result<&WeightSettings, ApiError> {
         self.settings.as_ref().ok_or_else(|| {
             let reason = "this server's weights do not change: it computes on a simulated device, with random weights, with --pd, or serves several models";
             ApiError::Forbidden { reason: reason.to_owned(), code: "weights_fixed" }
@@ -323,7 +323,7 @@ fn reload(
 }
 
 /// Does work with files. Its error is that of the parameter.
-async fn in_blocking<T: Send + 'static>(
+pub(crate) async fn in_blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, String> + Send + 'static,
     param: &'static str,
 ) -> Result<T, ApiError> {
@@ -331,6 +331,8 @@ async fn in_blocking<T: Send + 'static>(
     done.map_err(|reason| ApiError::invalid(param, reason))
 }
 
-fn joined<T>(task: Result<Result<T, ApiError>, tokio::task::JoinError>) -> Result<T, ApiError> {
+pub(crate) fn joined<T>(
+    task: Result<Result<T, ApiError>, tokio::task::JoinError>,
+) -> Result<T, ApiError> {
     task.unwrap_or_else(|error| Err(not_serving(Status::Failed(error.to_string()))))
 }

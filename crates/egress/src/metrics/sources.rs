@@ -166,6 +166,16 @@ pub(super) const COUNTERS: &[Source<ReplicaReport>] = &[
     ("vllm:spec_decode_num_accepted_tokens_total", "Drafts that were generated.", |r| {
         r.stats.scheduler.drafts.accepted as f64
     }),
+    (
+        "forebay:spec_decode_shared_draft_tokens_total",
+        "Drafts from the answers to other requests that were verified.",
+        |r| r.stats.scheduler.drafts.shared_drafted as f64,
+    ),
+    (
+        "forebay:spec_decode_shared_accepted_tokens_total",
+        "Drafts from the answers to other requests that were generated.",
+        |r| r.stats.scheduler.drafts.shared_accepted as f64,
+    ),
     ("vllm:prompt_tokens_total", "Prefill tokens processed.", |r| {
         r.stats.scheduler.prompt_tokens as f64
     }),

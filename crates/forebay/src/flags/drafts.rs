@@ -57,6 +57,11 @@ pub(crate) struct DraftFlags {
         ]
     )]
     pub(crate) speculative_config: Option<SpeculativeConfig>,
+    /// Memory for answers that `ngram` drafts from in other requests, in MiB of each model. Only
+    /// requests of the same `cache_salt` and, where keys share no cache, of the same key draft from
+    /// each other. How fast an answer is then tells of earlier ones [default: none].
+    #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    pub(crate) speculative_shared_history: Option<u32>,
     /// For measurements: verify every draft, whatever its time is worth.
     #[arg(long)]
     pub(crate) speculative_unpriced: bool,
@@ -204,6 +209,9 @@ impl DraftFlags {
             _ => {}
         }
         self.of_hand()?;
+        if self.speculative_shared_history.is_some() && algorithm != DraftAlgorithm::Ngram {
+            bail!("--speculative-shared-history is for --speculative-algorithm ngram");
+        }
         if algorithm == DraftAlgorithm::Ngram {
             let most = most.unwrap_or(DraftConfig::default().speculative_num_draft_tokens);
             return Ok(Some(DraftConfig {
@@ -288,6 +296,7 @@ mod tests {
             ("", None),
             ("--speculative-algorithm none", None),
             ("--speculative-algorithm NGRAM", Some((8, false))),
+            ("--spec-type ngram-cache --speculative-shared-history 64", Some((8, false))),
             ("--speculative-algorithm ngram --speculative-num-draft-tokens 3", Some((3, false))),
             ("--spec-type ngram-mod --draft-max 4 --speculative-unpriced", Some((4, true))),
             ("--spec-type ngram-simple,ngram-mod --draft-max 64", Some((32, false))),
@@ -304,6 +313,9 @@ mod tests {
         for wrong in [
             "--draft-max 4",
             "--speculative-unpriced",
+            "--speculative-shared-history 64",
+            "--speculative-algorithm ngram --speculative-shared-history 0",
+            "--speculative-algorithm nextn --speculative-shared-history 64",
             "--speculative-algorithm medusa",
             "--speculative-algorithm ngram --draft-max 0",
             "--speculative-algorithm ngram --speculative-num-steps 3",

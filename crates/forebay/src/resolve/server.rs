@@ -51,6 +51,7 @@ impl ServerSettings {
             responses: flags.responses.store(),
             sharing,
             hide_cached_tokens: flags.sharing.hide_cached_tokens,
+            speculative_shared_history: flags.drafts.speculative_shared_history.unwrap_or(0),
             root_path: flags.access.root_path.clone(),
             trusted_proxies: flags.access.trusted_proxies.clone(),
             max_client_priority: flags.schedule.max_client_priority,

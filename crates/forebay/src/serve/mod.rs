@@ -10,6 +10,7 @@ mod overlays;
 mod planned;
 mod process;
 mod server;
+mod trainer;
 mod weights;
 
 use std::ffi::OsString;

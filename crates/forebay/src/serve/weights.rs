@@ -4,12 +4,15 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
-use forebay_server::{ParameterValues, TensorFolder, WeightFiles, WeightSettings};
+use forebay_server::{
+    ParameterValues, TensorFolder, TensorReceiver, TrainerGroup, WeightFiles, WeightSettings,
+};
 use forebay_weights::{ModelShape, ServedCheckpoint, read_parameter};
 use serde_json::Value;
 
 use super::adapters::is_local;
 use super::overlays::Overlays;
+use super::trainer::GroupRank;
 use crate::flags::{Device, Hand, LoadFormat, ModelImpl, ServeFlags};
 use crate::model::{Model, Pooling, Source, fetch};
 use crate::resolve::Resolved;
@@ -104,6 +107,11 @@ impl WeightFiles for Files {
         // Packed weights of a step of training would take the room of those that are used again.
         next["cache"] = Value::Null;
         Ok(next)
+    }
+
+    fn join(&self, group: &TrainerGroup) -> Result<Box<dyn TensorReceiver>, String> {
+        let joined = GroupRank::join(&self.python, group);
+        joined.map(|rank| Box::new(rank) as _).map_err(|error| format!("{error:#}"))
     }
 
     fn rows(&self, served: &Value, name: &str, rows: usize) -> Result<ParameterValues, String> {

@@ -9,6 +9,7 @@ mod held;
 mod late;
 mod model;
 mod passing;
+mod prices;
 mod quarantine;
 mod rules;
 mod seeing;

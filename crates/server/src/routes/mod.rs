@@ -25,6 +25,7 @@ mod responses;
 mod scripted;
 mod tensors;
 mod tokenize;
+mod trainer;
 mod weights;
 mod wording;
 
@@ -73,10 +74,10 @@ pub(crate) fn router(state: Shared) -> Router {
         .route("/continue_generation", post(weights::continue_generation))
         .route("/update_weights_from_disk", post(weights::update))
         .route("/update_weights_from_tensor", post(tensors::update))
-        .route("/update_weights_from_distributed", post(tensors::elsewhere))
+        .route("/update_weights_from_distributed", post(trainer::update))
         .route("/update_weights_from_ipc", post(tensors::elsewhere))
-        .route("/init_weights_update_group", post(tensors::elsewhere))
-        .route("/destroy_weights_update_group", post(tensors::elsewhere))
+        .route("/init_weights_update_group", post(trainer::init))
+        .route("/destroy_weights_update_group", post(trainer::destroy))
         .route("/init_weight_transfer_engine", post(tensors::elsewhere))
         .route("/update_weights", post(tensors::elsewhere))
         .route("/get_weights_by_name", get(tensors::parameter_of_query).post(tensors::parameter))

@@ -64,6 +64,9 @@ use crate::state::Shared;
         super::weights::update,
         super::tensors::update,
         super::tensors::elsewhere,
+        super::trainer::init,
+        super::trainer::update,
+        super::trainer::destroy,
         super::tensors::parameter_of_query,
         super::tensors::parameter,
         super::weights::rename,
@@ -109,16 +112,13 @@ pub(super) fn answer(mut document: utoipa::openapi::OpenApi, root_path: &str) ->
 }
 
 /// Further paths of a route, as clients of other servers know it.
-const ALIASES: [(&str, &str); 9] = [
+const ALIASES: [(&str, &str); 6] = [
     ("/v1/classify", "/classify"),
     ("/v1/rerank", "/rerank"),
     ("/v2/rerank", "/rerank"),
     ("/v1/score", "/score"),
-    ("/update_weights_from_ipc", "/update_weights_from_distributed"),
-    ("/init_weights_update_group", "/update_weights_from_distributed"),
-    ("/destroy_weights_update_group", "/update_weights_from_distributed"),
-    ("/init_weight_transfer_engine", "/update_weights_from_distributed"),
-    ("/update_weights", "/update_weights_from_distributed"),
+    ("/init_weight_transfer_engine", "/update_weights_from_ipc"),
+    ("/update_weights", "/update_weights_from_ipc"),
 ];
 
 /// The document, with an operation id of its own for each path of a route and each method of a path

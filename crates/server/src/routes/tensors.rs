@@ -146,17 +146,18 @@ pub(crate) async fn update(
     Ok(updated_answer(Arc::clone(&state.weights).update(update).await?))
 }
 
-/// Says what to use in place of process groups and shared memory of GPUs.
+/// Says what to use in place of groups and shared memory of GPUs.
 #[utoipa::path(
     post,
-    path = "/update_weights_from_distributed",
-    operation_id = "update_weights_from_distributed",
+    path = "/update_weights_from_ipc",
+    operation_id = "update_weights_from_ipc",
     responses((status = 501, description = "What to use instead", body = ErrorBody)),
 )]
 pub(crate) async fn elsewhere(uri: Uri) -> Failure {
     let reason = format!(
-        "{} is not served: no process group (NCCL, gloo) is joined, and no CUDA IPC handle is opened. Send safetensors to \
-         /update_weights_from_tensor, or write a checkpoint below /dev/shm and name it to /update_weights_from_disk",
+        "{} is not served: no NCCL group is joined, and no CUDA IPC handle is opened. Send safetensors to \
+         /update_weights_from_tensor, write a checkpoint below /dev/shm and name it to /update_weights_from_disk, or \
+         join a gloo group with /init_weights_update_group",
         uri.path()
     );
     Failure(ApiError::NotImplemented { reason })

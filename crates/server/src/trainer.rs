@@ -1,0 +1,192 @@
+//! Tensors that a trainer sends to a group of processes, of which this server is one.
+//!
+//! A group is left when it is destroyed, when the server ends, and when it fails in the middle of
+//! tensors: the trainer then makes another one. What has come goes to files, as tensors in bodies
+//! do, so an update has all of them or none ([`Weights::update`]).
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use forebay_api::ApiError;
+use tokio::sync::{Mutex, MutexGuard, OwnedMutexGuard};
+use tokio::task::spawn_blocking;
+
+use crate::weight_files::{NamedTensor, TensorFolder, TensorReceiver, TrainerGroup};
+use crate::weights::{Source, Update, Weights, in_blocking, joined};
+
+/// The parameter that lists tensors.
+const NAMES: &str = "names";
+/// The parameter that names a group.
+const GROUP: &str = "group_name";
+/// The largest number of bytes of an element of a tensor.
+const LARGEST_ELEMENT: u64 = 8;
+
+/// The way to this server's trainer.
+pub(crate) struct Trainer {
+    weights: Arc<Weights>,
+    /// The group, if one was joined.
+    link: Mutex<Option<Joined>>,
+}
+
+/// A group that was joined.
+struct Joined {
+    name: String,
+    receiver: Box<dyn TensorReceiver>,
+    /// The tensors of an update of which more are to come.
+    begun: Option<Begun>,
+}
+
+/// The tensors of an update so far.
+struct Begun {
+    folder: TensorFolder,
+    files: Vec<PathBuf>,
+    bytes: u64,
+    /// No other update is received meanwhile.
+    _turn: OwnedMutexGuard<()>,
+}
+
+/// Tensors that a trainer sends now.
+pub(crate) struct SentTensors {
+    pub(crate) group: String,
+    pub(crate) tensors: Vec<NamedTensor>,
+    /// True if the update has more of them, which come later.
+    pub(crate) more: bool,
+    pub(crate) version: Option<String>,
+    /// True if requests are aborted before the update.
+    pub(crate) aborts: bool,
+    /// True if the pause goes on after the update.
+    pub(crate) keeps_pause: bool,
+}
+
+impl Trainer {
+    pub(crate) fn new(weights: Arc<Weights>) -> Arc<Self> {
+        Arc::new(Self { weights, link: Mutex::default() })
+    }
+
+    /// The group, if nothing is being done with it.
+    fn idle(&self) -> Result<MutexGuard<'_, Option<Joined>>, ApiError> {
+        self.link.try_lock().map_err(|_| {
+            let reason = "the group is being joined, or tensors of it are being received";
+            ApiError::Conflict { reason: reason.to_owned() }
+        })
+    }
+
+    /// Joins a trainer's group. Goes on if the caller does not wait.
+    ///
+    /// # Errors
+    /// A group was joined before, or the ranks do not meet.
+    pub(crate) async fn join(self: Arc<Self>, group: TrainerGroup) -> Result<(), ApiError> {
+        let files = Arc::clone(&self.weights.settings()?.files);
+        let task = tokio::spawn(async move {
+            let mut link = self.idle()?;
+            if let Some(Joined { name, .. }) = &*link {
+                let reason =
+                    format!("the group {name} was joined: /destroy_weights_update_group leaves it");
+                return Err(ApiError::Conflict { reason });
+            }
+            let name = group.name.clone();
+            let receiver = in_blocking(move || files.join(&group), "master_address").await?;
+            *link = Some(Joined { name, receiver, begun: None });
+            Ok(())
+        });
+        joined(task.await)
+    }
+
+    /// Leaves the group, and forgets the tensors of an update of which more were to come.
+    ///
+    /// # Errors
+    /// There is no such group.
+    pub(crate) async fn leave(&self, group: &str) -> Result<(), ApiError> {
+        self.weights.settings()?;
+        let mut link = self.idle()?;
+        check_group(link.as_ref(), group)?;
+        let joined = link.take();
+        // The end of its process may take a moment.
+        in_blocking(move || Ok(drop(joined)), GROUP).await
+    }
+
+    /// Receives tensors, and has all replicas compute with those of the update when they are
+    /// complete. Gives the number of requests that go on with them; `None`: more are to come. Goes
+    /// on if the caller does not wait.
+    ///
+    /// # Errors
+    /// The tensors do not come, and the group is left; or they can't be loaded. The old weights
+    /// compute on.
+    pub(crate) async fn receive(
+        self: Arc<Self>,
+        sent: SentTensors,
+    ) -> Result<Option<usize>, ApiError> {
+        self.weights.settings()?;
+        joined(tokio::spawn(async move { self.receive_now(sent).await }).await)
+    }
+
+    async fn receive_now(&self, sent: SentTensors) -> Result<Option<usize>, ApiError> {
+        let SentTensors { group, tensors, more, version, aborts, keeps_pause } = sent;
+        let mut link = self.idle()?;
+        check_group(link.as_ref(), &group)?;
+        let Some(Joined { name, mut receiver, begun }) = link.take() else {
+            return Err(unknown(&group));
+        };
+        let mut begun = match begun {
+            Some(begun) => begun,
+            None => match self.weights.folder(NAMES).await {
+                Ok((folder, turn)) => Begun { folder, files: Vec::new(), bytes: 0, _turn: turn },
+                Err(error) => return Err(given_up(receiver, error).await),
+            },
+        };
+        begun.bytes = begun.bytes.saturating_add(tensors.iter().map(bytes).sum());
+        let limit = begun.folder.most_bytes;
+        if begun.bytes > limit {
+            let reason = format!("the tensors are larger than the checkpoint: {limit} bytes");
+            return Err(given_up(receiver, ApiError::invalid("shapes", reason)).await);
+        }
+        let number = begun.files.len();
+        let file = begun.folder.path.join(format!("changed-{number}.safetensors"));
+        begun.files.push(file.clone());
+        let received = spawn_blocking(move || {
+            let received = receiver.receive(&tensors, &file);
+            received.map(|()| receiver)
+        });
+        let received = received.await.unwrap_or_else(|error| Err(error.to_string()));
+        let receiver = received.map_err(|why| {
+            let reason = format!("the tensors did not come, and the group {name} is left: {why}");
+            ApiError::invalid(NAMES, reason)
+        })?;
+        let joined = link.insert(Joined { name, receiver, begun: None });
+        if more {
+            joined.begun = Some(begun);
+            return Ok(None);
+        }
+        let source = Source::Tensors(begun.folder.clone(), std::mem::take(&mut begun.files));
+        let update = Update { source, param: NAMES, version, aborts, keeps_pause };
+        Arc::clone(&self.weights).update(update).await.map(Some)
+    }
+}
+
+/// Leaves a group whose trainer may be sending what is not taken: its calls fail at once. Gives the
+/// error.
+async fn given_up(receiver: Box<dyn TensorReceiver>, error: ApiError) -> ApiError {
+    // The end of its process may take a moment.
+    let _ = spawn_blocking(move || drop(receiver)).await;
+    error
+}
+
+/// Bytes of a tensor, at most.
+fn bytes(tensor: &NamedTensor) -> u64 {
+    let elements = tensor.shape.iter().fold(1_u64, |all, &size| all.saturating_mul(size));
+    let element = match tensor.dtype.trim_start_matches("torch.") {
+        "float16" | "bfloat16" | "half" => 2,
+        "float32" | "float" => 4,
+        _ => LARGEST_ELEMENT,
+    };
+    elements.saturating_mul(element)
+}
+
+fn check_group(joined: Option<&Joined>, group: &str) -> Result<(), ApiError> {
+    if joined.is_some_and(|joined| joined.name == group) { Ok(()) } else { Err(unknown(group)) }
+}
+
+fn unknown(group: &str) -> ApiError {
+    let reason = format!("there is no group {group}: /init_weights_update_group joins it");
+    ApiError::invalid(GROUP, reason)
+}

@@ -1,0 +1,114 @@
+"""A rank in a trainer's group, in a process of its own: it writes the tensors that the trainer sends to files.
+
+The server starts it for `/init_weights_update_group`, and gives it orders on its input, one line of JSON each. Each
+order has one answer on its output: `{}`, or `{"error": "..."}`. What hands load later are the files, so no hand is in
+the group, and one that dies has no part in it.
+
+- `{"join": {"address": ..., "port": ..., "rank": ..., "world_size": ..., "name": ..., "seconds": ...}}`
+- `{"receive": {"names": [...], "dtypes": [...], "shapes": [[...], ...], "file": ...}}`
+
+A trainer makes the same group with `join`, as rank 0, and sends each tensor with `torch.distributed.broadcast`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed import distributed_c10d as c10d
+
+TRAINER = 0
+"""The rank that sends."""
+
+
+def join(
+    address: str, port: int, *, rank: int, world_size: int, name: str = "weight_update_group", seconds: float = 300
+) -> dist.ProcessGroup:
+    """Waits for all ranks of a gloo group, which meet at a port of rank 0.
+
+    The group is made as SGLang's `init_custom_process_group` makes it, so it is another one than the group of the
+    trainer's own ranks.
+    """
+    timeout = timedelta(seconds=seconds)
+    # PyTorch has no public way to a second group with ranks of its own.
+    private: Any = c10d
+    meeting = private.rendezvous(f"tcp://{address}:{port}", rank, world_size, timeout=timeout)
+    store, _, _ = next(iter(meeting))
+    store.set_timeout(timeout)
+    made = private._new_process_group_helper(
+        world_size,
+        rank,
+        [],
+        c10d.Backend("gloo"),
+        c10d.PrefixStore(name, store),
+        group_name=name,
+        timeout=timeout,
+    )
+    group: dist.ProcessGroup = made[0]
+    private._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
+    return group
+
+
+def receive(
+    group: dist.ProcessGroup, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], file: str
+) -> None:
+    """Takes tensors from the trainer, in this order, and writes them to a file of safetensors."""
+    tensors = {}
+    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+        kind = getattr(torch, dtype.removeprefix("torch."), None)
+        if not isinstance(kind, torch.dtype):
+            raise ValueError(f"{name} has the type {dtype!r}, which PyTorch does not have")
+        tensors[name] = torch.empty(tuple(shape), dtype=kind)
+    for tensor in tensors.values():
+        dist.broadcast(tensor, src=TRAINER, group=group)
+    save_file(tensors, file)
+
+
+def _orders() -> SimpleQueue[dict[str, Any]]:
+    """The orders as they come. The process ends with its input: the server has ended, or wants the group no more."""
+    orders: SimpleQueue[dict[str, Any]] = SimpleQueue()
+
+    def read() -> None:
+        for line in sys.stdin:
+            orders.put(json.loads(line))
+        # The main thread may be waiting for a trainer that is gone.
+        os._exit(0)
+
+    threading.Thread(target=read, daemon=True).start()
+    return orders
+
+
+def main() -> None:
+    """Obeys orders until the input ends, or one fails: a group that lost a tensor is of no more use."""
+    torch.set_num_threads(1)
+    orders, group = _orders(), None
+    # What libraries print must not be taken for answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    while True:
+        order = orders.get()
+        try:
+            if group is None:
+                wanted = order["join"]
+                group = join(wanted.pop("address"), wanted.pop("port"), **wanted)
+            else:
+                receive(group, **order["receive"])
+        except Exception as error:
+            # PyTorch's errors have a trace of C++ behind their first line.
+            why = (str(error).splitlines() or [repr(error)])[0]
+            print(json.dumps({"error": why}), file=answers, flush=True)
+            return
+        print("{}", file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
