@@ -117,7 +117,7 @@ fn hand_processes(
     }
     let groups = resolved.device.arrangement.groups as usize;
     let memories = match resolved.replicas.pd {
-        Some(pd) => HostMemories::lent(pd.prefill as usize, groups)?,
+        Some(_) => HostMemories::lent(groups)?,
         None => vec![HostMemories::default(); groups],
     };
     let mut executors: Vec<Box<dyn Executor>> = Vec::new();
