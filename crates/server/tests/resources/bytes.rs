@@ -149,10 +149,11 @@ async fn a_text_that_cannot_fit_is_not_tokenised() {
 
 /// Routes whose bodies have bounds of their own: a file goes to the disk as it comes, and a wish
 /// for a batch is small.
-const APART: [&str; 11] = [
+const APART: [&str; 12] = [
     "/get_weights_by_name",
     "/load_lora_adapter",
     "/pause_generation",
+    "/replicas/{replica}/role",
     "/unload_lora_adapter",
     "/update_weight_version",
     "/update_weights_from_disk",
