@@ -2,8 +2,8 @@
 //! are.
 //!
 //! While those that decode have fewer pages to give than wait for them, those that compute prompts
-//! admit no further one that leaves. So what waits is at most that much, and the prompts of the
-//! steps that are planned already.
+//! admit no further one that leaves. So what waits is at most that much, and the prompts that were
+//! admitted before.
 
 use std::collections::HashMap;
 
