@@ -51,8 +51,8 @@ pub(crate) fn at_start(pd: Option<PdConfig>, replicas: usize) -> Vec<Role> {
     (0..replicas).map(of).collect()
 }
 
-/// Leaves those of the `open` replicas open that a request is to go to. Gives the reason if it stays
-/// there whichever is chosen.
+/// Leaves those of the `open` replicas open that a request is to go to. Gives the reason if it
+/// stays there whichever is chosen.
 pub(crate) fn narrow(
     rule: &RoleRule<'_>,
     asked: &Asked<'_>,
