@@ -141,6 +141,8 @@ ROWS = (
     Benchmark("outpost-bursts", 3),
     Benchmark("router", 80, peers="sglang-router"),
     Benchmark("replicas", 40),
+    Benchmark("pd", 15),
+    Benchmark("pd-plan", 10),
     Benchmark("host-tier", 10),
     Benchmark("turns", 15, ("python -m benchmarks.turns", "python -m benchmarks.turns_cpu")),
     Benchmark("hisparse", 2),

@@ -250,3 +250,23 @@ def test_what_there_is_not_is_refused_at_the_start(
     server = serve(tiny, *flags, healthy=False)
     assert server.process.wait(60) == 1
     assert reason in server.log()
+
+
+@pytest.mark.parametrize("hand", ["rust", pytest.param("torch", marks=pytest.mark.slow)])
+def test_requests_with_adapters_are_handed_on(serve: Serve, tiny: Model, folder: Path, hand: str) -> None:
+    modules = ("--lora-modules", f"tone={folder / 'tone'}", f"other={folder / 'other'}")
+    flags = ("--enable-lora", "--max-loras", "1", *modules, "--hand", hand, "--page-size", "4")
+    wanted = {
+        None: greedy(tiny.reference),
+        "tone": greedy(merged(tiny, folder / "tone")),
+        "other": greedy(merged(tiny, folder / "other")),
+    }
+    apart = ("--pd", "1:1", "--pd-local-tokens", "0", "--max-total-tokens", "3000", "--threads", "1")
+    server = serve(tiny, *flags, *apart, "--debug-kv-checksum")
+    models = [None, "tone", "other"] * 8
+    with ThreadPoolExecutor(len(models)) as pool:
+        answers = list(pool.map(lambda model: tokens(server, model), models))
+    assert answers == [wanted[model] for model in models]
+    assert server.metric("forebay:pd_handed_total") == len(models)
+    server.wait_until_idle()
+    server.wait_for_metric("forebay:lent_pages", lambda value: value == 0)

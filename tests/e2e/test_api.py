@@ -17,6 +17,7 @@ from tests.e2e.server import Server
 ROUTES = {
     "/replicas/{replica}/drain": {"post"},
     "/replicas/{replica}/resume": {"post"},
+    "/replicas/{replica}/role": {"post"},
     "/v1/chat/completions": {"post"},
     "/v1/completions": {"post"},
     "/v1/messages": {"post"},

@@ -197,6 +197,24 @@ def test_many_at_once_share_what_they_see(server: Server, seeing: Model) -> None
         assert tokens == reference(seeing, ids, [images[number % 3], images[2]])
 
 
+def test_images_are_handed_on(serve: Serve, seeing: Model) -> None:
+    flags = ("--pd", "1:1", "--pd-local-tokens", "0", "--page-size", "4", "--debug-kv-checksum", "--threads", "1")
+    server = serve(seeing, "--dtype", "float32", "--max-total-tokens", "3000", "--image-budget", "100", *flags)
+    for parts in PROMPTS:
+        images = [p for p in parts if isinstance(p, np.ndarray)]
+        body = chat(*(part(png(p)) if isinstance(p, np.ndarray) else p for p in parts))
+        ids, tokens = answer(server, body)
+        assert tokens == reference(seeing, ids, images)
+        assert answer(server, body) == (ids, tokens)
+    # The last positions of the prompt are of an image: the second replica computes some of them again.
+    last = [text("look"), part(png(picture(70, 5, 5)))]
+    ids, tokens = answer(server, chat(*last))
+    assert tokens == reference(seeing, ids, [picture(70, 5, 5)])
+    assert server.metric("forebay:pd_handed_total") == 2 * len(PROMPTS) + 1
+    server.wait_until_idle()
+    server.wait_for_metric("forebay:lent_pages", lambda value: value == 0)
+
+
 def test_several_answers_look_at_one_image(server: Server, seeing: Model) -> None:
     body = chat(part(png(picture(70, 4, 6))), text("a"), n=3, seed=5, temperature=0.8)
     response = server.post("/v1/chat/completions", body)

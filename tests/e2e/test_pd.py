@@ -20,6 +20,8 @@ from tests.e2e.waiting import eventually, eventually_async
 KILLS = 4
 PD = ("--pd-local-tokens", "0", "--debug-kv-checksum", "--max-total-tokens", "3000", "--threads", "1")
 HANDED = "forebay:pd_handed_total"
+ROLES = [(1, "prefill"), (0, "decode"), (2, "both"), (1, "decode"), (0, "prefill"), (2, "decode")]
+"""Replicas and the roles that they get, one after the other."""
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +143,57 @@ def test_clients_that_leave_take_nothing_along(serve: Serve, tiny: Model, expect
     at_rest(server)
 
 
+@pytest.mark.parametrize("hand", ["rust", pytest.param("torch", marks=pytest.mark.slow)])
+def test_the_next_turn_computes_what_is_new(serve: Serve, tiny: Model, hand: str) -> None:
+    server = serve(tiny, "--pd", "1:1", *PD, "--page-size", "4", "--hand", hand)
+    said = [3 + at * 7 % 200 for at in range(150)]
+    for turn in range(3):
+        sampling = {"max_new_tokens": 30, "temperature": 0, "ignore_eos": True}
+        answer = server.ask("/generate", {"input_ids": said, "sampling_params": sampling})
+        # The last token of the turn before was not computed.
+        known = len(said) - 12 - 1 if turn else 0
+        assert answer["meta_info"]["cached_tokens"] == known // 4 * 4, f"turn {turn}"
+        at_rest(server)
+        said += answer["output_ids"] + [5 + at * 11 % 200 + turn for at in range(12)]
+    assert server.metric(HANDED) == 3
+    assert server.metric("forebay:copies_failed_total") == 0
+    alone = serve(tiny, "--page-size", "4")
+    again = alone.ask("/generate", {"input_ids": said[: -12 - 30], "sampling_params": sampling})
+    assert again["output_ids"] == answer["output_ids"]
+
+
+async def change_roles_under_load(server: Server, load: Load) -> None:
+    """Gives the replicas other roles again and again while all streams go on."""
+    running = asyncio.create_task(load.run(STREAMS))
+    try:
+        await eventually_async(lambda: running.done() or len(load.live) == STREAMS, "all streams run")
+        for replica, role in ROLES:
+            moves = asyncio.create_task(load.everyone_moves())
+            await asyncio.wait([running, moves], return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                running.result()
+            await moves
+            assert server.ask(f"/replicas/{replica}/role", {"role": role})["role"] == role
+        load.finish()
+        await running
+    finally:
+        running.cancel()
+
+
+def test_roles_that_change_under_load_lose_nothing(serve: Serve, tiny: Model, expected: Expected) -> None:
+    server = serve(tiny, "--pd", "1:2", *PD, "--debug-kv-copy-gbps", "0.2")
+    assert [one["role"] for one in server.replicas()] == ["prefill", "decode", "decode"]
+    load = Load(server, tiny, expected)
+    asyncio.run(change_roles_under_load(server, load))
+    assert load.finished >= STREAMS
+    assert server.metric("vllm:request_success_total", finished_reason="error") == 0
+    assert server.metric(HANDED) > 0
+    at_rest(server)
+    roles = dict(ROLES)
+    assert [one["role"] for one in server.replicas()] == [roles[at] for at in range(3)]
+    assert server.metric("forebay:replica_role", engine="0", role=roles[0]) == 1
+
+
 async def kill_under_load(server: Server, load: Load, victim: int) -> None:
     """Kills the hand of one replica again and again while all streams go on."""
     running = asyncio.create_task(load.run(STREAMS))
@@ -186,10 +239,8 @@ def test_deaths_under_load(serve: Serve, tiny: Model, expected: Expected, victim
     [
         ("llama", ("--dp-size", "3"), "--pd 1:1 is 2 replicas, and --dp-size says 3: leave it off"),
         ("llama", ("--tp-size", "2"), "--pd: --tp-size: several ranks have no host tier yet"),
-        ("llama", ("--enable-lora",), "--pd: --enable-lora: adapters are not handed on yet"),
         ("llama", ("--hicache-write-policy", "write_back"), "--hicache-write-policy has to be write_through"),
         ("llama", ("--disable-radix-cache",), "--pd: --disable-radix-cache leaves no blocks to lend"),
-        ("qwen3-vl", (), "--pd: images are not handed on yet"),
     ],
 )
 def test_what_cannot_be_lent_is_refused_in_a_sentence(

@@ -125,3 +125,49 @@ def test_an_interpreter_without_the_package_is_told(models: Models, tmp_path: Pa
     assert given.returncode != 0
     assert "has no forebay: run `pip install 'forebay[torch]'`" in given.stderr
     assert "Traceback" not in given.stderr
+
+
+def test_the_best_split_of_a_traffic_is_found(tmp_path: Path) -> None:
+    # Long prompts beside long answers: where they share steps, tokens come late.
+    entries = [
+        {"timestamp": 100 * at, "input_length": 12_000 if at % 3 else 300, "output_length": 60 if at % 3 else 400}
+        for at in range(300)
+    ]
+    trace, output = tmp_path / "trace.jsonl", tmp_path / "plan.json"
+    trace.write_text("".join(f"{json.dumps(entry)}\n" for entry in entries))
+    flags = (
+        "--trace",
+        trace,
+        "--sim-profile",
+        "h100-llama-3.1-8b",
+        "--slo",
+        "ttft:3000",
+        "--slo",
+        "tpot:14",
+        "--router",
+        "least-loaded",
+    )
+    given = plan(*flags, "--pd", "auto", "--max-replicas", "4", "--output-file", output)
+    assert given.returncode == 0, given.stderr
+    found = json.loads(output.read_text())
+    both, *splits = found["tried"]
+    assert "pd" not in both
+    assert [outcome["pd"]["split"]["prefill"] for outcome in splits] == [1, 2, 3]
+    assert all(outcome["completed"] == 300 for outcome in found["tried"])
+    best = max(splits, key=lambda outcome: (outcome["goodput"], -outcome["ttft_ms"]["p90"]))
+    assert (found["split"], found["answer"]) == (best["pd"]["split"], None)
+    assert best["pd"]["handed"] == 200
+    assert best["goodput"] > both["goodput"]
+    assert f"Best split: {found['split']['prefill']}:{found['split']['decode']}" in given.stdout
+    one = plan(*flags, "--pd", "1:3", "--output-file", output)
+    assert one.returncode == 0, one.stderr
+    assert json.loads(output.read_text())["tried"] == [both, splits[0]]
+    for more, why in [
+        (("--pd", "1:0"), "expected auto, or a split such as 1:2"),
+        (("--pd", "auto", "--max-replicas", "1"), "--pd auto: --max-replicas from 2 on"),
+        (("--pd", "1:1", "--hicache-write-policy", "write_back"), "--hicache-write-policy has to be write_through"),
+        (("--pd", "1:1", "--hicache-ratio", "0"), "--pd: it needs a host tier"),
+    ]:
+        refused = plan(*flags, *more)
+        assert refused.returncode != 0
+        assert why in refused.stderr

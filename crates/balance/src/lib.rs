@@ -3,8 +3,9 @@
 //!
 //! A dispatcher joins three parts. [`Ledger`] has the exact work of each target, [`PrefixIndex`]
 //! the blocks of each target, and [`Balancer`] the policies over both. [`preferred`] finds the
-//! target of a client's key. [`Budget`] is a dispatch without a ledger, by loads that were reported
-//! some time ago. It is here for comparison.
+//! target of a client's key. [`RoleRule`] narrows the targets where prefill is apart from decode,
+//! and [`Pressure`] tells whether those that decode are full. [`Budget`] is a dispatch without a
+//! ledger, by loads that were reported some time ago. It is here for comparison.
 //!
 //! ```
 //! use forebay_balance::{Ask, Balancer, Ledger, Method, Work};
@@ -25,6 +26,8 @@ mod key;
 mod ledger;
 mod moves;
 mod prefix;
+mod pressure;
+mod roles;
 
 pub use balancer::{Ask, Balancer, Method};
 pub use budget::Budget;
@@ -32,3 +35,5 @@ pub use key::preferred;
 pub use ledger::{Ledger, Load, Work};
 pub use moves::{MOST_MOVES, drifted, move_pays};
 pub use prefix::PrefixIndex;
+pub use pressure::Pressure;
+pub use roles::{LocalReason, Role, RoleRule, lender};

@@ -7,6 +7,7 @@ use forebay_scheduler::{DecodeGap, SavePolicy};
 use serde::Serialize;
 
 use crate::images::ImageArgs;
+use crate::pd::PdArgs;
 use crate::sparse::SparseArgs;
 
 /// Flags of `forebay plan`. Those that `serve` has as well mean the same and have the same
@@ -80,6 +81,9 @@ pub struct PlanArgs {
     /// The time at which a block is copied to the host tier.
     #[arg(long, value_enum, default_value_t)]
     pub hicache_write_policy: WritePolicy,
+    #[command(flatten)]
+    #[allow(missing_docs, reason = "its flags are documented")]
+    pub pd: PdArgs,
     #[command(flatten)]
     #[allow(missing_docs, reason = "its flags are documented")]
     pub sparse: SparseArgs,

@@ -3,6 +3,7 @@
 //!
 //! `simulate` runs the traffic against replicas in virtual time: real schedulers, with a profile's
 //! step times in place of devices. `search` looks for the least number that meets the objectives.
+//! With prefill apart from decode (`pd`, `handing`) it looks for the best split of a number.
 //! `outcome` has the results of one number of replicas, and `report` prints them. `memory` shows
 //! the weights and pages of ranks.
 //!
@@ -32,9 +33,11 @@
 
 mod args;
 mod groups;
+mod handing;
 mod images;
 mod memory;
 mod outcome;
+mod pd;
 mod replica;
 mod report;
 mod router;
@@ -50,10 +53,13 @@ use forebay_sim::Profile;
 
 pub use args::{MoveArgs, PlanArgs, Router, ShareArgs, Slo, SloMetric, WritePolicy};
 pub use memory::{Memory, RankMemory};
+pub use pd::{PdArgs, PdChoice, PdSplit};
 pub use sparse::{KvSave, KvSaveOrder, SparseArgs, hot_row_tokens};
 
+use args::Goal;
 use forebay_bench::dataset::trace;
 use outcome::Outcome;
+use pd::Division;
 use report::PlanFile;
 use simulate::Setup;
 use traffic::Traffic;
@@ -76,16 +82,16 @@ pub fn plan(args: &PlanArgs, ranks: u32) -> Result<()> {
     let goal = args.goal();
     report::print_head(args, &profile, &traffic);
     let started = cpu_seconds();
-    let mut rows = report::Rows::default();
-    let mut tried = Vec::new();
-    let answer = search::least(args.max_replicas, |replicas| {
-        let outcome = Outcome::of(&simulate::run(&setup, &traffic, replicas), &goal);
-        rows.print(&outcome);
-        let met = outcome.met;
-        tried.push(outcome);
-        met
-    });
-    tried.sort_by_key(|outcome| outcome.replicas);
+    let mut trial = Trial::new(&setup, &traffic, &goal);
+    let answer = match args.pd.pd {
+        None => search::least(args.max_replicas, |replicas| trial.of(replicas, None).met),
+        Some(choice) => {
+            try_splits(args, choice, &mut trial)?;
+            None
+        }
+    };
+    let mut tried = trial.tried;
+    tried.sort_by_key(|outcome| (outcome.replicas, outcome.prefill()));
     let cpu_seconds = cpu_seconds() - started;
     let file =
         PlanFile::new(args, &profile, &traffic, answer, tried, (setup.host_ratio(), cpu_seconds));
@@ -94,11 +100,58 @@ pub fn plan(args: &PlanArgs, ranks: u32) -> Result<()> {
         let text = serde_json::to_string_pretty(&file)?;
         std::fs::write(path, text + "\n").with_context(|| path.display().to_string())?;
     }
-    if answer.is_none() {
+    if answer.is_none() && args.pd.pd.is_none() {
         bail!(
             "the objectives are not met by 1 replica up to {} (--max-replicas)",
             args.max_replicas
         );
+    }
+    Ok(())
+}
+
+/// The outcomes that are tried, printed as they come.
+struct Trial<'a> {
+    setup: &'a Setup,
+    traffic: &'a Traffic,
+    goal: &'a Goal,
+    rows: report::Rows,
+    tried: Vec<Outcome>,
+}
+
+impl<'a> Trial<'a> {
+    fn new(setup: &'a Setup, traffic: &'a Traffic, goal: &'a Goal) -> Self {
+        Self { setup, traffic, goal, rows: report::Rows::default(), tried: Vec::new() }
+    }
+
+    /// The outcome of so many replicas.
+    fn of(&mut self, replicas: u32, division: Option<Division>) -> &Outcome {
+        let setup = Setup { division, ..self.setup.clone() };
+        let outcome = Outcome::of(&simulate::run(&setup, self.traffic, replicas), self.goal);
+        self.rows.print(&outcome);
+        self.tried.push(outcome);
+        &self.tried[self.tried.len() - 1]
+    }
+}
+
+/// Tries replicas that do both, and the splits of as many.
+fn try_splits(args: &PlanArgs, choice: PdChoice, trial: &mut Trial<'_>) -> Result<()> {
+    if trial.setup.seeing.is_some() {
+        bail!("--pd: images are not handed on yet, and the trace has some");
+    }
+    let local_tokens = args.pd.pd_local_tokens;
+    let division = |prefill| Some(Division { prefill, local_tokens });
+    match choice {
+        PdChoice::Split(split) => {
+            trial.of(split.replicas(), None);
+            trial.of(split.replicas(), division(split.prefill));
+        }
+        PdChoice::Auto if args.max_replicas < 2 => bail!("--pd auto: --max-replicas from 2 on"),
+        PdChoice::Auto => {
+            trial.of(args.max_replicas, None);
+            search::best_split(args.max_replicas, |prefill| {
+                trial.of(args.max_replicas, division(prefill)).score()
+            });
+        }
     }
     Ok(())
 }

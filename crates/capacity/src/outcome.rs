@@ -4,6 +4,7 @@ use serde::Serialize;
 
 use crate::args::{Goal, Slo, SloMetric};
 use crate::groups::GroupOutcome;
+use crate::pd::PdOutcome;
 use crate::simulate::{Life, Run};
 use crate::sparse::SparseOutcome;
 
@@ -75,9 +76,29 @@ pub(crate) struct Outcome {
     pub(crate) sparse: SparseOutcome,
     /// Requests by client and length, and who waits for whom.
     pub(crate) groups: Vec<GroupOutcome>,
+    /// Prefill apart from decode; absent: each replica does both.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) pd: Option<PdOutcome>,
 }
 
 impl Outcome {
+    /// The number of prefill replicas; 0: each replica does both.
+    pub(crate) fn prefill(&self) -> u32 {
+        self.pd.as_ref().map_or(0, |pd| pd.split.prefill)
+    }
+
+    /// The better one of two outcomes has the larger score: first by goodput, then by the TTFT that
+    /// nine tenths have.
+    pub(crate) fn score(&self) -> (f64, f64) {
+        (self.goodput, -self.ttft_ms.p90.unwrap_or(f64::INFINITY))
+    }
+
+    /// The replicas: their number, or a split.
+    pub(crate) fn name(&self) -> String {
+        let split = self.pd.as_ref().map(|pd| pd.split.to_string());
+        split.unwrap_or_else(|| self.replicas.to_string())
+    }
+
     /// Sums a run up.
     pub(crate) fn of(run: &Run, goal: &Goal) -> Self {
         let metrics = [SloMetric::Ttft, SloMetric::Tpot, SloMetric::E2el];
@@ -125,6 +146,7 @@ impl Outcome {
             utilisation: share(run.busy_us, run.makespan_us * u64::from(run.replicas)),
             queue_peak: run.queue_peak,
             running_peak: run.running_peak,
+            pd: of_split(run),
             preemptions: run.preemptions,
             moves: run.moves,
             steps: run.steps,
@@ -132,6 +154,24 @@ impl Outcome {
             output_throughput: if makespan_s > 0.0 { tokens as f64 / makespan_s } else { 0.0 },
         }
     }
+}
+
+fn of_split(run: &Run) -> Option<PdOutcome> {
+    let pd = run.pd?;
+    let handed = run.lives.iter().filter(|life| life.handed && life.tokens > 1);
+    let mut second: Vec<f64> =
+        handed.map(|life| (life.second_us - life.first_us) as f64 / 1000.0).collect();
+    second.sort_unstable_by(f64::total_cmp);
+    let busy = |us, replicas: u32| share(us, run.makespan_us * u64::from(replicas));
+    Some(PdOutcome {
+        split: pd.split,
+        handed: pd.handed,
+        lent_tokens: pd.lent_tokens,
+        holds: pd.holds,
+        second_ms: Latency::of(&second),
+        prefill_utilisation: busy(pd.prefill_busy_us, pd.split.prefill),
+        decode_utilisation: busy(run.busy_us - pd.prefill_busy_us, pd.split.decode),
+    })
 }
 
 /// A request's latency; `None` where it has none, because there is no further token.
@@ -171,7 +211,7 @@ mod tests {
     fn life(ttft_ms: u64, tpot_ms: u64, tokens: u32) -> Life {
         let first_us = 500 + 1000 * ttft_ms;
         let last_us = first_us + u64::from(tokens - 1) * 1000 * tpot_ms;
-        Life { arrived_us: 500, first_us, last_us, tokens, ends: 1 }
+        Life { arrived_us: 500, first_us, last_us, tokens, ends: 1, ..Life::default() }
     }
 
     fn outcome(lives: &[Life], slos: &[(SloMetric, f64)], goodput: Option<f64>) -> Outcome {

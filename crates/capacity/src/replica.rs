@@ -2,17 +2,19 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::sync::mpsc::Sender;
 
 use forebay_balance::MOST_MOVES;
 use forebay_protocol::{ROW_OK, SparseRows, StepPlan, StepResult};
 use forebay_scheduler::{
-    BlockEvent, BlockHash, Event, ImageId, MAX_IN_FLIGHT, Namer, Past, Policy, QueuedRequest,
-    Request, STEP_WORDS, Scheduler, SchedulerConfig,
+    BlockEvent, BlockHash, Event, Handed, ImageId, LentBlocks, Loan, LoanId, MAX_IN_FLIGHT, Namer,
+    Past, Policy, QueuedRequest, Request, STEP_WORDS, Scheduler, SchedulerConfig,
 };
-use forebay_sim::{CopyFault, Jitter, Timeline};
+use forebay_sim::{Bus, CopyFault, Jitter, Timeline};
 
 use crate::args::Router;
 use crate::images::{Intake, Seeing};
+use crate::router::Route;
 use crate::simulate::Setup;
 use crate::traffic::Arrival;
 
@@ -55,11 +57,20 @@ pub(crate) struct Replica {
     intake: Intake,
     /// The largest number of moves of a request.
     most_moves: u8,
+    number: usize,
+    page_size: u64,
+    /// Takes loans that came back, with the number of their lender.
+    returned: Sender<(usize, LoanId)>,
 }
 
 impl Replica {
-    /// Number `index` of the replicas of `setup`.
-    pub(crate) fn new(setup: &Setup, index: u32) -> Self {
+    /// Number `index` of the replicas of `setup`, whose loans come back to `returned`.
+    pub(crate) fn new(
+        setup: &Setup,
+        index: u32,
+        bus: Bus,
+        returned: Sender<(usize, LoanId)>,
+    ) -> Self {
         let slots = setup.max_running + setup.max_running.div_ceil(2);
         let scheduler = Scheduler::new(SchedulerConfig {
             places: 0,
@@ -70,7 +81,8 @@ impl Replica {
             token_budget: setup.token_budget,
             prefix_cache: setup.prefix_cache,
             namer: Namer::open(),
-            block_events: setup.router == Router::PrefixAware && setup.prefix_cache,
+            block_events: setup.prefix_cache
+                && (setup.router == Router::PrefixAware || setup.division.is_some()),
             policy: Policy::Fcfs,
             fair: true,
             step_shares: setup.step_shares,
@@ -93,7 +105,7 @@ impl Replica {
             scheduler,
             depth: (setup.lookahead as usize + 1).min(MAX_IN_FLIGHT),
             flights: VecDeque::new(),
-            timeline: Timeline::new(setup.timing, jitter, 0),
+            timeline: Timeline::new(setup.timing, jitter, 0).on(bus),
             busy_us: 0,
             alive: 0,
             queue_peak: 0,
@@ -104,17 +116,28 @@ impl Replica {
             events: Vec::new(),
             seeing: setup.seeing,
             intake: Intake::default(),
-            most_moves: if setup.queue_moves { MOST_MOVES } else { 0 },
+            most_moves: if setup.moves() { MOST_MOVES } else { 0 },
+            number: index as usize,
+            page_size: setup.page_size.into(),
+            returned,
         }
     }
 
-    /// Takes a request and the known names of its blocks.
-    pub(crate) fn submit(&mut self, id: u64, arrival: &Arrival, names: Vec<BlockHash>) {
+    /// Takes a request, and blocks that are lent to it.
+    pub(crate) fn submit(
+        &mut self,
+        id: u64,
+        arrival: &Arrival,
+        route: Route,
+        loan: Option<Arc<Loan>>,
+    ) {
         self.alive += 1;
         self.scheduler.submit(Request {
             id,
             prompt: arrival.prompt().into(),
-            names: names.into(),
+            names: route.names.into(),
+            leaves: route.leaves,
+            loan,
             max_tokens: arrival.output,
             images: Arc::clone(&arrival.images),
             client: arrival.client,
@@ -134,6 +157,45 @@ impl Replica {
     pub(crate) fn take(&mut self, request: Request) {
         self.alive += 1;
         self.scheduler.submit(request);
+    }
+
+    /// Gives away a request that has left, with a loan of its blocks.
+    pub(crate) fn hand_on(&mut self, id: u64) -> Option<Request> {
+        let Handed { mut request, lent } = self.scheduler.hand_on(id)?;
+        self.alive -= 1;
+        request.loan = lent.map(|lent| self.loan(lent));
+        Some(request)
+    }
+
+    /// Lends the first of these blocks.
+    pub(crate) fn lend(&mut self, names: &[BlockHash]) -> Option<Arc<Loan>> {
+        let lent = self.scheduler.lend(names)?;
+        Some(self.loan(lent))
+    }
+
+    fn loan(&self, LentBlocks { loan, pages }: LentBlocks) -> Arc<Loan> {
+        let (number, returned) = (self.number, self.returned.clone());
+        let give_back = Box::new(move || {
+            // At the end of the simulation nobody asks for it.
+            let _ = returned.send((number, loan));
+        });
+        Arc::new(Loan::new(number as u32, pages, give_back))
+    }
+
+    /// Takes a loan back.
+    pub(crate) fn take_back(&mut self, loan: LoanId) {
+        self.scheduler.take_back(loan);
+    }
+
+    /// Admits no request that leaves, or admits them again.
+    pub(crate) fn hold_leaving(&mut self, held: bool) {
+        self.scheduler.hold_leaving(held);
+    }
+
+    /// Tokens for which there are pages that nobody holds.
+    pub(crate) fn room(&self) -> u64 {
+        let stats = self.scheduler.stats();
+        (stats.pages_free + stats.pages_cached) as u64 * self.page_size
     }
 
     /// Plans as far ahead as the engine does.

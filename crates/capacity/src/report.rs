@@ -9,6 +9,7 @@ use serde::Serialize;
 use crate::args::{Goal, PlanArgs, Router, SloMetric, WritePolicy};
 use crate::groups;
 use crate::outcome::{Latency, Outcome};
+use crate::pd::PdSplit;
 use crate::sparse::SparseArgs;
 use crate::traffic::Traffic;
 
@@ -49,6 +50,11 @@ pub(crate) struct PlanFile {
     /// The least number of replicas that meets the goal; `null` if none up to the largest tried
     /// does.
     answer: Option<u32>,
+    /// The split with the highest goodput, where prefill is apart from decode.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    split: Option<PdSplit>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pd_local_tokens: Option<u32>,
     /// The outcomes that were tried, by the number of replicas.
     tried: Vec<Outcome>,
     /// Time that passed in all simulations together.
@@ -96,6 +102,8 @@ impl PlanFile {
             router: args.router,
             goal: args.goal(),
             answer,
+            split: best(&tried).and_then(|best| Some(best.pd.as_ref()?.split)),
+            pd_local_tokens: args.pd.pd.map(|_| args.pd.pd_local_tokens),
             simulated_seconds: tried.iter().map(|outcome| outcome.makespan_s).sum(),
             tried,
             cpu_seconds,
@@ -106,6 +114,7 @@ impl PlanFile {
     pub(crate) fn print(&self) {
         println!();
         match self.answer {
+            None if self.split.is_some() => self.print_splits(),
             Some(1) => println!("Enough: 1 replica."),
             Some(answer) => println!("Enough: {answer} replicas."),
             None => self.print_why_not(),
@@ -117,6 +126,7 @@ impl PlanFile {
         }
         let last = self.answer.unwrap_or(u32::MAX);
         let shown = self.tried.iter().rev().find(|outcome| outcome.replicas <= last);
+        let shown = best(&self.tried).or(shown);
         groups::print(shown.map_or(&[], |outcome| &outcome.groups));
         println!(
             "Simulated {:.0} s of traffic in {:.2} s of CPU: {:.0} times as fast as it happens.",
@@ -128,6 +138,41 @@ impl PlanFile {
 }
 
 impl PlanFile {
+    fn print_splits(&self) {
+        println!(
+            "{:>8}  {:>15}  {:>15}  {:>8}  {:>11}  {:>5}",
+            "", "busy: prefill", "2nd token ms", "", "lent tokens", ""
+        );
+        println!(
+            "{:>8}  {:>7} {:>7}  {:>7} {:>7}  {:>8}  {:>11}  {:>5}",
+            "replicas", "", "decode", "p50", "p99", "handed", "a request", "holds"
+        );
+        for outcome in &self.tried {
+            let Some(pd) = &outcome.pd else { continue };
+            let ms = |value: Option<f64>| value.map_or("-".to_owned(), |ms| format!("{ms:.1}"));
+            println!(
+                "{:>8}  {:>6.1}% {:>6.1}%  {:>7} {:>7}  {:>8}  {:>11.0}  {:>5}",
+                outcome.name(),
+                100.0 * pd.prefill_utilisation,
+                100.0 * pd.decode_utilisation,
+                ms(pd.second_ms.p50),
+                ms(pd.second_ms.p99),
+                pd.handed,
+                pd.lent_tokens as f64 / outcome.completed.max(1) as f64,
+                pd.holds
+            );
+        }
+        if let (Some(best), Some(both)) = (best(&self.tried), self.tried.first()) {
+            println!(
+                "\nBest split: {}, with a goodput of {:.2} %. {} replicas that do both: {:.2} %.",
+                best.name(),
+                100.0 * best.goodput,
+                both.name(),
+                100.0 * both.goodput
+            );
+        }
+    }
+
     fn print_why_not(&self) {
         let Some(most) = self.tried.last() else { return };
         println!("Not enough: {} replicas.", most.replicas);
@@ -139,6 +184,13 @@ impl PlanFile {
             );
         }
     }
+}
+
+/// The best outcome with prefill apart from decode; `None`: none was tried.
+fn best(tried: &[Outcome]) -> Option<&Outcome> {
+    let splits = tried.iter().filter(|outcome| outcome.pd.is_some());
+    // Of equals the one with the fewest prefill replicas, which is the first.
+    splits.reduce(|best, other| if other.score() > best.score() { other } else { best })
 }
 
 fn tokens(traffic: &Traffic) -> (u64, u64) {
@@ -228,7 +280,7 @@ fn row(outcome: &Outcome) -> String {
     let [e50, e90, e99] = three(&outcome.e2el_ms, 1000.0, 1);
     format!(
         "{:>8}  {:>5}  {t50:>8} {t90:>8} {t99:>8}  {o50:>6} {o90:>6} {o99:>6}  {e50:>6} {e90:>6} {e99:>5}  {:>6.1}%  {:>5.1}%  {:>6}  {:>9.2}%",
-        outcome.replicas,
+        outcome.name(),
         if outcome.met { "yes" } else { "no" },
         100.0 * outcome.prefix_hit_rate,
         100.0 * outcome.utilisation,

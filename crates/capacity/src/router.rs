@@ -1,9 +1,12 @@
 //! The choice of a replica for a request: a brain's policies, over the same ledger.
 
-use forebay_balance::{Ask, Balancer, Ledger, Method, PrefixIndex, Work, drifted, move_pays};
-use forebay_scheduler::{BlockEvent, BlockHash, Namer, PromptImage, QueuedRequest};
+use forebay_balance::{
+    Ask, Balancer, Ledger, Method, PrefixIndex, Role, RoleRule, Work, drifted, lender, move_pays,
+};
+use forebay_scheduler::{BlockEvent, BlockHash, Namer, PromptImage, QueuedRequest, Request};
 
 use crate::args::Router;
+use crate::pd::Division;
 use crate::traffic::Arrival;
 
 /// A router and its state.
@@ -14,11 +17,31 @@ pub(crate) struct Routing {
     /// The blocks that the replicas hold, for policies that look at them.
     index: Option<PrefixIndex<BlockHash>>,
     page_size: u32,
+    /// The role of each replica, where prefill is apart from decode.
+    roles: Vec<Role>,
+    local_tokens: u64,
+}
+
+/// The replica of a request.
+#[derive(Debug)]
+pub(crate) struct Route {
+    pub(crate) at: usize,
+    /// The known names of its blocks.
+    pub(crate) names: Vec<BlockHash>,
+    /// True if another replica goes on behind its first token.
+    pub(crate) leaves: bool,
+    /// The replica that lends it blocks, and the first of them.
+    pub(crate) lender: Option<(usize, usize)>,
 }
 
 impl Routing {
     /// Routes to `replicas` with pages of `page_size` tokens.
-    pub(crate) fn new(policy: Router, replicas: u32, page_size: u32) -> Self {
+    pub(crate) fn new(
+        policy: Router,
+        replicas: u32,
+        page_size: u32,
+        division: Option<Division>,
+    ) -> Self {
         let method = match policy {
             Router::RoundRobin => Method::RoundRobin,
             Router::LeastLoaded => Method::ShortestQueue,
@@ -28,14 +51,20 @@ impl Routing {
         Self {
             balancer: Balancer::new(method),
             ledger: Ledger::new(replicas),
-            index: (method == Method::PrefixAware).then(|| PrefixIndex::new(replicas)),
+            index: (method == Method::PrefixAware || division.is_some())
+                .then(|| PrefixIndex::new(replicas)),
             page_size,
+            roles: division.map_or_else(Vec::new, |Division { prefill, .. }| {
+                let prefills = |at| at < prefill as usize;
+                let role = |at| if prefills(at) { Role::Prefill } else { Role::Decode };
+                (0..replicas).map(role).collect()
+            }),
+            local_tokens: division.map_or(0, |division| division.local_tokens.into()),
         }
     }
 
-    /// The replica for a request, and the known names of its blocks. The request counts at the
-    /// replica from now on.
-    pub(crate) fn route(&mut self, id: u64, arrival: &Arrival) -> (usize, Vec<BlockHash>) {
+    /// The replica for a request, which counts there from now on.
+    pub(crate) fn route(&mut self, id: u64, arrival: &Arrival) -> Route {
         let tokens = u64::from(arrival.input);
         let (mut names, mut cached) = (Vec::new(), Vec::new());
         if let Some(index) = &self.index {
@@ -46,10 +75,36 @@ impl Routing {
             cached = index.lookup(&names).into_iter().map(held).collect();
         }
         let ask = Ask { tokens, cached: &cached };
-        // All are open, and there is at least one.
-        let at = self.balancer.choose(self.ledger.loads(), |_| true, &ask).unwrap_or(0);
-        self.ledger.sent(id, at, Work { prefill: ask.uncached(at), decode: 0 });
-        (at, names)
+        let mut open = vec![true; self.ledger.loads().len()];
+        let rule = RoleRule { roles: &self.roles, local_tokens: self.local_tokens };
+        let apart = !self.roles.is_empty();
+        let reason = if apart { rule.narrow(&ask, true, &mut open) } else { None };
+        // One is open at least.
+        let at = self.balancer.choose(self.ledger.loads(), |at| open[at], &ask).unwrap_or(0);
+        let leaves = apart && rule.stays(at, reason).is_none();
+        let lender = if apart { lender(&ask, at) } else { None };
+        let prefill = lender.map_or(ask.uncached(at), |lender| ask.uncached(lender));
+        self.ledger.sent(id, at, Work { prefill, decode: 0 });
+        let first = (ask.cached(at) / u64::from(self.page_size)) as usize;
+        Route { at, names, leaves, lender: lender.map(|lender| (lender, first)) }
+    }
+
+    /// The decode replica for a request that has left, which counts there from now on.
+    pub(crate) fn route_on(&mut self, request: &Request) -> usize {
+        let tokens = (request.prompt.len() + request.generated.len()) as u64;
+        let lent = request.loan.as_ref().map_or(0, |loan| {
+            request.names.iter().take_while(|&&name| loan.page(name).is_some()).count()
+        });
+        let held = self.index.as_ref().map(|index| index.lookup(&request.names));
+        let cached: Vec<u64> = (held.into_iter().flatten())
+            .map(|blocks| (blocks.max(lent as u64) * u64::from(self.page_size)).min(tokens - 1))
+            .collect();
+        let (ask, roles) = (Ask { tokens, cached: &cached }, &self.roles);
+        let open = |at: usize| roles[at].decodes();
+        // There is one at least, and they are the last.
+        let at = self.balancer.choose(self.ledger.loads(), open, &ask).unwrap_or(roles.len() - 1);
+        self.ledger.sent(request.id, at, Work { prefill: ask.uncached(at), decode: 0 });
+        at
     }
 
     /// The replica with most to compute and the one with least, if requests may move between them.

@@ -2,21 +2,24 @@
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
+use std::sync::mpsc::channel;
 
 use anyhow::{Result, bail};
 use forebay_scheduler::{BlockEvent, DecodeGap, Event, HostTier, Sparse, StateCache};
-use forebay_sim::{Profile, SparseModel, Timing};
+use forebay_sim::{Bus, Profile, SparseModel, Timing};
 
-use crate::args::{PlanArgs, Router};
+use crate::args::{PlanArgs, Router, WritePolicy};
 use crate::groups::{Groups, Waits};
+use crate::handing::Handing;
 use crate::images::Seeing;
+use crate::pd::{Division, PdSplit};
 use crate::replica::Replica;
 use crate::router::Routing;
 use crate::sparse::SparseOutcome;
 use crate::traffic::{Arrival, Traffic};
 
-/// Pages of the host tier for each of the device, if sparse decoding needs a tier without a given
-/// size.
+/// Pages of the host tier for each of the device, if sparse decoding or prefill apart from decode
+/// needs a tier without a given size.
 const USUAL_RATIO: f64 = 2.0;
 
 /// The settings of every replica, and the routing of requests.
@@ -38,6 +41,8 @@ pub(crate) struct Setup {
     pub(crate) sparse: Option<Sparse>,
     pub(crate) seeing: Option<Seeing>,
     pub(crate) states: Option<StateCache>,
+    /// Prefill apart from decode.
+    pub(crate) division: Option<Division>,
 }
 
 impl Setup {
@@ -51,7 +56,8 @@ impl Setup {
         let sparse = args.sparse.resolve(profile, args.page_size)?;
         let bytes = profile.page_bytes(args.page_size, sparse.is_some());
         let page_bytes = bytes.all();
-        let usual = sparse.filter(|_| args.hicache_size.is_none()).map(|_| USUAL_RATIO);
+        let needs_host = sparse.is_some() || args.pd.pd.is_some();
+        let usual = (needs_host && args.hicache_size.is_none()).then_some(USUAL_RATIO);
         let ratio = args.hicache_ratio.or(usual);
         let pages = match ratio.filter(|_| sparse.is_some() && args.max_total_tokens.is_none()) {
             Some(ratio) => profile.sparse_page_count(args.page_size, ratio),
@@ -69,6 +75,20 @@ impl Setup {
         let wanted = args.hicache_ratio.or(args.hicache_size).is_some_and(|size| size > 0.0);
         if wanted && host_pages == 0 {
             bail!("the host tier holds no page");
+        }
+        if args.pd.pd.is_some() {
+            let refused = [
+                (sparse.is_some(), "--enable-hisparse has host pages of its own"),
+                (profile.states.bytes > 0, "the simulation lends no recurrent states"),
+                (host_pages == 0, "it needs a host tier"),
+                (
+                    args.hicache_write_policy != WritePolicy::WriteThrough,
+                    "--hicache-write-policy has to be write_through: what is not saved is not lent",
+                ),
+            ];
+            if let Some((_, why)) = refused.into_iter().find(|(given, _)| *given) {
+                bail!("--pd: {why}");
+            }
         }
         if host_pages > 0 && args.disable_radix_cache {
             bail!(
@@ -121,7 +141,22 @@ impl Setup {
                 pages: profile.states.pages,
                 interval: StateCache::INTERVAL,
             }),
+            division: None,
         })
+    }
+
+    /// True if queued requests move between replicas.
+    pub(crate) fn moves(&self) -> bool {
+        self.queue_moves && self.division.is_none()
+    }
+
+    /// The bus of each of so many replicas.
+    fn buses(&self, replicas: u32) -> Vec<Bus> {
+        let Timing { copy, ranks, .. } = self.timing;
+        let of_machine = copy.bus_devices.map_or(replicas, |devices| devices / ranks.max(1)).max(1);
+        let machines = (0..replicas.div_ceil(of_machine)).map(|_| Bus::default());
+        let machines: Vec<Bus> = machines.collect();
+        (0..replicas).map(|at| machines[(at / of_machine) as usize].clone()).collect()
     }
 
     /// Pages of the host tier for each page of the device.
@@ -153,6 +188,21 @@ pub(crate) struct Life {
     /// Terminal events; it is refused if there is none, because it alone is larger than the KV
     /// pool.
     pub(crate) ends: u32,
+    /// The time of the second token.
+    pub(crate) second_us: u64,
+    /// True if a decode replica went on with it.
+    pub(crate) handed: bool,
+}
+
+/// Prefill apart from decode in a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct PdRun {
+    pub(crate) split: PdSplit,
+    pub(crate) handed: u64,
+    pub(crate) lent_tokens: u64,
+    pub(crate) holds: u64,
+    /// Microseconds for which the prefill replicas computed.
+    pub(crate) prefill_busy_us: u64,
 }
 
 /// The lives of all requests, and the totals of a run.
@@ -182,6 +232,7 @@ pub(crate) struct Run {
     pub(crate) sparse: SparseOutcome,
     /// The prompts that were computed while requests waited.
     pub(crate) waits: Waits,
+    pub(crate) pd: Option<PdRun>,
 }
 
 /// The event that comes next at a replica.
@@ -194,48 +245,57 @@ enum Turn {
 }
 
 /// Replicas, and when each has something to do.
-struct Simulation {
-    replicas: Vec<Replica>,
-    routing: Routing,
+pub(crate) struct Simulation {
+    pub(crate) replicas: Vec<Replica>,
+    pub(crate) routing: Routing,
     /// The end of the oldest step of each replica that computes, and the images that are being
     /// prepared.
     turns: BinaryHeap<Reverse<(u64, usize, Turn)>>,
-    lives: Vec<Life>,
+    pub(crate) lives: Vec<Life>,
     itl_us: Vec<u32>,
     /// Empty between calls, kept for its memory.
     blocks: Vec<BlockEvent>,
     waits: Waits,
     queue_moves: bool,
     moves: u64,
+    /// `None`: no request leaves.
+    pub(crate) handing: Option<Handing>,
 }
 
 /// Runs the traffic against `replicas` replicas. The same arguments always give the same run.
 pub(crate) fn run(setup: &Setup, traffic: &Traffic, replicas: u32) -> Run {
+    let (sender, returned) = channel();
+    let buses = (0..).zip(setup.buses(replicas));
+    let replica = |(index, bus)| Replica::new(setup, index, bus, sender.clone());
     let mut simulation = Simulation {
-        replicas: (0..replicas).map(|index| Replica::new(setup, index)).collect(),
-        routing: Routing::new(setup.router, replicas, setup.page_size),
+        replicas: buses.map(replica).collect(),
+        routing: Routing::new(setup.router, replicas, setup.page_size, setup.division),
         turns: BinaryHeap::new(),
         lives: Vec::with_capacity(traffic.arrivals.len()),
         itl_us: Vec::new(),
         blocks: Vec::new(),
         waits: Waits::new(Groups::new(traffic), replicas),
-        queue_moves: setup.queue_moves,
+        queue_moves: setup.moves(),
         moves: 0,
+        handing: setup.division.map(|division| Handing::new(division, replicas, returned)),
     };
     for (id, arrival) in traffic.arrivals.iter().enumerate() {
         simulation.until(arrival.at_us);
         simulation.lives.push(Life { arrived_us: arrival.at_us, ..Life::default() });
         if setup.holds(arrival) {
             let id = id as u64;
-            let (at, names) = simulation.routing.route(id, arrival);
+            let route = simulation.routing.route(id, arrival);
+            let at = route.at;
             simulation.waits.arrived(id, at);
-            simulation.replicas[at].submit(id, arrival, names);
+            let loan = simulation.borrow(&route);
+            simulation.replicas[at].submit(id, arrival, route, loan);
             simulation.feed(at, arrival.at_us);
+            simulation.settle(arrival.at_us);
             simulation.move_queued(arrival.at_us);
         }
     }
     simulation.until(u64::MAX);
-    simulation.finish(replicas)
+    simulation.finish(replicas, setup.page_size)
 }
 
 impl Simulation {
@@ -249,6 +309,7 @@ impl Simulation {
             match turn {
                 Turn::Step => {
                     self.replicas[at].end_step();
+                    self.note_room(at);
                     self.take_events(at, now_us);
                     self.feed_and_wait(at, now_us);
                 }
@@ -257,6 +318,7 @@ impl Simulation {
                     self.feed(at, now_us);
                 }
             }
+            self.settle(now_us);
             self.move_queued(now_us);
         }
     }
@@ -277,7 +339,7 @@ impl Simulation {
     }
 
     /// A request has come, or an image is ready.
-    fn feed(&mut self, at: usize, now_us: u64) {
+    pub(crate) fn feed(&mut self, at: usize, now_us: u64) {
         if self.replicas[at].ends_us().is_some() {
             // Its next event is known already.
             self.replicas[at].feed(now_us);
@@ -308,10 +370,18 @@ impl Simulation {
                         self.itl_us.push(u32::try_from(gap).unwrap_or(u32::MAX));
                     }
                     life.last_us = now_us;
-                    if life.tokens == 1 {
-                        life.first_us = now_us;
-                        self.routing.first_token(id);
-                        self.waits.first_token(id, at);
+                    match life.tokens {
+                        1 => {
+                            life.first_us = now_us;
+                            self.routing.first_token(id);
+                            self.waits.first_token(id, at);
+                        }
+                        2 => {
+                            life.second_us = now_us;
+                            // It begins at its second replica.
+                            self.routing.first_token(id);
+                        }
+                        _ => {}
                     }
                 }
                 Event::Finished { id, .. } => {
@@ -321,9 +391,13 @@ impl Simulation {
                 }
                 Event::ImageWanted { image, .. } => wanted.push(image),
                 Event::Prefilled { id, tokens } => self.waits.prefilled(id, at, tokens),
-                Event::Admitted { .. }
-                | Event::Left { .. }
-                | Event::Arrived { .. }
+                Event::Left { id } => {
+                    self.handing.iter_mut().for_each(|handing| handing.left(at, id));
+                }
+                Event::Admitted { id, .. } => {
+                    self.handing.iter_mut().for_each(|handing| handing.pressure.admitted(id));
+                }
+                Event::Arrived { .. }
                 | Event::Pooled { .. }
                 | Event::ImageRead { .. }
                 | Event::PromptLogprobs { .. }
@@ -340,7 +414,7 @@ impl Simulation {
         self.routing.changed(at, &mut self.blocks);
     }
 
-    fn finish(self, replicas: u32) -> Run {
+    fn finish(self, replicas: u32, page_size: u32) -> Run {
         let makespan_us = self.lives.iter().map(|life| life.last_us).max().unwrap_or(0);
         let mut itl_us = self.itl_us;
         itl_us.sort_unstable();
@@ -359,6 +433,17 @@ impl Simulation {
             run.sparse.add(&stats.sparse);
             run.queue_peak = run.queue_peak.max(replica.queue_peak);
         }
+        run.pd = self.handing.map(|handing| {
+            let split = handing.split(replicas);
+            let prefill = self.replicas.iter().take(split.prefill as usize);
+            PdRun {
+                split,
+                handed: handing.handed,
+                lent_tokens: handing.lent_blocks * u64::from(page_size),
+                holds: handing.holds,
+                prefill_busy_us: prefill.map(|replica| replica.busy_us).sum(),
+            }
+        });
         run
     }
 }

@@ -23,7 +23,7 @@ use crate::images::{ImageArgs, Seeing};
 use crate::simulate::{Life, Run, Setup, run};
 use crate::traffic::{Arrival, Traffic};
 
-const MODEL: DeviceModel = DeviceModel {
+pub(crate) const MODEL: DeviceModel = DeviceModel {
     step_us: 1000.0,
     row_us: 10.0,
     token_us: 5.0,
@@ -31,7 +31,7 @@ const MODEL: DeviceModel = DeviceModel {
     ..DeviceModel::INSTANT
 };
 
-fn setup(model: DeviceModel) -> Setup {
+pub(crate) fn setup(model: DeviceModel) -> Setup {
     Setup {
         timing: Timing { model, ..Timing::default() },
         pages: 400,
@@ -49,10 +49,11 @@ fn setup(model: DeviceModel) -> Setup {
         sparse: None,
         seeing: None,
         states: None,
+        division: None,
     }
 }
 
-fn arrival(at_us: u64, input: u32, output: u32, blocks: &[u32]) -> Arrival {
+pub(crate) fn arrival(at_us: u64, input: u32, output: u32, blocks: &[u32]) -> Arrival {
     Arrival { at_us, input, output, blocks: blocks.to_vec(), images: Arc::default(), client: 0 }
 }
 
@@ -282,7 +283,7 @@ fn more_replicas_make_it_faster() {
     }
 }
 
-fn check(run: &Run, traffic: &Traffic, pool: u64) {
+pub(crate) fn check(run: &Run, traffic: &Traffic, pool: u64) {
     assert_eq!(run.lives.len(), traffic.arrivals.len());
     for (life, arrival) in run.lives.iter().zip(&traffic.arrivals) {
         if u64::from(arrival.input) + u64::from(arrival.output) > pool {
@@ -297,7 +298,7 @@ fn check(run: &Run, traffic: &Traffic, pool: u64) {
     assert!(run.cached_tokens <= run.prompt_tokens);
 }
 
-fn any_traffic() -> impl Strategy<Value = Traffic> {
+pub(crate) fn any_traffic() -> impl Strategy<Value = Traffic> {
     let request = (0..200_000_u64, 1..1500_u32, 1..40_u32, 0..6_u32);
     prop::collection::vec(request, 1..40).prop_map(|mut requests| {
         requests.sort_unstable();

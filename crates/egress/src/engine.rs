@@ -4,7 +4,7 @@ use forebay_engine::{
     AdapterOrder, BlockHash, EngineHandle, EngineRequest, Facts, RequestId, Stats, Status,
     SubmitError,
 };
-use forebay_replicas::{ReplicaReport, Replicas};
+use forebay_replicas::{ReplicaReport, Replicas, Role};
 
 /// An engine for the server. No call blocks.
 pub trait Engine: Send + Sync + 'static {
@@ -30,6 +30,10 @@ pub trait Engine: Send + Sync + 'static {
     /// Takes a replica out of the set of those with new requests, or puts it back. False: there is
     /// no such replica.
     fn drain_replica(&self, replica: usize, drained: bool) -> bool;
+    /// Gives a replica another role. False: there is no such replica, or replicas have no roles.
+    fn set_role(&self, replica: usize, role: Role) -> bool;
+    /// True if replicas have roles.
+    fn has_roles(&self) -> bool;
     /// True if every replica is drained.
     fn drained(&self) -> bool;
     /// The names of a prompt's full blocks for requests with this salt.
@@ -74,6 +78,12 @@ impl Engine for Replicas {
     }
     fn drain_replica(&self, replica: usize, drained: bool) -> bool {
         self.drain_replica(replica, drained)
+    }
+    fn set_role(&self, replica: usize, role: Role) -> bool {
+        self.set_role(replica, role)
+    }
+    fn has_roles(&self) -> bool {
+        self.has_roles()
     }
     fn drained(&self) -> bool {
         self.drained()

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use crossbeam_channel::Sender;
 use forebay_protocol::AdapterOrder;
 use forebay_scheduler::{
-    ImageId, LoanId, MAX_REQUEST_WORDS, Request, RequestView, image_words, request_words,
+    BlockHash, ImageId, LoanId, MAX_REQUEST_WORDS, Request, RequestView, image_words, request_words,
 };
 use parking_lot::Mutex;
 
@@ -16,8 +16,8 @@ use crate::journal::{Journal, Moment, Since, StepNote};
 use crate::member::Carried;
 use crate::picture::Placed;
 use crate::types::{
-    Arrival, EngineRequest, Facts, Orphan, PauseMode, PauseReply, Reload, RequestId, Stats, Status,
-    SubmitError,
+    Arrival, EngineRequest, Entrant, Facts, LoanReply, Orphan, PauseMode, PauseReply, Reload,
+    RequestId, Stats, Status, SubmitError,
 };
 use crate::waiting::{Place, Waiting};
 
@@ -39,6 +39,8 @@ pub(crate) enum Order {
     },
     Carried(Carried),
     Adapter(AdapterOrder),
+    /// Another replica's request asks for these blocks.
+    Lend(Vec<BlockHash>, LoanReply),
     /// Nobody reads the pages of this loan any more.
     TakeBack(LoanId),
     FlushCache(Box<dyn FnOnce(bool) + Send>),
@@ -96,6 +98,14 @@ impl EngineHandle {
     /// The request is too large, the queue is full, the server drains, or the hand is gone for
     /// good.
     pub fn submit(&self, request: EngineRequest) -> Result<(), SubmitError> {
+        self.send(self.enter(request)?)
+    }
+
+    /// Checks a request, and gives it a place in the queue.
+    ///
+    /// # Errors
+    /// As for [`Self::submit`].
+    pub fn enter(&self, request: EngineRequest) -> Result<Entrant, SubmitError> {
         let shared = &self.shared;
         if shared.draining.load(Ordering::Acquire) {
             return Err(SubmitError::Draining);
@@ -117,13 +127,32 @@ impl EngineHandle {
         let (limit, at_us) = (shared.max_queued, shared.clock.now_us());
         let full = |retry_after| SubmitError::QueueFull { limit, retry_after };
         shared.queued.enter(place, limit, at_us).map_err(full)?;
-        let arrival = Arrival { at_us, place };
+        Ok(Entrant { request, arrival: Arrival { at_us, place } })
+    }
+
+    /// Gives a request to the engine that has a place in the queue. Exactly one output with
+    /// `finish` will follow.
+    ///
+    /// # Errors
+    /// The engine thread has ended.
+    pub fn send(&self, entrant: Entrant) -> Result<(), SubmitError> {
+        let (shared, Entrant { request, arrival }) = (&self.shared, entrant);
         if self.orders.send(Order::Submit { request: Box::new(request), arrival }).is_err() {
-            shared.queued.left(place, at_us);
+            shared.queued.left(arrival.place, arrival.at_us);
             return Err(SubmitError::Unavailable("the engine thread has ended".into()));
         }
         shared.waker.wake();
         Ok(())
+    }
+
+    /// Has the engine lend the first of these blocks, up to one that is not in its host tier.
+    pub fn lend(&self, names: Vec<BlockHash>, reply: LoanReply) {
+        self.order(Order::Lend(names, reply));
+    }
+
+    /// Has the engine look again at what it can plan.
+    pub fn wake(&self) {
+        self.shared.waker.wake();
     }
 
     /// Has the engine continue a request that another engine has lost. The request already counts

@@ -88,7 +88,7 @@ pub use executor::{Executor, Signal, Wake};
 pub use forebay_protocol::{AdapterOrder, Dtype, Grid, Pooling, PromptLogprobs, Ready, SlotSpec};
 pub use forebay_scheduler::{
     BlockEvent, BlockHash, DecodeGap, DraftCounts, DraftMatch, DraftSource, DraftStats, FairQueue,
-    History, HostStats, HostTier, ImageId, ImageStats, Lookup, Namer, Past, Phase, Place,
+    History, HostStats, HostTier, ImageId, ImageStats, Loan, Lookup, Namer, Past, Phase, Place,
     PlaceStats, Planned, Policy, PromptImage, PromptTail, Proposer, QueuedRequest, Request,
     RequestView, SavePolicy, SharedHistory, SharedText, StateCache, StateStats,
     Stats as SchedulerStats,
@@ -100,8 +100,8 @@ pub use payload::{Embeds, Payload, Payloads, There};
 pub use picture::{Picture, PictureError, Placed, Placement};
 pub use thread::{Engine, EngineThread, Hooks};
 pub use types::{
-    Admission, BlockObserver, EngineRequest, Facts, FinishReason, HandStats, Orphan, Output,
-    OutputSink, PauseMode, PauseReply, Peers, PredictedTokens, Preference, Reload, ReloadReply,
-    RequestError, RequestId, SampledToken, Stats, Status, SubmitError,
+    Admission, BlockObserver, EngineRequest, Entrant, Facts, FinishReason, HandStats, LoanReply,
+    Orphan, Output, OutputSink, PauseMode, PauseReply, Peers, PredictedTokens, Preference, Reload,
+    ReloadReply, RequestError, RequestId, SampledToken, Stats, Status, SubmitError,
 };
 pub use waiting::Waiting;

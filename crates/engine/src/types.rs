@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use derive_more::AddAssign;
 use forebay_protocol::{PromptLogprobs, Ready};
-use forebay_scheduler::{BlockEvent, QueuedRequest, Request};
+use forebay_scheduler::{BlockEvent, Loan, QueuedRequest, Request};
 use serde::Serialize;
 use serde_json::Value;
 use thiserror::Error;
@@ -62,6 +62,40 @@ pub struct Orphan {
     pub(crate) admission: Option<Admission>,
 }
 
+/// A request that has its place in the queue, on its way to an engine.
+#[derive(Debug)]
+pub struct Entrant {
+    /// The request.
+    pub request: EngineRequest,
+    pub(crate) arrival: Arrival,
+}
+
+/// Gets the loan that an engine was asked for, once. `None`: it lends nothing, or has ended.
+pub struct LoanReply(Option<Box<dyn FnOnce(Option<Arc<Loan>>) + Send>>);
+
+impl LoanReply {
+    /// Has `reply` called on the thread of the engine, or where the question is dropped.
+    #[must_use]
+    pub fn new(reply: impl FnOnce(Option<Arc<Loan>>) + Send + 'static) -> Self {
+        Self(Some(Box::new(reply)))
+    }
+
+    /// Gives the answer.
+    pub(crate) fn answer(mut self, loan: Option<Arc<Loan>>) {
+        if let Some(reply) = self.0.take() {
+            reply(loan);
+        }
+    }
+}
+
+impl Drop for LoanReply {
+    fn drop(&mut self) {
+        if let Some(reply) = self.0.take() {
+            reply(None);
+        }
+    }
+}
+
 /// A request that was never admitted.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Arrival {
@@ -96,6 +130,13 @@ pub trait Peers: Send {
     /// now.
     fn hand_on(&self, orphan: Orphan) -> Option<Orphan> {
         Some(orphan)
+    }
+    /// Notes that a request has its slot and pages here.
+    fn admitted(&self, _id: u64) {}
+    /// True while no prompt that leaves is to be admitted: those who would go on with it have no
+    /// pages.
+    fn holds_prompts(&self) -> bool {
+        false
     }
     /// Aborts a request that the engine does not have, in case another replica has taken it over.
     fn abort(&self, id: RequestId);

@@ -67,6 +67,7 @@ impl Rig {
                     save_gbps: Some(0.01),
                     restore_gbps: Some(1.0 / restore_us),
                     latency_us: 0.0,
+                    ..CopyModel::default()
                 },
                 bytes: PageBytes { main: 1000, ..PageBytes::default() },
                 ..Timing::default()

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use forebay_sim::{
-    CopyModel, Fit, KvModel, Profile, SaveOrder, SimClock, SimConfig, SimText, SparseModel,
+    Bus, CopyModel, Fit, KvModel, Profile, SaveOrder, SimClock, SimConfig, SimText, SparseModel,
     StateModel, Timing, fit, read_samples,
 };
 use forebay_text::Tokenizer;
@@ -84,6 +84,7 @@ pub(crate) fn config(
             ranks: resolved.device.arrangement.tp_size(),
             save_order,
         },
+        bus: Bus::default(),
         hot_row_tokens,
         seed: hand.seed.wrapping_add(replica),
         load_us: (profile.load_s * 1e6) as u64,

@@ -21,18 +21,18 @@ pub struct HostMemories {
 }
 
 impl HostMemories {
-    /// The memories of `replicas` groups of one rank, of which the first `lenders` lend to all
-    /// others.
+    /// The memories of so many groups of one rank, of which each lends to all others.
     ///
     /// # Errors
     /// The system gives no such memory.
-    pub fn lent(lenders: usize, replicas: usize) -> io::Result<Vec<Self>> {
-        let memories: Vec<Option<Arc<OwnedFd>>> =
-            (0..lenders).map(|_| Ok(Some(Arc::new(new()?)))).collect::<io::Result<_>>()?;
-        let of = |at: usize| match memories.get(at) {
-            Some(own) => Self { own: own.clone(), lenders: Vec::new() },
-            None => Self { own: None, lenders: memories.clone() },
+    pub fn lent(replicas: usize) -> io::Result<Vec<Self>> {
+        let memories: Vec<Arc<OwnedFd>> =
+            (0..replicas).map(|_| Ok(Arc::new(new()?))).collect::<io::Result<_>>()?;
+        let others = |at: usize| {
+            let numbered = memories.iter().enumerate();
+            numbered.map(|(other, memory)| (other != at).then(|| Arc::clone(memory))).collect()
         };
+        let of = |at: usize| Self { own: Some(Arc::clone(&memories[at])), lenders: others(at) };
         Ok((0..replicas).map(of).collect())
     }
 
@@ -70,12 +70,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn decode_replicas_map_what_prefill_replicas_write() {
-        let memories = HostMemories::lent(2, 3).expect("memory");
+    fn each_replica_maps_what_the_others_write() {
+        let memories = HostMemories::lent(3).expect("memory");
         let named: Vec<_> = memories.iter().map(HostMemories::descriptors).collect();
-        assert_eq!(named, [vec![], vec![], vec![Some(6), Some(7)]]);
-        let lends: Vec<_> = memories.iter().map(HostMemories::lends).collect();
-        assert_eq!(lends, [true, true, false]);
+        let expected =
+            [[None, Some(7), Some(8)], [Some(6), None, Some(8)], [Some(6), Some(7), None]];
+        assert_eq!(named, expected);
+        assert!(memories.iter().all(HostMemories::lends));
+        assert!(!HostMemories::default().lends());
         let inode = |fd: BorrowedFd<'_>| rustix::fs::fstat(fd).expect("a file").st_ino;
         let own = memories[1].own().expect("its own").expect("a copy");
         let (number, lent) = memories[2].borrowed().nth(1).expect("two");

@@ -378,6 +378,12 @@ fn a_copy_holds_the_loan_until_it_has_ended_well_or_not() {
     tiers.release(lease);
     let Some(Found::Hot(lease)) = tiers.find(names[0]) else { panic!("it came") };
     tiers.release(lease);
+    let save = tiers.next_save(1).expect("what was borrowed is saved as what is computed");
+    assert!(tiers.lend(&names).is_none(), "not yet");
+    tiers.ended(save.ticket, true);
+    let (id, lent) = tiers.lend(&names).expect("a loan");
+    assert_eq!(lent.len(), 1, "and is lent on");
+    assert!(tiers.take_back(id));
     lender.end_loans();
     assert!(lender.lend(&names).is_none(), "its memory is another now");
 }

@@ -4,7 +4,10 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use forebay_balance::{Ask, Balancer, Budget, Ledger, Method, Work, drifted, move_pays, preferred};
+use forebay_balance::{
+    Ask, Balancer, Budget, Ledger, Method, Pressure, Role, RoleRule, Work, drifted, move_pays,
+    preferred,
+};
 use forebay_engine::{BlockHash, Preference};
 
 use crate::roles::LocalCounts;
@@ -24,6 +27,21 @@ pub(crate) struct Asked<'a> {
     pub(crate) cached: Vec<u64>,
     /// The leading blocks of the request, to be remembered until it has computed them.
     pub(crate) names: Arc<[BlockHash]>,
+    /// True if it borrows from others what its replica lacks.
+    pub(crate) borrows: bool,
+}
+
+impl Asked<'_> {
+    /// The facts for a policy.
+    pub(crate) fn ask(&self) -> Ask<'_> {
+        Ask { tokens: self.tokens, cached: &self.cached }
+    }
+
+    /// Tokens that a replica has to compute.
+    fn uncached(&self, at: usize) -> u64 {
+        let most = if self.borrows { self.cached.iter().copied().max() } else { None };
+        self.ask().uncached(at).min(self.tokens - most.unwrap_or(0))
+    }
 }
 
 /// Blocks that a request will bring to its replica.
@@ -47,6 +65,13 @@ pub(crate) struct Dispatch {
     lengths: Lengths,
     /// Requests that each replica serves alone although there are roles.
     pub(crate) local: Vec<LocalCounts>,
+    /// The roles of the replicas.
+    pub(crate) roles: Vec<Role>,
+    /// Requests for which a loan is asked on the way to their replica. True: aborted since.
+    pub(crate) borrowing: HashMap<u64, bool>,
+    pub(crate) pressure: Pressure,
+    /// The number of times that each replica began to hold prompts back.
+    pub(crate) holds: Vec<u64>,
 }
 
 struct Polled {
@@ -63,7 +88,8 @@ struct Lengths {
 }
 
 impl Dispatch {
-    pub(crate) fn new(replicas: usize, method: Method, watch_interval: Duration) -> Self {
+    pub(crate) fn new(roles: Vec<Role>, method: Method, watch_interval: Duration) -> Self {
+        let replicas = roles.len();
         let interval_us = u64::try_from(watch_interval.as_micros()).unwrap_or(u64::MAX);
         let polled = || Polled { budget: Budget::default(), interval_us, due_us: 0 };
         Self {
@@ -75,12 +101,26 @@ impl Dispatch {
             coming: HashMap::new(),
             lengths: Lengths::default(),
             local: vec![LocalCounts::default(); replicas],
+            roles,
+            borrowing: HashMap::new(),
+            pressure: Pressure::new(replicas),
+            holds: vec![0; replicas],
         }
     }
 
     /// True if a request can be sent to a replica now.
     pub(crate) fn open(&self, at: usize) -> bool {
         self.up[at] && !self.drained[at]
+    }
+
+    /// The rule by which roles divide requests.
+    pub(crate) fn rule(&self, local_tokens: u32) -> RoleRule<'_> {
+        RoleRule { roles: &self.roles, local_tokens: local_tokens.into() }
+    }
+
+    /// True if prefill replicas are to admit no further prompt that leaves.
+    pub(crate) fn is_pressed(&self) -> bool {
+        self.pressure.exceeds(|at| self.roles[at].decodes() && self.open(at))
     }
 
     /// True if the policy looks at the work of single requests: then each token counts.
@@ -92,14 +132,13 @@ impl Dispatch {
     /// none. `poll` tells the loads as the replicas report them.
     pub(crate) fn send(
         &mut self,
-        asked: Asked<'_>,
+        asked: &Asked<'_>,
         open: impl Fn(usize) -> bool,
         now_us: u64,
         poll: impl FnOnce() -> Vec<u64>,
     ) -> Option<usize> {
-        let Asked { id, preference, tokens, room, cached, names } = asked;
+        let &Asked { id, preference, room, ref names, .. } = asked;
         let replicas = self.up.len();
-        let ask = Ask { tokens, cached: &cached };
         let named =
             preference.replica.map(|at| at as usize).filter(|&at| at < replicas && open(at));
         let sticky = || preferred(preference.key.as_ref()?, replicas, &open);
@@ -112,15 +151,15 @@ impl Dispatch {
                 }
                 polled.budget.take(replicas, &open)?
             }
-            (None, None) => self.balancer.choose(self.ledger.loads(), &open, &ask)?,
+            (None, None) => self.balancer.choose(self.ledger.loads(), &open, &asked.ask())?,
         };
         let decode = self.lengths.mean.map_or(room, |mean| mean.min(room));
-        self.ledger.sent(id, target, Work { prefill: ask.uncached(target), decode });
+        self.ledger.sent(id, target, Work { prefill: asked.uncached(target), decode });
         if self.counts_tokens() {
             self.lengths.generated.insert(id, 0);
         }
         if !names.is_empty() {
-            self.coming.insert(id, Coming { target, names });
+            self.coming.insert(id, Coming { target, names: Arc::clone(names) });
         }
         Some(target)
     }
@@ -150,11 +189,13 @@ impl Dispatch {
 
     /// A request goes to another replica. Gives what it will not bring to this one any more.
     pub(crate) fn moved(&mut self, id: u64) -> Option<Coming> {
+        self.pressure.gone(id);
         self.coming.remove(&id)
     }
 
     /// A request has ended.
     pub(crate) fn ended(&mut self, id: u64) -> Option<Coming> {
+        self.pressure.gone(id);
         self.ledger.ended(id);
         if let Some(generated) = self.lengths.generated.remove(&id).filter(|&tokens| tokens > 0) {
             let mean = self.lengths.mean.get_or_insert(generated);

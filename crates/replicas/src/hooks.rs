@@ -1,6 +1,7 @@
 //! Reports of an engine to the set that it belongs to.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use forebay_engine::{
     BlockEvent, BlockObserver, FinishReason, Orphan, Output, OutputSink, Peers, QueuedRequest,
@@ -32,6 +33,8 @@ impl OutputSink for CountingSink {
                     settled.extend(dispatch.ended(id));
                 }
             }
+            self.shared.note_room(&mut dispatch, self.at);
+            self.shared.press(&mut dispatch);
             if self.shared.moves() { dispatch.drifted() } else { None }
         };
         self.shared.settled(settled);
@@ -53,6 +56,7 @@ impl Drop for CountingSink {
             dispatch.up[self.at] = false;
             let left: Vec<u64> = dispatch.ledger.requests(self.at).collect();
             settled.extend(left.iter().filter_map(|&id| dispatch.ended(id)));
+            self.shared.press(&mut dispatch);
             left
         };
         self.shared.settled(settled);
@@ -108,7 +112,11 @@ pub(crate) struct Others {
 
 impl Peers for Others {
     fn up(&self, up: bool) {
-        self.shared.dispatch.lock().up[self.at] = up;
+        {
+            let mut dispatch = self.shared.dispatch.lock();
+            dispatch.up[self.at] = up;
+            self.shared.press(&mut dispatch);
+        }
         info!(replica = self.at, up, "the set of replicas has changed");
         if up {
             // Somebody may have waited for anybody to come back.
@@ -152,6 +160,18 @@ impl Peers for Others {
 
     fn hand_on(&self, orphan: Orphan) -> Option<Orphan> {
         self.shared.hand_on(self.at, orphan)
+    }
+
+    fn admitted(&self, id: u64) {
+        if self.shared.pd.is_some() {
+            let mut dispatch = self.shared.dispatch.lock();
+            dispatch.pressure.admitted(id);
+            self.shared.press(&mut dispatch);
+        }
+    }
+
+    fn holds_prompts(&self) -> bool {
+        self.shared.pressed.load(Ordering::Acquire)
     }
 
     fn abort(&self, id: RequestId) {

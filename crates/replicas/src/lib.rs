@@ -20,11 +20,12 @@
 mod blocks;
 mod dispatch;
 mod hooks;
+mod lending;
 mod replicas;
 mod roles;
 mod status;
 
-pub use forebay_balance::{Load, Method};
+pub use forebay_balance::{Load, LocalReason, Method, Role};
 pub use replicas::{Listeners, Member, Replicas, ReplicasConfig};
-pub use roles::{LocalCounts, LocalReason, PdConfig};
+pub use roles::{LocalCounts, PdConfig};
 pub use status::{ReplicaReport, combined_facts, combined_stats, combined_status};

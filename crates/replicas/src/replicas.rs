@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use forebay_balance::{MOST_MOVES, Method};
+use forebay_balance::{MOST_MOVES, Method, Role};
 use forebay_engine::{
     AdapterOrder, BlockHash, BlockObserver, Clock, Engine, EngineConfig, EngineHandle,
     EngineRequest, EngineThread, Executor, Facts, Hooks, Namer, Orphan, OutputSink, Peers,
@@ -18,7 +18,7 @@ use serde::Serialize;
 use crate::blocks::{Blocks, News};
 use crate::dispatch::{Asked, Coming, Dispatch};
 use crate::hooks::{CountingSink, Observer, Observers, Others};
-use crate::roles::{LocalReason, PdConfig};
+use crate::roles::{self, PdConfig};
 use crate::status::{ReplicaReport, combined_facts, combined_stats, combined_status};
 
 /// The settings by which requests are spread over replicas.
@@ -76,7 +76,9 @@ pub(crate) struct Shared {
     naming: Option<(Namer, usize)>,
     /// The largest number of moves of a queued request.
     most_moves: u8,
-    pd: Option<PdConfig>,
+    pub(crate) pd: Option<PdConfig>,
+    /// True while prefill replicas admit no prompt that leaves.
+    pub(crate) pressed: AtomicBool,
 }
 
 /// The replicas of one brain. Cheap to clone; no call blocks.
@@ -101,8 +103,11 @@ impl Replicas {
         let namer = members.first().map(|member| member.config.namer.clone());
         let page_size = page_size.filter(|_| caching);
         let method = config.load_balance_method;
-        let informed = count > 1 && matches!(method, Method::TotalTokens | Method::PrefixAware);
-        let mut dispatch = Dispatch::new(count, method, config.load_watch_interval);
+        // With roles, what a decode replica has decides where a request goes.
+        let looks = matches!(method, Method::TotalTokens | Method::PrefixAware);
+        let informed = count > 1 && (looks || config.pd.is_some());
+        let roles = roles::at_start(config.pd, count);
+        let mut dispatch = Dispatch::new(roles, method, config.load_watch_interval);
         // A single one is always the one.
         dispatch.up = vec![count == 1; count];
         let shared = Arc::new(Shared {
@@ -118,6 +123,7 @@ impl Replicas {
                 0
             },
             pd: config.pd,
+            pressed: AtomicBool::new(false),
         });
         let queued = Arc::new(Waiting::default());
         let on_exit = Arc::new(Mutex::new(Some(on_exit)));
@@ -193,7 +199,8 @@ impl Replicas {
         let waiting =
             |at: usize| matches!(engines[at].status(), Status::Ready | Status::Recovering(_));
         let preference = request.preference.clone();
-        let asked = shared.ask(&request.request, &preference);
+        let mut asked = shared.ask(&request.request, &preference);
+        asked.borrows = shared.pd.is_some() && request.request.spec.embeds.is_none();
         let fits: Vec<bool> = engines.iter().map(|engine| engine.fits(&request)).collect();
         let mut dispatch = shared.dispatch.lock();
         let ready = |at: usize| dispatch.open(at) && fits[at];
@@ -202,11 +209,9 @@ impl Replicas {
         let mut open: Vec<bool> =
             (0..engines.len()).map(|at| if anybody { ready(at) } else { later(at) }).collect();
         let reason = shared.pd.and_then(|pd| {
-            let reason = pd.narrow(&asked, &request.request, &mut open);
-            request.request.leaves = reason.is_none();
-            reason
+            roles::narrow(&dispatch.rule(pd.local_tokens), &asked, &request.request, &mut open)
         });
-        let Some(at) = shared.send(&mut dispatch, asked, &open) else {
+        let Some(at) = shared.send(&mut dispatch, &asked, &open) else {
             drop(dispatch);
             let reason = match self.status() {
                 Status::Failed(reason) | Status::Starting(reason) => reason,
@@ -214,9 +219,15 @@ impl Replicas {
             };
             return Err(SubmitError::Unavailable(reason));
         };
-        reason.into_iter().for_each(|reason| dispatch.local[at].count(reason));
+        if let Some(pd) = shared.pd {
+            let reason = dispatch.rule(pd.local_tokens).stays(at, reason);
+            request.request.leaves = reason.is_none();
+            reason.into_iter().for_each(|reason| dispatch.local[at].count(reason));
+        }
         drop(dispatch);
-        engines[at].submit(request).inspect_err(|_| {
+        let lender = shared.lender(&asked, at);
+        let entered = engines[at].enter(request);
+        entered.and_then(|entrant| shared.enter(at, lender, entrant)).inspect_err(|_| {
             let coming = shared.dispatch.lock().ended(id.0);
             shared.settled(coming);
         })
@@ -227,8 +238,10 @@ impl Replicas {
     pub fn abort(&self, id: RequestId) {
         // Under the lock, so that a request on its way from one replica to another is found at one
         // of them.
-        let dispatch = self.0.dispatch.lock();
-        if let Some(at) = dispatch.ledger.target(id.0) {
+        let mut dispatch = self.0.dispatch.lock();
+        if let Some(aborted) = dispatch.borrowing.get_mut(&id.0) {
+            *aborted = true;
+        } else if let Some(at) = dispatch.ledger.target(id.0) {
             self.0.engines()[at].abort(id);
         }
     }
@@ -275,7 +288,26 @@ impl Replicas {
     pub fn drain_replica(&self, at: usize, drained: bool) -> bool {
         let mut dispatch = self.0.dispatch.lock();
         let found = dispatch.drained.get_mut(at).map(|place| *place = drained);
+        self.0.press(&mut dispatch);
         found.is_some()
+    }
+
+    /// Gives a replica another role. Requests that it has end there, or leave as they would have.
+    /// False: there is none with this number, or replicas have no roles.
+    pub fn set_role(&self, at: usize, role: Role) -> bool {
+        if self.0.pd.is_none() {
+            return false;
+        }
+        let mut dispatch = self.0.dispatch.lock();
+        let found = dispatch.roles.get_mut(at).map(|place| *place = role);
+        self.0.press(&mut dispatch);
+        found.is_some()
+    }
+
+    /// True if replicas have roles.
+    #[must_use]
+    pub fn has_roles(&self) -> bool {
+        self.0.pd.is_some()
     }
 
     /// True if every replica was told to take no new requests.
@@ -322,18 +354,19 @@ impl Replicas {
     #[must_use]
     pub fn reports(&self) -> Vec<ReplicaReport> {
         let dispatch = self.0.dispatch.lock();
-        let loads = dispatch.ledger.loads().iter().zip(&dispatch.drained).zip(&dispatch.local);
-        let engines = self.0.engines().iter();
-        let report = |(engine, ((load, drained), local)): (&EngineHandle, ((&_, &bool), &_))| {
-            ReplicaReport {
-                status: engine.status(),
-                stats: engine.stats(),
-                load: *load,
-                drained: *drained,
-                local: *local,
-            }
+        let pressed = self.0.pressed.load(Ordering::Acquire);
+        let report = |(at, engine): (usize, &EngineHandle)| ReplicaReport {
+            status: engine.status(),
+            stats: engine.stats(),
+            load: dispatch.ledger.loads()[at],
+            drained: dispatch.drained[at],
+            local: dispatch.local[at],
+            role: dispatch.roles[at],
+            ahead_tokens: dispatch.pressure.ahead(at),
+            holding: pressed && !dispatch.roles[at].decodes(),
+            holds: dispatch.holds[at],
         };
-        engines.zip(loads).map(report).collect()
+        self.0.engines().iter().enumerate().map(report).collect()
     }
 
     /// The engines' clock, in microseconds.
@@ -372,6 +405,11 @@ impl Shared {
     /// Empty until all have been started.
     pub(crate) fn engines(&self) -> &[EngineHandle] {
         self.engines.get().map_or(&[], Vec::as_slice)
+    }
+
+    /// Full blocks of so many tokens.
+    pub(crate) fn blocks_in(&self, tokens: u64) -> usize {
+        self.naming.as_ref().map_or(0, |(_, size)| tokens as usize / size)
     }
 
     fn names(&self, salt: u64, prompt: &[i32], generated: &[i32]) -> Vec<BlockHash> {
@@ -415,10 +453,11 @@ impl Shared {
             room: u64::from(request.max_tokens).saturating_sub(request.generated.len() as u64),
             names: if self.blocks.is_some() { Arc::clone(names) } else { Arc::default() },
             cached,
+            borrows: false,
         }
     }
 
-    fn send(&self, dispatch: &mut Dispatch, asked: Asked<'_>, open: &[bool]) -> Option<usize> {
+    fn send(&self, dispatch: &mut Dispatch, asked: &Asked<'_>, open: &[bool]) -> Option<usize> {
         let names = Arc::clone(&asked.names);
         let reported = || {
             let stats = self.engines().iter().map(EngineHandle::stats);
@@ -464,24 +503,9 @@ impl Shared {
         self.hand_to(orphan, true, |at, dispatch| at != from && dispatch.open(at) && fits[at])
     }
 
-    /// Sends a request that has left its prefill replica to a decode replica; gives it back if
-    /// there is none.
-    pub(crate) fn hand_on(&self, from: usize, orphan: Orphan) -> Option<Orphan> {
-        let Some(pd) = self.pd else { return Some(orphan) };
-        let fits: Vec<bool> =
-            self.engines().iter().map(|engine| engine.fits(&orphan.request)).collect();
-        let may =
-            |at: usize, dispatch: &Dispatch| !pd.prefills(at) && dispatch.open(at) && fits[at];
-        let left = self.hand_to(orphan, false, may);
-        if left.is_some() {
-            self.dispatch.lock().local[from].count(LocalReason::NoDecode);
-        }
-        left
-    }
-
     /// Sends a request to one of the replicas that `may` take it; gives it back if none does.
     /// `routed`: it goes by roles.
-    fn hand_to(
+    pub(crate) fn hand_to(
         &self,
         mut orphan: Orphan,
         routed: bool,
@@ -495,23 +519,27 @@ impl Shared {
         if !open.contains(&true) {
             return Some(orphan);
         }
-        if let Some(pd) = self.pd.filter(|_| routed) {
-            orphan.request.request.leaves =
-                pd.narrow(&asked, &orphan.request.request, &mut open).is_none();
-        }
+        let by_roles = self.pd.filter(|_| routed);
+        let reason = by_roles.and_then(|pd| {
+            let rule = dispatch.rule(pd.local_tokens);
+            roles::narrow(&rule, &asked, &orphan.request.request, &mut open)
+        });
         let before = dispatch.moved(id);
         self.settled(before);
-        match self.send(&mut dispatch, asked, &open) {
-            // Under the lock, so that an abort goes to where the request is.
-            Some(at) => {
-                // Only decode replicas read the memory of others.
-                let borrows = self.pd.is_some_and(|pd| !pd.prefills(at));
-                let loan = &mut orphan.request.request.loan;
-                loan.take_if(|_| !borrows);
-                self.engines()[at].adopt(orphan);
-            }
-            None => return Some(orphan),
+        let Some(at) = self.send(&mut dispatch, &asked, &open) else { return Some(orphan) };
+        let request = &mut orphan.request.request;
+        if let Some(pd) = by_roles {
+            request.leaves = dispatch.rule(pd.local_tokens).stays(at, reason).is_none();
         }
+        if request.past.handed && !request.leaves {
+            dispatch.pressure.handed(id, at, asked.tokens);
+            self.note_room(&mut dispatch, at);
+        }
+        self.press(&mut dispatch);
+        // What it has lent is in its own tiers.
+        request.loan.take_if(|loan| loan.lender() as usize == at);
+        // Under the lock, so that an abort goes to where the request is.
+        self.engines()[at].adopt(orphan);
         None
     }
 }

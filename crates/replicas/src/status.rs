@@ -1,6 +1,6 @@
 //! Many replicas told as one.
 
-use forebay_balance::Load;
+use forebay_balance::{Load, Role};
 use forebay_engine::{Facts, Stats, Status};
 
 use crate::roles::LocalCounts;
@@ -18,6 +18,14 @@ pub struct ReplicaReport {
     pub drained: bool,
     /// Requests that it serves alone although there are roles.
     pub local: LocalCounts,
+    /// The role of the replica.
+    pub role: Role,
+    /// Tokens of requests that were handed on to it and wait for pages.
+    pub ahead_tokens: u64,
+    /// True if it admits no prompt that leaves, because decode replicas have no pages.
+    pub holding: bool,
+    /// The number of times that it began to do so.
+    pub holds: u64,
 }
 
 /// The state of all replicas: ready as soon as one is. A replica that is being restarted comes

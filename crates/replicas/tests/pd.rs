@@ -11,7 +11,7 @@ use forebay_engine::{
     RequestId, Status,
 };
 use forebay_replicas::{
-    Listeners, LocalReason, Member, PdConfig, ReplicaReport, Replicas, ReplicasConfig,
+    Listeners, LocalReason, Member, PdConfig, ReplicaReport, Replicas, ReplicasConfig, Role,
 };
 use forebay_sim::testing::{ChannelSink, PATIENCE, Story, VOCAB, alone, request, tell, text};
 use forebay_sim::{
@@ -32,25 +32,39 @@ struct Rig {
 
 impl Rig {
     fn start(prefill: u32, decode: u32, local_tokens: u32, host_pages: u32) -> Self {
+        Self::with(prefill, decode, local_tokens, host_pages, 2000, 0.02)
+    }
+
+    /// The decode replicas have so many pages of the device. To copy a page at 1 GB/s takes a sixth
+    /// of the time that its tokens take to compute.
+    fn with(
+        prefill: u32,
+        decode: u32,
+        local_tokens: u32,
+        host_pages: u32,
+        pages: u32,
+        gbps: f64,
+    ) -> Self {
         let clock = SimClock::real();
         let (sender, outputs) = channel();
         let (mut members, mut controls) = (Vec::new(), Vec::new());
-        for _ in 0..prefill + decode {
+        for at in 0..prefill + decode {
             let (executor, control) = SimExecutor::new(SimConfig {
                 clock: clock.clone(),
                 timing: Timing {
                     model: DeviceModel { step_us: 100.0, ..DeviceModel::INSTANT },
                     copy: CopyModel {
-                        save_gbps: Some(0.02),
-                        restore_gbps: Some(0.02),
+                        save_gbps: Some(gbps),
+                        restore_gbps: Some(gbps),
                         latency_us: 0.0,
+                        ..CopyModel::default()
                     },
                     bytes: PageBytes { main: 1000, ..PageBytes::default() },
                     ..Timing::default()
                 },
                 load_us: 1000,
                 host_pages,
-                page_count: 2000,
+                page_count: if at < prefill { 2000 } else { pages },
                 vocab_size: VOCAB,
                 text: text(),
                 ..SimConfig::default()
@@ -126,6 +140,19 @@ impl Rig {
         }
     }
 
+    /// Waits for the ends of so many requests, and changes roles on the way, in turn.
+    fn follow_with_roles(&mut self, mut count: usize, changes: &[(usize, Role)]) {
+        let mut outputs = 0;
+        while count > 0 {
+            count -= self.next();
+            outputs += 1;
+            if outputs % 20 == 0 {
+                let (at, role) = changes[outputs / 20 % changes.len()];
+                assert!(self.replicas.set_role(at, role));
+            }
+        }
+    }
+
     /// No page is lent or held, and no copy under way.
     fn assert_idle(&self) {
         self.until(|all| {
@@ -136,6 +163,7 @@ impl Rig {
                     && stats.host.copies_outstanding == 0
                     && stats.running + stats.waiting + stats.pages_held == 0
                     && report.load.requests == 0
+                    && report.ahead_tokens == 0
             })
         });
     }
@@ -260,6 +288,126 @@ fn aborted_requests_end_wherever_they_are() {
     rig.follow(200);
     rig.assert_exact();
     rig.assert_idle();
+}
+
+#[test]
+fn the_next_turn_borrows_back_what_decode_replicas_have() {
+    for prefill in [1, 2] {
+        let mut rig = Rig::with(prefill, 1, 0, HOST_PAGES, 2000, 1.0);
+        let mut said: Vec<i32> = (0..100).collect();
+        for turn in 0..4 {
+            rig.submit(turn, said.clone(), 42);
+            rig.follow(1);
+            // All that is to be saved is.
+            rig.assert_idle();
+            let cached = rig.stories[&turn].cached_tokens as usize;
+            // The last token of the turn before was not computed.
+            let known = if turn == 0 { 0 } else { said.len() - 10 - 1 };
+            assert_eq!(cached, known / 4 * 4, "turn {turn} with {prefill} prefill replicas");
+            said.extend(&rig.stories[&turn].tokens);
+            said.extend((0..10).map(|at| 500 + at + turn as i32));
+        }
+        rig.assert_exact();
+        let reports = rig.replicas.reports();
+        let computed: u64 = reports[..prefill as usize]
+            .iter()
+            .map(|report| report.stats.scheduler.prompt_tokens)
+            .sum();
+        // What is new of each turn, and what is on no full page of the one before.
+        assert!((130..=100 + 3 * 14).contains(&computed), "{computed} were computed");
+        assert_eq!(rig.handed(), 4);
+    }
+}
+
+#[test]
+fn a_prefill_replica_borrows_from_another_one() {
+    let mut rig = Rig::start(2, 1, 0, HOST_PAGES);
+    rig.submit(0, (0..200).collect(), 2);
+    rig.follow(1);
+    rig.assert_idle();
+    // The one with the blocks takes no request, so the other one does.
+    let has = usize::from(rig.replicas.reports()[0].stats.scheduler.prompt_tokens == 0);
+    rig.replicas.drain_replica(has, true);
+    rig.replicas.drain_replica(2, true);
+    rig.submit(1, (0..250).collect(), 2);
+    rig.follow(1);
+    assert_eq!(rig.stories[&1].cached_tokens, 200);
+    rig.replicas.drain_replica(has, false);
+    rig.replicas.drain_replica(2, false);
+    rig.assert_exact();
+    rig.assert_idle();
+}
+
+#[test]
+fn requests_that_are_aborted_while_they_borrow_end() {
+    let mut rig = Rig::start(1, 1, 0, HOST_PAGES);
+    let first: Vec<i32> = (0..200).collect();
+    rig.submit(0, first.clone(), 40);
+    rig.follow(1);
+    rig.assert_idle();
+    let said = [first, rig.stories[&0].tokens.clone()].concat();
+    for id in 1..100 {
+        rig.submit(id, [&said[..], &[id as i32; 20]].concat(), 60);
+        rig.replicas.abort(RequestId(id));
+    }
+    rig.follow(99);
+    rig.assert_exact();
+    rig.assert_idle();
+    assert!((1..100).all(|id| rig.stories[&id].end == Some(FinishReason::Abort)));
+}
+
+#[test]
+fn roles_that_change_under_load_lose_nothing() {
+    use Role::{Both, Decode, Prefill};
+    let mut rig = Rig::start(2, 2, 0, HOST_PAGES);
+    for id in 0..300 {
+        rig.submit(id, prompt(id), 1 + (id as u32 * 13) % 60);
+    }
+    let changes =
+        [(1, Decode), (2, Prefill), (0, Both), (2, Decode), (0, Prefill), (3, Both), (1, Prefill)];
+    rig.follow_with_roles(300, &changes);
+    rig.assert_exact();
+    rig.assert_idle();
+    assert!(rig.handed() > 0);
+    let roles = || rig.replicas.reports().iter().map(|report| report.role).collect::<Vec<_>>();
+    for at in 0..4 {
+        assert!(rig.replicas.set_role(at, Both));
+    }
+    assert_eq!(roles(), [Both; 4]);
+    assert!(!rig.replicas.set_role(4, Both), "there is no such replica");
+    let (handed, both) = (rig.handed(), rig.local(LocalReason::Both));
+    for id in 300..320 {
+        rig.submit(id, prompt(id), 20);
+    }
+    rig.follow(20);
+    assert_eq!((rig.handed(), rig.local(LocalReason::Both)), (handed, both + 20));
+    rig.assert_exact();
+    rig.assert_idle();
+}
+
+#[test]
+fn prompts_wait_while_decode_replicas_have_no_pages() {
+    // Pages of two requests at a time.
+    let mut rig = Rig::with(1, 1, 0, HOST_PAGES, 90, 1.0);
+    for id in 0..60 {
+        rig.submit(id, (0..100).map(|at| (id as i32 * 7 + at) % 1000).collect(), 60);
+    }
+    let (mut ended, mut most, mut held) = (0, 0, false);
+    while ended < 60 {
+        ended += rig.next();
+        let reports = rig.replicas.reports();
+        most = most.max(reports[1].ahead_tokens);
+        held |= reports[0].holding;
+        assert!(!reports[1].holding);
+    }
+    rig.assert_exact();
+    rig.assert_idle();
+    let reports = rig.replicas.reports();
+    assert!(held && reports[0].holds > 0 && reports[1].holds == 0, "{}", reports[0].holds);
+    assert_eq!(rig.handed(), 60);
+    // The pages of the replica, and the prompts that were admitted before.
+    assert!(most <= 90 * 4 + 4 * 100, "{most} tokens waited");
+    assert!(!reports[0].holding, "nothing waits any more");
 }
 
 /// Kills the hands of `victims` in turn while requests run, each time after some tokens.

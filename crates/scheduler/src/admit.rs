@@ -138,6 +138,7 @@ impl Scheduler {
         if entry.known() < entry.total
             || !self.has_room_in_plan(handle, step)
             || self.turns.is_blocked(key, returns)
+            || self.holds_leaving && entry.request.leaves && !entry.request.probe
             || !self.roster.has_place(entry.request.probe)
         {
             return false;

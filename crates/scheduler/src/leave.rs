@@ -38,6 +38,8 @@ impl Scheduler {
         self.retire(handle);
         let entry = &mut self.roster[handle];
         self.turns.leave(&entry.ticket(handle));
+        // It computes nothing more here, so its adapter may give way to another one.
+        self.places.leave(handle, entry);
         entry.leaving = true;
         self.leaving.push(handle);
     }
@@ -59,14 +61,25 @@ impl Scheduler {
     /// since, or the hand has died.
     pub fn hand_on(&mut self, id: u64) -> Option<Handed> {
         let handle = self.roster.find(id).filter(|&handle| self.roster[handle].leaving)?;
-        self.places.leave(handle, &mut self.roster[handle]);
         let entry = self.roster.remove(handle)?;
-        let lent = self.memory.lend(&entry.blocks.names);
-        let lent = lent.map(|(loan, pages)| LentBlocks { loan, pages });
+        let lent = self.lend(&entry.blocks.names);
         let mut request = entry.into_request();
         request.leaves = false;
         request.past.handed = true;
         Some(Handed { request, lent })
+    }
+
+    /// Lends the first of these blocks, up to one that is not in the host tier. `None`: the first
+    /// is not, or nothing can be lent.
+    pub fn lend(&mut self, names: &[BlockHash]) -> Option<LentBlocks> {
+        let (loan, pages) = self.memory.lend(names)?;
+        Some(LentBlocks { loan, pages })
+    }
+
+    /// Admits no request that leaves from now on, except probes, or admits them again. Others that
+    /// come behind one in turn wait with it.
+    pub fn hold_leaving(&mut self, held: bool) {
+        self.holds_leaving = held;
     }
 
     /// Takes back blocks that were lent. False: the loan has ended.

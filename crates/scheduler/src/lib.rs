@@ -217,6 +217,8 @@ pub struct Scheduler {
     background_waits: bool,
     /// Requests that leave when their blocks are saved. Some may be gone.
     leaving: Vec<Handle>,
+    /// True while nobody is admitted who leaves.
+    holds_leaving: bool,
 }
 
 impl Scheduler {
@@ -245,6 +247,7 @@ impl Scheduler {
             passed: Vec::new(),
             background_waits: false,
             leaving: Vec::new(),
+            holds_leaving: false,
             config,
         }
     }

@@ -280,7 +280,7 @@ impl Places {
             let (request, seat) = (&entry.request, entry.seat);
             let (id, adapter) = (request.id, request.adapter);
             let fine = match (seat, adapter) {
-                (Seat::None, adapter) => adapter.is_none() || request.held,
+                (Seat::None, adapter) => adapter.is_none() || request.held || entry.leaving,
                 (Seat::Place(at), Some(adapter)) => {
                     users[at as usize] += 1;
                     self.places[at as usize].content == Content::Holds { id: adapter }

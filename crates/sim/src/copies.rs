@@ -1,6 +1,10 @@
-//! The simulated copy engines: one a direction, beside the steps.
+//! The simulated copy engines: one a direction, beside the steps, and the bus that all copies of a
+//! machine share.
+
+use std::sync::Arc;
 
 use forebay_protocol::{COPY_FAILED, COPY_OK, CopyEnd, Direction, PageCopy, StepResult};
+use parking_lot::Mutex;
 
 use crate::profile::CopyModel;
 
@@ -59,6 +63,22 @@ impl PageBytes {
     }
 }
 
+/// The way between the devices and the memory of a machine. Its clones are the same bus.
+///
+/// Copies get their share in the order in which plans name them, from the time at which they may
+/// begin.
+#[derive(Debug, Clone, Default)]
+pub struct Bus(Arc<Mutex<f64>>);
+
+impl Bus {
+    /// Takes the bus for so long, from `from_us` on at the earliest. Gives the end.
+    fn take(&self, from_us: u64, us: f64) -> u64 {
+        let mut busy_until = self.0.lock();
+        *busy_until = busy_until.max(from_us as f64) + us;
+        busy_until.round() as u64
+    }
+}
+
 /// The copy engines of both directions. The caller gives the time.
 #[derive(Debug, Default)]
 pub struct CopyEngines {
@@ -67,6 +87,7 @@ pub struct CopyEngines {
     /// The time at which each direction's engine has finished its copies.
     busy_until: [u64; 2],
     under_way: Vec<Copying>,
+    bus: Bus,
 }
 
 impl CopyEngines {
@@ -74,6 +95,12 @@ impl CopyEngines {
     #[must_use]
     pub fn new(model: CopyModel, bytes: PageBytes) -> Self {
         Self { model, bytes, ..Self::default() }
+    }
+
+    /// Has the copies share `bus` with those of other devices.
+    #[must_use]
+    pub fn on(self, bus: Bus) -> Self {
+        Self { bus, ..self }
     }
 
     /// The end of the last save that was taken on; one that never ends counts as if it did.
@@ -91,7 +118,10 @@ impl CopyEngines {
     pub fn start(&mut self, copy: PageCopy, from_us: u64, fault: CopyFault) {
         let lane = usize::from(copy.direction != Direction::Save);
         let begin = self.busy_until[lane].max(from_us);
-        let took = self.model.copy_us(copy.direction, self.bytes.of(copy));
+        let bytes = self.bytes.of(copy);
+        let alone = begin + self.model.copy_us(copy.direction, bytes);
+        let shared = self.model.bus_us(bytes).map_or(0, |us| self.bus.take(from_us, us));
+        let took = alone.max(shared) - begin;
         let end_us = (fault != CopyFault::Hangs).then_some(begin + took);
         self.busy_until[lane] = begin + took;
         self.under_way.push(Copying {
@@ -139,7 +169,8 @@ mod tests {
 
     #[test]
     fn each_direction_has_an_engine_and_takes_one_after_the_other() {
-        let model = CopyModel { save_gbps: Some(1.0), restore_gbps: Some(2.0), latency_us: 10.0 };
+        let (save_gbps, restore_gbps) = (Some(1.0), Some(2.0));
+        let model = CopyModel { save_gbps, restore_gbps, latency_us: 10.0, ..CopyModel::default() };
         let mut engines =
             CopyEngines::new(model, PageBytes { main: 100_000, ..PageBytes::default() });
         engines.start(copy(0, Direction::Save), 50, CopyFault::None);
@@ -157,5 +188,33 @@ mod tests {
         engines.report(u64::MAX, &mut result);
         assert_eq!(result.copied[2..], [ended(1, COPY_FAILED)]);
         assert_eq!(engines.next_end(), None, "the other one never ends");
+    }
+
+    #[test]
+    fn copies_of_all_devices_share_the_bus() {
+        // A page fills the bus for 50 us, and takes 100 us by itself.
+        let model = CopyModel {
+            save_gbps: Some(1.0),
+            restore_gbps: Some(1.0),
+            bus_gbps: Some(2.0),
+            ..CopyModel::default()
+        };
+        let bus = Bus::default();
+        let bytes = PageBytes { main: 100_000, ..PageBytes::default() };
+        let device = || CopyEngines::new(model, bytes).on(bus.clone());
+        let (mut first, mut second, mut third) = (device(), device(), device());
+        first.start(copy(0, Direction::Save), 0, CopyFault::None);
+        second.start(copy(0, Direction::Restore), 0, CopyFault::None);
+        third.start(copy(0, Direction::Restore), 0, CopyFault::None);
+        let ends = [&first, &second, &third].map(CopyEngines::next_end);
+        assert_eq!(ends, [Some(100), Some(100), Some(150)], "two fit beside each other");
+        third.start(copy(1, Direction::Save), 1000, CopyFault::None);
+        let mut result = StepResult::default();
+        third.report(u64::MAX, &mut result);
+        let took = CopyTiming { save_us: 100, restore_us: 150 };
+        assert_eq!(result.copy_timing, Some(took), "it was idle meanwhile");
+        let mut alone = CopyEngines::new(model, bytes);
+        alone.start(copy(0, Direction::Save), 0, CopyFault::None);
+        assert_eq!(alone.next_end(), Some(100), "another bus");
     }
 }

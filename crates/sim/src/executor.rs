@@ -11,7 +11,7 @@ use forebay_protocol::{
 use parking_lot::{Condvar, Mutex};
 
 use crate::clock::{self, SimClock};
-use crate::copies::CopyFault;
+use crate::copies::{Bus, CopyFault};
 use crate::device::Device;
 use crate::profile::Jitter;
 use crate::states::States;
@@ -25,6 +25,8 @@ pub struct SimConfig {
     pub clock: SimClock,
     /// The times of steps and copies.
     pub timing: Timing,
+    /// The bus of the machine, which its other devices share.
+    pub bus: Bus,
     /// Seed of the jitter.
     pub seed: u64,
     /// Microseconds from spawn to ready.
@@ -58,6 +60,7 @@ impl Default for SimConfig {
         Self {
             clock: SimClock::virtual_time(),
             timing: Timing::default(),
+            bus: Bus::default(),
             seed: 0,
             load_us: 1000,
             page_count: 64,
@@ -91,7 +94,8 @@ impl SimTower {
 impl SimConfig {
     fn timeline(&self, member: u64, now_us: u64) -> Timeline {
         let seed = self.seed.wrapping_add(member);
-        Timeline::new(self.timing, Jitter::new(self.timing.model.jitter_sigma, seed), now_us)
+        let jitter = Jitter::new(self.timing.model.jitter_sigma, seed);
+        Timeline::new(self.timing, jitter, now_us).on(self.bus.clone())
     }
 }
 

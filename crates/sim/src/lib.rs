@@ -39,7 +39,7 @@ mod text;
 mod timeline;
 
 pub use clock::SimClock;
-pub use copies::{CopyEngines, CopyFault, PageBytes};
+pub use copies::{Bus, CopyEngines, CopyFault, PageBytes};
 pub use executor::{SimConfig, SimControl, SimExecutor, SimTower};
 pub use fit::{Fit, fit};
 pub use load::StepLoad;

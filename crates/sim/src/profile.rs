@@ -199,6 +199,12 @@ pub struct CopyModel {
     pub restore_gbps: Option<f64>,
     /// Microseconds that each copy takes besides.
     pub latency_us: f64,
+    /// GB a second of all copies of a machine together; absent: no limit.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bus_gbps: Option<f64>,
+    /// The number of devices of a machine; absent: all devices are in one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bus_devices: Option<u32>,
 }
 
 impl CopyModel {
@@ -214,8 +220,21 @@ impl CopyModel {
         (self.latency_us + moving).round() as u64
     }
 
+    /// Microseconds for which so many bytes fill the bus of the machine; `None`: it has no limit.
+    #[must_use]
+    pub fn bus_us(&self, bytes: u64) -> Option<f64> {
+        self.bus_gbps.map(|gbps| bytes as f64 / (1000.0 * gbps))
+    }
+
     fn check(&self) -> Result<(), String> {
-        let speeds = [("save_gbps", self.save_gbps), ("restore_gbps", self.restore_gbps)];
+        let speeds = [
+            ("save_gbps", self.save_gbps),
+            ("restore_gbps", self.restore_gbps),
+            ("bus_gbps", self.bus_gbps),
+        ];
+        if self.bus_devices == Some(0) {
+            return Err("copy.bus_devices: expected a number above 0".to_owned());
+        }
         for (name, speed) in speeds {
             if speed.is_some_and(|speed| !(speed.is_finite() && speed > 0.0)) {
                 return Err(format!("copy.{name}: expected a number above 0"));

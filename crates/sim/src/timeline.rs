@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use forebay_protocol::{Direction, SparseRows, StepPlan, StepResult};
 use serde::{Deserialize, Serialize};
 
-use crate::copies::{CopyEngines, CopyFault, PageBytes};
+use crate::copies::{Bus, CopyEngines, CopyFault, PageBytes};
 use crate::load::StepLoad;
 use crate::profile::{CopyModel, DeviceModel, Jitter};
 use crate::states::StateModel;
@@ -126,6 +126,13 @@ impl Timeline {
             last_end: now_us,
             waited_us: 0,
         }
+    }
+
+    /// Has the copies share `bus` with those of other devices.
+    #[must_use]
+    pub fn on(mut self, bus: Bus) -> Self {
+        self.copies = self.copies.on(bus);
+        self
     }
 
     /// The first microsecond in which a further step could begin.

@@ -168,7 +168,12 @@ fn a_fitted_profile_survives_its_file() {
         load_s: 1.5,
         time: fit(&samples).expect("fit").model,
         kv: KvModel { main_bytes_token: 512, ..KvModel::default() },
-        copy: CopyModel { save_gbps: Some(2.5), restore_gbps: None, latency_us: 3.0 },
+        copy: CopyModel {
+            save_gbps: Some(2.5),
+            restore_gbps: None,
+            latency_us: 3.0,
+            ..CopyModel::default()
+        },
     };
     std::fs::write(&file.0, profile.to_toml().expect("TOML")).expect("file");
     assert_eq!(Profile::find(&file.0.display().to_string()).expect("profile"), profile);

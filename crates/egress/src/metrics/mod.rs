@@ -25,8 +25,8 @@ use self::http::HttpMetrics;
 pub use self::parts::{IntakeStats, PartStats};
 use self::sources::{
     ACCEPTED_AT, COUNTERS, GAUGES, GRAMMAR_COUNTERS, GRAMMAR_GAUGES, HOST_COUNTERS, INTAKE_GAUGES,
-    LOG_COUNTERS, PD_LOCAL, PROMPT_SOURCES, Read, SPARSE_ROWS, Source, TEXT_COUNTERS, TEXT_GAUGES,
-    TRANSFERS, WAITING,
+    LOG_COUNTERS, PD_LOCAL, PROMPT_SOURCES, ROLES, Read, SPARSE_ROWS, Source, TEXT_COUNTERS,
+    TEXT_GAUGES, TRANSFERS, WAITING,
 };
 
 /// Bounds of vLLM's histogram of the time to the first token, in seconds.
@@ -278,8 +278,10 @@ impl Metrics {
             let transfers = TRANSFERS.iter().map(|source| ("transfer_type", source));
             let rows = SPARSE_ROWS.iter().map(|source| ("found", source));
             let prompts = PROMPT_SOURCES.iter().map(|source| ("source", source));
-            for &(name, help, value, source) in WAITING {
-                let gauge = Gauge::with_opts(r.opts(name, help).const_label("reason", value))?;
+            let waiting = WAITING.iter().map(|source| ("reason", source));
+            let roles = ROLES.iter().map(|source| ("role", source));
+            for (label, &(name, help, value, source)) in waiting.chain(roles) {
+                let gauge = Gauge::with_opts(r.opts(name, help).const_label(label, value))?;
                 registry.register(Box::new(gauge.clone()))?;
                 read.gauges.push((gauge, source));
             }
@@ -405,7 +407,7 @@ mod tests {
 
     use forebay_engine::Stats;
     use forebay_engine::Status;
-    use forebay_replicas::{Load, LocalCounts};
+    use forebay_replicas::{Load, LocalCounts, Role};
 
     use super::*;
 
@@ -452,6 +454,10 @@ mod tests {
             load: Load { requests: 5, peak: 7, ..Load::default() },
             drained: false,
             local: LocalCounts::default(),
+            role: Role::Prefill,
+            ahead_tokens: 11,
+            holding: true,
+            holds: 3,
         };
         let lost = Status::Recovering("killed".into());
         let mut other = stats;
@@ -464,6 +470,11 @@ mod tests {
             "# TYPE vllm:num_requests_running gauge",
             "vllm:num_requests_running{engine=\"0\",model_name=\"tiny\"} 3",
             "vllm:num_requests_running{engine=\"1\",model_name=\"tiny\"} 4",
+            "forebay:replica_role{engine=\"0\",model_name=\"tiny\",role=\"prefill\"} 1",
+            "forebay:replica_role{engine=\"0\",model_name=\"tiny\",role=\"both\"} 0",
+            "forebay:pd_ahead_tokens{engine=\"1\",model_name=\"tiny\"} 11",
+            "forebay:pd_holding{engine=\"0\",model_name=\"tiny\"} 1",
+            "forebay:pd_holds_total{engine=\"0\",model_name=\"tiny\"} 3",
             "forebay:replica_up{engine=\"0\",model_name=\"tiny\"} 1",
             "forebay:replica_up{engine=\"1\",model_name=\"tiny\"} 0",
             "forebay:replica_requests{engine=\"0\",model_name=\"tiny\"} 5",

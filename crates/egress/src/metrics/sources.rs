@@ -2,7 +2,7 @@
 
 use forebay_engine::Status;
 use forebay_grammar::GrammarStats;
-use forebay_replicas::{LocalReason, ReplicaReport};
+use forebay_replicas::{LocalReason, ReplicaReport, Role};
 use forebay_text::TextStats;
 
 use super::parts::IntakeStats;
@@ -41,7 +41,23 @@ pub(super) const PD_LOCAL: &[(&str, &str, &str, Read<ReplicaReport>)] = &[
     pd_local!(NoDecode, "no_decode"),
     pd_local!(Kind, "kind"),
     pd_local!(Named, "named"),
+    pd_local!(Both, "both"),
 ];
+
+macro_rules! role {
+    ($role:ident, $name:literal) => {
+        (
+            "forebay:replica_role",
+            "1 for the role of the replica: what it takes of a request.",
+            $name,
+            |r| f64::from(u8::from(r.role == Role::$role)),
+        )
+    };
+}
+
+/// Whether the replica has a role, by its name.
+pub(super) const ROLES: &[(&str, &str, &str, Read<ReplicaReport>)] =
+    &[role!(Both, "both"), role!(Prefill, "prefill"), role!(Decode, "decode")];
 
 pub(super) const GAUGES: &[Source<ReplicaReport>] = &[
     ("vllm:num_requests_running", "Requests in model execution batches.", |r| {
@@ -76,6 +92,16 @@ pub(super) const GAUGES: &[Source<ReplicaReport>] = &[
     ("forebay:lent_pages", "Host pages that other replicas may read.", |r| {
         r.stats.scheduler.host.lent_pages as f64
     }),
+    (
+        "forebay:pd_ahead_tokens",
+        "Tokens of requests that were handed on to the replica and wait for its pages.",
+        |r| r.ahead_tokens as f64,
+    ),
+    (
+        "forebay:pd_holding",
+        "Whether the prefill replica holds prompts back because decode replicas have no pages.",
+        |r| f64::from(u8::from(r.holding)),
+    ),
     ("forebay:copies_outstanding", "Copies between tiers under way.", |r| {
         r.stats.scheduler.host.copies_outstanding as f64
     }),
@@ -223,6 +249,9 @@ pub(super) const COUNTERS: &[Source<ReplicaReport>] = &[
         "Requests that a decode replica went on with behind their first token.",
         |r| r.stats.hand.handed as f64,
     ),
+    ("forebay:pd_holds_total", "Times that the replica began to hold prompts back.", |r| {
+        r.holds as f64
+    }),
     ("forebay:requests_dispatched_total", "Requests sent to the replica.", |r| {
         r.load.dispatched as f64
     }),

@@ -19,6 +19,7 @@ impl Member {
         for event in events.drain(..) {
             match event {
                 Event::Admitted { id, cached_tokens, replayed, restoring } => {
+                    self.peers.iter().for_each(|peers| peers.admitted(id));
                     if restoring {
                         self.arriving.insert(id, self.shared.clock.now_us());
                     }

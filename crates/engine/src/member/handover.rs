@@ -86,7 +86,7 @@ impl Member {
     }
 
     /// A loan that comes back by an order, whoever drops it last.
-    fn loan(&self, lent: LentBlocks) -> Loan {
+    pub(super) fn loan(&self, lent: LentBlocks) -> Loan {
         let handle = EngineHandle { shared: Arc::clone(&self.shared), orders: self.orders.clone() };
         let lender = self.peers.as_ref().map_or(0, |peers| peers.replica());
         let LentBlocks { loan, pages } = lent;

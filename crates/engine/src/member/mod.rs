@@ -179,6 +179,10 @@ impl Member {
                 Order::Placed { image, placed } => self.placed(image, placed),
                 Order::Carried(carried) => self.carried(carried),
                 Order::Adapter(order) => self.adapters.follow(order),
+                Order::Lend(names, reply) => {
+                    let lent = self.scheduler.as_mut().and_then(|it| it.lend(&names));
+                    reply.answer(lent.map(|lent| Arc::new(self.loan(lent))));
+                }
                 Order::TakeBack(loan) => {
                     self.scheduler.iter_mut().for_each(|it| _ = it.take_back(loan));
                 }
@@ -255,10 +259,11 @@ impl Member {
         if self.is_paused() {
             return false;
         }
-        let planned = self
-            .scheduler
-            .as_mut()
-            .is_some_and(|scheduler| scheduler.next_plan(plan, &mut self.events));
+        let held = self.peers.as_ref().is_some_and(|peers| peers.holds_prompts());
+        let planned = self.scheduler.as_mut().is_some_and(|scheduler| {
+            scheduler.hold_leaving(held);
+            scheduler.next_plan(plan, &mut self.events)
+        });
         self.noted_us = if planned { self.shared.clock.now_us() } else { began };
         self.plan_us = u32::try_from(self.noted_us.saturating_sub(began)).unwrap_or(u32::MAX);
         planned

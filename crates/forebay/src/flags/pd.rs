@@ -1,9 +1,8 @@
 //! Flags about prefill apart from decode.
 
-use std::str::FromStr;
-
 use anyhow::{Result, bail};
 use clap::Args;
+use forebay_capacity::PdSplit;
 
 use super::ServeFlags;
 
@@ -12,30 +11,21 @@ pub(crate) struct PdFlags {
     /// Disaggregated prefill: P replicas compute prompts and the first token, and D replicas
     /// continue. It sets --dp-size to P + D and turns the host tier on, which carries the KV. For
     /// hands on this machine.
-    #[arg(long, value_name = "P:D")]
+    #[arg(long, value_name = "P:D", value_parser = served)]
     pub(crate) pd: Option<PdSplit>,
     /// Uncached prompt tokens up to which a decode replica serves a request alone [default: 512].
     #[arg(long, value_name = "TOKENS", requires = "pd")]
     pub(crate) pd_local_tokens: Option<u32>,
 }
 
-/// The numbers of prefill and decode replicas.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct PdSplit {
-    pub(crate) prefill: u32,
-    pub(crate) decode: u32,
-}
+/// The largest number of replicas of a kind that a server has.
+const MOST: u32 = 128;
 
-impl FromStr for PdSplit {
-    type Err = &'static str;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let parts =
-            text.split_once(':').and_then(|(p, d)| Some((p.parse().ok()?, d.parse().ok()?)));
-        match parts {
-            Some((prefill @ 1..=128, decode @ 1..=128)) => Ok(Self { prefill, decode }),
-            _ => Err("expected two numbers from 1 to 128, such as 1:2"),
-        }
+/// Reads --pd of a server.
+fn served(text: &str) -> Result<PdSplit, String> {
+    match text.parse::<PdSplit>() {
+        Ok(split) if split.prefill.max(split.decode) <= MOST => Ok(split),
+        _ => Err(format!("expected two numbers from 1 to {MOST}, such as 1:2")),
     }
 }
 
@@ -45,12 +35,10 @@ impl ServeFlags {
     /// # Errors
     /// --dp-size says something else.
     pub(crate) fn settle_pd(&mut self) -> Result<()> {
-        let Some(PdSplit { prefill, decode }) = self.replicas.pd.pd else { return Ok(()) };
-        let (replicas, sum) = (&mut self.replicas.ranks.dp_size, prefill + decode);
+        let Some(split) = self.replicas.pd.pd else { return Ok(()) };
+        let (replicas, sum) = (&mut self.replicas.ranks.dp_size, split.replicas());
         if *replicas != 1 && *replicas != sum {
-            bail!(
-                "--pd {prefill}:{decode} is {sum} replicas, and --dp-size says {replicas}: leave it off"
-            );
+            bail!("--pd {split} is {sum} replicas, and --dp-size says {replicas}: leave it off");
         }
         *replicas = sum;
         if self.tiers.kv_offloading_size.is_none() {
@@ -65,10 +53,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_split_is_two_numbers() {
-        assert_eq!("1:2".parse(), Ok(PdSplit { prefill: 1, decode: 2 }));
-        for wrong in ["", "2", "0:1", "1:0", "1:2:3", "a:b", "129:1"] {
-            assert!(wrong.parse::<PdSplit>().is_err(), "{wrong}");
+    fn a_server_has_so_many_replicas_of_a_kind() {
+        assert_eq!(served("1:128"), Ok(PdSplit { prefill: 1, decode: 128 }));
+        for wrong in ["0:1", "129:1", "1:129", "auto"] {
+            assert!(served(wrong).is_err(), "{wrong}");
         }
     }
 }

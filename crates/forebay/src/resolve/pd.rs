@@ -4,14 +4,14 @@ use anyhow::{Result, bail};
 use forebay_capacity::WritePolicy;
 use forebay_replicas::PdConfig;
 
-use crate::flags::{Device, PdSplit, ServeFlags};
+use crate::flags::{Device, ServeFlags};
 use crate::model::Model;
 
 /// The roles of the replicas; `None`: each does everything.
 pub(super) fn config(flags: &ServeFlags) -> Option<PdConfig> {
     let usual = PdConfig::default().local_tokens;
     let local_tokens = flags.replicas.pd.pd_local_tokens.unwrap_or(usual);
-    flags.replicas.pd.pd.map(|PdSplit { prefill, .. }| PdConfig { prefill, local_tokens })
+    flags.replicas.pd.pd.map(|split| PdConfig { prefill: split.prefill, local_tokens })
 }
 
 /// Refuses what can't be lent to another replica.
@@ -30,8 +30,6 @@ pub(super) fn check(flags: &ServeFlags, model: &Model, device: Device) -> Result
     let refused = [
         (model.pooling.is_some(), "a model that pools generates nothing"),
         (model.has_states(), "recurrent states are in no host tier yet"),
-        (model.images.is_some(), "images are not handed on yet: --limit-images 0 is needed"),
-        (flags.adapters.is_enabled(), "--enable-lora: adapters are not handed on yet"),
         (flags.sparse.enable_hisparse, "--enable-hisparse has host pages of its own"),
         (experts, "--enable-dp-attention and experts by rank have no host tier yet"),
         (ranks.tp_size > 1, "--tp-size: several ranks have no host tier yet"),

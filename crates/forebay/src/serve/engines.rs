@@ -11,7 +11,7 @@ use forebay_hand::{Arena, HandExecutor, HandSpec, HostMemories, RankSpec, Site};
 use forebay_outpost::Collectives;
 use forebay_replicas::{Member, Replicas};
 use forebay_server::Guard;
-use forebay_sim::{Recorder, SimClock, SimExecutor};
+use forebay_sim::{Bus, Recorder, SimClock, SimConfig, SimExecutor};
 use forebay_text::Tokenizer;
 use tokio::sync::oneshot;
 
@@ -91,7 +91,7 @@ fn simulations(
     model: &Model,
     tokenizer: &Arc<Tokenizer>,
 ) -> Result<Executors> {
-    let clock = SimClock::real();
+    let (clock, bus) = (SimClock::real(), Bus::default());
     let members = resolved.device.arrangement.members();
     let save_order = flags.sparse.kv_save_order.unwrap_or_default().into();
     let mut executors: Vec<Box<dyn Executor>> = Vec::new();
@@ -99,6 +99,7 @@ fn simulations(
         let clock = clock.clone();
         let sim =
             simulate::config(resolved, simulated, model, tokenizer, clock, group, save_order)?;
+        let sim = SimConfig { bus: bus.clone(), ..sim };
         executors.push(Box::new(SimExecutor::group(sim, members).0));
     }
     Ok((executors, Arc::new(clock)))
@@ -117,7 +118,7 @@ fn hand_processes(
     }
     let groups = resolved.device.arrangement.groups as usize;
     let memories = match resolved.replicas.pd {
-        Some(pd) => HostMemories::lent(pd.prefill as usize, groups)?,
+        Some(_) => HostMemories::lent(groups)?,
         None => vec![HostMemories::default(); groups],
     };
     let mut executors: Vec<Box<dyn Executor>> = Vec::new();

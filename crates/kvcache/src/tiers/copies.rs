@@ -210,6 +210,10 @@ impl Tiers {
                 self.moves.restored += 1;
                 if let Some(name) = name {
                     self.came_back(hot, name);
+                    // What was borrowed is kept as what is computed, and lent on.
+                    if host.own().is_none() {
+                        self.want_saved(name);
+                    }
                 }
             }
             (Direction::RestoreIndex, true, _) => self.index_is_there(host.page()),

@@ -146,7 +146,7 @@ impl Memory {
             self.host.is_some_and(|host| host.policy == SavePolicy::WriteThroughSelective);
         // Plans have copies where there is a host tier.
         let loan = entry.request.loan.clone().filter(|_| self.host.is_some());
-        let recomputes = self.recomputes(entry);
+        let (recomputes, handed) = (self.recomputes(entry), entry.request.past.handed);
         let blocks = (entry.reusable() / self.page_size) as usize;
         let (mut found, mut first_on_host, mut on_host) = (Vec::new(), usize::MAX, 0);
         let names = entry.name_blocks(blocks, self.page_size as usize, &self.namer);
@@ -171,8 +171,8 @@ impl Memory {
             found.push(block);
         }
         let tokens = (found.len() - first_on_host.min(found.len())) as u32 * self.page_size;
-        // Whoever lends has computed for this replica, which is not to compute it again.
-        let declined = on_host > 0 && loan.is_none() && !self.rates.restores(on_host, tokens);
+        // Whoever has handed it on has computed for this replica, which is not to compute it again.
+        let declined = on_host > 0 && !handed && !self.rates.restores(on_host, tokens);
         if declined {
             let rest = found.split_off(first_on_host);
             self.free_found(rest);

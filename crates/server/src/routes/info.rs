@@ -14,7 +14,7 @@ use forebay_api::{
 use forebay_egress::{IntakeStats, PartStats, Terms};
 use forebay_engine::{Preference, Stats, Status};
 use forebay_grammar::Grammars;
-use forebay_replicas::ReplicaReport;
+use forebay_replicas::{ReplicaReport, Role};
 use serde::Serialize;
 use serde_json::{Value, json};
 use tokio::sync::oneshot;
@@ -317,6 +317,7 @@ fn status_line(status: Status) -> String {
 pub(super) struct InternalState {
     status: String,
     drained: bool,
+    role: Role,
     requests: u64,
     requests_peak: u64,
     dispatched: u64,
@@ -328,6 +329,7 @@ pub(super) fn internal_state(replica: &ReplicaReport) -> Value {
     json!(InternalState {
         status: status_line(replica.status.clone()),
         drained: replica.drained,
+        role: replica.role,
         requests: replica.load.requests,
         requests_peak: replica.load.peak,
         dispatched: replica.load.dispatched,

@@ -208,6 +208,7 @@ fn administration() -> Router<Shared> {
         .route("/v1/live/trace", get(live::live_trace))
         .route("/replicas/{replica}/drain", post(replicas::drain))
         .route("/replicas/{replica}/resume", post(replicas::resume))
+        .route("/replicas/{replica}/role", post(replicas::role))
         .route("/flush_cache", post(info::flush_cache))
 }
 

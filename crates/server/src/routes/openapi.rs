@@ -79,6 +79,7 @@ use crate::state::Shared;
         super::info::flush_cache,
         super::replicas::drain,
         super::replicas::resume,
+        super::replicas::role,
         super::live::live_feed,
         super::live::live_request,
         super::live::live_trace,

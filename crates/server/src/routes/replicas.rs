@@ -1,11 +1,13 @@
-//! Replicas that are taken out of the set, and put back.
+//! Replicas that are taken out of the set and put back, and their roles.
 
 use axum::extract::{Path, State};
 use axum::response::Response;
 use forebay_api::{ApiError, ErrorBody};
-use serde::Serialize;
+use forebay_replicas::Role;
+use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use crate::limits::{Upload, small};
 use crate::reply::{self, Failure};
 use crate::state::Shared;
 
@@ -55,6 +57,61 @@ pub(crate) async fn resume(
     set(&state, &replica, false)
 }
 
+/// Another role of a replica.
+#[derive(Deserialize, ToSchema)]
+pub(crate) struct NewRole {
+    /// `prefill`: prompts and first tokens; `decode`: what is behind them; `both`.
+    role: String,
+}
+
+/// The role of a replica, and those of all.
+#[derive(Serialize, ToSchema)]
+pub(crate) struct ReplicaRole {
+    /// The number of the replica.
+    replica: u32,
+    /// Its role.
+    role: &'static str,
+    /// The role of each replica.
+    roles: Vec<&'static str>,
+}
+
+/// Gives a replica another role, where prefill is apart from decode. Requests that it has end
+/// there, or leave behind their first token as they would have.
+#[utoipa::path(
+    post,
+    path = "/replicas/{replica}/role",
+    operation_id = "set_role",
+    params(("replica" = u32, Path, description = "The replica's number")),
+    request_body = NewRole,
+    responses(
+        (status = 200, description = "It has the role", body = ReplicaRole),
+        (status = "default", description = "An error", body = ErrorBody),
+    ),
+)]
+pub(crate) async fn role(
+    State(state): State<Shared>,
+    Path(replica): Path<String>,
+    body: Upload,
+) -> Result<Response, Failure> {
+    let NewRole { role: name } = small(&state, body).await?;
+    let Some(role) = Role::ALL.into_iter().find(|role| role.name() == name) else {
+        let names = Role::ALL.map(Role::name).join(", ");
+        return Err(Failure(ApiError::invalid("role", format!("`{name}` is none of {names}"))));
+    };
+    if !state.engine.has_roles() {
+        let reason = "replicas have roles where the server was started with --pd";
+        return Err(Failure(ApiError::invalid("role", reason.to_owned())));
+    }
+    let number = replica.parse::<u32>().ok();
+    match number.filter(|&at| state.engine.set_role(at as usize, role)) {
+        Some(replica) => {
+            let roles = state.engine.replicas().iter().map(|one| one.role.name()).collect();
+            Ok(reply::ok(&ReplicaRole { replica, role: role.name(), roles }))
+        }
+        None => Err(no_such(&state, &replica)),
+    }
+}
+
 fn set(state: &Shared, replica: &str, drained: bool) -> Result<Response, Failure> {
     let number = replica.parse::<u32>().ok();
     match number.filter(|&at| state.engine.drain_replica(at as usize, drained)) {
@@ -63,10 +120,11 @@ fn set(state: &Shared, replica: &str, drained: bool) -> Result<Response, Failure
             let taking = all.iter().filter(|replica| !replica.drained).count();
             Ok(reply::ok(&Drained { replica, drained, taking }))
         }
-        None => {
-            let most = state.engine.count().saturating_sub(1);
-            let reason = format!("`{replica}` is not a replica from 0 to {most}");
-            Err(Failure(ApiError::invalid("replica", reason)))
-        }
+        None => Err(no_such(state, replica)),
     }
+}
+
+fn no_such(state: &Shared, replica: &str) -> Failure {
+    let most = state.engine.count().saturating_sub(1);
+    Failure(ApiError::invalid("replica", format!("`{replica}` is not a replica from 0 to {most}")))
 }

@@ -126,7 +126,7 @@ async fn a_browser_has_to_ask_first() {
 #[tokio::test]
 async fn nothing_changes_by_get() {
     let server = TestServer::scripted("a").await;
-    for path in ["/flush_cache", "/replicas/0/drain", "/replicas/0/resume"] {
+    for path in ["/flush_cache", "/replicas/0/drain", "/replicas/0/resume", "/replicas/0/role"] {
         assert_eq!(ask(&server, Method::GET, path, &[]).await.0, 405, "{path}");
     }
 }
@@ -157,6 +157,9 @@ async fn several_keys_and_keys_for_the_rest() {
         for (method, path) in &ADMIN {
             assert_eq!(with(method, path, key).await, administers, "{key} {path}");
         }
+        // It says nothing of a role.
+        let told = if administers == 200 { 400 } else { administers };
+        assert_eq!(with(&Method::POST, "/replicas/0/role", key).await, told, "{key}");
     }
     assert_eq!(ask(&server, Method::POST, CHAT, &[("x-api-key", "two")]).await.0, 200);
     for path in ["/v1/models", "/health_generate", "/server_info"] {

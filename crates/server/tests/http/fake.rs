@@ -15,7 +15,7 @@ use forebay_engine::{
 };
 use forebay_fetch::{Config as FetchConfig, Fetcher};
 use forebay_grammar::{CompileHook, GrammarConfig, Grammars, ThreadStart};
-use forebay_replicas::{Load, LocalCounts, ReplicaReport};
+use forebay_replicas::{Load, LocalCounts, ReplicaReport, Role};
 use forebay_server::{
     AdapterFiles, AdapterSettings, AppState, EgressConfig, Engine, Guard, ImageModel, Intake,
     IntakeMode, Listener, Metrics, ModelFacts, ModelInfo, PooledModel, PoolingTask, ScoreFunction,
@@ -68,6 +68,7 @@ impl std::ops::Deref for Submitted {
 pub(crate) enum Event {
     Submit(Box<EngineRequest>),
     Drain(usize, bool),
+    Role(usize, Role),
     Abort(RequestId),
     Adapter(AdapterOrder),
 }
@@ -113,6 +114,8 @@ pub(crate) struct Fake {
     alive: Mutex<Vec<RequestId>>,
     /// Each replica, whether it was drained.
     drained: Mutex<Vec<bool>>,
+    /// The role of each replica; empty: replicas have none.
+    pub roles: Mutex<Vec<Role>>,
     /// What panics next, once.
     pub(crate) panic_at: Mutex<Option<Panic>>,
     events: mpsc::UnboundedSender<Event>,
@@ -327,6 +330,10 @@ impl Engine for Fake {
             load,
             drained: drained.get(at).copied().unwrap_or(false),
             local: LocalCounts::default(),
+            role: self.roles.lock().get(at).copied().unwrap_or_default(),
+            ahead_tokens: 0,
+            holding: false,
+            holds: 0,
         };
         self.loads.lock().iter().enumerate().map(report).collect()
     }
@@ -336,6 +343,13 @@ impl Engine for Fake {
         let mut all = self.drained.lock();
         all.resize(count, false);
         all.get_mut(replica).map(|place| *place = drained).is_some()
+    }
+    fn set_role(&self, replica: usize, role: Role) -> bool {
+        self.events.send(Event::Role(replica, role)).ok();
+        self.roles.lock().get_mut(replica).map(|place| *place = role).is_some()
+    }
+    fn has_roles(&self) -> bool {
+        !self.roles.lock().is_empty()
     }
     fn drained(&self) -> bool {
         let all = self.drained.lock();
@@ -556,6 +570,7 @@ impl TestServer {
             script: script.map(|script| tokenizer.encode(script, false).unwrap()),
             alive: Mutex::default(),
             drained: Mutex::default(),
+            roles: Mutex::default(),
             panic_at: Mutex::default(),
             events: sender,
             vocab_size: u32::try_from(tokenizer.vocab_size()).unwrap().into(),

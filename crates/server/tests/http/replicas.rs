@@ -1,7 +1,7 @@
 //! Several replicas: who may say where a request goes, what is shown of each, and taking one out.
 
 use forebay_engine::Preference;
-use forebay_replicas::Load;
+use forebay_replicas::{Load, Role};
 use http_body_util::Full;
 use hyper::Request;
 use serde_json::{Value, json};
@@ -131,6 +131,37 @@ async fn a_replica_is_taken_out_and_put_back() {
         let (status, answer) = server.post(&format!("/replicas/{name}/drain"), json!(null)).await;
         assert_eq!((status, &answer["error"]["param"]), (400, &json!("replica")), "{answer}");
     }
+}
+
+#[tokio::test]
+async fn a_replica_gets_another_role_where_there_are_any() {
+    let mut server = two_replicas().await;
+    let post = async |server: &TestServer, at: &str, role: Value| {
+        server.post(&format!("/replicas/{at}/role"), json!({"role": role})).await
+    };
+    let (status, answer) = post(&server, "1", json!("decode")).await;
+    assert_eq!((status, &answer["error"]["param"]), (400, &json!("role")), "{answer}");
+    assert!(answer["error"]["message"].as_str().unwrap().contains("--pd"), "{answer}");
+    *server.engine.roles.lock() = vec![Role::Prefill, Role::Decode];
+    let roles = json!(["prefill", "both"]);
+    let expected = json!({"replica": 1, "role": "both", "roles": roles});
+    assert_eq!(post(&server, "1", json!("both")).await, (200, expected));
+    match server.event().await {
+        Event::Role(1, Role::Both) => {}
+        event => panic!("{event:?}"),
+    }
+    let (_, info) = server.get_json("/server_info").await;
+    assert_eq!(info["internal_states"][0]["role"], json!("prefill"));
+    for (at, role, param) in [
+        ("2", json!("both"), "replica"),
+        ("x", json!("both"), "replica"),
+        ("0", json!("none"), "role"),
+        ("0", json!(7), "body"),
+    ] {
+        let (status, answer) = post(&server, at, role).await;
+        assert_eq!((status, &answer["error"]["param"]), (400, &json!(param)), "{answer}");
+    }
+    assert_eq!(server.post("/replicas/0/role", json!({})).await.0, 400);
 }
 
 #[tokio::test]

@@ -1,0 +1,103 @@
+//! Pressure back: requests that were handed on and wait for pages, against the pages that there
+//! are.
+//!
+//! While those that decode have fewer pages to give than wait for them, those that compute prompts
+//! admit no further one that leaves. So what waits is at most that much, and the prompts that were
+//! admitted before.
+
+use std::collections::HashMap;
+
+/// The tokens that wait at each target, and those that it has room for.
+#[derive(Debug, Default)]
+pub struct Pressure {
+    /// The target of each request that was handed on and is not admitted there, and its tokens.
+    waiting: HashMap<u64, (usize, u64)>,
+    ahead: Vec<u64>,
+    /// `None`: nobody has said.
+    room: Vec<Option<u64>>,
+}
+
+impl Pressure {
+    /// No pressure on so many targets.
+    #[must_use]
+    pub fn new(targets: usize) -> Self {
+        Self { waiting: HashMap::new(), ahead: vec![0; targets], room: vec![None; targets] }
+    }
+
+    /// A request with so many tokens was handed on to a target.
+    pub fn handed(&mut self, id: u64, at: usize, tokens: u64) {
+        self.gone(id);
+        self.waiting.insert(id, (at, tokens));
+        self.ahead[at] += tokens;
+    }
+
+    /// A request has its pages.
+    pub fn admitted(&mut self, id: u64) {
+        if let Some((at, tokens)) = self.gone(id) {
+            // Until the target says so itself.
+            self.room[at] = self.room[at].map(|room| room.saturating_sub(tokens));
+        }
+    }
+
+    /// A request waits no more. Gives where it waited, and its tokens.
+    pub fn gone(&mut self, id: u64) -> Option<(usize, u64)> {
+        let (at, tokens) = self.waiting.remove(&id)?;
+        self.ahead[at] -= tokens;
+        Some((at, tokens))
+    }
+
+    /// A target has pages for so many tokens.
+    pub fn set_room(&mut self, at: usize, tokens: u64) {
+        self.room[at] = Some(tokens);
+    }
+
+    /// Tokens that wait at a target.
+    #[must_use]
+    pub fn ahead(&self, at: usize) -> u64 {
+        self.ahead[at]
+    }
+
+    /// True if more waits at the targets that `decode` than they have room for, as far as all have
+    /// said how much that is.
+    #[must_use]
+    pub fn exceeds(&self, decode: impl Fn(usize) -> bool) -> bool {
+        let targets = || (0..self.ahead.len()).filter(|&at| decode(at));
+        let room: Option<u64> = targets().map(|at| self.room[at]).sum();
+        room.is_some_and(|room| targets().map(|at| self.ahead[at]).sum::<u64>() > room)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_waits_is_compared_with_the_room_that_is_left() {
+        let mut pressure = Pressure::new(3);
+        let exceeds = |pressure: &Pressure| pressure.exceeds(|at| at > 0);
+        assert!(!exceeds(&pressure), "nothing waits");
+        pressure.set_room(1, 100);
+        pressure.handed(6, 1, 1000);
+        assert!(!exceeds(&pressure), "there may be room at the other one");
+        pressure.set_room(2, 50);
+        assert!(exceeds(&pressure));
+        assert_eq!(pressure.gone(6), Some((1, 1000)));
+        pressure.handed(7, 1, 90);
+        pressure.handed(8, 1, 60);
+        assert_eq!((pressure.ahead(1), exceeds(&pressure)), (150, false));
+        pressure.handed(9, 2, 1);
+        assert!(exceeds(&pressure));
+        // One has its pages: nothing is left for more than what waits.
+        pressure.admitted(7);
+        assert!(exceeds(&pressure), "61 wait for 60");
+        pressure.set_room(1, 20);
+        assert_eq!(pressure.gone(8), Some((1, 60)));
+        assert!(!exceeds(&pressure));
+        pressure.handed(9, 1, 30);
+        assert_eq!((pressure.ahead(1), pressure.ahead(2)), (30, 0), "it went elsewhere");
+        assert!(pressure.exceeds(|at| at == 1) && !pressure.exceeds(|_| false));
+        pressure.admitted(9);
+        pressure.admitted(9);
+        assert_eq!(pressure.ahead(1), 0);
+    }
+}

@@ -1,0 +1,109 @@
+//! Requests that borrow on the way to their replica, and those that are handed on behind their
+//! first token.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use forebay_balance::{LocalReason, lender};
+use forebay_engine::{EngineHandle, Entrant, Loan, LoanReply, Orphan, SubmitError};
+
+use crate::dispatch::{Asked, Dispatch};
+use crate::replicas::Shared;
+
+/// A replica that is asked for blocks, and the first block that is asked for.
+pub(crate) struct Lender {
+    at: usize,
+    first: usize,
+}
+
+impl Shared {
+    /// The replica that lends a request what replica `at` lacks; `None`: nobody has more.
+    pub(crate) fn lender(&self, asked: &Asked<'_>, at: usize) -> Option<Lender> {
+        if !asked.borrows {
+            return None;
+        }
+        let lender = lender(&asked.ask(), at)?;
+        let own = asked.cached.get(at).copied().unwrap_or(0);
+        Some(Lender { at: lender, first: self.blocks_in(own) })
+    }
+
+    /// Sends a request to replica `at`, with a loan if there is somebody to lend.
+    pub(crate) fn enter(
+        self: &Arc<Self>,
+        at: usize,
+        lender: Option<Lender>,
+        entrant: Entrant,
+    ) -> Result<(), SubmitError> {
+        let engines = self.engines();
+        let Some(Lender { at: lender, first }) = lender else { return engines[at].send(entrant) };
+        let (id, names) = (entrant.request.id().0, &entrant.request.request.names);
+        let names = names.get(first..).unwrap_or_default().to_vec();
+        self.dispatch.lock().borrowing.insert(id, false);
+        let shared = Arc::clone(self);
+        // Its engine thread answers, or drops the question when it ends.
+        let reply = LoanReply::new(move |loan| shared.enter_with(at, entrant, loan));
+        engines[lender].lend(names, reply);
+        Ok(())
+    }
+
+    fn enter_with(&self, at: usize, mut entrant: Entrant, loan: Option<Arc<Loan>>) {
+        let id = entrant.request.id();
+        entrant.request.request.loan = loan;
+        let mut dispatch = self.dispatch.lock();
+        let aborted = dispatch.borrowing.remove(&id.0).unwrap_or(false);
+        let engine = &self.engines()[at];
+        // If its thread has ended, so has the request, as all that were sent there.
+        let _ = engine.send(entrant);
+        // Under the lock, so that no abort comes before the request.
+        if aborted {
+            engine.abort(id);
+        }
+    }
+
+    /// Sends a request that has left its prefill replica to a decode replica; gives it back if
+    /// there is none, or if the replica decodes by now.
+    pub(crate) fn hand_on(&self, from: usize, orphan: Orphan) -> Option<Orphan> {
+        if self.pd.is_none() || self.dispatch.lock().roles[from].decodes() {
+            return Some(orphan);
+        }
+        let fits: Vec<bool> =
+            self.engines().iter().map(|engine| engine.fits(&orphan.request)).collect();
+        let may = |at: usize, dispatch: &Dispatch| {
+            dispatch.roles[at].decodes() && dispatch.open(at) && fits[at]
+        };
+        let left = self.hand_to(orphan, false, may);
+        if left.is_some() {
+            self.dispatch.lock().local[from].count(LocalReason::NoDecode);
+        }
+        left
+    }
+
+    /// Notes the pages that replica `at` has left after its last step.
+    pub(crate) fn note_room(&self, dispatch: &mut Dispatch, at: usize) {
+        if self.pd.is_some()
+            && let Some(engine) = self.engines().get(at)
+        {
+            let stats = engine.stats().scheduler;
+            let pages = (stats.pages_free + stats.pages_cached) as u64;
+            dispatch.pressure.set_room(at, pages * u64::from(engine.size().page_size));
+        }
+    }
+
+    /// Has prefill replicas hold prompts back, or go on, as decode replicas have room.
+    pub(crate) fn press(&self, dispatch: &mut Dispatch) {
+        if self.pd.is_none() {
+            return;
+        }
+        let held = dispatch.is_pressed();
+        if self.pressed.swap(held, Ordering::AcqRel) == held {
+            return;
+        }
+        if held {
+            let Dispatch { holds, roles, .. } = dispatch;
+            let prefills = holds.iter_mut().zip(roles).filter(|(_, role)| !role.decodes());
+            prefills.for_each(|(holds, _)| *holds += 1);
+        } else {
+            self.engines().iter().for_each(EngineHandle::wake);
+        }
+    }
+}
