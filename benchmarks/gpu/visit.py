@@ -98,7 +98,7 @@ VISITS: dict[str, tuple[float, Sequence[Part]]] = {
                     "-n",
                     "6",
                     "--maxfail=60",
-                    *(f"{_DEVICE}/test_{n}.py" for n in ("graphs", "steps", "stored", "sparse")),
+                    *(f"{_DEVICE}/test_{n}.py" for n in ("graphs", "steps", "states", "stored", "sparse")),
                 ),
             ),
             # It takes most of the memory, so nothing runs beside it.

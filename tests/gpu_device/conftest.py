@@ -14,7 +14,7 @@ from forebay.device import DeviceError
 from forebay.device.cuda_open import require_gpu
 
 FOLDER = Path(__file__).parent
-ORDER = ("kernels", "steps", "graphs", "stored", "sparse", "memory", "ranks", "server", "sanitizer")
+ORDER = ("kernels", "steps", "graphs", "states", "stored", "sparse", "memory", "ranks", "server", "sanitizer")
 """The files' names: time on a GPU is short, and a failure of an operator explains those of steps."""
 
 

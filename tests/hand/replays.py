@@ -33,7 +33,7 @@ class Eager(Graphs):
 
     def model(self, size: Size) -> None:
         steps = self._steps
-        steps._compute(steps._memory.part(size.rows, size.tokens), steps._at_its_place, size.mixed)
+        steps._compute(steps._memory, steps._at_its_place, size)
 
     def sample(self, rows: int, drawn: bool) -> None:
         self._steps._choose(self._steps._memory.part(rows, 0), drawn)

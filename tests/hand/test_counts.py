@@ -64,8 +64,8 @@ def test_counts_are_those_of_the_slots_tokens(events: list[list[tuple] | tuple[i
         taken = lines[lines >= 0].tolist()
         assert len(set(taken)) == len(taken)
     for slot in seen:
-        found = tables.counts.select(torch.from_numpy(tables.counts.lines(np.array([slot]))))
-        assert [part[0].tolist() for part in found] == [counted(seen[slot]), counted(generated[slot])]
+        found = tables.counts.table[int(tables.counts.lines(np.array([slot]))[0])]
+        assert found.tolist() == [counted(seen[slot]), counted(generated[slot])]
 
 
 def test_there_is_no_table_until_a_slot_has_a_penalty_and_no_line_for_those_without() -> None:

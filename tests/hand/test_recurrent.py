@@ -294,7 +294,7 @@ def test_states_are_counted(tmp_path: Path, name: str, of_slot: int) -> None:
             facts = runner.facts()
             assert (facts["state_bytes"], facts["state_page_count"]) == (of_slot, pages)
             held = sum(table.nbytes for layer in runner._store.layers for table in layer if table is not None)
-            assert held == (2 * 8 + pages) * of_slot
+            assert held == (2 * 8 + pages + 1) * of_slot, "and a row of padding"
             assert len(runner.kv.layers) == 1, "recurrent layers have no pages"
             assert facts["page_bytes"] == 2 * 16 * 2 * runner.model_config.attention.head_dim * 4
         with runner_of(tmp_path, name, "rust", state_pages=given) as runner:
@@ -317,5 +317,5 @@ def test_layers_have_pages_and_states_by_their_parts(tmp_path: Path, name: str, 
     with runner_of(tmp_path, name, state_pages=5) as runner:
         assert runner.facts()["state_bytes"] == of_slot
         held = sum(table.nbytes for layer in runner._store.layers for table in layer if table is not None)
-        assert held == (2 * 8 + 5) * of_slot
+        assert held == (2 * 8 + 5 + 1) * of_slot
         assert len(runner.kv.layers) == attending

@@ -82,7 +82,7 @@ def test_a_size_with_memory_of_its_own_shows(mixed: bool) -> None:
         given = whole(memory, rows, tokens)
         if (rows, tokens) != (6, 100 if mixed else 6):
             return given
-        return Memory(given.buffers, memory.logits.flip(0)[:rows], given.block)
+        return Memory(given.buffers, memory.logits.flip(0)[:rows], given.block, given.words)
 
     steps._memory = memory = steps._memory
     object.__setattr__(memory, "part", partial(part, memory))

@@ -8,7 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["LayerStates", "StatePiece", "StepStates"]
+from forebay.gpu.interface import Kernels
+from forebay.gpu.recurrent import StateHeads, StateRows, StateWeights
+
+__all__ = ["LayerStates", "PlannedStates", "StatePiece", "StepStates"]
 
 
 class LayerStates(NamedTuple):
@@ -42,3 +45,55 @@ class StepStates:
     """The pieces of several tokens."""
     late: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     """As `singles`: those that continue the other pieces."""
+
+
+@dataclass(frozen=True)
+class PlannedStates:
+    """The rows of a step whose states advance by the operators of `forebay.gpu`, as tensors say.
+
+    A layer is named by its number among the recurrent ones.
+    """
+
+    layers: Sequence[LayerStates]
+    """The states of each recurrent layer."""
+    rows: StateRows
+    kernels: Kernels
+
+    def convolve(
+        self,
+        number: int,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        gates: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """The convolution [n, channels] of x [n, channels], between two gates or through a SiLU."""
+        table = self.layers[number].inputs
+        return self.kernels.convolve(x, weight, bias, table, self.rows, silu=gates is None, gates=gates)
+
+    def recur(
+        self,
+        number: int,
+        mixed: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor | None,
+        weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+        shape: StateHeads,
+    ) -> torch.Tensor:
+        """Outputs float32 [n, heads * value_dim] of convolved inputs; `weights` as in `gpu.recurrent.StateWeights`."""
+        table = self.layers[number].heads
+        assert table is not None
+        return self.kernels.recur(mixed, a, b, StateWeights(*weights), shape, table, self.rows)
+
+    def gated_norm(
+        self,
+        y: torch.Tensor,
+        gate: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        norm: str,
+        size: int,
+        sigmoid: bool,
+    ) -> torch.Tensor:
+        """As `gpu.interface.Recurrences` has it."""
+        return self.kernels.gated_norm(y, gate, weight, eps, norm, size, sigmoid, self.rows.first)

@@ -16,6 +16,7 @@ from forebay.attention.triton import TritonAttention
 from forebay.compute.causal import KINDS
 from forebay.compute.eager import TorchCompute
 from forebay.compute.encoder import EncoderCompute
+from forebay.compute.low_rank import AdapterStacks
 from forebay.compute.paged import Limits, PagedSteps
 from forebay.compute.rows import Compute, Pooler
 from forebay.compute.sampler import Sampler
@@ -26,6 +27,7 @@ from forebay.gpu.choose import kernels
 from forebay.gpu.interface import Kernels
 from forebay.gpu.ops import GpuOps
 from forebay.gpu.products import GpuProducts, multiplies_floats
+from forebay.layers.adapted import AdaptedModules
 from forebay.layers.decoder import Decoder
 from forebay.layers.ops import PLAIN, HostOps, Ops, TorchOps
 from forebay.layers.quantised import Products
@@ -38,7 +40,7 @@ from forebay.state.images import ImagePool
 from forebay.state.inputs import PromptRows
 from forebay.state.kv_format import KvFormat
 from forebay.state.pages import KvPool
-from forebay.state.recurrent import StateStore
+from forebay.state.recurrent import StateStore, StateTables
 from forebay.state.slots import SlotTables
 from forebay.weights.cache import cache_directory
 from forebay.weights.called import CalledConfig
@@ -206,6 +208,14 @@ class Choice:
             return None
         return GpuProducts(self._kernels, multiplies_floats(self._device.torch_device))
 
+    def stacks(self, modules: AdaptedModules) -> AdapterStacks | None:
+        """The memory of all places of adapters, for a built model; None: each adapter has memory of its own."""
+        config = self._config
+        if self._kernels is None or config.lora is None:
+            return None
+        places, rank = config.lora.places, config.lora.rank
+        return AdapterStacks(modules, places, rank, config.dtype, self._device, self._kernels)
+
     def steps(
         self,
         model: Callable[[], Decoder],
@@ -214,8 +224,13 @@ class Choice:
         kv: KvPool,
         prompts: PromptRows,
         sampler: Sampler,
+        states: StateStore | None = None,
+        stacks: AdapterStacks | None = None,
     ) -> Steps:
-        """The steps of a model that generates; `model` and `compute` are called as work."""
+        """The steps of a model that generates; `model` and `compute` are called as work.
+
+        `states` are those of recurrent layers, and `stacks` have adapters; None: there are none.
+        """
         config = self._config
         shape = config.model_config
         # Of several ranks no step was captured yet: nobody has seen their collectives in a graph.
@@ -227,7 +242,9 @@ class Choice:
         # The scheduler bounds the tokens of prompts by the chunk size, and each running request adds a token.
         tokens = max(config.chunked_prefill_size, config.max_running_requests)
         limits = Limits(config.max_running_requests, tokens, graph_rows)
-        return PagedSteps(model, tables, kv, prompts, sampler, shape.vocab_size, limits, self._kernels, self._device)
+        assert states is None or isinstance(states, StateTables)
+        memory = tables, kv, prompts, sampler, shape.vocab_size, limits
+        return PagedSteps(model, *memory, self._kernels, self._device, states, stacks)
 
     def compute(
         self,
@@ -260,11 +277,8 @@ class Choice:
 
 
 def _needs_host(model: ModelConfig) -> bool:
-    """True if the host decides which queries choose, the places of images, or how states advance.
-
-    No graph can do that.
-    """
-    return model.indexer is not None or model.vision is not None or bool(model.recurrent)
+    """True if the host decides which queries choose, or the places of images. No graph can do that."""
+    return model.indexer is not None or model.vision is not None or model.sections is not None
 
 
 def _kernels(device: Device) -> Kernels:

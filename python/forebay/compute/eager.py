@@ -10,11 +10,12 @@ import torch
 
 from forebay.attention.backend import Batch, IndexBatch
 from forebay.compute.finding import InRows, OnPages, sharing
+from forebay.compute.low_rank import AdapterStacks
 from forebay.compute.pieces import Pieces, pieces
 from forebay.compute.rows import Launch, RowAdapters
 from forebay.device import Device
 from forebay.gpu.interface import Kernels
-from forebay.layers.adapted import AdaptedTokens
+from forebay.layers.adapted import AdaptedTokens, GatheredTokens, StepAdapters
 from forebay.layers.decoder import Decoder, FeatureRows, Forward, ImageRows
 from forebay.layers.step import Index, WindowRows
 from forebay.models.called import CalledModel
@@ -160,7 +161,7 @@ class TorchCompute:
             index=self._index(cut, slots, starts, lengths, token_slots, positions, sparse),
             images=images,
             states=self._load_states(launch, cut),
-            adapted=[] if rows.adapters is None else self._adapted(rows.adapters, cut),
+            adapted=None if rows.adapters is None else self._adapted(rows.adapters, cut),
             features=self._features(token_slots, positions, writes),
             window=self._window(batch, token_slots, positions),
         )
@@ -185,12 +186,15 @@ class TorchCompute:
         pages = _pages(self._tables.page_table, slots, before, size)
         return FeatureRows(pool, self._kv.feature_entries(writes), pages * size + before % size)
 
-    def _adapted(self, adapters: RowAdapters, cut: Pieces) -> list[AdaptedTokens]:
-        """The tokens of each adapter, numbered in the order of pieces."""
-        place = np.repeat(adapters.place[cut.row], cut.length)
-        present = [at for at in adapters.adapters if (place == at).any()]
+    def _adapted(self, adapters: RowAdapters, cut: Pieces) -> StepAdapters:
+        """The adapters of tokens, in the order of pieces."""
+        held, place = adapters.held, np.repeat(adapters.place[cut.row], cut.length)
+        if isinstance(held, AdapterStacks):
+            (places,) = self._device.copy_in(np.where(place < 0, held.places, place).astype(np.int32))
+            return held.of_tokens(places)
+        present = [at for at in held if (place == at).any()]
         tokens = self._device.copy_in(*(np.flatnonzero(place == at) for at in present))
-        return [AdaptedTokens(own, adapters.adapters[at]) for own, at in zip(tokens, present, strict=True)]
+        return GatheredTokens([AdaptedTokens(own, held[at]) for own, at in zip(tokens, present, strict=True)])
 
     def _spans(self, images: RowImages | None, cut: Pieces) -> list[list[tuple[int, int]]]:
         """The images of each piece whose positions see each other; []: no piece has any."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from forebay.device import Device, DeviceError, Work
@@ -27,9 +27,12 @@ class Size:
     rows: int
     mixed: bool
     """True if rows may have more than one token."""
+    adapted: bool = False
+    """True if adapters may change rows."""
 
     def __str__(self) -> str:
-        return f"{self.tokens} tokens in up to {self.rows} rows" if self.mixed else f"{self.rows} decode rows"
+        rows = f"{self.tokens} tokens in up to {self.rows} rows" if self.mixed else f"{self.rows} decode rows"
+        return f"{rows} with adapters" if self.adapted else rows
 
 
 def decode_rows(most: int) -> list[int]:
@@ -51,9 +54,13 @@ def mixed_sizes(most_rows: int, step_tokens: int) -> list[Size]:
 class Graphs:
     """The captured parts of a hand's steps: the model by size, and the sampler by rows and kind."""
 
-    def __init__(self, device: Device, most_rows: int, step_tokens: int) -> None:
-        """`most_rows` of a graph; 0: no graph at all. `step_tokens`: most of a step."""
+    def __init__(self, device: Device, most_rows: int, step_tokens: int, *, adapted: bool = False) -> None:
+        """`most_rows` of a graph; 0: no graph at all. `step_tokens`: most of a step.
+
+        `adapted`: each size has a second graph, for steps with adapters. The others do no work for them.
+        """
         self._device = device
+        self._adapted = adapted
         self._decode_rows = decode_rows(most_rows)
         self._decodes = [Size(rows, rows, mixed=False) for rows in self._decode_rows]
         self._mixed = mixed_sizes(most_rows, step_tokens)
@@ -63,7 +70,10 @@ class Graphs:
     @property
     def sizes(self) -> list[Size]:
         """The sizes, largest first, so that smaller graphs reuse the memory of larger ones."""
-        return sorted([*self._decodes, *self._mixed], reverse=True)
+        sizes = [*self._decodes, *self._mixed]
+        if self._adapted:
+            sizes += [replace(size, adapted=True) for size in sizes]
+        return sorted(sizes, reverse=True)
 
     @property
     def count(self) -> int:
@@ -73,22 +83,25 @@ class Graphs:
     def __str__(self) -> str:
         """The sizes that were captured, for a log."""
         models = sorted(self._models)
+        adapted = ", each with adapters and without" if self._adapted else ""
         decodes = ", ".join(str(size.rows) for size in models if not size.mixed)
         mixed = ", ".join(str(count) for count in sorted({size.tokens for size in models if size.mixed}))
         rows = ", ".join(str(count) for count in sorted({size.rows for size in models if size.mixed}))
         return (
-            f"{self.count} graphs: steps of {decodes} decode rows, steps of up to {mixed} tokens in up to {rows} rows, "
-            f"and {len(self._samplers)} for samplers"
+            f"{self.count} graphs: steps of {decodes} decode rows, steps of up to {mixed} tokens in up to {rows} rows"
+            f"{adapted}, and {len(self._samplers)} for samplers"
         )
 
-    def fit(self, rows: int, tokens: int) -> Size | None:
+    def fit(self, rows: int, tokens: int, *, adapted: bool = False) -> Size | None:
         """The smallest captured size for a step; None: there is none."""
         if not self._models:
             return None
         if tokens == rows:
             at = bisect_left(self._decode_rows, rows)
-            return self._decodes[at] if at < len(self._decodes) else None
-        return next((size for size in self._mixed if size.tokens >= tokens and size.rows >= rows), None)
+            found = self._decodes[at] if at < len(self._decodes) else None
+        else:
+            found = next((size for size in self._mixed if size.tokens >= tokens and size.rows >= rows), None)
+        return replace(found, adapted=True) if found is not None and adapted else found
 
     def capture(self, model: Callable[[Size], None], sample: Callable[[int, bool], None]) -> None:
         """Captures all graphs. `model` computes a step of a size. `sample` samples rows, drawn or greedy.

@@ -15,23 +15,30 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from forebay.attention.states import PlannedStates
 from forebay.compute.graphs import Graphs, Size
-from forebay.compute.rows import Launch
+from forebay.compute.low_rank import AdapterStacks
+from forebay.compute.rows import Launch, Rows
 from forebay.compute.sampler import Ask, SampledColumns, Sampler
 from forebay.compute.steps import Answers
 from forebay.device import Device, host_array
 from forebay.gpu.interface import Kernels, PagedRows
+from forebay.gpu.recurrent import NO_STATE, StateRows
 from forebay.gpu.tables import Received, StepBuffers, Tables, describe, places
+from forebay.layers.adapted import StepAdapters
 from forebay.layers.decoder import Decoder, FeatureRows, Forward
 from forebay.protocol.constants import NO_PAGE, SLOT_FLOATS_WORDS, SLOT_WORDS
 from forebay.protocol.frames import Float32s, Int32s
 from forebay.protocol.plan import LAST_ID
 from forebay.state.inputs import PromptRows
 from forebay.state.pages import KvPool
+from forebay.state.recurrent import StateTables
 from forebay.state.slots import Int64s, PlanError, SlotTables, Writes
 from forebay.state.staging import StepInputs
 
 _PLACES = 2 * LAST_ID
+_ROW_WORDS = 4
+"""What the host gives for each row beside the plan: the columns of `StateRows.places`, and its adapter's place."""
 MOST_WORDS = 1 << 16
 """The largest plan's body, in words, that a graph can read: a quarter of a mebibyte."""
 
@@ -53,13 +60,15 @@ class Memory:
     buffers: StepBuffers
     logits: torch.Tensor  # float32 [rows, vocabulary]
     block: torch.Tensor  # int32 [1 + 2 * rows]: the error word, tokens, and which are finite
+    words: torch.Tensor  # int32 [rows, _ROW_WORDS]: of rows with states or adapters
 
     @classmethod
     def make(cls, rows: int, tokens: int, vocabulary: int, place: torch.device) -> Memory:
         """Memory of a device."""
         logits = torch.empty(rows, vocabulary, dtype=torch.float32, device=place)
         block = torch.zeros(1 + 2 * rows, dtype=torch.int32, device=place)
-        return cls(StepBuffers.make(rows, tokens, place), logits, block)
+        words = torch.zeros(rows, _ROW_WORDS, dtype=torch.int32, device=place)
+        return cls(StepBuffers.make(rows, tokens, place), logits, block, words)
 
     def holds(self, rows: int, tokens: int) -> bool:
         """True if a step of this size fits."""
@@ -78,7 +87,7 @@ class Memory:
             last=whole.last[:rows],
             sampling=whole.sampling[:rows],
         )
-        return Memory(buffers, self.logits[:rows], self.block[: 1 + 2 * rows])
+        return Memory(buffers, self.logits[:rows], self.block[: 1 + 2 * rows], self.words[:rows])
 
 
 class BlockAnswers:
@@ -129,9 +138,12 @@ class PagedSteps:
         limits: Limits,
         kernels: Kernels,
         device: Device,
+        states: StateTables | None = None,
+        stacks: AdapterStacks | None = None,
     ) -> None:
-        """`model` is called as work."""
+        """`model` is called as work. `states` are those of recurrent layers, and `stacks` have adapters."""
         self._model, self._kv, self._prompts, self._sampler = model, kv, prompts, sampler
+        self._states, self._stacks = states, stacks
         self._kernels, self._device, self._counts = kernels, device, tables.counts
         place = device.torch_device
         lines = tables.slots + 1
@@ -157,7 +169,8 @@ class PagedSteps:
         self._at_its_place = Received(self._input[_PLACES:], self._input[:_PLACES].view(-1, 2), self._no_tokens)
         """A plan where graphs read it."""
         self._room = len(self._input) - _PLACES
-        self.graphs = Graphs(device, min(limits.graph_rows, limits.rows), limits.tokens)
+        rows = min(limits.graph_rows, limits.rows)
+        self.graphs = Graphs(device, rows, limits.tokens, adapted=stacks is not None)
 
     def answers(self, launch: Launch, ask: Ask) -> Answers:
         size, captured = self._size(launch)
@@ -186,14 +199,38 @@ class PagedSteps:
         self._compute_step(launch, *self._size(launch))
 
     def _compute_step(self, launch: Launch, size: Size, captured: bool) -> None:
-        received = self._receive(launch.inputs)
+        received, states = self._receive(launch.inputs), launch.rows.states
         self._computed = self._memory
-        if captured:
-            self.graphs.model(size)
-            return
         if not self._memory.holds(size.rows, size.tokens):
             self._computed = Memory.make(size.rows, size.tokens, self._tables.vocabulary, self._device.torch_device)
-        self._compute(self._computed.part(size.rows, size.tokens), received, size.mixed, launch)
+        self._write_words(launch.rows, size.rows)
+        if states is not None:
+            assert self._states is not None
+            self._states.copy(states.loads)
+        if captured:
+            self.graphs.model(size)
+        else:
+            self._compute(self._computed, received, size, launch)
+        if states is not None:
+            assert self._states is not None
+            self._states.copy(states.saves)
+
+    def _write_words(self, rows: Rows | None, count: int) -> None:
+        """Writes the words of rows, and of padding behind them; None: all are padding. Called as work."""
+        if self._states is None and self._stacks is None:
+            return
+        words = np.zeros((count, _ROW_WORDS), np.int32)
+        if self._states is not None:
+            words[:, :-1] = NO_STATE, self._states.rows - 1, self._states.rows - 1
+            if rows is not None:
+                assert rows.states is not None
+                words[: len(rows.slot), :-1] = rows.states.places
+        if self._stacks is not None:
+            words[:, -1] = self._stacks.places
+            if rows is not None and rows.adapters is not None:
+                place = rows.adapters.place
+                words[: len(place), -1] = np.where(place < 0, self._stacks.places, place)
+        self._device.copy_into(self._computed.words.view(-1), words)
 
     def choose(self, launch: Launch, ask: Ask, answers: Answers) -> None:
         assert isinstance(answers, BlockAnswers)
@@ -214,9 +251,11 @@ class PagedSteps:
             rotary.keep(self._tables.token_pool.shape[1])
         # A plan without rows: all of what is computed meanwhile is padding.
         self._input.zero_()
+        self._computed = self._memory
+        self._write_words(None, len(self._memory.words))
         received = self._at_its_place
         self.graphs.capture(
-            lambda size: self._compute(self._memory.part(size.rows, size.tokens), received, size.mixed),
+            lambda size: self._compute(self._memory, received, size),
             lambda rows, drawn: self._choose(self._memory.part(rows, 0), drawn),
         )
 
@@ -225,10 +264,10 @@ class PagedSteps:
         rows = launch.rows
         count, tokens = len(rows.slot), launch.inputs.tokens
         if rows.given is None and rows.prompts is None and self._fits(launch.inputs):
-            size = self.graphs.fit(count, tokens)
+            size = self.graphs.fit(count, tokens, adapted=rows.adapters is not None)
             if size is not None:
                 return size, True
-        return Size(tokens, count, tokens > count), False
+        return Size(tokens, count, tokens > count, rows.adapters is not None), False
 
     def _fits(self, inputs: StepInputs) -> bool:
         return len(inputs.plan.body) <= self._room
@@ -250,8 +289,9 @@ class PagedSteps:
         table, count = self._tables.page_table, self._tables.page_count
         self._kernels.write_table(received, "page_writes", table, NO_PAGE, count, self._errors)
 
-    def _compute(self, memory: Memory, received: Received, mixed: bool, launch: Launch | None = None) -> None:
+    def _compute(self, whole: Memory, received: Received, size: Size, launch: Launch | None = None) -> None:
         """Everything up to the logits. `launch` may have inputs from the arena; None: it has not."""
+        memory = whole.part(size.rows, size.tokens)
         buffers, kv = memory.buffers, self._kv
         self._write_pages(received)
         self._kernels.prepare(received, self._tables, buffers, self._errors, None)
@@ -265,7 +305,7 @@ class PagedSteps:
             page_stride=kv.main.page_stride,
             null_page=kv.page_count,
             decodes=True,
-            chunks=mixed,
+            chunks=size.mixed,
         )
         forward = Forward(
             tokens=buffers.tokens,
@@ -276,6 +316,8 @@ class PagedSteps:
             prepared=rows,
             kv=kv.layers,
             logits=memory.logits,
+            states=self._planned_states(memory, size),
+            adapted=self._adapters(memory, size),
             features=self._features(buffers),
         )
         if launch is None or launch.prompts is None:
@@ -287,13 +329,38 @@ class PagedSteps:
         memory.logits.copy_(model.logits(states[:count]))
         launch.prompts.fill(states[count:], model.logits)
 
+    @staticmethod
+    def _rows_of_tokens(buffers: StepBuffers, *, mixed: bool = True) -> torch.Tensor:
+        """The row of each token, int32 [n]; the number of rows for tokens of nobody. `mixed` as of `Size`."""
+        token = torch.arange(len(buffers.tokens), dtype=torch.int32, device=buffers.first.device)
+        if not mixed:
+            return token
+        return torch.searchsorted(buffers.first, token, right=True, out_int32=True) - 1
+
+    def _planned_states(self, memory: Memory, size: Size) -> PlannedStates | None:
+        """The states that rows advance; None: the model has none."""
+        if self._states is None:
+            return None
+        of_token = self._rows_of_tokens(memory.buffers, mixed=size.mixed)
+        rows = StateRows(memory.buffers.first, of_token, memory.words, chunks=size.mixed)
+        return PlannedStates(self._states.layers, rows, self._kernels)
+
+    def _adapters(self, memory: Memory, size: Size) -> StepAdapters | None:
+        """The adapters of tokens; None: the base computes all."""
+        if self._stacks is None or not size.adapted:
+            return None
+        places = memory.words[:, -1].contiguous()
+        if size.mixed:
+            nobody = torch.full_like(places[:1], self._stacks.places)
+            places = torch.cat((places, nobody)).index_select(0, self._rows_of_tokens(memory.buffers))
+        return self._stacks.of_tokens(places)
+
     def _features(self, buffers: StepBuffers) -> FeatureRows | None:
         """Where features are; None: no head drafts from them."""
         kv, tables = self._kv, self._tables
         if kv.features is None:
             return None
-        token = torch.arange(len(buffers.tokens), dtype=torch.int32, device=buffers.first.device)
-        row = torch.searchsorted(buffers.first, token, right=True) - 1
+        row = self._rows_of_tokens(buffers)
         # Behind the last row are tokens of none, whose entries go to the null page.
         slot = buffers.slots.index_select(0, row.clamp(max=len(buffers.slots) - 1)).long()
         before = (buffers.positions - 1).clamp(min=0)

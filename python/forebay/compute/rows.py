@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from forebay.compute.low_rank import AdapterStacks
 from forebay.compute.prompts import PromptColumns, PromptTokens
 from forebay.device import Device, host_array
 from forebay.gpu.tables import describe
@@ -28,7 +29,7 @@ class RowAdapters:
     """The adapters of a step's rows."""
 
     place: Int64s  # [r]: the place of each row's adapter; -1: the base computes it
-    adapters: Mapping[int, Adapter]  # by place
+    held: Mapping[int, Adapter] | AdapterStacks  # by place
 
 
 @dataclass(frozen=True)

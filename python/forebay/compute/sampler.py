@@ -309,14 +309,8 @@ class Sampler:
             where = columns["bias_rows"], columns["bias_ids"]
             logits.index_put_(where, columns["bias_values"], accumulate=True)
         if "penalised" in columns:
-            rows = columns["penalised"]
-            counts = self._tables.counts.select(columns["lines"])
-            if "granted_rows" in columns:
-                where = columns["granted_rows"], columns["granted_ids"]
-                for count in counts:
-                    count.index_put_(where, count.new_ones(()), accumulate=True)
-            seen, generated = map(self._of_own, counts)
-            logits.index_copy_(0, rows, _penalise(logits.index_select(0, rows), seen, generated, columns["penalties"]))
+            counts, lines = self._counted(columns)
+            self._ops.penalise(logits, columns["penalised"], counts, lines, columns["penalties"])
         if "early_rows" in columns:
             never = logits.new_full((), -torch.inf)
             logits.index_put_((columns["early_rows"], columns["early_ids"]), never)
@@ -330,6 +324,20 @@ class Sampler:
             forbidden = self._of_own(self._ops.forbidden(columns["masks"], self._vocabulary))
             logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(forbidden, -torch.inf))
         return logits
+
+    def _counted(self, columns: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The counts of tokens whose logits are here, int32 [lines, 2, vocabulary], and the lines of penalised rows."""
+        counts, lines = self._tables.counts.table, columns["lines"]
+        if self._own is None and "granted_rows" not in columns:
+            return counts, lines
+        counts = counts.index_select(0, lines)
+        if "granted_rows" in columns:
+            where = columns["granted_rows"], columns["granted_ids"]
+            for count in counts.unbind(1):
+                count.index_put_(where, count.new_ones(()), accumulate=True)
+        if self._own is not None:
+            counts = counts[..., self._own.place].contiguous()
+        return counts, torch.arange(len(counts), device=lines.device)
 
     def _of_own(self, values: torch.Tensor) -> torch.Tensor:
         """The values of the tokens whose logits are here, of values [r, vocabulary]."""
@@ -366,16 +374,6 @@ def _draw(columns: dict[str, torch.Tensor], width: int) -> Draw:
     limited = (columns["limited"], columns["top_k"], columns["top_p"]) if "limited" in columns else None
     nucleus = (columns["nucleus"], columns["nucleus_p"]) if "nucleus" in columns else None
     return Draw(columns["temperature"], columns["u"], limited, width, nucleus, columns.get("min_p"))
-
-
-def _penalise(
-    logits: torch.Tensor, seen: torch.Tensor, generated: torch.Tensor, penalties: torch.Tensor
-) -> torch.Tensor:
-    """All [p, vocabulary], but for `penalties` [p, 3]: repetition, presence, frequency."""
-    repetition, presence, frequency = penalties.unsqueeze(2).unbind(1)
-    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits = torch.where(seen > 0, repeated, logits)
-    return logits - frequency * generated - presence * (generated > 0)
 
 
 def _ragged_ids(rows: list[int], ids: list[Int32s]) -> tuple[Int64s, Int64s]:

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import torch
 
 from forebay.gpu.hot import Found, HotRows, SparsePages
+from forebay.gpu.low_rank import LowRankStack, PlacedTokens
+from forebay.gpu.recurrent import StateHeads, StateRows, StateWeights
 from forebay.gpu.sampling import Wishes
 from forebay.gpu.tables import Received, StepBuffers, Tables
 
@@ -182,6 +184,26 @@ class Sampling(Protocol):
         The filters and their order are in `docs/protocol.md`. A row that is not finite may get any token.
         """
 
+    def penalise(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        counts: torch.Tensor,
+        lines: torch.Tensor,
+        penalties: torch.Tensor,
+    ) -> None:
+        """Overwrites `rows` int64 [p] of float32 logits [r, vocabulary] with what `layers.ops.penalised` gives.
+
+        `counts` int32 [lines, 2, vocabulary] have how often tokens were seen and were generated, and `lines` int64 [p]
+        are those of the rows. `penalties` float32 [p, 3] are of repetition, presence and frequency.
+        """
+
+    def likely(self, logits: torch.Tensor, tokens: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids int64 [r, 1 + most] and log-probabilities float32 of `tokens` int64 [r, 1] and of the likeliest ones.
+
+        These are in order, and `most` is at most `MOST_LIKELY` and the vocabulary. logits are [r, vocabulary].
+        """
+
     def ask(self, tables: Tables, buffers: StepBuffers) -> Wishes:
         """The sampling parameters of the step's rows. Rows that do not sample need no draw."""
 
@@ -328,5 +350,72 @@ class Sparse(Protocol):
         """
 
 
-class Kernels(Built, Attention, Layers, Plans, Sampling, Experts, Quantised, Sparse, Protocol):
+class Recurrences(Protocol):
+    """Layers with a state of fixed size for each slot. Last dimensions are dense."""
+
+    def convolve(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        table: torch.Tensor,
+        rows: StateRows,
+        *,
+        silu: bool = False,
+        gates: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """The causal convolution [n, channels] of each channel of x [n, channels], behind the last inputs of its row.
+
+        `weight` is [channels, taps], the oldest first. `table` [lines, taps - 1, channels] has the last inputs, which
+        are advanced. With `silu` outputs are `y * sigmoid(y)`. With gates, [n, channels] each and as far apart as x,
+        inputs are x times the first, and outputs are times the second. Tokens of no row get 0.
+        """
+
+    def recur(
+        self,
+        mixed: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor | None,
+        weights: StateWeights,
+        shape: StateHeads,
+        table: torch.Tensor,
+        rows: StateRows,
+    ) -> torch.Tensor:
+        """Outputs float32 [n, heads * value_dim] of the recurrence of `layers.recurrent`, and the advanced states.
+
+        `mixed` [n, queries, keys and values] are outputs of the convolution. Steps are `softplus(a + step_bias)`, with
+        a [n, heads], or [n, heads * key_dim] with decays of channels; decays are `exp(-exp(decay) * step)`. Strengths
+        of the delta rule are `sigmoid(b)`, with b [n, heads]; None: there is no such rule, and they are the steps.
+        `table` is float32 [lines, heads, key_dim, value_dim]. Tokens of no row get anything.
+        """
+
+    def gated_norm(
+        self,
+        y: torch.Tensor,
+        gate: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        norm: str,
+        size: int,
+        sigmoid: bool,
+        first: torch.Tensor,
+    ) -> torch.Tensor:
+        """float32 y [n, values], normalised in groups of `size` and gated, in the type of `gate` [n, values].
+
+        The gate is a sigmoid (`sigmoid`), or `x * sigmoid(x)`. `norm` is `none`, `before_gate` or `after_gate`, and
+        `weight` [size], of all groups, or [values]. Tokens from `first[-1]` on, which are of no row, get 0.
+        """
+
+
+class LowRank(Protocol):
+    """Adapters beside products."""
+
+    def add_low_rank(self, x: torch.Tensor, y: torch.Tensor, stack: LowRankStack, tokens: PlacedTokens) -> None:
+        """Adds `B (A x)` of each token's adapter to y [n, outputs], for x [n, inputs].
+
+        `A x` is rounded to the type of x, and the product to that of y before it is added.
+        """
+
+
+class Kernels(Built, Attention, Layers, Plans, Sampling, Experts, Quantised, Sparse, Recurrences, LowRank, Protocol):
     """All operators. A module of functions implements it."""

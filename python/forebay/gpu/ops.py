@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from forebay.gpu.interface import Kernels
-from forebay.gpu.sampling import Wishes
+from forebay.gpu.sampling import MOST_LIKELY, Wishes
 
 _BITS_OF_U = 53
 
@@ -147,7 +147,19 @@ class GpuOps:
         self._kernels.draw(logits, Wishes(draw.temperature, top_k, top_p, min_p, bits), tokens)
         return tokens
 
+    def penalise(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        counts: torch.Tensor,
+        lines: torch.Tensor,
+        penalties: torch.Tensor,
+    ) -> None:
+        self._kernels.penalise(logits, rows, counts, lines, penalties)
+
     def likely(self, logits: torch.Tensor, tokens: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if most <= MOST_LIKELY:
+            return self._kernels.likely(logits, tokens, most)
         ids = torch.cat((tokens, logits.topk(most, dim=-1).indices), dim=1)
         return ids, logits.log_softmax(dim=-1).gather(1, ids)
 

@@ -8,6 +8,8 @@ import torch
 
 FIXED_POINT = 40
 """Fractional bits of a token's weight relative to the largest weight. Sums are then exact in any order."""
+MOST_LIKELY = 32
+"""The most tokens beside a row's own that `Sampling.likely` finds."""
 
 
 @dataclass(frozen=True)

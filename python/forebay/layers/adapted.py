@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,16 @@ Adapter: TypeAlias = Mapping[str, LowRank]
 """The matrices of an adapter by the names of modules, such as `model.layers.0.self_attn.q_proj`."""
 
 
+class StepAdapters(Protocol):
+    """The adapters of the tokens of one step."""
+
+    def add(self, modules: Mapping[str, int], x: torch.Tensor, y: torch.Tensor) -> None:
+        """Adds to the product y [n, outputs] of x [n, inputs].
+
+        `modules` are the parts of y, by name, with widths.
+        """
+
+
 class AdaptedTokens(NamedTuple):
     """The tokens of a step that one adapter changes."""
 
@@ -33,29 +44,15 @@ class AdaptedTokens(NamedTuple):
     adapter: Adapter
 
 
-class AdaptedModules:
-    """The modules of a model that adapters may change, and the adapters of the step that is computed."""
+@dataclass(frozen=True)
+class GatheredTokens:
+    """Implements `StepAdapters` with a gather of each adapter's tokens."""
 
-    def __init__(self) -> None:
-        self.sizes: dict[str, tuple[int, int]] = {}
-        """Inputs and outputs of each module, by name."""
-        self._step: Sequence[AdaptedTokens] = ()
+    adapted: Sequence[AdaptedTokens]
+    """The tokens of adapters, each once."""
 
-    @contextmanager
-    def of_step(self, adapted: Sequence[AdaptedTokens]) -> Iterator[None]:
-        """Has products within it changed for these tokens."""
-        self._step = adapted
-        try:
-            yield
-        finally:
-            self._step = ()
-
-    def add(self, modules: Mapping[str, int], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Adds to the product y [n, outputs] of x [n, inputs]. `modules` are the parts of y, by name, with widths.
-
-        It overwrites y.
-        """
-        for tokens, adapter in self._step:
+    def add(self, modules: Mapping[str, int], x: torch.Tensor, y: torch.Tensor) -> None:
+        for tokens, adapter in self.adapted:
             first, chosen = 0, None
             for name, width in modules.items():
                 pair = adapter.get(name)
@@ -65,4 +62,37 @@ class AdaptedModules:
                     # As PEFT does: the sums are float32, and rounded to the model's type.
                     y[:, first : first + width].index_add_(0, tokens, F.linear(F.linear(chosen, pair.a), pair.b))
                 first += width
+
+
+class AdaptedModules:
+    """The modules of a model that adapters may change, and the adapters of the step that is computed."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[str, tuple[int, int]] = {}
+        """Inputs and outputs of each module, by name."""
+        self.products: list[tuple[Mapping[str, int], int]] = []
+        """The modules of each product, with their outputs, and its inputs."""
+        self._step: StepAdapters | None = None
+
+    def register(self, modules: Mapping[str, int], inputs: int) -> None:
+        """Notes a product whose outputs are those of modules, one after the other."""
+        self.products.append((modules, inputs))
+        self.sizes |= {name: (inputs, width) for name, width in modules.items()}
+
+    @contextmanager
+    def of_step(self, adapted: StepAdapters) -> Iterator[None]:
+        """Has products within it changed by these adapters."""
+        self._step = adapted
+        try:
+            yield
+        finally:
+            self._step = None
+
+    def add(self, modules: Mapping[str, int], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """The product y [n, outputs] of x [n, inputs], which it overwrites, with what the step's adapters add.
+
+        `modules` are those of a registered product.
+        """
+        if self._step is not None:
+            self._step.add(modules, x, y)
         return y

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from forebay.attention.backend import AttentionBackend, LayerKV
-from forebay.layers.adapted import AdaptedTokens
+from forebay.layers.adapted import StepAdapters
 from forebay.layers.layer_inputs import LayerRows
 from forebay.layers.norm import MeanNorm, Norm, RMSNorm
 from forebay.layers.ops import Ops
@@ -61,8 +61,8 @@ class Forward:
     """The rows of images; None: there are no image positions."""
     states: Any = None
     """What the model needs of the recurrent states of the rows (`StateStore.step`); None: it has none."""
-    adapted: Sequence[AdaptedTokens] = ()
-    """The tokens that adapters change, each once."""
+    adapted: StepAdapters | None = None
+    """The adapters of the tokens; None: the base computes all."""
     logits: torch.Tensor | None = None
     """Memory for the logits, float32 [s, vocabulary]; None: they get memory of their own."""
     features: FeatureRows | None = None
@@ -319,7 +319,7 @@ class Decoder:
 
     def states(self, forward: Forward) -> torch.Tensor:
         """Computes the step's positions. Gives the final states [s, hidden] of the sampled ones."""
-        if not forward.adapted:
+        if forward.adapted is None:
             return self._states(forward)
         assert self.params.adapted is not None
         with self.params.adapted.of_step(forward.adapted):

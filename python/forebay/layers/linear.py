@@ -43,7 +43,7 @@ class Linear:
         self._adapted = params.adapted
         self._modules = {f"{prefix}{name}": size_of(n) for name, n in outputs.items()}
         if self._adapted is not None:
-            self._adapted.sizes |= {name: (self.inputs, width) for name, width in self._modules.items()}
+            self._adapted.register(self._modules, self.inputs)
         self.bias: torch.Tensor | None = None
         if bias:
             biases = {f"{prefix}{name}.bias": n for name, n in outputs.items()}

@@ -140,6 +140,20 @@ class Ops(Protocol):
     def sample(self, logits: torch.Tensor, draw: Draw) -> torch.Tensor:
         """Tokens int64 [r] of float32 logits [r, vocabulary], in the order of `docs/protocol.md`."""
 
+    def penalise(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        counts: torch.Tensor,
+        lines: torch.Tensor,
+        penalties: torch.Tensor,
+    ) -> None:
+        """Overwrites `rows` int64 [p] of float32 logits [r, vocabulary] with what `penalised` gives.
+
+        `counts` int32 [lines, 2, vocabulary] have how often tokens were seen and were generated, and `lines` int64 [p]
+        are those of the rows. `penalties` are float32 [p, 3].
+        """
+
     def likely(self, logits: torch.Tensor, tokens: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids int64 [m, 1 + most] of `tokens` int64 [m, 1] and the most likely ones, and their log-probabilities."""
 
@@ -260,12 +274,36 @@ class TorchOps:
         # Only a row that is not finite finds nothing; its token does not count.
         return found[:, 0].clamp_(max=logits.shape[1] - 1)
 
+    def penalise(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        counts: torch.Tensor,
+        lines: torch.Tensor,
+        penalties: torch.Tensor,
+    ) -> None:
+        seen, generated = counts.index_select(0, lines).unbind(1)
+        logits.index_copy_(0, rows, penalised(logits.index_select(0, rows), seen, generated, penalties))
+
     def likely(self, logits: torch.Tensor, tokens: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
         ids = torch.cat((tokens, logits.topk(most, dim=-1).indices), dim=1)
         return ids, logits.log_softmax(dim=-1).gather(1, ids)
 
     def places(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         return (logits > logits.gather(1, tokens)).sum(dim=-1) + 1
+
+
+def penalised(
+    logits: torch.Tensor, seen: torch.Tensor, generated: torch.Tensor, penalties: torch.Tensor
+) -> torch.Tensor:
+    """Logits with penalties, all [p, vocabulary], but for `penalties` [p, 3]: repetition, presence, frequency.
+
+    `seen` and `generated` are the number of times that a token was.
+    """
+    repetition, presence, frequency = penalties.unsqueeze(2).unbind(1)
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(seen > 0, repeated, logits)
+    return logits - frequency * generated - presence * (generated > 0)
 
 
 class HostOps(TorchOps):

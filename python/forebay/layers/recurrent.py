@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from forebay.attention.states import LayerStates, StepStates
+from forebay.attention.states import LayerStates, PlannedStates, StepStates
 from forebay.layers.linear import Linear
 from forebay.layers.params import Parameters
 from forebay.layers.step import Step
@@ -82,6 +82,8 @@ class RecurrentLayer:
         """x is [tokens, hidden]."""
         states = step.states
         assert states is not None
+        if isinstance(states, PlannedStates):
+            return self._by_kernels(x, states)
         shape, layer = self._shape, states.layers[self._number]
         parts = self.input(x).split(self._widths, dim=1)
         if not shape.heads:
@@ -100,6 +102,21 @@ class RecurrentLayer:
         if self.skip is not None:
             y = y + self.skip[:, None] * inputs[2]
         return self.output(self._gated(y.flatten(1), gate).to(x.dtype))
+
+    def _by_kernels(self, x: torch.Tensor, states: PlannedStates) -> torch.Tensor:
+        """The layer by operators that leave no decision to the host."""
+        shape, number = self._shape, self._number
+        fused = self.input(x)
+        parts = fused.split(self._widths, dim=1)
+        if not shape.heads:
+            behind, before, values = parts
+            return self.output(states.convolve(number, values, self.conv, self.conv_bias, (before, behind)))
+        gate, a = parts[3:5] if self.low is None else self._of_low_ranks(x, *self.low)
+        mixed = states.convolve(number, fused[:, : shape.channels], self.conv, self.conv_bias)
+        weights = self.decay, self.step_bias, self.skip
+        y = states.recur(number, mixed, a, parts[-1] if shape.delta else None, weights, shape)
+        how = self._eps, shape.norm, shape.norm_size, shape.sigmoid_gate
+        return self.output(states.gated_norm(y, gate, self.norm, *how))
 
     @staticmethod
     def _of_low_ranks(x: torch.Tensor, low: Linear, gates: Linear, decays: Linear) -> tuple[torch.Tensor, torch.Tensor]:

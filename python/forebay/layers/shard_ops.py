@@ -90,6 +90,16 @@ class ShardOps:
             weights.masked_fill_(weights < draw.min_p[:, None], 0)
         return self._drawn(weights, draw.u)
 
+    def penalise(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        counts: torch.Tensor,
+        lines: torch.Tensor,
+        penalties: torch.Tensor,
+    ) -> None:
+        self._inner.penalise(logits, rows, counts, lines, penalties)
+
     def likely(self, logits: torch.Tensor, tokens: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
         width = min(most, self._widest)
         values, at = logits.topk(min(width, logits.shape[1]), dim=-1)

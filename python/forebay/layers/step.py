@@ -10,7 +10,7 @@ import torch
 
 from forebay.attention.backend import CAUSAL, AttentionBackend, How, LatentHeads, LayerKV
 from forebay.attention.hot_rows import Chosen
-from forebay.attention.states import StepStates
+from forebay.attention.states import PlannedStates, StepStates
 from forebay.layers.norm import RMSNorm
 from forebay.layers.ops import Heads, Ops
 from forebay.layers.rotary import Rotation, rotate, unrotated
@@ -54,7 +54,7 @@ class Step:
     ops: Ops
     index: Index | None
     query_factors: torch.Tensor | None = None  # [n, 1, 1] of the model's dtype; None: queries stay as they are
-    states: StepStates | None = None
+    states: StepStates | PlannedStates | None = None
     """The recurrent states of the rows; None: no layer is recurrent."""
     inputs: torch.Tensor | None = None
     """The inputs of each layer [n, layers, size] beside the residual stream; None: there are none."""

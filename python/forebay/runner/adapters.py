@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from forebay.compute.low_rank import PREFIX, AdapterStacks
 from forebay.compute.rows import RowAdapters
+from forebay.device import Event
 from forebay.layers.adapted import AdaptedModules, Adapter, LowRank
 from forebay.protocol.constants import (
     PLACE_END_WORDS,
@@ -31,7 +33,6 @@ from forebay.weights.adapter import ChangedError, read_adapter
 from forebay.weights.errors import ModelError
 
 NO_PLACES = np.zeros((0, PLACE_END_WORDS), np.int32)
-_PREFIX = "model.layers."
 
 
 class AdapterPlaces:
@@ -41,9 +42,17 @@ class AdapterPlaces:
     """
 
     def __init__(
-        self, config: PlaceConfig, modules: AdaptedModules, slots: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: PlaceConfig,
+        modules: AdaptedModules,
+        slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        stacks: AdapterStacks | None = None,
     ) -> None:
+        """`stacks` have the matrices of all places; None: each adapter has memory of its own on the device."""
         self._config, self._sizes, self._dtype, self._device = config, modules.sizes, dtype, device
+        self._stacks = stacks
         self._place = np.full(slots, -1, np.int64)
         self._known: dict[int, Mapping[str, Any]] = {}
         self._lock = threading.Lock()
@@ -52,18 +61,18 @@ class AdapterPlaces:
         self._coming: dict[int, tuple[int, int, Future[Adapter]]] = {}
         """What comes to places, by ticket."""
         self._kept: OrderedDict[int, Adapter] = OrderedDict()
-        """Adapters that were read, the last used one at the end."""
+        """Adapters that were read, in the host's memory, the last used one at the end."""
         self._reader = ThreadPoolExecutor(1, "adapters")
 
     @property
     def nbytes(self) -> int:
         """Bytes of all places, if each has the largest adapter."""
-        of_rank = sum(inputs + outputs for name, (inputs, outputs) in self._sizes.items() if name.startswith(_PREFIX))
+        of_rank = sum(inputs + outputs for name, (inputs, outputs) in self._sizes.items() if name.startswith(PREFIX))
         return self._config.places * self._config.rank * of_rank * self._dtype.itemsize
 
     def facts(self) -> dict[str, Any]:
         """The facts for `ready`."""
-        names = {name.split(".", 3)[3] for name in self._sizes if name.startswith(_PREFIX)}
+        names = {name.split(".", 3)[3] for name in self._sizes if name.startswith(PREFIX)}
         return {"lora_bytes": self.nbytes, "lora_modules": sorted(names)}
 
     def order(self, order: Mapping[str, Any]) -> None:
@@ -78,8 +87,11 @@ class AdapterPlaces:
             # Nobody names the place any more.
             self._adapters = {at: held for at, held in self._adapters.items() if held[0] != number}
 
-    def read(self, plan: Plan) -> None:
-        """Begins what the plan brings to places, and notes the places of new slots. Raises `PlanError`."""
+    def read(self, plan: Plan, before: Event) -> None:
+        """Begins what the plan brings to places, and notes the places of new slots. Raises `PlanError`.
+
+        `before` is behind all steps that may name a place's former adapter.
+        """
         if len(plan.slots):
             self._place[plan.slots[:, SlotRecord.SLOT]] = -1
         if len(plan.slot_places):
@@ -94,11 +106,7 @@ class AdapterPlaces:
                 kept = self._kept.get(number)
                 if kept is not None:
                     self._kept.move_to_end(number)
-            if kept is None:
-                future = self._reader.submit(self._load, number, self._known[number])
-            else:
-                future = Future()
-                future.set_result(kept)
+            future = self._reader.submit(self._bring, place, number, self._known[number], kept, before)
             with self._lock:
                 self._coming[ticket] = place, number, future
 
@@ -112,6 +120,8 @@ class AdapterPlaces:
             missing = named - self._adapters.keys()
             if missing:
                 raise PlanError(f"rows of places {sorted(missing)}, which have no adapter")
+            if self._stacks is not None:
+                return RowAdapters(place, self._stacks)
             return RowAdapters(place, {at: self._adapters[at][1] for at in named})
 
     def report(self, wait_us: int) -> Int32s:
@@ -137,13 +147,27 @@ class AdapterPlaces:
             ended.append((ticket, error))
         return np.array(ended, np.int32).reshape(-1, PLACE_END_WORDS)
 
+    def _bring(
+        self, place: int, number: int, manifest: Mapping[str, Any], kept: Adapter | None, before: Event
+    ) -> Adapter:
+        """Copies an adapter to a place, when nothing reads the former one any more. Called by the reading thread.
+
+        The result is in the device's memory, or in the host's where there are stacks.
+        """
+        adapter = self._load(number, manifest) if kept is None else kept
+        before.wait()
+        if self._stacks is None:
+            return {name: LowRank(*(one.to(self._device) for one in pair)) for name, pair in adapter.items()}
+        self._stacks.put(place, adapter)
+        return adapter
+
     def _load(self, number: int, manifest: Mapping[str, Any]) -> Adapter:
-        """Reads an adapter. Called by the reading thread."""
+        """Reads an adapter to the host's memory."""
         adapter = {}
         for name, a, b in read_adapter(manifest):
             if self._sizes.get(name) != (a.shape[1], b.shape[0]):
                 raise ModelError(f"{name} is no module of {a.shape[1]} inputs and {b.shape[0]} outputs")
-            adapter[name] = LowRank(a.to(self._device, self._dtype), b.to(self._device, self._dtype))
+            adapter[name] = LowRank(a.to(self._dtype), b.to(self._dtype))
         with self._lock:
             self._kept[number] = adapter
             while len(self._kept) > self._config.places + self._config.kept:

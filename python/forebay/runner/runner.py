@@ -16,6 +16,7 @@ import torch
 from forebay.compute.causal import Summed
 from forebay.compute.choose import Choice
 from forebay.compute.encoder import check_whole
+from forebay.compute.low_rank import AdapterStacks
 from forebay.compute.prompts import PromptColumns, PromptTokens, slice_bytes
 from forebay.compute.rows import Compute, FoundColumns, Launch, Pooler, Rows
 from forebay.compute.sampler import Sampler
@@ -108,6 +109,7 @@ class ModelRunner:
             self._choice.check_quantization(config.quantization, self.model_config)
         self._choice.check_kv_format()
         self._adapted = None if config.lora is None else AdaptedModules()
+        self._stacks: AdapterStacks | None = None
         self._loader = ModelLoader(config, self.device, self._choice, of_ranks, self._adapted)
         # What a row may ask for: a model that pools does nothing else.
         self._flag = FLAG_SAMPLE if config.pooling is None else FLAG_POOL
@@ -184,7 +186,8 @@ class ModelRunner:
         own = None if self._ranks is None else self._ranks.shard.of(vocabulary)
         self._sampler = Sampler(self.tables, vocabulary, self._ops, device, own)
         self._steps = self._choice.steps(
-            *(lambda: self.decoder, lambda: self._compute, self.tables, self.kv, self.prompts, self._sampler)
+            *(lambda: self.decoder, lambda: self._compute, self.tables, self.kv, self.prompts, self._sampler),
+            *(self._store, self._stacks),
         )
         self._ended = device.event()
 
@@ -481,11 +484,13 @@ class ModelRunner:
         if config.lora is None:
             return None
         assert self._adapted is not None
-        return AdapterPlaces(config.lora, self._adapted, config.slots, config.dtype, self.device.torch_device)
+        self._stacks = self._choice.stacks(self._adapted)
+        where = config.slots, config.dtype, self.device.torch_device, self._stacks
+        return AdapterPlaces(config.lora, self._adapted, *where)
 
     def _read_adapters(self, plan: Plan) -> None:
         if self.adapters is not None:
-            self.adapters.read(plan)
+            self.adapters.read(plan, self._ended)
         elif len(plan.place_writes) or len(plan.slot_places):
             raise PlanError("adapters in a plan for a hand without places")
 

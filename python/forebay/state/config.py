@@ -155,7 +155,6 @@ class RunnerConfig:
         lacks = {
             "a model that pools": self.pooling is not None or isinstance(model, EncoderConfig),
             "transformers' code": isinstance(model, CalledConfig),
-            "a device other than a CPU": self.device == "cuda",
             "several ranks": self.world_size > 1,
             "sparse decoding": self.hot_row_tokens is not None,
         }

@@ -11,7 +11,6 @@ import torch
 from forebay.device import Device
 
 Int64s = npt.NDArray[np.int64]
-SEEN, GENERATED = range(2)
 _FIRST = 4
 """The number of lines of the first table."""
 
@@ -46,6 +45,11 @@ class TokenCounts:
         self._free: list[int] = []
         self._capacity = 0
         self._table = device.zeros((0, 2, vocabulary), torch.int32)
+
+    @property
+    def table(self) -> torch.Tensor:
+        """The counters int32 [lines, 2, vocabulary], of seen and of generated tokens. Read as work."""
+        return self._table
 
     @property
     def nbytes(self) -> int:
@@ -108,11 +112,6 @@ class TokenCounts:
     def begin(self, lines: Int64s) -> Int64s:
         """The index of the first counter of each of `lines`. Called by the host."""
         return lines * (2 * self._vocabulary)
-
-    def select(self, lines: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The number of times that each token was seen, and was generated, [l, vocabulary] each. Called as work."""
-        found = self._table.index_select(0, lines)
-        return found[:, SEEN], found[:, GENERATED]
 
     def _add(self, entries: torch.Tensor, amounts: torch.Tensor | None = None) -> None:
         if amounts is None:

@@ -7,8 +7,10 @@ rows of slots are those of state pages.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +18,7 @@ import torch
 
 from forebay.attention.states import LayerStates, StatePiece, StepStates
 from forebay.device import Device
+from forebay.gpu.recurrent import NO_STATE
 from forebay.protocol.constants import FLAG_MASKED, SlotRecord, StateCopy
 from forebay.protocol.frames import Int32s
 from forebay.protocol.plan import Plan
@@ -23,6 +26,7 @@ from forebay.state.checks import PlanError, within
 from forebay.state.config import RunnerConfig
 from forebay.state.counts import Int64s
 from forebay.weights.config import ModelConfig
+from forebay.weights.parts import Recurrence
 
 __all__ = ["RowStates", "SlotStates", "StateStore", "StateTables", "slot_bytes", "state_page_count"]
 
@@ -36,9 +40,9 @@ _MOST_EACH = 8
 
 
 def slot_bytes(config: RunnerConfig) -> int:
-    """Bytes of the states of all slots, each of which has two rows."""
+    """Bytes of the states of all slots, each of which has two rows, and of the row of padding."""
     model = config.kept_model
-    return 0 if model is None else 2 * config.slots * model.state_bytes(config.dtype)
+    return 0 if model is None else (2 * config.slots + 1) * model.state_bytes(config.dtype)
 
 
 def state_page_count(config: RunnerConfig, free_bytes: int) -> int:
@@ -66,6 +70,12 @@ class RowStates:
     fresh: Int64s  # rows of the tables that begin at position 0, and are zero
     loads: Int64s  # [l, 2]: rows of the tables that are copied before, from and to
     saves: Int64s  # [m, 2]: as `loads`, behind the step
+
+    @property
+    def places(self) -> Int64s:
+        """The rows as `gpu.recurrent.StateRows.places` has them, [r, 3]."""
+        begins = np.isin(self.source, self.fresh)
+        return np.stack((np.where(begins, NO_STATE, self.source), self.source, self.target), axis=1)
 
     def pieces(self, order: Int64s, lengths: Int64s) -> Iterator[StatePiece]:
         """The pieces of rows in this order, whose tokens follow one another."""
@@ -96,8 +106,8 @@ class SlotStates:
 
     @property
     def rows(self) -> int:
-        """Rows of the tables."""
-        return 2 * self.slots + self.page_count
+        """Rows of the tables. The last one is that of padding."""
+        return 2 * self.slots + self.page_count + 1
 
     def read(self, plan: Plan) -> RowStates:
         """The states of a plan's rows. The plan's new slots are within bounds.
@@ -179,35 +189,42 @@ class StateStore(Protocol):
 
 
 class StateTables:
-    """Implements `StateStore` with a table for each layer."""
+    """Implements `StateStore` with a table for each layer.
+
+    Layers of one shape lie side by side, so that a copy of rows is one operator for all of them.
+    """
 
     def __init__(self, model: ModelConfig, rows: int, dtype: torch.dtype, device: Device) -> None:
         self._device = device
-        self.layers: list[LayerStates] = []
-        for shape in model.recurrent:
-            inputs = device.zeros((rows, shape.taps - 1, shape.channels), dtype)
-            heads = None
+        self.rows = rows
+        self._all: list[torch.Tensor] = []
+        """Tables [layers, rows, ...]."""
+        counts = Counter(model.recurrent)
+        tables: dict[Recurrence, Iterator[LayerStates]] = {}
+        for shape, count in counts.items():
+            inputs = device.zeros((count, rows, shape.taps - 1, shape.channels), dtype)
+            self._all.append(inputs)
+            heads: Iterable[torch.Tensor | None] = repeat(None)
             if shape.heads:
-                heads = device.zeros((rows, shape.heads, shape.key_dim, shape.value_dim), torch.float32)
-            self.layers.append(LayerStates(inputs, heads))
+                states = device.zeros((count, rows, shape.heads, shape.key_dim, shape.value_dim), torch.float32)
+                self._all.append(states)
+                heads = states
+            tables[shape] = map(LayerStates, inputs, heads)
+        self.layers = [next(tables[shape]) for shape in model.recurrent]
 
     def copy(self, rows: Int64s) -> None:
         if not len(rows):
             return
         source, target = self._device.copy_in(rows[:, 0].copy(), rows[:, 1].copy())
-        for table in self._tables():
-            table.index_copy_(0, target, table.index_select(0, source))
+        for tables in self._all:
+            tables.index_copy_(1, target, tables.index_select(1, source))
 
     def clear(self, rows: Int64s) -> None:
         if not len(rows):
             return
         (numbers,) = self._device.copy_in(rows)
-        for table in self._tables():
-            table.index_fill_(0, numbers, 0)
-
-    def _tables(self) -> Iterator[torch.Tensor]:
-        for layer in self.layers:
-            yield from (table for table in layer if table is not None)
+        for tables in self._all:
+            tables.index_fill_(1, numbers, 0)
 
     def step(self, pieces: Iterable[StatePiece]) -> StepStates:
         singles: list[StatePiece] = []

@@ -16,7 +16,7 @@ import torch
 from forebay.gpu.interface import Kernels
 from forebay.layers.ops import Heads
 from forebay.protocol.constants import FLAG_SAMPLE
-from tests.gpu.checks import codes, eight_bits, experts, layers, sampling, sparse, tables
+from tests.gpu.checks import codes, eight_bits, experts, layers, low_rank, recurrent, sampling, sparse, tables
 from tests.gpu.checks.attention import check_attend, check_attend_chosen, check_missing_page
 from tests.gpu.checks.memory import Numbers, Paged
 from tests.hand.support import Sampling
@@ -177,6 +177,51 @@ def of_layers() -> Iterator[Case]:
     yield Case("ties in 8 bits", lambda operators, device, _: eight_bits.check_kept(operators, device), True)
 
 
+def of_states() -> Iterator[Case]:
+    """Recurrent layers: decode rows, and chunks beside them."""
+    steps: dict[str, tuple[list[int], tuple[int, int], bool]] = {
+        "32 decode rows": ([1] * 32, (0, 0), False),
+        "few rows of both kinds": ([1, 9, 1], (2, 4), True),
+        "a chunk beside decode rows": ([1, 300, 1, 65, 64, 2], (58, 79), False),
+    }
+    for dtype, type_ in TYPES.items():
+        for name, values in recurrent.published().items():
+            shape, (norm, size) = values["shape"], values["norm"]
+            channels = 2 * shape.keys + shape.heads * shape.value_dim
+            for step, (lengths, padding, small) in steps.items():
+                end = f"{name} {type_}: {step}"
+                taken = lengths, channels, values["taps"], dtype
+                yield case(f"convolve {end}", recurrent.check_convolve, *taken, padding=padding, small=small)
+                # Kimi-Linear's and Falcon's sizes are those of the others but for what a CPU's twin takes long for.
+                small = small and name in ("Qwen3-Next-80B-A3B", "Granite-4.0-H-Tiny")
+                more = {"skip": not shape.delta, "padding": padding}
+                yield case(f"recur {end}", recurrent.check_recur, lengths, shape, dtype, small=small, **more)
+            sizes = 33, shape.heads * shape.value_dim, size, norm, shape.channel_decay, dtype
+            shared, what = norm == "before_gate", f"gated_norm {name} {type_}"
+            yield case(what, recurrent.check_gated_norm, *sizes, shared=shared, nobody=3, small=True)
+        for step, (lengths, padding, small) in steps.items():
+            what, args = f"convolve LFM2-1.2B {type_}: {step}", (lengths, 2048, 3, dtype)
+            yield case(what, recurrent.check_convolve, *args, gated=True, padding=padding, small=small)
+
+
+def of_adapters() -> Iterator[Case]:
+    """Adapters of several ranks, some tokens of the base, beside the fused products of two models."""
+    ranks = [16, 64, 8, 64, 1, 32, 64, 16]
+    for dtype, type_ in TYPES.items():
+        for name, model in MODELS.items():
+            queries, keys = model.heads * model.dim, model.kv_heads * model.dim
+            products = {"qkv": ([queries, keys, keys], model.hidden), "down": ([model.hidden], model.inner)}
+            if name not in ("Llama-3.1-8B", "SmolLM2-135M"):
+                continue
+            for product, (outputs, inputs) in products.items():
+                for tokens in (1, 33, 500):
+                    places = [(7 * token) % 9 if tokens < 500 else token // 100 for token in range(tokens)]
+                    args = places, outputs, inputs, ranks, dtype
+                    small = model is SMOLLM2 and tokens < 500
+                    what = f"add_low_rank {name} {type_}: {product} of {tokens} tokens"
+                    yield case(what, low_rank.check_add_low_rank, *args, small=small)
+
+
 def of_experts() -> Iterator[Case]:
     """Few copies of an expert and many; a rank that has some of the experts; weights in their bits."""
     sizes = EXPERT_HIDDEN, EXPERT_INNER
@@ -237,6 +282,9 @@ def of_sampling() -> Iterator[Case]:
             rows = 8 if small else 64
             check = sampling.check_random_draws
             yield case(f"draw {name}: spread {spread}", check, rows, model.vocabulary, spread, small=small)
+        for most in (0, 20):
+            yield case(f"likely {name}: {most}", sampling.check_likely, 16, model.vocabulary, most, small=True)
+        yield case(f"penalise {name}", sampling.check_penalise, 16, 9, model.vocabulary, small=True)
     yield case("ask", sampling.check_ask, 256, small=True)
     yield case("keep", sampling.check_keep, 256, small=True)
 
@@ -323,5 +371,8 @@ def _opened(operators: Kernels, device: torch.device, seed: int) -> None:
 
 def cases() -> list[Case]:
     """All of them, the most telling first."""
-    parts = attention(), of_layers(), of_tables(), of_sampling(), of_experts(), products(), of_sparse()
+    parts = (
+        *(attention(), of_layers(), of_tables(), of_sampling(), of_experts(), products(), of_sparse()),
+        *(of_states(), of_adapters()),
+    )
     return [found for part in parts for found in part]

@@ -162,3 +162,41 @@ def check_keep(operators: Kernels, slots: int = 3, device: torch.device = CPU, s
     with poisoned():
         assert operators.keep(tokens, finite, tables, buffers).equal(kept)
     assert tables.token_pool.equal(expected)
+
+
+def check_likely(
+    operators: Kernels, rows: int, vocabulary: int, most: int, device: torch.device = CPU, seed: int = 0
+) -> None:
+    """The likeliest tokens in order, and log-probabilities of all that are told, against float64."""
+    numbers = Numbers(device, seed)
+    logits, tokens = numbers.normal(rows, vocabulary) * 4, numbers.below(vocabulary, rows, 1)
+    exact = logits.double().log_softmax(dim=-1)
+    with poisoned():
+        ids, values = operators.likely(logits, tokens, most)
+    assert ids.shape == values.shape == (rows, 1 + most)
+    assert ids[:, :1].equal(tokens)
+    assert all(len(set(line)) == most for line in ids[:, 1:].tolist())
+    torch.testing.assert_close(values[:, 1:].double(), exact.topk(most, dim=-1).values, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(values.double(), exact.gather(1, ids), rtol=1e-5, atol=1e-5)
+
+
+def check_penalise(
+    operators: Kernels, rows: int, penalised_rows: int, vocabulary: int, device: torch.device = CPU, seed: int = 0
+) -> None:
+    """Some rows, with counts in lines of any order; the others stay to the bit."""
+    numbers = Numbers(device, seed)
+    logits = numbers.normal(rows, vocabulary) * 4
+    own, lines = numbers.order(rows)[:penalised_rows], numbers.order(penalised_rows + 3)[:penalised_rows]
+    counts = (numbers.below(4, penalised_rows + 3, 2, vocabulary) - 2).clamp(min=0).int()
+    repetition, others = 0.5 + numbers.uniform(penalised_rows, 1), numbers.normal(penalised_rows, 2)
+    penalties = torch.cat((repetition, others), dim=1)
+    exact, before = logits.double(), logits.clone()
+    for row, line, (by, presence, frequency) in zip(own.tolist(), lines.tolist(), penalties.double(), strict=True):
+        seen, generated = counts[line].double()
+        repeated = torch.where(exact[row] > 0, exact[row] / by, exact[row] * by)
+        line_of = torch.where(seen > 0, repeated, exact[row])
+        exact[row] = line_of - frequency * generated - presence * (generated > 0)
+    operators.penalise(logits, own, counts, lines, penalties)
+    torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-5)
+    rest = [row for row in range(rows) if row not in own.tolist()]
+    assert logits[rest].equal(before[rest])

@@ -23,6 +23,8 @@ FEW = [
     *(f"DeepSeek-V3.2: {name}" for name in ("latent decode", "latent chunks", "latent rows", "index", "chosen rows")),
     "hot rows 4096",
     *(f"codes: {kind}" for kind in ("blocks", "4 bits")),
+    *(f"Qwen3-Next-80B-A3B: {name}" for name in ("decode rows", "states of chunks")),
+    *("Kimi-Linear-48B-A3B: states of chunks", "LFM2: states of chunks", "Qwen3-0.6B: adapters of rank 64"),
     *(f"8-bit KV of Qwen3-0.6B: {name}" for name in ("decode", "chunks", "layer")),
 ]
 _WAITS = re.compile(r"cp\.async\.wait_group\s+(\d+)")
@@ -77,7 +79,7 @@ def test_large_blackwell(name: str, compiler: Compiler) -> None:
 @pytest.mark.parametrize("arch", [80])
 @pytest.mark.parametrize("name", FEW)
 def test_gpus_with_little_room(name: str, arch: int, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    for user in ("shape", "grouped", "quantised"):
+    for user in ("shape", "grouped", "quantised", "low_rank"):
         monkeypatch.setattr(sys.modules[f"forebay.gpu.kernels.{user}"], "is_roomy", lambda device: False)
     check(compiler.compile(arch, VARIANTS[name]), LITTLE_ROOM)
 

@@ -11,8 +11,11 @@ import torch
 from forebay.gpu import kernels
 from forebay.gpu.hot import HotRows, SparsePages
 from forebay.gpu.interface import PagedRows
+from forebay.gpu.low_rank import LowRankStack, PlacedTokens
+from forebay.gpu.recurrent import StateRows, StateWeights
 from forebay.gpu.sampling import Wishes
 from forebay.gpu.tables import Received, StepBuffers, Tables
+from tests.gpu.checks.recurrent import published
 from tests.gpu.compiled.compiling import meta
 from tests.gpu.shapes import INDEX_DIM, INDEX_HEADS, MODELS, QWEN3_0_6B, RANK, ROTARY, TOP_K, Model
 
@@ -187,6 +190,67 @@ def gpt_oss(dtype: torch.dtype) -> Iterator[tuple[str, Operators]]:
     yield "biases", lambda: [mixture(1), mixture(2048)]
 
 
+def state_rows(rows: int, tokens: int, chunks: bool) -> StateRows:
+    return StateRows(meta(rows + 1), meta(tokens), meta(rows, 4), chunks)
+
+
+def recurrent_step(name: str, dtype: torch.dtype, tokens: int, rows: int, chunks: bool) -> None:
+    """A recurrent layer of a published model between its projections."""
+    values = published()[name]
+    shape, (norm, size), floats = values["shape"], values["norm"], torch.float32
+    of_rows, width = state_rows(rows, tokens, chunks), shape.heads * shape.value_dim
+    channels, decays = 2 * shape.keys + width, shape.heads * (shape.key_dim if shape.channel_decay else 1)
+    fused = meta(tokens, channels + width + decays + shape.heads, dtype=dtype)
+    weight, table = meta(channels, values["taps"], dtype=dtype), meta(99, values["taps"] - 1, channels, dtype=dtype)
+    mixed = kernels.convolve(fused[:, :channels], weight, weight[:, 0], table, of_rows, silu=True)
+    skip = None if shape.delta else meta(shape.heads, dtype=floats)
+    weights = StateWeights(meta(shape.heads, dtype=floats), meta(decays, dtype=floats), skip)
+    states = meta(99, shape.heads, shape.key_dim, shape.value_dim, dtype=floats)
+    a, b = fused[:, channels + width :].split((decays, shape.heads), dim=1)
+    y = kernels.recur(mixed, a, b if shape.delta else None, weights, shape, states, of_rows)
+    normal = None if norm == "none" else meta(size if norm == "before_gate" else width, dtype=dtype)
+    how = 1e-5, norm, size, shape.channel_decay
+    kernels.gated_norm(y, fused[:, channels : channels + width], normal, *how, of_rows.first)
+
+
+def short_convolution(dtype: torch.dtype, chunks: bool) -> None:
+    """LFM2."""
+    parts = meta(64, 3 * 2048, dtype=dtype).split(2048, dim=1)
+    weight, table = meta(2048, 3, dtype=dtype), meta(99, 2, 2048, dtype=dtype)
+    kernels.convolve(parts[2], weight, None, table, state_rows(64, 64, chunks), gates=(parts[1], parts[0]))
+
+
+def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Operators]]:
+    """By model: decode rows and chunks."""
+    for name in published():
+        yield f"{name}: decode rows", partial(recurrent_step, name, dtype, 64, 64, False)
+        yield f"{name}: states of chunks", partial(recurrent_step, name, dtype, 2048, 64, True)
+    yield "LFM2: decode rows", partial(short_convolution, dtype, False)
+    yield "LFM2: states of chunks", partial(short_convolution, dtype, True)
+
+
+def adapters(model: Model, rank: int, counts: tuple[int, ...] = (1, 2048), places: int = 8) -> None:
+    """Adapters beside the products of a layer, for few tokens and for many."""
+    for tokens in counts:
+        adapters_of(model, rank, tokens, places)
+
+
+def adapters_of(model: Model, rank: int, tokens: int, places: int) -> None:
+    """The same for so many tokens."""
+    queries, keys = model.heads * model.dim, model.kv_heads * model.dim
+    of_step = PlacedTokens(meta(tokens))
+    products = (
+        *(([queries, keys, keys], model.hidden), ([model.hidden], queries)),
+        *(([model.inner, model.inner], model.hidden), ([model.hidden], model.inner)),
+    )
+    for outputs, inputs in products:
+        a = meta(places, len(outputs) * rank, inputs, dtype=model.dtype)
+        b = meta(places, sum(outputs), rank, dtype=model.dtype)
+        stack = LowRankStack(a, b, meta(len(outputs) + 1), max(outputs))
+        x, y = meta(tokens, inputs, dtype=model.dtype), meta(tokens, sum(outputs), dtype=model.dtype)
+        kernels.add_low_rank(x, y, stack, of_step)
+
+
 def step(model: Model) -> Iterator[tuple[str, Operators]]:
     """What surrounds the layers."""
 
@@ -204,6 +268,9 @@ def step(model: Model) -> Iterator[tuple[str, Operators]]:
         for dtype in {torch.float32, model.dtype}:
             tokens, _ = kernels.greedy(meta(64, model.vocabulary, dtype=dtype))
         kernels.draw(meta(64, model.vocabulary, dtype=torch.float32), Wishes.make(64, META), tokens)
+        logits, counts = meta(64, model.vocabulary, dtype=torch.float32), meta(8, 2, model.vocabulary)
+        kernels.likely(logits, tokens[:, None], 20)
+        kernels.penalise(logits, tokens, counts, tokens, meta(64, 3, dtype=torch.float32))
 
     yield "tables", tables
     yield "sampling", sampling
@@ -278,6 +345,11 @@ def mixed_step(tokens: int, rows: int, pages: int = PAGES) -> None:
     for some in (half, half[:16]):
         kernels.product(some, Codes.make(512, 1024, 128, 128), None)
     kernels.quantise(half)
+    for chunks in (False, True):
+        recurrent_step("Qwen3-Next-80B-A3B", torch.bfloat16, tokens, rows, chunks)
+        recurrent_step("Kimi-Linear-48B-A3B", torch.bfloat16, tokens, rows, chunks)
+    for count in (tokens, 16, 2048):
+        adapters_of(model, 16, count, 8)
     kernels.choose(heads, meta(tokens, 16, dtype=torch.float32), pool[:, 0], paged, TOP_K)
     experts(replace(model, experts=(128, 8, 768)), tokens)
     tables = Tables.make(256, 32768, model.vocabulary, page, pages, stride, META)
@@ -287,6 +359,8 @@ def mixed_step(tokens: int, rows: int, pages: int = PAGES) -> None:
     wishes = kernels.ask(tables, buffers)
     logits = meta(rows, model.vocabulary, dtype=torch.float32)
     sampled, finite = kernels.greedy(logits)
+    kernels.likely(logits, sampled[:, None], tokens % 20)
+    kernels.penalise(logits, sampled, meta(8, 2, model.vocabulary), sampled, meta(rows, 3, dtype=torch.float32))
     kernels.draw(logits, wishes, sampled)
     kernels.keep(sampled, finite, tables, buffers)
 
@@ -304,6 +378,13 @@ def all_variants() -> dict[str, Operators]:
     found |= dict(quantised("codes", torch.bfloat16))
     found |= {name: operators for name, operators in quantised("codes in float32", torch.float32) if "blocks" in name}
     found["codes of activations"] = activations
+    found |= dict(recurrences(torch.bfloat16))
+    found |= {
+        f"{name} in float32": operators for name, operators in recurrences(torch.float32) if "Q" in name or "K" in name
+    }
+    for model in MODELS[:2]:
+        for rank in (16, 64):
+            found[f"{model.name}: adapters of rank {rank}"] = partial(adapters, model, rank)
     for hot in (TOP_K, 2 * TOP_K, 32704):
         found[f"hot rows {hot}"] = partial(hot_step, hot)
     wide = Model("heads of 256", 3072, 8192, 16, 8, 256, 256000, 28, 256)

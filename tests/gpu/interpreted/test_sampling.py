@@ -24,6 +24,8 @@ from tests.gpu.checks.sampling import (
     check_draw,
     check_greedy,
     check_keep,
+    check_likely,
+    check_penalise,
     check_random_draws,
     expected_tokens,
     wishes_of,
@@ -203,3 +205,43 @@ def test_a_wrong_filter_is_seen(name: str, mutate: Callable[..., ModuleType], mo
     bits = torch.randint(-(1 << 62), 1 << 62, (len(rows),), generator=generator) * 2
     with pytest.raises(AssertionError):
         check_draw(kernels, logits, wishes_of(rows, bits))
+
+
+@BOTH
+@settings(max_examples=6, deadline=None)
+@given(
+    rows=st.integers(1, 3),
+    vocabulary=st.sampled_from([40, 131, 9000]),
+    most=st.sampled_from([0, 1, 5, 20, 32]),
+    seed=st.integers(0, 99),
+)
+def test_likely(operators: Kernels, rows: int, vocabulary: int, most: int, seed: int) -> None:
+    check_likely(operators, rows, vocabulary, most, CPU, seed)
+
+
+def test_equal_logits_come_by_their_ids() -> None:
+    logits = torch.zeros(1, 9000)
+    logits[0, [4095, 4096, 8999]] = 1.0
+    ids, values = kernels.likely(logits, torch.tensor([[3]]), 5)
+    assert ids.tolist() == [[3, 4095, 4096, 8999, 0, 1]]
+    assert values[0, 1] == values[0, 3] > values[0, 4] == values[0, 0]
+
+
+@BOTH
+@settings(max_examples=6, deadline=None)
+@given(rows=st.integers(1, 5), vocabulary=st.sampled_from([40, 2500]), seed=st.integers(0, 99))
+def test_penalise(operators: Kernels, rows: int, vocabulary: int, seed: int) -> None:
+    check_penalise(operators, rows, 1 + seed % rows, vocabulary, CPU, seed)
+
+
+OF_LIKELY = {
+    "a token twice": ("x = tl.where(i == place, float", "x = tl.where(i == -1, float"),
+    "a chunk alone": ("tl.exp(top - largest), 0)", "tl.where(c == 0, 1.0, 0.0), 0)"),
+}
+
+
+@pytest.mark.parametrize("name", OF_LIKELY)
+def test_a_wrong_log_probability_is_seen(name: str, mutate: Callable[..., ModuleType]) -> None:
+    mutated = mutate("likely", *OF_LIKELY[name])
+    with pytest.raises(AssertionError):
+        check_likely(mutated, 2, 9000, 5)

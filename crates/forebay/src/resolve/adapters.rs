@@ -21,10 +21,7 @@ pub(super) fn resolve(
         return Ok(None);
     }
     let lacks = [
-        (
-            device.device != Device::Cpu && device.device != Device::Deferred,
-            "a device other than a CPU",
-        ),
+        (device.device == Device::Sim, "a simulated device"),
         (device.arrangement.ranks > 1, "several ranks"),
         (device.apart, "hands on other machines"),
         (model.pooling.is_some(), "a model that pools"),

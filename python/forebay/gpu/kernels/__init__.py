@@ -8,8 +8,10 @@ the type that its launch chose for products (`dot_type`).
 from forebay.gpu.kernels.apply import apply_slots, write_table
 from forebay.gpu.kernels.attention import attend
 from forebay.gpu.kernels.chosen import attend_chosen
+from forebay.gpu.kernels.convolve import convolve
 from forebay.gpu.kernels.drawing import draw
 from forebay.gpu.kernels.expand import expand
+from forebay.gpu.kernels.gated_norm import gated_norm
 from forebay.gpu.kernels.gating import gate
 from forebay.gpu.kernels.grouped import experts
 from forebay.gpu.kernels.host_rows import READS_HOST, gather
@@ -18,9 +20,13 @@ from forebay.gpu.kernels.index import choose
 from forebay.gpu.kernels.inputs import prepare
 from forebay.gpu.kernels.largest import greedy
 from forebay.gpu.kernels.launch import COMPILES
+from forebay.gpu.kernels.likely import likely
+from forebay.gpu.kernels.low_rank import add_low_rank
 from forebay.gpu.kernels.norm import add_norm
 from forebay.gpu.kernels.one_row import one_row
+from forebay.gpu.kernels.penalise import penalise
 from forebay.gpu.kernels.quantised import experts_of_codes, product, quantise
+from forebay.gpu.kernels.recur import recur
 from forebay.gpu.kernels.rotate import rotate_and_keep
 from forebay.gpu.kernels.rows import keep_index_keys, keep_latent
 from forebay.gpu.kernels.wishes import ask, keep
@@ -28,6 +34,7 @@ from forebay.gpu.kernels.wishes import ask, keep
 __all__ = [
     "COMPILES",
     "READS_HOST",
+    "add_low_rank",
     "add_norm",
     "apply_slots",
     "ask",
@@ -35,21 +42,26 @@ __all__ = [
     "attend_chosen",
     "choose",
     "clear_slots",
+    "convolve",
     "draw",
     "expand",
     "experts",
     "experts_of_codes",
     "gate",
+    "gated_norm",
     "gather",
     "greedy",
     "keep",
     "keep_index_keys",
     "keep_latent",
+    "likely",
     "one_row",
     "open_hot_rows",
+    "penalise",
     "prepare",
     "product",
     "quantise",
+    "recur",
     "resolve",
     "rotate_and_keep",
     "write_table",

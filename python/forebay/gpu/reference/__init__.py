@@ -6,8 +6,10 @@ They run on every device, never wait for it, and have no result whose shape depe
 from forebay.gpu.reference.attention import attend
 from forebay.gpu.reference.grouped import experts
 from forebay.gpu.reference.layers import add_norm, gate, keep_index_keys, keep_latent, one_row, rotate_and_keep
+from forebay.gpu.reference.low_rank import add_low_rank
 from forebay.gpu.reference.quantised import expand, experts_of_codes, product, quantise
-from forebay.gpu.reference.sampling import ask, draw, greedy, keep
+from forebay.gpu.reference.recurrent import convolve, gated_norm, recur
+from forebay.gpu.reference.sampling import ask, draw, greedy, keep, likely, penalise
 from forebay.gpu.reference.sparse import READS_HOST, attend_chosen, choose, clear_slots, gather, open_hot_rows, resolve
 from forebay.gpu.reference.tables import apply_slots, prepare, write_table
 
@@ -16,6 +18,7 @@ COMPILES = False
 __all__ = [
     "COMPILES",
     "READS_HOST",
+    "add_low_rank",
     "add_norm",
     "apply_slots",
     "ask",
@@ -23,21 +26,26 @@ __all__ = [
     "attend_chosen",
     "choose",
     "clear_slots",
+    "convolve",
     "draw",
     "expand",
     "experts",
     "experts_of_codes",
     "gate",
+    "gated_norm",
     "gather",
     "greedy",
     "keep",
     "keep_index_keys",
     "keep_latent",
+    "likely",
     "one_row",
     "open_hot_rows",
+    "penalise",
     "prepare",
     "product",
     "quantise",
+    "recur",
     "resolve",
     "rotate_and_keep",
     "write_table",

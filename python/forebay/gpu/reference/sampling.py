@@ -89,3 +89,19 @@ def keep(tokens: torch.Tensor, finite: torch.Tensor, tables: Tables, buffers: St
     cells = buffers.sampling.long() * stride + buffers.ends
     tables.token_pool.view(-1).index_copy_(0, cells, kept)
     return kept
+
+
+def likely(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `interface.Sampling`."""
+    ids = torch.cat((tokens, logits.topk(most, dim=-1).indices), dim=1)
+    return ids, logits.float().log_softmax(dim=-1).gather(1, ids)
+
+
+def penalise(
+    logits: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, lines: torch.Tensor, penalties: torch.Tensor
+) -> None:
+    """See `interface.Sampling`."""
+    own, (seen, generated) = logits.index_select(0, rows), counts.index_select(0, lines).unbind(1)
+    repetition, presence, frequency = penalties.unsqueeze(2).unbind(1)
+    own = torch.where(seen > 0, torch.where(own > 0, own / repetition, own * repetition), own)
+    logits.index_copy_(0, rows, own - frequency * generated - presence * (generated > 0))

@@ -1,0 +1,36 @@
+"""Low-rank matrices of several adapters beside one product, and the tokens of a step by adapter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class LowRankStack:
+    """The matrices of all places beside one product, whose outputs may be several modules' one after the other.
+
+    A module that an adapter does not change has zeros, and so has what is behind its rank.
+    """
+
+    a: torch.Tensor  # [places, modules * rank, inputs]
+    b: torch.Tensor  # [places, outputs, rank], with the adapter's factor
+    starts: torch.Tensor  # int32 [modules + 1]: the first output of each module, and the end
+    widest: int
+    """The most outputs of a module."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all places."""
+        return self.a.nbytes + self.b.nbytes
+
+
+@dataclass(frozen=True)
+class PlacedTokens:
+    """The tokens of a step, and the place of each one's adapter."""
+
+    places: torch.Tensor  # int32 [n]; the number of places: no adapter changes the token
+    works: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """What operators have derived from it on the device, for all products of the step."""
