@@ -1,4 +1,8 @@
-"""Low-rank matrices beside a model's own (Hu et al. 2021): `y = W x + B (A x)`."""
+"""Low-rank matrices beside a model's own (Hu et al. 2021): `y = W x + B (A x)`.
+
+Ranks divide them as they divide W. Where a rank has some outputs, it has all of A, and those rows of B. Where it has
+some inputs, it has those columns of A, and all of B: what it adds is part of its term of the sum over ranks.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,14 @@ from typing import NamedTuple, TypeAlias
 import torch
 import torch.nn.functional as F
 
+from forebay.weights.shards import Cut
+
 
 class LowRank(NamedTuple):
     """The matrices beside one module, in the model's dtype."""
 
-    a: torch.Tensor  # [rank, inputs]
-    b: torch.Tensor  # [outputs, rank], with the adapter's factor
+    a: torch.Tensor  # [rank, inputs], those of this rank
+    b: torch.Tensor  # [outputs, rank], those of this rank, with the adapter's factor
 
     @property
     def nbytes(self) -> int:
@@ -37,8 +43,8 @@ class AdaptedModules:
     """The modules of a model that adapters may change, and the adapters of the step that is computed."""
 
     def __init__(self) -> None:
-        self.sizes: dict[str, tuple[int, int]] = {}
-        """Inputs and outputs of each module, by name."""
+        self.cuts: dict[str, Cut] = {}
+        """The part of each module's matrix [outputs, inputs] that is on this rank, by name."""
         self._step: Sequence[AdaptedTokens] = ()
 
     @contextmanager

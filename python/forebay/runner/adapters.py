@@ -29,6 +29,7 @@ from forebay.state.config import PlaceConfig
 from forebay.state.slots import Int64s
 from forebay.weights.adapter import ChangedError, read_adapter
 from forebay.weights.errors import ModelError
+from forebay.weights.shards import Cut
 
 NO_PLACES = np.zeros((0, PLACE_END_WORDS), np.int32)
 _PREFIX = "model.layers."
@@ -43,7 +44,7 @@ class AdapterPlaces:
     def __init__(
         self, config: PlaceConfig, modules: AdaptedModules, slots: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._config, self._sizes, self._dtype, self._device = config, modules.sizes, dtype, device
+        self._config, self._cuts, self._dtype, self._device = config, modules.cuts, dtype, device
         self._place = np.full(slots, -1, np.int64)
         self._known: dict[int, Mapping[str, Any]] = {}
         self._lock = threading.Lock()
@@ -58,12 +59,13 @@ class AdapterPlaces:
     @property
     def nbytes(self) -> int:
         """Bytes of all places, if each has the largest adapter."""
-        of_rank = sum(inputs + outputs for name, (inputs, outputs) in self._sizes.items() if name.startswith(_PREFIX))
+        cuts = [cut.places for name, cut in self._cuts.items() if name.startswith(_PREFIX)]
+        of_rank = sum(place.stop - place.start for places in cuts for place in places)
         return self._config.places * self._config.rank * of_rank * self._dtype.itemsize
 
     def facts(self) -> dict[str, Any]:
         """The facts for `ready`."""
-        names = {name.split(".", 3)[3] for name in self._sizes if name.startswith(_PREFIX)}
+        names = {name.split(".", 3)[3] for name in self._cuts if name.startswith(_PREFIX)}
         return {"lora_bytes": self.nbytes, "lora_modules": sorted(names)}
 
     def order(self, order: Mapping[str, Any]) -> None:
@@ -137,13 +139,20 @@ class AdapterPlaces:
             ended.append((ticket, error))
         return np.array(ended, np.int32).reshape(-1, PLACE_END_WORDS)
 
+    def _keep(self, matrix: torch.Tensor, cut: Cut) -> torch.Tensor:
+        """A part of a matrix of a file, without the rest of it."""
+        form = torch.contiguous_format
+        return matrix.to(self._device, self._dtype, copy=not cut.is_whole, memory_format=form)
+
     def _load(self, number: int, manifest: Mapping[str, Any]) -> Adapter:
         """Reads an adapter. Called by the reading thread."""
         adapter = {}
         for name, a, b in read_adapter(manifest):
-            if self._sizes.get(name) != (a.shape[1], b.shape[0]):
+            cut = self._cuts.get(name)
+            if cut is None or cut.whole != (b.shape[0], a.shape[1]):
                 raise ModelError(f"{name} is no module of {a.shape[1]} inputs and {b.shape[0]} outputs")
-            adapter[name] = LowRank(a.to(self._device, self._dtype), b.to(self._device, self._dtype))
+            outputs, inputs = cut.places
+            adapter[name] = LowRank(self._keep(a[:, inputs], cut), self._keep(b[outputs], cut))
         with self._lock:
             self._kept[number] = adapter
             while len(self._kept) > self._config.places + self._config.kept:
