@@ -99,10 +99,10 @@ def test_each_rank_has_a_host_tier_that_outlives_it(serve: Serve, models: Models
         assert server.metric(RESTORED) > restored
         restored = server.metric(RESTORED)
         server.wait_until_idle()
-        died = deaths(server)
-        os.kill(server.hands()[1], signal.SIGKILL)
         # Each replica counts it.
-        server.wait_for_metric("forebay:hand_deaths_total", lambda value, before=died: value == before + 2)
+        died = deaths(server) + 2
+        os.kill(server.hands()[1], signal.SIGKILL)
+        server.wait_for_metric("forebay:hand_deaths_total", died.__eq__)
         server.wait_for_health()
     assert server.metric("vllm:num_preemptions_total") > 0
     server.wait_for_metric("forebay:copies_outstanding", lambda value: value == 0)

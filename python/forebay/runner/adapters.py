@@ -59,8 +59,8 @@ class AdapterPlaces:
     @property
     def nbytes(self) -> int:
         """Bytes of all places, if each has the largest adapter."""
-        cuts = [cut.places for name, cut in self._cuts.items() if name.startswith(_PREFIX)]
-        of_rank = sum(place.stop - place.start for places in cuts for place in places)
+        cuts = [cut for name, cut in self._cuts.items() if name.startswith(_PREFIX)]
+        of_rank = sum(cut.rows.size + (0 if cut.columns is None else cut.columns.size) for cut in cuts)
         return self._config.places * self._config.rank * of_rank * self._dtype.itemsize
 
     def facts(self) -> dict[str, Any]:
