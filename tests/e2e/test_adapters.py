@@ -144,6 +144,24 @@ def test_a_dead_hand_comes_back_with_its_adapters(serve: Serve, tiny: Model, fol
     assert server.hand() != hand
 
 
+def test_ranks_divide_adapters(serve: Serve, tiny: Model, folder: Path) -> None:
+    modules = (f"tone={folder / 'tone'}", f"other={folder / 'other'}")
+    # One place: each adapter has to come again, to all ranks.
+    server = serve(tiny, "--lora-modules", *modules, "--max-loras", "1", "--tp-size", "2", "--dtype", "float32")
+    expected = {name: greedy(merged(tiny, folder / name)) for name in ("tone", "other")}
+    answers: dict[str | None, list[int]] = {None: greedy(tiny.reference), **expected}
+    for _ in range(2):
+        for model, answer in answers.items():
+            assert tokens(server, model) == answer, model
+        ranks = server.hands()
+        os.kill(ranks[1], signal.SIGKILL)
+        eventually(lambda before=ranks: not set(before) & set(server.hands()), "all ranks are others")  # type: ignore[misc]
+        server.wait_for_health()
+    with ThreadPoolExecutor(6) as pool:
+        wanted = [*answers, *answers]
+        assert list(pool.map(lambda name: tokens(server, name), wanted)) == [answers[name] for name in wanted]
+
+
 def test_adapters_come_and_go_at_run_time(serve: Serve, tiny: Model, folder: Path, tmp_path: Path) -> None:
     config = json.loads(Path(tiny.path, "config.json").read_text())
     make(config, tmp_path / "root/one", seed=3, strength=0.1)
@@ -240,7 +258,7 @@ def test_a_router_knows_who_has_an_adapter(serve: Serve, tiny: Model, folder: Pa
     [
         (("--lora-modules", "x=/nowhere"), "can't be read"),
         (("--lora-modules", "x"), "expected NAME=PATH"),
-        (("--enable-lora", "--tp-size", "2"), "adapters are not served with several ranks"),
+        (("--enable-lora", "--tp-size", "2", "--ep-size", "2"), "adapters are not served with --ep-size"),
         (("--enable-lora", "--device", "sim"), "adapters are not served with a simulated device"),
     ],
 )

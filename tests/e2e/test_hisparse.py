@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -72,6 +73,9 @@ def settled(server: Server) -> None:
             ("--kv-save", "token", "--kv-save-order", "fence", "--device", "deferred"), marks=pytest.mark.slow
         ),
         ("--kv-save", "token"),
+        ("--tp-size", "2", "--hot-buffer-tokens", "16"),
+        pytest.param(("--tp-size", "2", "--kv-save", "token"), marks=pytest.mark.slow),
+        ("--dp-size", "2", "--enable-dp-attention", "--hot-buffer-tokens", "16"),
     ],
     ids=" ".join,
 )
@@ -95,6 +99,9 @@ def test_tokens_do_not_depend_on_where_rows_are(
     assert min(found.values()) > 0
     # With the saves of pages, nobody waits.
     assert (metrics.value(WAITED) > 0) == ("--kv-save-order" in flags)
+    # Rows are the same on all ranks of a replica, which have one memory.
+    memories = {os.stat(f"/proc/{hand}/fd/5").st_ino for hand in server.hands()}
+    assert len(memories) == len(server.replicas())
     settled(server)
 
 

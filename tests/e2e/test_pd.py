@@ -238,7 +238,7 @@ def test_deaths_under_load(serve: Serve, tiny: Model, expected: Expected, victim
     ("family", "flags", "why"),
     [
         ("llama", ("--dp-size", "3"), "--pd 1:1 is 2 replicas, and --dp-size says 3: leave it off"),
-        ("llama", ("--tp-size", "2"), "--pd: --tp-size: several ranks have no host tier yet"),
+        ("llama", ("--tp-size", "2"), "--pd: --tp-size: ranks lend no pages yet"),
         ("llama", ("--hicache-write-policy", "write_back"), "--hicache-write-policy has to be write_through"),
         ("llama", ("--disable-radix-cache",), "--pd: --disable-radix-cache leaves no blocks to lend"),
     ],

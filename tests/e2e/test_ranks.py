@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from tests.e2e.models import Model
 from tests.e2e.processes import alive
 from tests.e2e.server import Server
 from tests.e2e.test_breakage import STREAMS, Load, requests, undisturbed
+from tests.e2e.test_tiers import RESTORED, SMALL, TIER, balanced
 from tests.e2e.waiting import eventually, eventually_async
 
 START_SECONDS = 120
@@ -116,6 +118,69 @@ def test_a_rank_s_end_is_that_of_all_and_nobody_notices(
     pids = server.hands()
     server.kill()
     eventually(lambda: not any(map(alive, pids)), "no rank outlives the brain")
+
+
+RANKS = ("--tp-size", "2", "--dtype", "float32")
+
+
+def test_tokens_do_not_depend_on_the_tier_of_ranks(serve: Serve, tiny: Model) -> None:
+    server = same_tokens(serve, tiny, *RANKS, *SMALL, *TIER)
+    expected = undisturbed(server, requests(tiny, 24))
+    for _ in range(2):
+        # More than there are pages for: some are preempted.
+        answers = native_together(server, [request for request, _ in expected], held=True)
+        assert [answer["output_ids"] for answer in answers] == [tokens for _, tokens in expected]
+    assert server.metric("vllm:num_preemptions_total") > 0
+    assert server.metric(RESTORED) > 0
+    assert server.metric("vllm:external_prefix_cache_hits_total") > 0
+    facts = server.http.get("/server_info").json()["facts"]
+    assert facts["host_page_count"] == 8 * facts["page_count"]
+    assert facts["kv_bytes"] == facts["page_count"] * facts["page_bytes"], "of all ranks"
+    balanced(server)
+
+
+def test_blocks_outlive_the_ranks(serve: Serve, tiny: Model) -> None:
+    # Slow copies: whenever a rank dies, some are under way.
+    slow = ("--debug-kv-copy-gbps", "0.02")
+    server = serve(tiny, *RANKS, "--max-total-tokens", "3000", *TIER, *slow)
+    expected = undisturbed(server, requests(tiny, 24))
+    load = Load(server, tiny, expected)
+    asyncio.run(end_ranks(server, load, [signal.SIGKILL], 20.0))
+    assert server.metric("vllm:request_success_total", finished_reason="error") == 0
+    assert server.metric(RESTORED) > 0
+    server.wait_for_health()
+    again = native_together(server, [request for request, _ in expected])
+    assert [answer["output_ids"] for answer in again] == [tokens for _, tokens in expected]
+    balanced(server)
+
+
+def test_a_copy_that_fails_on_one_rank_costs_time_only(serve: Serve, tiny: Model) -> None:
+    server = serve(tiny, *RANKS, *SMALL, *TIER)
+    prompt = tiny.encode(Path("LICENSE").read_text())[:200]
+    body: dict[str, Any] = {"model": tiny.name, "prompt": prompt, "max_tokens": 4, "temperature": 0}
+    first = server.ask("/v1/completions", body)
+    for salt in range(4):
+        server.ask("/v1/completions", {**body, "prompt": [(7 * at + salt) % 100 + 3 for at in range(190)]})
+    server.wait_for_metric("forebay:copies_outstanding", lambda value: value == 0)
+    ranks = server.hands()
+    memories = [os.stat(f"/proc/{rank}/fd/5").st_ino for rank in ranks]
+    assert len(set(memories)) == 2, "each has its own"
+    memory = os.open(f"/proc/{ranks[1]}/fd/5", os.O_RDWR)
+    os.pwrite(memory, b"\x5c" * os.fstat(memory).st_size, 0)
+    os.close(memory)
+    second = server.ask("/v1/completions", body)
+    assert second["choices"][0]["text"] == first["choices"][0]["text"]
+    assert server.metric("forebay:copies_failed_total") > 0
+    assert deaths(server) == 0
+    server.wait_until_idle()
+    assert server.replicas()[0]["pages_held"] == 0
+    # What is saved again comes back.
+    for salt in range(4):
+        server.ask("/v1/completions", {**body, "prompt": [(7 * at + salt) % 100 + 3 for at in range(190)]})
+    server.wait_for_metric("forebay:copies_outstanding", lambda value: value == 0)
+    third = server.ask("/v1/completions", body)
+    assert third["choices"][0]["text"] == first["choices"][0]["text"]
+    assert third["usage"]["prompt_tokens_details"]["cached_tokens"] == 192
 
 
 @pytest.mark.parametrize(

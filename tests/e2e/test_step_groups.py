@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -20,7 +21,8 @@ from tests.e2e.test_breakage import STREAMS, Load, requests, undisturbed
 from tests.e2e.test_outpost_payloads import disturbed, streams
 from tests.e2e.test_outposts import Gate
 from tests.e2e.test_prompt_embeds import embeddings
-from tests.e2e.test_ranks import START_SECONDS, end_ranks, same_tokens
+from tests.e2e.test_ranks import START_SECONDS, deaths, end_ranks, same_tokens
+from tests.e2e.test_tiers import RESTORED, SMALL, TIER
 from tests.e2e.waiting import eventually
 
 FLAGS = ("--dp-size", "2", "--enable-dp-attention", "--dtype", "float32")
@@ -86,6 +88,28 @@ def test_a_rank_s_end_is_that_of_all_and_nobody_notices(
     eventually(lambda: not any(map(alive, pids)), "no rank outlives the brain")
 
 
+def test_each_rank_has_a_host_tier_that_outlives_it(serve: Serve, models: Models) -> None:
+    model = models("qwen3-moe")
+    server = same_tokens(serve, model, *FLAGS[:3], *SMALL, *TIER)
+    expected = undisturbed(server, requests(model, 24))
+    restored = 0.0
+    for _ in range(2):
+        answers = native_together(server, [request for request, _ in expected], held=True)
+        assert [answer["output_ids"] for answer in answers] == [tokens for _, tokens in expected]
+        assert server.metric(RESTORED) > restored
+        restored = server.metric(RESTORED)
+        server.wait_until_idle()
+        # Each replica counts it.
+        died = deaths(server) + 2
+        os.kill(server.hands()[1], signal.SIGKILL)
+        server.wait_for_metric("forebay:hand_deaths_total", died.__eq__)
+        server.wait_for_health()
+    assert server.metric("vllm:num_preemptions_total") > 0
+    server.wait_for_metric("forebay:copies_outstanding", lambda value: value == 0)
+    assert server.metric("forebay:copies_failed_total") == 0
+    assert all(replica["pages_held"] == 0 for replica in server.replicas())
+
+
 def test_a_group_on_two_machines_reads_embeddings_and_outlives_one(serve: Serve, models: Models, gate: Gate) -> None:
     model = models("qwen3-moe")
     more: Json = {"max_tokens": 150, "temperature": 0, "ignore_eos": True, "return_token_ids": True, "stream": True}
@@ -115,7 +139,7 @@ def test_a_group_on_two_machines_reads_embeddings_and_outlives_one(serve: Serve,
     ("flags", "told"),
     [
         (FLAGS, "no experts that ranks could share"),
-        ((*FLAGS, "--enable-hierarchical-cache"), "leave the host tier's flags off"),
+        ((*FLAGS, "--enable-lora"), "adapters are not served with --enable-dp-attention"),
         ((*FLAGS, "--tp-size", "4"), "--tp-size 4"),
         ((*FLAGS, "--ep-size", "4"), "--ep-size 4"),
         ((*FLAGS, "--quantization", "w8a8_int8"), "computed by the Rust hand"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +21,9 @@ from forebay.distributed.store import BrainStore
 from forebay.layers.ops import TorchOps
 from forebay.layers.shard_ops import ShardOps
 from forebay.protocol.connection import Connection
+from forebay.protocol.constants import COPY_OK, COPY_RESTORE, COPY_SAVE
 from forebay.protocol.plan import Plan
+from forebay.runner.host_tier import HostMemory
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
 from forebay.state.slots import SlotTables
@@ -28,6 +32,7 @@ from forebay.weights import manifest
 from forebay.weights.manifest import Manifest, Place
 from forebay.weights.shards import Cut, Part, Shard
 from tests.hand.support import MiniBrain, PlanBuilder, Request, Sampling
+from tests.hand.test_adapters import bring
 
 
 def meet(connection: Connection, rank: int, world: int, on_gpu: bool) -> Group:
@@ -62,9 +67,17 @@ def collectives(group: Group) -> dict[str, Any]:
 
 
 def serve(
-    group: Group, config: dict[str, Any], requests: list[dict[str, Any]], chunk: int = 1000, mutant: str = ""
+    group: Group,
+    config: dict[str, Any],
+    requests: list[dict[str, Any]],
+    chunk: int = 1000,
+    mutant: str = "",
+    adapters: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Serves requests with a model whose weights are read from files, or are random."""
+    """Serves requests with a model whose weights are read from files, or are random.
+
+    `adapters`: the manifests of those in places 0, 1, ...
+    """
     config = {**config, "rank": group.rank, "world_size": group.world}
     undo = _mutate(mutant)
     if mutant == "no all-reduce":
@@ -76,9 +89,70 @@ def serve(
         undo()
     if mutant == "another token":
         _sample_another(runner, group.rank)
+    if adapters:
+        assert not any(bring(runner, adapters))
     served = read_requests(requests)
     MiniBrain(runner, chunk).serve(served, chunk)
     return {"facts": runner.facts(), "requests": [found(request) for request in served]}
+
+
+def restore(
+    group: Group, config: dict[str, Any], prompt: list[int], count: int, damaged: int = -1, memory: str = ""
+) -> dict[str, Any]:
+    """Computes a prompt, saves its pages, and goes on from what comes back to other pages, in another life.
+
+    The host's memory of the rank `damaged` is overwritten meanwhile. `memory`: a file for all ranks; "": each has its
+    own.
+    """
+    config = {**config, "rank": group.rank, "world_size": group.world}
+    host_memory = os.open(memory, os.O_RDWR | os.O_CREAT) if memory else os.memfd_create("host")
+    near, far = socket.socketpair()
+
+    def life(**changes: Any) -> ModelRunner:
+        host = HostMemory(host_memory, far.fileno())
+        runner = ModelRunner(RunnerConfig.from_dict({**config, **changes}), None, host, lambda device: group)
+        runner.load(lambda done, total: None)
+        return runner
+
+    def copy(runner: ModelRunner, direction: int, hot: list[int]) -> list[int]:
+        """Copies pages of the device and pages 5, 6, ... of the host. Gives the errors."""
+        copies = [(ticket, direction, page, 5 + ticket) for ticket, page in enumerate(hot)]
+        ended = dict(runner.step(PlanBuilder(2, copies=copies).build()).copied.tolist())
+        while len(ended) < len(hot):
+            ended |= dict(runner.step(PlanBuilder(2, wait_us=[1000]).build()).copied.tolist())
+        return [ended[ticket] for ticket in range(len(hot))]
+
+    first = life()
+    size = first.config.page_size
+    whole = len(prompt) // size
+    builder = PlanBuilder()
+    builder.slot(0, prompt)
+    builder.page_writes += [(0, index, 1 + index) for index in range(whole + 1)]
+    builder.row(0, 0, len(prompt))
+    tokens = first.step(builder.build()).tokens.tolist()
+    errors = copy(first, COPY_SAVE, list(range(1, 1 + whole)))
+    assert errors == [COPY_OK] * whole
+    # The brain names no copy to the host's page before all have reported the save.
+    group.least(0)
+    if damaged == group.rank:
+        os.pwrite(host_memory, b"\x5c" * os.fstat(host_memory).st_size, 0)
+    second = life(host_pages=first.host_pages, host_ratio=None)
+    pages = list(range(30, 30 + whole))
+    errors = copy(second, COPY_RESTORE, pages)
+    if damaged < 0:
+        builder = PlanBuilder(3)
+        builder.slot(1, [*prompt, *tokens], prompt_len=len(prompt))
+        builder.page_writes += [(1, index, page) for index, page in enumerate([*pages, 50, 51, 52])]
+        builder.row(1, size * whole, len(prompt) + 1 - size * whole)
+        tokens += second.step(builder.build()).tokens.tolist()
+        while len(tokens) < count:
+            builder = PlanBuilder(2 + len(tokens))
+            builder.row(1, len(prompt) + len(tokens) - 1, 1)
+            tokens += second.step(builder.build()).tokens.tolist()
+    near.close()
+    far.close()
+    os.close(host_memory)
+    return {"tokens": tokens, "errors": errors, "facts": second.facts()}
 
 
 class GroupBrain(MiniBrain):

@@ -188,6 +188,18 @@ def test_without_a_host_tier_results_say_nothing_of_copies() -> None:
     assert np.array_equal(result.copy_timing, np.zeros(0))
 
 
+@DEVICES
+def test_who_does_not_write_saves_nothing_and_waits_for_its_rows(device: str) -> None:
+    hand = Hand(device=device, kv_checksum=True)
+    tier = hand.runner._tier
+    assert tier is not None
+    tier._copier._writes = False
+    hand.step((1, COPY_SAVE, 1, 5), rows=True)
+    assert hand.until_ended(1) == [[1, COPY_OK]]
+    assert any(any(piece) for piece in page(hand.runner, 1)), "something was computed"
+    assert not any(os.pread(hand.memory, os.fstat(hand.memory).st_size, 0))
+
+
 def test_a_page_is_borrowed_from_the_memory_of_another_hand(hand: Hand) -> None:
     hand.step((1, COPY_SAVE, 1, 5), (2, COPY_SAVE, 2, 0), rows=True)
     hand.until_ended(2)

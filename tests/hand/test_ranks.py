@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import save_file
 
 from benchmarks.described import handshake_model
+from forebay.protocol.constants import COPY_FAILED, COPY_OK
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
 from tests.hand.rank_cases import found, read_requests
@@ -26,6 +27,7 @@ from tests.hand.support import (
     reference_model,
     wire_config,
 )
+from tests.hand.test_adapters import bring
 
 VOCABULARY = 131
 COUNT = 8
@@ -95,10 +97,17 @@ def asked() -> list[dict[str, Any]]:
     ]
 
 
-def alone(config: dict[str, Any], requests: list[dict[str, Any]], chunk: int = 1000) -> list[dict[str, Any]]:
-    """What one rank gives, computed by PyTorch's operators as several are."""
+def alone(
+    config: dict[str, Any],
+    requests: list[dict[str, Any]],
+    chunk: int = 1000,
+    adapters: Sequence[dict[str, Any]] = (),
+) -> list[dict[str, Any]]:
+    """What one rank gives, computed by PyTorch's operators as several are. `adapters` as of the case `serve`."""
     runner = ModelRunner(RunnerConfig.from_dict(config))
     runner.load(lambda done, total: None)
+    if adapters:
+        assert not any(bring(runner, adapters))
     served = read_requests(requests)
     MiniBrain(runner, chunk).serve(served, chunk)
     return [found(request) for request in served]
@@ -143,6 +152,9 @@ CASES: list[tuple[int, str, int | None, dict[str, Any]]] = [
     (2, "glm4-moe-bias", None, {}),
     (2, "deepseek-v2-lite", None, {}),
     (2, "deepseek-v3-halves", None, {}),
+    # Each rank has the whole index, and chooses the same positions.
+    (2, "deepseek-v32", None, {}),
+    (2, "glm-dsa", None, {"expert_parallel": True}),
     (2, "qwen3-moe-some-dense", None, {"expert_parallel": True}),
     (2, "qwen3-moe", None, {"expert_parallel": True, "page_size": 7}),
     (2, "qwen3-moe", None, {"expert_parallel": True, "device": "deferred"}),
@@ -268,6 +280,41 @@ def test_ranks_read_their_slices_and_no_more(groups: RankGroups, folder: Path) -
         assert of_rank["model.layers.0.self_attn.q_proj.weight"] == 2 * whole
 
 
+@pytest.mark.parametrize(
+    ("family", "kv_heads", "changes"),
+    [
+        ("llama", 2, {}),
+        ("llama", 1, {"page_size": 7}),
+        ("qwen3", None, {"device": "deferred"}),
+        ("deepseek-v3", None, {}),
+        # The first rank saves for both.
+        ("deepseek-v3", None, {"host_shared": True}),
+        ("deepseek-v32", None, {"host_shared": True, "device": "deferred"}),
+        ("qwen3-moe", None, {"expert_parallel": True}),
+    ],
+    ids=lambda value: str(value),
+)
+def test_each_rank_saves_and_restores_its_part_of_a_block(
+    groups: RankGroups, folder: Path, family: str, kv_heads: int | None, changes: dict[str, Any]
+) -> None:
+    model = model_of(family, kv_heads)
+    config = wired(model, folder, host_ratio=2.0, kv_checksum=True, **changes)
+    prompt, count = [7 * at % VOCABULARY for at in range(23)], 5
+    expected = greedy_reference(model, prompt, count)[0]
+    memory = str(folder / f"{family}.pages") if "host_shared" in changes else ""
+    given = groups.run(2, "restore", config=config, prompt=prompt, count=count, memory=memory)
+    whole = len(prompt) // config["page_size"]
+    for rank in given:
+        assert rank["tokens"] == expected
+        assert rank["errors"] == [COPY_OK] * whole
+        assert rank["facts"]["host_page_count"] == 2 * rank["facts"]["page_count"]
+    if memory:
+        return
+    # A rank whose copies fail does not know of the others', which have not.
+    given = groups.run(2, "restore", config=config, prompt=prompt, count=count, damaged=1)
+    assert [rank["errors"] for rank in given] == [[COPY_OK] * whole, [COPY_FAILED] * whole]
+
+
 SIX = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     (
@@ -282,9 +329,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("qwen3-moe", {"num_experts": 7}, {"expert_parallel": True}, "experts whose number is 7"),
     ("qwen3", {}, {"expert_parallel": True}, "Qwen3ForCausalLM has no experts"),
     ("deepseek-v3", {"num_attention_heads": 5, "num_key_value_heads": 5}, {}, "5 query heads"),
-    ("deepseek-v32", {}, {}, "chooses positions by an index"),
     ("llama", {}, {"quantization": "w8a8_int8"}, "computed by the Rust hand"),
-    ("llama", {}, {"host_ratio": 2.0}, "a host tier is for one rank"),
     ("llama", {}, {"rank": 2}, "rank 2 of 2"),
 ]
 

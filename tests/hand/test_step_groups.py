@@ -57,6 +57,7 @@ CASES: list[tuple[int, str, dict[str, Any]]] = [
     (2, "glm4-moe", {}),
     (2, "glm4-moe-bias", {}),
     (2, "deepseek-v2", {}),
+    (2, "deepseek-v32", {}),
     (4, "qwen3-moe", {}),
     (4, "deepseek-v3", {}),
 ]
@@ -150,9 +151,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("qwen3", {}, {}, "Qwen3ForCausalLM has no experts that ranks could share"),
     ("qwen3-moe", {"num_experts": 7}, {}, "7 experts can't be divided among 2 ranks: use 1"),
     ("qwen3-moe", {}, {"expert_parallel": False}, "experts must be split by rank"),
-    ("qwen3-moe", {}, {"host_ratio": 2.0}, "a host tier is for one rank"),
+    ("qwen3-moe", {}, {"lora": {"places": 1, "rank": 8, "kept": 0}}, "adapters are not served with whole experts"),
     ("qwen3-moe", {}, {"quantization": "w8a8_int8"}, "computed by the Rust hand"),
-    ("deepseek-v32", {}, {}, "chooses positions by an index"),
 ]
 
 

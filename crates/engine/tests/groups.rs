@@ -8,17 +8,21 @@ use std::time::Duration;
 
 use forebay_engine::{
     Allowed, Broken, Constraint, EngineConfig, EngineHandle, EngineRequest, Executor, FinishReason,
-    Output, RequestError, RequestId, Signal, Status, Wake,
+    HostConfig, Output, RequestError, RequestId, Signal, Status, Wake,
 };
 use forebay_protocol::{StepMasks, StepPlan};
 use forebay_sim::testing::{self, PATIENCE, RigParts, Story, VOCAB, alone, request, text};
-use forebay_sim::{DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, Timing};
+use forebay_sim::{
+    CopyModel, DeviceModel, PageBytes, SimClock, SimConfig, SimControl, SimExecutor, Timing,
+};
 use parking_lot::Mutex;
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
 const PAGES: u32 = 60;
 const PAGE_SIZE: u32 = 4;
+/// Pages of the host's tier of each member, where there is one.
+const HOST_PAGES: u32 = 150;
 
 /// The steps of each rank, by the group's lives.
 type Lives = Arc<Mutex<Vec<Vec<Vec<u64>>>>>;
@@ -40,8 +44,12 @@ impl Executor for Watched {
 
     fn submit(&mut self, plans: &[StepPlan]) {
         assert_eq!(plans.len(), self.ranks, "a plan for each rank");
-        let works = |plan: &StepPlan| plan.rows().len() > 0 || plan.writes_tables();
-        assert!(plans.iter().any(works), "a step in which nobody has anything to do");
+        let computes = plans.iter().any(|plan| plan.rows().len() > 0);
+        let waits = plans.iter().any(|plan| plan.wait_us() > 0);
+        assert!(!(computes && waits), "tokens would wait for copies");
+        let works = |plan: &StepPlan| plan.writes_tables() || plan.copies().len() > 0;
+        let works = computes || waits || plans.iter().any(works);
+        assert!(works, "a step in which nobody has anything to do");
         let tokens = |plan: &StepPlan| plan.rows().map(|row| row.length as i32).sum::<i32>();
         let tokens: Vec<i32> = plans.iter().map(tokens).collect();
         let mut lives = self.given.lock();
@@ -152,7 +160,14 @@ impl Group {
         };
         let sim = SimConfig {
             clock: clock.clone(),
-            timing: Timing { model, ..Timing::default() },
+            timing: Timing {
+                model,
+                // A page takes 50 us to save, and 10 us to restore: half of the time to compute it.
+                copy: CopyModel { save_gbps: Some(0.02), restore_gbps: Some(0.1), latency_us: 0.0 },
+                bytes: PageBytes { main: 1000, ..PageBytes::default() },
+                ..Timing::default()
+            },
+            host_pages: if config.host_tier.is_some() { HOST_PAGES } else { 0 },
             seed,
             load_us: 1_000_000,
             page_count: PAGES,
@@ -188,7 +203,11 @@ impl Group {
         self.rig.control.release();
         for (member, handle) in self.rig.handles.iter().enumerate() {
             // Whatever is still in flight retires.
-            while handle.stats().scheduler.pages_held > 0 {
+            let is_busy = || {
+                let stats = handle.stats().scheduler;
+                stats.pages_held > 0 || stats.host.copies_outstanding > 0
+            };
+            while is_busy() {
                 assert!(!matches!(handle.status(), Status::Failed(_)), "{:?}", handle.status());
                 std::thread::yield_now();
             }
@@ -316,6 +335,59 @@ fn who_kills_a_rank_is_found_and_the_others_of_all_members_live() {
     group.check();
 }
 
+fn tiered(lookahead: u32) -> EngineConfig {
+    EngineConfig { host_tier: Some(HostConfig::default()), lookahead, ..config() }
+}
+
+#[test]
+fn each_member_has_a_host_tier_of_its_own() {
+    for lookahead in [0, 1] {
+        let group = Group::start(3, tiered(lookahead), 6, None);
+        // Nine prompts of each, of 11 blocks: the device holds four of them, and the host all.
+        let long = |id: u64| -> Vec<i32> {
+            (0..46).map(|at| (at * 7 + id as i32 * 131) % VOCAB as i32).collect()
+        };
+        for turn in 0..2 {
+            for id in 0..27 {
+                let (id, member) = (turn * 27 + id, id as usize % 3);
+                group.rig.handles[member].submit(request(id, long(id % 27), 5)).expect("room");
+                // One of each member at a time.
+                if id % 3 == 2 {
+                    let stories = group.follow(3);
+                    for (&id, story) in &stories {
+                        assert_eq!(story.tokens, alone(long(id % 27), 5), "request {id}");
+                    }
+                }
+            }
+        }
+        for handle in &group.rig.handles {
+            let host = handle.stats().scheduler.host;
+            assert!(host.blocks_restored > 50, "{host:?}");
+            assert_eq!(host.copies_failed, 0);
+        }
+        group.check();
+    }
+}
+
+#[test]
+fn copies_of_one_member_that_never_end_cost_all_only_time() {
+    let mut due = [30, 90].into_iter().peekable();
+    let hook: Hook = Box::new(move |rig, seen| {
+        if due.next_if(|&at| seen.outputs >= at).is_some() {
+            rig.control.hang_copies();
+        }
+    });
+    let group = Group::start(3, tiered(1), 7, Some(hook));
+    for id in 0..30 {
+        group.rig.submit(id, id as usize % 3, length(id));
+    }
+    for (&id, story) in &group.follow(30) {
+        assert_eq!(story.tokens, alone(prompt(id), length(id)), "request {id}");
+    }
+    group.check();
+    assert!(group.lives() > 1, "the watchdog has ended a hand");
+}
+
 /// Allows even tokens.
 #[derive(Debug)]
 struct Even;
@@ -398,7 +470,7 @@ fn members() -> impl Strategy<Value = usize> {
 }
 
 /// Lets arrivals, aborts and deaths happen; gives how many steps there were.
-fn run(members: usize, lookahead: u32, seed: u64, events: Vec<(u64, Event)>) -> u64 {
+fn run(members: usize, config: EngineConfig, seed: u64, events: Vec<(u64, Event)>) -> u64 {
     let arrival = |(_, event): &(u64, Event)| match event {
         Event::Arrive { member, max_tokens } => Some((*member, *max_tokens)),
         _ => None,
@@ -430,7 +502,7 @@ fn run(members: usize, lookahead: u32, seed: u64, events: Vec<(u64, Event)>) -> 
             }
         }
     });
-    let config = EngineConfig { lookahead, hand_restarts: 1000, ..config() };
+    let config = EngineConfig { hand_restarts: 1000, ..config };
     let group = Group::start(members as u32, config, seed, Some(hook));
     // What it says begins the rest.
     group.rig.handles[0].submit(request(u64::MAX, vec![1], 1)).expect("room");
@@ -466,10 +538,16 @@ fn ranks_execute_the_same_steps_whatever_happens() {
         ..ProptestConfig::default()
     });
     let steps = AtomicU64::new(0);
-    let scenario =
-        members().prop_flat_map(|members| (Just(members), 0_u32..2, any::<u64>(), events(members)));
-    let ran = runner.run(&scenario, |(members, lookahead, seed, events)| {
-        steps.fetch_add(run(members, lookahead, seed, events), Ordering::Relaxed);
+    let scenario = members().prop_flat_map(|members| {
+        (Just(members), 0_u32..2, any::<bool>(), any::<u64>(), events(members))
+    });
+    let ran = runner.run(&scenario, |(members, lookahead, tier, seed, events)| {
+        let config = EngineConfig {
+            host_tier: tiered(lookahead).host_tier.filter(|_| tier),
+            lookahead,
+            ..config()
+        };
+        steps.fetch_add(run(members, config, seed, events), Ordering::Relaxed);
         Ok(())
     });
     ran.unwrap();

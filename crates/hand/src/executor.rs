@@ -22,6 +22,7 @@ use tracing::debug;
 use crate::arena::{Arena, Region};
 use crate::frames::{FrameReader, FrameWriter, StreamError};
 use crate::memory::{self, HOST_FD, HostMemories};
+use crate::merger::{ResultMerger, same_step};
 use crate::process::RankProcess;
 use crate::site::{Process, RankOrder, Site, last_of};
 use crate::store::Store;
@@ -44,6 +45,7 @@ pub struct HandSpec {
     /// Variables set on top of the brain's own environment.
     pub env: Vec<(OsString, OsString)>,
     /// The configuration of each rank; `rank`, `world_size` and `arena_bytes` are set here.
+    /// `host_bytes` are those of a replica: its ranks get equal parts.
     pub config: HandConfig,
     /// Payloads that are too big for the socket go through here.
     pub arena: Arena,
@@ -54,6 +56,13 @@ pub struct HandSpec {
     /// The place of the ranks, if they do not run below this process. Plans, tokens and masks then
     /// go through the socket whole, and payloads are carried there before a plan names them.
     pub site: Option<Arc<dyn Site>>,
+}
+
+impl HandSpec {
+    /// Ranks that have a host tier of their own, where there is one.
+    fn tiers(&self) -> usize {
+        if self.config.host_shared { 1 } else { self.ranks.len() }
+    }
 }
 
 /// The settings of one rank alone.
@@ -99,9 +108,11 @@ pub struct HandExecutor {
     signals: VecDeque<Signal>,
     /// The map by which ranks find each other; `None` once they have, and if there is one rank.
     store: Option<Store>,
-    /// The memory of the host's tier, if it has one: an anonymous file that every hand of this
-    /// group finds as the last one left it.
-    host: Option<OwnedFd>,
+    /// The memory of each rank's host tier, or of all; none: there is no tier. Anonymous files, which
+    /// the next hand of a rank finds as the last one left them.
+    host: Vec<OwnedFd>,
+    /// What some ranks have ended beside their steps, and others have not.
+    merger: ResultMerger,
     /// Arena regions of the plans in flight, oldest first.
     regions: VecDeque<Vec<Region>>,
     buffer: Vec<u8>,
@@ -115,16 +126,23 @@ impl HandExecutor {
     /// # Errors
     /// The system refuses the waker, or memory for the host's tier.
     pub fn new(mut spec: HandSpec) -> std::io::Result<Self> {
-        spec.config.world_size = u32::try_from(spec.ranks.len()).unwrap_or(u32::MAX);
+        let world = spec.ranks.len();
+        spec.config.world_size = u32::try_from(world).unwrap_or(u32::MAX);
         let wanted = spec.config.host_bytes.is_some() || spec.config.host_ratio.is_some();
         let host = match spec.memories.own() {
-            Some(own) => Some(own?),
-            None if wanted => Some(memory::new()?),
-            None => None,
+            Some(own) => vec![own?],
+            None if wanted => memory::of_ranks(spec.tiers())?,
+            None => Vec::new(),
         };
         spec.config.host_lenders = spec.memories.descriptors();
+        if !spec.config.step_group {
+            // Each has its part of every page.
+            let tiers = spec.tiers().max(1) as u64;
+            spec.config.host_bytes = spec.config.host_bytes.map(|all| all / tiers);
+        }
         Ok(Self {
             host,
+            merger: ResultMerger::new(world),
             spec,
             waker: Arc::new(EventWaker::new()?),
             ranks: Vec::new(),
@@ -140,11 +158,13 @@ impl HandExecutor {
     fn spawn(&self) -> std::io::Result<Vec<Rank>> {
         let env = |rank: &RankSpec| [&self.spec.env[..], &rank.env[..]].concat();
         let Some(site) = &self.spec.site else {
-            let host = self.host.iter().map(|host| (HOST_FD, host.as_fd()));
-            let memories: Vec<_> = host.chain(self.spec.memories.borrowed()).collect();
-            let ranks = self.spec.ranks.iter().map(|rank| {
+            let ranks = self.spec.ranks.iter().enumerate().map(|(index, rank)| {
                 let mut command = Command::new(&self.spec.program);
                 command.args(&self.spec.args).envs(env(rank));
+                let host = self.host.get(index % self.spec.tiers().max(1));
+                let host = host.map(|host| (HOST_FD, host.as_fd()));
+                let memories: Vec<_> =
+                    host.into_iter().chain(self.spec.memories.borrowed()).collect();
                 let (process, socket) =
                     RankProcess::spawn(command, &self.spec.arena, &memories, &rank.cpus)?;
                 Ok(Rank::new(Process::Here(process), socket))
@@ -192,7 +212,7 @@ impl HandExecutor {
         drop(ranks);
         self.regions.clear();
         // The pages of a GPU are no memory of the host, where fewer of them would leave more.
-        let pages_on_host = self.spec.config.device != "cuda" || self.host.is_some();
+        let pages_on_host = self.spec.config.device != "cuda" || !self.host.is_empty();
         self.signals.push_back(match out_of_memory && pages_on_host {
             true => Signal::OutOfMemory(reason),
             false => Signal::Died(reason),
@@ -271,7 +291,7 @@ impl HandExecutor {
     }
 
     /// Reports the facts once every rank has them: those of the first, with the fewest tokens a row
-    /// and the bytes of all.
+    /// and the bytes of all. A page has a part on each rank, but for a step group's.
     fn group_ready(&mut self) -> Result<(), StreamError> {
         let all: Option<Vec<&Ready>> = self.ranks.iter().map(|rank| rank.facts.as_ref()).collect();
         let Some(all) = all else { return Ok(()) };
@@ -287,6 +307,11 @@ impl HandExecutor {
             tokens_a_row: all.iter().map(|facts| facts.tokens_a_row).min().unwrap_or(1),
             weight_bytes: all.iter().map(|facts| facts.weight_bytes).sum(),
             kv_bytes: all.iter().map(|facts| facts.kv_bytes).sum(),
+            lora_bytes: all.iter().map(|facts| facts.lora_bytes).sum(),
+            page_bytes: match self.spec.config.step_group {
+                true => first.page_bytes,
+                false => all.iter().take(self.spec.tiers()).map(|facts| facts.page_bytes).sum(),
+            },
             ..first.clone()
         };
         // A respawned hand must offer exactly the pages that the scheduler was built on, whatever
@@ -308,7 +333,7 @@ impl HandExecutor {
         if self.spec.config.step_group {
             same_step(&results)?;
         } else {
-            merge(&mut results)?;
+            results = self.merger.merge(results)?;
         }
         self.signals.push_back(Signal::Result(results));
         Ok(())
@@ -361,6 +386,11 @@ impl HandExecutor {
             return;
         }
         let shared = self.share(to.len()).is_some();
+        self.write(to, shared);
+    }
+
+    /// Writes the frame in the buffer to the sockets of these ranks, or its place if it is `shared`.
+    fn write(&mut self, to: Range<usize>, shared: bool) {
         let frame = if shared { &self.place } else { &self.buffer };
         for (index, rank) in self.ranks.iter_mut().enumerate().take(to.end).skip(to.start) {
             // It fails only if the socket is closed or broken: the next wait reads last words, and
@@ -403,60 +433,11 @@ impl HandExecutor {
     }
 }
 
-/// Makes one result of those of ranks that compute the same, so that another answer from one means
-/// that their states differ. A step is as long as its longest rank, and has waited no longer than
-/// the one that waited least.
-fn merge(results: &mut Vec<StepResult>) -> Result<(), StreamError> {
-    let [first, others @ ..] = &mut results[..] else { return Ok(()) };
-    for (rank, other) in (1..).zip(others) {
-        if let Some(how) = difference(first, other) {
-            return Err(StreamError::Disagreement { rank, step: first.step, how });
-        }
-        let (timing, other) = (&mut first.timing, other.timing);
-        timing.device_us = timing.device_us.max(other.device_us);
-        timing.gap_us = timing.gap_us.min(other.gap_us);
-    }
-    results.truncate(1);
-    Ok(())
-}
-
-/// Checks the number that the results of a step group have in common: the step. The owner checks
-/// that each result is that of its rank's plan.
-fn same_step(results: &[StepResult]) -> Result<(), StreamError> {
-    let Some(step) = results.first().map(|first| first.step) else { return Ok(()) };
-    let other = (0..).zip(results).find(|(_, result)| result.step != step);
-    other.map_or(Ok(()), |(rank, other)| {
-        let how = format!("the other rank is in step {}", other.step);
-        Err(StreamError::Disagreement { rank, step, how })
-    })
-}
-
-/// The first difference between the results of two ranks for the same step.
-fn difference(one: &StepResult, other: &StepResult) -> Option<String> {
-    if one.step != other.step {
-        return Some(format!("the other rank is in step {}", other.step));
-    }
-    let columns = [
-        ("token", &one.tokens, &other.tokens),
-        ("error of row", &one.row_errors, &other.row_errors),
-    ];
-    for (what, one, other) in columns {
-        if one.len() != other.len() {
-            return Some(format!("{} and {} {what}s", one.len(), other.len()));
-        }
-        if let Some(at) = one.iter().zip(other).position(|(one, other)| one != other) {
-            return Some(format!("{what} {at}: {}, {}", one[at], other[at]));
-        }
-    }
-    let counts = |result: &StepResult| result.counts().collect::<Vec<_>>();
-    let differ = !one.counts().eq(other.counts());
-    differ.then(|| format!("tokens a row: {:?}, {:?}", counts(one), counts(other)))
-}
-
 impl Executor for HandExecutor {
     fn start(&mut self) {
         debug_assert!(self.ranks.is_empty(), "the last group is still there");
         self.signals.clear();
+        self.merger = ResultMerger::new(self.spec.ranks.len());
         self.store = (self.spec.ranks.len() > 1).then(Store::default);
         match self.spawn() {
             Ok(ranks) => self.ranks = ranks,
@@ -479,9 +460,9 @@ impl Executor for HandExecutor {
             config.host_pages = Some(host_pages);
             // The last one's memory is given back. Without a new one the hand keeps to a part of
             // it, unless others read there: then it has to have a new one.
-            match memory::new() {
-                Ok(memory) => self.host = Some(memory),
-                Err(_) if lends => self.host = None,
+            match memory::of_ranks(self.spec.tiers()) {
+                Ok(memories) => self.host = memories,
+                Err(_) if lends => self.host.clear(),
                 Err(_) => {}
             }
         }
@@ -519,12 +500,14 @@ impl Executor for HandExecutor {
         if self.ranks.is_empty() {
             return;
         }
+        let ranks = self.ranks_of(member);
         match order.encode() {
             Ok(frame) => {
+                // It is of no step, so nothing would tell when its place in the arena is free.
                 self.buffer = frame;
-                self.send(self.ranks_of(member), Ok(()));
+                self.write(ranks, false);
             }
-            Err(error) => self.send(self.ranks_of(member), Err(error)),
+            Err(error) => self.send(ranks, Err(error)),
         }
     }
 

@@ -18,6 +18,7 @@ mod frames;
 #[cfg(test)]
 mod fuzz;
 mod memory;
+mod merger;
 mod process;
 mod site;
 mod slice;

@@ -59,9 +59,17 @@ impl HostMemories {
     }
 }
 
+/// Memory for the host tiers of so many ranks.
+///
+/// # Errors
+/// The system gives no such memory.
+pub(crate) fn of_ranks(world: usize) -> io::Result<Vec<OwnedFd>> {
+    (0..world).map(|_| new()).collect()
+}
+
 /// Memory for a host tier. It is as long as the first hand makes it, and takes memory where
 /// somebody writes.
-pub(crate) fn new() -> io::Result<OwnedFd> {
+fn new() -> io::Result<OwnedFd> {
     Ok(memfd_create("forebay-host-kv", MemfdFlags::CLOEXEC)?)
 }
 

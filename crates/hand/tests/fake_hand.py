@@ -16,10 +16,13 @@ PROTOCOL = Path(__file__).resolve().parents[2] / "protocol" / "src" / "frame.rs"
 VERSION = re.search(r"VERSION: u16 = (\d+)", PROTOCOL.read_text())[1]
 SOCKET = socket.socket(fileno=3)
 SHARED = []
+ORDERS = []
+COPYING = []
 HELLO, CONFIG, PROGRESS, READY, PLAN, RESULT, FATAL, SHUTDOWN = range(1, 9)
-STORE, STORE_REPLY, PLAN_AT = 10, 11, 12
-SLOTS, TOKENS_OF_SLOTS, ROWS, EMBEDS = 1, 3, 8, 11
-TOKENS, ROW_ERRORS, TIMING = 1, 2, 6
+STORE, STORE_REPLY, PLAN_AT, ADAPTER = 10, 11, 12, 13
+SLOTS, TOKENS_OF_SLOTS, ROWS, EMBEDS, COPIES = 1, 3, 8, 11, 14
+TOKENS, ROW_ERRORS, TIMING, COPIED, COPY_TIMING = 1, 2, 6, 9, 10
+HOST = 5
 
 
 def read_exactly(count):
@@ -113,6 +116,12 @@ facts = {"page_count": pages, "vocab_size": 9, "hidden_size": 4, "dtype": "float
 facts |= {"device": "fake", "load_seconds": 0.5}
 if behaviour == "no page count":
     del facts["page_count"]
+if behaviour == "copies":
+    # Each rank marks its memory, and finds no other's mark there.
+    mark = os.pread(HOST, 1, 0)
+    assert mark in (b"", b"%d" % rank), mark
+    os.pwrite(HOST, b"%d" % rank, 0)
+    facts |= {"page_bytes": 100 if mark else 1, "host_page_count": config["host_pages"] or config["host_bytes"] // 10}
 send_json(READY, facts)
 while True:
     kind, step, columns = read_frame()
@@ -124,6 +133,9 @@ while True:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             time.sleep(1000)
         sys.exit(0)
+    if kind == ADAPTER:
+        ORDERS.append(columns[1])
+        continue
     if behaviour == "garbage":
         SOCKET.sendall(b"what is this? " * 10)
     if behaviour == "crash":
@@ -142,6 +154,7 @@ while True:
     slots, rows = columns.get(SLOTS, ()), columns.get(ROWS, ())
     sampled = sum(flags & 1 for flags in rows[3::4])
     told = {"own token": rank, "lies": rank // 7, "tells": len(SHARED)}
+    told["is told"] = 10 * len(ORDERS) + len(SHARED)
     told["echo"] = (*columns.get(TOKENS_OF_SLOTS, ()), 0)[0]
     first = told.get(behaviour, 0)
     if slots and slots[10] >= 0 and behaviour != "tells":
@@ -149,4 +162,11 @@ while True:
         first = struct.unpack("<i", arena)[0]
     if columns.get(EMBEDS):
         first = struct.unpack("<i", os.pread(4, 4, columns[EMBEDS][1]))[0]
-    send(RESULT, step, {TOKENS: [first] * sampled, ROW_ERRORS: [0] * (len(rows) // 4), TIMING: [11, 22]})
+    answer = {TOKENS: [first] * sampled, ROW_ERRORS: [0] * (len(rows) // 4), TIMING: [11, 22]}
+    if behaviour == "copies":
+        # Rank 0 reports a copy in the result of its plan, the next one in the result behind it. Rank 1 fails at some.
+        COPYING.append([(ticket, int(rank == 1 and ticket % 10 == 7)) for ticket in columns.get(COPIES, ())[::4]])
+        ended = COPYING[-1 - rank] if len(COPYING) > rank else []
+        if ended:
+            answer |= {COPIED: [word for end in ended for word in end], COPY_TIMING: [10 + rank, 0]}
+    send(RESULT, step, answer)

@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 use forebay_engine::{Executor, Payloads, Ready, Signal};
 use forebay_hand::{Arena, HandConfig, HandExecutor, HandSpec, HostMemories, RankSpec};
 use forebay_protocol::{
-    NewSlot, Row, SlotSpec, StepPlan, StepResult, StepTiming, Want, tell_group,
+    AdapterOrder, COPY_FAILED, COPY_OK, CopyEnd, CopyTiming, Direction, NewSlot, PageCopy, Row,
+    SlotSpec, StepPlan, StepResult, StepTiming, Want, tell_group,
 };
 
 const MINUTE_US: u64 = 60_000_000;
@@ -247,6 +248,85 @@ fn large_plans_are_written_once_for_all_ranks() {
     group.submit(&[plan(1, &[5; 2040])]);
     assert_eq!(result(&mut group).tokens, [0]);
     drop(taken);
+}
+
+#[test]
+fn large_orders_about_adapters_come_whole_to_all_ranks() {
+    let mut group = executor(ranks("is told", 2));
+    ready(&mut group);
+    group.submit(&[plan(1, &[5; 3])]);
+    // The arena has room for it only as long as a step is in flight, and it is of no step.
+    let manifest = serde_json::json!({ "files": ["x".repeat(100_000)] });
+    group.adapter(0, &AdapterOrder::Know { id: 1, manifest });
+    assert_eq!(result(&mut group).tokens, [0]);
+    group.submit(&[plan(2, &[5; 3])]);
+    assert_eq!(result(&mut group).tokens, [10], "one order, and nothing in the arena");
+}
+
+/// A plan without rows that saves pages, by these tickets.
+fn saves(step: u64, tickets: &[u32]) -> StepPlan {
+    let mut plan = StepPlan::default();
+    plan.begin(step);
+    for &ticket in tickets {
+        let (hot, host) = (Some(ticket), ticket);
+        let direction = Direction::Save;
+        plan.push_copy(PageCopy { ticket, direction, hot, host, span: None, lender: None });
+    }
+    plan
+}
+
+fn tier(spec: HandSpec) -> HandSpec {
+    HandSpec { config: HandConfig { host_bytes: Some(1000), ..spec.config.clone() }, ..spec }
+}
+
+#[test]
+fn a_copy_of_ranks_has_ended_when_all_have_ended_it() {
+    let mut group = executor(tier(ranks("copies", 2)));
+    let facts = ready(&mut group);
+    assert_eq!((facts.host_page_count, facts.page_bytes), (50, 2), "halves of 1000 bytes");
+    group.submit(&[saves(1, &[5, 7])]);
+    let first = result(&mut group);
+    assert_eq!((first.copied, first.copy_timing), (Vec::new(), None), "rank 1 is late");
+    group.submit(&[saves(2, &[6])]);
+    let second = result(&mut group);
+    let ends = [CopyEnd { ticket: 5, error: COPY_OK }, CopyEnd { ticket: 7, error: COPY_FAILED }];
+    assert_eq!(second.copied, ends, "and fails at one");
+    assert_eq!(second.copy_timing, Some(CopyTiming { save_us: 20, restore_us: 0 }));
+    group.submit(&[saves(3, &[])]);
+    assert_eq!(result(&mut group).copied, [CopyEnd { ticket: 6, error: COPY_OK }]);
+
+    // The next hands find their own memory, and have ended nothing.
+    group.submit(&[saves(4, &[5])]);
+    assert!(result(&mut group).copied.is_empty());
+    group.kill();
+    let facts = ready(&mut group);
+    assert_eq!((facts.host_page_count, facts.page_bytes), (50, 200));
+    group.submit(&[saves(5, &[5])]);
+    assert!(result(&mut group).copied.is_empty());
+    group.submit(&[saves(6, &[])]);
+    assert_eq!(result(&mut group).copied.len(), 1);
+
+    // With fewer pages each gets other memory.
+    group.kill();
+    group.limit_pages(80, 40);
+    let facts = ready(&mut group);
+    assert_eq!((facts.page_count, facts.host_page_count, facts.page_bytes), (80, 40, 2));
+}
+
+#[test]
+fn the_ranks_of_a_step_group_end_copies_of_their_own() {
+    let mut group = executor(tier(step_group("copies")));
+    let facts = ready(&mut group);
+    assert_eq!((facts.host_page_count, facts.page_bytes), (100, 1), "a tier for each");
+    for (step, expected) in [(1, [vec![5], vec![], vec![]]), (2, [vec![5], vec![7], vec![]])] {
+        let mut plans = vec![saves(step, &[5]), saves(step, &[7]), saves(step, &[])];
+        tell_group(&mut plans);
+        group.submit(&plans);
+        let Signal::Result(results) = next(&mut group) else { panic!("no result") };
+        let ended = |result: &StepResult| result.copied.iter().map(|end| end.ticket).collect();
+        let ended: Vec<Vec<u32>> = results.iter().map(ended).collect();
+        assert_eq!(ended, expected);
+    }
 }
 
 #[test]

@@ -130,6 +130,10 @@ pub struct HandConfig {
     pub host_ratio: Option<f64>,
     /// The number of pages of an earlier hand's host tier, whose content is still there.
     pub host_pages: Option<u32>,
+    /// True if pages have the same content on all ranks, which have one host tier together. The
+    /// first rank writes it.
+    #[serde(default)]
+    pub host_shared: bool,
     /// The descriptor of each replica's host memory, by its number, where pages are lent to this
     /// hand; `None` for its own. Empty: nothing is lent.
     #[serde(default)]

@@ -1,4 +1,8 @@
-"""Low-rank matrices beside a model's own (Hu et al. 2021): `y = W x + B (A x)`."""
+"""Low-rank matrices beside a model's own (Hu et al. 2021): `y = W x + B (A x)`.
+
+Ranks divide them as they divide W. Where a rank has some outputs, it has all of A, and those rows of B. Where it has
+some inputs, it has those columns of A, and all of B: what it adds is part of its term of the sum over ranks.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,14 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 import torch.nn.functional as F
 
+from forebay.weights.shards import Cut
+
 
 class LowRank(NamedTuple):
     """The matrices beside one module, in the model's dtype."""
 
-    a: torch.Tensor  # [rank, inputs]
-    b: torch.Tensor  # [outputs, rank], with the adapter's factor
+    a: torch.Tensor  # [rank, inputs], those of this rank
+    b: torch.Tensor  # [outputs, rank], those of this rank, with the adapter's factor
 
     @property
     def nbytes(self) -> int:
@@ -68,16 +74,18 @@ class AdaptedModules:
     """The modules of a model that adapters may change, and the adapters of the step that is computed."""
 
     def __init__(self) -> None:
-        self.sizes: dict[str, tuple[int, int]] = {}
-        """Inputs and outputs of each module, by name."""
+        self.cuts: dict[str, Cut] = {}
+        """The part of each module's matrix [outputs, inputs] that is on this rank, by name."""
         self.products: list[tuple[Mapping[str, int], int]] = []
-        """The modules of each product, with their outputs, and its inputs."""
+        """The modules of each product, with their outputs on this rank, and its inputs there."""
         self._step: StepAdapters | None = None
 
-    def register(self, modules: Mapping[str, int], inputs: int) -> None:
+    def register(self, cuts: Mapping[str, Cut]) -> None:
         """Notes a product whose outputs are those of modules, one after the other."""
-        self.products.append((modules, inputs))
-        self.sizes |= {name: (inputs, width) for name, width in modules.items()}
+        columns = next(iter(cuts.values())).columns
+        assert columns is not None, "a module is a matrix"
+        self.products.append(({name: cut.rows.size for name, cut in cuts.items()}, columns.size))
+        self.cuts |= cuts
 
     @contextmanager
     def of_step(self, adapted: StepAdapters) -> Iterator[None]:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from forebay.layers.params import Parameters, size_of
-from forebay.weights.shards import Part
+from forebay.layers.params import Parameters, part_of, size_of
+from forebay.weights.shards import Cut, Part
 
 
 def _reorders(dtype: torch.dtype) -> bool:
@@ -43,7 +43,8 @@ class Linear:
         self._adapted = params.adapted
         self._modules = {f"{prefix}{name}": size_of(n) for name, n in outputs.items()}
         if self._adapted is not None:
-            self._adapted.register(self._modules, self.inputs)
+            columns = part_of(inputs)
+            self._adapted.register({f"{prefix}{name}": Cut(part_of(n), columns) for name, n in outputs.items()})
         self.bias: torch.Tensor | None = None
         if bias:
             biases = {f"{prefix}{name}.bias": n for name, n in outputs.items()}

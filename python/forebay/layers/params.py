@@ -261,11 +261,16 @@ def size_of(rows: int | Part) -> int:
     return rows if isinstance(rows, int) else rows.size
 
 
+def part_of(rows: int | Part) -> Part:
+    """The part of rows, or columns, on this rank; a number: all of them."""
+    return ALONE.of(rows) if isinstance(rows, int) else rows
+
+
 def _cut(rows: int | Part, columns: Part | None, here: torch.Tensor) -> Cut | None:
     """The part of a weight that is here, in `here`; None: all."""
     if isinstance(rows, int) and columns is None:
         return None
-    of_rows = ALONE.of(rows) if isinstance(rows, int) else rows
+    of_rows = part_of(rows)
     if columns is None and here.dim() > 1:
         columns = ALONE.of(here.shape[1])
     cut = Cut(of_rows, columns)

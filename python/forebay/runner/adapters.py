@@ -31,6 +31,7 @@ from forebay.state.config import PlaceConfig
 from forebay.state.slots import Int64s
 from forebay.weights.adapter import ChangedError, read_adapter
 from forebay.weights.errors import ModelError
+from forebay.weights.shards import Cut
 
 NO_PLACES = np.zeros((0, PLACE_END_WORDS), np.int32)
 
@@ -51,7 +52,7 @@ class AdapterPlaces:
         stacks: AdapterStacks | None = None,
     ) -> None:
         """`stacks` have the matrices of all places; None: each adapter has memory of its own on the device."""
-        self._config, self._sizes, self._dtype, self._device = config, modules.sizes, dtype, device
+        self._config, self._cuts, self._dtype, self._device = config, modules.cuts, dtype, device
         self._stacks = stacks
         self._place = np.full(slots, -1, np.int64)
         self._known: dict[int, Mapping[str, Any]] = {}
@@ -67,12 +68,13 @@ class AdapterPlaces:
     @property
     def nbytes(self) -> int:
         """Bytes of all places, if each has the largest adapter."""
-        of_rank = sum(inputs + outputs for name, (inputs, outputs) in self._sizes.items() if name.startswith(PREFIX))
+        cuts = [cut for name, cut in self._cuts.items() if name.startswith(PREFIX)]
+        of_rank = sum(cut.rows.size + (0 if cut.columns is None else cut.columns.size) for cut in cuts)
         return self._config.places * self._config.rank * of_rank * self._dtype.itemsize
 
     def facts(self) -> dict[str, Any]:
         """The facts for `ready`."""
-        names = {name.split(".", 3)[3] for name in self._sizes if name.startswith(PREFIX)}
+        names = {name.split(".", 3)[3] for name in self._cuts if name.startswith(PREFIX)}
         return {"lora_bytes": self.nbytes, "lora_modules": sorted(names)}
 
     def order(self, order: Mapping[str, Any]) -> None:
@@ -161,13 +163,19 @@ class AdapterPlaces:
         self._stacks.put(place, adapter)
         return adapter
 
+    def _keep(self, matrix: torch.Tensor, cut: Cut) -> torch.Tensor:
+        """A part of a matrix of a file, without the rest of it."""
+        return matrix.to(self._dtype, copy=not cut.is_whole, memory_format=torch.contiguous_format)
+
     def _load(self, number: int, manifest: Mapping[str, Any]) -> Adapter:
         """Reads an adapter to the host's memory."""
         adapter = {}
         for name, a, b in read_adapter(manifest):
-            if self._sizes.get(name) != (a.shape[1], b.shape[0]):
+            cut = self._cuts.get(name)
+            if cut is None or cut.whole != (b.shape[0], a.shape[1]):
                 raise ModelError(f"{name} is no module of {a.shape[1]} inputs and {b.shape[0]} outputs")
-            adapter[name] = LowRank(a.to(self._dtype), b.to(self._dtype))
+            outputs, inputs = cut.places
+            adapter[name] = LowRank(self._keep(a[:, inputs], cut), self._keep(b[outputs], cut))
         with self._lock:
             self._kept[number] = adapter
             while len(self._kept) > self._config.places + self._config.kept:

@@ -43,16 +43,19 @@ class Copier:
         gbps: float | None,
         checksums: bool,
         lenders: Sequence[int | None] = (),
+        writes: bool = True,
     ) -> None:
         """`gbps`: at most so many GB a second, for tests. `checksums`: of every page, checked.
 
-        `lenders`: the descriptors of other replicas' host memory, which is mapped when a page is borrowed.
+        `lenders`: the descriptors of other replicas' host memory, which is mapped when a page is borrowed. `writes`
+        False: the first rank saves the same pages to the same memory, so a save here only waits for its rows.
         """
         self._device = device
         self._kv = kv
         self._parts = [(part, list(zip(part.pieces(), self._layers(part), strict=True))) for part in kv.parts]
         self._host = host
         self._lenders = lenders
+        self._writes = writes
         self._lent: dict[int, LentPages] = {}
         self._rate = None if gbps is None else gbps * 1e9
         self._checksums = checksums
@@ -144,9 +147,10 @@ class Copier:
             begun = time.perf_counter()
             moves: list[tuple[torch.Tensor, Bytes]] = []
             try:
-                pages = self._pages(copy)
-                moves = self._moves(copy, pages.pages)
-                fine = fine and self._copy(copy, moves, pages)
+                if self._writes or copy.direction != COPY_SAVE:
+                    pages = self._pages(copy)
+                    moves = self._moves(copy, pages.pages)
+                    fine = fine and self._copy(copy, moves, pages)
             except Exception as error:
                 # The brain computes what can't be copied.
                 print(f"a page was not copied: {type(error).__name__}: {error}", file=sys.stderr)

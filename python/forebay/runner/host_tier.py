@@ -42,7 +42,8 @@ class HostTier:
         self._host_pages = len(pool.pages)
         self._socket = socket
         self._sparse = sparse
-        self._copier = Copier(device, kv, pool, config.copy_gbps, config.kv_checksum, config.host_lenders)
+        writes = config.rank == 0 or not config.host_shared
+        self._copier = Copier(device, kv, pool, config.copy_gbps, config.kv_checksum, config.host_lenders, writes)
 
     def wait_for_saves(self) -> None:
         """Has the next rows wait for saves, or waits itself. For measurements."""

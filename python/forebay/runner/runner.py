@@ -305,7 +305,7 @@ class ModelRunner:
             sparse = sparse_plan(self.config, self.host_pages)
             if sparse is not None:
                 # What it reads may be no numbers.
-                self.step(sparse.staged())
+                self.step(self._of_all_ranks(sparse))
             hot.sparse.fill(False)
         began = time.monotonic()
         self._capture()

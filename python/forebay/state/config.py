@@ -96,6 +96,8 @@ class RunnerConfig:
     """The memory for adapters; None: no row has one."""
     host_lenders: tuple[int | None, ...] = ()
     """The descriptor of each replica's host memory, where pages are lent to this hand; None for its own."""
+    host_shared: bool = False
+    """True: pages have the same content on all ranks, which have one host tier together. The first writes it."""
     draft: DraftConfig | None = None
     """What drafts; None: the hand drafts nothing by itself."""
 
@@ -155,7 +157,7 @@ class RunnerConfig:
         lacks = {
             "a model that pools": self.pooling is not None or isinstance(model, EncoderConfig),
             "transformers' code": isinstance(model, CalledConfig),
-            "several ranks": self.world_size > 1,
+            "whole experts by rank": self.expert_parallel,
             "sparse decoding": self.hot_row_tokens is not None,
         }
         for what, wanted in lacks.items():
@@ -191,11 +193,6 @@ class RunnerConfig:
             return
         if self.quantization not in (None, AUTO):
             raise ConfigError(f"quantization {self.quantization} is for one rank, and there are {world}: leave it off")
-        if self.has_host_tier:
-            raise ConfigError(
-                f"a host tier is for one rank: the copies of {world} ranks end at different times, and nobody waits "
-                "for the last; leave --enable-hierarchical-cache off"
-            )
         if self.step_group:
             missing = why_not_group(self.model_config, world)
         else:

@@ -41,8 +41,6 @@ def _why_not_kind(model: ModelConfig) -> str | None:
         return f"{model.architecture} has recurrent layers, which are not split over ranks: use replicas (--dp-size)"
     if model.attends or None in model.feeds:
         return f"{model.architecture} has layers of one part, which are not split over ranks: use replicas (--dp-size)"
-    if model.indexer is not None:
-        return f"{model.architecture} chooses positions by an index, which is not split over ranks: use one rank"
     return None
 
 

@@ -190,6 +190,10 @@ impl Owner {
             member.idle(plan);
         }
         tell_group(&mut self.plans);
+        if self.plans.iter().any(|plan| plan.rows().len() > 0) {
+            // The tokens of a step are reported when all ranks have answered.
+            self.plans.iter_mut().for_each(StepPlan::wait_for_nothing);
+        }
         true
     }
 

@@ -22,7 +22,8 @@ pub(super) fn resolve(
     }
     let lacks = [
         (device.device == Device::Sim, "a simulated device"),
-        (device.arrangement.ranks > 1, "several ranks"),
+        (device.arrangement.step_group(), "--enable-dp-attention"),
+        (device.arrangement.expert_parallel, "--ep-size, whole experts by rank"),
         (device.apart, "hands on other machines"),
         (model.pooling.is_some(), "a model that pools"),
         (model.called.is_some(), "a model that transformers' code computes"),

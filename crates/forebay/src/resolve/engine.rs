@@ -44,7 +44,7 @@ pub(super) fn resolve(
                 "--enable-dp-attention: the ranks of a step plan alone, so speculation has to be off"
             );
         }
-        check_step_group(model, host_tier.is_some())?;
+        check_step_group(model)?;
     }
     let pooling = model.pooling.as_ref();
     if pooling.is_some_and(Pooling::whole_prompts) && step < context_length {
@@ -111,19 +111,13 @@ pub(super) fn replicas(all: &ServeFlags) -> Result<ReplicasConfig> {
 
 /// Refuses models and flags that a step group does not have yet. Its hands check that the model has
 /// experts, in a number that can be divided.
-fn check_step_group(model: &Model, host_tier: bool) -> Result<()> {
+fn check_step_group(model: &Model) -> Result<()> {
     const FLAG: &str = "--enable-dp-attention";
     if model.pooling.is_some() {
         bail!("{FLAG} is for models that generate, not for those that pool: use --dp-size alone");
     }
     if model.images.is_some() {
         bail!("{FLAG}: the tower of {} is not shared: use --dp-size alone", model.name);
-    }
-    if host_tier {
-        bail!(
-            "{FLAG}: the copies of several ranks end at different times, and no step waits for the \
-             last: leave the host tier's flags off"
-        );
     }
     Ok(())
 }

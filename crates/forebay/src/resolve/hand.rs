@@ -55,6 +55,9 @@ pub(super) fn resolve(
     // Other machines have limits of their own.
     let limited = machine.memory().limit.is_some() && !device.apart;
     let simulated = device.simulated.is_some();
+    // Latent rows are those of all heads, so each rank has the same.
+    let host_shared = engine.host_tier.is_some() && arrangement.tp_size() > 1 && model.is_latent();
+    let tiers = if host_shared { arrangement.groups } else { arrangement.hands() };
     Ok(HandConfig {
         model: model.told(),
         load_format: match loading.load_format {
@@ -82,7 +85,8 @@ pub(super) fn resolve(
         seed: loading.seed,
         weight_cache_bytes: u64::from(loading.weight_cache_gib.unwrap_or(WEIGHT_CACHE_GIB)) << 30,
         // The hands look at the same free memory at about the same time.
-        host_share: HOST_SHARE / f64::from(arrangement.replicas),
+        host_share: HOST_SHARE / f64::from(tiers),
+        host_shared,
         image_pool_tokens: flags.images.image_pool_tokens,
         // Without a prefix cache nobody would load a kept state.
         state_pages: if engine.prefix_cache { flags.states.pages() } else { Some(0) },

@@ -31,8 +31,8 @@ pub(super) fn check(flags: &ServeFlags, model: &Model, device: Device) -> Result
         (model.pooling.is_some(), "a model that pools generates nothing"),
         (model.has_states(), "recurrent states are in no host tier yet"),
         (flags.sparse.enable_hisparse, "--enable-hisparse has host pages of its own"),
-        (experts, "--enable-dp-attention and experts by rank have no host tier yet"),
-        (ranks.tp_size > 1, "--tp-size: several ranks have no host tier yet"),
+        (experts, "--enable-dp-attention and experts by rank: ranks lend no pages yet"),
+        (ranks.tp_size > 1, "--tp-size: ranks lend no pages yet"),
         (flags.replicas.elsewhere().is_some(), "the hands have to be on this machine"),
         (
             policy.is_some_and(|policy| policy != WritePolicy::WriteThrough),

@@ -197,6 +197,17 @@ fn without_flags_each_part_has_its_defaults() {
 }
 
 #[test]
+fn ranks_and_replicas_divide_the_memory_of_host_tiers() {
+    let percent = |flags: &[&str]| {
+        let flags = [&["--enable-hierarchical-cache"], flags].concat();
+        (resolved(&flags, &model(false)).hand.host_share * 100.0).round() as u32
+    };
+    assert_eq!(percent(&[]), 80);
+    assert_eq!(percent(&["--tp-size", "2", "--dp-size", "2"]), 20);
+    assert_eq!(percent(&["--dp-size", "4"]), 20);
+}
+
+#[test]
 fn states_are_kept_where_there_is_a_prefix_cache() {
     let pages = |flags: &[&str]| resolved(flags, &model(false)).hand.state_pages;
     assert_eq!(pages(&[]), None);

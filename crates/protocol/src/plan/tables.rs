@@ -143,6 +143,11 @@ impl StepPlan {
         self.wait_us = Some(us);
     }
 
+    /// Has the plan wait for nothing.
+    pub fn wait_for_nothing(&mut self) {
+        self.wait_us = None;
+    }
+
     /// The longest wait of the plan's result for copies, in microseconds; 0: it does not wait.
     #[must_use]
     pub fn wait_us(&self) -> u32 {
