@@ -128,8 +128,12 @@ pub struct HandConfig {
     pub host_bytes: Option<u64>,
     /// The size of the host tier, in pages for each page of the device.
     pub host_ratio: Option<f64>,
+    /// True if the ratio is the largest of those that the hand may choose: it takes what fits.
+    pub host_fits: bool,
     /// The number of pages of an earlier hand's host tier, whose content is still there.
     pub host_pages: Option<u32>,
+    /// The number of state pages of an earlier hand's host tier, beside `host_pages`.
+    pub host_state_pages: Option<u32>,
     /// The descriptor of each replica's host memory, by its number, where pages are lent to this
     /// hand; `None` for its own. Empty: nothing is lent.
     #[serde(default)]
@@ -312,6 +316,9 @@ pub struct Ready {
     /// Bytes of one slot's recurrent states over all layers; 0: the model has none.
     #[serde(default)]
     pub state_bytes: u64,
+    /// State pages of the host's tier; 0: it has none.
+    #[serde(default)]
+    pub host_state_page_count: u32,
 }
 
 fn one() -> u32 {
@@ -384,6 +391,7 @@ mod tests {
             blocks: "7 Q4_1".into(),
             state_page_count: 5,
             state_bytes: 1 << 33,
+            host_state_page_count: 6,
             ..Ready::default()
         }
     }
@@ -424,6 +432,7 @@ mod tests {
             "tokens_only",
             "state_page_count",
             "state_bytes",
+            "host_state_page_count",
         ];
         for name in fields.keys().filter(|name| !optional.contains(&name.as_str())) {
             let mut rest = fields.clone();

@@ -4,19 +4,11 @@
 //! once, and *leaves* until its blocks are saved: it is alive and has no turn. Saves are the tiers'
 //! own, so nothing on the device waits. What could not be saved is computed again elsewhere.
 
-use forebay_kvcache::{BlockHash, LoanId};
+use forebay_kvcache::LoanId;
 
+use crate::memory::loans::LentBlocks;
 use crate::request::Request;
 use crate::{Event, Handle, Scheduler};
-
-/// Blocks of the host tier that are lent, with their pages.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct LentBlocks {
-    /// The loan, which has to be taken back ([`Scheduler::take_back`]).
-    pub loan: LoanId,
-    /// The blocks, the first of the request first.
-    pub pages: Vec<(BlockHash, u32)>,
-}
 
 /// A request for another scheduler.
 #[derive(Debug)]
@@ -62,7 +54,6 @@ impl Scheduler {
         self.places.leave(handle, &mut self.roster[handle]);
         let entry = self.roster.remove(handle)?;
         let lent = self.memory.lend(&entry.blocks.names);
-        let lent = lent.map(|(loan, pages)| LentBlocks { loan, pages });
         let mut request = entry.into_request();
         request.leaves = false;
         request.past.handed = true;

@@ -167,7 +167,8 @@ use crate::steps::Steps;
 use crate::turns::Turns;
 
 pub use crate::config::{
-    DecodeGap, Drafts, HostTier, Policy, SavePolicy, SchedulerConfig, Sparse, StateCache, Tower,
+    DecodeGap, Drafts, HostTier, PageCounts, Policy, SavePolicy, SchedulerConfig, Sparse,
+    StateCache, Tower,
 };
 pub use crate::drafting::MAX_DRAFTED;
 pub use crate::event::{
@@ -175,7 +176,8 @@ pub use crate::event::{
     SparseStats, StateStats, Stats,
 };
 pub use crate::images::prompt::{PromptImage, image_words};
-pub use crate::leave::{Handed, LentBlocks};
+pub use crate::leave::Handed;
+pub use crate::memory::loans::LentBlocks;
 pub use crate::moves::QueuedRequest;
 pub use crate::prompts::PromptTail;
 pub use crate::request::{Past, Request};
@@ -279,13 +281,12 @@ impl Scheduler {
         self.turns.unblock();
     }
 
-    /// Goes on with another number of pages in each tier and of state pages, because the hand came
-    /// back with so many.
+    /// Goes on with other numbers of pages, because the hand came back with so many.
     /// All blocks are forgotten. The caller has called [`Self::reset`] or its like. Each live
     /// request has to fit into the pages if it runs alone.
-    pub fn resize(&mut self, pages: u32, host_pages: u32, state_pages: u32) {
+    pub fn resize(&mut self, counts: PageCounts) {
         debug_assert!(self.in_flight() == 0 && self.roster.residents.is_empty(), "it was reset");
-        self.memory.resize(pages, host_pages, state_pages);
+        self.memory.resize(counts);
         self.turns.unblock();
     }
 

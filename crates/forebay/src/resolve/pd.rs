@@ -29,7 +29,6 @@ pub(super) fn check(flags: &ServeFlags, model: &Model, device: Device) -> Result
     let policy = flags.tiers.hicache_write_policy;
     let refused = [
         (model.pooling.is_some(), "a model that pools generates nothing"),
-        (model.has_states(), "recurrent states are in no host tier yet"),
         (model.images.is_some(), "images are not handed on yet: another model is needed"),
         (flags.adapters.is_enabled(), "--enable-lora: adapters are not handed on yet"),
         (flags.sparse.enable_hisparse, "--enable-hisparse has host pages of its own"),

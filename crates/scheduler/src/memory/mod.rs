@@ -7,13 +7,14 @@
 //!
 //! - `prefix`: the blocks that a request finds at its admission, and new pages behind them;
 //!   `sparse`: the same for backed pages, and what running requests drop.
-//! - `copies`: saves, restores, and their ends.
+//! - `copies`: saves, restores, and their ends; `loans`: what other replicas read.
 //! - `states`: recurrent states that are kept beside the blocks; `resident`: those of a request.
 //! - `pages`: the leases of a request; `blocks`: the names of its blocks.
 
 pub(crate) mod blocks;
 mod check;
 mod copies;
+pub(crate) mod loans;
 pub(crate) mod pages;
 mod prefix;
 mod rates;
@@ -24,7 +25,7 @@ mod states;
 use forebay_kvcache::{BlockEvent, BlockHash, Namer, Tiers};
 use forebay_protocol::{COPY_WORDS, PAGE_WRITE_WORDS, STATE_COPY_WORDS, Span, StepPlan};
 
-use crate::config::{HostTier, SavePolicy, SchedulerConfig, Sparse};
+use crate::config::{HostTier, PageCounts, SavePolicy, SchedulerConfig, Sparse};
 use crate::entry::{Entry, Residence};
 use crate::event::{HostStats, SparseStats, StateStats, Stats};
 use crate::retirement::Retirement;
@@ -108,7 +109,7 @@ impl Memory {
             unfinished: Vec::new(),
             host_counters: HostStats::default(),
             sparse_counters: SparseStats::default(),
-            states: states.map(|states| StatePages::new(states, page_size)),
+            states: states.map(|states| StatePages::new(states, host, page_size)),
         };
         memory.tiers = memory.empty_tiers();
         if config.block_events {
@@ -126,26 +127,27 @@ impl Memory {
         Tiers::backed(self.pages, host_pages, self.page_size)
     }
 
-    /// Goes on with another number of pages in each tier, and of state pages. All blocks and states
-    /// are forgotten.
-    pub(crate) fn resize(&mut self, pages: u32, host_pages: u32, state_pages: u32) {
+    /// Goes on with other numbers of pages. All blocks and states are forgotten.
+    pub(crate) fn resize(&mut self, counts: PageCounts) {
         // Others have mapped the memory of before, in which nothing is saved any more.
-        self.tiers.end_loans();
-        self.pages = pages;
+        self.end_loans();
+        self.pages = counts.pages;
         if let Some(host) = &mut self.host {
-            host.pages = host_pages;
+            host.pages = counts.host_pages;
         }
         self.forget();
         if let Some(states) = &mut self.states {
-            states.resize(state_pages);
+            let host_pages = if self.host.is_some() { counts.host_state_pages } else { 0 };
+            states.begin_again(counts.state_pages, host_pages);
         }
     }
 
-    /// Forgets all blocks of all tiers. Nothing may be leased.
+    /// Forgets all blocks and states of all tiers. Nothing may be leased.
     pub(crate) fn forget(&mut self) {
         let mut tiers = self.empty_tiers();
         tiers.go_on_from(&self.tiers);
         self.tiers = tiers;
+        self.states.iter_mut().for_each(StatePages::forget_all);
     }
 
     /// True if a request of so many positions has room when it runs alone.
@@ -282,7 +284,7 @@ impl Memory {
     /// The device is gone. With `copies_to_blame`, blocks that were being restored are forgotten.
     pub(crate) fn hand_died(&mut self, copies_to_blame: bool) {
         self.tiers.hand_died(copies_to_blame);
-        self.states.iter_mut().for_each(|states| _ = states.flush());
+        self.states.iter_mut().for_each(|states| states.tiers.hand_died(copies_to_blame));
         self.unfinished.clear();
     }
 
