@@ -163,6 +163,7 @@ def test_from_hello_to_shutdown(tmp_path: Path, device: str) -> None:
             "tokens_a_row": 1,
             "state_page_count": 0,
             "state_bytes": 0,
+            "host_state_page_count": 0,
             "verifies_drafts": True,
             # What others have not need not be said.
             **(
