@@ -106,10 +106,10 @@ def hand_of(
     near, far = socket.socketpair()
     with near, far:
         config = RunnerConfig.from_dict({**values, "device": device, "host_lenders": list(lenders)})
-        runner = ModelRunner(config, None, HostMemory(memory, far.fileno()))
-        runner.load(lambda done, total: None)
-        runner.warm_up()
-        yield Hand(runner)
+        made = ModelRunner(config, None, HostMemory(memory, far.fileno()))
+        made.load(lambda done, total: None)
+        made.warm_up()
+        yield Hand(made)
 
 
 @pytest.fixture
@@ -205,7 +205,7 @@ def test_a_size_is_divided_as_the_device_is(tmp_path: Path, memory: int, hand: s
         told = facts(first.runner)
         pages, states = told["page_count"], told["state_page_count"]
         of_device = pages * told["page_bytes"] + states * told["state_bytes"]
-    changes = {"host_ratio": None, "host_bytes": of_device // 2, "state_pages": 6}
+    changes: dict[str, Any] = {"host_ratio": None, "host_bytes": of_device // 2, "state_pages": 6}
     with hand_of(tmp_path, "qwen3.5-text", hand, memory, **changes) as second:
         told = facts(second.runner)
         assert (told["host_page_count"], told["host_state_page_count"]) == (pages // 2, states // 2)
@@ -223,7 +223,7 @@ def test_the_largest_ratio_that_fits_is_taken_where_nobody_named_one(
     tmp_path: Path, memory: int, hand: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     # Almost none of the memory beside weights and pages.
-    changes = {"host_ratio": 2.0, "host_fits": True, "host_share": 5e-5}
+    changes: dict[str, Any] = {"host_ratio": 2.0, "host_fits": True, "host_share": 5e-5}
     with hand_of(tmp_path, "qwen3.5-text", hand, memory, **changes) as first:
         told = facts(first.runner)
     assert 0 < told["host_page_count"] < 2 * told["page_count"]
