@@ -136,8 +136,8 @@ impl Memory {
     }
 
     /// Finds the leading blocks of a request in the tiers, unless computing them again is cheaper
-    /// than to bring them back, and their state. With recurrent layers it takes no blocks behind the
-    /// last kept state.
+    /// than to bring them back, and their state. With recurrent layers it takes no blocks behind
+    /// the last kept state.
     fn find_prefix(&mut self, entry: &mut Entry) -> Prefix {
         if !self.caches(entry) {
             return Prefix::default();

@@ -112,8 +112,8 @@ impl StatePages {
         self.tiers.moves().restored * u64::from(self.weight)
     }
 
-    /// Leases the state behind a block, with the ticket of the copy that brings it. `None`: there is
-    /// none, or every page is leased.
+    /// Leases the state behind a block, with the ticket of the copy that brings it. `None`: there
+    /// is none, or every page is leased.
     fn lease(&mut self, name: BlockHash, loan: Option<&Arc<Loan>>) -> (Option<Lease>, Option<u32>) {
         let found = self.tiers.find(name);
         self.tiers.touch(&[name]);
@@ -160,8 +160,8 @@ impl StatePages {
         }
     }
 
-    /// Lends the state behind the most of these leading blocks, beside the loan of these. `None`: no
-    /// state can be lent.
+    /// Lends the state behind the most of these leading blocks, beside the loan of these. `None`:
+    /// no state can be lent.
     pub(super) fn lend(
         &mut self,
         of_blocks: LoanId,

@@ -253,8 +253,8 @@ proptest! {
     }
 }
 
-/// The stories would find a scheduler that used a state which did not come back, saved one before it
-/// is there, or mixed up pages of the host.
+/// The stories would find a scheduler that used a state which did not come back, saved one before
+/// it is there, or mixed up pages of the host.
 #[test]
 fn each_fault_of_copies_is_found() {
     for fault in [
