@@ -187,9 +187,9 @@ impl Memory {
         Prefix { here, cached: cached.max(found.len()), found, declined }
     }
 
-    /// The number of leading blocks that are in a tier, come to one or are lent, and those of a
-    /// prefix behind which a state is kept; without `brings`, on the device. Without recurrent
-    /// layers all blocks may be of use.
+    /// The number of leading blocks that are in a tier, come to one or are lent. Also those of them
+    /// that end where a state is kept; without `brings`, on the device. Without recurrent layers
+    /// all blocks may be of use.
     fn useful_blocks<'a>(
         &self,
         names: &'a [BlockHash],
