@@ -41,9 +41,8 @@ fn main() -> io::Result<()> {
         };
         let hash = xxh3_64(&content);
         // Without the folder's own path, so that a build folder may move.
-        let bytes = |end: &str| {
-            format!("include_bytes!(concat!(env!(\"OUT_DIR\"), \"/{number}{end}\"))")
-        };
+        let bytes =
+            |end: &str| format!("include_bytes!(concat!(env!(\"OUT_DIR\"), \"/{number}{end}\"))");
         let (plain, gzip) = (bytes(""), bytes(".gz"));
         writeln!(
             table,

@@ -243,7 +243,7 @@ def test_what_there_is_not_is_refused_in_a_line(
 
 def test_a_host_tier_of_states_is_refused_in_a_line(models: Models, serve: Serve) -> None:
     server = serve(models("qwen3.5"), *FLAGS, "--enable-hierarchical-cache", healthy=False)
-    _is_refused(server, "layers of tiny-qwen3.5 keep recurrent states, which no tier has yet")
+    _is_refused(server, "keeps its recurrent states in a form that no host tier has")
 
 
 def test_a_gguf_file_is_refused_in_a_line(models: Models, serve: Serve) -> None:

@@ -251,6 +251,7 @@ def wire_config(model_config: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "weight_cache_bytes": 0,
         "host_bytes": None,
         "host_ratio": None,
+        "host_fits": False,
         "host_pages": None,
         "host_share": 0.8,
         "copy_gbps": None,

@@ -167,6 +167,7 @@ def test_from_hello_to_shutdown(tmp_path: Path, device: str) -> None:
             "window_page_count": 0,
             "window_page_bytes": 0,
             "one_pool": "",
+            "host_state_page_count": 0,
             "verifies_drafts": True,
             # What others have not need not be said.
             **(

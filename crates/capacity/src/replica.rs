@@ -173,13 +173,13 @@ impl Replica {
         Some(self.loan(lent))
     }
 
-    fn loan(&self, LentBlocks { loan, pages }: LentBlocks) -> Arc<Loan> {
+    fn loan(&self, LentBlocks { loan, pages, states }: LentBlocks) -> Arc<Loan> {
         let (number, returned) = (self.number, self.returned.clone());
         let give_back = Box::new(move || {
             // At the end of the simulation nobody asks for it.
             let _ = returned.send((number, loan));
         });
-        Arc::new(Loan::new(number as u32, pages, give_back))
+        Arc::new(Loan::new(number as u32, pages, give_back).with_states(states))
     }
 
     /// Takes a loan back.

@@ -63,15 +63,20 @@ impl Setup {
             Some(ratio) => profile.sparse_page_count(args.page_size, ratio),
             None => profile.page_count(args.page_size, args.max_total_tokens),
         };
-        let host_pages = match (ratio, args.hicache_size) {
-            (Some(ratio), _) => (ratio * f64::from(pages)) as u32,
+        let state_pages = profile.states.pages;
+        let ratio = match (ratio, args.hicache_size) {
+            (Some(ratio), _) => ratio,
             (None, Some(_)) if page_bytes == 0 => bail!(
                 "profile {} does not say what a token's keys and values take (kv.main_bytes_token): use --hicache-ratio",
                 profile.name
             ),
-            (None, Some(gb)) => (gb * 1e9 / page_bytes as f64) as u32,
-            (None, None) => 0,
+            (None, Some(gb)) => {
+                profile.host_ratio((gb * 1e9) as u64, [pages, state_pages], args.page_size)
+            }
+            (None, None) => 0.0,
         };
+        let [host_pages, host_state_pages] =
+            [pages, state_pages].map(|pages| (ratio * f64::from(pages)) as u32);
         let wanted = args.hicache_ratio.or(args.hicache_size).is_some_and(|size| size > 0.0);
         if wanted && host_pages == 0 {
             bail!("the host tier holds no page");
@@ -140,6 +145,8 @@ impl Setup {
             states: (profile.states.bytes > 0).then_some(StateCache {
                 pages: profile.states.pages,
                 interval: StateCache::INTERVAL,
+                host_pages: host_state_pages,
+                weight: StateCache::weight_of(profile.states.bytes, page_bytes),
             }),
             division: None,
         })

@@ -7,13 +7,13 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use forebay_protocol::{
-    COPY_FAILED, COPY_OK, CopyEnd, CopyTiming, Direction, HandConfig, PageCopy, StepPlan,
-    StepResult,
+    COPY_FAILED, COPY_OK, CopyEnd, CopyTiming, HandConfig, PageCopy, StepPlan, StepResult,
 };
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use crate::descriptors::PageMemory;
-use crate::host::HostTier;
+use crate::host::{HostCounts, HostTier};
+use crate::states::{StateMemory, StateSteps, States};
 use crate::tables::{PlanError, wrong};
 
 /// Copies pages on a thread of its own, and reports finished copies.
@@ -24,7 +24,7 @@ use crate::tables::{PlanError, wrong};
 pub(crate) struct Copier {
     queue: Arc<Queue>,
     hot_pages: u32,
-    host_pages: u32,
+    host: HostCounts,
     lenders: usize,
     /// Copies whose end was not reported yet.
     outstanding: usize,
@@ -38,11 +38,21 @@ struct Queue {
     news: OwnedFd,
 }
 
+/// A copy to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Job {
+    copy: PageCopy,
+    /// The number of positions that the state has seen, if one is saved.
+    seen: u32,
+}
+
 #[derive(Default)]
 struct State {
-    saves: VecDeque<PageCopy>,
-    restores: VecDeque<PageCopy>,
+    saves: VecDeque<Job>,
+    restores: VecDeque<Job>,
     ended: Vec<CopyEnd>,
+    /// The state pages to which a state has come, and the positions that each has seen.
+    brought: Vec<(u32, u32)>,
     /// The time that saves and restores took and that was not reported yet.
     busy: [Duration; 2],
     /// True if nobody reads ends any more.
@@ -52,6 +62,7 @@ struct State {
 /// The work of the thread.
 struct Copying {
     memory: PageMemory,
+    states: Option<StateMemory>,
     tier: HostTier,
     checksums: bool,
     /// Bytes a second at most, for tests.
@@ -67,73 +78,86 @@ pub(crate) fn check_no_copies(plan: &StepPlan) -> Result<(), PlanError> {
 }
 
 impl Copier {
-    /// Begins to copy between `memory`, which has so many pages, and `tier`.
+    /// Begins to copy between `memory`, which has so many pages, and `tier`. `states` has the state
+    /// pages, if the model has recurrent layers.
     pub(crate) fn start(
         config: &HandConfig,
         memory: PageMemory,
         hot_pages: usize,
+        states: Option<StateMemory>,
         tier: HostTier,
     ) -> io::Result<Self> {
-        let (host_pages, lenders) = (tier.pages(), tier.lenders());
+        let (host, lenders) = (tier.counts(), tier.lenders());
         let news = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let state = Mutex::new(State::default());
         let queue = Arc::new(Queue { state, changed: Condvar::new(), news });
         let rate = config.copy_gbps.map(|gbps| gbps * 1e9);
-        let mut copying = Copying { memory, tier, checksums: config.kv_checksum, rate };
+        let checksums = config.kv_checksum;
+        let mut copying = Copying { memory, states, tier, checksums, rate };
         let of_thread = queue.clone();
         // It ends after the copy that it is at, when this is dropped.
         std::thread::Builder::new().name("copier".into()).spawn(move || {
-            while let Some(copy) = of_thread.next() {
+            while let Some(job) = of_thread.next() {
                 let begun = Instant::now();
-                let done = copying.copy(&copy);
+                let done = copying.copy(&job);
                 if let Err(error) = &done {
                     // The brain computes what can't be copied.
                     eprintln!("a page was not copied: {error}");
                 }
-                copying.slow_down(begun.elapsed());
-                of_thread.end(&copy, done.is_ok(), begun.elapsed());
+                copying.slow_down(&job.copy, begun.elapsed());
+                of_thread.end(&job.copy, done.ok(), begun.elapsed());
             }
         })?;
         let hot_pages = u32::try_from(hot_pages).unwrap_or(u32::MAX);
-        Ok(Self { queue, hot_pages, host_pages, lenders, outstanding: 0 })
+        Ok(Self { queue, hot_pages, host, lenders, outstanding: 0 })
     }
 
     /// Checks the copies of a plan, and submits its restores.
     pub(crate) fn restore(&mut self, plan: &StepPlan) -> Result<(), PlanError> {
         plan.copies().try_for_each(|copy| self.check(&copy))?;
-        self.submit(plan, Direction::Restore);
+        let restores = plan.copies().filter(|copy| !copy.direction.is_save());
+        self.submit(restores.map(|copy| Job { copy, seen: 0 }), |state| &mut state.restores);
         Ok(())
     }
 
-    /// Submits the saves of a plan whose rows are computed.
-    pub(crate) fn save(&mut self, plan: &StepPlan) {
-        self.submit(plan, Direction::Save);
+    /// Submits the saves of a plan whose rows are computed, and whose states are in their pages.
+    pub(crate) fn save(&mut self, plan: &StepPlan, states: &StateSteps) {
+        let mut seen = states.to_host.iter().copied();
+        let saves = plan.copies().filter(|copy| copy.direction.is_save());
+        let jobs = saves.map(|copy| {
+            let seen = if copy.direction.is_of_state() { seen.next() } else { None };
+            Job { copy, seen: seen.unwrap_or(0) }
+        });
+        self.submit(jobs, |state| &mut state.saves);
     }
 
-    fn submit(&mut self, plan: &StepPlan, direction: Direction) {
-        let copies = plan.copies().filter(|copy| copy.direction == direction);
+    fn submit(
+        &mut self,
+        jobs: impl Iterator<Item = Job>,
+        of: impl Fn(&mut State) -> &mut VecDeque<Job>,
+    ) {
         let mut state = self.queue.lock();
-        let waiting = match direction {
-            Direction::Save => &mut state.saves,
-            Direction::Restore | Direction::RestoreIndex => &mut state.restores,
-        };
+        let waiting = of(&mut state);
         let before = waiting.len();
-        waiting.extend(copies);
+        waiting.extend(jobs);
         self.outstanding += waiting.len() - before;
         drop(state);
         self.queue.changed.notify_one();
     }
 
     fn check(&self, copy: &PageCopy) -> Result<(), PlanError> {
-        let &Self { hot_pages, host_pages, lenders, .. } = self;
+        let &Self { hot_pages, host, lenders, .. } = self;
         let Some(hot) = copy.hot.filter(|_| copy.span.is_none()) else {
             return wrong("a copy of a part of a page, for a hand that copies whole pages");
         };
         if let Some(lender) = copy.lender.filter(|&lender| lender as usize >= lenders) {
             return wrong(format!("a copy from lender {} of {lenders}", u64::from(lender) + 1));
         }
+        // Those of the device are counted where it is known what they have seen.
+        let is_of_state = copy.direction.is_of_state();
+        let host_pages = if is_of_state { host.state_pages } else { host.pages };
         // The pages of a lender are counted where they are read.
-        if hot >= hot_pages || copy.lender.is_none() && copy.host >= host_pages {
+        if !is_of_state && hot >= hot_pages || copy.lender.is_none() && copy.host >= host_pages {
             return wrong(format!(
                 "a copy outside of {hot_pages} pages and {host_pages} of the host"
             ));
@@ -165,11 +189,16 @@ impl Copier {
         let _ = poll(&mut fds, Some(&limit));
     }
 
-    /// Puts the copies that ended since the last call into a result.
-    pub(crate) fn report(&mut self, result: &mut StepResult) {
+    /// Puts the copies that ended since the last call into a result, and notes what the states that
+    /// came have seen.
+    pub(crate) fn report(&mut self, result: &mut StepResult, states: Option<&mut States>) {
         let mut state = self.queue.lock();
         if state.ended.is_empty() {
             return;
+        }
+        let brought = std::mem::take(&mut state.brought);
+        if let Some(states) = states {
+            brought.into_iter().for_each(|(page, seen)| states.has_come(page, seen));
         }
         result.copied = std::mem::take(&mut state.ended);
         self.outstanding -= result.copied.len();
@@ -196,24 +225,26 @@ impl Queue {
     }
 
     /// The next copy, once there is one; `None`: nobody waits for it.
-    fn next(&self) -> Option<PageCopy> {
+    fn next(&self) -> Option<Job> {
         let mut state = self.lock();
         loop {
             if state.over {
                 return None;
             }
-            if let Some(copy) = state.restores.pop_front().or_else(|| state.saves.pop_front()) {
-                return Some(copy);
+            if let Some(job) = state.restores.pop_front().or_else(|| state.saves.pop_front()) {
+                return Some(job);
             }
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
-    fn end(&self, copy: &PageCopy, done: bool, taken: Duration) {
-        let error = if done { COPY_OK } else { COPY_FAILED };
+    /// Notes the end of a copy; `None`: it could not be done. `seen` is there of a state that came.
+    fn end(&self, copy: &PageCopy, done: Option<Option<u32>>, taken: Duration) {
+        let error = if done.is_some() { COPY_OK } else { COPY_FAILED };
         let mut state = self.lock();
         state.ended.push(CopyEnd { ticket: copy.ticket, error });
-        state.busy[usize::from(copy.direction != Direction::Save)] += taken;
+        state.brought.extend(copy.hot.zip(done.flatten()));
+        state.busy[usize::from(!copy.direction.is_save())] += taken;
         drop(state);
         // Fails only when the counter is full, and then it is readable.
         let _ = rustix::io::write(&self.news, &1_u64.to_ne_bytes());
@@ -221,37 +252,55 @@ impl Queue {
 }
 
 impl Copying {
-    /// Copies a page.
-    fn copy(&mut self, copy: &PageCopy) -> io::Result<()> {
+    /// Copies a page. Gives the number of positions that a state has seen which came back.
+    fn copy(&mut self, &Job { copy, seen }: &Job) -> io::Result<Option<u32>> {
         let no_page = || io::Error::other("no such page");
-        let hot = copy.hot.ok_or_else(no_page)?;
-        let pages = match copy.lender {
-            None => self.tier.own(),
-            Some(lender) => self.tier.of(lender)?,
+        let is_of_state = copy.direction.is_of_state();
+        let pages = match (copy.lender, is_of_state) {
+            (None, false) => self.tier.own(),
+            (None, true) => self.tier.own_states(),
+            (Some(lender), false) => self.tier.of(lender)?,
+            (Some(lender), true) => self.tier.states_of(lender)?,
         };
-        if copy.direction == Direction::Save {
-            let parts = self.memory.read(hot).ok_or_else(no_page)?;
+        let hot = copy.hot.ok_or_else(no_page)?;
+        let (memory, hot) = match &mut self.states {
+            Some(states) if is_of_state => {
+                let row = states.row(hot);
+                (&mut states.rows, row)
+            }
+            None if is_of_state => return Err(no_page()),
+            _ => (&mut self.memory, hot),
+        };
+        if copy.direction.is_save() {
+            let parts = memory.read(hot).ok_or_else(no_page)?;
             pages.write(copy.host, &parts)?;
-            return match self.checksums {
-                true => pages.seal(copy.host, checksum(&parts)),
-                false => Ok(()),
-            };
+            if is_of_state {
+                pages.note_seen(copy.host, seen)?;
+            }
+            if self.checksums {
+                pages.seal(copy.host, checksum(&parts))?;
+            }
+            return Ok(None);
         }
-        pages.read(copy.host, self.memory.write(hot).ok_or_else(no_page)?)?;
+        pages.read(copy.host, memory.write(hot).ok_or_else(no_page)?)?;
         if self.checksums {
-            let parts = self.memory.read(hot).ok_or_else(no_page)?;
+            let parts = memory.read(hot).ok_or_else(no_page)?;
             if pages.sum(copy.host)? != checksum(&parts) {
                 let what = format!("host page {} is not as it was saved", copy.host);
                 return Err(io::Error::other(what));
             }
         }
-        Ok(())
+        if is_of_state { pages.seen(copy.host).map(Some) } else { Ok(None) }
     }
 
     /// Sleeps until a copy that took `taken` has taken as long as it is to take.
-    fn slow_down(&self, taken: Duration) {
+    fn slow_down(&self, copy: &PageCopy, taken: Duration) {
         let Some(rate) = self.rate else { return };
-        let least = Duration::try_from_secs_f64(self.memory.page_bytes() as f64 / rate);
+        let bytes = match &self.states {
+            Some(states) if copy.direction.is_of_state() => states.rows.page_bytes(),
+            _ => self.memory.page_bytes(),
+        };
+        let least = Duration::try_from_secs_f64(bytes as f64 / rate);
         std::thread::sleep(least.unwrap_or(Duration::MAX).saturating_sub(taken));
     }
 }
@@ -269,16 +318,23 @@ mod tests {
     use std::os::unix::net::UnixStream;
 
     use forebay_kernels::Room;
+    use forebay_protocol::Direction;
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
     use super::*;
     use crate::descriptors::HostFiles;
+    use crate::host::PageSizes;
 
     const PAGES: usize = 4;
+    /// Rows of slots before those of state pages.
+    const ROWS: usize = 2;
+    const STATE: usize = 16;
 
-    /// Hot pages of two parts, a tier of as many pages, and both ends of a socket.
+    /// Hot pages of two parts, state pages, a tier of as many of both, and both ends of a socket.
     struct Hand {
         rooms: Vec<Room>,
+        table: Room,
+        states: States,
         host: OwnedFd,
         copier: Copier,
         brain: UnixStream,
@@ -306,12 +362,18 @@ mod tests {
             let mut rooms = Room::parts([PAGES * 8, PAGES * 24, 0]).expect("memory");
             let kept = rooms.pop().expect("the last one");
             let own = host.try_clone().expect("a copy");
-            let pages = PAGES as u32;
-            let tier = HostTier::open(HostFiles { own, lenders }, pages, 32).expect("a tier");
+            let counts = HostCounts { pages: PAGES as u32, state_pages: PAGES as u32 };
+            let sizes = PageSizes { page: 32, state: STATE as u64 };
+            let tier = HostTier::open(HostFiles { own, lenders }, counts, sizes).expect("a tier");
             let memory = PageMemory::new(&mut rooms, PAGES, kept);
-            let copier = Copier::start(config, memory, PAGES, tier).expect("a thread");
+            let mut table = Room::new((ROWS + PAGES) * STATE).expect("memory");
+            let keeper = table.keeper();
+            let rows = PageMemory::new([&mut table], ROWS + PAGES, keeper);
+            let of_states = Some(StateMemory { rows, first: ROWS as u32 });
+            let copier = Copier::start(config, memory, PAGES, of_states, tier).expect("a thread");
             let (brain, socket) = UnixStream::pair().expect("a socket");
-            Self { rooms, host, copier, brain, socket, ends: Vec::new() }
+            let states = States::new(ROWS / 2, PAGES);
+            Self { rooms, table, states, host, copier, brain, socket, ends: Vec::new() }
         }
 
         fn checked() -> Self {
@@ -322,7 +384,12 @@ mod tests {
         fn step(&mut self, copies: &[PageCopy]) {
             let plan = plan(copies);
             self.copier.restore(&plan).expect("a good plan");
-            self.copier.save(&plan);
+            let states = self.states.read(&plan).expect("good copies");
+            self.copier.save(&plan, &states);
+        }
+
+        fn state(&mut self, page: usize) -> &mut [u8] {
+            &mut self.table[(ROWS + page) * STATE..][..STATE]
         }
 
         /// The ends of so many copies, by ticket.
@@ -330,7 +397,7 @@ mod tests {
             while self.ends.len() < count {
                 self.copier.wait(1000, self.socket.as_fd());
                 let mut result = StepResult::default();
-                self.copier.report(&mut result);
+                self.copier.report(&mut result, Some(&mut self.states));
                 assert_eq!(result.copied.is_empty(), result.copy_timing.is_none());
                 self.ends.append(&mut result.copied);
             }
@@ -384,6 +451,56 @@ mod tests {
     }
 
     #[test]
+    fn a_state_comes_back_with_its_positions_also_to_another_hand_and_a_borrower() {
+        let mut hand = Hand::checked();
+        hand.fill(2, 7);
+        hand.state(1).fill(3);
+        hand.states.has_come(1, 48);
+        let save = copy(6, Direction::SaveState, 1, 2);
+        hand.step(&[copy(5, Direction::Save, 2, 2), save]);
+        assert_eq!(hand.ended(2), [(5, COPY_OK), (6, COPY_OK)]);
+        let config = HandConfig { kv_checksum: true, ..HandConfig::default() };
+        let Hand { host, .. } = hand;
+        let lenders = vec![Some(host.try_clone().expect("a copy"))];
+        let next = Hand::new(host, Vec::new(), &config);
+        let borrower = Hand::new(memory(), lenders, &config);
+        for (mut hand, lender) in [(next, None), (borrower, Some(0))] {
+            let restore = PageCopy { lender, ..copy(1, Direction::RestoreState, 3, 2) };
+            hand.step(&[restore]);
+            // Nobody may load it before it has come.
+            let mut loads = plan(&[]);
+            loads.load_state(0, 3);
+            assert!(hand.states.read(&loads).is_err());
+            assert_eq!(hand.ended(1), [(1, COPY_OK)]);
+            assert_eq!(hand.state(3), [3; STATE]);
+            hand.states.read(&loads).expect("it is there");
+            let goes_on = |start| {
+                let mut rows = plan(&[]);
+                let want = forebay_protocol::Want::TOKEN;
+                rows.push_row(forebay_protocol::Row { slot: 0, start, length: 1, want });
+                rows
+            };
+            assert!(hand.states.read(&goes_on(32)).is_err(), "it has seen 48");
+            hand.states.read(&goes_on(48)).expect("behind what it has seen");
+        }
+    }
+
+    #[test]
+    fn a_state_that_is_not_as_it_was_saved_cannot_be_loaded() {
+        let mut hand = Hand::checked();
+        hand.states.has_come(1, 48);
+        hand.step(&[copy(6, Direction::SaveState, 1, 2)]);
+        hand.ended(1);
+        let states = PAGES as u64 * (32 + 4);
+        rustix::io::pwrite(&hand.host, &[1], states + 2 * STATE as u64).expect("written");
+        hand.step(&[copy(7, Direction::RestoreState, 1, 2)]);
+        assert_eq!(hand.ended(1), [(7, COPY_FAILED)]);
+        let mut loads = plan(&[]);
+        loads.load_state(0, 1);
+        assert!(hand.states.read(&loads).is_err());
+    }
+
+    #[test]
     fn pages_are_borrowed_from_a_file_that_stays_as_it_is() {
         let mut lender = Hand::checked();
         lender.fill(1, 7);
@@ -414,6 +531,7 @@ mod tests {
         };
         let [save, restore] =
             [(1, Direction::Save), (2, Direction::Restore)].map(|(at, way)| copy(at, way, 0, 0));
+        let [save, restore] = [save, restore].map(|copy| Job { copy, seen: 0 });
         queue.lock().saves.extend([save, save]);
         assert_eq!(queue.next(), Some(save));
         queue.lock().restores.push_back(restore);
@@ -434,11 +552,12 @@ mod tests {
         rustix::io::write(&hand.brain, b"a plan").expect("written");
         hand.copier.wait(forever, hand.socket.as_fd());
         let mut result = StepResult::default();
-        hand.copier.report(&mut result);
+        hand.copier.report(&mut result, None);
         assert_eq!(result, StepResult::default());
-        hand.copier.queue.end(&copy(9, Direction::Restore, 0, 0), true, Duration::from_millis(2));
+        let (restore, taken) = (copy(9, Direction::Restore, 0, 0), Duration::from_millis(2));
+        hand.copier.queue.end(&restore, Some(None), taken);
         hand.copier.wait(forever, hand.socket.as_fd());
-        hand.copier.report(&mut result);
+        hand.copier.report(&mut result, None);
         assert_eq!(result.copied, [CopyEnd { ticket: 9, error: COPY_OK }]);
         assert_eq!(result.copy_timing, Some(CopyTiming { save_us: 0, restore_us: 2000 }));
     }
@@ -453,8 +572,13 @@ mod tests {
             PageCopy { host: 4, ..whole },
             PageCopy { direction: Direction::RestoreIndex, hot: None, ..whole },
             PageCopy { span, ..whole },
+            copy(1, Direction::SaveState, 0, 4),
         ] {
             assert!(hand.copier.restore(&plan(&[wrong])).is_err(), "{wrong:?}");
+        }
+        hand.states.has_come(1, 16);
+        for wrong in [copy(1, Direction::SaveState, 0, 0), copy(1, Direction::RestoreState, 4, 0)] {
+            assert!(hand.states.read(&plan(&[wrong])).is_err(), "no state, or no such page");
         }
         assert!(check_no_copies(&plan(&[whole])).is_err());
         assert!(check_no_copies(&plan(&[])).is_ok());

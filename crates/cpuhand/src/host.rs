@@ -2,7 +2,8 @@
 //!
 //! The brain makes the file, which lies in memory, and the first hand makes it as long as its pages
 //! need. A page is one piece: each layer's keys and then its values, in the order of the kernels.
-//! Behind the pages there is a checksum for each.
+//! Behind the pages there is a checksum for each. State pages follow in the same way, each with a
+//! checksum and the number of positions that it has seen, and the number of state pages is last.
 
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -16,25 +17,52 @@ use crate::runner::HandError;
 
 /// Bytes of a page's checksum.
 const CHECKSUM_BYTES: u64 = 4;
+/// Bytes beside a state: its checksum, and the number of positions that it has seen.
+const STATE_NOTE_BYTES: u64 = 8;
+/// Bytes of the number of state pages at the end of a file that has some.
+const COUNT_BYTES: u64 = 8;
 
-/// The number of host pages that a configuration asks for, with so many hot pages of `page_bytes`
-/// each; 0: there is no tier. `free` are the bytes beside weights and hot pages; `None`: nobody
-/// knows.
+/// Pages of one kind on the device.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct DevicePages {
+    /// The number of pages.
+    pub(crate) count: u64,
+    /// Bytes of a page.
+    pub(crate) bytes: u64,
+}
+
+impl DevicePages {
+    fn all(self) -> u64 {
+        self.count.saturating_mul(self.bytes)
+    }
+}
+
+/// The numbers of pages of a host tier; both 0: there is no tier.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct HostCounts {
+    pub(crate) pages: u32,
+    pub(crate) state_pages: u32,
+}
+
+/// The pages of the host tier that a configuration asks for, beside these of the device. Pages and
+/// state pages divide the tier as they divide the device's memory. `free` are the bytes beside
+/// weights and hot pages; `None`: nobody knows.
 ///
 /// # Errors
 /// The model keeps nothing on pages, less than a page is asked for, or more than there is.
-pub(crate) fn host_page_count(
+pub(crate) fn host_counts(
     config: &HandConfig,
-    hot_pages: usize,
-    page_bytes: u64,
+    pages: DevicePages,
+    states: DevicePages,
     free: Option<u64>,
-) -> Result<u32, HandError> {
+) -> Result<HostCounts, HandError> {
     let refused = |why: String| Err(HandError::Config(why));
-    let &HandConfig { host_pages, host_bytes, host_ratio, host_share, .. } = config;
+    let &HandConfig { host_pages, host_state_pages, host_bytes, host_ratio, host_share, .. } =
+        config;
     if host_pages.is_none() && host_bytes.is_none() && host_ratio.is_none() {
-        return Ok(0);
+        return Ok(HostCounts::default());
     }
-    if page_bytes == 0 {
+    if pages.all() == 0 {
         return refused(
             "the model keeps no keys and values, so a host tier has nothing to hold: leave it off"
                 .into(),
@@ -42,48 +70,104 @@ pub(crate) fn host_page_count(
     }
     if let Some(pages) = host_pages {
         // What an earlier hand was given: its blocks are there.
-        return Ok(pages);
+        return Ok(HostCounts { pages, state_pages: host_state_pages.unwrap_or(0) });
     }
-    let (pages, wanted) = match (host_bytes, host_ratio.unwrap_or(0.0)) {
-        (Some(bytes), _) => (bytes / page_bytes, format!("{bytes} bytes")),
-        (None, ratio) => ((ratio * hot_pages as f64) as u64, format!("{ratio} of the pages")),
+    let device = pages.all().saturating_add(states.all());
+    let most = free.map(|free| (host_share * free as f64) as u64);
+    let ratio = host_ratio.unwrap_or(0.0);
+    let too_large = |&most: &u64| config.host_fits && ratio * device as f64 > most as f64;
+    let fitting = most.filter(too_large);
+    if let Some(most) = fitting {
+        eprintln!(
+            "the host tier has {:.2} pages for each page of the device: more do not fit into the {:.1} GB that it may take",
+            most as f64 / device as f64,
+            most as f64 / 1e9
+        );
+    }
+    let (bytes, wanted) = match host_bytes.or(fitting) {
+        Some(bytes) => (Some(bytes), format!("{bytes} bytes")),
+        None => (None, format!("{ratio} of the pages")),
     };
-    if pages < 1 {
-        return refused(format!("a host tier of {wanted} holds no page of {page_bytes} bytes"));
+    let part = |of: DevicePages| match bytes {
+        Some(bytes) => {
+            let share = u128::from(bytes) * u128::from(of.count) / u128::from(device);
+            u64::try_from(share).unwrap_or(u64::MAX)
+        }
+        None => (ratio * of.count as f64) as u64,
+    };
+    let (host_pages, host_states) = (part(pages), part(states));
+    if host_pages < 1 {
+        let page = pages.bytes;
+        return refused(format!("a host tier of {wanted} holds no page of {page} bytes"));
     }
-    let bytes = pages.saturating_mul(page_bytes);
-    if let Some(free) = free.filter(|&free| bytes as f64 > host_share * free as f64) {
+    if host_states < 1 && states.count > 0 {
+        let state = states.bytes;
+        return refused(format!("a host tier of {wanted} holds no state of {state} bytes"));
+    }
+    let taken = host_pages.saturating_mul(pages.bytes) + host_states.saturating_mul(states.bytes);
+    if let (Some(free), Some(most)) = (free, most)
+        && taken > most
+    {
         return refused(format!(
             "a host tier of {:.1} GB does not fit: {:.1} GB are available beside weights and KV pool, of which it may take \
              {:.0}%; choose --hicache-size or a smaller KV pool",
-            bytes as f64 / 1e9,
+            taken as f64 / 1e9,
             free as f64 / 1e9,
             100.0 * host_share
         ));
     }
-    Ok(u32::try_from(pages).unwrap_or(u32::MAX).min(i32::MAX.cast_unsigned()))
+    let number =
+        |count: u64| u32::try_from(count).unwrap_or(u32::MAX).min(i32::MAX.cast_unsigned());
+    Ok(HostCounts { pages: number(host_pages), state_pages: number(host_states) })
+}
+
+/// Bytes of a page of keys and values, and of a state; 0: the model has no states.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PageSizes {
+    pub(crate) page: u64,
+    pub(crate) state: u64,
+}
+
+impl PageSizes {
+    /// Bytes of a file with so many pages.
+    fn file(self, counts: HostCounts) -> u64 {
+        let pages = u64::from(counts.pages) * (self.page + CHECKSUM_BYTES);
+        match self.state {
+            0 => pages,
+            state => {
+                pages + u64::from(counts.state_pages) * (state + STATE_NOTE_BYTES) + COUNT_BYTES
+            }
+        }
+    }
 }
 
 /// The pages of a hand's own tier, and of those that lend to it.
 pub(crate) struct HostTier {
     files: HostFiles,
-    pages: u32,
-    page_bytes: u64,
+    counts: HostCounts,
+    sizes: PageSizes,
 }
 
 impl HostTier {
     /// A tier of so many pages. The file grows if it is too short.
-    pub(crate) fn open(files: HostFiles, pages: u32, page_bytes: u64) -> io::Result<Self> {
-        let bytes = u64::from(pages) * (page_bytes + CHECKSUM_BYTES);
+    pub(crate) fn open(files: HostFiles, counts: HostCounts, sizes: PageSizes) -> io::Result<Self> {
+        let bytes = sizes.file(counts);
         if size(files.own.as_fd())? < bytes {
             ftruncate(&files.own, bytes)?;
         }
-        Ok(Self { files, pages, page_bytes })
+        let tier = Self { files, counts, sizes };
+        if sizes.state > 0 {
+            let own = tier.own();
+            let end = size(own.file)? - COUNT_BYTES;
+            let count = u64::from(counts.state_pages).to_ne_bytes();
+            own.write_at(end, &mut [IoSlice::new(&count)])?;
+        }
+        Ok(tier)
     }
 
-    /// The number of the hand's own pages.
-    pub(crate) fn pages(&self) -> u32 {
-        self.pages
+    /// The numbers of the hand's own pages.
+    pub(crate) fn counts(&self) -> HostCounts {
+        self.counts
     }
 
     /// The number of replicas that may lend pages.
@@ -93,34 +177,82 @@ impl HostTier {
 
     /// The hand's own pages.
     pub(crate) fn own(&self) -> HostPages<'_> {
-        let (pages, page_bytes) = (self.pages.into(), self.page_bytes);
-        HostPages { file: self.files.own.as_fd(), pages, page_bytes }
+        HostPages {
+            file: self.files.own.as_fd(),
+            first: 0,
+            pages: self.counts.pages.into(),
+            page_bytes: self.sizes.page,
+            note_bytes: CHECKSUM_BYTES,
+        }
+    }
+
+    /// The hand's own state pages.
+    pub(crate) fn own_states(&self) -> HostPages<'_> {
+        self.own().states(self.sizes.state, self.counts.state_pages.into())
     }
 
     /// The pages of a lender, whose hand has made its file as long as they are.
     pub(crate) fn of(&self, lender: u32) -> io::Result<HostPages<'_>> {
+        Ok(self.read_lender(lender)?.0)
+    }
+
+    /// The state pages of a lender.
+    pub(crate) fn states_of(&self, lender: u32) -> io::Result<HostPages<'_>> {
+        let (pages, states) = self.read_lender(lender)?;
+        Ok(pages.states(self.sizes.state, states))
+    }
+
+    /// The pages of a lender, and the number of its state pages.
+    fn read_lender(&self, lender: u32) -> io::Result<(HostPages<'_>, u64)> {
         let Some(Some(file)) = self.files.lenders.get(lender as usize) else {
             return Err(io::Error::other(format!("replica {lender} lends nothing to this one")));
         };
-        let page_bytes = self.page_bytes;
-        let (bytes, each) = (size(file.as_fd())?, page_bytes + CHECKSUM_BYTES);
-        if bytes == 0 || !bytes.is_multiple_of(each) {
-            return Err(io::Error::other(format!(
-                "{bytes} bytes of a lender are no pages of {page_bytes}"
-            )));
+        let PageSizes { page, state } = self.sizes;
+        let mut pages = HostPages {
+            file: file.as_fd(),
+            first: 0,
+            pages: 0,
+            page_bytes: page,
+            note_bytes: CHECKSUM_BYTES,
+        };
+        let bytes = size(file.as_fd())?;
+        let strange = || {
+            let what = format!("{bytes} bytes of a lender are no pages of {page} and {state}");
+            io::Error::other(what)
+        };
+        let (mut of_pages, mut states) = (Some(bytes), 0);
+        if state > 0 {
+            let end = bytes.checked_sub(COUNT_BYTES).ok_or_else(strange)?;
+            let mut count = [0; COUNT_BYTES as usize];
+            pages.read_at(end, &mut [IoSliceMut::new(&mut count)])?;
+            states = u64::from_ne_bytes(count);
+            let of_states = states.checked_mul(state + STATE_NOTE_BYTES);
+            of_pages = of_states.and_then(|of_states| end.checked_sub(of_states));
         }
-        Ok(HostPages { file: file.as_fd(), pages: bytes / each, page_bytes })
+        let each = page + CHECKSUM_BYTES;
+        let whole = |&bytes: &u64| bytes > 0 && bytes.is_multiple_of(each);
+        pages.pages = of_pages.filter(whole).ok_or_else(strange)? / each;
+        Ok((pages, states))
     }
 }
 
-/// The pages of a file.
+/// The pages of one kind in a file. Behind them there is a note for each.
 pub(crate) struct HostPages<'a> {
     file: BorrowedFd<'a>,
+    /// The byte at which the first page begins.
+    first: u64,
     pages: u64,
     page_bytes: u64,
+    note_bytes: u64,
 }
 
-impl HostPages<'_> {
+impl<'a> HostPages<'a> {
+    /// The state pages behind these pages.
+    fn states(&self, page_bytes: u64, pages: u64) -> HostPages<'a> {
+        let first = self.first + self.pages * (self.page_bytes + self.note_bytes);
+        HostPages { file: self.file, first, pages, page_bytes, note_bytes: STATE_NOTE_BYTES }
+    }
+
     /// Writes a page, which are `parts` one after the other.
     pub(crate) fn write(&self, page: u32, parts: &[&[u8]]) -> io::Result<()> {
         let mut parts: Vec<IoSlice<'_>> = parts.iter().map(|part| IoSlice::new(part)).collect();
@@ -147,14 +279,29 @@ impl HostPages<'_> {
 
     fn place(&self, page: u32) -> io::Result<u64> {
         match u64::from(page) < self.pages {
-            true => Ok(u64::from(page) * self.page_bytes),
+            true => Ok(self.first + u64::from(page) * self.page_bytes),
             false => Err(io::Error::other(format!("host page {page} of {}", self.pages))),
         }
     }
 
+    /// The place of a page's checksum.
     fn seal_place(&self, page: u32) -> io::Result<u64> {
         self.place(page)?;
-        Ok(self.pages * self.page_bytes + u64::from(page) * CHECKSUM_BYTES)
+        Ok(self.first + self.pages * self.page_bytes + u64::from(page) * self.note_bytes)
+    }
+
+    /// Notes how many positions the state on a page has seen.
+    pub(crate) fn note_seen(&self, page: u32, seen: u32) -> io::Result<()> {
+        let at = self.seal_place(page)? + CHECKSUM_BYTES;
+        self.write_at(at, &mut [IoSlice::new(&seen.to_ne_bytes())])
+    }
+
+    /// The number of positions that the state on a page has seen.
+    pub(crate) fn seen(&self, page: u32) -> io::Result<u32> {
+        let mut seen = [0; size_of::<u32>()];
+        let at = self.seal_place(page)? + CHECKSUM_BYTES;
+        self.read_at(at, &mut [IoSliceMut::new(&mut seen)])?;
+        Ok(u32::from_ne_bytes(seen))
     }
 
     fn write_at(&self, mut at: u64, mut parts: &mut [IoSlice<'_>]) -> io::Result<()> {
@@ -205,6 +352,13 @@ mod tests {
         memfd_create("host", MemfdFlags::CLOEXEC).expect("a file")
     }
 
+    const NONE: DevicePages = DevicePages { count: 0, bytes: 0 };
+    const SIZES: PageSizes = PageSizes { page: 5, state: 0 };
+
+    fn counts(pages: u32, state_pages: u32) -> HostCounts {
+        HostCounts { pages, state_pages }
+    }
+
     fn asked(bytes: Option<u64>, ratio: Option<f64>, pages: Option<u32>) -> HandConfig {
         HandConfig {
             host_bytes: bytes,
@@ -218,7 +372,9 @@ mod tests {
     #[test]
     fn a_tier_has_a_size_in_pages_or_a_reason() {
         let count = |config: HandConfig, free| {
-            host_page_count(&config, 10, 100, free).map_err(|error| error.to_string())
+            let pages = DevicePages { count: 10, bytes: 100 };
+            let counts = host_counts(&config, pages, NONE, free);
+            counts.map(|counts| counts.pages).map_err(|error| error.to_string())
         };
         assert_eq!(count(asked(None, None, None), Some(0)), Ok(0));
         assert_eq!(count(asked(Some(399), None, None), Some(10_000)), Ok(3));
@@ -231,14 +387,38 @@ mod tests {
             let why = count(config, None).expect_err("less than a page");
             assert!(why.ends_with("holds no page of 100 bytes"), "{why}");
         }
-        let nothing = host_page_count(&asked(Some(99), None, None), 0, 0, None);
+        let nothing = host_counts(&asked(Some(99), None, None), NONE, NONE, None);
         assert!(nothing.is_err_and(|why| why.to_string().contains("keeps no keys and values")));
+    }
+
+    #[test]
+    fn pages_and_states_divide_the_tier_as_they_divide_the_device() {
+        let pages = DevicePages { count: 10, bytes: 100 };
+        let states = DevicePages { count: 4, bytes: 250 };
+        let count = |config: &HandConfig, free| {
+            let counts = host_counts(config, pages, states, free);
+            let numbers = counts.map(|counts| [counts.pages, counts.state_pages]);
+            numbers.map_err(|error| error.to_string())
+        };
+        assert_eq!(count(&asked(None, Some(1.5), None), None), Ok([15, 6]));
+        assert_eq!(count(&asked(Some(1000), None, None), None), Ok([5, 2]));
+        let why = count(&asked(Some(400), None, None), None).expect_err("0.8 of a state");
+        assert!(why.ends_with("holds no state of 250 bytes"), "{why}");
+        let kept = HandConfig { host_state_pages: Some(3), ..asked(None, Some(2.0), Some(7)) };
+        assert_eq!(count(&kept, Some(0)), Ok([7, 3]));
+        // 80 % of what is free are 2800 bytes.
+        let asks = asked(None, Some(2.0), None);
+        assert!(count(&asks, Some(3500)).is_err_and(|why| why.contains("does not fit")));
+        let fits = HandConfig { host_fits: true, ..asks };
+        assert_eq!(count(&fits, Some(3500)), Ok([14, 5]));
+        assert_eq!(count(&fits, Some(50_000)), Ok([20, 8]));
+        assert!(count(&fits, Some(100)).is_err(), "nothing fits");
     }
 
     #[test]
     fn a_page_comes_back_in_parts_of_any_size() {
         let files = HostFiles { own: file(), lenders: Vec::new() };
-        let tier = HostTier::open(files, 3, 5).expect("a tier");
+        let tier = HostTier::open(files, counts(3, 0), SIZES).expect("a tier");
         let pages = tier.own();
         pages.write(1, &[&[1, 2], &[3, 4, 5]]).expect("written");
         pages.seal(2, 77).expect("written");
@@ -257,12 +437,45 @@ mod tests {
         let lender = file();
         ftruncate(&lender, 2 * 9).expect("longer");
         let files = HostFiles { own: file(), lenders: vec![None, Some(lender), Some(file())] };
-        let tier = HostTier::open(files, 1, 5).expect("a tier");
+        let tier = HostTier::open(files, counts(1, 0), SIZES).expect("a tier");
         let mut part = [1; 5];
         tier.of(1).expect("it lends").read(1, vec![&mut part[..]]).expect("its last page");
         assert_eq!(part, [0; 5]);
         assert!(tier.of(1).is_ok_and(|pages| pages.sum(2).is_err()));
         // One that lends nothing, one whose hand has not begun, and one that is not there.
         assert!([0, 2, 3].into_iter().all(|lender| tier.of(lender).is_err()));
+    }
+    #[test]
+    fn states_lie_behind_the_pages_with_their_positions() {
+        let sizes = PageSizes { page: 5, state: 7 };
+        let lender = file();
+        let open = |own: OwnedFd, lenders, at| {
+            let tier = HostTier::open(HostFiles { own, lenders }, at, sizes);
+            tier.expect("a tier")
+        };
+        let own = lender.try_clone().expect("a copy");
+        let first = open(own, Vec::new(), counts(3, 2));
+        first.own().write(2, &[&[9; 5]]).expect("written");
+        first.own().seal(2, 1).expect("written");
+        let states = first.own_states();
+        states.write(1, &[&[1, 2, 3], &[4, 5, 6, 7]]).expect("written");
+        states.seal(1, 77).expect("written");
+        states.note_seen(1, 4096).expect("written");
+        assert!(states.write(2, &[&[0; 7]]).is_err() && states.seen(2).is_err());
+        // The next hand has them, and so has whoever borrows.
+        let next = open(lender.try_clone().expect("a copy"), Vec::new(), counts(3, 2));
+        let borrower = open(file(), vec![Some(lender), Some(file())], counts(1, 9));
+        for states in [next.own_states(), borrower.states_of(0).expect("it lends")] {
+            let mut state = [0; 7];
+            states.read(1, vec![&mut state[..]]).expect("there");
+            assert_eq!(state, [1, 2, 3, 4, 5, 6, 7]);
+            assert_eq!((states.sum(1).expect("there"), states.seen(1).expect("there")), (77, 4096));
+            assert!(states.seen(2).is_err());
+        }
+        let mut page = [0; 5];
+        borrower.of(0).expect("it lends").read(2, vec![&mut page[..]]).expect("there");
+        assert_eq!(page, [9; 5]);
+        assert!(borrower.of(0).is_ok_and(|pages| pages.sum(3).is_err()));
+        assert!(borrower.states_of(1).is_err(), "its hand has not begun");
     }
 }

@@ -20,14 +20,14 @@ use crate::connection::ConnectionError;
 use crate::copier::Copier;
 use crate::descriptors::{HostFiles, PageMemory};
 use crate::encoder::EncoderRunner;
-use crate::host::{HostTier, host_page_count};
+use crate::host::{DevicePages, HostTier, PageSizes, host_counts};
 use crate::kept::{Kept, files};
 use crate::load::{Formats, Plan, Source, assemble, load};
 use crate::parts::{DecoderParts, expert_sizes};
 use crate::pooled::Pooler;
 use crate::prompts::slice_bytes;
 use crate::serves::{Asked, serves};
-use crate::states::{self, States};
+use crate::states::{self, StateMemory, States};
 use crate::step::MaskSource;
 use crate::tables::{PlanError, Tables};
 use crate::whole::WholeRunner;
@@ -203,7 +203,9 @@ impl Runner {
         let of_places = config.lora.as_ref().map_or(0, |lora| place_bytes(lora, &of_adapters));
         let beside = taken + of_places + all_pages;
         let left = (available > 0).then(|| available.saturating_sub(beside));
-        let host_pages = host_page_count(config, sizes.page_count, page_bytes, left)?;
+        let of_device = DevicePages { count: sizes.page_count as u64, bytes: page_bytes };
+        let of_states = DevicePages { count: pages, bytes: state_bytes };
+        let host_pages = host_counts(config, of_device, of_states, left)?;
         // The last one is nobody's: who has it keeps the memory.
         let mut rooms = Room::parts(pools.iter().copied().chain([0]))?;
         let memory = rooms.pop();
@@ -212,16 +214,8 @@ impl Runner {
         while let (Some(keys), Some(values)) = (rooms.next(), rooms.next()) {
             layers.push([keys, values]);
         }
-        let copier = match (host_pages, host, memory) {
-            (0, ..) => None,
-            (pages, Some(files), Some(memory)) => {
-                let tier = HostTier::open(files, pages, page_bytes)?;
-                let rooms = layers.iter_mut().flatten();
-                let memory = PageMemory::new(rooms, sizes.page_count, memory);
-                Some(Copier::start(config, memory, sizes.page_count, tier)?)
-            }
-            _ => return Err(HandError::Config("a host tier without memory for it".into())),
-        };
+        let memory = memory
+            .map(|memory| PageMemory::new(layers.iter_mut().flatten(), sizes.page_count, memory));
         let earlier = kept.as_mut().and_then(|kept| kept.load(&plan, &threads, report));
         let weights = match earlier {
             Some(weights) => weights,
@@ -238,8 +232,20 @@ impl Runner {
             }
         };
         let assembled = assemble(&plan, &parts, &weights, sizes.positions)?;
-        let decoder = Decoder::new(sizes.clone(), assembled, layers, state_rows as usize, &threads)
-            .map_err(|error| ModelError::Broken(error.to_string()))?;
+        let mut decoder =
+            Decoder::new(sizes.clone(), assembled, layers, state_rows as usize, &threads)
+                .map_err(|error| ModelError::Broken(error.to_string()))?;
+        let copier = match (host_pages.pages, host, memory) {
+            (0, ..) => None,
+            (_, Some(files), Some(memory)) => {
+                let states = state_memory(&mut decoder, config, state_rows);
+                let state = states.as_ref().map_or(0, |states| states.rows.page_bytes() as u64);
+                let sizes_of = PageSizes { page: page_bytes, state };
+                let tier = HostTier::open(files, host_pages, sizes_of)?;
+                Some(Copier::start(config, memory, sizes.page_count, states, tier)?)
+            }
+            _ => return Err(HandError::Config("a host tier without memory for it".into())),
+        };
         let (lora_bytes, lora_modules) = match &config.lora {
             Some(lora) => (place_bytes(lora, &of_adapters), module_names(&parts, &of_adapters)),
             None => (0, Vec::new()),
@@ -252,7 +258,8 @@ impl Runner {
             weight_bytes: plan.bytes(),
             kv_bytes: all_pages,
             device: "cpu".into(),
-            host_page_count: host_pages,
+            host_page_count: host_pages.pages,
+            host_state_page_count: host_pages.state_pages,
             tokens_a_row: 1,
             verifies_drafts: pooling.is_none() && state_bytes == 0,
             state_page_count: pages as u32,
@@ -333,6 +340,14 @@ impl Runner {
         self.ended = Instant::now();
         Ok(fine)
     }
+}
+
+/// The state pages behind the rows of slots; `None`: the model has no states.
+fn state_memory(decoder: &mut Decoder, config: &HandConfig, rows: u64) -> Option<StateMemory> {
+    let keeper = decoder.state_tables().next().map(|table| table.keeper())?;
+    let rows = usize::try_from(rows).ok().filter(|&rows| rows > 0)?;
+    let rows = PageMemory::new(decoder.state_tables(), rows, keeper);
+    Some(StateMemory { rows, first: 2 * config.slots })
 }
 
 /// The type that a model is computed in, in the words of three crates.
@@ -455,7 +470,11 @@ pub(crate) fn free(config: &HandConfig, plan: &Plan, available: u64, state_bytes
 }
 
 /// The sizes of a decoder with one page.
-pub(crate) fn sizes_of_parts(config: &HandConfig, parts: &DecoderParts<'_'>, dtype: Dtype) -> Sizes {
+pub(crate) fn sizes_of_parts(
+    config: &HandConfig,
+    parts: &DecoderParts<'_'>,
+    dtype: Dtype,
+) -> Sizes {
     let &DecoderParts { shape, experts, .. } = parts;
     Sizes {
         dtype,

@@ -9,6 +9,7 @@ use std::collections::HashSet;
 use forebay_kernels::Decoder;
 use forebay_protocol::{HandConfig, StateCopy, StepPlan, Want};
 
+use crate::descriptors::PageMemory;
 use crate::runner::HandError;
 use crate::tables::{PlanError, wrong};
 
@@ -28,6 +29,19 @@ pub(crate) fn state_pages(config: &HandConfig, of_slot: u64, free: u64) -> u64 {
     }
 }
 
+/// The state pages of the device, which are the last rows of the states' tables.
+pub(crate) struct StateMemory {
+    pub(crate) rows: PageMemory,
+    /// The row of the first page.
+    pub(crate) first: u32,
+}
+
+impl StateMemory {
+    pub(crate) fn row(&self, page: u32) -> u32 {
+        self.first.saturating_add(page)
+    }
+}
+
 /// The states of a plan's rows.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct StateSteps {
@@ -39,6 +53,8 @@ pub(crate) struct StateSteps {
     loads: Vec<[usize; 2]>,
     /// Copies after the rows.
     saves: Vec<[usize; 2]>,
+    /// The positions that each state has seen which is copied to the host, in the plan's order.
+    pub(crate) to_host: Vec<u32>,
 }
 
 /// What is known of the states of slots and of state pages.
@@ -112,7 +128,30 @@ impl States {
             self.of_page[page] = Some(seen);
             steps.saves.push([self.row(slot), 2 * self.slots + page]);
         }
+        for copy in plan.copies().filter(|copy| copy.direction.is_of_state()) {
+            let page = copy.hot.map_or(usize::MAX, |page| page as usize);
+            let count = self.of_page.len();
+            let Some(seen) = self.of_page.get_mut(page) else {
+                return wrong(format!("copy of state page {page} of {count}"));
+            };
+            if !copy.direction.is_save() {
+                // Nobody may load it before it is there.
+                *seen = None;
+                continue;
+            }
+            let Some(seen) = *seen else {
+                return wrong(format!("state page {page} has no state for the host"));
+            };
+            steps.to_host.push(seen);
+        }
         Ok(steps)
+    }
+
+    /// Notes that a state has come to a page from the host.
+    pub(crate) fn has_come(&mut self, page: u32, seen: u32) {
+        if let Some(of_page) = self.of_page.get_mut(page as usize) {
+            *of_page = Some(seen);
+        }
     }
 
     fn row(&self, slot: usize) -> usize {

@@ -69,7 +69,7 @@ impl Executes for Runner {
         }
         states.save(&mut self.decoder)?;
         if let Some(copier) = &mut self.copier {
-            copier.save(plan);
+            copier.save(plan, &states);
         }
         timed(&mut result, begun, &mut self.ended, idle);
         if let Some(adapters) = &mut self.adapters {
@@ -91,7 +91,7 @@ impl Executes for Runner {
         if let Some(socket) = socket.filter(|_| plan.wait_us() > 0) {
             copier.wait(plan.wait_us(), socket);
         }
-        copier.report(result);
+        copier.report(result, self.states.as_mut());
     }
 
     fn follow(&mut self, order: AdapterOrder) -> Result<(), HandError> {
@@ -101,6 +101,12 @@ impl Executes for Runner {
         }
         Ok(())
     }
+}
+
+/// True if a plan copies states.
+fn copies_states(plan: &StepPlan) -> bool {
+    plan.state_loads().len() + plan.state_saves().len() > 0
+        || plan.copies().any(|copy| copy.direction.is_of_state())
 }
 
 /// True if a plan names a place of an adapter.
@@ -113,7 +119,7 @@ impl Runner {
     fn read_states(&mut self, plan: &StepPlan) -> Result<StateSteps, PlanError> {
         match &mut self.states {
             Some(states) => states.read(plan),
-            None if plan.state_loads().len() + plan.state_saves().len() > 0 => {
+            None if copies_states(plan) => {
                 wrong("copies of states in a plan for a model that has none")
             }
             None => Ok(StateSteps::default()),

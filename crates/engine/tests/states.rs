@@ -10,12 +10,17 @@ use forebay_sim::{SimClock, SimConfig, StateModel, Timing};
 const PAGE: u32 = 4;
 
 fn rig(config: EngineConfig, state_pages: u32) -> testing::Rig {
+    rig_with_host(config, state_pages, 0)
+}
+
+fn rig_with_host(config: EngineConfig, state_pages: u32, host_state_pages: u32) -> testing::Rig {
     let states = StateModel { bytes: 1000, pages: state_pages, copy_gbps: None };
     let sim = SimConfig {
         clock: SimClock::virtual_time(),
         timing: Timing { states, ..Timing::default() },
         page_count: 200,
         host_pages: if config.host_tier.is_some() { 400 } else { 0 },
+        host_state_pages,
         state_pages,
         vocab_size: VOCAB,
         text: text(),
@@ -86,7 +91,37 @@ fn without_state_pages_nothing_is_shared() {
 }
 
 #[test]
-fn a_host_tier_has_blocks_and_no_states() {
+fn states_come_back_from_the_host_also_after_a_death() {
+    for lookahead in [0, 1] {
+        let host_tier = Some(HostConfig::default());
+        let config = EngineConfig { lookahead, host_tier, ..EngineConfig::default() };
+        let rig = rig_with_host(config, 3, 40);
+        let first = prompt(60);
+        ask(&rig, 0, &first, 5);
+        // Other prompts take all state pages.
+        for (id, length) in (1..).zip([90, 120, 150, 180]) {
+            ask(&rig, id, &prompt(length)[length as usize - 59..], 5);
+        }
+        let before = rig.handle.stats().scheduler;
+        assert!(before.states.copied >= 5 && before.states.restored == 0, "{before:?}");
+        assert_eq!(ask(&rig, 8, &first, 5).1, 56, "it was on the host");
+        let after = rig.handle.stats();
+        assert!(after.scheduler.states.restored >= 1);
+        assert_eq!(after.hand.restored_bytes, 1000 * after.scheduler.states.restored);
+        rig.control.kill();
+        while rig.handle.stats().hand.deaths == 0 {
+            std::thread::yield_now();
+        }
+        rig.settled(|status| *status == Status::Ready);
+        assert_eq!(ask(&rig, 9, &first, 5).1, 56, "the host has blocks and state");
+        let last = rig.handle.stats().scheduler;
+        assert!(last.host.blocks_restored >= 14, "{last:?}");
+        assert_eq!(last.states.missed_tokens, before.states.missed_tokens);
+    }
+}
+
+#[test]
+fn a_host_tier_without_state_pages_has_blocks_alone() {
     let config = EngineConfig { host_tier: Some(HostConfig::default()), ..EngineConfig::default() };
     let rig = rig(config, 3);
     let first = prompt(60);

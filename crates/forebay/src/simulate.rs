@@ -66,12 +66,13 @@ pub(crate) fn config(
         }
         _ => profile.page_count(page_size, hand.max_total_tokens),
     };
-    let host_pages = match host {
+    let state_pages = hand.state_pages.unwrap_or(u32::MAX).min(profile.states.pages);
+    let [host_pages, host_state_pages] = match host {
         Some(_) if hand.copy_gbps.is_some() || hand.kv_checksum => {
             bail!("--debug-kv-... is for a hand: profiles say how fast a simulated device copies")
         }
-        Some(size) => size.pages(profile, page_count, page_size)?,
-        None => 0,
+        Some(size) => size.pages(profile, [page_count, state_pages], page_size)?,
+        None => [0; 2],
     };
     Ok(SimConfig {
         clock,
@@ -90,12 +91,13 @@ pub(crate) fn config(
         load_us: (profile.load_s * 1e6) as u64,
         page_count,
         host_pages,
+        host_state_pages,
         vocab_size: model.vocab_size,
         hidden_size: model.hidden_size(),
         text: text.with_vectors(model.pooling.as_ref().map_or(1, |pooling| pooling.size)),
         tokens_a_row: simulated.tokens_a_row,
         tower: sim_tower(model, hand.image_pool_tokens),
-        state_pages: hand.state_pages.unwrap_or(u32::MAX).min(profile.states.pages),
+        state_pages,
         device: format!("simulated {}", profile.device),
     })
 }

@@ -20,6 +20,7 @@ use serde_json::Value;
 use tracing::debug;
 
 use crate::arena::{Arena, Region};
+use crate::counts;
 use crate::frames::{FrameReader, FrameWriter, StreamError};
 use crate::memory::{self, HOST_FD, HostMemories};
 use crate::merger::{ResultMerger, same_step};
@@ -314,12 +315,7 @@ impl HandExecutor {
             },
             ..first.clone()
         };
-        // A respawned hand must offer exactly the pages that the scheduler was built on, whatever
-        // memory is free by then.
-        let config = &mut self.spec.config;
-        config.max_total_tokens = Some(u64::from(facts.page_count) * u64::from(config.page_size));
-        // And so many pages of the host's tier, in the same places.
-        config.host_pages = (facts.host_page_count > 0).then_some(facts.host_page_count);
+        counts::keep(&mut self.spec.config, &facts);
         self.store = None;
         self.signals.push_back(Signal::Ready(facts));
         Ok(())
@@ -452,12 +448,10 @@ impl Executor for HandExecutor {
 
     fn limit_pages(&mut self, pages: u32, host_pages: u32) {
         let config = &mut self.spec.config;
-        if config.device != "cuda" {
-            config.max_total_tokens = Some(u64::from(pages) * u64::from(config.page_size));
-        }
+        let before = config.host_pages;
+        counts::lower(config, pages, host_pages);
         let lends = self.spec.memories.lends();
-        if host_pages > 0 && (lends || config.host_pages != Some(host_pages)) {
-            config.host_pages = Some(host_pages);
+        if host_pages > 0 && (lends || before != Some(host_pages)) {
             // The last one's memory is given back. Without a new one the hand keeps to a part of
             // it, unless others read there: then it has to have a new one.
             match memory::of_ranks(self.spec.tiers()) {

@@ -11,6 +11,7 @@
 //! engine thread ends, for any reason.
 
 mod arena;
+mod counts;
 #[cfg(test)]
 mod damage;
 mod executor;

@@ -77,6 +77,12 @@ impl Decoder {
         Ok(())
     }
 
+    /// The tables of the states of all layers, each of as many rows, for who copies rows that no
+    /// call here reads or writes meanwhile. Some are empty.
+    pub fn state_tables(&mut self) -> impl Iterator<Item = &mut Room> {
+        self.model.states().iter_mut().flatten()
+    }
+
     /// Makes a row of the states of all layers that of no position.
     ///
     /// # Errors

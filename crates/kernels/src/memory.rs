@@ -94,6 +94,12 @@ impl Room {
         let part = |(first, bytes)| Self { mapping: mapping.clone(), first, bytes };
         Ok(places.into_iter().map(part).collect())
     }
+
+    /// An empty room of the same mapping: who has it keeps the memory of all.
+    #[must_use]
+    pub fn keeper(&self) -> Self {
+        Self { mapping: self.mapping.clone(), first: self.first, bytes: 0 }
+    }
 }
 
 impl Deref for Room {

@@ -40,6 +40,6 @@ pub use event::{BlockEvent, Place};
 pub use hash::{BlockHash, ImageId, Namer};
 pub use images::{ImageLease, ImagePool, Seen};
 pub use loan::{Loan, LoanId};
-pub use pool::{Counts, Evicted, Host, Hot, Lease, PagePool, Recurrent};
+pub use pool::{Counts, Evicted, Host, Hot, Lease, PagePool};
 pub use tiers::{BackedBlock, Found, Moves, Tiers};
 pub use window::{WindowPool, Windowed};

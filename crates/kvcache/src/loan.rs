@@ -14,6 +14,8 @@ pub struct LoanId(pub u64);
 pub struct Loan {
     lender: u32,
     pages: HashMap<BlockHash, u32, BuildNameHasher>,
+    /// State pages, by the block before them.
+    states: HashMap<BlockHash, u32, BuildNameHasher>,
     give_back: Option<Box<dyn FnOnce() + Send + Sync>>,
 }
 
@@ -26,7 +28,15 @@ impl Loan {
         pages: Vec<(BlockHash, u32)>,
         give_back: Box<dyn FnOnce() + Send + Sync>,
     ) -> Self {
-        Self { lender, pages: pages.into_iter().collect(), give_back: Some(give_back) }
+        let (pages, states) = (pages.into_iter().collect(), HashMap::default());
+        Self { lender, pages, states, give_back: Some(give_back) }
+    }
+
+    /// The same loan, with the recurrent states behind some of its blocks on these state pages.
+    #[must_use]
+    pub fn with_states(mut self, states: Vec<(BlockHash, u32)>) -> Self {
+        self.states = states.into_iter().collect();
+        self
     }
 
     /// The number of the replica whose host tier has the pages.
@@ -39,6 +49,12 @@ impl Loan {
     #[must_use]
     pub fn page(&self, name: BlockHash) -> Option<u32> {
         self.pages.get(&name).copied()
+    }
+
+    /// The state page that holds the state behind a block; `None`: it is not lent.
+    #[must_use]
+    pub fn state(&self, name: BlockHash) -> Option<u32> {
+        self.states.get(&name).copied()
     }
 
     /// The number of blocks.

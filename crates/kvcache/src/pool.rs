@@ -14,10 +14,6 @@ pub enum Hot {}
 #[derive(Debug, PartialEq, Eq)]
 pub enum Host {}
 
-/// The pool of recurrent states. Each of its pages has the states of one request at one position.
-#[derive(Debug, PartialEq, Eq)]
-pub enum Recurrent {}
-
 /// The right to use one page of a tier, and the duty to give it back. It cannot be copied, and
 /// [`PagePool::release`] takes it by value. To drop it would leak the page, so debug builds assert
 /// against that.

@@ -23,11 +23,30 @@ pub enum Direction {
     /// Index keys alone go from the host to the device, to the index page with the number of the
     /// host's page.
     RestoreIndex = 2,
+    /// A recurrent state goes from a state page of the device to one of the host, behind the state
+    /// saves of the plan that names it.
+    SaveState = 3,
+    /// A recurrent state goes from a state page of the host to one of the device, at once: no plan
+    /// in flight names the target.
+    RestoreState = 4,
 }
 
 impl Direction {
     /// All directions.
-    pub const ALL: [Self; 3] = [Self::Save, Self::Restore, Self::RestoreIndex];
+    pub const ALL: [Self; 5] =
+        [Self::Save, Self::Restore, Self::RestoreIndex, Self::SaveState, Self::RestoreState];
+
+    /// True if the copy goes to the host.
+    #[must_use]
+    pub fn is_save(self) -> bool {
+        matches!(self, Self::Save | Self::SaveState)
+    }
+
+    /// True if the copy is of a state page.
+    #[must_use]
+    pub fn is_of_state(self) -> bool {
+        matches!(self, Self::SaveState | Self::RestoreState)
+    }
 }
 
 record! {
@@ -78,16 +97,16 @@ record! {
     }
 }
 
-/// A copy of one page, over all layers.
+/// A copy of one page of keys and values, or of one state page, over all layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PageCopy {
     /// The number of the copy, which the report of its end names.
     pub ticket: u32,
     /// The direction of the copy.
     pub direction: Direction,
-    /// The page of the device; `None` if index keys come back.
+    /// The page or state page of the device; `None` if index keys come back.
     pub hot: Option<u32>,
-    /// The page of the host.
+    /// The page or state page of the host.
     pub host: u32,
     /// The positions of the page to copy; `None`: all of it.
     pub span: Option<Span>,
@@ -120,10 +139,14 @@ impl PageCopy {
         let hot = match direction {
             Direction::RestoreIndex if hot == -1 => None,
             Direction::RestoreIndex => return None,
-            Direction::Save | Direction::Restore => Some(u32::try_from(hot).ok()?),
+            Direction::Save
+            | Direction::Restore
+            | Direction::SaveState
+            | Direction::RestoreState => Some(u32::try_from(hot).ok()?),
         };
         let lender = u32::try_from(source).ok()?.checked_sub(1);
-        if lender.is_some() && direction != Direction::Restore {
+        let lends = matches!(direction, Direction::Restore | Direction::RestoreState);
+        if lender.is_some() && !lends || direction.is_of_state() && span.is_some() {
             return None;
         }
         Some(Self { ticket: ticket.ok()?, direction, hot, host: host.ok()?, span, lender })

@@ -128,12 +128,16 @@ pub struct HandConfig {
     pub host_bytes: Option<u64>,
     /// The size of the host tier, in pages for each page of the device.
     pub host_ratio: Option<f64>,
+    /// True if the ratio is the largest of those that the hand may choose: it takes what fits.
+    pub host_fits: bool,
     /// The number of pages of an earlier hand's host tier, whose content is still there.
     pub host_pages: Option<u32>,
     /// True if pages have the same content on all ranks, which have one host tier together. The
     /// first rank writes it.
     #[serde(default)]
     pub host_shared: bool,
+    /// The number of state pages of an earlier hand's host tier, beside `host_pages`.
+    pub host_state_pages: Option<u32>,
     /// The descriptor of each replica's host memory, by its number, where pages are lent to this
     /// hand; `None` for its own. Empty: nothing is lent.
     #[serde(default)]
@@ -334,6 +338,9 @@ pub struct Ready {
     /// asked for; empty: there is none.
     #[serde(default)]
     pub one_pool: String,
+    /// State pages of the host's tier; 0: it has none.
+    #[serde(default)]
+    pub host_state_page_count: u32,
 }
 
 fn one() -> u32 {
@@ -410,6 +417,7 @@ mod tests {
             window_page_count: 6,
             window_page_bytes: 12,
             one_pool: "it is small".into(),
+            host_state_page_count: 6,
             ..Ready::default()
         }
     }
@@ -454,6 +462,7 @@ mod tests {
             "window_page_count",
             "window_page_bytes",
             "one_pool",
+            "host_state_page_count",
         ];
         for name in fields.keys().filter(|name| !optional.contains(&name.as_str())) {
             let mut rest = fields.clone();

@@ -429,6 +429,30 @@ fn the_engine_s_calls_write_the_golden_states() {
     assert_eq!(copies(&mut plan.state_saves()), [(0, 7), (6, 3)]);
 }
 
+/// The same for states that go to the host and come back.
+#[test]
+fn the_scheduler_s_calls_write_the_golden_copies_of_states() {
+    let (folder, _) = fixtures();
+    let mut plan = StepPlan::default();
+    plan.begin(80);
+    plan.push_row(Row { slot: 0, start: 15, length: 1, want: Want::TOKEN });
+    plan.save_state(0, 7);
+    let copies = [(0, Direction::SaveState, 7, 2), (1, Direction::RestoreState, 5, 1)];
+    for (nth, direction, page, host) in copies {
+        let (ticket, hot) = ((1 << 30) + nth, Some(page));
+        plan.push_copy(PageCopy { ticket, direction, hot, host, span: None, lender: None });
+    }
+    let mut got = Vec::new();
+    plan.encode(&mut got).expect("within the limit");
+    assert_eq!(got, std::fs::read(folder.join("plan_state_copies.bin")).expect("the file"));
+    let read = StepPlan::decode(&frame(&got)).expect("a plan");
+    assert!(read.copies().all(|copy| copy.direction.is_of_state()));
+    assert_eq!(
+        read.copies().map(|copy| copy.direction.is_save()).collect::<Vec<_>>(),
+        [true, false]
+    );
+}
+
 /// The same for masks: of a vocabulary of 70 tokens, one in the arena, one that allows everything,
 /// and two in the frame; then
 /// two rows that give no token.

@@ -145,11 +145,23 @@ pub struct StateCache {
     /// The number of positions from one kept state of a request to the next, rounded up to whole
     /// pages. With 0 states are kept only where prompts, answers and cached prefixes end.
     pub interval: u32,
+    /// State pages of the host tier, if there is one.
+    pub host_pages: u32,
+    /// The number of blocks whose copies to or from the host take as long as that of a state; at
+    /// least 1.
+    pub weight: u32,
 }
 
 impl StateCache {
     /// The default of `interval`.
     pub const INTERVAL: u32 = 4096;
+
+    /// The `weight` of states of so many bytes; 1 if the bytes of a page are not known.
+    #[must_use]
+    pub fn weight_of(state_bytes: u64, page_bytes: u64) -> u32 {
+        let pages = state_bytes.checked_div(page_bytes).unwrap_or(1);
+        u32::try_from(pages).unwrap_or(u32::MAX).max(1)
+    }
 }
 
 /// A vision tower, and the memory for its output.
@@ -193,6 +205,21 @@ impl Sparse {
     pub fn least_pages(self) -> u32 {
         self.row_pages.saturating_add(Self::TAIL + 2)
     }
+}
+
+/// The numbers of pages of a hand.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct PageCounts {
+    /// Pages of the device.
+    pub pages: u32,
+    /// Pages of the host tier; 0 without one.
+    pub host_pages: u32,
+    /// State pages of the device, if the model has recurrent layers.
+    pub state_pages: u32,
+    /// State pages of the host tier.
+    pub host_state_pages: u32,
+    /// Pages of the window part; 0: all layers share one pool.
+    pub window_pages: u32,
 }
 
 /// The time at which a block is saved to the host tier. The names are SGLang's.

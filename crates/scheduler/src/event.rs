@@ -246,6 +246,14 @@ pub struct StateStats {
     pub evictions: u64,
     /// States that were not saved, because every page was held.
     pub saves_refused: u64,
+    /// State pages of the host tier.
+    pub host_pages: usize,
+    /// State pages of the host tier that hold a kept state, or that copies use.
+    pub host_pages_used: usize,
+    /// States that reached the host tier.
+    pub copied: u64,
+    /// States that came back from the host tier.
+    pub restored: u64,
 }
 
 /// Numbers of the window part of pages; all 0 without one. Counts of pages are of the moment. The

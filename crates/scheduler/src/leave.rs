@@ -6,17 +6,9 @@
 
 use forebay_kvcache::{BlockHash, LoanId};
 
+use crate::memory::loans::LentBlocks;
 use crate::request::Request;
 use crate::{Event, Handle, Scheduler};
-
-/// Blocks of the host tier that are lent, with their pages.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct LentBlocks {
-    /// The loan, which has to be taken back ([`Scheduler::take_back`]).
-    pub loan: LoanId,
-    /// The blocks, the first of the request first.
-    pub pages: Vec<(BlockHash, u32)>,
-}
 
 /// A request for another scheduler.
 #[derive(Debug)]
@@ -62,7 +54,7 @@ impl Scheduler {
     pub fn hand_on(&mut self, id: u64) -> Option<Handed> {
         let handle = self.roster.find(id).filter(|&handle| self.roster[handle].leaving)?;
         let entry = self.roster.remove(handle)?;
-        let lent = self.lend(&entry.blocks.names);
+        let lent = self.memory.lend(&entry.blocks.names);
         let mut request = entry.into_request();
         request.leaves = false;
         request.past.handed = true;
@@ -72,8 +64,7 @@ impl Scheduler {
     /// Lends the first of these blocks, up to one that is not in the host tier. `None`: the first
     /// is not, or nothing can be lent.
     pub fn lend(&mut self, names: &[BlockHash]) -> Option<LentBlocks> {
-        let (loan, pages) = self.memory.lend(names)?;
-        Some(LentBlocks { loan, pages })
+        self.memory.lend(names)
     }
 
     /// Admits no request that leaves from now on, except probes, or admits them again. Others that

@@ -174,8 +174,8 @@ use crate::steps::Steps;
 use crate::turns::Turns;
 
 pub use crate::config::{
-    DecodeGap, Drafts, HostTier, Policy, SavePolicy, SchedulerConfig, Sparse, StateCache, Tower,
-    WindowPart,
+    DecodeGap, Drafts, HostTier, PageCounts, Policy, SavePolicy, SchedulerConfig, Sparse,
+    StateCache, Tower, WindowPart,
 };
 pub use crate::drafting::MAX_DRAFTED;
 pub use crate::event::{
@@ -183,8 +183,8 @@ pub use crate::event::{
     SparseStats, StateStats, Stats, WindowStats,
 };
 pub use crate::images::prompt::{PromptImage, image_words};
-pub use crate::leave::{Handed, LentBlocks};
-pub use crate::memory::PoolSizes;
+pub use crate::leave::Handed;
+pub use crate::memory::loans::LentBlocks;
 pub use crate::moves::QueuedRequest;
 pub use crate::prompts::PromptTail;
 pub use crate::request::{Past, Request};
@@ -291,12 +291,12 @@ impl Scheduler {
         self.turns.unblock();
     }
 
-    /// Goes on with other numbers of pages, because the hand came back with so many. All blocks are
-    /// forgotten. The caller has called [`Self::reset`] or its like. Each live request has to fit
-    /// into the pages if it runs alone.
-    pub fn resize(&mut self, sizes: PoolSizes) {
+    /// Goes on with other numbers of pages, because the hand came back with so many.
+    /// All blocks are forgotten. The caller has called [`Self::reset`] or its like. Each live
+    /// request has to fit into the pages if it runs alone.
+    pub fn resize(&mut self, counts: PageCounts) {
         debug_assert!(self.in_flight() == 0 && self.roster.residents.is_empty(), "it was reset");
-        self.memory.resize(sizes);
+        self.memory.resize(counts);
         self.turns.unblock();
     }
 

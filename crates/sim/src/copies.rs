@@ -41,6 +41,8 @@ pub struct PageBytes {
     pub page_size: u32,
     /// Index keys have pages of their own, so that rows come back without them.
     pub apart: bool,
+    /// A recurrent state, over all layers.
+    pub state: u64,
 }
 
 impl PageBytes {
@@ -55,6 +57,7 @@ impl PageBytes {
             Direction::RestoreIndex => self.index,
             Direction::Restore if self.apart => self.main,
             Direction::Save | Direction::Restore => self.all(),
+            Direction::SaveState | Direction::RestoreState => self.state,
         };
         match copy.span {
             None => page,
@@ -116,7 +119,7 @@ impl CopyEngines {
 
     /// Takes a copy on that may begin at `from_us`. Those of one direction run one after the other.
     pub fn start(&mut self, copy: PageCopy, from_us: u64, fault: CopyFault) {
-        let lane = usize::from(copy.direction != Direction::Save);
+        let lane = usize::from(!copy.direction.is_save());
         let begin = self.busy_until[lane].max(from_us);
         let bytes = self.bytes.of(copy);
         let alone = begin + self.model.copy_us(copy.direction, bytes);
@@ -148,10 +151,11 @@ impl CopyEngines {
             let error = if copy.fine { COPY_OK } else { COPY_FAILED };
             result.copied.push(CopyEnd { ticket: copy.ticket, error });
             let timing = result.copy_timing.get_or_insert_default();
-            match copy.direction {
-                Direction::Save => timing.save_us += copy.took_us,
-                Direction::Restore | Direction::RestoreIndex => timing.restore_us += copy.took_us,
-            }
+            let time = match copy.direction.is_save() {
+                true => &mut timing.save_us,
+                false => &mut timing.restore_us,
+            };
+            *time += copy.took_us;
             false
         });
     }

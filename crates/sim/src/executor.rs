@@ -45,6 +45,8 @@ pub struct SimConfig {
     pub device: String,
     /// Pages of the host's tier; 0: there is none.
     pub host_pages: u32,
+    /// State pages of the host's tier.
+    pub host_state_pages: u32,
     /// Positions that a sparse slot keeps; 0: no slot is ever sparse.
     pub hot_row_tokens: u32,
     /// The vision tower, if there is one.
@@ -70,6 +72,7 @@ impl Default for SimConfig {
             tokens_a_row: 1,
             device: "sim".into(),
             host_pages: 0,
+            host_state_pages: 0,
             hot_row_tokens: 0,
             tower: None,
             state_pages: 0,
@@ -413,6 +416,7 @@ impl SimExecutor {
                     state_page_count: self.config.state_pages,
                     state_bytes: self.config.timing.states.bytes,
                     host_page_count: self.config.host_pages,
+                    host_state_page_count: self.config.host_state_pages,
                     page_bytes: self.config.timing.bytes.all(),
                     hot_row_tokens: self.config.hot_row_tokens,
                     tower_layers: self.config.tower.map_or(0, |tower| tower.layers),
@@ -459,7 +463,8 @@ impl Executor for SimExecutor {
         }
         self.pending.clear();
         for (member, rank) in (0..).zip(&mut self.ranks) {
-            *rank = Rank::new(self.config.timeline(member, now));
+            let states = rank.states.of_next_device();
+            *rank = Rank { states, ..Rank::new(self.config.timeline(member, now)) };
         }
         let mut faults = self.control.shared.faults.lock();
         faults.hang = false;

@@ -212,8 +212,10 @@ impl CopyModel {
     #[must_use]
     pub fn copy_us(&self, direction: Direction, bytes: u64) -> u64 {
         let gbps = match direction {
-            Direction::Save => self.save_gbps,
-            Direction::Restore | Direction::RestoreIndex => self.restore_gbps,
+            Direction::Save | Direction::SaveState => self.save_gbps,
+            Direction::Restore | Direction::RestoreIndex | Direction::RestoreState => {
+                self.restore_gbps
+            }
         };
         // A GB a second is a thousand bytes a microsecond.
         let moving = gbps.map_or(0.0, |gbps| bytes as f64 / (1000.0 * gbps));
@@ -358,7 +360,17 @@ impl Profile {
             index: bytes(index_bytes_token),
             page_size,
             apart,
+            state: self.states.bytes,
         }
+    }
+
+    /// The ratio of a host tier of so many bytes to the device's pages and state pages, which are
+    /// divided alike.
+    #[must_use]
+    pub fn host_ratio(&self, bytes: u64, [pages, state_pages]: [u32; 2], page_size: u32) -> f64 {
+        let each = self.page_bytes(page_size, false);
+        let device = u64::from(pages) * each.all() + u64::from(state_pages) * each.state;
+        bytes as f64 / device as f64
     }
 
     /// The number of pages of the KV pool if requests may be sparse. The device then has room for

@@ -44,22 +44,32 @@ impl StateModel {
 pub(crate) struct States {
     /// Of each slot, and whether its last position may come again because its mask was late.
     slots: HashMap<u32, (u32, bool)>,
-    pages: HashMap<u32, u32>,
+    /// Of each page; `None`: another replica has lent the state, and knows.
+    pages: HashMap<u32, Option<u32>>,
+    /// Of each page of the host's tier, which outlives the device.
+    host: HashMap<u32, Option<u32>>,
 }
 
 impl States {
+    /// The states of the next device: what the host has.
+    pub(crate) fn of_next_device(&mut self) -> Self {
+        Self { host: std::mem::take(&mut self.host), ..Self::default() }
+    }
+
     /// Takes a plan.
     ///
     /// # Errors
-    /// A row begins where its slot's state does not end, or a page is loaded or saved that has no
-    /// state, or that there is not.
+    /// A row begins where its slot's state does not end, or a page is loaded, saved or copied that
+    /// has no state, or that there is not.
     pub(crate) fn advance(&mut self, plan: &StepPlan, pages: u32) -> Result<(), String> {
         for new in plan.new_slots() {
             self.slots.remove(&new.slot);
         }
         for load in plan.state_loads() {
-            let seen = self.pages.get(&load.page).ok_or("a state page is loaded that has none")?;
-            self.slots.insert(load.slot, (*seen, false));
+            let seen = *self.pages.get(&load.page).ok_or("a state page is loaded that has none")?;
+            let mut rows = plan.rows().filter(|row| row.slot == load.slot);
+            let seen = seen.or(rows.next().map(|row| row.start));
+            self.slots.insert(load.slot, (seen.unwrap_or_default(), false));
         }
         for row in plan.rows() {
             let state = self.slots.get(&row.slot).copied();
@@ -76,7 +86,24 @@ impl States {
         for save in plan.state_saves() {
             let seen = self.slots.get(&save.slot).filter(|_| save.page < pages);
             let (seen, _) = seen.ok_or("a state is saved that there is not")?;
-            self.pages.insert(save.page, *seen);
+            self.pages.insert(save.page, Some(*seen));
+        }
+        self.copy(plan)
+    }
+
+    /// Copies states at once: nobody may use them before the ends of the copies are reported.
+    fn copy(&mut self, plan: &StepPlan) -> Result<(), String> {
+        for copy in plan.copies().filter(|copy| copy.direction.is_of_state()) {
+            let page = copy.hot.unwrap_or_default();
+            if copy.direction.is_save() {
+                let seen = self.pages.get(&page).ok_or("a state page is copied that has none")?;
+                self.host.insert(copy.host, *seen);
+            } else if copy.lender.is_some() {
+                self.pages.insert(page, None);
+            } else {
+                let seen = self.host.get(&copy.host).ok_or("the host has no such state")?;
+                self.pages.insert(page, *seen);
+            }
         }
         Ok(())
     }
@@ -84,7 +111,7 @@ impl States {
 
 #[cfg(test)]
 mod tests {
-    use forebay_protocol::{NewSlot, Row, SlotSpec};
+    use forebay_protocol::{Direction, NewSlot, PageCopy, Row, SlotSpec};
 
     use super::*;
 
@@ -117,6 +144,33 @@ mod tests {
         assert!(!take(plan(true, 8, Some(1), None)), "of other positions");
         assert!(!take(plan(true, 4, Some(0), None)), "nothing is there");
         assert!(!take(plan(true, 0, None, Some(2))), "no such page");
+    }
+
+    #[test]
+    fn the_host_s_states_outlive_the_device() {
+        let mut states = States::default();
+        let copy = |plan: &mut StepPlan, direction, page, host, lender| {
+            let (hot, span) = (Some(page), None);
+            plan.push_copy(PageCopy { ticket: 1, direction, hot, host, span, lender });
+        };
+        let mut first = plan(true, 0, None, Some(1));
+        copy(&mut first, Direction::SaveState, 1, 7, None);
+        assert!(states.advance(&first, 2).is_ok());
+        let mut states = states.of_next_device();
+        assert!(states.advance(&plan(true, 4, Some(1), None), 2).is_err(), "the device has none");
+        let mut back = StepPlan::default();
+        back.begin(2);
+        copy(&mut back, Direction::RestoreState, 0, 7, None);
+        assert!(states.advance(&back, 2).is_ok());
+        assert!(states.advance(&plan(true, 4, Some(0), None), 2).is_ok());
+        assert!(states.advance(&plan(true, 8, Some(0), None), 2).is_err(), "of other positions");
+        copy(&mut back, Direction::RestoreState, 1, 8, None);
+        assert!(states.advance(&back, 2).is_err(), "the host has no such state");
+        let mut lent = StepPlan::default();
+        lent.begin(3);
+        copy(&mut lent, Direction::RestoreState, 1, 8, Some(0));
+        assert!(states.advance(&lent, 2).is_ok());
+        assert!(states.advance(&plan(true, 12, Some(1), None), 2).is_ok());
     }
 
     #[test]

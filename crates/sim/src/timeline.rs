@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use forebay_protocol::{Direction, SparseRows, StepPlan, StepResult};
+use forebay_protocol::{SparseRows, StepPlan, StepResult};
 use serde::{Deserialize, Serialize};
 
 use crate::copies::{Bus, CopyEngines, CopyFault, PageBytes};
@@ -235,7 +235,7 @@ impl Timeline {
         mut fault: impl FnMut() -> CopyFault,
     ) {
         for copy in plan.copies() {
-            let from_us = if copy.direction == Direction::Save { behind_us } else { now_us };
+            let from_us = if copy.direction.is_save() { behind_us } else { now_us };
             self.copies.start(copy, from_us, fault());
         }
     }
@@ -249,7 +249,7 @@ fn tower_work(plan: &StepPlan) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use forebay_protocol::{PageCopy, Row, Want};
+    use forebay_protocol::{Direction, PageCopy, Row, Want};
 
     use super::*;
 

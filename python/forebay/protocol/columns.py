@@ -95,7 +95,7 @@ class PlanColumns:
     """The ids of each of them, ascending."""
     copies: Int32s = ints(0, COPY_WORDS)
     """(`ticket`, `direction`, `hot`, `host`): Copy a page between the device's memory and the host's. `direction` 0
-    saves, 1 restores, 2 restores index keys alone, and `hot` is -1."""
+    saves, 1 restores, 2 restores index keys alone, and `hot` is -1; 3 saves and 4 restores a state page."""
     wait_us: Int32s = ints(0)
     """In a plan without rows: answer when a copy has ended, when another plan has come, or after so many
     microseconds (at most 1000)."""

@@ -13,6 +13,8 @@ from forebay.protocol.columns import PLAN, SLOT_VALUES, PlanColumns
 from forebay.protocol.constants import (
     COPY_RESTORE,
     COPY_RESTORE_INDEX,
+    COPY_RESTORE_STATE,
+    COPY_SAVE_STATE,
     FLAG_MASKED,
     FLAG_POOL,
     FLAG_SAMPLE,
@@ -142,20 +144,28 @@ class Plan(PlanColumns):
         index = direction == COPY_RESTORE_INDEX
         return bool(
             self.copies[:, [CopyRecord.TICKET, CopyRecord.DIRECTION, CopyRecord.HOST]].min() >= 0
-            and direction.max() <= COPY_RESTORE_INDEX
+            and direction.max() <= COPY_RESTORE_STATE
             and np.where(index, hot == NO_PAGE, hot >= 0).all()
-            and len(self.copy_spans) in (0, len(self.copies))
-            and self.copy_spans.min(initial=0) >= 0
+            and self._spans_agree(direction)
             and self._sources_agree(direction)
         )
 
+    def _spans_agree(self, direction: Int32s) -> bool:
+        """True if each copy has a span or none has, and states are copied whole."""
+        spans = self.copy_spans
+        if not len(spans):
+            return True
+        return len(spans) == len(direction) and bool(
+            spans.min() >= 0 and (spans[direction >= COPY_SAVE_STATE, 1] == 0).all()
+        )
+
     def _sources_agree(self, direction: Int32s) -> bool:
-        """True if only whole pages that are restored come from another replica's tier."""
+        """True if only whole pages and states that are restored come from another replica's tier."""
         sources = self.copy_sources
         if not len(sources):
             return True
         return len(sources) == len(direction) and bool(
-            sources.min() >= 0 and (direction[sources > 0] == COPY_RESTORE).all()
+            sources.min() >= 0 and np.isin(direction[sources > 0], (COPY_RESTORE, COPY_RESTORE_STATE)).all()
         )
 
     def _drafts_agree(self) -> bool:

@@ -10,17 +10,25 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
 import torch
 
 from forebay.device import Device, Event
-from forebay.protocol.constants import COPY_END_WORDS, COPY_FAILED, COPY_OK, COPY_RESTORE_INDEX, COPY_SAVE
+from forebay.protocol.constants import (
+    COPY_END_WORDS,
+    COPY_FAILED,
+    COPY_OK,
+    COPY_RESTORE_INDEX,
+    COPY_SAVE,
+    COPY_SAVE_STATE,
+)
 from forebay.protocol.frames import Int32s
-from forebay.state.host import Bytes, HostPool, LentPages
+from forebay.state.host import Bytes, HostParts, HostPool, LentPages, PageSizes
 from forebay.state.pages import KvPool, Part
+from forebay.state.recurrent import StatePages
 
 _Page = TypeVar("_Page", torch.Tensor, Bytes)
 
@@ -30,6 +38,8 @@ class Copier:
 
     A save waits for the rows of the plan that names it. A restore waits for nothing, because no plan in flight names
     its target. It goes before all saves, because a request waits for it.
+
+    Copies of states have directions of their own, and take state pages in place of pages.
 
     If index pages have the numbers of host pages, a save takes a page's main part from one number and its index part
     from the other. Each part is then restored by itself.
@@ -44,16 +54,19 @@ class Copier:
         checksums: bool,
         lenders: Sequence[int | None] = (),
         writes: bool = True,
+        states: StatePages | None = None,
     ) -> None:
         """`gbps`: at most so many GB a second, for tests. `checksums`: of every page, checked.
 
         `lenders`: the descriptors of other replicas' host memory, which is mapped when a page is borrowed. `writes`
-        False: the first rank saves the same pages to the same memory, so a save here only waits for its rows.
+        False: the first rank saves the same pages to the same memory, so a save here only waits for its rows. `states`:
+        None if the model has none.
         """
         self._device = device
         self._kv = kv
         self._parts = [(part, list(zip(part.pieces(), self._layers(part), strict=True))) for part in kv.parts]
         self._host = host
+        self._states = states
         self._lenders = lenders
         self._writes = writes
         self._lent: dict[int, LentPages] = {}
@@ -91,7 +104,10 @@ class Copier:
                 span = spans[number].tolist() if len(spans) else [0, 0]
                 source = sources[number].tolist() if len(sources) else 0
                 copy = _Copy(*words, *span, *[source])
-                if copy.direction == COPY_SAVE:
+                if copy.direction == COPY_SAVE_STATE and self._states is not None:
+                    # A later plan may have saved another one there when this copy is made.
+                    copy = replace(copy, seen=self._states.seen(copy.hot))
+                if copy.is_save:
                     self._saves.append((copy, after))
                     self.saves += 1
                 else:
@@ -149,7 +165,7 @@ class Copier:
             try:
                 if self._writes or copy.direction != COPY_SAVE:
                     pages = self._pages(copy)
-                    moves = self._moves(copy, pages.pages)
+                    moves = self._moves(copy, pages)
                     fine = fine and self._copy(copy, moves, pages)
             except Exception as error:
                 # The brain computes what can't be copied.
@@ -162,26 +178,29 @@ class Copier:
                 taken = time.perf_counter() - begun
             with self._changed:
                 self._ended.append((copy.ticket, COPY_OK if fine else COPY_FAILED))
-                self._busy_us[int(copy.direction != COPY_SAVE)] += 1e6 * taken
-                self._saved += copy.direction == COPY_SAVE
+                self._busy_us[int(not copy.is_save)] += 1e6 * taken
+                self._saved += copy.is_save
                 self._changed.notify_all()
                 os.eventfd_write(self._news, 1)
 
-    def _pages(self, copy: _Copy) -> HostPool | LentPages:
+    def _pages(self, copy: _Copy) -> HostParts:
         """The host tier that has a copy's page. That of a lender is mapped when it is first read."""
         if not copy.source:
-            return self._host
+            return self._host.parts
         if copy.source not in self._lent:
             descriptor = self._lenders[copy.source - 1]
             if descriptor is None:
                 raise ValueError(f"replica {copy.source - 1} lends nothing to this one")
-            self._lent[copy.source] = LentPages(descriptor, self._kv.page_bytes)
-        return self._lent[copy.source]
+            sizes = PageSizes(self._kv.page_bytes, 0 if self._states is None else self._states.nbytes)
+            self._lent[copy.source] = LentPages(descriptor, sizes)
+        return self._lent[copy.source].parts
 
-    def _copy(self, copy: _Copy, moves: list[tuple[torch.Tensor, Bytes]], pages: HostPool | LentPages) -> bool:
-        """Copies a page; False if it is not as it was saved."""
-        save = copy.direction == COPY_SAVE
-        if not save and self._checksums and not pages.is_sealed(copy.host):
+    def _copy(self, copy: _Copy, moves: list[tuple[torch.Tensor, Bytes]], parts: HostParts) -> bool:
+        """Copies a page or a state; False if it is not as it was saved."""
+        if copy.is_of_state:
+            return self._copy_state(copy, moves, parts)
+        save = copy.is_save
+        if not save and self._checksums and not parts.is_sealed(copy.host):
             print(f"host page {copy.host} is not as it was saved", file=sys.stderr)
             return False
         self._device.move(moves, save=save)
@@ -189,8 +208,26 @@ class Copier:
             self._host.seal(copy.host, copy.first, copy.count or self._kv.page_size)
         return True
 
-    def _moves(self, copy: _Copy, pages: Bytes) -> list[tuple[torch.Tensor, Bytes]]:
+    def _copy_state(self, copy: _Copy, moves: list[tuple[torch.Tensor, Bytes]], parts: HostParts) -> bool:
+        """Copies a state with the number of its positions; False if it is not as it was saved."""
+        assert self._states is not None
+        if not copy.is_save and self._checksums and not parts.is_state_sealed(copy.host):
+            print(f"host state page {copy.host} is not as it was saved", file=sys.stderr)
+            return False
+        self._device.move(moves, save=copy.is_save)
+        if not copy.is_save:
+            self._states.has_come(copy.hot, int(parts.seen[copy.host]))
+            return True
+        parts.seen[copy.host] = copy.seen
+        if self._checksums:
+            self._host.seal_state(copy.host)
+        return True
+
+    def _moves(self, copy: _Copy, parts: HostParts) -> list[tuple[torch.Tensor, Bytes]]:
         """The moves of a copy: bytes of the device's memory, each with their place in the host's."""
+        if copy.is_of_state:
+            return self._moves_of_state(copy, parts.states)
+        pages = parts.pages
         kv, moves, at = self._kv, [], 0
         for part, pieces in self._parts:
             is_index = part is kv.index
@@ -201,6 +238,15 @@ class Copier:
                 at += len(at_host)
                 if copy.direction == COPY_SAVE or restored:
                     moves.append((self._rows(piece[number], layers, copy), self._rows(at_host, layers, copy)))
+        return moves
+
+    def _moves_of_state(self, copy: _Copy, pages: Bytes) -> list[tuple[torch.Tensor, Bytes]]:
+        if self._states is None:
+            raise ValueError("the model has no states")
+        moves, at = [], 0
+        for piece in self._states.page(copy.hot):
+            moves.append((piece, pages[copy.host, at : at + len(piece)]))
+            at += len(piece)
         return moves
 
     def _layers(self, part: Part) -> list[int]:
@@ -226,6 +272,16 @@ class _Copy:
     first: int
     count: int
     source: int
+    seen: int = 0
+    """The number of positions that the state has seen, if one is saved."""
+
+    @property
+    def is_save(self) -> bool:
+        return self.direction in (COPY_SAVE, COPY_SAVE_STATE)
+
+    @property
+    def is_of_state(self) -> bool:
+        return self.direction >= COPY_SAVE_STATE
 
 
 def _reached(event: Event) -> bool:

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from forebay.device import Device, Event
-from forebay.protocol.constants import NO_PAGE
+from forebay.protocol.constants import COPY_SAVE_STATE, NO_PAGE, CopyRecord
 from forebay.protocol.frames import Int32s
 from forebay.protocol.plan import Plan
 from forebay.runner.copier import Copier
@@ -17,6 +17,7 @@ from forebay.state.checks import PlanError
 from forebay.state.config import RunnerConfig
 from forebay.state.host import HostPool
 from forebay.state.pages import KvPool
+from forebay.state.recurrent import StatePages
 
 
 @dataclass(frozen=True)
@@ -33,17 +34,30 @@ class HostTier:
     """Has the copies of plans made, once they are checked."""
 
     def __init__(
-        self, config: RunnerConfig, device: Device, kv: KvPool, pool: HostPool, socket: int, *, sparse: bool
+        self,
+        config: RunnerConfig,
+        device: Device,
+        kv: KvPool,
+        pool: HostPool,
+        socket: int,
+        *,
+        sparse: bool,
+        states: StatePages | None,
     ) -> None:
-        """`socket` as of `HostMemory`. `sparse`: slots may be sparse, and then index keys have pages of their own."""
+        """`socket` as of `HostMemory`. `sparse`: slots may be sparse, and then index keys have pages of their own.
+
+        `states`: None if the model has none.
+        """
         self._config = config
         self._device = device
         self._pages = kv.page_count
-        self._host_pages = len(pool.pages)
+        self._host = pool.counts
         self._socket = socket
         self._sparse = sparse
         writes = config.rank == 0 or not config.host_shared
-        self._copier = Copier(device, kv, pool, config.copy_gbps, config.kv_checksum, config.host_lenders, writes)
+        self._states = states
+        of_config = config.copy_gbps, config.kv_checksum, config.host_lenders
+        self._copier = Copier(device, kv, pool, *of_config, writes, states)
 
     def wait_for_saves(self) -> None:
         """Has the next rows wait for saves, or waits itself. For measurements."""
@@ -71,14 +85,21 @@ class HostTier:
         return wait
 
     def _check(self, plan: Plan) -> None:
-        pages, host_pages, size = self._pages, self._host_pages, self._config.page_size
+        pages, size = self._pages, self._config.page_size
         lenders, sources = len(self._config.host_lenders), plan.copy_sources
         if sources.max(initial=0) > lenders:
             raise PlanError(f"a copy from lender {sources.max()} of {lenders}")
-        own = plan.copies[:, 3] if not len(sources) else plan.copies[sources == 0, 3]
-        if plan.copies[:, 2].max() >= pages or own.max(initial=0) >= host_pages:
-            raise PlanError(f"a copy outside of {pages} pages and {host_pages} of the host")
-        if not self._sparse and plan.copies[:, 2].min() == NO_PAGE:
+        is_of_state = plan.copies[:, CopyRecord.DIRECTION] >= COPY_SAVE_STATE
+        if self._states is None and is_of_state.any():
+            raise PlanError("copies of states in a plan for a model that has none")
+        is_own = np.full(len(plan.copies), True) if not len(sources) else sources == 0
+        for host_pages, of_kind in ((self._host.pages, ~is_of_state), (self._host.state_pages, is_of_state)):
+            # State pages of the device are counted where it is known what they have seen.
+            hot = plan.copies[~is_of_state & of_kind, CopyRecord.HOT]
+            own = plan.copies[is_own & of_kind, CopyRecord.HOST]
+            if hot.max(initial=0) >= pages or own.max(initial=-1) >= host_pages:
+                raise PlanError(f"a copy outside of {pages} pages and {host_pages} of the host")
+        if not self._sparse and plan.copies[:, CopyRecord.HOT].min() == NO_PAGE:
             raise PlanError("a copy of index keys alone, where they have no page of their own")
         if len(plan.copy_spans) and plan.copy_spans.astype(np.int64).sum(1).max() > size:
             raise PlanError(f"a copy of positions outside of a page of {size}: {plan.copy_spans.tolist()}")

@@ -55,11 +55,19 @@ from forebay.runner.measured import largest_plans, telling_of_memory
 from forebay.runner.planned import PlannedRows
 from forebay.runner.warm import sparse_plan, warm_plans
 from forebay.state.config import DTYPES, ConfigError, RunnerConfig
-from forebay.state.host import HostPool, host_page_count
+from forebay.state.host import HostPool, PageSizes, host_counts
 from forebay.state.hot_rows import HotRows
 from forebay.state.inputs import PromptRows
 from forebay.state.pages import KvPool
-from forebay.state.recurrent import RowStates, SlotStates, StateStore, StateTables, slot_bytes, state_page_count
+from forebay.state.recurrent import (
+    RowStates,
+    SlotStates,
+    StatePages,
+    StateStore,
+    StateTables,
+    slot_bytes,
+    state_page_count,
+)
 from forebay.state.sizes import Sizes
 from forebay.state.slots import PlanError, SlotTables
 from forebay.state.staging import StepInputs
@@ -138,8 +146,8 @@ class ModelRunner:
                 "layers and adapters"
             )
         if pool is not None and host is not None:
-            sparse = self.tables.hot is not None
-            self._tier = HostTier(config, self.device, self.kv, pool, host.socket, sparse=sparse)
+            sparse, states = self.tables.hot is not None, self._pages_of_states()
+            self._tier = HostTier(config, self.device, self.kv, pool, host.socket, sparse=sparse, states=states)
 
     def _meet(self, meet: Meet | None) -> Group | None:
         """Meets the other ranks. It comes before measurements of memory, because communicators take some."""
@@ -251,16 +259,30 @@ class ModelRunner:
         """The host's tier, if the brain wants one."""
         config = self.config
         # What is taken where devices and the host have one memory.
-        left = self.device.host_bytes(self.weight_bytes + self._image_bytes + self.kv.nbytes)
-        self.host_pages = pages = host_page_count(config, self.kv, left)
+        state_bytes = slot_bytes(config) + self._state_pages * self._state_bytes
+        left = self.device.host_bytes(self.weight_bytes + self._image_bytes + self.kv.nbytes + state_bytes)
+        self.host_counts = counts = host_counts(config, self.kv, (self._state_pages, self._state_bytes), left)
         """Pages of the host's tier; 0 without one."""
-        if pages == 0:
+        if counts.pages == 0:
             return None
         if host is None:
             raise ConfigError("a host tier without memory for it")
-        pool = HostPool(host.descriptor, pages, self.kv.page_bytes, config.page_size)
-        self.device.share(pool.pages)
+        states = self._pages_of_states()
+        sizes = PageSizes(self.kv.page_bytes, 0 if states is None else states.nbytes)
+        pool = HostPool(host.descriptor, counts, sizes, config.page_size)
+        self.device.share(pool.mapped)
         return pool
+
+    @property
+    def host_pages(self) -> int:
+        """Pages of keys and values of the host's tier; 0 without one."""
+        return self.host_counts.pages
+
+    def _pages_of_states(self) -> StatePages | None:
+        """The state pages that copies see; None: the model has none, or transformers' code keeps them."""
+        if self.states is None or not isinstance(self._store, StateTables):
+            return None
+        return StatePages(self.states, self._store)
 
     def _hot_rows(self, pool: HostPool | None) -> HotRows | None:
         """The tables of sparse slots, if there may be any."""
@@ -344,6 +366,7 @@ class ModelRunner:
             "kv_bytes": self.kv.nbytes,
             "device": self._choice.device_name,
             "host_page_count": self.host_pages,
+            "host_state_page_count": self.host_counts.state_pages,
             "page_bytes": self.kv.page_bytes,
             "hot_row_tokens": self.config.row_pages * self.config.page_size,
             "graphs": 0 if self._steps.graphs is None else self._steps.graphs.count,

@@ -100,6 +100,10 @@ class RunnerConfig:
     """True: pages have the same content on all ranks, which have one host tier together. The first writes it."""
     draft: DraftConfig | None = None
     """What drafts; None: the hand drafts nothing by itself."""
+    host_fits: bool = False
+    """True if `host_ratio` is the largest of those that the hand may choose: it takes what fits."""
+    host_state_pages: int | None = None
+    """State pages of an earlier hand's host tier, beside `host_pages`."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunnerConfig:
@@ -144,10 +148,10 @@ class RunnerConfig:
     def _check_states(self) -> None:
         """Refuses what there is not for recurrent layers. The brain refuses it first."""
         model = self.model_config
-        if isinstance(model, EncoderConfig) or model.state_bytes(self.dtype) == 0:
-            return
-        if self.has_host_tier:
-            raise ConfigError(f"{model.architecture} has recurrent layers, for whose states there is no host tier")
+        if isinstance(model, CalledConfig) and model.state_bytes(self.dtype) and self.has_host_tier:
+            raise ConfigError(
+                f"transformers' code computes {model.architecture}, for whose states there is no host tier"
+            )
 
     def _check_adapters(self) -> None:
         """Refuses adapters where there are none. The brain refuses them first."""

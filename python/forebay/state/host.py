@@ -2,14 +2,18 @@
 
 The brain makes the memory, an anonymous file, and the hand chooses its size. A page of all layers is one piece: its
 main part, then its index part if it has one, in the device's order. So copies of whole pages need not know the order
-inside. Behind the pages there is a checksum for each.
+inside. Behind the pages there is a checksum for each. The states of recurrent layers follow on state pages in the same
+way, each with a checksum and the number of positions that it has seen. The number of state pages is last.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import sys
 import zlib
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,83 +23,179 @@ from forebay.state.config import ConfigError, RunnerConfig
 from forebay.state.pages import KvPool
 
 CHECKSUM_BYTES = 4
+STATE_NOTE_WORDS = 2
+"""The words beside a state: its checksum, and the number of positions that it has seen."""
+COUNT_BYTES = 8
+"""Bytes of the number of state pages at the end of a file that has some."""
 
 Bytes = npt.NDArray[np.uint8]
+_Words: TypeAlias = npt.NDArray[np.uint32]
 
 
-def asked_pages(config: RunnerConfig, pages: int, page_bytes: int) -> int:
+@dataclass(frozen=True)
+class HostCounts:
+    """The numbers of pages of a host tier; both 0: there is no tier."""
+
+    pages: int = 0
+    state_pages: int = 0
+
+
+@dataclass(frozen=True)
+class PageSizes:
+    """Bytes of a page of all layers and of a state; 0: the model has no states."""
+
+    page: int
+    state: int = 0
+
+    @property
+    def of_page(self) -> int:
+        """Bytes of a page and its checksum."""
+        return self.page + CHECKSUM_BYTES
+
+    @property
+    def of_state(self) -> int:
+        """Bytes of a state and its note."""
+        return self.state + 4 * STATE_NOTE_WORDS
+
+    def file_bytes(self, counts: HostCounts) -> int:
+        """The length of a file with so many pages."""
+        states = counts.state_pages * self.of_state + COUNT_BYTES if self.state else 0
+        return counts.pages * self.of_page + states
+
+
+def asked_pages(config: RunnerConfig, pages: int, page_bytes: int, device_bytes: int | None = None) -> int:
     """The requested number of pages of the host's tier, beside so many of the device; 0: none.
 
-    Raises `ConfigError` if the request is less than a page of `page_bytes`.
+    `device_bytes` are those of all pages of the device of any kind; None: there are no others, and a size in bytes is
+    for pages alone. Raises `ConfigError` if the request is less than a page of `page_bytes`.
     """
     if config.host_pages is not None:
         # What an earlier hand was given: its blocks are there.
         return config.host_pages
-    if config.host_bytes is not None:
+    if config.host_bytes is not None and device_bytes is None:
         asked = config.host_bytes // page_bytes
-    elif config.host_ratio is not None:
-        asked = int(config.host_ratio * pages)
+    elif config.host_bytes is not None or config.host_ratio is not None:
+        asked = _asked(config, pages, device_bytes or 0)
     else:
         return 0
     if asked < 1:
-        wanted = f"{config.host_ratio} of the pages" if config.host_bytes is None else f"{config.host_bytes} bytes"
-        raise ConfigError(f"a host tier of {wanted} holds no page of {page_bytes} bytes")
+        raise ConfigError(f"a host tier of {_size_asked(config)} holds no page of {page_bytes} bytes")
     return asked
 
 
-def host_page_count(config: RunnerConfig, kv: KvPool, available_bytes: int) -> int:
-    """The number of pages of the host's tier, 0 without one.
+def host_counts(config: RunnerConfig, kv: KvPool, states: tuple[int, int], available_bytes: int) -> HostCounts:
+    """The numbers of pages of the host's tier.
 
-    `available_bytes` is the free memory beside weights and pages of the device. Raises `ConfigError` if it is not
-    enough for the request, or the request is less than a page.
+    `states` are the number and the bytes of the device's state pages. Pages and state pages divide the tier as they
+    divide the device's memory. `available_bytes` is the free memory beside weights and pages of the device. Raises
+    `ConfigError` if it is not enough for the request, or the request is less than a page.
     """
     if config.host_bytes is None and config.host_ratio is None and config.host_pages is None:
-        return 0
+        return HostCounts()
     if not kv.layers:
         raise ConfigError("the model keeps no keys and values, so a host tier has nothing to hold: leave it off")
-    pages = asked_pages(config, kv.page_count, kv.page_bytes)
     if config.host_pages is not None:
-        return pages
-    size = pages * kv.page_bytes
+        # What an earlier hand was given: its blocks are there.
+        return HostCounts(config.host_pages, config.host_state_pages or 0)
+    state_pages, state_bytes = states
+    device = kv.page_count * kv.page_bytes + state_pages * state_bytes
     most = int(config.host_share * available_bytes)
+    if config.host_fits and config.host_ratio is not None and config.host_ratio * device > most:
+        most = max(most, 0)
+        print(
+            f"the host tier has {most / device:.2f} pages for each page of the device: more do not fit into the "
+            f"{most / 1e9:.1f} GB that it may take",
+            file=sys.stderr,
+        )
+        config = replace(config, host_bytes=most)
+    pages, wanted = asked_pages(config, kv.page_count, kv.page_bytes, device), 0
+    if state_pages:
+        wanted = _asked(config, state_pages, device)
+        if wanted < 1:
+            raise ConfigError(f"a host tier of {_size_asked(config)} holds no state of {state_bytes} bytes")
+    size = pages * kv.page_bytes + wanted * state_bytes
     if size > most:
         raise ConfigError(
             f"a host tier of {size / 1e9:.1f} GB does not fit: {available_bytes / 1e9:.1f} GB are available "
             f"beside weights and KV pool, of which it may take {config.host_share:.0%}; choose --hicache-size "
             "or a smaller KV pool"
         )
-    return pages
+    return HostCounts(pages, wanted)
+
+
+def _asked(config: RunnerConfig, pages: int, device_bytes: int) -> int:
+    """The requested number of host pages for so many of the device, all of whose pages have `device_bytes`."""
+    if config.host_bytes is not None:
+        return config.host_bytes * pages // device_bytes
+    return int((config.host_ratio or 0.0) * pages)
+
+
+def _size_asked(config: RunnerConfig) -> str:
+    return f"{config.host_ratio} of the pages" if config.host_bytes is None else f"{config.host_bytes} bytes"
 
 
 class LentPages:
-    """The pages of another replica's host tier, `[pages, page_bytes]` of bytes, which are only read."""
+    """The pages of another replica's host tier, which are only read."""
 
-    def __init__(self, descriptor: int, page_bytes: int) -> None:
+    def __init__(self, descriptor: int, sizes: PageSizes) -> None:
         """Maps the file behind `descriptor`, which a hand with pages of the same form has made as long as they are."""
         size = os.fstat(descriptor).st_size
-        pages = size // (page_bytes + CHECKSUM_BYTES)
-        if not pages or size % (page_bytes + CHECKSUM_BYTES):
-            raise ValueError(f"{size} bytes of a lender are no pages of {page_bytes}")
+        states, rest = 0, size
+        if sizes.state and size > COUNT_BYTES:
+            states = int.from_bytes(os.pread(descriptor, COUNT_BYTES, size - COUNT_BYTES), sys.byteorder)
+            rest = size - COUNT_BYTES - states * sizes.of_state
+        pages = rest // sizes.of_page
+        if pages <= 0 or rest % sizes.of_page:
+            raise ValueError(f"{size} bytes of a lender are no pages of {sizes.page} and {sizes.state}")
         mapped = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        self.pages, self._checksums = _divided(np.frombuffer(mapped, np.uint8), pages, page_bytes)
+        self.parts = HostParts(np.frombuffer(mapped, np.uint8), HostCounts(pages, states), sizes)
+
+
+class HostParts:
+    """The pages of a host tier in mapped memory."""
+
+    def __init__(self, mapped: Bytes, counts: HostCounts, sizes: PageSizes) -> None:
+        self.pages, end = _pages(mapped, counts.pages, sizes.page)
+        """uint8 [pages, page_bytes]"""
+        self.checksums, end = _notes(mapped[end:], counts.pages, 1), end + CHECKSUM_BYTES * counts.pages
+        rest = mapped[end:]
+        self.states, end = _pages(rest, counts.state_pages, sizes.state)
+        """uint8 [state_pages, state_bytes]"""
+        notes = _notes(rest[end:], counts.state_pages, STATE_NOTE_WORDS)
+        self.state_checksums, self.seen = notes[:, 0], notes[:, 1]
+        """`seen` [state_pages]: the number of positions that each state has seen"""
 
     def is_sealed(self, page: int) -> bool:
         """True if a page has the content of its checksum."""
-        return bool(self._checksums[page] == zlib.crc32(self.pages[page].data))
+        return bool(self.checksums[page, 0] == zlib.crc32(self.pages[page].data))
+
+    def is_state_sealed(self, page: int) -> bool:
+        """True if a state page has the content of its checksum."""
+        return bool(self.state_checksums[page] == zlib.crc32(self.states[page].data))
 
 
 class HostPool:
-    """The host's pages, `[pages, page_bytes]` of bytes, in the brain's memory."""
+    """The host's pages in the brain's memory."""
 
-    def __init__(self, descriptor: int, pages: int, page_bytes: int, page_size: int) -> None:
+    def __init__(self, descriptor: int, counts: HostCounts, sizes: PageSizes, page_size: int) -> None:
         """Maps the file behind `descriptor`, which stays the caller's; it grows if it is too small."""
-        size = pages * (page_bytes + CHECKSUM_BYTES)
+        size = sizes.file_bytes(counts)
         if os.fstat(descriptor).st_size < size:
             os.ftruncate(descriptor, size)
-        mapped = np.frombuffer(mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED), np.uint8)
-        self.pages, self._checksums = _divided(mapped, pages, page_bytes)
+        if sizes.state:
+            end = os.fstat(descriptor).st_size - COUNT_BYTES
+            os.pwrite(descriptor, counts.state_pages.to_bytes(COUNT_BYTES, sys.byteorder), end)
+        self.mapped: Bytes = np.frombuffer(mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED), np.uint8)
+        """All of it, uint8 [bytes]."""
+        self.counts = counts
+        self.parts = HostParts(self.mapped, counts, sizes)
         self._page_size = page_size
-        self._parts: dict[int, set[int]] = {}
+        self._saved: dict[int, set[int]] = {}
+
+    @property
+    def pages(self) -> Bytes:
+        """The pages of keys and values, uint8 [pages, page_bytes]."""
+        return self.parts.pages
 
     def rows(self, kv: KvPool) -> list[torch.Tensor]:
         """The main part of all pages as rows, `[pages, page_size, width]` for each layer, if it is one pool of rows."""
@@ -108,21 +208,26 @@ class HostPool:
     def seal(self, page: int, first: int, count: int) -> None:
         """Notes the checksum of a page after a save of these positions, once all positions are saved."""
         if count < self._page_size:
-            saved = self._parts.setdefault(page, set())
+            saved = self._saved.setdefault(page, set())
             if first == 0:
                 saved.clear()
             saved.update(range(first, first + count))
             if len(saved) < self._page_size:
                 return
-        self._parts.pop(page, None)
-        self._checksums[page] = zlib.crc32(self.pages[page].data)
+        self._saved.pop(page, None)
+        self.parts.checksums[page] = zlib.crc32(self.pages[page].data)
 
-    def is_sealed(self, page: int) -> bool:
-        """True if a page has the content of its checksum."""
-        return bool(self._checksums[page] == zlib.crc32(self.pages[page].data))
+    def seal_state(self, page: int) -> None:
+        """Notes the checksum of a state page."""
+        self.parts.state_checksums[page] = zlib.crc32(self.parts.states[page].data)
 
 
-def _divided(mapped: Bytes, pages: int, page_bytes: int) -> tuple[Bytes, npt.NDArray[np.uint32]]:
-    """The pages of a host tier, and their checksums."""
-    end = pages * page_bytes
-    return mapped[:end].reshape(pages, page_bytes), mapped[end:].view(np.uint32)
+def _pages(mapped: Bytes, count: int, size: int) -> tuple[Bytes, int]:
+    """The first `count` pages of `size` bytes in memory, [count, size], and their end."""
+    end = count * size
+    return mapped[:end].reshape(count, size), end
+
+
+def _notes(mapped: Bytes, count: int, words: int) -> _Words:
+    """The notes of so many pages at the beginning of memory, [count, words]."""
+    return mapped[: 4 * count * words].view(np.uint32).reshape(count, words)

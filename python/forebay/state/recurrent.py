@@ -19,7 +19,14 @@ import torch
 from forebay.attention.states import LayerStates, StatePiece, StepStates
 from forebay.device import Device
 from forebay.gpu.recurrent import NO_STATE
-from forebay.protocol.constants import FLAG_MASKED, SlotRecord, StateCopy
+from forebay.protocol.constants import (
+    COPY_RESTORE_STATE,
+    COPY_SAVE_STATE,
+    FLAG_MASKED,
+    CopyRecord,
+    SlotRecord,
+    StateCopy,
+)
 from forebay.protocol.frames import Int32s
 from forebay.protocol.plan import Plan
 from forebay.state.checks import PlanError, within
@@ -28,7 +35,7 @@ from forebay.state.counts import Int64s
 from forebay.weights.config import ModelConfig
 from forebay.weights.parts import Recurrence
 
-__all__ = ["RowStates", "SlotStates", "StateStore", "StateTables", "slot_bytes", "state_page_count"]
+__all__ = ["RowStates", "SlotStates", "StatePages", "StateStore", "StateTables", "slot_bytes", "state_page_count"]
 
 _NOTHING = -1
 """The number of positions of a slot or page without a state."""
@@ -135,7 +142,29 @@ class SlotStates:
                 self._other[slot] = start + length - 1
                 self._half[slot] = 1 - self._half[slot]
             target[number] = self._row(slot)
-        return RowStates(source, target, np.array(fresh, np.int64), loads, self._save(plan.state_saves))
+        saves = self._save(plan.state_saves)
+        self._copy(plan.copies)
+        return RowStates(source, target, np.array(fresh, np.int64), loads, saves)
+
+    def seen(self, page: int) -> int:
+        """The number of positions that the state on a page has seen."""
+        return int(self._of_page[page])
+
+    def has_come(self, page: int, seen: int) -> None:
+        """Notes that a state has come to a page from the host. Called by any thread."""
+        self._of_page[page] = seen
+
+    def _copy(self, copies: Int32s) -> None:
+        """Checks copies of states to the host and back, whose targets have no state until it has come."""
+        of_states = copies[copies[:, CopyRecord.DIRECTION] >= COPY_SAVE_STATE]
+        if not len(of_states):
+            return
+        within(of_states[:, CopyRecord.HOT], self.page_count, "copy of a state: page")
+        for direction, page in of_states[:, [CopyRecord.DIRECTION, CopyRecord.HOT]].tolist():
+            if direction == COPY_RESTORE_STATE:
+                self._of_page[page] = _NOTHING
+            elif self._of_page[page] == _NOTHING:
+                raise PlanError(f"state page {page} has no state for the host")
 
     def _row(self, slot: int) -> int:
         return int(slot + self.slots * self._half[slot])
@@ -226,6 +255,10 @@ class StateTables:
         for tables in self._all:
             tables.index_fill_(1, numbers, 0)
 
+    def pieces(self) -> list[torch.Tensor]:
+        """The bytes of each row, uint8 `[rows, bytes]` for each table in turn."""
+        return [table.flatten(1).view(torch.uint8) for tables in self._all for table in tables]
+
     def step(self, pieces: Iterable[StatePiece]) -> StepStates:
         singles: list[StatePiece] = []
         late: list[StatePiece] = []
@@ -243,3 +276,26 @@ class StateTables:
         numbers: Int64s = np.array(pieces, np.int64).reshape(-1, 4)
         first, source, target = self._device.copy_in(*(numbers[:, at].copy() for at in (0, 2, 3)))
         return first, source, target
+
+
+class StatePages:
+    """The state pages of the device, as copies to the host and back see them."""
+
+    def __init__(self, slots: SlotStates, tables: StateTables) -> None:
+        self._slots = slots
+        self._pieces = tables.pieces()
+        self._first = 2 * slots.slots
+        self.nbytes = sum(piece.shape[1] for piece in self._pieces)
+        """Bytes of a page over all layers."""
+
+    def page(self, number: int) -> list[torch.Tensor]:
+        """The bytes of a page, uint8 `[bytes]` for each table in turn."""
+        return [piece[self._first + number] for piece in self._pieces]
+
+    def seen(self, page: int) -> int:
+        """The number of positions that the state on a page has seen."""
+        return self._slots.seen(page)
+
+    def has_come(self, page: int, seen: int) -> None:
+        """Notes that a state has come to a page from the host. Called by any thread."""
+        self._slots.has_come(page, seen)

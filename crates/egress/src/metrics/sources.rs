@@ -136,6 +136,11 @@ pub(super) const GAUGES: &[Source<ReplicaReport>] = &[
             if windows.pages == 0 { 0.0 } else { held / all }
         },
     ),
+    ("forebay:host_state_pages_used_perc", "Share of the host tier's state pages in use.", |r| {
+        let states = &r.stats.scheduler.states;
+        let all = states.host_pages;
+        if all == 0 { 0.0 } else { states.host_pages_used as f64 / all as f64 }
+    }),
     ("forebay:lora_places_used", "Places whose adapter some request uses.", |r| {
         r.stats.scheduler.places.used as f64
     }),
@@ -481,6 +486,12 @@ pub(super) const HOST_COUNTERS: &[Source<ReplicaReport>] = &[
     }),
     ("forebay:state_evictions_total", "Kept recurrent states that gave way to others.", |r| {
         r.stats.scheduler.states.evictions as f64
+    }),
+    ("forebay:host_states_saved_total", "Recurrent states that reached the host tier.", |r| {
+        r.stats.scheduler.states.copied as f64
+    }),
+    ("forebay:host_states_restored_total", "Recurrent states that came back from there.", |r| {
+        r.stats.scheduler.states.restored as f64
     }),
 ];
 

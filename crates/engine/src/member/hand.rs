@@ -5,8 +5,8 @@ use std::sync::atomic::Ordering;
 
 use forebay_protocol::Ready;
 use forebay_scheduler::{
-    Drafts, HostTier, PoolSizes, STEP_WORDS, Scheduler, SchedulerConfig, Sparse, StateCache, Tower,
-    WindowPart,
+    Drafts, HostTier, PageCounts, STEP_WORDS, Scheduler, SchedulerConfig, Sparse, StateCache,
+    Tower, WindowPart,
 };
 use tracing::{error, info, warn};
 
@@ -72,6 +72,8 @@ impl Member {
         let states = is_recurrent.then_some(StateCache {
             pages: facts.state_page_count,
             interval: self.config.state_interval,
+            host_pages: facts.host_state_page_count,
+            weight: StateCache::weight_of(facts.state_bytes, facts.page_bytes),
         });
         // No model chooses positions and has recurrent layers.
         let sparse = host
@@ -81,18 +83,13 @@ impl Member {
         let positions = if sparse.is_some() { facts.host_page_count } else { pages };
         let pool = positions.saturating_mul(self.config.page_size);
         self.adapters.know_again();
-        self.page_bytes = facts.page_bytes;
+        (self.page_bytes, self.state_bytes) = (facts.page_bytes, facts.state_bytes);
         self.constrained.vocabulary = facts.vocab_size;
         if let Some(scheduler) = &mut self.scheduler {
             let mut known = self.shared.facts.lock();
-            let sizes = |facts: &Ready| PoolSizes {
-                pages: facts.page_count,
-                host_pages: facts.host_page_count,
-                state_pages: facts.state_page_count,
-                window_pages: facts.window_page_count,
-            };
-            if let Some(known) = known.as_mut().filter(|known| sizes(&known.hand) != sizes(facts)) {
-                scheduler.resize(sizes(facts));
+            if let Some(known) = known.as_mut().filter(|known| counts(&known.hand) != counts(facts))
+            {
+                scheduler.resize(counts(facts));
                 known.hand = facts.clone();
             }
             drop(known);
@@ -103,8 +100,10 @@ impl Member {
         if context_length < self.config.context_length {
             warn!(context_length, "the KV pool is smaller than the context length");
         }
-        if let Some(states) = states {
-            tell_states(states.pages, self.config.prefix_cache, host.is_some());
+        if states.is_some_and(|states| states.pages == 0) && self.config.prefix_cache {
+            info!(
+                "requests share no prefixes: the hand keeps no recurrent states beside their own"
+            );
         }
         self.shared.room.store(context_length, Ordering::Release);
         let page_size = self.config.page_size;
@@ -202,17 +201,13 @@ impl Member {
     }
 }
 
-/// Says what a model with recurrent layers shares between requests.
-fn tell_states(pages: u32, prefix_cache: bool, host: bool) {
-    if !prefix_cache {
-        return;
-    }
-    if pages == 0 {
-        info!("requests share no prefixes: the hand keeps no recurrent states beside their own");
-    } else if host {
-        info!(
-            pages,
-            "recurrent states have no host tier: blocks come back from it only where their state is still on the device"
-        );
+/// The numbers of pages of a hand.
+fn counts(facts: &Ready) -> PageCounts {
+    PageCounts {
+        pages: facts.page_count,
+        host_pages: facts.host_page_count,
+        state_pages: facts.state_page_count,
+        host_state_pages: facts.host_state_page_count,
+        window_pages: facts.window_page_count,
     }
 }

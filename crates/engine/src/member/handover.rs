@@ -89,8 +89,8 @@ impl Member {
     pub(super) fn loan(&self, lent: LentBlocks) -> Loan {
         let handle = EngineHandle { shared: Arc::clone(&self.shared), orders: self.orders.clone() };
         let lender = self.peers.as_ref().map_or(0, |peers| peers.replica());
-        let LentBlocks { loan, pages } = lent;
-        Loan::new(lender, pages, Box::new(move || handle.take_back(loan)))
+        let LentBlocks { loan, pages, states } = lent;
+        Loan::new(lender, pages, Box::new(move || handle.take_back(loan))).with_states(states)
     }
 
     fn orphan(&mut self, request: Request) -> Orphan {

@@ -76,8 +76,9 @@ pub(crate) struct Member {
     arriving: HashMap<u64, u64>,
     /// Since when copies are under way, and none has ended.
     copying_us: Option<u64>,
-    /// Bytes of a page, as the hand says.
+    /// Bytes of a page, and of a state page, as the hand says.
     page_bytes: u64,
+    state_bytes: u64,
     /// The payloads of requests in the arena.
     payloads: Held,
     pictures: Pictures,
@@ -128,6 +129,7 @@ impl Member {
             arriving: HashMap::new(),
             copying_us: None,
             page_bytes: 0,
+            state_bytes: 0,
             payloads: Held::default(),
             pictures: Pictures::default(),
             carrying,
@@ -359,9 +361,11 @@ impl Member {
             return;
         };
         let scheduler = scheduler.stats();
+        let bytes = |blocks, states| blocks * self.page_bytes + states * self.state_bytes;
+        let (host, states) = (&scheduler.host, &scheduler.states);
         let hand = HandStats {
-            saved_bytes: scheduler.host.blocks_saved * self.page_bytes,
-            restored_bytes: scheduler.host.blocks_restored * self.page_bytes,
+            saved_bytes: bytes(host.blocks_saved, states.copied),
+            restored_bytes: bytes(host.blocks_restored, states.restored),
             ..self.stats
         };
         *self.shared.stats.lock() = Stats { scheduler, hand };

@@ -10,10 +10,12 @@ pub(crate) struct TierFlags {
     /// computed again.
     #[arg(long, visible_alias = "enable-hicache")]
     pub(crate) enable_hierarchical_cache: bool,
-    /// Pages of the host tier for each page of the device [default: 2].
+    /// Pages of the host tier for each page of the device, and state pages for each state page
+    /// [default: 2, or what fits].
     #[arg(long, value_name = "RATIO", conflicts_with = "hicache_size", value_parser = ratio)]
     pub(crate) hicache_ratio: Option<f64>,
-    /// The size of each replica's host tier in GB (10^9 bytes), instead of a ratio.
+    /// The size of each replica's host tier in GB (10^9 bytes), instead of a ratio. Pages and state
+    /// pages divide it as they divide the device's memory.
     #[arg(long, value_name = "GB", value_parser = positive)]
     pub(crate) hicache_size: Option<f64>,
     /// The time at which a block is copied to the host tier [default: write_through].
@@ -63,6 +65,13 @@ impl TierFlags {
     /// True if there is to be a host tier.
     pub(crate) fn on(&self) -> bool {
         self.enable_hierarchical_cache || self.kv_offloading_size.is_some()
+    }
+
+    /// True if a flag names the size of the tier.
+    pub(crate) fn names_size(&self) -> bool {
+        self.hicache_ratio.is_some()
+            || self.hicache_size.is_some()
+            || self.kv_offloading_size.is_some()
     }
 
     /// A flag that says something of the host tier, if one was given.

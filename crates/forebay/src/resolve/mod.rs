@@ -41,8 +41,16 @@ pub(crate) use windows::why_one_pool;
 
 /// Fields of a hand's configuration that are no settings: the files of the model, and facts about
 /// one hand of many.
-const NO_SETTINGS: [&str; 7] =
-    ["model", "draft", "rank", "world_size", "host_pages", "host_shared", "host_lenders"];
+const NO_SETTINGS: [&str; 8] = [
+    "model",
+    "draft",
+    "rank",
+    "world_size",
+    "host_pages",
+    "host_state_pages",
+    "host_shared",
+    "host_lenders",
+];
 
 /// The configuration of each part: all that was decided before the hand started. A setting that
 /// several parts need has the same name and value in each of them.

@@ -29,7 +29,6 @@ pub(super) fn check(flags: &ServeFlags, model: &Model, device: Device) -> Result
     let policy = flags.tiers.hicache_write_policy;
     let refused = [
         (model.pooling.is_some(), "a model that pools generates nothing"),
-        (model.has_states(), "recurrent states are in no host tier yet"),
         (flags.sparse.enable_hisparse, "--enable-hisparse has host pages of its own"),
         (experts, "--enable-dp-attention and experts by rank: ranks lend no pages yet"),
         (ranks.tp_size > 1, "--tp-size: ranks lend no pages yet"),

@@ -12,7 +12,7 @@ struct Line {
 }
 
 /// Keys of settings that no flag names alone.
-const DERIVED: [&str; 17] = [
+const DERIVED: [&str; 18] = [
     // The model and its hand.
     "chat",
     "family",
@@ -26,6 +26,7 @@ const DERIVED: [&str; 17] = [
     // Of several flags, or of the machine.
     "gpus",
     "graph_rows",
+    "host_fits",
     "host_share",
     "host_tier",
     "slots",

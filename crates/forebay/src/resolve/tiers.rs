@@ -37,25 +37,31 @@ impl HostSize {
         }
     }
 
-    /// The number of host pages, for a device with `pages` pages and this profile.
+    /// The number of host pages and of host state pages, for a device with so many of both and this
+    /// profile.
     ///
     /// # Errors
     /// The profile has no bytes of a page, or the number is invalid.
-    pub(crate) fn pages(self, profile: &Profile, pages: u32, page_size: u32) -> Result<u32> {
-        let count = match self {
-            Self::Ratio(ratio) => ratio * f64::from(pages),
-            Self::Bytes(bytes) => match profile.page_bytes(page_size, false).all() {
-                0 => bail!(
-                    "profile {} does not say what a token's keys and values take (kv.main_bytes_token): use --hicache-ratio",
-                    profile.name
-                ),
-                page => (bytes / page) as f64,
-            },
+    pub(crate) fn pages(
+        self,
+        profile: &Profile,
+        device: [u32; 2],
+        page_size: u32,
+    ) -> Result<[u32; 2]> {
+        let ratio = match self {
+            Self::Ratio(ratio) => ratio,
+            Self::Bytes(_) if profile.page_bytes(page_size, false).all() == 0 => bail!(
+                "profile {} does not say what a token's keys and values take (kv.main_bytes_token): use --hicache-ratio",
+                profile.name
+            ),
+            Self::Bytes(bytes) => profile.host_ratio(bytes, device, page_size),
         };
-        if count < 1.0 {
+        let counts = device.map(|pages| (ratio * f64::from(pages)).min(f64::from(i32::MAX)) as u32);
+        let [pages, state_pages] = counts;
+        if pages == 0 || device[1] > 0 && state_pages == 0 {
             bail!("the host tier holds no page");
         }
-        Ok(count.min(f64::from(i32::MAX)) as u32)
+        Ok(counts)
     }
 }
 
@@ -91,10 +97,15 @@ pub(super) fn engine(
             "a host tier keeps blocks of the prefix cache, and this model's vectors are means of states that all have to be computed"
         );
     }
-    if model.has_states() {
+    if model.has_states() && model.called.is_some() {
         bail!(
-            "a host tier keeps keys and values, and layers of {} keep recurrent states, which no tier has yet",
+            "transformers' code computes {}, and keeps its recurrent states in a form that no host tier has",
             model.name
+        );
+    }
+    if model.has_states() && flags.states.disable_state_cache {
+        bail!(
+            "a host tier keeps blocks of the prefix cache, and --disable-state-cache has nobody go on behind one"
         );
     }
     if is_sparse && flags.sim.sim_tokens_a_row.is_some_and(|tokens| tokens > 1) {
@@ -135,6 +146,8 @@ pub(super) fn hand(flags: &ServeFlags, on: bool) -> HandConfig {
     HandConfig {
         host_bytes: if let Some(HostSize::Bytes(bytes)) = size { Some(bytes) } else { None },
         host_ratio: if let Some(HostSize::Ratio(ratio)) = size { Some(ratio) } else { None },
+        // With sparse decoding the device has a page of index keys for each page of the host.
+        host_fits: on && !tiers.names_size() && !sparse.enable_hisparse,
         copy_gbps: tiers.debug_kv_copy_gbps,
         kv_checksum: tiers.debug_kv_checksum,
         hot_row_tokens: sparse.enable_hisparse.then_some(rows),

@@ -10,6 +10,10 @@ use crate::hash::{BlockHash, BuildNameHasher};
 use crate::loan::Loan;
 use crate::pool::{Host, Hot, Lease};
 
+/// The tickets of states' copies begin here, so that no other copy has the same. A ticket has 31
+/// bits on the wire.
+const STATE_TICKETS: u32 = 1 << 30;
+
 /// The host page of a copy.
 #[derive(Debug)]
 pub(super) enum HostPage {
@@ -152,9 +156,9 @@ impl Tiers {
         hot: Option<Lease<Hot>>,
         host: HostPage,
     ) -> u32 {
-        let ticket = self.next_ticket;
-        // It has 31 bits on the wire. No copy is under way for two billion others.
-        self.next_ticket = (ticket + 1) & i32::MAX.cast_unsigned();
+        let ticket = self.next_ticket + if self.of_states { STATE_TICKETS } else { 0 };
+        // No copy is under way for a billion others.
+        self.next_ticket = (self.next_ticket + 1) % STATE_TICKETS;
         if let Some(name) = name {
             self.moving(direction).insert(name, ticket);
         }
@@ -167,9 +171,14 @@ impl Tiers {
         let copy = self.copies.get_mut(&ticket)?;
         copy.sent = true;
         let hot = copy.hot.as_ref().map(Lease::page);
-        let Copying { direction, host, span, .. } = copy;
+        let &mut Copying { direction, ref host, span, .. } = copy;
+        let direction = match direction {
+            Direction::Save if self.of_states => Direction::SaveState,
+            Direction::Restore if self.of_states => Direction::RestoreState,
+            other => other,
+        };
         let (page, lender) = (host.page(), host.lender());
-        Some(PageCopy { ticket, direction: *direction, hot, host: page, span: *span, lender })
+        Some(PageCopy { ticket, direction, hot, host: page, span, lender })
     }
 
     /// The copies of named blocks that go this way.
@@ -222,6 +231,8 @@ impl Tiers {
                 name.into_iter().for_each(|name| self.not_readable(name));
             }
             (Direction::Restore, true, None) => {}
+            // Plans alone have these names: here a state is saved and restored as a block is.
+            (Direction::SaveState | Direction::RestoreState, ..) => {}
         }
         hot.into_iter().for_each(|hot| self.hot.release(hot));
         self.release_source(host);

@@ -110,7 +110,7 @@ impl Tiers {
     /// Starts to copy a lent block to a hot page. Gives its new page, and the ticket. `None`: the
     /// block is not lent, or every hot page is held.
     pub fn borrow(&mut self, name: BlockHash, loan: &Arc<Loan>) -> Option<(Lease<Hot>, u32)> {
-        let page = loan.page(name)?;
+        let page = if self.of_states { loan.state(name) } else { loan.page(name) }?;
         let hot = self.allocate()?;
         let waiter = self.hot.join(&hot);
         let source = HostPage::Lent { loan: Arc::clone(loan), page };

@@ -12,6 +12,9 @@
 //! In *backed* tiers ([`Tiers::backed`]) every hot page of a request has a page of the host tier
 //! from the start. The hot page can then be given up while the request goes on; `backed` has the
 //! rules.
+//!
+//! Kept states of recurrent layers have tiers of their own ([`Tiers::of_states`]), by the same
+//! rules. Their pages are state pages, and the state behind a block has the block's name.
 
 mod backed;
 mod copies;
@@ -80,6 +83,8 @@ pub struct Tiers {
     cleared: bool,
     noting: bool,
     backed: Option<Backed>,
+    /// True if the pages are state pages.
+    of_states: bool,
     loans: Loans,
 }
 
@@ -102,8 +107,15 @@ impl Tiers {
             cleared: false,
             noting: false,
             backed: None,
+            of_states: false,
             loans: Loans::default(),
         }
+    }
+
+    /// Tiers of so many free state pages each. Their copies have tickets of their own.
+    #[must_use]
+    pub fn of_states(pages: u32, host_pages: u32) -> Self {
+        Self { of_states: true, ..Self::new(pages, host_pages) }
     }
 
     /// The hot tier, for reads.
@@ -180,6 +192,12 @@ impl Tiers {
     #[must_use]
     pub fn only_on_host(&self, name: BlockHash) -> bool {
         !self.hot.contains(name) && !self.under_way.contains_key(&name) && self.host.contains(name)
+    }
+
+    /// True if the host tier holds a block.
+    #[must_use]
+    pub fn is_on_host(&self, name: BlockHash) -> bool {
+        self.host.contains(name)
     }
 
     /// True if a block is in a tier, or on its way to the hot one.

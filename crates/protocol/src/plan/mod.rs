@@ -136,7 +136,7 @@ columns! {
         /// The ids of each of them, ascending.
         13 allowed_ids: Vec<i32>,
         /// Copy a page between the device's memory and the host's. `direction` 0 saves, 1 restores,
-        /// 2 restores index keys alone, and `hot` is -1.
+        /// 2 restores index keys alone, and `hot` is -1; 3 saves and 4 restores a state page.
         14 copies: Vec<CopyRecord>,
         /// In a plan without rows: answer when a copy has ended, when another plan has come, or
         /// after so many microseconds (at most 1000).

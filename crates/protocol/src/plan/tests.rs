@@ -200,13 +200,18 @@ fn what_is_not_known_is_refused() {
     let twice = states(&[[0, 4], [1, 4]]);
     assert_eq!(refused(&|plan| plan.state_saves.clone_from(&twice)), disagree, "a page twice");
     let copy = |copy: [i32; 4]| bytemuck::cast_slice(&copy).to_vec();
-    assert_eq!(refused(&|plan| plan.copies = copy([1, 3, 3, 4])), disagree, "no direction");
+    assert_eq!(refused(&|plan| plan.copies = copy([1, 5, 3, 4])), disagree, "no direction");
+    for direction in [3, 4] {
+        let state = copy([1, direction, 3, 4]);
+        assert_eq!(refused(&|plan| plan.copies.clone_from(&state)), None, "of a state");
+    }
     assert_eq!(
         refused(&|plan| plan.copies = copy([1, 2, 3, 4])),
         disagree,
         "index keys and a page"
     );
     assert_eq!(refused(&|plan| plan.copies = copy([1, 0, -3, 4])), disagree, "no page");
+    assert_eq!(refused(&|plan| plan.copies = copy([1, 4, -1, 4])), disagree, "no state page");
     let wait = Some(FrameError::Malformed("wait_us beside rows or out of range"));
     assert_eq!(refused(&|plan| plan.wait_us = Some(5)), wait, "it has rows");
     let waits = |us: u32| {

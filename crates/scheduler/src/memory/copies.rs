@@ -3,10 +3,11 @@
 //!
 //! Nothing waits for a save. A request waits for the restores of its own blocks.
 
-use forebay_kvcache::{BlockHash, LoanId};
+use forebay_kvcache::{BlockHash, Tiers};
 use forebay_protocol::{COPY_OK, CopyEnd, PageCopy, StepPlan, StepResult};
 
 use super::pages::Pages;
+use super::states::StatePages;
 use super::{Kind, Memory};
 use crate::config::{HostTier, SavePolicy};
 use crate::entry::{Entry, Residence, Stage};
@@ -48,25 +49,11 @@ impl Memory {
         }
     }
 
-    /// True if one of a request's blocks is being saved, or will be.
+    /// True if one of a request's blocks is being saved, or a state behind it, or will be.
     pub(crate) fn will_save(&self, names: &[BlockHash]) -> bool {
+        let saves = |name| self.all_tiers().any(|tiers| tiers.will_be_saved(name));
         // The last is saved last.
-        names.iter().rev().any(|&name| self.tiers.will_be_saved(name))
-    }
-
-    /// Lends the leading blocks of a request that are in the host tier.
-    pub(crate) fn lend(&mut self, names: &[BlockHash]) -> Option<(LoanId, Vec<(BlockHash, u32)>)> {
-        self.tiers.lend(names)
-    }
-
-    /// Takes back a loan. False: it has ended.
-    pub(crate) fn take_back(&mut self, loan: LoanId) -> bool {
-        self.tiers.take_back(loan)
-    }
-
-    /// Ends all loans: there is no host tier any more.
-    pub(crate) fn end_loans(&mut self) {
-        self.tiers.end_loans();
+        names.iter().rev().any(|&name| saves(name))
     }
 
     fn touch_finished(&mut self) {
@@ -84,14 +71,26 @@ impl Memory {
     pub(crate) fn plan_copies(&mut self, plan: &mut StepPlan) {
         let Some(host) = self.host else { return };
         for _ in 0..host.copies_a_step {
-            let Some(copy) = self.tiers.next_restore().or_else(|| self.next_save(host)) else {
-                return;
-            };
+            let Some(copy) = self.next_restore().or_else(|| self.next_save(host)) else { return };
             plan.push_copy(copy);
         }
     }
 
+    /// The tiers of blocks, and those of states if the model has recurrent layers.
+    fn all_tiers(&self) -> impl Iterator<Item = &Tiers> {
+        [&self.tiers].into_iter().chain(self.states.as_ref().map(|states| &states.tiers))
+    }
+
+    fn next_restore(&mut self) -> Option<PageCopy> {
+        let of_states = |states: &mut StatePages| states.tiers.next_restore();
+        self.tiers.next_restore().or_else(|| self.states.as_mut().and_then(of_states))
+    }
+
     fn next_save(&mut self, host: HostTier) -> Option<PageCopy> {
+        // There are few states, and many blocks.
+        if let Some(copy) = self.states.as_mut().and_then(StatePages::next_save) {
+            return Some(copy);
+        }
         let pages = self.pages;
         // Pages that saves lease are nobody's meanwhile.
         let most = (pages / SAVING_SHARE).max(host.copies_a_step.min(pages / 4)).max(1);
@@ -107,12 +106,12 @@ impl Memory {
 
     /// Copies whose ends are not reported yet.
     pub(crate) fn copies_outstanding(&self) -> usize {
-        self.tiers.outstanding()
+        self.all_tiers().map(Tiers::outstanding).sum()
     }
 
     /// True if a plan has named this copy, and its end is not reported yet.
     pub(crate) fn has_sent(&self, ticket: u32) -> bool {
-        self.tiers.is_sent(ticket)
+        self.all_tiers().any(|tiers| tiers.is_sent(ticket))
     }
 
     /// True if pages come free when copies end.
@@ -137,13 +136,24 @@ impl Memory {
         let timing = result.copy_timing.unwrap_or_default();
         self.host_counters.save_us += u64::from(timing.save_us);
         self.host_counters.restore_us += u64::from(timing.restore_us);
-        let (restored, available) = (self.tiers.moves().restored, self.tiers.hot().available());
+        let (restored, available) = (self.restored(), self.tiers.hot().available());
         (!result.copied.is_empty()).then_some(CopiesBefore { restored, available })
+    }
+
+    /// Blocks that came back, and states as so many blocks as they take the time of.
+    fn restored(&self) -> u64 {
+        let states = self.states.as_ref().map_or(0, StatePages::restored_weight);
+        self.tiers.moves().restored + states
     }
 
     /// Takes the end of a copy. The requests that wait for one that failed have lost their pages.
     pub(crate) fn copy_ended(&mut self, end: CopyEnd) {
-        self.tiers.ended(end.ticket, end.error == COPY_OK);
+        let fine = end.error == COPY_OK;
+        if !self.tiers.ended(end.ticket, fine)
+            && let Some(states) = &mut self.states
+        {
+            states.tiers.ended(end.ticket, fine);
+        }
     }
 
     /// Has requests wait no more for copies that have ended. True: a request that lacked pages may
@@ -155,11 +165,12 @@ impl Memory {
         roster: &mut Roster,
     ) -> bool {
         let restore_us = result.copy_timing.unwrap_or_default().restore_us;
-        self.rates.restored(self.tiers.moves().restored - before.restored, restore_us);
+        self.rates.restored(self.restored() - before.restored, restore_us);
+        let is_under_way = |ticket| self.all_tiers().any(|tiers| tiers.is_under_way(ticket));
         for &handle in roster.arriving.values() {
             let residence = &mut roster.requests[handle].residence;
             if let Some(Residence { stage: Stage::Arriving(pending), .. }) = residence {
-                while pending.front().is_some_and(|&ticket| !self.tiers.is_under_way(ticket)) {
+                while pending.front().is_some_and(|&ticket| !is_under_way(ticket)) {
                     pending.pop_front();
                 }
             }
@@ -179,11 +190,11 @@ impl Memory {
             tokens: all * page_size,
             tokens_used: used * page_size,
             tokens_restored: moves.restored * page_size as u64,
-            lent_pages: self.tiers.lent_pages(),
-            copies_outstanding: self.tiers.outstanding(),
+            lent_pages: self.all_tiers().map(Tiers::lent_pages).sum(),
+            copies_outstanding: self.copies_outstanding(),
             blocks_saved: moves.saved,
             blocks_restored: moves.restored,
-            copies_failed: moves.failed,
+            copies_failed: self.all_tiers().map(|tiers| tiers.moves().failed).sum(),
             dropped_unsaved: moves.dropped_unsaved,
             saves_refused: moves.refused,
             ..self.host_counters

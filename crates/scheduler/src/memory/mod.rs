@@ -7,7 +7,7 @@
 //!
 //! - `prefix`: the blocks that a request finds at its admission, and new pages behind them;
 //!   `sparse`: the same for backed pages, and what running requests drop.
-//! - `copies`: saves, restores, and their ends.
+//! - `copies`: saves, restores, and their ends; `loans`: what other replicas read.
 //! - `states`: recurrent states that are kept beside the blocks; `resident`: those of a request.
 //! - `window`: pages of layers that read the last positions only; `window_part`: their pool.
 //! - `pages`: the leases of a request; `blocks`: the names of its blocks.
@@ -15,6 +15,7 @@
 pub(crate) mod blocks;
 mod check;
 mod copies;
+pub(crate) mod loans;
 pub(crate) mod pages;
 mod prefix;
 mod rates;
@@ -27,7 +28,7 @@ mod window_part;
 use forebay_kvcache::{BlockEvent, BlockHash, Namer, Tiers};
 use forebay_protocol::{COPY_WORDS, PAGE_WRITE_WORDS, STATE_COPY_WORDS, Span, StepPlan};
 
-use crate::config::{HostTier, SavePolicy, SchedulerConfig, Sparse};
+use crate::config::{HostTier, PageCounts, SavePolicy, SchedulerConfig, Sparse};
 use crate::entry::{Entry, Residence};
 use crate::event::{HostStats, SparseStats, StateStats, Stats, WindowStats};
 use crate::retirement::Retirement;
@@ -76,19 +77,6 @@ pub(crate) struct Memory {
     windows: Option<WindowPages>,
 }
 
-/// The numbers of pages of all kinds that a hand has; 0 where it has none.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct PoolSizes {
-    /// Pages of the device, or of the main part of those.
-    pub pages: u32,
-    /// Pages of the host's tier.
-    pub host_pages: u32,
-    /// State pages.
-    pub state_pages: u32,
-    /// Pages of the window part.
-    pub window_pages: u32,
-}
-
 /// The room for a request that lacks a page, when every page is leased.
 pub(crate) enum Room {
     /// A page was dropped.
@@ -130,7 +118,7 @@ impl Memory {
             unfinished: Vec::new(),
             host_counters: HostStats::default(),
             sparse_counters: SparseStats::default(),
-            states: states.map(|states| StatePages::new(states, page_size)),
+            states: states.map(|states| StatePages::new(states, host, page_size)),
             windows: windows.map(|part| WindowPages::new(part, pages, page_size)),
         };
         memory.tiers = memory.empty_tiers();
@@ -150,28 +138,29 @@ impl Memory {
     }
 
     /// Goes on with other numbers of pages. All blocks and states are forgotten.
-    pub(crate) fn resize(&mut self, sizes: PoolSizes) {
-        let PoolSizes { pages, host_pages, state_pages, window_pages } = sizes;
+    pub(crate) fn resize(&mut self, counts: PageCounts) {
         // Others have mapped the memory of before, in which nothing is saved any more.
-        self.tiers.end_loans();
-        self.pages = pages;
+        self.end_loans();
+        self.pages = counts.pages;
         if let Some(host) = &mut self.host {
-            host.pages = host_pages;
+            host.pages = counts.host_pages;
         }
         self.forget();
         if let Some(states) = &mut self.states {
-            states.resize(state_pages);
+            let host_pages = if self.host.is_some() { counts.host_state_pages } else { 0 };
+            states.begin_again(counts.state_pages, host_pages);
         }
         if let Some(windows) = &mut self.windows {
-            windows.resize(window_pages);
+            windows.resize(counts.window_pages);
         }
     }
 
-    /// Forgets all blocks of all tiers. Nothing may be leased.
+    /// Forgets all blocks and states of all tiers. Nothing may be leased.
     pub(crate) fn forget(&mut self) {
         let mut tiers = self.empty_tiers();
         tiers.go_on_from(&self.tiers);
         self.tiers = tiers;
+        self.states.iter_mut().for_each(StatePages::forget_all);
         self.windows.iter_mut().for_each(WindowPages::forget_all);
     }
 
@@ -333,7 +322,7 @@ impl Memory {
     /// The device is gone. With `copies_to_blame`, blocks that were being restored are forgotten.
     pub(crate) fn hand_died(&mut self, copies_to_blame: bool) {
         self.tiers.hand_died(copies_to_blame);
-        self.states.iter_mut().for_each(|states| _ = states.flush());
+        self.states.iter_mut().for_each(|states| states.tiers.hand_died(copies_to_blame));
         self.windows.iter_mut().for_each(|windows| _ = windows.flush());
         self.unfinished.clear();
     }

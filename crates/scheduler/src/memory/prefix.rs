@@ -3,9 +3,10 @@
 
 use std::collections::VecDeque;
 
-use forebay_kvcache::{BlockHash, Found};
+use forebay_kvcache::{BlockHash, Found, Loan};
 
 use super::pages::Pages;
+use super::states::StatePages;
 use super::{Kind, Memory};
 use crate::config::SavePolicy;
 use crate::entry::Entry;
@@ -45,6 +46,8 @@ impl Block {
 struct Prefix {
     /// The blocks that it takes.
     found: Vec<Block>,
+    /// The number of those with which it could go on if nothing came back.
+    here: usize,
     /// The number of all, more than it takes if it can't go on behind them.
     cached: usize,
     /// True if it computes some again, because that is cheaper than to bring them back.
@@ -81,7 +84,8 @@ impl Memory {
         // A block is not dropped before the ones behind it.
         let knows = |&name: &BlockHash| self.tiers.knows(name) || entry.is_lent(name);
         let found = names[..most.min(names.len())].partition_point(knows);
-        self.resumable(&names[..found]) as u32 * self.page_size
+        let loan = entry.request.loan.as_deref();
+        self.resumable(&names[..found], true, loan) as u32 * self.page_size
     }
 
     /// The number of pages for all known tokens of a request and the next one.
@@ -91,13 +95,13 @@ impl Memory {
 
     fn lease_paged(&mut self, entry: &mut Entry) -> Option<Leased> {
         let count = self.pages_for(entry);
-        let Prefix { found, cached, declined } = self.find_prefix(entry);
+        let Prefix { found, here, cached, declined } = self.find_prefix(entry);
         let new = count - found.iter().filter(|block| !block.is_away()).count();
         if (self.tiers.hot().available() as usize) < new {
             self.free_found(found);
             return None;
         }
-        let mut leased = Leased::default();
+        let (mut leased, mut brought) = (Leased::default(), 0);
         if let Some(windows) = &mut self.windows {
             let window = windows.lease(&entry.blocks.names[..found.len()], count);
             if window.is_none() {
@@ -109,7 +113,11 @@ impl Memory {
         }
         if self.states.is_some() {
             leased.missed = (cached - found.len()) as u32 * self.page_size;
-            leased.pages.state = self.lease_state(entry, found.len(), cached);
+            if let Some((state, ticket)) = self.lease_state(entry, found.len(), cached) {
+                leased.pages.state = Some(state);
+                brought = ticket.map_or(0, |_| found.len() - here);
+                leased.pending.extend(ticket);
+            }
         }
         leased.pages.hot.reserve_exact(count);
         for (found, &name) in found.into_iter().zip(&entry.blocks.names) {
@@ -126,6 +134,8 @@ impl Memory {
             leased.restored += u32::from(ticket.is_some());
             leased.pending.extend(ticket);
         }
+        // Blocks on the device are of no use without a state that comes back.
+        leased.restored = leased.restored.max(brought as u32);
         entry.cached = leased.pages.len() as u32 * self.page_size;
         if declined {
             self.host_counters.restores_declined += 1;
@@ -136,8 +146,8 @@ impl Memory {
     }
 
     /// Finds the leading blocks of a request in the tiers, unless computing them again is cheaper
-    /// than to bring them back. With recurrent layers it takes no blocks behind the last kept
-    /// state, and with a window part none behind which pages of that are missing.
+    /// than to bring them back, and their state. With recurrent layers it takes no blocks behind
+    /// the last kept state, and with a window part none behind which pages of that are missing.
     fn find_prefix(&mut self, entry: &mut Entry) -> Prefix {
         if !self.caches(entry) {
             return Prefix::default();
@@ -148,9 +158,9 @@ impl Memory {
         let loan = entry.request.loan.clone().filter(|_| self.host.is_some());
         let (recomputes, handed) = (self.recomputes(entry), entry.request.past.handed);
         let blocks = (entry.reusable() / self.page_size) as usize;
-        let (mut found, mut first_on_host, mut on_host) = (Vec::new(), usize::MAX, 0);
+        let mut found = Vec::new();
         let names = entry.name_blocks(blocks, self.page_size as usize, &self.namer);
-        let (cached, names) = self.useful_blocks(names);
+        let (cached, names) = self.useful_blocks(names, !recomputes, loan.as_deref());
         for &name in names {
             let lent = loan.as_ref().is_some_and(|loan| loan.page(name).is_some());
             let block = match self.tiers.find(name) {
@@ -162,35 +172,47 @@ impl Memory {
                 }
                 Some(block) => Block::Here(block),
             };
-            if block.is_away() {
-                first_on_host = first_on_host.min(found.len());
-                on_host += 1;
-            } else if selective && matches!(block, Block::Here(Found::Hot(_))) {
+            if selective && matches!(block, Block::Here(Found::Hot(_))) {
                 self.tiers.want_saved(name);
             }
             found.push(block);
         }
-        let tokens = (found.len() - first_on_host.min(found.len())) as u32 * self.page_size;
+        // Where blocks are computed again, an earlier state is the last one.
+        let resumable = self.resumable(&names[..found.len()], !recomputes, loan.as_deref());
+        let rest = found.split_off(resumable);
+        self.free_found(rest);
+        let away = found.iter().filter(|block| block.is_away()).count() as u32;
+        let first_away = found.iter().position(Block::is_away).unwrap_or(found.len());
+        let here = self.resumable(&names[..first_away], false, None);
+        let tokens = (found.len() - here) as u32 * self.page_size;
+        let last = found.len().checked_sub(1).map(|last| names[last]);
+        let of_state = |states: &StatePages| last.map_or(0, |name| states.cost(name));
+        let cost = away + self.states.as_ref().map_or(0, of_state);
         // Whoever has handed it on has computed for this replica, which is not to compute it again.
-        let declined = on_host > 0 && !handed && !self.rates.restores(on_host, tokens);
+        let declined = cost > 0 && !handed && !self.rates.restores(cost, tokens);
         if declined {
-            let rest = found.split_off(first_on_host);
+            let rest = found.split_off(here);
             self.free_found(rest);
         }
-        // Where blocks are computed again, an earlier state is the last one.
-        let rest = found.split_off(self.resumable(&names[..found.len()]));
-        self.free_found(rest);
-        Prefix { cached: cached.max(found.len()), found, declined }
+        Prefix { here, cached: cached.max(found.len()), found, declined }
     }
 
-    /// The number of leading blocks that are in a tier or come to one, and those of a prefix behind
-    /// which a request can go on. Without recurrent layers and windows all blocks may be of use.
-    fn useful_blocks<'a>(&self, names: &'a [BlockHash]) -> (usize, &'a [BlockHash]) {
+    /// The number of leading blocks that are in a tier, come to one or are lent. Also those of them
+    /// behind which a request can go on; without `brings`, by what is on the device. Without
+    /// recurrent layers and windows all blocks may be of use.
+    fn useful_blocks<'a>(
+        &self,
+        names: &'a [BlockHash],
+        brings: bool,
+        loan: Option<&Loan>,
+    ) -> (usize, &'a [BlockHash]) {
         if self.states.is_none() && self.windows.is_none() {
             return (0, names);
         }
-        let cached = names.iter().take_while(|&&name| self.tiers.knows(name)).count();
-        (cached, &names[..self.resumable(&names[..cached])])
+        let is_lent = |name| loan.is_some_and(|loan| loan.page(name).is_some());
+        let knows = |&&name: &&BlockHash| self.tiers.knows(name) || is_lent(name);
+        let cached = names.iter().take_while(knows).count();
+        (cached, &names[..self.resumable(&names[..cached], brings, loan)])
     }
 
     /// True if a request computes its blocks again rather than have them restored.
@@ -239,7 +261,11 @@ impl Memory {
             entry.settle();
             let blocks = (entry.reusable() / page_size) as usize;
             let names = entry.name_blocks(blocks, page_size as usize, &self.namer);
-            for &name in self.useful_blocks(names).1 {
+            let useful = self.useful_blocks(names, true, None).1;
+            if let (Some(&last), Some(states)) = (useful.last(), &mut self.states) {
+                states.prefetch(last);
+            }
+            for &name in useful {
                 if room == 0 {
                     return;
                 }

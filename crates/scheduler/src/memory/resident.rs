@@ -2,19 +2,19 @@
 
 use std::collections::VecDeque;
 
-use forebay_kvcache::{BlockHash, Lease, Recurrent};
+use forebay_kvcache::{BlockHash, Lease};
 
 /// The states of a request with a slot.
 #[derive(Debug, Default)]
 pub(crate) struct ResidentState {
     /// The state that it begins with, until a plan loads it.
-    pub(super) load: Option<Lease<Recurrent>>,
+    pub(super) load: Option<Lease>,
     /// The positions at which its state is kept, beside those of the interval. It may be past them.
     pub(super) kept: [u32; 2],
     /// The end of the last whole page that it knows, but not of all tokens.
     pub(super) tail: u32,
     /// States that plans save, with their positions, until their tokens are known.
-    pub(super) saved: VecDeque<(u32, Lease<Recurrent>)>,
+    pub(super) saved: VecDeque<(u32, Lease)>,
     /// The kept state that its next one replaces.
     pub(super) replaced: Option<BlockHash>,
 }
@@ -27,7 +27,7 @@ impl ResidentState {
         stops.filter(|&stop| stop > start).min()
     }
 
-    pub(super) fn leases(&self) -> impl Iterator<Item = &Lease<Recurrent>> {
+    pub(super) fn leases(&self) -> impl Iterator<Item = &Lease> {
         self.load.iter().chain(self.saved.iter().map(|(_, lease)| lease))
     }
 }

@@ -1,4 +1,4 @@
-//! Recurrent states that are kept for later requests, in a pool beside that of keys and values.
+//! Recurrent states that are kept for later requests, in tiers beside those of keys and values.
 //!
 //! A recurrent layer has one state for all positions before the next one, and none for each. So a
 //! request can go on from cached blocks only where a state was kept. A kept state has the name of
@@ -11,97 +11,228 @@
 //!   be gone on with. Each new one replaces the one before.
 //!
 //! Rows end at these positions. A state is found only in plans after the one that saves it.
+//!
+//! With a host tier, states are saved there as blocks are. The state of the last kind is saved when
+//! its request loses its slot: before that, the next one replaces it. A request waits for its state
+//! as it waits for its blocks.
 
-use forebay_kvcache::{BlockHash, Lease, PagePool, Recurrent};
-use forebay_protocol::StepPlan;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use forebay_kvcache::{BlockHash, Found, Lease, Loan, LoanId, Tiers};
+use forebay_protocol::{PageCopy, StepPlan};
 
 use super::Memory;
 use super::pages::Pages;
 use super::resident::ResidentState;
-use crate::config::StateCache;
+use crate::config::{HostTier, SavePolicy, StateCache};
 use crate::entry::{Entry, Residence};
 use crate::event::StateStats;
 use crate::retirement::{Retirement, check_leases};
 
+/// A part of all state pages that saves to the host may lease at a time.
+const SAVING_SHARE: u32 = 8;
+/// The policy *write back* keeps this part of all state pages ready to be given up.
+const READY_SHARE: u32 = 4;
+
 /// The state pages, and the states in them.
 #[derive(Debug)]
 pub(super) struct StatePages {
-    pool: PagePool<Recurrent>,
+    pub(super) tiers: Tiers,
     /// Positions from one kept state to the next, in whole pages.
     interval: u32,
-    pub(super) retired: Retirement<Lease<Recurrent>>,
+    /// The number of blocks whose copies take as long as that of a state.
+    weight: u32,
+    policy: SavePolicy,
+    pub(super) retired: Retirement<Lease>,
+    /// The loan of states that goes with a loan of blocks.
+    loans: BTreeMap<LoanId, LoanId>,
     counters: StateStats,
 }
 
 impl StatePages {
-    pub(super) fn new(config: StateCache, page_size: u32) -> Self {
+    /// State pages as `config` has them. Without `host` no state is copied.
+    pub(super) fn new(config: StateCache, host: Option<HostTier>, page_size: u32) -> Self {
         let pages = config.interval.div_ceil(page_size);
         let interval = pages.checked_mul(page_size).filter(|&interval| interval > 0);
         Self {
-            pool: PagePool::new(config.pages),
+            tiers: Tiers::of_states(config.pages, host.map_or(0, |_| config.host_pages)),
             interval: interval.unwrap_or(u32::MAX),
+            weight: config.weight.max(1),
+            policy: host.map_or_else(SavePolicy::default, |host| host.policy),
             retired: Retirement::default(),
+            loans: BTreeMap::new(),
             counters: StateStats::default(),
         }
     }
 
-    /// Goes on with another number of pages. No page has a lease.
-    pub(super) fn resize(&mut self, pages: u32) {
-        self.pool = PagePool::new(pages);
+    /// Goes on with other numbers of pages, or as many, without any state. No page has a lease.
+    pub(super) fn begin_again(&mut self, pages: u32, host_pages: u32) {
+        let mut tiers = Tiers::of_states(pages, host_pages);
+        tiers.go_on_from(&self.tiers);
+        self.tiers = tiers;
+    }
+
+    /// Forgets every state in all tiers. No page has a lease.
+    pub(super) fn forget_all(&mut self) {
+        let host = self.tiers.host_counts();
+        self.begin_again(self.tiers.hot().size(), host.free + host.cached + host.held);
     }
 
     /// True if there is a page at all.
     pub(super) fn keeps_any(&self) -> bool {
-        self.pool.size() > 0
+        self.tiers.hot().size() > 0
     }
 
-    /// The largest number of these leading blocks behind which a state is kept.
-    fn longest(&self, names: &[BlockHash]) -> usize {
-        names.iter().rposition(|&name| self.pool.contains(name)).map_or(0, |last| last + 1)
+    /// The largest number of these leading blocks behind which a state is kept that a request can
+    /// have: in the tiers, or lent to it. Without `brings`, only those on the device.
+    fn longest(&self, names: &[BlockHash], brings: bool, loan: Option<&Loan>) -> usize {
+        let brings = brings && self.has_room();
+        let has = |&name: &BlockHash| match self.tiers.knows(name) {
+            true => brings || !self.tiers.only_on_host(name),
+            false => brings && loan.is_some_and(|loan| loan.state(name).is_some()),
+        };
+        names.iter().rposition(has).map_or(0, |last| last + 1)
+    }
+
+    /// True if a state can be brought to the device now.
+    pub(super) fn has_room(&self) -> bool {
+        self.tiers.hot().available() > 0
+    }
+
+    /// The number of blocks whose copies take as long as it takes to bring this state to the
+    /// device; 0: it is there, or on its way.
+    pub(super) fn cost(&self, name: BlockHash) -> u32 {
+        let is_away = self.tiers.only_on_host(name) || !self.tiers.knows(name);
+        if is_away { self.weight } else { 0 }
+    }
+
+    /// States that came back, each counted as the blocks whose copies take as long.
+    pub(super) fn restored_weight(&self) -> u64 {
+        self.tiers.moves().restored * u64::from(self.weight)
+    }
+
+    /// Leases the state behind a block, with the ticket of the copy that brings it. `None`: there
+    /// is none, or every page is leased.
+    fn lease(&mut self, name: BlockHash, loan: Option<&Arc<Loan>>) -> (Option<Lease>, Option<u32>) {
+        let found = self.tiers.find(name);
+        self.tiers.touch(&[name]);
+        match found {
+            Some(Found::Hot(lease)) => {
+                if self.policy == SavePolicy::WriteThroughSelective {
+                    self.tiers.want_saved(name);
+                }
+                (Some(lease), None)
+            }
+            Some(Found::Arriving(lease, ticket)) => (Some(lease), Some(ticket)),
+            Some(Found::Host(lease)) => self.tiers.restore(name, lease).unzip(),
+            None => loan.and_then(|loan| self.tiers.borrow(name, loan)).unzip(),
+        }
+    }
+
+    /// Brings a state back before its request's turn, if a page can be had without a loss.
+    pub(super) fn prefetch(&mut self, name: BlockHash) {
+        if self.tiers.only_on_host(name)
+            && self.tiers.hot().spare() > 0
+            && let Some(Found::Host(lease)) = self.tiers.find(name)
+            && let Some((waiter, _)) = self.tiers.restore(name, lease)
+        {
+            self.tiers.release(waiter);
+        }
+    }
+
+    /// Has a state saved that stays, if the policy is to save what is computed.
+    fn save_now(&mut self, name: BlockHash) {
+        if self.policy == SavePolicy::WriteThrough {
+            self.tiers.want_saved(name);
+        }
+    }
+
+    /// The next save for a plan.
+    pub(super) fn next_save(&mut self) -> Option<PageCopy> {
+        let pages = self.tiers.hot().size();
+        let most = (pages / SAVING_SHARE).max(1);
+        match self.policy {
+            SavePolicy::WriteThrough | SavePolicy::WriteThroughSelective => {
+                self.tiers.next_save(most)
+            }
+            SavePolicy::WriteBack => self.tiers.sweep((pages / READY_SHARE).max(1), most),
+        }
+    }
+
+    /// Lends the state behind the most of these leading blocks, beside the loan of these. `None`:
+    /// no state can be lent.
+    pub(super) fn lend(
+        &mut self,
+        of_blocks: LoanId,
+        names: &[BlockHash],
+    ) -> Option<Vec<(BlockHash, u32)>> {
+        let last = names.iter().rfind(|&&name| self.tiers.is_on_host(name))?;
+        let (loan, pages) = self.tiers.lend(&[*last])?;
+        self.loans.insert(of_blocks, loan);
+        Some(pages)
+    }
+
+    /// Takes back the states that were lent beside a loan of blocks.
+    pub(super) fn take_back(&mut self, of_blocks: LoanId) {
+        if let Some(loan) = self.loans.remove(&of_blocks) {
+            self.tiers.take_back(loan);
+        }
+    }
+
+    /// Ends all loans.
+    pub(super) fn end_loans(&mut self) {
+        self.loans.clear();
+        self.tiers.end_loans();
     }
 
     pub(super) fn forget(&mut self, name: BlockHash) {
-        self.pool.forget(name);
+        self.tiers.forget(name);
     }
 
     /// Forgets every state without a lease. True: nothing is left.
     pub(super) fn flush(&mut self) -> bool {
-        self.pool.flush();
-        self.pool.blocks() == 0
+        self.tiers.flush()
     }
 
-    fn retire(&mut self, last_step: u64, lease: Lease<Recurrent>) {
+    fn retire(&mut self, last_step: u64, lease: Lease) {
         if let Some(lease) = self.retired.retire(last_step, lease) {
-            self.pool.release(lease);
+            self.tiers.release(lease);
         }
     }
 
     pub(super) fn free_retired(&mut self) {
         for lease in self.retired.take_returned() {
-            self.pool.release(lease);
+            self.tiers.release(lease);
         }
     }
 
     pub(super) fn stats(&self) -> StateStats {
-        let pages = self.pool.counts();
+        let (pages, host) = (self.tiers.hot().counts(), self.tiers.host_counts());
+        let moves = self.tiers.moves();
         StateStats {
-            pages: self.pool.size() as usize,
+            pages: self.tiers.hot().size() as usize,
             pages_held: pages.held as usize,
             pages_cached: pages.cached as usize,
+            host_pages: (host.free + host.cached + host.held) as usize,
+            host_pages_used: (host.cached + host.held) as usize,
+            copied: moves.saved,
+            restored: moves.restored,
             ..self.counters
         }
     }
 
-    /// Checks that the leases of these residents and of retired pages are all there are.
+    /// Checks that the leases of these residents, of retired pages and of copies are all there are.
     pub(super) fn check<'a>(
         &self,
         residents: impl Iterator<Item = &'a Residence>,
     ) -> Result<(), String> {
-        self.pool.check_integrity()?;
+        self.tiers.check_integrity().map_err(|wrong| format!("states: {wrong}"))?;
+        let hot = self.tiers.hot();
         let states = residents.filter_map(|residence| residence.pages.state.as_ref());
         let leases = states.flat_map(ResidentState::leases).chain(self.retired.iter());
-        let leases = leases.map(Lease::page);
-        check_leases("state page", leases, self.pool.size(), |page| self.pool.leases(page))
+        let leases = leases.map(Lease::page).chain(self.tiers.leased_by_copies());
+        check_leases("state page", leases, hot.size(), |page| hot.leases(page))
     }
 }
 
@@ -113,22 +244,28 @@ impl Entry {
 
 impl Memory {
     /// The largest number of these leading blocks, which are cached, that a request can go on
-    /// behind.
-    pub(super) fn resumable(&self, names: &[BlockHash]) -> usize {
+    /// behind. Without `brings` a state on the device is needed, if any is.
+    pub(super) fn resumable(
+        &self,
+        names: &[BlockHash],
+        brings: bool,
+        loan: Option<&Loan>,
+    ) -> usize {
         if let Some(windows) = &self.windows {
             return windows.longest(names);
         }
-        self.states.as_ref().map_or(names.len(), |states| states.longest(names))
+        let longest = |states: &StatePages| states.longest(names, brings, loan);
+        self.states.as_ref().map_or(names.len(), longest)
     }
 
     /// Leases the state behind the first `found` blocks of a request, of which `cached` are cached.
-    /// `None`: the request shares nothing.
+    /// If a copy brings it, its ticket is there too. `None`: the request shares nothing.
     pub(super) fn lease_state(
         &mut self,
         entry: &Entry,
         found: usize,
         cached: usize,
-    ) -> Option<ResidentState> {
+    ) -> Option<(ResidentState, Option<u32>)> {
         if !self.caches(entry) {
             return None;
         }
@@ -137,12 +274,16 @@ impl Memory {
         let last = found.checked_sub(1).map(|last| entry.blocks.names[last]);
         // All of a prompt that is computed again may be cached, but for its state.
         let branch = if cached > found { cached as u32 * page_size } else { 0 };
-        Some(ResidentState {
-            load: last.and_then(|name| states.pool.share(name)),
+        let lease = |name| states.lease(name, entry.request.loan.as_ref());
+        let (load, ticket) = last.map_or((None, None), lease);
+        debug_assert!(load.is_some() || found == 0, "it was there, and nothing came in between");
+        let state = ResidentState {
+            load,
             kept: [branch, last_page(entry.prompt_len)],
             tail: last_page(entry.known()),
             ..ResidentState::default()
-        })
+        };
+        Some((state, ticket))
     }
 
     /// Counts the tokens of a prompt that came from a kept state, and those for which there was
@@ -191,15 +332,16 @@ impl Memory {
         if end <= entry.known() {
             let blocks = (end / page_size) as usize;
             let names = entry.name_blocks(blocks, page_size as usize, &self.namer);
-            if let Some(&name) = names.last().filter(|&&name| states.pool.contains(name)) {
-                return states.pool.touch(name);
+            if let Some(&name) = names.last().filter(|&&name| states.tiers.hot().contains(name)) {
+                return states.tiers.touch(&[name]);
             }
         }
-        let Some((lease, evicted)) = states.pool.allocate() else {
+        let evicts = states.tiers.hot().next_evicted().is_some();
+        let Some(lease) = states.tiers.allocate() else {
             states.counters.saves_refused += 1;
             return;
         };
-        states.counters.evictions += u64::from(evicted.is_some());
+        states.counters.evictions += u64::from(evicts);
         states.counters.saves += 1;
         if let Some(Residence { slot, pages: Pages { state: Some(state), .. }, .. }) =
             &mut entry.residence
@@ -221,19 +363,25 @@ impl Memory {
             && let Some((end, lease)) = state.saved.pop_front()
         {
             let name = blocks.names[(end / page_size) as usize - 1];
-            let named = states.pool.name(&lease, name);
+            let named = states.tiers.name(&lease, name);
             states.retire(last_step, lease);
             if let Some(replaced) = state.replaced.take() {
-                states.pool.forget(replaced);
+                states.forget(replaced);
             }
             let stays = state.kept.contains(&end) || end.is_multiple_of(states.interval);
+            if named && stays {
+                states.save_now(name);
+            }
             state.replaced = (named && !stays).then_some(name);
         }
     }
 
-    /// Retires the states of a request that loses its slot.
+    /// Retires the states of a request that loses its slot. Its last one stays from now on.
     pub(super) fn retire_states(&mut self, last_step: u64, state: Option<ResidentState>) {
-        if let (Some(ResidentState { load, saved, .. }), Some(states)) = (state, &mut self.states) {
+        if let (Some(ResidentState { load, saved, replaced, .. }), Some(states)) =
+            (state, &mut self.states)
+        {
+            replaced.into_iter().for_each(|last| states.save_now(last));
             let saved = saved.into_iter().map(|(_, lease)| lease);
             load.into_iter().chain(saved).for_each(|lease| states.retire(last_step, lease));
         }

@@ -2,15 +2,13 @@
 //! so a row that reads a wrong, stale or not yet computed page is found out, and the sampled token
 //! depends on everything that should have been read.
 
-use std::ops::Range;
-
 use forebay_protocol::{
-    COPY_FAILED, COPY_OK, CopyEnd, Direction, PageCopy, PromptLogprobs, ROW_NOT_FINITE, ROW_OK,
-    Row, StateCopy, StepPlan, StepResult, Want,
+    PageCopy, PromptLogprobs, ROW_NOT_FINITE, ROW_OK, Row, StateCopy, StepPlan, StepResult, Want,
 };
 use forebay_scheduler::{ImageId, PromptImage, SchedulerConfig};
 
 use crate::adapters::Adapters;
+use crate::copier::Copier;
 use crate::harness::states::StateCopies;
 use crate::seeing::{Arena, Eyes, SlotImages, read_images};
 
@@ -21,7 +19,7 @@ pub(crate) const NAN_TOKEN: i32 = 1000;
 /// A prompt token that kills the hand.
 pub(crate) const KILL_TOKEN: i32 = 1001;
 
-const GARBAGE: u64 = 0xdead_beef;
+pub(crate) const GARBAGE: u64 = 0xdead_beef;
 /// The state before all positions.
 const ZERO: u64 = 1;
 const NO_PAGE: u32 = u32::MAX;
@@ -92,18 +90,18 @@ pub(crate) fn append(all: &mut PromptLogprobs, more: PromptLogprobs) {
 
 /// Without pages it keeps nothing, and takes whole prompts only.
 pub(crate) struct Device {
-    page_size: usize,
+    pub(crate) page_size: usize,
     slots: Vec<DeviceSlot>,
-    pages: Vec<Vec<u64>>,
+    pub(crate) pages: Vec<Vec<u64>>,
     /// Index keys, one page for each of the host's; empty: requests are never sparse.
-    index: Vec<Vec<u64>>,
+    pub(crate) index: Vec<Vec<u64>>,
     eyes: Option<Eyes>,
     /// Pages of layers with a window; empty: they have no pages of their own.
     window_pages: Vec<Vec<u64>>,
     /// Positions that a query of those layers sees.
     window: usize,
     /// State pages; `None`: the model has no recurrent layers.
-    states: Option<Vec<u64>>,
+    pub(crate) states: Option<Vec<u64>>,
     pub(crate) adapters: Adapters,
 }
 
@@ -124,123 +122,6 @@ struct DeviceSlot {
     /// The state before the last position of its last row, which comes again if that sat out.
     before: u64,
     place: Option<u32>,
-}
-
-/// Copies under way, and the host's memory, which outlives the device.
-pub(crate) struct Copier {
-    pages: Vec<Vec<u64>>,
-    index: Vec<Vec<u64>>,
-    under_way: Vec<Copy>,
-}
-
-struct Copy {
-    step: u64,
-    copy: PageCopy,
-    /// It ended, and could be done or not.
-    ended: Option<bool>,
-}
-
-impl Copier {
-    pub(crate) fn new(pages: u32, page_size: u32) -> Self {
-        let pages = vec![vec![GARBAGE; page_size as usize]; pages as usize];
-        Self { index: pages.clone(), pages, under_way: vec![] }
-    }
-
-    pub(crate) fn outstanding(&self) -> usize {
-        self.under_way.len()
-    }
-
-    /// The device is gone, and what was under way with it.
-    pub(crate) fn device_died(&mut self) {
-        self.under_way.clear();
-    }
-
-    /// The third part of a step. Half of the copies are done at once, the others when they are
-    /// reported: a brain may count on neither.
-    pub(crate) fn start(&mut self, plan: &StepPlan, device: &mut Device) {
-        for copy in plan.copies() {
-            let targets = |other: &Copy| match copy.direction {
-                Direction::Save => {
-                    let whole = other.copy.span.is_none() || copy.span.is_none();
-                    let saves = other.copy.direction == Direction::Save;
-                    saves && other.copy.host == copy.host && (whole || other.copy.span == copy.span)
-                }
-                Direction::Restore => other.copy.hot == copy.hot,
-                Direction::RestoreIndex => {
-                    other.copy.direction == copy.direction && other.copy.host == copy.host
-                }
-            };
-            assert!(!self.under_way.iter().any(targets), "{copy:?} writes where another does");
-            assert!(self.under_way.iter().all(|other| other.copy.ticket != copy.ticket));
-            match copy.direction {
-                _ if copy.ticket.is_multiple_of(2) => self.move_page(&copy, device),
-                Direction::Save => {}
-                // What is to come is nowhere yet.
-                Direction::Restore | Direction::RestoreIndex => device.target(&copy).fill(GARBAGE),
-            }
-            self.under_way.push(Copy { step: plan.step(), copy, ended: None });
-        }
-    }
-
-    /// A copy ends.
-    pub(crate) fn end(&mut self, at: usize, fine: bool) {
-        let count = self.under_way.len().max(1);
-        if let Some(copy) = self.under_way.get_mut(at % count) {
-            copy.ended.get_or_insert(fine);
-        }
-    }
-
-    /// Puts what has ended into the result, as far as a hand that has got to this step can know of
-    /// it.
-    pub(crate) fn report(&mut self, result: &mut StepResult, device: &mut Device) {
-        for Copy { step, copy, ended } in std::mem::take(&mut self.under_way) {
-            match ended.filter(|_| step <= result.step) {
-                None => self.under_way.push(Copy { step, copy, ended }),
-                Some(true) => {
-                    if !copy.ticket.is_multiple_of(2) {
-                        self.move_page(&copy, device);
-                    }
-                    result.copied.push(CopyEnd { ticket: copy.ticket, error: COPY_OK });
-                    let timing = result.copy_timing.get_or_insert_default();
-                    timing.save_us += 3;
-                    timing.restore_us += 7;
-                }
-                Some(false) => {
-                    match copy.direction {
-                        Direction::Save => {
-                            let positions = positions(&copy, device.page_size);
-                            self.pages[copy.host as usize][positions].fill(GARBAGE);
-                        }
-                        Direction::Restore | Direction::RestoreIndex => {
-                            device.target(&copy).fill(GARBAGE);
-                        }
-                    }
-                    result.copied.push(CopyEnd { ticket: copy.ticket, error: COPY_FAILED });
-                }
-            }
-        }
-    }
-
-    fn move_page(&mut self, copy: &PageCopy, device: &mut Device) {
-        let host = copy.host as usize;
-        match copy.direction {
-            Direction::Save => {
-                let positions = positions(copy, device.page_size);
-                let hot = &device.pages[copy.hot.expect("a page") as usize];
-                self.pages[host][positions.clone()].copy_from_slice(&hot[positions.clone()]);
-                if let Some(index) = device.index.get(host) {
-                    self.index[host][positions.clone()].copy_from_slice(&index[positions]);
-                }
-            }
-            Direction::Restore => device.target(copy).clone_from(&self.pages[host]),
-            Direction::RestoreIndex => device.target(copy).clone_from(&self.index[host]),
-        }
-    }
-}
-
-/// The positions of its page that a copy is of.
-fn positions(copy: &PageCopy, page_size: usize) -> Range<usize> {
-    copy.span.map_or(0..page_size, |span| span.first as usize..(span.first + span.count) as usize)
 }
 
 /// Died while executing a step.
@@ -279,7 +160,7 @@ impl Device {
     }
 
     /// The page that a restore writes to.
-    fn target(&mut self, copy: &PageCopy) -> &mut Vec<u64> {
+    pub(crate) fn target(&mut self, copy: &PageCopy) -> &mut Vec<u64> {
         match copy.hot {
             Some(hot) => &mut self.pages[hot as usize],
             None => &mut self.index[copy.host as usize],

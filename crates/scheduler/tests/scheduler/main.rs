@@ -2,10 +2,12 @@
 
 mod adapters;
 mod background;
+mod copier;
 mod device;
 mod drafts;
 mod harness;
 mod held;
+mod host_states;
 mod late;
 mod model;
 mod passing;

@@ -245,7 +245,9 @@ pub(crate) fn hosts() -> impl Strategy<Value = HostTier> {
 }
 
 pub(crate) fn states() -> impl Strategy<Value = StateCache> {
-    (0..14_u32, 0..20_u32).prop_map(|(pages, interval)| StateCache { pages, interval })
+    (0..14_u32, 0..20_u32, 0..20_u32, 1..5_u32).prop_map(|(pages, interval, host_pages, weight)| {
+        StateCache { pages, interval, host_pages, weight }
+    })
 }
 
 fn machines() -> impl Strategy<Value = SchedulerConfig> {

@@ -13,12 +13,12 @@ use crate::harness::{Harness, config, request};
 use crate::model::{all_machines, ops, run, run_on, states};
 
 /// A machine with room for many states.
-fn machine(pages: u32, interval: u32) -> SchedulerConfig {
-    let states = Some(StateCache { pages, interval });
+pub(crate) fn machine(pages: u32, interval: u32) -> SchedulerConfig {
+    let states = Some(StateCache { pages, interval, host_pages: 0, weight: 1 });
     SchedulerConfig { pages: 200, max_running: 8, slots: 12, states, ..config() }
 }
 
-fn text(seed: i32, length: i32) -> Vec<i32> {
+pub(crate) fn text(seed: i32, length: i32) -> Vec<i32> {
     (0..length).map(|at| (at * (seed + 3) + at / 5 + seed) % VOCAB).collect()
 }
 
@@ -165,8 +165,8 @@ fn states_die_with_the_hand() {
     assert_eq!(ask(&mut harness, 2, text(1, 33), 9), 0, "it was flushed");
 }
 
-/// Machines with states, prefixes and no tiers that hide them.
-fn recurrent() -> impl Strategy<Value = SchedulerConfig> {
+/// Machines with states and prefixes.
+pub(crate) fn recurrent() -> impl Strategy<Value = SchedulerConfig> {
     (all_machines(), states(), 8..40_u32).prop_map(|(config, states, pages)| SchedulerConfig {
         states: Some(states),
         // Adapters of recurrent layers are refused.
@@ -201,14 +201,18 @@ proptest! {
 #[test]
 fn each_fault_of_states_is_found() {
     for fault in [Spoilt::NoLoad, Spoilt::LateSaves, Spoilt::MixedSaves, Spoilt::MixedLoads] {
-        let mut runner = TestRunner::deterministic();
-        let story = (recurrent(), 1..=2_usize, ops(&[], 0));
-        let found = (0..4000).any(|_| {
-            let tree = story.new_tree(&mut runner).expect("nothing is filtered");
-            let (config, depth, ops) = tree.current();
-            let spoilt = || Harness::new(config.clone(), depth).spoil(fault);
-            catch_unwind(AssertUnwindSafe(|| drop(run_on(spoilt(), &config, ops.clone())))).is_err()
-        });
-        assert!(found, "{fault:?} changes nothing");
+        assert!(is_found(fault, recurrent()), "{fault:?} changes nothing");
     }
+}
+
+/// True if one of the first stories on such machines finds a fault.
+pub(crate) fn is_found(fault: Spoilt, machines: impl Strategy<Value = SchedulerConfig>) -> bool {
+    let mut runner = TestRunner::deterministic();
+    let story = (machines, 1..=2_usize, ops(&[], 0));
+    (0..4000).any(|_| {
+        let tree = story.new_tree(&mut runner).expect("nothing is filtered");
+        let (config, depth, ops) = tree.current();
+        let spoilt = || Harness::new(config.clone(), depth).spoil(fault);
+        catch_unwind(AssertUnwindSafe(|| drop(run_on(spoilt(), &config, ops.clone())))).is_err()
+    })
 }

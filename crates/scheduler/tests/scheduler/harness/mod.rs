@@ -10,10 +10,11 @@ use std::collections::{BTreeMap, VecDeque};
 
 use forebay_protocol::{PromptLogprobs, StepPlan, StepResult, Want};
 use forebay_scheduler::{
-    Event, Finish, MAX_IN_FLIGHT, Policy, PoolSizes, Request, Scheduler, SchedulerConfig,
+    Event, Finish, MAX_IN_FLIGHT, PageCounts, Policy, Request, Scheduler, SchedulerConfig,
 };
 
-use crate::device::{Copier, Device, append, read_prompt, vector};
+use crate::copier::Copier;
+use crate::device::{Device, append, read_prompt, vector};
 use crate::seeing::{Arena, SlotImages};
 use late::MaskedRow;
 use record::Record;
@@ -99,7 +100,7 @@ impl Harness {
         Self {
             scheduler: Scheduler::new(config.clone()),
             device: Device::new(&config),
-            copier: Copier::new(config.host.map_or(0, |host| host.pages), config.page_size),
+            copier: Copier::new(&config),
             config,
             arena: Arena::default(),
             depth,
@@ -382,16 +383,22 @@ impl Harness {
     pub(crate) fn memory_runs_out(&mut self, pages: u32, host_pages: u32) {
         self.flights.clear();
         self.scheduler.reset_without_blame();
-        let state_pages = self.config.states.map_or(0, |states| states.pages);
-        let window_pages = self.config.windows.map_or(0, |part| part.pages);
-        let sizes = PoolSizes { pages, host_pages, state_pages, window_pages };
-        self.scheduler.resize(sizes);
+        let states = self.config.states;
+        self.scheduler.resize(PageCounts {
+            pages,
+            host_pages,
+            state_pages: states.map_or(0, |states| states.pages),
+            host_state_pages: states.map_or(0, |states| states.host_pages),
+            window_pages: self.config.windows.map_or(0, |part| part.pages),
+        });
         self.was_reset = true;
         self.config.pages = pages;
         if let Some(host) = &mut self.config.host {
             host.pages = host_pages;
         }
-        self.copier = Copier::new(host_pages, self.config.page_size);
+        let fault = self.copier.fault;
+        self.copier = Copier::new(&self.config);
+        self.copier.fault = fault;
         self.device = Device::new(&self.config);
         self.slot_owner.clear();
         for client in self.clients.values_mut() {
@@ -649,6 +656,7 @@ impl Harness {
         if self.flights.iter().all(|flight| flight.result.is_some()) {
             let mut states = StateCopies::of(plan);
             self.fault.iter_mut().for_each(|fault| fault.spoil(&mut states));
+            self.copier.start_early(plan, &mut self.device);
             flight.result = self.device.compute(plan, &states, &self.copier, &self.arena).ok();
             if flight.result.is_some() {
                 self.copier.start(plan, &mut self.device);

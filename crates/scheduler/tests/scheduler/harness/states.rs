@@ -1,8 +1,9 @@
 //! Promises about state pages, and faults that a device must not compute unnoticed.
 
-use forebay_protocol::{Row, StateCopy, StepPlan};
+use forebay_protocol::{Direction, Row, StateCopy, StepPlan};
 
 use super::Harness;
+use crate::copier::CopyFault;
 
 /// A fault of a brain in the copies of states.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -15,6 +16,8 @@ pub(crate) enum Spoilt {
     MixedSaves,
     /// Two slots are given each other's states.
     MixedLoads,
+    /// A fault in copies to and from the host.
+    Copies(CopyFault),
 }
 
 /// Puts a fault into the plans that a device executes.
@@ -33,6 +36,7 @@ impl StateFault {
             Spoilt::LateSaves => std::mem::swap(&mut copies.saves, &mut self.late),
             Spoilt::MixedSaves => swap_pages(&mut copies.saves),
             Spoilt::MixedLoads => swap_pages(&mut copies.loads),
+            Spoilt::Copies(_) => {}
         }
     }
 }
@@ -59,7 +63,10 @@ fn swap_pages(copies: &mut [StateCopy]) {
 impl Harness {
     /// Has the device execute plans with this fault.
     pub(crate) fn spoil(mut self, kind: Spoilt) -> Self {
-        self.fault = Some(StateFault { kind, late: vec![] });
+        match kind {
+            Spoilt::Copies(fault) => self.copier.fault = Some(fault),
+            kind => self.fault = Some(StateFault { kind, late: vec![] }),
+        }
         self
     }
 
@@ -86,9 +93,16 @@ impl Harness {
                 !loads.iter().any(|load| load.page == save.page),
                 "{save:?} is to a loaded page"
             );
+            assert!(!self.copier.has_state_page(save.page), "{save:?} is to a page that is copied");
+        }
+        for copy in plan.copies().filter(|copy| copy.direction == Direction::RestoreState) {
+            let named = loads.iter().any(|load| Some(load.page) == copy.hot)
+                || flights().any(|&page| Some(page) == copy.hot);
+            assert!(!named, "{copy:?} is to a page that a plan in flight names");
         }
         let stats = self.scheduler.stats().states;
         assert!(stats.pages_held + stats.pages_cached <= stats.pages, "{stats:?}");
+        assert!(stats.host_pages_used <= stats.host_pages, "{stats:?}");
         loads.iter().copied().chain(plan.state_saves()).map(|copy| copy.page).collect()
     }
 }

@@ -1,0 +1,49 @@
+//! Blocks and states of the host tier that other replicas read.
+
+use forebay_kvcache::{BlockHash, LoanId};
+
+use super::Memory;
+use super::states::StatePages;
+
+/// Blocks of the host tier that are lent, with their pages.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LentBlocks {
+    /// The loan, which has to be taken back ([`crate::Scheduler::take_back`]).
+    pub loan: LoanId,
+    /// The blocks, the first of the request first.
+    pub pages: Vec<(BlockHash, u32)>,
+    /// With recurrent layers, the last of these blocks behind which a state is lent, and the page
+    /// of the state; else empty.
+    pub states: Vec<(BlockHash, u32)>,
+}
+
+impl Memory {
+    /// Lends the leading blocks of a request that are in the host tier. With recurrent layers a
+    /// state goes with them, or nothing is lent.
+    pub(crate) fn lend(&mut self, names: &[BlockHash]) -> Option<LentBlocks> {
+        let (loan, pages) = self.tiers.lend(names)?;
+        let mut states = Vec::new();
+        if let Some(of) = &mut self.states {
+            match of.lend(loan, &names[..pages.len()]) {
+                Some(lent) => states = lent,
+                None => {
+                    self.tiers.take_back(loan);
+                    return None;
+                }
+            }
+        }
+        Some(LentBlocks { loan, pages, states })
+    }
+
+    /// Takes back a loan. False: it has ended.
+    pub(crate) fn take_back(&mut self, loan: LoanId) -> bool {
+        self.states.iter_mut().for_each(|states| states.take_back(loan));
+        self.tiers.take_back(loan)
+    }
+
+    /// Ends all loans: there is no host tier any more.
+    pub(crate) fn end_loans(&mut self) {
+        self.tiers.end_loans();
+        self.states.iter_mut().for_each(StatePages::end_loans);
+    }
+}
