@@ -472,7 +472,7 @@ pub(crate) fn free(config: &HandConfig, plan: &Plan, available: u64, state_bytes
 /// The sizes of a decoder with one page.
 pub(crate) fn sizes_of_parts(
     config: &HandConfig,
-    parts: &DecoderParts<'_'>,
+    parts: &DecoderParts<'_>,
     dtype: Dtype,
 ) -> Sizes {
     let &DecoderParts { shape, experts, .. } = parts;

@@ -163,7 +163,11 @@ impl Group {
             timing: Timing {
                 model,
                 // A page takes 50 us to save, and 10 us to restore: half of the time to compute it.
-                copy: CopyModel { save_gbps: Some(0.02), restore_gbps: Some(0.1), latency_us: 0.0 },
+                copy: CopyModel {
+                    save_gbps: Some(0.02),
+                    restore_gbps: Some(0.1),
+                    ..CopyModel::default()
+                },
                 bytes: PageBytes { main: 1000, ..PageBytes::default() },
                 ..Timing::default()
             },
