@@ -127,7 +127,7 @@ def test_rl_loop_goes_on_after_a_hand_has_died(tiny: Model) -> None:
     """Answers and versions are those of a run in which none died."""
     undisturbed = example("rl_loop.py", tiny.path, "5")
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
-    command = [sys.executable, "-u", EXAMPLES / "rl_loop.py", tiny.path, "5"]
+    command = [sys.executable, "-u", str(EXAMPLES / "rl_loop.py"), str(tiny.path), "5"]
     lines = []
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as loop:
         assert loop.stdout is not None

@@ -161,7 +161,9 @@ def test_the_marks_of_images_in_a_text_are_text(server: Server) -> None:
 
 
 def test_generate_takes_the_token_of_a_position(server: Server, gemma: Model) -> None:
-    begin, end = (gemma.tokenizer.token_to_id(mark) for mark in (BEGIN, END))
+    begin, end = (int(gemma.tokenizer.token_to_id(mark) or 0) for mark in (BEGIN, END))
+    assert begin > 0
+    assert end > 0
     sampling = {"max_new_tokens": COUNT, "temperature": 0, "ignore_eos": True}
     body = {"input_ids": [5, begin, IMAGE, end, 7], "image_data": part(png(TWO))["image_url"]["url"]}
     response = server.post("/generate", {**body, "sampling_params": sampling})

@@ -173,15 +173,15 @@ def test_a_death_in_the_middle_leaves_the_last_weights(serve: Serve, tiny: Model
     other = serve(tiny, "--admin-api-key", "admin")
     expected = first
     for number in range(4):
-        tensors = trained(tiny, number)
-        answer = pool.submit(order, server, tensors, weight_version=f"step {number}")
-        _broadcast(tensors.values(), group)
+        trained_now = trained(tiny, number)
+        answer = pool.submit(order, server, trained_now, weight_version=f"step {number}")
+        _broadcast(trained_now.values(), group)
         # The old one, then perhaps the one that starts.
         for _ in range(1 + number % 2):
             for pid in server.hands():
                 os.kill(pid, signal.SIGKILL)
         if answer.result().status_code == 200:
-            assert send_whole(other, tensors).status_code == 200
+            assert send_whole(other, trained_now).status_code == 200
             expected = (generate(other)[0], f"step {number}")
         assert generate(server) == expected
 

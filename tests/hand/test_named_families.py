@@ -169,7 +169,7 @@ def test_rows_of_layers_stay_in_their_blocks(tmp_path: Path, kind: str) -> None:
             brain_of(hand).serve(served[-1], 17)
     with rust(tmp_path, settings(model)) as runner:
         assert kept < runner.facts["weight_bytes"]
-    check_same(*served, atol=1e-4)
+    check_same(served[0], served[1], atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["gemma4-wide", "gemma4-experts"])

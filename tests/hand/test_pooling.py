@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -33,6 +33,9 @@ from forebay.state.config import RunnerConfig
 from forebay.state.slots import PlanError
 from forebay.weights.pooling import Pooling
 from tests.hand.support import TINY, PlanBuilder, hf_config, wire_config
+
+if TYPE_CHECKING:
+    from tests.hand.test_rust_hand import RustRunner
 
 BERT: dict[str, Any] = {
     "vocab_size": 131,
@@ -76,7 +79,7 @@ def prompts(lengths: Sequence[int], vocabulary: int = 131) -> list[list[int]]:
     return [random.integers(5, vocabulary, length).tolist() for length in lengths]
 
 
-def pool(runner: ModelRunner, texts: Sequence[list[int]], segments: Sequence[int] = ()) -> Float32s:
+def pool(runner: ModelRunner | RustRunner, texts: Sequence[list[int]], segments: Sequence[int] = ()) -> Float32s:
     """The vectors [r, size] of whole prompts, in one step."""
     builder = PlanBuilder()
     pages = iter(range(runner.kv.page_count))

@@ -57,7 +57,7 @@ def stored(folder: Path, made: Made, **changes: Any) -> dict[str, Any]:
 
 def pooled(folder: Path, values: dict[str, Any], texts: Sequence[list[int]], segments: Sequence[int] = ()) -> Float32s:
     with rust(folder, values) as runner:
-        return pool(runner, texts, segments)  # type: ignore[arg-type]
+        return pool(runner, texts, segments)
 
 
 @pytest.mark.parametrize("make", [embedder, scorer])
@@ -95,8 +95,7 @@ def test_a_vector_has_the_same_bits_whatever_is_computed_beside_it(
     texts = prompts(LENGTHS)
     with rust(tmp_path, stored(tmp_path, made, dtype=dtype, quantization=quantization)) as runner:
         together, backwards, *alone = (
-            pool(runner, some)  # type: ignore[arg-type]
-            for some in (texts, texts[::-1], *([tokens] for tokens in texts))
+            pool(runner, some) for some in (texts, texts[::-1], *([tokens] for tokens in texts))
         )
     np.testing.assert_array_equal(backwards[::-1], together)
     np.testing.assert_array_equal(np.concatenate(alone), together)

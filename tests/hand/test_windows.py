@@ -67,7 +67,7 @@ class WindowBrain(MiniBrain):
         self._release(self.runs.pop(request.slot, Run()).pages)
         self.runs[request.slot] = Run()
 
-    def _advance(self, request: Request, builder: PlanBuilder, chunk: int) -> bool:  # type: ignore[override]
+    def _advance(self, request: Request, builder: PlanBuilder, chunk: int) -> bool:
         run, start = self.runs[request.slot], request.computed
         sampled = super()._advance(request, builder, chunk)
         passed = max(0, start + 1 - self.window) // self.size

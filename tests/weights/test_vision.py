@@ -149,7 +149,7 @@ def vision_of(config: dict[str, Any]) -> Vision:
 
 def test_qwen3_vl() -> None:
     found = model_config(QWEN3)
-    plain = {"theta": 10000.0, "norm_eps": 1e-6, "both_ways": False}
+    plain: dict[str, Any] = {"theta": 10000.0, "norm_eps": 1e-6, "both_ways": False}
     sizes = (24, 1024, 4096, 16, 16, 2, 2, 2560)
     assert found.vision == Vision("table", *sizes, **plain, deepstack=(5, 11, 17), table_side=48)
     assert found.vision.patch_bytes == 768
@@ -163,7 +163,7 @@ def test_qwen3_vl() -> None:
 
 def test_qwen25_vl() -> None:
     found = model_config(QWEN25)
-    plain = {"theta": 10000.0, "norm_eps": 1e-6, "both_ways": False}
+    plain: dict[str, Any] = {"theta": 10000.0, "norm_eps": 1e-6, "both_ways": False}
     sizes = (32, 1280, 3420, 16, 14, 2, 2, 2048)
     assert found.vision == Vision("windows", *sizes, **plain, window=4, whole=(7, 15, 23, 31))
     assert found.sections == Sections((16, 24, 24), interleaved=False)
