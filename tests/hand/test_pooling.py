@@ -79,7 +79,7 @@ def prompts(lengths: Sequence[int], vocabulary: int = 131) -> list[list[int]]:
     return [random.integers(5, vocabulary, length).tolist() for length in lengths]
 
 
-def pool(runner: ModelRunner | RustRunner, texts: Sequence[list[int]], segments: Sequence[int] = ()) -> Float32s:
+def pool(runner: "ModelRunner | RustRunner", texts: Sequence[list[int]], segments: Sequence[int] = ()) -> Float32s:
     """The vectors [r, size] of whole prompts, in one step."""
     builder = PlanBuilder()
     pages = iter(range(runner.kv.page_count))
