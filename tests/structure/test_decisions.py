@@ -9,7 +9,6 @@ from tests.structure.repository import ROOT, files, read
 from tests.structure.test_links import anchors
 
 PAGE = Path("docs/decisions.md")
-RECORDS = Path("docs/adr")
 DESIGN = Path("docs/design")
 ROW = re.compile(r"^\| \[(\d{4})\]\(([^)\s]+)\) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
 STATUS = re.compile(r"(?:kept|partly|replaced)\b")
@@ -28,13 +27,11 @@ def names(folder: Path) -> list[str]:
 
 
 def reasons(target: str) -> bool:
-    """True if `target` is a record of its own, or a section of a page of docs/design that is there."""
+    """True if `target` is a section of a page of docs/design that is there."""
     page, _, anchor = target.partition("#")
     path = PAGE.parent / page
     if path.name not in names(path.parent):
         return False
-    if path.parent == RECORDS:
-        return not anchor
     return path.parent == DESIGN and anchor in anchors((ROOT / path).read_text(encoding="utf-8"))
 
 
@@ -52,11 +49,8 @@ def test_every_line_leads_to_reasons_and_has_a_status() -> None:
     assert [number for number, _, _, status in rows() if not STATUS.match(status)] == []
 
 
-def test_every_record_and_every_page_of_the_design_has_a_line() -> None:
+def test_every_page_of_the_design_has_a_line() -> None:
     targets = [target.partition("#")[0] for _, target, _, _ in rows()]
-    for number, target, _, _ in rows():
-        assert not target.startswith("adr/") or target.startswith(f"adr/{number}-"), target
-    assert {f"adr/{name}" for name in names(RECORDS)} == {target for target in targets if target.startswith("adr/")}
     assert {f"design/{name}" for name in names(DESIGN)} <= set(targets)
 
 
