@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use crate::columns::Columns;
 use crate::copier::check_no_copies;
-use crate::host::{DevicePages, host_counts};
+use crate::host::{PoolSize, host_counts};
 use crate::kept::files;
 use crate::load::{Formats, Plan, Source, load};
 use crate::pooled::kind;
@@ -52,7 +52,7 @@ impl EncoderRunner {
         report: Report<'_>,
     ) -> Result<Loaded, HandError> {
         // It has no pages.
-        let none = DevicePages { count: 0, bytes: 0 };
+        let none = PoolSize { count: 0, bytes: 0 };
         host_counts(config, none, none, None)?;
         let (number, dtype, told) = numbers(&config.dtype)?;
         let int8 = config.quantization.as_deref() == Some("w8a8_int8");

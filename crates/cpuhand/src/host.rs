@@ -24,14 +24,14 @@ const COUNT_BYTES: u64 = 8;
 
 /// Pages of one kind on the device.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct DevicePages {
+pub(crate) struct PoolSize {
     /// The number of pages.
     pub(crate) count: u64,
     /// Bytes of a page.
     pub(crate) bytes: u64,
 }
 
-impl DevicePages {
+impl PoolSize {
     fn all(self) -> u64 {
         self.count.saturating_mul(self.bytes)
     }
@@ -52,8 +52,8 @@ pub(crate) struct HostCounts {
 /// The model keeps nothing on pages, less than a page is asked for, or more than there is.
 pub(crate) fn host_counts(
     config: &HandConfig,
-    pages: DevicePages,
-    states: DevicePages,
+    pages: PoolSize,
+    states: PoolSize,
     free: Option<u64>,
 ) -> Result<HostCounts, HandError> {
     let refused = |why: String| Err(HandError::Config(why));
@@ -88,7 +88,7 @@ pub(crate) fn host_counts(
         Some(bytes) => (Some(bytes), format!("{bytes} bytes")),
         None => (None, format!("{ratio} of the pages")),
     };
-    let part = |of: DevicePages| match bytes {
+    let part = |of: PoolSize| match bytes {
         Some(bytes) => {
             let share = u128::from(bytes) * u128::from(of.count) / u128::from(device);
             u64::try_from(share).unwrap_or(u64::MAX)
@@ -352,7 +352,7 @@ mod tests {
         memfd_create("host", MemfdFlags::CLOEXEC).expect("a file")
     }
 
-    const NONE: DevicePages = DevicePages { count: 0, bytes: 0 };
+    const NONE: PoolSize = PoolSize { count: 0, bytes: 0 };
     const SIZES: PageSizes = PageSizes { page: 5, state: 0 };
 
     fn counts(pages: u32, state_pages: u32) -> HostCounts {
@@ -372,7 +372,7 @@ mod tests {
     #[test]
     fn a_tier_has_a_size_in_pages_or_a_reason() {
         let count = |config: HandConfig, free| {
-            let pages = DevicePages { count: 10, bytes: 100 };
+            let pages = PoolSize { count: 10, bytes: 100 };
             let counts = host_counts(&config, pages, NONE, free);
             counts.map(|counts| counts.pages).map_err(|error| error.to_string())
         };
@@ -393,8 +393,8 @@ mod tests {
 
     #[test]
     fn pages_and_states_divide_the_tier_as_they_divide_the_device() {
-        let pages = DevicePages { count: 10, bytes: 100 };
-        let states = DevicePages { count: 4, bytes: 250 };
+        let pages = PoolSize { count: 10, bytes: 100 };
+        let states = PoolSize { count: 4, bytes: 250 };
         let count = |config: &HandConfig, free| {
             let counts = host_counts(config, pages, states, free);
             let numbers = counts.map(|counts| [counts.pages, counts.state_pages]);

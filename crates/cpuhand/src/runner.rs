@@ -20,7 +20,7 @@ use crate::connection::ConnectionError;
 use crate::copier::Copier;
 use crate::descriptors::{HostFiles, PageMemory};
 use crate::encoder::EncoderRunner;
-use crate::host::{DevicePages, HostTier, PageSizes, host_counts};
+use crate::host::{HostTier, PageSizes, PoolSize, host_counts};
 use crate::kept::{Kept, files};
 use crate::load::{Formats, Plan, Source, assemble, load};
 use crate::parts::{DecoderParts, expert_sizes};
@@ -203,8 +203,8 @@ impl Runner {
         let of_places = config.lora.as_ref().map_or(0, |lora| place_bytes(lora, &of_adapters));
         let beside = taken + of_places + all_pages;
         let left = (available > 0).then(|| available.saturating_sub(beside));
-        let of_device = DevicePages { count: sizes.page_count as u64, bytes: page_bytes };
-        let of_states = DevicePages { count: pages, bytes: state_bytes };
+        let of_device = PoolSize { count: sizes.page_count as u64, bytes: page_bytes };
+        let of_states = PoolSize { count: pages, bytes: state_bytes };
         let host_pages = host_counts(config, of_device, of_states, left)?;
         // The last one is nobody's: who has it keeps the memory.
         let mut rooms = Room::parts(pools.iter().copied().chain([0]))?;
@@ -470,11 +470,7 @@ pub(crate) fn free(config: &HandConfig, plan: &Plan, available: u64, state_bytes
 }
 
 /// The sizes of a decoder with one page.
-pub(crate) fn sizes_of_parts(
-    config: &HandConfig,
-    parts: &DecoderParts<'_>,
-    dtype: Dtype,
-) -> Sizes {
+pub(crate) fn sizes_of_parts(config: &HandConfig, parts: &DecoderParts<'_>, dtype: Dtype) -> Sizes {
     let &DecoderParts { shape, experts, .. } = parts;
     Sizes {
         dtype,

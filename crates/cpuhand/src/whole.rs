@@ -12,7 +12,7 @@ use serde_json::Value;
 
 use crate::columns::Columns;
 use crate::copier::check_no_copies;
-use crate::host::{DevicePages, host_counts};
+use crate::host::{PoolSize, host_counts};
 use crate::kept::files;
 use crate::load::{LayerBehind, Plan, Source, assemble, load};
 use crate::parts::DecoderParts;
@@ -49,7 +49,7 @@ impl WholeRunner {
         report: Report<'_>,
     ) -> Result<Loaded, HandError> {
         // It has no pages from step to step.
-        let none = DevicePages { count: 0, bytes: 0 };
+        let none = PoolSize { count: 0, bytes: 0 };
         host_counts(config, none, none, None)?;
         let parts = DecoderParts::new(shape)?;
         let (number, dtype, told) = numbers(&config.dtype)?;

@@ -109,8 +109,8 @@ pub struct HandExecutor {
     signals: VecDeque<Signal>,
     /// The map by which ranks find each other; `None` once they have, and if there is one rank.
     store: Option<Store>,
-    /// The memory of each rank's host tier, or of all; none: there is no tier. Anonymous files, which
-    /// the next hand of a rank finds as the last one left them.
+    /// The memory of each rank's host tier, or of all; none: there is no tier. They are anonymous
+    /// files, which the next hand of a rank finds as the last one left them.
     host: Vec<OwnedFd>,
     /// What some ranks have ended beside their steps, and others have not.
     merger: ResultMerger,
@@ -385,7 +385,8 @@ impl HandExecutor {
         self.write(to, shared);
     }
 
-    /// Writes the frame in the buffer to the sockets of these ranks, or its place if it is `shared`.
+    /// Writes the frame in the buffer to the sockets of these ranks, or its place if it is
+    /// `shared`.
     fn write(&mut self, to: Range<usize>, shared: bool) {
         let frame = if shared { &self.place } else { &self.buffer };
         for (index, rank) in self.ranks.iter_mut().enumerate().take(to.end).skip(to.start) {

@@ -111,8 +111,8 @@ impl Expected {
         self.comparison = None;
     }
 
-    /// Takes a token that came without drafts. Gives the outcome of a comparison that has ended: the
-    /// drafts, their number, and how many were right.
+    /// Takes a token that came without drafts. Gives the outcome of a comparison that has ended:
+    /// the drafts, their number, and how many were right.
     pub(crate) fn compare(&mut self, token: i32) -> Option<(DraftMatch, u32, u32)> {
         self.rest = self.rest.saturating_sub(1);
         let comparison = self.comparison.as_mut()?;
