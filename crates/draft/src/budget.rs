@@ -18,8 +18,8 @@ const LOST: f64 = 0.01;
 const FADING: f64 = 1.0 - 1.0 / 4096.0;
 /// The least probability of a draft. Below it the gain is smaller than the error of measured times.
 const LEAST_ODDS: f64 = 0.2;
-/// Steps with drafts in a row, after which one has none. The time of steps without drafts tells what
-/// they save, so it has to be measured now and then.
+/// Steps with drafts in a row, after which one has none. The time of steps without drafts tells
+/// what they save, so it has to be measured now and then.
 const STREAK: u32 = 128;
 /// The weight of earlier waits for results, where a new one has 1.
 const WAITS: f64 = 15.0;
