@@ -58,7 +58,9 @@ def test_tokens_are_those_of_one_replica(serve: Serve, tiny: Model, expected: Ex
     assert sum(one["generated_tokens"] for one in replicas[:prefill]) == len(expected)
     computed = sum(one["prompt_tokens"] for one in replicas[prefill:])
     assert computed < 4 * len(expected), "a decode replica computes what is on no full page"
-    assert sum(one["recomputed_tokens"] for one in replicas) == 0
+    # Of a request that had to give way, less than a page is in no tier.
+    recomputed = sum(one["recomputed_tokens"] for one in replicas)
+    assert recomputed <= 3 * server.metric("vllm:num_preemptions_total")
 
 
 def test_chosen_tokens_have_the_same_log_probabilities(serve: Serve, tiny: Model, expected: Expected) -> None:

@@ -132,8 +132,11 @@ def test_a_server_goes_on_with_broadcast_tensors(
     mixed = {**new, **{name: tensor.float() for name, tensor in some.items()}}
     third = generate(server)
     assert third == (generate(serve(saved(tiny, mixed, tmp_path / "two"), "--hand", hand))[0], "2")
-    for pid in server.hands():
+    killed = set(server.hands())
+    for pid in killed:
         os.kill(pid, signal.SIGKILL)
+    # A request that met both deaths would be given up.
+    eventually(lambda: len(set(server.hands()) - killed) == 2, "both hands are back")
     for _ in range(4):
         assert generate(server) == third
     rank = receiver(server)
@@ -148,7 +151,7 @@ def test_a_server_goes_on_with_broadcast_tensors(
     rank = receiver(server)
     assert server.terminate() == 0
     eventually(lambda: not Path(f"/proc/{rank}").exists(), "the server's rank ends with it")
-    assert folders() == before
+    assert folders() <= before
 
 
 def test_a_death_in_the_middle_leaves_the_last_weights(serve: Serve, tiny: Model, pool: ThreadPoolExecutor) -> None:
