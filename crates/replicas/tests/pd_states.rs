@@ -18,7 +18,7 @@ const REQUESTS: u64 = 60;
 /// A prefill and a decode replica.
 fn members(host_state_pages: u32, clock: &SimClock, outputs: &Sender<Vec<Output>>) -> Vec<Member> {
     let member = |_| {
-        let states = StateModel { bytes: 5000, pages: 16, copy_gbps: None };
+        let states = StateModel { bytes: 5000, pages: 200, copy_gbps: None };
         let (executor, _) = SimExecutor::new(SimConfig {
             clock: clock.clone(),
             timing: Timing {
@@ -35,7 +35,7 @@ fn members(host_state_pages: u32, clock: &SimClock, outputs: &Sender<Vec<Output>
             load_us: 1000,
             page_count: 2000,
             host_pages: 6000,
-            state_pages: 16,
+            state_pages: 200,
             host_state_pages,
             vocab_size: VOCAB,
             text: text(),

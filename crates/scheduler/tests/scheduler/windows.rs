@@ -3,7 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use forebay_protocol::least_window_pages;
-use forebay_scheduler::{Request, SchedulerConfig, WindowPart};
+use forebay_scheduler::{Request, SchedulerConfig, Tower, WindowPart};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::TestRunner;
@@ -152,8 +152,11 @@ fn windowed() -> impl Strategy<Value = SchedulerConfig> {
     (all_machines(), 1..30_u32, 0..30_u32, 6..40_u32).prop_map(|(config, window, more, pages)| {
         let least = least_window_pages(window, config.page_size);
         let part = WindowPart { pages: least.saturating_add(more).min(pages), window };
+        // Where images have to be whole there is one pool.
+        let tower = config.tower.map(|tower| Tower { whole: false, ..tower });
         SchedulerConfig {
             windows: Some(part),
+            tower,
             pages,
             host: None,
             sparse: None,
