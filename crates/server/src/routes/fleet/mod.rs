@@ -79,6 +79,7 @@ fn administration() -> Router<Arc<Front>> {
         .route("/v1/live/requests/{id}", get(dispatch::by_query))
         .route("/v1/live/trace", get(dispatch::by_query))
         .route("/replicas/{replica}/drain", post(dispatch::by_query))
+        .route("/replicas/{replica}/role", post(dispatch::by_query))
         .route("/replicas/{replica}/resume", post(dispatch::by_query))
         .route("/flush_cache", post(dispatch::by_query))
 }
