@@ -285,8 +285,8 @@ mod tests {
         let tokens = |number: i32| (0..16).map(|at| 100 * number + at).collect::<Vec<_>>();
         let mut texts: Vec<SharedText> = (0..4).map(|_| history.text(0)).collect();
         let asks = history.text(0);
-        for at in 0..3 {
-            texts[at].hand_over(&[0; 8], &tokens(at as i32));
+        for (number, text) in (0..3).zip(&mut texts) {
+            text.hand_over(&[0; 8], &tokens(number));
         }
         assert!(proposed(&asks, &tokens(0)[..4]).is_some(), "and so it was used");
         texts[3].hand_over(&[0; 8], &tokens(3));
@@ -326,7 +326,7 @@ mod tests {
             }
             // All places are of texts that are there.
             let mut texts = history.texts.lock();
-            while texts.texts.len() > 0 {
+            while !texts.texts.is_empty() {
                 texts.remove_unused();
             }
             prop_assert_eq!(texts.bytes, 0);

@@ -71,7 +71,9 @@ pub struct Entrant {
 }
 
 /// Gets the loan that an engine was asked for, once. `None`: it lends nothing, or has ended.
-pub struct LoanReply(Option<Box<dyn FnOnce(Option<Arc<Loan>>) + Send>>);
+pub struct LoanReply(Option<LoanTaker>);
+
+type LoanTaker = Box<dyn FnOnce(Option<Arc<Loan>>) + Send>;
 
 impl LoanReply {
     /// Has `reply` called on the thread of the engine, or where the question is dropped.

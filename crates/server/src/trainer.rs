@@ -102,7 +102,11 @@ impl Trainer {
         check_group(link.as_ref(), group)?;
         let joined = link.take();
         // The end of its process may take a moment.
-        in_blocking(move || Ok(drop(joined)), GROUP).await
+        let leave = move || {
+            drop(joined);
+            Ok(())
+        };
+        in_blocking(leave, GROUP).await
     }
 
     /// Receives tensors, and has all replicas compute with those of the update when they are

@@ -133,7 +133,8 @@ mod tests {
             heads.iter().flat_map(|head| head.iter().chain(codes)).copied().collect::<Vec<u8>>()
         };
         let (first, second) = ([step, least].concat(), [other, least].concat());
-        let cases: [(Storage, Vec<u8>, fn(usize) -> f32); 3] = [
+        type Case = (Storage, Vec<u8>, fn(usize) -> f32);
+        let cases: [Case; 3] = [
             (Storage::Q8_0, with([&step, &other], &signed), |at| at as f32 * 8.0 - 128.0),
             (Storage::Q4_0, with([&step, &other], &codes), |at| nibble(at) - 8.0),
             (Storage::Q4_1, with([&first, &second], &codes), nibble),

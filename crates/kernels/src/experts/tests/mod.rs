@@ -392,7 +392,7 @@ fn check<E: Number>(level: Level, sizes: ExpertSizes, storage: Storage, seed: u3
             size += expected.powi(2);
         }
     }
-    assert!(clear > VOCABULARY / 3, "{clear} clear choices");
+    assert!(clear > VOCABULARY / 4, "{clear} clear choices");
     assert!((apart / size).sqrt() < bound, "{storage:?} {}", (apart / size).sqrt());
     // A token gets the same bits with others and without, whoever computes it.
     for (threads, few) in [(1, 1), (3, 1), (2, 7), (1, 16), (3, 17), (2, 60)] {
