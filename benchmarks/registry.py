@@ -77,7 +77,7 @@ ROWS = (
     Benchmark("layers", 15, peers="gemma llama"),
     Benchmark("accuracy", 6),
     Benchmark("kv-cache", 15, peers="coder"),
-    Benchmark("speculation", 15, peers="coder"),
+    Benchmark("speculation", 30, peers="coder vllm llama"),
     Benchmark("lora", 6),
     Benchmark("batches", 5),
     Benchmark("models", 5, ("python -m benchmarks.fleet",), peers="coder llama"),

@@ -74,6 +74,9 @@ class Target(ABC):
 class Server(Target):
     """One kind of server, which is one command."""
 
+    flags: tuple[str, ...] = ()
+    """Further flags."""
+
     @abstractmethod
     def command(self, setting: Setting, port: int) -> list[str]:
         """The program and its arguments."""
@@ -101,8 +104,6 @@ class Server(Target):
 class Forebay(Server):
     """Forebay, with its real hand or a simulated device."""
 
-    flags: tuple[str, ...] = ()
-    """Further flags."""
     prefix_cache: bool = False
     """True if equal beginnings share their pages."""
     profile: str | None = None
@@ -165,6 +166,7 @@ class Vllm(Server):
             *("--max-num-batched-tokens", str(max(setting.step_tokens, setting.streams))),
             "--no-enable-prefix-caching",
             *(() if self.rust else ("--disable-uvicorn-access-log",)),
+            *self.flags,
         ]
 
     def environment(self, setting: Setting) -> dict[str, str]:
@@ -206,6 +208,7 @@ class Llama(Server):
             *("--threads", str(setting.threads), "--threads-batch", str(setting.threads)),
             *("--batch-size", "2048", "--ubatch-size", "512"),
             *("--no-cache-prompt", "--cache-ram", "0", "--slot-prompt-similarity", "0", "--no-webui", "--log-disable"),
+            *self.flags,
         ]
 
     def fits(self, setting: Setting) -> bool:
@@ -229,6 +232,7 @@ class Sglang(Server):
             *("--chunked-prefill-size", str(setting.step_tokens), "--max-prefill-tokens", str(setting.step_tokens)),
             *("--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
             *("--disable-radix-cache", "--log-level", "warning"),
+            *self.flags,
         ]
 
     def environment(self, setting: Setting) -> dict[str, str]:

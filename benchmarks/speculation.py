@@ -1,9 +1,10 @@
 """Answers that repeat their prompt, and others, with and without drafts from earlier text.
 
-    python -m benchmarks.speculation  # 15 minutes
+    python -m benchmarks.speculation --rounds 2  # 30 minutes
 
 A model on the CPU answers requests of five kinds greedily, 1 and 8 at a time. Each round has a fresh process for each
-server, in turn. Texts are the same with and without drafts, which the command checks.
+server, in turn. Forebay's texts are the same with and without drafts, which the command checks. llama.cpp's server and
+vLLM, where they are installed, run without and with their own n-gram drafts.
 
 - edit: a file with one change;
 - quote: a passage, word by word;
@@ -18,6 +19,7 @@ import json
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from benchmarks import coder, compare, models, records
@@ -25,17 +27,27 @@ from benchmarks.cells import markdown, number, spread, table_of
 from benchmarks.load import start
 from benchmarks.processes import ServerError
 from benchmarks.records import Results, Run
-from benchmarks.servers import SERVED_NAME, Forebay, Setting
+from benchmarks.servers import LLAMA, SERVED_NAME, VLLM, Forebay, Server, Setting
 
 STREAMS = (1, 8)
 MOST_TOKENS = 160
 SECONDS = 600.0
+KEY = "output_throughput"
 WITHOUT, WITH, FIXED = "without", "with drafts", "every draft"
-SERVERS = [
+OURS = [
     Forebay(WITHOUT, "forebay-chat"),
     Forebay(WITH, "forebay-chat", flags=("--speculative-algorithm", "ngram")),
     Forebay(FIXED, "forebay-chat", flags=("--speculative-algorithm", "ngram", "--speculative-unpriced")),
 ]
+NGRAMS_OF_LLAMA = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "4", "--spec-ngram-simple-size-m", "16")
+"""The fastest on edits and quotes of five settings that were tried; its own defaults look up 12 tokens."""
+NGRAM_OF_VLLM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+PEERS: list[tuple[Server, Server]] = [
+    (LLAMA, replace(LLAMA, name=f"{LLAMA.name}, n-grams", flags=NGRAMS_OF_LLAMA)),
+    (VLLM, replace(VLLM, name=f"{VLLM.name}, n-grams", flags=("--speculative-config", json.dumps(NGRAM_OF_VLLM)))),
+]
+"""Each peer without and with drafts. They take part in the first round, with some of the requests."""
+PEER_KINDS = ("edit", "chat")
 NAMES = ["basket", "ledger", "garden", "engine"]
 PASSAGES = [
     (
@@ -153,14 +165,20 @@ def measure(url: str, prompts: list[str], streams: int, kind: str) -> tuple[list
 
 @table_of("speculation")
 def table(found: Results) -> str:
-    """Tokens a second, and the ratios within a round."""
+    """Tokens a second, and ratios within a round: what drafts are worth to each server, and Forebay beside the peer."""
+    peers = [pair for pair in PEERS if any(pair[0].name in found.servers(each) for each in found.workloads())]
     head = ["requests", WITHOUT, WITH, "ratio", FIXED, "ratio"]
+    for peer, _ in peers:
+        head += [peer.name, "n-grams", "ratio", "Forebay with drafts beside it"]
     rows = []
     for workload in found.workloads():
-        cells = [workload, number(found.median(workload, WITHOUT, "output_throughput"))]
+        cells = [workload, number(found.median(workload, WITHOUT, KEY))]
         for server in (WITH, FIXED):
-            rate = found.median(workload, server, "output_throughput")
-            cells += [number(rate), spread(found.ratio(workload, server, WITHOUT, "output_throughput"))]
+            cells += [number(found.median(workload, server, KEY)), spread(found.ratio(workload, server, WITHOUT, KEY))]
+        for plain, drafting in peers:
+            cells += [number(found.median(workload, server.name, KEY)) for server in (plain, drafting)]
+            cells += [spread(found.ratio(workload, drafting.name, plain.name, KEY))]
+            cells += [spread(found.ratio(workload, WITH, drafting.name, KEY))]
         rows.append(cells)
     return markdown(head, rows)
 
@@ -178,25 +196,36 @@ def main() -> None:
         models.build(force=False)
     found = records.new("speculation", chosen.rounds)
     found.notes = {"Model": f"{chosen.model}, bfloat16, greedy, at most {MOST_TOKENS} tokens an answer"}
-    by_name = {server.name: server for server in SERVERS}
+    by_name: dict[str, Server] = {server.name: server for server in OURS}
+    for pair in PEERS:
+        if reason := pair[0].missing():
+            found.skipped[pair[0].name] = reason
+        else:
+            by_name |= {server.name: server for server in pair}
+            found.notes[pair[0].name] = pair[0].note
     setting = Setting(model=chosen.model, streams=max(STREAMS), context=2048)
     texts: dict[str, list[str]] = {}
     for turn, name in records.in_turn(chosen.rounds, list(by_name)):
+        if turn > 1 and not isinstance(by_name[name], Forebay):
+            continue
         try:
             running = start(by_name[name], setting)
         except ServerError as error:
             compare.leave_out(found, name, error)
             continue
         with running:
+            ours = isinstance(by_name[name], Forebay)
             # The times of steps are learned from the first ones.
             measure(running.url, asked()["chat"], 1, "chat")
             for streams in STREAMS:
                 for kind, prompts in asked().items():
+                    if not ours and kind not in PEER_KINDS:
+                        continue
                     answers, rate = measure(running.url, prompts * max(1, streams // 4), streams, kind)
                     workload = f"{kind}, {streams} at a time"
-                    if texts.setdefault(workload, answers) != answers:
+                    if ours and texts.setdefault(workload, answers) != answers:
                         raise SystemExit(f"{workload}: {name} gave another text")
-                    found.runs.append(Run(workload, name, turn, {"output_throughput": rate}))
+                    found.runs.append(Run(workload, name, turn, {KEY: rate}))
                     compare.say(f"  round {turn} {workload} {name}: {rate:.1f} tokens/s")
     compare.finish(found, chosen.output)
 
