@@ -42,10 +42,13 @@ OURS = [
 NGRAMS_OF_LLAMA = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "4", "--spec-ngram-simple-size-m", "16")
 """The fastest on edits and quotes of five settings that were tried; its own defaults look up 12 tokens."""
 NGRAM_OF_VLLM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-PEERS: list[tuple[Server, Server]] = [
-    (LLAMA, replace(LLAMA, name=f"{LLAMA.name}, n-grams", flags=NGRAMS_OF_LLAMA)),
-    (VLLM, replace(VLLM, name=f"{VLLM.name}, n-grams", flags=("--speculative-config", json.dumps(NGRAM_OF_VLLM)))),
-]
+PEERS: dict[str, tuple[Server, Server]] = {
+    "llama": (LLAMA, replace(LLAMA, name=f"{LLAMA.name}, n-grams", flags=NGRAMS_OF_LLAMA)),
+    "vllm": (
+        VLLM,
+        replace(VLLM, name=f"{VLLM.name}, n-grams", flags=("--speculative-config", json.dumps(NGRAM_OF_VLLM))),
+    ),
+}
 """Each peer without and with drafts. They take part in the first round, with some of the requests."""
 PEER_KINDS = ("edit", "chat")
 NAMES = ["basket", "ledger", "garden", "engine"]
@@ -166,7 +169,7 @@ def measure(url: str, prompts: list[str], streams: int, kind: str) -> tuple[list
 @table_of("speculation")
 def table(found: Results) -> str:
     """Tokens a second, and ratios within a round: what drafts are worth to each server, and Forebay beside the peer."""
-    peers = [pair for pair in PEERS if any(pair[0].name in found.servers(each) for each in found.workloads())]
+    peers = [pair for pair in PEERS.values() if any(pair[0].name in found.servers(each) for each in found.workloads())]
     head = ["requests", WITHOUT, WITH, "ratio", FIXED, "ratio"]
     for peer, _ in peers:
         head += [peer.name, "n-grams", "ratio", "Forebay with drafts beside it"]
@@ -187,6 +190,9 @@ def main() -> None:
     """The command."""
     flags = compare.parser("Answers with and without drafts from earlier text.", rounds=3)
     flags.add_argument("--model", default=models.NAMES[1] if coder.missing() else coder.NAME, help="[%(default)s]")
+    flags.add_argument(
+        "--peers", type=compare.peers, default=["llama", "vllm"], help="peers beside Forebay [llama vllm]"
+    )
     chosen = flags.parse_args()
     if chosen.model == coder.NAME:
         if reason := coder.missing():
@@ -197,7 +203,7 @@ def main() -> None:
     found = records.new("speculation", chosen.rounds)
     found.notes = {"Model": f"{chosen.model}, bfloat16, greedy, at most {MOST_TOKENS} tokens an answer"}
     by_name: dict[str, Server] = {server.name: server for server in OURS}
-    for pair in PEERS:
+    for pair in (PEERS[name] for name in PEERS if name in chosen.peers):
         if reason := pair[0].missing():
             found.skipped[pair[0].name] = reason
         else:

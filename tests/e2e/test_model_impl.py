@@ -224,6 +224,27 @@ def test_a_host_tier_gives_blocks_back(models: Models, serve: Serve) -> None:
 
 
 @pytest.mark.parametrize(
+    ("family", "flags"),
+    [
+        ("starcoder2", ("--dp-size", "2")),
+        ("qwen3.5", ("--dp-size", "2")),
+        ("starcoder2", ("--pd", "1:1", "--pd-local-tokens", "0", "--debug-kv-checksum")),
+    ],
+)
+def test_replicas_alike_or_with_roles_change_no_token(
+    family: str, flags: tuple[str, ...], models: Models, serve: Serve
+) -> None:
+    tiny = models(family)
+    found = clear_cases(tiny, 8, 40, range(20, 40), seed=6)
+    server = serve(tiny, *FLAGS, *flags)
+    answers = native_together(server, bodies(found))
+    assert [answer["output_ids"] for answer in answers] == [case.tokens for case in found]
+    assert all(one["generated_tokens"] for one in server.replicas())
+    if "--pd" in flags:
+        assert server.metric("forebay:pd_handed_total") == len(found)
+
+
+@pytest.mark.parametrize(
     ("flags", "reason"),
     [
         (("--model-impl", "native"), "no hand serves the architecture Starcoder2ForCausalLM"),
@@ -241,8 +262,9 @@ def test_what_there_is_not_is_refused_in_a_line(
     _is_refused(serve(models("starcoder2"), *FLAGS, *flags, healthy=False), reason)
 
 
-def test_a_host_tier_of_states_is_refused_in_a_line(models: Models, serve: Serve) -> None:
-    server = serve(models("qwen3.5"), *FLAGS, "--enable-hierarchical-cache", healthy=False)
+@pytest.mark.parametrize("flags", [("--enable-hierarchical-cache",), ("--pd", "1:1")])
+def test_a_host_tier_of_states_is_refused_in_a_line(flags: tuple[str, ...], models: Models, serve: Serve) -> None:
+    server = serve(models("qwen3.5"), *FLAGS, *flags, healthy=False)
     _is_refused(server, "keeps its recurrent states in a form that no host tier has")
 
 

@@ -130,6 +130,28 @@ def test_clients_switch_between_models_that_compute(start: Any, models: Models, 
     assert not [pid for pid in below if alive(pid)], "a process is left"
 
 
+def test_models_of_transformers_code_share_a_server_with_native_ones(
+    start: Any, models: Models, tmp_path: Path
+) -> None:
+    native, called, recurrent = models("llama"), models("starcoder2"), models("qwen3.5")
+    flags = ["--model-impl", "transformers"]
+    server = start(
+        *config(
+            tmp_path,
+            {"name": "native", "source": str(native.path)},
+            {"name": "called", "source": str(called.path)},
+            {"name": "recurrent", "source": str(recurrent.path), "flags": flags},
+        )
+    )
+    prompt = native.encode("one two three")
+    for _ in range(2):
+        for name, model in (("native", native), ("called", called), ("recurrent", recurrent)):
+            body = {"model": name, "prompt": prompt, "max_tokens": 5, "temperature": 0}
+            said = server.ask("/v1/completions", body)
+            assert said["choices"][0]["text"] == greedy(model, prompt, said["usage"]["completion_tokens"]), name
+            server.http.post("/models/unload", json={"model": name})
+
+
 def loaded(server: Server) -> set[str]:
     """The models that Ollama's clients see in memory."""
     return {model["name"] for model in server.http.get("/api/ps").json()["models"]}

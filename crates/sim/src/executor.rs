@@ -8,11 +8,11 @@ use forebay_engine::{Clock, Executor, Signal, Wake};
 use forebay_protocol::{
     Dtype, Ready, SparseRows, StepMasks, StepPlan, StepResult, StepTiming, Want,
 };
-use parking_lot::{Condvar, Mutex};
 
 use crate::clock::{self, SimClock};
-use crate::copies::{Bus, CopyFault};
+use crate::copies::Bus;
 use crate::device::Device;
+use crate::faults::SimControl;
 use crate::profile::Jitter;
 use crate::states::States;
 use crate::text::SimText;
@@ -99,123 +99,6 @@ impl SimConfig {
         let seed = self.seed.wrapping_add(member);
         let jitter = Jitter::new(self.timing.model.jitter_sigma, seed);
         Timeline::new(self.timing, jitter, now_us).on(self.bus.clone())
-    }
-}
-
-/// Injects faults into a running simulation, from any thread.
-#[derive(Clone, Default)]
-pub struct SimControl {
-    shared: Arc<Shared>,
-}
-
-#[derive(Default)]
-struct Shared {
-    faults: Mutex<Faults>,
-    changed: Condvar,
-}
-
-#[derive(Default)]
-struct Faults {
-    woken: bool,
-    /// A death that is to come.
-    kill: Option<Signal>,
-    /// Pages of a group with which memory runs out as soon as it computes.
-    starves_from: Option<u32>,
-    /// The rank whose next result is wrong.
-    lie: Option<usize>,
-    fail_starts: u32,
-    hang_starts: u32,
-    poison: Option<i32>,
-    hang: bool,
-    held: bool,
-    fail_copies: u32,
-    hang_copies: bool,
-}
-
-impl SimControl {
-    /// Kills the group as `kill -9` would.
-    pub fn kill(&self) {
-        self.change(|faults| faults.kill = Some(Signal::Died("killed by signal 9".into())));
-    }
-
-    /// Kills one rank of a step group; the others end with it.
-    pub fn kill_rank(&self, rank: usize) {
-        let why = format!("rank {rank}: killed by signal 9");
-        self.change(|faults| faults.kill = Some(Signal::Died(why)));
-    }
-
-    /// Has memory run out in every later step of a group with more pages than so many.
-    pub fn starve(&self, pages: u32) {
-        self.change(|faults| faults.starves_from = Some(pages));
-    }
-
-    /// Has a rank of a step group give a token too many in its next result.
-    pub fn lie(&self, rank: usize) {
-        self.change(|faults| faults.lie = Some(rank));
-    }
-
-    /// Lets the next `count` starts fail.
-    pub fn fail_starts(&self, count: u32) {
-        self.change(|faults| faults.fail_starts = count);
-    }
-
-    /// Lets the next `count` starts hang: they neither fail nor come to an end.
-    pub fn hang_starts(&self, count: u32) {
-        self.change(|faults| faults.hang_starts = count);
-    }
-
-    /// Has every later step that computes a slot written with this token kill the group.
-    pub fn poison(&self, token: i32) {
-        self.change(|faults| faults.poison = Some(token));
-    }
-
-    /// Steps submitted from now on never end, until the group is started again.
-    pub fn hang(&self) {
-        self.change(|faults| faults.hang = true);
-    }
-
-    /// Lets the next `count` copies fail.
-    pub fn fail_copies(&self, count: u32) {
-        self.change(|faults| faults.fail_copies = count);
-    }
-
-    /// Copies that are started from now on never end, until the group is started again.
-    pub fn hang_copies(&self) {
-        self.change(|faults| faults.hang_copies = true);
-    }
-
-    /// Stops time: nothing happens but wakes, until [`release`](Self::release).
-    pub fn hold(&self) {
-        self.change(|faults| faults.held = true);
-    }
-
-    /// Lets time go on.
-    pub fn release(&self) {
-        self.change(|faults| faults.held = false);
-    }
-
-    /// The outcome of the next copy.
-    fn copy_fault(&self) -> CopyFault {
-        let mut faults = self.shared.faults.lock();
-        if faults.hang_copies {
-            CopyFault::Hangs
-        } else if faults.fail_copies > 0 {
-            faults.fail_copies -= 1;
-            CopyFault::Fails
-        } else {
-            CopyFault::None
-        }
-    }
-
-    fn change(&self, with: impl FnOnce(&mut Faults)) {
-        with(&mut self.shared.faults.lock());
-        self.shared.changed.notify_all();
-    }
-}
-
-impl Wake for SimControl {
-    fn wake(&self) {
-        self.change(|faults| faults.woken = true);
     }
 }
 

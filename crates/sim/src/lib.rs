@@ -27,6 +27,7 @@ mod clock;
 mod copies;
 mod device;
 mod executor;
+mod faults;
 mod fit;
 mod load;
 mod profile;
@@ -40,7 +41,8 @@ mod timeline;
 
 pub use clock::SimClock;
 pub use copies::{Bus, CopyEngines, CopyFault, PageBytes};
-pub use executor::{SimConfig, SimControl, SimExecutor, SimTower};
+pub use executor::{SimConfig, SimExecutor, SimTower};
+pub use faults::SimControl;
 pub use fit::{Fit, fit};
 pub use load::StepLoad;
 pub use profile::{CopyModel, DeviceModel, Jitter, KvModel, Profile, ProfileError};

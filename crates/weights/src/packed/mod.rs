@@ -9,15 +9,19 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::SystemTime;
 
 use blake2::{Blake2b, Digest, digest::consts::U16};
 use rustix::fs::{FlockOperation, flock, statvfs};
 use serde_json::{Map, Value, json};
 
+pub use self::header::Entry;
+use self::header::{Fault, Header, Place};
+use self::read::read_all;
 use crate::describe::{hex, new_file};
+
+mod header;
+mod read;
 
 /// The version, which grows with every change of the written form, or of the way from a
 /// checkpoint's values to it.
@@ -73,56 +77,6 @@ pub fn content_key(files: &[PathBuf], facts: &Value) -> io::Result<String> {
         }
     }
     Ok(hex(&digest.finalize()))
-}
-
-/// A tensor of a file.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Entry {
-    /// `BF16`, `F32` or `U8`.
-    pub dtype: String,
-    /// The shape in elements.
-    pub shape: Vec<usize>,
-}
-
-impl Entry {
-    /// Bytes of the tensor; `None`: the type is unknown, or the size is impossible.
-    #[must_use]
-    pub fn bytes(&self) -> Option<usize> {
-        let width = match self.dtype.as_str() {
-            "BF16" => 2,
-            "F32" => 4,
-            "U8" => 1,
-            _ => return None,
-        };
-        self.shape.iter().try_fold(width, |bytes: usize, &size| bytes.checked_mul(size))
-    }
-}
-
-struct Place {
-    entry: Entry,
-    offset: u64,
-    bytes: usize,
-    sums: Vec<u32>,
-}
-
-struct Header {
-    notes: Map<String, Value>,
-    places: HashMap<String, Place>,
-    chunk: usize,
-}
-
-/// The reason for which a file is not used.
-enum Fault {
-    /// The header of the file does not match its name.
-    Header(String),
-    /// The header of the file matches its name, and the data does not match the header.
-    Data(String),
-}
-
-impl From<io::Error> for Fault {
-    fn from(error: io::Error) -> Self {
-        Self::Header(error.to_string())
-    }
 }
 
 /// The file of one key in a folder whose files have a limit of bytes together. The file need not
@@ -401,73 +355,6 @@ impl PackedFile {
 
 fn mib(size: u64) -> String {
     format!("{:.0} MiB", size as f64 / f64::from(1 << 20))
-}
-
-struct Piece<'a> {
-    name: &'a str,
-    memory: &'a mut [u8],
-    offset: u64,
-    sum: u32,
-}
-
-fn read_all(
-    path: &Path,
-    header: &Header,
-    into: Vec<(&str, &mut [u8])>,
-    each: impl FnOnce(usize, &(dyn Fn(usize) + Sync)),
-    report: &(dyn Fn(u64, u64) + Sync),
-) -> Result<(), Fault> {
-    let file = File::open(path)?;
-    let mut pieces = Vec::new();
-    for (name, memory) in into {
-        let place = header.places.get(name).filter(|place| place.bytes == memory.len());
-        let Some(place) = place else {
-            return Err(Fault::Header(format!("it lacks {name} of {} bytes", memory.len())));
-        };
-        let chunks = memory.chunks_mut(header.chunk).zip(&place.sums).enumerate();
-        pieces.extend(chunks.map(|(number, (memory, &sum))| {
-            let offset = place.offset + (number * header.chunk) as u64;
-            Mutex::new(Piece { name, memory, offset, sum })
-        }));
-    }
-    let total = header.places.values().map(|place| place.bytes as u64).sum();
-    let done = AtomicU64::new(0);
-    let fault: Mutex<Option<Fault>> = Mutex::new(None);
-    each(pieces.len(), &|index| {
-        // Nobody else has a piece of this number, and nothing panics while it is held.
-        let (Ok(mut piece), Some(open)) =
-            (pieces[index].lock(), fault.lock().ok().map(|fault| fault.is_none()))
-        else {
-            return;
-        };
-        if !open {
-            return;
-        }
-        let (offset, sum) = (piece.offset, piece.sum);
-        let read = file.read_exact_at(piece.memory, offset);
-        let failed = match read {
-            // It is in the processor's cache still.
-            Ok(()) if crc32fast::hash(piece.memory) == sum => None,
-            Ok(()) => Some(Fault::Data(format!("{} is not what was written", piece.name))),
-            Err(error) => Some(error.into()),
-        };
-        match failed {
-            None => {
-                let length = piece.memory.len() as u64;
-                report(done.fetch_add(length, Ordering::Relaxed) + length, total);
-            }
-            failed => {
-                if let Ok(mut fault) = fault.lock() {
-                    *fault = failed;
-                }
-            }
-        }
-    });
-    match fault.into_inner() {
-        Ok(None) => Ok(()),
-        Ok(Some(fault)) => Err(fault),
-        Err(_) => Err(Fault::Header("a thread has panicked".into())),
-    }
 }
 
 #[cfg(test)]
