@@ -53,7 +53,7 @@ class DraftConfig:
 
 @dataclass(frozen=True)
 class RunnerConfig:
-    """The hand's configuration, with everything resolved. `docs/protocol.md` describes the fields."""
+    """The hand's configuration, with everything resolved. `HandConfig` of crates/protocol describes the fields."""
 
     model: Mapping[str, Any]
     load_format: str
