@@ -69,7 +69,7 @@ def model_of(path: Path) -> dict[str, Any]:
 def prompts(path: Path) -> list[list[int]]:
     """Prompts of 20 and of 1000 tokens: the beginning of a page in English."""
     tokenizer = Tokenizer.from_file(model_of(path)["tokenizer"])
-    ids: list[int] = tokenizer.encode((ROOT / "docs/vocabulary.md").read_text()).ids
+    ids: list[int] = tokenizer.encode((ROOT / "docs/protocol.md").read_text()).ids
     return [ids[:20], ids[:1000]]
 
 
