@@ -150,9 +150,12 @@ impl DraftBudget {
         self.costs.learn(rows + drafts, us);
     }
 
-    /// Takes a step without drafts whose time says nothing of decoding.
-    pub fn passed_without(&mut self) {
-        self.streak = 0;
+    /// Takes a step of so many positions, of which some are of prompts.
+    pub fn prompts_ended(&mut self, positions: u32, drafts: u32, us: u32) {
+        if drafts == 0 {
+            self.streak = 0;
+        }
+        self.costs.learn_prompt(positions, us);
     }
 
     /// Takes the outcome of drafts that were not forced: in a row that had them, or against the

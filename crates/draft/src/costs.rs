@@ -13,11 +13,39 @@ const PRIOR: f64 = 1.5;
 /// The bound on one time, as a multiple of the expected one: machines stop for a moment.
 const OUTLIER: f64 = 2.0;
 
-/// The usual time of a step of so many positions, in units of a step of one. A step reads all
-/// weights once. Arithmetic counts from some positions on (ADR 86).
-fn shape(positions: f64) -> f64 {
-    let beyond = (positions - 6.0).max(0.0);
-    1.0 + 0.08 * (positions.min(6.0) - 1.0) + 0.2 * beyond
+/// The positions up to which a step mostly reads weights, each once. Arithmetic counts from there
+/// on (ADR 86).
+const READING: f64 = 6.0;
+/// The usual cost of a position beyond [`READING`], in steps of one position, until steps with
+/// prompts tell it.
+const USUAL_SLOPE: f64 = 0.2;
+/// The cost of a drafted position, by that of a position of a prompt: it has logits too.
+const WITH_LOGITS: f64 = 1.5;
+/// The weight of earlier steps with prompts, where a new one has 1.
+const PROMPTS: f64 = 7.0;
+
+/// The usual time of a step of up to [`READING`] positions, in units of a step of one.
+fn reading(positions: f64) -> f64 {
+    1.0 + 0.08 * (positions.min(READING) - 1.0)
+}
+
+fn beyond(positions: f64) -> f64 {
+    (positions - READING).max(0.0)
+}
+
+/// Times of steps as they would be if nothing but a step of one position and a slope were known.
+#[derive(Debug, Clone, Copy)]
+struct Shape {
+    /// Microseconds of a step of one position.
+    unit: f64,
+    /// Microseconds of each position beyond [`READING`].
+    slope: f64,
+}
+
+impl Shape {
+    fn us(self, positions: f64) -> f64 {
+        self.unit * reading(positions) + self.slope * beyond(positions)
+    }
 }
 
 /// Learned times of steps that only decode, in microseconds.
@@ -25,6 +53,8 @@ fn shape(positions: f64) -> f64 {
 pub struct StepCosts {
     means: [f64; SIZES.len()],
     weights: [f64; SIZES.len()],
+    /// Microseconds of a position in steps with long prompts; 0: there was none.
+    prompt_us: f64,
 }
 
 impl StepCosts {
@@ -34,9 +64,10 @@ impl StepCosts {
             return;
         }
         let size = size_of(positions);
-        let scale = f64::from(SIZES[size]);
-        let mut us = f64::from(us) * shape(scale) / shape(f64::from(positions));
-        if let Some(expected) = self.us(SIZES[size]) {
+        let mut us = f64::from(us);
+        if let Some(shape) = self.shape() {
+            us *= shape.us(f64::from(SIZES[size])) / shape.us(f64::from(positions));
+            let expected = self.of_size(size, shape);
             us = us.clamp(expected / OUTLIER, expected * OUTLIER);
         }
         self.weights.iter_mut().for_each(|weight| *weight *= FADING);
@@ -45,26 +76,25 @@ impl StepCosts {
         *weight = (*weight + 1.0).min(MEMORY);
     }
 
+    /// Takes the time of a step of so many positions, of which most are of prompts. It tells what
+    /// arithmetic costs, before a step with many drafts was tried.
+    pub fn learn_prompt(&mut self, positions: u32, us: u32) {
+        if positions >= SIZES[SIZES.len() - 1] && us > 0 {
+            let us = f64::from(us) / f64::from(positions);
+            let before = if self.prompt_us > 0.0 { PROMPTS } else { 0.0 };
+            self.prompt_us = (self.prompt_us * before + us) / (before + 1.0);
+        }
+    }
+
     /// The expected time of a step of so many positions, at least 1; `None`: no step was measured.
     #[must_use]
     pub fn us(&self, positions: u32) -> Option<f64> {
-        let sizes = || SIZES.iter().zip(self.means.iter().zip(&self.weights));
-        let weight: f64 = self.weights.iter().sum();
-        if weight <= 0.0 {
-            return None;
-        }
-        // Microseconds of a unit of the shape, over all that was measured.
-        let units = sizes().map(|(&size, (mean, weight))| mean * weight / shape(f64::from(size)));
-        let unit = units.sum::<f64>() / weight;
-        let of_size = |size: usize| {
-            let prior = unit * shape(f64::from(SIZES[size]));
-            let (mean, weight) = (self.means[size], self.weights[size]);
-            (mean * weight + prior * PRIOR) / (weight + PRIOR)
-        };
+        let shape = self.shape()?;
+        let of_size = |size| self.of_size(size, shape);
         let above = SIZES.partition_point(|&size| size < positions);
         let last = SIZES.len() - 1;
         if above > last {
-            let more = shape(f64::from(positions)) / shape(f64::from(SIZES[last]));
+            let more = shape.us(f64::from(positions)) / shape.us(f64::from(SIZES[last]));
             return Some(of_size(last) * more);
         }
         if SIZES[above] == positions || above == 0 {
@@ -73,6 +103,32 @@ impl StepCosts {
         let (low, high) = (f64::from(SIZES[above - 1]), f64::from(SIZES[above]));
         let share = (f64::from(positions) - low) / (high - low);
         Some(of_size(above - 1) * (1.0 - share) + of_size(above) * share)
+    }
+
+    /// That of a size, of which the shape counts as some steps.
+    fn of_size(&self, size: usize, shape: Shape) -> f64 {
+        let (mean, weight) = (self.means[size], self.weights[size]);
+        (mean * weight + shape.us(f64::from(SIZES[size])) * PRIOR) / (weight + PRIOR)
+    }
+
+    /// The shape over all that was measured.
+    fn shape(&self) -> Option<Shape> {
+        let weight: f64 = self.weights.iter().sum();
+        if weight <= 0.0 {
+            return None;
+        }
+        let learned = (self.prompt_us > 0.0).then_some(WITH_LOGITS * self.prompt_us);
+        let units = SIZES.iter().zip(self.means.iter().zip(&self.weights)).map(|(&size, it)| {
+            let (mean, size) = (it.0, f64::from(size));
+            let usual = mean / (reading(size) + USUAL_SLOPE * beyond(size));
+            let unit = learned.map_or(usual, |slope| {
+                // A step reads the weights at least, whatever its positions cost.
+                ((mean - slope * beyond(size)) / reading(size)).max(usual)
+            });
+            unit * it.1
+        });
+        let unit = units.sum::<f64>() / weight;
+        Some(Shape { unit, slope: learned.unwrap_or(USUAL_SLOPE * unit) })
     }
 }
 
@@ -108,6 +164,28 @@ mod tests {
             costs.us(12).expect("learned") < between && between < costs.us(16).expect("learned")
         );
         assert!(costs.us(400).expect("learned") > costs.us(128).expect("learned"));
+    }
+
+    #[test]
+    fn prompts_tell_what_many_positions_cost() {
+        let mut costs = StepCosts::default();
+        for _ in 0..50 {
+            costs.learn(8, 2000);
+        }
+        let before = costs.us(72).expect("learned");
+        costs.learn_prompt(127, 60_000);
+        assert_eq!(costs.us(72), Some(before), "a short one says little");
+        for _ in 0..20 {
+            costs.learn_prompt(512, 512 * 40);
+        }
+        let after = costs.us(72).expect("learned");
+        // 66 positions at 60 us, and the weights once.
+        assert!((5000.0..6500.0).contains(&after) && after < 0.5 * before, "{before} {after}");
+        assert!((costs.us(8).expect("learned") / 2000.0 - 1.0).abs() < 0.05);
+        for _ in 0..20 {
+            costs.learn(72, 9000);
+        }
+        assert!(costs.us(72).expect("learned") > 8000.0, "what was measured counts more");
     }
 
     #[test]

@@ -38,8 +38,11 @@ impl Drafting {
                 us: timing.device_us,
                 waited_us: flight.waited.then_some(timing.gap_us),
             });
-        } else if flight.drafts == 0 {
-            self.budget.passed_without();
+        } else {
+            // The time of towers says nothing of positions.
+            let rows = flight.towers.is_empty().then_some(&flight.rows);
+            let positions = rows.map_or(0, |rows| rows.iter().map(|row| row.end - row.start).sum());
+            self.budget.prompts_ended(positions, flight.drafts, timing.device_us);
         }
     }
 }
