@@ -92,7 +92,7 @@ impl<T: Serialize> Serialize for Loose<T> {
 }
 
 /// The shapes in which a field is known.
-pub(crate) trait Shaped {
+pub(crate) trait KnownShapes {
     /// True for an object, false for a string or a list.
     const IS_OBJECT: bool;
     /// The value of a string.
@@ -101,24 +101,24 @@ pub(crate) trait Shaped {
         Self: Sized;
 }
 
-impl<T> Shaped for TextOr<T> {
+impl<T> KnownShapes for TextOr<T> {
     const IS_OBJECT: bool = false;
     fn from_text(text: String) -> Result<Self, String> {
         Ok(Self::Text(text))
     }
 }
 
-impl<T> Shaped for Vec<T> {
+impl<T> KnownShapes for Vec<T> {
     const IS_OBJECT: bool = false;
     fn from_text(text: String) -> Result<Self, String> {
         Err(text)
     }
 }
 
-impl<'de, T: Deserialize<'de> + Shaped> Deserialize<'de> for Loose<T> {
+impl<'de, T: Deserialize<'de> + KnownShapes> Deserialize<'de> for Loose<T> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct LooseVisitor<T>(PhantomData<T>);
-        impl<'de, T: Deserialize<'de> + Shaped> Visitor<'de> for LooseVisitor<T> {
+        impl<'de, T: Deserialize<'de> + KnownShapes> Visitor<'de> for LooseVisitor<T> {
             type Value = Loose<T>;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -192,58 +192,58 @@ fn with_scheme(url: String) -> String {
 
 impl<'de> Deserialize<'de> for ImageData {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        Ok(match Listed::<Entry>::deserialize(deserializer)? {
-            Listed::None => Self::Many(Vec::new()),
-            Listed::One(image) => Self::One(image),
-            Listed::Many(entries) => Self::Many(entries),
+        Ok(match ImageList::<Entry>::deserialize(deserializer)? {
+            ImageList::None => Self::Many(Vec::new()),
+            ImageList::One(image) => Self::One(image),
+            ImageList::Many(entries) => Self::Many(entries),
         })
     }
 }
 
 impl<'de> Deserialize<'de> for Entry {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        Ok(match Listed::<ImageUrl>::deserialize(deserializer)? {
-            Listed::None => Self::None,
-            Listed::One(image) => Self::One(image),
-            Listed::Many(images) => Self::Many(images),
+        Ok(match ImageList::<ImageUrl>::deserialize(deserializer)? {
+            ImageList::None => Self::None,
+            ImageList::One(image) => Self::One(image),
+            ImageList::Many(images) => Self::Many(images),
         })
     }
 }
 
 /// A parameter that may be absent, one image, or a list.
-enum Listed<T> {
+enum ImageList<T> {
     None,
     One(ImageUrl),
     Many(Vec<T>),
 }
 
-impl<'de, T: Deserialize<'de>> Deserialize<'de> for Listed<T> {
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for ImageList<T> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct ListedVisitor<T>(std::marker::PhantomData<T>);
         impl<'de, T: Deserialize<'de>> Visitor<'de> for ListedVisitor<T> {
-            type Value = Listed<T>;
+            type Value = ImageList<T>;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("an image's URL or base64, or a list of them")
             }
-            fn visit_unit<E>(self) -> Result<Listed<T>, E> {
-                Ok(Listed::None)
+            fn visit_unit<E>(self) -> Result<ImageList<T>, E> {
+                Ok(ImageList::None)
             }
-            fn visit_str<E>(self, url: &str) -> Result<Listed<T>, E> {
-                Ok(Listed::One(ImageUrl { url: url.to_owned() }))
+            fn visit_str<E>(self, url: &str) -> Result<ImageList<T>, E> {
+                Ok(ImageList::One(ImageUrl { url: url.to_owned() }))
             }
-            fn visit_string<E>(self, url: String) -> Result<Listed<T>, E> {
-                Ok(Listed::One(ImageUrl { url }))
+            fn visit_string<E>(self, url: String) -> Result<ImageList<T>, E> {
+                Ok(ImageList::One(ImageUrl { url }))
             }
-            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Listed<T>, A::Error> {
-                ImageUrl::deserialize(MapAccessDeserializer::new(map)).map(Listed::One)
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<ImageList<T>, A::Error> {
+                ImageUrl::deserialize(MapAccessDeserializer::new(map)).map(ImageList::One)
             }
-            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Listed<T>, A::Error> {
+            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<ImageList<T>, A::Error> {
                 let mut list = Vec::new();
                 while let Some(entry) = seq.next_element()? {
                     list.push(entry);
                 }
-                Ok(Listed::Many(list))
+                Ok(ImageList::Many(list))
             }
         }
         deserializer.deserialize_any(ListedVisitor(std::marker::PhantomData))

@@ -103,7 +103,7 @@ pub use gzip::Inflater;
 pub use images::{ImagePart, ImageUrl};
 pub use parameter::Field;
 pub use parameter::generation::GenerationDefaults;
-pub use parse::{Parsed, parse_request};
+pub use parse::{ParsedRequest, parse_request};
 pub use pooling::PoolingUsage;
 pub use preference::preference;
 pub use prompt::{Prompt, Prompts, Strings};

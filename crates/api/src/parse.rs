@@ -5,7 +5,7 @@ use crate::limits::{Limited, Walk, Weight};
 
 /// A parsed request, and the weight of its body.
 #[derive(Debug)]
-pub struct Parsed<T> {
+pub struct ParsedRequest<T> {
     /// The request.
     pub request: T,
     /// The weight of the parsed value.
@@ -24,7 +24,7 @@ pub struct Parsed<T> {
 pub fn parse_request<T: Limited>(
     body: &[u8],
     fits: impl FnOnce(Weight) -> Result<(), ApiError>,
-) -> Result<Parsed<T>, ApiError> {
+) -> Result<ParsedRequest<T>, ApiError> {
     let text = std::str::from_utf8(body)
         .map_err(|error| ApiError::InvalidUtf8 { offset: error.valid_up_to() })?;
     // Some platforms begin every text with a mark of its byte order.
@@ -32,7 +32,7 @@ pub fn parse_request<T: Limited>(
     let request = T::read(&mut walk)?;
     let (weight, unread) = walk.finish();
     fits(weight)?;
-    Ok(Parsed { request, weight, unread })
+    Ok(ParsedRequest { request, weight, unread })
 }
 
 #[cfg(test)]

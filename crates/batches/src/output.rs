@@ -115,7 +115,7 @@ impl Body {
 
 /// The facts of a line that a run has to know again.
 #[derive(Deserialize)]
-struct Stored {
+struct StoredLine {
     #[serde(default)]
     custom_id: Option<String>,
     #[serde(default)]
@@ -135,7 +135,7 @@ struct StoredError {
     line: Option<u64>,
 }
 
-impl Stored {
+impl StoredLine {
     fn identity(&self) -> Result<LineIdentity<'_>> {
         if self.response.is_none() && self.error.is_none() {
             bail!("it has neither `response` nor `error`");
@@ -233,7 +233,7 @@ impl BatchOutput {
 
 impl AnsweredLines {
     fn add(&mut self, line: &[u8]) -> Result<()> {
-        let stored: Stored = serde_json::from_slice(line)?;
+        let stored: StoredLine = serde_json::from_slice(line)?;
         self.names.add_answer(stored.identity()?);
         self.count += 1;
         self.errors += u64::from(stored.is_error());

@@ -9,7 +9,7 @@ use http::Method;
 use serde_json::Value;
 use tokio::runtime::Runtime;
 
-use crate::client::{Asked, Client, Dialect, Live, RequestOptions, Target};
+use crate::client::{Client, Dialect, Live, PlannedRequest, RequestOptions, Target};
 use crate::cpu::Trees;
 use crate::flags::ServeArgs;
 use crate::item::{Part, Prompt, WorkItem};
@@ -168,7 +168,7 @@ fn warm_up(
         ensure!(!driven.interrupted, "interrupted");
         if !driven.sent.iter().any(|sent| sent.reply.succeeded()) {
             let reply = driven.sent.into_iter().next().context("no warm-up request ended")?.reply;
-            match reply.into_record(0, &Asked::default()).0.outcome {
+            match reply.into_record(0, &PlannedRequest::default()).0.outcome {
                 Outcome::Failed(message) => bail!("the warm-up failed: {message}"),
                 Outcome::Success => {}
             }
@@ -191,13 +191,13 @@ fn prepare(
     options: &RequestOptions,
     items: Vec<WorkItem>,
     schedule: Vec<Duration>,
-) -> Result<(Vec<Work>, Vec<Asked>)> {
+) -> Result<(Vec<Work>, Vec<PlannedRequest>)> {
     let mut work = Vec::with_capacity(items.len());
     let mut asked = Vec::with_capacity(items.len());
     for (item, arrival) in items.into_iter().zip(schedule) {
         let body = options.body(args.server.backend, &item)?;
         work.push(Work { body, output_tokens: item.output_tokens, arrival });
-        asked.push(Asked {
+        asked.push(PlannedRequest {
             text_tokens: item.text_tokens,
             output_tokens: item.output_tokens,
             images: matches!(&item.prompt, Prompt::Parts(parts)
@@ -256,7 +256,7 @@ impl Costs {
     }
 }
 
-fn records(driven: Driven, asked: &[Asked], tokenizer: &Tokenizer) -> Result<Vec<Record>> {
+fn records(driven: Driven, asked: &[PlannedRequest], tokenizer: &Tokenizer) -> Result<Vec<Record>> {
     let sent = driven.sent.into_iter();
     sent.map(|sent| {
         let (mut record, exact) = sent.reply.into_record(sent.intended_us, &asked[sent.index]);

@@ -12,7 +12,7 @@ use crate::router::Route;
 use crate::simulate::Simulation;
 
 /// Prefill apart from decode in a simulation.
-pub(crate) struct Handing {
+pub(crate) struct HandOver {
     division: Division,
     pub(crate) pressure: Pressure,
     /// Requests that have left, with their replicas.
@@ -26,7 +26,7 @@ pub(crate) struct Handing {
     pub(crate) lent_blocks: u64,
 }
 
-impl Handing {
+impl HandOver {
     pub(crate) fn new(
         division: Division,
         replicas: u32,

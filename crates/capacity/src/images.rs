@@ -38,7 +38,7 @@ pub struct ImageArgs {
 
 /// A replica's means for images: the tower and the threads that prepare images.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Seeing {
+pub(crate) struct ImageMeans {
     pub(crate) tower: Tower,
     pub(crate) prepare_us: u64,
     pub(crate) threads: u32,
@@ -49,7 +49,11 @@ impl ImageArgs {
     ///
     /// # Errors
     /// The profile has no time for the tower, or the largest image exceeds all image pages.
-    pub(crate) fn resolve(&self, profile: &Profile, traffic: &Traffic) -> Result<Option<Seeing>> {
+    pub(crate) fn resolve(
+        &self,
+        profile: &Profile,
+        traffic: &Traffic,
+    ) -> Result<Option<ImageMeans>> {
         let largest = u64::from(traffic.largest_image());
         if largest == 0 {
             return Ok(None);
@@ -76,7 +80,7 @@ impl ImageArgs {
             whole: false,
         };
         let prepare_us = (self.image_prepare_ms * 1000.0).round() as u64;
-        Ok(Some(Seeing { tower, prepare_us, threads: self.intake_threads }))
+        Ok(Some(ImageMeans { tower, prepare_us, threads: self.intake_threads }))
     }
 }
 
@@ -92,7 +96,7 @@ pub(crate) struct Intake {
 impl Intake {
     /// Takes an image; gives when it is ready. All take equally long, so that they are ready in
     /// this order.
-    pub(crate) fn take(&mut self, image: ImageId, now_us: u64, seeing: &Seeing) -> u64 {
+    pub(crate) fn take(&mut self, image: ImageId, now_us: u64, seeing: &ImageMeans) -> u64 {
         let free_us = if self.free_us.len() < seeing.threads as usize {
             now_us
         } else {
@@ -112,7 +116,7 @@ mod tests {
     #[test]
     fn threads_prepare_images_side_by_side() {
         let tower = Tower { layers: 1, pages: 1, page_tokens: 64, budget: 1, whole: false };
-        let seeing = Seeing { tower, prepare_us: 100, threads: 2 };
+        let seeing = ImageMeans { tower, prepare_us: 100, threads: 2 };
         let mut intake = Intake::default();
         let mut take = |id, now_us| intake.take(ImageId(id), now_us, &seeing);
         assert_eq!([take(1, 0), take(2, 10), take(3, 20), take(4, 500)], [100, 110, 200, 600]);

@@ -7,13 +7,13 @@ use std::sync::mpsc::Sender;
 use forebay_balance::MOST_MOVES;
 use forebay_protocol::{ROW_OK, SparseRows, StepPlan, StepResult};
 use forebay_scheduler::{
-    BlockEvent, BlockHash, Event, Handed, ImageId, LentBlocks, Loan, LoanId, MAX_IN_FLIGHT, Namer,
-    Past, Policy, QueuedRequest, Request, STEP_WORDS, Scheduler, SchedulerConfig,
+    BlockEvent, BlockHash, Event, HandedRequest, ImageId, LentBlocks, Loan, LoanId, MAX_IN_FLIGHT,
+    Namer, Past, Policy, QueuedRequest, Request, STEP_WORDS, Scheduler, SchedulerConfig,
 };
 use forebay_sim::{Bus, CopyFault, Jitter, Timeline};
 
 use crate::args::Router;
-use crate::images::{Intake, Seeing};
+use crate::images::{ImageMeans, Intake};
 use crate::router::Route;
 use crate::simulate::Setup;
 use crate::traffic::Arrival;
@@ -53,7 +53,7 @@ pub(crate) struct Replica {
     plan: StepPlan,
     result: StepResult,
     events: Vec<Event>,
-    seeing: Option<Seeing>,
+    seeing: Option<ImageMeans>,
     intake: Intake,
     /// The largest number of moves of a request.
     most_moves: u8,
@@ -161,7 +161,7 @@ impl Replica {
 
     /// Gives away a request that has left, with a loan of its blocks.
     pub(crate) fn hand_on(&mut self, id: u64) -> Option<Request> {
-        let Handed { mut request, lent } = self.scheduler.hand_on(id)?;
+        let HandedRequest { mut request, lent } = self.scheduler.hand_on(id)?;
         self.alive -= 1;
         request.loan = lent.map(|lent| self.loan(lent));
         Some(request)

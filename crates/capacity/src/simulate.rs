@@ -10,8 +10,8 @@ use forebay_sim::{Bus, Profile, SparseModel, Timing};
 
 use crate::args::{PlanArgs, Router, WritePolicy};
 use crate::groups::{Groups, Waits};
-use crate::handing::Handing;
-use crate::images::Seeing;
+use crate::handing::HandOver;
+use crate::images::ImageMeans;
 use crate::pd::{Division, PdSplit};
 use crate::replica::Replica;
 use crate::router::Routing;
@@ -39,7 +39,7 @@ pub(crate) struct Setup {
     pub(crate) router: Router,
     pub(crate) host: Option<HostTier>,
     pub(crate) sparse: Option<Sparse>,
-    pub(crate) seeing: Option<Seeing>,
+    pub(crate) seeing: Option<ImageMeans>,
     pub(crate) states: Option<StateCache>,
     /// Prefill apart from decode.
     pub(crate) division: Option<Division>,
@@ -266,7 +266,7 @@ pub(crate) struct Simulation {
     queue_moves: bool,
     moves: u64,
     /// `None`: no request leaves.
-    pub(crate) handing: Option<Handing>,
+    pub(crate) handing: Option<HandOver>,
 }
 
 /// Runs the traffic against `replicas` replicas. The same arguments always give the same run.
@@ -284,7 +284,7 @@ pub(crate) fn run(setup: &Setup, traffic: &Traffic, replicas: u32) -> Run {
         waits: Waits::new(Groups::new(traffic), replicas),
         queue_moves: setup.moves(),
         moves: 0,
-        handing: setup.division.map(|division| Handing::new(division, replicas, returned)),
+        handing: setup.division.map(|division| HandOver::new(division, replicas, returned)),
     };
     for (id, arrival) in traffic.arrivals.iter().enumerate() {
         simulation.until(arrival.at_us);

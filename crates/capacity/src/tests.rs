@@ -19,7 +19,7 @@ use forebay_sim::{
 use proptest::prelude::*;
 
 use crate::args::Router;
-use crate::images::{ImageArgs, Seeing};
+use crate::images::{ImageArgs, ImageMeans};
 use crate::simulate::{Life, Run, Setup, run};
 use crate::traffic::{Arrival, Traffic};
 
@@ -107,7 +107,7 @@ fn images_are_prepared_and_read_before_the_rows_behind_them() {
     // A step computes two of the tower's four layers.
     let tower = Tower { layers: 4, pages: 8, page_tokens: 64, budget: 8, whole: false };
     let setup = |threads| Setup {
-        seeing: Some(Seeing { tower, prepare_us: 5000, threads }),
+        seeing: Some(ImageMeans { tower, prepare_us: 5000, threads }),
         lookahead: 0,
         ..setup(model)
     };
@@ -141,7 +141,7 @@ fn images_need_a_tower_and_room() {
     assert!(told(&args("plan"), &profile).contains("time.tower_us"));
     profile.time.tower_us = 0.5;
     let seeing = args("plan --intake-threads 3").resolve(&profile, &traffic).expect("fine");
-    let Seeing { tower, prepare_us, threads } = seeing.expect("images");
+    let ImageMeans { tower, prepare_us, threads } = seeing.expect("images");
     assert_eq!((tower.pages, tower.budget, prepare_us, threads), (128, 10_000, 20_000, 3));
     assert_eq!(told(&args("plan --image-pool-tokens 3"), &profile), "");
     let large =

@@ -22,7 +22,7 @@ use tokio::runtime::Builder;
 pub use crate::batch::{BatchArgs, run_batch};
 use crate::link::Link;
 pub use crate::served::{ServedModel, served_models};
-use crate::server::Started;
+use crate::server::StartedServer;
 use crate::terminal::Terminal;
 use crate::turns::{Conversation, Sampling};
 
@@ -90,7 +90,7 @@ pub fn chat(args: &ChatArgs, program: PathBuf) -> Result<()> {
                 args.target
             ),
             true => None,
-            false => Some(Started::start(program, &args.target, &args.serve).await?),
+            false => Some(StartedServer::start(program, &args.target, &args.serve).await?),
         };
         let link = match &started {
             Some(server) => server.link(),

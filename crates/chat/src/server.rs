@@ -28,7 +28,7 @@ const TAIL: u64 = 4096;
 const KEYS: [&str; 3] = ["FOREBAY_API_KEY", "FOREBAY_ADMIN_API_KEY", "FOREBAY_ROUTER_KEY"];
 
 /// A server that was started, and ends with this process.
-pub(crate) struct Started {
+pub(crate) struct StartedServer {
     child: Child,
     link: Link,
     log: File,
@@ -36,7 +36,7 @@ pub(crate) struct Started {
     _folder: TempDir,
 }
 
-impl Started {
+impl StartedServer {
     /// Starts a server for a model, and waits until it is ready.
     ///
     /// # Errors

@@ -9,7 +9,7 @@ use rustyline::{Config, Editor};
 use tokio::task::spawn_blocking;
 
 use crate::link::Link;
-use crate::turns::{Conversation, Ended};
+use crate::turns::{AnswerEnd, Conversation};
 
 const PROMPT: &str = "> ";
 /// The prompt before a line that goes on with the one before.
@@ -96,8 +96,8 @@ impl<'a> Terminal<'a> {
     async fn answer(&self, conversation: &mut Conversation) -> Result<()> {
         let mut out = io::stdout();
         match conversation.answer(self.link, &mut out, true).await {
-            Ok(Ended::Whole(end)) => writeln!(out, "\x1b[2m{}\x1b[0m", end.line())?,
-            Ok(Ended::Stopped) => writeln!(out, "\x1b[2mstopped\x1b[0m")?,
+            Ok(AnswerEnd::Whole(end)) => writeln!(out, "\x1b[2m{}\x1b[0m", end.line())?,
+            Ok(AnswerEnd::Stopped) => writeln!(out, "\x1b[2mstopped\x1b[0m")?,
             // The next try may go well; what was said is in the history of lines.
             Err(error) => writeln!(out, "error: {error:#}")?,
         }

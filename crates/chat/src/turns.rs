@@ -36,7 +36,7 @@ pub(crate) struct Sampling {
 
 /// The ways in which an answer ends.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Ended {
+pub(crate) enum AnswerEnd {
     /// The answer ended by itself.
     Whole(End),
     /// The user stopped it.
@@ -119,7 +119,7 @@ impl Conversation {
         link: &Link,
         out: &mut impl Write,
         styled: bool,
-    ) -> Result<Ended> {
+    ) -> Result<AnswerEnd> {
         let mut text = String::new();
         let ended = self.stream(link, out, styled, &mut text).await;
         match &ended {
@@ -135,13 +135,13 @@ impl Conversation {
         out: &mut impl Write,
         styled: bool,
         text: &mut String,
-    ) -> Result<Ended> {
+    ) -> Result<AnswerEnd> {
         let asked = Instant::now();
         let body = self.body();
         let sending = link.send(Method::POST, "/v1/chat/completions", Some(&body));
         let response = tokio::select! {
             response = sending => response?,
-            _ = tokio::signal::ctrl_c() => return Ok(Ended::Stopped),
+            _ = tokio::signal::ctrl_c() => return Ok(AnswerEnd::Stopped),
         };
         let status = response.status();
         if status != StatusCode::OK {
@@ -155,7 +155,7 @@ impl Conversation {
                 pieces = answer.next() => pieces?,
                 _ = tokio::signal::ctrl_c() => {
                     writeln!(out, "{}", if thinking { FAINT_END } else { "" })?;
-                    return Ok(Ended::Stopped);
+                    return Ok(AnswerEnd::Stopped);
                 }
             };
             for piece in pieces.into_iter().flatten() {
@@ -177,7 +177,7 @@ impl Conversation {
             out.flush()?;
         }
         writeln!(out, "{}", if thinking { FAINT_END } else { "" })?;
-        Ok(Ended::Whole(answer.end()))
+        Ok(AnswerEnd::Whole(answer.end()))
     }
 }
 

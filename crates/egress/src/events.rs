@@ -196,7 +196,7 @@ impl Chunks {
         // With `include_usage`, chunks without it say so: null.
         let usage = self.streaming.include_usage.then_some(usage);
         let Some(prepared) = &self.prepared else {
-            return event(&Whole { head: &self.head, choices: choice.as_slice(), usage }, out);
+            return event(&WholeChunk { head: &self.head, choices: choice.as_slice(), usage }, out);
         };
         out.extend_from_slice(prepared);
         if let Some(choice) = choice {
@@ -214,7 +214,7 @@ impl Chunks {
 
 /// A chunk, for whom nothing was prepared.
 #[derive(Serialize)]
-struct Whole<'a, T> {
+struct WholeChunk<'a, T> {
     #[serde(flatten)]
     head: &'a Head,
     choices: &'a [&'a T],

@@ -77,27 +77,27 @@ impl PromptLogprobList {
 
 /// Choices of a stream that show log-probabilities of their prompts. What comes before those are
 /// complete is held back.
-pub struct Awaited {
+pub struct PromptLogprobGate {
     /// The prompt of each choice, and true for the choice that brings them.
     choices: Vec<(usize, bool)>,
-    prompts: Vec<Told>,
+    prompts: Vec<ToldPrompt>,
     /// The deltas that are held back, by choice.
     held: Vec<Delta>,
 }
 
 #[derive(Default)]
-struct Told {
+struct ToldPrompt {
     logprobs: Arc<PromptLogprobList>,
     complete: bool,
 }
 
-impl Awaited {
+impl PromptLogprobGate {
     /// Makes the state for prompts with so many choices each.
     pub fn new(choices: impl Iterator<Item = u32>) -> Self {
         let (mut all, mut prompts) = (Vec::new(), Vec::new());
         for (prompt, n) in choices.enumerate() {
             all.extend((0..n).map(|choice| (prompt, choice == 0)));
-            prompts.push(Told::default());
+            prompts.push(ToldPrompt::default());
         }
         let held = vec![Delta::default(); all.len()];
         Self { choices: all, prompts, held }
@@ -186,7 +186,7 @@ mod tests {
 
     #[test]
     fn nothing_is_shown_before_the_prompt_is_complete_and_nothing_is_lost() {
-        let mut awaited = Awaited::new([2, 1].into_iter());
+        let mut awaited = PromptLogprobGate::new([2, 1].into_iter());
         let part = |rank| Delta { prompt: told_of(&[rank], &[3], &[-1.0]), ..Delta::default() };
         assert_eq!(awaited.take(0, &mut part(1)), []);
         assert_eq!(awaited.take(1, &mut token(8)), []);
@@ -199,7 +199,7 @@ mod tests {
         assert_eq!(awaited.take(0, &mut token(6)), [(0, token(6))]);
         assert_eq!(**awaited.told(1), told_of(&[1, 2], &[3, 3], &[-1.0, -1.0]));
         let end = || Delta { end: Some(End::Length), ..Delta::default() };
-        let mut other = Awaited::new([1].into_iter());
+        let mut other = PromptLogprobGate::new([1].into_iter());
         assert_eq!(other.take(0, &mut end()), [(0, end())], "a prompt and nothing else");
     }
 }

@@ -7,7 +7,7 @@
 use std::hint::black_box;
 
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
-use forebay_engine::{Clock, Journal, Notes, Planned, StepNote, SystemClock};
+use forebay_engine::{Clock, Journal, Notes, PlannedStep, StepNote, SystemClock};
 
 const ROWS: [u32; 4] = [1, 64, 256, 1024];
 
@@ -37,7 +37,7 @@ fn note(criterion: &mut Criterion) {
                     done_us: 0,
                     device_us: 0,
                     gap_us: 0,
-                    planned: Planned {
+                    planned: PlannedStep {
                         decode_rows: rows,
                         prefill_rows: 0,
                         tokens: rows,

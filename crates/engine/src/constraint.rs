@@ -14,7 +14,7 @@ pub trait Constraint: fmt::Debug + Send {
     ///
     /// # Errors
     /// The token was not allowed. The constraint can't be used any more.
-    fn accept(&mut self, token: i32) -> Result<(), Broken>;
+    fn accept(&mut self, token: i32) -> Result<(), ConstraintError>;
 
     /// Writes the tokens that may come next to the first of `masks`. The others get those that may
     /// come behind each of `drafts`, as if these had been generated. In a mask bit `i % 32` of word
@@ -29,15 +29,19 @@ pub trait Constraint: fmt::Debug + Send {
     ///
     /// # Errors
     /// No token can come next, or the search for one would take too long.
-    fn walk(&mut self, drafts: &[i32], masks: &mut [&mut [u32]]) -> Result<Vec<Allowed>, Broken>;
+    fn walk(
+        &mut self,
+        drafts: &[i32],
+        masks: &mut [&mut [u32]],
+    ) -> Result<Vec<Allowed>, ConstraintError>;
 
     /// Writes the tokens that may come next, as [`Self::walk`] does.
     ///
     /// # Errors
     /// Those of [`Self::walk`].
-    fn mask(&mut self, words: &mut [u32]) -> Result<Allowed, Broken> {
+    fn mask(&mut self, words: &mut [u32]) -> Result<Allowed, ConstraintError> {
         let made = self.walk(&[], &mut [words])?;
-        made.first().copied().ok_or_else(|| Broken("no mask was made".into()))
+        made.first().copied().ok_or_else(|| ConstraintError("no mask was made".into()))
     }
 
     /// Leaves those of `drafts` that can come next, as far as this is cheap to know. If one certain
@@ -45,7 +49,7 @@ pub trait Constraint: fmt::Debug + Send {
     ///
     /// # Errors
     /// The constraint can't be used any more.
-    fn restrict(&mut self, most: usize, drafts: &mut Vec<i32>) -> Result<usize, Broken> {
+    fn restrict(&mut self, most: usize, drafts: &mut Vec<i32>) -> Result<usize, ConstraintError> {
         drafts.truncate(most);
         Ok(0)
     }
@@ -63,4 +67,4 @@ pub enum Allowed {
 /// The reason for which a request cannot go on under its constraint.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("{0}")]
-pub struct Broken(pub String);
+pub struct ConstraintError(pub String);

@@ -13,13 +13,13 @@ use parking_lot::Mutex;
 use crate::clock::Clock;
 use crate::executor::Wake;
 use crate::journal::{Journal, Moment, Since, StepNote};
-use crate::member::Carried;
+use crate::member::PayloadDelivery;
 use crate::picture::Placed;
 use crate::types::{
     Arrival, EngineRequest, Entrant, Facts, LoanReply, Orphan, PauseMode, PauseReply, Reload,
     RequestId, Stats, Status, SubmitError,
 };
-use crate::waiting::{Place, Waiting};
+use crate::waiting::{Place, WaitingPlaces};
 
 /// An order to the engine thread. One lane for all keeps an abort behind its submit; submits are
 /// bounded by [`Shared::queued`], the rest must not be.
@@ -37,7 +37,7 @@ pub(crate) enum Order {
         image: ImageId,
         placed: Placed,
     },
-    Carried(Carried),
+    Carried(PayloadDelivery),
     Adapter(AdapterOrder),
     /// Another replica's request asks for these blocks.
     Lend(Vec<BlockHash>, LoanReply),
@@ -57,7 +57,7 @@ pub(crate) struct Shared {
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) waker: Arc<dyn Wake>,
     /// Requests submitted and never yet admitted.
-    pub(crate) queued: Arc<Waiting>,
+    pub(crate) queued: Arc<WaitingPlaces>,
     pub(crate) max_queued: usize,
     pub(crate) page_size: u32,
     pub(crate) fair: bool,

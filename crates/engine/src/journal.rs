@@ -3,7 +3,7 @@
 
 use std::collections::VecDeque;
 
-use forebay_scheduler::Planned;
+use forebay_scheduler::PlannedStep;
 use parking_lot::Mutex;
 use serde::Serialize;
 
@@ -33,7 +33,7 @@ pub struct StepNote {
     /// The time for which the device was idle before the step although there was work.
     pub gap_us: u32,
     /// The work of the step.
-    pub planned: Planned,
+    pub planned: PlannedStep,
     /// The time that planning took.
     pub plan_us: u32,
     /// Steps whose results were outstanding when this one was planned.
@@ -48,13 +48,13 @@ pub struct Moment {
     /// The time of the event, in microseconds of the engine's clock.
     pub at_us: u64,
     /// The event.
-    pub what: What,
+    pub what: EventKind,
 }
 
 /// The kinds of events in a request's life.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(tag = "what", rename_all = "snake_case")]
-pub enum What {
+pub enum EventKind {
     /// The head of the request had arrived.
     Received,
     /// The engine took the request.
@@ -210,7 +210,7 @@ impl Notes {
     }
 
     /// Notes an event of a request.
-    pub fn moment(&mut self, id: u64, at_us: u64, what: What) {
+    pub fn moment(&mut self, id: u64, at_us: u64, what: EventKind) {
         self.moments.push(Moment { id, at_us, what });
     }
 
@@ -218,11 +218,11 @@ impl Notes {
     pub fn token(&mut self, id: u64, nth: u32, at_us: u64) {
         self.last = (id, nth);
         if nth == 1 {
-            self.moment(id, at_us, What::FirstToken);
+            self.moment(id, at_us, EventKind::FirstToken);
         } else if nth.is_multiple_of(TOKENS_A_MOMENT) {
             // The first had a moment of its own.
             let first = u32::from(nth == TOKENS_A_MOMENT);
-            self.moment(id, at_us, What::Tokens { count: TOKENS_A_MOMENT - first });
+            self.moment(id, at_us, EventKind::Tokens { count: TOKENS_A_MOMENT - first });
         }
     }
 
@@ -234,7 +234,7 @@ impl Notes {
             let alone = u32::from(nth < TOKENS_A_MOMENT);
             let count = (nth % TOKENS_A_MOMENT).saturating_sub(alone);
             if count > 0 {
-                self.moment(id, at_us, What::Tokens { count });
+                self.moment(id, at_us, EventKind::Tokens { count });
             }
         }
         let reason = match finish {
@@ -243,7 +243,7 @@ impl Notes {
             FinishReason::Abort => "abort",
             FinishReason::Error(_) => "error",
         };
-        self.moment(id, at_us, What::Finished { reason });
+        self.moment(id, at_us, EventKind::Finished { reason });
     }
 
     /// Writes the new entries into the journal.
@@ -296,13 +296,13 @@ mod tests {
             (1..=total).for_each(|nth| notes.token(7, nth, u64::from(nth)));
             notes.finished(7, 999, &FinishReason::Length);
             let counted = notes.moments.iter().map(|moment| match moment.what {
-                What::FirstToken => 1,
-                What::Tokens { count } => count,
+                EventKind::FirstToken => 1,
+                EventKind::Tokens { count } => count,
                 _ => 0,
             });
             assert_eq!(counted.sum::<u32>(), total);
             let last = notes.moments.last().unwrap();
-            assert_eq!(last.what, What::Finished { reason: "length" });
+            assert_eq!(last.what, EventKind::Finished { reason: "length" });
         }
     }
 }

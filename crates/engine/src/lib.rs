@@ -83,18 +83,18 @@ pub use clock::{Clock, SystemClock};
 pub use config::{
     DraftConfig, EngineConfig, HostConfig, ImageConfig, Preemption, SaveUnit, as_seconds,
 };
-pub use constraint::{Allowed, Broken, Constraint};
+pub use constraint::{Allowed, Constraint, ConstraintError};
 pub use executor::{Executor, Signal, Wake};
 pub use forebay_protocol::{AdapterOrder, Dtype, Grid, Pooling, PromptLogprobs, Ready, SlotSpec};
 pub use forebay_scheduler::{
     BlockEvent, BlockHash, DecodeGap, DraftCounts, DraftMatch, DraftSource, DraftStats, FairQueue,
     History, HostStats, HostTier, ImageId, ImageStats, Loan, Lookup, Namer, Past, Phase, Place,
-    PlaceStats, Planned, Policy, PromptImage, PromptTail, Proposer, QueuedRequest, Request,
+    PlaceStats, PlannedStep, Policy, PromptImage, PromptTail, Proposer, QueuedRequest, Request,
     RequestView, SavePolicy, SharedHistory, SharedText, StateCache, StateStats,
     Stats as SchedulerStats,
 };
 pub use handle::{EngineHandle, Size};
-pub use journal::{Journal, KEPT_MOMENTS, KEPT_STEPS, Moment, Notes, Since, StepNote, What};
+pub use journal::{EventKind, Journal, KEPT_MOMENTS, KEPT_STEPS, Moment, Notes, Since, StepNote};
 pub use member::MOST_VIEWS;
 pub use payload::{Embeds, Payload, Payloads, There};
 pub use picture::{Picture, PictureError, Placed, Placement};
@@ -104,4 +104,4 @@ pub use types::{
     Orphan, Output, OutputSink, PauseMode, PauseReply, Peers, PredictedTokens, Preference, Reload,
     ReloadReply, RequestError, RequestId, SampledToken, Stats, Status, SubmitError,
 };
-pub use waiting::Waiting;
+pub use waiting::WaitingPlaces;

@@ -18,7 +18,7 @@ use crate::masks::MaskThreads;
 use crate::member::{Carrying, Constrained, Member};
 use crate::owner::Owner;
 use crate::types::{BlockObserver, OutputSink, Peers, Stats, Status};
-use crate::waiting::Waiting;
+use crate::waiting::WaitingPlaces;
 
 /// Callbacks of an engine.
 pub struct Hooks {
@@ -30,7 +30,7 @@ pub struct Hooks {
     pub peers: Option<Box<dyn Peers>>,
     /// Counts requests that were submitted and not admitted yet, of all engines that share it. They
     /// share its limit too.
-    pub queued: Arc<Waiting>,
+    pub queued: Arc<WaitingPlaces>,
     /// Called when the thread ends, for any reason, after the other hooks were dropped.
     pub on_exit: Box<dyn FnOnce() + Send>,
 }

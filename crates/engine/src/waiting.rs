@@ -15,7 +15,7 @@ const LONGEST_S: u64 = 60;
 /// Each client has its share of the places ([`Shares`]). A quarter more is for clients with only a
 /// few waiting requests.
 #[derive(Debug, Default)]
-pub struct Waiting(Mutex<Inner>);
+pub struct WaitingPlaces(Mutex<Inner>);
 
 #[derive(Debug, Default)]
 struct Inner {
@@ -73,7 +73,7 @@ impl Rate {
     }
 }
 
-impl Waiting {
+impl WaitingPlaces {
     /// Takes a place among `limit`. The error is the number of seconds after which it may be worth
     /// another try.
     pub(crate) fn enter(&self, place: Place, limit: usize, now_us: u64) -> Result<(), u32> {
@@ -153,13 +153,13 @@ mod tests {
         Place { client, tokens: 100, probe: false, background: false }
     }
 
-    fn fill(waiting: &Waiting, client: u64, limit: usize) -> usize {
+    fn fill(waiting: &WaitingPlaces, client: u64, limit: usize) -> usize {
         (0..).take_while(|_| waiting.enter(place(client), limit, 0).is_ok()).count()
     }
 
     #[test]
     fn a_client_alone_may_fill_the_queue_and_others_still_get_in() {
-        let waiting = Waiting::default();
+        let waiting = WaitingPlaces::default();
         assert_eq!(fill(&waiting, 1, 64), 64);
         assert_eq!(fill(&waiting, 2, 64), 4, "a few of each");
         assert_eq!(fill(&waiting, 3, 64), 4);
@@ -170,19 +170,19 @@ mod tests {
 
     #[test]
     fn beside_others_a_client_has_half() {
-        let waiting = Waiting::default();
+        let waiting = WaitingPlaces::default();
         waiting.enter(place(1), 64, 0).expect("room");
         assert_eq!(fill(&waiting, 2, 64), 32);
         assert_eq!(fill(&waiting, 3, 64), 31);
         waiting.left(place(2), 0);
         waiting.left(place(1), 0);
         assert_eq!(fill(&waiting, 2, 64), 1, "the places that it gave back");
-        assert_eq!(fill(&Waiting::default(), 1, 0), 0);
+        assert_eq!(fill(&WaitingPlaces::default(), 1, 0), 0);
     }
 
     #[test]
     fn probes_have_places_of_their_own() {
-        let waiting = Waiting::default();
+        let waiting = WaitingPlaces::default();
         fill(&waiting, 1, 5);
         let probe = Place { probe: true, ..place(9) };
         for _ in 0..PROBES {
@@ -196,7 +196,7 @@ mod tests {
 
     #[test]
     fn work_in_the_background_keeps_nobody_out() {
-        let waiting = Waiting::default();
+        let waiting = WaitingPlaces::default();
         let background = Place { background: true, ..place(1) };
         let entered = (0..).take_while(|_| waiting.enter(background, 64, 0).is_ok()).count();
         assert_eq!(entered, 64, "it has a queue of its own");
@@ -208,7 +208,7 @@ mod tests {
 
     #[test]
     fn the_time_to_wait_is_that_of_what_waits() {
-        let waiting = Waiting::default();
+        let waiting = WaitingPlaces::default();
         // Nobody waited for an hour, which says nothing of how fast the queue moves.
         let start = 3600 * SECOND;
         for _ in 0..50 {
@@ -229,7 +229,7 @@ mod tests {
             waiting.enter(place(1), 1_000_000, now).expect("room");
         }
         assert_eq!(waiting.retry_after(now + 10 * SECOND), 60);
-        let empty = Waiting::default();
+        let empty = WaitingPlaces::default();
         assert_eq!(empty.retry_after(start), 1);
     }
 }

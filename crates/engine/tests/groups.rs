@@ -7,8 +7,8 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use forebay_engine::{
-    Allowed, Broken, Constraint, EngineConfig, EngineHandle, EngineRequest, Executor, FinishReason,
-    HostConfig, Output, RequestError, RequestId, Signal, Status, Wake,
+    Allowed, Constraint, ConstraintError, EngineConfig, EngineHandle, EngineRequest, Executor,
+    FinishReason, HostConfig, Output, RequestError, RequestId, Signal, Status, Wake,
 };
 use forebay_protocol::{StepMasks, StepPlan};
 use forebay_sim::testing::{self, PATIENCE, RigParts, Story, VOCAB, alone, request, text};
@@ -397,11 +397,15 @@ fn copies_of_one_member_that_never_end_cost_all_only_time() {
 struct Even;
 
 impl Constraint for Even {
-    fn accept(&mut self, token: i32) -> Result<(), Broken> {
-        if token % 2 == 0 { Ok(()) } else { Err(Broken(format!("{token} is odd"))) }
+    fn accept(&mut self, token: i32) -> Result<(), ConstraintError> {
+        if token % 2 == 0 { Ok(()) } else { Err(ConstraintError(format!("{token} is odd"))) }
     }
 
-    fn walk(&mut self, drafts: &[i32], masks: &mut [&mut [u32]]) -> Result<Vec<Allowed>, Broken> {
+    fn walk(
+        &mut self,
+        drafts: &[i32],
+        masks: &mut [&mut [u32]],
+    ) -> Result<Vec<Allowed>, ConstraintError> {
         masks.iter_mut().for_each(|words| words.fill(0x5555_5555));
         Ok(vec![Allowed::Some; 1 + drafts.iter().take_while(|&draft| draft % 2 == 0).count()])
     }

@@ -10,7 +10,7 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use forebay_chat::ServedModel;
 use forebay_hand::without_keys;
-use forebay_hub::{Hub, Interpreter, ModelName, Progress, Settings, Stored, size};
+use forebay_hub::{Hub, Interpreter, ModelName, Progress, Settings, StoredModel, size};
 use serde_json::json;
 
 use crate::model::find_python;
@@ -149,7 +149,7 @@ pub(crate) fn remove(flags: &RemoveFlags) -> Result<()> {
 }
 
 /// Names, formats, sizes and ages.
-fn stored_rows(models: &[Stored], now: SystemTime) -> Vec<[String; 4]> {
+fn stored_rows(models: &[StoredModel], now: SystemTime) -> Vec<[String; 4]> {
     let mut rows = vec![["MODEL", "FORMAT", "SIZE", "LAST USED"].map(str::to_owned)];
     rows.extend(models.iter().map(|model| {
         let format = model.format.name().to_owned();
@@ -211,7 +211,7 @@ mod tests {
     #[test]
     fn columns_are_aligned() {
         let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000);
-        let model = |name: &str, format, bytes, ago: u64| Stored {
+        let model = |name: &str, format, bytes, ago: u64| StoredModel {
             name: name.to_owned(),
             format,
             bytes,

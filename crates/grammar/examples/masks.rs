@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use forebay_engine::Allowed;
 use forebay_grammar::{
-    Bounds, Form, GrammarConfig, Grammars, Source, ThreadStart, Wanted, Whitespace,
+    Bounds, Form, GrammarConfig, Grammars, Source, ThreadStart, WantedForm, Whitespace,
 };
 use forebay_text::Tokenizer;
 
@@ -63,7 +63,7 @@ fn main() -> Result<(), Failure> {
     let ask = |schema: String| {
         let source =
             Source { form: Form::JsonSchema(schema.into()), whitespace: Whitespace::Bounded };
-        let wanted = Wanted {
+        let wanted = WantedForm {
             source: Some(source),
             reasoning: None,
             bounds: Bounds::default(),

@@ -25,12 +25,12 @@ const PANIC: &str = "panic: ";
 pub(crate) const TEMPLATE_BYTES: usize = 32 << 20;
 
 /// A matcher, and a parser that shares its lexer, for the counts that a matcher does not show.
-pub(crate) struct Counted {
+pub(crate) struct CountedMatcher {
     pub(crate) matcher: Matcher,
     parser: Parser,
 }
 
-impl Counted {
+impl CountedMatcher {
     /// Bytes of the lexer, which grows as it is used.
     pub(crate) fn bytes(&self) -> usize {
         self.parser.lexer_stats().num_bytes
@@ -169,9 +169,9 @@ impl Template {
     }
 
     /// A matcher of one's own.
-    pub(crate) fn matcher(&self) -> Counted {
+    pub(crate) fn matcher(&self) -> CountedMatcher {
         let parser = self.parser.lock().deep_clone();
-        Counted { parser: parser.parser.clone(), matcher: Matcher::new(Ok(parser)) }
+        CountedMatcher { parser: parser.parser.clone(), matcher: Matcher::new(Ok(parser)) }
     }
 
     /// Paths of keywords of schemas that are not enforced.

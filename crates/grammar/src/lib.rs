@@ -64,7 +64,7 @@ mod work;
 pub use error::GrammarError;
 pub use rules::{Bounds, Reasoning};
 pub use service::{
-    CompileHook, Constraints, GrammarConfig, GrammarStats, Grammars, ThreadStart, Wanted,
+    CompileHook, Constraints, GrammarConfig, GrammarStats, Grammars, ThreadStart, WantedForm,
 };
 pub use source::{
     CHOICES, CallArguments, CallForm, CallText, Form, GRAMMAR_BYTES, REGEX_BYTES, SCHEMA_BYTES,

@@ -3,11 +3,11 @@
 use std::fmt;
 use std::sync::Arc;
 
-use forebay_engine::{Allowed, Broken, Constraint};
+use forebay_engine::{Allowed, Constraint, ConstraintError};
 use llguidance::toktrie::SimpleVob;
 
 use crate::attic::Attic;
-use crate::compile::{Counted, Template, brief};
+use crate::compile::{CountedMatcher, Template, brief};
 use crate::growth::{Grown, Growth};
 use crate::thinking::{Markers, Phase, Start, Thinking};
 
@@ -59,7 +59,7 @@ struct Follower {
     template: Arc<Template>,
     growth: Arc<Growth>,
     /// The matcher, once a second mask was needed.
-    running: Option<Box<Running>>,
+    running: Option<Box<RunningMatcher>>,
     /// Its tokens so far.
     said: Vec<u32>,
     /// True if the first of them were generated elsewhere.
@@ -67,8 +67,8 @@ struct Follower {
 }
 
 /// A matcher of one's own.
-struct Running {
-    counted: Counted,
+struct RunningMatcher {
+    counted: CountedMatcher,
     /// Tokens that it has followed.
     followed: usize,
     /// Bytes of its lexer at the beginning.
@@ -198,11 +198,15 @@ struct Before {
 }
 
 impl Constraint for Rules {
-    fn accept(&mut self, token: i32) -> Result<(), Broken> {
+    fn accept(&mut self, token: i32) -> Result<(), ConstraintError> {
         self.advance(token).map_or(Ok(()), |grammar| grammar.accept(token))
     }
 
-    fn walk(&mut self, drafts: &[i32], masks: &mut [&mut [u32]]) -> Result<Vec<Allowed>, Broken> {
+    fn walk(
+        &mut self,
+        drafts: &[i32],
+        masks: &mut [&mut [u32]],
+    ) -> Result<Vec<Allowed>, ConstraintError> {
         let Some((mut last, others)) = masks.split_first_mut() else { return Ok(Vec::new()) };
         let mut made = vec![self.next(last)?];
         let before = (!drafts.is_empty()).then(|| self.before());
@@ -219,7 +223,7 @@ impl Constraint for Rules {
         Ok(made)
     }
 
-    fn restrict(&mut self, most: usize, drafts: &mut Vec<i32>) -> Result<usize, Broken> {
+    fn restrict(&mut self, most: usize, drafts: &mut Vec<i32>) -> Result<usize, ConstraintError> {
         drafts.truncate(most);
         let forced = self.forced(most)?;
         if drafts.starts_with(&forced) {
@@ -255,7 +259,7 @@ impl Rules {
     }
 
     /// The matcher that the next token goes to, behind the tokens so far, if it is made already.
-    fn matcher(&mut self) -> Result<Option<&mut Running>, Broken> {
+    fn matcher(&mut self) -> Result<Option<&mut RunningMatcher>, ConstraintError> {
         let follows = self.phase() == Phase::Answer && !self.over;
         let grammar = self.grammar.as_mut().filter(|grammar| follows && grammar.first().is_none());
         match grammar {
@@ -265,7 +269,7 @@ impl Rules {
     }
 
     /// Up to `most` tokens that come next because nothing else can.
-    fn forced(&mut self, most: usize) -> Result<Vec<i32>, Broken> {
+    fn forced(&mut self, most: usize) -> Result<Vec<i32>, ConstraintError> {
         let mut thinking = self.thinking.clone();
         let mut forced = Vec::new();
         while let Some(thinking) = &mut thinking
@@ -304,7 +308,7 @@ impl Rules {
     }
 
     /// Cuts drafts at the first that the grammar does not allow.
-    fn keep_possible(&mut self, drafts: &mut Vec<i32>) -> Result<(), Broken> {
+    fn keep_possible(&mut self, drafts: &mut Vec<i32>) -> Result<(), ConstraintError> {
         let ends = Arc::clone(&self.bounds.ends);
         let Some(running) = self.matcher()? else { return Ok(()) };
         let end = drafts.iter().position(|draft| ends.contains(draft)).unwrap_or(drafts.len());
@@ -321,7 +325,7 @@ impl Rules {
     }
 
     /// Writes the tokens that may come next.
-    fn next(&mut self, words: &mut [u32]) -> Result<Allowed, Broken> {
+    fn next(&mut self, words: &mut [u32]) -> Result<Allowed, ConstraintError> {
         let phase = self.phase();
         if let Phase::Forced(token) = phase {
             words.fill(0);
@@ -350,7 +354,7 @@ impl Rules {
         }
         if is_empty(words) {
             let why = "no token that `allowed_token_ids` names can come next";
-            return Err(Broken(why.to_owned()));
+            return Err(ConstraintError(why.to_owned()));
         }
         Ok(if masked { Allowed::Some } else { Allowed::Everything })
     }
@@ -362,13 +366,15 @@ impl Follower {
         self.said.is_empty().then(|| self.template.first())
     }
 
-    fn accept(&mut self, token: i32) -> Result<(), Broken> {
+    fn accept(&mut self, token: i32) -> Result<(), ConstraintError> {
         match self.first() {
             Some(first) if get(first, token) => {
                 self.said.push(token.cast_unsigned());
                 Ok(())
             }
-            Some(_) => Err(Broken(format!("the grammar: the token {token} is not allowed"))),
+            Some(_) => {
+                Err(ConstraintError(format!("the grammar: the token {token} is not allowed")))
+            }
             None => {
                 self.said.push(token.cast_unsigned());
                 self.running().map(|_| ())
@@ -377,27 +383,31 @@ impl Follower {
     }
 
     /// The matcher behind the tokens so far.
-    fn running(&mut self) -> Result<&mut Running, Broken> {
+    fn running(&mut self) -> Result<&mut RunningMatcher, ConstraintError> {
         let Self { template, growth, running, said, elsewhere } = self;
         let fresh = running.is_none();
         let running = running.get_or_insert_with(|| {
             let counted = template.matcher();
             let (begin, grown) = (counted.bytes(), growth.matcher());
-            Box::new(Running { counted, followed: 0, begin, grown })
+            Box::new(RunningMatcher { counted, followed: 0, begin, grown })
         });
-        let Running { counted, followed, .. } = &mut **running;
+        let RunningMatcher { counted, followed, .. } = &mut **running;
         let new = &said[std::mem::replace(followed, said.len())..];
         counted.matcher.consume_tokens(new).map_err(|error| {
-            let Broken(error) = broken(error);
+            let ConstraintError(error) = broken(error);
             let resumed = fresh && *elsewhere;
-            Broken(if resumed { format!("the tokens so far do not fit: {error}") } else { error })
+            ConstraintError(if resumed {
+                format!("the tokens so far do not fit: {error}")
+            } else {
+                error
+            })
         })?;
         Ok(running)
     }
 
     /// Goes back to where it had so many tokens. Gives the matcher if that can't, and a new one is
     /// needed.
-    fn go_back(&mut self, tokens: usize) -> Option<Box<Running>> {
+    fn go_back(&mut self, tokens: usize) -> Option<Box<RunningMatcher>> {
         self.said.truncate(tokens);
         let running = self.running.as_mut()?;
         let back = running.followed.saturating_sub(tokens);
@@ -407,7 +417,7 @@ impl Follower {
     }
 
     /// Writes the tokens that the grammar allows. At an allowed end these include all of `ends`.
-    fn mask(&mut self, words: &mut [u32], ends: &[i32]) -> Result<(), Broken> {
+    fn mask(&mut self, words: &mut [u32], ends: &[i32]) -> Result<(), ConstraintError> {
         words.fill(0);
         let copy = |from: &[u32], words: &mut [u32]| {
             let both = from.len().min(words.len());
@@ -429,21 +439,23 @@ impl Follower {
     }
 }
 
-impl Running {
-    fn mask(&mut self) -> Result<SimpleVob, Broken> {
+impl RunningMatcher {
+    fn mask(&mut self) -> Result<SimpleVob, ConstraintError> {
         let mask = self.counted.matcher.compute_mask_or_eos().map_err(broken)?;
         let grown = self.counted.bytes().saturating_sub(self.begin);
         if !self.grown.note(grown) {
             let why = "all that run have grown to their limit (--grammar-cache-bytes)";
-            return Err(Broken(format!("the grammar: {why}, and this one by {grown} bytes")));
+            return Err(ConstraintError(format!(
+                "the grammar: {why}, and this one by {grown} bytes"
+            )));
         }
         Ok(mask)
     }
 }
 
 /// An error of a matcher.
-fn broken(error: impl fmt::Display) -> Broken {
-    Broken(format!("the grammar: {}", brief(&error.to_string())))
+fn broken(error: impl fmt::Display) -> ConstraintError {
+    ConstraintError(format!("the grammar: {}", brief(&error.to_string())))
 }
 
 /// Index of a token's word, and its bit; `None`: it is outside of the mask.

@@ -35,7 +35,7 @@ pub(crate) enum StoreError {
 
 /// A question that waits for keys.
 #[derive(Debug)]
-struct Waiting {
+struct WaitingQuestion {
     rank: usize,
     id: u64,
     keys: Vec<String>,
@@ -47,7 +47,7 @@ struct Waiting {
 #[derive(Debug, Default)]
 pub(crate) struct Store {
     values: HashMap<String, Vec<u8>>,
-    waiting: Vec<Waiting>,
+    waiting: Vec<WaitingQuestion>,
 }
 
 impl Store {
@@ -121,7 +121,7 @@ impl Store {
         if keys.len() > KEYS || keys.iter().any(|key| key.len() > KEY_BYTES) {
             return Err(StoreError::TooLarge);
         }
-        self.waiting.push(Waiting { rank, id, keys, wants_value });
+        self.waiting.push(WaitingQuestion { rank, id, keys, wants_value });
         Ok(self.come())
     }
 
@@ -131,7 +131,7 @@ impl Store {
         let answered = self
             .waiting
             .extract_if(.., |waiting| waiting.keys.iter().all(|key| values.contains_key(key)));
-        let answer = |waiting: Waiting| {
+        let answer = |waiting: WaitingQuestion| {
             let value = waiting.keys.first().filter(|_| waiting.wants_value);
             let value = value.and_then(|key| values.get(key));
             let value = value.map(|value| STANDARD.encode_to_string(value));

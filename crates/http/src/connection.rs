@@ -24,7 +24,7 @@ use crate::client::Remote;
 use crate::line::{Line, LineIo};
 use crate::places::Seat;
 use crate::socket::Socket;
-use crate::stall::Stalling;
+use crate::stall::StallLimit;
 use crate::tls::Tls;
 use crate::unread;
 
@@ -55,7 +55,7 @@ pub(crate) async fn run(
 ) {
     let (line, seat) = (Line::new(socket), Arc::new(seat));
     let answering = async {
-        let io = Stalling::new(LineIo(Arc::clone(&line)), setup.send_timeout);
+        let io = StallLimit::new(LineIo(Arc::clone(&line)), setup.send_timeout);
         match setup.tls.clone() {
             None => answer(&setup, io, Some(&line), remote, &seat, watcher).await,
             Some(tls) => match timeout(setup.header_timeout, tls.accept(io)).await {
@@ -104,7 +104,7 @@ async fn answer(
             Ok::<_, Infallible>(response.map(|body| Answer { body, seat }))
         }
     });
-    let io = TokioIo::new(Watched { io, seat: Arc::clone(seat) });
+    let io = TokioIo::new(WatchedIo { io, seat: Arc::clone(seat) });
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(setup.header_timeout)
@@ -162,12 +162,12 @@ impl Drop for Answer {
 }
 
 /// A connection's io, which says when all is written.
-struct Watched<I> {
+struct WatchedIo<I> {
     io: I,
     seat: Arc<Seat>,
 }
 
-impl<I: AsyncRead + Unpin> AsyncRead for Watched<I> {
+impl<I: AsyncRead + Unpin> AsyncRead for WatchedIo<I> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -177,7 +177,7 @@ impl<I: AsyncRead + Unpin> AsyncRead for Watched<I> {
     }
 }
 
-impl<I: AsyncWrite + Unpin> AsyncWrite for Watched<I> {
+impl<I: AsyncWrite + Unpin> AsyncWrite for WatchedIo<I> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,

@@ -40,7 +40,7 @@ pub use connections::Connections;
 pub use forebay_fair::Refusal;
 pub use guard::{Guard, contained, panic_message};
 pub use keys::Keys;
-pub use line::{Line, LineIo, Written};
+pub use line::{Line, LineIo, WriteOutcome};
 pub use socket::{Listener, Socket};
 pub use thread::ListenerThread;
 pub use tls::Tls;

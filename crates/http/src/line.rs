@@ -36,7 +36,7 @@ pub struct Line {
 
 /// The fate of a chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Written {
+pub enum WriteOutcome {
     /// The socket has taken the chunk.
     Whole,
     /// The line is shut and holds the bytes: the connection's task must be woken to write the rest.
@@ -74,16 +74,16 @@ impl Line {
     }
 
     /// Writes without a wait. The line must be open, and nobody may ask or shut meanwhile.
-    pub fn write(&self, chunk: &[u8]) -> Written {
+    pub fn write(&self, chunk: &[u8]) -> WriteOutcome {
         let taken = match self.socket.try_write(chunk) {
-            Ok(taken) if taken == chunk.len() => return Written::Whole,
+            Ok(taken) if taken == chunk.len() => return WriteOutcome::Whole,
             Ok(taken) => taken,
             // A broken connection is for hyper to find out: it gets the same error for the rest.
             Err(_) => 0,
         };
         self.rest.lock().extend_from_slice(&chunk[taken..]);
         self.shut();
-        Written::Waiting
+        WriteOutcome::Waiting
     }
 
     fn poll_rest(&self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -234,7 +234,7 @@ mod tests {
             let chunk: Vec<u8> = (0..5_000u32).flat_map(|at| (number + at).to_le_bytes()).collect();
             number += 5_000;
             sent.extend_from_slice(&chunk);
-            if line.write(&chunk) == Written::Waiting {
+            if line.write(&chunk) == WriteOutcome::Waiting {
                 break;
             }
         }
@@ -268,7 +268,7 @@ mod tests {
         // The reset may be seen by either of them first.
         let flushed = io.flush().await;
         if flushed.is_ok() && line.is_open() {
-            assert_eq!(line.write(b"chunk"), Written::Waiting);
+            assert_eq!(line.write(b"chunk"), WriteOutcome::Waiting);
         }
         assert!(io.write_all(b"more").await.is_err());
     }

@@ -23,14 +23,14 @@ pub(crate) trait Transport: AsyncRead + AsyncWrite + Unpin {
 }
 
 /// A transport with a limit to the time without a sent byte.
-pub(crate) struct Stalling<T> {
+pub(crate) struct StallLimit<T> {
     io: T,
     limit: Duration,
     /// Set while a write waits.
     alarm: Option<Pin<Box<Sleep>>>,
 }
 
-impl<T: Transport> Stalling<T> {
+impl<T: Transport> StallLimit<T> {
     pub(crate) fn new(io: T, limit: Duration) -> Self {
         Self { io, limit, alarm: None }
     }
@@ -57,7 +57,7 @@ impl<T: Transport> Stalling<T> {
     }
 }
 
-impl<T: Transport> AsyncRead for Stalling<T> {
+impl<T: Transport> AsyncRead for StallLimit<T> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -67,7 +67,7 @@ impl<T: Transport> AsyncRead for Stalling<T> {
     }
 }
 
-impl<T: Transport> AsyncWrite for Stalling<T> {
+impl<T: Transport> AsyncWrite for StallLimit<T> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -116,14 +116,14 @@ mod tests {
     const LIMIT: Duration = Duration::from_secs(60);
     const NEARLY: Duration = Duration::from_secs(59);
 
-    fn poll<T: Transport>(io: &mut Stalling<T>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll<T: Transport>(io: &mut StallLimit<T>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         Pin::new(io).poll_write(&mut Context::from_waker(Waker::noop()), bytes)
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_reader_that_stops_is_cut_and_a_slow_one_is_not() {
         let (mut client, server) = duplex(8);
-        let mut io = Stalling::new(server, LIMIT);
+        let mut io = StallLimit::new(server, LIMIT);
         io.write_all(b"12345678").await.unwrap();
         for _ in 0..5 {
             assert!(poll(&mut io, b"9").is_pending());
@@ -180,7 +180,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn what_is_ahead_of_a_write_counts_too() {
-        let mut io = Stalling::new(Rest(100), LIMIT);
+        let mut io = StallLimit::new(Rest(100), LIMIT);
         for _ in 0..5 {
             assert!(poll(&mut io, b"x").is_pending(), "a byte has gone out");
             advance(NEARLY).await;

@@ -27,7 +27,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 
 /// The hub's facts about a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Announced {
+pub(crate) struct RemoteFile {
     /// The name of its content: a SHA-256 or Git's SHA-1 on the hub, anything on mirrors.
     pub(crate) etag: String,
     /// Bytes.
@@ -79,7 +79,7 @@ pub(crate) struct Downloader<'a> {
 
 impl Downloader<'_> {
     /// Asks the hub for its facts about the file at `path` of its addresses.
-    pub(crate) async fn announced(&self, path: &str) -> Result<Announced, Trouble> {
+    pub(crate) async fn announced(&self, path: &str) -> Result<RemoteFile, Trouble> {
         let mut pauses = Pauses::default();
         loop {
             match self.announcement(path).await {
@@ -89,14 +89,14 @@ impl Downloader<'_> {
         }
     }
 
-    async fn announcement(&self, path: &str) -> Result<Announced, Trouble> {
+    async fn announcement(&self, path: &str) -> Result<RemoteFile, Trouble> {
         let response = self.client.head(path).await?;
         let etag = announced_etag(&response)?;
         let size = match announced_size(&response) {
             Some(size) => size,
             None => self.counted_size(path).await?,
         };
-        Ok(Announced { etag, size })
+        Ok(RemoteFile { etag, size })
     }
 
     /// The size of a file whose description has none, as on some mirrors: the end of its range, or
@@ -128,13 +128,13 @@ impl Downloader<'_> {
     }
 
     /// True if all of it is in the cache.
-    pub(crate) fn is_here(&self, announced: &Announced) -> bool {
+    pub(crate) fn is_here(&self, announced: &RemoteFile) -> bool {
         let blob = self.folder.blobs().join(&announced.etag);
         fs::metadata(blob).is_ok_and(|found| found.is_file() && found.len() == announced.size)
     }
 
     /// Bytes that are still to come.
-    pub(crate) fn lacks(&self, announced: &Announced) -> u64 {
+    pub(crate) fn lacks(&self, announced: &RemoteFile) -> u64 {
         if self.is_here(announced) {
             return 0;
         }
@@ -148,8 +148,8 @@ impl Downloader<'_> {
         &self,
         path: &str,
         file: &str,
-        announced: Announced,
-    ) -> Result<Announced, NoFile> {
+        announced: RemoteFile,
+    ) -> Result<RemoteFile, NoFile> {
         let mut announced = announced;
         loop {
             match self.content(path, file, &announced).await {
@@ -174,7 +174,7 @@ impl Downloader<'_> {
         }
     }
 
-    async fn content(&self, path: &str, file: &str, announced: &Announced) -> Result<(), Failure> {
+    async fn content(&self, path: &str, file: &str, announced: &RemoteFile) -> Result<(), Failure> {
         let lock = self.folder.lock(&announced.etag).map_err(Failure::Disk)?;
         if !lock.try_take() {
             self.progress.say(&format!("another process downloads {file}; waiting for it"));
@@ -214,7 +214,7 @@ impl Downloader<'_> {
     async fn attempt(
         &self,
         path: &str,
-        announced: &Announced,
+        announced: &RemoteFile,
         state: &mut State<'_>,
     ) -> Result<(), Failure> {
         if state.position == announced.size {
@@ -267,7 +267,7 @@ impl Downloader<'_> {
         Ok(())
     }
 
-    fn partial(&self, announced: &Announced) -> PathBuf {
+    fn partial(&self, announced: &RemoteFile) -> PathBuf {
         self.folder.blobs().join(format!("{}.incomplete", announced.etag))
     }
 }
@@ -316,7 +316,7 @@ impl<'a> State<'a> {
     /// Reads the file of an earlier run.
     async fn of(
         partial: Partial,
-        announced: &Announced,
+        announced: &RemoteFile,
         progress: &'a Progress,
         name: &str,
     ) -> Result<Self, Failure> {
@@ -384,7 +384,7 @@ impl<'a> State<'a> {
         Failure::Other { cause, fresh: self.fresh }
     }
 
-    fn check(&self, announced: &Announced) -> Result<(), Failure> {
+    fn check(&self, announced: &RemoteFile) -> Result<(), Failure> {
         self.hashes.check(announced).map_err(|cause| self.other(cause))
     }
 }
@@ -397,7 +397,7 @@ struct Hashes {
 }
 
 impl Hashes {
-    fn of(announced: &Announced) -> Self {
+    fn of(announced: &RemoteFile) -> Self {
         let hexadecimal = announced.etag.bytes().all(|byte| byte.is_ascii_hexdigit());
         let contexts = match announced.etag.len() {
             64 if hexadecimal => vec![Context::new(&SHA256)],
@@ -421,7 +421,7 @@ impl Hashes {
     }
 
     /// The error is the difference.
-    fn check(&self, announced: &Announced) -> Result<(), String> {
+    fn check(&self, announced: &RemoteFile) -> Result<(), String> {
         let found: Vec<String> =
             self.contexts.iter().map(|context| hex(context.clone().finish().as_ref())).collect();
         if found.is_empty() || found.iter().any(|hash| hash.eq_ignore_ascii_case(&announced.etag)) {

@@ -40,4 +40,4 @@ pub use hub::{Found, Hub, Token};
 pub use name::{HubName, ModelName};
 pub use progress::Progress;
 pub use settings::Settings;
-pub use stored::{Format, Removal, Stored, list, removal, remove};
+pub use stored::{Format, Removal, StoredModel, list, removal, remove};

@@ -11,7 +11,7 @@ use serde::Deserialize;
 
 use crate::cache::{RepositoryFolder, is_inside, is_name};
 use crate::client::{Client, Trouble};
-use crate::download::{Announced, Downloader, NoFile, free, full};
+use crate::download::{Downloader, NoFile, RemoteFile, free, full};
 use crate::error::HubError;
 use crate::name::HubName;
 use crate::progress::Progress;
@@ -160,7 +160,7 @@ impl Repository {
         let downloader = Downloader { client, folder: &self.folder, progress };
         let explained =
             |name: &str, trouble| explain(&self.name, &client.endpoint, Some(name), trouble);
-        let announced: Vec<(&String, Announced)> = stream::iter(wanted.iter().copied())
+        let announced: Vec<(&String, RemoteFile)> = stream::iter(wanted.iter().copied())
             .map(|name| async move {
                 let announced = downloader.announced(&self.path(name)).await;
                 announced.map(|announced| (name, announced)).map_err(|e| explained(name, e))
@@ -169,7 +169,7 @@ impl Repository {
             .try_collect()
             .await?;
         // Files may share their content.
-        let mut contents: BTreeMap<String, (Announced, Vec<&String>)> = BTreeMap::new();
+        let mut contents: BTreeMap<String, (RemoteFile, Vec<&String>)> = BTreeMap::new();
         for (name, file) in announced {
             let content = contents.entry(file.etag.clone());
             content.or_insert_with(|| (file, Vec::new())).1.push(name);

@@ -16,7 +16,7 @@ use crate::settings::Settings;
 
 /// A model in the cache.
 #[derive(Debug, Clone, Serialize)]
-pub struct Stored {
+pub struct StoredModel {
     /// The model's name, for [`remove`] and the command line.
     pub name: String,
     /// The format of its weights.
@@ -72,11 +72,11 @@ pub struct Removal {
 ///
 /// # Errors
 /// [`HubError::Disk`] if a folder can't be read.
-pub fn list(settings: &Settings) -> Result<Vec<Stored>, HubError> {
+pub fn list(settings: &Settings) -> Result<Vec<StoredModel>, HubError> {
     let mut found = Vec::new();
     let default = embedded::cached(&settings.cache);
     if let Ok(file) = fs::metadata(&default) {
-        found.push(Stored {
+        found.push(StoredModel {
             name: embedded::NAME.to_owned(),
             format: Format::Gguf,
             bytes: file.len(),
@@ -250,7 +250,7 @@ impl Content {
     }
 
     /// The rows of the list: the repository, or each of its GGUF files.
-    fn models(&self, name: &str, folder: &Path) -> Vec<Stored> {
+    fn models(&self, name: &str, folder: &Path) -> Vec<StoredModel> {
         let names = self.names();
         let ggufs: BTreeSet<&str> = names
             .iter()
@@ -265,7 +265,7 @@ impl Content {
                 bytes += size;
                 last_used = last_used.max(*used);
             }
-            Stored { name, format, bytes, last_used, path: folder.to_owned() }
+            StoredModel { name, format, bytes, last_used, path: folder.to_owned() }
         };
         if safetensors || ggufs.is_empty() {
             let format = if safetensors { Format::Safetensors } else { Format::Other };
@@ -407,7 +407,7 @@ mod tests {
     }
 
     fn rows(settings: &Settings) -> Vec<(String, &'static str, u64)> {
-        let row = |model: Stored| (model.name, model.format.name(), model.bytes);
+        let row = |model: StoredModel| (model.name, model.format.name(), model.bytes);
         list(settings).expect("a list").into_iter().map(row).collect()
     }
 

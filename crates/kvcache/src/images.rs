@@ -6,12 +6,12 @@ use crate::pool::{Counts, Lease, PagePool};
 
 /// The tier of image pages, on the device.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Seen {}
+pub enum ImageTier {}
 
 /// The right to use all pages of an image, and the duty to give them back.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "a lease that is not released leaks its pages"]
-pub struct ImageLease(Vec<Lease<Seen>>);
+pub struct ImageLease(Vec<Lease<ImageTier>>);
 
 impl ImageLease {
     /// The pages, in the order of the image's positions.
@@ -24,7 +24,7 @@ impl ImageLease {
 /// first.
 #[derive(Debug)]
 pub struct ImagePool {
-    pages: PagePool<Seen>,
+    pages: PagePool<ImageTier>,
 }
 
 /// The page of an image is named by the image and its number there. Identities are hashes: they and

@@ -38,8 +38,8 @@ mod window;
 
 pub use event::{BlockEvent, Place};
 pub use hash::{BlockHash, ImageId, Namer};
-pub use images::{ImageLease, ImagePool, Seen};
+pub use images::{ImageLease, ImagePool, ImageTier};
 pub use loan::{Loan, LoanId};
 pub use pool::{Counts, Evicted, Host, Hot, Lease, PagePool};
 pub use tiers::{BackedBlock, Found, Moves, Tiers};
-pub use window::{WindowPool, Windowed};
+pub use window::{WindowPool, WindowTier};

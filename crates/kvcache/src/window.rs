@@ -5,7 +5,7 @@ use crate::pool::{Counts, Lease, PagePool};
 
 /// The pool of the window part of pages.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Windowed {}
+pub enum WindowTier {}
 
 /// The pages of the window part, and the blocks in them.
 ///
@@ -15,7 +15,7 @@ pub enum Windowed {}
 #[derive(Debug)]
 pub struct WindowPool {
     /// In this pool *saved* is said of blocks that were passed: they are evicted first.
-    pool: PagePool<Windowed>,
+    pool: PagePool<WindowTier>,
     /// Blocks that a row reads before its first position, if that begins a page.
     tail: usize,
 }
@@ -54,7 +54,7 @@ impl WindowPool {
     ///
     /// # Panics
     /// One of them is not there: see [`Self::longest`].
-    pub fn share_tail(&mut self, names: &[BlockHash]) -> Vec<Lease<Windowed>> {
+    pub fn share_tail(&mut self, names: &[BlockHash]) -> Vec<Lease<WindowTier>> {
         let tail = &names[names.len().saturating_sub(self.tail)..];
         let share = |&name| self.pool.share(name).expect("the prefix was found here");
         tail.iter().map(share).collect()
@@ -62,27 +62,27 @@ impl WindowPool {
 
     /// Leases a page without content; `None`: every page is held.
     #[must_use]
-    pub fn allocate(&mut self) -> Option<Lease<Windowed>> {
+    pub fn allocate(&mut self) -> Option<Lease<WindowTier>> {
         self.pool.allocate().map(|(lease, _)| lease)
     }
 
     /// Names the block that a full page holds, as [`PagePool::name`] does.
-    pub fn name(&mut self, lease: &Lease<Windowed>, name: BlockHash) -> bool {
+    pub fn name(&mut self, lease: &Lease<WindowTier>, name: BlockHash) -> bool {
         self.pool.name(lease, name)
     }
 
     /// Gives back the lease of a page that a request has passed. If nobody else uses the page, it
     /// is evicted before those at which a request ended.
-    pub fn release_passed(&mut self, lease: Lease<Windowed>) {
+    pub fn release_passed(&mut self, lease: Lease<WindowTier>) {
         self.release(lease, true);
     }
 
     /// Gives back the lease of a page at which a request ended, or lost its pages.
-    pub fn release_kept(&mut self, lease: Lease<Windowed>) {
+    pub fn release_kept(&mut self, lease: Lease<WindowTier>) {
         self.release(lease, false);
     }
 
-    fn release(&mut self, lease: Lease<Windowed>, passed: bool) {
+    fn release(&mut self, lease: Lease<WindowTier>, passed: bool) {
         if let Some(name) = self.pool.name_of(&lease) {
             self.pool.set_saved(name, passed);
         }

@@ -68,13 +68,13 @@ pub(crate) struct Shared {
 struct State {
     members: Vec<Arc<Member>>,
     last_id: u64,
-    ranks: HashMap<u64, Ordered>,
+    ranks: HashMap<u64, OrderedRank>,
     /// The waiting sides of bulk connections.
     bulk: HashMap<u64, oneshot::Sender<Stream>>,
 }
 
 /// A rank between its order and its end.
-struct Ordered {
+struct OrderedRank {
     life: Arc<Life>,
     /// Gets the connection, once.
     connection: Option<oneshot::Sender<Stream>>,
@@ -138,18 +138,18 @@ impl Outposts {
     #[must_use]
     pub fn site(&self, hand: &str, interface: Option<&str>) -> Arc<dyn Site> {
         let (groups, interface) = (self.groups.clone(), interface.map(str::to_owned));
-        Arc::new(Anywhere { groups, hand: hand.to_owned(), interface })
+        Arc::new(AnySite { groups, hand: hand.to_owned(), interface })
     }
 }
 
 /// A site whose groups go wherever there is room.
-struct Anywhere {
+struct AnySite {
     groups: mpsc::UnboundedSender<Group>,
     hand: String,
     interface: Option<String>,
 }
 
-impl Site for Anywhere {
+impl Site for AnySite {
     fn spawn(&self, orders: Vec<RankOrder>) -> io::Result<Vec<Remote>> {
         let (mut ranks, mut sockets, mut remotes) = (Vec::new(), Vec::new(), Vec::<Remote>::new());
         for RankOrder { env, arena_bytes } in orders {
@@ -481,7 +481,7 @@ async fn run_rank(
 ) {
     let (sender, connection) = oneshot::channel();
     let id = order.id;
-    let ordered = Ordered { life: Arc::clone(&life), connection: Some(sender) };
+    let ordered = OrderedRank { life: Arc::clone(&life), connection: Some(sender) };
     shared.state.lock().ranks.insert(id, ordered);
     // A member that is gone is noticed below.
     let _ = member.orders.send(ToOutpost::Spawn(order));

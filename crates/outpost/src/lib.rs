@@ -40,4 +40,4 @@ pub use brain::Outposts;
 pub use credentials::Credentials;
 pub use messages::{Collectives, HandOrder};
 pub use token::{JoinToken, TokenError};
-pub use work::{Ended, Spawn, WorkSettings, work};
+pub use work::{OutpostEnd, Spawn, WorkSettings, work};

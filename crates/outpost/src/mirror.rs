@@ -127,7 +127,7 @@ impl Mirror {
     where
         S: AsyncRead + AsyncWrite + Send,
     {
-        let closing = Closing(self);
+        let closing = MirrorGuard(self);
         let mirror = &*closing.0;
         let working = async {
             let opened = timeout(OPENING, connection).await;
@@ -212,8 +212,8 @@ impl Counts {
 
 impl State {
     /// Takes the payloads that the outpost has written by now.
-    fn arrived(&mut self) -> Arrived {
-        let mut arrived = Arrived::default();
+    fn arrived(&mut self) -> WrittenBytes {
+        let mut arrived = WrittenBytes::default();
         while self.sent.front().is_some_and(|(end, ..)| *end <= self.bytes.written)
             && let Some((_, address, payload)) = self.sent.pop_front()
         {
@@ -239,12 +239,12 @@ impl State {
 
 /// Bytes that were just written at the outpost, and the callbacks for them.
 #[derive(Default)]
-struct Arrived {
+struct WrittenBytes {
     waiting: Vec<There>,
     payloads: Vec<Arc<dyn Payload>>,
 }
 
-impl Arrived {
+impl WrittenBytes {
     /// Called without the lock: others do their own work then.
     fn tell(self) {
         drop(self.payloads);
@@ -253,9 +253,9 @@ impl Arrived {
 }
 
 /// Closes the mirror however its task ends.
-struct Closing(Arc<Mirror>);
+struct MirrorGuard(Arc<Mirror>);
 
-impl Drop for Closing {
+impl Drop for MirrorGuard {
     fn drop(&mut self) {
         self.0.close();
     }

@@ -51,7 +51,7 @@ pub type Spawn = Arc<dyn Fn(&HandOrder, &Arena) -> io::Result<(RankProcess, Sock
 /// The reason for which an outpost ends. The loss of the brain is no reason, because the outpost
 /// joins again.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Ended {
+pub enum OutpostEnd {
     /// The server at the brain's address has another certificate than the token's.
     #[error("{0} has another certificate than the token names: the token is another server's")]
     Stranger(String),
@@ -68,7 +68,7 @@ pub enum Ended {
 
 /// The reason for the end of one attempt.
 enum Over {
-    Ended(Ended),
+    Ended(OutpostEnd),
     Lost(String),
 }
 
@@ -86,11 +86,11 @@ pub async fn work(
     settings: WorkSettings,
     spawn: Spawn,
     stop: impl Future<Output = ()>,
-) -> Result<(), Ended> {
-    let connector =
-        connector(settings.token.fingerprint).map_err(|error| Ended::Tls(error.to_string()))?;
+) -> Result<(), OutpostEnd> {
+    let connector = connector(settings.token.fingerprint)
+        .map_err(|error| OutpostEnd::Tls(error.to_string()))?;
     let door = Door { connector, settings };
-    let aside = Aside::start().map_err(|error| Ended::Thread(error.to_string()))?;
+    let aside = Aside::start().map_err(|error| OutpostEnd::Thread(error.to_string()))?;
     tokio::pin!(stop);
     let mut said = String::new();
     loop {
@@ -136,7 +136,7 @@ impl Door {
             let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<TlsError>());
             match inner {
                 Some(TlsError::InvalidCertificate(_)) => {
-                    Over::Ended(Ended::Stranger(brain.clone()))
+                    Over::Ended(OutpostEnd::Stranger(brain.clone()))
                 }
                 _ => error.into(),
             }
@@ -145,7 +145,7 @@ impl Door {
         write(&mut stream, purpose).await?;
         match read(&mut stream).await? {
             Answer::Welcome => Ok(stream),
-            Answer::Refused(why) => Err(Over::Ended(Ended::Refused(brain.clone(), why))),
+            Answer::Refused(why) => Err(Over::Ended(OutpostEnd::Refused(brain.clone(), why))),
         }
     }
 }

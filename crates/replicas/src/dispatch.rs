@@ -16,7 +16,7 @@ use crate::roles::LocalCounts;
 const NEWEST: u64 = 32;
 
 /// A request, as far as the choice depends on it.
-pub(crate) struct Asked<'a> {
+pub(crate) struct RequestProfile<'a> {
     pub(crate) id: u64,
     pub(crate) preference: &'a Preference,
     /// Tokens to compute before the next one is generated, if nothing is cached.
@@ -31,7 +31,7 @@ pub(crate) struct Asked<'a> {
     pub(crate) borrows: bool,
 }
 
-impl Asked<'_> {
+impl RequestProfile<'_> {
     /// The facts for a policy.
     pub(crate) fn ask(&self) -> Ask<'_> {
         Ask { tokens: self.tokens, cached: &self.cached }
@@ -45,7 +45,7 @@ impl Asked<'_> {
 }
 
 /// Blocks that a request will bring to its replica.
-pub(crate) struct Coming {
+pub(crate) struct ExpectedBlocks {
     pub(crate) target: usize,
     pub(crate) names: Arc<[BlockHash]>,
 }
@@ -55,13 +55,13 @@ pub(crate) struct Dispatch {
     pub(crate) ledger: Ledger,
     balancer: Balancer,
     /// Loads that are known only now and then, where that is asked for.
-    polled: Option<Polled>,
+    polled: Option<PolledReplica>,
     /// The replicas whose hand takes plans.
     pub(crate) up: Vec<bool>,
     /// The replicas that take no new requests although they could.
     pub(crate) drained: Vec<bool>,
     /// Blocks of requests that have not begun to generate.
-    coming: HashMap<u64, Coming>,
+    coming: HashMap<u64, ExpectedBlocks>,
     lengths: Lengths,
     /// Requests that each replica serves alone although there are roles.
     pub(crate) local: Vec<LocalCounts>,
@@ -74,7 +74,7 @@ pub(crate) struct Dispatch {
     pub(crate) holds: Vec<u64>,
 }
 
-struct Polled {
+struct PolledReplica {
     budget: Budget,
     interval_us: u64,
     due_us: u64,
@@ -91,7 +91,7 @@ impl Dispatch {
     pub(crate) fn new(roles: Vec<Role>, method: Method, watch_interval: Duration) -> Self {
         let replicas = roles.len();
         let interval_us = u64::try_from(watch_interval.as_micros()).unwrap_or(u64::MAX);
-        let polled = || Polled { budget: Budget::default(), interval_us, due_us: 0 };
+        let polled = || PolledReplica { budget: Budget::default(), interval_us, due_us: 0 };
         Self {
             ledger: Ledger::new(replicas),
             balancer: Balancer::new(method),
@@ -132,12 +132,12 @@ impl Dispatch {
     /// none. `poll` tells the loads as the replicas report them.
     pub(crate) fn send(
         &mut self,
-        asked: &Asked<'_>,
+        asked: &RequestProfile<'_>,
         open: impl Fn(usize) -> bool,
         now_us: u64,
         poll: impl FnOnce() -> Vec<u64>,
     ) -> Option<usize> {
-        let &Asked { id, preference, room, ref names, .. } = asked;
+        let &RequestProfile { id, preference, room, ref names, .. } = asked;
         let replicas = self.up.len();
         let named =
             preference.replica.map(|at| at as usize).filter(|&at| at < replicas && open(at));
@@ -159,7 +159,7 @@ impl Dispatch {
             self.lengths.generated.insert(id, 0);
         }
         if !names.is_empty() {
-            self.coming.insert(id, Coming { target, names: Arc::clone(names) });
+            self.coming.insert(id, ExpectedBlocks { target, names: Arc::clone(names) });
         }
         Some(target)
     }
@@ -176,7 +176,7 @@ impl Dispatch {
     }
 
     /// A request has generated a token. Gives what its replica now has told of by itself.
-    pub(crate) fn token(&mut self, at: usize, id: u64) -> Option<Coming> {
+    pub(crate) fn token(&mut self, at: usize, id: u64) -> Option<ExpectedBlocks> {
         if self.counts_tokens()
             && let Some(generated) = self.lengths.generated.get_mut(&id)
         {
@@ -188,13 +188,13 @@ impl Dispatch {
     }
 
     /// A request goes to another replica. Gives what it will not bring to this one any more.
-    pub(crate) fn moved(&mut self, id: u64) -> Option<Coming> {
+    pub(crate) fn moved(&mut self, id: u64) -> Option<ExpectedBlocks> {
         self.pressure.gone(id);
         self.coming.remove(&id)
     }
 
     /// A request has ended.
-    pub(crate) fn ended(&mut self, id: u64) -> Option<Coming> {
+    pub(crate) fn ended(&mut self, id: u64) -> Option<ExpectedBlocks> {
         self.pressure.gone(id);
         self.ledger.ended(id);
         if let Some(generated) = self.lengths.generated.remove(&id).filter(|&tokens| tokens > 0) {

@@ -105,12 +105,12 @@ impl BlockObserver for Observers {
 }
 
 /// The others, as replica `at` sees them.
-pub(crate) struct Others {
+pub(crate) struct OtherReplicas {
     pub(crate) shared: Arc<Shared>,
     pub(crate) at: usize,
 }
 
-impl Peers for Others {
+impl Peers for OtherReplicas {
     fn up(&self, up: bool) {
         {
             let mut dispatch = self.shared.dispatch.lock();

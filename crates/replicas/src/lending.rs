@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use forebay_balance::{LocalReason, lender};
 use forebay_engine::{EngineHandle, Entrant, Loan, LoanReply, Orphan, SubmitError};
 
-use crate::dispatch::{Asked, Dispatch};
+use crate::dispatch::{Dispatch, RequestProfile};
 use crate::replicas::Shared;
 
 /// A replica that is asked for blocks, and the first block that is asked for.
@@ -18,7 +18,7 @@ pub(crate) struct Lender {
 
 impl Shared {
     /// The replica that lends a request what replica `at` lacks; `None`: nobody has more.
-    pub(crate) fn lender(&self, asked: &Asked<'_>, at: usize) -> Option<Lender> {
+    pub(crate) fn lender(&self, asked: &RequestProfile<'_>, at: usize) -> Option<Lender> {
         if !asked.borrows {
             return None;
         }

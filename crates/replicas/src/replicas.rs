@@ -10,14 +10,14 @@ use forebay_engine::{
     AdapterOrder, BlockHash, BlockObserver, Clock, Engine, EngineConfig, EngineHandle,
     EngineRequest, EngineThread, Executor, Facts, Hooks, Namer, Orphan, OutputSink, Peers,
     Preference, PromptImage, QueuedRequest, Request, RequestId, Stats, Status, SubmitError,
-    Waiting, as_seconds,
+    WaitingPlaces, as_seconds,
 };
 use parking_lot::Mutex;
 use serde::Serialize;
 
 use crate::blocks::{Blocks, News};
-use crate::dispatch::{Asked, Coming, Dispatch};
-use crate::hooks::{CountingSink, Observer, Observers, Others};
+use crate::dispatch::{Dispatch, ExpectedBlocks, RequestProfile};
+use crate::hooks::{CountingSink, Observer, Observers, OtherReplicas};
 use crate::roles::{self, PdConfig};
 use crate::status::{ReplicaReport, combined_facts, combined_stats, combined_status};
 
@@ -125,7 +125,7 @@ impl Replicas {
             pd: config.pd,
             pressed: AtomicBool::new(false),
         });
-        let queued = Arc::new(Waiting::default());
+        let queued = Arc::new(WaitingPlaces::default());
         let on_exit = Arc::new(Mutex::new(Some(on_exit)));
         let (mut engines, mut threads) = (Vec::new(), Vec::new());
         let mut numbers = 0..count;
@@ -141,7 +141,7 @@ impl Replicas {
                         .chain(blocks)
                         .collect();
                     let peers = || -> Box<dyn Peers> {
-                        Box::new(Others { shared: Arc::clone(&shared), at })
+                        Box::new(OtherReplicas { shared: Arc::clone(&shared), at })
                     };
                     let on_exit = Arc::clone(&on_exit);
                     Hooks {
@@ -432,7 +432,7 @@ impl Shared {
     }
 
     /// The facts that the choice depends on, looked up outside of the dispatch lock.
-    fn ask<'a>(&self, request: &Request, preference: &'a Preference) -> Asked<'a> {
+    fn ask<'a>(&self, request: &Request, preference: &'a Preference) -> RequestProfile<'a> {
         let known = (request.prompt.len() + request.generated.len()) as u64;
         let names = &request.names;
         let mut cached: Vec<u64> = match &self.blocks {
@@ -446,7 +446,7 @@ impl Shared {
             cached.resize(self.engines().len(), 0);
             cached.iter_mut().for_each(|cached| *cached = lent.max(*cached));
         }
-        Asked {
+        RequestProfile {
             id: request.id,
             preference,
             tokens: known,
@@ -457,7 +457,12 @@ impl Shared {
         }
     }
 
-    fn send(&self, dispatch: &mut Dispatch, asked: &Asked<'_>, open: &[bool]) -> Option<usize> {
+    fn send(
+        &self,
+        dispatch: &mut Dispatch,
+        asked: &RequestProfile<'_>,
+        open: &[bool],
+    ) -> Option<usize> {
         let names = Arc::clone(&asked.names);
         let reported = || {
             let stats = self.engines().iter().map(EngineHandle::stats);
@@ -474,9 +479,9 @@ impl Shared {
     }
 
     /// Requests have told of their blocks themselves by now.
-    pub(crate) fn settled(&self, coming: impl IntoIterator<Item = Coming>) {
+    pub(crate) fn settled(&self, coming: impl IntoIterator<Item = ExpectedBlocks>) {
         if let Some(blocks) = &self.blocks {
-            for Coming { target, names } in coming {
+            for ExpectedBlocks { target, names } in coming {
                 blocks.tell(News::Settled(target, names));
             }
         }

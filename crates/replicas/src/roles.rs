@@ -4,7 +4,7 @@ use forebay_balance::{Ask, LocalReason, Role, RoleRule};
 use forebay_engine::Request;
 use serde::Serialize;
 
-use crate::dispatch::Asked;
+use crate::dispatch::RequestProfile;
 
 /// The division of replicas by roles at the start. The first `prefill` of them compute prompts, and
 /// the others decode.
@@ -55,7 +55,7 @@ pub(crate) fn at_start(pd: Option<PdConfig>, replicas: usize) -> Vec<Role> {
 /// stays there whichever is chosen.
 pub(crate) fn narrow(
     rule: &RoleRule<'_>,
-    asked: &Asked<'_>,
+    asked: &RequestProfile<'_>,
     request: &Request,
     open: &mut [bool],
 ) -> Option<LocalReason> {
@@ -85,7 +85,8 @@ mod tests {
         let rule = RoleRule { roles: &roles, local_tokens: 10 };
         let narrowed = |preference: &Preference, request: &Request| {
             let (names, cached, borrows) = (Arc::default(), Vec::new(), true);
-            let asked = Asked { id: 1, preference, tokens: 100, room: 5, cached, names, borrows };
+            let asked =
+                RequestProfile { id: 1, preference, tokens: 100, room: 5, cached, names, borrows };
             let mut open = [true; 3];
             let reason = narrow(&rule, &asked, request, &mut open);
             (open, reason)

@@ -3,7 +3,7 @@
 use std::ops::Bound;
 
 use crate::entry::{Residence, Stage};
-use crate::memory::Leased;
+use crate::memory::LeasedPages;
 use crate::request::{Key, Ticket};
 use crate::steps::NewStep;
 use crate::words::has_words;
@@ -160,7 +160,7 @@ impl Scheduler {
         &mut self,
         handle: Handle,
         events: &mut Vec<Event>,
-    ) -> Option<(u32, Leased)> {
+    ) -> Option<(u32, LeasedPages)> {
         let entry = &self.roster[handle];
         if entry.known() < entry.total {
             return None;
@@ -185,10 +185,10 @@ impl Scheduler {
         &mut self,
         handle: Handle,
         slot: u32,
-        leased: Leased,
+        leased: LeasedPages,
         step: &mut NewStep<'_>,
     ) {
-        let Leased { pages, pending, restored, missed } = leased;
+        let LeasedPages { pages, pending, restored, missed } = leased;
         let entry = &mut self.roster[handle];
         entry.passed = 0;
         entry.computed = entry.cached;

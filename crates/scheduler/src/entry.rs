@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use forebay_kvcache::{BlockHash, ImageLease, Namer};
 use forebay_protocol::{NewSlot, Want};
 
-use crate::expected::Expected;
+use crate::expected::ExpectedDrafts;
 use crate::memory::blocks::Blocks;
 use crate::memory::pages::Pages;
 use crate::request::{Key, Request, Ticket};
@@ -84,7 +84,7 @@ pub(crate) struct Entry {
     /// True if its next position was computed by a row that sat out.
     pub(crate) repeats: bool,
     /// Its drafts.
-    pub(crate) expected: Expected,
+    pub(crate) expected: ExpectedDrafts,
     pub(crate) seat: Seat,
     /// True while it waits for its blocks to be saved, to go on elsewhere.
     pub(crate) leaving: bool,
@@ -112,7 +112,7 @@ impl Entry {
             passed: 0,
             waits: false,
             repeats: false,
-            expected: Expected::default(),
+            expected: ExpectedDrafts::default(),
             seat: Seat::default(),
             leaving: false,
             request,

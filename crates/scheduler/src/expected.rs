@@ -30,7 +30,7 @@ struct Comparison {
 
 /// The drafts that a request has next, and how well it did with earlier ones.
 #[derive(Debug)]
-pub(crate) struct Expected {
+pub(crate) struct ExpectedDrafts {
     pub(crate) tokens: Vec<i32>,
     /// `None`: it expects nothing.
     pub(crate) found: Option<DraftMatch>,
@@ -47,7 +47,7 @@ pub(crate) struct Expected {
     rest: u32,
 }
 
-impl Default for Expected {
+impl Default for ExpectedDrafts {
     fn default() -> Self {
         Self {
             tokens: Vec::new(),
@@ -62,7 +62,7 @@ impl Default for Expected {
     }
 }
 
-impl Expected {
+impl ExpectedDrafts {
     pub(crate) fn offer(&self, most: u32) -> DraftOffer {
         let certain = DraftMatch { length: self.forced, source: DraftSource::Form };
         let found = self.found.unwrap_or(certain);
@@ -130,9 +130,9 @@ impl Expected {
 mod tests {
     use super::*;
 
-    fn expecting(tokens: &[i32]) -> Expected {
+    fn expecting(tokens: &[i32]) -> ExpectedDrafts {
         let found = Some(DraftMatch { length: 4, source: DraftSource::Own });
-        Expected { tokens: tokens.into(), found, ..Expected::default() }
+        ExpectedDrafts { tokens: tokens.into(), found, ..ExpectedDrafts::default() }
     }
 
     #[test]

@@ -12,7 +12,7 @@ use crate::{Event, Handle, Scheduler};
 
 /// A request for another scheduler.
 #[derive(Debug)]
-pub struct Handed {
+pub struct HandedRequest {
     /// The request, with what it has generated.
     pub request: Request,
     /// Its leading blocks; `None`: none of them can be lent.
@@ -51,14 +51,14 @@ impl Scheduler {
 
     /// Gives a request away that has left, and lends its saved blocks. `None`: it has been aborted
     /// since, or the hand has died.
-    pub fn hand_on(&mut self, id: u64) -> Option<Handed> {
+    pub fn hand_on(&mut self, id: u64) -> Option<HandedRequest> {
         let handle = self.roster.find(id).filter(|&handle| self.roster[handle].leaving)?;
         let entry = self.roster.remove(handle)?;
         let lent = self.memory.lend(&entry.blocks.names);
         let mut request = entry.into_request();
         request.leaves = false;
         request.past.handed = true;
-        Some(Handed { request, lent })
+        Some(HandedRequest { request, lent })
     }
 
     /// Lends the first of these blocks, up to one that is not in the host tier. `None`: the first

@@ -183,12 +183,12 @@ pub use crate::event::{
     SparseStats, StateStats, Stats, WindowStats,
 };
 pub use crate::images::prompt::{PromptImage, image_words};
-pub use crate::leave::Handed;
+pub use crate::leave::HandedRequest;
 pub use crate::memory::loans::LentBlocks;
 pub use crate::moves::QueuedRequest;
 pub use crate::prompts::PromptTail;
 pub use crate::request::{Past, Request};
-pub use crate::steps::Planned;
+pub use crate::steps::PlannedStep;
 pub use crate::turns::fair::FairQueue;
 pub use crate::view::{Phase, RequestView};
 pub use crate::words::{MAX_REQUEST_WORDS, STEP_WORDS, request_words};

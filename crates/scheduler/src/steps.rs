@@ -114,7 +114,7 @@ impl Flight {
 
 /// The work of a plan.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Planned {
+pub struct PlannedStep {
     /// Rows that decode.
     pub decode_rows: u32,
     /// Rows that compute known tokens of a prompt.
@@ -125,7 +125,7 @@ pub struct Planned {
     pub images: u32,
 }
 
-impl Planned {
+impl PlannedStep {
     pub(crate) fn of(flight: &Flight, decodes: usize) -> Self {
         Self {
             decode_rows: decodes as u32,
@@ -157,7 +157,7 @@ pub(crate) struct Steps {
     pub(crate) in_flight: VecDeque<Flight>,
     /// Emptied ones to use again.
     spare: Vec<Flight>,
-    pub(crate) planned: Planned,
+    pub(crate) planned: PlannedStep,
 }
 
 impl Steps {
@@ -178,7 +178,7 @@ impl Steps {
 
     /// The plan that was made is in flight; `decodes` of its rows decode.
     pub(crate) fn launch(&mut self, flight: Flight, decodes: usize) {
-        self.planned = Planned::of(&flight, decodes);
+        self.planned = PlannedStep::of(&flight, decodes);
         self.count += 1;
         self.in_flight.push_back(flight);
     }

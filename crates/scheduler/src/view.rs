@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use crate::Scheduler;
 use crate::entry::Stage;
-use crate::steps::Planned;
+use crate::steps::PlannedStep;
 
 /// The phase of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
@@ -49,7 +49,7 @@ pub struct RequestView {
 impl Scheduler {
     /// The work of the newest plan.
     #[must_use]
-    pub fn planned(&self) -> Planned {
+    pub fn planned(&self) -> PlannedStep {
         self.steps.planned
     }
 

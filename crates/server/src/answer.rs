@@ -28,12 +28,12 @@ pub(crate) struct AnswerWriter {
 }
 
 /// Bytes that wait for a client, and their charge.
-struct Charged {
+struct ChargedBytes {
     bytes: Bytes,
     _charge: Arc<Charge>,
 }
 
-impl AsRef<[u8]> for Charged {
+impl AsRef<[u8]> for ChargedBytes {
     fn as_ref(&self) -> &[u8] {
         &self.bytes
     }
@@ -41,7 +41,7 @@ impl AsRef<[u8]> for Charged {
 
 /// A response of JSON whose bytes stay charged until they have been sent.
 pub(crate) fn charged(bytes: Bytes, charge: Arc<Charge>) -> Response {
-    let bytes = Bytes::from_owner(Charged { bytes, _charge: charge });
+    let bytes = Bytes::from_owner(ChargedBytes { bytes, _charge: charge });
     let mut response = Response::new(Body::from(bytes));
     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
     response

@@ -22,7 +22,7 @@ use tokio::time::sleep;
 use tower::ServiceExt;
 
 use crate::names::REQUEST_ID;
-use crate::reply::Told;
+use crate::reply::ReplyError;
 use crate::routes;
 use crate::state::{Shared, now};
 
@@ -91,14 +91,14 @@ impl BatchModel for OwnRoutes {
 
 impl OwnRoutes {
     fn is_stopping(&self, response: &Response) -> bool {
-        let error = response.extensions().get::<Told>().map(|Told(error)| error);
+        let error = response.extensions().get::<ReplyError>().map(|ReplyError(error)| error);
         error == Some(&ApiError::Draining) || self.state.engine.status() == Status::Draining
     }
 }
 
 /// True if the server has given the request up, which it would do again.
 fn is_abort(response: &Response) -> bool {
-    matches!(response.extensions().get::<Told>(), Some(Told(ApiError::Aborted)))
+    matches!(response.extensions().get::<ReplyError>(), Some(ReplyError(ApiError::Aborted)))
 }
 
 fn retry_after(response: &Response) -> Option<Duration> {

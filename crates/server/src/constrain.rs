@@ -5,7 +5,7 @@ use std::sync::Arc;
 use forebay_api::{ApiError, Generation};
 use forebay_dialect::Place;
 use forebay_egress::Terms;
-use forebay_grammar::{Bounds, Constraints, GrammarError, Reasoning, Start, Wanted};
+use forebay_grammar::{Bounds, Constraints, GrammarError, Reasoning, Start, WantedForm};
 use forebay_text::Tokenizer;
 
 use crate::state::Shared;
@@ -33,7 +33,7 @@ pub(crate) async fn constraints(
     let Some(grammars) = &state.model.grammars else {
         return Err(refused(param, GrammarError::Off));
     };
-    let wanted = Wanted {
+    let wanted = WantedForm {
         source: structure.as_ref().map(|structure| structure.source.clone()),
         reasoning: reasoning(state, terms, prompt)?,
         bounds: Bounds {

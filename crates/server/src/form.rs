@@ -19,9 +19,9 @@ const BESIDE: u64 = 1 << 20;
 
 /// The bytes of a form's file that somebody has taken.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Taken(Arc<AtomicU64>);
+pub(crate) struct TakenBytes(Arc<AtomicU64>);
 
-impl Taken {
+impl TakenBytes {
     pub(crate) fn add(&self, bytes: usize) {
         self.0.fetch_add(bytes as u64, Ordering::Relaxed);
     }
@@ -31,14 +31,14 @@ impl Taken {
 struct FormBody {
     body: Body,
     received: u64,
-    taken: Taken,
+    taken: TakenBytes,
     /// True if a frame was given, and the parser has not looked at it yet.
     gave: bool,
 }
 
 /// The body, and where to say what of it was taken.
-pub(crate) fn bounded(body: Body) -> (Body, Taken) {
-    let taken = Taken::default();
+pub(crate) fn bounded(body: Body) -> (Body, TakenBytes) {
+    let taken = TakenBytes::default();
     let form = FormBody { body, received: 0, taken: taken.clone(), gave: false };
     (Body::new(form), taken)
 }
@@ -84,7 +84,7 @@ mod tests {
     const FRAME: usize = 64 << 10;
 
     /// Frames for ever behind `head`, and the number of those that were asked for.
-    fn endless(head: &'static str) -> (Request, Taken, Arc<AtomicUsize>) {
+    fn endless(head: &'static str) -> (Request, TakenBytes, Arc<AtomicUsize>) {
         let asked = Arc::new(AtomicUsize::new(0));
         let count = Arc::clone(&asked);
         let frames = futures_util::stream::iter((0..1 << 16).map(move |at| {

@@ -11,9 +11,9 @@ const PERIOD: Duration = Duration::from_millis(10);
 
 /// The end of the model's load. It has a task only after the first waiter.
 #[derive(Debug, Default)]
-pub(crate) struct Loaded(OnceLock<watch::Receiver<bool>>);
+pub(crate) struct ModelLoad(OnceLock<watch::Receiver<bool>>);
 
-impl Loaded {
+impl ModelLoad {
     /// Waits until the model has been loaded, or cannot be; `is_loading` tells.
     pub(crate) async fn wait(&self, is_loading: impl Fn() -> bool + Send + 'static) {
         let told = self.0.get_or_init(|| {

@@ -14,7 +14,7 @@ pub(crate) struct Failure(pub(crate) ApiError);
 
 /// The error that a response tells, for dialects that have another shape for it.
 #[derive(Debug, Clone)]
-pub(crate) struct Told(pub(crate) ApiError);
+pub(crate) struct ReplyError(pub(crate) ApiError);
 
 impl From<ApiError> for Failure {
     fn from(error: ApiError) -> Self {
@@ -44,7 +44,7 @@ impl IntoResponse for Failure {
         if let Some(seconds) = error.retry_after() {
             response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(seconds));
         }
-        response.extensions_mut().insert(Told(error));
+        response.extensions_mut().insert(ReplyError(error));
         response
     }
 }

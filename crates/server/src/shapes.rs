@@ -9,7 +9,7 @@ use axum::response::Response;
 use forebay_api::ApiError;
 use serde_json::{Value, json};
 
-use crate::reply::Told;
+use crate::reply::ReplyError;
 
 /// The dialect of the client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,7 +33,9 @@ impl Shape {
 pub(crate) async fn tell_errors(request: Request, next: Next) -> Response {
     let shape = Shape::of(request.uri());
     let mut response = next.run(request).await;
-    let Some(Told(error)) = response.extensions_mut().remove::<Told>() else { return response };
+    let Some(ReplyError(error)) = response.extensions_mut().remove::<ReplyError>() else {
+        return response;
+    };
     let body = match shape {
         Shape::OpenAi => return response,
         Shape::Anthropic => anthropic(&error),

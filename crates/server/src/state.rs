@@ -8,7 +8,7 @@ use crate::adapters::{AdapterSettings, Adapters, NamedAdapter};
 use crate::config::{ModelInfo, ServerConfig};
 use crate::intake::Intake;
 use crate::live::shown::Live;
-use crate::loaded::Loaded;
+use crate::loaded::ModelLoad;
 use crate::peers::book::Book;
 use crate::peers::log::BlockLog;
 use crate::store::Store;
@@ -112,7 +112,7 @@ pub(crate) struct Inner {
     pub(crate) budget: ByteBudget,
     pub(crate) egress: Egress,
     pub(crate) store: Arc<Store>,
-    pub(crate) loaded: Loaded,
+    pub(crate) loaded: ModelLoad,
     pub(crate) live: Live,
     pub(crate) metrics: Arc<Metrics>,
     /// Seconds since 1970 at the start.
@@ -150,7 +150,7 @@ impl AppState {
         let inner = Inner {
             budget,
             store,
-            loaded: Loaded::default(),
+            loaded: ModelLoad::default(),
             live: Live::default(),
             config,
             info,

@@ -77,7 +77,7 @@ impl Drop for Weight {
 
 /// A response on its way into the store.
 #[derive(Debug)]
-pub(crate) struct Finished {
+pub(crate) struct FinishedResponse {
     /// The body as it is sent.
     pub(crate) body: Bytes,
     pub(crate) input: Vec<Item>,
@@ -158,8 +158,8 @@ impl Store {
     }
 
     /// Keeps a response that has ended.
-    pub(crate) fn keep(&self, owner: Owner, id: &str, finished: Finished) {
-        let Finished { body, input, output, before, background } = finished;
+    pub(crate) fn keep(&self, owner: Owner, id: &str, finished: FinishedResponse) {
+        let FinishedResponse { body, input, output, before, background } = finished;
         let mut guard = self.shares.lock();
         let share = guard.1.entry(owner).or_default();
         // One that was deleted or stopped while it was computed stays so.
@@ -299,9 +299,9 @@ mod tests {
         Store::new(StoreConfig { response_store_bytes: bytes, response_store_ttl: ttl })
     }
 
-    fn finished(bytes: usize, before: Vec<Arc<Turn>>) -> Finished {
+    fn finished(bytes: usize, before: Vec<Arc<Turn>>) -> FinishedResponse {
         let body = Bytes::from(vec![b' '; bytes]);
-        Finished { body, input: vec![], output: vec![], before, background: false }
+        FinishedResponse { body, input: vec![], output: vec![], before, background: false }
     }
 
     const HOUR: Duration = Duration::from_secs(3600);
@@ -343,7 +343,7 @@ mod tests {
             serde_json::json!([{"role": "user", "content": "x".repeat(5000)}]),
         )
         .unwrap();
-        let first = Finished { input: said, ..finished(10, vec![]) };
+        let first = FinishedResponse { input: said, ..finished(10, vec![]) };
         store.keep(1, "a", first);
         let turns = store.get(1, "a").unwrap().turns;
         store.keep(1, "b", finished(10, turns));
@@ -366,7 +366,7 @@ mod tests {
         assert!(store.fail(1, "a", Bytes::from_static(b"failed")));
         assert!(!store.fail(1, "a", Bytes::from_static(b"again")));
         assert_eq!(store.get(1, "a").unwrap().body, "failed");
-        store.keep(1, "a", Finished { background: true, ..finished(10, vec![]) });
+        store.keep(1, "a", FinishedResponse { background: true, ..finished(10, vec![]) });
         assert_eq!(store.get(1, "a").unwrap().body, "failed");
     }
 }

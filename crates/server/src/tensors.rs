@@ -138,12 +138,12 @@ mod tests {
     fn folder(name: &str, most_bytes: u64) -> TensorFolder {
         let path = std::env::temp_dir().join(format!("{name}-{}", std::process::id()));
         std::fs::create_dir_all(&path).expect("a folder");
-        TensorFolder { guard: Arc::new(Removed(path.clone())), path, most_bytes }
+        TensorFolder { guard: Arc::new(RemovedFile(path.clone())), path, most_bytes }
     }
 
-    struct Removed(PathBuf);
+    struct RemovedFile(PathBuf);
 
-    impl Drop for Removed {
+    impl Drop for RemovedFile {
         fn drop(&mut self) {
             std::fs::remove_dir_all(&self.0).expect("removed");
         }

@@ -25,11 +25,11 @@ const LARGEST_ELEMENT: u64 = 8;
 pub(crate) struct Trainer {
     weights: Arc<Weights>,
     /// The group, if one was joined.
-    link: Mutex<Option<Joined>>,
+    link: Mutex<Option<JoinedGroup>>,
 }
 
 /// A group that was joined.
-struct Joined {
+struct JoinedGroup {
     name: String,
     receiver: Box<dyn TensorReceiver>,
     /// The tensors of an update of which more are to come.
@@ -64,7 +64,7 @@ impl Trainer {
     }
 
     /// The group, if nothing is being done with it.
-    fn idle(&self) -> Result<MutexGuard<'_, Option<Joined>>, ApiError> {
+    fn idle(&self) -> Result<MutexGuard<'_, Option<JoinedGroup>>, ApiError> {
         self.link.try_lock().map_err(|_| {
             let reason = "the group is being joined, or tensors of it are being received";
             ApiError::Conflict { reason: reason.to_owned() }
@@ -79,14 +79,14 @@ impl Trainer {
         let files = Arc::clone(&self.weights.settings()?.files);
         let task = tokio::spawn(async move {
             let mut link = self.idle()?;
-            if let Some(Joined { name, .. }) = &*link {
+            if let Some(JoinedGroup { name, .. }) = &*link {
                 let reason =
                     format!("the group {name} was joined: /destroy_weights_update_group leaves it");
                 return Err(ApiError::Conflict { reason });
             }
             let name = group.name.clone();
             let receiver = in_blocking(move || files.join(&group), "master_address").await?;
-            *link = Some(Joined { name, receiver, begun: None });
+            *link = Some(JoinedGroup { name, receiver, begun: None });
             Ok(())
         });
         joined(task.await)
@@ -128,7 +128,7 @@ impl Trainer {
         let SentTensors { group, tensors, more, version, aborts, keeps_pause } = sent;
         let mut link = self.idle()?;
         check_group(link.as_ref(), &group)?;
-        let Some(Joined { name, mut receiver, begun }) = link.take() else {
+        let Some(JoinedGroup { name, mut receiver, begun }) = link.take() else {
             return Err(unknown(&group));
         };
         let mut begun = match begun {
@@ -156,7 +156,7 @@ impl Trainer {
             let reason = format!("the tensors did not come, and the group {name} is left: {why}");
             ApiError::invalid(NAMES, reason)
         })?;
-        let joined = link.insert(Joined { name, receiver, begun: None });
+        let joined = link.insert(JoinedGroup { name, receiver, begun: None });
         if more {
             joined.begun = Some(begun);
             return Ok(None);
@@ -186,7 +186,7 @@ fn bytes(tensor: &NamedTensor) -> u64 {
     elements.saturating_mul(element)
 }
 
-fn check_group(joined: Option<&Joined>, group: &str) -> Result<(), ApiError> {
+fn check_group(joined: Option<&JoinedGroup>, group: &str) -> Result<(), ApiError> {
     if joined.is_some_and(|joined| joined.name == group) { Ok(()) } else { Err(unknown(group)) }
 }
 

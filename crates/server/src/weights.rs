@@ -94,7 +94,7 @@ pub(crate) struct Update {
 }
 
 /// The model that hands have.
-struct Served {
+struct ServedWeights {
     /// Its description.
     model: Value,
     /// The folder with tensors that were sent; `None`: there are none.
@@ -110,7 +110,7 @@ pub(crate) struct Weights {
     /// True from a client's pause to its end.
     paused: AtomicBool,
     /// The model that hands have. Held by the only pause, resume or update at a time.
-    served: Mutex<Served>,
+    served: Mutex<ServedWeights>,
     /// Held while tensors are received: those of one update at a time take room.
     receiving: Arc<Mutex<()>>,
     next_id: AtomicU64,
@@ -124,7 +124,7 @@ impl Weights {
             settings,
             version: WeightVersion(Arc::new(RwLock::new(FIRST_VERSION.into()))),
             paused: AtomicBool::new(false),
-            served: Mutex::new(Served { model, folder: None }),
+            served: Mutex::new(ServedWeights { model, folder: None }),
             receiving: Arc::default(),
             next_id: AtomicU64::new(1),
         })
@@ -193,10 +193,12 @@ impl Weights {
         let mut served = self.served.lock().await;
         let last = served.model.clone();
         let read = spawn_blocking(move || match source {
-            Source::Path(path) => files.describe(&path).map(|model| Served { model, folder: None }),
+            Source::Path(path) => {
+                files.describe(&path).map(|model| ServedWeights { model, folder: None })
+            }
             Source::Tensors(folder, changed) => {
                 let model = files.lay(&folder, &changed, &last)?;
-                Ok(Served { model, folder: Some(folder) })
+                Ok(ServedWeights { model, folder: Some(folder) })
             }
         });
         let next = match read.await {

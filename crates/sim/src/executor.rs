@@ -104,13 +104,13 @@ impl SimConfig {
 
 struct Pending {
     at_us: u64,
-    what: What,
+    what: SimEvent,
     /// The time since which plans without rows wait for copies; another plan ends the wait.
     waits_since: Option<u64>,
 }
 
 /// Something that will happen.
-enum What {
+enum SimEvent {
     /// The group becomes ready.
     Ready,
     /// The group ends.
@@ -124,10 +124,10 @@ enum What {
 enum Answer {
     Result(StepResult),
     /// It has begun, and its tokens can't be sampled before the masks have come.
-    Unmasked(Box<Unmasked>),
+    Unmasked(Box<UnmaskedStep>),
 }
 
-struct Unmasked {
+struct UnmaskedStep {
     plan: StepPlan,
     span: Span,
     rows: SparseRows,
@@ -250,7 +250,7 @@ impl SimExecutor {
         }
         self.pending.push_back(Pending {
             at_us,
-            what: What::Step(answers),
+            what: SimEvent::Step(answers),
             waits_since: Some(since),
         });
     }
@@ -266,12 +266,12 @@ impl SimExecutor {
             let span = rank.timeline.meet(span, end_us);
             if plan.rows().any(|row| matches!(row.want, Want::Masked(_))) {
                 let plan = plan.clone();
-                return Answer::Unmasked(Box::new(Unmasked { plan, span, rows }));
+                return Answer::Unmasked(Box::new(UnmaskedStep { plan, span, rows }));
             }
             Answer::Result(rank.sample(plan, span, rows, &self.config.text, None))
         };
         let answers = self.ranks.iter_mut().zip(plans).zip(begun).map(answer).collect();
-        let what = What::Step(answers);
+        let what = SimEvent::Step(answers);
         self.pending.push_back(Pending { at_us: end_us, what, waits_since: None });
     }
 
@@ -283,7 +283,7 @@ impl SimExecutor {
 
     fn happen(&mut self, pending: Pending) -> Signal {
         match pending.what {
-            What::Ready => {
+            SimEvent::Ready => {
                 self.up = true;
                 Signal::Ready(Ready {
                     page_count: self.config.page_count,
@@ -308,7 +308,7 @@ impl SimExecutor {
                     ..Ready::default()
                 })
             }
-            What::Step(answers) => {
+            SimEvent::Step(answers) => {
                 let results = answers.into_iter().filter_map(|answer| match answer {
                     Answer::Result(result) => Some(result),
                     Answer::Unmasked(_) => None,
@@ -323,7 +323,7 @@ impl SimExecutor {
                 }
                 Signal::Result(results)
             }
-            What::Death(death) => self.died(death),
+            SimEvent::Death(death) => self.died(death),
         }
     }
 }
@@ -332,8 +332,10 @@ impl Pending {
     /// True if nothing is missing but time.
     fn is_whole(&self) -> bool {
         match &self.what {
-            What::Step(answers) => answers.iter().all(|answer| matches!(answer, Answer::Result(_))),
-            What::Ready | What::Death(_) => true,
+            SimEvent::Step(answers) => {
+                answers.iter().all(|answer| matches!(answer, Answer::Result(_)))
+            }
+            SimEvent::Ready | SimEvent::Death(_) => true,
         }
     }
 }
@@ -360,9 +362,9 @@ impl Executor for SimExecutor {
         }
         let what = if faults.fail_starts > 0 {
             faults.fail_starts -= 1;
-            What::Death(Signal::Died("start refused".into()))
+            SimEvent::Death(Signal::Died("start refused".into()))
         } else {
-            What::Ready
+            SimEvent::Ready
         };
         let at_us = now + self.config.load_us;
         self.pending.push_back(Pending { at_us, what, waits_since: None });
@@ -382,7 +384,7 @@ impl Executor for SimExecutor {
         drop(faults);
         let now = self.config.clock.now_us();
         if let Some(why) = self.fault_of(plans) {
-            let what = What::Death(Signal::Died(why));
+            let what = SimEvent::Death(Signal::Died(why));
             return self.pending.push_back(Pending { at_us: now, what, waits_since: None });
         }
         let mut deadly = false;
@@ -390,7 +392,7 @@ impl Executor for SimExecutor {
         for (rank, plan) in self.ranks.iter_mut().zip(plans) {
             rank.step = Some(plan.step());
             if recurs && let Err(why) = rank.states.advance(plan, self.config.state_pages) {
-                let what = What::Death(Signal::Died(format!("plan error: {why}")));
+                let what = SimEvent::Death(Signal::Died(format!("plan error: {why}")));
                 return self.pending.push_back(Pending { at_us: now, what, waits_since: None });
             }
             deadly |= rank.take_slots(plan, poison);
@@ -404,15 +406,16 @@ impl Executor for SimExecutor {
         }
         self.compute(plans, now);
         if deadly && let Some(pending) = self.pending.back_mut() {
-            pending.what = What::Death(Signal::Died("poisoned".into()));
+            pending.what = SimEvent::Death(Signal::Died("poisoned".into()));
         }
         if starves && let Some(pending) = self.pending.back_mut() {
-            pending.what = What::Death(Signal::OutOfMemory("memory ran out".into()));
+            pending.what = SimEvent::Death(Signal::OutOfMemory("memory ran out".into()));
         }
     }
 
     fn masks(&mut self, member: usize, masks: &StepMasks) {
-        let Some(Pending { at_us, what: What::Step(answers), .. }) = self.pending.back_mut() else {
+        let Some(Pending { at_us, what: SimEvent::Step(answers), .. }) = self.pending.back_mut()
+        else {
             return;
         };
         let (Some(answer), Some(rank)) = (answers.get_mut(member), self.ranks.get_mut(member))
@@ -420,7 +423,7 @@ impl Executor for SimExecutor {
             return;
         };
         if let Answer::Unmasked(unmasked) = answer {
-            let Unmasked { plan, span, rows } = &**unmasked;
+            let UnmaskedStep { plan, span, rows } = &**unmasked;
             debug_assert_eq!(plan.step(), masks.step, "masks are those of the last plan");
             let span = rank.timeline.hold(*span, self.config.clock.now_us());
             let result = rank.sample(plan, span, *rows, &self.config.text, Some(masks));

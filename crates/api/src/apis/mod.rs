@@ -12,7 +12,7 @@ pub(crate) mod sglang;
 pub(crate) mod tokens;
 
 use crate::limits::{Limited, Params};
-use crate::parameter::{Field, Tabled, fields};
+use crate::parameter::{Field, TabledRequest, fields};
 use anthropic::MessagesRequest;
 use classify::ClassifyRequest;
 use llama::LlamaRequest;
@@ -38,7 +38,7 @@ pub struct RouteLimits {
 }
 
 /// The limits of the route at `path`, whose body is a `T`.
-const fn route<T: Limited + Tabled>(path: &'static str) -> RouteLimits {
+const fn route<T: Limited + TabledRequest>(path: &'static str) -> RouteLimits {
     RouteLimits { path, params: T::PARAMS, fields: fields::<T> }
 }
 

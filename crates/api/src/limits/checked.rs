@@ -9,7 +9,7 @@ use serde::de::{
 };
 use serde::forward_to_deserialize_any;
 
-use super::walk::{Seen, Step, Walk};
+use super::walk::{LastValue, Step, Walk};
 use super::{BIAS, Bound, DEPTH, Param, Params, SHOWN_BYTES};
 use crate::inert::Inert;
 
@@ -60,13 +60,13 @@ impl<'w, 'b> Place<'w, 'b> {
         if bytes > most {
             return Err(self.fail(&format!("{bytes} bytes are more than {most}")));
         }
-        self.walk.seen = Seen::Text(bytes);
+        self.walk.seen = LastValue::Text(bytes);
         Ok(())
     }
 
     /// Checks a number. Gives the largest one that the parameter has, if this one is beyond it.
     fn number<E: Error>(&mut self, value: f64, shown: impl fmt::Display) -> Result<Option<i64>, E> {
-        self.walk.seen = Seen::Number;
+        self.walk.seen = LastValue::Number;
         match self.bound {
             Bound::Number { least, most } if !(least..=most).contains(&value) => {
                 Err(self.fail(&format!("{shown} is not {}", range(least, most))))
@@ -176,18 +176,18 @@ impl Bound {
 }
 
 /// A deserializer whose values are compared with a bound.
-pub(crate) struct Checked<'w, 'b, D> {
+pub(crate) struct BoundedDeserializer<'w, 'b, D> {
     inner: D,
     place: Place<'w, 'b>,
 }
 
-impl<'w, 'b, D> Checked<'w, 'b, D> {
+impl<'w, 'b, D> BoundedDeserializer<'w, 'b, D> {
     pub(crate) fn new(inner: D, place: Place<'w, 'b>) -> Self {
         Self { inner, place }
     }
 }
 
-impl<'de, D: Deserializer<'de>> Deserializer<'de> for Checked<'_, '_, D> {
+impl<'de, D: Deserializer<'de>> Deserializer<'de> for BoundedDeserializer<'_, '_, D> {
     type Error = D::Error;
 
     // A number's visitor would not see a string: all shapes are looked at.
@@ -195,11 +195,11 @@ impl<'de, D: Deserializer<'de>> Deserializer<'de> for Checked<'_, '_, D> {
         if self.place.is_tree() {
             self.place.keep()?;
         }
-        self.inner.deserialize_any(Compared { visitor, place: self.place })
+        self.inner.deserialize_any(BoundedVisitor { visitor, place: self.place })
     }
 
     fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, D::Error> {
-        self.inner.deserialize_option(Compared { visitor, place: self.place })
+        self.inner.deserialize_option(BoundedVisitor { visitor, place: self.place })
     }
 
     fn deserialize_newtype_struct<V: Visitor<'de>>(
@@ -233,12 +233,12 @@ impl<'de, D: Deserializer<'de>> Deserializer<'de> for Checked<'_, '_, D> {
 }
 
 /// A visitor that compares a value with a bound, and passes it on.
-struct Compared<'w, 'b, V> {
+struct BoundedVisitor<'w, 'b, V> {
     visitor: V,
     place: Place<'w, 'b>,
 }
 
-impl<'de, V: Visitor<'de>> Visitor<'de> for Compared<'_, '_, V> {
+impl<'de, V: Visitor<'de>> Visitor<'de> for BoundedVisitor<'_, '_, V> {
     type Value = V::Value;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -292,7 +292,7 @@ impl<'de, V: Visitor<'de>> Visitor<'de> for Compared<'_, '_, V> {
         self.visitor.visit_none()
     }
     fn visit_some<D: Deserializer<'de>>(self, inner: D) -> Result<V::Value, D::Error> {
-        self.visitor.visit_some(Checked { inner, place: self.place })
+        self.visitor.visit_some(BoundedDeserializer { inner, place: self.place })
     }
     fn visit_enum<A: EnumAccess<'de>>(self, data: A) -> Result<V::Value, A::Error> {
         self.visitor.visit_enum(data)
@@ -344,7 +344,7 @@ impl<'de, A: SeqAccess<'de>> SeqAccess<'de> for CheckedList<'_, '_, A> {
         if is_named {
             self.place.walk.enter(Step::Index(self.index));
         }
-        self.place.walk.seen = Seen::Other;
+        self.place.walk.seen = LastValue::Other;
         let place = Place { depth, ..self.place.inside(self.bound) };
         let found = self.seq.next_element_seed(CheckedSeed { seed, place })?;
         let seen = std::mem::take(&mut self.place.walk.seen);
@@ -354,9 +354,9 @@ impl<'de, A: SeqAccess<'de>> SeqAccess<'de> for CheckedList<'_, '_, A> {
         let Some(found) = found else { return Ok(None) };
         self.index += 1;
         // The ids of a single prompt are no list of prompts.
-        let is_id = matches!((self.place.bound, seen), (Bound::Prompts(_), Seen::Number));
+        let is_id = matches!((self.place.bound, seen), (Bound::Prompts(_), LastValue::Number));
         self.counted += usize::from(!is_id);
-        if let Seen::Text(length) = seen {
+        if let LastValue::Text(length) = seen {
             self.bytes = self.bytes.saturating_add(length);
         }
         let (most, total) = (self.most, self.total);
@@ -403,7 +403,7 @@ impl<'de, A: MapAccess<'de>> MapAccess<'de> for CheckedMap<'_, '_, A> {
         match self.place.bound {
             Bound::Biases(most) => {
                 let mut name = String::new();
-                let found = self.map.next_key_seed(Named { inner: seed, name: &mut name })?;
+                let found = self.map.next_key_seed(NamedKey { inner: seed, name: &mut name })?;
                 if found.is_some() {
                     let bytes = name.len();
                     if bytes > KEY_BYTES {
@@ -421,7 +421,7 @@ impl<'de, A: MapAccess<'de>> MapAccess<'de> for CheckedMap<'_, '_, A> {
             bound => {
                 let Some(params) = bound.params() else { return self.map.next_key_seed(seed) };
                 let mut name = String::new();
-                let found = self.map.next_key_seed(Named { inner: seed, name: &mut name })?;
+                let found = self.map.next_key_seed(NamedKey { inner: seed, name: &mut name })?;
                 let mut all = params.iter().flat_map(|group| group.iter());
                 self.key =
                     all.find(|param| param.name == name).map_or(Key::Unread(name), Key::Known);
@@ -460,7 +460,7 @@ impl<'de, A: MapAccess<'de>> MapAccess<'de> for CheckedMap<'_, '_, A> {
         let place = Place { named, ..self.place.inside(bound) };
         let value = self.map.next_value_seed(CheckedSeed { seed, place })?;
         self.place.walk.leave();
-        self.place.walk.seen = Seen::Other;
+        self.place.walk.seen = LastValue::Other;
         Ok(value)
     }
 }
@@ -474,29 +474,29 @@ impl<'de, S: DeserializeSeed<'de>> DeserializeSeed<'de> for CheckedSeed<'_, '_, 
     type Value = S::Value;
 
     fn deserialize<D: Deserializer<'de>>(self, inner: D) -> Result<S::Value, D::Error> {
-        self.seed.deserialize(Checked { inner, place: self.place })
+        self.seed.deserialize(BoundedDeserializer { inner, place: self.place })
     }
 }
 
 /// A seed, deserializer or visitor of a key that also gives the key's name.
-struct Named<'n, T> {
+struct NamedKey<'n, T> {
     inner: T,
     name: &'n mut String,
 }
 
-impl<'de, S: DeserializeSeed<'de>> DeserializeSeed<'de> for Named<'_, S> {
+impl<'de, S: DeserializeSeed<'de>> DeserializeSeed<'de> for NamedKey<'_, S> {
     type Value = S::Value;
 
     fn deserialize<D: Deserializer<'de>>(self, inner: D) -> Result<S::Value, D::Error> {
-        self.inner.deserialize(Named { inner, name: self.name })
+        self.inner.deserialize(NamedKey { inner, name: self.name })
     }
 }
 
-impl<'de, D: Deserializer<'de>> Deserializer<'de> for Named<'_, D> {
+impl<'de, D: Deserializer<'de>> Deserializer<'de> for NamedKey<'_, D> {
     type Error = D::Error;
 
     fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, D::Error> {
-        self.inner.deserialize_any(Named { inner: visitor, name: self.name })
+        self.inner.deserialize_any(NamedKey { inner: visitor, name: self.name })
     }
     forward_to_deserialize_any! {
         bool i8 i16 i32 i64 i128 u8 u16 u32 u64 u128 f32 f64 char str string bytes byte_buf option
@@ -504,7 +504,7 @@ impl<'de, D: Deserializer<'de>> Deserializer<'de> for Named<'_, D> {
     }
 }
 
-impl<'de, V: Visitor<'de>> Visitor<'de> for Named<'_, V> {
+impl<'de, V: Visitor<'de>> Visitor<'de> for NamedKey<'_, V> {
     type Value = V::Value;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -15,7 +15,7 @@ mod walk;
 use crate::error::ApiError;
 
 pub use crate::cut::{SHOWN_BYTES, cut};
-pub(crate) use checked::{Checked, Place, string_bytes};
+pub(crate) use checked::{BoundedDeserializer, Place, string_bytes};
 pub(crate) use walk::Step;
 pub use walk::{Walk, Weight};
 

@@ -25,7 +25,7 @@ pub(crate) enum Step {
 
 /// The last value that was read.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) enum Seen {
+pub(super) enum LastValue {
     /// A string of so many bytes.
     Text(usize),
     Number,
@@ -42,7 +42,7 @@ pub struct Walk<'de> {
     pub(super) unread: Vec<String>,
     /// The way to the value that is being read. After an error it leads to the place at fault.
     path: Vec<Step>,
-    pub(super) seen: Seen,
+    pub(super) seen: LastValue,
     /// The error that ended the walk, unless it is one of JSON or of a type.
     pub(super) failure: Option<ApiError>,
 }
@@ -54,7 +54,7 @@ impl<'de> Walk<'de> {
             weight: Weight::default(),
             unread: Vec::new(),
             path: Vec::new(),
-            seen: Seen::Other,
+            seen: LastValue::Other,
             failure: None,
         }
     }

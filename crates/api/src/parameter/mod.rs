@@ -23,7 +23,7 @@ use generation::GenerationParameters;
 pub(crate) type Put<R> = fn(&mut R, Value<'_, '_>) -> Result<(), ApiError>;
 
 /// A request whose parameters are in a table.
-pub(crate) trait Tabled: Default + 'static {
+pub(crate) trait TabledRequest: Default + 'static {
     /// The name of the type, in errors and in the documentation.
     const NAME: &'static str;
     /// The description of the type.
@@ -33,7 +33,7 @@ pub(crate) trait Tabled: Default + 'static {
 }
 
 /// A request that generates text.
-pub(crate) trait Generates: Tabled {
+pub(crate) trait Generates: TabledRequest {
     /// The parameters of the generation.
     fn generation(&mut self) -> &mut GenerationParameters;
 }
@@ -234,7 +234,7 @@ pub struct Field {
 }
 
 /// The parameters of a request.
-pub(crate) fn fields<R: Tabled>() -> Vec<Field> {
+pub(crate) fn fields<R: TabledRequest>() -> Vec<Field> {
     let lines = R::LINES.iter().flat_map(|group| group.iter());
     let field = |line: &Line<R>| Field {
         name: line.param.name,
@@ -277,7 +277,7 @@ pub(crate) const fn params<R, const N: usize>(lines: &[Line<R>]) -> [Param; N] {
 /// parameters of the generation if there are any.
 macro_rules! tabled {
     ($kind:ident, $description:literal, [$($group:expr),+] $(, $($field:ident).+)?) => {
-        impl $crate::parameter::Tabled for $kind {
+        impl $crate::parameter::TabledRequest for $kind {
             const NAME: &'static str = stringify!($kind);
             const DESCRIPTION: &'static str = $description;
             const LINES: &'static [&'static [$crate::parameter::Line<Self>]] = &[$($group),+];

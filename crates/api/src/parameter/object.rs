@@ -6,13 +6,13 @@ use std::marker::PhantomData;
 use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 
-use super::{Line, Tabled, Target, Value};
+use super::{Line, TabledRequest, Target, Value};
 use crate::error::ApiError;
 use crate::inert::{asks, switches_off};
 use crate::limits::{SHOWN_BYTES, Step, Walk};
 
 /// Reads a body.
-pub(crate) fn read_body<R: Tabled>(walk: &mut Walk<'_>) -> Result<R, ApiError> {
+pub(crate) fn read_body<R: TabledRequest>(walk: &mut Walk<'_>) -> Result<R, ApiError> {
     let body = walk.body();
     let mut deserializer = serde_json::Deserializer::from_str(body);
     let read = deserializer.deserialize_any(ObjectVisitor { walk: &mut *walk, read: PhantomData });
@@ -22,7 +22,7 @@ pub(crate) fn read_body<R: Tabled>(walk: &mut Walk<'_>) -> Result<R, ApiError> {
 }
 
 /// Reads an object of a body from its text.
-pub(crate) fn read_object<'de, R: Tabled>(
+pub(crate) fn read_object<'de, R: TabledRequest>(
     text: &'de str,
     walk: &mut Walk<'de>,
 ) -> Result<R, ApiError> {
@@ -36,7 +36,7 @@ struct ObjectVisitor<'w, 'de, R> {
     read: PhantomData<R>,
 }
 
-impl<'de, R: Tabled> Visitor<'de> for ObjectVisitor<'_, 'de, R> {
+impl<'de, R: TabledRequest> Visitor<'de> for ObjectVisitor<'_, 'de, R> {
     type Value = R;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -89,7 +89,7 @@ impl<'de, R: Tabled> Visitor<'de> for ObjectVisitor<'_, 'de, R> {
 }
 
 /// Moves a value of the object that is being read to its place.
-fn move_value<'de, R: Tabled>(
+fn move_value<'de, R: TabledRequest>(
     (name, line): (&'static str, &Line<R>),
     raw: &'de RawValue,
     read: &mut R,
@@ -118,7 +118,7 @@ enum Key<R: 'static> {
 
 struct KeySeed<R>(PhantomData<R>);
 
-impl<'de, R: Tabled> DeserializeSeed<'de> for KeySeed<R> {
+impl<'de, R: TabledRequest> DeserializeSeed<'de> for KeySeed<R> {
     type Value = Key<R>;
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Key<R>, D::Error> {
@@ -126,7 +126,7 @@ impl<'de, R: Tabled> DeserializeSeed<'de> for KeySeed<R> {
     }
 }
 
-impl<R: Tabled> Visitor<'_> for KeySeed<R> {
+impl<R: TabledRequest> Visitor<'_> for KeySeed<R> {
     type Value = Key<R>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

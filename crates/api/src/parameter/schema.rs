@@ -5,23 +5,23 @@ use utoipa::openapi::RefOr;
 use utoipa::openapi::schema::Schema;
 
 use super::kind::Components;
-use super::{Kind, Line, Tabled, Target, Value};
+use super::{Kind, Line, TabledRequest, Target, Value};
 
 /// The type of a parameter's place.
-pub(super) struct Described {
+pub(super) struct ParameterType {
     schema: Json,
     is_optional: bool,
     add_components: fn(&mut Components),
 }
 
-impl Described {
+impl ParameterType {
     pub(super) fn new<T: Kind>() -> Self {
         let add_components = T::add_components;
         Self { schema: T::schema(), is_optional: T::IS_OPTIONAL, add_components }
     }
 
     /// The type of an object with a table.
-    pub(super) fn object<T: Tabled>(is_optional: bool) -> Self {
+    pub(super) fn object<T: TabledRequest>(is_optional: bool) -> Self {
         let reference = json!({"$ref": format!("#/components/schemas/{}", T::NAME)});
         let schema =
             if is_optional { json!({"oneOf": [reference, {"type": "null"}]}) } else { reference };
@@ -33,11 +33,11 @@ impl Described {
     }
 }
 
-fn lines<R: Tabled>() -> impl Iterator<Item = &'static Line<R>> {
+fn lines<R: TabledRequest>() -> impl Iterator<Item = &'static Line<R>> {
     R::LINES.iter().flat_map(|group| group.iter()).filter(|line| !line.is_hidden)
 }
 
-fn described<R: Tabled>(line: &Line<R>) -> Option<Described> {
+fn described<R: TabledRequest>(line: &Line<R>) -> Option<ParameterType> {
     let mut found = None;
     let mut request = R::default();
     let value = Value::describe(&mut found);
@@ -49,14 +49,14 @@ fn described<R: Tabled>(line: &Line<R>) -> Option<Described> {
     // A place that is described refuses nothing.
     put.ok()?;
     let shown = line.shown.and_then(|schema| serde_json::from_str(schema).ok());
-    found.map(|found| Described { schema: shown.unwrap_or(found.schema), ..found })
+    found.map(|found| ParameterType { schema: shown.unwrap_or(found.schema), ..found })
 }
 
 /// The schema of a request.
-pub(crate) fn object_schema<R: Tabled>() -> RefOr<Schema> {
+pub(crate) fn object_schema<R: TabledRequest>() -> RefOr<Schema> {
     let (mut properties, mut required) = (Map::new(), Vec::new());
     for line in lines::<R>() {
-        let Some(Described { mut schema, is_optional, .. }) = described(line) else { continue };
+        let Some(ParameterType { mut schema, is_optional, .. }) = described(line) else { continue };
         if !line.description.is_empty() {
             // Of a reference the description is beside it.
             let is_one_of = schema.get("oneOf").is_some();
@@ -80,7 +80,7 @@ pub(crate) fn object_schema<R: Tabled>() -> RefOr<Schema> {
 }
 
 /// Adds the schemas of the types that a request refers to.
-pub(crate) fn add_components<R: Tabled>(all: &mut Components) {
+pub(crate) fn add_components<R: TabledRequest>(all: &mut Components) {
     for line in lines::<R>() {
         if let Some(described) = described(line) {
             (described.add_components)(all);

@@ -6,10 +6,10 @@ use serde::de::{DeserializeOwned, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 
 use super::object::read_object;
-use super::schema::Described;
-use super::{Kind, Tabled};
+use super::schema::ParameterType;
+use super::{Kind, TabledRequest};
 use crate::error::ApiError;
-use crate::limits::{Bound, Checked, Place, Step, Walk, string_bytes};
+use crate::limits::{Bound, BoundedDeserializer, Place, Step, Walk, string_bytes};
 
 /// A parameter that a client gives once, or once for each prompt.
 #[derive(Debug, Clone, PartialEq)]
@@ -27,7 +27,7 @@ enum Source<'v, 'de> {
     /// The value is read from a body.
     Body { raw: &'de RawValue, bound: Bound, walk: &'v mut Walk<'de> },
     /// The documentation asks for the type of the place.
-    Documentation(&'v mut Option<Described>),
+    Documentation(&'v mut Option<ParameterType>),
 }
 
 impl<'v, 'de> Value<'v, 'de> {
@@ -35,7 +35,7 @@ impl<'v, 'de> Value<'v, 'de> {
         Self(Source::Body { raw, bound, walk })
     }
 
-    pub(super) fn describe(described: &'v mut Option<Described>) -> Self {
+    pub(super) fn describe(described: &'v mut Option<ParameterType>) -> Self {
         Self(Source::Documentation(described))
     }
 
@@ -45,7 +45,7 @@ impl<'v, 'de> Value<'v, 'de> {
             Source::Body { raw, bound, walk } => {
                 *place = read(raw, bound, walk)?;
             }
-            Source::Documentation(described) => *described = Some(Described::new::<T>()),
+            Source::Documentation(described) => *described = Some(ParameterType::new::<T>()),
         }
         Ok(())
     }
@@ -56,25 +56,25 @@ impl<'v, 'de> Value<'v, 'de> {
     }
 
     /// Reads an object along the table of its type.
-    pub(crate) fn object<T: Tabled>(self, place: &mut T) -> Result<(), ApiError> {
+    pub(crate) fn object<T: TabledRequest>(self, place: &mut T) -> Result<(), ApiError> {
         match self.0 {
             Source::Body { raw, walk, .. } => *place = read_object(raw.get(), walk)?,
             Source::Documentation(described) => {
-                *described = Some(Described::object::<T>(false));
+                *described = Some(ParameterType::object::<T>(false));
             }
         }
         Ok(())
     }
 
     /// Reads an object, or a list of them.
-    pub(crate) fn objects<T: Tabled>(
+    pub(crate) fn objects<T: TabledRequest>(
         self,
         place: &mut Option<OneOrMany<T>>,
     ) -> Result<(), ApiError> {
         let (raw, bound, walk) = match self.0 {
             Source::Body { raw, bound, walk } => (raw.get(), bound, walk),
             Source::Documentation(described) => {
-                *described = Some(Described::object::<T>(true));
+                *described = Some(ParameterType::object::<T>(true));
                 return Ok(());
             }
         };
@@ -83,7 +83,7 @@ impl<'v, 'de> Value<'v, 'de> {
             Some(b'{') => Some(OneOrMany::One(read_object(raw, walk)?)),
             _ => {
                 let mut deserializer = serde_json::Deserializer::from_str(raw);
-                let checked = Checked::new(&mut deserializer, Place::new(bound, walk));
+                let checked = BoundedDeserializer::new(&mut deserializer, Place::new(bound, walk));
                 let list = serde::Deserializer::deserialize_any(checked, ListVisitor);
                 let list = list.map_err(|error| walk.explain(&error, raw))?;
                 let mut many = Vec::with_capacity(list.len());
@@ -112,7 +112,7 @@ fn read<'de, T: DeserializeOwned>(
         return Err(walk.invalid(&format!("{bytes} bytes are more than {most}")));
     }
     let mut deserializer = serde_json::Deserializer::from_str(text);
-    T::deserialize(Checked::new(&mut deserializer, Place::new(bound, walk)))
+    T::deserialize(BoundedDeserializer::new(&mut deserializer, Place::new(bound, walk)))
         .map_err(|error| walk.explain(&error, text))
 }
 

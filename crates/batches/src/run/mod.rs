@@ -113,12 +113,12 @@ struct Work<M, N> {
 }
 
 /// The state of a batch at its end.
-struct Ended {
+struct BatchEnd {
     status: BatchStatus,
     errors: Vec<BatchError>,
 }
 
-impl Ended {
+impl BatchEnd {
     fn well(status: BatchStatus) -> Self {
         Self { status, errors: Vec::new() }
     }
@@ -164,11 +164,14 @@ impl<M: BatchModel, N: Fn() -> u64 + Clone + Send + Sync + 'static> Work<M, N> {
                 }
                 Err(error) => match error.downcast_ref::<StoreError>() {
                     Some(StoreError::Full(reason)) => {
-                        Ended::failed("storage_quota_exceeded", reason.clone())
+                        BatchEnd::failed("storage_quota_exceeded", reason.clone())
                     }
                     _ => {
                         tracing::error!(batch = job.id, "a batch failed: {error:#}");
-                        Ended::failed("storage_error", "the server could not read or write files")
+                        BatchEnd::failed(
+                            "storage_error",
+                            "the server could not read or write files",
+                        )
                     }
                 },
             };
@@ -184,15 +187,15 @@ impl<M: BatchModel, N: Fn() -> u64 + Clone + Send + Sync + 'static> Work<M, N> {
     }
 
     /// Computes a batch; `None`: the server stops.
-    async fn run_one(&self, job: &Arc<Job>) -> Result<Option<Ended>> {
+    async fn run_one(&self, job: &Arc<Job>) -> Result<Option<BatchEnd>> {
         if self.store.is_cancelled(&job.id) {
-            return Ok(Some(Ended::well(BatchStatus::Cancelled)));
+            return Ok(Some(BatchEnd::well(BatchStatus::Cancelled)));
         }
         let (checked, longest) = (Arc::clone(job), self.store.config().longest_line);
         let most = self.store.config().batch_max_requests;
         let total = match blocking(move || check(&checked, longest, most)).await? {
             Ok(total) => total,
-            Err(errors) => return Ok(Some(Ended { status: BatchStatus::Failed, errors })),
+            Err(errors) => return Ok(Some(BatchEnd { status: BatchStatus::Failed, errors })),
         };
         let opened = Arc::clone(job);
         let (answers, names, before) = blocking(move || open(&opened)).await?;
@@ -215,10 +218,10 @@ impl<M: BatchModel, N: Fn() -> u64 + Clone + Send + Sync + 'static> Work<M, N> {
         job: &Arc<Job>,
         mut input: BatchInput,
         answers: &Arc<Mutex<Answers>>,
-    ) -> Result<Option<Ended>> {
+    ) -> Result<Option<BatchEnd>> {
         let left = job.expires_at.saturating_sub((self.now)());
         if left == 0 {
-            return Ok(Some(Ended::well(BatchStatus::Expired)));
+            return Ok(Some(BatchEnd::well(BatchStatus::Expired)));
         }
         let deadline = sleep_until(Instant::now() + Duration::from_secs(left));
         tokio::pin!(deadline);
@@ -227,16 +230,16 @@ impl<M: BatchModel, N: Fn() -> u64 + Clone + Send + Sync + 'static> Work<M, N> {
         let (mut bytes, mut is_reading, mut is_stopping, mut permit) = (0, true, false, None);
         loop {
             if !is_reading && running.is_empty() {
-                let completed = Ended::well(BatchStatus::Completed);
+                let completed = BatchEnd::well(BatchStatus::Completed);
                 return Ok((!is_stopping).then_some(completed));
             }
             if self.store.is_cancelled(&job.id) {
-                return Ok(Some(Ended::well(BatchStatus::Cancelled)));
+                return Ok(Some(BatchEnd::well(BatchStatus::Cancelled)));
             }
             let has_room = is_reading && bytes < IN_FLIGHT;
             tokio::select! {
                 biased;
-                () = &mut deadline => return Ok(Some(Ended::well(BatchStatus::Expired))),
+                () = &mut deadline => return Ok(Some(BatchEnd::well(BatchStatus::Expired))),
                 _ = changed.changed() => {}
                 Some(done) = running.join_next(), if !running.is_empty() => {
                     let Done { answer, size, .. } = done?;
@@ -245,7 +248,7 @@ impl<M: BatchModel, N: Fn() -> u64 + Clone + Send + Sync + 'static> Work<M, N> {
                         Ok(answer) => self.write(job, answers, answer).await?,
                         Err(BatchOutcome::Unauthorized) => {
                             let message = "the key of its owner is not accepted any more";
-                            return Ok(Some(Ended::failed("invalid_api_key", message)));
+                            return Ok(Some(BatchEnd::failed("invalid_api_key", message)));
                         }
                         // Those that run may end yet.
                         Err(_) => (is_reading, is_stopping) = (false, true),

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use forebay_api::ROUTES;
 use serde::Deserialize;
 
-use super::{BatchStore, Kept, OBJECTS, Owned, Owner, Shelf, StoreError, new_id};
+use super::{BatchStore, Kept, OBJECTS, OwnedObject, Owner, Shelf, StoreError, new_id};
 use crate::folder::Kind;
 use crate::objects::RequestCounts;
 use crate::objects::{BatchError, BatchErrors, BatchObject, BatchStatus, FileObject};
@@ -319,7 +319,7 @@ impl BatchStore {
 
 impl Shelf {
     /// True for a batch that has not ended and that nobody computes.
-    fn waits(&self, kept: &Owned<Kept>) -> bool {
+    fn waits(&self, kept: &OwnedObject<Kept>) -> bool {
         let batch = &kept.object.batch;
         !batch.status.is_over() && !self.running.contains(&batch.id)
     }

@@ -101,7 +101,7 @@ pub enum StoreError {
 
 /// An object with its owner, as it is stored.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-struct Owned<T> {
+struct OwnedObject<T> {
     owner: Owner,
     /// The objects of a store in the order in which they came.
     serial: u64,
@@ -129,8 +129,8 @@ pub struct BatchStore {
 
 #[derive(Debug, Default)]
 struct Shelf {
-    files: HashMap<String, Owned<FileObject>>,
-    batches: BTreeMap<String, Owned<Kept>>,
+    files: HashMap<String, OwnedObject<FileObject>>,
+    batches: BTreeMap<String, OwnedObject<Kept>>,
     /// The serial of the next object.
     next_serial: u64,
     /// The bytes of each owner, of files that are written too.
@@ -149,10 +149,10 @@ impl BatchStore {
     pub fn open(config: BatchConfig, now: u64) -> io::Result<Self> {
         let folder = Folder::open(&config.batch_dir)?;
         let mut shelf = Shelf::default();
-        for file in folder.load::<Owned<FileObject>>(Kind::File)? {
+        for file in folder.load::<OwnedObject<FileObject>>(Kind::File)? {
             shelf.files.insert(file.object.id.clone(), file);
         }
-        for batch in folder.load::<Owned<Kept>>(Kind::Batch)? {
+        for batch in folder.load::<OwnedObject<Kept>>(Kind::Batch)? {
             shelf.batches.insert(batch.object.batch.id.clone(), batch);
         }
         let files = shelf.files.values().map(|file| file.serial);
@@ -268,10 +268,10 @@ impl BatchStore {
 }
 
 impl Shelf {
-    fn own<T>(&mut self, owner: &Owner, object: T) -> Owned<T> {
+    fn own<T>(&mut self, owner: &Owner, object: T) -> OwnedObject<T> {
         let serial = self.next_serial;
         self.next_serial += 1;
-        Owned { owner: owner.clone(), serial, object }
+        OwnedObject { owner: owner.clone(), serial, object }
     }
 
     fn free(&mut self, owner: &Owner, bytes: u64) {

@@ -31,7 +31,7 @@ use serde_json::Value;
 pub use backend::Backend;
 pub(crate) use backend::{Dialect, RequestOptions};
 pub(crate) use load::rest;
-pub(crate) use reply::{Asked, Reply};
+pub(crate) use reply::{PlannedRequest, Reply};
 pub use target::ServerFlags;
 pub(crate) use target::Target;
 

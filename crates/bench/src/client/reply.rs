@@ -12,7 +12,7 @@ use super::scan::{self, Fields};
 
 /// The plan of a request, from the schedule and the dataset.
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Asked {
+pub(crate) struct PlannedRequest {
     /// Tokens of text in the prompt, by the client's count.
     pub(crate) text_tokens: u32,
     /// Tokens to generate.
@@ -234,7 +234,11 @@ impl Reply {
     /// The record, and true if the tokens of its chunks are the server's. If not, they are 0,
     /// unless each chunk has one. An answer without any content is a failure: it has no first token
     /// whose time could count.
-    pub(crate) fn into_record(mut self, intended_us: u64, asked: &Asked) -> (Record, bool) {
+    pub(crate) fn into_record(
+        mut self,
+        intended_us: u64,
+        asked: &PlannedRequest,
+    ) -> (Record, bool) {
         if self.dialect != Dialect::Embeddings && self.chunks.is_empty() && asked.output_tokens > 0
         {
             self.fail("the answer has no text, reasoning or call".into());
@@ -339,7 +343,8 @@ fn excerpt(body: &[u8]) -> String {
 mod tests {
     use super::*;
 
-    const ASKED: Asked = Asked { text_tokens: 9, output_tokens: 5, images: false };
+    const ASKED: PlannedRequest =
+        PlannedRequest { text_tokens: 9, output_tokens: 5, images: false };
 
     fn read(dialect: Dialect, events: &[&str]) -> (Record, bool) {
         let mut reply = Reply::new(dialect, 0, 0);
@@ -475,7 +480,7 @@ mod tests {
         let mut reply = Reply::new(Dialect::Completions, 0, 0);
         reply.event(usage.as_bytes(), 1);
         reply.event(b"[DONE]", 2);
-        let nothing_asked = Asked { output_tokens: 0, ..ASKED };
+        let nothing_asked = PlannedRequest { output_tokens: 0, ..ASKED };
         assert_eq!(reply.into_record(0, &nothing_asked).0.outcome, Outcome::Success);
     }
 
@@ -497,7 +502,7 @@ mod tests {
         let whole = |dialect, body: &str| {
             let mut reply = Reply::new(dialect, 0, 0);
             reply.whole(body.as_bytes(), 8);
-            reply.into_record(0, &Asked { images: dialect == Dialect::Chat, ..ASKED }).0
+            reply.into_record(0, &PlannedRequest { images: dialect == Dialect::Chat, ..ASKED }).0
         };
         let chat = r#"{"choices":[{"message":{"reasoning":"r","content":"c"}}],"usage":{"prompt_tokens":30,"completion_tokens":2}}"#;
         let record = whole(Dialect::Chat, chat);

@@ -17,7 +17,9 @@ use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 use tokio::task::JoinSet;
 
-use crate::client::{Asked, Client, Clock, Dialect, Live, RequestOptions, ServerFlags, Target};
+use crate::client::{
+    Client, Clock, Dialect, Live, PlannedRequest, RequestOptions, ServerFlags, Target,
+};
 use crate::item::{Prompt, WorkItem};
 use crate::record::Record;
 
@@ -220,7 +222,8 @@ async fn ask(args: &Gsm8kArgs, client: Client, model: &str, prompts: &[String]) 
             progress.set_message(format!("{failed} failed"));
         }
         let intended = reply.sent_us;
-        let asked = Asked { output_tokens: args.max_new_tokens, ..Asked::default() };
+        let asked =
+            PlannedRequest { output_tokens: args.max_new_tokens, ..PlannedRequest::default() };
         (records[index], _) = reply.into_record(intended, &asked);
         progress.inc(1);
     }

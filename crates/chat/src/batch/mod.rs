@@ -28,7 +28,7 @@ use tokio::time::interval;
 use self::client::{Client, Reply};
 use self::progress::{Progress, REDRAW, Tally};
 use crate::link::Link;
-use crate::server::Started;
+use crate::server::StartedServer;
 
 /// The largest number of bytes of a line of the input.
 const LINE: usize = 64 << 20;
@@ -125,7 +125,7 @@ impl Run {
             Some(url) => (None, Link::to(url, args.api_key.as_deref())?),
             None => {
                 let started = tokio::select! {
-                    started = Started::start(program, &args.model, &args.serve) => started?,
+                    started = StartedServer::start(program, &args.model, &args.serve) => started?,
                     error = &mut interruption => return Err(error),
                 };
                 let link = started.link();

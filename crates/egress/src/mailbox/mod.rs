@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
 use forebay_api::ApiError;
-use forebay_http::{Line, Written};
+use forebay_http::{Line, WriteOutcome};
 use parking_lot::Mutex;
 
 use crate::delta::{Delta, End};
@@ -68,7 +68,7 @@ impl Inner {
 
     /// Writes the delta to the socket if that can be done now, and leaves it empty. `None`: it has
     /// to be left here.
-    fn pass(&mut self, choice: u32, delta: &mut Delta, chunk: &mut Chunk) -> Option<Written> {
+    fn pass(&mut self, choice: u32, delta: &mut Delta, chunk: &mut Chunk) -> Option<WriteOutcome> {
         if delta.end.is_some() || !self.pending.is_empty() {
             return None;
         }
@@ -86,7 +86,7 @@ impl Inner {
             return None;
         }
         let chunk = chunk.finish();
-        Some(if chunk.is_empty() { Written::Whole } else { line.write(chunk) })
+        Some(if chunk.is_empty() { WriteOutcome::Whole } else { line.write(chunk) })
     }
 
     /// Keeps the delta until it is read; gives who is to be woken.
@@ -154,8 +154,8 @@ impl Sender {
         debug_assert!(!self.ended, "a choice ends once");
         let mut inner = self.inner.lock();
         let waker = match inner.pass(self.choice, delta, chunk) {
-            Some(Written::Whole) => None,
-            Some(Written::Waiting) => inner.waker.take(),
+            Some(WriteOutcome::Whole) => None,
+            Some(WriteOutcome::Waiting) => inner.waker.take(),
             None => {
                 self.ended = delta.end.is_some();
                 let waker = inner.leave(self.choice, delta);

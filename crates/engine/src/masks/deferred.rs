@@ -2,11 +2,11 @@
 
 use crossbeam_channel::Receiver;
 
-use crate::constraint::{Allowed, Broken, Constraint};
+use crate::constraint::{Allowed, Constraint, ConstraintError};
 
 /// A constraint that a job of another engine may still have, and its tokens since.
 #[derive(Debug)]
-struct Deferred {
+struct DeferredConstraint {
     constraint: Option<Box<dyn Constraint>>,
     from: Receiver<Box<dyn Constraint>>,
     said: Vec<i32>,
@@ -15,11 +15,11 @@ struct Deferred {
 /// The constraint that comes out of `from`, which then accepts `said`. Its first mask waits for it,
 /// so a mask thread fills it.
 pub(crate) fn deferred(from: Receiver<Box<dyn Constraint>>, said: Vec<i32>) -> Box<dyn Constraint> {
-    Box::new(Deferred { constraint: None, from, said })
+    Box::new(DeferredConstraint { constraint: None, from, said })
 }
 
-impl Constraint for Deferred {
-    fn accept(&mut self, token: i32) -> Result<(), Broken> {
+impl Constraint for DeferredConstraint {
+    fn accept(&mut self, token: i32) -> Result<(), ConstraintError> {
         match &mut self.constraint {
             Some(constraint) => constraint.accept(token),
             None => {
@@ -29,12 +29,16 @@ impl Constraint for Deferred {
         }
     }
 
-    fn walk(&mut self, drafts: &[i32], masks: &mut [&mut [u32]]) -> Result<Vec<Allowed>, Broken> {
+    fn walk(
+        &mut self,
+        drafts: &[i32],
+        masks: &mut [&mut [u32]],
+    ) -> Result<Vec<Allowed>, ConstraintError> {
         let constraint = match &mut self.constraint {
             Some(constraint) => constraint,
             None => {
                 // The job's thread is gone only with its whole engine.
-                let lost = |_| Broken("the form of the answer is lost".into());
+                let lost = |_| ConstraintError("the form of the answer is lost".into());
                 let mut constraint = self.from.recv().map_err(lost)?;
                 self.said.drain(..).try_for_each(|token| constraint.accept(token))?;
                 self.constraint.insert(constraint)
@@ -43,7 +47,7 @@ impl Constraint for Deferred {
         constraint.walk(drafts, masks)
     }
 
-    fn restrict(&mut self, most: usize, drafts: &mut Vec<i32>) -> Result<usize, Broken> {
+    fn restrict(&mut self, most: usize, drafts: &mut Vec<i32>) -> Result<usize, ConstraintError> {
         match &mut self.constraint {
             Some(constraint) => constraint.restrict(most, drafts),
             None => {

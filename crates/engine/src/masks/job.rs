@@ -3,7 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::clock::Clock;
-use crate::constraint::{Allowed, Broken, Constraint};
+use crate::constraint::{Allowed, Constraint, ConstraintError};
 
 /// Microseconds up to which a mask is cheap. Masks of usual grammars take tens of microseconds.
 const CHEAP_US: u64 = 500;
@@ -57,7 +57,7 @@ pub(crate) struct Job {
 pub(crate) struct Made {
     pub(crate) request: u64,
     pub(crate) constraint: Box<dyn Constraint>,
-    pub(crate) masks: Result<RowMasks, Broken>,
+    pub(crate) masks: Result<RowMasks, ConstraintError>,
     pub(crate) us: u64,
 }
 
@@ -77,7 +77,10 @@ impl Job {
 }
 
 /// Uses a constraint, which breaks if it panics.
-pub(crate) fn guarded<T>(work: impl FnOnce() -> Result<T, Broken>) -> Result<T, Broken> {
-    catch_unwind(AssertUnwindSafe(work))
-        .unwrap_or_else(|_| Err(Broken("the form of the answer could not be followed".into())))
+pub(crate) fn guarded<T>(
+    work: impl FnOnce() -> Result<T, ConstraintError>,
+) -> Result<T, ConstraintError> {
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| {
+        Err(ConstraintError("the form of the answer could not be followed".into()))
+    })
 }

@@ -52,7 +52,7 @@ impl Carrying {
 
 /// A payload has reached the hand.
 #[derive(Debug)]
-pub(crate) struct Carried {
+pub(crate) struct PayloadDelivery {
     life: u64,
     cargo: Cargo,
 }
@@ -109,7 +109,7 @@ impl Member {
             };
             for payload in payloads {
                 let (orders, waker) = (self.orders.clone(), Arc::clone(&self.shared.waker));
-                let carried = Carried { life: self.carrying.life, cargo: cargo.clone() };
+                let carried = PayloadDelivery { life: self.carrying.life, cargo: cargo.clone() };
                 let there = Box::new(move || {
                     // A closed lane means that the thread has ended.
                     if orders.send(Order::Carried(carried)).is_ok() {
@@ -122,7 +122,7 @@ impl Member {
     }
 
     /// A payload is where the hand reads it, if it is still the same hand.
-    pub(super) fn carried(&mut self, carried: Carried) {
+    pub(super) fn carried(&mut self, carried: PayloadDelivery) {
         if carried.life != self.carrying.life {
             return;
         }

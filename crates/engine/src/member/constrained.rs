@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::bounded;
 use forebay_protocol::{RowMask, StepMasks, StepPlan, Want};
 
-use crate::constraint::{Allowed, Broken, Constraint};
+use crate::constraint::{Allowed, Constraint, ConstraintError};
 use crate::executor::{Executor, Wake};
 use crate::masks::{Inbox, Job, Made, MaskThreads, RowMasks, deferred, guarded, is_cheap};
 use crate::member::Member;
@@ -458,7 +458,7 @@ impl Member {
     }
 
     /// Ends a request that cannot go on under its constraint, if it has not ended.
-    fn break_off(&mut self, id: u64, why: Broken) {
+    fn break_off(&mut self, id: u64, why: ConstraintError) {
         if self.scheduler.as_mut().is_some_and(|scheduler| scheduler.abort(id)) {
             self.end(id, FinishReason::Error(RequestError::Constraint(why.0)));
         }

@@ -3,7 +3,7 @@
 use forebay_protocol::{PLACE_FAILED_DIGEST, PLACE_FAILED_FILES, PLACE_FAILED_MEMORY};
 use forebay_scheduler::{Event, Finish};
 
-use crate::journal::What;
+use crate::journal::EventKind;
 use crate::member::Member;
 use crate::types::{
     Admission, Arrival, FinishReason, Output, PredictedTokens, RequestError, RequestId,
@@ -26,8 +26,8 @@ impl Member {
                     // Its first mask is made while its prompt is computed.
                     masked.extend(self.has_mask_threads().then_some(id));
                     self.stats.replayed += u64::from(replayed);
-                    let admitted = What::Admitted { cached: cached_tokens };
-                    let what = if replayed { What::Replayed } else { admitted };
+                    let admitted = EventKind::Admitted { cached: cached_tokens };
+                    let what = if replayed { EventKind::Replayed } else { admitted };
                     self.notes.moment(id, now, what);
                     if let Some(Arrival { at_us, place }) = self.forget_arrival(id) {
                         self.shared.queued.admitted(place, now);
@@ -36,7 +36,7 @@ impl Member {
                     }
                 }
                 Event::Prefilled { id, tokens } => {
-                    self.notes.moment(id, now, What::Prefill { tokens });
+                    self.notes.moment(id, now, EventKind::Prefill { tokens });
                 }
                 Event::Token { id, nth, token, logprobs } => {
                     self.notes.token(id, nth, now);
@@ -86,7 +86,7 @@ impl Member {
                 Event::Left { id } => self.left.push(id),
                 Event::Arrived { id } | Event::Preempted { id } => {
                     if matches!(event, Event::Preempted { .. }) {
-                        self.notes.moment(id, now, What::Preempted);
+                        self.notes.moment(id, now, EventKind::Preempted);
                     }
                     if let Some(since) = self.arriving.remove(&id) {
                         let now = self.shared.clock.now_us();

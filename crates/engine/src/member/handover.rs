@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use forebay_scheduler::{Handed, LentBlocks, Loan, QueuedRequest, Request};
+use forebay_scheduler::{HandedRequest, LentBlocks, Loan, QueuedRequest, Request};
 
 use crate::handle::EngineHandle;
 use crate::member::Member;
@@ -68,7 +68,7 @@ impl Member {
     pub(super) fn hand_on(&mut self) {
         for id in std::mem::take(&mut self.left) {
             let handed = self.scheduler.as_mut().and_then(|scheduler| scheduler.hand_on(id));
-            let Some(Handed { mut request, lent }) = handed else { continue };
+            let Some(HandedRequest { mut request, lent }) = handed else { continue };
             request.loan = lent.map(|lent| Arc::new(self.loan(lent)));
             let orphan = self.orphan(request);
             let left = match &self.peers {

@@ -21,9 +21,9 @@ use forebay_scheduler::{ApplyError, Event, Scheduler};
 
 use crate::config::{EngineConfig, micros};
 use crate::handle::{EngineHandle, Order, Shared, positions};
-use crate::journal::{Notes, StepNote, What};
+use crate::journal::{EventKind, Notes, StepNote};
 use crate::member::adapters::Adapters;
-pub(crate) use crate::member::carrying::{Carried, Carrying};
+pub(crate) use crate::member::carrying::{Carrying, PayloadDelivery};
 pub(crate) use crate::member::constrained::Constrained;
 pub(crate) use crate::member::hand::{Cause, Pool};
 use crate::member::pause::Pause;
@@ -41,7 +41,7 @@ pub(crate) type Listeners =
 
 /// The kinds of orders that a member's lane held.
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Taken {
+pub(crate) struct TakenOrders {
     /// Some order.
     pub(crate) any: bool,
     /// Requests that another replica may have to take over.
@@ -147,8 +147,8 @@ impl Member {
     }
 
     /// Takes every waiting order, up to [`Order::Stop`].
-    pub(crate) fn take_orders(&mut self) -> Taken {
-        let mut taken = Taken::default();
+    pub(crate) fn take_orders(&mut self) -> TakenOrders {
+        let mut taken = TakenOrders::default();
         self.collect_masks();
         while let Ok(order) = self.lane.try_recv() {
             match order {
@@ -156,10 +156,10 @@ impl Member {
                     let entering = &mut request.request;
                     match entering.arrived_us {
                         0 => entering.arrived_us = arrival.at_us,
-                        at_us => self.notes.moment(entering.id, at_us, What::Received),
+                        at_us => self.notes.moment(entering.id, at_us, EventKind::Received),
                     }
                     let (prompt, max_tokens) = (entering.prompt.len() as u32, entering.max_tokens);
-                    let queued = What::Queued { prompt, max_tokens };
+                    let queued = EventKind::Queued { prompt, max_tokens };
                     self.notes.moment(entering.id, arrival.at_us, queued);
                     self.arrived(entering.id, arrival);
                     self.enter(*request);

@@ -16,7 +16,7 @@ use crate::clock::Clock;
 use crate::config::EngineConfig;
 use crate::executor::{Executor, Signal};
 use crate::member::Member;
-use crate::owner::reload::Reloading;
+use crate::owner::reload::PendingReload;
 use crate::recovery::Recovery;
 
 pub(crate) struct Owner {
@@ -35,7 +35,7 @@ pub(crate) struct Owner {
     shrunk: u32,
     restart_at: Option<u64>,
     /// The hand is to start again with other weights, or does.
-    reloading: Option<Reloading>,
+    reloading: Option<PendingReload>,
     /// The number of the last reload that succeeded.
     reloaded: Option<u64>,
     /// The last time at which the hand showed life while it was starting.

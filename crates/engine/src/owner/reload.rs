@@ -14,7 +14,7 @@ use crate::types::{Reload, ReloadReply, Status};
 const RELOADING: &str = "other weights are being loaded";
 
 /// A reload that was asked for.
-pub(super) struct Reloading {
+pub(super) struct PendingReload {
     id: u64,
     model: Model,
     replies: Vec<ReloadReply>,
@@ -38,7 +38,7 @@ impl Owner {
                 Some(_) => reply(Err("other weights are being loaded already".into())),
                 None => {
                     let (model, replies) = (Model::Next(model), vec![reply]);
-                    self.reloading = Some(Reloading { id, model, replies });
+                    self.reloading = Some(PendingReload { id, model, replies });
                 }
             }
         }
@@ -49,7 +49,8 @@ impl Owner {
         if self.up && self.in_flight() > 0 {
             return;
         }
-        let Some(Reloading { id, model: model @ Model::Next(_), .. }) = &mut self.reloading else {
+        let Some(PendingReload { id, model: model @ Model::Next(_), .. }) = &mut self.reloading
+        else {
             return;
         };
         info!(reload = id, "the hand starts again with other weights");
@@ -62,8 +63,8 @@ impl Owner {
 
     /// The hand is ready: if it has other weights now, whoever asked for them is told.
     pub(super) fn reloaded_now(&mut self) {
-        let loads = |reloading: &mut Reloading| matches!(reloading.model, Model::Last(_));
-        let Some(Reloading { id, replies, .. }) = self.reloading.take_if(loads) else { return };
+        let loads = |reloading: &mut PendingReload| matches!(reloading.model, Model::Last(_));
+        let Some(PendingReload { id, replies, .. }) = self.reloading.take_if(loads) else { return };
         self.reloaded = Some(id);
         replies.into_iter().for_each(|reply| reply(Ok(())));
     }
@@ -71,7 +72,7 @@ impl Owner {
     /// The hand could not start. If that was with other weights, it starts with the last ones.
     pub(super) fn go_back(&mut self, reason: &str) -> bool {
         match self.reloading.take() {
-            Some(Reloading { id, model: Model::Last(last), replies }) => {
+            Some(PendingReload { id, model: Model::Last(last), replies }) => {
                 error!(reload = id, "the hand goes back to its last weights: {reason}");
                 self.executor.replace_model(last);
                 self.start_again();

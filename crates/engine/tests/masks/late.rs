@@ -8,8 +8,8 @@ use std::thread;
 use std::time::Duration;
 
 use forebay_engine::{
-    Allowed, Broken, Clock, Constraint, EngineConfig, EngineHandle, Executor, FinishReason, Orphan,
-    Peers, QueuedRequest, RequestId, Signal, Wake,
+    Allowed, Clock, Constraint, ConstraintError, EngineConfig, EngineHandle, Executor,
+    FinishReason, Orphan, Peers, QueuedRequest, RequestId, Signal, Wake,
 };
 use forebay_protocol::{StepMasks, StepPlan};
 use forebay_sim::testing::{Hook, PATIENCE, RigParts, Story, quiet, tell};
@@ -84,11 +84,15 @@ impl<F> std::fmt::Debug for Slow<F> {
 }
 
 impl<F: FnMut(&[i32]) + Send> Constraint for Slow<F> {
-    fn accept(&mut self, token: i32) -> Result<(), Broken> {
+    fn accept(&mut self, token: i32) -> Result<(), ConstraintError> {
         self.few.accept(token)
     }
 
-    fn walk(&mut self, drafts: &[i32], masks: &mut [&mut [u32]]) -> Result<Vec<Allowed>, Broken> {
+    fn walk(
+        &mut self,
+        drafts: &[i32],
+        masks: &mut [&mut [u32]],
+    ) -> Result<Vec<Allowed>, ConstraintError> {
         (self.before)(&self.few.said);
         self.few.walk(drafts, masks)
     }

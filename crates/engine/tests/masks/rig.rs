@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use forebay_engine::{
-    Allowed, Broken, Constraint, DraftMatch, DraftSource, EngineConfig, EngineRequest,
+    Allowed, Constraint, ConstraintError, DraftMatch, DraftSource, EngineConfig, EngineRequest,
     FinishReason, Proposer, Request,
 };
 use forebay_sim::testing::{self, Hook, RigParts, Story, VOCAB, text};
@@ -31,15 +31,19 @@ pub(crate) fn allowed(said: &[i32]) -> Option<[i32; 3]> {
 }
 
 impl Constraint for Few {
-    fn accept(&mut self, token: i32) -> Result<(), Broken> {
+    fn accept(&mut self, token: i32) -> Result<(), ConstraintError> {
         if allowed(&self.said).is_some_and(|ids| !ids.contains(&token)) {
-            return Err(Broken(format!("{token} after {:?}", self.said)));
+            return Err(ConstraintError(format!("{token} after {:?}", self.said)));
         }
         self.said.push(token);
         Ok(())
     }
 
-    fn walk(&mut self, drafts: &[i32], masks: &mut [&mut [u32]]) -> Result<Vec<Allowed>, Broken> {
+    fn walk(
+        &mut self,
+        drafts: &[i32],
+        masks: &mut [&mut [u32]],
+    ) -> Result<Vec<Allowed>, ConstraintError> {
         let mut made = Vec::new();
         let said = self.said.len();
         for (nth, words) in masks.iter_mut().enumerate() {
@@ -56,7 +60,7 @@ impl Constraint for Few {
         Ok(made)
     }
 
-    fn restrict(&mut self, most: usize, drafts: &mut Vec<i32>) -> Result<usize, Broken> {
+    fn restrict(&mut self, most: usize, drafts: &mut Vec<i32>) -> Result<usize, ConstraintError> {
         let mut said = self.said.clone();
         said.extend(drafts.iter().take(most));
         let fits = |end: &usize| allowed(&said[..*end]).is_none_or(|ids| ids.contains(&said[*end]));
@@ -66,10 +70,10 @@ impl Constraint for Few {
 }
 
 impl Few {
-    fn next(&mut self, words: &mut [u32]) -> Result<Allowed, Broken> {
+    fn next(&mut self, words: &mut [u32]) -> Result<Allowed, ConstraintError> {
         self.asked.fetch_add(1, Ordering::Relaxed);
         if self.breaks_at == Some(self.said.len()) {
-            return Err(Broken("it breaks here".into()));
+            return Err(ConstraintError("it breaks here".into()));
         }
         assert_eq!(words.len(), 32);
         let Some(ids) = allowed(&self.said) else { return Ok(Allowed::Everything) };

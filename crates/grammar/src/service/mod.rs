@@ -93,7 +93,7 @@ pub struct GrammarStats {
 
 /// The form and the bounds of a request's answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Wanted {
+pub struct WantedForm {
     /// The wanted form; `None`: any.
     pub source: Option<Source>,
     /// The bounds of reasoning before the answer.
@@ -191,8 +191,8 @@ impl Grammars {
     ///
     /// # Errors
     /// The source is at fault, there is no room for it, or it takes too long.
-    pub async fn constraints(&self, wanted: Wanted) -> Result<Constraints, GrammarError> {
-        let Wanted { source, reasoning, bounds, choices, said, client } = wanted;
+    pub async fn constraints(&self, wanted: WantedForm) -> Result<Constraints, GrammarError> {
+        let WantedForm { source, reasoning, bounds, choices, said, client } = wanted;
         let template = match source {
             Some(source) => Some(self.template(source, client).await?),
             None => None,

@@ -65,7 +65,7 @@ pub(super) struct Trie {
 
 struct State {
     kept: Kept,
-    waiting: HashMap<Source, Waiting>,
+    waiting: HashMap<Source, WaitingSource>,
     turns: Turns,
     /// Compiles that run, by their numbers.
     running: HashMap<u64, Compile>,
@@ -80,7 +80,7 @@ struct State {
 
 /// A source that is not compiled yet.
 #[derive(Default)]
-struct Waiting {
+struct WaitingSource {
     /// The callers.
     replies: Vec<oneshot::Sender<Compiled>>,
     /// The clients in whose turns it may be compiled.
@@ -395,7 +395,7 @@ impl State {
     }
 }
 
-impl Waiting {
+impl WaitingSource {
     fn answer(self, compiled: &Compiled) {
         for reply in self.replies {
             // Its caller may have gone meanwhile.

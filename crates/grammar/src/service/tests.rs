@@ -10,7 +10,7 @@ use parking_lot::{Condvar, Mutex};
 use tokio::task::JoinHandle;
 
 use super::shared::{GIVEN_UP, REFUSED_FOR};
-use super::{GrammarConfig, GrammarError, Grammars, ThreadStart, Wanted};
+use super::{GrammarConfig, GrammarError, Grammars, ThreadStart, WantedForm};
 use crate::rules::Bounds;
 use crate::source::{Form, Source};
 
@@ -74,7 +74,7 @@ impl Service {
     }
 
     fn ask(&self, client: u64, pattern: &str) -> JoinHandle<Result<(), GrammarError>> {
-        let wanted = Wanted {
+        let wanted = WantedForm {
             source: Some(Form::Regex(pattern.into()).into()),
             reasoning: None,
             bounds: Bounds { ends: [0].into(), ..Bounds::default() },

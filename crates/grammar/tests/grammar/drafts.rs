@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use forebay_engine::{Allowed, Constraint};
-use forebay_grammar::{Bounds, Form, GrammarConfig, Markers, Reasoning, Start, Wanted};
+use forebay_grammar::{Bounds, Form, GrammarConfig, Markers, Reasoning, Start, WantedForm};
 use proptest::prelude::*;
 
 use crate::support::{Bench, EOS, allowed, wanted};
@@ -39,7 +39,7 @@ fn drawn(constraint: &mut dyn Constraint, mut seed: u64, most: usize) -> (Vec<i3
     (said, masks)
 }
 
-fn forms() -> Vec<Wanted> {
+fn forms() -> Vec<WantedForm> {
     let schema = r#"{"type": "object", "properties": {"name": {"enum": ["anna", "bert"]},
         "sizes": {"type": "array", "items": {"type": "integer"}, "maxItems": 4}},
         "required": ["name", "sizes"], "additionalProperties": false}"#;
@@ -53,12 +53,12 @@ fn forms() -> Vec<Wanted> {
         of(Form::JsonObject),
         of(Form::Regex("(ab){3}[0-9]{2,6}x+".into())),
         of(Form::Choice(["yes, of course".to_owned(), "no".to_owned()].into())),
-        Wanted {
+        WantedForm {
             bounds: bounds(Bounds { min_tokens: 12, bad_words: bad, ..Bounds::default() }),
             ..of(Form::Regex("[a-z ]{4,60}".into()))
         },
-        Wanted { reasoning: Some(reasoning.clone()), ..of(Form::Regex("(ab){4}".into())) },
-        Wanted { reasoning: Some(reasoning), ..wanted(None) },
+        WantedForm { reasoning: Some(reasoning.clone()), ..of(Form::Regex("(ab){4}".into())) },
+        WantedForm { reasoning: Some(reasoning), ..wanted(None) },
     ]
 }
 
@@ -133,7 +133,7 @@ fn what_is_certain_is_drafted_and_what_cannot_come_is_not() {
     assert!(forced >= 4 && most >= 2, "{forced} of {}, {most} at once", ids.len());
     let markers = Markers { open: [1].into(), close: [2, 3, 2].into() };
     let reasoning = Reasoning { markers, start: Start::Inside, budget: Some(0) };
-    let mut thinks = bench.rules(Wanted { reasoning: Some(reasoning), ..wanted(None) });
+    let mut thinks = bench.rules(WantedForm { reasoning: Some(reasoning), ..wanted(None) });
     let mut drafts = vec![9, 9];
     assert_eq!(thinks.restrict(MOST, &mut drafts).expect("it goes on"), 3);
     assert_eq!(drafts, [2, 3, 2], "the budget is spent");

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use forebay_engine::Constraint;
-use forebay_grammar::{Bounds, Form, GrammarConfig, Markers, Reasoning, Start, Wanted};
+use forebay_grammar::{Bounds, Form, GrammarConfig, Markers, Reasoning, Start, WantedForm};
 use proptest::prelude::*;
 use serde_json::json;
 
@@ -21,9 +21,9 @@ fn digits() -> Form {
     Form::Regex("[0-9]{1,20}".into())
 }
 
-fn bounded(form: Option<Form>, bounds: Bounds) -> Wanted {
+fn bounded(form: Option<Form>, bounds: Bounds) -> WantedForm {
     let bounds = Bounds { ends: [EOS].into(), ..bounds };
-    Wanted { bounds, ..wanted(form.map(Into::into)) }
+    WantedForm { bounds, ..wanted(form.map(Into::into)) }
 }
 
 fn thinking(start: Start, budget: Option<u32>) -> Reasoning {
@@ -103,7 +103,7 @@ fn allowed_ids_and_a_form_go_together_or_are_an_error() {
 fn the_clients_own_ends_may_come_where_the_form_is_complete() {
     let bench = bench();
     let bounds = Bounds { ends: [EOS, 5].into(), ..Bounds::default() };
-    let mut rules = bench.rules(Wanted { bounds, ..wanted(Some(digits().into())) });
+    let mut rules = bench.rules(WantedForm { bounds, ..wanted(Some(digits().into())) });
     assert!(!may(&mut *rules, 5));
     say(&mut *rules, &bench.tokenizer.encode_as_text("7").unwrap());
     assert!(may(&mut *rules, 5) && may(&mut *rules, EOS));
@@ -118,7 +118,7 @@ fn an_end_of_the_client_that_is_a_part_of_the_form_does_not_end_it() {
     let bench = bench();
     let seven = bench.tokenizer.encode_as_text("7").unwrap()[0];
     let bounds = Bounds { ends: [EOS, seven].into(), ..Bounds::default() };
-    let mut rules = bench.rules(Wanted { bounds, ..wanted(Some(digits().into())) });
+    let mut rules = bench.rules(WantedForm { bounds, ..wanted(Some(digits().into())) });
     assert!(may(&mut *rules, seven) && !may(&mut *rules, EOS));
 }
 
@@ -167,7 +167,7 @@ fn a_spent_budget_ends_the_reasoning() {
 fn choices_go_their_own_ways_and_go_on_where_others_were() {
     let bench = bench();
     let source = Some(Form::Choice(["left".to_owned(), "right".to_owned()].into()).into());
-    let both = Wanted { choices: 2, ..wanted(source.clone()) };
+    let both = WantedForm { choices: 2, ..wanted(source.clone()) };
     let mut both = bench.constraints(both).unwrap().choices;
     let (left, right) = (
         bench.tokenizer.encode_as_text("left").unwrap(),
@@ -175,13 +175,13 @@ fn choices_go_their_own_ways_and_go_on_where_others_were() {
     );
     say(&mut *both[0], &left);
     say(&mut *both[1], &right);
-    let resumed = Wanted { said: left[..1].to_vec(), ..wanted(source.clone()) };
+    let resumed = WantedForm { said: left[..1].to_vec(), ..wanted(source.clone()) };
     let mut resumed = bench.rules(resumed);
     say(&mut *resumed, &left[1..]);
     assert_eq!(allowed(&mut *resumed), [EOS]);
     // Whether tokens fit is seen when a mask is needed.
     for said in [vec![900], vec![left[0], 900], vec![left[0], right[0]]] {
-        let mut wrong = bench.rules(Wanted { said, ..wanted(source.clone()) });
+        let mut wrong = bench.rules(WantedForm { said, ..wanted(source.clone()) });
         let broken = wrong.mask(&mut [0; 64]).unwrap_err().to_string();
         assert!(broken.contains("the tokens so far do not fit"), "{broken}");
         assert!(wrong.accept(left[0]).is_err() && wrong.mask(&mut [0; 64]).is_err());

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
 use forebay_grammar::{
-    Bounds, Form, GrammarConfig, GrammarError, Grammars, Source, ThreadStart, Wanted,
+    Bounds, Form, GrammarConfig, GrammarError, Grammars, Source, ThreadStart, WantedForm,
 };
 use forebay_text::Tokenizer;
 use serde_json::json;
@@ -76,7 +76,7 @@ async fn requests_that_come_before_the_trie_wait_and_the_queue_is_bounded() {
     let grammars = Grammars::new(config, tokenizer(), &[EOS], VOCABULARY, &held(&hold)).unwrap();
     let ask_as = |client: u64, pattern: &str| {
         let (grammars, wanted) = (grammars.clone(), wanted(Some(source(pattern))));
-        let wanted = Wanted { client, ..wanted };
+        let wanted = WantedForm { client, ..wanted };
         tokio::spawn(async move { grammars.constraints(wanted).await.map(|_| ()) })
     };
     let ask = |pattern: &str| ask_as(1, pattern);
@@ -158,7 +158,7 @@ fn tokenizers_with_bytes_for_what_has_no_piece_work_too() {
     let grammars = Grammars::new(config(), Arc::clone(&pieces), &[2], 640, &start()).unwrap();
     let source = Form::Choice(["né 7".to_owned()].into()).into();
     let bounds = Bounds { ends: [2].into(), ..Bounds::default() };
-    let wanted = Wanted { bounds, ..wanted(Some(source)) };
+    let wanted = WantedForm { bounds, ..wanted(Some(source)) };
     let mut rules = runtime.block_on(grammars.constraints(wanted)).unwrap().choices.remove(0);
     let mut said = Vec::new();
     while said.last() != Some(&2) {

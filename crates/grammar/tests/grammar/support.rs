@@ -7,7 +7,7 @@ use std::time::Duration;
 use forebay_engine::{Allowed, Constraint};
 use forebay_grammar::{
     Bounds, Constraints, Form, GrammarConfig, GrammarError, Grammars, Reasoning, Source,
-    ThreadStart, Wanted,
+    ThreadStart, WantedForm,
 };
 use forebay_text::Tokenizer;
 
@@ -55,11 +55,11 @@ impl Bench {
         }
     }
 
-    pub(crate) fn constraints(&self, wanted: Wanted) -> Result<Constraints, GrammarError> {
+    pub(crate) fn constraints(&self, wanted: WantedForm) -> Result<Constraints, GrammarError> {
         self.runtime.block_on(self.grammars.constraints(wanted))
     }
 
-    pub(crate) fn rules(&self, wanted: Wanted) -> Box<dyn Constraint> {
+    pub(crate) fn rules(&self, wanted: WantedForm) -> Box<dyn Constraint> {
         self.constraints(wanted).expect("a good source").choices.pop().expect("one choice")
     }
 
@@ -105,13 +105,13 @@ impl Bench {
     }
 }
 
-pub(crate) fn wanted(source: Option<Source>) -> Wanted {
+pub(crate) fn wanted(source: Option<Source>) -> WantedForm {
     let bounds = Bounds { ends: [EOS].into(), ..Bounds::default() };
-    Wanted { source, reasoning: None, bounds, choices: 1, said: Vec::new(), client: 0 }
+    WantedForm { source, reasoning: None, bounds, choices: 1, said: Vec::new(), client: 0 }
 }
 
-pub(crate) fn reasons(source: Option<Source>, reasoning: Reasoning) -> Wanted {
-    Wanted { reasoning: Some(reasoning), ..wanted(source) }
+pub(crate) fn reasons(source: Option<Source>, reasoning: Reasoning) -> WantedForm {
+    WantedForm { reasoning: Some(reasoning), ..wanted(source) }
 }
 
 /// The ids that may come next.

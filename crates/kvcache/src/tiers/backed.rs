@@ -25,7 +25,7 @@ const MOST_FAILED: u32 = 8;
 
 /// The further state of backed tiers.
 #[derive(Debug)]
-pub(super) struct Backed {
+pub(super) struct BackedTiers {
     page_size: u32,
     /// Positions of each hot page that were saved row by row, since it was allocated.
     rows_saved: Vec<u32>,
@@ -39,7 +39,7 @@ pub(super) struct Backed {
     indexing: HashMap<BlockHash, u32, BuildNameHasher>,
 }
 
-impl Backed {
+impl BackedTiers {
     pub(super) fn indexing(&mut self) -> &mut HashMap<BlockHash, u32, BuildNameHasher> {
         &mut self.indexing
     }
@@ -68,7 +68,7 @@ impl Tiers {
     /// Backed tiers of so many free pages each. A page has `page_size` positions.
     #[must_use]
     pub fn backed(hot_pages: u32, host_pages: u32, page_size: u32) -> Self {
-        let backed = Backed {
+        let backed = BackedTiers {
             page_size,
             rows_saved: vec![0; hot_pages as usize],
             leaving: vec![0; hot_pages as usize],

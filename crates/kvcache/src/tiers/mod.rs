@@ -29,7 +29,7 @@ use forebay_protocol::Direction;
 use crate::event::{BlockEvent, Place};
 use crate::hash::{BlockHash, BuildNameHasher};
 use crate::pool::{Counts, Host, Hot, Lease, PagePool};
-use backed::Backed;
+use backed::BackedTiers;
 use copies::Copying;
 use loans::Loans;
 
@@ -82,7 +82,7 @@ pub struct Tiers {
     moves: Moves,
     cleared: bool,
     noting: bool,
-    backed: Option<Backed>,
+    backed: Option<BackedTiers>,
     /// True if the pages are state pages.
     of_states: bool,
     loans: Loans,
@@ -404,7 +404,7 @@ impl Tiers {
         if unsent != listed {
             return Err(format!("restores {unsent:?} are to be sent, {listed:?} are listed"));
         }
-        let indexing = self.backed.iter().flat_map(Backed::indexed);
+        let indexing = self.backed.iter().flat_map(BackedTiers::indexed);
         for (name, ticket) in self.under_way.iter().chain(indexing) {
             let known = self.copies.get(ticket).is_some_and(|c| c.publish && c.name == Some(*name));
             if !known {

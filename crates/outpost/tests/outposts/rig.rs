@@ -12,7 +12,9 @@ use forebay_engine::{Executor, Ready, Signal};
 use forebay_hand::{
     Arena, HandConfig, HandExecutor, HandSpec, HostMemories, RankProcess, RankSpec, Site,
 };
-use forebay_outpost::{Credentials, Ended, HandOrder, JoinToken, Outposts, WorkSettings, work};
+use forebay_outpost::{
+    Credentials, HandOrder, JoinToken, OutpostEnd, Outposts, WorkSettings, work,
+};
 use forebay_protocol::{NewSlot, Row, SlotSpec, StepPlan, Want};
 use tokio::sync::oneshot;
 
@@ -97,7 +99,7 @@ impl Brain {
 /// An outpost on a thread of its own. Dropping it ends it as a signal would.
 pub(crate) struct Outpost {
     pub(crate) stop: Option<oneshot::Sender<()>>,
-    pub(crate) thread: Option<thread::JoinHandle<Result<(), Ended>>>,
+    pub(crate) thread: Option<thread::JoinHandle<Result<(), OutpostEnd>>>,
 }
 
 pub(crate) fn spawn(
@@ -126,13 +128,13 @@ impl Outpost {
         Self { stop: Some(stop), thread: Some(thread) }
     }
 
-    pub(crate) fn end(mut self) -> Result<(), Ended> {
+    pub(crate) fn end(mut self) -> Result<(), OutpostEnd> {
         drop(self.stop.take());
         self.thread.take().expect("it works").join().expect("it works")
     }
 
     /// Waits until it ends by itself.
-    pub(crate) fn ended(mut self) -> Ended {
+    pub(crate) fn ended(mut self) -> OutpostEnd {
         let thread = self.thread.as_ref().expect("it is there");
         eventually("the outpost ends by itself", || thread.is_finished());
         self.thread.take().expect("it works").join().expect("it works").expect_err("it goes on")

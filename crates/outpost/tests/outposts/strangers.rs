@@ -5,7 +5,7 @@ use std::net::{SocketAddr, TcpStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use forebay_outpost::{Credentials, Ended, WorkSettings};
+use forebay_outpost::{Credentials, OutpostEnd, WorkSettings};
 use tokio::net::TcpSocket;
 
 use crate::rig::*;
@@ -51,7 +51,7 @@ fn strangers_at_one_address_leave_places_to_others() {
     let other = Credentials::make().expect("it works");
     // Its secret is read, and the places at the other address are all taken still.
     let refused = Outpost::start(brain.mixed_up(&other)).ended();
-    assert!(matches!(&refused, Ended::Refused(..)), "{refused}");
+    assert!(matches!(&refused, OutpostEnd::Refused(..)), "{refused}");
     for stranger in &strangers {
         stranger.set_nonblocking(true).expect("it works");
         let waits = stranger.peek(&mut [0]).expect_err("nothing has come");
@@ -73,7 +73,10 @@ fn an_outpost_with_too_many_hands_is_refused() {
     let brain = Brain::start();
     for hands in [0, 257, u32::MAX] {
         let ended = Outpost::start(brain.settings(hands)).ended();
-        assert!(matches!(&ended, Ended::Refused(_, why) if why.contains("1 to 256")), "{ended}");
+        assert!(
+            matches!(&ended, OutpostEnd::Refused(_, why) if why.contains("1 to 256")),
+            "{ended}"
+        );
     }
 }
 
@@ -99,10 +102,10 @@ fn strangers_stay_outside() {
     let other = Credentials::make().expect("it works");
     // Another server's token, whole.
     let stranger = WorkSettings { token: other.token().clone(), ..brain.settings(1) };
-    assert!(matches!(Outpost::start(stranger).ended(), Ended::Stranger(_)));
+    assert!(matches!(Outpost::start(stranger).ended(), OutpostEnd::Stranger(_)));
     // The right certificate with another secret.
     let ended = Outpost::start(brain.mixed_up(&other)).ended();
-    assert!(matches!(&ended, Ended::Refused(_, why) if why.contains("secret")), "{ended}");
+    assert!(matches!(&ended, OutpostEnd::Refused(_, why) if why.contains("secret")), "{ended}");
 
     // Bytes that are no TLS, and connections that say nothing, hold up nobody.
     let silent: Vec<_> =

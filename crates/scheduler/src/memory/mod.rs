@@ -38,7 +38,7 @@ use rates::RestoreRates;
 use states::StatePages;
 use window_part::WindowPages;
 
-pub(crate) use prefix::Leased;
+pub(crate) use prefix::LeasedPages;
 
 /// Words of a copy for the host tier that it reads.
 const SOURCE_WORDS: usize = 1;

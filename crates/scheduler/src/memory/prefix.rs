@@ -15,7 +15,7 @@ use crate::turns::Turns;
 
 /// The pages of a request that is admitted.
 #[derive(Default)]
-pub(crate) struct Leased {
+pub(crate) struct LeasedPages {
     pub(crate) pages: Pages,
     /// Copies to wait for.
     pub(crate) pending: VecDeque<u32>,
@@ -59,11 +59,11 @@ impl Memory {
     /// generates, the next one. The first pages hold its leading blocks, or will when copies have
     /// ended; `cached` tells the number of their positions. New pages follow. `None`, and nothing
     /// is leased, if there are too few.
-    pub(crate) fn lease_with_prefix(&mut self, entry: &mut Entry) -> Option<Leased> {
+    pub(crate) fn lease_with_prefix(&mut self, entry: &mut Entry) -> Option<LeasedPages> {
         // From here on it needs tokens of its own.
         entry.settle();
         let mut leased = match self.kind {
-            Kind::Nothing => Leased::default(),
+            Kind::Nothing => LeasedPages::default(),
             Kind::Paged => self.lease_paged(entry)?,
             Kind::Backed(sparse) => self.lease_backed(entry, sparse)?,
         };
@@ -93,7 +93,7 @@ impl Memory {
         (entry.known() + u32::from(entry.generates())).div_ceil(self.page_size) as usize
     }
 
-    fn lease_paged(&mut self, entry: &mut Entry) -> Option<Leased> {
+    fn lease_paged(&mut self, entry: &mut Entry) -> Option<LeasedPages> {
         let count = self.pages_for(entry);
         let Prefix { found, here, cached, declined } = self.find_prefix(entry);
         let new = count - found.iter().filter(|block| !block.is_away()).count();
@@ -101,7 +101,7 @@ impl Memory {
             self.free_found(found);
             return None;
         }
-        let (mut leased, mut brought) = (Leased::default(), 0);
+        let (mut leased, mut brought) = (LeasedPages::default(), 0);
         if let Some(windows) = &mut self.windows {
             let window = windows.lease(&entry.blocks.names[..found.len()], count);
             if window.is_none() {

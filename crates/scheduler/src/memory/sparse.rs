@@ -12,7 +12,7 @@ use forebay_kvcache::BackedBlock;
 use forebay_protocol::{Span, StepPlan, StepResult};
 
 use super::pages::Pages;
-use super::prefix::Leased;
+use super::prefix::LeasedPages;
 use super::{Kind, Memory, Room};
 use crate::config::Sparse;
 use crate::entry::{Entry, Residence, Stage};
@@ -31,7 +31,11 @@ impl Memory {
     /// Leases pages like [`Self::lease_with_prefix`]. A request comes back sparse if it was sparse,
     /// or has outgrown the device's pages. It leaves the saved blocks in the host tier, and
     /// computes the rest position by position.
-    pub(super) fn lease_backed(&mut self, entry: &mut Entry, sparse: Sparse) -> Option<Leased> {
+    pub(super) fn lease_backed(
+        &mut self,
+        entry: &mut Entry,
+        sparse: Sparse,
+    ) -> Option<LeasedPages> {
         let found = self.find_backed_prefix(entry);
         let pages = self.pages_for(entry);
         let few_missing = pages - found.len() <= MOST_SINGLE;
@@ -59,7 +63,7 @@ impl Memory {
         entry: &mut Entry,
         found: Vec<BackedBlock>,
         count: usize,
-    ) -> Option<Leased> {
+    ) -> Option<LeasedPages> {
         let missing = count - found.len();
         let away = found.iter().filter(|block| block.hot.is_none()).count();
         let room = (self.tiers.hot().available() as usize, self.tiers.host_available() as usize);
@@ -67,7 +71,7 @@ impl Memory {
             found.into_iter().rev().for_each(|block| self.tiers.release_backed(block));
             return None;
         }
-        let mut leased = Leased::default();
+        let mut leased = LeasedPages::default();
         entry.cached = found.len() as u32 * self.page_size;
         for (block, &name) in found.into_iter().zip(&entry.blocks.names) {
             let BackedBlock { host, hot, pending, indexed, .. } = block;
@@ -96,7 +100,7 @@ impl Memory {
         entry: &mut Entry,
         mut found: Vec<BackedBlock>,
         sparse: Sparse,
-    ) -> Option<Leased> {
+    ) -> Option<LeasedPages> {
         for block in found.iter_mut().filter(|block| block.saved) {
             block.pending = None;
             block.hot.take().into_iter().for_each(|hot| self.tiers.release(hot));
@@ -112,7 +116,7 @@ impl Memory {
             found.into_iter().rev().for_each(|block| self.tiers.release_backed(block));
             return None;
         }
-        let mut leased = Leased::default();
+        let mut leased = LeasedPages::default();
         entry.cached = found.len() as u32 * self.page_size;
         for (block, &name) in found.into_iter().zip(&entry.blocks.names) {
             let BackedBlock { host, hot, pending, indexed, .. } = block;

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use forebay_kvcache::{BlockHash, Lease, WindowPool, Windowed};
+use forebay_kvcache::{BlockHash, Lease, WindowPool, WindowTier};
 use forebay_protocol::{StepPlan, least_window_pages};
 
 use super::pages::Pages;
@@ -15,7 +15,7 @@ use crate::retirement::check_leases;
 pub(crate) struct WindowRun {
     /// The index of the first page.
     pub(super) first: u32,
-    pub(super) leases: VecDeque<Lease<Windowed>>,
+    pub(super) leases: VecDeque<Lease<WindowTier>>,
     pub(super) passed: bool,
 }
 
@@ -26,11 +26,11 @@ impl WindowRun {
     }
 
     /// The page with this index.
-    fn get(&self, index: u32) -> Option<&Lease<Windowed>> {
+    fn get(&self, index: u32) -> Option<&Lease<WindowTier>> {
         self.leases.get(index.checked_sub(self.first)? as usize)
     }
 
-    pub(super) fn leases(&self) -> impl Iterator<Item = &Lease<Windowed>> {
+    pub(super) fn leases(&self) -> impl Iterator<Item = &Lease<WindowTier>> {
         self.leases.iter()
     }
 

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use axum::http::Response;
 use forebay_api::ApiError;
 use forebay_api::limits::{SHOWN_BYTES, cut};
-use forebay_engine::{EngineHandle, Moment, Status, What};
+use forebay_engine::{EngineHandle, EventKind, Moment, Status};
 use forebay_webui::{Feed, FeedBody};
 use serde::Serialize;
 
@@ -71,7 +71,7 @@ pub(crate) struct Life {
 struct LifeEvent {
     at_us: u64,
     #[serde(flatten)]
-    what: What,
+    what: EventKind,
     replica: usize,
 }
 

@@ -2,14 +2,14 @@
 
 use std::collections::{HashMap, HashSet};
 
-use forebay_engine::{EngineHandle, MOST_VIEWS, Moment, Phase, RequestView, Since, What};
+use forebay_engine::{EngineHandle, EventKind, MOST_VIEWS, Moment, Phase, RequestView, Since};
 
 use crate::live::shown::Snapshot;
 use crate::live::tick::RequestTick;
 
 /// A watcher's knowledge of requests.
 #[derive(Debug, Default)]
-pub(super) struct Told {
+pub(super) struct RequestsSent {
     /// The place of each replica's next moment.
     places: Vec<u64>,
     /// The requests as they were told.
@@ -24,7 +24,7 @@ pub(super) struct News<'a> {
     moments: Since<Moment>,
 }
 
-impl Told {
+impl RequestsSent {
     pub(super) fn new(engines: &[EngineHandle]) -> Self {
         let places = engines.iter().map(|engine| engine.moments_since(u64::MAX).next).collect();
         Self { places, ..Self::default() }
@@ -60,7 +60,7 @@ impl Told {
         }
         for (at, News { moments, .. }) in news.iter().enumerate() {
             for moment in &moments.entries {
-                if let What::Finished { .. } = moment.what {
+                if let EventKind::Finished { .. } = moment.what {
                     if self.known.remove(&moment.id).is_some() {
                         ended.push(moment.id);
                     } else if let Some((at, view)) = self.unseen.remove(&moment.id) {
@@ -80,7 +80,7 @@ impl Told {
 
     fn note(&mut self, at: usize, moment: &Moment) {
         let view = match moment.what {
-            What::Queued { prompt, max_tokens } => {
+            EventKind::Queued { prompt, max_tokens } => {
                 let view = RequestView {
                     id: moment.id,
                     phase: Phase::Queued,
@@ -101,24 +101,24 @@ impl Told {
         let Some((replica, view)) = view else { return };
         *replica = at;
         match moment.what {
-            What::Admitted { cached } => {
+            EventKind::Admitted { cached } => {
                 (view.cached, view.computed) = (cached, cached);
                 view.phase = Phase::Prefill;
             }
-            What::Prefill { tokens } => view.computed += tokens,
-            What::FirstToken => {
+            EventKind::Prefill { tokens } => view.computed += tokens,
+            EventKind::FirstToken => {
                 view.generated = 1;
                 view.phase = Phase::Decode;
             }
-            What::Tokens { count } => {
+            EventKind::Tokens { count } => {
                 view.generated += count;
                 view.computed += count;
             }
-            What::Received
-            | What::Queued { .. }
-            | What::Replayed
-            | What::Preempted
-            | What::Finished { .. } => {}
+            EventKind::Received
+            | EventKind::Queued { .. }
+            | EventKind::Replayed
+            | EventKind::Preempted
+            | EventKind::Finished { .. } => {}
         }
     }
 
@@ -169,7 +169,7 @@ mod tests {
         }
     }
 
-    fn moments(of: &[(u64, What)], lost: u64) -> Since<Moment> {
+    fn moments(of: &[(u64, EventKind)], lost: u64) -> Since<Moment> {
         let entries = of.iter().map(|&(id, what)| Moment { id, at_us: 7, what }).collect();
         Since { entries, lost, next: 0 }
     }
@@ -178,11 +178,11 @@ mod tests {
         changed.iter().map(|request| request.id.as_str()).collect()
     }
 
-    const END: What = What::Finished { reason: "stop" };
+    const END: EventKind = EventKind::Finished { reason: "stop" };
 
     #[test]
     fn what_has_not_changed_is_not_told_again() {
-        let mut told = Told::default();
+        let mut told = RequestsSent::default();
         let all = [view(1, 1), view(2, 1)];
         let news = |views| [News { views, moments: moments(&[], 0) }];
         assert_eq!(ids(&told.take(&news(&all)).0), ["1", "2"]);
@@ -195,15 +195,15 @@ mod tests {
 
     #[test]
     fn one_that_comes_and_goes_between_two_looks_is_told_with_its_counts() {
-        let mut told = Told::default();
-        let first = [(3, What::Queued { prompt: 9, max_tokens: 50 })];
+        let mut told = RequestsSent::default();
+        let first = [(3, EventKind::Queued { prompt: 9, max_tokens: 50 })];
         let news = News { views: &[], moments: moments(&first, 0) };
         assert_eq!(told.take(&[news]), (vec![], vec![]));
         let then = [
-            (3, What::Admitted { cached: 4 }),
-            (3, What::Prefill { tokens: 5 }),
-            (3, What::FirstToken),
-            (3, What::Tokens { count: 6 }),
+            (3, EventKind::Admitted { cached: 4 }),
+            (3, EventKind::Prefill { tokens: 5 }),
+            (3, EventKind::FirstToken),
+            (3, EventKind::Tokens { count: 6 }),
             (3, END),
         ];
         let news = News { views: &[], moments: moments(&then, 0) };
@@ -219,7 +219,7 @@ mod tests {
 
     #[test]
     fn an_end_is_told_once_and_of_those_alone_that_were_told() {
-        let mut told = Told::default();
+        let mut told = RequestsSent::default();
         let all = [view(1, 1)];
         let news = News { views: &all, moments: moments(&[(1, END), (9, END)], 0) };
         let (changed, ended) = told.take(&[news]);
@@ -230,7 +230,7 @@ mod tests {
 
     #[test]
     fn lost_moments_lose_no_end() {
-        let mut told = Told::default();
+        let mut told = RequestsSent::default();
         let all = [view(1, 1), view(2, 1)];
         told.take(&[News { views: &all, moments: moments(&[], 0) }]);
         let news = News { views: &all[1..], moments: moments(&[], 5) };
@@ -239,7 +239,7 @@ mod tests {
 
     #[test]
     fn a_request_that_moves_to_another_replica_has_not_ended() {
-        let mut told = Told::default();
+        let mut told = RequestsSent::default();
         let all = [view(1, 1)];
         let quiet = || moments(&[], 0);
         let there = [News { views: &all, moments: quiet() }, News { views: &[], moments: quiet() }];

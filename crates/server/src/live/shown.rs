@@ -20,11 +20,11 @@ pub(crate) struct Live {
 #[derive(Default)]
 pub(super) struct Snapshot {
     pub(super) now_us: u64,
-    pub(super) replicas: Vec<Seen>,
+    pub(super) replicas: Vec<ReplicaState>,
 }
 
 /// The state of a replica.
-pub(super) struct Seen {
+pub(super) struct ReplicaState {
     pub(super) engine: EngineHandle,
     pub(super) report: ReplicaReport,
     /// The requests of the replica.

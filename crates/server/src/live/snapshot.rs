@@ -8,7 +8,7 @@ use forebay_webui::INTERVAL;
 use tokio::sync::{oneshot, watch};
 use tokio::time::{MissedTickBehavior, interval, timeout};
 
-use super::shown::{Seen, Snapshot};
+use super::shown::{ReplicaState, Snapshot};
 use crate::state::Shared;
 
 /// The longest time that an engine thread may take to tell its requests. After it, those of before
@@ -56,7 +56,7 @@ async fn snapshot(state: &Shared, before: &Snapshot) -> Snapshot {
     let replicas = replicas.map(|(at, ((engine, report), views))| {
         let old = || before.replicas.get(at).map(|seen| Arc::clone(&seen.views));
         let views = views.map(Arc::from).or_else(old).unwrap_or_default();
-        Seen { engine, report, views }
+        ReplicaState { engine, report, views }
     });
     Snapshot { now_us, replicas: replicas.collect() }
 }

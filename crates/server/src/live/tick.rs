@@ -1,11 +1,11 @@
 //! The events of the feed.
 
-use forebay_engine::{EngineHandle, Phase, Planned, Since, Status, StepNote};
+use forebay_engine::{EngineHandle, Phase, PlannedStep, Since, Status, StepNote};
 use forebay_webui::INTERVAL;
 use serde::Serialize;
 
-use crate::live::requests::Told;
-use crate::live::shown::{Seen, Snapshot};
+use crate::live::requests::RequestsSent;
+use crate::live::shown::{ReplicaState, Snapshot};
 use crate::state::Shared;
 
 /// Steps of before that a new watcher is shown.
@@ -100,7 +100,7 @@ pub(super) struct RequestTick {
 pub(super) struct Watch {
     /// The place of each replica's next step.
     steps: Vec<u64>,
-    told: Told,
+    told: RequestsSent,
     started: Vec<ReplicaStart>,
 }
 
@@ -111,7 +111,7 @@ impl Watch {
             let next = engine.steps_since(u64::MAX).next;
             next.saturating_sub(FIRST_STEPS)
         });
-        Self { steps: steps.collect(), told: Told::new(&engines), started: Vec::new() }
+        Self { steps: steps.collect(), told: RequestsSent::new(&engines), started: Vec::new() }
     }
 
     /// The event with the initial state, unless it was sent already.
@@ -163,7 +163,7 @@ fn begin(index: usize, engine: &EngineHandle) -> ReplicaStart {
 }
 
 impl ReplicaTick {
-    fn new(index: usize, seen: &Seen, since: &Since<StepNote>) -> Self {
+    fn new(index: usize, seen: &ReplicaState, since: &Since<StepNote>) -> Self {
         let (scheduler, hand) = (&seen.report.stats.scheduler, &seen.report.stats.hand);
         Self {
             index,
@@ -203,7 +203,7 @@ impl ReplicaTick {
 fn columns(note: &StepNote) -> [u64; 10] {
     let StepNote { step, planned_us, done_us, device_us, gap_us, planned, plan_us, in_flight } =
         *note;
-    let Planned { decode_rows, prefill_rows, tokens, .. } = planned;
+    let PlannedStep { decode_rows, prefill_rows, tokens, .. } = planned;
     [
         step,
         planned_us,

@@ -169,7 +169,13 @@ impl Peer {
         let _ = exchange.stream.set(name.encode());
         let router = exchange.tag.router;
         let pace = state.book.pace(router);
-        Box::new(Tagged { encoder, ids: Vec::new(), router, pace, state: Arc::clone(state) })
+        Box::new(AnnotatedEvents {
+            encoder,
+            ids: Vec::new(),
+            router,
+            pace,
+            state: Arc::clone(state),
+        })
     }
 }
 
@@ -200,7 +206,7 @@ pub(crate) async fn queued(state: &Shared, router: u64, most: usize) -> Vec<Queu
 }
 
 /// Events with a comment after each delta but the last: its tokens, and now and then the load.
-struct Tagged {
+struct AnnotatedEvents {
     encoder: Box<dyn EventEncoder>,
     ids: Vec<i32>,
     router: u64,
@@ -208,7 +214,7 @@ struct Tagged {
     state: Shared,
 }
 
-impl EventEncoder for Tagged {
+impl EventEncoder for AnnotatedEvents {
     fn delta(
         &mut self,
         choice: u32,

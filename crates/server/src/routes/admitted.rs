@@ -48,7 +48,7 @@ pub(crate) struct Door<'a> {
 }
 
 /// A request that may be computed.
-pub(crate) struct Admitted<T: Admissible> {
+pub(crate) struct AdmittedRequest<T: Admissible> {
     pub(crate) admission: Admission,
     pub(crate) valid: T::Valid,
 }
@@ -66,7 +66,7 @@ pub(crate) struct Admission {
     pub(crate) charge: Arc<Charge>,
 }
 
-impl<T: Admissible> FromRequest<Shared> for Admitted<T> {
+impl<T: Admissible> FromRequest<Shared> for AdmittedRequest<T> {
     type Rejection = Failure;
 
     async fn from_request(request: Request, state: &Shared) -> Result<Self, Failure> {

@@ -7,7 +7,7 @@ use forebay_api::{
     ApiError, ClassifyData, ClassifyRequest, ClassifyResponse, ErrorBody, ValidEmbedding,
 };
 
-use super::admitted::{Admissible, Admitted, Door};
+use super::admitted::{Admissible, AdmittedRequest, Door};
 use super::embeddings::{Embedded, embed};
 use crate::names::random_hex;
 use crate::pooling::answers;
@@ -42,7 +42,7 @@ impl Admissible for ClassifyRequest {
     ),
 )]
 pub(crate) async fn classify(
-    Admitted { admission, valid }: Admitted<ClassifyRequest>,
+    AdmittedRequest { admission, valid }: AdmittedRequest<ClassifyRequest>,
 ) -> Result<Response, Failure> {
     let (state, name) = (Arc::clone(&admission.state), admission.model.clone());
     let model = state.classifier()?;

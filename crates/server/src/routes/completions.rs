@@ -11,13 +11,13 @@ use forebay_api::{
 use forebay_egress::{
     Candidate, Delta, EventEncoder, Logprobs, Tally, Terms,
     events::{Chunks, Cut},
-    prompt_logprobs::{self, Awaited, PromptLogprobList},
+    prompt_logprobs::{self, PromptLogprobGate, PromptLogprobList},
 };
 use forebay_http::ClientId;
 use forebay_text::{TextError, Tokenizer};
 use serde_json::{Map, Value};
 
-use super::admitted::{Admissible, Admission, Admitted, Door};
+use super::admitted::{Admissible, Admission, AdmittedRequest, Door};
 use super::wording::{matched_stop, stop_reason, token_name};
 use crate::call::Call;
 use crate::reply::{self, Failure};
@@ -53,7 +53,7 @@ impl Admissible for CompletionRequest {
 )]
 pub(crate) async fn completions(
     wire: Wire,
-    Admitted { admission, valid }: Admitted<CompletionRequest>,
+    AdmittedRequest { admission, valid }: AdmittedRequest<CompletionRequest>,
 ) -> Result<Response, Failure> {
     let Admission { state, peer, arrived, model, limits, charge, .. } = admission;
     let generation = valid.generation;
@@ -100,7 +100,7 @@ pub(crate) async fn completions(
         let chunks = Chunks::new(&name, "text_completion", &model, streaming, egress)
             .map_err(reply::unwritable)?;
         let made = || std::iter::repeat_n(made as u32, prompts);
-        let awaited = told.then(|| Awaited::new(made()));
+        let awaited = told.then(|| PromptLogprobGate::new(made()));
         let encoder = CompletionEncoder { chunks, states, awaited };
         return sse::stream(&state, call, encoder, wire, (&peer, &name));
     }
@@ -352,7 +352,7 @@ struct CompletionEncoder {
     chunks: Chunks,
     states: Vec<ChoiceState>,
     /// Log-probabilities of prompts, where they go ahead of the text.
-    awaited: Option<Awaited>,
+    awaited: Option<PromptLogprobGate>,
 }
 
 impl CompletionEncoder {

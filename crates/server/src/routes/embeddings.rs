@@ -10,7 +10,7 @@ use forebay_api::{
 };
 use forebay_http::Charge;
 
-use super::admitted::{Admissible, Admission, Admitted, Door};
+use super::admitted::{Admissible, Admission, AdmittedRequest, Door};
 use crate::answer::AnswerWriter;
 use crate::names::random_hex;
 use crate::pooling::{Form, Place, PooledCall, PoolingTask, answers, encode_inputs, form};
@@ -88,7 +88,7 @@ impl Admissible for Poolable {
     ),
 )]
 pub(crate) async fn embeddings(
-    Admitted { admission, valid }: Admitted<EmbeddingRequest>,
+    AdmittedRequest { admission, valid }: AdmittedRequest<EmbeddingRequest>,
 ) -> Result<Response, Failure> {
     let name = admission.model.clone();
     let id = format!("embd-{}", random_hex());
@@ -160,7 +160,7 @@ pub(super) async fn embed(
     ),
 )]
 pub(crate) async fn pooling(
-    Admitted { admission, valid }: Admitted<Poolable>,
+    AdmittedRequest { admission, valid }: AdmittedRequest<Poolable>,
 ) -> Result<Response, Failure> {
     let (state, name) = (Arc::clone(&admission.state), admission.model.clone());
     let model = state.pooled_model()?;

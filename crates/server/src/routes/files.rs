@@ -19,7 +19,7 @@ use tokio::time::timeout;
 use utoipa::ToSchema;
 
 use crate::batches::{StoreClient, on_disk};
-use crate::form::{Taken, bounded};
+use crate::form::{TakenBytes, bounded};
 use crate::limits::query;
 use crate::reply::{self, Failure};
 use crate::state::{Shared, now};
@@ -176,7 +176,7 @@ async fn write(
     state: &Shared,
     mut upload: Upload,
     mut field: Field<'_>,
-    taken: &Taken,
+    taken: &TakenBytes,
 ) -> Result<Upload, ApiError> {
     while let Some(part) = in_time(state, field.chunk()).await? {
         taken.add(part.len());

@@ -10,11 +10,11 @@ use forebay_api::{
 };
 use forebay_egress::{
     Candidate, Delta, End, EventEncoder, Tally, Terms, events,
-    prompt_logprobs::{self, Awaited, PromptLogprobList},
+    prompt_logprobs::{self, PromptLogprobGate, PromptLogprobList},
 };
 use forebay_text::Tokenizer;
 
-use super::admitted::{Admissible, Admission, Admitted, Door};
+use super::admitted::{Admissible, Admission, AdmittedRequest, Door};
 use crate::call::Call;
 use crate::images::{self, SeenPrompt};
 use crate::names::random_hex;
@@ -60,7 +60,7 @@ impl Admissible for GenerateRequest {
 )]
 pub(crate) async fn generate(
     wire: Wire,
-    Admitted { admission, valid: (param, valid) }: Admitted<GenerateRequest>,
+    AdmittedRequest { admission, valid: (param, valid) }: AdmittedRequest<GenerateRequest>,
 ) -> Result<Response, Failure> {
     let Admission { state, peer, arrived, limits, charge, .. } = admission;
     let terms = valid
@@ -103,7 +103,7 @@ pub(crate) async fn generate(
     let mut call = call.named(&name.id);
     if valid.stream {
         let told = outputs.iter().any(|output| output.start.is_some());
-        let awaited = told.then(|| Awaited::new(made.into_iter()));
+        let awaited = told.then(|| PromptLogprobGate::new(made.into_iter()));
         let encoder = GenerateEncoder { outputs, batch: valid.batch, awaited };
         return sse::stream(&state, call, encoder, wire, (&peer, &name));
     }
@@ -131,7 +131,7 @@ struct Batch {
     /// The images of all prompts, one after the other, and the number of each prompt's.
     parts: Vec<ImagePart>,
     shown: Vec<usize>,
-    outputs: Vec<Accumulated>,
+    outputs: Vec<ChoiceOutput>,
     /// Choices of each prompt.
     made: Vec<u32>,
 }
@@ -161,7 +161,7 @@ impl Batch {
             let terms = &all[item.generation];
             let generation = &terms.generation;
             let id = item.rid.unwrap_or_else(random_hex);
-            let output = |_| Accumulated {
+            let output = |_| ChoiceOutput {
                 id: id.clone(),
                 arrived,
                 with_logprobs: generation.sampling.logprobs.is_some(),
@@ -183,7 +183,7 @@ impl Batch {
 }
 
 /// Looks up the first token of each prompt that is to be listed.
-fn list_from(outputs: &mut [Accumulated], submissions: &[Submission]) -> Result<(), ApiError> {
+fn list_from(outputs: &mut [ChoiceOutput], submissions: &[Submission]) -> Result<(), ApiError> {
     const PARAM: &str = "logprob_start_len";
     let all = submissions.iter().flat_map(|submission| {
         std::iter::repeat_n(&submission.prompt, submission.terms.generation.n as usize)
@@ -200,7 +200,7 @@ fn list_from(outputs: &mut [Accumulated], submissions: &[Submission]) -> Result<
 }
 
 /// All that a choice has brought so far.
-struct Accumulated {
+struct ChoiceOutput {
     id: String,
     arrived: Instant,
     with_logprobs: bool,
@@ -218,7 +218,7 @@ struct Accumulated {
     sent: Option<usize>,
 }
 
-impl Accumulated {
+impl ChoiceOutput {
     /// True if an event is due. Each repeats all that came before. So the more that is, the more
     /// has to be new, and all events together have a bounded number of bytes for each that is new.
     fn is_due(&mut self) -> bool {
@@ -284,10 +284,10 @@ impl Accumulated {
 }
 
 struct GenerateEncoder {
-    outputs: Vec<Accumulated>,
+    outputs: Vec<ChoiceOutput>,
     batch: bool,
     /// Log-probabilities of prompts, which are in every event.
-    awaited: Option<Awaited>,
+    awaited: Option<PromptLogprobGate>,
 }
 
 impl GenerateEncoder {
@@ -355,7 +355,7 @@ mod tests {
             ids: vec![5; told * 21],
             values: vec![-1.0; told * 21],
         });
-        let mut output = Accumulated {
+        let mut output = ChoiceOutput {
             id: String::new(),
             arrived: Instant::now(),
             with_logprobs: candidates > 0,

@@ -354,7 +354,7 @@ pub(crate) async fn tokenizer_info(State(state): State<Shared>) -> Response {
 
 /// The prefix cache is empty.
 #[derive(Serialize, ToSchema)]
-pub(crate) struct Flushed {
+pub(crate) struct FlushAnswer {
     /// Always true.
     flushed: bool,
 }
@@ -364,7 +364,7 @@ pub(crate) struct Flushed {
     post,
     path = "/flush_cache",
     responses(
-        (status = 200, description = "The cache is empty", body = Flushed),
+        (status = 200, description = "The cache is empty", body = FlushAnswer),
         (status = 400, description = "Requests are running", body = ErrorBody),
     ),
 )]
@@ -376,7 +376,7 @@ pub(crate) async fn flush_cache(State(state): State<Shared>) -> Result<Response,
     });
     state.engine.flush_cache(reply);
     match receiver.await {
-        Ok(true) => Ok(reply::ok(&Flushed { flushed: true })),
+        Ok(true) => Ok(reply::ok(&FlushAnswer { flushed: true })),
         Ok(false) => Err(Failure(ApiError::CacheInUse)),
         Err(_) => Err(Failure(not_serving(Status::Failed("the engine has ended".into())))),
     }

@@ -14,7 +14,7 @@ use forebay_text::Tokenizer;
 use serde::Serialize;
 use utoipa::ToSchema;
 
-use super::admitted::{Admissible, Admission, Admitted, Door};
+use super::admitted::{Admissible, Admission, AdmittedRequest, Door};
 use super::wording::matched_stop;
 use crate::answer::AnswerWriter;
 use crate::call::Call;
@@ -53,7 +53,7 @@ impl Admissible for LlamaRequest {
 )]
 pub(crate) async fn completion(
     wire: Wire,
-    Admitted { admission, valid }: Admitted<LlamaRequest>,
+    AdmittedRequest { admission, valid }: AdmittedRequest<LlamaRequest>,
 ) -> Result<Response, Failure> {
     let Admission { state, peer, arrived, model, limits, charge, .. } = admission;
     let writer = Writer {

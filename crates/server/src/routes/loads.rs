@@ -20,7 +20,7 @@ const MOST_QUEUED: usize = 64;
 
 /// The time and the content of the answer.
 #[derive(Debug, Deserialize)]
-pub(crate) struct When {
+pub(crate) struct LoadsAt {
     /// Seconds to wait until the number of requests is another than `requests`.
     #[serde(default)]
     wait: f64,
@@ -64,7 +64,7 @@ pub(crate) async fn loads(
     uri: Uri,
     peer: Peer,
 ) -> Result<Response, Failure> {
-    let when: When = limits::query(&uri)?;
+    let when: LoadsAt = limits::query(&uri)?;
     let limit = wait(when.wait)?;
     if let Some(known) = when.requests {
         let mut live = state.book.watch();

@@ -13,7 +13,7 @@ use crate::state::Shared;
 
 /// The state of a replica: drained, or open to new requests.
 #[derive(Serialize, ToSchema)]
-pub(crate) struct Drained {
+pub(crate) struct DrainState {
     /// The number of the replica.
     replica: u32,
     /// True if the replica gets no new requests.
@@ -29,7 +29,7 @@ pub(crate) struct Drained {
     path = "/replicas/{replica}/drain",
     params(("replica" = u32, Path, description = "The replica's number")),
     responses(
-        (status = 200, description = "It gets no new requests", body = Drained),
+        (status = 200, description = "It gets no new requests", body = DrainState),
         (status = "default", description = "An error", body = ErrorBody),
     ),
 )]
@@ -46,7 +46,7 @@ pub(crate) async fn drain(
     path = "/replicas/{replica}/resume",
     params(("replica" = u32, Path, description = "The replica's number")),
     responses(
-        (status = 200, description = "It gets requests again", body = Drained),
+        (status = 200, description = "It gets requests again", body = DrainState),
         (status = "default", description = "An error", body = ErrorBody),
     ),
 )]
@@ -118,7 +118,7 @@ fn set(state: &Shared, replica: &str, drained: bool) -> Result<Response, Failure
         Some(replica) => {
             let all = state.engine.replicas();
             let taking = all.iter().filter(|replica| !replica.drained).count();
-            Ok(reply::ok(&Drained { replica, drained, taking }))
+            Ok(reply::ok(&DrainState { replica, drained, taking }))
         }
         None => Err(no_such(state, replica)),
     }

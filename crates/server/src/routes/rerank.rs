@@ -6,7 +6,7 @@ use forebay_api::{
     RerankResponse, RerankResult, ScoreData, ScoreRequest, ScoreResponse, ValidRerank,
 };
 
-use super::admitted::{Admissible, Admission, Admitted, Door};
+use super::admitted::{Admissible, Admission, AdmittedRequest, Door};
 use crate::answer::AnswerWriter;
 use crate::names::random_hex;
 use crate::pooling::{
@@ -59,7 +59,7 @@ impl Admissible for ScoreRequest {
     ),
 )]
 pub(crate) async fn rerank(
-    Admitted { admission, valid }: Admitted<RerankRequest>,
+    AdmittedRequest { admission, valid }: AdmittedRequest<RerankRequest>,
 ) -> Result<Response, Failure> {
     let id = format!("rerank-{}", random_hex());
     let (found, usage) = score_pairs(&admission, &valid.pairs, &id).await?;
@@ -92,7 +92,7 @@ pub(crate) async fn rerank(
     ),
 )]
 pub(crate) async fn score(
-    Admitted { admission, valid: pairs }: Admitted<ScoreRequest>,
+    AdmittedRequest { admission, valid: pairs }: AdmittedRequest<ScoreRequest>,
 ) -> Result<Response, Failure> {
     let id = format!("score-{}", random_hex());
     let (found, usage) = score_pairs(&admission, &pairs, &id).await?;

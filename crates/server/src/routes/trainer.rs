@@ -72,7 +72,7 @@ pub(crate) struct UpdateFromGroup {
 
 /// The outcome of an order.
 #[derive(Serialize, ToSchema)]
-pub(crate) struct Obeyed {
+pub(crate) struct OrderOutcome {
     success: bool,
     message: String,
 }
@@ -96,7 +96,7 @@ fn usual_backend() -> String {
     operation_id = "init_weights_update_group",
     request_body = InitGroup,
     responses(
-        (status = 200, description = "All ranks have met", body = Obeyed),
+        (status = 200, description = "All ranks have met", body = OrderOutcome),
         (status = 400, description = "They did not meet", body = ErrorBody),
         (status = 409, description = "There is a group", body = ErrorBody),
         (status = 501, description = "The backend is not served", body = ErrorBody),
@@ -137,7 +137,7 @@ pub(crate) async fn init(State(state): State<Shared>, body: Upload) -> Result<Re
     operation_id = "destroy_weights_update_group",
     request_body = DestroyGroup,
     responses(
-        (status = 200, description = "It was left", body = Obeyed),
+        (status = 200, description = "It was left", body = OrderOutcome),
         (status = 400, description = "There is no such group", body = ErrorBody),
         (status = "default", description = "An error", body = ErrorBody),
     ),
@@ -200,5 +200,5 @@ pub(crate) async fn update(State(state): State<Shared>, body: Upload) -> Result<
 }
 
 fn obeyed(message: &str) -> Response {
-    reply::ok(&Obeyed { success: true, message: message.to_owned() })
+    reply::ok(&OrderOutcome { success: true, message: message.to_owned() })
 }

@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use forebay_engine::Constraint;
 use forebay_grammar::{
-    Bounds, Constraints, Form, GrammarConfig, GrammarError, Grammars, Source, ThreadStart, Wanted,
+    Bounds, Constraints, Form, GrammarConfig, GrammarError, Grammars, Source, ThreadStart,
+    WantedForm,
 };
 use forebay_text::Tokenizer;
 use serde_json::{Map, Value, json};
@@ -48,7 +49,7 @@ impl Compiler {
         source: &Source,
         choices: usize,
     ) -> Result<Constraints, GrammarError> {
-        let wanted = Wanted {
+        let wanted = WantedForm {
             source: Some(source.clone()),
             reasoning: None,
             bounds: Bounds { ends: [EOS].into(), ..Bounds::default() },

@@ -38,7 +38,7 @@ impl Cuts {
             // The ids of one text differ from time to time: there is nothing to be equal to.
             return Self::default();
         }
-        let Some(added) = Added::all(file) else { return Self::default() };
+        let Some(added) = AddedToken::all(file) else { return Self::default() };
         let Some(normaliser) = Normaliser::of(&file["normalizer"]) else {
             return Self { tokens: TokenCuts::new(&added, false), text: None };
         };
@@ -101,13 +101,13 @@ impl Normaliser {
 
 /// An added token.
 #[derive(Debug)]
-pub(crate) struct Added {
+pub(crate) struct AddedToken {
     content: String,
     /// True if the token is looked for in the normalised text, and not in the text as it came.
     normalised: bool,
 }
 
-impl Added {
+impl AddedToken {
     /// All added tokens, or `None` if one of them looks at the text around it or takes spaces from
     /// it.
     fn all(file: &Value) -> Option<Vec<Self>> {

@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use serde_json::Value;
 
 use super::follow::{Follow, contains, is_space};
-use super::{Added, Normaliser};
+use super::{AddedToken, Normaliser};
 
 /// The pattern of the `ByteLevel` pre-tokenizer: that of GPT-2.
 const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
@@ -59,7 +59,7 @@ enum Stage {
 
 impl TextCuts {
     /// The cuts of a tokenizer; `None` if a part of it may look over a cut.
-    pub(crate) fn new(file: &Value, normaliser: Normaliser, added: &[Added]) -> Option<Self> {
+    pub(crate) fn new(file: &Value, normaliser: Normaliser, added: &[AddedToken]) -> Option<Self> {
         if normaliser == Normaliser::Nfc {
             // What is looked for then is the composed token.
             let composed = added.iter().filter(|token| token.normalised);
@@ -69,7 +69,7 @@ impl TextCuts {
         }
         let mut stages = Vec::new();
         stages_of(&file["pre_tokenizer"], &mut stages, &mut false)?;
-        let neighbours = |token: &Added| -> Vec<(char, char)> {
+        let neighbours = |token: &AddedToken| -> Vec<(char, char)> {
             token.content.chars().zip(token.content.chars().skip(1)).collect()
         };
         let inside_tokens: HashSet<(char, char)> = added.iter().flat_map(neighbours).collect();

@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 
 use aho_corasick::{AhoCorasick, Input};
 
-use super::Added;
+use super::AddedToken;
 
 /// Finds added tokens whose every occurrence in a text is that token, in any surroundings.
 ///
@@ -21,7 +21,7 @@ pub(crate) struct TokenCuts {
 impl TokenCuts {
     /// `None` if there is no such token. Tokens that are looked for in the normalised text count
     /// only where that `is_identity`.
-    pub(crate) fn new(added: &[Added], is_identity: bool) -> Option<Self> {
+    pub(crate) fn new(added: &[AddedToken], is_identity: bool) -> Option<Self> {
         // Where the normaliser does something, tokens of the normalised text are looked for in what
         // the others leave.
         let looked_for = added.iter().filter(|token| is_identity || !token.normalised);

@@ -30,7 +30,7 @@ use crate::error::TextError;
 use crate::template::{ChatTemplate, Guard};
 use crate::tokenizer::Tokenizer;
 use queue::{Queue, Task};
-use work::{Input, Job, Reply, Started, Terms, Tools};
+use work::{Input, Job, Reply, StartedInput, Terms, Tools};
 
 /// Room for a template's recursion and a deeply nested tool description. Only used pages are real
 /// memory.
@@ -244,7 +244,7 @@ impl TextPool {
             *shared.running.lock() += 1;
             let thread = Builder::new().name(name).stack_size(STACK_BYTES);
             let work = move || {
-                let _ended = Ended(&shared);
+                let _ended = ThreadEnd(&shared);
                 work(&shared);
             };
             // Nobody joins it: it may be in work that nobody waits for.
@@ -414,9 +414,9 @@ impl Drop for TextPool {
 }
 
 /// Says that a thread has ended, however that happened.
-struct Ended<'a>(&'a Shared);
+struct ThreadEnd<'a>(&'a Shared);
 
-impl Drop for Ended<'_> {
+impl Drop for ThreadEnd<'_> {
     fn drop(&mut self) {
         *self.0.running.lock() -= 1;
         self.0.ended.notify_all();
@@ -478,8 +478,8 @@ impl Shared {
         }
         self.inputs.fetch_add(1, Ordering::Relaxed);
         match job.start(&self.tools) {
-            Started::Done(reply, result) => Some((reply, result)),
-            Started::Long(long) => {
+            StartedInput::Done(reply, result) => Some((reply, result)),
+            StartedInput::Long(long) => {
                 self.cut.fetch_add(1, Ordering::Relaxed);
                 self.queue.push_long(long);
                 None

@@ -12,7 +12,7 @@ use tokio::sync::oneshot;
 use super::{Encoded, Keep, TextInput};
 use crate::encoder::{Encoder, Texts, Work};
 use crate::error::TextError;
-use crate::template::{ChatRender, ChatTemplate, Guard, Rendered, text_bytes};
+use crate::template::{ChatRender, ChatTemplate, Guard, GuardedChat, text_bytes};
 
 /// An estimate of the bytes of a token.
 const BYTES_A_TOKEN: usize = 4;
@@ -67,7 +67,7 @@ pub(super) struct Chat {
     continue_final_message: bool,
     kwargs: Map<String, Value>,
     /// The text, if it was rendered together with those of other chats.
-    rendered: Option<Result<Rendered, TextError>>,
+    rendered: Option<Result<GuardedChat, TextError>>,
 }
 
 /// An input that waits.
@@ -85,7 +85,7 @@ pub(super) struct Job {
 /// An input that has been cut into pieces for several threads or several turns.
 #[derive(Debug)]
 pub(super) struct Long {
-    planned: Planned,
+    planned: PlannedInput,
     /// Pieces that are not encoded yet.
     left: AtomicUsize,
     /// `None` once it is answered.
@@ -96,7 +96,7 @@ pub(super) struct Long {
 
 /// An input as text, cut.
 #[derive(Debug)]
-pub(super) enum Planned {
+pub(super) enum PlannedInput {
     Cut {
         work: Work,
         /// The rendered text, for the answer.
@@ -152,28 +152,28 @@ impl Input {
         1 + bytes / BYTES_A_TOKEN
     }
 
-    fn plan(self, tools: &Tools, terms: Terms) -> Result<Planned, TextError> {
+    fn plan(self, tools: &Tools, terms: Terms) -> Result<PlannedInput, TextError> {
         match self {
             Self::Texts { texts, add_special_tokens } => {
                 let Terms { most, salt } = terms;
                 let texts = Texts { texts, add_special_tokens, most, salt, plain: Vec::new() };
-                Ok(Planned::Cut { work: tools.encoder.plan(texts)?, rendered: None })
+                Ok(PlannedInput::Cut { work: tools.encoder.plan(texts)?, rendered: None })
             }
             Self::Pairs(pairs) => {
-                Ok(Planned::Pairs(Pairs::new(pairs, &tools.encoder, terms.most)?))
+                Ok(PlannedInput::Pairs(Pairs::new(pairs, &tools.encoder, terms.most)?))
             }
             Self::Ids(ids) => {
                 let text = Some(tools.encoder.tokenizer().decode(&ids, false)?);
-                Ok(Planned::Done(vec![Encoded { ids: Vec::new(), text, second: None }]))
+                Ok(PlannedInput::Done(vec![Encoded { ids: Vec::new(), text, second: None }]))
             }
             Self::Chat(mut chat) => {
                 let rendered = chat.rendered.take().unwrap_or_else(|| chat.render(tools));
-                let Rendered { text, client } = rendered?;
+                let GuardedChat { text, client } = rendered?;
                 let plain = tools.encoder.tokenizer().spelled(&text, &client);
                 let Terms { most, salt } = terms;
                 let texts = vec![text.clone()];
                 let texts = Texts { texts, add_special_tokens: false, most, salt, plain };
-                Ok(Planned::Cut { work: tools.encoder.plan(texts)?, rendered: Some(text) })
+                Ok(PlannedInput::Cut { work: tools.encoder.plan(texts)?, rendered: Some(text) })
             }
         }
     }
@@ -196,11 +196,11 @@ impl Chat {
         }
     }
 
-    fn render(&self, tools: &Tools) -> Result<Rendered, TextError> {
+    fn render(&self, tools: &Tools) -> Result<GuardedChat, TextError> {
         let template = tools.template.as_ref().ok_or(TextError::NoTemplate)?;
         match &tools.guard {
             Some(guard) => guard.render(template, &self.request()),
-            None => template.render(&self.request()).map(Rendered::plain),
+            None => template.render(&self.request()).map(GuardedChat::plain),
         }
     }
 }
@@ -262,7 +262,7 @@ impl Pairs {
 
 /// The state of an input that was started.
 #[derive(Debug)]
-pub(super) enum Started {
+pub(super) enum StartedInput {
     /// The input is encoded, or has failed; the answer is still to be given.
     Done(Reply, Result<Vec<Encoded>, TextError>),
     /// The input is long and was cut.
@@ -271,14 +271,14 @@ pub(super) enum Started {
 
 impl Job {
     /// Encodes an input, or cuts it if it is long.
-    pub(super) fn start(self, tools: &Tools) -> Started {
+    pub(super) fn start(self, tools: &Tools) -> StartedInput {
         let Self { input, terms, reply, keep, .. } = self;
         let planned = guarded(|| input.plan(tools, terms));
         let result = match planned {
             Ok(planned) if planned.pieces() > 1 || planned.is_long(0) => {
                 let left = AtomicUsize::new(planned.pieces());
                 let reply = Mutex::new(Some(reply));
-                return Started::Long(Arc::new(Long { planned, left, reply, _keep: keep }));
+                return StartedInput::Long(Arc::new(Long { planned, left, reply, _keep: keep }));
             }
             Ok(planned) => {
                 let go_on = || !reply.is_closed() && !tools.is_closed();
@@ -286,11 +286,11 @@ impl Job {
             }
             Err(error) => Err(error),
         };
-        Started::Done(reply, result)
+        StartedInput::Done(reply, result)
     }
 }
 
-impl Planned {
+impl PlannedInput {
     fn pieces(&self) -> usize {
         match self {
             Self::Cut { work, .. } => work.pieces(),
@@ -364,7 +364,7 @@ impl Tools {
                 Some(guard) => Ok(guard.render_all(template, &requests)),
                 None => {
                     let texts = template.render_all(&requests).into_iter();
-                    Ok(texts.map(|text| text.map(Rendered::plain)).collect())
+                    Ok(texts.map(|text| text.map(GuardedChat::plain)).collect())
                 }
             })
         };

@@ -19,7 +19,7 @@ use std::sync::{Arc, OnceLock};
 use jiff::Zoned;
 
 pub use content::ContentFormat;
-pub(crate) use guard::{Guard, Rendered};
+pub(crate) use guard::{Guard, GuardedChat};
 use isolated::RenderPool;
 pub use isolated::render_templates;
 pub(crate) use program::text_bytes;
@@ -241,7 +241,7 @@ impl ChatTemplate {
         let chats: Vec<_> = requests.iter().map(|request| self.prepare(request)).collect();
         let mut rendered: Vec<_> = chats.iter().map(|_| Err(TextError::Closed)).collect();
         for template in [Some(self), self.tool_use.as_deref()].into_iter().flatten() {
-            let (places, group): (Vec<usize>, Vec<&Prepared<'_>>) = chats
+            let (places, group): (Vec<usize>, Vec<&PreparedChat<'_>>) = chats
                 .iter()
                 .enumerate()
                 .filter_map(|(place, chat)| Some((place, chat.as_ref().ok()?)))
@@ -256,7 +256,7 @@ impl ChatTemplate {
     }
 
     /// A chat in the form that the template for it reads.
-    fn prepare<'a>(&'a self, request: &ChatRender<'a>) -> Result<Prepared<'a>, TextError> {
+    fn prepare<'a>(&'a self, request: &ChatRender<'a>) -> Result<PreparedChat<'a>, TextError> {
         if request.continue_final_message && request.add_generation_prompt {
             return Err(refused(
                 "continue_final_message and add_generation_prompt are not compatible",
@@ -276,7 +276,7 @@ impl ChatTemplate {
         };
         let continues = request.continue_final_message;
         let final_text = continues.then(|| self.tag_final_message(&mut messages)).transpose()?;
-        Ok(Prepared { template: self, request: *request, messages, final_text })
+        Ok(PreparedChat { template: self, request: *request, messages, final_text })
     }
 
     fn prepared_messages(
@@ -327,7 +327,7 @@ impl ChatTemplate {
     }
 
     /// Renders chats that this template has prepared, in order.
-    fn render_prepared(&self, chats: &[&Prepared<'_>]) -> Vec<Result<String, TextError>> {
+    fn render_prepared(&self, chats: &[&PreparedChat<'_>]) -> Vec<Result<String, TextError>> {
         if let Some(error) = self.probes.as_ref().and_then(OnceLock::get) {
             return chats.iter().map(|_| Err(error.clone())).collect();
         }
@@ -349,7 +349,7 @@ impl ChatTemplate {
 }
 
 /// A chat in the form that a template reads.
-struct Prepared<'a> {
+struct PreparedChat<'a> {
     template: &'a ChatTemplate,
     request: ChatRender<'a>,
     messages: Vec<serde_json::Value>,
@@ -357,7 +357,7 @@ struct Prepared<'a> {
     final_text: Option<String>,
 }
 
-impl Prepared<'_> {
+impl PreparedChat<'_> {
     fn variables(&self) -> Variables<'_> {
         Variables {
             messages: &self.messages,

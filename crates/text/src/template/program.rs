@@ -10,7 +10,7 @@ use minijinja::{Environment, Error, ErrorKind, Value};
 use serde_json::Map;
 
 use super::generation;
-use super::python::{self, Printed};
+use super::python::{self, PrintLimit};
 use crate::error::TextError;
 
 const NAME: &str = "chat_template";
@@ -81,8 +81,8 @@ impl Program {
         let template =
             self.environment.get_template(NAME).map_err(|error| template_error(&error))?;
         let most = chat.most_output();
-        let printed = Printed::limited(most);
-        let mut out = Limited { bytes: Vec::new(), most };
+        let printed = PrintLimit::limited(most);
+        let mut out = LimitedOutput { bytes: Vec::new(), most };
         let rendered = template.render_captured_to(context, &mut out);
         drop(printed);
         rendered.map_err(|error| template_error(&error))?;
@@ -101,12 +101,12 @@ impl Variables<'_> {
 }
 
 /// The output of a template, up to a limit.
-struct Limited {
+struct LimitedOutput {
     bytes: Vec<u8>,
     most: usize,
 }
 
-impl io::Write for Limited {
+impl io::Write for LimitedOutput {
     fn write(&mut self, text: &[u8]) -> io::Result<usize> {
         if self.bytes.len() + text.len() > self.most {
             return Err(io::Error::other(TooMuch));
@@ -139,11 +139,12 @@ pub(crate) fn text_bytes(value: &serde_json::Value) -> usize {
 /// A template's own refusal: the message alone is for the client.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
-struct Raised(String);
+struct TemplateRefusal(String);
 
 fn raise_exception(message: &Value) -> Result<Value, Error> {
     let message = message.to_string();
-    Err(Error::new(ErrorKind::InvalidOperation, message.clone()).with_source(Raised(message)))
+    Err(Error::new(ErrorKind::InvalidOperation, message.clone())
+        .with_source(TemplateRefusal(message)))
 }
 
 /// An error of the writer hides its cause from `source`.
@@ -160,7 +161,7 @@ fn strftime(now: &Zoned, format: &str) -> Result<String, Error> {
 fn template_error(error: &Error) -> TextError {
     let mut source: Option<&(dyn std::error::Error + 'static)> = Some(error);
     while let Some(cause) = source {
-        if let Some(raised) = cause.downcast_ref::<Raised>() {
+        if let Some(raised) = cause.downcast_ref::<TemplateRefusal>() {
             return TextError::Template(raised.0.clone());
         }
         if cause.downcast_ref::<TooMuch>().is_some() || is_too_much(cause) {

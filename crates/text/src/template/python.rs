@@ -23,15 +23,15 @@ thread_local! {
 
 /// Limits what templates on this thread print, until it is dropped.
 #[derive(Debug)]
-pub(super) struct Printed(usize);
+pub(super) struct PrintLimit(usize);
 
-impl Printed {
+impl PrintLimit {
     pub(super) fn limited(bytes: usize) -> Self {
         Self(PRINTABLE.replace(bytes))
     }
 }
 
-impl Drop for Printed {
+impl Drop for PrintLimit {
     fn drop(&mut self) {
         PRINTABLE.set(self.0);
     }

@@ -22,7 +22,7 @@ pub(super) struct Shape {
     /// Two messages of a user in a row.
     repeated: bool,
     /// The form of an assistant's message without content.
-    nothing: Nothing,
+    nothing: EmptyContent,
     arguments: Arguments,
     /// Names of calls that are no nine letters and digits.
     long_ids: bool,
@@ -43,7 +43,7 @@ enum Arguments {
 
 /// The form in which a message with calls has no content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Nothing {
+enum EmptyContent {
     Null,
     Empty,
     /// The content stays as it is.
@@ -65,7 +65,7 @@ impl Shape {
         several_systems: true,
         late_system: true,
         repeated: true,
-        nothing: Nothing::Either,
+        nothing: EmptyContent::Either,
         arguments: Arguments::Either,
         long_ids: true,
         tools: true,
@@ -118,11 +118,11 @@ impl Shape {
         let (empty, null) = (taken(json!("")), taken(Value::Null));
         let prints = |text: &String| ["None", "null"].iter().any(|word| text.contains(word));
         let nothing = match (empty, null) {
-            (Some(_), None) => Nothing::Empty,
-            (None, Some(_)) => Nothing::Null,
-            (Some(empty), Some(null)) if prints(&null) && !prints(&empty) => Nothing::Empty,
-            (None, None) => Nothing::Empty,
-            (Some(_), Some(_)) => Nothing::Either,
+            (Some(_), None) => EmptyContent::Empty,
+            (None, Some(_)) => EmptyContent::Null,
+            (Some(empty), Some(null)) if prints(&null) && !prints(&empty) => EmptyContent::Empty,
+            (None, None) => EmptyContent::Empty,
+            (Some(_), Some(_)) => EmptyContent::Either,
         };
         Self {
             system: takes_system,
@@ -174,10 +174,10 @@ impl Shape {
             ),
             (!self.repeated, "messages of one role in a row are joined"),
             (
-                self.nothing == Nothing::Empty && self.calls,
+                self.nothing == EmptyContent::Empty && self.calls,
                 "content that is null beside calls becomes an empty string",
             ),
-            (self.nothing == Nothing::Null, "empty content beside calls becomes null"),
+            (self.nothing == EmptyContent::Null, "empty content beside calls becomes null"),
             (self.arguments == Arguments::Object, "arguments of calls are given as objects"),
             (self.arguments == Arguments::Text, "arguments of calls are given as strings"),
             (!self.long_ids, "calls get names of nine letters and digits"),
@@ -208,8 +208,8 @@ impl Shape {
             return;
         }
         let content = match (self.nothing, message.get("content")) {
-            (Nothing::Empty, Some(Value::Null)) => Value::String(String::new()),
-            (Nothing::Null, Some(Value::String(text))) if text.is_empty() => Value::Null,
+            (EmptyContent::Empty, Some(Value::Null)) => Value::String(String::new()),
+            (EmptyContent::Null, Some(Value::String(text))) if text.is_empty() => Value::Null,
             _ => return,
         };
         message.insert("content".to_owned(), content);

@@ -3,7 +3,7 @@
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::content::{Loose, Shaped, TextOr};
+use crate::content::{KnownShapes, Loose, TextOr};
 use crate::error::ApiError;
 use crate::images::ImageUrl;
 use crate::inert::Inert;
@@ -92,7 +92,7 @@ pub(crate) struct Source {
     content: Option<Loose<TextOr<Leaf>>>,
 }
 
-impl Shaped for Source {
+impl KnownShapes for Source {
     const IS_OBJECT: bool = true;
     fn from_text(text: String) -> Result<Self, String> {
         Err(text)

@@ -8,7 +8,7 @@ use axum::response::Response;
 use forebay_api::{ApiError, ChatCompletion, ChatRequest, ErrorBody, ValidChat};
 use forebay_egress::events::Chunks;
 
-use super::admitted::{Admissible, Admission, Admitted, Door};
+use super::admitted::{Admissible, Admission, AdmittedRequest, Door};
 use crate::call::Call;
 use crate::reply::{self, Failure};
 use crate::sse;
@@ -43,7 +43,7 @@ impl Admissible for ChatRequest {
 )]
 pub(crate) async fn chat_completions(
     wire: Wire,
-    Admitted { admission, valid: chat }: Admitted<ChatRequest>,
+    AdmittedRequest { admission, valid: chat }: AdmittedRequest<ChatRequest>,
 ) -> Result<Response, Failure> {
     let Admission { state, peer, arrived, model, limits, charge, .. } = admission;
     let tokenizer = chat.generation.sampling.logprobs.map(|_| state.text.tokenizer().clone());

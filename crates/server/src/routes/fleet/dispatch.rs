@@ -29,14 +29,14 @@ const LONG: usize = 1 << 20;
 
 /// What the front reads in a body; the model's own routes read all.
 #[derive(Debug, Default, PartialEq)]
-struct Wanted {
+struct WantedModel {
     model: Option<String>,
     keep_alive: Option<Value>,
     /// True if there is neither a prompt nor a message.
     is_empty: bool,
 }
 
-impl Wanted {
+impl WantedModel {
     /// Reads a body, of which anything may be wrong: that is told by the model's routes.
     fn new(body: &[u8]) -> Self {
         let mut wanted = Self { is_empty: true, ..Self::default() };
@@ -115,9 +115,9 @@ pub(super) async fn by_body(
     let wanted = match body.len() > LONG {
         true => {
             let body = body.clone();
-            spawn_blocking(move || Wanted::new(&body)).await.unwrap_or_default()
+            spawn_blocking(move || WantedModel::new(&body)).await.unwrap_or_default()
         }
-        false => Wanted::new(&body),
+        false => WantedModel::new(&body),
     };
     let model = front.find(wanted.model.as_deref())?;
     let path = parts.uri.path();
@@ -269,7 +269,7 @@ mod tests {
 
     #[test]
     fn bodies_name_their_model() {
-        let wanted = |body: Value| Wanted::new(body.to_string().as_bytes());
+        let wanted = |body: Value| WantedModel::new(body.to_string().as_bytes());
         let chat =
             wanted(json!({"model": "a\"b", "messages": [{"content": "{\"model\": \"c\"}"}]}));
         assert_eq!((chat.model.as_deref(), chat.is_empty), (Some("a\"b"), false));
@@ -281,6 +281,6 @@ mod tests {
             assert_eq!(wanted(other.clone()).model, None, "{other}");
         }
         // The model's own routes say what is wrong with the rest.
-        assert_eq!(Wanted::new(b"{\"model\": \"a\"").model.as_deref(), Some("a"));
+        assert_eq!(WantedModel::new(b"{\"model\": \"a\"").model.as_deref(), Some("a"));
     }
 }

@@ -27,7 +27,7 @@ struct NamedModel {
 
 /// The models that were moved.
 #[derive(Serialize, ToSchema)]
-struct Moved {
+struct MovedModels {
     success: bool,
     /// The state of each by its name: `ready`, `asleep`, `unloaded`.
     #[schema(value_type = HashMap<String, String>)]
@@ -68,7 +68,7 @@ fn chosen(front: &Front, name: Option<&str>) -> Result<Vec<usize>, ApiError> {
 fn done(front: &Front, models: &[usize]) -> Response {
     let state =
         |&model: &usize| (front.entries[model].names[0].clone(), json!(front.report(model).state));
-    reply::ok(&Moved { success: true, models: models.iter().map(state).collect() })
+    reply::ok(&MovedModels { success: true, models: models.iter().map(state).collect() })
 }
 
 /// Loads a model, and answers once it is ready.
@@ -79,7 +79,7 @@ fn done(front: &Front, models: &[usize]) -> Response {
     tag = "models",
     request_body = NamedModel,
     responses(
-        (status = 200, description = "The model is loaded", body = Moved),
+        (status = 200, description = "The model is loaded", body = MovedModels),
         (status = "default", description = "An error", body = ErrorBody),
     ),
 )]
@@ -102,7 +102,7 @@ pub(crate) async fn load(
     tag = "models",
     request_body = NamedModel,
     responses(
-        (status = 200, description = "The model has left", body = Moved),
+        (status = 200, description = "The model has left", body = MovedModels),
         (status = "default", description = "An error", body = ErrorBody),
     ),
 )]
@@ -134,7 +134,7 @@ pub(crate) struct SleepQuery {
     tag = "models",
     params(SleepQuery),
     responses(
-        (status = 200, description = "The models are asleep", body = Moved),
+        (status = 200, description = "The models are asleep", body = MovedModels),
         (status = "default", description = "An error", body = ErrorBody),
     ),
 )]
@@ -164,7 +164,7 @@ async fn rest(front: &Arc<Front>, models: &[usize], level: SleepLevel) {
     tag = "models",
     params(ModelQuery),
     responses(
-        (status = 200, description = "The models are loaded", body = Moved),
+        (status = 200, description = "The models are loaded", body = MovedModels),
         (status = "default", description = "An error", body = ErrorBody),
     ),
 )]
@@ -225,7 +225,7 @@ pub(crate) async fn is_sleeping(
     tag = "models",
     request_body = NamedModel,
     responses(
-        (status = 200, description = "The models are asleep", body = Moved),
+        (status = 200, description = "The models are asleep", body = MovedModels),
         (status = "default", description = "An error", body = ErrorBody),
     ),
 )]
@@ -247,7 +247,7 @@ pub(crate) async fn release(
     tag = "models",
     request_body = NamedModel,
     responses(
-        (status = 200, description = "The models are loaded", body = Moved),
+        (status = 200, description = "The models are loaded", body = MovedModels),
         (status = "default", description = "An error", body = ErrorBody),
     ),
 )]

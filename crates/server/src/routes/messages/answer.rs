@@ -185,13 +185,13 @@ impl Blocks {
 /// Appends an event, whose data has its name too.
 fn event(name: &str, data: Value, out: &mut Vec<u8>) -> serde_json::Result<()> {
     #[derive(Serialize)]
-    struct Named<'a> {
+    struct NamedEvent<'a> {
         #[serde(rename = "type")]
         kind: &'a str,
         #[serde(flatten)]
         data: &'a Value,
     }
-    events::named(name, &Named { kind: name, data: &data }, out)
+    events::named(name, &NamedEvent { kind: name, data: &data }, out)
 }
 
 impl EventEncoder for Blocks {

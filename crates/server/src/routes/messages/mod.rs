@@ -10,7 +10,7 @@ use forebay_api::{ApiError, ErrorBody, Limits, MessagesRequest, ValidChat};
 use serde::Serialize;
 use utoipa::ToSchema;
 
-use super::admitted::{Admissible, Admission, Admitted, Door};
+use super::admitted::{Admissible, Admission, AdmittedRequest, Door};
 use super::chat::{CallIds, prepare, render};
 use crate::call::Call;
 use crate::ignored::ignore;
@@ -49,7 +49,7 @@ impl Admissible for MessagesRequest {
 )]
 pub(crate) async fn messages(
     wire: Wire,
-    Admitted { admission, valid: chat }: Admitted<MessagesRequest>,
+    AdmittedRequest { admission, valid: chat }: AdmittedRequest<MessagesRequest>,
 ) -> Result<Response, Failure> {
     let Admission { state, peer, arrived, model, limits, charge, .. } = admission;
     let streamed = chat.streaming.is_some();

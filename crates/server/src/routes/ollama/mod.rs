@@ -15,7 +15,7 @@ use forebay_dialect::Ids;
 use forebay_egress::Terms;
 use serde_json::json;
 
-use super::admitted::{Admissible, Admission, Admitted, Door};
+use super::admitted::{Admissible, Admission, AdmittedRequest, Door};
 use super::chat::{CallIds, prepare};
 use super::embeddings::{Embedded, embed as embed_texts};
 use crate::call::Call;
@@ -115,7 +115,7 @@ impl Admissible for OllamaEmbeddingsRequest {
 )]
 pub(crate) async fn chat(
     wire: Wire,
-    admitted: Admitted<OllamaChatRequest>,
+    admitted: AdmittedRequest<OllamaChatRequest>,
 ) -> Result<Response, Failure> {
     answer(wire, admitted, Kind::Chat).await
 }
@@ -133,7 +133,7 @@ pub(crate) async fn chat(
 )]
 pub(crate) async fn generate(
     wire: Wire,
-    admitted: Admitted<OllamaGenerateRequest>,
+    admitted: AdmittedRequest<OllamaGenerateRequest>,
 ) -> Result<Response, Failure> {
     answer(wire, admitted, Kind::Generate).await
 }
@@ -147,7 +147,7 @@ pub(super) fn unloaded(path: &str, model: &str) -> Response {
 
 async fn answer<T: Admissible<Valid = OllamaAsk>>(
     wire: Wire,
-    Admitted { admission, valid: ask }: Admitted<T>,
+    AdmittedRequest { admission, valid: ask }: AdmittedRequest<T>,
     kind: Kind,
 ) -> Result<Response, Failure> {
     let Admission { state, peer, arrived, model, limits, charge, .. } = admission;
@@ -195,7 +195,7 @@ async fn answer<T: Admissible<Valid = OllamaAsk>>(
     ),
 )]
 pub(crate) async fn embed(
-    Admitted { admission, valid }: Admitted<OllamaEmbedRequest>,
+    AdmittedRequest { admission, valid }: AdmittedRequest<OllamaEmbedRequest>,
 ) -> Result<Response, Failure> {
     let (model, arrived) = (admission.model.clone(), admission.arrived);
     let id = format!("ollama-{}", random_hex());
@@ -228,7 +228,7 @@ pub(crate) async fn embed(
     ),
 )]
 pub(crate) async fn embeddings(
-    Admitted { admission, valid }: Admitted<OllamaEmbeddingsRequest>,
+    AdmittedRequest { admission, valid }: AdmittedRequest<OllamaEmbeddingsRequest>,
 ) -> Result<Response, Failure> {
     let id = format!("ollama-{}", random_hex());
     let Some(valid) = valid else { return Ok(reply::ok(&json!({"embedding": []}))) };

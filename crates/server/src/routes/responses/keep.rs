@@ -8,7 +8,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use crate::state::Shared;
-use crate::store::{Finished, Owner, Turn};
+use crate::store::{FinishedResponse, Owner, Turn};
 
 /// Keeps a response, and the conversation up to it.
 pub(super) struct Keeper {
@@ -29,6 +29,6 @@ impl Keeper {
         // Each is an item of ours, so none is left out.
         let output = items.filter_map(|item| Item::deserialize(item).ok()).collect();
         let body = Bytes::from(response.to_string());
-        state.store.keep(owner, id, Finished { body, input, output, before, background });
+        state.store.keep(owner, id, FinishedResponse { body, input, output, before, background });
     }
 }

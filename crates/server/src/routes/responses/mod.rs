@@ -24,7 +24,7 @@ use serde_json::{Value, json};
 use tokio::sync::oneshot;
 use utoipa::ToSchema;
 
-use super::admitted::{Admissible, Admission, Admitted, Door};
+use super::admitted::{Admissible, Admission, AdmittedRequest, Door};
 use super::chat::{CallIds, prepare, render};
 use crate::answer::{AnswerWriter, charged};
 use crate::call::Call;
@@ -105,7 +105,7 @@ impl Admissible for ResponsesRequest {
 )]
 pub(crate) async fn responses(
     wire: Wire,
-    Admitted { admission, valid: turn }: Admitted<ResponsesRequest>,
+    AdmittedRequest { admission, valid: turn }: AdmittedRequest<ResponsesRequest>,
 ) -> Result<Response, Failure> {
     let Admission { state, peer, arrived, model, limits, charge, .. } = admission;
     let NextTurn { valid, owner, before, front } = turn;
@@ -399,7 +399,7 @@ pub(crate) struct InputTokens {
     ),
 )]
 pub(crate) async fn input_tokens(
-    Admitted { admission, valid: turn }: Admitted<ResponsesRequest>,
+    AdmittedRequest { admission, valid: turn }: AdmittedRequest<ResponsesRequest>,
 ) -> Result<Response, Failure> {
     let Admission { state, peer, charge, .. } = admission;
     let chat = turn.valid.chat;

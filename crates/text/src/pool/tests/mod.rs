@@ -100,8 +100,8 @@ type Pending<'a, T> = Pin<Box<dyn Future<Output = Result<T, TextError>> + 'a>>;
 /// Starts an input that is long.
 fn cut(job: Job, tools: &Tools) -> Arc<work::Long> {
     match job.start(tools) {
-        Started::Long(long) => long,
-        Started::Done(..) => panic!("it is short"),
+        StartedInput::Long(long) => long,
+        StartedInput::Done(..) => panic!("it is short"),
     }
 }
 

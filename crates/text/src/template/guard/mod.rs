@@ -26,13 +26,13 @@ const TWINS: Range<u32> = 0x2_0000..0x2_a6d0;
 
 /// A rendered chat.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Rendered {
+pub(crate) struct GuardedChat {
     pub(crate) text: String,
     /// Sorted ranges of bytes from clients. Each range that matters has at least one byte here.
     pub(crate) client: Vec<Range<usize>>,
 }
 
-impl Rendered {
+impl GuardedChat {
     /// A text in which no special token is from a client.
     pub(crate) fn plain(text: String) -> Self {
         Self { text, client: Vec::new() }
@@ -57,7 +57,7 @@ pub(crate) struct Guard {
 }
 
 /// A chat with twins in it.
-struct Twinned {
+struct TwinnedChat {
     messages: Value,
     tools: Option<Value>,
     documents: Option<Value>,
@@ -130,9 +130,9 @@ impl Guard {
         &self,
         template: &ChatTemplate,
         chat: &ChatRender<'_>,
-    ) -> Result<Rendered, TextError> {
+    ) -> Result<GuardedChat, TextError> {
         match self.twinned(chat)? {
-            None => template.render(chat).map(Rendered::plain),
+            None => template.render(chat).map(GuardedChat::plain),
             Some(twinned) => Self::render_twice(template, chat, &twinned),
         }
     }
@@ -142,13 +142,13 @@ impl Guard {
         &self,
         template: &ChatTemplate,
         chats: &[ChatRender<'_>],
-    ) -> Vec<Result<Rendered, TextError>> {
+    ) -> Vec<Result<GuardedChat, TextError>> {
         let twinned: Vec<_> = chats.iter().map(|chat| self.twinned(chat)).collect();
         let plain = chats.iter().zip(&twinned).filter(|(_, twinned)| matches!(twinned, Ok(None)));
         let plain: Vec<_> = plain.map(|(chat, _)| *chat).collect();
         let mut texts = template.render_all(&plain).into_iter();
         let rendered = chats.iter().zip(twinned).map(|(chat, twinned)| match twinned? {
-            None => texts.next().unwrap_or(Err(TextError::Closed)).map(Rendered::plain),
+            None => texts.next().unwrap_or(Err(TextError::Closed)).map(GuardedChat::plain),
             Some(twinned) => Self::render_twice(template, chat, &twinned),
         });
         rendered.collect()
@@ -158,8 +158,8 @@ impl Guard {
     fn render_twice(
         template: &ChatTemplate,
         chat: &ChatRender<'_>,
-        (twins, twinned): &(Twins, Twinned),
-    ) -> Result<Rendered, TextError> {
+        (twins, twinned): &(Twins, TwinnedChat),
+    ) -> Result<GuardedChat, TextError> {
         let shadow = ChatRender {
             messages: &twinned.messages,
             tools: twinned.tools.as_ref(),
@@ -172,14 +172,14 @@ impl Guard {
             let text = template.render(chat)?;
             let Ok(shadow) = template.render(&shadow) else { break };
             if let Some(client) = twins.compare(&text, &shadow) {
-                return Ok(Rendered { text, client });
+                return Ok(GuardedChat { text, client });
             }
         }
         Err(TextError::Guarded)
     }
 
     /// The chat with twins; `None` if there is nothing in it that needs them.
-    fn twinned(&self, chat: &ChatRender<'_>) -> Result<Option<(Twins, Twinned)>, TextError> {
+    fn twinned(&self, chat: &ChatRender<'_>) -> Result<Option<(Twins, TwinnedChat)>, TextError> {
         let empty = Map::new();
         let kwargs = chat.kwargs.unwrap_or(&empty);
         let values = [Some(chat.messages), chat.tools, chat.documents];
@@ -190,7 +190,7 @@ impl Guard {
         }
         let twins = Twins::new(&self.alphabet, chat).ok_or(TextError::Guarded)?;
         let replace = |value: &Value| self.replaced(value, &twins);
-        let twinned = Twinned {
+        let twinned = TwinnedChat {
             messages: replace(chat.messages),
             tools: chat.tools.map(replace),
             documents: chat.documents.map(replace),

@@ -3,7 +3,7 @@ use std::path::PathBuf;
 
 use serde_json::{Value, json};
 
-use super::{Guard, Rendered};
+use super::{Guard, GuardedChat};
 use crate::error::TextError;
 use crate::template::{ChatRender, ChatTemplate};
 
@@ -23,13 +23,13 @@ fn user(content: &str) -> Value {
     json!([{"role": "user", "content": content}])
 }
 
-fn rendered(source: &str, messages: &Value) -> Result<Rendered, TextError> {
+fn rendered(source: &str, messages: &Value) -> Result<GuardedChat, TextError> {
     let template = template(source);
     guard(&template).render(&template, &ChatRender::new(messages))
 }
 
 /// The parts of the text that are marked as the client's.
-fn marked(rendered: &Rendered) -> Vec<&str> {
+fn marked(rendered: &GuardedChat) -> Vec<&str> {
     rendered.client.iter().map(|range| &rendered.text[range.clone()]).collect()
 }
 

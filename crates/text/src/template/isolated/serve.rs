@@ -12,7 +12,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::super::program::Program;
-use super::wire::{Received, Setup, answer_to_bytes, read_frame, write_frame};
+use super::wire::{ReceivedVariables, Setup, answer_to_bytes, read_frame, write_frame};
 use super::{MEMORY, SECONDS};
 use crate::error::TextError;
 
@@ -53,7 +53,7 @@ fn answer_all(mut socket: UnixStream) -> io::Result<()> {
         if limited.elapsed() >= SLACK {
             limited = limit_time()?;
         }
-        let chat = Received::from_bytes(&chat).ok_or_else(malformed)?;
+        let chat = ReceivedVariables::from_bytes(&chat).ok_or_else(malformed)?;
         let rendered: Result<String, TextError> = program.render(&chat.variables());
         write_frame(&mut socket, &answer_to_bytes(&rendered))?;
     }

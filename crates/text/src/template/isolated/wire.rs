@@ -117,7 +117,7 @@ impl Setup {
 
 /// The variables of a rendering, as a process receives them.
 #[derive(Debug)]
-pub(super) struct Received {
+pub(super) struct ReceivedVariables {
     messages: Vec<Value>,
     tools: Option<Value>,
     documents: Option<Value>,
@@ -125,7 +125,7 @@ pub(super) struct Received {
     add_generation_prompt: bool,
 }
 
-impl Received {
+impl ReceivedVariables {
     pub(super) fn from_bytes(mut bytes: &[u8]) -> Option<Self> {
         let bytes = &mut bytes;
         let add_generation_prompt = take_byte(bytes)? == TRUE;
@@ -148,7 +148,7 @@ impl Received {
     }
 }
 
-/// The message that [`Received`] reads.
+/// The message that [`ReceivedVariables`] reads.
 pub(super) fn variables_to_bytes(variables: &Variables<'_>) -> Vec<u8> {
     let mut out = vec![if variables.add_generation_prompt { TRUE } else { FALSE }];
     put_values(variables.messages, &mut out);
@@ -337,7 +337,7 @@ mod tests {
                 add_generation_prompt,
                 kwargs: Some(&kwargs),
             };
-            let received = Received::from_bytes(&variables_to_bytes(&sent)).expect("variables");
+            let received = ReceivedVariables::from_bytes(&variables_to_bytes(&sent)).expect("variables");
             let got = received.variables();
             prop_assert_eq!(got.messages, sent.messages);
             prop_assert_eq!(got.tools.unwrap_or(&Value::Null), &tools);
@@ -358,8 +358,8 @@ mod tests {
             };
             let mut bytes = variables_to_bytes(&sent);
             bytes[at] = byte;
-            let _ = Received::from_bytes(&bytes);
-            prop_assert!(Received::from_bytes(&bytes[..at]).is_none());
+            let _ = ReceivedVariables::from_bytes(&bytes);
+            prop_assert!(ReceivedVariables::from_bytes(&bytes[..at]).is_none());
         }
     }
 
