@@ -10,7 +10,7 @@ use serde::Deserialize;
 #[command(next_help_heading = "Adapters")]
 pub(crate) struct AdapterFlags {
     /// Serve LoRA adapters: a request names one in place of the model, and a step may mix them. For
-    /// generating models on a CPU.
+    /// generating models.
     #[arg(long)]
     pub(crate) enable_lora: bool,
     /// Adapters to load at the start, and their names: folders as PEFT saves them, or GGUF files.
