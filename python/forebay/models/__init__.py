@@ -1,1 +1,1 @@
-"""Model families, one file each."""
+"""Encoders, image towers and models that run in transformers' own code, one file each."""
