@@ -99,10 +99,13 @@ impl Relay {
     /// Handles the failure of a backend in the middle of a response: another brain goes on, or the
     /// client gets an error.
     fn broke(&mut self, reason: Broken) -> Option<Polled> {
-        let State::Flowing(flow) = std::mem::replace(&mut self.state, State::Over) else {
+        let State::Flowing(mut flow) = std::mem::replace(&mut self.state, State::Over) else {
             return None;
         };
-        let is_failure = !matches!(reason, Broken::Deadline);
+        let is_failure = !matches!(reason, Broken::Deadline | Broken::Prefill);
+        if let Some(prefill) = flow.failed_leg().and_then(|failed| failed.leg) {
+            prefill.charge(FailureOrigin::Client(self.client.0));
+        }
         if is_failure {
             flow.sent.failed();
         }
