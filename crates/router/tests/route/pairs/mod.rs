@@ -75,6 +75,14 @@ fn refused(change: impl FnOnce(&mut PairConfig)) -> String {
     started.err().expect("no router starts").to_string()
 }
 
+/// The bodies that servers got, once they have so many. A prefill server may get its own when the
+/// answer has come.
+fn asked(fakes: &[Fake], count: usize) -> Vec<Value> {
+    let all = || fakes.iter().flat_map(bodies).collect::<Vec<_>>();
+    eventually("all were asked", || all().len() == count);
+    all()
+}
+
 /// The bodies that clients sent to a server.
 fn bodies(fake: &Fake) -> Vec<Value> {
     let seen = fake.seen();
@@ -118,7 +126,7 @@ fn the_engine_may_be_named_where_servers_do_not_tell() {
         config.pairs.prefill[0].bootstrap_port = Some(4321);
     });
     assert_eq!(post(rig.address, CHAT, "{}").status(), 200);
-    assert_eq!(bodies(&prefill[0])[0]["bootstrap_port"], 4321);
+    assert_eq!(asked(&prefill, 1)[0]["bootstrap_port"], 4321);
     let loads = get(rig.address, "/v1/loads").json();
     assert_eq!(loads["loads"][0]["duty"], "prefill");
     assert_eq!(loads["loads"][1]["engine"], "SGLang");
@@ -139,6 +147,7 @@ fn a_fleet_of_two_engines_makes_pairs_of_one_each() {
     }
     let rooms =
         |fake: &Fake| bodies(fake).iter().filter(|body| !body["bootstrap_room"].is_null()).count();
+    asked(&prefill, 12);
     let counts = |fake: &Fake| (fake.seen().len(), rooms(fake));
     assert_eq!([counts(&prefill[0]), counts(&decode[0])], [(8, 8), (8, 8)]);
     assert_eq!([counts(&prefill[1]), counts(&decode[1])], [(4, 0), (4, 0)]);
@@ -164,6 +173,7 @@ fn a_prompt_goes_where_it_was_before_at_both_servers() {
         prompts.dedup();
         (bodies(fake).len(), prompts.len())
     };
+    asked(&prefill, 18);
     assert_eq!(prefill.iter().map(kinds).collect::<Vec<_>>(), [(6, 1); 3]);
     assert!(decode.iter().all(|fake| bodies(fake).len() == 6), "in turn");
 }

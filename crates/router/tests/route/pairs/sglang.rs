@@ -15,8 +15,7 @@ fn both_servers_meet_in_a_room_that_is_used_once() {
         let body = "{\"stream\":true,\"n\":2,\"messages\":[]}";
         let answer = post(rig.address, CHAT, body);
         assert_eq!(answer.text().as_bytes(), STREAM, "the answer is the decode server's");
-        let (first, second) = (bodies(&prefill[0]), bodies(&decode[0]));
-        assert_eq!((first.len(), second.len()), (count, count));
+        let (first, second) = (asked(&prefill, count), asked(&decode, count));
         let (first, second) = (&first[count - 1], &second[count - 1]);
         for name in ["bootstrap_host", "bootstrap_port", "bootstrap_room", "n", "messages"] {
             assert_eq!(first[name], second[name], "{name}");
@@ -145,6 +144,7 @@ fn a_stream_whose_prefill_server_dies_ends_with_one_error() {
     client.send("POST", CHAT, &[], b"{\"stream\":true}");
     let mut answer = client.head();
     let first = read_chunk(&mut client.0).unwrap();
+    eventually("both have it", || prefill[0].alive() + decode[0].alive() == 2);
     prefill[0].restart();
     read_body(&mut client.0, &mut answer);
     let rest = answer.events();
@@ -173,15 +173,41 @@ fn a_prefill_server_that_has_answered_is_out_of_it() {
 fn a_prefill_server_that_hangs_ends_soon_after_the_answer() {
     let (prefill, decode) = sglang(1, 1);
     let rig = rig(&prefill, &decode);
-    for act in [fine(), Act::Stream(STREAM.to_vec()), Act::Answer(404, "{}".into())] {
+    let (gate, open) = Gate::new();
+    prefill[0].will([Act::Hang]);
+    decode[0].will([Act::Wait(gate)]);
+    let address = rig.address;
+    let asked = std::thread::spawn(move || post(address, CHAT, "{}"));
+    eventually("both have it", || prefill[0].alive() + decode[0].alive() == 2);
+    drop(open);
+    assert_eq!(asked.join().unwrap().status(), 200);
+    let answered = Instant::now();
+    eventually("it is over", || prefill[0].alive() == 0);
+    let end = prefill[0].spans()[0].end;
+    assert!(end.saturating_duration_since(answered) < OUTLIVED);
+}
+
+#[test]
+fn a_stream_that_is_complete_is_complete_whatever_the_prefill_server_does() {
+    let (prefill, decode) = sglang(1, 1);
+    let rig = rig(&prefill, &decode);
+    // The whole, and one that is cut in its last event.
+    for pieces in [vec![STREAM.to_vec()], vec![STREAM[..20].to_vec(), STREAM[20..].to_vec()]] {
         prefill[0].will([Act::Hang]);
-        decode[0].will([act.clone()]);
-        let status = post(rig.address, CHAT, "{}").status();
-        assert_eq!(status, if matches!(act, Act::Answer(404, _)) { 404 } else { 200 });
-        let answered = Instant::now();
-        eventually("it is over", || prefill[0].alive() == 0);
-        let end = prefill[0].spans().last().unwrap().end;
-        assert!(end.saturating_duration_since(answered) < OUTLIVED, "{act:?}");
+        decode[0].will([Act::HangAfter(pieces[0].clone())]);
+        let mut client = Client::connect(rig.address);
+        client.send("POST", CHAT, &[], b"{\"stream\":true}");
+        let mut answer = client.head();
+        let first = read_chunk(&mut client.0).unwrap();
+        eventually("both have it", || prefill[0].alive() + decode[0].alive() == 2);
+        prefill[0].restart();
+        read_body(&mut client.0, &mut answer);
+        let rest = answer.text().to_owned();
+        assert_eq!(first, pieces[0]);
+        match pieces.len() {
+            1 => assert!(answer.whole && rest.is_empty(), "{rest}"),
+            _ => assert_eq!(rest.matches("[DONE]").count(), 1, "{rest}"),
+        }
     }
 }
 
