@@ -35,6 +35,8 @@ pub(crate) enum Act {
     HangAfter(Vec<u8>),
     /// A JSON answer, once somebody says so.
     Wait(Arc<Gate>),
+    /// Something else, once somebody says so.
+    Held(Arc<Gate>, Box<Act>),
     /// It waits in a brain's queue with this many tokens, until the other end closes the
     /// connection or the queue is computed: then it is answered.
     Queue(u64),
@@ -200,6 +202,11 @@ impl Fake {
     pub(crate) fn will(&self, acts: impl IntoIterator<Item = Act>) -> &Self {
         self.state.script.lock().unwrap().extend(acts);
         self
+    }
+
+    /// Has it do the next requests as it should.
+    pub(crate) fn forget(&self) {
+        self.state.script.lock().unwrap().clear();
     }
 
     /// Clients' requests so far.
@@ -500,6 +507,10 @@ impl State {
             Act::Queue(tokens) => {
                 let seq = tag_of(request).unwrap().seq;
                 self.queue(reader, seq, tokens) && answer(socket, 200, "{\"ok\":true}", "")
+            }
+            Act::Held(gate, act) => {
+                let _ = gate.0.lock().unwrap().recv();
+                self.act(*act, socket, reader, request)
             }
             Act::Wait(gate) => {
                 let _ = gate.0.lock().unwrap().recv();

@@ -44,15 +44,12 @@ fn failures() -> [Act; 5] {
     ]
 }
 
-/// The servers that did something else than to answer well, and the time for which one outlived
-/// the other.
-fn outlived(failing: &[Fake], hanging: &[Fake]) -> Duration {
-    let end = |fakes: &[Fake], wanted: fn(&Act) -> bool| {
-        let spans = fakes.iter().flat_map(Fake::spans);
-        spans.filter(|span| wanted(&span.act)).map(|span| span.end).max().unwrap()
-    };
-    let failed = end(failing, |act| !matches!(act, Act::Answer(200, _)));
-    end(hanging, |act| matches!(act, Act::Hang)).saturating_duration_since(failed)
+/// The end of the one thing that these servers did of this kind.
+fn end(fakes: &[Fake], wanted: fn(&Act) -> bool) -> Instant {
+    let spans: Vec<_> = fakes.iter().flat_map(Fake::spans).collect();
+    let found: Vec<_> = spans.iter().filter(|span| wanted(&span.act)).collect();
+    assert_eq!(found.len(), 1, "{spans:?}");
+    found[0].end
 }
 
 #[test]
@@ -65,43 +62,38 @@ fn whichever_server_fails_the_other_ends_and_another_pair_goes_on_in_a_new_room(
                 true => (&prefill, &decode),
                 false => (&decode, &prefill),
             };
-            // Whichever is asked first, its partner hangs.
-            failing.iter().for_each(|fake| {
-                fake.will([failure.clone(), fine()]);
-            });
-            let answer = {
-                let first = |fakes: &[Fake]| fakes.iter().position(|fake| !fake.seen().is_empty());
-                hanging.iter().for_each(|fake| {
-                    fake.will([Act::Hang]);
-                });
-                let asked = std::thread::spawn({
-                    let address = rig.address;
-                    move || post(address, CHAT, "{}")
-                });
-                eventually("it has hung", || first(hanging).is_some());
-                // What was not asked first does not hang later.
-                asked.join().unwrap()
-            };
-            assert!(outlived(failing, hanging) < OUTLIVED, "{failure:?}");
-            assert_eq!(answer.status(), 200, "{failure:?}, prefill: {prefill_fails}");
-            let rooms = |fakes: &[Fake]| -> Vec<i64> {
-                let all = fakes.iter().flat_map(bodies);
-                let mut rooms: Vec<i64> =
-                    all.map(|body| body["bootstrap_room"].as_i64().unwrap()).collect();
-                rooms.sort_unstable();
-                rooms
-            };
-            let [first, second] = [rooms(&prefill), rooms(&decode)];
-            assert!(first.len() >= 2 && second.len() >= 2, "another pair was asked");
-            for rooms in [&first, &second] {
-                assert!(rooms.windows(2).all(|pair| pair[0] != pair[1]), "no room twice");
+            let all = || prefill.iter().chain(&decode);
+            // Whichever are asked first: one fails once its partner hangs.
+            let (gates, keys): (Vec<_>, Vec<_>) = (0..2).map(|_| Gate::new()).unzip();
+            for (fake, gate) in failing.iter().zip(gates) {
+                fake.will([Act::Held(gate, Box::new(failure.clone()))]);
             }
-            let common = first.iter().filter(|room| second.contains(room)).count();
-            // One may have failed before the other was reached.
-            assert!(common >= 1, "both were told one room");
-            eventually("nothing is left", || {
-                prefill.iter().chain(&decode).all(|fake| fake.alive() == 0)
+            hanging.iter().for_each(|fake| {
+                fake.will([Act::Hang]);
             });
+            let address = rig.address;
+            let asked = std::thread::spawn(move || post(address, CHAT, "{}"));
+            eventually("a pair has it", || all().map(Fake::alive).sum::<usize>() == 2);
+            all().for_each(Fake::forget);
+            drop(keys);
+            let status = asked.join().unwrap().status();
+            assert_eq!(status, 200, "{failure:?}, prefill: {prefill_fails}");
+            eventually("nothing is left", || all().all(|fake| fake.alive() == 0));
+            let failed = end(failing, |act| matches!(act, Act::Held(..)));
+            let hung = end(hanging, |act| matches!(act, Act::Hang));
+            assert!(hung.saturating_duration_since(failed) < OUTLIVED, "{failure:?}");
+            let rooms = |fakes: &[Fake]| -> Vec<i64> {
+                let all = crate::pairs::asked(fakes, 2);
+                all.iter().map(|body| body["bootstrap_room"].as_i64().unwrap()).collect()
+            };
+            let (first, mut second) = (rooms(&prefill), rooms(&decode));
+            if first[0] != second[0] {
+                second.reverse();
+            }
+            assert_eq!(first, second, "both were told");
+            assert_ne!(first[0], first[1], "a room for each attempt");
+            let once = |fakes: &[Fake]| fakes.iter().all(|fake| bodies(fake).len() == 1);
+            assert!(once(failing), "another pair was asked");
         }
     }
 }
