@@ -160,7 +160,8 @@ pub(crate) fn is_paired(method: &Method, path: &str) -> Result<bool, ApiError> {
     Err(ApiError::NotImplemented { reason })
 }
 
-/// Engines of which a prefill server is among these backends, and those of which a decode server is.
+/// Engines of which a prefill server is among these backends, and those of which a decode server
+/// is.
 fn engines<'a>(backends: impl Iterator<Item = &'a Arc<Backend>>) -> [Vec<PairEngine>; 2] {
     let mut found = [Vec::new(), Vec::new()];
     for backend in backends {
@@ -182,8 +183,8 @@ pub(crate) fn paired<'a>(backends: impl Iterator<Item = &'a Arc<Backend>>) -> Ve
     decode
 }
 
-/// The reason for which none of these backends are a pair, though there are some of each kind;
-/// `None` if a pair is among them, or if one kind is missing.
+/// The reason for which none of these backends are a pair, though both kinds are there. `None` if a
+/// pair is among them, or if one kind is missing.
 pub(crate) fn mismatch(backends: &[Arc<Backend>]) -> Option<String> {
     let [prefill, decode] = engines(backends.iter());
     let apart = !prefill.is_empty() && !decode.is_empty();
