@@ -15,6 +15,7 @@ UNITS = re.compile(r"^    pub (\w+_(?:us|ms|s|secs|seconds)): (?:[ui]\d+|usize|f
 NEVER_SHOWN = {
     "BreakerConfig": "the router shows no configuration",
     "HealthConfig": "the router shows no configuration",
+    "PairConfig": "the router shows no configuration",
     "RetryConfig": "the router shows no configuration",
     "RouterConfig": "the router shows no configuration",
     "SchedulerConfig": "made in one place, of the engine's settings and the facts of a hand",

@@ -7,8 +7,8 @@ use anyhow::{Result, bail};
 use clap::Args;
 use forebay_capacity::MoveArgs;
 use forebay_router::{
-    AllowedBackends, BodyLimits, BreakerConfig, HealthConfig, Policy, RetryConfig, Router,
-    RouterConfig, Sources, Thresholds, Watch,
+    AllowedBackends, BodyLimits, BreakerConfig, HealthConfig, PairConfig, PairEngine, Policy,
+    PrefillServer, RetryConfig, Router, RouterConfig, Sources, Thresholds, Watch,
 };
 use forebay_server::Guard;
 use tokio::runtime::Builder;
@@ -57,6 +57,8 @@ pub(crate) struct RouteFlags {
     #[command(flatten)]
     backends: BackendFlags,
     #[command(flatten)]
+    pairs: PairFlags,
+    #[command(flatten)]
     choice: ChoiceFlags,
     #[command(flatten)]
     trouble: TroubleFlags,
@@ -87,6 +89,62 @@ struct BackendFlags {
     /// Backends that may register, as in 10.0.0.0/8,*.brains.internal:8000; by default any.
     #[arg(long, value_delimiter = ',', num_args = 1.., value_name = "HOST")]
     allowed_backends: Vec<AllowedBackends>,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Pairs of prefill and decode servers")]
+struct PairFlags {
+    /// Servers of SGLang or vLLM that compute prompts, in place of --backends. Behind a URL may
+    /// stand the port at which SGLang's decode servers find it, as in http://10.0.0.1:8000 8998.
+    #[arg(
+        long,
+        value_delimiter = ',',
+        num_args = 1..,
+        value_name = "URL",
+        requires = "decode",
+        conflicts_with_all = ["backends", "backends_file", "backends_dns", "registration_key"]
+    )]
+    prefill: Vec<String>,
+    /// Servers of the same engine that go on behind the first token. Clients get their answers.
+    #[arg(long, value_delimiter = ',', num_args = 1.., value_name = "URL", requires = "prefill")]
+    decode: Vec<String>,
+    /// The engine of these servers [default: each is asked].
+    #[arg(long, value_enum, value_name = "ENGINE", requires = "prefill")]
+    pd_engine: Option<PairEngine>,
+    /// The policy that chooses a prefill server [default: that of --policy].
+    #[arg(long, value_enum, value_name = "POLICY", requires = "prefill")]
+    prefill_policy: Option<Policy>,
+    /// The policy that chooses a decode server [default: that of --policy].
+    #[arg(long, value_enum, value_name = "POLICY", requires = "prefill")]
+    decode_policy: Option<Policy>,
+}
+
+impl PairFlags {
+    fn config(&self) -> Result<PairConfig> {
+        let mut prefill: Vec<PrefillServer> = Vec::new();
+        for word in &self.prefill {
+            let is_port = word.bytes().all(|byte| byte.is_ascii_digit());
+            if !is_port && word != "none" {
+                prefill.push(PrefillServer { url: word.clone(), bootstrap_port: None });
+                continue;
+            }
+            let Some(last) = prefill.last_mut() else {
+                bail!("--prefill {word}: a bootstrap port stands behind the URL of its server");
+            };
+            if is_port {
+                let port = word.parse().ok().filter(|&port: &u16| port > 0);
+                let Some(port) = port else { bail!("--prefill: {word} is no port") };
+                last.bootstrap_port = Some(port);
+            }
+        }
+        Ok(PairConfig {
+            prefill,
+            decode: self.decode.clone(),
+            engine: self.pd_engine,
+            prefill_policy: self.prefill_policy,
+            decode_policy: self.decode_policy,
+        })
+    }
 }
 
 #[derive(Debug, Args)]
@@ -263,6 +321,7 @@ impl RouteFlags {
                 registration_key: backends.registration_key.clone(),
                 allowed: backends.allowed_backends.clone(),
             },
+            pairs: self.pairs.config()?,
             health: HealthConfig {
                 path: trouble.health_check_endpoint.clone(),
                 interval: trouble.health_check_interval_secs,
@@ -383,6 +442,34 @@ mod tests {
         assert_eq!(other.retry.retries, 0);
         let breaker = config(&["--disable-circuit-breaker", "--policy", "power_of_two"]);
         assert_eq!((breaker.breaker.failures, breaker.policy), (0, Policy::PowerOfTwo));
+    }
+
+    #[test]
+    fn pairs_are_named_as_for_the_router_of_sglang_too() {
+        let server = |url: &str, bootstrap_port| PrefillServer { url: url.into(), bootstrap_port };
+        let ours = config(&["--prefill", "a:1,b:1", "--decode", "c:1,d:1"]).pairs;
+        assert_eq!(ours.prefill, [server("a:1", None), server("b:1", None)]);
+        assert_eq!(
+            (ours.decode.as_slice(), ours.engine),
+            (&["c:1".into(), "d:1".into()][..], None)
+        );
+        let words = "--prefill a:1 8998 --prefill b:1 none --prefill c:1 --decode d:1 --decode e:1 \
+                     --prefill-policy random --pd-engine sglang";
+        let theirs = config(&words.split_whitespace().collect::<Vec<_>>()).pairs;
+        let expected = [server("a:1", Some(8998)), server("b:1", None), server("c:1", None)];
+        assert_eq!((&theirs.prefill[..], theirs.decode.len()), (&expected[..], 2));
+        assert_eq!(theirs.engine, Some(PairEngine::SgLang));
+        assert_eq!((theirs.prefill_policy, theirs.decode_policy), (Some(Policy::Random), None));
+        for wrong in ["--prefill a:1", "--decode a:1", "--prefill a:1 --decode b:1 --backends c:1"]
+        {
+            let words = std::iter::once("route").chain(wrong.split(' '));
+            assert!(Only::try_parse_from(words).is_err(), "{wrong}");
+        }
+        for wrong in ["--prefill 8998 --decode b:1", "--prefill a:1 99999 --decode b:1"] {
+            let words = std::iter::once("route").chain(wrong.split(' '));
+            let only = Only::try_parse_from(words).unwrap();
+            assert!(only.flags.config(1 << 20, None).is_err(), "{wrong}");
+        }
     }
 
     #[test]

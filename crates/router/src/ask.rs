@@ -21,14 +21,15 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Uri};
 use parking_lot::Mutex;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
-use crate::backend::Sent;
+use crate::backend::{Backend, Sent};
 use crate::budget::Held;
 use crate::homes::wanted;
 use crate::index::Texts;
 use crate::models;
+use crate::pairs::Duty;
 use crate::past::Past;
 use crate::payload::Payload;
-use crate::policy::Policy;
+use crate::splice::PairNeeds;
 use crate::tape::IdShare;
 
 const ROUTING_KEY: &str = "x-routing-key";
@@ -66,6 +67,8 @@ pub(crate) struct Ask {
     pub(crate) model: Option<Box<str>>,
     /// True if it names a key or a replica: it stays where its policy has sent it.
     pinned: bool,
+    /// The needs of a request that a pair of servers computes; `None`: one backend does.
+    pub(crate) pair: Option<PairNeeds>,
     /// The number of its moves from queue to queue.
     moves: AtomicU8,
     /// Backends that died while they had it.
@@ -75,7 +78,10 @@ pub(crate) struct Ask {
 /// The purpose of a look at a request.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Reading {
-    pub(crate) policy: Policy,
+    /// A policy keeps requests with the same key together.
+    pub(crate) keys: bool,
+    /// A policy goes by cached prompts.
+    pub(crate) texts: bool,
     /// The client that the request comes from.
     pub(crate) client: ClientId,
     /// The seed of the names of a client's texts that have no salt of their own.
@@ -98,12 +104,12 @@ impl Ask {
     pub(crate) fn new(
         mut parts: Parts,
         (body, held): (Bytes, Held),
-        Reading { policy, client, root }: Reading,
+        Reading { keys, texts: by_texts, client, root }: Reading,
         deadline: Instant,
     ) -> Self {
-        let key = (policy == Policy::Session).then(|| routing_key(&parts.headers, &body)).flatten();
+        let key = keys.then(|| routing_key(&parts.headers, &body)).flatten();
         let pinned = key.is_some() || is_pinned(&parts.headers, &body);
-        let texts = (policy == Policy::CacheAware).then(|| texts(&body, root)).flatten();
+        let texts = by_texts.then(|| texts(&body, root)).flatten();
         keep_end_to_end(&mut parts.headers);
         // A page of the router's is none of the backend's, but it may ask.
         if is_from_own_page(&parts.headers) {
@@ -129,8 +135,28 @@ impl Ask {
             response,
             model,
             pinned,
+            pair: None,
             moves: AtomicU8::new(0),
             past: Mutex::default(),
+        }
+    }
+
+    /// The request as one that a pair computes.
+    pub(crate) fn for_pair(self, needs: PairNeeds) -> Self {
+        Self { pair: Some(needs), ..self }
+    }
+
+    /// The client's body.
+    pub(crate) fn body(&self) -> &Bytes {
+        &self.body
+    }
+
+    /// True if a backend may compute it, or the part of it that is the backend's.
+    pub(crate) fn is_for(&self, backend: &Backend) -> bool {
+        match (&self.pair, backend.duty) {
+            (None, duty) => !duty.is_prefill(),
+            (Some(_), Duty::Whole) => false,
+            (Some(needs), _) => backend.peer().is_some_and(|peer| needs.fit(peer.engine)),
         }
     }
 
@@ -151,12 +177,14 @@ impl Ask {
         u32::try_from(self.body.len() / BYTES_A_TOKEN).unwrap_or(u32::MAX)
     }
 
-    /// The request to a backend, which is shown the router's name and key.
+    /// The request to a backend, which is shown the router's name and key; `body` in place of the
+    /// client's.
     pub(crate) fn request(
         &self,
         (router, router_key): (u64, Option<&HeaderValue>),
         sent: &Sent,
         resume: Option<&Resume>,
+        body: Option<Payload>,
     ) -> Request<Payload> {
         let tag = RouterTag {
             router,
@@ -165,10 +193,11 @@ impl Ask {
             seed: self.seed,
             blocks: self.texts.is_some(),
         };
-        let body = match resume {
+        let whole = || match resume {
             None => Payload::from(self.body.clone()),
-            Some(resume) => Payload::new(resume.ids.clone(), self.body.clone()),
+            Some(resume) => Payload::from(vec![resume.ids.clone(), self.body.clone()]),
         };
+        let body = body.unwrap_or_else(whole);
         let mut request = Request::new(body);
         *request.method_mut() = self.method.clone();
         *request.uri_mut() = Uri::from(self.path.clone());

@@ -18,6 +18,7 @@ use crate::ask::{Ask, Resume, keep_end_to_end};
 use crate::backend::{Backend, Sent};
 use crate::budget::Held;
 use crate::flow::{Broken, Flow, Vigil};
+use crate::leg::Leg;
 use crate::link::{Link, LinkError};
 use crate::payload::Payload;
 use crate::shared::Worker;
@@ -56,6 +57,7 @@ pub(crate) struct Reached {
 }
 
 /// The reason for another attempt.
+#[derive(Debug)]
 pub(crate) enum Trouble {
     Connect(LinkError),
     /// A connection that had been idle turned out to be closed.
@@ -68,6 +70,8 @@ pub(crate) enum Trouble {
     Unkept(Response<Bytes>),
     /// The backend is a router that has given the request up.
     GivenUp(Response<Bytes>),
+    /// The prefill server refuses the request for what it is, and this is the answer.
+    Answered(Response<Bytes>),
 }
 
 impl Trouble {
@@ -77,14 +81,17 @@ impl Trouble {
             Self::Broken(broken) => !matches!(broken, Broken::Deadline),
             Self::Refused(response) => is_failure(response.status()),
             Self::Connect(_) | Self::Stale | Self::Moved(_) => false,
-            Self::Unkept(_) | Self::GivenUp(_) => false,
+            Self::Unkept(_) | Self::GivenUp(_) | Self::Answered(_) => false,
         }
     }
 }
 
 /// An attempt that came to nothing.
+#[derive(Debug)]
 pub(crate) struct Failed {
     pub(crate) trouble: Trouble,
+    /// The prefill server, if that has failed and not the backend whose answer was to come.
+    pub(crate) leg: Option<Arc<Backend>>,
     /// The dispatch, if the backend may have died of it. It is still open, so that no other suspect
     /// is tried there before that is known.
     pub(crate) sent: Option<Sent>,
@@ -92,8 +99,25 @@ pub(crate) struct Failed {
 
 impl From<Trouble> for Failed {
     fn from(trouble: Trouble) -> Self {
-        Self { trouble, sent: None }
+        Self { trouble, leg: None, sent: None }
     }
+}
+
+/// The failure of an attempt without an answer. `was_sent`: the backend may have died of it.
+pub(crate) fn unanswered(trouble: Trouble, sent: Sent, was_sent: bool) -> Failed {
+    if trouble.is_failure() || matches!(trouble, Trouble::Connect(_)) {
+        sent.failed();
+    }
+    Failed { sent: was_sent.then_some(sent), ..trouble.into() }
+}
+
+/// The part of a request that is the router's, where a pair computes it.
+#[derive(Default)]
+pub(crate) struct Beside {
+    /// The body in place of the client's.
+    pub(crate) body: Option<Payload>,
+    /// The request to the prefill server.
+    pub(crate) leg: Option<Leg>,
 }
 
 /// One attempt, with `fresh` on a connection that was not used before.
@@ -101,28 +125,31 @@ pub(crate) async fn attempt(
     worker: &Arc<Worker>,
     ask: &Arc<Ask>,
     resume: Option<&Resume>,
-    sent: Sent,
-    fresh: bool,
+    (sent, fresh): (Sent, bool),
+    beside: Beside,
 ) -> Result<Reached, Failed> {
     let shared = &worker.shared;
-    let request = ask.request((shared.id, shared.router_key.as_ref()), &sent, resume);
+    let request = ask.request(shared.names(), &sent, resume, beside.body);
     let moves = shared.moves() && resume.is_none() && sent.backend.is_forebay();
     let place = (moves && ask.may_move()).then(|| sent.backend.movable.enter(sent.seq, ask));
-    let mut vigil = Vigil::new(&sent, ask.deadline, place);
+    let mut vigil = Vigil::new(&sent, ask.deadline, place, beside.leg);
     let (link, response) = match answered(worker, &sent, request, &mut vigil, fresh).await {
         Ok(answered) => answered,
         Err((trouble, was_sent)) => {
-            if trouble.is_failure() || matches!(trouble, Trouble::Connect(_)) {
-                sent.failed();
-            }
-            return Err(Failed { trouble, sent: was_sent.then_some(sent) });
+            let failed = vigil.failed_leg();
+            return Err(failed.unwrap_or_else(|| unanswered(trouble, sent, was_sent)));
         }
     };
     let (mut head, body) = response.into_parts();
     let report = report(&head.headers).filter(|_| shared.uses_reports());
     // For routers in front of this one, too.
     let given_up = head.headers.remove(DEATHS_HEADER);
-    let retriable = is_failure(head.status) || is_refusal(head.status);
+    // Of a pair, one server fails at what the other has failed at.
+    let paired = ask.pair.is_some() && head.status.is_server_error();
+    let retriable = is_failure(head.status) || is_refusal(head.status) || paired;
+    if !head.status.is_success() {
+        vigil.end_leg();
+    }
     if is_failure(head.status) && given_up.is_none() {
         sent.failed();
     } else if is_refusal(head.status) {
@@ -170,7 +197,7 @@ pub(crate) async fn attempt(
 
 /// Sends a request and waits for a response's head. An error comes with a flag, true if the backend
 /// may have the request.
-async fn answered(
+pub(crate) async fn answered(
     worker: &Worker,
     sent: &Sent,
     request: Request<Payload>,
@@ -249,7 +276,10 @@ async fn first(mut reached: Reached, mut flow: Flow, kept: bool) -> Result<Reach
             },
             Some(Err(Broken::Deadline)) => return Err(Trouble::Broken(Broken::Deadline).into()),
             Some(Err(Broken::Moved(to))) => return Err(Trouble::Moved(to).into()),
-            Some(Err(broken)) => broken,
+            Some(Err(broken)) => match flow.failed_leg() {
+                Some(failed) => return Err(failed),
+                None => broken,
+            },
             None => {
                 if let Kind::Tape(tape, _) = &mut reached.kind {
                     held = tape.finish().into();
@@ -263,8 +293,7 @@ async fn first(mut reached: Reached, mut flow: Flow, kept: bool) -> Result<Reach
             }
         };
         flow.sent.failed();
-        let trouble = Trouble::Broken(broken);
-        return Err(Failed { trouble, sent: Some(flow.into_sent()) });
+        return Err(Failed { sent: Some(flow.into_sent()), ..Trouble::Broken(broken).into() });
     }
     reached.first = held.freeze();
     if !refusal {
@@ -313,7 +342,7 @@ fn report(headers: &HeaderMap) -> Option<LoadReport> {
 }
 
 /// True if the backend takes no more requests for now. Another may.
-fn is_refusal(status: StatusCode) -> bool {
+pub(crate) fn is_refusal(status: StatusCode) -> bool {
     matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE)
 }
 

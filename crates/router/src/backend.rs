@@ -18,8 +18,10 @@ use crate::budget::Budget;
 use crate::config::HealthConfig;
 use crate::index::Stored;
 use crate::ledger::{Accounting, Ledger};
+use crate::life::Life;
 use crate::models::Models;
 use crate::movable::Movable;
+use crate::pairs::{Duty, Peer};
 use crate::past::{Role, Trial};
 use crate::policy::Candidate;
 use crate::trials::Trials;
@@ -64,46 +66,6 @@ struct State {
     reported: Option<Instant>,
 }
 
-/// The life of a backend's process, and the dispatch that is on trial in it.
-#[derive(Debug, Default)]
-struct Life {
-    /// Deaths so far. A dispatch that breaks when there are more than at its beginning was in
-    /// flight at one.
-    deaths: u64,
-    /// True if the backend was found dead and has not answered since.
-    dead: bool,
-    /// The process, as it calls itself; 0: not known.
-    epoch: u64,
-    /// The dispatch that is on trial.
-    trial: Option<u64>,
-    /// The number of the life that ended last, and the dispatch that was on trial at its end.
-    last: Option<(u64, Option<u64>)>,
-}
-
-impl Life {
-    fn die(&mut self) {
-        self.last = Some((self.deaths, self.trial.take()));
-        self.deaths += 1;
-    }
-
-    fn end(&mut self) {
-        if !std::mem::replace(&mut self.dead, true) {
-            self.die();
-            self.epoch = 0;
-        }
-    }
-
-    /// Notes that the backend has answered, and calls itself `epoch`.
-    fn speak(&mut self, epoch: u64) {
-        let known = std::mem::replace(&mut self.epoch, epoch);
-        if known != 0 && known != epoch && !self.dead {
-            // It died and came back before anybody asked.
-            self.die();
-        }
-        self.dead = false;
-    }
-}
-
 /// Counts for /metrics.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
@@ -121,6 +83,10 @@ pub(crate) struct Backend {
     pub(crate) url: BackendUrl,
     /// The value of the `host` header.
     pub(crate) host: HeaderValue,
+    /// The part of requests that it computes.
+    pub(crate) duty: Duty,
+    /// Its part in pairs, or the reason for which it has none; `None`: it was not asked yet.
+    peer: Mutex<Option<Result<Peer, String>>>,
     name: u64,
     state: Mutex<State>,
     /// Speaks of load, and goes on with streams.
@@ -151,7 +117,7 @@ pub(crate) struct Backend {
 impl Backend {
     pub(crate) fn new(
         id: u32,
-        url: BackendUrl,
+        (url, duty): (BackendUrl, Duty),
         accounting: Accounting,
         breaker: BreakerConfig,
         trials: Arc<Trials>,
@@ -163,6 +129,8 @@ impl Backend {
                 .unwrap_or(HeaderValue::from_static("backend")),
             name: xxh3_64(url.authority().as_bytes()),
             url,
+            duty,
+            peer: Mutex::default(),
             state: Mutex::new(State {
                 ledger: Ledger::new(accounting),
                 breaker: Breaker::new(breaker),
@@ -193,6 +161,25 @@ impl Backend {
 
     pub(crate) fn is_forebay(&self) -> bool {
         self.forebay.load(Ordering::Relaxed)
+    }
+
+    /// The way in which it takes part in pairs, if it does.
+    pub(crate) fn peer(&self) -> Option<Peer> {
+        self.peer.lock().as_ref()?.as_ref().ok().copied()
+    }
+
+    /// The reason for which it is in no pair, though it was named for that.
+    pub(crate) fn fault(&self) -> Option<String> {
+        self.peer.lock().as_ref()?.as_ref().err().cloned()
+    }
+
+    /// Notes what it has told of its part in pairs.
+    pub(crate) fn set_peer(&self, peer: Result<Peer, String>) {
+        let before = self.peer.lock().replace(peer.clone());
+        match &peer {
+            Err(reason) if before.as_ref() != Some(&peer) => tracing::warn!("{reason}"),
+            _ => {}
+        }
     }
 
     /// The backend as a candidate, and true if a suspect is on trial here; `None` while the backend
@@ -446,9 +433,9 @@ mod tests {
     use super::*;
 
     fn backend() -> Arc<Backend> {
-        let url = BackendUrl::parse("a:1").unwrap();
+        let named = (BackendUrl::parse("a:1").unwrap(), Duty::Whole);
         let (books, breaker) = (Accounting::Acknowledged, BreakerConfig::default());
-        Arc::new(Backend::new(1, url, books, breaker, Arc::default()))
+        Arc::new(Backend::new(1, named, books, breaker, Arc::default()))
     }
 
     #[test]

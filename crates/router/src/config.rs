@@ -8,6 +8,7 @@ use forebay_api::Access;
 use crate::admission::AllowedBackends;
 use crate::breaker::BreakerConfig;
 use crate::intake::BodyLimits;
+use crate::pairs::PairConfig;
 use crate::policy::{Policy, Thresholds};
 
 /// The way in which the router learns the load of its backends.
@@ -121,6 +122,8 @@ pub struct RouterConfig {
     pub queue_moves: bool,
     /// The places that name backends.
     pub sources: Sources,
+    /// The servers of which pairs are made, in place of such backends.
+    pub pairs: PairConfig,
     /// The health checks of backends.
     pub health: HealthConfig,
     /// The rule by which a failing backend is left alone.
@@ -167,6 +170,7 @@ impl Default for RouterConfig {
             watch: Watch::default(),
             queue_moves: true,
             sources: Sources { interval: Duration::from_secs(5), ..Sources::default() },
+            pairs: PairConfig::default(),
             health: HealthConfig::default(),
             breaker: BreakerConfig::default(),
             retry: RetryConfig::default(),

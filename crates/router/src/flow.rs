@@ -10,7 +10,9 @@ use hyper::body::Incoming;
 use tokio::sync::futures::OwnedNotified;
 use tokio::time::{Sleep, sleep_until};
 
+use crate::attempt::Failed;
 use crate::backend::Sent;
+use crate::leg::Leg;
 use crate::link::Link;
 use crate::movable::Place;
 use crate::shared::Worker;
@@ -26,6 +28,10 @@ pub(crate) enum Broken {
     Excess,
     #[error("the request goes to another backend, which computes it sooner")]
     Moved(u32),
+    #[error("the prefill server has failed the request")]
+    Prefill,
+    #[error("{0}")]
+    Params(&'static str),
     #[error("the request took longer than --request-timeout-secs allows")]
     Deadline,
 }
@@ -36,13 +42,32 @@ pub(crate) struct Vigil {
     deadline: Pin<Box<Sleep>>,
     /// `None`: it stays where it is.
     place: Option<Place>,
+    /// The request to the prefill server, if that may still fail.
+    leg: Option<Leg>,
+    /// Its failure.
+    failed: Option<Failed>,
 }
 
 impl Vigil {
-    pub(crate) fn new(sent: &Sent, deadline: Instant, place: Option<Place>) -> Self {
+    pub(crate) fn new(
+        sent: &Sent,
+        deadline: Instant,
+        place: Option<Place>,
+        leg: Option<Leg>,
+    ) -> Self {
         let mut gone = Box::pin(Arc::clone(&sent.backend.gone).notified_owned());
         gone.as_mut().enable();
-        Self { gone, deadline: Box::pin(sleep_until(deadline.into())), place }
+        Self { gone, deadline: Box::pin(sleep_until(deadline.into())), place, leg, failed: None }
+    }
+
+    /// The failure of the prefill server because of which nothing comes.
+    pub(crate) fn failed_leg(&mut self) -> Option<Failed> {
+        self.failed.take()
+    }
+
+    /// Ends the request to the prefill server.
+    pub(crate) fn end_leg(&mut self) {
+        self.leg = None;
     }
 
     pub(crate) fn poll(&mut self, context: &mut Context<'_>) -> Poll<Broken> {
@@ -51,6 +76,10 @@ impl Vigil {
         }
         if let Some(Poll::Ready(to)) = self.place.as_mut().map(|place| place.poll(context)) {
             return Poll::Ready(Broken::Moved(to));
+        }
+        if let Some(Poll::Ready(failed)) = self.leg.as_mut().map(|leg| leg.poll_failed(context)) {
+            (self.leg, self.failed) = (None, Some(failed));
+            return Poll::Ready(Broken::Prefill);
         }
         self.deadline.as_mut().poll(context).map(|()| Broken::Deadline)
     }
@@ -99,6 +128,11 @@ impl Flow {
         }
     }
 
+    /// The failure of the prefill server that has ended the response.
+    pub(crate) fn failed_leg(&mut self) -> Option<Failed> {
+        self.vigil.failed_leg()
+    }
+
     /// The dispatch alone, once nothing more can come.
     pub(crate) fn into_sent(self) -> Sent {
         self.sent
@@ -110,7 +144,10 @@ impl Flow {
     }
 
     /// The end has come: the connection can be used again.
-    pub(crate) fn end(self) {
+    pub(crate) fn end(mut self) {
+        if let Some(leg) = self.vigil.leg.take() {
+            leg.linger();
+        }
         self.worker.idle.put(self.sent.backend.id, self.link);
     }
 }

@@ -8,6 +8,9 @@
 //! and gives it as a `relay`. Bytes pass unchanged, except in streams of brains. Their comments
 //! (`tape`) carry load and tokens, so that another brain can continue a stream that breaks.
 //!
+//! Where `pairs` of servers of others compute requests, `dispatch` chooses two backends. The
+//! request to the one that computes the prompt is a `leg` beside the answer of the other.
+//!
 //! | threads | who | what |
 //! |---|---|---|
 //! | `--threads` | `serve` | connections: each thread accepts, and drives the connections to backends that its clients need |
@@ -38,15 +41,19 @@ mod budget;
 mod config;
 mod flow;
 mod homes;
+mod identify;
 mod index;
 mod intake;
 mod ledger;
+mod leg;
+mod life;
 mod link;
 mod live;
 mod loads;
 mod models;
 mod movable;
 mod moves;
+mod pairs;
 mod past;
 mod payload;
 mod policy;
@@ -57,9 +64,11 @@ mod serve;
 mod service;
 mod shared;
 mod sources;
+mod splice;
 mod tape;
 mod trials;
 mod url;
+mod used;
 mod watch;
 
 pub use admission::{AllowedBackends, PatternError};
@@ -67,6 +76,7 @@ pub use breaker::{Breaker, BreakerConfig, FailureOrigin};
 pub use config::{HealthConfig, RetryConfig, RouterConfig, Sources, Watch};
 pub use intake::BodyLimits;
 pub use ledger::{Accounting, Ledger};
+pub use pairs::{PairConfig, PairEngine, PrefillServer};
 pub use policy::{Candidate, Chooser, Policy, Thresholds};
 pub use serve::{Router, StartError};
 pub use url::{BackendUrl, UrlError};

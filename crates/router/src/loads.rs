@@ -18,6 +18,9 @@ pub(crate) fn loads(shared: &Shared) -> Value {
             "up": backend.is_up(),
             "breaker": backend.breaker(),
             "forebay": backend.is_forebay(),
+            "duty": backend.duty.name(),
+            "engine": backend.peer().map(|peer| peer.engine.name()),
+            "fault": backend.fault(),
             "requests": requests,
             "own": own,
             "dispatched": backend.counters.dispatched.load(Ordering::Relaxed),
@@ -42,6 +45,12 @@ pub(crate) fn metrics(shared: &Shared) -> prometheus::Result<Vec<u8>> {
         ("failovers", "Streams that broke and went on with another backend.", &totals.failovers),
         ("errors", "Requests that ended with an error of the router.", &totals.errors),
         ("suspects", "Times that a request was in flight at a backend's death.", &totals.suspects),
+        ("pairs", "Attempts with a prefill and a decode server.", &totals.pairs),
+        (
+            "pairs_unfetched",
+            "Prompts that vLLM's decode servers compute, as nothing was handed on to them.",
+            &totals.unfetched,
+        ),
         ("given_up", "Requests not tried again after deaths of backends.", &totals.given_up),
     ] {
         let metric = IntCounter::new(format!("forebay_router_{name}_total"), help)?;

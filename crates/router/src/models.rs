@@ -99,6 +99,13 @@ impl Models {
         self.ended.send_replace(number);
     }
 
+    /// The owner of the first model, as the engine writes it.
+    pub(crate) fn owner(&self) -> Option<String> {
+        let listed = self.listed()?;
+        let (_, card) = listed.0.first()?;
+        card.get("owned_by")?.as_str().map(str::to_owned)
+    }
+
     fn listed(&self) -> Option<Arc<Listed>> {
         self.listed.lock().clone()
     }
@@ -172,16 +179,22 @@ pub(crate) async fn renew(backends: &[Arc<Backend>], time: Duration) {
     }
 }
 
-/// The lists of all backends that take requests, as one; `None`: nobody tells any.
+/// The lists of all backends that take requests, as one; `None`: nobody tells any. A model is on
+/// both servers of a pair.
 pub(crate) fn all(backends: &[Arc<Backend>]) -> Option<Value> {
-    let up = backends.iter().filter(|backend| backend.is_up());
-    let told: Vec<Arc<Listed>> = up.filter_map(|backend| backend.models.listed()).collect();
+    let told = |prefill: bool| -> Vec<Arc<Listed>> {
+        let up = backends.iter().filter(|backend| backend.is_up());
+        let up = up.filter(|backend| backend.duty.is_prefill() == prefill);
+        up.filter_map(|backend| backend.models.listed()).collect()
+    };
+    let (prefill, told) = (told(true), told(false));
     if told.is_empty() {
         return None;
     }
     let mut cards: Vec<&(String, Value)> = Vec::new();
     for card in told.iter().flat_map(|listed| &listed.0) {
-        if !cards.iter().any(|(id, _)| *id == card.0) {
+        let served = prefill.is_empty() || prefill.iter().any(|listed| listed.has(&card.0));
+        if served && !cards.iter().any(|(id, _)| *id == card.0) {
             cards.push(card);
         }
     }

@@ -1,5 +1,7 @@
-//! A body for a backend: the router's addition, and behind it the client's body.
+//! A body for a backend: pieces of the client's, with the router's additions before, between and
+//! behind them.
 
+use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -7,19 +9,20 @@ use std::task::{Context, Poll};
 use bytes::Bytes;
 use hyper::body::{Body, Frame, SizeHint};
 
-/// Two pieces, one after the other, so that adding something does not copy the rest.
+/// Pieces, one after the other, so that adding something does not copy the rest. None is empty.
 #[derive(Debug, Default)]
-pub(crate) struct Payload([Bytes; 2]);
+pub(crate) struct Payload(VecDeque<Bytes>);
 
-impl Payload {
-    pub(crate) fn new(head: Bytes, tail: Bytes) -> Self {
-        Self([head, tail])
+impl From<Vec<Bytes>> for Payload {
+    fn from(mut pieces: Vec<Bytes>) -> Self {
+        pieces.retain(|piece| !piece.is_empty());
+        Self(pieces.into())
     }
 }
 
 impl From<Bytes> for Payload {
     fn from(whole: Bytes) -> Self {
-        Self([Bytes::new(), whole])
+        Self::from(vec![whole])
     }
 }
 
@@ -31,12 +34,11 @@ impl Body for Payload {
         self: Pin<&mut Self>,
         _: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-        let next = self.get_mut().0.iter_mut().find(|piece| !piece.is_empty());
-        Poll::Ready(next.map(|piece| Ok(Frame::data(std::mem::take(piece)))))
+        Poll::Ready(self.get_mut().0.pop_front().map(|piece| Ok(Frame::data(piece))))
     }
 
     fn is_end_stream(&self) -> bool {
-        self.0.iter().all(Bytes::is_empty)
+        self.0.is_empty()
     }
 
     fn size_hint(&self) -> SizeHint {
@@ -53,7 +55,7 @@ mod tests {
     #[tokio::test]
     async fn pieces_come_in_order_and_their_length_is_known() {
         let (ids, body) = (Bytes::from_static(b"1,2,"), Bytes::from_static(b"{}"));
-        let payload = Payload::new(ids, body.clone());
+        let payload = Payload::from(vec![ids, Bytes::new(), body.clone()]);
         assert_eq!(payload.size_hint().exact(), Some(6));
         assert_eq!(payload.collect().await.unwrap().to_bytes(), "1,2,{}");
         assert_eq!(Payload::from(body).collect().await.unwrap().to_bytes(), "{}");

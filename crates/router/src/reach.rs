@@ -13,11 +13,13 @@ use http::header::RETRY_AFTER;
 use tokio::time::{sleep_until, timeout_at};
 
 use crate::ask::{Ask, Resume};
-use crate::attempt::{Failed, Reached, Trouble, attempt};
+use crate::attempt::{Beside, Failed, Reached, Trouble, attempt};
 use crate::backend::{Backend, Check, Sent};
 use crate::breaker::FailureOrigin;
 use crate::flow::Broken;
-use crate::shared::{Choice, Shared, Worker};
+use crate::leg::attempt_pair;
+use crate::pairs::no_pair;
+use crate::shared::{Choice, Dispatch, Shared, Worker};
 use crate::watch::has_died;
 
 /// The longest time between two looks for a backend that may try a request. What changes by time,
@@ -125,7 +127,7 @@ async fn search(
             Some(moved) => Some(moved),
             None => choose(shared, ask, &avoided.ids(), resume.is_some()).await,
         };
-        let Some(sent) = chosen else {
+        let Some(Dispatch { prefill, sent }) = chosen else {
             if let Some(unkept) = unkept {
                 return Err(unkept);
             }
@@ -140,14 +142,18 @@ async fn search(
             let until = avoided.first(pause);
             let in_vain = !patient && (avoided.0.is_empty() || rounds > retry.retries);
             if in_vain || until > Instant::now() + longest || until >= ask.deadline {
-                return Err(give_up(ask, last));
+                return Err(give_up(shared, ask, last));
             }
             sleep_until(until.into()).await;
             avoided.release();
             continue;
         };
         let backend = Arc::clone(&sent.backend);
-        let Failed { trouble, sent } = match attempt(worker, ask, resume, sent, fresh).await {
+        let reached = match prefill {
+            Some(prefill) => attempt_pair(worker, ask, prefill, sent, fresh).await,
+            None => attempt(worker, ask, resume, (sent, fresh), Beside::default()).await,
+        };
+        let Failed { trouble, leg, sent } = match reached {
             Ok(reached) => {
                 let trial_is_over = ask.past.lock().produced();
                 if let Some(flow) = &reached.flow
@@ -159,6 +165,7 @@ async fn search(
             }
             Err(failed) => failed,
         };
+        let backend = leg.unwrap_or(backend);
         let died = match sent {
             Some(sent) => mourn(shared, ask, sent).await?,
             None => false,
@@ -192,7 +199,7 @@ async fn search(
         // A death is no fault of the request, as long as it is tried again at all.
         attempts += u32::from(!died || retry.retries == 0);
         if attempts > retry.retries {
-            return Err(last.unwrap_or_else(no_backend));
+            return Err(last.unwrap_or_else(|| no_backend(shared, ask)));
         }
         shared.totals.retries.fetch_add(1, Ordering::Relaxed);
     }
@@ -206,12 +213,12 @@ fn is_patient(shared: &Shared, ask: &Ask) -> bool {
 }
 
 /// The failure of a request that no backend takes.
-fn give_up(ask: &Ask, last: Option<Failure>) -> Failure {
+fn give_up(shared: &Shared, ask: &Ask, last: Option<Failure>) -> Failure {
     match last {
         _ if Instant::now() >= ask.deadline => broken(&Broken::Deadline),
         Some(refused @ Failure::Refused(_)) => refused,
         _ if ask.past.lock().suspected().is_some() => not_taken(),
-        last => last.unwrap_or_else(no_backend),
+        last => last.unwrap_or_else(|| no_backend(shared, ask)),
     }
 }
 
@@ -243,7 +250,9 @@ fn verdict(shared: &Shared, backend: &Backend, trouble: Trouble, died: bool) -> 
         Trouble::Moved(to) => Verdict::Moved(to),
         Trouble::Refused(response) => Verdict::Next(Failure::Refused(response)),
         Trouble::Unkept(response) => Verdict::Aside(Failure::Refused(response)),
-        Trouble::GivenUp(response) => Verdict::Final(Failure::Refused(response)),
+        Trouble::GivenUp(response) | Trouble::Answered(response) => {
+            Verdict::Final(Failure::Refused(response))
+        }
         Trouble::Broken(Broken::Deadline) => Verdict::Final(broken(&Broken::Deadline)),
         Trouble::Broken(reason) => {
             tracing::debug!(backend = backend.url.url(), %reason, died, "no response");
@@ -262,21 +271,21 @@ fn verdict(shared: &Shared, backend: &Backend, trouble: Trouble, died: bool) -> 
 }
 
 /// A backend for the next attempt. A suspect waits until it can be tried alone somewhere.
-async fn choose(shared: &Shared, ask: &Ask, avoid: &[u32], resumed: bool) -> Option<Sent> {
+async fn choose(shared: &Shared, ask: &Ask, avoid: &[u32], resumed: bool) -> Option<Dispatch> {
     let (trial, deaths) = {
         let past = ask.past.lock();
         (past.trial(), past.deaths())
     };
     let Some(trial) = trial else {
         return match shared.dispatch(ask, avoid, resumed, None) {
-            Choice::Sent(sent) => Some(sent),
+            Choice::Sent(dispatch) => Some(dispatch),
             Choice::OnTrial | Choice::Nobody => None,
         };
     };
     let ticket = shared.registry.trials.enter(ask.client, deaths);
     loop {
         match shared.dispatch(ask, avoid, resumed, Some((trial, &ticket))) {
-            Choice::Sent(sent) => return Some(sent),
+            Choice::Sent(dispatch) => return Some(dispatch),
             Choice::Nobody => return None,
             Choice::OnTrial if Instant::now() >= ask.deadline => return None,
             Choice::OnTrial => {
@@ -312,8 +321,11 @@ async fn mourn(shared: &Shared, ask: &Ask, sent: Sent) -> Result<bool, Failure> 
     Err(Failure::Api(ApiError::BackendDied { deaths }))
 }
 
-fn no_backend() -> Failure {
-    let reason = "no backend takes requests now".to_owned();
+fn no_backend(shared: &Shared, ask: &Ask) -> Failure {
+    let reason = match ask.pair {
+        Some(_) => no_pair(&shared.registry.current()),
+        None => "no backend takes requests now".to_owned(),
+    };
     Failure::Api(ApiError::Unavailable { reason, code: "no_backend" })
 }
 
@@ -339,7 +351,8 @@ pub(crate) fn unanswered(reason: &Broken) -> ApiError {
         Broken::Link(error) if error.is_parse() => {
             ApiError::BadAnswer { reason: said, code: "backend_answer_garbled" }
         }
-        Broken::Link(_) | Broken::Gone | Broken::Moved(_) => {
+        Broken::Params(_) => ApiError::BadAnswer { reason: said, code: "backend_answer_garbled" },
+        Broken::Link(_) | Broken::Gone | Broken::Moved(_) | Broken::Prefill => {
             ApiError::Unavailable { reason: said, code: "backend_failed" }
         }
         Broken::Excess => ApiError::BadAnswer { reason: said, code: "backend_answer_too_large" },

@@ -10,6 +10,7 @@ use parking_lot::{Mutex, RwLock};
 use crate::backend::Backend;
 use crate::breaker::BreakerConfig;
 use crate::ledger::Accounting;
+use crate::pairs::Duty;
 use crate::trials::Trials;
 use crate::url::BackendUrl;
 
@@ -28,7 +29,7 @@ pub(crate) enum Source {
 
 #[derive(Debug, Clone)]
 struct Entry {
-    urls: Vec<BackendUrl>,
+    named: Vec<(BackendUrl, Duty)>,
     until: Option<Instant>,
 }
 
@@ -67,10 +68,15 @@ impl Registry {
         Arc::clone(&self.current.read())
     }
 
-    /// Sets the backends of a source, until its next change.
+    /// Sets the backends of a source, until its next change. They compute whole requests.
     pub(crate) fn set(&self, source: Source, urls: Vec<BackendUrl>) {
+        self.name(source, urls.into_iter().map(|url| (url, Duty::Whole)).collect());
+    }
+
+    /// Sets the backends of a source, each with its part of requests, until its next change.
+    pub(crate) fn name(&self, source: Source, named: Vec<(BackendUrl, Duty)>) {
         let mut sources = self.sources.lock();
-        sources.insert(source, Entry { urls, until: None });
+        sources.insert(source, Entry { named, until: None });
         self.rebuild(&sources);
     }
 
@@ -87,7 +93,8 @@ impl Registry {
         if !sources.contains_key(&source) && sources.keys().filter(is_lease).count() >= most {
             return false;
         }
-        sources.insert(source, Entry { urls: vec![url], until: Some(Instant::now() + ttl) });
+        let named = vec![(url, Duty::Whole)];
+        sources.insert(source, Entry { named, until: Some(Instant::now() + ttl) });
         self.rebuild(&sources);
         true
     }
@@ -115,7 +122,7 @@ impl Registry {
         let old = self.current();
         let mut new: Vec<Arc<Backend>> = Vec::new();
         let mut fresh = Vec::new();
-        for url in sources.values().flat_map(|entry| &entry.urls) {
+        for (url, duty) in sources.values().flat_map(|entry| &entry.named) {
             if new.iter().any(|backend| backend.url == *url) {
                 continue;
             }
@@ -124,7 +131,8 @@ impl Registry {
                 let id = self.next_id.fetch_add(1, Ordering::Relaxed);
                 let (books, breaker) = (self.accounting, self.breaker);
                 let trials = Arc::clone(&self.trials);
-                let backend = Arc::new(Backend::new(id, url.clone(), books, breaker, trials));
+                let named = (url.clone(), *duty);
+                let backend = Arc::new(Backend::new(id, named, books, breaker, trials));
                 fresh.push(Arc::clone(&backend));
                 backend
             }));

@@ -29,6 +29,9 @@ pub(crate) struct Cut(Broken);
 
 type Recovery = Pin<Box<dyn Future<Output = Result<Reached, Failure>> + Send>>;
 
+/// The last event of a stream of OpenAI's APIs.
+const DONE: &[u8] = b"data: [DONE]\n\n";
+
 /// The result of a poll.
 type Polled = Poll<Option<Result<Frame<Bytes>, Cut>>>;
 
@@ -51,8 +54,8 @@ pub(crate) struct Relay {
     /// The bytes to give before anything else.
     first: Bytes,
     state: State,
-    /// The last bytes given were the end of an event.
-    between: bool,
+    /// The last bytes given, as many as the last event of a stream has.
+    tail: Vec<u8>,
     /// The router ends all running requests.
     cut: Pin<Box<dyn Future<Output = ()> + Send>>,
     _live: Live,
@@ -76,11 +79,15 @@ impl Relay {
             // The sender lives as long as the worker does.
             let _ = cut.wait_for(|&cut| cut).await;
         });
-        Self { worker, ask, client, kind, first, state, between: true, cut, _live: live }
+        let tail = Vec::new();
+        Self { worker, ask, client, kind, first, state, tail, cut, _live: live }
     }
 
     fn give(&mut self, bytes: Bytes) -> Polled {
-        self.between = bytes.ends_with(b"\n\n");
+        if !matches!(self.kind, Kind::Plain) {
+            self.tail.extend_from_slice(&bytes[bytes.len().saturating_sub(DONE.len())..]);
+            self.tail.drain(..self.tail.len().saturating_sub(DONE.len()));
+        }
         Poll::Ready(Some(Ok(Frame::data(bytes))))
     }
 
@@ -90,7 +97,8 @@ impl Relay {
         self.state = State::Over;
         tracing::warn!(%error, "stream failed");
         // An event that was cut in the middle is ended first.
-        let gap = if self.between { "" } else { "\n\n" };
+        let between = self.tail.is_empty() || self.tail.ends_with(b"\n\n");
+        let gap = if between { "" } else { "\n\n" };
         let body = serde_json::to_string(&error.body()).unwrap_or_default();
         let end = format!("{gap}data: {body}\n\ndata: [DONE]\n\n");
         Poll::Ready(Some(Ok(Frame::data(end.into()))))
@@ -99,14 +107,21 @@ impl Relay {
     /// Handles the failure of a backend in the middle of a response: another brain goes on, or the
     /// client gets an error.
     fn broke(&mut self, reason: Broken) -> Option<Polled> {
-        let State::Flowing(flow) = std::mem::replace(&mut self.state, State::Over) else {
+        let State::Flowing(mut flow) = std::mem::replace(&mut self.state, State::Over) else {
             return None;
         };
-        let is_failure = !matches!(reason, Broken::Deadline);
+        let is_failure = !matches!(reason, Broken::Deadline | Broken::Prefill);
+        if let Some(prefill) = flow.failed_leg().and_then(|failed| failed.leg) {
+            prefill.charge(FailureOrigin::Client(self.client.0));
+        }
         if is_failure {
             flow.sent.failed();
         }
         tracing::debug!(backend = flow.sent.backend.url.url(), %reason, "a response broke");
+        if self.tail == DONE {
+            // Only the end of the body was to come.
+            return Some(Poll::Ready(None));
+        }
         let kind = std::mem::replace(&mut self.kind, Kind::Events);
         let plain = matches!(kind, Kind::Plain);
         if let (Kind::Tape(tape, name), Some(ask)) = (kind, self.ask.clone())

@@ -22,6 +22,7 @@ use crate::backend::Backend;
 use crate::config::RouterConfig;
 use crate::link::Idle;
 use crate::moves;
+use crate::pairs::{Duty, faults};
 use crate::registry::{Registry, Source};
 use crate::service::answer;
 use crate::shared::{Fuse, Shared, Worker};
@@ -52,6 +53,9 @@ pub enum StartError {
     /// A text is not the URL of a backend.
     #[error(transparent)]
     Url(#[from] UrlError),
+    /// Of the named servers no pairs can be made.
+    #[error("{0}")]
+    Pairs(String),
     /// The file of backends cannot be read.
     #[error("the file of backends: {0}")]
     File(String),
@@ -88,8 +92,16 @@ impl Router {
         let urls: Result<Vec<_>, _> =
             sources.urls.iter().map(|url| BackendUrl::parse(url)).collect();
         let (urls, named) = (urls?, sources.file.is_some() || !sources.dns.is_empty());
-        if urls.is_empty() && !named && sources.registration_key.is_none() {
+        let pairs = config.pairs.named()?;
+        if urls.is_empty() && pairs.is_empty() && !named && sources.registration_key.is_none() {
             return Err(StartError::NoBackends);
+        }
+        let twice = |(at, (url, _)): (usize, &(BackendUrl, Duty))| {
+            let before = pairs[..at].iter().any(|(other, _)| other == url);
+            before.then(|| StartError::Pairs(format!("{} is named twice", url.url())))
+        };
+        if let Some(error) = pairs.iter().enumerate().find_map(twice) {
+            return Err(error);
         }
         if let Some(file) = &sources.file {
             read_list(file).map_err(StartError::File)?;
@@ -100,7 +112,8 @@ impl Router {
             .enable_all()
             .build()?;
         let shared = shared(config, watching.handle().clone());
-        shared.registry.set(Source::Flags, urls);
+        let whole = urls.into_iter().map(|url| (url, Duty::Whole));
+        shared.registry.name(Source::Flags, whole.chain(pairs).collect());
         if let Some(file) = sources.file {
             watching.spawn(fused(&shared, follow_file(Arc::clone(&shared), file)));
         }
@@ -112,6 +125,9 @@ impl Router {
             watching.spawn(fused(&shared, moves::follow(Arc::clone(&shared))));
         }
         watching.block_on(first_checks(&shared));
+        if let Some(fault) = faults(&shared.registry.current()).into_iter().next() {
+            return Err(StartError::Pairs(fault));
+        }
 
         listener.set_nonblocking(true)?;
         let stop = watch::Sender::new(Stage::Serving);
@@ -201,7 +217,8 @@ fn shared(config: RouterConfig, runtime: Handle) -> Arc<Shared> {
 /// Waits until the backends on the list are up, for a while.
 async fn first_checks(shared: &Shared) {
     let up = async {
-        while !shared.registry.current().iter().all(|backend| backend.is_up()) {
+        let is_known = |backend: &Arc<Backend>| backend.is_up() || backend.fault().is_some();
+        while !shared.registry.current().iter().all(is_known) {
             sleep(POLL).await;
         }
     };

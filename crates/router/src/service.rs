@@ -28,10 +28,12 @@ use crate::intake::{BodyLimits, collect};
 use crate::live;
 use crate::loads::{loads, metrics};
 use crate::models::{self, LIST, conflicts, is_listed, renew};
+use crate::pairs::{faults, is_paired, no_pair, paired};
 use crate::reach::{Failure, reach};
 use crate::registry::Source;
 use crate::relay::{Cut, Relay};
 use crate::shared::{Shared, Worker};
+use crate::splice::PairNeeds;
 use crate::url::BackendUrl;
 
 /// The longest lease of a registration, which is also the default.
@@ -213,6 +215,7 @@ async fn pass_on(
         return Err(ApiError::Draining);
     }
     let config = &shared.config;
+    let by_pair = !config.pairs.is_empty() && is_paired(request.method(), request.uri().path())?;
     // Before anything of its body is read.
     let reading = shared.reading(client(request.headers(), &shared.keys)?, address);
     let live = shared.enter();
@@ -225,7 +228,22 @@ async fn pass_on(
     let time = config.receive_timeout;
     let body = collect((body, inflater), config.bodies, &shared.budget, time).await?;
     let deadline = Instant::now() + config.request_timeout;
-    let ask = Arc::new(Ask::new(parts, body, reading, deadline));
+    let needs = match by_pair {
+        true => Some(PairNeeds::new(parts.uri.path(), &body.0)?),
+        false => None,
+    };
+    let ask = Ask::new(parts, body, reading, deadline);
+    let ask = Arc::new(match needs {
+        Some(needs) => {
+            let backends = shared.registry.current();
+            let up = backends.iter().filter(|backend| backend.is_up());
+            if let Some(error) = needs.unserved(&paired(up)) {
+                return Err(error);
+            }
+            ask.for_pair(needs)
+        }
+        None => ask,
+    });
     if let Some(model) = ask.model.as_deref() {
         let backends = shared.registry.current();
         if !is_listed(&backends, model) && shared.unlisted.asks(model) {
@@ -319,15 +337,20 @@ fn health(shared: &Shared) -> Result<Response<Answer>, ApiError> {
         return Err(ApiError::Draining);
     }
     let backends = shared.registry.current();
-    let up = backends.iter().filter(|backend| backend.is_up()).count();
-    if up == 0 {
-        let reason = "no backend takes requests now".to_owned();
+    let up = || backends.iter().filter(|backend| backend.is_up());
+    let pairs = !shared.config.pairs.is_empty();
+    if up().next().is_none() || pairs && paired(up()).is_empty() {
+        let reason = match pairs {
+            true => no_pair(&backends),
+            false => "no backend takes requests now".to_owned(),
+        };
         return Err(ApiError::Unavailable { reason, code: "no_backend" });
     }
-    let mut health = json!({"status": "ready", "backends": up});
-    let conflicts = conflicts(&backends);
-    if !conflicts.is_empty() {
-        health["warning"] = conflicts.join("; ").into();
+    let mut health = json!({"status": "ready", "backends": up().count()});
+    let mut warnings = conflicts(&backends);
+    warnings.extend(faults(&backends));
+    if !warnings.is_empty() {
+        health["warning"] = warnings.join("; ").into();
     }
     Ok(ok(&health))
 }

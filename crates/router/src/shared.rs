@@ -20,10 +20,12 @@ use crate::homes::Homes;
 use crate::index::TextIndex;
 use crate::ledger::Accounting;
 use crate::models::{Unlisted, without};
+use crate::pairs::paired;
 use crate::past::Trial;
-use crate::policy::{Chooser, Policy};
+use crate::policy::{Candidate, Chooser, Policy};
 use crate::registry::Registry;
 use crate::trials::Ticket;
+use crate::used::Used;
 
 /// The counts over all backends together.
 #[derive(Debug, Default)]
@@ -36,6 +38,35 @@ pub(crate) struct Totals {
     /// again.
     pub(crate) suspects: AtomicU64,
     pub(crate) given_up: AtomicU64,
+    /// Attempts with a pair, and those where the prefill server has handed nothing on.
+    pub(crate) pairs: AtomicU64,
+    pub(crate) unfetched: AtomicU64,
+}
+
+/// The choosers of backends.
+struct Choosers {
+    /// Of servers that compute prompts of pairs.
+    prefill: Chooser,
+    /// Of those that answer.
+    answer: Chooser,
+}
+
+/// A backend that may get a request.
+#[derive(Clone, Copy)]
+struct Fit<'a> {
+    backend: &'a Arc<Backend>,
+    candidate: Candidate,
+    /// A suspect is on trial there.
+    tries: bool,
+}
+
+/// The backends of which one can compute a request, or a pair can; `None`: there are none.
+fn complete<'a>(mut fit: Vec<Fit<'a>>, ask: &Ask) -> Option<Vec<Fit<'a>>> {
+    if ask.pair.is_some() {
+        let engines = paired(fit.iter().map(|fit| fit.backend));
+        fit.retain(|fit| fit.backend.peer().is_some_and(|peer| engines.contains(&peer.engine)));
+    }
+    Some(fit).filter(|fit| !fit.is_empty())
 }
 
 /// The state that all threads share.
@@ -60,12 +91,16 @@ pub(crate) struct Shared {
     pub(crate) budget: Arc<Budget>,
     pub(crate) registry: Registry,
     pub(crate) index: Mutex<TextIndex>,
+    /// The prompts that prefill servers of pairs were sent.
+    prompts: Mutex<TextIndex>,
+    /// What was handed on from prefill servers to decode servers.
+    pub(crate) used: Used,
     /// The backends that keep responses.
     pub(crate) homes: Homes,
     pub(crate) unlisted: Unlisted,
     /// The chooser of backends, locked for one choice at a time: the next choice has to see the
     /// last dispatch.
-    chooser: Mutex<Chooser>,
+    choosers: Mutex<Choosers>,
     pub(crate) totals: Totals,
     /// New requests are refused.
     pub(crate) draining: AtomicBool,
@@ -87,6 +122,9 @@ impl Shared {
                 value
             })
         };
+        let chooser = |policy: Option<Policy>| {
+            Chooser::new(policy.unwrap_or(config.policy), config.thresholds)
+        };
         let own_key = config.api_keys.first().and_then(|key| header(&format!("Bearer {key}")));
         Self {
             began: Instant::now(),
@@ -101,9 +139,14 @@ impl Shared {
             budget: Budget::new(config.bodies.all),
             registry,
             index: Mutex::default(),
+            prompts: Mutex::default(),
+            used: Used::default(),
             homes: Homes::default(),
             unlisted: Unlisted::default(),
-            chooser: Mutex::new(Chooser::new(config.policy, config.thresholds)),
+            choosers: Mutex::new(Choosers {
+                prefill: chooser(config.pairs.prefill_policy),
+                answer: chooser(config.pairs.decode_policy),
+            }),
             totals: Totals::default(),
             draining: AtomicBool::new(false),
             cut: watch::Sender::new(false),
@@ -114,9 +157,14 @@ impl Shared {
         }
     }
 
-    /// Chooses a backend for a request and notes the dispatch. `avoid` are backends that have
-    /// failed it. With `resumed` the backend has to be able to continue a stream. With `trial` the
-    /// request is a suspect, and is tried where no other one is.
+    /// The router's name and key, for backends.
+    pub(crate) fn names(&self) -> (u64, Option<&HeaderValue>) {
+        (self.id, self.router_key.as_ref())
+    }
+
+    /// Chooses a backend for a request, or a pair of them, and notes the dispatch. `avoid` are
+    /// backends that have failed it. With `resumed` the backend has to be able to continue a
+    /// stream. With `trial` the request is a suspect, and is tried where no other one is.
     pub(crate) fn dispatch(
         &self,
         ask: &Ask,
@@ -133,62 +181,65 @@ impl Shared {
         let home = home
             .filter(|home| backends.iter().any(|backend| backend.id == *home && backend.is_up()));
         let strange = ask.model.as_deref().map_or_else(Vec::new, |model| without(&backends, model));
-        let mut chooser = self.chooser.lock();
+        let mut choosers = self.choosers.lock();
         for backend in backends.iter() {
-            let wanted = !avoid.contains(&backend.id)
+            let wanted = ask.is_for(backend)
+                && !avoid.contains(&backend.id)
                 && !strange.contains(&backend.id)
                 && (!resumed || backend.is_forebay())
                 && home.is_none_or(|home| home == backend.id);
             if !wanted {
                 unfit.push(backend.id);
             } else if let Some((candidate, tries)) = backend.candidate(now) {
-                fit.push((backend, candidate, tries));
+                fit.push(Fit { backend, candidate, tries });
             }
         }
-        if fit.is_empty() {
-            return Choice::Nobody;
-        }
-        let free: Vec<u32> =
-            fit.iter().filter(|(_, _, tries)| !tries).map(|(backend, ..)| backend.id).collect();
-        if let Some((_, ticket)) = trial {
-            let turns = ticket.turns(&free, unfit);
-            if turns.is_empty() {
-                return Choice::OnTrial;
+        let Some(fit) = complete(fit, ask) else { return Choice::Nobody };
+        let mut calm = fit.clone();
+        calm.retain(|fit| !fit.tries);
+        let free: Vec<u32> = calm.iter().map(|fit| fit.backend.id).collect();
+        let fit = match trial {
+            Some((_, ticket)) => {
+                let turns = ticket.turns(&free, unfit);
+                calm.retain(|fit| turns.contains(&fit.backend.id));
+                let Some(fit) = complete(calm, ask) else { return Choice::OnTrial };
+                fit
             }
-            fit.retain(|(backend, ..)| turns.contains(&backend.id));
-        } else if !free.is_empty() {
-            // It could be there at a death.
-            fit.retain(|(_, _, tries)| !tries);
-        }
-        let (fit, mut candidates): (Vec<_>, Vec<_>) =
-            fit.into_iter().map(|(backend, candidate, _)| (backend, candidate)).unzip();
-        let shares = self.cached(ask, fit.iter().map(|backend| &***backend));
-        for (cached, candidate) in shares.into_iter().zip(&mut candidates) {
-            candidate.cached = cached;
-        }
-        let Some(chosen) = chooser.choose(&candidates, ask.key) else { return Choice::Nobody };
-        let chosen = fit[chosen];
-        let sent = self.send(ask, chosen, trial.map(|(trial, _)| trial));
+            // Elsewhere it could be there at a death.
+            None => complete(calm, ask).unwrap_or(fit),
+        };
+        let trying = trial.map(|(trial, _)| trial);
+        let (prefill, mut answer): (Vec<_>, Vec<_>) =
+            fit.into_iter().partition(|fit| fit.backend.duty.is_prefill());
+        let prefill = match ask.pair {
+            Some(_) => {
+                let chosen = pick(&mut choosers.prefill, &self.prompts, ask, &prefill);
+                let Some(chosen) = chosen else { return Choice::Nobody };
+                let engine = chosen.peer().map(|peer| peer.engine);
+                answer.retain(|fit| fit.backend.peer().map(|peer| peer.engine) == engine);
+                Some(chosen)
+            }
+            None => None,
+        };
+        let chosen = pick(&mut choosers.answer, &self.index, ask, &answer);
+        let Some(chosen) = chosen else { return Choice::Nobody };
         if let Some((_, ticket)) = trial {
-            ticket.used(free.into_iter().filter(|&free| free != chosen.id));
+            let taken = [Some(chosen.id), prefill.map(|prefill| prefill.id)];
+            ticket.used(free.into_iter().filter(|&free| !taken.contains(&Some(free))));
         }
-        Choice::Sent(sent)
+        Choice::Sent(Dispatch {
+            prefill: prefill.map(|prefill| send(&self.prompts, ask, prefill, trying)),
+            sent: send(&self.index, ask, chosen, trying),
+        })
     }
 
     /// Sends a queued request to this backend; `None` if it takes none now, or tries a suspect.
-    pub(crate) fn dispatch_to(&self, ask: &Ask, to: u32) -> Option<Sent> {
+    pub(crate) fn dispatch_to(&self, ask: &Ask, to: u32) -> Option<Dispatch> {
         let backends = self.registry.current();
         let backend = backends.iter().find(|backend| backend.id == to)?;
-        let _chooser = self.chooser.lock();
+        let _choosers = self.choosers.lock();
         backend.candidate(Instant::now()).filter(|(_, tries)| !tries)?;
-        Some(self.send(ask, backend, None))
-    }
-
-    fn send(&self, ask: &Ask, backend: &Arc<Backend>, trial: Option<Trial>) -> Sent {
-        if let Some(texts) = &ask.texts {
-            self.index.lock().sent(texts, backend.id);
-        }
-        Arc::clone(backend).begin(ask.tokens(), trial)
+        Some(Dispatch { prefill: None, sent: send(&self.index, ask, backend, None) })
     }
 
     /// The share of a request's prompt that each backend has cached; empty if nobody looks at it.
@@ -197,13 +248,7 @@ impl Shared {
         ask: &Ask,
         backends: impl Iterator<Item = &'a Backend>,
     ) -> Vec<f32> {
-        let Some(texts) = &ask.texts else { return Vec::new() };
-        let parts = self.index.lock().parts(texts);
-        let share = |backend: &Backend| {
-            let names = backend.names();
-            backend.stored.lock().share(&parts, backend.id, names)
-        };
-        backends.map(share).collect()
+        cached(&self.index, ask, backends)
     }
 
     /// True if queued requests move. Loads that are there to be measured against move nothing.
@@ -219,7 +264,7 @@ impl Shared {
         let key = key.0.filter(|_| !self.config.share_cache_across_keys);
         let key = key.and_then(|key| self.keys.text(key)).unwrap_or_default();
         let root = xxh3_64_with_seed(key.as_bytes(), self.text_root);
-        Reading { policy: self.config.policy, client, root }
+        Reading { keys: self.has(Policy::Session), texts: self.uses_blocks(), client, root }
     }
 
     /// True if backends' reports that ride on responses are used.
@@ -229,7 +274,18 @@ impl Shared {
 
     /// True if block names are of use.
     pub(crate) fn uses_blocks(&self) -> bool {
-        self.config.policy == Policy::CacheAware
+        self.has(Policy::CacheAware)
+    }
+
+    /// True if some backend is chosen by this policy.
+    fn has(&self, policy: Policy) -> bool {
+        let RouterConfig { policy: own, pairs, .. } = &self.config;
+        match pairs.is_empty() {
+            true => *own == policy,
+            false => [pairs.prefill_policy, pairs.decode_policy]
+                .into_iter()
+                .any(|chosen| chosen.unwrap_or(*own) == policy),
+        }
     }
 
     /// Counts a request until the guard is dropped.
@@ -252,10 +308,54 @@ impl Shared {
     }
 }
 
+/// The backend that a chooser takes; `None` if there is none.
+fn pick<'a>(
+    chooser: &mut Chooser,
+    index: &Mutex<TextIndex>,
+    ask: &Ask,
+    fit: &[Fit<'a>],
+) -> Option<&'a Arc<Backend>> {
+    let mut candidates: Vec<Candidate> = fit.iter().map(|fit| fit.candidate).collect();
+    let shares = cached(index, ask, fit.iter().map(|fit| &**fit.backend));
+    for (cached, candidate) in shares.into_iter().zip(&mut candidates) {
+        candidate.cached = cached;
+    }
+    chooser.choose(&candidates, ask.key).map(|chosen| fit[chosen].backend)
+}
+
+/// Begins a dispatch to a backend.
+fn send(index: &Mutex<TextIndex>, ask: &Ask, backend: &Arc<Backend>, trial: Option<Trial>) -> Sent {
+    if let Some(texts) = &ask.texts {
+        index.lock().sent(texts, backend.id);
+    }
+    Arc::clone(backend).begin(ask.tokens(), trial)
+}
+
+/// The share of a request's prompt that each backend has cached; empty if nobody looks at it.
+fn cached<'a>(
+    index: &Mutex<TextIndex>,
+    ask: &Ask,
+    backends: impl Iterator<Item = &'a Backend>,
+) -> Vec<f32> {
+    let Some(texts) = &ask.texts else { return Vec::new() };
+    let parts = index.lock().parts(texts);
+    let share = |backend: &Backend| {
+        let names = backend.names();
+        backend.stored.lock().share(&parts, backend.id, names)
+    };
+    backends.map(share).collect()
+}
+
+/// A request at the backend that answers it, and at the prefill server of a pair.
+pub(crate) struct Dispatch {
+    pub(crate) prefill: Option<Sent>,
+    pub(crate) sent: Sent,
+}
+
 /// The outcome of a choice.
 pub(crate) enum Choice {
-    /// A backend gets the request.
-    Sent(Sent),
+    /// A backend gets the request, or a pair of them.
+    Sent(Dispatch),
     /// It is not the request's turn at any backend that could try it.
     OnTrial,
     /// No backend takes the request.

@@ -53,6 +53,11 @@ impl BackendUrl {
         self.authority.as_str()
     }
 
+    /// The host as it is written, an address of IPv6 in brackets.
+    pub(crate) fn host(&self) -> &str {
+        self.authority.host()
+    }
+
     /// Host and port to connect to.
     pub(crate) fn address(&self) -> (String, u16) {
         let host = self.authority.host();

@@ -17,9 +17,11 @@ use tokio::time::{sleep, timeout};
 
 use crate::backend::{Backend, Check, Sent};
 use crate::config::Watch;
+use crate::identify::identify;
 use crate::index::MAX_BLOCKS;
 use crate::link::{Link, LinkError};
 use crate::models::{LIST, Listed, conflicts};
+use crate::pairs::Duty;
 use crate::payload::Payload;
 use crate::shared::Shared;
 
@@ -72,7 +74,7 @@ pub(crate) async fn watch(shared: Arc<Shared>, backend: Arc<Backend>) {
 async fn check_health(shared: &Shared, backend: &Backend) {
     let config = &shared.config.health;
     while !backend.removed.load(Ordering::Acquire) {
-        let check = match health(shared, backend).await {
+        let mut check = match health(shared, backend).await {
             Ok(StatusCode::OK) => Check::Fine,
             Ok(_) => Check::Refuses,
             Err(error) if error.is_refused() => Check::Absent,
@@ -81,6 +83,9 @@ async fn check_health(shared: &Shared, backend: &Backend) {
         if check == Check::Fine && !backend.is_up() {
             // Before it gets requests for what another one has.
             ask_models(shared, backend, &mut None).await;
+            if backend.duty != Duty::Whole && !knows_peer(shared, backend).await {
+                check = Check::Refuses;
+            }
         }
         let fine = backend.checked(check, config) && check == Check::Fine;
         let pause = if fine { config.interval } else { PROBE.min(config.interval) };
@@ -94,6 +99,16 @@ async fn check_health(shared: &Shared, backend: &Backend) {
             () = backend.suspected.notified() => sleep(PACE).await,
         }
     }
+}
+
+/// Asks a server of which pairs are made for its engine; false if it can be in none now.
+async fn knows_peer(shared: &Shared, backend: &Backend) -> bool {
+    let peer = identify(shared, backend).await.transpose();
+    let fits = matches!(peer, Some(Ok(_)));
+    if let Some(peer) = peer {
+        backend.set_peer(peer);
+    }
+    fits
 }
 
 /// Checks if a backend has died since dispatch `sent`, which broke: its address does not answer, or
@@ -186,7 +201,7 @@ async fn read(
 }
 
 /// Asks for an answer within some time and of at most so many bytes.
-async fn question(
+pub(crate) async fn question(
     shared: &Shared,
     backend: &Backend,
     link: &mut Option<Link>,

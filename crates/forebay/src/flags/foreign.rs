@@ -1,4 +1,5 @@
-//! Flags of vLLM, SGLang, llama-server and Ollama that `forebay serve` does not declare itself.
+//! Flags of vLLM, SGLang, llama-server and Ollama that `forebay serve` does not declare itself, and
+//! those of other routers.
 //! Each means one of ours, is not needed here, or names a feature that is not there.
 //!
 //! Command lines are copied from other servers. A flag of this table gets an answer of its own. The
@@ -39,6 +40,8 @@ const ALWAYS: &str = "always on";
 const FILES: &str = "weights are safetensors or GGUF, and no code of a repository runs";
 const PRICE: &str = "the price of a draft decides, whatever the length of its match";
 const PD: &str = "one server does both: --pd P:D, such as --pd 1:2";
+const TRANSFER: &str = "keys and values go from prefill to decode through the memory of one \
+                        server, with --pd P:D, and not from device to device by NIXL or Mooncake";
 const TEMPLATE: &str = "templates are always Jinja";
 const MAPPED: &str = "a CPU's packed weights are read once and kept in memory";
 const OFFLOAD: &str = "a model is on one kind of device: --device cpu or --device cuda";
@@ -106,7 +109,15 @@ const FLAGS: &[Foreign] = &[
         Unneeded(PRICE),
     ),
     value(&["-sc"], Same("--speculative-config")),
-    value(&["--kv-transfer-config", "--disaggregation-mode"], Missing(PD)),
+    value(&["--disaggregation-mode", "--disaggregation-bootstrap-port"], Missing(PD)),
+    value(
+        &[
+            "--kv-transfer-config",
+            "--disaggregation-transfer-backend",
+            "--disaggregation-ib-device",
+        ],
+        Missing(TRANSFER),
+    ),
     value(&["--tokenizer", "--tokenizer-path"], Missing("the tokenizer is the model's own")),
     value(
         &["--hf-overrides", "--json-model-override-args"],
@@ -224,6 +235,18 @@ const FLAGS: &[Foreign] = &[
     ),
 ];
 
+/// Those of routers.
+const ROUTER_FLAGS: &[Foreign] = &[
+    switch(
+        &["--pd-disaggregation", "--vllm-pd-disaggregation"],
+        Unneeded("--prefill and --decode name the servers of pairs"),
+    ),
+    value(
+        &["--kv-transfer-config", "--disaggregation-transfer-backend", "--kv-connector"],
+        Missing("servers of pairs hand keys and values on by themselves: it is a flag of theirs"),
+    ),
+];
+
 /// Names of a type that is not computed. Command lines for older GPUs have it.
 const HALF: [&str; 4] = ["half", "float16", "fp16", "f16"];
 const NO_HALF: &str = "--dtype: float16 is not computed here, so it is --dtype auto";
@@ -236,7 +259,8 @@ pub(crate) struct Translated {
     pub(crate) notes: Vec<String>,
 }
 
-/// Translates the arguments of `forebay serve`; those of other commands stay as they are.
+/// Translates the arguments of `forebay serve` and `forebay route`; those of other commands stay as
+/// they are.
 ///
 /// # Errors
 /// A line for each flag whose feature is not there.
@@ -245,10 +269,14 @@ pub(crate) fn translate(arguments: impl Iterator<Item = OsString>) -> Result<Tra
     let mut found = Translated { arguments: Vec::new(), notes: Vec::new() };
     let mut missing = Vec::new();
     found.arguments.extend(arguments.next());
-    if arguments.peek().is_none_or(|command| command != "serve") {
-        found.arguments.extend(arguments);
-        return Ok(found);
-    }
+    let (command, table) = match arguments.peek().and_then(|command| command.to_str()) {
+        Some("serve") => ("serve", FLAGS),
+        Some("route") => ("route", ROUTER_FLAGS),
+        _ => {
+            found.arguments.extend(arguments);
+            return Ok(found);
+        }
+    };
     while let Some(argument) = arguments.next() {
         let text = argument.to_str().unwrap_or_default();
         if text == "--" {
@@ -270,7 +298,7 @@ pub(crate) fn translate(arguments: impl Iterator<Item = OsString>) -> Result<Tra
             }
             continue;
         }
-        let Some(foreign) = FLAGS.iter().find(|foreign| foreign.names.contains(&name)) else {
+        let Some(foreign) = table.iter().find(|foreign| foreign.names.contains(&name)) else {
             found.arguments.push(argument);
             continue;
         };
@@ -285,7 +313,9 @@ pub(crate) fn translate(arguments: impl Iterator<Item = OsString>) -> Result<Tra
                 found.arguments.extend(value);
             }
             Unneeded(why) => found.notes.push(format!("{name} is not needed: {why}")),
-            Missing(why) => missing.push(format!("{name} is not a flag of forebay serve: {why}")),
+            Missing(why) => {
+                missing.push(format!("{name} is not a flag of forebay {command}: {why}"));
+            }
         }
     }
     if missing.is_empty() { Ok(found) } else { Err(missing.join("\n")) }
@@ -331,6 +361,14 @@ mod tests {
         let (ours, notes) =
             translated("forebay serve x --dtype half --dtype=bfloat16").expect("a server");
         assert_eq!((ours.as_str(), notes.len()), ("forebay serve x --dtype bfloat16", 1));
+        let (ours, notes) =
+            translated("forebay route --pd-disaggregation --decode a:1").expect("a router");
+        assert_eq!((ours.as_str(), notes.len()), ("forebay route --decode a:1", 1));
+        for (command, says) in [("serve x", "--pd P:D"), ("route", "a flag of theirs")] {
+            let line = format!("forebay {command} --kv-transfer-config {{\"kv_role\":1}}");
+            let refused = translated(&line).unwrap_err();
+            assert!(refused.lines().count() == 1 && refused.contains(says), "{refused}");
+        }
         let same = "forebay bench serve --tokenizer x";
         assert_eq!(translated(same).expect("untouched").0, same);
         let last = "forebay serve -- -m";
@@ -340,24 +378,26 @@ mod tests {
     #[test]
     fn the_table_repeats_no_flag_and_names_ours() {
         let command = Flags::command();
-        let serve = command.find_subcommand("serve").expect("serve");
-        let mut own = HashSet::new();
-        for argument in serve.get_arguments() {
-            for name in argument.get_long_and_visible_aliases().unwrap_or_default() {
-                own.insert(format!("--{name}"));
+        for (name, table) in [("serve", FLAGS), ("route", ROUTER_FLAGS)] {
+            let command = command.find_subcommand(name).expect(name);
+            let mut own = HashSet::new();
+            for argument in command.get_arguments() {
+                for name in argument.get_long_and_visible_aliases().unwrap_or_default() {
+                    own.insert(format!("--{name}"));
+                }
+                for name in argument.get_all_aliases().unwrap_or_default() {
+                    own.insert(format!("--{name}"));
+                }
             }
-            for name in argument.get_all_aliases().unwrap_or_default() {
-                own.insert(format!("--{name}"));
-            }
-        }
-        let mut seen = HashSet::new();
-        for foreign in FLAGS {
-            for name in foreign.names {
-                assert!(!own.contains(*name), "{name} is a flag of ours");
-                assert!(seen.insert(*name), "{name} stands twice");
-            }
-            if let Same(ours) = foreign.meaning {
-                assert!(own.contains(ours) && foreign.value, "{ours}");
+            let mut seen = HashSet::new();
+            for foreign in table {
+                for name in foreign.names {
+                    assert!(!own.contains(*name), "{name} is a flag of ours");
+                    assert!(seen.insert(*name), "{name} stands twice");
+                }
+                if let Same(ours) = foreign.meaning {
+                    assert!(own.contains(ours) && foreign.value, "{ours}");
+                }
             }
         }
     }

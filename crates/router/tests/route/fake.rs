@@ -6,7 +6,7 @@ use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use forebay_api::peer::{LoadReport, QueuedDispatch, RouterTag, read_ids, write_comment};
 
@@ -35,6 +35,8 @@ pub(crate) enum Act {
     HangAfter(Vec<u8>),
     /// A JSON answer, once somebody says so.
     Wait(Arc<Gate>),
+    /// Something else, once somebody says so.
+    Held(Arc<Gate>, Box<Act>),
     /// It waits in a brain's queue with this many tokens, until the other end closes the
     /// connection or the queue is computed: then it is answered.
     Queue(u64),
@@ -87,10 +89,22 @@ struct State {
     reports: AtomicUsize,
     /// The models that it lists to routers; `None`: it has no such route.
     models: Mutex<Option<String>>,
+    /// What it tells routers of itself, as SGLang does; `None`: it has no such route.
+    info: Mutex<Option<String>>,
+    /// Clients' requests that were acted on.
+    spans: Mutex<Vec<Span>>,
     queue: Mutex<Queue>,
     alive: AtomicUsize,
     most_alive: AtomicUsize,
     hung_up: Mutex<Option<Sender<()>>>,
+}
+
+/// A request of a client, what was done with it, and the time at which the backend was done.
+#[derive(Debug, Clone)]
+pub(crate) struct Span {
+    pub(crate) request: Message,
+    pub(crate) act: Act,
+    pub(crate) end: Instant,
 }
 
 /// What a brain tells of its queue.
@@ -190,6 +204,11 @@ impl Fake {
         self
     }
 
+    /// Has it do the next requests as it should.
+    pub(crate) fn forget(&self) {
+        self.state.script.lock().unwrap().clear();
+    }
+
     /// Clients' requests so far.
     pub(crate) fn seen(&self) -> Vec<Message> {
         self.state.seen.lock().unwrap().clone()
@@ -223,6 +242,28 @@ impl Fake {
         let data: Vec<_> = models.iter().map(card).collect();
         let list = serde_json::json!({"object": "list", "data": data});
         *self.state.models.lock().unwrap() = Some(list.to_string());
+    }
+
+    /// Has it list one model, which this engine owns.
+    pub(crate) fn is_of(&self, model: &str, engine: &str) {
+        let card = serde_json::json!({"id": model, "owned_by": engine});
+        let list = serde_json::json!({"object": "list", "data": [card]});
+        *self.state.models.lock().unwrap() = Some(list.to_string());
+    }
+
+    /// Has it tell this of itself.
+    pub(crate) fn tells(&self, info: &serde_json::Value) {
+        *self.state.info.lock().unwrap() = Some(info.to_string());
+    }
+
+    /// Clients' requests that it is done with.
+    pub(crate) fn spans(&self) -> Vec<Span> {
+        self.state.spans.lock().unwrap().clone()
+    }
+
+    /// The number of clients' requests that it is not done with.
+    pub(crate) fn alive(&self) -> usize {
+        self.state.alive.load(Ordering::SeqCst)
     }
 
     /// Has it report this many prompt tokens to compute, and requests of others.
@@ -350,6 +391,12 @@ impl State {
                     answer(&mut socket, 200, &self.padded(&self.load()), "")
                 }
                 path if path.starts_with("/v1/loads") => answer(&mut socket, 404, "{}", ""),
+                "/server_info" | "/get_server_info" if is_of_router(&request) => {
+                    match &*self.info.lock().unwrap() {
+                        Some(info) => answer(&mut socket, 200, info, ""),
+                        None => answer(&mut socket, 404, "{}", ""),
+                    }
+                }
                 // Clients' requests have a number, and the router's own have none.
                 "/v1/models" if is_of_router(&request) => match &*self.models.lock().unwrap() {
                     Some(list) => answer(&mut socket, 200, list, ""),
@@ -370,7 +417,14 @@ impl State {
                         true => Act::Tokens(TOKENS, usize::MAX),
                         false => Act::Answer(200, "{\"ok\":true}".into()),
                     });
-                    let goes_on = self.act(act, &mut socket, &mut reader, &request);
+                    let goes_on = self.act(act.clone(), &mut socket, &mut reader, &request);
+                    if !goes_on {
+                        // What the other end hears of is over.
+                        let _ = socket.shutdown(Shutdown::Both);
+                    }
+                    let end = Instant::now();
+                    let span = Span { request, act, end };
+                    self.spans.lock().unwrap().push(span);
                     self.alive.fetch_sub(1, Ordering::SeqCst);
                     goes_on
                 }
@@ -453,6 +507,10 @@ impl State {
             Act::Queue(tokens) => {
                 let seq = tag_of(request).unwrap().seq;
                 self.queue(reader, seq, tokens) && answer(socket, 200, "{\"ok\":true}", "")
+            }
+            Act::Held(gate, act) => {
+                let _ = gate.0.lock().unwrap().recv();
+                self.act(*act, socket, reader, request)
             }
             Act::Wait(gate) => {
                 let _ = gate.0.lock().unwrap().recv();

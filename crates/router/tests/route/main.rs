@@ -11,6 +11,7 @@ mod fake;
 mod http;
 mod models;
 mod moves;
+mod pairs;
 mod passing;
 mod streams;
 mod surroundings;

@@ -1,0 +1,71 @@
+//! The engine of a server of which pairs are made, as it tells it itself.
+
+use http::StatusCode;
+use serde::Deserialize;
+
+use crate::backend::Backend;
+use crate::pairs::{BOOTSTRAP_PORT, Duty, PairEngine, Peer, refuse_own};
+use crate::shared::Shared;
+use crate::watch::{question, report_of};
+
+/// The longest answer about a server, in bytes.
+const MAX_INFO: usize = 4 << 20;
+/// The routes at which SGLang tells of itself: today, and up to 0.5.
+const INFO: [&str; 2] = ["/server_info", "/get_server_info"];
+/// The part for each kind of server in SGLang's flag.
+const MODE: &str = "--disaggregation-mode";
+
+/// What SGLang tells of itself.
+#[derive(Deserialize)]
+struct Info {
+    disaggregation_mode: String,
+    disaggregation_bootstrap_port: Option<u16>,
+}
+
+/// Asks a server for its engine; `None`: it has not answered. Its models are known.
+///
+/// # Errors
+/// A sentence: it can be in no pair, or not with this duty.
+pub(crate) async fn identify(shared: &Shared, backend: &Backend) -> Result<Option<Peer>, String> {
+    let mut link = None;
+    let reports = report_of(shared, backend, &mut link, "/v1/loads").await.is_some();
+    if reports || backend.is_forebay() {
+        return Err(refuse_own(backend));
+    }
+    let named = match backend.duty {
+        Duty::Prefill { bootstrap_port } => bootstrap_port,
+        Duty::Whole | Duty::Decode => None,
+    };
+    let peer = |engine, told: Option<u16>| {
+        Ok(Some(Peer { engine, bootstrap_port: named.or(told).unwrap_or(BOOTSTRAP_PORT) }))
+    };
+    if let Some(engine) = shared.config.pairs.engine {
+        return peer(engine, None);
+    }
+    for path in INFO {
+        let limits = (shared.config.health.timeout, MAX_INFO);
+        let Ok((status, body)) = question(shared, backend, &mut link, path, limits).await else {
+            return Ok(None);
+        };
+        let info = serde_json::from_slice::<Info>(&body).ok();
+        if let Some(info) = info.filter(|_| status == StatusCode::OK) {
+            let (mode, duty) = (&info.disaggregation_mode, backend.duty.name());
+            if mode != duty {
+                let url = backend.url.url();
+                return Err(format!(
+                    "{url} is SGLang with {MODE} {mode}, and --{duty} names servers with {duty}"
+                ));
+            }
+            return peer(PairEngine::SgLang, info.disaggregation_bootstrap_port);
+        }
+    }
+    match backend.models.owner().as_deref() {
+        Some("vllm") => peer(PairEngine::Vllm, None),
+        Some("sglang") => peer(PairEngine::SgLang, None),
+        Some("forebay") => Err(refuse_own(backend)),
+        _ => Err(format!(
+            "{} does not tell its engine: --pd-engine sglang or --pd-engine vllm says it",
+            backend.url.url()
+        )),
+    }
+}

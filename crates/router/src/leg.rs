@@ -1,0 +1,193 @@
+//! Requests at both servers of a pair.
+//!
+//! The answer is the decode server's; the request to the prefill server is a *leg* of it. With
+//! SGLang both are sent at once, and a leg that fails ends the other: until it knows that keys and
+//! values have come, a decode server waits for minutes. With vLLM the leg comes first, and its
+//! answer is used once.
+
+use std::future::poll_fn;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use http::Response;
+use tokio::task::JoinHandle;
+use tokio::time::timeout;
+
+use crate::ask::{Ask, keep_end_to_end};
+use crate::attempt::{Beside, Failed, Reached, Trouble, answered, attempt, is_refusal, unanswered};
+use crate::backend::Sent;
+use crate::budget::Held;
+use crate::flow::{Broken, Flow, Vigil};
+use crate::pairs::{BOOTSTRAP_PORT, PairEngine};
+use crate::payload::Payload;
+use crate::shared::Worker;
+use crate::splice::{Room, decode_with, handed_on, prefill_alone};
+use crate::tape::FREE;
+
+/// The largest answer of a prefill server.
+const MAX_ANSWER: usize = 8 << 20;
+/// The time that a leg may take to end once the answer has.
+const GRACE: Duration = Duration::from_millis(250);
+
+/// A request to a prefill server, beside the one that is answered. Dropping it closes its
+/// connection, which aborts the request.
+#[derive(Debug)]
+pub(crate) struct Leg(Option<JoinHandle<Result<(), Failed>>>);
+
+impl Leg {
+    fn start(worker: &Arc<Worker>, ask: &Arc<Ask>, sent: Sent, body: Payload, fresh: bool) -> Self {
+        let (worker, ask) = (Arc::clone(worker), Arc::clone(ask));
+        let leg = async move { compute(&worker, &ask, sent, body, fresh).await.map(drop) };
+        Self(Some(tokio::spawn(leg)))
+    }
+
+    /// Ready with the leg's failure. A leg that has ended well is never ready.
+    pub(crate) fn poll_failed(&mut self, context: &mut Context<'_>) -> Poll<Failed> {
+        let Some(task) = &mut self.0 else { return Poll::Pending };
+        let Poll::Ready(ended) = std::pin::Pin::new(task).poll(context) else {
+            return Poll::Pending;
+        };
+        self.0 = None;
+        match ended {
+            Ok(Ok(())) => Poll::Pending,
+            Ok(Err(failed)) => Poll::Ready(failed),
+            // It panicked.
+            Err(_) => Poll::Ready(Trouble::Broken(Broken::Prefill).into()),
+        }
+    }
+
+    /// Lets the leg end, because the answer has.
+    pub(crate) fn linger(mut self) {
+        if let Some(mut task) = self.0.take() {
+            tokio::spawn(async move {
+                if timeout(GRACE, &mut task).await.is_err() {
+                    task.abort();
+                }
+            });
+        }
+    }
+}
+
+impl Drop for Leg {
+    fn drop(&mut self) {
+        if let Some(task) = &self.0 {
+            task.abort();
+        }
+    }
+}
+
+/// One attempt at a request, with a pair of servers.
+pub(crate) async fn attempt_pair(
+    worker: &Arc<Worker>,
+    ask: &Arc<Ask>,
+    prefill: Sent,
+    decode: Sent,
+    fresh: bool,
+) -> Result<Reached, Failed> {
+    worker.shared.totals.pairs.fetch_add(1, Ordering::Relaxed);
+    let backend = Arc::clone(&prefill.backend);
+    let peer = backend.peer();
+    let port = peer.map_or(BOOTSTRAP_PORT, |peer| peer.bootstrap_port);
+    let beside = match peer.map(|peer| peer.engine) {
+        Some(PairEngine::Vllm) => {
+            let answer = compute(worker, ask, prefill, prefill_alone(ask.body()), fresh).await?;
+            let lies = |reason| {
+                backend.counters.failed.fetch_add(1, Ordering::Relaxed);
+                let leg = Some(Arc::clone(&backend));
+                Failed { leg, ..Trouble::Broken(Broken::Params(reason)).into() }
+            };
+            let params = handed_on(&answer).map_err(lies)?;
+            match params {
+                Some(params) if !worker.shared.used.take(params) => {
+                    let reason = "the prefill server has handed the same kv_transfer_params on \
+                                  for another request";
+                    return Err(lies(reason));
+                }
+                Some(_) => {}
+                None => {
+                    worker.shared.totals.unfetched.fetch_add(1, Ordering::Relaxed);
+                }
+            }
+            Beside { body: Some(decode_with(ask.body(), params)), leg: None }
+        }
+        Some(PairEngine::SgLang) | None => {
+            let room = Room::new(backend.url.host(), port);
+            let leg = Leg::start(worker, ask, prefill, room.prefill(ask.body()), fresh);
+            Beside { body: Some(room.decode(ask.body())), leg: Some(leg) }
+        }
+    };
+    attempt(worker, ask, None, (decode, fresh), beside).await
+}
+
+/// Has a prefill server compute a prompt, and gives its answer.
+async fn compute(
+    worker: &Arc<Worker>,
+    ask: &Ask,
+    sent: Sent,
+    body: Payload,
+    fresh: bool,
+) -> Result<Bytes, Failed> {
+    let backend = Arc::clone(&sent.backend);
+    let answer = whole(worker, ask, sent, body, fresh).await;
+    answer.map_err(|failed| Failed { leg: Some(backend), ..failed })
+}
+
+/// The whole answer to a request.
+async fn whole(
+    worker: &Arc<Worker>,
+    ask: &Ask,
+    sent: Sent,
+    body: Payload,
+    fresh: bool,
+) -> Result<Bytes, Failed> {
+    let request = ask.request(worker.shared.names(), &sent, None, Some(body));
+    let mut vigil = Vigil::new(&sent, ask.deadline, None, None);
+    let (link, response) = match answered(worker, &sent, request, &mut vigil, fresh).await {
+        Ok(answered) => answered,
+        Err((trouble, was_sent)) => return Err(unanswered(trouble, sent, was_sent)),
+    };
+    let (mut head, body) = response.into_parts();
+    sent.answered(None);
+    let mut share = Held::new(&sent.backend.memory);
+    let mut flow = Flow::new(sent, link, body, vigil, Arc::clone(worker));
+    let mut held = BytesMut::new();
+    loop {
+        let broken = match poll_fn(|context| flow.poll_data(context)).await {
+            None => break,
+            Some(Ok(piece)) => {
+                held.extend_from_slice(&piece);
+                let fits = held.len() <= MAX_ANSWER;
+                if fits && share.hold(held.len().saturating_sub(FREE)) {
+                    continue;
+                }
+                Broken::Excess
+            }
+            Some(Err(Broken::Deadline)) => return Err(Trouble::Broken(Broken::Deadline).into()),
+            Some(Err(broken)) => broken,
+        };
+        flow.sent.failed();
+        return Err(Failed { sent: Some(flow.into_sent()), ..Trouble::Broken(broken).into() });
+    }
+    let (status, answer) = (head.status, held.freeze());
+    if status.is_success() {
+        flow.sent.completed();
+        flow.end();
+        return Ok(answer);
+    }
+    if is_refusal(status) {
+        flow.sent.refused();
+    } else if status.is_server_error() {
+        flow.sent.failed();
+    }
+    keep_end_to_end(&mut head.headers);
+    let response = Response::from_parts(head, answer);
+    flow.end();
+    // What this server fails at may be the other one's fault, as that cannot be told.
+    Err(match is_refusal(status) || status.is_server_error() {
+        true => Trouble::Refused(response).into(),
+        false => Trouble::Answered(response).into(),
+    })
+}
