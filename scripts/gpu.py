@@ -3,7 +3,7 @@
 usage: gpu.py test [PYTEST ARGUMENTS]   the tests of tests/gpu_device
        gpu.py bench [ARGUMENTS]         benchmarks/gpu
        gpu.py peers [ARGUMENTS]         benchmarks/gpu/peers.py
-       gpu.py visit first|second        the parts of both that matter most, each with its limit (5 and 7 minutes)
+       gpu.py visit first|second        the parts of both that matter most, each with its limit (5 and 6 minutes)
        gpu.py pack [--binary FILE]      makes .gpu: packages that such a host lacks, and the server's binary
 
 Where there is no GPU, the first four say why, and end with status 0. They run with the interpreter

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,16 @@ CHUNK_TILES = (
     *(Tiles(128, tile, 8, stages) for tile in (64, 128) for stages in (2, 3)),
     *(Tiles(64, tile, 4, 3) for tile in (64, 128)),
 )
-CHAINS = tuple((own, overlapping) for own in (False, True) for overlapping in (False, True))
+CHAINS = (
+    *((own, overlapping, False) for own in (False, True) for overlapping in (False, True)),
+    (True, True, True),
+)
+"""Products of our own, kernels that overlap, and gates that are part of a product."""
 LAYERS = 28
+CROSSINGS, PLAN_WORDS, RESULT_WORDS = 20, 512, 129
+"""As of 64 decode rows."""
+FEW = 16
+"""Tokens of products that cuBLAS may split."""
 Job = tuple[str, Callable[[], Operator], Callable[[], AbstractContextManager[Any]]]
 """A name, the operator, and the change under which it runs."""
 
@@ -66,6 +74,10 @@ def jobs(device: torch.device) -> Iterator[Job]:
             for own in (False, True):
                 how = "one row" if own else "PyTorch"
                 yield f"{name} {matrix}, 1 token: {how}", partial(linear, device, rows, inputs, own), nullcontext
+            for reduced in (False, True):
+                how = "bfloat16" if reduced else "float32"
+                few = partial(linear, device, rows, inputs, False, FEW)
+                yield f"{name} {matrix}, {FEW} tokens: PyTorch, sums in {how}", few, partial(sums_reduced, reduced)
         for tokens in (1, 16, 32, 64, 256):
             for multiplied_out in (False, True):
                 how = "multiplied out" if multiplied_out else "in its codes"
@@ -83,18 +95,30 @@ def jobs(device: torch.device) -> Iterator[Job]:
             yield what, partial(attention, ops, heads, device, rows_of), change
 
 
-def linear(device: torch.device, rows: int, inputs: int, own: bool) -> Operator:
-    """A product of one row with a matrix that no cache holds."""
-    bytes_ = 2.0 * (rows * inputs + rows + inputs)
+@contextmanager
+def sums_reduced(allowed: bool) -> Iterator[None]:
+    """Lets cuBLAS add parts of a sum in bfloat16, or does not, as a hand has it. It may then split long sums."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_bf16_reduced_precision_reduction
+    matmul.allow_bf16_reduced_precision_reduction = allowed
+    try:
+        yield
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction = before
+
+
+def linear(device: torch.device, rows: int, inputs: int, own: bool, tokens: int = 1) -> Operator:
+    """A product of one row, or of few, with a matrix that no cache holds."""
+    bytes_ = 2.0 * (rows * inputs + tokens * (rows + inputs))
     copies, ops = copies_of(bytes_), kernels()
     weights = torch.randn(copies, rows, inputs, dtype=torch.bfloat16, device=device)
-    x = torch.randn(1, inputs, dtype=torch.bfloat16, device=device)
+    x = torch.randn(tokens, inputs, dtype=torch.bfloat16, device=device)
     product = partial(ops.one_row, bias=None) if own else F.linear
     return Operator("", lambda at: product(x, weights[at]), copies, bytes_)
 
 
-def chain(device: torch.device, own: bool) -> Callable[[], object]:
-    """The kernels of all layers of a step of one row, one behind the other. `own`: our products."""
+def chain(device: torch.device, own: bool, fused: bool = False) -> Callable[[], object]:
+    """The kernels of all layers of a step of one row, one behind the other. `own` and `fused` as in `CHAINS`."""
     ops, heads = kernels(), Heads.of(SHAPES[SMALL])
 
     def random(*shape: int) -> torch.Tensor:
@@ -116,7 +140,10 @@ def chain(device: torch.device, own: bool) -> Callable[[], object]:
             )
             seen = ops.attend(q, paged.keys, paged.values, paged.rows[0], heads.dim**-0.5)
             state, residual = ops.add_norm(product(seen.flatten(1), layer["o"]), residual, norm, EPS)
-            gated = ops.gate(product(state, layer["gate_up"]))
+            if fused:
+                gated = ops.one_row_gated(state, layer["gate_up"], None)
+            else:
+                gated = ops.gate(product(state, layer["gate_up"]))
             state, residual = ops.add_norm(product(gated, layer["down"]), residual, norm, EPS)
         return state
 
@@ -125,10 +152,41 @@ def chain(device: torch.device, own: bool) -> Callable[[], object]:
 
 def chains(device: torch.device) -> Iterator[tuple[str, float]]:
     """Microseconds of chains with and without overlaps."""
-    for own, overlapping in CHAINS:
+    for own, overlapping, fused in CHAINS:
         with patch.object(launch, "overlaps", lambda _, asked=overlapping: asked), torch.inference_mode():
-            us = 1e6 * seconds(captured(chain(device, own), device), device)
-        yield f"layers of one row, own products {own}, overlap {overlapping}", us
+            us = 1e6 * seconds(captured(chain(device, own, fused), device), device)
+        yield f"layers of one row, own products {own}, overlap {overlapping}{', gates fused' if fused else ''}", us
+
+
+def crossing(device: torch.device, mapped: bool) -> Callable[[], object]:
+    """A plan on its way to the device, a short kernel, and results on their way back, `CROSSINGS` times.
+
+    `mapped`: kernels read and write the host's memory, and no copy engine does.
+    """
+    ops, heads = kernels(), Heads.of(SHAPES[SMALL])
+    pinned = device.type == "cuda"
+    plan, result = (torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for words in (PLAN_WORDS, RESULT_WORDS))
+    there, block = (torch.zeros_like(one, device=device) for one in (plan, result))
+    x, norm = (torch.randn(shape, dtype=torch.bfloat16, device=device) for shape in ((1, heads.hidden), heads.hidden))
+
+    def move(source: torch.Tensor, target: torch.Tensor) -> None:
+        ops.move_words(source, target) if mapped else target.copy_(source, non_blocking=True)
+
+    def steps() -> None:
+        for _ in range(CROSSINGS):
+            move(plan, there)
+            ops.add_norm(x, None, norm, EPS)
+            move(block, result)
+
+    return steps
+
+
+def crossings(device: torch.device) -> Iterator[tuple[str, float]]:
+    """Microseconds of a plan and its results, in both ways."""
+    for mapped in (False, True):
+        with torch.inference_mode():
+            us = 1e6 * seconds(captured(crossing(device, mapped), device), device) / CROSSINGS
+        yield f"a plan of {PLAN_WORDS} words and a result of {RESULT_WORDS}, {'mapped' if mapped else 'copied'}", us
 
 
 def compile_share(device: torch.device, share: int, deadline: float) -> None:
@@ -139,15 +197,15 @@ def compile_share(device: torch.device, share: int, deadline: float) -> None:
                 with change():
                     make().run(0)
         if share < len(CHAINS):
-            own, overlapping = CHAINS[share]
+            own, overlapping, fused = CHAINS[share]
             with patch.object(launch, "overlaps", lambda _: overlapping):
-                chain(device, own)()
+                chain(device, own, fused)()
     torch.cuda.synchronize()
 
 
 def measure(device: torch.device, deadline: float) -> Iterator[tuple[str, float, float | None]]:
     """Names, microseconds and GB/s."""
-    for name, us in chains(device):
+    for name, us in (*chains(device), *crossings(device)):
         yield name, us, None
     with torch.inference_mode():
         for name, make, change in jobs(device):

@@ -86,14 +86,14 @@ VISITS: dict[str, tuple[float, Sequence[Part]]] = {
         ),
     ),
     "second": (
-        400.0,
+        360.0,
         (
-            Part("server", 100, _bench("server", 85, "server", "Qwen3-0.6B", "--profiles", "FOLDER")),
-            Part("large", 70, _bench("large", 60, "ceilings steps", "Qwen3-8B")),
-            Part("operators", 35, _bench("operators", 25, "ceilings operators", "Qwen3-0.6B")),
+            Part("server", 85, _bench("server", 72, "server", "Qwen3-0.6B", "--profiles", "FOLDER")),
+            Part("large", 62, _bench("large", 54, "ceilings steps", "Qwen3-8B")),
+            Part("operators", 33, _bench("operators", 25, "ceilings operators", "Qwen3-0.6B")),
             Part(
                 "rest",
-                100,
+                92,
                 _tests(
                     "-n",
                     "6",
@@ -102,8 +102,8 @@ VISITS: dict[str, tuple[float, Sequence[Part]]] = {
                 ),
             ),
             # It takes most of the memory, so nothing runs beside it.
-            Part("memory", 45, _tests(f"{_DEVICE}/test_memory.py")),
-            Part("killed", 50, _tests(f"{_DEVICE}/test_server.py")),
+            Part("memory", 42, _tests(f"{_DEVICE}/test_memory.py")),
+            Part("killed", 46, _tests(f"{_DEVICE}/test_server.py")),
         ),
     ),
 }

@@ -11,6 +11,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from forebay.device.watch import NoStrayCopies
+from forebay.gpu.choose import MAPPED
 from forebay.runner.runner import ModelRunner
 from tests.hand.drafted import check_drafts
 from tests.hand.greedy import greedy_of_8_bits
@@ -37,6 +38,7 @@ SAMPLINGS = {
     "everything": EVERYTHING,
     "top_k": Sampling(temperature=0.7, top_k=4, top_p=0.5, seed=3, logprobs=1),
     "nucleus": Sampling(temperature=1.3, top_p=0.6, seed=4),
+    "penalties": Sampling(temperature=0.7, repetition_penalty=1.3, frequency_penalty=0.2, seed=9, logprobs=3),
     "allowed": Sampling(temperature=1.0, allowed=(1, 2, 3), seed=5),
 }
 
@@ -113,6 +115,14 @@ def test_sampled_tokens_are_those_of_the_cpu(sampling: Sampling, graph_rows: int
     model = reference_model("qwen3")
     on_gpu = served(runner_of(model, device="cuda", graph_rows=graph_rows, chunked_prefill_size=64), 1, sampling)
     assert on_gpu == served(runner_of(model), 1, sampling)
+
+
+def test_plans_may_be_read_in_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MAPPED, "1")
+    model = reference_model("qwen3")
+    runner = runner_of(model, device="cuda", graph_rows=5, chunked_prefill_size=64)
+    tokens = served(runner, 1, *SAMPLINGS.values())
+    assert tokens == served(runner_of(model), 1, *SAMPLINGS.values())
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)

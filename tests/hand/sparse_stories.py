@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from forebay.attention import selection
+from forebay.compute.choose import Choice
 from forebay.compute.eager import TorchCompute
 from forebay.compute.rows import Launch
 from forebay.gpu.choose import VARIABLE
@@ -119,7 +120,10 @@ class Both:
     ) -> None:
         """`whole` is the hand with all pages on the device; None: as the other."""
         self.random = np.random.default_rng(seed)
-        self.whole = runner_of(model_of(family), page_size=SIZE, **(hand if whole is None else whole))
+        with pytest.MonkeyPatch.context() as patch:
+            # Operator by operator as the other: in steps that the device reads all queries of a step choose, or none.
+            patch.setattr(Choice, "_needs_host", lambda choice, model: True)
+            self.whole = runner_of(model_of(family), page_size=SIZE, **(hand if whole is None else whole))
         self.sparse = sparse_runner(family, **{"max_total_tokens": 90 * SIZE, **hand, **changes})
         self.row_pages = self.sparse.config.row_pages
         self.free_plain = list(range(self.whole.kv.page_count))

@@ -60,11 +60,11 @@ def experts_cut(
     return reference.experts(cut(x), ids, weights, cut(gate_up), cut(down), *more)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [case for case in SMALL if case.name.startswith(("attend ", "experts ")) and "float32" in case.name],
-    ids=str,
-)
+# The bounds of clamped experts allow for biases as large as what is clamped: fewer bits are within them.
+PRECISE = [case for case in SMALL if case.name.startswith(("attend ", "experts ")) and "float32" in case.name]
+
+
+@pytest.mark.parametrize("case", [case for case in PRECISE if "experts gpt-oss" not in case.name], ids=str)
 def test_fewer_bits_in_products_of_float32_show(case: Case) -> None:
     with pytest.raises(AssertionError, match="elements are wrong"):
         case.check(changed(attend=attend_cut, experts=experts_cut), CPU, 0)

@@ -11,11 +11,14 @@ import torch
 
 from forebay.compute.graphs import Graphs, Size, decode_rows, mixed_sizes
 from forebay.compute.paged import PagedSteps
+from forebay.compute.sampler import Ask, Sampled, Sampler
 from forebay.device import DeviceError, Work
 from forebay.device.deferred import DeferredDevice
 from forebay.device.recorded import LostMemoryError, Recording
 from forebay.device.watch import HiddenWaitError
-from forebay.gpu.choose import VARIABLE
+from forebay.gpu import reference
+from forebay.gpu.choose import MAPPED, VARIABLE
+from forebay.gpu.products import FUSED
 from forebay.protocol.masks import INLINE, Masks
 from forebay.runner.launched import Launched
 from forebay.runner.runner import ModelRunner
@@ -25,7 +28,7 @@ from tests.hand.late_masks import PATTERN, Late, Step, check_late
 from tests.hand.support import MiniBrain, PlanBuilder, Request, Sampling, random_model, runner_of
 from tests.hand.torch_models import TORCH_NAMED
 
-FAMILIES_OF_GRAPHS = ["llama", "qwen3", "qwen3-moe", "glm4-moe", "deepseek-v3"]
+FAMILIES_OF_GRAPHS = ["llama", "qwen3", "qwen3-moe", "glm4-moe", "deepseek-v3", "deepseek-v32", "glm-dsa-shared"]
 GRAPHS = pytest.mark.parametrize("graph_rows", [0, 6], ids=["eager", "graphs"])
 SAMPLING = [
     Sampling(),
@@ -100,6 +103,147 @@ def test_a_step_may_have_more_decode_rows_than_tokens_of_prompts(graph_rows: int
 
     runner = paged("llama", graph_rows and 8, max_running_requests=8, chunked_prefill_size=4)
     assert served(runner) == served(runner_of(model_of("llama"), max_running_requests=8))
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("works", [True, False])
+def test_kernels_may_read_plans_in_the_hosts_memory(
+    lookahead: int, works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MAPPED, "1")
+    runner = paged()
+    if not works:
+        monkeypatch.setattr(reference, "move_words", lambda source, target: None)
+
+    def found() -> list[list[int]]:
+        requested = requests()
+        MiniBrain(runner, 1, lookahead).serve(requested, chunk=9)
+        return [request.tokens for request in requested]
+
+    assert wrong(found) != works
+
+
+def test_a_gate_that_is_part_of_a_product_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    twin, called = reference.one_row_gated, list[int]()
+
+    def noted(x: torch.Tensor, *more: Any) -> torch.Tensor:
+        called.append(len(x))
+        return twin(x, *more)
+
+    def tokens(fused: str) -> list[int]:
+        monkeypatch.setenv(FUSED, fused)
+        request = Request([3, 1, 4], 6)
+        MiniBrain(paged("llama", dtype="bfloat16")).serve([request])
+        return request.tokens
+
+    monkeypatch.setattr(reference, "one_row_gated", noted)
+    expected_ones = tokens("0")
+    assert called == []
+    assert tokens("1") == expected_ones
+    # Graphs of one row have it, and no other.
+    assert set(called) == {1}
+
+
+class Noted(Sampler):
+    """A sampler in operators, which notes that it was asked for."""
+
+    used = 0
+
+    def sample(self, logits: torch.Tensor, ask: Ask) -> Sampled:
+        self.used += 1
+        return super().sample(logits, ask)
+
+
+OF_SLOTS = [
+    Sampling(temperature=0.7, repetition_penalty=1.3, frequency_penalty=0.2, seed=9),
+    Sampling(presence_penalty=0.8, logprobs=0),
+    Sampling(),
+    Sampling(temperature=1.2, top_k=9, top_p=0.8, min_p=0.02, logprobs=20, seed=5),
+    Sampling(repetition_penalty=0.6, logprobs=5),
+]
+
+
+@GRAPHS
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_penalties_and_log_probabilities_take_no_operator(lookahead: int, graph_rows: int) -> None:
+    """The device has them by slot. Preempted rows are counted again, and slots go to others."""
+
+    def asked(runner: ModelRunner, tokens: list[list[int]]) -> list[Request]:
+        random = np.random.default_rng(11)
+        prompts = [random.integers(0, 131, random.integers(1, 40)).tolist() for _ in range(11)]
+        found = [
+            Request(prompt, 9, OF_SLOTS[at % len(OF_SLOTS)], 2 * at, tokens[at][: at % 4] if tokens else [])
+            for at, prompt in enumerate(prompts)
+        ]
+        MiniBrain(runner, 3, lookahead if runner.device.beside_host else 0).serve(found, chunk=9)
+        return found
+
+    right = asked(runner_of(model_of("llama")), [])
+    runner = paged("llama", graph_rows)
+    runner._sampler.__class__ = Noted
+    found = asked(runner, [request.tokens for request in right])
+    assert runner._sampler.used == 0  # type: ignore[attr-defined]
+    for request, other in zip(found, right, strict=True):
+        assert request.tokens == other.tokens
+        kept = len(request.tokens) - len(request.logprobs)
+        for (ids, values), (known, exact) in zip(request.logprobs, other.logprobs[kept:], strict=True):
+            assert ids.tolist() == known.tolist()
+            np.testing.assert_allclose(values, exact, atol=1e-4)
+    assert sum(len(values) for request in found for _, values in request.logprobs) > 100
+
+
+def test_a_row_that_asks_for_more_is_sampled_by_operators() -> None:
+    """The test above would see it."""
+    runner = paged("llama")
+    runner._sampler.__class__ = Noted
+    MiniBrain(runner).serve([Request([1, 2, 3], 4, Sampling(logprobs=1, bias=((7, 2.0),)))])
+    assert runner._sampler.used == 4  # type: ignore[attr-defined]
+
+
+TELL_LIKELY = reference.tell_likely
+COUNTED_WRONGLY = {
+    "a line of nobody": (PagedSteps, "_write_lines", lambda *_: None),
+    "tokens that are not counted": (reference, "count_tokens", lambda *_: None),
+    "log-probabilities of penalised logits": (
+        reference,
+        "tell_likely",
+        lambda logits, *more: TELL_LIKELY(logits * 1.01, *more),
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", COUNTED_WRONGLY)
+def test_counts_and_log_probabilities_that_are_wrong_show(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*COUNTED_WRONGLY[mistake])
+    with pytest.raises(AssertionError):
+        test_penalties_and_log_probabilities_take_no_operator(0, 6)
+
+
+def test_a_query_chooses_where_one_of_its_step_sees_more_than_is_kept() -> None:
+    """So a step has the graph of an index, or it has the other one, which attends to everything."""
+    runner = paged("deepseek-v32")
+    graphs, used = runner._steps.graphs, list[Size]()
+    assert graphs is not None
+
+    def noted(size: Size, model: Work) -> None:
+        used.append(size)
+        model()
+
+    for size, model in list(graphs._models.items()):
+        graphs._models[size] = partial(noted, size, model)
+    plan = PlanBuilder(1)
+    for slot, length in ((1, 8), (2, 9)):
+        plan.slot(slot, list(range(length)))
+        plan.page_writes += [(slot, index, 10 * slot + index) for index in range(4)]
+    plan.row(1, 0, 7, sample=False)
+    plan.row(2, 0, 7, sample=False)
+    runner.step(plan.build())
+    for rows in ([(1, 7)], [(1, 7), (2, 7)], [(1, 7), (2, 8)], [(2, 8)]):
+        plan = PlanBuilder(1)
+        for slot, start in rows:
+            plan.row(slot, start, 1)
+        runner.step(plan.build())
+    assert [size.chooses for size in used] == [False, False, False, True, True]
 
 
 def test_a_start_is_finished_behind_the_last_capture(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,8 +460,8 @@ def test_a_step_gets_the_smallest_graph_that_holds_it() -> None:
     device = DeferredDevice(1)
     graphs = Graphs(device, 100, 256)
     assert graphs.fit(1, 1) is None
-    graphs.capture(lambda size: None, lambda rows, drawn: None)
-    assert graphs.count == len(graphs.sizes) + 2 * len({size.rows for size in graphs.sizes})
+    graphs.capture(lambda size: None, lambda rows, kind: None)
+    assert graphs.count == len(graphs.sizes) + 3 * len({size.rows for size in graphs.sizes})
     assert graphs.fit(3, 3) == Size(4, 4, mixed=False)
     assert graphs.fit(97, 97) == Size(100, 100, mixed=False)
     assert graphs.fit(101, 101) is None
@@ -328,9 +472,9 @@ def test_a_step_gets_the_smallest_graph_that_holds_it() -> None:
 
 def test_graphs_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     runner = paged()
-    assert runner.facts()["graphs"] == runner._steps.graphs.count == 4 + 1 + 2 * 4  # type: ignore[union-attr]
+    assert runner.facts()["graphs"] == runner._steps.graphs.count == 4 + 1 + 3 * 4  # type: ignore[union-attr]
     told = capsys.readouterr().err
-    assert "captured 13 graphs: steps of 1, 2, 4, 6 decode rows, steps of up to 64 tokens in up to 6 rows, " in told
+    assert "captured 17 graphs: steps of 1, 2, 4, 6 decode rows, steps of up to 64 tokens in up to 6 rows, " in told
     runner = paged(graph_rows=0)
     assert runner.facts()["graphs"] == 0
     assert "captured" not in capsys.readouterr().err
@@ -345,7 +489,7 @@ def test_a_graph_that_cannot_be_captured_is_named() -> None:
             raise RuntimeError("no memory")
 
     with pytest.raises(DeviceError, match=r"graph of 2 decode rows could not be captured: no memory; .*--disable-cuda"):
-        graphs.capture(fail, lambda rows, drawn: None)
+        graphs.capture(fail, lambda rows, kind: None)
 
 
 def test_a_capture_that_waits_is_refused() -> None:

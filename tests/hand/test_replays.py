@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from forebay.gpu.choose import VARIABLE
 from forebay.runner.runner import ModelRunner
 from forebay.state.slots import PlanError
 from tests.hand.greedy import model_of
-from tests.hand.replays import check_replays, serve_everything, steps_of
+from tests.hand.replays import check_replays, possible, serve_everything, steps_of
 from tests.hand.support import runner_of
 
 STEPS = 40
@@ -43,11 +44,11 @@ def warm(family: str = "qwen3") -> ModelRunner:
     return runner
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe", "deepseek-v3"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe", "deepseek-v3", "deepseek-v32"])
 def test_a_replay_is_equal_to_its_kernels(family: str) -> None:
     runner, done = warm(family), set[Size]()
-    check_replays(runner, STEPS if family == "qwen3" else 12, 0, done.add)
-    assert done == set(steps_of(runner).graphs.sizes)
+    check_replays(runner, STEPS if family == "qwen3" else 36 if family == "deepseek-v32" else 18, 0, done.add)
+    assert done == {size for size in steps_of(runner).graphs.sizes if possible(runner, size)}
 
 
 def test_steps_of_every_kind_are_served() -> None:
@@ -82,7 +83,7 @@ def test_a_size_with_memory_of_its_own_shows(mixed: bool) -> None:
         given = whole(memory, rows, tokens)
         if (rows, tokens) != (6, 100 if mixed else 6):
             return given
-        return Memory(given.buffers, memory.logits.flip(0)[:rows], given.block, given.words)
+        return replace(given, logits=memory.logits.flip(0)[:rows])
 
     steps._memory = memory = steps._memory
     object.__setattr__(memory, "part", partial(part, memory))

@@ -15,7 +15,7 @@ from forebay.compute.paged import PagedSteps
 from forebay.gpu import reference
 from forebay.gpu.choose import VARIABLE
 from forebay.gpu.interface import Kernels
-from forebay.gpu.products import MANY_ROWS, GpuProducts
+from forebay.gpu.products import FUSED, MANY_ROWS, GpuProducts, fuses
 from forebay.layers.attention import Attention
 from forebay.layers.mlp import DenseFeed
 from forebay.layers.moe import MixtureOfExperts
@@ -336,6 +336,24 @@ def test_one_row_has_an_operator_of_its_own_unless_its_bits_would_depend_on_that
     given = GpuProducts(cast(Kernels, kernels), floats=False).dense(x, weight, None)
     assert kernels.called == (["one_row"] if own else [])
     torch.testing.assert_close(given, torch.nn.functional.linear(x, weight), atol=0.1, rtol=0)
+
+
+@pytest.mark.parametrize(("asked", "own"), [("1", True), ("0", False)])
+def test_a_gate_is_part_of_a_product_of_one_row_where_the_environment_asks_for_it(
+    asked: str, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FUSED, asked)
+    kernels, weight = Noting(), torch.randn(12, 64).bfloat16()
+    products = GpuProducts(cast(Kernels, kernels), floats=False, fused=fuses())
+    for x in (torch.randn(2, 64).bfloat16(), torch.randn(1, 64)):
+        assert products.gated(x, weight.to(x.dtype), None, "silu") is None
+    x = torch.randn(1, 64).bfloat16()
+    given = products.gated(x, weight, None, "silu")
+    assert kernels.called == (["one_row_gated"] if own else [])
+    assert (given is not None) == own
+    if given is not None:
+        gates, ups = torch.nn.functional.linear(x, weight).chunk(2, dim=-1)
+        torch.testing.assert_close(given, torch.nn.functional.silu(gates) * ups, atol=0.3, rtol=0.02)
 
 
 class Noting:

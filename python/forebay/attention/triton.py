@@ -84,10 +84,13 @@ class TritonAttention:
         nope, rotated = q[..., : heads.nope_dim], q[..., heads.nope_dim :]
         query = torch.cat((torch.einsum("nhd,hdc->nhc", nope, of_keys), rotated), dim=-1)
         whole = len(q) if chosen is None else len(q) - len(chosen)
-        seen = self._kernels.attend(query[:whole], kv.keys, kv.values, prepared, heads.scale)
+        parts = []
+        if whole:
+            parts.append(self._kernels.attend(query[:whole], kv.keys, kv.values, prepared, heads.scale))
         if chosen is not None:
-            some = self._kernels.attend_chosen(query[whole:], kv.keys, kv.values, chosen.int(), heads.scale)
-            seen = torch.cat((seen, some))
+            some = query[whole:]
+            parts.append(self._kernels.attend_chosen(some, kv.keys, kv.values, chosen.int(), heads.scale))
+        seen = parts[0] if len(parts) == 1 else torch.cat(parts)
         return torch.einsum("nhc,hvc->nhv", seen, of_values).flatten(1)
 
     def prepare_index(self, batch: IndexBatch) -> tuple[PagedRows, int]:

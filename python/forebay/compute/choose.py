@@ -23,10 +23,10 @@ from forebay.compute.sampler import Sampler
 from forebay.compute.steps import OperatorSteps, Steps
 from forebay.device import Device, DeviceError
 from forebay.distributed.group import Group
-from forebay.gpu.choose import kernels
+from forebay.gpu.choose import kernels, maps
 from forebay.gpu.interface import Kernels
 from forebay.gpu.ops import GpuOps
-from forebay.gpu.products import GpuProducts, multiplies_floats
+from forebay.gpu.products import GpuProducts, fuses, multiplies_floats
 from forebay.layers.adapted import AdaptedModules
 from forebay.layers.decoder import Decoder
 from forebay.layers.ops import PLAIN, HostOps, Ops, TorchOps
@@ -206,7 +206,7 @@ class Choice:
         """The products with matrices in the bits of a checkpoint; None: such matrices are multiplied out."""
         if self._kernels is None:
             return None
-        return GpuProducts(self._kernels, multiplies_floats(self._device.torch_device))
+        return GpuProducts(self._kernels, multiplies_floats(self._device.torch_device), fuses())
 
     def stacks(self, modules: AdaptedModules) -> AdapterStacks | None:
         """The memory of all places of adapters, for a built model; None: each adapter has memory of its own."""
@@ -235,7 +235,7 @@ class Choice:
         shape = config.model_config
         # Of several ranks no step was captured yet: nobody has seen their collectives in a graph.
         alone = self._group is None
-        if self._kernels is None or not alone or isinstance(shape, EncoderConfig) or _needs_host(shape):
+        if self._kernels is None or not alone or isinstance(shape, EncoderConfig) or self._needs_host(shape):
             return OperatorSteps(compute, tables, sampler, self._device)
         # FlashAttention decides on the host how it splits rows: whether a replay is right has never been seen.
         graph_rows = config.graph_rows if self._backend == "triton" else 0
@@ -244,7 +244,12 @@ class Choice:
         limits = Limits(config.max_running_requests, tokens, graph_rows)
         assert states is None or isinstance(states, StateTables)
         memory = tables, kv, prompts, sampler, shape.vocab_size, limits
-        return PagedSteps(model, *memory, self._kernels, self._device, states, stacks)
+        top_k = None if shape.indexer is None else shape.indexer.top_k
+        return PagedSteps(model, *memory, self._kernels, self._device, states, stacks, top_k, mapped=maps())
+
+    def _needs_host(self, model: ModelConfig) -> bool:
+        """True if the host decides about sparse slots, or about the places of images. No graph can do that."""
+        return self._config.hot_rows > 0 or model.vision is not None or model.sections is not None
 
     def compute(
         self,
@@ -274,11 +279,6 @@ class Choice:
         assert pooling is not None
         compute = self.compute(model, tables, kv, prompts, states=states)
         return KINDS[pooling.kind](compute, self._config.slots, model.config.hidden_size, self._device)
-
-
-def _needs_host(model: ModelConfig) -> bool:
-    """True if the host decides which queries choose, or the places of images. No graph can do that."""
-    return model.indexer is not None or model.vision is not None or model.sections is not None
 
 
 def _kernels(device: Device) -> Kernels:

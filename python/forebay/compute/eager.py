@@ -251,7 +251,7 @@ class TorchCompute:
             )
             prepared = self._model.backend.prepare_index(batch)
         choosing = token_slots[first:]
-        find: OnPages | InRows = OnPages(tables, kv, choosing)
+        find: OnPages | InRows = OnPages(tables.page_table, kv, choosing)
         if len(sparse):
             assert tables.hot is not None
             find = InRows(tables, tables.hot, kv, choosing, sparse, self._sharing, self._kernels)

@@ -22,10 +22,10 @@ from forebay.weights.parts import Indexer
 class OnPages:
     """Positions that are found by the page table, since no slot is sparse."""
 
-    def __init__(self, tables: SlotTables, kv: KvPool, slots: torch.Tensor) -> None:
-        """`slots` int64 [queries]."""
+    def __init__(self, page_table: torch.Tensor, kv: KvPool, slots: torch.Tensor) -> None:
+        """`page_table` int32 [slots, pages a slot], and `slots` int64 [queries]."""
         self._slots = slots
-        self._table = tables.page_table
+        self._table = page_table
         self._page = kv.page_size, kv.main.page_stride
 
     def __call__(self, number: int, positions: torch.Tensor) -> Chosen:
@@ -129,7 +129,7 @@ class InRows:
 
         `layers`: so many share the choice of each indexed layer. `kernels` None: PyTorch's operators search.
         """
-        self._pages = OnPages(tables, kv, slots)
+        self._pages = OnPages(tables.page_table, kv, slots)
         self._sparse = sparse
         self._layers = layers
         own = slots.index_select(0, sparse)

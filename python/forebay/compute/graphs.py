@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
 
 from forebay.device import Device, DeviceError, Work
@@ -29,10 +30,24 @@ class Size:
     """True if rows may have more than one token."""
     adapted: bool = False
     """True if adapters may change rows."""
+    chooses: bool = False
+    """True if all queries attend to positions that an index has chosen."""
 
     def __str__(self) -> str:
         rows = f"{self.tokens} tokens in up to {self.rows} rows" if self.mixed else f"{self.rows} decode rows"
-        return f"{rows} with adapters" if self.adapted else rows
+        rows = f"{rows} with adapters" if self.adapted else rows
+        return f"{rows} by an index" if self.chooses else rows
+
+
+class SamplerKind(Enum):
+    """The kinds of samplers of a graph. Each does all that the one before it does."""
+
+    GREEDY = "greedy"
+    """The largest logit."""
+    DRAWN = "drawn"
+    """A draw behind filters, where there is a temperature."""
+    WHOLE = "whole"
+    """Penalties before it, and log-probabilities behind it."""
 
 
 def decode_rows(most: int) -> list[int]:
@@ -54,18 +69,21 @@ def mixed_sizes(most_rows: int, step_tokens: int) -> list[Size]:
 class Graphs:
     """The captured parts of a hand's steps: the model by size, and the sampler by rows and kind."""
 
-    def __init__(self, device: Device, most_rows: int, step_tokens: int, *, adapted: bool = False) -> None:
+    def __init__(
+        self, device: Device, most_rows: int, step_tokens: int, *, adapted: bool = False, chooses: bool = False
+    ) -> None:
         """`most_rows` of a graph; 0: no graph at all. `step_tokens`: most of a step.
 
-        `adapted`: each size has a second graph, for steps with adapters. The others do no work for them.
+        `adapted`: each size has a second graph, for steps with adapters. The others do no work for them. `chooses`: so
+        it is with steps some of whose queries see more positions than an index keeps.
         """
         self._device = device
-        self._adapted = adapted
+        self._adapted, self._chooses = adapted, chooses
         self._decode_rows = decode_rows(most_rows)
         self._decodes = [Size(rows, rows, mixed=False) for rows in self._decode_rows]
         self._mixed = mixed_sizes(most_rows, step_tokens)
         self._models: dict[Size, Work] = {}
-        self._samplers: dict[tuple[int, bool], Work] = {}
+        self._samplers: dict[tuple[int, SamplerKind], Work] = {}
 
     @property
     def sizes(self) -> list[Size]:
@@ -73,6 +91,8 @@ class Graphs:
         sizes = [*self._decodes, *self._mixed]
         if self._adapted:
             sizes += [replace(size, adapted=True) for size in sizes]
+        if self._chooses:
+            sizes += [replace(size, chooses=True) for size in sizes]
         return sorted(sizes, reverse=True)
 
     @property
@@ -83,16 +103,17 @@ class Graphs:
     def __str__(self) -> str:
         """The sizes that were captured, for a log."""
         models = sorted(self._models)
-        adapted = ", each with adapters and without" if self._adapted else ""
-        decodes = ", ".join(str(size.rows) for size in models if not size.mixed)
+        twice = ", each with adapters and without" if self._adapted else ""
+        twice += ", each by an index and without" if self._chooses else ""
+        decodes = ", ".join(str(count) for count in sorted({size.rows for size in models if not size.mixed}))
         mixed = ", ".join(str(count) for count in sorted({size.tokens for size in models if size.mixed}))
         rows = ", ".join(str(count) for count in sorted({size.rows for size in models if size.mixed}))
         return (
             f"{self.count} graphs: steps of {decodes} decode rows, steps of up to {mixed} tokens in up to {rows} rows"
-            f"{adapted}, and {len(self._samplers)} for samplers"
+            f"{twice}, and {len(self._samplers)} for samplers"
         )
 
-    def fit(self, rows: int, tokens: int, *, adapted: bool = False) -> Size | None:
+    def fit(self, rows: int, tokens: int, *, adapted: bool = False, chooses: bool = False) -> Size | None:
         """The smallest captured size for a step; None: there is none."""
         if not self._models:
             return None
@@ -101,10 +122,10 @@ class Graphs:
             found = self._decodes[at] if at < len(self._decodes) else None
         else:
             found = next((size for size in self._mixed if size.tokens >= tokens and size.rows >= rows), None)
-        return replace(found, adapted=True) if found is not None and adapted else found
+        return None if found is None else replace(found, adapted=adapted, chooses=chooses)
 
-    def capture(self, model: Callable[[Size], None], sample: Callable[[int, bool], None]) -> None:
-        """Captures all graphs. `model` computes a step of a size. `sample` samples rows, drawn or greedy.
+    def capture(self, model: Callable[[Size], None], sample: Callable[[int, SamplerKind], None]) -> None:
+        """Captures all graphs. `model` computes a step of a size. `sample` samples rows, in the way of a kind.
 
         Called as work.
 
@@ -113,16 +134,16 @@ class Graphs:
         for size in self.sizes:
             self._models[size] = self._captured(str(size), partial(model, size))
         for rows in sorted({size.rows for size in self.sizes}, reverse=True):
-            for drawn in (True, False):
-                self._samplers[rows, drawn] = self._captured(f"sampling {rows} rows", partial(sample, rows, drawn))
+            for kind in reversed(SamplerKind):
+                self._samplers[rows, kind] = self._captured(f"sampling {rows} rows", partial(sample, rows, kind))
 
     def model(self, size: Size) -> None:
         """Computes a step of a captured size. Called as work."""
         self._models[size]()
 
-    def sample(self, rows: int, drawn: bool) -> None:
+    def sample(self, rows: int, kind: SamplerKind) -> None:
         """Samples the rows of a captured size. Called as work."""
-        self._samplers[rows, drawn]()
+        self._samplers[rows, kind]()
 
     def _captured(self, what: str, work: Work) -> Work:
         try:

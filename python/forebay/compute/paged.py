@@ -2,12 +2,14 @@
 
 The host uses rows to check them and to choose a size. Queued work does everything else. The plan's body is copied to
 its fixed place, kernels write the tables and prepare the rows, and the model computes. A sampler reads the rows'
-parameters by their slots. One block with tokens and an error word is copied out. Everything except the numbers of a
-step lies in permanent memory, so that a graph may read it.
+parameters by their slots. One block with tokens and an error word is copied out, and another one with
+log-probabilities where a row asks for some. Everything except the numbers of a step lies in permanent memory, so that a
+graph may read it.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -16,7 +18,8 @@ import numpy.typing as npt
 import torch
 
 from forebay.attention.states import PlannedStates
-from forebay.compute.graphs import Graphs, Size
+from forebay.compute.finding import OnPages
+from forebay.compute.graphs import Graphs, SamplerKind, Size
 from forebay.compute.low_rank import AdapterStacks
 from forebay.compute.rows import Launch, Rows
 from forebay.compute.sampler import Ask, SampledColumns, Sampler
@@ -24,9 +27,11 @@ from forebay.compute.steps import Answers
 from forebay.device import Device, host_array
 from forebay.gpu.interface import Kernels, PagedRows
 from forebay.gpu.recurrent import NO_STATE, StateRows
-from forebay.gpu.tables import Received, StepBuffers, Tables, describe, places
+from forebay.gpu.sampling import MOST_LIKELY
+from forebay.gpu.tables import Received, StepBuffers, Tables, describe, no_records, places
 from forebay.layers.adapted import StepAdapters
 from forebay.layers.decoder import Decoder, FeatureRows, Forward
+from forebay.layers.step import Index
 from forebay.protocol.constants import NO_PAGE, SLOT_FLOATS_WORDS, SLOT_WORDS
 from forebay.protocol.frames import Float32s, Int32s
 from forebay.protocol.plan import LAST_ID
@@ -39,6 +44,8 @@ from forebay.state.staging import StepInputs
 _PLACES = 2 * LAST_ID
 _ROW_WORDS = 4
 """What the host gives for each row beside the plan: the columns of `StateRows.places`, and its adapter's place."""
+_STAGED = 64
+"""Pieces of host memory that kernels read: those of more steps than are ever in flight, of which each has three."""
 MOST_WORDS = 1 << 16
 """The largest plan's body, in words, that a graph can read: a quarter of a mebibyte."""
 
@@ -61,6 +68,8 @@ class Memory:
     logits: torch.Tensor  # float32 [rows, vocabulary]
     block: torch.Tensor  # int32 [1 + 2 * rows]: the error word, tokens, and which are finite
     words: torch.Tensor  # int32 [rows, _ROW_WORDS]: of rows with states or adapters
+    lines: torch.Tensor  # int32 [rows]: the lines of rows with penalties in the table of counts; -1: none
+    told: torch.Tensor  # int32 [rows, 2, 1 + MOST_LIKELY]: ids and bits of log-probabilities (`Sampling.tell_likely`)
 
     @classmethod
     def make(cls, rows: int, tokens: int, vocabulary: int, place: torch.device) -> Memory:
@@ -68,7 +77,9 @@ class Memory:
         logits = torch.empty(rows, vocabulary, dtype=torch.float32, device=place)
         block = torch.zeros(1 + 2 * rows, dtype=torch.int32, device=place)
         words = torch.zeros(rows, _ROW_WORDS, dtype=torch.int32, device=place)
-        return cls(StepBuffers.make(rows, tokens, place), logits, block, words)
+        lines = torch.full((rows,), -1, dtype=torch.int32, device=place)
+        told = torch.zeros(rows, 2, 1 + MOST_LIKELY, dtype=torch.int32, device=place)
+        return cls(StepBuffers.make(rows, tokens, place), logits, block, words, lines, told)
 
     def holds(self, rows: int, tokens: int) -> bool:
         """True if a step of this size fits."""
@@ -87,7 +98,15 @@ class Memory:
             last=whole.last[:rows],
             sampling=whole.sampling[:rows],
         )
-        return Memory(buffers, self.logits[:rows], self.block[: 1 + 2 * rows], self.words[:rows])
+        block, told = self.block[: 1 + 2 * rows], self.told[:rows]
+        return Memory(buffers, self.logits[:rows], block, self.words[:rows], self.lines[:rows], told)
+
+
+def kind_of(ask: Ask) -> SamplerKind:
+    """The kind of sampler for rows whose parameters the device reads by their slots."""
+    if ask.by_slot and not ask.simple:
+        return SamplerKind.WHOLE
+    return SamplerKind.GREEDY if ask.plain else SamplerKind.DRAWN
 
 
 class BlockAnswers:
@@ -98,9 +117,14 @@ class BlockAnswers:
         self.captured = captured
         """True if graphs compute the step."""
         self._sampling = sampling
-        self.beside = None if ask.simple else SampledColumns(ask, device)
+        self.beside = None if ask.simple or ask.by_slot else SampledColumns(ask, device)
         rows = size.rows if self.beside is None else 0
         self.block: Int32s = host_array(device, (1 + 2 * rows,), np.int32)
+        self._asked = None if self.beside is not None else ask.logprobs
+        self._telling = sampling[ask.columns["logprob_rows"]] if self._asked is not None else sampling[:0]
+        rows = int(self._telling.max()) + 1 if len(self._telling) else 0
+        self.told: Int32s = host_array(device, (rows, 2, 1 + MOST_LIKELY), np.int32)
+        """Those of `Memory.told`, up to the last row that asks for log-probabilities."""
 
     @property
     def tokens(self) -> Int32s:
@@ -115,7 +139,14 @@ class BlockAnswers:
         return self.block[1 + self.size.rows :][self._sampling] > 0
 
     def logprobs(self) -> tuple[Int32s, Int32s, Float32s] | None:
-        return None if self.beside is None else self.beside.logprobs()
+        if self.beside is not None:
+            return self.beside.logprobs()
+        asked = self._asked
+        if asked is None:
+            return None
+        told, wanted = self.told[self._telling], asked.wanted
+        ids, values = (np.ascontiguousarray(told[:, half, : wanted.shape[1]])[wanted] for half in range(2))
+        return asked.counts, ids, values.view(np.float32)
 
     def check(self) -> None:
         if self.block[0]:
@@ -140,17 +171,26 @@ class PagedSteps:
         device: Device,
         states: StateTables | None = None,
         stacks: AdapterStacks | None = None,
+        top_k: int | None = None,
+        *,
+        mapped: bool = False,
     ) -> None:
-        """`model` is called as work. `states` are those of recurrent layers, and `stacks` have adapters."""
+        """`model` is called as work. `states` are those of recurrent layers, and `stacks` have adapters.
+
+        `top_k`: the positions that a query of an indexed layer keeps; None: there is no index. `mapped`: kernels read
+        plans and write results in the host's memory, in place of copies.
+        """
         self._model, self._kv, self._prompts, self._sampler = model, kv, prompts, sampler
-        self._states, self._stacks = states, stacks
+        self._states, self._stacks, self._top_k = states, stacks, top_k
         self._kernels, self._device, self._counts = kernels, device, tables.counts
+        self._counts.keep()
+        self._staged: deque[Int32s] | None = deque(maxlen=_STAGED) if mapped else None
         place = device.torch_device
         lines = tables.slots + 1
         self._tables = Tables(
             token_pool=tables.all_tokens,
             page_table=tables.all_pages,
-            words=torch.zeros(lines, SLOT_WORDS, dtype=torch.int32, device=place),
+            words=no_records(lines, place),
             floats=torch.zeros(lines, SLOT_FLOATS_WORDS, dtype=torch.float32, device=place),
             vocabulary=vocabulary,
             page_size=kv.page_size,
@@ -170,7 +210,8 @@ class PagedSteps:
         """A plan where graphs read it."""
         self._room = len(self._input) - _PLACES
         rows = min(limits.graph_rows, limits.rows)
-        self.graphs = Graphs(device, rows, limits.tokens, adapted=stacks is not None)
+        chooses = top_k is not None and top_k < tables.context_length
+        self.graphs = Graphs(device, rows, limits.tokens, adapted=stacks is not None, chooses=chooses)
 
     def answers(self, launch: Launch, ask: Ask) -> Answers:
         size, captured = self._size(launch)
@@ -230,21 +271,51 @@ class PagedSteps:
             if rows is not None and rows.adapters is not None:
                 place = rows.adapters.place
                 words[: len(place), -1] = np.where(place < 0, self._stacks.places, place)
-        self._device.copy_into(self._computed.words.view(-1), words)
+        self._bring(self._computed.words.view(-1), words)
 
     def choose(self, launch: Launch, ask: Ask, answers: Answers) -> None:
         assert isinstance(answers, BlockAnswers)
-        size, memory = answers.size, self._computed
+        size, memory, kind = answers.size, self._computed, kind_of(ask)
+        if answers.beside is None and kind is SamplerKind.WHOLE:
+            self._write_lines(launch, ask, size.rows)
         if answers.beside is not None:
             sampling = launch.rows.sampling
             (rows,) = self._device.copy_in(sampling if ask.rows is None else sampling[ask.rows])
             answers.beside.fill(self._sampler.sample(memory.logits.index_select(0, rows), ask))
-            self._tell_errors(memory)
+            memory.block[:1].copy_(self._errors)
+            self._errors.zero_()
         elif answers.captured:
-            self.graphs.sample(size.rows, not ask.plain)
+            self.graphs.sample(size.rows, kind)
         else:
-            self._choose(memory.part(size.rows, size.tokens), not ask.plain)
-        self._device.copy_out(memory.block[: len(answers.block)], answers.block)
+            self._choose(memory.part(size.rows, size.tokens), kind)
+        self._take(memory.block[: len(answers.block)], answers.block)
+        if len(answers.told):
+            self._take(memory.told[: len(answers.told)], answers.told)
+
+    def _write_lines(self, launch: Launch, ask: Ask, count: int) -> None:
+        """Writes the lines of counts of rows, and of padding behind them. Called as work."""
+        lines = np.full(count, -1, np.int32)
+        if "penalised" in ask.columns:
+            lines[launch.rows.sampling[ask.columns["penalised"]]] = ask.columns["lines"]
+        self._bring(self._computed.lines, lines)
+
+    def _bring(self, target: torch.Tensor, *arrays: Int32s) -> None:
+        """Copies host arrays, one after the other, to the beginning of `target` int32 [words]. Called as work."""
+        if self._staged is None:
+            self._device.copy_into(target, *arrays)
+            return
+        staged: Int32s = host_array(self._device, (sum(array.size for array in arrays),), np.int32)
+        np.concatenate([array.reshape(-1) for array in arrays], out=staged)
+        # Nothing else keeps it until the device has read it.
+        self._staged.append(staged)
+        self._kernels.move_words(torch.from_numpy(staged), target[: len(staged)])
+
+    def _take(self, source: torch.Tensor, to: Int32s) -> None:
+        """Copies words to host memory. Called as work."""
+        if self._staged is None:
+            self._device.copy_out(source, to)
+        else:
+            self._kernels.move_words(source, torch.from_numpy(to))
 
     def capture(self) -> None:
         for rotary in self._model().rotaries:
@@ -256,18 +327,20 @@ class PagedSteps:
         received = self._at_its_place
         self.graphs.capture(
             lambda size: self._compute(self._memory, received, size),
-            lambda rows, drawn: self._choose(self._memory.part(rows, 0), drawn),
+            lambda rows, kind: self._choose(self._memory.part(rows, 0), kind),
         )
 
     def _size(self, launch: Launch) -> tuple[Size, bool]:
         """The size for a step, and true if a graph computes it."""
         rows = launch.rows
         count, tokens = len(rows.slot), launch.inputs.tokens
+        adapted = rows.adapters is not None
+        chooses = self._top_k is not None and int((rows.start + rows.length).max()) > self._top_k
         if rows.given is None and rows.prompts is None and self._fits(launch.inputs):
-            size = self.graphs.fit(count, tokens, adapted=rows.adapters is not None)
+            size = self.graphs.fit(count, tokens, adapted=adapted, chooses=chooses)
             if size is not None:
                 return size, True
-        return Size(tokens, count, tokens > count, rows.adapters is not None), False
+        return Size(tokens, count, tokens > count, adapted, chooses), False
 
     def _fits(self, inputs: StepInputs) -> bool:
         return len(inputs.plan.body) <= self._room
@@ -278,7 +351,7 @@ class PagedSteps:
             return inputs.received
         body, table = inputs.plan.body, places(inputs.plan)
         if self._fits(inputs):
-            self._device.copy_into(self._input, table, body)
+            self._bring(self._input, table, body)
             inputs.received = self._at_its_place
         else:
             words, columns = self._device.copy_in(body, table)
@@ -316,6 +389,7 @@ class PagedSteps:
             prepared=rows,
             kv=kv.layers,
             logits=memory.logits,
+            index=self._index(buffers, rows, size),
             states=self._planned_states(memory, size),
             adapted=self._adapters(memory, size),
             features=self._features(buffers),
@@ -336,6 +410,24 @@ class PagedSteps:
         if not mixed:
             return token
         return torch.searchsorted(buffers.first, token, right=True, out_int32=True) - 1
+
+    def _index(self, buffers: StepBuffers, rows: PagedRows, size: Size) -> Index | None:
+        """The places of index keys, and of the positions that queries choose; None: the model has no index.
+
+        Where one query of a step sees more positions than are kept, all choose: one that sees fewer keeps all of them.
+        """
+        kv, tables, top_k = self._kv, self._tables, self._top_k
+        if top_k is None:
+            return None
+        assert kv.index is not None
+        main, stride = tables.page_stride, kv.index.page_stride
+        writes = buffers.writes // main * stride + buffers.writes % main
+        # Tokens of nobody are the null slot's.
+        slots = torch.cat((buffers.slots, buffers.slots.new_full((1,), tables.null_slot)))
+        slots = slots.index_select(0, self._rows_of_tokens(buffers, mixed=size.mixed))
+        find = OnPages(tables.page_table, kv, slots.long())
+        prepared = replace(rows, page_stride=stride), top_k
+        return Index(kv.index_keys, writes, 0 if size.chooses else None, prepared, find)
 
     def _planned_states(self, memory: Memory, size: Size) -> PlannedStates | None:
         """The states that rows advance; None: the model has none."""
@@ -376,17 +468,17 @@ class PagedSteps:
         parts = self._device.copy_in(*map(self._prompts.rows, spans)) if spans else ()
         return [(span.at, self._prompts.tensor(part)) for span, part in zip(spans, parts, strict=True)]
 
-    def _choose(self, memory: Memory, drawn: bool) -> None:
-        """Samples all rows, as their slots' parameters say; `drawn`: some may have a temperature."""
-        kernels, buffers, rows = self._kernels, memory.buffers, len(memory.logits)
-        tokens, finite = kernels.greedy(memory.logits)
-        if drawn:
-            kernels.draw(memory.logits, kernels.ask(self._tables, buffers), tokens)
-        memory.block[1 : 1 + rows].copy_(kernels.keep(tokens, finite, self._tables, buffers))
-        memory.block[1 + rows : 1 + 2 * rows].copy_(finite)
-        self._tell_errors(memory)
-
-    def _tell_errors(self, memory: Memory) -> None:
-        """Moves the error word to the block."""
-        memory.block[:1].copy_(self._errors)
-        self._errors.zero_()
+    def _choose(self, memory: Memory, kind: SamplerKind) -> None:
+        """Samples all rows, as their slots' parameters say. What these ask for beyond `kind` is left out."""
+        kernels, buffers = self._kernels, memory.buffers
+        logits, lines, counts = memory.logits, memory.lines, self._counts.table
+        tokens, finite = kernels.greedy(logits)
+        if kind is SamplerKind.WHOLE:
+            logits = kernels.adjust(logits, lines, counts, self._tables, buffers)
+            tokens, _ = kernels.greedy(logits)
+        if kind is not SamplerKind.GREEDY:
+            kernels.draw(logits, kernels.ask(self._tables, buffers), tokens)
+        kept = kernels.keep(tokens, finite, self._tables, buffers, self._errors, memory.block)
+        if kind is SamplerKind.WHOLE:
+            kernels.count_tokens(kept, lines, counts)
+            kernels.tell_likely(memory.logits, kept, self._tables, buffers, memory.told)

@@ -19,6 +19,7 @@ import torch
 
 from forebay.compute.uniform import uniform
 from forebay.device import Device, host_array
+from forebay.gpu.sampling import MOST_LIKELY
 from forebay.layers.ops import Draw, Ops
 from forebay.protocol.constants import SlotFloats
 from forebay.protocol.frames import Float32s, Int32s
@@ -27,6 +28,8 @@ from forebay.state.slots import Int64s, SlotTables, penalised
 from forebay.weights.shards import Part
 
 NO_MASKS: Mapping[int, UInt32s] = MappingProxyType({})
+_BY_SLOT = frozenset(("entries", "penalised", "lines", "counters", "penalties", "logprob_rows"))
+"""The columns of rows that the device may sample by their slots."""
 _PENALTIES = (SlotFloats.REPETITION_PENALTY, SlotFloats.PRESENCE_PENALTY, SlotFloats.FREQUENCY_PENALTY)
 
 
@@ -40,6 +43,9 @@ class Ask:
     simple: bool = False  # the largest logit or a draw after the filters, and nothing else
     columns: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
     """The parameters for the device, by name. A parameter that no row uses is absent."""
+    by_slot: bool = False
+    """True if the device reads all that rows ask for by their slots: more than `simple`, penalties and
+    log-probabilities too."""
     all_drawn: bool = False
     width: int = 0
     logprobs: AskedLogprobs | None = None
@@ -166,8 +172,8 @@ class Sampler:
     ) -> Ask:
         """The parameters of `positions` [s] of `slots` [s]. `masks` are by row. Called by the host.
 
-        `by_slot`: where all rows are simple, the device reads the parameters of draws by itself. `chains`: those of the
-        rows; None: no row is behind a draft.
+        `by_slot`: the device reads the parameters of draws, penalties and log-probabilities by itself, where no row
+        asks for more. `chains`: those of the rows; None: no row is behind a draft.
         """
         tables = self._tables
         plain = not masks and bool(tables.plain[slots].all())
@@ -178,7 +184,9 @@ class Sampler:
             self._ask_adjusted(ask, masks, chains)
             self._ask_logprobs(ask)
             ask.simple = len(ask.columns) == 1
-        if not (plain or (by_slot and ask.simple)):
+            few = ask.logprobs is None or ask.logprobs.most <= MOST_LIKELY
+            ask.by_slot = by_slot and few and ask.columns.keys() <= _BY_SLOT
+        if not (plain or (by_slot and ask.simple) or ask.by_slot):
             self._ask_drawn(ask)
         return ask
 

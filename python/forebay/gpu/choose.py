@@ -9,6 +9,14 @@ from forebay.gpu.interface import Kernels
 VARIABLE = "FOREBAY_GPU_KERNELS"
 """The environment's choice: `triton`, the default, or `reference`, which needs no Triton."""
 
+MAPPED = "FOREBAY_GPU_MAPPED"
+"""The environment's choice: 1 has kernels read plans and write results in the host's memory. No GPU has run it."""
+
+
+def maps() -> bool:
+    """True if the environment asks for `MAPPED`."""
+    return os.environ.get(MAPPED, "0") == "1"
+
 
 def kernels() -> Kernels:
     """The operators of the environment's choice. Raises `ValueError` for another word."""

@@ -70,6 +70,11 @@ class Layers(Protocol):
     def one_row(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`x W^T + b` [1, outputs] of x [1, inputs] and `weight` [outputs, inputs], summed in float32."""
 
+    def one_row_gated(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str = "silu"
+    ) -> torch.Tensor:
+        """`gate` of `one_row` [1, outputs / 2], in one kernel. It rounds what both round."""
+
     def add_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,6 +150,9 @@ class Layers(Protocol):
 class Plans(Protocol):
     """Plans on the device. `errors` int32 [1] gets further bits of `tables.ERROR_*`."""
 
+    def move_words(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copies dense int32 words to as many of another tensor. One of both may be pinned memory of the host."""
+
     def apply_slots(self, received: Received, tables: Tables, errors: torch.Tensor) -> None:
         """Writes new slots: the records, the parameters and the tokens. A wrong slot touches no other."""
 
@@ -204,15 +212,52 @@ class Sampling(Protocol):
         These are in order, and `most` is at most `MOST_LIKELY` and the vocabulary. logits are [r, vocabulary].
         """
 
+    def adjust(
+        self,
+        logits: torch.Tensor,
+        lines: torch.Tensor,
+        counts: torch.Tensor,
+        tables: Tables,
+        buffers: StepBuffers,
+    ) -> torch.Tensor:
+        """A copy of float32 logits [r, vocabulary], with the penalties of the rows' slots.
+
+        `counts` are those of `penalise`, and `lines` int32 [r] are the rows' lines of them. -1: the row has no penalty.
+        """
+
+    def count_tokens(self, tokens: torch.Tensor, lines: torch.Tensor, counts: torch.Tensor) -> None:
+        """Counts tokens int32 [r], as seen and as generated, in the lines of `adjust`. No line has two rows."""
+
+    def tell_likely(
+        self,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        tables: Tables,
+        buffers: StepBuffers,
+        told: torch.Tensor,
+    ) -> None:
+        """Writes the results of `likely` for tokens int32 [r] to `told` int32 [r, 2, 1 + MOST_LIKELY].
+
+        The first half has ids, the second the bits of float32. A row has as many as its slot asks for, at most
+        `MOST_LIKELY` and the vocabulary. All else is undefined.
+        """
+
     def ask(self, tables: Tables, buffers: StepBuffers) -> Wishes:
         """The sampling parameters of the step's rows. Rows that do not sample need no draw."""
 
-    def keep(self, tokens: torch.Tensor, finite: torch.Tensor, tables: Tables, buffers: StepBuffers) -> torch.Tensor:
-        """Stores int64 tokens [r] in the token pool, and gives them as int32 [r].
+    def keep(
+        self,
+        tokens: torch.Tensor,
+        finite: torch.Tensor,
+        tables: Tables,
+        buffers: StepBuffers,
+        errors: torch.Tensor,
+        block: torch.Tensor,
+    ) -> torch.Tensor:
+        """Stores int64 tokens [r] in the token pool. They are 0 where not `finite` bool [r].
 
-        They are 0 where not `finite` bool [r].
-
-        Tokens of rows that do not sample go to the null slot.
+        Tokens of rows that do not sample go to the null slot. `block` int32 [1 + 2r] gets the error word, which becomes
+        0, then the tokens, then 1 for each that is finite. Gives the tokens, a view of it.
         """
 
 

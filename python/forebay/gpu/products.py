@@ -5,6 +5,7 @@ As in `ops`, the arguments of layers are described by the attributes that are re
 
 from __future__ import annotations
 
+import os
 from typing import Protocol
 
 import torch
@@ -22,6 +23,15 @@ multiplied out 202.
 """
 
 
+FUSED = "FOREBAY_GPU_FUSED"
+"""The environment's choice: 1 has a product of one row and the gate behind it be one kernel. No GPU has run it."""
+
+
+def fuses() -> bool:
+    """True if the environment asks for `FUSED`."""
+    return os.environ.get(FUSED, "0") == "1"
+
+
 class Matrix(Codes, Protocol):
     """`layers.quantised.KeptMatrix`."""
 
@@ -33,10 +43,11 @@ class Matrix(Codes, Protocol):
 class GpuProducts:
     """Implements `layers.quantised.Products`."""
 
-    def __init__(self, kernels: Kernels, floats: bool) -> None:
-        """`floats`: the device multiplies 8-bit floats by each other."""
+    def __init__(self, kernels: Kernels, floats: bool, fused: bool = False) -> None:
+        """`floats`: the device multiplies 8-bit floats by each other. `fused`: as `FUSED` has it."""
         self._kernels = kernels
         self._floats = floats
+        self._fused = fused
 
     def product(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
         if self._floats and x.dtype == torch.bfloat16 and _is_plain(matrix):
@@ -50,15 +61,26 @@ class GpuProducts:
         return self._kernels.product(x, matrix, bias)
 
     def dense(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        # In float32 a row's sums have one order, whatever other rows there are.
-        if len(x) == 1 and x.dtype == torch.bfloat16:
+        if _is_own(x):
             return self._kernels.one_row(x, weight, bias)
         return F.linear(x, weight, bias)
+
+    def gated(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
+    ) -> torch.Tensor | None:
+        if not self._fused or not _is_own(x):
+            return None
+        return self._kernels.one_row_gated(x, weight, bias, activation)
 
     def experts(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Matrix, down: Matrix
     ) -> torch.Tensor:
         return self._kernels.experts_of_codes(x, ids, weights, gate_up, down)
+
+
+def _is_own(x: torch.Tensor) -> bool:
+    """True for one row that our kernels multiply. In float32 a row's sums have one order, whatever rows are beside."""
+    return len(x) == 1 and x.dtype == torch.bfloat16
 
 
 def _is_plain(matrix: Matrix) -> bool:

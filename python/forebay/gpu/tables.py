@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from forebay.protocol.constants import SLOT_FLOATS_WORDS, SLOT_WORDS
+from forebay.protocol.constants import SLOT_FLOATS_WORDS, SLOT_WORDS, SlotRecord
 from forebay.protocol.frames import Int32s
 from forebay.protocol.plan import IDS, LAST_ID, Plan
 
@@ -57,6 +57,13 @@ class Received:
     arena_tokens: torch.Tensor  # int32 [tokens]: those of new slots that lie in the arena, in the order of the slots
 
 
+def no_records(lines: int, device: torch.device) -> torch.Tensor:
+    """The records of slots that were not written, int32 [lines, SLOT_WORDS]. They ask for no log-probability."""
+    words = torch.zeros(lines, SLOT_WORDS, dtype=torch.int32, device=device)
+    words[:, SlotRecord.LOGPROBS] = -1
+    return words
+
+
 @dataclass(frozen=True)
 class Tables:
     """Slot tables, with a line for each slot and a last one for the null slot."""
@@ -93,7 +100,7 @@ class Tables:
         return cls(
             table(context_length + 1, torch.int32),
             pages,
-            table(SLOT_WORDS, torch.int32),
+            no_records(slots + 1, device),
             table(SLOT_FLOATS_WORDS, torch.float32),
             vocabulary,
             page_size,

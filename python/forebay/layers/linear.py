@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
+from forebay.layers.ops import Ops
 from forebay.layers.params import Parameters, part_of, size_of
 from forebay.weights.shards import Cut, Part
 
@@ -64,6 +65,16 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         y = self._product(x)
         return y if self._adapted is None else self._adapted.add(self._modules, x, y)
+
+    def gated(self, x: torch.Tensor, ops: Ops, activation: str) -> torch.Tensor:
+        """`ops.gate` of the product, [tokens, outputs / 2]."""
+        # Adapters change a product before its gate, and matrices in other forms have products of their own.
+        own = self.kept is None and self._packed is None and self._adapted is None
+        if self._products is not None and own:
+            found = self._products.gated(x, self.weight, self.bias, activation)
+            if found is not None:
+                return found
+        return ops.gate(self(x), activation)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         if self.kept is not None:

@@ -26,11 +26,13 @@ class DenseFeed:
         *,
         gated: bool = True,
     ) -> None:
-        self._activation = activation
+        self._activation, self._gated = activation, gated
         inner = params.shard.of(intermediate)
         names = ("gate_proj", "up_proj") if gated else ("up_proj",)
         self.gate_up = Linear(params, prefix, hidden, dict.fromkeys(names, inner), bias)
         self.down = Linear(params, prefix, inner, {"down_proj": hidden}, bias)
 
     def __call__(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
+        if self._gated:
+            return self.down(self.gate_up.gated(x, ops, self._activation))
         return self.down(ops.gate(self.gate_up(x), self._activation))

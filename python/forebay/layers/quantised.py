@@ -30,6 +30,11 @@ class Products(Protocol):
     def dense(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`x W^T + b` [tokens, rows] of x [tokens, inputs] and `weight` [rows, inputs], in their type."""
 
+    def gated(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
+    ) -> torch.Tensor | None:
+        """`Ops.gate` of `dense`; None: that is two operators here. The activation is one of `GATES`."""
+
     def product(self, x: torch.Tensor, matrix: KeptMatrix, bias: torch.Tensor | None) -> torch.Tensor:
         """As `dense`, of a matrix that is kept in its stored bits."""
 

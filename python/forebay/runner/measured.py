@@ -46,6 +46,9 @@ def _plan(config: RunnerConfig, flag: int, rows: int, start: int, length: int) -
     floats[:, SlotFloats.TOP_P] = 0.9
     floats[:, SlotFloats.MIN_P] = 0.01
     floats[:, SlotFloats.REPETITION_PENALTY] = 1.1
+    # Without a bias the device would sample them by their slots, which takes less.
+    biases = rows if flag == FLAG_SAMPLE else 0
+    slots[:biases, SlotRecord.BIAS_COUNT] = 1
     pages = -(-(start + length) // config.page_size)
     writes: Int32s = np.zeros((rows * pages, 3), np.int32)
     writes[:, 0], writes[:, 1] = np.repeat(numbers, pages), np.tile(np.arange(pages), rows)
@@ -53,7 +56,15 @@ def _plan(config: RunnerConfig, flag: int, rows: int, start: int, length: int) -
     wants: Int32s = np.zeros((rows if flag == FLAG_SAMPLE and length > 1 else 0, PROMPT_LOGPROBS_WANT_WORDS), np.int32)
     wants[:] = np.stack((numbers, *(np.full(rows, word) for word in (start + 1, length, most))), axis=1)[: len(wants)]
     row = np.stack((numbers, np.full(rows, start), np.full(rows, length), np.full(rows, flag)), axis=1)
-    return Plan(slots=slots, slot_floats=floats, page_writes=writes, rows=row.astype(np.int32), prompt_logprobs=wants)
+    return Plan(
+        slots=slots,
+        slot_floats=floats,
+        bias_ids=np.zeros(biases, np.int32),
+        bias_values=np.ones(biases, np.float32),
+        page_writes=writes,
+        rows=row.astype(np.int32),
+        prompt_logprobs=wants,
+    )
 
 
 @contextmanager

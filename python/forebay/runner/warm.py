@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from forebay.protocol.constants import FLAG_SAMPLE, NO_PAGE, SLOT_WORDS, SlotRecord
+from forebay.protocol.constants import FLAG_SAMPLE, NO_PAGE, SLOT_WORDS, SlotFloats, SlotRecord
 from forebay.protocol.plan import Plan
 from forebay.state.config import RunnerConfig
 
@@ -15,7 +15,9 @@ from forebay.state.config import RunnerConfig
 def warm_plans(
     config: RunnerConfig, flag: int, backed: bool, in_order: bool = False, drafts: int = 0
 ) -> Iterator[Plan]:
-    """A tiny prompt in slot 0 and, if the model generates, a decode row. `flag` is the flag of the rows.
+    """A tiny prompt in slot 0 and, if the model generates, a decode row, and first a prompt that asks for all.
+
+    `flag` is the flag of the rows.
 
     `backed`: pages have host pages behind them. `in_order`: no position may be computed twice. `drafts`: those of the
     hand's own that the decode row may have.
@@ -23,12 +25,26 @@ def warm_plans(
     length = min(2, config.context_length, config.page_size)
     pages = np.zeros((1, 3), np.int32)
     row = np.array([[0, 0, length, flag]], np.int32)
-    yield replace(_slot(length), rows=row, page_writes=pages, host_writes=pages if backed else pages[:0])
+    prompt = replace(_slot(length), rows=row, page_writes=pages, host_writes=pages if backed else pages[:0])
+    if flag == FLAG_SAMPLE:
+        # Rows that ask for little have samplers of their own. The slot is plain again behind the next plan.
+        yield asking_all(prompt)
+    yield prompt
     decode = length if in_order else length - 1
     room = min(config.context_length, config.page_size) - decode
     if flag == FLAG_SAMPLE and room > 0:
         tokens = np.full(1 if drafts else 0, min(1 + drafts, room), np.int32)
         yield Plan(rows=np.array([[0, decode, 1, FLAG_SAMPLE]], np.int32), row_tokens=tokens)
+
+
+def asking_all(plan: Plan) -> Plan:
+    """The plan, with new slots that ask for a bias, penalties, a draw by all filters, and log-probabilities."""
+    slots, floats = plan.slots.copy(), plan.slot_floats.copy()
+    slots[:, SlotRecord.LOGPROBS], slots[:, SlotRecord.TOP_K], slots[:, SlotRecord.BIAS_COUNT] = 1, 1, 1
+    floats[:] = 1
+    floats[:, [SlotFloats.TOP_P, SlotFloats.MIN_P]] = 0.9, 0.01
+    ids, values = np.zeros(len(slots), np.int32), np.ones(len(slots), np.float32)
+    return replace(plan, slots=slots, slot_floats=floats, bias_ids=ids, bias_values=values)
 
 
 def sparse_plan(config: RunnerConfig, host_pages: int) -> Plan | None:

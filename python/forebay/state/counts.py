@@ -56,6 +56,12 @@ class TokenCounts:
         """Bytes of all counters."""
         return self._table.nbytes
 
+    def keep(self) -> None:
+        """Makes the lines of all slots, for graphs, which know the table by its address. Called by the host, first."""
+        self._capacity = len(self._line)
+        self._free = list(range(self._capacity))
+        self._table = self._device.zeros((self._capacity, 2, self._vocabulary), torch.int32)
+
     def lines(self, slots: Int64s) -> Int64s:
         """The lines of `slots` [r]; -1: none. Called by the host."""
         return self._line[slots]

@@ -111,7 +111,7 @@ class KvPool:
     The main part is keys and values, or latent rows, and the null page is behind its pages. Keys and values are a pool
     each, two for a layer that has its own, `[page_count + 1, page_size, *entry]`, where `KvFormat` has the entry. Rows
     of latent layers are one pool, `[page_count + 1, layers, page_size, row]`, so a page is one piece. The keys
-    of an index, `[page_count, indexed layers, page_size, head_dim]`, are the index part of a page. Features from which
+    of an index, `[pages, indexed layers, page_size, head_dim]`, are the index part of a page. Features from which
     a head drafts are a pool of the main part, `[page_count + 1, page_size, hidden]`. Pools of layers with a window may
     be the window part, `[window pages, page_size, *entry]`.
     """
@@ -176,7 +176,9 @@ class KvPool:
         if model.indexer is not None:
             indexed, width = len(model.indexer.layers), model.indexer.head_dim
             count = pages if index_pages is None else index_pages
-            self.index, self.index_keys = _rows(count, indexed, page_size, width, dtype, device)
+            # Numbers of their own are those of the host's tier, which have no null page.
+            one_more = index_pages is None
+            self.index, self.index_keys = _rows(count, indexed, page_size, width, dtype, device, one_more)
 
     def _keep(self, entries: Sequence[tuple[Shape, Shape]], dtype: torch.dtype, device: Device) -> None:
         """Makes pools of keys and of values for each layer, from the shapes of one position in both."""

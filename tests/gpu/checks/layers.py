@@ -65,6 +65,34 @@ def check_one_row(
     within(given, expected, expected.abs() * rounding(dtype) + size * SINGLE)
 
 
+def check_one_row_gated(
+    operators: Kernels,
+    inner: int,
+    inputs: int,
+    biased: bool,
+    dtype: torch.dtype,
+    device: torch.device = CPU,
+    seed: int = 0,
+    activation: str = "silu",
+) -> None:
+    """As `check_one_row`, with gates and ups that are rounded before the gate."""
+    numbers = Numbers(device, seed)
+    weight = numbers.normal(2 * inner, inputs, dtype=dtype) * (2 * inputs**-0.5)
+    x, bias = numbers.normal(1, inputs, dtype=dtype), numbers.normal(2 * inner, dtype=dtype) if biased else None
+    with poisoned():
+        state, _ = operators.add_norm(x, None, torch.ones_like(x[0]), EPS)
+        given = operators.one_row_gated(state, weight, bias, activation)
+    product, size = state.double() @ weight.double().T, state.double().abs() @ weight.double().abs().T
+    if bias is not None:
+        product, size = product + bias.double(), size + bias.double().abs()
+    gates, ups = product.chunk(2, dim=-1)
+    of_gates, of_ups = (product.abs() * rounding(dtype) + size * SINGLE).chunk(2, dim=-1)
+    expected = GATES[activation](gates, ups)
+    # No function is steeper than 1.2 or above its gate, and ups may grow by 1.
+    lost = 1.2 * of_gates * (ups.abs() + 1 + of_ups) + (gates.abs() + of_gates) * of_ups
+    within(given, expected, lost + expected.abs() * rounding(dtype) + (gates * ups).abs() * SINGLE)
+
+
 def check_norm(
     operators: Kernels,
     tokens: int,

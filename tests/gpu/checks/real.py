@@ -123,6 +123,14 @@ def attention() -> Iterator[Case]:
             shape = {"heads": (8, 4), "widths": (256, 0), "page_size": PAGE, "scale": 256**-0.5, "dtype": dtype}
             shape |= {"window": 1024, "cap": 50.0, "padding": padding}
             yield case(f"attend Gemma-2-2B {type_}: {step}", check_attend, rows, small=small, **shape)
+        # gpt-oss: every other layer has a window.
+        for step in ("few rows of both kinds", "64 decode rows", "a chunk beside decode rows"):
+            rows, padding, small = STEPS[step]
+            shape = {"heads": (64, 8), "widths": (64, 0), "page_size": PAGE, "scale": 64**-0.5, "dtype": dtype}
+            for window in (0, 128):
+                end = f"{type_} with a window: {step}" if window else f"{type_}: {step}"
+                more = {"window": window, "sinks": 3.0, "padding": padding, **shape}
+                yield case(f"attend gpt-oss {end}", check_attend, rows, small=small, **more)
         shape = {"heads": (LATENT_HEADS, 1), "widths": (RANK, ROTARY), "page_size": 64, "scale": 192**-0.5}
         for step, (rows, padding, small) in LATENT_STEPS.items():
             name = f"attend DeepSeek-V3.2 {type_}: {step}"
@@ -153,6 +161,8 @@ def of_layers() -> Iterator[Case]:
             for rows, inputs in ((4096, model.hidden), (model.hidden, model.inner)):
                 what = f"one_row {name} {type_}: {rows} x {inputs}"
                 yield case(what, layers.check_one_row, rows, inputs, rows < inputs, dtype, small=model is SMOLLM2)
+            what, sizes = f"one_row_gated {name} {type_}", (model.inner, model.hidden)
+            yield case(what, layers.check_one_row_gated, *sizes, False, dtype, small=model is SMOLLM2)
             for tokens in (1, 3, 500):
                 small, end = tokens < 500, f"{name} {type_}: {tokens} tokens"
                 for added in (False, True):
@@ -235,6 +245,12 @@ def of_experts() -> Iterator[Case]:
         for tokens in (1, 30, 700):
             args = tokens, EACH, EXPERTS, sizes, dtype
             yield case(f"experts {type_}: {tokens} tokens", experts.check_experts, *args)
+        # gpt-oss-20b: biases, and gates that are clamped. A CPU's twin has two experts.
+        clamped, sizes_of = experts.check_experts, (2880, 2880)
+        yield case(f"experts gpt-oss {type_}: two", clamped, 3, 1, 2, sizes_of, dtype, clamped=True, small=True)
+        for tokens in (1, 300):
+            args = tokens, 4, 32, sizes_of, dtype
+            yield case(f"experts gpt-oss {type_}: {tokens} tokens", clamped, *args, clamped=True)
         for kind, shapes in kinds.items():
             check = codes.check_experts_of_codes
             if dtype == torch.float32:
@@ -285,6 +301,9 @@ def of_sampling() -> Iterator[Case]:
         for most in (0, 20):
             yield case(f"likely {name}: {most}", sampling.check_likely, 16, model.vocabulary, most, small=True)
         yield case(f"penalise {name}", sampling.check_penalise, 16, 9, model.vocabulary, small=True)
+        yield case(f"adjust {name}", sampling.check_adjust, 15, model.vocabulary, small=True)
+        yield case(f"tell_likely {name}", sampling.check_tell_likely, 15, model.vocabulary, small=True)
+    yield case("count_tokens", sampling.check_count_tokens, 256, 4096, small=True)
     yield case("ask", sampling.check_ask, 256, small=True)
     yield case("keep", sampling.check_keep, 256, small=True)
 
@@ -322,6 +341,8 @@ def check_rows(
 
 def of_tables() -> Iterator[Case]:
     yield Case("apply_slots and write_table", check_plans, True)
+    for words in (1, 700, 40_000):
+        yield case(f"move_words: {words}", tables.check_move_words, words, small=True)
     for rows, chunk, more in ((1, 1, (0, 0)), (200, 1, (24, 24)), (40, 1900, (24, 109)), (3, 8000, (0, 0))):
         yield case(f"prepare: {rows} rows and {chunk} tokens", check_rows, rows, chunk, more, small=True)
 

@@ -9,7 +9,7 @@ import torch
 
 from forebay.compute.uniform import uniform
 from forebay.gpu.interface import Kernels
-from forebay.gpu.sampling import Wishes
+from forebay.gpu.sampling import MOST_LIKELY, Wishes
 from forebay.gpu.tables import StepBuffers, Tables
 from forebay.layers.ops import Draw, TorchOps
 from forebay.protocol.constants import SlotFloats, SlotRecord
@@ -159,9 +159,17 @@ def check_keep(operators: Kernels, slots: int = 3, device: torch.device = CPU, s
     expected = tables.token_pool.clone()
     kept = torch.where(finite, tokens, 0).int()
     expected[buffers.sampling.long(), buffers.ends.long()] = kept
+    errors, block = torch.full((1,), 5, dtype=torch.int32, device=device), torch.full((2 * slots + 9,), -9).int()
+    block = block.to(device)
     with poisoned():
-        assert operators.keep(tokens, finite, tables, buffers).equal(kept)
+        found = operators.keep(tokens, finite, tables, buffers, errors, block[: 2 * slots + 3])
+    assert found.equal(kept)
     assert tables.token_pool.equal(expected)
+    told, *rest = block.split((1, slots + 1, slots + 1, 6))
+    assert int(told) == 5
+    assert int(errors) == 0
+    for column, values in zip(rest, (kept, finite.int(), torch.full_like(block[:6], -9)), strict=True):
+        assert column.equal(values)
 
 
 def check_likely(
@@ -180,6 +188,14 @@ def check_likely(
     torch.testing.assert_close(values.double(), exact.gather(1, ids), rtol=1e-5, atol=1e-5)
 
 
+def penalised(logits: torch.Tensor, counts: torch.Tensor, penalties: torch.Tensor) -> torch.Tensor:
+    """float64 logits [vocabulary], by counts [2, vocabulary] and penalties of repetition, presence and frequency."""
+    by, presence, frequency = penalties.double()
+    seen, generated = counts.double()
+    repeated = torch.where(logits > 0, logits / by, logits * by)
+    return torch.where(seen > 0, repeated, logits) - frequency * generated - presence * (generated > 0)
+
+
 def check_penalise(
     operators: Kernels, rows: int, penalised_rows: int, vocabulary: int, device: torch.device = CPU, seed: int = 0
 ) -> None:
@@ -191,12 +207,90 @@ def check_penalise(
     repetition, others = 0.5 + numbers.uniform(penalised_rows, 1), numbers.normal(penalised_rows, 2)
     penalties = torch.cat((repetition, others), dim=1)
     exact, before = logits.double(), logits.clone()
-    for row, line, (by, presence, frequency) in zip(own.tolist(), lines.tolist(), penalties.double(), strict=True):
-        seen, generated = counts[line].double()
-        repeated = torch.where(exact[row] > 0, exact[row] / by, exact[row] * by)
-        line_of = torch.where(seen > 0, repeated, exact[row])
-        exact[row] = line_of - frequency * generated - presence * (generated > 0)
+    for row, line, of_row in zip(own.tolist(), lines.tolist(), penalties, strict=True):
+        exact[row] = penalised(exact[row], counts[line], of_row)
     operators.penalise(logits, own, counts, lines, penalties)
     torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-5)
     rest = [row for row in range(rows) if row not in own.tolist()]
     assert logits[rest].equal(before[rest])
+
+
+def by_slot(slots: int, vocabulary: int, numbers: Numbers, device: torch.device) -> tuple[Tables, StepBuffers]:
+    """Tables without records, and as many rows as there are slots and a null slot, in any order."""
+    tables, buffers = (
+        Tables.make(slots, 40, vocabulary, 4, 10, 8, device),
+        StepBuffers.make(slots + 1, slots + 1, device),
+    )
+    buffers.sampling.copy_(numbers.order(slots + 1))
+    return tables, buffers
+
+
+def lines_of(buffers: StepBuffers, numbers: Numbers) -> torch.Tensor:
+    """A line of each row, int32 [r], or -1: of the null slot, and of some others."""
+    rows = len(buffers.sampling)
+    nobody = (buffers.sampling == rows - 1) | (numbers.below(3, rows) == 0)
+    return numbers.order(rows).int().masked_fill(nobody, -1)
+
+
+def check_adjust(operators: Kernels, slots: int, vocabulary: int, device: torch.device = CPU, seed: int = 0) -> None:
+    """Penalties are read by slot, and counts by line; rows without a line stay to the bit, and logits too."""
+    numbers = Numbers(device, seed)
+    tables, buffers = by_slot(slots, vocabulary, numbers, device)
+    columns = [SlotFloats.REPETITION_PENALTY, SlotFloats.PRESENCE_PENALTY, SlotFloats.FREQUENCY_PENALTY]
+    tables.floats.copy_(0.5 + numbers.uniform(*tables.floats.shape))
+    rows, lines = slots + 1, lines_of(buffers, numbers)
+    counts = (numbers.below(4, rows, 2, vocabulary) - 2).clamp(min=0).int()
+    logits = numbers.normal(rows, vocabulary) * 4
+    exact, before = logits.double(), logits.clone()
+    for row, (slot, line) in enumerate(zip(buffers.sampling.tolist(), lines.tolist(), strict=True)):
+        if line >= 0:
+            exact[row] = penalised(exact[row], counts[line], tables.floats[slot, columns])
+    with poisoned():
+        found = operators.adjust(logits, lines, counts, tables, buffers)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+    assert found[lines < 0].equal(before[lines < 0])
+    assert logits.equal(before)
+    assert (lines < 0).any()
+
+
+def check_count_tokens(
+    operators: Kernels, rows: int, vocabulary: int, device: torch.device = CPU, seed: int = 0
+) -> None:
+    """Each row's token is one more in its line, in both halves."""
+    numbers = Numbers(device, seed)
+    lines = numbers.order(rows).int().masked_fill(numbers.below(3, rows) == 0, -1)
+    tokens = numbers.below(vocabulary, rows).int()
+    # Ends of lines are neighbours of others.
+    tokens[: rows // 3] = vocabulary - 1
+    counts = numbers.below(9, rows, 2, vocabulary).int()
+    expected = counts.clone()
+    for line, token in zip(lines.tolist(), tokens.tolist(), strict=True):
+        if line >= 0:
+            expected[line, :, token] += 1
+    operators.count_tokens(tokens, lines, counts)
+    assert counts.equal(expected)
+
+
+def check_tell_likely(
+    operators: Kernels, slots: int, vocabulary: int, device: torch.device = CPU, seed: int = 0
+) -> None:
+    """Each slot gets as many of the likeliest tokens as its record asks for, against float64."""
+    numbers = Numbers(device, seed)
+    tables, buffers = by_slot(slots, vocabulary, numbers, device)
+    asked = numbers.below(2 + MOST_LIKELY, slots).int() - 1
+    asked[0] = MOST_LIKELY
+    tables.words[:slots, SlotRecord.LOGPROBS] = asked
+    logits, tokens = numbers.normal(slots + 1, vocabulary) * 4, numbers.below(vocabulary, slots + 1).int()
+    exact = logits.double().log_softmax(dim=-1)
+    told = torch.full((slots + 1, 2, 1 + MOST_LIKELY), -7, dtype=torch.int32, device=device)
+    operators.tell_likely(logits, tokens, tables, buffers, told)
+    for row, slot in enumerate(buffers.sampling.tolist()):
+        count = -1 if slot == slots else min(int(asked[slot]), vocabulary)
+        if count < 0:
+            continue
+        ids, values = told[row, 0, : 1 + count].long(), told[row, 1, : 1 + count].view(torch.float32).double()
+        assert ids[0] == tokens[row]
+        assert len(set(ids[1:].tolist())) == count
+        torch.testing.assert_close(values[1:], exact[row].topk(count).values, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(values, exact[row, ids], rtol=1e-5, atol=1e-5)

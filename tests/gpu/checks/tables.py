@@ -19,7 +19,7 @@ from forebay.protocol.plan import Plan
 from forebay.state.config import RunnerConfig
 from forebay.state.slots import SlotTables
 from forebay.state.staging import StepInputs
-from tests.gpu.checks.memory import CPU, poisoned
+from tests.gpu.checks.memory import CPU, Numbers, poisoned
 from tests.hand.support import FAMILIES, PlanBuilder, Sampling, hf_config, wire_config
 
 UNKNOWN = -77
@@ -174,3 +174,21 @@ def check_prepared(
     assert buffers.ends.tolist() == ends
     assert buffers.last.tolist() == last
     assert buffers.sampling.tolist() == sampling
+
+
+def check_move_words(operators: Kernels, count: int, device: torch.device = CPU, seed: int = 0) -> None:
+    """Words go to the device and come back; what is behind them stays."""
+    here = Numbers(torch.device("cpu"), seed).bits(count).int()
+    back, there = (
+        torch.full((count + 9,), UNKNOWN, dtype=torch.int32),
+        torch.full((count + 9,), UNKNOWN).int().to(device),
+    )
+    if device.type == "cuda":
+        here, back = here.pin_memory(), back.pin_memory()
+    operators.move_words(here, there[:count])
+    operators.move_words(there[:count], back[:count])
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    for found in (there.cpu(), back):
+        assert found[:count].equal(here)
+        assert (found[count:] == UNKNOWN).all()

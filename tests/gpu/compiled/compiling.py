@@ -31,6 +31,7 @@ class Compiled:
     """Bytes: what registers do not hold is spilled there."""
     local: int
     shared: int
+    warps: int
     ptx: str
 
     @classmethod
@@ -42,7 +43,13 @@ class Compiled:
         found = _USAGE.search(said)
         assert found, said
         registers, stack, local = map(int, found.groups())
-        return cls(name, registers, stack, local, kernel.metadata.shared, kernel.asm["ptx"])
+        return cls(name, registers, stack, local, kernel.metadata.shared, kernel.metadata.num_warps, kernel.asm["ptx"])
+
+    @property
+    def together(self) -> int:
+        """Programs that a processor of a Hopper holds at a time, by their registers, shared memory and warps."""
+        registers = -(-self.registers // 8) * 8 * 32 * self.warps
+        return min((64 << 10) // registers, (228 << 10) // (self.shared + 1024), 64 // self.warps, 32)
 
 
 class Absent:

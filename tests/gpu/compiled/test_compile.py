@@ -71,6 +71,27 @@ def test_decodes_load_while_they_compute(name: str, compiler: Compiler) -> None:
         assert last == 0
 
 
+ROOM_FOR = {
+    ("Qwen3-0.6B: decode", "decodes_kernel"): 4,
+    ("Llama-3.1-8B: decode", "decodes_kernel"): 4,
+    ("8-bit KV of Qwen3-0.6B: decode", "decodes_kernel"): 2,
+    ("DeepSeek-V3.2: latent decode", "decodes_kernel"): 1,
+    ("Qwen3-0.6B: layer of one row", "one_row_kernel"): 7,
+    ("Qwen3-0.6B: layer of one row", "gated_row_kernel"): 8,
+    ("Qwen3-0.6B: sampling", "adjust_kernel"): 8,
+    ("Qwen3-0.6B: sampling", "chunks_kernel"): 4,
+}
+"""Programs at a time of a processor, of which an H100 has 132. Of decode rows as many as `Tiles.programs` counts on."""
+
+
+@pytest.mark.parametrize(("name", "kernel"), ROOM_FOR)
+def test_registers_leave_room_for_programs(name: str, kernel: str, compiler: Compiler) -> None:
+    found = [one for one in compiler.compile(90, VARIANTS[name]) if one.name == kernel]
+    assert found
+    for one in found:
+        assert one.together >= ROOM_FOR[name, kernel], f"{one.registers} registers, {one.shared} bytes"
+
+
 @pytest.mark.parametrize("name", FEW)
 def test_large_blackwell(name: str, compiler: Compiler) -> None:
     check(compiler.compile(100, VARIANTS[name]), ROOM)

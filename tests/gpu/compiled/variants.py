@@ -13,7 +13,7 @@ from forebay.gpu.hot import HotRows, SparsePages
 from forebay.gpu.interface import PagedRows
 from forebay.gpu.low_rank import LowRankStack, PlacedTokens
 from forebay.gpu.recurrent import StateRows, StateWeights
-from forebay.gpu.sampling import Wishes
+from forebay.gpu.sampling import MOST_LIKELY, Wishes
 from forebay.gpu.tables import Received, StepBuffers, Tables
 from tests.gpu.checks.recurrent import published
 from tests.gpu.compiled.compiling import meta
@@ -92,6 +92,8 @@ def layer(model: Model) -> Iterator[tuple[str, Operators]]:
         layers(1)
         for rows, inputs in ((heads * model.dim, model.hidden), (model.hidden, model.inner)):
             kernels.one_row(small(1, inputs), small(rows, inputs), small(rows) if rows > inputs else None)
+
+        kernels.one_row_gated(small(1, model.hidden), small(2 * model.inner, model.hidden), None)
 
     yield "layer", lambda: layers(64)
     yield "layer of one row", one_row
@@ -251,6 +253,16 @@ def adapters_of(model: Model, rank: int, tokens: int, places: int) -> None:
         kernels.add_low_rank(x, y, stack, of_step)
 
 
+def sample_by_slot(model: Model, rows: int, logits: torch.Tensor, tokens: torch.Tensor) -> None:
+    """Penalties and log-probabilities in a graph."""
+    stride = model.layers * 2 * model.page_size
+    found = Tables.make(256, 32768, model.vocabulary, model.page_size, PAGES, stride, META)
+    buffers, lines, counts = StepBuffers.make(rows, rows, META), meta(rows), meta(256, 2, model.vocabulary)
+    kernels.adjust(logits, lines, counts, found, buffers)
+    kernels.count_tokens(tokens, lines, counts)
+    kernels.tell_likely(logits, tokens, found, buffers, meta(rows, 2, 1 + MOST_LIKELY))
+
+
 def step(model: Model) -> Iterator[tuple[str, Operators]]:
     """What surrounds the layers."""
 
@@ -259,9 +271,10 @@ def step(model: Model) -> Iterator[tuple[str, Operators]]:
         found = Tables.make(256, 32768, model.vocabulary, model.page_size, PAGES, stride, META)
         buffers, plan, errors = StepBuffers.make(64, 64, META), Received(meta(5000), meta(18, 2), meta(8)), meta(1)
         kernels.apply_slots(plan, found, errors)
+        kernels.move_words(plan.body, plan.body)
         kernels.write_table(plan, "page_writes", found.page_table, -1, PAGES, errors)
         kernels.prepare(plan, found, buffers, errors, None)
-        kernels.keep(meta(64, dtype=torch.int64), meta(64, dtype=torch.bool), found, buffers)
+        kernels.keep(meta(64, dtype=torch.int64), meta(64, dtype=torch.bool), found, buffers, errors, meta(129))
         kernels.ask(found, buffers)
 
     def sampling() -> None:
@@ -271,6 +284,7 @@ def step(model: Model) -> Iterator[tuple[str, Operators]]:
         logits, counts = meta(64, model.vocabulary, dtype=torch.float32), meta(8, 2, model.vocabulary)
         kernels.likely(logits, tokens[:, None], 20)
         kernels.penalise(logits, tokens, counts, tokens, meta(64, 3, dtype=torch.float32))
+        sample_by_slot(model, 64, logits, tokens.int())
 
     yield "tables", tables
     yield "sampling", sampling
@@ -354,6 +368,7 @@ def mixed_step(tokens: int, rows: int, pages: int = PAGES) -> None:
     experts(replace(model, experts=(128, 8, 768)), tokens)
     tables = Tables.make(256, 32768, model.vocabulary, page, pages, stride, META)
     buffers, plan, errors = StepBuffers.make(rows, tokens, META), Received(meta(5000), meta(18, 2), meta(8)), meta(1)
+    kernels.move_words(plan.body[: 16 * tokens + rows], plan.body)
     kernels.write_table(plan, "page_writes", tables.page_table, -1, pages, errors)
     kernels.prepare(plan, tables, buffers, errors, None)
     wishes = kernels.ask(tables, buffers)
@@ -362,7 +377,8 @@ def mixed_step(tokens: int, rows: int, pages: int = PAGES) -> None:
     kernels.likely(logits, sampled[:, None], tokens % 20)
     kernels.penalise(logits, sampled, meta(8, 2, model.vocabulary), sampled, meta(rows, 3, dtype=torch.float32))
     kernels.draw(logits, wishes, sampled)
-    kernels.keep(sampled, finite, tables, buffers)
+    kept = kernels.keep(sampled, finite, tables, buffers, errors, meta(1 + 2 * rows))
+    sample_by_slot(model, rows, logits, kept)
 
 
 def all_variants() -> dict[str, Operators]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 
 from forebay.attention.triton import TritonAttention
 from forebay.compute.choose import Choice
+from forebay.compute.paged import PagedSteps
 from forebay.gpu import choose, kernels, reference
-from forebay.gpu.choose import VARIABLE
+from forebay.gpu.choose import MAPPED, VARIABLE
 from forebay.gpu.interface import Kernels
 from forebay.gpu.ops import GpuOps
 from forebay.layers.ops import Ops
@@ -59,6 +61,32 @@ def test_a_hand_with_these_operators(operators: Kernels, family: str, monkeypatc
     assert all(len(tokens) == 4 for tokens in expected)
     use(operators, monkeypatch)
     assert tokens_of(model) == expected
+
+
+def test_steps_whose_plans_the_device_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries that choose, penalties and log-probabilities by slot, and words that kernels move."""
+    model = one_layer("glm-dsa", monkeypatch)
+
+    def served(**changes: Any) -> list[Request]:
+        told = Sampling(repetition_penalty=1.4, frequency_penalty=0.3, logprobs=2)
+        found = [Request(list(range(20, 31)), 3, told), Request([7, 99, 3], 2, LATER, arrival=2)]
+        runner = runner_of(model, slots=2, **changes)
+        assert isinstance(runner._steps, PagedSteps) == bool(changes)
+        MiniBrain(runner).serve(found, chunk=9)
+        return found
+
+    expected = served()
+    monkeypatch.setenv(MAPPED, "1")
+    monkeypatch.setattr(sys.modules["forebay.gpu.kernels.parts"], "programs_of", lambda fill, blocks, rows: 2 * rows)
+    monkeypatch.setattr(sys.modules["forebay.gpu.kernels.chosen"], "splits", lambda programs, fill: 2)
+    monkeypatch.setattr(sys.modules["forebay.gpu.kernels.apply"], "_PROGRAMS", 2)
+    sizes = {"max_running_requests": 2, "chunked_prefill_size": 16}
+    found = served(device="deferred", attention_backend="triton", **sizes)
+    for one, other in zip(found, expected, strict=True):
+        assert one.tokens == other.tokens
+        for (ids, values), (known, exact) in zip(one.logprobs, other.logprobs, strict=True):
+            assert ids.tolist() == known.tolist()
+            np.testing.assert_allclose(values, exact, atol=1e-4)
 
 
 def test_a_hand_with_keys_and_values_of_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:

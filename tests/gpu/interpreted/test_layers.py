@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from tests.gpu.checks.layers import (
     check_latent,
     check_norm,
     check_one_row,
+    check_one_row_gated,
     check_rotate,
 )
 from tests.gpu.checks.memory import CPU
@@ -40,6 +42,36 @@ def test_norm(operators: Kernels, tokens: int, hidden: int, added: bool, dtype: 
 @given(rows=st.integers(1, 40), inputs=st.sampled_from([1, 7, 64, 300, 2500]), dtype=DTYPE, seed=st.integers(0, 99))
 def test_one_row(operators: Kernels, rows: int, inputs: int, dtype: torch.dtype, seed: int) -> None:
     check_one_row(operators, rows, inputs, bool(seed % 2), dtype, CPU, seed)
+
+
+@BOTH
+@settings(max_examples=12, deadline=None)
+@given(
+    inner=st.integers(1, 40),
+    inputs=st.sampled_from([1, 7, 64, 300, 2500]),
+    dtype=DTYPE,
+    seed=st.integers(0, 99),
+    activation=st.sampled_from(sorted(GATES)),
+)
+def test_one_row_gated(
+    operators: Kernels, inner: int, inputs: int, dtype: torch.dtype, seed: int, activation: str
+) -> None:
+    check_one_row_gated(operators, inner, inputs, bool(seed % 2), dtype, CPU, seed, activation)
+
+
+OF_GATES = {
+    "gates as ups": ("(n + N).to(tl.int64)", "n.to(tl.int64)"),
+    "a bias of gates for ups": ("bias + N + n", "bias + n"),
+    "the first inputs alone": ("of_ups += tl.load(ups + at, ", "of_ups += 0 * tl.load(ups + at, "),
+}
+
+
+@pytest.mark.parametrize("name", OF_GATES)
+def test_a_wrong_gate_of_one_row_is_seen(name: str, mutate: Callable[..., ModuleType]) -> None:
+    mutated = mutate("one_row", *OF_GATES[name])
+    operators = SimpleNamespace(add_norm=kernels.add_norm, one_row_gated=mutated.one_row_gated)
+    with pytest.raises(AssertionError):
+        check_one_row_gated(cast(Kernels, operators), 9, 2500, True, torch.float32)
 
 
 @BOTH

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -20,13 +21,16 @@ from forebay.protocol.constants import SlotRecord
 from tests.gpu.checks.memory import CPU
 from tests.gpu.checks.sampling import (
     U64,
+    check_adjust,
     check_ask,
+    check_count_tokens,
     check_draw,
     check_greedy,
     check_keep,
     check_likely,
     check_penalise,
     check_random_draws,
+    check_tell_likely,
     expected_tokens,
     wishes_of,
 )
@@ -232,6 +236,49 @@ def test_equal_logits_come_by_their_ids() -> None:
 @given(rows=st.integers(1, 5), vocabulary=st.sampled_from([40, 2500]), seed=st.integers(0, 99))
 def test_penalise(operators: Kernels, rows: int, vocabulary: int, seed: int) -> None:
     check_penalise(operators, rows, 1 + seed % rows, vocabulary, CPU, seed)
+
+
+@BOTH
+@pytest.mark.parametrize("vocabulary", [40, 2500])
+def test_penalties_are_read_by_slot(operators: Kernels, vocabulary: int) -> None:
+    check_adjust(operators, 4, vocabulary, CPU, 5)
+
+
+@BOTH
+def test_tokens_are_counted_in_their_lines(operators: Kernels) -> None:
+    check_count_tokens(operators, 200, 7, CPU, 3)
+
+
+@BOTH
+@pytest.mark.parametrize("vocabulary", [20, 131])
+def test_likely_ones_are_told_by_slot(operators: Kernels, vocabulary: int) -> None:
+    check_tell_likely(operators, 5, vocabulary, CPU, 2)
+
+
+OF_SLOTS = {
+    "another row's penalties": ("floats + tl.load(slots + row)", "floats + tl.load(slots)"),
+    "another row's counts": ("counts + line * line_stride", "counts + row * line_stride"),
+    "generated tokens that were only seen": ("at + vocabulary, mask=inside", "at, mask=inside"),
+}
+
+
+@pytest.mark.parametrize("name", OF_SLOTS)
+def test_a_wrong_penalty_is_seen(name: str, mutate: Callable[..., ModuleType]) -> None:
+    text = Path(sys.modules["forebay.gpu.kernels.penalise"].__file__ or "").read_text()
+    old, new = OF_SLOTS[name]
+    # The kernel before it has the same line.
+    begin = text.index("def adjust_kernel")
+    whole = text[begin:].replace(old, new, 1)
+    mutated = mutate("penalise", text[begin:], whole)
+    with pytest.raises(AssertionError):
+        check_adjust(mutated, 4, 40, CPU, 5)
+
+
+def test_a_count_of_nobody_is_seen(mutate: Callable[..., ModuleType]) -> None:
+    old = "other=0) + 1, mask=there)\n    tl.store(at + vocabulary"
+    mutated = mutate("penalise", old, old.replace("mask=there", "mask=inside"))
+    with pytest.raises(AssertionError):
+        check_count_tokens(mutated, 200, 7, CPU, 3)
 
 
 OF_LIKELY = {

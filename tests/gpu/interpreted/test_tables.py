@@ -16,7 +16,16 @@ from forebay.gpu.interface import Kernels
 from forebay.gpu.tables import ERROR_RANGE, ERROR_READ, ERROR_TOKEN, ERROR_WRITE, describe
 from forebay.protocol.constants import FLAG_SAMPLE, SLOT_WORDS, SlotRecord
 from forebay.protocol.plan import Plan
-from tests.gpu.checks.tables import SMALL, apply, check_applied, check_prepared, errors_of, prepare, received
+from tests.gpu.checks.tables import (
+    SMALL,
+    apply,
+    check_applied,
+    check_move_words,
+    check_prepared,
+    errors_of,
+    prepare,
+    received,
+)
 from tests.gpu.support import BOTH
 from tests.hand.support import Sampling
 
@@ -180,3 +189,18 @@ def test_wrong_padding_is_seen(name: str, mutate: Callable[..., ModuleType]) -> 
     mutated = mutate("inputs", *MUTANTS[name])
     with pytest.raises(AssertionError):
         check_prepared(mutated, [(3, 5, 2, 1), (2, 30, 4, 0)], (1, 4))
+
+
+@BOTH
+@pytest.mark.parametrize("count", [0, 1, 511, 512, 1300])
+def test_words_are_moved_and_no_others(operators: Kernels, count: int) -> None:
+    check_move_words(operators, count)
+
+
+def test_words_behind_the_last_are_seen(mutate: Callable[..., ModuleType]) -> None:
+    mutated = mutate("words", "tl.store(target + i, tl.load(source + i, mask=i < count), mask=i < count)", MOVES_MORE)
+    with pytest.raises(AssertionError):
+        check_move_words(mutated, 3)
+
+
+MOVES_MORE = "tl.store(target + i, tl.load(source + i, mask=i < count, other=0), mask=i < count + 1)"

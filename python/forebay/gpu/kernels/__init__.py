@@ -20,22 +20,24 @@ from forebay.gpu.kernels.index import choose
 from forebay.gpu.kernels.inputs import prepare
 from forebay.gpu.kernels.largest import greedy
 from forebay.gpu.kernels.launch import COMPILES
-from forebay.gpu.kernels.likely import likely
+from forebay.gpu.kernels.likely import likely, tell_likely
 from forebay.gpu.kernels.low_rank import add_low_rank
 from forebay.gpu.kernels.norm import add_norm
-from forebay.gpu.kernels.one_row import one_row
-from forebay.gpu.kernels.penalise import penalise
+from forebay.gpu.kernels.one_row import one_row, one_row_gated
+from forebay.gpu.kernels.penalise import adjust, count_tokens, penalise
 from forebay.gpu.kernels.quantised import experts_of_codes, product, quantise
 from forebay.gpu.kernels.recur import recur
 from forebay.gpu.kernels.rotate import rotate_and_keep
 from forebay.gpu.kernels.rows import keep_index_keys, keep_latent
 from forebay.gpu.kernels.wishes import ask, keep
+from forebay.gpu.kernels.words import move_words
 
 __all__ = [
     "COMPILES",
     "READS_HOST",
     "add_low_rank",
     "add_norm",
+    "adjust",
     "apply_slots",
     "ask",
     "attend",
@@ -43,6 +45,7 @@ __all__ = [
     "choose",
     "clear_slots",
     "convolve",
+    "count_tokens",
     "draw",
     "expand",
     "experts",
@@ -55,7 +58,9 @@ __all__ = [
     "keep_index_keys",
     "keep_latent",
     "likely",
+    "move_words",
     "one_row",
+    "one_row_gated",
     "open_hot_rows",
     "penalise",
     "prepare",
@@ -64,5 +69,6 @@ __all__ = [
     "recur",
     "resolve",
     "rotate_and_keep",
+    "tell_likely",
     "write_table",
 ]

@@ -9,7 +9,11 @@ import triton.language as tl
 from forebay.gpu.kernels.largest import CHUNK
 from forebay.gpu.kernels.launch import cdiv, launch, power_of_2
 from forebay.gpu.sampling import MOST_LIKELY
+from forebay.gpu.tables import StepBuffers, Tables
+from forebay.protocol.constants import SLOT_WORDS, SlotRecord
 
+_WORDS = tl.constexpr(SLOT_WORDS)
+_LOGPROBS = tl.constexpr(int(SlotRecord.LOGPROBS))
 _NOWHERE = tl.constexpr(2147483647)
 
 
@@ -20,12 +24,38 @@ def _largest(x, ids):
     return value, tl.min(tl.where(x == value, ids, _NOWHERE), 0)
 
 
+@triton.jit
+def _asked(slots, words, row, most, BY_SLOT: tl.constexpr):
+    """The number of tokens that a row asks for, at most `most`; -1: not even its own."""
+    asked = most
+    if BY_SLOT:
+        record = words + tl.load(slots + row).to(tl.int64) * _WORDS
+        asked = tl.minimum(tl.load(record + _LOGPROBS), most)
+    return asked
+
+
 @triton.jit(do_not_specialize=["most"])
 def chunks_kernel(
-    logits, tops, sums, values, ids, stride, chunks, vocabulary, most, CHUNK: tl.constexpr, MOST: tl.constexpr
+    logits,
+    tops,
+    sums,
+    values,
+    ids,
+    slots,
+    words,
+    stride,
+    chunks,
+    vocabulary,
+    most,
+    CHUNK: tl.constexpr,
+    MOST: tl.constexpr,
+    BY_SLOT: tl.constexpr,
 ):
     """A chunk of a row: its largest logits, and the sum of powers relative to the first; the grid is rows, chunks."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    asked = _asked(slots, words, row, most, BY_SLOT)
+    if asked < 0:
+        return
     i = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + row * stride + i, mask=i < vocabulary, other=float("-inf")).to(tl.float32)
     # No comparison with a NaN says anything.
@@ -34,14 +64,14 @@ def chunks_kernel(
     at = row * chunks + chunk
     tl.store(tops + at, top)
     tl.store(sums + at, tl.sum(tl.exp(x - top), 0))
-    for number in range(most):
+    for number in range(asked):
         value, place = _largest(x, i)
         tl.store(values + at * MOST + number, value)
         tl.store(ids + at * MOST + number, place)
         x = tl.where(i == place, float("-inf"), x)
 
 
-@triton.jit(do_not_specialize=["most"])
+@triton.jit(do_not_specialize=["most", "found_stride"])
 def rows_kernel(
     logits,
     tokens,
@@ -51,29 +81,36 @@ def rows_kernel(
     ids,
     found,
     logprobs,
+    slots,
+    words,
     stride,
+    found_stride,
     chunks,
     most,
+    BY_SLOT: tl.constexpr,
     MOST: tl.constexpr,
     CHUNKS_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The likeliest tokens of one row among those of its chunks, behind the given one; the grid is rows."""
     row = tl.program_id(0).to(tl.int64)
+    asked = _asked(slots, words, row, most, BY_SLOT)
+    if asked < 0:
+        return
     c = tl.arange(0, CHUNKS_BLOCK)
     top = tl.load(tops + row * chunks + c, mask=c < chunks, other=float("-inf"))
     sum_ = tl.load(sums + row * chunks + c, mask=c < chunks, other=0.0)
     largest = tl.max(top, 0)
     total = largest + tl.log(tl.sum(sum_ * tl.exp(top - largest), 0))
-    out = row * (1 + most)
+    out = row * found_stride
     token = tl.load(tokens + row)
     tl.store(found + out, token)
     tl.store(logprobs + out, tl.load(logits + row * stride + token).to(tl.float32) - total)
     b = tl.arange(0, BLOCK)
-    inside = (b < chunks * MOST) & (b % MOST < most)
+    inside = (b < chunks * MOST) & (b % MOST < asked)
     x = tl.load(values + row * chunks * MOST + b, mask=inside, other=float("-inf"))
     place = tl.load(ids + row * chunks * MOST + b, mask=inside, other=_NOWHERE)
-    for number in range(most):
+    for number in range(asked):
         value, best = _largest(x, place)
         tl.store(found + out + 1 + number, best.to(tl.int64))
         tl.store(logprobs + out + 1 + number, value - total)
@@ -82,28 +119,56 @@ def rows_kernel(
 
 def likely(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
     """See `interface.Sampling`."""
+    rows = len(logits)
+    found = torch.empty(rows, 1 + most, dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty(rows, 1 + most, dtype=torch.float32, device=logits.device)
+    _find(logits, tokens, most, found, logprobs)
+    return found, logprobs
+
+
+def tell_likely(
+    logits: torch.Tensor, tokens: torch.Tensor, tables: Tables, buffers: StepBuffers, told: torch.Tensor
+) -> None:
+    """See `interface.Sampling`."""
+    most = min(MOST_LIKELY, logits.shape[1])
+    _find(logits, tokens, most, told[:, 0], told[:, 1].view(torch.float32), (buffers.sampling, tables.words))
+
+
+def _find(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    most: int,
+    found: torch.Tensor,
+    logprobs: torch.Tensor,
+    by_slot: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    """Writes lines of `found` and of `logprobs`, which are as far apart as those of `found`.
+
+    `by_slot`: the slots of rows, and the slots' records, which have the numbers. None: each row asks for `most`.
+    """
     rows, vocabulary = logits.shape
     chunks = cdiv(vocabulary, CHUNK)
     tops, sums = torch.empty(2, rows, chunks, dtype=torch.float32, device=logits.device)
     values = torch.empty(rows, chunks, MOST_LIKELY, dtype=torch.float32, device=logits.device)
     ids = torch.empty(rows, chunks, MOST_LIKELY, dtype=torch.int32, device=logits.device)
-    found = torch.empty(rows, 1 + most, dtype=torch.int64, device=logits.device)
-    logprobs = torch.empty(rows, 1 + most, dtype=torch.float32, device=logits.device)
+    slots, words = (ids, ids) if by_slot is None else by_slot
     launch(
         chunks_kernel,
         (rows, chunks),
-        *(logits, tops, sums, values, ids, logits.stride(0), chunks, vocabulary, most),
+        *(logits, tops, sums, values, ids, slots, words, logits.stride(0), chunks, vocabulary, most),
         CHUNK=CHUNK,
         MOST=MOST_LIKELY,
+        BY_SLOT=by_slot is not None,
         num_warps=8,
     )
     launch(
         rows_kernel,
         (rows,),
-        *(logits, tokens, tops, sums, values, ids, found, logprobs, logits.stride(0), chunks, most),
+        *(logits, tokens, tops, sums, values, ids, found, logprobs, slots, words),
+        *(logits.stride(0), found.stride(0), chunks, most),
+        BY_SLOT=by_slot is not None,
         MOST=MOST_LIKELY,
         CHUNKS_BLOCK=power_of_2(chunks),
         BLOCK=power_of_2(chunks * MOST_LIKELY),
         num_warps=4,
     )
-    return found, logprobs

@@ -50,7 +50,7 @@ def ask_kernel(words, floats, slots, positions, temperature, top_k, top_p, min_p
 
 
 @triton.jit(do_not_specialize=["rows"])
-def keep_kernel(tokens, finite, sampling, ends, token_pool, kept, rows, stride, BLOCK: tl.constexpr):
+def keep_kernel(tokens, finite, sampling, ends, token_pool, errors, block, rows, stride, BLOCK: tl.constexpr):
     """Stores the tokens of a block of rows in their slots, for the next step; the grid is blocks."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
@@ -58,7 +58,11 @@ def keep_kernel(tokens, finite, sampling, ends, token_pool, kept, rows, stride, 
     token = tl.where(fine, tl.load(tokens + row, mask=inside, other=0), 0).to(tl.int32)
     slot = tl.load(sampling + row, mask=inside, other=0).to(tl.int64)
     tl.store(token_pool + slot * stride + tl.load(ends + row, mask=inside, other=0), token, mask=inside)
-    tl.store(kept + row, token, mask=inside)
+    tl.store(block + 1 + row, token, mask=inside)
+    tl.store(block + 1 + rows + row, fine.to(tl.int32), mask=inside)
+    if tl.program_id(0) == 0:
+        tl.store(block, tl.load(errors))
+        tl.store(errors, 0)
 
 
 def ask(tables: Tables, buffers: StepBuffers) -> Wishes:
@@ -76,15 +80,22 @@ def ask(tables: Tables, buffers: StepBuffers) -> Wishes:
     return wishes
 
 
-def keep(tokens: torch.Tensor, finite: torch.Tensor, tables: Tables, buffers: StepBuffers) -> torch.Tensor:
+def keep(
+    tokens: torch.Tensor,
+    finite: torch.Tensor,
+    tables: Tables,
+    buffers: StepBuffers,
+    errors: torch.Tensor,
+    block: torch.Tensor,
+) -> torch.Tensor:
     """See `interface.Sampling`."""
     rows = len(tokens)
-    kept = torch.empty(rows, dtype=torch.int32, device=tokens.device)
     launch(
         keep_kernel,
         (cdiv(rows, _BLOCK),),
-        *(tokens, finite, buffers.sampling, buffers.ends, tables.token_pool, kept, rows, tables.token_pool.shape[1]),
+        *(tokens, finite, buffers.sampling, buffers.ends, tables.token_pool, errors, block),
+        *(rows, tables.token_pool.shape[1]),
         BLOCK=_BLOCK,
         num_warps=4,
     )
-    return kept
+    return block[1 : 1 + rows]

@@ -5,13 +5,31 @@ They run on every device, never wait for it, and have no result whose shape depe
 
 from forebay.gpu.reference.attention import attend
 from forebay.gpu.reference.grouped import experts
-from forebay.gpu.reference.layers import add_norm, gate, keep_index_keys, keep_latent, one_row, rotate_and_keep
+from forebay.gpu.reference.layers import (
+    add_norm,
+    gate,
+    keep_index_keys,
+    keep_latent,
+    one_row,
+    one_row_gated,
+    rotate_and_keep,
+)
 from forebay.gpu.reference.low_rank import add_low_rank
 from forebay.gpu.reference.quantised import expand, experts_of_codes, product, quantise
 from forebay.gpu.reference.recurrent import convolve, gated_norm, recur
-from forebay.gpu.reference.sampling import ask, draw, greedy, keep, likely, penalise
+from forebay.gpu.reference.sampling import (
+    adjust,
+    ask,
+    count_tokens,
+    draw,
+    greedy,
+    keep,
+    likely,
+    penalise,
+    tell_likely,
+)
 from forebay.gpu.reference.sparse import READS_HOST, attend_chosen, choose, clear_slots, gather, open_hot_rows, resolve
-from forebay.gpu.reference.tables import apply_slots, prepare, write_table
+from forebay.gpu.reference.tables import apply_slots, move_words, prepare, write_table
 
 COMPILES = False
 
@@ -20,6 +38,7 @@ __all__ = [
     "READS_HOST",
     "add_low_rank",
     "add_norm",
+    "adjust",
     "apply_slots",
     "ask",
     "attend",
@@ -27,6 +46,7 @@ __all__ = [
     "choose",
     "clear_slots",
     "convolve",
+    "count_tokens",
     "draw",
     "expand",
     "experts",
@@ -39,7 +59,9 @@ __all__ = [
     "keep_index_keys",
     "keep_latent",
     "likely",
+    "move_words",
     "one_row",
+    "one_row_gated",
     "open_hot_rows",
     "penalise",
     "prepare",
@@ -48,5 +70,6 @@ __all__ = [
     "recur",
     "resolve",
     "rotate_and_keep",
+    "tell_likely",
     "write_table",
 ]

@@ -13,6 +13,13 @@ def one_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
     return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
 
 
+def one_row_gated(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str = "silu"
+) -> torch.Tensor:
+    """See `interface.Layers`."""
+    return gate(one_row(x, weight, bias), activation)
+
+
 def add_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

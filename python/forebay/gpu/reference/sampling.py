@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from forebay.gpu.sampling import FIXED_POINT, Wishes
+from forebay.gpu.sampling import FIXED_POINT, MOST_LIKELY, Wishes
 from forebay.gpu.tables import StepBuffers, Tables
 from forebay.protocol.constants import SlotFloats, SlotRecord
 
+_PENALTIES = (SlotFloats.REPETITION_PENALTY, SlotFloats.PRESENCE_PENALTY, SlotFloats.FREQUENCY_PENALTY)
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST_FACTOR = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND_FACTOR = 0x94D049BB133111EB - (1 << 64)
@@ -82,12 +85,23 @@ def _shifted(z: torch.Tensor, by: int) -> torch.Tensor:
     return (z >> by) & ((1 << (64 - by)) - 1)
 
 
-def keep(tokens: torch.Tensor, finite: torch.Tensor, tables: Tables, buffers: StepBuffers) -> torch.Tensor:
+def keep(
+    tokens: torch.Tensor,
+    finite: torch.Tensor,
+    tables: Tables,
+    buffers: StepBuffers,
+    errors: torch.Tensor,
+    block: torch.Tensor,
+) -> torch.Tensor:
     """See `interface.Sampling`."""
-    kept = tokens.masked_fill(~finite, 0).int()
-    stride = tables.token_pool.shape[1]
+    rows, stride = len(tokens), tables.token_pool.shape[1]
+    told, kept, flags = block[:1], block[1 : 1 + rows], block[1 + rows : 1 + 2 * rows]
+    kept.copy_(tokens.masked_fill(~finite, 0))
+    flags.copy_(finite)
     cells = buffers.sampling.long() * stride + buffers.ends
     tables.token_pool.view(-1).index_copy_(0, cells, kept)
+    told.copy_(errors)
+    errors.zero_()
     return kept
 
 
@@ -97,11 +111,45 @@ def likely(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> tuple[torch
     return ids, logits.float().log_softmax(dim=-1).gather(1, ids)
 
 
+def tell_likely(
+    logits: torch.Tensor, tokens: torch.Tensor, tables: Tables, buffers: StepBuffers, told: torch.Tensor
+) -> None:
+    """See `interface.Sampling`. Each row gets as many as there is room for."""
+    most = min(MOST_LIKELY, logits.shape[1])
+    ids, logprobs = likely(logits, tokens.long()[:, None], most)
+    told[:, 0, : 1 + most].copy_(ids)
+    told[:, 1, : 1 + most].copy_(logprobs.view(torch.int32))
+
+
 def penalise(
     logits: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, lines: torch.Tensor, penalties: torch.Tensor
 ) -> None:
     """See `interface.Sampling`."""
-    own, (seen, generated) = logits.index_select(0, rows), counts.index_select(0, lines).unbind(1)
-    repetition, presence, frequency = penalties.unsqueeze(2).unbind(1)
-    own = torch.where(seen > 0, torch.where(own > 0, own / repetition, own * repetition), own)
-    logits.index_copy_(0, rows, own - frequency * generated - presence * (generated > 0))
+    own = _penalised(logits.index_select(0, rows), counts.index_select(0, lines), penalties.unbind(1))
+    logits.index_copy_(0, rows, own)
+
+
+def adjust(
+    logits: torch.Tensor, lines: torch.Tensor, counts: torch.Tensor, tables: Tables, buffers: StepBuffers
+) -> torch.Tensor:
+    """See `interface.Sampling`."""
+    floats = tables.floats.index_select(0, buffers.sampling)
+    penalties = [floats[:, at] for at in _PENALTIES]
+    own = _penalised(logits, counts.index_select(0, lines.clamp(min=0)), penalties)
+    return torch.where((lines >= 0)[:, None], own, logits)
+
+
+def _penalised(logits: torch.Tensor, counts: torch.Tensor, penalties: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Logits [p, vocabulary] with repetition, presence and frequency penalties [p], by counts [p, 2, vocabulary]."""
+    repetition, presence, frequency = (penalty[:, None] for penalty in penalties)
+    seen, generated = counts.unbind(1)
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    return torch.where(seen > 0, repeated, logits) - frequency * generated - presence * (generated > 0)
+
+
+def count_tokens(tokens: torch.Tensor, lines: torch.Tensor, counts: torch.Tensor) -> None:
+    """See `interface.Sampling`."""
+    vocabulary = counts.shape[2]
+    entries = lines.clamp(min=0).long() * (2 * vocabulary) + tokens
+    amounts = (lines >= 0).int().repeat(2)
+    counts.view(-1).index_add_(0, torch.cat((entries, entries + vocabulary)), amounts)

@@ -41,6 +41,11 @@ def write_table(
     scatter(table, slot * width + index, value.masked_fill(~known, -1), cell)
 
 
+def move_words(source: torch.Tensor, target: torch.Tensor) -> None:
+    """See `interface.Plans`."""
+    target.copy_(source, non_blocking=True)
+
+
 def apply_slots(received: Received, tables: Tables, errors: torch.Tensor) -> None:
     """See `interface.Plans`."""
     new, there = records(received, "slots", SLOT_WORDS)
