@@ -60,6 +60,6 @@ def test_tokens_depend_on_neither_tiers_nor_deaths(serve: Serve, models: Models,
 
 
 def test_quantisation_is_refused_in_one_line(serve: Serve, models: Models) -> None:
-    server = serve(models("deepseek-v3"), "--quantization", "w8a8_int8", healthy=False)
+    server = serve(models("deepseek-v32"), "--quantization", "w8a8_int8", healthy=False)
     assert server.process.wait(START_SECONDS) != 0
     assert "quantization w8a8_int8 is computed by the Rust hand on a CPU, and this is PyTorch's hand" in server.log()

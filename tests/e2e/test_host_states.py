@@ -14,11 +14,10 @@ from tests.e2e.models import Model
 from tests.e2e.reference import Case, clear_cases
 from tests.e2e.server import Server
 from tests.e2e.test_model_impl import bodies
-from tests.e2e.test_recurrent import FLAGS, HANDS, ask
+from tests.e2e.test_recurrent import FLAGS, HANDS, SMALL, ask
 
 TIER = ("--enable-hierarchical-cache", "--debug-kv-checksum", "--hicache-ratio", "16")
 FEW_STATES = ("--max-state-pages", "3")
-SMALL = ("--max-total-tokens", "160", "--context-length", "128", "--page-size", "4", "--chunked-prefill-size", "32")
 PROMPT = 200
 CACHED = 192
 """Of 200 tokens, those of 12 full pages."""

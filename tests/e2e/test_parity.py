@@ -59,7 +59,7 @@ class Setting:
         return flags if self.cache else [*flags, "--disable-radix-cache"]
 
 
-# Models without latent attention are computed by the hand in Rust, unless a setting says otherwise.
+# They are computed by the hand in Rust, unless a setting says otherwise.
 SETTINGS = [
     Setting("llama", 0, 1024, cache=True),
     Setting("llama", 0, 1024, cache=True, hand="torch"),
@@ -77,6 +77,7 @@ SETTINGS = [
     pytest.param(Setting("gpt-oss", 1, 1024, cache=True, hand="torch"), marks=pytest.mark.slow),
     pytest.param(Setting("deepseek-v3", 0, 1024, cache=False), marks=pytest.mark.slow),
     Setting("deepseek-v3", 1, 1024, cache=True),
+    pytest.param(Setting("deepseek-v3", 1, 1024, cache=True, hand="torch"), marks=pytest.mark.slow),
     pytest.param(Setting("smollm2", 0, 384, cache=False), marks=pytest.mark.slow),
     Setting("smollm2", 1, 384, cache=True),
 ]

@@ -42,7 +42,10 @@ ARRANGEMENTS: list[tuple[str, tuple[str, ...], int]] = [
     ("llama", ("--tp-size", "2", "--dp-size", "2"), 2),
     ("smollm2", ("--dtype", "auto"), 1),
     ("qwen3", ("--kv-cache-dtype", "int8"), 1),
+    ("nemotron-3", (), 1),
+    ("falcon-h1", (), 1),
     ("qwen3-moe", (), 1),
+    ("deepseek-v3", (), 1),
     ("qwen3-moe", ("--tp-size", "2", "--enable-expert-parallel"), 1),
     ("qwen3-moe", ("--dp-size", "2", "--enable-dp-attention"), 1),
 ]

@@ -1,4 +1,7 @@
-"""A tiny random Qwen3.5 through the whole server, on either hand: tokens of transformers, and states that are kept."""
+"""Tiny random recurrent models through the whole server: tokens of transformers, and states that are kept.
+
+Qwen3.5 is served by either hand; layers of one part, and parts beside each other, by the hand in Rust.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from tests.e2e.test_model_impl import bodies
 
 HANDS = pytest.mark.parametrize("hand", ["rust", pytest.param("torch", marks=pytest.mark.slow)])
 FLAGS = ("--max-total-tokens", "16384", "--context-length", "2048", "--chunked-prefill-size", "64")
+SMALL = ("--max-total-tokens", "160", "--context-length", "128", "--page-size", "4", "--chunked-prefill-size", "32")
 PAGE = 16
 TURNS = 10
 
@@ -66,6 +70,10 @@ def server(request: pytest.FixtureRequest, model: Model, serve_for_module: Serve
 
 
 def test_together_they_get_the_tokens_of_transformers(server: Server, cases: list[Case]) -> None:
+    together(server, cases)
+
+
+def together(server: Server, cases: list[Case]) -> None:
     for _ in range(2):
         answers = native_together(server, bodies(cases))
         assert [answer["output_ids"] for answer in answers] == [case.tokens for case in cases]
@@ -73,6 +81,10 @@ def test_together_they_get_the_tokens_of_transformers(server: Server, cases: lis
 
 
 def test_a_death_of_the_hand_changes_no_token(server: Server, cases: list[Case]) -> None:
+    die(server, cases)
+
+
+def die(server: Server, cases: list[Case]) -> None:
     hand = server.hand()
     assert hand is not None
     with ThreadPoolExecutor(1) as threads:
@@ -86,12 +98,27 @@ def test_a_death_of_the_hand_changes_no_token(server: Server, cases: list[Case])
 
 @HANDS
 def test_preemption_changes_no_token(hand: str, model: Model, serve: Serve) -> None:
+    preempt(serve(model, *SMALL, "--hand", hand, "--dtype", "float32"), model)
+
+
+def preempt(server: Server, model: Model) -> None:
     cases = clear_cases(model, 8, 16, range(40, 60), seed=9)
-    flags = ("--max-total-tokens", "160", "--context-length", "128", "--page-size", "4", "--chunked-prefill-size", "32")
-    server = serve(model, *flags, "--hand", hand, "--dtype", "float32")
     answers = native_together(server, bodies(cases), held=True)
     assert [answer["output_ids"] for answer in answers] == [case.tokens for case in cases]
     assert server.metric("vllm:num_preemptions_total") > 0
+
+
+@pytest.mark.parametrize("family", ["nemotron-3", "falcon-h1"])
+def test_layers_of_other_parts_keep_states_survive_and_give_way(
+    family: str, models: Models, serve: Serve, serve_for_module: Serve
+) -> None:
+    model = models(family)
+    cases = clear_cases(model, 6, 80, range(8, 20), seed=4)
+    server = serve_for_module(model, *FLAGS, "--dtype", "float32")
+    assert server.http.get("/server_info").json()["config"]["hand"] == "rust"
+    together(server, cases)
+    die(server, cases)
+    preempt(serve(model, *SMALL, "--dtype", "float32"), model)
 
 
 @pytest.mark.parametrize("hand", ["rust", "torch"])

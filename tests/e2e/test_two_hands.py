@@ -63,17 +63,17 @@ def test_pages_beyond_the_memory_are_refused_with_their_number(models: Models, s
 
 
 def test_what_the_rust_hand_lacks_is_said(models: Models, serve: Serve) -> None:
-    model = models("deepseek-v3")
+    model, reason = models("deepseek-v32"), "attention to positions that an indexer chooses"
     server = serve(model)
     info = server.http.get("/server_info").json()["config"]
     assert info["hand"] == "torch"
-    assert info["hand_reason"] == "the Rust hand does not have latent attention"
+    assert info["hand_reason"] == f"the Rust hand does not have {reason}"
     banner = f"Computes with PyTorch: {info['hand_reason']}"
     eventually(lambda: banner in server.log(), "the banner is there")
     server.kill()
     refused = serve(model, "--hand", "rust", healthy=False)
     assert refused.process.wait(60) == 1
-    assert "--hand rust: the Rust hand does not have latent attention" in refused.log()
+    assert f"--hand rust: the Rust hand does not have {reason}" in refused.log()
 
 
 def test_nothing_of_python_is_started_where_the_rust_hand_serves(models: Models, serve: Serve, tmp_path: Any) -> None:

@@ -102,6 +102,7 @@ LATENT: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "routed_scaling_factor": 2.5,
 }
+LATENT_WIDE: dict[str, Any] = {**LATENT, "first_k_dense_replace": 4, "qk_rope_head_dim": 32, "v_head_dim": 32}
 INDEXED: dict[str, Any] = {**LATENT, "index_topk": 8, "index_head_dim": 16, "index_n_heads": 16}
 ROPE_YARN_LATENT = {**ROPE_YARN, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
 
@@ -159,6 +160,8 @@ FAMILIES: dict[str, tuple[type[Any], PreTrainedConfig]] = {
         DeepseekV3ForCausalLM,
         DeepseekV3Config(**LATENT, rope_interleave=False, norm_topk_prob=False, attention_bias=True),
     ),
+    # Rows and heads are whole groups of the CPU's kernels, and no choice of experts can flip.
+    "deepseek-v3-wide": (DeepseekV3ForCausalLM, DeepseekV3Config(**LATENT_WIDE, rope_parameters=ROPE_YARN_LATENT)),
     "deepseek-v32": (DeepseekV32ForCausalLM, DeepseekV32Config(**INDEXED, rope_parameters=ROPE_YARN_LATENT)),
     "glm-dsa": (GlmMoeDsaForCausalLM, GlmMoeDsaConfig(**INDEXED, attention_bias=True)),
     "glm-dsa-shared": (

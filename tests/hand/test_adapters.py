@@ -10,7 +10,7 @@ import copy
 import hashlib
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,17 @@ SOME = {1: ("q_proj", "v_proj"), 2: (*ATTENTION, *FEED), 3: ("k_proj", "down_pro
 RANKS = {1: 1, 2: 8, 3: 32}
 
 
-def write(folder: Path, model: Any, number: int, dtype: torch.dtype = torch.float32) -> tuple[dict[str, Any], Any]:
-    """Writes an adapter of a model. Gives its manifest, and the model with the adapter in its weights."""
+def write(
+    folder: Path,
+    model: Any,
+    number: int,
+    dtype: torch.dtype = torch.float32,
+    named: Callable[[str], str] = str,
+) -> tuple[dict[str, Any], Any]:
+    """Writes an adapter of a model. Gives its manifest, and the model with the adapter in its weights.
+
+    `named` makes of a module's name that of its family.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     random = torch.Generator().manual_seed(number)
     merged = copy.deepcopy(model)
@@ -48,8 +57,8 @@ def write(folder: Path, model: Any, number: int, dtype: torch.dtype = torch.floa
         outputs, inputs = module.weight.shape
         a = (torch.randn(rank, inputs, generator=random) * 0.2).to(dtype)
         b = (torch.randn(outputs, rank, generator=random) * 0.2).to(dtype)
-        tensors |= {f"{name}.lora_A": a, f"{name}.lora_B": b}
-        scales[name] = scale
+        tensors |= {f"{named(name)}.lora_A": a, f"{named(name)}.lora_B": b}
+        scales[named(name)] = scale
         with torch.no_grad():
             module.weight += b.float() @ a.float() * scale
     path = folder / f"{number}.safetensors"

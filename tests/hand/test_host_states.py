@@ -129,7 +129,7 @@ def facts(runner: Any) -> dict[str, Any]:
 
 
 @HANDS
-@pytest.mark.parametrize("name", ["qwen3.5-text", "lfm2", "granite4-h"])
+@pytest.mark.parametrize("name", ["qwen3.5-text", "lfm2", "granite4-h", "nemotron-h", "falcon-h1"])
 def test_a_prefix_comes_back_with_its_state_also_to_the_next_hand(
     tmp_path: Path, memory: int, name: str, hand: str
 ) -> None:

@@ -79,7 +79,8 @@ def test_tokens_are_those_of_transformers_however_prompts_are_cut(tmp_path: Path
     ("name", "dtype", "quantization"),
     [
         *((name, "float32", None) for name in ("qwen3.5-text", "qwen3-next", "lfm2-biases", "granite4-h")),
-        ("qwen3.5-moe", "bfloat16", None),
+        *((name, "float32", None) for name in ("nemotron-h", "nemotron-3-latent", "falcon-h1-norm")),
+        *((name, "bfloat16", None) for name in ("qwen3.5-moe", "nemotron-3", "falcon-h1")),
         ("lfm2", "bfloat16", "w8a8_int8"),
     ],
 )
@@ -120,7 +121,9 @@ def served(runner: Any) -> list[Request]:
     return requests
 
 
-@pytest.mark.parametrize("name", ["qwen3.5-text", "lfm2", "lfm2-moe", "granite4-h"])
+@pytest.mark.parametrize(
+    "name", ["qwen3.5-text", "lfm2", "lfm2-moe", "granite4-h", "nemotron-h-biases", "nemotron-3-latent", "falcon-h1"]
+)
 def test_both_hands_are_close_in_bfloat16(tmp_path: Path, name: str) -> None:
     """Each hand rounds at places of its own, which may change a token's experts."""
     values = settings(save(tmp_path / "model", name), dtype="bfloat16")
@@ -161,14 +164,25 @@ def test_gguf_files_are_computed_as_transformers_does(tmp_path: Path, name: str,
         check(name, served(torch_runner(values)))
 
 
-@pytest.mark.parametrize("name", ["qwen3.5-text", "qwen3-next", "lfm2", "granite4-h"])
-def test_blocks_of_a_file_are_computed_as_blocks(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("qwen3.5-text", 3 * 4),
+        ("qwen3-next", 3 * 6),
+        ("lfm2", 3 * 3),
+        ("granite4-h", 3 * 5),
+        ("nemotron-h", 4 * 5),
+        # First products of the experts of two layers: the others have 24 inputs.
+        ("nemotron-3", 2 * 5 + 2 * 6),
+        ("falcon-h1", 3 * (5 + 3)),
+    ],
+)
+def test_blocks_of_a_file_are_computed_as_blocks(tmp_path: Path, name: str, parts: int) -> None:
     """Fused projections too, whose parts are rows of one tensor, and those with a few rows of numbers."""
     values = settings(described(write_gguf(tmp_path / "m.gguf", name, Q8_0), tmp_path), quantization="gguf")
     with rust(tmp_path, values) as runner:
         found, blocks = served(runner), runner.facts["blocks"]
-    # Three layers have projections of queries, keys, values and more.
-    assert int(blocks.split(" Q8_0")[0]) > 3 * {"lfm2": 3, "granite4-h": 5, "qwen3.5-text": 4, "qwen3-next": 6}[name]
+    assert int(blocks.split(" Q8_0")[0]) > parts
     near(found, served(torch_runner({**values, "quantization": None})), NEAR)
 
 
@@ -263,7 +277,7 @@ def test_a_row_whose_mask_is_late_says_the_same_later(tmp_path: Path, name: str,
     check_late(step_of, late, VOCABULARY)
 
 
-@pytest.mark.parametrize("name", ["qwen3.5-text", "lfm2", "granite4-h"])
+@pytest.mark.parametrize("name", ["qwen3.5-text", "lfm2", "granite4-h", "nemotron-h", "falcon-h1"])
 @PATTERN
 def test_the_rust_hand_says_the_same_after_late_masks(tmp_path: Path, name: str, late: Late) -> None:
     values = settings(save(tmp_path / "model", name))
@@ -319,3 +333,8 @@ def test_layers_have_pages_and_states_by_their_parts(tmp_path: Path, name: str, 
         held = sum(table.nbytes for layer in runner._store.layers for table in layer if table is not None)
         assert held == (2 * 8 + 5 + 1) * of_slot
         assert len(runner.kv.layers) == attending
+        page_bytes = runner.facts()["page_bytes"]
+    if name in COMPILED:
+        with runner_of(tmp_path, name, "rust", state_pages=5) as runner:
+            assert (runner.facts["state_bytes"], runner.facts["state_page_count"]) == (of_slot, 5)
+            assert runner.facts["page_bytes"] == page_bytes

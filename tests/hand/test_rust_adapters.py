@@ -16,11 +16,12 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.described import described
 from forebay.protocol.constants import PLACE_FAILED_DIGEST, PLACE_FAILED_FILES, PLACE_OK
+from tests.hand import recurrent_models
 from tests.hand.gguf_models import Form
 from tests.hand.gguf_models import write as write_gguf
 from tests.hand.greedy import COUNT, model_of, prompts
 from tests.hand.support import PlanBuilder, Request, Sampling, greedy_reference, random_model
-from tests.hand.test_adapters import LORA, bring, manifest, write
+from tests.hand.test_adapters import ATTENTION, LORA, bring, manifest, write
 from tests.hand.test_gguf_experts import MODELS
 from tests.hand.test_rust_hand import (
     RustRunner,
@@ -55,9 +56,23 @@ def told(runner: RustRunner, manifests: Sequence[dict[str, Any]], first: int = 0
 def test_a_step_of_three_adapters_and_the_base_is_that_of_four_models(family: str, tmp_path: Path) -> None:
     base = base_of(family)
     made = [write(tmp_path, base, number) for number in (1, 2, 3)]
+    check_models(tmp_path, base, made, in_safetensors(tmp_path, family))
+
+
+def test_layers_of_one_part_and_parts_without_gates_have_adapters(tmp_path: Path) -> None:
+    def named(name: str) -> str:
+        return name.replace(".mixer.", ".self_attn." if name.endswith(ATTENTION) else ".mlp.")
+
+    base = recurrent_models.model_of("nemotron-h-biases")
+    made = [write(tmp_path, base, number, named=named) for number in (1, 2, 3)]
+    check_models(tmp_path, base, made, recurrent_models.save(tmp_path / "model", "nemotron-h-biases"))
+
+
+def check_models(folder: Path, base: Any, made: Sequence[tuple[dict[str, Any], Any]], model: dict[str, Any]) -> None:
+    """Serves requests of a saved base and of its adapters, and compares each with the model that it is of."""
     models = [base, *(merged for _, merged in made)]
     found = asked()
-    with rust(tmp_path, settings(in_safetensors(tmp_path, family), lora=LORA)) as runner:
+    with rust(folder, settings(model, lora=LORA)) as runner:
         assert told(runner, [of for of, _ in made]) == [PLACE_OK] * 3
         brain_of(runner).serve(found, chunk=16)
     differ = 0

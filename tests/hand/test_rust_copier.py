@@ -101,8 +101,10 @@ def tier(folder: Path, memory: int, family: str = "qwen3", lenders: Sequence[int
         ("qwen3", {"kv_cache_dtype": "int8", "dtype": "bfloat16"}),
         ("llama", {"dtype": "bfloat16"}),
         ("gemma3", {}),
+        ("deepseek-v3-wide", {}),
+        ("deepseek-v3-wide", {"kv_cache_dtype": "int8"}),
     ],
-    ids=["plain", "codes", "pairs", "windows"],
+    ids=["plain", "codes", "pairs", "windows", "latent", "latent-codes"],
 )
 def test_what_is_restored_is_what_was_saved_behind_the_rows(
     tmp_path: Path, memory: int, family: str, changes: dict[str, Any]

@@ -238,6 +238,11 @@ PARITY = [
     "glm4-moe",
     "glm4-moe-air",
     "glm4-moe-bias",
+    "deepseek-v2",
+    "deepseek-v2-lite",
+    "deepseek-v3",
+    "deepseek-v3-halves",
+    "deepseek-v3-wide",
 ]
 """Each family of the compiled kernels, which tests/hand/test_families.py checks."""
 

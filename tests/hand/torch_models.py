@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import (
     DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma4Config,
     Gemma4ForCausalLM,
     Gemma4ForConditionalGeneration,
@@ -101,6 +102,10 @@ TORCH_NAMED: dict[str, tuple[type[Any], PreTrainedConfig]] = {
             tie_word_embeddings=False,
         ),
     ),
+    "deepseek-v3-heads": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config(**{**OF_LATENT, "num_attention_heads": 64, "num_key_value_heads": 64, "q_lora_rank": None}),
+    ),
     "mistral4": (Mistral4ForCausalLM, Mistral4Config(**OF_LATENT, rope_parameters=dict(GROWING))),
     "llama4": (Llama4ForCausalLM, Llama4TextConfig(**LLAMA4)),
     "llama4-usual": (
@@ -168,4 +173,3 @@ TORCH_NAMED: dict[str, tuple[type[Any], PreTrainedConfig]] = {
         Gemma4UnifiedConfig(text_config=Gemma4UnifiedTextConfig(**{**GEMMA4, "sliding_window": 5}, **KEYS_AS_VALUES)),
     ),
 }
-"""Those with latent attention are computed by PyTorch's hand alone."""

@@ -77,7 +77,8 @@ pub(crate) fn adapter_sizes(parts: &DecoderParts<'_>, sizes: &Sizes) -> AdapterS
             FeedShape::Dense(dense) => dense.intermediate_size,
             FeedShape::Experts(_) | FeedShape::None => 0,
         };
-        let attention = parts.recurrence(layer).is_none().then(|| parts.kind_of[layer]);
+        let alone = parts.attention(layer).is_some() && parts.recurrence(layer).is_none();
+        let attention = alone.then(|| parts.kind_of[layer]);
         let own_keys = parts.shape.layers[layer].keys_of.is_none();
         sizes.adapted_widths(attention, own_keys, inner)
     });

@@ -17,6 +17,7 @@ mod exponential;
 mod footprint;
 mod host;
 mod kept;
+mod latent;
 mod load;
 mod parts;
 mod pooled;

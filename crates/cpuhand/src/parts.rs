@@ -1,16 +1,16 @@
-//! The parts of a decoder that the kernels compute, and the reasons against the others. Layers have
-//! attention of some kinds, and one of two parts behind it.
+//! The parts of a decoder that the kernels compute, and the reasons against the others. A layer has
+//! attention, a recurrence, both or neither, and behind them a dense part, experts or nothing.
 
 use forebay_kernels::{
-    AttentionSizes, ExpertSizes, Factors, GateKind, LayerInputSizes, RecurrenceSizes, StateGate,
+    AttentionSizes, ExpertSizes, Factors, GateKind, LatentSizes, LayerInputSizes, RecurrenceSizes,
+    StateGate,
 };
 use forebay_weights::{
-    Activation, Attention, DenseFeed, ExpertScores, Experts, FeedShape, Mixer, ModelError,
-    NormPlacement, QkNorm, QueryScale, Recurrence, Scales, Shape, StateNorm,
+    Activation, Attention, DenseFeed, ExpertScores, Experts, FeedShape, KeyChoice, Latent, Mixer,
+    ModelError, NormPlacement, QkNorm, QueryScale, Recurrence, Scales, Shape, StateNorm,
 };
 
-/// What layers of one part are.
-pub(crate) const ONE_PART: &str = "layers that are a mixer or a feed-forward part alone";
+use crate::latent::as_attention;
 
 /// The parts of a decoder that this hand serves.
 #[derive(Debug, Clone)]
@@ -29,7 +29,10 @@ pub(crate) struct DecoderParts<'a> {
 /// Attention with its rotary embedding.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct AttentionKind<'a> {
-    pub(crate) attention: &'a Attention,
+    pub(crate) attention: Attention,
+    /// The latent attention of which `attention` is the absorbed form; `None`: it has keys and
+    /// values of heads.
+    pub(crate) latent: Option<&'a Latent>,
     /// The number of the embedding in the shape; `None`: positions rotate nothing.
     pub(crate) rope: Option<usize>,
 }
@@ -47,15 +50,22 @@ impl<'a> DecoderParts<'a> {
         }
         let (mut found, mut kinds, mut kind_of) = (Vec::new(), Vec::new(), Vec::new());
         for (number, layer) in shape.layers.iter().enumerate() {
-            let Mixer::Attention(attention) = shape.mixer(number) else {
-                // Of any kind: it has no pages.
-                kind_of.push(0);
-                continue;
+            let (attention, latent) = match shape.mixer(number) {
+                Mixer::Latent(latent) => (as_attention(latent), Some(latent)),
+                mixer => match mixer.attention() {
+                    Some(attention) => (*attention, None),
+                    None => {
+                        // Of any kind: it has no pages.
+                        kind_of.push(0);
+                        continue;
+                    }
+                },
             };
             let key = (layer.mixer, layer.rope);
             kind_of.push(found.iter().position(|&other| other == key).unwrap_or_else(|| {
                 found.push(key);
-                kinds.push(AttentionKind { attention, rope: layer.rope.map(usize::from) });
+                let rope = layer.rope.map(usize::from);
+                kinds.push(AttentionKind { attention, latent, rope });
                 found.len() - 1
             }));
         }
@@ -81,14 +91,22 @@ impl<'a> DecoderParts<'a> {
     }
 
     fn inner_sizes(&self) -> impl Iterator<Item = usize> {
-        let of_experts = self.experts.map(|it| [it.intermediate_size, it.shared_size]);
+        let of_experts =
+            self.experts.map(|it| [it.intermediate_size, it.shared_size, it.latent_size]);
         let of_dense = self.shape.feeds.iter().filter_map(|feed| match feed {
             FeedShape::Dense(dense) => Some(dense.intermediate_size),
             FeedShape::Experts(_) | FeedShape::None => None,
         });
         let of_inputs = self.shape.layer_inputs.map(|inputs| inputs.size);
-        let heads = self.kinds.iter().map(|kind| kind.attention.head_dim);
-        let states = self.shape.mixers.iter().filter_map(Mixer::recurrence).map(Recurrence::values);
+        let heads = self.kinds.iter().flat_map(|kind| {
+            let of_latent = kind.latent.map(|of| [of.rank, of.nope_dim, of.value_dim]);
+            let low = kind.latent.and_then(|of| of.query_rank);
+            std::iter::once(kind.attention.head_dim)
+                .chain(of_latent.into_iter().flatten())
+                .chain(low)
+        });
+        let states = self.shape.mixers.iter().filter_map(Mixer::recurrence);
+        let states = states.flat_map(|it| [it.values(), it.low_rank]);
         let ropes = self.shape.ropes.iter().map(|rope| rope.dim);
         let fixed = std::iter::once(self.shape.hidden_size).chain(heads).chain(states).chain(ropes);
         fixed.chain(of_experts.into_iter().flatten()).chain(of_dense).chain(of_inputs)
@@ -110,7 +128,7 @@ impl<'a> DecoderParts<'a> {
     pub(crate) fn keeps_pages(&self, layer: usize) -> bool {
         let kind = self.kind_of[layer];
         let shares = self.shape.both_ways() && self.kind_of[..layer].contains(&kind);
-        self.recurrence(layer).is_none() && self.shape.layers[layer].keys_of.is_none() && !shares
+        self.attention(layer).is_some() && self.shape.layers[layer].keys_of.is_none() && !shares
     }
 
     /// The number of layers.
@@ -118,25 +136,35 @@ impl<'a> DecoderParts<'a> {
         self.shape.layers.len()
     }
 
-    /// The kind of a layer's attention.
-    pub(crate) fn kind(&self, layer: usize) -> &AttentionKind<'a> {
-        &self.kinds[self.kind_of[layer]]
+    /// The attention of a layer, of latent attention in its absorbed form; `None`: it has none.
+    pub(crate) fn attention(&self, layer: usize) -> Option<&Attention> {
+        let attends = self.shape.mixer(layer).attention().is_some() || self.latent(layer).is_some();
+        attends.then(|| &self.kinds[self.kind_of[layer]].attention)
     }
 
-    /// The recurrence that a layer has in place of attention; `None`: it attends.
+    /// The latent attention of a layer; `None`: it has none.
+    pub(crate) fn latent(&self, layer: usize) -> Option<&'a Latent> {
+        match self.shape.mixer(layer) {
+            Mixer::Latent(latent) => Some(latent),
+            _ => None,
+        }
+    }
+
+    /// The recurrence of a layer, in place of attention or beside it; `None`: it has none.
     pub(crate) fn recurrence(&self, layer: usize) -> Option<&'a Recurrence> {
         self.shape.mixer(layer).recurrence()
     }
 
     /// The kinds of attention in the kernels.
     pub(crate) fn attention_sizes(&self) -> Vec<AttentionSizes> {
-        let sizes = |&AttentionKind { attention, rope }: &AttentionKind<'_>| {
+        let sizes = |&AttentionKind { attention, latent, rope }: &AttentionKind<'_>| {
+            let rotates = |rope: usize| &self.shape.ropes[rope];
             let usual = (attention.head_dim as f64).powf(-0.5);
             AttentionSizes {
                 heads: attention.heads,
                 kv_heads: attention.kv_heads,
                 head_dim: attention.head_dim,
-                rotary_dim: rope.map_or(0, |rope| self.shape.ropes[rope].dim),
+                rotary_dim: rope.map_or(0, |rope| rotates(rope).dim),
                 angles: rope,
                 window: attention.window.map(|window| window as usize),
                 in_window_part: false,
@@ -149,6 +177,13 @@ impl<'a> DecoderParts<'a> {
                 value_norm: attention.value_norm,
                 scaled_queries: attention.query_scale.is_some(),
                 both_ways: attention.both_ways,
+                latent: latent.map(|of| LatentSizes {
+                    query_rank: of.query_rank,
+                    rank: of.rank,
+                    nope_dim: of.nope_dim,
+                    value_dim: of.value_dim,
+                    interleaved: rope.is_some_and(|rope| rotates(rope).interleaved),
+                }),
             }
         };
         self.kinds.iter().map(sizes).collect()
@@ -159,14 +194,21 @@ impl<'a> DecoderParts<'a> {
         self.kinds.iter().find_map(|kind| kind.attention.query_scale)
     }
 
-    /// The function of gates in the kernels. All parts have the same.
+    /// True if the feed-forward parts have gates. They are all alike.
+    pub(crate) fn gated(&self) -> bool {
+        let of_dense = self.dense.map(|dense| dense.gated);
+        of_dense.or(self.experts.map(|experts| experts.gated)).unwrap_or(true)
+    }
+
+    /// The function of feed-forward parts in the kernels. All have the same.
     pub(crate) fn gate(&self) -> GateKind {
         let of_dense = self.dense.map(|dense| dense.activation);
         match of_dense.or(self.experts.map(|experts| experts.activation)) {
             Some(Activation::Gelu) => GateKind::Gelu,
             Some(Activation::GeluTanh) => GateKind::GeluTanh,
             Some(Activation::ClampedSwiglu) => GateKind::ClampedSwiglu,
-            Some(Activation::Silu | Activation::SquaredRelu) | None => GateKind::Silu,
+            Some(Activation::SquaredRelu) => GateKind::SquaredRelu,
+            Some(Activation::Silu) | None => GateKind::Silu,
         }
     }
 
@@ -185,51 +227,49 @@ impl<'a> DecoderParts<'a> {
 
 /// The part of a model that another hand has, and this one has not.
 fn lacks(shape: &Shape) -> Option<&'static str> {
-    let latent = shape.mixers.iter().any(|mixer| matches!(mixer, Mixer::Latent(_)));
+    let chosen = |mixer: &Mixer| matches!(mixer, Mixer::Latent(of) if of.chosen != KeyChoice::All);
+    let chooses = shape.mixers.iter().any(chosen);
     let states = || shape.mixers.iter().filter_map(Mixer::recurrence);
-    let channels = states().any(|it| it.channel_decay || it.sigmoid_gate || it.low_rank > 0);
-    let beside_states = shape.mixers.iter().any(|mixer| matches!(mixer, Mixer::Beside(_)));
-    let one_part = shape.mixers.iter().any(|mixer| matches!(mixer, Mixer::None))
-        || shape.feeds.iter().any(|feed| matches!(feed, FeedShape::None));
-    let ungated = shape.feeds.iter().any(|feed| match feed {
-        FeedShape::Dense(dense) => !dense.gated,
-        FeedShape::Experts(experts) => !experts.gated,
-        FeedShape::None => false,
+    let biased_ranks = states().any(|it| it.bias && it.low_rank > 0);
+    let channels = states().any(|it| it.channel_decay && !it.delta);
+    let interleaved = shape.layers.iter().enumerate().any(|(number, layer)| {
+        let rope = layer.rope.map(|rope| &shape.ropes[usize::from(rope)]);
+        let latent = matches!(shape.mixer(number), Mixer::Latent(_));
+        !latent && rope.is_some_and(|rope| rope.interleaved)
     });
-    let interleaved = shape.ropes.iter().any(|rope| rope.interleaved);
     let sections = shape.ropes.iter().any(|rope| rope.sections.is_some());
     let behind = |placement| matches!(placement, NormPlacement::After | NormPlacement::Around);
     let mut layers = shape.layers.iter().enumerate();
+    let normed_mixers = layers.clone().any(|(number, layer)| {
+        matches!(shape.mixer(number), Mixer::Beside(_)) && behind(layer.norms)
+    });
     let normed_experts = layers.any(|(number, layer)| {
         shape.experts(number).is_some_and(|it| it.beside != behind(layer.norms))
     });
-    let experts = |part: fn(&Experts) -> bool| {
-        let has = |feed: &FeedShape| matches!(feed, FeedShape::Experts(experts) if part(experts));
-        shape.feeds.iter().any(has)
-    };
     let of_experts =
         shape.feeds.iter().filter(|feed| matches!(feed, FeedShape::Experts(_))).count();
     let mut functions = shape.feeds.iter().filter_map(|feed| match feed {
-        FeedShape::Dense(DenseFeed { activation, .. })
-        | FeedShape::Experts(Experts { activation, .. }) => Some(activation),
+        FeedShape::Dense(DenseFeed { activation, gated, .. })
+        | FeedShape::Experts(Experts { activation, gated, .. }) => Some((activation, gated)),
         FeedShape::None => None,
     });
     let function = functions.next();
     let several_functions = functions.any(|other| Some(other) != function);
-    let mut scales = shape.mixers.iter().filter_map(|it| it.attention()?.query_scale);
+    let mut scales = shape.mixers.iter().filter_map(|mixer| match mixer {
+        Mixer::Latent(latent) => latent.query_scale,
+        mixer => mixer.attention()?.query_scale,
+    });
     let scale = scales.next();
     let query_scales = scales.any(|other| Some(other) != scale);
     let parts = [
-        (latent, "latent attention"),
-        (beside_states, "attention beside a recurrent state in one layer"),
-        (channels, "recurrent layers whose channels have decays of their own"),
-        (one_part, ONE_PART),
-        (ungated, "feed-forward parts without a gate"),
-        (experts(|it| it.latent_size > 0), "experts that read other states than the layer"),
+        (chooses, "attention to positions that an indexer chooses"),
+        (channels, "decays of channels without the delta rule"),
+        (biased_ranks, "low ranks with biases in recurrent layers"),
         (shape.tower.is_some(), "images"),
         (sections, "positions of three numbers"),
         (interleaved, "rotary positions of neighbouring elements"),
         (query_scales, "factors of queries that grow differently"),
+        (normed_mixers, "norms behind attention beside a recurrent state"),
         (normed_experts, "norms behind experts"),
         (of_experts > 1, "experts whose sizes differ between layers"),
         (several_functions, "feed-forward parts with several functions"),
@@ -239,14 +279,25 @@ fn lacks(shape: &Shape) -> Option<&'static str> {
 
 /// The sizes of a recurrence in the kernels.
 pub(crate) fn recurrence_sizes(recurrence: &Recurrence) -> RecurrenceSizes {
-    let &Recurrence { heads, key_heads, key_dim, value_dim, tiled, delta, taps, norm_size, .. } =
-        recurrence;
     let gate = match recurrence.norm {
         StateNorm::None => StateGate::Alone,
         StateNorm::BeforeGate => StateGate::BehindNorm,
         StateNorm::AfterGate => StateGate::BeforeNorm,
     };
-    RecurrenceSizes { heads, key_heads, key_dim, value_dim, tiled, delta, taps, gate, norm_size }
+    RecurrenceSizes {
+        heads: recurrence.heads,
+        key_heads: recurrence.key_heads,
+        key_dim: recurrence.key_dim,
+        value_dim: recurrence.value_dim,
+        tiled: recurrence.tiled,
+        channel_decay: recurrence.channel_decay,
+        delta: recurrence.delta,
+        taps: recurrence.taps,
+        gate,
+        sigmoid_gate: recurrence.sigmoid_gate,
+        low_rank: recurrence.low_rank,
+        norm_size: recurrence.norm_size,
+    }
 }
 
 /// The sizes of experts in the kernels.
@@ -257,6 +308,7 @@ pub(crate) fn expert_sizes(experts: &Experts) -> ExpertSizes {
         per_token: experts.per_token,
         intermediate: experts.intermediate_size,
         shared: experts.shared_size,
+        latent: experts.latent_size,
         sigmoid: routing.scores == ExpertScores::Sigmoid,
         corrected: routing.corrected,
         in_float32: routing.in_float32,
@@ -357,21 +409,19 @@ mod tests {
         sections.ropes[0].sections = Some(RotarySections { counts: [4, 2, 2], interleaved: false });
         let mut normed = shape("MixtralForCausalLM", &json!({}));
         normed.layers[1].norms = NormPlacement::Around;
+        let mut beside = shape("FalconH1ForCausalLM", &json!({}));
+        beside.layers[1].norms = NormPlacement::After;
         for (shape, part) in [
-            (shape("DeepseekV3ForCausalLM", &json!({})), "latent attention"),
+            (
+                shape("DeepseekV32ForCausalLM", &json!({})),
+                "attention to positions that an indexer chooses",
+            ),
             (shape("Qwen2_5_VLForConditionalGeneration", &json!({})), "images"),
             (
                 shape("LlamaForCausalLM", &json!({"hidden_size": 63})),
                 "inner dimensions that are odd",
             ),
-            (
-                shape("NemotronHForCausalLM", &json!({})),
-                "layers that are a mixer or a feed-forward part alone",
-            ),
-            (
-                shape("FalconH1ForCausalLM", &json!({})),
-                "attention beside a recurrent state in one layer",
-            ),
+            (beside, "norms behind attention beside a recurrent state"),
             (turned, "rotary positions of neighbouring elements"),
             (sections, "positions of three numbers"),
             (normed, "norms behind experts"),
@@ -379,6 +429,26 @@ mod tests {
             let found = DecoderParts::new(&shape).map(drop);
             assert_eq!(found, Err(ModelError::Elsewhere(part.into())));
         }
+    }
+
+    #[test]
+    fn latent_attention_has_rows_of_one_head() {
+        let shape = shape("DeepseekV3ForCausalLM", &json!({}));
+        let parts = DecoderParts::new(&shape).expect("parts");
+        let [sizes] = parts.attention_sizes()[..] else { panic!("one kind") };
+        assert_eq!((sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.rotary_dim), (4, 1, 40, 8));
+        let latent = LatentSizes {
+            query_rank: Some(32),
+            rank: 32,
+            nope_dim: 16,
+            value_dim: 12,
+            interleaved: true,
+        };
+        assert_eq!(sizes.latent, Some(latent));
+        assert_eq!(sizes.scale, 24_f64.powf(-0.5) as f32);
+        assert!((0..3).all(|layer| parts.keeps_pages(layer)));
+        let odd = self::shape("DeepseekV3ForCausalLM", &json!({"q_lora_rank": 33}));
+        assert!(DecoderParts::new(&odd).is_err());
     }
 
     #[test]
@@ -395,6 +465,21 @@ mod tests {
         assert_eq!((dims, parts.intermediate()), (vec![16, 24], 192));
         let inputs = LayerInputSizes { vocabulary: 131, size: 8 };
         assert_eq!(parts.layer_inputs(), Some(inputs));
+    }
+
+    #[test]
+    fn layers_have_pages_and_a_function_by_their_parts() {
+        let keeping = |shape: &Shape| {
+            let parts = DecoderParts::new(shape).expect("parts");
+            let keeping: Vec<bool> = (0..3).map(|layer| parts.keeps_pages(layer)).collect();
+            (keeping, parts.gate(), parts.gated())
+        };
+        // Mamba 2, a dense part, attention.
+        let single = shape("NemotronHForCausalLM", &json!({}));
+        let expected = (vec![false, false, true], GateKind::SquaredRelu, false);
+        assert_eq!(keeping(&single), expected);
+        let beside = shape("FalconH1ForCausalLM", &json!({}));
+        assert_eq!(keeping(&beside), (vec![true; 3], GateKind::Silu, true));
     }
 
     #[test]

@@ -190,7 +190,7 @@ impl Runner {
         let windows = WindowLayers::new(config, shape, state_bytes > 0);
         let sizes = sizes(config, &parts, &windows, dtype, (available, taken))?;
         let pool = |(layer, &kind): (usize, &usize)| match parts.keeps_pages(layer) {
-            true => [sizes.pool_bytes(kind); 2],
+            true => sizes.pool_bytes(kind),
             false => [0; 2],
         };
         let pools: Vec<usize> = parts.kind_of.iter().enumerate().flat_map(pool).collect();
@@ -478,6 +478,7 @@ pub(crate) fn sizes_of_parts(config: &HandConfig, parts: &DecoderParts<'_>, dtyp
         hidden: shape.hidden_size,
         attentions: parts.attention_sizes(),
         gate: parts.gate(),
+        gated: parts.gated(),
         factors: parts.factors(),
         mean_norms: shape.norm == Norm::Mean,
         wide_norms: shape.norm == Norm::RmsBesideOne,

@@ -127,11 +127,13 @@ pub fn why_no_codes(asked: &Asked<'_>) -> Option<String> {
         });
     }
     let parts = DecoderParts::new(shape).ok()?;
-    let mut head_dims = parts.kinds.iter().map(|kind| kind.attention.head_dim);
-    let head_dim = head_dims.find(|&dim| !Sizes::takes_codes(asked.page_size as usize, dim))?;
+    let takes = |dim| Sizes::takes_codes(asked.page_size as usize, dim);
+    let kind = parts.kinds.iter().find(|kind| !takes(kind.attention.head_dim))?;
+    let (what, size) =
+        (if kind.latent.is_some() { "latent rows" } else { "heads" }, asked.page_size);
+    let dim = kind.attention.head_dim;
     Some(format!(
-        "--kv-cache-dtype int8 needs pages of a multiple of 16 tokens and heads of a multiple of 32: there are {} and {head_dim}",
-        asked.page_size
+        "--kv-cache-dtype int8 needs pages of a multiple of 16 tokens and {what} of a multiple of 32: there are {size} and {dim}"
     ))
 }
 

@@ -70,7 +70,7 @@ impl WholeRunner {
         let sizes =
             Sizes { page_size: PAGE_SIZE, page_count, ..sizes_of_parts(config, &parts, dtype) };
         let pool = |(layer, &kind): (usize, &usize)| match parts.keeps_pages(layer) {
-            true => [sizes.pool_bytes(kind); 2],
+            true => sizes.pool_bytes(kind),
             false => [0; 2],
         };
         let pools = parts.kind_of.iter().enumerate().flat_map(pool);

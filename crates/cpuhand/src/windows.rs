@@ -98,7 +98,8 @@ pub(crate) fn page_bytes(parts: &DecoderParts<'_>, sizes: &Sizes) -> [u64; 2] {
     for (layer, &kind) in parts.kind_of.iter().enumerate() {
         if parts.keeps_pages(layer) {
             let part = usize::from(one.attentions[kind].in_window_part);
-            bytes[part] += 2 * one.pool_bytes(kind) as u64;
+            let [keys, values] = one.pool_bytes(kind);
+            bytes[part] += (keys + values) as u64;
         }
     }
     bytes

@@ -33,7 +33,7 @@ unsafe impl Send for Decoder {}
 
 impl Decoder {
     /// A decoder that computes with `threads`. `pages` are keys and values of each layer, of
-    /// [`Sizes::pool_bytes`] each for its kind of attention. They are empty where a layer does not
+    /// [`Sizes::pool_bytes`] for its kind of attention. They are empty where a layer does not
     /// attend, reads those of another, or shares those of the first layer of its kind because
     /// queries see what is behind them.
     /// The states of recurrent layers have `state_rows` rows.
@@ -51,9 +51,9 @@ impl Decoder {
         weights.check(&sizes)?;
         let fits = |(number, rooms): (usize, &[Room; 2])| {
             let layer = &weights.layers[number];
-            let keeps = layer.recurrence.is_none() && weights.pages_of(&sizes, number) == number;
-            let bytes = if keeps { sizes.pool_bytes(layer.attention) } else { 0 };
-            rooms.iter().all(|room| room.len() == bytes)
+            let keeps = layer.attends() && weights.pages_of(&sizes, number) == number;
+            let bytes = if keeps { sizes.pool_bytes(layer.attention) } else { [0; 2] };
+            rooms.iter().zip(bytes).all(|(room, bytes)| room.len() == bytes)
         };
         if pages.len() != weights.layers.len() || !pages.iter().enumerate().all(fits) {
             return unfit("the pages are not of this model");
@@ -105,7 +105,7 @@ impl Decoder {
 
     /// Checks the states of rows: each row has two, and no other row has them.
     fn check_states(&self, rows: &Rows<'_>) -> Result<(), Unfit> {
-        let recurrent = self.weights.layers.iter().any(|layer| layer.recurrence.is_some());
+        let recurrent = self.weights.layers.iter().any(|layer| layer.state().is_some());
         if rows.states.len() != if recurrent { rows.slot.len() } else { 0 } {
             return unfit("rows without their states, or states for layers that have none");
         }
@@ -196,8 +196,7 @@ impl Decoder {
 
 /// The tables of states, of so many rows, zero at first.
 fn tables(layers: &[Layer], rows: usize) -> Result<Vec<[Room; 2]>, Unfit> {
-    let of_layer =
-        |layer: &Layer| layer.recurrence.as_ref().map_or([0; 2], |it| it.sizes.row_bytes());
+    let of_layer = |layer: &Layer| layer.state().map_or([0; 2], |it| it.sizes.row_bytes());
     let sizes = layers.iter().flat_map(of_layer).map(|bytes| bytes * rows);
     let rooms = Room::parts(sizes).map_err(|error| Unfit(error.to_string()))?;
     let mut rooms = rooms.into_iter();

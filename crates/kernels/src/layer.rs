@@ -1,14 +1,14 @@
 //! A layer of a decoder, as a step reads it.
 
-use crate::codes::Format;
 use crate::element::{Element, widened};
 use crate::experts::Mixture;
-use crate::matmul::Matrix;
+use crate::latent::Latent;
 use crate::memory::Room;
+use crate::owned::Owned;
 use crate::pages::Pool;
 use crate::recurrence::Recurrence;
 use crate::sizes::Sizes;
-use crate::weights::{self, Bytes, FeedForward, Gated};
+use crate::weights::{self, Bytes, DenseMatrices, FeedForward};
 
 /// A layer. An empty norm is not there.
 pub(crate) struct Layer<E> {
@@ -16,46 +16,84 @@ pub(crate) struct Layer<E> {
     pub(crate) attention: usize,
     pub(crate) parallel: bool,
     pub(crate) input_norm: Vec<f32>,
-    pub(crate) attended_norm: Vec<f32>,
-    pub(crate) fed_norm: Vec<f32>,
+    attended_norm: Vec<f32>,
+    fed_norm: Vec<f32>,
     pub(crate) sinks: Vec<f32>,
-    pub(crate) qkv: Owned,
+    /// The products in front of what mixes positions and behind it; `None`: the layer mixes none.
+    mixer: Option<[Owned; 2]>,
+    /// Outputs of the first of them.
+    pub(crate) projected: usize,
     pub(crate) qk_norm: Option<(Vec<f32>, Vec<f32>)>,
-    pub(crate) output: Owned,
-    pub(crate) post_norm: Vec<f32>,
+    post_norm: Vec<f32>,
     pub(crate) mixture: Option<Mixture>,
     /// The dense part for all tokens: beside experts, or in place of them.
-    pub(crate) feed: Option<[Owned; 2]>,
+    feed: Option<[Owned; 2]>,
     pub(crate) pool: Pool<E>,
-    /// What the layer has in place of attention; `None`: it attends.
-    pub(crate) recurrence: Option<Recurrence>,
+    /// What the layer has in place of attention; `None`: it attends, or mixes nothing.
+    recurrence: Option<Recurrence>,
+    /// A recurrence beside the attention, with its products.
+    beside: Option<(Recurrence, [Owned; 2])>,
+    /// What its latent attention has beside the products of all layers; `None`: it has keys and
+    /// values of heads.
+    pub(crate) latent: Option<Latent>,
     /// True if it reads the keys and values of another layer, and has none of its own.
     pub(crate) reads_others: bool,
     /// What it does with its own input; `None`: it has none.
-    pub(crate) input: Option<OwnInput>,
+    input: Option<OwnInput>,
     /// The factor of its output.
-    pub(crate) factor: f32,
+    factor: f32,
 }
 
 /// What a layer does with its own input.
-pub(crate) struct OwnInput {
-    pub(crate) gate: Owned,
-    pub(crate) output: Owned,
-    pub(crate) norm: Vec<f32>,
+struct OwnInput {
+    products: [Owned; 2],
+    norm: Vec<f32>,
 }
 
-/// A product that makes gates, and one whose output is added to the stream.
+/// A part of a layer that mixes positions, between two products.
 #[derive(Clone, Copy)]
-pub(crate) struct GatedPart<'a> {
-    /// Gates with what they gate, or the gates of the layer's own input.
-    pub(crate) gates: &'a Owned,
+pub(crate) struct MixerPart<'a> {
+    /// The norm of the stream in front of it, which may be empty; `None`: it reads what the part
+    /// before it has read.
+    pub(crate) before: Option<&'a [f32]>,
+    pub(crate) input: &'a Owned,
+    /// `None`: it attends.
+    pub(crate) recurrence: Option<&'a Recurrence>,
+    /// `None`: heads that it attends with have keys and values of their own.
+    pub(crate) latent: Option<&'a Latent>,
     pub(crate) output: &'a Owned,
+    /// The norm of the output; empty: there is none.
+    pub(crate) norm: &'a [f32],
+    /// The places of its queues among the layer's: of both products, and of what is between them.
+    pub(crate) queues: [usize; 3],
+}
+
+/// A part of a layer that works on each token alone.
+#[derive(Clone, Copy)]
+pub(crate) struct FeedPart<'a> {
+    /// As of [`MixerPart`].
+    pub(crate) before: Option<&'a [f32]>,
+    pub(crate) kind: FeedKind<'a>,
+    /// The products around it, of which the second is added to the stream; `None`: experts read
+    /// what is normalised, and add their own outputs.
+    pub(crate) products: Option<&'a [Owned; 2]>,
     /// The norm of the output; empty: there is none.
     pub(crate) norm: &'a [f32],
     /// The factor of the stream once the output was added.
     pub(crate) factor: f32,
-    /// True if the layer's own input is gated.
-    pub(crate) of_input: bool,
+    /// The places of the queues of its products among the layer's.
+    pub(crate) queues: [usize; 2],
+}
+
+/// What is between the products of a part.
+#[derive(Clone, Copy)]
+pub(crate) enum FeedKind<'a> {
+    /// Experts of which each token has some.
+    Experts(&'a Mixture),
+    /// A function.
+    Dense,
+    /// A gate for the layer's own input.
+    Input,
 }
 
 impl<E: Element> Layer<E> {
@@ -71,24 +109,41 @@ impl<E: Element> Layer<E> {
         let (projected, mixed) = of.widths(sizes);
         let norm = |norm: &Bytes| sizes.read_norm::<E>(norm);
         let optional = |it: &Option<Bytes>| it.as_ref().map(norm).unwrap_or_default();
-        let feed = |it: &Gated| {
-            let inner = it.inner;
+        let feed = |it: &DenseMatrices| {
+            let (inner, first) = (it.inner, sizes.fed(it.inner));
             [
-                Owned::new::<E>(&it.gate_up, (2 * inner, hidden), it.gate_up_bias.as_ref()),
+                Owned::new::<E>(&it.gate_up, (first, hidden), it.gate_up_bias.as_ref()),
                 Owned::new::<E>(&it.down, (hidden, inner), it.down_bias.as_ref()),
             ]
         };
         let (feed, mixture) = match &of.feed {
-            FeedForward::Dense(dense) => (Some(feed(dense)), None),
-            FeedForward::Experts(experts) => {
+            Some(FeedForward::Dense(dense)) => (Some(feed(dense)), None),
+            Some(FeedForward::Experts(experts)) => {
                 (experts.shared.as_ref().map(feed), Mixture::new::<E>(experts, sizes))
             }
+            None => (None, None),
         };
         let inner = sizes.layer_inputs.map_or(0, |of| of.size);
         let input = of.inputs.as_ref().map(|it| OwnInput {
-            gate: Owned::new::<E>(&it.gate, (inner, hidden), None),
-            output: Owned::new::<E>(&it.output, (hidden, inner), None),
+            products: [
+                Owned::new::<E>(&it.gate, (inner, hidden), None),
+                Owned::new::<E>(&it.output, (hidden, inner), None),
+            ],
             norm: norm(&it.norm),
+        });
+        let mixer = of.qkv.as_ref().zip(of.output.as_ref()).map(|(qkv, output)| {
+            [
+                Owned::new::<E>(qkv, (projected, hidden), of.qkv_bias.as_ref()),
+                Owned::new::<E>(output, (hidden, mixed), of.output_bias.as_ref()),
+            ]
+        });
+        let beside = of.beside.as_ref().map(|it| {
+            let (projected, values) = it.recurrence.sizes.widths();
+            let products = [
+                Owned::new::<E>(&it.input, (projected, hidden), it.input_bias.as_ref()),
+                Owned::new::<E>(&it.output, (hidden, values), it.output_bias.as_ref()),
+            ];
+            (Recurrence::new::<E>(&it.recurrence, states), products)
         });
         let factor = of.factor.as_ref().and_then(|it| widened::<E>(it).first().copied());
         Self {
@@ -98,77 +153,116 @@ impl<E: Element> Layer<E> {
             attended_norm: optional(&of.attended_norm),
             fed_norm: optional(&of.fed_norm),
             sinks: of.sinks.as_ref().map(|it| widened::<E>(it)).unwrap_or_default(),
-            qkv: Owned::new::<E>(&of.qkv, (projected, hidden), of.qkv_bias.as_ref()),
+            mixer,
+            projected,
             qk_norm: of.head_norms.as_ref().map(|(q, k)| (norm(q), optional(k))),
-            output: Owned::new::<E>(&of.output, (hidden, mixed), of.output_bias.as_ref()),
             post_norm: optional(&of.post_norm),
             mixture,
             feed,
             pool,
             recurrence: of.recurrence.as_ref().map(|it| Recurrence::new::<E>(it, states)),
+            beside,
+            latent: of.latent.as_ref().and_then(|it| Latent::new::<E>(it, of.attention, sizes)),
             reads_others: of.keys_of.is_some(),
             input,
             factor: factor.unwrap_or(1.0),
         }
     }
 
-    /// The part behind the attention that all tokens have, and that of the layer's own input.
+    /// The parts that mix positions, in their order. All read the same states.
     #[inline]
-    pub(crate) fn gated_parts(&self) -> [Option<GatedPart<'_>>; 2] {
-        let factor = if self.input.is_some() { 1.0 } else { self.factor };
-        let feed = self.feed.as_ref().map(|[gates, output]| {
-            let norm = &self.fed_norm[..];
-            GatedPart { gates, output, norm, factor, of_input: false }
-        });
-        let input = self.input.as_ref().map(|OwnInput { gate, output, norm }| GatedPart {
-            gates: gate,
+    pub(crate) fn mixers(&self) -> [Option<MixerPart<'_>>; 2] {
+        let own = self.mixer.as_ref().map(|[input, output]| MixerPart {
+            before: Some(&self.input_norm),
+            input,
+            recurrence: self.recurrence.as_ref(),
+            latent: self.latent.as_ref(),
             output,
+            norm: &self.attended_norm,
+            queues: [0, 1, 4],
+        });
+        let beside = self.beside.as_ref().map(|(recurrence, [input, output])| MixerPart {
+            before: None,
+            input,
+            recurrence: Some(recurrence),
+            latent: None,
+            output,
+            norm: &[],
+            queues: [9, 10, 11],
+        });
+        [own, beside]
+    }
+
+    /// The parts behind those, in their order: the experts, the part that all tokens have, and that
+    /// of the layer's own input.
+    #[inline]
+    pub(crate) fn feeds(&self) -> [Option<FeedPart<'_>>; 3] {
+        // In front of parallel parts the stream was normalised already.
+        let post_norm = (!self.parallel).then_some(&self.post_norm[..]);
+        let beside = self.mixture.as_ref().and_then(|mixture| mixture.beside.as_ref());
+        let experts = self.mixture.as_ref().map(|mixture| FeedPart {
+            before: beside.map_or(post_norm, |beside| Some(&beside.router[..])),
+            kind: FeedKind::Experts(mixture),
+            products: mixture.latent.as_ref(),
+            norm: &[],
+            factor: 1.0,
+            queues: [12, 13],
+        });
+        let reads_alike = experts.is_some() && beside.is_none();
+        let dense = self.feed.as_ref().map(|products| FeedPart {
+            before: post_norm.filter(|_| !reads_alike),
+            kind: FeedKind::Dense,
+            products: Some(products),
+            norm: &self.fed_norm,
+            factor: if self.input.is_some() { 1.0 } else { self.factor },
+            queues: [2, 3],
+        });
+        let input = self.input.as_ref().map(|OwnInput { products, norm }| FeedPart {
+            before: Some(&[]),
+            kind: FeedKind::Input,
+            products: Some(products),
             norm,
             factor: self.factor,
-            of_input: true,
+            queues: [7, 8],
         });
-        [feed, input]
+        [experts, dense, input]
+    }
+
+    /// The recurrence of the layer, in place of attention or beside it.
+    pub(crate) fn recurrence(&self) -> Option<&Recurrence> {
+        self.mixers().into_iter().flatten().find_map(|part| part.recurrence)
+    }
+
+    /// Outputs of the widest of the first products of what mixes positions; 0: nothing does.
+    pub(crate) fn widest(&self) -> usize {
+        let widths = self.mixers().into_iter().flatten().map(|part| part.input.outputs);
+        widths.max().unwrap_or(0)
+    }
+
+    /// Inputs of the widest product of what mixes positions, besides those that read the stream; 0:
+    /// nothing does.
+    pub(crate) fn widest_input(&self) -> usize {
+        let mixers = self.mixers().into_iter().flatten();
+        let low = mixers.clone().filter_map(|part| part.recurrence?.low.as_ref()).flatten();
+        let queries = self.latent.iter().filter_map(Latent::query_matrix);
+        let outputs = mixers.map(|part| part.output);
+        outputs.chain(low).chain(queries).map(|matrix| matrix.inputs).max().unwrap_or(0)
+    }
+
+    /// True if a part has a norm behind it.
+    pub(crate) fn keeps_parts(&self) -> bool {
+        let norms = self.mixers().map(|part| part.map_or(&[][..], |part| part.norm));
+        let behind = self.feeds().map(|part| part.map_or(&[][..], |part| part.norm));
+        norms.iter().chain(&behind).any(|norm| !norm.is_empty())
     }
 
     pub(crate) fn is_quantised(&self) -> bool {
-        [&self.qkv, &self.output]
-            .into_iter()
-            .chain(self.feed.iter().flatten())
-            .chain(self.input.iter().flat_map(|it| [&it.gate, &it.output]))
-            .any(Owned::is_quantised)
+        let mixers = self.mixers().into_iter().flatten();
+        let mixers = mixers.flat_map(|part| [part.input, part.output]);
+        let feeds = self.feeds().into_iter().flatten().filter_map(|part| part.products).flatten();
+        let low = self.recurrence().and_then(|it| it.low.as_ref()).into_iter().flatten();
+        let queries = self.latent.iter().filter_map(Latent::query_matrix);
+        mixers.chain(feeds).chain(low).chain(queries).any(Owned::is_quantised)
             || self.mixture.as_ref().is_some_and(Mixture::is_quantised)
-    }
-}
-
-/// A packed matrix, and its bias.
-pub(crate) struct Owned {
-    packed: Bytes,
-    format: Option<Format>,
-    pub(crate) outputs: usize,
-    inputs: usize,
-    bias: Vec<f32>,
-}
-
-impl Owned {
-    /// A matrix that was checked to have these outputs and inputs. Biases are of the type `E`.
-    pub(crate) fn new<E: Element>(
-        matrix: &weights::Matrix,
-        (outputs, inputs): (usize, usize),
-        bias: Option<&Bytes>,
-    ) -> Self {
-        let bias = bias.map(|bias| widened::<E>(bias)).unwrap_or_default();
-        let format = matrix.storage.format();
-        Self { packed: matrix.packed.clone(), format, outputs, inputs, bias }
-    }
-
-    pub(crate) fn is_quantised(&self) -> bool {
-        self.format.is_some()
-    }
-
-    #[inline]
-    pub(crate) fn matrix<E>(&self) -> Matrix<'_, E> {
-        let Self { packed, format, outputs, inputs, bias } = self;
-        let panels = packed.as_ptr().cast();
-        Matrix { panels, format: *format, outputs: *outputs, inputs: *inputs, bias }
     }
 }

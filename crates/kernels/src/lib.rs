@@ -15,7 +15,8 @@
 //! - `matmul` and `attention`: products and attention, built of the loops;
 //! - `sizes`, `weights` and `rows`: a decoder and a step as callers describe them, and their
 //!   checks;
-//! - `layer`, `experts`, `recurrence`, `rows_of_layers` and `adapters`: the parts of a decoder;
+//! - `owned`: a matrix of a decoder; `layer`, `latent`, `experts`, `recurrence`, `rows_of_layers`
+//!   and `adapters`: its parts;
 //! - `step`: the list of the parts of a step; `model`: a decoder with its buffers; `any_model`: one
 //!   of either type; `decoder`: the same for callers;
 //! - `encoder`: an encoder in the same way;
@@ -36,11 +37,13 @@ mod element;
 mod encoder;
 mod experts;
 mod isa;
+mod latent;
 mod layer;
 mod math;
 mod matmul;
 mod memory;
 mod model;
+mod owned;
 mod pack;
 mod packing;
 mod pages;
@@ -69,10 +72,11 @@ pub use crate::packing::{Dtype, Packing, Storage, Unfit};
 pub use crate::pool::Threads;
 pub use crate::rows::{Given, Rows, Wanted};
 pub use crate::sizes::{
-    AttentionSizes, ExpertSizes, Factors, GateKind, LayerInputSizes, RecurrenceSizes, Sizes,
-    StateGate,
+    AttentionSizes, ExpertSizes, Factors, GateKind, LatentSizes, LayerInputSizes, RecurrenceSizes,
+    Sizes, StateGate,
 };
 pub use crate::weights::{
-    BesideWeights, Bytes, ExpertBiases, ExpertMatrices, FeedForward, Gated, InputMatrices, Layer,
-    LayerInputWeights, Matrix, RecurrenceWeights, Table, Weights,
+    BesideWeights, Bytes, DenseMatrices, ExpertBiases, ExpertMatrices, FeedForward, InputMatrices,
+    LatentWeights, Layer, LayerInputWeights, LowRankQuery, Matrix, RecurrenceWeights, StatePart,
+    Table, Weights,
 };

@@ -82,6 +82,13 @@ fn relu<V: Vector>(x: V) -> V {
     sides(x).0
 }
 
+/// The square of `x` where it is positive, otherwise 0 (So et al. 2021). NaN stays NaN.
+#[inline(always)]
+pub(crate) fn squared_relu<V: Vector>(x: V) -> V {
+    let positive = relu(x);
+    positive.mul(positive)
+}
+
 /// `x` times the normal distribution's share below it (Hendrycks & Gimpel 2016), to about 3e-7 of
 /// `x`: the error function is that of Abramowitz & Stegun 7.1.26.
 #[inline(always)]
@@ -431,6 +438,16 @@ pub(crate) mod tests {
             }
         }
         assert!(of(f32::NAN, 1.0).is_nan() && of(1.0, f32::NAN).is_nan());
+    }
+
+    #[test]
+    fn squares_are_of_what_is_positive() {
+        for x in [-3.5_f32, -0.0, 0.0, 1e-3, 2.5, 1e9] {
+            let wanted = f64::from(x.max(0.0)).powi(2);
+            let found = one(squared_relu, x);
+            assert!((found - wanted).abs() <= 1e-6 * wanted, "{x}");
+        }
+        assert!(one(squared_relu, f32::NAN).is_nan());
     }
 
     /// The error function's integral, by Simpson's rule.

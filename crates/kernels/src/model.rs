@@ -7,9 +7,11 @@ use crate::attention::{self, Queries, Scratch};
 use crate::codes::{CodesRoom, SHARED};
 use crate::element::Element;
 use crate::experts;
-use crate::layer::{Layer, Owned};
+use crate::latent;
+use crate::layer::Layer;
 use crate::matmul::{Best, GateKind, LogitScales};
 use crate::memory::{Room, grow};
+use crate::owned::Owned;
 use crate::pages::{Held, Pool, Shape};
 use crate::pool::Threads;
 use crate::recurrence::StateRow;
@@ -40,8 +42,10 @@ pub(crate) struct Model<E> {
     states: Vec<[Room; 2]>,
     kinds: Vec<Kind>,
     hidden: usize,
-    /// Elements of the widest layer's queries, or values of a recurrence.
-    queries: usize,
+    /// Elements that the widest layer's attention gives, or values or low ranks of a recurrence.
+    attended: usize,
+    /// Inputs of the widest product besides those of experts, adapters and heads.
+    widest: usize,
     /// The inner size of the widest layer.
     intermediate: usize,
     /// What layers' own inputs are made of; `None`: layers have none.
@@ -49,6 +53,7 @@ pub(crate) struct Model<E> {
     /// The sizes of the experts; `None`: no layer has any.
     experts: Option<ExpertSizes>,
     activation: GateKind,
+    has_gates: bool,
     scales: Scales,
     logit_scales: LogitScales,
     mean_norms: bool,
@@ -81,7 +86,7 @@ impl Kind {
     fn new(sizes: &AttentionSizes, of: &Sizes) -> Self {
         let shape = Shape {
             heads: sizes.heads,
-            kv_heads: sizes.kv_heads,
+            kv_heads: sizes.key_heads(),
             head_dim: sizes.head_dim,
             page_size: of.page_size,
             scale: sizes.scale,
@@ -90,6 +95,7 @@ impl Kind {
             chunk: sizes.chunk.unwrap_or(0),
             both_ways: sizes.both_ways,
             cap: sizes.cap.unwrap_or(0.0),
+            latent: sizes.latent.map_or(0, |latent| latent.rank),
         };
         let (work, last) = (attention::Work::default(), attention::Work::default());
         Self { sizes: *sizes, shape, work, last }
@@ -115,6 +121,9 @@ struct Work<E> {
     qkv: Vec<f32>,
     attended: Vec<E>,
     mixed: Vec<f32>,
+    /// Low ranks of gates and of decays, and what the products behind them give.
+    low_ranks: Vec<E>,
+    low: Vec<f32>,
     gated: Vec<E>,
     /// The output of a part with a norm behind it, `[tokens, hidden]`.
     part: Vec<f32>,
@@ -123,6 +132,7 @@ struct Work<E> {
     tokens: Vec<Token<E>>,
     state_rows: Vec<StateRow>,
     experts: experts::Work<E>,
+    latent: latent::Work<E>,
     adapters: adapters::Buffers<E>,
     queues: Vec<Queue>,
     best: Vec<Best>,
@@ -172,20 +182,27 @@ impl<E: Element> Model<E> {
         let shapes: Vec<Shape> = kinds.iter().map(|kind| kind.shape).collect();
         work.scratch.resize_with(threads.count(), || Scratch::new(&shapes));
         work.queues.resize_with(QUEUES_A_LAYER * layers.len() + OTHER_QUEUES, Queue::default);
-        let of_heads = shapes.iter().map(|it| it.heads * it.head_dim);
-        let of_states = layers.iter().filter_map(|it| Some(it.recurrence.as_ref()?.sizes.values()));
+        let of_heads = sizes.attentions.iter().map(AttentionSizes::attended);
+        let of_states = layers.iter().filter_map(Layer::recurrence);
+        let of_states = of_states.map(|it| it.sizes.values().max(it.sizes.low_rank));
         let factors = &sizes.factors;
+        let attended = of_heads.chain(of_states).max().unwrap_or(0);
+        let intermediate = sizes
+            .intermediate
+            .max(experts.map_or(0, |experts| experts.shared))
+            .max(sizes.layer_inputs.map_or(0, |of| of.size));
+        let widest = layers.iter().map(Layer::widest_input).max().unwrap_or(0);
+        let of_experts = experts.map_or(0, |of| of.latent);
         Self {
-            queries: of_heads.chain(of_states).max().unwrap_or(0),
+            attended,
+            widest: widest.max(hidden).max(intermediate).max(of_experts),
             kinds,
             hidden,
-            intermediate: sizes
-                .intermediate
-                .max(experts.map_or(0, |experts| experts.shared))
-                .max(sizes.layer_inputs.map_or(0, |of| of.size)),
+            intermediate,
             rows_of_layers,
             experts,
             activation: sizes.gate,
+            has_gates: sizes.gated,
             scales: Scales {
                 embeddings: factors.embeddings,
                 inputs: factors.inputs,
@@ -239,11 +256,9 @@ impl<E: Element> Model<E> {
         let sampled = chosen.len();
         let decodes = count == rows.slot.len() && count == sampled;
         let of_input = self.rows_of_layers.as_ref().map_or(0, |of| of.size);
-        let widths = self.layers.iter().map(|layer| layer.qkv.outputs);
+        let widths = self.layers.iter().map(Layer::widest);
         let projected = widths.chain([of_input]).max().unwrap_or(0);
-        let norms = |layer: &Layer<E>| [&layer.attended_norm, &layer.fed_norm].map(Vec::len);
-        let keeps_parts =
-            of_input > 0 || self.layers.iter().flat_map(norms).any(|length| length > 0);
+        let keeps_parts = self.layers.iter().any(Layer::keeps_parts);
         let zero = E::default();
         let work = &mut self.work;
         grow(&mut work.x, count * self.hidden, 0.0);
@@ -251,10 +266,15 @@ impl<E: Element> Model<E> {
         // Vectors of layers' inputs and of their gates reach beyond the last row's end.
         grow(&mut work.qkv, count * projected + NR, 0.0);
         grow(&mut work.inputs, count * self.layers.len() * of_input + NR, 0.0);
-        grow(&mut work.attended, count * self.queries, zero);
-        let channels =
-            self.layers.iter().filter_map(|it| Some(it.recurrence.as_ref()?.sizes.channels()));
+        grow(&mut work.attended, count * self.attended, zero);
+        let channels = self.layers.iter().filter_map(|it| Some(it.recurrence()?.sizes.channels()));
         grow(&mut work.mixed, count * channels.max().unwrap_or(0), 0.0);
+        let lows = self.layers.iter().filter_map(|layer| layer.recurrence()?.low.as_ref());
+        let ranks = |[gates, _]: &[Owned; 2]| gates.inputs;
+        let results = |[gates, decays]: &[Owned; 2]| gates.outputs + decays.outputs;
+        let low = lows.clone().map(ranks).max().unwrap_or(0);
+        grow(&mut work.low_ranks, count * 2 * low, zero);
+        grow(&mut work.low, count * lows.map(results).max().unwrap_or(0), 0.0);
         if keeps_parts {
             grow(&mut work.part, count * self.hidden, 0.0);
         }
@@ -263,6 +283,9 @@ impl<E: Element> Model<E> {
         if let Some(experts) = &self.experts {
             let sizes = (count, self.hidden, self.threads.count());
             work.experts.make_room(experts, sizes);
+        }
+        for kind in &self.kinds {
+            work.latent.make_room(&kind.sizes, (count, self.threads.count()));
         }
         self.make_room(count);
         let work = &mut self.work;
@@ -323,14 +346,14 @@ impl<E: Element> Model<E> {
 
     /// Has room for normalised rows, and makes the queues ready.
     fn make_room(&mut self, count: usize) {
-        let widest = self.hidden.max(self.intermediate).max(self.queries);
         let rows = count.max(self.threads.count() * FEW);
         let of_experts =
-            self.experts.map_or(0, |of| of.per_token * self.hidden.max(of.intermediate));
-        let numbers = (rows * widest).max(count * of_experts);
+            self.experts.map_or(0, |of| of.per_token * of.states(self.hidden).max(of.intermediate));
+        let numbers = (rows * self.widest).max(count * of_experts);
+        let of_heads = self.kinds.iter().map(|kind| kind.sizes.latent_inputs()).max().unwrap_or(0);
         let work = &mut self.work;
         grow(&mut work.normed, rows * self.hidden, E::default());
-        grow(&mut work.arranged, numbers, 0.0);
+        grow(&mut work.arranged, numbers.max(count * of_heads), 0.0);
         if self.quantised {
             grow(&mut work.codes, numbers, 0);
             grow(&mut work.code_scales, numbers / SHARED, 0.0);
@@ -374,10 +397,13 @@ impl<E: Element> Model<E> {
             qkv: work.qkv.as_mut_ptr(),
             attended: work.attended.as_mut_ptr(),
             mixed: work.mixed.as_mut_ptr(),
+            low_ranks: work.low_ranks.as_mut_ptr(),
+            low: work.low.as_mut_ptr(),
             gated: work.gated.as_mut_ptr(),
             part: work.part.as_mut_ptr(),
             inputs: work.inputs.as_mut_ptr(),
             experts: work.experts.buffers(),
+            latent: work.latent.buffers(),
             best: work.best.as_mut_ptr(),
             scratch: work.scratch.as_mut_ptr(),
             arranged: work.arranged.as_mut_ptr(),
@@ -399,6 +425,7 @@ impl<E: Element> Model<E> {
             hidden: self.hidden,
             eps: self.eps,
             activation: self.activation,
+            has_gates: self.has_gates,
             scales: self.scales,
             logit_scales: self.logit_scales,
             mean_norms: self.mean_norms,

@@ -2,8 +2,8 @@
 //! 3n, 2025; Gemma 4, 2026).
 
 use crate::element::Element;
-use crate::layer::Owned;
 use crate::math;
+use crate::owned::Owned;
 use crate::sizes::Sizes;
 use crate::vector::Vector;
 use crate::weights::{LayerInputWeights, Table};

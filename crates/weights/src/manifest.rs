@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::checkpoint::blocks::own_tensors;
-use crate::checkpoint::{Checkpoint, Stored};
+use crate::checkpoint::{Checkpoint, JoinedPart, Stored};
 use crate::error::ModelError;
 use crate::families::{TensorPart, Weight};
 use crate::model::ModelShape;
@@ -258,11 +258,7 @@ fn number_of(path: &Path, files: &[PathBuf]) -> usize {
     files.iter().position(|file| file == path).unwrap_or_default()
 }
 
-fn joined(
-    name: &str,
-    parts: &[(Tensor, TensorPart, Vec<usize>)],
-    files: &[PathBuf],
-) -> Result<Piece, ModelError> {
+fn joined(name: &str, parts: &[JoinedPart], files: &[PathBuf]) -> Result<Piece, ModelError> {
     let rows = parts.iter().map(|(.., shape)| shape[0] * shape[1]).sum();
     let columns = parts.first().map_or(0, |(.., shape)| shape[2]);
     let places = parts.iter().map(|(tensor, part, shape)| {

@@ -3,17 +3,17 @@
 use std::collections::HashMap;
 
 use forebay_kernels::{
-    BesideWeights, ExpertBiases, ExpertMatrices, FeedForward, Gated, Layer, Matrix, Storage,
-    Weights,
+    BesideWeights, DenseMatrices, ExpertBiases, ExpertMatrices, FeedForward, Layer, Matrix,
+    StatePart, Storage, Weights,
 };
-use forebay_weights::{Angles, FeedShape, ModelError, NormPlacement, QkNorm};
+use forebay_weights::{Angles, Attention, FeedShape, ModelError, NormPlacement, QkNorm};
 
 use super::{
-    BESIDE_NORMS, EMBEDDING, EMBEDDING_NORM, EXPERT_FACTORS, FACTOR, HEAD, Loaded, NORM, Plan,
-    ROUTER_FACTORS, correction, inputs, norms_of, number_of_norms, recurrence, router_bias,
-    shared_gate,
+    BESIDE_NORMS, EMBEDDING, EMBEDDING_NORM, EXPERT_FACTORS, FACTOR, HEAD, LATENT, Loaded, NORM,
+    Plan, ROUTER_FACTORS, correction, first_products, inputs, latent, norms_of, number_of_norms,
+    recurrence, router_bias, shared_gate,
 };
-use crate::parts::{DecoderParts, ONE_PART};
+use crate::parts::DecoderParts;
 
 /// The weights of a decoder, made of loaded ones.
 pub(crate) fn assemble(
@@ -37,43 +37,69 @@ pub(crate) fn assemble(
     for layer in 0..plan.layers {
         let at = |name: &str| format!("model.layers.{layer}.{name}");
         let bias = |there: bool, name: &str| there.then(|| get(&at(name))).transpose();
-        let attention = parts.kind(layer).attention;
+        let attention = parts.attention(layer);
         let norm = |name: &str| get(&at(&format!("{name}.weight")));
-        let recurrent = parts.recurrence(layer);
         let state = |name: &str| get(&at(&format!("linear_attn.{name}")));
-        let recurrence = recurrent.map(|of| recurrence::weights(of, state)).transpose()?;
-        let (first, last, [bias_in, bias_out]) = match recurrent {
-            None => {
-                let biases = [attention.qkv_bias, attention.output_bias];
-                ("self_attn.q_proj", "self_attn.o_proj", biases)
+        let of_state_matrix = |name: &str| matrix(&at(&format!("linear_attn.{name}")));
+        let recurrent = parts.recurrence(layer);
+        let recurrence =
+            recurrent.map(|of| recurrence::weights(of, state, of_state_matrix)).transpose()?;
+        let of_state =
+            recurrent.map(|of| ("linear_attn.in_proj_q", "linear_attn.out_proj", [of.bias; 2]));
+        let of_attention = attention
+            .map(|of| ("self_attn.q_proj", "self_attn.o_proj", [of.qkv_bias, of.output_bias]));
+        let weight = |name: &str| matrix(&at(&format!("{name}.weight")));
+        let products = of_attention.or(of_state);
+        let (first, last, [bias_in, bias_out]) = products.unwrap_or_default();
+        let of_self = |name: &str| at(&format!("self_attn.{name}"));
+        let vector = |name: &str| get(&of_self(name));
+        let (latent, first, qkv_bias) = match parts.latent(layer) {
+            None => (None, first.to_owned(), bias(bias_in, &format!("{first}.bias"))?),
+            Some(of) => {
+                let (name, bias) = latent::first(of, plan.number, vector)?;
+                let weights = latent::weights(of, |name| matrix(&of_self(name)), vector)?;
+                (Some(weights), format!("self_attn.{name}"), bias)
             }
-            Some(of) => ("linear_attn.in_proj_q", "linear_attn.out_proj", [of.bias; 2]),
+        };
+        let (recurrence, beside) = match (of_attention.and(of_state), recurrence) {
+            (Some((input, output, [bias_in, bias_out])), Some(recurrence)) => {
+                let part = StatePart {
+                    recurrence,
+                    input: weight(input)?,
+                    input_bias: bias(bias_in, &format!("{input}.bias"))?,
+                    output: weight(output)?,
+                    output_bias: bias(bias_out, &format!("{output}.bias"))?,
+                };
+                (None, Some(part))
+            }
+            (_, recurrence) => (recurrence, None),
         };
         let own = shape.layers[layer].keys_of.is_none();
-        let head_norms = match attention.qk_norm {
-            _ if recurrent.is_some() => None,
-            QkNorm::None => None,
-            QkNorm::Plain => {
-                let ones = inputs::ones(attention.head_dim, number_of_norms(shape, plan.number))?;
+        let head_norms = match attention {
+            None | Some(Attention { qk_norm: QkNorm::None, .. }) => None,
+            Some(Attention { qk_norm: QkNorm::Plain, head_dim, .. }) => {
+                let ones = inputs::ones(*head_dim, number_of_norms(shape, plan.number))?;
                 Some((ones.clone(), own.then_some(ones)))
             }
-            QkNorm::Heads | QkNorm::Rows => Some((
+            Some(Attention { qk_norm: QkNorm::Heads | QkNorm::Rows, .. }) => Some((
                 norm("self_attn.q_norm")?,
                 own.then(|| norm("self_attn.k_norm")).transpose()?,
             )),
         };
         let placement = shape.layers[layer].norms;
         let [input, attended, before, fed] =
-            norms_of(placement).map(|name| name.map(norm).transpose());
-        let gated = |of: &str, inner: usize, with_bias: bool| -> Result<Gated, ModelError> {
-            Ok(Gated {
-                inner,
-                gate_up: matrix(&at(&format!("{of}.gate_proj.weight")))?,
-                gate_up_bias: bias(with_bias, &format!("{of}.gate_proj.bias"))?,
-                down: matrix(&at(&format!("{of}.down_proj.weight")))?,
-                down_bias: bias(with_bias, &format!("{of}.down_proj.bias"))?,
-            })
-        };
+            norms_of(shape, layer).map(|name| name.map(norm).transpose());
+        let gate_up = first_products(parts.gated())[0];
+        let dense =
+            |of: &str, inner: usize, with_bias: bool| -> Result<DenseMatrices, ModelError> {
+                Ok(DenseMatrices {
+                    inner,
+                    gate_up: matrix(&at(&format!("{of}.{gate_up}.weight")))?,
+                    gate_up_bias: bias(with_bias, &format!("{of}.{gate_up}.bias"))?,
+                    down: matrix(&at(&format!("{of}.down_proj.weight")))?,
+                    down_bias: bias(with_bias, &format!("{of}.down_proj.bias"))?,
+                })
+            };
         let feed = match shape.feed(layer) {
             FeedShape::Experts(experts) => {
                 let corrected = experts.routing.corrected;
@@ -90,13 +116,18 @@ pub(crate) fn assemble(
                     })
                 };
                 let beside = experts.beside.then(beside).transpose()?;
-                FeedForward::Experts(ExpertMatrices {
+                let latent = || -> Result<[Matrix; 2], ModelError> {
+                    let [before, behind] = LATENT.map(|name| weight(&format!("mlp.{name}")));
+                    Ok([before?, behind?])
+                };
+                Some(FeedForward::Experts(ExpertMatrices {
                     router: get(&at("mlp.gate.weight"))?,
                     correction: corrected.then(|| get(&correction(&at("mlp")))).transpose()?,
-                    gate_up: matrix(&at("mlp.experts.0.gate_proj.weight"))?,
+                    latent: (experts.latent_size > 0).then(latent).transpose()?,
+                    gate_up: matrix(&at(&format!("mlp.experts.0.{gate_up}.weight")))?,
                     down: matrix(&at("mlp.experts.0.down_proj.weight"))?,
                     shared: shared
-                        .then(|| gated("mlp.shared_experts", inner, false))
+                        .then(|| dense("mlp.shared_experts", inner, false))
                         .transpose()?,
                     shared_gate: experts
                         .shared_gate
@@ -106,31 +137,33 @@ pub(crate) fn assemble(
                         false => None,
                         true => Some(ExpertBiases {
                             router: get(&router_bias(&at("mlp")))?,
-                            gate_up: get(&at("mlp.experts.0.gate_proj.bias"))?,
+                            gate_up: get(&at(&format!("mlp.experts.0.{gate_up}.bias")))?,
                             down: get(&at("mlp.experts.0.down_proj.bias"))?,
                         }),
                     },
                     beside,
-                })
+                }))
             }
-            FeedShape::Dense(dense) => {
-                FeedForward::Dense(gated("mlp", dense.intermediate_size, dense.bias)?)
+            FeedShape::Dense(of) => {
+                Some(FeedForward::Dense(dense("mlp", of.intermediate_size, of.bias)?))
             }
-            FeedShape::None => return Err(ModelError::Elsewhere(ONE_PART.into())),
+            FeedShape::None => None,
         };
         layers.push(Layer {
             attention: parts.kind_of[layer],
             recurrence,
+            beside,
+            latent,
             keys_of: shape.layers[layer].keys_of.map(usize::from),
             parallel: placement == NormPlacement::Parallel,
             input_norm: input?,
             attended_norm: attended?,
             fed_norm: fed?,
-            sinks: bias(attention.sinks && recurrent.is_none(), "self_attn.sinks")?,
-            qkv: matrix(&at(&format!("{first}.weight")))?,
-            qkv_bias: bias(bias_in, &format!("{first}.bias"))?,
+            sinks: bias(attention.is_some_and(|of| of.sinks), "self_attn.sinks")?,
+            qkv: products.map(|_| weight(&first)).transpose()?,
+            qkv_bias,
             head_norms,
-            output: matrix(&at(&format!("{last}.weight")))?,
+            output: products.map(|_| weight(last)).transpose()?,
             output_bias: bias(bias_out, &format!("{last}.bias"))?,
             post_norm: before?,
             feed,

@@ -5,6 +5,7 @@ mod assemble;
 mod behind;
 mod bert;
 mod inputs;
+mod latent;
 mod read;
 mod recurrence;
 
@@ -12,14 +13,15 @@ use std::collections::{BTreeMap, HashSet};
 
 use forebay_kernels::{Dtype, Packing, Storage};
 use forebay_weights::{
-    BlockKind, Checkpoint, Entry, Experts, FeedShape, ModelError, Norm, NormPlacement, QkNorm,
-    Shape, TorchNumber, computed_as, computed_names,
+    Attention, BlockKind, Checkpoint, DenseFeed, Entry, Experts, FeedShape, Mixer, ModelError,
+    Norm, NormPlacement, QkNorm, Shape, TorchNumber, computed_as, computed_names,
 };
 
-use crate::parts::{DecoderParts, ONE_PART};
+use crate::parts::DecoderParts;
 
 pub(crate) use assemble::assemble;
 pub(crate) use behind::LayerBehind;
+use latent::HeadRows;
 pub(crate) use read::{Loaded, Source, load, rooms, shared};
 
 const EMBEDDING: &str = "model.embed_tokens.weight";
@@ -38,6 +40,9 @@ const EXPERT_FACTORS: &str = "gate.per_expert_scale";
 /// The names of norms: in front of such experts, behind the dense part, and behind the experts.
 const BESIDE_NORMS: [&str; 3] =
     ["experts_layernorm", "post_shared_layernorm", "post_experts_layernorm"];
+
+/// The names of the products in front of experts of latent states, and behind them.
+const LATENT: [&str; 2] = ["fc1_latent_proj", "fc2_latent_proj"];
 
 /// Numbers beside blocks are made blocks of 8 bits if these have so many times their rows: files
 /// have small matrices as numbers, which must not make large ones wide.
@@ -132,7 +137,9 @@ struct Matrices {
     /// The number of matrices, which lie one behind the other.
     count: usize,
     /// The name of the tensor in the checkpoint, if it is not that of the only part.
-    source: Option<&'static str>,
+    source: Option<String>,
+    /// The rows of the only part that each of them has; `None`: all.
+    rows: Option<HeadRows>,
 }
 
 /// The description of a model's weights and of their layout in memory. A plan has no loaded
@@ -172,9 +179,13 @@ impl Plan {
         }
         for layer in 0..parts.layers() {
             let at = |name: &str| format!("model.layers.{layer}.{name}");
-            match parts.recurrence(layer) {
-                Some(recurrence) => plan.recurrence(&at("linear_attn"), hidden, recurrence)?,
-                None => plan.attention(parts, layer, of_norms)?,
+            if let Some(latent) = parts.latent(layer) {
+                plan.latent(&at("self_attn"), (hidden, of_norms), latent)?;
+            } else if let Some(attention) = parts.attention(layer) {
+                plan.attention(parts, (layer, attention), of_norms)?;
+            }
+            if let Some(recurrence) = parts.recurrence(layer) {
+                plan.recurrence(&at("linear_attn"), hidden, recurrence)?;
             }
             match shape.feed(layer) {
                 FeedShape::Experts(experts) => {
@@ -183,12 +194,12 @@ impl Plan {
                         plan.beside(&at("mlp"), (hidden, experts.count), of_norms);
                     }
                 }
-                FeedShape::Dense(dense) => {
-                    plan.gated(&at("mlp"), (hidden, dense.intermediate_size), dense.bias)?;
+                &FeedShape::Dense(DenseFeed { intermediate_size: inner, bias, gated, .. }) => {
+                    plan.dense(&at("mlp"), (hidden, inner), (bias, gated))?;
                 }
-                FeedShape::None => return Err(ModelError::Elsewhere(ONE_PART.into())),
+                FeedShape::None => {}
             }
-            for norm in norms_of(shape.layers[layer].norms).into_iter().flatten() {
+            for norm in norms_of(shape, layer).into_iter().flatten() {
                 plan.norm_of_size(at(&format!("{norm}.weight")), hidden, of_norms);
             }
             if let Some(inputs) = shape.layer_inputs {
@@ -205,11 +216,11 @@ impl Plan {
     fn attention(
         &mut self,
         parts: &DecoderParts<'_>,
-        layer: usize,
+        (layer, attention): (usize, &Attention),
         of_norms: TorchNumber,
     ) -> Result<(), ModelError> {
         let at = |name: &str| format!("model.layers.{layer}.{name}");
-        let (hidden, attention) = (parts.shape.hidden_size, parts.kind(layer).attention);
+        let hidden = parts.shape.hidden_size;
         let dim = attention.head_dim;
         let (queries, keys) = (attention.heads * dim, attention.kv_heads * dim);
         let own = parts.shape.layers[layer].keys_of.is_none();
@@ -249,14 +260,15 @@ impl Plan {
         self.vectors.push(Vectors { parts, number, storage: Storage::Plain });
     }
 
-    fn gated(
+    /// A feed-forward part for all tokens, with gates or without.
+    fn dense(
         &mut self,
         at: &str,
         (hidden, inner): (usize, usize),
-        bias: bool,
+        (bias, gated): (bool, bool),
     ) -> Result<(), ModelError> {
-        let gate_up = ["gate_proj", "up_proj"].map(|name| (format!("{at}.{name}"), inner));
-        self.linear(&gate_up, hidden, bias, true)?;
+        let first = first_products(gated).iter().map(|name| (format!("{at}.{name}"), inner));
+        self.linear(&first.collect::<Vec<_>>(), hidden, bias, gated)?;
         self.linear(&[(format!("{at}.down_proj"), hidden)], inner, bias, false)
     }
 
@@ -291,7 +303,14 @@ impl Plan {
             self.vector(&[(shared_gate(at), vec![hidden])]);
         }
         if of.shared_size > 0 {
-            self.gated(&format!("{at}.shared_experts"), (hidden, of.shared_size), false)?;
+            let name = format!("{at}.shared_experts");
+            self.dense(&name, (hidden, of.shared_size), (false, of.gated))?;
+        }
+        let states = if of.latent_size > 0 { of.latent_size } else { hidden };
+        if of.latent_size > 0 {
+            let [before, behind] = LATENT.map(|name| format!("{at}.{name}"));
+            self.linear(&[(before, states)], hidden, false, false)?;
+            self.linear(&[(behind, hidden)], states, false, false)?;
         }
         let all = |kinds: &[&str], shape: [usize; 2]| {
             let each =
@@ -301,16 +320,15 @@ impl Plan {
         };
         if of.bias {
             self.vector(&[(router_bias(at), vec![of.count])]);
-            for (kinds, size) in [(&["gate_proj", "up_proj"][..], inner), (&["down_proj"], hidden)]
-            {
+            for (kinds, size) in [(first_products(of.gated), inner), (&["down_proj"], states)] {
                 let each = (0..of.count).flat_map(|of| kinds.iter().map(move |kind| (of, kind)));
                 let name = |(of, kind)| (format!("{at}.experts.{of}.{kind}.bias"), vec![size]);
                 self.vector(&each.map(name).collect::<Vec<_>>());
             }
         }
-        let gate_up = all(&["gate_proj", "up_proj"], [inner, hidden]);
-        let down = all(&["down_proj"], [hidden, inner]);
-        self.matrix((gate_up, of.count), hidden, true, None)?;
+        let first = all(first_products(of.gated), [inner, states]);
+        let down = all(&["down_proj"], [states, inner]);
+        self.matrix((first, of.count), states, of.gated, None)?;
         self.matrix((down, of.count), inner, false, None)
     }
 
@@ -340,14 +358,15 @@ impl Plan {
         (parts, count): (Parts, usize),
         inputs: usize,
         interleaved: bool,
-        source: Option<&'static str>,
+        source: Option<&str>,
     ) -> Result<(), ModelError> {
         let storage = self.formats.of(&parts.parts, inputs)?;
         let dtype = dtype(self.number);
         let outputs = parts.elements() / inputs / count;
         let packing = Packing { outputs, inputs, interleaved, dtype, storage };
         packing.bytes().map_err(|error| ModelError::Broken(error.to_string()))?;
-        self.matrices.push(Matrices { parts, packing, count, source });
+        let source = source.map(str::to_owned);
+        self.matrices.push(Matrices { parts, packing, count, source, rows: None });
         Ok(())
     }
 
@@ -507,18 +526,32 @@ fn number_of_norms(shape: &Shape, number: TorchNumber) -> TorchNumber {
 }
 
 /// The names of a layer's norms: in front of the attention, behind it, in front of the feed-forward
-/// part, behind it.
-fn norms_of(placement: NormPlacement) -> [Option<&'static str>; 4] {
+/// part, behind it. A part that the layer does not have has none.
+fn norms_of(shape: &Shape, layer: usize) -> [Option<&'static str>; 4] {
     let (input, attended) = ("input_layernorm", "post_attention_layernorm");
     let (before, fed) = ("pre_feedforward_layernorm", "post_feedforward_layernorm");
-    match placement {
+    let names = match shape.layers[layer].norms {
         // Here the same name is of the norm in front of the second part.
         NormPlacement::Before => [Some(input), None, Some(attended), None],
         NormPlacement::BeforeFeed => [None, None, Some(attended), None],
         NormPlacement::After => [None, Some(attended), None, Some(fed)],
         NormPlacement::Around => [Some(input), Some(attended), Some(before), Some(fed)],
         NormPlacement::Parallel => [Some(input), None, None, None],
-    }
+    };
+    let mixes = !matches!(shape.mixer(layer), Mixer::None);
+    let feeds = !matches!(shape.feed(layer), FeedShape::None);
+    let [input, attended, before, fed] = names;
+    [
+        input.filter(|_| mixes),
+        attended.filter(|_| mixes),
+        before.filter(|_| feeds),
+        fed.filter(|_| feeds),
+    ]
+}
+
+/// The names of the first products of a feed-forward part.
+fn first_products(gated: bool) -> &'static [&'static str] {
+    if gated { &["gate_proj", "up_proj"] } else { &["up_proj"] }
 }
 
 /// The name of the term that is added to experts' scores for the choice.

@@ -105,7 +105,12 @@ fn read_parts(
 }
 
 impl Source<'_> {
-    fn read(self, name: &str, number: TorchNumber, to: &mut [u8]) -> Result<(), ModelError> {
+    pub(super) fn read(
+        self,
+        name: &str,
+        number: TorchNumber,
+        to: &mut [u8],
+    ) -> Result<(), ModelError> {
         match self {
             Self::Checkpoint(checkpoint) => checkpoint.read(name, number, to),
             Self::Random(seed) => {
@@ -123,6 +128,9 @@ impl Matrices {
         number: TorchNumber,
         to: &mut [u8],
     ) -> Result<usize, ModelError> {
+        if let Some(rows) = self.rows {
+            return self.read_heads(rows, source, number, to);
+        }
         let each = self.parts.parts.len() / self.count;
         let packed = to.chunks_exact_mut(to.len() / self.count);
         for (parts, to) in self.parts.parts.chunks_exact(each).zip(packed) {
@@ -152,7 +160,7 @@ impl Matrices {
         let bytes = self.packing.source_bytes();
         let mut words = vec![0_u64; bytes.div_ceil(8)];
         let numbers = &mut bytemuck::cast_slice_mut(&mut words)[..bytes];
-        match self.source {
+        match &self.source {
             None => read_parts(parts, source, number, numbers)?,
             Some(name) => source.read(name, number, numbers)?,
         }

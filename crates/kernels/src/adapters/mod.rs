@@ -39,7 +39,7 @@ pub enum AdaptedModule {
     Output,
     /// The gates of a dense feed-forward part.
     Gate,
-    /// The numbers that they gate.
+    /// The numbers that they gate, or that the function without gates is of.
     Up,
     /// The second product of a dense feed-forward part.
     Down,
@@ -68,12 +68,13 @@ pub struct AdapterSizes {
 }
 
 /// Elements of a layer's queries, of its keys, of its values, and between the products of its dense
-/// part; 0: it has no such part.
+/// part: of the gates and of all. 0: it has no such part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Widths {
     queries: usize,
     keys: usize,
     values: usize,
+    gates: usize,
     inner: usize,
 }
 
@@ -87,12 +88,17 @@ struct Slice {
 
 impl AdapterSizes {
     /// The sizes of a decoder of this type. Each layer has elements of queries, of keys and of
-    /// values, and elements between the products of its dense part. They are 0 where there is no
-    /// such part.
+    /// values, elements of the gates of its dense part, and elements between the products of that
+    /// part. They are 0 where there is no such part.
     #[must_use]
-    pub fn new(dtype: Dtype, hidden: usize, layers: impl IntoIterator<Item = [usize; 4]>) -> Self {
-        let widths =
-            |[queries, keys, values, inner]: [usize; 4]| Widths { queries, keys, values, inner };
+    pub fn new(dtype: Dtype, hidden: usize, layers: impl IntoIterator<Item = [usize; 5]>) -> Self {
+        let widths = |[queries, keys, values, gates, inner]: [usize; 5]| Widths {
+            queries,
+            keys,
+            values,
+            gates,
+            inner,
+        };
         Self { dtype, hidden, layers: layers.into_iter().map(widths).collect() }
     }
 
@@ -121,15 +127,15 @@ impl AdapterSizes {
     }
 
     fn slice(&self, layer: usize, module: AdaptedModule) -> Option<Slice> {
-        let &Widths { queries, keys, values, inner } = self.layers.get(layer)?;
+        let &Widths { queries, keys, values, gates, inner } = self.layers.get(layer)?;
         let hidden = self.hidden;
         let (inputs, outputs, first) = match module {
             AdaptedModule::Query => (hidden, queries, 0),
             AdaptedModule::Key => (hidden, keys, queries),
             AdaptedModule::Value => (hidden, values, queries + keys),
             AdaptedModule::Output => (queries, hidden, 0),
-            AdaptedModule::Gate => (hidden, inner, 0),
-            AdaptedModule::Up => (hidden, inner, inner),
+            AdaptedModule::Gate => (hidden, gates, 0),
+            AdaptedModule::Up => (hidden, inner, gates),
             AdaptedModule::Down => (inner, hidden, 0),
         };
         (inputs > 0 && outputs > 0).then_some(Slice { inputs, outputs, first })

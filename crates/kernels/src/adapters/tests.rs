@@ -2,10 +2,11 @@ use std::sync::Arc;
 
 use super::*;
 
-/// Layers of 8 elements, with 8 queries, 4 keys and an inner size of 6 where there is one. The last
-/// reads the keys of another.
+/// Layers of 8 elements, with 8 queries, 4 keys and an inner size of 6 where there is one. The
+/// third reads the keys of another, and the last is a part without gates.
 fn sizes() -> AdapterSizes {
-    AdapterSizes::new(Dtype::Float32, 8, [[8, 4, 4, 6], [8, 4, 0, 0], [8, 0, 0, 0]])
+    let layers = [[8, 4, 4, 6, 6], [8, 4, 0, 0, 0], [8, 0, 0, 0, 0], [0, 0, 0, 0, 6]];
+    AdapterSizes::new(Dtype::Float32, 8, layers)
 }
 
 fn matrices(layer: usize, module: AdaptedModule, rank: usize) -> ModuleMatrices {
@@ -16,7 +17,7 @@ fn matrices(layer: usize, module: AdaptedModule, rank: usize) -> ModuleMatrices 
 
 #[test]
 fn what_does_not_fit_is_refused() {
-    use AdaptedModule::{Down, Key, Query, Up, Value};
+    use AdaptedModule::{Down, Gate, Key, Query, Up, Value};
     let pack = |modules| AdapterMatrices::pack(&sizes(), modules);
     let good = pack(vec![matrices(0, Up, 3), matrices(1, Query, 1)]).expect("an adapter");
     assert!(good.changes_gates() && good.beside(0, Product::Qkv).is_none());
@@ -26,6 +27,9 @@ fn what_does_not_fit_is_refused() {
     assert_eq!(sizes().of(1, Down), None, "the layer has no dense part");
     assert_eq!(sizes().of(1, Value), None, "values that are keys");
     assert_eq!([Key, Value].map(|module| sizes().of(2, module)), [None; 2]);
+    let ungated = pack(vec![matrices(3, Up, 2), matrices(3, Down, 2)]).expect("an adapter");
+    let up = ungated.beside(3, Product::GateUp).expect("a product");
+    assert_eq!((up.parts[0].first, up.parts[0].outputs, sizes().of(3, Gate)), (0, 6, None));
     for bad in [
         vec![ModuleMatrices { layer: 1, ..matrices(0, Up, 2) }],
         vec![ModuleMatrices { rank: 2, ..matrices(0, Query, 3) }],

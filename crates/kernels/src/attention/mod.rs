@@ -110,7 +110,9 @@ impl Work {
     /// by side in memory.
     pub(crate) fn add(&mut self, shape: &Shape, queries: Queries, end: usize, together: bool) {
         let most = (QUERY_ROWS / shape.group()).max(1);
-        let heads = if together && queries.tokens == 1 { shape.kv_heads } else { 1 };
+        // Values of latent rows are made for each unit, and heads of one unit would make them again.
+        let together = together && queries.tokens == 1 && shape.latent == 0;
+        let heads = if together { shape.kv_heads } else { 1 };
         for kv_head in (0..shape.kv_heads).step_by(heads) {
             let held = Held { kv_head, ..queries.held };
             for first in (0..queries.tokens).step_by(most) {
@@ -259,7 +261,7 @@ impl<E: Element> Scratch<E> {
 }
 
 /// Attends a unit's queries, which are in the scratch, and writes their part of `out`
-/// `[rows, heads, head_dim]`, unless others of the same split have yet to end. `then`: the unit
+/// `[rows, heads, value_dim]`, unless others of the same split have yet to end. `then`: the unit
 /// that comes after it. `sinks`: a score of each query head that takes weight and gives nothing, or
 /// none.
 ///
@@ -367,7 +369,7 @@ unsafe fn write<E: Element, K: Kernel<E>>(
     (sums, sinks): (&Sums, &[f32]),
     out: *mut E,
 ) {
-    let (dim, padded, group) = (shape.head_dim, shape.padded(), shape.group());
+    let (dim, padded, group) = (shape.value_dim(), shape.padded(), shape.group());
     let Queries { to, held, .. } = unit.queries;
     let together = unit.heads * group;
     for row in 0..unit.rows(shape) {

@@ -23,7 +23,10 @@ struct Sizes {
 
 fn check<E: Element, K: Kernel<E>>(sizes: &Sizes, bound: f64) {
     let Sizes { shape, length, start, together, sinks, seed } = *sizes;
-    let Shape { heads, kv_heads, head_dim: dim, page_size, scale, coded, .. } = shape;
+    let Shape { heads, kv_heads, head_dim: dim, page_size, scale, coded, latent, .. } = shape;
+    // Latent rows are the keys of all heads.
+    let kv_heads = if latent > 0 { 1 } else { kv_heads };
+    let width = shape.value_dim();
     // From one that takes all of the weight to one that takes none.
     let sinks: Vec<f32> = (0..if sinks { heads } else { 0 })
         .map(|head| [0.5, 30.0, -30.0, 2.0, -1.0][head % 5])
@@ -48,7 +51,13 @@ fn check<E: Element, K: Kernel<E>>(sizes: &Sizes, bound: f64) {
                 (position * kv_heads + head) * dim..(position * kv_heads + head + 1) * dim;
             // SAFETY: an entry of the pool.
             unsafe {
-                if coded {
+                if latent > 0 {
+                    let row: Vec<f32> = k[head_of.clone()].iter().map(|x| x.to_f32()).collect();
+                    pool.keep_row::<K>(&shape, entry, &row, &mut v[head_of.clone()]);
+                    let kept = if coded { rounded(&row) } else { row };
+                    k[head_of.clone()].copy_from_slice(&elements(&kept));
+                    v[head_of].copy_from_slice(&elements(&kept));
+                } else if coded {
                     let wide = |of: &[E]| of.iter().map(|x| x.to_f32()).collect::<Vec<_>>();
                     let (key, value) = (wide(&k[head_of.clone()]), wide(&v[head_of.clone()]));
                     pool.keep_codes::<K::Vector>(&shape, (entry, head), &key, &value);
@@ -68,7 +77,7 @@ fn check<E: Element, K: Kernel<E>>(sizes: &Sizes, bound: f64) {
     work.arrange(&shape);
     let shared = work.shared();
     let mut scratch = Scratch::<E>::new(&[shape]);
-    let mut out = vec![E::default(); tokens * heads * dim];
+    let mut out = vec![E::default(); tokens * heads * width];
     // Twice, as a second layer would.
     for _ in 0..2 {
         out.fill(E::default());
@@ -94,7 +103,8 @@ fn check<E: Element, K: Kernel<E>>(sizes: &Sizes, bound: f64) {
     for token in 0..tokens {
         for head in 0..heads {
             let at = (token * heads + head) * dim;
-            let row = |position: usize| (position * kv_heads + head / shape.group()) * dim;
+            let own = if latent > 0 { 0 } else { head / shape.group() };
+            let row = |position: usize| (position * kv_heads + own) * dim;
             let seen = if shape.both_ways { length } else { start + token + 1 };
             let capped = |score: f64| match f64::from(shape.cap) {
                 0.0 => score,
@@ -115,13 +125,13 @@ fn check<E: Element, K: Kernel<E>>(sizes: &Sizes, bound: f64) {
                 .collect();
             let sink = sinks.get(head).map_or(0.0, |&sink| f64::from(sink).exp());
             let total: f64 = weights.iter().sum::<f64>() + sink;
-            for d in 0..dim {
+            for d in 0..width {
                 let exact: f64 = weights
                     .iter()
                     .enumerate()
                     .map(|(position, weight)| weight * f64::from(v[row(position) + d].to_f32()))
                     .sum();
-                let found = f64::from(out[at + d].to_f32());
+                let found = f64::from(out[(token * heads + head) * width + d].to_f32());
                 assert!((found - exact / total).abs() < bound, "{found} {}", exact / total);
             }
         }
@@ -190,6 +200,55 @@ proptest! {
         };
         let start = length.saturating_sub(asked);
         kernels(&Sizes { shape, length, start, together, sinks: false, seed });
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+    #[test]
+    fn attention_to_latent_rows_is_the_formula(
+        (group, groups) in (1usize..20, 1usize..4),
+        (latent, shared) in (
+            prop::sample::select(vec![16usize, 24, 32, 80]),
+            prop::sample::select(vec![2usize, 8, 16]),
+        ),
+        page_size in prop::sample::select(vec![1usize, 5, 16, 32]),
+        (length, asked) in (1usize..150, 1usize..10),
+        (together, coded) in any::<(bool, bool)>(),
+        seed: u32,
+    ) {
+        // Codes are of whole blocks, and pages of whole groups.
+        let (shared, page_size) = match coded {
+            true => ((latent + 1).next_multiple_of(32) - latent, page_size.next_multiple_of(16)),
+            false => (shared, page_size),
+        };
+        let length = if length.div_ceil(page_size).is_multiple_of(7) { length + page_size } else { length };
+        let shape = Shape {
+            heads: group * groups, kv_heads: groups, head_dim: latent + shared, page_size, scale: 0.2, coded,
+            latent, ..Shape::CAUSAL
+        };
+        let start = length.saturating_sub(asked);
+        kernels(&Sizes { shape, length, start, together, sinks: false, seed });
+    }
+}
+
+#[test]
+fn spans_of_latent_rows_are_put_together() {
+    for (length, asked) in [(SPAN * 2 + 70, 1), (SPAN + 9, 30)] {
+        for coded in [false, true] {
+            let shape = Shape {
+                heads: 6,
+                kv_heads: 2,
+                head_dim: 64,
+                page_size: 16,
+                scale: 0.3,
+                coded,
+                latent: 48,
+                ..Shape::CAUSAL
+            };
+            let start = length - asked;
+            kernels(&Sizes { shape, length, start, together: true, sinks: false, seed: 5 });
+        }
     }
 }
 

@@ -9,7 +9,7 @@ use super::weights::{BertActivation, BertLayer, BertLinear, BertNorm, BertSizes,
 use crate::attention::{self, Queries, Scratch};
 use crate::codes::{CodesRoom, SHARED};
 use crate::element::{Element, widened};
-use crate::layer::Owned;
+use crate::owned::Owned;
 use crate::memory::grow;
 use crate::pages::{Held, Pool, Shape};
 use crate::pool::Threads;

@@ -1,5 +1,5 @@
-//! Mixtures of experts: the part of a layer in which each token goes to some of many gated
-//! feed-forward parts (ADR 52).
+//! Mixtures of experts: the part of a layer in which each token goes to some of many feed-forward
+//! parts (ADR 52).
 //!
 //! A token's logits, its choice and the order in which its experts' results are added depend on it
 //! alone. Rows that go to one expert are computed together, and every row is computed as in any
@@ -12,6 +12,7 @@ use crate::codes::Format;
 use crate::element::{Element, widened};
 use crate::matmul::Matrix;
 use crate::memory::grow;
+use crate::owned::Owned;
 use crate::sizes::{ExpertSizes, Sizes};
 use crate::team::FEW;
 use crate::tile::MAX_ROWS;
@@ -20,7 +21,7 @@ use crate::weights::{self, BesideWeights, Bytes, ExpertMatrices};
 use routing::Chooser;
 pub(crate) use sorted::{Active, RowTile, Sorted};
 
-/// The same matrix of all experts, packed, one behind the other.
+/// The same matrix of all experts, or of all heads, packed, one behind the other.
 pub(crate) struct Stack {
     packed: Bytes,
     pub(crate) format: Option<Format>,
@@ -34,7 +35,7 @@ pub(crate) struct Stack {
 
 impl Stack {
     /// The matrix of `count` experts, which was checked. Biases are of the type `E`.
-    fn new<E: Element>(
+    pub(crate) fn new<E: Element>(
         (matrix, count): (&weights::Matrix, usize),
         (outputs, inputs): (usize, usize),
         biases: Option<&Bytes>,
@@ -63,9 +64,13 @@ pub(crate) struct Mixture {
     pub(crate) correction: Vec<f32>,
     /// Terms of logits; empty: there are none.
     pub(crate) router_bias: Vec<f32>,
-    /// Gates and their values of each expert, `[2 * intermediate, hidden]`, interleaved.
+    /// The products in front of experts and behind them; `None`: they read and give the stream's
+    /// states.
+    pub(crate) latent: Option<[Owned; 2]>,
+    /// Gates and their values of each expert, `[2 * intermediate, states]`, interleaved, or without
+    /// gates `[intermediate, states]`.
     pub(crate) gate_up: Stack,
-    /// `[hidden, intermediate]`
+    /// `[states, intermediate]`
     pub(crate) down: Stack,
     /// Its product with a token is the logit of the shared expert's factor. Empty: the factor is 1.
     pub(crate) shared_gate: Vec<f32>,
@@ -104,6 +109,7 @@ impl Mixture {
     pub(crate) fn new<E: Element>(of: &ExpertMatrices, all: &Sizes) -> Option<Self> {
         let (sizes, hidden) = (all.experts?, all.hidden);
         let ExpertSizes { count, intermediate: inner, .. } = sizes;
+        let (states, first) = (sizes.states(hidden), all.fed(inner));
         let numbers = |it: Option<&Bytes>| it.map(|it| widened::<E>(it)).unwrap_or_default();
         let biases = of.biases.as_ref();
         Some(Self {
@@ -111,14 +117,20 @@ impl Mixture {
             router: of.router.clone(),
             correction: of.correction.as_ref().map(|it| widened::<f32>(it)).unwrap_or_default(),
             router_bias: numbers(biases.map(|biases| &biases.router)),
+            latent: of.latent.as_ref().map(|[before, behind]| {
+                [
+                    Owned::new::<E>(before, (states, hidden), None),
+                    Owned::new::<E>(behind, (hidden, states), None),
+                ]
+            }),
             gate_up: Stack::new::<E>(
                 (&of.gate_up, count),
-                (2 * inner, hidden),
+                (first, states),
                 biases.map(|biases| &biases.gate_up),
             ),
             down: Stack::new::<E>(
                 (&of.down, count),
-                (hidden, inner),
+                (states, inner),
                 biases.map(|biases| &biases.down),
             ),
             shared_gate: numbers(of.shared_gate.as_ref()),
@@ -127,7 +139,8 @@ impl Mixture {
     }
 
     pub(crate) fn is_quantised(&self) -> bool {
-        self.gate_up.format.is_some() || self.down.format.is_some()
+        let latent = self.latent.iter().flatten().any(Owned::is_quantised);
+        latent || self.gate_up.format.is_some() || self.down.format.is_some()
     }
 }
 
@@ -139,10 +152,12 @@ pub(crate) struct Work<E> {
     /// `[tokens, per_token]`, of few tokens once a member.
     ids: Vec<u32>,
     weights: Vec<f32>,
-    /// The output of each row, `[rows, hidden]`.
+    /// The output of each row, `[rows, states]`.
     terms: Vec<f32>,
-    /// The sum of a token's outputs, normalised, `[tokens, hidden]`, beside a dense part.
+    /// The sum of a token's outputs, `[tokens, states]`, beside a dense part or of latent states.
     sums: Vec<f32>,
+    /// The latent states of tokens `[tokens, states]`, and then the sums of their outputs.
+    latents: Vec<E>,
     own: Vec<Own<E>>,
 }
 
@@ -165,6 +180,7 @@ pub(crate) struct Buffers<E> {
     pub(crate) weights: *mut f32,
     pub(crate) terms: *mut f32,
     pub(crate) sums: *mut f32,
+    pub(crate) latents: *mut E,
     pub(crate) own: *mut Own<E>,
 }
 
@@ -180,13 +196,15 @@ impl<E: Element> Work<E> {
         grow(&mut self.logits, tokens * count, 0.0);
         grow(&mut self.ids, choices, 0);
         grow(&mut self.weights, choices, 0.0);
-        grow(&mut self.terms, tokens * per_token * hidden, 0.0);
-        if routing.beside {
-            grow(&mut self.sums, tokens * hidden, 0.0);
+        let states = routing.states(hidden);
+        grow(&mut self.terms, tokens * per_token * states, 0.0);
+        if routing.beside || routing.latent > 0 {
+            grow(&mut self.sums, tokens * states, 0.0);
         }
+        grow(&mut self.latents, tokens * routing.latent, E::default());
         self.own.resize_with(members, Own::default);
         for own in &mut self.own {
-            grow(&mut own.gathered, MAX_ROWS * hidden, E::default());
+            grow(&mut own.gathered, MAX_ROWS * states, E::default());
         }
     }
 
@@ -197,6 +215,7 @@ impl<E: Element> Work<E> {
             weights: self.weights.as_mut_ptr(),
             terms: self.terms.as_mut_ptr(),
             sums: self.sums.as_mut_ptr(),
+            latents: self.latents.as_mut_ptr(),
             own: self.own.as_mut_ptr(),
         }
     }

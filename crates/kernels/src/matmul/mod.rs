@@ -156,7 +156,8 @@ impl Best {
     }
 }
 
-/// The function of gates.
+/// The function between the products of a feed-forward part: of its gates, or without them of all
+/// that its first product gives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GateKind {
     /// `x * sigmoid(x)`
@@ -165,6 +166,8 @@ pub enum GateKind {
     Gelu,
     /// GELU by a hyperbolic tangent.
     GeluTanh,
+    /// The square of the positive part.
+    SquaredRelu,
     /// `gate * sigmoid(1.702 * gate) * (up + 1)` of numbers that are clamped at 7 (gpt-oss).
     ClampedSwiglu,
 }
@@ -194,6 +197,8 @@ pub(crate) enum Out<E> {
     Add(*mut f32, f32),
     /// `activation(gate) * up` of an interleaved matrix, `[rows, outputs / 2]`.
     Gate(*mut E, GateKind),
+    /// `activation(output)`, or without a function the output, `[rows, outputs]`.
+    Activate(*mut E, Option<GateKind>),
     /// The outputs of an interleaved matrix, `[rows, outputs]`: all gates, then what they gate.
     Halves(*mut f32),
     /// One a row, of this member.
@@ -415,6 +420,14 @@ unsafe fn finish<E: Element, K: Kernel<E>>(
                     let to = to.add(row * half + from);
                     gate::<E, K>((left, right), activation, to, half.saturating_sub(from));
                 }
+                Out::Activate(to, activation) => {
+                    let to = to.add(row * outputs + from);
+                    for (half, lanes) in [left, right].into_iter().enumerate() {
+                        let (first, lanes) = (half * HALF, activated(lanes, activation));
+                        let to = to.wrapping_add(first);
+                        put::<E, K>(lanes, to, width.saturating_sub(first));
+                    }
+                }
                 Out::Halves(to) => {
                     let (from, half) = (panel * HALF, outputs / 2);
                     let width = half.saturating_sub(from).min(HALF);
@@ -502,15 +515,39 @@ pub(crate) unsafe fn gate<E: Element, K: Kernel<E>>(
         GateKind::Silu => math::silu(left).mul(right),
         GateKind::Gelu => math::gelu(left).mul(right),
         GateKind::GeluTanh => math::gelu_tanh(left).mul(right),
+        GateKind::SquaredRelu => math::squared_relu(left).mul(right),
         GateKind::ClampedSwiglu => math::clamped_swiglu(left, right),
     };
     // SAFETY: the contract.
+    unsafe { put::<E, K>(gated, to, width) };
+}
+
+/// The function of numbers that have no gate.
+#[inline(always)]
+pub(crate) fn activated<V: Vector>(x: V, activation: Option<GateKind>) -> V {
+    match activation {
+        Some(GateKind::Silu) => math::silu(x),
+        Some(GateKind::Gelu) => math::gelu(x),
+        Some(GateKind::GeluTanh) => math::gelu_tanh(x),
+        Some(GateKind::SquaredRelu) => math::squared_relu(x),
+        // Sizes with a function of two numbers have gates.
+        Some(GateKind::ClampedSwiglu) | None => x,
+    }
+}
+
+/// Writes numbers as elements, at most `width` of them.
+///
+/// # Safety
+/// `to` can be written for as many, or for [`HALF`].
+#[inline(always)]
+pub(crate) unsafe fn put<E: Element, K: Kernel<E>>(x: K::Vector, to: *mut E, width: usize) {
+    // SAFETY: the contract.
     unsafe {
         if width >= HALF {
-            K::narrow(gated, to);
+            K::narrow(x, to);
         } else {
             let mut narrow = [E::default(); HALF];
-            K::narrow(gated, narrow.as_mut_ptr());
+            K::narrow(x, narrow.as_mut_ptr());
             std::ptr::copy_nonoverlapping(narrow.as_ptr(), to, width);
         }
     }

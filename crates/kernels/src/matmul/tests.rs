@@ -92,6 +92,11 @@ fn check<E: Element, K: Kernel<E>>(
     let mut gates = vec![E::default(); rows * outputs / 2];
     let to = Out::Gate(gates.as_mut_ptr(), GateKind::Silu);
     run::<E, K>(from, matrix(&gated), |_| to);
+    let [mut squares, mut narrow] = [(); 2].map(|()| vec![E::default(); rows * outputs]);
+    for (to, function) in [(&mut squares, Some(GateKind::SquaredRelu)), (&mut narrow, None)] {
+        let to = Out::Activate(to.as_mut_ptr(), function);
+        run::<E, K>(from, matrix(&plain), |_| to);
+    }
     let mut bests = vec![Best::NONE; 2 * rows];
     let to = bests.as_mut_ptr();
     // What is most likely is asked of matrices without a bias.
@@ -103,6 +108,9 @@ fn check<E: Element, K: Kernel<E>>(
         for output in 0..outputs {
             close(stored[row * outputs + output], exact(row, output));
             close(added[row * outputs + output], exact(row, output) + 1.0);
+            let stored = f64::from(stored[row * outputs + output]);
+            close(squares[row * outputs + output].to_f32(), stored.max(0.0).powi(2));
+            close(narrow[row * outputs + output].to_f32(), stored);
         }
         for output in 0..outputs / 2 {
             let gate = exact(row, output);

@@ -5,9 +5,11 @@
 //! `[GROUP / PAIR, dim, PAIR]`. Of both there are `[entries / GROUP, kv_heads]` one after the
 //! other. A page is the same bytes at the same place as in any other order, so a copy of whole
 //! pages need not know. Otherwise entries lie `[entries, kv_heads, dim]`, and groups are put in
-//! order whenever they are read. Where pages have codes, groups lie in the same order.
+//! order whenever they are read. Where pages have codes, groups lie in the same order. Latent
+//! attention has keys alone ([`latent`]).
 
 pub(crate) mod codes;
+mod latent;
 
 use crate::element::Element;
 use crate::math;
@@ -38,6 +40,9 @@ pub(crate) struct Shape {
     pub(crate) chunk: usize,
     /// The bound that scores approach; 0: there is none.
     pub(crate) cap: f32,
+    /// The number of first elements of a key that are its value too, where all heads have one key
+    /// (latent attention); 0: heads have keys and values of their own.
+    pub(crate) latent: usize,
 }
 
 impl Shape {
@@ -53,6 +58,7 @@ impl Shape {
         both_ways: false,
         chunk: 0,
         cap: 0.0,
+        latent: 0,
     };
 
     /// The first position that a query sees.
@@ -83,9 +89,14 @@ impl Shape {
         self.heads / self.kv_heads
     }
 
-    /// Width of a head in vectors' lanes.
+    /// Elements of a head's value, and of its output.
+    pub(crate) fn value_dim(&self) -> usize {
+        if self.latent > 0 { self.latent } else { self.head_dim }
+    }
+
+    /// Width of a head's value in vectors' lanes.
     pub(crate) fn padded(&self) -> usize {
-        self.head_dim.next_multiple_of(GROUP)
+        self.value_dim().next_multiple_of(GROUP)
     }
 
     fn in_order(&self) -> bool {
@@ -94,8 +105,13 @@ impl Shape {
 
     /// The place of the group with an entry of a head, in elements, or in bytes where it has codes.
     fn group_of(&self, entry: usize, kv_head: usize) -> usize {
-        let group = entry / GROUP * self.kv_heads + kv_head;
+        let group = self.place_of(entry / GROUP, kv_head);
         group * if self.coded { group_bytes(self.head_dim) } else { GROUP * self.head_dim }
+    }
+
+    /// The place of a head among those of all entries, or of all groups.
+    fn place_of(&self, at: usize, kv_head: usize) -> usize {
+        if self.latent > 0 { at } else { at * self.kv_heads + kv_head }
     }
 }
 
@@ -179,23 +195,41 @@ impl<E: Element> Pool<E> {
         let dim = shape.head_dim;
         // SAFETY: inside the entry's page, by the contract.
         unsafe {
+            self.keep_key(shape, (entry, kv_head), key);
             if shape.in_order() {
                 let lane = entry % GROUP;
                 let group = shape.group_of(entry, kv_head);
-                let keys = self.keys.add(group + lane * E::PAIR);
-                for (pair, key) in key.chunks_exact(E::PAIR).enumerate() {
-                    let to = keys.add(pair * GROUP * E::PAIR);
-                    std::ptr::copy_nonoverlapping(key.as_ptr(), to, E::PAIR);
-                }
                 let values =
                     self.values.add(group + lane / E::PAIR * dim * E::PAIR + lane % E::PAIR);
                 for (d, &value) in value.iter().enumerate() {
                     *values.add(d * E::PAIR) = value;
                 }
             } else {
-                let at = (entry * shape.kv_heads + kv_head) * dim;
-                std::ptr::copy_nonoverlapping(key.as_ptr(), self.keys.add(at), dim);
+                let at = shape.place_of(entry, kv_head) * dim;
                 std::ptr::copy_nonoverlapping(value.as_ptr(), self.values.add(at), dim);
+            }
+        }
+    }
+
+    /// Writes the key of an entry of a head.
+    ///
+    /// # Safety
+    /// As of [`Self::keep`].
+    #[inline(always)]
+    unsafe fn keep_key(&self, shape: &Shape, (entry, kv_head): (usize, usize), key: &[E]) {
+        let dim = shape.head_dim;
+        // SAFETY: inside the entry's page, by the contract.
+        unsafe {
+            if shape.in_order() {
+                let group = shape.group_of(entry, kv_head);
+                let keys = self.keys.add(group + entry % GROUP * E::PAIR);
+                for (pair, key) in key.chunks_exact(E::PAIR).enumerate() {
+                    let to = keys.add(pair * GROUP * E::PAIR);
+                    std::ptr::copy_nonoverlapping(key.as_ptr(), to, E::PAIR);
+                }
+            } else {
+                let at = shape.place_of(entry, kv_head) * dim;
+                std::ptr::copy_nonoverlapping(key.as_ptr(), self.keys.add(at), dim);
             }
         }
     }
@@ -247,6 +281,12 @@ impl<E: Element> Pool<E> {
         next: usize,
         (ordered, slot): (&mut Ordered<E>, usize),
     ) -> (*const E, *const E) {
+        if shape.latent > 0 {
+            // SAFETY: the contract.
+            return unsafe {
+                self.latent_group::<K>(shape, held, (first, seen), next, (ordered, slot))
+            };
+        }
         let (dim, padded) = (shape.head_dim, shape.padded());
         let size = GROUP * padded;
         let ordered_keys = &mut ordered.keys[slot * size..][..size];
@@ -291,7 +331,7 @@ impl<E: Element> Pool<E> {
             let row = |from: *mut E, position: usize| match position < seen {
                 true => {
                     let entry = held.entry(shape, first + position);
-                    from.add((entry * shape.kv_heads + held.kv_head) * dim).cast_const()
+                    from.add(shape.place_of(entry, held.kv_head) * dim).cast_const()
                 }
                 false => zeros,
             };

@@ -38,6 +38,8 @@ pub(crate) struct Advance<'a> {
     /// `[tokens, stride]`: what the layer's first product gave.
     pub(crate) projected: *const f32,
     pub(crate) stride: usize,
+    /// The first token's decays, and elements from a token's to the next one's.
+    pub(crate) decays: (*const f32, usize),
     /// `[tokens, channels]`
     pub(crate) mixed: *mut f32,
     pub(crate) queue: &'a Queue,
@@ -58,6 +60,7 @@ pub(crate) struct Sigmoids<'a>(pub(crate) &'a mut [f32]);
 
 /// A head's numbers for one token.
 struct Strength {
+    /// 1 where channels have decays of their own.
     decay: f32,
     /// The factor of what the state has for a key.
     taken: f32,
@@ -67,6 +70,16 @@ struct Strength {
     read: f32,
     /// The factor of values that are added to the output.
     skip: f32,
+}
+
+/// What a head reads and writes by for one token.
+#[derive(Clone, Copy)]
+struct HeadKeys<'a> {
+    q: &'a [f32],
+    k: &'a [f32],
+    /// Decays of elements of keys, and keys times those; both empty: the head has one decay.
+    decays: &'a [f32],
+    decayed: &'a [f32],
 }
 
 /// The states of a head before a token and behind it, which may be the same.
@@ -159,9 +172,12 @@ impl Advance<'_> {
     #[inline(always)]
     unsafe fn walk<V: Vector>(&self, row: &StateRow, head: usize) {
         let Recurrence { sizes, states, decay, step_bias, skip, .. } = self.recurrence;
-        let (channels, values, keys) = (sizes.channels(), sizes.values(), sizes.keys());
+        let (channels, keys, strengths) = (sizes.channels(), sizes.keys(), sizes.strengths());
         let &RecurrenceSizes { heads, key_dim, value_dim, delta, .. } = sizes;
         let first_key = sizes.key_of(head) * key_dim;
+        let of_channels = if sizes.channel_decay { key_dim } else { 0 };
+        let mut own = vec![0.0; 2 * of_channels];
+        let (decays, decayed) = own.split_at_mut(of_channels);
         let skip = skip.get(head).copied().unwrap_or(0.0);
         let root = (key_dim as f32).sqrt();
         // SAFETY: the caller's row and head.
@@ -175,35 +191,52 @@ impl Advance<'_> {
                 let q = std::slice::from_raw_parts(mixed.add(first_key), key_dim);
                 let k = std::slice::from_raw_parts(mixed.add(keys + first_key), key_dim);
                 let v = mixed.add(2 * keys + head * value_dim);
-                let numbers = self.projected.add(token * self.stride + channels + values);
-                let step = softplus(*numbers.add(head) + step_bias[head]);
-                let decay = (decay[head] * step).exp();
+                let (first, apart) = self.decays;
+                let steps = first.add(token * apart);
+                for (channel, to) in decays.iter_mut().enumerate() {
+                    let at = head * key_dim + channel;
+                    *to = (decay[head] * softplus(*steps.add(at) + step_bias[at])).exp();
+                    decayed[channel] = *to * k[channel];
+                }
+                let (step, decay) = match sizes.channel_decay {
+                    true => (1.0, 1.0),
+                    false => {
+                        let step = softplus(*steps.add(head) + step_bias[head]);
+                        (step, (decay[head] * step).exp())
+                    }
+                };
                 let strength = match delta {
                     true => {
                         // Of the length 1.
                         let k = math::rms_factor::<V>(k, EPSILON / key_dim as f32) / root;
                         let q = math::rms_factor::<V>(q, EPSILON / key_dim as f32) / root;
-                        let beta = 1.0 / (1.0 + (-*numbers.add(heads + head)).exp());
+                        let strength = self.projected.add(token * self.stride + strengths);
+                        let beta = 1.0 / (1.0 + (-*strength.add(head)).exp());
                         Strength { decay, taken: decay * k, given: beta * k, read: q / root, skip }
                     }
                     false => Strength { decay, taken: 0.0, given: step, read: 1.0, skip },
                 };
                 let state = HeadState { from: from.cast_const(), to };
-                advance::<V>(state, (q, k), (v, value_dim), (&strength, delta));
+                let keys = HeadKeys { q, k, decays, decayed };
+                let (values, how) = ((v, value_dim), (&strength, delta));
+                match sizes.channel_decay {
+                    true => advance::<V, true>(state, keys, values, how),
+                    false => advance::<V, false>(state, keys, values, how),
+                }
             }
         }
     }
 }
 
 /// One token of a head: its state becomes `decay * S + k u`, and its values `q S`, with the skipped
-/// part of them.
+/// part of them. With `CHANNELS` each element of a key has a decay of its own.
 ///
 /// # Safety
 /// States have a row of `dim` values for each element of a key, and there are so many values.
 #[inline(always)]
-unsafe fn advance<V: Vector>(
+unsafe fn advance<V: Vector, const CHANNELS: bool>(
     HeadState { from, to }: HeadState,
-    keys: (&[f32], &[f32]),
+    keys: HeadKeys<'_>,
     (values, dim): (*mut f32, usize),
     how: (&Strength, bool),
 ) {
@@ -216,27 +249,29 @@ unsafe fn advance<V: Vector>(
             let state = HeadState { from: from.add(first), to: to.add(first) };
             let place = (state, values.add(first), dim);
             if at + TOGETHER <= whole {
-                columns::<V, TOGETHER>(place, keys, how);
+                columns::<V, TOGETHER, CHANNELS>(place, keys, how);
                 at += TOGETHER;
             } else {
-                columns::<V, 1>(place, keys, how);
+                columns::<V, 1, CHANNELS>(place, keys, how);
                 at += 1;
             }
         }
-        let (q, k) = keys;
+        let HeadKeys { q, k, decays, decayed } = keys;
+        let read = if CHANNELS { decayed } else { k };
         let (strength, delta) = how;
         for column in whole * LANES..dim {
             let (from, to, value) = (from.add(column), to.add(column), values.add(column));
             let mut old = 0.0;
             if delta {
-                for (index, k) in k.iter().enumerate() {
+                for (index, k) in read.iter().enumerate() {
                     old += k * *from.add(index * dim);
                 }
             }
             let u = strength.given * (*value - strength.taken * old);
             let mut out = 0.0;
             for (index, (q, k)) in q.iter().zip(k).enumerate() {
-                let now = strength.decay * *from.add(index * dim) + k * u;
+                let decay = if CHANNELS { decays[index] } else { strength.decay };
+                let now = decay * *from.add(index * dim) + k * u;
                 *to.add(index * dim) = now;
                 out += q * now;
             }
@@ -250,18 +285,19 @@ unsafe fn advance<V: Vector>(
 /// # Safety
 /// As of [`advance`].
 #[inline(always)]
-unsafe fn columns<V: Vector, const N: usize>(
+unsafe fn columns<V: Vector, const N: usize, const CHANNELS: bool>(
     (HeadState { from, to }, values, dim): (HeadState, *mut f32, usize),
-    (q, k): (&[f32], &[f32]),
+    HeadKeys { q, k, decays, decayed }: HeadKeys<'_>,
     (strength, delta): (&Strength, bool),
 ) {
-    let &Strength { decay, taken, given, read, skip } = strength;
+    let &Strength { decay, taken, given, read: of_query, skip } = strength;
+    let read = if CHANNELS { decayed } else { k };
     let zero = [V::splat(0.0); N];
     // SAFETY: the contract.
     unsafe {
         let mut old = zero;
         if delta {
-            for (index, &k) in k.iter().enumerate() {
+            for (index, &k) in read.iter().enumerate() {
                 let (row, k) = (from.add(index * dim), V::splat(k));
                 for (part, old) in old.iter_mut().enumerate() {
                     *old = V::load(row.add(part * LANES)).fused(k, *old);
@@ -273,10 +309,11 @@ unsafe fn columns<V: Vector, const N: usize>(
             let value = V::load(values.add(part * LANES));
             u[part] = value.sub(V::splat(taken).mul(old[part])).mul(V::splat(given));
         }
-        let (mut out, decay) = (zero, V::splat(decay));
+        let (mut out, of_head) = (zero, V::splat(decay));
         for (index, (&q, &k)) in q.iter().zip(k).enumerate() {
             let (before, behind) = (from.add(index * dim), to.add(index * dim));
             let (q, k) = (V::splat(q), V::splat(k));
+            let decay = if CHANNELS { V::splat(decays[index]) } else { of_head };
             for part in 0..N {
                 let held = V::load(before.add(part * LANES)).mul(decay);
                 let now = u[part].fused(k, held);
@@ -287,7 +324,7 @@ unsafe fn columns<V: Vector, const N: usize>(
         for (part, out) in out.into_iter().enumerate() {
             let place = values.add(part * LANES);
             let skipped = V::load(place).mul(V::splat(skip));
-            out.fused(V::splat(read), skipped).store(place);
+            out.fused(V::splat(of_query), skipped).store(place);
         }
     }
 }
@@ -296,8 +333,10 @@ impl VectorWork for Gating<'_> {
     #[inline(always)]
     unsafe fn compute<V: Vector>(self) {
         let Self { recurrence, values, gates, eps } = self;
-        let RecurrenceSizes { gate, norm_size: size, heads, .. } = recurrence.sizes;
-        if heads > 0 {
+        let RecurrenceSizes { gate, sigmoid_gate, norm_size: size, heads, .. } = recurrence.sizes;
+        if sigmoid_gate {
+            math::apply::<V, Sigmoid>(gates);
+        } else if heads > 0 {
             math::apply::<V, Silu>(gates);
         }
         if gate != StateGate::BehindNorm {

@@ -4,13 +4,15 @@ mod advance;
 
 use crate::element::{Element, widened};
 use crate::memory::Room;
+use crate::owned::Owned;
 use crate::sizes::RecurrenceSizes;
 use crate::weights::{Bytes, RecurrenceWeights};
 
 pub(crate) use advance::{Advance, Gating, Sigmoids, StateRow};
 
 /// The recurrence of a layer in place of attention. The layer's `qkv` has the rows of queries, keys
-/// and values, of gates, of decays and of strengths, and `output` has the values as its inputs.
+/// and values, of gates, of decays and of strengths, and `output` has the values as its inputs. Low
+/// ranks of gates and of decays are in place of them.
 /// Without heads the rows are the gate behind the convolution, the one in front of it, and the
 /// values.
 pub(crate) struct Recurrence {
@@ -25,7 +27,10 @@ pub(crate) struct Recurrence {
     pub(crate) conv_bias: Vec<f32>,
     /// `[heads]`: below 0.
     pub(crate) decay: Vec<f32>,
+    /// One for each decay.
     pub(crate) step_bias: Vec<f32>,
+    /// The products of gates and of decays behind low ranks; `None`: there are no low ranks.
+    pub(crate) low: Option<[Owned; 2]>,
     /// Empty: no values are added to the output.
     pub(crate) skip: Vec<f32>,
     /// `[value_dim]` with the delta rule, otherwise `[heads * value_dim]`; empty: there is no norm.
@@ -43,6 +48,13 @@ impl Recurrence {
         let turned = |at: usize| conv[at % channels * taps + at / channels];
         let wide = |it: &Option<Bytes>| it.as_ref().map(|it| widened::<f32>(it));
         let numbers = |it: &Option<Bytes>| it.as_ref().map(|it| widened::<E>(it));
+        let low = of.low.as_ref().map(|[gates, decays]| {
+            let (values, rank) = (of.sizes.values(), of.sizes.low_rank);
+            [
+                Owned::new::<E>(gates, (values, rank), None),
+                Owned::new::<E>(decays, (of.sizes.decays(), rank), None),
+            ]
+        });
         Self {
             sizes: of.sizes,
             inputs: inputs.as_mut_ptr().cast(),
@@ -51,8 +63,12 @@ impl Recurrence {
             conv_bias: numbers(&of.conv_bias).unwrap_or_else(|| vec![0.0; channels]),
             decay: wide(&of.decay).unwrap_or_default().iter().map(|decay| -decay.exp()).collect(),
             step_bias: wide(&of.step_bias).unwrap_or_default(),
+            low,
             skip: wide(&of.skip).unwrap_or_default(),
             norm_weight: numbers(&of.norm).unwrap_or_default(),
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

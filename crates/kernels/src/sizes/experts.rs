@@ -14,6 +14,9 @@ pub struct ExpertSizes {
     /// Elements between the two products of the shared expert, which all tokens have; 0: there is
     /// none.
     pub shared: usize,
+    /// Elements of the states that experts read and give, between two products that all tokens
+    /// have; 0: they read and give those of the layer (Nemotron 3, 2025).
+    pub latent: usize,
     /// True if scores are the sigmoids of logits (DeepSeek-V3, 2024). False for the softmax over
     /// all experts (Shazeer et al. 2017).
     pub sigmoid: bool,
@@ -45,16 +48,22 @@ pub struct ExpertSizes {
 
 impl ExpertSizes {
     pub(crate) fn check(&self) -> Result<(), Unfit> {
-        let &Self { count, per_token, intermediate, shared, groups, .. } = self;
+        let &Self { count, per_token, intermediate, shared, latent, groups, .. } = self;
         let numbers = [count, per_token, intermediate, groups, self.kept_groups];
         let small = numbers.iter().all(|number| (1..=i32::MAX as usize).contains(number))
-            && [shared, self.best_of_group].iter().all(|&number| number <= i32::MAX as usize);
-        let odd = [intermediate, shared].iter().any(|size| size % 2 > 0);
+            && [shared, latent, self.best_of_group].iter().all(|&it| it <= i32::MAX as usize);
+        let odd = [intermediate, shared, latent].iter().any(|size| size % 2 > 0);
         let gate_alone = (self.shared_gate || self.beside) && shared == 0;
-        if !small || odd || gate_alone || !self.has_choice() {
+        let latent_beside = self.beside && latent > 0;
+        if !small || odd || gate_alone || latent_beside || !self.has_choice() {
             return unfit(format!("no kernel computes experts of {self:?}"));
         }
         Ok(())
+    }
+
+    /// Elements of the states that experts read and give, in a model with so many of its own.
+    pub(crate) fn states(&self, hidden: usize) -> usize {
+        if self.latent > 0 { self.latent } else { hidden }
     }
 
     /// True if as many experts can be chosen as a token has.

@@ -1,6 +1,7 @@
 //! The sizes of a decoder, and the kinds of its parts.
 
 mod experts;
+mod latent;
 mod recurrence;
 
 use crate::codes::SHARED;
@@ -10,6 +11,7 @@ use crate::pages::{group_bytes, takes_codes};
 use crate::tile::GROUP;
 
 pub use self::experts::ExpertSizes;
+pub use self::latent::LatentSizes;
 pub use self::recurrence::{RecurrenceSizes, StateGate};
 pub use crate::matmul::GateKind;
 
@@ -49,6 +51,10 @@ pub struct AttentionSizes {
     /// True if a query sees the positions behind it too, and a window reaches as far on both sides.
     /// Rows are then whole prompts, and pages hold nothing from step to step.
     pub both_ways: bool,
+    /// The sizes of latent attention; `None`: heads have keys and values of their own. Pages then
+    /// have one row a position for all heads. A row has `head_dim` elements: the latent part, and
+    /// behind it the shared part of keys, which positions rotate.
+    pub latent: Option<LatentSizes>,
 }
 
 /// Inputs of each layer beside the residual stream (Gemma 3n, 2025): rows of a token's own, and a
@@ -93,8 +99,11 @@ pub struct Sizes {
     pub hidden: usize,
     /// The kinds of attention.
     pub attentions: Vec<AttentionSizes>,
-    /// The function of gates.
+    /// The function between the products of feed-forward parts.
     pub gate: GateKind,
+    /// True if it is of gates, which what they gate is multiplied with; false: of all that the first
+    /// product gives.
+    pub gated: bool,
     /// Factors of states and logits.
     pub factors: Factors,
     /// True if norms subtract the mean.
@@ -124,33 +133,44 @@ pub struct Sizes {
 }
 
 impl Sizes {
-    /// Bytes of the keys, or of the values, of a layer with this kind of attention, on all pages.
+    /// Bytes of the keys and of the values of a layer with this kind of attention, on all pages.
+    /// Latent rows lie among the keys, and there are no values.
     #[must_use]
-    pub fn pool_bytes(&self, attention: usize) -> usize {
-        let AttentionSizes { kv_heads, head_dim, in_window_part, .. } = self.attentions[attention];
+    pub fn pool_bytes(&self, attention: usize) -> [usize; 2] {
+        let AttentionSizes { kv_heads, head_dim, in_window_part, latent, .. } =
+            self.attentions[attention];
         let pages = if in_window_part { self.window_page_count + 1 } else { self.page_count };
         let heads = pages * self.page_size * kv_heads;
-        match self.kv_codes {
+        let bytes = match self.kv_codes {
             true => heads / GROUP * group_bytes(head_dim),
             false => heads * head_dim * self.dtype.bytes(),
-        }
+        };
+        [bytes, if latent.is_some() { 0 } else { bytes }]
     }
 
-    /// A layer's widths in [`crate::AdapterSizes::new`]. It has a kind of attention (`None`: it is
-    /// recurrent), with keys of its own or those of another layer. Between the products of its
-    /// dense part there are `inner` elements.
+    /// A layer's widths in [`crate::AdapterSizes::new`]. It has a kind of attention (`None`: no
+    /// adapter changes what mixes its positions, nor latent attention), with keys of its own or
+    /// those of another layer. Between the products of its dense part there are `inner` elements.
     #[must_use]
     pub fn adapted_widths(
         &self,
         attention: Option<usize>,
         own_keys: bool,
         inner: usize,
-    ) -> [usize; 4] {
-        let Some(kind) = attention.map(|kind| &self.attentions[kind]) else {
-            return [0, 0, 0, inner];
+    ) -> [usize; 5] {
+        let gates = if self.gated { inner } else { 0 };
+        let kind = attention.map(|kind| &self.attentions[kind]);
+        let Some(kind) = kind.filter(|kind| kind.latent.is_none()) else {
+            return [0, 0, 0, gates, inner];
         };
         let (queries, [keys, values]) = kind.products(own_keys);
-        [queries, keys, values, inner]
+        [queries, keys, values, gates, inner]
+    }
+
+    /// Outputs of the first product of a feed-forward part with so many elements between its
+    /// products. With gates they are interleaved.
+    pub(crate) fn fed(&self, inner: usize) -> usize {
+        if self.gated { 2 * inner } else { inner }
     }
 
     /// True if any query sees positions behind it.
@@ -190,6 +210,9 @@ impl Sizes {
                 "the compiled kernels take inner dimensions two by two, and the model has {} and {}",
                 self.hidden, self.intermediate
             ));
+        }
+        if !self.gated && (self.gate == GateKind::ClampedSwiglu || self.layer_inputs.is_some()) {
+            return unfit(format!("{:?}, or layers' own inputs, without gates", self.gate));
         }
         if let Some(LayerInputSizes { vocabulary, size }) = self.layer_inputs {
             let fits = (1..=i32::MAX as usize).contains(&size) && size.is_multiple_of(2);
@@ -241,6 +264,7 @@ impl AttentionSizes {
         if rotary_dim > head_dim || (rotary_dim > 0) != angles.is_some() {
             return unfit(format!("heads of {head_dim} have no {rotary_dim} to rotate"));
         }
+        self.check_latent()?;
         if sizes.kv_codes && !Sizes::takes_codes(sizes.page_size, head_dim) {
             return unfit(format!(
                 "8-bit keys and values need pages of a multiple of {GROUP} positions and heads of a multiple of {SHARED} elements: there are {} and {head_dim}",

@@ -25,12 +25,20 @@ pub struct RecurrenceSizes {
     /// True if heads that share a key head are as far apart as there are key heads; false: they
     /// follow one another.
     pub tiled: bool,
+    /// True if each element of a head's keys has a decay of its own, and not each head (Kimi
+    /// Linear, 2025).
+    pub channel_decay: bool,
     /// True if a state's old value for a key is taken away first.
     pub delta: bool,
     /// Taps of the convolution.
     pub taps: usize,
     /// The place of the output's gate.
     pub gate: StateGate,
+    /// True if the gate is a sigmoid, and not `x * sigmoid(x)`.
+    pub sigmoid_gate: bool,
+    /// Elements between two products that make the gates, and between those of decays; 0: the first
+    /// product makes both.
+    pub low_rank: usize,
     /// Elements that have a mean of their own in the norm.
     pub norm_size: usize,
 }
@@ -69,15 +77,31 @@ impl RecurrenceSizes {
         2 * self.keys() + self.values()
     }
 
+    /// The number of decays.
+    #[must_use]
+    pub fn decays(&self) -> usize {
+        self.heads * if self.channel_decay { self.key_dim } else { 1 }
+    }
+
     /// The first of the gates among the outputs of the first product.
     pub(crate) fn gates(&self) -> usize {
         if self.heads == 0 { 0 } else { self.channels() }
     }
 
+    /// The first of the strengths among the outputs of the first product. Gates and decays, or
+    /// their low ranks, are in front of them.
+    pub(crate) fn strengths(&self) -> usize {
+        self.channels()
+            + match self.low_rank {
+                0 => self.values() + self.decays(),
+                low => 2 * low,
+            }
+    }
+
     fn projected(&self) -> usize {
         match self.heads {
             0 => 3 * self.values(),
-            heads => self.channels() + self.values() + (1 + usize::from(self.delta)) * heads,
+            heads => self.strengths() + if self.delta { heads } else { 0 },
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::adapters::{Adapted, LowRank, Product};
 use crate::element::Element;
-use crate::matmul::{Out, Rows, add, gate, halves};
+use crate::matmul::{Out, Rows, activated, add, gate, halves, put};
 use crate::pack::panel_len;
 use crate::step::Step;
 use crate::team::Member;
@@ -243,7 +243,8 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// Computes the function of gates of rows `[count, 2 * inner]`: this member's share.
+    /// Computes the function of gates of rows `[count, 2 * inner]`, or without gates of rows
+    /// `[count, inner]`: this member's share.
     ///
     /// # Safety
     /// All members have met since the rows were written.
@@ -255,24 +256,31 @@ impl<E: Element> Step<'_, E> {
         member: &Member<'_>,
     ) {
         let blocks = inner.div_ceil(HALF);
+        let stride = if self.has_gates { 2 * inner } else { inner };
         for block in member.share(count * blocks) {
             let (row, first) = (block / blocks, block % blocks * HALF);
             // SAFETY: inside the rows, or in what is behind them and is not kept.
             unsafe {
-                let from = rows.add(row * 2 * inner + first);
-                let both = (K::Vector::load(from), K::Vector::load(from.add(inner)));
-                let to = self.gated.add(row * inner + first);
-                gate::<E, K>(both, self.activation, to, inner - first);
+                let from = rows.add(row * stride + first);
+                let (x, to) = (K::Vector::load(from), self.gated.add(row * inner + first));
+                if self.has_gates {
+                    let both = (x, K::Vector::load(from.add(inner)));
+                    gate::<E, K>(both, self.activation, to, inner - first);
+                } else {
+                    put::<E, K>(activated(x, Some(self.activation)), to, inner - first);
+                }
             }
         }
     }
 
-    /// The place of gates and of what they gate: through their function at once, or before it.
+    /// The place of a first product's outputs: through the part's function at once, or before it.
     #[inline(always)]
     pub(super) fn gates_to(&self, before: Option<*mut f32>) -> Out<E> {
-        match before {
-            Some(to) => Out::Halves(to),
-            None => Out::Gate(self.gated, self.activation),
+        match (before, self.has_gates) {
+            (Some(to), true) => Out::Halves(to),
+            (Some(to), false) => Out::Store(to),
+            (None, true) => Out::Gate(self.gated, self.activation),
+            (None, false) => Out::Activate(self.gated, Some(self.activation)),
         }
     }
 }

@@ -13,7 +13,7 @@ use crate::vector::Vector;
 impl Attends<'_> {
     /// The angles' cosines and sines at a position.
     #[inline(always)]
-    fn angles(&self, position: usize) -> (&[f32], &[f32]) {
+    pub(super) fn angles(&self, position: usize) -> (&[f32], &[f32]) {
         let at = position * self.half;
         (&self.cos[at..at + self.half], &self.sin[at..at + self.half])
     }
@@ -37,7 +37,7 @@ impl<E: Element> Step<'_, E> {
         let entry = entries[attends.part];
         // SAFETY: this member's token and head; the entry belongs to it alone.
         unsafe {
-            let heads_of = self.qkv.add(token * layer.qkv.outputs);
+            let heads_of = self.qkv.add(token * layer.projected);
             let keys = std::slice::from_raw_parts(heads_of.add(heads * dim), kv_heads * dim);
             let first_value = if attends.keys_are_values { heads } else { heads + kv_heads };
             let value = heads_of.add((first_value + kv_head) * dim);
@@ -107,14 +107,19 @@ impl<E: Element> Step<'_, E> {
                 // SAFETY: a unit is taken by one member, and what it writes is its own; its pages
                 // were checked.
                 unsafe {
-                    if self.decodes && unit.sees_itself() && !layer.reads_others {
-                        let first = unit.queries.held.kv_head;
-                        for kv_head in first..first + unit.heads {
-                            let place = (unit.queries.token, kv_head);
-                            self.keep::<K>((layer, attends), place, scratch);
+                    if let Some(latent) = &layer.latent {
+                        // Rows were kept before.
+                        self.bring_queries::<K>((layer, latent, attends), unit, scratch);
+                    } else {
+                        if self.decodes && unit.sees_itself() && !layer.reads_others {
+                            let first = unit.queries.held.kv_head;
+                            for kv_head in first..first + unit.heads {
+                                let place = (unit.queries.token, kv_head);
+                                self.keep::<K>((layer, attends), place, scratch);
+                            }
                         }
+                        self.turn_queries::<K>((layer, attends), (unit, then), scratch);
                     }
-                    self.turn_queries::<K>((layer, attends), (unit, then), scratch);
                     let (units, out) = ((unit, then), self.attended);
                     let read = (layer.pool, layer.sinks.as_slice());
                     attention::attend::<E, K>(&attends.shape, shared, units, read, out, scratch);
@@ -146,7 +151,7 @@ impl<E: Element> Step<'_, E> {
                 let position = self.tokens[token].position;
                 let angles = attends.angles(position);
                 let scale = attends.query_scales.get(position).copied().unwrap_or(1.0);
-                let all = self.qkv.add(token * layer.qkv.outputs);
+                let all = self.qkv.add(token * layer.projected);
                 let all = std::slice::from_raw_parts(all, heads * dim);
                 let first = unit.queries.held.kv_head * group;
                 let mut norm = self.head_norm::<K::Vector>(attends, weight, (all, first));

@@ -28,7 +28,8 @@ enum Origin<E> {
 impl<E: Element> Step<'_, E> {
     /// Adds to the stream what the experts of each token give; `normed` is the stream, normalised.
     /// Beside a dense part it is normalised for the router, and the sum of experts is kept for
-    /// [`Self::join`]. Whoever comes back has met the others since they wrote.
+    /// [`Self::join`]. Latent states are replaced by the sum of what their experts give. Whoever
+    /// comes back has met the others since they wrote.
     ///
     /// # Safety
     /// As for [`Step::compute`]; `queues` are of this layer's experts.
@@ -51,10 +52,12 @@ impl<E: Element> Step<'_, E> {
         unsafe {
             self.score::<K>(mixture, normed, member);
             member.meet();
-            let normed = match &mixture.beside {
-                None => normed,
-                Some(beside) => self.normalise::<K>(member, stream, &beside.before),
-            };
+            let mut first = normed.first;
+            if let Some(beside) = &mixture.beside {
+                first = self.normalise::<K>(member, stream, &beside.before).first;
+            } else if mixture.latent.is_some() {
+                first = buffers.latents.cast_const();
+            }
             let own = &mut *buffers.own.add(member.index);
             // Few tokens are chosen for by every member, which is quicker than to meet.
             let at = if few { member.index * FEW * per_token } else { 0 };
@@ -88,7 +91,7 @@ impl<E: Element> Step<'_, E> {
             }
             let (gated, terms) = (self.gated, buffers.terms);
             let steps = [
-                (&mixture.gate_up, Origin::Tokens(normed.first), Out::Gate(gated, self.activation)),
+                (&mixture.gate_up, Origin::Tokens(first), self.gates_to(None)),
                 (&mixture.down, Origin::Rows(gated.cast_const()), Out::Store(terms)),
             ];
             // One loop, so that products are compiled once.
@@ -101,6 +104,12 @@ impl<E: Element> Step<'_, E> {
             for token in member.share(stream.count) {
                 let (choices, all) = ((weights.cast_const(), per_token), &own.sorted);
                 self.add_terms::<K::Vector>((mixture, stream), token, (all, choices));
+                if mixture.latent.is_some() {
+                    let (states, at) = (mixture.down.outputs, token * mixture.down.outputs);
+                    let from = std::slice::from_raw_parts(buffers.sums.add(at), states);
+                    let to = std::slice::from_raw_parts_mut(buffers.latents.add(at), states);
+                    math::narrow::<E, K>(from, to);
+                }
             }
             member.meet();
         }
@@ -264,6 +273,9 @@ impl<E: Element> Step<'_, E> {
                         Out::Gate(to, activation) => {
                             Out::Gate(to.add(first * stack.outputs / 2), activation)
                         }
+                        Out::Activate(to, activation) => {
+                            Out::Activate(to.add(first * stack.outputs), activation)
+                        }
                         Out::Store(to) => Out::Store(to.add(first * stack.outputs)),
                         other => other,
                     };
@@ -282,7 +294,7 @@ impl<E: Element> Step<'_, E> {
     }
 
     /// Adds to a token's row of the stream what its experts gave, one by one in order of their ids.
-    /// Beside a dense part the row of sums is written in place of that.
+    /// Beside a dense part, or of latent states, the row of sums is written in place of that.
     #[inline(always)]
     unsafe fn add_terms<V: Vector>(
         &self,
@@ -290,8 +302,8 @@ impl<E: Element> Step<'_, E> {
         token: usize,
         (sorted, (weights, per_token)): (&Sorted, (*const f32, usize)),
     ) {
-        let hidden = self.hidden;
-        let beside = mixture.beside.is_some();
+        let hidden = mixture.down.outputs;
+        let apart = mixture.beside.is_some() || mixture.latent.is_some();
         // Where inputs were weighed, outputs are not.
         let weigh = !mixture.sizes.weighs_inputs;
         let rows = &sorted.rows[token * per_token..][..per_token];
@@ -299,14 +311,14 @@ impl<E: Element> Step<'_, E> {
         // SAFETY: this member's row of the stream; rows of terms that nobody writes now.
         unsafe {
             let weights = std::slice::from_raw_parts(weights.add(token * per_token), per_token);
-            let x = if beside { self.experts.sums } else { stream.x }.add(token * hidden);
+            let x = if apart { self.experts.sums } else { stream.x }.add(token * hidden);
             for at in (0..whole).step_by(LANES) {
                 let mut sum = V::splat(0.0);
                 for (&row, &weight) in rows.iter().zip(weights) {
                     let term = V::load(self.experts.terms.add(row as usize * hidden + at));
                     sum = term.fused(V::splat(if weigh { weight } else { 1.0 }), sum);
                 }
-                if beside {
+                if apart {
                     sum.store(x.add(at));
                 } else {
                     sum.fused(V::splat(self.scales.residuals), V::load(x.add(at))).store(x.add(at));
@@ -318,7 +330,7 @@ impl<E: Element> Step<'_, E> {
                     let weight = if weigh { weight } else { 1.0 };
                     sum += *self.experts.terms.add(row as usize * hidden + at) * weight;
                 }
-                *x.add(at) = if beside { sum } else { *x.add(at) + sum * self.scales.residuals };
+                *x.add(at) = if apart { sum } else { *x.add(at) + sum * self.scales.residuals };
             }
         }
     }

@@ -4,6 +4,8 @@ mod adapted;
 mod attend;
 mod experts;
 mod inputs;
+mod latent;
+mod mixers;
 mod recur;
 mod vectors;
 
@@ -16,7 +18,7 @@ use crate::dispatch::Work;
 use crate::dots::Dots;
 use crate::element::Element;
 use crate::experts::{Beside, Buffers};
-use crate::layer::{GatedPart, Layer};
+use crate::layer::{FeedKind, FeedPart, Layer, MixerPart};
 use crate::math;
 use crate::matmul::{
     Best, GateKind, LogitScales, Matrix, Out, Rows, arrange, multiply, multiply_codes,
@@ -25,12 +27,18 @@ use crate::pages::Shape;
 use crate::recurrence::StateRow;
 use crate::rows_of_layers::RowsOfLayers;
 use crate::step::adapted::Results;
+use crate::step::mixers::First;
 use crate::team::{FEW, Member, Queue};
 use crate::tile::Kernel;
 
 /// Pieces of work a layer takes from queues: four products, the attention, two products of experts,
-/// and two with the layer's own input.
-pub(crate) const QUEUES_A_LAYER: usize = 9;
+/// two with the layer's own input, two products and the states beside attention, two around experts
+/// of latent states, two behind low ranks, and of latent attention that of queries and two of heads.
+pub(crate) const QUEUES_A_LAYER: usize = 19;
+/// The first of those behind low ranks.
+const LOW_QUEUES: usize = 14;
+/// That of queries of latent attention; behind it are those of heads.
+const LATENT_QUEUES: usize = 16;
 /// Pieces of work of no layer: the head, and the product of which layers' own inputs are made.
 pub(crate) const OTHER_QUEUES: usize = 2;
 
@@ -93,12 +101,17 @@ pub(crate) struct Step<'a, E> {
     pub(crate) attended: *mut E,
     /// What a convolution gives, and then the outputs of a recurrence.
     pub(crate) mixed: *mut f32,
+    /// Low ranks of gates `[tokens, low_rank]`, and behind them those of decays.
+    pub(crate) low_ranks: *mut E,
+    /// What the products behind them give.
+    pub(crate) low: *mut f32,
     pub(crate) gated: *mut E,
     /// The output of a part with a norm behind it.
     pub(crate) part: *mut f32,
     /// Layers' own inputs `[tokens, layers, size]`.
     pub(crate) inputs: *mut f32,
     pub(crate) experts: Buffers<E>,
+    pub(crate) latent: crate::latent::Buffers<E>,
     pub(crate) best: *mut Best,
     pub(crate) scratch: *mut Scratch<E>,
     /// Room for numbers of any kind.
@@ -124,6 +137,8 @@ pub(crate) struct Step<'a, E> {
     pub(crate) hidden: usize,
     pub(crate) eps: f32,
     pub(crate) activation: GateKind,
+    /// True if that is of gates, which other outputs are multiplied with.
+    pub(crate) has_gates: bool,
     pub(crate) scales: Scales,
     pub(crate) logit_scales: LogitScales,
     pub(crate) mean_norms: bool,
@@ -225,135 +240,177 @@ impl<E: Element> Step<'_, E> {
             self.embed::<K>(member, stream);
             for (index, layer) in self.layers.iter().enumerate() {
                 let queues = &self.queues[index * QUEUES_A_LAYER..][..QUEUES_A_LAYER];
-                let attends = &self.attentions[layer.attention];
+                let is_last = index + 1 == self.layers.len();
+                let mut normed = Rows { first: self.normed.cast_const(), count };
                 // In front of the first layer comes what layers' own inputs are made of. It is a
                 // loop, so that products are compiled once. A closure would not be compiled for
                 // the processor.
-                let mut of_layers = self.rows_of_layers.filter(|_| index == 0);
-                let normed = loop {
-                    let made = of_layers.take();
-                    let (norm, matrix, to, queue) = match made {
-                        Some(of) => {
-                            (&[][..], of.projection.matrix(), self.inputs, self.queues.last())
+                let of_layers = self.rows_of_layers.filter(|_| index == 0).map(First::OfLayers);
+                let [own, beside] = layer.mixers().map(First::of_part);
+                let all = [[of_layers, None, None], own, beside];
+                for first in all.into_iter().flatten().flatten() {
+                    let (before, matrix, to, queue) = match first {
+                        First::OfLayers(of) => {
+                            let queue = &self.queues[self.queues.len() - 1];
+                            (Some(&[][..]), of.projection.matrix(), self.inputs, queue)
                         }
-                        None => {
-                            (&layer.input_norm[..], layer.qkv.matrix(), self.qkv, queues.first())
+                        First::Mixer(part) => {
+                            (part.before, part.input.matrix(), self.qkv, &queues[part.queues[0]])
+                        }
+                        First::Low { recurrence, matrix, number, .. } => {
+                            let to = self.low_result(recurrence, number);
+                            (None, matrix.matrix(), to, &queues[LOW_QUEUES + number])
+                        }
+                        First::Queries { matrix, .. } => {
+                            (None, matrix.matrix(), self.latent.queries, &queues[LATENT_QUEUES])
                         }
                     };
-                    let normed = self.normalise::<K>(member, stream, norm);
-                    let Some(queue) = queue else { break normed };
-                    self.multiply::<K, D>((queue, member), normed, &matrix, Out::Store(to));
-                    let Some(of) = made else { break normed };
-                    member.meet();
-                    self.finish_inputs::<K::Vector>(of, stream, member);
-                };
-                let stride = layer.qkv.outputs;
-                let to = Results { first: self.qkv, stride, scale: 1.0 };
-                self.adapt::<K>((index, Product::Qkv), normed, to, member);
-                member.meet();
-                let recurrence = layer.recurrence.as_ref().map(|it| (it, layer.qkv.outputs));
-                if let Some(recurrence) = recurrence {
-                    self.recur::<K>(recurrence, (&queues[4], member));
-                } else if !self.decodes && !layer.reads_others {
-                    let scratch = &mut *self.scratch.add(member.index);
-                    for token in member.share(count) {
-                        for kv_head in 0..attends.shape.kv_heads {
-                            self.keep::<K>((layer, attends), (token, kv_head), scratch);
+                    if let Some(norm) = before {
+                        normed = self.normalise::<K>(member, stream, norm);
+                    }
+                    let rows = match first {
+                        First::Low { recurrence, number, .. } => self.low_rows(recurrence, number),
+                        First::Queries { part, norm, .. } => {
+                            self.normalise_low::<K>((norm, part.input.outputs), member)
                         }
+                        _ => normed,
+                    };
+                    self.multiply::<K, D>((queue, member), rows, &matrix, Out::Store(to));
+                    let part = match first {
+                        First::OfLayers(of) => {
+                            member.meet();
+                            self.finish_inputs::<K::Vector>(of, stream, member);
+                            continue;
+                        }
+                        First::Mixer(MixerPart { recurrence: Some(recurrence), input, .. })
+                            if recurrence.low.is_some() =>
+                        {
+                            member.meet();
+                            self.narrow_low::<K>((recurrence, input.outputs), member);
+                            continue;
+                        }
+                        First::Mixer(MixerPart { latent: Some(latent), .. })
+                            if latent.query.is_some() =>
+                        {
+                            member.meet();
+                            continue;
+                        }
+                        First::Low { number: 0, .. } => {
+                            member.meet();
+                            continue;
+                        }
+                        First::Mixer(part)
+                        | First::Low { part, .. }
+                        | First::Queries { part, .. } => part,
+                    };
+                    let to = Results { first: self.qkv, stride: part.input.outputs, scale: 1.0 };
+                    self.adapt::<K>((index, Product::Qkv), normed, to, member);
+                    member.meet();
+                    self.keep_positions::<K>((layer, part), (queues, member));
+                    if is_last && self.sampled.len() < stream.count {
+                        stream = self.sampled_rows(member, stream);
                     }
+                    self.mix_positions::<K>((layer, part), stream, (queues, member));
+                    let attended = Rows { first: self.attended.cast_const(), count: stream.count };
+                    let output = (&part.output.matrix(), Behind::norm(part.norm));
+                    let at = Some((index, Product::Output));
+                    let queue = &queues[part.queues[1]];
+                    self.add_part::<K, D>((queue, member), (at, attended), output, stream);
+                }
+                if is_last && self.sampled.len() < stream.count {
+                    // Nothing of this layer mixes positions.
+                    stream = self.sampled_rows(member, stream);
                     member.meet();
                 }
-                let mut units = attends.units;
-                if index + 1 == self.layers.len() && self.sampled.len() < count {
-                    // Nobody will read what comes of the other tokens.
-                    let sampled = Stream { x: self.sampled_x, count: self.sampled.len() };
-                    for row in member.share(sampled.count) {
-                        let from = self.row(stream, self.sampled[row]);
-                        self.row(sampled, row).copy_from_slice(from);
-                    }
-                    stream = sampled;
-                    units = attends.last_units;
-                }
-                if let Some(recurrence) = recurrence {
-                    self.gate_states::<K>(recurrence, member, stream);
-                } else {
-                    self.attend::<K>((layer, attends), units, (&queues[4], member));
-                    member.meet();
-                    if attends.gate {
-                        let queries = attends.shape.heads * attends.shape.head_dim;
-                        let widths = (queries, layer.qkv.outputs);
-                        self.gate_attended::<K>(widths, member, stream);
-                    }
-                }
-                let mut normed = normed;
                 if layer.parallel {
                     // Again, since the stream may have become that of the tokens that sample.
                     normed = self.normalise::<K>(member, stream, &layer.input_norm);
                     member.meet();
                 }
-                let attended = Rows { first: self.attended.cast_const(), count: stream.count };
-                let output = (&layer.output.matrix(), Behind::norm(&layer.attended_norm));
-                let at = Some((index, Product::Output));
-                self.add_part::<K, D>((&queues[1], member), (at, attended), output, stream);
-                let beside = layer.mixture.as_ref().and_then(|mixture| mixture.beside.as_ref());
-                if !layer.parallel {
-                    let norm = beside.map_or(&layer.post_norm, |beside| &beside.router);
-                    normed = self.normalise::<K>(member, stream, norm);
-                }
-                if let Some(mixture) = &layer.mixture {
-                    let queues = (&queues[5..7], member);
-                    self.experts::<K, D>(mixture, (stream, normed), queues);
-                }
-                if beside.is_some() {
-                    normed = self.normalise::<K>(member, stream, &layer.post_norm);
-                }
-                for part in layer.gated_parts().into_iter().flatten() {
-                    if part.of_input {
-                        normed = self.normalise::<K>(member, stream, &[]);
+                for part in layer.feeds().into_iter().flatten() {
+                    if let Some(norm) = part.before {
+                        normed = self.normalise::<K>(member, stream, norm);
                     }
                     let at = (index, layer, part);
-                    self.gated_part::<K, D>(at, (stream, normed), (queues, member));
+                    self.feed_part::<K, D>(at, (stream, normed), (queues, member));
                 }
             }
         }
         stream
     }
 
-    /// Adds to the stream what a gated part gives of `normed`. Whoever comes back has met the
-    /// others since they wrote.
+    /// Copies the rows of the tokens that sample: nobody will read what comes of the others. Gives
+    /// their stream, which nobody may read before all have met.
     #[inline(always)]
-    unsafe fn gated_part<K: Kernel<E>, D: Dots>(
+    unsafe fn sampled_rows(&self, member: &Member<'_>, stream: Stream) -> Stream {
+        let sampled = Stream { x: self.sampled_x, count: self.sampled.len() };
+        for row in member.share(sampled.count) {
+            // SAFETY: as for `compute`; this member's rows.
+            unsafe {
+                let from = self.row(stream, self.sampled[row]);
+                self.row(sampled, row).copy_from_slice(from);
+            }
+        }
+        sampled
+    }
+
+    /// Adds to the stream what a part gives of `normed`. Whoever comes back has met the others
+    /// since they wrote.
+    #[inline(always)]
+    unsafe fn feed_part<K: Kernel<E>, D: Dots>(
         &self,
-        (index, layer, part): (usize, &Layer<E>, GatedPart<'_>),
+        (index, layer, part): (usize, &Layer<E>, FeedPart<'_>),
         (stream, normed): (Stream, Rows<E>),
         (queues, member): (&[Queue], &Member<'_>),
     ) {
-        let GatedPart { gates, output, norm, factor, of_input } = part;
-        let [first, second] = if of_input { [7, 8] } else { [2, 3] };
-        let before = if of_input { None } else { self.adapted_gates(index, normed) };
-        let gate = if of_input { Out::Store(self.qkv) } else { self.gates_to(before) };
+        let FeedPart { kind, products, norm, factor, .. } = part;
+        let is_dense = matches!(kind, FeedKind::Dense);
+        let before = if is_dense { self.adapted_gates(index, normed) } else { None };
+        let (mut gated, mut beside) = (self.gated, None);
         // SAFETY: as for `compute`. Nobody reads queries, keys and values any more.
         unsafe {
-            self.multiply::<K, D>((&queues[first], member), normed, &gates.matrix(), gate);
-            if let Some(first) = before {
-                let to = Results { first, stride: gates.outputs, scale: 1.0 };
-                self.adapt::<K>((index, Product::GateUp), normed, to, member);
+            if let Some([first, _]) = products {
+                let out = match kind {
+                    FeedKind::Experts(_) => Out::Activate(self.experts.latents, None),
+                    FeedKind::Dense => self.gates_to(before),
+                    FeedKind::Input => Out::Store(self.qkv),
+                };
+                let queue = &queues[part.queues[0]];
+                self.multiply::<K, D>((queue, member), normed, &first.matrix(), out);
+                if let Some(to) = before {
+                    let to = Results { first: to, stride: first.outputs, scale: 1.0 };
+                    self.adapt::<K>((index, Product::GateUp), normed, to, member);
+                }
                 member.meet();
-                let sizes = (stream.count, gates.outputs / 2);
-                self.finish_gates::<K>(first, sizes, member);
             }
-            member.meet();
-            let mut beside = None;
-            if of_input {
-                self.gate_input::<K>((index, gates.outputs), stream, member);
-            } else if let Some(mixture) = &layer.mixture {
-                self.gate_shared::<K::Vector>(mixture, (normed, gates.outputs / 2), member);
-                beside = mixture.beside.as_ref();
+            match kind {
+                FeedKind::Experts(mixture) => {
+                    let queues = (&queues[5..7], member);
+                    self.experts::<K, D>(mixture, (stream, normed), queues);
+                    gated = self.experts.latents;
+                }
+                FeedKind::Dense => {
+                    let inner = products.map_or(0, |[_, second]| second.inputs);
+                    if let Some(first) = before {
+                        self.finish_gates::<K>(first, (stream.count, inner), member);
+                        member.meet();
+                    }
+                    if let Some(mixture) = &layer.mixture {
+                        self.gate_shared::<K::Vector>(mixture, (normed, inner), member);
+                        beside = mixture.beside.as_ref();
+                    }
+                }
+                FeedKind::Input => {
+                    let size = products.map_or(0, |[first, _]| first.outputs);
+                    self.gate_input::<K>((index, size), stream, member);
+                }
             }
-            let gated = Rows { first: self.gated.cast_const(), count: stream.count };
-            let output = (&output.matrix(), Behind { norm, beside, factor });
-            let at = (!of_input).then_some((index, Product::Down));
-            self.add_part::<K, D>((&queues[second], member), (at, gated), output, stream);
+            let Some([_, second]) = products else { return };
+            let gated = Rows { first: gated.cast_const(), count: stream.count };
+            let output = (&second.matrix(), Behind { norm, beside, factor });
+            let at = is_dense.then_some((index, Product::Down));
+            let queue = &queues[part.queues[1]];
+            self.add_part::<K, D>((queue, member), (at, gated), output, stream);
         }
     }
 

@@ -2,6 +2,7 @@
 
 use crate::element::Element;
 use crate::math;
+use crate::matmul::Rows;
 use crate::recurrence::{Advance, Gating, Recurrence, Sigmoids};
 use crate::step::{Step, Stream};
 use crate::team::{Member, Queue};
@@ -21,9 +22,57 @@ impl<E: Element> Step<'_, E> {
         (queue, member): (&Queue, &Member<'_>),
     ) {
         let (projected, mixed, rows) = (self.qkv.cast_const(), self.mixed, self.state_rows);
-        let work = Advance { recurrence, rows, projected, stride, mixed, queue, member };
-        // SAFETY: the contract.
-        unsafe { K::Vector::compute(work) };
+        let sizes = &recurrence.sizes;
+        // SAFETY: inside what the products gave; the contract.
+        unsafe {
+            let decays = match &recurrence.low {
+                Some(_) => (self.low_result(recurrence, 1).cast_const(), sizes.decays()),
+                None => (projected.add(sizes.gates() + sizes.values()), stride),
+            };
+            let work =
+                Advance { recurrence, rows, projected, stride, decays, mixed, queue, member };
+            K::Vector::compute(work);
+        }
+    }
+
+    /// The results of the products behind low ranks: 0 gates, 1 decays, of all tokens each.
+    #[inline(always)]
+    pub(super) fn low_result(&self, recurrence: &Recurrence, number: usize) -> *mut f32 {
+        let of_gates = self.tokens.len() * recurrence.sizes.values();
+        self.low.wrapping_add(number * of_gates)
+    }
+
+    /// The inputs of one of those products. See [`Self::low_result`].
+    #[inline(always)]
+    pub(super) fn low_rows(&self, recurrence: &Recurrence, number: usize) -> Rows<E> {
+        let count = self.tokens.len();
+        let first = self.low_ranks.wrapping_add(number * count * recurrence.sizes.low_rank);
+        Rows { first: first.cast_const(), count }
+    }
+
+    /// Makes the low ranks of all tokens elements, as the products behind them read them. Whoever
+    /// comes back has met the others since they wrote.
+    ///
+    /// # Safety
+    /// As for [`Step::compute`]; the part's first product is done.
+    #[inline(always)]
+    pub(super) unsafe fn narrow_low<K: Kernel<E>>(
+        &self,
+        (recurrence, stride): (&Recurrence, usize),
+        member: &Member<'_>,
+    ) {
+        let rank = recurrence.sizes.low_rank;
+        for pair in member.share(2 * self.tokens.len()) {
+            let (token, number) = (pair / 2, pair % 2);
+            // SAFETY: this member's rows.
+            unsafe {
+                let from = self.qkv.add(token * stride + recurrence.sizes.gates() + number * rank);
+                let from = std::slice::from_raw_parts(from.cast_const(), rank);
+                let to = self.low_rows(recurrence, number).first.cast_mut().add(token * rank);
+                math::narrow::<E, K>(from, std::slice::from_raw_parts_mut(to, rank));
+            }
+        }
+        member.meet();
     }
 
     /// Gates and normalises the outputs of the stream's tokens, as the second product reads them.
@@ -46,7 +95,10 @@ impl<E: Element> Step<'_, E> {
             // which nobody else reads.
             unsafe {
                 let values = self.mixed.add(token * sizes.channels() + 2 * sizes.keys());
-                let gates = self.qkv.add(token * stride + sizes.gates());
+                let gates = match &recurrence.low {
+                    Some(_) => self.low_result(recurrence, 0).add(token * count),
+                    None => self.qkv.add(token * stride + sizes.gates()),
+                };
                 let values = std::slice::from_raw_parts_mut(values, count);
                 let gates = std::slice::from_raw_parts_mut(gates, count);
                 K::Vector::compute(Gating { recurrence, values, gates, eps });

@@ -1,6 +1,6 @@
 //! The weights of a layer's experts.
 
-use super::matrix::{Bytes, Gated, Matrix, of_size};
+use super::matrix::{Bytes, DenseMatrices, Matrix, of_size};
 use crate::packing::{Packing, Unfit, unfit};
 use crate::sizes::Sizes;
 
@@ -11,13 +11,17 @@ pub struct ExpertMatrices {
     pub router: Bytes,
     /// The bias of scores for the choice, float32 `[count]`.
     pub correction: Option<Bytes>,
+    /// The products in front of the experts, `[latent, hidden]`, and behind them, `[hidden,
+    /// latent]`. `None`: experts read and give the layer's states.
+    pub latent: Option<[Matrix; 2]>,
     /// The first product of each expert: gates, then their values, `[2 * intermediate, hidden]`,
-    /// interleaved. Experts are packed one behind the other.
+    /// interleaved. In a model without gates `[intermediate, hidden]`, in their order. Experts are
+    /// packed one behind the other. Those of latent states have `latent` in place of `hidden`.
     pub gate_up: Matrix,
     /// The second product of each expert, `[hidden, intermediate]`.
     pub down: Matrix,
     /// The shared expert, which all tokens have.
-    pub shared: Option<Gated>,
+    pub shared: Option<DenseMatrices>,
     /// The shared expert's gate, `[hidden]` of the model's type.
     pub shared_gate: Option<Bytes>,
     /// Biases of the model's type.
@@ -48,9 +52,9 @@ pub struct BesideWeights {
 pub struct ExpertBiases {
     /// Terms of logits, `[count]`.
     pub router: Bytes,
-    /// Of gates and then of their values, `[count, 2 * intermediate]`.
+    /// Of the first product: of gates and then of their values, `[count, 2 * intermediate]`.
     pub gate_up: Bytes,
-    /// `[count, hidden]`
+    /// Of the second product, `[count, hidden]`.
     pub down: Bytes,
 }
 
@@ -61,6 +65,7 @@ impl ExpertMatrices {
         };
         if self.correction.is_some() != of.corrected
             || self.shared.is_some() != (of.shared > 0)
+            || self.latent.is_some() != (of.latent > 0)
             || self.shared_gate.is_some() != of.shared_gate
             || self.biases.is_some() != of.biases
             || self.beside.is_some() != of.beside
@@ -76,9 +81,14 @@ impl ExpertMatrices {
         if let Some(gate) = &self.shared_gate {
             of_size(gate, hidden * dtype.bytes())?;
         }
+        let (states, first) = (of.states(hidden), sizes.fed(of.intermediate));
+        if let Some([before, behind]) = &self.latent {
+            before.check(dtype, (states, hidden), false)?;
+            behind.check(dtype, (hidden, states), false)?;
+        }
         if let Some(biases) = &self.biases {
             let ExpertBiases { router, gate_up, down } = biases;
-            for (bias, each) in [(router, 1), (gate_up, 2 * of.intermediate), (down, hidden)] {
+            for (bias, each) in [(router, 1), (gate_up, first), (down, states)] {
                 of_size(bias, of.count * each * dtype.bytes())?;
             }
         }
@@ -96,8 +106,8 @@ impl ExpertMatrices {
             }
         }
         let shapes = [
-            (&self.gate_up, 2 * of.intermediate, hidden, true),
-            (&self.down, hidden, of.intermediate, false),
+            (&self.gate_up, first, states, sizes.gated),
+            (&self.down, states, of.intermediate, false),
         ];
         for (matrix, outputs, inputs, interleaved) in shapes {
             let packing = Packing { outputs, inputs, interleaved, dtype, storage: matrix.storage };
@@ -121,6 +131,7 @@ mod tests {
         per_token: 3,
         intermediate: 24,
         shared: 16,
+        latent: 0,
         sigmoid: true,
         corrected: true,
         in_float32: true,
@@ -140,6 +151,7 @@ mod tests {
         hidden: 32,
         attentions: Vec::new(),
         gate: GateKind::Silu,
+        gated: true,
         factors: Factors::NONE,
         mean_norms: false,
         wide_norms: false,
@@ -168,9 +180,10 @@ mod tests {
         ExpertMatrices {
             router: room(8 * 32 * 4),
             correction: Some(room(8 * 4)),
+            latent: None,
             gate_up: matrix(8, 48, 32, true),
             down: matrix(8, 32, 24, false),
-            shared: Some(Gated {
+            shared: Some(DenseMatrices {
                 inner: 16,
                 gate_up: matrix(1, 32, 32, true),
                 gate_up_bias: None,
@@ -209,7 +222,7 @@ mod tests {
             ExpertMatrices {
                 shared: layer()
                     .shared
-                    .map(|shared| Gated { down: matrix(1, 64, 16, false), ..shared }),
+                    .map(|shared| DenseMatrices { down: matrix(1, 64, 16, false), ..shared }),
                 ..layer()
             },
         ] {
@@ -240,6 +253,31 @@ mod tests {
         {
             assert!(wrong.is_err());
         }
+        let latent = of(Some(ExpertSizes { latent: 20, ..EXPERTS }));
+        assert!(layer().check(&latent).is_err());
+        let with = |size: usize, inner: usize| ExpertMatrices {
+            latent: Some([matrix(1, size, 32, false), matrix(1, 32, size, false)]),
+            gate_up: matrix(8, 48, inner, true),
+            down: matrix(8, inner, 24, false),
+            ..layer()
+        };
+        assert_eq!(with(20, 20).check(&latent), Ok(()));
+        for wrong in [with(20, 32).check(&latent), with(40, 20).check(&latent)] {
+            assert!(wrong.is_err());
+        }
+        assert!(with(20, 20).check(&SIZES).is_err());
+        // Without gates, first products have half of the rows, in their order.
+        let ungated = Sizes { gated: false, gate: GateKind::SquaredRelu, ..SIZES };
+        assert!(layer().check(&ungated).is_err());
+        let with = |outputs: usize| ExpertMatrices {
+            gate_up: matrix(8, outputs, 32, false),
+            shared: layer()
+                .shared
+                .map(|shared| DenseMatrices { gate_up: matrix(1, 16, 32, false), ..shared }),
+            ..layer()
+        };
+        assert_eq!(with(24).check(&ungated), Ok(()));
+        assert!(with(48).check(&ungated).is_err());
         let biased = of(Some(ExpertSizes { biases: true, ..EXPERTS }));
         assert!(layer().check(&biased).is_err());
         let with = |router: usize, gate_up: usize, down: usize| ExpertMatrices {
@@ -267,6 +305,8 @@ mod tests {
             ExpertSizes { shared: 15, ..EXPERTS },
             ExpertSizes { shared: 0, shared_gate: true, ..EXPERTS },
             ExpertSizes { shared: 0, beside: true, ..EXPERTS },
+            ExpertSizes { latent: 19, ..EXPERTS },
+            ExpertSizes { latent: 20, beside: true, ..EXPERTS },
             ExpertSizes { groups: 3, ..EXPERTS },
             ExpertSizes { kept_groups: 5, ..EXPERTS },
             ExpertSizes { best_of_group: 3, ..EXPERTS },
@@ -290,6 +330,7 @@ mod tests {
             value_norm: false,
             scaled_queries: false,
             both_ways: false,
+            latent: None,
         };
         let with = |attention| Sizes { attentions: vec![attention], ..SIZES }.check();
         assert_eq!(with(attention), Ok(()));

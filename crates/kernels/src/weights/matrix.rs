@@ -1,4 +1,4 @@
-//! Packed matrices, and gated parts of two of them.
+//! Packed matrices, and feed-forward parts of two of them.
 
 use std::sync::Arc;
 
@@ -18,14 +18,15 @@ pub struct Matrix {
     pub packed: Bytes,
 }
 
-/// A gated feed-forward part.
+/// A feed-forward part for all tokens.
 #[derive(Clone)]
-pub struct Gated {
+pub struct DenseMatrices {
     /// Elements between the two products: `intermediate` below.
     pub inner: usize,
-    /// Gates and then the gated rows, `[2 * intermediate, hidden]`, interleaved.
+    /// Gates and then the gated rows, `[2 * intermediate, hidden]`, interleaved. In a model without
+    /// gates `[intermediate, hidden]`, in their order.
     pub gate_up: Matrix,
-    /// The bias of `gate_up`, `[2 * intermediate]`.
+    /// The bias of `gate_up`, one for each output.
     pub gate_up_bias: Option<Bytes>,
     /// The second product, `[hidden, intermediate]`.
     pub down: Matrix,
@@ -33,15 +34,16 @@ pub struct Gated {
     pub down_bias: Option<Bytes>,
 }
 
-impl Gated {
+impl DenseMatrices {
     pub(super) fn check(&self, sizes: &Sizes) -> Result<(), Unfit> {
         let (&Sizes { hidden, dtype, .. }, intermediate) = (sizes, self.inner);
         if !intermediate.is_multiple_of(2) {
             return unfit(format!("{intermediate} elements between products are odd"));
         }
-        self.gate_up.check(dtype, (2 * intermediate, hidden), true)?;
+        let first = sizes.fed(intermediate);
+        self.gate_up.check(dtype, (first, hidden), sizes.gated)?;
         self.down.check(dtype, (hidden, intermediate), false)?;
-        let biases = [(&self.gate_up_bias, 2 * intermediate), (&self.down_bias, hidden)];
+        let biases = [(&self.gate_up_bias, first), (&self.down_bias, hidden)];
         biases
             .into_iter()
             .filter_map(|(bias, size)| Some((bias.as_ref()?, size)))

@@ -2,6 +2,7 @@
 
 mod experts;
 mod inputs;
+mod latent;
 mod matrix;
 mod recurrence;
 
@@ -11,9 +12,10 @@ use crate::sizes::{AttentionSizes, Sizes};
 
 pub use self::experts::{BesideWeights, ExpertBiases, ExpertMatrices};
 pub use self::inputs::{InputMatrices, LayerInputWeights, Table};
+pub use self::latent::{LatentWeights, LowRankQuery};
 pub(crate) use self::matrix::of_size;
-pub use self::matrix::{Bytes, Gated, Matrix};
-pub use self::recurrence::RecurrenceWeights;
+pub use self::matrix::{Bytes, DenseMatrices, Matrix};
+pub use self::recurrence::{RecurrenceWeights, StatePart};
 
 /// One layer. Vectors are of the model's type.
 #[derive(Clone)]
@@ -21,9 +23,17 @@ pub struct Layer {
     /// The number of its kind of attention in [`Sizes::attentions`]. One that does not attend has
     /// any.
     pub attention: usize,
-    /// What the layer has in place of attention; `None`: it attends. `qkv` then has the rows of
-    /// queries, keys, values, gates, steps and strengths, and `output` has the values as inputs.
+    /// What the layer has in place of attention; `None`: it attends, or mixes no positions. `qkv`
+    /// then has the rows of queries, keys, values, gates, steps and strengths, and `output` has the
+    /// values as inputs.
     pub recurrence: Option<RecurrenceWeights>,
+    /// A recurrence beside the attention, whose output is added too; `None`: there is none.
+    pub beside: Option<StatePart>,
+    /// What latent attention has beside `qkv` and `output`; `None`: heads have keys and values of
+    /// their own. `qkv` then has the rows of queries, or of their low rank, and behind them those
+    /// of a position's row, `[rank + shared part, hidden]`. `output` has the values of heads as
+    /// inputs.
+    pub latent: Option<LatentWeights>,
     /// The earlier layer whose keys and values this one reads; `None`: it has its own.
     pub keys_of: Option<usize>,
     /// True if both parts read the states in front of the layer, normalised by `input_norm`.
@@ -37,21 +47,22 @@ pub struct Layer {
     /// A score of each query head that takes weight and gives nothing, `[heads]`.
     pub sinks: Option<Bytes>,
     /// Queries, keys and values, `[(heads + 2 * kv_heads) * head_dim, hidden]`, without those that
-    /// the layer does not have, and behind them the gates, if there are any.
-    pub qkv: Matrix,
+    /// the layer does not have, and behind them the gates, if there are any. `None`: the layer is a
+    /// feed-forward part alone.
+    pub qkv: Option<Matrix>,
     /// The bias of queries, keys and values, one for each output.
     pub qkv_bias: Option<Bytes>,
     /// The norms of query heads and of key heads, `[head_dim]` each, or of all heads of a position.
     /// The latter is `None` where the layer has no keys of its own.
     pub head_norms: Option<(Bytes, Option<Bytes>)>,
-    /// The attention's output, `[hidden, heads * head_dim]`.
-    pub output: Matrix,
+    /// The attention's output, `[hidden, heads * head_dim]`; `None` where there is no `qkv`.
+    pub output: Option<Matrix>,
     /// The bias of the attention's output, `[hidden]`.
     pub output_bias: Option<Bytes>,
     /// The norm before the feed-forward part, `[hidden]`.
     pub post_norm: Option<Bytes>,
-    /// The part behind the attention.
-    pub feed: FeedForward,
+    /// The part behind the attention; `None`: there is none.
+    pub feed: Option<FeedForward>,
     /// What the layer does with its own input; `None`: it has none.
     pub inputs: Option<InputMatrices>,
     /// The factor of the layer's output, `[1]`.
@@ -61,9 +72,9 @@ pub struct Layer {
 /// The part of a layer behind the attention.
 #[derive(Clone)]
 pub enum FeedForward {
-    /// One gated part for every token.
-    Dense(Gated),
-    /// Many gated parts, of which each token has some.
+    /// One part for every token.
+    Dense(DenseMatrices),
+    /// Many parts, of which each token has some.
     Experts(ExpertMatrices),
 }
 
@@ -88,12 +99,26 @@ pub struct Weights {
 }
 
 impl Layer {
-    /// Outputs of the first product, and inputs of the second.
+    /// True if the layer has attention.
+    pub(crate) fn attends(&self) -> bool {
+        self.qkv.is_some() && self.recurrence.is_none()
+    }
+
+    /// The recurrence of the layer, in place of attention or beside it.
+    pub(crate) fn state(&self) -> Option<&RecurrenceWeights> {
+        self.recurrence.as_ref().or(self.beside.as_ref().map(|beside| &beside.recurrence))
+    }
+
+    /// Outputs of the first product, and inputs of the second; 0: there is none.
     pub(crate) fn widths(&self, sizes: &Sizes) -> (usize, usize) {
+        if self.qkv.is_none() {
+            return (0, 0);
+        }
         let attention = &sizes.attentions[self.attention];
         let (queries, [keys, values]) = attention.products(self.keys_of.is_none());
         let gates = if attention.gate { queries } else { 0 };
-        let attending = (queries + keys + values + gates, queries);
+        let of_heads = (queries + keys + values + gates, queries);
+        let attending = attention.latent_widths().unwrap_or(of_heads);
         self.recurrence.as_ref().map_or(attending, |recurrence| recurrence.sizes.widths())
     }
 
@@ -105,17 +130,31 @@ impl Layer {
         let &AttentionSizes { heads, head_dim, norm_rows, .. } = attention;
         let (queries, keys) = attention.elements();
         let (projected, mixed) = self.widths(sizes);
+        self.check_parts()?;
         self.recurrence.iter().try_for_each(|recurrence| recurrence.check(sizes))?;
-        self.qkv.check(sizes.dtype, (projected, hidden), false)?;
-        self.output.check(sizes.dtype, (hidden, mixed), false)?;
+        self.beside.iter().try_for_each(|beside| beside.check(sizes))?;
+        let is_latent = self.attends() && attention.latent.is_some();
+        if is_latent != self.latent.is_some() {
+            return unfit("latent attention without its weights, or weights without it");
+        }
+        if let Some(latent) = &self.latent {
+            if self.keys_of.is_some() || self.head_norms.is_some() || self.sinks.is_some() {
+                return unfit("no kernel computes latent attention with parts of other attention");
+            }
+            latent.check(attention, sizes)?;
+        }
+        for (matrix, size) in [(&self.qkv, (projected, hidden)), (&self.output, (hidden, mixed))] {
+            matrix.iter().try_for_each(|it| it.check(sizes.dtype, size, false))?;
+        }
         match &self.feed {
-            FeedForward::Dense(dense) => {
+            Some(FeedForward::Dense(dense)) => {
                 if !(1..=sizes.intermediate).contains(&dense.inner) {
                     return unfit("a dense part that is wider than the widest");
                 }
                 dense.check(sizes)?;
             }
-            FeedForward::Experts(experts) => experts.check(sizes)?,
+            Some(FeedForward::Experts(experts)) => experts.check(sizes)?,
+            None => {}
         }
         let [of_query, of_key] = if norm_rows { [queries, keys] } else { [head_dim; 2] };
         let norms = [&self.input_norm, &self.post_norm, &self.attended_norm, &self.fed_norm];
@@ -134,9 +173,12 @@ impl Layer {
             return unfit("norms behind a part do not subtract the mean");
         }
         let beside = sizes.experts.is_some_and(|of| of.beside);
-        if let FeedForward::Experts(of) = &self.feed {
+        if let Some(FeedForward::Experts(of)) = &self.feed {
             if self.fed_norm.is_some() != beside {
                 return unfit("a norm behind experts needs all of their output in one place");
+            }
+            if of.latent.is_some() && self.fed_norm.is_some() {
+                return unfit("a norm behind experts of other states");
             }
             if self.factor.is_some() && self.inputs.is_none() && of.shared.is_none() {
                 return unfit("a factor behind experts alone");
@@ -159,14 +201,46 @@ impl Layer {
     }
 }
 
+impl Layer {
+    /// Checks that the layer has a part, and what belongs to its parts only.
+    fn check_parts(&self) -> Result<(), Unfit> {
+        let mixes = self.qkv.is_some();
+        if mixes != self.output.is_some() {
+            return unfit("a first product without a second, or the other way round");
+        }
+        if self.beside.is_some() && (!self.attends() || self.attended_norm.is_some()) {
+            return unfit("a recurrence beside no attention, or beside one with a norm behind it");
+        }
+        if mixes && self.feed.is_some() {
+            return Ok(());
+        }
+        let of_mixer = self.recurrence.is_some() || self.keys_of.is_some() || self.sinks.is_some();
+        let of_heads = self.head_norms.is_some() || self.qkv_bias.is_some();
+        let others = self.parallel
+            || self.inputs.is_some()
+            || self.factor.is_some()
+            || self.attended_norm.is_some()
+            || self.fed_norm.is_some()
+            || if mixes { self.post_norm.is_some() } else { self.input_norm.is_some() };
+        if !mixes && (self.feed.is_none() || of_mixer || of_heads || self.output_bias.is_some()) {
+            return unfit("a layer without parts, or with those of a mixer that it does not have");
+        }
+        if others {
+            return unfit("a layer of one part with more than a norm in front of it");
+        }
+        Ok(())
+    }
+}
+
 impl Weights {
     pub(crate) fn adapter_sizes(&self, sizes: &Sizes) -> AdapterSizes {
         let layers = self.layers.iter().map(|layer| {
             let inner = match &layer.feed {
-                FeedForward::Dense(dense) => dense.inner,
-                FeedForward::Experts(_) => 0,
+                Some(FeedForward::Dense(dense)) => dense.inner,
+                Some(FeedForward::Experts(_)) | None => 0,
             };
-            let attention = layer.recurrence.is_none().then_some(layer.attention);
+            let alone = layer.attends() && layer.beside.is_none();
+            let attention = alone.then_some(layer.attention);
             sizes.adapted_widths(attention, layer.keys_of.is_none(), inner)
         });
         AdapterSizes::new(sizes.dtype, sizes.hidden, layers)
@@ -209,11 +283,9 @@ impl Weights {
             (kv_heads, head_dim)
         };
         let fits = |of: &Layer| {
-            of.recurrence.is_none()
-                && of.keys_of.is_none()
-                && heads(of) == heads(&self.layers[layer])
+            of.attends() && of.keys_of.is_none() && heads(of) == heads(&self.layers[layer])
         };
-        let here = self.layers[layer].recurrence.is_none() && !sizes.both_ways();
+        let here = self.layers[layer].attends() && !sizes.both_ways();
         match self.layers[..layer].get(source) {
             Some(of) if fits(of) && here => Ok(()),
             _ => unfit(format!("layer {layer} can't read the keys of layer {source}")),
@@ -224,7 +296,7 @@ impl Weights {
     /// it, pages are written anew in each layer, and layers of one kind share those of the first.
     pub(crate) fn pages_of(&self, sizes: &Sizes, layer: usize) -> usize {
         let of = &self.layers[layer];
-        let first = |other: &Layer| other.attention == of.attention && other.recurrence.is_none();
+        let first = |other: &Layer| other.attention == of.attention && other.attends();
         match of.keys_of {
             Some(source) => source,
             None if !sizes.attentions[of.attention].both_ways => layer,

@@ -1,6 +1,6 @@
 //! The weights of a recurrent layer.
 
-use super::matrix::{Bytes, of_size};
+use super::matrix::{Bytes, Matrix, of_size};
 use crate::packing::{Unfit, unfit};
 use crate::sizes::{RecurrenceSizes, Sizes, StateGate};
 
@@ -16,12 +16,46 @@ pub struct RecurrenceWeights {
     pub conv_bias: Option<Bytes>,
     /// Logarithms of decays without the step, float32 `[heads]`.
     pub decay: Option<Bytes>,
-    /// Biases of steps, float32 `[heads]`.
+    /// Biases of steps, float32, one for each decay.
     pub step_bias: Option<Bytes>,
+    /// The products behind low ranks: of gates, `[values, low_rank]`, and of decays, `[decays,
+    /// low_rank]`. `None`: there are no low ranks.
+    pub low: Option<[Matrix; 2]>,
     /// Factors of values that are added to the output, float32 `[heads]`.
     pub skip: Option<Bytes>,
     /// The weight of the norm, of one head with the delta rule, and otherwise of all.
     pub norm: Option<Bytes>,
+}
+
+/// A recurrence beside a layer's attention, with its products.
+#[derive(Clone)]
+pub struct StatePart {
+    /// The recurrence.
+    pub recurrence: RecurrenceWeights,
+    /// The rows of queries, keys, values, gates, steps and strengths, of the states that the
+    /// attention reads too.
+    pub input: Matrix,
+    /// The bias of `input`, one for each output.
+    pub input_bias: Option<Bytes>,
+    /// The product with the recurrence's values, `[hidden, values]`.
+    pub output: Matrix,
+    /// The bias of `output`, `[hidden]`.
+    pub output_bias: Option<Bytes>,
+}
+
+impl StatePart {
+    pub(super) fn check(&self, sizes: &Sizes) -> Result<(), Unfit> {
+        let (hidden, dtype) = (sizes.hidden, sizes.dtype);
+        let (projected, values) = self.recurrence.sizes.widths();
+        self.recurrence.check(sizes)?;
+        self.input.check(dtype, (projected, hidden), false)?;
+        self.output.check(dtype, (hidden, values), false)?;
+        let biases = [(&self.input_bias, projected), (&self.output_bias, hidden)];
+        biases
+            .into_iter()
+            .filter_map(|(bias, size)| Some((bias.as_ref()?, size)))
+            .try_for_each(|(bias, size)| of_size(bias, size * dtype.bytes()))
+    }
 }
 
 impl RecurrenceWeights {
@@ -41,11 +75,18 @@ impl RecurrenceWeights {
                 && weight.is_multiple_of(of.norm_size);
         let large = numbers.iter().any(|&number| number > i32::MAX as usize >> 8);
         let there = of.heads == 0 || self.decay.is_some() && self.step_bias.is_some();
-        if !groups || !fits || large || of.taps == 0 || values == 0 || !there {
+        let of_heads = of.heads > 0 || !of.channel_decay && !of.sigmoid_gate && of.low_rank == 0;
+        let low = of.low_rank.is_multiple_of(2) && (of.low_rank > 0) == self.low.is_some();
+        let parts = there && of_heads && low && (of.delta || !of.channel_decay);
+        if !groups || !fits || large || of.taps == 0 || values == 0 || !parts {
             return unfit(format!("no kernel computes a recurrence of {of:?}"));
         }
         if normed != self.norm.is_some() {
             return unfit("a recurrence whose norm has no weight, or one that is not used");
+        }
+        if let Some([gates, decays]) = &self.low {
+            gates.check(sizes.dtype, (values, of.low_rank), false)?;
+            decays.check(sizes.dtype, (of.decays(), of.low_rank), false)?;
         }
         let (channels, element) = (of.channels(), sizes.dtype.bytes());
         of_size(&self.conv, channels * of.taps * element)?;
@@ -53,7 +94,7 @@ impl RecurrenceWeights {
         let others = [
             (&self.conv_bias, channels * element),
             (&self.decay, heads),
-            (&self.step_bias, heads),
+            (&self.step_bias, of.decays() * size_of::<f32>()),
             (&self.skip, heads),
             (&self.norm, weight * element),
         ];

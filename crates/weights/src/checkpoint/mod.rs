@@ -1,6 +1,7 @@
 //! The weights of a model under the names of its family, one at a time, from safetensors or GGUF.
 
 pub(crate) mod blocks;
+mod joined;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs;
@@ -19,6 +20,8 @@ use crate::quantised::{Headers, QuantisedParts, Scheme, StoredMatrix};
 use crate::rows::FloatRows;
 use crate::safe::SafeFile;
 use crate::tensor::{Tensor, TorchNumber};
+
+use self::joined::read_joined;
 
 const EMBEDDING: &str = "model.embed_tokens.weight";
 pub(crate) const HEAD: &str = "lm_head.weight";
@@ -48,13 +51,16 @@ pub struct Checkpoint {
     biases: Vec<String>,
 }
 
+/// A tensor of heads, the part of it that counts, and its shape in the weight.
+pub(crate) type JoinedPart = (Tensor, TensorPart, Vec<usize>);
+
 /// A weight in a model's files.
 pub(crate) enum Stored {
     /// A part of one tensor.
     One(Tensor, TensorPart),
     /// The rows of each head come from several tensors in turn. Each is a stack of heads, and has
     /// the shape that it has in the weight.
-    Joined(Vec<(Tensor, TensorPart, Vec<usize>)>),
+    Joined(Vec<JoinedPart>),
 }
 
 impl Checkpoint {
@@ -390,8 +396,10 @@ impl Checkpoint {
             let matrix = &self.quantised[matrix];
             return matrix.read(name, &matrix.weights[weight].part, number, to);
         }
-        let (tensor, part) = self.one(name, name)?;
-        tensor.read(name, part, number, to)
+        match self.stored.get(name).ok_or_else(|| lacks(name))? {
+            Stored::One(tensor, part) => tensor.read(name, part, number, to),
+            Stored::Joined(parts) => read_joined(name, parts, number, to),
+        }
     }
 }
 

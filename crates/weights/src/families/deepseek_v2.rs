@@ -20,7 +20,7 @@ pub(super) const FAMILY: Family = Family {
     model_type: "deepseek_v2",
     attention: "latent",
     layers: "experts, some dense",
-    compiled: false,
+    compiled: true,
     shape: |config| decoder(config, QUERY_RANK, &ROUTED, experts, None),
     gguf: Some(GgufNames {
         architecture: "deepseek2",

@@ -20,7 +20,7 @@ pub(super) const FAMILY: Family = Family {
     model_type: "deepseek_v3",
     attention: "latent",
     layers: "experts, some dense",
-    compiled: false,
+    compiled: true,
     shape: |config| decoder(config, QUERY_RANK, &ROUTED, |config| ROUTED.corrected(config), None),
     gguf: Some(GgufNames {
         architecture: "deepseek2",

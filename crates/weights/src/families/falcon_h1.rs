@@ -25,7 +25,7 @@ pub(super) const FAMILY: Family = Family {
     model_type: "falcon_h1",
     attention: "grouped-query beside Mamba 2 in each layer",
     layers: "dense",
-    compiled: false,
+    compiled: true,
     shape,
     gguf: Some(GgufNames {
         architecture: "falcon-h1",

@@ -17,7 +17,7 @@ pub(super) const FAMILY: Family = Family {
     model_type: "glm4_moe_lite",
     attention: "latent",
     layers: "experts, some dense",
-    compiled: false,
+    compiled: true,
     shape,
     gguf: None,
     rules: &[],

@@ -14,7 +14,7 @@ pub(super) const FAMILY: Family = Family {
     model_type: "kimi_k25",
     attention: "latent",
     layers: "experts, some dense",
-    compiled: false,
+    compiled: true,
     shape,
     gguf: None,
     rules: RULES,

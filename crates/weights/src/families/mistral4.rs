@@ -22,7 +22,7 @@ pub(super) const FAMILY: Family = Family {
     model_type: "mistral4",
     attention: "latent, queries that grow with their position",
     layers: "experts, some dense",
-    compiled: false,
+    compiled: true,
     shape,
     gguf: None,
     rules: STACKS,

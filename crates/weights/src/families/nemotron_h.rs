@@ -24,7 +24,7 @@ pub(super) const FAMILY: Family = Family {
     model_type: "nemotron_h",
     attention: "Mamba 2, and grouped-query without positions in some layers",
     layers: "dense, experts, without gates",
-    compiled: false,
+    compiled: true,
     shape,
     gguf: Some(GgufNames {
         architecture: "nemotron_h",

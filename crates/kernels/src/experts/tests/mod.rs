@@ -23,7 +23,7 @@ use crate::sizes::{AttentionSizes, Factors, GateKind, Sizes};
 use crate::step::Step;
 use crate::team::tests::team;
 use crate::tile::tests::numbers;
-use crate::weights::{BesideWeights, ExpertBiases, FeedForward, Gated, Layer, Weights};
+use crate::weights::{BesideWeights, DenseMatrices, ExpertBiases, FeedForward, Layer, Weights};
 
 const HIDDEN: usize = 64;
 const INNER: usize = 32;
@@ -46,7 +46,12 @@ const STORAGES: [Storage; 7] = [
     Storage::Iq4Nl,
 ];
 
-fn gated<E: Element>(products: &[f64], clamped: bool) -> Vec<E> {
+/// The function between the products of a part: of gates, or without gates of all products.
+fn activated<E: Element>(products: &[f64], kind: GateKind) -> Vec<E> {
+    if kind == GateKind::SquaredRelu {
+        return products.iter().map(|x| E::from_f32(x.max(0.0).powi(2) as f32)).collect();
+    }
+    let clamped = kind == GateKind::ClampedSwiglu;
     let (gates, ups) = products.split_at(products.len() / 2);
     let gate = |(&gate, &up): (&f64, &f64)| match clamped {
         false => gate / (1.0 + (-gate).exp()) * up,
@@ -62,6 +67,9 @@ fn gated<E: Element>(products: &[f64], clamped: bool) -> Vec<E> {
 struct Tiny<E> {
     /// With biases, gates are clamped (gpt-oss).
     sizes: ExpertSizes,
+    /// False: there are no gates, and layers but the first are feed-forward parts alone
+    /// (Nemotron-H).
+    gated: bool,
     embedding: Vec<E>,
     norm: Vec<E>,
     qkv: Matrices,
@@ -74,6 +82,8 @@ struct Tiny<E> {
     factors: Vec<E>,
     gate_up: Matrices,
     down: Matrices,
+    /// The products around experts of latent states.
+    latent: [Matrices; 2],
     /// The biases of the router and of both products, large enough to be clamped.
     biases: [Vec<E>; 3],
     /// The matrices of the layer without experts, and of the shared expert.
@@ -81,13 +91,14 @@ struct Tiny<E> {
 }
 
 impl<E: Number> Tiny<E> {
-    fn new(sizes: ExpertSizes, storage: Storage, seed: u32) -> Self {
+    fn new((sizes, gated): (ExpertSizes, bool), storage: Storage, seed: u32) -> Self {
         let count = sizes.count;
-        let all = (storage, seed);
+        let (all, states) = ((storage, seed), sizes.states(HIDDEN));
+        let first = |inner: usize| if gated { 2 * inner } else { inner };
+        let plain = |more| (Storage::Plain, seed ^ more);
         let dense = |inner: usize| {
-            let plain = |more| (Storage::Plain, seed ^ more);
             [
-                Matrices::new::<E>(1, (2 * inner, HIDDEN), true, plain(71)),
+                Matrices::new::<E>(1, (first(inner), HIDDEN), gated, plain(71)),
                 Matrices::new::<E>(1, (HIDDEN, inner), false, plain(72)),
             ]
         };
@@ -96,6 +107,7 @@ impl<E: Number> Tiny<E> {
         let norm = numbers::<E>(HIDDEN, seed ^ 2);
         Self {
             sizes,
+            gated,
             embedding: numbers(VOCABULARY * HIDDEN, seed ^ 1),
             norm: norm.iter().map(|x| E::from_f32(1.0 + x.to_f32())).collect(),
             qkv: Matrices::new::<E>(1, (3 * HEAD_DIM, HIDDEN), false, (Storage::Plain, seed ^ 3)),
@@ -103,8 +115,11 @@ impl<E: Number> Tiny<E> {
             correction: numbers(count, seed ^ 6),
             gate: numbers(HIDDEN, seed ^ 7),
             factors: numbers(count, seed ^ 8),
-            gate_up: Matrices::new::<E>(count, (2 * INNER, HIDDEN), true, all),
-            down: Matrices::new::<E>(count, (HIDDEN, INNER), false, all),
+            gate_up: Matrices::new::<E>(count, (first(INNER), states), gated, all),
+            down: Matrices::new::<E>(count, (states, INNER), false, all),
+            latent: [(states, HIDDEN, 73), (HIDDEN, states, 74)].map(|(outputs, inputs, more)| {
+                Matrices::new::<E>(1, (outputs, inputs), false, plain(more))
+            }),
             biases: [(1, 1.0), (2 * INNER, 9.0), (HIDDEN, 1.0)].map(|(each, largest)| {
                 let biases = numbers::<E>(count * each, seed ^ each as u32);
                 biases.iter().map(|x| E::from_f32(x.to_f32() * largest)).collect()
@@ -135,8 +150,10 @@ impl<E: Number> Tiny<E> {
                 value_norm: false,
                 scaled_queries: false,
                 both_ways: false,
+                latent: None,
             }],
-            gate: if self.sizes.biases { GateKind::ClampedSwiglu } else { GateKind::Silu },
+            gate: self.function(),
+            gated: self.gated,
             factors: Factors::NONE,
             mean_norms: false,
             wide_norms: false,
@@ -152,9 +169,17 @@ impl<E: Number> Tiny<E> {
         }
     }
 
-    fn gated(&self, at: usize, inner: usize) -> Gated {
+    fn function(&self) -> GateKind {
+        match (self.gated, self.sizes.biases) {
+            (false, _) => GateKind::SquaredRelu,
+            (true, true) => GateKind::ClampedSwiglu,
+            (true, false) => GateKind::Silu,
+        }
+    }
+
+    fn dense(&self, at: usize, inner: usize) -> DenseMatrices {
         let [gate_up, down] = [at, at + 1].map(|at| self.dense[at].matrix());
-        Gated { inner, gate_up, gate_up_bias: None, down, down_bias: None }
+        DenseMatrices { inner, gate_up, gate_up_bias: None, down, down_bias: None }
     }
 
     fn experts(&self) -> ExpertMatrices {
@@ -164,9 +189,10 @@ impl<E: Number> Tiny<E> {
         ExpertMatrices {
             router: if sizes.in_float32 { room(&wide) } else { room(&self.router) },
             correction: sizes.corrected.then(|| room(&self.correction)),
+            latent: (sizes.latent > 0).then(|| [0, 1].map(|at| self.latent[at].matrix())),
             gate_up: self.gate_up.matrix(),
             down: self.down.matrix(),
-            shared: (sizes.shared > 0).then(|| self.gated(2, sizes.shared)),
+            shared: (sizes.shared > 0).then(|| self.dense(2, sizes.shared)),
             shared_gate: sizes.shared_gate.then(|| room(&self.gate)),
             biases: sizes.biases.then(|| ExpertBiases {
                 router: room(router),
@@ -188,25 +214,28 @@ impl<E: Number> Tiny<E> {
         let output =
             Packing { outputs: HIDDEN, inputs: HEAD_DIM, interleaved: false, dtype, storage };
         let nothing = vec![0_u8; output.bytes().expect("a matrix")];
+        let mixes = |index: usize| self.gated || index == 0;
         let layer = |index: usize| Layer {
             attention: 0,
             recurrence: None,
+            beside: None,
+            latent: None,
             keys_of: None,
             parallel: false,
-            input_norm: Some(room(&self.norm)),
+            input_norm: mixes(index).then(|| room(&self.norm)),
             attended_norm: None,
             fed_norm: (self.sizes.beside && index != DENSE_LAYER).then(|| room(&self.norm)),
             sinks: None,
-            qkv: self.qkv.matrix(),
+            qkv: mixes(index).then(|| self.qkv.matrix()),
             qkv_bias: None,
             head_norms: None,
-            output: weights::Matrix { storage, packed: room(&nothing) },
+            output: mixes(index).then(|| weights::Matrix { storage, packed: room(&nothing) }),
             output_bias: None,
             post_norm: Some(room(&self.norm)),
-            feed: match index {
-                DENSE_LAYER => FeedForward::Dense(self.gated(0, DENSE)),
+            feed: Some(match index {
+                DENSE_LAYER => FeedForward::Dense(self.dense(0, DENSE)),
                 _ => FeedForward::Experts(self.experts()),
-            },
+            }),
             inputs: None,
             factor: None,
         };
@@ -234,11 +263,11 @@ impl<E: Number> Tiny<E> {
         let (sizes, weights) = (self.model_sizes(), self.weights());
         sizes.check().expect("possible");
         weights.check(&sizes).expect("of these sizes");
-        let rooms = |bytes: usize| -> Vec<[Room; 2]> {
-            let both = |_| [(); 2].map(|()| Room::new(bytes).expect("memory"));
+        let rooms = |bytes: [usize; 2]| -> Vec<[Room; 2]> {
+            let both = |_| bytes.map(|bytes| Room::new(bytes).expect("memory"));
             (0..LAYERS).map(both).collect()
         };
-        let (pages, states) = (rooms(sizes.pool_bytes(0)), rooms(0));
+        let (pages, states) = (rooms(sizes.pool_bytes(0)), rooms([0; 2]));
         let threads = Arc::new(team(threads));
         let mut model = Model::<E>::new(&sizes, Arc::new(weights), pages, states, threads);
         let pages: Vec<i32> = (0..VOCABULARY as i32).collect();
@@ -288,8 +317,8 @@ impl<E: Number> Tiny<E> {
                 output.iter_mut().zip(terms).for_each(|(x, term)| *x += weight * term);
             };
             let dense = |at: usize, inner: usize| {
-                let inner =
-                    gated::<E>(&self.dense[at].of(0, 2 * inner, &normed), self.sizes.biases);
+                let first = if self.gated { 2 * inner } else { inner };
+                let inner = activated::<E>(&self.dense[at].of(0, first, &normed), self.function());
                 self.dense[at + 1].of(0, HIDDEN, &inner)
             };
             if layer == DENSE_LAYER {
@@ -298,7 +327,7 @@ impl<E: Number> Tiny<E> {
                 continue;
             }
             let wide = |of: &[E]| of.iter().map(|x| x.to_f32()).collect::<Vec<_>>();
-            let routed = match self.sizes.beside {
+            let scored = match self.sizes.beside {
                 false => normed.clone(),
                 true => normalised(&wide(&self.gate).iter().map(|x| x / 8.0).collect::<Vec<_>>()),
             };
@@ -307,7 +336,7 @@ impl<E: Number> Tiny<E> {
                 .chunks_exact(HIDDEN)
                 .map(|w| {
                     w.iter()
-                        .zip(&routed)
+                        .zip(&scored)
                         .map(|(w, x)| f64::from(w.to_f32()) * f64::from(x.to_f32()))
                         .sum()
                 })
@@ -333,21 +362,35 @@ impl<E: Number> Tiny<E> {
                     }
                 }
             }
+            let narrowed = |x: Vec<f64>| x.into_iter().map(|x| E::from_f32(x as f32)).collect();
+            let states = self.sizes.states(HIDDEN);
+            let read = match self.sizes.latent {
+                0 => normed.clone(),
+                _ => narrowed(self.latent[0].of(0, states, &normed)),
+            };
+            let mut routed = vec![0.0; states];
             for (id, weight) in chosen {
                 let (inputs, weight) = match self.sizes {
                     ExpertSizes { weighs_inputs: true, .. } => {
                         let scaled = |x: &E| E::from_f32(x.to_f32() * weight as f32);
-                        (normed.iter().map(scaled).collect(), 1.0)
+                        (read.iter().map(scaled).collect(), 1.0)
                     }
                     ExpertSizes { beside: true, .. } => {
-                        (normed.clone(), weight * f64::from(self.factors[id].to_f32()))
+                        (read.clone(), weight * f64::from(self.factors[id].to_f32()))
                     }
-                    _ => (normed.clone(), weight),
+                    _ => (read.clone(), weight),
                 };
-                let products = with_biases(1, id, self.gate_up.of(id, 2 * INNER, &inputs));
-                let inner = gated::<E>(&products, self.sizes.biases);
-                add(weight, with_biases(2, id, self.down.of(id, HIDDEN, &inner)));
+                let first = if self.gated { 2 * INNER } else { INNER };
+                let products = with_biases(1, id, self.gate_up.of(id, first, &inputs));
+                let inner = activated::<E>(&products, self.function());
+                let terms = with_biases(2, id, self.down.of(id, states, &inner));
+                routed.iter_mut().zip(terms).for_each(|(x, term)| *x += weight * term);
             }
+            let routed = match self.sizes.latent {
+                0 => routed,
+                _ => self.latent[1].of::<E>(0, HIDDEN, &narrowed(routed)),
+            };
+            add(1.0, routed);
             if self.sizes.beside {
                 let norm = |x: &[f64], weight: &[E]| -> Vec<f64> {
                     let mean = x.iter().map(|x| x * x).sum::<f64>() / HIDDEN as f64;
@@ -378,7 +421,13 @@ impl<E: Number> Tiny<E> {
     }
 }
 
-fn check<E: Number>(level: Level, sizes: ExpertSizes, storage: Storage, seed: u32, bound: f64) {
+fn check<E: Number>(
+    level: Level,
+    sizes: (ExpertSizes, bool),
+    storage: Storage,
+    seed: u32,
+    bound: f64,
+) {
     let model = Tiny::<E>::new(sizes, storage, seed);
     let tokens: Vec<i32> = (0..VOCABULARY as i32).collect();
     let sampled: Vec<i64> = (0..VOCABULARY as i64).collect();
@@ -412,14 +461,14 @@ fn check_all<E: Number>(level: Level, seed: u32) {
     let exact = if E::PAIR == 1 { 1e-5 } else { 8e-3 };
     for storage in STORAGES {
         let bound = if storage == Storage::Plain { exact } else { 2e-2 };
-        check::<E>(level, SOFTMAX, storage, seed, bound);
+        check::<E>(level, (SOFTMAX, true), storage, seed, bound);
     }
     // Gates of 7 and their exponentials.
     let biased = ExpertSizes { biases: true, ..SOFTMAX };
-    check::<E>(level, biased, Storage::Plain, seed, 2.0 * exact);
-    check::<E>(level, biased, Storage::Mxfp4, seed, 2e-2);
+    check::<E>(level, (biased, true), Storage::Plain, seed, 2.0 * exact);
+    check::<E>(level, (biased, true), Storage::Mxfp4, seed, 2e-2);
     for sizes in ROUTINGS {
-        check::<E>(level, sizes, Storage::Plain, seed, exact);
+        check::<E>(level, (sizes, true), Storage::Plain, seed, exact);
     }
     let weighing = ExpertSizes { weighs_inputs: true, sigmoid: true, shared: 24, ..SOFTMAX };
     let beside = ExpertSizes { beside: true, shared: 40, ..SOFTMAX };
@@ -429,8 +478,21 @@ fn check_all<E: Number>(level: Level, seed: u32) {
         (beside, Storage::Plain, 2.0 * exact),
         (beside, Storage::Q4_0, 2e-2),
     ] {
-        check::<E>(level, sizes, storage, seed, bound);
+        check::<E>(level, (sizes, true), storage, seed, bound);
     }
+    // Squares double errors.
+    let ungated = ROUTINGS[4];
+    let wide = ExpertSizes { latent: 96, shared: 0, ..ungated };
+    for (sizes, storage, bound) in [
+        (ungated, Storage::Plain, 4.0 * exact),
+        (ungated, Storage::Q8_0, 4e-2),
+        (ExpertSizes { latent: 32, ..ungated }, Storage::Plain, 4.0 * exact),
+        (ExpertSizes { latent: 32, weighs_inputs: true, ..ungated }, Storage::Q4_0, 4e-2),
+        (wide, Storage::Plain, 4.0 * exact),
+    ] {
+        check::<E>(level, (sizes, false), storage, seed, bound);
+    }
+    check::<E>(level, (wide, true), Storage::Plain, seed, 2.0 * exact);
 }
 
 #[test]

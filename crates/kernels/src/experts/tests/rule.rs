@@ -14,6 +14,7 @@ pub(super) const SOFTMAX: ExpertSizes = ExpertSizes {
     per_token: 3,
     intermediate: INNER,
     shared: 0,
+    latent: 0,
     sigmoid: false,
     corrected: false,
     in_float32: false,

@@ -1,0 +1,39 @@
+//! A packed matrix, as a part of a decoder has it.
+
+use crate::codes::Format;
+use crate::element::{Element, widened};
+use crate::matmul::Matrix;
+use crate::weights::{self, Bytes};
+
+/// A packed matrix, and its bias.
+pub(crate) struct Owned {
+    packed: Bytes,
+    format: Option<Format>,
+    pub(crate) outputs: usize,
+    pub(crate) inputs: usize,
+    bias: Vec<f32>,
+}
+
+impl Owned {
+    /// A matrix that was checked to have these outputs and inputs. Biases are of the type `E`.
+    pub(crate) fn new<E: Element>(
+        matrix: &weights::Matrix,
+        (outputs, inputs): (usize, usize),
+        bias: Option<&Bytes>,
+    ) -> Self {
+        let bias = bias.map(|bias| widened::<E>(bias)).unwrap_or_default();
+        let format = matrix.storage.format();
+        Self { packed: matrix.packed.clone(), format, outputs, inputs, bias }
+    }
+
+    pub(crate) fn is_quantised(&self) -> bool {
+        self.format.is_some()
+    }
+
+    #[inline]
+    pub(crate) fn matrix<E>(&self) -> Matrix<'_, E> {
+        let Self { packed, format, outputs, inputs, bias } = self;
+        let panels = packed.as_ptr().cast();
+        Matrix { panels, format: *format, outputs: *outputs, inputs: *inputs, bias }
+    }
+}
