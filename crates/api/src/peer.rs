@@ -157,7 +157,7 @@ impl LoadReport {
             waiting: pairs.get("waiting")?,
             tokens: pairs.get("tokens")?,
             pages_free: pairs.get("pages")?,
-            // Older brains say nothing of these, and all of those give the same names.
+            // Older brains send none of these fields.
             ahead: pairs.get("ahead").unwrap_or(0),
             names: pairs.get("names").unwrap_or(0),
         })

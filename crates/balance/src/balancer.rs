@@ -43,8 +43,8 @@ impl Ask<'_> {
     }
 }
 
-/// The number of requests that a whole cached prompt is worth. A target that has all of it may have
-/// so many requests more than another that has none of it.
+/// The number of requests that a whole cached prompt is worth: a target that has all of it may have
+/// this many requests more than another that has none of it.
 const WHOLE_PROMPT: u64 = 16;
 /// The number of the other's requests that add one to [`WHOLE_PROMPT`]: among many requests a few
 /// more are not felt.

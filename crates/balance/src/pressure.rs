@@ -13,18 +13,18 @@ pub struct Pressure {
     /// The target of each request that was handed on and is not admitted there, and its tokens.
     waiting: HashMap<u64, (usize, u64)>,
     ahead: Vec<u64>,
-    /// `None`: nobody has said.
+    /// `None`: not reported yet.
     room: Vec<Option<u64>>,
 }
 
 impl Pressure {
-    /// No pressure on so many targets.
+    /// No pressure on any of `targets` targets.
     #[must_use]
     pub fn new(targets: usize) -> Self {
         Self { waiting: HashMap::new(), ahead: vec![0; targets], room: vec![None; targets] }
     }
 
-    /// A request with so many tokens was handed on to a target.
+    /// A request with `tokens` tokens was handed on to a target.
     pub fn handed(&mut self, id: u64, at: usize, tokens: u64) {
         self.gone(id);
         self.waiting.insert(id, (at, tokens));
@@ -34,7 +34,7 @@ impl Pressure {
     /// A request has its pages.
     pub fn admitted(&mut self, id: u64) {
         if let Some((at, tokens)) = self.gone(id) {
-            // Until the target says so itself.
+            // An estimate until the target's next report.
             self.room[at] = self.room[at].map(|room| room.saturating_sub(tokens));
         }
     }
@@ -46,7 +46,7 @@ impl Pressure {
         Some((at, tokens))
     }
 
-    /// A target has pages for so many tokens.
+    /// A target has pages for `tokens` tokens.
     pub fn set_room(&mut self, at: usize, tokens: u64) {
         self.room[at] = Some(tokens);
     }
@@ -57,8 +57,8 @@ impl Pressure {
         self.ahead[at]
     }
 
-    /// True if more waits at the targets that `decode` than they have room for, as far as all have
-    /// said how much that is.
+    /// True if more tokens wait at the `decode` targets than they have room for, and all have
+    /// reported their room.
     #[must_use]
     pub fn exceeds(&self, decode: impl Fn(usize) -> bool) -> bool {
         let targets = || (0..self.ahead.len()).filter(|&at| decode(at));

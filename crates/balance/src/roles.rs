@@ -13,7 +13,7 @@ pub enum Role {
     Both,
     /// The prompt and the first token.
     Prefill,
-    /// What is behind the first token, and prompts with little to compute.
+    /// Tokens after the first, and prompts with little to compute.
     Decode,
 }
 

@@ -26,7 +26,7 @@ impl Kind {
 
 /// The end of a record that is being written, and of a file that is being sent.
 const UNFINISHED: &str = "part";
-/// What is stored here is its owner's alone.
+/// Stored files are readable by the server's user only.
 const FOLDER_MODE: u32 = 0o700;
 const FILE_MODE: u32 = 0o600;
 
@@ -34,7 +34,7 @@ const FILE_MODE: u32 = 0o600;
 #[derive(Debug)]
 pub(crate) struct Folder {
     root: PathBuf,
-    /// 32 random bytes, without which nobody tells keys from the names of their owners.
+    /// 32 random bytes that make owners' names irreversible: a key cannot be tested against a name.
     pub(crate) salt: [u8; 32],
     _lock: File,
 }

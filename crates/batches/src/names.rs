@@ -11,7 +11,7 @@ pub enum LineIdentity<'a> {
     Line(u64),
 }
 
-/// What is known of a name when a request with it comes.
+/// Earlier requests of the same name, when a request comes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SeenBefore {
     /// Neither.
@@ -26,7 +26,7 @@ pub enum SeenBefore {
 #[derive(Debug, Default)]
 pub struct BatchNames(HashSet<u128>);
 
-/// The bit that tells names of the input from those of the output.
+/// The bit that distinguishes names of the input from those of the output.
 const OF_INPUT: u128 = 1;
 
 impl BatchNames {

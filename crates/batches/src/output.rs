@@ -225,7 +225,7 @@ impl BatchOutput {
     /// Adds an answer that is a line already.
     ///
     /// # Errors
-    /// As [`Self::write`].
+    /// Those of [`Self::write`].
     pub fn write_line(&mut self, line: &[u8]) -> Result<()> {
         self.file.write_all(line).context("the output")
     }

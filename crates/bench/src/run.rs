@@ -85,7 +85,7 @@ pub(crate) fn runtime(threads: usize, precise: bool) -> Result<tokio::runtime::R
 pub(crate) fn raise_file_limit() {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     if current != maximum {
-        // Not fatal: the failures of connections will say what is wrong.
+        // Not fatal: a shortage shows as failed connections.
         let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
     }
 }

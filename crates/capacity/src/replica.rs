@@ -86,7 +86,7 @@ impl Replica {
             policy: Policy::Fcfs,
             fair: true,
             step_shares: setup.step_shares,
-            // No trace says what is work in the background.
+            // Traces do not mark background work.
             background_share: 100,
             decode_gap: setup.decode_gap,
             step_words: STEP_WORDS,

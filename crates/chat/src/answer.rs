@@ -100,7 +100,7 @@ impl Answer {
     /// The next pieces; `None` at the end.
     ///
     /// # Errors
-    /// The server breaks off, or says that it failed.
+    /// The server breaks the connection off, or reports an error.
     pub(crate) async fn next(&mut self) -> Result<Option<Vec<Piece>>> {
         loop {
             let Some(frame) = self.body.frame().await else {

@@ -14,9 +14,9 @@ use crate::link::{Link, refusal};
 pub struct ServedModel {
     /// The name that requests call it by.
     pub name: String,
-    /// The state as the server names it; `None` if it does not say, as servers of one model.
+    /// The state as the server names it; `None` from servers of one model, which do not report it.
     pub state: Option<String>,
-    /// The size of its files in bytes; `None` if the server does not say.
+    /// The size of its files in bytes; `None`: not reported.
     pub bytes: Option<u64>,
 }
 

@@ -183,7 +183,7 @@ impl Dialect {
         Some(CallGrammar { lark, arguments, style: calls.style() })
     }
 
-    /// True if a mark before calls tells them from an answer in JSON.
+    /// True if a mark before calls distinguishes them from an answer in JSON.
     pub fn marks_calls(&self) -> bool {
         self.calls.is_some_and(|calls| calls.bare.is_none())
     }
@@ -338,7 +338,7 @@ impl Writer<'_> {
             Instead::Text => {
                 let mut text = text_without(self.openers(reasoning));
                 if let Some(bare) = self.calls.bare {
-                    // What begins so is taken for a call.
+                    // Text with this beginning is read as a call.
                     let _ = write!(text, " & ~/\\s*{}(?s:.*)/", escaped(&bare.to_string()));
                 }
                 self.line("TEXT", &text);
@@ -354,7 +354,7 @@ impl Writer<'_> {
         }
     }
 
-    /// All calls within `frame`; `said`: how it begins, which is there already.
+    /// All calls within `frame`; `said`: its beginning, which has been generated already.
     fn run(&self, frame: &Frame, said: &str, parallel: bool) -> String {
         let Frame { open, before, after, close } = frame;
         let first = format!("{open}{before}");

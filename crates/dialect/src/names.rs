@@ -64,7 +64,8 @@ impl Evidence<'_> {
     }
 
     fn calls(&self) -> Option<&'static Calls> {
-        // What only one family writes comes first, `<tool_call>`, which many do, last.
+        // Marks that only one family writes are tested first, `<tool_call>`, which many families
+        // write, last.
         let found: &Calls = if self.has("<|channel|>") && self.has("<|message|>") {
             &family::HARMONY
         } else if self.has("<|tool_call>") {

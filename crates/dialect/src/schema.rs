@@ -219,7 +219,7 @@ fn number(text: &str, kinds: Kinds) -> Option<Number> {
     if !kinds.integer && !kinds.number {
         return None;
     }
-    // What JSON does not take, such as 007 or 1_000, is not a number.
+    // Numbers that JSON does not allow, such as 007 or 1_000, stay text.
     let value: Number = serde_json::from_str(text).ok()?;
     if !value.is_f64() || kinds.number && !kinds.integer {
         return Some(value);

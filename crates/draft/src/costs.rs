@@ -58,7 +58,7 @@ pub struct StepCosts {
 }
 
 impl StepCosts {
-    /// Takes the time of a step of so many positions.
+    /// Learns the time of a step of `positions` positions.
     pub fn learn(&mut self, positions: u32, us: u32) {
         if positions == 0 || us == 0 {
             return;
@@ -76,8 +76,8 @@ impl StepCosts {
         *weight = (*weight + 1.0).min(MEMORY);
     }
 
-    /// Takes the time of a step of so many positions, of which most are of prompts. It tells what
-    /// arithmetic costs, before a step with many drafts was tried.
+    /// Learns the time of a step of `positions` positions, most of which are of prompts. It bounds
+    /// the cost of arithmetic before a step with many drafts has been measured.
     pub fn learn_prompt(&mut self, positions: u32, us: u32) {
         if positions >= SIZES[SIZES.len() - 1] && us > 0 {
             let us = f64::from(us) / f64::from(positions);
@@ -86,7 +86,8 @@ impl StepCosts {
         }
     }
 
-    /// The expected time of a step of so many positions, at least 1; `None`: no step was measured.
+    /// The expected time of a step of `positions` positions, at least 1; `None`: no step was
+    /// measured.
     #[must_use]
     pub fn us(&self, positions: u32) -> Option<f64> {
         let shape = self.shape()?;

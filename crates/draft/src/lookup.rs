@@ -10,7 +10,7 @@ use crate::shared::{ENOUGH, SharedText};
 
 /// The numbers of tokens by which occurrences are found, the longest first.
 const LENGTHS: [usize; 3] = [8, 4, 2];
-/// The largest length of a match that is told apart from longer ones.
+/// The largest length of a match that is distinguished from longer ones.
 pub(crate) const LONGEST: usize = 32;
 
 /// The origin of drafts.
@@ -126,14 +126,14 @@ impl History {
     pub fn new(prediction: &[i32], prompt: &[i32]) -> Self {
         let tokens = [prediction, prompt].concat();
         let mut places = Places::with_capacity(tokens.len());
-        // What follows the last place is not known. A lookup notes it when it is.
+        // The last n-gram has no continuation yet. A lookup records it once there is one.
         for end in 2..tokens.len() {
             places.note(end, &&tokens[..]);
         }
         Self { tokens, predicted: prediction.len(), places }
     }
 
-    /// Bytes of memory that the index of so many tokens takes, at most.
+    /// The most bytes of memory that the index of `tokens` tokens takes.
     #[must_use]
     pub fn bytes(tokens: usize) -> usize {
         // A table has up to 16/7 places an entry, each of 4 bytes and one of control.

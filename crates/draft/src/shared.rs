@@ -1,8 +1,8 @@
 //! The texts that requests of the same salt have generated, in which others find drafts.
 //!
-//! SGLang's n-gram trie is the kin. Here whole texts are kept, with tables of their places: the
-//! longest unused text goes first. A text is never found by a request of another salt: how fast
-//! drafts make an answer tells what the text is.
+//! Similar to SGLang's n-gram trie, but whole texts are kept, with tables of their n-grams: the
+//! longest unused text goes first. A request never finds a text of another salt, because the speed
+//! of an answer would reveal the text that its drafts come from.
 
 use std::fmt;
 use std::sync::Arc;
@@ -97,7 +97,7 @@ impl Texts {
         let Some(text) = self.texts.get_mut(&number) else { return number };
         let before = text.tokens.len();
         text.tokens.extend_from_slice(tokens);
-        // What follows the last place is not known. It is noted with the next tokens.
+        // The last n-gram has no continuation yet. It is recorded with the next tokens.
         let ends = before.max(1)..text.tokens.len();
         self.bytes += tokens.len() * TOKEN_BYTES;
         ends.for_each(|end| self.note(Place { text: number, end: end as u32 }));
@@ -163,8 +163,8 @@ impl fmt::Debug for SharedHistory {
 }
 
 impl SharedHistory {
-    /// An empty one. Texts and tables take at most so many bytes; the tables are allocated at once,
-    /// and touched as they fill.
+    /// An empty history. Texts and tables take at most `most_bytes` bytes; the tables are allocated
+    /// at once, and touched as they fill.
     #[must_use]
     pub fn new(most_bytes: usize) -> Self {
         // With twice the room a table never grows for the sake of removed places.

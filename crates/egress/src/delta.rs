@@ -118,12 +118,12 @@ pub struct Delta {
 }
 
 impl Delta {
-    /// The last word about the choice, as OpenAI says it, decided here for streams and whole
-    /// answers alike. `None` before the end, and after an error.
+    /// The finish reason of the choice in OpenAI's form, decided here for streams and whole answers
+    /// alike. `None` before the end, and after an error.
     ///
     /// A length that cut the answer is never hidden. Otherwise there are calls to make, or the
-    /// answer is complete. Where the client has named the tool, nothing was chosen, and it is
-    /// complete: OpenAI and vLLM say `stop` there (vLLM's #25054).
+    /// answer is complete. Where the client has named the tool, nothing was chosen, and the answer
+    /// is complete: OpenAI and vLLM give `stop` there (vLLM's #25054).
     pub fn finish_reason(&self) -> Option<&'static str> {
         match (self.end.as_ref()?, self.called) {
             (End::Error(_), _) => None,

@@ -193,7 +193,7 @@ impl Chunks {
         usage: Option<Usage>,
         out: &mut Vec<u8>,
     ) -> serde_json::Result<()> {
-        // With `include_usage`, chunks without it say so: null.
+        // With `include_usage`, chunks without usage have null.
         let usage = self.streaming.include_usage.then_some(usage);
         let Some(prepared) = &self.prepared else {
             return event(&WholeChunk { head: &self.head, choices: choice.as_slice(), usage }, out);

@@ -92,7 +92,7 @@ struct ToldPrompt {
 }
 
 impl PromptLogprobGate {
-    /// Makes the state for prompts with so many choices each.
+    /// Makes the state for prompts with the given numbers of choices.
     pub fn new(choices: impl Iterator<Item = u32>) -> Self {
         let (mut all, mut prompts) = (Vec::new(), Vec::new());
         for (prompt, n) in choices.enumerate() {
@@ -124,7 +124,7 @@ impl PromptLogprobGate {
         held.filter(|(_, delta)| *delta != Delta::default()).collect()
     }
 
-    /// The log-probabilities of a choice's prompt that were told so far.
+    /// The log-probabilities of a choice's prompt so far.
     pub fn told(&self, choice: u32) -> &Arc<PromptLogprobList> {
         &self.prompts[self.choices[choice as usize].0].logprobs
     }

@@ -68,7 +68,7 @@ pub struct EngineConfig {
     /// Tokens from one kept recurrent state of a request to the next; 0: states are kept only where
     /// prompts, answers and cached prefixes end.
     pub state_interval: u32,
-    /// True if the model has recurrent layers, also where its hand does not say so.
+    /// True if the model has recurrent layers, also where its hand does not report it.
     #[serde(skip)]
     pub is_recurrent: bool,
     /// Places for adapters; 0: there are none.
@@ -137,7 +137,7 @@ impl Default for DraftConfig {
     }
 }
 
-/// The use of the tier of host memory. The hand tells its size.
+/// Settings of the tier of host memory. The hand reports its size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct HostConfig {
     /// The time at which blocks are saved.
@@ -170,10 +170,10 @@ impl Default for HostConfig {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Preemption {
-    /// They are copied from the host tier.
+    /// Copy KV from the host tier.
     #[default]
     Restore,
-    /// They are computed again.
+    /// Compute KV again.
     Recompute,
 }
 

@@ -104,7 +104,7 @@ impl EngineHandle {
     /// Checks a request, and gives it a place in the queue.
     ///
     /// # Errors
-    /// As for [`Self::submit`].
+    /// Those of [`Self::submit`].
     pub fn enter(&self, request: EngineRequest) -> Result<Entrant, SubmitError> {
         let shared = &self.shared;
         if shared.draining.load(Ordering::Acquire) {

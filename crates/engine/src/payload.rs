@@ -18,7 +18,7 @@ pub trait Payloads: Send + Sync {
     fn on_freed(&self, notify: Box<dyn Fn() + Send + Sync>);
 }
 
-/// A reserved part of the room. To drop it gives it back.
+/// A reserved part of the arena. Dropping it gives it back.
 pub trait Payload: Debug + Send + Sync {
     /// The beginning of the payload, as plans name it.
     fn offset(&self) -> u32;

@@ -29,8 +29,8 @@ pub enum PictureError {
 /// The end of a placement: the payload whose first bytes are the patches.
 pub type Placed = Result<Arc<dyn Payload>, PictureError>;
 
-/// The duty to report the place of an image's patches, or that there are none. To drop it reports a
-/// failure.
+/// The duty to report the place of an image's patches, or that there are none. Dropping it reports
+/// a failure.
 pub struct Placement(Option<Box<dyn FnOnce(Placed) + Send>>);
 
 impl Debug for Placement {

@@ -46,7 +46,7 @@ impl EngineRequest {
 pub struct Preference {
     /// Requests with the same key go to the same replica, as long as that replica is up.
     pub key: Option<Arc<str>>,
-    /// The number of the wanted replica.
+    /// The number of the requested replica.
     pub replica: Option<u32>,
 }
 
@@ -106,15 +106,15 @@ pub(crate) struct Arrival {
     pub(crate) place: Place,
 }
 
-/// The other replicas, for an engine. The engine thread calls this, and must not wait for another
-/// engine.
+/// An engine's access to the other replicas. The engine thread calls this, and must not wait for
+/// another engine.
 pub trait Peers: Send {
     /// Notes that the engine's hand takes plans from now on, or is gone.
     fn up(&self, up: bool);
     /// True if another replica's hand takes plans.
     fn others_up(&self) -> bool;
     /// True if another replica serves, or may again: all replicas except failed ones. An engine
-    /// asks after it has failed and its status says so. If several fail at the same time, at least
+    /// asks after it has failed and its status is set. If several fail at the same time, at least
     /// one of them learns that none is left.
     fn others_live(&self) -> bool;
     /// Takes over requests of an engine that has lost its hand. Gives back the requests that no
@@ -337,7 +337,7 @@ pub struct Facts {
     pub prompt_length: u32,
     /// Tokens of a page.
     pub page_size: u32,
-    /// The facts as the hand told them.
+    /// The facts that the hand reported.
     #[serde(flatten)]
     pub hand: Ready,
 }
@@ -388,14 +388,14 @@ pub struct HandStats {
     pub restored_bytes: u64,
 }
 
-/// What becomes of the requests that are there when a pause begins.
+/// The treatment of live requests when a pause begins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PauseMode {
-    /// They are aborted.
+    /// Abort them.
     Abort,
-    /// They are finished before the pause begins; others that come wait.
+    /// Finish them before the pause begins; new ones wait.
     Wait,
-    /// They stay where they are, with their pages.
+    /// Keep them where they are, with their pages.
     Keep,
     /// Those that run wait for their turn again, without pages. Their blocks are cached.
     Retract,
@@ -405,8 +405,8 @@ pub enum PauseMode {
 /// if the pause does before it has begun.
 pub type PauseReply = Box<dyn FnOnce(usize) + Send>;
 
-/// Gets the outcome of a reload. The error says why the hand could not start with the weights. It
-/// has started again with the old ones.
+/// Gets the outcome of a reload. The error has the reason why the hand could not start with the
+/// weights. It has started again with the old ones.
 pub type ReloadReply = Box<dyn FnOnce(Result<(), String>) + Send>;
 
 /// An order of other weights.

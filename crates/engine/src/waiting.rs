@@ -63,7 +63,7 @@ impl Rate {
         self.tokens = self.tokens.saturating_add(tokens);
     }
 
-    /// Seconds until so many tokens have left, as fast as they did of late.
+    /// Seconds until `tokens` tokens have left the queue, at its recent rate.
     fn seconds_for(&self, tokens: u64, now_us: u64) -> u64 {
         let measured = u128::from(self.tokens) + u128::from(self.before.0);
         let micros = now_us.saturating_sub(self.since_us).saturating_add(self.before.1);
@@ -209,7 +209,7 @@ mod tests {
     #[test]
     fn the_time_to_wait_is_that_of_what_waits() {
         let waiting = WaitingPlaces::default();
-        // Nobody waited for an hour, which says nothing of how fast the queue moves.
+        // An hour without requests is no measure of how fast the queue moves.
         let start = 3600 * SECOND;
         for _ in 0..50 {
             waiting.enter(place(1), 1000, start).expect("room");

@@ -29,7 +29,7 @@ const ATTEMPT: Duration = Duration::from_secs(3);
 /// The least number of bytes that a file takes.
 const LEAST: usize = 64 << 10;
 
-/// Asked before a file takes so many bytes in all; false: there is no room.
+/// Called before a file grows to this many bytes in all; false: there is no room.
 pub(crate) type Room<'a> = &'a mut (dyn FnMut(usize) -> bool + Send);
 
 /// An answer, and the task that reads it from the connection.

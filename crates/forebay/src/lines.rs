@@ -131,7 +131,7 @@ fn write_all(
     for message in messages {
         match message {
             Message::Line(line) => {
-                // Nobody can be told that stderr is broken.
+                // There is nowhere to report that stderr is broken.
                 let _ = out.write_all(&line);
                 waiting.fetch_sub(line.len(), Ordering::Relaxed);
             }

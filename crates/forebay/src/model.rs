@@ -43,8 +43,8 @@ pub(crate) struct Model {
     /// The way from an image to patches; `None`: the model takes none.
     #[serde(default)]
     pub(crate) images: Option<Images>,
-    /// What transformers' code, which computes the model, needs of the engine; `None`: native code
-    /// computes it.
+    /// What the engine must know of transformers' modelling code; `None`: native code computes the
+    /// model.
     #[serde(default)]
     pub(crate) called: Option<Called>,
     /// The folder for files that Forebay makes of models.
@@ -128,7 +128,7 @@ pub(crate) struct Pooling {
     pub(crate) kind: String,
     pub(crate) size: u32,
     pub(crate) normalize: bool,
-    /// What makes answers of scores.
+    /// Activation that turns the model's scores into answers.
     pub(crate) function: Function,
     /// The names of labels, one for each score; none: the model makes vectors.
     pub(crate) labels: Vec<String>,
@@ -137,7 +137,7 @@ pub(crate) struct Pooling {
     pub(crate) max_length: Option<u32>,
 }
 
-/// The mean of the states of a model whose positions see only earlier ones.
+/// The mean of the states of a model with causal attention.
 const CAUSAL_MEAN: &str = "causal_mean";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, Serialize)]
@@ -157,8 +157,8 @@ pub(crate) enum Function {
 }
 
 impl Pooling {
-    /// True if every position sees the whole prompt. The model then keeps nothing, and its prompts
-    /// can't be cut into chunks.
+    /// True if attention is not causal: every position attends to the whole prompt. The model then
+    /// keeps nothing, and its prompts can't be cut into chunks.
     pub(crate) fn whole_prompts(&self) -> bool {
         !matches!(self.kind.as_str(), "last" | CAUSAL_MEAN)
     }
@@ -196,7 +196,7 @@ impl Model {
         }
     }
 
-    /// The part that a hand is told.
+    /// The part that a hand gets in the handshake.
     pub(crate) fn told(&self) -> Value {
         json!({
             "format": self.format,
@@ -252,7 +252,7 @@ impl Model {
         Ok(named.and_then(|item| item["template"].as_str()).map(str::to_owned))
     }
 
-    /// The other special tokens that chat templates may name as variables.
+    /// Special tokens that chat templates may name as variables, in addition to BOS and EOS.
     pub(crate) fn named_special_tokens(&self) -> BTreeMap<String, String> {
         let content = |value: &Value| match value {
             Value::String(text) => Some(text.clone()),
@@ -315,7 +315,7 @@ pub(crate) fn fetch(
     let named = ModelName::parse(name, source.revision).with_context(missing)?;
     let mut found = hub.find(&named, weights).with_context(missing)?;
     if !found.is_complete() {
-        // A model that can't be run should say so before gigabytes are downloaded.
+        // A model that can't be run should be refused before gigabytes are downloaded.
         describe(&found, false)?;
         hub.complete(&mut found).with_context(missing)?;
     }
@@ -392,7 +392,7 @@ fn describe_any(
             Err(error) if may_have_tokenizer(found) => {
                 let made = match ask(python, found, cache, false) {
                     Ok(answer) => answer.tokenizer,
-                    // Without an interpreter this program says itself what is wrong.
+                    // Without an interpreter this program reports the fault itself.
                     Err(failed) if without_interpreter(&failed) => None,
                     Err(failed) => return Err(failed.context(missing())),
                 };

@@ -19,8 +19,8 @@ use crate::{hands, worker};
 /// them.
 pub(crate) type Elsewhere = (Option<Arc<dyn Site>>, Option<Placed>);
 
-/// Begins to listen for hands on other machines, on a thread of its own. Has outposts placed if the
-/// flags want that.
+/// Begins to listen for hands on other machines, on a thread of its own. Starts outposts in a
+/// cluster if the flags ask for that.
 ///
 /// # Errors
 /// The address is not available, the token's files are invalid, or there is no cluster.

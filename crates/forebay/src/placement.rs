@@ -21,7 +21,7 @@ const PAUSE: Duration = Duration::from_secs(5);
 /// The time that Ray may take to release everything. The process gives up before.
 const PATIENCE: Duration = Duration::from_secs(15);
 
-/// The hands that are wanted of Ray. `forebay.place.ray` reads it.
+/// The hands that are requested from Ray. `forebay.place.ray` reads it.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Asked {
     pub(crate) replicas: u32,
@@ -153,7 +153,7 @@ fn join(python: &Path, asked: &Asked) -> Result<(Joined, IpAddr)> {
         bail!("{shown} has no pipes");
     };
     let mut answers = BufReader::new(answers);
-    // One that has ended says nothing, which is noticed next.
+    // A process that has ended does not answer, which is noticed next.
     let _ = send(&mut orders, asked);
     let mut line = String::new();
     answers.read_line(&mut line)?;

@@ -53,9 +53,9 @@ const NO_GGUF_ENDS: [(&str, &[&[&str]]); 2] = [
     ("</s>", &[&["<|tool_response>"]]),
 ];
 
-/// The ids that end a text and that the model can make. The ends of the model's configurations come
-/// first, then those of its tokenizer. Ids that it can't have are told, as a warning: a text with
-/// one of them is refused, and all others are served.
+/// The ids that end a text and that the model can generate. The ends of the model's configurations
+/// come first, then those of its tokenizer. Ids outside the model's vocabulary are logged as a
+/// warning: a text with one of them is refused, and all others are served.
 ///
 /// # Errors
 /// The model generates, and none of the ids that are to end its texts is one of its own: it would

@@ -1,8 +1,8 @@
 //! Arguments of calls that are not written as JSON: in tags, in Python's notation, or in Gemma's.
 //!
 //! A walk makes a rule in the family's own notation for each value of a schema. A schema that can't
-//! be expressed there is an error with its path. If a schema allows more than a rule can say, such
-//! as properties without a name, the rule allows less.
+//! be expressed there is an error with its path. If a schema allows more than a rule can express,
+//! such as properties without a name, the rule allows less.
 
 use std::collections::HashMap;
 
@@ -186,7 +186,7 @@ impl<'a> Arguments<'a> {
                 fields.push(Field { name, schema, path, required: true });
             }
         }
-        // What nothing fits is not written.
+        // Leave out optional fields whose schema no value satisfies.
         fields.retain(|field| field.required || field.schema != &Value::Bool(false));
         fields.sort_by_key(|field| !field.required);
         let others = others.filter(|_| fields.is_empty());
@@ -581,7 +581,7 @@ impl<'a> Arguments<'a> {
     }
 }
 
-/// What may come of `optional` behind something else.
+/// Rules for `optional` fields that follow another field.
 fn after(optional: &[String], comma: &str) -> String {
     optional.iter().map(|rule| format!(" ({comma} {rule})?")).collect()
 }

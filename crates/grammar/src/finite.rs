@@ -79,7 +79,7 @@ impl<'a> Finite<'a> {
         let map = match schema {
             Value::Bool(any) => return Ok(*any),
             Value::Object(map) => map,
-            // No schema at all, which the compiler says.
+            // Not a valid schema: the compiler reports it.
             _ => return Ok(true),
         };
         if self.known.contains(&address(schema)) || depth > DEPTH {
@@ -143,7 +143,7 @@ impl<'a> Finite<'a> {
     }
 }
 
-/// A demand of a schema: so many of these have a finite value.
+/// A demand of a schema: `count` of these have a finite value.
 struct Part<'a> {
     needed: usize,
     /// Schemas with the steps to them; a step that begins with `#` is a reference.

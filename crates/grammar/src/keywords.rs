@@ -2,7 +2,7 @@
 
 use crate::kinds::NUMERIC;
 
-/// Keywords that say nothing about a value.
+/// Keywords that do not restrict a value.
 const SILENT: [&str; 15] = [
     "$schema",
     "$id",
@@ -37,7 +37,7 @@ const KEPT: [&str; 12] = [
 ];
 const KEPT_TOO: [&str; 5] = ["maxItems", "pattern", "minLength", "maxLength", "format"];
 
-/// True if such a notation keeps what the keyword says.
+/// True if such a notation enforces the keyword.
 pub(crate) fn known(key: &str) -> bool {
     let lists = [&SILENT[..], &KEPT[..], &KEPT_TOO[..], &NUMERIC[..]];
     lists.iter().any(|list| list.contains(&key))

@@ -125,7 +125,7 @@ impl<'a> Rewriter<'a> {
             '/' => self.regex(),
             '%' => self.directive(),
             '-' if self.rest.starts_with("->") => {
-                // Names of alternatives say nothing about texts.
+                // Names of alternatives do not affect the text.
                 self.take(2);
                 self.take_while(char::is_whitespace);
                 self.take_while(in_name);
@@ -136,7 +136,7 @@ impl<'a> Rewriter<'a> {
                 self.name();
                 Ok(())
             }
-            // What Lark does with trees is nothing to a text.
+            // Lark's tree modifiers do not change the text that a rule matches.
             '!' | '?' if self.begins_line() => {
                 self.take(1);
                 Ok(())

@@ -95,8 +95,8 @@ impl fmt::Debug for Rules {
 }
 
 impl Rules {
-    /// The rules of an answer whose first tokens are `said`. Their matcher is made later, and only
-    /// then it is seen whether they fit.
+    /// The rules of an answer whose first tokens are `said`. Their matcher is created later, and
+    /// only then are these tokens checked.
     pub(crate) fn new(
         template: Option<&Arc<Template>>,
         reasoning: Option<Reasoning>,
@@ -405,8 +405,8 @@ impl Follower {
         Ok(running)
     }
 
-    /// Goes back to where it had so many tokens. Gives the matcher if that can't, and a new one is
-    /// needed.
+    /// Rolls back to the state after `tokens` tokens. Returns the matcher if it cannot roll back,
+    /// and a new one is needed.
     fn go_back(&mut self, tokens: usize) -> Option<Box<RunningMatcher>> {
         self.said.truncate(tokens);
         let running = self.running.as_mut()?;

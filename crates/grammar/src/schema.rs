@@ -12,7 +12,7 @@ use crate::size;
 use crate::source::{SCHEMA_DEPTH, Whitespace};
 use crate::work::Work;
 
-/// llguidance's own options in a schema. They could switch off checks that the operator wants.
+/// llguidance's own options in a schema. They could switch off checks that the operator relies on.
 const OPTIONS: &str = "x-guidance";
 /// Bounds of numbers that llguidance counts in 64 bits with a sign.
 const BOUNDS: [&str; 4] = ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"];

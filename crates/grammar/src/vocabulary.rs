@@ -28,7 +28,7 @@ const LIMITS: ParserLimits = ParserLimits {
     max_lexer_states: 50_000,
     max_grammar_size: 300_000,
     precompute_large_lexemes: true,
-    // Errors are shown to clients: the parser's state says nothing to them.
+    // Errors are shown to clients: the parser's state is useless to them.
     verbose_errors: false,
 };
 

@@ -13,8 +13,8 @@ pub(crate) fn keep(config: &mut HandConfig, facts: &Ready) {
     }
 }
 
-/// Has the next hand take so many pages and host pages, and state pages in the same proportion. The
-/// memory of a GPU is not the memory that ran out.
+/// Limits the next hand to `pages` pages and `host_pages` host pages, with state pages in the same
+/// proportion. On a GPU only host memory had run out: the device's pages stay.
 pub(crate) fn lower(config: &mut HandConfig, pages: u32, host_pages: u32) {
     if config.device != "cuda" {
         let tokens = u64::from(pages) * u64::from(config.page_size);

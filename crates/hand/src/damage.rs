@@ -14,7 +14,7 @@ const EXTREMES: [u32; 9] = [0, 1, 2, 1 << 16, 1 << 20, 1 << 26, (1 << 26) + 1, 1
 /// Bytes that mean something in JSON, or are no text.
 const TELLING: &[u8] = b"{}[]\",:0-e\\u\xff";
 
-/// Messages of a test: so many, or as many as `make test-fuzz-outposts` wants.
+/// Messages of a test: the ordinary number, or the one that `make test-fuzz-outposts` sets.
 pub(crate) fn messages(ordinary: u64) -> u64 {
     let told = std::env::var("FOREBAY_FUZZED_MESSAGES").ok();
     told.map_or(ordinary, |text| text.parse().expect("a number of messages"))

@@ -112,7 +112,7 @@ pub struct HandExecutor {
     /// The memory of each rank's host tier, or of all; none: there is no tier. They are anonymous
     /// files, which the next hand of a rank finds as the last one left them.
     host: Vec<OwnedFd>,
-    /// What some ranks have ended beside their steps, and others have not.
+    /// Copies and loads that some ranks have ended, and others have not.
     merger: ResultMerger,
     /// Arena regions of the plans in flight, oldest first.
     regions: VecDeque<Vec<Region>>,
@@ -543,7 +543,7 @@ impl Executor for HandExecutor {
     fn stop(&mut self) {
         if let Ok(order) = encode_json(Kind::Shutdown, "") {
             for rank in &mut self.ranks {
-                // A rank that can't be told is ended all the same.
+                // A rank whose socket is broken is ended all the same.
                 let _ = rank.writer.send(&mut rank.socket, &order);
             }
         }

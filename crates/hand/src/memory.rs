@@ -21,7 +21,7 @@ pub struct HostMemories {
 }
 
 impl HostMemories {
-    /// The memories of so many groups of one rank, of which each lends to all others.
+    /// The memories of `replicas` groups of one rank each. Each lends to all others.
     ///
     /// # Errors
     /// The system gives no such memory.
@@ -59,7 +59,7 @@ impl HostMemories {
     }
 }
 
-/// Memory for the host tiers of so many ranks.
+/// Memory for the host tiers of `world` ranks.
 ///
 /// # Errors
 /// The system gives no such memory.

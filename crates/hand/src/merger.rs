@@ -9,7 +9,7 @@ use forebay_protocol::{CopyEnd, CopyTiming, FrameError, PlaceEnd, StepResult};
 
 use crate::frames::StreamError;
 
-/// What ranks have reported of something that not all of them have ended.
+/// Reports of ranks on something that not all ranks have ended.
 #[derive(Debug, Default)]
 struct Reports {
     /// The ranks that have ended it.
@@ -113,7 +113,7 @@ impl ResultMerger {
         Ok(vec![joined])
     }
 
-    /// The time of copies since it was told last: that of the rank that was busy the longest.
+    /// The time of copies since the last report: that of the rank that was busy the longest.
     fn tell_busy(&mut self) -> CopyTiming {
         let longest =
             |of: fn(&CopyTimes) -> u64| self.busy.iter().map(of).max().unwrap_or_default();

@@ -98,7 +98,7 @@ fn limit(command: &mut Command, machine: &Machine, cpus: &[usize]) {
     }
 }
 
-/// A spawned rank and its process group. To drop it kills the group.
+/// A spawned rank and its process group. Dropping it kills the group.
 #[derive(Debug)]
 pub struct RankProcess {
     child: Child,

@@ -19,7 +19,7 @@ pub fn take_short_turns(thread: Pid) -> io::Result<()> {
     let attributes = libc::sched_attr {
         size: size_of::<libc::sched_attr>() as u32,
         sched_policy: libc::SCHED_OTHER as u32,
-        // What it starts, a hand with its arithmetic, is to have turns of the usual length.
+        // Threads of the hand, which this thread starts, get slices of the usual length.
         sched_flags: libc::SCHED_FLAG_RESET_ON_FORK as u64,
         sched_nice: niceness,
         sched_priority: 0,

@@ -39,7 +39,7 @@ struct WaitingQuestion {
     rank: usize,
     id: u64,
     keys: Vec<String>,
-    /// The value of the first key is wanted.
+    /// True if the request asks for the first key's value.
     wants_value: bool,
 }
 
@@ -87,7 +87,7 @@ impl Store {
             StoreOp::CompareSet { key, expected, value } => {
                 let (expected, value) = (decoded(&expected)?, decoded(&value)?);
                 let is_expected = match self.values.get(&key) {
-                    // As PyTorch's stores have it: nothing is there, and nothing is expected.
+                    // As in PyTorch's stores, a missing key matches an empty expected value.
                     None => expected.is_empty(),
                     Some(there) => *there == expected,
                 };

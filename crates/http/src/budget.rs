@@ -196,7 +196,7 @@ impl Charge {
         if bytes > self.bytes() { self.set(bytes) } else { Ok(()) }
     }
 
-    /// Charges an answer of which so many bytes wait, in steps.
+    /// Charges an answer of which `bytes` bytes wait, in steps.
     ///
     /// # Errors
     /// As [`Charge::set`].

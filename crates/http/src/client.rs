@@ -1,8 +1,8 @@
 //! The client of a request, whose share is counted.
 //!
 //! A client is an API key if keys are required, and an address otherwise. An IPv6 client can choose
-//! addresses from a whole /64, so that is one client. Behind a trusted proxy, the proxy tells the
-//! address.
+//! addresses from a whole /64, so that is one client. Behind a trusted proxy, the proxy's header
+//! has the address.
 
 use std::convert::Infallible;
 use std::hash::{BuildHasher, RandomState};

@@ -75,7 +75,7 @@ impl Connections {
                     Err(error) => self.recover(listener, &error).await,
                 },
                 Some(ended) = self.tasks.join_next() => match ended {
-                    // What the connection held has been dropped: its request is aborted.
+                    // The panic has dropped the connection's state, so its request is aborted.
                     Err(error) if error.is_panic() => {
                         tracing::error!(%error, "a connection's task panicked");
                     }

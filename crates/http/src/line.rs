@@ -200,7 +200,7 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let socket = listener.accept().await.unwrap().0;
-        // The runtime has to see once that the socket takes data.
+        // The runtime must register once that the socket is writable.
         socket.writable().await.unwrap();
         (Line::new(Socket::Tcp(socket)), client)
     }
@@ -265,7 +265,7 @@ mod tests {
         drop(client);
         io.0.closed().await;
         line.ask();
-        // The reset may be seen by either of them first.
+        // Either of them may notice the reset first.
         let flushed = io.flush().await;
         if flushed.is_ok() && line.is_open() {
             assert_eq!(line.write(b"chunk"), WriteOutcome::Waiting);

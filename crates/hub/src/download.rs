@@ -221,7 +221,7 @@ impl Downloader<'_> {
             return Ok(());
         }
         let response = match self.client.get(path, state.position).await {
-            // What is here is more than there is.
+            // 416: the local part is longer than the remote file.
             Err(Trouble::Status(refusal)) if refusal.status == 416 => {
                 return Err(state.other("it has no such bytes".to_owned()));
             }
@@ -230,7 +230,7 @@ impl Downloader<'_> {
         let (mut response, own) = response;
         let etag =
             header(&response, LINKED_ETAG).or_else(|| header(&response, ETAG).filter(|_| own));
-        // Of what can be hashed, the hash says more.
+        // A hash is a stronger check, where there is one.
         if let Some(etag) = etag.map(plain)
             && state.hashes.contexts.is_empty()
             && etag != announced.etag

@@ -80,7 +80,7 @@ impl Progress {
             bar.set_message(short(name));
             bar.set_position(start);
             bar.reset_eta();
-            // So that a server that falls silent is seen.
+            // Redraw at intervals, so that a silent server is visible.
             bar.enable_steady_tick(Duration::from_millis(250));
             bar
         });
@@ -114,7 +114,7 @@ impl Progress {
         if self.bars.is_some() || millis < last + EVERY.as_millis() as u64 {
             return;
         }
-        // One of the tasks says it.
+        // Only one of the tasks logs it.
         if self.said.compare_exchange(last, millis, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
             self.line();
         }
@@ -178,7 +178,7 @@ impl Drop for FileProgress<'_> {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
         }
-        // What was not finished is not said to be 100 %.
+        // An interrupted download does not show 100 %.
         if self.position < self.length {
             self.all.total.fetch_sub(self.length, Ordering::Relaxed);
             self.all.here.fetch_sub(self.position, Ordering::Relaxed);

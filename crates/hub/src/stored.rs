@@ -171,7 +171,7 @@ pub fn remove(removal: &Removal) -> Result<u64, HubError> {
     Ok(removal.bytes)
 }
 
-/// Takes the lock of each download. Somebody else's says that one is running.
+/// Takes the lock of each download. A lock that is held means that a download is running.
 fn hold_locks(repository: &RepositoryFolder) -> Result<Vec<File>, HubError> {
     let Ok(entries) = fs::read_dir(repository.locks()) else { return Ok(Vec::new()) };
     let mut held = Vec::new();

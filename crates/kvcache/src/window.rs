@@ -29,7 +29,8 @@ impl WindowPool {
         Self { pool: PagePool::new(pages), tail }
     }
 
-    /// The number of last blocks of a prefix that are needed to go on behind it, if it has so many.
+    /// The number of a prefix's last blocks that are needed to continue it, if the prefix is that
+    /// long.
     #[must_use]
     pub fn tail(&self) -> usize {
         self.tail

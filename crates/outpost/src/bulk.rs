@@ -73,7 +73,7 @@ pub(crate) async fn send(
     }
 }
 
-/// Writes what comes where it belongs, and says so, until the connection ends.
+/// Writes incoming bytes to their places and acknowledges them, until the connection ends.
 ///
 /// # Errors
 /// Always: the connection broke, or something else than a piece came.

@@ -23,7 +23,7 @@ pub(crate) enum News {
 pub(crate) struct Blocks {
     index: Mutex<PrefixIndex<BlockHash>>,
     news: Receiver<News>,
-    /// The other end, to be cloned.
+    /// The sending end, to be cloned.
     pub(crate) lane: Sender<News>,
     page_size: u64,
 }

@@ -169,7 +169,7 @@ impl Dispatch {
         drifted(self.ledger.loads(), |at| self.open(at))
     }
 
-    /// True if a request with so many uncached tokens gains by a move.
+    /// True if a request with this many uncached tokens gains by a move.
     pub(crate) fn move_pays(&self, from: usize, to: usize, uncached: u64) -> bool {
         let loads = self.ledger.loads();
         self.open(to) && move_pays(&loads[from], &loads[to], uncached)

@@ -26,9 +26,8 @@ use crate::status::{ReplicaReport, combined_facts, combined_stats, combined_stat
 pub struct ReplicasConfig {
     /// The policy.
     pub load_balance_method: Method,
-    /// The time between two looks at the replicas' own numbers, with nothing known in between; 0:
-    /// exact loads. Otherwise the policy is that of [`forebay_balance::Budget`], and there to be
-    /// measured against.
+    /// The interval at which the replicas' own numbers are read, with nothing known in between; 0:
+    /// exact loads. Otherwise the policy is that of [`forebay_balance::Budget`], for comparison.
     #[serde(serialize_with = "as_seconds")]
     pub load_watch_interval: Duration,
     /// True if queued requests move to a replica with less to do. It has no effect with roles.
@@ -407,7 +406,7 @@ impl Shared {
         self.engines.get().map_or(&[], Vec::as_slice)
     }
 
-    /// Full blocks of so many tokens.
+    /// The number of full blocks in this many tokens.
     pub(crate) fn blocks_in(&self, tokens: u64) -> usize {
         self.naming.as_ref().map_or(0, |(_, size)| tokens as usize / size)
     }
@@ -541,7 +540,7 @@ impl Shared {
             self.note_room(&mut dispatch, at);
         }
         self.press(&mut dispatch);
-        // What it has lent is in its own tiers.
+        // A loan from this replica is void: the blocks are in its own tiers.
         request.loan.take_if(|loan| loan.lender() as usize == at);
         // Under the lock, so that an abort goes to where the request is.
         self.engines()[at].adopt(orphan);

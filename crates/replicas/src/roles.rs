@@ -41,7 +41,7 @@ impl LocalCounts {
     }
 }
 
-/// The roles of so many replicas at the start; without a division each has both.
+/// The roles of `replicas` replicas at the start; without a division each has both.
 pub(crate) fn at_start(pd: Option<PdConfig>, replicas: usize) -> Vec<Role> {
     let of = |at: usize| match pd {
         None => Role::Both,

@@ -53,7 +53,7 @@ impl Scheduler {
             let mut tokens = sampled.by_ref().take(count);
             let prompt = prompts.take(row);
             if self.roster.requests.get(row.handle).is_none() {
-                // They are nobody's.
+                // No request owns these rows any more.
             } else if error != ROW_OK {
                 self.not_finite(row.handle, events);
             } else if let Some(vector) = vector {

@@ -30,7 +30,7 @@ pub enum DecodeGap {
 }
 
 impl Serialize for DecodeGap {
-    /// As the flag has it: `off`, `auto`, or milliseconds.
+    /// In the flag's form: `off`, `auto`, or milliseconds.
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         match self {
             Self::Off => serializer.serialize_str("off"),
@@ -156,7 +156,7 @@ impl StateCache {
     /// The default of `interval`.
     pub const INTERVAL: u32 = 4096;
 
-    /// The `weight` of states of so many bytes; 1 if the bytes of a page are not known.
+    /// The `weight` of a state of `state_bytes` bytes; 1 if the bytes of a page are not known.
     #[must_use]
     pub fn weight_of(state_bytes: u64, page_bytes: u64) -> u32 {
         let pages = state_bytes.checked_div(page_bytes).unwrap_or(1);

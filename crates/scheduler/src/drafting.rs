@@ -1,4 +1,4 @@
-//! What is learned of drafts, and what is known of those of a step.
+//! The outcomes of drafts, and the drafts of a step.
 
 use forebay_draft::{DecodeStep, DraftBudget, DraftOffer};
 use forebay_protocol::StepTiming;

@@ -126,7 +126,7 @@ impl Scheduler {
             *counter += 1;
         }
         let Some(RowDrafts { id, found, forced, .. }) = row.drafts else { return };
-        // What is certain says nothing of the rest.
+        // Forced drafts are always right, and tell nothing about the others.
         let outcome = (drafted > forced && accepted >= forced).then(|| {
             let (drafted, accepted) = (drafted - forced, accepted - forced);
             (self.drafting.budget.drafts_ended(found, drafted, accepted), accepted)
@@ -162,8 +162,8 @@ impl Scheduler {
         }
     }
 
-    /// Has a request expect its next tokens, after new ones in a step with so many `rows`. The form
-    /// of a masked one is asked first ([`Self::expect_masked`]).
+    /// Records the expected next tokens of a request, after new ones in a step with `rows` rows. A
+    /// masked request tries its forced tokens first ([`Self::expect_masked`]).
     pub(crate) fn expect(&mut self, handle: Handle, rows: u32) {
         if self.config.drafts.is_none() {
             return;

@@ -14,7 +14,7 @@ pub(crate) struct RowDrafts {
     /// The request.
     pub(crate) id: u64,
     pub(crate) found: DraftMatch,
-    /// The first so many are certain.
+    /// The number of leading drafts that are certain.
     pub(crate) forced: u32,
 }
 
@@ -24,7 +24,7 @@ pub(crate) struct RowDrafts {
 struct Comparison {
     found: DraftMatch,
     drafts: Vec<i32>,
-    /// The first so many have come.
+    /// The number of leading drafts that were confirmed.
     right: usize,
 }
 
@@ -34,7 +34,7 @@ pub(crate) struct ExpectedDrafts {
     pub(crate) tokens: Vec<i32>,
     /// `None`: it expects nothing.
     pub(crate) found: Option<DraftMatch>,
-    /// The first so many are certain.
+    /// The number of leading drafts that are certain.
     pub(crate) forced: u32,
     /// Its acceptance, relative to that of all requests.
     ratio: f64,

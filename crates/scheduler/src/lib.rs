@@ -291,9 +291,9 @@ impl Scheduler {
         self.turns.unblock();
     }
 
-    /// Goes on with other numbers of pages, because the hand came back with so many.
-    /// All blocks are forgotten. The caller has called [`Self::reset`] or its like. Each live
-    /// request has to fit into the pages if it runs alone.
+    /// Goes on with other numbers of pages, after the hand came back with these. All blocks are
+    /// forgotten. The caller has called [`Self::reset`] or its like. Each live request has to fit
+    /// into the pages if it runs alone.
     pub fn resize(&mut self, counts: PageCounts) {
         debug_assert!(self.in_flight() == 0 && self.roster.residents.is_empty(), "it was reset");
         self.memory.resize(counts);

@@ -191,7 +191,7 @@ impl Scheduler {
         };
         entry.computed = end;
         entry.total += u32::from(want.samples());
-        // What a row that sat out has computed was saved with it.
+        // A row that sat out has computed its last position, which was saved with it.
         let fresh = start + u32::from(std::mem::take(&mut entry.repeats));
         if let Some(residence) = entry.residence.as_mut() {
             residence.last_step = flight.step;

@@ -79,7 +79,7 @@ impl Scheduler {
         }
         self.leaving.clear();
         for (handle, entry) in self.roster.requests.iter_mut() {
-            // What was not saved is lost, and it gives another token here.
+            // The unsaved positions are lost, and the request samples again here.
             entry.leaving = false;
             entry.total = entry.known();
             if entry.request.held {

@@ -57,7 +57,7 @@ impl<T> Retirement<T> {
         self.awaited_before(step).next().is_some()
     }
 
-    /// What comes back with a step before this one.
+    /// The results that are due with a step before this one.
     pub(crate) fn awaited_before(&self, step: u64) -> impl Iterator<Item = &T> {
         self.retired.iter().filter(move |&&(last, _)| last < step).map(|(_, thing)| thing)
     }

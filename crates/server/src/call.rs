@@ -32,7 +32,7 @@ use crate::submission::Submission;
 /// Choices that are submitted before the HTTP thread looks after others.
 pub(crate) const CHOICES_A_TURN: usize = 16;
 
-/// Engine requests of one client request: all choices of all prompts. To drop it aborts those that
+/// Engine requests of one client request: all choices of all prompts. Dropping it aborts those that
 /// have not ended. So a client that has gone frees its slots and pages, with a stream as with a
 /// whole response.
 pub(crate) struct Call {

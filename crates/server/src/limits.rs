@@ -160,7 +160,7 @@ async fn read_frames(
     charge: &Charge,
 ) -> Result<(Pieces, Option<Turn>), ApiError> {
     let hint = body.size_hint();
-    // What is declared was compared with the limit, and has to fit an empty server.
+    // A declared size was compared with the limit, and has to fit into an empty server.
     let size = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
     charge.check(unread(size(hint.lower())))?;
     let most = hint.upper().map_or(usize::MAX, size);
@@ -280,7 +280,7 @@ mod tests {
         assert_eq!(over.unwrap_err(), ApiError::BodyTooLarge { limit: (3 << 20) - 1, flag });
         let wrong = read(b"{}".to_vec(), 100).await.unwrap_err();
         assert!(wrong.to_string().contains("gzip"), "{wrong}");
-        // What it becomes is charged, too.
+        // The parsed request is charged, too.
         let budget = ByteBudget::new(1 << 20);
         let headers = HeaderMap::from_iter([(CONTENT_ENCODING, HeaderValue::from_static("gzip"))]);
         let upload = Upload { inflater: Inflater::of(&headers), ..upload(gzip(&large)) };

@@ -139,7 +139,7 @@ pub async fn serve(
         }
     };
     connections.close(patience).await;
-    // What it has not answered is computed after the next start.
+    // Unanswered requests are computed after the next start.
     computing.iter().for_each(AbortHandle::abort);
     Ok(())
 }

@@ -74,7 +74,7 @@ impl PageBytes {
 pub struct Bus(Arc<Mutex<f64>>);
 
 impl Bus {
-    /// Takes the bus for so long, from `from_us` on at the earliest. Gives the end.
+    /// Occupies the bus for `us` microseconds, from `from_us` on at the earliest. Returns the end.
     fn take(&self, from_us: u64, us: f64) -> u64 {
         let mut busy_until = self.0.lock();
         *busy_until = busy_until.max(from_us as f64) + us;
@@ -94,7 +94,7 @@ pub struct CopyEngines {
 }
 
 impl CopyEngines {
-    /// Engines for pages of so many bytes.
+    /// Engines for pages of `bytes` bytes.
     #[must_use]
     pub fn new(model: CopyModel, bytes: PageBytes) -> Self {
         Self { model, bytes, ..Self::default() }
@@ -112,7 +112,7 @@ impl CopyEngines {
         self.busy_until[0]
     }
 
-    /// Something else uses the way to the device for so long.
+    /// Other traffic occupies the bus to the device for `us` microseconds.
     pub fn delay_restores(&mut self, us: u64) {
         self.busy_until[1] += us;
     }

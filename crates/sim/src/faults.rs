@@ -49,7 +49,7 @@ impl SimControl {
         self.change(|faults| faults.kill = Some(Signal::Died(why)));
     }
 
-    /// Has memory run out in every later step of a group with more pages than so many.
+    /// Makes memory run out in every later step of a group with more than `pages` pages.
     pub fn starve(&self, pages: u32) {
         self.change(|faults| faults.starves_from = Some(pages));
     }

@@ -208,7 +208,7 @@ pub struct CopyModel {
 }
 
 impl CopyModel {
-    /// Microseconds of a copy of so many bytes.
+    /// Microseconds of a copy of `bytes` bytes.
     #[must_use]
     pub fn copy_us(&self, direction: Direction, bytes: u64) -> u64 {
         let gbps = match direction {
@@ -222,7 +222,7 @@ impl CopyModel {
         (self.latency_us + moving).round() as u64
     }
 
-    /// Microseconds for which so many bytes fill the bus of the machine; `None`: it has no limit.
+    /// Microseconds for which `bytes` bytes fill the bus of the machine; `None`: it has no limit.
     #[must_use]
     pub fn bus_us(&self, bytes: u64) -> Option<f64> {
         self.bus_gbps.map(|gbps| bytes as f64 / (1000.0 * gbps))
@@ -364,7 +364,7 @@ impl Profile {
         }
     }
 
-    /// The ratio of a host tier of so many bytes to the device's pages and state pages, which are
+    /// The ratio of a host tier of `bytes` bytes to the device's pages and state pages, which are
     /// divided alike.
     #[must_use]
     pub fn host_ratio(&self, bytes: u64, [pages, state_pages]: [u32; 2], page_size: u32) -> f64 {

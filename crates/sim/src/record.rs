@@ -152,7 +152,7 @@ impl Drop for Recorder {
     fn drop(&mut self) {
         self.steps = None;
         if let Some(writer) = self.writer.take() {
-            // What went wrong in it was said by itself.
+            // The writer thread has reported its errors itself.
             let _ = writer.join();
         }
         if self.dropped > 0 {

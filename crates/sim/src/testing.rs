@@ -142,7 +142,7 @@ pub struct RigParts {
     pub hooks: Vec<Hook>,
     /// Gets the changes of the first member's prefix cache.
     pub blocks: Option<Box<dyn BlockObserver>>,
-    /// The other engines of the first member.
+    /// The first member's access to other engines.
     pub peers: Option<Box<dyn Peers>>,
     /// Breaks the hand before it starts.
     pub breaking: Box<dyn FnOnce(&SimControl)>,
@@ -165,7 +165,7 @@ impl Default for RigParts {
     }
 }
 
-/// An engine on a simulated hand. To drop it stops the engine.
+/// An engine on a simulated hand. Dropping it stops the engine.
 pub struct Rig {
     /// The first member.
     pub handle: EngineHandle,

@@ -30,7 +30,7 @@ pub struct SparseModel {
 }
 
 impl SparseModel {
-    /// Microseconds that so many missing rows of sparse slots take.
+    /// Microseconds that `rows` missing rows of sparse slots take.
     #[must_use]
     pub fn gather_us(&self, rows: u32) -> f64 {
         let bytes = f64::from(rows) * self.miss_rows * f64::from(self.layers) * self.row_bytes;

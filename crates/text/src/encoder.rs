@@ -26,8 +26,8 @@ pub struct Encoder {
     encoded: AtomicU64,
 }
 
-/// A part of at least this many bytes has no place for a cut for so long that its encoding would
-/// hold up others. It is encoded word by word, by a thread that others do not wait for.
+/// A part of at least this many bytes may have no place for a cut, so that its encoding would delay
+/// others. It is encoded word by word, on a thread that others do not wait for.
 const LONG_BYTES: usize = 64 << 10;
 
 /// Texts, and facts about them that must be known before a cut.
@@ -189,7 +189,7 @@ impl Encoder {
     }
 
     /// # Errors
-    /// A text has at least so many tokens, and may have fewer.
+    /// The text has more than `most` tokens.
     pub(crate) fn check_length(
         &self,
         text: usize,
@@ -352,7 +352,8 @@ impl Work {
         self.pieces.len()
     }
 
-    /// True if this piece takes so long that the threads that others wait for leave it alone.
+    /// True if this piece takes so long that it goes to a thread of its own, to delay no other
+    /// text.
     pub(crate) fn is_long(&self, piece: usize) -> bool {
         self.parts[self.pieces[piece].clone()].iter().any(Part::is_long)
     }

@@ -37,7 +37,7 @@ impl Growth {
         Ok(growth)
     }
 
-    /// Checks a text of so many bytes before it is normalised.
+    /// Checks a text of `bytes` bytes before it is normalised.
     ///
     /// # Errors
     /// [`TextError::Encode`] if it may become too long.
@@ -96,7 +96,7 @@ fn shortest_match(pattern: &Value) -> usize {
         return text.len();
     }
     let regex = pattern["Regex"].as_str().unwrap_or_default();
-    // What this parser does not know, the library's may.
+    // The library may support syntax that this parser does not.
     let parsed = regex_syntax::parse(regex).ok();
     parsed.and_then(|parsed| parsed.properties().minimum_len()).unwrap_or(0)
 }

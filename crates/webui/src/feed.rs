@@ -48,7 +48,7 @@ impl Watchers {
     }
 }
 
-/// The sender's end of a feed. To drop it ends the response.
+/// The sender's end of a feed. Dropping it ends the response.
 #[derive(Debug)]
 pub struct Feed {
     events: Sender<Bytes>,

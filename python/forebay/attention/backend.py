@@ -43,7 +43,7 @@ class LatentHeads:
 
 @dataclass(frozen=True)
 class How:
-    """What a call of attention asks for beyond causal order; `h` query heads."""
+    """Options of an attention call beyond causal order; `h` query heads."""
 
     scale: float | None = None
     """The factor of scores; None: 1 / sqrt(head_dim)."""

@@ -143,7 +143,7 @@ def _lookup(
 def _victims(missed: torch.Tensor, places: Places, group: GroupRows) -> torch.Tensor:
     """The rows [u, top_k] for `missed` positions: the least recently chosen, of equally old ones in row order.
 
-    The oldest ones' age, `least`, is where so many rows are as old as are missed; those of just this age go last.
+    `least` is the youngest age that is still evicted; rows of this age go last.
     """
     count = group.owner.shape[1] - 1
     stamp = group.stamp.index_select(0, places.slots)[:, :count]

@@ -377,7 +377,7 @@ class PagedSteps:
         return [(span.at, self._prompts.tensor(part)) for span, part in zip(spans, parts, strict=True)]
 
     def _choose(self, memory: Memory, drawn: bool) -> None:
-        """Samples all rows, as their slots' parameters say; `drawn`: some may have a temperature."""
+        """Samples all rows with their slots' parameters; `drawn`: some may have a temperature."""
         kernels, buffers, rows = self._kernels, memory.buffers, len(memory.logits)
         tokens, finite = kernels.greedy(memory.logits)
         if drawn:

@@ -44,7 +44,7 @@ class CudaEvent:
         try:
             self._event.synchronize()
         except RuntimeError as error:
-            # What went wrong is told by the next call, whichever that is.
+            # CUDA reports errors of queued work at the next call, whichever it is.
             what = str(error).splitlines()[0]
             raise DeviceError(
                 f"the GPU has failed: {what}. A plan may have named what does not exist, or a kernel or the GPU is at "

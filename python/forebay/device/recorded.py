@@ -95,7 +95,7 @@ class Recording(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # As for the other modes of this package.
+        # See the other modes of this package.
         return False
 
     def __torch_dispatch__(

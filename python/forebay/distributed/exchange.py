@@ -1,7 +1,7 @@
 """Rows that the ranks of a step group exchange: each has tokens of its own, and all of them share the experts.
 
-Nobody asks how many rows others have: the plan says it, in its column `group`. So all ranks call the same collectives
-with the same shapes, also a rank that has no tokens.
+The plan's column `group` has the number of rows of each rank. So all ranks call the same collectives with the same
+shapes, also a rank that has no tokens.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class TakesPart(Protocol):
     """A part of a layer that ranks with tokens of their own compute together."""
 
     def take_part(self, none: torch.Tensor, ops: Ops, /) -> None:
-        """As a rank without tokens; `none` is [0, hidden]."""
+        """Takes part in collectives as a rank without tokens; `none` is [0, hidden]."""
 
 
 class AttachedHead(Protocol):
@@ -342,7 +342,7 @@ class Decoder:
         return x if factor == 1.0 else x * factor
 
     def step(self, forward: Forward, inputs: torch.Tensor | None = None) -> Step:
-        """What layers share of a step. `inputs`: those of each layer."""
+        """Step state that layers share. `inputs`: those of each layer."""
         factors = self.query_factors(forward.positions)
         rotations = [rotary(forward.positions) for rotary in self.rotaries]
         return Step(

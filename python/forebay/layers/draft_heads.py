@@ -45,7 +45,7 @@ class HeadLayer(Protocol):
         """Writes entries too, and gives states [n, hidden]. They are the features of tokens that are not computed."""
 
     def final(self, states: torch.Tensor) -> torch.Tensor:
-        """What logits are a product with, [m, hidden]."""
+        """The states [m, hidden] that the output head multiplies."""
 
 
 class DraftHead:

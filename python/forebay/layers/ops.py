@@ -389,7 +389,7 @@ def nucleus(scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     inside = mass.masked_fill(upper != high, 0)
     low, more = _reached(lower, inside, goal - before)
     threshold = (high << _LOW_BITS | low).int()
-    # What is left of the goal, in tokens that are as likely as the threshold.
+    # The rest of the goal, among tokens that are exactly as likely as the threshold.
     left = (goal - before - more) / (threshold.view(torch.float32).neg().exp().double())
     return (keys < threshold) | _first_of_equals(
         keys == threshold, left.nan_to_num_(1.0).ceil_().clamp_(1, mass.shape[1])

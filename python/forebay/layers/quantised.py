@@ -31,7 +31,7 @@ class Products(Protocol):
         """`x W^T + b` [tokens, rows] of x [tokens, inputs] and `weight` [rows, inputs], in their type."""
 
     def product(self, x: torch.Tensor, matrix: KeptMatrix, bias: torch.Tensor | None) -> torch.Tensor:
-        """As `dense`, of a matrix that is kept in its stored bits."""
+        """Like `dense`, for a matrix in its stored bits."""
 
     def experts(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: KeptMatrix, down: KeptMatrix

@@ -218,7 +218,7 @@ def advance(inputs: tuple[torch.Tensor, ...], state: torch.Tensor, delta: bool) 
     q, k, v, decays, strengths = (one.transpose(1, 2) for one in inputs)
     count = q.shape[2]
     of_channels = decays.dim() == 4
-    # What is left of a state at each position, and of each position at the later ones. The last dimension is that of
+    # Decay of a state at each position, and from each position to the later ones. The last dimension is that of
     # channels, or 1.
     total = (decays if of_channels else decays[..., None]).cumsum(dim=2)
     left = total.exp()

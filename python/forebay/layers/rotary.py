@@ -153,9 +153,9 @@ def frequencies(
 
 
 def at_context(scaling: Mapping[str, Any] | None, context_length: int) -> Mapping[str, Any] | None:
-    """The scaling of requests of so many positions. Of longrope it has one of two sets of divisors.
+    """The scaling of requests of this many positions. Longrope has two sets of divisors, of which one is chosen.
 
-    One set is for all requests: keys of one request are those of another's prefix.
+    All requests use the same set: their keys may be shared as prefixes.
     """
     if scaling is None or scaling["rope_type"] != "longrope":
         return scaling

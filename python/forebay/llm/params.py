@@ -1,4 +1,4 @@
-"""What requests may say: parameters of sampling and of pooling, and the forms of prompts."""
+"""Parameters of requests: sampling, pooling, and the forms of prompts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A model in transformers' own modelling code, on our pages, packed rows and slots.
 
-The code calls its attention by name, which transformers lets others implement. Each call says what it wants (a window,
-a cap, sinks, a scale), so nothing is derived from a configuration. Recurrent layers run once a row, with a cache object
+The code calls its attention by name, which transformers lets others implement. Each call has its options (a window, a
+cap, sinks, a scale), so nothing is derived from a configuration. Recurrent layers run once a row, with a cache object
 of the row's slot. vLLM (`--model-impl transformers`) and SGLang have the same feature, with layers that are made from
 the configuration.
 """
@@ -83,7 +83,7 @@ class CalledAttention:
         return out.view(1, len(q), q.shape[1], v.shape[2]), None
 
     def _read(self, module: torch.nn.Module, mask: torch.Tensor | None, given: Mapping[str, Any]) -> How:
-        """What a call asks for. Raises `UnsupportedModelError` for what nobody here would obey."""
+        """The options of an attention call. Raises `UnsupportedModelError` for options that no kernel supports."""
         name = type(module).__name__
         if mask is not None:
             raise UnsupportedModelError(f"{name} makes an attention mask of its own")

@@ -40,7 +40,7 @@ def command(order: Order) -> list[str]:
 
 
 def environment(given: Mapping[str, str], gpus: Sequence[object]) -> dict[str, str]:
-    """The outpost's variables. It sees these GPUs and no others. None are named if hands need none."""
+    """The outpost's variables. Only these GPUs are visible to it. None are named if hands need none."""
     return {**given, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else dict(given)
 
 
@@ -51,7 +51,7 @@ def run(order: Order, gpus: Sequence[object]) -> int:
     """
     child = subprocess.Popen(command(order), stdin=subprocess.PIPE, env=environment(os.environ, gpus))
     try:
-        # One that has ended already says why in its log.
+        # A process that has ended already reports why in its log.
         child.communicate(order.token.encode())
         return child.returncode
     finally:

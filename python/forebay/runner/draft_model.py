@@ -94,7 +94,7 @@ class DraftModel:
         self.runner.load(report)
 
     def warm_up(self) -> None:
-        """As of a runner."""
+        """See `Runner.warm_up`."""
         self.runner.warm_up()
 
     def propose(self, plan: Plan, tables: SlotTables, most_rows: int) -> Plan:
@@ -196,7 +196,8 @@ class DraftModel:
         return runner.step(plan.staged()).tokens
 
     def _grow(self, slot: int, positions: int, busy: list[int]) -> bool:
-        """Gives a slot pages for so many positions, from those that were used longest ago. False: there are too few."""
+        """Gives a slot pages for this many positions, from those that were used longest ago. False: there are too few.
+        """
         own = self._pages.pop(slot, [])
         self._pages[slot] = own
         lacks = -(-positions // self._size) - len(own)

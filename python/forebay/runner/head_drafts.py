@@ -80,7 +80,7 @@ class HeadDrafts:
         return found
 
     def _draft(self, tables: SlotTables, slot: Int64s, start: Int64s, counts: Int64s, told: Int32s) -> None:
-        """Work: drafts of rows, of which those that want most come first."""
+        """Work: drafts of rows, sorted by descending number of drafts."""
         compute, head, device = self._compute(), self._head, self._device
         assert isinstance(compute, TorchCompute)
         states = None

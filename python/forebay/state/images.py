@@ -38,7 +38,7 @@ def image_page_count(config: RunnerConfig, images: Preprocessing) -> int:
 
 
 def pages_of(positions: int) -> int:
-    """The number of image pages for so many positions."""
+    """The number of image pages for this many positions."""
     return -(-positions // PAGE_POSITIONS)
 
 
@@ -55,7 +55,7 @@ class ImagePool:
 
     @staticmethod
     def nbytes(vision: Vision, pages: int, dtype: torch.dtype) -> int:
-        """The bytes of so many pages."""
+        """The bytes of this many pages."""
         return pages * PAGE_POSITIONS * vision.position_elements * dtype.itemsize
 
     def write(self, entries: torch.Tensor, rows: torch.Tensor) -> None:

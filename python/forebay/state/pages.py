@@ -84,7 +84,7 @@ def page_count(config: RunnerConfig, model: ModelConfig, available_bytes: int, w
 
 
 def _most_pages(config: RunnerConfig) -> int:
-    """As many pages as all slots can fill."""
+    """The number of pages that all slots can fill."""
     return config.slots * config.pages_per_slot
 
 

@@ -98,7 +98,7 @@ class RowStates:
 
 
 class SlotStates:
-    """What the host knows of states: the number of positions that each slot's has seen, and each page's."""
+    """The host's record of states: the number of positions that each slot's state, and each page's, covers."""
 
     def __init__(self, slots: int, pages: int, checked: bool = True) -> None:
         """Without `checked` rows may begin anywhere: those that measure memory have no state before them."""
@@ -208,7 +208,7 @@ class StateStore(Protocol):
     """The memory of states. All methods are called as work."""
 
     def step(self, pieces: Iterable[StatePiece]) -> Any:
-        """What the model needs of the states that the pieces of a step advance."""
+        """Inputs of the model for the states that the pieces of a step advance."""
 
     def copy(self, rows: Int64s) -> None:
         """Copies rows [n, 2], from and to."""

@@ -96,7 +96,7 @@ def serve(connection: Connection) -> None:
         return connection.copied(*PlanAt.decode(received).read(arena))
 
     def masks() -> Masks:
-        # They follow their plan: nothing else comes in between but the end.
+        # Masks follow their plan: only the end of the connection may come in between.
         following = next_frame()
         if following is None or following.kind == Kind.SHUTDOWN:
             raise Dismissed
@@ -147,7 +147,7 @@ def _load(connection: Connection, config: dict[str, Any]) -> tuple[ModelRunner, 
         runner.warm_up()
     except (ConfigError, DeviceError, ModelError) as error:
         raise RefusedError(error) from error
-    # What loading left behind lives as long as the process: keep the collector from walking it in every full pass.
+    # Objects that loading made live as long as the process: exclude them from full collections.
     gc.collect()
     gc.freeze()
     facts = {**runner.facts(), "load_seconds": round(time.monotonic() - started, 3)}

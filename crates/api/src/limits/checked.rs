@@ -105,7 +105,7 @@ impl Bound {
     /// The largest number of bytes of a string in a value with this bound.
     fn text_bytes(self, depth: usize) -> usize {
         match self {
-            // What is kept is an object or a list: the error would show a string.
+            // The stored value is an object or a list: the error would show a string.
             Self::Tree if depth == 0 => SHOWN_BYTES,
             Self::Text(most) | Self::Form(most) => most,
             Self::Strings { each, total, .. } => each.min(total),

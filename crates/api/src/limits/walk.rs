@@ -26,7 +26,7 @@ pub(crate) enum Step {
 /// The last value that was read.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) enum LastValue {
-    /// A string of so many bytes.
+    /// The length of a string in bytes.
     Text(usize),
     Number,
     #[default]

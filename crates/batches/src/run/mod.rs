@@ -25,7 +25,7 @@ use crate::store::{BatchStore, Job, Owner, StoreError};
 const SHOWN_ERRORS: usize = 100;
 /// The bytes of requests of a batch that are computed at a time, beyond which no line is read.
 const IN_FLIGHT: usize = 64 << 20;
-/// The time between two looks for what is too old.
+/// The interval at which expired files and batches are deleted.
 const SWEEP: Duration = Duration::from_secs(60);
 /// The wait after an error of the disk.
 const DISK_WAIT: Duration = Duration::from_secs(10);

@@ -239,7 +239,7 @@ impl BatchStore {
         self.shelf.lock().running.remove(id);
     }
 
-    /// True if the owner wants no more of a batch.
+    /// True if the owner has cancelled a batch.
     pub(crate) fn is_cancelled(&self, id: &str) -> bool {
         let shelf = self.shelf.lock();
         let batch = shelf.batches.get(id).map(|kept| kept.object.batch.status);

@@ -64,7 +64,7 @@ impl Default for BatchConfig {
     }
 }
 
-/// An owner, by a name that tells nobody the key.
+/// An owner, named so that the key cannot be derived.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Owner(Box<str>);
 

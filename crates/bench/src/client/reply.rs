@@ -34,8 +34,7 @@ pub(crate) struct Reply {
     /// [`Reply::into_record`].
     text: Vec<u8>,
     chunks: Vec<Chunk>,
-    /// True if each event has all of the text so far, as /generate sends it unless a flag of the
-    /// server says otherwise.
+    /// True if each event has all of the text so far, as from /generate with its default flags.
     whole_text: bool,
     prompt_tokens: Option<u32>,
     completion_tokens: Option<u32>,

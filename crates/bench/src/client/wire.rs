@@ -81,7 +81,7 @@ enum State {
     Length(u64),
     /// The reader is before a line with a chunk's size.
     Size,
-    /// Within a chunk, with so many bytes to come.
+    /// Within a chunk, with this many bytes to come.
     Chunk(u64),
     /// The reader is before the empty line after a chunk.
     ChunkEnd,
@@ -101,7 +101,7 @@ impl Body {
     ///
     /// # Errors
     ///
-    /// They do not keep to the form of a chunked body.
+    /// The bytes are not a valid chunked body.
     pub(super) fn feed(&mut self, mut bytes: &[u8], mut data: impl FnMut(&[u8])) -> Result<()> {
         while !bytes.is_empty() {
             match self.state {

@@ -1,4 +1,4 @@
-//! Text of the wanted number of tokens.
+//! Text of a requested number of tokens.
 
 use anyhow::{Context as _, ensure};
 use forebay_text::Tokenizer;
@@ -10,7 +10,7 @@ use crate::Prompt;
 
 /// Fewer words than this would make prompts that repeat themselves.
 const FEWEST_WORDS: usize = 8;
-/// Rounds of cutting and encoding again before a text of almost the wanted length is taken.
+/// Rounds of cutting and encoding again before a text of almost the requested length is accepted.
 const ROUNDS: usize = 8;
 
 /// A text and its tokens.
@@ -180,9 +180,8 @@ impl<'t> Words<'t> {
     /// short.
     ///
     /// Text that is cut does not always encode to the tokens that were kept, so it is encoded
-    /// again, and cut or filled up, a few times. [`Text::ids`] is always what the text encodes to,
-    /// also in the rare case (some tokenizers without words) that this never becomes quite as long
-    /// as wanted.
+    /// again, and cut or filled up, a few times. [`Text::ids`] is always the text's encoding, also
+    /// in the rare case (some tokenizers without words) that the length never becomes exact.
     ///
     /// # Errors
     /// If `source` is empty, or the tokenizer cannot encode what it decoded.

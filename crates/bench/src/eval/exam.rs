@@ -6,8 +6,7 @@ use std::path::Path;
 use anyhow::{Context as _, Result, bail, ensure};
 use serde::Deserialize;
 
-/// The strings that end an answer. A model that was not told to stop goes on to make up the next
-/// question.
+/// The strings that end an answer. Without them a model goes on to make up the next question.
 pub(super) const STOP: [&str; 3] = ["Question", "Assistant:", "<|separator|>"];
 
 /// A line of a GSM8K file.

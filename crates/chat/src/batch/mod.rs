@@ -113,7 +113,7 @@ struct Run {
     tally: Tally,
 }
 
-/// The end of a run that was told to stop.
+/// The error of an interrupted run.
 type Interruption = Pin<Box<dyn Future<Output = anyhow::Error>>>;
 
 impl Run {
@@ -149,7 +149,7 @@ impl Run {
             error = death => Err(error),
             error = &mut interruption => Err(error),
         };
-        // What has come is not lost.
+        // Write the answers that have already come.
         while let Some(done) = running.try_join_next() {
             if let Ok(Ok(done)) = done {
                 self.write(&done.answer)?;

@@ -103,7 +103,7 @@ impl Parser {
                 return true;
             }
             if !items.takes(c) {
-                // What stands here is text.
+                // The pending items are plain text.
                 self.restore(&items, "", out);
                 return true;
             }

@@ -128,7 +128,7 @@ impl Harmony {
         let text = std::mem::take(pending);
         match self.body.take() {
             None => {
-                // It was never said what this is.
+                // The header names no channel: pass the message on as content.
                 let role = self.header.trim();
                 if !role.is_empty() && role != "assistant" && !self.header.contains(CHANNEL) {
                     out.content(role.strip_prefix("assistant").unwrap_or(role));

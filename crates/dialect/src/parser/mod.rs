@@ -4,7 +4,7 @@
 //! may become a mark. So the division of the text into tokens and deltas makes no difference. The
 //! text must contain special tokens that are marks.
 //!
-//! A mark by itself is text, as the model said it. It counts only if a call of an offered tool
+//! A mark by itself is text, as the model wrote it. It counts only if a call of an offered tool
 //! follows, or if reasoning can begin or end there. A mark that is a special token is never text.
 
 mod alone;
@@ -287,7 +287,7 @@ impl Parser {
         self.hide(out);
     }
 
-    /// Removes reasoning if it is not wanted.
+    /// Removes reasoning if the client does not want it.
     fn hide(&self, out: &mut Parts) {
         if self.reading.silent {
             out.without_reasoning();

@@ -14,7 +14,7 @@ pub(super) struct Object {
     arguments: Arguments,
     /// Arguments that came before the name.
     early: Option<String>,
-    /// True if no mark tells the call from an answer in JSON.
+    /// True if no mark distinguishes the call from an answer in JSON.
     bare: bool,
 }
 
@@ -128,8 +128,9 @@ impl Arguments {
     }
 }
 
-/// Tells if a call ends at the beginning of `rest`, though a string is open; `Some(false)` if more
-/// text is needed to say. JSON has no line feed in a string, and no text has special tokens.
+/// Returns whether a call ends at the beginning of `rest`, though a string is open; `Some(false)`
+/// if more text is needed to decide. JSON has no line feed in a string, and no text has special
+/// tokens.
 fn closes(rest: &str, context: Context<'_>) -> Option<bool> {
     let close = context.close;
     if close.is_empty() {

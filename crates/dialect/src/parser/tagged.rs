@@ -37,9 +37,9 @@ enum Stage {
 enum Kind {
     /// The kind that the schema gives, once the value is there.
     Schema,
-    /// A string, which the model has said or the schema says.
+    /// A string, by its own declaration or by the schema.
     String,
-    /// JSON, says the model.
+    /// JSON, by its own declaration.
     Json,
 }
 

@@ -115,8 +115,8 @@ pub(crate) enum Sent {
     Ended,
 }
 
-/// A writer of one choice of a mailbox. To drop it before the end ends the choice with an error, so
-/// a reader always sees an end.
+/// A writer of one choice of a mailbox. Dropping it before the end ends the choice with an error,
+/// so a reader always gets an end.
 pub struct Sender {
     inner: Arc<Mutex<Inner>>,
     choice: u32,
@@ -224,7 +224,7 @@ impl Receiver {
             }
             return Poll::Pending;
         }
-        // What is read here goes through hyper: nothing may overtake it.
+        // Hyper writes this data: nothing may overtake it.
         if let Some(line) = inner.line() {
             line.shut();
         }

@@ -19,7 +19,7 @@ pub struct MailboxBounds {
 }
 
 impl MailboxBounds {
-    /// Takes so many bytes of deltas in.
+    /// Admits `unread` bytes of deltas.
     fn admit(&self, unread: usize) -> Result<(), ApiError> {
         let bytes = unread.saturating_add(self.repeated);
         if bytes > self.limit {

@@ -65,7 +65,7 @@ pub struct Registration {
     pub id: RequestId,
     /// The request's side of its mailbox.
     pub sender: mailbox::Sender,
-    /// The engine, which is told when a stop string ends the request.
+    /// The engine, which aborts a request when a stop string ends it.
     pub engine: Arc<dyn Engine>,
     /// The speller. If the stream began at another brain, the speller has read the tokens so far.
     pub speller: Speller,
@@ -316,8 +316,8 @@ impl Owner {
 
     fn apply(&mut self, output: Output, now: Instant, behind: bool, scratch: &mut Scratch) {
         let id = output.id;
-        // Outputs of a request that a stop string ended keep coming until the engine has seen the
-        // abort.
+        // Outputs of a request that a stop string ended keep coming until the engine has handled
+        // the abort.
         let Some(stream) = self.streams.get_mut(&id) else { return };
         let alive = output.finish.is_none();
         if let Some(admission) = output.admission {

@@ -8,7 +8,7 @@ use crate::constraint::{Allowed, Constraint, ConstraintError};
 /// Microseconds up to which a mask is cheap. Masks of usual grammars take tens of microseconds.
 const CHEAP_US: u64 = 500;
 
-/// True if a mask that takes so long is cheap.
+/// True if a mask that takes `us` microseconds is cheap.
 pub(crate) fn is_cheap(us: u64) -> bool {
     us <= CHEAP_US
 }

@@ -50,7 +50,7 @@ struct Work {
 }
 
 impl MaskThreads {
-    /// Starts so many threads. Without any the engine's thread does all jobs.
+    /// Starts `count` threads. With 0 the engine's thread does all jobs.
     ///
     /// # Errors
     /// The system has no room for a thread.
@@ -69,7 +69,7 @@ impl MaskThreads {
         self.count == 0
     }
 
-    /// Queues jobs. The engine's thread will see to a few cheap ones by itself, if they are `due`.
+    /// Queues jobs. If they are `due`, the engine's thread computes a few cheap ones by itself.
     pub(crate) fn push(&self, jobs: Vec<Job>, inbox: &Arc<Inbox>, due: bool) {
         let (mut cheap, mut others) = (0, 0);
         let mut state = self.shared.state.lock();

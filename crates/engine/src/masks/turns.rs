@@ -87,7 +87,7 @@ impl<T> Turns<T> {
         Some(ticket)
     }
 
-    /// A job of a client has taken so long.
+    /// A client's job has taken `us` microseconds.
     pub(crate) fn done(&mut self, client: u64, expected_us: u64, us: u64) {
         if let Some(lane) = self.lanes.get_mut(&client) {
             let (expected, taken) = (expected_us.max(1), us.max(1));

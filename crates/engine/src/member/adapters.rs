@@ -9,7 +9,7 @@ use crate::executor::Executor;
 /// The adapters that requests may have.
 #[derive(Default)]
 pub(crate) struct Adapters {
-    /// The orders that told of them, by their numbers.
+    /// The orders by which they were loaded, by their numbers.
     known: BTreeMap<u32, AdapterOrder>,
     /// Adapters that no further request will have. The hand forgets each when nobody needs it.
     leaving: Vec<u32>,

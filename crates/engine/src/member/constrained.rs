@@ -29,8 +29,8 @@ use crate::types::{FinishReason, RequestError};
 /// The bounds of the time that a step waits for masks, in microseconds.
 const LEAST_US: u64 = 2_000;
 const MOST_US: u64 = 20_000;
-/// Weight of the newest step in the mean of their times, and of a mask in the memory of dear ones:
-/// one in so many.
+/// Weight of the newest step in the mean of step times, and of a mask in the record of expensive
+/// ones: one in `NEWEST`.
 const NEWEST: u64 = 8;
 /// The largest time that the masks of a row may be expected to take for the sake of its drafts, in
 /// microseconds.
@@ -48,7 +48,7 @@ struct Held {
     constraint: Option<Box<dyn Constraint>>,
     /// Tokens that it has not accepted yet.
     said: Vec<i32>,
-    /// The masks for the next tokens, until one was said.
+    /// The masks for the next tokens, until a token was sampled.
     masks: Option<RowMasks>,
     /// Microseconds that a mask of it may take. Dear ones are forgotten slowly.
     expected_us: Option<u64>,
@@ -208,8 +208,8 @@ impl Constrained {
         self.step_us = first - first / NEWEST + us / NEWEST;
     }
 
-    /// The request has said a token. Gives if its next mask is to be made at once; `None`: it has
-    /// no constraint.
+    /// The request has sampled a token. Returns whether its next mask is to be computed at once;
+    /// `None`: it has no constraint.
     pub(super) fn say(&mut self, id: u64, token: i32) -> Option<bool> {
         let held = self.live.get_mut(&id)?;
         held.said.push(token);
@@ -292,8 +292,8 @@ impl Member {
         !self.constrained.threads.is_empty()
     }
 
-    /// Sends the masks that are due, if the tokens that they depend on are known; `at` is the
-    /// member's place in its group, which has so many `members`.
+    /// Sends the masks that are due, if the tokens that they depend on are known. `at` is the
+    /// member's place in its group of `members`.
     pub(crate) fn send_masks(&mut self, at: usize, members: u64, executor: &mut dyn Executor) {
         let alone = self.in_flight() == 1;
         let Some((step, rows)) = self.constrained.due.take_if(|_| alone) else { return };

@@ -30,7 +30,7 @@ impl Member {
         let others = self.peers.as_ref().is_some_and(|peers| peers.others_up());
         if let Some(scheduler) = self.scheduler.as_mut().filter(|_| others) {
             let taken = scheduler.surrender();
-            // What they have said here comes before what they say there.
+            // Deliver events from here before those of the other replica.
             self.deliver();
             let orphans = taken.into_iter().map(|request| self.orphan(request)).collect();
             let left = self.peers.as_ref().map_or_else(Vec::new, |peers| peers.adopt(orphans));
@@ -105,7 +105,7 @@ impl Member {
                 payloads: self.payloads.give(id),
                 pictures: self.pictures.give(id),
                 constraint: self.constrained.give(id),
-                // Whoever adopts it has noted where it wanted to go.
+                // The adopting replica has noted the request's preference.
                 preference: Preference::default(),
             },
         }

@@ -76,7 +76,7 @@ pub(crate) struct Member {
     arriving: HashMap<u64, u64>,
     /// Since when copies are under way, and none has ended.
     copying_us: Option<u64>,
-    /// Bytes of a page, and of a state page, as the hand says.
+    /// Bytes of a page, and of a state page, as the hand reports them.
     page_bytes: u64,
     state_bytes: u64,
     /// The payloads of requests in the arena.
@@ -341,7 +341,7 @@ impl Member {
             let next = Vec::with_capacity(self.outputs.len());
             self.sink.deliver(std::mem::replace(&mut self.outputs, next));
         }
-        // What they have said here comes before what they say there.
+        // Deliver events from here before those of the other replica.
         self.hand_on();
     }
 

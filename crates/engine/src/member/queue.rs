@@ -6,7 +6,7 @@ use crate::config::micros;
 use crate::member::Member;
 use crate::types::{Arrival, FinishReason, RequestError};
 
-/// The largest number of requests that are told at a time.
+/// The largest number of requests that are listed at a time.
 pub const MOST_VIEWS: usize = 1024;
 
 impl Member {

@@ -15,7 +15,7 @@ use crate::flags::{
 };
 use crate::model::Model;
 
-/// A laptop's owner wants most of the memory for other things.
+/// Leave most of a laptop's memory to other programs.
 const CPU_MEM_FRACTION: f64 = 0.3;
 /// The same where a control group has a limit, because such memory is there for this server. With
 /// the quarter for requests it leaves enough to the brain.
@@ -128,8 +128,8 @@ fn threads(given: Option<u32>, device: &DeviceSettings, processors: &Processors)
     affinity.threads(processors)
 }
 
-/// The flag, where the model goes with it. What only the hand can know (its kernels, a file's
-/// formats), it says itself.
+/// The flag, if it fits the model. The hand checks by itself what only it can know (its kernels, a
+/// file's formats).
 fn quantization(flags: &ServeFlags, model: &Model, alone: bool) -> Result<Option<Quantization>> {
     let wanted = flags.loading.quantization;
     let dummy = flags.loading.load_format == LoadFormat::Dummy;

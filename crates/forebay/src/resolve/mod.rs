@@ -122,7 +122,7 @@ fn settings_of_hand<S: Serializer>(hand: &HandConfig, serializer: S) -> Result<S
     let mut settings = json!(hand);
     if let Value::Object(settings) = &mut settings {
         settings.retain(|name, _| !NO_SETTINGS.contains(&name.as_str()));
-        // A hand is told nothing of this default, which has a name for users.
+        // The default has a name for users, which a hand does not get.
         if hand.kv_cache_dtype.is_none() {
             settings.insert("kv_cache_dtype".into(), "auto".into());
         }

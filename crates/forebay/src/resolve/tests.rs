@@ -89,7 +89,7 @@ fn resolved(flags: &[&str], model: &Model) -> Resolved {
     Resolved::new(&flags, (model, None), ServerConfig::default()).expect("a configuration")
 }
 
-/// All flags that have something to say.
+/// All flags that set something.
 const ALL: [&str; 9] = [
     "--dp-size=2",
     "--enable-hierarchical-cache",

@@ -11,7 +11,7 @@ use crate::source::Source;
 /// Bytes of an entry, beside its source and what was compiled of it.
 const ENTRY: usize = 1024;
 
-/// Compiled and refused sources. The one that nobody has wanted for the longest time goes first.
+/// Compiled and refused sources. The least recently used one is evicted first.
 pub(super) struct Kept {
     limit: usize,
     bytes: usize,
@@ -30,7 +30,7 @@ struct Entry {
 }
 
 impl Kept {
-    /// An empty cache of at most so many bytes.
+    /// An empty cache of at most `limit` bytes.
     pub(super) fn new(limit: usize) -> Self {
         let (clients, entries) = (HashMap::new(), LruCache::unbounded());
         Self { limit, bytes: 0, clients, entries }
@@ -135,7 +135,7 @@ mod tests {
         (0..25).for_each(|number| put(&mut kept, 1, number));
         assert_eq!(found(&mut kept, 0..25), (15..25).collect::<Vec<_>>());
         assert_eq!((kept.bytes(), kept.clients[&1]), (100 << 10, 100 << 10));
-        // What was wanted stays.
+        // Entries in use are not evicted.
         assert_eq!(found(&mut kept, 15..16), [15]);
         put(&mut kept, 1, 25);
         assert_eq!(found(&mut kept, 15..17), [15]);

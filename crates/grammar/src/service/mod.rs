@@ -94,7 +94,7 @@ pub struct GrammarStats {
 /// The form and the bounds of a request's answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WantedForm {
-    /// The wanted form; `None`: any.
+    /// The requested form; `None`: any.
     pub source: Option<Source>,
     /// The bounds of reasoning before the answer.
     pub reasoning: Option<Reasoning>,
@@ -102,7 +102,7 @@ pub struct WantedForm {
     pub bounds: Bounds,
     /// The number of choices, each with a constraint of its own.
     pub choices: usize,
-    /// Tokens that the answer has already. Whether they fit is seen when the first mask is filled.
+    /// Tokens that the answer has already. They are checked when the first mask is filled.
     pub said: Vec<i32>,
     /// The client, whose turn a compile takes.
     pub client: u64,

@@ -1,9 +1,9 @@
 //! The state of the compiler, which callers and threads share.
 //!
-//! A compile can't be stopped from outside. So one that takes too long is given up: its callers
-//! get an error, its thread is no longer one of those that compile, and another one is started. The
-//! thread ends when the compile does. Only so many may be given up and still run. Then no new
-//! source is taken, and the server says that it is not healthy.
+//! A compile can't be stopped from outside. So one that takes too long is given up: its callers get
+//! an error, its thread is no longer one of those that compile, and another one is started. The
+//! thread ends when the compile does. The number of compiles that are given up and still run is
+//! limited. At the limit no new source is accepted, and the health check fails.
 
 use std::collections::HashMap;
 use std::io;
@@ -33,7 +33,7 @@ pub(super) const GIVEN_UP: usize = 4;
 pub(super) const REFUSED_FOR: Duration = Duration::from_secs(60);
 /// The pause after which a thread is started again for which there was no room.
 const RETRY: Duration = Duration::from_secs(1);
-/// The longest time after which a client is told to try again.
+/// The largest `Retry-After` in seconds.
 const MOST_RETRY_SECONDS: u64 = 60;
 
 /// The state that the threads share with callers.

@@ -219,7 +219,7 @@ impl Tiers {
                 self.moves.restored += 1;
                 if let Some(name) = name {
                     self.came_back(hot, name);
-                    // What was borrowed is kept as what is computed, and lent on.
+                    // Borrowed content is kept like computed content, and may be lent again.
                     if host.own().is_none() {
                         self.want_saved(name);
                     }

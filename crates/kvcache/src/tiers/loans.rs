@@ -15,7 +15,7 @@ use crate::hash::BlockHash;
 use crate::loan::{Loan, LoanId};
 use crate::pool::{Host, Hot, Lease};
 
-/// At most one of so many pages of the host tier is lent.
+/// At most one in `LENT_SHARE` pages of the host tier is lent.
 const LENT_SHARE: u32 = 2;
 
 /// The loans of a host tier.

@@ -16,8 +16,7 @@ use crate::roster::Roster;
 
 /// A part of all hot pages that saves may lease at a time.
 const SAVING_SHARE: u32 = 8;
-/// The policy *write back* keeps this part of all hot pages ready to be given up, and at least so
-/// many.
+/// The policy *write back* keeps at least one in `READY_SHARE` hot pages ready to be given up.
 const READY_SHARE: u32 = 10;
 const READY_PAGES: u32 = 64;
 
@@ -140,7 +139,7 @@ impl Memory {
         (!result.copied.is_empty()).then_some(CopiesBefore { restored, available })
     }
 
-    /// Blocks that came back, and states as so many blocks as they take the time of.
+    /// Blocks that came back; states count as the number of blocks whose copies take equally long.
     fn restored(&self) -> u64 {
         let states = self.states.as_ref().map_or(0, StatePages::restored_weight);
         self.tiers.moves().restored + states

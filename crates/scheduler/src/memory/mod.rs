@@ -43,7 +43,7 @@ pub(crate) use prefix::LeasedPages;
 /// Words of a copy for the host tier that it reads.
 const SOURCE_WORDS: usize = 1;
 
-/// What is kept between steps.
+/// The kind of data that is kept between steps.
 #[derive(Debug, Clone, Copy)]
 enum Kind {
     /// Nothing: every prompt is one row.
@@ -164,7 +164,7 @@ impl Memory {
         self.windows.iter_mut().for_each(WindowPages::forget_all);
     }
 
-    /// True if a request of so many positions has room when it runs alone.
+    /// True if a request of `positions` positions has room when it runs alone.
     pub(crate) fn fits(&self, positions: u64) -> bool {
         let pages = match (self.kind, self.host) {
             (Kind::Nothing, _) => return true,

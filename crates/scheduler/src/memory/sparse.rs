@@ -21,7 +21,7 @@ use crate::slab::Handle;
 
 /// This part of the device's pages is kept for growth and for new requests.
 const READY_SHARE: u32 = 10;
-/// A plan that has come to so many words makes no more requests sparse.
+/// Once a plan's tables reach this many words, no more requests become sparse in it.
 const TABLE_WORDS: usize = 1 << 19;
 /// Pages that a request which was sparse may compute again one position at a time, rather than all
 /// pages at once.

@@ -40,7 +40,7 @@ impl Claims {
         Self { fair, lanes: BTreeMap::new(), works: HashMap::new(), sweep_at: 0 }
     }
 
-    /// Takes a waiting prompt in that has so many tokens to compute.
+    /// Adds a waiting prompt that has `work` tokens left to compute.
     pub(crate) fn insert(&mut self, ticket: Ticket, work: u32) {
         let Key { rank, arrival } = ticket.key;
         let client = self.client(ticket.client);

@@ -240,7 +240,7 @@ impl Turns {
         self.shares.promise(ticket, step, lost, self.token_budget);
     }
 
-    /// Learns from the time of a step with so many positions.
+    /// Learns from the time of a step with `positions` positions.
     pub(crate) fn learn(&mut self, positions: u32, device_us: u32) {
         if positions > 0 && device_us > 0 {
             self.token_us.learn(f64::from(device_us) / f64::from(positions));
@@ -253,7 +253,7 @@ impl Turns {
         self.queue.charge(ticket, self.tokens_in(us));
     }
 
-    /// The number of tokens that the device computes in so many microseconds; 0: it is not known.
+    /// The number of tokens that the device computes in `us` microseconds; 0: it is not known.
     fn tokens_in(&self, us: u64) -> u64 {
         self.token_us.get().map_or(0, |token_us| (us as f64 / token_us) as u64)
     }

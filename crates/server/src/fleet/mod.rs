@@ -81,7 +81,7 @@ pub struct StartedModel {
 
 /// Starts models, on threads that may wait.
 pub trait ModelLoader: Send + Sync + 'static {
-    /// Starts a model that may take so many bytes for weights and pages.
+    /// Starts a model that may take `bytes` bytes for weights and pages.
     ///
     /// # Errors
     /// The reason in one line.
@@ -114,7 +114,7 @@ pub struct FleetParts {
 #[derive(Clone)]
 pub struct ModelServer(pub(crate) Arc<Front>);
 
-/// What is in front of the models.
+/// The dispatcher in front of the models.
 pub(crate) struct Front {
     pub(crate) config: ServerConfig,
     pub(crate) common: CommonParts,

@@ -106,7 +106,7 @@ impl Line {
     }
 }
 
-/// A task in a line. To drop it takes it out.
+/// A task in a queue. Dropping it leaves the queue.
 struct Wait<'a> {
     line: &'a Line,
     client: ClientId,

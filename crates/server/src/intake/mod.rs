@@ -74,7 +74,7 @@ impl Intake {
         pixel_bytes: usize,
         guard: &Guard,
     ) -> io::Result<Self> {
-        // As many large bodies are read at a time as are parsed.
+        // Read at most as many large bodies at a time as threads can parse.
         let turns = match &mode {
             IntakeMode::Threads(count) => (*count).max(1),
             IntakeMode::Engine(_) => 1,
@@ -146,8 +146,8 @@ impl Intake {
         self.workers.begin(client, Cost { time: bytes as u64, memory: 0 }, work).await
     }
 
-    /// Has `write` put so many bytes of patches of an image of `client` where the hand reads them,
-    /// on a thread for images.
+    /// Runs `write` on a thread for images. It puts `bytes` bytes of patches of an image of
+    /// `client` where the hand reads them.
     ///
     /// # Errors
     /// There will never be room, too many wait for it, or `write` fails.

@@ -220,7 +220,7 @@ impl Lane {
         if jobs.closed {
             return;
         }
-        // What needs more than all of it runs alone.
+        // A job that needs more than the whole budget runs alone.
         let job = Job { work, memory: cost.memory.min(jobs.most) };
         match client {
             None => jobs.begun.push_back(job),
@@ -263,7 +263,7 @@ impl Drop for Worker {
     fn drop(&mut self) {
         let mut jobs = self.0.jobs.lock();
         jobs.closed = true;
-        // What it owns is dropped without the lock.
+        // Drop the jobs without holding the lock.
         let left = (std::mem::take(&mut jobs.begun), std::mem::take(&mut jobs.new));
         drop(jobs);
         drop(left);

@@ -195,8 +195,8 @@ pub(crate) fn report(state: &Shared, router: Option<u64>) -> LoadReport {
     }
 }
 
-/// At most so many dispatches of a router that wait and were never admitted, the latest first. A
-/// replica's requests beyond [`forebay_engine::MOST_VIEWS`] are not looked at.
+/// At most `most` dispatches of a router that wait and were never admitted, the latest first. A
+/// replica's requests beyond [`forebay_engine::MOST_VIEWS`] are not examined.
 pub(crate) async fn queued(state: &Shared, router: u64, most: usize) -> Vec<QueuedDispatch> {
     let told = live::views(&state.engine.handles()).await;
     let untouched = told.into_iter().flatten().flatten().filter(|view| view.untouched);

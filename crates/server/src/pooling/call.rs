@@ -17,7 +17,7 @@ use crate::cost;
 use crate::peers::Peer;
 use crate::state::Shared;
 
-/// Engine requests of one client request. To drop it aborts those that have not ended. So a client
+/// Engine requests of one client request. Dropping it aborts those that have not ended. So a client
 /// that has gone frees its slots and pages.
 pub(crate) struct PooledCall {
     engine: Arc<dyn Engine>,

@@ -34,7 +34,7 @@ pub(crate) fn form(vector: Box<[f32]>, form: Form) -> Vector {
     }
 }
 
-/// What a function makes of a model's scores, in place of them.
+/// Applies an activation to a model's scores, in place.
 pub(crate) fn answers(mut scores: Box<[f32]>, function: ScoreFunction) -> Box<[f32]> {
     match function {
         ScoreFunction::Identity => {}

@@ -218,9 +218,10 @@ async fn echo_texts(
 #[derive(Debug, Clone, Copy, Default)]
 struct Shown {
     tokens: TokenOutput,
-    /// Log-probabilities, with so many alternatives.
+    /// The number of alternatives in log-probabilities.
     top: Option<u8>,
-    /// The log-probabilities of the prompt, apart from the answer's, with so many alternatives.
+    /// The number of alternatives in the log-probabilities of the prompt, which are apart from the
+    /// answer's.
     apart: Option<u8>,
 }
 

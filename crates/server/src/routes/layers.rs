@@ -91,7 +91,7 @@ pub(super) async fn check_generator(
 /// aborts what it waited for.
 pub(super) async fn contain(request: Request, next: Next) -> Response {
     contained(next.run(request)).await.unwrap_or_else(|panic| {
-        // What it says is about the server, and not for a client.
+        // A panic's message describes the server, and is not for clients.
         tracing::error!("a handler panicked: {}", panic_message(&*panic));
         let reason = "the server failed on this request; its log says why".to_owned();
         Failure(ApiError::Internal { reason, code: Some("panic") }).into_response()

@@ -27,7 +27,7 @@ const OCTETS: &str = "application/octet-stream";
 /// Rows of a parameter, if a client does not say, as in SGLang.
 const ROWS: usize = 100;
 
-/// What an update is, beside its tensors.
+/// Parameters of a weight update, apart from its tensors.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct TensorsQuery {

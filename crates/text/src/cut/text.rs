@@ -61,7 +61,7 @@ impl TextCuts {
     /// The cuts of a tokenizer; `None` if a part of it may look over a cut.
     pub(crate) fn new(file: &Value, normaliser: Normaliser, added: &[AddedToken]) -> Option<Self> {
         if normaliser == Normaliser::Nfc {
-            // What is looked for then is the composed token.
+            // These tokens are searched in composed text.
             let composed = added.iter().filter(|token| token.normalised);
             if !composed.flat_map(|token| token.content.chars()).all(is_settled) {
                 return None;

@@ -257,7 +257,7 @@ impl TextPool {
         Ok(Self { shared, mode: config.tokenizer_mode, patience: PATIENCE })
     }
 
-    /// The same pool for texts of at most so many tokens each, special tokens included; `None`:
+    /// The same pool for texts of at most `most` tokens each, special tokens included; `None`:
     /// without a limit.
     ///
     /// A text that can't be short enough is refused before it is encoded. Encoding ends at the

@@ -359,9 +359,9 @@ mod tests {
     }
 
     const PRINTS: &str = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}";
-    /// As Gemma's and Mistral's: nothing but turns, in turn.
+    /// Gemma's and Mistral's kind: user and assistant messages must alternate.
     const TURNS: &str = "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns') }}{% endif %}[{{ m.role }}:{{ m.content }}]{% endfor %}";
-    /// As Qwen's: one system message, at the beginning.
+    /// Qwen's kind: one system message, at the beginning.
     const FIRST: &str = "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('first') }}{% endif %}[{{ m.role }}:{{ m.content }}]{% endfor %}";
     const CALLS: &str = "{% for m in messages %}[{{ m.content }}]{% for c in m.tool_calls %}{{ c.id }} {{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}{% endfor %}";
     const TEXT_CALLS: &str = "{% for m in messages %}{% if m.content is not none %}[{{ m.content }}]{% endif %}{% for c in m.tool_calls %}{{ c.function.name + ' ' + c.function.arguments }}{% endfor %}{% endfor %}";

@@ -270,7 +270,7 @@ fn text_of<'a>(
     }
 }
 
-/// The content of an item, which is at `path`; `None`: nothing was said.
+/// The content of an item, which is at `path`; `None`: it has none.
 fn parts(
     turns: &mut Turns,
     given: Option<&Loose<TextOr<ItemPart>>>,

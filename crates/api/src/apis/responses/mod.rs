@@ -323,7 +323,7 @@ fn conversation(
         turns.message("system", content);
     }
     for (index, item) in before.iter().enumerate() {
-        // What was wrong with it has been said before.
+        // Parameters without effect were reported when the item was first sent.
         item.add(&mut turns, &format!("previous_response_id[{index}]"), &mut Vec::new())?;
     }
     for (index, item) in input.iter().enumerate() {

@@ -13,7 +13,7 @@ use crate::prompt::{Prompt, Prompts, Strings};
 use crate::sampling::{Generation, Limits, check_logprobs, check_total};
 pub use output::{GenerateFinish, GenerateMeta, GenerateOutput, LogprobTriple};
 
-/// Tokens that this API generates where the client does not say.
+/// Tokens that this API generates if the client sets no limit.
 const DEFAULT_MAX_TOKENS: u32 = 128;
 
 /// A native generation request: one prompt, or a batch.
@@ -121,7 +121,7 @@ pub struct GenerateItem {
 pub struct ValidGenerate {
     /// The prompts, at least one.
     pub items: Vec<GenerateItem>,
-    /// The other parameters: one entry for all prompts, or one for each prompt.
+    /// The parameters that all routes share: one entry for all prompts, or one for each prompt.
     pub generations: Vec<Generation>,
     /// True if the response is a list.
     pub batch: bool,

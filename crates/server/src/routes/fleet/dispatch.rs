@@ -27,7 +27,7 @@ use crate::reply::Failure;
 /// Bytes of a body above which another thread looks for its names.
 const LONG: usize = 1 << 20;
 
-/// What the front reads in a body; the model's own routes read all.
+/// The only field of a body that the dispatcher reads; the model's own routes read all.
 #[derive(Debug, Default, PartialEq)]
 struct WantedModel {
     model: Option<String>,

@@ -258,8 +258,8 @@ impl EventEncoder for Blocks {
     }
 
     fn resume(&mut self, before: &Delta) {
-        // What another brain has written is written again, and thrown away: then this is where that
-        // was.
+        // The part that another brain has written is generated again and discarded up to this
+        // point.
         if before.tokens.is_empty() {
             return;
         }

@@ -152,7 +152,7 @@ pub(crate) async fn show(State(state): State<Shared>, body: Upload) -> Result<Re
     })))
 }
 
-/// What is told of a model.
+/// The description of a model.
 pub(crate) struct ModelSheet<'a> {
     pub(crate) name: &'a str,
     pub(crate) root: &'a str,

@@ -432,7 +432,7 @@ impl EventEncoder for Answer {
         if before.tokens.is_empty() {
             return;
         }
-        // What another brain has written is made again, and not sent.
+        // The part that another brain has written is generated again, and not sent.
         self.opened = true;
         let _ = self.add(before, None);
         self.sequence = EVENTS_A_TOKEN * (1 + before.tokens.len() as u64);

@@ -131,7 +131,7 @@ impl RenderPool {
     }
 }
 
-/// A process that renders, and the socket to it. To drop it kills the process.
+/// A process that renders, and the socket to it. Dropping it kills the process.
 #[derive(Debug)]
 struct RenderProcess {
     child: Child,

@@ -64,7 +64,7 @@ fn malformed() -> io::Error {
     io::Error::other("a message that is none")
 }
 
-/// Lets the process have [`MEMORY`] bytes of address space more, and leaves no core file.
+/// Limits the process to [`MEMORY`] more bytes of address space, and disables core files.
 fn limit_memory() -> io::Result<()> {
     let status = std::fs::read_to_string("/proc/self/status")?;
     let size = status.lines().find_map(|line| line.strip_prefix("VmSize:"));
