@@ -305,7 +305,7 @@ fn quoted(names: &[String]) -> String {
     if names.is_empty() { "no model".to_owned() } else { names.join(", ") }
 }
 
-/// The question behind an unknown path.
+/// The question after an unknown path.
 fn hint(near: &Option<String>) -> String {
     near.as_ref().map_or_else(String::new, |near| format!("Did you mean {near}? "))
 }

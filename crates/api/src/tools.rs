@@ -109,8 +109,8 @@ impl OfferedTools {
     /// Checks `tools`, `tool_choice` and `parallel_tool_calls`.
     ///
     /// # Errors
-    /// A tool has no name, two have the same name, a schema is no object, or the demanded tool is
-    /// not offered.
+    /// A tool has no name, two have the same name, a schema is not an object, or the demanded tool
+    /// is not offered.
     pub(crate) fn new(
         tools: Option<Vec<Value>>,
         api: ToolNames<'_>,

@@ -7,7 +7,7 @@ use std::collections::HashSet;
 pub enum LineIdentity<'a> {
     /// The `custom_id` of a request.
     Name(&'a str),
-    /// The number of a line that is no request. It has no name, or another line has it too.
+    /// The number of a line that is not a request. It has no name, or another line has it too.
     Line(u64),
 }
 

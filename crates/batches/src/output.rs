@@ -175,8 +175,8 @@ impl BatchOutput {
     /// Opens the file, and cuts off a last line that a kill has left unfinished.
     ///
     /// # Errors
-    /// It cannot be written, another process writes it, or a line is no answer. Then nothing in it
-    /// has changed.
+    /// It cannot be written, another process writes it, or a line is not an answer. Then nothing in
+    /// it has changed.
     pub fn open(path: &Path) -> Result<(Self, AnsweredLines)> {
         Self::read(path).with_context(|| path.display().to_string())
     }
@@ -288,7 +288,7 @@ mod tests {
             std::fs::write(&path, &whole[..cut]).unwrap();
             let (mut again, answered) = BatchOutput::open(&path).unwrap();
             let half = whole.len() / 2;
-            // The end of a line is no part of an answer.
+            // The end of a line is not part of an answer.
             for (name, end) in [("a", half), ("b", whole.len())] {
                 let has = answered.names.has_answer(LineIdentity::Name(name));
                 assert_eq!(has, cut >= end - 1, "{name} of {cut} bytes");

@@ -161,8 +161,8 @@ impl Run {
         }
     }
 
-    /// Sends a request, which has a place since `free_us` if places are limited. Gives the time of
-    /// its end.
+    /// Sends a request, which has a place since `free_us` if places are limited. Returns the time
+    /// of its end.
     async fn send(&self, index: usize, free_us: Option<u64>) -> u64 {
         let work = &self.work[index];
         let chunks = work.output_tokens.min(ROOM_FOR_CHUNKS) as usize;

@@ -228,7 +228,7 @@ impl Replica {
         self.running_peak = self.running_peak.max(stats.running);
     }
 
-    /// Has a needed image prepared. Gives the time at which it is ready.
+    /// Has a needed image prepared. Returns the time at which it is ready.
     pub(crate) fn prepare(&mut self, image: ImageId, now_us: u64) -> u64 {
         self.seeing.map_or(now_us, |seeing| self.intake.take(image, now_us, &seeing))
     }

@@ -49,7 +49,7 @@ pub(crate) struct Link {
 
 impl Link {
     /// # Errors
-    /// It is no URL of a server, or the key is none that a header can hold.
+    /// It is not a URL of a server, or the key is none that a header can hold.
     pub(crate) fn to(url: &str, key: Option<&str>) -> Result<Self> {
         let parsed = Url::parse(url).with_context(|| format!("`{url}` is no URL"))?;
         let host = parsed.host_str().with_context(|| format!("`{url}` names no host"))?;

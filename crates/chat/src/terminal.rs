@@ -52,7 +52,7 @@ fn wish(line: &str) -> Wish<'_> {
     }
 }
 
-/// A terminal with a server behind it.
+/// A terminal with a server after it.
 pub(crate) struct Terminal<'a> {
     link: &'a Link,
     lines: Option<Lines>,

@@ -108,7 +108,7 @@ impl Conversation {
         body
     }
 
-    /// Has the model answer, and writes the answer as it comes. Ctrl-C stops it, and its text so
+    /// Makes the model answer, and writes the answer as it comes. Ctrl-C stops it, and its text so
     /// far stays a part of the conversation. With `styled` thoughts are written too, faintly.
     ///
     /// # Errors

@@ -249,7 +249,7 @@ fn listed(root: &Value, schema: &Value, text: &str, steps: &mut u32) -> Option<V
     parts.into_iter().find_map(|part| listed(root, part, text, steps))
 }
 
-/// The schema behind `$ref`s.
+/// The schema after `$ref`s.
 fn resolve<'a>(root: &'a Value, schema: &'a Value, steps: &mut u32) -> Option<&'a Value> {
     let mut schema = schema;
     loop {

@@ -159,7 +159,7 @@ impl DraftBudget {
     }
 
     /// Takes the outcome of drafts that were not forced: in a row that had them, or against the
-    /// tokens that came without them. Gives their share of the usual acceptance: 1 is usual.
+    /// tokens that came without them. Returns their share of the usual acceptance: 1 is usual.
     pub fn drafts_ended(&mut self, found: DraftMatch, drafted: u32, accepted: u32) -> f64 {
         let (first, further) = self.acceptance.expected(found);
         let expected: f64 = (0..drafted).map(|nth| first * further.powi(nth.cast_signed())).sum();

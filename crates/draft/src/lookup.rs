@@ -146,7 +146,7 @@ impl History {
 #[derive(Debug)]
 pub struct Lookup {
     history: Arc<History>,
-    /// The tokens behind the history.
+    /// The tokens after the history.
     tokens: Vec<i32>,
     places: Places,
     /// Its text among those of others; `None`: it shares none.
@@ -239,7 +239,7 @@ impl Lookup {
         Some(DraftMatch { length: length as u32, source })
     }
 
-    /// The newest earlier place behind the same tokens as the end, and the number of those tokens
+    /// The newest earlier place after the same tokens as the end, and the number of those tokens
     /// that led to it.
     fn find(&self, tokens: &All<'_>, end: usize) -> Option<(usize, usize)> {
         LENGTHS.iter().enumerate().find_map(|(which, &length)| {

@@ -29,7 +29,7 @@ const TOKEN_BYTES: usize = 8 + LENGTHS.len() * 42;
 /// Bytes of a text besides its tokens, in the list of texts.
 const TEXT_BYTES: usize = 160;
 
-/// The place behind some tokens of a text.
+/// The place after some tokens of a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Place {
     text: u32,
@@ -53,7 +53,7 @@ impl Text {
 struct Texts {
     /// By number, in the order of their last use.
     texts: LruCache<u32, Text>,
-    /// The newest place behind the same tokens of the same salt, for each of [`LENGTHS`].
+    /// The newest place after the same tokens of the same salt, for each of [`LENGTHS`].
     places: [HashTable<Place>; LENGTHS.len()],
     next: u32,
     bytes: usize,
@@ -81,7 +81,7 @@ impl Texts {
         }
     }
 
-    /// Appends tokens to a text. A text that is gone begins anew, behind `context`. Gives its
+    /// Appends tokens to a text. A text that is gone begins anew, after `context`. Returns its
     /// number.
     fn extend(&mut self, number: Option<u32>, salt: u64, context: &[i32], tokens: &[i32]) -> u32 {
         let number = number.filter(|it| self.texts.peek(it).is_some_and(|it| it.salt == salt));
@@ -120,7 +120,7 @@ impl Texts {
         self.texts.pop_lru();
     }
 
-    /// The newest place behind the same last tokens, in a text of this salt other than `own`, and
+    /// The newest place after the same last tokens, in a text of this salt other than `own`, and
     /// the length of the match.
     fn find(&self, salt: u64, last: &[i32], own: Option<u32>) -> Option<(Place, usize)> {
         let places = self.places.iter().zip(LENGTHS);
@@ -226,8 +226,8 @@ impl SharedText {
         self.kept = generated.len();
     }
 
-    /// Appends at most `most` tokens that followed the same last tokens in another text. Gives the
-    /// length of the match, if it is longer than `least`.
+    /// Appends at most `most` tokens that followed the same last tokens in another text. Returns
+    /// the length of the match, if it is longer than `least`.
     pub(crate) fn propose(
         &self,
         last: &[i32],

@@ -21,7 +21,7 @@ use crate::types::{
 };
 use crate::waiting::{Place, WaitingPlaces};
 
-/// An order to the engine thread. One lane for all keeps an abort behind its submit; submits are
+/// An order to the engine thread. One lane for all keeps an abort after its submit; submits are
 /// bounded by [`Shared::queued`], the rest must not be.
 pub(crate) enum Order {
     Submit {
@@ -145,17 +145,17 @@ impl EngineHandle {
         Ok(())
     }
 
-    /// Has the engine lend the first of these blocks, up to one that is not in its host tier.
+    /// Makes the engine lend the first of these blocks, up to one that is not in its host tier.
     pub fn lend(&self, names: Vec<BlockHash>, reply: LoanReply) {
         self.order(Order::Lend(names, reply));
     }
 
-    /// Has the engine look again at what it can plan.
+    /// Makes the engine look again at what it can plan.
     pub fn wake(&self) {
         self.shared.waker.wake();
     }
 
-    /// Has the engine continue a request that another engine has lost. The request already counts
+    /// Makes the engine continue a request that another engine has lost. The request already counts
     /// as queued there, or never will.
     pub fn adopt(&self, orphan: Orphan) {
         self.order(Order::Adopt(Box::new(orphan)));
@@ -167,7 +167,7 @@ impl EngineHandle {
         self.order(Order::HandOver);
     }
 
-    /// Has the engine give one of its waiting requests to replica `to`, if that pays.
+    /// Makes the engine give one of its waiting requests to replica `to`, if that pays.
     pub fn spare(&self, to: usize) {
         self.order(Order::Spare(to));
     }
@@ -194,8 +194,8 @@ impl EngineHandle {
         self.order(Order::FlushCache(reply));
     }
 
-    /// Has the engine make no more plans until [`Self::resume`]; requests that come meanwhile wait.
-    /// `reply` gets the number of its requests once no step is in flight.
+    /// Makes the engine make no more plans until [`Self::resume`]; requests that come meanwhile
+    /// wait. `reply` gets the number of its requests once no step is in flight.
     pub fn pause(&self, mode: PauseMode, reply: PauseReply) {
         self.order(Order::Pause(mode, reply));
     }
@@ -205,8 +205,8 @@ impl EngineHandle {
         self.order(Order::Resume);
     }
 
-    /// Has the hand start again with other weights. Requests go on from the tokens that they have,
-    /// and are computed anew; nothing is cached of the old weights.
+    /// Makes the hand start again with other weights. Requests go on from the tokens that they
+    /// have, and are computed anew; nothing is cached of the old weights.
     pub fn reload(&self, reload: Reload) {
         self.order(Order::Reload(reload));
     }

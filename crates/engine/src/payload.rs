@@ -27,7 +27,7 @@ pub trait Payload: Debug + Send + Sync {
     /// # Errors
     /// The bytes do not fit, or the system has no memory for them.
     fn write(&self, at: usize, bytes: &[u8]) -> io::Result<()>;
-    /// Reads from the payload's byte `at` on, at most `into.len()` bytes. Gives the number of
+    /// Reads from the payload's byte `at` on, at most `into.len()` bytes. Returns the number of
     /// bytes; 0 is the end of the payload. Outposts read a payload to carry it.
     ///
     /// # Errors

@@ -122,13 +122,13 @@ pub trait Peers: Send {
     fn adopt(&self, orphans: Vec<Orphan>) -> Vec<Orphan>;
     /// True if a request that waits here has its first token sooner at replica `to`.
     fn move_pays(&self, to: usize, request: &QueuedRequest<'_>) -> bool;
-    /// Moves a request that waited here to replica `to`. Gives it back if that one takes none now.
+    /// Moves a request that waited here to replica `to`. Returns it if that one takes none now.
     fn take(&self, to: usize, orphan: Orphan) -> Option<Orphan>;
     /// The number of the engine's replica.
     fn replica(&self) -> u32 {
         0
     }
-    /// Has another replica go on with a request that leaves as planned. Gives it back if none can
+    /// Makes another replica go on with a request that leaves as planned. Returns it if none can
     /// now.
     fn hand_on(&self, orphan: Orphan) -> Option<Orphan> {
         Some(orphan)
@@ -368,7 +368,7 @@ pub struct HandStats {
     pub memory_kills: u64,
     /// The number of requests that were replayed after a death.
     pub replayed: u64,
-    /// The number of requests that another replica went on with behind their first token.
+    /// The number of requests that another replica went on with after their first token.
     pub handed: u64,
     /// Microseconds that requests waited for their blocks to come back from the host tier.
     pub copy_wait_us: u64,

@@ -209,7 +209,7 @@ mod tests {
     #[test]
     fn the_time_to_wait_is_that_of_what_waits() {
         let waiting = WaitingPlaces::default();
-        // An hour without requests is no measure of how fast the queue moves.
+        // An hour without requests is not a measure of how fast the queue moves.
         let start = 3600 * SECOND;
         for _ in 0..50 {
             waiting.enter(place(1), 1000, start).expect("room");

@@ -403,7 +403,7 @@ impl Fleet {
     }
 
     /// Begins the loads that fit, in the order of the clients' turns. For the first that does not
-    /// fit, other models are closed; those behind it wait.
+    /// fit, other models are closed; those after it wait.
     fn load(&mut self, now_ms: u64) {
         while let Some(Waiter { model, client, since_ms }) = self.next_load(now_ms) {
             // Memory may have shrunk since it came.

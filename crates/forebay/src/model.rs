@@ -132,7 +132,7 @@ pub(crate) struct Pooling {
     pub(crate) function: Function,
     /// The names of labels, one for each score; none: the model makes vectors.
     pub(crate) labels: Vec<String>,
-    /// The layers behind pooling.
+    /// The layers after pooling.
     pub(crate) layers: Vec<VectorLayer>,
     pub(crate) max_length: Option<u32>,
 }
@@ -211,7 +211,7 @@ impl Model {
         })
     }
 
-    /// The layers behind pooling; none: there are none, or the model generates.
+    /// The layers after pooling; none: there are none, or the model generates.
     fn vector_layers(&self) -> &[VectorLayer] {
         self.pooling.as_ref().map_or(&[], |pooling| &pooling.layers)
     }
@@ -322,7 +322,8 @@ pub(crate) fn fetch(
     describe(&found, weights)
 }
 
-/// Resolves the name of files that go with a model, and downloads missing ones. Gives their folder.
+/// Resolves the name of files that go with a model, and downloads missing ones. Returns their
+/// folder.
 pub(crate) fn fetch_part(
     python: &Path,
     name: &str,

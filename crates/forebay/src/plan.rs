@@ -190,7 +190,7 @@ fn own(config: &HandConfig, free: u64) -> Result<RankMemory> {
     })
 }
 
-/// Has an interpreter count the memory of each rank.
+/// Makes an interpreter count the memory of each rank.
 fn ask(python: &Path, config: &HandConfig, free: u64) -> Result<Vec<RankMemory>> {
     python::check(python)?;
     let mut asked = format!("{free}\n");

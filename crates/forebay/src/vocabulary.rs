@@ -140,7 +140,7 @@ mod tests {
         assert!(ends(&[], 8, true).expect("ends").is_empty());
     }
 
-    /// A tokenizer with these tokens behind the letters: special ones, and one that is not.
+    /// A tokenizer with these tokens after the letters: special ones, and one that is not.
     fn tokenizer(special: &[&str], plain: &str) -> Tokenizer {
         let token = |content: &str, special: bool| json!({"content": content, "special": special});
         let mut tokens: Vec<Value> = special.iter().map(|text| token(text, true)).collect();
@@ -186,7 +186,7 @@ mod tests {
             (&["]~b]", "[e~["], &["[e~["]),
             (&["<|im_start|>"], &[]),
         ] {
-            // A token of the list that is no control token is text.
+            // A token of the list that is not a control token is text.
             let tokenizer = tokenizer(special, "<EOT>");
             let mut found = tokenizer_ends(&tokenizer, special.first().copied(), "gguf");
             if !ends.contains(&special[0]) {

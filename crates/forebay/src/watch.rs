@@ -51,7 +51,7 @@ pub(crate) async fn loading(engine: &Replicas) -> bool {
 
 /// The banner's line about matrices in the blocks of a file; empty: there are none.
 ///
-/// `otherwise`: the type that `--quantization none` computes them in; `None`: that is no choice.
+/// `otherwise`: the type that `--quantization none` computes them in; `None`: that is not a choice.
 pub(crate) fn blocks_line(blocks: &str, otherwise: Option<&str>) -> String {
     let hint = otherwise.map(|dtype| format!(" (--quantization none: in {dtype})"));
     match blocks {

@@ -233,7 +233,7 @@ impl<'a> Arguments<'a> {
     }
 
     /// One or more of `optional`, in their order. Each half is written once: the text of all that
-    /// may come behind each would be as long as the square of their number.
+    /// may come after each would be as long as the square of their number.
     fn some(&mut self, optional: &[String], comma: &str) -> Written {
         let (left, right) = match optional {
             [] => return Ok(String::new()),

@@ -349,7 +349,7 @@ mod tests {
         json!({"$ref": "#/$defs/a"})
     }
 
-    /// Definitions that refer to the one behind them, and the last to nothing.
+    /// Definitions that refer to the one after them, and the last to nothing.
     #[test]
     fn long_chains_take_work_by_their_length() {
         let count = 5000;

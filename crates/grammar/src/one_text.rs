@@ -182,7 +182,7 @@ impl<'a> Rewriter<'a> {
         let end =
             end_of(self.rest, '"').ok_or_else(|| GrammarError::invalid("a string has no end"))?;
         let literal = self.take(end);
-        // Lark's `\xHH` is no escape of JSON.
+        // Lark's `\xHH` is not an escape of JSON.
         let json = literal.replace(r"\x", r"\u00").replace(r"\'", "'");
         let text: String = serde_json::from_str(&json)
             .map_err(|_| GrammarError::invalid(format!("{literal}: not a string of Lark")))?;
@@ -280,7 +280,7 @@ fn only(text: &str) -> Option<char> {
     chars.next().filter(|_| chars.next().is_none())
 }
 
-/// The end of the string that begins with `quote`, behind its other quote.
+/// The end of the string that begins with `quote`, after its other quote.
 fn end_of(text: &str, quote: char) -> Option<usize> {
     let mut escaped = false;
     for (at, c) in text.char_indices().skip(1) {

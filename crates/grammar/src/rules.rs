@@ -128,7 +128,7 @@ impl Rules {
         rules
     }
 
-    /// Notes a token of the answer. Gives the grammar if the token belongs to it.
+    /// Notes a token of the answer. Returns the grammar if the token belongs to it.
     fn advance(&mut self, token: i32) -> Option<&mut Follower> {
         self.note(token);
         if let Some(thinking) = &mut self.thinking {
@@ -258,7 +258,7 @@ impl Rules {
         self.thinking.as_ref().map_or(Phase::Answer, Thinking::phase)
     }
 
-    /// The matcher that the next token goes to, behind the tokens so far, if it is made already.
+    /// The matcher that the next token goes to, after the tokens so far, if it is made already.
     fn matcher(&mut self) -> Result<Option<&mut RunningMatcher>, ConstraintError> {
         let follows = self.phase() == Phase::Answer && !self.over;
         let grammar = self.grammar.as_mut().filter(|grammar| follows && grammar.first().is_none());
@@ -281,13 +281,13 @@ impl Rules {
             forced.push(token);
             thinking.accept(token, false);
         }
-        // Behind these, and where other bounds may have no place for them, masks decide.
+        // After these, and where other bounds may have no place for them, masks decide.
         let free = self.bounds.allowed.is_none() && self.bounds.bad_words.is_empty();
         if !forced.is_empty() || !free || self.matcher()?.is_none() {
             return Ok(forced);
         }
         let before = self.grammar.as_ref().map_or(0, |grammar| grammar.said.len());
-        // Whether a token is certain shows only behind the one before it: it may be a part of more
+        // Whether a token is certain shows only after the one before it: it may be a part of more
         // than one way to write what is left.
         while forced.len() < most
             && let Ok(Some(running)) = self.matcher()
@@ -295,7 +295,7 @@ impl Rules {
         {
             let token = token.cast_signed();
             forced.push(token);
-            // Behind an end everything may come.
+            // After an end everything may come.
             let ends = self.bounds.ends.contains(&token);
             if ends || self.grammar.as_mut().is_some_and(|it| it.accept(token).is_err()) {
                 break;
@@ -319,7 +319,7 @@ impl Rules {
             .take_while(|&token| (token as usize) < known)
             .collect();
         let possible = running.counted.matcher.validate_tokens(&tokens).map_err(broken)?;
-        // Behind an end nothing comes.
+        // After an end nothing comes.
         drafts.truncate(if possible == end { end + 1 } else { possible });
         Ok(())
     }
@@ -382,7 +382,7 @@ impl Follower {
         }
     }
 
-    /// The matcher behind the tokens so far.
+    /// The matcher after the tokens so far.
     fn running(&mut self) -> Result<&mut RunningMatcher, ConstraintError> {
         let Self { template, growth, running, said, elsewhere } = self;
         let fresh = running.is_none();

@@ -138,7 +138,7 @@ impl Thinking {
                     tail.remove(0);
                 }
                 if tail.len() == close.len() {
-                    // The marker is no part of it.
+                    // The marker is not part of it.
                     self.spent = self.spent.saturating_sub(close.len() as u32);
                     self.state = if self.again { State::Opening(0) } else { State::Over };
                 }
@@ -202,7 +202,7 @@ mod tests {
             assert_eq!(thinking.phase(), Phase::Free, "{token}");
             thinking.accept(token, false);
         }
-        // The first marker was no part of it.
+        // The first marker was not part of it.
         assert_eq!(thinking.phase(), Phase::Free);
         thinking.accept(4, false);
         for token in [7, 7, 8] {

@@ -71,7 +71,7 @@ impl Vocabulary {
     }
 }
 
-/// The bytes of a token; those of a special one behind a marker, so that no text has them.
+/// The bytes of a token; those of a special one after a marker, so that no text has them.
 fn word(tokenizer: &Tokenizer, id: usize) -> Vec<u8> {
     let Ok(id) = i32::try_from(id) else { return Vec::new() };
     let bytes = tokenizer.token_bytes(id);

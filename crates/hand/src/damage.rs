@@ -1,6 +1,6 @@
 //! Damage to messages, for the tests of their readers in this crate and in `outpost`.
 //!
-//! A message is words in little-endian order, of which the first may be a length, or JSON behind
+//! A message is words in little-endian order, of which the first may be a length, or JSON after
 //! such a word.
 
 use proptest::prelude::Rng as _;
@@ -11,7 +11,7 @@ use proptest::test_runner::{RngAlgorithm, TestRng};
 const MOST_GROWTH_KIB: u64 = 64 << 10;
 /// The values of damaged words, beside the message's own length.
 const EXTREMES: [u32; 9] = [0, 1, 2, 1 << 16, 1 << 20, 1 << 26, (1 << 26) + 1, 1 << 31, u32::MAX];
-/// Bytes that mean something in JSON, or are no text.
+/// Bytes that mean something in JSON, or are not text.
 const TELLING: &[u8] = b"{}[]\",:0-e\\u\xff";
 
 /// Messages of a test: the ordinary number, or the one that `make test-fuzz-outposts` sets.
@@ -69,7 +69,7 @@ impl Damage {
                     bytes.splice(at..at, part);
                 }
                 5 if bytes.len() >= 8 => {
-                    // By whole words, so that those behind them keep their meaning.
+                    // By whole words, so that those after them keep their meaning.
                     let (one, end) = (at.min(other) & !3, at.max(other) & !3);
                     let part = bytes[one..end].to_vec();
                     bytes.splice(one..one, part);

@@ -212,7 +212,7 @@ impl HandExecutor {
         };
         drop(ranks);
         self.regions.clear();
-        // The pages of a GPU are no memory of the host, where fewer of them would leave more.
+        // The pages of a GPU are not memory of the host, where fewer of them would leave more.
         let pages_on_host = self.spec.config.device != "cuda" || !self.host.is_empty();
         self.signals.push_back(match out_of_memory && pages_on_host {
             true => Signal::OutOfMemory(reason),

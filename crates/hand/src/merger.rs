@@ -23,7 +23,7 @@ struct Reports {
 struct Ends(HashMap<u32, Reports>);
 
 impl Ends {
-    /// Takes a report of one of `world` ranks. Gives the error of all once all have reported.
+    /// Takes a report of one of `world` ranks. Returns the error of all once all have reported.
     fn take(
         &mut self,
         rank: usize,

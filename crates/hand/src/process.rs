@@ -114,7 +114,7 @@ pub struct RankProcess {
 impl RankProcess {
     /// Spawns `command` with a new socket as descriptor 3, the arena as 4, and memory of host tiers
     /// by the descriptors that come with it. The process runs on the given processors, if any.
-    /// Gives the process and the near end of its socket, which never blocks.
+    /// Returns the process and the near end of its socket, which never blocks.
     ///
     /// # Errors
     /// The program can't be run, or the system refuses a socket.
@@ -179,7 +179,7 @@ impl RankProcess {
         matches!(poll(&mut fds, Some(&limit)), Ok(1))
     }
 
-    /// Ends a rank whose connection broke. Gives a description of its end.
+    /// Ends a rank whose connection broke. Returns a description of its end.
     #[must_use]
     pub fn bury(mut self) -> Exit {
         let by_itself = self.ended_within(LAST_BREATH);

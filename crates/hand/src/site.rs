@@ -48,7 +48,7 @@ pub trait Distant: Send {
     /// Has a payload brought to the shared memory that the rank maps, at the same offset. `there`
     /// is called then. It is dropped if the rank ends before. Returns at once.
     fn carry(&self, payload: &Arc<dyn Payload>, there: There);
-    /// Ends the rank. Gives a description of its end, as far as that is known soon.
+    /// Ends the rank. Returns a description of its end, as far as that is known soon.
     fn bury(self: Box<Self>) -> Exit;
 }
 

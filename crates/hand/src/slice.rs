@@ -7,10 +7,10 @@ use rustix::thread::Pid;
 /// The shortest turn that Linux gives, in nanoseconds. Its default is ten to thirty times as long.
 const NANOSECONDS: u64 = 100_000;
 
-/// Has the kernel give `thread` short turns, which come sooner. A thread that wakes with less to do
-/// goes before one in the middle of a long turn (EEVDF; slices can be requested since Linux 6.12).
-/// Its share of the processor does not change. So it starves no other thread, and every thread may
-/// request it.
+/// Makes the kernel give `thread` short turns, which come sooner. A thread that wakes with less to
+/// do goes before one in the middle of a long turn (EEVDF; slices can be requested since Linux
+/// 6.12). Its share of the processor does not change. So it starves no other thread, and every
+/// thread may request it.
 ///
 /// # Errors
 /// The thread is not there. Kernels without slices give no error.

@@ -25,7 +25,7 @@ pub(crate) enum StoreError {
     /// A value is not base64.
     #[error("a value of the store is not base64")]
     Base64,
-    /// A number is to be added to a value that is no number.
+    /// A number is to be added to a value that is not a number.
     #[error("the store has no number as {0:?}")]
     NoNumber(String),
     /// A rank asks while its last question is open.

@@ -190,7 +190,7 @@ mod tests {
     fn only_a_trusted_proxys_word_counts() {
         let proxies: TrustedProxies = "10.0.0.0/8, 192.0.2.1,::1,unix".parse().unwrap();
         let origin = |remote, lines: &[&'static str]| proxies.origin(remote, &headers(lines));
-        // Whoever is no proxy may write what it likes.
+        // Whoever is not a proxy may write what it likes.
         assert_eq!(origin(ip("203.0.113.9"), &["198.51.100.1"]), ip("203.0.113.9"));
         assert_eq!(origin(ip("10.1.2.3"), &["198.51.100.1"]), ip("198.51.100.1"));
         assert_eq!(origin(Remote::Local, &["198.51.100.1:4711"]), ip("198.51.100.1"));

@@ -95,7 +95,7 @@ fn other_tokenizers(names: &[String]) -> Vec<String> {
     names.iter().filter(is_one).cloned().collect()
 }
 
-/// The files with the weights, those of modules behind the model among them. `index` is the content
+/// The files with the weights, those of modules after the model among them. `index` is the content
 /// of [`INDEX`] where there is one.
 pub(crate) fn weights(
     repository: &str,

@@ -142,7 +142,7 @@ impl Downloader<'_> {
         announced.size.checked_sub(here).unwrap_or(announced.size)
     }
 
-    /// Gets the announced content into the cache. `file` is its name for people. Gives the
+    /// Gets the announced content into the cache. `file` is its name for people. Returns the
     /// content's description, which may have changed at the hub meanwhile.
     pub(crate) async fn download(
         &self,

@@ -144,7 +144,7 @@ pub fn removal(settings: &Settings, name: &ModelName) -> Result<Removal, HubErro
     Ok(removal)
 }
 
-/// Deletes these files. Gives the number of freed bytes.
+/// Deletes these files. Returns the number of freed bytes.
 ///
 /// # Errors
 /// [`HubError::Repository`] while another process downloads the model, [`HubError::Disk`] if

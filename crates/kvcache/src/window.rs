@@ -36,7 +36,7 @@ impl WindowPool {
         self.tail
     }
 
-    /// The largest number of these leading blocks behind which a request can go on.
+    /// The largest number of these leading blocks after which a request can go on.
     #[must_use]
     pub fn longest(&self, names: &[BlockHash]) -> usize {
         let mut end = names.len();
@@ -51,7 +51,7 @@ impl WindowPool {
         end
     }
 
-    /// Leases the last blocks of a prefix behind which a request can go on, in their order.
+    /// Leases the last blocks of a prefix after which a request can go on, in their order.
     ///
     /// # Panics
     /// One of them is not there: see [`Self::longest`].

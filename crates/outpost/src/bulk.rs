@@ -45,8 +45,8 @@ impl Head {
     }
 }
 
-/// Sends a payload in pieces. Gives its number of bytes. `written` gets the number of bytes before
-/// each send.
+/// Sends a payload in pieces. Returns its number of bytes. `written` gets the number of bytes
+/// before each send.
 ///
 /// # Errors
 /// The connection broke, or the arena can't be read.

@@ -18,7 +18,7 @@ pub struct JoinToken {
     pub(crate) secret: [u8; BYTES],
 }
 
-/// The error for a text that is no token.
+/// The error for a text that is not a token.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("no token: it is one line, `{KIND}.` and two numbers of 64 hexadecimal digits")]
 pub struct TokenError;

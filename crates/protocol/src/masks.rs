@@ -15,7 +15,7 @@ pub enum RowMask {
     Everything,
     /// Bit `i % 32` of word `i / 32` is set if token `i` may come.
     Tokens(Vec<u32>),
-    /// There is no mask: in this step the row gives no token for the position, and none behind it.
+    /// There is no mask: in this step the row gives no token for the position, and none after it.
     NoToken,
 }
 

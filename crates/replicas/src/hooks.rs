@@ -104,7 +104,7 @@ impl BlockObserver for Observers {
     }
 }
 
-/// The others, as replica `at` sees them.
+/// The access of replica `at` to the others.
 pub(crate) struct OtherReplicas {
     pub(crate) shared: Arc<Shared>,
     pub(crate) at: usize,

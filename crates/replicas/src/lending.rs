@@ -1,5 +1,5 @@
-//! Requests that borrow on the way to their replica, and those that are handed on behind their
-//! first token.
+//! Requests that borrow on the way to their replica, and those that are handed on after their first
+//! token.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

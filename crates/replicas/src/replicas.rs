@@ -309,7 +309,7 @@ impl Replicas {
         self.0.pd.is_some()
     }
 
-    /// True if every replica was told to take no new requests.
+    /// True if every replica is draining: none takes new requests.
     #[must_use]
     pub fn drained(&self) -> bool {
         self.0.dispatch.lock().drained.iter().all(|&drained| drained)
@@ -477,7 +477,7 @@ impl Shared {
         Some(at)
     }
 
-    /// Requests have told of their blocks themselves by now.
+    /// Drops expected blocks of requests that have published theirs by now.
     pub(crate) fn settled(&self, coming: impl IntoIterator<Item = ExpectedBlocks>) {
         if let Some(blocks) = &self.blocks {
             for ExpectedBlocks { target, names } in coming {

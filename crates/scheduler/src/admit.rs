@@ -26,7 +26,7 @@ impl Scheduler {
         let mut from = Bound::Unbounded;
         while *budget > 0 {
             if let Some(handle) = self.next_arrived(from, step) {
-                // It gets its slot where it gets a row too: not behind one that takes the budget.
+                // It gets its slot where it gets a row too: not after one that takes the budget.
                 if self.admit_before(self.roster[handle].key, &mut from, budget, step) {
                     continue;
                 }
@@ -68,7 +68,7 @@ impl Scheduler {
         }
     }
 
-    /// Admits the request whose turn it is, if it goes before `key`. `from` moves behind its row.
+    /// Admits the request whose turn it is, if it goes before `key`. `from` moves after its row.
     fn admit_before(
         &mut self,
         key: Key,

@@ -82,7 +82,7 @@ impl Scheduler {
     }
 
     fn learn(&mut self, flight: &Flight, device_us: u32) {
-        // Where the tower computed too, the time says little of the rows.
+        // If the tower computed too, the time is not a measure of the rows.
         if flight.towers.is_empty() {
             let lengths = flight.rows.iter().map(FlightRow::positions);
             self.turns.learn(lengths.clone().sum(), device_us);
@@ -173,8 +173,8 @@ impl Scheduler {
         }
     }
 
-    /// Reports the new log-probabilities of a row. False: the request wanted nothing else, and has
-    /// ended.
+    /// Reports the new log-probabilities of a row. False: the request asked for nothing else, and
+    /// has ended.
     fn tell_prompt(
         &mut self,
         row: &FlightRow,

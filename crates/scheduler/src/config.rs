@@ -132,7 +132,7 @@ pub struct WindowPart {
     /// The number of its pages. A request that runs alone has room in them: there are at least
     /// [`forebay_protocol::least_window_pages`], or as many as of the main part.
     pub pages: u32,
-    /// The positions that a query sees, its own among them; at least 1.
+    /// The positions that a query attends to, its own among them; at least 1.
     pub window: u32,
 }
 
@@ -175,8 +175,8 @@ pub struct Tower {
     pub page_tokens: u32,
     /// The largest work of a step, in positions times layers. A step computes at least one layer.
     pub budget: u64,
-    /// True if the positions of an image see each other, those behind them too. Then no row ends
-    /// within an image: a row that begins at one has all of it, also beyond the budget of tokens.
+    /// True if attention within an image is bidirectional. Then no row ends within an image: a row
+    /// that begins at one has all of it, also beyond the budget of tokens.
     pub whole: bool,
 }
 

@@ -39,7 +39,7 @@ impl Drafting {
                 waited_us: flight.waited.then_some(timing.gap_us),
             });
         } else {
-            // The time of towers says nothing of positions.
+            // The time of a tower's layers is not a measure of positions.
             let rows = flight.towers.is_empty().then_some(&flight.rows);
             let positions = rows.map_or(0, |rows| rows.iter().map(|row| row.end - row.start).sum());
             self.budget.prompts_ended(positions, flight.drafts, timing.device_us);

@@ -182,7 +182,7 @@ impl Scheduler {
         self.config.drafts.map_or(0, |drafts| drafts.most)
     }
 
-    /// Has a masked request expect its next tokens, after new ones. `restrict` gets the largest
+    /// Makes a masked request expect its next tokens, after new ones. `restrict` gets the largest
     /// number of drafts, and the drafts that its proposer has. It makes of them what the request's
     /// mask allows, and gives the number of leading ones that are certain.
     pub fn expect_masked(&mut self, id: u64, restrict: impl FnOnce(u32, &mut Vec<i32>) -> u32) {

@@ -236,7 +236,7 @@ pub struct StateStats {
     /// Tokens of prompts that came from a kept state, at first admissions.
     pub hit_tokens: u64,
     /// Tokens of prompts whose keys and values were cached, and that were computed again because no
-    /// state was kept behind them, at first admissions.
+    /// state was kept after them, at first admissions.
     pub missed_tokens: u64,
     /// States that were loaded into a slot.
     pub loads: u64,

@@ -4,7 +4,7 @@ use forebay_draft::{DraftMatch, DraftOffer, DraftSource};
 
 /// The weight of all earlier rows in a request's own acceptance, where a new one has 1.
 const MEMORY: f64 = 7.0;
-/// The number of misses behind which a rest grows no longer: it has 64 tokens then.
+/// The number of misses after which a rest grows no longer: it has 64 tokens then.
 const MOST_MISSES: u32 = 8;
 
 /// Drafts of a row in flight.
@@ -75,7 +75,7 @@ impl ExpectedDrafts {
         drafts.min(most)
     }
 
-    /// Expects nothing, until it is told of the next tokens.
+    /// Expects nothing, until the next expected tokens are set.
     pub(crate) fn forget(&mut self) {
         self.tokens.clear();
         (self.found, self.forced) = (None, 0);
@@ -111,7 +111,7 @@ impl ExpectedDrafts {
         self.comparison = None;
     }
 
-    /// Takes a token that came without drafts. Gives the outcome of a comparison that has ended:
+    /// Takes a token that came without drafts. Returns the outcome of a comparison that has ended:
     /// the drafts, their number, and how many were right.
     pub(crate) fn compare(&mut self, token: i32) -> Option<(DraftMatch, u32, u32)> {
         self.rest = self.rest.saturating_sub(1);

@@ -20,8 +20,8 @@ pub struct HandedRequest {
 }
 
 impl Scheduler {
-    /// Has a request leave that has given its token here, if it is one that leaves. A suspect stays
-    /// until it is cleared.
+    /// Makes a request leave that has given its token here, if it is one that leaves. A suspect
+    /// stays until it is cleared.
     pub(crate) fn leave(&mut self, handle: Handle) {
         let entry = &self.roster[handle];
         if !entry.request.leaves || entry.mark().is_some() {
@@ -68,7 +68,7 @@ impl Scheduler {
     }
 
     /// Admits no request that leaves from now on, except probes, or admits them again. Others that
-    /// come behind one in turn wait with it.
+    /// come after one in turn wait with it.
     pub fn hold_leaving(&mut self, held: bool) {
         self.holds_leaving = held;
     }

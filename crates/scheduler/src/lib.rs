@@ -50,8 +50,8 @@
 //! With sparse decoding ([`SchedulerConfig::sparse`]) a request goes on while most of its pages are
 //! in host memory only.
 //!
-//! A [`Scheduler`] has the verbs, and four owners of state. None of them knows the scheduler, so
-//! the signature of a rule says what it touches:
+//! A [`Scheduler`] has the operations, and four owners of state. None of them has access to the
+//! scheduler, so a rule's signature shows what it changes:
 //!
 //! - `roster`: the live requests, the slots, and the ordered sets of those who have one.
 //! - `turns`: the request that is next, and the one that gives way.
@@ -300,8 +300,8 @@ impl Scheduler {
         self.turns.unblock();
     }
 
-    /// Ends a request without an event; the caller tells its client. False: there is no such
-    /// request, or no more.
+    /// Ends a request without an event; the caller answers its client. False: there is no such
+    /// request, or it has ended.
     pub fn abort(&mut self, id: u64) -> bool {
         let Some(handle) = self.roster.find(id) else { return false };
         self.remove(handle);
@@ -320,14 +320,14 @@ impl Scheduler {
         self.memory.take_events(into);
     }
 
-    /// Notes that the patches of a wanted image are in the arena. False: no request needs them any
-    /// more.
+    /// Records that the patches of a wanted image are in the arena. False: no request needs them
+    /// any more.
     pub fn image_placed(&mut self, image: ImageId, patches: u32) -> bool {
         self.images.placed(image, patches)
     }
 
     /// Ends every request that waits for an image, because the image can't be had. Ends come
-    /// without an event. Gives the ids of the requests, and the number of the image among each
+    /// without an event. Returns the ids of the requests, and the number of the image among each
     /// request's.
     pub fn image_failed(&mut self, image: ImageId) -> Vec<(u64, usize)> {
         let waiting = self.images.who_wants(image, &self.roster);

@@ -19,7 +19,7 @@ use crate::{Handle, Scheduler};
 
 impl Scheduler {
     /// Plans the rows of prompts that pass the first in turn, and admits those that wait. They are
-    /// added to `passed`, and have no further row in this step. Gives the number of their tokens,
+    /// added to `passed`, and have no further row in this step. Returns the number of their tokens,
     /// at most half of `budget`.
     pub(crate) fn plan_passing(
         &mut self,

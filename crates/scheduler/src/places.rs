@@ -208,7 +208,7 @@ impl Places {
         Some(at as u32)
     }
 
-    /// Takes the end of a write. Gives the adapter that was written, and those who waited for it.
+    /// Takes the end of a write. Returns the adapter that was written, and those who waited for it.
     fn ended(&mut self, end: PlaceEnd) -> Vec<Handle> {
         let found = self.places.iter_mut().find_map(|place| match place.content {
             Content::Coming { id, ticket } if ticket == end.ticket => Some((place, id)),
@@ -365,7 +365,7 @@ impl Scheduler {
         }
     }
 
-    /// Has every request leave its place, because the hand is gone.
+    /// Makes every request leave its place, because the hand is gone.
     pub(crate) fn empty_places(&mut self) {
         for (handle, entry) in self.roster.requests.iter_mut() {
             self.places.leave(handle, entry);

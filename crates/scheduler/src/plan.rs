@@ -59,7 +59,7 @@ impl Scheduler {
         self.steps.launch(flight, 0);
     }
 
-    /// Plans rows for all requests with room. Gives the number of decode rows.
+    /// Plans rows for all requests with room. Returns the number of decode rows.
     fn plan_everybody(&mut self, step: &mut NewStep<'_>) -> usize {
         self.give_way(step.events);
         self.keep_pages_ready(step.plan);
@@ -80,7 +80,7 @@ impl Scheduler {
         self.background_waits && key.is_background()
     }
 
-    /// Plans rows for all that may have some in this step. Gives the number of decode rows.
+    /// Plans rows for all that may have some in this step. Returns the number of decode rows.
     fn plan_rows(&mut self, step: &mut NewStep<'_>) -> usize {
         self.plan_decodes(step);
         let decodes = step.flight.rows.len();
@@ -99,7 +99,7 @@ impl Scheduler {
     }
 
     /// Plans a row for a suspect and for no other request. The others wait, and keep the pages that
-    /// the suspect does not need. Gives the number of decode rows.
+    /// the suspect does not need. Returns the number of decode rows.
     fn plan_suspect(&mut self, handle: Handle, step: &mut NewStep<'_>) -> usize {
         if self.roster[handle].residence.is_none() {
             let Some((slot, leased)) = self.make_room(handle, step.events) else { return 0 };
@@ -151,7 +151,7 @@ impl Scheduler {
         }
     }
 
-    /// Plans up to `most` of a resident's positions. Gives their number. The row that reaches
+    /// Plans up to `most` of a resident's positions. Returns their number. The row that reaches
     /// `total` samples, and then the request decodes. A pooled request has no further rows then.
     pub(crate) fn push_row(&mut self, handle: Handle, most: u32, step: &mut NewStep<'_>) -> u32 {
         let NewStep { plan, flight, .. } = step;

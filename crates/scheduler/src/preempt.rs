@@ -31,7 +31,7 @@ impl Scheduler {
         waiters.into_iter().for_each(|handle| self.send_back(handle, events));
     }
 
-    /// Has a resident wait for its turn again.
+    /// Makes a resident wait for its turn again.
     fn send_back(&mut self, handle: Handle, events: &mut Vec<Event>) {
         self.retire(handle);
         self.line_up(handle);

@@ -24,7 +24,7 @@ enum Blame {
 
 impl Scheduler {
     /// Forgets the device's state and the steps in flight, because the hand died. Live requests
-    /// wait to be replayed from their prompt and the known tokens. Gives the ids of poisoned
+    /// wait to be replayed from their prompt and the known tokens. Returns the ids of poisoned
     /// requests. These are removed and have no event.
     pub fn reset(&mut self) -> Vec<u64> {
         // With no row in flight it can only have been a copy.

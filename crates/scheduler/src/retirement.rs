@@ -20,7 +20,7 @@ impl<T> Default for Retirement<T> {
 }
 
 impl<T> Retirement<T> {
-    /// Retires a thing until the result of `last_step` is applied. Gives it back if it was.
+    /// Retires a thing until the result of `last_step` is applied. Returns it if it was.
     #[must_use]
     pub(crate) fn retire(&mut self, last_step: u64, thing: T) -> Option<T> {
         if last_step > self.answered {

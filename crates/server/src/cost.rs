@@ -67,7 +67,7 @@ pub(crate) struct Size {
     pub(crate) allowed: usize,
     /// Log-probabilities of each token of the prompt.
     pub(crate) told: usize,
-    /// Bytes of the answer that repeat the prompt, and what is told of it.
+    /// Bytes of the answer that repeat the prompt, and of its log-probabilities.
     pub(crate) repeated: usize,
 }
 

@@ -36,7 +36,7 @@ struct FormBody {
     gave: bool,
 }
 
-/// The body, and where to say what of it was taken.
+/// The body, and the counter of the bytes that were read of it.
 pub(crate) fn bounded(body: Body) -> (Body, TakenBytes) {
     let taken = TakenBytes::default();
     let form = FormBody { body, received: 0, taken: taken.clone(), gave: false };
@@ -83,7 +83,7 @@ mod tests {
 
     const FRAME: usize = 64 << 10;
 
-    /// Frames for ever behind `head`, and the number of those that were asked for.
+    /// Frames for ever after `head`, and the number of those that were asked for.
     fn endless(head: &'static str) -> (Request, TakenBytes, Arc<AtomicUsize>) {
         let asked = Arc::new(AtomicUsize::new(0));
         let count = Arc::clone(&asked);

@@ -144,7 +144,7 @@ pub async fn serve(
     Ok(())
 }
 
-/// The connections that are served, and behind them those beyond the limit, which get an error or
+/// The connections that are served, and after them those beyond the limit, which get an error or
 /// the server's health.
 fn connections(server: &AnyServer) -> io::Result<Connections> {
     let config = server.config();

@@ -1,7 +1,7 @@
 //! Server-sent events: a call's deltas as the frames of a response body.
 //!
-//! A frame has everything that was pending when the connection could take more. Most chunks never
-//! come here: see `mailbox`.
+//! A frame has everything that was pending when the connection became writable. Most chunks take
+//! another way: see `mailbox`.
 
 use std::convert::Infallible;
 use std::pin::Pin;

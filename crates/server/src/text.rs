@@ -80,7 +80,7 @@ pub(crate) async fn encode_chat(
     Ok(RenderedChat { ids: encoded.ids, text: encoded.text.unwrap_or_default(), ignored })
 }
 
-/// Sets the template's variables for the effort of reasoning. Gives the parameters without a
+/// Sets the template's variables for the effort of reasoning. Returns the parameters without a
 /// variable. Variables from the client stay.
 fn ask_to_think(template: &str, chat: &mut ChatPrompt) -> Vec<&'static str> {
     const LEVEL: &str = "reasoning_effort";

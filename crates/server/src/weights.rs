@@ -144,8 +144,8 @@ impl Weights {
         self.settings.as_ref().is_none_or(|settings| settings.open)
     }
 
-    /// Pauses all replicas, and empties the prefix cache if asked to. Gives the number of requests
-    /// that are left. Goes on if the caller does not wait.
+    /// Pauses all replicas, and empties the prefix cache if asked to. Returns the number of
+    /// requests that are left. Goes on if the caller does not wait.
     ///
     /// # Errors
     /// The engine has ended, or the pause has before all replicas were paused.
@@ -176,8 +176,8 @@ impl Weights {
         self.engine.handles().iter().for_each(EngineHandle::resume);
     }
 
-    /// Has all replicas compute with other weights. Requests go on with them from where they are.
-    /// Gives the number of these requests. Goes on if the caller does not wait.
+    /// Makes all replicas compute with other weights. Requests go on with them from where they are.
+    /// Returns the number of these requests. Goes on if the caller does not wait.
     ///
     /// # Errors
     /// The weights can't be read or loaded. The old ones compute on.
@@ -293,7 +293,7 @@ impl Weights {
     }
 }
 
-/// Pauses engines. Gives the number of requests that are left.
+/// Pauses engines. Returns the number of requests that are left.
 async fn pause_all(handles: &[EngineHandle], mode: PauseMode) -> Result<usize, ApiError> {
     let pauses = handles.iter().map(|handle| {
         let (sender, receiver) = oneshot::channel();

@@ -158,7 +158,7 @@ impl Robust {
             context_us,
             attention_us,
             host_us: 0.0,
-            // Recordings say nothing of images.
+            // Recordings have no times of images.
             tower_us: 0.0,
             jitter_sigma: if self.sigma > EXACT { rounded(self.sigma.min(1.0)) } else { 0.0 },
         }

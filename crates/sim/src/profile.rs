@@ -181,7 +181,7 @@ fn is_dense(sparse: &SparseModel) -> bool {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct KvModel {
-    /// Bytes of a position over all layers, without index keys; 0: nobody has said.
+    /// Bytes of a position over all layers, without index keys; 0: not known.
     pub main_bytes_token: u64,
     /// Bytes of a position's index keys over all layers that have any.
     pub index_bytes_token: u64,
@@ -268,7 +268,7 @@ pub enum ProfileError {
         /// Why.
         source: std::io::Error,
     },
-    /// The file is no valid profile.
+    /// The file is not a valid profile.
     #[error("profile {name}: {reason}")]
     Malformed {
         /// The profile.
@@ -320,7 +320,8 @@ impl Profile {
     /// A profile from the content of its file.
     ///
     /// # Errors
-    /// It is no TOML, has keys that profiles don't have or lacks some, or a number is out of range.
+    /// It is not TOML, has keys that profiles don't have or lacks some, or a number is out of
+    /// range.
     pub fn from_toml(name: &str, text: &str) -> Result<Self, ProfileError> {
         let malformed = |reason| ProfileError::Malformed { name: name.to_owned(), reason };
         let mut profile: Self =

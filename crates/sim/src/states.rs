@@ -1,4 +1,4 @@
-//! The recurrent states of the simulated device: of each, the number of positions that it has seen.
+//! The recurrent states of the simulated device: for each, the number of positions that it covers.
 
 use std::collections::HashMap;
 
@@ -39,7 +39,7 @@ impl StateModel {
     }
 }
 
-/// Positions that the states of slots and of pages have seen.
+/// The numbers of positions that the states of slots and pages cover.
 #[derive(Debug, Default)]
 pub(crate) struct States {
     /// Of each slot, and whether its last position may come again because its mask was late.

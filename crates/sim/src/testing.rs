@@ -58,7 +58,7 @@ impl ChannelSink {
         Self { outputs, look: None }
     }
 
-    /// A sink whose hook sees outputs before the test does.
+    /// A sink whose hook gets outputs before the test does.
     #[must_use]
     pub fn hooked(outputs: Sender<Vec<Output>>, control: SimControl, hook: Hook) -> Self {
         Self { outputs, look: Some((control, hook)) }

@@ -11,7 +11,8 @@ use crate::profile::{CopyModel, DeviceModel, Jitter};
 use crate::states::StateModel;
 
 /// The cost of a sparse slot's row beside the step, in a model that chooses few positions for each
-/// token. The probability of a miss is no result of the simulation: it is assumed, as `miss_rows`.
+/// token. The probability of a miss is not a result of the simulation: it is assumed, as
+/// `miss_rows`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct SparseModel {
@@ -109,7 +110,7 @@ pub struct Timeline {
     sparse_slots: HashSet<u32>,
     busy_until: u64,
     last_end: u64,
-    /// Microseconds that rows have waited for saves since that was told last.
+    /// Microseconds that rows have waited for saves since the last report.
     waited_us: u64,
 }
 

@@ -222,7 +222,7 @@ impl Encoder {
         while text.len() - start > token
             && let Some(end) = next_cut(cuts, text, plain, start + token, start + anywhere)
         {
-            // The cache knows texts, and this one is not encoded as its text alone says.
+            // The cache is keyed by text, and this text's encoding depends on its neighbours.
             let kept = self.cache.is_some() && !overlap(plain, &(start..end));
             parts.push(Part::new(index, start..end, kept));
             start = end;
@@ -301,7 +301,7 @@ impl Encoder {
         }
         let before = work.counts[part.text].load(Ordering::Relaxed);
         let most = work.most.map(|most| most.saturating_sub(before));
-        // The number of ids is in what is said when there are too many.
+        // The error reports the number of ids.
         let reached = std::cell::Cell::new(0);
         let within = |ids: usize| {
             reached.set(ids);

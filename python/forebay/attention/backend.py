@@ -151,7 +151,7 @@ class AttentionBackend(Protocol):
         """The data that every indexed layer of the step uses."""
 
     def choose(self, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, prepared: Any) -> torch.Tensor:
-        """Positions int64 [queries, top_k] that queries keep, ascending, `NO_ROW` behind them.
+        """Positions int64 [queries, top_k] that queries keep, ascending, `NO_ROW` after them.
 
         q is [queries, index heads, head_dim], and weights are float32 [queries, index heads]. `keys` [entries,
         head_dim] are a layer's, with those of the queries' own positions.

@@ -259,7 +259,7 @@ def chunk_as(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, chu
 def _reach(
     queries: torch.Tensor, begin: int, end: int, spans: Sequence[tuple[int, int]]
 ) -> tuple[torch.Tensor | None, int]:
-    """The last positions that queries at `begin .. end` see, and the position behind all of them."""
+    """The last positions that queries at `begin .. end` see, and the position after all of them."""
     met = [(first, behind) for first, behind in spans if first < end and begin < behind]
     if not met:
         return None, end

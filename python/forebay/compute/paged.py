@@ -216,7 +216,7 @@ class PagedSteps:
             self._states.copy(states.saves)
 
     def _write_words(self, rows: Rows | None, count: int) -> None:
-        """Writes the words of rows, and of padding behind them; None: all are padding. Called as work."""
+        """Writes the words of rows, and of padding after them; None: all are padding. Called as work."""
         if self._states is None and self._stacks is None:
             return
         words = np.zeros((count, _ROW_WORDS), np.int32)
@@ -361,7 +361,7 @@ class PagedSteps:
         if kv.features is None:
             return None
         row = self._rows_of_tokens(buffers)
-        # Behind the last row are tokens of none, whose entries go to the null page.
+        # After the last row are tokens of none, whose entries go to the null page.
         slot = buffers.slots.index_select(0, row.clamp(max=len(buffers.slots) - 1)).long()
         before = (buffers.positions - 1).clamp(min=0)
         page = tables.page_table[slot, before // kv.page_size].long()

@@ -169,7 +169,7 @@ class CudaDevice:
         return graph.replay
 
     def finish_start(self) -> None:
-        # A capture gives PyTorch's unused pinned blocks back, so they are made behind the last one.
+        # A capture gives PyTorch's unused pinned blocks back, so they are made after the last one.
         sizes = [1 << power for power in range(_WARM_BYTES.bit_length())]
         _ = [pinned(size) for size in sizes for _ in range(_WARM_BLOCKS)]
 

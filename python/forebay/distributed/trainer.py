@@ -103,7 +103,7 @@ def main() -> None:
             else:
                 receive(group, **order["receive"])
         except Exception as error:
-            # PyTorch's errors have a trace of C++ behind their first line.
+            # PyTorch's errors have a trace of C++ after their first line.
             why = (str(error).splitlines() or [repr(error)])[0]
             print(json.dumps({"error": why}), file=answers, flush=True)
             return

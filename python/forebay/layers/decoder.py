@@ -30,7 +30,7 @@ class ImageRows:
     """The rows at a step's `m` image positions in place of embeddings, and the rows that later layers add there."""
 
     at: torch.Tensor  # int64 [m]: which of the step's tokens
-    rows: torch.Tensor  # [m, 1 + deepstack, hidden]: inputs, then what is added behind layers 0, 1, ...
+    rows: torch.Tensor  # [m, 1 + deepstack, hidden]: inputs, then what is added after layers 0, 1, ...
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ class Decoder:
         return [SectionedRotary(config.sections, *shape) for shape in shapes]
 
     def attach(self, head: AttachedHead) -> None:
-        """Has a head keep what it drafts from in each step."""
+        """Makes a head keep what it drafts from in each step."""
         self.draft_head = head
         self.rotaries += head.rotaries
 
@@ -318,7 +318,7 @@ class Decoder:
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def states(self, forward: Forward) -> torch.Tensor:
-        """Computes the step's positions. Gives the final states [s, hidden] of the sampled ones."""
+        """Computes the step's positions. Returns the final states [s, hidden] of the sampled ones."""
         if forward.adapted is None:
             return self._states(forward)
         assert self.params.adapted is not None

@@ -67,7 +67,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Draw:
-    """The parameters of draws for the `r` rows with a temperature. Fields that the host decides by are no tensors."""
+    """The parameters of draws for the `r` rows with a temperature. Fields that the host decides by are not tensors."""
 
     temperature: torch.Tensor  # float32 [r]
     u: torch.Tensor  # float64 [r]: where in the distribution the token is
@@ -127,8 +127,8 @@ class Ops(Protocol):
 
         `ids` int64 and `weights` float32 are [tokens, experts of a token], ids ascending. Products are `gate_up`
         [experts, gates and then ups, hidden] and `down` [experts, hidden, inner], with `gate` between. `biases` are of
-        both products, [experts, gates and then ups] and [experts, hidden]. An id behind the last expert stands for
-        none, at any place, and its term is 0.
+        both products, [experts, gates and then ups] and [experts, hidden]. An id after the last expert stands for none,
+        at any place, and its term is 0.
         """
 
     def greedy(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -115,7 +115,7 @@ def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 
 
 def rotate_pairs(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Rotates neighbours (2i, 2i + 1) of x, [tokens, heads, head_dim]. Gives the even elements, then the odd ones.
+    """Rotates neighbours (2i, 2i + 1) of x, [tokens, heads, head_dim]. Returns the even elements, then the odd ones.
 
     With fewer angles only the first elements are rotated.
     """

@@ -187,7 +187,7 @@ class CalledModel:
     def _check_rows(self) -> None:
         """Computes a few tokens of no request. Raises `UnsupportedModelError` if rows can't be cut or packed.
 
-        Of rows of one token the embedding of one is no number. No arithmetic loses that, so it shows in every state
+        Of rows of one token the embedding of one is not a number. No arithmetic loses that, so it shows in every state
         that the token reaches. A row in pieces goes on from the states of recurrent layers.
         """
         name, recurrent = self.config.architecture, self._recurrent
@@ -244,7 +244,7 @@ class CalledModel:
         return logits.float()
 
     def states(self, forward: Forward) -> torch.Tensor:
-        """Computes the step's positions. Gives the final states [s, hidden] of the sampled ones."""
+        """Computes the step's positions. Returns the final states [s, hidden] of the sampled ones."""
         if forward.given:
             raise UnsupportedModelError("inputs in place of tokens, for a model that transformers computes")
         if self._recurrent.modules:

@@ -45,7 +45,7 @@ def environment(given: Mapping[str, str], gpus: Sequence[object]) -> dict[str, s
 
 
 def run(order: Order, gpus: Sequence[object]) -> int:
-    """Runs an outpost to its end, or to this process's end. Gives its exit status.
+    """Runs an outpost to its end, or to this process's end. Returns its exit status.
 
     The kernel ends the outpost with the calling thread, so that thread has to last.
     """
@@ -66,7 +66,7 @@ class Outpost:
         self._order = order
 
     def run(self) -> int:
-        """Runs the outpost with the devices that the cluster gave this process. Gives its exit status."""
+        """Runs the outpost with the devices that the cluster gave this process. Returns its exit status."""
         import ray
 
         # The node's own numbers, whether or not Ray has also set the variable of this process.

@@ -87,7 +87,7 @@ class Copier:
         threading.Thread(target=self._run, name="copier", daemon=True).start()
 
     def next_plan(self) -> int:
-        """Notes that a plan is launched, and ends waits for earlier plans. Gives its number."""
+        """Notes that a plan is launched, and ends waits for earlier plans. Returns its number."""
         with self._changed:
             self._plans += 1
             os.eventfd_write(self._news, 1)

@@ -64,7 +64,7 @@ class HeadDrafts:
         return with_drafts(plan, most_rows, self.most, partial(self._propose, plan, tables))
 
     def _propose(self, plan: Plan, tables: SlotTables, slot: Int64s, start: Int64s, wanted: Int64s) -> list[Int32s]:
-        # The last position of a context has no draft behind it.
+        # The last position of a context has no draft after it.
         counts = np.minimum(wanted, tables.context_length - 1 - start)
         order = np.argsort(-counts, kind="stable")
         told: Int32s = host_array(self._device, (len(slot), self.most), np.int32)

@@ -218,7 +218,7 @@ class ModelRunner:
         return sizes if self._group is None else replace(sizes, pages=self._group.least(sizes.pages))
 
     def _choose_state_pages(self, available: int, taken: int) -> int:
-        """Chooses the number of state pages beside `taken` bytes. Gives the bytes of all."""
+        """Chooses the number of state pages beside `taken` bytes. Returns the bytes of all."""
         free = int(self.config.mem_fraction_static * available) - taken
         self._state_pages = state_page_count(self.config, free)
         return self._state_pages * self._state_bytes

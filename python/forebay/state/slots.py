@@ -115,7 +115,7 @@ class SlotTables:
         return table
 
     def read(self, plan: Plan, arena: npt.NDArray[np.uint8]) -> Writes | None:
-        """Overwrites the host's part of new slots. Gives the writes that are left for `write`; None: there are none.
+        """Overwrites the host's part of new slots. Returns the writes that are left for `write`; None: there are none.
 
         Raises `PlanError`.
         """
@@ -277,7 +277,7 @@ class SlotTables:
             return None
         mine = slot[on]
         prompt_len = self.prompt_len[mine].astype(np.int64)
-        # The tokens of a prompt that came as embeddings say nothing, and are not seen.
+        # Token ids of embedded prompts are placeholders, and are not counted.
         first = np.where(self.embeds[mine] >= 0, np.minimum(prompt_len, counts[on]), 0)
         return self.counts.recount(lines, mine * self.stride, first, prompt_len, counts[on])
 

@@ -27,7 +27,7 @@ class WindowLayers:
 
     @classmethod
     def of(cls, config: RunnerConfig, model: ModelConfig | None) -> WindowLayers:
-        """The layers of a model as pages see it, and the decision about their pages. `model` None: it keeps nothing."""
+        """The model's layers, grouped by the pages that they use. `model` None: it keeps nothing."""
         kinds = () if model is None or isinstance(model, CalledConfig) else _attending(model)
         windows = [kind.window for kind in kinds if kind.window is not None and kind.window < config.context_length]
         asked, why = config.window_ratio, ""

@@ -64,7 +64,7 @@ impl<'w, 'b> Place<'w, 'b> {
         Ok(())
     }
 
-    /// Checks a number. Gives the largest one that the parameter has, if this one is beyond it.
+    /// Checks a number. Returns the largest one that the parameter has, if this one is beyond it.
     fn number<E: Error>(&mut self, value: f64, shown: impl fmt::Display) -> Result<Option<i64>, E> {
         self.walk.seen = LastValue::Number;
         match self.bound {

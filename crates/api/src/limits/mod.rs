@@ -170,7 +170,7 @@ pub trait Limited: Sized {
     /// Reads the body that `walk` is about to go along.
     ///
     /// # Errors
-    /// The first value that is no JSON, of a wrong type, over its limit or not served.
+    /// The first value that is not JSON, of a wrong type, over its limit or not served.
     fn read(walk: &mut Walk<'_>) -> Result<Self, ApiError>;
 }
 

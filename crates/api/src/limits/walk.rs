@@ -124,7 +124,7 @@ impl<'de> Walk<'de> {
         ApiError::unsupported(self.names())
     }
 
-    /// Ends the walk for the value behind the first `steps` steps.
+    /// Ends the walk for the value after the first `steps` steps.
     pub(super) fn fail<E: Error>(&mut self, steps: usize, reason: &str) -> E {
         let param = self.param(steps);
         self.failure = Some(ApiError::Invalid { reason: format!("`{param}`: {reason}"), param });

@@ -111,7 +111,7 @@ impl Reply {
         }
     }
 
-    /// Takes the text of an event, which may be all of the text so far. Gives the number of new
+    /// Takes the text of an event, which may be all of the text so far. Returns the number of new
     /// bytes.
     fn grow(&mut self, text: &[u8], finished: bool) -> usize {
         if let Some(new) = text.strip_prefix(&self.text[..]) {
@@ -155,7 +155,7 @@ impl Reply {
         self.text = joined;
     }
 
-    /// Takes an event of an unusual shape, or the whole of an answer that is no stream.
+    /// Takes an event of an unusual shape, or the whole of an answer that is not a stream.
     fn document(&mut self, json: &[u8], at_us: u64) {
         let Ok(document) = serde_json::from_slice::<Value>(json) else {
             self.fail(format!("not JSON: {}", excerpt(json)));
@@ -204,7 +204,7 @@ impl Reply {
         }
     }
 
-    /// Takes an answer that is no stream.
+    /// Takes an answer that is not a stream.
     pub(super) fn whole(&mut self, body: &[u8], at_us: u64) {
         if self.dialect != Dialect::Embeddings {
             return self.document(body, at_us);

@@ -96,7 +96,7 @@ fn after_key<'a>(bytes: &'a [u8], key: &Finder<'_>) -> Option<&'a [u8]> {
     }
 }
 
-/// A string's bytes between its quotes, and the rest behind it.
+/// A string's bytes between its quotes, and the rest after it.
 fn string(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     let body = bytes.strip_prefix(b"\"")?;
     let mut at = 0;

@@ -7,7 +7,7 @@
 use anyhow::{Context, Result, bail};
 use memchr::memchr;
 
-/// A head, or a line in a chunked body, that is longer is no answer.
+/// A head, or a line in a chunked body, that is longer is not an answer.
 const LONGEST: usize = 64 << 10;
 const MOST_HEADERS: usize = 100;
 
@@ -24,7 +24,7 @@ pub(super) struct Head {
     pub(super) body: Body,
 }
 
-/// Reads the head of an answer. Gives its number of bytes; `None` if more bytes are needed.
+/// Reads the head of an answer. Returns its number of bytes; `None` if more bytes are needed.
 ///
 /// # Errors
 ///

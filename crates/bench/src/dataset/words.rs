@@ -141,7 +141,7 @@ impl<'t> Words<'t> {
     }
 
     /// The places at which the tokens can be taken apart. Before such a place a token ends in an
-    /// ASCII letter. The token behind the place is a space and at least one ASCII letter. The texts
+    /// ASCII letter. The token after the place is a space and at least one ASCII letter. The texts
     /// on the two sides encode to the tokens on the two sides, and so does any text that is put
     /// together at such places. There are none if there are no words.
     pub(crate) fn joints(&self, ids: &[u32]) -> Vec<usize> {

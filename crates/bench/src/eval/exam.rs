@@ -90,8 +90,8 @@ impl Exam {
 }
 
 /// The last run of digits in a text without its commas. A sign is ignored, and `3.50` ends with 50,
-/// as in published results. A run with leading zeros is no number, and ends the search. A run that
-/// is too large for any right answer counts as the largest number.
+/// as in published results. A run with leading zeros is not a number, and ends the search. A run
+/// that is too large for any right answer counts as the largest number.
 pub(super) fn last_integer(text: &str) -> Option<u64> {
     let text = text.replace(',', "");
     let last = text.rsplit(|c: char| !c.is_ascii_digit()).find(|run| !run.is_empty())?;

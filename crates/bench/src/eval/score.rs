@@ -45,7 +45,7 @@ impl Answer {
     }
 }
 
-/// The numbers of a run. Shares are of the answered questions: a failed request is no measure of
+/// The numbers of a run. Shares are of the answered questions: a failed request is not a measure of
 /// the model.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(super) struct Score {

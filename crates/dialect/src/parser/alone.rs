@@ -16,7 +16,7 @@ const LANGUAGE: usize = 16;
 pub(super) struct Alone {
     /// All of the text.
     raw: String,
-    /// The part of it behind what was read.
+    /// The part of it after what was read.
     unread: String,
     object: Object,
     call: Call,

@@ -27,7 +27,7 @@ pub(super) enum Step {
     More,
     /// The call is complete.
     Done,
-    /// The text is no call, or ends in the middle of one.
+    /// The text is not a call, or ends in the middle of one.
     Broken,
 }
 
@@ -68,7 +68,7 @@ impl Call {
         pending.drain(..length);
     }
 
-    /// Begins it; false if no tool of this name is offered. The text is no call then.
+    /// Begins it; false if no tool of this name is offered. The text is not a call then.
     #[must_use]
     pub(super) fn begin(&mut self, written: &str, context: Context<'_>, out: &mut Parts) -> bool {
         let written = written.trim();

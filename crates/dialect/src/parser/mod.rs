@@ -62,7 +62,7 @@ pub struct Reading {
 pub enum Place {
     /// In its reasoning.
     Reasoning,
-    /// Behind its reasoning.
+    /// After its reasoning.
     Answer,
     /// Before the first part, which may be either.
     Either,
@@ -92,7 +92,7 @@ enum Begin {
 }
 
 impl Start {
-    /// The state behind the rendered `prompt`. `continues` is true if the prompt ends inside a
+    /// The state after the rendered `prompt`. `continues` is true if the prompt ends inside a
     /// message that the model continues.
     pub fn of(dialect: Dialect, prompt: &str, continues: bool) -> Self {
         if dialect.is_harmony() {

@@ -185,7 +185,7 @@ impl Object {
         step
     }
 
-    /// The stage behind a character outside of values; `None` if this is no call.
+    /// The stage after a character outside of values; `None` if this is not a call.
     fn after(&mut self, c: char, call: &Call) -> Option<Stage> {
         let blank = c.is_whitespace();
         Some(match (&self.stage, c) {

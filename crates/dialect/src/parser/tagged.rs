@@ -44,7 +44,7 @@ enum Kind {
 }
 
 impl Tagged {
-    /// Reads from behind the mark before the name.
+    /// Reads from after the mark before the name.
     pub(super) fn new(tags: &'static family::Tagged) -> Self {
         let (key, value) = (String::new(), String::new());
         Self { tags, stage: Stage::Name, key, value, kind: Kind::Schema, some: false }

@@ -241,7 +241,8 @@ impl Inbox {
         made
     }
 
-    /// Has the constraint of a request go to `to` when its job is done. Gives it if it has arrived.
+    /// Makes the constraint of a request go to `to` when its job is done. Returns it if it has
+    /// arrived.
     pub(crate) fn forward(&self, request: u64, to: Sender<Box<dyn Constraint>>) -> Option<Made> {
         let mut arrivals = self.arrivals.lock();
         arrivals.awaited.remove(&request);

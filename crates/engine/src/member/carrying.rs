@@ -81,7 +81,7 @@ impl Member {
         self.carrying.due.extend(held.map(Cargo::Of));
     }
 
-    /// Has the hand read patches: at once, or when they were brought there.
+    /// Makes the hand read patches: at once, or when they were brought there.
     pub(super) fn give_patches(&mut self, image: ImageId, patches: Arc<dyn Payload>) {
         if self.carrying.near {
             self.patches_there(image, patches);

@@ -1,5 +1,5 @@
 //! Requests that go to another replica and come from one: when a hand dies, and when others have
-//! less to do, or as planned behind their first token.
+//! less to do, or as planned after their first token.
 
 use std::sync::Arc;
 
@@ -64,7 +64,8 @@ impl Member {
         left.into_iter().for_each(|orphan| self.adopt(orphan));
     }
 
-    /// Has other replicas go on with the requests that have left. Where none can, they go on here.
+    /// Makes other replicas go on with the requests that have left. Where none can, they go on
+    /// here.
     pub(super) fn hand_on(&mut self) {
         for id in std::mem::take(&mut self.left) {
             let handed = self.scheduler.as_mut().and_then(|scheduler| scheduler.hand_on(id));

@@ -46,7 +46,7 @@ pub(crate) struct TakenOrders {
     pub(crate) any: bool,
     /// Requests that another replica may have to take over.
     pub(crate) entered: bool,
-    /// [`Order::Stop`]; what came behind it is still there.
+    /// [`Order::Stop`]; what came after it is still there.
     pub(crate) stopped: bool,
 }
 
@@ -315,8 +315,8 @@ impl Member {
         Ok(())
     }
 
-    /// Notes whether copies are under way. Gives the seconds since the last one ended, if these are
-    /// as many as a hand may take.
+    /// Notes whether copies are under way. Returns the seconds since the last one ended, if these
+    /// are as many as a hand may take.
     pub(crate) fn watch_copies(&mut self, ended: bool) -> Option<u64> {
         let outstanding = self.scheduler.as_ref().map_or(0, Scheduler::copies_outstanding);
         if outstanding == 0 {

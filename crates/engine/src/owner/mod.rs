@@ -92,7 +92,7 @@ impl Owner {
             self.members.iter_mut().for_each(Member::expire);
             self.feed();
             self.deliver();
-            // Behind the last outputs before it.
+            // After the last outputs before it.
             self.members.iter_mut().for_each(Member::settle_pause);
             if self.over {
                 break;

@@ -79,7 +79,7 @@ pub(crate) enum DraftAlgorithm {
     Model,
     /// A head that reads states of several layers, in files of its own.
     Eagle3,
-    /// The layer behind the model's last one.
+    /// The layer after the model's last one.
     Mtp,
 }
 

@@ -39,7 +39,7 @@ pub(crate) use sparse::hot_row_tokens;
 pub(crate) use tiers::HostSize;
 pub(crate) use windows::why_one_pool;
 
-/// Fields of a hand's configuration that are no settings: the files of the model, and facts about
+/// Fields of a hand's configuration that are not settings: the files of the model, and facts about
 /// one hand of many.
 const NO_SETTINGS: [&str; 8] = [
     "model",

@@ -107,7 +107,7 @@ impl Tiers {
         }
     }
 
-    /// Starts to copy a lent block to a hot page. Gives its new page, and the ticket. `None`: the
+    /// Starts to copy a lent block to a hot page. Returns its new page, and the ticket. `None`: the
     /// block is not lent, or every hot page is held.
     pub fn borrow(&mut self, name: BlockHash, loan: &Arc<Loan>) -> Option<(Lease<Hot>, u32)> {
         let page = if self.of_states { loan.state(name) } else { loan.page(name) }?;

@@ -14,7 +14,7 @@
 //! rules.
 //!
 //! Kept states of recurrent layers have tiers of their own ([`Tiers::of_states`]), by the same
-//! rules. Their pages are state pages, and the state behind a block has the block's name.
+//! rules. Their pages are state pages, and the state after a block has the block's name.
 
 mod backed;
 mod copies;

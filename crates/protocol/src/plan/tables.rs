@@ -143,7 +143,7 @@ impl StepPlan {
         self.wait_us = Some(us);
     }
 
-    /// Has the plan wait for nothing.
+    /// Makes the plan wait for nothing.
     pub fn wait_for_nothing(&mut self) {
         self.wait_us = None;
     }

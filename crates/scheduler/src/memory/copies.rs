@@ -48,7 +48,7 @@ impl Memory {
         }
     }
 
-    /// True if one of a request's blocks is being saved, or a state behind it, or will be.
+    /// True if one of a request's blocks is being saved, or a state after it, or will be.
     pub(crate) fn will_save(&self, names: &[BlockHash]) -> bool {
         let saves = |name| self.all_tiers().any(|tiers| tiers.will_be_saved(name));
         // The last is saved last.

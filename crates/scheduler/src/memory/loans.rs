@@ -12,8 +12,8 @@ pub struct LentBlocks {
     pub loan: LoanId,
     /// The blocks, the first of the request first.
     pub pages: Vec<(BlockHash, u32)>,
-    /// With recurrent layers, the last of these blocks behind which a state is lent, and the page
-    /// of the state; else empty.
+    /// With recurrent layers, the last of these blocks after which a state is lent, and the page of
+    /// the state; else empty.
     pub states: Vec<(BlockHash, u32)>,
 }
 

@@ -237,7 +237,7 @@ impl Memory {
 
     /// True if a request may share blocks with others.
     pub(crate) fn caches(&self, entry: &Entry) -> bool {
-        // Nobody can go on behind blocks without a state.
+        // Nobody can go on after blocks without a state.
         let resumes = self.states.as_ref().is_none_or(StatePages::keeps_any);
         self.prefix_cache && self.pages > 0 && resumes && entry.request.spec.embeds.is_none()
     }
@@ -356,7 +356,7 @@ impl Memory {
         match self.kind {
             Kind::Nothing => 0,
             Kind::Paged => {
-                // A new slot's states are loaded, and those behind its row are saved.
+                // A new slot's states are loaded, and those after its row are saved.
                 let states = if self.states.is_some() { 2 * STATE_COPY_WORDS } else { 0 };
                 // Prompts beside it get pages of the window part too, and each drops as many.
                 let step = token_budget.max(self.page_size) / self.page_size + 2 * self.slots;

@@ -20,7 +20,7 @@ pub(crate) struct ResidentState {
 }
 
 impl ResidentState {
-    /// The first position behind `start` at which a row ends.
+    /// The first position after `start` at which a row ends.
     pub(super) fn next_stop(&self, start: u32, interval: u32) -> Option<u32> {
         let step = (start / interval + 1).checked_mul(interval);
         let stops = self.kept.into_iter().chain([self.tail]).chain(step);

@@ -20,7 +20,7 @@ pub(crate) struct WindowRun {
 }
 
 impl WindowRun {
-    /// The index behind that of the last page.
+    /// The index after that of the last page.
     pub(super) fn end(&self) -> u32 {
         self.first + self.leases.len() as u32
     }
@@ -92,7 +92,7 @@ impl WindowPages {
         self.pool.spare()
     }
 
-    /// Leases the window part of a request that goes on behind the cached blocks `found`. Of its
+    /// Leases the window part of a request that goes on after the cached blocks `found`. Of its
     /// `count` pages it gets as many new ones as it will have at all times. `None`, and nothing is
     /// leased, if there are too few.
     pub(super) fn lease(&mut self, found: &[BlockHash], count: usize) -> Option<WindowRun> {

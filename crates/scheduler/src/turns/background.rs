@@ -47,8 +47,8 @@ impl Background {
         self.share == 0.0 || self.left_us < 0.0 || self.measures
     }
 
-    /// Learns from the time of a step. `drafts`: it verified drafts, so that rows say little about
-    /// its time.
+    /// Learns from the time of a step. `drafts`: it verified drafts, so that its number of rows is
+    /// not a measure of its time.
     pub(crate) fn learn(&mut self, step: Mixture, drafts: bool, device_us: u32) {
         let Mixture { rows, positions, background } = step;
         if device_us == 0 || self.share >= 1.0 {
@@ -100,7 +100,7 @@ impl Background {
 mod tests {
     use super::*;
 
-    /// Runs steps of eight streams of 1 ms each, beside rows that add `row_us`. Gives the time of
+    /// Runs steps of eight streams of 1 ms each, beside rows that add `row_us`. Returns the time of
     /// all steps by that of the streams alone, and the rows in the background.
     fn run(percent: u32, row_us: u32, steps: u32) -> (f64, u32) {
         let mut account = Background::new(percent);

@@ -26,7 +26,7 @@ pub(crate) struct Claims {
     sweep_at: usize,
 }
 
-/// The place of a prompt among those that want tokens of a step. A smaller one goes first.
+/// The rank of a prompt in the order in which prompts get a step's tokens: smaller ones go first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Claim {
     rank: i64,

@@ -180,7 +180,7 @@ impl Turns {
         self.shares.settled = false;
     }
 
-    /// Has the next request look for pages again.
+    /// Makes the next request look for pages again.
     pub(crate) fn unblock(&mut self) {
         (self.blocked, self.passing_blocked) = (None, None);
         self.shares.settled = false;

@@ -1,5 +1,5 @@
-//! The driver of loads: it takes the actions that the fleet decides, and tells the fleet how they
-//! ended.
+//! The driver of loads: it runs the actions that the fleet decides, and reports their outcomes to
+//! the fleet.
 
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
@@ -142,7 +142,7 @@ impl Front {
         let name = &self.entries[model].names[0];
         if let Some(running) = running {
             running.leaving.send_replace(true);
-            // Responses that are computed behind their answers.
+            // Responses that are computed after their answers.
             running.shared.idle().await;
             running.stop().await;
         }

@@ -363,7 +363,7 @@ impl Front {
         self.books.lock().fleet.keep(model, Some(idle.map(millis)));
     }
 
-    /// Has a model leave, and waits until it has, but not for long running requests.
+    /// Makes a model leave, and waits until it has, but not for long running requests.
     pub(crate) async fn dismiss(self: &Arc<Self>, model: usize, level: SleepLevel) {
         let mut changes = self.changes.subscribe();
         let was_asleep = {

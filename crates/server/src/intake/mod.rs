@@ -116,7 +116,8 @@ impl Intake {
         }
     }
 
-    /// Parses a body, on an intake thread if it is large. Gives the names of unread parameters too.
+    /// Parses a body, on an intake thread if it is large. Returns the names of unread parameters
+    /// too.
     pub(crate) async fn parse<T>(
         &self,
         body: Pieces,
@@ -167,7 +168,7 @@ impl Intake {
     }
 
     /// Puts the embeddings of prompts of `client`, from `param`, into the memory that the hand
-    /// reads. Gives the number of positions and the place of each.
+    /// reads. Returns the number of positions and the place of each.
     ///
     /// # Errors
     /// There will never be room, too many requests wait for room, or an element is not finite.

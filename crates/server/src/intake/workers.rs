@@ -104,7 +104,7 @@ impl Drop for Place {
 
 impl Workers {
     /// Starts threads whose names begin with `name`. Their work takes at most `memory` bytes at a
-    /// time, as far as its cost says.
+    /// time, by its declared cost.
     pub(crate) fn start(
         mode: IntakeMode,
         name: &str,
@@ -190,7 +190,7 @@ impl Workers {
                 let reason = "the request could not be read".to_owned();
                 Err(ApiError::Internal { reason, code: Some("intake") })
             });
-            // The client may have gone by now; then nobody wants the answer.
+            // The client may have gone by now.
             let _ = reply.send(result);
         });
         match &self.lanes {

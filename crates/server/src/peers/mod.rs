@@ -144,7 +144,7 @@ impl Peer {
         }
     }
 
-    /// Has the response's head name the blocks of a prompt, where that is wanted.
+    /// Adds the names of a prompt's blocks to the response's head, if they are requested.
     pub(crate) fn name_blocks(&self, state: &Shared, salt: u64, prompt: &[i32]) {
         let Some(exchange) = &self.exchange else { return };
         if exchange.tag.blocks {
@@ -179,7 +179,7 @@ impl Peer {
     }
 }
 
-/// The load of this brain, as `router` is told.
+/// The load of this brain, as reported to `router`.
 pub(crate) fn report(state: &Shared, router: Option<u64>) -> LoadReport {
     let stats = state.engine.stats().scheduler;
     let replicas = state.engine.replicas();
@@ -279,7 +279,7 @@ pub(crate) fn not_a_router() -> ApiError {
     ApiError::Forbidden { reason, code: "router_key_needed" }
 }
 
-/// Reads a router's header, and answers with the wanted facts.
+/// Reads a router's header, and answers with the requested facts.
 pub(crate) async fn talk(State(state): State<Shared>, request: Request, next: Next) -> Response {
     if !request.headers().contains_key(ROUTER_HEADER) {
         return next.run(request).await;

@@ -38,7 +38,7 @@ pub(crate) struct Place<'a> {
     pub(crate) priority: i32,
     /// Keeps its cached blocks apart from those of others.
     pub(crate) cache_salt: Option<Arc<str>>,
-    /// The replica that is wanted.
+    /// The requested replica.
     pub(crate) preference: Preference,
 }
 

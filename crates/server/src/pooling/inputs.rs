@@ -1,4 +1,4 @@
-//! The way from texts to prompts, cut if the client wants that.
+//! From texts to prompts, cut if the client asks for that.
 
 use std::sync::Arc;
 

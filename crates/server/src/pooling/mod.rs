@@ -49,7 +49,7 @@ impl Inner {
         }
     }
 
-    /// The model, if it says how well texts go together: by one score, or by vectors.
+    /// The model, if it can score a pair of texts: by one score, or by vectors.
     ///
     /// # Errors
     /// It generates, or has several labels.

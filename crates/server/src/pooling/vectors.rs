@@ -6,7 +6,7 @@ use forebay_api::{EncodingFormat, Vector};
 
 use super::model::ScoreFunction;
 
-/// The wanted form of vectors.
+/// The requested form of vectors.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Form {
     pub(crate) dimensions: Option<usize>,

@@ -107,7 +107,7 @@ pub(crate) async fn embeddings(
 /// Vectors of texts.
 pub(super) struct Embedded {
     pub(super) vectors: Vec<Box<[f32]>>,
-    /// The wanted form of vectors.
+    /// The requested form of vectors.
     pub(super) wanted: Form,
     pub(super) usage: PoolingUsage,
     /// True if writing the vectors takes long.

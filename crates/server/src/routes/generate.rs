@@ -85,7 +85,7 @@ pub(crate) async fn generate(
             None => SeenPrompt { ids, images: Arc::default() },
         };
         let mut submission = Submission::new(&state, seen.ids, terms, limits, param)?;
-        // Each output lists what is told of the prompt.
+        // Each output lists the prompt's log-probabilities.
         submission.repetition.choices = submission.terms.generation.n as usize;
         (submission.images, submission.files) = (seen.images, files);
         Ok::<_, ApiError>(submission)

@@ -145,7 +145,7 @@ impl Healthy {
     }
 }
 
-/// Tells that the process lives. The answer says nothing about the model: a process that loads or
+/// Reports that the process lives. The answer does not depend on the model: a process that loads or
 /// drains is alive.
 #[utoipa::path(
     get,

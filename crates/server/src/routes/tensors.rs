@@ -24,7 +24,7 @@ use super::weights::{WeightsUpdated, updated_answer};
 const TENSORS: &str = "serialized_named_tensors";
 /// The type of a body that is one file of safetensors.
 const OCTETS: &str = "application/octet-stream";
-/// Rows of a parameter, if a client does not say, as in SGLang.
+/// Default number of rows of a parameter, as in SGLang.
 const ROWS: usize = 100;
 
 /// Parameters of a weight update, apart from its tensors.

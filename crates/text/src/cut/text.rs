@@ -113,7 +113,7 @@ impl TextCuts {
         if !is_settled(right) || left.is_whitespace() {
             return false;
         }
-        // Of an unsettled character only this much is sure: it is no space, and composing makes
+        // Of an unsettled character only this much is sure: it is not a space, and composing makes
         // none of it.
         let settled = is_settled(left);
         let inside_token = if settled {

@@ -20,8 +20,7 @@ const COMPOSED: u64 = 4;
 /// a space.
 const METASPACE: &str = "\u{2581}";
 
-/// The facts that are known of a tokenizer before it encodes: no text has fewer ids than
-/// [`Measure::fewest`] says.
+/// Lower bounds of a tokenizer before it encodes: no text has fewer ids than [`Measure::fewest`].
 #[derive(Debug)]
 pub(crate) enum Measure {
     /// Every byte of the text is in a token, and for each byte it is known how long a token with it

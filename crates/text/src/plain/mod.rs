@@ -20,7 +20,7 @@ use crate::error::TextError;
 /// The longest word, in bytes. The memory and the time of its encoding grow with it, and a long run
 /// of white space is a word of few tokens.
 pub(crate) const LONGEST_WORD: usize = 1 << 20;
-/// The longest word behind the pre-tokenizer, which may write a byte as a character of two.
+/// The longest word after the pre-tokenizer, which may write a byte as a character of two.
 const LONGEST_WRITTEN: usize = 2 * LONGEST_WORD;
 
 /// Finds the added tokens of a text as the library does, but not where they are to be ordinary

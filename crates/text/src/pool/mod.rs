@@ -447,9 +447,9 @@ impl Shared {
                     count(&self.batches);
                     self.tools.render(&mut jobs);
                     let done: Vec<_> = jobs.into_iter().filter_map(|job| self.start(job)).collect();
-                    // All at once: each answer may wake a thread that would want this processor.
+                    // All at once: each answer may wake a thread that would take this processor.
                     for (reply, result) in done {
-                        // The caller may have gone by now; then nobody wants the answer.
+                        // The caller may have gone by now.
                         let _ = reply.send(result);
                     }
                 }

@@ -62,7 +62,7 @@ fn part_text(part: &Value) -> Option<&str> {
 /// content.
 fn reads(template: &ChatTemplate, content: &Value) -> bool {
     let user = json!({"role": "user", "content": content});
-    // Some templates want a system message or more turns, some refuse one: any chat that renders
+    // Some templates require a system message or more turns, some refuse one: any chat that renders
     // will do.
     let system = json!({"role": "system", "content": "s"});
     let chats = [json!([user]), json!([system, user])];

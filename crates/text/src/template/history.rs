@@ -1,5 +1,5 @@
-//! Fields that clients leave out of messages in several ways, brought into one form before any
-//! template sees them.
+//! Fields that clients leave out of messages in several ways, brought into one form before
+//! rendering.
 
 use serde_json::{Map, Value, json};
 

@@ -17,7 +17,7 @@ pub(super) struct Shape {
     developer: bool,
     /// More than one system message at the beginning.
     several_systems: bool,
-    /// A system message behind others.
+    /// A system message after others.
     late_system: bool,
     /// Two messages of a user in a row.
     repeated: bool,
@@ -111,7 +111,7 @@ impl Shape {
             (false, true) => (Arguments::Text, text),
             (false, false) => (Arguments::Either, object),
         };
-        // Where a template shows no calls at all, the rest of the chat tells what it takes.
+        // If a template renders no calls at all, the rest of the chat shows what it accepts.
         let taken = |content: Value| {
             render(called(content, SHORT_ID, given.clone())).filter(|text| !calls || shown(text))
         };
@@ -126,7 +126,7 @@ impl Shape {
         };
         Self {
             system: takes_system,
-            // A template that prints any role would show the model one that it has never seen.
+            // A template that prints any role would give the model one that it was not trained on.
             developer: template.source.contains("developer")
                 && shows(json!([{"role": "developer", "content": PROBE}, user("u")])),
             several_systems: both(json!([system(PROBE), system(OTHER), user("u")])),

@@ -48,7 +48,7 @@ pub struct Item {
     encrypted_content: Option<String>,
 }
 
-/// The beginning of sealed reasoning. It is no secret: clients keep it, and do not read it.
+/// The beginning of sealed reasoning. It is not a secret: clients keep it, and do not read it.
 const SEAL: &str = "forebay.1.";
 
 /// Reasoning in a form that clients send back without reading it.

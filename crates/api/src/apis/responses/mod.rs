@@ -134,7 +134,7 @@ component!(ResponsesReasoning, ResponsesText);
 pub struct ValidResponses {
     /// The conversation, and the parameters that chats have too.
     pub chat: ValidChat,
-    /// Tools that are no plain functions, by the names in the prompt.
+    /// Tools that are not plain functions, by the names in the prompt.
     pub kinds: Vec<(String, ToolKind)>,
     /// The new items.
     pub input: Vec<Item>,
@@ -308,7 +308,7 @@ impl TextFormat {
     }
 }
 
-/// The conversation: `before`, and behind it the `input`.
+/// The conversation: `before`, and after it the `input`.
 fn conversation(
     instructions: Option<String>,
     before: &[&Item],

@@ -213,7 +213,7 @@ impl GenerateRequest {
     }
 }
 
-/// Position of the first token of a prompt that has a log-probability: behind the first one that is
+/// Position of the first token of a prompt that has a log-probability: after the first one that is
 /// listed. `None`: none is listed.
 fn first_told(start: Option<i32>) -> Result<Option<u32>, ApiError> {
     let start = start.unwrap_or(-1);

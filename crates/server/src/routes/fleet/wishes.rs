@@ -94,7 +94,7 @@ pub(crate) async fn load(
     Ok(done(&front, &[model]))
 }
 
-/// Has a model leave, with all that is kept of it.
+/// Makes a model leave, with all that is kept of it.
 #[utoipa::path(
     post,
     path = "/models/unload",

@@ -43,7 +43,7 @@ impl Writer {
         answer
     }
 
-    /// An answer without anything said: the model is there, or to go.
+    /// An answer without content: the model has been loaded or unloaded.
     pub(super) fn loaded(&self, unload: bool) -> Value {
         let mut answer = self.object(Said::default());
         answer["done"] = json!(true);

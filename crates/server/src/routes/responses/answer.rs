@@ -185,7 +185,7 @@ impl Answer {
         }
     }
 
-    /// The whole response. It is kept if the request wants that.
+    /// The whole response. It is stored if the request asks for that.
     pub(super) fn whole(mut self, delta: &Delta, tally: &Tally) -> serde_json::Result<Value> {
         self.add(delta, None)?;
         Ok(self.complete(&tally.usage()))

@@ -163,7 +163,7 @@ pub(crate) async fn responses(
     Ok(response)
 }
 
-/// Has a response computed behind its answer, which comes as soon as the engine has taken it.
+/// Has a response computed after its answer, which comes as soon as the engine has taken it.
 async fn start(
     state: &Shared,
     owner: Owner,

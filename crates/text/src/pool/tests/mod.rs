@@ -1,4 +1,4 @@
-//! The pool on real threads, which templates hold where a test wants it.
+//! The pool on real threads, which templates block where a test needs it.
 
 mod long;
 mod special;

@@ -122,7 +122,7 @@ impl Guard {
         inspected
     }
 
-    /// Renders a chat. Gives the parts from clients, as far as special tokens need that.
+    /// Renders a chat. Returns the parts from clients, as far as special tokens need that.
     ///
     /// # Errors
     /// The errors of [`ChatTemplate::render`], and [`TextError::Guarded`].

@@ -84,7 +84,7 @@ impl RenderPool {
     }
 
     /// Adds the results of chats to `rendered`, up to the first one that ended its process. Another
-    /// process may serve those behind it.
+    /// process may serve those after it.
     fn render_group(
         &self,
         chats: &[Variables<'_>],

@@ -74,8 +74,8 @@ fn limit_memory() -> io::Result<()> {
     limit(Resource::Core, 0)
 }
 
-/// Lets the process compute for [`SECONDS`] from now on, and for [`SLACK`] more. Gives the present
-/// time.
+/// Lets the process compute for [`SECONDS`] from now on, and for [`SLACK`] more. Returns the
+/// present time.
 fn limit_time() -> io::Result<Instant> {
     let now = Instant::now();
     let used = clock_gettime(ClockId::ProcessCPUTime).tv_sec.unsigned_abs() + 1;

@@ -173,7 +173,7 @@ pub(super) fn answer_to_bytes(rendered: &Result<String, TextError>) -> Vec<u8> {
     out
 }
 
-/// The result that an answer stands for; `None` if it is no answer.
+/// The result that an answer stands for; `None` if it is not an answer.
 pub(super) fn answer_from_bytes(mut answer: Vec<u8>) -> Option<Result<String, TextError>> {
     let kind = *answer.first()?;
     answer.remove(0);
