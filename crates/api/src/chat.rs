@@ -61,7 +61,7 @@ pub struct ValidChat {
     pub tools: OfferedTools,
     /// The treatment of its reasoning.
     pub reasoning: ReasoningOutput,
-    /// The form in which tokens appear beside their text.
+    /// The form of tokens in addition to their text.
     pub tokens: TokenOutput,
     /// The answer that the client predicts.
     pub prediction: Option<String>,
@@ -91,7 +91,7 @@ pub struct Streaming {
     pub continuous_usage: bool,
 }
 
-/// The form in which tokens appear beside their text.
+/// The form of tokens in addition to their text.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TokenOutput {
     /// True if the tokens' ids come with the answer.

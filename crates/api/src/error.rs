@@ -186,7 +186,7 @@ pub enum ApiError {
     BodyTooLarge {
         /// The limit in bytes.
         limit: usize,
-        /// The flag that sets the limit, or what the limit follows from.
+        /// The flag that sets the limit, or from which it follows.
         flag: &'static str,
     },
     /// The request needs more memory than all requests together may have.

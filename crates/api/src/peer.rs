@@ -1,5 +1,5 @@
-//! The messages between a router and a brain beside a client's request: request headers, response
-//! headers, and comments in streams.
+//! The messages between a router and a brain that accompany a client's request: request headers,
+//! response headers, and comments in streams.
 //!
 //! Only senders of a [`ROUTER_HEADER`] get any of these.
 

@@ -213,7 +213,7 @@ impl OfferedTools {
                 Ok(ToolChoice::Some(Calls::Named, vec![tool]))
             }
             Some(Some("allowed_tools")) => {
-                // The chat API has an object around what the Responses API has not.
+                // The chat API wraps in an object what the Responses API has at the top level.
                 let (path, allowed) = match fields.get("allowed_tools") {
                     Some(Value::Object(inner)) => (format!("{CHOICE}.allowed_tools"), inner),
                     Some(_) => {

@@ -14,8 +14,7 @@ pub struct Budget {
 }
 
 impl Budget {
-    /// Takes new loads, one for each target. The least loaded targets get turns until all are
-    /// level.
+    /// Sets new loads, one for each target. The least loaded targets get turns until all are level.
     pub fn reported(&mut self, loads: &[u64]) {
         self.turns.clear();
         let Some(&highest) = loads.iter().max() else { return };

@@ -1,9 +1,8 @@
 //! Pressure back: requests that were handed on and wait for pages, against the pages that there
 //! are.
 //!
-//! While those that decode have fewer pages to give than wait for them, those that compute prompts
-//! admit no further one that leaves. So what waits is at most that much, and the prompts that were
-//! admitted before.
+//! While decode targets have fewer free pages than requests that wait for them, prefill targets
+//! admit no further request that leaves. So the number of waiting requests is bounded.
 
 use std::collections::HashMap;
 
@@ -87,7 +86,7 @@ mod tests {
         assert_eq!((pressure.ahead(1), exceeds(&pressure)), (150, false));
         pressure.handed(9, 2, 1);
         assert!(exceeds(&pressure));
-        // One has its pages: nothing is left for more than what waits.
+        // One has its pages: no room is left for more than the waiting ones.
         pressure.admitted(7);
         assert!(exceeds(&pressure), "61 wait for 60");
         pressure.set_room(1, 20);

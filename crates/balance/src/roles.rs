@@ -55,7 +55,7 @@ pub enum LocalReason {
     NoDecode,
     /// Its keys and values can't be lent: a prompt of embeddings.
     Kind,
-    /// The client has named a target, or asks for what needs no second one.
+    /// The client has named a target, or the request needs no second one.
     Named,
     /// The target has both roles.
     Both,
@@ -112,8 +112,8 @@ impl RoleRule<'_> {
     }
 }
 
-/// The target that lends blocks of a request to target `at`: of those that have more of its tokens
-/// cached the one with the most. `None`: nobody has more.
+/// The target that lends blocks of a request to target `at`: the one with most of its tokens
+/// cached. `None`: none has more than `at`.
 #[must_use]
 pub fn lender(ask: &Ask<'_>, at: usize) -> Option<usize> {
     let own = ask.cached(at);

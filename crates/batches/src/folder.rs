@@ -40,7 +40,7 @@ pub(crate) struct Folder {
 }
 
 impl Folder {
-    /// Opens or makes the folder, and deletes what was never finished.
+    /// Opens or makes the folder, and deletes unfinished files.
     ///
     /// # Errors
     /// It cannot be written, or another process uses it.
@@ -88,7 +88,7 @@ impl Folder {
         self.root.join(Kind::File.folder()).join(format!("{id}.{UNFINISHED}"))
     }
 
-    /// A new file for what is being sent.
+    /// A new file for an upload.
     pub(crate) fn create(&self, id: &str) -> io::Result<File> {
         private().create_new(true).open(self.unfinished(id))
     }
@@ -100,7 +100,7 @@ impl Folder {
         Ok(path)
     }
 
-    /// Writes a record whole, or leaves the one before.
+    /// Writes a record atomically: after a failure the old one is intact.
     pub(crate) fn save<T: Serialize>(&self, kind: Kind, id: &str, record: &T) -> io::Result<()> {
         let folder = self.root.join(kind.folder());
         let unfinished = folder.join(format!("{id}.json.{UNFINISHED}"));

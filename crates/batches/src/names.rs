@@ -58,7 +58,7 @@ impl BatchNames {
     }
 }
 
-/// A hash for which nobody finds two names, less one bit.
+/// A collision-resistant hash, less one bit.
 fn key(identity: LineIdentity<'_>) -> u128 {
     let mut hasher = blake3::Hasher::new();
     match identity {

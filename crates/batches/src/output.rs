@@ -241,7 +241,7 @@ impl AnsweredLines {
     }
 }
 
-/// True for the beginning of an answer. What somebody else has written is left alone.
+/// True for the beginning of an answer. Text of other programs is left alone.
 fn is_begun(line: &[u8]) -> bool {
     line.starts_with(BEGINNING) || BEGINNING.starts_with(line)
 }

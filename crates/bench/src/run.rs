@@ -110,7 +110,7 @@ pub(crate) async fn drive(
     let clock = Clock::start();
     let run = Arc::new(Run { client, work, at_once, late_after, clock, live, replies });
     let _pacer = Pacer::start(arrivals, clock, arrive);
-    // Dropping it ends what is still under way.
+    // Dropping it ends the tasks that are still running.
     let mut tasks = JoinSet::new();
     if let Some(places) = max_concurrency {
         let (_, nothing) = unbounded_channel();

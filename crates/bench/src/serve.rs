@@ -57,7 +57,7 @@ pub fn serve(args: &ServeArgs, finder: &dyn TokenizerFinder) -> Result<()> {
     let count = work.len();
     let (driven, costs) = measure(args, &runtime, &client, work);
     let accept_length = runtime.block_on(accept_length(&client));
-    // Ends what an interrupted run left under way.
+    // Ends the tasks of an interrupted run.
     drop(runtime);
     if driven.interrupted {
         let unfinished = count - driven.sent.len();
@@ -207,7 +207,7 @@ fn prepare(
     Ok((work, asked))
 }
 
-/// Does the run, and measures what goes on around it.
+/// Does the run, and measures CPU time and server metrics meanwhile.
 fn measure(
     args: &ServeArgs,
     runtime: &Runtime,

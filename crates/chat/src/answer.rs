@@ -141,7 +141,7 @@ impl Answer {
 }
 
 impl End {
-    /// Takes the content of a line.
+    /// Parses a line.
     fn read(&mut self, line: &[u8], pieces: &mut Vec<Piece>) -> Result<()> {
         let chunk: Chunk = serde_json::from_slice(line)
             .map_err(|error| anyhow!("the server sent what is no chunk: {error}"))?;

@@ -78,7 +78,7 @@ impl Link {
         Self { place: Place::Unix(path), root, host, key: None, is_background: false }
     }
 
-    /// The same link, whose requests take what other clients of the server leave.
+    /// The same link, whose requests have background priority.
     pub(crate) fn in_background(self) -> Self {
         Self { is_background: true, ..self }
     }

@@ -24,7 +24,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// The bytes at the end of a log that are shown if a server did not start.
 const TAIL: u64 = 4096;
 
-/// The keys of the environment. They are for other servers: nobody else reaches this one.
+/// The keys of the environment. They are for other servers: only this process reaches this one.
 const KEYS: [&str; 3] = ["FOREBAY_API_KEY", "FOREBAY_ADMIN_API_KEY", "FOREBAY_ROUTER_KEY"];
 
 /// A server that was started, and ends with this process.
@@ -114,7 +114,7 @@ impl StartedServer {
     pub(crate) async fn stop(mut self) {
         let pid = self.child.id().and_then(|id| Pid::from_raw(id.cast_signed()));
         if let Some(pid) = pid {
-            // Nothing else can be done than what follows.
+            // An error changes nothing: the process is killed below.
             let _ = kill_process(pid, Signal::TERM);
         }
         if timeout(PATIENCE, self.child.wait()).await.is_err() {

@@ -12,7 +12,7 @@ use crate::link::Link;
 use crate::turns::{AnswerEnd, Conversation};
 
 const PROMPT: &str = "> ";
-/// The prompt before a line that goes on with the one before.
+/// The prompt of a continued line.
 const MORE: &str = ". ";
 const HELP: &str = "\
 /new            begin a new conversation

@@ -74,7 +74,7 @@ impl Conversation {
         self.clear();
     }
 
-    /// Takes the last answer back; false: there is none.
+    /// Removes the last answer; false: there is none.
     pub(crate) fn take_back(&mut self) -> bool {
         let answered = matches!(self.messages.last(), Some(("assistant", _)));
         if answered {

@@ -195,7 +195,7 @@ impl Reader<'_> {
             "None" | "null" | "nil" => Value::Null,
             word => match number(word) {
                 Some(number) => Value::Number(number),
-                // Without quotes of its own kind a string is what stands there.
+                // A string without matching quotes is taken literally.
                 None if self.quote.is_some() => Value::String(word.to_owned()),
                 None => return None,
             },

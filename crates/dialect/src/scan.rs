@@ -83,8 +83,8 @@ pub(crate) fn escaped(text: &str) -> String {
     quoted[1..quoted.len() - 1].to_owned()
 }
 
-/// A value in JSON as Python writes it, with spaces after commas and colons: what templates write
-/// of earlier calls is that too.
+/// A value in JSON as Python writes it, with spaces after commas and colons: templates write
+/// earlier calls in this form.
 pub(crate) fn spaced(value: &serde_json::Value) -> String {
     use serde_json::Value::{Array, Object};
     match value {

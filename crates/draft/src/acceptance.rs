@@ -47,7 +47,8 @@ struct Tallies {
     further: [Tally; FURTHER.len()],
 }
 
-/// The acceptance of drafts so far, and what it leads to expect. Texts of others are counted apart.
+/// The acceptance of drafts so far, and the expected acceptance. Drafts from other requests' texts
+/// are counted apart.
 #[derive(Debug, Clone, Default)]
 pub struct Acceptance {
     own: Tallies,
@@ -55,7 +56,7 @@ pub struct Acceptance {
 }
 
 impl Acceptance {
-    /// Takes the outcome of `drafted` tokens after a match: the first `accepted` were right.
+    /// Records the outcome of `drafted` tokens after a match: the first `accepted` were right.
     pub fn learn(&mut self, found: DraftMatch, drafted: u32, accepted: u32) {
         let class = class(found.length);
         if drafted == 0 {

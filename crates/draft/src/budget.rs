@@ -129,7 +129,7 @@ impl DraftBudget {
         if self.saved_us < -DEBT * self.spent_us { GAIN_IN_DEBT } else { GAIN }
     }
 
-    /// Takes the time of a step that only decoded.
+    /// Records the time of a step that only decoded.
     pub fn step_ended(&mut self, step: DecodeStep) {
         let DecodeStep { rows, drafts, tokens, us, waited_us } = step;
         if rows == 0 || us == 0 {
@@ -158,7 +158,7 @@ impl DraftBudget {
         self.costs.learn_prompt(positions, us);
     }
 
-    /// Takes the outcome of drafts that were not forced: in a row that had them, or against the
+    /// Records the outcome of drafts that were not forced: in a row that had them, or against the
     /// tokens that came without them. Returns their share of the usual acceptance: 1 is usual.
     pub fn drafts_ended(&mut self, found: DraftMatch, drafted: u32, accepted: u32) -> f64 {
         let (first, further) = self.acceptance.expected(found);

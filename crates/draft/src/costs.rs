@@ -5,10 +5,10 @@ const SIZES: [u32; 16] = [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64, 12
 /// The weight of all earlier steps of a size, at most, where a new one has 1. Times that differ by
 /// 30 % have a mean that is right to 4 %.
 const MEMORY: f64 = 23.0;
-/// The share of a size's weight that is left after a step of another size. So what was once
-/// measured as slow, and is not tried again, is forgotten in the end.
+/// The share of a size's weight that is left after a step of another size. So an old slow
+/// measurement of a size that is not tried again fades.
 const FADING: f64 = 1.0 - 1.0 / 512.0;
-/// The weight of the shape, beside those of the steps that were measured.
+/// The weight of the prior shape against the measured steps.
 const PRIOR: f64 = 1.5;
 /// The bound on one time, as a multiple of the expected one: machines stop for a moment.
 const OUTLIER: f64 = 2.0;

@@ -37,7 +37,7 @@ pub struct DraftMatch {
 
 /// A way to expect tokens. It may be wrong as often as it likes.
 pub trait Proposer: fmt::Debug + Send {
-    /// Takes the next token of the request.
+    /// Adds the next token of the request.
     fn push(&mut self, token: i32);
 
     /// Writes at most `most` tokens that are expected next into `drafts`. `None`: nothing is
@@ -160,7 +160,7 @@ impl Clone for Lookup {
             history: Arc::clone(history),
             tokens: tokens.clone(),
             places: places.clone(),
-            // Each of the two hands over what comes from now on.
+            // Each of the two publishes its later tokens.
             shared: shared.as_ref().map(|shared| shared.restarted(tokens.len())),
         }
     }

@@ -60,7 +60,7 @@ struct Texts {
 }
 
 impl Texts {
-    /// Has `places` find the place `end` of a text by the tokens before it.
+    /// Indexes the place `end` of a text by the tokens before it.
     fn note(&mut self, place: Place) {
         let texts = &self.texts;
         let hashed = |place: Place, length: usize| {
@@ -155,7 +155,7 @@ pub struct SharedHistory {
 
 impl fmt::Debug for SharedHistory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // Texts are nobody's business.
+        // Texts are private, and not printed.
         f.debug_struct("SharedHistory")
             .field("most_bytes", &self.most_bytes)
             .finish_non_exhaustive()
@@ -209,7 +209,7 @@ impl SharedText {
         generated.len() >= self.kept + BATCH
     }
 
-    /// Hands over what `generated` has more than the last time. `prompt` are the tokens before it.
+    /// Publishes the tokens of `generated` since the last call. `prompt` are the tokens before it.
     pub(crate) fn hand_over(&mut self, prompt: &[i32], generated: &[i32]) {
         let fresh = &generated[self.kept..];
         if fresh.is_empty() {

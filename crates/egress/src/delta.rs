@@ -30,8 +30,7 @@ impl Logprobs {
         self.ends.is_empty()
     }
 
-    /// Appends a token's candidates, the sampled one first. Without that one, there is nothing to
-    /// append.
+    /// Appends a token's candidates, the sampled one first. Without candidates it appends nothing.
     pub fn push(&mut self, candidates: &[Candidate]) {
         if candidates.is_empty() {
             return;
@@ -146,7 +145,7 @@ impl Delta {
         self.called = false;
     }
 
-    /// Adds what came later and leaves it empty.
+    /// Appends a later delta and leaves it empty.
     pub fn merge(&mut self, newer: &mut Self) {
         self.parts.append(&mut newer.parts);
         self.tokens.append(&mut newer.tokens);

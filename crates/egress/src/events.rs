@@ -279,7 +279,7 @@ mod tests {
         }
         for include_usage in [false, true] {
             let streaming = Streaming { include_usage, continuous_usage: false };
-            // A model's name may look like what is searched.
+            // A model's name may look like the searched text.
             let model = r#"text":"","text":""#;
             let chunks =
                 |egress| Chunks::new(&name("id", 1), "o", model, streaming, egress).unwrap();

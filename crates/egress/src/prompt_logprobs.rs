@@ -103,7 +103,7 @@ impl PromptLogprobGate {
         Self { choices: all, prompts, held }
     }
 
-    /// Takes a delta in; gives what can be shown now, and leaves `delta` empty.
+    /// Merges a delta; returns what can be sent now, and leaves `delta` empty.
     pub fn take(&mut self, choice: u32, delta: &mut Delta) -> Vec<(u32, Delta)> {
         let (prompt, brings) = self.choices[choice as usize];
         let told = &mut self.prompts[prompt];
@@ -130,8 +130,8 @@ impl PromptLogprobGate {
     }
 }
 
-/// Takes the log-probabilities of each prompt's first choice, once all have ended. `choices` is the
-/// number for each prompt.
+/// Returns the log-probabilities of each prompt's first choice, once all have ended. `choices` is
+/// the number for each prompt.
 pub fn told(
     deltas: &mut [Delta],
     choices: impl Iterator<Item = u32>,

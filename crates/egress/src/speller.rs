@@ -135,7 +135,7 @@ impl Speller {
                     break;
                 }
             } else {
-                // A stop string does not reach over what is between two texts.
+                // A stop string does not match across parts between two texts.
                 out.content_with(|out| self.stops.finish(out));
                 out.part(part);
             }

@@ -28,12 +28,12 @@ pub struct EngineConfig {
     pub fair_queueing: bool,
     /// True if prompts with little left to compute pass longer ones in a step.
     pub step_shares: bool,
-    /// The time between two tokens of a running request for which steps leave room beside prompts.
+    /// The target gap between two tokens of a running request, within which steps take prompts.
     pub decode_gap_ms: DecodeGap,
     /// The part of the time of others' steps, in percent, that work in the background may add to
     /// them; 100: there is no bound.
     pub background_share: u32,
-    /// The drafts beside decode rows, if there are any.
+    /// Settings of speculative decoding, if it is on.
     #[serde(flatten)]
     pub drafts: Option<DraftConfig>,
     /// Steps planned ahead of the one that computes: 0 (serial) or 1.
@@ -54,8 +54,8 @@ pub struct EngineConfig {
     pub load_timeout: Duration,
     /// The number of failed starts in a row after which a hand that once worked is given up.
     pub hand_restarts: u32,
-    /// The number of threads that fill masks beside the engine's. Without any, a step waits for all
-    /// of its masks, whatever they take.
+    /// The number of threads that fill masks in addition to the engine's. With 0, a step waits for
+    /// all of its masks, however long they take.
     pub mask_threads: usize,
     /// The part of a step's time, in percent, for which it waits for masks at most. It is 2 to 20
     /// milliseconds. A row whose mask is not ready then sits the step out.
@@ -121,7 +121,7 @@ impl Default for EngineConfig {
     }
 }
 
-/// Drafts: tokens that requests are expected to generate, and that a step verifies beside others.
+/// Drafts: expected tokens that a step verifies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct DraftConfig {
     /// The largest number of drafts of a row.

@@ -150,7 +150,7 @@ impl EngineHandle {
         self.order(Order::Lend(names, reply));
     }
 
-    /// Makes the engine look again at what it can plan.
+    /// Makes the engine try to plan again.
     pub fn wake(&self) {
         self.shared.waker.wake();
     }
@@ -183,7 +183,7 @@ impl EngineHandle {
         self.order(Order::Adapter(order));
     }
 
-    /// Ends a loan: nobody reads its pages any more.
+    /// Ends a loan: its pages have no reader any more.
     pub(crate) fn take_back(&self, loan: LoanId) {
         self.order(Order::TakeBack(loan));
     }
@@ -211,8 +211,8 @@ impl EngineHandle {
         self.order(Order::Reload(reload));
     }
 
-    /// Has the engine thread do `work` between two steps. Everything waits meanwhile. Benchmarks
-    /// measure with it the cost of work on this thread.
+    /// Runs `work` on the engine thread between two steps. Everything waits meanwhile. Benchmarks
+    /// use it to measure the cost of work on this thread.
     pub fn run(&self, work: Box<dyn FnOnce() + Send>) {
         self.order(Order::Run(work));
     }
@@ -281,8 +281,8 @@ impl EngineHandle {
         self.shared.size
     }
 
-    /// Has the engine thread list its requests, running ones first, [`crate::MOST_VIEWS`] at most.
-    /// `reply` is dropped if the thread has ended.
+    /// Asks the engine thread for a list of its requests, running ones first, [`crate::MOST_VIEWS`]
+    /// at most. `reply` is dropped if the thread has ended.
     pub fn look(&self, reply: Box<dyn FnOnce(Vec<RequestView>) + Send>) {
         self.order(Order::Look(reply));
     }
@@ -314,7 +314,7 @@ pub(crate) fn positions(request: &Request) -> u64 {
     request.prompt.len() as u64 + u64::from(request.max_tokens)
 }
 
-/// Refuses what no plan can carry.
+/// Refuses requests that do not fit into a plan.
 fn check_words(request: &Request, page_size: u32) -> Result<(), SubmitError> {
     let spec = &request.spec;
     let words =

@@ -13,8 +13,8 @@ pub trait Payloads: Send + Sync {
     fn used(&self) -> usize;
     /// Reserves `bytes` bytes; `None` if there is not enough room now.
     fn reserve(&self, bytes: usize) -> Option<Box<dyn Payload>>;
-    /// Has `notify` called whenever room is given back. It is called on any thread and must be
-    /// quick.
+    /// Registers `notify`, which is called whenever room is given back. It is called on any thread
+    /// and must be quick.
     fn on_freed(&self, notify: Box<dyn Fn() + Send + Sync>);
 }
 

@@ -10,8 +10,8 @@ use crate::payload::Payload;
 /// An image of a request. It is kept as long as the request lives. Its patches and its pages on the
 /// device may be dropped for other images, and end with the hand.
 pub trait Picture: Debug + Send + Sync {
-    /// Has another thread put the image's patches into the memory that the hand reads. The engine
-    /// thread calls this, so it must not block.
+    /// Starts copying the image's patches into the memory that the hand reads, on another thread.
+    /// The engine thread calls this, so it must not block.
     fn place(&self, placement: Placement);
 }
 

@@ -1,4 +1,4 @@
-//! Types that cross the engine thread's border: requests in, outputs out, status beside them.
+//! Types at the interface of the engine thread: requests in, outputs out, and status.
 
 use std::sync::Arc;
 
@@ -76,7 +76,7 @@ pub struct LoanReply(Option<LoanTaker>);
 type LoanTaker = Box<dyn FnOnce(Option<Arc<Loan>>) + Send>;
 
 impl LoanReply {
-    /// Has `reply` called on the thread of the engine, or where the question is dropped.
+    /// `reply` is called on the thread of the engine, or where the question is dropped.
     #[must_use]
     pub fn new(reply: impl FnOnce(Option<Arc<Loan>>) + Send + 'static) -> Self {
         Self(Some(Box::new(reply)))
@@ -135,8 +135,8 @@ pub trait Peers: Send {
     }
     /// Notes that a request has its slot and pages here.
     fn admitted(&self, _id: u64) {}
-    /// True while no prompt that leaves is to be admitted: those who would go on with it have no
-    /// pages.
+    /// True while no prompt that leaves may be admitted: the replicas that would continue it have
+    /// no pages.
     fn holds_prompts(&self) -> bool {
         false
     }
@@ -259,7 +259,7 @@ impl Output {
         }
     }
 
-    /// True if the output has only what comes before a step's token.
+    /// True if the output has only the parts before a step's token.
     pub(crate) fn lacks_token(&self) -> bool {
         let before = self.prompt.is_some() || self.predicted.is_some();
         before && self.token.is_none() && self.finish.is_none()
@@ -269,14 +269,14 @@ impl Output {
 /// The receiver of outputs. The engine thread calls it once a step, with all outputs of the step. A
 /// call may block for backpressure. Work that can wait belongs on another thread.
 pub trait OutputSink: Send {
-    /// Takes a step's outputs, in any order between requests.
+    /// Delivers a step's outputs, in any order between requests.
     fn deliver(&mut self, outputs: Vec<Output>);
 }
 
 /// The receiver of changes of a replica's prefix cache. The engine thread calls it at most once a
 /// step. It must not block.
 pub trait BlockObserver: Send {
-    /// Takes the changes since the last call, in their order.
+    /// Delivers the changes since the last call, in their order.
     fn changed(&mut self, events: Vec<BlockEvent>);
 }
 

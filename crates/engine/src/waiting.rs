@@ -36,8 +36,8 @@ pub(crate) struct Place {
     pub(crate) tokens: u64,
     /// True if the request is a probe, which is not counted among the others.
     pub(crate) probe: bool,
-    /// True for work in the background, which has as many places of its own and keeps nobody from
-    /// others.
+    /// True for background work, which has as many places of its own and does not displace other
+    /// requests.
     pub(crate) background: bool,
 }
 
@@ -114,7 +114,7 @@ impl WaitingPlaces {
         self.0.lock().leave(place, now_us);
     }
 
-    /// Seconds until what waits now will have a place, from 1 to 60.
+    /// Seconds until the requests that wait now have started, from 1 to 60.
     pub(crate) fn retry_after(&self, now_us: u64) -> u32 {
         self.0.lock().retry_after(now_us)
     }

@@ -146,7 +146,8 @@ impl Fetcher {
         if addresses.is_empty() {
             return Err(FetchError::NoAddress(place.host));
         }
-        // One is enough: whoever names a public and a private address means the private one.
+        // One private address suffices to refuse: a name with a public and a private address may
+        // reach the private one.
         if !addresses.iter().all(|address| (self.0.may_be_dialled)(*address)) {
             return Err(FetchError::NotPublic(place.host));
         }

@@ -54,7 +54,7 @@ pub enum FleetRefusal {
         /// Their number.
         waiting: usize,
     },
-    /// The model never fits beside the pinned ones.
+    /// The model never fits with the pinned ones.
     TooLarge {
         /// The planned bytes of the model.
         bytes: u64,
@@ -204,7 +204,7 @@ impl Fleet {
         Ok(FleetEntry::Waiting(ticket))
     }
 
-    /// Checks that a model fits beside the pinned ones.
+    /// Checks that a model fits with the pinned ones.
     ///
     /// # Errors
     /// It never does.
@@ -341,7 +341,7 @@ impl Fleet {
         }
     }
 
-    /// Takes the waiting requests of a model off the queue.
+    /// Removes the waiting requests of a model from the queue.
     fn take_waiting(&mut self, model: usize) -> Vec<Ticket> {
         if self.members[model].waiting == 0 {
             return Vec::new();

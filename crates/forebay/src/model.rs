@@ -81,7 +81,7 @@ pub(crate) struct Images {
     #[serde(default)]
     pub(crate) fixed: Option<[u32; 2]>,
     pub(crate) image_token_id: i32,
-    /// The text for an image in templates of chats; `None`: the one that they write.
+    /// The text for an image in chat templates; `None`: the template's own.
     #[serde(default)]
     pub(crate) mark: Option<Mark>,
     /// The values that only the hand reads.
@@ -98,8 +98,9 @@ pub(crate) struct Mark {
 }
 
 impl Mark {
-    /// A template that writes the text. It is changed and not what it writes, in which a client may
-    /// have written the mark. A mark beside expressions becomes one, whose white space is kept.
+    /// A template that writes the text. The template is changed and not its output, in which a
+    /// client may have written the mark. A mark next to expressions becomes an expression, and its
+    /// white space is kept.
     pub(crate) fn replaced(&self, template: &str) -> String {
         let (mut text, mut last) = (String::with_capacity(template.len()), 0);
         for (at, mark) in template.match_indices(&self.written) {
@@ -238,8 +239,8 @@ impl Model {
         Ok(found.to_json())
     }
 
-    /// The template for chats with tools, if the model has one beside its default: in the list of
-    /// its tokenizer's configuration, or in a folder of its own.
+    /// The template for chats with tools, if the model has one in addition to its default: in the
+    /// list of its tokenizer's configuration, or in a folder of its own.
     pub(crate) fn tool_use_template(&self) -> Result<Option<String>> {
         const NAME: &str = "tool_use";
         let file = self.directory.join("additional_chat_templates").join(format!("{NAME}.jinja"));
@@ -442,8 +443,8 @@ struct Answer {
     called: Option<Value>,
 }
 
-/// Asks the interpreter for what only transformers knows of `found`; with `probed` also what the
-/// engine has to know of the model's code.
+/// Asks the interpreter for facts of `found` that only transformers can determine; with `probed`
+/// also for those of the model's code that the engine needs.
 fn ask(python: &Path, found: &Found, cache: &Path, probed: bool) -> Result<Answer> {
     crate::python::check(python)?;
     let mut command = Command::new(python);

@@ -34,7 +34,7 @@ pub(crate) fn open(
         Some(Placement::Ray) => Some(Placer::new(python, asked(flags, resolved))?),
         None => None,
     };
-    // Ray's nodes need no port that somebody knows.
+    // Ray's nodes need no fixed port.
     let near = placer.as_ref().map(|placer| SocketAddr::new(placer.address, 0));
     let Some(address) = flags.listen_hands.or(near) else { return Ok((None, None)) };
     let credentials = match &flags.join_token_file {

@@ -1,4 +1,4 @@
-//! `--parent`: a process that ends with the one that started it.
+//! `--parent`: a process that ends with its parent.
 
 use std::num::NonZeroI32;
 

@@ -79,7 +79,7 @@ struct Shared {
 
 #[derive(Default)]
 struct State {
-    /// Nothing is to be started any more.
+    /// True once nothing may be started any more.
     over: bool,
     /// The thread has ended.
     ended: bool,
@@ -97,8 +97,7 @@ impl Placer {
         Ok(Self { python: python.to_owned(), asked, joined, address })
     }
 
-    /// Has outposts run that come to the door, now and whenever the process has to be started
-    /// again.
+    /// Starts outposts that join at the door, now and whenever the process has to be started again.
     ///
     /// # Errors
     /// The system refuses a thread.

@@ -78,7 +78,7 @@ impl MemoryFlags {
         self.device_memory.is_none() && Machine::here().memory().limit.is_some()
     }
 
-    /// Bytes that are free on a rank's device; `None`: nobody knows.
+    /// Bytes that are free on a rank's device; `None`: unknown.
     fn free(&self) -> Option<u64> {
         let here = || Machine::here().memory().available;
         self.device_memory.or_else(|| (self.device == PlannedDevice::Cpu).then(here).flatten())

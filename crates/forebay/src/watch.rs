@@ -77,7 +77,7 @@ pub(crate) fn windows_line(facts: &Ready, why_one_pool: &str) -> String {
     }
 }
 
-/// Tells a newcomer what to do next.
+/// Prints the first steps for new users.
 pub(crate) fn banner(
     url: &str,
     curl: &str,

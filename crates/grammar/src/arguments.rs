@@ -193,7 +193,7 @@ impl<'a> Arguments<'a> {
         Ok((fields, others))
     }
 
-    /// Properties with `comma` between them; `key` writes what stands before a value.
+    /// Properties with `comma` between them; `key` writes the text before a value.
     fn fields(
         &mut self,
         schema: &Map<String, Value>,
@@ -542,9 +542,9 @@ impl<'a> Arguments<'a> {
             let mut said: Vec<String> = Vec::new();
             let mut looks = Vec::new();
             if let Some(all) = other.take_if(|_| !tags.declares) {
-                // What looks like another value is read as one, unless the schema lists it. Of
-                // several rules the longest text wins: so short values are in the same one, and
-                // what begins as one of the others is none of this.
+                // Text that looks like another value is read as one, unless the schema lists it. Of
+                // several rules the longest text wins: so short values are in the same rule, and
+                // text that begins like one of the others matches none of these.
                 let (values, rest) = scalars(&all);
                 said.extend(values);
                 looks.extend(Kinds::reached(self.root, &all, self.work)?.written(false));

@@ -21,7 +21,7 @@ pub(crate) fn prune(schema: &mut Value, work: &mut Work) -> Result<(), GrammarEr
     let mut finite = Finite { root: schema, known: HashSet::new(), seen: HashSet::new(), work };
     let mut all = Vec::new();
     each(finite.root, &mut String::new(), &mut |schema, _| all.push(schema));
-    // Each round knows more than the one before, or nothing more can be known.
+    // Each round learns more than the one before, or the loop ends.
     loop {
         let before = finite.known.len();
         finite.seen.clear();

@@ -9,7 +9,7 @@ use std::collections::HashSet;
 
 use llguidance::earley::{CGrammar, Parser};
 
-/// Bytes of a symbol of the grammar, beside its name.
+/// Bytes of a symbol of the grammar, without its name.
 const SYMBOL: usize = 600;
 /// Bytes of a place in a rule.
 const PLACE: usize = 48;

@@ -20,7 +20,7 @@ const SILENT: [&str; 15] = [
     "writeOnly",
     "nullable",
 ];
-/// Keywords that are kept, beside those of strings and numbers.
+/// Keywords that are kept, in addition to those of strings and numbers.
 const KEPT: [&str; 12] = [
     "$ref",
     "type",

@@ -101,7 +101,7 @@ struct Rewriter<'a> {
 }
 
 impl<'a> Rewriter<'a> {
-    /// Takes the bytes up to `end` from the rest.
+    /// Removes the bytes up to `end` from the rest and returns them.
     fn take(&mut self, end: usize) -> &'a str {
         let (taken, rest) = self.rest.split_at(end);
         self.rest = rest;

@@ -157,7 +157,7 @@ impl Rules {
         }
     }
 
-    /// Takes bad words out; true: there was one.
+    /// Removes forbidden words from a mask; true: there was one.
     fn without_bad_words(&self, words: &mut [u32]) -> bool {
         let mut removed = Vec::new();
         for word in self.bounds.bad_words.iter() {
@@ -175,7 +175,7 @@ impl Rules {
         !removed.is_empty()
     }
 
-    /// Takes the ends out of a mask of an answer that is too short; true: there was one.
+    /// Removes the end tokens from a mask of an answer that is too short; true: there was one.
     fn without_ends(&self, words: &mut [u32]) -> bool {
         let there: Vec<i32> =
             self.bounds.ends.iter().copied().filter(|&id| get(words, id)).collect();
@@ -287,8 +287,8 @@ impl Rules {
             return Ok(forced);
         }
         let before = self.grammar.as_ref().map_or(0, |grammar| grammar.said.len());
-        // Whether a token is certain shows only after the one before it: it may be a part of more
-        // than one way to write what is left.
+        // A token is certain only once the one before it is known: several tokenisations may be
+        // possible.
         while forced.len() < most
             && let Ok(Some(running)) = self.matcher()
             && let Some(&token) = running.counted.matcher.compute_ff_tokens().first()

@@ -12,8 +12,8 @@ use llguidance::toktrie::{
 
 use crate::error::GrammarError;
 
-/// Texts that the tokenizer has to encode into tokens with just their bytes, if forced text is to
-/// be tokenised its way.
+/// Texts that the tokenizer has to encode losslessly before its own tokenisation is used for forced
+/// text.
 const SAMPLES: [&str; 6] = ["a", " a", "{\"name\": \"", "\n\n  x", "</think>", "naïve 7.5"];
 
 /// The limits on compiling a source and computing a mask. The largest schemas of others that are

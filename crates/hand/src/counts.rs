@@ -2,7 +2,7 @@
 
 use forebay_protocol::{HandConfig, Ready};
 
-/// Has the next hand offer exactly the pages of this one, on which the scheduler was built,
+/// Makes the next hand offer exactly the pages of this one, on which the scheduler was built,
 /// whatever memory is free by then. Its pages of the host's tier are in the same places.
 pub(crate) fn keep(config: &mut HandConfig, facts: &Ready) {
     config.max_total_tokens = Some(u64::from(facts.page_count) * u64::from(config.page_size));

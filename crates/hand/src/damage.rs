@@ -9,7 +9,7 @@ use proptest::test_runner::{RngAlgorithm, TestRng};
 /// Most memory that reading may have taken at a time. A message that announces 256 MiB takes none
 /// before they come.
 const MOST_GROWTH_KIB: u64 = 64 << 10;
-/// The values of damaged words, beside the message's own length.
+/// The values of damaged words, in addition to the message's own length.
 const EXTREMES: [u32; 9] = [0, 1, 2, 1 << 16, 1 << 20, 1 << 26, (1 << 26) + 1, 1 << 31, u32::MAX];
 /// Bytes that mean something in JSON, or are not text.
 const TELLING: &[u8] = b"{}[]\",:0-e\\u\xff";

@@ -67,8 +67,8 @@ pub(crate) fn of_ranks(world: usize) -> io::Result<Vec<OwnedFd>> {
     (0..world).map(|_| new()).collect()
 }
 
-/// Memory for a host tier. It is as long as the first hand makes it, and takes memory where
-/// somebody writes.
+/// Memory for a host tier. The first hand sets its length, and pages are allocated when they are
+/// written.
 fn new() -> io::Result<OwnedFd> {
     Ok(memfd_create("forebay-host-kv", MemfdFlags::CLOEXEC)?)
 }

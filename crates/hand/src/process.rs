@@ -82,12 +82,12 @@ fn explains(explained: &AtomicU64, before: u64, now: u64) -> bool {
 }
 
 /// The variable with the bytes that a hand may allocate. The process that starts a hand knows its
-/// control groups, and the hand in Python asks nobody else.
+/// control groups, and the hand in Python has no other source.
 const AVAILABLE: &str = "FOREBAY_AVAILABLE_BYTES";
 /// The variable with the number of threads of OpenMP.
 const THREADS: &str = "OMP_NUM_THREADS";
 
-/// Tells a hand what it may use of this machine. A number of threads that somebody has set stays.
+/// Passes a hand its limits on this machine. A number of threads that the user has set stays.
 fn limit(command: &mut Command, machine: &Machine, cpus: &[usize]) {
     if let Some(bytes) = machine.memory().available {
         command.env(AVAILABLE, bytes.to_string());

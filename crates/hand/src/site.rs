@@ -41,12 +41,12 @@ pub trait Site: Send + Sync {
 
 /// A rank that runs elsewhere. Dropping it ends the rank.
 pub trait Distant: Send {
-    /// Has the rank killed, without a wait.
+    /// Kills the rank, without waiting for its end.
     fn doom(&self);
     /// Waits for the rank's end, at most `limit`.
     fn ended_within(&self, limit: Duration) -> bool;
-    /// Has a payload brought to the shared memory that the rank maps, at the same offset. `there`
-    /// is called then. It is dropped if the rank ends before. Returns at once.
+    /// Starts bringing a payload to the shared memory that the rank maps, at the same offset.
+    /// `there` is called then. It is dropped if the rank ends before. Returns at once.
     fn carry(&self, payload: &Arc<dyn Payload>, there: There);
     /// Ends the rank. Returns a description of its end, as far as that is known soon.
     fn bury(self: Box<Self>) -> Exit;

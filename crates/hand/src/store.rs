@@ -25,7 +25,7 @@ pub(crate) enum StoreError {
     /// A value is not base64.
     #[error("a value of the store is not base64")]
     Base64,
-    /// A number is to be added to a value that is not a number.
+    /// An `Add` to a value that is not a number.
     #[error("the store has no number as {0:?}")]
     NoNumber(String),
     /// A rank asks while its last question is open.
@@ -51,8 +51,7 @@ pub(crate) struct Store {
 }
 
 impl Store {
-    /// Takes a question of `rank`; gives the answers that there are now, each with the rank that it
-    /// is for.
+    /// Handles a request of `rank`; returns the answers that are ready now, each with its rank.
     ///
     /// # Errors
     /// The question can't be answered.

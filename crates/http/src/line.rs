@@ -25,7 +25,7 @@ const SHUT: u8 = 0;
 const ASKED: u8 = 1;
 const OPEN: u8 = 2;
 
-/// A socket with a gate beside hyper.
+/// A socket that another thread can write to past hyper, behind a gate.
 #[derive(Debug)]
 pub struct Line {
     socket: Socket,
@@ -73,7 +73,8 @@ impl Line {
         self.gate.load(Ordering::Acquire) == OPEN
     }
 
-    /// Writes without a wait. The line must be open, and nobody may ask or shut meanwhile.
+    /// Writes without waiting. The line must be open, and no other thread may ask or shut
+    /// meanwhile.
     pub fn write(&self, chunk: &[u8]) -> WriteOutcome {
         let taken = match self.socket.try_write(chunk) {
             Ok(taken) if taken == chunk.len() => return WriteOutcome::Whole,

@@ -247,7 +247,7 @@ fn stem(name: &str) -> &str {
     part(name).map_or(name, |(stem, ..)| stem)
 }
 
-/// True if `word` is in `text`, in any case, with no letter, digit or underscore beside it.
+/// True if `word` is in `text`, in any case, with no letter, digit or underscore next to it.
 pub(crate) fn has_word(text: &str, word: &str) -> bool {
     let (text, word) = (text.to_ascii_lowercase(), word.to_ascii_lowercase());
     let ends = |c: Option<char>| !c.is_some_and(|c| c.is_ascii_alphanumeric() || c == '_');

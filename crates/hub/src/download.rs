@@ -162,7 +162,7 @@ impl Downloader<'_> {
                 }
                 Err(Failure::Disk(error)) => return Err(error.into()),
                 Err(Failure::Other { cause, fresh }) => {
-                    // Either what an earlier run left is damaged, or the file has changed.
+                    // Either the file of an earlier run is damaged, or the remote file has changed.
                     let _ = fs::remove_file(self.partial(&announced));
                     let again = self.announced(path).await?;
                     if fresh && again == announced {

@@ -159,7 +159,7 @@ fn python(interpreter: &Interpreter) -> Command {
     command
 }
 
-/// The folders in which the interpreter's packages may be: beside it, the user's, and those of
+/// The folders in which the interpreter's packages may be: next to it, the user's, and those of
 /// `PYTHONPATH`.
 fn package_folders(interpreter: &Path) -> Vec<PathBuf> {
     let named = env::var_os("PYTHONPATH").unwrap_or_default();

@@ -1,4 +1,4 @@
-//! A folder of this machine that is to be a model: what people put into one, and what is none.
+//! A folder of this machine as a model: checks for frequent mistakes.
 
 use std::fs::{self, File};
 use std::io::Read;
@@ -47,7 +47,7 @@ pub(crate) fn model_at(path: PathBuf) -> Result<PathBuf, HubError> {
 /// A Git LFS pointer in place of the file is an error that names the command to fetch the file.
 fn check_pointer(path: &Path) -> Result<(), HubError> {
     let mut begins = [0; POINTER.len()];
-    // A file that can't be read is for whoever needs it.
+    // An unreadable file is reported where it is needed.
     let read = File::open(path).and_then(|mut file| file.read_exact(&mut begins));
     if read.is_err() || begins != POINTER {
         return Ok(());

@@ -60,7 +60,7 @@ impl Progress {
     pub fn say(&self, line: &str) {
         match &self.bars {
             _ if self.silent => {}
-            // A terminal that is gone has nobody who reads.
+            // A terminal that is gone has no reader.
             Some(bars) => drop(bars.println(line)),
             None => eprintln!("{line}"),
         }
@@ -191,7 +191,7 @@ fn style() -> ProgressStyle {
     ProgressStyle::with_template(LINE).unwrap_or_else(|_| ProgressStyle::default_bar())
 }
 
-/// The end of a path that has room beside a bar.
+/// The end of a path that has room next to a bar.
 fn short(name: &str) -> String {
     const ROOM: usize = 32;
     let skip = name.chars().count().saturating_sub(ROOM);

@@ -17,7 +17,7 @@ use crate::inert::Inert;
 const KEY_BYTES: usize = SHOWN_BYTES;
 /// The bound of a token id. The model's vocabulary, which is checked later, may be smaller.
 const ID: Bound = Bound::Number { least: i32::MIN as f64, most: i32::MAX as f64 };
-/// The name by which serde_json knows that a value is to be kept as text.
+/// The name by which serde_json marks a value to be kept as text.
 const RAW_VALUE: &str = "$serde_json::private::RawValue";
 
 /// A place in a body, and its bound.

@@ -1,4 +1,4 @@
-//! The state of the one walk through a body: where it is, and what it has found.
+//! The state of the single walk through a body: its place, and its findings.
 
 use serde::de::Error;
 use serde_json::error::Category;

@@ -97,7 +97,7 @@ impl State {
 }
 
 impl Body {
-    /// Takes the next bytes of the connection, and gives those of the body to `data`.
+    /// Parses the next bytes of the connection, and gives those of the body to `data`.
     ///
     /// # Errors
     ///

@@ -184,7 +184,7 @@ impl<'t> Words<'t> {
     /// in the rare case (some tokenizers without words) that the length never becomes exact.
     ///
     /// # Errors
-    /// If `source` is empty, or the tokenizer cannot encode what it decoded.
+    /// If `source` is empty, or the tokenizer cannot encode its own decoded text.
     pub(crate) fn fit(&self, source: &[u32], wanted: usize) -> anyhow::Result<Text> {
         ensure!(!source.is_empty(), "there is no token to make a text of");
         let mut filler = source.iter().copied().cycle();

@@ -32,7 +32,7 @@ impl Question {
         format!("Question: {}\nAnswer:", self.question)
     }
 
-    /// The question without what two copies of it may differ in.
+    /// The question in a normal form, to find copies of it.
     fn essence(&self) -> String {
         let words = self.question.split_whitespace();
         words.map(str::to_lowercase).collect::<Vec<_>>().join(" ")

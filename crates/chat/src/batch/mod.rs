@@ -34,7 +34,7 @@ use crate::server::StartedServer;
 const LINE: usize = 64 << 20;
 /// The bytes of requests that are sent at a time, beyond which no other line is read.
 const IN_FLIGHT: usize = 256 << 20;
-/// The largest number of bytes of an answer that is read beside others.
+/// The largest answer in bytes that is read while others are.
 const SMALL_ANSWER: usize = 1 << 20;
 /// The requests at a time where a server does not tell how many it runs.
 const UNKNOWN_SERVER: u64 = 64;

@@ -60,7 +60,7 @@ impl Call {
         self.name.is_some()
     }
 
-    /// Takes `length` bytes from the front of the unread text.
+    /// Moves `length` bytes from the front of the unread text.
     pub(super) fn take(&mut self, pending: &mut String, length: usize) {
         if self.name.is_none() {
             self.raw.push_str(&pending[..length]);

@@ -1,4 +1,4 @@
-//! The part of the parser that reads calls, and gives back what was none.
+//! The part of the parser that reads calls, and returns text that turns out not to be one.
 
 use super::alone::Alone;
 use super::call::{Call, Context, Step};

@@ -36,7 +36,7 @@ impl Items {
         if self.called { !self.closed && BEHIND.contains(&c) } else { BEFORE.contains(&c) }
     }
 
-    /// Takes text that belongs to the form.
+    /// Adds text that belongs to the form.
     pub(super) fn take(&mut self, text: &str) {
         self.raw.push_str(text);
         self.closed |= self.called && text.ends_with(']');

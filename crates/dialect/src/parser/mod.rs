@@ -138,7 +138,7 @@ pub struct Parser {
     /// Bytes at the front of `pending` that are known to be white space. They wait for what follows
     /// them, and are not looked at again.
     blanks: usize,
-    /// White space that is not given out before it is known what follows.
+    /// White space that is held back until the next character is known.
     blank: String,
     /// Something else than white space was given out as content.
     said: bool,
@@ -460,7 +460,7 @@ impl Parser {
         }
     }
 
-    /// Takes a mark in text.
+    /// Handles a mark in text.
     fn meet(&mut self, mark: &str, meaning: Mark, out: &mut Parts) {
         match meaning {
             Mark::Think if !self.said || self.has_special_thought() => {

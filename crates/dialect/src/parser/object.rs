@@ -223,7 +223,7 @@ impl Object {
         })
     }
 
-    /// Takes the value of the field; false if it makes this no call.
+    /// Ends the value of the field; false if the text is not a call.
     fn end_value(&mut self, call: &mut Call, out: &mut Parts, context: Context<'_>) -> bool {
         match self.key.as_str() {
             // Some call the field as its value is called.

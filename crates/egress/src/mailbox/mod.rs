@@ -89,7 +89,7 @@ impl Inner {
         Some(if chunk.is_empty() { WriteOutcome::Whole } else { line.write(chunk) })
     }
 
-    /// Keeps the delta until it is read; gives who is to be woken.
+    /// Keeps the delta until it is read; returns the waker to be called.
     fn leave(&mut self, choice: u32, delta: &mut Delta) -> Option<Waker> {
         self.pending.count(delta);
         if let Some(end) = &delta.end {
@@ -209,8 +209,8 @@ impl Receiver {
         self.inner.lock().tally.clone()
     }
 
-    /// Takes pending deltas into `out` (choice, delta). It is ready without any once all choices
-    /// have ended and were taken.
+    /// Moves pending deltas into `out` (choice, delta). It is ready without any once all choices
+    /// have ended and were read.
     pub fn poll(&mut self, context: &mut Context<'_>, out: &mut Vec<(u32, Delta)>) -> Poll<()> {
         let mut inner = self.inner.lock();
         let inner = &mut *inner;

@@ -86,7 +86,7 @@ impl Stream {
         if self.delta.end.is_some() {
             return Due::Now;
         }
-        // The mailbox counts what nobody has read, of all choices; it does not count what is kept
+        // The mailbox counts the unread output of all choices, without the output that is gathered
         // here.
         if self.delta.weight() >= MOST_GATHERED {
             return Due::Now;

@@ -172,7 +172,7 @@ impl Constrained {
         Some(deferred(from, before))
     }
 
-    /// The job for the masks of a request's next row with these drafts, if nobody is at it.
+    /// The job for the masks of a request's next row with these drafts, if none is running.
     fn job(&mut self, id: u64, drafts: &[i32]) -> Option<Job> {
         let held = self.live.get_mut(&id).filter(|held| held.needs_masks(drafts))?;
         let constraint = held.constraint.take()?;
@@ -239,7 +239,7 @@ impl Member {
         self.constrained.due = Some((plan.step(), ids.into_iter().zip(drafts).map(due).collect()));
     }
 
-    /// Has requests that have new tokens expect the next ones, as far as their forms allow.
+    /// Sets the expected tokens of requests with new tokens, as far as their grammars force them.
     pub(super) fn expect_masked(&mut self, ids: &[u64]) {
         for &id in ids {
             let Self { constrained, scheduler, shared, .. } = self;
@@ -273,7 +273,7 @@ impl Member {
         }
     }
 
-    /// Has the next masks of requests made that no plan has a row for yet.
+    /// Starts computing the next masks of requests for which no plan has a row yet.
     pub(super) fn begin_masks(&mut self, ids: &[u64]) {
         let own = &mut self.constrained;
         let jobs: Vec<Job> = ids.iter().filter_map(|&id| own.job(id, &[])).collect();
@@ -313,7 +313,7 @@ impl Member {
                         Allowed::Everything => RowMask::Everything,
                         Allowed::Some => RowMask::Tokens(std::mem::take(words)),
                     }));
-                    // The row ends before what has no mask.
+                    // The row ends before the first position without a mask.
                     own.masks.masks.resize(sent + places, RowMask::NoToken);
                 } else if self.scheduler.as_mut().is_some_and(|it| it.sit_out(*id)) {
                     (held.late, held.waits) = (true, true);
@@ -322,7 +322,7 @@ impl Member {
                     idle.extend(held.constraint.is_some().then_some(*id));
                 }
             }
-            // Whoever has ended meanwhile may sample what it likes.
+            // A request that has ended meanwhile may sample any token.
             own.masks.masks.resize(sent + places, RowMask::Everything);
         }
         executor.masks(at, &own.masks);
@@ -392,7 +392,7 @@ impl Member {
         self.constrained.missing = 0;
     }
 
-    /// Takes the masks that were made.
+    /// Collects the masks that have been computed.
     pub(crate) fn collect_masks(&mut self) {
         let made = self.constrained.inbox.take();
         self.take_made(made);

@@ -206,7 +206,7 @@ impl Member {
         taken
     }
 
-    /// Queues a request. Where the hand is gone, it is decided afterwards what becomes of it.
+    /// Queues a request. If the hand is gone, its fate is decided afterwards.
     fn enter(&mut self, entering: EngineRequest) {
         let EngineRequest { mut request, payloads, pictures, constraint, .. } = entering;
         request.masked = constraint.is_some();
@@ -295,8 +295,8 @@ impl Member {
         self.note_masked(plan);
     }
 
-    /// Takes the result of the oldest step. `rested`: what the device waited before it was not the
-    /// host's doing.
+    /// Applies the result of the oldest step. `rested`: the device's wait before it was not caused
+    /// by the host.
     pub(crate) fn apply(&mut self, result: &StepResult, rested: bool) -> Result<(), ApplyError> {
         let Some(scheduler) = self.scheduler.as_mut() else {
             return Ok(());

@@ -184,7 +184,7 @@ impl Owner {
         }
     }
 
-    /// Does what was decided about the next start.
+    /// Carries out the decision about the next start.
     fn obey(&mut self, verdict: &Verdict, reason: &str) {
         match *verdict {
             Verdict::RestartAt(at) => {

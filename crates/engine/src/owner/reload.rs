@@ -28,7 +28,7 @@ enum Model {
 }
 
 impl Owner {
-    /// Takes the orders of other weights that have come to a member.
+    /// Takes a member's reload orders.
     pub(super) fn take_reloads(&mut self, at: usize) {
         for Reload { id, model, reply } in std::mem::take(&mut self.members[at].reloads) {
             match &mut self.reloading {

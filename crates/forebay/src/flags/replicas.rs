@@ -100,7 +100,7 @@ pub(crate) struct ElsewhereFlags {
 }
 
 impl ElsewhereFlags {
-    /// The first that asks for more than one machine, or for what is not there.
+    /// The first flag that needs more than one machine, or an unsupported one.
     fn given(&self) -> Option<(&'static str, &'static str)> {
         const MACHINES: &str = "other machines run `forebay worker --join HOST:7711 --token-file FILE`, and this one --listen-hands 0.0.0.0:7711 --join-token-file FILE; with --collective-interface ranks of one replica may be on several";
         let several = |number: Option<u32>| number.is_some_and(|number| number > 1);

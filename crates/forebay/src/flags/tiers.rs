@@ -62,7 +62,7 @@ pub(crate) enum Preemption {
 }
 
 impl TierFlags {
-    /// True if there is to be a host tier.
+    /// True if the host tier is on.
     pub(crate) fn on(&self) -> bool {
         self.enable_hierarchical_cache || self.kv_offloading_size.is_some()
     }

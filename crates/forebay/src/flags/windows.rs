@@ -17,7 +17,7 @@ pub(crate) struct WindowFlags {
 }
 
 impl WindowFlags {
-    /// Pages of the window part for each of the main part; `None`: there is to be one pool.
+    /// Pages of the window part for each of the main part; `None`: one pool for all layers.
     pub(crate) fn ratio(&self) -> Option<f64> {
         (!self.disable_hybrid_kv_cache_manager).then_some(self.swa_full_tokens_ratio)
     }

@@ -88,15 +88,15 @@ pub(super) fn resolve(
         host_share: HOST_SHARE / f64::from(tiers),
         host_shared,
         image_pool_tokens: flags.images.image_pool_tokens,
-        // Without a prefix cache nobody would load a kept state.
+        // Without a prefix cache a kept state would never be loaded.
         state_pages: if engine.prefix_cache { flags.states.pages() } else { Some(0) },
         window_ratio: flags.windows.ratio().filter(|_| why_one_pool(engine, device).is_none()),
         ..tiers::hand(flags, engine.host_tier.is_some())
     })
 }
 
-/// Lowers the number of running requests to what this machine has memory for, if the model has
-/// recurrent states. The memory of other devices is known to their hands only.
+/// Lowers the number of running requests to the machine's memory, if the model has recurrent
+/// states. Only hands know the memory of other devices.
 pub(super) fn bound_states(
     flags: &ServeFlags,
     model: &Model,

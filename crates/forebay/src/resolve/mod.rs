@@ -77,8 +77,8 @@ pub(crate) struct Resolved {
 }
 
 impl Resolved {
-    /// Resolves what `flags` leave open for a model, and what drafts beside it, on this machine.
-    /// `access` has the rules by which the server was opened.
+    /// Resolves defaults of `flags` for a model and its drafter on this machine. `access` has the
+    /// rules by which the server was opened.
     ///
     /// # Errors
     /// Flags contradict each other, the model, or the machine.

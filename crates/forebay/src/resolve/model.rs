@@ -32,8 +32,7 @@ impl ModelSettings {
         let mut served_model_names = flags.http.served_model_name.clone();
         if served_model_names.is_empty() {
             served_model_names.push(model.name.clone());
-            // Clients that were set up for another engine call the model what the command line
-            // calls it.
+            // Clients that were set up for another engine use the model's name of the command line.
             let typed = flags.model_name().filter(|&typed| typed != model.name);
             served_model_names.extend(typed.map(str::to_owned));
         }

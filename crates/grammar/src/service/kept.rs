@@ -8,7 +8,7 @@ use lru::LruCache;
 use super::Compiled;
 use crate::source::Source;
 
-/// Bytes of an entry, beside its source and what was compiled of it.
+/// Bytes of an entry, without its source and the compiled form.
 const ENTRY: usize = 1024;
 
 /// Compiled and refused sources. The least recently used one is evicted first.
@@ -78,7 +78,7 @@ impl Kept {
         evicted
     }
 
-    /// Takes the entry that has to make room: of a client with more than half, if others have some.
+    /// Removes the entry to be evicted: of a client with more than half, if others have some.
     fn pop(&mut self) -> Option<Entry> {
         let half = self.limit / 2;
         let greedy = self.clients.iter().find(|(_, bytes)| **bytes > half);

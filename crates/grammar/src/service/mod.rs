@@ -83,7 +83,7 @@ pub struct GrammarStats {
     pub compile_us: u64,
     /// Microseconds that the trie took; 0: it is not ready yet.
     pub trie_us: u64,
-    /// Bytes of the sources that are kept, with what was compiled of them.
+    /// Bytes of cached sources and their compiled forms.
     pub kept_bytes: usize,
     /// Compiles that were given up because they took too long.
     pub abandoned: u64,

@@ -11,8 +11,8 @@ use crate::limits::bounds::{WORD, param};
 use crate::limits::{Bound, Param};
 use crate::turns::{Content, Turns};
 
-/// The line that one client puts in front of its system prompt, with another number each time: it
-/// would empty the prefix cache.
+/// One client starts its system prompt with this line and a new number each time, which would
+/// defeat the prefix cache.
 const BILLING: &str = "x-anthropic-billing-header:";
 
 /// The roles of messages. Anthropic has no system messages; some of its clients write them all the

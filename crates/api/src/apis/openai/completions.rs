@@ -73,7 +73,7 @@ pub struct ValidCompletion {
     /// The number of alternatives for each log-probability of the prompt, which are returned apart;
     /// `None`: none are returned.
     pub prompt_logprobs: Option<u8>,
-    /// The form in which tokens appear beside their text.
+    /// The form of tokens in addition to their text.
     pub tokens: TokenOutput,
     /// The parameters that all routes share.
     pub generation: Generation,

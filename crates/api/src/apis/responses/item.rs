@@ -318,7 +318,7 @@ mod tests {
     use crate::trial::{LIMITS, request};
     use crate::{GenerationDefaults, ResponsesRequest};
 
-    /// The conversation of these items, and what is ignored of them.
+    /// The conversation of these items, and the ignored parameters.
     fn conversation(items: Value) -> Result<(Value, Vec<String>), ApiError> {
         let request = request::<ResponsesRequest>(&json!({"input": items}))?;
         let mut ignored = Vec::new();

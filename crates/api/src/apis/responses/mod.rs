@@ -244,8 +244,8 @@ impl ResponsesRequest {
         Ok(ValidResponses { chat, kinds, input, store, background, sealed, echo })
     }
 
-    /// True if reasoning is to come in the form that clients send back. What else is to be included
-    /// has no effect.
+    /// True if reasoning is returned in the form that clients send back. Other values of `include`
+    /// have no effect.
     fn seals(&self, ignored: &mut Vec<String>) -> bool {
         let included = self.include.iter().flatten();
         let (seals, others): (Vec<&String>, Vec<&String>) =

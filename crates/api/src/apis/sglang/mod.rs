@@ -247,7 +247,7 @@ fn one_each<T>(param: &str, list: Vec<T>, count: usize) -> Result<Vec<T>, ApiErr
 }
 
 impl GenerateSampling {
-    /// The generation with these parameters, and with those beside them.
+    /// Validates the generation from these parameters.
     fn validate(
         self,
         beside: &GenerationParameters,
