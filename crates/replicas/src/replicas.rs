@@ -60,7 +60,7 @@ pub struct Member {
 pub struct Listeners {
     /// The receiver of its outputs.
     pub sink: Box<dyn OutputSink>,
-    /// A further listener to its prefix cache, beside the dispatcher.
+    /// A further observer of its prefix cache, in addition to the dispatcher.
     pub blocks: Option<Box<dyn BlockObserver>>,
 }
 
@@ -102,12 +102,12 @@ impl Replicas {
         let namer = members.first().map(|member| member.config.namer.clone());
         let page_size = page_size.filter(|_| caching);
         let method = config.load_balance_method;
-        // With roles, what a decode replica has decides where a request goes.
+        // With roles, the cached blocks of decode replicas decide where a request goes.
         let looks = matches!(method, Method::TotalTokens | Method::PrefixAware);
         let informed = count > 1 && (looks || config.pd.is_some());
         let roles = roles::at_start(config.pd, count);
         let mut dispatch = Dispatch::new(roles, method, config.load_watch_interval);
-        // A single one is always the one.
+        // With one replica there is no choice.
         dispatch.up = vec![count == 1; count];
         let shared = Arc::new(Shared {
             dispatch: Mutex::new(dispatch),
@@ -269,7 +269,7 @@ impl Replicas {
         self.0.engines().iter().for_each(|engine| engine.adapter(order.clone()));
     }
 
-    /// Has the first replica's engine thread do `work` between two steps.
+    /// Runs `work` on the first replica's engine thread between two steps.
     pub fn run(&self, work: Box<dyn FnOnce() + Send>) {
         if let Some(engine) = self.0.engines().first() {
             engine.run(work);
@@ -494,7 +494,7 @@ impl Shared {
         self.dispatch.lock().move_pays(from, to, uncached)
     }
 
-    /// Moves a waiting request to replica `to`; gives it back if that one takes none now.
+    /// Moves a waiting request to replica `to`; returns it if that one takes none now.
     pub(crate) fn take(&self, to: usize, orphan: Orphan) -> Option<Orphan> {
         let fits = self.engines().get(to).is_some_and(|engine| engine.fits(&orphan.request));
         self.hand_to(orphan, false, |at, dispatch| at == to && dispatch.open(at) && fits)

@@ -11,7 +11,7 @@ use crate::{ApplyError, Event, Finish, Handle, Scheduler};
 type Sampled<'a> = (&'a i32, Option<SampledLogprobs<'a>>);
 
 impl Scheduler {
-    /// Takes the result of the oldest step in flight. Rows whose request is gone are ignored.
+    /// Applies the result of the oldest step in flight. Rows whose request is gone are ignored.
     ///
     /// # Errors
     /// The result is not of that step, or its columns do not fit the step's rows. Nothing is
@@ -95,7 +95,7 @@ impl Scheduler {
         }
     }
 
-    /// Takes the ends of copies.
+    /// Applies the ends of copies.
     fn copies_ended(&mut self, result: &StepResult, events: &mut Vec<Event>) {
         let Some(before) = self.memory.begin_copy_ends(result) else { return };
         for &end in &result.copied {
@@ -117,7 +117,7 @@ impl Scheduler {
         self.remove(row.handle);
     }
 
-    /// Takes a row's results for its prompt, and its tokens. Tokens after the request's end are
+    /// Applies a row's results for its prompt, and its tokens. Tokens after the request's end are
     /// dropped.
     fn computed<'a>(
         &mut self,

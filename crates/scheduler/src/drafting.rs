@@ -24,7 +24,7 @@ pub(crate) struct Drafting {
 }
 
 impl Drafting {
-    /// Takes the end of a step. `tokens`: the number of those that its rows gave.
+    /// Learns from a step. `tokens`: the number of tokens that its rows gave.
     pub(crate) fn learn(&mut self, flight: &Flight, tokens: usize, timing: StepTiming) {
         let decodes = flight
             .rows

@@ -278,7 +278,7 @@ pub struct WindowStats {
 pub struct PlaceStats {
     /// Places that hold an adapter which some request uses.
     pub used: usize,
-    /// Places that hold an adapter which nobody uses.
+    /// Places that hold an unused adapter.
     pub unused: usize,
     /// Places that an adapter comes to.
     pub coming: usize,

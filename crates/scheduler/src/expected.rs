@@ -81,12 +81,12 @@ impl ExpectedDrafts {
         (self.found, self.forced) = (None, 0);
     }
 
-    /// Takes the share of the usual acceptance that drafts have had.
+    /// Records the share of the usual acceptance that drafts have had.
     pub(crate) fn learn(&mut self, share: f64) {
         self.ratio = ((self.ratio * MEMORY + share) / (MEMORY + 1.0)).clamp(0.1, 1.5);
     }
 
-    /// Takes the outcome of a row with drafts, of which `accepted` were right. After a second row
+    /// Records the outcome of a row with drafts, of which `accepted` were right. After a second row
     /// without any the request rests, and longer after each further one.
     pub(crate) fn row_ended(&mut self, accepted: u32) {
         if accepted > 0 {
@@ -106,13 +106,13 @@ impl ExpectedDrafts {
         self.comparison = Some(Comparison { found, drafts: self.tokens.clone(), right: 0 });
     }
 
-    /// Forgets what is compared: tokens came in a row with drafts.
+    /// Ends the comparison: tokens came in a row with drafts.
     pub(crate) fn end_comparison(&mut self) {
         self.comparison = None;
     }
 
-    /// Takes a token that came without drafts. Returns the outcome of a comparison that has ended:
-    /// the drafts, their number, and how many were right.
+    /// Compares a token that came without drafts. Returns the outcome of a comparison that has
+    /// ended: the drafts, their number, and how many were right.
     pub(crate) fn compare(&mut self, token: i32) -> Option<(DraftMatch, u32, u32)> {
         self.rest = self.rest.saturating_sub(1);
         let comparison = self.comparison.as_mut()?;

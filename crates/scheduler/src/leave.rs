@@ -13,7 +13,7 @@ use crate::{Event, Handle, Scheduler};
 /// A request for another scheduler.
 #[derive(Debug)]
 pub struct HandedRequest {
-    /// The request, with what it has generated.
+    /// The request, with its generated tokens.
     pub request: Request,
     /// Its leading blocks; `None`: none of them can be lent.
     pub lent: Option<LentBlocks>,
@@ -73,7 +73,7 @@ impl Scheduler {
         self.holds_leaving = held;
     }
 
-    /// Takes back blocks that were lent. False: the loan has ended.
+    /// Ends a loan of blocks. False: it has ended before.
     pub fn take_back(&mut self, loan: LoanId) -> bool {
         self.memory.take_back(loan)
     }

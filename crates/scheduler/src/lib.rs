@@ -21,9 +21,9 @@
 //! admitted, and has no row until they are back. Others go on meanwhile. A plan may also have only
 //! copies, or nothing. Then the hand answers when a copy has ended.
 //!
-//! With drafts ([`SchedulerConfig::drafts`]) a decode row may have tokens beside it that its
-//! request is expected to generate ([`Request::proposer`]). The hand draws tokens for them as for
-//! any other position, and the row gives all up to the first that was not expected.
+//! With drafts ([`SchedulerConfig::drafts`]) a decode row may have further tokens that its request
+//! is expected to generate ([`Request::proposer`]). The hand samples tokens for them as for any
+//! other position, and the row gives all up to the first that was not expected.
 //!
 //! With places for adapters ([`SchedulerConfig::places`]) a request may have one
 //! ([`Request::adapter`]). It has a turn only while its adapter is in a place. Plans bring adapters
@@ -59,7 +59,7 @@
 //! - `images`: images of prompts, and the vision tower.
 //! - `places`: the adapters in the hand's memory, and who waits for one; with its rules.
 //!
-//! Each file beside them has some rules over several owners:
+//! Each other file has some rules over several owners:
 //!
 //! - `plan`: the steps and their rows; `passing`: shares of a step's tokens; `admit`: who gets a
 //!   slot.
@@ -217,7 +217,7 @@ pub struct Scheduler {
     background_waits: bool,
     /// Requests that leave when their blocks are saved. Some may be gone.
     leaving: Vec<Handle>,
-    /// True while nobody is admitted who leaves.
+    /// True while no request that leaves is admitted.
     holds_leaving: bool,
 }
 

@@ -30,8 +30,8 @@ impl Scheduler {
             None => self.plan_everybody(&mut step),
         };
         let NewStep { plan, events, flight } = step;
-        // The hand executes in order, so the next plan may share what this one computes. This one
-        // may not: its rows run side by side.
+        // The hand executes in order, so the next plan may share the blocks of this one. Rows of
+        // this plan may not: they run side by side.
         for row in &flight.rows[decodes..] {
             self.memory.offer_blocks(&mut self.roster[row.handle]);
         }
@@ -68,7 +68,7 @@ impl Scheduler {
         let mut decodes = self.plan_rows(step);
         let idle = step.flight.rows.is_empty() && !step.plan.has_images();
         if std::mem::take(&mut self.background_waits) && idle && self.in_flight() == 0 {
-            // The others wait for something else, so this holds up nobody.
+            // The others wait for other events, so this delays none of them.
             decodes = self.plan_rows(step);
         }
         self.memory.prefetch_prefixes(&mut self.roster, &self.turns);
@@ -155,7 +155,7 @@ impl Scheduler {
     /// `total` samples, and then the request decodes. A pooled request has no further rows then.
     pub(crate) fn push_row(&mut self, handle: Handle, most: u32, step: &mut NewStep<'_>) -> u32 {
         let NewStep { plan, flight, .. } = step;
-        // Each resident may need a page for what it certainly gets.
+        // Each resident may need a page for its next certain token.
         let others = self.roster.residents.len() as u32;
         let entry = &mut self.roster[handle];
         self.memory.pass_window(entry, plan);

@@ -16,7 +16,7 @@ use crate::steps::FlightRow;
 pub struct PromptTail {
     /// The position of the first token, at least 1. It moves on as log-probabilities are reported.
     pub first: u32,
-    /// The number of most likely tokens that are reported beside each token.
+    /// The number of most likely tokens that are reported with each token.
     pub most: u8,
 }
 
@@ -82,7 +82,7 @@ impl<'a> PromptLogprobsOf<'a> {
         Self { ranks: &result.prompt_ranks, ids: &result.prompt_ids, values: &result.prompt_values }
     }
 
-    /// Takes the log-probabilities of the next row. All have their lengths checked.
+    /// Returns the log-probabilities of the next row. All have their lengths checked.
     pub(crate) fn take(&mut self, row: &FlightRow) -> Self {
         let (count, most) = row.prompt.map_or((0, 0), |want| (want.count, want.most));
         let (tokens, entries) = (count as usize, count as usize * (1 + most as usize));

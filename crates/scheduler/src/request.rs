@@ -48,8 +48,8 @@ pub struct Request {
     pub priority: i32,
     /// The request's client: within a priority, clients take turns.
     pub client: u64,
-    /// True for work that takes what others leave. It goes after all others under every policy, and
-    /// gives its place and its pages to them.
+    /// True for background work. It goes after all others under every policy, and gives its place
+    /// and its pages to them.
     pub background: bool,
     /// True for a check that the model computes. It goes before all others, and a full queue does
     /// not refuse it. It runs even if [`crate::SchedulerConfig::max_running`] requests run.

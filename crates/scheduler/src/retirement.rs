@@ -31,12 +31,13 @@ impl<T> Retirement<T> {
         Some(thing)
     }
 
-    /// Notes that the result of a step has come: no later plan names what was retired until then.
+    /// Notes that the result of a step has come: no later plan names slots and pages that were
+    /// retired until then.
     pub(crate) fn answered(&mut self, step: u64) {
         self.answered = step;
     }
 
-    /// Takes what no step in flight names, in the order of retirement.
+    /// Returns the retired slots or pages that no step in flight names, in the order of retirement.
     #[must_use]
     pub(crate) fn take_returned(&mut self) -> Vec<T> {
         let answered = self.answered;
@@ -46,8 +47,8 @@ impl<T> Retirement<T> {
         back
     }
 
-    /// The number of things that came back. While it stays the same, what lacked room before lacks
-    /// it still.
+    /// The number of slots or pages that came back. While it stays the same, requests that lacked
+    /// room still lack it.
     pub(crate) fn returns(&self) -> u64 {
         self.returns
     }

@@ -39,7 +39,7 @@ impl Scheduler {
         true
     }
 
-    /// Has no row of a request sample until [`Self::mask_ready`].
+    /// Makes no row of a request sample until [`Self::mask_ready`].
     pub fn wait_for_mask(&mut self, id: u64) {
         self.set_waits(id, true);
     }

@@ -196,7 +196,7 @@ impl Adapters {
         }
     }
 
-    /// Takes a name away. Requests that run are finished.
+    /// Removes a name. Requests that run are finished.
     ///
     /// # Errors
     /// No adapter has the name, or clients load and unload none.

@@ -1,4 +1,4 @@
-//! Whole answers as JSON, within the bounds of what may wait for a client.
+//! Whole answers as JSON, within the bounds on unread output.
 //!
 //! An answer repeats things: a prompt's log-probabilities once a choice, for instance. So what is
 //! written is counted while it is written. Choices are made one after the other, and each is

@@ -271,7 +271,7 @@ impl Call {
         self.before.take()
     }
 
-    /// Has what comes from now on written through `outlet`.
+    /// Makes later output go through `outlet`.
     pub(crate) fn lend(&self, outlet: Outlet) {
         self.receiver.lend(outlet);
     }
@@ -290,8 +290,8 @@ impl Call {
         self
     }
 
-    /// Takes the news of each choice into `out`. `Ready(false)`: every choice has ended, and its
-    /// end was taken.
+    /// Moves the new deltas of each choice into `out`. `Ready(false)`: every choice has ended, and
+    /// its end was read.
     pub(crate) fn poll(
         &mut self,
         context: &mut Context<'_>,
@@ -410,7 +410,7 @@ fn check_resume(
     Ok(())
 }
 
-/// Has `speller` read the client's text so far. Returns it as one delta.
+/// Feeds the client's text so far to `speller`. Returns it as one delta.
 fn before(speller: &mut Speller, resume: &Resume, generation: &Generation) -> Delta {
     let mut before = Delta { tokens: resume.generated.clone(), ..Delta::default() };
     let mut fresh = String::new();

@@ -22,8 +22,8 @@ use crate::store::StoreConfig;
 /// The rule for clients that share cached blocks.
 #[derive(Debug, Clone, Serialize)]
 pub struct Sharing {
-    /// The namer of the engine's blocks. It also makes salts, so that nobody can find a second salt
-    /// for the same names.
+    /// The namer of the engine's blocks. It also makes salts, so that a second salt for the same
+    /// names cannot be found.
     #[serde(skip)]
     pub namer: Namer,
     /// True if clients with different keys share blocks.

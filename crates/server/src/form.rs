@@ -1,4 +1,4 @@
-//! The body of a form, with a bound on what its parser keeps of it.
+//! The body of a form, with bounded memory for its parser.
 //!
 //! The parser takes whatever is there before it looks, and keeps a part's head until its end has
 //! come. So each frame is given alone, and all bytes that are not a file's have a bound.
@@ -14,10 +14,10 @@ use bytes::Bytes;
 use http_body_util::BodyExt;
 use hyper::body::Frame;
 
-/// The largest number of bytes of a form beside its file.
+/// The largest number of bytes of a form without its file.
 const BESIDE: u64 = 1 << 20;
 
-/// The bytes of a form's file that somebody has taken.
+/// The number of bytes of a form's file that have been read.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct TakenBytes(Arc<AtomicU64>);
 

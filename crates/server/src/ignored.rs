@@ -68,7 +68,7 @@ pub(crate) async fn tell(request: Request, next: Next) -> Response {
     }
     let mut text = String::new();
     for name in names {
-        // Names are the client's: what a header can't have is left out of them.
+        // Clients choose the names: characters that a header cannot have are left out.
         let shown: String = name.chars().filter(|c| c.is_ascii_graphic() && *c != ',').collect();
         if text.len() + shown.len() + 2 > MOST_BYTES || shown.is_empty() {
             continue;

@@ -1,4 +1,4 @@
-//! A compressed body, as the frames of what it becomes.
+//! A compressed body, as inflated frames.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};

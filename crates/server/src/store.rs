@@ -288,7 +288,7 @@ impl Store {
     }
 }
 
-/// Bytes of an entry beside its response.
+/// Bytes of an entry without its response.
 const ENTRY: usize = 512;
 
 #[cfg(test)]

@@ -164,7 +164,7 @@ pub(crate) fn text_error(error: TextError, param: &str) -> ApiError {
         TextError::TooLong { at_least, limit, .. } => {
             ApiError::TextTooLong { param: param.to_owned(), limit, at_least }
         }
-        // The template is the operator's, and so is what can be done about it.
+        // The template is the operator's, so only the operator can change it.
         TextError::Costly(_) => {
             ApiError::Internal { reason, code: Some("chat_template_too_expensive") }
         }

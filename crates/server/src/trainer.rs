@@ -167,8 +167,8 @@ impl Trainer {
     }
 }
 
-/// Leaves a group whose trainer may be sending what is not taken: its calls fail at once. Returns
-/// the error.
+/// Leaves a group whose trainer may be sending tensors that are not received: its calls fail at
+/// once. Returns the error.
 async fn given_up(receiver: Box<dyn TensorReceiver>, error: ApiError) -> ApiError {
     // The end of its process may take a moment.
     let _ = spawn_blocking(move || drop(receiver)).await;

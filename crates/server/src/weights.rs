@@ -18,7 +18,7 @@ use tokio::task::spawn_blocking;
 use crate::state::not_serving;
 use crate::weight_files::{ParameterValues, TensorFolder, WeightFiles};
 
-/// The version of weights that nobody has named, as SGLang calls it.
+/// The version of weights without a name, as SGLang calls it.
 const FIRST_VERSION: &str = "default";
 /// The largest number of bytes of a version.
 const VERSION_BYTES: usize = 128;
@@ -264,7 +264,7 @@ impl Weights {
         in_blocking(move || files.rows(&model, &name, rows), "name").await
     }
 
-    /// Has one replica load the weights, then the others. If one fails, all have the last ones.
+    /// Loads the weights in one replica, then in the others. If one fails, all have the last ones.
     async fn load(
         &self,
         handles: &[EngineHandle],

@@ -12,7 +12,7 @@ use tracing::warn;
 pub enum SimClock {
     /// The machine's clock: steps take as long as the profile's.
     Real(Arc<SystemClock>),
-    /// A counter that jumps to the next event as soon as nobody has anything to do before it.
+    /// A counter that jumps to the next event as soon as no thread has work before it.
     Virtual(Arc<AtomicU64>),
 }
 

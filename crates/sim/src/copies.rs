@@ -1,5 +1,5 @@
-//! The simulated copy engines: one a direction, beside the steps, and the bus that all copies of a
-//! machine share.
+//! The simulated copy engines, one a direction and independent of the steps, and the bus that all
+//! copies of a machine share.
 
 use std::sync::Arc;
 
@@ -37,7 +37,7 @@ pub struct PageBytes {
     pub main: u64,
     /// Index keys.
     pub index: u64,
-    /// Positions of a page; 0: nobody copies less than a page.
+    /// Positions of a page; 0: copies are of whole pages.
     pub page_size: u32,
     /// Index keys have pages of their own, so that rows come back without them.
     pub apart: bool,
@@ -100,7 +100,7 @@ impl CopyEngines {
         Self { model, bytes, ..Self::default() }
     }
 
-    /// Has the copies share `bus` with those of other devices.
+    /// Makes the copies share `bus` with those of other devices.
     #[must_use]
     pub fn on(self, bus: Bus) -> Self {
         Self { bus, ..self }
@@ -117,7 +117,7 @@ impl CopyEngines {
         self.busy_until[1] += us;
     }
 
-    /// Takes a copy on that may begin at `from_us`. Those of one direction run one after the other.
+    /// Starts a copy that may begin at `from_us`. Those of one direction run one after the other.
     pub fn start(&mut self, copy: PageCopy, from_us: u64, fault: CopyFault) {
         let lane = usize::from(!copy.direction.is_save());
         let begin = self.busy_until[lane].max(from_us);

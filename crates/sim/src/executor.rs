@@ -172,7 +172,7 @@ impl Rank {
         result
     }
 
-    /// Takes a plan's slots; true: one of its rows kills.
+    /// Applies a plan's slots; true: one of its rows kills.
     fn take_slots(&mut self, plan: &StepPlan, poison: Option<i32>) -> bool {
         for new in plan.new_slots() {
             self.poisoned.retain(|&slot| slot != new.slot);

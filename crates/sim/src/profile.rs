@@ -187,7 +187,7 @@ pub struct KvModel {
     pub index_bytes_token: u64,
 }
 
-/// Copies of pages: one engine a direction, beside the steps.
+/// Copies of pages: one engine a direction, independent of the steps.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct CopyModel {

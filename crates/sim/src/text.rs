@@ -7,7 +7,7 @@ use std::sync::Arc;
 const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
 const FOLD: u64 = 0xd6e8_feb8_6659_fd93;
 
-/// Answers that somebody has written down.
+/// Scripted answers.
 pub trait Script: fmt::Debug + Send + Sync {
     /// The tokens of the answer to this prompt, with the one that ends it; `None`: it is made up.
     /// The same prompt always gets the same answer.

@@ -19,7 +19,7 @@ pub(crate) enum Scheme {
     Window,
 }
 
-/// A SentencePiece style decoder: what happens to each token, then to the text.
+/// A SentencePiece style decoder: the changes to each token, then to the text.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Pieces {
     /// Literal replacements in each token, in order.

@@ -56,7 +56,7 @@ pub struct Feed {
 }
 
 impl Feed {
-    /// Sends an event after the client has taken the one before. False: the client has left.
+    /// Sends an event after the client has received the one before. False: the client has left.
     pub async fn send(&self, name: &str, data: &impl Serialize) -> bool {
         let mut event = format!("event: {name}\ndata: ").into_bytes();
         if serde_json::to_writer(&mut event, data).is_err() {

@@ -97,7 +97,7 @@ impl Images {
         self.pool.flush();
     }
 
-    /// Forgets the images on pages that nobody uses.
+    /// Forgets the images on unused pages.
     pub(crate) fn flush(&mut self) {
         self.pool.flush();
     }
@@ -225,7 +225,7 @@ impl Images {
         }
     }
 
-    /// A request has lost its slot: what only it needed is not made any more.
+    /// A request has lost its slot: stop work that only it needed.
     pub(crate) fn stop(&mut self, entry: &Entry, roster: &Roster) {
         if self.seeing.remove(&entry.key).is_none() {
             return;

@@ -40,7 +40,7 @@ impl Memory {
         let names = &entry.blocks.names;
         let names = &names[..names.len().min(pages.len())];
         self.tiers.touch(names);
-        // A block that is being saved is nobody's latest use yet, and the last one is saved last.
+        // A block that is being saved counts as recently used, and the last one is saved last.
         if names.last().is_some_and(|&last| self.tiers.will_be_saved(last))
             && self.unfinished.len() < UNFINISHED
         {
@@ -91,7 +91,7 @@ impl Memory {
             return Some(copy);
         }
         let pages = self.pages;
-        // Pages that saves lease are nobody's meanwhile.
+        // Pages that saves lease are unavailable meanwhile.
         let most = (pages / SAVING_SHARE).max(host.copies_a_step.min(pages / 4)).max(1);
         match host.policy {
             SavePolicy::WriteThrough | SavePolicy::WriteThroughSelective => {
@@ -130,7 +130,7 @@ impl Memory {
         }
     }
 
-    /// Takes the times of a result's copies. `None`: no copy has ended.
+    /// Records the times of a result's copies. `None`: no copy has ended.
     pub(crate) fn begin_copy_ends(&mut self, result: &StepResult) -> Option<CopiesBefore> {
         let timing = result.copy_timing.unwrap_or_default();
         self.host_counters.save_us += u64::from(timing.save_us);
@@ -145,7 +145,7 @@ impl Memory {
         self.tiers.moves().restored + states
     }
 
-    /// Takes the end of a copy. The requests that wait for one that failed have lost their pages.
+    /// Applies the end of a copy. The requests that wait for one that failed have lost their pages.
     pub(crate) fn copy_ended(&mut self, end: CopyEnd) {
         let fine = end.error == COPY_OK;
         if !self.tiers.ended(end.ticket, fine)
@@ -155,7 +155,7 @@ impl Memory {
         }
     }
 
-    /// Has requests wait no more for copies that have ended. True: a request that lacked pages may
+    /// Ends the wait of requests for copies that have ended. True: a request that lacked pages may
     /// have them now.
     pub(crate) fn finish_copy_ends(
         &mut self,

@@ -35,7 +35,7 @@ impl Memory {
         Some(LentBlocks { loan, pages, states })
     }
 
-    /// Takes back a loan. False: it has ended.
+    /// Ends a loan. False: it has ended before.
     pub(crate) fn take_back(&mut self, loan: LoanId) -> bool {
         self.states.iter_mut().for_each(|states| states.take_back(loan));
         self.tiers.take_back(loan)

@@ -6,7 +6,7 @@
 //! (`sparse`).
 //!
 //! - `prefix`: the blocks that a request finds at its admission, and new pages behind them;
-//!   `sparse`: the same for backed pages, and what running requests drop.
+//! `sparse`: the same for backed pages, and the pages that running requests drop.
 //! - `copies`: saves, restores, and their ends; `loans`: what other replicas read.
 //! - `states`: recurrent states that are kept beside the blocks; `resident`: those of a request.
 //! - `window`: pages of layers that read the last positions only; `window_part`: their pool.
@@ -349,7 +349,7 @@ impl Memory {
     }
 
     /// The largest number of words in a plan for the pages of a new request of `total` tokens, and
-    /// for the copies beside it.
+    /// for its copies.
     pub(crate) fn words(&self, total: u32, token_budget: u32) -> usize {
         let pages = (total as usize + 1).div_ceil(self.page_size as usize);
         let copies = self.host.map_or(0, |host| host.copies_a_step as usize);
@@ -358,7 +358,7 @@ impl Memory {
             Kind::Paged => {
                 // A new slot's states are loaded, and those after its row are saved.
                 let states = if self.states.is_some() { 2 * STATE_COPY_WORDS } else { 0 };
-                // Prompts beside it get pages of the window part too, and each drops as many.
+                // Other prompts get pages of the window part too, and each drops as many.
                 let step = token_budget.max(self.page_size) / self.page_size + 2 * self.slots;
                 let window = if self.windows.is_some() { pages + 2 * step as usize } else { 0 };
                 let tables = PAGE_WRITE_WORDS * (pages + window);

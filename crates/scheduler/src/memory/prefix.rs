@@ -197,9 +197,9 @@ impl Memory {
         Prefix { here, cached: cached.max(found.len()), found, declined }
     }
 
-    /// The number of leading blocks that are in a tier, come to one or are lent. Also those of them
-    /// after which a request can go on; without `brings`, by what is on the device. Without
-    /// recurrent layers and windows all blocks may be of use.
+    /// The number of leading blocks that are in a tier, come to one or are lent. Also the number of
+    /// those after which a request can continue; without `brings`, only blocks on the device count.
+    /// Without recurrent layers and windows all blocks may be of use.
     fn useful_blocks<'a>(
         &self,
         names: &'a [BlockHash],
@@ -255,8 +255,8 @@ impl Memory {
                 room = room.saturating_sub(pages);
                 continue;
             }
-            // Once only, also where there is not room for all: what comes back later would take the
-            // pages of what came before.
+            // Once only, even without room for all: later blocks would take the pages of earlier
+            // ones.
             entry.blocks.prefetched = true;
             entry.settle();
             let blocks = (entry.reusable() / page_size) as usize;

@@ -9,7 +9,8 @@ use forebay_kvcache::{BlockHash, Lease};
 pub(crate) struct ResidentState {
     /// The state that it begins with, until a plan loads it.
     pub(super) load: Option<Lease>,
-    /// The positions at which its state is kept, beside those of the interval. It may be past them.
+    /// The positions at which its state is kept, in addition to those of the interval. It may be
+    /// past them.
     pub(super) kept: [u32; 2],
     /// The end of the last whole page that it knows, but not of all tokens.
     pub(super) tail: u32,

@@ -135,7 +135,7 @@ impl Memory {
         Some(leased)
     }
 
-    /// Has sparse requests drop newly saved pages.
+    /// Makes sparse requests drop newly saved pages.
     pub(crate) fn drop_saved(&mut self, roster: &mut Roster, plan: &mut StepPlan) {
         if let Kind::Backed(_) = self.kind {
             for &handle in roster.residents.values() {
@@ -289,7 +289,7 @@ impl Memory {
         unsaved && self.tiers.expects_saves()
     }
 
-    /// Has the positions of a row saved by the plan that computes them.
+    /// Saves the positions of a row in the plan that computes them.
     pub(crate) fn save_rows(&mut self, pages: &Pages, positions: Range<u32>, plan: &mut StepPlan) {
         if !matches!(self.kind, Kind::Backed(sparse) if sparse.save_rows) {
             return;

@@ -1,4 +1,4 @@
-//! Recurrent states that are kept for later requests, in tiers beside those of keys and values.
+//! Recurrent states that are kept for later requests, in tiers like those of keys and values.
 //!
 //! A recurrent layer has one state for all positions before the next one, and none for each. So a
 //! request can go on from cached blocks only where a state was kept. A kept state has the name of
@@ -141,7 +141,7 @@ impl StatePages {
         }
     }
 
-    /// Has a state saved that stays, if the policy is to save what is computed.
+    /// Saves a kept state, if the policy saves computed content at once.
     fn save_now(&mut self, name: BlockHash) {
         if self.policy == SavePolicy::WriteThrough {
             self.tiers.want_saved(name);
@@ -160,8 +160,8 @@ impl StatePages {
         }
     }
 
-    /// Lends the state after the most of these leading blocks, beside the loan of these. `None`: no
-    /// state can be lent.
+    /// Lends the state after the longest possible part of these leading blocks, with their loan.
+    /// `None`: no state can be lent.
     pub(super) fn lend(
         &mut self,
         of_blocks: LoanId,
@@ -173,7 +173,7 @@ impl StatePages {
         Some(pages)
     }
 
-    /// Takes back the states that were lent beside a loan of blocks.
+    /// Ends the loan of the states that were lent with a loan of blocks.
     pub(super) fn take_back(&mut self, of_blocks: LoanId) {
         if let Some(loan) = self.loans.remove(&of_blocks) {
             self.tiers.take_back(loan);
@@ -297,7 +297,7 @@ impl Memory {
         }
     }
 
-    /// Has the plan of step `step`, which writes a resident's slot, load its state.
+    /// Loads a resident's state in the plan of step `step`, which writes its slot.
     pub(crate) fn load_state(&mut self, entry: &mut Entry, step: u64, plan: &mut StepPlan) {
         let Some(Residence { slot, pages, .. }) = &mut entry.residence else { return };
         let load = pages.state.as_mut().and_then(|state| state.load.take());

@@ -87,7 +87,7 @@ impl WindowPages {
         self.pool.flush()
     }
 
-    /// Pages that drafts may take: what is worth anything stays.
+    /// Pages that drafts may take: pages without cached content.
     pub(super) fn spare(&self) -> u32 {
         self.pool.spare()
     }
@@ -98,7 +98,7 @@ impl WindowPages {
     pub(super) fn lease(&mut self, found: &[BlockHash], count: usize) -> Option<WindowRun> {
         let mut leases: VecDeque<_> = self.pool.share_tail(found).into();
         let first = (found.len() - leases.len()) as u32;
-        // Those of the window, and the one that is written.
+        // The pages of the window, and the one that is written.
         let held = self.pool.tail() + 1;
         let new = (held - leases.len()).min(count - found.len());
         if (self.pool.available() as usize) < new {

@@ -48,7 +48,7 @@ impl Claims {
         self.works.insert(ticket.key, work);
     }
 
-    /// Takes a prompt out that waits no more.
+    /// Removes a prompt that does not wait any more.
     pub(crate) fn remove(&mut self, ticket: &Ticket) {
         let Key { rank, arrival } = ticket.key;
         let client = self.client(ticket.client);
@@ -95,7 +95,7 @@ impl Claims {
         }
     }
 
-    /// Forgets the debts of ranks of which nobody waits or `computes`, now and then.
+    /// Forgets the debts of ranks without prompts that wait or `computes`, now and then.
     pub(crate) fn sweep(&mut self, computes: impl Fn(i64) -> bool) {
         if self.lanes.len() > self.sweep_at.max(16) {
             self.lanes.retain(|&rank, lane| !lane.is_empty() || computes(rank));

@@ -1,4 +1,4 @@
-//! Turns: the request that is next, and the one that gives way.
+//! Turns: the request that is next, and the one that is preempted.
 //!
 //! - `queue`: the order of waiting requests, by rank and by client (`fair`).
 //! - `shares`: the running requests of each client.
@@ -97,7 +97,7 @@ impl Turns {
         }
     }
 
-    /// Takes out a request that is admitted.
+    /// Removes a request that is admitted.
     pub(crate) fn admitted(&mut self, ticket: &Ticket) {
         self.queue.admitted(ticket);
         self.claims.iter_mut().for_each(|claims| claims.remove(ticket));
@@ -143,7 +143,7 @@ impl Turns {
     pub(crate) fn next(&self) -> Option<Ticket> {
         let first = self.queue.first();
         let is_before = |first: Ticket| !first.key.is_background();
-        // A promise to work in the background holds only while nobody else waits.
+        // A promise to background work holds only while no other request waits.
         let holds = |promised: &Ticket| is_before(*promised) || !first.is_some_and(is_before);
         self.shares.promised.filter(holds).or(first)
     }
@@ -186,7 +186,7 @@ impl Turns {
         self.shares.settled = false;
     }
 
-    /// Lets nobody wait.
+    /// Removes all waiting requests.
     pub(crate) fn clear(&mut self) {
         self.queue.clear();
         self.claims.iter_mut().for_each(Claims::clear);

@@ -1,5 +1,5 @@
-//! The number of prompt tokens that a step may have beside running streams, so that their next
-//! tokens come in time.
+//! The number of prompt tokens that a step may have, so that running streams get their next tokens
+//! in time.
 //!
 //! The time of a step is learned: that of steps that only decode, and the time that prompts add to
 //! it. The former grows with the context, the positions that the rows read. A burst of prompts

@@ -15,7 +15,7 @@ use super::{Front, RunningModel};
 use crate::state::not_serving;
 
 impl Front {
-    /// Takes the actions that are due.
+    /// Runs the actions that are due.
     pub(super) fn step(self: &Arc<Self>) {
         let now = self.now_ms();
         let mut books = self.books.lock();
@@ -154,7 +154,7 @@ impl Front {
         self.step();
     }
 
-    /// Drops what is kept of a model, whose threads may take their time to end.
+    /// Drops the kept state of a model, whose threads may take their time to end.
     pub(super) async fn forget(&self, model: usize) {
         let loader = Arc::clone(&self.loader);
         if spawn_blocking(move || loader.forget(model)).await.is_err() {

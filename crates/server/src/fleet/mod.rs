@@ -36,7 +36,7 @@ pub(crate) use visit::{ModelBody, Visit};
 
 /// Bodies above `LARGE_BODY` that are read at a time.
 const READERS: usize = 2;
-/// The server itself, which loads what is pinned. No client has this number.
+/// The server itself, which loads pinned models. No client has this number.
 const SERVER: ClientId = ClientId(0);
 
 /// A model that a server may load.
@@ -87,7 +87,7 @@ pub trait ModelLoader: Send + Sync + 'static {
     /// The reason in one line.
     fn start(&self, model: usize, entry: &ModelEntry, bytes: u64) -> Result<StartedModel, String>;
 
-    /// Drops what it keeps of a model for the next start.
+    /// Drops the state that is kept of a model for the next start.
     fn forget(&self, model: usize);
 
     /// Bytes of memory that are free now, if that is known.
@@ -407,7 +407,7 @@ impl Front {
         }
     }
 
-    /// Has new requests refused from now on.
+    /// Refuses new requests from now on.
     pub(crate) fn drain(&self) {
         self.draining.store(true, Ordering::SeqCst);
     }

@@ -99,7 +99,7 @@ impl Line {
         self.0.lock().given
     }
 
-    /// Permits that nobody has.
+    /// Free permits.
     #[cfg(test)]
     pub(crate) fn free(&self) -> usize {
         self.0.lock().free

@@ -130,7 +130,7 @@ impl Intake {
         if body.len() < LARGE_BODY {
             return parse_body(body, limit, charge);
         }
-        // Whoever leaves meanwhile leaves the body, and what was charged for it.
+        // A task that leaves meanwhile drops the body and its charge.
         let charge = Arc::clone(charge);
         let (client, cost) = (charge.client(), Cost { time: body.len() as u64, memory: 0 });
         self.workers.begin(client, cost, move || parse_body(body, limit, &charge)).await

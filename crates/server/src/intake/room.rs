@@ -221,7 +221,7 @@ pub(super) mod tests {
         let room = room(10);
         let first = got(pin!(room.take(ONE, 100, "p")));
         let mut second = Box::pin(room.take(ONE, 100, "p"));
-        // The notice comes when nobody listens.
+        // The notification comes when no task listens.
         drop(first);
         let second = got(second.as_mut());
         let mut third = Box::pin(room.take(ONE, 50, "p"));

@@ -256,7 +256,7 @@ impl Lane {
     }
 }
 
-/// A thread's end of its lane. Without the thread no work is done, so nobody is to wait for it.
+/// A thread's end of its queue. Without the thread no work is done, so no task may wait for it.
 struct Worker(Arc<Lane>);
 
 impl Drop for Worker {

@@ -321,7 +321,7 @@ fn insert(headers: &mut HeaderMap, name: &'static str, value: &[u8]) {
     }
 }
 
-/// Takes a router's data off a request.
+/// Removes a router's headers from a request.
 async fn read(state: &Shared, request: Request) -> Result<(Exchange, Request), ApiError> {
     let (mut parts, body) = request.into_parts();
     let Ok(client) = ClientId::from_request_parts(&mut parts, state).await;

@@ -74,7 +74,7 @@ impl Inner {
         })
     }
 
-    /// Refuses what only a model that generates can do.
+    /// Refuses requests that need a generating model.
     ///
     /// # Errors
     /// The model pools.

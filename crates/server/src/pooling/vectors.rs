@@ -17,7 +17,7 @@ pub(crate) struct Form {
 /// Cuts, normalises and writes a vector.
 pub(crate) fn form(vector: Box<[f32]>, form: Form) -> Vector {
     let mut vector = vector.into_vec();
-    // Cutting first: what is left is to have length 1 (Kusupati et al. 2022).
+    // Cut first: the rest must have length 1 (Kusupati et al. 2022).
     vector.truncate(form.dimensions.unwrap_or(usize::MAX));
     if form.normalize {
         let length = length(&vector);

@@ -122,7 +122,7 @@ impl Embedded {
     }
 }
 
-/// Has the texts of a request computed; the request is called `id` in traces.
+/// Computes the texts of a request; the request is called `id` in traces.
 ///
 /// # Errors
 /// One of the texts is not taken.

@@ -87,8 +87,8 @@ pub(super) async fn check_generator(
     }
 }
 
-/// Answers a request that makes its handler panic; what the handler held is dropped by then, which
-/// aborts what it waited for.
+/// Answers a request that makes its handler panic; the handler's state is dropped by then, which
+/// aborts its engine requests.
 pub(super) async fn contain(request: Request, next: Next) -> Response {
     contained(next.run(request)).await.unwrap_or_else(|panic| {
         // A panic's message describes the server, and is not for clients.
@@ -98,8 +98,7 @@ pub(super) async fn contain(request: Request, next: Next) -> Response {
     })
 }
 
-/// Counts an answer. Routes and methods that nobody knows are counted together: clients may make up
-/// any.
+/// Counts an answer. Unknown routes and methods are counted together: clients may make up any.
 pub(super) async fn count(State(state): State<Shared>, request: Request, next: Next) -> Response {
     let began = Instant::now();
     let path = request.extensions().get::<MatchedPath>().cloned();

@@ -60,7 +60,7 @@ pub(crate) async fn resume(
 /// Another role of a replica.
 #[derive(Deserialize, ToSchema)]
 pub(crate) struct NewRole {
-    /// `prefill`: prompts and first tokens; `decode`: what is behind them; `both`.
+    /// `prefill`: prompts and first tokens; `decode`: later tokens; `both`.
     role: String,
 }
 

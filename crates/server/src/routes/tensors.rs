@@ -146,7 +146,7 @@ pub(crate) async fn update(
     Ok(updated_answer(Arc::clone(&state.weights).update(update).await?))
 }
 
-/// Says what to use in place of groups and shared memory of GPUs.
+/// Names the replacement for groups and shared memory of GPUs.
 #[utoipa::path(
     post,
     path = "/update_weights_from_ipc",

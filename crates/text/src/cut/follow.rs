@@ -266,7 +266,7 @@ mod tests {
         }
     }
 
-    /// Patterns over a few letters, with what they are made of.
+    /// Patterns over a few letters, with their parts.
     fn pattern() -> impl Strategy<Value = String> {
         let leaf = prop::sample::select(vec!["a", "b", "c", "[ab]", "[^a]", "ab", "(?i:b)"]);
         let leaf = leaf.prop_map(str::to_owned);

@@ -247,7 +247,7 @@ impl TextPool {
                 let _ended = ThreadEnd(&shared);
                 work(&shared);
             };
-            // Nobody joins it: it may be in work that nobody waits for.
+            // The thread is not joined: it may be in work that no caller waits for.
             start(thread, Box::new(work)).map(drop)
         };
         if config.tokenizer_mode == TextMode::Auto {

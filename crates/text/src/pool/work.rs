@@ -35,7 +35,7 @@ pub(super) struct Tools {
     pub(super) closed: AtomicBool,
 }
 
-/// Text, or what becomes text.
+/// Text, or its source.
 #[derive(Debug)]
 pub(super) enum Input {
     Texts {

@@ -1,4 +1,4 @@
-//! The two forms of a message's content, and the one that a template reads.
+//! The two forms of a message's content, and the detection of the form that a template reads.
 
 use serde_json::{Value, json};
 
@@ -25,7 +25,8 @@ const PROBE: &str = "forebay-probe-text";
 const OTHER_FIELD: &str = "forebay-probe-field";
 
 impl ContentFormat {
-    /// Finds out what `template` reads, while its own format is still [`ContentFormat::Either`].
+    /// Detects the form that `template` reads, while its own format is still
+    /// [`ContentFormat::Either`].
     pub(super) fn of(template: &ChatTemplate) -> Self {
         let string = reads(template, &json!(PROBE));
         let parts = reads(template, &json!([{"type": "text", "text": PROBE, OTHER_FIELD: 1}]));

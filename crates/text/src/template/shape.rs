@@ -72,7 +72,7 @@ impl Shape {
         calls: true,
     };
 
-    /// Finds out what `template` takes, while its own shape is still [`Shape::ANY`].
+    /// Detects the messages that `template` accepts, while its own shape is still [`Shape::ANY`].
     pub(super) fn of(template: &ChatTemplate) -> Self {
         let render = |messages: Value| template.render(&ChatRender::new(&messages)).ok();
         let user = |text: &str| json!({"role": "user", "content": text});
@@ -258,7 +258,7 @@ impl Shape {
         let Some(arguments) = function.get_mut("arguments") else { return };
         match (self.arguments, &*arguments) {
             (Arguments::Object, Value::String(text)) => {
-                // OpenAI's clients send back what they got, also if it was cut.
+                // OpenAI's clients send arguments back unchanged, also if they were cut off.
                 let read = serde_json::from_str(text).ok();
                 if let Some(value) = read.filter(Value::is_object) {
                     *arguments = value;

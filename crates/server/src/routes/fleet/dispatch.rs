@@ -212,8 +212,8 @@ pub(crate) struct ModelQuery {
     pub(super) model: Option<String>,
 }
 
-/// A question about a loaded model: the one that the URL names, or the first that is loaded. It
-/// loads none, and keeps none from leaving.
+/// A query about a loaded model: the one that the URL names, or the first loaded one. It loads
+/// none, and does not keep a model from leaving.
 pub(super) async fn by_query(
     State(front): State<Arc<Front>>,
     uri: Uri,

@@ -109,7 +109,7 @@ fn stop(delta: &Delta) -> (Option<&'static str>, Option<&str>) {
         _ if sequence.is_some() => "stop_sequence",
         _ => "end_turn",
     });
-    // A call is what ended it, whatever stood after it.
+    // The call ended it, whatever text followed.
     (reason, sequence.filter(|_| reason == Some("stop_sequence")))
 }
 

@@ -93,7 +93,7 @@ impl Events<'_> {
         events::named(name, &event, out)
     }
 
-    /// Appends an event about the text of an item, if that is what it has.
+    /// Appends an event about the text of an item, if the item has text.
     fn part(&mut self, name: &str, open: &Open, index: usize) -> serde_json::Result<()> {
         if !matches!(open.kind, Kind::Message { .. } | Kind::Reasoning { .. }) {
             return Ok(());

@@ -15,7 +15,7 @@ pub(super) struct Input {
 }
 
 impl Input {
-    /// Takes the next piece. Returns the text that it adds.
+    /// Adds the next piece. Returns the text that it adds.
     pub(super) fn push(&mut self, piece: &str) -> &str {
         self.arguments.push_str(piece);
         let before = self.text.len();

@@ -380,7 +380,7 @@ fn probes(content: &str) -> Vec<Value> {
     ]
 }
 
-/// The strings in quotes of a template's source, without what escapes mean in them.
+/// The strings in quotes of a template's source, with escapes left as they are.
 fn literals(source: &str) -> Vec<String> {
     let mut found = HashSet::new();
     for quote in ['"', '\''] {
