@@ -9,7 +9,7 @@ use crate::tools::OfferedTools;
 /// A conversation ready for the chat template.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ChatPrompt {
-    /// Messages as the template sees them, an array of objects: `content` is a string, or a list of
+    /// Messages in the template's form, an array of objects: `content` is a string, or a list of
     /// parts where there are images.
     pub messages: Value,
     /// The images in them, in order.
@@ -26,7 +26,7 @@ pub struct ChatPrompt {
     pub effort: Effort,
 }
 
-/// The names of the parameters with the effort of reasoning, for clients that are told of them.
+/// The names of the parameters for reasoning effort, for error messages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EffortParams {
     /// The parameter with the effort in words.
@@ -41,7 +41,7 @@ impl Default for EffortParams {
     }
 }
 
-/// The effort that a request wants of the model's reasoning.
+/// The requested reasoning effort.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Effort {
     /// The effort in words: `low`, `medium`, `high`, or another word of the template.
@@ -61,11 +61,11 @@ pub struct ValidChat {
     pub tools: OfferedTools,
     /// The treatment of its reasoning.
     pub reasoning: ReasoningOutput,
-    /// The form in which tokens appear beside their text.
+    /// The form of tokens in addition to their text.
     pub tokens: TokenOutput,
     /// The answer that the client predicts.
     pub prediction: Option<String>,
-    /// The other parameters.
+    /// The parameters that all routes share.
     pub generation: Generation,
     /// The options of the stream; `None`: one response.
     pub streaming: Option<Streaming>,
@@ -91,7 +91,7 @@ pub struct Streaming {
     pub continuous_usage: bool,
 }
 
-/// The form in which tokens appear beside their text.
+/// The form of tokens in addition to their text.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TokenOutput {
     /// True if the tokens' ids come with the answer.

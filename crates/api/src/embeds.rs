@@ -119,8 +119,8 @@ impl EmbeddedPrompt {
                 (Stored::F32, Dtype::Float32) | (Stored::BF16, Dtype::Bfloat16) => bytes,
                 _ => buffers.convert(self.stored, bytes, dtype),
             };
-            // Checked as the model gets it: what single precision can hold may be too large for
-            // half of its bits.
+            // Checked after conversion: a single-precision number may be too large for half
+            // precision.
             if let Some(at) = first_not_finite(converted, dtype) {
                 return Err(self.not_finite(done + at));
             }
@@ -191,7 +191,7 @@ fn first_not_finite(elements: &[u8], dtype: Dtype) -> Option<usize> {
     const EXPONENT: u16 = 0x7f80;
     let size = dtype.bytes();
     let upper = |element: &[u8]| u16::from_le_bytes([element[size - 2], element[size - 1]]);
-    // One pass without a branch, which is what there is to do nearly always.
+    // One branchless pass, which suffices nearly always.
     let worst = match dtype {
         Dtype::Float32 => {
             elements.chunks_exact(4).fold(0, |worst, element| worst.max(upper(element) & EXPONENT))
@@ -217,7 +217,7 @@ impl<'de> Deserialize<'de> for EmbeddedPrompt {
             }
             /// Decoded where it stands in the body: it is never copied as text.
             fn visit_str<E: Error>(self, text: &str) -> Result<EmbeddedPrompt, E> {
-                // It is several times as fast, but does not say what is wrong.
+                // It is several times as fast, but reports no details of an error.
                 let file = base64_simd::STANDARD.decode_to_vec(text).or_else(|_| {
                     let not_base64 = |error| E::custom(format_args!("not base64: {error}"));
                     BASE64_STANDARD.decode(text).map_err(not_base64)

@@ -63,7 +63,7 @@ pub enum ApiError {
         /// The requested number of tokens, if the client has given one.
         max_tokens: Option<u32>,
     },
-    /// A text has more tokens than it may, which was seen before all of it was encoded.
+    /// A text has too many tokens, which was found before all of it was encoded.
     #[error(
         "This model's maximum context length is {limit} tokens. However, `{param}` has at least {at_least}. \
          Please reduce the length of the text."
@@ -178,7 +178,7 @@ pub enum ApiError {
     /// The route is another server's, and has no counterpart here.
     #[error("{reason}")]
     NotImplemented {
-        /// What to use instead, in one line.
+        /// The replacement, in one line.
         reason: String,
     },
     /// The body is over the limit.
@@ -186,7 +186,7 @@ pub enum ApiError {
     BodyTooLarge {
         /// The limit in bytes.
         limit: usize,
-        /// The flag that sets the limit, or what the limit follows from.
+        /// The flag that sets the limit, or from which it follows.
         flag: &'static str,
     },
     /// The request needs more memory than all requests together may have.
@@ -305,7 +305,7 @@ fn quoted(names: &[String]) -> String {
     if names.is_empty() { "no model".to_owned() } else { names.join(", ") }
 }
 
-/// The question behind an unknown path.
+/// The question after an unknown path.
 fn hint(near: &Option<String>) -> String {
     near.as_ref().map_or_else(String::new, |near| format!("Did you mean {near}? "))
 }

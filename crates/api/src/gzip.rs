@@ -16,7 +16,7 @@ const STEP: usize = 256;
 /// The largest number of compressed bytes that have become nothing. Honest senders have a head.
 const IDLE: usize = 64 << 10;
 
-/// Inflates a body in gzip step by step, so that its limits hold for what it becomes.
+/// Inflates a gzip body step by step, so that the inflated bytes are limited.
 pub struct Inflater {
     decoder: MultiGzDecoder<Vec<u8>>,
     read: usize,

@@ -46,7 +46,7 @@ impl<'de> Deserialize<'de> for ImageUrl {
 #[derive(Deserialize)]
 pub(crate) struct ImageObject {
     url: String,
-    /// Accepted: no answer depends on it, whatever it says.
+    /// Accepted with any value: no answer depends on it.
     #[serde(default, rename = "detail")]
     _detail: Inert,
 }

@@ -1,5 +1,5 @@
-//! The messages between a router and a brain beside a client's request: request headers, response
-//! headers, and comments in streams.
+//! The messages between a router and a brain that accompany a client's request: request headers,
+//! response headers, and comments in streams.
 //!
 //! Only senders of a [`ROUTER_HEADER`] get any of these.
 
@@ -83,7 +83,7 @@ impl RouterTag {
     /// Reads the value of [`ROUTER_HEADER`].
     ///
     /// # Errors
-    /// A part is missing, or is no number.
+    /// A part is missing, or is not a number.
     pub fn decode(text: &str) -> Result<Self, PeerError> {
         let pairs = Pairs(text);
         Ok(Self {
@@ -144,7 +144,7 @@ impl LoadReport {
     /// Reads the output of [`LoadReport::encode`].
     ///
     /// # Errors
-    /// A part is missing, or is no number.
+    /// A part is missing, or is not a number.
     pub fn decode(text: &str) -> Result<Self, PeerError> {
         let pairs = Pairs(text);
         Ok(Self {
@@ -157,7 +157,7 @@ impl LoadReport {
             waiting: pairs.get("waiting")?,
             tokens: pairs.get("tokens")?,
             pages_free: pairs.get("pages")?,
-            // Older brains say nothing of these, and all of those give the same names.
+            // Older brains send none of these fields.
             ahead: pairs.get("ahead").unwrap_or(0),
             names: pairs.get("names").unwrap_or(0),
         })
@@ -219,7 +219,7 @@ fn write_ids(ids: &[i32], out: &mut Vec<u8>) {
 /// Reads ids in decimal, joined with commas.
 ///
 /// # Errors
-/// An id is no number.
+/// An id is not a number.
 pub fn read_ids(text: &str) -> Result<Vec<i32>, PeerError> {
     let ids = text.split(',').filter(|part| !part.is_empty());
     ids.map(|id| id.parse().map_err(|_| PeerError(RESUME_HEADER))).collect()
@@ -269,7 +269,7 @@ pub fn encode_blocks(names: &[u64]) -> String {
 /// Reads the value of [`BLOCKS_HEADER`].
 ///
 /// # Errors
-/// A name is no hexadecimal number.
+/// A name is not a hexadecimal number.
 pub fn decode_blocks(text: &str) -> Result<Vec<u64>, PeerError> {
     let names = text.split(',').filter(|part| !part.is_empty());
     names.map(|name| u64::from_str_radix(name, 16).map_err(|_| PeerError(BLOCKS_HEADER))).collect()

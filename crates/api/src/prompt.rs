@@ -9,7 +9,7 @@ use crate::error::ApiError;
 /// One prompt.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Prompt {
-    /// A text that is to be tokenised.
+    /// A text to be tokenised.
     Text(String),
     /// Token ids, each below the vocabulary size.
     Tokens(Vec<i32>),

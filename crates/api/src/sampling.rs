@@ -57,7 +57,7 @@ pub struct Generation {
     pub stop: Vec<String>,
     /// True if the stop string, or the text of the stop token, belongs to the output.
     pub include_stop: bool,
-    /// Token ids that end the text, beside end-of-sequence; ascending, each once.
+    /// Token ids that end the text, in addition to end-of-sequence; ascending, each once.
     pub stop_token_ids: Vec<i32>,
     /// True if end-of-sequence tokens do not end the text.
     pub ignore_eos: bool,

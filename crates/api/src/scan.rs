@@ -17,7 +17,8 @@ pub fn members(json: &[u8]) -> Members<'_> {
     members
 }
 
-/// The top-level members of an object: see [`members`]. Ends at the first thing that is no member.
+/// The top-level members of an object: see [`members`]. Ends at the first thing that is not a
+/// member.
 #[derive(Debug)]
 pub struct Members<'a> {
     json: &'a [u8],

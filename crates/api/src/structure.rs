@@ -55,7 +55,7 @@ pub(crate) struct ResponseFormat {
     pub kind: String,
     /// The schema, of `json_schema`.
     pub json_schema: Option<JsonSchemaFormat>,
-    /// A schema beside `json_object`, as llama.cpp takes it.
+    /// A schema in addition to `json_object`, as llama.cpp accepts it.
     #[schema(value_type = Option<Object>)]
     pub(crate) schema: Option<Raw>,
     /// The tree of formats of `structural_tag`.
@@ -167,7 +167,7 @@ impl Found {
     fn add(&mut self, param: String, form: Option<Form>) -> Result<(), ApiError> {
         let Some(form) = form else { return Ok(()) };
         if form.is_empty() {
-            // Without a form the answer would be any text: nobody asks for that in this way.
+            // Without a form the answer would be any text, which can't be intended here.
             let reason = format!("`{param}`: a form of answers must not be empty");
             return Err(ApiError::invalid(param, reason));
         }

@@ -109,8 +109,8 @@ impl OfferedTools {
     /// Checks `tools`, `tool_choice` and `parallel_tool_calls`.
     ///
     /// # Errors
-    /// A tool has no name, two have the same name, a schema is no object, or the demanded tool is
-    /// not offered.
+    /// A tool has no name, two have the same name, a schema is not an object, or the demanded tool
+    /// is not offered.
     pub(crate) fn new(
         tools: Option<Vec<Value>>,
         api: ToolNames<'_>,
@@ -213,7 +213,7 @@ impl OfferedTools {
                 Ok(ToolChoice::Some(Calls::Named, vec![tool]))
             }
             Some(Some("allowed_tools")) => {
-                // The chat API has an object around what the Responses API has not.
+                // The chat API wraps in an object what the Responses API has at the top level.
                 let (path, allowed) = match fields.get("allowed_tools") {
                     Some(Value::Object(inner)) => (format!("{CHOICE}.allowed_tools"), inner),
                     Some(_) => {

@@ -84,7 +84,7 @@ impl Turns {
         self.messages.push(message);
     }
 
-    /// The assistant's turn at the end, or a new one: it is told in pieces.
+    /// The assistant's turn at the end, or a new one: its content arrives in several items.
     fn assistant(&mut self) -> &mut Map<String, Value> {
         let is_open = self.messages.last().is_some_and(|last| last["role"] == "assistant");
         if !is_open {

@@ -5,8 +5,8 @@ use std::collections::VecDeque;
 /// Turns that level reported loads. Each report gives new turns, which last until the next report.
 ///
 /// A data parallel controller without exact loads works like this, as SGLang's did before its load
-/// reports came with every output. Each report replaces the counts since the last one, even if the
-/// report has not seen those requests yet.
+/// reports came with every output. Each report replaces the counts since the last one, even if it
+/// was made before those requests arrived.
 #[derive(Debug, Clone, Default)]
 pub struct Budget {
     turns: VecDeque<usize>,
@@ -14,8 +14,7 @@ pub struct Budget {
 }
 
 impl Budget {
-    /// Takes new loads, one for each target. The least loaded targets get turns until all are
-    /// level.
+    /// Sets new loads, one for each target. The least loaded targets get turns until all are level.
     pub fn reported(&mut self, loads: &[u64]) {
         self.turns.clear();
         let Some(&highest) = loads.iter().max() else { return };

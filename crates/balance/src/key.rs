@@ -1,4 +1,4 @@
-//! Clients that want to stay at one target.
+//! Session affinity: requests of one key go to the same target.
 
 use std::hash::{BuildHasher, Hash};
 

@@ -103,7 +103,7 @@ impl Ledger {
         true
     }
 
-    /// Notes the end of a request. Gives its target, unless the request had ended before.
+    /// Notes the end of a request. Returns its target, unless the request had ended before.
     pub fn ended(&mut self, id: u64) -> Option<usize> {
         let entry = self.entries.remove(&id)?;
         let load = &mut self.loads[entry.target];

@@ -3,9 +3,9 @@
 //!
 //! A dispatcher joins three parts. [`Ledger`] has the exact work of each target, [`PrefixIndex`]
 //! the blocks of each target, and [`Balancer`] the policies over both. [`preferred`] finds the
-//! target of a client's key. [`RoleRule`] narrows the targets where prefill is apart from decode,
-//! and [`Pressure`] tells whether those that decode are full. [`Budget`] is a dispatch without a
-//! ledger, by loads that were reported some time ago. It is here for comparison.
+//! target of a client's key. [`RoleRule`] narrows the targets where prefill is disaggregated from
+//! decode, and [`Pressure`] detects when the decode targets are full. [`Budget`] is a dispatch
+//! without a ledger, by loads that were reported some time ago. It is for comparison.
 //!
 //! ```
 //! use forebay_balance::{Ask, Balancer, Ledger, Method, Work};

@@ -1,9 +1,8 @@
 //! Pressure back: requests that were handed on and wait for pages, against the pages that there
 //! are.
 //!
-//! While those that decode have fewer pages to give than wait for them, those that compute prompts
-//! admit no further one that leaves. So what waits is at most that much, and the prompts that were
-//! admitted before.
+//! While decode targets have fewer free pages than requests that wait for them, prefill targets
+//! admit no further request that leaves. So the number of waiting requests is bounded.
 
 use std::collections::HashMap;
 
@@ -13,18 +12,18 @@ pub struct Pressure {
     /// The target of each request that was handed on and is not admitted there, and its tokens.
     waiting: HashMap<u64, (usize, u64)>,
     ahead: Vec<u64>,
-    /// `None`: nobody has said.
+    /// `None`: not reported yet.
     room: Vec<Option<u64>>,
 }
 
 impl Pressure {
-    /// No pressure on so many targets.
+    /// No pressure on any of `targets` targets.
     #[must_use]
     pub fn new(targets: usize) -> Self {
         Self { waiting: HashMap::new(), ahead: vec![0; targets], room: vec![None; targets] }
     }
 
-    /// A request with so many tokens was handed on to a target.
+    /// A request with `tokens` tokens was handed on to a target.
     pub fn handed(&mut self, id: u64, at: usize, tokens: u64) {
         self.gone(id);
         self.waiting.insert(id, (at, tokens));
@@ -34,7 +33,7 @@ impl Pressure {
     /// A request has its pages.
     pub fn admitted(&mut self, id: u64) {
         if let Some((at, tokens)) = self.gone(id) {
-            // Until the target says so itself.
+            // An estimate until the target's next report.
             self.room[at] = self.room[at].map(|room| room.saturating_sub(tokens));
         }
     }
@@ -46,7 +45,7 @@ impl Pressure {
         Some((at, tokens))
     }
 
-    /// A target has pages for so many tokens.
+    /// A target has pages for `tokens` tokens.
     pub fn set_room(&mut self, at: usize, tokens: u64) {
         self.room[at] = Some(tokens);
     }
@@ -57,8 +56,8 @@ impl Pressure {
         self.ahead[at]
     }
 
-    /// True if more waits at the targets that `decode` than they have room for, as far as all have
-    /// said how much that is.
+    /// True if more tokens wait at the `decode` targets than they have room for, and all have
+    /// reported their room.
     #[must_use]
     pub fn exceeds(&self, decode: impl Fn(usize) -> bool) -> bool {
         let targets = || (0..self.ahead.len()).filter(|&at| decode(at));
@@ -87,7 +86,7 @@ mod tests {
         assert_eq!((pressure.ahead(1), exceeds(&pressure)), (150, false));
         pressure.handed(9, 2, 1);
         assert!(exceeds(&pressure));
-        // One has its pages: nothing is left for more than what waits.
+        // One has its pages: no room is left for more than the waiting ones.
         pressure.admitted(7);
         assert!(exceeds(&pressure), "61 wait for 60");
         pressure.set_room(1, 20);

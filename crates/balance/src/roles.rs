@@ -1,4 +1,4 @@
-//! Targets that compute prompts, and targets that go on behind the first token.
+//! Targets that compute prompts, and targets that go on after the first token.
 
 use serde::Serialize;
 
@@ -13,7 +13,7 @@ pub enum Role {
     Both,
     /// The prompt and the first token.
     Prefill,
-    /// What is behind the first token, and prompts with little to compute.
+    /// Tokens after the first, and prompts with little to compute.
     Decode,
 }
 
@@ -27,7 +27,7 @@ impl Role {
         self != Self::Decode
     }
 
-    /// True if the target goes on behind the first token.
+    /// True if the target goes on after the first token.
     #[must_use]
     pub fn decodes(self) -> bool {
         self != Self::Prefill
@@ -55,7 +55,7 @@ pub enum LocalReason {
     NoDecode,
     /// Its keys and values can't be lent: a prompt of embeddings.
     Kind,
-    /// The client has named a target, or asks for what needs no second one.
+    /// The client has named a target, or the request needs no second one.
     Named,
     /// The target has both roles.
     Both,
@@ -77,7 +77,7 @@ pub struct RoleRule<'a> {
 }
 
 impl RoleRule<'_> {
-    /// Leaves those of the `open` targets open that a request is to go to. Gives the reason if it
+    /// Leaves those of the `open` targets open that a request is to go to. Returns the reason if it
     /// stays there whichever is chosen. `lends`: its keys and values can be lent.
     pub fn narrow(&self, ask: &Ask<'_>, lends: bool, open: &mut [bool]) -> Option<LocalReason> {
         let is_open = |at: usize| open[at];
@@ -105,15 +105,15 @@ impl RoleRule<'_> {
     }
 
     /// The reason for which a request stays at the target that was chosen, if [`Self::narrow`] gave
-    /// `reason`; `None`: it leaves behind its first token.
+    /// `reason`; `None`: it leaves after its first token.
     #[must_use]
     pub fn stays(&self, at: usize, reason: Option<LocalReason>) -> Option<LocalReason> {
         reason.or_else(|| (self.roles[at] == Role::Both).then_some(LocalReason::Both))
     }
 }
 
-/// The target that lends blocks of a request to target `at`: of those that have more of its tokens
-/// cached the one with the most. `None`: nobody has more.
+/// The target that lends blocks of a request to target `at`: the one with most of its tokens
+/// cached. `None`: none has more than `at`.
 #[must_use]
 pub fn lender(ask: &Ask<'_>, at: usize) -> Option<usize> {
     let own = ask.cached(at);

@@ -26,7 +26,7 @@ impl Kind {
 
 /// The end of a record that is being written, and of a file that is being sent.
 const UNFINISHED: &str = "part";
-/// What is stored here is its owner's alone.
+/// Stored files are readable by the server's user only.
 const FOLDER_MODE: u32 = 0o700;
 const FILE_MODE: u32 = 0o600;
 
@@ -34,13 +34,13 @@ const FILE_MODE: u32 = 0o600;
 #[derive(Debug)]
 pub(crate) struct Folder {
     root: PathBuf,
-    /// 32 random bytes, without which nobody tells keys from the names of their owners.
+    /// 32 random bytes that make owners' names irreversible: a key cannot be tested against a name.
     pub(crate) salt: [u8; 32],
     _lock: File,
 }
 
 impl Folder {
-    /// Opens or makes the folder, and deletes what was never finished.
+    /// Opens or makes the folder, and deletes unfinished files.
     ///
     /// # Errors
     /// It cannot be written, or another process uses it.
@@ -88,7 +88,7 @@ impl Folder {
         self.root.join(Kind::File.folder()).join(format!("{id}.{UNFINISHED}"))
     }
 
-    /// A new file for what is being sent.
+    /// A new file for an upload.
     pub(crate) fn create(&self, id: &str) -> io::Result<File> {
         private().create_new(true).open(self.unfinished(id))
     }
@@ -100,7 +100,7 @@ impl Folder {
         Ok(path)
     }
 
-    /// Writes a record whole, or leaves the one before.
+    /// Writes a record atomically: after a failure the old one is intact.
     pub(crate) fn save<T: Serialize>(&self, kind: Kind, id: &str, record: &T) -> io::Result<()> {
         let folder = self.root.join(kind.folder());
         let unfinished = folder.join(format!("{id}.json.{UNFINISHED}"));

@@ -26,13 +26,13 @@ pub struct InputCounts {
     pub before: AtomicU64,
 }
 
-/// A file that a thread reads, which waits until somebody takes a line.
+/// A file that a thread reads ahead by one line.
 #[derive(Debug)]
 pub struct BatchInput {
     lines: Receiver<IoResult<BatchLine>>,
     /// The numbers so far.
     pub counts: Arc<InputCounts>,
-    /// The bytes of the file; `None`: nobody can tell.
+    /// The bytes of the file; `None`: unknown.
     pub size: Option<u64>,
 }
 

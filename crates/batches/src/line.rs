@@ -7,7 +7,7 @@ use serde_json::value::RawValue;
 
 use crate::lines::Text;
 
-/// Routes that stream an answer unless they are told not to.
+/// Routes that stream an answer by default.
 const STREAMED: [&str; 2] = ["/api/chat", "/api/generate"];
 /// The mark that some editors put before a text.
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";

@@ -1,4 +1,4 @@
-//! Lines of files of any size, with a bound on what a line takes in memory.
+//! Lines of files of any size, with bounded memory for a line.
 
 use std::io::{BufRead, ErrorKind, Result};
 

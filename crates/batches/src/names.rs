@@ -7,11 +7,11 @@ use std::collections::HashSet;
 pub enum LineIdentity<'a> {
     /// The `custom_id` of a request.
     Name(&'a str),
-    /// The number of a line that is no request. It has no name, or another line has it too.
+    /// The number of a line that is not a request. It has no name, or another line has it too.
     Line(u64),
 }
 
-/// What is known of a name when a request with it comes.
+/// Earlier requests of the same name, when a request comes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SeenBefore {
     /// Neither.
@@ -26,7 +26,7 @@ pub enum SeenBefore {
 #[derive(Debug, Default)]
 pub struct BatchNames(HashSet<u128>);
 
-/// The bit that tells names of the input from those of the output.
+/// The bit that distinguishes names of the input from those of the output.
 const OF_INPUT: u128 = 1;
 
 impl BatchNames {
@@ -58,7 +58,7 @@ impl BatchNames {
     }
 }
 
-/// A hash for which nobody finds two names, less one bit.
+/// A collision-resistant hash, less one bit.
 fn key(identity: LineIdentity<'_>) -> u128 {
     let mut hasher = blake3::Hasher::new();
     match identity {

@@ -1,4 +1,4 @@
-//! Files and batches, as clients see them and as they are stored.
+//! Files and batches, in the API's form and as they are stored.
 
 use std::collections::BTreeMap;
 
@@ -86,9 +86,9 @@ pub enum BatchStatus {
     Completed,
     /// Its time was over before every request had an answer.
     Expired,
-    /// Its owner wants no more of it.
+    /// Its owner has cancelled it, and running requests end.
     Cancelling,
-    /// It has ended before its time, because its owner wanted that.
+    /// Its owner cancelled it.
     Cancelled,
 }
 
@@ -135,9 +135,9 @@ pub struct BatchObject {
     pub failed_at: Option<u64>,
     /// The end, if its time was over.
     pub expired_at: Option<u64>,
-    /// The time at which its owner wanted no more of it.
+    /// The time at which its owner cancelled it.
     pub cancelling_at: Option<u64>,
-    /// The end, if its owner wanted no more of it.
+    /// The time at which the cancelled batch ended.
     pub cancelled_at: Option<u64>,
     /// Its requests.
     pub request_counts: RequestCounts,

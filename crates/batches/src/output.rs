@@ -175,8 +175,8 @@ impl BatchOutput {
     /// Opens the file, and cuts off a last line that a kill has left unfinished.
     ///
     /// # Errors
-    /// It cannot be written, another process writes it, or a line is no answer. Then nothing in it
-    /// has changed.
+    /// It cannot be written, another process writes it, or a line is not an answer. Then nothing in
+    /// it has changed.
     pub fn open(path: &Path) -> Result<(Self, AnsweredLines)> {
         Self::read(path).with_context(|| path.display().to_string())
     }
@@ -225,7 +225,7 @@ impl BatchOutput {
     /// Adds an answer that is a line already.
     ///
     /// # Errors
-    /// As [`Self::write`].
+    /// Those of [`Self::write`].
     pub fn write_line(&mut self, line: &[u8]) -> Result<()> {
         self.file.write_all(line).context("the output")
     }
@@ -241,7 +241,7 @@ impl AnsweredLines {
     }
 }
 
-/// True for the beginning of an answer. What somebody else has written is left alone.
+/// True for the beginning of an answer. Text of other programs is left alone.
 fn is_begun(line: &[u8]) -> bool {
     line.starts_with(BEGINNING) || BEGINNING.starts_with(line)
 }
@@ -288,7 +288,7 @@ mod tests {
             std::fs::write(&path, &whole[..cut]).unwrap();
             let (mut again, answered) = BatchOutput::open(&path).unwrap();
             let half = whole.len() / 2;
-            // The end of a line is no part of an answer.
+            // The end of a line is not part of an answer.
             for (name, end) in [("a", half), ("b", whole.len())] {
                 let has = answered.names.has_answer(LineIdentity::Name(name));
                 assert_eq!(has, cut >= end - 1, "{name} of {cut} bytes");

@@ -19,7 +19,7 @@ pub enum RampUp {
     Exponential,
 }
 
-/// Flags that say when requests are sent.
+/// Flags that set the times at which requests are sent.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Arrivals")]
 pub struct ArrivalArgs {
@@ -47,7 +47,7 @@ pub struct ArrivalArgs {
     /// Requests per second at the last request.
     #[arg(long, value_name = "RPS", requires = "ramp_up_strategy", value_parser = positive)]
     pub ramp_up_end_rps: Option<f64>,
-    /// Send requests when the trace says.
+    /// Send requests at the trace's times.
     #[arg(long, conflicts_with_all = ["request_rate", "burstiness", "fixed_rate", "ramp_up_strategy"])]
     pub use_trace_timestamps: bool,
     /// Run the trace this many times faster.
@@ -74,7 +74,7 @@ pub struct ArrivalArgs {
 /// time, as in `vllm bench serve`.
 ///
 /// # Errors
-/// The flags want the trace's times of a dataset without times, or the schedule is longer than a
+/// The flags ask for a trace's times with a dataset that has none, or the schedule is longer than a
 /// [`Duration`] can be.
 pub fn schedule(
     args: &ArrivalArgs,

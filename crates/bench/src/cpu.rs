@@ -54,7 +54,7 @@ impl Trees {
             .iter()
             .map(|(pid, process)| {
                 let before = self.processes.get(pid).cloned().unwrap_or_default();
-                // What ended children had used before is in what their parent shows now.
+                // The parent's times include those of children that have ended.
                 let ended = self
                     .processes
                     .iter()

@@ -36,20 +36,20 @@ pub struct ServeArgs {
     pub result: ResultFlags,
 }
 
-/// Flags that say how a request looks.
+/// Flags that set the form of requests.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Requests")]
 pub struct RequestFlags {
     /// The model [default: the first that the server lists].
     #[arg(long)]
     pub model: Option<String>,
-    /// The name the server knows the model by, if it is not MODEL.
+    /// Name of the model in requests, if it is not MODEL.
     #[arg(long, value_name = "NAME")]
     pub served_model_name: Option<String>,
     /// A model or a tokenizer.json to count tokens with [default: the model].
     #[arg(long, value_name = "NAME")]
     pub tokenizer: Option<String>,
-    /// Let the model end answers, not only their length.
+    /// Let answers end at an end-of-sequence token; without this, only at their length.
     #[arg(long)]
     pub disable_ignore_eos: bool,
     /// Ask for answers in one piece.
@@ -65,12 +65,12 @@ pub struct RequestFlags {
     /// Fields to add to every request, or to replace fields of it.
     #[arg(long, alias = "extra-body", value_name = "JSON", value_parser = object)]
     pub extra_request_body: Option<Map<String, Value>>,
-    /// Seconds after which a request that has not ended has failed.
+    /// Timeout of a request in seconds.
     #[arg(long, value_name = "SECONDS", default_value = "21600", value_parser = seconds)]
     pub request_timeout: Duration,
 }
 
-/// Flags that say how the run goes.
+/// Flags that set the course of the run.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Run")]
 pub struct RunFlags {
@@ -101,8 +101,8 @@ pub struct RunFlags {
     /// Threads that send and receive.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     pub client_threads: u16,
-    /// Never let a busy client rest: chunks are timed up to 0.2 ms more precisely, for more CPU
-    /// time.
+    /// Let a busy client poll instead of sleeping: chunks are timed up to 0.2 ms more precisely,
+    /// for more CPU time.
     #[arg(long)]
     pub precise: bool,
     /// Measure the CPU time of this process and all below it; may be given several times.

@@ -193,7 +193,7 @@ pub struct Settings {
     pub forebay_version: String,
 }
 
-/// The measurements of a run's requests. Times are in seconds unless a name says otherwise.
+/// The measurements of a run's requests. Times are in seconds unless the name has a unit.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Summary {
     /// The time from the first send to the last end.
@@ -274,7 +274,7 @@ pub struct RunFile {
     /// The measurements of the run's requests.
     #[serde(flatten)]
     pub summary: Summary,
-    /// Tokens of a step of speculative decoding, if the server tells.
+    /// Tokens of a step of speculative decoding, if the server reports them.
     pub accept_length: Option<f64>,
     /// The lateness of the client, and CPU times.
     #[serde(flatten)]

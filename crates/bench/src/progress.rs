@@ -45,7 +45,7 @@ impl Drop for Progress {
     fn drop(&mut self) {
         self.stop = None;
         if let Some(thread) = self.thread.take() {
-            // A thread that panicked has said so itself.
+            // The panic handler has printed the message already.
             let _ = thread.join();
         }
     }

@@ -85,7 +85,7 @@ pub(crate) fn runtime(threads: usize, precise: bool) -> Result<tokio::runtime::R
 pub(crate) fn raise_file_limit() {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     if current != maximum {
-        // Not fatal: the failures of connections will say what is wrong.
+        // Not fatal: a shortage shows as failed connections.
         let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
     }
 }
@@ -110,7 +110,7 @@ pub(crate) async fn drive(
     let clock = Clock::start();
     let run = Arc::new(Run { client, work, at_once, late_after, clock, live, replies });
     let _pacer = Pacer::start(arrivals, clock, arrive);
-    // Dropping it ends what is still under way.
+    // Dropping it ends the tasks that are still running.
     let mut tasks = JoinSet::new();
     if let Some(places) = max_concurrency {
         let (_, nothing) = unbounded_channel();
@@ -161,8 +161,8 @@ impl Run {
         }
     }
 
-    /// Sends a request, which has a place since `free_us` if places are limited. Gives the time of
-    /// its end.
+    /// Sends a request, which has a place since `free_us` if places are limited. Returns the time
+    /// of its end.
     async fn send(&self, index: usize, free_us: Option<u64>) -> u64 {
         let work = &self.work[index];
         let chunks = work.output_tokens.min(ROOM_FOR_CHUNKS) as usize;

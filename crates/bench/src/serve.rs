@@ -25,7 +25,7 @@ use crate::{arrival, dataset, report, summary};
 const WARMUP_TOKENS: u32 = 32;
 /// The pause between the warm-up and the run, so that the server is at rest.
 const PAUSE: Duration = Duration::from_secs(1);
-/// The pause between two looks at a server that is not ready.
+/// The pause between two checks of a server that is not ready.
 const READY_PAUSE: Duration = Duration::from_millis(200);
 
 /// Measures a server. Sends it a dataset by a schedule, prints the table, and writes the requested
@@ -57,7 +57,7 @@ pub fn serve(args: &ServeArgs, finder: &dyn TokenizerFinder) -> Result<()> {
     let count = work.len();
     let (driven, costs) = measure(args, &runtime, &client, work);
     let accept_length = runtime.block_on(accept_length(&client));
-    // Ends what an interrupted run left under way.
+    // Ends the tasks of an interrupted run.
     drop(runtime);
     if driven.interrupted {
         let unfinished = count - driven.sent.len();
@@ -142,8 +142,8 @@ fn options(args: &ServeArgs, model: &Model) -> RequestOptions {
     }
 }
 
-/// Sends the first request some times at once. Then it asks for empty caches and pauses, if the
-/// flags want that.
+/// Sends the first request some times at once. Then it flushes the server's cache and pauses, if
+/// the flags ask for that.
 fn warm_up(
     args: &ServeArgs,
     client: &Arc<Client>,
@@ -207,7 +207,7 @@ fn prepare(
     Ok((work, asked))
 }
 
-/// Does the run, and measures what goes on around it.
+/// Does the run, and measures CPU time and server metrics meanwhile.
 fn measure(
     args: &ServeArgs,
     runtime: &Runtime,
@@ -291,7 +291,7 @@ fn settings(args: &ServeArgs, model: String, count: usize) -> Settings {
     }
 }
 
-/// Tokens that a step of speculative decoding gives, where the server says.
+/// Tokens per step of speculative decoding, if the server reports them.
 async fn accept_length(client: &Client) -> Option<f64> {
     if !client.target().backend.has_server_info() {
         return None;

@@ -25,9 +25,9 @@ pub(crate) fn count(text: &str, tokenizer: &Tokenizer) -> Result<u64> {
     Ok(tokenizer.encode(text, false)?.len() as u64)
 }
 
-/// Shares a record's generated tokens among its chunks if the server did not say. A chunk's share
-/// is in proportion to the tokens that the client's tokenizer finds in its text. The sum is the
-/// server's count.
+/// Divides a record's generated tokens among its chunks if the server did not report them per
+/// chunk. A chunk's share is in proportion to the tokens that the client's tokenizer finds in its
+/// text. The sum is the server's count.
 ///
 /// # Errors
 ///

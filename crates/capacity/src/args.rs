@@ -26,14 +26,14 @@ pub struct PlanArgs {
     /// An objective in milliseconds, such as ttft:500, tpot:30 or e2el:20000. May be repeated.
     #[arg(long, value_name = "METRIC:MS", required_unless_present = "model", value_parser = Slo::parse)]
     pub slo: Vec<Slo>,
-    /// Instead of a traffic: the memory that the ranks of this model need, named as for `serve`.
-    /// Its weights need not be on this machine.
+    /// Compute the memory that the ranks of this model need, instead of simulating a trace; named
+    /// as for `serve`. Its weights need not be on this machine.
     #[arg(long, value_name = "MODEL", conflicts_with_all = ["trace", "sim_profile", "slo"])]
     pub model: Option<String>,
     /// The percentile of each metric that must meet its objective.
     #[arg(long, value_name = "P", default_value_t = 99.0, value_parser = percent)]
     pub slo_percentile: f64,
-    /// Instead: the share of the requests that must meet all objectives.
+    /// Share of requests that must meet all objectives, in place of a percentile of each metric.
     #[arg(long, value_name = "SHARE", conflicts_with = "slo_percentile", value_parser = share)]
     pub goodput: Option<f64>,
     /// The largest number of replicas to try.
@@ -42,7 +42,7 @@ pub struct PlanArgs {
     /// The policy that chooses a replica for a request.
     #[arg(long, value_enum, default_value_t)]
     pub router: Router,
-    /// Let the traffic come this many times as fast as it was recorded.
+    /// Replay the trace this many times as fast as it was recorded.
     #[arg(long, value_name = "FACTOR", default_value_t = 1.0, value_parser = positive)]
     pub speed: f64,
     /// Only the first requests of the trace.

@@ -1,7 +1,7 @@
 //! Groups of requests, by client and by length of the prompt, and who waits for whom.
 //!
 //! While a request waits for its first token, its replica computes prompts of others. The mean of
-//! these tokens, by the group that they are of, tells which group waits for which.
+//! these tokens, by the others' group, shows which group waits for which.
 
 use std::collections::BTreeSet;
 

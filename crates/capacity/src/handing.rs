@@ -44,7 +44,7 @@ impl HandOver {
         }
     }
 
-    /// The numbers of replicas, of so many.
+    /// The numbers of prefill and decode replicas, of `replicas` in all.
     pub(crate) fn split(&self, replicas: u32) -> PdSplit {
         let prefill = self.division.prefill;
         PdSplit { prefill, decode: replicas - prefill }

@@ -31,7 +31,7 @@ pub struct ImageArgs {
     /// Milliseconds that a thread takes to decode and resize an image.
     #[arg(long, value_name = "MS", default_value_t = 20.0, value_parser = crate::args::from_zero)]
     pub image_prepare_ms: f64,
-    /// Threads of a replica that do so.
+    /// Threads of a replica that decode and resize images.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub intake_threads: u32,
 }

@@ -123,7 +123,7 @@ impl<'a> Trial<'a> {
         Self { setup, traffic, goal, rows: report::Rows::default(), tried: Vec::new() }
     }
 
-    /// The outcome of so many replicas.
+    /// The outcome of `replicas` replicas.
     fn of(&mut self, replicas: u32, division: Option<Division>) -> &Outcome {
         let setup = Setup { division, ..self.setup.clone() };
         let outcome = Outcome::of(&simulate::run(&setup, self.traffic, replicas), self.goal);

@@ -1,4 +1,4 @@
-//! Prefill apart from decode: its flags, and what a plan tells of it.
+//! Disaggregated prefill: its flags, and its results in a plan.
 
 use std::fmt;
 use std::str::FromStr;
@@ -16,7 +16,7 @@ const MOST: u32 = 4096;
 pub struct PdSplit {
     /// Replicas that compute prompts and first tokens.
     pub prefill: u32,
-    /// Replicas that go on behind them.
+    /// Replicas that go on after them.
     pub decode: u32,
 }
 
@@ -70,9 +70,9 @@ impl FromStr for PdChoice {
 /// Flags of `plan` about prefill apart from decode.
 #[derive(Debug, Clone, Copy, Args)]
 pub struct PdArgs {
-    /// Disaggregated prefill: the outcome of P prefill and D decode replicas beside that of as many
-    /// replicas which do both. `auto` tries the splits of --max-replicas replicas, and names the
-    /// one with the highest goodput. Each replica has a host tier.
+    /// Disaggregated prefill: compares P prefill and D decode replicas with P + D replicas that do
+    /// both. `auto` tries the splits of --max-replicas replicas, and names the one with the highest
+    /// goodput. Each replica has a host tier.
     #[arg(long, value_name = "P:D|auto")]
     pub pd: Option<PdChoice>,
     /// Uncached prompt tokens up to which a decode replica serves a request alone.

@@ -86,7 +86,7 @@ impl Replica {
             policy: Policy::Fcfs,
             fair: true,
             step_shares: setup.step_shares,
-            // No trace says what is work in the background.
+            // Traces do not mark background work.
             background_share: 100,
             decode_gap: setup.decode_gap,
             step_words: STEP_WORDS,
@@ -228,7 +228,7 @@ impl Replica {
         self.running_peak = self.running_peak.max(stats.running);
     }
 
-    /// Has a needed image prepared. Gives the time at which it is ready.
+    /// Has a needed image prepared. Returns the time at which it is ready.
     pub(crate) fn prepare(&mut self, image: ImageId, now_us: u64) -> u64 {
         self.seeing.map_or(now_us, |seeing| self.intake.take(image, now_us, &seeing))
     }

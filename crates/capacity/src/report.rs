@@ -13,7 +13,7 @@ use crate::pd::PdSplit;
 use crate::sparse::SparseArgs;
 use crate::traffic::Traffic;
 
-/// The share of busy time below which it is not for want of devices that an objective is missed.
+/// The share of busy time below which more devices would not help to meet an objective.
 const IDLE: f64 = 0.25;
 
 /// The file of a plan.

@@ -28,7 +28,7 @@ pub(crate) struct Route {
     pub(crate) at: usize,
     /// The known names of its blocks.
     pub(crate) names: Vec<BlockHash>,
-    /// True if another replica goes on behind its first token.
+    /// True if another replica goes on after its first token.
     pub(crate) leaves: bool,
     /// The replica that lends it blocks, and the first of them.
     pub(crate) lender: Option<(usize, usize)>,

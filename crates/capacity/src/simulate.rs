@@ -50,8 +50,8 @@ impl Setup {
     ///
     /// # Errors
     /// The host tier has its size in bytes, but the profile has no bytes of a page; or the tier
-    /// holds no page. Sparse decoding is wanted of a model without it, or on a device that is too
-    /// small.
+    /// holds no page. Sparse decoding is requested for a model without it, or on a device that is
+    /// too small.
     pub(crate) fn new(args: &PlanArgs, profile: &Profile, ranks: u32) -> Result<Self> {
         let sparse = args.sparse.resolve(profile, args.page_size)?;
         let bytes = profile.page_bytes(args.page_size, sparse.is_some());
@@ -157,7 +157,7 @@ impl Setup {
         self.queue_moves && self.division.is_none()
     }
 
-    /// The bus of each of so many replicas.
+    /// The bus of each of `replicas` replicas.
     fn buses(&self, replicas: u32) -> Vec<Bus> {
         let Timing { copy, ranks, .. } = self.timing;
         let of_machine = copy.bus_devices.map_or(replicas, |devices| devices / ranks.max(1)).max(1);

@@ -24,8 +24,8 @@ pub struct SparseArgs {
     /// Save each page when it is full, or each position by the step that computes it.
     #[arg(long, value_enum, default_value_t)]
     pub kv_save: KvSave,
-    /// The work that waits for saves. behind: none; fence: the rows of the next step; inline: the
-    /// next step.
+    /// Work that waits until saves to the host have ended. behind: none; fence: the rows of the
+    /// next step; inline: the whole next step.
     #[arg(long, value_enum, default_value_t)]
     pub kv_save_order: KvSaveOrder,
 }
@@ -41,7 +41,7 @@ pub enum KvSave {
     Token,
 }
 
-/// The work that waits for saves.
+/// Work that waits until saves to the host have ended.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum KvSaveOrder {

@@ -94,7 +94,7 @@ fn equal_beginnings_are_computed_once() {
     assert_eq!(run(&off, &traffic, 1).cached_tokens, 0);
 }
 
-/// A request whose prompt has an image of 2x2 positions behind its first two tokens.
+/// A request whose prompt has an image of 2x2 positions after its first two tokens.
 fn seeing(at_us: u64, blocks: &[u32], image: u128) -> Arrival {
     let grid = Grid { rows: 2, columns: 2 };
     let images = PromptImage::place([(ImageId(image), 2, grid)]);

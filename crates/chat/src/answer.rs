@@ -100,7 +100,7 @@ impl Answer {
     /// The next pieces; `None` at the end.
     ///
     /// # Errors
-    /// The server breaks off, or says that it failed.
+    /// The server breaks the connection off, or reports an error.
     pub(crate) async fn next(&mut self) -> Result<Option<Vec<Piece>>> {
         loop {
             let Some(frame) = self.body.frame().await else {
@@ -141,7 +141,7 @@ impl Answer {
 }
 
 impl End {
-    /// Takes the content of a line.
+    /// Parses a line.
     fn read(&mut self, line: &[u8], pieces: &mut Vec<Piece>) -> Result<()> {
         let chunk: Chunk = serde_json::from_slice(line)
             .map_err(|error| anyhow!("the server sent what is no chunk: {error}"))?;

@@ -78,7 +78,7 @@ pub fn chat(args: &ChatArgs, program: PathBuf) -> Result<()> {
     let said = match args.prompt.as_deref() {
         Some("-") => Some(piped()?),
         Some(text) => Some(text.to_owned()),
-        // What is piped in is one message, as in `cat letter.txt | forebay chat`.
+        // Piped input is one message, as in `cat letter.txt | forebay chat`.
         None if !io::stdin().is_terminal() => Some(piped()?),
         None => None,
     };

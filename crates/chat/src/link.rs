@@ -49,7 +49,7 @@ pub(crate) struct Link {
 
 impl Link {
     /// # Errors
-    /// It is no URL of a server, or the key is none that a header can hold.
+    /// It is not a URL of a server, or the key is none that a header can hold.
     pub(crate) fn to(url: &str, key: Option<&str>) -> Result<Self> {
         let parsed = Url::parse(url).with_context(|| format!("`{url}` is no URL"))?;
         let host = parsed.host_str().with_context(|| format!("`{url}` names no host"))?;
@@ -78,7 +78,7 @@ impl Link {
         Self { place: Place::Unix(path), root, host, key: None, is_background: false }
     }
 
-    /// The same link, whose requests take what other clients of the server leave.
+    /// The same link, whose requests have background priority.
     pub(crate) fn in_background(self) -> Self {
         Self { is_background: true, ..self }
     }

@@ -19,12 +19,12 @@ use crate::link::Link;
 
 /// The time between two questions whether a server is ready.
 const POLL: Duration = Duration::from_millis(20);
-/// The longest time that a server may take to end after it was told to.
+/// The longest time that a server may take to stop.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// The bytes at the end of a log that are shown if a server did not start.
 const TAIL: u64 = 4096;
 
-/// The keys of the environment. They are for other servers: nobody else reaches this one.
+/// The keys of the environment. They are for other servers: only this process reaches this one.
 const KEYS: [&str; 3] = ["FOREBAY_API_KEY", "FOREBAY_ADMIN_API_KEY", "FOREBAY_ROUTER_KEY"];
 
 /// A server that was started, and ends with this process.
@@ -40,7 +40,7 @@ impl StartedServer {
     /// Starts a server for a model, and waits until it is ready.
     ///
     /// # Errors
-    /// It ends before; its log says why.
+    /// The server ends before it is ready; its log has the reason.
     pub(crate) async fn start(program: PathBuf, model: &str, flags: &[String]) -> Result<Self> {
         let folder = tempfile::Builder::new().prefix("forebay-chat-").tempdir()?;
         let socket = folder.path().join("socket");
@@ -101,7 +101,7 @@ impl StartedServer {
         }
     }
 
-    /// Waits until the server ends, though nobody told it to. The error has the end of its log.
+    /// Waits until the server ends unexpectedly. The error has the end of its log.
     pub(crate) async fn death(&mut self) -> anyhow::Error {
         match (self.child.wait().await, tail(&mut self.log)) {
             (Ok(status), Ok(log)) => anyhow!("the server has ended ({status}):\n{log}"),
@@ -114,7 +114,7 @@ impl StartedServer {
     pub(crate) async fn stop(mut self) {
         let pid = self.child.id().and_then(|id| Pid::from_raw(id.cast_signed()));
         if let Some(pid) = pid {
-            // Nothing else can be done than what follows.
+            // An error changes nothing: the process is killed below.
             let _ = kill_process(pid, Signal::TERM);
         }
         if timeout(PATIENCE, self.child.wait()).await.is_err() {

@@ -12,7 +12,7 @@ use crate::link::Link;
 use crate::turns::{AnswerEnd, Conversation};
 
 const PROMPT: &str = "> ";
-/// The prompt before a line that goes on with the one before.
+/// The prompt of a continued line.
 const MORE: &str = ". ";
 const HELP: &str = "\
 /new            begin a new conversation
@@ -46,13 +46,13 @@ fn wish(line: &str) -> Wish<'_> {
         "/again" | "/retry" => Wish::Again,
         "/system" => Wish::System(rest.trim()),
         "/exit" | "/quit" | "/bye" => Wish::Exit,
-        // Paths are said more often than commands are mistyped.
+        // Lines with a path are more frequent than mistyped commands.
         _ if word.starts_with('/') && !word[1..].contains('/') => Wish::Unknown(word),
         _ => Wish::Say(line),
     }
 }
 
-/// A terminal with a server behind it.
+/// A terminal with a server after it.
 pub(crate) struct Terminal<'a> {
     link: &'a Link,
     lines: Option<Lines>,
@@ -98,7 +98,7 @@ impl<'a> Terminal<'a> {
         match conversation.answer(self.link, &mut out, true).await {
             Ok(AnswerEnd::Whole(end)) => writeln!(out, "\x1b[2m{}\x1b[0m", end.line())?,
             Ok(AnswerEnd::Stopped) => writeln!(out, "\x1b[2mstopped\x1b[0m")?,
-            // The next try may go well; what was said is in the history of lines.
+            // The next try may succeed; the line stays in the history.
             Err(error) => writeln!(out, "error: {error:#}")?,
         }
         Ok(())
@@ -109,7 +109,7 @@ impl<'a> Terminal<'a> {
         let mut text = String::new();
         loop {
             let prompt = if text.is_empty() { PROMPT } else { MORE };
-            // Signals and the server's end are seen meanwhile.
+            // Signals and the server's end are handled meanwhile.
             let Some(mut lines) = self.lines.take() else { return Ok(None) };
             let (read, lines) = spawn_blocking(move || (lines.readline(prompt), lines)).await?;
             self.lines = Some(lines);

@@ -24,7 +24,7 @@ pub(crate) struct Sampling {
     #[arg(long)]
     #[serde(skip_serializing_if = "Option::is_none")]
     temperature: Option<f32>,
-    /// Least set of likely tokens with so much probability.
+    /// Nucleus sampling: sample from the likeliest tokens whose probabilities add up to this.
     #[arg(long)]
     #[serde(skip_serializing_if = "Option::is_none")]
     top_p: Option<f32>,
@@ -58,7 +58,7 @@ impl Conversation {
         Self { model, system, sampling, messages: Vec::new() }
     }
 
-    /// The user says something.
+    /// Adds a message of the user.
     pub(crate) fn say(&mut self, text: &str) {
         self.messages.push(("user", text.to_owned()));
     }
@@ -68,13 +68,13 @@ impl Conversation {
         self.messages.clear();
     }
 
-    /// Begins anew, with something else that the model is told before.
+    /// Begins a new conversation, with another system message.
     pub(crate) fn set_system(&mut self, text: &str) {
         self.system = (!text.is_empty()).then(|| text.to_owned());
         self.clear();
     }
 
-    /// Takes the last answer back; false: there is none.
+    /// Removes the last answer; false: there is none.
     pub(crate) fn take_back(&mut self) -> bool {
         let answered = matches!(self.messages.last(), Some(("assistant", _)));
         if answered {
@@ -108,7 +108,7 @@ impl Conversation {
         body
     }
 
-    /// Has the model answer, and writes the answer as it comes. Ctrl-C stops it, and its text so
+    /// Makes the model answer, and writes the answer as it comes. Ctrl-C stops it, and its text so
     /// far stays a part of the conversation. With `styled` thoughts are written too, faintly.
     ///
     /// # Errors
@@ -185,7 +185,7 @@ const FAINT: &str = "\x1b[2m";
 const FAINT_END: &str = "\x1b[0m";
 const FAINT_END_AND_GAP: &str = "\x1b[0m\n\n";
 
-/// Text less what terminals take for orders. A model may say anything.
+/// Text without control characters that terminals interpret. A model may generate any.
 pub(crate) fn shown(text: &str) -> String {
     let order = |&letter: &char| letter.is_control() && letter != '\n' && letter != '\t';
     text.chars().filter(|letter| !order(letter)).collect()

@@ -10,7 +10,7 @@ pub(crate) struct Reasoning {
     pub(crate) aliases: &'static [&'static str],
     pub(crate) open: &'static str,
     pub(crate) close: &'static str,
-    /// True if the model thinks first even if the prompt does not say so.
+    /// True if the model reasons first even if the prompt does not open reasoning.
     pub(crate) begins: bool,
     /// The marks are special tokens, which no text has in it.
     pub(crate) special: bool,
@@ -61,7 +61,7 @@ pub(crate) enum Body {
 
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Named {
-    /// The text before the name, which tells the kind of call.
+    /// The text before the name, which determines the kind of call.
     pub(crate) before: &'static str,
     /// The mark before which all text ahead of the name is skipped.
     pub(crate) skip: &'static str,
@@ -83,14 +83,14 @@ pub(crate) struct Tagged {
     pub(crate) value: (&'static str, &'static str),
     /// The text after the last argument.
     pub(crate) end: &'static str,
-    /// True if each argument tells if it is a string: `string="true">`.
+    /// True if each argument declares whether it is a string: `string="true">`.
     pub(crate) declares: bool,
 }
 
 /// The form of call ids.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Ids {
-    /// Ids in OpenAI's form. The model does not see them, or accepts any.
+    /// Ids in OpenAI's form. They are not in the prompt, or the model accepts any.
     #[default]
     Free,
     /// Nine letters and digits.

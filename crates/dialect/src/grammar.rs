@@ -10,7 +10,7 @@ use crate::family::{Body, Calls, Ids};
 use crate::names::Dialect;
 use crate::parser::Place;
 
-/// Any text, as a regular expression. A token that is special is no text.
+/// Any text, as a regular expression. A token that is special is not text.
 const ANY: &str = "/(?s:.*)/";
 /// The rule of the output in place of calls. Its text comes from elsewhere.
 pub const CONTENT: &str = "content";
@@ -20,7 +20,7 @@ pub const CONTENT: &str = "content";
 pub enum Instead {
     /// No other output: there is at least one call.
     Nothing,
-    /// Any text, also before the calls. The answer ends behind them.
+    /// Any text, also before the calls. The answer ends after them.
     Text,
     /// The output of the rule [`CONTENT`], which the caller adds to the grammar.
     Content,
@@ -96,7 +96,7 @@ impl Marks {
         parts.join(" ")
     }
 
-    /// Text by the terminal `text`, and then `close`, which the text does not contain. Gives the
+    /// Text by the terminal `text`, and then `close`, which the text does not contain. Returns the
     /// definition of the terminal `name`, and the right side that stands for both.
     pub fn until(&self, name: &str, text: &str, close: &str) -> (String, String) {
         // One terminal has text and close together: two would be cut where the text is longest,
@@ -109,7 +109,7 @@ impl Marks {
         (format!("{name}: ({text}){last}\n"), format!("{name} {}", self.literal(rest)))
     }
 
-    /// The first special token of a text, with the text before it, its id, and the text behind it.
+    /// The first special token of a text, with the text before it, its id, and the text after it.
     /// Of several at one place it is the longest.
     fn split<'t>(&self, text: &'t str) -> Option<(&'t str, i32, &'t str)> {
         let found = self.0.iter().filter_map(|(token, id)| Some((text.find(token)?, token, *id)));
@@ -183,7 +183,7 @@ impl Dialect {
         Some(CallGrammar { lark, arguments, style: calls.style() })
     }
 
-    /// True if a mark before calls tells them from an answer in JSON.
+    /// True if a mark before calls distinguishes them from an answer in JSON.
     pub fn marks_calls(&self) -> bool {
         self.calls.is_some_and(|calls| calls.bare.is_none())
     }
@@ -330,7 +330,7 @@ impl Writer<'_> {
             calls = format!("{} | {calls}", self.run(bare, "", parallel));
         }
         self.line("calls", &calls);
-        // Behind reasoning models leave a line empty.
+        // After reasoning models leave a line empty.
         let blank = if reasoning.is_some() { "/\\n{1,2}/? " } else { "" };
         match instead {
             Instead::Nothing => format!("{blank}calls"),
@@ -338,7 +338,7 @@ impl Writer<'_> {
             Instead::Text => {
                 let mut text = text_without(self.openers(reasoning));
                 if let Some(bare) = self.calls.bare {
-                    // What begins so is taken for a call.
+                    // Text with this beginning is read as a call.
                     let _ = write!(text, " & ~/\\s*{}(?s:.*)/", escaped(&bare.to_string()));
                 }
                 self.line("TEXT", &text);
@@ -354,7 +354,7 @@ impl Writer<'_> {
         }
     }
 
-    /// All calls within `frame`; `said`: how it begins, which is there already.
+    /// All calls within `frame`; `said`: its beginning, which has been generated already.
     fn run(&self, frame: &Frame, said: &str, parallel: bool) -> String {
         let Frame { open, before, after, close } = frame;
         let first = format!("{open}{before}");

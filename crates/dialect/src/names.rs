@@ -64,7 +64,8 @@ impl Evidence<'_> {
     }
 
     fn calls(&self) -> Option<&'static Calls> {
-        // What only one family writes comes first, `<tool_call>`, which many do, last.
+        // Marks that only one family writes are tested first, `<tool_call>`, which many families
+        // write, last.
         let found: &Calls = if self.has("<|channel|>") && self.has("<|message|>") {
             &family::HARMONY
         } else if self.has("<|tool_call>") {
@@ -121,7 +122,7 @@ impl Evidence<'_> {
 }
 
 impl Dialect {
-    /// The chosen dialect, or the one that the evidence shows.
+    /// The chosen dialect, or the one for which there is evidence.
     ///
     /// # Errors
     /// A name is not known.
@@ -196,7 +197,7 @@ impl Dialect {
 
 fn named_calls(name: &str, evidence: Evidence<'_>) -> Result<&'static Calls, UnknownName> {
     let has = |calls: &&&Calls| calls.name == name || calls.aliases.contains(&name);
-    // Of several that share a name, the one that the template shows.
+    // Of several that share a name, the one that the template uses.
     if let Some(found) = evidence.calls().filter(|calls| has(&calls)) {
         return Ok(found);
     }

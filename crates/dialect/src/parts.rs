@@ -7,7 +7,7 @@ enum Kind {
     Reasoning,
     /// The name of a tool: a call begins.
     Name,
-    /// The model's own id of its call; right behind the name.
+    /// The model's own id of its call; right after the name.
     Id,
     Arguments,
 }

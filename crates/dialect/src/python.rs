@@ -195,7 +195,7 @@ impl Reader<'_> {
             "None" | "null" | "nil" => Value::Null,
             word => match number(word) {
                 Some(number) => Value::Number(number),
-                // Without quotes of its own kind a string is what stands there.
+                // A string without matching quotes is taken literally.
                 None if self.quote.is_some() => Value::String(word.to_owned()),
                 None => return None,
             },
@@ -205,7 +205,7 @@ impl Reader<'_> {
     }
 }
 
-/// The character of an escape with so many hexadecimal digits, and its length. Two surrogates, as
+/// The character of an escape with `digits` hexadecimal digits, and its length. Two surrogates, as
 /// JSON writes them, are one character.
 fn escape(rest: &str, digits: usize) -> Option<(char, usize)> {
     let code = |at: usize| u32::from_str_radix(rest.get(at..at + digits)?, 16).ok();

@@ -83,8 +83,8 @@ pub(crate) fn escaped(text: &str) -> String {
     quoted[1..quoted.len() - 1].to_owned()
 }
 
-/// A value in JSON as Python writes it, with spaces behind commas and colons: what templates write
-/// of earlier calls is that too.
+/// A value in JSON as Python writes it, with spaces after commas and colons: templates write
+/// earlier calls in this form.
 pub(crate) fn spaced(value: &serde_json::Value) -> String {
     use serde_json::Value::{Array, Object};
     match value {
@@ -109,7 +109,7 @@ mod tests {
 
     use super::*;
 
-    /// The first value of `text`, and the rest behind it.
+    /// The first value of `text`, and the rest after it.
     fn split(text: &str) -> Option<(&str, &str)> {
         let mut scan = Scan::default();
         for (at, c) in text.char_indices() {

@@ -219,7 +219,7 @@ fn number(text: &str, kinds: Kinds) -> Option<Number> {
     if !kinds.integer && !kinds.number {
         return None;
     }
-    // What JSON does not take, such as 007 or 1_000, is not a number.
+    // Numbers that JSON does not allow, such as 007 or 1_000, stay text.
     let value: Number = serde_json::from_str(text).ok()?;
     if !value.is_f64() || kinds.number && !kinds.integer {
         return Some(value);
@@ -249,7 +249,7 @@ fn listed(root: &Value, schema: &Value, text: &str, steps: &mut u32) -> Option<V
     parts.into_iter().find_map(|part| listed(root, part, text, steps))
 }
 
-/// The schema behind `$ref`s.
+/// The schema after `$ref`s.
 fn resolve<'a>(root: &'a Value, schema: &'a Value, steps: &mut u32) -> Option<&'a Value> {
     let mut schema = schema;
     loop {

@@ -47,7 +47,8 @@ struct Tallies {
     further: [Tally; FURTHER.len()],
 }
 
-/// The acceptance of drafts so far, and what it leads to expect. Texts of others are counted apart.
+/// The acceptance of drafts so far, and the expected acceptance. Drafts from other requests' texts
+/// are counted apart.
 #[derive(Debug, Clone, Default)]
 pub struct Acceptance {
     own: Tallies,
@@ -55,7 +56,7 @@ pub struct Acceptance {
 }
 
 impl Acceptance {
-    /// Takes the outcome of `drafted` tokens behind a match: the first `accepted` were right.
+    /// Records the outcome of `drafted` tokens after a match: the first `accepted` were right.
     pub fn learn(&mut self, found: DraftMatch, drafted: u32, accepted: u32) {
         let class = class(found.length);
         if drafted == 0 {
@@ -64,14 +65,14 @@ impl Acceptance {
         let shared = found.source == DraftSource::Shared;
         let tallies = if shared { &mut self.shared } else { &mut self.own };
         tallies.first[class].add(accepted > 0);
-        // A draft behind a wrong one has no meaning.
+        // A draft after a wrong one has no meaning.
         for nth in 1..drafted.min(accepted + 1) {
             tallies.further[class].add(nth < accepted);
         }
     }
 
-    /// The probability that the first draft behind a match is right, and that of each further one
-    /// if those before it are.
+    /// The probability that the first draft after a match is right, and that of each further one if
+    /// those before it are.
     #[must_use]
     pub fn expected(&self, found: DraftMatch) -> (f64, f64) {
         let class = class(found.length);

@@ -18,8 +18,8 @@ const LOST: f64 = 0.01;
 const FADING: f64 = 1.0 - 1.0 / 4096.0;
 /// The least probability of a draft. Below it the gain is smaller than the error of measured times.
 const LEAST_ODDS: f64 = 0.2;
-/// Steps with drafts in a row, after which one has none. The time of steps without drafts tells
-/// what they save, so it has to be measured now and then.
+/// Steps with drafts in a row, after which one has none. Steps without drafts show what drafts
+/// save, so their time has to be measured now and then.
 const STREAK: u32 = 128;
 /// The weight of earlier waits for results, where a new one has 1.
 const WAITS: f64 = 15.0;
@@ -33,7 +33,7 @@ pub struct DraftOffer {
     pub most: u32,
     /// The acceptance of the request, relative to that of others: 1 is usual.
     pub ratio: f64,
-    /// The first so many are certain: nothing else can come.
+    /// The number of leading drafts that are certain: no other token is allowed there.
     pub forced: u32,
 }
 
@@ -129,7 +129,7 @@ impl DraftBudget {
         if self.saved_us < -DEBT * self.spent_us { GAIN_IN_DEBT } else { GAIN }
     }
 
-    /// Takes the time of a step that only decoded.
+    /// Records the time of a step that only decoded.
     pub fn step_ended(&mut self, step: DecodeStep) {
         let DecodeStep { rows, drafts, tokens, us, waited_us } = step;
         if rows == 0 || us == 0 {
@@ -150,7 +150,7 @@ impl DraftBudget {
         self.costs.learn(rows + drafts, us);
     }
 
-    /// Takes a step of so many positions, of which some are of prompts.
+    /// Learns from a step of `positions` positions, some of which are of prompts.
     pub fn prompts_ended(&mut self, positions: u32, drafts: u32, us: u32) {
         if drafts == 0 {
             self.streak = 0;
@@ -158,8 +158,8 @@ impl DraftBudget {
         self.costs.learn_prompt(positions, us);
     }
 
-    /// Takes the outcome of drafts that were not forced: in a row that had them, or against the
-    /// tokens that came without them. Gives their share of the usual acceptance: 1 is usual.
+    /// Records the outcome of drafts that were not forced: in a row that had them, or against the
+    /// tokens that came without them. Returns their share of the usual acceptance: 1 is usual.
     pub fn drafts_ended(&mut self, found: DraftMatch, drafted: u32, accepted: u32) -> f64 {
         let (first, further) = self.acceptance.expected(found);
         let expected: f64 = (0..drafted).map(|nth| first * further.powi(nth.cast_signed())).sum();
@@ -251,7 +251,7 @@ mod tests {
         let mut budget = stairs();
         let sure = DraftOffer { found: own(32), most: 3, ratio: 1.0, forced: 0 };
         assert_eq!(bought(&budget, 1, &[sure], 8), [3]);
-        // They are as right as ever, but the device stands still before each step.
+        // The drafts are as often right as before, but the device idles before each step.
         let mut steps = 0;
         while bought(&budget, 1, &[sure], 8) != [0] {
             let step = DecodeStep { rows: 1, drafts: 3, tokens: 1, us: 1000, waited_us: Some(900) };

@@ -5,10 +5,10 @@ const SIZES: [u32; 16] = [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64, 12
 /// The weight of all earlier steps of a size, at most, where a new one has 1. Times that differ by
 /// 30 % have a mean that is right to 4 %.
 const MEMORY: f64 = 23.0;
-/// The share of a size's weight that is left after a step of another size. So what was once
-/// measured as slow, and is not tried again, is forgotten in the end.
+/// The share of a size's weight that is left after a step of another size. So an old slow
+/// measurement of a size that is not tried again fades.
 const FADING: f64 = 1.0 - 1.0 / 512.0;
-/// The weight of the shape, beside those of the steps that were measured.
+/// The weight of the prior shape against the measured steps.
 const PRIOR: f64 = 1.5;
 /// The bound on one time, as a multiple of the expected one: machines stop for a moment.
 const OUTLIER: f64 = 2.0;
@@ -58,7 +58,7 @@ pub struct StepCosts {
 }
 
 impl StepCosts {
-    /// Takes the time of a step of so many positions.
+    /// Learns the time of a step of `positions` positions.
     pub fn learn(&mut self, positions: u32, us: u32) {
         if positions == 0 || us == 0 {
             return;
@@ -76,8 +76,8 @@ impl StepCosts {
         *weight = (*weight + 1.0).min(MEMORY);
     }
 
-    /// Takes the time of a step of so many positions, of which most are of prompts. It tells what
-    /// arithmetic costs, before a step with many drafts was tried.
+    /// Learns the time of a step of `positions` positions, most of which are of prompts. It bounds
+    /// the cost of arithmetic before a step with many drafts has been measured.
     pub fn learn_prompt(&mut self, positions: u32, us: u32) {
         if positions >= SIZES[SIZES.len() - 1] && us > 0 {
             let us = f64::from(us) / f64::from(positions);
@@ -86,7 +86,8 @@ impl StepCosts {
         }
     }
 
-    /// The expected time of a step of so many positions, at least 1; `None`: no step was measured.
+    /// The expected time of a step of `positions` positions, at least 1; `None`: no step was
+    /// measured.
     #[must_use]
     pub fn us(&self, positions: u32) -> Option<f64> {
         let shape = self.shape()?;

@@ -1,9 +1,9 @@
 //! Drafts: tokens that a request is expected to generate, and the decision how many of them are
 //! worth a place in a step. Pure: no clock, no I/O.
 //!
-//! A hand computes the positions of a request's drafts beside its last token, and draws a token for
-//! each as always. A draft stays if it equals the token drawn, so drafts change no token. They
-//! save steps where they are right, and cost time where they are not.
+//! A hand computes the positions of a request's drafts together with its last token, and samples a
+//! token for each as always. A draft stays if it equals the sampled token, so drafts change no
+//! token. They save steps where they are right, and cost time where they are not.
 //!
 //! - [`Lookup`] finds drafts: the tokens that followed the last occurrence of the last few tokens.
 //! - [`SharedHistory`] has the texts of other requests, in which lookups may find drafts too.

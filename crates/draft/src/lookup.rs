@@ -10,7 +10,7 @@ use crate::shared::{ENOUGH, SharedText};
 
 /// The numbers of tokens by which occurrences are found, the longest first.
 const LENGTHS: [usize; 3] = [8, 4, 2];
-/// The largest length of a match that is told apart from longer ones.
+/// The largest length of a match that is distinguished from longer ones.
 pub(crate) const LONGEST: usize = 32;
 
 /// The origin of drafts.
@@ -37,7 +37,7 @@ pub struct DraftMatch {
 
 /// A way to expect tokens. It may be wrong as often as it likes.
 pub trait Proposer: fmt::Debug + Send {
-    /// Takes the next token of the request.
+    /// Adds the next token of the request.
     fn push(&mut self, token: i32);
 
     /// Writes at most `most` tokens that are expected next into `drafts`. `None`: nothing is
@@ -126,14 +126,14 @@ impl History {
     pub fn new(prediction: &[i32], prompt: &[i32]) -> Self {
         let tokens = [prediction, prompt].concat();
         let mut places = Places::with_capacity(tokens.len());
-        // What follows the last place is not known. A lookup notes it when it is.
+        // The last n-gram has no continuation yet. A lookup records it once there is one.
         for end in 2..tokens.len() {
             places.note(end, &&tokens[..]);
         }
         Self { tokens, predicted: prediction.len(), places }
     }
 
-    /// Bytes of memory that the index of so many tokens takes, at most.
+    /// The most bytes of memory that the index of `tokens` tokens takes.
     #[must_use]
     pub fn bytes(tokens: usize) -> usize {
         // A table has up to 16/7 places an entry, each of 4 bytes and one of control.
@@ -146,7 +146,7 @@ impl History {
 #[derive(Debug)]
 pub struct Lookup {
     history: Arc<History>,
-    /// The tokens behind the history.
+    /// The tokens after the history.
     tokens: Vec<i32>,
     places: Places,
     /// Its text among those of others; `None`: it shares none.
@@ -160,7 +160,7 @@ impl Clone for Lookup {
             history: Arc::clone(history),
             tokens: tokens.clone(),
             places: places.clone(),
-            // Each of the two hands over what comes from now on.
+            // Each of the two publishes its later tokens.
             shared: shared.as_ref().map(|shared| shared.restarted(tokens.len())),
         }
     }
@@ -239,7 +239,7 @@ impl Lookup {
         Some(DraftMatch { length: length as u32, source })
     }
 
-    /// The newest earlier place behind the same tokens as the end, and the number of those tokens
+    /// The newest earlier place after the same tokens as the end, and the number of those tokens
     /// that led to it.
     fn find(&self, tokens: &All<'_>, end: usize) -> Option<(usize, usize)> {
         LENGTHS.iter().enumerate().find_map(|(which, &length)| {

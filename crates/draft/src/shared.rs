@@ -1,8 +1,8 @@
 //! The texts that requests of the same salt have generated, in which others find drafts.
 //!
-//! SGLang's n-gram trie is the kin. Here whole texts are kept, with tables of their places: the
-//! longest unused text goes first. A text is never found by a request of another salt: how fast
-//! drafts make an answer tells what the text is.
+//! Similar to SGLang's n-gram trie, but whole texts are kept, with tables of their n-grams: the
+//! longest unused text goes first. A request never finds a text of another salt, because the speed
+//! of an answer would reveal the text that its drafts come from.
 
 use std::fmt;
 use std::sync::Arc;
@@ -29,7 +29,7 @@ const TOKEN_BYTES: usize = 8 + LENGTHS.len() * 42;
 /// Bytes of a text besides its tokens, in the list of texts.
 const TEXT_BYTES: usize = 160;
 
-/// The place behind some tokens of a text.
+/// The place after some tokens of a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Place {
     text: u32,
@@ -53,14 +53,14 @@ impl Text {
 struct Texts {
     /// By number, in the order of their last use.
     texts: LruCache<u32, Text>,
-    /// The newest place behind the same tokens of the same salt, for each of [`LENGTHS`].
+    /// The newest place after the same tokens of the same salt, for each of [`LENGTHS`].
     places: [HashTable<Place>; LENGTHS.len()],
     next: u32,
     bytes: usize,
 }
 
 impl Texts {
-    /// Has `places` find the place `end` of a text by the tokens before it.
+    /// Indexes the place `end` of a text by the tokens before it.
     fn note(&mut self, place: Place) {
         let texts = &self.texts;
         let hashed = |place: Place, length: usize| {
@@ -81,7 +81,7 @@ impl Texts {
         }
     }
 
-    /// Appends tokens to a text. A text that is gone begins anew, behind `context`. Gives its
+    /// Appends tokens to a text. A text that is gone begins anew, after `context`. Returns its
     /// number.
     fn extend(&mut self, number: Option<u32>, salt: u64, context: &[i32], tokens: &[i32]) -> u32 {
         let number = number.filter(|it| self.texts.peek(it).is_some_and(|it| it.salt == salt));
@@ -97,7 +97,7 @@ impl Texts {
         let Some(text) = self.texts.get_mut(&number) else { return number };
         let before = text.tokens.len();
         text.tokens.extend_from_slice(tokens);
-        // What follows the last place is not known. It is noted with the next tokens.
+        // The last n-gram has no continuation yet. It is recorded with the next tokens.
         let ends = before.max(1)..text.tokens.len();
         self.bytes += tokens.len() * TOKEN_BYTES;
         ends.for_each(|end| self.note(Place { text: number, end: end as u32 }));
@@ -120,7 +120,7 @@ impl Texts {
         self.texts.pop_lru();
     }
 
-    /// The newest place behind the same last tokens, in a text of this salt other than `own`, and
+    /// The newest place after the same last tokens, in a text of this salt other than `own`, and
     /// the length of the match.
     fn find(&self, salt: u64, last: &[i32], own: Option<u32>) -> Option<(Place, usize)> {
         let places = self.places.iter().zip(LENGTHS);
@@ -155,7 +155,7 @@ pub struct SharedHistory {
 
 impl fmt::Debug for SharedHistory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // Texts are nobody's business.
+        // Texts are private, and not printed.
         f.debug_struct("SharedHistory")
             .field("most_bytes", &self.most_bytes)
             .finish_non_exhaustive()
@@ -163,8 +163,8 @@ impl fmt::Debug for SharedHistory {
 }
 
 impl SharedHistory {
-    /// An empty one. Texts and tables take at most so many bytes; the tables are allocated at once,
-    /// and touched as they fill.
+    /// An empty history. Texts and tables take at most `most_bytes` bytes; the tables are allocated
+    /// at once, and touched as they fill.
     #[must_use]
     pub fn new(most_bytes: usize) -> Self {
         // With twice the room a table never grows for the sake of removed places.
@@ -209,7 +209,7 @@ impl SharedText {
         generated.len() >= self.kept + BATCH
     }
 
-    /// Hands over what `generated` has more than the last time. `prompt` are the tokens before it.
+    /// Publishes the tokens of `generated` since the last call. `prompt` are the tokens before it.
     pub(crate) fn hand_over(&mut self, prompt: &[i32], generated: &[i32]) {
         let fresh = &generated[self.kept..];
         if fresh.is_empty() {
@@ -226,8 +226,8 @@ impl SharedText {
         self.kept = generated.len();
     }
 
-    /// Appends at most `most` tokens that followed the same last tokens in another text. Gives the
-    /// length of the match, if it is longer than `least`.
+    /// Appends at most `most` tokens that followed the same last tokens in another text. Returns
+    /// the length of the match, if it is longer than `least`.
     pub(crate) fn propose(
         &self,
         last: &[i32],

@@ -30,8 +30,7 @@ impl Logprobs {
         self.ends.is_empty()
     }
 
-    /// Appends a token's candidates, the sampled one first. Without that one, there is nothing to
-    /// append.
+    /// Appends a token's candidates, the sampled one first. Without candidates it appends nothing.
     pub fn push(&mut self, candidates: &[Candidate]) {
         if candidates.is_empty() {
             return;
@@ -118,12 +117,12 @@ pub struct Delta {
 }
 
 impl Delta {
-    /// The last word about the choice, as OpenAI says it, decided here for streams and whole
-    /// answers alike. `None` before the end, and after an error.
+    /// The finish reason of the choice in OpenAI's form, decided here for streams and whole answers
+    /// alike. `None` before the end, and after an error.
     ///
     /// A length that cut the answer is never hidden. Otherwise there are calls to make, or the
-    /// answer is complete. Where the client has named the tool, nothing was chosen, and it is
-    /// complete: OpenAI and vLLM say `stop` there (vLLM's #25054).
+    /// answer is complete. Where the client has named the tool, nothing was chosen, and the answer
+    /// is complete: OpenAI and vLLM give `stop` there (vLLM's #25054).
     pub fn finish_reason(&self) -> Option<&'static str> {
         match (self.end.as_ref()?, self.called) {
             (End::Error(_), _) => None,
@@ -146,7 +145,7 @@ impl Delta {
         self.called = false;
     }
 
-    /// Adds what came later and leaves it empty.
+    /// Appends a later delta and leaves it empty.
     pub fn merge(&mut self, newer: &mut Self) {
         self.parts.append(&mut newer.parts);
         self.tokens.append(&mut newer.tokens);

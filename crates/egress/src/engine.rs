@@ -27,8 +27,7 @@ pub trait Engine: Send + Sync + 'static {
     fn replicas(&self) -> Vec<ReplicaReport>;
     /// The handles of the replicas, in the order of [`Self::replicas`].
     fn handles(&self) -> Vec<EngineHandle>;
-    /// Takes a replica out of the set of those with new requests, or puts it back. False: there is
-    /// no such replica.
+    /// Stops new requests to a replica, or allows them again. False: there is no such replica.
     fn drain_replica(&self, replica: usize, drained: bool) -> bool;
     /// Gives a replica another role. False: there is no such replica, or replicas have no roles.
     fn set_role(&self, replica: usize, role: Role) -> bool;
@@ -42,7 +41,7 @@ pub trait Engine: Send + Sync + 'static {
     fn adapter(&self, order: &AdapterOrder);
     /// The engine's facts; `None` before it was ready.
     fn facts(&self) -> Option<Facts>;
-    /// Has the engine's thread do `work`. Every step waits for it.
+    /// Runs `work` on the engine's thread. Every step waits for it.
     fn run(&self, work: Box<dyn FnOnce() + Send>);
     /// Refuses new requests from now on.
     fn drain(&self);

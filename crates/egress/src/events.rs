@@ -193,7 +193,7 @@ impl Chunks {
         usage: Option<Usage>,
         out: &mut Vec<u8>,
     ) -> serde_json::Result<()> {
-        // With `include_usage`, chunks without it say so: null.
+        // With `include_usage`, chunks without usage have null.
         let usage = self.streaming.include_usage.then_some(usage);
         let Some(prepared) = &self.prepared else {
             return event(&WholeChunk { head: &self.head, choices: choice.as_slice(), usage }, out);
@@ -279,7 +279,7 @@ mod tests {
         }
         for include_usage in [false, true] {
             let streaming = Streaming { include_usage, continuous_usage: false };
-            // A model's name may look like what is searched.
+            // A model's name may look like the searched text.
             let model = r#"text":"","text":""#;
             let chunks =
                 |egress| Chunks::new(&name("id", 1), "o", model, streaming, egress).unwrap();

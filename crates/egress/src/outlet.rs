@@ -41,7 +41,7 @@ pub trait EventEncoder: Send + 'static {
     /// Goes on after `before`, which another brain has written. Only called where it is resumable,
     /// before anything else.
     fn resume(&mut self, before: &Delta);
-    /// Appends what comes after the last delta.
+    /// Appends the end of the stream after the last delta.
     fn end(&mut self, tally: &Tally, out: &mut Vec<u8>) -> serde_json::Result<()>;
 }
 

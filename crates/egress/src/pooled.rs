@@ -83,7 +83,7 @@ impl Pooled {
         self.lane.send(Message::Expect(expected)).map_err(|_| engine_gone())
     }
 
-    /// Takes back a call that could not be submitted, all of its inputs.
+    /// Unregisters a call that could not be submitted, with all of its inputs.
     pub fn forget(&self, ids: Vec<RequestId>) {
         let _ = self.lane.send(Message::Forget(ids));
     }
@@ -206,7 +206,7 @@ impl Owner {
         if waiting.missing > 0 && error.is_none() {
             return;
         }
-        // The first error answers for all: whoever waited aborts the others.
+        // The first error answers for all: the caller aborts the others.
         if let Some(Call { vectors, reply, .. }) = self.calls.remove(&call) {
             let _ = reply.send(error.map_or(Ok(vectors), Err));
         }
@@ -236,7 +236,7 @@ mod tests {
         assert!(answer.await.is_err(), "whoever waits learns that there will be no answer");
         let cause = guard.cause().expect("it is known by then");
         assert!(cause.starts_with("the thread pooled panicked"), "{cause}");
-        // The engines are not held up by a lane that nobody empties.
+        // A full channel does not delay the engines.
         for _ in 0..10 {
             sink.deliver(Vec::new());
         }

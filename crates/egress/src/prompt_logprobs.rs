@@ -92,7 +92,7 @@ struct ToldPrompt {
 }
 
 impl PromptLogprobGate {
-    /// Makes the state for prompts with so many choices each.
+    /// Makes the state for prompts with the given numbers of choices.
     pub fn new(choices: impl Iterator<Item = u32>) -> Self {
         let (mut all, mut prompts) = (Vec::new(), Vec::new());
         for (prompt, n) in choices.enumerate() {
@@ -103,7 +103,7 @@ impl PromptLogprobGate {
         Self { choices: all, prompts, held }
     }
 
-    /// Takes a delta in; gives what can be shown now, and leaves `delta` empty.
+    /// Merges a delta; returns what can be sent now, and leaves `delta` empty.
     pub fn take(&mut self, choice: u32, delta: &mut Delta) -> Vec<(u32, Delta)> {
         let (prompt, brings) = self.choices[choice as usize];
         let told = &mut self.prompts[prompt];
@@ -124,14 +124,14 @@ impl PromptLogprobGate {
         held.filter(|(_, delta)| *delta != Delta::default()).collect()
     }
 
-    /// The log-probabilities of a choice's prompt that were told so far.
+    /// The log-probabilities of a choice's prompt so far.
     pub fn told(&self, choice: u32) -> &Arc<PromptLogprobList> {
         &self.prompts[self.choices[choice as usize].0].logprobs
     }
 }
 
-/// Takes the log-probabilities of each prompt's first choice, once all have ended. `choices` is the
-/// number for each prompt.
+/// Returns the log-probabilities of each prompt's first choice, once all have ended. `choices` is
+/// the number for each prompt.
 pub fn told(
     deltas: &mut [Delta],
     choices: impl Iterator<Item = u32>,

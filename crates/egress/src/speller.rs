@@ -78,7 +78,7 @@ impl Speller {
         let Some(mut reader) = self.parser.take() else { return self.content(fresh, out) };
         let before = reader.parser.is_reasoning();
         reader.parser.push(fresh, &mut reader.fresh);
-        // Neither the mark before it nor that behind it is a part of it.
+        // Neither the mark before it nor that after it is a part of it.
         self.reasons = before && reader.parser.is_reasoning() && !ends;
         let found = self.pass(&mut reader, out);
         self.parser = Some(reader);
@@ -135,7 +135,7 @@ impl Speller {
                     break;
                 }
             } else {
-                // A stop string does not reach over what is between two texts.
+                // A stop string does not match across parts between two texts.
                 out.content_with(|out| self.stops.finish(out));
                 out.part(part);
             }

@@ -14,13 +14,13 @@ pub struct Tally {
     prompts: Vec<u32>,
     /// Prompt tokens of each prompt found in the prefix cache.
     cached: Vec<u32>,
-    /// True if the client is not told the cached tokens.
+    /// True if cached tokens are hidden from the client.
     hidden: bool,
     /// Generated tokens by choice.
     generated: Vec<u32>,
     /// The number of tokens of each choice that are reasoning.
     reasoning: Vec<u32>,
-    /// The model is known to reason, so that they are told.
+    /// True if the model reasons, so that reasoning tokens are reported.
     reasons: bool,
     /// Verified tokens of the predicted answer by choice; `None`: nothing was predicted.
     predicted: Option<Vec<PredictedTokens>>,
@@ -42,7 +42,7 @@ impl Tally {
         tally
     }
 
-    /// Has the usage say nothing of the prefix cache.
+    /// Leaves the prefix cache out of the usage.
     pub fn hide_cached(&mut self) {
         self.hidden = true;
     }
@@ -119,8 +119,8 @@ impl Tally {
             predicted[choice as usize] += delta.predicted;
         }
         if let Some(cached) = delta.cached_tokens {
-            // The choices of a prompt share its pages; what one of them found is what the client is
-            // told.
+            // The choices of a prompt share its pages; the usage reports the most that one of them
+            // found.
             self.cached[prompt] = self.cached[prompt].max(cached);
         }
     }

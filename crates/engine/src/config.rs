@@ -28,12 +28,12 @@ pub struct EngineConfig {
     pub fair_queueing: bool,
     /// True if prompts with little left to compute pass longer ones in a step.
     pub step_shares: bool,
-    /// The time between two tokens of a running request for which steps leave room beside prompts.
+    /// The target gap between two tokens of a running request, within which steps take prompts.
     pub decode_gap_ms: DecodeGap,
     /// The part of the time of others' steps, in percent, that work in the background may add to
     /// them; 100: there is no bound.
     pub background_share: u32,
-    /// The drafts beside decode rows, if there are any.
+    /// Settings of speculative decoding, if it is on.
     #[serde(flatten)]
     pub drafts: Option<DraftConfig>,
     /// Steps planned ahead of the one that computes: 0 (serial) or 1.
@@ -54,8 +54,8 @@ pub struct EngineConfig {
     pub load_timeout: Duration,
     /// The number of failed starts in a row after which a hand that once worked is given up.
     pub hand_restarts: u32,
-    /// The number of threads that fill masks beside the engine's. Without any, a step waits for all
-    /// of its masks, whatever they take.
+    /// The number of threads that fill masks in addition to the engine's. With 0, a step waits for
+    /// all of its masks, however long they take.
     pub mask_threads: usize,
     /// The part of a step's time, in percent, for which it waits for masks at most. It is 2 to 20
     /// milliseconds. A row whose mask is not ready then sits the step out.
@@ -68,7 +68,7 @@ pub struct EngineConfig {
     /// Tokens from one kept recurrent state of a request to the next; 0: states are kept only where
     /// prompts, answers and cached prefixes end.
     pub state_interval: u32,
-    /// True if the model has recurrent layers, also where its hand does not say so.
+    /// True if the model has recurrent layers, also where its hand does not report it.
     #[serde(skip)]
     pub is_recurrent: bool,
     /// Places for adapters; 0: there are none.
@@ -121,7 +121,7 @@ impl Default for EngineConfig {
     }
 }
 
-/// Drafts: tokens that requests are expected to generate, and that a step verifies beside others.
+/// Drafts: expected tokens that a step verifies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct DraftConfig {
     /// The largest number of drafts of a row.
@@ -137,7 +137,7 @@ impl Default for DraftConfig {
     }
 }
 
-/// The use of the tier of host memory. The hand tells its size.
+/// Settings of the tier of host memory. The hand reports its size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct HostConfig {
     /// The time at which blocks are saved.
@@ -170,10 +170,10 @@ impl Default for HostConfig {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Preemption {
-    /// They are copied from the host tier.
+    /// Copy KV from the host tier.
     #[default]
     Restore,
-    /// They are computed again.
+    /// Compute KV again.
     Recompute,
 }
 

@@ -17,12 +17,12 @@ pub trait Constraint: fmt::Debug + Send {
     fn accept(&mut self, token: i32) -> Result<(), ConstraintError>;
 
     /// Writes the tokens that may come next to the first of `masks`. The others get those that may
-    /// come behind each of `drafts`, as if these had been generated. In a mask bit `i % 32` of word
+    /// come after each of `drafts`, as if these had been generated. In a mask bit `i % 32` of word
     /// `i / 32` is set for an allowed token `i`. Every word is written, and at least one bit is
     /// set.
     ///
     /// Gives the content of each mask that was made: the first, and as many more as can be. There
-    /// is none behind a draft that can't come. Afterwards the constraint is as it was before.
+    /// is none after a draft that can't come. Afterwards the constraint is as it was before.
     ///
     /// A thread makes the masks of several requests one after the other, so this must not wait. If
     /// it takes long, the request's row sits the step out, and others go on.
@@ -45,7 +45,8 @@ pub trait Constraint: fmt::Debug + Send {
     }
 
     /// Leaves those of `drafts` that can come next, as far as this is cheap to know. If one certain
-    /// token comes after the other, these go first, up to `most`. Gives the number of certain ones.
+    /// token comes after the other, these go first, up to `most`. Returns the number of certain
+    /// ones.
     ///
     /// # Errors
     /// The constraint can't be used any more.

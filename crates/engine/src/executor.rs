@@ -45,11 +45,11 @@ pub trait Wake: Send + Sync {
 pub trait Executor: Send {
     /// Begins to start the group; returns at once. [`Signal::Ready`] or [`Signal::Died`] follows.
     fn start(&mut self);
-    /// Has the next group take so many pages in each tier, which is fewer than the last one took.
-    /// A group whose pages are not in the host's memory keeps their number.
+    /// Limits the next group to `pages` and `host_pages` pages, fewer than the last group had. A
+    /// group on a device with its own memory keeps its number of device pages.
     fn limit_pages(&mut self, _pages: u32, _host_pages: u32) {}
-    /// Has the next group compute with another model of the same shape, as its configuration
-    /// describes it. Gives the last one. Called while the group is stopped.
+    /// Makes the next group compute with another model of the same shape, as its configuration
+    /// describes it. Returns the last one. Called while the group is stopped.
     fn replace_model(&mut self, model: Value) -> Value {
         model
     }
@@ -68,7 +68,7 @@ pub trait Executor: Send {
     fn is_near(&self) -> bool {
         true
     }
-    /// Has other threads bring a payload to the memory of a member's hands; returns at once.
+    /// Makes other threads bring a payload to the memory of a member's hands; returns at once.
     /// `there` is called on any thread. It is dropped if the group ends before. A carried payload
     /// stays there until the group ends.
     fn carry(&mut self, _member: usize, _payload: &Arc<dyn Payload>, there: There) {

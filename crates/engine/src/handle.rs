@@ -21,7 +21,7 @@ use crate::types::{
 };
 use crate::waiting::{Place, WaitingPlaces};
 
-/// An order to the engine thread. One lane for all keeps an abort behind its submit; submits are
+/// An order to the engine thread. One lane for all keeps an abort after its submit; submits are
 /// bounded by [`Shared::queued`], the rest must not be.
 pub(crate) enum Order {
     Submit {
@@ -104,7 +104,7 @@ impl EngineHandle {
     /// Checks a request, and gives it a place in the queue.
     ///
     /// # Errors
-    /// As for [`Self::submit`].
+    /// Those of [`Self::submit`].
     pub fn enter(&self, request: EngineRequest) -> Result<Entrant, SubmitError> {
         let shared = &self.shared;
         if shared.draining.load(Ordering::Acquire) {
@@ -145,17 +145,17 @@ impl EngineHandle {
         Ok(())
     }
 
-    /// Has the engine lend the first of these blocks, up to one that is not in its host tier.
+    /// Makes the engine lend the first of these blocks, up to one that is not in its host tier.
     pub fn lend(&self, names: Vec<BlockHash>, reply: LoanReply) {
         self.order(Order::Lend(names, reply));
     }
 
-    /// Has the engine look again at what it can plan.
+    /// Makes the engine try to plan again.
     pub fn wake(&self) {
         self.shared.waker.wake();
     }
 
-    /// Has the engine continue a request that another engine has lost. The request already counts
+    /// Makes the engine continue a request that another engine has lost. The request already counts
     /// as queued there, or never will.
     pub fn adopt(&self, orphan: Orphan) {
         self.order(Order::Adopt(Box::new(orphan)));
@@ -167,7 +167,7 @@ impl EngineHandle {
         self.order(Order::HandOver);
     }
 
-    /// Has the engine give one of its waiting requests to replica `to`, if that pays.
+    /// Makes the engine give one of its waiting requests to replica `to`, if that pays.
     pub fn spare(&self, to: usize) {
         self.order(Order::Spare(to));
     }
@@ -183,7 +183,7 @@ impl EngineHandle {
         self.order(Order::Adapter(order));
     }
 
-    /// Ends a loan: nobody reads its pages any more.
+    /// Ends a loan: its pages have no reader any more.
     pub(crate) fn take_back(&self, loan: LoanId) {
         self.order(Order::TakeBack(loan));
     }
@@ -194,8 +194,8 @@ impl EngineHandle {
         self.order(Order::FlushCache(reply));
     }
 
-    /// Has the engine make no more plans until [`Self::resume`]; requests that come meanwhile wait.
-    /// `reply` gets the number of its requests once no step is in flight.
+    /// Makes the engine make no more plans until [`Self::resume`]; requests that come meanwhile
+    /// wait. `reply` gets the number of its requests once no step is in flight.
     pub fn pause(&self, mode: PauseMode, reply: PauseReply) {
         self.order(Order::Pause(mode, reply));
     }
@@ -205,14 +205,14 @@ impl EngineHandle {
         self.order(Order::Resume);
     }
 
-    /// Has the hand start again with other weights. Requests go on from the tokens that they have,
-    /// and are computed anew; nothing is cached of the old weights.
+    /// Makes the hand start again with other weights. Requests go on from the tokens that they
+    /// have, and are computed anew; nothing is cached of the old weights.
     pub fn reload(&self, reload: Reload) {
         self.order(Order::Reload(reload));
     }
 
-    /// Has the engine thread do `work` between two steps. Everything waits meanwhile. Benchmarks
-    /// measure with it the cost of work on this thread.
+    /// Runs `work` on the engine thread between two steps. Everything waits meanwhile. Benchmarks
+    /// use it to measure the cost of work on this thread.
     pub fn run(&self, work: Box<dyn FnOnce() + Send>) {
         self.order(Order::Run(work));
     }
@@ -281,8 +281,8 @@ impl EngineHandle {
         self.shared.size
     }
 
-    /// Has the engine thread list its requests, running ones first, [`crate::MOST_VIEWS`] at most.
-    /// `reply` is dropped if the thread has ended.
+    /// Asks the engine thread for a list of its requests, running ones first, [`crate::MOST_VIEWS`]
+    /// at most. `reply` is dropped if the thread has ended.
     pub fn look(&self, reply: Box<dyn FnOnce(Vec<RequestView>) + Send>) {
         self.order(Order::Look(reply));
     }
@@ -314,7 +314,7 @@ pub(crate) fn positions(request: &Request) -> u64 {
     request.prompt.len() as u64 + u64::from(request.max_tokens)
 }
 
-/// Refuses what no plan can carry.
+/// Refuses requests that do not fit into a plan.
 fn check_words(request: &Request, page_size: u32) -> Result<(), SubmitError> {
     let spec = &request.spec;
     let words =

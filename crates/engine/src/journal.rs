@@ -99,7 +99,7 @@ pub struct Since<T> {
     pub entries: Vec<T>,
     /// The number of entries from that place on that are no longer kept.
     pub lost: u64,
-    /// The place behind the last entry.
+    /// The place after the last entry.
     pub next: u64,
 }
 

@@ -17,8 +17,8 @@
 //! With other replicas ([`Peers`]), a thread that loses its hand gives its requests to them, and
 //! does not wait for the respawn.
 //!
-//! Images ([`Picture`]) stay files until the scheduler says that one is needed. Then another thread
-//! puts its patches into that memory.
+//! Images ([`Picture`]) stay files until the scheduler needs one. Then another thread puts its
+//! patches into that memory.
 //!
 //! Payloads ([`Payload`]) are too big for plans. They lie in memory that the hand reads, and are
 //! there before their request is submitted. The thread keeps them until the request has ended and

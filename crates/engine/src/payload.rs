@@ -13,12 +13,12 @@ pub trait Payloads: Send + Sync {
     fn used(&self) -> usize;
     /// Reserves `bytes` bytes; `None` if there is not enough room now.
     fn reserve(&self, bytes: usize) -> Option<Box<dyn Payload>>;
-    /// Has `notify` called whenever room is given back. It is called on any thread and must be
-    /// quick.
+    /// Registers `notify`, which is called whenever room is given back. It is called on any thread
+    /// and must be quick.
     fn on_freed(&self, notify: Box<dyn Fn() + Send + Sync>);
 }
 
-/// A reserved part of the room. To drop it gives it back.
+/// A reserved part of the arena. Dropping it gives it back.
 pub trait Payload: Debug + Send + Sync {
     /// The beginning of the payload, as plans name it.
     fn offset(&self) -> u32;
@@ -27,7 +27,7 @@ pub trait Payload: Debug + Send + Sync {
     /// # Errors
     /// The bytes do not fit, or the system has no memory for them.
     fn write(&self, at: usize, bytes: &[u8]) -> io::Result<()>;
-    /// Reads from the payload's byte `at` on, at most `into.len()` bytes. Gives the number of
+    /// Reads from the payload's byte `at` on, at most `into.len()` bytes. Returns the number of
     /// bytes; 0 is the end of the payload. Outposts read a payload to carry it.
     ///
     /// # Errors

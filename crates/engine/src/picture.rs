@@ -10,8 +10,8 @@ use crate::payload::Payload;
 /// An image of a request. It is kept as long as the request lives. Its patches and its pages on the
 /// device may be dropped for other images, and end with the hand.
 pub trait Picture: Debug + Send + Sync {
-    /// Has another thread put the image's patches into the memory that the hand reads. The engine
-    /// thread calls this, so it must not block.
+    /// Starts copying the image's patches into the memory that the hand reads, on another thread.
+    /// The engine thread calls this, so it must not block.
     fn place(&self, placement: Placement);
 }
 
@@ -29,8 +29,8 @@ pub enum PictureError {
 /// The end of a placement: the payload whose first bytes are the patches.
 pub type Placed = Result<Arc<dyn Payload>, PictureError>;
 
-/// The duty to report the place of an image's patches, or that there are none. To drop it reports a
-/// failure.
+/// The duty to report the place of an image's patches, or that there are none. Dropping it reports
+/// a failure.
 pub struct Placement(Option<Box<dyn FnOnce(Placed) + Send>>);
 
 impl Debug for Placement {

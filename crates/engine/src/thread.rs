@@ -47,7 +47,7 @@ impl Hooks {
 #[derive(Debug)]
 pub struct Engine;
 
-/// A running engine thread. To drop it stops the engine and waits for its end.
+/// A running engine thread. Dropping it stops the engine and waits for its end.
 pub struct EngineThread {
     handle: EngineHandle,
     thread: Option<JoinHandle<()>>,

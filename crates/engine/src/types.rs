@@ -1,4 +1,4 @@
-//! Types that cross the engine thread's border: requests in, outputs out, status beside them.
+//! Types at the interface of the engine thread: requests in, outputs out, and status.
 
 use std::sync::Arc;
 
@@ -46,7 +46,7 @@ impl EngineRequest {
 pub struct Preference {
     /// Requests with the same key go to the same replica, as long as that replica is up.
     pub key: Option<Arc<str>>,
-    /// The number of the wanted replica.
+    /// The number of the requested replica.
     pub replica: Option<u32>,
 }
 
@@ -76,7 +76,7 @@ pub struct LoanReply(Option<LoanTaker>);
 type LoanTaker = Box<dyn FnOnce(Option<Arc<Loan>>) + Send>;
 
 impl LoanReply {
-    /// Has `reply` called on the thread of the engine, or where the question is dropped.
+    /// `reply` is called on the thread of the engine, or where the question is dropped.
     #[must_use]
     pub fn new(reply: impl FnOnce(Option<Arc<Loan>>) + Send + 'static) -> Self {
         Self(Some(Box::new(reply)))
@@ -106,15 +106,15 @@ pub(crate) struct Arrival {
     pub(crate) place: Place,
 }
 
-/// The other replicas, for an engine. The engine thread calls this, and must not wait for another
-/// engine.
+/// An engine's access to the other replicas. The engine thread calls this, and must not wait for
+/// another engine.
 pub trait Peers: Send {
     /// Notes that the engine's hand takes plans from now on, or is gone.
     fn up(&self, up: bool);
     /// True if another replica's hand takes plans.
     fn others_up(&self) -> bool;
     /// True if another replica serves, or may again: all replicas except failed ones. An engine
-    /// asks after it has failed and its status says so. If several fail at the same time, at least
+    /// asks after it has failed and its status is set. If several fail at the same time, at least
     /// one of them learns that none is left.
     fn others_live(&self) -> bool;
     /// Takes over requests of an engine that has lost its hand. Gives back the requests that no
@@ -122,21 +122,21 @@ pub trait Peers: Send {
     fn adopt(&self, orphans: Vec<Orphan>) -> Vec<Orphan>;
     /// True if a request that waits here has its first token sooner at replica `to`.
     fn move_pays(&self, to: usize, request: &QueuedRequest<'_>) -> bool;
-    /// Moves a request that waited here to replica `to`. Gives it back if that one takes none now.
+    /// Moves a request that waited here to replica `to`. Returns it if that one takes none now.
     fn take(&self, to: usize, orphan: Orphan) -> Option<Orphan>;
     /// The number of the engine's replica.
     fn replica(&self) -> u32 {
         0
     }
-    /// Has another replica go on with a request that leaves as planned. Gives it back if none can
+    /// Makes another replica go on with a request that leaves as planned. Returns it if none can
     /// now.
     fn hand_on(&self, orphan: Orphan) -> Option<Orphan> {
         Some(orphan)
     }
     /// Notes that a request has its slot and pages here.
     fn admitted(&self, _id: u64) {}
-    /// True while no prompt that leaves is to be admitted: those who would go on with it have no
-    /// pages.
+    /// True while no prompt that leaves may be admitted: the replicas that would continue it have
+    /// no pages.
     fn holds_prompts(&self) -> bool {
         false
     }
@@ -259,7 +259,7 @@ impl Output {
         }
     }
 
-    /// True if the output has only what comes before a step's token.
+    /// True if the output has only the parts before a step's token.
     pub(crate) fn lacks_token(&self) -> bool {
         let before = self.prompt.is_some() || self.predicted.is_some();
         before && self.token.is_none() && self.finish.is_none()
@@ -269,14 +269,14 @@ impl Output {
 /// The receiver of outputs. The engine thread calls it once a step, with all outputs of the step. A
 /// call may block for backpressure. Work that can wait belongs on another thread.
 pub trait OutputSink: Send {
-    /// Takes a step's outputs, in any order between requests.
+    /// Delivers a step's outputs, in any order between requests.
     fn deliver(&mut self, outputs: Vec<Output>);
 }
 
 /// The receiver of changes of a replica's prefix cache. The engine thread calls it at most once a
 /// step. It must not block.
 pub trait BlockObserver: Send {
-    /// Takes the changes since the last call, in their order.
+    /// Delivers the changes since the last call, in their order.
     fn changed(&mut self, events: Vec<BlockEvent>);
 }
 
@@ -337,7 +337,7 @@ pub struct Facts {
     pub prompt_length: u32,
     /// Tokens of a page.
     pub page_size: u32,
-    /// The facts as the hand told them.
+    /// The facts that the hand reported.
     #[serde(flatten)]
     pub hand: Ready,
 }
@@ -368,7 +368,7 @@ pub struct HandStats {
     pub memory_kills: u64,
     /// The number of requests that were replayed after a death.
     pub replayed: u64,
-    /// The number of requests that another replica went on with behind their first token.
+    /// The number of requests that another replica went on with after their first token.
     pub handed: u64,
     /// Microseconds that requests waited for their blocks to come back from the host tier.
     pub copy_wait_us: u64,
@@ -388,14 +388,14 @@ pub struct HandStats {
     pub restored_bytes: u64,
 }
 
-/// What becomes of the requests that are there when a pause begins.
+/// The treatment of live requests when a pause begins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PauseMode {
-    /// They are aborted.
+    /// Abort them.
     Abort,
-    /// They are finished before the pause begins; others that come wait.
+    /// Finish them before the pause begins; new ones wait.
     Wait,
-    /// They stay where they are, with their pages.
+    /// Keep them where they are, with their pages.
     Keep,
     /// Those that run wait for their turn again, without pages. Their blocks are cached.
     Retract,
@@ -405,8 +405,8 @@ pub enum PauseMode {
 /// if the pause does before it has begun.
 pub type PauseReply = Box<dyn FnOnce(usize) + Send>;
 
-/// Gets the outcome of a reload. The error says why the hand could not start with the weights. It
-/// has started again with the old ones.
+/// Gets the outcome of a reload. The error has the reason why the hand could not start with the
+/// weights. It has started again with the old ones.
 pub type ReloadReply = Box<dyn FnOnce(Result<(), String>) + Send>;
 
 /// An order of other weights.

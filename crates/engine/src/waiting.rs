@@ -36,8 +36,8 @@ pub(crate) struct Place {
     pub(crate) tokens: u64,
     /// True if the request is a probe, which is not counted among the others.
     pub(crate) probe: bool,
-    /// True for work in the background, which has as many places of its own and keeps nobody from
-    /// others.
+    /// True for background work, which has as many places of its own and does not displace other
+    /// requests.
     pub(crate) background: bool,
 }
 
@@ -63,7 +63,7 @@ impl Rate {
         self.tokens = self.tokens.saturating_add(tokens);
     }
 
-    /// Seconds until so many tokens have left, as fast as they did of late.
+    /// Seconds until `tokens` tokens have left the queue, at its recent rate.
     fn seconds_for(&self, tokens: u64, now_us: u64) -> u64 {
         let measured = u128::from(self.tokens) + u128::from(self.before.0);
         let micros = now_us.saturating_sub(self.since_us).saturating_add(self.before.1);
@@ -114,7 +114,7 @@ impl WaitingPlaces {
         self.0.lock().leave(place, now_us);
     }
 
-    /// Seconds until what waits now will have a place, from 1 to 60.
+    /// Seconds until the requests that wait now have started, from 1 to 60.
     pub(crate) fn retry_after(&self, now_us: u64) -> u32 {
         self.0.lock().retry_after(now_us)
     }
@@ -209,7 +209,7 @@ mod tests {
     #[test]
     fn the_time_to_wait_is_that_of_what_waits() {
         let waiting = WaitingPlaces::default();
-        // Nobody waited for an hour, which says nothing of how fast the queue moves.
+        // An hour without requests is not a measure of how fast the queue moves.
         let start = 3600 * SECOND;
         for _ in 0..50 {
             waiting.enter(place(1), 1000, start).expect("room");

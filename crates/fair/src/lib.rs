@@ -13,7 +13,8 @@ use std::collections::HashMap;
 /// The rule by which clients share a limited amount: places, or bytes.
 ///
 /// A client that is alone may have all of it. As soon as others ask, it gets no more than half. A
-/// reserve is for clients that hold little. So what is full is full for those who filled it.
+/// reserve is for clients that hold little. So the limit is reached only for the clients that fill
+/// it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shares {
     /// The amount for all clients together.
@@ -31,7 +32,7 @@ impl Shares {
         Self { limit, reserve: (limit / 4).max(1), little: (limit / 16).max(1) }
     }
 
-    /// The largest amount that a client can have beside others.
+    /// The largest amount that a client can have while others have some.
     #[must_use]
     pub fn half(self) -> usize {
         (self.limit / 2).max(1)
@@ -52,7 +53,7 @@ impl Shares {
 /// The reason for which a client gets no more bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Refusal {
-    /// The bytes would not fit either if nobody held any.
+    /// The bytes would not fit even if nothing else were held.
     TooLarge {
         /// The requested bytes.
         bytes: usize,
@@ -98,7 +99,7 @@ impl Holdings {
         true
     }
 
-    /// Takes an amount back that `client` holds.
+    /// Releases an amount that `client` holds.
     pub fn give_back(&mut self, client: u64, less: usize) {
         self.all = self.all.saturating_sub(less);
         if let Some(own) = self.clients.get_mut(&client) {
@@ -117,8 +118,8 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// Whoever comes, and in whatever amounts: nobody passes half beside others, and only
-        /// those who hold little are let into the reserve.
+        /// In any order and with any amounts: no client passes half while others have some, and
+        /// only those who hold little get the reserve.
         #[test]
         fn no_order_of_clients_breaks_the_rule(
             moves in prop::collection::vec((0..4_u64, 1..300_usize, any::<bool>()), 1..200),

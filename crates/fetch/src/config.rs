@@ -90,7 +90,7 @@ impl Domains {
 
     /// True if `host`, as a URL spells it, is listed.
     pub(crate) fn has(&self, host: &str) -> bool {
-        // A dot at the end says that a name is whole, and names the same host.
+        // A trailing dot marks a complete name, and names the same host.
         let host = host.strip_suffix('.').unwrap_or(host);
         self.0.iter().any(|domain| match host.strip_suffix(&domain.name) {
             Some("") => !domain.below,

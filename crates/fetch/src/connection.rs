@@ -29,7 +29,7 @@ const ATTEMPT: Duration = Duration::from_secs(3);
 /// The least number of bytes that a file takes.
 const LEAST: usize = 64 << 10;
 
-/// Asked before a file takes so many bytes in all; false: there is no room.
+/// Called before a file grows to this many bytes in all; false: there is no room.
 pub(crate) type Room<'a> = &'a mut (dyn FnMut(usize) -> bool + Send);
 
 /// An answer, and the task that reads it from the connection.
@@ -59,8 +59,8 @@ impl Answer {
         self.response.headers().get(name)?.to_str().ok()
     }
 
-    /// The body, if it has at most `limit` bytes and there is `room` for it. It takes no more than
-    /// twice of what has come, whatever length it declares.
+    /// The body, if it has at most `limit` bytes and there is `room` for it. It allocates no more
+    /// than twice the received bytes, whatever length is declared.
     pub(crate) async fn body(mut self, limit: usize, room: Room<'_>) -> Result<Bytes, FetchError> {
         let encoding = self.response.headers().get(CONTENT_ENCODING);
         if encoding.is_some_and(|encoding| !encoding.as_bytes().eq_ignore_ascii_case(b"identity")) {

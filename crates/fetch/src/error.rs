@@ -12,7 +12,7 @@ pub enum FetchError {
     /// Fetching is turned off.
     #[error("this server fetches no URLs: send the file in a data URL")]
     Off,
-    /// The text is no URL, or is too long.
+    /// The text is not a URL, or is too long.
     #[error("this is no URL")]
     BadUrl,
     /// The scheme is not `http` or `https`.

@@ -49,7 +49,8 @@ impl Fetcher {
     /// A domain is malformed, or the folder is not there.
     pub fn new(config: &Config) -> Result<Self, InvalidConfig> {
         let mut roots = RootCertStore::empty();
-        // Without any, every https server is untrusted and says so: no reason not to serve.
+        // Without any certificate, every https server is untrusted, and fetches report it: no
+        // reason not to serve.
         roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
         let may_be_dialled =
             if config.media_allow_private { is_public_or_private } else { is_public };
@@ -80,9 +81,9 @@ impl Fetcher {
         })))
     }
 
-    /// The file at `url`: `http:`, `https:`, or `file:` with an absolute path. `room` is asked
-    /// before the file takes so many bytes in all, and ends the fetch with false. To drop the
-    /// future closes its connection.
+    /// The file at `url`: `http:`, `https:`, or `file:` with an absolute path. `room` is called
+    /// before the file grows to a number of bytes in all, and ends the fetch with false. Dropping
+    /// the future closes its connection.
     ///
     /// # Errors
     /// One clause for the client. See [`FetchError`].
@@ -133,7 +134,7 @@ impl Fetcher {
 
     /// Asks for one URL, after every check: each redirect comes this way.
     async fn ask(&self, url: &Url) -> Result<Answer, FetchError> {
-        // A scheme that nobody fetches is told as such, whatever is turned off.
+        // An unsupported scheme is reported as such, whatever is turned off.
         let place = Place::of(url, &self.0.domains)?;
         if !self.0.remote {
             return Err(FetchError::Off);
@@ -145,7 +146,8 @@ impl Fetcher {
         if addresses.is_empty() {
             return Err(FetchError::NoAddress(place.host));
         }
-        // One is enough: whoever names a public and a private address means the private one.
+        // One private address suffices to refuse: a name with a public and a private address may
+        // reach the private one.
         if !addresses.iter().all(|address| (self.0.may_be_dialled)(*address)) {
             return Err(FetchError::NotPublic(place.host));
         }

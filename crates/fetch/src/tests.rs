@@ -126,12 +126,12 @@ async fn say(stream: &mut (impl AsyncWrite + Unpin), text: &str) {
     let _ = stream.write_all(text.as_bytes()).await;
 }
 
-/// A server that says the same to all.
+/// A server that answers all requests with the same text.
 async fn saying(text: &'static str) -> u16 {
     serve(move |mut stream, _| async move { say(&mut stream, text).await }).await
 }
 
-/// Fetches `http://images.test` from a server that says `text`.
+/// Fetches `http://images.test` from a server that answers `text`.
 async fn fetched(text: &'static str) -> Result<String, FetchError> {
     let port = saying(text).await;
     let file = fetcher().fetch(&format!("http://images.test:{port}/"), anything).await?;
@@ -512,7 +512,7 @@ async fn files_below_a_folder_and_no_others() {
     );
 }
 
-/// What is declared costs nothing, and what comes is asked for before it is kept.
+/// A declared size costs nothing, and room is reserved before received bytes are kept.
 #[tokio::test]
 async fn room_is_asked_for_as_a_file_grows() {
     let (sender, mut closed) = tokio::sync::mpsc::unbounded_channel();
@@ -522,7 +522,7 @@ async fn room_is_asked_for_as_a_file_grows() {
             let head = format!("HTTP/1.1 200 OK\r\nContent-Length: {LIMIT}\r\n\r\n");
             say(&mut stream, &head).await;
             say(&mut stream, &"a".repeat(70_000)).await;
-            // It reads nothing more, and sees the end of the connection.
+            // It reads nothing more, and notices the end of the connection.
             while stream.read_u8().await.is_ok() {}
             sender.send(()).unwrap();
         }

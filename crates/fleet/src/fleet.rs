@@ -1,4 +1,4 @@
-//! The fleet: see the crate.
+//! The state machine of the fleet: see the crate.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -49,12 +49,12 @@ pub enum FleetEntry {
 /// The reason why a request cannot even wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FleetRefusal {
-    /// As many requests wait for the model as may.
+    /// The maximum number of requests waits for the model already.
     QueueFull {
         /// Their number.
         waiting: usize,
     },
-    /// The model never fits beside the pinned ones.
+    /// The model never fits with the pinned ones.
     TooLarge {
         /// The planned bytes of the model.
         bytes: u64,
@@ -70,7 +70,7 @@ pub enum FleetRefusal {
     },
 }
 
-/// What the caller does next.
+/// The caller's next action.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FleetAction {
     /// Load the model. Then [`Fleet::loaded`] or [`Fleet::load_failed`].
@@ -116,7 +116,7 @@ pub struct Fleet {
     /// The clients of these requests, as they take turns.
     line: Line,
     next_ticket: u64,
-    /// Decisions that the next poll tells.
+    /// Decisions that the next poll returns.
     decided: Vec<FleetAction>,
 }
 
@@ -204,7 +204,7 @@ impl Fleet {
         Ok(FleetEntry::Waiting(ticket))
     }
 
-    /// Checks that a model fits beside the pinned ones.
+    /// Checks that a model fits with the pinned ones.
     ///
     /// # Errors
     /// It never does.
@@ -241,7 +241,7 @@ impl Fleet {
         member.used_ms = now_ms;
     }
 
-    /// A model has been loaded, and has so many bytes.
+    /// A model has been loaded, and takes `bytes` bytes.
     pub fn loaded(&mut self, model: usize, bytes: u64, now_ms: u64) {
         let stay = self.config.stay_ms;
         let member = &mut self.members[model];
@@ -315,7 +315,7 @@ impl Fleet {
                 self.admit(model, now_ms);
             }
         }
-        // What is closed without running requests leaves.
+        // Closed models without running requests leave.
         for (model, member) in self.members.iter_mut().enumerate() {
             if let Phase::In { closed: Some(level), .. } = member.phase
                 && member.running == 0
@@ -341,7 +341,7 @@ impl Fleet {
         }
     }
 
-    /// Takes the waiting requests of a model off the queue.
+    /// Removes the waiting requests of a model from the queue.
     fn take_waiting(&mut self, model: usize) -> Vec<Ticket> {
         if self.members[model].waiting == 0 {
             return Vec::new();
@@ -403,7 +403,7 @@ impl Fleet {
     }
 
     /// Begins the loads that fit, in the order of the clients' turns. For the first that does not
-    /// fit, other models are closed; those behind it wait.
+    /// fit, other models are closed; those after it wait.
     fn load(&mut self, now_ms: u64) {
         while let Some(Waiter { model, client, since_ms }) = self.next_load(now_ms) {
             // Memory may have shrunk since it came.
@@ -437,7 +437,7 @@ impl Fleet {
         self.line.clients().find_map(|client| oldest.get(&client).copied())
     }
 
-    /// True if so many bytes do not fit, once `freed` bytes of `left` models are given back.
+    /// True if `bytes` bytes do not fit, once `freed` bytes of `left` models are given back.
     fn lacks(&self, bytes: u64, freed: u64, left: usize) -> bool {
         let inside = self.members.iter().filter(|member| !matches!(member.phase, Phase::Out(_)));
         let used = self.used().saturating_sub(freed);

@@ -1,8 +1,8 @@
-//! The choice of the models that are in memory, of several that one server has. Pure: no I/O, no
-//! clock, no threads. Times are milliseconds of any clock.
+//! The choice of the models of a server that are in memory. Pure: no I/O, no clock, no threads.
+//! Times are milliseconds of any clock.
 //!
-//! A [`Fleet`] hears of requests and of what became of its [`FleetAction`]s, and gives the next
-//! actions. It promises this:
+//! A [`Fleet`] gets requests and the outcomes of its [`FleetAction`]s, and returns the next
+//! actions. It guarantees:
 //!
 //! - The loaded models stay within a bound of memory and of number.
 //! - A model leaves only while none of its requests runs.

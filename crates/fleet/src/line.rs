@@ -4,9 +4,9 @@ use std::collections::{BTreeMap, HashMap};
 
 /// The clients that have waiting requests, in the order in which loads are for them.
 ///
-/// A client comes to the end of the line when its first request waits, and again when a load has
-/// begun for it. So while a client waits, at most one load begins for each other one, however many
-/// models that one asks for.
+/// A client moves to the end of the queue when its first request waits, and again when a load has
+/// begun for it. So while a client waits, at most one load begins for each other client, however
+/// many models those request.
 #[derive(Debug, Default)]
 pub(crate) struct Line {
     /// Clients by their place.

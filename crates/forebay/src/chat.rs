@@ -31,7 +31,7 @@ fn this_program() -> Result<PathBuf> {
     std::env::current_exe().context("this program")
 }
 
-/// Checks the flags of a server that is to be started, and downloads its model.
+/// Checks the flags of the server to be started, and downloads its model.
 fn prepare(model: Option<&str>, serve_flags: &[String]) -> Result<()> {
     let Some(model) = model else { return Ok(()) };
     let serving = ["forebay", "serve", model].into_iter();

@@ -52,9 +52,9 @@ fn missing(interface: &str, folder: &Path) -> Result<(), String> {
     ))
 }
 
-/// Variables of a hand, with the interface that its group uses on this machine: `own`, where this
-/// machine has been told one, goes before that of the brain. Variables that `is_set` knows are the
-/// user's, and stay.
+/// Variables of a hand, with the interface that its group uses on this machine: `own`, if this
+/// machine has one set, overrides that of the brain. Variables that `is_set` finds are the user's,
+/// and stay.
 pub(crate) fn environment(
     collectives: &Collectives,
     own: Option<&str>,

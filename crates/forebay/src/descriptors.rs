@@ -12,7 +12,7 @@ const OTHERS: u64 = 192;
 /// The descriptors for a hand: its socket, its process, and those of a new start.
 const PER_HAND: u64 = 8;
 
-/// Raises the limit of open files to the most that this user may have. Gives the limit.
+/// Raises the limit of open files to the most that this user may have. Returns the limit.
 pub(crate) fn raise() -> u64 {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     if current != maximum

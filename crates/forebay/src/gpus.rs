@@ -1,8 +1,8 @@
 //! GPUs by the system's files: the choice of `--device auto`, and the GPU of each replica.
 //!
-//! Only the hand knows if PyTorch can compute on one. To ask it first would cost every start the
-//! seconds of its import. And defaults that depend on the device are resolved before there is a
-//! hand.
+//! Only the hand can tell whether PyTorch computes on a GPU. Asking it first would add the seconds
+//! of its import to every start. And defaults that depend on the device are resolved before there
+//! is a hand.
 
 use std::path::Path;
 
@@ -27,7 +27,7 @@ impl Gpus {
         Self::look(std::env::var(VISIBLE).ok().as_deref(), Path::new("/dev"))
     }
 
-    /// Makes the GPUs of so many device files, all of them visible.
+    /// Makes the GPUs of `files` device files, all of them visible.
     #[cfg(test)]
     pub(crate) fn of(files: usize) -> Self {
         Self { named: None, files }
@@ -41,8 +41,8 @@ impl Gpus {
         let entries = devices.read_dir().into_iter().flatten().flatten();
         let files = entries.filter(|entry| entry.file_name().to_str().is_some_and(is_gpu)).count();
         let named = named.map(|names| {
-            // What is behind a number that is none is not visible, which is how all of them are
-            // hidden.
+            // As in CUDA, the first entry that is not a number hides those after it: `-1` hides all
+            // GPUs.
             let names = names.split(',').map(str::trim);
             names.take_while(|name| !name.is_empty() && *name != "-1").map(str::to_owned).collect()
         });
@@ -80,7 +80,7 @@ impl Gpus {
         };
         let all = match (&self.named, self.files) {
             (Some(named), _) => named.clone(),
-            // The hand will say whether there is one.
+            // The hand reports whether there is one.
             (None, 0) => (0..count).map(|number| number.to_string()).collect(),
             (None, files) => (0..files).map(|number| number.to_string()).collect(),
         };

@@ -10,7 +10,7 @@ use forebay_text::Tokenizer;
 
 use crate::model::Model;
 
-/// Tokens of so many bytes are in any text.
+/// Tokens of at most this many bytes occur in any text.
 const SHORT: usize = 4;
 
 /// Starts the threads under `guard`; `None`: answers have any form.
@@ -28,7 +28,7 @@ pub(crate) fn start(
 }
 
 /// The marks around a model's reasoning. Each mark has to begin with a token of its own, and the
-/// closing mark has to be one token: no other spelling of a mark would be seen. `None` if the
+/// closing mark has to be one token: no other spelling of a mark would be recognised. `None` if the
 /// model's marks do not, or there are none.
 pub(crate) fn markers(tokenizer: &Tokenizer, dialect: Dialect) -> Option<Markers> {
     let (open, close) = dialect.reasoning_marks()?;

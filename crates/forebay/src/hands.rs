@@ -27,7 +27,7 @@ impl Chosen {
         Self { hand: "torch", hand_reason: Some(why.into()) }
     }
 
-    /// Chooses a hand for this configuration, of a group of so many ranks.
+    /// Chooses a hand for this configuration, of a group of `ranks` ranks.
     pub(crate) fn new(flag: Hand, config: &HandConfig, ranks: u32, model: &Model) -> Result<Self> {
         if config.device == "sim" {
             return Ok(Self { hand: "none", hand_reason: Some("the device is simulated".into()) });
@@ -67,7 +67,7 @@ impl Chosen {
                 Ok(Self::torch(format!("the Rust hand does not have {what}")))
             }
             Err(error @ ModelError::Unserved(_)) => Err(error.into()),
-            // Whatever is wrong with the model, the reference says it.
+            // The reference hand reports the model's fault.
             Err(ModelError::Broken(what)) => Ok(Self::torch(what)),
         }
     }

@@ -100,7 +100,7 @@ impl Lines {
         }
     }
 
-    /// Has panics written as lines: the thread that panics may not wait for a reader either.
+    /// Writes panics as lines: a panicking thread may not wait for a reader either.
     pub(crate) fn take_panics(&self) {
         let lines = self.clone();
         std::panic::set_hook(Box::new(move |panic| {
@@ -131,7 +131,7 @@ fn write_all(
     for message in messages {
         match message {
             Message::Line(line) => {
-                // Nobody can be told that stderr is broken.
+                // There is nowhere to report that stderr is broken.
                 let _ = out.write_all(&line);
                 waiting.fetch_sub(line.len(), Ordering::Relaxed);
             }
@@ -158,7 +158,7 @@ impl<'a> MakeWriter<'a> for Lines {
     }
 }
 
-/// Takes a line whole, as `tracing` gives it.
+/// Collects a line, as `tracing` writes it.
 pub(crate) struct Pen<'a>(&'a Lines);
 
 impl Write for Pen<'_> {

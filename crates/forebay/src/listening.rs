@@ -41,7 +41,7 @@ pub(crate) enum Bound {
 }
 
 impl Bound {
-    /// Listens where the flags say.
+    /// Listens at the addresses of the flags.
     pub(crate) fn open(flags: &ListenFlags) -> Result<Self> {
         let Some(path) = &flags.uds else { return Ok(Self::Tcp(tcp(&flags.host, flags.port)?)) };
         let (listener, file) =
@@ -134,7 +134,7 @@ mod tests {
         let path = folder.join("socket");
         let (listener, file) = unix(&path).unwrap();
         assert!(unix(&path).unwrap_err().to_string().contains("somebody listens"));
-        // As a process leaves it that was killed.
+        // A killed process leaves its socket file behind.
         drop(listener);
         let (_listener, next) = unix(&path).unwrap();
         // The first one's end is not the second one's.

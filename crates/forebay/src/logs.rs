@@ -57,7 +57,7 @@ pub(crate) fn init_warnings() -> Result<()> {
     subscriber.try_init().context("cannot install the log subscriber")
 }
 
-/// Starts logs with the time, and with lines that are no warnings: for a process that stays.
+/// Starts logs with the time, and with lines that are not warnings: for a process that stays.
 pub(crate) fn init_plain() -> Result<()> {
     let lines = fmt::layer().with_writer(std::io::stderr).with_target(false).with_ansi(ansi());
     let lines = lines.compact().with_filter(LevelFilter::INFO);

@@ -43,8 +43,8 @@ pub(crate) struct Model {
     /// The way from an image to patches; `None`: the model takes none.
     #[serde(default)]
     pub(crate) images: Option<Images>,
-    /// What transformers' code, which computes the model, needs of the engine; `None`: native code
-    /// computes it.
+    /// What the engine must know of transformers' modelling code; `None`: native code computes the
+    /// model.
     #[serde(default)]
     pub(crate) called: Option<Called>,
     /// The folder for files that Forebay makes of models.
@@ -81,7 +81,7 @@ pub(crate) struct Images {
     #[serde(default)]
     pub(crate) fixed: Option<[u32; 2]>,
     pub(crate) image_token_id: i32,
-    /// The text for an image in templates of chats; `None`: the one that they write.
+    /// The text for an image in chat templates; `None`: the template's own.
     #[serde(default)]
     pub(crate) mark: Option<Mark>,
     /// The values that only the hand reads.
@@ -98,8 +98,9 @@ pub(crate) struct Mark {
 }
 
 impl Mark {
-    /// A template that writes the text. It is changed and not what it writes, in which a client may
-    /// have written the mark. A mark beside expressions becomes one, whose white space is kept.
+    /// A template that writes the text. The template is changed and not its output, in which a
+    /// client may have written the mark. A mark next to expressions becomes an expression, and its
+    /// white space is kept.
     pub(crate) fn replaced(&self, template: &str) -> String {
         let (mut text, mut last) = (String::with_capacity(template.len()), 0);
         for (at, mark) in template.match_indices(&self.written) {
@@ -128,16 +129,16 @@ pub(crate) struct Pooling {
     pub(crate) kind: String,
     pub(crate) size: u32,
     pub(crate) normalize: bool,
-    /// What makes answers of scores.
+    /// Activation that turns the model's scores into answers.
     pub(crate) function: Function,
     /// The names of labels, one for each score; none: the model makes vectors.
     pub(crate) labels: Vec<String>,
-    /// The layers behind pooling.
+    /// The layers after pooling.
     pub(crate) layers: Vec<VectorLayer>,
     pub(crate) max_length: Option<u32>,
 }
 
-/// The mean of the states of a model whose positions see only earlier ones.
+/// The mean of the states of a model with causal attention.
 const CAUSAL_MEAN: &str = "causal_mean";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, Serialize)]
@@ -157,8 +158,8 @@ pub(crate) enum Function {
 }
 
 impl Pooling {
-    /// True if every position sees the whole prompt. The model then keeps nothing, and its prompts
-    /// can't be cut into chunks.
+    /// True if attention is not causal: every position attends to the whole prompt. The model then
+    /// keeps nothing, and its prompts can't be cut into chunks.
     pub(crate) fn whole_prompts(&self) -> bool {
         !matches!(self.kind.as_str(), "last" | CAUSAL_MEAN)
     }
@@ -196,7 +197,7 @@ impl Model {
         }
     }
 
-    /// The part that a hand is told.
+    /// The part that a hand gets in the handshake.
     pub(crate) fn told(&self) -> Value {
         json!({
             "format": self.format,
@@ -211,7 +212,7 @@ impl Model {
         })
     }
 
-    /// The layers behind pooling; none: there are none, or the model generates.
+    /// The layers after pooling; none: there are none, or the model generates.
     fn vector_layers(&self) -> &[VectorLayer] {
         self.pooling.as_ref().map_or(&[], |pooling| &pooling.layers)
     }
@@ -238,8 +239,8 @@ impl Model {
         Ok(found.to_json())
     }
 
-    /// The template for chats with tools, if the model has one beside its default: in the list of
-    /// its tokenizer's configuration, or in a folder of its own.
+    /// The template for chats with tools, if the model has one in addition to its default: in the
+    /// list of its tokenizer's configuration, or in a folder of its own.
     pub(crate) fn tool_use_template(&self) -> Result<Option<String>> {
         const NAME: &str = "tool_use";
         let file = self.directory.join("additional_chat_templates").join(format!("{NAME}.jinja"));
@@ -252,7 +253,7 @@ impl Model {
         Ok(named.and_then(|item| item["template"].as_str()).map(str::to_owned))
     }
 
-    /// The other special tokens that chat templates may name as variables.
+    /// Special tokens that chat templates may name as variables, in addition to BOS and EOS.
     pub(crate) fn named_special_tokens(&self) -> BTreeMap<String, String> {
         let content = |value: &Value| match value {
             Value::String(text) => Some(text.clone()),
@@ -315,14 +316,15 @@ pub(crate) fn fetch(
     let named = ModelName::parse(name, source.revision).with_context(missing)?;
     let mut found = hub.find(&named, weights).with_context(missing)?;
     if !found.is_complete() {
-        // A model that can't be run should say so before gigabytes are downloaded.
+        // A model that can't be run should be refused before gigabytes are downloaded.
         describe(&found, false)?;
         hub.complete(&mut found).with_context(missing)?;
     }
     describe(&found, weights)
 }
 
-/// Resolves the name of files that go with a model, and downloads missing ones. Gives their folder.
+/// Resolves the name of files that go with a model, and downloads missing ones. Returns their
+/// folder.
 pub(crate) fn fetch_part(
     python: &Path,
     name: &str,
@@ -392,7 +394,7 @@ fn describe_any(
             Err(error) if may_have_tokenizer(found) => {
                 let made = match ask(python, found, cache, false) {
                     Ok(answer) => answer.tokenizer,
-                    // Without an interpreter this program says itself what is wrong.
+                    // Without an interpreter this program reports the fault itself.
                     Err(failed) if without_interpreter(&failed) => None,
                     Err(failed) => return Err(failed.context(missing())),
                 };
@@ -441,8 +443,8 @@ struct Answer {
     called: Option<Value>,
 }
 
-/// Asks the interpreter for what only transformers knows of `found`; with `probed` also what the
-/// engine has to know of the model's code.
+/// Asks the interpreter for facts of `found` that only transformers can determine; with `probed`
+/// also for those of the model's code that the engine needs.
 fn ask(python: &Path, found: &Found, cache: &Path, probed: bool) -> Result<Answer> {
     crate::python::check(python)?;
     let mut command = Command::new(python);

@@ -158,7 +158,7 @@ fn stored_rows(models: &[StoredModel], now: SystemTime) -> Vec<[String; 4]> {
     rows
 }
 
-/// Names, sizes and states; `-` for what the server does not say.
+/// Names, sizes and states; `-` for values that the server does not report.
 fn served_rows(models: &[ServedModel]) -> Vec<[String; 3]> {
     let mut rows = vec![["MODEL", "SIZE", "STATE"].map(str::to_owned)];
     rows.extend(models.iter().map(|model| {

@@ -19,8 +19,8 @@ use crate::{hands, worker};
 /// them.
 pub(crate) type Elsewhere = (Option<Arc<dyn Site>>, Option<Placed>);
 
-/// Begins to listen for hands on other machines, on a thread of its own. Has outposts placed if the
-/// flags want that.
+/// Begins to listen for hands on other machines, on a thread of its own. Starts outposts in a
+/// cluster if the flags ask for that.
 ///
 /// # Errors
 /// The address is not available, the token's files are invalid, or there is no cluster.
@@ -34,7 +34,7 @@ pub(crate) fn open(
         Some(Placement::Ray) => Some(Placer::new(python, asked(flags, resolved))?),
         None => None,
     };
-    // Ray's nodes need no port that somebody knows.
+    // Ray's nodes need no fixed port.
     let near = placer.as_ref().map(|placer| SocketAddr::new(placer.address, 0));
     let Some(address) = flags.listen_hands.or(near) else { return Ok((None, None)) };
     let credentials = match &flags.join_token_file {

@@ -1,11 +1,11 @@
-//! `--parent`: a process that ends with the one that started it.
+//! `--parent`: a process that ends with its parent.
 
 use std::num::NonZeroI32;
 
 use anyhow::{Result, bail};
 use rustix::process::{Pid, Signal, getppid, set_parent_process_death_signal};
 
-/// Has the system end this process when its parent ends.
+/// Makes the system end this process when its parent ends.
 ///
 /// # Errors
 /// The process is not the parent, or has ended before.

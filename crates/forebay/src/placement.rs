@@ -21,7 +21,7 @@ const PAUSE: Duration = Duration::from_secs(5);
 /// The time that Ray may take to release everything. The process gives up before.
 const PATIENCE: Duration = Duration::from_secs(15);
 
-/// The hands that are wanted of Ray. `forebay.place.ray` reads it.
+/// The hands that are requested from Ray. `forebay.place.ray` reads it.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Asked {
     pub(crate) replicas: u32,
@@ -79,7 +79,7 @@ struct Shared {
 
 #[derive(Default)]
 struct State {
-    /// Nothing is to be started any more.
+    /// True once nothing may be started any more.
     over: bool,
     /// The thread has ended.
     ended: bool,
@@ -97,8 +97,7 @@ impl Placer {
         Ok(Self { python: python.to_owned(), asked, joined, address })
     }
 
-    /// Has outposts run that come to the door, now and whenever the process has to be started
-    /// again.
+    /// Starts outposts that join at the door, now and whenever the process has to be started again.
     ///
     /// # Errors
     /// The system refuses a thread.
@@ -153,7 +152,7 @@ fn join(python: &Path, asked: &Asked) -> Result<(Joined, IpAddr)> {
         bail!("{shown} has no pipes");
     };
     let mut answers = BufReader::new(answers);
-    // One that has ended says nothing, which is noticed next.
+    // A process that has ended does not answer, which is noticed next.
     let _ = send(&mut orders, asked);
     let mut line = String::new();
     answers.read_line(&mut line)?;

@@ -43,8 +43,9 @@ struct MemoryFlags {
     /// The kind of device. A CPU's ranks share its memory.
     #[arg(long, value_enum, default_value_t, conflicts_with = "trace")]
     device: PlannedDevice,
-    /// The memory that is free on a rank's device before it loads, in GB (10^9 bytes) [default: for
-    /// a CPU what this process may use here. Otherwise --max-total-tokens sets the pages].
+    /// The memory that is free on a rank's device before it loads, in GB (10^9 bytes) [default: on
+    /// a CPU the memory that this process may use; on CUDA --max-total-tokens sets the size of the
+    /// pool].
     #[arg(long, value_name = "GB", value_parser = gigabytes, conflicts_with = "trace")]
     device_memory: Option<u64>,
     /// The share of the device's free memory for weights and KV pages, divided among the ranks.
@@ -77,7 +78,7 @@ impl MemoryFlags {
         self.device_memory.is_none() && Machine::here().memory().limit.is_some()
     }
 
-    /// Bytes that are free on a rank's device; `None`: nobody knows.
+    /// Bytes that are free on a rank's device; `None`: unknown.
     fn free(&self) -> Option<u64> {
         let here = || Machine::here().memory().available;
         self.device_memory.or_else(|| (self.device == PlannedDevice::Cpu).then(here).flatten())
@@ -189,7 +190,7 @@ fn own(config: &HandConfig, free: u64) -> Result<RankMemory> {
     })
 }
 
-/// Has an interpreter count the memory of each rank.
+/// Makes an interpreter count the memory of each rank.
 fn ask(python: &Path, config: &HandConfig, free: u64) -> Result<Vec<RankMemory>> {
     python::check(python)?;
     let mut asked = format!("{free}\n");
@@ -206,7 +207,7 @@ fn ask(python: &Path, config: &HandConfig, free: u64) -> Result<Vec<RankMemory>>
         .spawn()
         .with_context(|| format!("cannot run {}", python.display()))?;
     if let Some(mut stdin) = child.stdin.take() {
-        // One that has ended says why.
+        // A process that has ended reports why.
         let _ = stdin.write_all(asked.as_bytes());
     }
     let output = child.wait_with_output()?;

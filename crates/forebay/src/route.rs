@@ -79,7 +79,7 @@ struct BackendFlags {
     /// backend.
     #[arg(long, value_delimiter = ',', num_args = 1.., value_name = "NAME:PORT")]
     backends_dns: Vec<String>,
-    /// Seconds between two looks at the file and the names.
+    /// Seconds between two reads of the file, and two resolutions of the names.
     #[arg(long, default_value = "5", value_parser = seconds)]
     backends_interval: Duration,
     /// Lets backends register: POST /backends {"url", "ttl"}, DELETE /backends {"url"}, with
@@ -177,7 +177,7 @@ struct KeyFlags {
     /// Key that the router sends to servers with --router-key.
     #[arg(long, env = "FOREBAY_ROUTER_KEY", hide_env_values = true, value_name = "KEY")]
     router_key: Option<String>,
-    /// Clients with different keys share cached prompts, if the brains have this flag.
+    /// Let clients with different keys share cached prompts. The backends need this flag too.
     #[arg(long)]
     share_cache_across_keys: bool,
 }
@@ -215,8 +215,8 @@ struct ChoiceFlags {
     /// exceeded.
     #[arg(long, default_value_t = 1.5)]
     balance_rel_threshold: f32,
-    /// For measurements: poll the load of each backend every so many seconds, in place of reports
-    /// on responses.
+    /// For measurements: poll the load of each backend at this interval, in place of reports on
+    /// responses.
     #[arg(long, value_parser = seconds, value_name = "SECONDS", conflicts_with = "no_load_acknowledgement")]
     load_watch_interval: Option<Duration>,
     /// For measurements: let a load report erase requests that were dispatched after it was made.

@@ -25,7 +25,7 @@ pub(crate) fn defaults(
     if source == GenerationConfig::None {
         return GenerationDefaults::default();
     }
-    // A value that is no number is none of the authors' recommendations.
+    // A value that is not a number is none of the authors' recommendations.
     let number = |name: &str| named.get(name).and_then(Value::as_f64);
     let format = if format == "gguf" { OF_GGUF } else { GenerationDefaults::default() };
     GenerationDefaults {

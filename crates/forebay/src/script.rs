@@ -9,7 +9,7 @@ use forebay_sim::Script;
 use forebay_text::Tokenizer;
 use serde::Deserialize;
 
-/// Answers, and behind which text each is given.
+/// Answers, and after which text each is given.
 pub(crate) struct Answers {
     answers: Vec<Answer>,
     tokenizer: Arc<Tokenizer>,

@@ -11,7 +11,7 @@ use tracing::warn;
 
 /// The least number of bytes of a secret.
 const SHORTEST: usize = 32;
-/// The largest number of bytes of the file. A larger file is no secret.
+/// The largest number of bytes of the file. A larger file is not a secret.
 const LONGEST: u64 = 4096;
 
 /// The namer of blocks. Processes that read the same secret from the file name blocks equally.

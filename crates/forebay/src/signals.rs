@@ -11,7 +11,7 @@ const HANGUP_BIT: u64 = 1;
 
 /// Counts them from now on, on the runtime that this is called in, which has to run meanwhile.
 pub(crate) fn count() -> io::Result<watch::Receiver<u32>> {
-    // Whoever started the server with `nohup` wants it to outlive the terminal.
+    // A server started with `nohup` has to outlive the terminal.
     let mut hangup = match hangup_is_ignored() {
         true => None,
         false => Some(signal(SignalKind::hangup())?),

@@ -182,7 +182,7 @@ pub(crate) fn run_fit(flags: &FitFlags) -> Result<()> {
         states: StateModel::default(),
     };
     let text = profile.to_toml()?;
-    // What is written here is read by the same rules later: better to fail now.
+    // `serve` reads this file by the same rules: fail here rather than there.
     Profile::from_toml("fitted", &text)?;
     match &flags.output {
         Some(file) => std::fs::write(file, text).with_context(|| file.display().to_string()),

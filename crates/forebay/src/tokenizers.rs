@@ -23,7 +23,7 @@ impl TokenizerFinder for Tokenizers {
         if path.extension().is_some_and(|ending| ending == "json") && path.is_file() {
             return read(path);
         }
-        // No interpreter is needed for what is already there.
+        // An existing file needs no interpreter.
         let inside = path.join("tokenizer.json");
         if inside.is_file() {
             return read(&inside);

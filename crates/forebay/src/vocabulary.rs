@@ -53,9 +53,9 @@ const NO_GGUF_ENDS: [(&str, &[&[&str]]); 2] = [
     ("</s>", &[&["<|tool_response>"]]),
 ];
 
-/// The ids that end a text and that the model can make. The ends of the model's configurations come
-/// first, then those of its tokenizer. Ids that it can't have are told, as a warning: a text with
-/// one of them is refused, and all others are served.
+/// The ids that end a text and that the model can generate. The ends of the model's configurations
+/// come first, then those of its tokenizer. Ids outside the model's vocabulary are logged as a
+/// warning: a text with one of them is refused, and all others are served.
 ///
 /// # Errors
 /// The model generates, and none of the ids that are to end its texts is one of its own: it would
@@ -140,7 +140,7 @@ mod tests {
         assert!(ends(&[], 8, true).expect("ends").is_empty());
     }
 
-    /// A tokenizer with these tokens behind the letters: special ones, and one that is not.
+    /// A tokenizer with these tokens after the letters: special ones, and one that is not.
     fn tokenizer(special: &[&str], plain: &str) -> Tokenizer {
         let token = |content: &str, special: bool| json!({"content": content, "special": special});
         let mut tokens: Vec<Value> = special.iter().map(|text| token(text, true)).collect();
@@ -186,7 +186,7 @@ mod tests {
             (&["]~b]", "[e~["], &["[e~["]),
             (&["<|im_start|>"], &[]),
         ] {
-            // A token of the list that is no control token is text.
+            // A token of the list that is not a control token is text.
             let tokenizer = tokenizer(special, "<EOT>");
             let mut found = tokenizer_ends(&tokenizer, special.first().copied(), "gguf");
             if !ends.contains(&special[0]) {

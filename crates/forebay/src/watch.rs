@@ -51,7 +51,7 @@ pub(crate) async fn loading(engine: &Replicas) -> bool {
 
 /// The banner's line about matrices in the blocks of a file; empty: there are none.
 ///
-/// `otherwise`: the type that `--quantization none` computes them in; `None`: that is no choice.
+/// `otherwise`: the type that `--quantization none` computes them in; `None`: that is not a choice.
 pub(crate) fn blocks_line(blocks: &str, otherwise: Option<&str>) -> String {
     let hint = otherwise.map(|dtype| format!(" (--quantization none: in {dtype})"));
     match blocks {
@@ -77,7 +77,7 @@ pub(crate) fn windows_line(facts: &Ready, why_one_pool: &str) -> String {
     }
 }
 
-/// Tells a newcomer what to do next.
+/// Prints the first steps for new users.
 pub(crate) fn banner(
     url: &str,
     curl: &str,

@@ -21,7 +21,7 @@ use crate::signals;
 /// Flags of `forebay worker`.
 #[derive(Debug, Args)]
 pub(crate) struct WorkerFlags {
-    /// The address that the server's --listen-hands says.
+    /// Address that the server was given as --listen-hands.
     #[arg(
         long,
         value_name = "HOST:PORT",
@@ -32,8 +32,8 @@ pub(crate) struct WorkerFlags {
     /// The file with the token, a copy of the server's --join-token-file.
     #[arg(long, value_name = "FILE")]
     token_file: Option<PathBuf>,
-    /// Only make FILE and FILE.key, for a server that is to find them (--join-token-file), and for
-    /// its workers, which need FILE alone.
+    /// Only create FILE and FILE.key. The server needs both (--join-token-file), its workers FILE
+    /// alone.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["join", "token_file", "hands", "name", "collective_interface", "parent"])]
     make_token: Option<PathBuf>,
     /// Hands that may run here at a time [default: one for each GPU, else 1].
@@ -46,8 +46,8 @@ pub(crate) struct WorkerFlags {
     /// else the virtual environment's, else python3].
     #[arg(long, value_name = "FILE", env = "FOREBAY_PYTHON")]
     python: Option<PathBuf>,
-    /// This machine's network interface for ranks of a replica that has others on other machines:
-    /// their traffic is in the clear [default: the server's --collective-interface].
+    /// This machine's network interface for the ranks of a replica that spans several machines.
+    /// Their traffic is not encrypted [default: the server's --collective-interface].
     #[arg(long, value_name = "NAME", value_parser = collectives::interface)]
     collective_interface: Option<String>,
     /// End when this process ends, which has to be the parent.

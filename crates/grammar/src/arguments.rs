@@ -1,8 +1,8 @@
 //! Arguments of calls that are not written as JSON: in tags, in Python's notation, or in Gemma's.
 //!
 //! A walk makes a rule in the family's own notation for each value of a schema. A schema that can't
-//! be expressed there is an error with its path. If a schema allows more than a rule can say, such
-//! as properties without a name, the rule allows less.
+//! be expressed there is an error with its path. If a schema allows more than a rule can express,
+//! such as properties without a name, the rule allows less.
 
 use std::collections::HashMap;
 
@@ -186,14 +186,14 @@ impl<'a> Arguments<'a> {
                 fields.push(Field { name, schema, path, required: true });
             }
         }
-        // What nothing fits is not written.
+        // Leave out optional fields whose schema no value satisfies.
         fields.retain(|field| field.required || field.schema != &Value::Bool(false));
         fields.sort_by_key(|field| !field.required);
         let others = others.filter(|_| fields.is_empty());
         Ok((fields, others))
     }
 
-    /// Properties with `comma` between them; `key` writes what stands before a value.
+    /// Properties with `comma` between them; `key` writes the text before a value.
     fn fields(
         &mut self,
         schema: &Map<String, Value>,
@@ -233,7 +233,7 @@ impl<'a> Arguments<'a> {
     }
 
     /// One or more of `optional`, in their order. Each half is written once: the text of all that
-    /// may come behind each would be as long as the square of their number.
+    /// may come after each would be as long as the square of their number.
     fn some(&mut self, optional: &[String], comma: &str) -> Written {
         let (left, right) = match optional {
             [] => return Ok(String::new()),
@@ -542,9 +542,9 @@ impl<'a> Arguments<'a> {
             let mut said: Vec<String> = Vec::new();
             let mut looks = Vec::new();
             if let Some(all) = other.take_if(|_| !tags.declares) {
-                // What looks like another value is read as one, unless the schema lists it. Of
-                // several rules the longest text wins: so short values are in the same one, and
-                // what begins as one of the others is none of this.
+                // Text that looks like another value is read as one, unless the schema lists it. Of
+                // several rules the longest text wins: so short values are in the same rule, and
+                // text that begins like one of the others matches none of these.
                 let (values, rest) = scalars(&all);
                 said.extend(values);
                 looks.extend(Kinds::reached(self.root, &all, self.work)?.written(false));
@@ -581,7 +581,7 @@ impl<'a> Arguments<'a> {
     }
 }
 
-/// What may come of `optional` behind something else.
+/// Rules for `optional` fields that follow another field.
 fn after(optional: &[String], comma: &str) -> String {
     optional.iter().map(|rule| format!(" ({comma} {rule})?")).collect()
 }

@@ -8,7 +8,7 @@ use crossbeam_channel::{Receiver, Sender, unbounded};
 
 use crate::growth::Growth;
 
-/// The queue of values that are to be freed, and the growth of those that are not.
+/// The queue of values to be freed, and the growth of the live ones.
 #[derive(Clone)]
 pub(crate) struct Attic {
     values: Sender<Box<dyn Send>>,

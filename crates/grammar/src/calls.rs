@@ -241,7 +241,7 @@ mod tests {
                     let schema = tool(&json!({"$ref": "#/$defs/a"}), &itself);
                     let (written, spent) = write(family, &schema);
                     assert!(spent <= 20 << 20, "{family} {key} {types}: {spent}");
-                    // It may be refused, but what is written is not much.
+                    // It may be refused, but only a little text is written.
                     let bytes = written.map_or(0, |lark| lark.len());
                     assert!(bytes < 100_000, "{family} {key} {types}: {bytes} bytes");
                 }

@@ -145,7 +145,7 @@ impl Template {
             if parser.stop_reason() == StopReason::NotStopped {
                 parser.compute_mask()
             } else {
-                // A grammar that only the empty text fits has nothing to say but the end.
+                // A grammar that accepts only the empty text allows only end tokens.
                 Ok(parser.token_env.tok_trie().eos_token_set())
             }
         }));
@@ -190,7 +190,7 @@ impl Template {
     }
 }
 
-/// The part of an error that a client wants to read: beyond its first line it repeats the grammar.
+/// The part of an error that is useful to a client: beyond its first line it repeats the grammar.
 pub(crate) fn brief(said: &str) -> String {
     const MOST: usize = 300;
     let line = said.lines().find(|line| !line.trim().is_empty()).unwrap_or_default().trim();

@@ -206,8 +206,8 @@ fn body(rest: &[(Token<'_>, usize)]) -> Option<usize> {
     (mark(at, b':') && !mark(at + 1, b':')).then_some(at + 1)
 }
 
-/// The tokens of a grammar, each with its number of bytes. What is no token is a mark: errors are
-/// the compiler's to find.
+/// The tokens of a grammar, each with its number of bytes. What is not a token is a mark: errors
+/// are the compiler's to find.
 fn tokens(text: &str) -> Vec<(Token<'_>, usize)> {
     let bytes = text.as_bytes();
     let mut tokens = Vec::new();
@@ -264,7 +264,7 @@ fn end_of_line(bytes: &[u8], from: usize) -> usize {
     end.map_or(bytes.len(), |end| from + end)
 }
 
-/// The place behind the literal that goes on at `from`.
+/// The place after the literal that goes on at `from`.
 fn end_of_literal(bytes: &[u8], from: usize, quote: u8) -> usize {
     let mut at = from;
     while let Some(&byte) = bytes.get(at) {

@@ -1,6 +1,6 @@
 //! The places of a schema that llguidance does not take, and schemas without them.
 //!
-//! llguidance says what is wrong, and seldom where. So each keyword is tried alone, in a schema
+//! llguidance reports what is wrong, but seldom where. So each keyword is tried alone, in a schema
 //! that has nothing else.
 
 use std::collections::HashSet;
@@ -21,7 +21,7 @@ use crate::work::Work;
 
 /// The largest number of keywords that are left out of a schema one after the other.
 const LEFT_OUT: usize = 64;
-/// Units of work of trying a schema, beside its size.
+/// Units of work for trying a schema, in addition to its size.
 const TRIAL: usize = 4096;
 /// Keywords whose values are schemas that are tried by themselves, or that lead to others.
 const STRUCTURE: [&str; 13] = [
@@ -51,7 +51,7 @@ pub(crate) struct Fault {
     pub(crate) reason: String,
 }
 
-/// What llguidance says against a schema; `None`: it takes it.
+/// The error that llguidance reports for a schema; `None`: it accepts the schema.
 fn trial(schema: &Value, work: &mut Work) -> Result<Option<String>, GrammarError> {
     work.copy(schema)?;
     work.write(TRIAL)?;
@@ -64,7 +64,7 @@ fn trial(schema: &Value, work: &mut Work) -> Result<Option<String>, GrammarError
     Ok(compiled.err().map(|error| format!("{error:#}")))
 }
 
-/// The part of llguidance's words about a keyword that a client wants to read.
+/// The part of llguidance's message about a keyword that is useful to a client.
 fn reason(key: &str, value: &Value, said: &str) -> String {
     if said.contains(UNIMPLEMENTED) {
         return UNSUPPORTED.to_owned();

@@ -21,7 +21,7 @@ pub(crate) fn prune(schema: &mut Value, work: &mut Work) -> Result<(), GrammarEr
     let mut finite = Finite { root: schema, known: HashSet::new(), seen: HashSet::new(), work };
     let mut all = Vec::new();
     each(finite.root, &mut String::new(), &mut |schema, _| all.push(schema));
-    // Each round knows more than the one before, or nothing more can be known.
+    // Each round learns more than the one before, or the loop ends.
     loop {
         let before = finite.known.len();
         finite.seen.clear();
@@ -79,7 +79,7 @@ impl<'a> Finite<'a> {
         let map = match schema {
             Value::Bool(any) => return Ok(*any),
             Value::Object(map) => map,
-            // No schema at all, which the compiler says.
+            // Not a valid schema: the compiler reports it.
             _ => return Ok(true),
         };
         if self.known.contains(&address(schema)) || depth > DEPTH {
@@ -143,7 +143,7 @@ impl<'a> Finite<'a> {
     }
 }
 
-/// A demand of a schema: so many of these have a finite value.
+/// A demand of a schema: `count` of these have a finite value.
 struct Part<'a> {
     needed: usize,
     /// Schemas with the steps to them; a step that begins with `#` is a reference.
@@ -349,7 +349,7 @@ mod tests {
         json!({"$ref": "#/$defs/a"})
     }
 
-    /// Definitions that refer to the one behind them, and the last to nothing.
+    /// Definitions that refer to the one after them, and the last to nothing.
     #[test]
     fn long_chains_take_work_by_their_length() {
         let count = 5000;

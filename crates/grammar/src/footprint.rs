@@ -1,15 +1,15 @@
 //! The memory of a compiled grammar.
 //!
-//! The parser says how many states, expressions and table entries its lexer has, but not what they
-//! take. Each is counted with the bytes that it was found to take, for each copy that there is of
-//! it. `crates/server/tests/resources/grammars.rs` compares this with what is allocated: it is not
+//! The parser reports how many states, expressions and table entries its lexer has, but not their
+//! sizes. Each is counted with the measured bytes, for each copy of it.
+//! `crates/server/tests/resources/grammars.rs` compares this with what is allocated: it is not
 //! below that, and seldom above its double.
 
 use std::collections::HashSet;
 
 use llguidance::earley::{CGrammar, Parser};
 
-/// Bytes of a symbol of the grammar, beside its name.
+/// Bytes of a symbol of the grammar, without its name.
 const SYMBOL: usize = 600;
 /// Bytes of a place in a rule.
 const PLACE: usize = 48;

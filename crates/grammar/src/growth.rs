@@ -1,5 +1,6 @@
-//! What all matchers take beyond their copies: their lexers make states and expressions as answers
-//! go on. One that grows without an end has to end before it takes what others need.
+//! Memory that matchers take beyond their copies: their lexers create states and expressions as
+//! answers grow. A matcher that grows without bound is stopped before it exhausts the memory of
+//! others.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -2,7 +2,7 @@
 
 use crate::kinds::NUMERIC;
 
-/// Keywords that say nothing about a value.
+/// Keywords that do not restrict a value.
 const SILENT: [&str; 15] = [
     "$schema",
     "$id",
@@ -20,7 +20,7 @@ const SILENT: [&str; 15] = [
     "writeOnly",
     "nullable",
 ];
-/// Keywords that are kept, beside those of strings and numbers.
+/// Keywords that are kept, in addition to those of strings and numbers.
 const KEPT: [&str; 12] = [
     "$ref",
     "type",
@@ -37,7 +37,7 @@ const KEPT: [&str; 12] = [
 ];
 const KEPT_TOO: [&str; 5] = ["maxItems", "pattern", "minLength", "maxLength", "format"];
 
-/// True if such a notation keeps what the keyword says.
+/// True if such a notation enforces the keyword.
 pub(crate) fn known(key: &str) -> bool {
     let lists = [&SILENT[..], &KEPT[..], &KEPT_TOO[..], &NUMERIC[..]];
     lists.iter().any(|list| list.contains(&key))

@@ -142,8 +142,8 @@ impl Kinds {
         Self::reach(root, schema, &mut HashMap::new(), 0, work)
     }
 
-    /// `seen` has the schemas that were visited, by their addresses. One that refers to itself may
-    /// have any kind there, which its other keywords restrict.
+    /// `seen` has the schemas that were visited, by their addresses. A schema that refers to itself
+    /// may have any kind there, which its other keywords restrict.
     fn reach(
         root: &Value,
         schema: &Value,

@@ -101,7 +101,7 @@ struct Rewriter<'a> {
 }
 
 impl<'a> Rewriter<'a> {
-    /// Takes the bytes up to `end` from the rest.
+    /// Removes the bytes up to `end` from the rest and returns them.
     fn take(&mut self, end: usize) -> &'a str {
         let (taken, rest) = self.rest.split_at(end);
         self.rest = rest;
@@ -125,7 +125,7 @@ impl<'a> Rewriter<'a> {
             '/' => self.regex(),
             '%' => self.directive(),
             '-' if self.rest.starts_with("->") => {
-                // Names of alternatives say nothing about texts.
+                // Names of alternatives do not affect the text.
                 self.take(2);
                 self.take_while(char::is_whitespace);
                 self.take_while(in_name);
@@ -136,7 +136,7 @@ impl<'a> Rewriter<'a> {
                 self.name();
                 Ok(())
             }
-            // What Lark does with trees is nothing to a text.
+            // Lark's tree modifiers do not change the text that a rule matches.
             '!' | '?' if self.begins_line() => {
                 self.take(1);
                 Ok(())
@@ -182,7 +182,7 @@ impl<'a> Rewriter<'a> {
         let end =
             end_of(self.rest, '"').ok_or_else(|| GrammarError::invalid("a string has no end"))?;
         let literal = self.take(end);
-        // Lark's `\xHH` is no escape of JSON.
+        // Lark's `\xHH` is not an escape of JSON.
         let json = literal.replace(r"\x", r"\u00").replace(r"\'", "'");
         let text: String = serde_json::from_str(&json)
             .map_err(|_| GrammarError::invalid(format!("{literal}: not a string of Lark")))?;
@@ -280,7 +280,7 @@ fn only(text: &str) -> Option<char> {
     chars.next().filter(|_| chars.next().is_none())
 }
 
-/// The end of the string that begins with `quote`, behind its other quote.
+/// The end of the string that begins with `quote`, after its other quote.
 fn end_of(text: &str, quote: char) -> Option<usize> {
     let mut escaped = false;
     for (at, c) in text.char_indices().skip(1) {

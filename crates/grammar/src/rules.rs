@@ -95,8 +95,8 @@ impl fmt::Debug for Rules {
 }
 
 impl Rules {
-    /// The rules of an answer whose first tokens are `said`. Their matcher is made later, and only
-    /// then it is seen whether they fit.
+    /// The rules of an answer whose first tokens are `said`. Their matcher is created later, and
+    /// only then are these tokens checked.
     pub(crate) fn new(
         template: Option<&Arc<Template>>,
         reasoning: Option<Reasoning>,
@@ -128,7 +128,7 @@ impl Rules {
         rules
     }
 
-    /// Notes a token of the answer. Gives the grammar if the token belongs to it.
+    /// Notes a token of the answer. Returns the grammar if the token belongs to it.
     fn advance(&mut self, token: i32) -> Option<&mut Follower> {
         self.note(token);
         if let Some(thinking) = &mut self.thinking {
@@ -157,7 +157,7 @@ impl Rules {
         }
     }
 
-    /// Takes bad words out; true: there was one.
+    /// Removes forbidden words from a mask; true: there was one.
     fn without_bad_words(&self, words: &mut [u32]) -> bool {
         let mut removed = Vec::new();
         for word in self.bounds.bad_words.iter() {
@@ -175,7 +175,7 @@ impl Rules {
         !removed.is_empty()
     }
 
-    /// Takes the ends out of a mask of an answer that is too short; true: there was one.
+    /// Removes the end tokens from a mask of an answer that is too short; true: there was one.
     fn without_ends(&self, words: &mut [u32]) -> bool {
         let there: Vec<i32> =
             self.bounds.ends.iter().copied().filter(|&id| get(words, id)).collect();
@@ -258,7 +258,7 @@ impl Rules {
         self.thinking.as_ref().map_or(Phase::Answer, Thinking::phase)
     }
 
-    /// The matcher that the next token goes to, behind the tokens so far, if it is made already.
+    /// The matcher that the next token goes to, after the tokens so far, if it is made already.
     fn matcher(&mut self) -> Result<Option<&mut RunningMatcher>, ConstraintError> {
         let follows = self.phase() == Phase::Answer && !self.over;
         let grammar = self.grammar.as_mut().filter(|grammar| follows && grammar.first().is_none());
@@ -281,21 +281,21 @@ impl Rules {
             forced.push(token);
             thinking.accept(token, false);
         }
-        // Behind these, and where other bounds may have no place for them, masks decide.
+        // After these, and where other bounds may have no place for them, masks decide.
         let free = self.bounds.allowed.is_none() && self.bounds.bad_words.is_empty();
         if !forced.is_empty() || !free || self.matcher()?.is_none() {
             return Ok(forced);
         }
         let before = self.grammar.as_ref().map_or(0, |grammar| grammar.said.len());
-        // Whether a token is certain shows only behind the one before it: it may be a part of more
-        // than one way to write what is left.
+        // A token is certain only once the one before it is known: several tokenisations may be
+        // possible.
         while forced.len() < most
             && let Ok(Some(running)) = self.matcher()
             && let Some(&token) = running.counted.matcher.compute_ff_tokens().first()
         {
             let token = token.cast_signed();
             forced.push(token);
-            // Behind an end everything may come.
+            // After an end everything may come.
             let ends = self.bounds.ends.contains(&token);
             if ends || self.grammar.as_mut().is_some_and(|it| it.accept(token).is_err()) {
                 break;
@@ -319,7 +319,7 @@ impl Rules {
             .take_while(|&token| (token as usize) < known)
             .collect();
         let possible = running.counted.matcher.validate_tokens(&tokens).map_err(broken)?;
-        // Behind an end nothing comes.
+        // After an end nothing comes.
         drafts.truncate(if possible == end { end + 1 } else { possible });
         Ok(())
     }
@@ -382,7 +382,7 @@ impl Follower {
         }
     }
 
-    /// The matcher behind the tokens so far.
+    /// The matcher after the tokens so far.
     fn running(&mut self) -> Result<&mut RunningMatcher, ConstraintError> {
         let Self { template, growth, running, said, elsewhere } = self;
         let fresh = running.is_none();
@@ -405,8 +405,8 @@ impl Follower {
         Ok(running)
     }
 
-    /// Goes back to where it had so many tokens. Gives the matcher if that can't, and a new one is
-    /// needed.
+    /// Rolls back to the state after `tokens` tokens. Returns the matcher if it cannot roll back,
+    /// and a new one is needed.
     fn go_back(&mut self, tokens: usize) -> Option<Box<RunningMatcher>> {
         self.said.truncate(tokens);
         let running = self.running.as_mut()?;

@@ -12,7 +12,7 @@ use crate::size;
 use crate::source::{SCHEMA_DEPTH, Whitespace};
 use crate::work::Work;
 
-/// llguidance's own options in a schema. They could switch off checks that the operator wants.
+/// llguidance's own options in a schema. They could switch off checks that the operator relies on.
 const OPTIONS: &str = "x-guidance";
 /// Bounds of numbers that llguidance counts in 64 bits with a sign.
 const BOUNDS: [&str; 4] = ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"];
@@ -56,8 +56,8 @@ pub(crate) fn read(text: &str, work: &mut Work) -> Result<Value, GrammarError> {
     prepare(schema, work)
 }
 
-/// Refuses a value that is no schema, is too large, has options for llguidance, or has no finite
-/// value. Gives a schema of the same finite values that llguidance understands better.
+/// Refuses a value that is not a schema, is too large, has options for llguidance, or has no finite
+/// value. Returns a schema of the same finite values that llguidance understands better.
 pub(crate) fn prepare(mut schema: Value, work: &mut Work) -> Result<Value, GrammarError> {
     if !schema.is_object() && !schema.is_boolean() {
         return Err(GrammarError::invalid("a schema is an object or a boolean"));
@@ -232,7 +232,7 @@ pub(crate) fn explain(schema: &Value, said: &str, work: &mut Work) -> GrammarErr
         found
     };
     if let Some(at) = said.find(UNIMPLEMENTED) {
-        // Behind the list, the grammar around the schema may be repeated.
+        // After the list, the grammar around the schema may be repeated.
         let list = said[at..].split(']').next().unwrap_or_default();
         let keys: Vec<&str> = list.split('"').skip(1).step_by(2).collect();
         let path =

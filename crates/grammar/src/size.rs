@@ -7,7 +7,7 @@ use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, Seq
 use crate::error::GrammarError;
 use crate::source::{SCHEMA_DEPTH, SCHEMA_VALUES};
 
-/// Refuses a text that is no JSON object or boolean, or has too many values.
+/// Refuses a text that is not JSON object or boolean, or has too many values.
 pub(crate) fn check(text: &str, what: &str) -> Result<(), GrammarError> {
     if !text.trim_start().starts_with(['{', 't', 'f']) {
         return Err(GrammarError::invalid(format!("{what} is an object")));

@@ -1,4 +1,4 @@
-//! The wanted form of an answer.
+//! The requested form of an answer.
 
 use std::sync::Arc;
 
@@ -122,7 +122,7 @@ impl From<Form> for Source {
 }
 
 impl Form {
-    /// True if the form says nothing: it has no text, or no choice.
+    /// True if the form allows no text, or has no choice.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         match self {

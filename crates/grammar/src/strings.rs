@@ -81,8 +81,8 @@ fn search(pattern: &str) -> String {
     format!("/{before}(?:{body}){after}/")
 }
 
-/// The strings that a schema allows, as ways to be one; empty: none. What it says of other values
-/// is not looked at.
+/// The strings that a schema allows, as alternatives; empty: none. Restrictions of other values are
+/// ignored.
 pub(crate) fn texts(
     root: &Value,
     schema: &Value,

@@ -137,8 +137,8 @@ impl Writer<'_> {
         }
     }
 
-    /// The formats of `elements`. `last` is told whether an element is the final one. It returns
-    /// true if nothing follows that element.
+    /// The formats of `elements`. `last`: whether an element is the final one. Returns true if
+    /// nothing follows that element.
     fn elements(
         &mut self,
         format: &Value,
@@ -244,7 +244,7 @@ pub(crate) fn regex(pattern: &str) -> Result<String, GrammarError> {
     Ok(format!("/{}/", llguidance::regex_to_lark(unanchored(pattern), "")))
 }
 
-/// Patterns match as a whole: anchors at both ends say nothing.
+/// Patterns match as a whole: anchors at both ends are redundant.
 fn unanchored(pattern: &str) -> &str {
     let pattern = pattern.strip_prefix('^').unwrap_or(pattern);
     let escaped = pattern.strip_suffix('$').is_some_and(|before| {

@@ -47,7 +47,7 @@ pub(crate) struct Thinking {
     markers: Markers,
     /// The largest number of tokens of it, without the markers.
     budget: Option<u32>,
-    /// Tokens said of it, those of a marker that is not complete included.
+    /// Reasoning tokens so far, those of an incomplete marker included.
     spent: u32,
     /// True if reasoning may begin at any time, and again: no form has to follow it.
     again: bool,
@@ -103,8 +103,8 @@ impl Thinking {
         }
     }
 
-    /// The request has said `token`. True: it is a token of the reasoning. Otherwise the answer has
-    /// begun with it. `answers`: the answer may begin with it, so that it opens nothing.
+    /// The request has sampled `token`. True: it is a token of the reasoning. Otherwise the answer
+    /// has begun with it. `answers`: the answer may begin with it, so that it opens nothing.
     pub(crate) fn accept(&mut self, token: i32, answers: bool) -> bool {
         let Markers { open, close } = &self.markers;
         match &mut self.state {
@@ -133,12 +133,12 @@ impl Thinking {
             State::Inside { tail } => {
                 tail.push(token);
                 self.spent += 1;
-                // The longest end of what was said that the marker begins with.
+                // The longest suffix of the output that the marker begins with.
                 while !close.starts_with(tail) {
                     tail.remove(0);
                 }
                 if tail.len() == close.len() {
-                    // The marker is no part of it.
+                    // The marker is not part of it.
                     self.spent = self.spent.saturating_sub(close.len() as u32);
                     self.state = if self.again { State::Opening(0) } else { State::Over };
                 }
@@ -202,7 +202,7 @@ mod tests {
             assert_eq!(thinking.phase(), Phase::Free, "{token}");
             thinking.accept(token, false);
         }
-        // The first marker was no part of it.
+        // The first marker was not part of it.
         assert_eq!(thinking.phase(), Phase::Free);
         thinking.accept(4, false);
         for token in [7, 7, 8] {

@@ -12,8 +12,8 @@ use llguidance::toktrie::{
 
 use crate::error::GrammarError;
 
-/// Texts that the tokenizer has to encode into tokens with just their bytes, if forced text is to
-/// be tokenised its way.
+/// Texts that the tokenizer has to encode losslessly before its own tokenisation is used for forced
+/// text.
 const SAMPLES: [&str; 6] = ["a", " a", "{\"name\": \"", "\n\n  x", "</think>", "naïve 7.5"];
 
 /// The limits on compiling a source and computing a mask. The largest schemas of others that are
@@ -28,7 +28,7 @@ const LIMITS: ParserLimits = ParserLimits {
     max_lexer_states: 50_000,
     max_grammar_size: 300_000,
     precompute_large_lexemes: true,
-    // Errors are shown to clients: the parser's state says nothing to them.
+    // Errors are shown to clients: the parser's state is useless to them.
     verbose_errors: false,
 };
 
@@ -71,7 +71,7 @@ impl Vocabulary {
     }
 }
 
-/// The bytes of a token; those of a special one behind a marker, so that no text has them.
+/// The bytes of a token; those of a special one after a marker, so that no text has them.
 fn word(tokenizer: &Tokenizer, id: usize) -> Vec<u8> {
     let Ok(id) = i32::try_from(id) else { return Vec::new() };
     let bytes = tokenizer.token_bytes(id);

@@ -38,7 +38,7 @@ impl Work {
         self.spend(size(value, self.left))
     }
 
-    /// Writes so many bytes.
+    /// Counts `bytes` written bytes.
     pub(crate) fn write(&mut self, bytes: usize) -> Result<(), GrammarError> {
         self.spend(bytes)
     }

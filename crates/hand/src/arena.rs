@@ -62,8 +62,8 @@ impl Arena {
         Some(Region { range, bytes, arena: self.clone() })
     }
 
-    /// Copies bytes of another arena of this size to the same place. That arena's allocator decides
-    /// about the place, and this one's has no say.
+    /// Copies bytes of another arena of this size to the same place. Only that arena's allocator
+    /// chooses the place.
     ///
     /// # Errors
     /// The place is not inside the arena, or the system has no memory for it.
@@ -134,14 +134,14 @@ impl Payloads for Arena {
         Some(Box::new(self.take(bytes)?))
     }
 
-    /// The first to ask is told; there is one waiting line for an arena.
+    /// Only the first waiter is notified; an arena has one queue.
     fn on_freed(&self, notify: Box<dyn Fn() + Send + Sync>) {
         let is_first = self.0.freed.set(notify).is_ok();
         debug_assert!(is_first, "an arena has one waiting line");
     }
 }
 
-/// A reserved part of the arena. To drop it gives it back.
+/// A reserved part of the arena. Dropping it gives it back.
 #[must_use]
 pub struct Region {
     range: Range,

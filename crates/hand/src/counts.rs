@@ -2,7 +2,7 @@
 
 use forebay_protocol::{HandConfig, Ready};
 
-/// Has the next hand offer exactly the pages of this one, on which the scheduler was built,
+/// Makes the next hand offer exactly the pages of this one, on which the scheduler was built,
 /// whatever memory is free by then. Its pages of the host's tier are in the same places.
 pub(crate) fn keep(config: &mut HandConfig, facts: &Ready) {
     config.max_total_tokens = Some(u64::from(facts.page_count) * u64::from(config.page_size));
@@ -13,8 +13,8 @@ pub(crate) fn keep(config: &mut HandConfig, facts: &Ready) {
     }
 }
 
-/// Has the next hand take so many pages and host pages, and state pages in the same proportion. The
-/// memory of a GPU is not the memory that ran out.
+/// Limits the next hand to `pages` pages and `host_pages` host pages, with state pages in the same
+/// proportion. On a GPU only host memory had run out: the device's pages stay.
 pub(crate) fn lower(config: &mut HandConfig, pages: u32, host_pages: u32) {
     if config.device != "cuda" {
         let tokens = u64::from(pages) * u64::from(config.page_size);

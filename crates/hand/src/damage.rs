@@ -1,6 +1,6 @@
 //! Damage to messages, for the tests of their readers in this crate and in `outpost`.
 //!
-//! A message is words in little-endian order, of which the first may be a length, or JSON behind
+//! A message is words in little-endian order, of which the first may be a length, or JSON after
 //! such a word.
 
 use proptest::prelude::Rng as _;
@@ -9,12 +9,12 @@ use proptest::test_runner::{RngAlgorithm, TestRng};
 /// Most memory that reading may have taken at a time. A message that announces 256 MiB takes none
 /// before they come.
 const MOST_GROWTH_KIB: u64 = 64 << 10;
-/// The values of damaged words, beside the message's own length.
+/// The values of damaged words, in addition to the message's own length.
 const EXTREMES: [u32; 9] = [0, 1, 2, 1 << 16, 1 << 20, 1 << 26, (1 << 26) + 1, 1 << 31, u32::MAX];
-/// Bytes that mean something in JSON, or are no text.
+/// Bytes that mean something in JSON, or are not text.
 const TELLING: &[u8] = b"{}[]\",:0-e\\u\xff";
 
-/// Messages of a test: so many, or as many as `make test-fuzz-outposts` wants.
+/// Messages of a test: the ordinary number, or the one that `make test-fuzz-outposts` sets.
 pub(crate) fn messages(ordinary: u64) -> u64 {
     let told = std::env::var("FOREBAY_FUZZED_MESSAGES").ok();
     told.map_or(ordinary, |text| text.parse().expect("a number of messages"))
@@ -69,7 +69,7 @@ impl Damage {
                     bytes.splice(at..at, part);
                 }
                 5 if bytes.len() >= 8 => {
-                    // By whole words, so that those behind them keep their meaning.
+                    // By whole words, so that those after them keep their meaning.
                     let (one, end) = (at.min(other) & !3, at.max(other) & !3);
                     let part = bytes[one..end].to_vec();
                     bytes.splice(one..one, part);

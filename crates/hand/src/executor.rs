@@ -112,7 +112,7 @@ pub struct HandExecutor {
     /// The memory of each rank's host tier, or of all; none: there is no tier. They are anonymous
     /// files, which the next hand of a rank finds as the last one left them.
     host: Vec<OwnedFd>,
-    /// What some ranks have ended beside their steps, and others have not.
+    /// Copies and loads that some ranks have ended, and others have not.
     merger: ResultMerger,
     /// Arena regions of the plans in flight, oldest first.
     regions: VecDeque<Vec<Region>>,
@@ -212,7 +212,7 @@ impl HandExecutor {
         };
         drop(ranks);
         self.regions.clear();
-        // The pages of a GPU are no memory of the host, where fewer of them would leave more.
+        // The pages of a GPU are not memory of the host, where fewer of them would leave more.
         let pages_on_host = self.spec.config.device != "cuda" || !self.host.is_empty();
         self.signals.push_back(match out_of_memory && pages_on_host {
             true => Signal::OutOfMemory(reason),
@@ -220,7 +220,7 @@ impl HandExecutor {
         });
     }
 
-    /// Reads and writes what rank `index` has ready.
+    /// Reads and writes as far as rank `index` is ready.
     fn serve_rank(&mut self, index: usize, writable: bool) -> Result<(), StreamError> {
         let flushed = if writable {
             let rank = &mut self.ranks[index];
@@ -244,7 +244,7 @@ impl HandExecutor {
                 let config = self.config_frame(index)?;
                 let rank = &mut self.ranks[index];
                 rank.writer.send(&mut rank.socket, &config)?;
-                // It lives: whoever waits for it may go on waiting.
+                // It is alive: its watchdog starts again.
                 self.signals.push_back(Signal::Progress("handshake".into()));
             }
             Kind::Progress => {
@@ -335,8 +335,8 @@ impl HandExecutor {
         Ok(())
     }
 
-    /// Puts the frame in the buffer into the arena where that is worth it, beside what else its
-    /// step has there; gives the frame that says where it lies.
+    /// Puts the frame in the buffer into the arena if that is worth it, together with the rest of
+    /// its step there. Returns the frame that names its place.
     fn share(&mut self, readers: usize) -> Option<&[u8]> {
         let apart = self.spec.site.is_some();
         if apart || readers < 2 || self.buffer.len() < SHARED_BYTES {
@@ -353,12 +353,12 @@ impl HandExecutor {
         Some(&self.place)
     }
 
-    /// The ranks that get what is for a member.
+    /// The ranks to which a member's messages go.
     fn ranks_of(&self, member: usize) -> Range<usize> {
         if self.spec.config.step_group { member..member + 1 } else { 0..self.ranks.len() }
     }
 
-    /// Writes a member's plan into the buffer, and what of it goes into the arena there.
+    /// Writes a member's plan into the buffer, and its payload into the arena.
     fn encode(&mut self, plan: &StepPlan) -> Result<(), FrameError> {
         let near = self.spec.site.is_none();
         let (arena, regions) = (&self.spec.arena, self.regions.back_mut());
@@ -398,7 +398,7 @@ impl HandExecutor {
         }
     }
 
-    /// Waits for the sockets and the waker and serves what is ready.
+    /// Waits for the sockets and the waker, and serves those that are ready.
     fn poll_once(&mut self, timeout: Option<Duration>) {
         let timeout = timeout.map(|t| Timespec {
             tv_sec: i64::try_from(t.as_secs()).unwrap_or(i64::MAX),
@@ -511,7 +511,7 @@ impl Executor for HandExecutor {
     }
 
     fn carry(&mut self, member: usize, payload: &Arc<dyn Payload>, there: There) {
-        // After the group's end there is no rank, and nobody to tell.
+        // After the group's end there are no ranks to report to.
         let ranks = self.ranks.get(self.ranks_of(member)).unwrap_or_default();
         for (rank, there) in ranks.iter().zip(last_of(ranks.len(), there)) {
             match &rank.process {
@@ -543,7 +543,7 @@ impl Executor for HandExecutor {
     fn stop(&mut self) {
         if let Ok(order) = encode_json(Kind::Shutdown, "") {
             for rank in &mut self.ranks {
-                // A rank that can't be told is ended all the same.
+                // A rank whose socket is broken is ended all the same.
                 let _ = rank.writer.send(&mut rank.socket, &order);
             }
         }

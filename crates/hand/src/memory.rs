@@ -21,7 +21,7 @@ pub struct HostMemories {
 }
 
 impl HostMemories {
-    /// The memories of so many groups of one rank, of which each lends to all others.
+    /// The memories of `replicas` groups of one rank each. Each lends to all others.
     ///
     /// # Errors
     /// The system gives no such memory.
@@ -59,7 +59,7 @@ impl HostMemories {
     }
 }
 
-/// Memory for the host tiers of so many ranks.
+/// Memory for the host tiers of `world` ranks.
 ///
 /// # Errors
 /// The system gives no such memory.
@@ -67,8 +67,8 @@ pub(crate) fn of_ranks(world: usize) -> io::Result<Vec<OwnedFd>> {
     (0..world).map(|_| new()).collect()
 }
 
-/// Memory for a host tier. It is as long as the first hand makes it, and takes memory where
-/// somebody writes.
+/// Memory for a host tier. The first hand sets its length, and pages are allocated when they are
+/// written.
 fn new() -> io::Result<OwnedFd> {
     Ok(memfd_create("forebay-host-kv", MemfdFlags::CLOEXEC)?)
 }

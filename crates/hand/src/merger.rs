@@ -1,6 +1,6 @@
 //! The results of ranks that compute the same, made one.
 //!
-//! Ranks answer a step together, so their tokens can be compared. Copies and adapters come beside
+//! Ranks answer a step together, so their tokens can be compared. Copies and adapters end between
 //! the steps, on each rank at its own time: one has ended when all ranks have reported it.
 
 use std::collections::HashMap;
@@ -9,7 +9,7 @@ use forebay_protocol::{CopyEnd, CopyTiming, FrameError, PlaceEnd, StepResult};
 
 use crate::frames::StreamError;
 
-/// What ranks have reported of something that not all of them have ended.
+/// Reports of ranks on something that not all ranks have ended.
 #[derive(Debug, Default)]
 struct Reports {
     /// The ranks that have ended it.
@@ -23,7 +23,7 @@ struct Reports {
 struct Ends(HashMap<u32, Reports>);
 
 impl Ends {
-    /// Takes a report of one of `world` ranks. Gives the error of all once all have reported.
+    /// Adds a report of one of `world` ranks. Returns the error of all once all have reported.
     fn take(
         &mut self,
         rank: usize,
@@ -75,9 +75,9 @@ impl ResultMerger {
         }
     }
 
-    /// Makes one result of those of all ranks, in the order of ranks. Another answer from one means
-    /// that their states differ. A step is as long as its longest rank, and has waited no longer
-    /// than the one that waited least. A copy that fails on one rank has failed.
+    /// Merges the results of all ranks, in the order of ranks. Different tokens mean that the
+    /// ranks' states differ. A step is as long as its longest rank, and has waited no longer than
+    /// the one that waited least. A copy that fails on one rank has failed.
     ///
     /// # Errors
     /// The ranks disagree, or one has broken the protocol.
@@ -113,7 +113,7 @@ impl ResultMerger {
         Ok(vec![joined])
     }
 
-    /// The time of copies since it was told last: that of the rank that was busy the longest.
+    /// The time of copies since the last report: that of the rank that was busy the longest.
     fn tell_busy(&mut self) -> CopyTiming {
         let longest =
             |of: fn(&CopyTimes) -> u64| self.busy.iter().map(of).max().unwrap_or_default();

@@ -82,12 +82,12 @@ fn explains(explained: &AtomicU64, before: u64, now: u64) -> bool {
 }
 
 /// The variable with the bytes that a hand may allocate. The process that starts a hand knows its
-/// control groups, and the hand in Python asks nobody else.
+/// control groups, and the hand in Python has no other source.
 const AVAILABLE: &str = "FOREBAY_AVAILABLE_BYTES";
 /// The variable with the number of threads of OpenMP.
 const THREADS: &str = "OMP_NUM_THREADS";
 
-/// Tells a hand what it may use of this machine. A number of threads that somebody has set stays.
+/// Passes a hand its limits on this machine. A number of threads that the user has set stays.
 fn limit(command: &mut Command, machine: &Machine, cpus: &[usize]) {
     if let Some(bytes) = machine.memory().available {
         command.env(AVAILABLE, bytes.to_string());
@@ -98,7 +98,7 @@ fn limit(command: &mut Command, machine: &Machine, cpus: &[usize]) {
     }
 }
 
-/// A spawned rank and its process group. To drop it kills the group.
+/// A spawned rank and its process group. Dropping it kills the group.
 #[derive(Debug)]
 pub struct RankProcess {
     child: Child,
@@ -114,7 +114,7 @@ pub struct RankProcess {
 impl RankProcess {
     /// Spawns `command` with a new socket as descriptor 3, the arena as 4, and memory of host tiers
     /// by the descriptors that come with it. The process runs on the given processors, if any.
-    /// Gives the process and the near end of its socket, which never blocks.
+    /// Returns the process and the near end of its socket, which never blocks.
     ///
     /// # Errors
     /// The program can't be run, or the system refuses a socket.
@@ -179,7 +179,7 @@ impl RankProcess {
         matches!(poll(&mut fds, Some(&limit)), Ok(1))
     }
 
-    /// Ends a rank whose connection broke. Gives a description of its end.
+    /// Ends a rank whose connection broke. Returns a description of its end.
     #[must_use]
     pub fn bury(mut self) -> Exit {
         let by_itself = self.ended_within(LAST_BREATH);

@@ -39,20 +39,20 @@ pub trait Site: Send + Sync {
     fn spawn(&self, group: Vec<RankOrder>) -> io::Result<Vec<Remote>>;
 }
 
-/// A rank that runs elsewhere. To drop it ends the rank.
+/// A rank that runs elsewhere. Dropping it ends the rank.
 pub trait Distant: Send {
-    /// Has the rank killed, without a wait.
+    /// Kills the rank, without waiting for its end.
     fn doom(&self);
     /// Waits for the rank's end, at most `limit`.
     fn ended_within(&self, limit: Duration) -> bool;
-    /// Has a payload brought to the shared memory that the rank maps, at the same offset. `there`
-    /// is called then. It is dropped if the rank ends before. Returns at once.
+    /// Starts bringing a payload to the shared memory that the rank maps, at the same offset.
+    /// `there` is called then. It is dropped if the rank ends before. Returns at once.
     fn carry(&self, payload: &Arc<dyn Payload>, there: There);
-    /// Ends the rank. Gives a description of its end, as far as that is known soon.
+    /// Ends the rank. Returns a description of its end, as far as that is known soon.
     fn bury(self: Box<Self>) -> Exit;
 }
 
-/// One duty for so many: the last of them does it.
+/// Splits one callback into `count` parts: the last part that is called runs it.
 pub(crate) fn last_of(count: usize, there: There) -> impl Iterator<Item = There> {
     let (left, there) = (AtomicUsize::new(count), Mutex::new(Some(there)));
     let shared = Arc::new((left, there));
@@ -104,7 +104,7 @@ impl Process {
         }
     }
 
-    /// Ends ranks that were told to exit, all at a time: waits a little, then SIGTERM, then
+    /// Ends ranks that have been ordered to exit, all at a time: waits a little, then SIGTERM, then
     /// SIGKILL.
     pub(crate) fn end(processes: Vec<Self>) {
         for (patience, signal) in PATIENCE.into_iter().zip([Signal::TERM, Signal::KILL]) {

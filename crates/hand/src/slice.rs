@@ -7,10 +7,10 @@ use rustix::thread::Pid;
 /// The shortest turn that Linux gives, in nanoseconds. Its default is ten to thirty times as long.
 const NANOSECONDS: u64 = 100_000;
 
-/// Has the kernel give `thread` short turns, which come sooner. A thread that wakes with less to do
-/// goes before one in the middle of a long turn (EEVDF; slices can be requested since Linux 6.12).
-/// Its share of the processor does not change. So it starves no other thread, and every thread may
-/// request it.
+/// Makes the kernel give `thread` short turns, which come sooner. A thread that wakes with less to
+/// do goes before one in the middle of a long turn (EEVDF; slices can be requested since Linux
+/// 6.12). Its share of the processor does not change. So it starves no other thread, and every
+/// thread may request it.
 ///
 /// # Errors
 /// The thread is not there. Kernels without slices give no error.
@@ -19,7 +19,7 @@ pub fn take_short_turns(thread: Pid) -> io::Result<()> {
     let attributes = libc::sched_attr {
         size: size_of::<libc::sched_attr>() as u32,
         sched_policy: libc::SCHED_OTHER as u32,
-        // What it starts, a hand with its arithmetic, is to have turns of the usual length.
+        // Threads of the hand, which this thread starts, get slices of the usual length.
         sched_flags: libc::SCHED_FLAG_RESET_ON_FORK as u64,
         sched_nice: niceness,
         sched_priority: 0,

@@ -25,7 +25,7 @@ pub(crate) enum StoreError {
     /// A value is not base64.
     #[error("a value of the store is not base64")]
     Base64,
-    /// A number is to be added to a value that is no number.
+    /// An `Add` to a value that is not a number.
     #[error("the store has no number as {0:?}")]
     NoNumber(String),
     /// A rank asks while its last question is open.
@@ -39,7 +39,7 @@ struct WaitingQuestion {
     rank: usize,
     id: u64,
     keys: Vec<String>,
-    /// The value of the first key is wanted.
+    /// True if the request asks for the first key's value.
     wants_value: bool,
 }
 
@@ -51,8 +51,7 @@ pub(crate) struct Store {
 }
 
 impl Store {
-    /// Takes a question of `rank`; gives the answers that there are now, each with the rank that it
-    /// is for.
+    /// Handles a request of `rank`; returns the answers that are ready now, each with its rank.
     ///
     /// # Errors
     /// The question can't be answered.
@@ -87,7 +86,7 @@ impl Store {
             StoreOp::CompareSet { key, expected, value } => {
                 let (expected, value) = (decoded(&expected)?, decoded(&value)?);
                 let is_expected = match self.values.get(&key) {
-                    // As PyTorch's stores have it: nothing is there, and nothing is expected.
+                    // As in PyTorch's stores, a missing key matches an empty expected value.
                     None => expected.is_empty(),
                     Some(there) => *there == expected,
                 };

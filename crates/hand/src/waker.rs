@@ -31,7 +31,7 @@ impl EventWaker {
     /// Makes the descriptor quiet again, once a poll has found it readable.
     pub(crate) fn clear(&self) {
         let mut count = [0; 8];
-        // Empty only if somebody else cleared it, and there is nobody else.
+        // This thread is the only reader, so the counter is not empty.
         let _ = rustix::io::read(&self.fd, &mut count);
     }
 }

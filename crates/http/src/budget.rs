@@ -196,7 +196,7 @@ impl Charge {
         if bytes > self.bytes() { self.set(bytes) } else { Ok(()) }
     }
 
-    /// Charges an answer of which so many bytes wait, in steps.
+    /// Charges an answer of which `bytes` bytes wait, in steps.
     ///
     /// # Errors
     /// As [`Charge::set`].
@@ -214,7 +214,7 @@ impl Charge {
         self.bytes.fetch_sub(more, Ordering::Relaxed);
     }
 
-    /// Refuses what would not fit either if nothing else were in flight.
+    /// Refuses a request that would not fit even if nothing else were in flight.
     ///
     /// # Errors
     /// It never fits.
@@ -227,7 +227,7 @@ impl Charge {
         let Account { client, bytes, budget } = &*self.account;
         let all = budget.used.fetch_add(more, Ordering::Relaxed);
         let own = bytes.fetch_add(more, Ordering::Relaxed);
-        // Nobody has more than half of what is not half full.
+        // While less than half is used, no client has more than half.
         if all.saturating_add(more) <= budget.shares.half() {
             return Ok(());
         }

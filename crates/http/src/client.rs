@@ -1,8 +1,8 @@
 //! The client of a request, whose share is counted.
 //!
 //! A client is an API key if keys are required, and an address otherwise. An IPv6 client can choose
-//! addresses from a whole /64, so that is one client. Behind a trusted proxy, the proxy tells the
-//! address.
+//! addresses from a whole /64, so that is one client. Behind a trusted proxy, the proxy's header
+//! has the address.
 
 use std::convert::Infallible;
 use std::hash::{BuildHasher, RandomState};
@@ -190,12 +190,12 @@ mod tests {
     fn only_a_trusted_proxys_word_counts() {
         let proxies: TrustedProxies = "10.0.0.0/8, 192.0.2.1,::1,unix".parse().unwrap();
         let origin = |remote, lines: &[&'static str]| proxies.origin(remote, &headers(lines));
-        // Whoever is no proxy may write what it likes.
+        // A client that is not a trusted proxy may write any header.
         assert_eq!(origin(ip("203.0.113.9"), &["198.51.100.1"]), ip("203.0.113.9"));
         assert_eq!(origin(ip("10.1.2.3"), &["198.51.100.1"]), ip("198.51.100.1"));
         assert_eq!(origin(Remote::Local, &["198.51.100.1:4711"]), ip("198.51.100.1"));
         assert_eq!(origin(ip("::1"), &["[2001:db8::7]:80"]), ip("2001:db8::7"));
-        // From the end: what stands before the first stranger was written by that stranger.
+        // Read from the end: entries before the first untrusted address may be forged.
         let way = ["1.1.1.1, 198.51.100.1", "192.0.2.1,10.9.9.9"];
         assert_eq!(origin(ip("10.1.2.3"), &way), ip("198.51.100.1"));
         assert_eq!(origin(ip("10.1.2.3"), &["1.1.1.1, unknown"]), ip("10.1.2.3"));

@@ -115,12 +115,12 @@ async fn answer(
     }
 }
 
-/// Ready once the client has closed its end while a request is answered. hyper sees that only if no
-/// bytes are unread: one byte after a request would keep the request running.
+/// Ready once the client has closed its end while a request is answered. hyper notices that only if
+/// no bytes are unread: one byte after a request would keep the request running.
 async fn left_alone(line: &Line, seat: &Seat) {
     let mut closed = pin!(line.closed());
     let mut is_closed = false;
-    // Polled whenever the connection is, so it sees the request that begins after the client has
+    // Polled whenever the connection is, so it notices a request that begins after the client has
     // closed its end.
     poll_fn(move |context| {
         is_closed = is_closed || closed.as_mut().poll(context).is_ready();
@@ -129,7 +129,7 @@ async fn left_alone(line: &Line, seat: &Seat) {
     .await;
 }
 
-/// An answer's body, which says when it is complete.
+/// An answer's body that notifies when it is complete.
 struct Answer {
     body: Body,
     seat: Arc<Seat>,
@@ -161,7 +161,7 @@ impl Drop for Answer {
     }
 }
 
-/// A connection's io, which says when all is written.
+/// A connection's io that notifies when all is written.
 struct WatchedIo<I> {
     io: I,
     seat: Arc<Seat>,

@@ -75,7 +75,7 @@ impl Connections {
                     Err(error) => self.recover(listener, &error).await,
                 },
                 Some(ended) = self.tasks.join_next() => match ended {
-                    // What the connection held has been dropped: its request is aborted.
+                    // The panic has dropped the connection's state, so its request is aborted.
                     Err(error) if error.is_panic() => {
                         tracing::error!(%error, "a connection's task panicked");
                     }
@@ -100,8 +100,8 @@ impl Connections {
         if let Some(Spare(spare)) = &mut self.spare
             && matches!(code, Some(Errno::MFILE | Errno::NFILE))
         {
-            // The listener stays ready as long as somebody waits there: without this, the loop
-            // would turn and turn.
+            // The listener stays readable as long as a connection waits: without this, the loop
+            // would spin.
             if let Some((places, _)) = self.kinds.first() {
                 places.shed();
             }
@@ -122,8 +122,7 @@ impl Connections {
     /// Waits for the end of all connections, and cuts those that are left when `patience` is ready.
     pub async fn close(self, patience: impl Future<Output = ()>) {
         let Self { graceful, mut tasks, kinds, .. } = self;
-        // hyper waits for the rest of a head that has begun, and nobody else for the end of a
-        // handshake.
+        // hyper waits for the rest of a head that has begun, but handshakes have no such timeout.
         kinds.iter().for_each(|(places, _)| places.shed_all());
         tokio::select! {
             () = graceful.shutdown() => {}

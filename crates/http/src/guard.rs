@@ -86,7 +86,7 @@ impl Guard {
     fn report(&self, who: &str, panic: &(dyn Any + Send)) {
         let cause = format!("{who} panicked: {}", panic_message(panic));
         tracing::error!("{cause}");
-        // The first is the cause of what follows.
+        // The first failure is the cause of the others.
         self.0.send_if_modified(|first| {
             let is_first = first.is_none();
             first.get_or_insert(cause);

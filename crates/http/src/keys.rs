@@ -16,7 +16,7 @@ const KEY_HEADERS: [&str; 2] = ["x-api-key", "api-key"];
 pub struct Keys(Vec<Box<str>>);
 
 impl Keys {
-    /// The set of these keys. Empty keys are left out, since nobody means to accept them.
+    /// The set of these keys. Empty keys are left out, since they would admit all clients.
     pub fn new<K: Into<String>>(keys: impl IntoIterator<Item = K>) -> Self {
         let keys = keys.into_iter().map(|key| key.into().into_boxed_str());
         Self(keys.filter(|key| !key.is_empty()).collect())

@@ -1,5 +1,5 @@
-//! The HTTP face of a server: its connections, and what is known of a client before its request is
-//! read. Nothing here knows a model or an API.
+//! The HTTP layer of a server: its connections, and facts of a client before its request is read.
+//! It does not depend on models or APIs.
 //!
 //! [`Connections`] accepts, within the places of a listener, and answers requests with the routes
 //! of a [`ConnectionSetup`]. A connection is encrypted by [`Tls`], and cut once its client takes

@@ -25,7 +25,7 @@ const SHUT: u8 = 0;
 const ASKED: u8 = 1;
 const OPEN: u8 = 2;
 
-/// A socket with a gate beside hyper.
+/// A socket that another thread can write to past hyper, behind a gate.
 #[derive(Debug)]
 pub struct Line {
     socket: Socket,
@@ -73,7 +73,8 @@ impl Line {
         self.gate.load(Ordering::Acquire) == OPEN
     }
 
-    /// Writes without a wait. The line must be open, and nobody may ask or shut meanwhile.
+    /// Writes without waiting. The line must be open, and no other thread may ask or shut
+    /// meanwhile.
     pub fn write(&self, chunk: &[u8]) -> WriteOutcome {
         let taken = match self.socket.try_write(chunk) {
             Ok(taken) if taken == chunk.len() => return WriteOutcome::Whole,
@@ -200,7 +201,7 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let socket = listener.accept().await.unwrap().0;
-        // The runtime has to see once that the socket takes data.
+        // The runtime must register once that the socket is writable.
         socket.writable().await.unwrap();
         (Line::new(Socket::Tcp(socket)), client)
     }
@@ -265,7 +266,7 @@ mod tests {
         drop(client);
         io.0.closed().await;
         line.ask();
-        // The reset may be seen by either of them first.
+        // Either of them may notice the reset first.
         let flushed = io.flush().await;
         if flushed.is_ok() && line.is_open() {
             assert_eq!(line.write(b"chunk"), WriteOutcome::Waiting);

@@ -67,14 +67,14 @@ impl Places {
         Arc::new(Self { limit: limit.max(1), inner: Mutex::default() })
     }
 
-    /// A place for a new connection; at the limit, that of the connection which has been idle for
-    /// longest, which is told to go. `None`: all are busy.
+    /// A permit for a new connection; at the limit, that of the connection which has been idle for
+    /// longest, which is closed. `None`: all are busy.
     pub(crate) fn take(self: &Arc<Self>) -> Option<Seat> {
         let mut inner = self.inner.lock();
         if inner.taken >= self.limit && !inner.shed() {
             return None;
         }
-        // One that was told to go gives its place back in a moment.
+        // A connection that is being closed returns its permit soon.
         inner.taken += 1;
         let state = AtomicU8::new(IDLE);
         let place = Arc::new(Place { state, since: AtomicU64::new(0), go: Notify::new() });

@@ -88,7 +88,7 @@ impl Listener {
         Poll::Ready(match self {
             Self::Tcp(listener) => {
                 ready!(listener.poll_accept(context)).map(|(socket, address)| {
-                    // Events are small and each matters; failing to say so only costs latency.
+                    // Events are small and each matters; without the option they are only later.
                     let _ = socket.set_nodelay(true);
                     (Socket::Tcp(socket), Remote::Ip(IpAddr::to_canonical(&address.ip())))
                 })

@@ -18,7 +18,7 @@ pub(crate) trait Transport: AsyncRead + AsyncWrite + Unpin {
     /// Bytes that go out before the next that are written, and whose progress a write that waits
     /// does not show.
     fn backlog(&self) -> usize;
-    /// Has the system drop unsent bytes when the connection is closed.
+    /// Makes the system drop unsent bytes when the connection is closed.
     fn give_up(&self);
 }
 

@@ -11,7 +11,7 @@ use crate::connections::Connections;
 use crate::guard::Guard;
 use crate::socket::Listener;
 
-/// A thread that answers the connections of one listener. To drop it ends it.
+/// A thread that answers the connections of one listener. Dropping it ends the thread.
 #[derive(Debug)]
 pub struct ListenerThread {
     stop: Option<oneshot::Sender<()>>,

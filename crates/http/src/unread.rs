@@ -1,7 +1,7 @@
-//! What is left of a request's body when its answer is ready: a refusal reads none of it, or a
-//! part.
+//! The rest of a request's body that was not read before the answer was ready, such as after a
+//! refusal.
 //!
-//! hyper closes such a connection after the answer and does not say so. A client that sends its
+//! hyper closes such a connection after the answer without announcing it. A client that sends its
 //! next request there loses it. So a short body is read, and an answer beside a longer one has
 //! `Connection: close` (RFC 9112, 9.6).
 

@@ -55,7 +55,7 @@ impl RepositoryFolder {
             .map_err(|error| HubError::disk(&path, "written", &error))
     }
 
-    /// The files that say that a branch is `commit`.
+    /// The files of branches that point to `commit`.
     pub(crate) fn refs_to(&self, commit: &str) -> Vec<PathBuf> {
         let mut folders = vec![self.path.join("refs")];
         let mut found = Vec::new();

@@ -24,7 +24,7 @@ const SMALL_FILES: [&str; 12] = [
     "modules.json",
     "sentence_bert_config.json",
 ];
-/// The configuration of an adapter, and what is said about one.
+/// The configuration file of an adapter, and the error for one.
 pub(crate) const ADAPTER: &str = "adapter_config.json";
 pub(crate) const IS_ADAPTER: &str =
     "is an adapter, which has no weights of its own: merge it into its base model, or serve that";
@@ -45,7 +45,7 @@ pub(crate) enum Choice {
     Directory(Vec<String>),
 }
 
-/// What a repository has to have.
+/// Files that a repository must have.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Needs {
     pub(crate) weights: bool,
@@ -95,7 +95,7 @@ fn other_tokenizers(names: &[String]) -> Vec<String> {
     names.iter().filter(is_one).cloned().collect()
 }
 
-/// The files with the weights, those of modules behind the model among them. `index` is the content
+/// The files with the weights, those of modules after the model among them. `index` is the content
 /// of [`INDEX`] where there is one.
 pub(crate) fn weights(
     repository: &str,
@@ -166,7 +166,7 @@ fn safetensors(names: &[String]) -> Result<Vec<String>, HubError> {
     }))
 }
 
-/// The parts of the wanted GGUF file; none if the repository's safetensors are wanted.
+/// The parts of the requested GGUF file; none if the repository's safetensors are requested.
 fn ggufs(name: &HubName, names: &[String]) -> Result<Vec<String>, HubError> {
     let mut ggufs: Vec<&str> =
         names.iter().map(String::as_str).filter(|name| name.ends_with(".gguf")).collect();
@@ -247,7 +247,7 @@ fn stem(name: &str) -> &str {
     part(name).map_or(name, |(stem, ..)| stem)
 }
 
-/// True if `word` is in `text`, in any case, with no letter, digit or underscore beside it.
+/// True if `word` is in `text`, in any case, with no letter, digit or underscore next to it.
 pub(crate) fn has_word(text: &str, word: &str) -> bool {
     let (text, word) = (text.to_ascii_lowercase(), word.to_ascii_lowercase());
     let ends = |c: Option<char>| !c.is_some_and(|c| c.is_ascii_alphanumeric() || c == '_');

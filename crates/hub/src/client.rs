@@ -78,7 +78,7 @@ pub(crate) struct Client {
 }
 
 impl Client {
-    /// Has to be called in a runtime's context.
+    /// Must be called in a runtime's context.
     pub(crate) fn new(settings: &Settings) -> Self {
         let proxies = Arc::new(Proxies::from_env());
         let connector = Connector::new(Arc::clone(&proxies), settings.patience);

@@ -162,7 +162,7 @@ impl Write for Stream {
     }
 }
 
-/// Trusts whom the system trusts (`SSL_CERT_FILE` says otherwise).
+/// Trusts the system's certificate authorities, or those of `SSL_CERT_FILE`.
 fn tls() -> Option<ClientConfig> {
     let mut roots = RootCertStore::empty();
     // A certificate that can't be read is not trusted.

@@ -142,7 +142,7 @@ impl Downloader<'_> {
         announced.size.checked_sub(here).unwrap_or(announced.size)
     }
 
-    /// Gets the announced content into the cache. `file` is its name for people. Gives the
+    /// Gets the announced content into the cache. `file` is its name for people. Returns the
     /// content's description, which may have changed at the hub meanwhile.
     pub(crate) async fn download(
         &self,
@@ -162,7 +162,7 @@ impl Downloader<'_> {
                 }
                 Err(Failure::Disk(error)) => return Err(error.into()),
                 Err(Failure::Other { cause, fresh }) => {
-                    // Either what an earlier run left is damaged, or the file has changed.
+                    // Either the file of an earlier run is damaged, or the remote file has changed.
                     let _ = fs::remove_file(self.partial(&announced));
                     let again = self.announced(path).await?;
                     if fresh && again == announced {
@@ -221,7 +221,7 @@ impl Downloader<'_> {
             return Ok(());
         }
         let response = match self.client.get(path, state.position).await {
-            // What is here is more than there is.
+            // 416: the local part is longer than the remote file.
             Err(Trouble::Status(refusal)) if refusal.status == 416 => {
                 return Err(state.other("it has no such bytes".to_owned()));
             }
@@ -230,7 +230,7 @@ impl Downloader<'_> {
         let (mut response, own) = response;
         let etag =
             header(&response, LINKED_ETAG).or_else(|| header(&response, ETAG).filter(|_| own));
-        // Of what can be hashed, the hash says more.
+        // A hash is a stronger check, where there is one.
         if let Some(etag) = etag.map(plain)
             && state.hashes.contexts.is_empty()
             && etag != announced.etag

@@ -86,7 +86,7 @@ pub(crate) fn find_or_download(
             fs::rename(&file, &target).map_err(disk)
         });
     if installed.is_err() {
-        // What was made for nothing goes, unless another process has put something there.
+        // Remove folders that were created in vain, unless another process has put something there.
         made.iter().for_each(|folder| drop(fs::remove_dir(folder)));
     }
     installed.map(|()| Some(target))
@@ -106,7 +106,7 @@ impl Installer {
         if asked.status().is_ok_and(|status| status.success()) {
             return Some(Self::Pip);
         }
-        // Environments that uv makes have no pip; what it starts is told where it is.
+        // Environments of uv have no pip, but uv sets `UV` to its own path.
         let uv = env::var_os("UV").map(PathBuf::from).filter(|path| path.is_file());
         uv.or_else(|| on_path("uv")).map(Self::Uv)
     }
@@ -159,7 +159,7 @@ fn python(interpreter: &Interpreter) -> Command {
     command
 }
 
-/// The folders in which the interpreter's packages may be: beside it, the user's, and those of
+/// The folders in which the interpreter's packages may be: next to it, the user's, and those of
 /// `PYTHONPATH`.
 fn package_folders(interpreter: &Path) -> Vec<PathBuf> {
     let named = env::var_os("PYTHONPATH").unwrap_or_default();

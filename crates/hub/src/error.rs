@@ -90,7 +90,7 @@ pub enum HubError {
     Silent {
         /// The hub's address.
         endpoint: String,
-        /// The cause, as it was seen.
+        /// The cause, as it was observed.
         cause: String,
     },
     /// The server sent other bytes than announced.

@@ -1,4 +1,4 @@
-//! A folder of this machine that is to be a model: what people put into one, and what is none.
+//! A folder of this machine as a model: checks for frequent mistakes.
 
 use std::fs::{self, File};
 use std::io::Read;
@@ -44,10 +44,10 @@ pub(crate) fn model_at(path: PathBuf) -> Result<PathBuf, HubError> {
     Ok(if one { path.join(first) } else { path })
 }
 
-/// A pointer in place of the file is an error that says what brings the file.
+/// A Git LFS pointer in place of the file is an error that names the command to fetch the file.
 fn check_pointer(path: &Path) -> Result<(), HubError> {
     let mut begins = [0; POINTER.len()];
-    // A file that can't be read is for whoever needs it.
+    // An unreadable file is reported where it is needed.
     let read = File::open(path).and_then(|mut file| file.read_exact(&mut begins));
     if read.is_err() || begins != POINTER {
         return Ok(());
@@ -83,7 +83,7 @@ mod tests {
         assert_eq!(found(&["t.gguf", "t.imatrix.gguf", "imatrix.dat"]), "t.gguf");
         let parts = ["t-00001-of-00002.gguf", "t-00002-of-00002.gguf", "mmproj.gguf"];
         assert_eq!(found(&parts), "t-00001-of-00002.gguf");
-        // Whoever reads the folder says what is wrong with these, or takes them as they are.
+        // The reader of the folder reports faults in these files, or takes them as they are.
         for files in [
             &["a.gguf", "b.gguf", "mmproj.gguf"][..],
             &["t.gguf"],

@@ -52,7 +52,7 @@ pub enum Token {
     Taken,
     /// The token belongs to no user.
     Refused,
-    /// The server does not say; mirrors need not.
+    /// The server does not report it; mirrors need not.
     Unknown,
 }
 

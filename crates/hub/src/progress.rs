@@ -60,7 +60,7 @@ impl Progress {
     pub fn say(&self, line: &str) {
         match &self.bars {
             _ if self.silent => {}
-            // A terminal that is gone has nobody who reads.
+            // A terminal that is gone has no reader.
             Some(bars) => drop(bars.println(line)),
             None => eprintln!("{line}"),
         }
@@ -80,7 +80,7 @@ impl Progress {
             bar.set_message(short(name));
             bar.set_position(start);
             bar.reset_eta();
-            // So that a server that falls silent is seen.
+            // Redraw at intervals, so that a silent server is visible.
             bar.enable_steady_tick(Duration::from_millis(250));
             bar
         });
@@ -114,7 +114,7 @@ impl Progress {
         if self.bars.is_some() || millis < last + EVERY.as_millis() as u64 {
             return;
         }
-        // One of the tasks says it.
+        // Only one of the tasks logs it.
         if self.said.compare_exchange(last, millis, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
             self.line();
         }
@@ -178,7 +178,7 @@ impl Drop for FileProgress<'_> {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
         }
-        // What was not finished is not said to be 100 %.
+        // An interrupted download does not show 100 %.
         if self.position < self.length {
             self.all.total.fetch_sub(self.length, Ordering::Relaxed);
             self.all.here.fetch_sub(self.position, Ordering::Relaxed);
@@ -191,7 +191,7 @@ fn style() -> ProgressStyle {
     ProgressStyle::with_template(LINE).unwrap_or_else(|_| ProgressStyle::default_bar())
 }
 
-/// The end of a path that has room beside a bar.
+/// The end of a path that has room next to a bar.
 fn short(name: &str) -> String {
     const ROOM: usize = 32;
     let skip = name.chars().count().saturating_sub(ROOM);

@@ -38,7 +38,7 @@ impl Proxies {
 }
 
 /// Reads the forms that curl, Python and Go know, with commas or blanks between them. A name may
-/// have a dot or `*.` before it, and a port behind it. An address may be in brackets.
+/// have a dot or `*.` before it, and a port after it. An address may be in brackets.
 fn exceptions(list: &str) -> Vec<Exception> {
     let entries = list.split([',', ' ', '\t', '\n']).filter(|entry| !entry.is_empty());
     entries.map(Exception::new).collect()
@@ -47,7 +47,7 @@ fn exceptions(list: &str) -> Vec<Exception> {
 impl Exception {
     fn new(entry: &str) -> Self {
         let (host, port) = match entry.rsplit_once(':') {
-            // The last group of an address without brackets is no port.
+            // The last group of an address without brackets is not a port.
             Some((host, port)) if !host.contains(':') || host.ends_with(']') => {
                 (host, port.parse().ok())
             }

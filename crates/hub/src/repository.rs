@@ -295,7 +295,7 @@ fn touch(directory: &Path, names: &[String]) {
     let as_it_is = Timespec { tv_sec: 0, tv_nsec: UTIME_OMIT };
     let times = Timestamps { last_access: now, last_modification: as_it_is };
     for name in names {
-        // Whose cache it is, is not ours to say.
+        // Best effort: the cache may belong to another user.
         let _ = rustix::fs::utimensat(CWD, directory.join(name), &times, AtFlags::empty());
     }
 }

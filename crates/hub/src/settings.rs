@@ -34,7 +34,7 @@ impl Settings {
     /// Reads the environment. With `directory` all files are kept below it.
     ///
     /// # Errors
-    /// [`HubError::Setting`] if `HF_ENDPOINT` is no address.
+    /// [`HubError::Setting`] if `HF_ENDPOINT` is not an address.
     pub fn from_env(directory: Option<&Path>, offline: bool) -> Result<Self, HubError> {
         let cache = forebay_cache(directory);
         let hub_cache = match directory {

@@ -144,7 +144,7 @@ pub fn removal(settings: &Settings, name: &ModelName) -> Result<Removal, HubErro
     Ok(removal)
 }
 
-/// Deletes these files. Gives the number of freed bytes.
+/// Deletes these files. Returns the number of freed bytes.
 ///
 /// # Errors
 /// [`HubError::Repository`] while another process downloads the model, [`HubError::Disk`] if
@@ -171,7 +171,7 @@ pub fn remove(removal: &Removal) -> Result<u64, HubError> {
     Ok(removal.bytes)
 }
 
-/// Takes the lock of each download. Somebody else's says that one is running.
+/// Tries the lock of each download. A lock that is held means that a download is running.
 fn hold_locks(repository: &RepositoryFolder) -> Result<Vec<File>, HubError> {
     let Ok(entries) = fs::read_dir(repository.locks()) else { return Ok(Vec::new()) };
     let mut held = Vec::new();
@@ -228,7 +228,7 @@ impl Content {
                 self.read(&path, &format!("{name}/"), into)?;
                 continue;
             }
-            // A link to nothing is a blob that somebody removed.
+            // A broken link: the blob was removed.
             let Ok(file) = fs::metadata(&path) else { continue };
             let blob = match fs::read_link(&path) {
                 Ok(link) => folder.join(link),

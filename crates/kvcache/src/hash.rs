@@ -29,7 +29,7 @@ pub struct ImageId(pub u128);
 /// Names blocks with a secret.
 ///
 /// Without the secret nobody can compute the name of a guessed prompt, or construct two prompts
-/// with one name. So names that leak tell nothing about prompts. XXH3 is no cryptographic hash:
+/// with one name. So names that leak tell nothing about prompts. XXH3 is not a cryptographic hash:
 /// names are kept from clients all the same. Two namers with the same secret give the same names;
 /// all others share none.
 #[derive(Clone)]

@@ -32,7 +32,7 @@ impl Loan {
         Self { lender, pages, states, give_back: Some(give_back) }
     }
 
-    /// The same loan, with the recurrent states behind some of its blocks on these state pages.
+    /// The same loan, with the recurrent states after some of its blocks on these state pages.
     #[must_use]
     pub fn with_states(mut self, states: Vec<(BlockHash, u32)>) -> Self {
         self.states = states.into_iter().collect();
@@ -51,7 +51,7 @@ impl Loan {
         self.pages.get(&name).copied()
     }
 
-    /// The state page that holds the state behind a block; `None`: it is not lent.
+    /// The state page that holds the state after a block; `None`: it is not lent.
     #[must_use]
     pub fn state(&self, name: BlockHash) -> Option<u32> {
         self.states.get(&name).copied()

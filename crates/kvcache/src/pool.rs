@@ -15,8 +15,8 @@ pub enum Hot {}
 pub enum Host {}
 
 /// The right to use one page of a tier, and the duty to give it back. It cannot be copied, and
-/// [`PagePool::release`] takes it by value. To drop it would leak the page, so debug builds assert
-/// against that.
+/// [`PagePool::release`] takes it by value. Dropping it elsewhere would leak the page: debug builds
+/// assert against that.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "a lease that is not released leaks its page"]
 pub struct Lease<T = Hot> {

@@ -29,13 +29,14 @@ impl WindowPool {
         Self { pool: PagePool::new(pages), tail }
     }
 
-    /// The number of last blocks of a prefix that are needed to go on behind it, if it has so many.
+    /// The number of a prefix's last blocks that are needed to continue it, if the prefix is that
+    /// long.
     #[must_use]
     pub fn tail(&self) -> usize {
         self.tail
     }
 
-    /// The largest number of these leading blocks behind which a request can go on.
+    /// The largest number of these leading blocks after which a request can go on.
     #[must_use]
     pub fn longest(&self, names: &[BlockHash]) -> usize {
         let mut end = names.len();
@@ -50,7 +51,7 @@ impl WindowPool {
         end
     }
 
-    /// Leases the last blocks of a prefix behind which a request can go on, in their order.
+    /// Leases the last blocks of a prefix after which a request can go on, in their order.
     ///
     /// # Panics
     /// One of them is not there: see [`Self::longest`].

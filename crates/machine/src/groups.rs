@@ -32,13 +32,13 @@ impl Group {
         self.text(name)?.trim().parse().ok()
     }
 
-    /// The number behind a word at the beginning of a line.
+    /// The number after a word at the beginning of a line.
     pub(crate) fn field(&self, file: &str, name: &str) -> Option<u64> {
         field(&self.text(file)?, name)
     }
 }
 
-/// The number behind `name` at the beginning of a line.
+/// The number after `name` at the beginning of a line.
 pub(crate) fn field(text: &str, name: &str) -> Option<u64> {
     let mut lines = text.lines().map(str::split_whitespace);
     lines

@@ -72,7 +72,7 @@ fn charged(machine: &Machine) -> Vec<Group> {
 
 fn limit_of(group: &Group) -> Option<u64> {
     match group.version {
-        // The second one tells of groups above that are not mounted here.
+        // The second value includes groups above that are not mounted here.
         Version::One => least(
             group.number("memory.limit_in_bytes"),
             group.field("memory.stat", "hierarchical_memory_limit"),

@@ -10,8 +10,8 @@ use tokio::sync::oneshot;
 /// short, payloads wait and steps do not.
 const NICENESS: i32 = 10;
 
-/// A thread that runs tasks beside the one that relays frames, since to encrypt and copy a payload
-/// takes as long as many steps. To drop it ends all its tasks.
+/// A thread for tasks that would delay the one that relays frames: encrypting and copying a payload
+/// takes as long as many steps. Dropping it ends all its tasks.
 pub(crate) struct Aside {
     handle: Handle,
     _stop: oneshot::Sender<()>,

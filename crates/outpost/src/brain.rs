@@ -191,7 +191,7 @@ async fn serve(
                         continue;
                     }
                 };
-                // A stranger beyond so many has to come again.
+                // Beyond the limit of unauthenticated connections, a peer has to reconnect.
                 let Some(place) = strangers.place(from.ip()) else { continue };
                 let (acceptor, shared) = (acceptor.clone(), Arc::clone(&shared));
                 tokio::spawn(async move {
@@ -362,7 +362,7 @@ impl Shared {
         }
     }
 
-    /// Has an outpost mirror an arena of so many bytes, from before its first hand on.
+    /// Makes an outpost mirror an arena of `bytes` bytes, from before its first hand on.
     fn mirror(&self, member: &Member, bytes: u32) {
         if bytes == 0 || !member.mirror.is_to_be_ordered() {
             return;
@@ -387,7 +387,7 @@ impl Shared {
         }
     }
 
-    /// Takes so many hands, of several outposts only if `apart`.
+    /// Claims `count` hands, of several outposts only if `apart`.
     fn claim(self: &Arc<Self>, count: usize, apart: bool) -> Option<Claim> {
         Claim::take(&self.state.lock().members, count, apart, self)
     }
@@ -519,7 +519,7 @@ async fn run_rank(
     };
     life.end(&how);
     drop(near);
-    // Its device is free once the outpost says so.
+    // Its device is free once the outpost reports the end.
     tokio::select! {
         _ = timeout(BURIAL, life.reported()) => {}
         () = member.lost() => {}

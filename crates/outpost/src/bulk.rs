@@ -45,8 +45,8 @@ impl Head {
     }
 }
 
-/// Sends a payload in pieces. Gives its number of bytes. `written` gets the number of bytes before
-/// each send.
+/// Sends a payload in pieces. Returns its number of bytes. `written` gets the number of bytes
+/// before each send.
 ///
 /// # Errors
 /// The connection broke, or the arena can't be read.
@@ -73,7 +73,7 @@ pub(crate) async fn send(
     }
 }
 
-/// Writes what comes where it belongs, and says so, until the connection ends.
+/// Writes incoming bytes to their places and acknowledges them, until the connection ends.
 ///
 /// # Errors
 /// Always: the connection broke, or something else than a piece came.

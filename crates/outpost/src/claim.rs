@@ -14,8 +14,8 @@ pub(crate) struct Claim {
 }
 
 impl Claim {
-    /// Takes so many hands of these outposts, of several only if `apart`. Nobody else may take
-    /// hands of them meanwhile.
+    /// Claims `count` hands of these outposts, of several only if `apart`. Nobody else may claim
+    /// their hands meanwhile.
     pub(crate) fn take(
         members: &[Arc<Member>],
         count: usize,

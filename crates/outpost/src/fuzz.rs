@@ -15,7 +15,7 @@ use crate::messages::{
 /// Messages in the ordinary test.
 const MESSAGES: u64 = 20_000;
 
-/// Reads messages of one kind to the end. Gives their number.
+/// Reads messages of one kind to the end. Returns their number.
 async fn all<T: DeserializeOwned>(bytes: &[u8]) -> usize {
     let mut stream = Cursor::new(bytes);
     let mut count = 0;

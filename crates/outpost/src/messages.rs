@@ -91,7 +91,7 @@ pub(crate) enum ToOutpost {
         /// Bytes of the arena.
         bytes: u32,
     },
-    /// Has a hand run.
+    /// Makes a hand run.
     Spawn(HandOrder),
 }
 

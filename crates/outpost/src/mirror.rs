@@ -23,7 +23,7 @@ use crate::relay::said;
 
 /// The time that an outpost may take from an order to its bulk connection.
 const OPENING: Duration = Duration::from_secs(30);
-/// The time that an outpost may have bytes before it says that it wrote some.
+/// The time that an outpost may take before it acknowledges writes.
 const STALLED: Duration = Duration::from_secs(30);
 /// The number of known payloads at which dropped ones are looked for.
 const SWEEP_AT: usize = 64;
@@ -75,7 +75,7 @@ impl fmt::Debug for Mirror {
 }
 
 impl Mirror {
-    /// True, once, if the outpost has not been told of the mirror.
+    /// True, once, if the outpost has not been ordered to mirror the arena.
     pub(crate) fn is_to_be_ordered(&self) -> bool {
         !std::mem::replace(&mut self.state.lock().ordered, true)
     }

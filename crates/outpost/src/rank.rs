@@ -47,7 +47,7 @@ impl Life {
         self.changed.notify_all();
     }
 
-    /// Waits until the outpost has said how it ended.
+    /// Waits until the outpost has reported how the rank ended.
     pub(crate) async fn reported(&self) -> Exit {
         let mut report = self.report.subscribe();
         let found = report.wait_for(Option::is_some).await;
@@ -73,7 +73,7 @@ impl Distant for Handle {
     }
 
     fn carry(&self, payload: &Arc<dyn Payload>, there: There) {
-        // Without an outpost there is no hand that could be told anything.
+        // Without an outpost there is no hand to send orders to.
         if let Some(mirror) = self.0.mirror.get() {
             mirror.carry(payload, there);
         }

@@ -19,7 +19,7 @@ pub(crate) struct Strangers {
     at: Mutex<HashMap<IpAddr, usize>>,
 }
 
-/// The place of one stranger. To drop it frees the place.
+/// The permit of one unauthenticated connection. Dropping it returns the permit.
 #[derive(Debug)]
 pub(crate) struct Place {
     strangers: Arc<Strangers>,

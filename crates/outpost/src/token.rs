@@ -9,7 +9,7 @@ const KIND: &str = "fbw1";
 const BYTES: usize = 32;
 
 /// A line such as `fbw1.CERTIFICATE.SECRET`, both in hexadecimal. A holder of the token can run
-/// hands for the brain, and sees its requests.
+/// hands for the brain, and read its requests.
 #[derive(Clone, PartialEq, Eq)]
 pub struct JoinToken {
     /// SHA-256 of the brain's certificate.
@@ -18,7 +18,7 @@ pub struct JoinToken {
     pub(crate) secret: [u8; BYTES],
 }
 
-/// The error for a text that is no token.
+/// The error for a text that is not a token.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("no token: it is one line, `{KIND}.` and two numbers of 64 hexadecimal digits")]
 pub struct TokenError;

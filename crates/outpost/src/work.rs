@@ -261,7 +261,7 @@ async fn reflect(door: &Door, id: u64, arena: &Arena, mut gone: watch::Receiver<
     }
 }
 
-/// A hand from its order to its end. Gives a description of the end.
+/// A hand from its order to its end. Returns a description of the end.
 async fn run(
     door: &Door,
     spawn: &Spawn,

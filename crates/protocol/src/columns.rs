@@ -66,7 +66,8 @@ pub(crate) trait Column: Default {
     /// The column's words; empty: the frame does not have the column.
     fn words(&self) -> &[i32];
 
-    /// Reads a column's words. `None`: they are no records of this kind, or another number of them.
+    /// Reads a column's words. `None`: they are not records of this kind, or another number of
+    /// them.
     fn read(words: &[i32]) -> Option<Self>;
 
     /// Makes the column empty, for the next step.

@@ -16,14 +16,14 @@ pub const COPY_FAILED: i32 = 1;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(i32)]
 pub enum Direction {
-    /// The page goes from the device to the host, behind the rows of the plan that names it.
+    /// The page goes from the device to the host, after the rows of the plan that names it.
     Save = 0,
     /// The page goes from the host to the device, at once: no plan in flight names the target.
     Restore = 1,
     /// Index keys alone go from the host to the device, to the index page with the number of the
     /// host's page.
     RestoreIndex = 2,
-    /// A recurrent state goes from a state page of the device to one of the host, behind the state
+    /// A recurrent state goes from a state page of the device to one of the host, after the state
     /// saves of the plan that names it.
     SaveState = 3,
     /// A recurrent state goes from a state page of the host to one of the device, at once: no plan

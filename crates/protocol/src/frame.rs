@@ -103,7 +103,7 @@ pub enum FrameError {
     /// A column that a frame of this kind does not have.
     #[error("malformed frame: unknown column {0}")]
     Column(u32),
-    /// The text of a JSON frame is no message of its kind.
+    /// The text of a JSON frame is not a message of its kind.
     #[error("{kind:?} frame: {reason}")]
     Message {
         /// The frame's kind.

@@ -165,8 +165,7 @@ pub struct HandConfig {
     pub window_ratio: Option<f64>,
     /// The memory for adapters; `None`: the hand takes none.
     pub lora: Option<PlaceConfig>,
-    /// What drafts for rows which may give several tokens; `None`: the hand drafts nothing by
-    /// itself.
+    /// The draft model of rows that may give several tokens; `None`: the hand has none.
     pub draft: Option<DraftModelConfig>,
     /// The work that waits for saves: `behind`, none; `fence`, the rows of the next plan; `inline`,
     /// the next plan.
@@ -240,9 +239,9 @@ pub enum StoreOp {
 pub struct StoreReply {
     /// The id of the question.
     pub id: u64,
-    /// A value in base64, if the question wants one.
+    /// A value in base64, if the request asks for one.
     pub value: Option<String>,
-    /// A number, if the question wants one.
+    /// A number, if the request asks for one.
     pub number: Option<i64>,
 }
 

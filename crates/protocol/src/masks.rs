@@ -8,14 +8,14 @@ const EVERYTHING: i32 = -1;
 /// Offset of a mask that is in the frame.
 const INLINE: i32 = -2;
 
-/// What a masked row may sample for one position.
+/// The tokens that a masked row may sample at one position.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum RowMask {
     /// Everything is allowed.
     Everything,
     /// Bit `i % 32` of word `i / 32` is set if token `i` may come.
     Tokens(Vec<u32>),
-    /// There is no mask: in this step the row gives no token for the position, and none behind it.
+    /// There is no mask: in this step the row gives no token for the position, and none after it.
     NoToken,
 }
 
@@ -69,7 +69,7 @@ pub enum MaskPlace {
     Everything,
     /// The mask is at this byte of the arena.
     Arena(u32),
-    /// The mask is in the frame, so many masks after the first.
+    /// The index of the mask among those in the frame.
     Inline(usize),
     /// There is no mask, and the row gives no token here.
     NoToken,

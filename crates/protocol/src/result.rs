@@ -105,8 +105,8 @@ pub struct PromptLogprobs {
 }
 
 impl StepResult {
-    /// Log-probabilities of each token in order; `None` if its request wants none. The iterator is
-    /// endless, so zip it with the tokens.
+    /// Log-probabilities of each token in order; `None` if its request asks for none. The iterator
+    /// is endless, so zip it with the tokens.
     pub fn logprobs(&self) -> impl Iterator<Item = Option<SampledLogprobs<'_>>> {
         let (mut at, mut row) = (0, 0);
         std::iter::from_fn(move || {
@@ -131,7 +131,7 @@ impl StepResult {
     /// Checks that the columns can be read as the columns of one result.
     ///
     /// # Errors
-    /// They contradict each other, or a number can't be.
+    /// Columns contradict each other, or a number is invalid.
     fn check(&self) -> Result<(), FrameError> {
         let (counts, tokens) = (&self.logprob_counts, self.tokens.len());
         if counts.iter().any(|&n| n < 0) {

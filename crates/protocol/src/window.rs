@@ -16,7 +16,7 @@ pub fn window_page_count(pages: u32, ratio: f64, window: u32, page_size: u32) ->
     wanted.max(least_window_pages(window, page_size)).min(pages)
 }
 
-/// The number of pages of the main part, at most `most`, that have room in so many bytes beside
+/// The number of pages of the main part, at most `most`, that fit into the bytes together with
 /// those of the window part. A page takes `main_bytes` or `window_bytes`.
 #[must_use]
 pub fn main_page_count(

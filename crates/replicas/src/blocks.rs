@@ -17,13 +17,13 @@ pub(crate) enum News {
     Settled(usize, Arc<[BlockHash]>),
 }
 
-/// The index, and the lane of what it does not know yet. Whoever looks something up applies the
-/// news first: so engine threads never wait for it, and the work is done by those who want the
-/// answer. What is in the lane is bounded by what happens between two requests.
+/// The index, and a channel of changes that it does not include yet. Lookups apply the changes
+/// first, so engine threads never wait for the index. The number of pending changes is bounded by
+/// what happens between two requests.
 pub(crate) struct Blocks {
     index: Mutex<PrefixIndex<BlockHash>>,
     news: Receiver<News>,
-    /// The other end, to be cloned.
+    /// The sending end, to be cloned.
     pub(crate) lane: Sender<News>,
     page_size: u64,
 }

@@ -129,7 +129,7 @@ impl Dispatch {
     }
 
     /// Chooses a replica among those that are `open` and enters the request there. `None`: there is
-    /// none. `poll` tells the loads as the replicas report them.
+    /// none. `poll` returns the loads that the replicas report.
     pub(crate) fn send(
         &mut self,
         asked: &RequestProfile<'_>,
@@ -169,13 +169,14 @@ impl Dispatch {
         drifted(self.ledger.loads(), |at| self.open(at))
     }
 
-    /// True if a request with so many uncached tokens gains by a move.
+    /// True if a request with this many uncached tokens gains by a move.
     pub(crate) fn move_pays(&self, from: usize, to: usize, uncached: u64) -> bool {
         let loads = self.ledger.loads();
         self.open(to) && move_pays(&loads[from], &loads[to], uncached)
     }
 
-    /// A request has generated a token. Gives what its replica now has told of by itself.
+    /// A request has generated a token. Returns the blocks that its replica has published itself by
+    /// now.
     pub(crate) fn token(&mut self, at: usize, id: u64) -> Option<ExpectedBlocks> {
         if self.counts_tokens()
             && let Some(generated) = self.lengths.generated.get_mut(&id)
@@ -187,7 +188,7 @@ impl Dispatch {
         if self.ledger.generated(id, 1) { self.coming.remove(&id) } else { None }
     }
 
-    /// A request goes to another replica. Gives what it will not bring to this one any more.
+    /// A request goes to another replica. Returns what it will not bring to this one any more.
     pub(crate) fn moved(&mut self, id: u64) -> Option<ExpectedBlocks> {
         self.pressure.gone(id);
         self.coming.remove(&id)

@@ -12,7 +12,7 @@ use tracing::info;
 use crate::blocks::News;
 use crate::replicas::Shared;
 
-/// Takes the ends of requests off the ledger on their way out.
+/// Removes requests from the ledger when their ends are delivered.
 pub(crate) struct CountingSink {
     pub(crate) shared: Arc<Shared>,
     pub(crate) at: usize,
@@ -48,7 +48,7 @@ impl OutputSink for CountingSink {
 }
 
 impl Drop for CountingSink {
-    /// The engine has ended, and perhaps not in order: nobody else will end what it still had.
+    /// The engine has ended, perhaps by a panic: its remaining requests have no other end.
     fn drop(&mut self) {
         let mut settled = Vec::new();
         let left: Vec<u64> = {
@@ -87,7 +87,7 @@ impl BlockObserver for Observer {
 pub(crate) struct Observers(Vec<Box<dyn BlockObserver>>);
 
 impl Observers {
-    /// Makes one observer of several; `None`: nobody listens.
+    /// Joins several observers into one; `None`: there are none.
     pub(crate) fn join(mut all: Vec<Box<dyn BlockObserver>>) -> Option<Box<dyn BlockObserver>> {
         match all.len() {
             0 | 1 => all.pop(),
@@ -104,7 +104,7 @@ impl BlockObserver for Observers {
     }
 }
 
-/// The others, as replica `at` sees them.
+/// The access of replica `at` to the others.
 pub(crate) struct OtherReplicas {
     pub(crate) shared: Arc<Shared>,
     pub(crate) at: usize,

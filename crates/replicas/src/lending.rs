@@ -1,5 +1,5 @@
-//! Requests that borrow on the way to their replica, and those that are handed on behind their
-//! first token.
+//! Requests that borrow on the way to their replica, and those that are handed on after their first
+//! token.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -17,7 +17,7 @@ pub(crate) struct Lender {
 }
 
 impl Shared {
-    /// The replica that lends a request what replica `at` lacks; `None`: nobody has more.
+    /// The replica that lends a request blocks which replica `at` lacks; `None`: none has more.
     pub(crate) fn lender(&self, asked: &RequestProfile<'_>, at: usize) -> Option<Lender> {
         if !asked.borrows {
             return None;
@@ -27,7 +27,7 @@ impl Shared {
         Some(Lender { at: lender, first: self.blocks_in(own) })
     }
 
-    /// Sends a request to replica `at`, with a loan if there is somebody to lend.
+    /// Sends a request to replica `at`, with a loan if a replica can lend.
     pub(crate) fn enter(
         self: &Arc<Self>,
         at: usize,
@@ -89,7 +89,8 @@ impl Shared {
         }
     }
 
-    /// Has prefill replicas hold prompts back, or go on, as decode replicas have room.
+    /// Makes prefill replicas hold prompts back, or go on, depending on the room of decode
+    /// replicas.
     pub(crate) fn press(&self, dispatch: &mut Dispatch) {
         if self.pd.is_none() {
             return;

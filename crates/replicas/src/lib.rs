@@ -2,9 +2,9 @@
 //!
 //! [`Replicas::submit`] chooses the replica on the caller's thread, with an exact ledger
 //! ([`forebay_balance::Ledger`]). A request counts at its replica from the choice on, and its end
-//! is taken off before the client can have seen it. So a client that sends a request when another
-//! one ends finds the other's place free. Load reports are not needed, because all replicas are in
-//! this process.
+//! is recorded before the client can read it. So a client that sends a request when another one
+//! ends finds the other's slot free. Load reports are not needed, because all replicas are in this
+//! process.
 //!
 //! | lock | what | held by |
 //! |---|---|---|

@@ -26,9 +26,8 @@ use crate::status::{ReplicaReport, combined_facts, combined_stats, combined_stat
 pub struct ReplicasConfig {
     /// The policy.
     pub load_balance_method: Method,
-    /// The time between two looks at the replicas' own numbers, with nothing known in between; 0:
-    /// exact loads. Otherwise the policy is that of [`forebay_balance::Budget`], and there to be
-    /// measured against.
+    /// The interval at which the replicas' own numbers are read, with nothing known in between; 0:
+    /// exact loads. Otherwise the policy is that of [`forebay_balance::Budget`], for comparison.
     #[serde(serialize_with = "as_seconds")]
     pub load_watch_interval: Duration,
     /// True if queued requests move to a replica with less to do. It has no effect with roles.
@@ -61,7 +60,7 @@ pub struct Member {
 pub struct Listeners {
     /// The receiver of its outputs.
     pub sink: Box<dyn OutputSink>,
-    /// A further listener to its prefix cache, beside the dispatcher.
+    /// A further observer of its prefix cache, in addition to the dispatcher.
     pub blocks: Option<Box<dyn BlockObserver>>,
 }
 
@@ -103,12 +102,12 @@ impl Replicas {
         let namer = members.first().map(|member| member.config.namer.clone());
         let page_size = page_size.filter(|_| caching);
         let method = config.load_balance_method;
-        // With roles, what a decode replica has decides where a request goes.
+        // With roles, the cached blocks of decode replicas decide where a request goes.
         let looks = matches!(method, Method::TotalTokens | Method::PrefixAware);
         let informed = count > 1 && (looks || config.pd.is_some());
         let roles = roles::at_start(config.pd, count);
         let mut dispatch = Dispatch::new(roles, method, config.load_watch_interval);
-        // A single one is always the one.
+        // With one replica there is no choice.
         dispatch.up = vec![count == 1; count];
         let shared = Arc::new(Shared {
             dispatch: Mutex::new(dispatch),
@@ -270,7 +269,7 @@ impl Replicas {
         self.0.engines().iter().for_each(|engine| engine.adapter(order.clone()));
     }
 
-    /// Has the first replica's engine thread do `work` between two steps.
+    /// Runs `work` on the first replica's engine thread between two steps.
     pub fn run(&self, work: Box<dyn FnOnce() + Send>) {
         if let Some(engine) = self.0.engines().first() {
             engine.run(work);
@@ -310,7 +309,7 @@ impl Replicas {
         self.0.pd.is_some()
     }
 
-    /// True if every replica was told to take no new requests.
+    /// True if every replica is draining: none takes new requests.
     #[must_use]
     pub fn drained(&self) -> bool {
         self.0.dispatch.lock().drained.iter().all(|&drained| drained)
@@ -407,7 +406,7 @@ impl Shared {
         self.engines.get().map_or(&[], Vec::as_slice)
     }
 
-    /// Full blocks of so many tokens.
+    /// The number of full blocks in this many tokens.
     pub(crate) fn blocks_in(&self, tokens: u64) -> usize {
         self.naming.as_ref().map_or(0, |(_, size)| tokens as usize / size)
     }
@@ -478,7 +477,7 @@ impl Shared {
         Some(at)
     }
 
-    /// Requests have told of their blocks themselves by now.
+    /// Drops expected blocks of requests that have published theirs by now.
     pub(crate) fn settled(&self, coming: impl IntoIterator<Item = ExpectedBlocks>) {
         if let Some(blocks) = &self.blocks {
             for ExpectedBlocks { target, names } in coming {
@@ -495,7 +494,7 @@ impl Shared {
         self.dispatch.lock().move_pays(from, to, uncached)
     }
 
-    /// Moves a waiting request to replica `to`; gives it back if that one takes none now.
+    /// Moves a waiting request to replica `to`; returns it if that one takes none now.
     pub(crate) fn take(&self, to: usize, orphan: Orphan) -> Option<Orphan> {
         let fits = self.engines().get(to).is_some_and(|engine| engine.fits(&orphan.request));
         self.hand_to(orphan, false, |at, dispatch| at == to && dispatch.open(at) && fits)
@@ -541,7 +540,7 @@ impl Shared {
             self.note_room(&mut dispatch, at);
         }
         self.press(&mut dispatch);
-        // What it has lent is in its own tiers.
+        // A loan from this replica is void: the blocks are in its own tiers.
         request.loan.take_if(|loan| loan.lender() as usize == at);
         // Under the lock, so that an abort goes to where the request is.
         self.engines()[at].adopt(orphan);

@@ -1,4 +1,4 @@
-//! Replicas that compute prompts, and replicas that go on behind the first token.
+//! Replicas that compute prompts, and replicas that go on after the first token.
 
 use forebay_balance::{Ask, LocalReason, Role, RoleRule};
 use forebay_engine::Request;
@@ -41,7 +41,7 @@ impl LocalCounts {
     }
 }
 
-/// The roles of so many replicas at the start; without a division each has both.
+/// The roles of `replicas` replicas at the start; without a division each has both.
 pub(crate) fn at_start(pd: Option<PdConfig>, replicas: usize) -> Vec<Role> {
     let of = |at: usize| match pd {
         None => Role::Both,
@@ -51,7 +51,7 @@ pub(crate) fn at_start(pd: Option<PdConfig>, replicas: usize) -> Vec<Role> {
     (0..replicas).map(of).collect()
 }
 
-/// Leaves those of the `open` replicas open that a request is to go to. Gives the reason if it
+/// Leaves those of the `open` replicas open that a request is to go to. Returns the reason if it
 /// stays there whichever is chosen.
 pub(crate) fn narrow(
     rule: &RoleRule<'_>,

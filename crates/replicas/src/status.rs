@@ -1,4 +1,4 @@
-//! Many replicas told as one.
+//! The status of many replicas, aggregated.
 
 use forebay_balance::{Load, Role};
 use forebay_engine::{Facts, Stats, Status};
@@ -8,7 +8,7 @@ use crate::roles::LocalCounts;
 /// One replica.
 #[derive(Debug, Clone)]
 pub struct ReplicaReport {
-    /// The status, as the engine says.
+    /// The engine's status.
     pub status: Status,
     /// The counts after the last step.
     pub stats: Stats,

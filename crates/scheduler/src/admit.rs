@@ -1,4 +1,5 @@
-//! Prefill and admission: who gets a slot, pages and rows beside those who decode.
+//! Prefill and admission: the requests that get a slot, pages and rows, in addition to those that
+//! decode.
 
 use std::ops::Bound;
 
@@ -26,15 +27,15 @@ impl Scheduler {
         let mut from = Bound::Unbounded;
         while *budget > 0 {
             if let Some(handle) = self.next_arrived(from, step) {
-                // It gets its slot where it gets a row too: not behind one that takes the budget.
+                // It gets its slot where it gets a row too: not after one that takes the budget.
                 if self.admit_before(self.roster[handle].key, &mut from, budget, step) {
                     continue;
                 }
                 self.arrive(handle, step);
             }
-            // Each is either done with its prefill and leaves the map, or takes all that is left of
-            // the budget, or it gets its pages one by one, or it waits for an image, or the result
-            // has no room for more of what it gives.
+            // Each either completes its prefill and leaves the map, or takes the rest of the
+            // budget, or gets its pages one by one, or waits for an image, or the result has no
+            // room for its output.
             let prefills = &self.roster.prefills;
             let Some((&key, &handle)) = prefills.range((from, Bound::Unbounded)).next() else {
                 return;
@@ -68,7 +69,7 @@ impl Scheduler {
         }
     }
 
-    /// Admits the request whose turn it is, if it goes before `key`. `from` moves behind its row.
+    /// Admits the request whose turn it is, if it goes before `key`. `from` moves after its row.
     fn admit_before(
         &mut self,
         key: Key,
@@ -192,7 +193,7 @@ impl Scheduler {
         let entry = &mut self.roster[handle];
         entry.passed = 0;
         entry.computed = entry.cached;
-        // Copies under way keep what they read.
+        // Copies under way keep their source.
         entry.request.loan = None;
         let past = &mut entry.request.past;
         let known = std::mem::replace(&mut past.admitted, true);

@@ -11,7 +11,7 @@ use crate::{ApplyError, Event, Finish, Handle, Scheduler};
 type Sampled<'a> = (&'a i32, Option<SampledLogprobs<'a>>);
 
 impl Scheduler {
-    /// Takes the result of the oldest step in flight. Rows whose request is gone are ignored.
+    /// Applies the result of the oldest step in flight. Rows whose request is gone are ignored.
     ///
     /// # Errors
     /// The result is not of that step, or its columns do not fit the step's rows. Nothing is
@@ -53,7 +53,7 @@ impl Scheduler {
             let mut tokens = sampled.by_ref().take(count);
             let prompt = prompts.take(row);
             if self.roster.requests.get(row.handle).is_none() {
-                // They are nobody's.
+                // No request owns these rows any more.
             } else if error != ROW_OK {
                 self.not_finite(row.handle, events);
             } else if let Some(vector) = vector {
@@ -82,7 +82,7 @@ impl Scheduler {
     }
 
     fn learn(&mut self, flight: &Flight, device_us: u32) {
-        // Where the tower computed too, the time says little of the rows.
+        // If the tower computed too, the time is not a measure of the rows.
         if flight.towers.is_empty() {
             let lengths = flight.rows.iter().map(FlightRow::positions);
             self.turns.learn(lengths.clone().sum(), device_us);
@@ -95,7 +95,7 @@ impl Scheduler {
         }
     }
 
-    /// Takes the ends of copies.
+    /// Applies the ends of copies.
     fn copies_ended(&mut self, result: &StepResult, events: &mut Vec<Event>) {
         let Some(before) = self.memory.begin_copy_ends(result) else { return };
         for &end in &result.copied {
@@ -117,7 +117,7 @@ impl Scheduler {
         self.remove(row.handle);
     }
 
-    /// Takes a row's results for its prompt, and its tokens. Tokens after the request's end are
+    /// Applies a row's results for its prompt, and its tokens. Tokens after the request's end are
     /// dropped.
     fn computed<'a>(
         &mut self,
@@ -173,8 +173,8 @@ impl Scheduler {
         }
     }
 
-    /// Reports the new log-probabilities of a row. False: the request wanted nothing else, and has
-    /// ended.
+    /// Reports the new log-probabilities of a row. False: the request asked for nothing else, and
+    /// has ended.
     fn tell_prompt(
         &mut self,
         row: &FlightRow,

@@ -16,11 +16,10 @@ pub enum Policy {
     PriorityAscending,
 }
 
-/// The time between two tokens of a running request for which steps leave room, whatever prompts
-/// are beside it.
+/// The target gap between two tokens of a running request, which bounds the prompts in a step.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum DecodeGap {
-    /// Prompts take what a step has left.
+    /// Prompts take the rest of a step.
     Off,
     /// A few times the time of a step that only decodes, as it is measured.
     #[default]
@@ -30,7 +29,7 @@ pub enum DecodeGap {
 }
 
 impl Serialize for DecodeGap {
-    /// As the flag has it: `off`, `auto`, or milliseconds.
+    /// In the flag's form: `off`, `auto`, or milliseconds.
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         match self {
             Self::Off => serializer.serialize_str("off"),
@@ -64,14 +63,14 @@ pub struct SchedulerConfig {
     pub block_events: bool,
     /// The order of admission.
     pub policy: Policy,
-    /// True if clients take turns within a priority. A client with less than an even share of what
-    /// runs then need not wait for the requests of a client with more. Otherwise all requests count
-    /// as one client's.
+    /// True if clients take turns within a priority. A client with less than an even share of the
+    /// running requests then need not wait for the requests of a client with more. Otherwise all
+    /// requests count as one client's.
     pub fair: bool,
     /// True if prompts with little left to compute pass longer ones in a step. Otherwise the first
     /// in turn takes all that a step has left for prompts.
     pub step_shares: bool,
-    /// The bound on prompts beside running requests.
+    /// The bound on prompts in steps with running requests.
     pub decode_gap: DecodeGap,
     /// The part of the time of others' steps, in percent, that work in the background may add to
     /// them; 100: there is no bound.
@@ -84,8 +83,8 @@ pub struct SchedulerConfig {
     pub vector_size: u32,
     /// The largest number of tokens that a sampling row may give; at least 1.
     pub tokens_a_row: u32,
-    /// The drafts beside decode rows; `None`: there are none. It has no effect with sparse
-    /// decoding, or if the hand gives several tokens a row by itself.
+    /// Drafts in decode rows; `None`: there are none. It has no effect with sparse decoding, or if
+    /// the hand gives several tokens a row by itself.
     pub drafts: Option<Drafts>,
     /// The tier of host memory, if there is one. It has no effect without pages or without the
     /// prefix cache.
@@ -116,7 +115,7 @@ impl SchedulerConfig {
     }
 }
 
-/// The number of drafts beside a decode row.
+/// The number of drafts in a decode row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Drafts {
     /// The largest number of drafts of a row; at least 1.
@@ -132,7 +131,7 @@ pub struct WindowPart {
     /// The number of its pages. A request that runs alone has room in them: there are at least
     /// [`forebay_protocol::least_window_pages`], or as many as of the main part.
     pub pages: u32,
-    /// The positions that a query sees, its own among them; at least 1.
+    /// The positions that a query attends to, its own among them; at least 1.
     pub window: u32,
 }
 
@@ -156,7 +155,7 @@ impl StateCache {
     /// The default of `interval`.
     pub const INTERVAL: u32 = 4096;
 
-    /// The `weight` of states of so many bytes; 1 if the bytes of a page are not known.
+    /// The `weight` of a state of `state_bytes` bytes; 1 if the bytes of a page are not known.
     #[must_use]
     pub fn weight_of(state_bytes: u64, page_bytes: u64) -> u32 {
         let pages = state_bytes.checked_div(page_bytes).unwrap_or(1);
@@ -175,8 +174,8 @@ pub struct Tower {
     pub page_tokens: u32,
     /// The largest work of a step, in positions times layers. A step computes at least one layer.
     pub budget: u64,
-    /// True if the positions of an image see each other, those behind them too. Then no row ends
-    /// within an image: a row that begins at one has all of it, also beyond the budget of tokens.
+    /// True if attention within an image is bidirectional. Then no row ends within an image: a row
+    /// that begins at one has all of it, also beyond the budget of tokens.
     pub whole: bool,
 }
 

@@ -1,4 +1,4 @@
-//! What is learned of drafts, and what is known of those of a step.
+//! The outcomes of drafts, and the drafts of a step.
 
 use forebay_draft::{DecodeStep, DraftBudget, DraftOffer};
 use forebay_protocol::StepTiming;
@@ -24,7 +24,7 @@ pub(crate) struct Drafting {
 }
 
 impl Drafting {
-    /// Takes the end of a step. `tokens`: the number of those that its rows gave.
+    /// Learns from a step. `tokens`: the number of tokens that its rows gave.
     pub(crate) fn learn(&mut self, flight: &Flight, tokens: usize, timing: StepTiming) {
         let decodes = flight
             .rows
@@ -39,7 +39,7 @@ impl Drafting {
                 waited_us: flight.waited.then_some(timing.gap_us),
             });
         } else {
-            // The time of towers says nothing of positions.
+            // The time of a tower's layers is not a measure of positions.
             let rows = flight.towers.is_empty().then_some(&flight.rows);
             let positions = rows.map_or(0, |rows| rows.iter().map(|row| row.end - row.start).sum());
             self.budget.prompts_ended(positions, flight.drafts, timing.device_us);

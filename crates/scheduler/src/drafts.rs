@@ -1,11 +1,10 @@
-//! Drafts: tokens that requests are expected to generate, computed beside their last token.
+//! Drafts: tokens that requests are expected to generate, computed together with their last token.
 //!
 //! A row has drafts only if all tokens of its request are known, and no further plan is made before
 //! its result. So a request's numbers need no second, uncertain form (ADR 86). While drafts are
 //! likely to pay, plans wait for results. Otherwise plans run ahead as usual.
 //!
-//! Nobody gives way for a draft. Drafts have pages that nobody else needs, and positions that a
-//! step has left.
+//! Drafts never displace other work. They take pages and positions that no other work needs.
 
 use forebay_draft::{DraftMatch, DraftSource};
 use forebay_protocol::Want;
@@ -21,8 +20,8 @@ use crate::{Event, Handle, Scheduler};
 const PATIENCE: u8 = 8;
 
 impl Scheduler {
-    /// True if the next plan waits for the results in flight: what they bring decides about its
-    /// drafts, or where its rows begin.
+    /// True if the next plan waits for the results in flight, because its drafts or the beginnings
+    /// of its rows depend on them.
     pub(crate) fn awaits_tokens(&self) -> bool {
         if self.config.drafts.is_none() || self.in_flight() == 0 {
             return false;
@@ -79,7 +78,7 @@ impl Scheduler {
     /// Gives a row up to `count` drafts, as many as have pages.
     fn push_drafts(&mut self, at: usize, count: u32, step: &mut NewStep<'_>) {
         let row = &mut step.flight.rows[at];
-        // Each resident may need a page for what it certainly gets.
+        // Each resident may need a page for its next certain token.
         let spare = self.roster.residents.len() as u32;
         let entry = &mut self.roster[row.handle];
         let Some(residence) = entry.residence.as_mut() else { return };
@@ -102,7 +101,7 @@ impl Scheduler {
         step.plan.push_drafts(at, &entry.expected.tokens[..count as usize]);
     }
 
-    /// Takes the outcome of a row's drafts. The row gave `count` tokens. Events from number
+    /// Applies the outcome of a row's drafts. The row gave `count` tokens. Events from number
     /// `before` on report those of them that are before the request's end.
     pub(crate) fn drafts_ended(
         &mut self,
@@ -126,7 +125,7 @@ impl Scheduler {
             *counter += 1;
         }
         let Some(RowDrafts { id, found, forced, .. }) = row.drafts else { return };
-        // What is certain says nothing of the rest.
+        // Forced drafts are always right, and tell nothing about the others.
         let outcome = (drafted > forced && accepted >= forced).then(|| {
             let (drafted, accepted) = (drafted - forced, accepted - forced);
             (self.drafting.budget.drafts_ended(found, drafted, accepted), accepted)
@@ -149,7 +148,7 @@ impl Scheduler {
         }
     }
 
-    /// Compares the newest token of a request, if its row had no drafts, with what it expected.
+    /// Compares the newest token of a request, if its row had no drafts, with the expected one.
     pub(crate) fn compare_expected(&mut self, row: &FlightRow) {
         let alone = row.drafts.is_none() && self.config.drafts.is_some();
         let Some(entry) = self.roster.requests.get_mut(row.handle).filter(|_| alone) else {
@@ -162,8 +161,8 @@ impl Scheduler {
         }
     }
 
-    /// Has a request expect its next tokens, after new ones in a step with so many `rows`. The form
-    /// of a masked one is asked first ([`Self::expect_masked`]).
+    /// Records the expected next tokens of a request, after new ones in a step with `rows` rows. A
+    /// masked request tries its forced tokens first ([`Self::expect_masked`]).
     pub(crate) fn expect(&mut self, handle: Handle, rows: u32) {
         if self.config.drafts.is_none() {
             return;
@@ -182,9 +181,9 @@ impl Scheduler {
         self.config.drafts.map_or(0, |drafts| drafts.most)
     }
 
-    /// Has a masked request expect its next tokens, after new ones. `restrict` gets the largest
-    /// number of drafts, and the drafts that its proposer has. It makes of them what the request's
-    /// mask allows, and gives the number of leading ones that are certain.
+    /// Makes a masked request expect its next tokens, after new ones. `restrict` gets the largest
+    /// number of drafts, and the drafts that its proposer has. It keeps those that the request's
+    /// mask allows, and returns the number of leading ones that are certain.
     pub fn expect_masked(&mut self, id: u64, restrict: impl FnOnce(u32, &mut Vec<i32>) -> u32) {
         if let Some(handle) = self.roster.find(id).filter(|_| self.config.drafts.is_some()) {
             self.expect_within(handle, restrict);

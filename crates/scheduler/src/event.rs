@@ -236,7 +236,7 @@ pub struct StateStats {
     /// Tokens of prompts that came from a kept state, at first admissions.
     pub hit_tokens: u64,
     /// Tokens of prompts whose keys and values were cached, and that were computed again because no
-    /// state was kept behind them, at first admissions.
+    /// state was kept after them, at first admissions.
     pub missed_tokens: u64,
     /// States that were loaded into a slot.
     pub loads: u64,
@@ -278,7 +278,7 @@ pub struct WindowStats {
 pub struct PlaceStats {
     /// Places that hold an adapter which some request uses.
     pub used: usize,
-    /// Places that hold an adapter which nobody uses.
+    /// Places that hold an unused adapter.
     pub unused: usize,
     /// Places that an adapter comes to.
     pub coming: usize,

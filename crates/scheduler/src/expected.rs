@@ -4,7 +4,7 @@ use forebay_draft::{DraftMatch, DraftOffer, DraftSource};
 
 /// The weight of all earlier rows in a request's own acceptance, where a new one has 1.
 const MEMORY: f64 = 7.0;
-/// The number of misses behind which a rest grows no longer: it has 64 tokens then.
+/// The number of misses after which a rest grows no longer: it has 64 tokens then.
 const MOST_MISSES: u32 = 8;
 
 /// Drafts of a row in flight.
@@ -14,7 +14,7 @@ pub(crate) struct RowDrafts {
     /// The request.
     pub(crate) id: u64,
     pub(crate) found: DraftMatch,
-    /// The first so many are certain.
+    /// The number of leading drafts that are certain.
     pub(crate) forced: u32,
 }
 
@@ -24,7 +24,7 @@ pub(crate) struct RowDrafts {
 struct Comparison {
     found: DraftMatch,
     drafts: Vec<i32>,
-    /// The first so many have come.
+    /// The number of leading drafts that were confirmed.
     right: usize,
 }
 
@@ -34,7 +34,7 @@ pub(crate) struct ExpectedDrafts {
     pub(crate) tokens: Vec<i32>,
     /// `None`: it expects nothing.
     pub(crate) found: Option<DraftMatch>,
-    /// The first so many are certain.
+    /// The number of leading drafts that are certain.
     pub(crate) forced: u32,
     /// Its acceptance, relative to that of all requests.
     ratio: f64,
@@ -75,18 +75,18 @@ impl ExpectedDrafts {
         drafts.min(most)
     }
 
-    /// Expects nothing, until it is told of the next tokens.
+    /// Expects nothing, until the next expected tokens are set.
     pub(crate) fn forget(&mut self) {
         self.tokens.clear();
         (self.found, self.forced) = (None, 0);
     }
 
-    /// Takes the share of the usual acceptance that drafts have had.
+    /// Records the share of the usual acceptance that drafts have had.
     pub(crate) fn learn(&mut self, share: f64) {
         self.ratio = ((self.ratio * MEMORY + share) / (MEMORY + 1.0)).clamp(0.1, 1.5);
     }
 
-    /// Takes the outcome of a row with drafts, of which `accepted` were right. After a second row
+    /// Records the outcome of a row with drafts, of which `accepted` were right. After a second row
     /// without any the request rests, and longer after each further one.
     pub(crate) fn row_ended(&mut self, accepted: u32) {
         if accepted > 0 {
@@ -106,13 +106,13 @@ impl ExpectedDrafts {
         self.comparison = Some(Comparison { found, drafts: self.tokens.clone(), right: 0 });
     }
 
-    /// Forgets what is compared: tokens came in a row with drafts.
+    /// Ends the comparison: tokens came in a row with drafts.
     pub(crate) fn end_comparison(&mut self) {
         self.comparison = None;
     }
 
-    /// Takes a token that came without drafts. Gives the outcome of a comparison that has ended:
-    /// the drafts, their number, and how many were right.
+    /// Compares a token that came without drafts. Returns the outcome of a comparison that has
+    /// ended: the drafts, their number, and how many were right.
     pub(crate) fn compare(&mut self, token: i32) -> Option<(DraftMatch, u32, u32)> {
         self.rest = self.rest.saturating_sub(1);
         let comparison = self.comparison.as_mut()?;

@@ -7,9 +7,9 @@
 use crate::Scheduler;
 
 impl Scheduler {
-    /// Takes a waiting request out of the line until it is released. The request has no slot and no
-    /// page: it was just submitted, or the hand has died ([`Self::reset`]) and nothing was planned
-    /// since.
+    /// Removes a waiting request from the queue until it is released. The request has no slot and
+    /// no page: it was just submitted, or the hand has died ([`Self::reset`]) and nothing was
+    /// planned since.
     pub fn hold(&mut self, id: u64) {
         let Some(handle) = self.roster.find(id) else { return };
         let entry = &mut self.roster[handle];

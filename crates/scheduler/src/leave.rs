@@ -13,15 +13,15 @@ use crate::{Event, Handle, Scheduler};
 /// A request for another scheduler.
 #[derive(Debug)]
 pub struct HandedRequest {
-    /// The request, with what it has generated.
+    /// The request, with its generated tokens.
     pub request: Request,
     /// Its leading blocks; `None`: none of them can be lent.
     pub lent: Option<LentBlocks>,
 }
 
 impl Scheduler {
-    /// Has a request leave that has given its token here, if it is one that leaves. A suspect stays
-    /// until it is cleared.
+    /// Makes a request leave that has given its token here, if it is one that leaves. A suspect
+    /// stays until it is cleared.
     pub(crate) fn leave(&mut self, handle: Handle) {
         let entry = &self.roster[handle];
         if !entry.request.leaves || entry.mark().is_some() {
@@ -68,12 +68,12 @@ impl Scheduler {
     }
 
     /// Admits no request that leaves from now on, except probes, or admits them again. Others that
-    /// come behind one in turn wait with it.
+    /// come after one in turn wait with it.
     pub fn hold_leaving(&mut self, held: bool) {
         self.holds_leaving = held;
     }
 
-    /// Takes back blocks that were lent. False: the loan has ended.
+    /// Ends a loan of blocks. False: it has ended before.
     pub fn take_back(&mut self, loan: LoanId) -> bool {
         self.memory.take_back(loan)
     }

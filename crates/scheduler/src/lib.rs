@@ -21,9 +21,9 @@
 //! admitted, and has no row until they are back. Others go on meanwhile. A plan may also have only
 //! copies, or nothing. Then the hand answers when a copy has ended.
 //!
-//! With drafts ([`SchedulerConfig::drafts`]) a decode row may have tokens beside it that its
-//! request is expected to generate ([`Request::proposer`]). The hand draws tokens for them as for
-//! any other position, and the row gives all up to the first that was not expected.
+//! With drafts ([`SchedulerConfig::drafts`]) a decode row may have further tokens that its request
+//! is expected to generate ([`Request::proposer`]). The hand samples tokens for them as for any
+//! other position, and the row gives all up to the first that was not expected.
 //!
 //! With places for adapters ([`SchedulerConfig::places`]) a request may have one
 //! ([`Request::adapter`]). It has a turn only while its adapter is in a place. Plans bring adapters
@@ -50,8 +50,8 @@
 //! With sparse decoding ([`SchedulerConfig::sparse`]) a request goes on while most of its pages are
 //! in host memory only.
 //!
-//! A [`Scheduler`] has the verbs, and four owners of state. None of them knows the scheduler, so
-//! the signature of a rule says what it touches:
+//! A [`Scheduler`] has the operations, and four owners of state. None of them has access to the
+//! scheduler, so a rule's signature shows what it changes:
 //!
 //! - `roster`: the live requests, the slots, and the ordered sets of those who have one.
 //! - `turns`: the request that is next, and the one that gives way.
@@ -59,7 +59,7 @@
 //! - `images`: images of prompts, and the vision tower.
 //! - `places`: the adapters in the hand's memory, and who waits for one; with its rules.
 //!
-//! Each file beside them has some rules over several owners:
+//! Each other file has some rules over several owners:
 //!
 //! - `plan`: the steps and their rows; `passing`: shares of a step's tokens; `admit`: who gets a
 //!   slot.
@@ -217,7 +217,7 @@ pub struct Scheduler {
     background_waits: bool,
     /// Requests that leave when their blocks are saved. Some may be gone.
     leaving: Vec<Handle>,
-    /// True while nobody is admitted who leaves.
+    /// True while no request that leaves is admitted.
     holds_leaving: bool,
 }
 
@@ -291,17 +291,17 @@ impl Scheduler {
         self.turns.unblock();
     }
 
-    /// Goes on with other numbers of pages, because the hand came back with so many.
-    /// All blocks are forgotten. The caller has called [`Self::reset`] or its like. Each live
-    /// request has to fit into the pages if it runs alone.
+    /// Goes on with other numbers of pages, after the hand came back with these. All blocks are
+    /// forgotten. The caller has called [`Self::reset`] or its like. Each live request has to fit
+    /// into the pages if it runs alone.
     pub fn resize(&mut self, counts: PageCounts) {
         debug_assert!(self.in_flight() == 0 && self.roster.residents.is_empty(), "it was reset");
         self.memory.resize(counts);
         self.turns.unblock();
     }
 
-    /// Ends a request without an event; the caller tells its client. False: there is no such
-    /// request, or no more.
+    /// Ends a request without an event; the caller answers its client. False: there is no such
+    /// request, or it has ended.
     pub fn abort(&mut self, id: u64) -> bool {
         let Some(handle) = self.roster.find(id) else { return false };
         self.remove(handle);
@@ -320,14 +320,14 @@ impl Scheduler {
         self.memory.take_events(into);
     }
 
-    /// Notes that the patches of a wanted image are in the arena. False: no request needs them any
-    /// more.
+    /// Records that the patches of a wanted image are in the arena. False: no request needs them
+    /// any more.
     pub fn image_placed(&mut self, image: ImageId, patches: u32) -> bool {
         self.images.placed(image, patches)
     }
 
     /// Ends every request that waits for an image, because the image can't be had. Ends come
-    /// without an event. Gives the ids of the requests, and the number of the image among each
+    /// without an event. Returns the ids of the requests, and the number of the image among each
     /// request's.
     pub fn image_failed(&mut self, image: ImageId) -> Vec<(u64, usize)> {
         let waiting = self.images.who_wants(image, &self.roster);

@@ -1,14 +1,14 @@
 //! Shares of a step's tokens between prompts.
 //!
-//! Half of what a step has left for prompts goes by turns. So the first in turn has at least that
-//! much of every step, and waits at most twice as long as if nobody passed it. The other half goes
-//! to those that pass it: first the client that has received the least, and of its prompts the one
-//! that ends soonest ([`crate::turns::claims`]). What they do not need goes by turns too. So a
+//! Half of the prompt tokens of a step go by turns. So the first in turn has at least that much of
+//! every step, and waits at most twice as long as if no prompt passed it. The other half goes to
+//! those that pass it: first the client that has received the least, and of its prompts the one
+//! that ends soonest ([`crate::turns::claims`]). Tokens that they do not need go by turns too. So a
 //! prompt that is alone has the whole step, and a long one gives up no more than others take.
 //!
-//! Ranks hold: nobody passes a prompt of a better rank, and a waiting prompt goes before the
+//! Ranks hold: a prompt never passes one of a better rank, and a waiting prompt goes before the
 //! residents of a worse rank. A prompt that must not be cut passes in one piece or not at all, and
-//! nobody passes into the room of one that is first.
+//! none passes into the room of one that is first.
 
 use crate::entry::{Entry, Stage};
 use crate::images::visible;
@@ -19,7 +19,7 @@ use crate::{Handle, Scheduler};
 
 impl Scheduler {
     /// Plans the rows of prompts that pass the first in turn, and admits those that wait. They are
-    /// added to `passed`, and have no further row in this step. Gives the number of their tokens,
+    /// added to `passed`, and have no further row in this step. Returns the number of their tokens,
     /// at most half of `budget`.
     pub(crate) fn plan_passing(
         &mut self,
@@ -129,7 +129,7 @@ impl Scheduler {
         Some(self.turns.claims.as_ref()?.place(entry.key, entry.request.client, work))
     }
 
-    /// Admits a waiting request that passes others, if it fits. False: nobody waiting passes.
+    /// Admits a waiting request that passes others, if it fits. False: no waiting request passes.
     fn passes(&mut self, handle: Handle, left: u32, step: &mut NewStep<'_>) -> bool {
         let entry = &self.roster[handle];
         let ticket = entry.ticket(handle);

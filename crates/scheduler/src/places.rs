@@ -1,13 +1,13 @@
 //! Places for adapters: which adapters are in the hand's memory, and who waits for one.
 //!
 //! A request with an adapter has a turn only while the adapter is in a place. Before, it *waits for
-//! a place*, and nobody waits for it. A request that has its place *uses* it until it ends.
+//! a place*, and delays no other request. A request that has its place *uses* it until it ends.
 //!
-//! Adapters wait in a line, by the smallest rank of their requests and then by the time at which
-//! they began to wait. A place that nobody uses goes to the first of them, the one that was unused
-//! the longest before others. If there is none for [`PATIENCE`] plans, the place with the fewest
-//! running requests is *vacated*. Its waiting requests go back to the end of the line, and no
-//! further ones may use it. So the first in line waits for the longest answer that runs there,
+//! Adapters wait in a queue, by the smallest rank of their requests and then by the time at which
+//! they began to wait. An unused place goes to the first of them, the one that was unused the
+//! longest before others. If there is none for [`PATIENCE`] plans, the place with the fewest
+//! running requests is *vacated*. Its waiting requests go back to the end of the queue, and no
+//! further ones may use it. So the first in the queue waits for the longest answer that runs there,
 //! however many requests come for adapters that are in place.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -88,7 +88,7 @@ impl Places {
         })
     }
 
-    /// Has a request use the place of its adapter, or wait for one. True: it may have a turn.
+    /// Makes a request use the place of its adapter, or wait for one. True: it may have a turn.
     pub(crate) fn enter(&mut self, handle: Handle, entry: &mut Entry) -> bool {
         let Some(id) = entry.request.adapter else { return true };
         if let Seat::Place(at) = entry.seat {
@@ -115,7 +115,7 @@ impl Places {
         false
     }
 
-    /// Has a request neither use a place nor wait for one.
+    /// Ends a request's use of a place, or its wait for one.
     pub(crate) fn leave(&mut self, handle: Handle, entry: &mut Entry) {
         match std::mem::take(&mut entry.seat) {
             Seat::None => {}
@@ -208,7 +208,8 @@ impl Places {
         Some(at as u32)
     }
 
-    /// Takes the end of a write. Gives the adapter that was written, and those who waited for it.
+    /// Applies the end of a write. Returns the adapter that was written, and the requests that
+    /// waited for it.
     fn ended(&mut self, end: PlaceEnd) -> Vec<Handle> {
         let found = self.places.iter_mut().find_map(|place| match place.content {
             Content::Coming { id, ticket } if ticket == end.ticket => Some((place, id)),
@@ -320,15 +321,16 @@ impl Scheduler {
     /// Gives places to adapters that requests wait for.
     pub(crate) fn plan_places(&mut self, plan: &mut StepPlan) {
         let answered = self.steps.answered();
-        // A place that nobody runs at is unused as soon as it is vacated, and then no result would
-        // bring the next plan.
+        // A place without running requests is unused as soon as it is vacated, and then no result
+        // would trigger the next plan.
         if self.places.assign(plan, answered) && self.vacate_place() {
             self.places.assign(plan, answered);
         }
     }
 
-    /// Has the place with the fewest running requests vacated. Those that wait for their turn there
-    /// would keep it for as long as others run: they go back in line. False: none can be.
+    /// Vacates the place with the fewest running requests. Requests that wait for their turn there
+    /// would keep it for as long as others run: they go back to the queue. False: none can be
+    /// vacated.
     fn vacate_place(&mut self) -> bool {
         let roster = &self.roster;
         let running = |at| {
@@ -349,7 +351,7 @@ impl Scheduler {
         true
     }
 
-    /// Takes the ends of writes into places. The requests of an adapter that can't be had end.
+    /// Applies the ends of writes into places. The requests of an adapter that can't be loaded end.
     pub(crate) fn places_ended(&mut self, ends: &[PlaceEnd], events: &mut Vec<Event>) {
         for &end in ends {
             for handle in self.places.ended(end) {
@@ -365,7 +367,7 @@ impl Scheduler {
         }
     }
 
-    /// Has every request leave its place, because the hand is gone.
+    /// Makes every request leave its place, because the hand is gone.
     pub(crate) fn empty_places(&mut self) {
         for (handle, entry) in self.roster.requests.iter_mut() {
             self.places.leave(handle, entry);
@@ -373,8 +375,8 @@ impl Scheduler {
         self.places.hand_died();
     }
 
-    /// Empties the place of an adapter that nobody needs any more. False: some request still needs
-    /// it, or some plan in flight names it.
+    /// Empties the place of an unused adapter. False: some request still needs it, or some plan in
+    /// flight names it.
     pub fn forget_adapter(&mut self, id: u32) -> bool {
         self.places.forget(id, self.steps.answered())
     }

@@ -30,8 +30,8 @@ impl Scheduler {
             None => self.plan_everybody(&mut step),
         };
         let NewStep { plan, events, flight } = step;
-        // The hand executes in order, so the next plan may share what this one computes. This one
-        // may not: its rows run side by side.
+        // The hand executes in order, so the next plan may share the blocks of this one. Rows of
+        // this plan may not: they run side by side.
         for row in &flight.rows[decodes..] {
             self.memory.offer_blocks(&mut self.roster[row.handle]);
         }
@@ -59,7 +59,7 @@ impl Scheduler {
         self.steps.launch(flight, 0);
     }
 
-    /// Plans rows for all requests with room. Gives the number of decode rows.
+    /// Plans rows for all requests with room. Returns the number of decode rows.
     fn plan_everybody(&mut self, step: &mut NewStep<'_>) -> usize {
         self.give_way(step.events);
         self.keep_pages_ready(step.plan);
@@ -68,7 +68,7 @@ impl Scheduler {
         let mut decodes = self.plan_rows(step);
         let idle = step.flight.rows.is_empty() && !step.plan.has_images();
         if std::mem::take(&mut self.background_waits) && idle && self.in_flight() == 0 {
-            // The others wait for something else, so this holds up nobody.
+            // The others wait for other events, so this delays none of them.
             decodes = self.plan_rows(step);
         }
         self.memory.prefetch_prefixes(&mut self.roster, &self.turns);
@@ -80,7 +80,7 @@ impl Scheduler {
         self.background_waits && key.is_background()
     }
 
-    /// Plans rows for all that may have some in this step. Gives the number of decode rows.
+    /// Plans rows for all that may have some in this step. Returns the number of decode rows.
     fn plan_rows(&mut self, step: &mut NewStep<'_>) -> usize {
         self.plan_decodes(step);
         let decodes = step.flight.rows.len();
@@ -99,7 +99,7 @@ impl Scheduler {
     }
 
     /// Plans a row for a suspect and for no other request. The others wait, and keep the pages that
-    /// the suspect does not need. Gives the number of decode rows.
+    /// the suspect does not need. Returns the number of decode rows.
     fn plan_suspect(&mut self, handle: Handle, step: &mut NewStep<'_>) -> usize {
         if self.roster[handle].residence.is_none() {
             let Some((slot, leased)) = self.make_room(handle, step.events) else { return 0 };
@@ -151,11 +151,11 @@ impl Scheduler {
         }
     }
 
-    /// Plans up to `most` of a resident's positions. Gives their number. The row that reaches
+    /// Plans up to `most` of a resident's positions. Returns their number. The row that reaches
     /// `total` samples, and then the request decodes. A pooled request has no further rows then.
     pub(crate) fn push_row(&mut self, handle: Handle, most: u32, step: &mut NewStep<'_>) -> u32 {
         let NewStep { plan, flight, .. } = step;
-        // Each resident may need a page for what it certainly gets.
+        // Each resident may need a page for its next certain token.
         let others = self.roster.residents.len() as u32;
         let entry = &mut self.roster[handle];
         self.memory.pass_window(entry, plan);
@@ -191,7 +191,7 @@ impl Scheduler {
         };
         entry.computed = end;
         entry.total += u32::from(want.samples());
-        // What a row that sat out has computed was saved with it.
+        // A row that sat out has computed its last position, which was saved with it.
         let fresh = start + u32::from(std::mem::take(&mut entry.repeats));
         if let Some(residence) = entry.residence.as_mut() {
             residence.last_step = flight.step;

@@ -31,14 +31,14 @@ impl Scheduler {
         waiters.into_iter().for_each(|handle| self.send_back(handle, events));
     }
 
-    /// Has a resident wait for its turn again.
+    /// Makes a resident wait for its turn again.
     fn send_back(&mut self, handle: Handle, events: &mut Vec<Event>) {
         self.retire(handle);
         self.line_up(handle);
         events.push(Event::Preempted { id: self.roster[handle].request.id });
     }
 
-    /// Takes a request out of everything.
+    /// Removes a request from all owners' state.
     pub(crate) fn remove(&mut self, handle: Handle) {
         self.retire(handle);
         self.places.leave(handle, &mut self.roster[handle]);
@@ -71,7 +71,7 @@ impl Scheduler {
         self.roster.retired.answered(step);
     }
 
-    /// Frees what no step in flight names.
+    /// Frees slots and pages that no step in flight names.
     pub(crate) fn free_retired(&mut self) {
         self.memory.free_retired();
         self.images.free_retired();

@@ -11,17 +11,17 @@ use forebay_protocol::{PromptLogprobs, PromptLogprobsWant, StepResult};
 use crate::entry::Entry;
 use crate::steps::FlightRow;
 
-/// The tokens of a prompt whose log-probabilities a client wants: all from one position on.
+/// The tokens of a prompt whose log-probabilities a client asked for: all from one position on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PromptTail {
     /// The position of the first token, at least 1. It moves on as log-probabilities are reported.
     pub first: u32,
-    /// The number of most likely tokens that are reported beside each token.
+    /// The number of most likely tokens that are reported with each token.
     pub most: u8,
 }
 
 impl Entry {
-    /// The part of the prompt that is still to be told.
+    /// The part of the prompt that is still to be reported.
     fn untold(&self) -> Option<PromptTail> {
         self.request.prompt_logprobs.filter(|tail| tail.first < self.prompt_len)
     }
@@ -33,8 +33,8 @@ impl Entry {
 
     /// Positions to compute, up to the last known token.
     pub(crate) fn goal(&self) -> u32 {
-        // Nobody asks what follows the last token of a prompt of which nothing but its own tokens
-        // is wanted.
+        // The last token's logits are not needed if the request asks only for its prompt's
+        // log-probabilities.
         self.total - u32::from(!self.generates() && !self.pools())
     }
 
@@ -63,7 +63,7 @@ impl Entry {
         if want.count <= left { length } else { want.first - 1 + left - start }
     }
 
-    /// True if a row may give log-probabilities of its prompt, if it wants any.
+    /// True if a row has room for log-probabilities of its prompt, or its request asks for none.
     pub(crate) fn has_room_in_result(&self, answers: impl Fn(u32) -> u32) -> bool {
         self.untold().is_none_or(|tail| answers(tail.most.into()) > 0)
     }
@@ -82,7 +82,7 @@ impl<'a> PromptLogprobsOf<'a> {
         Self { ranks: &result.prompt_ranks, ids: &result.prompt_ids, values: &result.prompt_values }
     }
 
-    /// Takes the log-probabilities of the next row. All have their lengths checked.
+    /// Returns the log-probabilities of the next row. All have their lengths checked.
     pub(crate) fn take(&mut self, row: &FlightRow) -> Self {
         let (count, most) = row.prompt.map_or((0, 0), |want| (want.count, want.most));
         let (tokens, entries) = (count as usize, count as usize * (1 + most as usize));

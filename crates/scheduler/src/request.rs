@@ -30,7 +30,7 @@ pub struct Request {
     /// already.
     pub names: Arc<[BlockHash]>,
     /// The largest number of tokens to generate. It is 0 for a pooled prompt, or if only
-    /// log-probabilities of the prompt are wanted. `prompt.len() + max_tokens` is at most the
+    /// log-probabilities of the prompt are requested. `prompt.len() + max_tokens` is at most the
     /// context length, and fits into the page pool, if the model has one.
     pub max_tokens: u32,
     /// The parameters of the request on the device.
@@ -48,8 +48,8 @@ pub struct Request {
     pub priority: i32,
     /// The request's client: within a priority, clients take turns.
     pub client: u64,
-    /// True for work that takes what others leave. It goes after all others under every policy, and
-    /// gives its place and its pages to them.
+    /// True for background work. It goes after all others under every policy, and gives its place
+    /// and its pages to them.
     pub background: bool,
     /// True for a check that the model computes. It goes before all others, and a full queue does
     /// not refuse it. It runs even if [`crate::SchedulerConfig::max_running`] requests run.
@@ -66,7 +66,7 @@ pub struct Request {
     /// True if the payload is not yet in the memory of the hand. The request has no turn before
     /// [`crate::Scheduler::release`].
     pub held: bool,
-    /// True if another scheduler goes on with the request behind its next token
+    /// True if another scheduler goes on with the request after its next token
     /// ([`crate::Event::Left`]).
     pub leaves: bool,
     /// Leading blocks in the host tier of another replica. They are borrowed at the next admission,
@@ -84,10 +84,10 @@ pub struct Past {
     /// never admitted, and its next admission is a replay.
     pub admitted: bool,
     /// True if the other scheduler has handed the request on as planned
-    /// ([`crate::Scheduler::hand_on`]). Its next admission is no replay.
+    /// ([`crate::Scheduler::hand_on`]). Its next admission is not a replay.
     pub handed: bool,
     /// The number of positions up to which a suspect runs alone. A suspect may have killed the hand
-    /// of the other scheduler. `None`: it is no suspect.
+    /// of the other scheduler. `None`: it is not a suspect.
     pub suspect: Option<u32>,
     /// The number of times that it may still move to another scheduler while it waits.
     pub moves_left: u8,

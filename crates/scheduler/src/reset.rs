@@ -24,7 +24,7 @@ enum Blame {
 
 impl Scheduler {
     /// Forgets the device's state and the steps in flight, because the hand died. Live requests
-    /// wait to be replayed from their prompt and the known tokens. Gives the ids of poisoned
+    /// wait to be replayed from their prompt and the known tokens. Returns the ids of poisoned
     /// requests. These are removed and have no event.
     pub fn reset(&mut self) -> Vec<u64> {
         // With no row in flight it can only have been a copy.
@@ -79,7 +79,7 @@ impl Scheduler {
         }
         self.leaving.clear();
         for (handle, entry) in self.roster.requests.iter_mut() {
-            // What was not saved is lost, and it gives another token here.
+            // The unsaved positions are lost, and the request samples again here.
             entry.leaving = false;
             entry.total = entry.known();
             if entry.request.held {

@@ -20,7 +20,7 @@ impl<T> Default for Retirement<T> {
 }
 
 impl<T> Retirement<T> {
-    /// Retires a thing until the result of `last_step` is applied. Gives it back if it was.
+    /// Retires a thing until the result of `last_step` is applied. Returns it if it was.
     #[must_use]
     pub(crate) fn retire(&mut self, last_step: u64, thing: T) -> Option<T> {
         if last_step > self.answered {
@@ -31,12 +31,13 @@ impl<T> Retirement<T> {
         Some(thing)
     }
 
-    /// Notes that the result of a step has come: no later plan names what was retired until then.
+    /// Notes that the result of a step has come: no later plan names slots and pages that were
+    /// retired until then.
     pub(crate) fn answered(&mut self, step: u64) {
         self.answered = step;
     }
 
-    /// Takes what no step in flight names, in the order of retirement.
+    /// Returns the retired slots or pages that no step in flight names, in the order of retirement.
     #[must_use]
     pub(crate) fn take_returned(&mut self) -> Vec<T> {
         let answered = self.answered;
@@ -46,8 +47,8 @@ impl<T> Retirement<T> {
         back
     }
 
-    /// The number of things that came back. While it stays the same, what lacked room before lacks
-    /// it still.
+    /// The number of slots or pages that came back. While it stays the same, requests that lacked
+    /// room still lack it.
     pub(crate) fn returns(&self) -> u64 {
         self.returns
     }
@@ -57,7 +58,7 @@ impl<T> Retirement<T> {
         self.awaited_before(step).next().is_some()
     }
 
-    /// What comes back with a step before this one.
+    /// The results that are due with a step before this one.
     pub(crate) fn awaited_before(&self, step: u64) -> impl Iterator<Item = &T> {
         self.retired.iter().filter(move |&&(last, _)| last < step).map(|(_, thing)| thing)
     }

@@ -53,7 +53,7 @@ impl Roster {
         }
     }
 
-    /// Takes a request in. It has no slot yet.
+    /// Adds a request. It has no slot yet.
     pub(crate) fn add(&mut self, request: Request, rank: i64, namer: &Namer) -> Handle {
         let counter =
             if request.past.admitted { &mut self.next_return } else { &mut self.next_arrival };
@@ -66,7 +66,7 @@ impl Roster {
         handle
     }
 
-    /// Takes a request out that has no slot. `None`: it is gone already.
+    /// Removes a request that has no slot. `None`: it is gone already.
     pub(crate) fn remove(&mut self, handle: Handle) -> Option<Entry> {
         let entry = self.requests.remove(handle)?;
         debug_assert!(entry.residence.is_none(), "it has been retired");
@@ -178,7 +178,7 @@ impl Roster {
         Some(residence)
     }
 
-    /// Takes all requests out, the most important first. None has a slot.
+    /// Removes all requests, the most important first. None has a slot.
     pub(crate) fn take_all(&mut self) -> impl Iterator<Item = Entry> {
         let mut keys: Vec<_> = self.requests.iter().map(|(at, entry)| (entry.key, at)).collect();
         keys.sort_unstable_by_key(|&(key, _)| key);

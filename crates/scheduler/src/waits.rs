@@ -13,8 +13,8 @@ use crate::entry::Entry;
 use crate::steps::FlightRow;
 
 impl Scheduler {
-    /// Has the request's masked row of the newest plan give no token, and the request wait. The
-    /// hand is told the same. It has to happen before the next plan is made. False: there is no
+    /// Makes the request's masked row of the newest plan give no token, and the request wait. The
+    /// hand gets the same order. It has to happen before the next plan is made. False: there is no
     /// such row, or its request has ended.
     pub fn sit_out(&mut self, id: u64) -> bool {
         let newest = self.steps.in_flight.back_mut();
@@ -39,7 +39,7 @@ impl Scheduler {
         true
     }
 
-    /// Has no row of a request sample until [`Self::mask_ready`].
+    /// Makes no row of a request sample until [`Self::mask_ready`].
     pub fn wait_for_mask(&mut self, id: u64) {
         self.set_waits(id, true);
     }

@@ -36,7 +36,7 @@ pub fn request_words(positions: u64, spec: &SlotSpec, page_size: u32, tables: u3
 /// Checks that `slots` running requests fit into a plan that also admits the largest request.
 ///
 /// # Panics
-/// They don't fit.
+/// The words of a slot don't fit into a plan.
 pub(crate) fn check_slots(config: &SchedulerConfig) {
     let slots = config.slots;
     let save = if config.states.is_some() { STATE_COPY_WORDS } else { 0 };
@@ -55,7 +55,7 @@ pub(crate) fn has_words(
     step: &NewStep<'_>,
     entry: &Entry,
 ) -> bool {
-    // What it still shares becomes its own, and part of the slot.
+    // Tokens that it still shares are copied into its own list, and written to the slot.
     let shared = entry.known() as usize - entry.tokens.len();
     let words = entry.slot(0).words()
         + shared

@@ -1,4 +1,4 @@
-//! The demands that routes make on browsers: see [`forebay_api::Access`].
+//! The checks on requests of browsers: see [`forebay_api::Access`].
 
 use std::sync::Arc;
 

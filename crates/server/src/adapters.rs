@@ -1,4 +1,4 @@
-//! Adapters by their names: loaded at the start and at run time, and told to the engine.
+//! Adapters by their names: loaded at the start and at run time, and registered with the engine.
 //!
 //! A name means a content. A load of other content under a name is another adapter with a number of
 //! its own. Requests that run keep the old one, and no block of the prefix cache is shared.
@@ -114,7 +114,7 @@ impl Adapters {
         self.settings.open
     }
 
-    /// Gives a name to files that were read. Gives the number of another adapter that had it.
+    /// Gives a name to files that were read. Returns the number of another adapter that had it.
     fn enter(&self, name: &str, files: &AdapterFiles) {
         let mut names = self.names.write();
         let same = names.values().find(|other| other.digest == files.digest);
@@ -140,7 +140,7 @@ impl Adapters {
         self.gone(&names, old.as_deref());
     }
 
-    /// Has the engine forget an adapter that has no name any more.
+    /// Makes the engine forget an adapter that has no name any more.
     fn gone(&self, names: &BTreeMap<String, Arc<NamedAdapter>>, adapter: Option<&NamedAdapter>) {
         let Some(&NamedAdapter { id, .. }) = adapter else { return };
         if names.values().all(|other| other.id != id) {
@@ -196,7 +196,7 @@ impl Adapters {
         }
     }
 
-    /// Takes a name away. Requests that run are finished.
+    /// Removes a name. Requests that run are finished.
     ///
     /// # Errors
     /// No adapter has the name, or clients load and unload none.

@@ -1,4 +1,4 @@
-//! Whole answers as JSON, within the bounds of what may wait for a client.
+//! Whole answers as JSON, within the bounds on unread output.
 //!
 //! An answer repeats things: a prompt's log-probabilities once a choice, for instance. So what is
 //! written is counted while it is written. Choices are made one after the other, and each is
@@ -18,7 +18,7 @@ use serde::Serialize;
 
 use crate::reply::{Failure, unwritable};
 
-/// Writes an answer of at most so many bytes.
+/// Writes an answer of at most this many bytes.
 pub(crate) struct AnswerWriter {
     bytes: Vec<u8>,
     limit: usize,
@@ -144,7 +144,7 @@ impl AnswerWriter {
 
     fn finish(self) -> Response {
         let Self { bytes, charge, .. } = self;
-        // What the request took beside the answer is given back with the request.
+        // The rest of the request's charge ends with the request.
         charge.shrink(bytes.len());
         charged(bytes.into(), charge)
     }

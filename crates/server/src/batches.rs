@@ -37,7 +37,7 @@ impl FromRequestParts<Shared> for StoreClient {
 }
 
 impl StoreClient {
-    /// Does what may wait for the disk.
+    /// Runs work that may wait for the disk.
     ///
     /// # Errors
     /// Those of the store.
@@ -49,7 +49,7 @@ impl StoreClient {
     }
 }
 
-/// Does what may wait for the disk.
+/// Runs work that may wait for the disk.
 ///
 /// # Errors
 /// Those of the store.

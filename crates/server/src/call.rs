@@ -32,7 +32,7 @@ use crate::submission::Submission;
 /// Choices that are submitted before the HTTP thread looks after others.
 pub(crate) const CHOICES_A_TURN: usize = 16;
 
-/// Engine requests of one client request: all choices of all prompts. To drop it aborts those that
+/// Engine requests of one client request: all choices of all prompts. Dropping it aborts those that
 /// have not ended. So a client that has gone frees its slots and pages, with a stream as with a
 /// whole response.
 pub(crate) struct Call {
@@ -89,7 +89,7 @@ impl Call {
         for submission in &submissions {
             check_priority(submission.terms.generation.priority, state)?;
         }
-        // Names of blocks with images are not told to routers.
+        // Names of blocks with images are not reported to routers.
         let first = submissions.first().filter(|submission| submission.images.is_empty());
         if let Some(submission) = first {
             let salt = peer.salt(state, submission.terms.generation.cache_salt.as_deref());
@@ -185,8 +185,8 @@ impl Call {
             if !self.alive.is_empty() && self.alive.len().is_multiple_of(CHOICES_A_TURN) {
                 tokio::task::yield_now().await;
             }
-            // A prompt is told of once, by the first of its choices, and not again by whoever
-            // goes on with a stream.
+            // Only the first choice of a prompt reports the prompt's log-probabilities, and a
+            // resumed stream does not repeat them.
             let told = generation.prompt_logprobs.filter(|_| choice == 0 && said.is_empty());
             let told = told.filter(|tail| (tail.first as usize) < prompt.len());
             if max_tokens == 0 && told.is_none() {
@@ -271,7 +271,7 @@ impl Call {
         self.before.take()
     }
 
-    /// Has what comes from now on written through `outlet`.
+    /// Makes later output go through `outlet`.
     pub(crate) fn lend(&self, outlet: Outlet) {
         self.receiver.lend(outlet);
     }
@@ -290,8 +290,8 @@ impl Call {
         self
     }
 
-    /// Takes the news of each choice into `out`. `Ready(false)`: every choice has ended, and its
-    /// end was taken.
+    /// Moves the new deltas of each choice into `out`. `Ready(false)`: every choice has ended, and
+    /// its end was read.
     pub(crate) fn poll(
         &mut self,
         context: &mut Context<'_>,
@@ -364,8 +364,8 @@ fn tally(submissions: &[Submission], state: &Shared) -> Tally {
     tally
 }
 
-/// A proposer of drafts for a choice that goes on behind `said`. `text`: its place among the texts
-/// of others, where drafts come from them too.
+/// A proposer of drafts for a choice that continues `said`. `text`: the record of its text in the
+/// shared history, if drafts come from there too.
 fn lookup(history: &Arc<History>, said: &[i32], text: Option<SharedText>) -> Box<dyn Proposer> {
     let mut lookup = Lookup::new(Arc::clone(history));
     if let Some(text) = text {
@@ -410,7 +410,7 @@ fn check_resume(
     Ok(())
 }
 
-/// Has `speller` read the client's text so far. Gives it as one delta.
+/// Feeds the client's text so far to `speller`. Returns it as one delta.
 fn before(speller: &mut Speller, resume: &Resume, generation: &Generation) -> Delta {
     let mut before = Delta { tokens: resume.generated.clone(), ..Delta::default() };
     let mut fresh = String::new();

@@ -22,8 +22,8 @@ use crate::store::StoreConfig;
 /// The rule for clients that share cached blocks.
 #[derive(Debug, Clone, Serialize)]
 pub struct Sharing {
-    /// The namer of the engine's blocks. It also makes salts, so that nobody can find a second salt
-    /// for the same names.
+    /// The namer of the engine's blocks. It also makes salts, so that a second salt for the same
+    /// names cannot be found.
     #[serde(skip)]
     pub namer: Namer,
     /// True if clients with different keys share blocks.
@@ -47,7 +47,7 @@ pub struct ServerConfig {
     /// The rule for clients that share cached blocks.
     #[serde(flatten)]
     pub sharing: Sharing,
-    /// True if clients are not told the number of their cached tokens.
+    /// True if cached tokens are hidden from clients.
     pub hide_cached_tokens: bool,
     /// MiB of answers that drafts of other requests of the same salt come from; 0: of none.
     pub speculative_shared_history: u32,

@@ -11,7 +11,7 @@ use forebay_text::Tokenizer;
 use crate::state::Shared;
 use crate::submission::Submission;
 
-/// The constraints of a submission's choices, behind the tokens `said`. A compile takes a turn of
+/// The constraints of a submission's choices, after the tokens `said`. A compile takes a turn of
 /// `client`. `None`: nothing restricts them.
 pub(crate) async fn constraints(
     state: &Shared,
@@ -83,7 +83,7 @@ fn ends(terms: &Terms, eos: &[i32]) -> Arc<[i32]> {
     ends.into()
 }
 
-/// The tokens of each word, at the beginning of a text and behind a blank.
+/// The tokens of each word, at the beginning of a text and after a blank.
 fn spelled(tokenizer: &Tokenizer, words: &[String]) -> Result<Arc<[Box<[i32]>]>, ApiError> {
     let mut spelled: Vec<Box<[i32]>> = Vec::with_capacity(2 * words.len());
     for (at, word) in words.iter().enumerate() {

@@ -24,13 +24,13 @@ const TOKEN: usize = size_of::<i32>();
 const LOGPROB: usize = 8;
 /// Bytes of a generated token: its id here and in the engine, and its text.
 const GENERATED: usize = 12;
-/// Tokens that a choice is expected to generate at most. Few answers get so long. The rest of a
-/// long context would be too much to set aside for each, and is charged when it comes.
+/// Tokens that are reserved for a choice at first. Few answers get longer; further tokens are
+/// charged as they come.
 const EXPECTED: u32 = 4096;
 /// Bytes of an element of a vector: twice as a number, and as JSON.
 const ELEMENT: usize = 2 * size_of::<f32>() + 16;
 
-/// Bytes of a request whose body of so many bytes has come, or will come.
+/// Bytes of a request whose body of `body` bytes has come, or will come.
 pub(crate) fn unread(body: usize) -> usize {
     REQUEST.saturating_add(body.saturating_mul(UNREAD))
 }
@@ -46,7 +46,7 @@ pub(crate) fn choices(prompts: impl Iterator<Item = Size>) -> usize {
     prompts.map(|size| size.bytes()).fold(0, usize::saturating_add)
 }
 
-/// Bytes of prompts of so many tokens in all, which are pooled to vectors of `size` elements.
+/// Bytes of prompts of `tokens` tokens in all, which are pooled to vectors of `size` elements.
 pub(crate) fn inputs(inputs: usize, tokens: usize, size: usize) -> usize {
     let vectors = inputs.saturating_mul(CHOICE + ELEMENT * size);
     vectors.saturating_add(2 * TOKEN * tokens)
@@ -67,7 +67,7 @@ pub(crate) struct Size {
     pub(crate) allowed: usize,
     /// Log-probabilities of each token of the prompt.
     pub(crate) told: usize,
-    /// Bytes of the answer that repeat the prompt, and what is told of it.
+    /// Bytes of the answer that repeat the prompt, and of its log-probabilities.
     pub(crate) repeated: usize,
 }
 

@@ -19,7 +19,7 @@ pub struct ModelFacts {
     pub config: Map<String, Value>,
 }
 
-/// Keys of GGUF metadata behind the family, and their names in `config.json`.
+/// Keys of GGUF metadata after the family, and their names in `config.json`.
 const KEYS: [(&str, &[&str]); 12] = [
     ("attention.head_count", &["num_attention_heads"]),
     ("attention.head_count_kv", &["num_key_value_heads"]),
@@ -73,7 +73,7 @@ impl ModelFacts {
     /// left out.
     pub(crate) fn metadata(&self, context_length: u32) -> Map<String, Value> {
         let family = &self.family;
-        // A model that sees images has its decoder's sizes apart.
+        // Configurations of vision models have the decoder's sizes in `text_config`.
         let text = self.config.get("text_config").and_then(Value::as_object);
         let config = text.unwrap_or(&self.config);
         let number = |name: &str| config.get(name).filter(|value| value.is_number()).cloned();

@@ -1,4 +1,4 @@
-//! The body of a form, with a bound on what its parser keeps of it.
+//! The body of a form, with bounded memory for its parser.
 //!
 //! The parser takes whatever is there before it looks, and keeps a part's head until its end has
 //! come. So each frame is given alone, and all bytes that are not a file's have a bound.
@@ -14,10 +14,10 @@ use bytes::Bytes;
 use http_body_util::BodyExt;
 use hyper::body::Frame;
 
-/// The largest number of bytes of a form beside its file.
+/// The largest number of bytes of a form without its file.
 const BESIDE: u64 = 1 << 20;
 
-/// The bytes of a form's file that somebody has taken.
+/// The number of bytes of a form's file that have been read.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct TakenBytes(Arc<AtomicU64>);
 
@@ -36,7 +36,7 @@ struct FormBody {
     gave: bool,
 }
 
-/// The body, and where to say what of it was taken.
+/// The body, and the counter of the bytes that were read of it.
 pub(crate) fn bounded(body: Body) -> (Body, TakenBytes) {
     let taken = TakenBytes::default();
     let form = FormBody { body, received: 0, taken: taken.clone(), gave: false };
@@ -83,7 +83,7 @@ mod tests {
 
     const FRAME: usize = 64 << 10;
 
-    /// Frames for ever behind `head`, and the number of those that were asked for.
+    /// Frames for ever after `head`, and the number of those that were asked for.
     fn endless(head: &'static str) -> (Request, TakenBytes, Arc<AtomicUsize>) {
         let asked = Arc::new(AtomicUsize::new(0));
         let count = Arc::clone(&asked);

@@ -25,7 +25,7 @@ tokio::task_local! {
 
 /// Notes that a system message lists the tools of the request.
 pub(crate) fn note_generic_tools() {
-    // A request that the server makes itself has nobody to be told.
+    // Requests that the server makes itself have no client to report to.
     let _ = GENERIC_TOOLS.try_with(|generic| generic.set(true));
 }
 
@@ -46,7 +46,7 @@ pub(crate) fn ignore(state: &Shared, name: &str) -> Result<(), ApiError> {
 
 /// Notes a difference from the request, which is no error.
 pub(crate) fn note(name: String) {
-    // A request that the server makes itself has nobody to be told.
+    // Requests that the server makes itself have no client to report to.
     let _ = NAMES.try_with(|names| {
         let mut names = names.borrow_mut();
         if !names.contains(&name) {
@@ -68,7 +68,7 @@ pub(crate) async fn tell(request: Request, next: Next) -> Response {
     }
     let mut text = String::new();
     for name in names {
-        // Names are the client's: what a header can't have is left out of them.
+        // Clients choose the names: characters that a header cannot have are left out.
         let shown: String = name.chars().filter(|c| c.is_ascii_graphic() && *c != ',').collect();
         if text.len() + shown.len() + 2 > MOST_BYTES || shown.is_empty() {
             continue;

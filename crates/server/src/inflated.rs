@@ -1,4 +1,4 @@
-//! A compressed body, as the frames of what it becomes.
+//! A compressed body, as inflated frames.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -8,7 +8,7 @@ use bytes::{Buf, Bytes};
 use forebay_api::{ApiError, Inflater};
 use hyper::body::Frame;
 
-/// Inflates frame by frame. Each is small, so that limits are seen before much has come out.
+/// Inflates frame by frame. Each is small, so that limits apply before much has been inflated.
 pub(crate) struct Inflated {
     /// `None`: it has ended.
     body: Option<Body>,

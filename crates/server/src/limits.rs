@@ -24,8 +24,8 @@ use crate::intake::body::{BodyLimit, Pieces};
 use crate::intake::turns::{Pace, Turn, Turns, Verdict};
 use crate::state::Shared;
 
-/// Bytes of a body that are charged before they come, and a part of what has come. Who declares a
-/// large body and sends little of it holds little.
+/// The step in which a body is charged, before its bytes come. So a client that declares a large
+/// body and sends little of it holds little.
 const STEP: usize = 16 << 10;
 const STEP_PART: usize = 4;
 
@@ -42,7 +42,7 @@ impl Upload {
         Self { body, client, inflater: Ok(None) }
     }
 
-    /// The body, inflated if it is compressed. What it becomes is what its limits are about.
+    /// The body, inflated if it is compressed. Its limits apply to the inflated bytes.
     pub(crate) fn into_body(self) -> Result<Body, ApiError> {
         Ok(match self.inflater? {
             Some(inflater) => Body::new(Inflated::new(self.body, inflater)),
@@ -160,7 +160,7 @@ async fn read_frames(
     charge: &Charge,
 ) -> Result<(Pieces, Option<Turn>), ApiError> {
     let hint = body.size_hint();
-    // What is declared was compared with the limit, and has to fit an empty server.
+    // A declared size was compared with the limit, and has to fit into an empty server.
     let size = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
     charge.check(unread(size(hint.lower())))?;
     let most = hint.upper().map_or(usize::MAX, size);
@@ -280,7 +280,7 @@ mod tests {
         assert_eq!(over.unwrap_err(), ApiError::BodyTooLarge { limit: (3 << 20) - 1, flag });
         let wrong = read(b"{}".to_vec(), 100).await.unwrap_err();
         assert!(wrong.to_string().contains("gzip"), "{wrong}");
-        // What it becomes is charged, too.
+        // The parsed request is charged, too.
         let budget = ByteBudget::new(1 << 20);
         let headers = HeaderMap::from_iter([(CONTENT_ENCODING, HeaderValue::from_static("gzip"))]);
         let upload = Upload { inflater: Inflater::of(&headers), ..upload(gzip(&large)) };
@@ -332,8 +332,8 @@ mod tests {
         assert_eq!(turns.free(), 1);
     }
 
-    /// Forty bodies, a byte a millisecond each; gives how many turns were given before a large body
-    /// of somebody else was read.
+    /// Forty bodies, a byte a millisecond each; returns the number of turns before a large body of
+    /// another client was read.
     async fn turns_before(clients: u64) -> u64 {
         let turns = Arc::new(Turns::new(1));
         let mut trickles = JoinSet::new();

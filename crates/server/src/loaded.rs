@@ -14,7 +14,7 @@ const PERIOD: Duration = Duration::from_millis(10);
 pub(crate) struct ModelLoad(OnceLock<watch::Receiver<bool>>);
 
 impl ModelLoad {
-    /// Waits until the model has been loaded, or cannot be; `is_loading` tells.
+    /// Waits until the model has been loaded, or cannot be, as `is_loading` reports.
     pub(crate) async fn wait(&self, is_loading: impl Fn() -> bool + Send + 'static) {
         let told = self.0.get_or_init(|| {
             let (tell, told) = watch::channel(false);
@@ -26,7 +26,7 @@ impl ModelLoad {
             });
             told
         });
-        // A sender that is gone has told it, or the server ends.
+        // A dropped sender has sent the last value, or the server ends.
         let _ = told.clone().wait_for(|&loaded| loaded).await;
     }
 }

@@ -12,7 +12,7 @@ use serde::Serialize;
 #[derive(Debug)]
 pub(crate) struct Failure(pub(crate) ApiError);
 
-/// The error that a response tells, for dialects that have another shape for it.
+/// The error of a response, for APIs that encode errors in another shape.
 #[derive(Debug, Clone)]
 pub(crate) struct ReplyError(pub(crate) ApiError);
 

@@ -68,7 +68,7 @@ pub(crate) fn setup(server: &AnyServer) -> ConnectionSetup {
     }
 }
 
-/// A thread that answers `/livez`, `/health` and `/metrics`. To drop it ends it.
+/// A thread that answers `/livez`, `/health` and `/metrics`. Dropping it ends the thread.
 #[derive(Debug)]
 pub struct HealthThread {
     _thread: ListenerThread,

@@ -139,12 +139,12 @@ pub async fn serve(
         }
     };
     connections.close(patience).await;
-    // What it has not answered is computed after the next start.
+    // Unanswered requests are computed after the next start.
     computing.iter().for_each(AbortHandle::abort);
     Ok(())
 }
 
-/// The connections that are served, and behind them those beyond the limit, which get an error or
+/// The connections that are served, and after them those beyond the limit, which get an error or
 /// the server's health.
 fn connections(server: &AnyServer) -> io::Result<Connections> {
     let config = server.config();

@@ -29,7 +29,7 @@ impl Shape {
     }
 }
 
-/// Answers a request; an error is told in the shape of the route's dialect.
+/// Answers a request; an error has the shape of the route's API.
 pub(crate) async fn tell_errors(request: Request, next: Next) -> Response {
     let shape = Shape::of(request.uri());
     let mut response = next.run(request).await;
@@ -48,7 +48,7 @@ pub(crate) async fn tell_errors(request: Request, next: Next) -> Response {
     response
 }
 
-/// An error as Anthropic's API tells it.
+/// An error in the shape of Anthropic's API.
 pub(crate) fn anthropic(error: &ApiError) -> Value {
     let kind = match error.status() {
         401 => "authentication_error",
@@ -74,7 +74,7 @@ pub(crate) fn anthropic(error: &ApiError) -> Value {
     json!({"type": "error", "error": {"type": kind, "message": message}})
 }
 
-/// An error as Ollama tells it.
+/// An error in the shape of Ollama's API.
 pub(crate) fn ollama(error: &ApiError) -> Value {
     json!({"error": error.body().error.message})
 }

@@ -1,7 +1,7 @@
 //! Server-sent events: a call's deltas as the frames of a response body.
 //!
-//! A frame has everything that was pending when the connection could take more. Most chunks never
-//! come here: see `mailbox`.
+//! A frame has everything that was pending when the connection became writable. Most chunks take
+//! another way: see `mailbox`.
 
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -26,7 +26,7 @@ use crate::reply::Failure;
 use crate::state::Shared;
 use crate::wire::Wire;
 
-/// The body of a streamed response. To drop it drops the call, which aborts its engine requests.
+/// The body of a streamed response. Dropping it drops the call, which aborts its engine requests.
 struct EventBody {
     /// `None` once the stream has ended.
     call: Option<Call>,
@@ -82,7 +82,8 @@ impl HttpBody for EventBody {
                 Ok(false) => {}
                 Err(error) => {
                     tracing::warn!(%error, "stream failed");
-                    // What can't be written is left out: the connection ends all the same.
+                    // An error that cannot be written is left out: the connection ends all the
+                    // same.
                     let told = call.encode(|encoder, _| encoder.fail(&error, &mut out));
                     if told.is_none() && event(&error.body(), &mut out).is_ok() {
                         out.extend_from_slice(DONE);

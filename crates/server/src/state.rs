@@ -41,7 +41,7 @@ pub struct ServerParts {
     pub text: Arc<TextPool>,
     /// The threads that read bodies.
     pub intake: Intake,
-    /// The other end of the sink that the engines were started with.
+    /// The receiving end of the sink that the engines were started with.
     pub egress: Egress,
     /// The metrics.
     pub metrics: Arc<Metrics>,

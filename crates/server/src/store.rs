@@ -84,7 +84,7 @@ pub(crate) struct FinishedResponse {
     pub(crate) output: Vec<Item>,
     /// The conversation before.
     pub(crate) before: Vec<Arc<Turn>>,
-    /// True if the response was computed behind its answer.
+    /// True if the response was computed after its answer.
     pub(crate) background: bool,
 }
 
@@ -95,9 +95,9 @@ pub(crate) struct Kept {
     pub(crate) body: Bytes,
     /// The conversation, its own turn at the end. Empty while it is computed.
     pub(crate) turns: Vec<Arc<Turn>>,
-    /// True while the response is computed behind its answer.
+    /// True while the response is computed after its answer.
     pub(crate) running: bool,
-    /// True if the response is or was computed behind its answer.
+    /// True if the response is or was computed after its answer.
     pub(crate) background: bool,
 }
 
@@ -116,7 +116,7 @@ struct Share {
     entries: HashMap<Box<str>, Entry>,
     /// Names in the order of arrival.
     order: BTreeMap<u64, Box<str>>,
-    /// The number of evicted responses that their owner was not told of yet.
+    /// The number of evicted responses that have not been reported to their owner yet.
     untold: u64,
 }
 
@@ -175,7 +175,7 @@ impl Store {
         self.insert(&mut guard, owner, id, kept, None);
     }
 
-    /// Keeps the name and the state of a response that is computed behind its answer.
+    /// Keeps the name and the state of a response that is computed after its answer.
     pub(crate) fn begin(&self, owner: Owner, id: &str, body: Bytes, abort: Option<AbortHandle>) {
         let kept = Kept { body, turns: Vec::new(), running: true, background: true };
         self.insert(&mut self.shares.lock(), owner, id, kept, abort);
@@ -288,7 +288,7 @@ impl Store {
     }
 }
 
-/// Bytes of an entry beside its response.
+/// Bytes of an entry without its response.
 const ENTRY: usize = 512;
 
 #[cfg(test)]

@@ -46,8 +46,9 @@ pub(crate) struct Submission {
 }
 
 impl Submission {
-    /// Checks that the prompt from `param` fits, and that the model knows its tokens. If there is
-    /// no room for all requested tokens, the client gets fewer, and is told.
+    /// Checks that the prompt from `param` fits, and that its tokens are in the model's vocabulary.
+    /// If there is no room for all requested tokens, the client gets fewer, and a header reports
+    /// it.
     pub(crate) fn new(
         state: &Shared,
         prompt: Vec<i32>,
@@ -111,7 +112,7 @@ impl Submission {
         state.intake.read(client, bytes, move || Ok(index())).await.map(Some)
     }
 
-    /// Bytes of the answer that repeat the prompt, and what is told of it.
+    /// Bytes of the answer that repeat the prompt, and of its log-probabilities.
     pub(crate) fn repeated(&self) -> usize {
         let Repetition { choices, bytes, logprobs } = self.repetition;
         let first = self.terms.generation.prompt_logprobs.map_or(0, |tail| tail.first as usize);

@@ -61,7 +61,7 @@ pub(crate) async fn write_body(
                 return Err(too_large());
             }
             if sender.send(data).await.is_err() {
-                // The writer says why.
+                // The writer reports the cause.
                 return Ok(());
             }
         }
@@ -84,7 +84,7 @@ fn write_pieces(path: &Path, mut pieces: mpsc::Receiver<Bytes>) -> io::Result<()
 /// Decodes base64 to files in the folder, one each.
 ///
 /// # Errors
-/// A text is no base64, there is none or there are too many, or a file can't be written.
+/// A text is not base64, there is none or there are too many, or a file can't be written.
 pub(crate) fn write_decoded(
     texts: &[Cow<'_, str>],
     folder: &TensorFolder,

@@ -80,7 +80,7 @@ pub(crate) async fn encode_chat(
     Ok(RenderedChat { ids: encoded.ids, text: encoded.text.unwrap_or_default(), ignored })
 }
 
-/// Sets the template's variables for the effort of reasoning. Gives the parameters without a
+/// Sets the template's variables for the effort of reasoning. Returns the parameters without a
 /// variable. Variables from the client stay.
 fn ask_to_think(template: &str, chat: &mut ChatPrompt) -> Vec<&'static str> {
     const LEVEL: &str = "reasoning_effort";
@@ -164,7 +164,7 @@ pub(crate) fn text_error(error: TextError, param: &str) -> ApiError {
         TextError::TooLong { at_least, limit, .. } => {
             ApiError::TextTooLong { param: param.to_owned(), limit, at_least }
         }
-        // The template is the operator's, and so is what can be done about it.
+        // The template is the operator's, so only the operator can change it.
         TextError::Costly(_) => {
             ApiError::Internal { reason, code: Some("chat_template_too_expensive") }
         }

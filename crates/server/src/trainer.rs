@@ -110,8 +110,8 @@ impl Trainer {
     }
 
     /// Receives tensors, and has all replicas compute with those of the update when they are
-    /// complete. Gives the number of requests that go on with them; `None`: more are to come. Goes
-    /// on if the caller does not wait.
+    /// complete. Returns the number of requests that go on with them; `None`: more are to come.
+    /// Goes on if the caller does not wait.
     ///
     /// # Errors
     /// The tensors do not come, and the group is left; or they can't be loaded. The old weights
@@ -167,8 +167,8 @@ impl Trainer {
     }
 }
 
-/// Leaves a group whose trainer may be sending what is not taken: its calls fail at once. Gives the
-/// error.
+/// Leaves a group whose trainer may be sending tensors that are not received: its calls fail at
+/// once. Returns the error.
 async fn given_up(receiver: Box<dyn TensorReceiver>, error: ApiError) -> ApiError {
     // The end of its process may take a moment.
     let _ = spawn_blocking(move || drop(receiver)).await;

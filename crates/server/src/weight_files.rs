@@ -1,4 +1,4 @@
-//! What a server asks of the files of its weights, which it never reads itself.
+//! The server's interface to weight files, which it never reads itself.
 
 use std::any::Any;
 use std::path::{Path, PathBuf};

@@ -18,7 +18,7 @@ use tokio::task::spawn_blocking;
 use crate::state::not_serving;
 use crate::weight_files::{ParameterValues, TensorFolder, WeightFiles};
 
-/// The version of weights that nobody has named, as SGLang calls it.
+/// The version of weights without a name, as SGLang calls it.
 const FIRST_VERSION: &str = "default";
 /// The largest number of bytes of a version.
 const VERSION_BYTES: usize = 128;
@@ -144,8 +144,8 @@ impl Weights {
         self.settings.as_ref().is_none_or(|settings| settings.open)
     }
 
-    /// Pauses all replicas, and empties the prefix cache if asked to. Gives the number of requests
-    /// that are left. Goes on if the caller does not wait.
+    /// Pauses all replicas, and empties the prefix cache if asked to. Returns the number of
+    /// requests that are left. Goes on if the caller does not wait.
     ///
     /// # Errors
     /// The engine has ended, or the pause has before all replicas were paused.
@@ -176,8 +176,8 @@ impl Weights {
         self.engine.handles().iter().for_each(EngineHandle::resume);
     }
 
-    /// Has all replicas compute with other weights. Requests go on with them from where they are.
-    /// Gives the number of these requests. Goes on if the caller does not wait.
+    /// Makes all replicas compute with other weights. Requests go on with them from where they are.
+    /// Returns the number of these requests. Goes on if the caller does not wait.
     ///
     /// # Errors
     /// The weights can't be read or loaded. The old ones compute on.
@@ -264,7 +264,7 @@ impl Weights {
         in_blocking(move || files.rows(&model, &name, rows), "name").await
     }
 
-    /// Has one replica load the weights, then the others. If one fails, all have the last ones.
+    /// Loads the weights in one replica, then in the others. If one fails, all have the last ones.
     async fn load(
         &self,
         handles: &[EngineHandle],
@@ -293,7 +293,7 @@ impl Weights {
     }
 }
 
-/// Pauses engines. Gives the number of requests that are left.
+/// Pauses engines. Returns the number of requests that are left.
 async fn pause_all(handles: &[EngineHandle], mode: PauseMode) -> Result<usize, ApiError> {
     let pauses = handles.iter().map(|handle| {
         let (sender, receiver) = oneshot::channel();

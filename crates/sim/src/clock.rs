@@ -1,4 +1,4 @@
-//! Real or virtual time behind the engine's [`Clock`].
+//! Real or virtual time after the engine's [`Clock`].
 
 use std::num::NonZeroU64;
 use std::sync::Arc;
@@ -10,9 +10,9 @@ use tracing::warn;
 /// The time that a simulated device runs in.
 #[derive(Clone)]
 pub enum SimClock {
-    /// The machine's clock: steps take as long as the model says.
+    /// The machine's clock: steps take as long as the profile's.
     Real(Arc<SystemClock>),
-    /// A counter that jumps to the next event as soon as nobody has anything to do before it.
+    /// A counter that jumps to the next event as soon as no thread has work before it.
     Virtual(Arc<AtomicU64>),
 }
 

@@ -1,5 +1,5 @@
-//! The simulated copy engines: one a direction, beside the steps, and the bus that all copies of a
-//! machine share.
+//! The simulated copy engines, one a direction and independent of the steps, and the bus that all
+//! copies of a machine share.
 
 use std::sync::Arc;
 
@@ -37,7 +37,7 @@ pub struct PageBytes {
     pub main: u64,
     /// Index keys.
     pub index: u64,
-    /// Positions of a page; 0: nobody copies less than a page.
+    /// Positions of a page; 0: copies are of whole pages.
     pub page_size: u32,
     /// Index keys have pages of their own, so that rows come back without them.
     pub apart: bool,
@@ -74,7 +74,7 @@ impl PageBytes {
 pub struct Bus(Arc<Mutex<f64>>);
 
 impl Bus {
-    /// Takes the bus for so long, from `from_us` on at the earliest. Gives the end.
+    /// Occupies the bus for `us` microseconds, from `from_us` on at the earliest. Returns the end.
     fn take(&self, from_us: u64, us: f64) -> u64 {
         let mut busy_until = self.0.lock();
         *busy_until = busy_until.max(from_us as f64) + us;
@@ -94,13 +94,13 @@ pub struct CopyEngines {
 }
 
 impl CopyEngines {
-    /// Engines for pages of so many bytes.
+    /// Engines for pages of `bytes` bytes.
     #[must_use]
     pub fn new(model: CopyModel, bytes: PageBytes) -> Self {
         Self { model, bytes, ..Self::default() }
     }
 
-    /// Has the copies share `bus` with those of other devices.
+    /// Makes the copies share `bus` with those of other devices.
     #[must_use]
     pub fn on(self, bus: Bus) -> Self {
         Self { bus, ..self }
@@ -112,12 +112,12 @@ impl CopyEngines {
         self.busy_until[0]
     }
 
-    /// Something else uses the way to the device for so long.
+    /// Other traffic occupies the bus to the device for `us` microseconds.
     pub fn delay_restores(&mut self, us: u64) {
         self.busy_until[1] += us;
     }
 
-    /// Takes a copy on that may begin at `from_us`. Those of one direction run one after the other.
+    /// Starts a copy that may begin at `from_us`. Those of one direction run one after the other.
     pub fn start(&mut self, copy: PageCopy, from_us: u64, fault: CopyFault) {
         let lane = usize::from(!copy.direction.is_save());
         let begin = self.busy_until[lane].max(from_us);

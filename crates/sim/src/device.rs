@@ -237,7 +237,7 @@ mod tests {
                 (&result.tokens[..], &result.token_counts[..]),
                 (given, &[given.len() as i32][..])
             );
-            // It goes on behind what it gave.
+            // Text continues after the tokens that it gave.
             plan.begin(2);
             row(&mut plan, 1 + given.len() as u32, 1, &[0]);
             let next = device.execute(&plan, &text, None).tokens;
@@ -254,7 +254,7 @@ mod tests {
         let whole = said(&text, &[1, 2], &free, 5);
         assert_eq!(whole[..3], [7, 8, 9]);
         assert!(whole[3..].iter().all(|token| words.contains(token)));
-        // Another device goes on behind what was generated.
+        // Another device continues the generated text.
         assert_eq!(said(&text, &[1, 2, 7], &free, 2), [8, 9]);
         assert!(said(&text, &[1, 3], &free, 3).iter().all(|token| words.contains(token)));
         let sampling = SamplingParams { allowed: Some([8, 105].into()), ..free.sampling.clone() };

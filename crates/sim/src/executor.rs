@@ -172,7 +172,7 @@ impl Rank {
         result
     }
 
-    /// Takes a plan's slots; true: one of its rows kills.
+    /// Applies a plan's slots; true: one of its rows kills.
     fn take_slots(&mut self, plan: &StepPlan, poison: Option<i32>) -> bool {
         for new in plan.new_slots() {
             self.poisoned.retain(|&slot| slot != new.slot);
@@ -201,8 +201,8 @@ impl SimExecutor {
         Self::group(config, 1)
     }
 
-    /// A step group of so many ranks that have plans and pages of their own. A step is as long as
-    /// its longest rank, and each has jitter of its own.
+    /// A step group of `members` ranks with plans and pages of their own. A step is as long as its
+    /// longest rank, and each has jitter of its own.
     #[must_use]
     pub fn group(config: SimConfig, members: u32) -> (Self, SimControl) {
         let control = SimControl::default();

@@ -49,12 +49,12 @@ impl SimControl {
         self.change(|faults| faults.kill = Some(Signal::Died(why)));
     }
 
-    /// Has memory run out in every later step of a group with more pages than so many.
+    /// Makes memory run out in every later step of a group with more than `pages` pages.
     pub fn starve(&self, pages: u32) {
         self.change(|faults| faults.starves_from = Some(pages));
     }
 
-    /// Has a rank of a step group give a token too many in its next result.
+    /// Makes a rank of a step group give a token too many in its next result.
     pub fn lie(&self, rank: usize) {
         self.change(|faults| faults.lie = Some(rank));
     }
@@ -69,7 +69,7 @@ impl SimControl {
         self.change(|faults| faults.hang_starts = count);
     }
 
-    /// Has every later step that computes a slot written with this token kill the group.
+    /// Makes every later step that computes a slot written with this token kill the group.
     pub fn poison(&self, token: i32) {
         self.change(|faults| faults.poison = Some(token));
     }

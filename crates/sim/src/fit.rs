@@ -36,8 +36,7 @@ pub struct Fit {
 }
 
 /// Fits a model to measured steps: least squares of the relative errors, without negative times.
-/// Steps that something else held up have little weight. The knee of the roofline is the one that
-/// explains most.
+/// Outliers have little weight. The knee of the roofline is the one that explains most.
 ///
 /// # Errors
 /// Too few steps took time.
@@ -112,7 +111,7 @@ impl Robust {
         let equations: Vec<Equation> = samples.iter().map(|s| equation(s, knee)).collect();
         let measured = sorted(samples.iter().map(|s| s.step_us).collect());
         let floor = percentile(&measured, 0.5) * 1e-3;
-        // Relative to what was measured at first, to what is modelled from then on.
+        // Relative to the measured times at first, to the modelled times from then on.
         let mut weights: Vec<f64> = samples.iter().map(|s| s.step_us.max(floor).powi(-2)).collect();
         let mut times = [0.0; COLUMNS];
         let mut errors = vec![0.0; samples.len()];
@@ -158,7 +157,7 @@ impl Robust {
             context_us,
             attention_us,
             host_us: 0.0,
-            // Recordings say nothing of images.
+            // Recordings have no times of images.
             tower_us: 0.0,
             jitter_sigma: if self.sigma > EXACT { rounded(self.sigma.min(1.0)) } else { 0.0 },
         }

@@ -7,8 +7,8 @@
 //! tokens in the same way. Time is the machine's or virtual; virtual time jumps from event to event
 //! and makes hours of traffic a matter of CPU seconds.
 //!
-//! How long a step takes is said by a [`Profile`], a TOML file, built in or made by [`fit`] from
-//! what a [`Recorder`] wrote about a real device. docs/simulation.md is the user's page.
+//! A [`Profile`] gives the time of a step: a TOML file, built in or made by [`fit`] from what a
+//! [`Recorder`] wrote about a real device. docs/simulation.md is the user's page.
 //!
 //! ```
 //! use forebay_sim::{Profile, ProfileError, SimText, StepLoad, next_token};

@@ -26,7 +26,7 @@ impl StepLoad {
         let mut load = Self::default();
         for (row, drafts) in plan.rows().zip(plan.drafts()) {
             load.add(row.start, row.length, row.want.samples());
-            // They are more rows to the device, and read what is read already.
+            // Drafts are more rows to the device, but read KV that is read already.
             load.decode_rows += drafts.len() as u32;
             let (before, more) = (u64::from(row.start + row.length), drafts.len() as u64);
             load.attention += more * before + more * (more + 1) / 2;

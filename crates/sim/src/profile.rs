@@ -181,13 +181,13 @@ fn is_dense(sparse: &SparseModel) -> bool {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct KvModel {
-    /// Bytes of a position over all layers, without index keys; 0: nobody has said.
+    /// Bytes of a position over all layers, without index keys; 0: not known.
     pub main_bytes_token: u64,
     /// Bytes of a position's index keys over all layers that have any.
     pub index_bytes_token: u64,
 }
 
-/// Copies of pages: one engine a direction, beside the steps.
+/// Copies of pages: one engine a direction, independent of the steps.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct CopyModel {
@@ -208,7 +208,7 @@ pub struct CopyModel {
 }
 
 impl CopyModel {
-    /// Microseconds of a copy of so many bytes.
+    /// Microseconds of a copy of `bytes` bytes.
     #[must_use]
     pub fn copy_us(&self, direction: Direction, bytes: u64) -> u64 {
         let gbps = match direction {
@@ -222,7 +222,7 @@ impl CopyModel {
         (self.latency_us + moving).round() as u64
     }
 
-    /// Microseconds for which so many bytes fill the bus of the machine; `None`: it has no limit.
+    /// Microseconds for which `bytes` bytes fill the bus of the machine; `None`: it has no limit.
     #[must_use]
     pub fn bus_us(&self, bytes: u64) -> Option<f64> {
         self.bus_gbps.map(|gbps| bytes as f64 / (1000.0 * gbps))
@@ -268,7 +268,7 @@ pub enum ProfileError {
         /// Why.
         source: std::io::Error,
     },
-    /// The file is no valid profile.
+    /// The file is not a valid profile.
     #[error("profile {name}: {reason}")]
     Malformed {
         /// The profile.
@@ -320,7 +320,8 @@ impl Profile {
     /// A profile from the content of its file.
     ///
     /// # Errors
-    /// It is no TOML, has keys that profiles don't have or lacks some, or a number is out of range.
+    /// It is not TOML, has keys that profiles don't have or lacks some, or a number is out of
+    /// range.
     pub fn from_toml(name: &str, text: &str) -> Result<Self, ProfileError> {
         let malformed = |reason| ProfileError::Malformed { name: name.to_owned(), reason };
         let mut profile: Self =
@@ -364,7 +365,7 @@ impl Profile {
         }
     }
 
-    /// The ratio of a host tier of so many bytes to the device's pages and state pages, which are
+    /// The ratio of a host tier of `bytes` bytes to the device's pages and state pages, which are
     /// divided alike.
     #[must_use]
     pub fn host_ratio(&self, bytes: u64, [pages, state_pages]: [u32; 2], page_size: u32) -> f64 {

@@ -109,7 +109,7 @@ impl Executor for Recorder {
         let signal = self.inner.wait(timeout_us);
         match &signal {
             Signal::Result(results) => {
-                // A step that only waits for copies says nothing of what computing takes.
+                // A step that only waits for copies is not a measure of computing.
                 if let Some(load) = self.in_flight.pop_front().filter(|load| load.rows > 0)
                     && let [result] = &results[..]
                 {
@@ -152,7 +152,7 @@ impl Drop for Recorder {
     fn drop(&mut self) {
         self.steps = None;
         if let Some(writer) = self.writer.take() {
-            // What went wrong in it was said by itself.
+            // The writer thread has reported its errors itself.
             let _ = writer.join();
         }
         if self.dropped > 0 {

@@ -3,7 +3,7 @@
 /// The largest number of columns.
 pub(crate) const COLUMNS: usize = 5;
 
-/// One equation: what the columns are, and what they should add up to.
+/// One equation: the columns, and their sum.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Equation {
     pub(crate) columns: [f64; COLUMNS],

@@ -1,4 +1,4 @@
-//! The recurrent states of the simulated device: of each, the number of positions that it has seen.
+//! The recurrent states of the simulated device: for each, the number of positions that it covers.
 
 use std::collections::HashMap;
 
@@ -39,7 +39,7 @@ impl StateModel {
     }
 }
 
-/// Positions that the states of slots and of pages have seen.
+/// The numbers of positions that the states of slots and pages cover.
 #[derive(Debug, Default)]
 pub(crate) struct States {
     /// Of each slot, and whether its last position may come again because its mask was late.
@@ -51,12 +51,12 @@ pub(crate) struct States {
 }
 
 impl States {
-    /// The states of the next device: what the host has.
+    /// The states of the next device: those in the host's tier.
     pub(crate) fn of_next_device(&mut self) -> Self {
         Self { host: std::mem::take(&mut self.host), ..Self::default() }
     }
 
-    /// Takes a plan.
+    /// Applies a plan.
     ///
     /// # Errors
     /// A row begins where its slot's state does not end, or a page is loaded, saved or copied that
@@ -91,7 +91,7 @@ impl States {
         self.copy(plan)
     }
 
-    /// Copies states at once: nobody may use them before the ends of the copies are reported.
+    /// Copies states at once: they are unused before the ends of the copies are reported.
     fn copy(&mut self, plan: &StepPlan) -> Result<(), String> {
         for copy in plan.copies().filter(|copy| copy.direction.is_of_state()) {
             let page = copy.hot.unwrap_or_default();

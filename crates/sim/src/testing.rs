@@ -1,4 +1,4 @@
-//! A kit for tests of engines: an engine on a simulated hand, and what becomes of its requests.
+//! A kit for tests of engines: an engine on a simulated hand, and the outcomes of its requests.
 //!
 //! ```
 //! use forebay_sim::testing::{VOCAB, alone, text};
@@ -58,7 +58,7 @@ impl ChannelSink {
         Self { outputs, look: None }
     }
 
-    /// A sink whose hook sees outputs before the test does.
+    /// A sink whose hook gets outputs before the test does.
     #[must_use]
     pub fn hooked(outputs: Sender<Vec<Output>>, control: SimControl, hook: Hook) -> Self {
         Self { outputs, look: Some((control, hook)) }
@@ -136,13 +136,13 @@ pub fn wholes<K: Eq + Hash>(stories: HashMap<K, Story>) -> HashMap<K, (Vec<i32>,
     stories.into_iter().map(|(id, story)| (id, story.whole())).collect()
 }
 
-/// The parts of a [`Rig`] beside its settings.
+/// The parts of a [`Rig`] without its settings.
 pub struct RigParts {
     /// The hook of each member: one, but for a step group.
     pub hooks: Vec<Hook>,
     /// Gets the changes of the first member's prefix cache.
     pub blocks: Option<Box<dyn BlockObserver>>,
-    /// The other engines of the first member.
+    /// The first member's access to other engines.
     pub peers: Option<Box<dyn Peers>>,
     /// Breaks the hand before it starts.
     pub breaking: Box<dyn FnOnce(&SimControl)>,
@@ -165,7 +165,7 @@ impl Default for RigParts {
     }
 }
 
-/// An engine on a simulated hand. To drop it stops the engine.
+/// An engine on a simulated hand. Dropping it stops the engine.
 pub struct Rig {
     /// The first member.
     pub handle: EngineHandle,
@@ -275,7 +275,7 @@ pub fn text() -> SimText {
     SimText::endless((0..VOCAB as i32).collect())
 }
 
-/// A request of text, whose other parameters are those of nobody.
+/// A request of text, with parameters that have no effect.
 #[must_use]
 pub fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> EngineRequest {
     let request = Request { id, prompt: prompt.into(), max_tokens, ..Request::default() };

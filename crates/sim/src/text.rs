@@ -7,7 +7,7 @@ use std::sync::Arc;
 const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
 const FOLD: u64 = 0xd6e8_feb8_6659_fd93;
 
-/// Answers that somebody has written down.
+/// Scripted answers.
 pub trait Script: fmt::Debug + Send + Sync {
     /// The tokens of the answer to this prompt, with the one that ends it; `None`: it is made up.
     /// The same prompt always gets the same answer.
@@ -28,7 +28,7 @@ impl SimText {
     /// Tokens drawn from `words`, all equally likely, without an end of their own.
     ///
     /// # Panics
-    /// Without words there is nothing to say.
+    /// Without words there is no text to generate.
     #[must_use]
     pub fn endless(mut words: Vec<i32>) -> Self {
         assert!(!words.is_empty(), "there is nothing to say");
@@ -61,7 +61,7 @@ impl SimText {
         self.script.as_ref()?.answer(prompt)
     }
 
-    /// The word `rank` places after `token`: what is said to have been nearly as likely.
+    /// The word `rank` places after `token`: a simulated alternative, nearly as likely.
     pub(crate) fn alternative(&self, token: i32, rank: usize) -> i32 {
         match self.words.binary_search(&token) {
             Ok(at) => self.words[(at + rank) % self.words.len()],

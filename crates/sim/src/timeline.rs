@@ -1,4 +1,4 @@
-//! The times at which the steps of a simulated device begin and end, beside its copies.
+//! The times at which the steps of a simulated device begin and end.
 
 use std::collections::HashSet;
 
@@ -10,8 +10,8 @@ use crate::load::StepLoad;
 use crate::profile::{CopyModel, DeviceModel, Jitter};
 use crate::states::StateModel;
 
-/// The cost of a sparse slot's row beside the step, in a model that chooses few positions for each
-/// token. The probability of a miss is no result of the simulation: it is assumed, as `miss_rows`.
+/// The additional cost of a sparse slot's row, in a model with sparse attention. The probability of
+/// a miss is not a result of the simulation: it is assumed, as `miss_rows`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct SparseModel {
@@ -30,7 +30,7 @@ pub struct SparseModel {
 }
 
 impl SparseModel {
-    /// Microseconds that so many missing rows of sparse slots take.
+    /// Microseconds that `rows` missing rows of sparse slots take.
     #[must_use]
     pub fn gather_us(&self, rows: u32) -> f64 {
         let bytes = f64::from(rows) * self.miss_rows * f64::from(self.layers) * self.row_bytes;
@@ -109,7 +109,7 @@ pub struct Timeline {
     sparse_slots: HashSet<u32>,
     busy_until: u64,
     last_end: u64,
-    /// Microseconds that rows have waited for saves since that was told last.
+    /// Microseconds that rows have waited for saves since the last report.
     waited_us: u64,
 }
 
@@ -128,7 +128,7 @@ impl Timeline {
         }
     }
 
-    /// Has the copies share `bus` with those of other devices.
+    /// Makes the copies share `bus` with those of other devices.
     #[must_use]
     pub fn on(mut self, bus: Bus) -> Self {
         self.copies = self.copies.on(bus);
@@ -141,7 +141,7 @@ impl Timeline {
         self.busy_until
     }
 
-    /// Takes a plan with rows that comes at `now_us`, and starts its copies. `fault` gives the
+    /// Computes a plan with rows that comes at `now_us`, and starts its copies. `fault` gives the
     /// outcome of each.
     pub fn compute(
         &mut self,
@@ -177,8 +177,9 @@ impl Timeline {
         (Span { start_us, end_us, gap_us }, self.rows(rows))
     }
 
-    /// Has the last step, which took `span`, end no sooner than `now_us`, when its masks have come.
-    /// The device idles that long: the rest of the span stays where it is, and so do its saves.
+    /// Makes the last step, which took `span`, end no sooner than `now_us`, when its masks have
+    /// come. The device idles that long: the rest of the span stays where it is, and so do its
+    /// saves.
     pub fn hold(&mut self, span: Span, now_us: u64) -> Span {
         let late_us = now_us.saturating_sub(span.end_us);
         let start_us = span.start_us + late_us;
@@ -187,14 +188,14 @@ impl Timeline {
         Span { start_us, end_us, gap_us: span.gap_us + late_us }
     }
 
-    /// Has the last step, which took `span`, end at `end_us`, when the longest rank of its group is
-    /// done: the ranks wait for each other in every layer.
+    /// Makes the last step, which took `span`, end at `end_us`, when the longest rank of its group
+    /// is done: the ranks wait for each other in every layer.
     pub fn meet(&mut self, span: Span, end_us: u64) -> Span {
         (self.busy_until, self.last_end) = (end_us, end_us);
         Span { end_us, ..span }
     }
 
-    /// Takes a plan without rows: it ends when a copy does, or when its time is over.
+    /// Runs a plan without rows: it ends when a copy ends, or after the plan's longest wait.
     pub fn wait(&mut self, plan: &StepPlan, now_us: u64, fault: impl FnMut() -> CopyFault) -> Span {
         let start_us = self.busy_until.max(now_us);
         self.start_copies(plan, start_us, start_us, fault);
@@ -285,7 +286,8 @@ mod tests {
         Timeline::new(timing, Jitter::new(0.0, 0), 0)
     }
 
-    /// Two plans at once, the first with two saves: when they begin, and what waited.
+    /// Two plans at once, the first with two saves: their start times, and the time that rows
+    /// waited.
     fn starts(save_order: SaveOrder) -> (u64, u64, u32) {
         let mut timeline = timeline(save_order);
         let first = timeline.compute(&plan(1, 2), 0, || CopyFault::None).0;

@@ -6,8 +6,8 @@ use serde_json::Value;
 
 use crate::error::TextError;
 
-/// Texts that a fast backend has to encode as the reference does before it is used: what tokenizers
-/// differ in.
+/// Texts that a fast backend has to encode as the reference does before it is used: cases in which
+/// tokenizers differ.
 const SAMPLE: &str = "Hello, world! It's 12345.67 o'clock; we'LL see... \
 \n\n\t def f(x):\r\n        return {'é': \"ñ\", 'ﬁ': ½}  # 100%\n\n\n\
 日本語のテキスト。中文文本，也在这里！한국어 텍스트 नमस्ते दुनिया สวัสดี مرحبا שלום Привет Ωμέγα\n\

@@ -16,7 +16,7 @@ const ENTRY_BYTES: usize = 128;
 /// drops the least recently used parts first.
 ///
 /// The whole part is the key, so a found entry is exactly its encoding. Hashes are not trusted. A
-/// salt is in the key too: the time of an encoding says nothing about texts of other salts.
+/// salt is in the key too: the time of an encoding reveals nothing about texts of other salts.
 #[derive(Debug)]
 pub(crate) struct TextCache {
     entries: Mutex<Entries>,

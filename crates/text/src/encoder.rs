@@ -26,8 +26,8 @@ pub struct Encoder {
     encoded: AtomicU64,
 }
 
-/// A part of at least this many bytes has no place for a cut for so long that its encoding would
-/// hold up others. It is encoded word by word, by a thread that others do not wait for.
+/// A part of at least this many bytes may have no place for a cut, so that its encoding would delay
+/// others. It is encoded word by word, on a thread that others do not wait for.
 const LONG_BYTES: usize = 64 << 10;
 
 /// Texts, and facts about them that must be known before a cut.
@@ -189,7 +189,7 @@ impl Encoder {
     }
 
     /// # Errors
-    /// A text has at least so many tokens, and may have fewer.
+    /// The text has more than `most` tokens.
     pub(crate) fn check_length(
         &self,
         text: usize,
@@ -222,7 +222,7 @@ impl Encoder {
         while text.len() - start > token
             && let Some(end) = next_cut(cuts, text, plain, start + token, start + anywhere)
         {
-            // The cache knows texts, and this one is not encoded as its text alone says.
+            // The cache is keyed by text, and this text's encoding depends on its neighbours.
             let kept = self.cache.is_some() && !overlap(plain, &(start..end));
             parts.push(Part::new(index, start..end, kept));
             start = end;
@@ -301,7 +301,7 @@ impl Encoder {
         }
         let before = work.counts[part.text].load(Ordering::Relaxed);
         let most = work.most.map(|most| most.saturating_sub(before));
-        // The number of ids is in what is said when there are too many.
+        // The error reports the number of ids.
         let reached = std::cell::Cell::new(0);
         let within = |ids: usize| {
             reached.set(ids);
@@ -352,7 +352,8 @@ impl Work {
         self.pieces.len()
     }
 
-    /// True if this piece takes so long that the threads that others wait for leave it alone.
+    /// True if this piece takes so long that it goes to a thread of its own, to delay no other
+    /// text.
     pub(crate) fn is_long(&self, piece: usize) -> bool {
         self.parts[self.pieces[piece].clone()].iter().any(Part::is_long)
     }

@@ -30,8 +30,8 @@ pub enum TextError {
     /// The process that renders chats could not be started, or did not answer.
     #[error("the process that renders chats failed: {0}")]
     Renderer(String),
-    /// The chat template looks at special tokens in content itself, so that they can't be told from
-    /// its own.
+    /// The chat template reads special tokens in content itself, so that they can't be
+    /// distinguished from its own.
     #[error(
         "the chat template treats the special tokens in this chat in a way of its own: leave them out, or have the server \
          started with --allow-special-tokens-in-content"

@@ -1,7 +1,7 @@
 //! The length to which a tokenizer's file may make a text grow before it is split into words.
 //!
 //! A normaliser may replace a character by any text of the file. The library's memory grows with
-//! the result, which is bounded here before the library sees the text. Unicode's own forms, which
+//! the result, which is bounded here before the library gets the text. Unicode's own forms, which
 //! make a character up to eleven times as long, are not counted.
 
 use serde_json::Value;
@@ -11,7 +11,7 @@ use crate::error::TextError;
 /// Bytes that a normalised text may have.
 const MOST: usize = 64 << 20;
 
-/// A bound on the bytes of a text of `n` bytes behind some steps: `times * n + plus`.
+/// A bound on the bytes of a text of `n` bytes after some steps: `times * n + plus`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Growth {
     times: f64,
@@ -37,7 +37,7 @@ impl Growth {
         Ok(growth)
     }
 
-    /// Checks a text of so many bytes before it is normalised.
+    /// Checks a text of `bytes` bytes before it is normalised.
     ///
     /// # Errors
     /// [`TextError::Encode`] if it may become too long.
@@ -96,7 +96,7 @@ fn shortest_match(pattern: &Value) -> usize {
         return text.len();
     }
     let regex = pattern["Regex"].as_str().unwrap_or_default();
-    // What this parser does not know, the library's may.
+    // The library may support syntax that this parser does not.
     let parsed = regex_syntax::parse(regex).ok();
     parsed.and_then(|parsed| parsed.properties().minimum_len()).unwrap_or(0)
 }

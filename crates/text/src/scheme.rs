@@ -19,7 +19,7 @@ pub(crate) enum Scheme {
     Window,
 }
 
-/// A SentencePiece style decoder: what happens to each token, then to the text.
+/// A SentencePiece style decoder: the changes to each token, then to the text.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Pieces {
     /// Literal replacements in each token, in order.
@@ -74,8 +74,8 @@ impl Pieces {
         let mut fused = false;
         for (at, step) in steps.iter().enumerate() {
             match kind(step) {
-                // Before the byte fallback a replacement sees one token's own text, which a table
-                // can hold.
+                // Before the byte fallback a replacement applies to one token's own text, which a
+                // table can hold.
                 "Replace" if !fused && !pieces.byte_fallback => {
                     let pattern = step["pattern"]["String"].as_str().filter(|p| !p.is_empty())?;
                     let content = step["content"].as_str()?;

@@ -138,8 +138,8 @@ impl StopStrings {
         let end = self.held.len() - hold;
         out.push_str(&self.held[self.held_from..end]);
         self.held_from = end;
-        // Moving what stays only once as much is gone keeps the cost of a push at its own length,
-        // amortised.
+        // The rest is moved only once as much is gone, which keeps the cost of a push at its own
+        // length, amortised.
         if self.held_from >= hold {
             self.held.drain(..self.held_from);
             self.held_from = 0;

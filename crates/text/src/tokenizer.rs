@@ -179,7 +179,7 @@ impl Tokenizer {
             Backend::Hf => None,
             Backend::Fastokens if scheme == Scheme::Bytes => Some(Fast::new(file, &inner)?),
             Backend::Fastokens => {
-                // It was seen to take text that reads like a byte token for that byte.
+                // fastokens takes text that reads like a byte token for that byte.
                 let why = "fastokens is for byte-level tokenizers only, and this is none";
                 return Err(TextError::Load(why.to_owned()));
             }

@@ -35,7 +35,7 @@ impl<'a> DataUrl<'a> {
             return Err(ImageError::DataUrl);
         }
         let is_image = media_type.get(..6).is_some_and(|kind| kind.eq_ignore_ascii_case("image/"));
-        // Clients that do not know say nothing, or that it is bytes.
+        // Clients without a better type send none, or that of plain bytes.
         let is_unknown = media_type.is_empty() || media_type == "application/octet-stream";
         if !is_image && !is_unknown {
             return Err(ImageError::MediaType(media_type.to_owned()));

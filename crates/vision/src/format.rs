@@ -22,7 +22,7 @@ pub enum Format {
 /// The formats that are read, for error messages.
 pub(crate) const READ: &str = "PNG, JPEG, WebP, GIF and BMP";
 
-/// Brands of ISO's media files (ISO/IEC 14496-12) that say a still image.
+/// Brands of ISO's media files (ISO/IEC 14496-12) that mark a still image.
 const ISO_BRANDS: [(&[u8; 4], &str); 8] = [
     (b"avif", "AVIF"),
     (b"avis", "AVIF"),

@@ -1,6 +1,6 @@
 //! Images for a vision tower: from files to patches of bytes.
 //!
-//! A request goes through five steps. [`DataUrl`] cuts a file out of a body, and [`Header`] tells
+//! A request goes through five steps. [`DataUrl`] cuts a file out of a body, and [`Header`] reads
 //! its size without decoding. [`Processing::grid`] gives the number of its positions, and
 //! [`Identity`] names it. [`Preparer::prepare`] decodes it, resizes it and writes its patches.
 //! Nothing here reads a clock, a file or a socket, and no input makes it panic.

@@ -24,7 +24,7 @@ impl Limits {
     /// write about ten.
     pub(crate) const JPEG_SCANS: usize = 64;
 
-    /// Bytes that a decoder may allocate for an image of so many pixels, its output included. The
+    /// Bytes that a decoder may allocate for an image of `pixels` pixels, its output included. The
     /// widest pixels of any format are eight bytes, and a progressive JPEG keeps six of
     /// coefficients.
     pub(crate) fn decoder_bytes(pixels: u64) -> u64 {

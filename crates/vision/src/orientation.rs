@@ -2,7 +2,7 @@
 
 use image::metadata::Orientation as Named;
 
-/// The turn that brings the stored pixels upright, from 1 to 8. 1 is no turn.
+/// The turn that brings the stored pixels upright, from 1 to 8. 1 is not a turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Orientation(u8);
 

@@ -30,7 +30,7 @@ pub(crate) fn check_lossy(file: &[u8], width: u32, height: u32) -> Result<(), Im
             |at: usize| 1 + u32::from_le_bytes([fields[at], fields[at + 1], fields[at + 2], 0]);
         let mut behind_alpha = false;
         for (name, content) in chunks(inner) {
-            // Behind alpha the decoder takes the next chunk for the frame, by whatever name.
+            // After alpha the decoder takes the next chunk for the frame, by whatever name.
             let name = if behind_alpha { b"VP8 " } else { &name };
             check_frame(name, content, (side(6), side(9)))?;
             behind_alpha = name == b"ALPH";

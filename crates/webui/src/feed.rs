@@ -48,7 +48,7 @@ impl Watchers {
     }
 }
 
-/// The sender's end of a feed. To drop it ends the response.
+/// The sender's end of a feed. Dropping it ends the response.
 #[derive(Debug)]
 pub struct Feed {
     events: Sender<Bytes>,
@@ -56,7 +56,7 @@ pub struct Feed {
 }
 
 impl Feed {
-    /// Sends an event after the client has taken the one before. False: the client has left.
+    /// Sends an event after the client has received the one before. False: the client has left.
     pub async fn send(&self, name: &str, data: &impl Serialize) -> bool {
         let mut event = format!("event: {name}\ndata: ").into_bytes();
         if serde_json::to_writer(&mut event, data).is_err() {

@@ -43,7 +43,7 @@ class LatentHeads:
 
 @dataclass(frozen=True)
 class How:
-    """What a call of attention asks for beyond causal order; `h` query heads."""
+    """Options of an attention call beyond causal order; `h` query heads."""
 
     scale: float | None = None
     """The factor of scores; None: 1 / sqrt(head_dim)."""
@@ -151,7 +151,7 @@ class AttentionBackend(Protocol):
         """The data that every indexed layer of the step uses."""
 
     def choose(self, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, prepared: Any) -> torch.Tensor:
-        """Positions int64 [queries, top_k] that queries keep, ascending, `NO_ROW` behind them.
+        """Positions int64 [queries, top_k] that queries keep, ascending, `NO_ROW` after them.
 
         q is [queries, index heads, head_dim], and weights are float32 [queries, index heads]. `keys` [entries,
         head_dim] are a layer's, with those of the queries' own positions.

@@ -213,7 +213,7 @@ def _window_group(batch: Batch, window: int, longest: int, first: int, count: in
 
 def _attend_decodes(q: torch.Tensor, kv: LayerKV, group: DecodeGroup) -> torch.Tensor:
     k, v = _cached(kv, group)
-    # The query heads of a key-value head stand in as so many queries: each reads its keys once, not once a head.
+    # The query heads of a key-value head are passed as rows of queries: each key is read once, not once a head.
     q = q[group.first : group.first + group.count].view(group.count, k.shape[1], -1, k.shape[3])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask).reshape(group.count, -1)
 
@@ -225,7 +225,7 @@ def _cached(kv: LayerKV, group: DecodeGroup) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _decodes_as(q: torch.Tensor, kv: LayerKV, group: DecodeGroup, how: How) -> torch.Tensor:
-    """As `_attend_decodes`, for whatever `how` asks for."""
+    """Like `_attend_decodes`, with the options of `how`."""
     k, v = _cached(kv, group)
     if group.seen is None:
         mask = positions_mask(group.ends - 1, torch.arange(k.shape[2], device=q.device), how)
@@ -259,7 +259,7 @@ def chunk_as(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, chu
 def _reach(
     queries: torch.Tensor, begin: int, end: int, spans: Sequence[tuple[int, int]]
 ) -> tuple[torch.Tensor | None, int]:
-    """The last positions that queries at `begin .. end` see, and the position behind all of them."""
+    """The last positions that queries at `begin .. end` see, and the position after all of them."""
     met = [(first, behind) for first, behind in spans if first < end and begin < behind]
     if not met:
         return None, end

@@ -1,4 +1,4 @@
-"""Rows of a few positions on the device, in place of pages (HiSparse, SGLang #21932, with pages behind them).
+"""Rows of a few positions on the device, in place of pages (HiSparse, SGLang #21932, with pages after them).
 
 A sparse slot has `H` hot rows for the positions whose pages it gave up. A chosen position without a row is *missed*. It
 is copied from the host's memory, in place of the row that was chosen least recently. No shape depends on a value.
@@ -82,7 +82,7 @@ class Chosen:
 
 
 def find(positions: torch.Tensor, places: Places, group: GroupRows) -> Found:
-    """The places of positions int64 [u, top_k], ascending with `NO_ROW` behind them.
+    """The places of positions int64 [u, top_k], ascending with `NO_ROW` after them.
 
     A missed position gets a row. H is at least top_k, so a query loses no row that it has chosen itself.
     """
@@ -143,7 +143,7 @@ def _lookup(
 def _victims(missed: torch.Tensor, places: Places, group: GroupRows) -> torch.Tensor:
     """The rows [u, top_k] for `missed` positions: the least recently chosen, of equally old ones in row order.
 
-    The oldest ones' age, `least`, is where so many rows are as old as are missed; those of just this age go last.
+    `least` is the youngest age that is still evicted; rows of this age go last.
     """
     count = group.owner.shape[1] - 1
     stamp = group.stamp.index_select(0, places.slots)[:, :count]

@@ -86,7 +86,7 @@ def _made(
     made = F.linear(rows[:, : heads.rank], up.flatten(0, 1)).unflatten(1, (count, -1))
     nope, v = made.split((heads.nope_dim, heads.value_dim), dim=-1)
     k = torch.cat((nope, rows[:, None, heads.rank :].expand(-1, count, -1)), dim=-1)
-    # The blocked kernel wants values as wide as keys; without it a matrix of all scores would be made.
+    # The blocked kernel requires values as wide as keys; without it a matrix of all scores would be made.
     width = max(k.shape[-1], heads.value_dim)
     q, k, v = (F.pad(x, (0, width - x.shape[-1])).transpose(0, 1)[None] for x in (q, k, v))
     out = _by_blocks(q, k, v, blocks, heads.scale)

@@ -56,7 +56,7 @@ def prepare(batch: IndexBatch) -> IndexStep:
 
 
 def choose(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, step: IndexStep) -> torch.Tensor:
-    """Positions int64 [queries, top_k], ascending, with `NO_ROW` behind them if a query sees fewer.
+    """Positions int64 [queries, top_k], ascending, with `NO_ROW` after them if a query sees fewer.
 
     q is [queries, heads, head_dim], weights float32 [queries, heads], keys [entries, head_dim].
     """

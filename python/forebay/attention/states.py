@@ -49,7 +49,7 @@ class StepStates:
 
 @dataclass(frozen=True)
 class PlannedStates:
-    """The rows of a step whose states advance by the operators of `forebay.gpu`, as tensors say.
+    """The rows of a step whose states advance by the operators of `forebay.gpu`, described by tensors.
 
     A layer is named by its number among the recurrent ones.
     """
@@ -95,5 +95,5 @@ class PlannedStates:
         size: int,
         sigmoid: bool,
     ) -> torch.Tensor:
-        """As `gpu.interface.Recurrences` has it."""
+        """See `gpu.interface.Recurrences`."""
         return self.kernels.gated_norm(y, gate, weight, eps, norm, size, sigmoid, self.rows.first)

@@ -161,7 +161,7 @@ class Choice:
             )
 
     def check_kv_format(self) -> None:
-        """Raises `DeviceError` if nothing here reads pages in the form that is wanted."""
+        """Raises `DeviceError` if no kernel here reads pages in the requested format."""
         form, model = self._config.kv_cache_dtype, self._config.model_config
         if form is not KvFormat.PLAIN and isinstance(model, ModelConfig) and model.whole_images:
             raise DeviceError(
@@ -233,11 +233,11 @@ class Choice:
         """
         config = self._config
         shape = config.model_config
-        # Of several ranks no step was captured yet: nobody has seen their collectives in a graph.
+        # With several ranks steps are not captured: collectives in a graph are untested.
         alone = self._group is None
         if self._kernels is None or not alone or isinstance(shape, EncoderConfig) or self._needs_host(shape):
             return OperatorSteps(compute, tables, sampler, self._device)
-        # FlashAttention decides on the host how it splits rows: whether a replay is right has never been seen.
+        # FlashAttention chooses its split of rows on the host: replays with another split are untested.
         graph_rows = config.graph_rows if self._backend == "triton" else 0
         # The scheduler bounds the tokens of prompts by the chunk size, and each running request adds a token.
         tokens = max(config.chunked_prefill_size, config.max_running_requests)

@@ -79,7 +79,7 @@ class TorchCompute:
         return self._model.logits(states)
 
     def _load_states(self, launch: Launch, cut: Pieces) -> Any:
-        """What the model needs of the states that the rows continue; None: it has none."""
+        """Reads the states that the rows continue, as the model takes them; None: it has none."""
         rows = launch.rows.states
         if rows is None:
             return None

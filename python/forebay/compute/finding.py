@@ -125,9 +125,10 @@ class InRows:
         layers: Sequence[int],
         kernels: Kernels | None,
     ) -> None:
-        """`slots` int64 [queries]; `sparse` int64 [u]: which queries are of sparse slots, of each slot one.
+        """`slots` int64 [queries]; `sparse` int64 [u]: queries of sparse slots, one a slot.
 
-        `layers`: so many share the choice of each indexed layer. `kernels` None: PyTorch's operators search.
+        `layers`: the number of layers that share the choice of an indexed layer. `kernels` None: PyTorch's operators
+        search.
         """
         self._pages = OnPages(tables.page_table, kv, slots)
         self._sparse = sparse

@@ -30,13 +30,13 @@ def slice_rows(vocabulary: int) -> int:
 
 
 def slice_bytes(vocabulary: int, positions: int) -> int:
-    """The temporary memory of the largest slice of steps with so many positions."""
+    """The temporary memory of the largest slice of steps with this many positions."""
     return SLICES * 4 * vocabulary * min(slice_rows(vocabulary), positions)
 
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """Tokens of prompts with requested log-probabilities: `q` wants, with `k` tokens in all."""
+    """Tokens of prompts with requested log-probabilities: `q` requests, with `k` tokens in all."""
 
     row: Int64s  # [q], ascending: the row that computes the positions before the tokens
     first: Int64s  # [q]: position of the first token
@@ -54,11 +54,11 @@ class PromptTokens:
 
     @property
     def positions(self) -> Int64s:
-        """The positions of the tokens, [k], want by want."""
+        """The positions of the tokens, [k], request by request."""
         return ragged(self.first, self.count)
 
     def of_wants(self, values: Int64s) -> Int64s:
-        """A want's value for each of its tokens: [k] from [q]."""
+        """A request's value for each of its tokens: [k] from [q]."""
         return np.repeat(values, self.count)
 
 

@@ -195,7 +195,7 @@ class Sampler:
     ) -> Ask:
         """`ask` for the computed `rows` [s] alone, where the others give no token. `chains` are of all rows."""
         ask = self.ask(slots[rows], positions[rows], masks, chains=None if chains is None else chains.of(rows))
-        # What samples all rows at once, by their slots, would sample the others too.
+        # The fast path samples all rows by their slots, the others included.
         ask.simple, ask.rows = False, rows
         return ask
 
@@ -253,7 +253,7 @@ class Sampler:
         if tables.stop_ids:
             below = np.flatnonzero(ask.positions < tables.min_total[slots]).tolist()
             wanted = tables.stop_ids.keys() - tables.only_stops
-            # A mask says itself whether the request may end.
+            # A mask already decides whether the request may end.
             early = [row for row in below if int(slots[row]) in wanted and row not in masks]
             if early:
                 ids = [tables.stop_ids[int(slots[row])] for row in early]

@@ -44,7 +44,7 @@ class CudaEvent:
         try:
             self._event.synchronize()
         except RuntimeError as error:
-            # What went wrong is told by the next call, whichever that is.
+            # CUDA reports errors of queued work at the next call, whichever it is.
             what = str(error).splitlines()[0]
             raise DeviceError(
                 f"the GPU has failed: {what}. A plan may have named what does not exist, or a kernel or the GPU is at "
@@ -169,7 +169,7 @@ class CudaDevice:
         return graph.replay
 
     def finish_start(self) -> None:
-        # A capture gives PyTorch's unused pinned blocks back, so they are made behind the last one.
+        # A capture gives PyTorch's unused pinned blocks back, so they are made after the last one.
         sizes = [1 << power for power in range(_WARM_BYTES.bit_length())]
         _ = [pinned(size) for size in sizes for _ in range(_WARM_BLOCKS)]
 

@@ -86,7 +86,7 @@ class Device(Protocol):
         """Runs `work` after all earlier work."""
 
     def event(self) -> Event:
-        """The place behind all work so far."""
+        """The place after all work so far."""
 
     def copy_in(self, *arrays: npt.NDArray[Any]) -> tuple[torch.Tensor, ...]:
         """Host arrays as tensors of the device, in one copy. They may share its memory. Called as work.

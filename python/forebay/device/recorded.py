@@ -1,8 +1,8 @@
 """A graph without a GPU: operators and their memory, which are recorded and repeated.
 
 Like a CUDA graph it repeats neither Python nor a decision of the host, and it knows memory by its address. Its own
-memory has no content before a replay, nor behind it. It does not keep memory that existed before it. A replay that
-reads such memory after its end raises `LostMemoryError`.
+memory has no content before a replay, nor after it. It does not keep memory that existed before it. A replay that reads
+such memory after its end raises `LostMemoryError`.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Recording(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # As for the other modes of this package.
+        # See the other modes of this package.
         return False
 
     def __torch_dispatch__(

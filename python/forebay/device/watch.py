@@ -1,4 +1,4 @@
-"""Modes that see every operator of a thread. They find host code that reads a tensor's value and must not."""
+"""Modes that intercept every operator of a thread. They find host code that reads a tensor's value and must not."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class NoWaits(_Mode):
 class NoStrayCopies(_Mode):
     """A mode without copies between host and accelerator for which the host would wait.
 
-    PyTorch's own watch (`torch.cuda.set_sync_debug_mode`) sees blocking copies. It does not see non-blocking copies
+    PyTorch's own watch (`torch.cuda.set_sync_debug_mode`) finds blocking copies. It does not find non-blocking copies
     that block all the same, because the host's memory is not pinned.
     """
 
@@ -131,7 +131,7 @@ class NoStrayCopies(_Mode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        # What `copy_` gives is its first argument.
+        # `copy_` returns its first argument.
         told = (args, kwargs) if func is _aten.copy_.default else (args, kwargs, result)
         tensors = [leaf for leaf in tree_leaves(told) if isinstance(leaf, torch.Tensor)]
         # An operator takes a number of the host as a tensor without dimensions, and passes it on to its kernel.

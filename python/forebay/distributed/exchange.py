@@ -1,7 +1,7 @@
 """Rows that the ranks of a step group exchange: each has tokens of its own, and all of them share the experts.
 
-Nobody asks how many rows others have: the plan says it, in its column `group`. So all ranks call the same collectives
-with the same shapes, also a rank that has no tokens.
+The plan's column `group` has the number of rows of each rank. So all ranks call the same collectives with the same
+shapes, also a rank that has no tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from forebay.distributed.group import Group
 
 
 class Exchange:
-    """All-gather before the experts and reduce-scatter behind them, of as many rows as the step has."""
+    """All-gather before the experts and reduce-scatter after them, of as many rows as the step has."""
 
     def __init__(self, group: Group) -> None:
         self.rank = group.rank
@@ -41,6 +41,6 @@ class Exchange:
         return self._group.reduce_scatter(y)[: self._tokens[self.rank]]
 
     def _padded(self, x: torch.Tensor) -> torch.Tensor:
-        """The rows with zeros behind them, as many as the rank with most tokens has."""
+        """The rows with zeros after them, as many as the rank with most tokens has."""
         missing = max(self._tokens) - len(x)
         return F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) if missing else x

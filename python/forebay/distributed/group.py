@@ -71,7 +71,7 @@ class TorchGroup:
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        # Flat, as gloo wants it.
+        # Flat, as gloo requires.
         gathered = x.new_empty(self.world * x.numel())
         dist.all_gather_into_tensor(gathered, x.contiguous().view(-1))
         return gathered.view(self.world, *x.shape)

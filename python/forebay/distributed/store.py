@@ -52,7 +52,7 @@ class BrainStore(Store):
         return self._ask("get", _bytes, key=key)
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a number, which is 0 at first. Gives the sum."""
+        """Adds to a number, which is 0 at first. Returns the sum."""
         return self._ask("add", _number, key=key, amount=amount)
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -64,7 +64,7 @@ class BrainStore(Store):
         self._ask("wait", _nothing, keys=list(keys))
 
     def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
-        """Sets a value if the old one is `expected`. Gives the value afterwards."""
+        """Sets a value if the old one is `expected`. Returns the value afterwards."""
         return self._ask("compare_set", _bytes, key=key, expected=_text(expected), value=_text(value))
 
     def delete_key(self, key: str) -> bool:

@@ -74,7 +74,7 @@ def receive(
 
 
 def _orders() -> SimpleQueue[dict[str, Any]]:
-    """The orders as they come. The process ends with its input: the server has ended, or wants the group no more."""
+    """The orders as they come. The process ends with its input: the server has ended, or has dropped the group."""
     orders: SimpleQueue[dict[str, Any]] = SimpleQueue()
 
     def read() -> None:
@@ -91,7 +91,7 @@ def main() -> None:
     """Obeys orders until the input ends, or one fails: a group that lost a tensor is of no more use."""
     torch.set_num_threads(1)
     orders, group = _orders(), None
-    # What libraries print must not be taken for answers.
+    # Keep output that libraries print apart from the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     while True:
@@ -103,7 +103,7 @@ def main() -> None:
             else:
                 receive(group, **order["receive"])
         except Exception as error:
-            # PyTorch's errors have a trace of C++ behind their first line.
+            # PyTorch's errors have a trace of C++ after their first line.
             why = (str(error).splitlines() or [repr(error)])[0]
             print(json.dumps({"error": why}), file=answers, flush=True)
             return

@@ -65,7 +65,7 @@ class GatheredTokens:
                 if pair is not None:
                     if chosen is None:
                         chosen = x.index_select(0, tokens)
-                    # As PEFT does: the sums are float32, and rounded to the model's type.
+                    # As in PEFT, the sums are float32, and rounded to the model's type.
                     y[:, first : first + width].index_add_(0, tokens, F.linear(F.linear(chosen, pair.a), pair.b))
                 first += width
 

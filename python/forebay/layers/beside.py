@@ -25,7 +25,7 @@ class NormedRouter(Router):
         self._eps, self._scale = eps, hidden**-0.5
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `Router`, of states x [tokens, hidden]."""
+        """See `Router`, for states x [tokens, hidden]."""
         ids, weights = super().__call__(unweighted(x, self._eps) * self._factors * self._scale)
         return ids, weights * self._of_experts[ids].float()
 

@@ -75,7 +75,7 @@ def latent_attention(config: ModelConfig, params: Parameters, index: int) -> Lat
 def feed_forward(
     config: ModelConfig, params: Parameters, index: int
 ) -> DenseFeed | MixtureOfExperts | ExpertsBeside | None:
-    """The feed-forward part behind the attention of layer `index`, by the config; None: it has none."""
+    """The feed-forward part after the attention of layer `index`, by the config; None: it has none."""
     feed = config.feed(index)
     prefix, hidden, activation = f"model.layers.{index}.mlp", config.hidden_size, config.hidden_act
     if feed is None:

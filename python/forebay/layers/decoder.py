@@ -30,7 +30,7 @@ class ImageRows:
     """The rows at a step's `m` image positions in place of embeddings, and the rows that later layers add there."""
 
     at: torch.Tensor  # int64 [m]: which of the step's tokens
-    rows: torch.Tensor  # [m, 1 + deepstack, hidden]: inputs, then what is added behind layers 0, 1, ...
+    rows: torch.Tensor  # [m, 1 + deepstack, hidden]: inputs, then what is added after layers 0, 1, ...
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class TakesPart(Protocol):
     """A part of a layer that ranks with tokens of their own compute together."""
 
     def take_part(self, none: torch.Tensor, ops: Ops, /) -> None:
-        """As a rank without tokens; `none` is [0, hidden]."""
+        """Takes part in collectives as a rank without tokens; `none` is [0, hidden]."""
 
 
 class AttachedHead(Protocol):
@@ -267,7 +267,7 @@ class Decoder:
         return [SectionedRotary(config.sections, *shape) for shape in shapes]
 
     def attach(self, head: AttachedHead) -> None:
-        """Has a head keep what it drafts from in each step."""
+        """Makes a head keep what it drafts from in each step."""
         self.draft_head = head
         self.rotaries += head.rotaries
 
@@ -318,7 +318,7 @@ class Decoder:
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def states(self, forward: Forward) -> torch.Tensor:
-        """Computes the step's positions. Gives the final states [s, hidden] of the sampled ones."""
+        """Computes the step's positions. Returns the final states [s, hidden] of the sampled ones."""
         if forward.adapted is None:
             return self._states(forward)
         assert self.params.adapted is not None
@@ -342,7 +342,7 @@ class Decoder:
         return x if factor == 1.0 else x * factor
 
     def step(self, forward: Forward, inputs: torch.Tensor | None = None) -> Step:
-        """What layers share of a step. `inputs`: those of each layer."""
+        """Step state that layers share. `inputs`: those of each layer."""
         factors = self.query_factors(forward.positions)
         rotations = [rotary(forward.positions) for rotary in self.rotaries]
         return Step(

@@ -1,4 +1,4 @@
-"""Heads that draft: one layer computes on a model's features and the tokens behind them, and proposes the next token.
+"""Heads that draft: one layer computes on a model's features and the tokens after them, and proposes the next token.
 
 The *entry* of a position is made of the feature of the position before and of the position's own token. So it is a
 function of the tokens up to there, like all that a page holds, and lies with the keys and values of the model's layers.
@@ -45,7 +45,7 @@ class HeadLayer(Protocol):
         """Writes entries too, and gives states [n, hidden]. They are the features of tokens that are not computed."""
 
     def final(self, states: torch.Tensor) -> torch.Tensor:
-        """What logits are a product with, [m, hidden]."""
+        """The states [m, hidden] that the output head multiplies."""
 
 
 class DraftHead:
@@ -104,7 +104,7 @@ class DraftHead:
         self._layer.keep(*self._inputs(forward, before), step)
 
     def draft(self, forward: Forward, before: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """States [r, hidden], and the token [r] behind each row's one token, int32; `r` rows in their order.
+        """States [r, hidden], and the token [r] after each row's one token, int32; `r` rows in their order.
 
         `before`: the states that the last call gave for these rows; None: features are in their pages.
         """
@@ -139,7 +139,7 @@ class EagleLayer:
         self.rotaries = Decoder.rotaries_of(shape, params)
         kind = shape.kinds[0]
         if kind.rope is not None:
-            # Behind those of the model.
+            # After those of the model.
             kind = replace(kind, rope=len(model.rotaries) + kind.rope)
         inputs = len(config.taps) * model.config.hidden_size
         self._features = Linear(params, "", inputs, {"fc": hidden})
@@ -178,7 +178,7 @@ class EagleLayer:
 
 
 class MtpLayer:
-    """A layer that predicts a further token (DeepSeek-V3, 2024), behind the last of the model."""
+    """A layer that predicts a further token (DeepSeek-V3, 2024), after the last of the model."""
 
     def __init__(self, config: HeadConfig, params: Parameters, model: Decoder) -> None:
         shape, number = config.shape, model.config.num_hidden_layers

@@ -41,7 +41,7 @@ class LayerRows:
 
 
 class InputOfLayer:
-    """The term that a layer's input gives behind its other parts."""
+    """The term that a layer's input gives after its other parts."""
 
     def __init__(self, config: ModelConfig, params: Parameters, layer: int) -> None:
         assert config.layer_inputs is not None

@@ -67,7 +67,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Draw:
-    """The parameters of draws for the `r` rows with a temperature. Fields that the host decides by are no tensors."""
+    """The parameters of draws for the `r` rows with a temperature. Fields that the host decides by are not tensors."""
 
     temperature: torch.Tensor  # float32 [r]
     u: torch.Tensor  # float64 [r]: where in the distribution the token is
@@ -127,8 +127,8 @@ class Ops(Protocol):
 
         `ids` int64 and `weights` float32 are [tokens, experts of a token], ids ascending. Products are `gate_up`
         [experts, gates and then ups, hidden] and `down` [experts, hidden, inner], with `gate` between. `biases` are of
-        both products, [experts, gates and then ups] and [experts, hidden]. An id behind the last expert stands for
-        none, at any place, and its term is 0.
+        both products, [experts, gates and then ups] and [experts, hidden]. An id after the last expert stands for none,
+        at any place, and its term is 0.
         """
 
     def greedy(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -389,7 +389,7 @@ def nucleus(scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     inside = mass.masked_fill(upper != high, 0)
     low, more = _reached(lower, inside, goal - before)
     threshold = (high << _LOW_BITS | low).int()
-    # What is left of the goal, in tokens that are as likely as the threshold.
+    # The rest of the goal, among tokens that are exactly as likely as the threshold.
     left = (goal - before - more) / (threshold.view(torch.float32).neg().exp().double())
     return (keys < threshold) | _first_of_equals(
         keys == threshold, left.nan_to_num_(1.0).ceil_().clamp_(1, mass.shape[1])

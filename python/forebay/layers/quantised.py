@@ -36,7 +36,7 @@ class Products(Protocol):
         """`Ops.gate` of `dense`; None: that is two operators here. The activation is one of `GATES`."""
 
     def product(self, x: torch.Tensor, matrix: KeptMatrix, bias: torch.Tensor | None) -> torch.Tensor:
-        """As `dense`, of a matrix that is kept in its stored bits."""
+        """Like `dense`, for a matrix in its stored bits."""
 
     def experts(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: KeptMatrix, down: KeptMatrix

@@ -1,4 +1,4 @@
-"""The other ranks that compute the same tokens, for layers."""
+"""Communication with the ranks that compute the same tokens, for layers."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _EPSILON = 1e-6
 
 
 class RecurrentLayer:
-    """A recurrence between two projections, with a convolution in front and a gated norm behind.
+    """A recurrence between two projections, with a convolution in front and a gated norm after.
 
     Without heads it is a convolution between two gates. `number` is the layer's among the recurrent ones.
     """
@@ -140,7 +140,7 @@ class RecurrentLayer:
         return q, k, v.unflatten(1, (shape.heads, shape.value_dim))
 
     def _convolved(self, x: torch.Tensor, states: StepStates, layer: LayerStates) -> torch.Tensor:
-        """The causal convolution of each channel of x [tokens, channels], behind the last inputs of its slot."""
+        """The causal convolution of each channel of x [tokens, channels], after the last inputs of its slot."""
         y = torch.empty_like(x)
 
         def singles(tokens: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -209,16 +209,16 @@ class RecurrentLayer:
 
 
 def advance(inputs: tuple[torch.Tensor, ...], state: torch.Tensor, delta: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Some positions of rows: outputs [r, t, heads, value_dim], and the states behind them.
+    """Some positions of rows: outputs [r, t, heads, value_dim], and the states after them.
 
-    `inputs` are float32: queries and keys [r, t, heads, key_dim], values [r, t, heads, value_dim], the logarithms
-    of decays, and strengths [r, t, heads]. Decays are [r, t, heads], or of channels [r, t, heads, key_dim]. `state`
-    is [r, heads, key_dim, value_dim].
+    `inputs` are float32: queries and keys [r, t, heads, key_dim], values [r, t, heads, value_dim], the logarithms of
+    decays, and strengths [r, t, heads]. Decays are [r, t, heads], or of channels [r, t, heads, key_dim]. `state` is [r,
+    heads, key_dim, value_dim].
     """
     q, k, v, decays, strengths = (one.transpose(1, 2) for one in inputs)
     count = q.shape[2]
     of_channels = decays.dim() == 4
-    # What is left of a state at each position, and of each position at the later ones. The last dimension is that of
+    # Decay of a state at each position, and from each position to the later ones. The last dimension is that of
     # channels, or 1.
     total = (decays if of_channels else decays[..., None]).cumsum(dim=2)
     left = total.exp()

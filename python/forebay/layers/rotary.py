@@ -115,7 +115,7 @@ def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 
 
 def rotate_pairs(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Rotates neighbours (2i, 2i + 1) of x, [tokens, heads, head_dim]. Gives the even elements, then the odd ones.
+    """Rotates neighbours (2i, 2i + 1) of x, [tokens, heads, head_dim]. Returns the even elements, then the odd ones.
 
     With fewer angles only the first elements are rotated.
     """
@@ -153,9 +153,9 @@ def frequencies(
 
 
 def at_context(scaling: Mapping[str, Any] | None, context_length: int) -> Mapping[str, Any] | None:
-    """The scaling of requests of so many positions. Of longrope it has one of two sets of divisors.
+    """The scaling of requests of this many positions. Longrope has two sets of divisors, of which one is chosen.
 
-    One set is for all requests: keys of one request are those of another's prefix.
+    All requests use the same set: their keys may be shared as prefixes.
     """
     if scaling is None or scaling["rope_type"] != "longrope":
         return scaling

@@ -172,7 +172,7 @@ class ShardOps:
             digit, before = reached_in(self._added(table.scatter_add_(1, digits, inside)), goal - done)
             threshold, done = threshold << _DIGIT_BITS | digit.int(), done + before
             inside = mass.masked_fill(keys >> shift != threshold, 0)
-        # What is left of the goal, in tokens that are as likely as the threshold.
+        # The rest of the goal, among tokens that are exactly as likely as the threshold.
         left = (goal - done) / (threshold.view(torch.float32).neg().exp().double())
         left = left.nan_to_num_(1.0).ceil_().clamp_(1, self._own.whole)
         smaller = keys < threshold

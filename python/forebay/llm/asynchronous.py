@@ -80,14 +80,13 @@ class AsyncLLM:
         *,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Continues a prompt, and gives what is there so far with each new token.
+        """Continues a prompt, and yields the output so far with each new token.
 
-        `output_kind` of the parameters says whether an output has all tokens, the new ones, or comes at the end only.
+        `output_kind` of the parameters chooses whether an output has all tokens, the new ones, or comes at the end
+        only.
 
-        Raises:
-            StartError: the server did not start.
-            RequestError: the request was refused, or failed in its middle.
-            EngineDeadError: the server ended.
+        Raises: StartError: the server did not start. RequestError: the request was refused, or failed in its middle.
+        EngineDeadError: the server ended.
         """
         params = await self._sampling(sampling_params)
         call = self._calls.completion(prompt, params, priority, request_id)

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Facts:
-    """What a ready server says of itself."""
+    """Facts that a ready server reports."""
 
     model: str
     """The served name."""

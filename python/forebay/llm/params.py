@@ -1,4 +1,4 @@
-"""What requests may say: parameters of sampling and of pooling, and the forms of prompts."""
+"""Parameters of requests: sampling, pooling, and the forms of prompts."""
 
 from __future__ import annotations
 
@@ -203,8 +203,7 @@ def prompt_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
 def prompt_field(prompt: Prompt) -> tuple[str | None, dict[str, Any]]:
     """The text of a prompt if it has one, and the fields of the API.
 
-    Raises:
-        RequestError: it is no prompt.
+    Raises: RequestError: it is not a prompt.
     """
     if isinstance(prompt, str):
         return prompt, {"prompt": prompt}

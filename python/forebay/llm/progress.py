@@ -1,4 +1,4 @@
-"""What a person sees of a long call: a bar where tqdm is installed, and the stages of a start on a terminal."""
+"""Progress of a long call: a bar where tqdm is installed, and the stages of a start on a terminal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def bar(use_tqdm: bool | Callable[..., Any], total: int, what: str) -> AbstractC
 
 
 class Stages:
-    """A line on the terminal that says how far a server is. Elsewhere nothing is written."""
+    """A line on the terminal that shows the progress of a server's start. Elsewhere nothing is written."""
 
     def __init__(self, model: str) -> None:
         self._model, self._shown = model, ""

@@ -1,7 +1,7 @@
 """A model in transformers' own modelling code, on our pages, packed rows and slots.
 
-The code calls its attention by name, which transformers lets others implement. Each call says what it wants (a window,
-a cap, sinks, a scale), so nothing is derived from a configuration. Recurrent layers run once a row, with a cache object
+The code calls its attention by name, which transformers lets others implement. Each call has its options (a window, a
+cap, sinks, a scale), so nothing is derived from a configuration. Recurrent layers run once a row, with a cache object
 of the row's slot. vLLM (`--model-impl transformers`) and SGLang have the same feature, with layers that are made from
 the configuration.
 """
@@ -83,7 +83,7 @@ class CalledAttention:
         return out.view(1, len(q), q.shape[1], v.shape[2]), None
 
     def _read(self, module: torch.nn.Module, mask: torch.Tensor | None, given: Mapping[str, Any]) -> How:
-        """What a call asks for. Raises `UnsupportedModelError` for what nobody here would obey."""
+        """The options of an attention call. Raises `UnsupportedModelError` for options that no kernel supports."""
         name = type(module).__name__
         if mask is not None:
             raise UnsupportedModelError(f"{name} makes an attention mask of its own")
@@ -187,7 +187,7 @@ class CalledModel:
     def _check_rows(self) -> None:
         """Computes a few tokens of no request. Raises `UnsupportedModelError` if rows can't be cut or packed.
 
-        Of rows of one token the embedding of one is no number. No arithmetic loses that, so it shows in every state
+        Of rows of one token the embedding of one is not a number. No arithmetic loses that, so it shows in every state
         that the token reaches. A row in pieces goes on from the states of recurrent layers.
         """
         name, recurrent = self.config.architecture, self._recurrent
@@ -244,7 +244,7 @@ class CalledModel:
         return logits.float()
 
     def states(self, forward: Forward) -> torch.Tensor:
-        """Computes the step's positions. Gives the final states [s, hidden] of the sampled ones."""
+        """Computes the step's positions. Returns the final states [s, hidden] of the sampled ones."""
         if forward.given:
             raise UnsupportedModelError("inputs in place of tokens, for a model that transformers computes")
         if self._recurrent.modules:

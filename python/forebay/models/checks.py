@@ -1,6 +1,6 @@
-"""Comparisons of what a model's code does with what its calls of attention say.
+"""Comparisons of a model's results with the options of its attention calls.
 
-A call that leaves something out would give wrong text in silence. So a probe compares masks, scores and positions.
+A call that leaves something out would silently give wrong text. So a probe compares masks, scores and positions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What only transformers knows of a model, for the brain.
+"""Facts of a model that only transformers can determine, for the brain.
 
 `python -m forebay.models.describe PATH --cache-dir D` prints one line of JSON. `tokenizer` is the file that was made of
-a tokenizer in another form. `called` has the findings of a probe of the model's code, which `--probe` asks for. An exit
+a tokenizer in another form. `called` has the findings of a probe of the model's code, which `--probe` requests. An exit
 status of 2, and a last line that starts with "error: ", report a model that can't run, with the reason.
 """
 
@@ -25,7 +25,7 @@ __all__ = ["called", "main"]
 
 
 def called(path: Path) -> dict[str, Any]:
-    """What the engine has to know of a model that transformers' code computes. Raises ModelError."""
+    """Facts that the engine needs of a model that transformers' code computes. Raises ModelError."""
     if not path.is_dir():
         raise UnsupportedModelError(f"{path} is no folder with a config.json, which transformers' code needs")
     config = read_json(path / "config.json")

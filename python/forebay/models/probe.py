@@ -27,7 +27,8 @@ _UNBOUNDED_CONTEXT = 32768
 
 
 class OnlyUpdates:
-    """The cache object of a probe. A model that wants more of it keeps what pages and slots do not."""
+    """The cache object of a probe. A model that uses more of its interface keeps state that pages and slots do not
+    hold."""
 
     is_compileable = False
 
@@ -36,7 +37,7 @@ class OnlyUpdates:
         return keys, values
 
     def get_seq_length(self, *_: Any) -> int:
-        """No positions were seen."""
+        """The cache is empty."""
         return 0
 
     def get_query_offset(self, *_: Any) -> int:

@@ -100,7 +100,7 @@ def _merger(vision: Vision, params: Parameters, prefix: str, norm_joined: bool) 
 
 
 def build(config: ModelConfig, params: Parameters, backend: AttentionBackend, ops: Ops) -> ImageDecoder:
-    """A decoder behind this tower, with its weights allocated in `params`."""
+    """A decoder after this tower, with its weights allocated in `params`."""
     assert config.vision is not None
     blocks = decoder_blocks(config, params)
     return ImageDecoder(config, params, blocks, backend, ops, Qwen3Tower(config.vision, params))

@@ -47,7 +47,7 @@ def attach_head(model: Decoder, config: HeadConfig, params: Parameters, context_
 
 
 def _of_requests(config: ModelConfig, context_length: int) -> ModelConfig:
-    """The configuration for requests of so many positions."""
+    """The configuration for requests of this many positions."""
     ropes = (replace(rope, scaling=at_context(rope.scaling, context_length)) for rope in config.ropes)
     # A window or a chunk that no request exceeds is none.
     kinds = (

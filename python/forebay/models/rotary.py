@@ -29,7 +29,7 @@ def settle_rotary(model: torch.nn.Module, context_length: int) -> None:
 def _settled(module: Any, kind: str, layer: str | None, context_length: int) -> str:
     """Sets the frequencies of a layer type, None being all. Gives a kind that stays as it is."""
     if "dynamic" in kind:
-        # They grow behind the largest position of the configuration, and no request gets there.
+        # Their divisors change only beyond the configuration's largest position, which no request reaches.
         return "default"
     if kind != "longrope":
         return kind

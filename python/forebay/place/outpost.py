@@ -40,18 +40,18 @@ def command(order: Order) -> list[str]:
 
 
 def environment(given: Mapping[str, str], gpus: Sequence[object]) -> dict[str, str]:
-    """The outpost's variables. It sees these GPUs and no others. None are named if hands need none."""
+    """The outpost's variables. Only these GPUs are visible to it. None are named if hands need none."""
     return {**given, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else dict(given)
 
 
 def run(order: Order, gpus: Sequence[object]) -> int:
-    """Runs an outpost to its end, or to this process's end. Gives its exit status.
+    """Runs an outpost to its end, or to this process's end. Returns its exit status.
 
     The kernel ends the outpost with the calling thread, so that thread has to last.
     """
     child = subprocess.Popen(command(order), stdin=subprocess.PIPE, env=environment(os.environ, gpus))
     try:
-        # One that has ended already says why in its log.
+        # A process that has ended already reports why in its log.
         child.communicate(order.token.encode())
         return child.returncode
     finally:
@@ -66,7 +66,7 @@ class Outpost:
         self._order = order
 
     def run(self) -> int:
-        """Runs the outpost with the devices that the cluster gave this process. Gives its exit status."""
+        """Runs the outpost with the devices that the cluster gave this process. Returns its exit status."""
         import ray
 
         # The node's own numbers, whether or not Ray has also set the variable of this process.

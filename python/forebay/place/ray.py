@@ -99,7 +99,7 @@ class Seat:
 
 
 def connect() -> str:
-    """Joins the cluster. Gives the address at which its nodes reach this machine."""
+    """Joins the cluster. Returns the address at which its nodes reach this machine."""
     if os.environ.get("RAY_ADDRESS", "").startswith("ray://"):
         raise ConnectionError("RAY_ADDRESS is of Ray's client: the server has to be on a node of the cluster")
     try:

@@ -46,7 +46,7 @@ class Column(NamedTuple):
     is_float: bool = False
 
     def read(self, words: Int32s) -> Int32s | Float32s | None:
-        """The column's array, a view of its words. None: they are no whole records."""
+        """The column's array, a view of its words. None: they are not whole records."""
         if self.words:
             if words.size % self.words:
                 return None

@@ -193,7 +193,7 @@ class Plan(PlanColumns):
         )
 
     def _prompt_logprobs_agree(self) -> bool:
-        """True if each want is answered by positions of a row, in the order of rows."""
+        """True if rows compute the positions of each request for prompt log-probabilities, in the order of rows."""
         rows = iter(self.rows.tolist())
         for slot, first, count, most in self.prompt_logprobs.tolist():
             row = next((row for row in rows if row[0] == slot), None)

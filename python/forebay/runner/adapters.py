@@ -127,9 +127,9 @@ class AdapterPlaces:
             return RowAdapters(place, {at: self._adapters[at][1] for at in named})
 
     def report(self, wait_us: int) -> Int32s:
-        """The places that have got their adapters since the last call, as a result has them.
+        """The places whose adapters have been loaded since the last call, as in a result.
 
-        If there are none, it waits for one, for so many microseconds at most.
+        If there are none, it waits for one, for at most `wait_us` microseconds.
         """
         with self._lock:
             coming = dict(self._coming)

@@ -56,7 +56,7 @@ class Copier:
         writes: bool = True,
         states: StatePages | None = None,
     ) -> None:
-        """`gbps`: at most so many GB a second, for tests. `checksums`: of every page, checked.
+        """`gbps`: a limit of the copies' speed in GB a second, for tests. `checksums`: of every page, checked.
 
         `lenders`: the descriptors of other replicas' host memory, which is mapped when a page is borrowed. `writes`
         False: the first rank saves the same pages to the same memory, so a save here only waits for its rows. `states`:
@@ -87,7 +87,7 @@ class Copier:
         threading.Thread(target=self._run, name="copier", daemon=True).start()
 
     def next_plan(self) -> int:
-        """Notes that a plan is launched, and ends waits for earlier plans. Gives its number."""
+        """Notes that a plan is launched, and ends waits for earlier plans. Returns its number."""
         with self._changed:
             self._plans += 1
             os.eventfd_write(self._news, 1)

@@ -94,7 +94,7 @@ class DraftModel:
         self.runner.load(report)
 
     def warm_up(self) -> None:
-        """As of a runner."""
+        """See `Runner.warm_up`."""
         self.runner.warm_up()
 
     def propose(self, plan: Plan, tables: SlotTables, most_rows: int) -> Plan:
@@ -110,7 +110,7 @@ class DraftModel:
         return with_drafts(plan, most_rows, self.most, propose)
 
     def _propose(self, slots: list[int], known: list[Int32s]) -> list[Int32s]:
-        """Tokens behind the `known` ones of `slots`; none where there is no room."""
+        """Tokens after the `known` ones of `slots`; none where there is no room."""
         found: list[Int32s] = [_NONE] * len(slots)
         rows = []
         for number, (slot, tokens) in enumerate(zip(slots, known, strict=True)):
@@ -132,7 +132,7 @@ class DraftModel:
         return found
 
     def _extend(self, slots: list[int], known: list[Int32s]) -> Int32s:
-        """Computes the known tokens that it has not seen. Gives the token behind each row."""
+        """Computes the known tokens that it has not seen. Returns the token after each row."""
         last = np.zeros(len(slots), np.int32)
         begins = []
         for slot, tokens in zip(slots, known, strict=True):
@@ -187,7 +187,7 @@ class DraftModel:
             self._written.update(new)
         runner = self.runner
         if new:
-            # Known tokens are written behind the slots.
+            # Known tokens are written after the slots.
             runner.step(replace(plan, rows=plan.rows[:0]).staged())
             plan = Plan(self._step, rows=plan.rows)
         for slot, tokens, (start, length) in parts or []:
@@ -196,7 +196,8 @@ class DraftModel:
         return runner.step(plan.staged()).tokens
 
     def _grow(self, slot: int, positions: int, busy: list[int]) -> bool:
-        """Gives a slot pages for so many positions, from those that were used longest ago. False: there are too few."""
+        """Gives a slot pages for this many positions, from those that were used longest ago. False: there are too few.
+        """
         own = self._pages.pop(slot, [])
         self._pages[slot] = own
         lacks = -(-positions // self._size) - len(own)

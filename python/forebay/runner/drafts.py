@@ -1,4 +1,4 @@
-"""The verification of drafts: each draft is a row of its own, behind the row that expects it.
+"""The verification of drafts: each draft is a row of its own, after the row that expects it.
 
 All tokens of a step write their keys and values before any of them attends. So a row of one token at a draft's place
 sees what it would see if the drafts before it were known. Tokens up to the first that was not expected are those that
@@ -31,7 +31,7 @@ class Drafts:
     plan: Plan
     """The plan in received form, with a row for each draft."""
     first: Int64s  # [r]: where the plan's own rows are among those
-    counts: Int64s  # [r]: drafts behind each
+    counts: Int64s  # [r]: drafts after each
     tokens: Int32s  # [d]
     entries: Int64s  # [d]: their entries of the token pool
     chains: Chains

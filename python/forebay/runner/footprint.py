@@ -35,7 +35,7 @@ __all__ = ["Footprint", "footprints", "main"]
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory of one rank, as its `ready` tells it. All but the number of pages is in bytes."""
+    """The memory of one rank, as in its `ready` message. All but the number of pages is in bytes."""
 
     weight_bytes: int
     """The weights, as they are computed with."""
@@ -85,7 +85,7 @@ class Unmet:
 
 
 def footprints(configs: Iterable[RunnerConfig], available_bytes: int) -> list[Footprint]:
-    """The memory of the ranks of a group, of which each has so many bytes free.
+    """The memory of the ranks of a group, of which each has this many bytes free.
 
     Raises `ValueError` with a sentence for a model or a configuration whose memory is not known before it is loaded.
     """

@@ -64,7 +64,7 @@ class HeadDrafts:
         return with_drafts(plan, most_rows, self.most, partial(self._propose, plan, tables))
 
     def _propose(self, plan: Plan, tables: SlotTables, slot: Int64s, start: Int64s, wanted: Int64s) -> list[Int32s]:
-        # The last position of a context has no draft behind it.
+        # The last position of a context has no draft after it.
         counts = np.minimum(wanted, tables.context_length - 1 - start)
         order = np.argsort(-counts, kind="stable")
         told: Int32s = host_array(self._device, (len(slot), self.most), np.int32)
@@ -80,7 +80,7 @@ class HeadDrafts:
         return found
 
     def _draft(self, tables: SlotTables, slot: Int64s, start: Int64s, counts: Int64s, told: Int32s) -> None:
-        """Work: drafts of rows, of which those that want most come first."""
+        """Work: drafts of rows, sorted by descending number of drafts."""
         compute, head, device = self._compute(), self._head, self._device
         assert isinstance(compute, TorchCompute)
         states = None

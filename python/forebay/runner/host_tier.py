@@ -60,7 +60,7 @@ class HostTier:
         self._copier = Copier(device, kv, pool, *of_config, writes, states)
 
     def wait_for_saves(self) -> None:
-        """Has the next rows wait for saves, or waits itself. For measurements."""
+        """Makes the next rows wait for saves, or waits itself. For measurements."""
         copier, order = self._copier, self._config.kv_save_order
         if order == "inline":
             copier.wait_for_saves(copier.saves)
@@ -94,7 +94,7 @@ class HostTier:
             raise PlanError("copies of states in a plan for a model that has none")
         is_own = np.full(len(plan.copies), True) if not len(sources) else sources == 0
         for host_pages, of_kind in ((self._host.pages, ~is_of_state), (self._host.state_pages, is_of_state)):
-            # State pages of the device are counted where it is known what they have seen.
+            # State pages of the device are counted where the number of positions that they cover is known.
             hot = plan.copies[~is_of_state & of_kind, CopyRecord.HOT]
             own = plan.copies[is_own & of_kind, CopyRecord.HOST]
             if hot.max(initial=0) >= pages or own.max(initial=-1) >= host_pages:

@@ -50,7 +50,7 @@ class StepMasks:
         of_rows = zip(planned.masked.tolist(), wanted.tolist(), strict=True)
         found = {row: mask for row, at in of_rows if (mask := masks[at]) is not None}
         late = planned.masked[np.isin(wanted, received.no_token)]
-        # What was inline was copied, and what was not is not in the frame.
+        # Masks in the frame were copied, and the others lie outside it.
         received.release()
         chains = None if drafts is None else drafts.chains
         if not len(late):

@@ -23,7 +23,7 @@ _LOGPROBS = 20
 def largest_plans(config: RunnerConfig, flag: int) -> Iterator[Plan]:
     """Plans for a pool of one page, which all positions share, and for empty tables.
 
-    One has prompts of the largest number of tokens of a step, behind a full context. The other has decode rows with all
+    One has prompts of the largest number of tokens of a step, after a full context. The other has decode rows with all
     options of a sampler. `flag` is the flag of the rows.
     """
     context = config.context_length

@@ -119,7 +119,7 @@ class ModelRunner:
         self._adapted = None if config.lora is None else AdaptedModules()
         self._stacks: AdapterStacks | None = None
         self._loader = ModelLoader(config, self.device, self._choice, of_ranks, self._adapted)
-        # What a row may ask for: a model that pools does nothing else.
+        # The flags that a row may have: a pooling model samples nothing.
         self._flag = FLAG_SAMPLE if config.pooling is None else FLAG_POOL
         self._ops = self._choice.ops()
         self._tier: HostTier | None = None
@@ -173,7 +173,7 @@ class ModelRunner:
         self.kv = KvPool(kept, *shape, self.device, sizes.index_pages, config.kv_cache_dtype, windows)
 
     def _make_states(self, pages: int, checked: bool = True) -> None:
-        """Makes the memory of recurrent states, with so many state pages. `checked` as of `SlotStates`."""
+        """Allocates the memory of recurrent states, with this many state pages. `checked`: see `SlotStates`."""
         self.states: SlotStates | None = None
         self._store: StateStore | None = None
         kept = self.config.kept_model
@@ -218,7 +218,7 @@ class ModelRunner:
         return sizes if self._group is None else replace(sizes, pages=self._group.least(sizes.pages))
 
     def _choose_state_pages(self, available: int, taken: int) -> int:
-        """Chooses the number of state pages beside `taken` bytes. Gives the bytes of all."""
+        """Chooses the number of state pages beside `taken` bytes. Returns the bytes of all."""
         free = int(self.config.mem_fraction_static * available) - taken
         self._state_pages = state_page_count(self.config, free)
         return self._state_pages * self._state_bytes
@@ -256,9 +256,9 @@ class ModelRunner:
         return 0 if self.images is None else self.images.nbytes
 
     def _open_host(self, host: HostMemory | None) -> HostPool | None:
-        """The host's tier, if the brain wants one."""
+        """The host's tier, if the configuration has one."""
         config = self.config
-        # What is taken where devices and the host have one memory.
+        # Bytes that are already taken, where the device shares the host's memory.
         state_bytes = slot_bytes(config) + self._state_pages * self._state_bytes
         left = self.device.host_bytes(self.weight_bytes + self._image_bytes + self.kv.nbytes + state_bytes)
         self.host_counts = counts = host_counts(config, self.kv, (self._state_pages, self._state_bytes), left)
@@ -279,7 +279,7 @@ class ModelRunner:
         return self.host_counts.pages
 
     def _pages_of_states(self) -> StatePages | None:
-        """The state pages that copies see; None: the model has none, or transformers' code keeps them."""
+        """The state pages that copies read and write; None: the model has none, or transformers' code keeps them."""
         if self.states is None or not isinstance(self._store, StateTables):
             return None
         return StatePages(self.states, self._store)
@@ -326,7 +326,7 @@ class ModelRunner:
         if hot is not None:
             sparse = sparse_plan(self.config, self.host_pages)
             if sparse is not None:
-                # What it reads may be no numbers.
+                # The pages that it reads may hold NaN.
                 self.step(self._of_all_ranks(sparse))
             hot.sparse.fill(False)
         began = time.monotonic()
@@ -452,7 +452,7 @@ class ModelRunner:
         if not isinstance(self.model, Decoder) or not isinstance(config, ModelConfig):
             return False
         plain = self.config.pooling is None and self.images is None and self._exchange is None
-        # A state would have seen what is not accepted, a sparse slot has one query, and adapters were not tried.
+        # A state would include rejected tokens, a sparse slot has one query, and adapters are untested.
         one_by_one = bool(config.recurrent) or self.config.hot_rows > 0 or self.config.lora is not None
         return plain and not one_by_one
 

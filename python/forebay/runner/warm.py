@@ -65,7 +65,7 @@ def sparse_plan(config: RunnerConfig, host_pages: int) -> Plan | None:
 
 
 def _slot(tokens: int) -> Plan:
-    """A plan that writes slot 0 anew, with so many tokens."""
+    """A plan that writes slot 0 anew, with this many tokens."""
     slots = np.zeros((1, SLOT_WORDS), np.int32)
     slots[0, [SlotRecord.TOKEN_COUNT, SlotRecord.PROMPT_LEN]] = tokens
     slots[0, [SlotRecord.LOGPROBS, SlotRecord.ARENA_OFFSET]] = -1

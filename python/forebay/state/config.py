@@ -257,7 +257,7 @@ class RunnerConfig:
 
     @property
     def has_host_tier(self) -> bool:
-        """True if the brain wants a host tier."""
+        """True if the configuration has a host tier."""
         return not (self.host_bytes is None and self.host_ratio is None and self.host_pages is None)
 
     @property

@@ -48,7 +48,7 @@ class TokenCounts:
 
     @property
     def table(self) -> torch.Tensor:
-        """The counters int32 [lines, 2, vocabulary], of seen and of generated tokens. Read as work."""
+        """The counters int32 [lines, 2, vocabulary], of seen and of generated tokens. Read by queued work."""
         return self._table
 
     @property

@@ -58,19 +58,19 @@ class PageSizes:
         return self.state + 4 * STATE_NOTE_WORDS
 
     def file_bytes(self, counts: HostCounts) -> int:
-        """The length of a file with so many pages."""
+        """The length of a file with this many pages."""
         states = counts.state_pages * self.of_state + COUNT_BYTES if self.state else 0
         return counts.pages * self.of_page + states
 
 
 def asked_pages(config: RunnerConfig, pages: int, page_bytes: int, device_bytes: int | None = None) -> int:
-    """The requested number of pages of the host's tier, beside so many of the device; 0: none.
+    """The requested number of host pages for a device with this many pages; 0: none.
 
     `device_bytes` are those of all pages of the device of any kind; None: there are no others, and a size in bytes is
     for pages alone. Raises `ConfigError` if the request is less than a page of `page_bytes`.
     """
     if config.host_pages is not None:
-        # What an earlier hand was given: its blocks are there.
+        # A respawned hand keeps the count of its predecessor, whose blocks are still there.
         return config.host_pages
     if config.host_bytes is not None and device_bytes is None:
         asked = config.host_bytes // page_bytes
@@ -95,7 +95,7 @@ def host_counts(config: RunnerConfig, kv: KvPool, states: tuple[int, int], avail
     if not kv.layers:
         raise ConfigError("the model keeps no keys and values, so a host tier has nothing to hold: leave it off")
     if config.host_pages is not None:
-        # What an earlier hand was given: its blocks are there.
+        # A respawned hand keeps the counts of its predecessor, whose blocks are still there.
         return HostCounts(config.host_pages, config.host_state_pages or 0)
     state_pages, state_bytes = states
     device = kv.page_count * kv.page_bytes + state_pages * state_bytes
@@ -124,7 +124,7 @@ def host_counts(config: RunnerConfig, kv: KvPool, states: tuple[int, int], avail
 
 
 def _asked(config: RunnerConfig, pages: int, device_bytes: int) -> int:
-    """The requested number of host pages for so many of the device, all of whose pages have `device_bytes`."""
+    """The requested number of host pages for this many pages of the device, all of whose pages have `device_bytes`."""
     if config.host_bytes is not None:
         return config.host_bytes * pages // device_bytes
     return int((config.host_ratio or 0.0) * pages)
@@ -229,5 +229,5 @@ def _pages(mapped: Bytes, count: int, size: int) -> tuple[Bytes, int]:
 
 
 def _notes(mapped: Bytes, count: int, words: int) -> _Words:
-    """The notes of so many pages at the beginning of memory, [count, words]."""
+    """The notes of the pages at the beginning of memory, [count, words]."""
     return mapped[: 4 * count * words].view(np.uint32).reshape(count, words)

@@ -38,7 +38,7 @@ def image_page_count(config: RunnerConfig, images: Preprocessing) -> int:
 
 
 def pages_of(positions: int) -> int:
-    """The number of image pages for so many positions."""
+    """The number of image pages for this many positions."""
     return -(-positions // PAGE_POSITIONS)
 
 
@@ -55,7 +55,7 @@ class ImagePool:
 
     @staticmethod
     def nbytes(vision: Vision, pages: int, dtype: torch.dtype) -> int:
-        """The bytes of so many pages."""
+        """The bytes of this many pages."""
         return pages * PAGE_POSITIONS * vision.position_elements * dtype.itemsize
 
     def write(self, entries: torch.Tensor, rows: torch.Tensor) -> None:
@@ -121,7 +121,7 @@ class Layout:
 
     @cached_property
     def shift(self) -> int:
-        """The difference between a position behind the last image and its rotary number."""
+        """The difference between a position after the last image and its rotary number."""
         return int(self._columns[4][-1]) - self.end
 
     @cached_property
@@ -143,7 +143,7 @@ class Layout:
                 raise PlanError(f"a row {start}..{end} in the image at position {span.first}, which has no pages")
 
     def within(self, start: int, end: int) -> list[tuple[int, int]]:
-        """The images that positions `start .. end` meet: the first position of each, and the one behind it."""
+        """The images that positions `start .. end` meet: the first position of each, and the one after it."""
         return [(span.first, span.end) for span in self._spans if start < span.end and span.first < end]
 
     def positions(self, start: int, length: int) -> Int64s:
@@ -176,8 +176,8 @@ class RowImages:
     """The images of a step's `r` rows."""
 
     layouts: tuple[Layout | None, ...]  # [r]
-    shift: Int64s  # [r]: from a position behind the last image to its number
-    end: Int64s  # [r]: behind the last image; 0 without one
+    shift: Int64s  # [r]: from a position after the last image to its number
+    end: Int64s  # [r]: after the last image; 0 without one
 
     def within(self, row: Int64s, start: Int64s, length: Int64s) -> list[list[tuple[int, int]]]:
         """The images that pieces of rows [p] meet, as `Layout.within` has them."""

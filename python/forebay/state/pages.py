@@ -84,7 +84,7 @@ def page_count(config: RunnerConfig, model: ModelConfig, available_bytes: int, w
 
 
 def _most_pages(config: RunnerConfig) -> int:
-    """As many pages as all slots can fill."""
+    """The number of pages that all slots can fill."""
     return config.slots * config.pages_per_slot
 
 
@@ -129,9 +129,9 @@ class KvPool:
     ) -> None:
         """`model` None: a pool of nothing, for a model that keeps nothing.
 
-        `index_pages`: pages of the index part that have numbers of their own. Behind the pages of the main part there
-        is the *null page*, for what is written and never read: it begins at entry `nowhere`. `form`: of keys and
-        values; `dtype` is the model's type. `windows` None: no layer has a window.
+        `index_pages`: pages of the index part that have numbers of their own. After the pages of the main part there is
+        the *null page*, for what is written and never read: it begins at entry `nowhere`. `form`: of keys and values;
+        `dtype` is the model's type. `windows` None: no layer has a window.
         """
         self.page_size = page_size
         self.dtype = dtype
@@ -269,7 +269,7 @@ def _rows(
 ) -> tuple[Part, list[torch.Tensor]]:
     """A pool `[pages, layers, page_size, width]`, and each layer's rows of it, [entries, width].
 
-    A layer's rows begin at those of page 0, so that entries are the same for all layers. `one_more`: behind the pages
+    A layer's rows begin at those of page 0, so that entries are the same for all layers. `one_more`: after the pages
     there is another that is none of them.
     """
     stride = layers * page_size

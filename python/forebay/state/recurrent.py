@@ -1,7 +1,7 @@
 """The recurrent states of slots: what the host knows of them, and their tables.
 
 A slot has two rows of a table. A masked row whose mask comes too late has its last position computed again. So the
-states behind that position go to the slot's other row, until the next row shows which of both it continues. Behind the
+states after that position go to the slot's other row, until the next row shows which of both it continues. After the
 rows of slots are those of state pages.
 """
 
@@ -73,10 +73,10 @@ class RowStates:
     """The states that a step's rows continue; `r` rows."""
 
     source: Int64s  # [r]: row of the tables with the state before the row
-    target: Int64s  # [r]: row that gets the state behind its last position
+    target: Int64s  # [r]: row that gets the state after its last position
     fresh: Int64s  # rows of the tables that begin at position 0, and are zero
     loads: Int64s  # [l, 2]: rows of the tables that are copied before, from and to
-    saves: Int64s  # [m, 2]: as `loads`, behind the step
+    saves: Int64s  # [m, 2]: as `loads`, after the step
 
     @property
     def places(self) -> Int64s:
@@ -98,7 +98,7 @@ class RowStates:
 
 
 class SlotStates:
-    """What the host knows of states: the number of positions that each slot's has seen, and each page's."""
+    """The host's record of states: the number of positions that each slot's state, and each page's, covers."""
 
     def __init__(self, slots: int, pages: int, checked: bool = True) -> None:
         """Without `checked` rows may begin anywhere: those that measure memory have no state before them."""
@@ -147,7 +147,7 @@ class SlotStates:
         return RowStates(source, target, np.array(fresh, np.int64), loads, saves)
 
     def seen(self, page: int) -> int:
-        """The number of positions that the state on a page has seen."""
+        """The number of positions that the state on a page covers."""
         return int(self._of_page[page])
 
     def has_come(self, page: int, seen: int) -> None:
@@ -208,7 +208,7 @@ class StateStore(Protocol):
     """The memory of states. All methods are called as work."""
 
     def step(self, pieces: Iterable[StatePiece]) -> Any:
-        """What the model needs of the states that the pieces of a step advance."""
+        """Inputs of the model for the states that the pieces of a step advance."""
 
     def copy(self, rows: Int64s) -> None:
         """Copies rows [n, 2], from and to."""
@@ -279,7 +279,7 @@ class StateTables:
 
 
 class StatePages:
-    """The state pages of the device, as copies to the host and back see them."""
+    """The device's state pages, for copies to the host and back."""
 
     def __init__(self, slots: SlotStates, tables: StateTables) -> None:
         self._slots = slots
@@ -293,7 +293,7 @@ class StatePages:
         return [piece[self._first + number] for piece in self._pieces]
 
     def seen(self, page: int) -> int:
-        """The number of positions that the state on a page has seen."""
+        """The number of positions that the state on a page covers."""
         return self._slots.seen(page)
 
     def has_come(self, page: int, seen: int) -> None:

@@ -67,7 +67,7 @@ class SlotTables:
         self.all_tokens = torch.zeros(lines, self.stride, dtype=torch.int32, device=place)
         # -1 makes a page that the brain forgot to write an error instead of someone else's page.
         self.all_pages = torch.full((lines, self.pages_per_slot), -1, dtype=torch.int32, device=place)
-        # What the brain knows; behind it is the line of the null slot, for rows that are none.
+        # The lines that the brain writes; the last line is the null slot's, for padded rows.
         self.token_pool, self.page_table = self.all_tokens[: config.slots], self.all_pages[: config.slots]
         # Where no slot is ever sparse, both parts of a page have one number.
         self.index_page_table = self.page_table if hot is None else hot.host_table
@@ -92,8 +92,8 @@ class SlotTables:
         self.logprobs = np.full(config.slots, -1, np.int32)
         self.seed = np.zeros(config.slots, np.uint64)
         self.floats = np.zeros((config.slots, len(SlotFloats)), np.float32)  # by SlotFloats
-        # What most rows of most servers ask for takes one comparison to recognise: logits that nothing changes and
-        # that nobody wants to see, and of these the greedy ones.
+        # Lets one comparison recognise the common case: no bias and no log-probabilities, and of these rows the greedy
+        # ones.
         self.untouched = np.zeros(config.slots, np.bool_)
         self.plain = np.zeros(config.slots, np.bool_)
         self.stop_ids: dict[int, Int32s] = {}
@@ -115,7 +115,7 @@ class SlotTables:
         return table
 
     def read(self, plan: Plan, arena: npt.NDArray[np.uint8]) -> Writes | None:
-        """Overwrites the host's part of new slots. Gives the writes that are left for `write`; None: there are none.
+        """Overwrites the host's part of new slots. Returns the writes that are left for `write`; None: there are none.
 
         Raises `PlanError`.
         """
@@ -277,7 +277,7 @@ class SlotTables:
             return None
         mine = slot[on]
         prompt_len = self.prompt_len[mine].astype(np.int64)
-        # The tokens of a prompt that came as embeddings say nothing, and are not seen.
+        # Token ids of embedded prompts are placeholders, and are not counted.
         first = np.where(self.embeds[mine] >= 0, np.minimum(prompt_len, counts[on]), 0)
         return self.counts.recount(lines, mine * self.stride, first, prompt_len, counts[on])
 

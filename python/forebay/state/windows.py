@@ -27,7 +27,7 @@ class WindowLayers:
 
     @classmethod
     def of(cls, config: RunnerConfig, model: ModelConfig | None) -> WindowLayers:
-        """The layers of a model as pages see it, and the decision about their pages. `model` None: it keeps nothing."""
+        """The model's layers, grouped by the pages that they use. `model` None: it keeps nothing."""
         kinds = () if model is None or isinstance(model, CalledConfig) else _attending(model)
         windows = [kind.window for kind in kinds if kind.window is not None and kind.window < config.context_length]
         asked, why = config.window_ratio, ""
@@ -50,15 +50,15 @@ class WindowLayers:
         return -(-(self.window - 1) // self.page_size) + 2
 
     def count(self, pages: int) -> int:
-        """Pages of the window part beside so many of the main part; 0 without a window part."""
+        """Pages of the window part for this many pages of the main part; 0 without a window part."""
         return 0 if self.ratio is None else min(max(math.ceil(pages * self.ratio), self.least), pages)
 
     def nbytes(self, pages: int, a_page: tuple[int, int]) -> int:
-        """Bytes of so many pages of the main part and those of the window part, of which a page takes `a_page`."""
+        """Bytes of this many pages of the main part and those of the window part, of which a page takes `a_page`."""
         return pages * a_page[0] + self.count(pages) * a_page[1]
 
     def fitting(self, free_bytes: int, most: int, a_page: tuple[int, int]) -> int:
-        """Pages of the main part, at most `most`, for which there is room in so many bytes."""
+        """Pages of the main part, at most `most`, for which there is room in this many bytes."""
         fits, too_many = 0, most + 1
         while too_many - fits > 1:
             middle = (fits + too_many) // 2

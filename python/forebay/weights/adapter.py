@@ -31,7 +31,7 @@ class Matrices(NamedTuple):
 
 
 def read_adapter(manifest: Mapping[str, Any]) -> Iterator[Matrices]:
-    """Yields an adapter's matrices. Raises `ModelError`, and `ChangedError` behind the last one.
+    """Yields an adapter's matrices. Raises `ModelError`, and `ChangedError` after the last one.
 
     All of it has to be dropped if an error comes: the digest is of bytes that were read once.
     """

@@ -48,7 +48,7 @@ class Layout:
 
     @classmethod
     def of(cls, scheme: Scheme, inputs: int, parts: list[int]) -> Layout | None:
-        """The layout of a fused matrix with so many rows for each part; None: it is multiplied out."""
+        """The layout of a fused matrix with these rows for each part; None: it is multiplied out."""
         if isinstance(scheme, Int4):
             group = scheme.group or inputs
             fold = min(group & -group, _MOST_FOLDED)

@@ -149,12 +149,12 @@ class ModelConfig:
 
     @property
     def both_ways(self) -> bool:
-        """True if positions see those behind them, in all layers. Such a model keeps nothing of a prompt."""
+        """True if attention is bidirectional in all layers. Such a model keeps nothing of a prompt."""
         return isinstance(self.attention, GroupedQuery) and self.attention.both_ways
 
     @property
     def whole_images(self) -> bool:
-        """True if the positions of an image see each other, those behind them too."""
+        """True if attention within an image is bidirectional."""
         return self.vision is not None and self.vision.both_ways
 
     @property
@@ -206,7 +206,7 @@ class ModelConfig:
         return len(self.feeds)
 
     def feed(self, layer: int) -> Dense | Experts | None:
-        """The feed-forward part behind the attention of a layer; None: there is none."""
+        """The feed-forward part after the attention of a layer; None: there is none."""
         return self.feeds[layer]
 
     @property
@@ -325,7 +325,7 @@ def _kind(shape: Mapping[str, Any], layer: Mapping[str, Any]) -> LayerKind:
 
 
 def _alike(attention: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """True if two kinds of attention differ in nothing but what a position sees."""
+    """True if two kinds of attention differ in nothing but the mask."""
     ignored = {"kind": None, "window": None, "chunk": None}
     return {**attention, **ignored} == {**other, **ignored}
 

@@ -34,7 +34,7 @@ class HeadConfig:
 
     @classmethod
     def of(cls, model: Mapping[str, Any]) -> HeadConfig | None:
-        """Reads what a handshake's config says of a model that drafts. None: it is a model of its own."""
+        """Reads the drafting model from a handshake's config. None: it is a model of its own."""
         head = model.get("head")
         if head is None:
             return None
@@ -44,7 +44,7 @@ class HeadConfig:
         return cls(**{**head, "taps": tuple(head["taps"])}, shape=shape)
 
     def kept_with(self, model: ModelConfig) -> ModelConfig:
-        """The model as pages see it: the head's layer is its last one, and each position has a feature."""
+        """The shape for the KV pages: the head's layer is the last one, and each position has a feature."""
         shape = self.shape
         kind, feed = shape.kinds[-1], shape.feeds[-1]
         if self.kind == EAGLE3:

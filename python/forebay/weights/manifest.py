@@ -166,7 +166,7 @@ class Place:
         return self._bytes(0, rows.size, rows.whole)
 
     def of_stored(self, data: Bytes) -> torch.Tensor:
-        """The whole weight of the bytes of its range. The range is no part of a matrix."""
+        """The whole weight of the bytes of its range. The range is not part of a matrix."""
         assert self.part.matrix is None
         _, columns = self._size()
         return self.part.changed(self._numbers(data, columns).reshape(self.shape))
@@ -283,7 +283,7 @@ class Manifest:
         """Biases of quantised matrices that are 0. A model need not have them."""
 
     def weights(self) -> Iterator[tuple[str, Place | _Joined]]:
-        """The weights that are no quantised matrices, by name, in the order of the files."""
+        """The weights that are not quantised matrices, by name, in the order of the files."""
         for name, values in self._weights:
             if "joined" in values:
                 places = tuple(Place.of(self._files, part) for part in values["joined"])

@@ -52,7 +52,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What differs between layers in their attention and around it."""
+    """The properties that differ between layers, in their attention and around it."""
 
     rope: int | None = 0
     """The number of the rotary embedding; None: positions rotate nothing."""

@@ -10,7 +10,7 @@ __all__ = ["why_not_group", "why_not_ranks"]
 
 
 def why_not_ranks(model: ModelConfig | EncoderConfig, world: int, expert_parallel: bool) -> str | None:
-    """The reason for which so many ranks can't compute a model together, as a sentence; None: they can.
+    """The reason for which this many ranks can't compute a model together, as a sentence; None: they can.
 
     With `expert_parallel` each rank has some of the experts. Otherwise each has a part of every expert.
     """
@@ -20,7 +20,7 @@ def why_not_ranks(model: ModelConfig | EncoderConfig, world: int, expert_paralle
 
 
 def why_not_group(model: ModelConfig | EncoderConfig, world: int) -> str | None:
-    """The reason why so many ranks can't share a model's experts and nothing else, as a sentence; None: they can."""
+    """The reason why this many ranks can't share a model's experts and nothing else, as a sentence; None: they can."""
     experts = [] if isinstance(model, EncoderConfig) else [feed for feed in model.feeds if isinstance(feed, Experts)]
     if isinstance(model, EncoderConfig) or not experts:
         return f"{model.architecture} has no experts that ranks could share: use replicas (--dp-size alone)"

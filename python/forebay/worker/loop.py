@@ -96,7 +96,7 @@ def serve(connection: Connection) -> None:
         return connection.copied(*PlanAt.decode(received).read(arena))
 
     def masks() -> Masks:
-        # They follow their plan: nothing else comes in between but the end.
+        # Masks follow their plan: only the end of the connection may come in between.
         following = next_frame()
         if following is None or following.kind == Kind.SHUTDOWN:
             raise Dismissed
@@ -115,13 +115,12 @@ def serve(connection: Connection) -> None:
 def _load(connection: Connection, config: dict[str, Any]) -> tuple[ModelRunner, npt.NDArray[np.uint8]]:
     """A runner that is ready, and the arena."""
     started = time.monotonic()
-    # The brain and whoever else is on the machine want these processors too. An OpenMP thread that spins at a barrier
-    # for as long as it does by default holds the processor that the late one needs, and a step gets many times as
-    # long; one that does not spin at all pays for a wake-up at each of a step's hundreds of barriers. This is some
-    # tenths of a millisecond of spinning, then sleep.
+    # Other processes need these processors too. By default an OpenMP thread spins long at a barrier, and holds the
+    # processor that the last thread needs, so that a step gets many times as long. Without spinning each of a step's
+    # hundreds of barriers costs a wake-up. This is some tenths of a millisecond of spinning, then sleep.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "20000")
-    # Importing torch takes seconds: say so first.
+    # Importing torch takes seconds: report the stage first.
     connection.send(encode_json(Kind.PROGRESS, {"stage": "pytorch", "done": 0, "total": 1}))
     from forebay.device import DeviceError
     from forebay.distributed.group import open_group
@@ -147,7 +146,7 @@ def _load(connection: Connection, config: dict[str, Any]) -> tuple[ModelRunner, 
         runner.warm_up()
     except (ConfigError, DeviceError, ModelError) as error:
         raise RefusedError(error) from error
-    # What loading left behind lives as long as the process: keep the collector from walking it in every full pass.
+    # Objects that loading made live as long as the process: exclude them from full collections.
     gc.collect()
     gc.freeze()
     facts = {**runner.facts(), "load_seconds": round(time.monotonic() - started, 3)}

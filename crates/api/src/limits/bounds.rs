@@ -32,7 +32,7 @@ pub(crate) const GRAMMAR: Bound = Bound::Form(GRAMMAR_BYTES);
 /// Texts; the answer is one of them.
 pub(crate) const ANSWERS: Bound =
     Bound::Strings { count: CHOICES, each: GRAMMAR_BYTES, total: GRAMMAR_BYTES };
-/// A parameter of an object that is no table: its type has the fields.
+/// A parameter of an object that is not a table: its type has the fields.
 pub(crate) const fn param(name: &'static str, bound: Bound) -> Param {
     Param { name, bound }
 }

@@ -17,7 +17,7 @@ use crate::inert::Inert;
 const KEY_BYTES: usize = SHOWN_BYTES;
 /// The bound of a token id. The model's vocabulary, which is checked later, may be smaller.
 const ID: Bound = Bound::Number { least: i32::MIN as f64, most: i32::MAX as f64 };
-/// The name by which serde_json knows that a value is to be kept as text.
+/// The name by which serde_json marks a value to be kept as text.
 const RAW_VALUE: &str = "$serde_json::private::RawValue";
 
 /// A place in a body, and its bound.
@@ -64,7 +64,7 @@ impl<'w, 'b> Place<'w, 'b> {
         Ok(())
     }
 
-    /// Checks a number. Gives the largest one that the parameter has, if this one is beyond it.
+    /// Checks a number. Returns the largest one that the parameter has, if this one is beyond it.
     fn number<E: Error>(&mut self, value: f64, shown: impl fmt::Display) -> Result<Option<i64>, E> {
         self.walk.seen = LastValue::Number;
         match self.bound {
@@ -105,7 +105,7 @@ impl Bound {
     /// The largest number of bytes of a string in a value with this bound.
     fn text_bytes(self, depth: usize) -> usize {
         match self {
-            // What is kept is an object or a list: the error would show a string.
+            // The stored value is an object or a list: the error would show a string.
             Self::Tree if depth == 0 => SHOWN_BYTES,
             Self::Text(most) | Self::Form(most) => most,
             Self::Strings { each, total, .. } => each.min(total),

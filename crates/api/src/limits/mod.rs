@@ -52,7 +52,7 @@ pub const LOGPROBS: u8 = 20;
 /// The largest number of messages of a conversation.
 pub const MESSAGES: usize = 4096;
 /// The largest number of JSON values that are kept as such. These are messages, their parts, and
-/// the elements of `tools`, `tool_calls` and `chat_template_kwargs`. The template sees a copy of
+/// the elements of `tools`, `tool_calls` and `chat_template_kwargs`. The template gets a copy of
 /// each, so one costs some hundred bytes.
 pub const VALUES: usize = 16_384;
 /// The deepest nesting of `tools`, `tool_calls` and `chat_template_kwargs`. A schema of the deepest
@@ -68,7 +68,7 @@ pub const WORD_BYTES: usize = 256;
 pub const ROUTING_KEY_BYTES: usize = 512;
 /// The longest cache salt, in bytes.
 pub const CACHE_SALT_BYTES: usize = 256;
-/// The largest number of names of unread parameters that a client is told.
+/// The largest number of unread parameters whose names an answer lists.
 pub const UNREAD: usize = 32;
 /// Parameters that a server of this kind ignores in silence: they are about the client's own
 /// accounts and stores.
@@ -170,7 +170,7 @@ pub trait Limited: Sized {
     /// Reads the body that `walk` is about to go along.
     ///
     /// # Errors
-    /// The first value that is no JSON, of a wrong type, over its limit or not served.
+    /// The first value that is not JSON, of a wrong type, over its limit or not served.
     fn read(walk: &mut Walk<'_>) -> Result<Self, ApiError>;
 }
 

@@ -1,4 +1,4 @@
-//! The state of the one walk through a body: where it is, and what it has found.
+//! The state of the single walk through a body: its place, and its findings.
 
 use serde::de::Error;
 use serde_json::error::Category;
@@ -26,7 +26,7 @@ pub(crate) enum Step {
 /// The last value that was read.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) enum LastValue {
-    /// A string of so many bytes.
+    /// The length of a string in bytes.
     Text(usize),
     Number,
     #[default]
@@ -124,7 +124,7 @@ impl<'de> Walk<'de> {
         ApiError::unsupported(self.names())
     }
 
-    /// Ends the walk for the value behind the first `steps` steps.
+    /// Ends the walk for the value after the first `steps` steps.
     pub(super) fn fail<E: Error>(&mut self, steps: usize, reason: &str) -> E {
         let param = self.param(steps);
         self.failure = Some(ApiError::Invalid { reason: format!("`{param}`: {reason}"), param });

@@ -30,7 +30,7 @@ pub(crate) const SEED: Parameter = Parameter::new(SEEDS, "The seed, which makes 
 pub(crate) const N: Parameter = Parameter::new(Bound::Number { least: 1.0, most: CHOICES as f64 }, "Choices to generate for each prompt.", |g, v| v.put(&mut g.n));
 pub(crate) const PRESENCE_PENALTY: Parameter = Parameter::new(PENALTY, "A number that is subtracted from the logits of generated tokens.", |g, v| v.put(&mut g.presence_penalty));
 pub(crate) const FREQUENCY_PENALTY: Parameter = Parameter::new(PENALTY, "A number that is subtracted from the logits of generated tokens, for each occurrence.", |g, v| v.put(&mut g.frequency_penalty));
-// Logits are divided and multiplied by it: far outside, they are no numbers any more.
+// Logits are divided and multiplied by it: far outside, they are no longer numbers.
 pub(crate) const REPETITION_PENALTY: Parameter = Parameter::new(Bound::Number { least: 1e-3, most: 1e3 }, "A number that divides positive logits of earlier tokens, and multiplies negative ones.", |g, v| v.put(&mut g.repetition_penalty));
 pub(crate) const LOGIT_BIAS: Parameter = Parameter::new(Bound::Biases(BIASES), "Numbers that are added to the logits, by token id.", |g, v| v.put(&mut g.logit_bias));
 pub(crate) const ALLOWED_TOKEN_IDS: Parameter = Parameter::new(Bound::Ids(ALLOWED_IDS), "The only token ids that may be sampled.", |g, v| v.put(&mut g.allowed_token_ids));

@@ -52,7 +52,7 @@ impl<'de, R: TabledRequest> Visitor<'de> for ObjectVisitor<'_, 'de, R> {
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<R, A::Error> {
-        // Read to its end: text that is no JSON is said first.
+        // Read to the end: invalid JSON is reported first.
         while seq.next_element::<IgnoredAny>()?.is_some() {}
         Err(A::Error::invalid_type(serde::de::Unexpected::Seq, &self))
     }
@@ -63,7 +63,7 @@ impl<'de, R: TabledRequest> Visitor<'de> for ObjectVisitor<'_, 'de, R> {
         while let Some(key) = map.next_key_seed(KeySeed(PhantomData::<R>))? {
             let raw: &'de RawValue = map.next_value()?;
             match key {
-                // As if it were not there: some languages write what they do not have so.
+                // Treat `null` as absent: clients in some languages write absent fields as `null`.
                 Key::Known(..) if raw.get() == "null" => {}
                 Key::Known(number, name, line) => {
                     if std::mem::replace(&mut given[number], true) {

@@ -58,7 +58,7 @@ pub(crate) fn object_schema<R: TabledRequest>() -> RefOr<Schema> {
     for line in lines::<R>() {
         let Some(ParameterType { mut schema, is_optional, .. }) = described(line) else { continue };
         if !line.description.is_empty() {
-            // Of a reference the description is beside it.
+            // In a reference the description stands next to `$ref`.
             let is_one_of = schema.get("oneOf").is_some();
             let place = if is_one_of { &mut schema["oneOf"][0] } else { &mut schema };
             place["description"] = json!(line.description);

@@ -1,4 +1,5 @@
-//! The computation of batches: those of an owner one after the other, owners beside each other.
+//! The computation of batches: those of an owner one after the other, those of several owners at
+//! the same time.
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -25,7 +26,7 @@ use crate::store::{BatchStore, Job, Owner, StoreError};
 const SHOWN_ERRORS: usize = 100;
 /// The bytes of requests of a batch that are computed at a time, beyond which no line is read.
 const IN_FLIGHT: usize = 64 << 20;
-/// The time between two looks for what is too old.
+/// The interval at which expired files and batches are deleted.
 const SWEEP: Duration = Duration::from_secs(60);
 /// The wait after an error of the disk.
 const DISK_WAIT: Duration = Duration::from_secs(10);
@@ -107,7 +108,7 @@ enum End {
 struct Work<M, N> {
     store: Arc<BatchStore>,
     model: Arc<M>,
-    /// One for each request that is computed, whoever's it is: they go to owners in turn.
+    /// One for each request that is computed: owners get them in turn.
     permits: Arc<Semaphore>,
     now: N,
 }
@@ -269,7 +270,7 @@ impl<M: BatchModel, N: Fn() -> u64 + Clone + Send + Sync + 'static> Work<M, N> {
         }
     }
 
-    /// Has a line computed.
+    /// Starts the computation of a line.
     async fn take(
         &self,
         job: &Arc<Job>,
@@ -294,7 +295,7 @@ impl<M: BatchModel, N: Fn() -> u64 + Clone + Send + Sync + 'static> Work<M, N> {
                 });
                 Ok(())
             }
-            // The check has found none; somebody has changed the file on disk.
+            // The check passed before, so the file has been changed on disk.
             Err(fault) => {
                 self.write(job, answers, BatchAnswer::from_fault(number, name, fault)).await
             }
@@ -381,7 +382,7 @@ fn check(job: &Job, longest: usize, most: u64) -> Result<Result<u64, Vec<BatchEr
     Ok(if errors.is_empty() { Ok(total) } else { Err(errors) })
 }
 
-/// Does what may wait for the disk on a thread for that.
+/// Runs work that may wait for the disk on a thread for that.
 async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> Result<T> {

@@ -35,7 +35,7 @@ pub struct NewBatch {
     pub metadata: Option<BTreeMap<String, String>>,
 }
 
-/// A batch that somebody computes. Until it is dropped, nobody else gets it.
+/// A batch that is being computed. Until it is dropped, no other task gets it.
 #[derive(Debug)]
 pub(crate) struct Job {
     pub(crate) id: String,
@@ -88,7 +88,7 @@ impl NewBatch {
 }
 
 impl BatchStore {
-    /// Takes a batch.
+    /// Creates a batch.
     ///
     /// # Errors
     /// A field is wrong, there is no such file, or the owner has too many batches.
@@ -203,7 +203,7 @@ impl BatchStore {
         Ok(kept.object.batch.clone())
     }
 
-    /// The owners with a batch that nobody computes yet.
+    /// The owners with a batch that is not being computed yet.
     pub(crate) fn waiting(&self) -> Vec<Owner> {
         let shelf = self.shelf.lock();
         let waiting = shelf.batches.values().filter(|kept| shelf.waits(kept));
@@ -213,7 +213,7 @@ impl BatchStore {
         owners
     }
 
-    /// The oldest batch of an owner that has not ended and that nobody computes.
+    /// The oldest batch of an owner that has not ended and is not being computed.
     pub(crate) fn next_job(&self, owner: &Owner) -> Result<Option<Job>, StoreError> {
         let mut shelf = self.shelf.lock();
         let own = shelf.batches.values().filter(|kept| kept.owner == *owner && shelf.waits(kept));
@@ -234,12 +234,12 @@ impl BatchStore {
         Ok(Some(job))
     }
 
-    /// Says that nobody computes a batch any more.
+    /// Marks a batch as no longer being computed.
     pub(crate) fn leave(&self, id: &str) {
         self.shelf.lock().running.remove(id);
     }
 
-    /// True if the owner wants no more of a batch.
+    /// True if the owner has cancelled a batch.
     pub(crate) fn is_cancelled(&self, id: &str) -> bool {
         let shelf = self.shelf.lock();
         let batch = shelf.batches.get(id).map(|kept| kept.object.batch.status);
@@ -318,7 +318,7 @@ impl BatchStore {
 }
 
 impl Shelf {
-    /// True for a batch that has not ended and that nobody computes.
+    /// True for a batch that has not ended and is not being computed.
     fn waits(&self, kept: &OwnedObject<Kept>) -> bool {
         let batch = &kept.object.batch;
         !batch.status.is_over() && !self.running.contains(&batch.id)

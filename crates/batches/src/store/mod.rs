@@ -1,7 +1,7 @@
 //! Files and batches of a server's clients, on disk, with bounds.
 //!
-//! An owner is an API key. Nobody finds what another owner has. Bytes are bounded for each owner
-//! and for all, files and batches are bounded in number, and each has an age at which it goes.
+//! An owner is an API key. No owner finds what another owner has. Bytes are bounded for each owner
+//! and for all, files and batches are bounded in number, and each is deleted at a given age.
 //! Methods may wait for the disk.
 
 mod batches;
@@ -64,7 +64,7 @@ impl Default for BatchConfig {
     }
 }
 
-/// An owner, by a name that tells nobody the key.
+/// An owner, named so that the key cannot be derived.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Owner(Box<str>);
 
@@ -123,7 +123,7 @@ pub struct BatchStore {
     config: BatchConfig,
     folder: Folder,
     shelf: Mutex<Shelf>,
-    /// The number of changes of which somebody who computes has to hear.
+    /// The number of changes that concern tasks which compute.
     changes: watch::Sender<u64>,
 }
 
@@ -137,7 +137,7 @@ struct Shelf {
     bytes: HashMap<Owner, u64>,
     /// The number of files that each owner is sending.
     uploads: HashMap<Owner, u64>,
-    /// The names of the batches that somebody computes.
+    /// The names of the batches that are being computed.
     running: HashSet<String>,
 }
 
@@ -192,7 +192,7 @@ impl BatchStore {
         Owner(hash.to_hex()[..32].into())
     }
 
-    /// Hears of changes that somebody who computes has to know.
+    /// Notifies of changes that concern tasks which compute.
     pub(crate) fn changed(&self) -> watch::Receiver<u64> {
         self.changes.subscribe()
     }
@@ -206,7 +206,7 @@ impl BatchStore {
         self.shelf.lock().bytes.values().sum()
     }
 
-    /// Deletes what is too old.
+    /// Deletes expired files and batches.
     pub fn expire(&self, now: u64) {
         let mut shelf = self.shelf.lock();
         let used = shelf.used();
@@ -291,7 +291,7 @@ impl Shelf {
     }
 }
 
-/// A name that nobody guesses.
+/// An unguessable name.
 fn new_id(prefix: &str) -> String {
     format!("{prefix}{:024x}", rand::random::<u128>() >> 32)
 }

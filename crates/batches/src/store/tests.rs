@@ -147,7 +147,7 @@ fn a_store_is_found_again_and_belongs_to_one_process() {
     let mut upload = store.upload(&owner).unwrap();
     upload.write(b"half").unwrap();
     assert!(BatchStore::open(config(folder.path()), 0).is_err());
-    // As a kill leaves it.
+    // A killed process leaves an upload like this.
     std::mem::forget(upload);
     let files = folder.path().join("files");
     fs::write(files.join("file-0.jsonl"), "content without a record").unwrap();

@@ -88,7 +88,7 @@ impl Backend {
         }
     }
 
-    /// The port that such servers listen on unless told otherwise.
+    /// The default port of such servers.
     pub(crate) fn default_port(self) -> u16 {
         match self {
             Self::Sglang | Self::SglangOai | Self::SglangOaiChat => 30000,

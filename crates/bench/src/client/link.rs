@@ -65,7 +65,7 @@ impl Link {
             }
             while let Some((head, length)) = wire::head(&bytes)? {
                 bytes.drain(..length);
-                // Others, such as 103, announce what the real one will say.
+                // Informational responses, such as 103, announce headers of the final one.
                 if head.status >= 200 {
                     return Ok(Answer { link: self, head, early: bytes });
                 }
@@ -88,9 +88,9 @@ impl Link {
         if load::count_read() && self.reads == LONG {
             // The kernel acknowledges every piece that is read, which takes a third of this
             // program's CPU time on one machine. Let it acknowledge every other piece. A server
-            // that waits for one sees a single pause of 40 ms, after which the kernel goes back to
-            // its habit by itself; hence never at the beginning of a connection, and only under
-            // load.
+            // that waits for an acknowledgement pauses once, for 40 ms, after which the kernel
+            // returns to its default by itself; hence never at the beginning of a connection, and
+            // only under load.
             set_tcp_quickack(&self.stream, false)?;
         }
         Ok(length)

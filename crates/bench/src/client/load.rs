@@ -2,8 +2,8 @@
 //!
 //! A thread with data from many streams wakes for almost every piece. The wake-up then costs as
 //! much as the read. So under load the thread sleeps for [`REST`] before it waits. Pieces are timed
-//! later by at most that much, which is little beside the gaps of a server under such load. With
-//! `--precise` no thread ever rests.
+//! later by at most that much, which is little compared with the gaps of a server under such load.
+//! With `--precise` no thread ever rests.
 
 use std::cell::RefCell;
 use std::time::{Duration, Instant};

@@ -92,7 +92,7 @@ impl Client {
         &self.target
     }
 
-    /// Sends a request and reads its answer to the end; what goes wrong is in the reply.
+    /// Sends a request and reads its answer to the end; errors are in the reply.
     pub(crate) async fn send(
         &self,
         body: Bytes,

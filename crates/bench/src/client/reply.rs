@@ -34,8 +34,7 @@ pub(crate) struct Reply {
     /// [`Reply::into_record`].
     text: Vec<u8>,
     chunks: Vec<Chunk>,
-    /// True if each event has all of the text so far, as /generate sends it unless a flag of the
-    /// server says otherwise.
+    /// True if each event has all of the text so far, as from /generate with its default flags.
     whole_text: bool,
     prompt_tokens: Option<u32>,
     completion_tokens: Option<u32>,
@@ -73,7 +72,7 @@ impl Reply {
         self.chunks.len()
     }
 
-    /// Takes the payload of an event of a stream.
+    /// Handles the payload of an event of a stream.
     pub(super) fn event(&mut self, payload: &[u8], at_us: u64) {
         if payload == b"[DONE]" {
             self.done = true;
@@ -112,7 +111,7 @@ impl Reply {
         }
     }
 
-    /// Takes the text of an event, which may be all of the text so far. Gives the number of new
+    /// Adds the text of an event, which may be all of the text so far. Returns the number of new
     /// bytes.
     fn grow(&mut self, text: &[u8], finished: bool) -> usize {
         if let Some(new) = text.strip_prefix(&self.text[..]) {
@@ -131,8 +130,7 @@ impl Reply {
         text.len()
     }
 
-    /// The last event of all has less text, since what began a stop string was streamed before it
-    /// was known as one.
+    /// The last event has less text: the beginning of a stop string had been streamed.
     fn cut(&mut self, length: usize) {
         self.text.truncate(length);
         let mut left = length;
@@ -143,8 +141,8 @@ impl Reply {
         }
     }
 
-    /// Each text so far began with the one before, yet this one does not: they were pieces that
-    /// looked alike.
+    /// Each text so far began with the one before, but this one does not: these were pieces, not
+    /// whole texts.
     fn restart_as_new(&mut self) {
         let (mut end, mut joined) = (0, Vec::new());
         for chunk in &mut self.chunks {
@@ -156,7 +154,7 @@ impl Reply {
         self.text = joined;
     }
 
-    /// Takes an event of an unusual shape, or the whole of an answer that is no stream.
+    /// Handles an event of an unusual shape, or a whole answer that is not a stream.
     fn document(&mut self, json: &[u8], at_us: u64) {
         let Ok(document) = serde_json::from_slice::<Value>(json) else {
             self.fail(format!("not JSON: {}", excerpt(json)));
@@ -198,14 +196,14 @@ impl Reply {
         );
     }
 
-    /// Takes the end of a stream.
+    /// Handles the end of a stream.
     pub(super) fn end_of_stream(&mut self) {
         if !self.done {
             self.fail("the stream ended without [DONE]".into());
         }
     }
 
-    /// Takes an answer that is no stream.
+    /// Handles an answer that is not a stream.
     pub(super) fn whole(&mut self, body: &[u8], at_us: u64) {
         if self.dialect != Dialect::Embeddings {
             return self.document(body, at_us);
@@ -219,14 +217,14 @@ impl Reply {
         }
     }
 
-    /// Takes an answer with another status than 200.
+    /// Handles an answer with another status than 200.
     pub(super) fn refused(&mut self, status: u16, body: &[u8]) {
         let message = serde_json::from_slice(body).ok().as_ref().and_then(error_message);
         let message = message.unwrap_or_else(|| excerpt(body));
         self.fail(format!("HTTP {status}: {message}").trim_end_matches([' ', ':']).to_owned());
     }
 
-    /// Takes a failure; the first one counts.
+    /// Records a failure; only the first one counts.
     pub(super) fn fail(&mut self, message: String) {
         self.error.get_or_insert(message);
     }
@@ -307,7 +305,7 @@ struct EmbeddingUsage {
     prompt_tokens: u32,
 }
 
-/// The text of a message beside its content: names and arguments of calls, and a refusal.
+/// The text of a message outside its content: names and arguments of calls, and a refusal.
 fn calls_and_refusal(message: &Value) -> String {
     let calls = message["tool_calls"].as_array().map_or(&[][..], Vec::as_slice);
     let functions = calls.iter().flat_map(|call| [&call["function"], &call["custom"]]);

@@ -23,9 +23,9 @@ static COMPLETION: LazyLock<Finder<'static>> =
 pub(super) struct Fields<'a> {
     /// Text between its quotes, with its escapes; a chat delta may have reasoning and content.
     pub(super) text: [&'a [u8]; 2],
-    /// Prompt tokens, if it says.
+    /// Prompt tokens, if reported.
     pub(super) prompt_tokens: Option<u32>,
-    /// Generated tokens so far, if it says.
+    /// Generated tokens so far, if reported.
     pub(super) completion_tokens: Option<u32>,
     /// True if an event of /generate is the last one.
     pub(super) finished: bool,
@@ -96,7 +96,7 @@ fn after_key<'a>(bytes: &'a [u8], key: &Finder<'_>) -> Option<&'a [u8]> {
     }
 }
 
-/// A string's bytes between its quotes, and the rest behind it.
+/// A string's bytes between its quotes, and the rest after it.
 fn string(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     let body = bytes.strip_prefix(b"\"")?;
     let mut at = 0;
@@ -116,8 +116,8 @@ fn number(bytes: &[u8]) -> Option<u32> {
 
 /// Appends the string whose bytes between the quotes are `raw` to `text`.
 ///
-/// What is no valid JSON string is appended as it is: the text only serves to count tokens and to
-/// be looked at.
+/// Invalid JSON strings are appended as they are: the text is only for counting tokens and for
+/// people to read.
 pub(super) fn unescape(raw: &[u8], text: &mut String) {
     if memchr::memchr(b'\\', raw).is_none() {
         text.push_str(&String::from_utf8_lossy(raw));

@@ -13,7 +13,7 @@ pub(crate) struct Lines {
 }
 
 impl Lines {
-    /// Takes the next piece and calls `payload` for each line that is complete now.
+    /// Adds the next piece and calls `payload` for each line that is complete now.
     pub(crate) fn feed(&mut self, mut piece: &[u8], mut payload: impl FnMut(&[u8])) {
         while let Some(end) = memchr(b'\n', piece) {
             let (line, rest) = (&piece[..end], &piece[end + 1..]);

@@ -112,7 +112,7 @@ impl Target {
         Ok(target)
     }
 
-    /// A route of the server, behind the prefix of all its routes.
+    /// A route of the server, after the prefix of all its routes.
     pub(super) fn path(&self, route: &str) -> String {
         format!("{}/{}", self.prefix, route.trim_start_matches('/'))
     }

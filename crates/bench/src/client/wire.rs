@@ -7,7 +7,7 @@
 use anyhow::{Context, Result, bail};
 use memchr::memchr;
 
-/// A head, or a line in a chunked body, that is longer is no answer.
+/// A head, or a line in a chunked body, that is longer is not an answer.
 const LONGEST: usize = 64 << 10;
 const MOST_HEADERS: usize = 100;
 
@@ -24,7 +24,7 @@ pub(super) struct Head {
     pub(super) body: Body,
 }
 
-/// Reads the head of an answer. Gives its number of bytes; `None` if more bytes are needed.
+/// Reads the head of an answer. Returns its number of bytes; `None` if more bytes are needed.
 ///
 /// # Errors
 ///
@@ -81,7 +81,7 @@ enum State {
     Length(u64),
     /// The reader is before a line with a chunk's size.
     Size,
-    /// Within a chunk, with so many bytes to come.
+    /// Within a chunk, with this many bytes to come.
     Chunk(u64),
     /// The reader is before the empty line after a chunk.
     ChunkEnd,
@@ -97,11 +97,11 @@ impl State {
 }
 
 impl Body {
-    /// Takes the next bytes of the connection, and gives those of the body to `data`.
+    /// Parses the next bytes of the connection, and gives those of the body to `data`.
     ///
     /// # Errors
     ///
-    /// They do not keep to the form of a chunked body.
+    /// The bytes are not a valid chunked body.
     pub(super) fn feed(&mut self, mut bytes: &[u8], mut data: impl FnMut(&[u8])) -> Result<()> {
         while !bytes.is_empty() {
             match self.state {

@@ -9,9 +9,9 @@ use super::image::{ImageContent, ImageFormat, Resolution};
 /// The name of a dataset.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum DatasetName {
-    /// Prompts of wanted lengths: ShareGPT text if --dataset-path is given, else random words.
+    /// Prompts of requested lengths: ShareGPT text if --dataset-path is given, else random words.
     Random,
-    /// Prompts of wanted lengths, always of random words.
+    /// Prompts of requested lengths, always of random words.
     RandomIds,
     /// First turns of ShareGPT conversations, with the lengths that they and their answers have.
     Sharegpt,
@@ -111,7 +111,8 @@ pub struct RandomArgs {
         value_parser = clap::value_parser!(u32).range(1..)
     )]
     pub random_output_len: u32,
-    /// Lengths are drawn uniformly from RATIO times the most to the most; 1 makes them exact.
+    /// Lengths are drawn uniformly between RATIO times the maximum and the maximum; 1 makes them
+    /// exact.
     #[arg(long, visible_alias = "random-range", value_name = "RATIO", default_value_t = 0.0, value_parser = ratio)]
     pub random_range_ratio: f64,
 }

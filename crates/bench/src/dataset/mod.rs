@@ -158,7 +158,7 @@ fn warn_if_fewer(found: usize, wanted: usize) {
     }
 }
 
-/// The wanted number of items: the first ones, or all of them repeated.
+/// Exactly `wanted` items: the first ones, or all of them repeated.
 fn repeat<T: Clone>(mut items: Vec<T>, wanted: usize) -> Vec<T> {
     let distinct = items.len();
     items.truncate(wanted);

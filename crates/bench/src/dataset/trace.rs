@@ -57,8 +57,9 @@ pub struct TraceImage {
 /// The requests of a trace, sorted by time.
 ///
 /// # Errors
-/// The file cannot be read, is empty, or has a line that is no request. Such a line has no tokens,
-/// an invalid time, or a wrong number of hash ids for its prompt. The message names the line.
+/// The file cannot be read, is empty, or has a line that is not a request. Such a line has no
+/// tokens, an invalid time, or a wrong number of hash ids for its prompt. The message names the
+/// line.
 pub fn read(path: &Path) -> anyhow::Result<Vec<TraceEntry>> {
     let mut entries = Vec::new();
     for (line, entry) in jsonl::read::<TraceEntry>(path)? {

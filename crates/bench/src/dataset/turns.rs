@@ -1,4 +1,4 @@
-//! Turns of real conversations, cut or repeated to the wanted length.
+//! Turns of real conversations, cut or repeated to the requested length.
 
 use anyhow::ensure;
 use rand::rngs::ChaCha12Rng;
@@ -9,8 +9,8 @@ use super::words::{Text, Words};
 
 /// The largest number of random words that take the place of text that cannot be cut.
 const MOST_FILLING: usize = 32;
-/// Turns are cut to this many bytes for each token that is wanted before they are encoded: few have
-/// longer tokens, and some turns are books.
+/// Before they are encoded, turns are cut to this many bytes for each requested token: few tokens
+/// are longer, and some turns are books.
 const BYTES_A_TOKEN: usize = 8;
 
 /// First turns and their tokens.

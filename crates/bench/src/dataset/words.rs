@@ -1,4 +1,4 @@
-//! Text of the wanted number of tokens.
+//! Text of a requested number of tokens.
 
 use anyhow::{Context as _, ensure};
 use forebay_text::Tokenizer;
@@ -10,7 +10,7 @@ use crate::Prompt;
 
 /// Fewer words than this would make prompts that repeat themselves.
 const FEWEST_WORDS: usize = 8;
-/// Rounds of cutting and encoding again before a text of almost the wanted length is taken.
+/// Rounds of cutting and encoding again before a text of almost the requested length is accepted.
 const ROUNDS: usize = 8;
 
 /// A text and its tokens.
@@ -141,7 +141,7 @@ impl<'t> Words<'t> {
     }
 
     /// The places at which the tokens can be taken apart. Before such a place a token ends in an
-    /// ASCII letter. The token behind the place is a space and at least one ASCII letter. The texts
+    /// ASCII letter. The token after the place is a space and at least one ASCII letter. The texts
     /// on the two sides encode to the tokens on the two sides, and so does any text that is put
     /// together at such places. There are none if there are no words.
     pub(crate) fn joints(&self, ids: &[u32]) -> Vec<usize> {
@@ -180,12 +180,11 @@ impl<'t> Words<'t> {
     /// short.
     ///
     /// Text that is cut does not always encode to the tokens that were kept, so it is encoded
-    /// again, and cut or filled up, a few times. [`Text::ids`] is always what the text encodes to,
-    /// also in the rare case (some tokenizers without words) that this never becomes quite as long
-    /// as wanted.
+    /// again, and cut or filled up, a few times. [`Text::ids`] is always the text's encoding, also
+    /// in the rare case (some tokenizers without words) that the length never becomes exact.
     ///
     /// # Errors
-    /// If `source` is empty, or the tokenizer cannot encode what it decoded.
+    /// If `source` is empty, or the tokenizer cannot encode its own decoded text.
     pub(crate) fn fit(&self, source: &[u32], wanted: usize) -> anyhow::Result<Text> {
         ensure!(!source.is_empty(), "there is no token to make a text of");
         let mut filler = source.iter().copied().cycle();

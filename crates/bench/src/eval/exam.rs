@@ -6,8 +6,7 @@ use std::path::Path;
 use anyhow::{Context as _, Result, bail, ensure};
 use serde::Deserialize;
 
-/// The strings that end an answer. A model that was not told to stop goes on to make up the next
-/// question.
+/// The strings that end an answer. Without them a model goes on to make up the next question.
 pub(super) const STOP: [&str; 3] = ["Question", "Assistant:", "<|separator|>"];
 
 /// A line of a GSM8K file.
@@ -33,7 +32,7 @@ impl Question {
         format!("Question: {}\nAnswer:", self.question)
     }
 
-    /// The question without what two copies of it may differ in.
+    /// The question in a normal form, to find copies of it.
     fn essence(&self) -> String {
         let words = self.question.split_whitespace();
         words.map(str::to_lowercase).collect::<Vec<_>>().join(" ")
@@ -91,8 +90,8 @@ impl Exam {
 }
 
 /// The last run of digits in a text without its commas. A sign is ignored, and `3.50` ends with 50,
-/// as in published results. A run with leading zeros is no number, and ends the search. A run that
-/// is too large for any right answer counts as the largest number.
+/// as in published results. A run with leading zeros is not a number, and ends the search. A run
+/// that is too large for any right answer counts as the largest number.
 pub(super) fn last_integer(text: &str) -> Option<u64> {
     let text = text.replace(',', "");
     let last = text.rsplit(|c: char| !c.is_ascii_digit()).find(|run| !run.is_empty())?;

@@ -29,7 +29,7 @@ use score::{Answer, Score};
 /// Flags of `forebay eval gsm8k`.
 #[derive(Debug, Clone, Args)]
 pub struct Gsm8kArgs {
-    /// The name of the model as the server knows it [default: the first that /v1/models lists].
+    /// Name of the model in requests [default: the first that /v1/models lists].
     #[arg(long, value_name = "NAME")]
     pub model: Option<String>,
     /// GSM8K's test questions, a JSON object a line.
@@ -54,7 +54,7 @@ pub struct Gsm8kArgs {
     /// and counts as neither right nor wrong.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub retries: u32,
-    /// Seconds after which a request has failed.
+    /// Timeout of a request in seconds.
     #[arg(long, value_name = "SECONDS", default_value_t = 21600, value_parser = clap::value_parser!(u64).range(1..))]
     pub timeout: u64,
     /// Write the numbers and the settings as a JSON object.

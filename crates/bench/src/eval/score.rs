@@ -45,8 +45,8 @@ impl Answer {
     }
 }
 
-/// The numbers of a run. Shares are of the questions that were answered: a request that failed says
-/// nothing about the model.
+/// The numbers of a run. Shares are of the answered questions: a failed request is not a measure of
+/// the model.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(super) struct Score {
     /// Questions asked.

@@ -26,7 +26,7 @@ impl Axis {
     }
 
     /// A logarithmic axis from `low` to `high`, both above zero. A range that is too narrow to be
-    /// seen is widened.
+    /// visible is widened.
     pub(super) fn logarithmic(low: f64, high: f64, from: f64, to: f64) -> Self {
         debug_assert!(low > 0.0 && low <= high && high.is_finite(), "{low} to {high}");
         let missing = (1.1 / (high / low)).sqrt().max(1.0);

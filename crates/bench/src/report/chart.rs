@@ -83,7 +83,7 @@ pub(super) fn horizontal_axis(
     }
 }
 
-/// A transparent strip that tells about its part of a chart when it is pointed at.
+/// A transparent strip that shows a tooltip for its part of a chart.
 pub(super) fn strip(from: f64, to: f64, top: f64, bottom: f64, tells: &str) -> Markup {
     html! {
         rect class="strip" x=(coordinate(from)) y=(coordinate(top))

@@ -32,7 +32,7 @@ use run::Run;
 #[derive(Debug, Clone, clap::Args)]
 pub struct ReportArgs {
     /// Result files of `forebay bench serve --output-file`, `bench_serving` or `vllm bench serve
-    /// --save-result`; ratios are to the first run of the first file
+    /// --save-result`; ratios are relative to the first run of the first file
     #[arg(required = true, value_name = "FILE")]
     pub files: Vec<PathBuf>,
 

@@ -81,7 +81,7 @@ impl Run {
         }
     }
 
-    /// The value under one of the names that `key` has; null is no value.
+    /// The value under one of the names that `key` has; null is not a value.
     pub(super) fn get(&self, key: &str) -> Option<&Value> {
         let others = ALIASES.iter().filter(|(name, _)| *name == key).map(|(_, alias)| *alias);
         let renamed = key.replace("e2e_latency_ms", "e2el_ms");

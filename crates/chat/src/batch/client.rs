@@ -16,7 +16,7 @@ use tokio::time::sleep;
 use super::SMALL_ANSWER;
 use crate::link::{Connection, Link, refusal};
 
-/// The number of times that a request is sent to a server that does not answer, or says that it
+/// The number of times that a request is sent to a server that does not answer, or answers that it
 /// cannot serve.
 const TRIES: u32 = 10;
 /// The time before the second try. Each wait is twice the one before.
@@ -46,11 +46,12 @@ impl Client {
         Self { link, idle: Mutex::default(), large: Arc::new(Semaphore::new(1)) }
     }
 
-    /// Asks until there is an answer. A server that has too many requests is asked for as long as
-    /// it says so. One that is well and never answers this request is given up for it.
+    /// Retries until there is an answer. An overloaded server is retried as long as it answers so.
+    /// If a healthy server never answers this request, the request is given up.
     ///
     /// # Errors
-    /// The server does not serve, or wants another key. Then no other request has an answer either.
+    /// The server does not serve, or requires another key. Then no other request has an answer
+    /// either.
     pub(super) async fn ask(&self, request: &BatchRequest) -> Result<Result<Reply, LineFault>> {
         let (mut tries, mut wait) = (0, FIRST_WAIT);
         loop {
@@ -171,7 +172,7 @@ mod tests {
     use super::*;
 
     /// A server that answers with these responses in turn, and then with the last for ever. An
-    /// empty one closes the connection. It is as healthy as `health` says.
+    /// empty one closes the connection. `health` is its health check's answer.
     struct Scripted {
         client: Client,
         /// The number of requests, and of connections.

@@ -34,7 +34,7 @@ use crate::server::StartedServer;
 const LINE: usize = 64 << 20;
 /// The bytes of requests that are sent at a time, beyond which no other line is read.
 const IN_FLIGHT: usize = 256 << 20;
-/// The largest number of bytes of an answer that is read beside others.
+/// The largest answer in bytes that is read while others are.
 const SMALL_ANSWER: usize = 1 << 20;
 /// The requests at a time where a server does not tell how many it runs.
 const UNKNOWN_SERVER: u64 = 64;
@@ -113,7 +113,7 @@ struct Run {
     tally: Tally,
 }
 
-/// The end of a run that was told to stop.
+/// The error of an interrupted run.
 type Interruption = Pin<Box<dyn Future<Output = anyhow::Error>>>;
 
 impl Run {
@@ -149,7 +149,7 @@ impl Run {
             error = death => Err(error),
             error = &mut interruption => Err(error),
         };
-        // What has come is not lost.
+        // Write the answers that have already come.
         while let Some(done) = running.try_join_next() {
             if let Ok(Ok(done)) = done {
                 self.write(&done.answer)?;

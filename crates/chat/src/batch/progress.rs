@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use forebay_batches::InputCounts;
 use indicatif::{ProgressBar, ProgressStyle};
 
-/// The time between two looks.
+/// The interval at which the progress line is redrawn.
 pub(super) const REDRAW: Duration = Duration::from_millis(250);
 /// The time between two lines where there is no terminal.
 const LINES: Duration = Duration::from_secs(10);
@@ -61,7 +61,7 @@ impl Progress {
         }
     }
 
-    /// Takes the bar away.
+    /// Removes the bar.
     pub(super) fn clear(&self) {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();

@@ -16,7 +16,7 @@ const LANGUAGE: usize = 16;
 pub(super) struct Alone {
     /// All of the text.
     raw: String,
-    /// The part of it behind what was read.
+    /// The part of it after what was read.
     unread: String,
     object: Object,
     call: Call,
@@ -28,10 +28,10 @@ pub(super) struct Alone {
     fenced: bool,
 }
 
-/// What the beginning of an answer shows.
+/// The kinds of beginnings of an answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Opening {
-    /// An object begins behind so many bytes, in a block of code or not.
+    /// An object begins after this many bytes, in a block of code or not.
     Object {
         at: usize,
         fenced: bool,

@@ -27,7 +27,7 @@ pub(super) enum Step {
     More,
     /// The call is complete.
     Done,
-    /// The text is no call, or ends in the middle of one.
+    /// The text is not a call, or ends in the middle of one.
     Broken,
 }
 
@@ -60,7 +60,7 @@ impl Call {
         self.name.is_some()
     }
 
-    /// Takes `length` bytes from the front of the unread text.
+    /// Moves `length` bytes from the front of the unread text.
     pub(super) fn take(&mut self, pending: &mut String, length: usize) {
         if self.name.is_none() {
             self.raw.push_str(&pending[..length]);
@@ -68,7 +68,7 @@ impl Call {
         pending.drain(..length);
     }
 
-    /// Begins it; false if no tool of this name is offered. The text is no call then.
+    /// Begins it; false if no tool of this name is offered. The text is not a call then.
     #[must_use]
     pub(super) fn begin(&mut self, written: &str, context: Context<'_>, out: &mut Parts) -> bool {
         let written = written.trim();

@@ -1,4 +1,4 @@
-//! The part of the parser that reads calls, and gives back what was none.
+//! The part of the parser that reads calls, and returns text that turns out not to be one.
 
 use super::alone::Alone;
 use super::call::{Call, Context, Step};
@@ -12,11 +12,11 @@ use crate::family::{Body as Form, Calls};
 use crate::parts::Parts;
 use crate::schema::Tools;
 
-/// The longest text that is read again if it was no call, in bytes. A call may begin in it.
+/// The longest text that is read again if it was not a call, in bytes. A call may begin in it.
 const AGAIN: usize = 2048;
 
 impl Parser {
-    /// The state behind a mark that may begin calls. `raw` is the text up to there.
+    /// The state after a mark that may begin calls. `raw` is the text up to there.
     pub(super) fn opened(&self, mark: Mark, raw: String, reasoning: bool) -> State {
         let form = self.calls().map(|calls| &calls.body);
         let items = Items::new(raw, reasoning, mark == Mark::Section);
@@ -103,7 +103,7 @@ impl Parser {
                 return true;
             }
             if !items.takes(c) {
-                // What stands here is text.
+                // The pending items are plain text.
                 self.restore(&items, "", out);
                 return true;
             }
@@ -192,7 +192,7 @@ impl Parser {
         if text.len() <= AGAIN
             && let Some(first) = first
         {
-            // Behind its first mark there may be a call.
+            // After its first mark there may be a call.
             self.pending.insert_str(0, &text[blank + first..]);
             self.blanks = 0;
             text.truncate(blank + first);
@@ -207,7 +207,7 @@ impl Parser {
         }
     }
 
-    /// Text with its marks, as far as these are no special tokens.
+    /// Text with its marks, as far as these are not special tokens.
     pub(super) fn as_said(&self, text: &str) -> String {
         if self.has_special_marks() { self.without_marks(text) } else { text.to_owned() }
     }
@@ -229,7 +229,7 @@ impl Parser {
     /// Gives out, at the end of an answer, text in which a call could have begun.
     pub(super) fn end_items(&mut self, items: &Items, rest: &str, complete: bool, out: &mut Parts) {
         let text = format!("{}{rest}", items.text());
-        // A call that was cut off at its beginning is no text.
+        // A call that was cut off at its beginning is not text.
         let text = if complete { self.as_said(&text) } else { self.without_marks(&text) };
         if text.trim().is_empty() {
             return;

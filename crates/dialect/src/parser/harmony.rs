@@ -25,7 +25,7 @@ enum Body {
 }
 
 impl Harmony {
-    /// Goes on behind a prompt.
+    /// Goes on after a prompt.
     pub(super) fn new(prompt: &str) -> Self {
         let mut harmony = Self { header: String::new(), body: None, blank: String::new() };
         let Some((_, open)) = prompt.rsplit_once(START) else { return harmony };
@@ -45,7 +45,7 @@ impl Harmony {
         matches!(self.body, Some(Body::Reasoning))
     }
 
-    /// Reads on, up to the end of a call. Gives the number of completed calls.
+    /// Reads on, up to the end of a call. Returns the number of completed calls.
     pub(super) fn push(
         &mut self,
         pending: &mut String,
@@ -122,13 +122,13 @@ impl Harmony {
         Body::Call(call)
     }
 
-    /// Ends the answer. `complete` is false if it became too long. Gives the number of calls that
+    /// Ends the answer. `complete` is false if it became too long. Returns the number of calls that
     /// this completes.
     pub(super) fn finish(&mut self, pending: &mut String, complete: bool, out: &mut Parts) -> u32 {
         let text = std::mem::take(pending);
         match self.body.take() {
             None => {
-                // It was never said what this is.
+                // The header names no channel: pass the message on as content.
                 let role = self.header.trim();
                 if !role.is_empty() && role != "assistant" && !self.header.contains(CHANNEL) {
                     out.content(role.strip_prefix("assistant").unwrap_or(role));

@@ -1,6 +1,6 @@
 //! The text around calls.
 
-/// Text before, between and behind calls, which is given back if no call follows.
+/// Text before, between and after calls, which is given back if no call follows.
 #[derive(Debug, Default)]
 pub(super) struct Items {
     /// The text since the last call, or since the mark that may begin one.
@@ -17,16 +17,16 @@ pub(super) struct Items {
 
 /// Characters that may stand before a call within its marks.
 const BEFORE: [char; 3] = [',', '[', '`'];
-/// Characters that may stand behind a call within its marks.
+/// Characters that may stand after a call within its marks.
 const BEHIND: [char; 5] = [',', ';', ']', '}', '`'];
 
 impl Items {
-    /// Items behind a mark.
+    /// Items after a mark.
     pub(super) fn new(raw: String, reasoning: bool, section: bool) -> Self {
         Self { raw, reasoning, section, ..Self::default() }
     }
 
-    /// Items behind a call.
+    /// Items after a call.
     pub(super) fn behind_call() -> Self {
         Self { called: true, ..Self::default() }
     }
@@ -36,7 +36,7 @@ impl Items {
         if self.called { !self.closed && BEHIND.contains(&c) } else { BEFORE.contains(&c) }
     }
 
-    /// Takes text that belongs to the form.
+    /// Adds text that belongs to the form.
     pub(super) fn take(&mut self, text: &str) {
         self.raw.push_str(text);
         self.closed |= self.called && text.ends_with(']');

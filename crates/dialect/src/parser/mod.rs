@@ -4,7 +4,7 @@
 //! may become a mark. So the division of the text into tokens and deltas makes no difference. The
 //! text must contain special tokens that are marks.
 //!
-//! A mark by itself is text, as the model said it. It counts only if a call of an offered tool
+//! A mark by itself is text, as the model wrote it. It counts only if a call of an offered tool
 //! follows, or if reasoning can begin or end there. A mark that is a special token is never text.
 
 mod alone;
@@ -62,7 +62,7 @@ pub struct Reading {
 pub enum Place {
     /// In its reasoning.
     Reasoning,
-    /// Behind its reasoning.
+    /// After its reasoning.
     Answer,
     /// Before the first part, which may be either.
     Either,
@@ -92,7 +92,7 @@ enum Begin {
 }
 
 impl Start {
-    /// The state behind the rendered `prompt`. `continues` is true if the prompt ends inside a
+    /// The state after the rendered `prompt`. `continues` is true if the prompt ends inside a
     /// message that the model continues.
     pub fn of(dialect: Dialect, prompt: &str, continues: bool) -> Self {
         if dialect.is_harmony() {
@@ -138,7 +138,7 @@ pub struct Parser {
     /// Bytes at the front of `pending` that are known to be white space. They wait for what follows
     /// them, and are not looked at again.
     blanks: usize,
-    /// White space that is not given out before it is known what follows.
+    /// White space that is held back until the next character is known.
     blank: String,
     /// Something else than white space was given out as content.
     said: bool,
@@ -287,7 +287,7 @@ impl Parser {
         self.hide(out);
     }
 
-    /// Removes reasoning if it is not wanted.
+    /// Removes reasoning if the client does not want it.
     fn hide(&self, out: &mut Parts) {
         if self.reading.silent {
             out.without_reasoning();
@@ -460,7 +460,7 @@ impl Parser {
         }
     }
 
-    /// Takes a mark in text.
+    /// Handles a mark in text.
     fn meet(&mut self, mark: &str, meaning: Mark, out: &mut Parts) {
         match meaning {
             Mark::Think if !self.said || self.has_special_thought() => {

@@ -22,8 +22,7 @@ enum Stage {
     Arguments(Arguments),
 }
 
-/// The largest number of bytes between a name and its arguments: so many are needed to say that
-/// JSON follows.
+/// The largest number of bytes between a name and its JSON arguments.
 const BETWEEN: usize = 64;
 
 impl Named {

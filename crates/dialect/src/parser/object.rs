@@ -14,7 +14,7 @@ pub(super) struct Object {
     arguments: Arguments,
     /// Arguments that came before the name.
     early: Option<String>,
-    /// True if no mark tells the call from an answer in JSON.
+    /// True if no mark distinguishes the call from an answer in JSON.
     bare: bool,
 }
 
@@ -128,8 +128,9 @@ impl Arguments {
     }
 }
 
-/// Tells if a call ends at the beginning of `rest`, though a string is open; `Some(false)` if more
-/// text is needed to say. JSON has no line feed in a string, and no text has special tokens.
+/// Returns whether a call ends at the beginning of `rest`, though a string is open; `Some(false)`
+/// if more text is needed to decide. JSON has no line feed in a string, and no text has special
+/// tokens.
 fn closes(rest: &str, context: Context<'_>) -> Option<bool> {
     let close = context.close;
     if close.is_empty() {
@@ -184,7 +185,7 @@ impl Object {
         step
     }
 
-    /// The stage behind a character outside of values; `None` if this is no call.
+    /// The stage after a character outside of values; `None` if this is not a call.
     fn after(&mut self, c: char, call: &Call) -> Option<Stage> {
         let blank = c.is_whitespace();
         Some(match (&self.stage, c) {
@@ -222,7 +223,7 @@ impl Object {
         })
     }
 
-    /// Takes the value of the field; false if it makes this no call.
+    /// Ends the value of the field; false if the text is not a call.
     fn end_value(&mut self, call: &mut Call, out: &mut Parts, context: Context<'_>) -> bool {
         match self.key.as_str() {
             // Some call the field as its value is called.

@@ -37,14 +37,14 @@ enum Stage {
 enum Kind {
     /// The kind that the schema gives, once the value is there.
     Schema,
-    /// A string, which the model has said or the schema says.
+    /// A string, by its own declaration or by the schema.
     String,
-    /// JSON, says the model.
+    /// JSON, by its own declaration.
     Json,
 }
 
 impl Tagged {
-    /// Reads from behind the mark before the name.
+    /// Reads from after the mark before the name.
     pub(super) fn new(tags: &'static family::Tagged) -> Self {
         let (key, value) = (String::new(), String::new());
         Self { tags, stage: Stage::Name, key, value, kind: Kind::Schema, some: false }

@@ -163,7 +163,7 @@ fn a_call_in_the_middle_of_marks_is_a_call() {
         ),
         (format!("```\n{call}\n```"), "```f({})\n```"),
     ] {
-        // White space before the call comes behind it, if there is more text.
+        // White space before the call comes after it, if there is more text.
         let (read, complete) = read("hermes", &text);
         assert_eq!(complete, 1, "{text}");
         let blank = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
@@ -436,7 +436,7 @@ fn reasoning_that_nobody_wants_is_left_out() {
     assert_eq!(read_with(reading, "<think>a</think>b", true).0, "b");
 }
 
-/// Bytes that a parser looks at for white space behind `prefix`, which comes in single characters.
+/// Bytes that a parser looks at for white space after `prefix`, which comes in single characters.
 fn looked_at(calls: &'static Calls, prefix: &str, blanks: usize) -> usize {
     let dialect = Dialect { calls: Some(calls), reasoning: None };
     let mut parser = Parser::new(Reading { dialect, tools: tools(), ..Reading::default() });

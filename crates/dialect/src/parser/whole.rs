@@ -66,7 +66,7 @@ impl Whole {
         }
         loop {
             if let Some(quote) = self.quote {
-                // A quote behind a backslash is none, in Python.
+                // A quote after a backslash is none, in Python.
                 let marks = [quote, "\\"];
                 let python = self.syntax == Syntax::Python;
                 let marks = marks.into_iter().take(if python { 2 } else { 1 });

@@ -89,7 +89,7 @@ impl Inner {
         Some(if chunk.is_empty() { WriteOutcome::Whole } else { line.write(chunk) })
     }
 
-    /// Keeps the delta until it is read; gives who is to be woken.
+    /// Keeps the delta until it is read; returns the waker to be called.
     fn leave(&mut self, choice: u32, delta: &mut Delta) -> Option<Waker> {
         self.pending.count(delta);
         if let Some(end) = &delta.end {
@@ -115,8 +115,8 @@ pub(crate) enum Sent {
     Ended,
 }
 
-/// A writer of one choice of a mailbox. To drop it before the end ends the choice with an error, so
-/// a reader always sees an end.
+/// A writer of one choice of a mailbox. Dropping it before the end ends the choice with an error,
+/// so a reader always gets an end.
 pub struct Sender {
     inner: Arc<Mutex<Inner>>,
     choice: u32,
@@ -209,8 +209,8 @@ impl Receiver {
         self.inner.lock().tally.clone()
     }
 
-    /// Takes pending deltas into `out` (choice, delta). It is ready without any once all choices
-    /// have ended and were taken.
+    /// Moves pending deltas into `out` (choice, delta). It is ready without any once all choices
+    /// have ended and were read.
     pub fn poll(&mut self, context: &mut Context<'_>, out: &mut Vec<(u32, Delta)>) -> Poll<()> {
         let mut inner = self.inner.lock();
         let inner = &mut *inner;
@@ -224,7 +224,7 @@ impl Receiver {
             }
             return Poll::Pending;
         }
-        // What is read here goes through hyper: nothing may overtake it.
+        // Hyper writes this data: nothing may overtake it.
         if let Some(line) = inner.line() {
             line.shut();
         }

@@ -1,4 +1,4 @@
-//! The deltas that nobody has read yet, and their bounds.
+//! The unread deltas, and their bounds.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -8,18 +8,18 @@ use forebay_http::Charge;
 
 use crate::delta::{Delta, End};
 
-/// The bounds of what waits for a client.
+/// The bounds of unread output.
 pub struct MailboxBounds {
     /// The largest number of bytes.
     pub limit: usize,
     /// Bytes among them that repeat the prompts. They are known before anything has come.
     pub repeated: usize,
-    /// The charge that what waits is part of.
+    /// The charge that includes the unread bytes.
     pub charge: Arc<Charge>,
 }
 
 impl MailboxBounds {
-    /// Takes so many bytes of deltas in.
+    /// Admits `unread` bytes of deltas.
     fn admit(&self, unread: usize) -> Result<(), ApiError> {
         let bytes = unread.saturating_add(self.repeated);
         if bytes > self.limit {
@@ -37,7 +37,7 @@ pub(super) struct Pending {
     dirty: Vec<u32>,
     /// Instead of both, where each delta is read by itself.
     queue: VecDeque<(u32, Delta)>,
-    /// True if a delta is merged into the one that waits.
+    /// True if a delta is merged into the pending one.
     merges: bool,
     /// Weight of the pending deltas.
     pub(super) unread: usize,
@@ -102,7 +102,8 @@ impl Pending {
         }
     }
 
-    /// Takes what is read at once into `out`: the next delta, or the merged one of each choice.
+    /// Moves the deltas that are read at once into `out`: the next one, or the merged one of each
+    /// choice.
     pub(super) fn take(&mut self, out: &mut Vec<(u32, Delta)>) {
         let from = out.len();
         out.extend(self.queue.pop_front());

@@ -15,7 +15,7 @@ async fn line() -> (Arc<Line>, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
     let socket = listener.accept().await.unwrap().0;
-    // The runtime has to see once that the socket takes data.
+    // The runtime must register once that the socket is writable.
     socket.writable().await.unwrap();
     (Line::new(Socket::Tcp(socket)), client)
 }

@@ -72,7 +72,7 @@ pub struct AdapterCounts {
 }
 
 impl AdapterCounts {
-    /// Appends the counts in Prometheus' text format. A hand has so many `places`.
+    /// Appends the counts in Prometheus' text format. A hand has `places` places.
     pub(super) fn write(&self, places: usize, out: &mut Vec<u8>) {
         let Self { loads, reads, failed_reads } = self;
         let mut text = String::from(
@@ -97,7 +97,7 @@ impl AdapterCounts {
         let running = names(loads, |load| &load.running);
         let waiting = names(loads, |load| &load.waiting);
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64();
-        // As vLLM has it: the facts are labels, and the value is the time.
+        // In vLLM's form: the facts are labels, and the value is the time.
         text += "# HELP vllm:lora_requests_info Running stats on lora requests.\n\
                  # TYPE vllm:lora_requests_info gauge\n";
         let _ = writeln!(

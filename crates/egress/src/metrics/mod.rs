@@ -81,8 +81,8 @@ impl Timeline {
         }
     }
 
-    /// Notes that the request waited so long for its first step, and that so many tokens of its
-    /// prompt were found.
+    /// Records the time that the request waited for its first step, and the number of its prompt's
+    /// tokens that were cached.
     pub(crate) fn admitted(&mut self, queue_us: u64, cached_tokens: u32) {
         self.queued = Some(Duration::from_micros(queue_us));
         self.cached_tokens = cached_tokens;
@@ -321,7 +321,7 @@ impl Metrics {
         })
     }
 
-    /// The head of an answer was sent, so long after its request came.
+    /// Records that the head of an answer was sent, `took` after its request came.
     pub fn answered(&self, handler: &str, method: &str, status: u16, took: Duration) {
         self.http.answered(handler, method, status, took);
     }

@@ -5,7 +5,7 @@ use forebay_text::TextStats;
 
 use super::adapters::AdapterCounts;
 
-/// Numbers of the server's parts beside the replicas.
+/// Numbers of the server's parts other than replicas.
 #[derive(Debug, Clone, Default)]
 pub struct PartStats {
     /// The counts of the text pool.

@@ -65,7 +65,7 @@ pub struct Registration {
     pub id: RequestId,
     /// The request's side of its mailbox.
     pub sender: mailbox::Sender,
-    /// The engine, which is told when a stop string ends the request.
+    /// The engine, which aborts a request when a stop string ends it.
     pub engine: Arc<dyn Engine>,
     /// The speller. If the stream began at another brain, the speller has read the tokens so far.
     pub speller: Speller,
@@ -147,7 +147,7 @@ impl Egress {
         })
     }
 
-    /// Takes back the registration of a request that could not be submitted.
+    /// Unregisters a request that could not be submitted.
     pub fn forget(&self, id: RequestId) {
         let _ = self.lanes.of(id).send(Message::Forget(id));
     }
@@ -280,8 +280,7 @@ impl Owner {
 
     fn send_gathered(&mut self, now: Instant, scratch: &mut Scratch) {
         for id in self.gathered.drain(..) {
-            // What the last step brought has taken along what was gathered before it, and left
-            // nothing.
+            // Output of the last step has already flushed what was gathered before it.
             if let Some(stream) = self.streams.get_mut(&id)
                 && stream.due(now) == Due::Now
                 && stream.send(now, scratch) == Sent::Ended
@@ -316,8 +315,8 @@ impl Owner {
 
     fn apply(&mut self, output: Output, now: Instant, behind: bool, scratch: &mut Scratch) {
         let id = output.id;
-        // Outputs of a request that a stop string ended keep coming until the engine has seen the
-        // abort.
+        // Outputs of a request that a stop string ended keep coming until the engine has handled
+        // the abort.
         let Some(stream) = self.streams.get_mut(&id) else { return };
         let alive = output.finish.is_none();
         if let Some(admission) = output.admission {
@@ -332,7 +331,7 @@ impl Owner {
             if alive {
                 stream.engine.abort(id);
             }
-            // An end is taken, whatever nobody has read.
+            // An end is accepted, however much is unread.
             let _ = stream.send(now, scratch);
             self.streams.remove(&id);
             return;

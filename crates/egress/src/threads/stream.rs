@@ -86,8 +86,8 @@ impl Stream {
         if self.delta.end.is_some() {
             return Due::Now;
         }
-        // The mailbox knows how much nobody has read, of all choices; what is kept here, it does
-        // not see.
+        // The mailbox counts the unread output of all choices, without the output that is gathered
+        // here.
         if self.delta.weight() >= MOST_GATHERED {
             return Due::Now;
         }

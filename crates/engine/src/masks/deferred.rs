@@ -12,8 +12,8 @@ struct DeferredConstraint {
     said: Vec<i32>,
 }
 
-/// The constraint that comes out of `from`, which then accepts `said`. Its first mask waits for it,
-/// so a mask thread fills it.
+/// The constraint that `from` delivers, which then accepts `said`. Its first mask waits for it, so
+/// a mask thread fills it.
 pub(crate) fn deferred(from: Receiver<Box<dyn Constraint>>, said: Vec<i32>) -> Box<dyn Constraint> {
     Box::new(DeferredConstraint { constraint: None, from, said })
 }

@@ -8,12 +8,12 @@ use crate::constraint::{Allowed, Constraint, ConstraintError};
 /// Microseconds up to which a mask is cheap. Masks of usual grammars take tens of microseconds.
 const CHEAP_US: u64 = 500;
 
-/// True if a mask that takes so long is cheap.
+/// True if a mask that takes `us` microseconds is cheap.
 pub(crate) fn is_cheap(us: u64) -> bool {
     us <= CHEAP_US
 }
 
-/// The masks for a row: one for its next token, and one for the token behind each draft.
+/// The masks for a row: one for its next token, and one for the token after each draft.
 #[derive(Debug)]
 pub(crate) struct RowMasks {
     pub(crate) drafts: Vec<i32>,
@@ -44,7 +44,7 @@ pub(crate) struct Job {
     pub(crate) constraint: Box<dyn Constraint>,
     /// Tokens that the constraint has not accepted yet.
     pub(crate) said: Vec<i32>,
-    /// Tokens that may come behind them.
+    /// Tokens that may come after them.
     pub(crate) drafts: Vec<i32>,
     /// The memory for the masks, one more than drafts.
     pub(crate) words: Vec<Vec<u32>>,

@@ -23,7 +23,8 @@ const BARRED_US: u64 = 10_000_000;
 /// Clients that are remembered for that.
 const MOST_BARRED: usize = 1 << 10;
 
-/// The threads that fill masks beside the engine's, for all members together. They end with it.
+/// The threads that fill masks in addition to the engine's, for all members together. They end with
+/// it.
 pub(crate) struct MaskThreads {
     shared: Arc<Shared>,
     count: usize,
@@ -50,7 +51,7 @@ struct Work {
 }
 
 impl MaskThreads {
-    /// Starts so many threads. Without any the engine's thread does all jobs.
+    /// Starts `count` threads. With 0 the engine's thread does all jobs.
     ///
     /// # Errors
     /// The system has no room for a thread.
@@ -69,7 +70,7 @@ impl MaskThreads {
         self.count == 0
     }
 
-    /// Queues jobs. The engine's thread will see to a few cheap ones by itself, if they are `due`.
+    /// Queues jobs. If they are `due`, the engine's thread computes a few cheap ones by itself.
     pub(crate) fn push(&self, jobs: Vec<Job>, inbox: &Arc<Inbox>, due: bool) {
         let (mut cheap, mut others) = (0, 0);
         let mut state = self.shared.state.lock();
@@ -124,14 +125,14 @@ impl MaskThreads {
         until.is_some_and(|&until| until > self.shared.clock.now_us())
     }
 
-    /// Leaves what is queued to the threads.
+    /// Leaves queued jobs to the threads.
     pub(crate) fn leave(&self) {
         if !self.shared.state.lock().turns.is_empty() {
             self.shared.work.notify_all();
         }
     }
 
-    /// Takes back a job that has not begun.
+    /// Removes a job that has not begun.
     pub(crate) fn cancel(&self, request: u64, inbox: &Arc<Inbox>) -> Option<Job> {
         let own = |work: &Work| work.job.request == request && Arc::ptr_eq(&work.inbox, inbox);
         Some(self.shared.state.lock().turns.remove(own)?.job.job)
@@ -215,7 +216,7 @@ impl Inbox {
         }
     }
 
-    /// Takes what has arrived.
+    /// Returns the masks that have arrived.
     pub(crate) fn take(&self) -> Vec<Made> {
         std::mem::take(&mut self.arrivals.lock().made)
     }
@@ -231,8 +232,8 @@ impl Inbox {
         !arrivals.made.is_empty()
     }
 
-    /// Takes what has arrived, and has those of these requests wake the engine that are still to
-    /// come.
+    /// Returns the masks that have arrived. Masks of these requests that are still missing will
+    /// wake the engine.
     pub(crate) fn take_and_await(&self, requests: impl Iterator<Item = u64>) -> Vec<Made> {
         let mut arrivals = self.arrivals.lock();
         let made = std::mem::take(&mut arrivals.made);
@@ -241,7 +242,8 @@ impl Inbox {
         made
     }
 
-    /// Has the constraint of a request go to `to` when its job is done. Gives it if it has arrived.
+    /// Makes the constraint of a request go to `to` when its job is done. Returns it if it has
+    /// arrived.
     pub(crate) fn forward(&self, request: u64, to: Sender<Box<dyn Constraint>>) -> Option<Made> {
         let mut arrivals = self.arrivals.lock();
         arrivals.awaited.remove(&request);
@@ -255,7 +257,7 @@ impl Inbox {
         }
     }
 
-    /// The request has ended: its result wakes nobody.
+    /// The request has ended: its result does not wake the engine.
     pub(crate) fn forget(&self, request: u64) {
         self.arrivals.lock().awaited.remove(&request);
     }

@@ -66,7 +66,7 @@ impl<T> Turns<T> {
         self.waiting == 0
     }
 
-    /// Takes the next job; with `cheap`, the next cheap one.
+    /// Removes and returns the next job; with `cheap`, the next cheap one.
     pub(crate) fn pop(&mut self, cheap: bool) -> Option<Ticket<T>> {
         let able = self.lanes.values_mut().filter(|lane| {
             let others = !cheap && !lane.others.is_empty();
@@ -87,7 +87,7 @@ impl<T> Turns<T> {
         Some(ticket)
     }
 
-    /// A job of a client has taken so long.
+    /// A client's job has taken `us` microseconds.
     pub(crate) fn done(&mut self, client: u64, expected_us: u64, us: u64) {
         if let Some(lane) = self.lanes.get_mut(&client) {
             let (expected, taken) = (expected_us.max(1), us.max(1));
@@ -95,7 +95,7 @@ impl<T> Turns<T> {
         }
     }
 
-    /// Takes the first job out that is one of these.
+    /// Removes the first matching job.
     pub(crate) fn remove(&mut self, mut is: impl FnMut(&T) -> bool) -> Option<Ticket<T>> {
         let ticket = self.lanes.values_mut().find_map(|lane| {
             [&mut lane.cheap, &mut lane.others].into_iter().find_map(|jobs| {

@@ -9,9 +9,9 @@ use crate::executor::Executor;
 /// The adapters that requests may have.
 #[derive(Default)]
 pub(crate) struct Adapters {
-    /// The orders that told of them, by their numbers.
+    /// The orders by which they were loaded, by their numbers.
     known: BTreeMap<u32, AdapterOrder>,
-    /// Adapters that no further request will have. The hand forgets each when nobody needs it.
+    /// Adapters that no further request will use. The hand drops each after its last request.
     leaving: Vec<u32>,
     /// Orders that the hand has not got yet.
     due: Vec<AdapterOrder>,
@@ -34,14 +34,14 @@ impl Adapters {
         adapter.is_none_or(|id| self.known.contains_key(&id))
     }
 
-    /// Has a new hand get all adapters.
+    /// Sends a new hand all adapters.
     pub(crate) fn know_again(&mut self) {
         self.due = self.known.values().cloned().collect();
     }
 
     /// Sends the orders that are due to the hand of a member. Without a hand they are dropped, and
-    /// the next one gets all adapters. `gone` drops an adapter that nobody needs, and is false
-    /// while somebody does.
+    /// the next one gets all adapters. `gone` drops an adapter that is not in use, and is false
+    /// while it is.
     pub(crate) fn send(
         &mut self,
         member: usize,

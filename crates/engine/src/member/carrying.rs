@@ -19,7 +19,7 @@ use crate::payload::Payload;
 pub(crate) struct Carrying {
     /// The hand reads payloads in the memory in which they were written: nothing is carried.
     near: bool,
-    /// Deaths of the hand: what has reached an earlier one is of no use to this one.
+    /// Deaths of the hand: payloads at an earlier hand are useless to this one.
     life: u64,
     /// Payloads that each held request still waits for.
     left: HashMap<u64, usize>,
@@ -81,7 +81,7 @@ impl Member {
         self.carrying.due.extend(held.map(Cargo::Of));
     }
 
-    /// Has the hand read patches: at once, or when they were brought there.
+    /// Makes the hand read patches: at once, or when they were brought there.
     pub(super) fn give_patches(&mut self, image: ImageId, patches: Arc<dyn Payload>) {
         if self.carrying.near {
             self.patches_there(image, patches);
@@ -90,9 +90,8 @@ impl Member {
         }
     }
 
-    /// Has everything brought to the hand that was asked for; `at` is the member's place in its
-    /// group. Without a hand nothing is: a request waits for the next one, and an image is wanted
-    /// again.
+    /// Brings every requested payload to the hand; `at` is the member's place in its group. Without
+    /// a hand it brings none: a request waits for the next one, and an image is wanted again.
     pub(crate) fn send_off(&mut self, at: usize, hand: Option<&mut (dyn Executor + 'static)>) {
         let Some(hand) = hand else { return self.carrying.due.clear() };
         for cargo in std::mem::take(&mut self.carrying.due) {
@@ -142,7 +141,7 @@ impl Member {
         }
     }
 
-    /// The hand has died: whoever has a payload waits until it is at the next one.
+    /// The hand has died: requests with a payload wait until it is at the next one.
     pub(super) fn hold_embedded(&mut self) {
         self.carrying.hand_died();
         if self.carrying.near {

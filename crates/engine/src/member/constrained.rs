@@ -29,8 +29,8 @@ use crate::types::{FinishReason, RequestError};
 /// The bounds of the time that a step waits for masks, in microseconds.
 const LEAST_US: u64 = 2_000;
 const MOST_US: u64 = 20_000;
-/// Weight of the newest step in the mean of their times, and of a mask in the memory of dear ones:
-/// one in so many.
+/// Weight of the newest step in the mean of step times, and of a mask in the record of expensive
+/// ones: one in `NEWEST`.
 const NEWEST: u64 = 8;
 /// The largest time that the masks of a row may be expected to take for the sake of its drafts, in
 /// microseconds.
@@ -48,7 +48,7 @@ struct Held {
     constraint: Option<Box<dyn Constraint>>,
     /// Tokens that it has not accepted yet.
     said: Vec<i32>,
-    /// The masks for the next tokens, until one was said.
+    /// The masks for the next tokens, until a token was sampled.
     masks: Option<RowMasks>,
     /// Microseconds that a mask of it may take. Dear ones are forgotten slowly.
     expected_us: Option<u64>,
@@ -172,7 +172,7 @@ impl Constrained {
         Some(deferred(from, before))
     }
 
-    /// The job for the masks of a request's next row with these drafts, if nobody is at it.
+    /// The job for the masks of a request's next row with these drafts, if none is running.
     fn job(&mut self, id: u64, drafts: &[i32]) -> Option<Job> {
         let held = self.live.get_mut(&id).filter(|held| held.needs_masks(drafts))?;
         let constraint = held.constraint.take()?;
@@ -208,8 +208,8 @@ impl Constrained {
         self.step_us = first - first / NEWEST + us / NEWEST;
     }
 
-    /// The request has said a token. Gives if its next mask is to be made at once; `None`: it has
-    /// no constraint.
+    /// The request has sampled a token. Returns whether its next mask is to be computed at once;
+    /// `None`: it has no constraint.
     pub(super) fn say(&mut self, id: u64, token: i32) -> Option<bool> {
         let held = self.live.get_mut(&id)?;
         held.said.push(token);
@@ -239,7 +239,7 @@ impl Member {
         self.constrained.due = Some((plan.step(), ids.into_iter().zip(drafts).map(due).collect()));
     }
 
-    /// Has requests that have new tokens expect the next ones, as far as their forms allow.
+    /// Sets the expected tokens of requests with new tokens, as far as their grammars force them.
     pub(super) fn expect_masked(&mut self, ids: &[u64]) {
         for &id in ids {
             let Self { constrained, scheduler, shared, .. } = self;
@@ -273,7 +273,7 @@ impl Member {
         }
     }
 
-    /// Has the next masks of requests made that no plan has a row for yet.
+    /// Starts computing the next masks of requests for which no plan has a row yet.
     pub(super) fn begin_masks(&mut self, ids: &[u64]) {
         let own = &mut self.constrained;
         let jobs: Vec<Job> = ids.iter().filter_map(|&id| own.job(id, &[])).collect();
@@ -292,8 +292,8 @@ impl Member {
         !self.constrained.threads.is_empty()
     }
 
-    /// Sends the masks that are due, if the tokens that they depend on are known; `at` is the
-    /// member's place in its group, which has so many `members`.
+    /// Sends the masks that are due, if the tokens that they depend on are known. `at` is the
+    /// member's place in its group of `members`.
     pub(crate) fn send_masks(&mut self, at: usize, members: u64, executor: &mut dyn Executor) {
         let alone = self.in_flight() == 1;
         let Some((step, rows)) = self.constrained.due.take_if(|_| alone) else { return };
@@ -313,7 +313,7 @@ impl Member {
                         Allowed::Everything => RowMask::Everything,
                         Allowed::Some => RowMask::Tokens(std::mem::take(words)),
                     }));
-                    // The row ends before what has no mask.
+                    // The row ends before the first position without a mask.
                     own.masks.masks.resize(sent + places, RowMask::NoToken);
                 } else if self.scheduler.as_mut().is_some_and(|it| it.sit_out(*id)) {
                     (held.late, held.waits) = (true, true);
@@ -322,7 +322,7 @@ impl Member {
                     idle.extend(held.constraint.is_some().then_some(*id));
                 }
             }
-            // Whoever has ended meanwhile may sample what it likes.
+            // A request that has ended meanwhile may sample any token.
             own.masks.masks.resize(sent + places, RowMask::Everything);
         }
         executor.masks(at, &own.masks);
@@ -392,7 +392,7 @@ impl Member {
         self.constrained.missing = 0;
     }
 
-    /// Takes the masks that were made.
+    /// Collects the masks that have been computed.
     pub(crate) fn collect_masks(&mut self) {
         let made = self.constrained.inbox.take();
         self.take_made(made);

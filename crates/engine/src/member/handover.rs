@@ -1,5 +1,5 @@
 //! Requests that go to another replica and come from one: when a hand dies, and when others have
-//! less to do, or as planned behind their first token.
+//! less to do, or as planned after their first token.
 
 use std::sync::Arc;
 
@@ -30,7 +30,7 @@ impl Member {
         let others = self.peers.as_ref().is_some_and(|peers| peers.others_up());
         if let Some(scheduler) = self.scheduler.as_mut().filter(|_| others) {
             let taken = scheduler.surrender();
-            // What they have said here comes before what they say there.
+            // Deliver events from here before those of the other replica.
             self.deliver();
             let orphans = taken.into_iter().map(|request| self.orphan(request)).collect();
             let left = self.peers.as_ref().map_or_else(Vec::new, |peers| peers.adopt(orphans));
@@ -64,7 +64,8 @@ impl Member {
         left.into_iter().for_each(|orphan| self.adopt(orphan));
     }
 
-    /// Has other replicas go on with the requests that have left. Where none can, they go on here.
+    /// Makes other replicas go on with the requests that have left. Where none can, they go on
+    /// here.
     pub(super) fn hand_on(&mut self) {
         for id in std::mem::take(&mut self.left) {
             let handed = self.scheduler.as_mut().and_then(|scheduler| scheduler.hand_on(id));
@@ -105,7 +106,7 @@ impl Member {
                 payloads: self.payloads.give(id),
                 pictures: self.pictures.give(id),
                 constraint: self.constrained.give(id),
-                // Whoever adopts it has noted where it wanted to go.
+                // The adopting replica has noted the request's preference.
                 preference: Preference::default(),
             },
         }

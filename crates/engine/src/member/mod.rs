@@ -46,7 +46,7 @@ pub(crate) struct TakenOrders {
     pub(crate) any: bool,
     /// Requests that another replica may have to take over.
     pub(crate) entered: bool,
-    /// [`Order::Stop`]; what came behind it is still there.
+    /// [`Order::Stop`]; what came after it is still there.
     pub(crate) stopped: bool,
 }
 
@@ -76,7 +76,7 @@ pub(crate) struct Member {
     arriving: HashMap<u64, u64>,
     /// Since when copies are under way, and none has ended.
     copying_us: Option<u64>,
-    /// Bytes of a page, and of a state page, as the hand says.
+    /// Bytes of a page, and of a state page, as the hand reports them.
     page_bytes: u64,
     state_bytes: u64,
     /// The payloads of requests in the arena.
@@ -206,7 +206,7 @@ impl Member {
         taken
     }
 
-    /// Queues a request. Where the hand is gone, it is decided afterwards what becomes of it.
+    /// Queues a request. If the hand is gone, its fate is decided afterwards.
     fn enter(&mut self, entering: EngineRequest) {
         let EngineRequest { mut request, payloads, pictures, constraint, .. } = entering;
         request.masked = constraint.is_some();
@@ -295,8 +295,8 @@ impl Member {
         self.note_masked(plan);
     }
 
-    /// Takes the result of the oldest step. `rested`: what the device waited before it was not the
-    /// host's doing.
+    /// Applies the result of the oldest step. `rested`: the device's wait before it was not caused
+    /// by the host.
     pub(crate) fn apply(&mut self, result: &StepResult, rested: bool) -> Result<(), ApplyError> {
         let Some(scheduler) = self.scheduler.as_mut() else {
             return Ok(());
@@ -315,8 +315,8 @@ impl Member {
         Ok(())
     }
 
-    /// Notes whether copies are under way. Gives the seconds since the last one ended, if these are
-    /// as many as a hand may take.
+    /// Notes whether copies are under way. Returns the seconds since the last one ended, if these
+    /// are as many as a hand may take.
     pub(crate) fn watch_copies(&mut self, ended: bool) -> Option<u64> {
         let outstanding = self.scheduler.as_ref().map_or(0, Scheduler::copies_outstanding);
         if outstanding == 0 {
@@ -341,7 +341,7 @@ impl Member {
             let next = Vec::with_capacity(self.outputs.len());
             self.sink.deliver(std::mem::replace(&mut self.outputs, next));
         }
-        // What they have said here comes before what they say there.
+        // Deliver events from here before those of the other replica.
         self.hand_on();
     }
 

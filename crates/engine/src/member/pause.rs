@@ -1,4 +1,4 @@
-//! What is known of a pause.
+//! Progress of a pause.
 
 use std::collections::BTreeSet;
 

@@ -40,7 +40,7 @@ impl Pictures {
 }
 
 impl Member {
-    /// Has the patches of an image put into the arena.
+    /// Starts copying the patches of an image to the arena.
     pub(super) fn place(&mut self, request: u64, index: usize, image: ImageId) {
         let (orders, waker) = (self.orders.clone(), Arc::clone(&self.shared.waker));
         let placement = Placement::new(move |placed| {
@@ -76,7 +76,7 @@ impl Member {
         }
     }
 
-    /// Gives back the room of patches that nobody will read.
+    /// Gives back the arena's room of patches that will not be read.
     pub(super) fn forget_unread(&mut self) {
         let mut unread = std::mem::take(&mut self.pictures.unread);
         if let Some(scheduler) = &mut self.scheduler {

@@ -6,7 +6,7 @@ use crate::config::micros;
 use crate::member::Member;
 use crate::types::{Arrival, FinishReason, RequestError};
 
-/// The largest number of requests that are told at a time.
+/// The largest number of requests that are listed at a time.
 pub const MOST_VIEWS: usize = 1024;
 
 impl Member {
@@ -22,7 +22,7 @@ impl Member {
         self.arrivals.insert(id, arrival);
     }
 
-    /// A request waits no more; what it took of the queue is given back by the caller.
+    /// Removes a request from the queue; the caller gives back its place.
     pub(super) fn forget_arrival(&mut self, id: u64) -> Option<Arrival> {
         let arrival = self.arrivals.remove(&id)?;
         if let Some(at) = self.deadline(arrival) {
@@ -31,7 +31,7 @@ impl Member {
         Some(arrival)
     }
 
-    /// Ends those that have waited too long. Reads the clock only where somebody may have.
+    /// Ends requests that have waited too long. Reads the clock only if there may be some.
     pub(crate) fn expire(&mut self) {
         while let Some(&(at, id)) = self.deadlines.first() {
             let now = self.shared.clock.now_us();

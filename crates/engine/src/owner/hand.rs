@@ -100,7 +100,7 @@ impl Owner {
         self.up = true;
         self.rested = true;
         self.reloaded_now();
-        // Whoever sees that it is ready may rely on its being in the set.
+        // Members that read its readiness may rely on its being in the set.
         for peers in self.members.iter().filter_map(|member| member.peers.as_ref()) {
             peers.up(true);
         }
@@ -137,7 +137,7 @@ impl Owner {
         self.obey(&verdict, &format!("{reason}{what}"));
     }
 
-    /// Has the next hand take fewer pages than `pool`; the error says why it can't.
+    /// Makes the next hand take fewer pages than `pool`; the error has the reason why it can't.
     fn smaller(&mut self, pool: Pool) -> Result<String, String> {
         let Pool { pages, host_pages, least, host_least, context_length } = pool;
         if pages == 0 {
@@ -184,7 +184,7 @@ impl Owner {
         }
     }
 
-    /// Does what was decided about the next start.
+    /// Carries out the decision about the next start.
     fn obey(&mut self, verdict: &Verdict, reason: &str) {
         match *verdict {
             Verdict::RestartAt(at) => {

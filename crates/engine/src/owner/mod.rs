@@ -3,7 +3,7 @@
 //!
 //! A step has one number and a plan for each member. A member that has nothing to do gets an empty
 //! plan, and takes part; where no member has anything to do, there is no step. So all members have
-//! the same steps in flight, and what is true of one scheduler's steps is true of the group's.
+//! the same steps in flight, and a statement about one scheduler's steps holds for the group's.
 
 mod hand;
 mod reload;
@@ -92,7 +92,7 @@ impl Owner {
             self.members.iter_mut().for_each(Member::expire);
             self.feed();
             self.deliver();
-            // Behind the last outputs before it.
+            // After the last outputs before it.
             self.members.iter_mut().for_each(Member::settle_pause);
             if self.over {
                 break;
@@ -112,8 +112,8 @@ impl Owner {
         self.deliver();
     }
 
-    /// Takes every waiting order; false after one to stop. What came to other members before it
-    /// still enters, so that it ends with the rest.
+    /// Takes every waiting order; false after one to stop. Earlier requests of other members still
+    /// enter, so that they end with the rest.
     fn take_orders(&mut self) -> bool {
         let mut stopped = false;
         for at in 0..self.members.len() {
@@ -166,7 +166,7 @@ impl Owner {
         self.members.iter_mut().for_each(Member::take_events);
     }
 
-    /// Makes the plans of the next step; false: nobody has anything to do.
+    /// Makes the plans of the next step; false: no member has anything to do.
     fn plan_step(&mut self) -> bool {
         // A death was the death of all, so one suspect of all is tried at a time, alone in flight.
         let tried = self.members.iter().position(Member::is_suspected);

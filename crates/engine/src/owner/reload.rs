@@ -28,7 +28,7 @@ enum Model {
 }
 
 impl Owner {
-    /// Takes the orders of other weights that have come to a member.
+    /// Takes a member's reload orders.
     pub(super) fn take_reloads(&mut self, at: usize) {
         for Reload { id, model, reply } in std::mem::take(&mut self.members[at].reloads) {
             match &mut self.reloading {
@@ -44,7 +44,7 @@ impl Owner {
         }
     }
 
-    /// Starts the hand with other weights, if some are wanted and no step is in flight.
+    /// Starts the hand with other weights, if a reload is pending and no step is in flight.
     pub(super) fn reload_if_due(&mut self) {
         if self.up && self.in_flight() > 0 {
             return;
@@ -61,7 +61,7 @@ impl Owner {
         self.start_again();
     }
 
-    /// The hand is ready: if it has other weights now, whoever asked for them is told.
+    /// The hand is ready: if it has other weights now, answer the reload request.
     pub(super) fn reloaded_now(&mut self) {
         let loads = |reloading: &mut PendingReload| matches!(reloading.model, Model::Last(_));
         let Some(PendingReload { id, replies, .. }) = self.reloading.take_if(loads) else { return };

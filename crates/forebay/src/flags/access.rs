@@ -64,7 +64,7 @@ impl AccessFlags {
             .map(Keys::new)
     }
 
-    /// A warning if clients share what only an operator should do.
+    /// A warning if clients may use operators' routes.
     pub(crate) fn shared_administration(keys: &Keys, admin_keys: &Keys) -> Option<&'static str> {
         (keys.len() > 1 && admin_keys.is_empty()).then_some(
             "without --admin-api-key each of the API keys can drain and flush the server, and read \
@@ -119,7 +119,7 @@ pub(crate) fn keys(flag: &str, given: &[String], file: Option<&Path>) -> Result<
         }
         all.extend(lines.into_iter().map(str::to_owned));
     }
-    // A key that nobody can show would lock everybody out, and an empty one nobody.
+    // A key that cannot be sent would lock all clients out, and an empty one would admit all.
     if all.iter().any(|key| key.is_empty() || !key.bytes().all(|byte| byte.is_ascii_graphic())) {
         bail!(
             "{flag}: a key is made of at least one letter, digit or sign of ASCII, without spaces"

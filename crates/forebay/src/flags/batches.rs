@@ -35,7 +35,7 @@ pub(crate) struct BatchFlags {
 
 impl BatchFlags {
     /// The bounds of the store; `None`: there is none. Lines have `longest_line` bytes at most, and
-    /// `usual` requests are computed at a time if the flag does not say it.
+    /// `usual` requests are computed at a time if the flag is not given.
     pub(crate) fn store(&self, longest_line: usize, usual: usize) -> Option<BatchConfig> {
         Some(BatchConfig {
             batch_dir: self.batch_dir.clone()?,

@@ -22,7 +22,7 @@ pub(crate) struct DraftFlags {
     /// Drafts change no token [default: none].
     #[arg(long, visible_alias = "spec-type", value_name = "NAME")]
     pub(crate) speculative_algorithm: Option<DraftAlgorithm>,
-    /// The largest number of drafts of a request in a step, at least 1. More than 32 are 32
+    /// The largest number of drafts of a request in a step, at least 1. Larger values mean 32
     /// [default: 8, of a draft model or a head 3].
     #[arg(
         long,
@@ -35,7 +35,7 @@ pub(crate) struct DraftFlags {
     /// model has the same tokenizer. MTP layers are in the model's own files.
     #[arg(long, value_name = "MODEL")]
     pub(crate) speculative_draft_model_path: Option<String>,
-    /// The number of drafts of a head, as SGLang has it: --speculative-num-draft-tokens there
+    /// SGLang's flag for the number of drafts of a head: --speculative-num-draft-tokens there
     /// counts one token more, and has no effect beside it.
     #[arg(long, value_name = "STEPS", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) speculative_num_steps: Option<u32>,
@@ -59,7 +59,7 @@ pub(crate) struct DraftFlags {
     pub(crate) speculative_config: Option<SpeculativeConfig>,
     /// Memory for answers that `ngram` drafts from in other requests, in MiB of each model. Only
     /// requests of the same `cache_salt` and, where keys share no cache, of the same key draft from
-    /// each other. How fast an answer is then tells of earlier ones [default: none].
+    /// each other. The speed of an answer can then reveal earlier ones [default: none].
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     pub(crate) speculative_shared_history: Option<u32>,
     /// For measurements: verify every draft, whatever its time is worth.
@@ -79,7 +79,7 @@ pub(crate) enum DraftAlgorithm {
     Model,
     /// A head that reads states of several layers, in files of its own.
     Eagle3,
-    /// The layer behind the model's last one.
+    /// The layer after the model's last one.
     Mtp,
 }
 
@@ -194,7 +194,7 @@ impl DraftFlags {
     /// The drafts of the engine, if there are any.
     ///
     /// # Errors
-    /// A flag says something of drafts that are off.
+    /// A flag sets a parameter of drafts that are off.
     pub(crate) fn engine(&self) -> Result<Option<DraftConfig>> {
         let ChosenDrafts { algorithm, most, model } = self.chosen();
         let named = model.is_some_and(|name| name.parse::<DraftAlgorithm>().is_err());

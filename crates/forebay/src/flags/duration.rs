@@ -1,4 +1,4 @@
-//! Times, as flags say them.
+//! Parsers of durations in flags.
 
 use std::time::Duration;
 

@@ -12,17 +12,17 @@ const CPU_BUDGET: u64 = 5776;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Images")]
 pub(crate) struct ImageFlags {
-    /// Maximum patches times layers of the vision tower in a step; one layer at least. Running
-    /// streams wait for them [default: 40000, on a CPU 5776; an image of 1200x1200 has 5776
-    /// patches].
+    /// Maximum product of patches and vision tower layers computed in a step; at least one layer is
+    /// computed. Running streams wait for this work [default: 40000, on a CPU 5776; an image of
+    /// 1200x1200 has 5776 patches].
     #[arg(long, value_name = "PATCH_LAYERS", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) image_budget: Option<u64>,
     /// Token positions of all image pages, which keep the vision tower's output [default: twice the
     /// largest image, at least 8192].
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) image_pool_tokens: Option<u64>,
-    /// The largest number of images of a request. With 0 the model's text is served alone, which
-    /// the Rust hand may compute, and its vision tower is not loaded.
+    /// The largest number of images of a request. 0 serves the model for text only: its vision
+    /// tower is not loaded, and the Rust hand may serve it.
     #[arg(long, value_name = "N", default_value = "16")]
     pub(crate) limit_images: u32,
     /// Maximum pixels of an image before it is resized.

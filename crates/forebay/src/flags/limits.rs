@@ -7,7 +7,7 @@ use forebay_server::ServerConfig;
 /// The least that all requests together get by default: a thousand chats, or some of the largest
 /// bodies.
 const LEAST: usize = 1 << 30;
-/// The most: a machine with so much memory has it for something else.
+/// The upper limit, for machines with much memory.
 const MOST: usize = 16 << 30;
 /// The share of the memory between the two.
 const SHARE: usize = 8;

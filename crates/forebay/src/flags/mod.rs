@@ -1,5 +1,5 @@
-//! The flags of `serve`, exactly as typed. What they leave open is resolved elsewhere: see
-//! `resolve`.
+//! The flags of `serve`, exactly as typed. Defaults that depend on the model or machine are
+//! resolved elsewhere: see `resolve`.
 
 mod access;
 mod adapters;
@@ -189,8 +189,7 @@ pub(crate) struct HttpFlags {
     /// Threads that parse requests, and write heads and ends of answers.
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) http_threads: u16,
-    /// Threads that make text of tokens and write streams [default: 1, and one more for every 16
-    /// cores].
+    /// Threads that detokenise and write streams [default: 1, and one more for every 16 cores].
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) egress_threads: Option<u16>,
     /// Writer of a stream's chunks: `direct`, the egress threads; `tasks`, connection tasks, woken
@@ -211,7 +210,7 @@ pub(crate) struct HttpFlags {
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=256))]
     pub(crate) text_threads: Option<u16>,
     /// Threads that parse large requests and copy embeddings to the arena. A model that takes
-    /// images has as many more for decoding.
+    /// images gets as many threads again for decoding them.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) intake_threads: u16,
     /// For measurements: do the work of the intake threads on the engine thread, so that steps wait
@@ -243,7 +242,7 @@ pub(crate) struct ModelFlags {
     #[arg(long)]
     pub(crate) offline: bool,
     /// Serve any causal model as an embedder: /v1/embeddings answers with its last token's state.
-    /// Encoders, and repositories that say that they are embedders, need no flag.
+    /// Encoders, and repositories with sentence-transformers settings, need no flag.
     #[arg(long)]
     pub(crate) is_embedding: bool,
     /// The code that computes the model. `native` is Forebay's. `transformers` is the modelling
@@ -330,7 +329,7 @@ pub(crate) struct RunFlags {
     pub(crate) arena_bytes: u32,
     /// Failed respawns in a row before the hand is given up. While other replicas serve, it is
     /// retried later, with growing pauses; when none is left, the server exits with status 1.
-    /// Deaths while it computes do not count.
+    /// Deaths after a successful start do not count.
     #[arg(long, default_value_t = EngineConfig::default().hand_restarts)]
     pub(crate) hand_restarts: u32,
     /// The interpreter [default: the one beside this program, else the virtual environment's, else
@@ -357,8 +356,8 @@ pub(crate) struct SimFlags {
     /// twice this [default: 256].
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
     pub(crate) sim_output_tokens: Option<u32>,
-    /// The largest number of tokens that a step gives a request, as if the device guessed several
-    /// and checked them; a hash draws their number [default: 1].
+    /// The largest number of tokens that a step gives a request, as with speculative decoding; a
+    /// hash draws the number for each step [default: 1].
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=16))]
     pub(crate) sim_tokens_a_row: Option<u32>,
     /// Answers that the device gives in place of made-up words: JSON lines, see docs/simulation.md.

@@ -33,7 +33,7 @@ impl ServeFlags {
     /// Sets the flags that --pd stands for.
     ///
     /// # Errors
-    /// --dp-size says something else.
+    /// --dp-size contradicts it.
     pub(crate) fn settle_pd(&mut self) -> Result<()> {
         let Some(split) = self.replicas.pd.pd else { return Ok(()) };
         let (replicas, sum) = (&mut self.replicas.ranks.dp_size, split.replicas());

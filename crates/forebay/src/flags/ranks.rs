@@ -64,7 +64,7 @@ impl Arrangement {
 }
 
 impl Serialize for Arrangement {
-    /// Writes the flags that would say the same.
+    /// Writes the equivalent flags.
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         #[derive(Serialize)]
         struct Sizes {

@@ -49,8 +49,8 @@ pub(crate) struct ReplicaFlags {
     /// The policy that chooses a replica for a request that names none.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) load_balance_method: LoadBalance,
-    /// For measurements, with `shortest_queue`: read the replicas' loads only every so many
-    /// seconds. 0: loads are exact.
+    /// For measurements, with `shortest_queue`: read the replicas' loads only at this interval. 0:
+    /// loads are exact.
     #[arg(long, value_name = "SECONDS", default_value = "0", value_parser = seconds)]
     pub(crate) load_watch_interval: Duration,
     #[command(flatten)]
@@ -67,18 +67,18 @@ pub(crate) struct ReplicaFlags {
     /// neither is there.
     #[arg(long, value_name = "FILE", requires = "listen_hands")]
     pub(crate) join_token_file: Option<PathBuf>,
-    /// Network interface for the ranks of a replica on several machines, if none has room for all.
-    /// Their traffic is not encrypted. Without the flag the ranks of a replica stay on one machine.
+    /// Network interface for replicas whose ranks do not fit on one machine. The traffic between
+    /// ranks is not encrypted. Without the flag the ranks of a replica stay on one machine.
     #[arg(long, value_name = "NAME", value_parser = crate::collectives::interface)]
     pub(crate) collective_interface: Option<String>,
-    /// Have a cluster run the machines' workers. `ray` asks the Ray cluster of this machine, or of
-    /// RAY_ADDRESS, for a GPU a hand. With --device `cpu` it asks for a processor a hand. Workers
-    /// join at this machine's address in the cluster, or at --listen-hands.
+    /// Cluster manager that starts the workers on its machines. `ray` asks the Ray cluster of this
+    /// machine, or of RAY_ADDRESS, for a GPU a hand. With --device `cpu` it asks for a processor a
+    /// hand. Workers join at this machine's address in the cluster, or at --listen-hands.
     #[arg(long, value_enum, value_name = "WHO")]
     pub(crate) placement: Option<Placement>,
     /// Processors of the brain's threads and of each hand: `[brain=LIST|]LIST|LIST...`, such as
-    /// `brain=0-1|2-15|16-31`. There is one list a replica or one for all, with `;` between those
-    /// of its ranks. `auto` divides the cores among the hands [default: any].
+    /// `brain=0-1|2-15|16-31`. One list per replica, or one for all; `;` separates the lists of a
+    /// replica's ranks. `auto` divides the cores among the hands [default: any].
     #[arg(long, value_name = "LISTS")]
     pub(crate) cpu_affinity: Option<AffinityFlag>,
 }
@@ -100,7 +100,7 @@ pub(crate) struct ElsewhereFlags {
 }
 
 impl ElsewhereFlags {
-    /// The first that asks for more than one machine, or for what is not there.
+    /// The first flag that needs more than one machine, or an unsupported one.
     fn given(&self) -> Option<(&'static str, &'static str)> {
         const MACHINES: &str = "other machines run `forebay worker --join HOST:7711 --token-file FILE`, and this one --listen-hands 0.0.0.0:7711 --join-token-file FILE; with --collective-interface ranks of one replica may be on several";
         let several = |number: Option<u32>| number.is_some_and(|number| number > 1);

@@ -14,8 +14,9 @@ pub(crate) struct ScheduleFlags {
     /// The largest number of requests that run at a time.
     #[arg(long, visible_alias = "max-num-seqs", default_value_t = EngineConfig::default().max_running_requests, value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub(crate) max_running_requests: u32,
-    /// The largest number of requests that wait; more are answered 429. One client has at most half
-    /// of it while others wait, and for clients with few requests waiting there is a quarter more.
+    /// The largest number of requests that wait; more are answered 429. One client gets at most
+    /// half of it while others wait. A further quarter is reserved for clients with few waiting
+    /// requests.
     #[arg(long, default_value_t = EngineConfig::default().max_queued_requests)]
     pub(crate) max_queued_requests: usize,
     /// Seconds that a request may wait for its turn, before it is answered 503 `queue_timeout`; 0:

@@ -39,7 +39,7 @@ pub(crate) struct HisparseConfig {
 }
 
 impl SparseFlags {
-    /// A flag that says something of sparse decoding, if one was given.
+    /// A flag of sparse decoding, if one was given.
     pub(crate) fn given(&self) -> Option<&'static str> {
         let flags = [
             ("--hisparse-config", self.hisparse_config.is_some()),

@@ -12,8 +12,8 @@ use super::seconds;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Text")]
 pub(crate) struct TextFlags {
-    /// The tokenizer library: Hugging Face's, or `fastokens`, which is many times faster but knows
-    /// byte-level BPE only.
+    /// The tokenizer library: Hugging Face's, or `fastokens`, which is many times faster but
+    /// supports byte-level BPE only.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) tokenizer_backend: TokenizerBackend,
     /// The threads that tokenise prompts: the text threads, or for comparison the thread that read

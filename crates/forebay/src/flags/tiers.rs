@@ -38,7 +38,7 @@ pub(crate) struct TierFlags {
     /// again [default: restore].
     #[arg(long, value_enum)]
     pub(crate) preemption: Option<Preemption>,
-    /// For tests: copies take at least as long as at this speed, in GB a second each way.
+    /// For tests: limit copies to this speed, in GB a second each way.
     #[arg(long, value_name = "GB/S", value_parser = positive)]
     pub(crate) debug_kv_copy_gbps: Option<f64>,
     /// For tests: note a checksum of each page that is copied to the host tier, and check it when
@@ -62,7 +62,7 @@ pub(crate) enum Preemption {
 }
 
 impl TierFlags {
-    /// True if there is to be a host tier.
+    /// True if the host tier is on.
     pub(crate) fn on(&self) -> bool {
         self.enable_hierarchical_cache || self.kv_offloading_size.is_some()
     }
@@ -74,7 +74,7 @@ impl TierFlags {
             || self.kv_offloading_size.is_some()
     }
 
-    /// A flag that says something of the host tier, if one was given.
+    /// A flag of the host tier, if one was given.
     pub(crate) fn given(&self) -> Option<&'static str> {
         let flags = [
             ("--hicache-ratio", self.hicache_ratio.is_some()),

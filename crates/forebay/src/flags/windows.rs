@@ -7,8 +7,8 @@ use super::schedule::fraction;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Layers with a window")]
 pub(crate) struct WindowFlags {
-    /// Keep layers with a window in one pool of pages with the others. They then keep pages that
-    /// their window has passed.
+    /// Keep layers with a window in one pool of pages with the others. They then keep pages whose
+    /// positions have left the window.
     #[arg(long, visible_alias = "disable-hybrid-swa-memory")]
     pub(crate) disable_hybrid_kv_cache_manager: bool,
     /// Pages of layers with a window, for each page of the other layers.
@@ -17,7 +17,7 @@ pub(crate) struct WindowFlags {
 }
 
 impl WindowFlags {
-    /// Pages of the window part for each of the main part; `None`: there is to be one pool.
+    /// Pages of the window part for each of the main part; `None`: one pool for all layers.
     pub(crate) fn ratio(&self) -> Option<f64> {
         (!self.disable_hybrid_kv_cache_manager).then_some(self.swa_full_tokens_ratio)
     }

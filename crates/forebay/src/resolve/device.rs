@@ -29,7 +29,7 @@ pub(crate) struct DeviceSettings {
     /// The GPU of each replica, as `CUDA_VISIBLE_DEVICES` names it; none on another device.
     pub(crate) gpus: Vec<String>,
     pub(crate) cpu_affinity: Affinity,
-    /// The simulation that makes up answers, in the time that it says. `None` with a real device.
+    /// The simulation that makes up answers, with the profile's times. `None` with a real device.
     pub(crate) simulated: Option<Simulated>,
     /// The simulation of each replica.
     #[serde(skip)]
@@ -116,7 +116,7 @@ impl DeviceSettings {
 /// The device that `auto` stands for, and each rank's GPU.
 fn device(flag: Device, replicas: u32, ranks: u32, apart: bool) -> Result<(Device, Vec<String>)> {
     if apart {
-        // What other machines have, their hands say.
+        // Hands on other machines report their devices themselves.
         return Ok((if flag == Device::Auto { Device::Cpu } else { flag }, Vec::new()));
     }
     let gpus = Gpus::find();

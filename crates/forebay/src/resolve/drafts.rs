@@ -12,12 +12,12 @@ use super::device::DeviceSettings;
 use crate::flags::{Device, Hand, HandDrafts, LoadFormat, ServeFlags};
 use crate::model::{Model, Source, fetch, fetch_part};
 
-/// What drafts beside a model.
+/// Source of drafts beside the model's forward pass.
 #[derive(Debug)]
 pub(crate) enum Drafter {
     /// Another model.
     Model(Box<Model>),
-    /// A head of the model, as the hand is told of it.
+    /// A head of the model, in the form that the hand gets.
     Head(Value),
 }
 
@@ -64,7 +64,7 @@ impl Drafter {
 /// The hand's own drafts; `None`: there are none.
 ///
 /// # Errors
-/// They are not served with this model or on this device, or are of another vocabulary.
+/// The model or the device does not support them, or their vocabulary differs.
 pub(super) fn resolve(
     flags: &ServeFlags,
     (model, drafter): (&Model, Option<&Drafter>),
@@ -97,7 +97,7 @@ pub(super) fn resolve(
     Ok(Some(DraftModelConfig { model: told, tokens }))
 }
 
-/// What a hand is told of a draft model.
+/// The hand's configuration of a draft model.
 fn of_model(flags: &ServeFlags, model: &Model, draft: &Model) -> Result<Value> {
     let name = &draft.name;
     if let Some(why) = other_kind(draft) {

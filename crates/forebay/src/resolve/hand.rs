@@ -15,7 +15,7 @@ use crate::flags::{
 };
 use crate::model::Model;
 
-/// A laptop's owner wants most of the memory for other things.
+/// Leave most of a laptop's memory to other programs.
 const CPU_MEM_FRACTION: f64 = 0.3;
 /// The same where a control group has a limit, because such memory is there for this server. With
 /// the quarter for requests it leaves enough to the brain.
@@ -88,15 +88,15 @@ pub(super) fn resolve(
         host_share: HOST_SHARE / f64::from(tiers),
         host_shared,
         image_pool_tokens: flags.images.image_pool_tokens,
-        // Without a prefix cache nobody would load a kept state.
+        // Without a prefix cache a kept state would never be loaded.
         state_pages: if engine.prefix_cache { flags.states.pages() } else { Some(0) },
         window_ratio: flags.windows.ratio().filter(|_| why_one_pool(engine, device).is_none()),
         ..tiers::hand(flags, engine.host_tier.is_some())
     })
 }
 
-/// Lowers the number of running requests to what this machine has memory for, if the model has
-/// recurrent states. The memory of other devices is known to their hands only.
+/// Lowers the number of running requests to the machine's memory, if the model has recurrent
+/// states. Only hands know the memory of other devices.
 pub(super) fn bound_states(
     flags: &ServeFlags,
     model: &Model,
@@ -128,8 +128,8 @@ fn threads(given: Option<u32>, device: &DeviceSettings, processors: &Processors)
     affinity.threads(processors)
 }
 
-/// The flag, where the model goes with it. What only the hand can know (its kernels, a file's
-/// formats), it says itself.
+/// The flag, if it fits the model. The hand checks by itself what only it can know (its kernels, a
+/// file's formats).
 fn quantization(flags: &ServeFlags, model: &Model, alone: bool) -> Result<Option<Quantization>> {
     let wanted = flags.loading.quantization;
     let dummy = flags.loading.load_format == LoadFormat::Dummy;

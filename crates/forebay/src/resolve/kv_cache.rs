@@ -1,4 +1,4 @@
-//! The numbers of keys and values in pages: what a device and a model can have.
+//! The data type of the KV cache: those that a device and a model support.
 
 use anyhow::{Result, bail};
 

@@ -39,7 +39,7 @@ pub(crate) use sparse::hot_row_tokens;
 pub(crate) use tiers::HostSize;
 pub(crate) use windows::why_one_pool;
 
-/// Fields of a hand's configuration that are no settings: the files of the model, and facts about
+/// Fields of a hand's configuration that are not settings: the files of the model, and facts about
 /// one hand of many.
 const NO_SETTINGS: [&str; 8] = [
     "model",
@@ -77,8 +77,8 @@ pub(crate) struct Resolved {
 }
 
 impl Resolved {
-    /// Resolves what `flags` leave open for a model, and what drafts beside it, on this machine.
-    /// `access` has the rules by which the server was opened.
+    /// Resolves defaults of `flags` for a model and its drafter on this machine. `access` has the
+    /// rules by which the server was opened.
     ///
     /// # Errors
     /// Flags contradict each other, the model, or the machine.
@@ -122,7 +122,7 @@ fn settings_of_hand<S: Serializer>(hand: &HandConfig, serializer: S) -> Result<S
     let mut settings = json!(hand);
     if let Value::Object(settings) = &mut settings {
         settings.retain(|name, _| !NO_SETTINGS.contains(&name.as_str()));
-        // A hand is told nothing of this default, which has a name for users.
+        // The default has a name for users, which a hand does not get.
         if hand.kv_cache_dtype.is_none() {
             settings.insert("kv_cache_dtype".into(), "auto".into());
         }

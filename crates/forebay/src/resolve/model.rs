@@ -32,8 +32,7 @@ impl ModelSettings {
         let mut served_model_names = flags.http.served_model_name.clone();
         if served_model_names.is_empty() {
             served_model_names.push(model.name.clone());
-            // Clients that were set up for another engine call the model what the command line
-            // calls it.
+            // Clients that were set up for another engine use the model's name of the command line.
             let typed = flags.model_name().filter(|&typed| typed != model.name);
             served_model_names.extend(typed.map(str::to_owned));
         }
@@ -58,7 +57,7 @@ impl ModelSettings {
 fn facts(model: &Model) -> ModelFacts {
     let stored =
         Some(&model.files).filter(|files| !files.is_empty()).map(|files| stored_weights(files));
-    // Whoever loads the weights says what is wrong with a file.
+    // The loader of the weights reports a faulty file.
     let stored = stored.and_then(Result::ok);
     let parameters = stored.as_ref().and_then(|stored| stored.parameters);
     let weight_type = stored.map(|stored| stored.weight_type).unwrap_or_default();

@@ -14,7 +14,7 @@ pub(super) fn config(flags: &ServeFlags) -> Option<PdConfig> {
     flags.replicas.pd.pd.map(|split| PdConfig { prefill: split.prefill, local_tokens })
 }
 
-/// Refuses what can't be lent to another replica.
+/// Refuses models whose state can't be lent to another replica.
 ///
 /// # Errors
 /// One line for the user.

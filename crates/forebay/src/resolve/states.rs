@@ -9,8 +9,8 @@ use crate::model::Model;
 
 /// The rows of a table that a slot's states have: one of them may be needed again.
 const ROWS: u64 = 2;
-/// States of slots get one part of so many of the memory beside the weights. Keys, values and state
-/// pages get the rest.
+/// Slot states get this fraction (one part in `SHARE`) of the memory that the weights leave. Keys,
+/// values and state pages get the rest.
 const SHARE: u64 = 2;
 
 /// Lowers the number of running requests until the states of all slots fit into their part of

@@ -47,7 +47,7 @@ const OF_THE_WIRE: [(&str, &str); 8] = [
     ("window_ratio", "swa-full-tokens-ratio"),
 ];
 
-/// Keys of what is on unless a flag turns it off, and the flags.
+/// Keys of features that are on unless a flag turns them off, and the flags.
 const TURNED_OFF: [(&str, &str); 6] = [
     ("fair_queueing", "disable-fair-queueing"),
     ("step_shares", "disable-step-shares"),
@@ -89,7 +89,7 @@ fn resolved(flags: &[&str], model: &Model) -> Resolved {
     Resolved::new(&flags, (model, None), ServerConfig::default()).expect("a configuration")
 }
 
-/// All flags that have something to say.
+/// All flags that set something.
 const ALL: [&str; 9] = [
     "--dp-size=2",
     "--enable-hierarchical-cache",

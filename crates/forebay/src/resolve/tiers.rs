@@ -23,7 +23,7 @@ pub(crate) enum HostSize {
 }
 
 impl HostSize {
-    /// The size that a hand is told; `None`: there is no host tier.
+    /// The size in the hand's configuration; `None`: there is no host tier.
     pub(crate) fn from_hand(hand: &HandConfig) -> Option<Self> {
         hand.host_bytes.map(Self::Bytes).or(hand.host_ratio.map(Self::Ratio))
     }
@@ -37,8 +37,8 @@ impl HostSize {
         }
     }
 
-    /// The number of host pages and of host state pages, for a device with so many of both and this
-    /// profile.
+    /// The number of host pages and host state pages, for a device with `pages` KV pages and state
+    /// pages and this profile.
     ///
     /// # Errors
     /// The profile has no bytes of a page, or the number is invalid.

@@ -18,7 +18,7 @@ pub(super) struct Listeners {
 }
 
 impl Listeners {
-    /// Opens the listeners. Gives the rules of access too; the server's other settings are the
+    /// Opens the listeners. Returns the rules of access too; the server's other settings are the
     /// usual ones.
     pub(super) fn open(flags: &ServeFlags) -> Result<(Self, ServerConfig)> {
         let main = Bound::open(&flags.listen)?;

@@ -39,11 +39,11 @@ pub(crate) fn run(flags: &ServeFlags, arguments: &[OsString]) -> Result<()> {
     }
     let mut process = Process::start(flags)?;
     let name = flags.model_name().context("no model named")?;
-    // Taken before minutes of downloads, so that a port in use is said at once.
+    // Taken before minutes of downloads, so that a port in use is reported at once.
     let (listeners, access) = Listeners::open(flags)?;
     let python = find_python(flags.run.python.as_deref());
     let (mut model, mut resolved) = load(flags, name, &python, access)?;
-    // Before a hand starts, so that a fault is said at once.
+    // Before a hand starts, so that a fault is reported at once.
     let adapters = adapters::settings(flags, &model, &resolved)?;
     let guard = &process.guard;
     let language = Language::load(flags, &mut model, &mut resolved, guard)?;

@@ -23,7 +23,7 @@ pub(super) struct Outputs {
     pub(super) blocks: Option<BlockLog>,
 }
 
-/// The other ends, for the replicas.
+/// Receiving ends of the replicas' sinks.
 pub(super) struct Sinks {
     sink: MakeSink,
     blocks: Option<BlockLog>,

@@ -82,7 +82,7 @@ impl Root {
     }
 }
 
-/// Removes what processes of this user have left that are gone.
+/// Removes folders of this user's processes that have ended.
 fn clear(parent: &Path) {
     let Ok(entries) = fs::read_dir(parent) else { return };
     let named = |path: &PathBuf| {

@@ -29,7 +29,7 @@ use crate::{grammar, sampling, signals, threads, watch};
 /// The server, put together.
 pub(super) struct Server(pub(super) AppState);
 
-/// What is around a model in its process.
+/// The process-wide services that a model uses.
 pub(super) struct Surroundings {
     pub(super) guard: Guard,
     pub(super) log_lines_dropped: Arc<AtomicU64>,

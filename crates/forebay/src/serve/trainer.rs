@@ -1,4 +1,5 @@
-//! The process that is a rank in a trainer's group, and writes what the trainer sends to files.
+//! The process that joins a trainer's process group as a rank, and writes received tensors to
+//! files.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;

@@ -17,7 +17,8 @@ use crate::flags::{Device, Hand, LoadFormat, ModelImpl, ServeFlags};
 use crate::model::{Model, Pooling, Source, fetch};
 use crate::resolve::Resolved;
 
-/// What engine, tokenizer and hands were set up for. Other weights have the same.
+/// Fields of the description on which engine, tokenizer and hands were set up: new weights must
+/// have the same.
 const SETTLED: [&str; 5] = ["format", "shape", "pooling", "images", "called"];
 
 /// The weights of the server; `None`: its hands have none that could be replaced.

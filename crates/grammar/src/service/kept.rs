@@ -8,10 +8,10 @@ use lru::LruCache;
 use super::Compiled;
 use crate::source::Source;
 
-/// Bytes of an entry, beside its source and what was compiled of it.
+/// Bytes of an entry, without its source and the compiled form.
 const ENTRY: usize = 1024;
 
-/// Compiled and refused sources. The one that nobody has wanted for the longest time goes first.
+/// Compiled and refused sources. The least recently used one is evicted first.
 pub(super) struct Kept {
     limit: usize,
     bytes: usize,
@@ -30,7 +30,7 @@ struct Entry {
 }
 
 impl Kept {
-    /// An empty cache of at most so many bytes.
+    /// An empty cache of at most `limit` bytes.
     pub(super) fn new(limit: usize) -> Self {
         let (clients, entries) = (HashMap::new(), LruCache::unbounded());
         Self { limit, bytes: 0, clients, entries }
@@ -78,7 +78,7 @@ impl Kept {
         evicted
     }
 
-    /// Takes the entry that has to make room: of a client with more than half, if others have some.
+    /// Removes the entry to be evicted: of a client with more than half, if others have some.
     fn pop(&mut self) -> Option<Entry> {
         let half = self.limit / 2;
         let greedy = self.clients.iter().find(|(_, bytes)| **bytes > half);
@@ -135,7 +135,7 @@ mod tests {
         (0..25).for_each(|number| put(&mut kept, 1, number));
         assert_eq!(found(&mut kept, 0..25), (15..25).collect::<Vec<_>>());
         assert_eq!((kept.bytes(), kept.clients[&1]), (100 << 10, 100 << 10));
-        // What was wanted stays.
+        // Entries in use are not evicted.
         assert_eq!(found(&mut kept, 15..16), [15]);
         put(&mut kept, 1, 25);
         assert_eq!(found(&mut kept, 15..17), [15]);

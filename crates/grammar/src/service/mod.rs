@@ -83,7 +83,7 @@ pub struct GrammarStats {
     pub compile_us: u64,
     /// Microseconds that the trie took; 0: it is not ready yet.
     pub trie_us: u64,
-    /// Bytes of the sources that are kept, with what was compiled of them.
+    /// Bytes of cached sources and their compiled forms.
     pub kept_bytes: usize,
     /// Compiles that were given up because they took too long.
     pub abandoned: u64,
@@ -94,7 +94,7 @@ pub struct GrammarStats {
 /// The form and the bounds of a request's answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WantedForm {
-    /// The wanted form; `None`: any.
+    /// The requested form; `None`: any.
     pub source: Option<Source>,
     /// The bounds of reasoning before the answer.
     pub reasoning: Option<Reasoning>,
@@ -102,7 +102,7 @@ pub struct WantedForm {
     pub bounds: Bounds,
     /// The number of choices, each with a constraint of its own.
     pub choices: usize,
-    /// Tokens that the answer has already. Whether they fit is seen when the first mask is filled.
+    /// Tokens that the answer has already. They are checked when the first mask is filled.
     pub said: Vec<i32>,
     /// The client, whose turn a compile takes.
     pub client: u64,

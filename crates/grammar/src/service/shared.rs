@@ -1,9 +1,9 @@
 //! The state of the compiler, which callers and threads share.
 //!
-//! A compile can't be stopped from outside. So one that takes too long is given up: its callers
-//! get an error, its thread is no longer one of those that compile, and another one is started. The
-//! thread ends when the compile does. Only so many may be given up and still run. Then no new
-//! source is taken, and the server says that it is not healthy.
+//! A compile can't be stopped from outside. So one that takes too long is given up: its callers get
+//! an error, its thread is no longer one of those that compile, and another one is started. The
+//! thread ends when the compile does. The number of compiles that are given up and still run is
+//! limited. At the limit no new source is accepted, and the health check fails.
 
 use std::collections::HashMap;
 use std::io;
@@ -33,7 +33,7 @@ pub(super) const GIVEN_UP: usize = 4;
 pub(super) const REFUSED_FOR: Duration = Duration::from_secs(60);
 /// The pause after which a thread is started again for which there was no room.
 const RETRY: Duration = Duration::from_secs(1);
-/// The longest time after which a client is told to try again.
+/// The largest `Retry-After` in seconds.
 const MOST_RETRY_SECONDS: u64 = 60;
 
 /// The state that the threads share with callers.
@@ -56,7 +56,7 @@ pub(super) struct Shared {
     trie_us: AtomicU64,
 }
 
-/// The vocabulary that is to be built.
+/// The vocabulary of the trie to be built.
 pub(super) struct Trie {
     pub(super) tokenizer: Arc<Tokenizer>,
     pub(super) eos: Vec<i32>,
@@ -152,7 +152,8 @@ impl Shared {
         self.watched.notify_all();
     }
 
-    /// Has `source` compiled in a turn of `client`, or found. The reply may come at once.
+    /// Compiles `source` in a turn of `client`, or finds it in the cache. The reply may come at
+    /// once.
     ///
     /// # Errors
     /// It is refused, or there is no room for it.
@@ -235,7 +236,7 @@ impl Shared {
 
     /// Compiles until the end, or until a compile was given up.
     fn compile_all(&self) {
-        // A compile may take seconds, beside threads that owe streams their chunks.
+        // A compile may take seconds, while other threads have to write chunks of streams.
         stand_back();
         self.build_trie();
         while let Some(compile) = self.next() {
@@ -291,7 +292,7 @@ impl Shared {
         true
     }
 
-    /// Gives up what takes too long, until the end.
+    /// Gives up compiles that take too long, until the end.
     fn watch(self: &Arc<Self>) {
         let mut state = self.state.lock();
         while !state.ended {
@@ -339,7 +340,7 @@ impl Shared {
         state.running.values().filter_map(deadline).min()
     }
 
-    /// Gives up what will be too late at `now`.
+    /// Gives up compiles whose time is over at `now`.
     #[cfg(test)]
     pub(super) fn give_up_at(&self, now: Instant) {
         self.give_up(&mut self.state.lock(), now);
@@ -368,12 +369,12 @@ impl State {
         (compiles >= GIVEN_UP).then_some(GrammarError::Stuck { compiles })
     }
 
-    /// Threads that are to be started in place of others.
+    /// The number of threads to be started in place of others.
     fn missing(&self, threads: usize) -> usize {
         if self.given_up.len() < GIVEN_UP { threads.saturating_sub(self.threads) } else { 0 }
     }
 
-    /// Begins the next source for which somebody waits.
+    /// Begins the next source that has a waiting caller.
     fn begin(&mut self, now: Instant) -> Option<Compile> {
         loop {
             let (client, source) = self.turns.pop()?;

@@ -119,7 +119,7 @@ async fn a_compile_that_takes_too_long_is_given_up_and_others_go_on() {
     let stats = service.grammars.stats();
     assert_eq!((stats.abandoned, stats.running_on, stats.compiled), (1, 1, 2));
     assert_eq!(service.started.load(Ordering::Relaxed), 4, "free, watch, and two that compile");
-    // The thread ends when its compile does, and what it made is not kept.
+    // The thread ends when its compile does, and the result is dropped.
     service.gate.release();
     service.until(|service| service.grammars.stats().running_on == 0).await;
     let begun = service.gate.begun.lock().iter().filter(|begun| *begun == "held").count();

@@ -23,7 +23,7 @@ use crate::pool::{Host, Hot, Lease};
 /// The number of failed saves in a row after which a success is unlikely.
 const MOST_FAILED: u32 = 8;
 
-/// The further state of backed tiers.
+/// State that only tiers with a host part need.
 #[derive(Debug)]
 pub(super) struct BackedTiers {
     page_size: u32,
@@ -65,7 +65,7 @@ pub struct BackedBlock {
 }
 
 impl Tiers {
-    /// Backed tiers of so many free pages each. A page has `page_size` positions.
+    /// Tiers of `hot_pages` and `host_pages` free pages. A page has `page_size` positions.
     #[must_use]
     pub fn backed(hot_pages: u32, host_pages: u32, page_size: u32) -> Self {
         let backed = BackedTiers {

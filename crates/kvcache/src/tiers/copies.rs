@@ -64,7 +64,7 @@ pub(super) struct Copying {
 }
 
 impl Tiers {
-    /// Starts to restore a block that was found in the host tier. Gives its new page, and the
+    /// Starts to restore a block that was found in the host tier. Returns its new page, and the
     /// ticket. `None`, and the lease is given back: every hot page is held.
     pub fn restore(&mut self, name: BlockHash, host: Lease<Host>) -> Option<(Lease<Hot>, u32)> {
         let Some(hot) = self.allocate() else {
@@ -219,7 +219,7 @@ impl Tiers {
                 self.moves.restored += 1;
                 if let Some(name) = name {
                     self.came_back(hot, name);
-                    // What was borrowed is kept as what is computed, and lent on.
+                    // Borrowed content is kept like computed content, and may be lent again.
                     if host.own().is_none() {
                         self.want_saved(name);
                     }

@@ -15,7 +15,7 @@ use crate::hash::BlockHash;
 use crate::loan::{Loan, LoanId};
 use crate::pool::{Host, Hot, Lease};
 
-/// At most one of so many pages of the host tier is lent.
+/// At most one in `LENT_SHARE` pages of the host tier is lent.
 const LENT_SHARE: u32 = 2;
 
 /// The loans of a host tier.
@@ -107,7 +107,7 @@ impl Tiers {
         }
     }
 
-    /// Starts to copy a lent block to a hot page. Gives its new page, and the ticket. `None`: the
+    /// Starts to copy a lent block to a hot page. Returns its new page, and the ticket. `None`: the
     /// block is not lent, or every hot page is held.
     pub fn borrow(&mut self, name: BlockHash, loan: &Arc<Loan>) -> Option<(Lease<Hot>, u32)> {
         let page = if self.of_states { loan.state(name) } else { loan.page(name) }?;

@@ -14,7 +14,7 @@
 //! rules.
 //!
 //! Kept states of recurrent layers have tiers of their own ([`Tiers::of_states`]), by the same
-//! rules. Their pages are state pages, and the state behind a block has the block's name.
+//! rules. Their pages are state pages, and the state after a block has the block's name.
 
 mod backed;
 mod copies;
@@ -89,7 +89,7 @@ pub struct Tiers {
 }
 
 impl Tiers {
-    /// Tiers of so many free pages each. With 0 host pages there is no host tier.
+    /// Tiers of `hot_pages` and `host_pages` free pages. With 0 host pages there is no host tier.
     #[must_use]
     pub fn new(hot_pages: u32, host_pages: u32) -> Self {
         Self {
@@ -112,7 +112,7 @@ impl Tiers {
         }
     }
 
-    /// Tiers of so many free state pages each. Their copies have tickets of their own.
+    /// Tiers of `pages` and `host_pages` free state pages. Their copies have tickets of their own.
     #[must_use]
     pub fn of_states(pages: u32, host_pages: u32) -> Self {
         Self { of_states: true, ..Self::new(pages, host_pages) }
@@ -272,7 +272,7 @@ impl Tiers {
         self.wanted.clear();
         self.is_wanted.clear();
         self.hot.flush();
-        // What requests still use on the device is not to be found on the host either.
+        // Pages that requests still use on the device must not be found on the host either.
         self.forget_lent();
         self.host.flush();
         self.hot.unsave_all();

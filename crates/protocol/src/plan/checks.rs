@@ -11,7 +11,7 @@ impl StepPlan {
     /// Checks that the columns can be read as the columns of one plan.
     ///
     /// # Errors
-    /// They contradict each other, or a number or flag can't be.
+    /// Columns contradict each other, or a number or flag is invalid.
     pub(super) fn check(&self) -> Result<(), FrameError> {
         let agree = self.slots_agree()?
             && self.rows_agree()

@@ -5,9 +5,9 @@ use super::StepPlan;
 /// The largest number of ranks of a step group.
 pub const MAX_GROUP: usize = 256;
 
-/// Writes the tokens of all ranks into the plan of each; `plans` are those of a step group's ranks,
-/// in their order. The sizes of exchanges follow from these numbers. A plan that is alone says
-/// nothing.
+/// Writes the token counts of all ranks into the plan of each; `plans` are those of a step group's
+/// ranks, in their order. The sizes of exchanges follow from these numbers. A single plan has no
+/// such column.
 pub fn tell_group(plans: &mut [StepPlan]) {
     let [_, _, ..] = plans else { return };
     let tokens = plans.iter().map(|plan| i32::try_from(plan.own_tokens()).unwrap_or(i32::MAX));

@@ -62,7 +62,7 @@ pub struct TowerWork {
     pub image: u32,
     /// The first layer.
     pub first: u32,
-    /// The layer behind the last one.
+    /// The layer after the last one.
     pub end: u32,
     /// The image's positions.
     pub grid: Grid,

@@ -139,7 +139,7 @@ columns! {
         /// 2 restores index keys alone, and `hot` is -1; 3 saves and 4 restores a state page.
         14 copies: Vec<CopyRecord>,
         /// In a plan without rows: answer when a copy has ended, when another plan has come, or
-        /// after so many microseconds (at most 1000).
+        /// after this many microseconds (at most 1000).
         15 wait_us: Option<u32>,
         /// `host_table[slot, index] = page`, a page of the host's tier.
         16 host_writes: Vec<PageWrite>,

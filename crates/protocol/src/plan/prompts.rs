@@ -41,7 +41,8 @@ impl StepPlan {
         self.prompt_logprobs.iter().copied()
     }
 
-    /// True if each want is answered by positions of a row, in the order of rows.
+    /// True if rows compute the positions of each request for prompt log-probabilities, in the
+    /// order of rows.
     pub(super) fn prompt_logprobs_agree(&self) -> bool {
         let mut rows = self.rows();
         self.prompt_logprobs.iter().all(|want| {

@@ -136,14 +136,14 @@ impl StepPlan {
         })
     }
 
-    /// Has a plan without rows wait for the end of a copy, for another plan, or for so many
+    /// Makes a plan without rows wait for the end of a copy, for another plan, or for `us`
     /// microseconds ([`MAX_WAIT_US`] at most).
     pub fn wait(&mut self, us: u32) {
         debug_assert!(self.rows.is_empty() && us <= MAX_WAIT_US);
         self.wait_us = Some(us);
     }
 
-    /// Has the plan wait for nothing.
+    /// Makes the plan wait for nothing.
     pub fn wait_for_nothing(&mut self) {
         self.wait_us = None;
     }

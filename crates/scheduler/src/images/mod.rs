@@ -1,12 +1,12 @@
 //! Images in prompts: the needed images, their turns in the vision tower, and the lives of their
 //! pages.
 //!
-//! An image that a resident needs and that is on no image page is *wanted*, and an event says so.
-//! The caller then puts its patches where the hand reads them
-//! ([`crate::Scheduler::image_placed`]). Then it waits for the tower, which computes one image at a
-//! time, some layers a step ([`Tower::budget`]). So no stream waits for a whole image. The last
-//! layers write the output to image pages, which stay as long as there is room. The next request
-//! with that image needs neither patches nor tower.
+//! An image that a resident needs and that is on no image page is *wanted*, which an event reports.
+//! The caller then puts its patches where the hand reads them ([`crate::Scheduler::image_placed`]).
+//! Then it waits for the tower, which computes one image at a time, some layers a step
+//! ([`Tower::budget`]). So no stream waits for a whole image. The last layers write the output to
+//! image pages, which stay as long as there is room. The next request with that image needs neither
+//! patches nor tower.
 //!
 //! A request has rows up to the first of its images that is not there yet. It leases the pages of
 //! those ahead of it, and gives them back as soon as its rows are past them. If pages run short,
@@ -97,7 +97,7 @@ impl Images {
         self.pool.flush();
     }
 
-    /// Forgets the images on pages that nobody uses.
+    /// Forgets the images on unused pages.
     pub(crate) fn flush(&mut self) {
         self.pool.flush();
     }
@@ -153,8 +153,8 @@ impl Images {
         }
     }
 
-    /// Notes that the patches of a wanted image are in the arena. False: no request needs them any
-    /// more.
+    /// Records that the patches of a wanted image are in the arena. False: no request needs them
+    /// any more.
     pub(crate) fn placed(&mut self, image: ImageId, patches: u32) -> bool {
         match self.work.get_mut(&image) {
             Some(work @ Work::Wanted) => {
@@ -225,7 +225,7 @@ impl Images {
         }
     }
 
-    /// A request has lost its slot: what only it needed is not made any more.
+    /// A request has lost its slot: stop work that only it needed.
     pub(crate) fn stop(&mut self, entry: &Entry, roster: &Roster) {
         if self.seeing.remove(&entry.key).is_none() {
             return;

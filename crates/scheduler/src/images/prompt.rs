@@ -62,7 +62,7 @@ impl PromptImage {
         tokens.chunks_exact(page_size).enumerate().map(name).collect()
     }
 
-    /// The position behind the image.
+    /// The position after the image.
     #[must_use]
     pub fn end(&self) -> u32 {
         self.span.position + self.span.grid.positions()

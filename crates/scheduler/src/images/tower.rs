@@ -123,7 +123,7 @@ impl Images {
         false
     }
 
-    /// The next layers of the image in the tower, at most so many. `None`: not one.
+    /// The next layers of the image in the tower, at most `most`. `None`: not even one fits.
     fn advance(&mut self, image: &PromptImage, most: u32) -> Option<TowerWork> {
         let Some(Work::Encoding { number, end, patches, .. }) = self.work.get_mut(&image.id) else {
             return None;

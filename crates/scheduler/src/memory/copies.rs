@@ -16,8 +16,7 @@ use crate::roster::Roster;
 
 /// A part of all hot pages that saves may lease at a time.
 const SAVING_SHARE: u32 = 8;
-/// The policy *write back* keeps this part of all hot pages ready to be given up, and at least so
-/// many.
+/// The policy *write back* keeps at least one in `READY_SHARE` hot pages ready to be given up.
 const READY_SHARE: u32 = 10;
 const READY_PAGES: u32 = 64;
 
@@ -41,7 +40,7 @@ impl Memory {
         let names = &entry.blocks.names;
         let names = &names[..names.len().min(pages.len())];
         self.tiers.touch(names);
-        // A block that is being saved is nobody's latest use yet, and the last one is saved last.
+        // A block that is being saved counts as recently used, and the last one is saved last.
         if names.last().is_some_and(|&last| self.tiers.will_be_saved(last))
             && self.unfinished.len() < UNFINISHED
         {
@@ -49,7 +48,7 @@ impl Memory {
         }
     }
 
-    /// True if one of a request's blocks is being saved, or a state behind it, or will be.
+    /// True if one of a request's blocks is being saved, or a state after it, or will be.
     pub(crate) fn will_save(&self, names: &[BlockHash]) -> bool {
         let saves = |name| self.all_tiers().any(|tiers| tiers.will_be_saved(name));
         // The last is saved last.
@@ -92,7 +91,7 @@ impl Memory {
             return Some(copy);
         }
         let pages = self.pages;
-        // Pages that saves lease are nobody's meanwhile.
+        // Pages that saves lease are unavailable meanwhile.
         let most = (pages / SAVING_SHARE).max(host.copies_a_step.min(pages / 4)).max(1);
         match host.policy {
             SavePolicy::WriteThrough | SavePolicy::WriteThroughSelective => {
@@ -131,7 +130,7 @@ impl Memory {
         }
     }
 
-    /// Takes the times of a result's copies. `None`: no copy has ended.
+    /// Records the times of a result's copies. `None`: no copy has ended.
     pub(crate) fn begin_copy_ends(&mut self, result: &StepResult) -> Option<CopiesBefore> {
         let timing = result.copy_timing.unwrap_or_default();
         self.host_counters.save_us += u64::from(timing.save_us);
@@ -140,13 +139,13 @@ impl Memory {
         (!result.copied.is_empty()).then_some(CopiesBefore { restored, available })
     }
 
-    /// Blocks that came back, and states as so many blocks as they take the time of.
+    /// Blocks that came back; states count as the number of blocks whose copies take equally long.
     fn restored(&self) -> u64 {
         let states = self.states.as_ref().map_or(0, StatePages::restored_weight);
         self.tiers.moves().restored + states
     }
 
-    /// Takes the end of a copy. The requests that wait for one that failed have lost their pages.
+    /// Applies the end of a copy. The requests that wait for one that failed have lost their pages.
     pub(crate) fn copy_ended(&mut self, end: CopyEnd) {
         let fine = end.error == COPY_OK;
         if !self.tiers.ended(end.ticket, fine)
@@ -156,7 +155,7 @@ impl Memory {
         }
     }
 
-    /// Has requests wait no more for copies that have ended. True: a request that lacked pages may
+    /// Ends the wait of requests for copies that have ended. True: a request that lacked pages may
     /// have them now.
     pub(crate) fn finish_copy_ends(
         &mut self,

@@ -12,8 +12,8 @@ pub struct LentBlocks {
     pub loan: LoanId,
     /// The blocks, the first of the request first.
     pub pages: Vec<(BlockHash, u32)>,
-    /// With recurrent layers, the last of these blocks behind which a state is lent, and the page
-    /// of the state; else empty.
+    /// With recurrent layers, the last of these blocks after which a state is lent, and the page of
+    /// the state; else empty.
     pub states: Vec<(BlockHash, u32)>,
 }
 
@@ -35,7 +35,7 @@ impl Memory {
         Some(LentBlocks { loan, pages, states })
     }
 
-    /// Takes back a loan. False: it has ended.
+    /// Ends a loan. False: it has ended before.
     pub(crate) fn take_back(&mut self, loan: LoanId) -> bool {
         self.states.iter_mut().for_each(|states| states.take_back(loan));
         self.tiers.take_back(loan)

@@ -6,7 +6,7 @@
 //! (`sparse`).
 //!
 //! - `prefix`: the blocks that a request finds at its admission, and new pages behind them;
-//!   `sparse`: the same for backed pages, and what running requests drop.
+//! `sparse`: the same for backed pages, and the pages that running requests drop.
 //! - `copies`: saves, restores, and their ends; `loans`: what other replicas read.
 //! - `states`: recurrent states that are kept beside the blocks; `resident`: those of a request.
 //! - `window`: pages of layers that read the last positions only; `window_part`: their pool.
@@ -43,7 +43,7 @@ pub(crate) use prefix::LeasedPages;
 /// Words of a copy for the host tier that it reads.
 const SOURCE_WORDS: usize = 1;
 
-/// What is kept between steps.
+/// The kind of data that is kept between steps.
 #[derive(Debug, Clone, Copy)]
 enum Kind {
     /// Nothing: every prompt is one row.
@@ -164,7 +164,7 @@ impl Memory {
         self.windows.iter_mut().for_each(WindowPages::forget_all);
     }
 
-    /// True if a request of so many positions has room when it runs alone.
+    /// True if a request of `positions` positions has room when it runs alone.
     pub(crate) fn fits(&self, positions: u64) -> bool {
         let pages = match (self.kind, self.host) {
             (Kind::Nothing, _) => return true,
@@ -237,7 +237,7 @@ impl Memory {
 
     /// True if a request may share blocks with others.
     pub(crate) fn caches(&self, entry: &Entry) -> bool {
-        // Nobody can go on behind blocks without a state.
+        // Nobody can go on after blocks without a state.
         let resumes = self.states.as_ref().is_none_or(StatePages::keeps_any);
         self.prefix_cache && self.pages > 0 && resumes && entry.request.spec.embeds.is_none()
     }
@@ -349,16 +349,16 @@ impl Memory {
     }
 
     /// The largest number of words in a plan for the pages of a new request of `total` tokens, and
-    /// for the copies beside it.
+    /// for its copies.
     pub(crate) fn words(&self, total: u32, token_budget: u32) -> usize {
         let pages = (total as usize + 1).div_ceil(self.page_size as usize);
         let copies = self.host.map_or(0, |host| host.copies_a_step as usize);
         match self.kind {
             Kind::Nothing => 0,
             Kind::Paged => {
-                // A new slot's states are loaded, and those behind its row are saved.
+                // A new slot's states are loaded, and those after its row are saved.
                 let states = if self.states.is_some() { 2 * STATE_COPY_WORDS } else { 0 };
-                // Prompts beside it get pages of the window part too, and each drops as many.
+                // Other prompts get pages of the window part too, and each drops as many.
                 let step = token_budget.max(self.page_size) / self.page_size + 2 * self.slots;
                 let window = if self.windows.is_some() { pages + 2 * step as usize } else { 0 };
                 let tables = PAGE_WRITE_WORDS * (pages + window);

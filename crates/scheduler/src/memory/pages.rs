@@ -42,7 +42,8 @@ impl Pages {
 
     /// The largest number of positions of one row.
     pub(crate) fn longest_row(&self) -> u32 {
-        // The positions that one row chooses have room in the hot rows, those of several may not.
+        // The hot rows have room for the positions of one row, but perhaps not for those of
+        // several.
         if self.is_sparse() { 1 } else { u32::MAX }
     }
 

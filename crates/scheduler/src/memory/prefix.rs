@@ -1,5 +1,5 @@
 //! The prefix cache at admission: the blocks that a request finds in the tiers, and the new pages
-//! behind them.
+//! after them.
 
 use std::collections::VecDeque;
 
@@ -21,7 +21,7 @@ pub(crate) struct LeasedPages {
     pub(crate) pending: VecDeque<u32>,
     /// Positions that copies bring.
     pub(crate) restored: u32,
-    /// Positions whose blocks are cached, and behind which no state is kept, or the window part has
+    /// Positions whose blocks are cached, and after which no state is kept, or the window part has
     /// no pages.
     pub(crate) missed: u32,
 }
@@ -48,7 +48,7 @@ struct Prefix {
     found: Vec<Block>,
     /// The number of those with which it could go on if nothing came back.
     here: usize,
-    /// The number of all, more than it takes if it can't go on behind them.
+    /// The number of all, more than it takes if it can't go on after them.
     cached: usize,
     /// True if it computes some again, because that is cheaper than to bring them back.
     declined: bool,
@@ -57,8 +57,8 @@ struct Prefix {
 impl Memory {
     /// Looks up the prefix of a request, and leases pages for all its known tokens and, if it
     /// generates, the next one. The first pages hold its leading blocks, or will when copies have
-    /// ended; `cached` tells the number of their positions. New pages follow. `None`, and nothing
-    /// is leased, if there are too few.
+    /// ended; `cached` is the number of their positions. New pages follow. `None`, and nothing is
+    /// leased, if there are too few.
     pub(crate) fn lease_with_prefix(&mut self, entry: &mut Entry) -> Option<LeasedPages> {
         // From here on it needs tokens of its own.
         entry.settle();
@@ -81,7 +81,7 @@ impl Memory {
         }
         let names = entry.known_names();
         let most = (entry.reusable() / self.page_size) as usize;
-        // A block is not dropped before the ones behind it.
+        // A block is not dropped before the ones after it.
         let knows = |&name: &BlockHash| self.tiers.knows(name) || entry.is_lent(name);
         let found = names[..most.min(names.len())].partition_point(knows);
         let loan = entry.request.loan.as_deref();
@@ -146,8 +146,8 @@ impl Memory {
     }
 
     /// Finds the leading blocks of a request in the tiers, unless computing them again is cheaper
-    /// than to bring them back, and their state. With recurrent layers it takes no blocks behind
-    /// the last kept state, and with a window part none behind which pages of that are missing.
+    /// than to bring them back, and their state. With recurrent layers it takes no blocks after the
+    /// last kept state, and with a window part none after which pages of that are missing.
     fn find_prefix(&mut self, entry: &mut Entry) -> Prefix {
         if !self.caches(entry) {
             return Prefix::default();
@@ -197,9 +197,9 @@ impl Memory {
         Prefix { here, cached: cached.max(found.len()), found, declined }
     }
 
-    /// The number of leading blocks that are in a tier, come to one or are lent. Also those of them
-    /// behind which a request can go on; without `brings`, by what is on the device. Without
-    /// recurrent layers and windows all blocks may be of use.
+    /// The number of leading blocks that are in a tier, come to one or are lent. Also the number of
+    /// those after which a request can continue; without `brings`, only blocks on the device count.
+    /// Without recurrent layers and windows all blocks may be of use.
     fn useful_blocks<'a>(
         &self,
         names: &'a [BlockHash],
@@ -255,8 +255,8 @@ impl Memory {
                 room = room.saturating_sub(pages);
                 continue;
             }
-            // Once only, also where there is not room for all: what comes back later would take the
-            // pages of what came before.
+            // Once only, even without room for all: later blocks would take the pages of earlier
+            // ones.
             entry.blocks.prefetched = true;
             entry.settle();
             let blocks = (entry.reusable() / page_size) as usize;

@@ -15,15 +15,15 @@ pub(crate) struct RestoreRates {
 }
 
 impl RestoreRates {
-    /// Notes the time of a step with so many positions, of which `single` were in rows of one.
+    /// Notes the time of a step with this many positions, of which `single` were in rows of one.
     pub(crate) fn computed(&mut self, positions: u32, single: u32, device_us: u32) {
-        // What decode rows cost is not what a position of a chunk costs.
+        // Decode rows cost another time per position than chunks.
         if positions > 2 * single && device_us > 0 {
             self.prefill_us.learn(f64::from(device_us) / f64::from(positions));
         }
     }
 
-    /// Notes the time of a restore of so many pages.
+    /// Notes the time of a restore of `pages` pages.
     pub(crate) fn restored(&mut self, pages: u64, us: u32) {
         if pages > 0 && us > 0 {
             self.restore_us.learn(f64::from(us) / pages as f64);
@@ -36,8 +36,8 @@ impl RestoreRates {
         self.restore_us.scale(FADING);
     }
 
-    /// True if to restore so many pages is faster than to compute so many tokens. Always, until
-    /// both rates are known.
+    /// True if restoring `pages` pages is faster than computing `tokens` tokens. Always, until both
+    /// rates are known.
     pub(crate) fn restores(&self, pages: u32, tokens: u32) -> bool {
         match (self.restore_us.get(), self.prefill_us.get()) {
             (Some(restore), Some(prefill)) => {

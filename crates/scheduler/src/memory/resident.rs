@@ -9,7 +9,8 @@ use forebay_kvcache::{BlockHash, Lease};
 pub(crate) struct ResidentState {
     /// The state that it begins with, until a plan loads it.
     pub(super) load: Option<Lease>,
-    /// The positions at which its state is kept, beside those of the interval. It may be past them.
+    /// The positions at which its state is kept, in addition to those of the interval. It may be
+    /// past them.
     pub(super) kept: [u32; 2],
     /// The end of the last whole page that it knows, but not of all tokens.
     pub(super) tail: u32,
@@ -20,7 +21,7 @@ pub(crate) struct ResidentState {
 }
 
 impl ResidentState {
-    /// The first position behind `start` at which a row ends.
+    /// The first position after `start` at which a row ends.
     pub(super) fn next_stop(&self, start: u32, interval: u32) -> Option<u32> {
         let step = (start / interval + 1).checked_mul(interval);
         let stops = self.kept.into_iter().chain([self.tail]).chain(step);

@@ -21,7 +21,7 @@ use crate::slab::Handle;
 
 /// This part of the device's pages is kept for growth and for new requests.
 const READY_SHARE: u32 = 10;
-/// A plan that has come to so many words makes no more requests sparse.
+/// Once a plan's tables reach this many words, no more requests become sparse in it.
 const TABLE_WORDS: usize = 1 << 19;
 /// Pages that a request which was sparse may compute again one position at a time, rather than all
 /// pages at once.
@@ -135,7 +135,7 @@ impl Memory {
         Some(leased)
     }
 
-    /// Has sparse requests drop newly saved pages.
+    /// Makes sparse requests drop newly saved pages.
     pub(crate) fn drop_saved(&mut self, roster: &mut Roster, plan: &mut StepPlan) {
         if let Kind::Backed(_) = self.kind {
             for &handle in roster.residents.values() {
@@ -289,7 +289,7 @@ impl Memory {
         unsaved && self.tiers.expects_saves()
     }
 
-    /// Has the positions of a row saved by the plan that computes them.
+    /// Saves the positions of a row in the plan that computes them.
     pub(crate) fn save_rows(&mut self, pages: &Pages, positions: Range<u32>, plan: &mut StepPlan) {
         if !matches!(self.kind, Kind::Backed(sparse) if sparse.save_rows) {
             return;

@@ -1,4 +1,4 @@
-//! Recurrent states that are kept for later requests, in tiers beside those of keys and values.
+//! Recurrent states that are kept for later requests, in tiers like those of keys and values.
 //!
 //! A recurrent layer has one state for all positions before the next one, and none for each. So a
 //! request can go on from cached blocks only where a state was kept. A kept state has the name of
@@ -84,7 +84,7 @@ impl StatePages {
         self.tiers.hot().size() > 0
     }
 
-    /// The largest number of these leading blocks behind which a state is kept that a request can
+    /// The largest number of these leading blocks after which a state is kept that a request can
     /// have: in the tiers, or lent to it. Without `brings`, only those on the device.
     fn longest(&self, names: &[BlockHash], brings: bool, loan: Option<&Loan>) -> usize {
         let brings = brings && self.has_room();
@@ -112,8 +112,8 @@ impl StatePages {
         self.tiers.moves().restored * u64::from(self.weight)
     }
 
-    /// Leases the state behind a block, with the ticket of the copy that brings it. `None`: there
-    /// is none, or every page is leased.
+    /// Leases the state after a block, with the ticket of the copy that brings it. `None`: there is
+    /// none, or every page is leased.
     fn lease(&mut self, name: BlockHash, loan: Option<&Arc<Loan>>) -> (Option<Lease>, Option<u32>) {
         let found = self.tiers.find(name);
         self.tiers.touch(&[name]);
@@ -141,7 +141,7 @@ impl StatePages {
         }
     }
 
-    /// Has a state saved that stays, if the policy is to save what is computed.
+    /// Saves a kept state, if the policy saves computed content at once.
     fn save_now(&mut self, name: BlockHash) {
         if self.policy == SavePolicy::WriteThrough {
             self.tiers.want_saved(name);
@@ -160,8 +160,8 @@ impl StatePages {
         }
     }
 
-    /// Lends the state behind the most of these leading blocks, beside the loan of these. `None`:
-    /// no state can be lent.
+    /// Lends the state after the longest possible part of these leading blocks, with their loan.
+    /// `None`: no state can be lent.
     pub(super) fn lend(
         &mut self,
         of_blocks: LoanId,
@@ -173,7 +173,7 @@ impl StatePages {
         Some(pages)
     }
 
-    /// Takes back the states that were lent beside a loan of blocks.
+    /// Ends the loan of the states that were lent with a loan of blocks.
     pub(super) fn take_back(&mut self, of_blocks: LoanId) {
         if let Some(loan) = self.loans.remove(&of_blocks) {
             self.tiers.take_back(loan);
@@ -244,7 +244,7 @@ impl Entry {
 
 impl Memory {
     /// The largest number of these leading blocks, which are cached, that a request can go on
-    /// behind. Without `brings` a state on the device is needed, if any is.
+    /// after. Without `brings` a state on the device is needed, if any is.
     pub(super) fn resumable(
         &self,
         names: &[BlockHash],
@@ -258,7 +258,7 @@ impl Memory {
         self.states.as_ref().map_or(names.len(), longest)
     }
 
-    /// Leases the state behind the first `found` blocks of a request, of which `cached` are cached.
+    /// Leases the state after the first `found` blocks of a request, of which `cached` are cached.
     /// If a copy brings it, its ticket is there too. `None`: the request shares nothing.
     pub(super) fn lease_state(
         &mut self,
@@ -297,7 +297,7 @@ impl Memory {
         }
     }
 
-    /// Has the plan of step `step`, which writes a resident's slot, load its state.
+    /// Loads a resident's state in the plan of step `step`, which writes its slot.
     pub(crate) fn load_state(&mut self, entry: &mut Entry, step: u64, plan: &mut StepPlan) {
         let Some(Residence { slot, pages, .. }) = &mut entry.residence else { return };
         let load = pages.state.as_mut().and_then(|state| state.load.take());
@@ -321,7 +321,7 @@ impl Memory {
         if end < entry.goal() && whole > start { whole - start } else { length }
     }
 
-    /// Has a plan save the state behind a resident's newest row, if the row ends with a page and a
+    /// Makes a plan save the state after a resident's newest row, if the row ends with a page and a
     /// state page can be had.
     pub(crate) fn save_state(&mut self, entry: &mut Entry, plan: &mut StepPlan) {
         let (end, page_size) = (entry.computed, self.page_size);

@@ -1,7 +1,7 @@
 //! The window part of pages: layers with a window read the last positions of a request only.
 //!
 //! A request has pages of the window part for its last positions, and passes the others. It gets
-//! them as its rows need them, in prefill too. A row may be shorter for want of them.
+//! them as its rows need them, in prefill too. A row may be shorter if there are too few.
 //!
 //! A page is passed when its last position is a whole window before the next one that will be
 //! computed. What counts is the lowest such position, whatever becomes of steps in flight: drafts
@@ -17,7 +17,7 @@ use super::window_part::WindowRun;
 use crate::entry::{Entry, Residence};
 
 impl Memory {
-    /// Has a resident give back the pages of the window part that its next rows do not read. They
+    /// Makes a resident give back the pages of the window part that its next rows do not read. They
     /// are free when the steps in flight are done.
     pub(crate) fn pass_window(&mut self, entry: &mut Entry, plan: &mut StepPlan) {
         let next = entry.computed.saturating_sub(u32::from(entry.request.masked));
@@ -43,8 +43,8 @@ impl Memory {
     }
 
     /// Gives a resident pages of the window part for its next row of `length` positions, as far as
-    /// there are more than `others`, which others may need. Gives the number of positions that have
-    /// pages.
+    /// there are more than `others`, which others may need. Returns the number of positions that
+    /// have pages.
     pub(crate) fn window_room(
         &mut self,
         entry: &mut Entry,

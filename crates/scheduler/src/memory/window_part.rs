@@ -20,7 +20,7 @@ pub(crate) struct WindowRun {
 }
 
 impl WindowRun {
-    /// The index behind that of the last page.
+    /// The index after that of the last page.
     pub(super) fn end(&self) -> u32 {
         self.first + self.leases.len() as u32
     }
@@ -87,18 +87,18 @@ impl WindowPages {
         self.pool.flush()
     }
 
-    /// Pages that drafts may take: what is worth anything stays.
+    /// Pages that drafts may take: pages without cached content.
     pub(super) fn spare(&self) -> u32 {
         self.pool.spare()
     }
 
-    /// Leases the window part of a request that goes on behind the cached blocks `found`. Of its
+    /// Leases the window part of a request that goes on after the cached blocks `found`. Of its
     /// `count` pages it gets as many new ones as it will have at all times. `None`, and nothing is
     /// leased, if there are too few.
     pub(super) fn lease(&mut self, found: &[BlockHash], count: usize) -> Option<WindowRun> {
         let mut leases: VecDeque<_> = self.pool.share_tail(found).into();
         let first = (found.len() - leases.len()) as u32;
-        // Those of the window, and the one that is written.
+        // The pages of the window, and the one that is written.
         let held = self.pool.tail() + 1;
         let new = (held - leases.len()).min(count - found.len());
         if (self.pool.available() as usize) < new {

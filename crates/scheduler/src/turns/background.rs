@@ -29,7 +29,7 @@ pub(crate) struct Background {
     left_us: f64,
     /// The decode rows of the last steps without work in the background, and their time.
     alone: Option<(u32, Mean)>,
-    /// True if the next step is to be measured without work in the background.
+    /// True if the next step is to be measured without background work.
     measures: bool,
     /// Microseconds that a position in the background adds.
     position_us: Mean,
@@ -42,20 +42,20 @@ impl Background {
         Self { share, left_us: 0.0, alone: None, measures: false, position_us: Mean::default() }
     }
 
-    /// True if work in the background may have no rows beside others.
+    /// True if background work may have no rows in steps of others.
     pub(crate) fn is_spent(&self) -> bool {
         self.share == 0.0 || self.left_us < 0.0 || self.measures
     }
 
-    /// Learns from the time of a step. `drafts`: it verified drafts, so that rows say little about
-    /// its time.
+    /// Learns from the time of a step. `drafts`: it verified drafts, so that its number of rows is
+    /// not a measure of its time.
     pub(crate) fn learn(&mut self, step: Mixture, drafts: bool, device_us: u32) {
         let Mixture { rows, positions, background } = step;
         if device_us == 0 || self.share >= 1.0 {
             return;
         }
         if rows == 0 {
-            // Nobody was held up, and nobody is who could be owed something.
+            // No request was delayed, so no time is owed.
             (self.left_us, self.alone, self.measures) = (0.0, None, false);
             return;
         }
@@ -100,7 +100,7 @@ impl Background {
 mod tests {
     use super::*;
 
-    /// Runs steps of eight streams of 1 ms each, beside rows that add `row_us`. Gives the time of
+    /// Runs steps of eight streams of 1 ms each, with rows that add `row_us`. Returns the time of
     /// all steps by that of the streams alone, and the rows in the background.
     fn run(percent: u32, row_us: u32, steps: u32) -> (f64, u32) {
         let mut account = Background::new(percent);
@@ -145,7 +145,7 @@ mod tests {
         account.learn(step(8, 0), false, 8000);
         account.learn(step(8, 4), false, 8100);
         assert!(!account.is_spent());
-        // Seven streams have ended: 8000 us would hide what the rows in the background add.
+        // Seven streams have ended: 8000 us would hide the time that background rows add.
         account.learn(step(1, 4), false, 5000);
         assert!(account.is_spent());
         account.learn(step(1, 0), false, 1000);

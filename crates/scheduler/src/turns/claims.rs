@@ -26,7 +26,7 @@ pub(crate) struct Claims {
     sweep_at: usize,
 }
 
-/// The place of a prompt among those that want tokens of a step. A smaller one goes first.
+/// The rank of a prompt in the order in which prompts get a step's tokens: smaller ones go first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Claim {
     rank: i64,
@@ -40,7 +40,7 @@ impl Claims {
         Self { fair, lanes: BTreeMap::new(), works: HashMap::new(), sweep_at: 0 }
     }
 
-    /// Takes a waiting prompt in that has so many tokens to compute.
+    /// Adds a waiting prompt that has `work` tokens left to compute.
     pub(crate) fn insert(&mut self, ticket: Ticket, work: u32) {
         let Key { rank, arrival } = ticket.key;
         let client = self.client(ticket.client);
@@ -48,7 +48,7 @@ impl Claims {
         self.works.insert(ticket.key, work);
     }
 
-    /// Takes a prompt out that waits no more.
+    /// Removes a prompt that does not wait any more.
     pub(crate) fn remove(&mut self, ticket: &Ticket) {
         let Key { rank, arrival } = ticket.key;
         let client = self.client(ticket.client);
@@ -95,7 +95,7 @@ impl Claims {
         }
     }
 
-    /// Forgets the debts of ranks of which nobody waits or `computes`, now and then.
+    /// Forgets the debts of ranks without prompts that wait or `computes`, now and then.
     pub(crate) fn sweep(&mut self, computes: impl Fn(i64) -> bool) {
         if self.lanes.len() > self.sweep_at.max(16) {
             self.lanes.retain(|&rank, lane| !lane.is_empty() || computes(rank));

@@ -99,14 +99,14 @@ impl<T, K: Copy + Ord> FairQueue<T, K> {
         self.clients.get(&client)?.waiting.get(&arrival).map(|(_, item)| item)
     }
 
-    /// Takes out the next item of those clients that `may` have one, and gives its client too.
+    /// Removes the next item of those clients that `may` have one, and returns it with its client.
     pub fn pop(&mut self, may: impl Fn(u64) -> bool) -> Option<(u64, T)> {
         let mut turns = self.turns.iter();
         let (&(_, arrival), &client) = turns.find(|&(_, &client)| may(client))?;
         Some((client, self.take(client, arrival, true)?))
     }
 
-    /// Takes out an item, if it waits. With `charged` its client has had its turn; else the item
+    /// Removes an item, if it waits. With `charged` its client has had its turn; else the item
     /// costs its client nothing.
     pub fn take(&mut self, client: u64, arrival: K, charged: bool) -> Option<T> {
         let active = self.turns.len() as u64;
@@ -117,7 +117,7 @@ impl<T, K: Copy + Ord> FairQueue<T, K> {
         let taken = account.waiting.remove(&arrival);
         if let (Some((cost, _)), true) = (&taken, charged) {
             let cost = cost.saturating_mul(UNITS).max(1);
-            // One more than there are: who comes next is to be ahead of those who have just had
+            // One more than there are: a new client is to be ahead of those that have just had
             // their turn.
             let share = cost.div_ceil(active + 1);
             self.now = self.now.max(account.start).saturating_add(share);
@@ -131,7 +131,7 @@ impl<T, K: Copy + Ord> FairQueue<T, K> {
         taken.map(|(_, item)| item)
     }
 
-    /// Charges a client for work beside its items.
+    /// Charges a client for work in addition to its items.
     pub fn charge(&mut self, client: u64, cost: u64) {
         let account = self.clients.entry(client).or_default();
         match account.turn() {

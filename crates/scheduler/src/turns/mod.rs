@@ -1,4 +1,4 @@
-//! Turns: the request that is next, and the one that gives way.
+//! Turns: the request that is next, and the one that is preempted.
 //!
 //! - `queue`: the order of waiting requests, by rank and by client (`fair`).
 //! - `shares`: the running requests of each client.
@@ -97,7 +97,7 @@ impl Turns {
         }
     }
 
-    /// Takes out a request that is admitted.
+    /// Removes a request that is admitted.
     pub(crate) fn admitted(&mut self, ticket: &Ticket) {
         self.queue.admitted(ticket);
         self.claims.iter_mut().for_each(|claims| claims.remove(ticket));
@@ -143,7 +143,7 @@ impl Turns {
     pub(crate) fn next(&self) -> Option<Ticket> {
         let first = self.queue.first();
         let is_before = |first: Ticket| !first.key.is_background();
-        // A promise to work in the background holds only while nobody else waits.
+        // A promise to background work holds only while no other request waits.
         let holds = |promised: &Ticket| is_before(*promised) || !first.is_some_and(is_before);
         self.shares.promised.filter(holds).or(first)
     }
@@ -180,13 +180,13 @@ impl Turns {
         self.shares.settled = false;
     }
 
-    /// Has the next request look for pages again.
+    /// Makes the next request look for pages again.
     pub(crate) fn unblock(&mut self) {
         (self.blocked, self.passing_blocked) = (None, None);
         self.shares.settled = false;
     }
 
-    /// Lets nobody wait.
+    /// Removes all waiting requests.
     pub(crate) fn clear(&mut self) {
         self.queue.clear();
         self.claims.iter_mut().for_each(Claims::clear);
@@ -240,7 +240,7 @@ impl Turns {
         self.shares.promise(ticket, step, lost, self.token_budget);
     }
 
-    /// Learns from the time of a step with so many positions.
+    /// Learns from the time of a step with `positions` positions.
     pub(crate) fn learn(&mut self, positions: u32, device_us: u32) {
         if positions > 0 && device_us > 0 {
             self.token_us.learn(f64::from(device_us) / f64::from(positions));
@@ -253,7 +253,7 @@ impl Turns {
         self.queue.charge(ticket, self.tokens_in(us));
     }
 
-    /// The number of tokens that the device computes in so many microseconds; 0: it is not known.
+    /// The number of tokens that the device computes in `us` microseconds; 0: it is not known.
     fn tokens_in(&self, us: u64) -> u64 {
         self.token_us.get().map_or(0, |token_us| (us as f64 / token_us) as u64)
     }

@@ -1,11 +1,11 @@
-//! The number of prompt tokens that a step may have beside running streams, so that their next
-//! tokens come in time.
+//! The number of prompt tokens that a step may have, so that running streams get their next tokens
+//! in time.
 //!
-//! The time of a step is learned: that of steps that only decode, and what prompts add to it. The
-//! former grows with the context, the positions that the rows read. A burst of prompts after a
-//! lone stream has many more of them, and no step that only decodes tells. A prompt adds a time
-//! for each token. It adds one for each pair of a token and a position before it too, since chunks
-//! of a long prompt take longer the deeper they are.
+//! The time of a step is learned: that of steps that only decode, and the time that prompts add to
+//! it. The former grows with the context, the positions that the rows read. A burst of prompts
+//! after a lone stream has many more of them, which no decode step before has measured. A prompt
+//! adds a time for each token. It adds one for each pair of a token and a position before it too,
+//! since chunks of a long prompt take longer the deeper they are.
 
 use crate::config::DecodeGap;
 
@@ -17,9 +17,9 @@ const FADING: f64 = 1.0 - 1.0 / 64.0;
 /// The weight of the steps before, at each step that only decodes. They are many, and those of
 /// another load are worth keeping.
 const DECODE_FADING: f64 = 1.0 - 1.0 / 1024.0;
-/// The share of independent variation below which both times can't be told apart.
+/// The share of independent variation below which the two times can't be separated.
 const SINGULAR: f64 = 1e-6;
-/// The variance of contexts, by their squared mean, below which their effect can't be told.
+/// The variance of contexts, by their squared mean, below which their effect can't be measured.
 const NARROW: f64 = 1e-3;
 
 /// The learned times of steps.

@@ -29,7 +29,7 @@ impl Queue {
         Self { fair, returning: BTreeMap::new(), lanes: BTreeMap::new() }
     }
 
-    /// Takes a request in. `returning`: it was admitted before.
+    /// Adds a request. `returning`: it was admitted before.
     pub(crate) fn insert(&mut self, ticket: Ticket, returning: bool) {
         if returning {
             self.returning.insert(ticket.key, ticket);
@@ -75,17 +75,18 @@ impl Queue {
         self.lanes.get(&rank)?.first().copied()
     }
 
-    /// Takes out a request that is admitted: its client has had its turn.
+    /// Removes a request that is admitted: its client has had its turn.
     pub(crate) fn admitted(&mut self, ticket: &Ticket) {
         self.take(ticket, true);
     }
 
-    /// Takes out a request that was not admitted: it costs its client nothing.
+    /// Removes a request that was not admitted: it costs its client nothing.
     pub(crate) fn remove(&mut self, ticket: &Ticket) {
         self.take(ticket, false);
     }
 
-    /// Charges a request's client for work beside its tokens, while others of its rank wait.
+    /// Charges a request's client for work in addition to its tokens, while others of its rank
+    /// wait.
     pub(crate) fn charge(&mut self, ticket: &Ticket, tokens: u64) {
         let client = self.client(ticket);
         if let Some(lane) = self.lanes.get_mut(&ticket.key.rank) {
@@ -251,8 +252,8 @@ mod tests {
             }
         }
 
-        /// Between two clients that always have something waiting, what is admitted differs by no
-        /// more than the two largest requests.
+        /// For two clients that always have waiting requests, the admitted work differs by no more
+        /// than the two largest requests.
         #[test]
         fn two_busy_clients_get_the_same(costs in prop::collection::vec((1..50_u64, 1..500_u64), 40)) {
             let mut queue = Queue::new(true);

@@ -65,12 +65,12 @@ impl Shares {
         self.rested_at = step + 1 + steps;
     }
 
-    /// The resident that gives way for a request whose client has less than an even share: one more
-    /// is no more than that. It is the least important one of a client with more than an even
-    /// share, and no more important than the request. `None`: nobody has to give way.
+    /// The resident that is preempted for a request whose client has less than an even share. It is
+    /// the least important one of a client with more than an even share, and no more important than
+    /// the request.
     ///
     /// Afterwards the one client has at most an even share and the other at least one, so that no
-    /// two requests make each other give way in turn.
+    /// two requests preempt each other in turn.
     pub(crate) fn who_gives_way(&self, ticket: &Ticket, roster: &Roster) -> Option<Handle> {
         let counts = &self.residents;
         let own = counts.get(&ticket.client).copied().unwrap_or(0) as usize;

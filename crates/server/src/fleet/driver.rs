@@ -1,5 +1,5 @@
-//! The driver of loads: it takes the actions that the fleet decides, and tells the fleet how they
-//! ended.
+//! The driver of loads: it runs the actions that the fleet decides, and reports their outcomes to
+//! the fleet.
 
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use super::{Front, RunningModel};
 use crate::state::not_serving;
 
 impl Front {
-    /// Takes the actions that are due.
+    /// Runs the actions that are due.
     pub(super) fn step(self: &Arc<Self>) {
         let now = self.now_ms();
         let mut books = self.books.lock();
@@ -142,7 +142,7 @@ impl Front {
         let name = &self.entries[model].names[0];
         if let Some(running) = running {
             running.leaving.send_replace(true);
-            // Responses that are computed behind their answers.
+            // Responses that are computed after their answers.
             running.shared.idle().await;
             running.stop().await;
         }
@@ -154,7 +154,7 @@ impl Front {
         self.step();
     }
 
-    /// Drops what is kept of a model, whose threads may take their time to end.
+    /// Drops the kept state of a model, whose threads may take their time to end.
     pub(super) async fn forget(&self, model: usize) {
         let loader = Arc::clone(&self.loader);
         if spawn_blocking(move || loader.forget(model)).await.is_err() {

@@ -36,7 +36,7 @@ pub(crate) use visit::{ModelBody, Visit};
 
 /// Bodies above `LARGE_BODY` that are read at a time.
 const READERS: usize = 2;
-/// The server itself, which loads what is pinned. No client has this number.
+/// The server itself, which loads pinned models. No client has this number.
 const SERVER: ClientId = ClientId(0);
 
 /// A model that a server may load.
@@ -81,13 +81,13 @@ pub struct StartedModel {
 
 /// Starts models, on threads that may wait.
 pub trait ModelLoader: Send + Sync + 'static {
-    /// Starts a model that may take so many bytes for weights and pages.
+    /// Starts a model that may take `bytes` bytes for weights and pages.
     ///
     /// # Errors
     /// The reason in one line.
     fn start(&self, model: usize, entry: &ModelEntry, bytes: u64) -> Result<StartedModel, String>;
 
-    /// Drops what it keeps of a model for the next start.
+    /// Drops the state that is kept of a model for the next start.
     fn forget(&self, model: usize);
 
     /// Bytes of memory that are free now, if that is known.
@@ -114,7 +114,7 @@ pub struct FleetParts {
 #[derive(Clone)]
 pub struct ModelServer(pub(crate) Arc<Front>);
 
-/// What is in front of the models.
+/// The dispatcher in front of the models.
 pub(crate) struct Front {
     pub(crate) config: ServerConfig,
     pub(crate) common: CommonParts,
@@ -363,7 +363,7 @@ impl Front {
         self.books.lock().fleet.keep(model, Some(idle.map(millis)));
     }
 
-    /// Has a model leave, and waits until it has, but not for long running requests.
+    /// Makes a model leave, and waits until it has, but not for long running requests.
     pub(crate) async fn dismiss(self: &Arc<Self>, model: usize, level: SleepLevel) {
         let mut changes = self.changes.subscribe();
         let was_asleep = {
@@ -407,7 +407,7 @@ impl Front {
         }
     }
 
-    /// Has new requests refused from now on.
+    /// Refuses new requests from now on.
     pub(crate) fn drain(&self) {
         self.draining.store(true, Ordering::SeqCst);
     }

@@ -31,7 +31,7 @@ impl NameIndex {
             let own: Vec<String> = entry.names.iter().chain(&entry.aliases).cloned().collect();
             for name in own {
                 let latest = name + LATEST;
-                // A name that somebody chose goes first.
+                // A configured name has priority.
                 if !index.contains_key(&latest) {
                     index.insert(latest.clone(), model);
                     entry.aliases.push(latest);

@@ -28,7 +28,7 @@ impl Drop for Visit {
     }
 }
 
-/// A request that waits. To drop it gives its place up.
+/// A request that waits. Dropping it gives its place in the queue up.
 struct Wait {
     front: Arc<Front>,
     model: usize,

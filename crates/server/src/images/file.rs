@@ -41,7 +41,7 @@ impl ImageFile {
     /// Reads the header of a file from `param`, and names the file.
     ///
     /// # Errors
-    /// The file is no image, or is not supported.
+    /// The file is not an image, or is not supported.
     pub(crate) fn new(
         bytes: Bytes,
         model: &ImageModel,

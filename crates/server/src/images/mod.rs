@@ -2,8 +2,8 @@
 //! engine needs them.
 //!
 //! The intake threads read base64 and hashes. A request is submitted when the headers of its images
-//! are read. Pixels are decoded only if the scheduler has the image nowhere, on threads of their
-//! own. So an image that was seen before costs neither patches nor tower.
+//! are read. Pixels are decoded only if the scheduler has no copy of the image, on threads of their
+//! own. So a repeated image costs neither patches nor tower.
 
 mod file;
 pub(crate) mod model;

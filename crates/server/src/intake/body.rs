@@ -3,8 +3,8 @@
 use bytes::{Bytes, BytesMut};
 use forebay_api::ApiError;
 
-/// Bytes of a piece below which it is copied to the one before it: a client that sends a byte a
-/// piece would have us keep much more.
+/// Bytes of a piece below which it is copied to the one before it: a client that sends one byte per
+/// piece would cost much more memory.
 const SMALL_PIECE: usize = 4096;
 
 /// A body in received pieces. To join those of a large one takes a while, so the parsing thread
@@ -52,7 +52,7 @@ impl Pieces {
 pub(crate) struct BodyLimit {
     /// Bytes.
     pub(crate) most: usize,
-    /// Bytes beside embeddings and images.
+    /// Bytes without embeddings and images.
     pub(crate) json: usize,
     /// The flag that sets the latter.
     pub(crate) json_flag: &'static str,

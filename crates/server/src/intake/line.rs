@@ -99,14 +99,14 @@ impl Line {
         self.0.lock().given
     }
 
-    /// Permits that nobody has.
+    /// Free permits.
     #[cfg(test)]
     pub(crate) fn free(&self) -> usize {
         self.0.lock().free
     }
 }
 
-/// A task in a line. To drop it takes it out.
+/// A task in a queue. Dropping it leaves the queue.
 struct Wait<'a> {
     line: &'a Line,
     client: ClientId,

@@ -74,7 +74,7 @@ impl Intake {
         pixel_bytes: usize,
         guard: &Guard,
     ) -> io::Result<Self> {
-        // As many large bodies are read at a time as are parsed.
+        // Read at most as many large bodies at a time as threads can parse.
         let turns = match &mode {
             IntakeMode::Threads(count) => (*count).max(1),
             IntakeMode::Engine(_) => 1,
@@ -116,7 +116,8 @@ impl Intake {
         }
     }
 
-    /// Parses a body, on an intake thread if it is large. Gives the names of unread parameters too.
+    /// Parses a body, on an intake thread if it is large. Returns the names of unread parameters
+    /// too.
     pub(crate) async fn parse<T>(
         &self,
         body: Pieces,
@@ -129,7 +130,7 @@ impl Intake {
         if body.len() < LARGE_BODY {
             return parse_body(body, limit, charge);
         }
-        // Whoever leaves meanwhile leaves the body, and what was charged for it.
+        // A task that leaves meanwhile drops the body and its charge.
         let charge = Arc::clone(charge);
         let (client, cost) = (charge.client(), Cost { time: body.len() as u64, memory: 0 });
         self.workers.begin(client, cost, move || parse_body(body, limit, &charge)).await
@@ -146,8 +147,8 @@ impl Intake {
         self.workers.begin(client, Cost { time: bytes as u64, memory: 0 }, work).await
     }
 
-    /// Has `write` put so many bytes of patches of an image of `client` where the hand reads them,
-    /// on a thread for images.
+    /// Runs `write` on a thread for images. It puts `bytes` bytes of patches of an image of
+    /// `client` where the hand reads them.
     ///
     /// # Errors
     /// There will never be room, too many wait for it, or `write` fails.
@@ -167,7 +168,7 @@ impl Intake {
     }
 
     /// Puts the embeddings of prompts of `client`, from `param`, into the memory that the hand
-    /// reads. Gives the number of positions and the place of each.
+    /// reads. Returns the number of positions and the place of each.
     ///
     /// # Errors
     /// There will never be room, too many requests wait for room, or an element is not finite.

@@ -27,7 +27,7 @@ impl Room {
     pub(crate) fn new(payloads: Arc<dyn Payloads>, limit: usize) -> Self {
         let freed = Arc::new(Notify::new());
         let told = Arc::clone(&freed);
-        // Only the first in line listens. If it is between two looks, the notice is kept for it.
+        // Only the first in the queue listens. A notification between two checks is kept for it.
         payloads.on_freed(Box::new(move || told.notify_one()));
         Self { payloads, freed, turn: Line::new(1, 1), waiting: Mutex::default(), limit }
     }
@@ -221,7 +221,7 @@ pub(super) mod tests {
         let room = room(10);
         let first = got(pin!(room.take(ONE, 100, "p")));
         let mut second = Box::pin(room.take(ONE, 100, "p"));
-        // The notice comes when nobody listens.
+        // The notification comes when no task listens.
         drop(first);
         let second = got(second.as_mut());
         let mut third = Box::pin(room.take(ONE, 50, "p"));

@@ -104,7 +104,7 @@ impl Drop for Place {
 
 impl Workers {
     /// Starts threads whose names begin with `name`. Their work takes at most `memory` bytes at a
-    /// time, as far as its cost says.
+    /// time, by its declared cost.
     pub(crate) fn start(
         mode: IntakeMode,
         name: &str,
@@ -190,7 +190,7 @@ impl Workers {
                 let reason = "the request could not be read".to_owned();
                 Err(ApiError::Internal { reason, code: Some("intake") })
             });
-            // The client may have gone by now; then nobody wants the answer.
+            // The client may have gone by now.
             let _ = reply.send(result);
         });
         match &self.lanes {
@@ -220,7 +220,7 @@ impl Lane {
         if jobs.closed {
             return;
         }
-        // What needs more than all of it runs alone.
+        // A job that needs more than the whole budget runs alone.
         let job = Job { work, memory: cost.memory.min(jobs.most) };
         match client {
             None => jobs.begun.push_back(job),
@@ -256,14 +256,14 @@ impl Lane {
     }
 }
 
-/// A thread's end of its lane. Without the thread no work is done, so nobody is to wait for it.
+/// A thread's end of its queue. Without the thread no work is done, so no task may wait for it.
 struct Worker(Arc<Lane>);
 
 impl Drop for Worker {
     fn drop(&mut self) {
         let mut jobs = self.0.jobs.lock();
         jobs.closed = true;
-        // What it owns is dropped without the lock.
+        // Drop the jobs without holding the lock.
         let left = (std::mem::take(&mut jobs.begun), std::mem::take(&mut jobs.new));
         drop(jobs);
         drop(left);

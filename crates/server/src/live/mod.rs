@@ -36,7 +36,7 @@ pub(crate) fn watch(state: &Shared) -> Result<Response<FeedBody>, ApiError> {
 async fn write(state: Shared, feed: Feed) {
     let mut watch = Watch::new(&state);
     let mut shown = snapshot::follow(&state);
-    // The last snapshot is of whoever watched before.
+    // The last snapshot was for an earlier viewer.
     shown.mark_unchanged();
     loop {
         tokio::select! {

@@ -12,9 +12,9 @@ use crate::live::tick::RequestTick;
 pub(super) struct RequestsSent {
     /// The place of each replica's next moment.
     places: Vec<u64>,
-    /// The requests as they were told.
+    /// The requests as they were last sent.
     known: HashMap<u64, (usize, RequestView)>,
-    /// The requests that no look has seen yet, as their moments tell them.
+    /// The requests that began and ended between two samples, from their events.
     unseen: HashMap<u64, (usize, RequestView)>,
 }
 

@@ -122,7 +122,7 @@ impl Watch {
             return None;
         }
         self.started.clone_from(&replicas);
-        // The page forgets its requests, so all are told again.
+        // The page forgets its requests, so all are sent again.
         self.told.forget();
         Some(Start {
             version: 1,

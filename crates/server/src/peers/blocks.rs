@@ -23,7 +23,7 @@ pub(super) fn names(state: &Shared, salt: u64, prompt: &[i32]) -> Vec<u64> {
     state.engine.block_names(salt, prompt).into_iter().map(short).collect()
 }
 
-/// The place of the first wanted event, and the longest wait.
+/// The number of the first requested event, and the longest wait.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Since {
     #[serde(default)]

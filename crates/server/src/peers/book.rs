@@ -103,8 +103,8 @@ impl Book {
         self.live.send_modify(|live| *live -= 1);
     }
 
-    /// At most so many of a router's dispatches whose engine requests all wait, the latest first.
-    /// `waiting` gives the tokens of an engine request that does.
+    /// At most `most` of a router's dispatches whose engine requests all wait, the latest first.
+    /// `waiting` gives the tokens of an engine request that waits.
     pub(crate) fn queued(
         &self,
         router: u64,

@@ -99,8 +99,8 @@ pub struct BlockLog {
 }
 
 impl Default for BlockLog {
-    /// A log whose first number was drawn: a router that followed an earlier brain here is told
-    /// everything anew.
+    /// A log whose first number is random: a router that followed an earlier brain here gets all
+    /// events again.
     fn default() -> Self {
         let first = u64::from(rand::random::<u32>()) << 16 | 1;
         Self {
@@ -117,8 +117,8 @@ impl BlockLog {
         ReplicaBlocks { log: self.clone(), blocks: HashMap::default() }
     }
 
-    /// Waits until there is an event behind number `after`, for at most `wait`. Gives the answer to
-    /// a router that has all events before it.
+    /// Waits until there is an event behind number `after`, for at most `wait`. Returns the answer
+    /// to a router that has all events before it.
     pub(super) async fn follow(&self, after: u64, wait: Duration) -> Vec<u8> {
         let mut changed = self.changed.subscribe();
         if self.log.lock().next() == after {

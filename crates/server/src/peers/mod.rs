@@ -144,7 +144,7 @@ impl Peer {
         }
     }
 
-    /// Has the response's head name the blocks of a prompt, where that is wanted.
+    /// Adds the names of a prompt's blocks to the response's head, if they are requested.
     pub(crate) fn name_blocks(&self, state: &Shared, salt: u64, prompt: &[i32]) {
         let Some(exchange) = &self.exchange else { return };
         if exchange.tag.blocks {
@@ -179,7 +179,7 @@ impl Peer {
     }
 }
 
-/// The load of this brain, as `router` is told.
+/// The load of this brain, as reported to `router`.
 pub(crate) fn report(state: &Shared, router: Option<u64>) -> LoadReport {
     let stats = state.engine.stats().scheduler;
     let replicas = state.engine.replicas();
@@ -195,8 +195,8 @@ pub(crate) fn report(state: &Shared, router: Option<u64>) -> LoadReport {
     }
 }
 
-/// At most so many dispatches of a router that wait and were never admitted, the latest first. A
-/// replica's requests beyond [`forebay_engine::MOST_VIEWS`] are not looked at.
+/// At most `most` dispatches of a router that wait and were never admitted, the latest first. A
+/// replica's requests beyond [`forebay_engine::MOST_VIEWS`] are not examined.
 pub(crate) async fn queued(state: &Shared, router: u64, most: usize) -> Vec<QueuedDispatch> {
     let told = live::views(&state.engine.handles()).await;
     let untouched = told.into_iter().flatten().flatten().filter(|view| view.untouched);
@@ -279,7 +279,7 @@ pub(crate) fn not_a_router() -> ApiError {
     ApiError::Forbidden { reason, code: "router_key_needed" }
 }
 
-/// Reads a router's header, and answers with the wanted facts.
+/// Reads a router's header, and answers with the requested facts.
 pub(crate) async fn talk(State(state): State<Shared>, request: Request, next: Next) -> Response {
     if !request.headers().contains_key(ROUTER_HEADER) {
         return next.run(request).await;
@@ -321,7 +321,7 @@ fn insert(headers: &mut HeaderMap, name: &'static str, value: &[u8]) {
     }
 }
 
-/// Takes a router's data off a request.
+/// Removes a router's headers from a request.
 async fn read(state: &Shared, request: Request) -> Result<(Exchange, Request), ApiError> {
     let (mut parts, body) = request.into_parts();
     let Ok(client) = ClientId::from_request_parts(&mut parts, state).await;

@@ -17,7 +17,7 @@ use crate::cost;
 use crate::peers::Peer;
 use crate::state::Shared;
 
-/// Engine requests of one client request. To drop it aborts those that have not ended. So a client
+/// Engine requests of one client request. Dropping it aborts those that have not ended. So a client
 /// that has gone frees its slots and pages.
 pub(crate) struct PooledCall {
     engine: Arc<dyn Engine>,
@@ -38,7 +38,7 @@ pub(crate) struct Place<'a> {
     pub(crate) priority: i32,
     /// Keeps its cached blocks apart from those of others.
     pub(crate) cache_salt: Option<Arc<str>>,
-    /// The replica that is wanted.
+    /// The requested replica.
     pub(crate) preference: Preference,
 }
 

@@ -1,4 +1,4 @@
-//! The way from texts to prompts, cut if the client wants that.
+//! From texts to prompts, cut if the client asks for that.
 
 use std::sync::Arc;
 
@@ -34,8 +34,7 @@ pub(crate) async fn encode_inputs(
     most: usize,
     param: &'static str,
 ) -> Result<Vec<Input>, ApiError> {
-    // What the tokenizer puts around a text stays when the text is cut; around an empty one there
-    // is nothing else.
+    // Special tokens around a text stay when the text is cut; an empty text has nothing else.
     let is_text: Vec<bool> = prompts.iter().map(|p| matches!(p, Prompt::Text(_))).collect();
     if limit.is_some() {
         prompts.push(Prompt::Text(String::new()));

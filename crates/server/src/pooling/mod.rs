@@ -49,7 +49,7 @@ impl Inner {
         }
     }
 
-    /// The model, if it says how well texts go together: by one score, or by vectors.
+    /// The model, if it can score a pair of texts: by one score, or by vectors.
     ///
     /// # Errors
     /// It generates, or has several labels.
@@ -74,7 +74,7 @@ impl Inner {
         })
     }
 
-    /// Refuses what only a model that generates can do.
+    /// Refuses requests that need a generating model.
     ///
     /// # Errors
     /// The model pools.

@@ -13,10 +13,10 @@ pub enum PoolingTask {
     Classify,
 }
 
-/// What makes answers of a model's scores.
+/// The activation that turns a model's scores into answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScoreFunction {
-    /// They are the answer.
+    /// No activation.
     Identity,
     /// Brings each between 0 and 1.
     Sigmoid,
@@ -33,7 +33,7 @@ pub struct PooledModel {
     pub size: usize,
     /// True if the model's authors divide vectors by their length.
     pub normalize: bool,
-    /// What makes answers of scores.
+    /// The activation that turns scores into answers.
     pub function: ScoreFunction,
     /// The names of labels, one for each score; none: the model makes vectors.
     pub labels: Vec<String>,
@@ -42,7 +42,7 @@ pub struct PooledModel {
 }
 
 impl PooledModel {
-    /// What makes answers of scores for a client who may want them `raw`.
+    /// The activation for a client, who may have asked for `raw` scores.
     pub(crate) fn function_for(&self, raw: bool) -> ScoreFunction {
         if raw { ScoreFunction::Identity } else { self.function }
     }

@@ -6,7 +6,7 @@ use forebay_api::{EncodingFormat, Vector};
 
 use super::model::ScoreFunction;
 
-/// The wanted form of vectors.
+/// The requested form of vectors.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Form {
     pub(crate) dimensions: Option<usize>,
@@ -17,7 +17,7 @@ pub(crate) struct Form {
 /// Cuts, normalises and writes a vector.
 pub(crate) fn form(vector: Box<[f32]>, form: Form) -> Vector {
     let mut vector = vector.into_vec();
-    // Cutting first: what is left is to have length 1 (Kusupati et al. 2022).
+    // Cut first: the rest must have length 1 (Kusupati et al. 2022).
     vector.truncate(form.dimensions.unwrap_or(usize::MAX));
     if form.normalize {
         let length = length(&vector);
@@ -34,7 +34,7 @@ pub(crate) fn form(vector: Box<[f32]>, form: Form) -> Vector {
     }
 }
 
-/// What a function makes of a model's scores, in place of them.
+/// Applies an activation to a model's scores, in place.
 pub(crate) fn answers(mut scores: Box<[f32]>, function: ScoreFunction) -> Box<[f32]> {
     match function {
         ScoreFunction::Identity => {}

@@ -174,7 +174,7 @@ fn adapters(state: &Shared) -> Result<&Adapters, ApiError> {
     })
 }
 
-/// Lets a request pass with a key of administrators, or where nobody else can reach the server.
+/// Accepts a request with an admin key, or if the server is reachable from this machine only.
 pub(super) async fn check_adapters(
     State(state): State<Shared>,
     key: forebay_http::KeyId,
@@ -185,8 +185,8 @@ pub(super) async fn check_adapters(
     check_operator(state, key, request, next, is_open, "adapters are loaded").await
 }
 
-/// Lets a request pass with a key of administrators. Where there is none, a server that is open to
-/// this machine alone needs none; `what` is done there.
+/// Accepts a request with an admin key. Without admin keys, a server that is reachable from this
+/// machine only needs none; `what` names the action.
 pub(super) async fn check_operator(
     state: Shared,
     key: forebay_http::KeyId,

@@ -167,7 +167,7 @@ async fn embedded(
     }
     let placed = state.intake.place(client, prompts, dtype, PARAM).await?;
     let submissions = placed.into_iter().map(|(rows, embeds)| {
-        // The tokens only say how many positions there are.
+        // Only the number of tokens matters: embeddings replace them.
         let tokens = vec![0; rows as usize];
         let submission = Submission::new(state, tokens, Arc::clone(terms), limits, PARAM)?;
         Ok(Submission { embeds: Some(embeds), ..submission })
@@ -185,7 +185,7 @@ fn given(prompts: &CompletionPrompts) -> Vec<Option<Arc<str>>> {
     prompts.iter().map(text).collect()
 }
 
-/// The text of each prompt, for all its choices; `None` if it is not wanted. `known` are prompts
+/// The text of each prompt, for all its choices; `None` if it is not requested. `known` are prompts
 /// that came as text. The others fit the context by now, and are decoded on another thread.
 async fn echo_texts(
     state: &Shared,
@@ -218,15 +218,16 @@ async fn echo_texts(
 #[derive(Debug, Clone, Copy, Default)]
 struct Shown {
     tokens: TokenOutput,
-    /// Log-probabilities, with so many alternatives.
+    /// The number of alternatives in log-probabilities.
     top: Option<u8>,
-    /// The log-probabilities of the prompt, apart from the answer's, with so many alternatives.
+    /// The number of alternatives in the log-probabilities of the prompt, which are apart from the
+    /// answer's.
     apart: Option<u8>,
 }
 
 impl Shown {
-    /// The parts of `choices` choices that repeat a prompt, which begins with `echo` where its text
-    /// is wanted.
+    /// The parts of `choices` choices that repeat a prompt, which begins with `echo` if its text is
+    /// requested.
     fn repetition(self, echo: Option<&str>, prompt: &[i32], choices: usize) -> Repetition {
         /// The digits of an id, and a comma.
         const ID: usize = 8;

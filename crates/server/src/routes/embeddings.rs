@@ -107,7 +107,7 @@ pub(crate) async fn embeddings(
 /// Vectors of texts.
 pub(super) struct Embedded {
     pub(super) vectors: Vec<Box<[f32]>>,
-    /// The wanted form of vectors.
+    /// The requested form of vectors.
     pub(super) wanted: Form,
     pub(super) usage: PoolingUsage,
     /// True if writing the vectors takes long.
@@ -122,7 +122,7 @@ impl Embedded {
     }
 }
 
-/// Has the texts of a request computed; the request is called `id` in traces.
+/// Computes the texts of a request; the request is called `id` in traces.
 ///
 /// # Errors
 /// One of the texts is not taken.

@@ -24,7 +24,7 @@ use crate::limits::query;
 use crate::reply::{self, Failure};
 use crate::state::{Shared, now};
 
-/// The largest number of bytes of a field that is no file.
+/// The largest number of bytes of a field that is not a file.
 const FIELD_BYTES: usize = 1024;
 /// The bytes that are read from a file at a time.
 const CHUNK: usize = 64 << 10;
@@ -42,7 +42,7 @@ pub(super) struct Page<T> {
     has_more: bool,
 }
 
-/// The part of a list that a client wants.
+/// The requested part of a list.
 #[derive(Debug, Deserialize)]
 pub(super) struct PageQuery {
     after: Option<String>,

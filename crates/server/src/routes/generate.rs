@@ -85,7 +85,7 @@ pub(crate) async fn generate(
             None => SeenPrompt { ids, images: Arc::default() },
         };
         let mut submission = Submission::new(&state, seen.ids, terms, limits, param)?;
-        // Each output lists what is told of the prompt.
+        // Each output lists the prompt's log-probabilities.
         submission.repetition.choices = submission.terms.generation.n as usize;
         (submission.images, submission.files) = (seen.images, files);
         Ok::<_, ApiError>(submission)
@@ -346,8 +346,8 @@ impl EventEncoder for GenerateEncoder {
 mod tests {
     use super::*;
 
-    /// A stream of so many tokens with so many candidates each, and what is told of its prompt.
-    /// Gives the weight of all events together, and that of the last.
+    /// A stream of `tokens` tokens with `candidates` candidates each, and `told` log-probabilities
+    /// of its prompt. Returns the weight of all events together, and that of the last.
     fn events(tokens: usize, candidates: i32, told: usize) -> (usize, usize, usize) {
         let mut of_prompt = PromptLogprobList::default();
         of_prompt.push(&forebay_engine::PromptLogprobs {

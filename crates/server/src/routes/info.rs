@@ -32,7 +32,7 @@ use crate::submission::Submission;
 
 /// The media type of Prometheus' text exposition.
 const EXPOSITION: &str = "text/plain; version=0.0.4; charset=utf-8";
-/// The time between two looks of a health request at the steps of others.
+/// The interval at which a health request checks for steps of other requests.
 const STEP_POLL: Duration = Duration::from_millis(10);
 
 /// Lists the served names.
@@ -125,8 +125,8 @@ pub(crate) struct Healthy {
     /// The state of each replica, where there are several: `ready`, or why not.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     replicas: Vec<String>,
-    /// What went wrong and was mended with less: hands that the kernel killed because memory ran
-    /// out, and came back with fewer pages.
+    /// A failure that the server has recovered from with fewer resources: the kernel killed hands
+    /// because memory ran out, and they came back with fewer pages.
     #[serde(skip_serializing_if = "Option::is_none")]
     warning: Option<String>,
 }
@@ -145,7 +145,7 @@ impl Healthy {
     }
 }
 
-/// Tells that the process lives. The answer says nothing about the model: a process that loads or
+/// Reports that the process lives. The answer does not depend on the model: a process that loads or
 /// drains is alive.
 #[utoipa::path(
     get,

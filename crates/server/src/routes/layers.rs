@@ -87,19 +87,18 @@ pub(super) async fn check_generator(
     }
 }
 
-/// Answers a request that makes its handler panic; what the handler held is dropped by then, which
-/// aborts what it waited for.
+/// Answers a request that makes its handler panic; the handler's state is dropped by then, which
+/// aborts its engine requests.
 pub(super) async fn contain(request: Request, next: Next) -> Response {
     contained(next.run(request)).await.unwrap_or_else(|panic| {
-        // What it says is about the server, and not for a client.
+        // A panic's message describes the server, and is not for clients.
         tracing::error!("a handler panicked: {}", panic_message(&*panic));
         let reason = "the server failed on this request; its log says why".to_owned();
         Failure(ApiError::Internal { reason, code: Some("panic") }).into_response()
     })
 }
 
-/// Counts an answer. Routes and methods that nobody knows are counted together: clients may make up
-/// any.
+/// Counts an answer. Unknown routes and methods are counted together: clients may make up any.
 pub(super) async fn count(State(state): State<Shared>, request: Request, next: Next) -> Response {
     let began = Instant::now();
     let path = request.extensions().get::<MatchedPath>().cloned();

@@ -177,8 +177,8 @@ impl EventEncoder for LlamaEncoder {
     }
 
     fn resumable(&self) -> bool {
-        // A token whose text is held back is told with the next one's, which another brain does not
-        // know.
+        // A token whose text is held back is sent with the next one, and another brain cannot know
+        // that.
         false
     }
 

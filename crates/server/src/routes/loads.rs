@@ -15,7 +15,7 @@ use crate::peers::{Peer, queued, report, wait};
 use crate::reply::{self, Failure};
 use crate::state::Shared;
 
-/// The largest number of waiting dispatches that a router is told of.
+/// The largest number of waiting dispatches that are reported to a router.
 const MOST_QUEUED: usize = 64;
 
 /// The time and the content of the answer.
@@ -25,7 +25,7 @@ pub(crate) struct LoadsAt {
     #[serde(default)]
     wait: f64,
     requests: Option<usize>,
-    /// The number of its waiting dispatches that a router wants to hear of.
+    /// The number of its waiting dispatches that a router asks for.
     #[serde(default)]
     queued: usize,
 }

@@ -60,7 +60,7 @@ pub(crate) async fn resume(
 /// Another role of a replica.
 #[derive(Deserialize, ToSchema)]
 pub(crate) struct NewRole {
-    /// `prefill`: prompts and first tokens; `decode`: what is behind them; `both`.
+    /// `prefill`: prompts and first tokens; `decode`: later tokens; `both`.
     role: String,
 }
 
@@ -76,7 +76,7 @@ pub(crate) struct ReplicaRole {
 }
 
 /// Gives a replica another role, where prefill is apart from decode. Requests that it has end
-/// there, or leave behind their first token as they would have.
+/// there, or leave after their first token as they would have.
 #[utoipa::path(
     post,
     path = "/replicas/{replica}/role",

@@ -5,7 +5,7 @@ use forebay_egress::{Delta, End};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-/// One thing that a model says.
+/// One item of a scripted answer.
 #[derive(Debug, Clone)]
 pub(crate) enum Said {
     Content(String),

@@ -24,10 +24,10 @@ use super::weights::{WeightsUpdated, updated_answer};
 const TENSORS: &str = "serialized_named_tensors";
 /// The type of a body that is one file of safetensors.
 const OCTETS: &str = "application/octet-stream";
-/// Rows of a parameter, if a client does not say, as in SGLang.
+/// Default number of rows of a parameter, as in SGLang.
 const ROWS: usize = 100;
 
-/// What an update is, beside its tensors.
+/// Parameters of a weight update, apart from its tensors.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct TensorsQuery {
@@ -146,7 +146,7 @@ pub(crate) async fn update(
     Ok(updated_answer(Arc::clone(&state.weights).update(update).await?))
 }
 
-/// Says what to use in place of groups and shared memory of GPUs.
+/// Names the replacement for groups and shared memory of GPUs.
 #[utoipa::path(
     post,
     path = "/update_weights_from_ipc",

@@ -271,7 +271,7 @@ fn unknown_mode(mode: &str, known: &str) -> ApiError {
     ApiError::invalid("mode", format!("`mode`: {mode:?} is not {known}"))
 }
 
-/// Lets a request pass with a key of administrators, or where nobody else can reach the server.
+/// Accepts a request with an admin key, or if the server is reachable from this machine only.
 pub(super) async fn check_weights(
     State(state): State<Shared>,
     key: forebay_http::KeyId,

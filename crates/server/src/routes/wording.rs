@@ -4,7 +4,7 @@ use forebay_api::{StopReason, TokenOutput};
 use forebay_egress::End;
 use forebay_text::Tokenizer;
 
-/// vLLM's `stop_reason`: what ended the text, unless it was end-of-sequence.
+/// vLLM's `stop_reason`: the stop string or token, unless it was end-of-sequence.
 pub(super) fn stop_reason(end: &End) -> Option<StopReason> {
     match end {
         End::Token(id) => Some(StopReason::Token(*id)),
@@ -13,7 +13,7 @@ pub(super) fn stop_reason(end: &End) -> Option<StopReason> {
     }
 }
 
-/// SGLang's `matched_stop`: what ended the text, end-of-sequence too.
+/// SGLang's `matched_stop`: the stop string or token, end-of-sequence included.
 pub(super) fn matched_stop(end: &End) -> Option<StopReason> {
     match end {
         End::Eos(id) => Some(StopReason::Token(*id)),

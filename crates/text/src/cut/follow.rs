@@ -13,14 +13,14 @@ type Set = Vec<(char, char)>;
 /// The neighbours in the matches of a pattern (the position automaton of Glushkov, 1961).
 ///
 /// Two characters that can stand next to each other in a match are always neighbours here. So are
-/// some that can't, because lookahead is taken to be true. Where it says no, no path of a
-/// backtracking matcher gets from one to the other.
+/// some that can't, because lookahead is assumed to match. Where this table has no pair, no path of
+/// a backtracking matcher gets from one to the other.
 #[derive(Debug)]
 pub(crate) struct Follow {
     sets: Vec<Set>,
     /// Positions after each other, by index in `sets`.
     pairs: BTreeSet<(usize, usize)>,
-    /// Characters that are a match by themselves, with any text behind them.
+    /// Characters that are a match by themselves, with any text after them.
     alone: Vec<usize>,
 }
 
@@ -32,7 +32,7 @@ struct Part {
     alone: Vec<usize>,
     /// True if the part can match nothing.
     nullable: bool,
-    /// True if the part can match nothing, with any text behind it.
+    /// True if the part can match nothing, with any text after it.
     surely_nullable: bool,
     /// True if the part is a lookahead.
     is_lookahead: bool,
@@ -54,7 +54,7 @@ impl Follow {
         (!whole.nullable).then_some(follow)
     }
 
-    /// True if a match may have `right` straight after a certain character. `left` tells if a set
+    /// True if a match may have `right` straight after a certain character. `left`: whether a set
     /// can hold that character.
     pub(crate) fn joins(&self, left: impl Fn(&[(char, char)]) -> bool, right: char) -> bool {
         self.pairs.iter().any(|&(a, b)| contains(&self.sets[b], right) && left(&self.sets[a]))
@@ -266,7 +266,7 @@ mod tests {
         }
     }
 
-    /// Patterns over a few letters, with what they are made of.
+    /// Patterns over a few letters, with their parts.
     fn pattern() -> impl Strategy<Value = String> {
         let leaf = prop::sample::select(vec!["a", "b", "c", "[ab]", "[^a]", "ab", "(?i:b)"]);
         let leaf = leaf.prop_map(str::to_owned);

@@ -168,7 +168,7 @@ mod tests {
 
     #[test]
     fn a_lookahead_sees_the_same_on_both_sides() {
-        // After a space nothing is cut: `\s+(?!\S)` would see the end of the text instead of the
+        // After a space nothing is cut: `\s+(?!\S)` would match the end of the text instead of the
         // letter.
         assert_eq!(places(&file(Value::Null, gpt2(), &[]), "a  b"), [1]);
     }

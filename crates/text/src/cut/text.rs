@@ -61,7 +61,7 @@ impl TextCuts {
     /// The cuts of a tokenizer; `None` if a part of it may look over a cut.
     pub(crate) fn new(file: &Value, normaliser: Normaliser, added: &[AddedToken]) -> Option<Self> {
         if normaliser == Normaliser::Nfc {
-            // What is looked for then is the composed token.
+            // These tokens are searched in composed text.
             let composed = added.iter().filter(|token| token.normalised);
             if !composed.flat_map(|token| token.content.chars()).all(is_settled) {
                 return None;
@@ -113,7 +113,7 @@ impl TextCuts {
         if !is_settled(right) || left.is_whitespace() {
             return false;
         }
-        // Of an unsettled character only this much is sure: it is no space, and composing makes
+        // Of an unsettled character only this much is sure: it is not a space, and composing makes
         // none of it.
         let settled = is_settled(left);
         let inside_token = if settled {

@@ -20,8 +20,7 @@ const COMPOSED: u64 = 4;
 /// a space.
 const METASPACE: &str = "\u{2581}";
 
-/// The facts that are known of a tokenizer before it encodes: no text has fewer ids than
-/// [`Measure::fewest`] says.
+/// Lower bounds of a tokenizer before it encodes: no text has fewer ids than [`Measure::fewest`].
 #[derive(Debug)]
 pub(crate) enum Measure {
     /// Every byte of the text is in a token, and for each byte it is known how long a token with it
@@ -118,7 +117,8 @@ impl Measure {
                 let known = |&&byte: &&u8| byte.is_ascii() && characters[usize::from(byte)];
                 text.as_bytes().iter().filter(known).count().div_ceil(*longest) as u64
             }
-            // Only what every normaliser takes for a space; form feeds are dropped by some.
+            // Only characters that every normaliser treats as a space; form feeds are dropped by
+            // some.
             Self::Words => text
                 .split([' ', '\t', '\n', '\r'])
                 .filter(|word| word.bytes().any(|byte| byte.is_ascii_alphanumeric()))
@@ -152,7 +152,7 @@ fn composed(weights: &[u64; 256], text: &str) -> u64 {
 struct Tokens {
     vocabulary: HashSet<String>,
     added: Vec<String>,
-    /// An added token takes the spaces beside it, however many.
+    /// An added token takes the spaces around it, however many.
     strips: bool,
     /// No added token has a space in it or takes one.
     no_spaces: bool,
@@ -175,7 +175,7 @@ impl Tokens {
         Some(Self { vocabulary, added, strips, no_spaces })
     }
 
-    /// Takes the weight of the bytes that have no token: they are dropped.
+    /// Subtracts the weight of the bytes that have no token: they are dropped.
     fn without_dropped(&self, mut weights: Box<[u64; 256]>) -> Box<[u64; 256]> {
         let mut has = [false; 256];
         for symbol in (0..0x144_u32).filter_map(char::from_u32) {

@@ -14,7 +14,7 @@ struct Loaded {
     tokenizer: Tokenizer,
 }
 
-/// All kinds of tokenizers; also some that compose, drop words, take the spaces beside tokens, or
+/// All kinds of tokenizers; also some that compose, drop words, take the spaces around tokens, or
 /// drop text.
 static LOADED: LazyLock<Vec<Loaded>> = LazyLock::new(|| {
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/data");

@@ -20,10 +20,10 @@ use crate::error::TextError;
 /// The longest word, in bytes. The memory and the time of its encoding grow with it, and a long run
 /// of white space is a word of few tokens.
 pub(crate) const LONGEST_WORD: usize = 1 << 20;
-/// The longest word behind the pre-tokenizer, which may write a byte as a character of two.
+/// The longest word after the pre-tokenizer, which may write a byte as a character of two.
 const LONGEST_WRITTEN: usize = 2 * LONGEST_WORD;
 
-/// Finds the added tokens of a text as the library does, but not where they are to be ordinary
+/// Finds the added tokens of a text as the library does, except in ranges that must be ordinary
 /// text.
 ///
 /// The library can switch all special tokens off or none. This is its algorithm again, with a list
@@ -115,8 +115,8 @@ impl Plain {
         joined
     }
 
-    /// The ids of `text` without what the post-processor adds. Special tokens that touch one of
-    /// `plain` (sorted, not overlapping) are ordinary text.
+    /// The ids of `text` without the post-processor's. Special tokens that touch one of `plain`
+    /// (sorted, not overlapping) are ordinary text.
     ///
     /// `go_on` is called before each word, with the number of ids so far.
     ///

@@ -247,7 +247,7 @@ impl TextPool {
                 let _ended = ThreadEnd(&shared);
                 work(&shared);
             };
-            // Nobody joins it: it may be in work that nobody waits for.
+            // The thread is not joined: it may be in work that no caller waits for.
             start(thread, Box::new(work)).map(drop)
         };
         if config.tokenizer_mode == TextMode::Auto {
@@ -257,7 +257,7 @@ impl TextPool {
         Ok(Self { shared, mode: config.tokenizer_mode, patience: PATIENCE })
     }
 
-    /// The same pool for texts of at most so many tokens each, special tokens included; `None`:
+    /// The same pool for texts of at most `most` tokens each, special tokens included; `None`:
     /// without a limit.
     ///
     /// A text that can't be short enough is refused before it is encoded. Encoding ends at the
@@ -447,9 +447,9 @@ impl Shared {
                     count(&self.batches);
                     self.tools.render(&mut jobs);
                     let done: Vec<_> = jobs.into_iter().filter_map(|job| self.start(job)).collect();
-                    // All at once: each answer may wake a thread that would want this processor.
+                    // All at once: each answer may wake a thread that would take this processor.
                     for (reply, result) in done {
-                        // The caller may have gone by now; then nobody wants the answer.
+                        // The caller may have gone by now.
                         let _ = reply.send(result);
                     }
                 }

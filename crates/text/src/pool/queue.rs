@@ -133,7 +133,7 @@ impl Queue {
         }
     }
 
-    /// Takes nothing more in; threads end when what there is has been done, but for long pieces.
+    /// Accepts no more work; threads end after the queued work, except long pieces.
     pub(super) fn close(&self) {
         self.lanes.lock().closed = true;
         self.ready.notify_all();
@@ -148,7 +148,7 @@ impl Queue {
         Some(Task::Piece(long, piece))
     }
 
-    /// Closes, and drops what waits.
+    /// Closes, and drops the queued work.
     pub(super) fn abandon(&self) {
         let mut lanes = self.lanes.lock();
         *lanes = Lanes { closed: true, ..Lanes::default() };

@@ -16,9 +16,9 @@ use crate::template::{ChatRender, ChatTemplate, Guard, GuardedChat, text_bytes};
 
 /// An estimate of the bytes of a token.
 const BYTES_A_TOKEN: usize = 4;
-/// Pairs of about so many bytes are encoded at a time.
+/// Bytes of pairs that are encoded at a time, about.
 const PAIRS_BYTES: usize = 8 << 10;
-/// A pair of so many bytes is not for the threads that others wait for.
+/// A pair of at least this many bytes goes to a thread that other texts do not wait for.
 const LONG_PAIR_BYTES: usize = 64 << 10;
 
 /// The receiver of an input's answer. It is closed once there is no waiter.
@@ -35,7 +35,7 @@ pub(super) struct Tools {
     pub(super) closed: AtomicBool,
 }
 
-/// Text, or what becomes text.
+/// Text, or its source.
 #[derive(Debug)]
 pub(super) enum Input {
     Texts {

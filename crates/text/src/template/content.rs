@@ -1,4 +1,4 @@
-//! The two forms of a message's content, and the one that a template reads.
+//! The two forms of a message's content, and the detection of the form that a template reads.
 
 use serde_json::{Value, json};
 
@@ -25,7 +25,8 @@ const PROBE: &str = "forebay-probe-text";
 const OTHER_FIELD: &str = "forebay-probe-field";
 
 impl ContentFormat {
-    /// Finds out what `template` reads, while its own format is still [`ContentFormat::Either`].
+    /// Detects the form that `template` reads, while its own format is still
+    /// [`ContentFormat::Either`].
     pub(super) fn of(template: &ChatTemplate) -> Self {
         let string = reads(template, &json!(PROBE));
         let parts = reads(template, &json!([{"type": "text", "text": PROBE, OTHER_FIELD: 1}]));
@@ -62,7 +63,7 @@ fn part_text(part: &Value) -> Option<&str> {
 /// content.
 fn reads(template: &ChatTemplate, content: &Value) -> bool {
     let user = json!({"role": "user", "content": content});
-    // Some templates want a system message or more turns, some refuse one: any chat that renders
+    // Some templates require a system message or more turns, some refuse one: any chat that renders
     // will do.
     let system = json!({"role": "system", "content": "s"});
     let chats = [json!([user]), json!([system, user])];

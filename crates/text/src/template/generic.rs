@@ -7,7 +7,7 @@ use super::history::{self, has_calls};
 
 /// The text before the descriptions of tools.
 const BEFORE: &str = "You can call functions. These are their descriptions, one on each line:";
-/// The text behind them. The form of calls is that of the dialect `generic`.
+/// The text after them. The form of calls is that of the dialect `generic`.
 const BEHIND: &str = "To call a function, answer with its name and its arguments as a JSON object \
                       between two marks, and with nothing else:
 <tool_call>
@@ -61,7 +61,7 @@ fn describe(messages: &mut Vec<Value>, tools: &[Value]) {
     }
 }
 
-/// Writes the calls of a message behind its content.
+/// Writes the calls of a message after its content.
 fn write_calls(message: &mut Map<String, Value>) {
     let Some(Value::Array(mut calls)) = message.remove("tool_calls") else { return };
     let calls: Vec<String> = calls

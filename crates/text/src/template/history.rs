@@ -1,13 +1,13 @@
-//! Fields that clients leave out of messages in several ways, brought into one form before any
-//! template sees them.
+//! Fields that clients leave out of messages in several ways, brought into one form before
+//! rendering.
 
 use serde_json::{Map, Value, json};
 
-/// Brings a message into the one form: a field that is null is not there, a call has arguments, and
-/// a message without calls has content, which may be empty.
+/// Normalises a message: null fields are removed, a call has arguments, and a message without calls
+/// has content, which may be empty.
 ///
-/// Content beside calls stays null where it is null or not there. The template's own form for it is
-/// in its [`Shape`](super::shape::Shape).
+/// Content of a message with calls stays null if it is null or missing. The template's own form for
+/// it is in its [`Shape`](super::shape::Shape).
 pub(super) fn normalise(message: &mut Map<String, Value>) {
     message.retain(|name, value| match name.as_str() {
         "tool_calls" => value.as_array().is_none_or(|calls| !calls.is_empty()) && !value.is_null(),
@@ -30,8 +30,8 @@ pub(super) fn has_calls(message: &Map<String, Value>) -> bool {
     message.contains_key("tool_calls")
 }
 
-/// Does something with the function of a call. Some clients write what a call has without its
-/// function around it.
+/// Applies `f` to the function of a call. Some clients write the function's fields without the
+/// object around them.
 pub(super) fn with_function<R>(
     call: &mut Map<String, Value>,
     change: impl FnOnce(&mut Map<String, Value>) -> R,

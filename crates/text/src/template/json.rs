@@ -140,7 +140,7 @@ impl Dump<'_> {
     }
 }
 
-/// A key in the form of `json.dumps`. Python converts keys that are no strings.
+/// A key in the form of `json.dumps`. Python converts keys that are not strings.
 fn key_text(key: &Value) -> Result<String, Error> {
     match key.kind() {
         ValueKind::String => Ok(key.as_str().unwrap_or_default().to_owned()),
@@ -151,7 +151,7 @@ fn key_text(key: &Value) -> Result<String, Error> {
     }
 }
 
-/// A number as `json.dumps` writes it, which for a float that is no number is not JSON.
+/// A number as `json.dumps` writes it, which for a float that is not a number is not JSON.
 fn number(value: &Value) -> String {
     match python::repr(value).as_str() {
         "nan" => "NaN".to_owned(),

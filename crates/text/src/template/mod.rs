@@ -184,8 +184,8 @@ impl ChatTemplate {
         Self { tool_use: Some(Box::new(tool_use)), ..self }
     }
 
-    /// Has a system message list the tools, and writes calls and results as text, if the template
-    /// shows no tools. Answers then call in the form `generic`.
+    /// If the template renders no tools, lists the tools in a system message, and writes calls and
+    /// results as text. Answers then call in the form `generic`.
     pub fn show_tools_generically(&mut self) {
         self.generic_tools = !self.shows_tools();
     }
@@ -353,7 +353,7 @@ struct PreparedChat<'a> {
     template: &'a ChatTemplate,
     request: ChatRender<'a>,
     messages: Vec<serde_json::Value>,
-    /// The text of the message that is to be continued, which has a tag at its end.
+    /// The text of the message to be continued, with a tag at its end.
     final_text: Option<String>,
 }
 
@@ -417,7 +417,7 @@ fn cut_at_tag(mut rendered: String, final_text: &str) -> Result<String, TextErro
     let keeps_spaces = rendered[at..].starts_with(CONTINUE_TAG);
     rendered.truncate(at);
     if !keeps_spaces {
-        // The template trimmed the message, so what it would have trimmed before the tag goes too.
+        // The template trimmed the message, so the white space before the tag goes too.
         rendered.truncate(rendered.trim_end().len());
     }
     Ok(rendered)

@@ -19,7 +19,7 @@ const NAME: &str = "chat_template";
 const FUEL: u64 = 20_000_000;
 /// Macros and blocks inside each other; a tool's schema nests a few levels, of a few calls each.
 const RECURSION: usize = 250;
-/// Bytes that a template may print for one chat: this, and so much for each byte of the chat.
+/// Bytes that a template may print for one chat, in addition to a number for each byte of the chat.
 const OUTPUT: usize = 4 << 20;
 const OUTPUT_A_BYTE: usize = 16;
 
@@ -55,7 +55,7 @@ impl Program {
         environment.set_recursion_limit(RECURSION);
         environment.add_function("raise_exception", raise_exception);
         environment.add_function("strftime_now", move |format: &str| strftime(&clock(), format));
-        // As Jinja2 does, which knows no other end of a line in a template.
+        // As Jinja2 does: it supports no other line ending in a template.
         let source = source.strip_prefix('\u{feff}').unwrap_or(source);
         let lines = source.replace("\r\n", "\n").replace('\r', "\n");
         let plain = generation::without_generation_marks(&lines);

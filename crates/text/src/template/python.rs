@@ -21,7 +21,7 @@ thread_local! {
     static PRINTABLE: Cell<usize> = const { Cell::new(usize::MAX) };
 }
 
-/// Limits what templates on this thread print, until it is dropped.
+/// Limits the output of templates on this thread, until it is dropped.
 #[derive(Debug)]
 pub(super) struct PrintLimit(usize);
 
@@ -68,7 +68,7 @@ pub(super) fn environment() -> Result<Environment<'static>, Error> {
             length => Ok(length.unwrap_or(0)),
         });
     }
-    // Python's strings and dictionaries have a length and items, which is what jinja2 asks for.
+    // jinja2 tests for a length and items, which Python's strings and dictionaries have.
     environment.add_test("sequence", |value: &Value| {
         use ValueKind::{Map, Seq, String, Undefined};
         matches!(value.kind(), Seq | Map | String | Undefined)
@@ -168,7 +168,7 @@ fn write_repr(value: &Value, depth: usize, out: &mut String) {
     }
 }
 
-/// Single quotes, unless the text has some and no double ones; what does not print is escaped.
+/// Single quotes, unless the text has some and no double ones; unprintable characters are escaped.
 fn string_repr(text: &str, out: &mut String) {
     let quote = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
     out.push(quote);

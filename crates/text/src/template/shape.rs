@@ -17,7 +17,7 @@ pub(super) struct Shape {
     developer: bool,
     /// More than one system message at the beginning.
     several_systems: bool,
-    /// A system message behind others.
+    /// A system message after others.
     late_system: bool,
     /// Two messages of a user in a row.
     repeated: bool,
@@ -72,7 +72,7 @@ impl Shape {
         calls: true,
     };
 
-    /// Finds out what `template` takes, while its own shape is still [`Shape::ANY`].
+    /// Detects the messages that `template` accepts, while its own shape is still [`Shape::ANY`].
     pub(super) fn of(template: &ChatTemplate) -> Self {
         let render = |messages: Value| template.render(&ChatRender::new(&messages)).ok();
         let user = |text: &str| json!({"role": "user", "content": text});
@@ -111,7 +111,7 @@ impl Shape {
             (false, true) => (Arguments::Text, text),
             (false, false) => (Arguments::Either, object),
         };
-        // Where a template shows no calls at all, the rest of the chat tells what it takes.
+        // If a template renders no calls at all, the rest of the chat shows what it accepts.
         let taken = |content: Value| {
             render(called(content, SHORT_ID, given.clone())).filter(|text| !calls || shown(text))
         };
@@ -126,7 +126,7 @@ impl Shape {
         };
         Self {
             system: takes_system,
-            // A template that prints any role would show the model one that it has never seen.
+            // A template that prints any role would give the model one that it was not trained on.
             developer: template.source.contains("developer")
                 && shows(json!([{"role": "developer", "content": PROBE}, user("u")])),
             several_systems: both(json!([system(PROBE), system(OTHER), user("u")])),
@@ -258,7 +258,7 @@ impl Shape {
         let Some(arguments) = function.get_mut("arguments") else { return };
         match (self.arguments, &*arguments) {
             (Arguments::Object, Value::String(text)) => {
-                // OpenAI's clients send back what they got, also if it was cut.
+                // OpenAI's clients send arguments back unchanged, also if they were cut off.
                 let read = serde_json::from_str(text).ok();
                 if let Some(value) = read.filter(Value::is_object) {
                     *arguments = value;
@@ -359,9 +359,9 @@ mod tests {
     }
 
     const PRINTS: &str = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}";
-    /// As Gemma's and Mistral's: nothing but turns, in turn.
+    /// Gemma's and Mistral's kind: user and assistant messages must alternate.
     const TURNS: &str = "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns') }}{% endif %}[{{ m.role }}:{{ m.content }}]{% endfor %}";
-    /// As Qwen's: one system message, at the beginning.
+    /// Qwen's kind: one system message, at the beginning.
     const FIRST: &str = "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('first') }}{% endif %}[{{ m.role }}:{{ m.content }}]{% endfor %}";
     const CALLS: &str = "{% for m in messages %}[{{ m.content }}]{% for c in m.tool_calls %}{{ c.id }} {{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}{% endfor %}";
     const TEXT_CALLS: &str = "{% for m in messages %}{% if m.content is not none %}[{{ m.content }}]{% endif %}{% for c in m.tool_calls %}{{ c.function.name + ' ' + c.function.arguments }}{% endfor %}{% endfor %}";

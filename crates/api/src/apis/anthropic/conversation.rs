@@ -11,8 +11,8 @@ use crate::limits::bounds::{WORD, param};
 use crate::limits::{Bound, Param};
 use crate::turns::{Content, Turns};
 
-/// The line that one client puts in front of its system prompt, with another number each time: it
-/// would empty the prefix cache.
+/// One client starts its system prompt with this line and a new number each time, which would
+/// defeat the prefix cache.
 const BILLING: &str = "x-anthropic-billing-header:";
 
 /// The roles of messages. Anthropic has no system messages; some of its clients write them all the
@@ -217,7 +217,7 @@ pub(super) fn add(
                     asked(turns, &mut content, &path, block, ignored)?;
                 }
             }
-            // Answers stand behind their calls, and what the user says behind them.
+            // Tool results follow their calls, and the user's text follows both.
             for (path, block) in results {
                 result(turns, &path, block, ignored)?;
             }
@@ -356,7 +356,8 @@ fn texts(content: &mut Content, path: &str, blocks: Option<TextOr<Leaf>>) -> Res
                 let path = format!("{path}[{at}]");
                 match block.kind.as_str() {
                     "text" => content.text(required(block.text, &path, "text")?),
-                    // What it shows is content: to leave it out would answer another question.
+                    // The block carries content: without it the model would answer another
+                    // question.
                     kind => return Err(ApiError::unsupported(format!("{path}.type={kind}"))),
                 }
             }

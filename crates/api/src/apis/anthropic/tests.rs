@@ -133,7 +133,7 @@ fn what_is_wrong_is_named_by_its_path() {
     assert_eq!(validate(&servers).unwrap_err(), ApiError::unsupported("mcp_servers"));
 }
 
-/// What a client shows the model is in the prompt, wherever it stands.
+/// Content that a client sends is in the prompt, whichever block type holds it.
 #[test]
 fn documents_and_results_of_searches_are_in_the_prompt() {
     let document = |source: Value| json!({"type": "document", "title": "Report", "context": "draft", "source": source});

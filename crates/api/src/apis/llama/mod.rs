@@ -61,7 +61,7 @@ pub struct ValidLlama {
     pub prompts: Vec<Prompt>,
     /// True if the answer is a list.
     pub batch: bool,
-    /// The other parameters.
+    /// The parameters that all routes share.
     pub generation: Generation,
     /// True if the response is server-sent events.
     pub stream: bool,

@@ -22,7 +22,7 @@ use crate::turns::{Content, Turns};
 /// A conversation, `POST /api/chat`.
 #[derive(Debug, Default)]
 pub struct OllamaChatRequest {
-    /// The name of the model; a `:latest` behind it is ignored.
+    /// The name of the model; a `:latest` after it is ignored.
     pub model: Option<String>,
     messages: Vec<OllamaMessage>,
     tools: Option<Vec<Value>>,
@@ -50,7 +50,7 @@ tabled!(OllamaChatRequest, "A conversation, `POST /api/chat`.", [CHAT]);
 /// A prompt, `POST /api/generate`.
 #[derive(Debug, Default)]
 pub struct OllamaGenerateRequest {
-    /// The name of the model; a `:latest` behind it is ignored.
+    /// The name of the model; a `:latest` after it is ignored.
     pub model: Option<String>,
     prompt: String,
     system: Option<String>,
@@ -85,7 +85,7 @@ tabled!(OllamaGenerateRequest, "A prompt, `POST /api/generate`.", [GENERATE]);
 /// Texts to turn into vectors, `POST /api/embed`.
 #[derive(Debug, Default)]
 pub struct OllamaEmbedRequest {
-    /// The name of the model; a `:latest` behind it is ignored.
+    /// The name of the model; a `:latest` after it is ignored.
     pub model: Option<String>,
     input: Option<Prompts>,
     truncate: Option<bool>,
@@ -107,7 +107,7 @@ tabled!(OllamaEmbedRequest, "Texts to turn into vectors, `POST /api/embed`.", [E
 /// A text to turn into a vector, `POST /api/embeddings`, Ollama's older route.
 #[derive(Debug, Default)]
 pub struct OllamaEmbeddingsRequest {
-    /// The name of the model; a `:latest` behind it is ignored.
+    /// The name of the model; a `:latest` after it is ignored.
     pub model: Option<String>,
     prompt: String,
 }

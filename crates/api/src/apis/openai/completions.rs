@@ -10,7 +10,7 @@ use crate::parameter::{Line, own, refused, tabled};
 use crate::prompt::{Prompt, Prompts};
 use crate::sampling::{Generation, Limits, check_logprobs, check_total, whole_prompt};
 
-/// Tokens that the legacy API generates where the client does not say.
+/// Tokens that the legacy API generates if the client sets no limit.
 const DEFAULT_MAX_TOKENS: u32 = 16;
 
 /// A completion request.
@@ -73,9 +73,9 @@ pub struct ValidCompletion {
     /// The number of alternatives for each log-probability of the prompt, which are returned apart;
     /// `None`: none are returned.
     pub prompt_logprobs: Option<u8>,
-    /// The form in which tokens appear beside their text.
+    /// The form of tokens in addition to their text.
     pub tokens: TokenOutput,
-    /// The other parameters.
+    /// The parameters that all routes share.
     pub generation: Generation,
     /// The options of the stream; `None`: one response.
     pub streaming: Option<Streaming>,
@@ -119,7 +119,7 @@ impl CompletionRequest {
         let mut generation = parameters.validate("", defaults, limits)?;
         if best_of > n {
             generation.n = best_of;
-            // What they are compared by.
+            // Candidates are ranked by their log-probabilities.
             generation.sampling.logprobs.get_or_insert(0);
         }
         let (prompts, param, count) = if self.prompt_embeds.is_empty() {

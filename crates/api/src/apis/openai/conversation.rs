@@ -145,7 +145,7 @@ pub(crate) fn chat_prompt(
     })
 }
 
-/// Takes the part at `path`, which is no text; gives the template's view of it.
+/// Takes the part at `path`, which is not text; gives the template's view of it.
 fn take(path: &str, part: ContentPart, images: &mut Images) -> Result<Value, ApiError> {
     if images.are_unseen() || part.kind != "image_url" {
         return Err(ApiError::unsupported(format!("{path}.type={}", part.kind)));

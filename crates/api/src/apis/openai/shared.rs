@@ -166,7 +166,7 @@ impl Shared {
         }
     }
 
-    /// The form in which tokens appear beside their text.
+    /// The form of tokens in addition to their text.
     pub(super) fn tokens(&self) -> TokenOutput {
         TokenOutput {
             ids: self.return_token_ids.unwrap_or(false),

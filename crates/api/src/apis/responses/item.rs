@@ -48,7 +48,7 @@ pub struct Item {
     encrypted_content: Option<String>,
 }
 
-/// The beginning of sealed reasoning. It is no secret: clients keep it, and do not read it.
+/// The beginning of sealed reasoning. It is not a secret: clients keep it, and do not read it.
 const SEAL: &str = "forebay.1.";
 
 /// Reasoning in a form that clients send back without reading it.
@@ -270,7 +270,7 @@ fn text_of<'a>(
     }
 }
 
-/// The content of an item, which is at `path`; `None`: nothing was said.
+/// The content of an item, which is at `path`; `None`: it has none.
 fn parts(
     turns: &mut Turns,
     given: Option<&Loose<TextOr<ItemPart>>>,
@@ -318,7 +318,7 @@ mod tests {
     use crate::trial::{LIMITS, request};
     use crate::{GenerationDefaults, ResponsesRequest};
 
-    /// The conversation of these items, and what is ignored of them.
+    /// The conversation of these items, and the ignored parameters.
     fn conversation(items: Value) -> Result<(Value, Vec<String>), ApiError> {
         let request = request::<ResponsesRequest>(&json!({"input": items}))?;
         let mut ignored = Vec::new();

@@ -134,7 +134,7 @@ component!(ResponsesReasoning, ResponsesText);
 pub struct ValidResponses {
     /// The conversation, and the parameters that chats have too.
     pub chat: ValidChat,
-    /// Tools that are no plain functions, by the names in the prompt.
+    /// Tools that are not plain functions, by the names in the prompt.
     pub kinds: Vec<(String, ToolKind)>,
     /// The new items.
     pub input: Vec<Item>,
@@ -244,8 +244,8 @@ impl ResponsesRequest {
         Ok(ValidResponses { chat, kinds, input, store, background, sealed, echo })
     }
 
-    /// True if reasoning is to come in the form that clients send back. What else is to be included
-    /// has no effect.
+    /// True if reasoning is returned in the form that clients send back. Other values of `include`
+    /// have no effect.
     fn seals(&self, ignored: &mut Vec<String>) -> bool {
         let included = self.include.iter().flatten();
         let (seals, others): (Vec<&String>, Vec<&String>) =
@@ -308,7 +308,7 @@ impl TextFormat {
     }
 }
 
-/// The conversation: `before`, and behind it the `input`.
+/// The conversation: `before`, and after it the `input`.
 fn conversation(
     instructions: Option<String>,
     before: &[&Item],
@@ -323,7 +323,7 @@ fn conversation(
         turns.message("system", content);
     }
     for (index, item) in before.iter().enumerate() {
-        // What was wrong with it has been said before.
+        // Parameters without effect were reported when the item was first sent.
         item.add(&mut turns, &format!("previous_response_id[{index}]"), &mut Vec::new())?;
     }
     for (index, item) in input.iter().enumerate() {

@@ -30,7 +30,7 @@ pub(super) struct Functions {
     pub(super) functions: Vec<Value>,
     /// The path of each tool in the request, for errors.
     pub(super) paths: Vec<String>,
-    /// The kinds of tools that are no plain functions.
+    /// The kinds of tools that are not plain functions.
     pub(super) kinds: Vec<(String, ToolKind)>,
     /// Forms of the inputs of custom tools, by their names.
     pub(super) texts: Vec<(String, TextForm)>,

@@ -13,7 +13,7 @@ use crate::prompt::{Prompt, Prompts, Strings};
 use crate::sampling::{Generation, Limits, check_logprobs, check_total};
 pub use output::{GenerateFinish, GenerateMeta, GenerateOutput, LogprobTriple};
 
-/// Tokens that this API generates where the client does not say.
+/// Tokens that this API generates if the client sets no limit.
 const DEFAULT_MAX_TOKENS: u32 = 128;
 
 /// A native generation request: one prompt, or a batch.
@@ -121,7 +121,7 @@ pub struct GenerateItem {
 pub struct ValidGenerate {
     /// The prompts, at least one.
     pub items: Vec<GenerateItem>,
-    /// The other parameters: one entry for all prompts, or one for each prompt.
+    /// The parameters that all routes share: one entry for all prompts, or one for each prompt.
     pub generations: Vec<Generation>,
     /// True if the response is a list.
     pub batch: bool,
@@ -213,7 +213,7 @@ impl GenerateRequest {
     }
 }
 
-/// Position of the first token of a prompt that has a log-probability: behind the first one that is
+/// Position of the first token of a prompt that has a log-probability: after the first one that is
 /// listed. `None`: none is listed.
 fn first_told(start: Option<i32>) -> Result<Option<u32>, ApiError> {
     let start = start.unwrap_or(-1);
@@ -247,7 +247,7 @@ fn one_each<T>(param: &str, list: Vec<T>, count: usize) -> Result<Vec<T>, ApiErr
 }
 
 impl GenerateSampling {
-    /// The generation with these parameters, and with those beside them.
+    /// Validates the generation from these parameters.
     fn validate(
         self,
         beside: &GenerationParameters,

@@ -22,7 +22,7 @@ use crate::model::Model;
 use crate::resolve::Resolved;
 use crate::{threads, watch};
 
-/// The largest share of free memory that a hand is told to take.
+/// The largest share of free memory that a hand may be configured to take.
 const LARGEST_SHARE: f64 = 0.95;
 
 /// A model that was found, with everything decided before its load.
@@ -30,11 +30,11 @@ pub(super) struct PlannedModel {
     pub(super) recipe: Recipe,
     pub(super) model: Model,
     pub(super) resolved: Resolved,
-    /// What a model that sleeps keeps.
+    /// State that a sleeping model keeps.
     pub(super) kept: Mutex<Option<Kept>>,
 }
 
-/// What is kept of a model for its next start.
+/// State of a model that is kept for its next start.
 pub(super) struct Kept {
     guard: Guard,
     model: Model,

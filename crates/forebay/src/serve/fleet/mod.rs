@@ -28,14 +28,15 @@ use crate::signals;
 use loader::{Loader, PlannedModel};
 use recipes::Recipe;
 
-/// A model takes its weights, and so many times as much again in steps and pages, at least.
+/// Memory for steps and pages, as a share of the weights' size, without which a model is not
+/// loaded.
 const LEAST_PAGES: f64 = 0.25;
 
 /// Serves several models until a signal. `arguments` are those that `flags` were read from.
 pub(super) fn run(flags: &ServeFlags, arguments: &[OsString]) -> Result<()> {
     let mut process = Process::start(flags)?;
     let recipes = recipes::read(flags, arguments)?;
-    // Taken before minutes of downloads, so that a port in use is said at once.
+    // Taken before minutes of downloads, so that a port in use is reported at once.
     let (listeners, access) = Listeners::open(flags)?;
     let python = find_python(flags.run.python.as_deref());
     let mut models = Vec::new();

@@ -202,7 +202,7 @@ fn check_own(arguments: &[OsString]) -> Result<()> {
     }
 }
 
-/// Refuses what one server does for one model only.
+/// Refuses flags that apply to a server of one model only.
 fn check_supported(flags: &ServeFlags) -> Result<()> {
     let refused = [
         ("--listen-hands", flags.replicas.listen_hands.is_some()),

@@ -15,7 +15,7 @@ use crate::state::Shared;
 /// where the prompt leaves the model.
 ///
 /// # Errors
-/// The model's way to write calls is not known, or can't be told from content of that form. A
+/// The model's format of calls is not known, or can't be distinguished from content of that form. A
 /// client that demands a form without effect gets an error as well.
 pub(super) fn form(
     state: &Shared,

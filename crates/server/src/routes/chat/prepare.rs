@@ -50,8 +50,8 @@ pub(crate) async fn render(
     Ok(Rendered { seen, files, text: prompt.text })
 }
 
-/// Renders a conversation from `param`, for a client whose bytes were charged. Gives the constraint
-/// and the parser of its answer.
+/// Renders a conversation from `param`, for a client whose bytes were charged. Returns the
+/// constraint and the parser of its answer.
 ///
 /// # Errors
 /// The errors of [`render`]; or the form of the answer can't be enforced.
@@ -99,7 +99,7 @@ pub(crate) async fn prepare(
     Ok(submission)
 }
 
-/// The settings of the parser for answers behind `prompt`; `None`: answers are text.
+/// The settings of the parser for answers after `prompt`; `None`: answers are text.
 fn reading(
     state: &Shared,
     tools: OfferedTools,

@@ -27,7 +27,7 @@ use crate::reply::Failure;
 /// Bytes of a body above which another thread looks for its names.
 const LONG: usize = 1 << 20;
 
-/// What the front reads in a body; the model's own routes read all.
+/// The only field of a body that the dispatcher reads; the model's own routes read all.
 #[derive(Debug, Default, PartialEq)]
 struct WantedModel {
     model: Option<String>,
@@ -37,7 +37,7 @@ struct WantedModel {
 }
 
 impl WantedModel {
-    /// Reads a body, of which anything may be wrong: that is told by the model's routes.
+    /// Reads a body, valid or not: the model's routes report errors.
     fn new(body: &[u8]) -> Self {
         let mut wanted = Self { is_empty: true, ..Self::default() };
         for (name, value) in members(body) {
@@ -58,7 +58,7 @@ impl WantedModel {
 }
 
 /// Ollama's time for which an idle model stays: a number of seconds, or a text such as `5m` or
-/// `1h30m`; negative: for ever. `None`: it is no time. Inner `None`: for ever.
+/// `1h30m`; negative: for ever. `None`: it is not a time. Inner `None`: for ever.
 fn keep_alive(value: &Value) -> Option<Option<Duration>> {
     let seconds = match value {
         Value::Number(number) => number.as_f64()?,
@@ -121,7 +121,7 @@ pub(super) async fn by_body(
     };
     let model = front.find(wanted.model.as_deref())?;
     let path = parts.uri.path();
-    // Who may not unload a model may not say how long it stays either.
+    // Clients that may not unload a model may not set how long it stays either.
     let keep = wanted.keep_alive.as_ref().and_then(keep_alive);
     let keep = keep.filter(|_| path.starts_with("/api/") && may_administer(&front, &parts.headers));
     let unloads = keep == Some(Some(Duration::ZERO)) && wanted.is_empty && !path.contains("embed");
@@ -164,7 +164,7 @@ pub(super) async fn kept(
     visited(&front, model, visit, parts, Bytes::new()).await
 }
 
-/// Has a model's routes answer, and the model stay until the answer has ended.
+/// Makes a model's routes answer, and the model stay until the answer has ended.
 async fn visited(
     front: &Arc<Front>,
     model: usize,
@@ -177,7 +177,7 @@ async fn visited(
     Ok(response.map(|body| ModelBody::held(body, visit)))
 }
 
-/// Has a model's routes answer a request. They find their own parameters in the path.
+/// Makes a model's routes answer a request. They find their own parameters in the path.
 async fn answered(running: RunningModel, parts: Parts, body: Body) -> Response {
     let mut request = Request::new(body);
     *request.method_mut() = parts.method;
@@ -212,8 +212,8 @@ pub(crate) struct ModelQuery {
     pub(super) model: Option<String>,
 }
 
-/// A question about a loaded model: the one that the URL names, or the first that is loaded. It
-/// loads none, and keeps none from leaving.
+/// A query about a loaded model: the one that the URL names, or the first loaded one. It loads
+/// none, and does not keep a model from leaving.
 pub(super) async fn by_query(
     State(front): State<Arc<Front>>,
     uri: Uri,
@@ -280,7 +280,7 @@ mod tests {
         for other in [json!({}), json!({"model": 7}), json!([1]), json!("model")] {
             assert_eq!(wanted(other.clone()).model, None, "{other}");
         }
-        // The model's own routes say what is wrong with the rest.
+        // The model's own routes report errors in the rest.
         assert_eq!(WantedModel::new(b"{\"model\": \"a\"").model.as_deref(), Some("a"));
     }
 }

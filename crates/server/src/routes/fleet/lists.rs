@@ -86,7 +86,7 @@ pub(super) async fn tags(State(front): State<Arc<Front>>) -> Response {
 pub(super) fn shown(front: &Front, model: usize) -> Response {
     let entry = &front.entries[model];
     let mut capabilities = vec![if entry.generates { "completion" } else { "embedding" }];
-    // The template itself says more once it has been compiled.
+    // The template gives a better answer once it has been compiled.
     if entry.generates && entry.template.contains("tools") {
         capabilities.push("tools");
     }
@@ -125,7 +125,7 @@ pub(super) async fn running(State(front): State<Arc<Front>>) -> Response {
 }
 
 /// Tells if the server takes requests, and the state of each model. A model that is not loaded is
-/// no fault.
+/// not a fault.
 pub(crate) async fn health(State(front): State<Arc<Front>>) -> Result<Response, Failure> {
     if let Some(cause) = front.guard.cause() {
         let reason = format!("the server has failed: {cause}");

@@ -94,7 +94,7 @@ pub(crate) async fn load(
     Ok(done(&front, &[model]))
 }
 
-/// Has a model leave, with all that is kept of it.
+/// Makes a model leave, with all that is kept of it.
 #[utoipa::path(
     post,
     path = "/models/unload",
@@ -126,7 +126,7 @@ pub(crate) struct SleepQuery {
     model: Option<String>,
 }
 
-/// Has models sleep, as vLLM's route does: at level 1 what makes the next start fast is kept.
+/// Puts models to sleep, as vLLM's route does: at level 1 the state for a fast start is kept.
 #[utoipa::path(
     post,
     path = "/sleep",
@@ -217,7 +217,7 @@ pub(crate) async fn is_sleeping(
     Ok(reply::ok(&Sleeping { is_sleeping }))
 }
 
-/// Has models give their memory back, as SGLang's route does. Weights and pages go together.
+/// Makes models give their memory back, as SGLang's route does. Weights and pages go together.
 #[utoipa::path(
     post,
     path = "/release_memory_occupation",

@@ -50,7 +50,7 @@ impl Writer {
         message
     }
 
-    /// The message before anything was said.
+    /// The message before any content.
     fn opening(&self) -> Value {
         json!({
             "id": self.id,
@@ -76,8 +76,8 @@ fn append(content: &mut Vec<Value>, kind: &str, field: &str, text: &str) {
     }
 }
 
-/// Gives the last call its arguments. What was cut off is no JSON, and is told as Anthropic's
-/// documentation tells such input.
+/// Gives the last call its arguments. Arguments that were cut off are not valid JSON: they are sent
+/// in the form of Anthropic's documentation.
 fn close_call(content: &mut [Value], arguments: &mut String) {
     let arguments = std::mem::take(arguments);
     let call = content.iter_mut().rev().find(|block| block["type"] == "tool_use");
@@ -109,7 +109,7 @@ fn stop(delta: &Delta) -> (Option<&'static str>, Option<&str>) {
         _ if sequence.is_some() => "stop_sequence",
         _ => "end_turn",
     });
-    // A call is what ended it, whatever stood behind it.
+    // The call ended it, whatever text followed.
     (reason, sequence.filter(|_| reason == Some("stop_sequence")))
 }
 
@@ -148,7 +148,7 @@ impl Blocks {
         Self { writer, opened: false, open: None, count: 0, hash: Xxh3::new() }
     }
 
-    /// Has a block of this kind open.
+    /// Makes a block of this kind open.
     fn block(
         &mut self,
         kind: Kind,
@@ -258,8 +258,8 @@ impl EventEncoder for Blocks {
     }
 
     fn resume(&mut self, before: &Delta) {
-        // What another brain has written is written again, and thrown away: then this is where that
-        // was.
+        // The part that another brain has written is generated again and discarded up to this
+        // point.
         if before.tokens.is_empty() {
             return;
         }

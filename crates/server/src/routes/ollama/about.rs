@@ -61,7 +61,7 @@ fn models(state: &Shared) -> Vec<Value> {
     state.model.served_names.iter().map(model).collect()
 }
 
-/// A model of a list. It has been what it is since the start of the server.
+/// A model of a list. It is unchanged since the start of the server.
 pub(crate) fn listed(
     name: &str,
     root: &str,
@@ -152,7 +152,7 @@ pub(crate) async fn show(State(state): State<Shared>, body: Upload) -> Result<Re
     })))
 }
 
-/// What is told of a model.
+/// The description of a model.
 pub(crate) struct ModelSheet<'a> {
     pub(crate) name: &'a str,
     pub(crate) root: &'a str,

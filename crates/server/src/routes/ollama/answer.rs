@@ -43,7 +43,7 @@ impl Writer {
         answer
     }
 
-    /// An answer without anything said: the model is there, or to go.
+    /// An answer without content: the model has been loaded or unloaded.
     pub(super) fn loaded(&self, unload: bool) -> Value {
         let mut answer = self.object(Said::default());
         answer["done"] = json!(true);
@@ -79,7 +79,7 @@ impl Writer {
     fn close(&mut self, said: &mut Said) {
         let Some((id, index, name, arguments)) = self.call.take() else { return };
         let read = serde_json::from_str(&arguments).ok().filter(Value::is_object);
-        // What was cut off is no JSON.
+        // Arguments that were cut off are not valid JSON.
         let read = read.unwrap_or_else(|| json!({"INVALID_JSON": arguments}));
         let function = json!({"index": index, "name": name, "arguments": read});
         said.calls.push(json!({"id": id, "function": function}));

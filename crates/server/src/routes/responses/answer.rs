@@ -93,7 +93,7 @@ impl Events<'_> {
         events::named(name, &event, out)
     }
 
-    /// Appends an event about the text of an item, if that is what it has.
+    /// Appends an event about the text of an item, if the item has text.
     fn part(&mut self, name: &str, open: &Open, index: usize) -> serde_json::Result<()> {
         if !matches!(open.kind, Kind::Message { .. } | Kind::Reasoning { .. }) {
             return Ok(());
@@ -185,7 +185,7 @@ impl Answer {
         }
     }
 
-    /// The whole response. It is kept if the request wants that.
+    /// The whole response. It is stored if the request asks for that.
     pub(super) fn whole(mut self, delta: &Delta, tally: &Tally) -> serde_json::Result<Value> {
         self.add(delta, None)?;
         Ok(self.complete(&tally.usage()))
@@ -432,7 +432,7 @@ impl EventEncoder for Answer {
         if before.tokens.is_empty() {
             return;
         }
-        // What another brain has written is made again, and not sent.
+        // The part that another brain has written is generated again, and not sent.
         self.opened = true;
         let _ = self.add(before, None);
         self.sequence = EVENTS_A_TOKEN * (1 + before.tokens.len() as u64);

@@ -15,7 +15,7 @@ pub(super) struct Input {
 }
 
 impl Input {
-    /// Takes the next piece. Gives the text that it adds.
+    /// Adds the next piece. Returns the text that it adds.
     pub(super) fn push(&mut self, piece: &str) -> &str {
         self.arguments.push_str(piece);
         let before = self.text.len();
@@ -45,7 +45,7 @@ impl Input {
     }
 }
 
-/// The place at which the text begins, behind its quote.
+/// The place at which the text begins, after its quote.
 fn begin(arguments: &str) -> Option<usize> {
     let mut rest = arguments.trim_start();
     for expected in ["{", "\"input\"", ":", "\""] {
@@ -57,8 +57,8 @@ fn begin(arguments: &str) -> Option<usize> {
     Some(arguments.len() - rest.len())
 }
 
-/// Appends the content of a JSON string, up to its end or to an incomplete escape. Gives the number
-/// of read bytes.
+/// Appends the content of a JSON string, up to its end or to an incomplete escape. Returns the
+/// number of read bytes.
 fn read(json: &str, text: &mut String) -> usize {
     let mut at = 0;
     while let Some(next) = json[at..].find(['"', '\\']) {

@@ -17,7 +17,7 @@ pub(super) struct Keeper {
     pub(super) input: Vec<Item>,
     /// The turns of the conversation before.
     pub(super) before: Vec<Arc<Turn>>,
-    /// True if the response is computed behind its answer.
+    /// True if the response is computed after its answer.
     pub(super) background: bool,
 }
 

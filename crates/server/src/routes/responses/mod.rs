@@ -163,7 +163,7 @@ pub(crate) async fn responses(
     Ok(response)
 }
 
-/// Has a response computed behind its answer, which comes as soon as the engine has taken it.
+/// Starts a background response. The answer comes as soon as the engine has accepted the request.
 async fn start(
     state: &Shared,
     owner: Owner,

@@ -68,7 +68,7 @@ proptest! {
             events.iter().map(|event| event["sequence_number"].as_u64().expect("a number")).collect();
         prop_assert!(numbers.is_sorted_by(|a, b| a < b), "{:?}", numbers);
 
-        // What a client puts together of the pieces is that, too.
+        // The pieces that a client gets add up to the same items.
         let mut items: Vec<Value> = Vec::new();
         let mut texts: Vec<String> = Vec::new();
         for event in &events {
@@ -87,7 +87,7 @@ proptest! {
         for (item, text) in items.iter().zip(&texts) {
             let own = ["arguments", "input"].iter().find_map(|name| item[name].as_str());
             let own = own.or_else(|| item["content"][0]["text"].as_str()).expect("a text");
-            // What is no text of a custom tool in the end was not known to be none before.
+            // Input that turns out not to be a custom tool's text could not be recognised earlier.
             let is_custom = item["type"] == "custom_tool_call";
             prop_assert!(own == text || is_custom && own.ends_with(text.as_str()), "{own:?} {text:?}");
         }

@@ -79,7 +79,7 @@ fn encoding_ends_when_there_are_too_many_ids() {
         );
         let long = prose(400_000, 1);
         let ids = pool.tokenizer().encode(&long, false).expect("ids").len();
-        // Its bytes alone do not say that it is too long.
+        // Its number of bytes alone does not show that it is too long.
         let most = pool.tokenizer().fewest_ids(&long);
         assert!(most < ids * 3 / 4, "{most} {ids}");
         let refused = block_on(pool.within(most).encode(text(&long)));

@@ -1,4 +1,4 @@
-//! The pool on real threads, which templates hold where a test wants it.
+//! The pool on real threads, which templates block where a test needs it.
 
 mod long;
 mod special;
@@ -209,7 +209,7 @@ fn several_threads_share_what_waits() {
     let busy = [occupy(&pool, &stops), occupy(&pool, &stops)];
     let waiting: Vec<_> = (0..10).map(|_| submit(&pool, sentence())).collect();
     stops.go_on.send(()).expect("a thread waits");
-    // One thread goes on: it takes its half of what is there each time.
+    // One thread is left: it takes half of the queue each time.
     for waiting in waiting {
         assert!(block_on(waiting).is_ok());
     }
@@ -230,7 +230,7 @@ fn a_short_input_overtakes_a_long_one_that_came_before() {
     drop(stops);
     assert!(block_on(busy).is_ok());
     assert!(block_on(short).is_ok());
-    // Two megabytes take the one thread many times as long as what came back so far.
+    // Two megabytes take the one thread many times as long as all answers so far.
     assert!(poll_once(waiting_long.as_mut()).is_pending());
     let plain = pool.tokenizer().encode(&long, false);
     assert_eq!(block_on(waiting_long).map(|encoded| encoded.ids), plain);

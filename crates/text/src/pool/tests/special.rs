@@ -1,4 +1,4 @@
-//! Special tokens in what clients say.
+//! Special tokens in clients' content.
 
 use super::*;
 

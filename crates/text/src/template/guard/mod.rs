@@ -122,7 +122,7 @@ impl Guard {
         inspected
     }
 
-    /// Renders a chat. Gives the parts from clients, as far as special tokens need that.
+    /// Renders a chat. Returns the parts from clients, as far as special tokens need that.
     ///
     /// # Errors
     /// The errors of [`ChatTemplate::render`], and [`TextError::Guarded`].
@@ -380,7 +380,7 @@ fn probes(content: &str) -> Vec<Value> {
     ]
 }
 
-/// The strings in quotes of a template's source, without what escapes mean in them.
+/// The strings in quotes of a template's source, with escapes left as they are.
 fn literals(source: &str) -> Vec<String> {
     let mut found = HashSet::new();
     for quote in ['"', '\''] {

@@ -84,7 +84,7 @@ impl RenderPool {
     }
 
     /// Adds the results of chats to `rendered`, up to the first one that ended its process. Another
-    /// process may serve those behind it.
+    /// process may serve those after it.
     fn render_group(
         &self,
         chats: &[Variables<'_>],
@@ -131,7 +131,7 @@ impl RenderPool {
     }
 }
 
-/// A process that renders, and the socket to it. To drop it kills the process.
+/// A process that renders, and the socket to it. Dropping it kills the process.
 #[derive(Debug)]
 struct RenderProcess {
     child: Child,

@@ -64,7 +64,7 @@ fn malformed() -> io::Error {
     io::Error::other("a message that is none")
 }
 
-/// Lets the process have [`MEMORY`] bytes of address space more, and leaves no core file.
+/// Limits the process to [`MEMORY`] more bytes of address space, and disables core files.
 fn limit_memory() -> io::Result<()> {
     let status = std::fs::read_to_string("/proc/self/status")?;
     let size = status.lines().find_map(|line| line.strip_prefix("VmSize:"));
@@ -74,8 +74,8 @@ fn limit_memory() -> io::Result<()> {
     limit(Resource::Core, 0)
 }
 
-/// Lets the process compute for [`SECONDS`] from now on, and for [`SLACK`] more. Gives the present
-/// time.
+/// Lets the process compute for [`SECONDS`] from now on, and for [`SLACK`] more. Returns the
+/// present time.
 fn limit_time() -> io::Result<Instant> {
     let now = Instant::now();
     let used = clock_gettime(ClockId::ProcessCPUTime).tv_sec.unsigned_abs() + 1;

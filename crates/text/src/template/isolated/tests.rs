@@ -20,7 +20,7 @@ fn start() -> Command {
     command
 }
 
-/// The other end of the tests here; nothing on its own.
+/// The process that these tests start; it tests nothing by itself.
 #[test]
 fn the_process_that_renders() {
     if std::env::var_os(CHILD).is_some() {
@@ -59,7 +59,7 @@ fn a_template_that_takes_everything_is_refused_at_the_start() {
 #[test]
 fn a_template_that_waits_for_a_word_costs_that_chat_alone() {
     for bomb in BOMBS {
-        // What is computed while the template is compiled cannot wait.
+        // Constants are computed while the template is compiled.
         if bomb.contains("'x'*") {
             continue;
         }

@@ -31,8 +31,8 @@ pub(super) const ERROR_BYTES: usize = 64 << 10;
 /// Bytes of an answer besides its text.
 pub(super) const ANSWER_HEAD: usize = 1;
 
-/// Messages of up to so many bytes are written together with their lengths: a system call takes
-/// longer than the copy. A socket takes as much without a reader.
+/// Messages of up to this many bytes are written together with their lengths: a system call takes
+/// longer than the copy. A socket buffers as much without a reader.
 const COPIED_BYTES: usize = 64 << 10;
 const LENGTH_BYTES: usize = 4;
 
@@ -173,7 +173,7 @@ pub(super) fn answer_to_bytes(rendered: &Result<String, TextError>) -> Vec<u8> {
     out
 }
 
-/// The result that an answer stands for; `None` if it is no answer.
+/// The result that an answer stands for; `None` if it is not an answer.
 pub(super) fn answer_from_bytes(mut answer: Vec<u8>) -> Option<Result<String, TextError>> {
     let kind = *answer.first()?;
     answer.remove(0);
@@ -186,7 +186,7 @@ pub(super) fn answer_from_bytes(mut answer: Vec<u8>) -> Option<Result<String, Te
     }
 }
 
-/// As much of an error's text as is passed on.
+/// The beginning of an error's text, as much as is passed on.
 fn start(text: &str) -> &str {
     let mut end = text.len().min(ERROR_BYTES);
     while !text.is_char_boundary(end) {
