@@ -9,8 +9,8 @@ use super::weights::{BertActivation, BertLayer, BertLinear, BertNorm, BertSizes,
 use crate::attention::{self, Queries, Scratch};
 use crate::codes::{CodesRoom, SHARED};
 use crate::element::{Element, widened};
-use crate::owned::Owned;
 use crate::memory::grow;
+use crate::owned::Owned;
 use crate::pages::{Held, Pool, Shape};
 use crate::pool::Threads;
 use crate::team::Queue;
