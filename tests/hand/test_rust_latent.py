@@ -178,7 +178,11 @@ def test_files_of_gguf_are_the_same_to_both(tmp_path: Path, family: str, kind: s
     values = settings(described(path, tmp_path / "cache"))
     with rust(tmp_path, values) as runner:
         found = served(runner, 23)
-    check(found, served(torch_runner(values), 23))
+    # Ranks are not compared: of tokens that are nearly as likely, either may come first.
+    for ours, theirs in zip(found, served(torch_runner(values), 23), strict=True):
+        assert ours.tokens == theirs.tokens
+        told_of = [np.concatenate([values[:1] for _, _, values in one.of_prompt] or [[]]) for one in (ours, theirs)]
+        np.testing.assert_allclose(*told_of, atol=2e-4)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
