@@ -164,7 +164,7 @@ impl Numbers {
                     true => at(token, sizes.strengths() + head),
                     false => 0.0,
                 });
-                for column in 0..width {
+                for (column, value) in v.iter().enumerate() {
                     let cell = |channel: usize| channel * width + column;
                     let mut old = 0.0;
                     for (channel, k) in k.iter().enumerate() {
@@ -172,8 +172,8 @@ impl Numbers {
                         old += k * state[cell(channel)];
                     }
                     let u = match sizes.delta {
-                        true => beta * (v[column] - old),
-                        false => step(head) * v[column],
+                        true => beta * (value - old),
+                        false => step(head) * value,
                     };
                     let mut out = 0.0;
                     for (channel, (q, k)) in q.iter().zip(&k).enumerate() {
@@ -182,7 +182,7 @@ impl Numbers {
                     }
                     outputs.push(match sizes.delta {
                         true => out / (sizes.key_dim as f64).sqrt(),
-                        false => out + f64::from(self.skip[head]) * v[column],
+                        false => out + f64::from(self.skip[head]) * value,
                     });
                 }
             }

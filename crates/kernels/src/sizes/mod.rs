@@ -101,8 +101,8 @@ pub struct Sizes {
     pub attentions: Vec<AttentionSizes>,
     /// The function between the products of feed-forward parts.
     pub gate: GateKind,
-    /// True if it is of gates, which what they gate is multiplied with; false: of all that the first
-    /// product gives.
+    /// True if it is of gates, and what they gate is multiplied with it. False: it is of all
+    /// outputs of the first product.
     pub gated: bool,
     /// Factors of states and logits.
     pub factors: Factors,
