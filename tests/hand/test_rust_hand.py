@@ -241,7 +241,6 @@ PARITY = [
     "deepseek-v2",
     "deepseek-v2-lite",
     "deepseek-v3",
-    "deepseek-v3-halves",
     "deepseek-v3-wide",
 ]
 """Each family of the compiled kernels, which tests/hand/test_families.py checks."""

@@ -64,9 +64,9 @@ impl Latent {
     }
 }
 
-/// Puts the shared part of a key, or that of a query, into `to`, rotated by the cosines and sines of
-/// its position, if there are any. Neighbours that are rotated go half a part apart, in queries and
-/// keys alike: their products stay the same.
+/// Puts the shared part of a key, or that of a query, into `to`, rotated by the cosines and sines
+/// of its position, if there are any. Neighbours that are rotated go half a part apart, in queries
+/// and keys alike: their products stay the same.
 #[inline(always)]
 pub(crate) fn turn<V: Vector>(
     from: &[f32],

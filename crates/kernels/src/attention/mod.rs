@@ -110,7 +110,7 @@ impl Work {
     /// by side in memory.
     pub(crate) fn add(&mut self, shape: &Shape, queries: Queries, end: usize, together: bool) {
         let most = (QUERY_ROWS / shape.group()).max(1);
-        // Values of latent rows are made for each unit, and heads of one unit would make them again.
+        // Values of latent rows are made for a unit, and its key heads would each make them again.
         let together = together && queries.tokens == 1 && shape.latent == 0;
         let heads = if together { shape.kv_heads } else { 1 };
         for kv_head in (0..shape.kv_heads).step_by(heads) {

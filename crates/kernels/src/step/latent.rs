@@ -13,9 +13,9 @@ use crate::team::{FEW, Member, Queue};
 use crate::tile::{Kernel, MAX_BLOCK_ROWS, MAX_ROWS, NR, Outputs, tile_height};
 
 impl<E: Element> Step<'_, E> {
-    /// The low ranks of all tokens' queries, which are the first outputs of the layer's first
-    /// product, normalised: this member's own of few rows, and of more its share, as
-    /// [`Step::normalise`] does it. `stride` are that product's outputs.
+    /// The low ranks of all tokens' queries, normalised: this member's own of few rows, and of more
+    /// its share, as [`Step::normalise`] does it. They are the first outputs of the layer's first
+    /// product, of which there are `stride`.
     ///
     /// # Safety
     /// As for [`Step::compute`]; the layer's first product is done.
