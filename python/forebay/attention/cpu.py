@@ -152,7 +152,7 @@ class CpuAttention:
         pages = table.index_select(0, positions // batch.page_size).long()
         entries = pages * batch.page_stride + positions % batch.page_size
         if batch.window is not None or spans:
-            # Whoever has a window or spans has masks of its own.
+            # Rows with a window or spans use masks of their own.
             return ChunkRow(first, count, start, entries, [], spans, seen_from)
         blocks = []
         for begin in range(0, count, QUERY_BLOCK):

@@ -119,7 +119,7 @@ def missing(
     """
     at = positions.clamp(min=0)
     pages = _entries(host_table, slots, at // page_size).long()
-    # A page that nobody wrote to the table is an error: as an index -1 is the last page.
+    # A page that was never written to the table is an error: as an index -1 is the last page.
     pages = pages.masked_fill(pages < 0, len(host[0]))
     return IndexedMissing(
         found.rows.masked_fill(~found.missed, nowhere).flatten(),

@@ -1,4 +1,4 @@
-"""The choice of a way to compute a model on a device. No other module knows all ways."""
+"""The choice of a way to compute a model on a device. No other module depends on all ways."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class Graphs:
     def capture(self, model: Callable[[Size], None], sample: Callable[[int, bool], None]) -> None:
         """Captures all graphs. `model` computes a step of a size. `sample` samples rows, drawn or greedy.
 
-        Called as work.
+        Runs as queued work.
 
         Raises `DeviceError` with the size. A hand that is slow without a message would be worse.
         """
@@ -118,11 +118,11 @@ class Graphs:
                 self._samplers[rows, drawn] = self._captured(f"sampling {rows} rows", partial(sample, rows, drawn))
 
     def model(self, size: Size) -> None:
-        """Computes a step of a captured size. Called as work."""
+        """Computes a step of a captured size. Runs as queued work."""
         self._models[size]()
 
     def sample(self, rows: int, drawn: bool) -> None:
-        """Samples the rows of a captured size. Called as work."""
+        """Samples the rows of a captured size. Runs as queued work."""
         self._samplers[rows, drawn]()
 
     def _captured(self, what: str, work: Work) -> Work:

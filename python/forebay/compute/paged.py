@@ -91,7 +91,7 @@ class Memory:
 
 
 class BlockAnswers:
-    """`Answers` in one block. Results of a sampler outside of graphs are beside it."""
+    """`Answers` in one block. Results of a sampler outside of graphs are apart from it."""
 
     def __init__(self, size: Size, captured: bool, sampling: Int64s, ask: Ask, device: Device) -> None:
         self.size = size
@@ -216,7 +216,7 @@ class PagedSteps:
             self._states.copy(states.saves)
 
     def _write_words(self, rows: Rows | None, count: int) -> None:
-        """Writes the words of rows, and of padding after them; None: all are padding. Called as work."""
+        """Writes the words of rows, and of padding after them; None: all are padding. Runs as queued work."""
         if self._states is None and self._stacks is None:
             return
         words = np.zeros((count, _ROW_WORDS), np.int32)
@@ -273,7 +273,7 @@ class PagedSteps:
         return len(inputs.plan.body) <= self._room
 
     def _receive(self, inputs: StepInputs) -> Received:
-        """The plan on the device: where graphs read it, if there is room. Called as work."""
+        """The plan on the device: where graphs read it, if there is room. Runs as queued work."""
         if inputs.received is not None:
             return inputs.received
         body, table = inputs.plan.body, places(inputs.plan)
@@ -331,7 +331,7 @@ class PagedSteps:
 
     @staticmethod
     def _rows_of_tokens(buffers: StepBuffers, *, mixed: bool = True) -> torch.Tensor:
-        """The row of each token, int32 [n]; the number of rows for tokens of nobody. `mixed` as of `Size`."""
+        """The row of each token, int32 [n]; the number of rows for tokens of nobody. `mixed`: see `Size`."""
         token = torch.arange(len(buffers.tokens), dtype=torch.int32, device=buffers.first.device)
         if not mixed:
             return token

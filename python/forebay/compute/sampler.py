@@ -128,7 +128,7 @@ class SampledColumns:
         """Does nothing, since the operators raise for a wrong plan."""
 
     def fill(self, sampled: Sampled) -> None:
-        """Copies the samples. Called as work."""
+        """Copies the samples. Runs as queued work."""
         self._device.copy_out(sampled.tokens, self.tokens)
         self._device.copy_out(sampled.finite, self.finite)
         if sampled.logprobs is not None:
@@ -192,14 +192,14 @@ class Sampler:
         return ask
 
     def greedy(self, best: torch.Tensor, finite: torch.Tensor, ask: Ask) -> Sampled:
-        """The tokens of rows that need only the largest logit. Called as work."""
+        """The tokens of rows that need only the largest logit. Runs as queued work."""
         (entries,) = self._device.copy_in(ask.columns["entries"])
         tokens = _where_finite(finite, best)
         self._tables.token_pool.view(-1).index_copy_(0, entries, tokens)
         return Sampled(tokens, finite, None)
 
     def sample(self, logits: torch.Tensor, ask: Ask) -> Sampled:
-        """Tokens from float32 logits [s, vocabulary]. Called as work."""
+        """Tokens from float32 logits [s, vocabulary]. Runs as queued work."""
         columns = dict(zip(ask.columns, self._device.copy_in(*ask.columns.values()), strict=True))
         adjusted = self._adjust(logits, columns)
         finite = self._ops.finite(logits)

@@ -64,22 +64,24 @@ class Steps(Protocol):
         """Memory for the results of a step, and the host's decisions about it. Called by the host."""
 
     def write(self, writes: Writes | None, inputs: StepInputs) -> None:
-        """Writes the device's tables, except for the parts that `sample` writes. Called as work."""
+        """Writes the device's tables, except for the parts that `sample` writes. Runs as queued work."""
 
     def sample(self, launch: Launch, ask: Ask, answers: Answers) -> None:
-        """Computes rows, and samples those that sample into `answers`, which were made for them. Called as work."""
+        """Computes rows, and samples those that sample into `answers`, which were made for them. Runs as queued work.
+        """
 
     def compute(self, launch: Launch) -> None:
-        """The first half of `sample`, up to the logits, for steps whose sampling waits for masks. Called as work."""
+        """The first half of `sample`, up to the logits, for steps whose sampling waits for masks. Runs as queued work.
+        """
 
     def choose(self, launch: Launch, ask: Ask, answers: Answers) -> None:
         """The second half of `sample`: it samples from the last computed logits, of all rows or of `ask.rows`.
 
-        Called as work.
+        Runs as queued work.
         """
 
     def capture(self) -> None:
-        """Prepares faster steps once the weights are loaded. Called as work. Raises `DeviceError`."""
+        """Prepares faster steps once the weights are loaded. Runs as queued work. Raises `DeviceError`."""
 
 
 class OperatorSteps:

@@ -18,7 +18,7 @@ from forebay.weights.shards import Cut
 
 
 class LowRank(NamedTuple):
-    """The matrices beside one module, in the model's dtype."""
+    """The low-rank matrices of one module, in the model's dtype."""
 
     a: torch.Tensor  # [rank, inputs], those of this rank
     b: torch.Tensor  # [outputs, rank], those of this rank, with the adapter's factor
@@ -89,7 +89,7 @@ class AdaptedModules:
 
     @contextmanager
     def of_step(self, adapted: StepAdapters) -> Iterator[None]:
-        """Has products within it changed by these adapters."""
+        """Adds these adapters' terms to the products that run within it."""
         self._step = adapted
         try:
             yield

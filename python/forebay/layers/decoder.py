@@ -119,7 +119,7 @@ class AttachedHead(Protocol):
 
     @property
     def rotaries(self) -> Sequence[Rotary]:
-        """Its rotary embeddings beside the model's."""
+        """Its rotary embeddings in addition to the model's."""
 
     def keep(self, tapped: Mapping[int, torch.Tensor], forward: Forward, step: Step) -> None:
         """Writes what it keeps of a step's tokens, from the states [n, hidden] at its taps."""
@@ -159,9 +159,9 @@ class Block:
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, step: Step
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Takes and gives a layer's output without what goes around it: that is added with the next norm.
+        """Maps a layer's input to its output. The last residual is left out: it is added with the next norm.
 
-        What goes around it is None where the output has all of it.
+        The residual is None where the output has all of it.
         """
         x, residual = self._parts(x, residual, step)
         if self.inputs is None and self.factor is None:

@@ -33,7 +33,7 @@ class HeadLayer(Protocol):
 
     @property
     def rotaries(self) -> Sequence[Rotary]:
-        """The rotary embeddings that it has beside the model's."""
+        """The rotary embeddings that it has in addition to the model's."""
 
     def features(self, tapped: Sequence[torch.Tensor]) -> torch.Tensor:
         """Features [n, hidden] of the model's states [n, hidden] at the taps."""
@@ -83,7 +83,7 @@ class DraftHead:
 
     @property
     def rotaries(self) -> Sequence[Rotary]:
-        """The rotary embeddings that its layer has beside the model's."""
+        """The rotary embeddings that its layer has in addition to the model's."""
         return self._layer.rotaries
 
     def loaded(self) -> None:
@@ -129,7 +129,7 @@ class DraftHead:
 
 
 class EagleLayer:
-    """The layer of EAGLE-3 (Li et al. 2025): its attention reads an embedding beside a feature."""
+    """The layer of EAGLE-3 (Li et al. 2025): its attention reads an embedding together with a feature."""
 
     def __init__(self, config: HeadConfig, params: Parameters, model: Decoder) -> None:
         shape = config.shape

@@ -212,7 +212,7 @@ class TorchOps:
         activation: str = "silu",
     ) -> torch.Tensor:
         per_token = ids.shape[1]
-        # Whoever goes to one expert is side by side; how many those are only the tensors know.
+        # Tokens of one expert are sorted next to each other; only tensors hold their counts.
         sorted_ids, order = ids.view(-1).sort(stable=True)
         rows = x.index_select(0, order // per_token)
         products = self._products(rows, sorted_ids, gate_up, down, biases, activation)

@@ -43,7 +43,7 @@ class WindowRows:
 
 @dataclass(frozen=True)
 class Step:
-    """One step for its layers; `n` tokens. A layer knows its own number."""
+    """One step for its layers; `n` tokens. A layer has its own number."""
 
     rotations: Sequence[Rotation]
     """The angles of each rotary embedding of the model."""

@@ -1,4 +1,4 @@
-"""Copies of pages between the device's memory and the host's, beside the steps."""
+"""Asynchronous copies of pages between the device's memory and the host's."""
 
 from __future__ import annotations
 

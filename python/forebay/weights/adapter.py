@@ -22,7 +22,7 @@ class ChangedError(ModelError):
 
 
 class Matrices(NamedTuple):
-    """The matrices beside one module."""
+    """The low-rank matrices of one module."""
 
     name: str
     """The module, such as `model.layers.0.self_attn.q_proj`."""
