@@ -12,7 +12,7 @@ const STREAMED: [&str; 2] = ["/api/chat", "/api/generate"];
 /// The mark that some editors put before a text.
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
-/// A line with something in it.
+/// A line that is not empty.
 #[derive(Debug, PartialEq)]
 pub struct BatchLine {
     /// The number of the line in the file.

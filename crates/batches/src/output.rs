@@ -32,7 +32,7 @@ struct Response {
     body: Body,
 }
 
-/// The body of a response: JSON, or the text of a server that sends something else.
+/// The body of a response: JSON, or other text.
 #[derive(Debug, Serialize)]
 #[serde(untagged)]
 enum Body {

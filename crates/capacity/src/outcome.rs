@@ -74,9 +74,9 @@ pub(crate) struct Outcome {
     pub(crate) mean_tpot_ms: f64,
     /// Sparse decoding.
     pub(crate) sparse: SparseOutcome,
-    /// Requests by client and length, and who waits for whom.
+    /// Requests by client and length, and the time that each group waits for the others.
     pub(crate) groups: Vec<GroupOutcome>,
-    /// Prefill apart from decode; absent: each replica does both.
+    /// Disaggregated prefill; absent: each replica does both.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) pd: Option<PdOutcome>,
 }

@@ -41,7 +41,7 @@ pub(crate) fn best_split(replicas: u32, mut score: impl FnMut(u32) -> (f64, f64)
         scores.entry(prefill).or_insert_with(|| score(prefill));
         let better =
             |a: &(f64, f64), b: &(f64, f64)| a.0.total_cmp(&b.0).then_with(|| a.1.total_cmp(&b.1));
-        // Of equals the one with the fewest.
+        // Among equals the one with the fewest replicas.
         let best = scores.iter().rev().max_by(|a, b| better(a.1, b.1));
         best.map_or(prefill, |(&best, _)| best)
     };

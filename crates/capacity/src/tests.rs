@@ -496,7 +496,7 @@ fn the_real_engine_takes_the_same_time_for_everything() {
     for lookahead in [0, 1] {
         for pages in [130, 400] {
             let model = DeviceModel { jitter_sigma: 0.2, ..MODEL };
-            // Planned ahead, the second step depends on who is there to pass others.
+            // Planned ahead, the second step depends on which prompts wait.
             let step_shares = lookahead == 0;
             let setup = Setup { pages, lookahead, step_shares, ..setup(model) };
             let planned = run(&setup, &traffic, 1);

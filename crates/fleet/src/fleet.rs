@@ -287,7 +287,7 @@ impl Fleet {
         }
     }
 
-    /// Wishes that a model leaves, also a pinned one. It does so once its running requests have
+    /// Requests that a model leaves, also a pinned one. It leaves once its running requests have
     /// finished.
     pub fn dismiss(&mut self, model: usize, level: SleepLevel) {
         let member = &mut self.members[model];
@@ -471,7 +471,7 @@ impl Fleet {
         }
     }
 
-    /// The next time at which [`Fleet::poll`] may have something to do although nothing happened.
+    /// The next time at which [`Fleet::poll`] may have an action although nothing happened.
     #[must_use]
     pub fn next_wake(&self, now_ms: u64) -> Option<u64> {
         let idle = self.members.iter().filter_map(Member::idle_until_ms);

@@ -25,7 +25,7 @@ pub enum ModelState {
     Ready,
     /// Its last requests run, or it is being taken out of memory.
     Leaving,
-    /// Its weights and pages are gone. What makes the next load fast is kept.
+    /// Its weights and pages are gone. The state that makes the next load fast is kept.
     Asleep,
 }
 

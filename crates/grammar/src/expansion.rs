@@ -206,8 +206,8 @@ fn body(rest: &[(Token<'_>, usize)]) -> Option<usize> {
     (mark(at, b':') && !mark(at + 1, b':')).then_some(at + 1)
 }
 
-/// The tokens of a grammar, each with its number of bytes. What is not a token is a mark: errors
-/// are the compiler's to find.
+/// The tokens of a grammar, each with its number of bytes. Other text becomes a mark: the compiler
+/// reports errors.
 fn tokens(text: &str) -> Vec<(Token<'_>, usize)> {
     let bytes = text.as_bytes();
     let mut tokens = Vec::new();

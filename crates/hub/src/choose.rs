@@ -126,7 +126,7 @@ fn of_model(
         HubError::Repository(format!("{INDEX} of {repository} is no index of shards: {error}"))
     })?;
     let shards: BTreeSet<String> = index.weight_map.into_values().collect();
-    // Of the listing alone, the paths of which were checked.
+    // Only paths of the listing, which were checked.
     let missing: Vec<&str> =
         shards.iter().map(String::as_str).filter(|shard| !has(names, shard)).collect();
     if shards.is_empty() || !missing.is_empty() {

@@ -39,7 +39,7 @@ impl Connector {
         let mut tcp = HttpConnector::new();
         tcp.enforce_http(false);
         tcp.set_nodelay(true);
-        // Of all addresses of a name together.
+        // A limit for all addresses of a name together.
         tcp.set_connect_timeout(Some(patience));
         Self { tcp, tls: tls().map(Arc::new), proxies, patience }
     }

@@ -32,7 +32,7 @@ const SWEEP_AT: usize = 64;
 #[derive(Default)]
 pub(crate) struct Mirror {
     state: Mutex<State>,
-    /// Something was queued.
+    /// Notified when a payload was queued.
     queued: Notify,
     closed: watch::Sender<bool>,
 }
@@ -117,7 +117,7 @@ impl Mirror {
         state.closed = true;
         let left = (take(&mut state.payloads), take(&mut state.queue), take(&mut state.sent));
         drop(state);
-        // Payloads and those who wait have duties of their own when they are dropped.
+        // Dropping payloads and waiters runs their callbacks.
         drop(left);
         self.closed.send_replace(true);
     }

@@ -45,7 +45,7 @@ impl Default for ReplicasConfig {
     }
 }
 
-/// A rank group, and those who hear of the replicas that it computes.
+/// A rank group, and the observers of the replicas that it computes.
 pub struct Member {
     /// The limits of each replica; those of the queue hold for all replicas together, which also
     /// have one namer.

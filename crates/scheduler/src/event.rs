@@ -301,7 +301,7 @@ pub struct DraftStats {
     pub shared_drafted: u64,
     /// Those of them that were generated.
     pub shared_accepted: u64,
-    /// The same by their place among the drafts of their row.
+    /// Accepted drafts, by their place among the drafts of their row.
     pub accepted_at: DraftCounts,
 }
 

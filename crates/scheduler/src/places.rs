@@ -1,4 +1,4 @@
-//! Places for adapters: which adapters are in the hand's memory, and who waits for one.
+//! Places for adapters: the adapters in the hand's memory, and the requests that wait for one.
 //!
 //! A request with an adapter has a turn only while the adapter is in a place. Before, it *waits for
 //! a place*, and delays no other request. A request that has its place *uses* it until it ends.

@@ -64,7 +64,8 @@ impl Scheduler {
         self.roster.retire_slot(last_step, residence.slot);
     }
 
-    /// Notes that the result of a step has come. What only this step named may be freed.
+    /// Notes that the result of a step has come. Slots and pages that only this step named may be
+    /// freed.
     pub(crate) fn answered(&mut self, step: u64) {
         self.memory.answered(step);
         self.images.retired.answered(step);

@@ -21,7 +21,7 @@ pub(crate) struct RequestText<'a> {
 }
 
 impl<'a> RequestText<'a> {
-    /// The pool for a request of `peer`, who gave `cache_salt`.
+    /// The pool for a request of `peer` with `cache_salt`.
     pub(crate) fn new(
         state: &'a Shared,
         peer: &Peer,

@@ -162,7 +162,7 @@ class PagedSteps:
         self._memory = Memory.make(limits.rows, limits.tokens, vocabulary, place)
         self._computed = self._memory
         """The memory of the step that was computed last."""
-        # A plan that brings every slot with a whole context, or what there is room for.
+        # A plan with every slot and a whole context, or as much as there is room for.
         words = tables.slots * (SLOT_WORDS + SLOT_FLOATS_WORDS + tables.stride + 4 * (1 + tables.pages_per_slot))
         self._input = torch.zeros(_PLACES + min(words, MOST_WORDS), dtype=torch.int32, device=place)
         self._no_tokens = torch.zeros(1, dtype=torch.int32, device=place)
@@ -249,7 +249,7 @@ class PagedSteps:
     def capture(self) -> None:
         for rotary in self._model().rotaries:
             rotary.keep(self._tables.token_pool.shape[1])
-        # A plan without rows: all of what is computed meanwhile is padding.
+        # A plan without rows: every computed row is padding.
         self._input.zero_()
         self._computed = self._memory
         self._write_words(None, len(self._memory.words))

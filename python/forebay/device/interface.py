@@ -109,7 +109,7 @@ class Device(Protocol):
         """
 
     def finish_start(self) -> None:
-        """Prepares what steps need from now on, after the last capture."""
+        """Prepares for steps, after the last capture."""
 
     def copy_out(self, tensor: torch.Tensor, to: npt.NDArray[Any]) -> None:
         """Copies to host memory, which is complete at the next event. Runs as queued work."""

@@ -97,7 +97,7 @@ class AdaptedModules:
             self._step = None
 
     def add(self, modules: Mapping[str, int], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """The product y [n, outputs] of x [n, inputs], which it overwrites, with what the step's adapters add.
+        """Adds the terms of the step's adapters to the product y [n, outputs] of x [n, inputs], in place.
 
         `modules` are those of a registered product.
         """

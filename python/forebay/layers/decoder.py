@@ -30,7 +30,7 @@ class ImageRows:
     """The rows at a step's `m` image positions in place of embeddings, and the rows that later layers add there."""
 
     at: torch.Tensor  # int64 [m]: which of the step's tokens
-    rows: torch.Tensor  # [m, 1 + deepstack, hidden]: inputs, then what is added after layers 0, 1, ...
+    rows: torch.Tensor  # [m, 1 + deepstack, hidden]: inputs, then the terms that are added after layers 0, 1, ...
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Forward:
     positions: torch.Tensor  # int64 [n], or [3, n] of a model whose positions have three numbers
     sampled: torch.Tensor  # int64 [s]: which of the n tokens get logits
     writes: torch.Tensor  # int64 [n]: entry of `LayerKV` that each token is written to
-    prepared: Any  # what the backend prepared for this step
+    prepared: Any  # prepared by the backend for this step
     kv: Sequence[LayerKV]  # one a layer
     index: Index | None = None
     """The choice of positions by an index; None: the model has no index."""
@@ -122,7 +122,7 @@ class AttachedHead(Protocol):
         """Its rotary embeddings in addition to the model's."""
 
     def keep(self, tapped: Mapping[int, torch.Tensor], forward: Forward, step: Step) -> None:
-        """Writes what it keeps of a step's tokens, from the states [n, hidden] at its taps."""
+        """Stores its inputs for a step's tokens, from the states [n, hidden] at its taps."""
 
 
 class Block:
@@ -267,7 +267,7 @@ class Decoder:
         return [SectionedRotary(config.sections, *shape) for shape in shapes]
 
     def attach(self, head: AttachedHead) -> None:
-        """Makes a head keep what it drafts from in each step."""
+        """Makes a head store its inputs for drafts in each step."""
         self.draft_head = head
         self.rotaries += head.rotaries
 
@@ -301,7 +301,7 @@ class Decoder:
         return self.logits(x) if forward.logits is None else self._capped(forward.logits.copy_(F.linear(x, self.head)))
 
     def take_part(self) -> None:
-        """Computes what other ranks of a step group need of this one in a step in which it has no tokens."""
+        """Takes part in the collectives of a step group in a step in which this rank has no tokens."""
         none = self.embedding.new_empty(0, self.config.hidden_size)
         for block in self.blocks:
             part: object = block.mlp

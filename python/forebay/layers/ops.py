@@ -244,7 +244,7 @@ class TorchOps:
         products = F.grouped_mm(self.gate(both, activation), down.transpose(1, 2), offs=ends)
         if biases is not None:
             products = products + biases[1].index_select(0, known)
-        # Of rows without an expert it is memory as it was found.
+        # Rows without an expert hold uninitialised memory.
         return products.masked_fill_((ids >= len(down))[:, None], 0)
 
     def greedy(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,7 +23,7 @@ DONE = b"[DONE]"
 
 @dataclass
 class Call(Generic[T]):
-    """A request, and what is made of its answer."""
+    """A request, and the conversion of its answer."""
 
     path: str
     fields: Callable[[], dict[str, Any]]

@@ -90,7 +90,7 @@ class AdapterPlaces:
             self._adapters = {at: held for at, held in self._adapters.items() if held[0] != number}
 
     def read(self, plan: Plan, before: Event) -> None:
-        """Begins what the plan brings to places, and notes the places of new slots. Raises `PlanError`.
+        """Begins the plan's writes to places, and notes the places of new slots. Raises `PlanError`.
 
         `before` is behind all steps that may name a place's former adapter.
         """

@@ -216,7 +216,7 @@ class ModelRunner:
             taken += measured or self._slice_bytes
         taken += self._choose_state_pages(available, taken)
         sizes = Sizes.of(self.config, kept, available, taken)
-        # Ranks have free what they have free, and the brain gives out the same pages of all.
+        # Ranks may have different free memory, and the brain uses the same pages on all: take the smallest.
         return sizes if self._group is None else replace(sizes, pages=self._group.least(sizes.pages))
 
     def _choose_state_pages(self, available: int, taken: int) -> int:
@@ -459,7 +459,7 @@ class ModelRunner:
         return plain and not one_by_one
 
     def _begin_exchange(self, plan: Plan) -> None:
-        """Queues what a step of a group begins with, and all of it where this rank has no rows."""
+        """Queues the first part of a group's step, or all of it if this rank has no rows."""
         exchange, tokens = self._exchange, plan.group.tolist()
         if exchange is None:
             if tokens:

@@ -100,7 +100,7 @@ class SlotTables:
         self.biases: dict[int, tuple[Int32s, Float32s]] = {}
         # The only ids that can be sampled, of the slots that have such.
         self.allowed: dict[int, Int32s] = {}
-        # Of those, the slots that have nothing else than stop ids: these are not suppressed.
+        # Of those, the slots with stop ids only: these are not suppressed.
         self.only_stops: set[int] = set()
 
     def values(self, column: str, absent: int, *, change_logits: bool = False) -> Int64s:

@@ -92,7 +92,7 @@ def serve(connection: Connection) -> None:
             received = connection.recv()
         if received is None or received.kind != Kind.PLAN_AT:
             return received
-        # Copied to where a device copies from: what is saved is that the brain sends it to each rank.
+        # Copied to memory that a device copies from: so the brain need not send it to each rank.
         return connection.copied(*PlanAt.decode(received).read(arena))
 
     def masks() -> Masks:

@@ -56,7 +56,7 @@ pub enum BatchOutcome {
     },
     /// The owner's key is none any more.
     Unauthorized,
-    /// The server stops. What has no answer is computed after its next start.
+    /// The server stops. Unanswered requests are computed after its next start.
     Stopped,
 }
 

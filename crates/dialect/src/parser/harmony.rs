@@ -7,7 +7,7 @@ use crate::finder::{Found, find, without_trailing_blank};
 use crate::parts::Parts;
 use crate::schema::Tools;
 
-/// Reads messages. What is not for the reader, and for no tool either, is reasoning.
+/// Reads messages. A message neither for the reader nor for a tool is reasoning.
 #[derive(Debug, Clone)]
 pub(super) struct Harmony {
     /// The header of the message that is being read.

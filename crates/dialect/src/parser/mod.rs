@@ -140,9 +140,9 @@ pub struct Parser {
     blanks: usize,
     /// White space that is held back until the next character is known.
     blank: String,
-    /// Something else than white space was given out as content.
+    /// Content other than white space was given out.
     said: bool,
-    /// The same of reasoning.
+    /// Reasoning other than white space was given out.
     reasoned: bool,
     /// White space that comes now is left out.
     strip: bool,
@@ -161,7 +161,7 @@ enum Mark {
     Call,
     /// A call whose mark was left out begins with that of its name.
     Name,
-    /// The end of something that has ended.
+    /// An end mark without a beginning.
     Stray,
     /// A special token from within a call.
     Inner,

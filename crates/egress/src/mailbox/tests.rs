@@ -205,7 +205,7 @@ async fn an_open_line_takes_deltas_past_the_reader() {
     senders[0].send_delta(token(1));
     assert_eq!(take(&mut receiver, &count), Some(vec![(0, token(1))]));
     assert_eq!(take(&mut receiver, &count), None);
-    // Asked, but hyper still holds something.
+    // Requested, but hyper still holds data.
     senders[0].send_delta(token(2));
     assert_eq!(wakes(), 1);
     assert_eq!(take(&mut receiver, &count), Some(vec![(0, token(2))]));

@@ -213,9 +213,9 @@ struct Owner {
     metrics: Arc<Metrics>,
     window: Duration,
     streams: Streams,
-    /// Streams with something that the window holds back, and until when.
+    /// Streams with output that the flush window holds back, and until when.
     alarms: BinaryHeap<Reverse<(Instant, RequestId)>>,
-    /// Streams with something that waits for the lane to be empty.
+    /// Streams with output that waits for the lane to be empty.
     gathered: Vec<RequestId>,
     engine_gone: bool,
 }

@@ -24,8 +24,8 @@ impl Member {
         self.enter(request);
     }
 
-    /// There is no hand: other replicas get all requests, if they can take any. What is left waits
-    /// for the first that comes back, or ends if none will: if it is `over`.
+    /// There is no hand: other replicas get all requests, if they can take any. The rest waits for
+    /// the first replica that comes back, or ends if none will: if it is `over`.
     pub(crate) fn give_away(&mut self, over: bool) {
         let others = self.peers.as_ref().is_some_and(|peers| peers.others_up());
         if let Some(scheduler) = self.scheduler.as_mut().filter(|_| others) {

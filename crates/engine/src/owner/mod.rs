@@ -49,7 +49,7 @@ pub(crate) struct Owner {
     /// The next step follows a time without work: its gap is not the host's doing.
     rested: bool,
     rested_step: Option<u64>,
-    /// Something happened since the books were last checked.
+    /// True if something has changed since the last check of the accounts.
     unchecked: bool,
 }
 

@@ -31,7 +31,7 @@ pub(super) struct Engines {
     pub(super) arena: Arena,
 }
 
-/// Gives something when the first engine has ended.
+/// Receives a value when the first engine has ended.
 pub(super) type EngineEnd = oneshot::Receiver<()>;
 
 impl Engines {
@@ -51,7 +51,7 @@ impl Engines {
             Some(_) => simulations(flags, resolved, model, tokenizer)?,
             None => hand_processes(interpreter, resolved, &arena, site.as_ref())?,
         };
-        // Of one replica only, which was checked.
+        // With one replica only, which was checked.
         if let Some(file) = &flags.run.record_steps
             && let Some(executor) = executors.pop()
         {

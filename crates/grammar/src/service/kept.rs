@@ -139,7 +139,7 @@ mod tests {
         assert_eq!(found(&mut kept, 15..16), [15]);
         put(&mut kept, 1, 25);
         assert_eq!(found(&mut kept, 15..17), [15]);
-        // The same again is no more.
+        // The new entry replaces the old one.
         put(&mut kept, 1, 25);
         assert_eq!(kept.bytes(), 100 << 10);
     }

@@ -54,7 +54,7 @@ enum Kind {
     Backed(Sparse),
 }
 
-/// The pages of one replica, and who may have which.
+/// The pages of one replica, and the rules for giving them out.
 #[derive(Debug)]
 pub(crate) struct Memory {
     kind: Kind,

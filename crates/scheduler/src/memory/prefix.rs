@@ -242,7 +242,7 @@ impl Memory {
         if !self.rates.restores(1, page_size) {
             return;
         }
-        // Those who run may need a page each before these come free again.
+        // Running requests may need a page each before these become free again.
         let mut room = self.tiers.hot().spare().saturating_sub(roster.residents.len() as u32);
         for ticket in turns.queue.upcoming(host.prefetch as usize) {
             let entry = &mut roster[ticket.handle];

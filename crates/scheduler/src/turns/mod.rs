@@ -40,9 +40,9 @@ pub(crate) struct Turns {
     /// `None`: no prompt passes another.
     pub(crate) claims: Option<Claims>,
     /// The waiting request that did not fit, and the number of returns to the pools then. Until
-    /// something comes back, looking again is a waste.
+    /// slots or pages come back, another try is useless.
     blocked: Option<(Key, u64)>,
-    /// The same of the request that was to pass others.
+    /// The waiting request that was to pass others and did not fit, likewise.
     passing_blocked: Option<(Key, u64)>,
     /// Suspects of the hand's death, resident or not. While there are any, only the first of them
     /// has rows.

@@ -73,7 +73,7 @@ type StopModel = Box<dyn FnOnce() + Send>;
 pub struct StartedModel {
     /// The model.
     pub state: AppState,
-    /// Gives something when its engine has ended.
+    /// Receives a value when its engine has ended.
     pub ended: oneshot::Receiver<()>,
     /// Stops its engine and hands, and waits for their end.
     pub stop: StopModel,

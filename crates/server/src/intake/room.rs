@@ -42,8 +42,8 @@ impl Room {
         self.payloads.used()
     }
 
-    /// Waits for room for `bytes` bytes of `client`, all at once: who has some and waited for more
-    /// could wait for ever. Dropping the future leaves the line.
+    /// Waits for room for `bytes` bytes of `client`, all at once: two tasks that hold some and wait
+    /// for more could deadlock. Dropping the future leaves the queue.
     pub(crate) async fn take(
         &self,
         client: ClientId,

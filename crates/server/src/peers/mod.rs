@@ -111,7 +111,7 @@ impl Peer {
         self.client.is_none()
     }
 
-    /// True if the request takes what others leave.
+    /// True for background work.
     pub(crate) fn is_background(&self) -> bool {
         self.background
     }
@@ -154,7 +154,7 @@ impl Peer {
         }
     }
 
-    /// Has a stream carry what another brain needs to go on with it.
+    /// Makes a stream carry the data that another brain needs to resume it.
     pub(crate) fn tagged(
         &self,
         state: &Shared,
@@ -226,8 +226,8 @@ impl EventEncoder for AnnotatedEvents {
         self.ids.clone_from(&delta.tokens);
         let ends = delta.end.is_some();
         self.encoder.delta(choice, delta, tally, out)?;
-        // Without a comment, the end is passed on only when all of it is there: another brain would
-        // not know what is missing.
+        // Without a comment, the end is passed on only when all of it is there: another brain could
+        // not resume in the middle.
         if !ends {
             let due = self.pace.is_due(Instant::now());
             let report = due.then(|| report(&self.state, Some(self.router)));

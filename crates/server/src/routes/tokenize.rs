@@ -124,7 +124,7 @@ fn too_many(param: &str, limit: usize) -> ApiError {
     ApiError::invalid(param, reason)
 }
 
-/// Tokens that these routes take at a time: more than a prompt may have, for those who cut a
+/// Tokens that these routes take at a time: more than a prompt may have, for clients that cut a
 /// document by its tokens.
 pub(super) fn most_tokens(state: &Shared) -> Result<usize, ApiError> {
     let context = state.limits()?.context_length as usize;
