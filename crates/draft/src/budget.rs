@@ -64,7 +64,7 @@ struct Odds {
     further: f64,
 }
 
-/// Buys drafts with the time of steps.
+/// Limits drafts to those that are worth their time in a step.
 #[derive(Debug, Clone, Default)]
 pub struct DraftBudget {
     costs: StepCosts,

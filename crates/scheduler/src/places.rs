@@ -170,7 +170,7 @@ impl Places {
             let own = self.place_of(id);
             let free =
                 |at: &usize| self.places[*at].users == 0 && self.places[*at].last_step <= answered;
-            // One that was vacated, and is unused by now, still has it.
+            // A vacated place that is unused by now still has it.
             if let Some(at) = own.filter(free) {
                 self.places[at].content = Content::Empty;
             } else if own.is_some() {

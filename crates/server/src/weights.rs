@@ -297,7 +297,7 @@ impl Weights {
 async fn pause_all(handles: &[EngineHandle], mode: PauseMode) -> Result<usize, ApiError> {
     let pauses = handles.iter().map(|handle| {
         let (sender, receiver) = oneshot::channel();
-        // Nobody may wait any more.
+        // The caller may have gone by now.
         handle.pause(mode, Box::new(move |left| _ = sender.send(left)));
         receiver
     });

@@ -76,7 +76,7 @@ class DraftHead:
         if config.mapped:
             # float32 has all whole numbers of this size.
             self._offsets = params.tensor((vocabulary,), {"d2t": vocabulary}, torch.float32)
-        # Checkpoints carry matrices that are the model's twice.
+        # Checkpoints repeat matrices of the model.
         for name in (of_tokens, of_logits, "t2d"):
             params.skip(name)
         self._ids: torch.Tensor | None = None

@@ -69,7 +69,7 @@ class SlotTables:
         self.all_pages = torch.full((lines, self.pages_per_slot), -1, dtype=torch.int32, device=place)
         # The lines that the brain writes; the last line is the null slot's, for padded rows.
         self.token_pool, self.page_table = self.all_tokens[: config.slots], self.all_pages[: config.slots]
-        # Where no slot is ever sparse, both parts of a page have one number.
+        # If no slot is ever sparse, both parts of a page have the same number.
         self.index_page_table = self.page_table if hot is None else hot.host_table
         self.window_table: torch.Tensor | None = None
         """Pages of the window part, int32 [slots, pages a slot]; None: there is no window part."""

@@ -51,7 +51,7 @@ def main() -> int:
     Gives the exit status: 0 after an order to exit or the brain's end, 1 after a failure.
     """
     _die_with_parent()
-    # A terminal sends ^C to the whole session, but it is the brain that decides when its hands go.
+    # A terminal sends ^C to the whole session, but the brain decides when its hands end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for descriptor in (SOCKET_DESCRIPTOR, ARENA_DESCRIPTOR, HOST_DESCRIPTOR):
         if descriptor == SOCKET_DESCRIPTOR or _is_open(descriptor):

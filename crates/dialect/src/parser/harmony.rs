@@ -25,7 +25,7 @@ enum Body {
 }
 
 impl Harmony {
-    /// Goes on after a prompt.
+    /// Starts in the state at the end of a prompt.
     pub(super) fn new(prompt: &str) -> Self {
         let mut harmony = Self { header: String::new(), body: None, blank: String::new() };
         let Some((_, open)) = prompt.rsplit_once(START) else { return harmony };

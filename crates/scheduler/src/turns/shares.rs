@@ -17,7 +17,7 @@ const YIELD_SHARE: u64 = 4;
 pub(crate) struct Shares {
     /// Residents of each client that has any.
     pub(super) residents: HashMap<u64, u32>,
-    /// The next request to be admitted, for which another gave way.
+    /// The next request to be admitted, for which another was preempted.
     pub(super) promised: Option<Ticket>,
     /// The step before which no request has to give way.
     rested_at: u64,

@@ -31,7 +31,7 @@ const ROWS: usize = 100;
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct TensorsQuery {
-    /// The name that answers have from then on.
+    /// The version that later answers report.
     weight_version: Option<String>,
     /// True if requests end before the update. Otherwise they go on with the new weights.
     #[serde(default)]
@@ -54,7 +54,7 @@ pub(crate) struct UpdateTensors<'a> {
     /// True if requests end before the update. Otherwise they go on with the new weights.
     #[serde(default)]
     abort_all_requests: bool,
-    /// The name that answers have from then on.
+    /// The version that later answers report.
     weight_version: Option<String>,
     /// True if generation stays paused after the update.
     #[serde(default)]
