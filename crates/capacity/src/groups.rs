@@ -55,7 +55,7 @@ pub(crate) struct Waits {
     groups: Groups,
     /// By replica and group: prompt tokens computed so far.
     computed: Vec<Vec<u64>>,
-    /// By request: those of its replica when it came, and its own so far.
+    /// By request: its replica's counts when it came, and its own so far.
     since: Vec<(Vec<u64>, u64)>,
     /// By group and group: tokens of the second while requests of the first waited.
     waited: Vec<Vec<u64>>,

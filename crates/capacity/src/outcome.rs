@@ -87,8 +87,8 @@ impl Outcome {
         self.pd.as_ref().map_or(0, |pd| pd.split.prefill)
     }
 
-    /// The better one of two outcomes has the larger score: first by goodput, then by the TTFT that
-    /// nine tenths have.
+    /// The better one of two outcomes has the larger score: first by goodput, then by the 90th
+    /// percentile of TTFT.
     pub(crate) fn score(&self) -> (f64, f64) {
         (self.goodput, -self.ttft_ms.p90.unwrap_or(f64::INFINITY))
     }

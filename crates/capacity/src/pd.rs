@@ -16,7 +16,7 @@ const MOST: u32 = 4096;
 pub struct PdSplit {
     /// Replicas that compute prompts and first tokens.
     pub prefill: u32,
-    /// Replicas that go on after them.
+    /// Replicas that compute later tokens.
     pub decode: u32,
 }
 

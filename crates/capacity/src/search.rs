@@ -28,7 +28,7 @@ pub(crate) fn least(most: u32, mut enough: impl FnMut(u32) -> bool) -> Option<u3
 
 /// Eighths of the replicas that are tried first.
 const COARSE: u32 = 8;
-/// A split is not looked for more finely than in steps of this part of the replicas.
+/// Splits are not searched more finely than in steps of this part of the replicas.
 const FINEST: u32 = 64;
 
 /// The number of prefill replicas, of `replicas` in all, with the largest score among those that

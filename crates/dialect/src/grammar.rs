@@ -63,7 +63,7 @@ pub struct ArgumentTags {
     pub after: &'static str,
     /// The marks that end a value at any place.
     pub stops: Vec<&'static str>,
-    /// True if the tags tell strings from other values.
+    /// True if the tags distinguish strings from other values.
     pub declares: bool,
 }
 

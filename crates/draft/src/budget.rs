@@ -56,7 +56,7 @@ pub struct DecodeStep {
 /// The probabilities of the drafts of an offer.
 #[derive(Debug, Clone, Copy)]
 struct Odds {
-    /// That of the next draft, and of all before it.
+    /// The probability that the next draft and all before it are right.
     next: f64,
     /// That of the first draft that is not certain.
     first: f64,

@@ -249,7 +249,7 @@ impl Fleet {
         let stay_ms = stay.max(now_ms.saturating_sub(began_ms));
         member.phase = Phase::In { since_ms: now_ms, stay_ms, closed: None };
         (member.held, member.used_ms) = (bytes, now_ms);
-        // Whoever it was loaded for runs, before anything can close it again.
+        // The waiting request runs first, before anything can close the model again.
         self.admit(model, now_ms);
     }
 
@@ -327,8 +327,8 @@ impl Fleet {
         std::mem::take(&mut self.decided)
     }
 
-    /// Opens all that are closed for another model, whose need is looked at anew. Closes the
-    /// dismissed and the idle.
+    /// Reopens all that were closed for another model, and decides anew. Closes the dismissed and
+    /// the idle.
     fn close_and_open(&mut self, now_ms: u64) {
         for member in &mut self.members {
             let dismissed = member.dismissed;

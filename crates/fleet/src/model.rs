@@ -69,7 +69,7 @@ pub(crate) enum Phase {
 pub(crate) struct Member {
     pub(crate) model: FleetModel,
     pub(crate) phase: Phase,
-    /// The level of an explicit wish that it leaves.
+    /// The sleep level of an explicit request that it leaves.
     pub(crate) dismissed: Option<SleepLevel>,
     /// Milliseconds that replace `idle_ms` until it leaves.
     pub(crate) keep: Option<Option<u64>>,

@@ -18,7 +18,7 @@ use crate::vocabulary::Vocabulary;
 use crate::work::Work;
 use crate::{calls, ebnf, expansion, lark, schema, tag};
 
-/// The beginning of llguidance's errors that were panics.
+/// The prefix of llguidance's errors that report a panic.
 const PANIC: &str = "panic: ";
 
 /// The largest number of bytes of a template.

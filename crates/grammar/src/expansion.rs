@@ -33,7 +33,7 @@ pub(crate) fn check(text: &str) -> Result<(), GrammarError> {
     definitions.walk()
 }
 
-/// Refuses too many classes of Unicode.
+/// Refuses a grammar with too many Unicode classes.
 pub(crate) fn classes(text: &str) -> Result<(), GrammarError> {
     let escapes = text.as_bytes().windows(2);
     let is_class = |pair: &[u8]| pair[0] == b'\\' && matches!(pair[1], b'w' | b'W' | b'p' | b'P');
@@ -57,7 +57,7 @@ struct Definition<'a> {
     name: &'a str,
     /// Bytes of the text.
     bytes: usize,
-    /// Groups inside each other.
+    /// The depth of nested groups.
     groups: usize,
     /// Names in it.
     names: Vec<&'a str>,

@@ -225,7 +225,7 @@ fn all_parts(repository: &str, parts: Vec<String>) -> Result<Vec<String>, HubErr
     Err(HubError::Repository(format!("{repository} lacks {}", missing.join(", "))))
 }
 
-/// True for a GGUF file that belongs to a model and is none: the projector of its images, or the
+/// True for a GGUF file that is not a model but belongs to one: the projector of its images, or the
 /// importance matrix of its quantisation.
 pub(crate) fn is_companion(name: &str) -> bool {
     let file = name.rsplit('/').next().unwrap_or(name);

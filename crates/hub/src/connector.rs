@@ -27,14 +27,14 @@ type Cause = Box<dyn Error + Send + Sync>;
 #[derive(Debug, Clone)]
 pub(crate) struct Connector {
     tcp: HttpConnector,
-    /// `None`: the machine has no certificates to know servers by.
+    /// `None`: the machine has no CA certificates to verify servers.
     tls: Option<Arc<ClientConfig>>,
     proxies: Arc<Proxies>,
     patience: Duration,
 }
 
 impl Connector {
-    /// Within `patience` a connection is there, or not made.
+    /// `patience` bounds the time to connect.
     pub(crate) fn new(proxies: Arc<Proxies>, patience: Duration) -> Self {
         let mut tcp = HttpConnector::new();
         tcp.enforce_http(false);

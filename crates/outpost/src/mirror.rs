@@ -25,7 +25,7 @@ use crate::relay::said;
 const OPENING: Duration = Duration::from_secs(30);
 /// The time that an outpost may take before it acknowledges writes.
 const STALLED: Duration = Duration::from_secs(30);
-/// The number of known payloads at which dropped ones are looked for.
+/// The number of known payloads at which dropped ones are removed.
 const SWEEP_AT: usize = 64;
 
 /// The mirror of one outpost, as long as it is joined.

@@ -188,7 +188,7 @@ async fn session(door: &Door, spawn: &Spawn, aside: &Aside) -> Over {
                         let id = order.id;
                         let exit = run(&door, &spawn, &order, &arena, gone).await;
                         let Exit { text: status, out_of_memory } = exit;
-                        // Nobody asks once the session is over.
+                        // The session may be over.
                         let _ = said.send(FromOutpost::Ended { id, status, out_of_memory });
                     });
                     continue;

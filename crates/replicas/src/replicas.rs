@@ -167,13 +167,13 @@ impl Replicas {
                     threads.push(thread);
                 }
                 Err(error) => {
-                    // Those that have been started may be waiting to hear of the others.
+                    // Those that have been started may be waiting for the others.
                     let _ = shared.engines.set(engines);
                     return Err(error);
                 }
             }
         }
-        // Nobody else sets it.
+        // It is set only once.
         let _ = shared.engines.set(engines);
         Ok((Self(shared), threads))
     }

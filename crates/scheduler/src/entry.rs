@@ -152,7 +152,7 @@ impl Entry {
         self.residence.as_ref().is_some_and(|residence| residence.pages.grow_in_prefill())
     }
 
-    /// The request that another scheduler can go on with.
+    /// The request that another scheduler can continue.
     pub(crate) fn into_request(mut self) -> Request {
         if !self.tokens.is_empty() {
             self.request.generated = self.tokens.split_off(self.prompt_len as usize);

@@ -96,7 +96,7 @@ impl Scheduler {
         self.memory.retired.returns() + self.images.retired.returns()
     }
 
-    /// Preempts a resident for the next request, if one has to give way
+    /// Preempts a resident for the next request, if the shares require it
     /// ([`crate::turns::Turns::who_gives_way`]).
     pub(crate) fn give_way(&mut self, events: &mut Vec<Event>) {
         let (step, returns) = (self.steps.next(), self.returns());

@@ -42,7 +42,7 @@ pub(crate) struct RenderedChat {
     pub(crate) ids: Vec<i32>,
     /// The text as the template wrote it.
     pub(crate) text: String,
-    /// Parameters that the template does not know.
+    /// Parameters that the template does not use.
     pub(crate) ignored: Vec<&'static str>,
 }
 

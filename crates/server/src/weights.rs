@@ -176,8 +176,8 @@ impl Weights {
         self.engine.handles().iter().for_each(EngineHandle::resume);
     }
 
-    /// Makes all replicas compute with other weights. Requests go on with them from where they are.
-    /// Returns the number of these requests. Goes on if the caller does not wait.
+    /// Makes all replicas compute with other weights. Requests continue with them from where they
+    /// are. Returns the number of these requests. Goes on if the caller does not wait.
     ///
     /// # Errors
     /// The weights can't be read or loaded. The old ones compute on.

@@ -14,7 +14,7 @@ from forebay.gpu.interface import Kernels, PagedRows
 
 @dataclass(frozen=True)
 class SpannedRows:
-    """A step's rows, of which some have ranges of positions that see each other both ways."""
+    """A step's rows, some of which have ranges with bidirectional attention."""
 
     rows: PagedRows
     chunks: list[ChunkRow]

@@ -331,7 +331,7 @@ class PagedSteps:
 
     @staticmethod
     def _rows_of_tokens(buffers: StepBuffers, *, mixed: bool = True) -> torch.Tensor:
-        """The row of each token, int32 [n]; the number of rows for tokens of nobody. `mixed`: see `Size`."""
+        """The row of each token, int32 [n]; the number of rows for padding tokens. `mixed`: see `Size`."""
         token = torch.arange(len(buffers.tokens), dtype=torch.int32, device=buffers.first.device)
         if not mixed:
             return token
@@ -361,7 +361,7 @@ class PagedSteps:
         if kv.features is None:
             return None
         row = self._rows_of_tokens(buffers)
-        # After the last row are tokens of none, whose entries go to the null page.
+        # Tokens after the last row belong to no row: their entries go to the null page.
         slot = buffers.slots.index_select(0, row.clamp(max=len(buffers.slots) - 1)).long()
         before = (buffers.positions - 1).clamp(min=0)
         page = tables.page_table[slot, before // kv.page_size].long()

@@ -360,7 +360,7 @@ class Sampler:
 def _given(
     tokens: torch.Tensor, finite: torch.Tensor, levels: list[int], columns: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    """True for the tokens [s] that no wrong draft is before."""
+    """True for the tokens [s] without a wrong draft before them."""
     given = torch.ones_like(finite)
     parts = (columns[name].split(levels) for name in ("behind", "before", "drafts"))
     for behind, before, drafts in zip(*parts, strict=True):

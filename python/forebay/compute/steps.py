@@ -91,7 +91,7 @@ class OperatorSteps:
     by_slot = False
 
     def __init__(self, compute: Callable[[], Compute], tables: SlotTables, sampler: Sampler, device: Device) -> None:
-        """`compute` is called as work."""
+        """`compute` runs as queued work."""
         self._compute = compute
         self._tables = tables
         self._sampler = sampler

@@ -39,7 +39,7 @@ class FeatureRows:
 
     pool: torch.Tensor  # [entries, hidden]
     writes: torch.Tensor  # int64 [n]: the entry of each token's feature
-    before: torch.Tensor  # int64 [n]: that of the position before it; any one at position 0
+    before: torch.Tensor  # int64 [n]: the entry of the position before it; any entry at position 0
 
 
 @dataclass(frozen=True)

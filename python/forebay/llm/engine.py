@@ -78,7 +78,7 @@ class BorrowedServer:
         return True
 
     def stop(self) -> None:
-        """Nothing: it is another's."""
+        """Does nothing: another process owns the server."""
 
     def death(self) -> EngineDeadError:
         """The error of requests to it when it is gone."""

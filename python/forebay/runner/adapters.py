@@ -86,7 +86,7 @@ class AdapterPlaces:
         self._known.pop(number, None)
         with self._lock:
             self._kept.pop(number, None)
-            # Nobody names the place any more.
+            # No slot names the place any more.
             self._adapters = {at: held for at, held in self._adapters.items() if held[0] != number}
 
     def read(self, plan: Plan, before: Event) -> None:

@@ -84,7 +84,7 @@ mod tests {
         StructuredOutputs,
     };
 
-    /// Collects the names of a type's fields, aliases too, from its error for an empty object.
+    /// A deserializer that collects the names of a type's fields, aliases too, and gives no value.
     struct Fields<'a>(&'a mut Vec<&'static str>);
 
     impl<'de> Deserializer<'de> for Fields<'_> {

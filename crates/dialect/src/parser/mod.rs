@@ -523,7 +523,7 @@ impl Parser {
         self.blank.push_str(&text[end..]);
     }
 
-    /// The form of calls; `None` if no calls are looked for.
+    /// The form of calls; `None` if calls are not parsed.
     fn calls(&self) -> Option<&'static Calls> {
         self.reading.dialect.calls.filter(|_| !self.reading.tools.is_empty())
     }

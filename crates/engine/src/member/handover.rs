@@ -64,8 +64,7 @@ impl Member {
         left.into_iter().for_each(|orphan| self.adopt(orphan));
     }
 
-    /// Makes other replicas go on with the requests that have left. Where none can, they go on
-    /// here.
+    /// Makes other replicas continue the requests that have left. Where none can, they go on here.
     pub(super) fn hand_on(&mut self) {
         for id in std::mem::take(&mut self.left) {
             let handed = self.scheduler.as_mut().and_then(|scheduler| scheduler.hand_on(id));
@@ -86,7 +85,7 @@ impl Member {
         }
     }
 
-    /// A loan that comes back by an order, whoever drops it last.
+    /// A loan that comes back by an order, on whichever thread it is dropped last.
     pub(super) fn loan(&self, lent: LentBlocks) -> Loan {
         let handle = EngineHandle { shared: Arc::clone(&self.shared), orders: self.orders.clone() };
         let lender = self.peers.as_ref().map_or(0, |peers| peers.replica());

@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use forebay_server::{Access, Keys, Tls, TrustedProxies};
 
-/// Names that only this machine's own programs use for it.
+/// Host names that only programs on this machine can use.
 const LOCAL_HOSTS: [&str; 3] = ["localhost", "127.0.0.1", "::1"];
 
 #[derive(Debug, Args)]

@@ -61,7 +61,7 @@ impl Engines {
         }
         let (on_exit, ended) = oneshot::channel();
         let on_exit = move || {
-            // Nobody waits any more when the server went first.
+            // If the server went first, there is no receiver.
             let _ = on_exit.send(());
         };
         let member = |executor| Member {
@@ -126,7 +126,7 @@ fn hand_processes(
         executors.push(Box::new(HandExecutor::new(HandSpec {
             program: program.clone(),
             args: args.clone(),
-            // Another machine has its own.
+            // Another machine has its own processors.
             env: if site.is_some() { Vec::new() } else { hands::environment() },
             config: resolved.hand.clone(),
             arena: arena.clone(),

@@ -285,7 +285,7 @@ impl Shared {
         let waiting = state.waiting.remove(&compile.source).unwrap_or_default();
         let source = compile.source.clone();
         let evicted = state.kept.put(source, compile.client, compiled.clone(), None);
-        // Nobody waits for the lock until large templates are freed.
+        // Release the lock before large templates are freed.
         drop(state);
         drop(evicted);
         waiting.answer(compiled);

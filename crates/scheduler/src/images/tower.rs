@@ -56,7 +56,7 @@ impl Images {
         true
     }
 
-    /// Whoever has come to an image whose pages were given up meanwhile looks for it again.
+    /// A request at an image whose pages were given up meanwhile looks it up again.
     fn look_again(&mut self, roster: &mut Roster, step: &mut NewStep<'_>) {
         let seeing: Vec<Handle> = self.seeing.values().copied().collect();
         for handle in seeing {

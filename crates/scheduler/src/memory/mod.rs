@@ -83,7 +83,7 @@ pub(crate) enum Room {
     Made,
     /// A page can be dropped when copies have ended.
     WithCopies,
-    /// Nobody can drop a page.
+    /// No request can drop a page.
     None,
 }
 
@@ -237,7 +237,7 @@ impl Memory {
 
     /// True if a request may share blocks with others.
     pub(crate) fn caches(&self, entry: &Entry) -> bool {
-        // Nobody can go on after blocks without a state.
+        // No request can continue after blocks without a state.
         let resumes = self.states.as_ref().is_none_or(StatePages::keeps_any);
         self.prefix_cache && self.pages > 0 && resumes && entry.request.spec.embeds.is_none()
     }

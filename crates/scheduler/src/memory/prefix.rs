@@ -188,7 +188,8 @@ impl Memory {
         let last = found.len().checked_sub(1).map(|last| names[last]);
         let of_state = |states: &StatePages| last.map_or(0, |name| states.cost(name));
         let cost = away + self.states.as_ref().map_or(0, of_state);
-        // Whoever has handed it on has computed for this replica, which is not to compute it again.
+        // The prefill replica has computed the blocks for this one, which must not compute them
+        // again.
         let declined = cost > 0 && !handed && !self.rates.restores(cost, tokens);
         if declined {
             let rest = found.split_off(here);

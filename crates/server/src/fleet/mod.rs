@@ -443,7 +443,7 @@ impl Front {
 impl Books {
     fn tell(&mut self, ticket: Ticket, fate: Result<(), ()>) {
         if let Some(waiter) = self.waiting.remove(&ticket) {
-            // A waiter that is gone looks for its fate when it is dropped.
+            // A dropped waiter handles the outcome itself.
             let _ = waiter.send(fate);
         }
     }

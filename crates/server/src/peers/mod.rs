@@ -49,14 +49,14 @@ pub(crate) struct Resume {
     pub(crate) generated: Vec<i32>,
 }
 
-/// The headers of a router's request, and the wishes about its response.
+/// The headers of a router's request, and its options for the response.
 #[derive(Debug)]
 struct Exchange {
     tag: RouterTag,
     resume: Option<Resume>,
     /// Names of the prompt's blocks.
     blocks: OnceLock<String>,
-    /// The name of a stream that another brain can go on with.
+    /// The name of a stream that another brain can continue.
     stream: OnceLock<String>,
 }
 
@@ -131,12 +131,12 @@ impl Peer {
         })
     }
 
-    /// The stream that this request goes on with.
+    /// The stream that this request continues.
     pub(crate) fn resume(&self) -> Option<&Resume> {
         self.exchange.as_ref()?.resume.as_ref()
     }
 
-    /// The response's name: a new one, unless it goes on with another's.
+    /// The response's name: a new one, unless it continues another's.
     pub(crate) fn name(&self, prefix: &str) -> StreamName {
         match self.resume() {
             Some(resume) => resume.name.clone(),

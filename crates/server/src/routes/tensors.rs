@@ -33,7 +33,7 @@ const ROWS: usize = 100;
 pub(crate) struct TensorsQuery {
     /// The version that later answers report.
     weight_version: Option<String>,
-    /// True if requests end before the update. Otherwise they go on with the new weights.
+    /// True if requests end before the update. Otherwise they continue with the new weights.
     #[serde(default)]
     abort_all_requests: bool,
     /// True if generation stays paused after the update.
@@ -51,7 +51,7 @@ pub(crate) struct UpdateTensors<'a> {
     /// `auto`, `safetensors`, or null.
     #[serde(borrow)]
     load_format: Option<Cow<'a, str>>,
-    /// True if requests end before the update. Otherwise they go on with the new weights.
+    /// True if requests end before the update. Otherwise they continue with the new weights.
     #[serde(default)]
     abort_all_requests: bool,
     /// The version that later answers report.

@@ -18,7 +18,7 @@ use crate::text::{RequestText, encode_chat, encode_prompts, text_error};
 const MOST_TOKENS: usize = 64 << 10;
 /// Bytes of a token in an answer: its id here and as JSON.
 const NUMBER: usize = 16;
-/// The same with its text.
+/// Bytes of a token together with its text.
 const NAMED: usize = 128;
 
 /// Turns text or a conversation into token ids.

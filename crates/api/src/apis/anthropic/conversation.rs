@@ -248,7 +248,7 @@ fn said(
             }
             turns.called(block.id, &name, input);
         }
-        // Nobody here can read it.
+        // Only Anthropic's servers can read it.
         "redacted_thinking" => {}
         kind => ignored.push(format!("{path}.type={kind}")),
     }
