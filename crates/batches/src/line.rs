@@ -48,7 +48,7 @@ impl LineFault {
         Self { code, message: message.into(), param: Some(param) }
     }
 
-    /// The fault of a line whose name another line had before.
+    /// The fault of a line whose name is that of an earlier line.
     pub fn repeated(name: &str) -> Self {
         let message = format!("`custom_id`: a line before this one is named {name:?} too");
         Self::of("duplicate_custom_id", "custom_id", message)

@@ -134,7 +134,7 @@ impl Template {
                 GrammarError::Invalid { path: found, .. } => found != path,
                 _ => false,
             };
-            // The one that finds a place in its schema.
+            // The first error that has a path in its schema.
             let found = errors.zip(&parsed).find(|(error, (path, _))| named(error, path));
             found.map_or_else(|| GrammarError::invalid(brief(said)), |(error, _)| error)
         };

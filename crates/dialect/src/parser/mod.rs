@@ -57,7 +57,7 @@ pub struct Reading {
     pub start: Start,
 }
 
-/// The part of an answer in which a prompt leaves a model.
+/// The part of an answer in which generation starts after a prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
     /// In its reasoning.

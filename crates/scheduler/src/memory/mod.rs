@@ -1,8 +1,8 @@
 //! The memory of requests: pages of keys and values, the prefix cache in them, and the tiers.
 //!
-//! Nobody else knows which kind of memory a model has. Without pages nothing is kept between steps.
-//! With pages a request has all that its known tokens need from the start. Backed pages have a page
-//! of the host's tier behind each, so a request goes on while most of its pages are dropped
+//! No other module depends on the kind of memory of a model. Without pages nothing is kept between
+//! steps. With pages a request has all that its known tokens need from the start. Backed pages have
+//! a page of the host's tier behind each, so a request goes on while most of its pages are dropped
 //! (`sparse`).
 //!
 //! - `prefix`: the blocks that a request finds at its admission, and new pages behind them;
