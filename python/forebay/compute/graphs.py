@@ -36,8 +36,10 @@ class Size:
 
 
 def decode_rows(most: int) -> list[int]:
-    """Rows of decode graphs, ascending: up to 64 rows fill one tile of a Hopper's matrix product, so few sizes are
-    needed."""
+    """Rows of decode graphs, ascending.
+
+    Up to 64 rows fill one tile of a Hopper's matrix product, so few sizes are needed.
+    """
     ladder = [1, 2, 4, 8, 16, 24, 32, 48, 64, *range(80, 129, 16), *range(160, 257, 32), *range(320, most, 64)]
     return [*(rows for rows in ladder if rows < most), most] if most else []
 

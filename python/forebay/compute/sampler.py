@@ -74,8 +74,7 @@ class Chains:
         return np.flatnonzero(~gone[:-1])
 
     def granted(self, rows: Int64s) -> tuple[Int64s, Int64s]:
-        """The drafts before each of `rows`, which its distribution assumes: the index of the row among `rows`, and the
-        token."""
+        """The drafts before each of `rows`, which its distribution assumes: an index into `rows`, and the token."""
         numbers, tokens = [], []
         for number, row in enumerate(rows.tolist()):
             while self.before[row] >= 0:

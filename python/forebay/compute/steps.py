@@ -67,12 +67,10 @@ class Steps(Protocol):
         """Writes the device's tables, except for the parts that `sample` writes. Runs as queued work."""
 
     def sample(self, launch: Launch, ask: Ask, answers: Answers) -> None:
-        """Computes rows, and samples those that sample into `answers`, which were made for them. Runs as queued work.
-        """
+        """Computes rows, and samples those that sample into `answers`, made for them. Runs as queued work."""
 
     def compute(self, launch: Launch) -> None:
-        """The first half of `sample`, up to the logits, for steps whose sampling waits for masks. Runs as queued work.
-        """
+        """The first half of `sample`, up to the logits, for steps that wait for masks. Runs as queued work."""
 
     def choose(self, launch: Launch, ask: Ask, answers: Answers) -> None:
         """The second half of `sample`: it samples from the last computed logits, of all rows or of `ask.rows`.

@@ -27,8 +27,10 @@ _UNBOUNDED_CONTEXT = 32768
 
 
 class OnlyUpdates:
-    """The cache object of a probe. A model that uses more of its interface keeps state that pages and slots do not
-    hold."""
+    """The cache object of a probe.
+
+    A model that uses more of its interface keeps state that pages and slots do not hold.
+    """
 
     is_compileable = False
 

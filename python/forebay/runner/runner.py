@@ -87,8 +87,10 @@ Meet: TypeAlias = Callable[[torch.device], Group]
 
 
 class ModelRunner:
-    """Owns a rank's memory (weights, pages, slot tables) and executes plans on it. It does not know requests, only
-    slots."""
+    """Owns a rank's memory (weights, pages, slot tables) and executes plans on it.
+
+    It does not know requests, only slots.
+    """
 
     def __init__(
         self,
@@ -201,8 +203,7 @@ class ModelRunner:
         self._ended = device.event()
 
     def _sizes(self, available: int) -> Sizes:
-        """The pages for which there is memory after weights and steps; `available` was free before the model was made.
-        """
+        """The pages that fit beside weights and steps; `available` was free before the model was made."""
         kept = self.config.kept_model
         if kept is None:
             return Sizes(0, None)
