@@ -31,7 +31,7 @@ each other's downloads. These variables are read:
 | `HF_HUB_OFFLINE` | 1: no request goes over the network |
 | `HF_HUB_DOWNLOAD_TIMEOUT` | seconds that a server may be silent; 20 |
 | `HTTPS_PROXY`, `HTTP_PROXY`, `ALL_PROXY`, `NO_PROXY` | a proxy, named by `http://`, perhaps with user and password |
-| `SSL_CERT_FILE`, `SSL_CERT_DIR` | certificates to know servers by, in place of the system's |
+| `SSL_CERT_FILE`, `SSL_CERT_DIR` | CA certificates for verifying servers, in place of the system's |
 | `FOREBAY_CACHE` | the folder for files that Forebay makes of models |
 | `FOREBAY_PYTHON` | the interpreter of hands, as `--python` |
 

@@ -52,7 +52,7 @@ impl Access {
             return Err(invalid("HTTP/1.1 needs it"));
         }
         let host = host.map(|host| host.to_str().map_err(|_| invalid("not a name"))).transpose()?;
-        // Whoever sends a whole URL has its name there too.
+        // A request with an absolute URL has the host name there too.
         let named = uri.authority().map(|authority| authority.as_str());
         if let Some(allowed) = &self.allowed_hosts
             && let Some(other) = [host, named].into_iter().flatten().find(|h| !matches(allowed, h))

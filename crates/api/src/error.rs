@@ -131,7 +131,7 @@ pub enum ApiError {
         /// A machine-readable code.
         code: &'static str,
     },
-    /// Something else has to end first, or has ended.
+    /// Another operation has to end first, or has ended.
     #[error("{reason}")]
     Conflict {
         /// The reason, in one line.

@@ -33,7 +33,7 @@ impl Inflater {
     /// The inflater for a body with these headers; `None`: it is not compressed.
     ///
     /// # Errors
-    /// The encoding is none that is read here.
+    /// The encoding is not supported.
     pub fn of(headers: &HeaderMap) -> Result<Option<Self>, ApiError> {
         let mut inflater = None;
         for value in headers.get_all(CONTENT_ENCODING) {

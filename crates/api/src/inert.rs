@@ -5,8 +5,8 @@
 use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 
-/// Parameters of other servers that nothing here reads, and that are true where they are absent:
-/// `false` asks for something.
+/// Parameters of other servers that nothing here reads, and whose default is true: `false` has an
+/// effect there.
 const TRUE_BY_DEFAULT: [&str; 14] = [
     "activation",
     "detokenize",
@@ -29,22 +29,22 @@ pub(crate) fn switches_off(name: &str, value: &RawValue) -> bool {
     value.get() == "false" && TRUE_BY_DEFAULT.contains(&name)
 }
 
-/// A value that is not kept: true if it asks for something.
+/// A value that is not kept: true if it asks for an effect.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Inert(bool);
 
 impl Inert {
-    /// True if the value asks for something.
+    /// True if the value asks for an effect.
     pub(crate) fn asks(self) -> bool {
         self.0
     }
 }
 
-/// True if a value asks for something. If there are `words`, they ask for nothing, and other
-/// strings do.
+/// True if a value asks for an effect. If there are `words`, these ask for none, and other strings
+/// do.
 pub(crate) fn asks(value: &RawValue, words: &[&str]) -> bool {
     let mut deserializer = serde_json::Deserializer::from_str(value.get());
-    // A number that no type can hold is one all the same.
+    // Numbers beyond all types ask for an effect too.
     deserializer.deserialize_any(Asks { words }).unwrap_or(true)
 }
 
@@ -54,7 +54,7 @@ impl<'de> Deserialize<'de> for Inert {
     }
 }
 
-/// Tells whether a value asks for something, and keeps nothing of it.
+/// Checks whether a value asks for an effect, and keeps nothing of it.
 struct Asks<'a> {
     /// The strings that ask for nothing; none: the empty string.
     words: &'a [&'a str],

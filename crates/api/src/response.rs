@@ -374,7 +374,7 @@ pub struct ModelCard {
     pub id: String,
     /// `model`.
     pub object: &'static str,
-    /// `model`, for Anthropic's clients, as are the next two.
+    /// `model`, for Anthropic's clients, like the next two fields.
     #[serde(rename = "type")]
     pub kind: &'static str,
     /// The name again.

@@ -196,7 +196,7 @@ impl GenerationParameters {
         let allowed = self.allowed_token_ids.map(|ids| ascending(ids).into());
         Ok(Generation {
             sampling: SamplingParams { logit_bias, allowed, ..sampling },
-            // Numbers below 0 are those of 64 bits without a sign, too.
+            // Negative seeds are accepted as their unsigned 64-bit value (two's complement).
             seed: self.seed.map(|seed| seed as u64),
             n: self.n.unwrap_or(1),
             max_tokens,

@@ -164,8 +164,8 @@ impl OfferedTools {
         Ok(offered)
     }
 
-    /// Gives tools the forms of their texts, by their names. Where nothing else is asked of calls,
-    /// this is.
+    /// Gives tools the forms of their texts, by their names. This applies if the request restricts
+    /// calls in no other way.
     pub(crate) fn bind(&mut self, texts: Vec<(String, TextForm)>) {
         for (name, text) in texts {
             let callable = (0..self.functions.len()).collect();

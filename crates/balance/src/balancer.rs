@@ -43,8 +43,8 @@ impl Ask<'_> {
     }
 }
 
-/// The number of requests that a whole cached prompt is worth: a target that has all of it may have
-/// this many requests more than another that has none of it.
+/// The number of requests that a whole cached prompt is worth. A target with all of it may have
+/// this many requests more than one with none of it.
 const WHOLE_PROMPT: u64 = 16;
 /// The number of the other's requests that add one to [`WHOLE_PROMPT`]: among many requests a few
 /// more are not felt.
@@ -105,8 +105,8 @@ impl Balancer {
 }
 
 /// The tokens that are saved if the target `at` is chosen in place of the one with the shortest
-/// queue: the tokens that `at` has cached beyond the other, less the prefill that is ahead of the
-/// request at `at`, and less a price for each request that `at` has more.
+/// queue. These are the tokens that `at` has cached beyond the other. Subtracted are the prefill
+/// that is ahead of the request at `at`, and a price for each request that `at` has more.
 fn worth(loads: &[Load], shortest: usize, at: usize, ask: &Ask<'_>) -> i64 {
     let signed = |tokens: u64| i64::try_from(tokens).unwrap_or(i64::MAX);
     let (here, there) = (&loads[at], &loads[shortest]);

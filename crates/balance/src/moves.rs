@@ -1,8 +1,8 @@
 //! Queued requests that move, where the loads of targets have drifted apart.
 //!
-//! A request goes to the target that is best when it comes. Later one target may be done sooner
-//! than its tokens promised, and another later. A move pays if it halves what is computed before
-//! the request's first token: less would be within the error of counting tokens for time.
+//! A request goes to the target that is best when it comes. Later one target may finish sooner than
+//! its tokens promised, and another later. A move pays if it halves the tokens that are computed
+//! before the request's first: less would be within the error of counting tokens for time.
 
 use crate::ledger::Load;
 

@@ -128,7 +128,8 @@ mod tests {
 
     const ROLES: [Role; 3] = [Role::Prefill, Role::Decode, Role::Decode];
 
-    /// Where a request of 100 tokens goes, of which targets have these cached, and why it stays.
+    /// The targets that stay open for a request of 100 tokens, and the reason if it stays.
+    /// `cached`: its cached tokens at each target.
     fn narrowed(
         roles: &[Role],
         cached: &[u64],

@@ -81,7 +81,7 @@ impl Reading {
                 }
                 Ok(None) => return,
                 Err(error) => {
-                    // Nobody may wait for it any more.
+                    // The reader may have gone by now.
                     let _ = self.sender.blocking_send(Err(error));
                     return;
                 }

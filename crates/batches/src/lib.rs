@@ -1,8 +1,8 @@
 //! Files of requests: their lines, their answers, and the batches that a server keeps.
 //!
-//! [`BatchInput`] reads requests, and [`BatchOutput`] writes answers, which a later run goes on
-//! with. `forebay run-batch` has both. [`BatchStore`] keeps files and batches on disk for the
-//! routes of a server, and [`run_batches`] computes them. Lines and objects have OpenAI's shapes.
+//! [`BatchInput`] reads requests, and [`BatchOutput`] writes answers, which a later run continues.
+//! `forebay run-batch` has both. [`BatchStore`] keeps files and batches on disk for the routes of a
+//! server, and [`run_batches`] computes them. Lines and objects have OpenAI's shapes.
 
 mod folder;
 mod input;

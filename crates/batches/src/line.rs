@@ -12,7 +12,7 @@ const STREAMED: [&str; 2] = ["/api/chat", "/api/generate"];
 /// The mark that some editors put before a text.
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
-/// A line with something in it.
+/// A line that is not empty.
 #[derive(Debug, PartialEq)]
 pub struct BatchLine {
     /// The number of the line in the file.
@@ -48,7 +48,7 @@ impl LineFault {
         Self { code, message: message.into(), param: Some(param) }
     }
 
-    /// The fault of a line whose name another line had before.
+    /// The fault of a line whose name is that of an earlier line.
     pub fn repeated(name: &str) -> Self {
         let message = format!("`custom_id`: a line before this one is named {name:?} too");
         Self::of("duplicate_custom_id", "custom_id", message)

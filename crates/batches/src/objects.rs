@@ -15,7 +15,7 @@ pub struct FileObject {
     pub bytes: u64,
     /// Seconds since 1970.
     pub created_at: u64,
-    /// Seconds since 1970; then it is deleted.
+    /// The time of its deletion, in seconds since 1970.
     pub expires_at: u64,
     /// The name that its sender gave it.
     pub filename: String,

@@ -1,4 +1,4 @@
-//! The file of answers, which a later run goes on with.
+//! The file of answers, which a later run continues.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{BufReader, Write};
@@ -32,7 +32,7 @@ struct Response {
     body: Body,
 }
 
-/// The body of a response: JSON, or the text of a server that sends something else.
+/// The body of a response: JSON, or other text.
 #[derive(Debug, Serialize)]
 #[serde(untagged)]
 enum Body {
@@ -158,7 +158,7 @@ pub struct BatchOutput {
     file: File,
 }
 
-/// The answers that a file has.
+/// The answers in a file.
 #[derive(Debug, Default)]
 pub struct AnsweredLines {
     /// The requests that have an answer.

@@ -143,7 +143,7 @@ impl ResultFlags {
     ///
     /// # Errors
     ///
-    /// One of them is none.
+    /// One of them is not a goal.
     pub(crate) fn goals(&self) -> Result<BTreeMap<String, f64>> {
         self.goodput.iter().flat_map(|text| text.split_whitespace()).map(goal).collect()
     }

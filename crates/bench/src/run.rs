@@ -175,7 +175,7 @@ impl Run {
         }
         let intended_us = if self.at_once { due_us } else { arrival_us };
         let end_us = reply.end_us;
-        // Nobody listens any more after an interrupt.
+        // After an interrupt there is no receiver.
         let _ = self.replies.send(Sent { index, intended_us, late_us, reply });
         end_us
     }

@@ -130,8 +130,8 @@ pub enum Router {
     RoundRobin,
     /// The replica with the fewest requests.
     LeastLoaded,
-    /// The one with the fewest tokens to compute before this request's first: those that wait
-    /// there, and the uncached ones of this.
+    /// The replica with the fewest tokens to compute before this request's first token: those that
+    /// wait there, and the request's own uncached ones.
     PrefixAware,
 }
 

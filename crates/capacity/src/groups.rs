@@ -1,4 +1,5 @@
-//! Groups of requests, by client and by length of the prompt, and who waits for whom.
+//! Groups of requests, by client and by length of the prompt, and the time that each waits for the
+//! others.
 //!
 //! While a request waits for its first token, its replica computes prompts of others. The mean of
 //! these tokens, by the others' group, shows which group waits for which.
@@ -54,7 +55,7 @@ pub(crate) struct Waits {
     groups: Groups,
     /// By replica and group: prompt tokens computed so far.
     computed: Vec<Vec<u64>>,
-    /// By request: those of its replica when it came, and its own so far.
+    /// By request: its replica's counts when it came, and its own so far.
     since: Vec<(Vec<u64>, u64)>,
     /// By group and group: tokens of the second while requests of the first waited.
     waited: Vec<Vec<u64>>,
@@ -130,7 +131,8 @@ pub(crate) struct GroupOutcome {
     waited_for_tokens: Vec<f64>,
 }
 
-/// Prints the groups of an outcome and who waits for whom, if there are several.
+/// Prints the groups of an outcome and the time that each waits for the others, if there are
+/// several.
 pub(crate) fn print(groups: &[GroupOutcome]) {
     if groups.len() < 2 {
         return;

@@ -11,7 +11,7 @@ use crate::pd::{Division, PdSplit};
 use crate::router::Route;
 use crate::simulate::Simulation;
 
-/// Prefill apart from decode in a simulation.
+/// Disaggregated prefill in a simulation.
 pub(crate) struct HandOver {
     division: Division,
     pub(crate) pressure: Pressure,

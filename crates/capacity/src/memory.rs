@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 /// The memory of one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankMemory {
-    /// Bytes of its weights, as they are computed with.
+    /// Bytes of its weights in the format of computation.
     pub weight_bytes: u64,
     /// Bytes of one page over all layers, of the main part if there is a window part.
     pub page_bytes: u64,

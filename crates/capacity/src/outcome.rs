@@ -74,9 +74,9 @@ pub(crate) struct Outcome {
     pub(crate) mean_tpot_ms: f64,
     /// Sparse decoding.
     pub(crate) sparse: SparseOutcome,
-    /// Requests by client and length, and who waits for whom.
+    /// Requests by client and length, and the time that each group waits for the others.
     pub(crate) groups: Vec<GroupOutcome>,
-    /// Prefill apart from decode; absent: each replica does both.
+    /// Disaggregated prefill; absent: each replica does both.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) pd: Option<PdOutcome>,
 }
@@ -87,8 +87,8 @@ impl Outcome {
         self.pd.as_ref().map_or(0, |pd| pd.split.prefill)
     }
 
-    /// The better one of two outcomes has the larger score: first by goodput, then by the TTFT that
-    /// nine tenths have.
+    /// The better one of two outcomes has the larger score: first by goodput, then by the 90th
+    /// percentile of TTFT.
     pub(crate) fn score(&self) -> (f64, f64) {
         (self.goodput, -self.ttft_ms.p90.unwrap_or(f64::INFINITY))
     }

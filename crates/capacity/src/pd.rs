@@ -16,7 +16,7 @@ const MOST: u32 = 4096;
 pub struct PdSplit {
     /// Replicas that compute prompts and first tokens.
     pub prefill: u32,
-    /// Replicas that go on after them.
+    /// Replicas that compute later tokens.
     pub decode: u32,
 }
 
@@ -67,7 +67,7 @@ impl FromStr for PdChoice {
     }
 }
 
-/// Flags of `plan` about prefill apart from decode.
+/// Flags of `plan` about disaggregated prefill.
 #[derive(Debug, Clone, Copy, Args)]
 pub struct PdArgs {
     /// Disaggregated prefill: compares P prefill and D decode replicas with P + D replicas that do
@@ -87,7 +87,7 @@ pub(crate) struct Division {
     pub(crate) local_tokens: u32,
 }
 
-/// The outcome of a split, beside what all runs have.
+/// The outcome of a split, in addition to that of all runs.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct PdOutcome {
     /// The split.
@@ -102,7 +102,7 @@ pub(crate) struct PdOutcome {
     pub(crate) second_ms: Latency,
     /// The share of their time for which the prefill replicas computed.
     pub(crate) prefill_utilisation: f64,
-    /// The same of decode replicas.
+    /// Utilisation of decode replicas.
     pub(crate) decode_utilisation: f64,
 }
 

@@ -176,7 +176,7 @@ impl Replica {
     fn loan(&self, LentBlocks { loan, pages, states }: LentBlocks) -> Arc<Loan> {
         let (number, returned) = (self.number, self.returned.clone());
         let give_back = Box::new(move || {
-            // At the end of the simulation nobody asks for it.
+            // At the end of the simulation it is not read.
             let _ = returned.send((number, loan));
         });
         Arc::new(Loan::new(number as u32, pages, give_back).with_states(states))
@@ -192,7 +192,7 @@ impl Replica {
         self.scheduler.hold_leaving(held);
     }
 
-    /// Tokens for which there are pages that nobody holds.
+    /// Tokens for which there are unheld pages.
     pub(crate) fn room(&self) -> u64 {
         let stats = self.scheduler.stats();
         (stats.pages_free + stats.pages_cached) as u64 * self.page_size

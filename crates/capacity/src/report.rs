@@ -50,7 +50,7 @@ pub(crate) struct PlanFile {
     /// The least number of replicas that meets the goal; `null` if none up to the largest tried
     /// does.
     answer: Option<u32>,
-    /// The split with the highest goodput, where prefill is apart from decode.
+    /// The split with the highest goodput, with disaggregated prefill.
     #[serde(skip_serializing_if = "Option::is_none")]
     split: Option<PdSplit>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -186,10 +186,10 @@ impl PlanFile {
     }
 }
 
-/// The best outcome with prefill apart from decode; `None`: none was tried.
+/// The best outcome with disaggregated prefill; `None`: none was tried.
 fn best(tried: &[Outcome]) -> Option<&Outcome> {
     let splits = tried.iter().filter(|outcome| outcome.pd.is_some());
-    // Of equals the one with the fewest prefill replicas, which is the first.
+    // Among equals the one with the fewest prefill replicas, which is the first.
     splits.reduce(|best, other| if other.score() > best.score() { other } else { best })
 }
 

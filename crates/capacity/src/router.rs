@@ -17,7 +17,7 @@ pub(crate) struct Routing {
     /// The blocks that the replicas hold, for policies that look at them.
     index: Option<PrefixIndex<BlockHash>>,
     page_size: u32,
-    /// The role of each replica, where prefill is apart from decode.
+    /// The role of each replica, with disaggregated prefill.
     roles: Vec<Role>,
     local_tokens: u64,
 }

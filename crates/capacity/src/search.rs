@@ -28,7 +28,7 @@ pub(crate) fn least(most: u32, mut enough: impl FnMut(u32) -> bool) -> Option<u3
 
 /// Eighths of the replicas that are tried first.
 const COARSE: u32 = 8;
-/// A split is not looked for more finely than in steps of this part of the replicas.
+/// Splits are not searched more finely than in steps of this part of the replicas.
 const FINEST: u32 = 64;
 
 /// The number of prefill replicas, of `replicas` in all, with the largest score among those that
@@ -41,7 +41,7 @@ pub(crate) fn best_split(replicas: u32, mut score: impl FnMut(u32) -> (f64, f64)
         scores.entry(prefill).or_insert_with(|| score(prefill));
         let better =
             |a: &(f64, f64), b: &(f64, f64)| a.0.total_cmp(&b.0).then_with(|| a.1.total_cmp(&b.1));
-        // Of equals the one with the fewest.
+        // Among equals the one with the fewest replicas.
         let best = scores.iter().rev().max_by(|a, b| better(a.1, b.1));
         best.map_or(prefill, |(&best, _)| best)
     };

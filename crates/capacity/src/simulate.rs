@@ -18,8 +18,8 @@ use crate::router::Routing;
 use crate::sparse::SparseOutcome;
 use crate::traffic::{Arrival, Traffic};
 
-/// Pages of the host tier for each of the device, if sparse decoding or prefill apart from decode
-/// needs a tier without a given size.
+/// Pages of the host tier for each of the device, if sparse decoding or disaggregated prefill needs
+/// a tier without a given size.
 const USUAL_RATIO: f64 = 2.0;
 
 /// The settings of every replica, and the routing of requests.
@@ -41,7 +41,7 @@ pub(crate) struct Setup {
     pub(crate) sparse: Option<Sparse>,
     pub(crate) seeing: Option<ImageMeans>,
     pub(crate) states: Option<StateCache>,
-    /// Prefill apart from decode.
+    /// Disaggregated prefill.
     pub(crate) division: Option<Division>,
 }
 
@@ -201,7 +201,7 @@ pub(crate) struct Life {
     pub(crate) handed: bool,
 }
 
-/// Prefill apart from decode in a run.
+/// Disaggregated prefill in a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct PdRun {
     pub(crate) split: PdSplit,
@@ -251,7 +251,7 @@ enum Turn {
     Image,
 }
 
-/// Replicas, and when each has something to do.
+/// Replicas, and the time of each one's next event.
 pub(crate) struct Simulation {
     pub(crate) replicas: Vec<Replica>,
     pub(crate) routing: Routing,

@@ -9,8 +9,8 @@ use serde::Serialize;
 /// Flags of sparse decoding.
 #[derive(Debug, Clone, Args, Serialize)]
 pub struct SparseArgs {
-    /// Keep most KV of a running request in host memory only, if the profile's model chooses few
-    /// positions for each token.
+    /// Keep most KV of a running request in host memory only, if the profile's model has sparse
+    /// attention.
     #[arg(long)]
     pub enable_hisparse: bool,
     /// Positions that a sparse request keeps on the device besides its last pages [default: twice

@@ -119,7 +119,7 @@ fn images_are_prepared_and_read_before_the_rows_behind_them() {
     // The two tokens before the image take a step. It is ready at 5000; two steps of 1000 +
     // 10 * 4 * 2 read it, the second one with the rows.
     assert_eq!(firsts(1, &[seeing(0, &[0], 7)]), [7160]);
-    // Who asks for the same image later needs neither its preparing nor the tower, even with
+    // A later request with the same image needs neither its preparation nor the tower, even with
     // another text in front of it.
     assert_eq!(firsts(1, &[seeing(0, &[0], 7), seeing(20_000, &[1], 7)]), [7160, 21_000]);
     // Two images take one thread twice as long, and two threads as long as one.
@@ -496,7 +496,7 @@ fn the_real_engine_takes_the_same_time_for_everything() {
     for lookahead in [0, 1] {
         for pages in [130, 400] {
             let model = DeviceModel { jitter_sigma: 0.2, ..MODEL };
-            // Planned ahead, the second step depends on who is there to pass others.
+            // Planned ahead, the second step depends on which prompts wait.
             let step_shares = lookahead == 0;
             let setup = Setup { pages, lookahead, step_shares, ..setup(model) };
             let planned = run(&setup, &traffic, 1);

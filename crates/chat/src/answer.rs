@@ -124,7 +124,7 @@ impl Answer {
         }
     }
 
-    /// True if the end has come.
+    /// True after the end of the answer.
     pub(crate) fn is_over(&self) -> bool {
         self.lines.done
     }

@@ -33,8 +33,7 @@ impl ServedModel {
 /// Asks the server at `url` for its models, loaded or not.
 ///
 /// # Errors
-/// `url` is not a URL of a server, the server cannot be reached, refuses, or answers something
-/// else.
+/// `url` is not a URL of a server, the server cannot be reached, refuses, or gives another answer.
 pub fn served_models(url: &str, key: Option<&str>) -> Result<Vec<ServedModel>> {
     if !is_url(url) {
         bail!("`{url}` is no URL of a server, as http://127.0.0.1:8000 is");

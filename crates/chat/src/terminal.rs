@@ -23,7 +23,7 @@ A line that ends with \\ goes on in the next one. Ctrl-C stops an answer.";
 
 type Lines = Editor<(), MemHistory>;
 
-/// The wish that a line expresses.
+/// The command that a line expresses.
 #[derive(Debug, PartialEq, Eq)]
 enum Wish<'a> {
     Nothing,

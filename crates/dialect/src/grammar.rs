@@ -63,7 +63,7 @@ pub struct ArgumentTags {
     pub after: &'static str,
     /// The marks that end a value at any place.
     pub stops: Vec<&'static str>,
-    /// True if the tags tell strings from other values.
+    /// True if the tags distinguish strings from other values.
     pub declares: bool,
 }
 
@@ -125,7 +125,7 @@ pub fn text_without<'s>(stops: impl IntoIterator<Item = &'s str>) -> String {
     if stops.is_empty() {
         return ANY.to_owned();
     }
-    // Without the first part it would have special tokens and broken characters in it.
+    // Without the first part the text could have special tokens and broken characters in it.
     format!("{ANY} & ~/(?s:.*)({})(?s:.*)/", stops.join("|"))
 }
 
@@ -330,7 +330,7 @@ impl Writer<'_> {
             calls = format!("{} | {calls}", self.run(bare, "", parallel));
         }
         self.line("calls", &calls);
-        // After reasoning models leave a line empty.
+        // Models leave a line empty after reasoning.
         let blank = if reasoning.is_some() { "/\\n{1,2}/? " } else { "" };
         match instead {
             Instead::Nothing => format!("{blank}calls"),

@@ -16,7 +16,7 @@ pub struct Dialect {
 pub enum Choice {
     /// The family is found out.
     Auto,
-    /// There is no family.
+    /// No family: answers are plain text.
     None,
     /// The family of this name.
     Named(String),

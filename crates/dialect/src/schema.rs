@@ -6,8 +6,7 @@ use serde_json::{Map, Number, Value};
 
 use crate::python;
 
-/// Schemas that are looked at for one argument. One that refers to itself many times has no end
-/// otherwise.
+/// Schemas that are visited for one argument, since a recursive schema has no end.
 const STEPS: u32 = 512;
 
 /// The tools that a request offers: names and the JSON Schemas of their arguments.

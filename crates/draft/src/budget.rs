@@ -8,7 +8,7 @@ use crate::lookup::DraftMatch;
 
 /// The least gain in tokens a microsecond for which a step has drafts.
 const GAIN: f64 = 1.03;
-/// The same while drafts have cost more than they gave.
+/// The gain that is required while drafts have cost more than they gave.
 const GAIN_IN_DEBT: f64 = 1.22;
 /// The share of all time that drafts may lose before they have to gain more.
 const DEBT: f64 = 0.005;
@@ -18,8 +18,8 @@ const LOST: f64 = 0.01;
 const FADING: f64 = 1.0 - 1.0 / 4096.0;
 /// The least probability of a draft. Below it the gain is smaller than the error of measured times.
 const LEAST_ODDS: f64 = 0.2;
-/// Steps with drafts in a row, after which one has none. Steps without drafts show what drafts
-/// save, so their time has to be measured now and then.
+/// The number of steps with drafts in a row, after which one has none. The time of steps without
+/// drafts has to be measured now and then, as the baseline.
 const STREAK: u32 = 128;
 /// The weight of earlier waits for results, where a new one has 1.
 const WAITS: f64 = 15.0;
@@ -56,7 +56,7 @@ pub struct DecodeStep {
 /// The probabilities of the drafts of an offer.
 #[derive(Debug, Clone, Copy)]
 struct Odds {
-    /// That of the next draft, and of all before it.
+    /// The probability that the next draft and all before it are right.
     next: f64,
     /// That of the first draft that is not certain.
     first: f64,
@@ -64,7 +64,7 @@ struct Odds {
     further: f64,
 }
 
-/// Buys drafts with the time of steps.
+/// Limits drafts to those that are worth their time in a step.
 #[derive(Debug, Clone, Default)]
 pub struct DraftBudget {
     costs: StepCosts,

@@ -35,7 +35,7 @@ pub struct DraftMatch {
     pub source: DraftSource,
 }
 
-/// A way to expect tokens. It may be wrong as often as it likes.
+/// A source of expected tokens, which may be wrong.
 pub trait Proposer: fmt::Debug + Send {
     /// Adds the next token of the request.
     fn push(&mut self, token: i32);
@@ -189,7 +189,8 @@ impl Lookup {
         Self { history, tokens: Vec::new(), places: Places::default(), shared: None }
     }
 
-    /// The same, with drafts from the texts of others too. They get its own, some tokens at a time.
+    /// Shares the text, and drafts from the texts of others too. They get its own, some tokens at a
+    /// time.
     #[must_use]
     pub fn sharing(mut self, text: SharedText) -> Self {
         self.shared = Some(text);
@@ -282,7 +283,7 @@ mod tests {
     use super::*;
     use crate::SharedHistory;
 
-    /// The same by looking at every place.
+    /// The reference: a search over every place.
     fn slow(all: &[i32], most: usize) -> Option<(usize, Vec<i32>)> {
         let end = all.len();
         let same = |place: usize| {

@@ -199,7 +199,7 @@ pub struct SharedText {
 }
 
 impl SharedText {
-    /// The same request's, of which `kept` tokens need not be handed over any more.
+    /// The shared text of a restarted request, of which `kept` tokens are published already.
     pub(crate) fn restarted(&self, kept: usize) -> Self {
         Self { history: Arc::clone(&self.history), salt: self.salt, number: None, kept }
     }

@@ -13,8 +13,8 @@ const SMALLEST_LOGPROB: f32 = -9999.0;
 /// finite.
 pub type Candidate = (i32, f32);
 
-/// Log-probabilities of tokens, as numbers: 8 bytes a candidate and 4 a token. Text is made of them
-/// when they are written, so that a reader who is slow holds up numbers only.
+/// Log-probabilities of tokens, as numbers: 8 bytes a candidate and 4 a token. They become text
+/// when they are written, so that a slow reader holds up numbers only.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Logprobs {
     /// The candidates of all tokens, in order. Of each token the sampled one is first, then come

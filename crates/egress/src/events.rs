@@ -83,7 +83,7 @@ pub struct Chunks {
     streaming: Streaming,
     /// An event up to its choices. `None`: every chunk is written as a whole.
     prepared: Option<Vec<u8>>,
-    /// The prompt's token ids, which the first chunk is to have.
+    /// The prompt's token ids, for the first chunk.
     prompt_token_ids: Option<Vec<i32>>,
 }
 

@@ -35,8 +35,8 @@ pub trait EventEncoder: Send + 'static {
     fn media_type(&self) -> &'static str {
         "text/event-stream; charset=utf-8"
     }
-    /// True if another brain's encoder could go on with the response at any delta: it has one
-    /// choice, and its tokens tell everything that was written.
+    /// True if another brain's encoder could continue the response at any delta: it has one choice,
+    /// and its tokens tell everything that was written.
     fn resumable(&self) -> bool;
     /// Goes on after `before`, which another brain has written. Only called where it is resumable,
     /// before anything else.

@@ -172,7 +172,7 @@ impl Owner {
         let PooledRegistration { ids, prompt_tokens, arrived, reply } = expected;
         let Some(&call) = ids.first() else { return };
         if self.engine_gone {
-            // Whoever has stopped waiting needs no answer, here and below.
+            // A caller that has stopped waiting needs no answer, here and below.
             let _ = reply.send(Err(engine_gone()));
             return;
         }

@@ -75,8 +75,8 @@ impl PromptLogprobList {
     }
 }
 
-/// Choices of a stream that show log-probabilities of their prompts. What comes before those are
-/// complete is held back.
+/// Choices of a stream that show log-probabilities of their prompts. Deltas are held back until
+/// those are complete.
 pub struct PromptLogprobGate {
     /// The prompt of each choice, and true for the choice that brings them.
     choices: Vec<(usize, bool)>,

@@ -216,7 +216,7 @@ impl Default for ImageConfig {
     }
 }
 
-/// Writes a time as seconds, as flags have it.
+/// Writes a time as seconds, as in flags.
 ///
 /// # Errors
 /// The serializer's.

@@ -46,7 +46,7 @@ pub trait Executor: Send {
     /// Begins to start the group; returns at once. [`Signal::Ready`] or [`Signal::Died`] follows.
     fn start(&mut self);
     /// Limits the next group to `pages` and `host_pages` pages, fewer than the last group had. A
-    /// group on a device with its own memory keeps its number of device pages.
+    /// group on a device with its own memory keeps its number of hot pages.
     fn limit_pages(&mut self, _pages: u32, _host_pages: u32) {}
     /// Makes the next group compute with another model of the same shape, as its configuration
     /// describes it. Returns the last one. Called while the group is stopped.

@@ -41,7 +41,7 @@ pub(crate) enum Order {
     Adapter(AdapterOrder),
     /// Another replica's request asks for these blocks.
     Lend(Vec<BlockHash>, LoanReply),
-    /// Nobody reads the pages of this loan any more.
+    /// The pages of this loan have no reader any more.
     TakeBack(LoanId),
     FlushCache(Box<dyn FnOnce(bool) + Send>),
     Pause(PauseMode, PauseReply),

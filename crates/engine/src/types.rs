@@ -29,7 +29,7 @@ pub struct EngineRequest {
     pub pictures: Vec<Arc<dyn Picture>>,
     /// The constraint on the request's tokens. It has accepted the generated tokens already.
     pub constraint: Option<Box<dyn Constraint>>,
-    /// The client's wishes about the choice of a replica.
+    /// The client's preferences for the choice of a replica.
     pub preference: Preference,
 }
 
@@ -41,7 +41,7 @@ impl EngineRequest {
     }
 }
 
-/// A client's wishes about the choice of a replica.
+/// A client's preferences for the choice of a replica.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Preference {
     /// Requests with the same key go to the same replica, as long as that replica is up.
@@ -128,8 +128,7 @@ pub trait Peers: Send {
     fn replica(&self) -> u32 {
         0
     }
-    /// Makes another replica go on with a request that leaves as planned. Returns it if none can
-    /// now.
+    /// Makes another replica continue a request that leaves as planned. Returns it if none can now.
     fn hand_on(&self, orphan: Orphan) -> Option<Orphan> {
         Some(orphan)
     }

@@ -1,4 +1,4 @@
-//! Shares of something limited that all clients take from: places in a queue, or bytes.
+//! Shares of a limited resource of all clients: places in a queue, or bytes.
 //!
 //! ```
 //! use forebay_fair::{Holdings, Shares};

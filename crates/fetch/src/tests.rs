@@ -205,7 +205,7 @@ async fn turned_off_nothing_is_resolved() {
     assert_eq!((error, asked.load(Ordering::Relaxed)), (FetchError::Off, 0));
 }
 
-/// However an address is spelled, it is an address, and is looked at.
+/// Addresses in any spelling are checked.
 #[tokio::test]
 async fn special_addresses_in_urls() {
     let fetcher =

@@ -249,7 +249,7 @@ impl Fleet {
         let stay_ms = stay.max(now_ms.saturating_sub(began_ms));
         member.phase = Phase::In { since_ms: now_ms, stay_ms, closed: None };
         (member.held, member.used_ms) = (bytes, now_ms);
-        // Whoever it was loaded for runs, before anything can close it again.
+        // The waiting request runs first, before anything can close the model again.
         self.admit(model, now_ms);
     }
 
@@ -287,7 +287,7 @@ impl Fleet {
         }
     }
 
-    /// Wishes that a model leaves, also a pinned one. It does so once its running requests have
+    /// Requests that a model leaves, also a pinned one. It leaves once its running requests have
     /// finished.
     pub fn dismiss(&mut self, model: usize, level: SleepLevel) {
         let member = &mut self.members[model];
@@ -327,8 +327,8 @@ impl Fleet {
         std::mem::take(&mut self.decided)
     }
 
-    /// Opens all that are closed for another model, whose need is looked at anew. Closes the
-    /// dismissed and the idle.
+    /// Reopens all that were closed for another model, and decides anew. Closes the dismissed and
+    /// the idle.
     fn close_and_open(&mut self, now_ms: u64) {
         for member in &mut self.members {
             let dismissed = member.dismissed;
@@ -471,7 +471,7 @@ impl Fleet {
         }
     }
 
-    /// The next time at which [`Fleet::poll`] may have something to do although nothing happened.
+    /// The next time at which [`Fleet::poll`] may have an action although nothing happened.
     #[must_use]
     pub fn next_wake(&self, now_ms: u64) -> Option<u64> {
         let idle = self.members.iter().filter_map(Member::idle_until_ms);

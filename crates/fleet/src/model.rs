@@ -25,7 +25,7 @@ pub enum ModelState {
     Ready,
     /// Its last requests run, or it is being taken out of memory.
     Leaving,
-    /// Its weights and pages are gone. What makes the next load fast is kept.
+    /// Its weights and pages are gone. The state that makes the next load fast is kept.
     Asleep,
 }
 
@@ -69,7 +69,7 @@ pub(crate) enum Phase {
 pub(crate) struct Member {
     pub(crate) model: FleetModel,
     pub(crate) phase: Phase,
-    /// The level of an explicit wish that it leaves.
+    /// The sleep level of an explicit request that it leaves.
     pub(crate) dismissed: Option<SleepLevel>,
     /// Milliseconds that replace `idle_ms` until it leaves.
     pub(crate) keep: Option<Option<u64>>,

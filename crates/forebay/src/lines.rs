@@ -137,7 +137,7 @@ fn write_all(
             }
             Message::Flush(done) => {
                 let _ = out.flush();
-                // Whoever waited may have lost patience.
+                // The caller may have given up.
                 let _ = done.send(());
             }
         }

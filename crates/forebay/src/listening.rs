@@ -89,7 +89,7 @@ pub(crate) struct SocketFile {
 impl Drop for SocketFile {
     fn drop(&mut self) {
         if identity(&self.path).is_ok_and(|now| now == self.identity) {
-            // Whoever starts next replaces it.
+            // The next process replaces it.
             let _ = fs::remove_file(&self.path);
         }
     }

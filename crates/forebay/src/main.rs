@@ -82,7 +82,7 @@ fn say(line: String) {
     let (done, said) = std::sync::mpsc::channel();
     let write = move || {
         eprintln!("{line}");
-        // Whoever waited may have lost patience.
+        // The caller may have given up.
         let _ = done.send(());
     };
     if std::thread::Builder::new().spawn(write).is_ok() {

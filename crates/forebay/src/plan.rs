@@ -43,9 +43,8 @@ struct MemoryFlags {
     /// The kind of device. A CPU's ranks share its memory.
     #[arg(long, value_enum, default_value_t, conflicts_with = "trace")]
     device: PlannedDevice,
-    /// The memory that is free on a rank's device before it loads, in GB (10^9 bytes) [default: on
-    /// a CPU the memory that this process may use; on CUDA --max-total-tokens sets the size of the
-    /// pool].
+    /// Free memory of a rank's device before it loads, in GB (10^9 bytes) [default: on a CPU what
+    /// this process may use; on CUDA --max-total-tokens sets the pool].
     #[arg(long, value_name = "GB", value_parser = gigabytes, conflicts_with = "trace")]
     device_memory: Option<u64>,
     /// The share of the device's free memory for weights and KV pages, divided among the ranks.

@@ -40,8 +40,7 @@ pub(crate) struct RouteFlags {
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     max_connections: Option<u32>,
     /// Host names that requests may use, with commas. `*.example.com` matches subdomains, `*` any
-    /// [default: any; with neither a key nor another address than this machine's own, that and
-    /// localhost].
+    /// [default: any; without keys on a loopback address, only that address and localhost].
     #[arg(long, value_name = "HOSTS", value_delimiter = ',')]
     allowed_hosts: Vec<String>,
     /// Serve no page at `/`. Its routes remain.

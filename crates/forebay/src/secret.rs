@@ -15,7 +15,7 @@ const SHORTEST: usize = 32;
 const LONGEST: u64 = 4096;
 
 /// The namer of blocks. Processes that read the same secret from the file name blocks equally.
-/// Without a file, the secret is drawn.
+/// Without a file, the secret is random.
 pub(crate) fn namer(file: Option<&Path>) -> Result<Namer> {
     let Some(file) = file else { return Ok(Namer::new(&rand::random::<[u8; SHORTEST]>())) };
     let named = || format!("--cache-secret-file {}", file.display());

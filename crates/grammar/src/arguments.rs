@@ -137,7 +137,7 @@ impl<'a> Arguments<'a> {
         self.rule(&format!("%json {with}"))
     }
 
-    /// Refuses keywords that nothing here keeps.
+    /// Refuses keywords that the notation cannot express.
     fn check(&self, schema: &Map<String, Value>, path: &str) -> Result<(), GrammarError> {
         match schema.keys().find(|key| !keywords::known(key)) {
             Some(key) if !self.lenient => {

@@ -1,6 +1,6 @@
-//! What all matchers share: the count of their growth, and a thread that frees them and templates.
-//! To free a large one takes longer than a step may wait, and the last owner may be the engine's
-//! thread.
+//! State that all matchers share: the count of their growth, and a thread that frees them and
+//! templates. Freeing a large one takes longer than a step may wait, and the last owner may be the
+//! engine's thread.
 
 use std::sync::Arc;
 

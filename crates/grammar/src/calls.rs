@@ -269,7 +269,7 @@ mod tests {
         }
     }
 
-    /// What is written grows with the schema, not with its square.
+    /// The written text grows with the schema, not with its square.
     #[test]
     fn a_large_schema_is_written_out_about_once() {
         let many = 2000;

@@ -18,7 +18,7 @@ use crate::vocabulary::Vocabulary;
 use crate::work::Work;
 use crate::{calls, ebnf, expansion, lark, schema, tag};
 
-/// The beginning of llguidance's errors that were panics.
+/// The prefix of llguidance's errors that report a panic.
 const PANIC: &str = "panic: ";
 
 /// The largest number of bytes of a template.
@@ -134,7 +134,7 @@ impl Template {
                 GrammarError::Invalid { path: found, .. } => found != path,
                 _ => false,
             };
-            // The one that finds a place in its schema.
+            // The first error that has a path in its schema.
             let found = errors.zip(&parsed).find(|(error, (path, _))| named(error, path));
             found.map_or_else(|| GrammarError::invalid(brief(said)), |(error, _)| error)
         };

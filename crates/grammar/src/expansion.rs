@@ -33,7 +33,7 @@ pub(crate) fn check(text: &str) -> Result<(), GrammarError> {
     definitions.walk()
 }
 
-/// Refuses too many classes of Unicode.
+/// Refuses a grammar with too many Unicode classes.
 pub(crate) fn classes(text: &str) -> Result<(), GrammarError> {
     let escapes = text.as_bytes().windows(2);
     let is_class = |pair: &[u8]| pair[0] == b'\\' && matches!(pair[1], b'w' | b'W' | b'p' | b'P');
@@ -57,7 +57,7 @@ struct Definition<'a> {
     name: &'a str,
     /// Bytes of the text.
     bytes: usize,
-    /// Groups inside each other.
+    /// The depth of nested groups.
     groups: usize,
     /// Names in it.
     names: Vec<&'a str>,
@@ -206,8 +206,8 @@ fn body(rest: &[(Token<'_>, usize)]) -> Option<usize> {
     (mark(at, b':') && !mark(at + 1, b':')).then_some(at + 1)
 }
 
-/// The tokens of a grammar, each with its number of bytes. What is not a token is a mark: errors
-/// are the compiler's to find.
+/// The tokens of a grammar, each with its number of bytes. Other text becomes a mark: the compiler
+/// reports errors.
 fn tokens(text: &str) -> Vec<(Token<'_>, usize)> {
     let bytes = text.as_bytes();
     let mut tokens = Vec::new();

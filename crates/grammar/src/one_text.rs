@@ -308,7 +308,7 @@ struct Writer {
 }
 
 impl Writer {
-    /// Writes a text for its place.
+    /// Escapes a text for its place.
     fn text(self, text: &str) -> String {
         match self.place {
             Place::Json => escaped(text),

@@ -31,7 +31,7 @@ pub struct Bounds {
 pub struct Reasoning {
     /// The marks around the reasoning.
     pub markers: Markers,
-    /// The part of the answer at which the prompt leaves the model.
+    /// The part of the answer in which generation starts after the prompt.
     pub start: Start,
     /// The largest number of tokens of reasoning; `None`: without a limit.
     pub budget: Option<u32>,

@@ -205,7 +205,7 @@ pub(crate) fn with_options(mut schema: Value, whitespace: &Whitespace, lenient: 
         map.insert(OPTIONS.to_owned(), options(whitespace, lenient));
         return schema;
     }
-    // A boolean: the object that means the same.
+    // A boolean: the equivalent object.
     let same = if schema == Value::Bool(true) { json!({}) } else { json!({ "anyOf": [] }) };
     with_options(same, whitespace, lenient)
 }

@@ -68,7 +68,7 @@ enum State {
 /// The demand of reasoning on the next token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Phase {
-    /// The answer may begin, or this token, which opens the reasoning.
+    /// The answer may begin, or the reasoning may open with this token.
     Either(i32),
     /// The model reasons.
     Free,

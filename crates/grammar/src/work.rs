@@ -45,7 +45,7 @@ impl Work {
 
     fn spend(&mut self, units: usize) -> Result<(), GrammarError> {
         let left = self.left.checked_sub(units);
-        // Whoever goes on after an error gets the next one at once.
+        // Work after an error fails at once.
         self.left = left.unwrap_or(0);
         left.map(drop).ok_or_else(|| {
             GrammarError::invalid(

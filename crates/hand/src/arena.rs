@@ -266,7 +266,7 @@ mod tests {
         let arena = Arena::new(4096).expect("arena");
         let (sender, freed) = mpsc::channel();
         arena.on_freed(Box::new(move || {
-            // Nobody listens any more once there was room enough.
+            // After enough room was freed there is no listener.
             let _ = sender.send(());
         }));
         let held: Vec<Region> = (0..4).map(|_| arena.take(1024).expect("room")).collect();

@@ -11,7 +11,7 @@ use proptest::test_runner::{RngAlgorithm, TestRng};
 const MOST_GROWTH_KIB: u64 = 64 << 10;
 /// The values of damaged words, in addition to the message's own length.
 const EXTREMES: [u32; 9] = [0, 1, 2, 1 << 16, 1 << 20, 1 << 26, (1 << 26) + 1, 1 << 31, u32::MAX];
-/// Bytes that mean something in JSON, or are not text.
+/// Bytes that are special in JSON, or are not text.
 const TELLING: &[u8] = b"{}[]\",:0-e\\u\xff";
 
 /// Messages of a test: the ordinary number, or the one that `make test-fuzz-outposts` sets.

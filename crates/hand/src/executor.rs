@@ -197,7 +197,7 @@ impl HandExecutor {
         ranks.iter().for_each(|other| other.process.doom());
         let mut out_of_memory = false;
         let reason = if let StreamError::Disagreement { .. } | StreamError::Pools(_) = error {
-            // Nobody knows which of them is wrong.
+            // Either rank may be wrong.
             process.doom();
             error.to_string()
         } else {

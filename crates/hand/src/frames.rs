@@ -33,7 +33,7 @@ pub(crate) enum StreamError {
     /// A rank asks the store for an impossible value.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// The peer wrote something else.
+    /// The peer sent a wrong frame.
     #[error(transparent)]
     Frame(#[from] FrameError),
 }

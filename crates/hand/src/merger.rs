@@ -9,7 +9,7 @@ use forebay_protocol::{CopyEnd, CopyTiming, FrameError, PlaceEnd, StepResult};
 
 use crate::frames::StreamError;
 
-/// Reports of ranks on something that not all ranks have ended.
+/// Reports of ranks on an operation that not all ranks have ended.
 #[derive(Debug, Default)]
 struct Reports {
     /// The ranks that have ended it.

@@ -1,4 +1,4 @@
-//! The place of a rank: a child of this process, or another place that a [`Site`] knows.
+//! The place of a rank: a child of this process, or a place of a [`Site`].
 
 use std::io;
 use std::os::unix::net::UnixStream;

@@ -19,7 +19,7 @@ const KEYS: usize = 1 << 16;
 /// A question that can't be answered, which ends the group.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub(crate) enum StoreError {
-    /// Something is larger than ranks need it to be.
+    /// A key or value is larger than ranks need.
     #[error("the store has at most {KEYS} keys of {KEY_BYTES} bytes, with values of {VALUE_BYTES}")]
     TooLarge,
     /// A value is not base64.

@@ -28,7 +28,7 @@ const RESERVE: usize = 8;
 /// The part of the budget that is little for a client, and the least that is: a few chats.
 const LITTLE: usize = 1024;
 const LEAST_LITTLE: usize = 256 << 10;
-/// The time for which a client that has asked counts among those who ask.
+/// The time for which a client counts as active after a request.
 const ASKING: Duration = Duration::from_secs(10);
 /// The maps over which clients are spread, each with a lock.
 const SHARDS: usize = 16;
@@ -82,7 +82,7 @@ impl Drop for Account {
 
 impl Inner {
     fn shard(&self, client: ClientId) -> &Mutex<HashMap<ClientId, Weak<Account>, FxBuildHasher>> {
-        // The numbers of clients are hashes.
+        // Client ids are hashes.
         &self.accounts[(client.0 % SHARDS as u64) as usize]
     }
 }

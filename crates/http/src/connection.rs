@@ -59,8 +59,7 @@ pub(crate) async fn run(
         match setup.tls.clone() {
             None => answer(&setup, io, Some(&line), remote, &seat, watcher).await,
             Some(tls) => match timeout(setup.header_timeout, tls.accept(io)).await {
-                // What is written to the line is not encrypted, so nobody but the connection writes
-                // to this one.
+                // The line is not encrypted, so only the connection may write to this one.
                 Ok(Ok(io)) => answer(&setup, io, None, remote, &seat, watcher).await,
                 Ok(Err(error)) => tracing::debug!(%error, "a TLS handshake failed"),
                 Err(_) => tracing::debug!("a TLS handshake took too long"),

@@ -24,7 +24,7 @@ const MOST_READ: u64 = 64 << 10;
 /// read the answer.
 const LINGER: Duration = Duration::from_secs(5);
 
-/// The body of a request. What is left of it when it is dropped goes to the connection.
+/// The body of a request. When it is dropped, the unread rest goes to the connection.
 #[derive(Debug)]
 pub struct RequestBody<B: HttpBody = Incoming> {
     body: Option<B>,

@@ -136,7 +136,7 @@ impl Lock {
     }
 }
 
-/// True if `path` names something inside of the folder that it is joined to.
+/// True if `path` stays within the folder that it is joined to.
 pub(crate) fn is_inside(path: &str) -> bool {
     let fits = |part: &str| {
         !matches!(part, "" | "." | "..") && part.len() <= 255 && !part.contains(['\\', '\0'])

@@ -126,7 +126,7 @@ fn of_model(
         HubError::Repository(format!("{INDEX} of {repository} is no index of shards: {error}"))
     })?;
     let shards: BTreeSet<String> = index.weight_map.into_values().collect();
-    // Of the listing alone, the paths of which were checked.
+    // Only paths of the listing, which were checked.
     let missing: Vec<&str> =
         shards.iter().map(String::as_str).filter(|shard| !has(names, shard)).collect();
     if shards.is_empty() || !missing.is_empty() {
@@ -225,7 +225,7 @@ fn all_parts(repository: &str, parts: Vec<String>) -> Result<Vec<String>, HubErr
     Err(HubError::Repository(format!("{repository} lacks {}", missing.join(", "))))
 }
 
-/// True for a GGUF file that belongs to a model and is none: the projector of its images, or the
+/// True for a GGUF file that is not a model but belongs to one: the projector of its images, or the
 /// importance matrix of its quantisation.
 pub(crate) fn is_companion(name: &str) -> bool {
     let file = name.rsplit('/').next().unwrap_or(name);

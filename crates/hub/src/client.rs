@@ -44,7 +44,7 @@ impl fmt::Display for Trouble {
     }
 }
 
-/// An answer that is none of 200, 206.
+/// An answer with another status than 200 or 206.
 #[derive(Debug)]
 pub(crate) struct Refusal {
     pub(crate) status: u16,

@@ -27,19 +27,19 @@ type Cause = Box<dyn Error + Send + Sync>;
 #[derive(Debug, Clone)]
 pub(crate) struct Connector {
     tcp: HttpConnector,
-    /// `None`: the machine has no certificates to know servers by.
+    /// `None`: the machine has no CA certificates to verify servers.
     tls: Option<Arc<ClientConfig>>,
     proxies: Arc<Proxies>,
     patience: Duration,
 }
 
 impl Connector {
-    /// Within `patience` a connection is there, or not made.
+    /// `patience` bounds the time to connect.
     pub(crate) fn new(proxies: Arc<Proxies>, patience: Duration) -> Self {
         let mut tcp = HttpConnector::new();
         tcp.enforce_http(false);
         tcp.set_nodelay(true);
-        // Of all addresses of a name together.
+        // A limit for all addresses of a name together.
         tcp.set_connect_timeout(Some(patience));
         Self { tcp, tls: tls().map(Arc::new), proxies, patience }
     }

@@ -357,7 +357,7 @@ impl<'a> State<'a> {
             self.hashes.restart();
             self.progress.restart();
             self.position = 0;
-            // Nobody else has it open, or he writes the same bytes.
+            // Only this process has it open, or the other one writes the same bytes.
             let _ = self.partial.file.set_len(0);
         }
         self.fresh = true;

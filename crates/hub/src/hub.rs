@@ -57,7 +57,7 @@ pub enum Token {
 }
 
 impl Found {
-    /// True if [`Hub::complete`] has something to download.
+    /// True if [`Hub::complete`] has no file to download.
     #[must_use]
     pub fn is_complete(&self) -> bool {
         self.lacks.is_none()

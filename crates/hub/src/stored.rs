@@ -87,7 +87,7 @@ pub fn list(settings: &Settings) -> Result<Vec<StoredModel>, HubError> {
     for folder in folders(&settings.hub_cache)? {
         let name = folder.file_name().and_then(|name| name.to_str());
         let Some(name) = name.and_then(|name| name.strip_prefix("models--")) else { continue };
-        // Of `org--name`; names without an owner are of the hub's oldest models.
+        // Repositories are named `org--name`; the hub's oldest models have no owner.
         found.extend(Content::of(&folder)?.models(&name.replacen("--", "/", 1), &folder));
     }
     found.sort_by(|a, b| a.name.cmp(&b.name));

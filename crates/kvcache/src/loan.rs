@@ -21,7 +21,7 @@ pub struct Loan {
 
 impl Loan {
     /// A loan of these blocks on these pages, by the replica with number `lender`. `give_back` is
-    /// called once, on any thread, when nobody reads the pages any more.
+    /// called once, on any thread, when the pages have no reader any more.
     #[must_use]
     pub fn new(
         lender: u32,

@@ -14,7 +14,7 @@ pub enum WindowTier {}
 /// which a request ended are worth more than those that it has passed, and stay longer.
 #[derive(Debug)]
 pub struct WindowPool {
-    /// In this pool *saved* is said of blocks that were passed: they are evicted first.
+    /// In this pool *saved* means that a block was passed: it is evicted first.
     pool: PagePool<WindowTier>,
     /// Blocks that a row reads before its first position, if that begins a page.
     tail: usize,

@@ -29,7 +29,7 @@ pub(crate) fn read(machine: &Machine) -> MachineMemory {
     let total = bytes("MemTotal:");
     let (mut limit, mut left) = (None, bytes("MemAvailable:"));
     for group in charged(machine) {
-        // A limit that is not below the machine's memory is none.
+        // A limit that is not below the machine's memory does not count.
         let Some(of_group) = limit_of(&group).filter(|limit| total.is_none_or(|all| *limit < all))
         else {
             continue;

@@ -38,8 +38,8 @@ impl Processors {
     }
 }
 
-/// Has the calling thread stand back from now on: where processors are short, it is the one that
-/// waits. It is for work that lasts, beside threads that only pass something on.
+/// Lowers the calling thread's priority: where processors are short, it waits. It is for long work,
+/// on a machine with threads that only pass messages on.
 pub fn stand_back() {
     // Everybody may, but where it is refused there is nothing else to be done.
     let _ = rustix::process::nice(NICENESS);

@@ -6,8 +6,8 @@ use std::thread;
 use tokio::runtime::{Builder, Handle};
 use tokio::sync::oneshot;
 
-/// The thread's `nice` value, as of the threads that prepare large requests. Where processors are
-/// short, payloads wait and steps do not.
+/// The thread's `nice` value, the same as of the threads that prepare large requests. Where
+/// processors are short, payloads wait and steps do not.
 const NICENESS: i32 = 10;
 
 /// A thread for tasks that would delay the one that relays frames: encrypting and copying a payload
@@ -25,7 +25,7 @@ impl Aside {
         let handle = runtime.handle().clone();
         let (stop, stopped) = oneshot::channel::<()>();
         thread::Builder::new().name("bulk".into()).spawn(move || {
-            // Standing back is a courtesy: where the system refuses, it works all the same.
+            // The lower priority is optional: if the system refuses, the thread works all the same.
             let _ = rustix::process::nice(NICENESS);
             // It is never told, only dropped.
             let _ = runtime.block_on(stopped);

@@ -248,7 +248,7 @@ async fn greet(
                 return write(&mut stream, &Answer::Refused(reason)).await;
             };
             write(&mut stream, &Answer::Welcome).await?;
-            // Whoever waited may have given up.
+            // The waiting task may have given up.
             let _ = waiting.send(stream);
         }
     }
@@ -381,7 +381,7 @@ impl Shared {
     /// Notes an outpost's report about the end of a hand.
     fn ended(&self, id: u64, exit: Exit) {
         let life = self.state.lock().ranks.get(&id).map(|rank| Arc::clone(&rank.life));
-        // A report that nobody waits for any more is old.
+        // A report that is no longer awaited is old.
         if let Some(life) = life {
             life.report.send_replace(Some(exit));
         }

@@ -76,7 +76,7 @@ pub(crate) async fn send(
 /// Writes incoming bytes to their places and acknowledges them, until the connection ends.
 ///
 /// # Errors
-/// Always: the connection broke, or something else than a piece came.
+/// Always: the connection broke, or the peer sent a wrong message.
 pub(crate) async fn receive(
     mut reading: impl AsyncRead + Unpin,
     mut writing: impl AsyncWrite + Unpin,

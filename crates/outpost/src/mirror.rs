@@ -25,14 +25,14 @@ use crate::relay::said;
 const OPENING: Duration = Duration::from_secs(30);
 /// The time that an outpost may take before it acknowledges writes.
 const STALLED: Duration = Duration::from_secs(30);
-/// The number of known payloads at which dropped ones are looked for.
+/// The number of known payloads at which dropped ones are removed.
 const SWEEP_AT: usize = 64;
 
 /// The mirror of one outpost, as long as it is joined.
 #[derive(Default)]
 pub(crate) struct Mirror {
     state: Mutex<State>,
-    /// Something was queued.
+    /// Notified when a payload was queued.
     queued: Notify,
     closed: watch::Sender<bool>,
 }
@@ -117,7 +117,7 @@ impl Mirror {
         state.closed = true;
         let left = (take(&mut state.payloads), take(&mut state.queue), take(&mut state.sent));
         drop(state);
-        // Payloads and those who wait have duties of their own when they are dropped.
+        // Dropping payloads and waiters runs their callbacks.
         drop(left);
         self.closed.send_replace(true);
     }

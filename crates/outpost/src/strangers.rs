@@ -79,7 +79,7 @@ mod tests {
         let strangers = Arc::default();
         let mut first = places(&strangers, "192.0.2.1", 1000);
         assert_eq!(first.len(), AT_ONE_ADDRESS);
-        // The same address in other words.
+        // The same address in another notation.
         assert!(places(&strangers, "::ffff:192.0.2.1", 1).is_empty());
         assert_eq!(places(&strangers, "192.0.2.2", 1000).len(), AT_ONE_ADDRESS);
         first.pop();

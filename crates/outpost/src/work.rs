@@ -188,7 +188,7 @@ async fn session(door: &Door, spawn: &Spawn, aside: &Aside) -> Over {
                         let id = order.id;
                         let exit = run(&door, &spawn, &order, &arena, gone).await;
                         let Exit { text: status, out_of_memory } = exit;
-                        // Nobody asks once the session is over.
+                        // The session may be over.
                         let _ = said.send(FromOutpost::Ended { id, status, out_of_memory });
                     });
                     continue;
@@ -250,7 +250,7 @@ async fn reflect(door: &Door, id: u64, arena: &Arena, mut gone: watch::Receiver<
                 let over = receive(reading, writing, arena).await;
                 over.map_or_else(Over::from, |()| Over::Lost("the bulk connection ended".into()))
             }
-            // Refused by a brain that has given this session up: the next one may be better.
+            // The brain has given this session up: try again with a new one.
             Err(Over::Ended(ended)) => Over::Lost(ended.to_string()),
             Err(over) => over,
         }

@@ -142,7 +142,7 @@ pub struct HandConfig {
     /// hand; `None` for its own. Empty: nothing is lent.
     #[serde(default)]
     pub host_lenders: Vec<Option<u32>>,
-    /// The largest share of the host's tier in the memory that is free beside weights and pages.
+    /// The largest share of the host's tier in the memory that weights and pages leave free.
     pub host_share: f64,
     /// The highest speed of copies, in GB a second; for tests.
     pub copy_gbps: Option<f64>,

@@ -57,7 +57,7 @@ columns! {
         /// One a row, in row order: 0 fine, 1 the logits, also those of a prompt's tokens, or the
         /// vector were not finite.
         2 pub row_errors: Vec<i32>,
-        /// Absent when nobody asked; else one a token: number of entries in the next two columns.
+        /// Absent if no request asked; else one a token: number of entries in the next two columns.
         3 pub logprob_counts: Vec<i32>,
         /// A token's entries: the sampled token, then the most likely, descending.
         4 pub logprob_ids: Vec<i32>,

@@ -57,7 +57,7 @@ impl Blocks {
         blocks.into_iter().map(|blocks| blocks * self.page_size).collect()
     }
 
-    /// There is somebody to take it: the receiver lives as long as this.
+    /// The receiver lives as long as this.
     pub(crate) fn tell(&self, news: News) {
         let _ = self.lane.send(news);
     }

@@ -27,7 +27,7 @@ pub(crate) struct RequestProfile<'a> {
     pub(crate) cached: Vec<u64>,
     /// The leading blocks of the request, to be remembered until it has computed them.
     pub(crate) names: Arc<[BlockHash]>,
-    /// True if it borrows from others what its replica lacks.
+    /// True if it borrows blocks that its replica lacks from others.
     pub(crate) borrows: bool,
 }
 
@@ -188,7 +188,8 @@ impl Dispatch {
         if self.ledger.generated(id, 1) { self.coming.remove(&id) } else { None }
     }
 
-    /// A request goes to another replica. Returns what it will not bring to this one any more.
+    /// A request goes to another replica. Returns the expected blocks that it will not bring to
+    /// this one any more.
     pub(crate) fn moved(&mut self, id: u64) -> Option<ExpectedBlocks> {
         self.pressure.gone(id);
         self.coming.remove(&id)

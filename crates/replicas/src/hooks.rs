@@ -119,7 +119,7 @@ impl Peers for OtherReplicas {
         }
         info!(replica = self.at, up, "the set of replicas has changed");
         if up {
-            // Somebody may have waited for anybody to come back.
+            // Requests of other replicas may have waited for any replica to come back.
             let others = self.shared.engines().iter().enumerate();
             for (_, engine) in others.filter(|&(other, _)| other != self.at) {
                 engine.hand_over();

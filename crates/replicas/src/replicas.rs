@@ -45,7 +45,7 @@ impl Default for ReplicasConfig {
     }
 }
 
-/// A rank group, and those who hear of the replicas that it computes.
+/// A rank group, and the observers of the replicas that it computes.
 pub struct Member {
     /// The limits of each replica; those of the queue hold for all replicas together, which also
     /// have one namer.
@@ -167,13 +167,13 @@ impl Replicas {
                     threads.push(thread);
                 }
                 Err(error) => {
-                    // Those that have been started may be waiting to hear of the others.
+                    // Those that have been started may be waiting for the others.
                     let _ = shared.engines.set(engines);
                     return Err(error);
                 }
             }
         }
-        // Nobody else sets it.
+        // It is set only once.
         let _ = shared.engines.set(engines);
         Ok((Self(shared), threads))
     }

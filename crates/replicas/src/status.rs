@@ -24,7 +24,7 @@ pub struct ReplicaReport {
     pub ahead_tokens: u64,
     /// True if it admits no prompt that leaves, because decode replicas have no pages.
     pub holding: bool,
-    /// The number of times that it began to do so.
+    /// The number of times that it began to hold prompts back.
     pub holds: u64,
 }
 

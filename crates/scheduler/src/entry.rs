@@ -32,7 +32,7 @@ pub(crate) enum Stage {
     /// The leading blocks of the request come back from the host tier by these copies. No plan has
     /// named its slot and pages yet.
     Arriving(VecDeque<u32>),
-    /// Computing tokens that it knows.
+    /// Prefill: it computes known tokens.
     Prefill,
     /// One token a step, each from the one before. `at` is its index in the roster's list.
     Decode { at: usize },
@@ -152,7 +152,7 @@ impl Entry {
         self.residence.as_ref().is_some_and(|residence| residence.pages.grow_in_prefill())
     }
 
-    /// The request that another scheduler can go on with.
+    /// The request that another scheduler can continue.
     pub(crate) fn into_request(mut self) -> Request {
         if !self.tokens.is_empty() {
             self.request.generated = self.tokens.split_off(self.prompt_len as usize);
@@ -179,8 +179,8 @@ impl Entry {
         (shared + self.tokens.len()) as u32
     }
 
-    /// True if it was never admitted and no hand has died under it: nothing of it is here but its
-    /// place.
+    /// True if it was never admitted and no hand has died under it: it has no state but its place
+    /// in the queue.
     pub(crate) fn is_untouched(&self) -> bool {
         let past = self.request.past;
         self.residence.is_none() && !past.admitted && past.suspect.is_none()

@@ -114,7 +114,7 @@ pub enum Event {
         patches: u32,
     },
     /// The request has given its token here, and its blocks are saved as far as they can be. The
-    /// caller has another scheduler go on with it ([`crate::Scheduler::hand_on`]).
+    /// caller has another scheduler continue it ([`crate::Scheduler::hand_on`]).
     Left {
         /// The request's id.
         id: u64,
@@ -301,7 +301,7 @@ pub struct DraftStats {
     pub shared_drafted: u64,
     /// Those of them that were generated.
     pub shared_accepted: u64,
-    /// The same by their place among the drafts of their row.
+    /// Accepted drafts, by their place among the drafts of their row.
     pub accepted_at: DraftCounts,
 }
 

@@ -1,4 +1,4 @@
-//! Pages for those who run.
+//! Pages for running requests.
 
 use forebay_protocol::StepPlan;
 

@@ -1,4 +1,4 @@
-//! Requests that another scheduler goes on with although this one's hand lives.
+//! Requests that another scheduler continues although this one's hand lives.
 //!
 //! Such a request computes its prompt here and gives one token. It then gives up slot and pages at
 //! once, and *leaves* until its blocks are saved: it is alive and has no turn. Saves are the tiers'
@@ -30,7 +30,7 @@ impl Scheduler {
         self.retire(handle);
         let entry = &mut self.roster[handle];
         self.turns.leave(&entry.ticket(handle));
-        // It computes nothing more here, so its adapter may give way to another one.
+        // It computes nothing more here, so its adapter may be replaced by another one.
         self.places.leave(handle, entry);
         entry.leaving = true;
         self.leaving.push(handle);

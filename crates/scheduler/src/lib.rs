@@ -38,7 +38,7 @@
 //! gets no further token until the mask is there.
 //!
 //! A request that [leaves](Request::leaves) gives one token here. When its blocks are saved,
-//! another scheduler goes on with it and borrows them ([`Scheduler::hand_on`]).
+//! another scheduler continues it and borrows them ([`Scheduler::hand_on`]).
 //!
 //! With recurrent layers ([`SchedulerConfig::states`]) a request goes on from a cached prefix only
 //! where a state was kept. Rows end where states are to be kept.

@@ -1,4 +1,4 @@
-//! Places for adapters: which adapters are in the hand's memory, and who waits for one.
+//! Places for adapters: the adapters in the hand's memory, and the requests that wait for one.
 //!
 //! A request with an adapter has a turn only while the adapter is in a place. Before, it *waits for
 //! a place*, and delays no other request. A request that has its place *uses* it until it ends.
@@ -19,7 +19,7 @@ use crate::request::Key;
 use crate::slab::Handle;
 use crate::{Event, Finish, PlaceStats, Scheduler};
 
-/// The plans that the first adapter in line waits for before a place is vacated for it.
+/// The plans that the first adapter in the queue waits for before a place is vacated for it.
 const PATIENCE: u32 = 64;
 
 /// The content of a place.
@@ -70,7 +70,7 @@ pub(crate) struct Places {
     lines: BTreeMap<u32, Line>,
     /// The number of lines that began so far.
     begun: u64,
-    /// The adapter that is first in line, and the plans for which it has been.
+    /// The adapter that is first in the queue, and the plans for which it has been.
     first: Option<(u32, u32)>,
     next_ticket: u32,
 }
@@ -139,7 +139,7 @@ impl Places {
         }
     }
 
-    /// Adapters that wait and that no place is coming for, the first in line first.
+    /// Adapters that wait and that no place is coming for, the first in the queue first.
     fn in_line(&self) -> Vec<u32> {
         let order = |line: &Line| (line.waiting.first().map(|(key, _)| key.rank), line.since);
         let mut found: Vec<_> = self.lines.iter().map(|(&id, line)| (order(line), id)).collect();
@@ -163,14 +163,14 @@ impl Places {
         free.min_by_key(|&(at, place)| (age(place), at)).map(|(at, _)| at)
     }
 
-    /// Gives unused places to those in line, by writes into the plan. `answered` is the last step
-    /// whose result has come. True: the first of those without a place has waited too long.
+    /// Gives unused places to those in the queue, by writes into the plan. `answered` is the last
+    /// step whose result has come. True: the first of those without a place has waited too long.
     fn assign(&mut self, plan: &mut StepPlan, answered: u64) -> bool {
         for id in self.in_line() {
             let own = self.place_of(id);
             let free =
                 |at: &usize| self.places[*at].users == 0 && self.places[*at].last_step <= answered;
-            // One that was vacated, and is unused by now, still has it.
+            // A vacated place that is unused by now still has it.
             if let Some(at) = own.filter(free) {
                 self.places[at].content = Content::Empty;
             } else if own.is_some() {

@@ -14,8 +14,8 @@ impl Scheduler {
     /// is always a plan.
     pub fn next_plan(&mut self, plan: &mut StepPlan, events: &mut Vec<Event>) -> bool {
         plan.begin(self.steps.next());
-        // Where a row may give several tokens, how many they were decides where the next one
-        // begins. To plan for the others meanwhile would split the batch for good.
+        // If a row may give several tokens, their number decides where the next row begins.
+        // Planning the other requests meanwhile would split the batch permanently.
         let awaits = self.awaits_tokens();
         let alone = self.config.tokens_a_row > 1 || awaits;
         let most = if alone { 1 } else { MAX_IN_FLIGHT };

@@ -64,7 +64,8 @@ impl Scheduler {
         self.roster.retire_slot(last_step, residence.slot);
     }
 
-    /// Notes that the result of a step has come. What only this step named may be freed.
+    /// Notes that the result of a step has come. Slots and pages that only this step named may be
+    /// freed.
     pub(crate) fn answered(&mut self, step: u64) {
         self.memory.answered(step);
         self.images.retired.answered(step);
@@ -95,7 +96,7 @@ impl Scheduler {
         self.memory.retired.returns() + self.images.retired.returns()
     }
 
-    /// Preempts a resident for the next request, if one has to give way
+    /// Preempts a resident for the next request, if the shares require it
     /// ([`crate::turns::Turns::who_gives_way`]).
     pub(crate) fn give_way(&mut self, events: &mut Vec<Event>) {
         let (step, returns) = (self.steps.next(), self.returns());

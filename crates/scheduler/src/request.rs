@@ -66,7 +66,7 @@ pub struct Request {
     /// True if the payload is not yet in the memory of the hand. The request has no turn before
     /// [`crate::Scheduler::release`].
     pub held: bool,
-    /// True if another scheduler goes on with the request after its next token
+    /// True if another scheduler continues the request after its next token
     /// ([`crate::Event::Left`]).
     pub leaves: bool,
     /// Leading blocks in the host tier of another replica. They are borrowed at the next admission,

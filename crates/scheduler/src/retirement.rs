@@ -53,7 +53,7 @@ impl<T> Retirement<T> {
         self.returns
     }
 
-    /// True if something comes back with a step before this one.
+    /// True if slots or pages come back with a step before this one.
     pub(crate) fn is_awaited_before(&self, step: u64) -> bool {
         self.awaited_before(step).next().is_some()
     }

@@ -1,4 +1,4 @@
-//! The live requests, the slots, and the ordered sets of those who have one.
+//! The live requests, the slots, and the ordered sets of requests with a slot.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::{Bound, Index, IndexMut};

@@ -18,7 +18,7 @@ pub(crate) struct FlightRow {
     pub(crate) want: Want,
     /// The log-probabilities of its prompt that it gives.
     pub(crate) prompt: Option<PromptLogprobsWant>,
-    /// True if it was to sample, and gives no token: its last position comes again.
+    /// True if its sampling was cancelled: its last position is computed again.
     pub(crate) sits_out: bool,
     /// Its drafts, whose positions are behind `end`.
     pub(crate) drafts: Option<RowDrafts>,

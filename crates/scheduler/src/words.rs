@@ -18,7 +18,7 @@ use crate::steps::NewStep;
 /// The size in words up to which a plan may admit a further request: 16 MiB, which the hand reads
 /// in some milliseconds.
 pub const STEP_WORDS: usize = 1 << 22;
-/// Words for the rows and pages of those who run already.
+/// Words for the rows and pages of running requests.
 const RUNNING_WORDS: u64 = 1 << 20;
 /// The largest number of words that one request may need in a plan. [`request_words`] counts them.
 pub const MAX_REQUEST_WORDS: u64 = MAX_WORDS as u64 - RUNNING_WORDS;

@@ -29,7 +29,7 @@ use crate::peers::{Peer, Resume};
 use crate::state::Shared;
 use crate::submission::Submission;
 
-/// Choices that are submitted before the HTTP thread looks after others.
+/// Choices that are submitted before the HTTP thread yields to other tasks.
 pub(crate) const CHOICES_A_TURN: usize = 16;
 
 /// Engine requests of one client request: all choices of all prompts. Dropping it aborts those that

@@ -63,7 +63,7 @@ pub(crate) struct Size {
     pub(crate) choices: usize,
     /// Log-probabilities of each token.
     pub(crate) candidates: usize,
-    /// Ids that are the only ones allowed.
+    /// Allowed token ids.
     pub(crate) allowed: usize,
     /// Log-probabilities of each token of the prompt.
     pub(crate) told: usize,

@@ -55,7 +55,7 @@ pub(crate) fn note(name: String) {
     });
 }
 
-/// Answers a request, and names the differences from it.
+/// Answers a request, and names the parameters that had no effect.
 pub(crate) async fn tell(request: Request, next: Next) -> Response {
     let answer = async {
         let response = next.run(request).await;

@@ -13,7 +13,7 @@
 //! finds the model of a request and has it loaded (`fleet`).
 //!
 //! If a router is in front, `peers` reads its headers and answers with load, blocks, and the facts
-//! with which another brain goes on with a stream.
+//! with which another brain continues a stream.
 //!
 //! | threads | who | what |
 //! |---|---|---|

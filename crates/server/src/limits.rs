@@ -185,7 +185,7 @@ async fn read_frames(
         let frame = match in_time {
             Some(frame) => frame,
             None => {
-                // Whoever sends nothing needs no turn.
+                // A client that sends nothing needs no turn.
                 if turn.take().is_some() {
                     pace = Pace::Slow;
                 }

@@ -1,4 +1,4 @@
-//! Headers with the wishes of clients about a replica, for clients that cannot change the body.
+//! Headers with clients' preferences for a replica, for clients that cannot change the body.
 
 use axum::extract::FromRequestParts;
 use axum::http::HeaderMap;
@@ -14,7 +14,7 @@ const KEY_HEADERS: [&str; 2] = ["x-routing-key", "x-smg-routing-key"];
 /// The header of vLLM for a replica.
 const RANK_HEADER: &str = "x-data-parallel-rank";
 
-/// The headers' wishes.
+/// The headers' preferences.
 pub(crate) struct Routing(pub(crate) Preference);
 
 impl Routing {

@@ -23,9 +23,9 @@ const CUT_TIMEOUT: Duration = Duration::from_secs(1);
 /// A server of one model, or of several.
 #[derive(Clone)]
 pub enum AnyServer {
-    /// Of one.
+    /// A server of one model.
     One(AppState),
-    /// Of several.
+    /// A server of several models.
     Several(ModelServer),
 }
 

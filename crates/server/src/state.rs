@@ -45,7 +45,7 @@ pub struct ServerParts {
     pub egress: Egress,
     /// The metrics.
     pub metrics: Arc<Metrics>,
-    /// The log that hears of the engines' prefix caches, if there are any.
+    /// The log of the changes of the engines' prefix caches, if it is on.
     pub blocks: Option<BlockLog>,
     /// The store of files and batches; `None`: none are kept.
     pub batches: Option<Arc<BatchStore>>,

@@ -19,7 +19,7 @@ use tokio::time::timeout;
 use crate::limits::Upload;
 use crate::weight_files::TensorFolder;
 
-/// Why a body of tensors has a limit, in the place of a flag's name.
+/// The reason for the limit of a body of tensors, in errors that otherwise name a flag.
 const LIMIT: &str = "four for each number of the served checkpoint";
 /// Characters that are decoded at a time: whole groups of four.
 const AT_ONCE: usize = 1 << 20;
@@ -165,7 +165,7 @@ mod tests {
             write_decoded(texts, &folder("refused", 0), "x").expect_err("refused").to_string()
         };
         assert_eq!(error(&["a?bc".into()]), "`x[0]` is not base64");
-        // Two texts behind each other are not one.
+        // Two concatenated base64 texts are not one valid text.
         let joined = format!("{}==QUJD", "A".repeat(AT_ONCE - 2));
         assert_eq!(error(&[joined.into()]), "`x[0]` is not base64");
         assert_eq!(error(&[]), "`x` has 0 texts: 1 to 64");

@@ -21,7 +21,7 @@ pub(crate) struct RequestText<'a> {
 }
 
 impl<'a> RequestText<'a> {
-    /// The pool for a request of `peer`, who gave `cache_salt`.
+    /// The pool for a request of `peer` with `cache_salt`.
     pub(crate) fn new(
         state: &'a Shared,
         peer: &Peer,
@@ -42,7 +42,7 @@ pub(crate) struct RenderedChat {
     pub(crate) ids: Vec<i32>,
     /// The text as the template wrote it.
     pub(crate) text: String,
-    /// Parameters that the template does not know.
+    /// Parameters that the template does not use.
     pub(crate) ignored: Vec<&'static str>,
 }
 

@@ -176,8 +176,8 @@ impl Weights {
         self.engine.handles().iter().for_each(EngineHandle::resume);
     }
 
-    /// Makes all replicas compute with other weights. Requests go on with them from where they are.
-    /// Returns the number of these requests. Goes on if the caller does not wait.
+    /// Makes all replicas compute with other weights. Requests continue with them from where they
+    /// are. Returns the number of these requests. Goes on if the caller does not wait.
     ///
     /// # Errors
     /// The weights can't be read or loaded. The old ones compute on.
@@ -297,7 +297,7 @@ impl Weights {
 async fn pause_all(handles: &[EngineHandle], mode: PauseMode) -> Result<usize, ApiError> {
     let pauses = handles.iter().map(|handle| {
         let (sender, receiver) = oneshot::channel();
-        // Nobody may wait any more.
+        // The caller may have gone by now.
         handle.pause(mode, Box::new(move |left| _ = sender.send(left)));
         receiver
     });

@@ -12,7 +12,7 @@ struct Slot {
     sequence: Sequence,
     /// The prompt's tokens.
     prompt: Vec<i32>,
-    /// The answer, where it was written down, and the prompt's length.
+    /// The scripted answer, if there is one, and the prompt's length.
     script: Option<(Arc<[i32]>, u32)>,
     min_total: u32,
     spec: SlotSpec,

@@ -109,7 +109,7 @@ struct Pending {
     waits_since: Option<u64>,
 }
 
-/// Something that will happen.
+/// A future event of the simulation.
 enum SimEvent {
     /// The group becomes ready.
     Ready,

@@ -89,7 +89,7 @@ impl SimControl {
         self.change(|faults| faults.hang_copies = true);
     }
 
-    /// Stops time: nothing happens but wakes, until [`release`](Self::release).
+    /// Stops time: only wakes are handled, until [`release`](Self::release).
     pub fn hold(&self) {
         self.change(|faults| faults.held = true);
     }

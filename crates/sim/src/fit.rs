@@ -25,7 +25,7 @@ const MEDIAN_TO_SIGMA: f64 = 1.4826;
 pub struct Fit {
     /// The model. Its jitter is the unexplained part.
     pub model: DeviceModel,
-    /// Steps that were looked at.
+    /// Steps that were used for the fit.
     pub samples: usize,
     /// Steps so far from the model that they were left out in the end.
     pub outliers: usize,

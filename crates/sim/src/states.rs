@@ -42,11 +42,12 @@ impl StateModel {
 /// The numbers of positions that the states of slots and pages cover.
 #[derive(Debug, Default)]
 pub(crate) struct States {
-    /// Of each slot, and whether its last position may come again because its mask was late.
+    /// For each slot, its covered positions, and whether the last one may come again because its
+    /// mask was late.
     slots: HashMap<u32, (u32, bool)>,
-    /// Of each page; `None`: another replica has lent the state, and knows.
+    /// For each page; `None`: another replica has lent the state, and has its number.
     pages: HashMap<u32, Option<u32>>,
-    /// Of each page of the host's tier, which outlives the device.
+    /// For each page of the host's tier, which outlives the device.
     host: HashMap<u32, Option<u32>>,
 }
 

@@ -34,7 +34,7 @@ pub fn quiet() -> Hook {
     Box::new(|_, _| {})
 }
 
-/// A hook that breaks something at the first step that gave outputs.
+/// A hook that causes a fault at the first step that gave outputs.
 #[must_use]
 pub fn once(mut breaking: impl FnMut(&SimControl) + Send + 'static) -> Hook {
     let mut done = false;
@@ -177,7 +177,7 @@ pub struct Rig {
     pub control: SimControl,
     /// The outputs of all members.
     pub outputs: Receiver<Vec<Output>>,
-    /// Gets something when the engine's thread has ended.
+    /// Receives a value when the engine's thread has ended.
     pub exit: Receiver<()>,
     thread: EngineThread,
 }

@@ -204,7 +204,7 @@ impl Sequence {
             _ => {
                 let count = words.len();
                 let mut at = self.mix.draw(u64::from(self.length), count as u64) as usize;
-                // Where every word is suppressed, one of them comes all the same.
+                // If every word is suppressed, one of them comes all the same.
                 for _ in 0..suppressed.len() {
                     if !suppressed.contains(&words[at]) {
                         break;

@@ -5,7 +5,7 @@ use image::ColorType;
 
 /// Writes pixels of `color` as three bytes each; false where the kind of pixel is unknown.
 ///
-/// Of 16 bits the upper eight are kept, and alpha is blended as Pillow's `paste` does it.
+/// The upper eight of 16 bits are kept, and alpha is blended as in Pillow's `paste`.
 pub(crate) fn to_rgb(color: ColorType, raw: &[u8], rgb: &mut [u8]) -> bool {
     let out = rgb.as_chunks_mut::<3>().0.iter_mut();
     match color {

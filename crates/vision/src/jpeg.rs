@@ -90,7 +90,7 @@ impl Frame {
         };
         let mut decoder = Decoder::new_with_limits(file, limits).map_err(refused)?;
         let header = decoder.header();
-        // A second frame: libjpeg takes one, decoders differ in which.
+        // A second frame: libjpeg accepts one, and decoders differ in which frame they use.
         if (header.width(), header.height()) != (self.width as usize, self.height as usize)
             || (header.components.len() == 4 && uneven(header.components.iter()))
         {

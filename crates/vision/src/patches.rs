@@ -58,7 +58,7 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// The same by the formula: where each byte of a patch is in the image.
+        /// The reference by the formula: where each byte of a patch is in the image.
         #[test]
         fn every_byte_is_in_its_place(
             height in 1u32..4,

@@ -152,7 +152,7 @@ class CpuAttention:
         pages = table.index_select(0, positions // batch.page_size).long()
         entries = pages * batch.page_stride + positions % batch.page_size
         if batch.window is not None or spans:
-            # Whoever has a window or spans has masks of its own.
+            # Rows with a window or spans use masks of their own.
             return ChunkRow(first, count, start, entries, [], spans, seen_from)
         blocks = []
         for begin in range(0, count, QUERY_BLOCK):
@@ -186,7 +186,7 @@ def _decode_group(batch: Batch, all_ends: Int64s, first: int, count: int, dtype:
     ps, stride = batch.page_size, batch.page_stride
     pages = batch.page_table[:, : -(-longest // ps)].index_select(0, slots).long()
     positions = torch.arange(longest, device=slots.device)
-    # Page table entries past a row's end are whatever was left there: replace what they name before it is used.
+    # Page table entries past a row's end are stale: replace their keys before they are used.
     last = pages.gather(1, (ends - 1) // ps) * stride + (ends - 1) % ps
     entries = (pages[:, :, None] * stride + torch.arange(ps, device=slots.device)).view(count, -1)[:, :longest]
     if shortest == longest:
@@ -203,7 +203,7 @@ def _window_group(batch: Batch, window: int, longest: int, first: int, count: in
     ends, slots, size = batch.ends[rows, None], batch.slots[rows], batch.page_size
     width = min(window, longest)
     seen = ends - width + torch.arange(width, device=slots.device)
-    # Of a shorter row, its last position stands for those that are not there.
+    # In a shorter row, its last position stands for the missing ones.
     positions = torch.where(seen < 0, ends - 1, seen)
     index = slots[:, None] * batch.page_table.shape[1] + positions // size
     pages = batch.page_table.view(-1).index_select(0, index.view(-1)).view(index.shape).long()

@@ -63,7 +63,7 @@ class Missing(Protocol):
 class IndexedMissing:
     """Implements `Missing` where the host's memory is the device's; `m` rows, with and without misses."""
 
-    targets: torch.Tensor  # int64 [m]: row numbers of a layer; a row that nobody reads where nothing is missed
+    targets: torch.Tensor  # int64 [m]: row numbers of a layer; a row that is never read where nothing is missed
     pages: torch.Tensor  # int64 [m]: pages of the host's tier
     offsets: torch.Tensor  # int64 [m]: positions of them
     host: Sequence[torch.Tensor]  # one a layer: [host pages, page_size, width]
@@ -119,7 +119,7 @@ def missing(
     """
     at = positions.clamp(min=0)
     pages = _entries(host_table, slots, at // page_size).long()
-    # A page that nobody wrote to the table is an error: as an index -1 is the last page.
+    # A page that was never written to the table is an error: as an index -1 is the last page.
     pages = pages.masked_fill(pages < 0, len(host[0]))
     return IndexedMissing(
         found.rows.masked_fill(~found.missed, nowhere).flatten(),

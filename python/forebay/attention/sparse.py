@@ -45,7 +45,7 @@ def attend(
     of_query = chosen.shape[1] * (row + _NUMBER_BYTES) + _QUERY_COPIES * q.shape[1] * row
     size = max(1, BLOCK_BYTES // of_query)
     parts = [slice(first, first + size) for first in range(0, len(q), size)]
-    # Nobody holds a part's rows when the next are gathered.
+    # A part's rows are freed before the next are gathered.
     outputs = [latent.absorbed(q[part], *gathered(pool, chosen[part]), up, heads) for part in parts]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 

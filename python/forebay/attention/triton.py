@@ -14,7 +14,7 @@ from forebay.gpu.interface import Kernels, PagedRows
 
 @dataclass(frozen=True)
 class SpannedRows:
-    """A step's rows, of which some have ranges of positions that see each other both ways."""
+    """A step's rows, some of which have ranges with bidirectional attention."""
 
     rows: PagedRows
     chunks: list[ChunkRow]
@@ -53,7 +53,7 @@ class TritonAttention:
         how: How = CAUSAL,
     ) -> torch.Tensor:
         if isinstance(prepared, SpannedRows):
-            # Rows with images are few: the kernels compute them too, and what they give is written over.
+            # Rows with images are few: the kernels compute them too, and their output is overwritten.
             out = self._attend(q, kv, prepared.rows, how)
             for chunk in prepared.chunks:
                 out[chunk.first : chunk.first + chunk.count] = chunk_as(q, k, v, kv, chunk, how)

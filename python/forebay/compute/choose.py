@@ -1,4 +1,4 @@
-"""The choice of a way to compute a model on a device. No other module knows all ways."""
+"""The choice of a way to compute a model on a device. No other module depends on all ways."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Choice:
         """The implementation of attention: the requested one, or the device's best."""
         wanted, device = config.attention_backend, self._device
         if isinstance(config.model_config, CalledConfig):
-            # Its calls ask for what no other implementation has.
+            # Its calls use options that no other implementation has.
             return "torch"
         on_gpu = device.torch_device.type != "cpu"
         if wanted is None:
@@ -141,7 +141,7 @@ class Choice:
     def check_operators(self, model: ModelConfig | EncoderConfig) -> None:
         """Raises `ModelError` if PyTorch lacks an operator of this model on this device."""
         experts = isinstance(model, ModelConfig) and any(isinstance(feed, Experts) for feed in model.feeds)
-        # Where values may decide what is called, a product for each expert does.
+        # If values may decide which operators run, use a product for each expert.
         if experts and self._device.beside_host and not hasattr(F, "grouped_mm"):
             raise ModelError(
                 f"a mixture of experts on {self._device.name} needs PyTorch 2.10 or newer, which has "
@@ -180,7 +180,7 @@ class Choice:
             return CpuAttention()
         if self._backend == "fa3":
             return FlashAttention()
-        # Who is computed operator by operator gets no row of page -1 past the check of what it writes.
+        # Operator by operator, an entry of page -1 would fail the check of written pages.
         return TritonAttention(self._kernels, null_page=0)
 
     @property
@@ -282,7 +282,7 @@ class Choice:
 
 
 def _kernels(device: Device) -> Kernels:
-    """Raises `DeviceError` where Triton, or what it needs on this device, is missing."""
+    """Raises `DeviceError` if Triton or its compiler is missing."""
     # Compiled kernels are worth the volume of the cache. Triton's own folder is in a home that may not be written to.
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache_directory() / "triton"))
     try:

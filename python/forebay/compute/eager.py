@@ -109,7 +109,7 @@ class TorchCompute:
         return self._model.ops.greedy(self.logits(launch))
 
     def forward(self, launch: Launch, tokens: Int64s | None = None) -> Forward:
-        """A step for the model. Called as work.
+        """A step for the model. Runs as queued work.
 
         Tokens and positions are made on the device from the plan's rows; what is decided is decided on the host.
 

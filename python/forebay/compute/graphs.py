@@ -130,7 +130,7 @@ class Graphs:
     def capture(self, model: Callable[[Size], None], sample: Callable[[int, SamplerKind], None]) -> None:
         """Captures all graphs. `model` computes a step of a size. `sample` samples rows, in the way of a kind.
 
-        Called as work.
+        Runs as queued work.
 
         Raises `DeviceError` with the size. A hand that is slow without a message would be worse.
         """
@@ -141,11 +141,11 @@ class Graphs:
                 self._samplers[rows, kind] = self._captured(f"sampling {rows} rows", partial(sample, rows, kind))
 
     def model(self, size: Size) -> None:
-        """Computes a step of a captured size. Called as work."""
+        """Computes a step of a captured size. Runs as queued work."""
         self._models[size]()
 
     def sample(self, rows: int, kind: SamplerKind) -> None:
-        """Samples the rows of a captured size. Called as work."""
+        """Samples the rows of a captured size. Runs as queued work."""
         self._samplers[rows, kind]()
 
     def _captured(self, what: str, work: Work) -> Work:

@@ -31,7 +31,7 @@ class _Part:
 
 
 class AdapterStacks:
-    """The matrices of all places, one tensor for all of them beside each product, at the largest rank."""
+    """The matrices of all places, one tensor per product for all of them, at the largest rank."""
 
     def __init__(
         self, modules: AdaptedModules, places: int, rank: int, dtype: torch.dtype, device: Device, kernels: Kernels

@@ -110,7 +110,7 @@ def kind_of(ask: Ask) -> SamplerKind:
 
 
 class BlockAnswers:
-    """`Answers` in one block. Results of a sampler outside of graphs are beside it."""
+    """`Answers` in one block. Results of a sampler outside of graphs are apart from it."""
 
     def __init__(self, size: Size, captured: bool, sampling: Int64s, ask: Ask, device: Device) -> None:
         self.size = size
@@ -202,7 +202,7 @@ class PagedSteps:
         self._memory = Memory.make(limits.rows, limits.tokens, vocabulary, place)
         self._computed = self._memory
         """The memory of the step that was computed last."""
-        # A plan that brings every slot with a whole context, or what there is room for.
+        # A plan with every slot and a whole context, or as much as there is room for.
         words = tables.slots * (SLOT_WORDS + SLOT_FLOATS_WORDS + tables.stride + 4 * (1 + tables.pages_per_slot))
         self._input = torch.zeros(_PLACES + min(words, MOST_WORDS), dtype=torch.int32, device=place)
         self._no_tokens = torch.zeros(1, dtype=torch.int32, device=place)
@@ -257,7 +257,7 @@ class PagedSteps:
             self._states.copy(states.saves)
 
     def _write_words(self, rows: Rows | None, count: int) -> None:
-        """Writes the words of rows, and of padding behind them; None: all are padding. Called as work."""
+        """Writes the words of rows, and of padding after them; None: all are padding. Runs as queued work."""
         if self._states is None and self._stacks is None:
             return
         words = np.zeros((count, _ROW_WORDS), np.int32)
@@ -320,7 +320,7 @@ class PagedSteps:
     def capture(self) -> None:
         for rotary in self._model().rotaries:
             rotary.keep(self._tables.token_pool.shape[1])
-        # A plan without rows: all of what is computed meanwhile is padding.
+        # A plan without rows: every computed row is padding.
         self._input.zero_()
         self._computed = self._memory
         self._write_words(None, len(self._memory.words))
@@ -346,7 +346,7 @@ class PagedSteps:
         return len(inputs.plan.body) <= self._room
 
     def _receive(self, inputs: StepInputs) -> Received:
-        """The plan on the device: where graphs read it, if there is room. Called as work."""
+        """The plan on the device: where graphs read it, if there is room. Runs as queued work."""
         if inputs.received is not None:
             return inputs.received
         body, table = inputs.plan.body, places(inputs.plan)
@@ -405,7 +405,7 @@ class PagedSteps:
 
     @staticmethod
     def _rows_of_tokens(buffers: StepBuffers, *, mixed: bool = True) -> torch.Tensor:
-        """The row of each token, int32 [n]; the number of rows for tokens of nobody. `mixed` as of `Size`."""
+        """The row of each token, int32 [n]; the number of rows for padding tokens. `mixed`: see `Size`."""
         token = torch.arange(len(buffers.tokens), dtype=torch.int32, device=buffers.first.device)
         if not mixed:
             return token
@@ -453,7 +453,7 @@ class PagedSteps:
         if kv.features is None:
             return None
         row = self._rows_of_tokens(buffers)
-        # Behind the last row are tokens of none, whose entries go to the null page.
+        # Tokens after the last row belong to no row: their entries go to the null page.
         slot = buffers.slots.index_select(0, row.clamp(max=len(buffers.slots) - 1)).long()
         before = (buffers.positions - 1).clamp(min=0)
         page = tables.page_table[slot, before // kv.page_size].long()

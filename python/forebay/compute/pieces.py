@@ -31,7 +31,7 @@ class Pieces:
     def last(self) -> Int64s:
         """The last token of each row, [r]."""
         last = np.empty(int(self.row.max()) + 1, np.int64)
-        # Of a row that is cut the second piece is behind the first, and is written last.
+        # If a row is cut, its second piece comes after the first, and is written last.
         last[self.row] = self.offset + self.length - 1
         return last
 

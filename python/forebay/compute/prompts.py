@@ -41,7 +41,7 @@ class PromptTokens:
     row: Int64s  # [q], ascending: the row that computes the positions before the tokens
     first: Int64s  # [q]: position of the first token
     count: Int64s  # [q]
-    most: Int64s  # [q]: how many of the most likely tokens come beside each
+    most: Int64s  # [q]: how many of the most likely tokens are reported for each
 
     @classmethod
     def read(cls, wants: Int32s, slot: Int64s) -> PromptTokens | None:
@@ -83,7 +83,7 @@ class PromptColumns:
     def fill(self, states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Computes the log-probabilities from the states [k, hidden] before the tokens. `head` makes logits.
 
-        Called as work.
+        Runs as queued work.
         """
         (entries,) = self._device.copy_in(self._entries)
         tokens = self._tables.token_pool.view(-1).index_select(0, entries).long()[:, None]

@@ -42,7 +42,7 @@ class Rows:
     sampling: Int64s  # [s], ascending: those that give a token, or a vector where the model pools
     given: Given | None = None  # those with inputs in the arena; None: there are none
     sparse: npt.NDArray[np.bool_] | None = None  # [r]: those of sparse slots; None: there are none
-    segment: Int64s | None = None  # [r]: where the second text of a pair begins; None: the model knows no pairs
+    segment: Int64s | None = None  # [r]: where the second text of a pair begins; None: the model does not take pairs
     images: RowImages | None = None  # where images stand in the slots; None: there are none
     prompts: PromptTokens | None = None  # whose log-probabilities are asked for; None: of none
     states: RowStates | None = None  # the recurrent states that rows continue; None: the model has none
@@ -72,7 +72,7 @@ class FoundColumns:
         self._told: Int32s = host_array(device, (5,), np.int32)
 
     def fill(self, told: torch.Tensor) -> None:
-        """Copies counts in the result's order and the error word, int32 [5], to the host. Called as work."""
+        """Copies counts in the result's order and the error word, int32 [5], to the host. Runs as queued work."""
         self._device.copy_out(told, self._told)
 
     @property
@@ -128,7 +128,7 @@ class States(Protocol):
     def vectors(self, launch: Launch, tokens: Int64s) -> torch.Tensor:
         """Final states, normalised, of `tokens` [m]: float32 [m, hidden]. Tokens are ascending numbers over all rows.
 
-        Called as work.
+        Runs as queued work.
         """
 
 
@@ -136,4 +136,4 @@ class Pooler(Protocol):
     """A way to compute rows. It gives one vector for each prompt that ends with them."""
 
     def pool(self, launch: Launch) -> torch.Tensor:
-        """Vectors float32 [s, size], in row order, neither cut nor normalised. Called as work."""
+        """Vectors float32 [s, size], in row order, neither cut nor normalised. Runs as queued work."""

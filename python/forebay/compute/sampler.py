@@ -80,7 +80,7 @@ class Chains:
         return np.flatnonzero(~gone[:-1])
 
     def granted(self, rows: Int64s) -> tuple[Int64s, Int64s]:
-        """The tokens that each of `rows` takes for granted: the number of the row among them, and the token."""
+        """The drafts before each of `rows`, which its distribution assumes: an index into `rows`, and the token."""
         numbers, tokens = [], []
         for number, row in enumerate(rows.tolist()):
             while self.before[row] >= 0:
@@ -134,7 +134,7 @@ class SampledColumns:
         """Does nothing, since the operators raise for a wrong plan."""
 
     def fill(self, sampled: Sampled) -> None:
-        """Copies the samples. Called as work."""
+        """Copies the samples. Runs as queued work."""
         self._device.copy_out(sampled.tokens, self.tokens)
         self._device.copy_out(sampled.finite, self.finite)
         if sampled.logprobs is not None:
@@ -200,14 +200,14 @@ class Sampler:
         return ask
 
     def greedy(self, best: torch.Tensor, finite: torch.Tensor, ask: Ask) -> Sampled:
-        """The tokens of rows that need only the largest logit. Called as work."""
+        """The tokens of rows that need only the largest logit. Runs as queued work."""
         (entries,) = self._device.copy_in(ask.columns["entries"])
         tokens = _where_finite(finite, best)
         self._tables.token_pool.view(-1).index_copy_(0, entries, tokens)
         return Sampled(tokens, finite, None)
 
     def sample(self, logits: torch.Tensor, ask: Ask) -> Sampled:
-        """Tokens from float32 logits [s, vocabulary]. Called as work."""
+        """Tokens from float32 logits [s, vocabulary]. Runs as queued work."""
         columns = dict(zip(ask.columns, self._device.copy_in(*ask.columns.values()), strict=True))
         adjusted = self._adjust(logits, columns)
         finite = self._ops.finite(logits)
@@ -368,7 +368,7 @@ class Sampler:
 def _given(
     tokens: torch.Tensor, finite: torch.Tensor, levels: list[int], columns: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    """True for the tokens [s] that no wrong draft is before."""
+    """True for the tokens [s] without a wrong draft before them."""
     given = torch.ones_like(finite)
     parts = (columns[name].split(levels) for name in ("behind", "before", "drafts"))
     for behind, before, drafts in zip(*parts, strict=True):

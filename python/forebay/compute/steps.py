@@ -64,22 +64,22 @@ class Steps(Protocol):
         """Memory for the results of a step, and the host's decisions about it. Called by the host."""
 
     def write(self, writes: Writes | None, inputs: StepInputs) -> None:
-        """Writes the device's tables, except for the parts that `sample` writes. Called as work."""
+        """Writes the device's tables, except for the parts that `sample` writes. Runs as queued work."""
 
     def sample(self, launch: Launch, ask: Ask, answers: Answers) -> None:
-        """Computes rows, and samples those that sample into `answers`, which were made for them. Called as work."""
+        """Computes rows, and samples those that sample into `answers`, made for them. Runs as queued work."""
 
     def compute(self, launch: Launch) -> None:
-        """The first half of `sample`, up to the logits, for steps whose sampling waits for masks. Called as work."""
+        """The first half of `sample`, up to the logits, for steps that wait for masks. Runs as queued work."""
 
     def choose(self, launch: Launch, ask: Ask, answers: Answers) -> None:
         """The second half of `sample`: it samples from the last computed logits, of all rows or of `ask.rows`.
 
-        Called as work.
+        Runs as queued work.
         """
 
     def capture(self) -> None:
-        """Prepares faster steps once the weights are loaded. Called as work. Raises `DeviceError`."""
+        """Prepares faster steps once the weights are loaded. Runs as queued work. Raises `DeviceError`."""
 
 
 class OperatorSteps:
@@ -89,7 +89,7 @@ class OperatorSteps:
     by_slot = False
 
     def __init__(self, compute: Callable[[], Compute], tables: SlotTables, sampler: Sampler, device: Device) -> None:
-        """`compute` is called as work."""
+        """`compute` runs as queued work."""
         self._compute = compute
         self._tables = tables
         self._sampler = sampler

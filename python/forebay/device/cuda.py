@@ -95,7 +95,7 @@ class CudaDevice:
         before = self.available_bytes()
         run()
         torch.cuda.synchronize(self.torch_device)
-        # PyTorch gives nothing back by itself, so this is the peak, and what libraries have taken is in it.
+        # PyTorch's allocator gives no memory back by itself, so this is the peak, with the memory of libraries.
         taken = before - self.available_bytes()
         # No memory of the measured graphs lives on, and PyTorch refuses a pool that was used up.
         self._graph_pool = None

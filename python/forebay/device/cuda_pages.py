@@ -1,4 +1,4 @@
-"""Copies of pages between a GPU and host memory that others own, beside the steps."""
+"""Asynchronous copies of pages between a GPU and host memory that others own."""
 
 from __future__ import annotations
 

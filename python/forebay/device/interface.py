@@ -89,7 +89,7 @@ class Device(Protocol):
         """The place after all work so far."""
 
     def copy_in(self, *arrays: npt.NDArray[Any]) -> tuple[torch.Tensor, ...]:
-        """Host arrays as tensors of the device, in one copy. They may share its memory. Called as work.
+        """Host arrays as tensors of the device, in one copy. They may share its memory. Runs as queued work.
 
         The arrays keep their content until the step's last event is reached.
         """
@@ -97,11 +97,11 @@ class Device(Protocol):
     def copy_into(self, target: torch.Tensor, *arrays: npt.NDArray[Any]) -> None:
         """Copies host arrays, one after the other, to the beginning of `target` [elements], which has their type.
 
-        Called as work. The arrays keep their content until the step's last event is reached.
+        Runs as queued work. The arrays keep their content until the step's last event is reached.
         """
 
     def capture(self, work: Work) -> Work:
-        """Runs work once, then records it. Gives work that repeats it. Called as work.
+        """Runs work once, then records it. Gives work that repeats it. Runs as queued work.
 
         The record has operators and the memory that they read and write. The host's part of `work` is not repeated, so
         it copies nothing in or out. All captures share the memory that a capture makes for itself, and others find no
@@ -109,10 +109,10 @@ class Device(Protocol):
         """
 
     def finish_start(self) -> None:
-        """Prepares what steps need from now on, after the last capture."""
+        """Prepares for steps, after the last capture."""
 
     def copy_out(self, tensor: torch.Tensor, to: npt.NDArray[Any]) -> None:
-        """Copies to host memory, which is complete at the next event. Called as work."""
+        """Copies to host memory, which is complete at the next event. Runs as queued work."""
 
     def share(self, memory: Bytes) -> None:
         """Prepares host memory that others own for `move`. Raises `DeviceError`."""
@@ -120,7 +120,7 @@ class Device(Protocol):
     def move(self, moves: Sequence[tuple[torch.Tensor, Bytes]], *, save: bool) -> None:
         """Copies bytes of the device, uint8, to their places in shared memory, or back. They are done on return.
 
-        It runs beside the steps, on one thread of its own.
+        It runs at the same time as steps, on one thread of its own.
         """
 
 

@@ -1,6 +1,6 @@
 """A graph without a GPU: operators and their memory, which are recorded and repeated.
 
-Like a CUDA graph it repeats neither Python nor a decision of the host, and it knows memory by its address. Its own
+Like a CUDA graph it repeats neither Python nor a decision of the host, and it identifies memory by its address. Its own
 memory has no content before a replay, nor after it. It does not keep memory that existed before it. A replay that reads
 such memory after its end raises `LostMemoryError`.
 """

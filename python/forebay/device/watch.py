@@ -68,7 +68,7 @@ class _Mode(TorchDispatchMode):
 
 
 class NoOperators(_Mode):
-    """A mode without any operator, for code that prepares a step with the host's own arrays."""
+    """A mode that refuses every operator, for code that prepares a step with the host's own arrays."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -32,7 +32,7 @@ class BrainStore(Store):
     """
 
     def __init__(self, connection: Connection) -> None:
-        """Nobody else reads frames from the connection before `close`."""
+        """The store is the connection's only reader before `close`."""
         super().__init__()
         self._connection = connection
         self._asked = 0

@@ -61,7 +61,7 @@ def join(
 def receive(
     group: dist.ProcessGroup, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], file: str
 ) -> None:
-    """Takes tensors from the trainer, in this order, and writes them to a file of safetensors."""
+    """Receives tensors from the trainer, in this order, and writes them to a file of safetensors."""
     tensors = {}
     for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
         kind = getattr(torch, dtype.removeprefix("torch."), None)

@@ -18,7 +18,7 @@ from forebay.weights.shards import Cut
 
 
 class LowRank(NamedTuple):
-    """The matrices beside one module, in the model's dtype."""
+    """The low-rank matrices of one module, in the model's dtype."""
 
     a: torch.Tensor  # [rank, inputs], those of this rank
     b: torch.Tensor  # [outputs, rank], those of this rank, with the adapter's factor
@@ -89,7 +89,7 @@ class AdaptedModules:
 
     @contextmanager
     def of_step(self, adapted: StepAdapters) -> Iterator[None]:
-        """Has products within it changed by these adapters."""
+        """Adds these adapters' terms to the products that run within it."""
         self._step = adapted
         try:
             yield
@@ -97,7 +97,7 @@ class AdaptedModules:
             self._step = None
 
     def add(self, modules: Mapping[str, int], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """The product y [n, outputs] of x [n, inputs], which it overwrites, with what the step's adapters add.
+        """Adds the terms of the step's adapters to the product y [n, outputs] of x [n, inputs], in place.
 
         `modules` are those of a registered product.
         """

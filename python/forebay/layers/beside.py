@@ -1,4 +1,4 @@
-"""Experts beside a dense part, each with norms of its own (Gemma 4, 2026)."""
+"""Experts in addition to a dense part, each with norms of its own (Gemma 4, 2026)."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class ImageRows:
     """The rows at a step's `m` image positions in place of embeddings, and the rows that later layers add there."""
 
     at: torch.Tensor  # int64 [m]: which of the step's tokens
-    rows: torch.Tensor  # [m, 1 + deepstack, hidden]: inputs, then what is added after layers 0, 1, ...
+    rows: torch.Tensor  # [m, 1 + deepstack, hidden]: inputs, then the terms that are added after layers 0, 1, ...
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class FeatureRows:
 
     pool: torch.Tensor  # [entries, hidden]
     writes: torch.Tensor  # int64 [n]: the entry of each token's feature
-    before: torch.Tensor  # int64 [n]: that of the position before it; any one at position 0
+    before: torch.Tensor  # int64 [n]: the entry of the position before it; any entry at position 0
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Forward:
     positions: torch.Tensor  # int64 [n], or [3, n] of a model whose positions have three numbers
     sampled: torch.Tensor  # int64 [s]: which of the n tokens get logits
     writes: torch.Tensor  # int64 [n]: entry of `LayerKV` that each token is written to
-    prepared: Any  # what the backend prepared for this step
+    prepared: Any  # prepared by the backend for this step
     kv: Sequence[LayerKV]  # one a layer
     index: Index | None = None
     """The choice of positions by an index; None: the model has no index."""
@@ -119,10 +119,10 @@ class AttachedHead(Protocol):
 
     @property
     def rotaries(self) -> Sequence[Rotary]:
-        """Its rotary embeddings beside the model's."""
+        """Its rotary embeddings in addition to the model's."""
 
     def keep(self, tapped: Mapping[int, torch.Tensor], forward: Forward, step: Step) -> None:
-        """Writes what it keeps of a step's tokens, from the states [n, hidden] at its taps."""
+        """Stores its inputs for a step's tokens, from the states [n, hidden] at its taps."""
 
 
 class Block:
@@ -159,9 +159,9 @@ class Block:
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, step: Step
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Takes and gives a layer's output without what goes around it: that is added with the next norm.
+        """Maps a layer's input to its output. The last residual is left out: it is added with the next norm.
 
-        What goes around it is None where the output has all of it.
+        The residual is None where the output has all of it.
         """
         x, residual = self._parts(x, residual, step)
         if self.inputs is None and self.factor is None:
@@ -267,7 +267,7 @@ class Decoder:
         return [SectionedRotary(config.sections, *shape) for shape in shapes]
 
     def attach(self, head: AttachedHead) -> None:
-        """Makes a head keep what it drafts from in each step."""
+        """Makes a head store its inputs for drafts in each step."""
         self.draft_head = head
         self.rotaries += head.rotaries
 
@@ -301,7 +301,7 @@ class Decoder:
         return self.logits(x) if forward.logits is None else self._capped(forward.logits.copy_(F.linear(x, self.head)))
 
     def take_part(self) -> None:
-        """Computes what other ranks of a step group need of this one in a step in which it has no tokens."""
+        """Takes part in the collectives of a step group in a step in which this rank has no tokens."""
         none = self.embedding.new_empty(0, self.config.hidden_size)
         for block in self.blocks:
             part: object = block.mlp

@@ -33,7 +33,7 @@ class HeadLayer(Protocol):
 
     @property
     def rotaries(self) -> Sequence[Rotary]:
-        """The rotary embeddings that it has beside the model's."""
+        """The rotary embeddings that it has in addition to the model's."""
 
     def features(self, tapped: Sequence[torch.Tensor]) -> torch.Tensor:
         """Features [n, hidden] of the model's states [n, hidden] at the taps."""
@@ -76,14 +76,14 @@ class DraftHead:
         if config.mapped:
             # float32 has all whole numbers of this size.
             self._offsets = params.tensor((vocabulary,), {"d2t": vocabulary}, torch.float32)
-        # Checkpoints carry matrices that are the model's twice.
+        # Checkpoints repeat matrices of the model.
         for name in (of_tokens, of_logits, "t2d"):
             params.skip(name)
         self._ids: torch.Tensor | None = None
 
     @property
     def rotaries(self) -> Sequence[Rotary]:
-        """The rotary embeddings that its layer has beside the model's."""
+        """The rotary embeddings that its layer has in addition to the model's."""
         return self._layer.rotaries
 
     def loaded(self) -> None:
@@ -129,7 +129,7 @@ class DraftHead:
 
 
 class EagleLayer:
-    """The layer of EAGLE-3 (Li et al. 2025): its attention reads an embedding beside a feature."""
+    """The layer of EAGLE-3 (Li et al. 2025): its attention reads an embedding together with a feature."""
 
     def __init__(self, config: HeadConfig, params: Parameters, model: Decoder) -> None:
         shape = config.shape

@@ -36,7 +36,7 @@ class LayerIndexer:
         self._key = Linear(params, prefix, hidden, {"wk": shape.head_dim})
         self._key_norm = LayerNorm(params, f"{prefix}.k_norm", shape.head_dim, _NORM_EPS)
         name = f"{prefix}.weights_proj.weight"
-        # Its rounding would change what is chosen; next to the rest it is small.
+        # Rounding would change the choice; the matrix is small next to the rest.
         self._weights = params.tensor((shape.heads, hidden), {name: shape.heads}, torch.float32)
         self._scale = shape.heads**-0.5 * shape.head_dim**-0.5
 

@@ -1,4 +1,4 @@
-"""Inputs of each layer beside the residual stream (Gemma 3n, 2025; Gemma 4, 2026)."""
+"""Inputs of each layer in addition to the residual stream (Gemma 3n, 2025; Gemma 4, 2026)."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ class TorchOps:
         activation: str = "silu",
     ) -> torch.Tensor:
         per_token = ids.shape[1]
-        # Whoever goes to one expert is side by side; how many those are only the tensors know.
+        # Tokens of one expert are sorted next to each other; only tensors hold their counts.
         sorted_ids, order = ids.view(-1).sort(stable=True)
         rows = x.index_select(0, order // per_token)
         products = self._products(rows, sorted_ids, gate_up, down, biases, activation)
@@ -244,7 +244,7 @@ class TorchOps:
         products = F.grouped_mm(self.gate(both, activation), down.transpose(1, 2), offs=ends)
         if biases is not None:
             products = products + biases[1].index_select(0, known)
-        # Of rows without an expert it is memory as it was found.
+        # Rows without an expert hold uninitialised memory.
         return products.masked_fill_((ids >= len(down))[:, None], 0)
 
     def greedy(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -30,7 +30,7 @@ class WeightError(ModelError):
 
 
 class Parameters:
-    """Allocates weights, and knows the part of a tensor for each checkpoint name."""
+    """Allocates weights, and maps each checkpoint name to its part of a tensor."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class Parameters:
         self._packing.append(pack)
 
     def pack(self) -> None:
-        """Has every layer pack its weights if it knows a faster order. Nothing can be loaded afterwards."""
+        """Packs the weights of every layer with a faster order. Nothing can be loaded afterwards."""
         self.forget()
         for pack in self._packing:
             pack()

@@ -113,7 +113,7 @@ class KeptPart:
         return torch.Size((self.rows, self.matrix.inputs))
 
     def store(self, value: Raw | torch.Tensor, upload: Upload) -> None:
-        """Takes the checkpoint's codes, or quantises its weights [rows, inputs]. Raises `ModelError`."""
+        """Stores the checkpoint's codes, or quantises its weights [rows, inputs]. Raises `ModelError`."""
         codes = value.at(upload).codes() if isinstance(value, Raw) else quantised(upload(value))
         if codes.codes.shape != self.shape:
             raise ModelError(

@@ -228,7 +228,7 @@ def advance(inputs: tuple[torch.Tensor, ...], state: torch.Tensor, delta: bool) 
     between = between.exp_() if of_channels else between.exp_()[..., 0]
 
     def products(x: torch.Tensor) -> torch.Tensor:
-        """Products [r, heads, t, t] of x at each position with what is left of earlier keys."""
+        """Products [r, heads, t, t] of x at each position with the decayed earlier keys."""
         if of_channels:
             return torch.einsum("rhik,rhijk,rhjk->rhij", x, between, k)
         return between * (x @ k.transpose(2, 3))
@@ -237,7 +237,7 @@ def advance(inputs: tuple[torch.Tensor, ...], state: torch.Tensor, delta: bool) 
     if delta:
         u = u - strengths[..., None] * ((left * k) @ state)
         if count > 1:
-            # Each position takes away what the earlier ones of these have left for its key.
+            # Each position subtracts the values that earlier ones of these have stored for its key.
             mixing = (strengths[..., None] * products(k)).tril(-1)
             identity = torch.eye(count, dtype=mixing.dtype, device=mixing.device)
             u = torch.linalg.solve_triangular(mixing + identity, u, upper=False, unitriangular=True)

@@ -21,7 +21,7 @@ class Router:
     def __init__(self, params: Parameters, prefix: str, hidden: int, experts: Experts) -> None:
         self._per_token = experts.per_token
         self._routing = routing = experts.routing
-        # Its rounding would change who is chosen; next to the experts it is small.
+        # Rounding would change the choice; the matrix is small next to the experts.
         dtype = torch.float32 if routing.in_float32 else None
         self.weight = params.tensor((experts.count, hidden), {f"{prefix}.weight": experts.count}, dtype)
         self.logit_bias: torch.Tensor | None = None
@@ -35,7 +35,7 @@ class Router:
             self.bias = params.tensor((experts.count,), {name: experts.count}, torch.float32)
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x is [tokens, hidden]; gives what `choose` gives, weights in float32."""
+        """x is [tokens, hidden]; returns the result of `choose`, with weights in float32."""
         logits = F.linear(x.to(self.weight.dtype), self.weight, self.logit_bias)
         ids, weights = choose(logits, self.bias, self._per_token, self._routing)
         # The reference rounds weights to the dtype of the logits.

@@ -24,7 +24,7 @@ class Index:
     writes: torch.Tensor  # int64 [n]: entry that each token's key is written to
     first: int | None
     """The first of the tokens that choose; None: all attend to their whole context."""
-    prepared: Any  # what the backend prepared for those that choose
+    prepared: Any  # prepared by the backend for the layers that choose
     find: Callable[[int, torch.Tensor], Chosen]
     """Finds the places of the positions [queries, top_k] that an indexed layer has chosen."""
     chosen: Chosen | None = None
@@ -38,19 +38,19 @@ class WindowRows:
     layers: frozenset[int]
     """These layers, by their numbers among those that attend."""
     writes: torch.Tensor  # int64 [n]: entry of `LayerKV` that each token is written to
-    prepared: Any  # what the backend prepared for them
+    prepared: Any  # prepared by the backend for these rows
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step for its layers; `n` tokens. A layer knows its own number."""
+    """One step for its layers; `n` tokens. A layer has its own number."""
 
     rotations: Sequence[Rotation]
     """The angles of each rotary embedding of the model."""
     writes: torch.Tensor  # int64 [n]: entry of `LayerKV` that each token is written to
     kv: Sequence[LayerKV]  # one a layer
     backend: AttentionBackend
-    prepared: Any  # what the backend prepared for this step
+    prepared: Any  # prepared by the backend for this step
     ops: Ops
     index: Index | None
     query_factors: torch.Tensor | None = None  # [n, 1, 1] of the model's dtype; None: queries stay as they are
@@ -95,7 +95,7 @@ class Step:
         return self.backend.attend(q, k, v, kv, prepared, how)
 
     def _rows(self, layer: int) -> tuple[torch.Tensor, Any]:
-        """The entries that a layer writes to, and what the backend prepared for it."""
+        """The entries that a layer writes to, and the backend's prepared data for it."""
         if self.window is not None and layer in self.window.layers:
             return self.window.writes, self.window.prepared
         return self.writes, self.prepared

@@ -25,7 +25,7 @@ class SharedEmbedding:
         """Rows [n, hidden] of tokens [n]; `embedding` has those of this rank."""
         own = self._own
         elsewhere = (tokens < own.first) | (tokens >= own.end)
-        # A token that nobody has is an error here as it is for one rank, and not a row of zeros.
+        # A token outside the vocabulary is an error here as it is for one rank, and not a row of zeros.
         known = (tokens >= 0) & (tokens < own.whole)
         at = (tokens - own.first).masked_fill_(elsewhere & known, 0)
         rows = F.embedding(at.masked_fill_(~known, -1), embedding).masked_fill_(elsewhere[:, None], 0)

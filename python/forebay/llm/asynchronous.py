@@ -85,8 +85,10 @@ class AsyncLLM:
         `output_kind` of the parameters chooses whether an output has all tokens, the new ones, or comes at the end
         only.
 
-        Raises: StartError: the server did not start. RequestError: the request was refused, or failed in its middle.
-        EngineDeadError: the server ended.
+        Raises:
+            StartError: the server did not start.
+            RequestError: the request was refused, or failed in its middle.
+            EngineDeadError: the server ended.
         """
         params = await self._sampling(sampling_params)
         call = self._calls.completion(prompt, params, priority, request_id)

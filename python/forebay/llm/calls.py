@@ -215,7 +215,7 @@ def _read_logprobs(found: CompletionOutput, logprobs: Any, count: int) -> None:
     entries = list(_chat_logprobs(logprobs) if "content" in logprobs else _completion_logprobs(logprobs))
     found.logprobs = found.logprobs or []
     for sampled, alternatives in entries:
-        # The most likely come first. A sampled token that is none of them comes last.
+        # The most likely come first, and a sampled token that is not among them last.
         ranked = [
             (token, Logprob(value, rank if rank <= count else None, text))
             for rank, (token, value, text) in enumerate(alternatives, 1)

@@ -23,7 +23,7 @@ DONE = b"[DONE]"
 
 @dataclass
 class Call(Generic[T]):
-    """A request, and what is made of its answer."""
+    """A request, and the conversion of its answer."""
 
     path: str
     fields: Callable[[], dict[str, Any]]
@@ -187,7 +187,7 @@ def _parsed(response: Response, body: bytes) -> Any:
         found = body.decode(errors="replace")
     if response.status != 200:
         raise RequestError.from_body(found, response.status)
-    # `max_tokens=812` tells what a length was cut to, as `finish_reason` does.
+    # `max_tokens=812` is the length that was cut to, as `finish_reason` reports.
     ignored = response.headers.get("x-forebay-ignored", "").split(", ")
     for name in ignored:
         if name and not name.startswith(("max_tokens=", "max_completion_tokens=")):

@@ -78,7 +78,7 @@ class BorrowedServer:
         return True
 
     def stop(self) -> None:
-        """Nothing: it is another's."""
+        """Does nothing: another process owns the server."""
 
     def death(self) -> EngineDeadError:
         """The error of requests to it when it is gone."""
@@ -113,7 +113,7 @@ async def wait_until_ready(server: Server, model: str) -> Facts:
 
 
 async def _get(socket: str, path: str) -> tuple[int, bytes]:
-    """The status and the body of an answer; status 0 where nobody listens."""
+    """The status and the body of an answer; status 0 if the connection fails."""
     try:
         connection = await Connection.open(socket)
     except OSError:

@@ -203,7 +203,8 @@ def prompt_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
 def prompt_field(prompt: Prompt) -> tuple[str | None, dict[str, Any]]:
     """The text of a prompt if it has one, and the fields of the API.
 
-    Raises: RequestError: it is not a prompt.
+    Raises:
+        RequestError: it is not a prompt.
     """
     if isinstance(prompt, str):
         return prompt, {"prompt": prompt}

@@ -21,7 +21,7 @@ __all__ = ["get_parameter", "pause", "resume", "update_weights"]
 async def update_weights(
     client: Client, weights: Mapping[str, Tensor] | str | os.PathLike[str], version: str | None, abort: bool
 ) -> int:
-    """Makes the server compute with other weights. Returns the requests that go on with them."""
+    """Makes the server compute with other weights. Returns the requests that continue with them."""
     if isinstance(weights, Mapping):
         fields = {"abort_all_requests": str(abort).lower()} | ({"weight_version": version} if version else {})
         path = f"/update_weights_from_tensor?{urlencode(fields)}"

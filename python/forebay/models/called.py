@@ -50,10 +50,10 @@ class CalledAttention:
     def answered_by(
         self, answer: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, How], torch.Tensor]
     ) -> Iterator[None]:
-        """Has `answer` compute all calls meanwhile.
+        """Computes all calls within it with `answer`.
 
-        It gets q [n, heads, key size], k [n, kv heads, key size], v [n, kv heads, value size], and gives
-        [n, heads * value size].
+        It gets q [n, heads, key size], k [n, kv heads, key size], v [n, kv heads, value size], and gives [n, heads *
+        value size].
         """
         self._answer = answer
         try:
@@ -163,7 +163,7 @@ class CalledModel:
         report(1, 1)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Takes the tensors of a checkpoint, by Hugging Face name. Raises `ModelError`."""
+        """Loads the tensors of a checkpoint, by Hugging Face name. Raises `ModelError`."""
         self._load(None, config=config_of(Path(self._directory)), state_dict=dict(weights))
 
     def _load(self, directory: str | None, **given: Any) -> None:

@@ -27,7 +27,10 @@ _CLOSE = 1e-4
 
 
 class CheckedAttention(CalledAttention):
-    """The attention of a probe. Raises `UnsupportedModelError` for a call that leaves out what the code does."""
+    """The attention of a probe.
+
+    Raises `UnsupportedModelError` for a call that does not pass an option of the model's code.
+    """
 
     def __init__(self) -> None:
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS

@@ -1,4 +1,4 @@
-"""A forward of a few tokens without weights: what a model that transformers computes needs of the engine."""
+"""A forward pass of a few tokens without weights: it finds the needs of a model that transformers computes."""
 
 from __future__ import annotations
 

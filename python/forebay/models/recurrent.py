@@ -127,7 +127,7 @@ def _updates_state(kind: type) -> bool:
 
 
 def _check_arguments(name: str, hidden_states: torch.Tensor, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """Raises `UnsupportedModelError` for arguments that have something for each token: a row would get them all."""
+    """Raises `UnsupportedModelError` for arguments with an element for each token: a row would get them all."""
     if any(arg is not None for arg in args):
         raise UnsupportedModelError(f"{name} keeps a state, and takes arguments by position")
     tokens = hidden_states.shape[1]

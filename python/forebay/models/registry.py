@@ -49,7 +49,7 @@ def attach_head(model: Decoder, config: HeadConfig, params: Parameters, context_
 def _of_requests(config: ModelConfig, context_length: int) -> ModelConfig:
     """The configuration for requests of this many positions."""
     ropes = (replace(rope, scaling=at_context(rope.scaling, context_length)) for rope in config.ropes)
-    # A window or a chunk that no request exceeds is none.
+    # A window or a chunk that no request exceeds has no effect.
     kinds = (
         replace(kind, window=_below(kind.window, context_length), chunk=_below(kind.chunk, context_length))
         for kind in config.kinds

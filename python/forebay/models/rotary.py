@@ -12,7 +12,7 @@ __all__ = ["settle_rotary"]
 
 @torch.no_grad()
 def settle_rotary(model: torch.nn.Module, context_length: int) -> None:
-    """Has frequencies follow the context length, which is the same for all rows of all steps.
+    """Makes frequencies follow the context length, which is the same for all rows of all steps.
 
     Code of transformers lets them follow the largest position of a call (`longrope`, `dynamic`). Here that is another
     request's position, and the keys in pages have the frequencies of an earlier call.

@@ -92,7 +92,7 @@ class Seat:
         self._again = time.monotonic() + PAUSE_SECONDS
 
     def end(self) -> None:
-        """Has Ray end the outpost."""
+        """Makes Ray end the outpost."""
         if self._actor is not None:
             ray.kill(self._actor)
         self._actor = self._running = None

@@ -21,7 +21,7 @@ Allocate: TypeAlias = Callable[[int], Bytes]
 
 
 class Dismissed(Exception):
-    """The brain has gone, or sends the hand away, during a wait for something else."""
+    """The brain has gone, or dismisses the hand, while the hand waits for another frame."""
 
 
 class _Buffer:

@@ -221,5 +221,5 @@ def floats(*shape: int) -> Any:
 
 def _zeros(shape: tuple[int, ...], dtype: type[np.generic]) -> Any:
     empty = np.zeros(shape, dtype)
-    # Nobody can write to what has no elements, so one serves all: a result has a dozen.
+    # An empty array can't be written to, so one serves all: a result has a dozen.
     return field(default_factory=lambda: empty if not empty.size else np.zeros(shape, dtype))

@@ -86,11 +86,11 @@ class AdapterPlaces:
         self._known.pop(number, None)
         with self._lock:
             self._kept.pop(number, None)
-            # Nobody names the place any more.
+            # No slot names the place any more.
             self._adapters = {at: held for at, held in self._adapters.items() if held[0] != number}
 
     def read(self, plan: Plan, before: Event) -> None:
-        """Begins what the plan brings to places, and notes the places of new slots. Raises `PlanError`.
+        """Begins the plan's writes to places, and notes the places of new slots. Raises `PlanError`.
 
         `before` is behind all steps that may name a place's former adapter.
         """

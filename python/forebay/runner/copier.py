@@ -1,4 +1,4 @@
-"""Copies of pages between the device's memory and the host's, beside the steps."""
+"""Asynchronous copies of pages between the device's memory and the host's."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class Copier:
                     moves = self._moves(copy, pages)
                     fine = fine and self._copy(copy, moves, pages)
             except Exception as error:
-                # The brain computes what can't be copied.
+                # The brain computes blocks that can't be copied.
                 print(f"a page was not copied: {type(error).__name__}: {error}", file=sys.stderr)
                 fine = False
             taken = time.perf_counter() - begun

@@ -196,7 +196,7 @@ class DraftModel:
         return runner.step(plan.staged()).tokens
 
     def _grow(self, slot: int, positions: int, busy: list[int]) -> bool:
-        """Gives a slot pages for this many positions (those used longest ago). False: there are too few."""
+        """Gives a slot pages for this many positions, those used longest ago first. False: there are too few."""
         own = self._pages.pop(slot, [])
         self._pages[slot] = own
         lacks = -(-positions // self._size) - len(own)

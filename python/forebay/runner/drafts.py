@@ -97,7 +97,7 @@ class VerifiedColumns:
         result.row_errors = result.row_errors[drafts.first]
 
     def _kept(self, tokens: Int32s, finite: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Of the tokens of all computed rows [s], those that the plan's rows give."""
+        """The tokens that the plan's rows give, among those of all computed rows [s]."""
         drafts = self._drafts
         at = {row: index for index, row in enumerate(self._columns.sampling.tolist())}
         kept = np.zeros(len(tokens), np.bool_)

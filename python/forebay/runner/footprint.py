@@ -1,8 +1,8 @@
 """The memory of ranks, of a model whose weights need not be here: `forebay plan --model` asks for it.
 
 `python -m forebay.runner.footprint` reads the handshake's config of each rank of a group, a line of JSON each, and
-prints an object for each. It meets nobody and loads nothing. Exit status 2 and a last line that starts with "error: "
-tell what can't be computed and why.
+prints an object for each. It connects to no rank and loads nothing. Exit status 2 and a last line that starts with
+"error: " report what can't be computed and why.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Footprint:
 
 
 class Unmet:
-    """A group of ranks that nobody meets: its members know their places, and compute nothing."""
+    """A group of ranks without connections: its members know their places, and compute nothing."""
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank = rank
@@ -122,7 +122,7 @@ def _footprint(config: RunnerConfig, available_bytes: int) -> Footprint:
 def _weight_bytes(config: RunnerConfig, model: ModelConfig, group: Group | None) -> int:
     """Bytes of a rank's weights as they are computed with: those of the model that a hand would build."""
     ranks, exchange = roles(config, group)
-    # Whatever the device: operators and attention have no weights.
+    # On any device: operators and attention have no weights.
     choice = Choice(open_device("cpu", config.threads), config, group)
     params = Parameters(config.dtype, torch.device("meta"), ranks=ranks, exchange=exchange)
     decoder = registry.build(model, params, choice.attention(), choice.ops(), config.context_length)

@@ -20,7 +20,7 @@ def matrices_kept(config: RunnerConfig, model: ModelConfig | EncoderConfig, choi
         return None
     stored = model.stored
     if stored is None:
-        # All that layers multiply by; heads and towers stay as they are.
+        # All matrices of the layers; heads and towers stay as they are.
         made = config.quantization == "fp8"
         return Kept(Fp8(), lambda name: not name.startswith(TOWER)) if made else None
     if isinstance(stored.scheme, Mxfp4):

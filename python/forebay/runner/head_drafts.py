@@ -60,7 +60,7 @@ class HeadDrafts:
         """Does nothing: rows of the model's warm-up have drafts."""
 
     def propose(self, plan: Plan, tables: SlotTables, most_rows: int) -> Plan:
-        """The plan with drafts. Nothing that comes before it is under way."""
+        """The plan with drafts. All earlier work has ended."""
         return with_drafts(plan, most_rows, self.most, partial(self._propose, plan, tables))
 
     def _propose(self, plan: Plan, tables: SlotTables, slot: Int64s, start: Int64s, wanted: Int64s) -> list[Int32s]:

@@ -31,7 +31,7 @@ class HostMemory:
 
 
 class HostTier:
-    """Has the copies of plans made, once they are checked."""
+    """Starts the copies of plans, once they are checked."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class HostTier:
         sparse: bool,
         states: StatePages | None,
     ) -> None:
-        """`socket` as of `HostMemory`. `sparse`: slots may be sparse, and then index keys have pages of their own.
+        """`socket`: see `HostMemory`. `sparse`: slots may be sparse, and then index keys have pages of their own.
 
         `states`: None if the model has none.
         """

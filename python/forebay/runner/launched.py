@@ -88,7 +88,7 @@ class VectorColumns:
         self._finite: npt.NDArray[np.bool_] = host_array(device, (len(sampling),), np.bool_)
 
     def fill(self, vectors: torch.Tensor, finite: torch.Tensor) -> None:
-        """Copies vectors and flags to the host memory. Called as work."""
+        """Copies vectors and flags to the host memory. Runs as queued work."""
         self._device.copy_out(vectors, self._vectors)
         self._device.copy_out(finite, self._finite)
 
@@ -101,7 +101,7 @@ class VectorColumns:
 class Launched:
     """A plan with queued work.
 
-    The plan's body belongs to it until it is collected. Before that, nobody may write to the body.
+    The plan's body belongs to it until it is collected. Before that, the body must not be written.
     """
 
     step: int

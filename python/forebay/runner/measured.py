@@ -40,7 +40,7 @@ def _plan(config: RunnerConfig, flag: int, rows: int, start: int, length: int) -
     slots[:, SlotRecord.SLOT] = numbers
     slots[:, SlotRecord.ARENA_OFFSET] = -1
     slots[:, SlotRecord.LOGPROBS] = _LOGPROBS
-    # Half of the rows bound the set by its size, half by its share.
+    # Half of the rows have `top_k`, which bounds the set by its size, and half `top_p`.
     slots[: rows // 2, SlotRecord.TOP_K] = 50
     floats: Float32s = np.ones((rows, len(SlotFloats)), np.float32)
     floats[:, SlotFloats.TOP_P] = 0.9

@@ -87,7 +87,10 @@ Meet: TypeAlias = Callable[[torch.device], Group]
 
 
 class ModelRunner:
-    """Owns a rank's memory (weights, pages, slot tables) and executes plans on it. It knows no requests."""
+    """Owns a rank's memory (weights, pages, slot tables) and executes plans on it.
+
+    It does not know requests, only slots.
+    """
 
     def __init__(
         self,
@@ -200,7 +203,7 @@ class ModelRunner:
         self._ended = device.event()
 
     def _sizes(self, available: int) -> Sizes:
-        """Pages that there is memory for beside weights and steps; `available` was free before the model was made."""
+        """The pages that fit beside weights and steps; `available` was free before the model was made."""
         kept = self.config.kept_model
         if kept is None:
             return Sizes(0, None)
@@ -214,11 +217,11 @@ class ModelRunner:
             taken += measured or self._slice_bytes
         taken += self._choose_state_pages(available, taken)
         sizes = Sizes.of(self.config, kept, available, taken)
-        # Ranks have free what they have free, and the brain gives out the same pages of all.
+        # Ranks may have different free memory, and the brain uses the same pages on all: take the smallest.
         return sizes if self._group is None else replace(sizes, pages=self._group.least(sizes.pages))
 
     def _choose_state_pages(self, available: int, taken: int) -> int:
-        """Chooses the number of state pages beside `taken` bytes. Returns the bytes of all."""
+        """Chooses the number of state pages, when `taken` bytes are used. Returns the bytes of all."""
         free = int(self.config.mem_fraction_static * available) - taken
         self._state_pages = state_page_count(self.config, free)
         return self._state_pages * self._state_bytes
@@ -431,7 +434,7 @@ class ModelRunner:
             before, self._ended = self._ended, device.event()
         copied = no_copies if self._tier is None else self._tier.start(plan, self._ended)
         release = partial(self._reuse, plan)
-        # A device beside the host computes meanwhile.
+        # A device that runs asynchronously computes meanwhile.
         idle_us = 0 if device.beside_host else of_step.waited_us
         placed = self._placed(plan)
         before_end = (before, begun, self._ended)
@@ -457,7 +460,7 @@ class ModelRunner:
         return plain and not one_by_one
 
     def _begin_exchange(self, plan: Plan) -> None:
-        """Queues what a step of a group begins with, and all of it where this rank has no rows."""
+        """Queues the first part of a group's step, or all of it if this rank has no rows."""
         exchange, tokens = self._exchange, plan.group.tolist()
         if exchange is None:
             if tokens:

@@ -146,7 +146,7 @@ class RunnerConfig:
         return config
 
     def _check_states(self) -> None:
-        """Refuses what there is not for recurrent layers. The brain refuses it first."""
+        """Refuses options that recurrent layers do not support. The brain refuses them first."""
         model = self.model_config
         if isinstance(model, CalledConfig) and model.state_bytes(self.dtype) and self.has_host_tier:
             raise ConfigError(
@@ -171,7 +171,7 @@ class RunnerConfig:
             raise ConfigError(f"{self.lora}: places and ranks are at least 1")
 
     def _check_called(self) -> None:
-        """Refuses what there is not for a model that transformers computes. The brain refuses it first."""
+        """Refuses options that models of transformers do not support. The brain refuses them first."""
         model = self.model_config
         if not isinstance(model, CalledConfig):
             return

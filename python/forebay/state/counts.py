@@ -67,7 +67,7 @@ class TokenCounts:
         return self._line[slots]
 
     def renew(self, slots: Int64s, penalised: npt.NDArray[np.bool_]) -> Int64s:
-        """Takes the lines of `slots` [n] back, and gives lines [l] to those that are `penalised`.
+        """Frees the lines of `slots` [n], and gives lines [l] to those that are `penalised`.
 
         Called by the host.
         """
@@ -97,7 +97,7 @@ class TokenCounts:
         return Recount(lines, tokens, np.concatenate(repeated), self._capacity)
 
     def write(self, recount: Recount, token_pool: torch.Tensor) -> None:
-        """Counts the tokens of new slots. Called as work."""
+        """Counts the tokens of new slots. Runs as queued work."""
         if recount.capacity > len(self._table):
             grown = self._device.zeros((recount.capacity, 2, self._vocabulary), torch.int32)
             grown[: len(self._table)] = self._table
@@ -107,7 +107,7 @@ class TokenCounts:
         self._add(counters + token_pool.view(-1).index_select(0, tokens))
 
     def add(self, begin: torch.Tensor, tokens: torch.Tensor, given: torch.Tensor | None = None) -> None:
-        """Counts a sampled token [l] in each line whose counters begin at `begin` [l]. Called as work.
+        """Counts a sampled token [l] in each line whose counters begin at `begin` [l]. Runs as queued work.
 
         `given`, bool [l]: true for the tokens that count. None: all do.
         """

@@ -67,7 +67,7 @@ class HotRows:
         return sum(int(np.prod(shapes[name])) * size for name, size in elements.items())
 
     def group(self, number: int) -> GroupRows:
-        """The tables of an indexed layer, and of the layers that share its choice. Called as work."""
+        """The tables of an indexed layer, and of the layers that share its choice. Runs as queued work."""
         return GroupRows(self._row_of[number], self._owner[number], self._stamp[number])
 
     def read(self, plan: Plan) -> None:
@@ -93,7 +93,7 @@ class HotRows:
         return sparse
 
     def clear(self, inputs: StepInputs, page_table: torch.Tensor) -> None:
-        """Makes new slots name no page, neither here nor in `page_table`. Called as work."""
+        """Makes new slots name no page, neither here nor in `page_table`. Runs as queued work."""
         new = inputs.records("slots", SLOT_WORDS)[:, SlotRecord.SLOT]
         for table in (page_table, self.host_table, self.table):
             table.index_fill_(0, new, NO_PAGE)
@@ -101,7 +101,7 @@ class HotRows:
     def write(self, inputs: StepInputs) -> None:
         """Overwrites pages of the host's tier and pages of hot rows. Their slots then hold no position.
 
-        Called as work.
+        Runs as queued work.
         """
         for table, name in ((self.host_table, "host_writes"), (self.table, "hot_rows")):
             slot, index, page = inputs.column(name).view(-1, PAGE_WRITE_WORDS).unbind(1)
@@ -112,7 +112,7 @@ class HotRows:
         self.clock.index_fill_(0, begun, 0)
 
     def forget_pages(self) -> None:
-        """Makes all slots name no page. Called as work."""
+        """Makes all slots name no page. Runs as queued work."""
         self.host_table.fill_(NO_PAGE)
         self.table.fill_(NO_PAGE)
 

@@ -59,11 +59,11 @@ class ImagePool:
         return pages * PAGE_POSITIONS * vision.position_elements * dtype.itemsize
 
     def write(self, entries: torch.Tensor, rows: torch.Tensor) -> None:
-        """Keeps rows [m, (1 + deepstack) * hidden] at entries int64 [m]. Called as work."""
+        """Keeps rows [m, (1 + deepstack) * hidden] at entries int64 [m]. Runs as queued work."""
         self._rows.index_copy_(0, entries, rows)
 
     def read(self, entries: torch.Tensor) -> torch.Tensor:
-        """The rows at entries int64 [m], [m, 1 + deepstack, hidden]. Called as work."""
+        """The rows at entries int64 [m], [m, 1 + deepstack, hidden]. Runs as queued work."""
         rows: torch.Tensor = self._rows.index_select(0, entries).unflatten(1, self._shape)
         return rows
 

@@ -72,7 +72,7 @@ class PromptRows:
         return found
 
     def tensor(self, bytes_: torch.Tensor) -> torch.Tensor:
-        """The embeddings [count, hidden] of a span's bytes. Called as work."""
+        """The embeddings [count, hidden] of a span's bytes. Runs as queued work."""
         return bytes_.view(self._dtype).view(-1, self._hidden)
 
     def _check(self, slot: int) -> None:

@@ -1,4 +1,4 @@
-"""The recurrent states of slots: what the host knows of them, and their tables.
+"""The recurrent states of slots: the host's records, and their tables.
 
 A slot has two rows of a table. A masked row whose mask comes too late has its last position computed again. So the
 states after that position go to the slot's other row, until the next row shows which of both it continues. After the

@@ -39,7 +39,7 @@ class Sizes:
         if config.max_total_tokens is not None:
             pages = config.max_total_tokens // config.page_size
         else:
-            # One page more than are counted is for what is never read.
+            # One page more than are counted is for writes that are never read.
             taken = weight_bytes + HotRows.bytes_of(config, model) + main
             budget = int(config.mem_fraction_static * available_bytes) - taken
             fixed = config.host_pages is not None or config.host_bytes is not None

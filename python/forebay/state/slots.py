@@ -69,7 +69,7 @@ class SlotTables:
         self.all_pages = torch.full((lines, self.pages_per_slot), -1, dtype=torch.int32, device=place)
         # The lines that the brain writes; the last line is the null slot's, for padded rows.
         self.token_pool, self.page_table = self.all_tokens[: config.slots], self.all_pages[: config.slots]
-        # Where no slot is ever sparse, both parts of a page have one number.
+        # If no slot is ever sparse, both parts of a page have the same number.
         self.index_page_table = self.page_table if hot is None else hot.host_table
         self.window_table: torch.Tensor | None = None
         """Pages of the window part, int32 [slots, pages a slot]; None: there is no window part."""
@@ -100,7 +100,7 @@ class SlotTables:
         self.biases: dict[int, tuple[Int32s, Float32s]] = {}
         # The only ids that can be sampled, of the slots that have such.
         self.allowed: dict[int, Int32s] = {}
-        # Of those, the slots that have nothing else than stop ids: these are not suppressed.
+        # Of those, the slots with stop ids only: these are not suppressed.
         self.only_stops: set[int] = set()
 
     def values(self, column: str, absent: int, *, change_logits: bool = False) -> Int64s:
@@ -145,7 +145,7 @@ class SlotTables:
         return Writes(len(plan.tokens), from_arena, pages, recount, slots=True, backing=backing, window=window)
 
     def write(self, writes: Writes, inputs: StepInputs) -> None:
-        """Overwrites the device's part of new slots, and page table entries. Called as work."""
+        """Overwrites the device's part of new slots, and page table entries. Runs as queued work."""
         pool = self.token_pool.view(-1)
         if writes.tokens:
             pool.index_copy_(0, self._inline_entries(inputs, writes.tokens), inputs.column("tokens"))
@@ -165,7 +165,7 @@ class SlotTables:
             self.counts.write(writes.recount, self.token_pool)
 
     def _write_window(self, table: torch.Tensor, writes: Writes, inputs: StepInputs) -> None:
-        """Overwrites the tables of the window part. Called as work."""
+        """Overwrites the tables of the window part. Runs as queued work."""
         if writes.slots:
             # A page that the brain forgot to write is an error, and not that of the request before.
             table.index_fill_(0, inputs.records("slots", SLOT_WORDS)[:, SlotRecord.SLOT], -1)
@@ -185,11 +185,11 @@ class SlotTables:
         self.page_table.view(-1).index_copy_(0, *self._device.copy_in(entries, pages))
 
     def write_tokens(self, entries: Int64s, tokens: Int32s) -> None:
-        """Overwrites entries [n] of the token pool. Called as work."""
+        """Overwrites entries [n] of the token pool. Runs as queued work."""
         self.token_pool.view(-1).index_copy_(0, *self._device.copy_in(entries, tokens))
 
     def forget_pages(self) -> None:
-        """Makes all slots name no page. Called as work."""
+        """Makes all slots name no page. Runs as queued work."""
         self.page_table.fill_(-1)
         if self.window_table is not None:
             self.window_table.fill_(-1)
@@ -203,7 +203,7 @@ class SlotTables:
             raise PlanError("pages of the host's tier in a plan for slots that are never sparse")
 
     def _inline_entries(self, inputs: StepInputs, total: int) -> torch.Tensor:
-        """Entries of the token pool, int64 [total], that the plan's own tokens are for. Called as work."""
+        """Entries of the token pool, int64 [total], that the plan's own tokens are for. Runs as queued work."""
         records = inputs.records("slots", SLOT_WORDS)
         counts = records[:, SlotRecord.TOKEN_COUNT] * (records[:, SlotRecord.ARENA_OFFSET] < 0)
         first = records[:, SlotRecord.SLOT] * self.stride - (counts.cumsum(0) - counts)

@@ -22,7 +22,7 @@ class ChangedError(ModelError):
 
 
 class Matrices(NamedTuple):
-    """The matrices beside one module."""
+    """The low-rank matrices of one module."""
 
     name: str
     """The module, such as `model.layers.0.self_attn.q_proj`."""
@@ -37,7 +37,7 @@ def read_adapter(manifest: Mapping[str, Any]) -> Iterator[Matrices]:
     """
     files = [str(path) for path in manifest["files"]]
     for path in files:
-        # Whatever has the name by now: nobody waits for the other end of a pipe.
+        # Whatever has the name by now: do not wait for the other end of a pipe.
         try:
             if not stat.S_ISREG(os.stat(path).st_mode):
                 raise ModelError(f"{path} is no regular file")

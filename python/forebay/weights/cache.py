@@ -35,7 +35,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             # Else the name could be on the disk before the data.
             os.fsync(file.fileno())
-        # A temporary file is for its owner only; what is cached is as readable as anything else the user makes.
+        # A temporary file is for its owner only; a cached file gets the usual permissions of the user.
         mask = os.umask(0)
         os.umask(mask)
         os.chmod(name, 0o666 & ~mask)

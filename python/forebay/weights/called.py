@@ -1,4 +1,4 @@
-"""A model that transformers' own code computes: what the engine has to know of it."""
+"""A model that transformers' own code computes: the facts that the engine needs."""
 
 from __future__ import annotations
 

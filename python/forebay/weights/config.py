@@ -291,7 +291,7 @@ def _check(shape: Mapping[str, Any]) -> None:
 
 
 def _only(part: str, values: Mapping[str, Any]) -> None:
-    """Raises UnsupportedModelError if a part has something in a field that is not read here."""
+    """Raises UnsupportedModelError if a part has a value in a field that is not read here."""
     known = _KNOWN[part].split()
     for key, value in values.items():
         # 0 is the number of a layer, and no part of the shape that is absent.

@@ -6,4 +6,4 @@ class ModelError(ValueError):
 
 
 class UnsupportedModelError(ModelError):
-    """A model is understood, and needs something that Forebay lacks."""
+    """A model is understood, and needs a feature that Forebay lacks."""

@@ -44,7 +44,7 @@ def iter_kept(
     keeps: Callable[[str], bool],
     cuts: Cuts = WHOLE,
 ) -> Iterator[tuple[str, torch.Tensor | Raw]]:
-    """Weights as in `iter_weights`. Quantised matrices that `keeps` knows come in stored form."""
+    """Weights as in `iter_weights`. Quantised matrices that `keeps` accepts come in stored form."""
     manifest = Manifest(model)
     for name, place in manifest.weights():
         if name not in cuts.others:

@@ -49,7 +49,7 @@ _AT_ONCE = 1 << 20
 
 @dataclass(frozen=True)
 class MatrixPart:
-    """A weight in a matrix, and what is done to its numbers."""
+    """A weight in a matrix, and the changes to its numbers."""
 
     shape: tuple[int, ...]
     """The shape of the weight, in elements."""
@@ -96,7 +96,7 @@ class MatrixPart:
         return self.changed(chosen[cut.places])
 
     def changed(self, values: torch.Tensor) -> torch.Tensor:
-        """Rows of whole heads, with what is done to their numbers."""
+        """Rows of whole heads, with the changes to their numbers."""
         if self.pairs is not None:
             values = _halves(values, self.pairs * len(values) // self.shape[0])
         if (self.times, self.plus) != (1.0, 0.0):
@@ -143,7 +143,7 @@ class Place:
     def read(self, cut: Cut | None = None) -> torch.Tensor:
         """The weight, or a part of it, in memory of its own: in the file's type, or float32 if it has blocks.
 
-        Only what is asked for is read. Raises ModelError.
+        Only the requested part is read. Raises ModelError.
         """
         if self.part.matrix is not None:
             return self.part.read(self._values(*(shards.ALONE.of(size) for size in self.part.matrix)), cut)

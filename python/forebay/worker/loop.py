@@ -51,7 +51,7 @@ def main() -> int:
     Gives the exit status: 0 after an order to exit or the brain's end, 1 after a failure.
     """
     _die_with_parent()
-    # A terminal sends ^C to the whole session, but it is the brain that decides when its hands go.
+    # A terminal sends ^C to the whole session, but the brain decides when its hands end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for descriptor in (SOCKET_DESCRIPTOR, ARENA_DESCRIPTOR, HOST_DESCRIPTOR):
         if descriptor == SOCKET_DESCRIPTOR or _is_open(descriptor):
@@ -92,7 +92,7 @@ def serve(connection: Connection) -> None:
             received = connection.recv()
         if received is None or received.kind != Kind.PLAN_AT:
             return received
-        # Copied to where a device copies from: what is saved is that the brain sends it to each rank.
+        # Copied to memory that a device copies from: so the brain need not send it to each rank.
         return connection.copied(*PlanAt.decode(received).read(arena))
 
     def masks() -> Masks:

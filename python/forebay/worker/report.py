@@ -19,7 +19,7 @@ class Reporter(Protocol):
     """Sends the results of launched steps, in order."""
 
     def report(self, launched: Launched) -> None:
-        """Takes a launched step over."""
+        """Reports a launched step once it is done."""
 
     def close(self) -> None:
         """Waits until all steps are reported. Raises their errors."""
@@ -39,7 +39,7 @@ class DirectReporter:
 
 
 class ThreadReporter:
-    """A reporter for a device that computes beside the host.
+    """A reporter for a device that runs asynchronously to the host.
 
     It waits and sends on its own thread, so launches go on.
     """
@@ -63,16 +63,16 @@ class ThreadReporter:
     def _run(self) -> None:
         while (launched := self._launched.get()) is not None:
             if self._error is not None:
-                # The rest is only taken off the queue, so that nobody waits for a place in it.
+                # Drain the queue, so that no thread waits for room in it.
                 continue
             try:
                 self._connection.send(launched.collect().encode())
             except BaseException as error:
                 self._error = error
-                # Whoever waits for the next plan gets the end of the stream in its place, and closes.
+                # A thread that waits for the next plan gets the end of the stream in its place, and closes.
                 self._connection.hear_no_more()
 
 
 def reporter(connection: Connection, beside_host: bool) -> Reporter:
-    """The reporter for a device that computes beside the host, or does not."""
+    """The reporter for a device that runs asynchronously to the host, or does not."""
     return ThreadReporter(connection) if beside_host else DirectReporter(connection)

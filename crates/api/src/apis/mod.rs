@@ -84,7 +84,7 @@ mod tests {
         StructuredOutputs,
     };
 
-    /// Asks a type for the names of its fields, aliases too, by not giving it any.
+    /// A deserializer that collects the names of a type's fields, aliases too, and gives no value.
     struct Fields<'a>(&'a mut Vec<&'static str>);
 
     impl<'de> Deserializer<'de> for Fields<'_> {

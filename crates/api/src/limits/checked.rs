@@ -263,7 +263,8 @@ impl<'de, V: Visitor<'de>> Visitor<'de> for BoundedVisitor<'_, '_, V> {
         /// From here on not every whole number is one.
         const WHOLE: f64 = 9_007_199_254_740_992.0;
         let most = self.place.number(value, value)?;
-        // Some languages write whole numbers with a point. What is kept as JSON stays as it is.
+        // Some languages write whole numbers with a decimal point. JSON values that are kept stay
+        // as they are.
         let is_whole = value.fract() == 0.0 && value.abs() <= WHOLE && !self.place.is_tree();
         match most.or(is_whole.then_some(value as i64)) {
             Some(whole) => self.visitor.visit_i64(whole),
@@ -339,7 +340,7 @@ impl<'de, A: SeqAccess<'de>> SeqAccess<'de> for CheckedList<'_, '_, A> {
         seed: S,
     ) -> Result<Option<S::Value>, A::Error> {
         let depth = self.place.depth + 1;
-        // Of a tree the parameter is named, and not the way into it.
+        // In a tree the error names the parameter, and not the path within it.
         let is_named = !self.place.is_tree();
         if is_named {
             self.place.walk.enter(Step::Index(self.index));

@@ -143,7 +143,7 @@ impl<'de> Walk<'de> {
         Err(self.fail(steps, &reason))
     }
 
-    /// Notes a name that nothing reads and whose value asks for something.
+    /// Records an unread parameter whose value asks for an effect.
     pub(crate) fn note_unread(&mut self, name: &str) {
         if self.unread.len() >= UNREAD || self.path.is_empty() && INERT.contains(&name) {
             return;

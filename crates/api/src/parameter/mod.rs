@@ -85,7 +85,7 @@ pub(crate) enum Target<R> {
     Own(Put<R>),
     /// The value has a place among the parameters of the generation.
     Generation { of: fn(&mut R) -> &mut GenerationParameters, put: Put<GenerationParameters> },
-    /// A value that asks for something is refused, other than these words.
+    /// A value that asks for an effect is refused, other than these words.
     Refused(&'static [&'static str]),
     /// The value is skipped.
     Skipped,
@@ -223,7 +223,7 @@ impl<R> Line<R> {
 pub struct Field {
     /// The name, as clients write it.
     pub name: &'static str,
-    /// True if the parameter is served; false if a value that asks for something is refused.
+    /// True if the parameter is served; false if a value that asks for an effect is refused.
     pub is_served: bool,
     /// True if the types of `/openapi.json` do not have it.
     pub is_hidden: bool,

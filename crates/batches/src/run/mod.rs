@@ -54,9 +54,9 @@ pub enum BatchOutcome {
         /// The body.
         body: Vec<u8>,
     },
-    /// The owner's key is none any more.
+    /// The owner's key is no longer accepted.
     Unauthorized,
-    /// The server stops. What has no answer is computed after its next start.
+    /// The server stops. Unanswered requests are computed after its next start.
     Stopped,
 }
 
@@ -251,7 +251,7 @@ impl<M: BatchModel, N: Fn() -> u64 + Clone + Send + Sync + 'static> Work<M, N> {
                             let message = "the key of its owner is not accepted any more";
                             return Ok(Some(BatchEnd::failed("invalid_api_key", message)));
                         }
-                        // Those that run may end yet.
+                        // Running requests may still finish.
                         Err(_) => (is_reading, is_stopping) = (false, true),
                     }
                 }

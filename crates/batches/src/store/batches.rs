@@ -21,7 +21,7 @@ const LONGEST_WINDOW: u64 = 30 * 24;
 /// The purpose of files of answers.
 const OUTPUT_PURPOSE: &str = "batch_output";
 
-/// The wish for a batch, in OpenAI's shape.
+/// The request for a batch, in OpenAI's shape.
 #[derive(Debug, Clone, Deserialize)]
 pub struct NewBatch {
     /// The file of requests.
@@ -180,7 +180,7 @@ impl BatchStore {
 
     fn enter(&self, id: &str, status: BatchStatus, now: u64) -> Result<BatchObject, StoreError> {
         self.change(&mut self.shelf.lock(), id, |batch| {
-            // Whoever computes may not have heard of it.
+            // The computing task may not have noticed yet.
             if batch.status != BatchStatus::Cancelling || status.is_over() {
                 batch.enter(status, now);
             }

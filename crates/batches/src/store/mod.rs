@@ -68,7 +68,7 @@ impl Default for BatchConfig {
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Owner(Box<str>);
 
-/// The reason why a store does not do something.
+/// The reason why the store refuses an operation.
 #[derive(Debug, Error)]
 pub enum StoreError {
     /// This owner has no such file.
@@ -85,7 +85,7 @@ pub enum StoreError {
         /// The fault.
         reason: String,
     },
-    /// Something else has to end first.
+    /// Another operation has to end first.
     #[error("{0}")]
     Conflict(String),
     /// The file is too large.

@@ -73,7 +73,7 @@ impl Link {
         }
     }
 
-    /// Reads once, and gives what came to `take`; 0 bytes are the end of the connection.
+    /// Reads once, and passes the bytes to `take`; 0 bytes are the end of the connection.
     async fn read(&mut self, mut take: impl FnMut(&[u8])) -> io::Result<usize> {
         let length = poll_fn(|cx| {
             BUFFER.with_borrow_mut(|buffer| {

@@ -128,7 +128,7 @@ impl Body {
         Ok(())
     }
 
-    /// Takes a line, or the beginning of one; gives what follows it.
+    /// Parses a line, or the beginning of one; returns the bytes after it.
     fn line<'a>(&mut self, bytes: &'a [u8]) -> Result<&'a [u8]> {
         let Some(end) = memchr(b'\n', bytes) else {
             self.line.extend_from_slice(bytes);

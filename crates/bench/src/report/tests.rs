@@ -69,7 +69,7 @@ fn every_run_has_its_column_and_its_ratio() {
 #[test]
 fn what_comes_from_files_is_text() {
     const EVIL: &str = "</title></style><script>alert('&\"')</script>";
-    // The same text as every string of the file, and as the names in its maps.
+    // Replaces every string of the file, and every key of its maps, by the same hostile text.
     fn poisoned(value: Value) -> Value {
         match value {
             Value::String(_) => json!(EVIL),

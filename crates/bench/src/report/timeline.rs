@@ -36,7 +36,7 @@ pub(super) fn figures(runs: &[Run]) -> Vec<Markup> {
         return Vec::new();
     };
     let width = piece_width(seconds);
-    // Nothing but zeros, as of failures in most runs, is not worth a chart.
+    // A series of zeros, such as failures in most runs, gets no chart.
     let worth = |(.., series): &&Kind| {
         shown.iter().any(|(.., timeline)| series(timeline).iter().any(|&value| value > 0.0))
     };

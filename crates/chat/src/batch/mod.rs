@@ -175,7 +175,7 @@ impl Run {
         }
     }
 
-    /// The request of a line; `None`: the line is none, and its error is written.
+    /// The request of a line; `None`: the line is not a request, and its error is written.
     fn take(&mut self, line: BatchLine) -> Result<Option<Job>> {
         let size = line.size();
         let BatchLine { number, name, request } = line;

@@ -16,7 +16,7 @@ const LANGUAGE: usize = 16;
 pub(super) struct Alone {
     /// All of the text.
     raw: String,
-    /// The part of it after what was read.
+    /// The unread part of it.
     unread: String,
     object: Object,
     call: Call,
@@ -76,7 +76,7 @@ impl Alone {
         }
     }
 
-    /// Reads on; `Broken` if the text is something else.
+    /// Reads on; `Broken` if the text has another form.
     pub(super) fn push(&mut self, text: &str, context: Context<'_>) -> Step {
         self.raw.push_str(text);
         self.unread.push_str(text);

@@ -16,8 +16,8 @@ pub(super) struct Context<'a> {
     pub(super) ids: Ids,
 }
 
-/// The longest name of a tool or of an argument, and most that may stand before one, in bytes. What
-/// is longer is none: it would be read again with each token that comes.
+/// The longest name of a tool or of an argument, and the longest text before one, in bytes. Longer
+/// text is not a name: it would be read again with each token.
 pub(super) const LONGEST: usize = 1024;
 
 /// The result of reading on.

@@ -7,7 +7,7 @@ use crate::finder::{Found, find, without_trailing_blank};
 use crate::parts::Parts;
 use crate::schema::Tools;
 
-/// Reads messages. What is not for the reader, and for no tool either, is reasoning.
+/// Reads messages. A message neither for the reader nor for a tool is reasoning.
 #[derive(Debug, Clone)]
 pub(super) struct Harmony {
     /// The header of the message that is being read.
@@ -25,7 +25,7 @@ enum Body {
 }
 
 impl Harmony {
-    /// Goes on after a prompt.
+    /// Starts in the state at the end of a prompt.
     pub(super) fn new(prompt: &str) -> Self {
         let mut harmony = Self { header: String::new(), body: None, blank: String::new() };
         let Some((_, open)) = prompt.rsplit_once(START) else { return harmony };

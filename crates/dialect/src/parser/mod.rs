@@ -57,7 +57,7 @@ pub struct Reading {
     pub start: Start,
 }
 
-/// The part of an answer in which a prompt leaves a model.
+/// The part of an answer in which generation starts after a prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
     /// In its reasoning.
@@ -140,9 +140,9 @@ pub struct Parser {
     blanks: usize,
     /// White space that is held back until the next character is known.
     blank: String,
-    /// Something else than white space was given out as content.
+    /// Content other than white space was given out.
     said: bool,
-    /// The same of reasoning.
+    /// Reasoning other than white space was given out.
     reasoned: bool,
     /// White space that comes now is left out.
     strip: bool,
@@ -161,7 +161,7 @@ enum Mark {
     Call,
     /// A call whose mark was left out begins with that of its name.
     Name,
-    /// The end of something that has ended.
+    /// An end mark without a beginning.
     Stray,
     /// A special token from within a call.
     Inner,
@@ -523,7 +523,7 @@ impl Parser {
         self.blank.push_str(&text[end..]);
     }
 
-    /// The form of calls; `None` if no calls are looked for.
+    /// The form of calls; `None` if calls are not parsed.
     fn calls(&self) -> Option<&'static Calls> {
         self.reading.dialect.calls.filter(|_| !self.reading.tools.is_empty())
     }

@@ -201,8 +201,8 @@ impl Tagged {
         }
     }
 
-    /// The answer has ended, and not because it became too long; whether the call is complete all
-    /// the same.
+    /// The answer has ended, and not because it became too long. Returns whether the call is
+    /// complete nevertheless.
     pub(super) fn finish(&mut self, call: &mut Call, out: &mut Parts) -> bool {
         let complete = call.has_begun() && self.stage == Stage::Arguments;
         if complete {

@@ -66,7 +66,7 @@ impl Whole {
         }
         loop {
             if let Some(quote) = self.quote {
-                // A quote after a backslash is none, in Python.
+                // In Python, a quote after a backslash does not end the string.
                 let marks = [quote, "\\"];
                 let python = self.syntax == Syntax::Python;
                 let marks = marks.into_iter().take(if python { 2 } else { 1 });

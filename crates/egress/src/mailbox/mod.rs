@@ -30,7 +30,7 @@ pub use pending::MailboxBounds;
 /// The time at which a reader is woken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WakeRule {
-    /// The reader of a stream is woken when something is pending. Deltas that come before it looks
+    /// The reader of a stream is woken when a delta is pending. Deltas that come before it reads
     /// are merged.
     Pending,
     /// The reader of a stream is woken at every delta, and reads each by itself, as in servers

@@ -200,12 +200,12 @@ async fn an_open_line_takes_deltas_past_the_reader() {
     receiver.lend(Outlet { encoder: Box::new(Brackets), line: Some(Arc::clone(&line)) });
     let count = Arc::new(Count::default());
     let wakes = || count.0.load(Ordering::Relaxed);
-    // Nobody has asked for the line yet.
+    // The line has not been asked for yet.
     io.flush().await.unwrap();
     senders[0].send_delta(token(1));
     assert_eq!(take(&mut receiver, &count), Some(vec![(0, token(1))]));
     assert_eq!(take(&mut receiver, &count), None);
-    // Asked, but hyper still holds something.
+    // Requested, but hyper still holds data.
     senders[0].send_delta(token(2));
     assert_eq!(wakes(), 1);
     assert_eq!(take(&mut receiver, &count), Some(vec![(0, token(2))]));

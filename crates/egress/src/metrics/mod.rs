@@ -368,8 +368,7 @@ impl Metrics {
         }
     }
 
-    /// The text exposition, with the numbers of the replicas as of `replicas`, and of the other
-    /// parts as of `parts`.
+    /// The text exposition, with the numbers of `replicas`, and those of the other `parts`.
     ///
     /// # Errors
     /// The encoder fails.

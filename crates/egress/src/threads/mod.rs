@@ -213,9 +213,9 @@ struct Owner {
     metrics: Arc<Metrics>,
     window: Duration,
     streams: Streams,
-    /// Streams with something that the window holds back, and until when.
+    /// Streams with output that the flush window holds back, and until when.
     alarms: BinaryHeap<Reverse<(Instant, RequestId)>>,
-    /// Streams with something that waits for the lane to be empty.
+    /// Streams with output that waits for the lane to be empty.
     gathered: Vec<RequestId>,
     engine_gone: bool,
 }
@@ -251,8 +251,8 @@ impl Owner {
         match message {
             Message::Register(registration) => self.register(*registration),
             Message::Outputs(mut outputs) => {
-                // Somebody waits for a first token more than for any other, and writing a large
-                // step's chunks takes a while.
+                // A first token is the most urgent output, and writing a large step's chunks takes
+                // a while.
                 if outputs.iter().any(|output| output.admission.is_some()) {
                     outputs.sort_by_key(|output| output.admission.is_none());
                 }

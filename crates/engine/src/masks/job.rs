@@ -76,7 +76,7 @@ impl Job {
     }
 }
 
-/// Uses a constraint, which breaks if it panics.
+/// Runs work on a constraint; a panic becomes an error.
 pub(crate) fn guarded<T>(
     work: impl FnOnce() -> Result<T, ConstraintError>,
 ) -> Result<T, ConstraintError> {

@@ -201,7 +201,7 @@ impl Inbox {
     fn put(&self, made: Made) {
         let mut arrivals = self.arrivals.lock();
         if let Some(to) = arrivals.forward.remove(&made.request) {
-            // Whoever took the request over may have ended it.
+            // The owner of the request may have ended it.
             let _ = to.send(made.constraint);
             return;
         }

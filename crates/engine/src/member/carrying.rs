@@ -1,8 +1,8 @@
 //! Payloads on their way to a hand that does not read them where they were written.
 //!
-//! Whoever needs one waits outside of every plan until it is there: a request is held, an image
-//! stays wanted. What was there dies with the hand, or may have, so everything alive is carried to
-//! the next one.
+//! A request that needs one waits outside of every plan until it is there: the request is held, an
+//! image stays wanted. Carried payloads may be lost with the hand, so those of all live requests
+//! are carried to the next one.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -44,7 +44,7 @@ impl Carrying {
         self.left.contains_key(&request) || self.due.iter().any(is_due)
     }
 
-    /// The request is here no more.
+    /// The request has left this member.
     pub(crate) fn forget(&mut self, request: u64) {
         self.left.remove(&request);
     }

@@ -47,7 +47,7 @@ impl Member {
                     }
                     let token = Some(SampledToken { id: token, logprobs });
                     let (admission, id) = (self.take_admission(id), RequestId(id));
-                    // With what the same step brought before it.
+                    // Together with earlier events of the same step.
                     let first =
                         self.outputs.last_mut().filter(|last| last.id == id && last.lacks_token());
                     match first {

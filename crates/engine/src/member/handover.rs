@@ -24,8 +24,8 @@ impl Member {
         self.enter(request);
     }
 
-    /// There is no hand: other replicas get all requests, if they can take any. What is left waits
-    /// for the first that comes back, or ends if none will: if it is `over`.
+    /// There is no hand: other replicas get all requests, if they can take any. The rest waits for
+    /// the first replica that comes back, or ends if none will: if it is `over`.
     pub(crate) fn give_away(&mut self, over: bool) {
         let others = self.peers.as_ref().is_some_and(|peers| peers.others_up());
         if let Some(scheduler) = self.scheduler.as_mut().filter(|_| others) {
@@ -64,8 +64,7 @@ impl Member {
         left.into_iter().for_each(|orphan| self.adopt(orphan));
     }
 
-    /// Makes other replicas go on with the requests that have left. Where none can, they go on
-    /// here.
+    /// Makes other replicas continue the requests that have left. Where none can, they go on here.
     pub(super) fn hand_on(&mut self) {
         for id in std::mem::take(&mut self.left) {
             let handed = self.scheduler.as_mut().and_then(|scheduler| scheduler.hand_on(id));
@@ -86,7 +85,7 @@ impl Member {
         }
     }
 
-    /// A loan that comes back by an order, whoever drops it last.
+    /// A loan that comes back by an order, on whichever thread it is dropped last.
     pub(super) fn loan(&self, lent: LentBlocks) -> Loan {
         let handle = EngineHandle { shared: Arc::clone(&self.shared), orders: self.orders.clone() };
         let lender = self.peers.as_ref().map_or(0, |peers| peers.replica());

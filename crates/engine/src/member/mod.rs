@@ -1,4 +1,4 @@
-//! One scheduler of an engine thread, with its requests and those who hear of them.
+//! One scheduler of an engine thread, with its requests and its observers.
 
 mod adapters;
 mod carrying;
@@ -46,7 +46,7 @@ pub(crate) struct TakenOrders {
     pub(crate) any: bool,
     /// Requests that another replica may have to take over.
     pub(crate) entered: bool,
-    /// [`Order::Stop`]; what came after it is still there.
+    /// True after [`Order::Stop`]; later orders are still in the channel.
     pub(crate) stopped: bool,
 }
 
@@ -245,7 +245,7 @@ impl Member {
         self.scheduler.as_ref().map_or(0, Scheduler::in_flight)
     }
 
-    /// True if a step in flight computes something of this member.
+    /// True if a step in flight computes rows of this member.
     pub(crate) fn computes(&self) -> bool {
         self.scheduler.as_ref().is_some_and(Scheduler::computes)
     }

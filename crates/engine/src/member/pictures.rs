@@ -17,7 +17,7 @@ pub(crate) struct Pictures {
     live: HashMap<u64, Vec<Arc<dyn Picture>>>,
     /// The payloads by their beginnings.
     placed: HashMap<u32, Arc<dyn Payload>>,
-    /// Kept for its memory.
+    /// A buffer, kept to reuse its memory.
     unread: Vec<u32>,
 }
 

@@ -26,7 +26,7 @@ pub(crate) struct Owner {
     members: Vec<Member>,
     /// The plans of the last step, one for each member.
     plans: Vec<StepPlan>,
-    /// The members that have work in the step that is being planned. Kept for its memory.
+    /// The members that have work in the step that is being planned. Kept to reuse its memory.
     planned: Vec<bool>,
     /// The hand takes plans.
     up: bool,
@@ -49,7 +49,7 @@ pub(crate) struct Owner {
     /// The next step follows a time without work: its gap is not the host's doing.
     rested: bool,
     rested_step: Option<u64>,
-    /// Something happened since the books were last checked.
+    /// True if something has changed since the last check of the accounts.
     unchecked: bool,
 }
 

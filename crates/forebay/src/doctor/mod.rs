@@ -48,7 +48,7 @@ struct Finding {
 #[serde(rename_all = "lowercase")]
 enum State {
     Ok,
-    /// The machine serves, and could do so better or with more.
+    /// The machine serves, but better settings or parts are possible.
     Note,
     /// The machine does not serve.
     Problem,
@@ -68,7 +68,7 @@ impl Finding {
     }
 }
 
-/// Looks, and prints. An error if something prevents serving.
+/// Checks the machine, and prints the findings. An error if a finding prevents serving.
 pub(crate) fn run(flags: &DoctorFlags) -> Result<()> {
     let settings = Settings::from_env(flags.download_dir.as_deref(), flags.offline)?;
     let python = find_python(flags.python.as_deref());

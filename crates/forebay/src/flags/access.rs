@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use forebay_server::{Access, Keys, Tls, TrustedProxies};
 
-/// Names that only this machine's own programs use for it.
+/// Host names that only programs on this machine can use.
 const LOCAL_HOSTS: [&str; 3] = ["localhost", "127.0.0.1", "::1"];
 
 #[derive(Debug, Args)]
@@ -29,8 +29,8 @@ pub(crate) struct AccessFlags {
     #[arg(long, value_name = "FILE")]
     pub(crate) admin_api_key_file: Option<PathBuf>,
     /// Host names that requests may use, with commas. `*.example.com` matches subdomains, `*` any
-    /// [default: any; with neither a key nor another address than this machine's own, that and
-    /// localhost, against DNS rebinding].
+    /// [default: any; without keys on a loopback address, only that address and localhost, against
+    /// DNS rebinding].
     #[arg(long, value_name = "HOSTS", value_delimiter = ',')]
     pub(crate) allowed_hosts: Vec<String>,
     /// Origins of web pages that may send requests, such as https://chat.example.com; `*` is any;

@@ -57,9 +57,10 @@ pub(crate) struct DraftFlags {
         ]
     )]
     pub(crate) speculative_config: Option<SpeculativeConfig>,
-    /// Memory for answers that `ngram` drafts from in other requests, in MiB of each model. Only
-    /// requests of the same `cache_salt` and, where keys share no cache, of the same key draft from
-    /// each other. The speed of an answer can then reveal earlier ones [default: none].
+    /// Memory for a shared history of answers, from which `ngram` drafts for other requests too, in
+    /// MiB per model. Only requests of the same `cache_salt` and, where keys share no cache, of the
+    /// same key draft from each other. The speed of an answer can then reveal earlier ones
+    /// [default: none].
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     pub(crate) speculative_shared_history: Option<u32>,
     /// For measurements: verify every draft, whatever its time is worth.

@@ -251,7 +251,7 @@ const ROUTER_FLAGS: &[Foreign] = &[
 const HALF: [&str; 4] = ["half", "float16", "fp16", "f16"];
 const NO_HALF: &str = "--dtype: float16 is not computed here, so it is --dtype auto";
 
-/// A command line of which the flags of other servers are ours now, or gone.
+/// A command line whose flags of other servers have been translated or removed.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Translated {
     pub(crate) arguments: Vec<OsString>,

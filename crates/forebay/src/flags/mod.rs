@@ -205,8 +205,8 @@ pub(crate) struct HttpFlags {
     /// token and the end are not delayed.
     #[arg(long, value_name = "MICROSECONDS", default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=60_000_000))]
     pub(crate) stream_flush_us: u64,
-    /// Threads that apply chat templates and tokenise [default: 2, or 1 if the process has the time
-    /// of one processor].
+    /// Threads that apply chat templates and tokenise [default: 2, or 1 if the process may use one
+    /// processor].
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=256))]
     pub(crate) text_threads: Option<u16>,
     /// Threads that parse large requests and copy embeddings to the arena. A model that takes

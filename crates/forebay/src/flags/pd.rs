@@ -1,4 +1,4 @@
-//! Flags about prefill apart from decode.
+//! Flags about disaggregated prefill.
 
 use anyhow::{Result, bail};
 use clap::Args;

@@ -17,8 +17,8 @@ use crate::model::Model;
 
 /// Leave most of a laptop's memory to other programs.
 const CPU_MEM_FRACTION: f64 = 0.3;
-/// The same where a control group has a limit, because such memory is there for this server. With
-/// the quarter for requests it leaves enough to the brain.
+/// The fraction under the limit of a control group, whose memory is there for this server. With the
+/// quarter for requests it leaves enough to the brain.
 const LIMITED_MEM_FRACTION: f64 = 0.6;
 /// The default of `--mem-fraction-static` on CUDA. Other programs take little, and the memory of a
 /// step was measured.

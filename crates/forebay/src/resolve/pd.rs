@@ -1,4 +1,4 @@
-//! Prefill apart from decode.
+//! Disaggregated prefill.
 
 use anyhow::{Result, bail};
 use forebay_capacity::WritePolicy;

@@ -42,7 +42,7 @@ impl ServerSettings {
             namer: engine.namer.clone(),
             share_cache_across_keys: flags.sharing.share_cache_across_keys,
         };
-        // Those that run, and as many that wait.
+        // The running requests, and as many waiting ones.
         let running = (2 * engine.max_running_requests as usize).min(engine.max_queued_requests);
         let concurrency = running.max(1) * flags.replicas.ranks.dp_size as usize;
         let server = ServerConfig {

@@ -7,7 +7,7 @@ use tracing::warn;
 
 use crate::model::Model;
 
-/// The rows of a table that a slot's states have: one of them may be needed again.
+/// Rows of the state table per slot: two, since the old state may be needed again.
 const ROWS: u64 = 2;
 /// Slot states get this fraction (one part in `SHARE`) of the memory that the weights leave. Keys,
 /// values and state pages get the rest.

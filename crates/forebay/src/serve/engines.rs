@@ -31,7 +31,7 @@ pub(super) struct Engines {
     pub(super) arena: Arena,
 }
 
-/// Gives something when the first engine has ended.
+/// Receives a value when the first engine has ended.
 pub(super) type EngineEnd = oneshot::Receiver<()>;
 
 impl Engines {
@@ -51,7 +51,7 @@ impl Engines {
             Some(_) => simulations(flags, resolved, model, tokenizer)?,
             None => hand_processes(interpreter, resolved, &arena, site.as_ref())?,
         };
-        // Of one replica only, which was checked.
+        // With one replica only, which was checked.
         if let Some(file) = &flags.run.record_steps
             && let Some(executor) = executors.pop()
         {
@@ -61,7 +61,7 @@ impl Engines {
         }
         let (on_exit, ended) = oneshot::channel();
         let on_exit = move || {
-            // Nobody waits any more when the server went first.
+            // If the server went first, there is no receiver.
             let _ = on_exit.send(());
         };
         let member = |executor| Member {
@@ -126,7 +126,7 @@ fn hand_processes(
         executors.push(Box::new(HandExecutor::new(HandSpec {
             program: program.clone(),
             args: args.clone(),
-            // Another machine has its own.
+            // Another machine has its own processors.
             env: if site.is_some() { Vec::new() } else { hands::environment() },
             config: resolved.hand.clone(),
             arena: arena.clone(),

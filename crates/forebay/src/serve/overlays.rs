@@ -1,7 +1,8 @@
 //! Folders for tensors that clients send, below a folder of this process in shared memory.
 //!
-//! A folder goes with its last user, and all of them with the process. What a process left that
-//! was killed is removed by the next one that needs such a folder: each holds the lock of its own.
+//! A folder is removed with its last user, and all of them with the process. Folders of a killed
+//! process are removed by the next one that needs such a folder: each process holds the lock of its
+//! own.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};

@@ -105,7 +105,7 @@ impl WeightFiles for Files {
         };
         lay().map_err(|error| format!("{error:#}"))?;
         let mut next = self.describe(&folder.path)?;
-        // Packed weights of a step of training would take the room of those that are used again.
+        // Do not cache: packed weights of a training step would evict weights that are used again.
         next["cache"] = Value::Null;
         Ok(next)
     }

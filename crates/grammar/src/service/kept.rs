@@ -139,7 +139,7 @@ mod tests {
         assert_eq!(found(&mut kept, 15..16), [15]);
         put(&mut kept, 1, 25);
         assert_eq!(found(&mut kept, 15..17), [15]);
-        // The same again is no more.
+        // The new entry replaces the old one.
         put(&mut kept, 1, 25);
         assert_eq!(kept.bytes(), 100 << 10);
     }
@@ -151,7 +151,7 @@ mod tests {
         (100..400).for_each(|number| put(&mut kept, 2, number));
         assert_eq!(found(&mut kept, 0..3), [0, 1, 2], "the other one's are not touched");
         assert_eq!(found(&mut kept, 100..400).len(), 7);
-        // The one that had all of it gives way down to its half.
+        // The client that had all of it loses entries down to its half.
         (3..10).for_each(|number| put(&mut kept, 1, number));
         assert_eq!(found(&mut kept, 0..10).len(), 5);
         assert_eq!(found(&mut kept, 100..400).len(), 5);

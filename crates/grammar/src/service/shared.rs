@@ -31,7 +31,7 @@ use crate::vocabulary::Vocabulary;
 pub(super) const GIVEN_UP: usize = 4;
 /// The time for which a source is refused after its compile was given up.
 pub(super) const REFUSED_FOR: Duration = Duration::from_secs(60);
-/// The pause after which a thread is started again for which there was no room.
+/// The pause before another attempt to start a thread.
 const RETRY: Duration = Duration::from_secs(1);
 /// The largest `Retry-After` in seconds.
 const MOST_RETRY_SECONDS: u64 = 60;
@@ -285,7 +285,7 @@ impl Shared {
         let waiting = state.waiting.remove(&compile.source).unwrap_or_default();
         let source = compile.source.clone();
         let evicted = state.kept.put(source, compile.client, compiled.clone(), None);
-        // Nobody waits for the lock until large templates are freed.
+        // Release the lock before large templates are freed.
         drop(state);
         drop(evicted);
         waiting.answer(compiled);

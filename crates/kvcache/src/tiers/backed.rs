@@ -128,7 +128,8 @@ impl Tiers {
             Some((ticket, hot)) => (Some(ticket), Some(self.hot.join(hot))),
             None => (None, None),
         };
-        // It was given up by the hot tier, which gives up the host's side too of what is not saved.
+        // Given up by the hot tier, which gives up unsaved blocks of the host tier too: so this one
+        // is saved.
         Some(BackedBlock { host, hot, pending, saved: true, indexed })
     }
 
@@ -309,8 +310,8 @@ impl Tiers {
         }
     }
 
-    /// Forgets every block that no request uses. What only copies use goes too, and they publish
-    /// nothing.
+    /// Forgets every block that no request uses. Blocks that only copies use are forgotten too, and
+    /// these copies publish nothing.
     pub(super) fn flush_backed(&mut self) {
         let mut copies = vec![0_u32; self.host.size() as usize];
         for page in self.host_leased_by_copies() {

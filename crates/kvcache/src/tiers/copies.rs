@@ -226,7 +226,7 @@ impl Tiers {
                 }
             }
             (Direction::RestoreIndex, true, _) => self.index_is_there(host.page()),
-            // Nobody knows which side is to blame. What was not read once is not tried again.
+            // Either side may be faulty. A failed block is not tried again.
             (Direction::Restore | Direction::RestoreIndex, false, _) => {
                 name.into_iter().for_each(|name| self.not_readable(name));
             }

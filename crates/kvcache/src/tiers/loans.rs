@@ -85,8 +85,8 @@ impl Tiers {
         self.loans.leases.values().flatten().map(Lease::page)
     }
 
-    /// Ends all loans, and lends nothing from now on: these tiers go on in other memory, or not at
-    /// all. Whoever borrowed pages may still read them in the memory of before.
+    /// Ends all loans, and lends nothing from now on: these tiers continue in other memory, or not
+    /// at all. Borrowers may still read the pages in the old memory.
     pub fn end_loans(&mut self) {
         let loans: Vec<LoanId> = self.loans.leases.keys().copied().collect();
         for id in loans {

@@ -1,4 +1,4 @@
-//! The checks of a plan that somebody else has written.
+//! The checks of a received plan.
 
 use super::{FLAG_MASKED, FLAG_POOL, FLAG_SAMPLE, StepPlan};
 use crate::copy::{MAX_WAIT_US, PageCopy};

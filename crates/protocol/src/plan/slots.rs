@@ -372,7 +372,7 @@ impl StepPlan {
         Self::encode_columns(self.step, columns, out)
     }
 
-    /// True if the columns beside the slots have what the slots count, and values of no others.
+    /// True if the columns that go with the slots have the counted lengths, and no other values.
     pub(super) fn slots_agree(&self) -> Result<bool, FrameError> {
         let (mut inline, mut stops, mut biases) = (0_u64, 0_u64, 0_u64);
         for record in &self.slots {

@@ -168,7 +168,7 @@ impl Images {
     /// The requests that wait for an image whose patches are not there. Each comes with the number
     /// of the image among its own.
     pub(crate) fn who_wants(&self, image: ImageId, roster: &Roster) -> Vec<(Handle, usize)> {
-        // Somebody else may have placed it meanwhile.
+        // Another request may have placed it meanwhile.
         if !matches!(self.work.get(&image), Some(Work::Wanted)) {
             return Vec::new();
         }

@@ -20,8 +20,8 @@ enum Next {
 }
 
 impl Images {
-    /// Plans layers of the tower for those who need it, the most important first, or for one
-    /// request alone. False: the image that is next has no room for its output.
+    /// Plans layers of the tower for the requests that need it, the most important first, or for
+    /// one request alone. False: the next image has no room for its output.
     pub(crate) fn plan(
         &mut self,
         roster: &mut Roster,
@@ -56,7 +56,7 @@ impl Images {
         true
     }
 
-    /// Whoever has come to an image whose pages were given up meanwhile looks for it again.
+    /// A request at an image whose pages were given up meanwhile looks it up again.
     fn look_again(&mut self, roster: &mut Roster, step: &mut NewStep<'_>) {
         let seeing: Vec<Handle> = self.seeing.values().copied().collect();
         for handle in seeing {
@@ -106,8 +106,8 @@ impl Images {
         if self.start(&image) { Next::Image(handle, image) } else { Next::NoRoom }
     }
 
-    /// Reserves pages for an image's output. An image that began without pages could wait for
-    /// another that does the same.
+    /// Reserves pages for an image's output. If images began without pages, two could wait for each
+    /// other.
     fn start(&mut self, image: &PromptImage) -> bool {
         let Some(pages) = self.pool.allocate(self.pages_of(image.span.grid)) else {
             return false;

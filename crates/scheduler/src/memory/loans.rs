@@ -10,7 +10,7 @@ use super::states::StatePages;
 pub struct LentBlocks {
     /// The loan, which has to be taken back ([`crate::Scheduler::take_back`]).
     pub loan: LoanId,
-    /// The blocks, the first of the request first.
+    /// The blocks, in the order of the request.
     pub pages: Vec<(BlockHash, u32)>,
     /// With recurrent layers, the last of these blocks after which a state is lent, and the page of
     /// the state; else empty.

@@ -1,8 +1,8 @@
 //! The memory of requests: pages of keys and values, the prefix cache in them, and the tiers.
 //!
-//! Nobody else knows which kind of memory a model has. Without pages nothing is kept between steps.
-//! With pages a request has all that its known tokens need from the start. Backed pages have a page
-//! of the host's tier behind each, so a request goes on while most of its pages are dropped
+//! No other module depends on the kind of memory of a model. Without pages nothing is kept between
+//! steps. With pages a request has all that its known tokens need from the start. Backed pages have
+//! a page of the host's tier behind each, so a request goes on while most of its pages are dropped
 //! (`sparse`).
 //!
 //! - `prefix`: the blocks that a request finds at its admission, and new pages behind them;
@@ -54,7 +54,7 @@ enum Kind {
     Backed(Sparse),
 }
 
-/// The pages of one replica, and who may have which.
+/// The pages of one replica, and the rules for giving them out.
 #[derive(Debug)]
 pub(crate) struct Memory {
     kind: Kind,
@@ -83,7 +83,7 @@ pub(crate) enum Room {
     Made,
     /// A page can be dropped when copies have ended.
     WithCopies,
-    /// Nobody can drop a page.
+    /// No request can drop a page.
     None,
 }
 
@@ -237,7 +237,7 @@ impl Memory {
 
     /// True if a request may share blocks with others.
     pub(crate) fn caches(&self, entry: &Entry) -> bool {
-        // Nobody can go on after blocks without a state.
+        // No request can continue after blocks without a state.
         let resumes = self.states.as_ref().is_none_or(StatePages::keeps_any);
         self.prefix_cache && self.pages > 0 && resumes && entry.request.spec.embeds.is_none()
     }

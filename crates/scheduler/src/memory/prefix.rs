@@ -188,7 +188,8 @@ impl Memory {
         let last = found.len().checked_sub(1).map(|last| names[last]);
         let of_state = |states: &StatePages| last.map_or(0, |name| states.cost(name));
         let cost = away + self.states.as_ref().map_or(0, of_state);
-        // Whoever has handed it on has computed for this replica, which is not to compute it again.
+        // The prefill replica has computed the blocks for this one, which must not compute them
+        // again.
         let declined = cost > 0 && !handed && !self.rates.restores(cost, tokens);
         if declined {
             let rest = found.split_off(here);
@@ -242,7 +243,7 @@ impl Memory {
         if !self.rates.restores(1, page_size) {
             return;
         }
-        // Those who run may need a page each before these come free again.
+        // Running requests may need a page each before these become free again.
         let mut room = self.tiers.hot().spare().saturating_sub(roster.residents.len() as u32);
         for ticket in turns.queue.upcoming(host.prefetch as usize) {
             let entry = &mut roster[ticket.handle];

@@ -30,8 +30,8 @@ impl RestoreRates {
         }
     }
 
-    /// Blocks were computed because restoring takes longer. What is never done is never measured,
-    /// so it is taken for a little faster each time, until it is tried again.
+    /// Blocks were computed because restoring takes longer. Restores that do not happen are not
+    /// measured, so their assumed time shrinks each time, until one is tried again.
     pub(crate) fn declined(&mut self) {
         self.restore_us.scale(FADING);
     }

@@ -22,7 +22,7 @@ pub(crate) struct Claims {
     lanes: BTreeMap<i64, Lane>,
     /// The remaining work by which each waits, in tokens.
     works: HashMap<Key, u32>,
-    /// The number of lanes at which those without debts are looked for.
+    /// The number of lanes at which those without debts are removed.
     sweep_at: usize,
 }
 

@@ -23,7 +23,7 @@ pub struct FairQueue<T, K = i64> {
     /// Clients with waiting items, by the start of their first one and then by its arrival.
     turns: BTreeMap<(u64, K), u64>,
     clients: HashMap<u64, Account<T, K>>,
-    /// The number of remembered clients at which those without debts are looked for.
+    /// The number of remembered clients at which those without debts are removed.
     sweep_at: usize,
 }
 

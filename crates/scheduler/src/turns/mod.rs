@@ -40,9 +40,9 @@ pub(crate) struct Turns {
     /// `None`: no prompt passes another.
     pub(crate) claims: Option<Claims>,
     /// The waiting request that did not fit, and the number of returns to the pools then. Until
-    /// something comes back, looking again is a waste.
+    /// slots or pages come back, another try is useless.
     blocked: Option<(Key, u64)>,
-    /// The same of the request that was to pass others.
+    /// The waiting request that was to pass others and did not fit, likewise.
     passing_blocked: Option<(Key, u64)>,
     /// Suspects of the hand's death, resident or not. While there are any, only the first of them
     /// has rows.
@@ -193,13 +193,13 @@ impl Turns {
         self.suspects.clear();
     }
 
-    /// The resident that gives way, and the request for which it does. Work in the background gives
-    /// way to any other, and others by their shares ([`Shares::who_gives_way`]). To those the next
+    /// The resident to be preempted, and the request for which it is. Background work is preempted
+    /// for any other, and others by their shares ([`Shares::who_gives_way`]). To those the next
     /// admission is promised.
     ///
     /// This happens once a step at most. Between others it happens so seldom that repeated
     /// computation takes only a part of all steps. It runs before any request has a row, since the
-    /// resident that gives way must have none.
+    /// preempted resident must have none.
     pub(crate) fn who_gives_way(
         &mut self,
         roster: &Roster,
@@ -233,8 +233,8 @@ impl Turns {
         Some((victim, ticket))
     }
 
-    /// Promises the next admission to a request for which another gave way, which had computed
-    /// `lost` positions.
+    /// Promises the next admission to a request for which another was preempted. The latter had
+    /// computed `lost` positions.
     pub(crate) fn promise(&mut self, ticket: Ticket, step: u64, lost: u32) {
         self.blocked = None;
         self.shares.promise(ticket, step, lost, self.token_budget);
@@ -296,7 +296,7 @@ impl Turns {
     }
 }
 
-/// The resident in the background that gives way for a request which is not.
+/// The background resident that is preempted for a request which is not background work.
 fn in_background(ticket: &Ticket, roster: &Roster) -> Option<Handle> {
     let (last, &handle) = roster.residents.last_key_value()?;
     (last.is_background() && !ticket.key.is_background()).then_some(handle)

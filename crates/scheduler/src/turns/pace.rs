@@ -12,7 +12,7 @@ use crate::config::DecodeGap;
 /// The automatic bound, in steps that only decode. A step reads all weights however few tokens it
 /// has, so a smaller one spends more of the device's time on that.
 const STEPS: f64 = 6.0;
-/// The weight of the steps before, at each step with prompts.
+/// The factor by which earlier steps lose weight at each step with prompts.
 const FADING: f64 = 1.0 - 1.0 / 64.0;
 /// The weight of the steps before, at each step that only decodes. They are many, and those of
 /// another load are worth keeping.

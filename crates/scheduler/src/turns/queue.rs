@@ -51,8 +51,8 @@ impl Queue {
         }
     }
 
-    /// Some of those whose turn comes soon: by rank, and then client by client. Whoever was
-    /// admitted before goes first.
+    /// Some of those whose turn comes soon: by rank, and then client by client. Requests that were
+    /// admitted before go first.
     pub(crate) fn upcoming(&self, count: usize) -> Vec<Ticket> {
         let fresh = self.lanes.values().flat_map(FairQueue::upcoming);
         self.returning.values().chain(fresh).take(count).copied().collect()

@@ -8,8 +8,7 @@ use crate::request::Ticket;
 use crate::roster::Roster;
 use crate::slab::Handle;
 
-/// The share of computing again after giving way: of all tokens that steps have room for, at most
-/// one in this many.
+/// The limit of recomputation after preemption: at most one in this many tokens of steps.
 const YIELD_SHARE: u64 = 4;
 
 /// Each client's share of the running requests.
@@ -17,11 +16,11 @@ const YIELD_SHARE: u64 = 4;
 pub(crate) struct Shares {
     /// Residents of each client that has any.
     pub(super) residents: HashMap<u64, u32>,
-    /// The next request to be admitted, for which another gave way.
+    /// The next request to be admitted, for which another was preempted.
     pub(super) promised: Option<Ticket>,
-    /// The step before which no request has to give way.
+    /// The step before which no request has to be preempted.
     rested_at: u64,
-    /// True if no request had to give way at the last look, and nothing has changed since.
+    /// True if the last search found no request to preempt, and nothing has changed since.
     pub(super) settled: bool,
 }
 
@@ -52,12 +51,12 @@ impl Shares {
         self.settled = false;
     }
 
-    /// True if a look at this step may find that a request has to give way.
+    /// True if a search at this step may find a request to preempt.
     pub(crate) fn may_change(&self, step: u64) -> bool {
         !self.settled && step >= self.rested_at
     }
 
-    /// Promises the next admission to a request for which another gives way now. That one loses
+    /// Promises the next admission to a request for which another is preempted now. That one loses
     /// `lost` computed positions.
     pub(crate) fn promise(&mut self, ticket: Ticket, step: u64, lost: u32, token_budget: u32) {
         let steps = (YIELD_SHARE * u64::from(lost)).div_ceil(u64::from(token_budget.max(1)));

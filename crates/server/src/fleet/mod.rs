@@ -73,7 +73,7 @@ type StopModel = Box<dyn FnOnce() + Send>;
 pub struct StartedModel {
     /// The model.
     pub state: AppState,
-    /// Gives something when its engine has ended.
+    /// Receives a value when its engine has ended.
     pub ended: oneshot::Receiver<()>,
     /// Stops its engine and hands, and waits for their end.
     pub stop: StopModel,
@@ -443,7 +443,7 @@ impl Front {
 impl Books {
     fn tell(&mut self, ticket: Ticket, fate: Result<(), ()>) {
         if let Some(waiter) = self.waiting.remove(&ticket) {
-            // A waiter that is gone looks for its fate when it is dropped.
+            // A dropped waiter handles the outcome itself.
             let _ = waiter.send(fate);
         }
     }

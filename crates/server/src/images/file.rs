@@ -21,7 +21,7 @@ thread_local! {
     static WORKSHOP: RefCell<(Preparer, Vec<u8>)> = RefCell::default();
 }
 
-/// The file of an image, whose header was read. It is charged to the budget as long as it lives.
+/// The file of an image, whose header was read. It is charged to the budget until it is dropped.
 pub(crate) struct ImageFile {
     bytes: Bytes,
     header: Header,

@@ -130,7 +130,7 @@ impl Drop for Permit {
             let may = |client| held.get(&ClientId(client)).copied().unwrap_or(0) < *each;
             let Some((client, next)) = waiting.pop(may) else { return };
             let permit = inner.give(&line, ClientId(client));
-            // Whoever has left the line gives it back here, under this lock.
+            // A waiter that has left the queue gives it back here, under this lock.
             if let Err(mut unwanted) = next.send(permit) {
                 unwanted.line = None;
                 inner.take_back(ClientId(client));

@@ -2,9 +2,9 @@
 //!
 //! The intake threads parse a body above [`LARGE_BODY`], and decode its base64. Data that is too
 //! big for a plan goes into memory that the hand reads (`forebay_engine::Payloads`). A request
-//! first waits in line for room there (`room`). Then the intake threads convert the data and write
-//! it there, once. Only then is the request submitted. If the client goes away, its room is given
-//! back, at any point of this way.
+//! first waits in the queue for room there (`room`). Then the intake threads convert the data and
+//! write it there, once. Only then is the request submitted. If the client goes away, its room is
+//! given back, at any point of this way.
 //!
 //! Pixels have threads of their own. An image of a few KB can take seconds, and nothing else waits
 //! for it. Everywhere clients take turns.

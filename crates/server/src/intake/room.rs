@@ -16,14 +16,14 @@ use super::line::Line;
 pub(crate) struct Room {
     payloads: Arc<dyn Payloads>,
     freed: Arc<Notify>,
-    /// Held by the first request in line.
+    /// Held by the first request in the queue.
     turn: Arc<Line>,
     waiting: Mutex<Holdings>,
     limit: usize,
 }
 
 impl Room {
-    /// Makes the room with at most `limit` requests in line.
+    /// Makes the room with at most `limit` requests in the queue.
     pub(crate) fn new(payloads: Arc<dyn Payloads>, limit: usize) -> Self {
         let freed = Arc::new(Notify::new());
         let told = Arc::clone(&freed);
@@ -32,7 +32,7 @@ impl Room {
         Self { payloads, freed, turn: Line::new(1, 1), waiting: Mutex::default(), limit }
     }
 
-    /// The number of requests in line, those included that are about to get their room.
+    /// The number of requests in the queue, those included that are about to get their room.
     pub(crate) fn in_line(&self) -> usize {
         self.waiting.lock().all()
     }
@@ -42,8 +42,8 @@ impl Room {
         self.payloads.used()
     }
 
-    /// Waits for room for `bytes` bytes of `client`, all at once: who has some and waited for more
-    /// could wait for ever. Dropping the future leaves the line.
+    /// Waits for room for `bytes` bytes of `client`, all at once: two tasks that hold some and wait
+    /// for more could deadlock. Dropping the future leaves the queue.
     pub(crate) async fn take(
         &self,
         client: ClientId,

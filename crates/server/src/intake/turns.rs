@@ -22,12 +22,12 @@ pub(crate) const PATIENCE: Duration = Duration::from_millis(5);
 pub(crate) enum Pace {
     /// The body arrived as fast as it was read.
     Steady,
-    /// The body lost a turn.
+    /// The body's turn ended before all of it was read.
     Slow,
 }
 
 impl Pace {
-    /// The time over which the rate is looked at.
+    /// The time over which the rate is measured.
     fn window(self) -> Duration {
         match self {
             Self::Steady => Duration::from_millis(50),

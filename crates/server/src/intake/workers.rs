@@ -78,7 +78,8 @@ impl Jobs {
         Self { most: memory, memory, ..Self::default() }
     }
 
-    /// The next piece of work, if there is memory for it. What does not fit now keeps its turn.
+    /// The next piece of work, if there is memory for it. A piece that does not fit now keeps its
+    /// turn.
     fn next(&mut self) -> Option<Job> {
         let next = self.begun.front().or_else(|| self.new.first())?;
         self.memory = self.memory.checked_sub(next.memory)?;
@@ -142,7 +143,7 @@ impl Workers {
         jobs.begun.len() + jobs.new.upcoming().count()
     }
 
-    /// The first work of a request of `client`, if there is a place in the queue.
+    /// Runs the first work of a request of `client`. An error if the queue is full.
     pub(crate) async fn begin<T: Send + 'static>(
         &self,
         client: ClientId,

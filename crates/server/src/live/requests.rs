@@ -18,7 +18,7 @@ pub(super) struct RequestsSent {
     unseen: HashMap<u64, (usize, RequestView)>,
 }
 
-/// Looks and moments of a replica.
+/// Snapshots and events of a replica.
 pub(super) struct News<'a> {
     views: &'a [RequestView],
     moments: Since<Moment>,

@@ -15,8 +15,7 @@ use crate::state::Shared;
 /// are shown.
 const PATIENCE: Duration = Duration::from_millis(200);
 
-/// The snapshots from now on. Their task begins with the first who follows, and ends after the
-/// last.
+/// The snapshots from now on. Their task begins with the first subscriber, and ends after the last.
 pub(super) fn follow(state: &Shared) -> watch::Receiver<Arc<Snapshot>> {
     let mut shown = state.live.shown.lock();
     if let Some(shown) = &*shown {
@@ -36,7 +35,7 @@ async fn look(state: Shared, show: watch::Sender<Arc<Snapshot>>) {
         ticks.tick().await;
         {
             let mut shown = state.live.shown.lock();
-            // One is the one that is kept for those who come.
+            // One receiver is kept for later subscribers.
             if show.receiver_count() <= 1 {
                 *shown = None;
                 return;

@@ -11,7 +11,7 @@ use crate::state::Shared;
 /// Steps of before that a new watcher is shown.
 const FIRST_STEPS: u64 = 1024;
 
-/// The first event; it comes again when more is known.
+/// The first event; it is sent again when its facts change.
 #[derive(Serialize)]
 pub(super) struct Start {
     version: u32,

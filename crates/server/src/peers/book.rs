@@ -257,8 +257,7 @@ mod tests {
     }
 
     proptest! {
-        /// In whatever order dispatches arrive, `seen` is the end of what has arrived without a
-        /// gap.
+        /// In whatever order dispatches arrive, `seen` is the end of the part without a gap.
         #[test]
         fn seen_is_without_gaps(order in Just((1..20u64).collect::<Vec<_>>()).prop_shuffle(), count in 1usize..19) {
             let book = Book::new();

@@ -10,7 +10,8 @@ use rustc_hash::FxBuildHasher;
 use tokio::sync::watch;
 use tokio::time::timeout;
 
-/// Events that are kept for routers that follow; who is further behind gets everything anew.
+/// Events that are kept for routers that follow; a router that is further behind gets everything
+/// again.
 const KEPT: usize = 1 << 16;
 /// The bits of an event for the tiers that hold a block: the device's memory, the host's. Neither:
 /// it was dropped.

@@ -49,14 +49,14 @@ pub(crate) struct Resume {
     pub(crate) generated: Vec<i32>,
 }
 
-/// The headers of a router's request, and the wishes about its response.
+/// The headers of a router's request, and its options for the response.
 #[derive(Debug)]
 struct Exchange {
     tag: RouterTag,
     resume: Option<Resume>,
     /// Names of the prompt's blocks.
     blocks: OnceLock<String>,
-    /// The name of a stream that another brain can go on with.
+    /// The name of a stream that another brain can continue.
     stream: OnceLock<String>,
 }
 
@@ -111,7 +111,7 @@ impl Peer {
         self.client.is_none()
     }
 
-    /// True if the request takes what others leave.
+    /// True for background work.
     pub(crate) fn is_background(&self) -> bool {
         self.background
     }
@@ -131,12 +131,12 @@ impl Peer {
         })
     }
 
-    /// The stream that this request goes on with.
+    /// The stream that this request continues.
     pub(crate) fn resume(&self) -> Option<&Resume> {
         self.exchange.as_ref()?.resume.as_ref()
     }
 
-    /// The response's name: a new one, unless it goes on with another's.
+    /// The response's name: a new one, unless it continues another's.
     pub(crate) fn name(&self, prefix: &str) -> StreamName {
         match self.resume() {
             Some(resume) => resume.name.clone(),
@@ -154,7 +154,7 @@ impl Peer {
         }
     }
 
-    /// Has a stream carry what another brain needs to go on with it.
+    /// Makes a stream carry the data that another brain needs to resume it.
     pub(crate) fn tagged(
         &self,
         state: &Shared,
@@ -226,8 +226,8 @@ impl EventEncoder for AnnotatedEvents {
         self.ids.clone_from(&delta.tokens);
         let ends = delta.end.is_some();
         self.encoder.delta(choice, delta, tally, out)?;
-        // Without a comment, the end is passed on only when all of it is there: another brain would
-        // not know what is missing.
+        // Without a comment, the end is passed on only when all of it is there: another brain could
+        // not resume in the middle.
         if !ends {
             let due = self.pace.is_due(Instant::now());
             let report = due.then(|| report(&self.state, Some(self.router)));

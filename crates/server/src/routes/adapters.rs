@@ -50,7 +50,7 @@ pub(crate) struct ListedAdapter {
     /// The name that requests use.
     name: String,
     path: String,
-    /// 0: no request has it unless it names it.
+    /// 0: an adapter applies only to requests that name it.
     scale: f32,
 }
 

@@ -25,7 +25,7 @@ pub(crate) trait Admissible: Limited + Send + 'static {
     /// Checks that the model fits the route.
     ///
     /// # Errors
-    /// The model does something else.
+    /// The model has another task.
     fn suits(&self, _state: &Shared) -> Result<(), ApiError> {
         Ok(())
     }

@@ -15,7 +15,7 @@ use crate::state::{Shared, now};
 /// The largest number of batches of a page of a list, and the usual one.
 const PAGE: usize = 100;
 const USUAL_PAGE: usize = 20;
-/// The largest number of bytes of a wish for a batch.
+/// The largest number of bytes of a request for a batch.
 const BODY_BYTES: usize = 64 << 10;
 
 /// Computes the requests of a file in the background.

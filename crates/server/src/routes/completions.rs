@@ -150,8 +150,8 @@ fn most_likely(deltas: Vec<Delta>, made: usize, n: usize) -> Vec<Delta> {
     kept
 }
 
-/// Puts embeddings where the hand finds them. What does not fit the context is refused before it
-/// takes room from others.
+/// Puts embeddings where the hand reads them. Those that do not fit the context are refused before
+/// they take room from others.
 async fn embedded(
     state: &Shared,
     embeds: PromptEmbeds,

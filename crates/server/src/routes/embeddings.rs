@@ -39,7 +39,7 @@ impl Admissible for EmbeddingRequest {
     }
 }
 
-/// The same body where a model that scores is welcome too.
+/// The same body for routes that also accept a model that scores.
 pub(crate) struct Poolable(EmbeddingRequest);
 
 impl Limited for Poolable {

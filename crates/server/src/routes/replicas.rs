@@ -75,8 +75,8 @@ pub(crate) struct ReplicaRole {
     roles: Vec<&'static str>,
 }
 
-/// Gives a replica another role, where prefill is apart from decode. Requests that it has end
-/// there, or leave after their first token as they would have.
+/// Gives a replica another role, with disaggregated prefill. Its running requests end there, or
+/// leave after their first token as planned.
 #[utoipa::path(
     post,
     path = "/replicas/{replica}/role",

@@ -31,9 +31,9 @@ const ROWS: usize = 100;
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct TensorsQuery {
-    /// The name that answers have from then on.
+    /// The version that later answers report.
     weight_version: Option<String>,
-    /// True if requests end before the update. Otherwise they go on with the new weights.
+    /// True if requests end before the update. Otherwise they continue with the new weights.
     #[serde(default)]
     abort_all_requests: bool,
     /// True if generation stays paused after the update.
@@ -51,10 +51,10 @@ pub(crate) struct UpdateTensors<'a> {
     /// `auto`, `safetensors`, or null.
     #[serde(borrow)]
     load_format: Option<Cow<'a, str>>,
-    /// True if requests end before the update. Otherwise they go on with the new weights.
+    /// True if requests end before the update. Otherwise they continue with the new weights.
     #[serde(default)]
     abort_all_requests: bool,
-    /// The name that answers have from then on.
+    /// The version that later answers report.
     weight_version: Option<String>,
     /// True if generation stays paused after the update.
     #[serde(default)]

@@ -18,7 +18,7 @@ use crate::text::{RequestText, encode_chat, encode_prompts, text_error};
 const MOST_TOKENS: usize = 64 << 10;
 /// Bytes of a token in an answer: its id here and as JSON.
 const NUMBER: usize = 16;
-/// The same with its text.
+/// Bytes of a token together with its text.
 const NAMED: usize = 128;
 
 /// Turns text or a conversation into token ids.
@@ -124,7 +124,7 @@ fn too_many(param: &str, limit: usize) -> ApiError {
     ApiError::invalid(param, reason)
 }
 
-/// Tokens that these routes take at a time: more than a prompt may have, for those who cut a
+/// Tokens that these routes take at a time: more than a prompt may have, for clients that cut a
 /// document by its tokens.
 pub(super) fn most_tokens(state: &Shared) -> Result<usize, ApiError> {
     let context = state.limits()?.context_length as usize;

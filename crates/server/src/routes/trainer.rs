@@ -60,7 +60,7 @@ pub(crate) struct UpdateFromGroup {
     /// before the last one.
     #[serde(default)]
     more: bool,
-    /// True if requests end before the update. Otherwise they go on with the new weights.
+    /// True if requests end before the update. Otherwise they continue with the new weights.
     #[serde(default)]
     abort_all_requests: bool,
     /// The name that answers have from then on.

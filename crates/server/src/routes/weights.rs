@@ -62,7 +62,7 @@ pub(crate) struct UpdateWeights {
     model_path: PathBuf,
     /// `auto`, or null.
     load_format: Option<String>,
-    /// True if requests end before the update. Otherwise they go on with the new weights.
+    /// True if requests end before the update. Otherwise they continue with the new weights.
     #[serde(default)]
     abort_all_requests: bool,
     /// The name that answers have from then on.
@@ -77,7 +77,7 @@ pub(crate) struct UpdateWeights {
 pub(crate) struct WeightsUpdated {
     success: bool,
     message: String,
-    /// Requests that go on with the new weights.
+    /// Requests that continue with the new weights.
     num_paused_requests: usize,
 }
 
@@ -184,7 +184,7 @@ pub(crate) async fn is_paused(State(state): State<Shared>) -> Response {
     reply::ok(&IsPaused { is_paused: state.weights.is_paused() })
 }
 
-/// Loads other weights of the same shape. Requests go on with them, or end.
+/// Loads other weights of the same shape. Requests continue with them, or end.
 #[utoipa::path(
     post,
     path = "/update_weights_from_disk",

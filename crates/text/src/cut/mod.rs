@@ -108,8 +108,8 @@ pub(crate) struct AddedToken {
 }
 
 impl AddedToken {
-    /// All added tokens, or `None` if one of them looks at the text around it or takes spaces from
-    /// it.
+    /// All added tokens, or `None` if one of them depends on the text around it or takes spaces
+    /// from it.
     fn all(file: &Value) -> Option<Vec<Self>> {
         let Some(list) = file["added_tokens"].as_array() else { return Some(Vec::new()) };
         let plain = |token: &Value| {

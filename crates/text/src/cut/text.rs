@@ -113,8 +113,7 @@ impl TextCuts {
         if !is_settled(right) || left.is_whitespace() {
             return false;
         }
-        // Of an unsettled character only this much is sure: it is not a space, and composing makes
-        // none of it.
+        // An unsettled character is certain not to be a space, also after composing.
         let settled = is_settled(left);
         let inside_token = if settled {
             self.inside_tokens.contains(&(left, right))

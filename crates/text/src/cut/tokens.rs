@@ -22,8 +22,8 @@ impl TokenCuts {
     /// `None` if there is no such token. Tokens that are looked for in the normalised text count
     /// only where that `is_identity`.
     pub(crate) fn new(added: &[AddedToken], is_identity: bool) -> Option<Self> {
-        // Where the normaliser does something, tokens of the normalised text are looked for in what
-        // the others leave.
+        // If the normaliser changes text, tokens of the normalised text are searched for in the
+        // rest.
         let looked_for = added.iter().filter(|token| is_identity || !token.normalised);
         let contents: HashSet<&str> = looked_for.map(|token| token.content.as_str()).collect();
         let contents: Vec<&str> = contents.into_iter().collect();

@@ -133,7 +133,7 @@ impl Measure {
 /// and the rest becomes at least one byte in [`COMPOSED`].
 fn composed(weights: &[u64; 256], text: &str) -> u64 {
     let bytes = text.as_bytes();
-    // Of the bytes that text has.
+    // Only bytes that occur in UTF-8.
     let least = weights[..0xc0].iter().chain(&weights[0xc2..0xf5]).copied().min().unwrap_or(0);
     let mut sum = 0_u64;
     let mut others = 0_u64;
@@ -252,7 +252,7 @@ fn keeps_bytes(splits: &[&Value]) -> bool {
     splits.iter().all(keeps) && splits.iter().any(|step| step["type"] == "ByteLevel")
 }
 
-/// True if text is composed; `None` if something else happens to it.
+/// True if text is composed; `None` if other normalisers apply.
 fn composes(steps: &[&Value]) -> Option<bool> {
     let nfc = steps.iter().all(|step| step["type"] == "NFC");
     nfc.then_some(!steps.is_empty())

@@ -18,7 +18,7 @@ const BATCH_TOKENS: usize = 2048;
 pub(super) struct Queue {
     lanes: Mutex<Lanes>,
     ready: Condvar,
-    /// Something for the thread of long pieces.
+    /// Notified of work for the thread of long pieces.
     long_ready: Condvar,
     limit: usize,
     threads: usize,
@@ -114,8 +114,8 @@ impl Queue {
         }
     }
 
-    /// Waits for something to do; `None` once the queue is closed and empty. A thread that got a
-    /// batch is given a piece next and the other way round, where there are both.
+    /// Waits for work; `None` once the queue is closed and empty. A thread that got a batch is
+    /// given a piece next and the other way round, where there are both.
     pub(super) fn take(&self, after_batch: bool) -> Option<Task> {
         let mut lanes = self.lanes.lock();
         loop {

@@ -37,8 +37,8 @@ impl ContentFormat {
         }
     }
 
-    /// Brings `content` into this form. What is not plain text (an image part, a null) stays as it
-    /// is.
+    /// Brings `content` into this form. Parts other than plain text (an image, a null) stay as they
+    /// are.
     pub(super) fn convert(self, content: &mut Value) {
         match (self, &*content) {
             (Self::String, Value::Array(parts)) => {

@@ -17,7 +17,7 @@ const NAME: &str = "chat_template";
 /// Instructions that a template may run for one chat: hundreds of thousands of messages with most
 /// templates, and about a second.
 const FUEL: u64 = 20_000_000;
-/// Macros and blocks inside each other; a tool's schema nests a few levels, of a few calls each.
+/// The depth of nested macros and blocks; a tool's schema nests a few levels, of a few calls each.
 const RECURSION: usize = 250;
 /// Bytes that a template may print for one chat, in addition to a number for each byte of the chat.
 const OUTPUT: usize = 4 << 20;

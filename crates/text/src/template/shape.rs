@@ -202,7 +202,7 @@ impl Shape {
         }
     }
 
-    /// Gives a message with calls the content that stands for none.
+    /// Sets the content of a message with calls to the template's form of empty content.
     pub(super) fn adapt_nothing(&self, message: &mut Map<String, Value>) {
         if !has_calls(message) {
             return;

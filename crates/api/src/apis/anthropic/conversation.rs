@@ -194,7 +194,7 @@ pub(super) fn add(
             let mut content = Content::default();
             match text {
                 Some(TextOr::Text(text)) => content.text(text),
-                // An answer without a word was one all the same.
+                // An assistant's message may be empty.
                 _ if message.role == "assistant" => content.text(String::new()),
                 _ => return Err(invalid(&format!("{path}.content"), "required and missing")),
             }
@@ -248,7 +248,7 @@ fn said(
             }
             turns.called(block.id, &name, input);
         }
-        // Nobody here can read it.
+        // Only Anthropic's servers can read it.
         "redacted_thinking" => {}
         kind => ignored.push(format!("{path}.type={kind}")),
     }
@@ -283,7 +283,7 @@ fn asked(
     }
 }
 
-/// A block that shows something, wherever it stands.
+/// A block with content for the model, at any place.
 struct Shown<'a> {
     kind: &'a str,
     text: Option<String>,

@@ -180,7 +180,7 @@ fn blocks_of_other_kinds_are_skipped_whatever_is_in_them() {
             assert_eq!(ignored, [format!("messages[0].content[1].type={kind}")]);
         }
     }
-    // A kind that is read has its shape.
+    // A block of a supported type must have its shape.
     for (block, param) in [
         (json!({"type": "image", "source": "x"}), "source"),
         (json!({"type": "document", "source": {"type": "url", "url": "u"}}), "source.type=url"),

@@ -78,7 +78,7 @@ pub(crate) const PART: &[Param] = &[
 
 component!(ChatMessage);
 
-/// A client's wishes about the rendering of a conversation.
+/// A client's options for rendering a conversation.
 #[derive(Debug, Default)]
 pub(crate) struct Rendering {
     /// Let the template open the assistant's turn.

@@ -28,7 +28,7 @@ pub struct EmbeddingRequest {
     pub(crate) add_special_tokens: Option<bool>,
     pub(crate) priority: Option<i32>,
     pub(crate) cache_salt: Option<String>,
-    /// The task of `/pooling`: `embed`, `score` or `classify`. It has to be the model's own.
+    /// The task of `/pooling`: `embed`, `score` or `classify`. It must be the model's task.
     pub task: Option<String>,
 }
 

@@ -16,8 +16,8 @@ use xxhash_rust::xxh3::xxh3_128;
 
 use crate::routes::wording::{matched_stop, stop_reason, token_name};
 
-/// The ids of calls if the model gives them none. A brain that goes on with another's stream gives
-/// the same ones.
+/// The ids of calls if the model gives them none. A brain that continues another's stream gives the
+/// same ones.
 #[derive(Debug, Clone)]
 pub(crate) struct CallIds {
     /// The name of the response.

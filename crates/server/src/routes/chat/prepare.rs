@@ -29,7 +29,7 @@ pub(crate) struct Rendered {
 /// renders and tokenises it.
 ///
 /// # Errors
-/// An image is none, the template or the tokenizer refuses the conversation, or it is too long.
+/// An image is invalid, the template or the tokenizer refuses the conversation, or it is too long.
 pub(crate) async fn render(
     state: &Shared,
     mut prompt: ChatPrompt,

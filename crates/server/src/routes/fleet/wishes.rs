@@ -1,5 +1,5 @@
-//! An administrator's wishes: load, unload, sleep, wake. The routes are those of llama-server, vLLM
-//! and SGLang.
+//! Commands of an administrator: load, unload, sleep, wake. The routes are those of llama-server,
+//! vLLM and SGLang.
 
 use std::sync::Arc;
 

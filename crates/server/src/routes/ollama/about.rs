@@ -35,7 +35,7 @@ pub(crate) async fn tags(State(state): State<Shared>) -> Response {
     reply::ok(&json!({"models": models(&state)}))
 }
 
-/// Lists the models that are loaded: the same.
+/// Lists the loaded models.
 #[utoipa::path(
     get,
     path = "/api/ps",

@@ -51,7 +51,7 @@ impl Writer {
         answer
     }
 
-    /// Adds the news, and calls once they are complete.
+    /// Adds new deltas, and calls once they are complete.
     fn add(&mut self, delta: &Delta, said: &mut Said) {
         for part in delta.parts.iter() {
             if !matches!(part, Part::Arguments { .. }) {

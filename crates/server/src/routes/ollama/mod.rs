@@ -138,7 +138,7 @@ pub(crate) async fn generate(
     answer(wire, admitted, Kind::Generate).await
 }
 
-/// The answer to a request without a prompt that has a model unloaded.
+/// The answer to a request without a prompt that unloads a model.
 pub(super) fn unloaded(path: &str, model: &str) -> Response {
     let kind = if path == "/api/chat" { Kind::Chat } else { Kind::Generate };
     let ids = CallIds { response: String::new(), form: Ids::default() };

@@ -95,7 +95,7 @@ fn unicode(json: &str) -> Option<(usize, char)> {
     if !(0xd800..0xdc00).contains(&first) {
         return Some((6, char::from_u32(first).unwrap_or(char::REPLACEMENT_CHARACTER)));
     }
-    // The first half of a character: the second one is awaited, unless something else comes.
+    // The first half of a surrogate pair: wait for the second one.
     let rest = &json[6..];
     if !rest.starts_with("\\u") && !"\\u".starts_with(rest) {
         return Some((6, char::REPLACEMENT_CHARACTER));

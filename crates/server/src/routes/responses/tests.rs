@@ -30,7 +30,7 @@ fn answer() -> Answer {
     )
 }
 
-/// The events of a stream. From delta number `moved` on, another brain goes on with it.
+/// The events of a stream. From delta number `moved` on, another brain continues it.
 fn streamed(all: Vec<Delta>, moved: usize) -> Vec<Value> {
     let (mut answer_, tally) = (answer(), Tally::new([(1, 1)].into_iter()));
     let (mut out, mut before) = (Vec::new(), Delta::default());

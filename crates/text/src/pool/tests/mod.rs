@@ -71,7 +71,7 @@ fn tools(encoder: Encoder) -> Tools {
     Tools { encoder, template: None, guard: None, closed: AtomicBool::new(false) }
 }
 
-/// A text that is worth a thread.
+/// A text that is long enough for a thread of its own.
 fn sentence() -> TextInput {
     text(&prose(200, 1))
 }

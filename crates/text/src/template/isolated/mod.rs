@@ -112,7 +112,7 @@ impl RenderPool {
         self.idle.lock().push(process);
     }
 
-    /// An idle process that has taken messages. One that others have ended takes none.
+    /// An idle process that still accepts messages. A process that was killed accepts none.
     fn asked(&self, messages: &[Vec<u8>]) -> Option<RenderProcess> {
         loop {
             let mut process = self.idle.lock().pop()?;
