@@ -246,7 +246,7 @@ MODELS: dict[str, tuple[type[Any], PreTrainedConfig]] = {
         ),
     ),
 }
-COMPILED = [name for name in MODELS if not name.startswith("kimi")]
+COMPILED = list(MODELS)
 """Models that the hand in Rust computes too."""
 
 

@@ -122,7 +122,7 @@ def served(runner: Any) -> list[Request]:
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3.5-text", "lfm2", "lfm2-moe", "granite4-h", "nemotron-h-biases", "nemotron-3-latent", "falcon-h1"]
+    "name", ["qwen3.5-text", "lfm2", "lfm2-moe", "granite4-h", "nemotron-h-biases", "nemotron-3-latent", "falcon-h1", "kimi-linear"]
 )
 def test_both_hands_are_close_in_bfloat16(tmp_path: Path, name: str) -> None:
     """Each hand rounds at places of its own, which may change a token's experts."""
@@ -277,7 +277,7 @@ def test_a_row_whose_mask_is_late_says_the_same_later(tmp_path: Path, name: str,
     check_late(step_of, late, VOCABULARY)
 
 
-@pytest.mark.parametrize("name", ["qwen3.5-text", "lfm2", "granite4-h", "nemotron-h", "falcon-h1"])
+@pytest.mark.parametrize("name", ["qwen3.5-text", "lfm2", "granite4-h", "nemotron-h", "falcon-h1", "kimi-linear"])
 @PATTERN
 def test_the_rust_hand_says_the_same_after_late_masks(tmp_path: Path, name: str, late: Late) -> None:
     values = settings(save(tmp_path / "model", name))

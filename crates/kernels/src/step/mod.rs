@@ -311,6 +311,11 @@ impl<E: Element> Step<'_, E> {
                         stream = self.sampled_rows(member, stream);
                     }
                     self.mix_positions::<K>((layer, part), stream, (queues, member));
+                    if layer.parallel {
+                        // Again, since the stream may have become that of the tokens that sample.
+                        normed = self.normalise::<K>(member, stream, &layer.input_norm);
+                        member.meet();
+                    }
                     let attended = Rows { first: self.attended.cast_const(), count: stream.count };
                     let output = (&part.output.matrix(), Behind::norm(part.norm));
                     let at = Some((index, Product::Output));
@@ -320,11 +325,6 @@ impl<E: Element> Step<'_, E> {
                 if is_last && self.sampled.len() < stream.count {
                     // Nothing of this layer mixes positions.
                     stream = self.sampled_rows(member, stream);
-                    member.meet();
-                }
-                if layer.parallel {
-                    // Again, since the stream may have become that of the tokens that sample.
-                    normed = self.normalise::<K>(member, stream, &layer.input_norm);
                     member.meet();
                 }
                 for part in layer.feeds().into_iter().flatten() {

@@ -208,8 +208,9 @@ impl Layer {
         if mixes != self.output.is_some() {
             return unfit("a first product without a second, or the other way round");
         }
-        if self.beside.is_some() && (!self.attends() || self.attended_norm.is_some()) {
-            return unfit("a recurrence beside no attention, or beside one with a norm behind it");
+        let alone = self.parallel || self.attended_norm.is_some();
+        if self.beside.is_some() && (!self.attends() || alone) {
+            return unfit("a recurrence beside no attention, or beside parts with other norms");
         }
         if mixes && self.feed.is_some() {
             return Ok(());

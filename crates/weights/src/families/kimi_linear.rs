@@ -24,7 +24,7 @@ pub(super) const FAMILY: Family = Family {
     model_type: "kimi_linear",
     attention: "delta nets with a decay a channel, and latent without positions in some layers",
     layers: "experts, some dense",
-    compiled: false,
+    compiled: true,
     shape,
     gguf: None,
     rules: RULES,
