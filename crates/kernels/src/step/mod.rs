@@ -32,8 +32,9 @@ use crate::team::{FEW, Member, Queue};
 use crate::tile::Kernel;
 
 /// Pieces of work a layer takes from queues: four products, the attention, two products of experts,
-/// two with the layer's own input, two products and the states beside attention, two around experts
-/// of latent states, two behind low ranks, and of latent attention that of queries and two of heads.
+/// and two with the layer's own input. Then two products and the states beside attention, two
+/// products around experts of latent states, and two behind low ranks. Latent attention has a
+/// product of queries and two of heads.
 pub(crate) const QUEUES_A_LAYER: usize = 19;
 /// The first of those behind low ranks.
 const LOW_QUEUES: usize = 14;
