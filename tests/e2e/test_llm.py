@@ -251,7 +251,7 @@ def test_defaults_are_the_models(models: Models) -> None:
         (None, {"bogus": 1}, "unexpected argument '--bogus' found"),
         (None, {"max_model_len": 10**9}, ".*is more than the model was made for.*"),
         (None, {"max_model_len": "x"}, "invalid value 'x' for '--context-length <TOKENS>': .*"),
-        (None, {"kv_transfer_config": "x"}, ".*one server does both: --pd P:D.*"),
+        (None, {"kv_transfer_config": "x"}, ".*memory of one server, with --pd P:D,.*"),
     ],
 )
 def test_the_reason_of_a_refusal_is_the_text(
