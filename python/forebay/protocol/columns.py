@@ -97,7 +97,7 @@ class PlanColumns:
     """(`ticket`, `direction`, `hot`, `host`): Copy a page between the device's memory and the host's. `direction` 0
     saves, 1 restores, 2 restores index keys alone, and `hot` is -1; 3 saves and 4 restores a state page."""
     wait_us: Int32s = ints(0)
-    """In a plan without rows: answer when a copy has ended, when another plan has come, or after so many
+    """In a plan without rows: answer when a copy has ended, when another plan has come, or after this many
     microseconds (at most 1000)."""
     host_writes: Int32s = ints(0, PAGE_WRITE_WORDS)
     """(`slot`, `index`, `page`): `host_table[slot, index] = page`, a page of the host's tier."""
@@ -171,7 +171,7 @@ class ResultColumns:
     row_errors: Int32s = ints(0)
     """One a row, in row order: 0 fine, 1 the logits, also those of a prompt's tokens, or the vector were not finite."""
     logprob_counts: Int32s = ints(0)
-    """Absent when nobody asked; else one a token: number of entries in the next two columns."""
+    """Absent if no request asked; else one a token: number of entries in the next two columns."""
     logprob_ids: Int32s = ints(0)
     """A token's entries: the sampled token, then the most likely, descending."""
     logprob_values: Float32s = floats(0)
