@@ -18,9 +18,9 @@ use crate::turns::claims::Claim;
 use crate::{Handle, Scheduler};
 
 impl Scheduler {
-    /// Plans the rows of prompts that pass the first in turn, and admits those that wait. They are
-    /// added to `passed`, and have no further row in this step. Returns the number of their tokens,
-    /// at most half of `budget`.
+    /// Plans the rows of prompts that pass the first in turn, and admits those that wait. Those
+    /// that get a row are added to `passed`, and have no further row in this step. Returns the
+    /// number of their tokens, at most half of `budget`.
     pub(crate) fn plan_passing(
         &mut self,
         budget: u32,
@@ -37,7 +37,7 @@ impl Scheduler {
         self.advance_claims(self.roster[first].key.rank);
         let half = budget.div_ceil(2);
         let soon = budget.saturating_sub(self.memory.row_limit(self.roster[first].total, half));
-        let (mut left, mut admits) = (soon, true);
+        let (mut left, mut admits, mut all_have_rows) = (soon, true, true);
         while left > 0 {
             let resident = self.resident_claim(first, passed, step);
             let waiting = if admits { self.waiting_claim() } else { None };
@@ -58,7 +58,14 @@ impl Scheduler {
                 let planned = self.push_row(handle, left, step);
                 left -= planned;
                 self.count_received(handle, planned);
+                all_have_rows &= planned > 0;
             }
+        }
+        if !all_have_rows {
+            // What is left may be too little for an image that must lie in one row. If the first in
+            // turn waits for memory that such a prompt holds, only a turn of its own helps both.
+            let rows = &step.flight.rows;
+            passed.retain(|&handle| rows.iter().any(|row| row.handle == handle));
         }
         soon - left
     }

@@ -255,8 +255,7 @@ fn machines() -> impl Strategy<Value = SchedulerConfig> {
     let tokens_a_row = prop_oneof![2 => Just(1), 1 => 2..6_u32];
     let host = prop::option::weighted(0.6, hosts());
     let sparse = prop::option::weighted(0.5, (1..4_u32, any::<bool>()));
-    // Rarely, a story with `whole` images and slow towers stalls: nothing is planned. It is not mended.
-    let tower = (1..5_u32, 3..8_u32, 1..40_u64, Just(false));
+    let tower = (1..5_u32, 3..8_u32, 1..40_u64, any::<bool>());
     let tower = tower.prop_map(|(layers, pages, budget, whole)| Tower {
         layers,
         pages,
