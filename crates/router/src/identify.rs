@@ -1,4 +1,4 @@
-//! The engine of a server of which pairs are made, as it tells it itself.
+//! The engine of a prefill or decode server, as the server reports it.
 
 use http::StatusCode;
 use serde::Deserialize;
@@ -10,12 +10,12 @@ use crate::watch::{question, report_of};
 
 /// The longest answer about a server, in bytes.
 const MAX_INFO: usize = 4 << 20;
-/// The routes at which SGLang tells of itself: today, and up to 0.5.
+/// The routes of SGLang's server information: the present one, and that of versions up to 0.5.
 const INFO: [&str; 2] = ["/server_info", "/get_server_info"];
-/// The part for each kind of server in SGLang's flag.
+/// SGLang's flag for the duty of a server.
 const MODE: &str = "--disaggregation-mode";
 
-/// What SGLang tells of itself.
+/// The fields of SGLang's server information that pairs need.
 #[derive(Deserialize)]
 struct Info {
     disaggregation_mode: String,

@@ -1,6 +1,7 @@
-//! Bodies for the servers of a pair: the client's, less some members, and with others behind it.
+//! Request bodies for the servers of a pair: the client's body without some members, and with
+//! others appended.
 //!
-//! A body is not parsed for that: its members are found, and what is kept of it is not copied.
+//! The body is scanned for its members, not parsed, and the kept ranges are not copied.
 
 use std::borrow::Cow;
 use std::ops::Range;

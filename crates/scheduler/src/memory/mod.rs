@@ -6,7 +6,7 @@
 //! (`sparse`).
 //!
 //! - `prefix`: the blocks that a request finds at its admission, and new pages behind them;
-//! `sparse`: the same for backed pages, and the pages that running requests drop.
+//!   `sparse`: the same for backed pages, and the pages that running requests drop.
 //! - `copies`: saves, restores, and their ends; `loans`: what other replicas read.
 //! - `states`: recurrent states that are kept beside the blocks; `resident`: those of a request.
 //! - `window`: pages of layers that read the last positions only; `window_part`: their pool.
