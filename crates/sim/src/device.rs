@@ -100,7 +100,13 @@ impl Device {
                 continue;
             };
             let end = row.start + row.length;
-            debug_assert_eq!(slot.sequence.length, end, "the row must end the slot");
+            debug_assert_eq!(
+                slot.sequence.length,
+                end,
+                "the row must end the slot: {row:?}, a prompt of {}, step {}",
+                slot.prompt.len(),
+                plan.step(),
+            );
             let masks: Vec<&RowMask> = match want {
                 Want::Masked(most) => masks.by_ref().take(most as usize).collect(),
                 _ => Vec::new(),

@@ -287,6 +287,11 @@ impl Member {
         self.take_made(made);
     }
 
+    /// Makes a cheap mask that waits for a mask thread; false: there is none.
+    pub(crate) fn help_with_masks(&self) -> bool {
+        self.constrained.threads.help()
+    }
+
     /// True if masks are made by other threads too.
     pub(super) fn has_mask_threads(&self) -> bool {
         !self.constrained.threads.is_empty()

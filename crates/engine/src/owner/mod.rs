@@ -97,6 +97,10 @@ impl Owner {
             if self.over {
                 break;
             }
+            // The mask threads may all be busy, and this one has nothing else to do.
+            if self.in_flight() == 0 && self.members.iter().any(Member::help_with_masks) {
+                continue;
+            }
             match self.executor.wait(self.timeout()) {
                 Signal::Woken => {}
                 Signal::TimedOut => self.timed_out(),

@@ -1,8 +1,9 @@
 //! Masks that take longer than a step waits: their rows sit it out, and everybody else goes on.
 
+use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread;
 use std::time::Duration;
@@ -242,7 +243,9 @@ fn the_engine_s_thread_does_no_more_than_fits_into_its_part_of_a_step() {
         executor: Box::new(|executor| Box::new(Counting(executor, counting))),
         ..RigParts::default()
     };
-    let rig = Rig::with(config(1, 1), 2000, 1, parts);
+    // Long streams: on a busy machine they say thousands of tokens before the mask thread wakes up.
+    let config = EngineConfig { context_length: 1 << 13, ..config(1, 1) };
+    let rig = Rig::with(config, 1 << 16, 1, parts);
     let (cost, time) = (Arc::new(AtomicU64::new(0)), time_of(&rig));
     for id in 1..22 {
         let (cost, time, counts) = (Arc::clone(&cost), Arc::clone(&time), Arc::clone(&counts));
@@ -253,7 +256,7 @@ fn the_engine_s_thread_does_no_more_than_fits_into_its_part_of_a_step() {
                 time.fetch_add(us, Ordering::SeqCst);
             }
         };
-        rig.submit_of(id, id, 150, slow(rig.few(), before));
+        rig.submit_of(id, id, 8000, slow(rig.few(), before));
     }
     rig.control.release();
     held.recv_timeout(PATIENCE).expect("everybody says something");
@@ -265,7 +268,6 @@ fn the_engine_s_thread_does_no_more_than_fits_into_its_part_of_a_step() {
     gate.0.wait_for(1);
     let sat_out = rig.handle.stats().hand.sat_out;
     let mut told = rig.outputs.try_iter().flatten().count();
-    // On a busy machine some streams are nearly at their ends by now. The last of them is not.
     let goal = told + 100;
     while told < goal {
         told += rig.outputs.recv_timeout(PATIENCE).expect("outputs").len();
@@ -275,6 +277,70 @@ fn the_engine_s_thread_does_no_more_than_fits_into_its_part_of_a_step() {
     assert!((1..=fits as usize + 1).contains(&most), "{most} in a step, and {fits} fit");
     assert!(stats.sat_out > sat_out, "{stats:?}");
     gate.0.open();
+}
+
+thread_local! {
+    /// The thread has made a mask, and not asked for the time since.
+    static MADE: Cell<bool> = const { Cell::new(false) };
+    /// What the thread heard last.
+    static HEARD_US: Cell<u64> = const { Cell::new(0) };
+}
+
+/// Once it hurries, the engine's thread finds a step's time for masks over before it makes the
+/// first one, as on a machine that runs something else then. A mask itself takes no time.
+struct Hurried(SimClock);
+
+static HURRIES: AtomicBool = AtomicBool::new(false);
+
+impl Clock for Hurried {
+    fn now_us(&self) -> u64 {
+        if MADE.take() {
+            return HEARD_US.get();
+        }
+        if own_thread()
+            && HURRIES.load(Ordering::SeqCst)
+            && let SimClock::Virtual(time) = &self.0
+        {
+            time.fetch_add(3000, Ordering::SeqCst);
+        }
+        let now_us = self.0.now_us();
+        HEARD_US.set(now_us);
+        now_us
+    }
+}
+
+#[test]
+fn cheap_masks_do_not_wait_for_a_busy_mask_thread_when_every_row_sat_out() {
+    let mut said: HashMap<u64, usize> = HashMap::new();
+    let (sender, held) = channel();
+    let hook: Hook = Box::new(move |control, outputs| {
+        outputs.iter().for_each(|output| *said.entry(output.id.0).or_default() += 1);
+        if said.len() == 3 && said.values().all(|&count| count >= 4) {
+            said.insert(0, 0);
+            control.hold();
+            sender.send(()).expect("the test listens");
+        }
+    });
+    let parts = RigParts {
+        hooks: vec![hook],
+        clock: |clock| Arc::new(Hurried(clock)),
+        ..RigParts::default()
+    };
+    let rig = Rig::with(config(1, 1), 2000, 1, parts);
+    for id in 1..4 {
+        rig.submit_of(id, id, 150, slow(rig.few(), |_| MADE.set(true)));
+    }
+    rig.control.release();
+    held.recv_timeout(PATIENCE).expect("everybody says something");
+    HURRIES.store(true, Ordering::SeqCst);
+    let gate = OwnGate::default();
+    rig.submit_of(30, 100, 5, gated(&rig, &gate.0, 0));
+    let mut stories = HashMap::new();
+    rig.until_ended(&mut stories, &[1, 2, 3]);
+    (1..4).for_each(|id| check_few(&stories[&id], 150));
+    gate.0.wait_for(1);
+    gate.0.open();
+    rig.until_ended(&mut stories, &[100]);
 }
 
 #[test]
@@ -427,6 +493,7 @@ fn the_tokens_are_the_same_whichever_rows_sit_out() {
     let reference = Rig::start(config(0, 0), 2000, 1, quiet());
     reference.submit_all(40);
     let expected = reference.follow(40);
+    let mut sat_out = 0;
     for (lookahead, threads, pages, tokens_a_row, dies) in [
         (0, 1, 2000, 1, false),
         (1, 1, 2000, 1, false),
@@ -464,10 +531,12 @@ fn the_tokens_are_the_same_whichever_rows_sit_out() {
         let what = format!("lookahead {lookahead}, {threads} threads, {pages} pages, {dies}");
         assert!(stories == expected, "{what}");
         let stats = rig.handle.stats();
-        assert!(stats.hand.sat_out > 0, "{what}: {stats:?}");
+        sat_out += stats.hand.sat_out;
         assert_eq!(stats.scheduler.preemptions > 0, pages == 70, "{what}: {stats:?}");
         assert_eq!(stats.hand.deaths >= 6, dies, "{what}: {stats:?}");
     }
+    // On a busy machine the engine's thread may make all masks of a case.
+    assert!(sat_out > 0, "no row sat out");
 }
 
 #[test]

@@ -82,9 +82,6 @@ fn drafts_change_no_token_and_each_has_its_mask() {
         assert!(drafts.accepted > 200 && drafts.drafted > drafts.accepted, "{drafts:?}");
         assert_eq!(stats.scheduler.preemptions > 0, pages == 70, "{stats:?}");
         assert_eq!(stats.hand.deaths >= 10, dies, "{stats:?}");
-        // Masks of threads may be late, as often as the machine is busy.
-        let fewer = stats.scheduler.steps < reference.handle.stats().scheduler.steps;
-        assert!(most == 1 || dies || mask_threads > 0 || fewer);
     }
 }
 
