@@ -16,7 +16,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from statistics import median
 
 from benchmarks import compare, models, records
@@ -29,6 +29,8 @@ from benchmarks.servers import SERVED_NAME, Forebay, Setting
 STREAMS = 8
 TOKENS = 512
 PROMPT = 4000
+SECONDS = 60
+"""Streams are left after these: where no bound holds gaps down, they would take a quarter of an hour."""
 WORKLOAD = "8 streams beside prompts of 4000"
 SETTING = Setting(model="smollm2", streams=STREAMS + 4, context=4608, step_tokens=1024, pool=32_768)
 OFF = ("--decode-gap-ms", "off")
@@ -57,8 +59,13 @@ def stream(url: str, prompt: list[int], tokens: int) -> Iterator[float]:
 def gaps(url: str, chance: random.Random) -> list[float]:
     """The milliseconds between neighbouring tokens of the streams, while all of them run, ascending."""
     prompts = [[chance.randrange(1000, 40_000) for _ in range(64)] for _ in range(STREAMS)]
+    end = time.perf_counter() + SECONDS
+
+    def follow(prompt: list[int]) -> list[float]:
+        return list(takewhile(lambda now: now < end, stream(url, prompt, TOKENS)))
+
     with ThreadPoolExecutor(STREAMS) as pool:
-        times = list(pool.map(lambda prompt: list(stream(url, prompt, TOKENS)), prompts))
+        times = list(pool.map(follow, prompts))
     first, last = max(found[0] for found in times), min(found[-1] for found in times)
     pairs = [pair for found in times for pair in pairwise(found)]
     return sorted(1e3 * (after - before) for before, after in pairs if first <= before and after <= last)
@@ -123,7 +130,9 @@ def main() -> None:
     chosen = flags.parse_args()
     models.build(force=False)
     found = records.new("pd", chosen.rounds)
-    found.notes = {"Setting": f"SmolLM2-135M, bfloat16, {STREAMS} streams of {TOKENS} tokens, steps of 1024 tokens"}
+    found.notes = {
+        "Setting": f"SmolLM2-135M, bfloat16, {STREAMS} streams of {TOKENS} tokens or {SECONDS} s, steps of 1024 tokens"
+    }
     for turn, name in records.in_turn(chosen.rounds, chosen.only):
         threads, arguments = STATES[name]
         server = Forebay(name, "forebay-chat", flags=arguments, prefix_cache=True)
