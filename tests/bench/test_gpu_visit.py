@@ -112,7 +112,9 @@ def test_a_gpu_that_has_failed_fails_no_later_test(tmp_path: Path, workers: bool
     """Nothing that CUDA is asked for passes in a process behind such an error: it ends, and xdist begins a new one."""
     (tmp_path / "test_fails.py").write_text(FAILS)
     flags = ["-p", "tests.gpu_device.conftest", "-p", "no:cacheprovider", *(["-n", "1"] if workers else [])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    # It is no worker of the xdist that may run this test.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
     command = [sys.executable, "-m", "pytest", "-q", *flags, "--rootdir", str(tmp_path), str(tmp_path)]
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=100)
     assert found.returncode == 1, found.stdout
