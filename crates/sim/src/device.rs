@@ -52,14 +52,8 @@ pub(crate) struct Device {
 }
 
 impl Device {
-    /// Executes a plan, whose masked rows have these masks; the result's times are left at 0.
-    pub(crate) fn execute(
-        &mut self,
-        plan: &StepPlan,
-        text: &SimText,
-        masks: Option<&StepMasks>,
-    ) -> StepResult {
-        let mut masks = masks.into_iter().flat_map(|masks| &masks.masks);
+    /// Writes the plan's new slots, which a plan without rows may have too.
+    pub(crate) fn write_slots(&mut self, plan: &StepPlan, text: &SimText) {
         for new in plan.new_slots() {
             let at = new.slot as usize;
             if self.slots.len() <= at {
@@ -76,6 +70,16 @@ impl Device {
             slot.min_total = min_total;
             slot.spec = new.spec;
         }
+    }
+
+    /// Executes a plan, whose slots are written, and whose masked rows have these masks; the result's times are left at 0.
+    pub(crate) fn execute(
+        &mut self,
+        plan: &StepPlan,
+        text: &SimText,
+        masks: Option<&StepMasks>,
+    ) -> StepResult {
+        let mut masks = masks.into_iter().flat_map(|masks| &masks.masks);
         let rows = plan.rows();
         let expected = plan.drafts();
         let mut result = StepResult {
@@ -196,6 +200,17 @@ mod tests {
         }
     }
 
+    /// Executes a plan behind its writes.
+    fn written(
+        device: &mut Device,
+        plan: &StepPlan,
+        text: &SimText,
+        masks: Option<&StepMasks>,
+    ) -> StepResult {
+        device.write_slots(plan, text);
+        device.execute(plan, text, masks)
+    }
+
     /// The tokens of a slot after these, one a step.
     fn said(text: &SimText, tokens: &[i32], spec: &SlotSpec, count: u32) -> Vec<i32> {
         let mut device = Device::default();
@@ -209,7 +224,7 @@ mod tests {
                 (start, length) = (0, tokens.len() as u32);
             }
             plan.push_row(Row { slot: 0, start, length, want: Want::Tokens(1) });
-            said.extend(device.execute(&plan, text, None).tokens);
+            said.extend(written(&mut device, &plan, text, None).tokens);
         }
         said
     }
@@ -238,7 +253,7 @@ mod tests {
                 place: None,
             });
             row(&mut plan, 0, 2, drafts);
-            let result = device.execute(&plan, &text, None);
+            let result = written(&mut device, &plan, &text, None);
             assert_eq!(
                 (&result.tokens[..], &result.token_counts[..]),
                 (given, &[given.len() as i32][..])
@@ -246,7 +261,7 @@ mod tests {
             // Text continues after the tokens that it gave.
             plan.begin(2);
             row(&mut plan, 1 + given.len() as u32, 1, &[0]);
-            let next = device.execute(&plan, &text, None).tokens;
+            let next = written(&mut device, &plan, &text, None).tokens;
             assert_eq!(next.len(), 1);
             assert!(given.len() == 4 || next[0] == [7, 8, 9, 6][given.len()]);
         }
@@ -294,7 +309,7 @@ mod tests {
             words[0] = 1 << allowed;
             let rows = vec![RowMask::Tokens(words)];
             let masks = StepMasks { step: plan.step(), masks: rows };
-            said.extend(device.execute(&plan, &text, Some(&masks)).tokens);
+            said.extend(written(&mut device, &plan, &text, Some(&masks)).tokens);
         }
         assert_eq!(said, [7, 9, 9]);
     }
@@ -322,7 +337,7 @@ mod tests {
                 let start = if step == 1 { 0 } else { end - 1 };
                 plan.push_row(Row { slot: 0, start, length: end - start, want: Want::MASKED });
                 let masks = StepMasks { step, masks: vec![mask.clone()] };
-                let result = device.execute(&plan, &text, Some(&masks));
+                let result = written(&mut device, &plan, &text, Some(&masks));
                 assert_eq!(result.logprob_counts.len(), result.tokens.len());
                 end += result.tokens.len() as u32;
                 said.extend(result.tokens);

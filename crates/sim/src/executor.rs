@@ -395,6 +395,7 @@ impl Executor for SimExecutor {
                 let what = SimEvent::Death(Signal::Died(format!("plan error: {why}")));
                 return self.pending.push_back(Pending { at_us: now, what, waits_since: None });
             }
+            rank.device.write_slots(plan, &self.config.text);
             deadly |= rank.take_slots(plan, poison);
         }
         if let Some(Pending { at_us, waits_since: Some(since), .. }) = self.pending.back_mut() {
@@ -485,5 +486,36 @@ impl Executor for SimExecutor {
 
     fn waker(&self) -> Arc<dyn Wake> {
         Arc::new(self.control.clone())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use forebay_protocol::{NewSlot, Row, SlotSpec};
+
+    use super::*;
+
+    #[test]
+    fn a_plan_without_rows_writes_its_slots() {
+        let (mut executor, _) = SimExecutor::new(SimConfig::default());
+        executor.start();
+        assert!(matches!(executor.wait(None), Signal::Ready(_)));
+        let (mut plan, spec) = (StepPlan::default(), SlotSpec::default());
+        plan.begin(1);
+        plan.write_slot(&NewSlot {
+            slot: 0,
+            tokens: &[1, 2],
+            prompt_len: 2,
+            spec: &spec,
+            place: None,
+        });
+        plan.wait(1);
+        executor.submit(std::slice::from_ref(&plan));
+        assert!(matches!(executor.wait(None), Signal::Result(_)));
+        plan.begin(2);
+        plan.push_row(Row { slot: 0, start: 0, length: 2, want: Want::TOKEN });
+        executor.submit(std::slice::from_ref(&plan));
+        let Signal::Result(results) = executor.wait(None) else { panic!("the step ends") };
+        assert_eq!(results[0].tokens.len(), 1);
     }
 }
