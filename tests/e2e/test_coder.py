@@ -75,7 +75,7 @@ def test_every_finished_call_has_the_form_of_its_grammar(serve: Serve) -> None:
             temperature=[0.0, 0.7, 1.0][number // len(ASKED)],
         )
         for item in answer.output:
-            assert item.type == "custom_tool_call"
+            assert item.type == "custom_tool_call", answer.model_dump_json()
             if item.status == "completed":  # type: ignore[attr-defined]
                 assert WHOLE.fullmatch(item.input), item.input
                 finished += 1
