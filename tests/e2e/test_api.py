@@ -18,6 +18,7 @@ ROUTES = {
     "/replicas/{replica}/drain": {"post"},
     "/replicas/{replica}/resume": {"post"},
     "/replicas/{replica}/role": {"post"},
+    "/pd/prefill": {"post"},
     "/v1/chat/completions": {"post"},
     "/v1/completions": {"post"},
     "/v1/messages": {"post"},

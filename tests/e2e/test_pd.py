@@ -252,12 +252,3 @@ def test_what_cannot_be_lent_is_refused_in_a_sentence(
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 1
     assert why in ended.stderr
-
-
-def test_servers_of_ours_are_in_no_pair_of_a_router(serve: Serve, tiny: Model) -> None:
-    server = serve(tiny)
-    command = [str(BINARY), "route", "--pd-disaggregation", "--prefill", server.url, "--decode", "127.0.0.1:1"]
-    ended = subprocess.run([*command, "--port", "0"], capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 1
-    assert f"{server.url} is a Forebay server" in ended.stderr
-    assert "forebay serve MODEL --pd P:D" in ended.stderr

@@ -146,6 +146,7 @@ def test_from_hello_to_shutdown(tmp_path: Path, device: str) -> None:
             # The head is packed for 160 tokens: panels of the compiled kernels are 32 wide.
             weight_bytes += (160 - 131) * 64 * 4
         assert facts.pop("load_seconds") > 0
+        assert facts.pop("kv_layout").startswith("cpu " if device == RUST else "torch ")
         assert facts == {
             "page_count": 192,
             "vocab_size": 131,

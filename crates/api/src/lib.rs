@@ -60,6 +60,7 @@ mod tools;
 #[cfg(test)]
 mod trial;
 mod turns;
+mod url;
 
 pub use access::{Access, is_from_own_page};
 pub use apis::anthropic::MessagesRequest;
@@ -117,3 +118,4 @@ pub use sampling::{Generation, Limits, MaxTokens, choice_seed};
 pub use scan::{Members, members, plain_string};
 pub use structure::Structure;
 pub use tools::{CallDemand, Calls, OfferedTool, OfferedTools, TextForm};
+pub use url::{BackendUrl, UrlError};

@@ -19,6 +19,14 @@ pub const DEATHS_HEADER: &str = "x-forebay-deaths";
 /// The header of RFC 9218 by which a client ranks its requests, and the urgency that the standard
 /// keeps for work in the background.
 pub const BACKGROUND: (&str, &str) = ("priority", "u=7");
+/// The header by which a router names the prefill server that a decode server is to ask for a
+/// prompt. In the response it says how that went: [`PREFILL_CAME`], [`PREFILL_FAILED`], or nothing
+/// if it was not asked.
+pub const PREFILL_HEADER: &str = "x-forebay-prefill";
+/// The value of [`PREFILL_HEADER`] where blocks of the prompt came from the prefill server.
+pub const PREFILL_CAME: &str = "came";
+/// The value of [`PREFILL_HEADER`] where the prefill server has failed.
+pub const PREFILL_FAILED: &str = "failed";
 /// The response header with a [`LoadReport`].
 pub const LOAD_HEADER: &str = "x-forebay-load";
 /// The response header with the name of a kept response. Clients continue from it.

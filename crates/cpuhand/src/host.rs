@@ -8,19 +8,12 @@
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, BorrowedFd};
 
-use forebay_protocol::HandConfig;
+use forebay_protocol::{HandConfig, PAGE_NOTE_BYTES, STATE_COUNT_BYTES, STATE_NOTE_BYTES};
 use rustix::fs::{fstat, ftruncate};
 use rustix::io::{Errno, preadv, pwritev};
 
 use crate::descriptors::HostFiles;
 use crate::runner::HandError;
-
-/// Bytes of a page's checksum.
-const CHECKSUM_BYTES: u64 = 4;
-/// Bytes beside a state: its checksum, and the number of positions that it has seen.
-const STATE_NOTE_BYTES: u64 = 8;
-/// Bytes of the number of state pages at the end of a file that has some.
-const COUNT_BYTES: u64 = 8;
 
 /// Pages of one kind on the device.
 #[derive(Debug, Clone, Copy)]
@@ -131,11 +124,13 @@ pub(crate) struct PageSizes {
 impl PageSizes {
     /// Bytes of a file with so many pages.
     fn file(self, counts: HostCounts) -> u64 {
-        let pages = u64::from(counts.pages) * (self.page + CHECKSUM_BYTES);
+        let pages = u64::from(counts.pages) * (self.page + PAGE_NOTE_BYTES);
         match self.state {
             0 => pages,
             state => {
-                pages + u64::from(counts.state_pages) * (state + STATE_NOTE_BYTES) + COUNT_BYTES
+                pages
+                    + u64::from(counts.state_pages) * (state + STATE_NOTE_BYTES)
+                    + STATE_COUNT_BYTES
             }
         }
     }
@@ -158,7 +153,7 @@ impl HostTier {
         let tier = Self { files, counts, sizes };
         if sizes.state > 0 {
             let own = tier.own();
-            let end = size(own.file)? - COUNT_BYTES;
+            let end = size(own.file)? - STATE_COUNT_BYTES;
             let count = u64::from(counts.state_pages).to_ne_bytes();
             own.write_at(end, &mut [IoSlice::new(&count)])?;
         }
@@ -182,7 +177,7 @@ impl HostTier {
             first: 0,
             pages: self.counts.pages.into(),
             page_bytes: self.sizes.page,
-            note_bytes: CHECKSUM_BYTES,
+            note_bytes: PAGE_NOTE_BYTES,
         }
     }
 
@@ -213,7 +208,7 @@ impl HostTier {
             first: 0,
             pages: 0,
             page_bytes: page,
-            note_bytes: CHECKSUM_BYTES,
+            note_bytes: PAGE_NOTE_BYTES,
         };
         let bytes = size(file.as_fd())?;
         let strange = || {
@@ -222,14 +217,14 @@ impl HostTier {
         };
         let (mut of_pages, mut states) = (Some(bytes), 0);
         if state > 0 {
-            let end = bytes.checked_sub(COUNT_BYTES).ok_or_else(strange)?;
-            let mut count = [0; COUNT_BYTES as usize];
+            let end = bytes.checked_sub(STATE_COUNT_BYTES).ok_or_else(strange)?;
+            let mut count = [0; STATE_COUNT_BYTES as usize];
             pages.read_at(end, &mut [IoSliceMut::new(&mut count)])?;
             states = u64::from_ne_bytes(count);
             let of_states = states.checked_mul(state + STATE_NOTE_BYTES);
             of_pages = of_states.and_then(|of_states| end.checked_sub(of_states));
         }
-        let each = page + CHECKSUM_BYTES;
+        let each = page + PAGE_NOTE_BYTES;
         let whole = |&bytes: &u64| bytes > 0 && bytes.is_multiple_of(each);
         pages.pages = of_pages.filter(whole).ok_or_else(strange)? / each;
         Ok((pages, states))
@@ -292,14 +287,14 @@ impl<'a> HostPages<'a> {
 
     /// Notes how many positions the state on a page has seen.
     pub(crate) fn note_seen(&self, page: u32, seen: u32) -> io::Result<()> {
-        let at = self.seal_place(page)? + CHECKSUM_BYTES;
+        let at = self.seal_place(page)? + PAGE_NOTE_BYTES;
         self.write_at(at, &mut [IoSlice::new(&seen.to_ne_bytes())])
     }
 
     /// The number of positions that the state on a page has seen.
     pub(crate) fn seen(&self, page: u32) -> io::Result<u32> {
         let mut seen = [0; size_of::<u32>()];
-        let at = self.seal_place(page)? + CHECKSUM_BYTES;
+        let at = self.seal_place(page)? + PAGE_NOTE_BYTES;
         self.read_at(at, &mut [IoSliceMut::new(&mut seen)])?;
         Ok(u32::from_ne_bytes(seen))
     }

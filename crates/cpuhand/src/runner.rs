@@ -5,7 +5,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use forebay_kernels::{Decoder, Dtype, Room, Shared, Sizes, Threads, Unfit, Wanted, limit};
+use forebay_kernels::{Decoder, Dtype, Room, Shared, Sizes, Threads, Unfit, Wanted, level, limit};
 use forebay_machine::Machine;
 use forebay_protocol::{AdapterOrder, HandConfig, Ready, StepPlan, StepResult};
 use forebay_weights::{Checkpoint, ModelError, ModelShape, Norm, Shape, TorchNumber};
@@ -269,6 +269,8 @@ impl Runner {
             window_page_count: sizes.window_page_count as u32,
             window_page_bytes,
             one_pool: windows.one_pool.into(),
+            // The order in a page follows the instructions.
+            kv_layout: format!("cpu {}", level()),
             blocks,
             lora_bytes,
             lora_modules,
@@ -366,12 +368,12 @@ pub(crate) fn numbers(
 
 /// Limits the kernels to the instructions that `FOREBAY_KERNELS` names.
 fn limit_kernels() -> Result<(), HandError> {
-    let Ok(level) = std::env::var("FOREBAY_KERNELS") else { return Ok(()) };
-    if limit(&level) {
+    let Ok(wanted) = std::env::var("FOREBAY_KERNELS") else { return Ok(()) };
+    if limit(&wanted) {
         return Ok(());
     }
     Err(HandError::Config(format!(
-        "FOREBAY_KERNELS is {level:?}, which this kind of processor does not have: leave it off, or use --hand torch for PyTorch's operators"
+        "FOREBAY_KERNELS is {wanted:?}, which this kind of processor does not have: leave it off, or use --hand torch for PyTorch's operators"
     )))
 }
 

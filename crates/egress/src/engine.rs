@@ -37,6 +37,9 @@ pub trait Engine: Send + Sync + 'static {
     fn drained(&self) -> bool;
     /// The names of a prompt's full blocks for requests with this salt.
     fn block_names(&self, salt: u64, prompt: &[i32]) -> Vec<BlockHash>;
+    /// The number of tokens in these leading blocks that a replica has cached, of the replica with
+    /// most.
+    fn cached(&self, names: &[BlockHash]) -> u64;
     /// Tells the engine of an adapter that later requests may have, or that no later request has.
     fn adapter(&self, order: &AdapterOrder);
     /// The engine's facts; `None` before it was ready.
@@ -89,6 +92,9 @@ impl Engine for Replicas {
     }
     fn block_names(&self, salt: u64, prompt: &[i32]) -> Vec<BlockHash> {
         self.block_names(salt, prompt)
+    }
+    fn cached(&self, names: &[BlockHash]) -> u64 {
+        self.cached(names)
     }
     fn adapter(&self, order: &AdapterOrder) {
         self.adapter(order);

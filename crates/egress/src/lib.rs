@@ -46,7 +46,9 @@ mod threads;
 
 pub use delta::{Candidate, Delta, End, LOGPROB_JSON, Logprobs};
 pub use engine::Engine;
-pub use metrics::{AdapterCounts, AdapterLoad, IntakeStats, Metrics, PartStats};
+pub use metrics::{
+    AdapterCounts, AdapterLoad, FetchCounts, IntakeStats, Metrics, PartStats, PdCounts, SentCounts,
+};
 pub use mode::EgressMode;
 pub use outlet::{EventEncoder, Outlet};
 pub use pooled::{Pooled, PooledAnswer, PooledRegistration, PooledSink, pooled};

@@ -43,6 +43,8 @@ pub(crate) enum Order {
     Lend(Vec<BlockHash>, LoanReply),
     /// The pages of this loan have no reader any more.
     TakeBack(LoanId),
+    /// The question if one of these blocks is being saved, or will be.
+    WillSave(Vec<BlockHash>, Box<dyn FnOnce(bool) + Send>),
     FlushCache(Box<dyn FnOnce(bool) + Send>),
     Pause(PauseMode, PauseReply),
     Resume,
@@ -148,6 +150,12 @@ impl EngineHandle {
     /// Makes the engine lend the first of these blocks, up to one that is not in its host tier.
     pub fn lend(&self, names: Vec<BlockHash>, reply: LoanReply) {
         self.order(Order::Lend(names, reply));
+    }
+
+    /// Asks if one of these blocks is being saved to the host tier, or will be. `reply` is dropped
+    /// if the thread has ended.
+    pub fn will_save(&self, names: Vec<BlockHash>, reply: Box<dyn FnOnce(bool) + Send>) {
+        self.order(Order::WillSave(names, reply));
     }
 
     /// Makes the engine try to plan again.

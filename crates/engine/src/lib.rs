@@ -76,6 +76,7 @@ mod payload;
 mod picture;
 mod recovery;
 mod thread;
+mod tier;
 mod types;
 mod waiting;
 
@@ -85,7 +86,10 @@ pub use config::{
 };
 pub use constraint::{Allowed, Constraint, ConstraintError};
 pub use executor::{Executor, Signal, Wake};
-pub use forebay_protocol::{AdapterOrder, Dtype, Grid, Pooling, PromptLogprobs, Ready, SlotSpec};
+pub use forebay_protocol::{
+    AdapterOrder, Dtype, Grid, PAGE_NOTE_BYTES, Pooling, PromptLogprobs, Ready, STATE_COUNT_BYTES,
+    STATE_NOTE_BYTES, SlotSpec,
+};
 pub use forebay_scheduler::{
     BlockEvent, BlockHash, DecodeGap, DraftCounts, DraftMatch, DraftSource, DraftStats, FairQueue,
     History, HostStats, HostTier, ImageId, ImageStats, Loan, Lookup, Namer, Past, Phase, Place,
@@ -99,6 +103,7 @@ pub use member::MOST_VIEWS;
 pub use payload::{Embeds, Payload, Payloads, There};
 pub use picture::{Picture, PictureError, Placed, Placement};
 pub use thread::{Engine, EngineThread, Hooks};
+pub use tier::TierMemory;
 pub use types::{
     Admission, BlockObserver, EngineRequest, Entrant, Facts, FinishReason, HandStats, LoanReply,
     Orphan, Output, OutputSink, PauseMode, PauseReply, Peers, PredictedTokens, Preference, Reload,

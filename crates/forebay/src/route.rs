@@ -93,8 +93,8 @@ struct BackendFlags {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Pairs of prefill and decode servers")]
 struct PairFlags {
-    /// Servers of SGLang or vLLM that compute prompts, in place of --backends. Behind a URL may
-    /// stand the port at which SGLang's decode servers find it, as in http://10.0.0.1:8000 8998.
+    /// Servers that compute prompts, in place of --backends: `forebay serve` with
+    /// --disaggregation-mode `prefill`, or servers of SGLang or vLLM. Behind a URL may stand the port at which SGLang's decode servers find it, as in http://10.0.0.1:8000 8998.
     #[arg(
         long,
         value_delimiter = ',',
@@ -104,7 +104,8 @@ struct PairFlags {
         conflicts_with_all = ["backends", "backends_file", "backends_dns", "registration_key"]
     )]
     prefill: Vec<String>,
-    /// Servers of the same engine that go on behind the first token. Clients get their answers.
+    /// Servers of the same engine that continue, of `forebay serve` those with
+    /// --disaggregation-mode `decode`. Clients get their answers.
     #[arg(long, value_delimiter = ',', num_args = 1.., value_name = "URL", requires = "prefill")]
     decode: Vec<String>,
     /// The engine of these servers [default: each is asked].

@@ -30,7 +30,7 @@ mod waker;
 pub use arena::{Arena, MAX_ARENA_BYTES, Region};
 pub use executor::{HandExecutor, HandSpec, RankSpec};
 pub use forebay_protocol::{DraftModelConfig, HandConfig, PlaceConfig};
-pub use memory::HostMemories;
+pub use memory::{HostMemories, HostMemory};
 pub use process::{Exit, RankProcess, without_keys};
 pub use site::{Distant, RankOrder, Remote, Site};
 pub use slice::take_short_turns;

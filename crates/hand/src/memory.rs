@@ -4,7 +4,9 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use rustix::fs::{MemfdFlags, memfd_create};
+use forebay_engine::TierMemory;
+use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
+use rustix::io::{Errno, pread, pwrite};
 
 /// The descriptor of a hand for the memory of its own host tier.
 pub(crate) const HOST_FD: i32 = 5;
@@ -16,24 +18,91 @@ const LENDERS_FD: i32 = 6;
 pub struct HostMemories {
     /// The memory of the group's own tier; `None`: the group makes one if it needs it.
     own: Option<Arc<OwnedFd>>,
-    /// The memory of each replica that lends pages to this group, by the replica's number.
+    /// The memory of each replica that lends pages to this group, by the replica's number. The
+    /// memory of pages from other servers is last.
     lenders: Vec<Option<Arc<OwnedFd>>>,
 }
 
-impl HostMemories {
-    /// The memories of `replicas` groups of one rank each. Each lends to all others.
+/// The memory of a host tier in this process. A clone is the same memory.
+#[derive(Debug, Clone)]
+pub struct HostMemory(Arc<OwnedFd>);
+
+impl HostMemory {
+    /// Memory without a page.
     ///
     /// # Errors
     /// The system gives no such memory.
-    pub fn lent(replicas: usize) -> io::Result<Vec<Self>> {
+    pub fn new() -> io::Result<Self> {
+        new().map(|file| Self(Arc::new(file)))
+    }
+}
+
+impl TierMemory for HostMemory {
+    fn bytes(&self) -> io::Result<u64> {
+        Ok(u64::try_from(fstat(&self.0)?.st_size).unwrap_or(0))
+    }
+
+    fn grow(&self, bytes: u64) -> io::Result<()> {
+        if self.bytes()? < bytes {
+            ftruncate(&self.0, bytes)?;
+        }
+        Ok(())
+    }
+
+    fn read(&self, mut at: u64, mut into: &mut [u8]) -> io::Result<()> {
+        while !into.is_empty() {
+            match pread(&self.0, &mut *into, at) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(count) => {
+                    at += count as u64;
+                    into = &mut into[count..];
+                }
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(())
+    }
+
+    fn write(&self, mut at: u64, mut bytes: &[u8]) -> io::Result<()> {
+        while !bytes.is_empty() {
+            match pwrite(&self.0, bytes, at) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(count) => {
+                    at += count as u64;
+                    bytes = &bytes[count..];
+                }
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(())
+    }
+}
+
+impl HostMemories {
+    /// The memories of `replicas` groups of one rank each. Each lends to all others, and `received`
+    /// to all, as if it were one replica more.
+    ///
+    /// # Errors
+    /// The system gives no such memory.
+    pub fn lent(replicas: usize, received: Option<&HostMemory>) -> io::Result<Vec<Self>> {
         let memories: Vec<Arc<OwnedFd>> =
             (0..replicas).map(|_| Ok(Arc::new(new()?))).collect::<io::Result<_>>()?;
         let others = |at: usize| {
             let numbered = memories.iter().enumerate();
-            numbered.map(|(other, memory)| (other != at).then(|| Arc::clone(memory))).collect()
+            let of_others =
+                numbered.map(|(other, memory)| (other != at).then(|| Arc::clone(memory)));
+            of_others.chain(received.map(|memory| Some(Arc::clone(&memory.0)))).collect()
         };
         let of = |at: usize| Self { own: Some(Arc::clone(&memories[at])), lenders: others(at) };
         Ok((0..replicas).map(of).collect())
+    }
+
+    /// The memory of the group's own tier; `None`: nobody else reads it.
+    #[must_use]
+    pub fn tier(&self) -> Option<HostMemory> {
+        self.own.clone().map(HostMemory)
     }
 
     /// The group's own memory, which others map too.
@@ -79,7 +148,7 @@ mod tests {
 
     #[test]
     fn each_replica_maps_what_the_others_write() {
-        let memories = HostMemories::lent(3).expect("memory");
+        let memories = HostMemories::lent(3, None).expect("memory");
         let named: Vec<_> = memories.iter().map(HostMemories::descriptors).collect();
         let expected =
             [[None, Some(7), Some(8)], [Some(6), None, Some(8)], [Some(6), Some(7), None]];
@@ -90,5 +159,30 @@ mod tests {
         let own = memories[1].own().expect("its own").expect("a copy");
         let (number, lent) = memories[2].borrowed().nth(1).expect("two");
         assert_eq!((number, inode(lent)), (7, inode(own.as_fd())));
+    }
+
+    #[test]
+    fn pages_from_other_servers_come_as_from_one_replica_more() {
+        let received = HostMemory::new().expect("memory");
+        let memories = HostMemories::lent(2, Some(&received)).expect("memory");
+        let named: Vec<_> = memories.iter().map(HostMemories::descriptors).collect();
+        assert_eq!(named, [[None, Some(7), Some(8)], [Some(6), None, Some(8)]]);
+        let inode = |fd: BorrowedFd<'_>| rustix::fs::fstat(fd).expect("a file").st_ino;
+        let (_, lent) = memories[1].borrowed().last().expect("one");
+        assert_eq!(inode(lent), inode(received.0.as_fd()));
+    }
+
+    #[test]
+    fn what_this_process_writes_it_reads_up_to_the_end() {
+        let memory = HostMemory::new().expect("memory");
+        assert_eq!(memory.bytes().expect("a size"), 0);
+        memory.grow(100).expect("room");
+        memory.grow(10).expect("nothing to do");
+        assert_eq!(memory.clone().bytes().expect("a size"), 100);
+        memory.write(90, &[7; 10]).expect("room");
+        let mut read = [1; 20];
+        memory.read(80, &mut read).expect("all there");
+        assert_eq!(read, [[0; 10], [7; 10]].concat()[..]);
+        assert!(memory.read(81, &mut read).is_err(), "it ends before");
     }
 }

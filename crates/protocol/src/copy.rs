@@ -7,6 +7,13 @@ pub const COPY_WORDS: usize = CopyRecord::WORDS;
 /// The longest wait of a plan without rows, in microseconds. A request that comes meanwhile waits
 /// that long at most.
 pub const MAX_WAIT_US: u32 = 1000;
+/// Bytes behind the pages of a host tier for each of them: its checksum.
+pub const PAGE_NOTE_BYTES: u64 = 4;
+/// Bytes behind the state pages of a host tier for each of them: its checksum, and the number of
+/// positions that it has seen.
+pub const STATE_NOTE_BYTES: u64 = 8;
+/// Bytes of the number of state pages at the end of a host tier that has some.
+pub const STATE_COUNT_BYTES: u64 = 8;
 /// The report of a copy that succeeded.
 pub const COPY_OK: i32 = 0;
 /// The report of a copy that failed.

@@ -340,6 +340,10 @@ pub struct Ready {
     /// State pages of the host's tier; 0: it has none.
     #[serde(default)]
     pub host_state_page_count: u32,
+    /// The name of the order of numbers in a page. Hands of the same model with the same name and
+    /// the same bytes of a page read each other's pages; empty: nobody else reads this hand's.
+    #[serde(default)]
+    pub kv_layout: String,
 }
 
 fn one() -> u32 {
@@ -417,6 +421,7 @@ mod tests {
             window_page_bytes: 12,
             one_pool: "it is small".into(),
             host_state_page_count: 6,
+            kv_layout: "cpu".into(),
             ..Ready::default()
         }
     }
@@ -462,6 +467,7 @@ mod tests {
             "window_page_bytes",
             "one_pool",
             "host_state_page_count",
+            "kv_layout",
         ];
         for name in fields.keys().filter(|name| !optional.contains(&name.as_str())) {
             let mut rest = fields.clone();

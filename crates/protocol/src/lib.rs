@@ -37,7 +37,8 @@ pub use adapter::{
 };
 pub use columns::{ColumnSpec, Multiplicity, RecordSpec};
 pub use copy::{
-    COPY_FAILED, COPY_OK, COPY_WORDS, CopyEnd, CopyTiming, Direction, MAX_WAIT_US, PageCopy, Span,
+    COPY_FAILED, COPY_OK, COPY_WORDS, CopyEnd, CopyTiming, Direction, MAX_WAIT_US, PAGE_NOTE_BYTES,
+    PageCopy, STATE_COUNT_BYTES, STATE_NOTE_BYTES, Span,
 };
 pub use dtype::Dtype;
 pub use frame::{

@@ -35,13 +35,17 @@ pub struct ReplicasConfig {
     /// The roles of the replicas; `None`: each does everything.
     #[serde(flatten)]
     pub pd: Option<PdConfig>,
+    /// True if somebody asks what is cached ([`Replicas::cached`]), whatever the policy.
+    #[serde(skip)]
+    pub tells_cached: bool,
 }
 
 impl Default for ReplicasConfig {
     /// The defaults of the flags.
     fn default() -> Self {
         let (load_balance_method, load_watch_interval) = (Method::default(), Duration::ZERO);
-        Self { load_balance_method, load_watch_interval, queue_moves: true, pd: None }
+        let (queue_moves, pd, tells_cached) = (true, None, false);
+        Self { load_balance_method, load_watch_interval, queue_moves, pd, tells_cached }
     }
 }
 
@@ -104,7 +108,7 @@ impl Replicas {
         let method = config.load_balance_method;
         // With roles, the cached blocks of decode replicas decide where a request goes.
         let looks = matches!(method, Method::TotalTokens | Method::PrefixAware);
-        let informed = count > 1 && (looks || config.pd.is_some());
+        let informed = count > 1 && (looks || config.pd.is_some()) || config.tells_cached;
         let roles = roles::at_start(config.pd, count);
         let mut dispatch = Dispatch::new(roles, method, config.load_watch_interval);
         // With one replica there is no choice.
@@ -380,6 +384,14 @@ impl Replicas {
         self.0.engines().to_vec()
     }
 
+    /// The number of tokens in these leading blocks that a replica has cached, of the replica with
+    /// most; 0 if nobody follows what is cached ([`ReplicasConfig::tells_cached`]).
+    #[must_use]
+    pub fn cached(&self, names: &[BlockHash]) -> u64 {
+        let blocks = self.0.blocks.as_ref();
+        blocks.and_then(|blocks| blocks.cached(names).into_iter().max()).unwrap_or(0)
+    }
+
     /// The names of a prompt's full blocks for requests with this salt; empty where nothing is
     /// shared.
     #[must_use]
@@ -440,10 +452,13 @@ impl Shared {
             None => Vec::new(),
         };
         if let (Some(loan), Some((_, size))) = (&request.loan, &self.naming) {
-            let lent = names.iter().take_while(|&&name| loan.page(name).is_some()).count();
-            let lent = ((lent * size) as u64).min(known - 1);
             cached.resize(self.engines().len(), 0);
-            cached.iter_mut().for_each(|cached| *cached = lent.max(*cached));
+            for cached in &mut cached {
+                let own = self.blocks_in(*cached);
+                let rest = names.get(own..).unwrap_or_default();
+                let lent = rest.iter().take_while(|&&name| loan.page(name).is_some()).count();
+                *cached = (((own + lent) * size) as u64).max(*cached).min(known - 1);
+            }
         }
         RequestProfile {
             id: request.id,

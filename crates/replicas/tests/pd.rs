@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use forebay_engine::{
-    EngineConfig, EngineRequest, EngineThread, FinishReason, HostConfig, Output, Preference,
+    EngineConfig, EngineRequest, EngineThread, FinishReason, HostConfig, Loan, Output, Preference,
     RequestId, Status,
 };
 use forebay_replicas::{
@@ -213,6 +213,30 @@ fn tokens_are_those_of_one_replica() {
             assert!(computed < 4 * 100, "{computed}: at most what is on no full page");
         }
     }
+}
+
+/// Blocks that another server has computed come as those of one replica more.
+#[test]
+fn a_loan_of_another_server_is_restored_and_comes_back() {
+    let mut rig = Rig::start(1, 1, 30, HOST_PAGES);
+    let prompt: Vec<i32> = (0..100).collect();
+    let mut asked = request(1, prompt.clone(), 5);
+    let names = rig.replicas.block_names(asked.request.cache_salt, &prompt);
+    let pages = names[..24].iter().copied().zip(0..).collect();
+    let (back, has_come_back) = channel();
+    let give_back = Box::new(move || back.send(()).expect("the test waits"));
+    asked.request.loan = Some(Arc::new(Loan::new(2, pages, give_back)));
+    asked.request.past.handed = true;
+    rig.send(asked, prompt, 5);
+    rig.follow(1);
+    has_come_back.recv_timeout(PATIENCE).expect("nobody reads the pages any more");
+    rig.assert_exact();
+    rig.assert_idle();
+    // With what is lent, little is left to compute, so a decode replica serves it alone.
+    assert_eq!(rig.local(LocalReason::Short), 1);
+    let stats = rig.replicas.reports()[1].stats;
+    assert_eq!((stats.scheduler.host.blocks_restored, stats.scheduler.prompt_tokens), (24, 4));
+    assert_eq!(stats.hand.replayed, 0);
 }
 
 #[test]

@@ -445,7 +445,7 @@ fn polled_loads_are_not_looked_at_in_between() {
         load_balance_method: Method::ShortestQueue,
         load_watch_interval: Duration::from_micros(u64::MAX / 2),
         queue_moves: false,
-        pd: None,
+        ..ReplicasConfig::default()
     };
     let mut rig = Rig::with(3, polled, config());
     // The only report said that nobody has anything to do, so everybody takes turns, however long

@@ -3,12 +3,10 @@
 use std::net::IpAddr;
 use std::str::FromStr;
 
-use forebay_api::ApiError;
+use forebay_api::{ApiError, BackendUrl};
 use forebay_http::{KeyId, Keys};
 use http::HeaderMap;
 use thiserror::Error;
-
-use crate::url::BackendUrl;
 
 /// The key of a client that may send requests.
 ///

@@ -6,11 +6,11 @@ use std::task::Poll;
 
 use bytes::{Bytes, BytesMut};
 use forebay_api::peer::{
-    BLOCKS_HEADER, DEATHS_HEADER, LOAD_HEADER, LoadReport, MAX_SAMPLED_BLOCKS, RESPONSE_HEADER,
-    STREAM_HEADER, decode_blocks,
+    BLOCKS_HEADER, DEATHS_HEADER, LOAD_HEADER, LoadReport, MAX_SAMPLED_BLOCKS, PREFILL_HEADER,
+    RESPONSE_HEADER, STREAM_HEADER, decode_blocks,
 };
 use http::header::CONTENT_TYPE;
-use http::{HeaderMap, HeaderValue, Request, Response, StatusCode};
+use http::{HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode};
 use hyper::body::Incoming;
 use tokio::time::timeout;
 
@@ -54,6 +54,8 @@ pub(crate) struct Reached {
     pub(crate) first: Bytes,
     /// The rest; `None`: there is none.
     pub(crate) flow: Option<Flow>,
+    /// What a decode server of ours says of the prefill server that it was to ask.
+    pub(crate) fetched: Option<HeaderValue>,
 }
 
 /// The reason for another attempt.
@@ -118,6 +120,8 @@ pub(crate) struct Beside {
     pub(crate) body: Option<Payload>,
     /// The request to the prefill server.
     pub(crate) leg: Option<Leg>,
+    /// The prefill server that a decode server of ours is to ask.
+    pub(crate) prefill: Option<HeaderValue>,
 }
 
 /// One attempt, with `fresh` on a connection that was not used before.
@@ -129,7 +133,10 @@ pub(crate) async fn attempt(
     beside: Beside,
 ) -> Result<Reached, Failed> {
     let shared = &worker.shared;
-    let request = ask.request(shared.names(), &sent, resume, beside.body);
+    let mut request = ask.request(shared.names(), &sent, resume, beside.body);
+    if let Some(prefill) = beside.prefill {
+        request.headers_mut().insert(HeaderName::from_static(PREFILL_HEADER), prefill);
+    }
     let moves = shared.moves() && resume.is_none() && sent.backend.is_forebay();
     let place = (moves && ask.may_move()).then(|| sent.backend.movable.enter(sent.seq, ask));
     let mut vigil = Vigil::new(&sent, ask.deadline, place, beside.leg);
@@ -144,8 +151,10 @@ pub(crate) async fn attempt(
     let report = report(&head.headers).filter(|_| shared.uses_reports());
     // For routers in front of this one, too.
     let given_up = head.headers.remove(DEATHS_HEADER);
+    let fetched = head.headers.remove(PREFILL_HEADER);
     // Of a pair, one server fails at what the other has failed at.
-    let paired = ask.pair.is_some() && head.status.is_server_error();
+    let by_others = ask.pair.is_some() && !sent.backend.is_forebay();
+    let paired = by_others && head.status.is_server_error();
     let retriable = is_failure(head.status) || is_refusal(head.status) || paired;
     if !head.status.is_success() {
         vigil.end_leg();
@@ -178,7 +187,7 @@ pub(crate) async fn attempt(
     }
     let flow = Flow::new(sent, link, body, vigil, Arc::clone(worker));
     let kept = retriable || unkept.is_some();
-    let reached = Reached { head, kind, first: Bytes::new(), flow: None };
+    let reached = Reached { head, kind, first: Bytes::new(), flow: None, fetched };
     let reached = first(reached, flow, kept).await?;
     if unkept.is_some() && resume.is_none() {
         let response = Response::from_parts(reached.head, reached.first);

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
+use forebay_api::BackendUrl;
 use forebay_api::peer::LoadReport;
 use forebay_balance::{Load, Work};
 use http::HeaderValue;
@@ -25,7 +26,6 @@ use crate::pairs::{Duty, Peer};
 use crate::past::{Role, Trial};
 use crate::policy::Candidate;
 use crate::trials::Trials;
-use crate::url::BackendUrl;
 
 /// The memory that unfinished parts of a backend's answers may take, in bytes.
 const MEMORY: usize = 256 << 20;

@@ -4,7 +4,7 @@ use http::StatusCode;
 use serde::Deserialize;
 
 use crate::backend::Backend;
-use crate::pairs::{BOOTSTRAP_PORT, Duty, PairEngine, Peer, refuse_own};
+use crate::pairs::{BOOTSTRAP_PORT, Duty, PairEngine, Peer};
 use crate::shared::Shared;
 use crate::watch::{question, report_of};
 
@@ -22,15 +22,23 @@ struct Info {
     disaggregation_bootstrap_port: Option<u16>,
 }
 
+/// The field of our load reports that pairs need.
+#[derive(Deserialize)]
+struct OwnLoads {
+    disaggregation_mode: Option<String>,
+}
+
 /// Asks a server for its engine; `None`: it has not answered. Its models are known.
 ///
 /// # Errors
 /// A sentence: it can be in no pair, or not with this duty.
 pub(crate) async fn identify(shared: &Shared, backend: &Backend) -> Result<Option<Peer>, String> {
     let mut link = None;
-    let reports = report_of(shared, backend, &mut link, "/v1/loads").await.is_some();
-    if reports || backend.is_forebay() {
-        return Err(refuse_own(backend));
+    if let Some(loads) = report_of(shared, backend, &mut link, "/v1/loads").await {
+        return own(backend, &loads).map(Some);
+    }
+    if backend.is_forebay() {
+        return Ok(None);
     }
     let named = match backend.duty {
         Duty::Prefill { bootstrap_port } => bootstrap_port,
@@ -39,8 +47,10 @@ pub(crate) async fn identify(shared: &Shared, backend: &Backend) -> Result<Optio
     let peer = |engine, told: Option<u16>| {
         Ok(Some(Peer { engine, bootstrap_port: named.or(told).unwrap_or(BOOTSTRAP_PORT) }))
     };
-    if let Some(engine) = shared.config.pairs.engine {
-        return peer(engine, None);
+    match shared.config.pairs.engine {
+        Some(PairEngine::Forebay) => return Err(silent(backend)),
+        Some(engine) => return peer(engine, None),
+        None => {}
     }
     for path in INFO {
         let limits = (shared.config.health.timeout, MAX_INFO);
@@ -51,10 +61,7 @@ pub(crate) async fn identify(shared: &Shared, backend: &Backend) -> Result<Optio
         if let Some(info) = info.filter(|_| status == StatusCode::OK) {
             let (mode, duty) = (&info.disaggregation_mode, backend.duty.name());
             if mode != duty {
-                let url = backend.url.url();
-                return Err(format!(
-                    "{url} is SGLang with {MODE} {mode}, and --{duty} names servers with {duty}"
-                ));
+                return Err(other_mode(backend, PairEngine::SgLang, mode));
             }
             return peer(PairEngine::SgLang, info.disaggregation_bootstrap_port);
         }
@@ -62,10 +69,35 @@ pub(crate) async fn identify(shared: &Shared, backend: &Backend) -> Result<Optio
     match backend.models.owner().as_deref() {
         Some("vllm") => peer(PairEngine::Vllm, None),
         Some("sglang") => peer(PairEngine::SgLang, None),
-        Some("forebay") => Err(refuse_own(backend)),
+        Some("forebay") => Err(silent(backend)),
         _ => Err(format!(
             "{} does not tell its engine: --pd-engine sglang or --pd-engine vllm says it",
             backend.url.url()
         )),
     }
+}
+
+/// A server of ours, by its report of its load.
+fn own(backend: &Backend, loads: &[u8]) -> Result<Peer, String> {
+    let loads = serde_json::from_slice::<OwnLoads>(loads).ok();
+    let mode = loads.and_then(|loads| loads.disaggregation_mode);
+    let engine = PairEngine::Forebay;
+    match mode.as_deref() {
+        Some(mode) if mode == backend.duty.name() => {
+            Ok(Peer { engine, bootstrap_port: BOOTSTRAP_PORT })
+        }
+        mode => Err(other_mode(backend, engine, mode.unwrap_or("null"))),
+    }
+}
+
+/// The sentence about a server that was started for something else.
+fn other_mode(backend: &Backend, engine: PairEngine, mode: &str) -> String {
+    let (url, duty, engine) = (backend.url.url(), backend.duty.name(), engine.name());
+    format!("{url} is {engine} with {MODE} {mode}, and --{duty} names servers with {duty}")
+}
+
+/// The sentence about a server of ours that tells a router without its key nothing.
+fn silent(backend: &Backend) -> String {
+    let url = backend.url.url();
+    format!("{url} is a Forebay server that tells this router nothing: give both one --router-key")
 }

@@ -3,7 +3,7 @@
 //! The answer is the decode server's; the request to the prefill server is a *leg* of it. With
 //! SGLang both are sent at once, and a leg that fails ends the other: until it knows that keys and
 //! values have come, a decode server waits for minutes. With vLLM the leg comes first, and its
-//! answer is used once.
+//! answer is used once. Servers of ours need no leg: the decode server asks, and says how it went.
 
 use std::future::poll_fn;
 use std::sync::Arc;
@@ -12,13 +12,15 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
-use http::Response;
+use forebay_api::peer::{PREFILL_CAME, PREFILL_FAILED};
+use http::{HeaderValue, Response};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
-use crate::ask::{Ask, keep_end_to_end};
+use crate::ask::{Ask, Resume, keep_end_to_end};
 use crate::attempt::{Beside, Failed, Reached, Trouble, answered, attempt, is_refusal, unanswered};
 use crate::backend::Sent;
+use crate::breaker::FailureOrigin;
 use crate::budget::Held;
 use crate::flow::{Broken, Flow, Vigil};
 use crate::pairs::{BOOTSTRAP_PORT, PairEngine};
@@ -83,8 +85,8 @@ impl Drop for Leg {
 pub(crate) async fn attempt_pair(
     worker: &Arc<Worker>,
     ask: &Arc<Ask>,
-    prefill: Sent,
-    decode: Sent,
+    resume: Option<&Resume>,
+    (prefill, decode): (Sent, Sent),
     fresh: bool,
 ) -> Result<Reached, Failed> {
     worker.shared.totals.pairs.fetch_add(1, Ordering::Relaxed);
@@ -111,15 +113,35 @@ pub(crate) async fn attempt_pair(
                     worker.shared.totals.unfetched.fetch_add(1, Ordering::Relaxed);
                 }
             }
-            Beside { body: Some(decode_with(ask.body(), params)), leg: None }
+            Beside { body: Some(decode_with(ask.body(), params)), ..Beside::default() }
+        }
+        Some(PairEngine::Forebay) => {
+            let told = HeaderValue::from_str(&backend.url.url()).ok();
+            let beside = Beside { prefill: told, ..Beside::default() };
+            let reached = attempt(worker, ask, resume, (decode, fresh), beside).await;
+            if let Ok(Reached { fetched: Some(fetched), .. }) = &reached {
+                settle(prefill, fetched, ask);
+            }
+            return reached;
         }
         Some(PairEngine::SgLang) | None => {
             let room = Room::new(backend.url.host(), port);
             let leg = Leg::start(worker, ask, prefill, room.prefill(ask.body()), fresh);
-            Beside { body: Some(room.decode(ask.body())), leg: Some(leg) }
+            Beside { body: Some(room.decode(ask.body())), leg: Some(leg), prefill: None }
         }
     };
     attempt(worker, ask, None, (decode, fresh), beside).await
+}
+
+/// Notes how it went at a prefill server, as a decode server says. The breaker opens where it has
+/// failed the requests of several clients.
+fn settle(mut prefill: Sent, fetched: &HeaderValue, ask: &Ask) {
+    if fetched == PREFILL_CAME {
+        prefill.completed();
+    } else if fetched == PREFILL_FAILED {
+        prefill.failed();
+        prefill.backend.charge(FailureOrigin::Client(ask.client.0));
+    }
 }
 
 /// Has a prefill server compute a prompt, and gives its answer.

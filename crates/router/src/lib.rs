@@ -67,16 +67,15 @@ mod sources;
 mod splice;
 mod tape;
 mod trials;
-mod url;
 mod used;
 mod watch;
 
 pub use admission::{AllowedBackends, PatternError};
 pub use breaker::{Breaker, BreakerConfig, FailureOrigin};
 pub use config::{HealthConfig, RetryConfig, RouterConfig, Sources, Watch};
+pub use forebay_api::{BackendUrl, UrlError};
 pub use intake::BodyLimits;
 pub use ledger::{Accounting, Ledger};
 pub use pairs::{PairConfig, PairEngine, PrefillServer};
 pub use policy::{Candidate, Chooser, Policy, Thresholds};
 pub use serve::{Router, StartError};
-pub use url::{BackendUrl, UrlError};

@@ -11,6 +11,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
 
 use bytes::Bytes;
+use forebay_api::BackendUrl;
 use http::{Request, Response};
 use hyper::body::{Body, Frame, Incoming};
 use hyper::client::conn::http1::{Builder, Connection, SendRequest};
@@ -20,7 +21,6 @@ use rustc_hash::FxBuildHasher;
 use tokio::net::TcpStream;
 
 use crate::payload::Payload;
-use crate::url::BackendUrl;
 
 /// The largest number of idle connections that are kept for each backend.
 const MAX_IDLE: usize = 1024;

@@ -1,17 +1,17 @@
 //! Pairs of a server that computes prompts and one that goes on behind the first token.
 //!
-//! Both are servers of others, of one engine: they hand keys and values to each other by its
-//! protocol. A request that a pair computes is counted at both.
+//! Both are servers of one engine: they hand keys and values to each other by its protocol. A
+//! request that a pair computes is counted at both. Where the servers are of ours, the decode server
+//! asks the prefill server that the router names, and computes the prompt if that fails.
 
 use std::sync::Arc;
 
 use clap::ValueEnum;
-use forebay_api::ApiError;
+use forebay_api::{ApiError, BackendUrl, UrlError};
 use http::Method;
 
 use crate::backend::Backend;
 use crate::policy::Policy;
-use crate::url::{BackendUrl, UrlError};
 
 /// The port at which SGLang's prefill servers are found by decode servers, if nothing says another.
 pub(crate) const BOOTSTRAP_PORT: u16 = 8998;
@@ -33,9 +33,9 @@ const ALONE: [&str; 11] = [
     "/openapi.json",
     "/v1/models",
 ];
-/// The reason for which servers of ours are in no pair.
-const OURS: &str = "is a Forebay server, and those pair their own replicas: start it with \
-                    `forebay serve MODEL --pd P:D`, and name it with --backends";
+/// Further routes of ours that generate. Our decode servers answer all others alone.
+const OURS: [&str; 5] =
+    ["/v1/messages", "/v1/responses", "/api/chat", "/api/generate", "/completion"];
 
 /// The engine of the servers of a pair, whose protocol they speak.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
@@ -46,6 +46,9 @@ pub enum PairEngine {
     /// vLLM with its NIXL connector: the decode server gets what the prefill server has answered.
     #[value(name = "vllm")]
     Vllm,
+    /// Forebay: the decode server asks the prefill server.
+    #[value(name = "forebay")]
+    Forebay,
 }
 
 impl PairEngine {
@@ -54,6 +57,7 @@ impl PairEngine {
         match self {
             Self::SgLang => "SGLang",
             Self::Vllm => "vLLM",
+            Self::Forebay => "Forebay",
         }
     }
 }
@@ -137,20 +141,22 @@ pub(crate) struct Peer {
     pub(crate) bootstrap_port: u16,
 }
 
-/// The sentence about a server of ours among those of which pairs are made.
-pub(crate) fn refuse_own(backend: &Backend) -> String {
-    format!("{} {OURS}", backend.url.url())
+/// True if all decode servers, as far as is known, are of ours.
+pub(crate) fn are_ours(backends: &[Arc<Backend>]) -> bool {
+    let [_, decode] = engines(backends.iter());
+    decode == [PairEngine::Forebay]
 }
 
-/// True if a pair computes a request; false if a decode server answers it alone.
+/// True if a pair computes a request; false if a decode server answers it alone. `ours`: all decode
+/// servers are of ours.
 ///
 /// # Errors
 /// Pairs do not serve the route.
-pub(crate) fn is_paired(method: &Method, path: &str) -> Result<bool, ApiError> {
-    if method == Method::POST && PAIRED.contains(&path) {
+pub(crate) fn is_paired(method: &Method, path: &str, ours: bool) -> Result<bool, ApiError> {
+    if method == Method::POST && (PAIRED.contains(&path) || ours && OURS.contains(&path)) {
         return Ok(true);
     }
-    if ALONE.contains(&path) || path.starts_with("/v1/models/") {
+    if ours || ALONE.contains(&path) || path.starts_with("/v1/models/") {
         return Ok(false);
     }
     let reason = format!(
@@ -176,10 +182,11 @@ fn engines<'a>(backends: impl Iterator<Item = &'a Arc<Backend>>) -> [Vec<PairEng
     found
 }
 
-/// The engines of which there is a pair among these backends.
+/// The engines of which there is a pair among these backends. A decode server of ours is as good as
+/// one: it computes the prompt if no prefill server does.
 pub(crate) fn paired<'a>(backends: impl Iterator<Item = &'a Arc<Backend>>) -> Vec<PairEngine> {
     let [prefill, mut decode] = engines(backends);
-    decode.retain(|engine| prefill.contains(engine));
+    decode.retain(|engine| *engine == PairEngine::Forebay || prefill.contains(engine));
     decode
 }
 
@@ -228,7 +235,7 @@ mod tests {
 
     #[test]
     fn pairs_compute_what_generates_and_one_server_the_rest() {
-        let of = |method: Method, path: &str| is_paired(&method, path);
+        let of = |method: Method, path: &str| is_paired(&method, path, false);
         assert_eq!(of(Method::POST, "/v1/chat/completions"), Ok(true));
         assert_eq!(of(Method::POST, "/generate"), Ok(true));
         assert_eq!(of(Method::POST, "/tokenize"), Ok(false));
@@ -238,6 +245,12 @@ mod tests {
             assert_eq!(refused.status(), 501);
             assert!(refused.to_string().contains(path), "{refused}");
         }
+        let ours = |method: Method, path: &str| is_paired(&method, path, true);
+        for path in ["/v1/messages", "/v1/responses", "/api/chat", "/generate"] {
+            assert_eq!(ours(Method::POST, path), Ok(true), "{path}");
+        }
+        assert_eq!(ours(Method::GET, "/v1/responses/resp_1"), Ok(false));
+        assert_eq!(ours(Method::POST, "/api/show"), Ok(false));
     }
 
     #[test]

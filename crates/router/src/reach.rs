@@ -150,7 +150,7 @@ async fn search(
         };
         let backend = Arc::clone(&sent.backend);
         let reached = match prefill {
-            Some(prefill) => attempt_pair(worker, ask, prefill, sent, fresh).await,
+            Some(prefill) => attempt_pair(worker, ask, resume, (prefill, sent), fresh).await,
             None => attempt(worker, ask, resume, (sent, fresh), Beside::default()).await,
         };
         let Failed { trouble, leg, sent } = match reached {

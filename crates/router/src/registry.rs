@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
+use forebay_api::BackendUrl;
 use parking_lot::{Mutex, RwLock};
 
 use crate::backend::Backend;
@@ -12,7 +13,6 @@ use crate::breaker::BreakerConfig;
 use crate::ledger::Accounting;
 use crate::pairs::Duty;
 use crate::trials::Trials;
-use crate::url::BackendUrl;
 
 /// The source of a backend's name.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]

@@ -7,6 +7,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
+use forebay_api::{BackendUrl, UrlError};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -27,7 +28,6 @@ use crate::registry::{Registry, Source};
 use crate::service::answer;
 use crate::shared::{Fuse, Shared, Worker};
 use crate::sources::{end_leases, follow_file, follow_name, read_list};
-use crate::url::{BackendUrl, UrlError};
 use crate::watch::watch;
 
 /// The time that connections may take to end once no request is alive.

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use forebay_api::peer::DEATHS_HEADER;
-use forebay_api::{ApiError, Inflater, RegistrationRequest, parse_request};
+use forebay_api::{ApiError, BackendUrl, Inflater, RegistrationRequest, parse_request};
 use forebay_http::{Keys, RequestBody};
 use forebay_webui::{FeedBody, page};
 use http::header::{CONTENT_ENCODING, CONTENT_TYPE, RETRY_AFTER};
@@ -28,13 +28,12 @@ use crate::intake::{BodyLimits, collect};
 use crate::live;
 use crate::loads::{loads, metrics};
 use crate::models::{self, LIST, conflicts, is_listed, renew};
-use crate::pairs::{faults, is_paired, no_pair, paired};
+use crate::pairs::{are_ours, faults, is_paired, no_pair, paired};
 use crate::reach::{Failure, reach};
 use crate::registry::Source;
 use crate::relay::{Cut, Relay};
 use crate::shared::{Shared, Worker};
 use crate::splice::PairNeeds;
-use crate::url::BackendUrl;
 
 /// The longest lease of a registration, which is also the default.
 const LONGEST_LEASE: Duration = Duration::from_secs(86_400);
@@ -215,7 +214,9 @@ async fn pass_on(
         return Err(ApiError::Draining);
     }
     let config = &shared.config;
-    let by_pair = !config.pairs.is_empty() && is_paired(request.method(), request.uri().path())?;
+    let ours = !config.pairs.is_empty() && are_ours(&shared.registry.current());
+    let by_pair =
+        !config.pairs.is_empty() && is_paired(request.method(), request.uri().path(), ours)?;
     // Before anything of its body is read.
     let reading = shared.reading(client(request.headers(), &shared.keys)?, address);
     let live = shared.enter();
@@ -229,6 +230,8 @@ async fn pass_on(
     let body = collect((body, inflater), config.bodies, &shared.budget, time).await?;
     let deadline = Instant::now() + config.request_timeout;
     let needs = match by_pair {
+        // Servers of ours compute whatever a single one does.
+        true if ours => Some(PairNeeds::default()),
         true => Some(PairNeeds::new(parts.uri.path(), &body.0)?),
         false => None,
     };
@@ -258,7 +261,7 @@ async fn pass_on(
         _ = cut.wait_for(|&cut| cut) => Err(Failure::Api(ApiError::Aborted)),
     };
     match reached {
-        Ok(Reached { head, kind, first, flow }) => {
+        Ok(Reached { head, kind, first, flow, .. }) => {
             let relay = Relay::new(Arc::clone(worker), ask, kind, first, flow, live);
             Ok(Response::from_parts(head, Answer::Relayed(Box::new(relay))))
         }

@@ -20,7 +20,7 @@ use crate::homes::Homes;
 use crate::index::TextIndex;
 use crate::ledger::Accounting;
 use crate::models::{Unlisted, without};
-use crate::pairs::paired;
+use crate::pairs::{PairEngine, paired};
 use crate::past::Trial;
 use crate::policy::{Candidate, Chooser, Policy};
 use crate::registry::Registry;
@@ -214,10 +214,12 @@ impl Shared {
         let prefill = match ask.pair {
             Some(_) => {
                 let chosen = pick(&mut choosers.prefill, &self.prompts, ask, &prefill);
-                let Some(chosen) = chosen else { return Choice::Nobody };
-                let engine = chosen.peer().map(|peer| peer.engine);
+                // A decode server of ours needs none.
+                let engine = chosen.map_or(Some(PairEngine::Forebay), |chosen| {
+                    chosen.peer().map(|peer| peer.engine)
+                });
                 answer.retain(|fit| fit.backend.peer().map(|peer| peer.engine) == engine);
-                Some(chosen)
+                chosen
             }
             None => None,
         };
@@ -251,9 +253,11 @@ impl Shared {
         cached(&self.index, ask, backends)
     }
 
-    /// True if queued requests move. Loads that are there to be measured against move nothing.
+    /// True if queued requests move. Loads that are there to be measured against move nothing, and
+    /// requests of pairs stay with theirs.
     pub(crate) fn moves(&self) -> bool {
-        self.config.queue_moves && self.config.watch == Watch::Acknowledged
+        let RouterConfig { queue_moves, watch, pairs, .. } = &self.config;
+        *queue_moves && *watch == Watch::Acknowledged && pairs.is_empty()
     }
 
     /// The purpose of looks at requests of a client with this key at this address.

@@ -6,12 +6,12 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use forebay_api::{BackendUrl, UrlError};
 use tokio::net::lookup_host;
 use tokio::time::sleep;
 
 use crate::registry::Source;
 use crate::shared::Shared;
-use crate::url::{BackendUrl, UrlError};
 
 /// The time between two looks at leases.
 const LEASES: Duration = Duration::from_millis(500);

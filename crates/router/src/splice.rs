@@ -77,7 +77,7 @@ fn malformed(body: &[u8]) -> Option<ApiError> {
 }
 
 /// The needs of a request that a pair computes.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct PairNeeds {
     /// The error for the client if only servers of vLLM could compute it.
     not_by_vllm: Option<ApiError>,
@@ -131,7 +131,7 @@ impl PairNeeds {
 
     /// True if servers of this engine can compute the request.
     pub(crate) fn fit(&self, engine: PairEngine) -> bool {
-        engine == PairEngine::SgLang || self.not_by_vllm.is_none()
+        engine != PairEngine::Vllm || self.not_by_vllm.is_none()
     }
 
     /// The error for a request that servers of these engines are there for; `None`: one can compute

@@ -197,7 +197,8 @@ impl Scheduler {
         entry.request.loan = None;
         let past = &mut entry.request.past;
         let known = std::mem::replace(&mut past.admitted, true);
-        let replayed = known && !std::mem::take(&mut past.handed);
+        let handed = std::mem::take(&mut past.handed);
+        let replayed = known && !handed;
         let cached_tokens = if known { 0 } else { entry.cached.min(entry.prompt_len) };
         if !known && self.memory.caches(entry) {
             let from_host = restored.min(cached_tokens);

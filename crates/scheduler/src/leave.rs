@@ -67,6 +67,12 @@ impl Scheduler {
         self.memory.lend(names)
     }
 
+    /// True if one of these blocks is being saved to the host tier, or will be.
+    #[must_use]
+    pub fn will_save(&self, names: &[BlockHash]) -> bool {
+        self.memory.will_save(names)
+    }
+
     /// Admits no request that leaves from now on, except probes, or admits them again. Others that
     /// come after one in turn wait with it.
     pub fn hold_leaving(&mut self, held: bool) {

@@ -83,8 +83,9 @@ pub struct Past {
     /// True if the other scheduler had admitted the request. It then goes before requests that were
     /// never admitted, and its next admission is a replay.
     pub admitted: bool,
-    /// True if the other scheduler has handed the request on as planned
-    /// ([`crate::Scheduler::hand_on`]). Its next admission is not a replay.
+    /// True if another scheduler has handed the request on as planned
+    /// ([`crate::Scheduler::hand_on`]), or has computed its prompt for this one. The next admission
+    /// is not a replay, and takes what was lent rather than compute it.
     pub handed: bool,
     /// The number of positions up to which a suspect runs alone. A suspect may have killed the hand
     /// of the other scheduler. `None`: it is not a suspect.

@@ -13,7 +13,7 @@ use forebay_egress::{
     mailbox::{MailboxBounds, Receiver, Sender, WakeRule, mailbox},
 };
 use forebay_engine::{
-    BlockHash, EngineRequest, History, Lookup, Past, Picture, Proposer, Request, RequestId,
+    BlockHash, EngineRequest, History, Loan, Lookup, Past, Picture, Proposer, Request, RequestId,
     SharedText, SlotSpec, SubmitError,
 };
 use forebay_grammar::Constraints;
@@ -25,6 +25,8 @@ use crate::constrain;
 use crate::cost;
 use crate::ignored::ignore;
 use crate::images::{ImageFile, Shown};
+use crate::pd::decode::{DecodeSide, PrefillPrompt};
+use crate::pd::side::Pd;
 use crate::peers::{Peer, Resume};
 use crate::state::Shared;
 use crate::submission::Submission;
@@ -59,6 +61,8 @@ struct Origin<'a> {
     arrived: Instant,
     /// The tokens that the client has already, from another brain.
     said: &'a [i32],
+    /// True if the call has one prompt.
+    alone: bool,
 }
 
 impl Call {
@@ -144,7 +148,8 @@ impl Call {
             limit: unread,
         };
         let mut senders = senders.into_iter();
-        let from = Origin { state, peer, streamed, arrived, said };
+        let alone = submissions.len() == 1;
+        let from = Origin { state, peer, streamed, arrived, said, alone };
         for (submission, constraints) in submissions.into_iter().zip(restricted) {
             call.submit(submission, constraints, &mut senders, &mut speller, from).await?;
         }
@@ -159,12 +164,16 @@ impl Call {
         constraints: Option<Constraints>,
         senders: &mut std::vec::IntoIter<Sender>,
         speller: &mut Option<Speller>,
-        Origin { state, peer, streamed, arrived, said }: Origin<'_>,
+        from: Origin<'_>,
     ) -> Result<(), ApiError> {
+        let Origin { state, peer, streamed, arrived, said, .. } = from;
         let mut constraints = constraints.into_iter().flat_map(|constraints| constraints.choices);
         let prompt_tokens = submission.prompt_tokens();
         let salt = peer.salt(state, submission.terms.generation.cache_salt.as_deref());
-        let names = shared_names(state, salt, &submission);
+        let (names, loan) = match &state.pd {
+            Some(Pd::Decode(side)) => fetch(side, from, salt, &submission).await,
+            Some(Pd::Prefill(_)) | None => (shared_names(state, salt, &submission), None),
+        };
         let history = submission.history(state, peer.client()).await?;
         let Submission { prompt, embeds, images, files, terms, max_tokens, .. } = submission;
         let show = |file: &Arc<ImageFile>| -> Arc<dyn Picture> {
@@ -236,8 +245,8 @@ impl Call {
                 arrived_us: state.engine.now_us().saturating_sub(elapsed_us(arrived)),
                 held: false,
                 leaves: false,
-                loan: None,
-                past: Past::default(),
+                loan: loan.clone(),
+                past: Past { handed: loan.is_some(), ..Past::default() },
             };
             let submitted = EngineRequest {
                 request,
@@ -373,6 +382,38 @@ fn lookup(history: &Arc<History>, said: &[i32], text: Option<SharedText>) -> Box
     }
     said.iter().for_each(|&token| lookup.push(token));
     Box::new(lookup)
+}
+
+/// Names of a prompt's blocks, and those of them that a prefill server has computed.
+async fn fetch(
+    side: &DecodeSide,
+    Origin { state, peer, said, alone, .. }: Origin<'_>,
+    salt: u64,
+    submission: &Submission,
+) -> (Arc<[BlockHash]>, Option<Arc<Loan>>) {
+    let generation = &submission.terms.generation;
+    let of_tokens = submission.embeds.is_none() && submission.images.is_empty();
+    let handed = of_tokens && peer.adapter.is_none() && generation.prompt_logprobs.is_none();
+    if peer.is_probe() || !handed || !alone || submission.max_tokens == 0 {
+        peer.fetched(side.stays());
+        return (shared_names(state, salt, submission), None);
+    }
+    let tokens = [&submission.prompt[..], said].concat();
+    let names: Arc<[BlockHash]> = state.engine.block_names(salt, &tokens).into();
+    let prompt = PrefillPrompt {
+        tokens: &tokens,
+        names: &names,
+        namer: state.config.sharing.namer.id(),
+        salt,
+        client: peer.client().0,
+        priority: generation.priority,
+        background: peer.is_background(),
+        server: peer.prefill(),
+        key: state.config.router_key.as_deref(),
+    };
+    let (loan, outcome) = side.fetch(&*state.engine, &prompt).await;
+    peer.fetched(outcome);
+    (names, loan)
 }
 
 /// Names of the prompt's blocks, where several choices would each have them computed.

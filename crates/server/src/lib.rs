@@ -15,6 +15,9 @@
 //! If a router is in front, `peers` reads its headers and answers with load, blocks, and the facts
 //! with which another brain continues a stream.
 //!
+//! A prefill server computes prompts for decode servers, which take the blocks of their cache over
+//! (`pd`).
+//!
 //! | threads | who | what |
 //! |---|---|---|
 //! | the caller's runtime (2 to 4) | [`serve`] | connections, parsing, validation, heads and ends of responses |
@@ -46,6 +49,7 @@ mod live;
 mod loaded;
 mod loading;
 mod names;
+mod pd;
 mod peers;
 mod pooling;
 mod reply;
@@ -79,6 +83,7 @@ pub use forebay_fleet::{FleetBounds, FleetModel};
 pub use forebay_http::{Guard, Keys, Listener, Tls, TrustedProxies};
 pub use images::ImageModel;
 pub use intake::{Intake, IntakeMode};
+pub use pd::{DecodeConfig, Disaggregation, PdParts};
 pub use peers::{BlockLog, ReplicaBlocks};
 pub use pooling::{PooledModel, PoolingTask, ScoreFunction};
 pub use reserve::HealthThread;

@@ -9,6 +9,8 @@ use crate::config::{ModelInfo, ServerConfig};
 use crate::intake::Intake;
 use crate::live::shown::Live;
 use crate::loaded::ModelLoad;
+use crate::pd::PdParts;
+use crate::pd::side::Pd;
 use crate::peers::book::Book;
 use crate::peers::log::BlockLog;
 use crate::store::Store;
@@ -53,6 +55,8 @@ pub struct ServerParts {
     pub adapters: Option<AdapterSettings>,
     /// The weights, where hands can load others.
     pub weights: Option<WeightSettings>,
+    /// The parts with which it computes prompts for others, or has them computed; `None`: neither.
+    pub pd: Option<PdParts>,
     /// The parts that it shares with other models of the process; `None`: it is the only one.
     pub common: Option<CommonParts>,
 }
@@ -127,6 +131,8 @@ pub(crate) struct Inner {
     pub(crate) adapters: Option<Adapters>,
     pub(crate) weights: Arc<Weights>,
     pub(crate) trainer: Arc<Trainer>,
+    /// The side of a server that computes prompts for others, or has them computed.
+    pub(crate) pd: Option<Pd>,
     /// The answers that drafts of other requests come from; `None`: drafts come from none.
     pub(crate) answers: Option<Arc<SharedHistory>>,
     next_id: AtomicU64,
@@ -169,6 +175,7 @@ impl AppState {
             batches,
             adapters,
             trainer: Trainer::new(Arc::clone(&weights)),
+            pd: parts.pd.and_then(Pd::new),
             weights,
             answers,
             next_id: AtomicU64::new(1),

@@ -2,10 +2,11 @@
 
 use std::sync::Arc;
 
-use forebay_api::{ApiError, Generation, Limits, MaxTokens};
+use forebay_api::{ApiError, GenerateRequest, Generation, Limits, MaxTokens, parse_request};
 use forebay_egress::{LOGPROB_JSON, Terms, check_tokens};
 use forebay_engine::{Embeds, History, PromptImage};
 use forebay_http::ClientId;
+use serde_json::json;
 
 use crate::cost::Size;
 use crate::ignored::note;
@@ -80,6 +81,28 @@ impl Submission {
             max_tokens,
             repetition: Repetition { choices: 1, bytes: 0, logprobs },
         })
+    }
+
+    /// A prompt of the server's own, of which one token is generated, the most likely.
+    pub(crate) fn of_one_token(
+        state: &Shared,
+        prompt: Vec<i32>,
+        priority: i32,
+        limits: Limits,
+    ) -> Result<Self, ApiError> {
+        const PARAM: &str = "input_ids";
+        let request = json!({
+            "input_ids": prompt.first().copied().as_slice(),
+            "priority": priority,
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": true},
+        });
+        let request =
+            parse_request::<GenerateRequest>(request.to_string().as_bytes(), |_| Ok(()))?.request;
+        let mut generations = request.validate(&state.model.defaults, limits)?.generations;
+        let none = || ApiError::invalid(PARAM, format!("`{PARAM}`: the prompt has no tokens"));
+        let generation = generations.pop().ok_or_else(none)?;
+        let terms = Arc::new(Terms::new(generation, &state.model.eos, limits));
+        Self::new(state, prompt, terms, limits, PARAM)
     }
 
     pub(crate) fn prompt_tokens(&self) -> u32 {

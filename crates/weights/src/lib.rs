@@ -71,7 +71,7 @@ pub use json::read_json;
 pub use manifest::Manifest;
 pub use model::ModelShape;
 pub use overlay::ServedCheckpoint;
-pub use packed::{Entry, PackedFile, content_key};
+pub use packed::{Entry, PackedFile, content_digest, content_key};
 pub use parameter::{ParameterRows, read_parameter};
 pub use quantised::{CodePacking, Int4Storage, Quantisation, Scheme};
 pub use stored::{StoredWeights, stored_weights};

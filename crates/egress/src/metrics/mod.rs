@@ -5,6 +5,7 @@
 mod adapters;
 mod http;
 mod parts;
+mod pd;
 mod sources;
 
 use std::time::{Duration, Instant};
@@ -23,6 +24,7 @@ pub(crate) use self::adapters::AdapterUse;
 pub use self::adapters::{AdapterCounts, AdapterLoad};
 use self::http::HttpMetrics;
 pub use self::parts::{IntakeStats, PartStats};
+pub use self::pd::{FetchCounts, PdCounts, SentCounts};
 use self::sources::{
     ACCEPTED_AT, COUNTERS, GAUGES, GRAMMAR_COUNTERS, GRAMMAR_GAUGES, HOST_COUNTERS, INTAKE_GAUGES,
     LOG_COUNTERS, PD_LOCAL, PROMPT_SOURCES, ROLES, Read, SPARSE_ROWS, Source, TEXT_COUNTERS,
@@ -392,6 +394,7 @@ impl Metrics {
         });
         let places = places.max().unwrap_or(0);
         parts.adapters.iter().for_each(|adapters| adapters.write(places, &mut written));
+        parts.pd.iter().for_each(|counts| counts.write(&mut written));
         Ok(written)
     }
 }
@@ -446,6 +449,7 @@ mod tests {
             intake: IntakeStats { in_line: 4, ..IntakeStats::default() },
             dropped: 6,
             adapters: Some(AdapterCounts { loads: loads.clone(), reads: 5, failed_reads: 1 }),
+            pd: None,
         };
         let report = |stats, status| ReplicaReport {
             status,

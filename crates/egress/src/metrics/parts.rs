@@ -4,6 +4,7 @@ use forebay_grammar::GrammarStats;
 use forebay_text::TextStats;
 
 use super::adapters::AdapterCounts;
+use super::pd::PdCounts;
 
 /// Numbers of the server's parts other than replicas.
 #[derive(Debug, Clone, Default)]
@@ -18,6 +19,8 @@ pub struct PartStats {
     pub dropped: u64,
     /// The counts of adapters; `None`: there are none.
     pub adapters: Option<AdapterCounts>,
+    /// The counts of prompts that another server computes, or this one for others; `None`: neither.
+    pub pd: Option<PdCounts>,
 }
 
 /// Counts of waiting requests, and of bytes in the arena.

@@ -188,6 +188,9 @@ impl Member {
                 Order::TakeBack(loan) => {
                     self.scheduler.iter_mut().for_each(|it| _ = it.take_back(loan));
                 }
+                Order::WillSave(names, reply) => {
+                    reply(self.scheduler.as_ref().is_some_and(|it| it.will_save(&names)));
+                }
                 Order::FlushCache(reply) => {
                     reply(self.scheduler.as_mut().is_none_or(Scheduler::flush_cache));
                 }

@@ -39,9 +39,10 @@ const fn value(names: &'static [&'static str], meaning: Meaning) -> Foreign {
 const ALWAYS: &str = "always on";
 const FILES: &str = "weights are safetensors or GGUF, and no code of a repository runs";
 const PRICE: &str = "the price of a draft decides, whatever the length of its match";
-const PD: &str = "one server does both: --pd P:D, such as --pd 1:2";
-const TRANSFER: &str = "keys and values go from prefill to decode through the memory of one \
-                        server, with --pd P:D, and not from device to device by NIXL or Mooncake";
+const PD: &str = "decode servers ask a prefill server at its own port";
+const TRANSFER: &str = "keys and values go from prefill to decode through the memory of one server, \
+                        with --pd P:D, or by HTTP, with --disaggregation-mode, and not from device \
+                        to device by NIXL or Mooncake";
 const TEMPLATE: &str = "templates are always Jinja";
 const MAPPED: &str = "a CPU's packed weights are read once and kept in memory";
 const OFFLOAD: &str = "a model is on one kind of device: --device cpu or --device cuda";
@@ -109,7 +110,7 @@ const FLAGS: &[Foreign] = &[
         Unneeded(PRICE),
     ),
     value(&["-sc"], Same("--speculative-config")),
-    value(&["--disaggregation-mode", "--disaggregation-bootstrap-port"], Missing(PD)),
+    value(&["--disaggregation-bootstrap-port"], Unneeded(PD)),
     value(
         &[
             "--kv-transfer-config",

@@ -43,6 +43,7 @@ pub(crate) use self::fleet::{FleetFlags, fleet_flags, server_flags};
 pub(crate) use self::grammar::GrammarFlags;
 pub(crate) use self::images::ImageFlags;
 pub(crate) use self::listening::ListenFlags;
+pub(crate) use self::pd::DisaggregationMode;
 pub(crate) use self::ranks::{Arrangement, RankFlags};
 pub(crate) use self::replicas::{Placement, ReplicaFlags};
 pub(crate) use self::responses::ResponseFlags;

@@ -1,10 +1,27 @@
 //! Flags about disaggregated prefill.
 
+use std::time::Duration;
+
 use anyhow::{Result, bail};
-use clap::Args;
+use clap::{Args, ValueEnum};
+use forebay_api::BackendUrl;
 use forebay_capacity::PdSplit;
 
 use super::ServeFlags;
+use super::duration::seconds;
+
+/// The part of requests that a server computes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+#[value(rename_all = "lowercase")]
+pub(crate) enum DisaggregationMode {
+    /// All of them.
+    #[default]
+    Null,
+    /// Prompts, for servers with `decode`.
+    Prefill,
+    /// Whole requests, with the prompts that servers with `prefill` have computed.
+    Decode,
+}
 
 #[derive(Debug, Args)]
 pub(crate) struct PdFlags {
@@ -13,9 +30,29 @@ pub(crate) struct PdFlags {
     /// hands on this machine.
     #[arg(long, value_name = "P:D", value_parser = served)]
     pub(crate) pd: Option<PdSplit>,
-    /// Uncached prompt tokens up to which a decode replica serves a request alone [default: 512].
-    #[arg(long, value_name = "TOKENS", requires = "pd")]
+    /// Uncached prompt tokens up to which a decode replica, or a server with --disaggregation-mode
+    /// `decode`, serves a request alone [default: 512].
+    #[arg(long, value_name = "TOKENS")]
     pub(crate) pd_local_tokens: Option<u32>,
+    /// Disaggregated prefill with several servers, on one machine or on several. All need the same
+    /// --cache-secret-file. Either mode turns the host tier on, which carries the KV.
+    #[arg(long, value_enum, default_value_t, value_name = "MODE", conflicts_with = "pd")]
+    pub(crate) disaggregation_mode: DisaggregationMode,
+    /// Servers with --disaggregation-mode `prefill` that a server with `decode` asks. A router with
+    /// this server's --router-key may name others.
+    #[arg(long, value_name = "URL,...", value_delimiter = ',', value_parser = BackendUrl::parse)]
+    pub(crate) pd_prefill_servers: Vec<BackendUrl>,
+    /// Longest time that a server with --disaggregation-mode `decode` waits for the blocks of a
+    /// prompt. Then it computes the prompt [default: 60].
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    pub(crate) pd_timeout: Option<Duration>,
+}
+
+impl PdFlags {
+    /// True if the server is one of several that share the work of requests.
+    pub(crate) fn apart(&self) -> bool {
+        self.disaggregation_mode != DisaggregationMode::Null
+    }
 }
 
 /// The largest number of replicas of a kind that a server has.
@@ -30,12 +67,25 @@ fn served(text: &str) -> Result<PdSplit, String> {
 }
 
 impl ServeFlags {
-    /// Sets the flags that --pd stands for.
+    /// Sets the flags that --pd and --disaggregation-mode stand for.
     ///
     /// # Errors
-    /// --dp-size contradicts it.
+    /// Flags contradict each other, or are for a mode that is not given.
     pub(crate) fn settle_pd(&mut self) -> Result<()> {
-        let Some(split) = self.replicas.pd.pd else { return Ok(()) };
+        let pd = &self.replicas.pd;
+        let decodes = pd.disaggregation_mode == DisaggregationMode::Decode;
+        let of_decode = [
+            ("--pd-prefill-servers", !pd.pd_prefill_servers.is_empty()),
+            ("--pd-timeout", pd.pd_timeout.is_some()),
+            ("--pd-local-tokens", pd.pd_local_tokens.is_some() && pd.pd.is_none()),
+        ];
+        if let Some((flag, _)) = of_decode.iter().find(|(_, given)| *given && !decodes) {
+            bail!("{flag} is for --disaggregation-mode decode");
+        }
+        if pd.apart() && self.tiers.kv_offloading_size.is_none() {
+            self.tiers.enable_hierarchical_cache = true;
+        }
+        let Some(split) = pd.pd else { return Ok(()) };
         let (replicas, sum) = (&mut self.replicas.ranks.dp_size, split.replicas());
         if *replicas != 1 && *replicas != sum {
             bail!("--pd {split} is {sum} replicas, and --dp-size says {replicas}: leave it off");

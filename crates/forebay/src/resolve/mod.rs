@@ -20,7 +20,7 @@ use forebay_engine::EngineConfig;
 use forebay_hand::HandConfig;
 use forebay_machine::Machine;
 use forebay_replicas::ReplicasConfig;
-use forebay_server::ServerConfig;
+use forebay_server::{Disaggregation, ServerConfig};
 use serde::{Serialize, Serializer};
 use serde_json::{Value, json};
 
@@ -34,6 +34,7 @@ pub(crate) use hand::{dtype, mem_fraction, own_blocks};
 pub(crate) use images::{ImageSettings, sim_tower};
 pub(crate) use kv_cache::kv_cache_dtype;
 pub(crate) use model::ModelSettings;
+pub(crate) use pd::model_name;
 pub(crate) use server::ServerSettings;
 pub(crate) use sparse::hot_row_tokens;
 pub(crate) use tiers::HostSize;
@@ -69,6 +70,9 @@ pub(crate) struct Resolved {
     pub(crate) engine: EngineConfig,
     #[serde(flatten)]
     pub(crate) replicas: ReplicasConfig,
+    /// `None`: the server computes all of each request.
+    #[serde(flatten)]
+    pub(crate) disaggregation: Option<Disaggregation>,
     #[serde(flatten)]
     pub(crate) server: ServerSettings,
     /// `None`: the model takes no images.
@@ -90,7 +94,8 @@ impl Resolved {
         let context_length = model::context_length(flags, model)?;
         let machine = Machine::here();
         let device = DeviceSettings::new(flags, &machine.processors())?;
-        pd::check(flags, model, device.device)?;
+        pd::check(flags, model, device.device, drafter.is_some())?;
+        let disaggregation = pd::disaggregation(flags);
         let replicas = engine::replicas(flags)?;
         let mut engine =
             engine::resolve(flags, model, &device, &machine.processors(), context_length)?;
@@ -98,6 +103,7 @@ impl Resolved {
         let mut hand = hand::resolve(flags, model, &device, &engine, &machine)?;
         hand.lora = adapters::resolve(flags, model, &device)?;
         hand.draft = drafts::resolve(flags, (model, drafter), &device)?;
+        pd::leave_room(disaggregation.as_ref(), &mut hand);
         engine.places = hand.lora.map_or(0, |lora| lora.places);
         let images = images::resolve(&flags.images, model);
         device::check_elsewhere(flags, device.device, engine.host_tier.is_some())?;
@@ -109,6 +115,7 @@ impl Resolved {
             model: ModelSettings::new(flags, model),
             server: ServerSettings::new(flags, model, &machine, &engine, access)?,
             replicas,
+            disaggregation,
             device,
             choice,
             hand,

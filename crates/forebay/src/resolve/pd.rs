@@ -1,11 +1,19 @@
 //! Disaggregated prefill.
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use forebay_capacity::WritePolicy;
+use forebay_hand::HandConfig;
 use forebay_replicas::PdConfig;
+use forebay_server::{DecodeConfig, Disaggregation};
+use forebay_weights::content_digest;
+use serde_json::json;
 
-use crate::flags::{Device, ServeFlags};
+use crate::flags::{Device, DisaggregationMode, ServeFlags};
 use crate::model::Model;
+
+/// The part of its share of the memory that the host tier of a decode server may take. Pages from
+/// other servers take half as much.
+const TIER_SHARE: f64 = 2.0 / 3.0;
 
 /// The roles of the replicas; `None`: each does everything.
 pub(super) fn config(flags: &ServeFlags) -> Option<PdConfig> {
@@ -14,14 +22,61 @@ pub(super) fn config(flags: &ServeFlags) -> Option<PdConfig> {
     flags.replicas.pd.pd.map(|split| PdConfig { prefill: split.prefill, local_tokens })
 }
 
-/// Refuses models whose state can't be lent to another replica.
+/// The part of requests that the server computes, where others compute the rest; `None`: all of
+/// them.
+pub(super) fn disaggregation(flags: &ServeFlags) -> Option<Disaggregation> {
+    let (pd, usual) = (&flags.replicas.pd, DecodeConfig::default());
+    match pd.disaggregation_mode {
+        DisaggregationMode::Null => None,
+        DisaggregationMode::Prefill => Some(Disaggregation::Prefill),
+        DisaggregationMode::Decode => Some(Disaggregation::Decode(DecodeConfig {
+            pd_prefill_servers: pd.pd_prefill_servers.clone(),
+            pd_local_tokens: pd.pd_local_tokens.unwrap_or(usual.pd_local_tokens),
+            pd_timeout: pd.pd_timeout.unwrap_or(usual.pd_timeout),
+        })),
+    }
+}
+
+/// Leaves memory beside the host tier of a decode server.
+pub(super) fn leave_room(config: Option<&Disaggregation>, hand: &mut HandConfig) {
+    if let Some(Disaggregation::Decode(_)) = config {
+        hand.host_share *= TIER_SHARE;
+    }
+}
+
+/// The name of a model and of the settings that change the numbers in its pages.
+///
+/// # Errors
+/// A file of the model can't be read.
+pub(crate) fn model_name(model: &Model, hand: &HandConfig) -> Result<String> {
+    let made = hand.load_format != "auto";
+    let HandConfig { load_format, quantization, kv_cache_dtype, seed, .. } = hand;
+    let facts = json!({
+        "config": model.config,
+        "format": model.format,
+        "load_format": load_format,
+        "quantization": quantization,
+        "kv_cache_dtype": kv_cache_dtype,
+        "seed": made.then_some(seed),
+    });
+    let files = if made { &[][..] } else { &model.files };
+    let digest = content_digest(files, &facts).context("the files of the model")?;
+    Ok(format!("model {digest}"))
+}
+
+/// Refuses models whose state can't be lent to another replica or server. `drafts`: another model
+/// drafts for this one.
 ///
 /// # Errors
 /// One line for the user.
-pub(super) fn check(flags: &ServeFlags, model: &Model, device: Device) -> Result<()> {
-    if flags.replicas.pd.pd.is_none() {
-        return Ok(());
-    }
+pub(super) fn check(flags: &ServeFlags, model: &Model, device: Device, drafts: bool) -> Result<()> {
+    let pd = &flags.replicas.pd;
+    let flag = match (pd.pd, pd.disaggregation_mode) {
+        (Some(_), _) => "--pd",
+        (None, DisaggregationMode::Null) => return Ok(()),
+        (None, DisaggregationMode::Prefill | DisaggregationMode::Decode) => "--disaggregation-mode",
+    };
+    check_apart(flags, device, drafts)?;
     let ranks = &flags.replicas.ranks;
     let experts = ranks.enable_dp_attention
         || ranks.enable_expert_parallel
@@ -41,7 +96,35 @@ pub(super) fn check(flags: &ServeFlags, model: &Model, device: Device) -> Result
         (device == Device::Cuda, "on --device cuda nobody has tried it yet: it is for CPUs"),
     ];
     match refused.into_iter().find(|(given, _)| *given) {
-        Some((_, why)) => bail!("--pd: {why}"),
+        Some((_, why)) => bail!("{flag}: {why}"),
+        None => Ok(()),
+    }
+}
+
+/// Refuses a server that no other could share work with.
+fn check_apart(flags: &ServeFlags, device: Device, drafts: bool) -> Result<()> {
+    let pd = &flags.replicas.pd;
+    if !pd.apart() {
+        return Ok(());
+    }
+    let decodes = pd.disaggregation_mode == DisaggregationMode::Decode;
+    let nobody = pd.pd_prefill_servers.is_empty() && flags.sharing.router_key.is_none();
+    let refused = [
+        (device == Device::Sim, "--device sim keeps no keys and values to send"),
+        (drafts, "the pages of a draft model are not sent yet: leave it off"),
+        (
+            flags.sharing.cache_secret_file.is_none(),
+            "--cache-secret-file has to be the same for all of its servers, so that blocks have \
+             the same names",
+        ),
+        (
+            decodes && nobody,
+            "a decode server needs prefill servers that it may ask: --pd-prefill-servers URL,..., \
+             or --router-key for a router that names them",
+        ),
+    ];
+    match refused.into_iter().find(|(given, _)| *given) {
+        Some((_, why)) => bail!("--disaggregation-mode: {why}"),
         None => Ok(()),
     }
 }

@@ -6,11 +6,11 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
-use forebay_engine::{Clock, EngineThread, Executor, SystemClock};
-use forebay_hand::{Arena, HandExecutor, HandSpec, HostMemories, RankSpec, Site};
+use forebay_engine::{Clock, EngineThread, Executor, SystemClock, TierMemory};
+use forebay_hand::{Arena, HandExecutor, HandSpec, HostMemories, HostMemory, RankSpec, Site};
 use forebay_outpost::Collectives;
 use forebay_replicas::{Member, Replicas};
-use forebay_server::Guard;
+use forebay_server::{Disaggregation, Guard};
 use forebay_sim::{Bus, Recorder, SimClock, SimConfig, SimExecutor};
 use forebay_text::Tokenizer;
 use tokio::sync::oneshot;
@@ -29,6 +29,8 @@ pub(super) struct Engines {
     /// The placer of outposts, which has to outlive the hands.
     _placed: Option<Placed>,
     pub(super) arena: Arena,
+    /// The host tiers that this process reads for other servers, or the memory for their blocks.
+    pub(super) tiers: Vec<Arc<dyn TierMemory>>,
 }
 
 /// Receives a value when the first engine has ended.
@@ -47,9 +49,10 @@ impl Engines {
     ) -> Result<(Self, EngineEnd)> {
         let arena = Arena::new(flags.run.arena_bytes).context("no arena")?;
         let (site, placed) = outposts::open(&flags.replicas, interpreter, resolved, guard)?;
+        let (memories, tiers) = memories(resolved)?;
         let (mut executors, clock) = match resolved.device.simulated {
             Some(_) => simulations(flags, resolved, model, tokenizer)?,
-            None => hand_processes(interpreter, resolved, &arena, site.as_ref())?,
+            None => hand_processes(interpreter, resolved, &arena, memories, site.as_ref())?,
         };
         // With one replica only, which was checked.
         if let Some(file) = &flags.run.record_steps
@@ -71,7 +74,7 @@ impl Engines {
         };
         let members = executors.into_iter().map(member).collect();
         let (replicas, threads) = Replicas::start(resolved.replicas, members, clock, on_exit)?;
-        Ok((Self { replicas, threads, _placed: placed, arena }, ended))
+        Ok((Self { replicas, threads, _placed: placed, arena, tiers }, ended))
     }
 
     /// Stops the engines and waits for their end.
@@ -105,22 +108,39 @@ fn simulations(
     Ok((executors, Arc::new(clock)))
 }
 
+/// The memories of each group's host tier, and those that the server reads or writes itself.
+type Memories = (Vec<HostMemories>, Vec<Arc<dyn TierMemory>>);
+
+fn memories(resolved: &Resolved) -> Result<Memories> {
+    let groups = resolved.device.arrangement.groups as usize;
+    let shared = |memory: HostMemory| -> Arc<dyn TierMemory> { Arc::new(memory) };
+    match (resolved.replicas.pd, &resolved.disaggregation) {
+        (None, None) => Ok((vec![HostMemories::default(); groups], Vec::new())),
+        (Some(_), _) => Ok((HostMemories::lent(groups, None)?, Vec::new())),
+        (None, Some(Disaggregation::Prefill)) => {
+            let memories = HostMemories::lent(groups, None)?;
+            let tiers = memories.iter().filter_map(HostMemories::tier).map(shared).collect();
+            Ok((memories, tiers))
+        }
+        (None, Some(Disaggregation::Decode(_))) => {
+            let received = HostMemory::new()?;
+            Ok((HostMemories::lent(groups, Some(&received))?, vec![shared(received)]))
+        }
+    }
+}
+
 /// Rank groups of processes, here or at `site`.
 fn hand_processes(
     interpreter: &Path,
     resolved: &Resolved,
     arena: &Arena,
+    memories: Vec<HostMemories>,
     site: Option<&Arc<dyn Site>>,
 ) -> Result<Executors> {
     let (program, args) = resolved.choice.program(interpreter);
     if resolved.choice.hand == "torch" && site.is_none() {
         python::check(interpreter)?;
     }
-    let groups = resolved.device.arrangement.groups as usize;
-    let memories = match resolved.replicas.pd {
-        Some(_) => HostMemories::lent(groups)?,
-        None => vec![HostMemories::default(); groups],
-    };
     let mut executors: Vec<Box<dyn Executor>> = Vec::new();
     for (group, memories) in memories.into_iter().enumerate() {
         executors.push(Box::new(HandExecutor::new(HandSpec {

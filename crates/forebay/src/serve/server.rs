@@ -10,7 +10,7 @@ use forebay_engine::Status;
 use forebay_replicas::Replicas;
 use forebay_server::{
     AdapterSettings, AppState, BatchConfig, BatchStore, CommonParts, Guard, HealthThread, Intake,
-    IntakeMode, ModelInfo, ServerParts, WeightSettings,
+    IntakeMode, ModelInfo, PdParts, ServerParts, WeightSettings,
 };
 use tokio::runtime::Runtime;
 use tracing::info;
@@ -23,7 +23,7 @@ use super::process::Process;
 use crate::flags::ServeFlags;
 use crate::listening::Bound;
 use crate::model::Model;
-use crate::resolve::{Resolved, why_one_pool};
+use crate::resolve::{Resolved, model_name, why_one_pool};
 use crate::{grammar, sampling, signals, threads, watch};
 
 /// The server, put together.
@@ -115,6 +115,7 @@ impl Server {
             batches,
             adapters,
             weights,
+            pd: pd_parts(model, resolved, engines)?,
             common,
         })))
     }
@@ -221,6 +222,13 @@ async fn banner(engine: Replicas, resolved: Resolved, url: String, curl: String)
         device.simulated.as_ref(),
         &(choice.line() + &blocks + &windows + &samples),
     ))
+}
+
+/// The parts of a server that computes a part of requests; `None`: it computes all of them.
+fn pd_parts(model: &Model, resolved: &Resolved, engines: &Engines) -> Result<Option<PdParts>> {
+    let Some(config) = resolved.disaggregation.clone() else { return Ok(None) };
+    let model = model_name(model, &resolved.hand)?;
+    Ok(Some(PdParts { config, model, tiers: engines.tiers.clone() }))
 }
 
 fn open_batches(config: &BatchConfig) -> Result<Arc<BatchStore>> {

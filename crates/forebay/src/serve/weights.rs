@@ -29,7 +29,7 @@ pub(super) fn settings(
 ) -> Option<WeightSettings> {
     let made = flags.loading.load_format == LoadFormat::Dummy;
     // A request that is handed on would take blocks of the old weights along.
-    let lends = resolved.replicas.pd.is_some();
+    let lends = resolved.replicas.pd.is_some() || resolved.disaggregation.is_some();
     if made || lends || resolved.device.device == Device::Sim {
         return None;
     }

@@ -91,6 +91,8 @@ struct State {
     models: Mutex<Option<String>>,
     /// What it tells routers of itself, as SGLang does; `None`: it has no such route.
     info: Mutex<Option<String>>,
+    /// The part of requests that a brain computes, as it says; `None`: all.
+    mode: Mutex<Option<String>>,
     /// Clients' requests that were acted on.
     spans: Mutex<Vec<Span>>,
     queue: Mutex<Queue>,
@@ -251,6 +253,11 @@ impl Fake {
         *self.state.models.lock().unwrap() = Some(list.to_string());
     }
 
+    /// Has a brain say that it computes a part of requests.
+    pub(crate) fn has_mode(&self, mode: &str) {
+        *self.state.mode.lock().unwrap() = Some(mode.to_owned());
+    }
+
     /// Has it tell this of itself.
     pub(crate) fn tells(&self, info: &serde_json::Value) {
         *self.state.info.lock().unwrap() = Some(info.to_string());
@@ -342,6 +349,9 @@ impl State {
     /// The answer to the question about its load.
     fn load(&self) -> String {
         let mut load = serde_json::to_value(self.report()).unwrap();
+        if let Some(mode) = &*self.mode.lock().unwrap() {
+            load["disaggregation_mode"] = mode.as_str().into();
+        }
         let queue = self.queue.lock().unwrap();
         let queued = queue.waiting.iter().rev();
         load["queued"] = queued

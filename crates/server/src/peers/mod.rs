@@ -20,12 +20,12 @@ use axum::http::request::Parts;
 use axum::http::{HeaderMap, HeaderValue};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
-use forebay_api::ApiError;
 use forebay_api::peer::{
-    BACKGROUND, BLOCKS_HEADER, LOAD_HEADER, LoadReport, QueuedDispatch, RESUME_HEADER,
-    ROUTER_HEADER, ROUTER_KEY_HEADER, RouterTag, STREAM_HEADER, StreamName, encode_blocks,
-    read_ids, sample_blocks, write_comment,
+    BACKGROUND, BLOCKS_HEADER, LOAD_HEADER, LoadReport, PREFILL_CAME, PREFILL_FAILED,
+    PREFILL_HEADER, QueuedDispatch, RESUME_HEADER, ROUTER_HEADER, ROUTER_KEY_HEADER, RouterTag,
+    STREAM_HEADER, StreamName, encode_blocks, read_ids, sample_blocks, write_comment,
 };
+use forebay_api::{ApiError, BackendUrl};
 use forebay_egress::{Delta, EventEncoder, Tally};
 use forebay_http::{ClientId, KeyId};
 use subtle::ConstantTimeEq;
@@ -34,6 +34,8 @@ use crate::adapters::NamedAdapter;
 use crate::limits::{self, Upload};
 use crate::live;
 use crate::names::random_hex;
+use crate::pd::counts::Outcome;
+use crate::pd::side::Pd;
 use crate::reply::Failure;
 use crate::state::{Shared, now};
 
@@ -58,6 +60,10 @@ struct Exchange {
     blocks: OnceLock<String>,
     /// The name of a stream that another brain can continue.
     stream: OnceLock<String>,
+    /// The prefill server that it names, and may.
+    prefill: Option<BackendUrl>,
+    /// What became of the question to that server.
+    fetched: OnceLock<&'static str>,
 }
 
 /// The sender of a request: a client, perhaps through a router. The default is the server itself,
@@ -101,6 +107,29 @@ impl FromRequestParts<Shared> for Peer {
 }
 
 impl Peer {
+    /// Another server, which asks for the prompt of a client of its own.
+    pub(crate) fn of_server(client: ClientId, salt: u64, background: bool) -> Self {
+        Self { client: Some(client), tenant: salt, background, ..Self::default() }
+    }
+
+    /// The prefill server that its router names.
+    pub(crate) fn prefill(&self) -> Option<&BackendUrl> {
+        self.exchange.as_ref()?.prefill.as_ref()
+    }
+
+    /// Tells its router what became of the question to a prefill server.
+    pub(crate) fn fetched(&self, outcome: Outcome) {
+        let told = match outcome {
+            Outcome::Came => PREFILL_CAME,
+            failed if failed.is_failure() => PREFILL_FAILED,
+            _ => return,
+        };
+        if let Some(exchange) = &self.exchange {
+            // Of a router's request one prompt is asked for.
+            let _ = exchange.fetched.set(told);
+        }
+    }
+
     /// The client whose shares the request takes.
     pub(crate) fn client(&self) -> ClientId {
         self.client.unwrap_or(ClientId(0))
@@ -305,8 +334,12 @@ pub(crate) async fn talk(State(state): State<Shared>, request: Request, next: Ne
     report(&state, Some(exchange.tag.router)).encode(&mut load);
     let headers = response.headers_mut();
     insert(headers, LOAD_HEADER, &load);
-    for (name, value) in [(BLOCKS_HEADER, &exchange.blocks), (STREAM_HEADER, &exchange.stream)] {
-        if let Some(value) = value.get() {
+    for (name, value) in [
+        (BLOCKS_HEADER, exchange.blocks.get().map(String::as_str)),
+        (STREAM_HEADER, exchange.stream.get().map(String::as_str)),
+        (PREFILL_HEADER, exchange.fetched.get().copied()),
+    ] {
+        if let Some(value) = value {
             insert(headers, name, value.as_bytes());
         }
     }
@@ -319,6 +352,23 @@ fn insert(headers: &mut HeaderMap, name: &'static str, value: &[u8]) {
     if let Ok(value) = HeaderValue::from_bytes(value) {
         headers.insert(name, value);
     }
+}
+
+/// True if the router of this request may have a decode server ask this prefill server. Where
+/// routers have no key any client could name a server, so only the known ones are asked.
+fn may_name(state: &Shared, url: &BackendUrl) -> bool {
+    let Some(Pd::Decode(side)) = &state.pd else { return false };
+    if state.config.router_key.is_some() || side.knows(url) {
+        return true;
+    }
+    static WARNED: Once = Once::new();
+    WARNED.call_once(|| {
+        tracing::warn!(
+            "a router without a key names a prefill server, and is not believed: give both \
+             --router-key, or name the server with --pd-prefill-servers"
+        );
+    });
+    false
 }
 
 /// Removes a router's headers from a request.
@@ -335,6 +385,13 @@ async fn read(state: &Shared, request: Request) -> Result<(Exchange, Request), A
     };
     let tag = RouterTag::decode(text(ROUTER_HEADER).transpose()?.unwrap_or_default())
         .map_err(|error| wrong(ROUTER_HEADER, &error))?;
+    let prefill = match text(PREFILL_HEADER).transpose()? {
+        Some(url) => {
+            let url = BackendUrl::parse(url).map_err(|error| wrong(PREFILL_HEADER, &error))?;
+            Some(url).filter(|url| may_name(state, url))
+        }
+        None => None,
+    };
     let (mut resume, mut body) = (None, body);
     if let Some(length) = text(RESUME_HEADER).transpose()? {
         let length: usize = length.parse().map_err(|error| wrong(RESUME_HEADER, &error))?;
@@ -350,7 +407,14 @@ async fn read(state: &Shared, request: Request) -> Result<(Exchange, Request), A
         resume = Some(Resume { name, generated });
         body = Body::from(whole);
     }
-    let exchange = Exchange { tag, resume, blocks: OnceLock::new(), stream: OnceLock::new() };
+    let exchange = Exchange {
+        tag,
+        resume,
+        blocks: OnceLock::new(),
+        stream: OnceLock::new(),
+        prefill,
+        fetched: OnceLock::new(),
+    };
     Ok((exchange, Request::from_parts(parts, body)))
 }
 

@@ -1,6 +1,5 @@
 //! Models, health, metrics and other facts about the server.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -8,10 +7,8 @@ use axum::extract::{Path, State};
 use axum::http::HeaderValue;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::Response;
-use forebay_api::{
-    ApiError, ErrorBody, GenerateRequest, Limits, ModelCard, ModelList, parse_request,
-};
-use forebay_egress::{IntakeStats, PartStats, Terms};
+use forebay_api::{ApiError, ErrorBody, Limits, ModelCard, ModelList};
+use forebay_egress::{IntakeStats, PartStats};
 use forebay_engine::{Preference, Stats, Status};
 use forebay_grammar::Grammars;
 use forebay_replicas::{ReplicaReport, Role};
@@ -24,6 +21,7 @@ use utoipa::ToSchema;
 use crate::adapters::{Adapters, NamedAdapter};
 use crate::call::Call;
 use crate::constrain;
+use crate::pd::side::Pd;
 use crate::peers::Peer;
 use crate::pooling::{Input, Place, PooledCall};
 use crate::reply::{self, Failure};
@@ -231,17 +229,7 @@ async fn one_token(state: &Shared, limits: Limits, arrived: Instant) -> Result<(
         let call = PooledCall::start(state, model, inputs, limits, place, arrived, &peer).await?;
         return call.named("health").collect().await.map(drop);
     }
-    let request = json!({
-        "input_ids": [token],
-        "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": true},
-    });
-    let request =
-        parse_request::<GenerateRequest>(request.to_string().as_bytes(), |_| Ok(()))?.request;
-    let mut submissions = Vec::new();
-    for generation in request.validate(&state.model.defaults, limits)?.generations {
-        let terms = Arc::new(Terms::new(generation, &state.model.eos, limits));
-        submissions.push(Submission::new(state, vec![token], terms, limits, "input_ids")?);
-    }
+    let submissions = vec![Submission::of_one_token(state, vec![token], 0, limits)?];
     let call = Call::start(state, submissions, false, arrived, &Peer::default()).await?;
     let mut call = call.named("health");
     call.collect().await.map(drop)
@@ -407,6 +395,7 @@ pub(super) fn exposition(state: &Shared) -> Result<Vec<u8>, ApiError> {
         intake: IntakeStats { request_bytes: state.budget.used(), ..state.intake.stats() },
         dropped: state.log_lines_dropped.load(Ordering::Relaxed),
         adapters: state.adapters.as_ref().map(Adapters::counts),
+        pd: state.pd.as_ref().map(Pd::counts),
     };
     let written = state.metrics.render(&state.engine.replicas(), &parts);
     written.map_err(|error| {

@@ -75,6 +75,19 @@ pub(super) async fn check_router(
     }
 }
 
+/// Blocks are for routers and servers with their key, and for administrators.
+pub(super) async fn check_server(
+    State(state): State<Shared>,
+    request: Request,
+    next: Next,
+) -> Response {
+    let is_admin = state.config.admin_keys.shown(request.headers()).is_some();
+    match is_admin || is_router(&state, request.headers()) {
+        true => next.run(request).await,
+        false => Failure(not_a_router()).into_response(),
+    }
+}
+
 /// A model that pools generates nothing.
 pub(super) async fn check_generator(
     State(state): State<Shared>,

@@ -11,6 +11,7 @@ use utoipa::ToSchema;
 
 use super::info::internal_state;
 use crate::limits;
+use crate::pd::side::Pd;
 use crate::peers::{Peer, queued, report, wait};
 use crate::reply::{self, Failure};
 use crate::state::Shared;
@@ -46,6 +47,9 @@ pub(crate) struct Loads {
     #[serde(skip_serializing_if = "Vec::is_empty")]
     #[schema(value_type = Vec<Object>)]
     queued: Vec<QueuedDispatch>,
+    /// `prefill` or `decode`, of a server that computes prompts for others or has them computed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    disaggregation_mode: Option<&'static str>,
 }
 
 /// Tells the load of the server, now or when it changes.
@@ -78,5 +82,6 @@ pub(crate) async fn loads(
     };
     let report = report(&state, router);
     let loads = state.engine.replicas().iter().map(internal_state).collect();
-    Ok(reply::ok(&Loads { report, loads, queued }))
+    let disaggregation_mode = state.pd.as_ref().map(Pd::mode);
+    Ok(reply::ok(&Loads { report, loads, queued, disaggregation_mode }))
 }

@@ -41,6 +41,7 @@ use tower::util::option_layer;
 use crate::access::{check_access, check_type, cors};
 use crate::ignored;
 use crate::loading::hold;
+use crate::pd::prefill::prefill;
 use crate::peers::blocks::blocks;
 use crate::peers::talk;
 use crate::reply::Failure;
@@ -48,8 +49,8 @@ use crate::shapes::tell_errors;
 use crate::state::{Inner, Shared};
 
 use layers::{
-    check_admin, check_generator, check_key, check_loads, check_router, contain, count,
-    name_request,
+    check_admin, check_generator, check_key, check_loads, check_router, check_server, contain,
+    count, name_request,
 };
 
 /// All routes. Health and metrics need no key.
@@ -92,6 +93,10 @@ pub(crate) fn router(state: Shared) -> Router {
         .route("/v1/blocks", get(blocks))
         .layer(talk())
         .layer(from_fn_with_state(state.clone(), check_router));
+    let prefills = Router::new()
+        .route("/pd/prefill", post(prefill))
+        .route_layer(from_fn_with_state(state.clone(), check_generator))
+        .layer(from_fn_with_state(state.clone(), check_server));
     let page = if state.config.webui { page() } else { Router::new() };
     let cors = cors(&state.config.access);
     let root = state.config.root_path.clone();
@@ -104,6 +109,7 @@ pub(crate) fn router(state: Shared) -> Router {
         .merge(weights.layer(from_fn(check_type)))
         .merge(loads)
         .merge(blocks)
+        .merge(prefills.layer(from_fn(check_type)))
         .merge(open())
         .fallback(unknown_route)
         .method_not_allowed_fallback(method_not_allowed)

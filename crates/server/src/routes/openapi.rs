@@ -80,6 +80,7 @@ use crate::state::Shared;
         super::replicas::drain,
         super::replicas::resume,
         super::replicas::role,
+        crate::pd::prefill::prefill,
         super::live::live_feed,
         super::live::live_request,
         super::live::live_trace,

@@ -17,9 +17,9 @@ use forebay_fetch::{Config as FetchConfig, Fetcher};
 use forebay_grammar::{CompileHook, GrammarConfig, Grammars, ThreadStart};
 use forebay_replicas::{Load, LocalCounts, ReplicaReport, Role};
 use forebay_server::{
-    AdapterFiles, AdapterSettings, AppState, EgressConfig, Engine, Guard, ImageModel, Intake,
-    IntakeMode, Listener, Metrics, ModelFacts, ModelInfo, PooledModel, PoolingTask, ScoreFunction,
-    ServerConfig, ServerParts,
+    AdapterFiles, AdapterSettings, AppState, DecodeConfig, Disaggregation, EgressConfig, Engine,
+    Guard, ImageModel, Intake, IntakeMode, Listener, Metrics, ModelFacts, ModelInfo, PdParts,
+    PooledModel, PoolingTask, ScoreFunction, ServerConfig, ServerParts,
 };
 use forebay_text::{ChatTemplate, TextPool, Tokenizer};
 use forebay_vision::Processing;
@@ -29,12 +29,17 @@ use tokio::net::TcpListener;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
 
-use crate::memory::Memory;
+use crate::memory::{Memory, Tier};
 
 pub(crate) const CONTEXT: u32 = 64;
 pub(crate) const EOS: i32 = 2;
 /// Elements of an embedding.
 pub(crate) const HIDDEN: u32 = 4;
+/// Pages of the host tier, and bytes of a page.
+const HOST_PAGES: u32 = 8;
+pub(crate) const PAGE_BYTES: u64 = 8;
+/// Uncached tokens up to which no prefill server is asked.
+pub(crate) const LOCAL_TOKENS: u32 = 16;
 /// Bytes that payloads may take.
 pub(crate) const MEMORY: usize = 1024;
 const IMAGE_MEMORY: usize = 8 << 20;
@@ -89,6 +94,8 @@ pub(crate) enum ModelKind {
     Pools(PoolingTask),
     /// It takes images, of this machine too.
     Sees,
+    /// Text, of prompts that prefill servers compute.
+    Decodes,
 }
 
 /// Where the engine panics in the thread that calls it.
@@ -123,6 +130,8 @@ pub(crate) struct Fake {
     /// How often the server asked for the numbers.
     looks: AtomicUsize,
     submitted: AtomicUsize,
+    /// Leading blocks of every prompt that are cached.
+    pub(crate) cached: AtomicUsize,
 }
 
 impl Fake {
@@ -358,6 +367,9 @@ impl Engine for Fake {
     fn block_names(&self, salt: u64, prompt: &[i32]) -> Vec<BlockHash> {
         Namer::open().chain(salt, prompt, 16)
     }
+    fn cached(&self, names: &[BlockHash]) -> u64 {
+        16 * names.len().min(self.cached.load(Ordering::Relaxed)) as u64
+    }
     fn facts(&self) -> Option<Facts> {
         (!matches!(*self.status.lock(), Status::Starting(_))).then(|| Facts {
             context_length: CONTEXT,
@@ -373,6 +385,9 @@ impl Engine for Fake {
                 device: "fake".into(),
                 image_page_count: 64,
                 image_page_tokens: 64,
+                host_page_count: HOST_PAGES,
+                page_bytes: PAGE_BYTES,
+                kv_layout: "fake".into(),
                 load_seconds: 0.5,
                 tokens_a_row: 1,
                 lora_modules: vec!["mlp.up_proj".into()],
@@ -414,6 +429,20 @@ fn adapters(open: bool) -> AdapterSettings {
     };
     let first = ("tone".to_owned(), read(Path::new("first")).unwrap());
     AdapterSettings { at_start: vec![first], reader: Some(Arc::new(read)), open }
+}
+
+/// The parts of a server whose prompts others compute.
+fn decodes() -> PdParts {
+    let config = DecodeConfig {
+        pd_local_tokens: LOCAL_TOKENS,
+        pd_timeout: Duration::from_millis(500),
+        ..DecodeConfig::default()
+    };
+    PdParts {
+        config: Disaggregation::Decode(config),
+        model: "model m".to_owned(),
+        tiers: vec![Arc::new(Tier::default())],
+    }
 }
 
 /// A running server.
@@ -576,6 +605,7 @@ impl TestServer {
             vocab_size: u32::try_from(tokenizer.vocab_size()).unwrap().into(),
             looks: AtomicUsize::new(0),
             submitted: AtomicUsize::new(0),
+            cached: AtomicUsize::new(0),
         });
         let mut config = ServerConfig::default();
         change(&mut config);
@@ -634,6 +664,7 @@ impl TestServer {
             batches: None,
             adapters: if let ModelKind::Adapts(open) = kind { Some(adapters(open)) } else { None },
             weights: None,
+            pd: (kind == ModelKind::Decodes).then(decodes),
             common: None,
         });
         let (shutdown, stop) = oneshot::channel::<()>();

@@ -16,6 +16,7 @@ mod intake;
 mod lifecycle;
 mod limits;
 mod memory;
+mod pd;
 mod peers;
 mod pooling;
 mod replicas;

@@ -3,7 +3,7 @@
 use std::io;
 use std::sync::Arc;
 
-use forebay_engine::{Payload, Payloads};
+use forebay_engine::{Payload, Payloads, TierMemory};
 use parking_lot::Mutex;
 
 /// Bytes, and who has which of them. A clone is the same memory.
@@ -96,5 +96,32 @@ impl Drop for Part {
 impl std::fmt::Debug for Part {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{} bytes at {}", self.bytes, self.offset)
+    }
+}
+
+/// The memory of a host tier.
+#[derive(Debug, Default)]
+pub(crate) struct Tier(Mutex<Vec<u8>>);
+
+impl TierMemory for Tier {
+    fn bytes(&self) -> io::Result<u64> {
+        Ok(self.0.lock().len() as u64)
+    }
+
+    fn grow(&self, bytes: u64) -> io::Result<()> {
+        let mut memory = self.0.lock();
+        let bytes = memory.len().max(bytes as usize);
+        memory.resize(bytes, 0);
+        Ok(())
+    }
+
+    fn read(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
+        into.copy_from_slice(&self.0.lock()[at as usize..][..into.len()]);
+        Ok(())
+    }
+
+    fn write(&self, at: u64, bytes: &[u8]) -> io::Result<()> {
+        self.0.lock()[at as usize..][..bytes.len()].copy_from_slice(bytes);
+        Ok(())
     }
 }

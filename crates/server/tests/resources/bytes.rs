@@ -148,13 +148,14 @@ async fn a_text_that_cannot_fit_is_not_tokenised() {
 }
 
 /// Routes whose bodies have bounds of their own: a file goes to the disk as it comes, and a wish
-/// for a batch is small.
-const APART: [&str; 15] = [
+/// for a batch is small. A prompt for another server is that of a request there.
+const APART: [&str; 16] = [
     "/destroy_weights_update_group",
     "/get_weights_by_name",
     "/init_weights_update_group",
     "/load_lora_adapter",
     "/pause_generation",
+    "/pd/prefill",
     "/replicas/{replica}/role",
     "/unload_lora_adapter",
     "/update_weight_version",

@@ -210,6 +210,7 @@ fn check_supported(flags: &ServeFlags) -> Result<()> {
         ("--enable-dp-attention", flags.replicas.ranks.enable_dp_attention),
         ("--cpu-affinity", flags.replicas.cpu_affinity.is_some()),
         ("--pd", flags.replicas.pd.pd.is_some()),
+        ("--disaggregation-mode", flags.replicas.pd.apart()),
         ("--record-steps", flags.run.record_steps.is_some()),
         ("--batch-dir", flags.batches.batch_dir.is_some()),
         ("--router-key", flags.sharing.router_key.is_some()),

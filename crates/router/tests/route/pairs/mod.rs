@@ -1,5 +1,6 @@
-//! Pairs of servers of others that compute prompts and go on, which fail in every way.
+//! Pairs of servers that compute prompts and go on, which fail in every way.
 
+mod ours;
 mod sglang;
 mod storm;
 mod vllm;
@@ -88,18 +89,6 @@ fn bodies(fake: &Fake) -> Vec<Value> {
     let seen = fake.seen();
     let posted = seen.iter().filter(|message| message.first.starts_with("POST"));
     posted.map(|message| message.json()).collect()
-}
-
-#[test]
-fn servers_of_ours_are_refused_with_the_flag_to_use() {
-    let (brain, decode) = (Fake::brain(), sglang(0, 1).1);
-    let said = refused(|pairs| *pairs = named(std::slice::from_ref(&brain), &decode));
-    assert!(said.contains(&brain.url()) && said.contains("--pd P:D"), "{said}");
-    // Or one that says nothing of its load, because it has a key.
-    let keyed = Fake::other();
-    keyed.is_of("m", "forebay");
-    let said = refused(|pairs| *pairs = named(std::slice::from_ref(&keyed), &decode));
-    assert!(said.contains("--pd P:D") && said.lines().count() == 1, "{said}");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Addresses of backends.
+//! Addresses of servers that another server or a router asks.
 
 use http::uri::Authority;
 use thiserror::Error;
@@ -49,17 +49,20 @@ impl BackendUrl {
     }
 
     /// Host and port as they are written.
-    pub(crate) fn authority(&self) -> &str {
+    #[must_use]
+    pub fn authority(&self) -> &str {
         self.authority.as_str()
     }
 
     /// The host as it is written, an address of IPv6 in brackets.
-    pub(crate) fn host(&self) -> &str {
+    #[must_use]
+    pub fn host(&self) -> &str {
         self.authority.host()
     }
 
     /// Host and port to connect to.
-    pub(crate) fn address(&self) -> (String, u16) {
+    #[must_use]
+    pub fn address(&self) -> (String, u16) {
         let host = self.authority.host();
         let host = host.strip_prefix('[').and_then(|h| h.strip_suffix(']')).unwrap_or(host);
         (host.to_owned(), self.authority.port_u16().unwrap_or(80))

@@ -1,0 +1,131 @@
+//! Counts of prompts that one server computes for another.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use forebay_egress::{FetchCounts, PdCounts, SentCounts};
+
+/// The end of a decode server's look for a prompt's blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Outcome {
+    /// Blocks have come, and nothing failed.
+    Came,
+    /// Little of the prompt is not cached.
+    Short,
+    /// It is a request that is not handed over: with images, embeddings, an adapter, several
+    /// prompts, or log-probabilities of its prompt.
+    Kind,
+    /// No prefill server is named that may be asked, or all have just failed.
+    NoServer,
+    /// There is no room for the blocks now.
+    Full,
+    /// The prefill server takes no more requests now.
+    Busy,
+    /// It has no blocks to give.
+    Nothing,
+    /// It takes no connection.
+    Unreachable,
+    /// It refuses the request: it has another model, other pages or another key.
+    Refused,
+    /// The connection broke before the end.
+    Broken,
+    /// It took too long.
+    Late,
+    /// It has sent something else than was asked for.
+    Wrong,
+}
+
+impl Outcome {
+    /// All of them, with their labels in metrics.
+    const ALL: [(Self, &'static str); 12] = [
+        (Self::Came, "came"),
+        (Self::Short, "short"),
+        (Self::Kind, "kind"),
+        (Self::NoServer, "no_server"),
+        (Self::Full, "full"),
+        (Self::Busy, "busy"),
+        (Self::Nothing, "nothing"),
+        (Self::Unreachable, "unreachable"),
+        (Self::Refused, "refused"),
+        (Self::Broken, "broken"),
+        (Self::Late, "late"),
+        (Self::Wrong, "wrong"),
+    ];
+
+    /// True if the prefill server is to blame.
+    pub(crate) fn is_failure(self) -> bool {
+        match self {
+            Self::Unreachable | Self::Refused | Self::Broken | Self::Late | Self::Wrong => true,
+            Self::Came | Self::Short | Self::Kind | Self::NoServer => false,
+            Self::Full | Self::Busy | Self::Nothing => false,
+        }
+    }
+}
+
+/// Counts of a decode server.
+#[derive(Debug, Default)]
+pub(crate) struct FetchCounters {
+    outcomes: [AtomicU64; Outcome::ALL.len()],
+    blocks: AtomicU64,
+    bytes: AtomicU64,
+}
+
+impl FetchCounters {
+    pub(crate) fn ended(&self, outcome: Outcome) {
+        self.outcomes[outcome as usize].fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn came(&self, blocks: usize, bytes: u64) {
+        self.blocks.fetch_add(blocks as u64, Ordering::Relaxed);
+        self.bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    pub(crate) fn counts(&self) -> PdCounts {
+        let outcomes = Outcome::ALL.map(|(outcome, label)| {
+            (label, self.outcomes[outcome as usize].load(Ordering::Relaxed))
+        });
+        PdCounts::Decode(FetchCounts {
+            outcomes: outcomes.to_vec(),
+            blocks: self.blocks.load(Ordering::Relaxed),
+            bytes: self.bytes.load(Ordering::Relaxed),
+        })
+    }
+}
+
+/// Counts of a prefill server.
+#[derive(Debug, Default)]
+pub(crate) struct SentCounters {
+    prompts: AtomicU64,
+    blocks: AtomicU64,
+    bytes: AtomicU64,
+}
+
+impl SentCounters {
+    pub(crate) fn prompt(&self) {
+        self.prompts.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn block(&self, bytes: u64) {
+        self.blocks.fetch_add(1, Ordering::Relaxed);
+        self.bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    pub(crate) fn counts(&self) -> PdCounts {
+        PdCounts::Prefill(SentCounts {
+            prompts: self.prompts.load(Ordering::Relaxed),
+            blocks: self.blocks.load(Ordering::Relaxed),
+            bytes: self.bytes.load(Ordering::Relaxed),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn labels_stand_in_the_order_of_outcomes() {
+        for (at, (outcome, _)) in Outcome::ALL.into_iter().enumerate() {
+            assert_eq!(outcome as usize, at);
+        }
+    }
+}

@@ -1,0 +1,298 @@
+//! Blocks of prompts that a prefill server computes for this decode server.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use axum::http::StatusCode;
+use forebay_api::BackendUrl;
+use forebay_egress::{Engine, PdCounts};
+use forebay_engine::{BlockHash, Facts, Loan, TierMemory};
+use http_body_util::{BodyExt, Limited};
+use parking_lot::Mutex;
+use tokio::time::timeout;
+
+use super::ask::{AskError, OpenAnswer, ask};
+use super::counts::{FetchCounters, Outcome};
+use super::parts::{DecodeConfig, layout};
+use super::room::{ReceivedRoom, Reservation};
+use super::tier::{PageSizes, TierPages};
+use super::wire::{BlockReceiver, PrefillRequest, WireError};
+
+/// The longest time without a byte of an answer.
+const SILENCE: Duration = Duration::from_secs(5);
+/// The time for which a server that has failed is not asked, unless a router names it.
+const PAUSE: Duration = Duration::from_secs(5);
+/// The largest part of the host tier, one in so many pages, that others may fill.
+const RECEIVED_SHARE: u32 = 2;
+/// The longest refusal that is read.
+const MAX_REFUSAL: usize = 4 << 10;
+
+/// A prefill server that may be asked.
+#[derive(Debug)]
+struct PrefillServer {
+    url: BackendUrl,
+    /// Questions that are under way.
+    asked: AtomicUsize,
+    /// It is not asked before this.
+    paused: Mutex<Option<Instant>>,
+}
+
+/// A decode server's side.
+#[derive(Debug)]
+pub(crate) struct DecodeSide {
+    config: DecodeConfig,
+    model: String,
+    memory: Arc<dyn TierMemory>,
+    /// Known with the hand's first facts.
+    room: Mutex<Option<Arc<ReceivedRoom>>>,
+    servers: Vec<PrefillServer>,
+    /// The last failure that was logged.
+    told: Mutex<String>,
+    counts: FetchCounters,
+}
+
+/// A prompt, and what a prefill server has to know of it.
+#[derive(Debug)]
+pub(crate) struct PrefillPrompt<'a> {
+    pub(crate) tokens: &'a [i32],
+    /// Names of its full blocks.
+    pub(crate) names: &'a [BlockHash],
+    /// A number for these names, which servers with the same secret have in common.
+    pub(crate) namer: u64,
+    pub(crate) salt: u64,
+    pub(crate) client: u64,
+    pub(crate) priority: i32,
+    pub(crate) background: bool,
+    /// The prefill server that a router has named.
+    pub(crate) server: Option<&'a BackendUrl>,
+    /// The key of routers, which prefill servers are shown.
+    pub(crate) key: Option<&'a str>,
+}
+
+/// The failure of a question, with a sentence for the log.
+type Failed = (Outcome, String);
+
+/// Counts a question while it is under way.
+struct OpenQuestion<'a>(&'a PrefillServer);
+
+impl<'a> OpenQuestion<'a> {
+    fn new(server: &'a PrefillServer) -> Self {
+        server.asked.fetch_add(1, Ordering::Relaxed);
+        Self(server)
+    }
+}
+
+impl Drop for OpenQuestion<'_> {
+    fn drop(&mut self) {
+        self.0.asked.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl DecodeSide {
+    pub(crate) fn new(config: DecodeConfig, model: String, memory: Arc<dyn TierMemory>) -> Self {
+        let server = |url: &BackendUrl| PrefillServer {
+            url: url.clone(),
+            asked: AtomicUsize::new(0),
+            paused: Mutex::default(),
+        };
+        let servers = config.pd_prefill_servers.iter().map(server).collect();
+        Self {
+            config,
+            model,
+            memory,
+            room: Mutex::default(),
+            servers,
+            told: Mutex::default(),
+            counts: FetchCounters::default(),
+        }
+    }
+
+    /// True if it was started with this prefill server.
+    pub(crate) fn knows(&self, url: &BackendUrl) -> bool {
+        self.servers.iter().any(|server| server.url == *url)
+    }
+
+    pub(crate) fn counts(&self) -> PdCounts {
+        self.counts.counts()
+    }
+
+    /// Notes a request whose prompt is of a kind that is not handed over.
+    pub(crate) fn stays(&self) -> Outcome {
+        self.counts.ended(Outcome::Kind);
+        Outcome::Kind
+    }
+
+    /// Has a prefill server compute a prompt, unless little of it is left to compute. Gives the
+    /// blocks that have come. Dropping the future ends it all.
+    pub(crate) async fn fetch(
+        &self,
+        engine: &dyn Engine,
+        prompt: &PrefillPrompt<'_>,
+    ) -> (Option<Arc<Loan>>, Outcome) {
+        let (loan, outcome) = self.look(engine, prompt).await;
+        self.counts.ended(outcome);
+        (loan.map(Arc::new), outcome)
+    }
+
+    async fn look(
+        &self,
+        engine: &dyn Engine,
+        prompt: &PrefillPrompt<'_>,
+    ) -> (Option<Loan>, Outcome) {
+        let Some(facts) = engine.facts() else { return (None, Outcome::Nothing) };
+        let size = facts.page_size.max(1) as usize;
+        // One position at least is computed here.
+        let wanted = prompt.tokens.len().saturating_sub(1) / size;
+        let names = &prompt.names[..wanted.min(prompt.names.len())];
+        let cached = usize::try_from(engine.cached(names)).unwrap_or(0) / size;
+        let skip = cached.min(names.len());
+        let left = prompt.tokens.len() - skip * size;
+        if left <= self.config.pd_local_tokens as usize || skip == names.len() {
+            return (None, Outcome::Short);
+        }
+        let chosen = self.choose(prompt.server);
+        let Some((url, known)) = chosen else { return (None, Outcome::NoServer) };
+        let Some(reserved) = self.reserve(engine, &facts, names.len() - skip) else {
+            return (None, Outcome::Full);
+        };
+        let _under_way = known.map(OpenQuestion::new);
+        let Some(layout) = layout(&self.model, &facts) else {
+            self.tell(url, "this server's pages have no name, so no other server can fill them");
+            return (None, Outcome::Refused);
+        };
+        let question = PrefillRequest {
+            layout,
+            names: prompt.namer,
+            salt: prompt.salt,
+            prompt: prompt.tokens[..=names.len() * size].to_vec(),
+            skip,
+            client: prompt.client,
+            priority: prompt.priority,
+            background: prompt.background,
+        };
+        let names = &names[skip..];
+        let mut landing = BlockReceiver::new(names, &reserved);
+        let mut bytes = 0;
+        let coming = receive(url, prompt.key, &question, &mut landing, &mut bytes);
+        let ended = timeout(self.config.pd_timeout, coming).await;
+        let seconds = self.config.pd_timeout.as_secs();
+        let late = || (Outcome::Late, format!("it has not ended within {seconds} seconds"));
+        let ended = ended.unwrap_or_else(|_| Err(late()));
+        let (blocks, states) = (landing.blocks(), landing.states());
+        self.counts.came(blocks.len(), bytes);
+        let outcome = match ended {
+            Ok(()) if blocks.is_empty() => Outcome::Nothing,
+            Ok(()) => Outcome::Came,
+            Err((outcome, reason)) => {
+                self.tell(url, &reason);
+                let paused = known.filter(|_| outcome.is_failure() || outcome == Outcome::Busy);
+                paused.into_iter().for_each(|server| {
+                    *server.paused.lock() = Some(Instant::now() + PAUSE);
+                });
+                outcome
+            }
+        };
+        // With recurrent layers no block is of use without a state.
+        let useless = facts.hand.state_bytes > 0 && states.is_empty();
+        // What a server that breaks the rules has sent is not trusted. Blocks that came whole
+        // before a connection broke are as good as any.
+        if outcome == Outcome::Wrong || blocks.is_empty() || useless {
+            return (None, outcome);
+        }
+        (Some(reserved.lend(blocks, states)), outcome)
+    }
+
+    /// The server that a router has named, or the one of ours with the fewest questions.
+    fn choose<'a>(
+        &'a self,
+        named: Option<&'a BackendUrl>,
+    ) -> Option<(&'a BackendUrl, Option<&'a PrefillServer>)> {
+        if let Some(url) = named {
+            return Some((url, None));
+        }
+        let now = Instant::now();
+        let ready = |server: &&PrefillServer| server.paused.lock().is_none_or(|until| until <= now);
+        let least = self.servers.iter().filter(ready);
+        let least = least.min_by_key(|server| server.asked.load(Ordering::Relaxed))?;
+        Some((&least.url, Some(least)))
+    }
+
+    /// Reserves pages for so many blocks, and for a state if the model has recurrent layers.
+    fn reserve(&self, engine: &dyn Engine, facts: &Facts, blocks: usize) -> Option<Reservation> {
+        let mut room = self.room.lock();
+        if room.is_none() {
+            let hand = &facts.hand;
+            let counts = [hand.host_page_count, hand.host_state_page_count];
+            let counts = counts.map(|count| count / RECEIVED_SHARE);
+            let memory = Arc::clone(&self.memory);
+            match TierPages::create(memory, PageSizes::new(facts), counts) {
+                Ok(pages) => *room = Some(ReceivedRoom::new(pages, counts, engine.count())),
+                Err(error) => tracing::warn!("no memory for blocks of other servers: {error}"),
+            }
+        }
+        let states = usize::from(facts.hand.state_bytes > 0);
+        room.as_ref()?.reserve([blocks, states])
+    }
+
+    /// Logs a failure, unless the last one was the same.
+    fn tell(&self, url: &BackendUrl, reason: &str) {
+        let sentence = format!("prefill server {}: {reason}", url.url());
+        let mut told = self.told.lock();
+        if *told != sentence {
+            tracing::warn!("{sentence}; this server computes the prompt");
+            *told = sentence;
+        }
+    }
+}
+
+/// Asks a prefill server, and puts the blocks of its answer into their pages.
+async fn receive(
+    url: &BackendUrl,
+    key: Option<&str>,
+    question: &PrefillRequest,
+    landing: &mut BlockReceiver<'_, '_>,
+    bytes: &mut u64,
+) -> Result<(), Failed> {
+    let body = serde_json::to_vec(question).map_err(|error| (Outcome::Wrong, error.to_string()))?;
+    let silent = |_| {
+        let reason = format!("it has sent nothing for {} seconds", SILENCE.as_secs());
+        (Outcome::Late, reason)
+    };
+    let failed = |error: AskError| match error {
+        AskError::Connect(_) | AskError::Url => (Outcome::Unreachable, error.to_string()),
+        AskError::Broken(_) => (Outcome::Broken, error.to_string()),
+    };
+    let mut asked = timeout(SILENCE, ask(url, key, body)).await.map_err(silent)?.map_err(failed)?;
+    if asked.response.status() != StatusCode::OK {
+        return Err(timeout(SILENCE, refusal(asked)).await.map_err(silent)?);
+    }
+    while !landing.has_ended() {
+        let frame = timeout(SILENCE, asked.response.frame()).await.map_err(silent)?;
+        let broken = |reason: String| (Outcome::Broken, reason);
+        let frame = frame.ok_or_else(|| broken("its answer has no end".into()))?;
+        let frame = frame.map_err(|error| broken(format!("the connection broke: {error}")))?;
+        let Some(data) = frame.data_ref() else { continue };
+        *bytes += data.len() as u64;
+        landing.push(data).map_err(|wrong| {
+            let outcome = match wrong {
+                WireError::Frame(_) => Outcome::Wrong,
+                WireError::Memory(_) => Outcome::Full,
+            };
+            (outcome, wrong.to_string())
+        })?;
+    }
+    Ok(())
+}
+
+/// The reason that a prefill server gives for its refusal.
+async fn refusal(mut asked: OpenAnswer) -> Failed {
+    let status = asked.response.status();
+    let body = Limited::new(asked.response.body_mut(), MAX_REFUSAL).collect().await;
+    let body = body.map(|body| body.to_bytes()).unwrap_or_default();
+    let body: serde_json::Value = serde_json::from_slice(&body).unwrap_or_default();
+    let message = body["error"]["message"].as_str().unwrap_or("it does not say why").to_owned();
+    let busy = [StatusCode::TOO_MANY_REQUESTS, StatusCode::SERVICE_UNAVAILABLE];
+    let outcome = if busy.contains(&status) { Outcome::Busy } else { Outcome::Refused };
+    (outcome, format!("{status}: {message}"))
+}

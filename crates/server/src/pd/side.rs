@@ -1,0 +1,59 @@
+//! What a server of one of the modes has for it.
+
+use std::sync::Arc;
+
+use forebay_egress::PdCounts;
+use forebay_engine::TierMemory;
+
+use super::counts::SentCounters;
+use super::decode::DecodeSide;
+use super::parts::{Disaggregation, PdParts};
+
+/// The side of a server, with its counts.
+#[derive(Debug)]
+pub(crate) enum Pd {
+    /// It computes prompts for decode servers.
+    Prefill(PrefillSide),
+    /// It has its prompts computed.
+    Decode(Box<DecodeSide>),
+}
+
+/// A prefill server's side.
+#[derive(Debug)]
+pub(crate) struct PrefillSide {
+    /// The name of the model, for layouts.
+    pub(crate) model: String,
+    /// The host tier of each replica.
+    pub(crate) tiers: Vec<Arc<dyn TierMemory>>,
+    pub(crate) sent: SentCounters,
+}
+
+impl Pd {
+    /// The side that these parts are for; `None`: a decode server without memory for blocks.
+    pub(crate) fn new(parts: PdParts) -> Option<Self> {
+        let PdParts { config, model, mut tiers } = parts;
+        Some(match config {
+            Disaggregation::Prefill => {
+                Self::Prefill(PrefillSide { model, tiers, sent: SentCounters::default() })
+            }
+            Disaggregation::Decode(config) => {
+                Self::Decode(Box::new(DecodeSide::new(config, model, tiers.pop()?)))
+            }
+        })
+    }
+
+    /// The name of the mode.
+    pub(crate) fn mode(&self) -> &'static str {
+        match self {
+            Self::Prefill(_) => "prefill",
+            Self::Decode(_) => "decode",
+        }
+    }
+
+    pub(crate) fn counts(&self) -> PdCounts {
+        match self {
+            Self::Prefill(side) => side.sent.counts(),
+            Self::Decode(side) => side.counts(),
+        }
+    }
+}
