@@ -23,7 +23,7 @@ from tests.e2e.server import BINARY, Server
 from tests.e2e.test_breakage import Expected, requests, undisturbed
 from tests.e2e.waiting import eventually
 
-KEY = "a key of routers"
+KEY = "a-key-of-routers"
 PAGE = 4
 SMALL = ("--page-size", str(PAGE), "--debug-kv-checksum", "--max-total-tokens", "8000", "--threads", "1")
 FETCHES = "forebay:pd_fetches_total"
@@ -117,13 +117,16 @@ def test_tokens_are_those_of_one_server(start: Start, tiny: Model, expected: Exp
     pairing = start.pairing(tiny, ("--hand", hand), ("--hand", hand))
     asked = [request for request, _ in expected]
     assert tokens(native_together(pairing.router, asked)) == [wanted for _, wanted in expected]
-    assert pairing.fetched("came") == len(expected)
-    blocks = sum((len(request["input_ids"]) - 1) // PAGE for request in asked)
-    assert pairing.prefill.metric("forebay:pd_prefills_total") == len(expected)
-    assert pairing.prefill.metric(SENT) == pairing.decode.metric(RECEIVED) == blocks
+    # The shortest prompts are on no full page, and others may begin like one before them.
+    full = [blocks for request in asked if (blocks := (len(request["input_ids"]) - 1) // PAGE) > 0]
+    assert pairing.fetched("came") == len(full) > 25
+    blocks = pairing.decode.metric(RECEIVED)
+    assert pairing.prefill.metric("forebay:pd_prefills_total") == len(full)
+    assert pairing.prefill.metric(SENT) == blocks
+    assert len(full) < blocks <= sum(full)
     sent = pairing.prefill.metric("forebay:pd_sent_bytes_total")
     # Each block has a head of 24 bytes, and each answer an end.
-    assert pairing.decode.metric("forebay:pd_received_bytes_total") >= sent + 24 * (blocks + len(expected))
+    assert pairing.decode.metric("forebay:pd_received_bytes_total") >= sent + 24 * (blocks + len(full))
     # The prefill server gives one token a prompt, and the decode server computes what is on no full page.
     (prefill,), (decode,) = pairing.prefill.replicas(), pairing.decode.replicas()
     assert prefill["generated_tokens"] <= len(expected)

@@ -1,8 +1,8 @@
 //! Pairs of a server that computes prompts and one that goes on behind the first token.
 //!
 //! Both are servers of one engine: they hand keys and values to each other by its protocol. A
-//! request that a pair computes is counted at both. Where the servers are of ours, the decode server
-//! asks the prefill server that the router names, and computes the prompt if that fails.
+//! request that a pair computes is counted at both. Where the servers are of ours, the decode
+//! server asks the prefill server that the router names, and computes the prompt if that fails.
 
 use std::sync::Arc;
 

@@ -1,5 +1,6 @@
-//! The places of pages in the memory of a host tier, as hands keep them (docs/protocol.md): pages,
-//! a note for each, state pages, a note for each, and the number of state pages.
+//! The places of pages in the memory of a host tier, as hands keep them (docs/protocol.md). Pages
+//! are first, with a note for each behind them. State pages and their notes follow, and their number
+//! is last.
 
 use std::io;
 use std::sync::Arc;
