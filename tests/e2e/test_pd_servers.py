@@ -133,7 +133,7 @@ def test_tokens_are_those_of_one_server(start: Start, tiny: Model, expected: Exp
     assert decode["prompt_tokens"] <= PAGE * len(expected)
     assert pairing.decode.metric("forebay:copies_failed_total") == 0
     pairing.at_rest()
-    info = pairing.decode.http.get("/server_info").json()
+    info = pairing.decode.http.get("/server_info").json()["config"]
     assert (info["disaggregation_mode"], info["pd_local_tokens"]) == ("decode", 0)
 
 
@@ -161,8 +161,12 @@ def test_what_is_cached_or_short_is_not_asked_for(start: Start, tiny: Model) -> 
 def test_routes_of_every_dialect_are_served(start: Start, tiny: Model) -> None:
     pairing = start.pairing(tiny)
     said = [{"role": "user", "content": "The work and its licence " * 8}]
-    alone = pairing.prefill.ask("/v1/messages", {"model": tiny.name, "messages": said, "max_tokens": 8, "temperature": 0})
-    paired = pairing.router.ask("/v1/messages", {"model": tiny.name, "messages": said, "max_tokens": 8, "temperature": 0})
+    alone = pairing.prefill.ask(
+        "/v1/messages", {"model": tiny.name, "messages": said, "max_tokens": 8, "temperature": 0}
+    )
+    paired = pairing.router.ask(
+        "/v1/messages", {"model": tiny.name, "messages": said, "max_tokens": 8, "temperature": 0}
+    )
     assert paired["content"] == alone["content"]
     assert pairing.fetched("came") == 1
     counted = pairing.router.ask("/v1/messages/count_tokens", {"model": tiny.name, "messages": said})
