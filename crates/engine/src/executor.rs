@@ -13,7 +13,7 @@ pub enum Signal {
     /// A loading hand has made progress; the text names the part.
     Progress(String),
     /// The hand takes plans from now on.
-    Ready(Ready),
+    Ready(Box<Ready>),
     /// The oldest step in flight is done: a result for each plan that [`Executor::submit`] took.
     Result(Vec<StepResult>),
     /// The waker was used.

@@ -317,7 +317,7 @@ impl HandExecutor {
         };
         counts::keep(&mut self.spec.config, &facts);
         self.store = None;
-        self.signals.push_back(Signal::Ready(facts));
+        self.signals.push_back(Signal::Ready(facts.into()));
         Ok(())
     }
 

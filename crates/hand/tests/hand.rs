@@ -46,7 +46,7 @@ fn ready(executor: &mut HandExecutor) -> Ready {
     executor.start();
     loop {
         match next(executor) {
-            Signal::Ready(facts) => return facts,
+            Signal::Ready(facts) => return *facts,
             Signal::Progress(text) => assert!(["handshake", "weights 1/2"].contains(&&*text)),
             other => panic!("not ready: {other:?}"),
         }

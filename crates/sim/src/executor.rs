@@ -285,7 +285,7 @@ impl SimExecutor {
         match pending.what {
             SimEvent::Ready => {
                 self.up = true;
-                Signal::Ready(Ready {
+                Signal::Ready(Box::new(Ready {
                     page_count: self.config.page_count,
                     vocab_size: self.config.vocab_size,
                     hidden_size: self.config.hidden_size,
@@ -306,7 +306,7 @@ impl SimExecutor {
                     image_page_count: self.config.tower.map_or(0, |tower| tower.pages),
                     image_page_tokens: self.config.tower.map_or(0, |_| SimTower::PAGE_TOKENS),
                     ..Ready::default()
-                })
+                }))
             }
             SimEvent::Step(answers) => {
                 let results = answers.into_iter().filter_map(|answer| match answer {

@@ -106,7 +106,7 @@ impl Owner {
                 Signal::TimedOut => self.timed_out(),
                 Signal::Result(results) => self.apply(&results),
                 Signal::Progress(stage) => self.loading(stage),
-                Signal::Ready(facts) => self.ready(facts),
+                Signal::Ready(facts) => self.ready(*facts),
                 Signal::Died(reason) => self.died(&reason),
                 Signal::OutOfMemory(reason) => self.out_of_memory(&reason),
             }

@@ -157,7 +157,7 @@ pub(crate) fn ready(executor: &mut HandExecutor) -> Ready {
 pub(crate) fn ready_at_last(executor: &mut HandExecutor) -> Ready {
     loop {
         match next(executor) {
-            Signal::Ready(facts) => return facts,
+            Signal::Ready(facts) => return *facts,
             Signal::Progress(_) => {}
             other => panic!("not ready: {other:?}"),
         }

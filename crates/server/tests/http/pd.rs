@@ -173,11 +173,10 @@ async fn what_a_prefill_server_has_computed_is_lent_to_the_request() {
     assert_eq!((loan.lender(), loan.blocks(), names.len()), (1, 3, 3));
     assert!(names.iter().all(|&name| loan.page(name).is_some()));
     assert!(request.past.handed && *request.names == names[..]);
-    let asked = prefill.asked.lock();
+    let asked = prefill.asked.lock().clone();
     assert_eq!(asked[0]["key"], KEY);
     assert_eq!(asked[0]["prompt"].as_array().map(Vec::len), Some(TOKENS));
     assert!(asked[0]["layout"].as_str().unwrap().ends_with("model m"), "{}", asked[0]["layout"]);
-    drop(asked);
     assert!(counted(&server, "came").await);
     let (_, metrics) = server.get("/metrics").await;
     assert!(metrics.contains("forebay:pd_received_blocks_total 3\n"));
