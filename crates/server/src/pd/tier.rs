@@ -1,6 +1,6 @@
 //! The places of pages in the memory of a host tier, as hands keep them (docs/protocol.md). Pages
-//! are first, with a note for each behind them. State pages and their notes follow, and their number
-//! is last.
+//! are first, with a note for each behind them. State pages and their notes follow, and their
+//! number is last.
 
 use std::io;
 use std::sync::Arc;
