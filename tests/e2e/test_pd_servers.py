@@ -118,7 +118,8 @@ def test_tokens_are_those_of_one_server(start: Start, tiny: Model, expected: Exp
     asked = [request for request, _ in expected]
     assert tokens(native_together(pairing.router, asked)) == [wanted for _, wanted in expected]
     # The shortest prompts are on no full page, and others may begin like one before them.
-    full = [blocks for request in asked if (blocks := (len(request["input_ids"]) - 1) // PAGE) > 0]
+    pages = [(len(request["input_ids"]) - 1) // PAGE for request in asked]
+    full = [count for count in pages if count > 0]
     assert pairing.fetched("came") == len(full) > 25
     blocks = pairing.decode.metric(RECEIVED)
     assert pairing.prefill.metric("forebay:pd_prefills_total") == len(full)
