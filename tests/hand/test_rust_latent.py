@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-from benchmarks.described import described
+from benchmarks.described import described, handshake_model
 from forebay.layers.step import Step
 from tests.hand.gguf_models import Form, Q, write
-from tests.hand.support import FAMILIES, Request, Sampling, random_model, reference_model
+from tests.hand.support import (
+    FAMILIES,
+    LATENT,
+    PlanBuilder,
+    Request,
+    Sampling,
+    hf_config,
+    hub_weights,
+    random_model,
+    reference_model,
+)
 from tests.hand.test_gguf_experts import MODELS
 from tests.hand.test_kv_codes import rounded
 from tests.hand.test_quantised import checkpoint, distance, of_torch, told
@@ -29,12 +42,13 @@ from tests.hand.test_rust_hand import (
     torch_runner,
 )
 
+TOKENS = 512
 WIDE = "deepseek-v3-wide"
 """Its rows are 64 elements, of which 32 are latent."""
-LATENT = ["deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "deepseek-v3-halves"]
+ABSORBED = ["deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "deepseek-v3-halves"]
 
 
-@pytest.mark.parametrize("family", [*LATENT, WIDE])
+@pytest.mark.parametrize("family", [*ABSORBED, WIDE])
 def test_log_probabilities_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     model = random_model(*MODELS[family]) if family in MODELS else reference_model(family)
     prompt = np.random.default_rng(3).integers(0, VOCABULARY, 90).tolist()
@@ -47,6 +61,43 @@ def test_log_probabilities_are_those_of_transformers(tmp_path: Path, family: str
     wanted = [float(expected[at, token]) for at, token in enumerate(prompt[1:])]
     np.testing.assert_allclose(found, wanted, atol=1e-4)
     assert asked.tokens == [int(expected[-1].argmax())]
+
+
+def bytes_of_data(pid: int) -> int:
+    """Bytes of memory that a process has written, without files."""
+    found = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found is not None
+    return int(found[1]) << 10
+
+
+@pytest.mark.parametrize("low_rank", [None, 64])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_a_step_takes_is_left_beside_pages(tmp_path: Path, dtype: str, low_rank: int | None) -> None:
+    """Other buffers are small beside those of the heads."""
+    sizes = {"num_attention_heads": 32, "num_key_value_heads": 32, "num_hidden_layers": 1, "first_k_dense_replace": 1}
+    sizes |= {"kv_lora_rank": 512, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
+    config = DeepseekV3Config(**{**LATENT, **sizes, "q_lora_rank": low_rank, "max_position_embeddings": TOKENS})
+    model = random_model(DeepseekV3ForCausalLM, config)
+    path = tmp_path / "model.safetensors"
+    save_file({name: tensor.contiguous().clone() for name, tensor in hub_weights(model).items()}, path)
+    described_ = handshake_model(hf_config(config, "DeepseekV3ForCausalLM"), [path])
+    values = settings(described_, dtype=dtype, context_length=TOKENS, chunked_prefill_size=TOKENS)
+    # Without memory for a page, a hand says what it would have left beside them.
+    without = {**values, "max_total_tokens": None, "mem_fraction_static": 1e-9}
+    with pytest.raises(AssertionError, match="no memory for a single page") as refused, rust(tmp_path, without):
+        pass
+    said = re.search(r"(\d+) MiB of weights and of what a step takes", str(refused.value))
+    assert said is not None
+    with rust(tmp_path, values) as runner:
+        left = (int(said[1]) << 20) - runner.facts["weight_bytes"]
+        before = bytes_of_data(runner.pid)
+        plan = PlanBuilder(1)
+        plan.slot(0, np.random.default_rng(1).integers(0, VOCABULARY, TOKENS).tolist())
+        plan.page_writes += [(0, index, index) for index in range(TOKENS // 16)]
+        plan.row(0, 0, TOKENS)
+        assert not runner.step(plan.build()).row_errors.any()
+        grown = bytes_of_data(runner.pid) - before
+    assert 0.9 * left < grown < 1.2 * left
 
 
 @pytest.mark.parametrize("page_size", [8, 16])

@@ -1,7 +1,28 @@
 //! Latent attention in its absorbed form: attention with one key head, whose key is a position's
 //! row.
 
+use forebay_kernels::{AttentionSizes, LatentSizes, Sizes};
 use forebay_weights::{Attention, Latent, QkNorm};
+
+/// Bytes of a step of so many tokens that latent attention takes, and attention of heads of their
+/// own does not: the kernels keep buffers of the largest step.
+pub(crate) fn step_bytes(sizes: &Sizes, tokens: u64) -> u64 {
+    let number = sizes.dtype.bytes();
+    let of_token = |attention: &AttentionSizes| {
+        let Some(LatentSizes { query_rank, rank, nope_dim, value_dim, .. }) = attention.latent
+        else {
+            return 0;
+        };
+        let given = rank.max(value_dim);
+        // Queries brought to rows, and then values; inputs of products of heads, as tiles read
+        // them; what attention gives.
+        let of_head = (given + rank.max(nope_dim)) * size_of::<f32>() + given * number;
+        let query = (nope_dim + attention.head_dim - rank) * size_of::<f32>();
+        let of_low_rank = |low: usize| low * number + attention.heads * query;
+        (attention.heads * of_head + query_rank.map_or(0, of_low_rank)) as u64
+    };
+    tokens * sizes.attentions.iter().map(of_token).max().unwrap_or(0)
+}
 
 /// The attention that the kernels compute of rows.
 pub(crate) fn as_attention(of: &Latent) -> Attention {

@@ -22,6 +22,7 @@ use crate::descriptors::{HostFiles, PageMemory};
 use crate::encoder::EncoderRunner;
 use crate::host::{HostTier, PageSizes, PoolSize, host_counts};
 use crate::kept::{Kept, files};
+use crate::latent;
 use crate::load::{Formats, Plan, Source, assemble, load};
 use crate::parts::{DecoderParts, expert_sizes};
 use crate::pooled::Pooler;
@@ -516,7 +517,10 @@ pub(crate) fn sizes(
         let of_step = config.chunked_prefill_size as u64 * gates as u64;
         place_bytes(lora, &adapter_sizes(parts, &sizes)) + of_step
     });
-    let taken = weight_bytes + of_places + if shape.headless { 0 } else { slices };
+    let tokens = config.chunked_prefill_size.max(config.max_running_requests);
+    let of_latent = latent::step_bytes(&sizes, tokens.into());
+    let of_head = if shape.headless { 0 } else { slices };
+    let taken = weight_bytes + of_places + of_latent + of_head;
     let pages = match config.max_total_tokens {
         Some(tokens) => {
             let pages = tokens / u64::from(config.page_size);
