@@ -34,6 +34,8 @@ class FakeStream:
 class FakeEvent:
     """Notes in which stream it was recorded, and how often somebody waited for it."""
 
+    clock = staticmethod(time.perf_counter)
+
     def __init__(self, enable_timing: bool = False) -> None:
         self.timed = enable_timing
         self.stream: object = None
@@ -42,7 +44,7 @@ class FakeEvent:
 
     def record(self, stream: object = None) -> None:
         self.stream = stream or "current"
-        self.at = time.perf_counter()
+        self.at = self.clock()
 
     def synchronize(self) -> None:
         self.waits += 1
@@ -70,6 +72,8 @@ class FakeCuda:
         self.pools = itertools.count(1)
         self.captured: list[object] = []
         """The memory pools of captures."""
+        self.replays = 0
+        """Replays of all graphs."""
 
     def init(self) -> None:
         if self.error is not None:
@@ -98,6 +102,9 @@ class FakeCuda:
             yield
         except RuntimeError as error:
             raise RuntimeError("operation failed due to a previous error during capture") from error
+
+    def replay(self) -> None:
+        self.replays += 1
 
     def cudart(self) -> Any:
         def register(address: int, size: int, flags: int) -> str:
@@ -133,7 +140,7 @@ def install(monkeypatch: pytest.MonkeyPatch, place: torch.device) -> FakeCuda:
         "synchronize": lambda _: None,
         "empty_cache": lambda: None,
         "graph_pool_handle": lambda: next(fake.pools),
-        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
+        "CUDAGraph": lambda: SimpleNamespace(replay=fake.replay),
         "graph": fake.graph,
         "cudart": fake.cudart,
     }

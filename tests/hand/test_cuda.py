@@ -24,6 +24,8 @@ from forebay.device.watch import HiddenWaitError, NoStrayCopies, NoWaits
 from forebay.gpu import reference
 from forebay.gpu.choose import VARIABLE
 from forebay.protocol.constants import FLAG_POOL
+from forebay.protocol.masks import EVERYTHING as NO_MASK
+from forebay.protocol.masks import Masks
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import ConfigError, RunnerConfig
 from tests.hand.fake_cuda import FakeCuda, FakeEvent, fake_tensors, install
@@ -218,6 +220,14 @@ def test_pinned_blocks_are_there_behind_the_last_capture(fake: FakeCuda) -> None
     assert sizes == sorted(8 * [1 << power for power in range(17)])
 
 
+def test_a_graph_is_replayed_before_it_serves(fake: FakeCuda) -> None:
+    """Its first replay uploads it."""
+    replay = open_device("cuda", None).capture(lambda: None)
+    assert fake.replays == 1
+    replay()
+    assert fake.replays == 2
+
+
 def test_a_failed_capture_says_its_first_cause(fake: FakeCuda, capsys: pytest.CaptureFixture[str]) -> None:
     runs = itertools.count()
 
@@ -341,6 +351,31 @@ def test_its_copies_give_the_tokens_of_the_reference(fake: FakeCuda, lookahead: 
     MiniBrain(runner, lookahead=lookahead).serve(requests, chunk=3)
     assert requests[0].tokens == greedy_reference(reference_model("qwen3"), PROMPT, 6)[0]
     assert runner.facts()["device"] == "cuda (Fake GPU)"
+
+
+def test_a_wait_for_masks_is_a_gap_and_no_compute(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU has nothing to do from the model's end to the sampler's start."""
+    clock = [0.0]
+    monkeypatch.setattr(FakeEvent, "clock", staticmethod(lambda: clock[0]))
+    runner = runner_on_it("qwen3")
+    logits = runner._steps.compute
+
+    def compute(launch: Any) -> None:
+        logits(launch)
+        clock[0] += 0.25
+
+    def masks() -> Masks:
+        clock[0] += 0.5
+        return Masks(1, np.array([NO_MASK], np.int32))
+
+    monkeypatch.setattr(runner._steps, "compute", compute)
+    plan = PlanBuilder(1)
+    plan.slot(2, PROMPT, Sampling())
+    plan.page_writes += [(2, index, 7 + index) for index in range(4)]
+    plan.row(2, 0, len(PROMPT), masked=True)
+    result = runner.step(plan.build(), masks)
+    assert result.tokens.tolist() == greedy_reference(reference_model("qwen3"), PROMPT, 1)[0]
+    assert result.timing.tolist() == [250_000, 500_000]
 
 
 ASKED = {

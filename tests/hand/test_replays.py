@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from forebay.compute.graphs import Size
 from forebay.compute.paged import Memory
@@ -54,6 +55,16 @@ def test_a_replay_is_equal_to_its_kernels(family: str) -> None:
 def test_steps_of_every_kind_are_served() -> None:
     """On a GPU they show that nothing is compiled meanwhile."""
     assert serve_everything(warm("deepseek-v3")) == 2 * 16 * 6
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek-v3"])
+def test_graphs_read_angles_from_a_table(family: str) -> None:
+    """Computed, they would be eleven small kernels at the start of each step."""
+    graphs = steps_of(warm(family)).graphs
+    for work in graphs._models.values():
+        operators = {call.operator for call in work.__self__._calls}  # type: ignore[attr-defined]
+        assert torch.ops.aten.index_select.default in operators
+        assert not operators & {torch.ops.aten.cos.default, torch.ops.aten.sin.default}
 
 
 def test_a_plan_that_a_graph_reads_elsewhere_shows() -> None:

@@ -24,9 +24,10 @@ record! {
     /// The times of a step, in microseconds.
     #[derive(Default, Eq)]
     pub struct StepTiming {
-        /// The step's compute.
+        /// The step's compute, without a wait for masks.
         pub device_us: u32,
-        /// The time from the end of the previous step's compute to the start of this one's.
+        /// The time from the end of the previous step's compute to the start of this one's, and the
+        /// wait for masks within this one. Kernels of a step may wait for each other too.
         pub gap_us: u32,
     }
 }
@@ -64,7 +65,7 @@ columns! {
         /// Natural logarithms, one an entry.
         5 pub logprob_values: Vec<f32>,
         /// Microseconds: the step's compute; from the end of the previous step's compute to the
-        /// start of this one's.
+        /// start of this one's, and the wait for masks within it.
         6 pub timing: StepTiming,
         /// The vectors of the pooled rows, in row order, one after the other and all equally long.
         7 pub pooled: Vec<f32>,

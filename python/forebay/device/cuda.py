@@ -166,6 +166,8 @@ class CudaDevice:
             # The error at the end of a capture hides the one that ended it. The log gets both.
             traceback.print_exc()
             raise DeviceError(f"the GPU can't capture this: {_first_cause(error)}") from error
+        # The first replay of a graph uploads it: no request waits for that.
+        graph.replay()
         return graph.replay
 
     def finish_start(self) -> None:

@@ -178,7 +178,7 @@ class ResultColumns:
     """Natural logarithms, one an entry."""
     timing: Int32s = ints(STEP_TIMING_WORDS)
     """(`device_us`, `gap_us`): Microseconds: the step's compute; from the end of the previous step's compute to the
-    start of this one's."""
+    start of this one's, and the wait for masks within it."""
     pooled: Float32s = floats(0)
     """The vectors of the pooled rows, in row order, one after the other and all equally long."""
     token_counts: Int32s = ints(0)

@@ -20,6 +20,8 @@ from forebay.state.slots import Int64s
 
 Copied: TypeAlias = Callable[[], tuple[Int32s, Int32s, Int32s]]
 """Gives a result's columns `copied`, `copy_timing` and `copy_wait_us`."""
+Wait: TypeAlias = tuple[Event, Event]
+"""The end of the model's work, and the start of the sampler's: the device has nothing to do between them."""
 
 
 _NO_PLACES = np.zeros((0, PLACE_END_WORDS), np.int32)
@@ -116,15 +118,16 @@ class Launched:
     """Gives the ended copies. Waits for one if the plan demands it."""
     placed: Callable[[], Int32s] = no_places
     """Gives the places that have got their adapters."""
-    idle_us: int = 0
-    """The time between `begun` and `ended` in which the device was idle."""
+    wait: Wait | None = None
+    """The wait for masks within the step; None: there was none."""
 
     def collect(self) -> StepResult:
         """Waits for the step's end and gives its result, once. Called by any thread, in the order of launches."""
         self.ended.wait()
         result = StepResult(self.step, row_errors=np.zeros(self.rows, np.int32))
         self.columns.report(result)
-        timing = self.ended.since(self.begun) - self.idle_us, self.begun.since(self.before) + self.idle_us
+        waited = 0 if self.wait is None else self.wait[1].since(self.wait[0])
+        timing = self.ended.since(self.begun) - waited, self.begun.since(self.before) + waited
         result.timing = np.array(timing, np.int32)
         result.copied, result.copy_timing, result.copy_wait_us = self.copied()
         result.placed = self.placed()

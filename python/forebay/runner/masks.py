@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from forebay.compute.sampler import Ask, Sampler
+from forebay.device import Device
 from forebay.protocol.masks import Masks
 from forebay.runner.drafts import Drafts
+from forebay.runner.launched import Wait
 from forebay.runner.planned import PlannedRows
 from forebay.state.checks import PlanError
 from forebay.state.slots import Int64s
@@ -21,15 +23,18 @@ MaskSource: TypeAlias = Callable[[], Masks]
 
 
 class StepMasks:
-    """The masks of a step, if it has some, and the time of the wait for them."""
+    """The masks of a step, if it has some, and the wait for them."""
 
-    def __init__(self, step: int, source: MaskSource | None, arena: npt.NDArray[np.uint8], vocabulary: int) -> None:
+    def __init__(
+        self, step: int, source: MaskSource | None, arena: npt.NDArray[np.uint8], vocabulary: int, device: Device
+    ) -> None:
         self._step = step
         self._source = source
         self._arena = arena
         self._vocabulary = vocabulary
-        self.waited_us = 0
-        """The time of the wait, in microseconds."""
+        self._device = device
+        self.wait: Wait | None = None
+        """The wait for them; None: there is none."""
 
     def ask(
         self,
@@ -42,8 +47,27 @@ class StepMasks:
     ) -> Ask:
         """`Sampler.ask` for `positions` [s] of `slots` [s], the rows of a plan that sample. Waits for their masks.
 
-        Rows whose mask allows no token, and those behind them, sit out. Raises `PlanError`.
+        The model's work of the step is queued. Rows whose mask allows no token, and those behind them, sit out. Raises
+        `PlanError`.
         """
+        with self._waiting():
+            return self._ask(sampler, planned, slots, positions, drafts, by_slot)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        begun = self._device.event()
+        yield
+        self.wait = begun, self._device.event()
+
+    def _ask(
+        self,
+        sampler: Sampler,
+        planned: PlannedRows,
+        slots: Int64s,
+        positions: Int64s,
+        drafts: Drafts | None,
+        by_slot: bool,
+    ) -> Ask:
         wanted = np.arange(len(planned.masked)) if drafts is None else drafts.masks
         received = self._receive(len(wanted) if drafts is None else drafts.mask_count)
         masks = received.read(self._arena, self._vocabulary)
@@ -64,9 +88,7 @@ class StepMasks:
         """So many masks. Raises `PlanError` for masks of another step, or of other rows."""
         if self._source is None:
             raise PlanError("a plan with masked rows, and nobody to ask for their masks")
-        began = time.perf_counter_ns()
         masks = self._source()
-        self.waited_us = (time.perf_counter_ns() - began) // 1000
         if masks.step != self._step or len(masks.offsets) != count:
             raise PlanError(
                 f"{len(masks.offsets)} masks of step {masks.step}, where step {self._step} has {count} masked positions"

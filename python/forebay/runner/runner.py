@@ -428,18 +428,16 @@ class ModelRunner:
             if drafts is not None:
                 device.queue(partial(self.tables.write_tokens, drafts.entries, drafts.tokens))
             self._begin_exchange(plan)
-            of_step = StepMasks(plan.step, masks, self._arena, self.model_config.vocab_size)
+            of_step = StepMasks(plan.step, masks, self._arena, self.model_config.vocab_size, device)
             states = self._read_states(plan)
             columns = self._queue_rows(computed, inputs, of_step, states, drafts) if len(plan.rows) else NoColumns()
             columns = verified(columns, drafts)
             before, self._ended = self._ended, device.event()
         copied = no_copies if self._tier is None else self._tier.start(plan, self._ended)
         release = partial(self._reuse, plan)
-        # A device that runs asynchronously computes meanwhile.
-        idle_us = 0 if device.beside_host else of_step.waited_us
         placed = self._placed(plan)
         before_end = (before, begun, self._ended)
-        return Launched(plan.step, len(plan.rows), columns, *before_end, release, copied, placed, idle_us)
+        return Launched(plan.step, len(plan.rows), columns, *before_end, release, copied, placed, of_step.wait)
 
     def _drafts(self, plan: Plan) -> Drafts | None:
         """The drafts that the plan's rows verify; None: there are none. Raises `PlanError`."""
