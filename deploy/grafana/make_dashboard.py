@@ -66,7 +66,7 @@ def percentiles(name: str) -> dict[str, str]:
     return found | {"mean": share(rate(f"{name}_sum", BRAIN), rate(f"{name}_count", BRAIN))}
 
 
-IDLE = rate("forebay:device_idle_seconds_total")
+GAPS = rate("forebay:device_gap_seconds_total")
 BUSY = rate("forebay:device_busy_seconds_total")
 FIRST_TOKEN = "vllm:time_to_first_token_seconds"
 BETWEEN_TOKENS = "vllm:inter_token_latency_seconds"
@@ -93,9 +93,9 @@ ROWS = [
                 3,
             ),
             Panel(
-                "Device idle",
-                "Share of its time that the device waited for the next step although there was work.",
-                {"all": share(IDLE, f"({IDLE} + {BUSY})")},
+                "Gaps between steps",
+                "Share of the device's time with work. Kernels of a step may wait for each other too.",
+                {"all": share(GAPS, f"({GAPS} + {BUSY})")},
                 "percentunit",
                 "stat",
                 3,
@@ -212,8 +212,8 @@ ROWS = [
                 "Device",
                 "Shares of the time. What is missing to 1 is time without work.",
                 {
-                    "busy {{instance}} {{engine}}": rate("forebay:device_busy_seconds_total", by="instance, engine"),
-                    "idle {{instance}} {{engine}}": rate("forebay:device_idle_seconds_total", by="instance, engine"),
+                    "steps {{instance}} {{engine}}": rate("forebay:device_busy_seconds_total", by="instance, engine"),
+                    "gaps {{instance}} {{engine}}": rate("forebay:device_gap_seconds_total", by="instance, engine"),
                 },
                 "percentunit",
             ),
@@ -224,8 +224,8 @@ ROWS = [
                 "Time of a step",
                 "Device time and gap, for each step.",
                 {
-                    "busy": share(BUSY, rate("forebay:steps_total")),
-                    "idle": share(IDLE, rate("forebay:steps_total")),
+                    "step": share(BUSY, rate("forebay:steps_total")),
+                    "gap": share(GAPS, rate("forebay:steps_total")),
                 },
                 "s",
             ),

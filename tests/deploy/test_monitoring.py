@@ -57,7 +57,7 @@ def test_the_dashboard_has_what_operators_look_for() -> None:
         "vllm:kv_cache_usage_perc",
         "vllm:hisparse_host_cache_usage_perc",
         "vllm:prefix_cache_hits_total",
-        "forebay:device_idle_seconds_total",
+        "forebay:device_gap_seconds_total",
         "forebay:steps_total",
         "forebay:hand_deaths_total",
         "sglang:hicache_host_used_tokens",

@@ -449,7 +449,7 @@ def test_metrics_have_the_names_of_dashboards_and_move(server: Server, tiny: Mod
     assert moved("vllm:inter_token_latency_seconds_count") == 4
     assert moved("forebay:steps_total") >= 5
     assert moved("forebay:device_busy_seconds_total") > 0
-    assert after.value("forebay:device_idle_seconds_total") >= 0
+    assert after.value("forebay:device_gap_seconds_total") >= 0
     assert after.value("vllm:num_preemptions_total") == 0
     # Those of the process and of its doors are of no model.
     of_models = [sample for sample in after.samples if not sample.name.startswith(("http_", "process_"))]

@@ -67,7 +67,7 @@ def test_json_log_lines_are_json(serve: Serve, tiny: Model) -> None:
     messages = [json.loads(line)["message"] for line in lines]
     steps = [message for message in messages if "Avg generation throughput" in message]
     assert steps
-    assert all("Device idle between steps" in message for message in steps)
+    assert all("Gaps between steps" in message for message in steps)
 
 
 def test_the_banner_shows_a_command_that_works(serve: Serve, tiny: Model) -> None:

@@ -61,7 +61,7 @@ class Replica:
     queries: int = 0
     hits: int = 0
     device: int = 0
-    idle: int = 0
+    gap: int = 0
     number: int = 0
     kept: int = 0
     """Pages of blocks that no request holds."""
@@ -176,7 +176,7 @@ class Engine:
         replica.number += 1
         replica.steps.append([replica.number, planned, done, device, gap, decode, prefill, tokens, plan, ahead])
         replica.device += device
-        replica.idle += gap
+        replica.gap += gap
         self._apply(replica, done)
         return done
 
@@ -253,7 +253,7 @@ class Engine:
             "preemptions": replica.preemptions,
             "replayed": replica.replayed,
             "device_us": replica.device,
-            "idle_us": replica.idle,
+            "gap_us": replica.gap,
             "lost": 0,
             "steps": steps,
         }

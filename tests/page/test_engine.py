@@ -148,7 +148,7 @@ def test_pages_are_counted_by_tier(page: Any) -> None:
 def test_the_charts_have_numbers(page: Any, engine: Engine) -> None:
     engine.arrivals = 10
     until(page, f"{STEP} > 100")
-    for title in ["Decode", "Prefill", "Prefix cache", "Requests", "Device idle with work waiting", "Plan latency"]:
+    for title in ["Decode", "Prefill", "Prefix cache", "Requests", "Gaps between steps", "Plan latency"]:
         chart = page.locator(f"section.chart[aria-label^='{title}:']")
         chart.locator("b").first.filter(has_not_text="–").wait_for()
         assert chart.locator("canvas").count() == 1

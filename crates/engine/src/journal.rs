@@ -30,7 +30,7 @@ pub struct StepNote {
     pub done_us: u64,
     /// The time for which the device computed.
     pub device_us: u32,
-    /// The time for which the device was idle before the step although there was work.
+    /// The time from the end of the step before to the start of this one, if there was work.
     pub gap_us: u32,
     /// The work of the step.
     pub planned: PlannedStep,

@@ -355,10 +355,11 @@ pub struct Stats {
 /// Numbers of a rank group.
 #[derive(Debug, Clone, Copy, Default, PartialEq, AddAssign, Serialize)]
 pub struct HandStats {
-    /// Microseconds for which the device computed.
+    /// Microseconds from the start of steps to their end, on the device.
     pub device_us: u64,
-    /// Microseconds for which the device was idle between steps although there was work.
-    pub idle_us: u64,
+    /// Microseconds between two steps of the device although there was work, and of waits for masks
+    /// within steps. Those for which kernels of a step wait for each other are not among them.
+    pub gap_us: u64,
     /// The number of deaths of the hand.
     #[serde(rename = "hand_deaths")]
     pub deaths: u64,

@@ -152,13 +152,13 @@ fn step_line(last: &Stats, now: &Stats, seconds: f64) -> String {
     let share =
         |part: u64, whole: u64| if whole == 0 { 0.0 } else { 100.0 * part as f64 / whole as f64 };
     let device = now.hand.device_us - last.hand.device_us;
-    let idle = now.hand.idle_us - last.hand.idle_us;
+    let gaps = now.hand.gap_us - last.hand.gap_us;
     let (last, now) = (&last.scheduler, &now.scheduler);
     let pages = now.pages_held + now.pages_cached + now.pages_free;
     format!(
         "Running: {} reqs, Waiting: {} reqs, KV cache usage: {:.1}%, Prefix cache hit rate: {:.1}%, \
          Avg prompt throughput: {:.1} tokens/s, Avg generation throughput: {:.1} tokens/s, \
-         Steps: {}, Device idle between steps: {:.1}%, Preemptions: {}",
+         Steps: {}, Gaps between steps: {:.1}%, Preemptions: {}",
         now.running,
         now.waiting,
         share(now.pages_held as u64, pages as u64),
@@ -166,7 +166,7 @@ fn step_line(last: &Stats, now: &Stats, seconds: f64) -> String {
         (now.prompt_tokens - last.prompt_tokens) as f64 / seconds,
         (now.generated_tokens - last.generated_tokens) as f64 / seconds,
         now.steps - last.steps,
-        share(idle, device + idle),
+        share(gaps, device + gaps),
         now.preemptions - last.preemptions,
     )
 }
@@ -182,14 +182,14 @@ mod tests {
         let mut last = Stats::default();
         last.scheduler.generated_tokens = 1000;
         last.scheduler.steps = 10;
-        last.hand = HandStats { idle_us: 50, device_us: 50, ..HandStats::default() };
+        last.hand = HandStats { gap_us: 50, device_us: 50, ..HandStats::default() };
         let mut now = last;
         now.scheduler.generated_tokens = 1500;
         now.scheduler.steps = 30;
         now.scheduler.running = 3;
         now.scheduler.pages_held = 1;
         now.scheduler.pages_free = 3;
-        now.hand = HandStats { idle_us: 150, device_us: 950, ..now.hand };
+        now.hand = HandStats { gap_us: 150, device_us: 950, ..now.hand };
         let line = step_line(&last, &now, 5.0);
         for part in [
             "Running: 3 reqs",

@@ -156,10 +156,10 @@ const CHARTS: Props[] = [
     ],
   },
   {
-    title: "Device idle with work waiting",
-    unit: "%",
+    title: "Gaps between steps",
+    unit: "% of time",
     least: 5,
-    lines: [{ column: "idle", label: "idle", colour: "--gap", fill: true }],
+    lines: [{ column: "gaps", label: "gaps", colour: "--gap", fill: true }],
   },
   {
     title: "Plan latency",

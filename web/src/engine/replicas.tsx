@@ -32,9 +32,9 @@ function Card({ replica }: { replica: Replica }): JSX.Element {
             title={`${whole(now.prefix.hits)} of ${whole(now.prefix.queries)} prompt tokens were cached`}
           />
           <Fact
-            name="device idle"
-            value={percent(now.device_us + now.idle_us ? now.idle_us / (now.device_us + now.idle_us) : NaN)}
-            title="Since the start: the share of the time with work in which the device had none"
+            name="step gaps"
+            value={percent(now.device_us + now.gap_us ? now.gap_us / (now.device_us + now.gap_us) : NaN)}
+            title="Since the start: the share of the device's time with work. A GPU's kernels may pause within a step too"
           />
           <Fact name="respawns" value={whole(now.respawns)} title="How often the hand was started again" />
           <Fact name="replayed" value={short(now.replayed)} title="Requests that were prefilled again after a death" />

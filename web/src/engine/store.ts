@@ -37,7 +37,7 @@ export interface History {
   hits: (number | null)[];
   running: number[];
   waiting: number[];
-  idle: (number | null)[];
+  gaps: (number | null)[];
   planMedian: (number | null)[];
   planMost: (number | null)[];
 }
@@ -58,7 +58,7 @@ export const engine = signal<Engine | null>(null);
 export const ticks = signal(0);
 
 function noHistory(): History {
-  return { time: [], generated: [], prefilled: [], hits: [], running: [], waiting: [], idle: [], planMedian: [], planMost: [] };
+  return { time: [], generated: [], prefilled: [], hits: [], running: [], waiting: [], gaps: [], planMedian: [], planMost: [] };
 }
 
 function isStart(value: Partial<Start>): value is Start {
@@ -104,7 +104,7 @@ interface Growth {
   decoded: number;
   prefilled: number;
   device: number;
-  idle: number;
+  gaps: number;
   queries: number;
   hits: number;
 }
@@ -113,7 +113,7 @@ interface Growth {
 const WINDOW_S = 1;
 
 function sum(window: Growth[]): Growth {
-  const total = { seconds: 0, decoded: 0, prefilled: 0, device: 0, idle: 0, queries: 0, hits: 0 };
+  const total = { seconds: 0, decoded: 0, prefilled: 0, device: 0, gaps: 0, queries: 0, hits: 0 };
   for (const growth of window) {
     for (const name of Object.keys(total) as (keyof Growth)[]) total[name] += growth[name];
   }
@@ -136,14 +136,14 @@ function record(state: Engine, steps: Step[], growth: Growth): void {
   push(history.hits, share(lately.hits, lately.queries - lately.hits), MOST_POINTS);
   push(history.running, all((now) => now.running), MOST_POINTS);
   push(history.waiting, all((now) => now.waiting), MOST_POINTS);
-  push(history.idle, share(lately.idle, lately.device), MOST_POINTS);
+  push(history.gaps, share(lately.gaps, lately.device), MOST_POINTS);
   push(history.planMedian, median(plans), MOST_POINTS);
   push(history.planMost, plans.at(-1) ?? null, MOST_POINTS);
 }
 
 function readReplicas(state: Engine, tick: Tick, seconds: number): void {
   const fresh: Step[] = [];
-  const grown: Growth = { seconds, decoded: 0, prefilled: 0, device: 0, idle: 0, queries: 0, hits: 0 };
+  const grown: Growth = { seconds, decoded: 0, prefilled: 0, device: 0, gaps: 0, queries: 0, hits: 0 };
   for (const now of tick.replicas ?? []) {
     const replica = state.replicas.find(({ facts }) => facts.index === now.index);
     if (!replica) continue;
@@ -151,7 +151,7 @@ function readReplicas(state: Engine, tick: Tick, seconds: number): void {
     // Counters of a replica that began again are smaller than before.
     if (before && now.device_us >= before.device_us) {
       grown.device += now.device_us - before.device_us;
-      grown.idle += Math.max(0, now.idle_us - before.idle_us);
+      grown.gaps += Math.max(0, now.gap_us - before.gap_us);
       grown.queries += Math.max(0, now.prefix.queries - before.prefix.queries);
       grown.hits += Math.max(0, now.prefix.hits - before.prefix.hits);
     }

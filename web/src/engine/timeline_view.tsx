@@ -88,7 +88,7 @@ function Last({ state }: { state: Engine }): JSX.Element {
 const LEGEND: [string, string][] = [
   ["decode", "decode rows"],
   ["prefill", "prefill rows"],
-  ["gap", "gap: idle with work waiting"],
+  ["gap", "gap: work waits, and no step runs"],
   ["ahead", "planned ahead"],
   ["late", "planned while idle"],
 ];

@@ -9,9 +9,9 @@ export interface Step {
   planned: number;
   /** When the result was applied. */
   done: number;
-  /** How long the device computed. */
+  /** The time from its start on the device to its end. */
   device: number;
-  /** How long the device idled before it although there was work. */
+  /** The time from the end of the step before to the start of this one, if there was work. */
   gap: number;
   decode: number;
   prefill: number;
@@ -56,7 +56,7 @@ export interface ReplicaTick {
   preemptions: number;
   replayed: number;
   device_us: number;
-  idle_us: number;
+  gap_us: number;
   lost: number;
   steps: StepColumns[];
 }

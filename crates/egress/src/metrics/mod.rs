@@ -433,7 +433,7 @@ mod tests {
         stats.scheduler.pages_held = 1;
         stats.scheduler.pages_free = 3;
         stats.scheduler.prompt_tokens = 7;
-        stats.hand.idle_us = 1_500_000;
+        stats.hand.gap_us = 1_500_000;
         stats.scheduler.places.empty = 4;
         let load = |at| Arc::new(AdapterLoad::new(format!("a{at:02}")));
         let loads: Vec<Arc<AdapterLoad>> = (0..70).map(load).collect();
@@ -485,8 +485,8 @@ mod tests {
             "vllm:kv_cache_usage_perc{engine=\"0\",model_name=\"tiny\"} 0.25",
             "# TYPE vllm:prompt_tokens_total counter",
             "vllm:prompt_tokens_total{engine=\"0\",model_name=\"tiny\"} 7",
-            "# TYPE forebay:device_idle_seconds_total counter",
-            "forebay:device_idle_seconds_total{engine=\"0\",model_name=\"tiny\"} 1.5",
+            "# TYPE forebay:device_gap_seconds_total counter",
+            "forebay:device_gap_seconds_total{engine=\"0\",model_name=\"tiny\"} 1.5",
             "vllm:request_success_total{engine=\"0\",finished_reason=\"stop\",model_name=\"tiny\"} 1",
             "vllm:request_success_total{engine=\"0\",finished_reason=\"abort\",model_name=\"tiny\"} 0",
             "# TYPE vllm:time_to_first_token_seconds histogram",

@@ -214,13 +214,15 @@ pub(super) const COUNTERS: &[Source<ReplicaReport>] = &[
         r.stats.scheduler.generated_tokens as f64
     }),
     (
-        "forebay:device_idle_seconds_total",
-        "Seconds the device sat idle between steps although there was work.",
-        |r| r.stats.hand.idle_us as f64 / 1e6,
+        "forebay:device_gap_seconds_total",
+        "Seconds between two steps of the device although there was work, and of waits for masks. A GPU is idle for longer: kernels of a step wait for each other, too.",
+        |r| r.stats.hand.gap_us as f64 / 1e6,
     ),
-    ("forebay:device_busy_seconds_total", "Seconds the device computed.", |r| {
-        r.stats.hand.device_us as f64 / 1e6
-    }),
+    (
+        "forebay:device_busy_seconds_total",
+        "Seconds from the start of steps to their end, on the device.",
+        |r| r.stats.hand.device_us as f64 / 1e6,
+    ),
     ("forebay:steps_total", "Steps whose results were applied.", |r| {
         r.stats.scheduler.steps as f64
     }),

@@ -312,7 +312,7 @@ impl Member {
             self.constrained.stepped(result.timing.device_us);
         }
         let gap_us = if rested || result.row_errors.is_empty() { 0 } else { result.timing.gap_us };
-        self.stats.idle_us += u64::from(gap_us);
+        self.stats.gap_us += u64::from(gap_us);
         self.notes.done(result.step, self.noted_us, result.timing.device_us, gap_us);
         self.take_events();
         Ok(())

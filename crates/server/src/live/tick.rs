@@ -55,7 +55,7 @@ struct ReplicaTick {
     preemptions: u64,
     replayed: u64,
     device_us: u64,
-    idle_us: u64,
+    gap_us: u64,
     lost: u64,
     steps: Vec<[u64; 10]>,
 }
@@ -193,7 +193,7 @@ impl ReplicaTick {
             preemptions: scheduler.preemptions,
             replayed: hand.replayed,
             device_us: hand.device_us,
-            idle_us: hand.idle_us,
+            gap_us: hand.gap_us,
             lost: since.lost,
             steps: since.entries.iter().map(columns).collect(),
         }
