@@ -1,10 +1,13 @@
 //! Processor, memory, limits, GPUs: the system's facts about itself.
 
+use std::env;
+use std::ffi::OsStr;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use forebay_hub::size;
 use forebay_machine::{Machine, MachineMemory, Processors};
+use rustix::fs::{Access, access};
 use rustix::process::{Resource, getrlimit};
 
 use super::Finding;
@@ -42,6 +45,7 @@ pub(super) fn findings() -> Vec<Finding> {
             &Gpus::find(),
             &read("/proc/driver/nvidia/version"),
             &gpu_names(Path::new("/proc/driver/nvidia/gpus")),
+            has_c_compiler(env::var_os("CC").as_deref(), &env::var_os("PATH").unwrap_or_default()),
         ),
         open_files(),
     ]
@@ -133,7 +137,7 @@ fn huge_pages(enabled: &str) -> Finding {
     }
 }
 
-fn gpu(gpus: &Gpus, driver: &str, names: &[String]) -> Finding {
+fn gpu(gpus: &Gpus, driver: &str, names: &[String], compiler: bool) -> Finding {
     const WHAT: &str = "GPU";
     // "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar ..."
     let version = driver.lines().next().unwrap_or_default();
@@ -143,7 +147,15 @@ fn gpu(gpus: &Gpus, driver: &str, names: &[String]) -> Finding {
     match (gpus.any(), version) {
         (true, Some(version)) => {
             let names = if names.is_empty() { "NVIDIA".to_owned() } else { names.join(", ") };
-            Finding::ok(WHAT, format!("{names}; driver {version}"))
+            let says = format!("{names}; driver {version}");
+            if compiler {
+                return Finding::ok(WHAT, says);
+            }
+            Finding::note(
+                WHAT,
+                format!("{says}; there is no C compiler"),
+                "Triton builds the launches of its kernels with one: install gcc or clang, or set CC",
+            )
         }
         (true, None) => Finding::note(
             WHAT,
@@ -157,6 +169,14 @@ fn gpu(gpus: &Gpus, driver: &str, names: &[String]) -> Finding {
         ),
         (false, None) => Finding::ok(WHAT, "none: models run on the processor"),
     }
+}
+
+/// Whether Triton finds a C compiler: `CC`, or one in the folders of `path`.
+fn has_c_compiler(cc: Option<&OsStr>, path: &OsStr) -> bool {
+    let runs = |file: PathBuf| access(file, Access::EXEC_OK).is_ok();
+    cc.is_some_and(|name| !name.is_empty())
+        || env::split_paths(path)
+            .any(|folder| ["clang", "gcc"].map(|name| folder.join(name)).into_iter().any(runs))
 }
 
 /// The driver's names of the GPUs.
@@ -186,6 +206,8 @@ fn open_files() -> Finding {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
     use super::super::State;
     use super::*;
 
@@ -240,14 +262,29 @@ mod tests {
     }
 
     #[test]
+    fn a_c_compiler_is_named_or_found() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().as_os_str();
+        assert!(!has_c_compiler(None, path));
+        assert!(!has_c_compiler(Some(OsStr::new("")), path));
+        assert!(has_c_compiler(Some(OsStr::new("icx")), path));
+        let gcc = folder.path().join("gcc");
+        fs::write(&gcc, "").expect("a file");
+        fs::set_permissions(&gcc, fs::Permissions::from_mode(0o755)).expect("permissions");
+        assert!(has_c_compiler(None, path));
+    }
+
+    #[test]
     fn a_gpu_needs_its_driver() {
         let version =
             "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue\nGCC version: 12.2.0\n";
         let (here, none) = (Gpus::of(1), Gpus::of(0));
         let names = ["NVIDIA H100".to_owned()];
-        assert_eq!(gpu(&here, version, &names).says, "NVIDIA H100; driver 550.54.15");
-        assert_eq!(gpu(&here, "", &[]).state, State::Note);
-        assert_eq!(gpu(&none, version, &[]).state, State::Note);
-        assert_eq!(gpu(&none, "", &[]).state, State::Ok);
+        assert_eq!(gpu(&here, version, &names, true).says, "NVIDIA H100; driver 550.54.15");
+        assert_eq!(gpu(&here, version, &names, true).state, State::Ok);
+        assert_eq!(gpu(&here, version, &names, false).state, State::Note);
+        assert_eq!(gpu(&here, "", &[], true).state, State::Note);
+        assert_eq!(gpu(&none, version, &[], true).state, State::Note);
+        assert_eq!(gpu(&none, "", &[], false).state, State::Ok);
     }
 }
