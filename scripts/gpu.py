@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,6 +52,8 @@ def test(arguments: list[str]) -> int:
     """The tests; those that the GPU's absence skips are no failure."""
     with tempfile.TemporaryDirectory(prefix="forebay-gpu-") as folder:
         pytest = [sys.executable, "-m", "pytest", "-v", "--maxfail=60", "--durations=15", "-p", "no:cacheprovider"]
+        # A worker that a failure of the GPU ends is replaced, and the other tests go on.
+        pytest += ["-n", "1"] if find_spec("xdist") else []
         command = [*pytest, *([] if any("tests/" in word for word in arguments) else ["tests/gpu_device"]), *arguments]
         return subprocess.run(command, cwd=ROOT, env=environment(Path(folder)), check=False).returncode
 

@@ -3,7 +3,8 @@
     python3 scripts/gpu.py bench --out gpu.json
 
 Weights are made up on the device, in the shapes of Qwen3-0.6B and Qwen3-8B. Each part ends at its deadline and says
-what it left out. The results are written after each part, so that what ends the run costs no more than one.
+what it left out. The results are written after each part, so that what ends the run costs no more than one. If CUDA
+computes nothing more in this process, the other parts have a new one.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
 from benchmarks import records
 from benchmarks.gpu import ceilings, operators, report, server, steps
+from benchmarks.gpu.failures import lost
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.processes import ServerError
 from benchmarks.records import Results, Run
@@ -127,6 +130,28 @@ def release(asked: Asked) -> None:
         torch.cuda.empty_cache()
 
 
+def go_on(options: argparse.Namespace, parts: Sequence[str], seconds: float, found: Results) -> NoReturn:
+    """Measures the other parts in a process in place of this one, which gives back what it has on the device."""
+    file, onto = tempfile.mkstemp(prefix="forebay-gpu-", suffix=".json")
+    os.close(file)
+    records.save(found, Path(onto))
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", options.device, "--shapes", *options.shapes]
+    command += ["--parts", *parts, "--seconds", str(max(0.0, seconds)), "--onto", onto]
+    for flag, value in (("--out", options.out), ("--profiles", options.profiles)):
+        command += [] if value is None else [flag, str(value)]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    os.execv(command[0], command)
+
+
+def earlier(file: Path) -> Results:
+    """The results of the process before, whose file goes."""
+    found = records.from_json(file.read_text())
+    file.unlink()
+    return found
+
+
 def commit() -> str:
     """The commit that is measured: git's, or that of the package on a host without git."""
     if "FOREBAY_COMMIT" in os.environ:
@@ -176,18 +201,19 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="nothing is begun later [%(default)s]")
     parser.add_argument("--out", type=Path, help="a file for the results, in JSON")
     parser.add_argument("--profiles", type=Path, help="a folder for profiles of the device, for `forebay sim`")
+    parser.add_argument("--onto", type=Path, help="the results of an earlier process, which are gone on with")
     options = parser.parse_args()
     try:
         name = device_name(options.device)
     except DeviceError as error:
         print(f"skipped: {error}")
         return 0
-    begun, found = time.monotonic(), new(name)
+    begun, found = time.monotonic(), new(name) if options.onto is None else earlier(options.onto)
     share = options.seconds / sum(SHARES[part] for part in options.parts)
     asked = Asked(options.device, options.shapes, begun, options.profiles)
-    for part in options.parts:
+    for number, part in enumerate(options.parts):
         # What a part does not use is left to the next.
-        asked = replace(asked, deadline=asked.deadline + share * SHARES[part])
+        asked, dead = replace(asked, deadline=asked.deadline + share * SHARES[part]), False
         try:
             PARTS[part](asked, found)
             release(asked)
@@ -195,8 +221,12 @@ def main() -> int:
             # A kernel that fails, or too little memory, costs the rest of its part: a GPU's time is short.
             traceback.print_exc()
             found.skipped[f"rest of {part}"] = " ".join(str(error).split())[:500]
+            dead = lost(str(error))
         if options.out is not None:
             records.save(found, options.out)
+        rest = options.parts[number + 1 :]
+        if dead and rest:
+            go_on(options, rest, begun + options.seconds - time.monotonic(), found)
     print(report.text(found))
     return 0
 

@@ -115,15 +115,13 @@ def of_server(found: Results) -> str:
 
 
 def told(values: dict[str, Any]) -> str:
-    """Idle shares of a recording, in words."""
+    """The shares of gaps in a recording, in words."""
     shares = [
         f"{number(values[key])} % with {rows}"
-        for key, rows in (("idle_1", "one row"), ("idle_64", "33 to 64"), ("idle_256", "129 to 256"))
+        for key, rows in (("gaps_1", "one row"), ("gaps_64", "33 to 64"), ("gaps_256", "129 to 256"))
         if values.get(key) is not None
     ]
-    return (
-        f"Of {values['steps']} recorded steps those that only decode left the device idle: {', '.join(shares) or '-'}."
-    )
+    return f"Gaps before those of {values['steps']} recorded steps that only decode: {', '.join(shares) or '-'}."
 
 
 def of_operators(found: Results) -> str:

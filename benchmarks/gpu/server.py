@@ -1,4 +1,4 @@
-"""A server with a hand on a GPU under load, and what its hand wrote down: idle time, and a profile for simulations."""
+"""A server with a hand on a GPU under load, and what its hand wrote down: gaps, and a profile for simulations."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def measure(
             yield load.name, ask(place, "openai", folder, load, running)
         tokens = kv_tokens(running)
     records = [json.loads(line) for line in steps.read_text().splitlines()]
-    yield "recorded steps", {"steps": len(records), **idle(records)}
+    yield "recorded steps", {"steps": len(records), **gaps(records)}
     if profiles is not None and records:
         fit(place, shape, steps, tokens, profiles / f"{shape.lower()}.toml")
 
@@ -116,6 +116,8 @@ def serve(place: Place, folder: Path, loads: Sequence[Load], flags: Sequence[str
         *("--port", str(free_port()), "--python", sys.executable, "--dtype", "bfloat16", *place.flags()),
         *("--context-length", str(context), "--max-running-requests", str(rows), "--max-queued-requests", "4096"),
         *("--disable-radix-cache", "--log-level", "warn", "--log-interval", "0"),
+        # Whatever ends the benchmark, no server keeps the memory of the GPU.
+        *("--parent", str(os.getpid())),
         *flags,
     ]
 
@@ -136,8 +138,8 @@ def ask(place: Place, backend: str, folder: Path, load: Load, running: Running) 
     return {key: run[key] for key in KEPT}
 
 
-def idle(records: Sequence[dict[str, Any]]) -> dict[str, float | None]:
-    """Percent of the time of decode steps in which the device waited, by rows; None: there were no such steps."""
+def gaps(records: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+    """Percent of the time of decode steps that is before them, by rows; None: there were no such steps."""
 
     def percent(least: int, most: int) -> float | None:
         steps = [
@@ -145,10 +147,10 @@ def idle(records: Sequence[dict[str, Any]]) -> dict[str, float | None]:
             for step in records
             if not step["prefill_tokens"] and least <= step["rows"] <= most and step["gap_us"] < PAUSE_US
         ]
-        gaps, times = (sum(step[key] for step in steps) for key in ("gap_us", "device_us"))
-        return 100 * gaps / (gaps + times) if gaps + times else None
+        between, times = (sum(step[key] for step in steps) for key in ("gap_us", "device_us"))
+        return 100 * between / (between + times) if between + times else None
 
-    return {"idle_1": percent(1, 1), "idle_64": percent(33, 64), "idle_256": percent(129, 256)}
+    return {"gaps_1": percent(1, 1), "gaps_64": percent(33, 64), "gaps_256": percent(129, 256)}
 
 
 def kv_tokens(running: Running) -> int:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import tables
-from benchmarks.gpu import made_up, operators, peers, report, server
+from benchmarks.gpu import ceilings, made_up, operators, peers, report, server
 from benchmarks.gpu.__main__ import PARTS
 from benchmarks.gpu.__main__ import main as gpu_main
 from benchmarks.gpu.goals import COPIES, GOALS, LARGE, SMALL, Goal
@@ -27,6 +27,7 @@ from tests.gpu_device.conftest import ORDER
 from tests.structure.repository import ROOT
 
 SCRIPT = ROOT / "scripts/gpu.py"
+CPU = torch.device("cpu")
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
@@ -87,7 +88,7 @@ def test_the_benchmark_measures(tmp_path: Path) -> None:
     loads = [run.values for case, run in report.runs_of(found, "server")]
     assert [load["completed"] for load in loads[:-1]] == [4, 8]
     assert loads[-1]["steps"] > 16
-    assert loads[-1]["idle_1"] is not None
+    assert loads[-1]["gaps_1"] is not None
     profile = (profiles / "tiny.toml").read_text()
     assert "kv_tokens = " in profile
     assert 'device = "cpu"' in profile
@@ -123,6 +124,34 @@ def test_a_failing_operator_costs_the_rest_of_its_part_alone(tmp_path: Path, mon
     assert found.skipped == {"rest of operators": "no memory for this"}
     assert "gate, 4 tokens" in [case for case, _ in report.runs_of(found, "operators")]
     assert len(report.runs_of(found, "steps")) == 4
+
+
+FAILS = """
+import benchmarks.gpu.__main__ as gpu
+
+def fail(*_):
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+gpu.PARTS.update(operators=fail, ceilings=fail)
+gpu.main()
+"""
+
+
+def test_a_gpu_that_has_failed_costs_no_other_part(tmp_path: Path) -> None:
+    """Nothing is computed any more in the process of the failure: the other parts have a new one."""
+    out = tmp_path / "out.json"
+    flags = ["--device", "cpu", "--shapes", "tiny", "--out", str(out), "--parts", "operators", "ceilings"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    subprocess.run([sys.executable, "-c", FAILS, *flags], check=True, env=environment, capture_output=True, timeout=300)
+    found = from_json(out.read_text())
+    assert found.skipped == {"rest of operators": "CUDA error: an illegal memory access was encountered"}
+    assert [run.workload for run in found.runs] == [f"ceilings: {name}" for name in ceilings.measure(CPU, 1 / 64)]
+
+
+def test_a_server_ends_with_its_benchmark(tmp_path: Path) -> None:
+    """A server that outlived it would keep the GPU's memory."""
+    command = server.serve(server.Place(binary(), "cpu", tmp_path), tmp_path, server.LOADS["tiny"], [])
+    assert command[command.index("--parent") + 1] == str(os.getpid())
 
 
 def test_loads_before_a_failure_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,12 +227,12 @@ def test_goals_of_what_reads_memory_are_those_of_the_card(gbps: float | None, re
     assert goal.reached(6.5, goal.slower(found)) == reached
 
 
-def test_idle_time_is_of_decode_steps_without_pauses() -> None:
+def test_gaps_are_those_of_decode_steps_without_pauses() -> None:
     def step(rows: int, prefill: int, gap: int) -> dict[str, int]:
         return {"rows": rows, "prefill_tokens": prefill, "device_us": 900, "gap_us": gap}
 
-    found = server.idle([step(1, 0, 100), step(1, 0, 10**6), step(1, 16, 900), step(64, 0, 0)])
-    assert found == {"idle_1": 10.0, "idle_64": 0.0, "idle_256": None}
+    found = server.gaps([step(1, 0, 100), step(1, 0, 10**6), step(1, 16, 900), step(64, 0, 0)])
+    assert found == {"gaps_1": 10.0, "gaps_64": 0.0, "gaps_256": None}
 
 
 def test_the_page_says_whether_a_gpu_was_measured() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu.failures import lost
 from forebay.device import DeviceError
 from forebay.device.cuda_open import require_gpu
 
@@ -38,11 +39,6 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, py
             os._exit(70)
         pytest.exit(f"the GPU has failed in {report.nodeid}: {call.excinfo.value}", returncode=1)
     return report
-
-
-def lost(error: str) -> bool:
-    """True for an error after which CUDA computes nothing more in this process."""
-    return any(name in error for name in ("illegal memory access", "device-side assert", "misaligned address"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
