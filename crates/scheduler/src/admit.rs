@@ -1,5 +1,4 @@
-//! Prefill and admission: the requests that get a slot, pages and rows, in addition to those that
-//! decode.
+//! Prefill and admission: which requests get a slot, pages and rows besides the decode rows.
 
 use std::ops::Bound;
 
@@ -11,8 +10,8 @@ use crate::words::has_words;
 use crate::{Event, Handle, Scheduler};
 
 impl Scheduler {
-    /// Plans the rows of prompts, of which `budget` tokens have room. Some pass the first in turn
-    /// ([`crate::passing`]). All others go by their turns.
+    /// Plans prompt rows within `budget` tokens. Some prompts pass the first in turn
+    /// ([`crate::passing`]); all others go by their turns.
     pub(crate) fn plan_prompts(&mut self, budget: u32, step: &mut NewStep<'_>) {
         let mut passed = std::mem::take(&mut self.passed);
         let mut budget = budget - self.plan_passing(budget, &mut passed, step);
@@ -22,25 +21,27 @@ impl Scheduler {
         self.passed = passed;
     }
 
-    /// Plans the rows of residents by their turns, but of those that have passed others.
+    /// Plans rows for resident prompts in the order of their turns, except those that have passed
+    /// others.
     fn plan_prefills(&mut self, budget: &mut u32, passed: &[Handle], step: &mut NewStep<'_>) {
         let mut from = Bound::Unbounded;
         while *budget > 0 {
             if let Some(handle) = self.next_arrived(from, step) {
-                // It gets its slot where it gets a row too: not after one that takes the budget.
+                // Admit just before its row: after a row that takes the whole budget no slot is
+                // given out.
                 if self.admit_before(self.roster[handle].key, &mut from, budget, step) {
                     continue;
                 }
                 self.arrive(handle, step);
             }
-            // Each either completes its prefill and leaves the map, or takes the rest of the
-            // budget, or gets its pages one by one, or waits for an image, or the result has no
-            // room for its output.
+            // Each prompt here either completes its prefill and leaves the map, or is stopped: by
+            // the budget, by a page it lacks, by an image that is not ready, or by the room in the
+            // result.
             let prefills = &self.roster.prefills;
             let Some((&key, &handle)) = prefills.range((from, Bound::Unbounded)).next() else {
                 return;
             };
-            // All from here on are work in the background.
+            // All requests from here on are background work.
             if self.waits_for_others(key) {
                 return;
             }
@@ -61,7 +62,7 @@ impl Scheduler {
             };
             *budget = budget.saturating_sub(planned);
             self.count_received(handle, planned);
-            // It has its row, which ends where its state is kept, or its result has room.
+            // The row was cut where a state is kept, or the result has room for all of it.
             let was_cut = matches!(self.roster[handle].stage(), Some(Stage::Prefill));
             if in_parts || planned == 0 || was_cut {
                 from = Bound::Excluded(key);
@@ -69,7 +70,8 @@ impl Scheduler {
         }
     }
 
-    /// Admits the request whose turn it is, if it goes before `key`. `from` moves after its row.
+    /// Admits the request whose turn it is, if it goes before `key`. `from` then moves past the
+    /// admitted request.
     fn admit_before(
         &mut self,
         key: Key,
@@ -87,8 +89,8 @@ impl Scheduler {
         true
     }
 
-    /// The most important request whose blocks have come back. It has to go before all in prefill
-    /// from there on, and the plan must have room for it.
+    /// The most important request whose blocks have been restored, if it goes before every prefill
+    /// from `from` on and the plan has room for it.
     fn next_arrived(&self, from: Bound<Key>, step: &NewStep<'_>) -> Option<Handle> {
         let arrived = self.roster.next_arrived(from);
         arrived.filter(|&handle| {
@@ -115,8 +117,8 @@ impl Scheduler {
             return None;
         }
         let ticket = self.turns.next().filter(|next| !self.waits_for_others(next.key))?;
-        // A prompt that must not be cut waits for a step with room for all of it, unless it is
-        // longer than any has.
+        // A prompt that must not be cut waits for a step with room for all of it, unless no step
+        // has that much room.
         let most = self.memory.row_limit(self.roster[ticket.handle].total, *budget);
         let waits = most > *budget && !step.flight.rows.is_empty();
         if waits || !self.try_admit(&ticket, step) {
@@ -155,8 +157,8 @@ impl Scheduler {
         true
     }
 
-    /// A slot and pages for a suspect, at the cost of the least important residents. `None`: they
-    /// are retired, and not back yet, or tokens of its own are in flight.
+    /// Gives a suspect a slot and pages, preempting the least important residents for them. `None`:
+    /// retired slots or pages are not free yet, or the suspect has tokens in flight.
     pub(crate) fn make_room(
         &mut self,
         handle: Handle,
@@ -180,8 +182,8 @@ impl Scheduler {
         }
     }
 
-    /// Makes a waiting request a resident. Unless it has to wait for copies, slot and pages are
-    /// written into the plan.
+    /// Makes a waiting request a resident. Its slot and pages are written into the plan at once,
+    /// unless it waits for copies.
     pub(crate) fn move_in(
         &mut self,
         handle: Handle,
@@ -222,14 +224,14 @@ impl Scheduler {
         }
     }
 
-    /// A request's blocks are on the device: it goes on with the rest.
+    /// Moves a request whose blocks have been restored to the device into prefill.
     pub(crate) fn arrive(&mut self, handle: Handle, step: &mut NewStep<'_>) {
         self.roster.arrive(handle);
         step.events.push(Event::Arrived { id: self.roster[handle].request.id });
         self.write_slot(handle, step);
     }
 
-    /// Writes slot and pages of a resident into the plan: from here on it has rows.
+    /// Writes a resident's slot and pages into the plan, so that it can have rows.
     fn write_slot(&mut self, handle: Handle, step: &mut NewStep<'_>) {
         let entry = &mut self.roster[handle];
         let Some(Residence { slot, pages, .. }) = &entry.residence else { return };

@@ -69,8 +69,7 @@ impl Scheduler {
             }
             tokens.for_each(drop);
         }
-        // Blocks of rows that went wrong are forgotten by now, so that none of them enters the
-        // cache here.
+        // Blocks of failed rows are forgotten by now, so none of them enters the cache here.
         self.copies_ended(result, events);
         self.places_ended(&result.placed, events);
         self.report_left(events);
@@ -82,7 +81,7 @@ impl Scheduler {
     }
 
     fn learn(&mut self, flight: &Flight, device_us: u32) {
-        // If the tower computed too, the time is not a measure of the rows.
+        // If the tower computed in this step too, its time says nothing about the rows.
         if flight.towers.is_empty() {
             let lengths = flight.rows.iter().map(FlightRow::positions);
             self.turns.learn(lengths.clone().sum(), device_us);
@@ -136,7 +135,7 @@ impl Scheduler {
             debug_assert!(!first || entry.known() == row.end, "results come in order");
             if !std::mem::take(&mut first) {
                 entry.total += 1;
-                // If it has lost its pages meanwhile, it computes all of them again.
+                // A request that lost its pages meanwhile computes all positions again.
                 if let Some(Stage::Decode { .. }) = entry.stage() {
                     entry.computed += 1;
                 }
@@ -173,8 +172,8 @@ impl Scheduler {
         }
     }
 
-    /// Reports the new log-probabilities of a row. False: the request asked for nothing else, and
-    /// has ended.
+    /// Reports the new log-probabilities of a row's prompt. False: the request wanted nothing else,
+    /// and has ended.
     fn tell_prompt(
         &mut self,
         row: &FlightRow,
@@ -202,7 +201,7 @@ impl Scheduler {
 
     fn count_prompt(&mut self, row: &FlightRow, events: &mut Vec<Event>) {
         let entry = &self.roster[row.handle];
-        // The last position of a row that sits out counts when it comes again.
+        // The last position of a row that sits out does not count: it is computed again.
         let end = row.end - u32::from(row.sits_out);
         let tokens = end.min(entry.prompt_len) - row.start.min(entry.prompt_len);
         if tokens > 0 {
@@ -212,7 +211,8 @@ impl Scheduler {
     }
 
     /// Ends a request whose logits or vector were not finite. All its blocks are forgotten, also
-    /// shared ones. They may be the cause, and would spoil the next requests that share them.
+    /// shared ones. They may hold the bad values, which would then reach every request that shares
+    /// them.
     fn not_finite(&mut self, handle: Handle, events: &mut Vec<Event>) {
         let entry = &self.roster[handle];
         events.push(Event::Finished { id: entry.request.id, reason: Finish::NotFinite });
@@ -249,8 +249,7 @@ fn check_shape(result: &StepResult, flight: &Flight) -> Result<(), ApplyError> {
         let mut tokens = 0;
         for (most, &count) in most.zip(&result.token_counts) {
             let count = usize::try_from(count).unwrap_or(0);
-            // A number that is out of range becomes the nearest that is not, so that the sum can't
-            // fit.
+            // Clamp counts that are out of range, so that the sum can't match.
             check("token_counts", count.clamp(1, most), count)?;
             tokens += count;
         }

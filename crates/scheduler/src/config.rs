@@ -21,7 +21,7 @@ pub enum Policy {
 pub enum DecodeGap {
     /// Prompts take the rest of a step.
     Off,
-    /// A few times the time of a step that only decodes, as it is measured.
+    /// A multiple of the measured time of a decode-only step.
     #[default]
     Auto,
     /// So many microseconds.
@@ -42,18 +42,18 @@ impl Serialize for DecodeGap {
 /// The capacity that the scheduler gives out.
 #[derive(Debug, Clone)]
 pub struct SchedulerConfig {
-    /// Rows of the device tables. Some more than `max_running`, because a slot is retired for up to
+    /// Rows of the device tables. More than `max_running`, because a slot stays retired for up to
     /// [`MAX_IN_FLIGHT`] steps.
     pub slots: u32,
-    /// The largest number of requests that have a slot at a time.
+    /// The largest number of requests that have a slot at the same time.
     pub max_running: u32,
-    /// Pages of the device. With 0 the model keeps no keys and values, so a prompt is computed
-    /// whole or not at all.
+    /// Pages of the device. 0: the model keeps no keys and values, so each prompt is computed in
+    /// one row.
     pub pages: u32,
     /// Positions of a page.
     pub page_size: u32,
-    /// The largest number of tokens of a step (the chunked prefill size). Decode rows always all
-    /// run. Prefill gets the rest, but at least one page.
+    /// Token budget of a step (the chunked prefill size). Decode rows always run. Prefill gets what
+    /// they leave, but at least one page.
     pub token_budget: u32,
     /// True if blocks are shared between requests.
     pub prefix_cache: bool,
@@ -67,27 +67,26 @@ pub struct SchedulerConfig {
     /// running requests then need not wait for the requests of a client with more. Otherwise all
     /// requests count as one client's.
     pub fair: bool,
-    /// True if prompts with little left to compute pass longer ones in a step. Otherwise the first
-    /// in turn takes all that a step has left for prompts.
+    /// True if prompts with little left to compute may pass longer ones in a step. Otherwise the
+    /// first prompt in turn takes all prompt tokens of the step.
     pub step_shares: bool,
-    /// The bound on prompts in steps with running requests.
+    /// The bound on prompt tokens in steps with running requests.
     pub decode_gap: DecodeGap,
-    /// The part of the time of others' steps, in percent, that work in the background may add to
-    /// them; 100: there is no bound.
+    /// The share of foreground step time, in percent, that background rows may add; 100: unbounded.
     pub background_share: u32,
     /// The size in words up to which a plan may admit a further request; [`STEP_WORDS`], except in
     /// tests.
     pub step_words: usize,
-    /// The number of elements of a vector, if the model pools. The size of results depends on it
-    /// too.
+    /// The number of elements of a pooled vector; 0: the model does not pool. The size of results
+    /// depends on it.
     pub vector_size: u32,
     /// The largest number of tokens that a sampling row may give; at least 1.
     pub tokens_a_row: u32,
     /// Drafts in decode rows; `None`: there are none. It has no effect with sparse decoding, or if
     /// the hand gives several tokens a row by itself.
     pub drafts: Option<Drafts>,
-    /// The tier of host memory, if there is one. It has no effect without pages or without the
-    /// prefix cache.
+    /// The tier of host memory, if there is one. It needs pages and the prefix cache, and has no
+    /// effect without them.
     pub host: Option<HostTier>,
     /// Sparse decoding, if requests may give up pages while they decode. It needs a host tier.
     pub sparse: Option<Sparse>,
@@ -96,7 +95,7 @@ pub struct SchedulerConfig {
     /// The cache of recurrent states, if the model has recurrent layers. Such a model has no
     /// drafts, no sparse decoding, and one token a row.
     pub states: Option<StateCache>,
-    /// The window part of pages, if layers with a window have one. It goes without a host tier,
+    /// The window part of pages, if layers with a window have one. It excludes a host tier,
     /// recurrent layers and sparse decoding.
     pub windows: Option<WindowPart>,
     /// Places for adapters; 0: no request has one.
@@ -104,7 +103,7 @@ pub struct SchedulerConfig {
 }
 
 impl SchedulerConfig {
-    /// The largest number of positions for which a request that runs alone has room.
+    /// The largest number of positions that a request can have when it runs alone.
     #[must_use]
     pub fn most_positions(&self) -> u32 {
         let pages = match (self.sparse, self.host) {
@@ -120,8 +119,8 @@ impl SchedulerConfig {
 pub struct Drafts {
     /// The largest number of drafts of a row; at least 1.
     pub most: u32,
-    /// True if a step has drafts only where their measured time is worth it. Otherwise it has all
-    /// that it has room for.
+    /// True if a step has drafts only where their measured time pays off. Otherwise it has as many
+    /// as fit.
     pub priced: bool,
 }
 
@@ -142,12 +141,11 @@ pub struct StateCache {
     /// State pages. Without any, requests share nothing.
     pub pages: u32,
     /// The number of positions from one kept state of a request to the next, rounded up to whole
-    /// pages. With 0 states are kept only where prompts, answers and cached prefixes end.
+    /// pages. 0: states are kept only at the ends of prompts, answers and cached prefixes.
     pub interval: u32,
     /// State pages of the host tier, if there is one.
     pub host_pages: u32,
-    /// The number of blocks whose copies to or from the host take as long as that of a state; at
-    /// least 1.
+    /// The cost of copying a state to or from the host, in blocks; at least 1.
     pub weight: u32,
 }
 
@@ -175,12 +173,12 @@ pub struct Tower {
     /// The largest work of a step, in positions times layers. A step computes at least one layer.
     pub budget: u64,
     /// True if attention within an image is bidirectional. Then no row ends within an image: a row
-    /// that begins at one has all of it, also beyond the budget of tokens.
+    /// that begins at an image takes all of it, even beyond the token budget.
     pub whole: bool,
 }
 
-/// Sparse decoding from host memory, for a model that reads few chosen positions for each token. It
-/// reads the other positions from host memory.
+/// Sparse decoding from host memory, for a model that reads only a few chosen positions for each
+/// token. Positions that are not on the device are read from host memory.
 ///
 /// Each page of a request has a page of the host's tier behind it, and is saved as soon as it is
 /// full. If the device's pages run short, a request gives up its saved pages except the last. It
@@ -190,16 +188,16 @@ pub struct Sparse {
     /// Pages for the hot rows of a sparse request; at least 1.
     pub row_pages: u32,
     /// True if the plan that computes a position also saves it. Otherwise a page is saved when it
-    /// is full. For measurements.
+    /// is full. The switch exists for measurements.
     pub save_rows: bool,
 }
 
 impl Sparse {
-    /// The number of last pages that a request does not give up. New positions are written there,
-    /// and they are not saved yet.
+    /// The number of last pages that a request never gives up: new positions are written there, and
+    /// are not saved yet.
     pub const TAIL: u32 = 2;
 
-    /// The number of hot pages that one sparse request and its growth need.
+    /// The number of hot pages that a sparse request needs to run and grow.
     #[must_use]
     pub fn least_pages(self) -> u32 {
         self.row_pages.saturating_add(Self::TAIL + 2)
@@ -230,9 +228,9 @@ pub enum SavePolicy {
     WriteThrough,
     /// Blocks are saved when a second request uses them.
     WriteThroughSelective,
-    /// Blocks are saved before the device needs their pages. The longest unused blocks are saved
-    /// first. This goes on until enough pages can be given up without a loss: a tenth of the pages,
-    /// or 64 if that is more.
+    /// Blocks are saved shortly before the device needs their pages, the least recently used first.
+    /// Saving goes on until a tenth of the pages, or 64 if that is more, can be dropped without
+    /// loss.
     WriteBack,
 }
 
@@ -245,7 +243,7 @@ pub struct HostTier {
     pub policy: SavePolicy,
     /// The largest number of copies that a plan starts; at least 1.
     pub copies_a_step: u32,
-    /// The number of waiting requests whose blocks are brought back before their turn.
+    /// The number of waiting requests whose blocks are restored ahead of their turn.
     pub prefetch: u32,
     /// True if a request that comes back from preemption has its blocks restored. Otherwise it
     /// computes them again.
@@ -262,7 +260,7 @@ impl HostTier {
         Self { policy: SavePolicy::WriteThrough, prefetch: 0, restore_preempted: true, ..self }
     }
 
-    /// The default of `copies_a_step`. With it saves keep up with a prefill of `token_budget`
+    /// The default of `copies_a_step`. It lets saves keep up with a prefill of `token_budget`
     /// tokens a step.
     #[must_use]
     pub fn usual_copies(token_budget: u32, page_size: u32) -> u32 {

@@ -5,8 +5,8 @@ use forebay_protocol::StepTiming;
 
 use crate::steps::Flight;
 
-/// The largest number of rows that give tokens and their drafts, in a step with drafts. It bounds
-/// the memory for logits.
+/// The largest number of sampling rows plus drafts in a step with drafts. It bounds the memory for
+/// logits.
 pub const MAX_DRAFTED: u32 = 64;
 
 /// The state of all drafts.
@@ -19,12 +19,12 @@ pub(crate) struct Drafting {
     pub(crate) counts: Vec<u32>,
     /// Rows that gave tokens in the last step.
     pub(crate) sampled: u32,
-    /// True if the next plan could be made by now, and waits for the tokens of the last one.
+    /// True if the next plan could be made already, but waits for the tokens of the last step.
     pub(crate) waits: bool,
 }
 
 impl Drafting {
-    /// Learns from a step. `tokens`: the number of tokens that its rows gave.
+    /// Learns the cost of a step whose rows gave `tokens` tokens.
     pub(crate) fn learn(&mut self, flight: &Flight, tokens: usize, timing: StepTiming) {
         let decodes = flight
             .rows
@@ -39,7 +39,7 @@ impl Drafting {
                 waited_us: flight.waited.then_some(timing.gap_us),
             });
         } else {
-            // The time of a tower's layers is not a measure of positions.
+            // A step that also computed tower layers says nothing about the time of positions.
             let rows = flight.towers.is_empty().then_some(&flight.rows);
             let positions = rows.map_or(0, |rows| rows.iter().map(|row| row.end - row.start).sum());
             self.budget.prompts_ended(positions, flight.drafts, timing.device_us);

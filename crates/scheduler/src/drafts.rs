@@ -1,8 +1,8 @@
 //! Drafts: tokens that requests are expected to generate, computed together with their last token.
 //!
 //! A row has drafts only if all tokens of its request are known, and no further plan is made before
-//! its result. So a request's numbers need no second, uncertain form (ADR 86). While drafts are
-//! likely to pay, plans wait for results. Otherwise plans run ahead as usual.
+//! its result. So the numbers of a request are always certain (ADR 86). While drafts are likely to
+//! pay, plans wait for results. Otherwise plans run ahead as usual.
 //!
 //! Drafts never displace other work. They take pages and positions that no other work needs.
 
@@ -46,7 +46,8 @@ impl Scheduler {
         rows.clear();
         for (at, row) in step.flight.rows[..decodes].iter().enumerate() {
             let entry = &self.roster[row.handle];
-            // Its newest token is known, and it does not end with the next one.
+            // Draft only if the newest token is known and the request does not end with the next
+            // one.
             let fits = matches!(row.want, Want::TOKEN | Want::MASKED) && entry.known() == row.end;
             let most = entry.expected.offered(most).min(entry.limit - row.end - 1);
             if fits && most > 0 {
@@ -78,7 +79,7 @@ impl Scheduler {
     /// Gives a row up to `count` drafts, as many as have pages.
     fn push_drafts(&mut self, at: usize, count: u32, step: &mut NewStep<'_>) {
         let row = &mut step.flight.rows[at];
-        // Each resident may need a page for its next certain token.
+        // Reserve a page for each resident, which may need one for its next certain token.
         let spare = self.roster.residents.len() as u32;
         let entry = &mut self.roster[row.handle];
         let Some(residence) = entry.residence.as_mut() else { return };
@@ -101,15 +102,15 @@ impl Scheduler {
         step.plan.push_drafts(at, &entry.expected.tokens[..count as usize]);
     }
 
-    /// Applies the outcome of a row's drafts. The row gave `count` tokens. Events from number
-    /// `before` on report those of them that are before the request's end.
+    /// Applies the outcome of a row's drafts. The row gave `count` tokens. The events from index
+    /// `before` on report the tokens before the request's end.
     pub(crate) fn drafts_ended(
         &mut self,
         row: &FlightRow,
         (count, before): (usize, usize),
         events: &mut Vec<Event>,
     ) {
-        // Those of the hand itself are as many as it may have.
+        // A hand that drafts by itself is taken to use its full number of drafts.
         let drafted = row.drafts.map_or(row.want.most().saturating_sub(1), |own| own.count);
         if drafted == 0 {
             return;
@@ -125,7 +126,7 @@ impl Scheduler {
             *counter += 1;
         }
         let Some(RowDrafts { id, found, forced, .. }) = row.drafts else { return };
-        // Forced drafts are always right, and tell nothing about the others.
+        // Forced drafts are always accepted, so they say nothing about the others.
         let outcome = (drafted > forced && accepted >= forced).then(|| {
             let (drafted, accepted) = (drafted - forced, accepted - forced);
             (self.drafting.budget.drafts_ended(found, drafted, accepted), accepted)
@@ -148,7 +149,7 @@ impl Scheduler {
         }
     }
 
-    /// Compares the newest token of a request, if its row had no drafts, with the expected one.
+    /// Compares a request's newest token with the expected one, if its row had no drafts.
     pub(crate) fn compare_expected(&mut self, row: &FlightRow) {
         let alone = row.drafts.is_none() && self.config.drafts.is_some();
         let Some(entry) = self.roster.requests.get_mut(row.handle).filter(|_| alone) else {
@@ -182,8 +183,8 @@ impl Scheduler {
     }
 
     /// Makes a masked request expect its next tokens, after new ones. `restrict` gets the largest
-    /// number of drafts, and the drafts that its proposer has. It keeps those that the request's
-    /// mask allows, and returns the number of leading ones that are certain.
+    /// number of drafts and the proposer's drafts. It keeps the drafts that the mask allows, and
+    /// returns how many of the first ones are certain.
     pub fn expect_masked(&mut self, id: u64, restrict: impl FnOnce(u32, &mut Vec<i32>) -> u32) {
         if let Some(handle) = self.roster.find(id).filter(|_| self.config.drafts.is_some()) {
             self.expect_within(handle, restrict);

@@ -17,7 +17,7 @@ use crate::steps::FlightRow;
 pub(crate) struct Residence {
     pub(crate) slot: u32,
     pub(crate) pages: Pages,
-    /// Image pages by image; `None`: it is not there yet, or the request is past it.
+    /// Image pages by image; `None`: not on pages yet, or the request is past the image.
     pub(crate) images: Vec<Option<ImageLease>>,
     /// Leading images that are behind it.
     pub(crate) passed: usize,
@@ -29,36 +29,35 @@ pub(crate) struct Residence {
 /// The stage of a request while it runs.
 #[derive(Debug)]
 pub(crate) enum Stage {
-    /// The leading blocks of the request come back from the host tier by these copies. No plan has
-    /// named its slot and pages yet.
+    /// Its leading blocks are being restored by these copies. No plan has named its slot and pages
+    /// yet.
     Arriving(VecDeque<u32>),
     /// Prefill: it computes known tokens.
     Prefill,
     /// One token a step, each from the one before. `at` is its index in the roster's list.
     Decode { at: usize },
-    /// All that it needs is planned: its vector, or the last log-probabilities of its prompt, will
-    /// come with the last step that names it.
+    /// All its rows are planned. Its vector, or the last log-probabilities of its prompt, come with
+    /// the last step that names it.
     Planned,
 }
 
-/// The way of a request to the place of its adapter.
+/// The state of a request's adapter.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) enum Seat {
     /// It has no adapter, or is held.
     #[default]
     None,
-    /// It waits for a place, and has no turn.
+    /// It waits for its adapter to get a place, and has no turn.
     Waits,
     /// It uses this place.
     Place(u32),
 }
 
-/// A live request. `cached <= computed <= total`, everything else follows.
+/// A live request. Its state follows from `cached <= computed <= total`.
 #[derive(Debug)]
 pub(crate) struct Entry {
-    /// The request as it was submitted. `past` is kept as it is now. Prompt, generated tokens and
-    /// names move to the fields below at its first admission: until then a thousand choices in the
-    /// queue have one prompt.
+    /// The request as it was submitted. Only `past` is updated. The first admission moves prompt,
+    /// generated tokens and names to the fields below, so that queued choices share one prompt.
     pub(crate) request: Request,
     pub(crate) key: Key,
     /// Known prompt and generated tokens; empty before the first admission.
@@ -68,16 +67,17 @@ pub(crate) struct Entry {
     pub(crate) limit: u32,
     /// Positions whose keys and values were found in a tier at the last admission.
     pub(crate) cached: u32,
-    /// Positions that are computed, or will be when the steps in flight are done.
+    /// Positions that are computed, or will be after the steps in flight.
     pub(crate) computed: u32,
-    /// Tokens that exist, or will at least when the steps in flight are done.
+    /// Tokens that exist, or certainly will after the steps in flight.
     pub(crate) total: u32,
     /// `None`: it waits, and owns nothing.
     pub(crate) residence: Option<Residence>,
     pub(crate) blocks: Blocks,
     /// Positions that were computed when it lost its pages.
     pub(crate) lost: u32,
-    /// Tokens that those may come to that were admitted before it, although its turn had come.
+    /// Prompt and answer tokens of the requests that were admitted before it although its turn had
+    /// come.
     pub(crate) passed: u64,
     /// True while its mask is not ready: it has no row that samples.
     pub(crate) waits: bool,
@@ -90,8 +90,7 @@ pub(crate) struct Entry {
     pub(crate) leaving: bool,
 }
 
-/// Tokens that an admitted request has room for beyond those it knows, so that its first steps
-/// allocate nothing.
+/// Spare capacity for tokens at admission, so that the first steps allocate nothing.
 const SPARE_TOKENS: usize = 64;
 
 impl Entry {
@@ -124,7 +123,7 @@ impl Entry {
         Ticket { key: self.key, handle, client: self.request.client, cost: self.limit.into() }
     }
 
-    /// The part of it that a plan writes into a slot.
+    /// The fields that a plan writes into a slot.
     pub(crate) fn slot(&self, slot: u32) -> NewSlot<'_> {
         let spec = &self.request.spec;
         let place = if let Seat::Place(at) = self.seat { Some(at) } else { None };
@@ -132,7 +131,7 @@ impl Entry {
     }
 
     /// True if the request has no turn: it waits for its payload or for the place of its adapter,
-    /// or goes on elsewhere.
+    /// or another scheduler takes it over.
     pub(crate) fn has_no_turn(&self) -> bool {
         self.request.held || self.leaving || self.seat == Seat::Waits
     }
@@ -162,7 +161,7 @@ impl Entry {
         self.request
     }
 
-    /// True if the request becomes a vector, and generates nothing.
+    /// True if the request is pooled into a vector, and generates nothing.
     pub(crate) fn pools(&self) -> bool {
         self.request.spec.pooling.is_some()
     }
@@ -207,7 +206,8 @@ impl Entry {
     }
 
     /// True if there is a position to compute now that is not planned yet. The last token that the
-    /// request may have needs no compute. Of a request that leaves no token follows the next one.
+    /// request may have needs no compute. A request that leaves computes nothing after its next
+    /// token.
     pub(crate) fn plannable(&self) -> bool {
         let leaves = self.request.leaves && self.known() < self.total;
         !leaves
@@ -215,7 +215,7 @@ impl Entry {
             && self.computed + 1 < self.limit
     }
 
-    /// Leading positions that are computed and do not come again: the last one does if the row that
+    /// Leading positions that are computed for good. The last one is computed again if the row that
     /// samples after it sits out.
     pub(crate) fn certain(&self) -> u32 {
         let unsure = self.request.masked && self.known() < self.total;

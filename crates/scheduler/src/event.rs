@@ -18,7 +18,7 @@ pub enum Finish {
     Length,
     /// The request's logits were not finite.
     NotFinite,
-    /// The request's adapter could not be brought to its place.
+    /// The request's adapter could not be loaded.
     NoAdapter {
         /// The hand's reason, such as [`forebay_protocol::PLACE_FAILED_FILES`].
         error: i32,
@@ -35,11 +35,11 @@ pub enum Event {
         id: u64,
         /// Prompt tokens found in the prefix cache at the first admission; 0 at later admissions.
         cached_tokens: u32,
-        /// True if the request was admitted before. It then computes the positions again that it
-        /// lost.
+        /// True if the request was admitted before. It then computes the positions that it lost
+        /// again.
         replayed: bool,
-        /// True if the request waits for blocks from the host tier, and has no row before.
-        /// [`Event::Arrived`] reports their arrival, unless the request is preempted.
+        /// True if the request waits for blocks from the host tier, and has no row until they
+        /// arrive. [`Event::Arrived`] reports their arrival, unless the request is preempted.
         restoring: bool,
     },
     /// The request's blocks are on the device.
@@ -58,12 +58,12 @@ pub enum Event {
     Token {
         /// The request's id.
         id: u64,
-        /// The number of the token among the generated ones, from 1.
+        /// The index of the token among the generated ones, from 1.
         nth: u32,
         /// The token.
         token: i32,
-        /// The log-probabilities, if asked for: the sampled token first, then the most likely,
-        /// descending; natural logarithms.
+        /// The log-probabilities, if requested: natural logarithms, the sampled token first, then
+        /// the most likely tokens in descending order.
         logprobs: Option<Box<[(i32, f32)]>>,
     },
     /// Drafts from the request's predicted answer were verified. Their tokens follow.
@@ -88,7 +88,7 @@ pub enum Event {
     Pooled {
         /// The request's id.
         id: u64,
-        /// The vector as the model made it, neither cut nor normalised.
+        /// The model's raw vector: not cut, not normalised.
         vector: Box<[f32]>,
     },
     /// The request ended.
@@ -110,10 +110,10 @@ pub enum Event {
     },
     /// The hand has read the patches of an image.
     ImageRead {
-        /// The place of the patches in the arena. A later image may have taken that place already.
+        /// The place of the patches in the arena. Another image's patches may be there already.
         patches: u32,
     },
-    /// The request has given its token here, and its blocks are saved as far as they can be. The
+    /// The request has given its token here, and its blocks are saved as far as possible. The
     /// caller has another scheduler continue it ([`crate::Scheduler::hand_on`]).
     Left {
         /// The request's id.
@@ -136,7 +136,7 @@ pub enum ApplyError {
         /// The result's step.
         step: u64,
     },
-    /// The result is of another step than the oldest in flight. Results come in plan order.
+    /// The result belongs to another step than the oldest in flight. Results come in plan order.
     #[error("result of step {got}, but step {expected} is the oldest in flight")]
     WrongStep {
         /// The oldest step in flight.
@@ -221,13 +221,13 @@ pub struct Stats {
     pub places: PlaceStats,
 }
 
-/// Numbers of kept recurrent states; all 0 for a model without any. Counts of pages are of the
-/// moment. The others only grow.
+/// Numbers of kept recurrent states; all 0 for a model without any. Page counts are gauges. All
+/// others only grow.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, AddAssign, Serialize)]
 pub struct StateStats {
     /// State pages.
     pub pages: usize,
-    /// State pages that a plan in flight names, or that have a state without a name yet.
+    /// State pages that a plan in flight names, or whose state has no name yet.
     pub pages_held: usize,
     /// State pages that hold a kept state and are not held.
     pub pages_cached: usize,
@@ -256,8 +256,8 @@ pub struct StateStats {
     pub restored: u64,
 }
 
-/// Numbers of the window part of pages; all 0 without one. Counts of pages are of the moment. The
-/// others only grow.
+/// Numbers of the window part of pages; all 0 without one. Page counts are gauges. All others only
+/// grow.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, AddAssign, Serialize)]
 pub struct WindowStats {
     /// Pages of the window part.
@@ -273,7 +273,7 @@ pub struct WindowStats {
     pub missed_tokens: u64,
 }
 
-/// Numbers of places at one moment; all 0 without places.
+/// Gauges of adapter places; all 0 without places.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, AddAssign, Serialize)]
 pub struct PlaceStats {
     /// Places that hold an adapter which some request uses.
@@ -301,11 +301,11 @@ pub struct DraftStats {
     pub shared_drafted: u64,
     /// Those of them that were generated.
     pub shared_accepted: u64,
-    /// Accepted drafts, by their place among the drafts of their row.
+    /// Accepted drafts by their position in the row.
     pub accepted_at: DraftCounts,
 }
 
-/// Numbers by the place of a draft among those of its row.
+/// Counts by a draft's position in its row.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct DraftCounts(pub [u64; Self::PLACES]);
 
@@ -324,8 +324,8 @@ impl std::ops::AddAssign for DraftCounts {
     }
 }
 
-/// Numbers of images; all 0 if the model takes none. Counts of pages and of waiting images are of
-/// the moment. The others only grow.
+/// Numbers of images; all 0 if the model takes none. Counts of pages and of waiting images are
+/// gauges. All others only grow.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, AddAssign, Serialize)]
 pub struct ImageStats {
     /// Image pages.
@@ -336,9 +336,9 @@ pub struct ImageStats {
     pub pages_cached: usize,
     /// Images that a request needs and that are on no page.
     pub waiting: usize,
-    /// Images of admitted requests that were wholly in the prefix cache.
+    /// Images of admitted requests that lay entirely in the prefix cache.
     pub in_prefix: u64,
-    /// Images of admitted requests that were found on image pages.
+    /// Images of admitted requests that were already on image pages.
     pub in_pages: u64,
     /// Images whose patches were requested.
     pub wanted: u64,
@@ -348,7 +348,7 @@ pub struct ImageStats {
     pub position_layers: u64,
 }
 
-/// Numbers of sparse decoding. Counts of requests are of the moment. The others only grow.
+/// Numbers of sparse decoding. Counts of requests are gauges. All others only grow.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, AddAssign, Serialize)]
 pub struct SparseStats {
     /// The number of sparse requests.
@@ -369,8 +369,8 @@ pub struct SparseStats {
     pub waited_us: u64,
 }
 
-/// Numbers of the host tier; all 0 without one. Counts of pages and of copies under way are of the
-/// moment. The others only grow.
+/// Numbers of the host tier; all 0 without one. Counts of pages and of copies in flight are gauges.
+/// All others only grow.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, AddAssign, Serialize)]
 pub struct HostStats {
     /// The number of pages of the host tier.
@@ -399,10 +399,9 @@ pub struct HostStats {
     pub dropped_unsaved: u64,
     /// Blocks that were not saved because copies leased every host page.
     pub saves_refused: u64,
-    /// The number of times that found blocks were not restored, because to compute them was
-    /// quicker.
+    /// Admissions that computed found blocks again because restoring them was slower.
     pub restores_declined: u64,
-    /// The number of times that found blocks were restored.
+    /// Admissions that restored found blocks rather than compute them again.
     pub restores_chosen: u64,
     /// Microseconds that saves took.
     pub save_us: u64,

@@ -2,9 +2,10 @@
 
 use forebay_draft::{DraftMatch, DraftOffer, DraftSource};
 
-/// The weight of all earlier rows in a request's own acceptance, where a new one has 1.
+/// The weight of all earlier rows in a request's own acceptance rate, relative to 1 for the new
+/// row.
 const MEMORY: f64 = 7.0;
-/// The number of misses after which a rest grows no longer: it has 64 tokens then.
+/// The number of misses after which the pause without drafts stops growing: 64 tokens.
 const MOST_MISSES: u32 = 8;
 
 /// Drafts of a row in flight.
@@ -18,8 +19,8 @@ pub(crate) struct RowDrafts {
     pub(crate) forced: u32,
 }
 
-/// Drafts that no row has, and that are compared with the tokens that come. So acceptance is
-/// measured where drafts are not bought, too.
+/// Drafts that were not sent, only compared with the tokens that come. They measure acceptance
+/// while drafting is off.
 #[derive(Debug, Clone)]
 struct Comparison {
     found: DraftMatch,
@@ -28,7 +29,7 @@ struct Comparison {
     right: usize,
 }
 
-/// The drafts that a request has next, and how well it did with earlier ones.
+/// A request's next drafts, and the record of its earlier ones.
 #[derive(Debug)]
 pub(crate) struct ExpectedDrafts {
     pub(crate) tokens: Vec<i32>,
@@ -41,7 +42,7 @@ pub(crate) struct ExpectedDrafts {
     /// The number of steps for which plans wait for its results.
     pub(crate) patience: u8,
     comparison: Option<Comparison>,
-    /// Rows in a row whose drafts were all wrong.
+    /// The number of consecutive rows whose drafts were all wrong.
     misses: u32,
     /// Tokens for which it has no uncertain drafts.
     rest: u32,
@@ -69,13 +70,14 @@ impl ExpectedDrafts {
         DraftOffer { found, most, ratio: self.ratio, forced: self.forced }
     }
 
-    /// The number of its drafts, of `most`, that a step may have: while it rests, the certain ones.
+    /// The number of its drafts that a step may have, at most `most`. While the request pauses,
+    /// only its certain drafts count.
     pub(crate) fn offered(&self, most: u32) -> u32 {
         let drafts = if self.rest > 0 { self.forced } else { self.tokens.len() as u32 };
         drafts.min(most)
     }
 
-    /// Expects nothing, until the next expected tokens are set.
+    /// Drops the expected tokens until new ones are set.
     pub(crate) fn forget(&mut self) {
         self.tokens.clear();
         (self.found, self.forced) = (None, 0);
@@ -86,8 +88,8 @@ impl ExpectedDrafts {
         self.ratio = ((self.ratio * MEMORY + share) / (MEMORY + 1.0)).clamp(0.1, 1.5);
     }
 
-    /// Records the outcome of a row with drafts, of which `accepted` were right. After a second row
-    /// without any the request rests, and longer after each further one.
+    /// Records the outcome of a row of which `accepted` drafts were right. From the second row in a
+    /// row without any, the request pauses, and each further one makes the pause longer.
     pub(crate) fn row_ended(&mut self, accepted: u32) {
         if accepted > 0 {
             (self.misses, self.rest) = (0, 0);
@@ -97,7 +99,7 @@ impl ExpectedDrafts {
         }
     }
 
-    /// Begins to compare its drafts with the tokens that come, unless others are compared.
+    /// Starts comparing its drafts with the tokens that come, unless a comparison is running.
     pub(crate) fn begin_comparison(&mut self) {
         let Some(found) = self.found.filter(|_| self.comparison.is_none() && self.forced == 0)
         else {
@@ -111,8 +113,8 @@ impl ExpectedDrafts {
         self.comparison = None;
     }
 
-    /// Compares a token that came without drafts. Returns the outcome of a comparison that has
-    /// ended: the drafts, their number, and how many were right.
+    /// Compares a token that came without drafts. If that ends the comparison, returns its outcome:
+    /// the drafts, their number, and how many were right.
     pub(crate) fn compare(&mut self, token: i32) -> Option<(DraftMatch, u32, u32)> {
         self.rest = self.rest.saturating_sub(1);
         let comparison = self.comparison.as_mut()?;

@@ -24,7 +24,7 @@ impl Scheduler {
         }
         needy.sort_unstable();
         for (_, handle) in needy.drain(..) {
-            // The ones before it may have had to take its pages.
+            // A more important request may have preempted this one for a page.
             if self.roster[handle].residence.is_some() {
                 self.grow(handle, step);
             }
@@ -33,8 +33,8 @@ impl Scheduler {
     }
 
     /// Gives a page to a resident if it lacks one, preempting the least important residents for it,
-    /// in the end itself. If retired pages are on their way back, it skips this step. If copies
-    /// alone hold pages, it skips too instead of preempting itself.
+    /// and itself as the last resort. If retired pages will be free soon, or if only copies hold
+    /// pages, the resident skips this step instead.
     pub(crate) fn grow(&mut self, handle: Handle, step: &mut NewStep<'_>) {
         if !self.memory.lacks_page(&self.roster[handle]) {
             return;
@@ -64,22 +64,22 @@ impl Scheduler {
         }
     }
 
-    /// True if images come back with a step in flight, or pages of the part that a resident lacks
-    /// one of.
+    /// True if a step in flight will free image pages, or pages of the part that the resident
+    /// lacks.
     fn awaits_retired(&self, handle: Handle) -> bool {
         let next = self.steps.next();
         self.memory.awaits_page(&self.roster[handle], next)
             || self.images.retired.is_awaited_before(next)
     }
 
-    /// Keeps pages ready for growth and for the next request, where running requests can drop some.
+    /// Keeps pages free for growth and for the next request, by dropping pages of running requests.
     pub(crate) fn keep_pages_ready(&mut self, plan: &mut StepPlan) {
         self.memory.drop_saved(&mut self.roster, plan);
         let total = self.lacking_pages().map_or(0, |next| self.roster[next].total);
         self.memory.keep_ready(&mut self.roster, total, plan);
     }
 
-    /// The next request, if pages are all that it lacks.
+    /// The next request, if it lacks nothing but pages.
     fn lacking_pages(&self) -> Option<Handle> {
         let next = self.turns.next_blocked(self.returns())?;
         let place = self.roster.has_place(self.roster[next].request.probe);

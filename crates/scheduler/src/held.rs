@@ -19,8 +19,7 @@ impl Scheduler {
         self.turns.leave(&entry.ticket(handle));
     }
 
-    /// Puts a held request back into the line, in its place. False: there is no held request with
-    /// this id.
+    /// Puts a held request back into its place in the queue. False: no held request has this id.
     pub fn release(&mut self, id: u64) -> bool {
         let Some(handle) = self.roster.find(id) else { return false };
         let entry = &mut self.roster[handle];
@@ -31,7 +30,7 @@ impl Scheduler {
         held
     }
 
-    /// Ids of the held requests, in an order that is the same in every run.
+    /// Ids of the held requests, in a deterministic order.
     pub fn held(&self) -> impl Iterator<Item = u64> {
         let held = self.roster.requests.iter().filter(|(_, entry)| entry.request.held);
         held.map(|(_, entry)| entry.request.id)

@@ -1,8 +1,9 @@
 //! Requests that another scheduler continues although this one's hand lives.
 //!
 //! Such a request computes its prompt here and gives one token. It then gives up slot and pages at
-//! once, and *leaves* until its blocks are saved: it is alive and has no turn. Saves are the tiers'
-//! own, so nothing on the device waits. What could not be saved is computed again elsewhere.
+//! once, and *leaves*: it is alive without a turn until its blocks are saved. The tiers own the
+//! saves, so nothing on the device waits for them. The other scheduler computes what could not be
+//! saved.
 
 use forebay_kvcache::{BlockHash, LoanId};
 
@@ -15,13 +16,13 @@ use crate::{Event, Handle, Scheduler};
 pub struct HandedRequest {
     /// The request, with its generated tokens.
     pub request: Request,
-    /// Its leading blocks; `None`: none of them can be lent.
+    /// Its leading blocks; `None`: none can be lent.
     pub lent: Option<LentBlocks>,
 }
 
 impl Scheduler {
-    /// Makes a request leave that has given its token here, if it is one that leaves. A suspect
-    /// stays until it is cleared.
+    /// Makes a request leave after its token, if it was submitted to leave. A suspect stays until
+    /// it is cleared.
     pub(crate) fn leave(&mut self, handle: Handle) {
         let entry = &self.roster[handle];
         if !entry.request.leaves || entry.mark().is_some() {
@@ -36,7 +37,7 @@ impl Scheduler {
         self.leaving.push(handle);
     }
 
-    /// Reports the requests that leave and have no block to save any more.
+    /// Reports the leaving requests whose saves are done.
     pub(crate) fn report_left(&mut self, events: &mut Vec<Event>) {
         let (roster, memory) = (&self.roster, &self.memory);
         self.leaving.retain(|&handle| {
@@ -61,8 +62,8 @@ impl Scheduler {
         Some(HandedRequest { request, lent })
     }
 
-    /// Lends the first of these blocks, up to one that is not in the host tier. `None`: the first
-    /// is not, or nothing can be lent.
+    /// Lends the leading blocks that are in the host tier. `None`: the first is not there, or
+    /// nothing can be lent.
     pub fn lend(&mut self, names: &[BlockHash]) -> Option<LentBlocks> {
         self.memory.lend(names)
     }
@@ -73,13 +74,13 @@ impl Scheduler {
         self.memory.will_save(names)
     }
 
-    /// Admits no request that leaves from now on, except probes, or admits them again. Others that
-    /// come after one in turn wait with it.
+    /// Stops or resumes admission of requests that leave, except probes. Requests behind one in
+    /// turn wait with it.
     pub fn hold_leaving(&mut self, held: bool) {
         self.holds_leaving = held;
     }
 
-    /// Ends a loan of blocks. False: it has ended before.
+    /// Ends a loan of blocks. False: it has ended already.
     pub fn take_back(&mut self, loan: LoanId) -> bool {
         self.memory.take_back(loan)
     }

@@ -1,7 +1,7 @@
 //! Plans the next steps of a replica. Pure and synchronous: no I/O, no clock, no threads, and no
 //! order that depends on hashing.
 //!
-//! Three verbs: [`Scheduler::submit`] a request, take the [`Scheduler::next_plan`],
+//! The loop: [`Scheduler::submit`] requests, take the [`Scheduler::next_plan`],
 //! [`Scheduler::apply`] its result. Plans may run ahead of results by [`MAX_IN_FLIGHT`]. A decode
 //! row's input token is gathered on the device, so a step can be planned before the last one's
 //! tokens are known.
@@ -9,9 +9,9 @@
 //! A request carries `cached <= computed <= total`. `cached` counts positions found in the prefix
 //! cache, and `computed` those computed or planned. `total` counts tokens that exist, or will exist
 //! when the steps in flight are done. A request can be planned while `computed < total`. A row that
-//! reaches `total` samples a token. For a request that wants a vector
-//! ([`forebay_protocol::SlotSpec::pooling`]) it is the last row. A sampling row gives one token, or
-//! several if the hand can do that ([`SchedulerConfig::tokens_a_row`]).
+//! reaches `total` samples a token. For a pooled request ([`forebay_protocol::SlotSpec::pooling`])
+//! that is its last row. A sampling row gives one token, or several if the hand can do that
+//! ([`SchedulerConfig::tokens_a_row`]).
 //!
 //! Without pages ([`SchedulerConfig::pages`] is 0) nothing is kept between steps: every prompt is
 //! one row, and many share a step.
@@ -19,11 +19,11 @@
 //! With a host tier ([`SchedulerConfig::host`]) blocks outlive the device's memory. Plans name
 //! copies of pages, and results report their ends. A request whose blocks are in host memory is
 //! admitted, and has no row until they are back. Others go on meanwhile. A plan may also have only
-//! copies, or nothing. Then the hand answers when a copy has ended.
+//! copies, or nothing. The hand answers a plan without rows when a copy has ended.
 //!
 //! With drafts ([`SchedulerConfig::drafts`]) a decode row may have further tokens that its request
 //! is expected to generate ([`Request::proposer`]). The hand samples tokens for them as for any
-//! other position, and the row gives all up to the first that was not expected.
+//! other position, and the row gives all tokens up to the first unexpected one, which is included.
 //!
 //! With places for adapters ([`SchedulerConfig::places`]) a request may have one
 //! ([`Request::adapter`]). It has a turn only while its adapter is in a place. Plans bring adapters
@@ -53,26 +53,27 @@
 //! A [`Scheduler`] has the operations, and four owners of state. None of them has access to the
 //! scheduler, so a rule's signature shows what it changes:
 //!
-//! - `roster`: the live requests, the slots, and the ordered sets of those who have one.
-//! - `turns`: the request that is next, and the one that gives way.
+//! - `roster`: the live requests, the slots, and the ordered sets of requests with a slot.
+//! - `turns`: which request is next, and which one gives way.
 //! - `memory`: pages, the prefix cache in them, tiers, and sparse decoding.
 //! - `images`: images of prompts, and the vision tower.
-//! - `places`: the adapters in the hand's memory, and who waits for one; with its rules.
+//! - `places`: the adapters in the hand's memory, the requests that wait for one, and their rules.
 //!
-//! Each other file has some rules over several owners:
+//! The other files hold rules that involve several owners:
 //!
-//! - `plan`: the steps and their rows; `passing`: shares of a step's tokens; `admit`: who gets a
-//!   slot.
+//! - `plan`: the steps and their rows; `passing`: shares of a step's tokens; `admit`: which request
+//!   gets a slot.
 //! - `drafts`: tokens that requests are expected to generate (`expected`), beside their last one.
-//! - `grow`: pages for those who run; `words`: the size of a plan; `prompts`: log-probabilities of
-//!   prompts.
-//! - `moves`: queued requests that go elsewhere; `held`: requests that have no turn yet.
-//! - `waits`: requests whose mask is not ready; `leave`: requests that another scheduler goes on
-//!   with.
-//! - `preempt`: the ways to lose slot and pages; `retirement`: the time until others have them.
+//! - `grow`: pages for running requests; `words`: the size of a plan; `prompts`: log-probabilities
+//!   of prompts.
+//! - `moves`: queued requests that move to another scheduler; `held`: requests that have no turn
+//!   yet.
+//! - `waits`: requests whose mask is not ready; `leave`: running requests that another scheduler
+//!   continues.
+//! - `preempt`: the ways to lose slot and pages; `retirement`: the wait until they can be reused.
 //! - `apply`: tokens, ends; `reset`: the hand's death, quarantine.
 //!
-//! A request's two tokens, from a device that samples 42 for every request:
+//! Example: a request gets two tokens from a device that samples 42 for every request.
 //!
 //! ```
 //! use forebay_protocol::{ROW_OK, StepPlan, StepResult};
@@ -193,8 +194,8 @@ pub use crate::turns::fair::FairQueue;
 pub use crate::view::{Phase, RequestView};
 pub use crate::words::{MAX_REQUEST_WORDS, STEP_WORDS, request_words};
 
-/// The largest number of plans whose results are outstanding. With one plan at a time the caller
-/// has the serial loop, and gets the same tokens.
+/// The largest number of plans whose results are outstanding. A caller that keeps only one plan in
+/// flight has the serial loop, and gets the same tokens.
 pub const MAX_IN_FLIGHT: usize = 2;
 
 /// The state of one replica. See the crate's documentation.
@@ -209,13 +210,13 @@ pub struct Scheduler {
     steps: Steps,
     drafting: Drafting,
     counters: Stats,
-    /// Requests that need a page this step. Empty between calls, kept for its memory.
+    /// Requests that need a page this step. Empty between calls; kept to reuse its memory.
     needy: Vec<(Key, Handle)>,
-    /// Prompts that have passed others in this step. Empty between calls too.
+    /// Prompts that have passed others in this step. Empty between calls.
     passed: Vec<Handle>,
-    /// True while a step is planned in which work in the background has no rows.
+    /// True while a step is planned in which background work gets no rows.
     background_waits: bool,
-    /// Requests that leave when their blocks are saved. Some may be gone.
+    /// Requests that leave when their blocks are saved. Some may have ended.
     leaving: Vec<Handle>,
     /// True while no request that leaves is admitted.
     holds_leaving: bool,
@@ -232,7 +233,7 @@ impl Scheduler {
         assert!(numbers.iter().all(|&n| n > 0), "nothing can run with {config:?}");
         words::check_slots(&config);
         let memory = Memory::new(&config);
-        // A hand that gives several tokens by itself has drafts of its own.
+        // A hand that gives several tokens a row makes its own drafts.
         config.drafts = config.drafts.filter(|_| config.tokens_a_row == 1 && memory.takes_drafts());
         Self {
             roster: Roster::new(&config),
@@ -252,8 +253,9 @@ impl Scheduler {
         }
     }
 
-    /// Queues a validated request. Its id is unique. It has at least one prompt token and one token
-    /// to generate. It fits into the page pool if it runs alone.
+    /// Queues a validated request. The caller guarantees that its id is unique, and that it has at
+    /// least one prompt token and something to compute. It must fit into the page pool if it runs
+    /// alone.
     pub fn submit(&mut self, request: Request) {
         self.check_request(&request);
         let (rank, held) = (self.turns.rank(&request), request.held);
@@ -283,33 +285,33 @@ impl Scheduler {
         debug_assert!(self.memory.fits(positions), "a request alone fits into the pool");
     }
 
-    /// Forgets all blocks of all tiers, because the next hand computes others for the same tokens.
-    /// The caller has called [`Self::reset`] or its like.
+    /// Forgets all blocks of all tiers, because the next hand computes different keys and values
+    /// for the same tokens. Call one of the resets ([`Self::reset`]) first.
     pub fn forget_blocks(&mut self) {
         debug_assert!(self.in_flight() == 0 && self.roster.residents.is_empty(), "it was reset");
         self.memory.forget();
         self.turns.unblock();
     }
 
-    /// Goes on with other numbers of pages, after the hand came back with these. All blocks are
-    /// forgotten. The caller has called [`Self::reset`] or its like. Each live request has to fit
-    /// into the pages if it runs alone.
+    /// Changes the numbers of pages to those of a restarted hand. All blocks are forgotten. Call
+    /// one of the resets ([`Self::reset`]) first. Each live request has to fit into the pages if it
+    /// runs alone.
     pub fn resize(&mut self, counts: PageCounts) {
         debug_assert!(self.in_flight() == 0 && self.roster.residents.is_empty(), "it was reset");
         self.memory.resize(counts);
         self.turns.unblock();
     }
 
-    /// Ends a request without an event; the caller answers its client. False: there is no such
-    /// request, or it has ended.
+    /// Ends a request without an event; the caller answers its client. False: no live request has
+    /// this id.
     pub fn abort(&mut self, id: u64) -> bool {
         let Some(handle) = self.roster.find(id) else { return false };
         self.remove(handle);
         true
     }
 
-    /// Forgets every cached block that no request uses, in all tiers. True: the cache is empty now.
-    /// False: blocks of running requests stay.
+    /// Forgets every cached block that no request uses, in all tiers. True if the cache is empty
+    /// now; blocks of running requests stay.
     pub fn flush_cache(&mut self) -> bool {
         self.images.flush();
         self.memory.flush()
@@ -326,9 +328,9 @@ impl Scheduler {
         self.images.placed(image, patches)
     }
 
-    /// Ends every request that waits for an image, because the image can't be had. Ends come
-    /// without an event. Returns the ids of the requests, and the number of the image among each
-    /// request's.
+    /// Ends every request that waits for an image, because the image could not be loaded. The
+    /// requests end without an event. Returns the ids of the requests, and the number of the image
+    /// among each request's.
     pub fn image_failed(&mut self, image: ImageId) -> Vec<(u64, usize)> {
         let waiting = self.images.who_wants(image, &self.roster);
         let ended = waiting.into_iter().map(|(handle, index)| {
@@ -339,7 +341,7 @@ impl Scheduler {
         ended.collect()
     }
 
-    /// Appends the places of patches that no plan will read any more, and for which
+    /// Appends the arena offsets of patches that no plan will read any more, and for which
     /// [`Event::ImageRead`] never comes.
     pub fn take_unread_patches(&mut self, into: &mut Vec<u32>) {
         self.images.take_unread(into);
@@ -385,17 +387,17 @@ impl Scheduler {
         self.memory.copies_outstanding() + self.places.coming()
     }
 
-    /// Ids of the live requests, in an order that is the same in every run.
+    /// Ids of the live requests, in a deterministic order.
     pub fn live(&self) -> impl Iterator<Item = u64> {
         self.roster.requests.iter().map(|(_, entry)| entry.request.id)
     }
 
-    /// Walks over all state and compares. All pages and slots are accounted for. Each request's
-    /// numbers agree with its tokens, its pages and the steps in flight. Each queue holds the right
-    /// requests. The time is proportional to the state, so this is for idle moments and tests.
+    /// Checks all state for consistency: pages and slots, the numbers of each request against its
+    /// tokens, pages and steps in flight, and the members of each queue. The time is proportional
+    /// to the state, so this is for idle moments and tests.
     ///
     /// # Errors
-    /// The fault, in words.
+    /// A description of the fault.
     pub fn check_integrity(&self) -> Result<(), String> {
         self.memory.check(&self.roster)?;
         self.images.check(&self.roster)?;
@@ -418,7 +420,8 @@ impl Scheduler {
 
 impl Drop for Scheduler {
     fn drop(&mut self) {
-        // After a panic the state may be half changed, and a second panic would hide the first.
+        // After a panic the state may be half changed, and a second panic here would hide the
+        // first.
         if !std::thread::panicking() {
             self.free_everything();
             self.memory.hand_died(false);

@@ -1,4 +1,4 @@
-//! Queued requests that go to another scheduler although this one's hand lives.
+//! Queued requests that move to another scheduler although this one's hand is alive.
 
 use forebay_kvcache::BlockHash;
 
@@ -16,13 +16,13 @@ pub struct QueuedRequest<'a> {
     pub names: &'a [BlockHash],
 }
 
-/// The number of waiting requests that are looked at, so that a queue of requests that may not move
-/// costs no more than a short one.
+/// The number of waiting requests to look at, so that a queue of requests that may not move costs
+/// no more than a short one.
 const LOOKED_AT: usize = 64;
 
 impl Scheduler {
-    /// Requests that may go elsewhere among the last [`LOOKED_AT`] of the queue, those whose turn
-    /// comes last first. They were never admitted, so nothing of them is here but their place.
+    /// Requests that may move elsewhere, of the last [`LOOKED_AT`] in the queue, last turn first.
+    /// They were never admitted, so only their place in the queue is here.
     pub fn movable(&self) -> impl Iterator<Item = QueuedRequest<'_>> {
         let latest = self.turns.queue.latest();
         let entries = latest.take(LOOKED_AT).map(|ticket| &self.roster[ticket.handle]);
@@ -37,8 +37,8 @@ impl Scheduler {
         })
     }
 
-    /// Gives a request away for another scheduler that [`Self::movable`] has named. `None`: it has
-    /// been admitted since, or is gone.
+    /// Removes a request that [`Self::movable`] has named, for another scheduler. `None`: it has
+    /// been admitted or has ended since.
     pub fn withdraw(&mut self, id: u64) -> Option<Request> {
         let handle = self.roster.find(id)?;
         let entry = &self.roster[handle];

@@ -1,14 +1,14 @@
 //! Shares of a step's tokens between prompts.
 //!
-//! Half of the prompt tokens of a step go by turns. So the first in turn has at least that much of
-//! every step, and waits at most twice as long as if no prompt passed it. The other half goes to
-//! those that pass it: first the client that has received the least, and of its prompts the one
+//! Half of a step's prompt tokens go by turns. So the first prompt in turn has at least half of
+//! every step, and takes at most twice as long as if none passed it. The other half goes to prompts
+//! that pass it: the client that has received the least comes first, and of its prompts the one
 //! that ends soonest ([`crate::turns::claims`]). Tokens that they do not need go by turns too. So a
-//! prompt that is alone has the whole step, and a long one gives up no more than others take.
+//! prompt that is alone has the whole step.
 //!
-//! Ranks hold: a prompt never passes one of a better rank, and a waiting prompt goes before the
-//! residents of a worse rank. A prompt that must not be cut passes in one piece or not at all, and
-//! none passes into the room of one that is first.
+//! Priorities are respected: a prompt never passes one of a better rank, and a waiting prompt goes
+//! before the residents of a worse rank. A prompt that must not be cut passes in one piece or not
+//! at all, and it never takes room that an uncut prompt first in turn needs.
 
 use crate::entry::{Entry, Stage};
 use crate::images::visible;
@@ -18,9 +18,9 @@ use crate::turns::claims::Claim;
 use crate::{Handle, Scheduler};
 
 impl Scheduler {
-    /// Plans the rows of prompts that pass the first in turn, and admits those that wait. Those
-    /// that get a row are added to `passed`, and have no further row in this step. Returns the
-    /// number of their tokens, at most half of `budget`.
+    /// Plans rows of prompts that pass the first in turn, and admits those of them that wait.
+    /// Requests that get a row are added to `passed`, and get no second row in this step. Returns
+    /// the number of their tokens, at most half of `budget`.
     pub(crate) fn plan_passing(
         &mut self,
         budget: u32,
@@ -62,15 +62,16 @@ impl Scheduler {
             }
         }
         if !all_have_rows {
-            // What is left may be too little for an image that must lie in one row. If the first in
-            // turn waits for memory that such a prompt holds, only a turn of its own helps both.
+            // What is left may be too small for an image that must lie in one row. If the first in
+            // turn waits for memory that such a prompt holds, only a full turn of that prompt helps
+            // both.
             let rows = &step.flight.rows;
             passed.retain(|&handle| rows.iter().any(|row| row.handle == handle));
         }
         soon - left
     }
 
-    /// True if a waiting request goes before the residents in prefill from `key` on.
+    /// True if a waiting request goes before the prefilling residents from `key` on.
     pub(crate) fn goes_before(&self, key: Key) -> bool {
         let claims = self.turns.claims.is_some();
         claims && self.turns.next().is_some_and(|next| next.key.rank < key.rank)
@@ -95,7 +96,7 @@ impl Scheduler {
         claims.sweep(|rank| computing(rank).next().is_some());
     }
 
-    /// The prompt whose turn it is: a resident's, or a waiting one of a better rank.
+    /// The prompt whose turn it is: a resident's, or that of a waiting request of a better rank.
     pub(crate) fn first_in_turn(&self) -> Option<Handle> {
         let resident = self.roster.prefills.first_key_value();
         let waiting = self.turns.next();
@@ -106,7 +107,7 @@ impl Scheduler {
         }
     }
 
-    /// The resident that goes first of those that have not passed yet.
+    /// The prefilling resident that passes next, of those that have not passed in this step.
     fn resident_claim(
         &self,
         first: Handle,
@@ -136,7 +137,7 @@ impl Scheduler {
         Some(self.turns.claims.as_ref()?.place(entry.key, entry.request.client, work))
     }
 
-    /// Admits a waiting request that passes others, if it fits. False: no waiting request passes.
+    /// Admits a waiting request that passes others, if it fits. False: none was admitted.
     fn passes(&mut self, handle: Handle, left: u32, step: &mut NewStep<'_>) -> bool {
         let entry = &self.roster[handle];
         let ticket = entry.ticket(handle);
@@ -159,7 +160,7 @@ impl Scheduler {
 }
 
 impl Entry {
-    /// The number of positions that a resident's next row may have, as far as it alone decides.
+    /// The longest row that a resident could have if no other request needed room.
     pub(crate) fn longest_row(&self) -> u32 {
         let pages = self.residence.as_ref().map_or(0, |residence| residence.pages.longest_row());
         let left = self.goal() - self.computed;

@@ -1,14 +1,13 @@
 //! Places for adapters: the adapters in the hand's memory, and the requests that wait for one.
 //!
-//! A request with an adapter has a turn only while the adapter is in a place. Before, it *waits for
-//! a place*, and delays no other request. A request that has its place *uses* it until it ends.
+//! A request with an adapter has a turn only while the adapter is in a place. Until then it *waits
+//! for a place*, and delays no other request. A request that has its place *uses* it until it ends.
 //!
-//! Adapters wait in a queue, by the smallest rank of their requests and then by the time at which
-//! they began to wait. An unused place goes to the first of them, the one that was unused the
-//! longest before others. If there is none for [`PATIENCE`] plans, the place with the fewest
-//! running requests is *vacated*. Its waiting requests go back to the end of the queue, and no
-//! further ones may use it. So the first in the queue waits for the longest answer that runs there,
-//! however many requests come for adapters that are in place.
+//! Adapters wait in a queue, by the best rank of their requests and then by arrival in the queue.
+//! The first gets an unused place, the least recently used one. If there is none for [`PATIENCE`]
+//! plans, the place with the fewest running requests is *vacated*. Its waiting requests go back to
+//! the end of the queue, and no further ones may use it. So the first adapter in the queue waits at
+//! most for the longest answer that runs there, however many requests come for loaded adapters.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -19,7 +18,7 @@ use crate::request::Key;
 use crate::slab::Handle;
 use crate::{Event, Finish, PlaceStats, Scheduler};
 
-/// The plans that the first adapter in the queue waits for before a place is vacated for it.
+/// The number of plans that the first adapter in the queue waits before a place is vacated for it.
 const PATIENCE: u32 = 64;
 
 /// The content of a place.
@@ -39,16 +38,16 @@ enum Content {
 #[derive(Debug)]
 struct Place {
     content: Content,
-    /// Requests that have a turn, or run, by way of this place.
+    /// Requests that use this place: those that run, and those that have a turn.
     users: u32,
     /// True if no further request may use it.
     vacated: bool,
-    /// The last step that may name the place; 0: none since its adapter came.
+    /// The last step that may name the place; 0: no plan has since its adapter was loaded.
     last_step: u64,
 }
 
 impl Place {
-    /// True if a plan has named it since its adapter came.
+    /// True if a plan has named the place since its adapter was loaded.
     fn was_named(&self) -> bool {
         self.last_step > 0
     }
@@ -57,7 +56,7 @@ impl Place {
 /// The requests that wait for an adapter.
 #[derive(Debug)]
 struct Line {
-    /// The time at which it began to wait, as a number.
+    /// A counter value: when it began to wait.
     since: u64,
     waiting: BTreeSet<(Key, Handle)>,
 }
@@ -70,7 +69,7 @@ pub(crate) struct Places {
     lines: BTreeMap<u32, Line>,
     /// The number of lines that began so far.
     begun: u64,
-    /// The adapter that is first in the queue, and the plans for which it has been.
+    /// The adapter that is first in the queue, and for how many plans it has been.
     first: Option<(u32, u32)>,
     next_ticket: u32,
 }
@@ -132,14 +131,14 @@ impl Places {
         }
     }
 
-    /// Notes that the plan of a step names a place.
+    /// Notes that the plan of this step names a place.
     pub(crate) fn named(&mut self, seat: Seat, step: u64) {
         if let Seat::Place(at) = seat {
             self.places[at as usize].last_step = step;
         }
     }
 
-    /// Adapters that wait and that no place is coming for, the first in the queue first.
+    /// Waiting adapters that no write under way brings to a place, in queue order.
     fn in_line(&self) -> Vec<u32> {
         let order = |line: &Line| (line.waiting.first().map(|(key, _)| key.rank), line.since);
         let mut found: Vec<_> = self.lines.iter().map(|(&id, line)| (order(line), id)).collect();
@@ -151,8 +150,8 @@ impl Places {
         found.into_iter().map(|(_, id)| id).collect()
     }
 
-    /// A place for a further adapter, if no plan in flight may name it: an empty one, or the one
-    /// that has been unused the longest.
+    /// A place for another adapter that no plan in flight names: an empty one, or the least
+    /// recently used one.
     fn unused(&self, answered: u64) -> Option<usize> {
         let places = self.places.iter().enumerate();
         let free = places.filter(|(_, place)| {
@@ -163,14 +162,15 @@ impl Places {
         free.min_by_key(|&(at, place)| (age(place), at)).map(|(at, _)| at)
     }
 
-    /// Gives unused places to those in the queue, by writes into the plan. `answered` is the last
-    /// step whose result has come. True: the first of those without a place has waited too long.
+    /// Gives unused places to adapters in the queue, by writes into the plan. `answered` is the
+    /// last step whose result has come. True: the first of those without a place has waited too
+    /// long.
     fn assign(&mut self, plan: &mut StepPlan, answered: u64) -> bool {
         for id in self.in_line() {
             let own = self.place_of(id);
             let free =
                 |at: &usize| self.places[*at].users == 0 && self.places[*at].last_step <= answered;
-            // A vacated place that is unused by now still has it.
+            // A vacated place that is unused now still holds this adapter.
             if let Some(at) = own.filter(free) {
                 self.places[at].content = Content::Empty;
             } else if own.is_some() {
@@ -192,8 +192,8 @@ impl Places {
     }
 
     /// Chooses the place with the fewest running requests, unless half of the places are being
-    /// vacated. A place that no plan has named since its adapter came is none of them. Two adapters
-    /// would send each other away for ever.
+    /// vacated. It skips places that no plan has named since their adapter was loaded, or two
+    /// adapters would evict each other for ever.
     fn vacate(&mut self, running: impl Fn(u32) -> usize) -> Option<u32> {
         let vacated = self.places.iter().filter(|place| place.vacated).count();
         if vacated >= self.places.len().div_ceil(2) {
@@ -208,8 +208,7 @@ impl Places {
         Some(at as u32)
     }
 
-    /// Applies the end of a write. Returns the adapter that was written, and the requests that
-    /// waited for it.
+    /// Applies the end of a write. Returns the requests that waited for the written adapter.
     fn ended(&mut self, end: PlaceEnd) -> Vec<Handle> {
         let found = self.places.iter_mut().find_map(|place| match place.content {
             Content::Coming { id, ticket } if ticket == end.ticket => Some((place, id)),
@@ -222,20 +221,20 @@ impl Places {
         line.map_or(Vec::new(), |line| line.waiting.iter().map(|&(_, handle)| handle).collect())
     }
 
-    /// Writes into places whose end was not reported yet.
+    /// Writes into places whose end has not been reported yet.
     pub(crate) fn coming(&self) -> usize {
         let coming = |place: &&Place| matches!(place.content, Content::Coming { .. });
         self.places.iter().filter(coming).count()
     }
 
-    /// True if the ticket is of a write whose end was not reported yet.
+    /// True if the ticket belongs to a write whose end has not been reported yet.
     pub(crate) fn awaits(&self, ticket: u32) -> bool {
         let awaited = |place: &Place| matches!(place.content, Content::Coming { ticket: own, .. } if own == ticket);
         self.places.iter().any(awaited)
     }
 
     /// Empties the place of an adapter that no request needs and that no plan in flight names.
-    /// False: some request needs it, or some plan does.
+    /// False: a request or a plan in flight still needs it.
     pub(crate) fn forget(&mut self, id: u32, answered: u64) -> bool {
         if self.lines.contains_key(&id) {
             return false;
@@ -270,7 +269,7 @@ impl Places {
         stats
     }
 
-    /// Checks that users and lines are those of the live requests.
+    /// Checks the users of places and the queue against the live requests.
     pub(crate) fn check<'a>(
         &self,
         entries: impl Iterator<Item = (Handle, &'a Entry)>,
@@ -310,7 +309,8 @@ impl Places {
 }
 
 impl Scheduler {
-    /// Lets a request that has no slot wait for its turn, or for a place for its adapter before.
+    /// Puts a request without a slot into the queue, or makes it wait for a place for its adapter
+    /// first.
     pub(crate) fn line_up(&mut self, handle: Handle) {
         let entry = &mut self.roster[handle];
         if self.places.enter(handle, entry) {
@@ -321,15 +321,15 @@ impl Scheduler {
     /// Gives places to adapters that requests wait for.
     pub(crate) fn plan_places(&mut self, plan: &mut StepPlan) {
         let answered = self.steps.answered();
-        // A place without running requests is unused as soon as it is vacated, and then no result
+        // Assign again: a vacated place without running requests is unused at once, and no result
         // would trigger the next plan.
         if self.places.assign(plan, answered) && self.vacate_place() {
             self.places.assign(plan, answered);
         }
     }
 
-    /// Vacates the place with the fewest running requests. Requests that wait for their turn there
-    /// would keep it for as long as others run: they go back to the queue. False: none can be
+    /// Vacates the place with the fewest running requests. Requests with that place that are not
+    /// running go back to the queue, or they would keep the place in use. False: none can be
     /// vacated.
     fn vacate_place(&mut self) -> bool {
         let roster = &self.roster;
@@ -375,8 +375,7 @@ impl Scheduler {
         self.places.hand_died();
     }
 
-    /// Empties the place of an unused adapter. False: some request still needs it, or some plan in
-    /// flight names it.
+    /// Empties the place of an unused adapter. False: a request or a plan in flight still needs it.
     pub fn forget_adapter(&mut self, id: u32) -> bool {
         self.places.forget(id, self.steps.answered())
     }

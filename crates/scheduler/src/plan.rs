@@ -1,5 +1,5 @@
 //! The rows of the next step, in this order: decoding requests, requests in the middle of prefill,
-//! requests whose blocks have come back, new requests. In quarantine there is one suspect, alone.
+//! requests whose blocks were restored, new requests. In quarantine a plan has one suspect alone.
 
 use forebay_protocol::{MAX_WAIT_US, Row, StepPlan, Want};
 
@@ -10,12 +10,12 @@ use crate::{Event, Handle, MAX_IN_FLIGHT, Scheduler};
 
 impl Scheduler {
     /// Plans the next step. False: no request can run now, or all wait for results in flight.
-    /// `plan` is empty then, but `events` may report preemptions. While copies are under way, there
+    /// `plan` is empty then, but `events` may report preemptions. While copies are in flight, there
     /// is always a plan.
     pub fn next_plan(&mut self, plan: &mut StepPlan, events: &mut Vec<Event>) -> bool {
         plan.begin(self.steps.next());
         // If a row may give several tokens, their number decides where the next row begins.
-        // Planning the other requests meanwhile would split the batch permanently.
+        // Planning only the other requests meanwhile would split the batch for good.
         let awaits = self.awaits_tokens();
         let alone = self.config.tokens_a_row > 1 || awaits;
         let most = if alone { 1 } else { MAX_IN_FLIGHT };
@@ -30,8 +30,8 @@ impl Scheduler {
             None => self.plan_everybody(&mut step),
         };
         let NewStep { plan, events, flight } = step;
-        // The hand executes in order, so the next plan may share the blocks of this one. Rows of
-        // this plan may not: they run side by side.
+        // The hand executes plans in order, so the next plan may share this one's blocks. Rows of
+        // the same plan may not: they run side by side.
         for row in &flight.rows[decodes..] {
             self.memory.offer_blocks(&mut self.roster[row.handle]);
         }
@@ -51,15 +51,15 @@ impl Scheduler {
         true
     }
 
-    /// Makes an empty plan, by which this scheduler takes part in the next step of its step group.
-    /// It had no plan when it was asked for one, or must not have one now.
+    /// Makes an empty plan, with which this scheduler takes part in the next step of its step
+    /// group. It has no plan of its own for that step, or must not have one.
     pub fn idle_plan(&mut self, plan: &mut StepPlan) {
         plan.begin(self.steps.next());
         let flight = self.steps.begin();
         self.steps.launch(flight, 0);
     }
 
-    /// Plans rows for all requests with room. Returns the number of decode rows.
+    /// Plans rows for all requests that fit. Returns the number of decode rows.
     fn plan_everybody(&mut self, step: &mut NewStep<'_>) -> usize {
         self.give_way(step.events);
         self.keep_pages_ready(step.plan);
@@ -68,14 +68,14 @@ impl Scheduler {
         let mut decodes = self.plan_rows(step);
         let idle = step.flight.rows.is_empty() && !step.plan.has_images();
         if std::mem::take(&mut self.background_waits) && idle && self.in_flight() == 0 {
-            // The others wait for other events, so this delays none of them.
+            // Requests without rows wait for other events, so this delays none of them.
             decodes = self.plan_rows(step);
         }
         self.memory.prefetch_prefixes(&mut self.roster, &self.turns);
         decodes
     }
 
-    /// True if a request is work in the background that has no row in this step.
+    /// True if a request is background work that gets no row in this step.
     pub(crate) fn waits_for_others(&self, key: Key) -> bool {
         self.background_waits && key.is_background()
     }
@@ -92,7 +92,7 @@ impl Scheduler {
             let context = step.flight.rows.iter().map(|row| u64::from(row.start)).sum();
             left = self.turns.pace.tokens(left, depth.unwrap_or(0), context);
         }
-        // Without the floor, enough decoding requests would starve prefill for ever.
+        // Without this floor, many decoding requests would starve prefill for ever.
         self.plan_prompts(left.max(self.config.page_size), step);
         self.plan_drafts(decodes, step);
         decodes
@@ -112,8 +112,8 @@ impl Scheduler {
         if self.roster[handle].grows_in_prefill() {
             self.grow(handle, step);
         }
-        // Pages of a victim that is not in flight are back at once, and then nothing else would
-        // bring the next plan.
+        // Pages of a victim that is not in flight are free at once, and then no other event would
+        // trigger the next plan.
         while !self.images.plan(&mut self.roster, Some(handle), step)
             && !step.plan.has_images()
             && let Some(victim) = self.images.holder(handle, &self.roster)
@@ -152,7 +152,7 @@ impl Scheduler {
     }
 
     /// Plans up to `most` of a resident's positions. Returns their number. The row that reaches
-    /// `total` samples, and then the request decodes. A pooled request has no further rows then.
+    /// `total` samples, and the request then decodes; a pooled request is finished with it.
     pub(crate) fn push_row(&mut self, handle: Handle, most: u32, step: &mut NewStep<'_>) -> u32 {
         let NewStep { plan, flight, .. } = step;
         // Each resident may need a page for its next certain token.
@@ -164,11 +164,11 @@ impl Scheduler {
         let answers = |most| flight.answers_left(self.config.step_words, most);
         let length = entry.room_in_result(most.min(entry.longest_row()), answers);
         let length = self.images.length_to_image(entry, length);
-        // No state is kept within an image that has to be whole.
+        // No state is kept within an image that must not be cut.
         let to_state = self.memory.length_to_state(entry, length);
         let to_state = self.images.length_to_image(entry, to_state);
         let length = if to_state == 0 { length } else { to_state };
-        // Models with images that have to be whole have one pool.
+        // Models whose images must not be cut have only one pool.
         let length = self.memory.window_room(entry, length, others, plan);
         if length == 0 {
             return 0;
@@ -191,7 +191,7 @@ impl Scheduler {
         };
         entry.computed = end;
         entry.total += u32::from(want.samples());
-        // A row that sat out has computed its last position, which was saved with it.
+        // A row that sat out has computed its last position already, and saved it.
         let fresh = start + u32::from(std::mem::take(&mut entry.repeats));
         if let Some(residence) = entry.residence.as_mut() {
             residence.last_step = flight.step;

@@ -1,19 +1,18 @@
-//! The ways in which requests lose slot and pages.
+//! The ways in which requests lose their slot and pages.
 
 use crate::entry::Stage;
 use crate::slab::Handle;
 use crate::{Event, Scheduler};
 
 impl Scheduler {
-    /// Takes the pages of a resident for another request. It computes them again when its turn
-    /// comes. Its named blocks stay in the cache as long as possible, and tokens in flight still
-    /// count.
+    /// Takes the pages of a resident for another request. It is computed again when its turn comes.
+    /// Its named blocks stay cached as long as possible, and its tokens in flight still count.
     pub(crate) fn preempt(&mut self, handle: Handle, events: &mut Vec<Event>) {
         self.counters.preemptions += 1;
         self.send_back(handle, events);
     }
 
-    /// Preempts all residents. No step may be in flight, so their pages can be flushed at once.
+    /// Preempts all residents. No step may be in flight, so the cache can be flushed right after.
     pub fn preempt_all(&mut self, events: &mut Vec<Event>) {
         debug_assert!(self.in_flight() == 0, "a step would write pages of nobody");
         let residents: Vec<Handle> = self.roster.residents.values().copied().collect();
@@ -21,7 +20,7 @@ impl Scheduler {
         self.turns.unblock();
     }
 
-    /// Preempts the requests that wait for a copy which failed. They compute the missing blocks.
+    /// Preempts the requests that wait for a failed copy. They compute the missing blocks.
     pub(crate) fn preempt_waiters(&mut self, ticket: u32, events: &mut Vec<Event>) {
         let waits = |&handle: &Handle| {
             let stage = self.roster[handle].stage();
@@ -64,8 +63,8 @@ impl Scheduler {
         self.roster.retire_slot(last_step, residence.slot);
     }
 
-    /// Notes that the result of a step has come. Slots and pages that only this step named may be
-    /// freed.
+    /// Notes that the result of a step has come, so that slots and pages named last by this step
+    /// may be freed.
     pub(crate) fn answered(&mut self, step: u64) {
         self.memory.answered(step);
         self.images.retired.answered(step);
@@ -79,7 +78,7 @@ impl Scheduler {
         self.roster.free_retired();
     }
 
-    /// Frees everything, whatever is in flight, because the device or the scheduler is gone.
+    /// Frees everything, even if steps are in flight, because the device or the scheduler is gone.
     pub(crate) fn free_everything(&mut self) {
         self.turns.shares.forget_promise();
         while let Some(flight) = self.steps.in_flight.pop_front() {
@@ -91,12 +90,12 @@ impl Scheduler {
         }
     }
 
-    /// The number of pages and images that came back from retirement so far.
+    /// The number of pages and images freed from retirement so far.
     pub(crate) fn returns(&self) -> u64 {
         self.memory.retired.returns() + self.images.retired.returns()
     }
 
-    /// Preempts a resident for the next request, if the shares require it
+    /// Preempts a resident for the next request, if fair shares require it
     /// ([`crate::turns::Turns::who_gives_way`]).
     pub(crate) fn give_way(&mut self, events: &mut Vec<Event>) {
         let (step, returns) = (self.steps.next(), self.returns());
@@ -106,7 +105,7 @@ impl Scheduler {
             let is_free = in_background(victim) && !in_background(ticket.handle);
             self.preempt(victim, events);
             if is_free {
-                // The request is the first in turn anyway, and others need not rest for it.
+                // The request is first in turn anyway, so nothing is promised.
                 self.turns.unblock();
             } else {
                 self.turns.promise(ticket, step, lost);

@@ -2,16 +2,16 @@
 //!
 //! The log-probabilities of a token come from the logits of the position before it. So a request
 //! that wants them computes all positions from the one before the first such token on, cached or
-//! not. Each of its rows gives those of the tokens after its positions. A preempted request
-//! computes its prompt again, and may still have rows in flight from before. A log-probability is
-//! not reported twice.
+//! not. Each row gives the log-probabilities of the tokens after its positions. A preempted request
+//! computes its prompt again, perhaps with old rows still in flight, but no log-probability is
+//! reported twice.
 
 use forebay_protocol::{PromptLogprobs, PromptLogprobsWant, StepResult};
 
 use crate::entry::Entry;
 use crate::steps::FlightRow;
 
-/// The tokens of a prompt whose log-probabilities a client asked for: all from one position on.
+/// The prompt tokens whose log-probabilities a client requested: all from one position on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PromptTail {
     /// The position of the first token, at least 1. It moves on as log-probabilities are reported.
@@ -21,7 +21,7 @@ pub struct PromptTail {
 }
 
 impl Entry {
-    /// The part of the prompt that is still to be reported.
+    /// The part of the requested tail that is not reported yet.
     fn untold(&self) -> Option<PromptTail> {
         self.request.prompt_logprobs.filter(|tail| tail.first < self.prompt_len)
     }
@@ -38,14 +38,14 @@ impl Entry {
         self.total - u32::from(!self.generates() && !self.pools())
     }
 
-    /// Leading positions that it may take from the cache. One at least is left to compute: without
-    /// a row there are no logits, and no vector.
+    /// Leading positions that it may take from the cache. At least one is left to compute, because
+    /// logits and vectors come only from rows.
     pub(crate) fn reusable(&self) -> u32 {
         let untold = self.untold().map_or(u32::MAX, |tail| tail.first);
         self.known().min(untold).saturating_sub(1)
     }
 
-    /// The tokens of the prompt that a row of positions `start .. end` in `slot` gives.
+    /// The prompt tokens whose log-probabilities a row of positions `start .. end` in `slot` gives.
     pub(crate) fn given_by(&self, slot: u32, start: u32, end: u32) -> Option<PromptLogprobsWant> {
         let tail = self.untold()?;
         let first = tail.first.max(start + 1);
@@ -53,9 +53,9 @@ impl Entry {
         Some(PromptLogprobsWant { slot, first, count, most: tail.most.into() })
     }
 
-    /// The number of `length` positions that its next row may have, so that the log-probabilities
-    /// of its prompt have room in the result beside others'. `answers`: the number of tokens with
-    /// room there ([`crate::steps::Flight::answers_left`]).
+    /// The number of positions, at most `length`, that its next row may have so that its prompt's
+    /// log-probabilities fit into the result. `answers`: the number of tokens that still have room
+    /// there ([`crate::steps::Flight::answers_left`]).
     pub(crate) fn room_in_result(&self, length: u32, answers: impl Fn(u32) -> u32) -> u32 {
         let start = self.computed;
         let Some(want) = self.given_by(0, start, start + length) else { return length };
@@ -63,13 +63,14 @@ impl Entry {
         if want.count <= left { length } else { want.first - 1 + left - start }
     }
 
-    /// True if a row has room for log-probabilities of its prompt, or its request asks for none.
+    /// True if the result has room for log-probabilities of the request's prompt, or the request
+    /// wants none.
     pub(crate) fn has_room_in_result(&self, answers: impl Fn(u32) -> u32) -> bool {
         self.untold().is_none_or(|tail| answers(tail.most.into()) > 0)
     }
 }
 
-/// The log-probabilities of a row's prompt, as a result has them.
+/// The log-probabilities of prompts in a result, read row by row.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct PromptLogprobsOf<'a> {
     ranks: &'a [i32],
@@ -82,7 +83,7 @@ impl<'a> PromptLogprobsOf<'a> {
         Self { ranks: &result.prompt_ranks, ids: &result.prompt_ids, values: &result.prompt_values }
     }
 
-    /// Returns the log-probabilities of the next row. All have their lengths checked.
+    /// Returns the log-probabilities of the next row. The lengths of all were checked before.
     pub(crate) fn take(&mut self, row: &FlightRow) -> Self {
         let (count, most) = row.prompt.map_or((0, 0), |want| (want.count, want.most));
         let (tokens, entries) = (count as usize, count as usize * (1 + most as usize));

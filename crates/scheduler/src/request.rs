@@ -1,4 +1,4 @@
-//! A request as it is submitted, and its place among the others.
+//! A submitted request, and its place in the order of requests.
 
 use std::sync::Arc;
 
@@ -10,21 +10,21 @@ use crate::images::prompt::PromptImage;
 use crate::prompts::PromptTail;
 use crate::slab::Handle;
 
-/// A validated request. Only a lack of capacity can refuse it.
+/// A validated request. Only a lack of capacity can still refuse it.
 #[derive(Debug, Clone, Default)]
 pub struct Request {
     /// The id, unique among the live requests.
     pub id: u64,
     /// Prompt token ids, at least one, each below the vocabulary size. For a prompt of embeddings
-    /// only their number counts. The choices of a prompt share them, and each gets its own copy at
+    /// only their number counts. All choices of a prompt share them until each gets its own copy at
     /// its admission.
     pub prompt: Arc<[i32]>,
-    /// The images of the prompt, in order ([`PromptImage::place`]). The tokens at their positions
-    /// mean nothing.
+    /// The images of the prompt, in order ([`PromptImage::place`]). The token ids at their
+    /// positions are ignored.
     pub images: Arc<[PromptImage]>,
     /// Tokens that another brain or replica has generated. None is a stop id. They count towards
-    /// `max_tokens` and are fewer. The request goes on after them as if they were generated here.
-    /// Only new tokens are reported.
+    /// `max_tokens`, and there are fewer of them. The request continues as if they were generated
+    /// here. Only new tokens are reported.
     pub generated: Vec<i32>,
     /// Names of the leading full blocks of prompt and generated tokens, as far as they are known
     /// already.
@@ -38,30 +38,30 @@ pub struct Request {
     /// True if masks restrict the request's tokens. Its rows are
     /// [`forebay_protocol::Want::Masked`], and the caller fills the masks.
     pub masked: bool,
-    /// The proposer of drafts, which has the prompt and the generated tokens already; `None`: the
+    /// The proposer of drafts, which already has the prompt and the generated tokens; `None`: the
     /// request has no drafts.
     pub proposer: Option<Box<dyn Proposer>>,
-    /// The demand for log-probabilities of the prompt's tokens. It needs a prompt of tokens, not of
-    /// embeddings, that is not pooled.
+    /// The request for log-probabilities of the prompt's tokens. It needs a prompt of tokens, not
+    /// of embeddings, that is not pooled.
     pub prompt_logprobs: Option<PromptTail>,
     /// The priority; larger goes first, under [`crate::Policy::Priority`].
     pub priority: i32,
     /// The request's client: within a priority, clients take turns.
     pub client: u64,
-    /// True for background work. It goes after all others under every policy, and gives its place
-    /// and its pages to them.
+    /// True for background work. It goes after all other requests under every policy, and gives its
+    /// slot and pages to them.
     pub background: bool,
-    /// True for a check that the model computes. It goes before all others, and a full queue does
-    /// not refuse it. It runs even if [`crate::SchedulerConfig::max_running`] requests run.
+    /// True for a health check of the model. It goes before all others, and a full queue does not
+    /// refuse it. It runs even if [`crate::SchedulerConfig::max_running`] requests run.
     pub probe: bool,
-    /// The salt. Requests share cached blocks only with requests of the same salt; 0: the request
-    /// names none.
+    /// The salt. Requests share cached blocks only with requests of the same salt; 0: no salt was
+    /// given.
     pub cache_salt: u64,
-    /// The adapter that changes its rows, by the number that the hand knows it by; `None`: the base
-    /// computes them. Its content has to be part of `cache_salt`.
+    /// The number by which the hand has the adapter that changes its rows; `None`: the base model.
+    /// The adapter's content has to be part of `cache_salt`.
     pub adapter: Option<u32>,
-    /// The time of arrival, in microseconds of the engine's clock; 0: the time at which the engine
-    /// took it. It is only for display ([`crate::Scheduler::views`]).
+    /// The time of arrival, in microseconds of the engine's clock; 0: when the engine took the
+    /// request. Only for display ([`crate::Scheduler::views`]).
     pub arrived_us: u64,
     /// True if the payload is not yet in the memory of the hand. The request has no turn before
     /// [`crate::Scheduler::release`].
@@ -72,11 +72,11 @@ pub struct Request {
     /// Leading blocks in the host tier of another replica. They are borrowed at the next admission,
     /// as far as they are in no tier here.
     pub loan: Option<Arc<Loan>>,
-    /// The history with another scheduler, if there was one.
+    /// What happened to the request in another scheduler, if it was in one.
     pub past: Past,
 }
 
-/// The state that a request brings along from the scheduler that surrendered it
+/// What a request brings along from the scheduler that surrendered it
 /// ([`crate::Scheduler::surrender`]).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Past {
@@ -87,23 +87,23 @@ pub struct Past {
     /// ([`crate::Scheduler::hand_on`]), or has computed its prompt for this one. The next admission
     /// is not a replay, and takes what was lent rather than compute it.
     pub handed: bool,
-    /// The number of positions up to which a suspect runs alone. A suspect may have killed the hand
-    /// of the other scheduler. `None`: it is not a suspect.
+    /// The number of positions up to which a suspect runs alone. `None`: it is not suspected of
+    /// having killed the other scheduler's hand.
     pub suspect: Option<u32>,
     /// The number of times that it may still move to another scheduler while it waits.
     pub moves_left: u8,
 }
 
-/// The rank after every priority, of work in the background.
+/// The rank of background work, behind every priority.
 pub(crate) const BACKGROUND_RANK: i64 = i64::MAX;
 
-/// The place in the order of importance. A smaller one is more important. It never changes, so a
+/// The place in the order of importance: smaller is more important. It never changes, so a
 /// preempted or replayed request comes back first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct Key {
     /// The negated priority, or 0 for all requests.
     pub(crate) rank: i64,
-    /// The arrival number. It is below 0 for requests that another scheduler had admitted.
+    /// The arrival number; below 0 if another scheduler had admitted the request.
     pub(crate) arrival: i64,
 }
 
@@ -114,7 +114,7 @@ impl Key {
     }
 }
 
-/// The data of a request that its turn depends on.
+/// The fields of a request that decide its turn.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Ticket {
     pub(crate) key: Key,

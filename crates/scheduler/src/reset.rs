@@ -3,10 +3,9 @@
 //! Each request that had a row in flight when the hand died is a *suspect*. Suspects are replayed
 //! first, one at a time and alone in flight (*quarantine*). A suspect's turn lasts until it is past
 //! the position that it had reached before, or has ended. Other residents keep their pages and have
-//! no rows meanwhile. If the hand dies again, the suspect in flight was alone. It is then
-//! *poisoned*, and is given up. So no request is given up for the fault of another, and none before
-//! its second death in flight. If another replica takes the requests over, suspects stay suspects
-//! there.
+//! no rows meanwhile. If the hand dies again, the suspect that was in flight alone is *poisoned*
+//! and is given up. So no request is given up for another's fault, and none before it was in flight
+//! at two deaths. Suspects stay suspects if another replica takes the requests over.
 
 use crate::entry::Entry;
 use crate::{Request, Scheduler};
@@ -24,10 +23,10 @@ enum Blame {
 
 impl Scheduler {
     /// Forgets the device's state and the steps in flight, because the hand died. Live requests
-    /// wait to be replayed from their prompt and the known tokens. Returns the ids of poisoned
-    /// requests. These are removed and have no event.
+    /// wait to be replayed from their prompt and known tokens. Poisoned requests are removed
+    /// without an event; returns their ids.
     pub fn reset(&mut self) -> Vec<u64> {
-        // With no row in flight it can only have been a copy.
+        // If no row was in flight, only a copy can be to blame.
         self.start_again(if self.computes() { Blame::Requests } else { Blame::Copies })
     }
 
@@ -79,7 +78,7 @@ impl Scheduler {
         }
         self.leaving.clear();
         for (handle, entry) in self.roster.requests.iter_mut() {
-            // The unsaved positions are lost, and the request samples again here.
+            // The positions that were not saved are lost, and the request samples again here.
             entry.leaving = false;
             entry.total = entry.known();
             if entry.request.held {
@@ -94,22 +93,22 @@ impl Scheduler {
         poisoned
     }
 
-    /// True if the next plan may be made: in quarantine only while no request but the suspect whose
-    /// turn it is has a row in flight.
+    /// True if the next plan may be made. In quarantine it waits while any request but the suspect
+    /// in turn has a row in flight.
     pub(crate) fn quarantine_permits(&self) -> bool {
         let alone = |suspect| self.steps.work().all(|(handle, _)| handle == suspect);
         self.turns.suspect().is_none_or(alone)
     }
 
-    /// True if a request is suspected of the hand's death. Of schedulers that share a hand, one at
-    /// most may then have a plan with rows in flight.
+    /// True if a request is suspected of the hand's death. If schedulers share the hand, only one
+    /// at a time may then have a plan with rows in flight.
     #[must_use]
     pub fn is_suspected(&self) -> bool {
         self.turns.suspect().is_some()
     }
 
     /// Gives all live requests away for another scheduler, the most important first. No step may be
-    /// in flight. So the caller does this after [`Self::reset`], or before the first step.
+    /// in flight: call it after [`Self::reset`], or before the first step.
     pub fn surrender(&mut self) -> Vec<Request> {
         debug_assert!(self.in_flight() == 0, "results would come for nobody");
         self.free_everything();

@@ -1,11 +1,11 @@
-//! Retirement of slots and pages. A plan in flight may read and write the slots and pages that it
-//! names. So none of them returns to its pool before the result of the last step that names it was
-//! applied. Until then it is retired.
+//! Retirement of slots and pages. Plans in flight may read and write the slots and pages that they
+//! name. So a slot or page returns to its pool only when the result of the last step that names it
+//! was applied. Until then it is *retired*.
 
 /// Retired things of one kind.
 #[derive(Debug)]
 pub(crate) struct Retirement<T> {
-    /// The retired things. Each has the last step that names it.
+    /// The retired things, each with the last step that names it.
     retired: Vec<(u64, T)>,
     /// The last step whose result was applied.
     answered: u64,
@@ -20,7 +20,8 @@ impl<T> Default for Retirement<T> {
 }
 
 impl<T> Retirement<T> {
-    /// Retires a thing until the result of `last_step` is applied. Returns it if it was.
+    /// Retires a thing until the result of `last_step` is applied. Returns it if that has happened
+    /// already.
     #[must_use]
     pub(crate) fn retire(&mut self, last_step: u64, thing: T) -> Option<T> {
         if last_step > self.answered {
@@ -31,8 +32,8 @@ impl<T> Retirement<T> {
         Some(thing)
     }
 
-    /// Notes that the result of a step has come: no later plan names slots and pages that were
-    /// retired until then.
+    /// Notes that the result of a step has come, so that things which later plans do not name can
+    /// be freed.
     pub(crate) fn answered(&mut self, step: u64) {
         self.answered = step;
     }
@@ -47,18 +48,18 @@ impl<T> Retirement<T> {
         back
     }
 
-    /// The number of slots or pages that came back. While it stays the same, requests that lacked
-    /// room still lack it.
+    /// The number of slots or pages freed so far. While it does not change, a request that lacked
+    /// room still lacks it.
     pub(crate) fn returns(&self) -> u64 {
         self.returns
     }
 
-    /// True if slots or pages come back with a step before this one.
+    /// True if the result of an earlier step than this one will free slots or pages.
     pub(crate) fn is_awaited_before(&self, step: u64) -> bool {
         self.awaited_before(step).next().is_some()
     }
 
-    /// The results that are due with a step before this one.
+    /// The number of slots or pages that results of earlier steps than this one will free.
     pub(crate) fn awaited_before(&self, step: u64) -> impl Iterator<Item = &T> {
         self.retired.iter().filter(move |&&(last, _)| last < step).map(|(_, thing)| thing)
     }
@@ -68,7 +69,7 @@ impl<T> Retirement<T> {
     }
 }
 
-/// Checks that a pool counts as many leases of each page as owners have.
+/// Checks that a pool counts as many leases of each page as there are owners.
 pub(crate) fn check_leases(
     what: &str,
     owned: impl Iterator<Item = u32>,

@@ -17,7 +17,7 @@ pub(crate) struct Roster {
     pub(crate) requests: Slab<Entry>,
     by_id: HashMap<u64, Handle>,
     next_arrival: i64,
-    /// The arrival number for the next request that another scheduler had admitted.
+    /// The arrival number of the next request that another scheduler had admitted.
     next_return: i64,
 
     slots: u32,
@@ -29,7 +29,7 @@ pub(crate) struct Roster {
     pub(crate) residents: BTreeMap<Key, Handle>,
     /// The residents in prefill.
     pub(crate) prefills: BTreeMap<Key, Handle>,
-    /// The residents whose blocks come back from the host tier.
+    /// The residents whose blocks are being restored from the host tier.
     pub(crate) arriving: BTreeMap<Key, Handle>,
     /// The residents in decode, in the order of their rows.
     pub(crate) decodes: Vec<Handle>,
@@ -78,12 +78,12 @@ impl Roster {
         self.by_id.get(&id).copied()
     }
 
-    /// True if one more may run: any request, or a probe.
+    /// True if another request may run, given whether it is a probe.
     pub(crate) fn has_place(&self, probe: bool) -> bool {
         (self.residents.len() as u64) < u64::from(self.max_running) + u64::from(probe)
     }
 
-    /// True if anything runs that is not work in the background.
+    /// True if any request runs that is not background work.
     pub(crate) fn has_foreground(&self) -> bool {
         self.residents.first_key_value().is_some_and(|(key, _)| !key.is_background())
     }
@@ -120,7 +120,7 @@ impl Roster {
         entry.residence = Some(residence);
     }
 
-    /// A resident's copies have ended: it begins its prefill.
+    /// Moves a resident whose copies have ended into prefill.
     pub(crate) fn arrive(&mut self, handle: Handle) {
         let entry = &mut self.requests[handle];
         if let Some(residence) = &mut entry.residence {
@@ -130,8 +130,8 @@ impl Roster {
         }
     }
 
-    /// The most important resident whose copies have ended, and that goes before all in prefill
-    /// from there on.
+    /// The most important resident whose copies have ended, if it goes before every prefill from
+    /// there on.
     pub(crate) fn next_arrived(&self, from: Bound<Key>) -> Option<Handle> {
         let before = self.prefills.range((from, Bound::Unbounded)).next().map(|(key, _)| key);
         let arrived = |handle: &Handle| self.requests[*handle].has_arrived();
@@ -139,8 +139,8 @@ impl Roster {
         before.is_none_or(|before| key < before).then_some(handle)
     }
 
-    /// A resident's last known position is planned. Afterwards it decodes, or it samples nothing
-    /// and has no further row.
+    /// Notes that a resident's last known position is planned. From now on it decodes, or it
+    /// samples nothing and has no more rows.
     pub(crate) fn end_prefill(&mut self, handle: Handle, decodes: bool) {
         let entry = &mut self.requests[handle];
         if let Some(Residence { stage: stage @ Stage::Prefill, .. }) = &mut entry.residence {
@@ -153,7 +153,7 @@ impl Roster {
         }
     }
 
-    /// Takes slot and pages from a request. It waits again. `None`: it had none.
+    /// Takes slot and pages from a request, which waits again. `None`: it had none.
     pub(crate) fn take_residence(&mut self, handle: Handle) -> Option<Residence> {
         let entry = &mut self.requests[handle];
         if let Some(Stage::Prefill | Stage::Decode { .. }) = entry.stage() {
@@ -186,7 +186,7 @@ impl Roster {
         keys.into_iter().filter_map(|(_, handle)| self.requests.remove(handle))
     }
 
-    /// Checks that each request is in its sets, and each slot in one place.
+    /// Checks that each request is in the right sets, and each slot in exactly one place.
     pub(crate) fn check(&self) -> Result<(), String> {
         let entries = || self.requests.iter().map(|(_, entry)| entry);
         let taken = entries().filter_map(|entry| entry.residence.as_ref()).map(|r| r.slot);

@@ -1,9 +1,9 @@
 //! Requests by index, with generations. A step in flight remembers the index and generation of each
-//! row's request. So it finds out in O(1), without hashing, that a request is gone.
+//! row's request. So a lookup finds in O(1), without hashing, that a request is gone.
 
 use std::ops::{Index, IndexMut};
 
-/// Names an entry for as long as it lives; never another entry afterwards.
+/// Names an entry while it lives, and never another entry afterwards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Handle {
     index: u32,

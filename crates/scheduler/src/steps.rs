@@ -18,7 +18,7 @@ pub(crate) struct FlightRow {
     pub(crate) want: Want,
     /// The log-probabilities of its prompt that it gives.
     pub(crate) prompt: Option<PromptLogprobsWant>,
-    /// True if its sampling was cancelled: its last position is computed again.
+    /// True if sampling was cancelled for this row: its last position is computed again.
     pub(crate) sits_out: bool,
     /// Its drafts, whose positions are behind `end`.
     pub(crate) drafts: Option<RowDrafts>,
@@ -33,12 +33,12 @@ impl FlightRow {
     }
 }
 
-/// Layers for an image, in a step in flight.
+/// Layers of an image that a step in flight computes.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct FlightImage {
     /// The request that waits for it.
     pub(crate) handle: Handle,
-    /// The end of the image's positions in that request.
+    /// The end of the image's positions in that request's prompt.
     pub(crate) end: u32,
 }
 
@@ -56,12 +56,13 @@ pub(crate) struct Flight {
     pub(crate) towers: Vec<FlightImage>,
     /// The places of the patches that it reads.
     pub(crate) read: Vec<u32>,
-    /// True if its plan waited for the tokens of the step before, for the sake of drafts.
+    /// True if the plan waited for the tokens of the step before because of drafts.
     pub(crate) waited: bool,
 }
 
 impl Flight {
-    /// The requests whose work is in it. Each comes with the end of the positions that it is for.
+    /// The requests with work in this step, each with the end of the positions that the work is
+    /// for.
     pub(crate) fn work(&self) -> impl Iterator<Item = (Handle, u32)> {
         let rows = self.rows.iter().map(|row| (row.handle, row.end));
         rows.chain(self.towers.iter().map(|image| (image.handle, image.end)))
@@ -86,8 +87,8 @@ impl Flight {
         mixture
     }
 
-    /// The number of tokens for whose log-probabilities the result still has room. The first row to
-    /// give any may always give one.
+    /// The number of tokens whose log-probabilities the result still has room for. The first row
+    /// with any may always give one.
     pub(crate) fn answers_left(&self, step_words: usize, most: u32) -> u32 {
         let left = step_words.saturating_sub(self.answer_words)
             / PromptLogprobsWant::answer_words(1, most);
@@ -166,7 +167,7 @@ impl Steps {
         self.count + 1
     }
 
-    /// The last step whose result has come; of those in flight, none before it.
+    /// The last step whose result has come. All steps in flight are later.
     pub(crate) fn answered(&self) -> u64 {
         self.in_flight.front().map_or(self.count, |oldest| oldest.step - 1)
     }
@@ -176,14 +177,14 @@ impl Steps {
         Flight { step: self.next(), ..self.spare.pop().unwrap_or_default() }
     }
 
-    /// The plan that was made is in flight; `decodes` of its rows decode.
+    /// Moves the new plan into flight; `decodes` of its rows decode.
     pub(crate) fn launch(&mut self, flight: Flight, decodes: usize) {
         self.planned = PlannedStep::of(&flight, decodes);
         self.count += 1;
         self.in_flight.push_back(flight);
     }
 
-    /// Keeps the memory of a step that was answered, or not made.
+    /// Keeps the memory of a step that was answered, or was not sent.
     pub(crate) fn reuse(&mut self, mut flight: Flight) {
         flight.clear();
         self.spare.push(flight);

@@ -10,7 +10,7 @@ use crate::steps::PlannedStep;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
-    /// The request has no slot, or its blocks are still coming back from the host tier.
+    /// The request has no slot, or its blocks are still being restored from the host tier.
     Queued,
     /// The request computes tokens that it knows.
     Prefill,
@@ -18,7 +18,7 @@ pub enum Phase {
     Decode,
 }
 
-/// A live request at one moment, as counts and without tokens.
+/// The counts of a live request at one moment, without its tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RequestView {
     /// The id of the request.
@@ -29,8 +29,8 @@ pub struct RequestView {
     pub prompt: u32,
     /// Positions that its last admission found in a tier.
     pub cached: u32,
-    /// Positions that are computed, or will be when the steps in flight are done. Positions of
-    /// tokens that are not known yet do not count.
+    /// Positions that are computed, or will be after the steps in flight. Positions of unknown
+    /// tokens do not count.
     pub computed: u32,
     /// Tokens that the request has generated.
     pub generated: u32,
@@ -39,10 +39,10 @@ pub struct RequestView {
     /// The time of arrival, in microseconds of the engine's clock.
     pub arrived_us: u64,
     /// The request whose prompt is first in turn, if this one's prompt is not computed either. It
-    /// waits for that one, except for the part of steps in which it passes.
+    /// waits for that one, except where it passes it in a step.
     pub waits_for: Option<u64>,
-    /// True if the request was never admitted and no hand has died under it: nothing of it is here
-    /// but its place.
+    /// True if the request was never admitted and no hand has died under it, so it has only a place
+    /// in the queue.
     pub untouched: bool,
 }
 

@@ -1,10 +1,10 @@
 //! Requests whose mask is not ready.
 //!
-//! A plan leaves before the tokens that its masks depend on are known. So a mask may not be ready
+//! A plan is sent before the tokens that its masks depend on are known. So a mask may not be ready
 //! when the hand needs it. Its row then *sits out*: it is computed and gives no token. Its last
 //! position is computed again when the mask is there. Until then the request *waits*. It keeps its
-//! slot and pages and computes what it knows, but no row of it samples. Blocks and images of that
-//! last position are kept until a token has come ([`crate::entry::Entry::certain`]).
+//! slot and pages and computes its known tokens, but none of its rows samples. Blocks and images of
+//! that last position are kept until a token has come ([`crate::entry::Entry::certain`]).
 
 use forebay_protocol::Want;
 
@@ -13,8 +13,8 @@ use crate::entry::Entry;
 use crate::steps::FlightRow;
 
 impl Scheduler {
-    /// Makes the request's masked row of the newest plan give no token, and the request wait. The
-    /// hand gets the same order. It has to happen before the next plan is made. False: there is no
+    /// Makes the request wait, and its masked row of the newest plan give no token. The caller
+    /// tells the hand the same, and calls this before it makes the next plan. False: there is no
     /// such row, or its request has ended.
     pub fn sit_out(&mut self, id: u64) -> bool {
         let newest = self.steps.in_flight.back_mut();
@@ -28,7 +28,7 @@ impl Scheduler {
         flight.drafts -= row.drafts.take().map_or(0, |drafts| drafts.count);
         flight.sampled -= 1;
         let entry = &mut self.roster[handle];
-        // Masks of several positions would take as much longer.
+        // Masks for several positions would take several times as long.
         entry.expected.forget();
         debug_assert_eq!(entry.total, row.end + 1, "no later plan was made");
         entry.total -= 1;
@@ -39,7 +39,7 @@ impl Scheduler {
         true
     }
 
-    /// Makes no row of a request sample until [`Self::mask_ready`].
+    /// Lets no row of a request sample until [`Self::mask_ready`].
     pub fn wait_for_mask(&mut self, id: u64) {
         self.set_waits(id, true);
     }
@@ -49,8 +49,8 @@ impl Scheduler {
         self.set_waits(id, false);
     }
 
-    /// Charges a request's client for time that its masks took on the host. The charge is as many
-    /// tokens as the device computes in that time, and counts in the client's turns in the queue.
+    /// Charges a request's client for time that its masks took on the host. The charge is the
+    /// number of tokens that the device computes in that time. It counts in the client's turns.
     pub fn charge(&mut self, id: u64, us: u64) {
         let Some(handle) = self.roster.find(id) else { return };
         self.turns.charge(&self.roster[handle].ticket(handle), us);
@@ -64,8 +64,8 @@ impl Scheduler {
 }
 
 impl Entry {
-    /// The number of positions that a row of the request may have, so that it does not sample while
-    /// the request waits.
+    /// The number of positions that the request's next row may have, so that it does not sample
+    /// while its mask is not ready.
     pub(crate) fn permitted(&self) -> u32 {
         if self.waits { (self.total - 1).saturating_sub(self.computed) } else { u32::MAX }
     }

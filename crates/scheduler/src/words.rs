@@ -1,9 +1,9 @@
 //! The size of plans. The hand refuses a frame of more than [`MAX_WORDS`]. A plan stays below that
 //! with all data of its requests: prompts, biases, stop ids, pages.
 //!
-//! A plan that has admitted a request admits the next one only up to [`STEP_WORDS`]. A request
-//! alone has at most [`MAX_REQUEST_WORDS`], or is refused before it is queued. Running requests
-//! need a row and a page at most. So every plan fits.
+//! A plan that already admits a request admits the next one only up to [`STEP_WORDS`]. A request
+//! alone has at most [`MAX_REQUEST_WORDS`], or is refused before it is queued. A running request
+//! needs at most a row and a page. So every plan fits.
 
 use forebay_protocol::{
     MAX_WORDS, NewSlot, PAGE_WRITE_WORDS, ROW_WORDS, STATE_COPY_WORDS, SlotSpec, StepPlan,
@@ -15,16 +15,17 @@ use crate::images::prompt::image_words;
 use crate::memory::Memory;
 use crate::steps::NewStep;
 
-/// The size in words up to which a plan may admit a further request: 16 MiB, which the hand reads
-/// in some milliseconds.
+/// The size in words up to which a plan may admit one more request: 16 MiB, which the hand reads in
+/// a few milliseconds.
 pub const STEP_WORDS: usize = 1 << 22;
 /// Words for the rows and pages of running requests.
 const RUNNING_WORDS: u64 = 1 << 20;
-/// The largest number of words that one request may need in a plan. [`request_words`] counts them.
+/// The largest number of words that one request may need in a plan, as [`request_words`] counts
+/// them.
 pub const MAX_REQUEST_WORDS: u64 = MAX_WORDS as u64 - RUNNING_WORDS;
 
-/// The words of a plan that writes a whole request: `positions` tokens on pages of `page_size`, and
-/// its parameters. Pages are written into one table, or into two if the host's pages have one too.
+/// The number of words of a plan that writes a whole request: `positions` tokens on pages of
+/// `page_size`, and its parameters. Pages are written into one table, or into two with host pages.
 #[must_use]
 pub fn request_words(positions: u64, spec: &SlotSpec, page_size: u32, tables: u32) -> u64 {
     let slot = NewSlot { slot: 0, tokens: &[], prompt_len: 0, spec, place: None };
@@ -40,22 +41,21 @@ pub fn request_words(positions: u64, spec: &SlotSpec, page_size: u32, tables: u3
 pub(crate) fn check_slots(config: &SchedulerConfig) {
     let slots = config.slots;
     let save = if config.states.is_some() { STATE_COPY_WORDS } else { 0 };
-    // A page of the window part comes, and another one is dropped.
+    // A row gets a page of the window part, and drops another one.
     let tables = if config.windows.is_some() { 3 } else { 1 };
     let each = (ROW_WORDS + PAGE_WRITE_WORDS * tables + save) as u64;
     let words = StepPlan::default().words() as u64 + each * u64::from(slots);
     assert!(words <= RUNNING_WORDS, "a plan has no room for {slots} slots");
 }
 
-/// True if the plan and its result have room for this request too. The plan has admitted another
-/// one.
+/// True if a plan that has admitted a request, and its result, have room for this request too.
 pub(crate) fn has_words(
     config: &SchedulerConfig,
     memory: &Memory,
     step: &NewStep<'_>,
     entry: &Entry,
 ) -> bool {
-    // Tokens that it still shares are copied into its own list, and written to the slot.
+    // Tokens that it still shares are copied into its own list, and written into the slot.
     let shared = entry.known() as usize - entry.tokens.len();
     let words = entry.slot(0).words()
         + shared

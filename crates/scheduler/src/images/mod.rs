@@ -1,19 +1,19 @@
-//! Images in prompts: the needed images, their turns in the vision tower, and the lives of their
-//! pages.
+//! Images in prompts: the needed images, their turns in the vision tower, and the lifetimes of
+//! their pages.
 //!
 //! An image that a resident needs and that is on no image page is *wanted*, which an event reports.
 //! The caller then puts its patches where the hand reads them ([`crate::Scheduler::image_placed`]).
-//! Then it waits for the tower, which computes one image at a time, some layers a step
-//! ([`Tower::budget`]). So no stream waits for a whole image. The last layers write the output to
+//! The image then waits for the tower. It computes one image at a time, some layers a step
+//! ([`Tower::budget`]), so no stream waits for a whole image. The last layers write the output to
 //! image pages, which stay as long as there is room. The next request with that image needs neither
 //! patches nor tower.
 //!
-//! A request has rows up to the first of its images that is not there yet. It leases the pages of
-//! those ahead of it, and gives them back as soon as its rows are past them. If pages run short,
-//! the image that a request waits for takes the pages of images that no request has reached yet. So
-//! two requests never wait for each other.
+//! A request has rows up to its first image that is not ready. It leases the pages of its next
+//! images, and gives them back as soon as its rows are past them. If pages run short, the image
+//! that a request waits for takes the pages of images that no request has reached yet. So two
+//! requests never wait for each other.
 //!
-//! After the hand's death there is neither an image nor a page: all are wanted again.
+//! After the hand's death no image is on a page: all are wanted again.
 //!
 //! - `prompt`: the images of a prompt; `tower`: the next layers.
 
@@ -39,7 +39,7 @@ use prompt::PromptImage;
 /// The tower of a model without one.
 const NONE: Tower = Tower { layers: 0, pages: 0, page_tokens: 1, budget: 0, whole: false };
 
-/// Work that is left before a needed image is on pages.
+/// The state of a needed image that is not on pages yet.
 #[derive(Debug)]
 enum Work {
     /// The patches of the image are not there.
@@ -56,12 +56,12 @@ pub(crate) struct Images {
     tower: Tower,
     pool: ImagePool,
     work: BTreeMap<ImageId, Work>,
-    /// Residents that have images which are not behind them.
+    /// Residents whose rows have not passed all their images.
     seeing: BTreeMap<Key, Handle>,
     next_number: u32,
-    /// Numbers of images that the hand can drop, and does not know yet.
+    /// Numbers of images that the hand can drop, and has not been told to.
     given_up: Vec<u32>,
-    /// The places of patches that no plan will read.
+    /// Arena offsets of patches that no plan will read.
     unread: Vec<u32>,
     pub(crate) retired: Retirement<ImageLease>,
     counters: ImageStats,
@@ -88,7 +88,7 @@ impl Images {
         grid.positions().div_ceil(self.tower.page_tokens)
     }
 
-    /// Forgets the device's state and each request's part of it. `read`: patches that plans in
+    /// Forgets the device's state and each request's image pages. `read`: patches that plans in
     /// flight have named.
     pub(crate) fn hand_died(&mut self, read: Vec<u32>) {
         debug_assert!(self.work.is_empty() && self.seeing.is_empty(), "nobody needs anything");
@@ -125,12 +125,12 @@ impl Images {
         }
     }
 
-    /// True if a resident has images that are not behind it.
+    /// True if a resident has not passed all its images.
     pub(crate) fn are_ahead(&self, entry: &Entry) -> bool {
         self.seeing.contains_key(&entry.key)
     }
 
-    /// Gives a resident's images to the plan. Images that are nowhere become wanted.
+    /// Registers a resident's images. Those that are neither on pages nor in work become wanted.
     pub(crate) fn begin(&mut self, handle: Handle, entry: &mut Entry, step: &mut NewStep<'_>) {
         let Some(residence) = &mut entry.residence else { return };
         for (index, image) in entry.request.images.iter().enumerate() {
@@ -165,8 +165,8 @@ impl Images {
         }
     }
 
-    /// The requests that wait for an image whose patches are not there. Each comes with the number
-    /// of the image among its own.
+    /// The requests that wait for the patches of an image. Each comes with the number of the image
+    /// among its own.
     pub(crate) fn who_wants(&self, image: ImageId, roster: &Roster) -> Vec<(Handle, usize)> {
         // Another request may have placed it meanwhile.
         if !matches!(self.work.get(&image), Some(Work::Wanted)) {
@@ -180,27 +180,27 @@ impl Images {
         self.seeing.values().filter_map(wants).collect()
     }
 
-    /// Appends the places of patches that no plan will read any more.
+    /// Appends the arena offsets of patches that no plan will read any more.
     pub(crate) fn take_unread(&mut self, into: &mut Vec<u32>) {
         into.append(&mut self.unread);
     }
 
-    /// The image that a position of the request is within, or at the beginning of, if rows have
-    /// images whole.
+    /// The image that contains the position, if rows must have images whole. Its first position
+    /// counts too.
     fn whole_at<'a>(&self, entry: &'a Entry, position: u32) -> Option<&'a PromptImage> {
         let images = if self.tower.whole { &entry.request.images[..] } else { &[] };
         let next = images.partition_point(|image| image.end() <= position);
         images.get(next).filter(|image| image.span.position <= position)
     }
 
-    /// The largest number of positions of a request's next row, in a step with room for `budget`:
-    /// more than these, if an image that it begins with has more.
+    /// The largest length of a request's next row with `budget` tokens left. A row that begins with
+    /// a longer image may have all of it.
     pub(crate) fn row_limit(&self, entry: &Entry, budget: u32) -> u32 {
         let image = self.whole_at(entry, entry.computed);
         image.map_or(budget, |image| budget.max(image.end() - entry.computed))
     }
 
-    /// The part of a row of `length` positions that ends outside images, or where one ends.
+    /// The longest part of a row of `length` positions that does not end inside an image.
     pub(crate) fn length_to_image(&self, entry: &Entry, length: u32) -> u32 {
         let end = entry.computed + length;
         let image = self.whole_at(entry, end).filter(|image| image.span.position < end);
@@ -208,7 +208,7 @@ impl Images {
     }
 
     /// Notes that a row of the step under construction has reached the request's position
-    /// `computed`. Images behind it are not needed after the step.
+    /// `computed`. Images before that position are not needed after the step.
     pub(crate) fn pass(&mut self, entry: &mut Entry, step: u64) {
         if entry.request.images.is_empty() {
             return;
@@ -238,7 +238,7 @@ impl Images {
         }
     }
 
-    /// Forgets the images of a request whose numbers were not finite: they may be the reason.
+    /// Forgets the images of a request whose numbers were not finite: they may be the cause.
     pub(crate) fn forget(&mut self, entry: &Entry) {
         for image in entry.request.images.iter() {
             let pages = self.pages_of(image.span.grid);
@@ -320,9 +320,9 @@ fn needs(entry: &Entry, image: ImageId) -> bool {
     entry.residence.as_ref().is_some_and(lacks)
 }
 
-/// The largest number of positions that images allow for one row of a request now.
+/// The largest number of positions that a request's next row may have because of its images.
 pub(crate) fn visible(entry: &Entry) -> u32 {
-    // Rows end before the first image that is not there.
+    // Rows end before the first image that is not on pages.
     let missing = entry.residence.as_ref().and_then(|residence| {
         let ahead = residence.images.iter().enumerate().skip(residence.passed);
         ahead.filter(|(_, lease)| lease.is_none()).map(|(at, _)| at).next()

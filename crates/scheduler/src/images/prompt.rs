@@ -69,7 +69,7 @@ impl PromptImage {
     }
 }
 
-/// The largest number of words of a plan that names the places of images and their pages.
+/// The largest number of words of a plan that images need: for their patches and their pages.
 #[must_use]
 pub fn image_words(images: &[PromptImage]) -> u64 {
     // A page has one position at least.

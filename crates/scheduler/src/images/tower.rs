@@ -1,4 +1,4 @@
-//! The vision tower: the image that is next, and the layers of it that a plan computes.
+//! The vision tower: the next image, and which of its layers a plan computes.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use crate::steps::{FlightImage, NewStep};
 enum Next {
     Image(Handle, PromptImage),
     Nothing,
-    /// The next request waits, and too many pages are held.
+    /// The next request has to wait: too many image pages are held.
     NoRoom,
 }
 
@@ -40,7 +40,7 @@ impl Images {
             };
             let cost = u64::from(image.span.grid.positions());
             let fit = u32::try_from(budget / cost).unwrap_or(u32::MAX);
-            // One layer is the least, however large the image is.
+            // Plan at least one layer, however large the image is.
             let most = if first { fit.max(1) } else { fit };
             let Some(work) = self.advance(&image, most) else { return true };
             first = false;
@@ -56,7 +56,7 @@ impl Images {
         true
     }
 
-    /// A request at an image whose pages were given up meanwhile looks it up again.
+    /// Looks an image up again for a request that has reached it after its pages were given up.
     fn look_again(&mut self, roster: &mut Roster, step: &mut NewStep<'_>) {
         let seeing: Vec<Handle> = self.seeing.values().copied().collect();
         for handle in seeing {
@@ -78,7 +78,8 @@ impl Images {
         }
     }
 
-    /// The image whose layers are next, for the request that needs it; it is in the tower then.
+    /// The next image of the tower, and the request that needs it. Starts the image if the tower is
+    /// empty.
     fn next_image(&mut self, roster: &mut Roster, only: Option<Handle>) -> Next {
         let mut next = None;
         for &handle in self.seeing.values().filter(|&&handle| only.is_none_or(|o| o == handle)) {
@@ -123,7 +124,7 @@ impl Images {
         false
     }
 
-    /// The next layers of the image in the tower, at most `most`. `None`: not even one fits.
+    /// Advances the image in the tower by up to `most` layers. `None`: not even one fits.
     fn advance(&mut self, image: &PromptImage, most: u32) -> Option<TowerWork> {
         let Some(Work::Encoding { number, end, patches, .. }) = self.work.get_mut(&image.id) else {
             return None;
@@ -142,8 +143,8 @@ impl Images {
         (work.end > first).then_some(work)
     }
 
-    /// The name for the next image in the tower. It fits into 31 bits, as everything in a plan
-    /// does.
+    /// A new number for the next image in the tower. It fits into 31 bits, because plans hold
+    /// signed words.
     fn number(&mut self) -> u32 {
         let number = self.next_number;
         self.next_number = (number + 1) & (u32::MAX >> 1);
@@ -177,8 +178,8 @@ impl Images {
         self.pool.release(done);
     }
 
-    /// Frees the pages of all images except each request's next one. They stay in the pool until
-    /// the room is needed.
+    /// Frees the pages of all images except each request's next one. Their content stays until the
+    /// room is needed.
     fn free_ahead(&mut self, roster: &mut Roster) {
         let seeing: Vec<Handle> = self.seeing.values().copied().collect();
         for handle in seeing {

@@ -4,14 +4,14 @@ use forebay_kvcache::{BlockHash, Namer};
 
 use crate::images::prompt::PromptImage;
 
-/// The names of a request's leading full blocks, and its past in memory.
+/// The names of a request's leading full blocks, and what memory remembers of its earlier runs.
 #[derive(Debug)]
 pub(crate) struct Blocks {
     /// The parent of the first block.
     root: BlockHash,
     /// The known names; empty before the first admission.
     pub(crate) names: Vec<BlockHash>,
-    /// True if the blocks were brought back from the host tier before the request's turn, once.
+    /// True if its blocks were already restored once ahead of its turn.
     pub(super) prefetched: bool,
     /// True if the request was sparse when it ran last.
     pub(super) was_sparse: bool,

@@ -9,8 +9,8 @@ use crate::retirement::check_leases;
 use crate::roster::Roster;
 
 impl Memory {
-    /// Checks that the leases of residents, of retired pages and of copies are all that is missing
-    /// from the pools.
+    /// Checks that the leased pages of the pools are exactly those of residents, retired pages and
+    /// copies.
     pub(crate) fn check(&self, roster: &Roster) -> Result<(), String> {
         self.tiers.check_integrity()?;
         let residents = || roster.requests.iter().filter_map(|(_, entry)| entry.residence.as_ref());
@@ -27,7 +27,7 @@ impl Memory {
         check_leases("host page", host, host_pages, |page| self.tiers.host_leases(page))
     }
 
-    /// Checks that a resident has the pages that its positions are in.
+    /// Checks that a resident has pages for all its positions.
     pub(crate) fn check_pages(&self, entry: &Entry) -> Result<(), String> {
         let (id, computed) = (entry.request.id, entry.computed);
         let Some(residence) = entry.residence.as_ref() else { return Ok(()) };

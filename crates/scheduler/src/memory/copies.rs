@@ -14,13 +14,13 @@ use crate::entry::{Entry, Residence, Stage};
 use crate::event::HostStats;
 use crate::roster::Roster;
 
-/// A part of all hot pages that saves may lease at a time.
+/// Saves may lease one in `SAVING_SHARE` hot pages at a time.
 const SAVING_SHARE: u32 = 8;
-/// The policy *write back* keeps at least one in `READY_SHARE` hot pages ready to be given up.
+/// The policy *write back* keeps at least one in `READY_SHARE` hot pages free or saved.
 const READY_SHARE: u32 = 10;
 const READY_PAGES: u32 = 64;
 
-/// The largest number of requests whose blocks are remembered until they are saved.
+/// The largest number of ended requests whose blocks are remembered until they are saved.
 const UNFINISHED: usize = 64;
 
 /// Numbers before the ends of copies are taken.
@@ -30,8 +30,7 @@ pub(crate) struct CopiesBefore {
 }
 
 impl Memory {
-    /// Notes that a request used its blocks, and leaves its pages. Its first block is then the last
-    /// one to be evicted.
+    /// Marks a request's blocks as used when it leaves its pages. Its first block is evicted last.
     pub(crate) fn note_use(&mut self, entry: &mut Entry, pages: &Pages) {
         entry.blocks.was_sparse = pages.is_sparse();
         if self.host.is_none() {
@@ -40,7 +39,8 @@ impl Memory {
         let names = &entry.blocks.names;
         let names = &names[..names.len().min(pages.len())];
         self.tiers.touch(names);
-        // A block that is being saved counts as recently used, and the last one is saved last.
+        // A block enters the host tier as just used, so earlier blocks are touched once more when
+        // the last one, which is saved last, is there.
         if names.last().is_some_and(|&last| self.tiers.will_be_saved(last))
             && self.unfinished.len() < UNFINISHED
         {
@@ -48,7 +48,7 @@ impl Memory {
         }
     }
 
-    /// True if one of a request's blocks is being saved, or a state after it, or will be.
+    /// True if any of a request's blocks, or a state after one, is being saved or will be.
     pub(crate) fn will_save(&self, names: &[BlockHash]) -> bool {
         let saves = |name| self.all_tiers().any(|tiers| tiers.will_be_saved(name));
         // The last is saved last.
@@ -121,7 +121,7 @@ impl Memory {
         }
     }
 
-    /// Learns from the time of a step with rows of these lengths.
+    /// Learns the cost of computing from the time of a step with rows of these lengths.
     pub(crate) fn learn(&mut self, lengths: impl Iterator<Item = u32> + Clone, device_us: u32) {
         if self.host.is_some() {
             let positions = lengths.clone().sum();
@@ -139,7 +139,7 @@ impl Memory {
         (!result.copied.is_empty()).then_some(CopiesBefore { restored, available })
     }
 
-    /// Blocks that came back; states count as the number of blocks whose copies take equally long.
+    /// Restored blocks. Each state counts as the blocks whose copies take as long.
     fn restored(&self) -> u64 {
         let states = self.states.as_ref().map_or(0, StatePages::restored_weight);
         self.tiers.moves().restored + states
@@ -155,8 +155,8 @@ impl Memory {
         }
     }
 
-    /// Ends the wait of requests for copies that have ended. True: a request that lacked pages may
-    /// have them now.
+    /// Lets requests go on whose copies have ended. True: pages may be free for requests that
+    /// lacked some.
     pub(crate) fn finish_copy_ends(
         &mut self,
         before: &CopiesBefore,

@@ -8,18 +8,18 @@ use super::states::StatePages;
 /// Blocks of the host tier that are lent, with their pages.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LentBlocks {
-    /// The loan, which has to be taken back ([`crate::Scheduler::take_back`]).
+    /// The loan. The caller has to end it with [`crate::Scheduler::take_back`].
     pub loan: LoanId,
     /// The blocks, in the order of the request.
     pub pages: Vec<(BlockHash, u32)>,
-    /// With recurrent layers, the last of these blocks after which a state is lent, and the page of
-    /// the state; else empty.
+    /// With recurrent layers, the last of these blocks with a lent state, and the page of that
+    /// state; else empty.
     pub states: Vec<(BlockHash, u32)>,
 }
 
 impl Memory {
-    /// Lends the leading blocks of a request that are in the host tier. With recurrent layers a
-    /// state goes with them, or nothing is lent.
+    /// Lends the leading blocks of a request that are in the host tier. With recurrent layers
+    /// nothing is lent unless a state is lent too.
     pub(crate) fn lend(&mut self, names: &[BlockHash]) -> Option<LentBlocks> {
         let (loan, pages) = self.tiers.lend(names)?;
         let mut states = Vec::new();
@@ -41,7 +41,7 @@ impl Memory {
         self.tiers.take_back(loan)
     }
 
-    /// Ends all loans: there is no host tier any more.
+    /// Ends all loans, because the host tier is gone.
     pub(crate) fn end_loans(&mut self) {
         self.tiers.end_loans();
         self.states.iter_mut().for_each(StatePages::end_loans);

@@ -1,13 +1,13 @@
 //! The memory of requests: pages of keys and values, the prefix cache in them, and the tiers.
 //!
-//! No other module depends on the kind of memory of a model. Without pages nothing is kept between
-//! steps. With pages a request has all that its known tokens need from the start. Backed pages have
-//! a page of the host's tier behind each, so a request goes on while most of its pages are dropped
-//! (`sparse`).
+//! No other module depends on which kind of memory a model has. Without pages nothing is kept
+//! between steps. With pages a request has pages for all its known tokens from the start. With
+//! backed pages each page has one of the host tier behind it, so a request can run while most of
+//! its pages are dropped (`sparse`).
 //!
 //! - `prefix`: the blocks that a request finds at its admission, and new pages behind them;
 //!   `sparse`: the same for backed pages, and the pages that running requests drop.
-//! - `copies`: saves, restores, and their ends; `loans`: what other replicas read.
+//! - `copies`: saves, restores, and their ends; `loans`: host pages that other replicas read.
 //! - `states`: recurrent states that are kept beside the blocks; `resident`: those of a request.
 //! - `window`: pages of layers that read the last positions only; `window_part`: their pool.
 //! - `pages`: the leases of a request; `blocks`: the names of its blocks.
@@ -40,7 +40,7 @@ use window_part::WindowPages;
 
 pub(crate) use prefix::LeasedPages;
 
-/// Words of a copy for the host tier that it reads.
+/// Words of a copy that reads a host page.
 const SOURCE_WORDS: usize = 1;
 
 /// The kind of data that is kept between steps.
@@ -50,11 +50,11 @@ enum Kind {
     Nothing,
     /// Pages of keys and values.
     Paged,
-    /// Pages with a page of the host's tier behind each.
+    /// Each page has one of the host tier behind it.
     Backed(Sparse),
 }
 
-/// The pages of one replica, and the rules for giving them out.
+/// The pages of one replica, and the rules that give them to requests.
 #[derive(Debug)]
 pub(crate) struct Memory {
     kind: Kind,
@@ -67,21 +67,21 @@ pub(crate) struct Memory {
     host: Option<HostTier>,
     pub(crate) retired: Retirement<Pages>,
     rates: RestoreRates,
-    /// Leading blocks of requests that ended before all of these were saved.
+    /// Leading blocks of requests that ended before all their blocks were saved.
     unfinished: Vec<Vec<BlockHash>>,
     host_counters: HostStats,
     sparse_counters: SparseStats,
     /// The kept states, if the model has recurrent layers.
     states: Option<StatePages>,
-    /// The pages of layers with a window, if they have their own.
+    /// The pages of layers with a window, if those have their own.
     windows: Option<WindowPages>,
 }
 
-/// The room for a request that lacks a page, when every page is leased.
+/// Where room for another page can come from, when every page is leased.
 pub(crate) enum Room {
     /// A page was dropped.
     Made,
-    /// A page can be dropped when copies have ended.
+    /// A page can be dropped after copies in flight.
     WithCopies,
     /// No request can drop a page.
     None,
@@ -89,7 +89,7 @@ pub(crate) enum Room {
 
 impl Memory {
     /// # Panics
-    /// There are too few pages for one sparse request.
+    /// Panics if the pages do not suffice for one sparse request.
     pub(crate) fn new(config: &SchedulerConfig) -> Self {
         let SchedulerConfig { pages, page_size, prefix_cache, states, windows, .. } = *config;
         debug_assert!(states.is_none() || config.sparse.is_none() && config.tokens_a_row == 1);
@@ -137,9 +137,9 @@ impl Memory {
         Tiers::backed(self.pages, host_pages, self.page_size)
     }
 
-    /// Goes on with other numbers of pages. All blocks and states are forgotten.
+    /// Changes the numbers of pages. All blocks and states are forgotten.
     pub(crate) fn resize(&mut self, counts: PageCounts) {
-        // Others have mapped the memory of before, in which nothing is saved any more.
+        // Borrowers have mapped the old memory, where nothing is saved any more.
         self.end_loans();
         self.pages = counts.pages;
         if let Some(host) = &mut self.host {
@@ -174,8 +174,8 @@ impl Memory {
         positions <= u64::from(pages) * u64::from(self.page_size)
     }
 
-    /// The largest row of a prompt of `total` tokens, where `budget` positions are left. A prompt
-    /// of which nothing would be kept is never cut.
+    /// The largest row of a prompt of `total` tokens, with `budget` positions left. If nothing is
+    /// kept between steps, a prompt is never cut.
     pub(crate) fn row_limit(&self, total: u32, budget: u32) -> u32 {
         match self.kind {
             Kind::Nothing => total.max(budget),
@@ -189,8 +189,7 @@ impl Memory {
         entry.computed >= pages * self.page_size && !matches!(self.kind, Kind::Nothing)
     }
 
-    /// True if pages of the part that a resident lacks one of come back with a step before this
-    /// one.
+    /// True if a step before this one will free pages of the part that the resident lacks.
     pub(crate) fn awaits_page(&self, entry: &Entry, step: u64) -> bool {
         let pages = entry.residence.as_ref().map_or(0, |residence| residence.pages.len() as u32);
         let of_window = entry.computed < pages * self.page_size;
@@ -200,8 +199,8 @@ impl Memory {
         })
     }
 
-    /// True if any row may have several positions. Those that a sparse slot chooses for one have
-    /// room in its hot rows, those for several may not.
+    /// True if any row may have several positions. The hot rows of a sparse slot hold the choices
+    /// for one position, but perhaps not for several.
     pub(crate) fn takes_drafts(&self) -> bool {
         matches!(self.kind, Kind::Paged) && self.states.is_none()
     }
@@ -212,7 +211,7 @@ impl Memory {
         self.windows.as_ref().map_or(free, |windows| windows.spare().min(free))
     }
 
-    /// Gives a page to a resident, of the part that it has fewer positions in. False: every page is
+    /// Gives a resident a page of the part that covers fewer positions. False: every page is
     /// leased.
     pub(crate) fn add_page(&mut self, residence: &mut Residence, plan: &mut StepPlan) -> bool {
         if let (Some(windows), Residence { slot, pages, .. }) = (&mut self.windows, &mut *residence)
@@ -237,7 +236,7 @@ impl Memory {
 
     /// True if a request may share blocks with others.
     pub(crate) fn caches(&self, entry: &Entry) -> bool {
-        // No request can continue after blocks without a state.
+        // Without a state no request can continue after these blocks.
         let resumes = self.states.as_ref().is_none_or(StatePages::keeps_any);
         self.prefix_cache && self.pages > 0 && resumes && entry.request.spec.embeds.is_none()
     }
@@ -246,8 +245,8 @@ impl Memory {
         &self.namer
     }
 
-    /// Offers a resident's blocks to the prefix cache whose tokens are known and whose keys and
-    /// values are planned.
+    /// Offers a resident's blocks to the prefix cache, as far as their tokens are known and their
+    /// keys and values planned.
     pub(crate) fn offer_blocks(&mut self, entry: &mut Entry) {
         let page_size = self.page_size;
         let by_rows = matches!(self.kind, Kind::Backed(sparse) if sparse.save_rows);
@@ -289,7 +288,7 @@ impl Memory {
         }
     }
 
-    /// Notes that the result of a step has come.
+    /// Notes that the result of this step has come.
     pub(crate) fn answered(&mut self, step: u64) {
         self.retired.answered(step);
         self.states.iter_mut().for_each(|states| states.retired.answered(step));
@@ -319,7 +318,8 @@ impl Memory {
         self.tiers.flush() && stateless && windowless
     }
 
-    /// The device is gone. With `copies_to_blame`, blocks that were being restored are forgotten.
+    /// Forgets the device's memory. With `copies_to_blame`, also the blocks that were being
+    /// restored.
     pub(crate) fn hand_died(&mut self, copies_to_blame: bool) {
         self.tiers.hand_died(copies_to_blame);
         self.states.iter_mut().for_each(|states| states.tiers.hand_died(copies_to_blame));
@@ -348,17 +348,17 @@ impl Memory {
         }
     }
 
-    /// The largest number of words in a plan for the pages of a new request of `total` tokens, and
-    /// for its copies.
+    /// The largest number of words in a plan for a new request's pages and copies. Its prompt and
+    /// answer have `total` tokens.
     pub(crate) fn words(&self, total: u32, token_budget: u32) -> usize {
         let pages = (total as usize + 1).div_ceil(self.page_size as usize);
         let copies = self.host.map_or(0, |host| host.copies_a_step as usize);
         match self.kind {
             Kind::Nothing => 0,
             Kind::Paged => {
-                // A new slot's states are loaded, and those after its row are saved.
+                // Loads of the new slot's states, and saves after its row.
                 let states = if self.states.is_some() { 2 * STATE_COPY_WORDS } else { 0 };
-                // Other prompts get pages of the window part too, and each drops as many.
+                // Rows of other prompts get pages of the window part too, and drop as many.
                 let step = token_budget.max(self.page_size) / self.page_size + 2 * self.slots;
                 let window = if self.windows.is_some() { pages + 2 * step as usize } else { 0 };
                 let tables = PAGE_WRITE_WORDS * (pages + window);
@@ -370,8 +370,8 @@ impl Memory {
                 if !sparse.save_rows {
                     return tables + COPY_WORDS * copies;
                 }
-                // Each page that its first row touches is a copy of its own, and all copies have
-                // spans.
+                // Each page that the first row touches needs a copy of its own, and every copy a
+                // span.
                 let touched = (token_budget.max(self.page_size) / self.page_size + 2) as usize;
                 tables + (copies + touched) * (COPY_WORDS + Span::WORDS)
             }

@@ -9,19 +9,19 @@ use super::window_part::{WindowPages, WindowRun};
 /// The leases of a request's pages.
 #[derive(Debug, Default)]
 pub(crate) struct Pages {
-    /// On the device, by position; `None`: dropped, the host's memory has its content.
+    /// Hot pages by position; `None`: dropped, and only its host page has the content.
     pub(super) hot: Vec<Option<Lease>>,
-    /// The pages of the host's tier behind them; empty unless requests can be sparse.
+    /// The host pages behind them; empty unless requests can be sparse.
     pub(super) host: Vec<Lease<Host>>,
-    /// The leases for the hot rows of a sparse request; empty: it is not sparse.
+    /// The leases for hot rows; empty unless the request is sparse.
     pub(super) rows: Vec<Lease>,
-    /// Leading pages that a sparse request has dropped, or never will.
+    /// Leading pages that a sparse request has dropped already, or never will.
     pub(super) settled: u32,
-    /// Leading blocks that were found in the cache or offered to it.
+    /// The number of leading blocks that were found in the cache or offered to it.
     pub(super) named: u32,
     /// The states of a request that shares blocks, if the model has recurrent layers.
     pub(super) state: Option<ResidentState>,
-    /// The pages of layers with a window, if they have their own.
+    /// Its pages of the window part, if the layers with a window have their own.
     pub(super) window: Option<WindowRun>,
 }
 
@@ -30,7 +30,7 @@ impl Pages {
         self.hot.len()
     }
 
-    /// The number of leading pages that are there for all layers, or were.
+    /// The number of leading pages that all layers have now, or had before they were dropped.
     pub(crate) fn reach(&self) -> u32 {
         let all = self.len() as u32;
         self.window.as_ref().map_or(all, |window| window.end().min(all))
@@ -42,13 +42,12 @@ impl Pages {
 
     /// The largest number of positions of one row.
     pub(crate) fn longest_row(&self) -> u32 {
-        // The hot rows have room for the positions of one row, but perhaps not for those of
-        // several.
+        // Hot rows hold the choices for one position, but perhaps not for several.
         if self.is_sparse() { 1 } else { u32::MAX }
     }
 
-    /// True if prefill gets pages one by one, as decoding does. Otherwise it has all of them from
-    /// the start.
+    /// True if prefill gets pages one by one, as decoding does. Otherwise a request has all pages
+    /// from the start.
     pub(crate) fn grow_in_prefill(&self) -> bool {
         self.is_sparse() || self.window.is_some()
     }
@@ -58,7 +57,7 @@ impl Pages {
         self.hot.iter().flatten().chain(&self.rows)
     }
 
-    /// Writes where all pages of a new resident are.
+    /// Writes the pages of a new resident into its page tables.
     pub(crate) fn write_tables(&self, slot: u32, plan: &mut StepPlan) {
         for (index, lease) in self.hot.iter().enumerate() {
             match lease {

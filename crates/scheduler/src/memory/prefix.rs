@@ -21,8 +21,8 @@ pub(crate) struct LeasedPages {
     pub(crate) pending: VecDeque<u32>,
     /// Positions that copies bring.
     pub(crate) restored: u32,
-    /// Positions whose blocks are cached, and after which no state is kept, or the window part has
-    /// no pages.
+    /// Cached positions that are computed again, because no state is kept after them or the window
+    /// part lacks their pages.
     pub(crate) missed: u32,
 }
 
@@ -30,12 +30,12 @@ pub(crate) struct LeasedPages {
 enum Block {
     /// It is in a tier here.
     Here(Found),
-    /// It is in the host tier of another replica, which has lent it to the request.
+    /// In the host tier of another replica, which has lent it to the request.
     Lent,
 }
 
 impl Block {
-    /// True if it has no page of the device yet.
+    /// True if the block is not on the device.
     fn is_away(&self) -> bool {
         matches!(self, Self::Here(Found::Host(_)) | Self::Lent)
     }
@@ -46,21 +46,21 @@ impl Block {
 struct Prefix {
     /// The blocks that it takes.
     found: Vec<Block>,
-    /// The number of those with which it could go on if nothing came back.
+    /// The number of blocks with which it could continue if nothing were restored.
     here: usize,
-    /// The number of all, more than it takes if it can't go on after them.
+    /// The number of all cached blocks, which may be more than it can continue after.
     cached: usize,
-    /// True if it computes some again, because that is cheaper than to bring them back.
+    /// True if it computes some again, because that is cheaper than restoring them.
     declined: bool,
 }
 
 impl Memory {
     /// Looks up the prefix of a request, and leases pages for all its known tokens and, if it
     /// generates, the next one. The first pages hold its leading blocks, or will when copies have
-    /// ended; `cached` is the number of their positions. New pages follow. `None`, and nothing is
-    /// leased, if there are too few.
+    /// ended; `cached` is the number of their positions. New pages follow. If there are too few
+    /// pages, returns `None` and leases nothing.
     pub(crate) fn lease_with_prefix(&mut self, entry: &mut Entry) -> Option<LeasedPages> {
-        // From here on it needs tokens of its own.
+        // From here on the request needs its own copy of its tokens.
         entry.settle();
         let mut leased = match self.kind {
             Kind::Nothing => LeasedPages::default(),
@@ -73,15 +73,15 @@ impl Memory {
         Some(leased)
     }
 
-    /// Leading positions of a waiting request that are in a tier now, as far as its blocks have
-    /// names already. It may find more or fewer at its admission.
+    /// Leading positions of a waiting request that are in a tier now, as far as its blocks are
+    /// named. The number at its admission may differ.
     pub(crate) fn expected_prefix(&self, entry: &Entry) -> u32 {
         if !self.caches(entry) {
             return 0;
         }
         let names = entry.known_names();
         let most = (entry.reusable() / self.page_size) as usize;
-        // A block is not dropped before the ones after it.
+        // Later blocks are dropped before earlier ones, so a binary search finds the end.
         let knows = |&name: &BlockHash| self.tiers.knows(name) || entry.is_lent(name);
         let found = names[..most.min(names.len())].partition_point(knows);
         let loan = entry.request.loan.as_deref();
@@ -134,7 +134,7 @@ impl Memory {
             leased.restored += u32::from(ticket.is_some());
             leased.pending.extend(ticket);
         }
-        // Blocks on the device are of no use without a state that comes back.
+        // Blocks on the device cannot be used before their state is restored.
         leased.restored = leased.restored.max(brought as u32);
         entry.cached = leased.pages.len() as u32 * self.page_size;
         if declined {
@@ -145,16 +145,16 @@ impl Memory {
         Some(leased)
     }
 
-    /// Finds the leading blocks of a request in the tiers, unless computing them again is cheaper
-    /// than to bring them back, and their state. With recurrent layers it takes no blocks after the
-    /// last kept state, and with a window part none after which pages of that are missing.
+    /// Finds the leading blocks of a request in the tiers, and their state. It takes no blocks if
+    /// computing them is cheaper than restoring them. Recurrent layers and a window part bound the
+    /// blocks: by the last kept state, and by the pages of that part.
     fn find_prefix(&mut self, entry: &mut Entry) -> Prefix {
         if !self.caches(entry) {
             return Prefix::default();
         }
         let selective =
             self.host.is_some_and(|host| host.policy == SavePolicy::WriteThroughSelective);
-        // Plans have copies where there is a host tier.
+        // Without a host tier a plan has no copies.
         let loan = entry.request.loan.clone().filter(|_| self.host.is_some());
         let (recomputes, handed) = (self.recomputes(entry), entry.request.past.handed);
         let blocks = (entry.reusable() / self.page_size) as usize;
@@ -177,7 +177,7 @@ impl Memory {
             }
             found.push(block);
         }
-        // Where blocks are computed again, an earlier state is the last one.
+        // If blocks are computed again, the last usable state is an earlier one.
         let resumable = self.resumable(&names[..found.len()], !recomputes, loan.as_deref());
         let rest = found.split_off(resumable);
         self.free_found(rest);
@@ -188,7 +188,7 @@ impl Memory {
         let last = found.len().checked_sub(1).map(|last| names[last]);
         let of_state = |states: &StatePages| last.map_or(0, |name| states.cost(name));
         let cost = away + self.states.as_ref().map_or(0, of_state);
-        // The prefill replica has computed the blocks for this one, which must not compute them
+        // The prefill replica has computed these blocks for this one, which must not compute them
         // again.
         let declined = cost > 0 && !handed && !self.rates.restores(cost, tokens);
         if declined {
@@ -198,9 +198,8 @@ impl Memory {
         Prefix { here, cached: cached.max(found.len()), found, declined }
     }
 
-    /// The number of leading blocks that are in a tier, come to one or are lent. Also the number of
-    /// those after which a request can continue; without `brings`, only blocks on the device count.
-    /// Without recurrent layers and windows all blocks may be of use.
+    /// Counts the leading blocks that are in a tier, on their way to one, or lent. Also counts how
+    /// many of them a request can continue after. Without `brings` only blocks on the device count.
     fn useful_blocks<'a>(
         &self,
         names: &'a [BlockHash],
@@ -216,7 +215,7 @@ impl Memory {
         (cached, &names[..self.resumable(&names[..cached], brings, loan)])
     }
 
-    /// True if a request computes its blocks again rather than have them restored.
+    /// True if the request computes its blocks again instead of restoring them.
     fn recomputes(&self, entry: &Entry) -> bool {
         entry.request.past.admitted && self.host.is_some_and(|host| !host.restore_preempted)
     }
@@ -234,8 +233,8 @@ impl Memory {
         }
     }
 
-    /// Brings back the prefixes of the next requests. It uses pages that are free of loss and that
-    /// no earlier request needs.
+    /// Restores the prefixes of the next requests. It uses only pages that hold nothing of value
+    /// and that no earlier request needs.
     pub(crate) fn prefetch_prefixes(&mut self, roster: &mut Roster, turns: &Turns) {
         let Some(host) = self.host.filter(|host| host.prefetch > 0) else { return };
         debug_assert!(matches!(self.kind, Kind::Paged), "backed pages restore no index keys here");
@@ -243,7 +242,7 @@ impl Memory {
         if !self.rates.restores(1, page_size) {
             return;
         }
-        // Running requests may need a page each before these become free again.
+        // Keep a page for each running request: these pages are free only after the copies.
         let mut room = self.tiers.hot().spare().saturating_sub(roster.residents.len() as u32);
         for ticket in turns.queue.upcoming(host.prefetch as usize) {
             let entry = &mut roster[ticket.handle];
@@ -256,7 +255,7 @@ impl Memory {
                 room = room.saturating_sub(pages);
                 continue;
             }
-            // Once only, even without room for all: later blocks would take the pages of earlier
+            // Try once only, even if the room does not suffice: later blocks would evict earlier
             // ones.
             entry.blocks.prefetched = true;
             entry.settle();

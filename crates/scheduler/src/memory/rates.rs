@@ -1,8 +1,8 @@
-//! The quicker way to blocks: to restore or to compute them.
+//! Decides whether blocks are restored or computed again, by which is faster.
 
 use crate::mean::Mean;
 
-/// The factor on the time of a restore that is not tried.
+/// The factor by which the assumed time of a restore shrinks each time that restoring is declined.
 const FADING: f64 = 0.95;
 
 /// Running means of the device's times.
@@ -10,33 +10,34 @@ const FADING: f64 = 0.95;
 pub(crate) struct RestoreRates {
     /// Microseconds a page that is restored.
     restore_us: Mean,
-    /// Microseconds a token that is computed in a step that is mostly prefill.
+    /// Microseconds a token in steps that are mostly prefill.
     prefill_us: Mean,
 }
 
 impl RestoreRates {
-    /// Notes the time of a step with this many positions, of which `single` were in rows of one.
+    /// Learns the time of a step with this many positions, of which `single` were in rows of one
+    /// position.
     pub(crate) fn computed(&mut self, positions: u32, single: u32, device_us: u32) {
-        // Decode rows cost another time per position than chunks.
+        // Decode rows have another time per position than chunks have.
         if positions > 2 * single && device_us > 0 {
             self.prefill_us.learn(f64::from(device_us) / f64::from(positions));
         }
     }
 
-    /// Notes the time of a restore of `pages` pages.
+    /// Learns the time of a restore of `pages` pages.
     pub(crate) fn restored(&mut self, pages: u64, us: u32) {
         if pages > 0 && us > 0 {
             self.restore_us.learn(f64::from(us) / pages as f64);
         }
     }
 
-    /// Blocks were computed because restoring takes longer. Restores that do not happen are not
-    /// measured, so their assumed time shrinks each time, until one is tried again.
+    /// Notes that blocks were computed because restoring seemed slower. A restore that does not
+    /// happen is not measured. So its assumed time shrinks each time, until one is tried again.
     pub(crate) fn declined(&mut self) {
         self.restore_us.scale(FADING);
     }
 
-    /// True if restoring `pages` pages is faster than computing `tokens` tokens. Always, until both
+    /// True if restoring `pages` pages is faster than computing `tokens` tokens. True until both
     /// rates are known.
     pub(crate) fn restores(&self, pages: u32, tokens: u32) -> bool {
         match (self.restore_us.get(), self.prefill_us.get()) {

@@ -7,21 +7,22 @@ use forebay_kvcache::{BlockHash, Lease};
 /// The states of a request with a slot.
 #[derive(Debug, Default)]
 pub(crate) struct ResidentState {
-    /// The state that it begins with, until a plan loads it.
+    /// The kept state that the request starts from, until a plan loads it.
     pub(super) load: Option<Lease>,
-    /// The positions at which its state is kept, in addition to those of the interval. It may be
-    /// past them.
+    /// Positions at which its state is kept besides those of the interval. The request may be past
+    /// them.
     pub(super) kept: [u32; 2],
-    /// The end of the last whole page that it knows, but not of all tokens.
+    /// The end of its last full page that does not hold its last token.
     pub(super) tail: u32,
-    /// States that plans save, with their positions, until their tokens are known.
+    /// States that plans save, with their positions; offered to the cache once their tokens are
+    /// known.
     pub(super) saved: VecDeque<(u32, Lease)>,
     /// The kept state that its next one replaces.
     pub(super) replaced: Option<BlockHash>,
 }
 
 impl ResidentState {
-    /// The first position after `start` at which a row ends.
+    /// The next position after `start` at which a row must end.
     pub(super) fn next_stop(&self, start: u32, interval: u32) -> Option<u32> {
         let step = (start / interval + 1).checked_mul(interval);
         let stops = self.kept.into_iter().chain([self.tail]).chain(step);

@@ -1,10 +1,10 @@
 //! Backed pages: requests that go on while most of their pages are dropped (sparse decoding).
 //!
-//! Hot pages are a cache of host pages (HiSparse, SGLang #21932, with pages in place of its
-//! buffers). A full page is saved whole, behind the rows that fill it. The newest positions lie in
-//! the last pages, which are never dropped. So nothing ever waits for a save. A request is
-//! *resident* with all its pages on the device until pages run short. Then the request that can
-//! drop most pages becomes *sparse*. It stays sparse until it ends or is preempted.
+//! Hot pages cache host pages (as HiSparse does, SGLang #21932, which uses buffers in place of
+//! pages). A full page is saved after the rows that fill it. The newest positions lie in the last
+//! pages, which are never dropped. So nothing ever waits for a save. A *resident* request has all
+//! its pages on the device until pages run short. Then the request that can drop the most pages
+//! becomes *sparse*. It stays sparse until it ends or is preempted.
 
 use std::ops::Range;
 
@@ -19,17 +19,17 @@ use crate::entry::{Entry, Residence, Stage};
 use crate::roster::Roster;
 use crate::slab::Handle;
 
-/// This part of the device's pages is kept for growth and for new requests.
+/// One in `READY_SHARE` hot pages is kept for growth and for new requests.
 const READY_SHARE: u32 = 10;
-/// Once a plan's tables reach this many words, no more requests become sparse in it.
+/// Once the tables of a plan have this many words, no more requests become sparse in it.
 const TABLE_WORDS: usize = 1 << 19;
-/// Pages that a request which was sparse may compute again one position at a time, rather than all
-/// pages at once.
+/// A request that was sparse computes up to this many pages again one position at a time. Beyond
+/// that it gets all its pages and computes them in chunks.
 const MOST_SINGLE: usize = 2;
 
 impl Memory {
-    /// Leases pages like [`Self::lease_with_prefix`]. A request comes back sparse if it was sparse,
-    /// or has outgrown the device's pages. It leaves the saved blocks in the host tier, and
+    /// Leases pages like [`Self::lease_with_prefix`]. A request that was sparse, or has outgrown
+    /// the device's pages, comes back sparse: its saved blocks stay in the host tier, and it
     /// computes the rest position by position.
     pub(super) fn lease_backed(
         &mut self,
@@ -47,8 +47,8 @@ impl Memory {
         }
     }
 
-    /// The leading blocks of a request that are in the tiers. None is read before the copies have
-    /// ended that bring it back.
+    /// The leading blocks of a request that are in the tiers. Restored blocks are read only after
+    /// their copies have ended.
     fn find_backed_prefix(&mut self, entry: &mut Entry) -> Vec<BackedBlock> {
         if !self.caches(entry) {
             return Vec::new();
@@ -105,7 +105,7 @@ impl Memory {
             block.pending = None;
             block.hot.take().into_iter().for_each(|hot| self.tiers.release(hot));
         }
-        // Its own pages come one by one: it gives up the first before it needs the last.
+        // The request gets pages one by one, and drops the first before it needs the last.
         let room = (self.tiers.hot().available(), self.tiers.host_available());
         if room.0 < sparse.row_pages + 1 || room.1 < 1 {
             for (block, &name) in found.iter().zip(&entry.blocks.names) {
@@ -144,8 +144,8 @@ impl Memory {
         }
     }
 
-    /// Makes some requests sparse if the device's pages run short. `total`: the tokens of the next
-    /// request, if pages are all that it lacks.
+    /// Makes requests sparse if the device's pages run short. `total`: the tokens of the next
+    /// request, if it lacks nothing but pages.
     pub(crate) fn keep_ready(&mut self, roster: &mut Roster, total: u32, plan: &mut StepPlan) {
         let Kind::Backed(sparse) = self.kind else { return };
         let next = (total / self.page_size + 1).min(self.pages);
@@ -156,7 +156,7 @@ impl Memory {
         {}
     }
 
-    /// Makes room for a page, if all are leased, at the cost of those that can drop some.
+    /// Makes room for a page when all are leased, by dropping pages of other requests.
     pub(crate) fn make_room(&mut self, roster: &mut Roster, plan: &mut StepPlan) -> Room {
         match self.kind {
             Kind::Backed(sparse) if self.tiers.hot().available() == 0 => {
@@ -172,12 +172,12 @@ impl Memory {
         }
     }
 
-    /// Pages that are free when the steps in flight are done.
+    /// Pages that will be free after the steps in flight.
     fn returning(&self) -> u32 {
         self.retired.iter().map(|pages| pages.leases().count() as u32).sum()
     }
 
-    /// Drops saved pages of a sparse request, from the front on.
+    /// Drops saved pages of a sparse request, the first positions first.
     fn drop_saved_of(&mut self, entry: &mut Entry, plan: &mut StepPlan) {
         let Some(Residence { slot, pages, last_step, stage, .. }) = &mut entry.residence else {
             return;
@@ -202,7 +202,8 @@ impl Memory {
                 } else if index >= pages.named {
                     break;
                 }
-                // Else another request's page holds its block, and this one is never saved.
+                // Otherwise another page already holds this block in the host tier, and this page
+                // is never saved.
             }
             pages.settled += 1;
         }
@@ -216,8 +217,8 @@ impl Memory {
         }
     }
 
-    /// Makes the request sparse that drops most pages. False: none would drop more than it needs
-    /// for its hot rows.
+    /// Makes the request sparse that drops the most pages. False: no request would drop more pages
+    /// than its hot rows need.
     fn make_sparse(&mut self, sparse: Sparse, roster: &mut Roster, plan: &mut StepPlan) -> bool {
         let gain = |handle: Handle| {
             let entry = &roster[handle];
@@ -242,8 +243,8 @@ impl Memory {
         for (index, page) in pages.hot[..keep].iter_mut().enumerate() {
             let Some(hot) = page.take_if(|hot| self.tiers.can_drop(hot)) else { continue };
             plan.drop_page(*slot, index as u32);
-            // The hand executes in order: a step in flight reads the page before another row is
-            // copied to it.
+            // The hand executes in order, so steps in flight read the page before a row is copied
+            // into it.
             if rows.len() < sparse.row_pages as usize && self.tiers.take_over(&hot) {
                 plan.write_hot_rows(*slot, rows.len() as u32, hot.page());
                 rows.push(hot);
@@ -257,7 +258,7 @@ impl Memory {
         true
     }
 
-    /// True if residents could drop more after saves. Failed saves are requested again.
+    /// True if residents could drop more pages after saves. Requests failed saves again.
     fn saves_will_help(&mut self, roster: &Roster) -> bool {
         let mut unsaved = false;
         for handle in roster.decodes.iter().chain(roster.prefills.values()) {
@@ -270,7 +271,7 @@ impl Memory {
                 };
                 let name = match self.tiers.name_of(hot) {
                     None if index < pages.named as usize => {
-                        // Another's page held its block, or it was forgotten.
+                        // Another page held its block, or the block was forgotten.
                         let name = entry.blocks.names[index];
                         if !self.tiers.name_backed(hot, &pages.host[index], name) {
                             continue;
@@ -289,7 +290,7 @@ impl Memory {
         unsaved && self.tiers.expects_saves()
     }
 
-    /// Saves the positions of a row in the plan that computes them.
+    /// Makes the plan that computes a row's positions save them too.
     pub(crate) fn save_rows(&mut self, pages: &Pages, positions: Range<u32>, plan: &mut StepPlan) {
         if !matches!(self.kind, Kind::Backed(sparse) if sparse.save_rows) {
             return;

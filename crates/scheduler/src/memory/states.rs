@@ -1,20 +1,20 @@
 //! Recurrent states that are kept for later requests, in tiers like those of keys and values.
 //!
-//! A recurrent layer has one state for all positions before the next one, and none for each. So a
+//! A recurrent layer has one state for all earlier positions together, not one for each. So a
 //! request can go on from cached blocks only where a state was kept. A kept state has the name of
 //! the last block before it (ADR 89). States are kept
 //!
-//! - where a prompt's last whole page ends that is not all of it, for the next turn;
-//! - where a request leaves a prefix that others have cached, for the next one that does;
+//! - at the end of a prompt's last full page before its last token, for the next turn;
+//! - where a request diverges from a cached prefix, for the next request that does;
 //! - every [`StateCache::interval`] positions;
-//! - at the last whole page of each running request, so that an answer and a preempted request can
-//!   be gone on with. Each new one replaces the one before.
+//! - at the last full page of each running request, to continue its answer or resume it after
+//!   preemption. Each new one replaces the one before.
 //!
-//! Rows end at these positions. A state is found only in plans after the one that saves it.
+//! Rows end at these positions. Only later plans can use a state that a plan saves.
 //!
-//! With a host tier, states are saved there as blocks are. The state of the last kind is saved when
-//! its request loses its slot: before that, the next one replaces it. A request waits for its state
-//! as it waits for its blocks.
+//! With a host tier, states are saved there as blocks are. The state of a running request's last
+//! page is saved to the host only when the request loses its slot, since it is replaced until then.
+//! A request waits for its state as it waits for its blocks.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -30,9 +30,9 @@ use crate::entry::{Entry, Residence};
 use crate::event::StateStats;
 use crate::retirement::{Retirement, check_leases};
 
-/// A part of all state pages that saves to the host may lease at a time.
+/// Saves to the host may lease one in `SAVING_SHARE` state pages at a time.
 const SAVING_SHARE: u32 = 8;
-/// The policy *write back* keeps this part of all state pages ready to be given up.
+/// The policy *write back* keeps one in `READY_SHARE` state pages free or saved.
 const READY_SHARE: u32 = 4;
 
 /// The state pages, and the states in them.
@@ -41,11 +41,11 @@ pub(super) struct StatePages {
     pub(super) tiers: Tiers,
     /// Positions from one kept state to the next, in whole pages.
     interval: u32,
-    /// The number of blocks whose copies take as long as that of a state.
+    /// The cost of copying a state, in blocks.
     weight: u32,
     policy: SavePolicy,
     pub(super) retired: Retirement<Lease>,
-    /// The loan of states that goes with a loan of blocks.
+    /// The loan of states for each loan of blocks.
     loans: BTreeMap<LoanId, LoanId>,
     counters: StateStats,
 }
@@ -66,14 +66,14 @@ impl StatePages {
         }
     }
 
-    /// Goes on with other numbers of pages, or as many, without any state. No page has a lease.
+    /// Starts again without any state, with these numbers of pages. No page may be leased.
     pub(super) fn begin_again(&mut self, pages: u32, host_pages: u32) {
         let mut tiers = Tiers::of_states(pages, host_pages);
         tiers.go_on_from(&self.tiers);
         self.tiers = tiers;
     }
 
-    /// Forgets every state in all tiers. No page has a lease.
+    /// Forgets every state in all tiers. No page may be leased.
     pub(super) fn forget_all(&mut self) {
         let host = self.tiers.host_counts();
         self.begin_again(self.tiers.hot().size(), host.free + host.cached + host.held);
@@ -84,8 +84,8 @@ impl StatePages {
         self.tiers.hot().size() > 0
     }
 
-    /// The largest number of these leading blocks after which a state is kept that a request can
-    /// have: in the tiers, or lent to it. Without `brings`, only those on the device.
+    /// The largest number of these leading blocks that a usable state follows: in the tiers, or
+    /// lent to the request. Without `brings`, only states on the device count.
     fn longest(&self, names: &[BlockHash], brings: bool, loan: Option<&Loan>) -> usize {
         let brings = brings && self.has_room();
         let has = |&name: &BlockHash| match self.tiers.knows(name) {
@@ -100,20 +100,19 @@ impl StatePages {
         self.tiers.hot().available() > 0
     }
 
-    /// The number of blocks whose copies take as long as it takes to bring this state to the
-    /// device; 0: it is there, or on its way.
+    /// The cost in blocks of restoring this state; 0: it is on the device, or on its way.
     pub(super) fn cost(&self, name: BlockHash) -> u32 {
         let is_away = self.tiers.only_on_host(name) || !self.tiers.knows(name);
         if is_away { self.weight } else { 0 }
     }
 
-    /// States that came back, each counted as the blocks whose copies take as long.
+    /// Restored states, in blocks.
     pub(super) fn restored_weight(&self) -> u64 {
         self.tiers.moves().restored * u64::from(self.weight)
     }
 
-    /// Leases the state after a block, with the ticket of the copy that brings it. `None`: there is
-    /// none, or every page is leased.
+    /// Leases the state after a block, with the ticket of the copy that restores it. `None`: there
+    /// is none, or every page is leased.
     fn lease(&mut self, name: BlockHash, loan: Option<&Arc<Loan>>) -> (Option<Lease>, Option<u32>) {
         let found = self.tiers.find(name);
         self.tiers.touch(&[name]);
@@ -130,7 +129,7 @@ impl StatePages {
         }
     }
 
-    /// Brings a state back before its request's turn, if a page can be had without a loss.
+    /// Restores a state before its request's turn, if a page is free without a loss.
     pub(super) fn prefetch(&mut self, name: BlockHash) {
         if self.tiers.only_on_host(name)
             && self.tiers.hot().spare() > 0
@@ -160,8 +159,8 @@ impl StatePages {
         }
     }
 
-    /// Lends the state after the longest possible part of these leading blocks, with their loan.
-    /// `None`: no state can be lent.
+    /// Lends the last state within these leading blocks, under their loan. `None`: no state can be
+    /// lent.
     pub(super) fn lend(
         &mut self,
         of_blocks: LoanId,
@@ -173,7 +172,7 @@ impl StatePages {
         Some(pages)
     }
 
-    /// Ends the loan of the states that were lent with a loan of blocks.
+    /// Ends the loan of states that belongs to a loan of blocks.
     pub(super) fn take_back(&mut self, of_blocks: LoanId) {
         if let Some(loan) = self.loans.remove(&of_blocks) {
             self.tiers.take_back(loan);
@@ -190,7 +189,7 @@ impl StatePages {
         self.tiers.forget(name);
     }
 
-    /// Forgets every state without a lease. True: nothing is left.
+    /// Forgets every state without a lease. True if no state is left.
     pub(super) fn flush(&mut self) -> bool {
         self.tiers.flush()
     }
@@ -222,7 +221,7 @@ impl StatePages {
         }
     }
 
-    /// Checks that the leases of these residents, of retired pages and of copies are all there are.
+    /// Checks that the leased pages are exactly those of these residents, retired pages and copies.
     pub(super) fn check<'a>(
         &self,
         residents: impl Iterator<Item = &'a Residence>,
@@ -243,8 +242,8 @@ impl Entry {
 }
 
 impl Memory {
-    /// The largest number of these leading blocks, which are cached, that a request can go on
-    /// after. Without `brings` a state on the device is needed, if any is.
+    /// The largest number of these cached leading blocks that a request can continue after. Without
+    /// `brings` the state, if one is needed, has to be on the device.
     pub(super) fn resumable(
         &self,
         names: &[BlockHash],
@@ -258,8 +257,9 @@ impl Memory {
         self.states.as_ref().map_or(names.len(), longest)
     }
 
-    /// Leases the state after the first `found` blocks of a request, of which `cached` are cached.
-    /// If a copy brings it, its ticket is there too. `None`: the request shares nothing.
+    /// Leases the state after the first `found` blocks of a request. If a copy restores it, returns
+    /// its ticket too. `cached` counts the blocks that are cached with or without a state. `None`:
+    /// the request shares nothing.
     pub(super) fn lease_state(
         &mut self,
         entry: &Entry,
@@ -272,7 +272,7 @@ impl Memory {
         let (states, page_size) = (self.states.as_mut()?, self.page_size);
         let last_page = |tokens: u32| tokens.saturating_sub(1) / page_size * page_size;
         let last = found.checked_sub(1).map(|last| entry.blocks.names[last]);
-        // All of a prompt that is computed again may be cached, but for its state.
+        // A prompt may be computed again although all its blocks are cached, for lack of a state.
         let branch = if cached > found { cached as u32 * page_size } else { 0 };
         let lease = |name| states.lease(name, entry.request.loan.as_ref());
         let (load, ticket) = last.map_or((None, None), lease);
@@ -286,8 +286,8 @@ impl Memory {
         Some((state, ticket))
     }
 
-    /// Counts the tokens of a prompt that came from a kept state, and those for which there was
-    /// none, or no pages of the window part.
+    /// Counts the prompt tokens that a kept state saved, and those that were computed again because
+    /// a state or pages of the window part were missing.
     pub(crate) fn count_state_use(&mut self, queried: u32, hit: u32, missed: u32) {
         self.windows.iter_mut().for_each(|windows| windows.count_use(missed));
         if let Some(states) = &mut self.states {
@@ -297,7 +297,7 @@ impl Memory {
         }
     }
 
-    /// Loads a resident's state in the plan of step `step`, which writes its slot.
+    /// Makes the plan of step `step`, which writes a resident's slot, load its state.
     pub(crate) fn load_state(&mut self, entry: &mut Entry, step: u64, plan: &mut StepPlan) {
         let Some(Residence { slot, pages, .. }) = &mut entry.residence else { return };
         let load = pages.state.as_mut().and_then(|state| state.load.take());
@@ -309,7 +309,7 @@ impl Memory {
     }
 
     /// The length of a resident's next row, at most `length`, so that it ends where its state is
-    /// kept. Other rows of a prompt end with a page, if they reach the end of one.
+    /// kept. Other prompt rows end at a page boundary, if they reach one.
     pub(crate) fn length_to_state(&self, entry: &Entry, length: u32) -> u32 {
         let state = entry.residence.as_ref().and_then(|residence| residence.pages.state.as_ref());
         let (Some(states), Some(state)) = (&self.states, state) else { return length };
@@ -321,8 +321,8 @@ impl Memory {
         if end < entry.goal() && whole > start { whole - start } else { length }
     }
 
-    /// Makes a plan save the state after a resident's newest row, if the row ends with a page and a
-    /// state page can be had.
+    /// Makes a plan save the state after a resident's newest row, if the row ends at a page
+    /// boundary and a state page is free.
     pub(crate) fn save_state(&mut self, entry: &mut Entry, plan: &mut StepPlan) {
         let (end, page_size) = (entry.computed, self.page_size);
         let Some(states) = &mut self.states else { return };
@@ -351,8 +351,8 @@ impl Memory {
         }
     }
 
-    /// Offers the saved states of a resident whose tokens are known. Its blocks have names up to
-    /// there.
+    /// Offers a resident's saved states to the cache once their tokens are known. The blocks up to
+    /// there have names.
     pub(super) fn offer_states(&mut self, entry: &mut Entry) {
         let (certain, page_size) = (entry.certain(), self.page_size);
         let Some(states) = &mut self.states else { return };
@@ -376,7 +376,7 @@ impl Memory {
         }
     }
 
-    /// Retires the states of a request that loses its slot. Its last one stays from now on.
+    /// Retires the states of a request that loses its slot. Its last state stays in the cache.
     pub(super) fn retire_states(&mut self, last_step: u64, state: Option<ResidentState>) {
         if let (Some(ResidentState { load, saved, replaced, .. }), Some(states)) =
             (state, &mut self.states)

@@ -1,11 +1,11 @@
 //! The window part of pages: layers with a window read the last positions of a request only.
 //!
-//! A request has pages of the window part for its last positions, and passes the others. It gets
-//! them as its rows need them, in prefill too. A row may be shorter if there are too few.
+//! A request has pages of the window part only for its last positions, and gives the others back.
+//! It gets pages as its rows need them, in prefill too. If there are too few, its rows are shorter.
 //!
 //! A page is passed when its last position is a whole window before the next one that will be
-//! computed. What counts is the lowest such position, whatever becomes of steps in flight: drafts
-//! may be rejected, and the last position of a masked row may come again.
+//! computed. The next position is taken at its lowest: drafts in flight may be rejected, and the
+//! last position of a masked row may be computed again.
 
 use std::collections::VecDeque;
 
@@ -17,8 +17,8 @@ use super::window_part::WindowRun;
 use crate::entry::{Entry, Residence};
 
 impl Memory {
-    /// Makes a resident give back the pages of the window part that its next rows do not read. They
-    /// are free when the steps in flight are done.
+    /// Makes a resident give back the pages of the window part that its next rows do not read. The
+    /// pages are free after the steps in flight.
     pub(crate) fn pass_window(&mut self, entry: &mut Entry, plan: &mut StepPlan) {
         let next = entry.computed.saturating_sub(u32::from(entry.request.masked));
         let (Some(windows), Some(residence)) = (&mut self.windows, &mut entry.residence) else {
@@ -28,7 +28,7 @@ impl Memory {
         else {
             return;
         };
-        // A page that is not passed now had no row since it was there.
+        // A page that is not passed yet has had no row since it was added.
         let count = windows.passed(next).min(run.end()).saturating_sub(run.first);
         if count == 0 {
             return;
@@ -43,8 +43,8 @@ impl Memory {
     }
 
     /// Gives a resident pages of the window part for its next row of `length` positions, as far as
-    /// there are more than `others`, which others may need. Returns the number of positions that
-    /// have pages.
+    /// more than `others` pages are free: other requests may need those. Returns the number of
+    /// positions that have pages.
     pub(crate) fn window_room(
         &mut self,
         entry: &mut Entry,

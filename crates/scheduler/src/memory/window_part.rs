@@ -1,4 +1,4 @@
-//! The pool of the window part, and the pages that a request has of it.
+//! The pool of the window part, and the pages of one request in it.
 
 use std::collections::VecDeque;
 
@@ -10,7 +10,7 @@ use crate::config::WindowPart;
 use crate::event::WindowStats;
 use crate::retirement::check_leases;
 
-/// The window part of a request's pages, or some pages of it that the request has passed.
+/// A request's pages of the window part, or those of them that it has passed.
 #[derive(Debug, Default)]
 pub(crate) struct WindowRun {
     /// The index of the first page.
@@ -53,7 +53,7 @@ pub(super) struct WindowPages {
 
 impl WindowPages {
     /// # Panics
-    /// A request that runs alone has no room.
+    /// Panics if the pages do not suffice for a request that runs alone.
     pub(super) fn new(part: WindowPart, pages: u32, page_size: u32) -> Self {
         let WindowPart { pages: own, window } = part;
         let least = least_window_pages(window, page_size).min(pages);
@@ -62,7 +62,7 @@ impl WindowPages {
         Self { pool, page_size, window, counters: WindowStats::default() }
     }
 
-    /// Goes on with another number of pages. No page has a lease.
+    /// Changes the number of pages. No page may be leased.
     pub(super) fn resize(&mut self, pages: u32) {
         self.pool = WindowPool::new(pages, self.page_size, self.window);
     }
@@ -72,8 +72,7 @@ impl WindowPages {
         self.resize(self.pool.size());
     }
 
-    /// The largest number of these leading blocks, which are cached, that a request can go on
-    /// behind.
+    /// The largest number of these cached leading blocks that a request can continue after.
     pub(super) fn longest(&self, names: &[BlockHash]) -> usize {
         self.pool.longest(names)
     }
@@ -82,23 +81,23 @@ impl WindowPages {
         self.pool.forget(name);
     }
 
-    /// Forgets every block without a lease. True: nothing is left.
+    /// Forgets every block without a lease. True if no block is left.
     pub(super) fn flush(&mut self) -> bool {
         self.pool.flush()
     }
 
-    /// Pages that drafts may take: pages without cached content.
+    /// Free pages without cached content, which drafts may take.
     pub(super) fn spare(&self) -> u32 {
         self.pool.spare()
     }
 
-    /// Leases the window part of a request that goes on after the cached blocks `found`. Of its
-    /// `count` pages it gets as many new ones as it will have at all times. `None`, and nothing is
-    /// leased, if there are too few.
+    /// Leases the window part of a request that continues after the cached blocks `found`. Of its
+    /// `count` pages it gets as many new ones as it will ever hold at a time. If there are too few,
+    /// returns `None` and leases nothing.
     pub(super) fn lease(&mut self, found: &[BlockHash], count: usize) -> Option<WindowRun> {
         let mut leases: VecDeque<_> = self.pool.share_tail(found).into();
         let first = (found.len() - leases.len()) as u32;
-        // The pages of the window, and the one that is written.
+        // The pages of the window, and the one that is being written.
         let held = self.pool.tail() + 1;
         let new = (held - leases.len()).min(count - found.len());
         if (self.pool.available() as usize) < new {
@@ -116,7 +115,7 @@ impl WindowPages {
         }
     }
 
-    /// Frees pages, those before which others are evicted last.
+    /// Frees pages. Blocks of later positions are evicted before those of earlier ones.
     pub(super) fn free(&mut self, run: WindowRun) {
         let WindowRun { leases, passed, .. } = run;
         if passed {
@@ -140,7 +139,7 @@ impl WindowPages {
         }
     }
 
-    /// Checks that the leases of these pages are all there are.
+    /// Checks that the leased pages are exactly these.
     pub(super) fn check<'a>(&self, pages: impl Iterator<Item = &'a Pages>) -> Result<(), String> {
         self.pool.check_integrity()?;
         let leases = pages.filter_map(|pages| pages.window.as_ref()).flat_map(WindowRun::leases);
@@ -148,8 +147,8 @@ impl WindowPages {
         check_leases("window page", leases, self.pool.size(), |page| self.pool.leases(page))
     }
 
-    /// The number of leading pages that no row reads any more, of a request that will compute no
-    /// position before `next`.
+    /// The number of leading pages that no row will read, if the request computes no position
+    /// before `next`.
     pub(super) fn passed(&self, next: u32) -> u32 {
         (next + 1).saturating_sub(self.window) / self.page_size
     }

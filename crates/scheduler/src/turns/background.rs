@@ -1,11 +1,11 @@
-//! The time that work in the background may add to the steps of others.
+//! The time that background work may add to the steps of other requests.
 //!
-//! Others earn it: each of their steps adds a share of its time to an account. A step with rows in
-//! the background as well takes from it what those rows have added to the step. While the account
-//! is empty, they have no rows. So they run where their rows cost next to nothing, as on a device
-//! that reads all weights for each step, and rarely where arithmetic bounds a step. Either way
-//! others lose that share of their speed on average. With a share above 0, work in the background
-//! goes on beside streams that never end.
+//! Foreground requests earn it: each of their steps adds a share of its time to an account. A step
+//! that also has background rows withdraws the time that those rows added. While the account is
+//! empty, there are no background rows. So they run where they cost next to nothing, as on a device
+//! that reads all weights for each step, and rarely where arithmetic bounds a step. Either way the
+//! foreground loses that share of its speed on average. With a share above 0, background work makes
+//! progress beside streams that never end.
 
 use crate::mean::Mean;
 
@@ -20,42 +20,42 @@ pub(crate) struct Mixture {
     pub(crate) background: u32,
 }
 
-/// The account of the time that work in the background may add.
+/// The account of the time that background work may add.
 #[derive(Debug)]
 pub(crate) struct Background {
-    /// The share of others' time; 1: there is no bound.
+    /// The share of foreground time that is earned; 1: unbounded.
     share: f64,
-    /// Microseconds that are left; below zero they are owed.
+    /// Microseconds left; negative if overdrawn.
     left_us: f64,
-    /// The decode rows of the last steps without work in the background, and their time.
+    /// The decode rows of the latest steps without background work, and the time of these steps.
     alone: Option<(u32, Mean)>,
-    /// True if the next step is to be measured without background work.
+    /// True if the next step should be measured without background work.
     measures: bool,
     /// Microseconds that a position in the background adds.
     position_us: Mean,
 }
 
 impl Background {
-    /// `percent`: the share of others' time; from 100 on there is no bound.
+    /// `percent`: the share of foreground time; 100 and more: unbounded.
     pub(crate) fn new(percent: u32) -> Self {
         let share = f64::from(percent) / 100.0;
         Self { share, left_us: 0.0, alone: None, measures: false, position_us: Mean::default() }
     }
 
-    /// True if background work may have no rows in steps of others.
+    /// True if background work may have no rows beside foreground rows.
     pub(crate) fn is_spent(&self) -> bool {
         self.share == 0.0 || self.left_us < 0.0 || self.measures
     }
 
-    /// Learns from the time of a step. `drafts`: it verified drafts, so that its number of rows is
-    /// not a measure of its time.
+    /// Learns from the time of a step. `drafts`: it verified drafts, so its number of rows says
+    /// little about its time.
     pub(crate) fn learn(&mut self, step: Mixture, drafts: bool, device_us: u32) {
         let Mixture { rows, positions, background } = step;
         if device_us == 0 || self.share >= 1.0 {
             return;
         }
         if rows == 0 {
-            // No request was delayed, so no time is owed.
+            // No foreground request was delayed, so nothing is owed.
             (self.left_us, self.alone, self.measures) = (0.0, None, false);
             return;
         }
@@ -90,7 +90,7 @@ impl Background {
         self.left_us -= added_us;
     }
 
-    /// Adds a share of a time; at most that time is kept.
+    /// Adds a share of a step's time, and caps the account at that time.
     fn earn(&mut self, us: f64) {
         self.left_us = (self.left_us + self.share * us).min(us);
     }
@@ -100,8 +100,8 @@ impl Background {
 mod tests {
     use super::*;
 
-    /// Runs steps of eight streams of 1 ms each, with rows that add `row_us`. Returns the time of
-    /// all steps by that of the streams alone, and the rows in the background.
+    /// Runs steps of eight streams of 1 ms each, with background rows that add `row_us`. Returns
+    /// the total time relative to the streams alone, and the number of background rows.
     fn run(percent: u32, row_us: u32, steps: u32) -> (f64, u32) {
         let mut account = Background::new(percent);
         let (mut us, mut rows) = (0, 0);
@@ -145,7 +145,8 @@ mod tests {
         account.learn(step(8, 0), false, 8000);
         account.learn(step(8, 4), false, 8100);
         assert!(!account.is_spent());
-        // Seven streams have ended: 8000 us would hide the time that background rows add.
+        // Seven streams have ended. A baseline of 8000 us would hide the time that background rows
+        // add.
         account.learn(step(1, 4), false, 5000);
         assert!(account.is_spent());
         account.learn(step(1, 0), false, 1000);

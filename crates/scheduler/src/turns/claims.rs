@@ -1,16 +1,16 @@
 //! The order in which prompts pass others in a step ([`crate::passing`]).
 //!
-//! By rank first. Then the client goes first that has received the fewest tokens of steps, and of
-//! its prompts the one with the least remaining work. A client that begins to wait counts as having
-//! received as much as the poorest of those that wait or compute. So it owes nothing for the time
-//! before, and has no credit either.
+//! The order is by rank, then by client: the one that has received the fewest tokens of steps goes
+//! first, with its prompt that has the least remaining work. A client that begins to wait starts at
+//! the count of the poorest client that waits or computes. So it carries neither debt nor credit
+//! from earlier.
 
 use std::collections::{BTreeMap, HashMap};
 
 use super::fair::FairQueue;
 use crate::request::{Key, Ticket};
 
-/// Waiting prompts of a rank. A client's own go by remaining work, and then by arrival.
+/// Waiting prompts of a rank. Those of one client go by remaining work, then by arrival.
 type Lane = FairQueue<Ticket, (u32, i64)>;
 
 /// The waiting prompts in the order in which they pass others, and the tokens that clients have
@@ -20,13 +20,13 @@ pub(crate) struct Claims {
     /// Otherwise all prompts are one client's.
     fair: bool,
     lanes: BTreeMap<i64, Lane>,
-    /// The remaining work by which each waits, in tokens.
+    /// The remaining tokens by which each waiting prompt is sorted.
     works: HashMap<Key, u32>,
-    /// The number of lanes at which those without debts are removed.
+    /// The number of lanes at which lanes without debts are removed.
     sweep_at: usize,
 }
 
-/// The rank of a prompt in the order in which prompts get a step's tokens: smaller ones go first.
+/// The place of a prompt in the order in which prompts get a step's tokens: smaller goes first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Claim {
     rank: i64,
@@ -69,7 +69,8 @@ impl Claims {
         self.lanes.values().find_map(Lane::first).copied()
     }
 
-    /// The place of a prompt. `work`: the remaining work of a resident; a waiting one has its own.
+    /// The place of a prompt. `work`: the remaining work of a resident; that of a waiting prompt is
+    /// recorded.
     pub(crate) fn place(&self, key: Key, client: u64, work: u32) -> Claim {
         let lane = self.lanes.get(&key.rank);
         let received = lane.map_or(0, |lane| lane.start_of(self.client(client)));
@@ -84,7 +85,7 @@ impl Claims {
     }
 
     /// Moves a rank's virtual time to the poorest client that waits or is one of `computing`. If
-    /// there is none, all debts of the rank are forgotten.
+    /// there is no such client, all debts of the rank are forgotten.
     pub(crate) fn advance(&mut self, rank: i64, computing: impl Iterator<Item = u64>) {
         let fair = self.fair;
         let Some(lane) = self.lanes.get_mut(&rank) else { return };
@@ -95,7 +96,7 @@ impl Claims {
         }
     }
 
-    /// Forgets the debts of ranks without prompts that wait or `computes`, now and then.
+    /// Now and then forgets the debts of ranks in which no prompt waits or `computes`.
     pub(crate) fn sweep(&mut self, computes: impl Fn(i64) -> bool) {
         if self.lanes.len() > self.sweep_at.max(16) {
             self.lanes.retain(|&rank, lane| !lane.is_empty() || computes(rank));

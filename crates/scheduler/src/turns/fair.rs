@@ -1,21 +1,21 @@
 //! Turns of clients by cost.
 //!
 //! Turns are start-time fair queueing (Goyal, Vin and Cheng 1996). The next item of a client starts
-//! at the end of its last one in virtual time, and the earliest start goes first. Virtual time
-//! grows by an even share of the work that was taken. So a stream of new clients cannot keep an
+//! at the end of its last one in virtual time, and the earliest start goes first. Each item taken
+//! advances virtual time by an even share of its cost. So a stream of new clients cannot keep an
 //! older one waiting for ever.
 
 use std::collections::{BTreeMap, HashMap};
 
-/// Units of virtual time for a unit of cost, so that an even share of a small cost is more than
-/// nothing.
+/// Units of virtual time for a unit of cost, fine enough that an even share of a small cost is not
+/// 0.
 pub(crate) const UNITS: u64 = 256;
-/// The number of idle clients that are remembered before those without debts are forgotten. There
-/// are never more than twice as many.
+/// The number of idle clients that are remembered before those without debts are forgotten. At most
+/// twice as many are ever remembered.
 pub(crate) const REMEMBERED: usize = 1 << 14;
 
-/// Waiting items of clients, which take turns by cost. A client's own items go by arrival, or by
-/// another order `K` that no two waiting items share.
+/// Waiting items of clients, which take turns by cost. Items of one client go by arrival, or by
+/// another key `K` that is unique among waiting items.
 #[derive(Debug)]
 pub struct FairQueue<T, K = i64> {
     /// Virtual time, in units.
@@ -30,7 +30,7 @@ pub struct FairQueue<T, K = i64> {
 /// The items of a client.
 #[derive(Debug)]
 struct Account<T, K> {
-    /// The start of its first waiting item, or of its next one, which is the end of the last one
+    /// The virtual start of its first waiting item. Without one, the virtual end of the last item
     /// that had its turn.
     start: u64,
     /// The waiting items and their costs, by arrival.
@@ -57,7 +57,7 @@ impl<T, K: Copy + Ord> Account<T, K> {
 }
 
 impl<T, K: Copy + Ord> FairQueue<T, K> {
-    /// Puts an item of `client` in. `arrival` is a number that no waiting item has.
+    /// Adds an item of `client`. `arrival` is unique among waiting items.
     pub fn insert(&mut self, client: u64, arrival: K, cost: u64, item: T) {
         let account = self.clients.entry(client).or_default();
         match account.turn() {
@@ -99,15 +99,15 @@ impl<T, K: Copy + Ord> FairQueue<T, K> {
         self.clients.get(&client)?.waiting.get(&arrival).map(|(_, item)| item)
     }
 
-    /// Removes the next item of those clients that `may` have one, and returns it with its client.
+    /// Removes the next item of a client for which `may` is true, and returns it with its client.
     pub fn pop(&mut self, may: impl Fn(u64) -> bool) -> Option<(u64, T)> {
         let mut turns = self.turns.iter();
         let (&(_, arrival), &client) = turns.find(|&(_, &client)| may(client))?;
         Some((client, self.take(client, arrival, true)?))
     }
 
-    /// Removes an item, if it waits. With `charged` its client has had its turn; else the item
-    /// costs its client nothing.
+    /// Removes an item, if it waits. With `charged` its client pays for it; otherwise it costs the
+    /// client nothing.
     pub fn take(&mut self, client: u64, arrival: K, charged: bool) -> Option<T> {
         let active = self.turns.len() as u64;
         let account = self.clients.get_mut(&client)?;
@@ -117,7 +117,7 @@ impl<T, K: Copy + Ord> FairQueue<T, K> {
         let taken = account.waiting.remove(&arrival);
         if let (Some((cost, _)), true) = (&taken, charged) {
             let cost = cost.saturating_mul(UNITS).max(1);
-            // One more than there are: a new client is to be ahead of those that have just had
+            // One more than there are: a new client should be ahead of clients that have just had
             // their turn.
             let share = cost.div_ceil(active + 1);
             self.now = self.now.max(account.start).saturating_add(share);
@@ -160,8 +160,8 @@ impl<T, K: Copy + Ord> FairQueue<T, K> {
         self.now = self.now.max(to);
     }
 
-    /// Forgets clients that owe nothing, now and then, and all that have nothing here once there
-    /// are too many.
+    /// Now and then forgets clients without debts, and every client without items once there are
+    /// too many.
     fn sweep(&mut self) {
         let idle = self.clients.len() - self.turns.len();
         if idle <= self.sweep_at.max(64) {

@@ -4,7 +4,7 @@
 //! - `shares`: the running requests of each client.
 //! - `claims`: the order in which prompts pass others in a step.
 //! - `pace`: the prompt tokens of a step beside running streams.
-//! - `background`: the time that work in the background may add to the steps of others.
+//! - `background`: the time that background work may add to foreground steps.
 
 pub(crate) mod background;
 pub(crate) mod claims;
@@ -39,13 +39,13 @@ pub(crate) struct Turns {
     pub(crate) shares: Shares,
     /// `None`: no prompt passes another.
     pub(crate) claims: Option<Claims>,
-    /// The waiting request that did not fit, and the number of returns to the pools then. Until
-    /// slots or pages come back, another try is useless.
+    /// The first waiting request, if it did not fit, and the return count of the pools at that
+    /// time. Until slots or pages return, trying again is useless.
     blocked: Option<(Key, u64)>,
-    /// The waiting request that was to pass others and did not fit, likewise.
+    /// The same for the waiting request that was to pass others.
     passing_blocked: Option<(Key, u64)>,
-    /// Suspects of the hand's death, resident or not. While there are any, only the first of them
-    /// has rows.
+    /// Suspects of the hand's death, resident or waiting. While there are any, only the first has
+    /// rows.
     suspects: BTreeMap<Key, Handle>,
     /// Microseconds a token that is computed.
     token_us: Mean,
@@ -83,7 +83,7 @@ impl Turns {
         }
     }
 
-    /// Lets a request wait for its turn, which does not wait yet.
+    /// Puts a request that does not wait yet into the queue.
     pub(crate) fn line_up(&mut self, handle: Handle, entry: &Entry, memory: &Memory) {
         if entry.mark().is_some() {
             self.suspects.insert(entry.key, handle);
@@ -111,7 +111,7 @@ impl Turns {
         self.suspects.remove(&ticket.key);
     }
 
-    /// Lines a request up again after the hand's death, as a suspect or not. It may be waiting
+    /// Queues a request again after the hand's death, as a suspect or not. It may be in the queue
     /// already.
     pub(crate) fn line_up_again(&mut self, handle: Handle, entry: &Entry, memory: &Memory) {
         let ticket = entry.ticket(handle);
@@ -138,8 +138,8 @@ impl Turns {
         self.suspects.first_key_value().map(|(_, &handle)| handle)
     }
 
-    /// The waiting request whose turn it is. Only shares of a step let others be admitted before it
-    /// ([`Self::passing`]).
+    /// The waiting request whose turn it is. Only requests that pass in a step are admitted before
+    /// it ([`Self::passing`]).
     pub(crate) fn next(&self) -> Option<Ticket> {
         let first = self.queue.first();
         let is_before = |first: Ticket| !first.key.is_background();
@@ -148,9 +148,9 @@ impl Turns {
         self.shares.promised.filter(holds).or(first)
     }
 
-    /// The waiting request that is the next to pass prompts in a step. Nobody gets the last slot
-    /// before the one whose turn it is. Those that are admitted before it come to no more tokens
-    /// than it does itself, so that pages are not kept from it for ever.
+    /// The waiting request that is the next to pass prompts in a step. The last slot is kept for
+    /// the request whose turn it is. The requests admitted before it have together at most as many
+    /// tokens as it has, so that they cannot keep pages from it for ever.
     pub(crate) fn passing(&self, roster: &Roster) -> Option<Ticket> {
         let (claims, next) = (self.claims.as_ref()?, self.next()?);
         let first = claims.first().filter(|_| self.shares.promised.is_none());
@@ -161,7 +161,8 @@ impl Turns {
         Some(first.filter(may).unwrap_or(next))
     }
 
-    /// True if a request lacked pages, and none came back since. `returns` counts returns.
+    /// True if the request lacked pages at its last try and none came back since. `returns` is the
+    /// count of returns.
     pub(crate) fn is_blocked(&self, key: Key, returns: u64) -> bool {
         [self.blocked, self.passing_blocked].contains(&Some((key, returns)))
     }
@@ -193,13 +194,13 @@ impl Turns {
         self.suspects.clear();
     }
 
-    /// The resident to be preempted, and the request for which it is. Background work is preempted
-    /// for any other, and others by their shares ([`Shares::who_gives_way`]). To those the next
-    /// admission is promised.
+    /// The resident to preempt, and the request that gets its room. Background work is preempted
+    /// for any other request, and other residents by fair shares ([`Shares::who_gives_way`]), with
+    /// a promise of the next admission.
     ///
-    /// This happens once a step at most. Between others it happens so seldom that repeated
-    /// computation takes only a part of all steps. It runs before any request has a row, since the
-    /// preempted resident must have none.
+    /// This happens at most once a step. Between foreground requests it is so rare that
+    /// recomputation takes only a small part of all steps. It runs before any request has a row,
+    /// since the preempted resident must have none.
     pub(crate) fn who_gives_way(
         &mut self,
         roster: &Roster,
@@ -225,7 +226,7 @@ impl Turns {
             return None;
         }
         self.shares.settled = true;
-        // Those that were admitted before go first, but not for ever before a client that has less
+        // Requests that were admitted before go first, but not for ever before a client with less
         // than its share.
         let fresh = || self.queue.first_fresh(next?.key.rank);
         let ticket = self.shares.promised.or_else(fresh)?;
@@ -233,7 +234,7 @@ impl Turns {
         Some((victim, ticket))
     }
 
-    /// Promises the next admission to a request for which another was preempted. The latter had
+    /// Promises the next admission to a request for which a resident was preempted that had
     /// computed `lost` positions.
     pub(crate) fn promise(&mut self, ticket: Ticket, step: u64, lost: u32) {
         self.blocked = None;
@@ -247,13 +248,13 @@ impl Turns {
         }
     }
 
-    /// Charges a request's client for a time on the host: as many tokens as the device computes in
-    /// that time.
+    /// Charges a request's client for host time, as the number of tokens that the device computes
+    /// in that time.
     pub(crate) fn charge(&mut self, ticket: &Ticket, us: u64) {
         self.queue.charge(ticket, self.tokens_in(us));
     }
 
-    /// The number of tokens that the device computes in `us` microseconds; 0: it is not known.
+    /// The number of tokens that the device computes in `us` microseconds; 0: not known yet.
     fn tokens_in(&self, us: u64) -> u64 {
         self.token_us.get().map_or(0, |token_us| (us as f64 / token_us) as u64)
     }
@@ -296,7 +297,7 @@ impl Turns {
     }
 }
 
-/// The background resident that is preempted for a request which is not background work.
+/// The background resident to preempt for a foreground request.
 fn in_background(ticket: &Ticket, roster: &Roster) -> Option<Handle> {
     let (last, &handle) = roster.residents.last_key_value()?;
     (last.is_background() && !ticket.key.is_background()).then_some(handle)

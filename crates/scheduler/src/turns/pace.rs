@@ -1,34 +1,35 @@
 //! The number of prompt tokens that a step may have, so that running streams get their next tokens
 //! in time.
 //!
-//! The time of a step is learned: that of steps that only decode, and the time that prompts add to
-//! it. The former grows with the context, the positions that the rows read. A burst of prompts
-//! after a lone stream has many more of them, which no decode step before has measured. A prompt
-//! adds a time for each token. It adds one for each pair of a token and a position before it too,
-//! since chunks of a long prompt take longer the deeper they are.
+//! Two times are learned: that of decode-only steps, and what prompts add to it. The first grows
+//! with the context, which is the number of positions that the rows read. A burst of prompts after
+//! a lone stream has a larger context than any decode step measured so far. A prompt adds time for
+//! each token, and for each pair of a token and an earlier position, since chunks deeper in a long
+//! prompt take longer.
 
 use crate::config::DecodeGap;
 
-/// The automatic bound, in steps that only decode. A step reads all weights however few tokens it
-/// has, so a smaller one spends more of the device's time on that.
+/// The automatic bound, in decode-only steps. A step reads all weights however few tokens it has,
+/// so a smaller bound spends more of the device's time on weights.
 const STEPS: f64 = 6.0;
 /// The factor by which earlier steps lose weight at each step with prompts.
 const FADING: f64 = 1.0 - 1.0 / 64.0;
-/// The weight of the steps before, at each step that only decodes. They are many, and those of
-/// another load are worth keeping.
+/// The same factor for each decode-only step. These steps are many, and measurements under another
+/// load are worth keeping.
 const DECODE_FADING: f64 = 1.0 - 1.0 / 1024.0;
-/// The share of independent variation below which the two times can't be separated.
+/// The share of independent variation below which the times of tokens and pairs can't be separated.
 const SINGULAR: f64 = 1e-6;
-/// The variance of contexts, by their squared mean, below which their effect can't be measured.
+/// The variance of contexts, relative to their squared mean, below which their effect can't be
+/// measured.
 const NARROW: f64 = 1e-3;
 
 /// The learned times of steps.
 #[derive(Debug)]
 pub(crate) struct Pace {
     gap: DecodeGap,
-    /// Microseconds of a step that only decodes, by its context.
+    /// Microseconds of a decode-only step, by its context.
     decodes: Line,
-    /// Fading sums of products of tokens, pairs and the time that they took: a least-squares fit.
+    /// Decaying sums of products of tokens, pairs and times, for a least-squares fit.
     sums: Sums,
 }
 
@@ -82,8 +83,8 @@ impl Pace {
     }
 
     /// The largest number of prompt tokens, of at most `most`, that a step may have beside running
-    /// streams. `depth`: the position at which the prompts go on; `context`: the sum of the
-    /// streams' positions.
+    /// streams. `depth`: the position at which the prompts continue; `context`: the total number of
+    /// positions of the streams.
     pub(crate) fn tokens(&self, most: u32, depth: u32, context: u64) -> u32 {
         let decode_us = self.decodes.at(context);
         let gap_us = match self.gap {
@@ -142,7 +143,7 @@ impl Sums {
         add(&mut self.pairs_us, pairs * us);
     }
 
-    /// Microseconds for a token and for a pair; 0: nothing was measured.
+    /// Microseconds for a token and for a pair; 0: not measured.
     fn times(&self) -> (f64, f64) {
         let Self { tokens_tokens, tokens_pairs, pairs_pairs, tokens_us, pairs_us } = *self;
         if tokens_tokens == 0.0 {
@@ -223,7 +224,7 @@ mod tests {
         assert!((199..=200).contains(&pace.tokens(u32::MAX, 0, 0)));
     }
 
-    /// Qwen3-0.6B on an H100: 1.3 ms, 45 ns a position that is read, and 3.5 us a prompt token.
+    /// Qwen3-0.6B on an H100: 1.3 ms a step, 45 ns a context position, and 3.5 us a prompt token.
     #[test]
     fn a_burst_after_a_lone_stream_has_the_gap_of_its_own_steps() {
         let decode_us = |context: u64| 1300.0 + 0.045 * context as f64;

@@ -1,6 +1,6 @@
 //! Waiting requests, and the order in which they are admitted.
 //!
-//! Ranks (priorities) are served one after the other. Within a rank, requests that were admitted
+//! Ranks (priorities) are served strictly in order. Within a rank, requests that were admitted
 //! before go first, by arrival. The others take turns by client ([`FairQueue`]). The cost of a
 //! request is its prompt and the tokens that it may generate. When no request of a rank waits, its
 //! clients have no debts any more.
@@ -16,7 +16,7 @@ pub(crate) const PROBE_RANK: i64 = i64::MIN;
 /// All waiting requests but the suspects.
 #[derive(Debug)]
 pub(crate) struct Queue {
-    /// True for turns by client. Otherwise all requests are one client's: turns go by arrival.
+    /// True for turns by client. Otherwise all requests count as one client's, and go by arrival.
     fair: bool,
     /// The requests that were admitted before.
     returning: BTreeMap<Key, Ticket>,
@@ -51,26 +51,27 @@ impl Queue {
         }
     }
 
-    /// Some of those whose turn comes soon: by rank, and then client by client. Requests that were
-    /// admitted before go first.
+    /// Up to `count` requests whose turn comes soon: by rank, then client by client. Requests that
+    /// were admitted before go first.
     pub(crate) fn upcoming(&self, count: usize) -> Vec<Ticket> {
         let fresh = self.lanes.values().flat_map(FairQueue::upcoming);
         self.returning.values().chain(fresh).take(count).copied().collect()
     }
 
-    /// The requests that were never admitted, those whose turn comes late first.
+    /// The requests that were never admitted, last turn first.
     pub(crate) fn latest(&self) -> impl Iterator<Item = &Ticket> {
         self.lanes.values().rev().flat_map(FairQueue::latest)
     }
 
-    /// True if a request waits that goes before all others.
+    /// True if a probe waits, which goes before all other requests.
     pub(crate) fn has_probe(&self) -> bool {
         let ranks =
             [self.returning.keys().next().map(|key| key.rank), self.lanes.keys().next().copied()];
         ranks.contains(&Some(PROBE_RANK))
     }
 
-    /// The next request of a rank among those that were never admitted. Others may go before it.
+    /// The next request of a rank among those that were never admitted. Requests that were admitted
+    /// before go ahead of it.
     pub(crate) fn first_fresh(&self, rank: i64) -> Option<Ticket> {
         self.lanes.get(&rank)?.first().copied()
     }
@@ -80,7 +81,7 @@ impl Queue {
         self.take(ticket, true);
     }
 
-    /// Removes a request that was not admitted: it costs its client nothing.
+    /// Removes a request without admission, which costs its client nothing.
     pub(crate) fn remove(&mut self, ticket: &Ticket) {
         self.take(ticket, false);
     }
@@ -134,7 +135,7 @@ mod tests {
     use crate::slab::{Handle, Slab};
     use crate::turns::fair::{REMEMBERED, UNITS};
 
-    /// The same algorithm in plain words. It searches everything each time, and forgets no client
+    /// The same algorithm, done naively: it searches everything each time, and forgets no client
     /// while any request of the rank waits.
     #[derive(Default)]
     struct Naive {
@@ -252,8 +253,8 @@ mod tests {
             }
         }
 
-        /// For two clients that always have waiting requests, the admitted work differs by no more
-        /// than the two largest requests.
+        /// For two clients that always have waiting requests, the admitted work differs at most by
+        /// the two largest requests.
         #[test]
         fn two_busy_clients_get_the_same(costs in prop::collection::vec((1..50_u64, 1..500_u64), 40)) {
             let mut queue = Queue::new(true);
@@ -273,7 +274,7 @@ mod tests {
             }
         }
 
-        /// A client with a charge has its turn when the other has had as much.
+        /// A charged client has its turn when the other client has had as much.
         #[test]
         fn a_charge_counts_like_an_admitted_request(cost in 1..50_u64, charged in 1..20_u64, idle in any::<bool>()) {
             let mut queue = Queue::new(true);

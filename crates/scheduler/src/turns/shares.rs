@@ -1,6 +1,5 @@
-//! Fair shares of the running requests. An admitted request keeps its slot until it ends. So turns
-//! in the queue are not enough: a client that comes first with long requests would hold every slot
-//! until they end.
+//! Fair shares of the running requests. An admitted request keeps its slot until it ends, so turns
+//! in the queue are not enough: a client that comes first with long requests would hold every slot.
 
 use std::collections::HashMap;
 
@@ -8,7 +7,7 @@ use crate::request::Ticket;
 use crate::roster::Roster;
 use crate::slab::Handle;
 
-/// The limit of recomputation after preemption: at most one in this many tokens of steps.
+/// Preemption for shares may recompute at most one in this many tokens.
 const YIELD_SHARE: u64 = 4;
 
 /// Each client's share of the running requests.
@@ -16,9 +15,9 @@ const YIELD_SHARE: u64 = 4;
 pub(crate) struct Shares {
     /// Residents of each client that has any.
     pub(super) residents: HashMap<u64, u32>,
-    /// The next request to be admitted, for which another was preempted.
+    /// The next request to admit, for which a resident was preempted.
     pub(super) promised: Option<Ticket>,
-    /// The step before which no request has to be preempted.
+    /// No request is preempted for shares before this step.
     rested_at: u64,
     /// True if the last search found no request to preempt, and nothing has changed since.
     pub(super) settled: bool,
@@ -51,25 +50,25 @@ impl Shares {
         self.settled = false;
     }
 
-    /// True if a search at this step may find a request to preempt.
+    /// True if a search in this step may find a request to preempt.
     pub(crate) fn may_change(&self, step: u64) -> bool {
         !self.settled && step >= self.rested_at
     }
 
-    /// Promises the next admission to a request for which another is preempted now. That one loses
-    /// `lost` computed positions.
+    /// Promises the next admission to a request for which a resident is preempted now. The resident
+    /// loses `lost` computed positions.
     pub(crate) fn promise(&mut self, ticket: Ticket, step: u64, lost: u32, token_budget: u32) {
         let steps = (YIELD_SHARE * u64::from(lost)).div_ceil(u64::from(token_budget.max(1)));
         self.promised = Some(ticket);
         self.rested_at = step + 1 + steps;
     }
 
-    /// The resident that is preempted for a request whose client has less than an even share. It is
-    /// the least important one of a client with more than an even share, and no more important than
-    /// the request.
+    /// The resident that is preempted for a request whose client has less than an even share. The
+    /// resident is the least important one of a client with more than an even share, and no more
+    /// important than the request.
     ///
-    /// Afterwards the one client has at most an even share and the other at least one, so that no
-    /// two requests preempt each other in turn.
+    /// Afterwards the request's client still has at most an even share, and the other client at
+    /// least one. So two requests never preempt each other in turn.
     pub(crate) fn who_gives_way(&self, ticket: &Ticket, roster: &Roster) -> Option<Handle> {
         let counts = &self.residents;
         let own = counts.get(&ticket.client).copied().unwrap_or(0) as usize;
