@@ -1,17 +1,17 @@
-//! The probability that drafts are right, by the place and the length of the match that they come
-//! from.
+//! The probability that drafts are right, by their source and the length of the match that they
+//! come from.
 
 use crate::lookup::{DraftMatch, DraftSource};
 
-/// The largest length of each class of matches but the last.
+/// The largest match length of each class except the last.
 const CLASSES: [u32; 6] = [2, 3, 4, 6, 9, 15];
 /// The share of first drafts that were right, measured over 59 requests (ADR 86).
 const FIRST: [f64; CLASSES.len() + 1] = [0.52, 0.59, 0.90, 0.78, 0.62, 0.89, 0.97];
-/// The share of further drafts that were right, where the ones before them were.
+/// The share of further drafts that were right, given that all drafts before them were.
 const FURTHER: [f64; CLASSES.len() + 1] = [0.74, 0.74, 0.77, 0.80, 0.88, 0.94, 0.98];
 /// The weight of these shares, in drafts.
 const PRIOR: f64 = 4.0;
-/// The drafts after which older ones count half as much.
+/// The number of drafts after which older ones weigh half as much.
 const MEMORY: f64 = 512.0;
 
 fn class(length: u32) -> usize {
@@ -40,7 +40,7 @@ impl Tally {
     }
 }
 
-/// The drafts of one kind of text, by the length of their match.
+/// The drafts of one source, by the length of their match.
 #[derive(Debug, Clone, Default)]
 struct Tallies {
     first: [Tally; FIRST.len()],
@@ -65,7 +65,7 @@ impl Acceptance {
         let shared = found.source == DraftSource::Shared;
         let tallies = if shared { &mut self.shared } else { &mut self.own };
         tallies.first[class].add(accepted > 0);
-        // A draft after a wrong one has no meaning.
+        // A draft behind a wrong one says nothing.
         for nth in 1..drafted.min(accepted + 1) {
             tallies.further[class].add(nth < accepted);
         }

@@ -6,22 +6,23 @@ use crate::acceptance::Acceptance;
 use crate::costs::StepCosts;
 use crate::lookup::DraftMatch;
 
-/// The least gain in tokens a microsecond for which a step has drafts.
+/// The gain in tokens a microsecond that a step needs to have drafts.
 const GAIN: f64 = 1.03;
-/// The gain that is required while drafts have cost more than they gave.
+/// The gain that is required while drafts have cost more time than they saved.
 const GAIN_IN_DEBT: f64 = 1.22;
-/// The share of all time that drafts may lose before they have to gain more.
+/// The share of all time that drafts may lose before the required gain rises.
 const DEBT: f64 = 0.005;
-/// The share of all time that drafts may lose before none but certain ones are bought.
+/// The share of all time that drafts may lose before only certain ones are sent.
 const LOST: f64 = 0.01;
 /// The share of the balance that is left after a step.
 const FADING: f64 = 1.0 - 1.0 / 4096.0;
-/// The least probability of a draft. Below it the gain is smaller than the error of measured times.
+/// The lowest probability of a draft. Below it the gain is smaller than the error of measured
+/// times.
 const LEAST_ODDS: f64 = 0.2;
-/// The number of steps with drafts in a row, after which one has none. The time of steps without
-/// drafts has to be measured now and then, as the baseline.
+/// After this many steps with drafts in a row, one step has none. The time of steps without drafts
+/// has to be measured now and then, as the baseline.
 const STREAK: u32 = 128;
-/// The weight of earlier waits for results, where a new one has 1.
+/// The weight of earlier waits for results, relative to 1 for a new one.
 const WAITS: f64 = 15.0;
 
 /// The drafts that a row could have.
@@ -31,7 +32,7 @@ pub struct DraftOffer {
     pub found: DraftMatch,
     /// Their number.
     pub most: u32,
-    /// The acceptance of the request, relative to that of others: 1 is usual.
+    /// The request's acceptance relative to that of others; 1 is average.
     pub ratio: f64,
     /// The number of leading drafts that are certain: no other token is allowed there.
     pub forced: u32,
@@ -48,8 +49,8 @@ pub struct DecodeStep {
     pub tokens: u32,
     /// The time of the device, in microseconds.
     pub us: u32,
-    /// The time for which the device stood still before it, in microseconds, because drafts had its
-    /// plan wait for a result. `None`: its plan did not wait for their sake.
+    /// Microseconds for which the device was idle before the step, because its plan waited for a
+    /// result for the sake of drafts. `None`: it did not wait.
     pub waited_us: Option<u32>,
 }
 
@@ -58,13 +59,13 @@ pub struct DecodeStep {
 struct Odds {
     /// The probability that the next draft and all before it are right.
     next: f64,
-    /// That of the first draft that is not certain.
+    /// The probability of the first draft that is not certain.
     first: f64,
-    /// That of each further one, if those before it are right.
+    /// The probability of each further draft, given that all before it are right.
     further: f64,
 }
 
-/// Limits drafts to those that are worth their time in a step.
+/// Limits drafts to those whose time pays off in a step.
 #[derive(Debug, Clone, Default)]
 pub struct DraftBudget {
     costs: StepCosts,
@@ -73,16 +74,15 @@ pub struct DraftBudget {
     saved_us: f64,
     /// Microseconds of all steps.
     spent_us: f64,
-    /// Microseconds for which the device stands still before a step whose plan waited.
+    /// Microseconds of device idle time before a step whose plan waited.
     wait_us: f64,
     /// Steps with drafts since the last one without.
     streak: u32,
 }
 
 impl DraftBudget {
-    /// The number of drafts for each offer, of at most `room` together, in a step of `rows` rows
-    /// that give a token each. It is the number with which the step gives the most tokens a
-    /// microsecond.
+    /// The number of drafts to take from each offer, at most `room` in total, in a step of `rows`
+    /// rows that give a token each. It maximises the step's tokens a microsecond.
     pub fn buy(&self, rows: u32, offers: &[DraftOffer], room: u32, counts: &mut Vec<u32>) {
         counts.clear();
         counts.resize(offers.len(), 0);
@@ -107,7 +107,7 @@ impl DraftBudget {
                 Ordering::Equal => *first,
                 Ordering::Greater => *further,
             };
-            // No position makes a step shorter, whatever was measured.
+            // More positions never make a step shorter, whatever was measured.
             let us = self.costs.us(rows + drafts).map(|us| us.max(alone) + self.wait_us);
             let rate = us.map_or(0.0, |us| tokens / us);
             if rate > best {
@@ -129,7 +129,7 @@ impl DraftBudget {
         if self.saved_us < -DEBT * self.spent_us { GAIN_IN_DEBT } else { GAIN }
     }
 
-    /// Records the time of a step that only decoded.
+    /// Records the time of a decode-only step.
     pub fn step_ended(&mut self, step: DecodeStep) {
         let DecodeStep { rows, drafts, tokens, us, waited_us } = step;
         if rows == 0 || us == 0 {
@@ -150,7 +150,7 @@ impl DraftBudget {
         self.costs.learn(rows + drafts, us);
     }
 
-    /// Learns from a step of `positions` positions, some of which are of prompts.
+    /// Learns from a step of `positions` positions, some of which belong to prompts.
     pub fn prompts_ended(&mut self, positions: u32, drafts: u32, us: u32) {
         if drafts == 0 {
             self.streak = 0;
@@ -158,8 +158,9 @@ impl DraftBudget {
         self.costs.learn_prompt(positions, us);
     }
 
-    /// Records the outcome of drafts that were not forced: in a row that had them, or against the
-    /// tokens that came without them. Returns their share of the usual acceptance: 1 is usual.
+    /// Records the outcome of drafts that were not forced. They were in a row, or were compared
+    /// with tokens that came without them. Returns their acceptance relative to the average; 1 is
+    /// average.
     pub fn drafts_ended(&mut self, found: DraftMatch, drafted: u32, accepted: u32) -> f64 {
         let (first, further) = self.acceptance.expected(found);
         let expected: f64 = (0..drafted).map(|nth| first * further.powi(nth.cast_signed())).sum();
@@ -187,7 +188,7 @@ mod tests {
         DecodeStep { rows, drafts: 0, tokens: rows, us, waited_us: None }
     }
 
-    /// Positions up to four cost nothing, and further ones as much as a row.
+    /// A device on which up to four positions cost nothing, and each further one as much as a row.
     fn stairs() -> DraftBudget {
         let mut budget = DraftBudget::default();
         for _ in 0..40 {
@@ -251,7 +252,7 @@ mod tests {
         let mut budget = stairs();
         let sure = DraftOffer { found: own(32), most: 3, ratio: 1.0, forced: 0 };
         assert_eq!(bought(&budget, 1, &[sure], 8), [3]);
-        // The drafts are as often right as before, but the device idles before each step.
+        // The drafts are right as often as before, but the device is idle before each step.
         let mut steps = 0;
         while bought(&budget, 1, &[sure], 8) != [0] {
             let step = DecodeStep { rows: 1, drafts: 3, tokens: 1, us: 1000, waited_us: Some(900) };

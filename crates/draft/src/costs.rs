@@ -1,30 +1,30 @@
-//! The times of steps that only decode, by the number of their positions.
+//! The times of decode-only steps, by the number of their positions.
 
 /// The numbers of positions whose times are kept, ascending.
 const SIZES: [u32; 16] = [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64, 128];
-/// The weight of all earlier steps of a size, at most, where a new one has 1. Times that differ by
-/// 30 % have a mean that is right to 4 %.
+/// The largest weight of all earlier steps of a size, relative to 1 for a new one. If times vary by
+/// 30 %, their mean is right to 4 %.
 const MEMORY: f64 = 23.0;
-/// The share of a size's weight that is left after a step of another size. So an old slow
-/// measurement of a size that is not tried again fades.
+/// The factor on a size's weight at each step of another size. So the slow measurement of a size
+/// that is never tried again fades.
 const FADING: f64 = 1.0 - 1.0 / 512.0;
-/// The weight of the prior shape against the measured steps.
+/// The weight of the prior curve relative to the measured steps.
 const PRIOR: f64 = 1.5;
-/// The bound on one time, as a multiple of the expected one: machines stop for a moment.
+/// The bound on one time, as a multiple of the expected time: machines stall for a moment.
 const OUTLIER: f64 = 2.0;
 
-/// The positions up to which a step mostly reads weights, each once. Arithmetic counts from there
-/// on (ADR 86).
+/// The positions up to which a step mostly reads weights, each once. Beyond that, arithmetic takes
+/// the time (ADR 86).
 const READING: f64 = 6.0;
-/// The usual cost of a position beyond [`READING`], in steps of one position, until steps with
-/// prompts tell it.
+/// The usual cost of a position beyond [`READING`], relative to a step of one position. It holds
+/// until steps with prompts are measured.
 const USUAL_SLOPE: f64 = 0.2;
-/// The cost of a drafted position, by that of a position of a prompt: it has logits too.
+/// The cost of a drafted position relative to a prompt position: a draft needs logits too.
 const WITH_LOGITS: f64 = 1.5;
-/// The weight of earlier steps with prompts, where a new one has 1.
+/// The weight of earlier steps with prompts, relative to 1 for a new one.
 const PROMPTS: f64 = 7.0;
 
-/// The usual time of a step of up to [`READING`] positions, in units of a step of one.
+/// The usual time of a step of up to [`READING`] positions, relative to a step of one.
 fn reading(positions: f64) -> f64 {
     1.0 + 0.08 * (positions.min(READING) - 1.0)
 }
@@ -33,7 +33,7 @@ fn beyond(positions: f64) -> f64 {
     (positions - READING).max(0.0)
 }
 
-/// Times of steps as they would be if nothing but a step of one position and a slope were known.
+/// The curve of step times that follows from the time of a one-position step and a slope alone.
 #[derive(Debug, Clone, Copy)]
 struct Shape {
     /// Microseconds of a step of one position.
@@ -48,12 +48,12 @@ impl Shape {
     }
 }
 
-/// Learned times of steps that only decode, in microseconds.
+/// Learned times of decode-only steps, in microseconds.
 #[derive(Debug, Clone, Default)]
 pub struct StepCosts {
     means: [f64; SIZES.len()],
     weights: [f64; SIZES.len()],
-    /// Microseconds of a position in steps with long prompts; 0: there was none.
+    /// Microseconds a position in steps with long prompts; 0: not measured.
     prompt_us: f64,
 }
 
@@ -76,8 +76,8 @@ impl StepCosts {
         *weight = (*weight + 1.0).min(MEMORY);
     }
 
-    /// Learns the time of a step of `positions` positions, most of which are of prompts. It bounds
-    /// the cost of arithmetic before a step with many drafts has been measured.
+    /// Learns the time of a step of `positions` positions, most of which belong to prompts. It
+    /// bounds the cost of arithmetic before a step with many drafts has been measured.
     pub fn learn_prompt(&mut self, positions: u32, us: u32) {
         if positions >= SIZES[SIZES.len() - 1] && us > 0 {
             let us = f64::from(us) / f64::from(positions);
@@ -106,7 +106,7 @@ impl StepCosts {
         Some(of_size(above - 1) * (1.0 - share) + of_size(above) * share)
     }
 
-    /// That of a size, of which the shape counts as some steps.
+    /// The expected time at one of the kept sizes. The prior curve counts as some measured steps.
     fn of_size(&self, size: usize, shape: Shape) -> f64 {
         let (mean, weight) = (self.means[size], self.weights[size]);
         (mean * weight + shape.us(f64::from(SIZES[size])) * PRIOR) / (weight + PRIOR)
@@ -123,7 +123,8 @@ impl StepCosts {
             let (mean, size) = (it.0, f64::from(size));
             let usual = mean / (reading(size) + USUAL_SLOPE * beyond(size));
             let unit = learned.map_or(usual, |slope| {
-                // A step reads the weights at least, whatever its positions cost.
+                // A step takes at least the time of reading the weights, whatever its positions
+                // cost.
                 ((mean - slope * beyond(size)) / reading(size)).max(usual)
             });
             unit * it.1
@@ -180,7 +181,7 @@ mod tests {
             costs.learn_prompt(512, 512 * 40);
         }
         let after = costs.us(72).expect("learned");
-        // 66 positions at 60 us, and the weights once.
+        // 66 positions at 60 us, plus reading the weights once.
         assert!((5000.0..6500.0).contains(&after) && after < 0.5 * before, "{before} {after}");
         assert!((costs.us(8).expect("learned") / 2000.0 - 1.0).abs() < 0.05);
         for _ in 0..20 {

@@ -1,5 +1,5 @@
-//! Drafts: tokens that a request is expected to generate, and the decision how many of them are
-//! worth a place in a step. Pure: no clock, no I/O.
+//! Drafts: tokens that a request is expected to generate, and how many of them are worth their time
+//! in a step. Pure: no clock, no I/O.
 //!
 //! A hand computes the positions of a request's drafts together with its last token, and samples a
 //! token for each as always. A draft stays if it equals the sampled token, so drafts change no

@@ -8,9 +8,9 @@ use hashbrown::HashTable;
 use crate::ngram;
 use crate::shared::{ENOUGH, SharedText};
 
-/// The numbers of tokens by which occurrences are found, the longest first.
+/// The n-gram lengths by which occurrences are found, the longest first.
 const LENGTHS: [usize; 3] = [8, 4, 2];
-/// The largest length of a match that is distinguished from longer ones.
+/// The longest match length that is told apart from longer ones.
 pub(crate) const LONGEST: usize = 32;
 
 /// The origin of drafts.
@@ -22,7 +22,7 @@ pub enum DraftSource {
     Prediction,
     /// Answers to other requests of the same salt.
     Shared,
-    /// The form of the answer, which allows nothing else.
+    /// The required form of the answer, which allows no other tokens.
     Form,
 }
 
@@ -54,8 +54,8 @@ impl Clone for Box<dyn Proposer> {
     }
 }
 
-/// Places by the tokens before them: one table for each of [`LENGTHS`]. A table has the newest
-/// place only.
+/// Positions by the n-gram before them: one table for each of [`LENGTHS`]. A table keeps only the
+/// newest position of each n-gram.
 #[derive(Debug, Clone, Default)]
 struct Places([HashTable<u32>; LENGTHS.len()]);
 
@@ -64,7 +64,7 @@ impl Places {
         Self(std::array::from_fn(|_| HashTable::with_capacity(tokens)))
     }
 
-    /// Notes the place `end`, and the tokens before it.
+    /// Indexes position `end` by the n-grams before it.
     fn note(&mut self, end: usize, tokens: &impl Tokens) {
         for (table, length) in self.0.iter_mut().zip(LENGTHS) {
             if end < length {
@@ -81,7 +81,7 @@ impl Places {
         }
     }
 
-    /// The newest place with the same `LENGTHS[which]` tokens before it as before `end`.
+    /// The newest position that the same `LENGTHS[which]` tokens precede as `end`.
     fn find(&self, which: usize, end: usize, tokens: &impl Tokens) -> Option<usize> {
         let length = LENGTHS[which];
         let equal = |&other: &u32| tokens.equal(other as usize, end, length);
@@ -93,12 +93,12 @@ impl Places {
 trait Tokens {
     fn at(&self, position: usize) -> i32;
 
-    /// True if the `length` tokens before two places are equal.
+    /// True if the same `length` tokens precede two positions.
     fn equal(&self, one: usize, other: usize, length: usize) -> bool {
         (1..=length).all(|back| self.at(one - back) == self.at(other - back))
     }
 
-    /// A number of the `length` tokens before a place.
+    /// A hash of the `length` tokens before a position.
     fn hash(&self, end: usize, length: usize) -> u64 {
         ngram::hash(0, (end - length..end).map(|position| self.at(position)))
     }
@@ -126,30 +126,30 @@ impl History {
     pub fn new(prediction: &[i32], prompt: &[i32]) -> Self {
         let tokens = [prediction, prompt].concat();
         let mut places = Places::with_capacity(tokens.len());
-        // The last n-gram has no continuation yet. A lookup records it once there is one.
+        // The last n-gram has no continuation yet. A lookup indexes it once it has one.
         for end in 2..tokens.len() {
             places.note(end, &&tokens[..]);
         }
         Self { tokens, predicted: prediction.len(), places }
     }
 
-    /// The most bytes of memory that the index of `tokens` tokens takes.
+    /// The largest memory of an index of `tokens` tokens, in bytes.
     #[must_use]
     pub fn bytes(tokens: usize) -> usize {
-        // A table has up to 16/7 places an entry, each of 4 bytes and one of control.
+        // A table has up to 16/7 buckets an entry, each of 4 bytes and one control byte.
         tokens.saturating_mul(4 + LENGTHS.len() * 12)
     }
 }
 
 /// Finds the last occurrence of a request's last tokens: in its own tokens, in a predicted answer,
-/// and in the texts of others of its salt.
+/// and in other requests' texts of the same salt.
 #[derive(Debug)]
 pub struct Lookup {
     history: Arc<History>,
     /// The tokens after the history.
     tokens: Vec<i32>,
     places: Places,
-    /// Its text among those of others; `None`: it shares none.
+    /// Its text in the shared history; `None`: it takes no part.
     shared: Option<SharedText>,
 }
 
@@ -189,8 +189,8 @@ impl Lookup {
         Self { history, tokens: Vec::new(), places: Places::default(), shared: None }
     }
 
-    /// Shares the text, and drafts from the texts of others too. They get its own, some tokens at a
-    /// time.
+    /// Publishes this request's tokens in the shared history, a batch at a time, and drafts from
+    /// other requests' texts too.
     #[must_use]
     pub fn sharing(mut self, text: SharedText) -> Self {
         self.shared = Some(text);
@@ -203,7 +203,7 @@ impl Lookup {
         }
     }
 
-    /// Looks in the texts of others for a longer match than `own`, and writes its drafts.
+    /// Looks in other requests' texts for a longer match than `own`, and writes its drafts.
     fn propose_shared(
         &self,
         own: Option<DraftMatch>,
@@ -232,7 +232,7 @@ impl Lookup {
         {
             length += 1;
         }
-        // Where the occurrence reaches to the end, it repeats itself.
+        // If the earlier occurrence overlaps the end, the draft repeats it periodically.
         let period = end - place;
         drafts.extend((0..most).map(|at| tokens.at(place + at % period)));
         let predicted = place < self.history.predicted;
@@ -240,8 +240,8 @@ impl Lookup {
         Some(DraftMatch { length: length as u32, source })
     }
 
-    /// The newest earlier place after the same tokens as the end, and the number of those tokens
-    /// that led to it.
+    /// The newest earlier position that the last tokens also precede, and the n-gram length that
+    /// found it.
     fn find(&self, tokens: &All<'_>, end: usize) -> Option<(usize, usize)> {
         LENGTHS.iter().enumerate().find_map(|(which, &length)| {
             let found = |places: &Places| places.find(which, end, tokens);
@@ -255,7 +255,7 @@ impl Proposer for Lookup {
     fn push(&mut self, token: i32) {
         let Self { history, tokens, places, shared } = self;
         let end = history.tokens.len() + tokens.len();
-        // The place before the token, whose last tokens were looked up until now.
+        // Index the position before the new token: the lookups before had no use for it yet.
         if end >= 2 {
             places.note(end, &All(&history.tokens, tokens));
         }

@@ -1,6 +1,6 @@
 //! Numbers of a few tokens in a row.
 
-/// A number of tokens in a row, for tables. Equal tokens with equal seeds have equal numbers.
+/// Hashes consecutive tokens. Equal tokens with equal seeds have equal hashes.
 pub(crate) fn hash(seed: u64, tokens: impl Iterator<Item = i32>) -> u64 {
     let mixed = tokens.fold(seed, |hash, token| {
         let mixed = hash ^ u64::from(token.cast_unsigned());

@@ -1,8 +1,8 @@
-//! The texts that requests of the same salt have generated, in which others find drafts.
+//! The texts that requests of the same salt have generated, in which other requests find drafts.
 //!
-//! Similar to SGLang's n-gram trie, but whole texts are kept, with tables of their n-grams: the
-//! longest unused text goes first. A request never finds a text of another salt, because the speed
-//! of an answer would reveal the text that its drafts come from.
+//! This resembles SGLang's n-gram trie, but keeps whole texts with tables of their n-grams, and
+//! evicts the least recently used text. A request never finds a text of another salt, because the
+//! speed of an answer would reveal the text that its drafts come from.
 
 use std::fmt;
 use std::sync::Arc;
@@ -14,19 +14,19 @@ use parking_lot::Mutex;
 use crate::lookup::LONGEST;
 use crate::ngram;
 
-/// The numbers of tokens by which places are found, the longest first.
+/// The n-gram lengths by which positions are found, the longest first.
 const LENGTHS: [usize; 2] = [8, 4];
-/// The least length of a match in a request's own text for which other texts are not searched.
+/// The match length in a request's own text from which other texts are not searched.
 pub(crate) const ENOUGH: u32 = LENGTHS[0] as u32;
-/// Tokens that a request hands over at a time.
+/// The number of tokens that a request publishes at a time.
 const BATCH: usize = 16;
-/// Tokens before a text that are kept with it, so that its beginning is found too.
+/// The number of tokens kept from before a text, so that its beginning is found too.
 const CONTEXT: usize = LENGTHS[0];
-/// Bytes of a token: itself, in a vector with as much room again, and one place in each table. A
-/// table has at most 32/7 buckets a place, each of 8 bytes and one of control, so that it never
+/// Bytes of a token: its id in a vector with as much spare room, and an entry in each table. A
+/// table has at most 32/7 buckets an entry, each of 8 bytes and one control byte, so that it never
 /// grows.
 const TOKEN_BYTES: usize = 8 + LENGTHS.len() * 42;
-/// Bytes of a text besides its tokens, in the list of texts.
+/// Bytes of a text in the list of texts, apart from its tokens.
 const TEXT_BYTES: usize = 160;
 
 /// The place after some tokens of a text.
@@ -51,16 +51,16 @@ impl Text {
 }
 
 struct Texts {
-    /// By number, in the order of their last use.
+    /// Texts by number, in order of last use.
     texts: LruCache<u32, Text>,
-    /// The newest place after the same tokens of the same salt, for each of [`LENGTHS`].
+    /// The newest position after each n-gram of a salt, for each of [`LENGTHS`].
     places: [HashTable<Place>; LENGTHS.len()],
     next: u32,
     bytes: usize,
 }
 
 impl Texts {
-    /// Indexes the place `end` of a text by the tokens before it.
+    /// Indexes position `end` of a text by the n-grams before it.
     fn note(&mut self, place: Place) {
         let texts = &self.texts;
         let hashed = |place: Place, length: usize| {
@@ -81,7 +81,7 @@ impl Texts {
         }
     }
 
-    /// Appends tokens to a text. A text that is gone begins anew, after `context`. Returns its
+    /// Appends tokens to a text. A text that was evicted starts again, after `context`. Returns its
     /// number.
     fn extend(&mut self, number: Option<u32>, salt: u64, context: &[i32], tokens: &[i32]) -> u32 {
         let number = number.filter(|it| self.texts.peek(it).is_some_and(|it| it.salt == salt));
@@ -97,7 +97,7 @@ impl Texts {
         let Some(text) = self.texts.get_mut(&number) else { return number };
         let before = text.tokens.len();
         text.tokens.extend_from_slice(tokens);
-        // The last n-gram has no continuation yet. It is recorded with the next tokens.
+        // The last n-gram has no continuation yet. It is indexed with the next tokens.
         let ends = before.max(1)..text.tokens.len();
         self.bytes += tokens.len() * TOKEN_BYTES;
         ends.for_each(|end| self.note(Place { text: number, end: end as u32 }));
@@ -120,7 +120,7 @@ impl Texts {
         self.texts.pop_lru();
     }
 
-    /// The newest place after the same last tokens, in a text of this salt other than `own`, and
+    /// The newest position after the same last tokens in another text of this salt than `own`, and
     /// the length of the match.
     fn find(&self, salt: u64, last: &[i32], own: Option<u32>) -> Option<(Place, usize)> {
         let places = self.places.iter().zip(LENGTHS);
@@ -164,10 +164,10 @@ impl fmt::Debug for SharedHistory {
 
 impl SharedHistory {
     /// An empty history. Texts and tables take at most `most_bytes` bytes; the tables are allocated
-    /// at once, and touched as they fill.
+    /// at once, but their memory is touched only as they fill.
     #[must_use]
     pub fn new(most_bytes: usize) -> Self {
-        // With twice the room a table never grows for the sake of removed places.
+        // With twice the room, a table never grows because of removed entries.
         let room = 2 * (most_bytes / TOKEN_BYTES + BATCH);
         let places = std::array::from_fn(|_| HashTable::with_capacity(room));
         let texts = Texts { texts: LruCache::unbounded(), places, next: 0, bytes: 0 };
@@ -180,7 +180,7 @@ impl SharedHistory {
         self.texts.lock().bytes
     }
 
-    /// The text of a new request of this salt.
+    /// The shared text of a new request of this salt.
     #[must_use]
     pub fn text(self: &Arc<Self>, salt: u64) -> SharedText {
         SharedText { history: Arc::clone(self), salt, number: None, kept: 0 }
@@ -192,7 +192,7 @@ impl SharedHistory {
 pub struct SharedText {
     history: Arc<SharedHistory>,
     salt: u64,
-    /// Its number in the history; `None`: it is not there, or was not yet.
+    /// Its number in the history; `None`: it was evicted, or has no tokens yet.
     number: Option<u32>,
     /// Tokens of the request that were handed over.
     kept: usize,
@@ -204,7 +204,7 @@ impl SharedText {
         Self { history: Arc::clone(&self.history), salt: self.salt, number: None, kept }
     }
 
-    /// True if `generated` has tokens enough to hand over.
+    /// True if `generated` has a full batch to publish.
     pub(crate) fn is_due(&self, generated: &[i32]) -> bool {
         generated.len() >= self.kept + BATCH
     }
@@ -292,7 +292,7 @@ mod tests {
         texts[3].hand_over(&[0; 8], &tokens(3));
         let there = |number| proposed(&asks, &tokens(number)[..4]).is_some();
         assert_eq!([0, 1, 2, 3].map(there), [true, false, true, true]);
-        // A text that is gone goes on as a new one.
+        // A text that was evicted continues as a new one.
         let longer = [&tokens(1)[..], &[7; 8]].concat();
         texts[1].hand_over(&[0; 8], &longer);
         assert_eq!(proposed(&asks, &tokens(1)[8..16]), Some((8, vec![7; 4])));

@@ -5,13 +5,13 @@ use std::time::Duration;
 use forebay_scheduler::{DecodeGap, HostTier, Namer, Policy, SavePolicy, StateCache};
 use serde::{Serialize, Serializer};
 
-/// The settings of an engine, with everything resolved. A field of a flag has the flag's name.
+/// The settings of an engine, all resolved. A field that comes from a flag has the flag's name.
 #[derive(Debug, Clone, Serialize)]
 pub struct EngineConfig {
     /// The largest number of requests that run at a time.
     pub max_running_requests: u32,
-    /// Rows of the device tables; more than `max_running_requests`, because a slot is retired
-    /// before it is free.
+    /// Rows of the device tables; more than `max_running_requests`, because slots are retired
+    /// before they are free.
     pub slots: u32,
     /// Positions of a page.
     pub page_size: u32,
@@ -26,12 +26,12 @@ pub struct EngineConfig {
     pub schedule_policy: Policy,
     /// True if clients take turns within a priority. Otherwise all requests count as one client's.
     pub fair_queueing: bool,
-    /// True if prompts with little left to compute pass longer ones in a step.
+    /// True if prompts with little left to compute may pass longer ones in a step.
     pub step_shares: bool,
-    /// The target gap between two tokens of a running request, within which steps take prompts.
+    /// The target gap between two tokens of a running request. It bounds the prompt tokens of a
+    /// step.
     pub decode_gap_ms: DecodeGap,
-    /// The part of the time of others' steps, in percent, that work in the background may add to
-    /// them; 100: there is no bound.
+    /// The share of foreground step time, in percent, that background rows may add; 100: unbounded.
     pub background_share: u32,
     /// Settings of speculative decoding, if it is on.
     #[serde(flatten)]
@@ -48,8 +48,7 @@ pub struct EngineConfig {
     /// The time without a result after which the hand counts as hung.
     #[serde(serialize_with = "as_seconds")]
     pub watchdog_timeout: Duration,
-    /// The time without a sign of life after which a starting hand counts as hung; 0: without a
-    /// limit.
+    /// The time without progress after which a starting hand counts as hung; 0: no limit.
     #[serde(serialize_with = "as_seconds")]
     pub load_timeout: Duration,
     /// The number of failed starts in a row after which a hand that once worked is given up.
@@ -57,18 +56,18 @@ pub struct EngineConfig {
     /// The number of threads that fill masks in addition to the engine's. With 0, a step waits for
     /// all of its masks, however long they take.
     pub mask_threads: usize,
-    /// The part of a step's time, in percent, for which it waits for masks at most. It is 2 to 20
-    /// milliseconds. A row whose mask is not ready then sits the step out.
+    /// The share of a step's time, in percent, that it waits for masks at most, bounded to 2 to 20
+    /// milliseconds. Then a row without its mask sits the step out.
     pub mask_share: u32,
     /// The use of the host tier, if the hand has one.
     pub host_tier: Option<HostConfig>,
     /// The images of a step, if the model takes any.
     #[serde(flatten)]
     pub images: Option<ImageConfig>,
-    /// Tokens from one kept recurrent state of a request to the next; 0: states are kept only where
-    /// prompts, answers and cached prefixes end.
+    /// Tokens from one kept recurrent state of a request to the next; 0: states are kept only at
+    /// the ends of prompts, answers and cached prefixes.
     pub state_interval: u32,
-    /// True if the model has recurrent layers, also where its hand does not report it.
+    /// True if the model has recurrent layers. A hand need not report it.
     #[serde(skip)]
     pub is_recurrent: bool,
     /// Places for adapters; 0: there are none.
@@ -77,9 +76,8 @@ pub struct EngineConfig {
 }
 
 impl EngineConfig {
-    /// The default of `slots`. A slot is free again only when the last step in flight that named it
-    /// is done. Without spares, requests that end together would leave their successors waiting for
-    /// a step.
+    /// The default of `slots`. A slot is free only after the last step in flight that named it.
+    /// Without spare slots, the successors of requests that end together would wait for a step.
     #[must_use]
     pub fn usual_slots(max_running_requests: u32) -> u32 {
         max_running_requests + max_running_requests.div_ceil(2)
@@ -126,7 +124,8 @@ impl Default for EngineConfig {
 pub struct DraftConfig {
     /// The largest number of drafts of a row.
     pub speculative_num_draft_tokens: u32,
-    /// True if every draft is verified, whatever its time is worth. For measurements.
+    /// True if every draft is verified, even if its time does not pay off. The switch exists for
+    /// measurements.
     pub speculative_unpriced: bool,
 }
 
@@ -144,9 +143,9 @@ pub struct HostConfig {
     pub hicache_write_policy: SavePolicy,
     /// The largest number of copies that a plan starts.
     pub kv_copy_pages_per_step: u32,
-    /// The number of waiting requests whose blocks are brought back before their turn.
+    /// The number of waiting requests whose blocks are restored ahead of their turn.
     pub hicache_prefetch_requests: u32,
-    /// The way in which a preempted or replayed request gets its keys and values back.
+    /// How a preempted or replayed request gets its keys and values back.
     pub preemption: Preemption,
     /// The saves of requests that may be sparse.
     pub kv_save: SaveUnit,
@@ -166,7 +165,7 @@ impl Default for HostConfig {
     }
 }
 
-/// The way in which a preempted or replayed request gets its keys and values back.
+/// How a preempted or replayed request gets its keys and values back.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Preemption {
@@ -177,7 +176,7 @@ pub enum Preemption {
     Recompute,
 }
 
-/// The unit of saves where requests may be sparse.
+/// The unit of saves when requests may be sparse.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SaveUnit {
@@ -191,7 +190,7 @@ pub enum SaveUnit {
 /// The images that a step computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct ImageConfig {
-    /// The largest number of patches times layers of a step.
+    /// The largest tower work of a step, in patches times layers.
     pub image_budget: u64,
     /// Patches of a position.
     #[serde(skip)]
@@ -203,7 +202,7 @@ pub struct ImageConfig {
 }
 
 impl ImageConfig {
-    /// The largest number of positions times layers of a step.
+    /// The largest tower work of a step, in positions times layers.
     pub(crate) fn position_layers(self) -> u64 {
         (self.image_budget / self.patches.max(1)).max(1)
     }
@@ -219,7 +218,7 @@ impl Default for ImageConfig {
 /// Writes a time as seconds, as in flags.
 ///
 /// # Errors
-/// The serializer's.
+/// Those of the serializer.
 pub fn as_seconds<S: Serializer>(time: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_f64(time.as_secs_f64())
 }

@@ -21,8 +21,8 @@ use crate::types::{
 };
 use crate::waiting::{Place, WaitingPlaces};
 
-/// An order to the engine thread. One lane for all keeps an abort after its submit; submits are
-/// bounded by [`Shared::queued`], the rest must not be.
+/// An order to the engine thread. All orders share one channel, so an abort stays behind its
+/// submit. [`Shared::queued`] bounds submits; other orders must not be bounded.
 pub(crate) enum Order {
     Submit {
         request: Box<EngineRequest>,
@@ -30,7 +30,7 @@ pub(crate) enum Order {
     },
     Adopt(Box<Orphan>),
     HandOver,
-    /// A waiting request may go to the replica with this number.
+    /// A waiting request may move to the replica with this number.
     Spare(usize),
     Abort(RequestId),
     Placed {
@@ -41,7 +41,7 @@ pub(crate) enum Order {
     Adapter(AdapterOrder),
     /// Another replica's request asks for these blocks.
     Lend(Vec<BlockHash>, LoanReply),
-    /// The pages of this loan have no reader any more.
+    /// No reader of the loan's pages is left.
     TakeBack(LoanId),
     /// The question if one of these blocks is being saved, or will be.
     WillSave(Vec<BlockHash>, Box<dyn FnOnce(bool) + Send>),
@@ -63,7 +63,7 @@ pub(crate) struct Shared {
     pub(crate) max_queued: usize,
     pub(crate) page_size: u32,
     pub(crate) fair: bool,
-    /// Positions that a request may use here; 0 until the hand was ready.
+    /// Positions that a request may have here; 0 until the hand is ready.
     pub(crate) room: AtomicU32,
     pub(crate) draining: AtomicBool,
     pub(crate) status: Mutex<Status>,
@@ -86,7 +86,8 @@ pub struct Size {
     pub lookahead: u32,
 }
 
-/// Submits requests to an engine thread, asks it, and steers it. Cheap to clone. No call blocks.
+/// Submits requests to an engine thread, reads its state and gives it orders. Cheap to clone. No
+/// call blocks.
 #[derive(Clone)]
 pub struct EngineHandle {
     pub(crate) shared: Arc<Shared>,
@@ -103,7 +104,7 @@ impl EngineHandle {
         self.send(self.enter(request)?)
     }
 
-    /// Checks a request, and gives it a place in the queue.
+    /// Checks a request, and takes a place in the queue for it.
     ///
     /// # Errors
     /// Those of [`Self::submit`].
@@ -132,7 +133,7 @@ impl EngineHandle {
         Ok(Entrant { request, arrival: Arrival { at_us, place } })
     }
 
-    /// Gives a request to the engine that has a place in the queue. Exactly one output with
+    /// Sends a request that has a place in the queue to the engine. Exactly one output with
     /// `finish` will follow.
     ///
     /// # Errors
@@ -147,7 +148,7 @@ impl EngineHandle {
         Ok(())
     }
 
-    /// Makes the engine lend the first of these blocks, up to one that is not in its host tier.
+    /// Makes the engine lend the leading blocks that are in its host tier.
     pub fn lend(&self, names: Vec<BlockHash>, reply: LoanReply) {
         self.order(Order::Lend(names, reply));
     }
@@ -163,14 +164,14 @@ impl EngineHandle {
         self.shared.waker.wake();
     }
 
-    /// Makes the engine continue a request that another engine has lost. The request already counts
-    /// as queued there, or never will.
+    /// Makes the engine continue a request that another engine has lost. It is already counted as
+    /// queued, or is not counted at all.
     pub fn adopt(&self, orphan: Orphan) {
         self.order(Order::Adopt(Box::new(orphan)));
     }
 
     /// Tells the engine that another replica can take requests over. An engine without a hand then
-    /// gives its own away.
+    /// gives its requests to it.
     pub fn hand_over(&self) {
         self.order(Order::HandOver);
     }
@@ -180,18 +181,18 @@ impl EngineHandle {
         self.order(Order::Spare(to));
     }
 
-    /// Ends a request. Its last output has [`crate::FinishReason::Abort`], unless it ended by
-    /// itself before.
+    /// Ends a request. Its last output has [`crate::FinishReason::Abort`], unless it has ended by
+    /// itself first.
     pub fn abort(&self, id: RequestId) {
         self.order(Order::Abort(id));
     }
 
-    /// Tells the engine of an adapter that later requests may have, or that no later request has.
+    /// Tells the engine that later requests may use an adapter, or that none will any more.
     pub fn adapter(&self, order: AdapterOrder) {
         self.order(Order::Adapter(order));
     }
 
-    /// Ends a loan: its pages have no reader any more.
+    /// Ends a loan: no reader of its pages is left.
     pub(crate) fn take_back(&self, loan: LoanId) {
         self.order(Order::TakeBack(loan));
     }
@@ -202,8 +203,8 @@ impl EngineHandle {
         self.order(Order::FlushCache(reply));
     }
 
-    /// Makes the engine make no more plans until [`Self::resume`]; requests that come meanwhile
-    /// wait. `reply` gets the number of its requests once no step is in flight.
+    /// Makes the engine stop planning until [`Self::resume`]; requests that arrive meanwhile wait.
+    /// `reply` gets the number of its requests once no step is in flight.
     pub fn pause(&self, mode: PauseMode, reply: PauseReply) {
         self.order(Order::Pause(mode, reply));
     }
@@ -213,14 +214,14 @@ impl EngineHandle {
         self.order(Order::Resume);
     }
 
-    /// Makes the hand start again with other weights. Requests go on from the tokens that they
-    /// have, and are computed anew; nothing is cached of the old weights.
+    /// Makes the hand start again with other weights. Requests keep their tokens and are computed
+    /// again; nothing computed with the old weights stays cached.
     pub fn reload(&self, reload: Reload) {
         self.order(Order::Reload(reload));
     }
 
-    /// Runs `work` on the engine thread between two steps. Everything waits meanwhile. Benchmarks
-    /// use it to measure the cost of work on this thread.
+    /// Runs `work` on the engine thread between two steps. Everything else waits. Benchmarks use it
+    /// to measure the cost of work on this thread.
     pub fn run(&self, work: Box<dyn FnOnce() + Send>) {
         self.order(Order::Run(work));
     }
@@ -271,7 +272,7 @@ impl EngineHandle {
         self.shared.journal.moments_since(place)
     }
 
-    /// The moments of one request that are still kept.
+    /// The moments of one request that are still in the journal.
     #[must_use]
     pub fn moments_of(&self, id: u64) -> Vec<Moment> {
         self.shared.journal.moments_of(id)
@@ -310,7 +311,7 @@ impl EngineHandle {
     }
 
     fn order(&self, order: Order) {
-        // A closed lane means that the thread has ended, and with it every request.
+        // A closed channel means that the thread has ended, and with it every request.
         if self.orders.send(order).is_ok() {
             self.shared.waker.wake();
         }

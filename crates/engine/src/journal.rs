@@ -1,4 +1,4 @@
-//! The recent events of an engine: steps, and moments of requests. They are kept for viewers, and
+//! The recent events of an engine: steps, and moments of requests. They are kept for display, and
 //! contain no text.
 
 use std::collections::VecDeque;
@@ -11,15 +11,16 @@ use crate::types::FinishReason;
 
 /// The number of kept steps.
 pub const KEPT_STEPS: usize = 4096;
-/// The number of kept moments, of all requests together.
+/// The number of moments that are kept, for all requests together.
 pub const KEPT_MOMENTS: usize = 1 << 16;
-/// Tokens of a request between two moments that tell of them.
+/// Tokens of a request between two moments that report tokens.
 pub(crate) const TOKENS_A_MOMENT: u32 = 64;
-/// The largest number of entries that are copied at a time: the engine thread waits for no more.
+/// The largest number of entries that are copied at a time, which bounds how long the engine thread
+/// waits.
 const COPIED: usize = 1024;
 
-/// A step that has ended. Times are in microseconds; `planned_us` and `done_us` are of the engine's
-/// clock.
+/// A step that has ended. Times are in microseconds; `planned_us` and `done_us` are readings of the
+/// engine's clock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StepNote {
     /// The number of the step.
@@ -97,7 +98,7 @@ pub enum EventKind {
 pub struct Since<T> {
     /// Oldest first.
     pub entries: Vec<T>,
-    /// The number of entries from that place on that are no longer kept.
+    /// The number of requested entries that are no longer kept.
     pub lost: u64,
     /// The place after the last entry.
     pub next: u64,
@@ -110,7 +111,7 @@ impl<T> From<u64> for Since<T> {
     }
 }
 
-/// The newest pushed entries. Each has a place, from 0.
+/// The newest entries. Each has an index, from 0 on.
 #[derive(Debug)]
 struct Ring<T> {
     kept: VecDeque<T>,
@@ -132,7 +133,7 @@ impl<T: Copy> Ring<T> {
         self.kept.extend(entries.skip(skipped));
     }
 
-    /// Copies the entries that `wanted` takes, of the next [`COPIED`] from `into.next` on. False:
+    /// Copies entries that match `wanted`, among the next [`COPIED`] from `into.next` on. False:
     /// there are no more.
     fn copy(&self, into: &mut Since<T>, wanted: impl Fn(&T) -> bool) -> bool {
         let oldest = self.next - self.kept.len() as u64;
@@ -146,7 +147,7 @@ impl<T: Copy> Ring<T> {
     }
 }
 
-/// The part that the engine thread writes and others read.
+/// The entries that the engine thread writes and others read.
 #[derive(Debug)]
 pub struct Journal(Mutex<(Ring<StepNote>, Ring<Moment>)>);
 
@@ -176,7 +177,7 @@ impl Journal {
     }
 }
 
-/// The engine thread's side: the entries that are not in the journal yet.
+/// The engine thread's buffer of entries that are not in the journal yet.
 #[derive(Debug, Default)]
 pub struct Notes {
     /// Steps in flight, oldest first.

@@ -6,24 +6,25 @@
 //! | engine (one a rank group) | schedulers, executor, plan buffers | [`Executor::wait`]: the hand's socket and the waker, nothing else |
 //! | any | an [`EngineHandle`] | never |
 //!
-//! One lane leads into the thread, so an abort can't overtake its submit. Requests in it are
-//! bounded by `max_queued_requests`: others are refused with [`SubmitError::QueueFull`]. Aborts
-//! have no bound, because they matter most under overload. The thread calls
-//! [`OutputSink::deliver`] once a step.
+//! All orders reach the thread through one channel, so an abort can't overtake its submit. Requests
+//! in the channel are bounded by `max_queued_requests`: more are refused with
+//! [`SubmitError::QueueFull`]. Aborts have no bound, because they matter most under overload. The
+//! thread calls [`OutputSink::deliver`] once a step.
 //!
-//! A step group's thread has a member for each rank: replicas that share a step's number and a
-//! rank group, and nothing else. An ordinary thread has one. Each has its own [`EngineHandle`].
+//! A step group's thread has a member for each rank: replicas that share the step number and the
+//! rank group, and nothing else. An ordinary thread has one member. Each member has its own
+//! [`EngineHandle`].
 //!
 //! With other replicas ([`Peers`]), a thread that loses its hand gives its requests to them, and
 //! does not wait for the respawn.
 //!
-//! Images ([`Picture`]) stay files until the scheduler needs one. Then another thread puts its
-//! patches into that memory.
+//! Images ([`Picture`]) stay files until the scheduler needs one. Then another thread writes its
+//! patches into memory that the hand reads.
 //!
-//! Payloads ([`Payload`]) are too big for plans. They lie in memory that the hand reads, and are
-//! there before their request is submitted. The thread keeps them until the request has ended and
-//! no step in flight can read them. If the hand is on another machine ([`Executor::is_near`]),
-//! other threads bring them there. The request has no turn before.
+//! Payloads ([`Payload`]) are too big for plans. They are written into memory that the hand reads
+//! before their request is submitted. The thread keeps them until the request has ended and no step
+//! in flight can read them. If the hand is on another machine ([`Executor::is_near`]), other
+//! threads copy them there, and the request has no turn until they have arrived.
 //!
 //! The thread reads no clock except its [`Clock`]. So tests and planning run in virtual time.
 //!

@@ -1,24 +1,24 @@
-//! Payloads, which are too big for plans: bytes in memory that the hand reads, and their lifetime.
+//! Payloads: data too big for plans, in memory that the hand reads, and how long it is kept.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt::Debug;
 use std::io;
 use std::sync::Arc;
 
-/// Room for payloads in memory that the hand reads (the arena).
+/// Allocates payloads in memory that the hand reads (the arena).
 pub trait Payloads: Send + Sync {
     /// The number of bytes of the room.
     fn capacity(&self) -> usize;
     /// The number of reserved bytes.
     fn used(&self) -> usize;
-    /// Reserves `bytes` bytes; `None` if there is not enough room now.
+    /// Reserves `bytes` bytes; `None`: not enough room now.
     fn reserve(&self, bytes: usize) -> Option<Box<dyn Payload>>;
-    /// Registers `notify`, which is called whenever room is given back. It is called on any thread
-    /// and must be quick.
+    /// Registers `notify`, which is called whenever room is freed. It is called on any thread and
+    /// must be quick.
     fn on_freed(&self, notify: Box<dyn Fn() + Send + Sync>);
 }
 
-/// A reserved part of the arena. Dropping it gives it back.
+/// A reserved part of the arena. Dropping it frees the room.
 pub trait Payload: Debug + Send + Sync {
     /// The beginning of the payload, as plans name it.
     fn offset(&self) -> u32;
@@ -35,16 +35,16 @@ pub trait Payload: Debug + Send + Sync {
     fn read(&self, at: usize, into: &mut [u8]) -> io::Result<usize>;
 }
 
-/// A callback for a carried payload. It is called when the payload is in the memory of the hand,
-/// and is dropped if it never will be.
+/// A callback for a carried payload. It is called when the payload has arrived in the hand's
+/// memory, and is dropped if it never will.
 pub type There = Box<dyn FnOnce() + Send>;
 
 /// Embeddings that stand for a prompt's tokens.
 #[derive(Debug, Clone)]
 pub struct Embeds {
-    /// The memory that holds them; several requests may share it.
+    /// The memory with the rows; several requests may share it.
     pub payload: Arc<dyn Payload>,
-    /// The byte offset of the first row, as plans name it. It is inside the payload.
+    /// The arena offset of the first row in bytes, as plans name it. It lies within the payload.
     pub offset: u32,
 }
 
@@ -53,7 +53,7 @@ pub struct Embeds {
 #[derive(Debug, Default)]
 pub(crate) struct Held {
     live: HashMap<u64, Vec<Arc<dyn Payload>>>,
-    /// The payloads with the last step that was planned while the request was alive, in order.
+    /// The payloads of ended requests, each with the last step planned before the end, in order.
     retired: VecDeque<(u64, Vec<Arc<dyn Payload>>)>,
 }
 
@@ -74,12 +74,13 @@ impl Held {
         self.live.keys().copied()
     }
 
-    /// The request goes to another engine, and no step is in flight.
+    /// Removes the payloads of a request that moves to another engine. No step is in flight.
     pub(crate) fn give(&mut self, request: u64) -> Vec<Arc<dyn Payload>> {
         self.live.remove(&request).unwrap_or_default()
     }
 
-    /// The request has ended; `last_step` is the last one planned, if it is still in flight.
+    /// Retires the payloads of a request that has ended. `last_step`: the last planned step, if it
+    /// is in flight.
     pub(crate) fn retire(&mut self, request: u64, last_step: Option<u64>) {
         if let Some(payloads) = self.live.remove(&request)
             && let Some(step) = last_step
@@ -88,14 +89,14 @@ impl Held {
         }
     }
 
-    /// The hand has answered this step, and all before it.
+    /// Drops payloads that only this step and earlier ones could read: the hand has answered them.
     pub(crate) fn answered(&mut self, step: u64) {
         while self.retired.front().is_some_and(|(last, _)| *last <= step) {
             self.retired.pop_front();
         }
     }
 
-    /// The hand is gone, and reads nothing any more.
+    /// Drops retired payloads, because the dead hand reads nothing any more.
     pub(crate) fn hand_died(&mut self) {
         self.retired.clear();
     }

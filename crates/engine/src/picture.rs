@@ -8,14 +8,14 @@ use thiserror::Error;
 use crate::payload::Payload;
 
 /// An image of a request. It is kept as long as the request lives. Its patches and its pages on the
-/// device may be dropped for other images, and end with the hand.
+/// device may be dropped for other images, and are lost when the hand dies.
 pub trait Picture: Debug + Send + Sync {
     /// Starts copying the image's patches into the memory that the hand reads, on another thread.
     /// The engine thread calls this, so it must not block.
     fn place(&self, placement: Placement);
 }
 
-/// The reason for which an image has no patches.
+/// Why an image has no patches.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum PictureError {
     /// The file is at fault.
@@ -26,11 +26,11 @@ pub enum PictureError {
     Failed(String),
 }
 
-/// The end of a placement: the payload whose first bytes are the patches.
+/// The outcome of a placement: the payload that begins with the patches.
 pub type Placed = Result<Arc<dyn Payload>, PictureError>;
 
-/// The duty to report the place of an image's patches, or that there are none. Dropping it reports
-/// a failure.
+/// A promise to report where an image's patches are, or that there are none. Dropping it reports a
+/// failure.
 pub struct Placement(Option<Box<dyn FnOnce(Placed) + Send>>);
 
 impl Debug for Placement {
@@ -40,7 +40,7 @@ impl Debug for Placement {
 }
 
 impl Placement {
-    /// A duty that ends with a call of `done`.
+    /// Makes a promise that is kept by calling `done`.
     #[must_use]
     pub fn new(done: impl FnOnce(Placed) + Send + 'static) -> Self {
         Self(Some(Box::new(done)))

@@ -1,12 +1,11 @@
-//! The restarts of a dead hand: their decision and their time.
+//! Restarts of a dead hand: whether, and when.
 
 /// The decision after a death.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
     /// Start again at this time.
     RestartAt(u64),
-    /// The hand will not come back by itself. If others serve meanwhile, the owner tries once more
-    /// at this time.
+    /// Give the hand up. If other replicas are serving, the owner tries once more at this time.
     GiveUp {
         /// The time of the next start.
         again_at: u64,
@@ -24,16 +23,16 @@ pub(crate) enum Verdict {
 pub(crate) struct Recovery {
     limit: u32,
     failures: u32,
-    /// Times that it was given up since it worked.
+    /// How often the hand was given up since it last worked.
     given_up: u32,
     ready_since: Option<u64>,
     ever_ready: bool,
 }
 
 const FIRST_BACKOFF_US: u64 = 250_000;
-/// Microseconds after which a start counts as a success, even if the hand dies later.
+/// A start counts as a success after this many microseconds, even if the hand dies later.
 const SETTLED_US: u64 = 5_000_000;
-/// The time from giving up to the next try, which doubles with each.
+/// The time from giving up to the next try, which doubles each time.
 const LONG_BACKOFF_US: u64 = 30_000_000;
 const LONGEST_BACKOFF_US: u64 = 300_000_000;
 
@@ -53,7 +52,7 @@ impl Recovery {
         (self.failures, self.given_up) = (0, 0);
     }
 
-    /// The hand died; `computing`: with a step in flight.
+    /// Handles a death at `now_us`; `computing`: with a step in flight.
     pub(crate) fn died(&mut self, now_us: u64, computing: bool) -> Verdict {
         let up_us = self.ready_since.take().map(|since| now_us.saturating_sub(since));
         if computing || up_us.is_some_and(|up| up >= SETTLED_US) {

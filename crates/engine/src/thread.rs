@@ -26,10 +26,11 @@ pub struct Hooks {
     pub sink: Box<dyn OutputSink>,
     /// Gets every change of the prefix cache. `None` costs nothing.
     pub blocks: Option<Box<dyn BlockObserver>>,
-    /// The engines that take requests when the hand dies. `None`: requests wait for its respawn.
+    /// The engines that take over requests when the hand dies. `None`: requests wait for its
+    /// respawn.
     pub peers: Option<Box<dyn Peers>>,
-    /// Counts requests that were submitted and not admitted yet, of all engines that share it. They
-    /// share its limit too.
+    /// Counts submitted requests that are not admitted yet, for all engines that share the counter
+    /// and its limit.
     pub queued: Arc<WaitingPlaces>,
     /// Called when the thread ends, for any reason, after the other hooks were dropped.
     pub on_exit: Box<dyn FnOnce() + Send>,
@@ -54,7 +55,7 @@ pub struct EngineThread {
 }
 
 impl EngineThread {
-    /// Waits for the end of the thread, which ends after [`EngineHandle::stop`] or by a panic.
+    /// Waits for the end of the thread, which [`EngineHandle::stop`] or a panic causes.
     pub fn join(mut self) {
         self.wait();
     }
@@ -89,8 +90,8 @@ impl Engine {
         Ok((handles[0].clone(), thread))
     }
 
-    /// Starts the owner thread of replicas that share a rank group, which starts it. The executor
-    /// takes one plan a step for each of them; their handles come in the same order.
+    /// Starts the owner thread of replicas that share a rank group, and the group. The executor
+    /// takes one plan a step for each replica; their handles come in the same order.
     ///
     /// # Errors
     /// The thread could not be created.

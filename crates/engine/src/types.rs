@@ -14,7 +14,7 @@ use crate::payload::Payload;
 use crate::picture::{Picture, PictureError};
 use crate::waiting::Place;
 
-/// A request's name, unique for the life of the process. It is never an id that a client chose.
+/// A request's id, unique for the life of the process. It is never an id that a client chose.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RequestId(pub u64);
 
@@ -27,7 +27,7 @@ pub struct EngineRequest {
     pub payloads: Vec<Arc<dyn Payload>>,
     /// The files of the request's images, in their order.
     pub pictures: Vec<Arc<dyn Picture>>,
-    /// The constraint on the request's tokens. It has accepted the generated tokens already.
+    /// The constraint on the request's tokens, which has already accepted the generated ones.
     pub constraint: Option<Box<dyn Constraint>>,
     /// The client's preferences for the choice of a replica.
     pub preference: Preference,
@@ -50,19 +50,19 @@ pub struct Preference {
     pub replica: Option<u32>,
 }
 
-/// A request on its way to another replica: its hand has died, it waits and others have less to do,
-/// or it was to go on there.
+/// A request on its way to another replica: because its hand has died, because others have less to
+/// do while it waits, or as planned.
 #[derive(Debug)]
 pub struct Orphan {
     /// The request, with the tokens that it has generated so far.
     pub request: EngineRequest,
-    /// The time of arrival and the request's share of the queue, if it was never admitted.
+    /// The time of arrival and the request's place in the queue, if it was never admitted.
     pub(crate) queued: Option<Arrival>,
-    /// The report that goes with its first token, if it was admitted and has none.
+    /// The report for its first output with a token, if it was admitted and has none yet.
     pub(crate) admission: Option<Admission>,
 }
 
-/// A request that has its place in the queue, on its way to an engine.
+/// A request that has taken its place in the queue, on its way to an engine.
 #[derive(Debug)]
 pub struct Entrant {
     /// The request.
@@ -70,13 +70,13 @@ pub struct Entrant {
     pub(crate) arrival: Arrival,
 }
 
-/// Gets the loan that an engine was asked for, once. `None`: it lends nothing, or has ended.
+/// Receives a requested loan, once. `None`: the engine lends nothing, or has ended.
 pub struct LoanReply(Option<LoanTaker>);
 
 type LoanTaker = Box<dyn FnOnce(Option<Arc<Loan>>) + Send>;
 
 impl LoanReply {
-    /// `reply` is called on the thread of the engine, or where the question is dropped.
+    /// `reply` is called on the engine's thread, or where the unanswered request is dropped.
     #[must_use]
     pub fn new(reply: impl FnOnce(Option<Arc<Loan>>) + Send + 'static) -> Self {
         Self(Some(Box::new(reply)))
@@ -114,28 +114,28 @@ pub trait Peers: Send {
     /// True if another replica's hand takes plans.
     fn others_up(&self) -> bool;
     /// True if another replica serves, or may again: all replicas except failed ones. An engine
-    /// asks after it has failed and its status is set. If several fail at the same time, at least
-    /// one of them learns that none is left.
+    /// calls this after it has failed and set its status. So if several fail at the same time, at
+    /// least one of them gets false.
     fn others_live(&self) -> bool;
     /// Takes over requests of an engine that has lost its hand. Gives back the requests that no
     /// replica can take now.
     fn adopt(&self, orphans: Vec<Orphan>) -> Vec<Orphan>;
-    /// True if a request that waits here has its first token sooner at replica `to`.
+    /// True if a request that waits here gets its first token sooner at replica `to`.
     fn move_pays(&self, to: usize, request: &QueuedRequest<'_>) -> bool;
-    /// Moves a request that waited here to replica `to`. Returns it if that one takes none now.
+    /// Moves a waiting request to replica `to`. Returns it if that replica takes none now.
     fn take(&self, to: usize, orphan: Orphan) -> Option<Orphan>;
     /// The number of the engine's replica.
     fn replica(&self) -> u32 {
         0
     }
-    /// Makes another replica continue a request that leaves as planned. Returns it if none can now.
+    /// Makes another replica continue a request that leaves as planned. Returns it if none can.
     fn hand_on(&self, orphan: Orphan) -> Option<Orphan> {
         Some(orphan)
     }
     /// Notes that a request has its slot and pages here.
     fn admitted(&self, _id: u64) {}
-    /// True while no prompt that leaves may be admitted: the replicas that would continue it have
-    /// no pages.
+    /// True while no prompt that leaves may be admitted, because the replicas that would continue
+    /// it have no pages.
     fn holds_prompts(&self) -> bool {
         false
     }
@@ -159,13 +159,13 @@ pub enum FinishReason {
     Error(RequestError),
 }
 
-/// The reason for which an admitted request could not be served.
+/// Why an admitted request failed.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum RequestError {
     /// The model gave logits that are not finite.
     #[error("the model produced logits that are not finite")]
     NotFinite,
-    /// The request was alone in flight at the death of the hand, for the second time.
+    /// The request was alone in flight when the hand died for the second time.
     #[error("the request brought the model process down twice and is not tried again")]
     Poisoned,
     /// The hand is gone for good.
@@ -190,7 +190,7 @@ pub enum RequestError {
     QueueTimeout {
         /// The limit.
         seconds: u64,
-        /// Seconds after which another try may be worth while.
+        /// Seconds after which to try again.
         retry_after: u32,
     },
 }
@@ -200,12 +200,12 @@ pub enum RequestError {
 pub struct SampledToken {
     /// The id of the token.
     pub id: i32,
-    /// Natural log-probabilities if requested: the sampled token first, then the most likely,
-    /// descending.
+    /// Natural log-probabilities if requested: the sampled token first, then the most likely ones
+    /// in descending order.
     pub logprobs: Option<Box<[(i32, f32)]>>,
 }
 
-/// Times of a request's way to its first token.
+/// When a request reached the stages before its first token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Admission {
     /// Prompt tokens found in the prefix cache.
@@ -231,13 +231,13 @@ pub struct Output {
     /// Set in the request's first output with a token, a vector or log-probabilities of its prompt.
     /// A request that ends without such an output has none.
     pub admission: Option<Admission>,
-    /// Further log-probabilities of its prompt. All have come with the first token.
+    /// Further log-probabilities of its prompt. All have been delivered by the first token.
     pub prompt: Option<PromptLogprobs>,
     /// The token of this step.
     pub token: Option<SampledToken>,
     /// Tokens of a predicted answer that were verified in this step.
     pub predicted: Option<PredictedTokens>,
-    /// The vector of a pooled request, as the model made it: neither cut nor normalised.
+    /// The model's raw vector of a pooled request: not cut, not normalised.
     pub pooled: Option<Box<[f32]>>,
     /// Set exactly once, in the request's last output.
     pub finish: Option<FinishReason>,
@@ -258,7 +258,7 @@ impl Output {
         }
     }
 
-    /// True if the output has only the parts before a step's token.
+    /// True if the output has nothing for its step's token yet.
     pub(crate) fn lacks_token(&self) -> bool {
         let before = self.prompt.is_some() || self.predicted.is_some();
         before && self.token.is_none() && self.finish.is_none()
@@ -275,11 +275,11 @@ pub trait OutputSink: Send {
 /// The receiver of changes of a replica's prefix cache. The engine thread calls it at most once a
 /// step. It must not block.
 pub trait BlockObserver: Send {
-    /// Delivers the changes since the last call, in their order.
+    /// Delivers the changes since the last call, in order.
     fn changed(&mut self, events: Vec<BlockEvent>);
 }
 
-/// The reason for which a request was not taken.
+/// Why a request was not accepted.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum SubmitError {
     /// `max_queued_requests` are waiting, or the client has its share of them: answer 429.
@@ -287,10 +287,10 @@ pub enum SubmitError {
     QueueFull {
         /// The bound.
         limit: usize,
-        /// Seconds after which another try may be worth while.
+        /// Seconds after which to try again.
         retry_after: u32,
     },
-    /// The request is more than one step's plan can carry: answer 400.
+    /// The request needs more than a step's plan can carry: answer 400.
     #[error(
         "the request does not fit into a step: with its prompt, answer, `{param}` and pages it comes to {words} words, and {limit} are the most"
     )]
@@ -321,7 +321,7 @@ pub enum Status {
     Recovering(String),
     /// New requests are refused, and running ones finish.
     Draining,
-    /// The hand cannot start; one line has the reason.
+    /// The hand cannot start, for this reason (one line).
     Failed(String),
 }
 
@@ -331,8 +331,8 @@ pub struct Facts {
     /// The largest number of positions of a request. It is the configured context length, or the
     /// size of the KV pool if that is smaller and there is a pool.
     pub context_length: u32,
-    /// The largest number of positions of a prompt. It is smaller if an answer may outgrow the
-    /// device's pages and a prompt may not.
+    /// The largest number of positions of a prompt. It is smaller than `context_length` if answers
+    /// may outgrow the device's pages, which prompts may not.
     pub prompt_length: u32,
     /// Tokens of a page.
     pub page_size: u32,
@@ -341,7 +341,8 @@ pub struct Facts {
     pub hand: Ready,
 }
 
-/// The numbers after the last step, all of one moment. Counters only grow, also across a respawn.
+/// The counters and gauges after the last step, from one moment. Counters only grow, also across a
+/// respawn.
 #[derive(Debug, Clone, Copy, Default, PartialEq, AddAssign, Serialize)]
 pub struct Stats {
     /// Requests and pages.
@@ -363,55 +364,56 @@ pub struct HandStats {
     /// The number of deaths of the hand.
     #[serde(rename = "hand_deaths")]
     pub deaths: u64,
-    /// The number of these deaths that were kills by the kernel, because memory had run out.
+    /// The number of these deaths in which the operating system killed the hand for lack of memory.
     #[serde(rename = "hand_memory_kills")]
     pub memory_kills: u64,
     /// The number of requests that were replayed after a death.
     pub replayed: u64,
-    /// The number of requests that another replica went on with after their first token.
+    /// The number of requests that another replica continued after their first token.
     pub handed: u64,
-    /// Microseconds that requests waited for their blocks to come back from the host tier.
+    /// Microseconds that requests waited for their blocks to be restored from the host tier.
     pub copy_wait_us: u64,
     /// Masks that were made for rows with constraints.
     pub masks: u64,
     /// Microseconds that masks took, on all threads.
     pub mask_us: u64,
-    /// Microseconds of the engine's thread for masks: its own, and waits for those of others.
+    /// Microseconds that the engine thread spent on masks: making its own, and waiting for mask
+    /// threads.
     pub mask_wait_us: u64,
-    /// The longest time that the last step could wait for masks, in microseconds.
+    /// How long the last step could wait for masks at most, in microseconds.
     pub mask_budget_us: u64,
     /// Rows that sat a step out because their mask was not ready.
     pub sat_out: u64,
-    /// Bytes of the blocks that reached the host tier.
+    /// Bytes of blocks that were saved to the host tier.
     pub saved_bytes: u64,
-    /// Bytes of the blocks that came back from the host tier.
+    /// Bytes of blocks that were restored from the host tier.
     pub restored_bytes: u64,
 }
 
-/// The treatment of live requests when a pause begins.
+/// What happens to live requests when a pause begins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PauseMode {
     /// Abort them.
     Abort,
-    /// Finish them before the pause begins; new ones wait.
+    /// Finish live requests before the pause begins; new ones wait.
     Wait,
     /// Keep them where they are, with their pages.
     Keep,
-    /// Those that run wait for their turn again, without pages. Their blocks are cached.
+    /// Running requests go back to the queue without pages. Their blocks are cached.
     Retract,
 }
 
 /// Gets the number of an engine's requests once it is paused. It is dropped if the engine ends, or
-/// if the pause does before it has begun.
+/// if the pause is ended before it has begun.
 pub type PauseReply = Box<dyn FnOnce(usize) + Send>;
 
-/// Gets the outcome of a reload. The error has the reason why the hand could not start with the
-/// weights. It has started again with the old ones.
+/// Gets the outcome of a reload. The error says why the hand could not start with the new weights;
+/// it then runs with the old ones again.
 pub type ReloadReply = Box<dyn FnOnce(Result<(), String>) + Send>;
 
 /// An order of other weights.
 pub struct Reload {
-    /// A number that no other reload has. The members of a step group get the same.
+    /// A unique number of the reload. All members of a step group get the same.
     pub id: u64,
     /// The description of the model in the hand's configuration.
     pub model: Value,

@@ -1,19 +1,19 @@
-//! The waiting line: its requests, each client's share of it, and the expected wait.
+//! The waiting queue: its requests, each client's share of it, and the expected wait.
 
 use forebay_fair::{Holdings, Shares};
 use parking_lot::Mutex;
 
-/// The largest number of waiting probes, whatever else waits.
+/// The largest number of waiting probes, however many other requests wait.
 const PROBES: usize = 16;
 /// Microseconds of a measurement of the queue's speed.
 const WINDOW_US: u64 = 10_000_000;
-/// Seconds that a client is asked to wait at most.
+/// The longest wait that is suggested to a client, in seconds.
 const LONGEST_S: u64 = 60;
 
 /// Requests that were submitted and not admitted yet, of all engines that share it.
 ///
-/// Each client has its share of the places ([`Shares`]). A quarter more is for clients with only a
-/// few waiting requests.
+/// Clients share the places ([`Shares`]). A quarter more is reserved for clients with only a few
+/// waiting requests.
 #[derive(Debug, Default)]
 pub struct WaitingPlaces(Mutex<Inner>);
 
@@ -36,12 +36,13 @@ pub(crate) struct Place {
     pub(crate) tokens: u64,
     /// True if the request is a probe, which is not counted among the others.
     pub(crate) probe: bool,
-    /// True for background work, which has as many places of its own and does not displace other
+    /// True for background work, which has as many places of its own and takes none from other
     /// requests.
     pub(crate) background: bool,
 }
 
-/// Tokens that left the queue for a place, over the time in which the queue was not empty.
+/// Tokens of requests that left the queue by admission, over the time in which the queue was not
+/// empty.
 #[derive(Debug, Default)]
 struct Rate {
     since_us: u64,
@@ -74,8 +75,7 @@ impl Rate {
 }
 
 impl WaitingPlaces {
-    /// Takes a place among `limit`. The error is the number of seconds after which it may be worth
-    /// another try.
+    /// Takes one of `limit` places. The error is the number of seconds after which to try again.
     pub(crate) fn enter(&self, place: Place, limit: usize, now_us: u64) -> Result<(), u32> {
         let mut inner = self.0.lock();
         if place.probe {
@@ -109,12 +109,12 @@ impl WaitingPlaces {
         inner.leave(place, now_us);
     }
 
-    /// The request waits no more, and has got nothing.
+    /// Gives up a place whose request was not admitted.
     pub(crate) fn left(&self, place: Place, now_us: u64) {
         self.0.lock().leave(place, now_us);
     }
 
-    /// Seconds until the requests that wait now have started, from 1 to 60.
+    /// Seconds until all requests that wait now should be admitted, from 1 to 60.
     pub(crate) fn retry_after(&self, now_us: u64) -> u32 {
         self.0.lock().retry_after(now_us)
     }
@@ -209,7 +209,7 @@ mod tests {
     #[test]
     fn the_time_to_wait_is_that_of_what_waits() {
         let waiting = WaitingPlaces::default();
-        // An hour without requests is not a measure of how fast the queue moves.
+        // An hour without requests says nothing about how fast the queue moves.
         let start = 3600 * SECOND;
         for _ in 0..50 {
             waiting.enter(place(1), 1000, start).expect("room");

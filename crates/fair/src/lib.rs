@@ -12,9 +12,9 @@ use std::collections::HashMap;
 
 /// The rule by which clients share a limited amount: places, or bytes.
 ///
-/// A client that is alone may have all of it. As soon as others ask, it gets no more than half. A
-/// reserve is for clients that hold little. So the limit is reached only for the clients that fill
-/// it.
+/// A client that is alone may have all of it. As soon as others ask, it gets at most half. Beyond
+/// the limit there is a reserve for clients that hold little. So only the clients that fill the
+/// limit are refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shares {
     /// The amount for all clients together.
@@ -32,14 +32,14 @@ impl Shares {
         Self { limit, reserve: (limit / 4).max(1), little: (limit / 16).max(1) }
     }
 
-    /// The largest amount that a client can have while others have some.
+    /// The largest amount for a client while other clients hold some.
     #[must_use]
     pub fn half(self) -> usize {
         (self.limit / 2).max(1)
     }
 
-    /// True if a client that holds `own` may have `more`. All clients together hold `all`, and the
-    /// client is `alone` if no other one asks.
+    /// True if a client that holds `own` may have `more`. `all`: what all clients hold together;
+    /// `alone`: no other client asks.
     #[must_use]
     pub fn admits(self, own: usize, all: usize, more: usize, alone: bool) -> bool {
         let own = own.saturating_add(more);
@@ -50,7 +50,7 @@ impl Shares {
     }
 }
 
-/// The reason for which a client gets no more bytes.
+/// Why a client gets no more bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Refusal {
     /// The bytes would not fit even if nothing else were held.
@@ -118,8 +118,8 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// In any order and with any amounts: no client passes half while others have some, and
-        /// only those who hold little get the reserve.
+        /// In any order and with any amounts: no client gets more than half while others hold some,
+        /// and only clients that hold little get the reserve.
         #[test]
         fn no_order_of_clients_breaks_the_rule(
             moves in prop::collection::vec((0..4_u64, 1..300_usize, any::<bool>()), 1..200),
@@ -142,7 +142,8 @@ mod tests {
                     prop_assert!(own == all && own <= 1000 || own <= 500);
                     prop_assert!(all <= 1000 || all <= 1100 && own <= 20);
                 } else {
-                    // A small amount of a client with little is refused only where nothing is left.
+                    // A small request of a client that holds little is refused only if nothing is
+                    // left.
                     prop_assert!(own + amount > 20 || all + amount > 1000);
                 }
                 prop_assert_eq!(held.all(), model.iter().sum::<usize>());

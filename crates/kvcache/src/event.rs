@@ -1,4 +1,4 @@
-//! Events of a replica's tiers for others: changes of the blocks that they hold.
+//! Changes of the blocks that a replica's tiers hold, for readers outside.
 
 use crate::hash::BlockHash;
 
@@ -19,7 +19,8 @@ pub enum BlockEvent {
     /// The block is in these tiers from now on, or will be when the planned steps are done. It may
     /// have been there before.
     Stored(BlockHash, Place),
-    /// No tier holds the block any more. It may have come and gone since events were last taken.
+    /// No tier holds the block any more. It may have been stored and dropped since the last events
+    /// were taken.
     Dropped(BlockHash),
     /// No tier holds any block.
     Cleared,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use xxhash_rust::xxh3::{xxh3_64_with_secret, xxh3_128_with_secret, xxh3_128_with_seed};
 
-/// Tokens that are hashed at a time: a stack buffer, and a page of usual size in one go.
+/// Tokens that are hashed at a time, in a stack buffer. A page of the usual size takes one pass.
 const CHUNK: usize = 64;
 /// Bytes of a name.
 const NAME: usize = 16;
@@ -14,7 +14,7 @@ const NAME: usize = 16;
 const SECRET: usize = 192;
 
 /// The name of a block: a 128-bit XXH3, keyed with a secret, of its parent's name and its own
-/// tokens ([`Namer`]). Equal names are taken for equal content, without a look at the tokens.
+/// tokens ([`Namer`]). Equal names count as equal content; tokens are never compared.
 ///
 /// Two different blocks among `n` have the same name with a probability of about `n^2 / 2^129`:
 /// 2^-65 for the 2^32 blocks that a busy replica sees in years.
@@ -29,9 +29,9 @@ pub struct ImageId(pub u128);
 /// Names blocks with a secret.
 ///
 /// Without the secret nobody can compute the name of a guessed prompt, or construct two prompts
-/// with one name. So names that leak tell nothing about prompts. XXH3 is not a cryptographic hash:
-/// names are kept from clients all the same. Two namers with the same secret give the same names;
-/// all others share none.
+/// with the same name. So leaked names reveal nothing about prompts. Names are still kept from
+/// clients, because XXH3 is not a cryptographic hash. Namers with the same secret give the same
+/// names; namers with different secrets have none in common.
 #[derive(Clone)]
 pub struct Namer(Arc<[u8; SECRET]>);
 
@@ -99,7 +99,7 @@ impl Namer {
         })
     }
 
-    /// The name of a block with images. Each image adds three numbers: its place in the block, its
+    /// The name of a block with images. Each image adds three numbers: its index in the block, its
     /// identity, and its first position in the block. Without images this is [`Self::child`].
     #[must_use]
     pub fn child_with(
@@ -146,7 +146,7 @@ impl From<u128> for BlockHash {
     }
 }
 
-/// Hashes a [`BlockHash`] to its low half: it is a good hash already.
+/// Hashes a [`BlockHash`] to its low half, because it is already a good hash.
 #[derive(Default)]
 pub(crate) struct NameHasher(u64);
 
@@ -276,7 +276,7 @@ mod tests {
 
     #[test]
     fn names_do_not_change_between_releases() {
-        // Other tiers and peers will hold names, so a change of the hash is a change of a format.
+        // Other tiers and peers store names, so changing the hash changes a format.
         let namer = Namer::new(b"a secret of a fleet of brains...");
         let name = namer.child(namer.root(7), &[1, -2, 3]);
         assert_eq!(name.0, 103_190_697_308_449_210_558_721_140_308_450_583_814);

@@ -8,7 +8,7 @@ use crate::pool::{Counts, Lease, PagePool};
 #[derive(Debug, PartialEq, Eq)]
 pub enum ImageTier {}
 
-/// The right to use all pages of an image, and the duty to give them back.
+/// The right to use all pages of an image. It must be given back.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "a lease that is not released leaks its pages"]
 pub struct ImageLease(Vec<Lease<ImageTier>>);
@@ -27,8 +27,8 @@ pub struct ImagePool {
     pages: PagePool<ImageTier>,
 }
 
-/// The page of an image is named by the image and its number there. Identities are hashes: they and
-/// their multiples don't meet.
+/// Names a page of an image by the image and the page's index. Identities are hashes, so names of
+/// different images don't collide.
 fn name(ImageId(image): ImageId, page: usize) -> BlockHash {
     const STRIDE: u128 = 0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835;
     BlockHash::from(image.wrapping_add(STRIDE.wrapping_mul(page as u128)))
@@ -41,13 +41,13 @@ impl ImagePool {
         Self { pages: PagePool::new(pages) }
     }
 
-    /// Leases the `pages` pages of an image. Others may have leases of them too. `None`: the image
-    /// is not there.
+    /// Leases the `pages` pages of an image. Others may lease them too. `None`: no pages hold the
+    /// image.
     pub fn find(&mut self, image: ImageId, pages: u32) -> Option<ImageLease> {
         let mut found = Vec::with_capacity(pages as usize);
         for page in 0..pages as usize {
             let Some(lease) = self.pages.share(name(image, page)) else {
-                // The pages of an image that was given up in part are of no use.
+                // If some pages of an image were evicted, the rest is of no use.
                 self.release(ImageLease(found));
                 self.forget(image, pages);
                 return None;
@@ -57,7 +57,7 @@ impl ImagePool {
         Some(ImageLease(found))
     }
 
-    /// Leases `pages` pages without content. `None`, and nothing is leased: too many pages are
+    /// Leases `pages` pages without content. `None`, and no page is leased: too many pages are
     /// held.
     pub fn allocate(&mut self, pages: u32) -> Option<ImageLease> {
         (self.pages.available() >= pages).then(|| {
@@ -66,7 +66,7 @@ impl ImagePool {
         })
     }
 
-    /// Names the image that the pages of a lease hold. The image must not be there already.
+    /// Names the image that the leased pages hold. No other pages may hold it.
     pub fn publish(&mut self, lease: &ImageLease, image: ImageId) {
         for (page, lease) in lease.0.iter().enumerate() {
             let named = self.pages.name(lease, name(image, page));
@@ -79,7 +79,7 @@ impl ImagePool {
         ImageLease(lease.0.iter().map(|lease| self.pages.join(lease)).collect())
     }
 
-    /// Gives a lease back, the last page first: that page is also evicted first.
+    /// Gives a lease back, the last page first, so that the last page is evicted first.
     pub fn release(&mut self, mut lease: ImageLease) {
         self.pages.release_all(&mut lease.0);
     }

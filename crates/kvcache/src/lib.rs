@@ -1,15 +1,15 @@
 //! Pages of keys and values, and the blocks they hold. Integers only: no I/O, no clock, no device.
 //!
 //! A *page* is room for a fixed number of token positions in one tier of memory. A *block* is the
-//! content of a full page, named by the chained hash of everything up to its end ([`BlockHash`]).
-//! [`PagePool`] knows which page of a tier holds which block, who uses it, and which unused block
-//! to give up first. [`Tiers`] joins the device's pool with the host's, and owns the copies between
-//! them. A request owns its pages as [`Lease`]s, which it must give back.
-//! A [`Loan`] is pages of one replica's host tier that another one reads. A [`WindowPool`] has the
-//! pages of layers that read the last positions of a request only.
+//! content of a full page, named by the chained hash of everything up to its end ([`BlockHash`]). A
+//! [`PagePool`] tracks for one tier which page holds which block, its leases, and which unused
+//! block to evict first. [`Tiers`] combines the device's pool with the host's, and owns the copies
+//! between them. A request owns its pages as [`Lease`]s, which it must give back. A [`Loan`] lets
+//! one replica read pages of another's host tier. A [`WindowPool`] has the pages of layers that
+//! read only the last positions of a request.
 //!
 //! Every page is in exactly one of three states. A *free* page holds nothing of value. A *cached*
-//! page holds a named block that nobody uses. A *held* page is leased at least once. `free + cached
+//! page holds a named block without a lease. A *held* page is leased at least once. `free + cached
 //! + held` is always the number of pages.
 //!
 //! ```

@@ -10,7 +10,7 @@ use crate::hash::{BlockHash, BuildNameHasher};
 pub struct LoanId(pub u64);
 
 /// Blocks in the host tier of another replica, whose pages keep their content until the loan is
-/// dropped. The request that may read them holds it, and so does each copy that reads one.
+/// dropped. The request that may read them holds a reference, and so does each copy that reads one.
 pub struct Loan {
     lender: u32,
     pages: HashMap<BlockHash, u32, BuildNameHasher>,
@@ -21,7 +21,7 @@ pub struct Loan {
 
 impl Loan {
     /// A loan of these blocks on these pages, by the replica with number `lender`. `give_back` is
-    /// called once, on any thread, when the pages have no reader any more.
+    /// called once, on any thread, when no reader is left.
     #[must_use]
     pub fn new(
         lender: u32,

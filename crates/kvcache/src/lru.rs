@@ -10,7 +10,7 @@ struct Links {
     next: u32,
 }
 
-/// Pages from the longest unused to the latest used. A page is in the list at most once.
+/// Pages from the least to the most recently used. A page is in the list at most once.
 #[derive(Debug)]
 pub(crate) struct Lru {
     links: Vec<Links>,
@@ -35,7 +35,7 @@ impl Lru {
         (self.oldest != NIL).then_some(self.oldest)
     }
 
-    /// Adds a page that is not in the list as the latest used.
+    /// Adds a page, which is not in the list, as the most recently used.
     pub(crate) fn push_newest(&mut self, page: u32) {
         self.links[page as usize] = Links { previous: self.newest, next: NIL };
         match self.newest {
@@ -46,7 +46,7 @@ impl Lru {
         self.len += 1;
     }
 
-    /// Takes a page out that is in the list.
+    /// Removes a page, which is in the list.
     pub(crate) fn remove(&mut self, page: u32) {
         let Links { previous, next } = self.links[page as usize];
         match previous {
@@ -70,8 +70,8 @@ impl Lru {
         Some(page)
     }
 
-    /// The pages from the longest unused on, both directions checked against each other and against
-    /// the length.
+    /// The pages from the least recently used on. Checks both directions against each other and
+    /// against the length.
     pub(crate) fn checked_pages(&self) -> Result<Vec<u32>, String> {
         let (mut pages, mut previous, mut at) = (Vec::new(), NIL, self.oldest);
         while at != NIL {

@@ -14,8 +14,8 @@ pub enum Hot {}
 #[derive(Debug, PartialEq, Eq)]
 pub enum Host {}
 
-/// The right to use one page of a tier, and the duty to give it back. It cannot be copied, and
-/// [`PagePool::release`] takes it by value. Dropping it elsewhere would leak the page: debug builds
+/// The right to use one page of a tier. It cannot be copied, and must be given back to
+/// [`PagePool::release`], which takes it by value. Dropping it would leak the page: debug builds
 /// assert against that.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "a lease that is not released leaks its page"]
@@ -82,9 +82,10 @@ pub struct PagePool<T = Hot> {
     pages: Vec<Page>,
     named: HashMap<BlockHash, u32, BuildNameHasher>,
     free: Vec<u32>,
-    /// Unleased pages whose block is in no other tier, and those whose block is.
+    /// Cached pages: first those whose block no other tier holds, then those whose block another
+    /// tier holds too.
     cached: [Lru; 2],
-    /// Blocks that came or went; `None`: they are not noted.
+    /// Blocks that were added or lost; `None`: changes are not recorded.
     changed: Option<Vec<BlockHash>>,
     tier: PhantomData<T>,
 }
@@ -103,20 +104,21 @@ impl<T> PagePool<T> {
         }
     }
 
-    /// Lets the pool note from now on the blocks that it gets and loses. The caller has to take
-    /// them.
+    /// Records from now on which blocks the pool gets and loses. The caller has to take the
+    /// changes.
     pub fn note_changes(&mut self) {
         self.changed.get_or_insert_default();
     }
 
-    /// The blocks that came or went since the last call, in order. A block may come several times.
+    /// The blocks that were added or lost since the last call, in order. A block may appear several
+    /// times.
     pub fn take_changes(&mut self) -> std::vec::Drain<'_, BlockHash> {
         self.changed.get_or_insert_default().drain(..)
     }
 
-    /// Leases a page without content. A free page is first. Then comes the longest unused page
-    /// whose block another tier holds too, and then the longest unused page. The block of the page
-    /// is evicted, and is in the result. `None`: every page is held.
+    /// Leases a page without content. It takes a free page first, then the least recently used page
+    /// whose block another tier holds too, then the least recently used page. The page's block is
+    /// evicted, and is in the result. `None`: every page is held.
     #[must_use]
     pub fn allocate(&mut self) -> Option<(Lease<T>, Option<Evicted>)> {
         let mut evicted = None;
@@ -131,8 +133,8 @@ impl<T> PagePool<T> {
         Some((Lease::new(page), evicted))
     }
 
-    /// Leases the page that holds a block. Others may have leases of it too. `None`: no page holds
-    /// it.
+    /// Leases the page that holds a block. Others may lease it too. `None`: no page holds the
+    /// block.
     #[must_use]
     pub fn share(&mut self, name: BlockHash) -> Option<Lease<T>> {
         let page = *self.named.get(&name)?;
@@ -156,8 +158,8 @@ impl<T> PagePool<T> {
         self.named.contains_key(&name)
     }
 
-    /// Notes that another tier holds a block too, or no longer. A page whose block another tier
-    /// holds is evicted before others. Nothing happens if no page of this tier holds the block.
+    /// Notes that another tier holds a block too, or no longer. Such pages are evicted before
+    /// others. Without a page for the block in this tier, nothing happens.
     pub fn set_saved(&mut self, name: BlockHash, saved: bool) {
         let Some(&page) = self.named.get(&name) else { return };
         let entry = &mut self.pages[page as usize];
@@ -231,7 +233,7 @@ impl<T> PagePool<T> {
         self.pages[page as usize].name
     }
 
-    /// The longest unused block that no other tier holds.
+    /// The least recently used block that no other tier holds.
     #[must_use]
     pub fn oldest_unsaved(&self) -> Option<BlockHash> {
         self.pages[self.cached[0].oldest()? as usize].name
@@ -250,7 +252,7 @@ impl<T> PagePool<T> {
         true
     }
 
-    /// Gives a lease back. With its last lease a page becomes the latest used of the cached ones,
+    /// Gives a lease back. A page whose last lease ends becomes the most recently used cached page,
     /// or free if it holds no named block.
     pub fn release(&mut self, lease: Lease<T>) {
         let page = lease.into_page();
@@ -267,8 +269,8 @@ impl<T> PagePool<T> {
     }
 
     /// Gives back the leases of one request and empties the vector. `leases` are in the order of
-    /// their positions. The deepest page goes first, so it is also evicted first: a block is of no
-    /// use without the blocks before it.
+    /// their positions. The last page is released first, so it is also evicted first: a block is of
+    /// no use without the blocks before it.
     pub fn release_all(&mut self, leases: &mut Vec<Lease<T>>) {
         while let Some(lease) = leases.pop() {
             self.release(lease);
@@ -308,7 +310,7 @@ impl<T> PagePool<T> {
         self.free.len() as u32 + self.unleased()
     }
 
-    /// The number of available pages that hold nothing, or a block that another tier has too.
+    /// The number of available pages that hold nothing, or a block that another tier holds too.
     #[must_use]
     pub fn spare(&self) -> u32 {
         self.free.len() as u32 + self.cached[1].len()
@@ -343,11 +345,11 @@ impl<T> PagePool<T> {
         self.pages[page as usize].leases
     }
 
-    /// Walks over all pages: each is in exactly one state, and names and pages agree. For idle
+    /// Checks that each page is in exactly one state, and that names and pages agree. For idle
     /// moments and tests.
     ///
     /// # Errors
-    /// The fault, in words.
+    /// A description of the fault.
     pub fn check_integrity(&self) -> Result<(), String> {
         let mut unleased = vec![0_u8; self.pages.len()];
         for &page in &self.free {

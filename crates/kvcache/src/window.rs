@@ -1,4 +1,4 @@
-//! The pages of layers with a window, which read the last positions of a request only.
+//! The pages of layers with a window, which read only the last positions of a request.
 
 use crate::hash::BlockHash;
 use crate::pool::{Counts, Lease, PagePool};
@@ -9,9 +9,9 @@ pub enum WindowTier {}
 
 /// The pages of the window part, and the blocks in them.
 ///
-/// A request passes pages: its window is behind them, and it gives them back. Behind a cached
-/// prefix a request can go on if the window part has the blocks within the window. So the pages at
-/// which a request ended are worth more than those that it has passed, and stay longer.
+/// A request *passes* a page when its window is behind it, and gives it back. A request can
+/// continue a cached prefix only if the window part has the blocks within the window. So the pages
+/// at which a request ended are worth more than passed ones, and are kept longer.
 #[derive(Debug)]
 pub struct WindowPool {
     /// In this pool *saved* means that a block was passed: it is evicted first.
@@ -36,7 +36,7 @@ impl WindowPool {
         self.tail
     }
 
-    /// The largest number of these leading blocks after which a request can go on.
+    /// The largest number of these leading blocks that a request can continue after.
     #[must_use]
     pub fn longest(&self, names: &[BlockHash]) -> usize {
         let mut end = names.len();
@@ -51,7 +51,7 @@ impl WindowPool {
         end
     }
 
-    /// Leases the last blocks of a prefix after which a request can go on, in their order.
+    /// Leases the last blocks of a prefix that a request continues, in order.
     ///
     /// # Panics
     /// One of them is not there: see [`Self::longest`].
@@ -72,8 +72,8 @@ impl WindowPool {
         self.pool.name(lease, name)
     }
 
-    /// Gives back the lease of a page that a request has passed. If nobody else uses the page, it
-    /// is evicted before those at which a request ended.
+    /// Gives back the lease of a page that a request has passed. Without another lease, it is
+    /// evicted before pages at which a request ended.
     pub fn release_passed(&mut self, lease: Lease<WindowTier>) {
         self.release(lease, true);
     }
@@ -95,7 +95,7 @@ impl WindowPool {
         self.pool.forget(name)
     }
 
-    /// Forgets every block without a lease. True: nothing is left.
+    /// Forgets every block without a lease. True if no block is left.
     pub fn flush(&mut self) -> bool {
         self.pool.flush();
         self.pool.blocks() == 0

@@ -1,4 +1,5 @@
-//! The adapters that the hand knows. It gets each when it is loaded, and a new hand gets all.
+//! The adapters that the hand has been told of. Each is announced when it is loaded, and all are
+//! announced to a new hand.
 
 use std::collections::BTreeMap;
 
@@ -9,9 +10,9 @@ use crate::executor::Executor;
 /// The adapters that requests may have.
 #[derive(Default)]
 pub(crate) struct Adapters {
-    /// The orders by which they were loaded, by their numbers.
+    /// The load orders of the adapters, by adapter number.
     known: BTreeMap<u32, AdapterOrder>,
-    /// Adapters that no further request will use. The hand drops each after its last request.
+    /// Adapters that no new request will use. The hand drops each after its last request.
     leaving: Vec<u32>,
     /// Orders that the hand has not got yet.
     due: Vec<AdapterOrder>,
@@ -40,8 +41,8 @@ impl Adapters {
     }
 
     /// Sends the orders that are due to the hand of a member. Without a hand they are dropped, and
-    /// the next one gets all adapters. `gone` drops an adapter that is not in use, and is false
-    /// while it is.
+    /// the next one gets all adapters. `gone` drops an adapter; it returns false while the adapter
+    /// is in use.
     pub(crate) fn send(
         &mut self,
         member: usize,

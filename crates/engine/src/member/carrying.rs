@@ -1,8 +1,8 @@
-//! Payloads on their way to a hand that does not read them where they were written.
+//! Payloads that are being copied to a hand on another machine.
 //!
-//! A request that needs one waits outside of every plan until it is there: the request is held, an
-//! image stays wanted. Carried payloads may be lost with the hand, so those of all live requests
-//! are carried to the next one.
+//! A request that needs a payload has no turn until it has arrived: the request is held, or its
+//! image stays wanted. Copied payloads may be lost with the hand, so those of all live requests are
+//! copied to the next one.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -17,9 +17,9 @@ use crate::payload::Payload;
 /// The payloads that are on their way.
 #[derive(Debug, Default)]
 pub(crate) struct Carrying {
-    /// The hand reads payloads in the memory in which they were written: nothing is carried.
+    /// True if the hand reads payloads in the memory in which they were written, so none is copied.
     near: bool,
-    /// Deaths of the hand: payloads at an earlier hand are useless to this one.
+    /// The number of deaths of the hand. A payload copied to an earlier hand is useless.
     life: u64,
     /// Payloads that each held request still waits for.
     left: HashMap<u64, usize>,
@@ -38,7 +38,7 @@ impl Carrying {
         self.due.clear();
     }
 
-    /// True if a payload of the request is on its way, or will be.
+    /// True if a payload of the request is being copied, or will be.
     pub(crate) fn brings(&self, request: u64) -> bool {
         let is_due = |cargo: &Cargo| matches!(cargo, Cargo::Of(id) if *id == request);
         self.left.contains_key(&request) || self.due.iter().any(is_due)
@@ -57,7 +57,7 @@ pub(crate) struct PayloadDelivery {
     cargo: Cargo,
 }
 
-/// The owner of a payload, which waits for it.
+/// The request or image that waits for the payload.
 #[derive(Debug, Clone)]
 enum Cargo {
     Of(u64),
@@ -65,7 +65,7 @@ enum Cargo {
 }
 
 impl Member {
-    /// True if a request with these payloads has to wait until they are brought to the hand.
+    /// True if a request with these payloads has to wait until they are copied to the hand.
     pub(super) fn has_to_wait(&self, payloads: &[Arc<dyn Payload>]) -> bool {
         !payloads.is_empty() && !self.carrying.near
     }
@@ -75,13 +75,13 @@ impl Member {
         self.carrying.due.push(Cargo::Of(request));
     }
 
-    /// Asks for the payloads of all held requests: there is a new hand.
+    /// Requests the payloads of all held requests again, for a new hand.
     pub(super) fn carry_again(&mut self) {
         let held = self.scheduler.iter().flat_map(|scheduler| scheduler.held());
         self.carrying.due.extend(held.map(Cargo::Of));
     }
 
-    /// Makes the hand read patches: at once, or when they were brought there.
+    /// Makes the hand read patches: at once, or after they were copied there.
     pub(super) fn give_patches(&mut self, image: ImageId, patches: Arc<dyn Payload>) {
         if self.carrying.near {
             self.patches_there(image, patches);
@@ -90,8 +90,9 @@ impl Member {
         }
     }
 
-    /// Brings every requested payload to the hand; `at` is the member's place in its group. Without
-    /// a hand it brings none: a request waits for the next one, and an image is wanted again.
+    /// Starts copying every requested payload to the hand; `at` is the member's index in its group.
+    /// Without a hand nothing is copied: requests wait for the next hand, and images become wanted
+    /// again.
     pub(crate) fn send_off(&mut self, at: usize, hand: Option<&mut (dyn Executor + 'static)>) {
         let Some(hand) = hand else { return self.carrying.due.clear() };
         for cargo in std::mem::take(&mut self.carrying.due) {
@@ -110,7 +111,7 @@ impl Member {
                 let (orders, waker) = (self.orders.clone(), Arc::clone(&self.shared.waker));
                 let carried = PayloadDelivery { life: self.carrying.life, cargo: cargo.clone() };
                 let there = Box::new(move || {
-                    // A closed lane means that the thread has ended.
+                    // A closed channel means that the thread has ended.
                     if orders.send(Order::Carried(carried)).is_ok() {
                         waker.wake();
                     }
@@ -120,7 +121,7 @@ impl Member {
         }
     }
 
-    /// A payload is where the hand reads it, if it is still the same hand.
+    /// Handles a payload that was copied to the hand, if it is still the same hand.
     pub(super) fn carried(&mut self, carried: PayloadDelivery) {
         if carried.life != self.carrying.life {
             return;
@@ -141,7 +142,8 @@ impl Member {
         }
     }
 
-    /// The hand has died: requests with a payload wait until it is at the next one.
+    /// Holds requests with payloads after the hand's death, until the payloads are copied to the
+    /// next hand.
     pub(super) fn hold_embedded(&mut self) {
         self.carrying.hand_died();
         if self.carrying.near {

@@ -1,17 +1,16 @@
-//! Requests with constraints: their tokens go into these, and masks come out for the rows of each
-//! plan.
+//! Requests with constraints. Their tokens are fed to the constraints, which make masks for the
+//! rows of each plan.
 //!
-//! A plan leaves before the tokens of the step before it are known, as every plan does. Its masks
-//! follow when these have been applied, while the hand computes: a mask is needed only when a token
-//! is sampled.
+//! A plan is sent before the tokens of the previous step are known. Its masks follow when those
+//! tokens have been applied, while the hand computes: a mask is needed only for sampling.
 //!
-//! A step waits for its masks for a part of its own time at most. A row whose mask is not ready
-//! then sits the step out. Its mask is made meanwhile, and the request has its next row when it is
-//! there. From then on the request is *late*: none of its rows is planned before its mask is ready,
-//! so that no further row is computed for nothing. A cheap mask ends that.
+//! A step waits for its masks at most a share of its own time. Then a row whose mask is not ready
+//! sits the step out. The mask is finished meanwhile, and the request gets its next row afterwards.
+//! The request is now *late*: it gets no row before its mask is ready, so that no further row is
+//! computed in vain. A cheap mask ends that state.
 //!
-//! With drafts a request whose masks are cheap is asked as soon as its tokens are known which of
-//! its drafts can come, and which tokens are certain. Its row then has a mask for each position.
+//! With drafts, a request with cheap masks is checked as soon as its tokens are known: which drafts
+//! are allowed, and which tokens are certain. Its row then has a mask for each position.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -26,18 +25,17 @@ use crate::masks::{Inbox, Job, Made, MaskThreads, RowMasks, deferred, guarded, i
 use crate::member::Member;
 use crate::types::{FinishReason, RequestError};
 
-/// The bounds of the time that a step waits for masks, in microseconds.
+/// Bounds on the time that a step waits for masks, in microseconds.
 const LEAST_US: u64 = 2_000;
 const MOST_US: u64 = 20_000;
-/// Weight of the newest step in the mean of step times, and of a mask in the record of expensive
-/// ones: one in `NEWEST`.
+/// The newest step counts for one in `NEWEST` in the mean of step times. So does the newest mask in
+/// the record of expensive masks.
 const NEWEST: u64 = 8;
-/// The largest time that the masks of a row may be expected to take for the sake of its drafts, in
-/// microseconds.
+/// A row gets drafts only if its masks are expected to take at most this many microseconds.
 const WALK_US: u64 = 1_000;
 
-/// The first masks of a request, of which nothing is known: the second one may copy the matcher of
-/// its form, and the first one does not.
+/// The number of first masks of a request whose cost says little: the second one may copy the
+/// matcher of its form, the first one does not.
 const UNKNOWN: u8 = 2;
 
 /// A live request's constraint.
@@ -50,17 +48,18 @@ struct Held {
     said: Vec<i32>,
     /// The masks for the next tokens, until a token was sampled.
     masks: Option<RowMasks>,
-    /// Microseconds that a mask of it may take. Dear ones are forgotten slowly.
+    /// Microseconds that its next mask may take. Expensive masks are forgotten slowly.
     expected_us: Option<u64>,
-    /// Its masks so far, as far as they are counted.
+    /// The number of its masks so far, up to `UNKNOWN`.
     made: u8,
-    /// Microseconds that the newest mask took. `None`: only the first ones were made.
+    /// Microseconds that the newest mask took. `None`: only the first masks were made, which do not
+    /// count.
     newest_us: Option<u64>,
-    /// A row has sat out, and no mask was cheap since.
+    /// A row has sat out, and no cheap mask has followed.
     late: bool,
-    /// The scheduler plans no row of it that samples.
+    /// The scheduler plans no sampling row for it.
     waits: bool,
-    /// A row of the newest plan needs its mask.
+    /// Its row of the newest plan lacks its mask.
     due: bool,
 }
 
@@ -85,7 +84,7 @@ struct Due {
 /// The constraints of live requests.
 pub(crate) struct Constrained {
     live: HashMap<u64, Held>,
-    /// The plan whose masks are due: its step and its masked rows, in order.
+    /// The newest plan, if its masks were not sent: its step, and its masked rows in order.
     due: Option<(u64, Vec<Due>)>,
     /// Requests whose masks are due and not ready.
     missing: usize,
@@ -98,7 +97,7 @@ pub(crate) struct Constrained {
     inbox: Arc<Inbox>,
     /// Microseconds that a step takes.
     step_us: u64,
-    /// The part of it for which it waits for masks, in percent.
+    /// The share of a step's time that it waits for masks, in percent.
     share: u32,
 }
 
@@ -146,7 +145,8 @@ impl Constrained {
         }
     }
 
-    /// The request goes to another engine, with a constraint that will have accepted its tokens.
+    /// Removes the constraint of a request that moves to another engine. The constraint will have
+    /// accepted all tokens.
     pub(crate) fn give(&mut self, id: u64) -> Option<Box<dyn Constraint>> {
         let Held { constraint, said, due, .. } = self.live.remove(&id)?;
         self.missing -= usize::from(due);
@@ -195,7 +195,7 @@ impl Constrained {
         })
     }
 
-    /// The longest time that the next step waits for masks, in microseconds.
+    /// How long the next step waits for masks at most, in microseconds.
     fn budget(&self, members: u64) -> u64 {
         let share = self.step_us.saturating_mul(self.share.into()) / 100;
         share.clamp(LEAST_US, MOST_US) / members.max(1)
@@ -208,8 +208,8 @@ impl Constrained {
         self.step_us = first - first / NEWEST + us / NEWEST;
     }
 
-    /// The request has sampled a token. Returns whether its next mask is to be computed at once;
-    /// `None`: it has no constraint.
+    /// Feeds a sampled token to the request's constraint. Returns whether its next mask is to be
+    /// computed at once; `None`: it has no constraint.
     pub(super) fn say(&mut self, id: u64, token: i32) -> Option<bool> {
         let held = self.live.get_mut(&id)?;
         held.said.push(token);
@@ -219,7 +219,7 @@ impl Constrained {
 }
 
 impl Member {
-    /// Notes which rows of the plan that was just submitted need masks.
+    /// Records which rows of the plan that was just submitted need masks.
     pub(super) fn note_masked(&mut self, plan: &StepPlan) {
         let Some(scheduler) = &mut self.scheduler else { return };
         let ids: Vec<u64> = scheduler.masked().collect();
@@ -239,7 +239,8 @@ impl Member {
         self.constrained.due = Some((plan.step(), ids.into_iter().zip(drafts).map(due).collect()));
     }
 
-    /// Sets the expected tokens of requests with new tokens, as far as their grammars force them.
+    /// Sets the expected tokens of requests with new tokens, where their grammars force the next
+    /// ones.
     pub(super) fn expect_masked(&mut self, ids: &[u64]) {
         for &id in ids {
             let Self { constrained, scheduler, shared, .. } = self;
@@ -298,7 +299,7 @@ impl Member {
     }
 
     /// Sends the masks that are due, if the tokens that they depend on are known. `at` is the
-    /// member's place in its group of `members`.
+    /// member's index in its group of `members`.
     pub(crate) fn send_masks(&mut self, at: usize, members: u64, executor: &mut dyn Executor) {
         let alone = self.in_flight() == 1;
         let Some((step, rows)) = self.constrained.due.take_if(|_| alone) else { return };
@@ -318,7 +319,7 @@ impl Member {
                         Allowed::Everything => RowMask::Everything,
                         Allowed::Some => RowMask::Tokens(std::mem::take(words)),
                     }));
-                    // The row ends before the first position without a mask.
+                    // The row ends at the first position without a mask.
                     own.masks.masks.resize(sent + places, RowMask::NoToken);
                 } else if self.scheduler.as_mut().is_some_and(|it| it.sit_out(*id)) {
                     (held.late, held.waits) = (true, true);
@@ -381,7 +382,7 @@ impl Member {
         }
     }
 
-    /// The time is over: masks that are not ready are left to the mask threads.
+    /// Gives up waiting: masks that are not ready are left to the mask threads.
     fn leave_masks(&mut self, rows: &[Due]) {
         let own = &mut self.constrained;
         own.threads.leave();
@@ -447,8 +448,8 @@ impl Member {
         }
     }
 
-    /// The hand is gone, and waits for no masks. Its rows gave no token, so masks that are ready
-    /// are still good.
+    /// Forgets the masks that the dead hand waited for. Its rows gave no token, so finished masks
+    /// are still valid.
     pub(super) fn forget_masks(&mut self) {
         let own = &mut self.constrained;
         own.due = None;
@@ -462,7 +463,7 @@ impl Member {
         }
     }
 
-    /// Ends a request that cannot go on under its constraint, if it has not ended.
+    /// Ends a request that cannot continue under its constraint, unless it has ended.
     fn break_off(&mut self, id: u64, why: ConstraintError) {
         if self.scheduler.as_mut().is_some_and(|scheduler| scheduler.abort(id)) {
             self.end(id, FinishReason::Error(RequestError::Constraint(why.0)));

@@ -23,7 +23,7 @@ impl Member {
                     if restoring {
                         self.arriving.insert(id, self.shared.clock.now_us());
                     }
-                    // Its first mask is made while its prompt is computed.
+                    // Its first mask is made while its prompt is being computed.
                     masked.extend(self.has_mask_threads().then_some(id));
                     self.stats.replayed += u64::from(replayed);
                     let admitted = EventKind::Admitted { cached: cached_tokens };
@@ -107,7 +107,7 @@ impl Member {
         if self.admissions.is_empty() { None } else { self.admissions.remove(&id) }
     }
 
-    /// The terminal output of a request that the scheduler no longer knows.
+    /// Delivers the terminal output of a request that the scheduler no longer has.
     pub(super) fn end(&mut self, id: u64, finish: FinishReason) {
         if let Some(Arrival { place, .. }) = self.forget_arrival(id) {
             self.shared.queued.left(place, self.shared.clock.now_us());
@@ -130,7 +130,7 @@ impl Member {
         }
     }
 
-    /// The end of requests while the hand is given up.
+    /// How requests end while the hand is given up.
     pub(super) fn failure(&self) -> Option<FinishReason> {
         match &*self.shared.status.lock() {
             Status::Failed(reason) => {
@@ -140,7 +140,7 @@ impl Member {
         }
     }
 
-    /// Ends every request: because the hand does not come back, or because the engine stops.
+    /// Ends every request, because the hand does not come back or the engine stops.
     pub(crate) fn end_all(&mut self) {
         let finish = self.failure().unwrap_or(FinishReason::Abort);
         self.end_each(&finish);
@@ -160,7 +160,7 @@ impl Member {
     }
 }
 
-/// The reason for which the hand could not bring an adapter to its place.
+/// Why the hand could not load an adapter.
 fn why_not_placed(error: i32) -> String {
     match error {
         PLACE_FAILED_FILES => "its files can't be read any more",

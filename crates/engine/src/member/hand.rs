@@ -1,5 +1,5 @@
-//! A member's part of the hand's life: a scheduler when the facts are known, a new beginning after
-//! a death.
+//! A member's part in the hand's life: a scheduler when the hand's facts are known, a fresh start
+//! after a death.
 
 use std::sync::atomic::Ordering;
 
@@ -17,17 +17,18 @@ use crate::types::{Facts, FinishReason, RequestError};
 /// The cause of a hand's death.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Cause {
-    /// A request in flight, as far as is known.
+    /// A request in flight is to blame, as far as is known.
     Requests,
     /// Copies that never end.
     Copies,
     /// Memory ran out.
     Memory,
-    /// It was stopped, to start again with other weights.
+    /// The hand was stopped, to start again with other weights.
     Weights,
 }
 
-/// The pages of a hand, and the fewest with which every request that may be there can be computed.
+/// The pages of a hand, and the fewest with which every possible live request can still be
+/// computed.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Pool {
     /// Pages of the device; 0: the model keeps no keys and values.
@@ -49,7 +50,7 @@ impl Member {
         let Facts { context_length, prompt_length, page_size, ref hand } = *facts.as_ref()?;
         let row_pages = hand.hot_row_tokens.div_ceil(page_size);
         let context = context_length.div_ceil(page_size);
-        // Prompts are computed on the device whole, with a page for the next token.
+        // A prompt is computed on the device with all its pages, and one for the next token.
         let least = match (row_pages, self.config.host_tier) {
             (1.., Some(host)) if hand.host_page_count > 0 => {
                 let sparse = Sparse { row_pages, save_rows: host.kv_save == SaveUnit::Token };
@@ -79,7 +80,7 @@ impl Member {
         let sparse = host
             .filter(|_| row_pages > 0 && !is_recurrent)
             .map(|host| Sparse { row_pages, save_rows: host.kv_save == SaveUnit::Token });
-        // An answer may outgrow the device's pages where it goes on without them.
+        // With sparse decoding an answer may outgrow the device's pages.
         let positions = if sparse.is_some() { facts.host_page_count } else { pages };
         let pool = positions.saturating_mul(self.config.page_size);
         self.adapters.know_again();
@@ -108,8 +109,7 @@ impl Member {
         self.shared.room.store(context_length, Ordering::Release);
         let page_size = self.config.page_size;
         let hot = if pages == 0 { u32::MAX } else { pages.saturating_mul(page_size) };
-        // A prompt is computed with all of its pages on the device, and one more for the first
-        // token.
+        // A prompt is computed with all its pages on the device, and one more for the first token.
         let prompt_length = context_length.min(hot.saturating_sub(u32::from(sparse.is_some())));
         *self.shared.facts.lock() =
             Some(Facts { context_length, prompt_length, page_size, hand: facts.clone() });
@@ -166,7 +166,7 @@ impl Member {
         Some(Drafts { most, priced: !drafts.speculative_unpriced })
     }
 
-    /// The hand is gone; of a member of a group, that of all.
+    /// Handles the death of the hand, or of the whole group's hands.
     pub(crate) fn hand_died(&mut self, was_up: bool, cause: Cause) {
         self.copying_us = None;
         self.arriving.clear();

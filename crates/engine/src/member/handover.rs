@@ -1,5 +1,5 @@
-//! Requests that go to another replica and come from one: when a hand dies, and when others have
-//! less to do, or as planned after their first token.
+//! Requests that move between replicas: when a hand dies, when another replica has less to do, and
+//! as planned after the first token.
 
 use std::sync::Arc;
 
@@ -9,11 +9,11 @@ use crate::handle::EngineHandle;
 use crate::member::Member;
 use crate::types::{EngineRequest, Orphan, Preference};
 
-/// The number of requests that are considered for a move.
+/// The number of waiting requests that are considered for a move.
 const LATEST: usize = 8;
 
 impl Member {
-    /// Goes on with a request that another engine has lost.
+    /// Continues a request that another engine has lost.
     pub(super) fn adopt(&mut self, orphan: Orphan) {
         let Orphan { request, queued, admission } = orphan;
         let id = request.request.id;
@@ -24,8 +24,8 @@ impl Member {
         self.enter(request);
     }
 
-    /// There is no hand: other replicas get all requests, if they can take any. The rest waits for
-    /// the first replica that comes back, or ends if none will: if it is `over`.
+    /// Without a hand, offers all requests to other replicas. The rest wait for the first replica
+    /// that comes back, or end if none will (`over`).
     pub(crate) fn give_away(&mut self, over: bool) {
         let others = self.peers.as_ref().is_some_and(|peers| peers.others_up());
         if let Some(scheduler) = self.scheduler.as_mut().filter(|_| others) {
@@ -38,7 +38,7 @@ impl Member {
             for orphan in left {
                 let id = orphan.request.request.id;
                 self.adopt(orphan);
-                // Others could take requests, but not this one: it would wait for a hand that may
+                // Only other replicas could take requests. This one would wait for a hand that may
                 // never come back.
                 if let Some(finish) = &failure
                     && self.scheduler.as_mut().is_some_and(|scheduler| scheduler.abort(id))
@@ -52,8 +52,8 @@ impl Member {
         }
     }
 
-    /// Gives one of the waiting requests to a replica with less to do, if that pays. Of those whose
-    /// turn comes last the first one goes that gains.
+    /// Gives one of the waiting requests to a replica with less to do, if that pays. It tries the
+    /// last in turn first, and moves the first request that gains.
     pub(super) fn spare(&mut self, to: usize) {
         let (Some(peers), Some(scheduler)) = (&self.peers, &mut self.scheduler) else { return };
         let pays = |request: &QueuedRequest<'_>| peers.move_pays(to, request);
@@ -64,7 +64,7 @@ impl Member {
         left.into_iter().for_each(|orphan| self.adopt(orphan));
     }
 
-    /// Makes other replicas continue the requests that have left. Where none can, they go on here.
+    /// Makes other replicas continue the requests that have left. If none can, they continue here.
     pub(super) fn hand_on(&mut self) {
         for id in std::mem::take(&mut self.left) {
             let handed = self.scheduler.as_mut().and_then(|scheduler| scheduler.hand_on(id));
@@ -85,7 +85,7 @@ impl Member {
         }
     }
 
-    /// A loan that comes back by an order, on whichever thread it is dropped last.
+    /// Wraps a loan so that it is ended by an order, on whichever thread it is dropped last.
     pub(super) fn loan(&self, lent: LentBlocks) -> Loan {
         let handle = EngineHandle { shared: Arc::clone(&self.shared), orders: self.orders.clone() };
         let lender = self.peers.as_ref().map_or(0, |peers| peers.replica());

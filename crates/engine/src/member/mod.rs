@@ -39,19 +39,19 @@ use crate::types::{
 pub(crate) type Listeners =
     (Box<dyn OutputSink>, Option<Box<dyn BlockObserver>>, Option<Box<dyn Peers>>);
 
-/// The kinds of orders that a member's lane held.
+/// The kinds of orders that a member's channel held.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct TakenOrders {
     /// Some order.
     pub(crate) any: bool,
-    /// Requests that another replica may have to take over.
+    /// True if requests came that another replica may have to take over.
     pub(crate) entered: bool,
     /// True after [`Order::Stop`]; later orders are still in the channel.
     pub(crate) stopped: bool,
 }
 
-/// A replica without its hand. An ordinary engine thread has one, that of a step group has one for
-/// each rank.
+/// A replica without its hand. An ordinary engine thread has one member; the thread of a step group
+/// has one for each rank.
 pub(crate) struct Member {
     config: EngineConfig,
     sink: Box<dyn OutputSink>,
@@ -67,16 +67,16 @@ pub(crate) struct Member {
     outputs: Vec<Output>,
     /// Requests that were never admitted.
     arrivals: HashMap<u64, Arrival>,
-    /// The times at which requests have waited too long, with their ids; empty if they may wait
-    /// without a limit.
+    /// When requests will have waited too long, with their ids; empty if they may wait without a
+    /// limit.
     deadlines: BTreeSet<(u64, u64)>,
     /// Admissions whose first token has not come yet.
     admissions: HashMap<u64, Admission>,
-    /// Since when requests wait for blocks to come back.
+    /// Since when each request waits for its blocks to be restored.
     arriving: HashMap<u64, u64>,
-    /// Since when copies are under way, and none has ended.
+    /// Since when copies have been in flight without any ending.
     copying_us: Option<u64>,
-    /// Bytes of a page, and of a state page, as the hand reports them.
+    /// Bytes of a page and of a state page, as the hand reports them.
     page_bytes: u64,
     state_bytes: u64,
     /// The payloads of requests in the arena.
@@ -86,7 +86,7 @@ pub(crate) struct Member {
     pub(crate) adapters: Adapters,
     /// `None`: plans are made.
     pause: Option<Pause>,
-    /// Orders of other weights that the owner has not taken yet.
+    /// Reload orders that the owner has not taken yet.
     pub(crate) reloads: Vec<Reload>,
     /// The constraints on their tokens.
     constrained: Constrained,
@@ -96,7 +96,7 @@ pub(crate) struct Member {
     last_step: u64,
     stats: HandStats,
     notes: Notes,
-    /// The time at which the last plan was made or the last result applied.
+    /// When the last plan was made or the last result applied.
     noted_us: u64,
     /// Microseconds that the last plan took to make.
     plan_us: u32,
@@ -209,7 +209,7 @@ impl Member {
         taken
     }
 
-    /// Queues a request. If the hand is gone, its fate is decided afterwards.
+    /// Queues a request. If the hand is gone, the caller decides afterwards where it goes.
     fn enter(&mut self, entering: EngineRequest) {
         let EngineRequest { mut request, payloads, pictures, constraint, .. } = entering;
         request.masked = constraint.is_some();
@@ -222,7 +222,7 @@ impl Member {
         }
         let room = self.shared.room.load(Ordering::Acquire);
         if positions(&request) > u64::from(room) {
-            // Another replica, with more memory, was ready when it was checked.
+            // When the request was checked, another replica with more memory was up.
             let reason = format!("of the replicas that are left, none has {room} positions");
             let finish = FinishReason::Error(RequestError::HandFailed(reason));
             return self.end(request.id, finish);
@@ -243,7 +243,7 @@ impl Member {
         }
     }
 
-    /// Plans in flight; all members of a group have as many.
+    /// Plans in flight; the same for all members of a group.
     pub(crate) fn in_flight(&self) -> usize {
         self.scheduler.as_ref().map_or(0, Scheduler::in_flight)
     }
@@ -253,7 +253,7 @@ impl Member {
         self.scheduler.as_ref().is_some_and(Scheduler::computes)
     }
 
-    /// True if one of its requests is suspected of a death.
+    /// True if one of its requests is suspected of the hand's death.
     pub(crate) fn is_suspected(&self) -> bool {
         self.scheduler.as_ref().is_some_and(Scheduler::is_suspected)
     }
@@ -298,8 +298,8 @@ impl Member {
         self.note_masked(plan);
     }
 
-    /// Applies the result of the oldest step. `rested`: the device's wait before it was not caused
-    /// by the host.
+    /// Applies the result of the oldest step. `rested`: the host did not cause the device's idle
+    /// time before the step.
     pub(crate) fn apply(&mut self, result: &StepResult, rested: bool) -> Result<(), ApplyError> {
         let Some(scheduler) = self.scheduler.as_mut() else {
             return Ok(());
@@ -318,8 +318,8 @@ impl Member {
         Ok(())
     }
 
-    /// Notes whether copies are under way. Returns the seconds since the last one ended, if these
-    /// are as many as a hand may take.
+    /// Watches copies in flight. Returns the seconds since the last one ended, if they exceed what
+    /// a hand may take.
     pub(crate) fn watch_copies(&mut self, ended: bool) -> Option<u64> {
         let outstanding = self.scheduler.as_ref().map_or(0, Scheduler::copies_outstanding);
         if outstanding == 0 {

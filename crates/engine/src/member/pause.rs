@@ -15,8 +15,8 @@ pub(super) struct Pause {
 }
 
 impl Pause {
-    /// True if a request that comes now has to wait for the end of the pause, because others are
-    /// being finished.
+    /// True if a new request has to wait for the end of the pause, because earlier ones are being
+    /// finished.
     pub(super) fn keeps_back(&mut self, id: u64) -> bool {
         self.mode == PauseMode::Wait && self.kept_back.insert(id)
     }

@@ -35,7 +35,7 @@ impl Member {
         self.pause.as_ref().is_some_and(|pause| pause.has_begun || pause.mode != PauseMode::Wait)
     }
 
-    /// Notes that a pause has begun, once no step is in flight.
+    /// Starts a pause once no step is in flight.
     pub(crate) fn settle_pause(&mut self) {
         let in_flight = self.in_flight();
         let Some(pause) = self.pause.as_mut().filter(|pause| !pause.has_begun) else { return };

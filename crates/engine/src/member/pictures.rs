@@ -1,4 +1,4 @@
-//! Images between requests, which have their files, and the hand, which reads their patches.
+//! Connects requests, which have the files of images, with the hand, which reads their patches.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -33,7 +33,7 @@ impl Pictures {
         self.live.remove(&request).unwrap_or_default()
     }
 
-    /// The hand has read the patches that begin here, or never will.
+    /// Frees patches at this offset, which the hand has read or never will.
     pub(crate) fn read(&mut self, patches: u32) {
         self.placed.remove(&patches);
     }
@@ -44,7 +44,7 @@ impl Member {
     pub(super) fn place(&mut self, request: u64, index: usize, image: ImageId) {
         let (orders, waker) = (self.orders.clone(), Arc::clone(&self.shared.waker));
         let placement = Placement::new(move |placed| {
-            // A closed lane means that the thread has ended.
+            // A closed channel means that the thread has ended.
             if orders.send(Order::Placed { image, placed }).is_ok() {
                 waker.wake();
             }
@@ -54,7 +54,7 @@ impl Member {
         }
     }
 
-    /// The patches of an image are in the arena, or never will be.
+    /// Handles the end of a placement: the patches are in the arena, or never will be.
     pub(super) fn placed(&mut self, image: ImageId, placed: Placed) {
         let Some(scheduler) = &mut self.scheduler else { return };
         match placed {
@@ -68,7 +68,7 @@ impl Member {
         }
     }
 
-    /// The hand can read the patches of an image.
+    /// Tells the scheduler that the hand can read the patches of an image.
     pub(super) fn patches_there(&mut self, image: ImageId, payload: Arc<dyn Payload>) {
         let Some(scheduler) = &mut self.scheduler else { return };
         if scheduler.image_placed(image, payload.offset()) {
@@ -76,7 +76,7 @@ impl Member {
         }
     }
 
-    /// Gives back the arena's room of patches that will not be read.
+    /// Frees the arena space of patches that will not be read.
     pub(super) fn forget_unread(&mut self) {
         let mut unread = std::mem::take(&mut self.pictures.unread);
         if let Some(scheduler) = &mut self.scheduler {

@@ -1,4 +1,4 @@
-//! Requests that wait for a place, and those that have waited too long.
+//! Requests in the waiting queue, and those that have waited too long.
 
 use forebay_scheduler::RequestView;
 
@@ -22,7 +22,7 @@ impl Member {
         self.arrivals.insert(id, arrival);
     }
 
-    /// Removes a request from the queue; the caller gives back its place.
+    /// Removes a request from the records of the queue; the caller gives back its place.
     pub(super) fn forget_arrival(&mut self, id: u64) -> Option<Arrival> {
         let arrival = self.arrivals.remove(&id)?;
         if let Some(at) = self.deadline(arrival) {
@@ -31,7 +31,7 @@ impl Member {
         Some(arrival)
     }
 
-    /// Ends requests that have waited too long. Reads the clock only if there may be some.
+    /// Ends requests that have waited too long. Reads the clock only if there may be any.
     pub(crate) fn expire(&mut self) {
         while let Some(&(at, id)) = self.deadlines.first() {
             let now = self.shared.clock.now_us();
@@ -48,7 +48,7 @@ impl Member {
         }
     }
 
-    /// The time at which the next of them will have waited too long.
+    /// When the next request will have waited too long.
     pub(crate) fn first_deadline(&self) -> Option<u64> {
         self.deadlines.first().map(|&(at, _)| at)
     }

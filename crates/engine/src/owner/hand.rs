@@ -1,4 +1,4 @@
-//! The hand's life: its start, its facts, its silence, its death.
+//! The hand's life: start, facts, silence and death.
 
 use forebay_protocol::Ready;
 use forebay_scheduler::Scheduler;
@@ -10,11 +10,11 @@ use crate::owner::Owner;
 use crate::recovery::Verdict;
 use crate::types::Status;
 
-/// Quiet time after which an idle engine checks its books.
+/// After this much idle time an engine checks its integrity.
 const IDLE_CHECK_US: u64 = 100_000;
-/// The share of its pages that a hand keeps when memory has run out.
+/// The share of its pages that a hand keeps after memory has run out.
 const KEPT_PAGES: (u32, u32) = (3, 4);
-/// The number of times that a hand may come back with fewer pages: a sixth of them is then left.
+/// How often a hand may come back with fewer pages; a sixth of its pages is then left.
 const MOST_SHRINKS: u32 = 6;
 
 impl Owner {
@@ -100,7 +100,7 @@ impl Owner {
         self.up = true;
         self.rested = true;
         self.reloaded_now();
-        // Members that read its readiness may rely on its being in the set.
+        // Others may rely on the member being in the set of serving replicas once it is ready.
         for peers in self.members.iter().filter_map(|member| member.peers.as_ref()) {
             peers.up(true);
         }
@@ -118,8 +118,8 @@ impl Owner {
         self.obey(&verdict, reason);
     }
 
-    /// The kernel has killed the hand, because memory ran out. No request is to blame. The hand
-    /// comes back with fewer pages, or not at all if it can't do with fewer.
+    /// Handles a hand that the operating system killed for lack of memory. No request is to blame.
+    /// The hand comes back with fewer pages, or not at all if it can't work with fewer.
     pub(super) fn out_of_memory(&mut self, reason: &str) {
         if self.go_back(reason) {
             return;
@@ -137,7 +137,7 @@ impl Owner {
         self.obey(&verdict, &format!("{reason}{what}"));
     }
 
-    /// Makes the next hand take fewer pages than `pool`; the error has the reason why it can't.
+    /// Makes the next hand take fewer pages than `pool`, or returns why it can't.
     fn smaller(&mut self, pool: Pool) -> Result<String, String> {
         let Pool { pages, host_pages, least, host_least, context_length } = pool;
         if pages == 0 {

@@ -1,9 +1,9 @@
 //! The loop that owns a rank group and the schedulers of its members: one, or in a step group one
 //! for each rank.
 //!
-//! A step has one number and a plan for each member. A member that has nothing to do gets an empty
-//! plan, and takes part; where no member has anything to do, there is no step. So all members have
-//! the same steps in flight, and a statement about one scheduler's steps holds for the group's.
+//! A step has one number and a plan for each member. A member without work takes part with an empty
+//! plan; if no member has work, there is no step. So all members have the same steps in flight, and
+//! what holds for one scheduler's steps holds for the whole group.
 
 mod hand;
 mod reload;
@@ -31,25 +31,25 @@ pub(crate) struct Owner {
     /// The hand takes plans.
     up: bool,
     recovery: Recovery,
-    /// The number of times that the hand got fewer pages because memory had run out.
+    /// How often the hand got fewer pages because memory had run out.
     shrunk: u32,
     restart_at: Option<u64>,
-    /// The hand is to start again with other weights, or does.
+    /// Set while the hand is to start again with other weights, or is starting.
     reloading: Option<PendingReload>,
     /// The number of the last reload that succeeded.
     reloaded: Option<u64>,
-    /// The last time at which the hand showed life while it was starting.
+    /// When the starting hand last reported progress.
     loading_us: Option<u64>,
     /// Neither this hand nor another one comes back.
     over: bool,
     /// The hand was given up because copies hang.
     copies_hang: bool,
-    /// The last time at which the hand showed life while a step was in flight.
+    /// When the hand last reported progress while a step was in flight.
     progress_us: u64,
-    /// The next step follows a time without work: its gap is not the host's doing.
+    /// The next step follows a time without work, so the host did not cause the gap.
     rested: bool,
     rested_step: Option<u64>,
-    /// True if something has changed since the last check of the accounts.
+    /// True if something has changed since the last integrity check.
     unchecked: bool,
 }
 
@@ -116,8 +116,8 @@ impl Owner {
         self.deliver();
     }
 
-    /// Takes every waiting order; false after one to stop. Earlier requests of other members still
-    /// enter, so that they end with the rest.
+    /// Takes all pending orders; false after a stop order. Requests of other members still enter,
+    /// so that they end with the rest.
     fn take_orders(&mut self) -> bool {
         let mut stopped = false;
         for at in 0..self.members.len() {
@@ -125,7 +125,7 @@ impl Owner {
             stopped |= taken.stopped;
             self.unchecked |= taken.any;
             self.take_reloads(at);
-            // Other weights come soon, and requests wait for them.
+            // The hand will be back soon with other weights, and requests wait for it.
             if taken.entered && !self.up && !stopped && self.reloading.is_none() {
                 self.members[at].give_away(self.over);
             }
@@ -155,7 +155,7 @@ impl Owner {
                 self.progress_us = self.clock.now_us();
             }
             if self.plans.iter().all(|plan| plan.rows().len() == 0) {
-                // A hand that only waits for copies is not kept waiting.
+                // While the hand only waits for copies, the host does not cause its idle time.
                 self.rested = true;
             } else if std::mem::take(&mut self.rested) {
                 self.rested_step = Some(step);
@@ -172,7 +172,8 @@ impl Owner {
 
     /// Makes the plans of the next step; false: no member has anything to do.
     fn plan_step(&mut self) -> bool {
-        // A death was the death of all, so one suspect of all is tried at a time, alone in flight.
+        // All members share the hand, so only one suspect among all is tried at a time, alone in
+        // flight.
         let tried = self.members.iter().position(Member::is_suspected);
         let others = |tried| {
             let mut others = self.members.iter().enumerate().filter(|&(at, _)| at != tried);
@@ -195,7 +196,7 @@ impl Owner {
         }
         tell_group(&mut self.plans);
         if self.plans.iter().any(|plan| plan.rows().len() > 0) {
-            // The tokens of a step are reported when all ranks have answered.
+            // A step's tokens are reported only when all ranks have answered.
             self.plans.iter_mut().for_each(StepPlan::wait_for_nothing);
         }
         true

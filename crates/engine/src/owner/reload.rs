@@ -1,7 +1,7 @@
 //! Other weights for a hand: it is stopped between two steps, and starts again with them.
 //!
-//! Every rank starts with one description of the model, so no rank has another's weights. A hand
-//! that dies before it is ready with the new ones comes back with the old.
+//! All ranks start with the same description of the model, so they all have the same weights. A
+//! hand that dies before it is ready with the new ones comes back with the old.
 
 use serde_json::Value;
 use tracing::{error, info};
@@ -23,7 +23,7 @@ pub(super) struct PendingReload {
 enum Model {
     /// The steps in flight come first.
     Next(Value),
-    /// The hand starts with the next model; this is the one before.
+    /// The hand is starting with the next model; this is the previous one.
     Last(Value),
 }
 
@@ -32,7 +32,7 @@ impl Owner {
     pub(super) fn take_reloads(&mut self, at: usize) {
         for Reload { id, model, reply } in std::mem::take(&mut self.members[at].reloads) {
             match &mut self.reloading {
-                // Another member of the step group has the same order.
+                // Another member of the step group has passed on the same order.
                 _ if self.reloaded == Some(id) => reply(Ok(())),
                 Some(reloading) if reloading.id == id => reloading.replies.push(reply),
                 Some(_) => reply(Err("other weights are being loaded already".into())),
@@ -69,7 +69,7 @@ impl Owner {
         replies.into_iter().for_each(|reply| reply(Ok(())));
     }
 
-    /// The hand could not start. If that was with other weights, it starts with the last ones.
+    /// Returns to the previous weights, if the hand could not start with the new ones.
     pub(super) fn go_back(&mut self, reason: &str) -> bool {
         match self.reloading.take() {
             Some(PendingReload { id, model: Model::Last(last), replies }) => {

@@ -1,15 +1,14 @@
 //! Tiers in which every hot page of a request has a page of the host tier from the start.
 //!
-//! Sparse decoding from host memory needs such tiers. A request goes on while most of its hot pages
-//! are given up, because its next tokens are chosen by index keys and few positions are read. The
-//! number of a host page names two things. The first is room for a block in the host's memory. The
-//! second is the *index page* on the device that holds the block's index keys. So a block is known
-//! in the hot tier only if it is known in the host tier, and *saved* says whether the host's memory
-//! has its content.
+//! Sparse decoding from host memory needs such tiers. A request can continue without most of its
+//! hot pages, because index keys choose the few positions that each token reads. The number of a
+//! host page names two things: room for a block in host memory, and the *index page* on the device
+//! that holds the block's index keys. So a block is known in the hot tier only if it is known in
+//! the host tier. Whether host memory has its content is the flag *saved*.
 //!
-//! There are rules beyond those of [`Tiers`]. A block that the hot tier gives up unsaved is known
-//! nowhere. A host page that is given up takes the block out of the hot tier too. Index keys die
-//! with the device, and come back from the host's memory before a block is used.
+//! Rules beyond those of [`Tiers`]: a block that the hot tier evicts unsaved is forgotten
+//! everywhere. Evicting a host page forgets the block in the hot tier too. Index keys are lost with
+//! the device, and are restored from host memory before a block is used.
 
 use std::collections::HashMap;
 
@@ -20,16 +19,16 @@ use super::copies::HostPage;
 use crate::hash::{BlockHash, BuildNameHasher};
 use crate::pool::{Host, Hot, Lease};
 
-/// The number of failed saves in a row after which a success is unlikely.
+/// After this many failed saves in a row, the next one will hardly succeed.
 const MOST_FAILED: u32 = 8;
 
-/// State that only tiers with a host part need.
+/// State that only backed tiers need.
 #[derive(Debug)]
 pub(super) struct BackedTiers {
     page_size: u32,
-    /// Positions of each hot page that were saved row by row, since it was allocated.
+    /// For each hot page, how many of its positions were saved row by row since it was allocated.
     rows_saved: Vec<u32>,
-    /// Saves of each hot page that are under way, of all or of some rows.
+    /// For each hot page, how many saves of all or some of its rows are in flight.
     leaving: Vec<u32>,
     /// Host pages whose index keys are not on the device.
     unindexed: Vec<bool>,
@@ -54,9 +53,9 @@ impl BackedTiers {
 pub struct BackedBlock {
     /// The block's page of the host tier.
     pub host: Lease<Host>,
-    /// The block's hot page, or the hot page to which a copy brings it.
+    /// The block's hot page, or the hot page to which it is being restored.
     pub hot: Option<Lease<Hot>>,
-    /// The copy that has to end before the hot page is read.
+    /// The copy that has to end before the hot page may be read.
     pub pending: Option<u32>,
     /// True if the host's memory has the block's content.
     pub saved: bool,
@@ -128,8 +127,8 @@ impl Tiers {
             Some((ticket, hot)) => (Some(ticket), Some(self.hot.join(hot))),
             None => (None, None),
         };
-        // Given up by the hot tier, which gives up unsaved blocks of the host tier too: so this one
-        // is saved.
+        // The hot tier has evicted it. Evicting an unsaved block would have forgotten it in the
+        // host tier too, so it is saved.
         Some(BackedBlock { host, hot, pending, saved: true, indexed })
     }
 
@@ -150,8 +149,7 @@ impl Tiers {
         self.restore(name, host)
     }
 
-    /// The copy that brings a saved block's index keys back to the device. It is under way already,
-    /// or new.
+    /// The copy that restores a saved block's index keys, in flight already or started now.
     pub fn restore_index(&mut self, name: BlockHash, host: &Lease<Host>) -> u32 {
         if let Some(&ticket) = self.moving(Direction::RestoreIndex).get(&name) {
             return ticket;
@@ -162,9 +160,9 @@ impl Tiers {
         ticket
     }
 
-    /// Names the block of a hot page and of the host page behind it. False if other, leased pages
-    /// hold that block already. If their pages have no lease, they lose the name. A page without a
-    /// name is never saved, so its request could not give it up.
+    /// Names the block of a hot page and of the host page behind it. False if other leased pages
+    /// hold that block already; unleased ones lose the name. A page without a name is never saved,
+    /// so its request could not give it up.
     pub fn name_backed(&mut self, hot: &Lease<Hot>, host: &Lease<Host>, name: BlockHash) -> bool {
         if self.hot.name_of(hot).is_none() && self.host.leases_of(name) == Some(0) {
             self.forget(name);
@@ -181,8 +179,7 @@ impl Tiers {
         true
     }
 
-    /// True if the host's memory has the content of a hot page's block. The page can then be given
-    /// up.
+    /// True if host memory has the content of a hot page's block, so that the page can be given up.
     #[must_use]
     pub fn can_drop(&self, hot: &Lease<Hot>) -> bool {
         self.hot.is_page_saved(hot)
@@ -223,8 +220,8 @@ impl Tiers {
         self.send(ticket)
     }
 
-    /// True if blocks will be saved soon: some saves are under way or requested, and not all of the
-    /// last ones failed.
+    /// True if blocks will be saved soon: saves are in flight or requested, and the last ones did
+    /// not all fail.
     #[must_use]
     pub fn expects_saves(&self) -> bool {
         let failed = self.backed.as_ref().map_or(0, |backed| backed.failed);
@@ -234,7 +231,7 @@ impl Tiers {
     pub(super) fn save_backed(&mut self, name: BlockHash) -> Option<PageCopy> {
         let hot = self.hot.share(name)?;
         let leaving = self.backed.as_ref().map_or(0, |b| b.leaving[hot.page() as usize]);
-        // One that fails late would spoil the page after another is done.
+        // A save that fails later would spoil the page after another one has ended.
         let Some(host) = (leaving == 0).then(|| self.host.share(name)).flatten() else {
             self.hot.release(hot);
             return None;
@@ -245,7 +242,7 @@ impl Tiers {
         self.send(ticket)
     }
 
-    /// A save has ended, of a whole page or of some rows.
+    /// Records the end of a save, of a whole page or of some rows.
     pub(super) fn note_save(&mut self, hot: &Lease<Hot>, whole: bool, fine: bool) {
         let Some(backed) = &mut self.backed else { return };
         backed.leaving[hot.page() as usize] -= 1;
@@ -268,7 +265,7 @@ impl Tiers {
         self.note_rows(hot);
     }
 
-    /// A page all of whose rows were saved is saved as soon as it has a name.
+    /// A page whose rows are all saved counts as saved as soon as it has a name.
     fn note_rows(&mut self, hot: &Lease<Hot>) {
         let Some(backed) = &self.backed else { return };
         let whole = backed.rows_saved[hot.page() as usize] == backed.page_size;
@@ -283,7 +280,7 @@ impl Tiers {
         }
     }
 
-    /// A block's copy into the hot tier has ended.
+    /// Records the end of a block's copy into the hot tier.
     pub(super) fn came_back(&mut self, hot: &Lease<Hot>, name: BlockHash) {
         if self.backed.is_none() {
             self.name(hot, name);
@@ -298,7 +295,7 @@ impl Tiers {
         }
     }
 
-    /// The device is gone, and with it all index keys and every block that was not saved.
+    /// Forgets what is lost with the device: all index keys, and every block that was not saved.
     pub(super) fn index_is_gone(&mut self) {
         let Some(backed) = &mut self.backed else { return };
         backed.unindexed.fill(true);
@@ -311,7 +308,7 @@ impl Tiers {
     }
 
     /// Forgets every block that no request uses. Blocks that only copies use are forgotten too, and
-    /// these copies publish nothing.
+    /// their copies publish nothing.
     pub(super) fn flush_backed(&mut self) {
         let mut copies = vec![0_u32; self.host.size() as usize];
         for page in self.host_leased_by_copies() {

@@ -10,8 +10,8 @@ use crate::hash::{BlockHash, BuildNameHasher};
 use crate::loan::Loan;
 use crate::pool::{Host, Hot, Lease};
 
-/// The tickets of states' copies begin here, so that no other copy has the same. A ticket has 31
-/// bits on the wire.
+/// Tickets of state copies start here, so that they differ from those of all other copies. A ticket
+/// has 31 bits on the wire.
 const STATE_TICKETS: u32 = 1 << 30;
 
 /// The host page of a copy.
@@ -19,7 +19,7 @@ const STATE_TICKETS: u32 = 1 << 30;
 pub(super) enum HostPage {
     /// A page of these tiers.
     Own(Lease<Host>),
-    /// A page of another replica's tiers, which keeps its content while there is the loan.
+    /// A page of another replica's tiers, which keeps its content while the loan exists.
     Lent { loan: Arc<Loan>, page: u32 },
 }
 
@@ -31,7 +31,7 @@ impl HostPage {
         }
     }
 
-    /// The lease, if the page is of these tiers.
+    /// The lease, if the page belongs to these tiers.
     pub(super) fn own(&self) -> Option<&Lease<Host>> {
         match self {
             Self::Own(lease) => Some(lease),
@@ -57,7 +57,7 @@ pub(super) struct Copying {
     pub(super) hot: Option<Lease<Hot>>,
     pub(super) host: HostPage,
     pub(super) span: Option<Span>,
-    /// True if the block can be found at the target when the copy has ended.
+    /// True if the block can be found at the target after the copy.
     pub(super) publish: bool,
     /// A plan has named it.
     pub(super) sent: bool,
@@ -65,7 +65,7 @@ pub(super) struct Copying {
 
 impl Tiers {
     /// Starts to restore a block that was found in the host tier. Returns its new page, and the
-    /// ticket. `None`, and the lease is given back: every hot page is held.
+    /// ticket. If every hot page is held, returns `None` and gives the lease back.
     pub fn restore(&mut self, name: BlockHash, host: Lease<Host>) -> Option<(Lease<Hot>, u32)> {
         let Some(hot) = self.allocate() else {
             self.host.release(host);
@@ -108,16 +108,15 @@ impl Tiers {
         None
     }
 
-    /// Starts to save the longest unused block that is in the hot tier only. Nothing is done if
-    /// `goal` hot pages can be given up without a loss. Nothing is done if `most` saves are under
-    /// way.
+    /// Starts to save the least recently used block that is only in the hot tier, unless `goal` hot
+    /// pages are free or saved already, or `most` saves are in flight.
     pub fn sweep(&mut self, goal: u32, most: u32) -> Option<PageCopy> {
         let enough = self.hot.spare() + self.saving >= goal;
         if enough || self.saving >= most || self.host.available() == 0 || self.sweeping_fails {
             return None;
         }
-        // To take the host page of a block that could itself be given up without a loss would gain
-        // nothing, for ever.
+        // Evicting a host page whose hot page would then be unsaved gains nothing, and would repeat
+        // for ever.
         if self.host.next_evicted().is_some_and(|name| self.hot.contains(name)) {
             return None;
         }
@@ -157,7 +156,7 @@ impl Tiers {
         host: HostPage,
     ) -> u32 {
         let ticket = self.next_ticket + if self.of_states { STATE_TICKETS } else { 0 };
-        // No copy is under way for a billion others.
+        // Tickets wrap around, but no copy stays in flight for a billion others.
         self.next_ticket = (self.next_ticket + 1) % STATE_TICKETS;
         if let Some(name) = name {
             self.moving(direction).insert(name, ticket);
@@ -181,7 +180,7 @@ impl Tiers {
         Some(PageCopy { ticket, direction, hot, host: page, span, lender })
     }
 
-    /// The copies of named blocks that go this way.
+    /// The copies of named blocks in this direction.
     pub(super) fn moving(
         &mut self,
         direction: Direction,
@@ -192,7 +191,7 @@ impl Tiers {
         }
     }
 
-    /// Ends a copy that the hand has reported as ended. False: there is no such copy.
+    /// Ends a copy that the hand has reported as ended. False: no copy has this ticket.
     pub fn ended(&mut self, ticket: u32, fine: bool) -> bool {
         let Some(copy) = self.copies.remove(&ticket) else { return false };
         let Copying { direction, name, hot, host, span, publish, .. } = copy;
@@ -219,19 +218,19 @@ impl Tiers {
                 self.moves.restored += 1;
                 if let Some(name) = name {
                     self.came_back(hot, name);
-                    // Borrowed content is kept like computed content, and may be lent again.
+                    // Borrowed content is kept like computed content, and may be lent in turn.
                     if host.own().is_none() {
                         self.want_saved(name);
                     }
                 }
             }
             (Direction::RestoreIndex, true, _) => self.index_is_there(host.page()),
-            // Either side may be faulty. A failed block is not tried again.
+            // The fault may be on either side. A failed block is not tried again.
             (Direction::Restore | Direction::RestoreIndex, false, _) => {
                 name.into_iter().for_each(|name| self.not_readable(name));
             }
             (Direction::Restore, true, None) => {}
-            // Plans alone have these names: here a state is saved and restored as a block is.
+            // Only plans use these variants: here a state is saved and restored like a block.
             (Direction::SaveState | Direction::RestoreState, ..) => {}
         }
         hot.into_iter().for_each(|hot| self.hot.release(hot));

@@ -1,8 +1,8 @@
 //! Pages of the host tier that other replicas read, and blocks that come from theirs.
 //!
-//! A lent page is leased until its loan is taken back, so it keeps its content whatever becomes of
-//! its block's name. Only a named block is lent: its save was reported as done. The borrower reads
-//! the lender's memory by a copy of its own, and writes to its own page alone.
+//! A lent page is leased until its loan is taken back, so it keeps its content even if its block is
+//! forgotten. Only a named block is lent: its save was reported as done. The borrower copies from
+//! the lender's memory, and writes only to its own page.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::hash::BlockHash;
 use crate::loan::{Loan, LoanId};
 use crate::pool::{Host, Hot, Lease};
 
-/// At most one in `LENT_SHARE` pages of the host tier is lent.
+/// At most one in `LENT_SHARE` pages of the host tier may be lent.
 const LENT_SHARE: u32 = 2;
 
 /// The loans of a host tier.
@@ -32,7 +32,7 @@ pub(super) struct Loans {
 
 impl Tiers {
     /// Lends the leading blocks of `names` that are in the host tier, up to the first that is not
-    /// there. Half of the host tier is lent at most. `None`: nothing can be lent.
+    /// there. At most half of the host tier may be lent. `None`: nothing can be lent.
     pub fn lend(&mut self, names: &[BlockHash]) -> Option<(LoanId, Vec<(BlockHash, u32)>)> {
         if self.loans.ended || self.backed.is_some() {
             return None;
@@ -59,7 +59,7 @@ impl Tiers {
         Some((id, lent))
     }
 
-    /// Takes back a loan that nobody reads any more. False: there is no such loan.
+    /// Takes back a loan that has no reader any more. False: there is no such loan.
     pub fn take_back(&mut self, id: LoanId) -> bool {
         let Some(mut leases) = self.loans.leases.remove(&id) else { return false };
         for lease in &leases {
@@ -85,8 +85,8 @@ impl Tiers {
         self.loans.leases.values().flatten().map(Lease::page)
     }
 
-    /// Ends all loans, and lends nothing from now on: these tiers continue in other memory, or not
-    /// at all. Borrowers may still read the pages in the old memory.
+    /// Ends all loans and lends nothing more, because these tiers move to other memory or end.
+    /// Borrowers may still read the pages in the old memory.
     pub fn end_loans(&mut self) {
         let loans: Vec<LoanId> = self.loans.leases.keys().copied().collect();
         for id in loans {
@@ -119,7 +119,7 @@ impl Tiers {
         Some((waiter, ticket))
     }
 
-    /// Checks that pages are counted as they are lent.
+    /// Checks that the count of lent pages is right.
     pub(super) fn check_loans(&self) -> Result<(), String> {
         let mut counted: HashMap<u32, u32> = HashMap::new();
         for page in self.host_leased_by_loans() {

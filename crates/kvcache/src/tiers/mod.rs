@@ -1,13 +1,13 @@
 //! The tiers of one replica's memory, and the copies between them.
 //!
-//! The hot tier is the device's memory. The host tier holds blocks that outlive it there, under the
-//! same names. A *save* copies a block from the hot tier to the host tier, a *restore* copies it
-//! back. Each copy has a number, its *ticket*, until the hand has reported its end.
+//! The hot tier is the device's memory. The host tier keeps blocks longer, under the same names. A
+//! *save* copies a block from the hot tier to the host tier, a *restore* copies it back. Each copy
+//! has a number, its *ticket*, until the hand has reported its end.
 //!
-//! These are the rules. A copy leases its source and its target until its end is reported, even if
-//! its request ends before. A block can be found in a tier only after its copy was reported as
-//! done. A copy does not publish a block that was forgotten meanwhile. Nothing here waits: if the
-//! host tier has no page, a block is not saved.
+//! The rules: a copy leases its source and its target until its end is reported, even if its
+//! request ends first. A block can be found in a tier only after its copy was reported as done. A
+//! copy does not publish a block that was forgotten meanwhile. Nothing here waits: if the host tier
+//! has no page, a block is not saved.
 //!
 //! In *backed* tiers ([`Tiers::backed`]) every hot page of a request has a page of the host tier
 //! from the start. The hot page can then be given up while the request goes on; `backed` has the
@@ -38,8 +38,7 @@ use loans::Loans;
 pub enum Found {
     /// The block is on the device.
     Hot(Lease<Hot>),
-    /// The block is on its way to the device. The lease is of its future page, and the number is
-    /// the ticket of the copy.
+    /// The block is being restored to this page. The number is the ticket of the copy.
     Arriving(Lease<Hot>, u32),
     /// The block is in the host's memory.
     Host(Lease<Host>),
@@ -60,7 +59,7 @@ pub struct Moves {
     pub refused: u64,
 }
 
-/// The pages of both tiers, and the copies under way.
+/// The pages of both tiers, and the copies in flight.
 #[derive(Debug)]
 pub struct Tiers {
     hot: PagePool<Hot>,
@@ -71,12 +70,11 @@ pub struct Tiers {
     under_way: HashMap<BlockHash, u32, BuildNameHasher>,
     /// Restores that no plan has named yet.
     unsent: VecDeque<u32>,
-    /// Blocks to save when there is time, oldest first, and the same for looking up. Some may be
-    /// gone.
+    /// Requested saves, oldest first, and the same as a set. Some of the blocks may be gone.
     wanted: VecDeque<BlockHash>,
     is_wanted: HashSet<BlockHash, BuildNameHasher>,
     saving: u32,
-    /// A save has failed since a block was named last: to sweep on would go round for ever.
+    /// A save has failed since the last block was named. Sweeping on would repeat it for ever.
     sweeping_fails: bool,
     next_ticket: u32,
     moves: Moves,
@@ -154,14 +152,14 @@ impl Tiers {
         self.copies.get(&ticket).is_some_and(|copy| copy.sent)
     }
 
-    /// True if a page is held by a copy alone. It becomes free when that copy ends.
+    /// True if only a copy holds some page. The page becomes free when that copy ends.
     #[must_use]
     pub fn expects_pages(&self) -> bool {
         self.leased_by_copies().any(|page| self.hot.leases(page) == 1)
     }
 
-    /// Leases a hot page without content. It never waits for a save, so an unsaved block may be
-    /// dropped. `None`: every page is held.
+    /// Leases a hot page without content. It never waits for a save, so it may evict an unsaved
+    /// block. `None`: every page is held.
     #[must_use]
     pub fn allocate(&mut self) -> Option<Lease<Hot>> {
         let (lease, evicted) = self.hot.allocate()?;
@@ -188,7 +186,7 @@ impl Tiers {
         self.host.share(name).map(Found::Host)
     }
 
-    /// True if a block is in the host tier only, and no copy brings it back.
+    /// True if a block is only in the host tier, and no copy restores it.
     #[must_use]
     pub fn only_on_host(&self, name: BlockHash) -> bool {
         !self.hot.contains(name) && !self.under_way.contains_key(&name) && self.host.contains(name)
@@ -222,13 +220,12 @@ impl Tiers {
         self.hot.release(lease);
     }
 
-    /// Gives back a lease of the host tier that [`Self::find`] gave and that is not needed.
+    /// Gives back an unneeded lease of the host tier from [`Self::find`].
     pub fn release_host(&mut self, lease: Lease<Host>) {
         self.host.release(lease);
     }
 
-    /// Notes that a request used these leading blocks. Their first block is then the last one that
-    /// a tier evicts.
+    /// Notes that a request used these leading blocks. Of these, the first block is evicted last.
     pub fn touch(&mut self, names: &[BlockHash]) {
         for &name in names.iter().rev() {
             self.hot.touch(name);
@@ -236,8 +233,8 @@ impl Tiers {
         }
     }
 
-    /// Forgets a block in every tier, because its content cannot be trusted. Later ends of its
-    /// copies publish nothing.
+    /// Forgets a block in every tier, because its content cannot be trusted. Its copies publish
+    /// nothing when they end.
     pub fn forget(&mut self, name: BlockHash) {
         self.hot.forget(name);
         self.host.forget(name);
@@ -250,8 +247,8 @@ impl Tiers {
         }
     }
 
-    /// Forgets every block without a lease, or with leases of copies only, in all tiers. True:
-    /// nothing is left.
+    /// Forgets every block, in all tiers, that has no lease or only leases of copies. True if no
+    /// block is left.
     pub fn flush(&mut self) -> bool {
         if self.backed.is_some() {
             self.flush_backed();
@@ -272,16 +269,16 @@ impl Tiers {
         self.wanted.clear();
         self.is_wanted.clear();
         self.hot.flush();
-        // Pages that requests still use on the device must not be found on the host either.
+        // Pages that requests still use on the device must not be found in the host tier either.
         self.forget_lent();
         self.host.flush();
         self.hot.unsave_all();
         self.note_cleared()
     }
 
-    /// Clears the hot tier and all copies, because the hand died. Every other lease of the hot tier
-    /// must be back. The host tier stays. If copies are to `blame`, blocks that were being restored
-    /// are forgotten, since another try would kill the next hand too.
+    /// Clears the hot tier and all copies, because the hand died. All other leases of the hot tier
+    /// have been given back. The host tier stays. If copies are to `blame`, blocks that were being
+    /// restored are forgotten, since another try would kill the next hand too.
     pub fn hand_died(&mut self, blame: bool) {
         self.index_is_gone();
         for (_, copy) in std::mem::take(&mut self.copies) {
@@ -305,8 +302,8 @@ impl Tiers {
         self.note_cleared();
     }
 
-    /// Goes on for tiers of other sizes, which held no lease: their blocks are gone, and counts and
-    /// tickets go on from theirs.
+    /// Continues the counts and tickets of earlier tiers of other sizes. Those had no lease, and
+    /// their blocks are gone.
     pub fn go_on_from(&mut self, earlier: &Self) {
         self.moves = earlier.moves;
         self.next_ticket = earlier.next_ticket;
@@ -327,8 +324,7 @@ impl Tiers {
         empty
     }
 
-    /// Lets the tiers note from now on the blocks that they get and lose. The caller has to take
-    /// them.
+    /// Records from now on which blocks the tiers get and lose. The caller has to take the events.
     pub fn note_events(&mut self) {
         self.noting = true;
         self.hot.note_changes();
@@ -365,11 +361,11 @@ impl Tiers {
         self.copies.values().filter_map(|copy| copy.host.own()).map(Lease::page)
     }
 
-    /// Walks over both pools, the pages of each copy, and the blocks that are in both tiers. For
-    /// idle moments and tests.
+    /// Checks both pools, the pages of each copy, and the blocks that are in both tiers. For idle
+    /// moments and tests.
     ///
     /// # Errors
-    /// The fault, in words.
+    /// A description of the fault.
     pub fn check_integrity(&self) -> Result<(), String> {
         self.hot.check_integrity()?;
         self.host.check_integrity()?;
