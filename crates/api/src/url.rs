@@ -3,7 +3,7 @@
 use http::uri::Authority;
 use thiserror::Error;
 
-/// The error for a URL that is not a backend's.
+/// The error for a text that is not a backend's URL.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("`{url}` is not the URL of a backend: {reason}")]
 pub struct UrlError {
@@ -20,9 +20,10 @@ pub struct BackendUrl {
 }
 
 impl BackendUrl {
-    /// Reads `http://host:port`. The scheme may be absent, and so may the port, which is 80 then.
+    /// Reads `http://host:port`. The scheme is optional, and so is the port (80).
     ///
     /// # Errors
+    ///
     /// The text is something else: https, a path, or a name without a host.
     pub fn parse(url: &str) -> Result<Self, UrlError> {
         let error = |reason| UrlError { url: url.to_owned(), reason };

@@ -15,7 +15,7 @@ pub enum Method {
     /// The target with the least work left, including the request's own uncached tokens.
     TotalTokens,
     /// The target with the longest cached beginning, if that is worth the imbalance. Otherwise the
-    /// one with the fewest requests.
+    /// target with the fewest requests.
     #[default]
     PrefixAware,
 }
@@ -43,11 +43,11 @@ impl Ask<'_> {
     }
 }
 
-/// The number of requests that a whole cached prompt is worth. A target with all of it may have
-/// this many requests more than one with none of it.
+/// How many requests a fully cached prompt is worth: a target that has all of it may have this many
+/// requests more than a target with none of it.
 const WHOLE_PROMPT: u64 = 16;
-/// The number of the other's requests that add one to [`WHOLE_PROMPT`]: among many requests a few
-/// more are not felt.
+/// Every this many requests of the other target add one to [`WHOLE_PROMPT`]: among many requests a
+/// few more matter less.
 const CROWD: u64 = 2;
 
 /// A policy, and the turns among equal targets.
@@ -70,7 +70,7 @@ impl Balancer {
         self.method
     }
 
-    /// The target for a request, among the `open` ones; `None`: there is none.
+    /// Chooses a target for a request among the `open` ones; `None`: none is open.
     pub fn choose(
         &mut self,
         loads: &[Load],
@@ -104,9 +104,9 @@ impl Balancer {
     }
 }
 
-/// The tokens that are saved if the target `at` is chosen in place of the one with the shortest
-/// queue. These are the tokens that `at` has cached beyond the other. Subtracted are the prefill
-/// that is ahead of the request at `at`, and a price for each request that `at` has more.
+/// The tokens saved by choosing target `at` instead of the one with the shortest queue. They are
+/// the tokens that only `at` has cached, minus the prefill ahead of the request at `at`, minus a
+/// price for each request that `at` has more.
 fn worth(loads: &[Load], shortest: usize, at: usize, ask: &Ask<'_>) -> i64 {
     let signed = |tokens: u64| i64::try_from(tokens).unwrap_or(i64::MAX);
     let (here, there) = (&loads[at], &loads[shortest]);

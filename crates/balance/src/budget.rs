@@ -2,11 +2,12 @@
 
 use std::collections::VecDeque;
 
-/// Turns that level reported loads. Each report gives new turns, which last until the next report.
+/// Turns that level out reported loads. Each report starts new turns, which last until the next
+/// report.
 ///
-/// A data parallel controller without exact loads works like this, as SGLang's did before its load
-/// reports came with every output. Each report replaces the counts since the last one, even if it
-/// was made before those requests arrived.
+/// A data parallel controller without exact loads works like this. SGLang's did before its load
+/// reports came with every output. Each report replaces the counts since the last one, even if the
+/// report was made before those requests arrived.
 #[derive(Debug, Clone, Default)]
 pub struct Budget {
     turns: VecDeque<usize>,
@@ -14,7 +15,7 @@ pub struct Budget {
 }
 
 impl Budget {
-    /// Sets new loads, one for each target. The least loaded targets get turns until all are level.
+    /// Sets new loads, one for each target. The least loaded targets get turns until all are equal.
     pub fn reported(&mut self, loads: &[u64]) {
         self.turns.clear();
         let Some(&highest) = loads.iter().max() else { return };
@@ -25,8 +26,8 @@ impl Budget {
         }
     }
 
-    /// The next of `targets`, among the `open` ones. It is one with a turn, or else the next in
-    /// order. `None`: there is none.
+    /// The next of `targets` among the `open` ones: one with a turn left, otherwise the next in
+    /// order. `None`: none is open.
     pub fn take(&mut self, targets: usize, open: impl Fn(usize) -> bool) -> Option<usize> {
         while let Some(at) = self.turns.pop_front() {
             if open(at) {

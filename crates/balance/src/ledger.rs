@@ -7,7 +7,7 @@ use rustc_hash::FxBuildHasher;
 /// The work of one request, in tokens.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Work {
-    /// Tokens to compute before the first one: the uncached ones of its prompt.
+    /// Tokens to compute before the first output token: the uncached ones of the prompt.
     pub prefill: u64,
     /// An estimate of the tokens to generate.
     pub decode: u64,
@@ -30,7 +30,7 @@ pub struct Load {
     pub work: Work,
     /// The number of requests that have not begun to generate.
     pub in_prefill: u64,
-    /// The largest number of requests at a time, ever.
+    /// The largest number of requests there has been at one time.
     pub peak: u64,
     /// Requests that were ever sent to the target.
     pub dispatched: u64,
@@ -75,7 +75,7 @@ impl Ledger {
         self.entries.iter().filter(move |(_, entry)| entry.target == target).map(|(&id, _)| id)
     }
 
-    /// Notes that a request is sent to a target. An earlier target no longer has it.
+    /// Records that a request is sent to a target, and removes it from an earlier one.
     pub fn sent(&mut self, id: u64, target: usize, work: Work) {
         self.ended(id);
         let load = &mut self.loads[target];
@@ -88,7 +88,8 @@ impl Ledger {
         self.entries.insert(id, Entry { target, work, started: false });
     }
 
-    /// Notes `tokens` more generated tokens of a request. True: they are the first since the send.
+    /// Notes `tokens` more generated tokens of a request. True: they are the first since the
+    /// request was sent.
     pub fn generated(&mut self, id: u64, tokens: u64) -> bool {
         let Some(entry) = self.entries.get_mut(&id) else { return false };
         let load = &mut self.loads[entry.target];
@@ -103,7 +104,7 @@ impl Ledger {
         true
     }
 
-    /// Notes the end of a request. Returns its target, unless the request had ended before.
+    /// Records the end of a request. Returns its target, or `None` if it had ended before.
     pub fn ended(&mut self, id: u64) -> Option<usize> {
         let entry = self.entries.remove(&id)?;
         let load = &mut self.loads[entry.target];

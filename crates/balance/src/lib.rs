@@ -1,11 +1,12 @@
-//! The choice between several targets of a request. Pure: no I/O, no clock, no threads. A target is
-//! a replica, a backend, or anything else with a number.
+//! Chooses one of several targets for a request. Pure: no I/O, no clock, no threads. A target is a
+//! replica, a backend, or anything else with a number.
 //!
-//! A dispatcher joins three parts. [`Ledger`] has the exact work of each target, [`PrefixIndex`]
-//! the blocks of each target, and [`Balancer`] the policies over both. [`preferred`] finds the
-//! target of a client's key. [`RoleRule`] narrows the targets where prefill is disaggregated from
-//! decode, and [`Pressure`] detects when the decode targets are full. [`Budget`] is a dispatch
-//! without a ledger, by loads that were reported some time ago. It is for comparison.
+//! A dispatcher combines three parts. [`Ledger`] counts the exact work of each target,
+//! [`PrefixIndex`] tracks its blocks, and [`Balancer`] applies policies to both. [`preferred`]
+//! finds the target of a client's key. [`RoleRule`] narrows the targets where prefill is
+//! disaggregated from decode, and [`Pressure`] detects when the decode targets are full. [`Budget`]
+//! dispatches by loads that were reported some time ago, without a ledger; it exists for
+//! comparison.
 //!
 //! ```
 //! use forebay_balance::{Ask, Balancer, Ledger, Method, Work};

@@ -1,16 +1,17 @@
-//! Queued requests that move, where the loads of targets have drifted apart.
+//! Moves queued requests when the loads of targets have drifted apart.
 //!
-//! A request goes to the target that is best when it comes. Later one target may finish sooner than
-//! its tokens promised, and another later. A move pays if it halves the tokens that are computed
-//! before the request's first: less would be within the error of counting tokens for time.
+//! A request goes to the target that is best at that moment. Later one target may turn out faster
+//! than its token count suggested, and another slower. A move pays if it halves the tokens that are
+//! computed before the request's first. Smaller gains would be within the error of using tokens to
+//! estimate time.
 
 use crate::ledger::Load;
 
 /// The largest number of moves of a request.
 pub const MOST_MOVES: u8 = 2;
 
-/// The target that has most to compute, and the one that has least, if a request may gain by a move
-/// from the one to the other. Only those that are `open` take a request.
+/// The target with the most to compute and the one with the least, if a move between them may pay.
+/// Only `open` targets take requests.
 pub fn drifted(loads: &[Load], open: impl Fn(usize) -> bool) -> Option<(usize, usize)> {
     let queued = loads.iter().enumerate().filter(|(_, load)| load.in_prefill > 1);
     let (from, most) = queued.max_by_key(|(_, load)| load.work.prefill)?;
@@ -19,8 +20,9 @@ pub fn drifted(loads: &[Load], open: impl Fn(usize) -> bool) -> Option<(usize, u
     move_pays(most, least, 1).then_some((from, to))
 }
 
-/// True if a move of a queued request pays. It has `uncached` tokens to compute at the new target,
-/// which has fewer requests, so that no target gets more than a policy by their number would send.
+/// True if a move of a queued request pays. The request has `uncached` tokens to compute at the new
+/// target. That target must have fewer requests, so that moves unbalance no policy that counts
+/// requests.
 #[must_use]
 pub fn move_pays(here: &Load, there: &Load, uncached: u64) -> bool {
     let sooner = there.work.prefill.saturating_add(uncached).saturating_mul(2);
@@ -68,7 +70,7 @@ mod tests {
     }
 
     proptest! {
-        /// Moves that pay come to an end: no request goes round.
+        /// A sequence of moves that pay ends: no request moves in circles.
         #[test]
         fn moves_end(works in prop::collection::vec((0..5_usize, 1..10_000_u64), 1..60)) {
             let mut ledger = Ledger::new(5);

@@ -10,12 +10,12 @@ use rustc_hash::FxBuildHasher;
 struct Place {
     target: usize,
     stored: bool,
-    /// The number of requests on their way that will bring the block.
+    /// The number of dispatched requests that will compute the block.
     expected: u32,
 }
 
-/// The blocks of each target. They come from its events, and from requests with these blocks that
-/// were sent there. `N` is the name of a block, which stands for everything up to its end.
+/// The blocks of each target. They are known from its events, and from requests that were sent
+/// there. `N` is the name of a block, which identifies everything up to its end.
 #[derive(Debug, Clone)]
 pub struct PrefixIndex<N> {
     targets: usize,
@@ -34,12 +34,12 @@ impl<N: Copy + Eq + Hash> PrefixIndex<N> {
         self.change(target, name, |place| place.stored = true);
     }
 
-    /// Notes that a target no longer holds a block.
+    /// Records that a target no longer holds a block.
     pub fn dropped(&mut self, target: usize, name: N) {
         self.change(target, name, |place| place.stored = false);
     }
 
-    /// Notes that a target holds no blocks. O(blocks of all targets).
+    /// Records that a target holds no blocks. O(blocks of all targets).
     pub fn cleared(&mut self, target: usize) {
         self.places.retain(|_, places| {
             for place in places.iter_mut().filter(|place| place.target == target) {
@@ -50,15 +50,15 @@ impl<N: Copy + Eq + Hash> PrefixIndex<N> {
         });
     }
 
-    /// Notes that a request with these blocks was sent to a target.
+    /// Records that a request with these blocks was sent to a target.
     pub fn expect(&mut self, target: usize, names: &[N]) {
         for &name in names {
             self.change(target, name, |place| place.expected += 1);
         }
     }
 
-    /// Notes that a request will bring no more blocks. It has computed them and the target has
-    /// reported them, or it never will.
+    /// Records that a request will add no more blocks: the target has reported them, or it will
+    /// never compute them.
     pub fn settled(&mut self, target: usize, names: &[N]) {
         for &name in names {
             self.change(target, name, |place| place.expected = place.expected.saturating_sub(1));

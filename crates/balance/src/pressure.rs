@@ -1,15 +1,15 @@
-//! Pressure back: requests that were handed on and wait for pages, against the pages that there
-//! are.
+//! Back-pressure: compares requests that were handed on and wait for pages with the pages
+//! available.
 //!
-//! While decode targets have fewer free pages than requests that wait for them, prefill targets
-//! admit no further request that leaves. So the number of waiting requests is bounded.
+//! While decode targets have fewer free pages than the requests waiting for them need, prefill
+//! targets admit no further request that leaves. So the number of waiting requests is bounded.
 
 use std::collections::HashMap;
 
-/// The tokens that wait at each target, and those that it has room for.
+/// The tokens that wait at each target, and the tokens that it has room for.
 #[derive(Debug, Default)]
 pub struct Pressure {
-    /// The target of each request that was handed on and is not admitted there, and its tokens.
+    /// For each request that was handed on and is not admitted yet: its target and its tokens.
     waiting: HashMap<u64, (usize, u64)>,
     ahead: Vec<u64>,
     /// `None`: not reported yet.
@@ -23,7 +23,7 @@ impl Pressure {
         Self { waiting: HashMap::new(), ahead: vec![0; targets], room: vec![None; targets] }
     }
 
-    /// A request with `tokens` tokens was handed on to a target.
+    /// Records that a request with `tokens` tokens was handed on to a target.
     pub fn handed(&mut self, id: u64, at: usize, tokens: u64) {
         self.gone(id);
         self.waiting.insert(id, (at, tokens));
@@ -38,7 +38,7 @@ impl Pressure {
         }
     }
 
-    /// A request waits no more. Gives where it waited, and its tokens.
+    /// Removes a request that waits no more. Returns its target and its tokens.
     pub fn gone(&mut self, id: u64) -> Option<(usize, u64)> {
         let (at, tokens) = self.waiting.remove(&id)?;
         self.ahead[at] -= tokens;
@@ -86,7 +86,7 @@ mod tests {
         assert_eq!((pressure.ahead(1), exceeds(&pressure)), (150, false));
         pressure.handed(9, 2, 1);
         assert!(exceeds(&pressure));
-        // One has its pages: no room is left for more than the waiting ones.
+        // One of them has its pages: what waits no longer exceeds the room.
         pressure.admitted(7);
         assert!(exceeds(&pressure), "61 wait for 60");
         pressure.set_room(1, 20);

@@ -1,10 +1,10 @@
-//! Targets that compute prompts, and targets that go on after the first token.
+//! Targets that compute prompts, and targets that continue after the first token.
 
 use serde::Serialize;
 
 use crate::balancer::Ask;
 
-/// The part of a request's work that a target takes.
+/// Which part of a request's work a target takes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Role {
@@ -27,7 +27,7 @@ impl Role {
         self != Self::Decode
     }
 
-    /// True if the target goes on after the first token.
+    /// True if the target continues requests after the first token.
     #[must_use]
     pub fn decodes(self) -> bool {
         self != Self::Prefill
@@ -44,7 +44,7 @@ impl Role {
     }
 }
 
-/// The reason for which one target serves a request alone although there are roles.
+/// Why one target serves a request alone although there are roles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum LocalReason {
     /// The decode target has little left to compute.
@@ -53,9 +53,9 @@ pub enum LocalReason {
     NoPrefill,
     /// No target that decodes takes requests.
     NoDecode,
-    /// Its keys and values can't be lent: a prompt of embeddings.
+    /// Its keys and values can't be lent, because its prompt is embeddings.
     Kind,
-    /// The client has named a target, or the request needs no second one.
+    /// The client has named a target, or the request needs only one.
     Named,
     /// The target has both roles.
     Both,
@@ -67,18 +67,19 @@ impl LocalReason {
         [Self::Short, Self::NoPrefill, Self::NoDecode, Self::Kind, Self::Named, Self::Both];
 }
 
-/// The targets that a request may go to by their roles.
+/// Narrows the targets of a request by their roles.
 #[derive(Debug, Clone, Copy)]
 pub struct RoleRule<'a> {
     /// The role of each target.
     pub roles: &'a [Role],
-    /// A decode target serves a request alone if it has no more tokens of it to compute.
+    /// A decode target serves a request alone if at most this many tokens are left to compute
+    /// there.
     pub local_tokens: u64,
 }
 
 impl RoleRule<'_> {
-    /// Leaves those of the `open` targets open that a request is to go to. Returns the reason if it
-    /// stays there whichever is chosen. `lends`: its keys and values can be lent.
+    /// Narrows the `open` targets to those that the request may go to. Returns the reason if the
+    /// request stays at its target, whichever is chosen. `lends`: its keys and values can be lent.
     pub fn narrow(&self, ask: &Ask<'_>, lends: bool, open: &mut [bool]) -> Option<LocalReason> {
         let is_open = |at: usize| open[at];
         let any =
@@ -104,16 +105,16 @@ impl RoleRule<'_> {
         reason
     }
 
-    /// The reason for which a request stays at the target that was chosen, if [`Self::narrow`] gave
-    /// `reason`; `None`: it leaves after its first token.
+    /// Why a request stays at the chosen target, given the `reason` from [`Self::narrow`]; `None`:
+    /// it leaves after its first token.
     #[must_use]
     pub fn stays(&self, at: usize, reason: Option<LocalReason>) -> Option<LocalReason> {
         reason.or_else(|| (self.roles[at] == Role::Both).then_some(LocalReason::Both))
     }
 }
 
-/// The target that lends blocks of a request to target `at`: the one with most of its tokens
-/// cached. `None`: none has more than `at`.
+/// The target that lends blocks of a request to target `at`: the one with the most of its tokens
+/// cached. `None`: no target has more than `at`.
 #[must_use]
 pub fn lender(ask: &Ask<'_>, at: usize) -> Option<usize> {
     let own = ask.cached(at);

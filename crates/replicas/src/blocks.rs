@@ -11,15 +11,14 @@ use parking_lot::Mutex;
 pub(crate) enum News {
     /// A replica's cache has changed.
     Changed(usize, Vec<BlockEvent>),
-    /// A request with these blocks was sent to a replica.
+    /// A request with these blocks was sent to this replica.
     Sent(usize, Arc<[BlockHash]>),
     /// The request has computed its blocks, or never will.
     Settled(usize, Arc<[BlockHash]>),
 }
 
-/// The index, and a channel of changes that it does not include yet. Lookups apply the changes
-/// first, so engine threads never wait for the index. The number of pending changes is bounded by
-/// what happens between two requests.
+/// The index, and a channel of changes that are not applied yet. Lookups apply them first, so
+/// engine threads never wait for the index. Only changes between two requests are ever pending.
 pub(crate) struct Blocks {
     index: Mutex<PrefixIndex<BlockHash>>,
     news: Receiver<News>,
@@ -35,7 +34,7 @@ impl Blocks {
         Self { index, news, lane, page_size: page_size.into() }
     }
 
-    /// The number of tokens of a prompt with these leading blocks that each replica has cached.
+    /// How many tokens of a prompt with these leading blocks each replica has cached.
     pub(crate) fn cached(&self, names: &[BlockHash]) -> Vec<u64> {
         let mut index = self.index.lock();
         for news in self.news.try_iter() {

@@ -1,4 +1,4 @@
-//! The choice of a replica, and the books that it is made by.
+//! Chooses replicas, and keeps the records for the choice.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -12,10 +12,10 @@ use forebay_engine::{BlockHash, Preference};
 
 use crate::roles::LocalCounts;
 
-/// The newest answer counts 1/32 in the running mean.
+/// The newest answer counts for 1/32 in the running mean.
 const NEWEST: u64 = 32;
 
-/// A request, as far as the choice depends on it.
+/// The facts about a request that the choice depends on.
 pub(crate) struct RequestProfile<'a> {
     pub(crate) id: u64,
     pub(crate) preference: &'a Preference,
@@ -25,9 +25,9 @@ pub(crate) struct RequestProfile<'a> {
     pub(crate) room: u64,
     /// Tokens that each replica has cached; empty: none.
     pub(crate) cached: Vec<u64>,
-    /// The leading blocks of the request, to be remembered until it has computed them.
+    /// The leading blocks of the request, recorded as expected until it has computed them.
     pub(crate) names: Arc<[BlockHash]>,
-    /// True if it borrows blocks that its replica lacks from others.
+    /// True if the request borrows blocks that its replica lacks.
     pub(crate) borrows: bool,
 }
 
@@ -44,7 +44,7 @@ impl RequestProfile<'_> {
     }
 }
 
-/// Blocks that a request will bring to its replica.
+/// Blocks that a request will add to its replica's cache.
 pub(crate) struct ExpectedBlocks {
     pub(crate) target: usize,
     pub(crate) names: Arc<[BlockHash]>,
@@ -54,23 +54,23 @@ pub(crate) struct ExpectedBlocks {
 pub(crate) struct Dispatch {
     pub(crate) ledger: Ledger,
     balancer: Balancer,
-    /// Loads that are known only now and then, where that is asked for.
+    /// Loads that are only polled, for comparison with exact loads.
     polled: Option<PolledReplica>,
     /// The replicas whose hand takes plans.
     pub(crate) up: Vec<bool>,
-    /// The replicas that take no new requests although they could.
+    /// The replicas that take no new requests although they are up.
     pub(crate) drained: Vec<bool>,
     /// Blocks of requests that have not begun to generate.
     coming: HashMap<u64, ExpectedBlocks>,
     lengths: Lengths,
-    /// Requests that each replica serves alone although there are roles.
+    /// Requests that each replica serves alone although there are roles, counted by reason.
     pub(crate) local: Vec<LocalCounts>,
     /// The roles of the replicas.
     pub(crate) roles: Vec<Role>,
-    /// Requests for which a loan is asked on the way to their replica. True: aborted since.
+    /// Requests that wait for a loan before they go to their replica. True: aborted meanwhile.
     pub(crate) borrowing: HashMap<u64, bool>,
     pub(crate) pressure: Pressure,
-    /// The number of times that each replica began to hold prompts back.
+    /// How often each replica began to hold prompts back.
     pub(crate) holds: Vec<u64>,
 }
 
@@ -80,7 +80,7 @@ struct PolledReplica {
     due_us: u64,
 }
 
-/// The lengths of answers, for policies that expect them.
+/// The mean length of answers, for policies that estimate work.
 #[derive(Default)]
 struct Lengths {
     generated: HashMap<u64, u64>,
@@ -118,18 +118,18 @@ impl Dispatch {
         RoleRule { roles: &self.roles, local_tokens: local_tokens.into() }
     }
 
-    /// True if prefill replicas are to admit no further prompt that leaves.
+    /// True if prefill replicas should admit no further prompt that leaves.
     pub(crate) fn is_pressed(&self) -> bool {
         self.pressure.exceeds(|at| self.roles[at].decodes() && self.open(at))
     }
 
-    /// True if the policy looks at the work of single requests: then each token counts.
+    /// True if the policy counts tokens of requests, so that each token has to be recorded.
     fn counts_tokens(&self) -> bool {
         self.balancer.method() == Method::TotalTokens
     }
 
-    /// Chooses a replica among those that are `open` and enters the request there. `None`: there is
-    /// none. `poll` returns the loads that the replicas report.
+    /// Chooses one of the `open` replicas and records the request there. `None`: none is open.
+    /// `poll` returns the loads that the replicas report.
     pub(crate) fn send(
         &mut self,
         asked: &RequestProfile<'_>,
@@ -164,7 +164,8 @@ impl Dispatch {
         Some(target)
     }
 
-    /// The replica with most to compute and the one with least, if requests may move between them.
+    /// The replica with the most to compute and the one with the least, if requests may move
+    /// between them.
     pub(crate) fn drifted(&self) -> Option<(usize, usize)> {
         drifted(self.ledger.loads(), |at| self.open(at))
     }
@@ -175,8 +176,8 @@ impl Dispatch {
         self.open(to) && move_pays(&loads[from], &loads[to], uncached)
     }
 
-    /// A request has generated a token. Returns the blocks that its replica has published itself by
-    /// now.
+    /// A request has generated a token. Returns the expected blocks that its replica has published
+    /// itself by now.
     pub(crate) fn token(&mut self, at: usize, id: u64) -> Option<ExpectedBlocks> {
         if self.counts_tokens()
             && let Some(generated) = self.lengths.generated.get_mut(&id)
@@ -188,8 +189,8 @@ impl Dispatch {
         if self.ledger.generated(id, 1) { self.coming.remove(&id) } else { None }
     }
 
-    /// A request goes to another replica. Returns the expected blocks that it will not bring to
-    /// this one any more.
+    /// Takes a request from its replica. Returns the expected blocks that it will not add there any
+    /// more.
     pub(crate) fn moved(&mut self, id: u64) -> Option<ExpectedBlocks> {
         self.pressure.gone(id);
         self.coming.remove(&id)

@@ -1,4 +1,4 @@
-//! Reports of an engine to the set that it belongs to.
+//! Connects an engine's reports to its set of replicas.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -48,7 +48,8 @@ impl OutputSink for CountingSink {
 }
 
 impl Drop for CountingSink {
-    /// The engine has ended, perhaps by a panic: its remaining requests have no other end.
+    /// The engine has ended, perhaps by a panic, so no other call reports the end of its remaining
+    /// requests.
     fn drop(&mut self) {
         let mut settled = Vec::new();
         let left: Vec<u64> = {
@@ -87,7 +88,7 @@ impl BlockObserver for Observer {
 pub(crate) struct Observers(Vec<Box<dyn BlockObserver>>);
 
 impl Observers {
-    /// Joins several observers into one; `None`: there are none.
+    /// Combines several observers into one; `None`: there are none.
     pub(crate) fn join(mut all: Vec<Box<dyn BlockObserver>>) -> Option<Box<dyn BlockObserver>> {
         match all.len() {
             0 | 1 => all.pop(),
@@ -119,7 +120,7 @@ impl Peers for OtherReplicas {
         }
         info!(replica = self.at, up, "the set of replicas has changed");
         if up {
-            // Requests of other replicas may have waited for any replica to come back.
+            // Requests of other replicas may wait for any replica to come back.
             let others = self.shared.engines().iter().enumerate();
             for (_, engine) in others.filter(|&(other, _)| other != self.at) {
                 engine.hand_over();

@@ -1,5 +1,5 @@
-//! Requests that borrow on the way to their replica, and those that are handed on after their first
-//! token.
+//! Requests that borrow blocks before they go to their replica, and requests that are handed on
+//! after their first token.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -10,14 +10,14 @@ use forebay_engine::{EngineHandle, Entrant, Loan, LoanReply, Orphan, SubmitError
 use crate::dispatch::{Dispatch, RequestProfile};
 use crate::replicas::Shared;
 
-/// A replica that is asked for blocks, and the first block that is asked for.
+/// A replica that is asked to lend blocks, and the index of the first block.
 pub(crate) struct Lender {
     at: usize,
     first: usize,
 }
 
 impl Shared {
-    /// The replica that lends a request blocks which replica `at` lacks; `None`: none has more.
+    /// The replica that can lend a request blocks which replica `at` lacks; `None`: none has more.
     pub(crate) fn lender(&self, asked: &RequestProfile<'_>, at: usize) -> Option<Lender> {
         if !asked.borrows {
             return None;
@@ -40,7 +40,7 @@ impl Shared {
         let names = names.get(first..).unwrap_or_default().to_vec();
         self.dispatch.lock().borrowing.insert(id, false);
         let shared = Arc::clone(self);
-        // Its engine thread answers, or drops the question when it ends.
+        // The lender's engine thread answers, or drops the closure when it ends.
         let reply = LoanReply::new(move |loan| shared.enter_with(at, entrant, loan));
         engines[lender].lend(names, reply);
         Ok(())
@@ -52,16 +52,16 @@ impl Shared {
         let mut dispatch = self.dispatch.lock();
         let aborted = dispatch.borrowing.remove(&id.0).unwrap_or(false);
         let engine = &self.engines()[at];
-        // If its thread has ended, so has the request, as all that were sent there.
+        // If the engine thread has ended, so has the request, like all requests there.
         let _ = engine.send(entrant);
-        // Under the lock, so that no abort comes before the request.
+        // Still under the lock, so that no abort overtakes the request.
         if aborted {
             engine.abort(id);
         }
     }
 
-    /// Sends a request that has left its prefill replica to a decode replica; gives it back if
-    /// there is none, or if the replica decodes by now.
+    /// Sends a request that has left its prefill replica to a decode replica; returns it if no
+    /// decode replica is up, or if its own replica decodes by now.
     pub(crate) fn hand_on(&self, from: usize, orphan: Orphan) -> Option<Orphan> {
         if self.pd.is_none() || self.dispatch.lock().roles[from].decodes() {
             return Some(orphan);
@@ -78,7 +78,7 @@ impl Shared {
         left
     }
 
-    /// Notes the pages that replica `at` has left after its last step.
+    /// Records the pages that replica `at` had left after its last step.
     pub(crate) fn note_room(&self, dispatch: &mut Dispatch, at: usize) {
         if self.pd.is_some()
             && let Some(engine) = self.engines().get(at)
@@ -89,7 +89,7 @@ impl Shared {
         }
     }
 
-    /// Makes prefill replicas hold prompts back, or go on, depending on the room of decode
+    /// Makes prefill replicas hold prompts back or resume, depending on the room of decode
     /// replicas.
     pub(crate) fn press(&self, dispatch: &mut Dispatch) {
         if self.pd.is_none() {

@@ -1,9 +1,9 @@
 //! Data parallel replicas in one brain: N engines that look like one.
 //!
 //! [`Replicas::submit`] chooses the replica on the caller's thread, with an exact ledger
-//! ([`forebay_balance::Ledger`]). A request counts at its replica from the choice on, and its end
-//! is recorded before the client can read it. So a client that sends a request when another one
-//! ends finds the other's slot free. Load reports are not needed, because all replicas are in this
+//! ([`forebay_balance::Ledger`]). A request counts at its replica as soon as it is chosen, and its
+//! end is recorded before the client can read it. So a client that sends a request after another
+//! has ended finds that slot free. Load reports are not needed, because all replicas are in this
 //! process.
 //!
 //! | lock | what | held by |
@@ -11,8 +11,8 @@
 //! | dispatch | ledger, policy, which replicas are up | callers for one choice; engine threads for the ends of one step |
 //! | blocks | which replica holds which blocks | callers for one lookup; engine threads never: they send their changes through a lane |
 //!
-//! The replicas of a step group share one engine thread and one rank group, which is nothing to the
-//! dispatcher but that their deaths coincide.
+//! The replicas of a step group share one engine thread and one rank group. For the dispatcher this
+//! only means that they die together.
 //!
 //! A replica whose hand dies leaves the set, and its engine gives its requests back to be sent to
 //! the others ([`forebay_engine::Peers`]); the respawned hand joins again.

@@ -21,18 +21,18 @@ use crate::hooks::{CountingSink, Observer, Observers, OtherReplicas};
 use crate::roles::{self, PdConfig};
 use crate::status::{ReplicaReport, combined_facts, combined_stats, combined_status};
 
-/// The settings by which requests are spread over replicas.
+/// The settings that decide how requests are spread over replicas.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct ReplicasConfig {
     /// The policy.
     pub load_balance_method: Method,
-    /// The interval at which the replicas' own numbers are read, with nothing known in between; 0:
-    /// exact loads. Otherwise the policy is that of [`forebay_balance::Budget`], for comparison.
+    /// 0: exact loads. Otherwise the replicas' loads are only read at this interval, and the policy
+    /// is that of [`forebay_balance::Budget`], for comparison.
     #[serde(serialize_with = "as_seconds")]
     pub load_watch_interval: Duration,
     /// True if queued requests move to a replica with less to do. It has no effect with roles.
     pub queue_moves: bool,
-    /// The roles of the replicas; `None`: each does everything.
+    /// The roles of the replicas; `None`: each replica does everything.
     #[serde(flatten)]
     pub pd: Option<PdConfig>,
     /// True if somebody asks what is cached ([`Replicas::cached`]), whatever the policy.
@@ -51,12 +51,12 @@ impl Default for ReplicasConfig {
 
 /// A rank group, and the observers of the replicas that it computes.
 pub struct Member {
-    /// The limits of each replica; those of the queue hold for all replicas together, which also
-    /// have one namer.
+    /// The limits of each replica; the queue's limits hold for all replicas together. All replicas
+    /// share one namer.
     pub config: EngineConfig,
     /// The hands of the engine.
     pub executor: Box<dyn Executor>,
-    /// The listeners of each replica: one, or in a step group as many as there are ranks.
+    /// The listeners of each replica: one, or one for each rank of a step group.
     pub replicas: Vec<Listeners>,
 }
 
@@ -64,20 +64,20 @@ pub struct Member {
 pub struct Listeners {
     /// The receiver of its outputs.
     pub sink: Box<dyn OutputSink>,
-    /// A further observer of its prefix cache, in addition to the dispatcher.
+    /// Another observer of its prefix cache, besides the dispatcher.
     pub blocks: Option<Box<dyn BlockObserver>>,
 }
 
 pub(crate) struct Shared {
     pub(crate) dispatch: Mutex<Dispatch>,
-    /// `None`: the policy does not look at cached blocks.
+    /// `None`: the policy does not use cached blocks.
     blocks: Option<Blocks>,
     clock: Arc<dyn Clock>,
     engines: OnceLock<Vec<EngineHandle>>,
     draining: AtomicBool,
-    /// Names blocks, and how many tokens each has, where requests share any.
+    /// Names blocks, with the number of tokens in each; `None`: requests share no blocks.
     naming: Option<(Namer, usize)>,
-    /// The largest number of moves of a queued request.
+    /// How often a queued request may move.
     most_moves: u8,
     pub(crate) pd: Option<PdConfig>,
     /// True while prefill replicas admit no prompt that leaves.
@@ -89,8 +89,8 @@ pub(crate) struct Shared {
 pub struct Replicas(Arc<Shared>);
 
 impl Replicas {
-    /// Starts an engine thread for each member; replicas are numbered in their order. `on_exit` is
-    /// called when the first of them ends.
+    /// Starts an engine thread for each member; replicas get numbers in the same order. `on_exit`
+    /// is called when the first engine ends.
     ///
     /// # Errors
     /// A thread could not be created.
@@ -171,7 +171,7 @@ impl Replicas {
                     threads.push(thread);
                 }
                 Err(error) => {
-                    // Those that have been started may be waiting for the others.
+                    // Engines that are already running may be waiting for the full list.
                     let _ = shared.engines.set(engines);
                     return Err(error);
                 }
@@ -182,10 +182,12 @@ impl Replicas {
         Ok((Self(shared), threads))
     }
 
-    /// Gives a request to a replica. Exactly one output with `finish` follows an `Ok`.
+    /// Gives a request to a replica. If this returns `Ok`, exactly one output with `finish`
+    /// follows.
     ///
     /// # Errors
-    /// The queue is full, the server drains, or no replica will ever take it.
+    ///
+    /// The queue is full, the server drains, or no replica will ever take the request.
     pub fn submit(&self, mut request: EngineRequest) -> Result<(), SubmitError> {
         let shared = &self.0;
         if shared.draining.load(Ordering::Acquire) {
@@ -237,10 +239,9 @@ impl Replicas {
     }
 
     /// Ends a request, wherever it is. Its terminal output has
-    /// [`forebay_engine::FinishReason::Abort`], unless it ended by itself before.
+    /// [`forebay_engine::FinishReason::Abort`], unless it has ended by itself first.
     pub fn abort(&self, id: RequestId) {
-        // Under the lock, so that a request on its way from one replica to another is found at one
-        // of them.
+        // Under the lock, so that a request that moves between replicas is found at one of them.
         let mut dispatch = self.0.dispatch.lock();
         if let Some(aborted) = dispatch.borrowing.get_mut(&id.0) {
             *aborted = true;
@@ -268,7 +269,7 @@ impl Replicas {
         }
     }
 
-    /// Tells all replicas of an adapter that later requests may have, or that no later request has.
+    /// Tells all replicas that later requests may use an adapter, or that none will any more.
     pub fn adapter(&self, order: &AdapterOrder) {
         self.0.engines().iter().for_each(|engine| engine.adapter(order.clone()));
     }
@@ -286,8 +287,7 @@ impl Replicas {
         self.0.engines().iter().for_each(EngineHandle::drain);
     }
 
-    /// A replica gets no new requests from now on, or gets them again; false: there is none with
-    /// this number.
+    /// Stops or resumes new requests to a replica; false: no replica has this number.
     pub fn drain_replica(&self, at: usize, drained: bool) -> bool {
         let mut dispatch = self.0.dispatch.lock();
         let found = dispatch.drained.get_mut(at).map(|place| *place = drained);
@@ -295,8 +295,8 @@ impl Replicas {
         found.is_some()
     }
 
-    /// Gives a replica another role. Requests that it has end there, or leave as they would have.
-    /// False: there is none with this number, or replicas have no roles.
+    /// Gives a replica another role. Its requests end there, or leave as planned. False: no replica
+    /// has this number, or replicas have no roles.
     pub fn set_role(&self, at: usize, role: Role) -> bool {
         if self.0.pd.is_none() {
             return false;
@@ -332,7 +332,7 @@ impl Replicas {
         self.0.engines().len() as u32
     }
 
-    /// The state of all together. One that gets no new requests counts only where all get none.
+    /// The combined state of all replicas. A drained replica counts only if all are drained.
     #[must_use]
     pub fn status(&self) -> Status {
         let drained = self.0.dispatch.lock().drained.clone();
@@ -347,7 +347,7 @@ impl Replicas {
     }
 
     /// The facts that hold for every replica that has been ready; `None` until one has. A replica
-    /// that is ready later may have less room. Requests that do not fit there go to others.
+    /// that becomes ready later may have less room; requests that do not fit there go to others.
     #[must_use]
     pub fn facts(&self) -> Option<Facts> {
         combined_facts(self.0.engines().iter().filter_map(EngineHandle::facts))
@@ -442,7 +442,7 @@ impl Shared {
         })
     }
 
-    /// The facts that the choice depends on, looked up outside of the dispatch lock.
+    /// The facts for the choice of a replica, looked up without the dispatch lock.
     fn ask<'a>(&self, request: &Request, preference: &'a Preference) -> RequestProfile<'a> {
         let known = (request.prompt.len() + request.generated.len()) as u64;
         let names = &request.names;
@@ -492,7 +492,7 @@ impl Shared {
         Some(at)
     }
 
-    /// Drops expected blocks of requests that have published theirs by now.
+    /// Drops the expected blocks of requests that have published theirs by now.
     pub(crate) fn settled(&self, coming: impl IntoIterator<Item = ExpectedBlocks>) {
         if let Some(blocks) = &self.blocks {
             for ExpectedBlocks { target, names } in coming {
@@ -509,20 +509,21 @@ impl Shared {
         self.dispatch.lock().move_pays(from, to, uncached)
     }
 
-    /// Moves a waiting request to replica `to`; returns it if that one takes none now.
+    /// Moves a waiting request to replica `to`; returns it if `to` takes none now.
     pub(crate) fn take(&self, to: usize, orphan: Orphan) -> Option<Orphan> {
         let fits = self.engines().get(to).is_some_and(|engine| engine.fits(&orphan.request));
         self.hand_to(orphan, false, |at, dispatch| at == to && dispatch.open(at) && fits)
     }
 
-    /// Sends a request that replica `from` has lost to another one; gives it back if there is none.
+    /// Sends a request that replica `from` has lost to another replica; returns it if none takes
+    /// it.
     pub(crate) fn adopt(&self, from: usize, orphan: Orphan) -> Option<Orphan> {
         let fits: Vec<bool> =
             self.engines().iter().map(|engine| engine.fits(&orphan.request)).collect();
         self.hand_to(orphan, true, |at, dispatch| at != from && dispatch.open(at) && fits[at])
     }
 
-    /// Sends a request to one of the replicas that `may` take it; gives it back if none does.
+    /// Sends a request to one of the replicas for which `may` is true; returns it if none takes it.
     /// `routed`: it goes by roles.
     pub(crate) fn hand_to(
         &self,
@@ -555,9 +556,9 @@ impl Shared {
             self.note_room(&mut dispatch, at);
         }
         self.press(&mut dispatch);
-        // A loan from this replica is void: the blocks are in its own tiers.
+        // A loan from this replica is useless there: it has the blocks in its own tiers.
         request.loan.take_if(|loan| loan.lender() as usize == at);
-        // Under the lock, so that an abort goes to where the request is.
+        // Under the lock, so that an abort reaches the engine that has the request.
         self.engines()[at].adopt(orphan);
         None
     }

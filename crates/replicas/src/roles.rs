@@ -1,4 +1,4 @@
-//! Replicas that compute prompts, and replicas that go on after the first token.
+//! Replicas that compute prompts, and replicas that continue after the first token.
 
 use forebay_balance::{Ask, LocalReason, Role, RoleRule};
 use forebay_engine::Request;
@@ -6,14 +6,15 @@ use serde::Serialize;
 
 use crate::dispatch::RequestProfile;
 
-/// The division of replicas by roles at the start. The first `prefill` of them compute prompts, and
-/// the others decode.
+/// The roles of replicas at the start: the first `prefill` replicas compute prompts, and the others
+/// decode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct PdConfig {
     /// The number of replicas that compute prompts.
     #[serde(rename = "pd_prefill")]
     pub prefill: u32,
-    /// A request is served by a decode replica alone if that has no more tokens to compute.
+    /// A decode replica serves a request alone if at most this many tokens are left to compute
+    /// there.
     #[serde(rename = "pd_local_tokens")]
     pub local_tokens: u32,
 }
@@ -41,7 +42,7 @@ impl LocalCounts {
     }
 }
 
-/// The roles of `replicas` replicas at the start; without a division each has both.
+/// The roles of `replicas` replicas at the start; without a division each replica has both.
 pub(crate) fn at_start(pd: Option<PdConfig>, replicas: usize) -> Vec<Role> {
     let of = |at: usize| match pd {
         None => Role::Both,
@@ -51,8 +52,8 @@ pub(crate) fn at_start(pd: Option<PdConfig>, replicas: usize) -> Vec<Role> {
     (0..replicas).map(of).collect()
 }
 
-/// Leaves those of the `open` replicas open that a request is to go to. Returns the reason if it
-/// stays there whichever is chosen.
+/// Narrows the `open` replicas to those that the request may go to. Returns the reason if the
+/// request stays at its replica, whichever is chosen.
 pub(crate) fn narrow(
     rule: &RoleRule<'_>,
     asked: &RequestProfile<'_>,

@@ -22,15 +22,15 @@ pub struct ReplicaReport {
     pub role: Role,
     /// Tokens of requests that were handed on to it and wait for pages.
     pub ahead_tokens: u64,
-    /// True if it admits no prompt that leaves, because decode replicas have no pages.
+    /// True if it admits no prompt that leaves, because decode replicas lack pages.
     pub holding: bool,
-    /// The number of times that it began to hold prompts back.
+    /// How often it began to hold prompts back.
     pub holds: u64,
 }
 
-/// The state of all replicas: ready as soon as one is. A replica that is being restarted comes
-/// before those that load for the first time, because requests may wait for it. A failed replica
-/// counts only if all have failed, and a drained one only if all are drained.
+/// The state of all replicas: ready as soon as one is. If none is ready, a replica that is being
+/// restarted decides rather than one that loads for the first time, because requests may wait for
+/// it. A failed replica counts only if all have failed, and a drained one only if all are drained.
 #[must_use]
 pub fn combined_status(all: Vec<Status>, drained: &[bool]) -> Status {
     let everyone = drained.iter().all(|&drained| drained);
@@ -55,7 +55,7 @@ pub fn combined_stats(all: impl IntoIterator<Item = Stats>) -> Stats {
     sum
 }
 
-/// Facts of every replica: any request must fit into any of them.
+/// Facts that hold for every replica, so that any request fits into any replica.
 #[must_use]
 pub fn combined_facts(all: impl IntoIterator<Item = Facts>) -> Option<Facts> {
     all.into_iter().reduce(|a, b| if b.context_length < a.context_length { b } else { a })

@@ -1,4 +1,4 @@
-//! Admission to the router: keys of clients and of operators, and backends that may register.
+//! Admission to the router: the keys of clients and operators, and which backends may register.
 
 use std::net::IpAddr;
 use std::str::FromStr;
@@ -11,6 +11,7 @@ use thiserror::Error;
 /// The key of a client that may send requests.
 ///
 /// # Errors
+///
 /// Keys are required, and the request has none of them.
 pub(crate) fn client(headers: &HeaderMap, keys: &Keys) -> Result<KeyId, ApiError> {
     match keys.shown(headers) {
@@ -19,10 +20,11 @@ pub(crate) fn client(headers: &HeaderMap, keys: &Keys) -> Result<KeyId, ApiError
     }
 }
 
-/// Checks that a request may see the router's reports on its backends. It needs the operator's key,
-/// or a client's if there is no operator's key.
+/// Checks that a request may read the router's reports on backends. It needs the operator's key, or
+/// a client's key if there is no operator's key.
 ///
 /// # Errors
+///
 /// The request has neither key.
 pub(crate) fn operator(headers: &HeaderMap, keys: &Keys, admin: &Keys) -> Result<(), ApiError> {
     if admin.is_empty() {
@@ -49,7 +51,7 @@ pub struct AllowedBackends {
 enum Hosts {
     /// This one, in small letters.
     One(String),
-    /// The hosts below a domain, which is written with its dot.
+    /// All hosts below a domain, which is written with a leading dot.
     Below(String),
     /// Addresses that begin with the same bits.
     Network { address: IpAddr, bits: u8 },
@@ -62,7 +64,7 @@ impl FromStr for AllowedBackends {
     fn from_str(text: &str) -> Result<Self, PatternError> {
         let wrong = || PatternError(text.to_owned());
         let text = text.trim();
-        // The colons of an address of version 6 are in brackets.
+        // Colons of an IPv6 address are inside brackets.
         let (host, port) = match text.rsplit_once(':') {
             Some((host, port)) if !port.contains(']') => {
                 (host, Some(port.parse().map_err(|_| wrong())?))

@@ -1,4 +1,4 @@
-//! A client's request, in the form for backends, which may get it more than once.
+//! A client's request, prepared so that it can be sent to several backends in turn.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -34,7 +34,7 @@ use crate::tape::IdShare;
 
 const ROUTING_KEY: &str = "x-routing-key";
 const ROUTING_KEY_OF_SGLANG: &str = "x-smg-routing-key";
-/// The prefix of headers that only routers and brains exchange, those of [`TOLD`] excepted.
+/// The prefix of headers that only routers and brains exchange, except those of [`TOLD`].
 const OURS: &str = "x-forebay-";
 /// The headers with that prefix that are for clients.
 const TOLD: [&str; 3] =
@@ -49,7 +49,7 @@ pub(crate) struct Ask {
     path: PathAndQuery,
     headers: HeaderMap,
     body: Bytes,
-    /// The share of the budget for bodies that the body takes.
+    /// The body's share of the memory budget for bodies.
     _held: Held,
     /// The seed to sample with if the client gave none.
     seed: u64,
@@ -61,15 +61,15 @@ pub(crate) struct Ask {
     pub(crate) key: Option<u64>,
     /// Names of the prompt's beginnings, for `cache_aware`.
     pub(crate) texts: Option<Texts>,
-    /// The response that it asks for, or goes on from.
+    /// The response that the request names or continues.
     pub(crate) response: Option<Box<str>>,
     /// The model or adapter that it names.
     pub(crate) model: Option<Box<str>>,
-    /// True if it names a key or a replica: it stays where its policy has sent it.
+    /// True if the request names a key or a replica, so it stays where its policy has sent it.
     pinned: bool,
-    /// The needs of a request that a pair of servers computes; `None`: one backend does.
+    /// What a pair of servers needs to compute the request; `None`: one backend computes it.
     pub(crate) pair: Option<PairNeeds>,
-    /// The number of its moves from queue to queue.
+    /// How often it has moved from one queue to another.
     moves: AtomicU8,
     /// Backends that died while they had it.
     pub(crate) past: Mutex<Past>,
@@ -78,22 +78,22 @@ pub(crate) struct Ask {
 /// The purpose of a look at a request.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Reading {
-    /// A policy keeps requests with the same key together.
+    /// True if a policy keeps requests with the same key together.
     pub(crate) keys: bool,
     /// A policy goes by cached prompts.
     pub(crate) texts: bool,
     /// The client that the request comes from.
     pub(crate) client: ClientId,
-    /// The seed of the names of a client's texts that have no salt of their own.
+    /// The seed of text names for requests of a client that name no salt.
     pub(crate) root: u64,
 }
 
-/// The facts with which another brain continues a stream.
+/// The data with which another brain continues a stream.
 #[derive(Debug, Clone)]
 pub(crate) struct Resume {
-    /// The stream's name, as the first brain wrote it.
+    /// The stream's name, as the first brain gave it.
     pub(crate) name: HeaderValue,
-    /// Ids of the tokens that the client has, in decimal, each with a comma.
+    /// Ids of the tokens that the client has, in decimal, each followed by a comma.
     pub(crate) ids: Bytes,
     /// Their share of memory.
     pub(crate) share: Arc<IdShare>,
@@ -111,7 +111,8 @@ impl Ask {
         let pinned = key.is_some() || is_pinned(&parts.headers, &body);
         let texts = by_texts.then(|| texts(&body, root)).flatten();
         keep_end_to_end(&mut parts.headers);
-        // A page of the router's is none of the backend's, but it may ask.
+        // A request from the router's own page may go to a backend, where its origin would be
+        // foreign.
         if is_from_own_page(&parts.headers) {
             parts.headers.remove(ORIGIN);
         }
@@ -151,7 +152,7 @@ impl Ask {
         &self.body
     }
 
-    /// True if a backend may compute it, or the part of it that is the backend's.
+    /// True if a backend may compute the request, or its part of a pair's work.
     pub(crate) fn is_for(&self, backend: &Backend) -> bool {
         match (&self.pair, backend.duty) {
             (None, duty) => !duty.is_prefill(),
@@ -160,7 +161,7 @@ impl Ask {
         }
     }
 
-    /// True if it may be moved while it waits in a backend's queue.
+    /// True if the request may move while it waits in a backend's queue.
     pub(crate) fn may_move(&self) -> bool {
         let moved = self.moves.load(Ordering::Relaxed);
         let free = !self.pinned && self.response.is_none();
@@ -177,8 +178,8 @@ impl Ask {
         u32::try_from(self.body.len() / BYTES_A_TOKEN).unwrap_or(u32::MAX)
     }
 
-    /// The request to a backend, which is shown the router's name and key; `body` in place of the
-    /// client's.
+    /// The request for a backend, with the router's name and key. `body` replaces the client's
+    /// body.
     pub(crate) fn request(
         &self,
         (router, router_key): (u64, Option<&HeaderValue>),
@@ -220,7 +221,7 @@ impl Ask {
     }
 }
 
-/// Leaves only headers that are meant for the other end.
+/// Removes headers that are not meant for the other end.
 pub(crate) fn keep_end_to_end(headers: &mut HeaderMap) {
     let mut named: Vec<HeaderName> = Vec::new();
     for value in headers.get_all(CONNECTION) {
@@ -265,7 +266,7 @@ fn routing_key(headers: &HeaderMap, body: &[u8]) -> Option<u64> {
     Some(xxh3_64(plain_string(key).unwrap_or(key)))
 }
 
-/// True if a request names a key that keeps it with others, or a replica.
+/// True if a request names a replica, or a key that keeps it with other requests.
 fn is_pinned(headers: &HeaderMap, body: &[u8]) -> bool {
     let fields: [&[u8]; 3] = [b"routing_key", b"routed_dp_rank", b"data_parallel_rank"];
     let named = |(name, value): (&[u8], &[u8])| fields.contains(&name) && value != b"null";
@@ -273,13 +274,13 @@ fn is_pinned(headers: &HeaderMap, body: &[u8]) -> bool {
         || members(body).any(named)
 }
 
-/// Names of the prompt's beginnings. Prompts with different salts share none.
+/// Names of the prompt's leading parts. Prompts with different salts share none.
 fn texts(body: &[u8], root: u64) -> Option<Texts> {
     let (prompt, salt) = prompt(body)?;
     Some(Texts::new(salt.map_or(root, |salt| xxh3_64_with_seed(salt, root)), prompt))
 }
 
-/// The prompt and its salt, as they are written in the body.
+/// The prompt and its salt, as the body's JSON writes them.
 fn prompt(body: &[u8]) -> Option<(&[u8], Option<&[u8]>)> {
     let fields: [&[u8]; 5] = [b"messages", b"prompt", b"text", b"input_ids", b"input"];
     let (mut prompt, mut salt) = (None, None);
@@ -290,7 +291,7 @@ fn prompt(body: &[u8]) -> Option<(&[u8], Option<&[u8]>)> {
             salt = Some(value);
         }
     }
-    // Without the quote or bracket at its end, a longer prompt begins with a shorter one.
+    // Drop the closing quote or bracket, so that a longer prompt can begin with a shorter one.
     prompt?.split_last().map(|(_, text)| (text, salt))
 }
 

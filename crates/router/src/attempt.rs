@@ -1,4 +1,4 @@
-//! One attempt at a request: the backend gets it, and answers or fails.
+//! One attempt at a request: one backend gets it, and answers or fails.
 
 use std::future::poll_fn;
 use std::sync::Arc;
@@ -24,11 +24,11 @@ use crate::payload::Payload;
 use crate::shared::Worker;
 use crate::tape::{FREE, Tape};
 
-/// The largest part of a whole answer that is held back. A held answer that breaks can be requested
-/// again.
+/// The largest part of a non-streamed answer that is held back. If a held answer breaks, the
+/// request can be tried again.
 const HOLD: usize = 1 << 20;
 
-/// The largest refusal. It is kept while other backends are asked.
+/// The largest error answer that is kept while other backends are tried.
 const MAX_REFUSAL: usize = 64 << 10;
 /// The longest name of a stream that another brain may continue.
 const MAX_NAME: usize = 2 << 10;
@@ -36,11 +36,11 @@ const MAX_NAME: usize = 2 << 10;
 /// Media types of answers that come in pieces.
 const PIECES: [&[u8]; 2] = [b"text/event-stream", b"application/x-ndjson"];
 
-/// The form in which a response's body is passed on.
+/// How a response's body is passed on.
 pub(crate) enum Kind {
     /// Bytes.
     Plain,
-    /// Events that only this backend can go on with.
+    /// Events of a stream that only this backend can continue.
     Events,
     /// Events that another brain can go on with.
     Tape(Box<Tape>, HeaderValue),
@@ -62,22 +62,22 @@ pub(crate) struct Reached {
 #[derive(Debug)]
 pub(crate) enum Trouble {
     Connect(LinkError),
-    /// A connection that had been idle turned out to be closed.
+    /// A connection that had been idle was closed already.
     Stale,
     Broken(Broken),
-    /// The request goes to another backend, in whose queue it is sooner.
+    /// The request goes to this other backend, where its turn comes sooner.
     Moved(u32),
     Refused(Response<Bytes>),
-    /// The backend does not keep the response that the request names.
+    /// The backend does not have the response that the request names.
     Unkept(Response<Bytes>),
     /// The backend is a router that has given the request up.
     GivenUp(Response<Bytes>),
-    /// The prefill server refuses the request for what it is, and this is the answer.
+    /// The prefill server rejects the request itself; this is its answer.
     Answered(Response<Bytes>),
 }
 
 impl Trouble {
-    /// True if the backend has failed, unless it is the request's own fault.
+    /// True if the backend has failed, unless the request itself is the cause.
     pub(crate) fn is_failure(&self) -> bool {
         match self {
             Self::Broken(broken) => !matches!(broken, Broken::Deadline),
@@ -92,10 +92,10 @@ impl Trouble {
 #[derive(Debug)]
 pub(crate) struct Failed {
     pub(crate) trouble: Trouble,
-    /// The prefill server, if that has failed and not the backend whose answer was to come.
+    /// The prefill server, if it failed rather than the backend that was to answer.
     pub(crate) leg: Option<Arc<Backend>>,
-    /// The dispatch, if the backend may have died of it. It is still open, so that no other suspect
-    /// is tried there before that is known.
+    /// The dispatch, if the backend may have died of it. It is kept open, so that no other suspect
+    /// is tried there before the cause is known.
     pub(crate) sent: Option<Sent>,
 }
 
@@ -105,7 +105,7 @@ impl From<Trouble> for Failed {
     }
 }
 
-/// The failure of an attempt without an answer. `was_sent`: the backend may have died of it.
+/// A failed attempt without an answer. `was_sent`: the request may have killed the backend.
 pub(crate) fn unanswered(trouble: Trouble, sent: Sent, was_sent: bool) -> Failed {
     if trouble.is_failure() || matches!(trouble, Trouble::Connect(_)) {
         sent.failed();
@@ -113,7 +113,7 @@ pub(crate) fn unanswered(trouble: Trouble, sent: Sent, was_sent: bool) -> Failed
     Failed { sent: was_sent.then_some(sent), ..trouble.into() }
 }
 
-/// The part of a request that is the router's, where a pair computes it.
+/// The router's own part of a request that a pair computes.
 #[derive(Default)]
 pub(crate) struct Beside {
     /// The body in place of the client's.
@@ -124,7 +124,7 @@ pub(crate) struct Beside {
     pub(crate) prefill: Option<HeaderValue>,
 }
 
-/// One attempt, with `fresh` on a connection that was not used before.
+/// Makes one attempt; with `fresh`, on a new connection.
 pub(crate) async fn attempt(
     worker: &Arc<Worker>,
     ask: &Arc<Ask>,
@@ -193,7 +193,7 @@ pub(crate) async fn attempt(
         let response = Response::from_parts(reached.head, reached.first);
         return Err(Trouble::Unkept(response).into());
     }
-    // A client that has half of a stream must not get something else after it.
+    // A client that has half of a stream must not get an error page after it.
     if retriable || resume.is_some() && !goes_on {
         let response = Response::from_parts(reached.head, reached.first);
         return Err(match given_up {
@@ -204,8 +204,8 @@ pub(crate) async fn attempt(
     Ok(reached)
 }
 
-/// Sends a request and waits for a response's head. An error comes with a flag, true if the backend
-/// may have the request.
+/// Sends a request and waits for a response's head. An error carries a flag: true if the backend
+/// may have received the request.
 pub(crate) async fn answered(
     worker: &Worker,
     sent: &Sent,
@@ -248,8 +248,8 @@ pub(crate) async fn answered(
     }
 }
 
-/// Waits for the first bytes of a response's body; of an answer in one piece, for all of it, unless
-/// it is large. An answer that is `kept` has to come whole.
+/// Waits for the first bytes of a response's body. An answer that is no stream is read whole,
+/// unless it is large; a `kept` answer has to be read whole.
 async fn first(mut reached: Reached, mut flow: Flow, kept: bool) -> Result<Reached, Failed> {
     let mut held = BytesMut::new();
     let mut share = Held::new(&flow.sent.backend.memory);
@@ -312,7 +312,7 @@ async fn first(mut reached: Reached, mut flow: Flow, kept: bool) -> Result<Reach
     Ok(reached)
 }
 
-/// Has the backend's books take what its stream says of its load.
+/// Updates the backend's ledger from the load reports in its stream.
 pub(crate) fn tell(tape: &mut Tape, flow: &Flow) {
     if let Some(report) = tape.take_report()
         && flow.worker().shared.uses_reports()
@@ -331,7 +331,7 @@ fn kind(head: &http::response::Parts, resume: Option<&Resume>, backend: &Backend
     let memory = &backend.memory;
     let short = |name: &&HeaderValue| name.len() <= MAX_NAME;
     let name = head.headers.get(STREAM_HEADER).filter(short);
-    // Without the rest of the head, which it is a part of.
+    // Skip the comment's head, of which the name is only a part.
     match name.and_then(|name| HeaderValue::from_bytes(name.as_bytes()).ok()) {
         Some(name) => {
             let tape = match resume {
@@ -350,7 +350,7 @@ fn report(headers: &HeaderMap) -> Option<LoadReport> {
     LoadReport::decode(headers.get(LOAD_HEADER)?.to_str().ok()?).ok()
 }
 
-/// True if the backend takes no more requests for now. Another may.
+/// True if this backend takes no more requests for now. Another may.
 pub(crate) fn is_refusal(status: StatusCode) -> bool {
     matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE)
 }

@@ -1,4 +1,4 @@
-//! One backend: its ledger, its health, and its counts.
+//! A backend: its ledger, its health and its counters.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -45,10 +45,11 @@ struct Health {
 pub(crate) enum Check {
     /// The backend takes requests.
     Fine,
-    /// The backend answers, and takes no new requests: it loads, or drains. Requests that it has
-    /// may end there.
+    /// The backend answers, but takes no new requests: it is loading or draining. Requests that it
+    /// has may finish there.
     Refuses,
-    /// Nobody listens there. Open connections may live on: some servers shut down in this way.
+    /// Nobody listens at the address. Open connections may still work: some servers shut down in
+    /// this way.
     Absent,
     /// The backend does not answer.
     Silent,
@@ -85,27 +86,27 @@ pub(crate) struct Backend {
     pub(crate) host: HeaderValue,
     /// The part of requests that it computes.
     pub(crate) duty: Duty,
-    /// Its part in pairs, or the reason for which it has none; `None`: it was not asked yet.
+    /// Its engine for pairs, or why it can't be in a pair; `None`: it was not asked yet.
     peer: Mutex<Option<Result<Peer, String>>>,
     name: u64,
     state: Mutex<State>,
     /// Speaks of load, and goes on with streams.
     forebay: AtomicBool,
-    /// The number of its names of blocks; backends with the same number name blocks equally.
+    /// The id of its block names; backends with the same id give the same names.
     names: AtomicU64,
     /// The blocks in its prefix cache.
     pub(crate) stored: Mutex<Stored>,
     /// The models that it lists.
     pub(crate) models: Models,
-    /// A lock for the check of the backend's life, with the time at which it was last found alive.
+    /// The lock for checking whether the backend is alive, with the time at which it last was.
     pub(crate) inquest: tokio::sync::Mutex<Option<Instant>>,
-    /// Those who wait for a trial, at any backend.
+    /// The queue of suspects that wait for a trial at any backend.
     trials: Arc<Trials>,
     /// Its dispatches that may be moved.
     pub(crate) movable: Arc<Movable>,
     /// The memory that unfinished parts of its answers take.
     pub(crate) memory: Arc<Budget>,
-    /// Wakes those who wait for something from it: nothing will come.
+    /// Wakes tasks that wait for the backend when nothing more will come.
     pub(crate) gone: Arc<Notify>,
     /// Wakes its health check.
     pub(crate) suspected: Notify,
@@ -124,7 +125,7 @@ impl Backend {
     ) -> Self {
         Self {
             id,
-            // An authority has no bytes that a header may not have.
+            // Every byte of a URL's authority is allowed in a header.
             host: HeaderValue::from_str(url.authority())
                 .unwrap_or(HeaderValue::from_static("backend")),
             name: xxh3_64(url.authority().as_bytes()),
@@ -154,7 +155,7 @@ impl Backend {
         }
     }
 
-    /// True if the backend takes requests, as far as is known.
+    /// True if the backend takes requests, as far as the router knows.
     pub(crate) fn is_up(&self) -> bool {
         self.state.lock().health.up
     }
@@ -163,17 +164,17 @@ impl Backend {
         self.forebay.load(Ordering::Relaxed)
     }
 
-    /// The way in which it takes part in pairs, if it does.
+    /// How the backend takes part in pairs, if it does.
     pub(crate) fn peer(&self) -> Option<Peer> {
         self.peer.lock().as_ref()?.as_ref().ok().copied()
     }
 
-    /// The reason for which it is in no pair, though it was named for that.
+    /// Why the backend can't be in a pair although it was configured for one.
     pub(crate) fn fault(&self) -> Option<String> {
         self.peer.lock().as_ref()?.as_ref().err().cloned()
     }
 
-    /// Notes what it has told of its part in pairs.
+    /// Records what the backend has reported about its part in pairs.
     pub(crate) fn set_peer(&self, peer: Result<Peer, String>) {
         let before = self.peer.lock().replace(peer.clone());
         match &peer {
@@ -182,8 +183,8 @@ impl Backend {
         }
     }
 
-    /// The backend as a candidate, and true if a suspect is on trial here; `None` while the backend
-    /// takes no requests.
+    /// The backend as a candidate, with true if a suspect is on trial there; `None`: it takes no
+    /// requests.
     pub(crate) fn candidate(&self, now: Instant) -> Option<(Candidate, bool)> {
         let state = self.state.lock();
         let candidate = || Candidate {
@@ -196,7 +197,7 @@ impl Backend {
         takes.then(|| (candidate(), state.life.trial.is_some()))
     }
 
-    /// Notes a dispatch, and its trial if it has one.
+    /// Records a dispatch, and its trial if it has one.
     pub(crate) fn begin(self: Arc<Self>, tokens: u32, trial: Option<Trial>) -> Sent {
         let now = Instant::now();
         let mut state = self.state.lock();
@@ -208,7 +209,7 @@ impl Backend {
         let life = state.life.deaths;
         drop(state);
         self.counters.dispatched.fetch_add(1, Ordering::Relaxed);
-        // A client that does not read delays all but this.
+        // The trial's own timer: reading the answer may be delayed by a slow client.
         let clock = trial.and_then(Trial::longest).map(|time| {
             let backend = Arc::clone(&self);
             let end = async move {
@@ -226,7 +227,7 @@ impl Backend {
         self.state.lock().life.trial.is_some()
     }
 
-    /// Ends a dispatch's trial, if it is on trial.
+    /// Ends a dispatch's trial, if it is the one on trial.
     pub(crate) fn end_trial(&self, seq: u64) {
         let mut state = self.state.lock();
         if state.life.trial == Some(seq) {
@@ -241,7 +242,7 @@ impl Backend {
         self.state.lock().life.deaths
     }
 
-    /// The part that dispatch `seq` had in the death that ended life number `life`.
+    /// The role of dispatch `seq` in the death that ended life number `life`.
     pub(crate) fn role(&self, seq: u64, life: u64) -> Role {
         match self.state.lock().life.last {
             Some((ended, Some(tried))) if ended == life && tried == seq => Role::OnTrial,
@@ -255,7 +256,7 @@ impl Backend {
         self.state.lock().breaker.fail(Instant::now(), origin);
     }
 
-    /// The number of its names of blocks; backends with the same number name blocks equally.
+    /// The id of its block names; backends with the same id give the same names.
     pub(crate) fn names(&self) -> u64 {
         self.names.load(Ordering::Relaxed)
     }
@@ -271,14 +272,14 @@ impl Backend {
         }
     }
 
-    /// Requests that it has, those of them that are ours, and its last report.
+    /// The number of requests it has, the number of these from this router, and its last report.
     pub(crate) fn load(&self) -> (u32, u32, Option<LoadReport>) {
         let state = self.state.lock();
         let ledger = &state.ledger;
         (ledger.requests(), ledger.own(), ledger.last_report())
     }
 
-    /// Its load, for moves. Only requests that may be moved count as queued.
+    /// Its load, for decisions about moves. Only requests that may move count as queued.
     pub(crate) fn balance(&self) -> Load {
         let ledger = &self.state.lock().ledger;
         let requests = ledger.requests().into();
@@ -287,7 +288,7 @@ impl Backend {
         Load { requests, work, in_prefill, ..Load::default() }
     }
 
-    /// True if a dispatch of this router has not ended.
+    /// True if this dispatch of the router has not ended.
     pub(crate) fn has(&self, seq: u64) -> bool {
         self.state.lock().ledger.has(seq)
     }
@@ -297,7 +298,7 @@ impl Backend {
         self.state.lock().reported
     }
 
-    /// The time at which this router's last request ended.
+    /// When this router's last request there ended.
     pub(crate) fn ended(&self) -> Option<Instant> {
         self.state.lock().ended
     }
@@ -307,7 +308,7 @@ impl Backend {
         self.state.lock().breaker.name()
     }
 
-    /// Takes the outcome of a health check, or of a request. True: the backend is up afterwards.
+    /// Applies the outcome of a health check or of a request. True: the backend is up afterwards.
     pub(crate) fn checked(&self, check: Check, config: &HealthConfig) -> bool {
         let mut state = self.state.lock();
         let State { ledger, breaker, health, life, .. } = &mut *state;
@@ -338,8 +339,8 @@ impl Backend {
             tracing::warn!(backend = self.url.url(), ?check, "backend is down");
         }
         let up = health.up;
-        // What it has reported and stored is void once it is gone; what it refuses to take it may
-        // still finish.
+        // A lost backend's load and blocks are void; one that only refuses requests may finish its
+        // streams.
         let gone = check == Check::Absent || check == Check::Silent && enough;
         if gone {
             ledger.forget();
@@ -349,8 +350,7 @@ impl Backend {
         if gone {
             self.stored.lock().clear();
         }
-        // Connections of a process that has ended break by themselves; those of one that hangs do
-        // not.
+        // Connections to a dead process break by themselves; those to a hung one do not.
         if gone && check == Check::Silent {
             self.gone.notify_waiters();
         }
@@ -375,7 +375,7 @@ pub(crate) struct Sent {
 }
 
 impl Sent {
-    /// The backend has answered, and this was its load.
+    /// Records that the backend has answered, with its load report.
     pub(crate) fn answered(&self, report: Option<LoadReport>) {
         if let Some(report) = report {
             self.backend.report(report);
@@ -401,7 +401,8 @@ impl Sent {
         self.backend.counters.refused.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// The backend has failed. The breaker hears of it when it is known whether others fail too.
+    /// Marks the backend as failed. The breaker is told later, when it is known whether others fail
+    /// too.
     pub(crate) fn failed(&self) {
         self.backend.counters.failed.fetch_add(1, Ordering::Relaxed);
         self.backend.suspected.notify_one();
@@ -548,7 +549,7 @@ mod tests {
             assert!(backend.is_trying());
             tokio::time::sleep(2 * SECOND).await;
             assert_eq!(backend.is_trying(), trial == Trial::Whole);
-            // Another's trial is not over when this clock strikes.
+            // A later trial must not be ended by the timer of an earlier one.
             let next = Arc::clone(&backend).begin(1, Some(trial));
             drop(sent);
             tokio::time::sleep(8 * SECOND).await;

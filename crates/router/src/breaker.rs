@@ -1,14 +1,13 @@
-//! A circuit breaker. A backend that fails again and again gets no requests for a while, and then a
-//! few.
+//! A circuit breaker: a backend that fails repeatedly gets no requests for a while, and then a few.
 //!
-//! A client chooses what it asks for, so failures of one client's requests say little. A breaker
-//! opens for failures of several clients, or for those that the router has seen by itself. Each
-//! success takes a failure off.
+//! A client may send requests that always fail, so the failures of one client say little. A breaker
+//! opens for failures of several clients' requests, or for failures that the router sees by itself.
+//! Each success cancels a failure.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// The rule by which a breaker opens and closes.
+/// When a breaker opens and closes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BreakerConfig {
     /// The number of failures within `window` that open it; 0: it never opens.
@@ -38,7 +37,7 @@ impl Default for BreakerConfig {
 pub enum FailureOrigin {
     /// A request of this client.
     Client(u64),
-    /// The router itself: a connection that did not open, or a health check without an answer.
+    /// The router itself, by a connection that did not open or an unanswered health check.
     Router,
 }
 
@@ -48,7 +47,7 @@ enum State {
     Open {
         until: Instant,
     },
-    /// Requests pass one after the other until `successes` of them went well.
+    /// Requests pass one at a time until `successes` of them have succeeded.
     Trying {
         successes: usize,
         under_way: bool,
@@ -102,21 +101,21 @@ impl Breaker {
         }
     }
 
-    /// Notes that a request which passed was answered to its end: this takes a failure off.
+    /// Records that an allowed request was answered to its end, which cancels a failure.
     pub fn succeed(&mut self) {
         if self.state == State::Closed {
             self.failures.pop_front();
         }
     }
 
-    /// Notes that a request which passed has ended without an answer. It may be its own fault.
+    /// Records that an allowed request ended without an answer, perhaps by its own fault.
     pub fn forgo(&mut self) {
         if let State::Trying { under_way, .. } = &mut self.state {
             *under_way = false;
         }
     }
 
-    /// Notes a failure. Those of one client are at most half of what opens the breaker.
+    /// Records a failure. Failures of one client count for at most half of the limit.
     pub fn fail(&mut self, now: Instant, origin: FailureOrigin) {
         if matches!(self.state, State::Open { .. }) || self.config.failures == 0 {
             return;
@@ -140,14 +139,14 @@ impl Breaker {
         }
     }
 
-    /// True if the failures are not those of one client alone.
+    /// True if the failures do not come from one client alone.
     fn is_agreed(&self) -> bool {
         let mut origins = self.failures.iter().map(|&(_, origin)| origin);
         let first = origins.next();
         first == Some(FailureOrigin::Router) || origins.any(|origin| Some(origin) != first)
     }
 
-    /// Forgets earlier failures, because the backend answers health checks again after it was gone.
+    /// Forgets earlier failures, because the backend was gone and answers health checks again.
     pub fn reset(&mut self) {
         self.state = State::Closed;
         self.failures.clear();

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Memory that may be taken, and the part of it that is.
+/// A memory budget, and the part of it that is taken.
 #[derive(Debug)]
 pub(crate) struct Budget {
     limit: usize,
@@ -47,7 +47,7 @@ impl Held {
         &self.budget
     }
 
-    /// Takes more bytes; false if the budget has no room for them.
+    /// Takes more bytes; false if the budget does not have them.
     #[must_use]
     pub(crate) fn take(&mut self, more: usize) -> bool {
         let Budget { limit, taken } = &*self.budget;
@@ -62,7 +62,7 @@ impl Held {
         self.budget.taken.fetch_sub(bytes, Ordering::Relaxed);
     }
 
-    /// Changes the share to `bytes`; false if the budget has no room for that.
+    /// Changes the share to `bytes`; false if the budget does not have them.
     #[must_use]
     pub(crate) fn hold(&mut self, bytes: usize) -> bool {
         if bytes > self.bytes {

@@ -11,17 +11,17 @@ use crate::intake::BodyLimits;
 use crate::pairs::PairConfig;
 use crate::policy::{Policy, Thresholds};
 
-/// The way in which the router learns the load of its backends.
+/// How the router learns the load of its backends.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Watch {
-    /// Reports come with responses, and name the requests that they count. Idle backends are asked
-    /// to report changes.
+    /// Reports come with responses, and say which requests they count. Idle backends are asked to
+    /// report changes.
     #[default]
     Acknowledged,
-    /// Reports come with responses. A report erases the requests that were dispatched after it was
+    /// Reports come with responses. A report drops the requests that were dispatched after it was
     /// made.
     Unacknowledged,
-    /// Each backend is asked at this interval. The answer erases the requests that were dispatched
+    /// Each backend is asked at this interval. The answer drops the requests that were dispatched
     /// meanwhile.
     Polled(Duration),
 }
@@ -31,13 +31,13 @@ pub enum Watch {
 pub struct Sources {
     /// Fixed URLs.
     pub urls: Vec<String>,
-    /// A file with one URL on each line, which is read again when it changes.
+    /// A file with one URL on each line. It is read again when it changes.
     pub file: Option<PathBuf>,
-    /// Names as `name:port`, which are resolved again and again. Every address is a backend.
+    /// Names as `name:port`, which are resolved repeatedly. Every address is a backend.
     pub dns: Vec<String>,
     /// The interval for the file and for names.
     pub interval: Duration,
-    /// The key with which backends may register over HTTP; `None`: they may not.
+    /// The key with which backends may register over HTTP; `None`: registration is off.
     pub registration_key: Option<String>,
     /// The backends that sources may name; empty: any.
     pub allowed: Vec<AllowedBackends>,
@@ -48,13 +48,13 @@ pub struct Sources {
 pub struct HealthConfig {
     /// The path. A backend that takes requests answers it with 200.
     pub path: String,
-    /// The interval between two checks. A backend that is down is checked every second at least.
+    /// The interval between two checks. A backend that is down is checked at least every second.
     pub interval: Duration,
     /// The longest time of a check.
     pub timeout: Duration,
-    /// The number of failures in a row that take a backend out.
+    /// The number of consecutive failures that take a backend out.
     pub failures: u32,
-    /// The number of successes in a row that bring it back.
+    /// The number of consecutive successes that bring it back.
     pub successes: u32,
 }
 
@@ -70,7 +70,7 @@ impl Default for HealthConfig {
     }
 }
 
-/// The retries of a request that has produced nothing.
+/// Retries of a request that has produced nothing yet.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RetryConfig {
     /// The number of attempts after the first.
@@ -79,7 +79,7 @@ pub struct RetryConfig {
     pub first_pause: Duration,
     /// The longest pause.
     pub last_pause: Duration,
-    /// The factor by which each pause is longer than the one before.
+    /// The factor by which each pause is longer than the last.
     pub factor: f64,
     /// The random share of a pause.
     pub jitter: f64,
@@ -99,8 +99,8 @@ impl Default for RetryConfig {
 }
 
 impl RetryConfig {
-    /// The pause after all backends have been tried `rounds` times, from 1. `chance` is drawn from
-    /// 0 to 1.
+    /// The pause after all backends have been tried `rounds` times, from 1 on. `chance` is a random
+    /// number from 0 to 1.
     pub(crate) fn pause(&self, rounds: u32, chance: f64) -> Duration {
         let exponent = i32::try_from(rounds.saturating_sub(1)).unwrap_or(i32::MAX);
         let longest = self.last_pause.as_secs_f64();
@@ -122,32 +122,32 @@ pub struct RouterConfig {
     pub queue_moves: bool,
     /// The places that name backends.
     pub sources: Sources,
-    /// The servers of which pairs are made, in place of such backends.
+    /// The servers that form pairs, in place of ordinary backends.
     pub pairs: PairConfig,
     /// The health checks of backends.
     pub health: HealthConfig,
-    /// The rule by which a failing backend is left alone.
+    /// When a failing backend gets no requests.
     pub breaker: BreakerConfig,
     /// The retries of requests.
     pub retry: RetryConfig,
-    /// The longest time for which a request whose backend died waits for one that takes requests.
+    /// How long a request whose backend died waits at most for another that takes requests.
     pub trial_wait: Duration,
     /// The longest time of a request.
     pub request_timeout: Duration,
-    /// The longest time for a connection to a backend to open.
+    /// How long opening a connection to a backend may take.
     pub connect_timeout: Duration,
-    /// The longest time for a request's head, and then its body, to arrive.
+    /// How long a request's head may take to arrive, and then its body.
     pub receive_timeout: Duration,
-    /// The largest number of connections of clients at a time. Further ones are closed.
+    /// The largest number of client connections at a time. Further ones are closed.
     pub max_connections: usize,
     /// The limits on request bodies, in bytes.
     pub bodies: BodyLimits,
-    /// The time for which running requests may go on after the shutdown signal.
+    /// How long running requests may continue after the shutdown signal.
     pub drain_timeout: Duration,
-    /// Keys of clients. If there are any, each client must send one, which is passed on. The router
-    /// itself sends the first one to backends.
+    /// Keys of clients. If there are any, each client must send one, which is passed on. The
+    /// router's own requests to backends carry the first one.
     pub api_keys: Vec<String>,
-    /// The key for reports on backends. Without it, a client's key is enough.
+    /// The key for reports on backends. Without it, a client's key suffices.
     pub admin_key: Option<String>,
     /// The key that the router sends to brains. They tell their blocks and loads only to routers
     /// with the key.

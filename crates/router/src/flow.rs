@@ -17,7 +17,7 @@ use crate::link::Link;
 use crate::movable::Place;
 use crate::shared::Worker;
 
-/// The reason for which a response does not come, or not to its end.
+/// Why a response does not come, or does not come to its end.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Broken {
     #[error("the connection to the backend broke: {0}")]
@@ -36,13 +36,13 @@ pub(crate) enum Broken {
     Deadline,
 }
 
-/// Ready when there is no point in waiting for a backend any longer.
+/// A future that is ready when waiting for a backend is pointless.
 pub(crate) struct Vigil {
     gone: Pin<Box<OwnedNotified>>,
     deadline: Pin<Box<Sleep>>,
     /// `None`: it stays where it is.
     place: Option<Place>,
-    /// The request to the prefill server, if that may still fail.
+    /// The request to the prefill server, if it may still fail.
     leg: Option<Leg>,
     /// Its failure.
     failed: Option<Failed>,
@@ -60,7 +60,7 @@ impl Vigil {
         Self { gone, deadline: Box::pin(sleep_until(deadline.into())), place, leg, failed: None }
     }
 
-    /// The failure of the prefill server because of which nothing comes.
+    /// The failure of the prefill server that leaves the response without an answer.
     pub(crate) fn failed_leg(&mut self) -> Option<Failed> {
         self.failed.take()
     }
@@ -85,8 +85,8 @@ impl Vigil {
     }
 }
 
-/// The body of a response that is under way. Dropping it closes the connection, which aborts the
-/// request.
+/// A response's body while it is being received. Dropping it closes the connection, which aborts
+/// the request.
 pub(crate) struct Flow {
     pub(crate) sent: Sent,
     link: Link,
@@ -143,7 +143,7 @@ impl Flow {
         &self.worker
     }
 
-    /// The end has come: the connection can be used again.
+    /// Returns the connection for reuse, because the body has ended.
     pub(crate) fn end(mut self) {
         if let Some(leg) = self.vigil.leg.take() {
             leg.linger();

@@ -1,4 +1,5 @@
-//! The backends that keep responses. A request that continues a response has to go to its backend.
+//! Records which backend keeps each response, because a request that continues a response has to go
+//! there.
 
 use std::num::NonZeroUsize;
 
@@ -6,7 +7,8 @@ use forebay_api::{members, plain_string};
 use lru::LruCache;
 use parking_lot::Mutex;
 
-/// The largest number of responses whose backends are known. Of others every backend is asked.
+/// The largest number of responses whose backends are remembered. For others every backend is
+/// asked.
 const MOST: NonZeroUsize = NonZeroUsize::new(1 << 16).expect("not zero");
 /// The longest name of a response, in bytes.
 const LONGEST: usize = 128;
@@ -39,7 +41,7 @@ impl Homes {
         self.0.lock().get(response).copied()
     }
 
-    /// A backend says that it does not keep it.
+    /// Records that a backend has answered that it does not keep the response.
     pub(crate) fn lacks(&self, backend: u32, response: &str) {
         let mut homes = self.0.lock();
         if homes.peek(response) == Some(&backend) {
@@ -48,12 +50,12 @@ impl Homes {
     }
 }
 
-/// True if a path is that of a single response, or of a part of it.
+/// True if a path names a single response, or a part of it.
 pub(crate) fn is_of_response(path: &str) -> bool {
     path.starts_with(PATH)
 }
 
-/// The response that a request asks for, or goes on from.
+/// The response that a request names or continues.
 pub(crate) fn wanted(path: &str, body: &[u8]) -> Option<Box<str>> {
     if path != "/v1/responses" && path != COUNT {
         let rest = path.strip_prefix(PATH)?;

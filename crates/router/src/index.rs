@@ -1,9 +1,9 @@
 //! The share of a prompt that each backend has in its prefix cache.
 //!
-//! The router has texts, and the backends have blocks of tokens. The head of a backend's response
-//! names blocks of the prompt. From then on the texts of that prompt stand for these blocks. A
-//! backend reports each block that it stores or drops. A text without known blocks counts as cached
-//! by the backend that it was sent to last. See ADR 13.
+//! The router sees texts, while backends cache blocks of tokens. The head of a backend's response
+//! names the blocks of the prompt, and from then on the router maps the texts of that prompt to
+//! these blocks. A backend reports each block that it stores or drops. A text without known blocks
+//! counts as cached by the backend that it was sent to last. See ADR 13.
 
 use std::collections::HashSet;
 
@@ -11,21 +11,21 @@ use lru::LruCache;
 use rustc_hash::FxBuildHasher;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-/// Bytes of text that are named together: about two pages of 16 tokens.
+/// Bytes of text in a text block: about two pages of 16 tokens.
 const TEXT_BLOCK: usize = 128;
-/// The largest number of texts that are known; the least recently used are forgotten.
+/// The largest number of known text blocks; the least recently used are forgotten.
 const MAX_TEXTS: usize = 1 << 20;
-/// Brains with names of their own whose blocks are known for one text. Brains with one secret give
-/// the same names and count as one.
+/// The largest number of namers whose blocks are known for one text. Brains with the same secret
+/// give the same names, and count as one namer.
 const MAX_NAMERS: usize = 8;
 
-/// Names of a prompt's beginnings: of its first 128 bytes, its first 256, and so on. The last one
-/// is the whole.
+/// Names of a prompt's leading parts: of its first 128 bytes, its first 256, and so on. The last
+/// part is the whole prompt.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Texts(Vec<u64>);
 
 impl Texts {
-    /// Names the beginnings of `prompt`. Those of another `salt` share none.
+    /// Names the leading parts of `prompt`. Prompts of another `salt` share none.
     pub(crate) fn new(salt: u64, prompt: &[u8]) -> Self {
         let names = prompt.chunks(TEXT_BLOCK).scan(salt, |parent, block| {
             *parent = xxh3_64_with_seed(block, *parent);
@@ -38,15 +38,15 @@ impl Texts {
 /// The blocks that a text stands for.
 #[derive(Debug, Clone)]
 struct Known {
-    /// The last block inside it, with its name from each namer whose backend has reported it. The
-    /// latest is the last.
+    /// The last block inside the text, as each namer names it whose backend has reported it. The
+    /// latest is last.
     blocks: Vec<(u64, u64)>,
     /// The backend that it was sent to last.
     sent_to: u32,
 }
 
 impl Known {
-    /// The name of its last block in the naming `names`.
+    /// The name of its last block under namer `names`.
     fn block(&self, names: u64) -> Option<u64> {
         self.blocks.iter().find(|(namer, _)| *namer == names).map(|&(_, block)| block)
     }
@@ -66,7 +66,7 @@ impl Known {
 /// A prompt's beginning, and its blocks.
 #[derive(Debug, Clone)]
 pub(crate) struct Part {
-    /// The share of the prompt, above 0, at most 1.
+    /// The share of the prompt, more than 0 and at most 1.
     share: f32,
     known: Known,
 }
@@ -80,13 +80,13 @@ pub(crate) struct TextIndex {
 
 impl Default for TextIndex {
     fn default() -> Self {
-        // A bounded table would take all its memory at once.
+        // A bounded table would allocate all its memory at once.
         Self { known: LruCache::unbounded_with_hasher(FxBuildHasher), limit: MAX_TEXTS }
     }
 }
 
 impl TextIndex {
-    /// The known beginnings of a prompt, the longest first.
+    /// The known leading parts of a prompt, the longest first.
     pub(crate) fn parts(&mut self, texts: &Texts) -> Vec<Part> {
         let count = texts.0.len();
         let mut parts: Vec<Part> = Vec::new();
@@ -114,8 +114,8 @@ impl TextIndex {
         }
     }
 
-    /// Notes that `names` calls a prompt's blocks `blocks`, evenly spread over it, the last at its
-    /// end.
+    /// Records that namer `names` calls a prompt's blocks `blocks`. They are spread evenly over it,
+    /// the last ending at its end.
     pub(crate) fn learn(&mut self, texts: &Texts, names: u64, blocks: &[u64]) {
         let count = texts.0.len();
         for (index, text) in texts.0.iter().enumerate() {
@@ -129,14 +129,15 @@ impl TextIndex {
     }
 }
 
-/// The bits of a block's event for the tiers that hold it.
+/// The bits of a block event that say which tiers hold the block.
 const TIERS: u64 = 3;
 
-/// The largest number of blocks that are known of a backend. Further ones do not count as cached.
+/// The largest number of blocks that are recorded for a backend. Further ones do not count as
+/// cached.
 pub(crate) const MAX_BLOCKS: usize = 1 << 22;
 
-/// The blocks that a backend has in its prefix cache. The backend chooses their names, so the hash
-/// of a name has a secret.
+/// The blocks that a backend has in its prefix cache. The backend chooses their names, so they are
+/// hashed with a secret.
 #[derive(Debug)]
 pub(crate) struct Stored {
     names: HashSet<u64>,
@@ -150,8 +151,9 @@ impl Default for Stored {
 }
 
 impl Stored {
-    /// Applies a batch of events, which are names. The lowest two bits are the tiers that hold the
-    /// block, and clear for a dropped one. A block in either tier is there sooner than computed.
+    /// Applies a batch of events. An event is a name whose lowest two bits are the tiers that hold
+    /// the block; both are 0 for a dropped block. Blocks of either tier count, since restoring is
+    /// faster than computing.
     pub(crate) fn apply(&mut self, events: impl Iterator<Item = u64>) {
         for event in events {
             if event & TIERS == 0 {
@@ -172,8 +174,7 @@ impl Stored {
         self.names.len()
     }
 
-    /// The share of a prompt that `backend`, whose blocks these are and have their names from
-    /// `names`, has.
+    /// The share of a prompt that `backend` has. These are its blocks, named by namer `names`.
     pub(crate) fn share(&self, parts: &[Part], backend: u32, names: u64) -> f32 {
         let has = |part: &&Part| match part.known.block(names) {
             Some(block) => self.names.contains(&(block & !TIERS)),
@@ -272,7 +273,7 @@ mod tests {
             }
         }
 
-        /// A longer common beginning never makes the known share of it smaller.
+        /// A longer common beginning never lowers the known share.
         #[test]
         fn texts_share_their_beginnings(length in 1usize..2000, more in 0usize..500) {
             let long: Vec<u8> = (0..length + more).map(|at| (at % 251) as u8).collect();

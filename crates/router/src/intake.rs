@@ -1,4 +1,4 @@
-//! Bodies of clients' requests, and their share of the router's memory.
+//! Reads bodies of clients' requests, within the router's memory budget.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,12 +13,12 @@ use tokio::time::timeout;
 
 use crate::budget::{Budget, Held};
 
-/// The first and the largest allocation for a body. A client that sends byte by byte takes no more
-/// than others.
+/// The first and the largest allocation for a body. So a client that sends byte by byte takes no
+/// more memory than others.
 const FIRST_PIECE: usize = 4 << 10;
 const LARGEST_PIECE: usize = 256 << 10;
-/// Fields, one of which a body has to have if it is larger than JSON may be: embeddings, and images
-/// in the words of each API. A backend looks closer.
+/// A body that is larger than the JSON limit has to have one of these fields: embeddings, and
+/// images in each API's spelling. The backend checks more closely.
 const LARGE: [&[u8]; 6] = [
     b"\"prompt_embeds\"",
     b"\"image_url\"",
@@ -37,7 +37,7 @@ pub struct BodyLimits {
     pub whole: usize,
     /// The largest body of a request in bytes, without `prompt_embeds` and images.
     pub json: usize,
-    /// The largest number of bytes of the bodies of all requests together.
+    /// The largest total size of all requests' bodies in bytes.
     pub all: usize,
 }
 
@@ -62,9 +62,9 @@ fn take(held: &mut Held, more: usize) -> Result<(), ApiError> {
 struct Arriving {
     limits: BodyLimits,
     held: Held,
-    /// All of it, as long as it came in one go: most bodies do, and are not copied.
+    /// The whole body, as long as it came in one piece: most do, and are not copied.
     only: Bytes,
-    /// Filled one after the other, all but the last to the brim.
+    /// Filled one after the other; all but the last are full.
     pieces: Vec<BytesMut>,
     length: usize,
 }
@@ -117,8 +117,8 @@ impl Arriving {
         Ok(())
     }
 
-    /// True if the beginning has a field that large bodies are for. Looked at once: at the first
-    /// bytes over the limit.
+    /// True if the beginning of the body has a field that large bodies are for. Checked once, when
+    /// the limit is first exceeded.
     fn may_be_large(&mut self) -> bool {
         let has = |piece: &[u8]| LARGE.iter().any(|field| memmem::find(piece, field).is_some());
         let found = has(&self.only) || self.pieces.iter().any(|piece| has(piece));
@@ -135,7 +135,7 @@ impl Arriving {
         found
     }
 
-    /// The whole, which takes as much room again for as long as it is put together.
+    /// Joins the pieces, which takes the same memory again while they are copied.
     fn join(mut self) -> Result<(Bytes, Held), ApiError> {
         if self.pieces.is_empty() {
             return Ok((self.only, self.held));
@@ -143,7 +143,7 @@ impl Arriving {
         take(&mut self.held, self.length)?;
         let mut whole = Vec::with_capacity(self.length);
         for piece in self.pieces {
-            // Each piece is given back before the next one is copied.
+            // Each piece is freed before the next one is copied.
             whole.extend_from_slice(&piece);
         }
         self.held.give(self.held.bytes() - self.length);
@@ -151,8 +151,8 @@ impl Arriving {
     }
 }
 
-/// Reads a body that has to arrive within `time`. A compressed one is inflated, and its limits are
-/// those of what it becomes.
+/// Reads a body that has to arrive within `time`. A compressed body is inflated, and the limits
+/// apply to its inflated size.
 pub(crate) async fn collect(
     (mut body, inflater): (RequestBody, Option<Inflater>),
     limits: BodyLimits,
@@ -263,7 +263,7 @@ mod tests {
     }
 
     proptest! {
-        /// However a body is cut, it comes out whole.
+        /// A body comes out whole, however it was cut.
         #[test]
         fn bodies_are_put_together_again(cuts in prop::collection::vec(1usize..9000, 0..20)) {
             let budget = Budget::new(usize::MAX);

@@ -1,26 +1,25 @@
 //! The work of a backend: its last report, and the requests that were sent to it and have not
 //! ended.
 //!
-//! A report is always late. It has the number of this router's requests that it counts
-//! ([`LoadReport::own`]), and their last dispatch ([`LoadReport::seen`]). So the router takes only
-//! the part about *other* requests from it. It counts its own requests here, where no number is
-//! late.
+//! A report is always late. It says how many of this router's requests it counts
+//! ([`LoadReport::own`]), up to which dispatch ([`LoadReport::seen`]). So the router takes only the
+//! load of *other* requests from it, and counts its own requests exactly.
 
 use std::collections::BTreeMap;
 
 use forebay_api::peer::LoadReport;
 
-/// The effect of a report on requests that were dispatched after it was made.
+/// What a report does to the router's own requests that were dispatched after it was made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Accounting {
-    /// A report changes nothing: dispatches count until they end.
+    /// Nothing: dispatches count until they end.
     Acknowledged,
-    /// A report erases these requests. Routers that poll loads do this, and routers whose reports
-    /// do not name the counted requests. It is here for comparison.
+    /// It drops them. Routers that poll loads do this, and so do routers whose reports do not say
+    /// which requests they count. For comparison.
     Overwritten,
 }
 
-/// The work of one dispatch that has not ended.
+/// The work of a dispatch that has not ended.
 #[derive(Debug, Clone, Copy)]
 struct Dispatched {
     tokens: u32,
@@ -46,7 +45,7 @@ impl Ledger {
         Self { accounting, next: 1, alive: BTreeMap::new(), report: None, since: 0 }
     }
 
-    /// Notes a dispatch of about `tokens` tokens. Gives its number and its floor (see
+    /// Records a dispatch of about `tokens` tokens. Returns its number and its floor (see
     /// [`forebay_api::peer::RouterTag`]).
     pub fn begin(&mut self, tokens: u32) -> (u64, u64) {
         let seq = self.next;
@@ -57,19 +56,19 @@ impl Ledger {
         (seq, unseen.map_or(seq, |(&first, _)| first))
     }
 
-    /// Notes that the backend has begun to answer a dispatch.
+    /// Records that the backend has begun to answer a dispatch.
     pub fn acknowledge(&mut self, seq: u64) {
         if let Some(dispatched) = self.alive.get_mut(&seq) {
             dispatched.acknowledged = true;
         }
     }
 
-    /// Notes the end of a dispatch, for any reason.
+    /// Records the end of a dispatch, for any reason.
     pub fn finish(&mut self, seq: u64) {
         self.alive.remove(&seq);
     }
 
-    /// Takes a report; false if it is older than the last one.
+    /// Applies a report; false if it is older than the last one.
     pub fn report(&mut self, report: LoadReport) -> bool {
         let older = |last: LoadReport| last.epoch == report.epoch && last.at >= report.at;
         if self.report.is_some_and(older) {
@@ -95,7 +94,7 @@ impl Ledger {
         self.report
     }
 
-    /// The number of this router's requests that have not ended.
+    /// The number of this router's requests that are running there.
     #[must_use]
     pub fn own(&self) -> u32 {
         u32::try_from(self.alive.len()).unwrap_or(u32::MAX)
@@ -119,7 +118,7 @@ impl Ledger {
         self.report.map_or(0, |report| report.tokens).saturating_add(self.unseen())
     }
 
-    /// Prompt tokens that the backend computes before those of a new request.
+    /// Prompt tokens that the backend has to compute before those of a new request.
     #[must_use]
     pub fn ahead(&self) -> u64 {
         self.report.map_or(0, |report| report.ahead).saturating_add(self.unseen())
@@ -150,7 +149,7 @@ mod tests {
         Ledger::new(Accounting::Acknowledged)
     }
 
-    /// A backend that counts what arrives, and whose reports take their time.
+    /// A backend that counts arrivals, and whose reports are delayed.
     #[derive(Default)]
     struct Backend {
         at: u64,
@@ -179,8 +178,8 @@ mod tests {
     }
 
     proptest! {
-        /// Every one of our requests counts from its dispatch to its end and no longer, though
-        /// reports are late or overtaken.
+        /// Each of the router's requests counts exactly from its dispatch to its end, even if
+        /// reports are late or reordered.
         #[test]
         fn a_late_report_never_erases_a_newer_dispatch(
             moves in prop::collection::vec((0u8..6, any::<prop::sample::Index>()), 0..200),
@@ -216,12 +215,12 @@ mod tests {
                 let own = (under_way.len() + there.len()) as u32;
                 prop_assert_eq!(ledger.own(), own);
                 prop_assert_eq!(ledger.requests(), own + if reported { others } else { 0 });
-                // Tokens of what has not arrived are always counted.
+                // Tokens of requests that have not arrived yet always count.
                 prop_assert!(ledger.tokens() >= 10 * under_way.len() as u64);
             }
         }
 
-        /// A dispatch that got lost does not hold back the acknowledgement of later ones for ever.
+        /// A lost dispatch does not block the acknowledgement of later ones for ever.
         #[test]
         fn the_floor_passes_what_is_lost(lost in prop::collection::vec(any::<bool>(), 1..40)) {
             let (mut ledger, mut backend) = (books(), Backend::default());

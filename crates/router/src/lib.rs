@@ -1,15 +1,16 @@
 //! An OpenAI-compatible proxy in front of several brains or other servers: choice, retries,
 //! failover.
 //!
-//! A request takes this way. `admission` checks its key, `intake` reads its body, and `ask` finds
-//! the few fields that matter. [`Shared::dispatch`](shared) chooses a backend and notes the
-//! dispatch in its [`Ledger`]. `reach` makes an `attempt` with it, and others with further backends
-//! as long as nothing was produced. The response comes as a `flow`. The client's own task reads it
-//! and gives it as a `relay`. Bytes pass unchanged, except in streams of brains. Their comments
-//! (`tape`) carry load and tokens, so that another brain can continue a stream that breaks.
+//! The path of a request: `admission` checks its key, `intake` reads its body, and `ask` finds the
+//! few fields that matter. [`Shared::dispatch`](shared) chooses a backend and notes the dispatch in
+//! its [`Ledger`]. `reach` makes an `attempt` with that backend, and further attempts with others
+//! as long as nothing was produced. The response arrives as a `flow`, which the client's own task
+//! reads and passes on as a `relay`. Bytes pass unchanged, except in streams of brains: their
+//! comments (`tape`) carry load and tokens, so that another brain can continue a broken stream.
 //!
-//! Where `pairs` of servers of others compute requests, `dispatch` chooses two backends. The
-//! request to the one that computes the prompt is a `leg` beside the answer of the other.
+//! If `pairs` of other servers (vLLM, SGLang) compute requests, `dispatch` chooses two backends.
+//! The request to the one that computes the prompt is a `leg`, which runs beside the answer of the
+//! other.
 //!
 //! | threads | who | what |
 //! |---|---|---|

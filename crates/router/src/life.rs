@@ -1,18 +1,18 @@
 //! Lives and deaths of a backend's process.
 
-/// The life of a backend's process, and the dispatch that is on trial in it.
+/// The current process of a backend, and the dispatch that is on trial in it.
 #[derive(Debug, Default)]
 pub(crate) struct Life {
-    /// Deaths so far. A dispatch that breaks when there are more than at its beginning was in
-    /// flight at one.
+    /// Deaths so far. A dispatch that breaks was in flight at a death if the count has grown since
+    /// it began.
     pub(crate) deaths: u64,
     /// True if the backend was found dead and has not answered since.
     pub(crate) dead: bool,
-    /// The process, as it calls itself; 0: not known.
+    /// The process's own id; 0: not known.
     epoch: u64,
     /// The dispatch that is on trial.
     pub(crate) trial: Option<u64>,
-    /// The number of the life that ended last, and the dispatch that was on trial at its end.
+    /// The number of the last ended life, and the dispatch that was on trial when it ended.
     pub(crate) last: Option<(u64, Option<u64>)>,
 }
 
@@ -30,7 +30,7 @@ impl Life {
         }
     }
 
-    /// Notes that the backend has answered, and calls itself `epoch`.
+    /// Records that the backend has answered with the process id `epoch`.
     pub(crate) fn speak(&mut self, epoch: u64) {
         let known = std::mem::replace(&mut self.epoch, epoch);
         if known != 0 && known != epoch && !self.dead {

@@ -1,8 +1,8 @@
 //! A connection to a backend.
 //!
-//! The task of the client's response drives it alone: reads of frames, the wait for a head, and the
-//! drop happen there. So a frame costs no second task. A client that does not read stops the
-//! backend's socket, and a client that goes away closes it.
+//! Only the task of the client's response drives it: reading frames, waiting for a head and
+//! dropping all happen there. So a frame involves no second task. A client that does not read stops
+//! the backend's socket, and a client that goes away closes it.
 
 use std::collections::HashMap;
 use std::future::poll_fn;
@@ -28,7 +28,7 @@ const MAX_IDLE: usize = 1024;
 const MAX_HEAD: usize = 64 << 10;
 /// The largest number of headers of a response.
 const MAX_HEADERS: usize = 100;
-/// The largest number of bytes of a response that are read at a time.
+/// The largest piece of a response that is read at a time, in bytes.
 const MAX_PIECE: usize = 256 << 10;
 
 /// A connection and its driver.
@@ -60,7 +60,7 @@ impl LinkError {
         }
     }
 
-    /// True if the other end is to blame, and not a lack of descriptors or ports here.
+    /// True if the other end caused the failure, rather than a lack of descriptors or ports here.
     pub(crate) fn is_remote(&self) -> bool {
         match self {
             Self::Connect(error) => matches!(
@@ -90,14 +90,14 @@ impl Link {
         Ok(Self { sender, connection: Box::pin(connection), closed: false, used: false })
     }
 
-    /// True if the link has answered before. The backend may then have closed it in the meantime,
-    /// and a failure says nothing.
+    /// True if the link has answered before. The backend may have closed it meanwhile, so a failure
+    /// says nothing about the backend.
     pub(crate) fn is_used(&self) -> bool {
         self.used
     }
 
     fn drive(&mut self, context: &mut Context<'_>) {
-        // What a connection ends with is told to whoever waits for a head or a frame too.
+        // The connection's end is also reported to callers that wait for a head or a frame.
         self.closed = self.closed || self.connection.as_mut().poll(context).is_ready();
     }
 
@@ -136,7 +136,7 @@ impl Link {
     }
 }
 
-/// Unused connections, by backend. Each thread has its own.
+/// Idle connections, by backend. Each thread has its own.
 #[derive(Default)]
 pub(crate) struct Idle(Mutex<HashMap<u32, Vec<Link>, FxBuildHasher>>);
 

@@ -1,4 +1,4 @@
-//! The feed of backends, for the page's tab of a router.
+//! The feed of backend states for the router's tab of the web page.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,7 +13,7 @@ use tokio::time::{MissedTickBehavior, interval};
 use crate::backend::Backend;
 use crate::shared::Shared;
 
-/// The first event; it comes again when a backend does.
+/// The first event; it is sent again when a backend is added.
 #[derive(Serialize)]
 struct Start {
     version: u32,
@@ -56,7 +56,7 @@ struct BackendTick {
 /// Opens a feed. It ends when the client leaves, or when the router drains.
 ///
 /// # Errors
-/// Too many watch already.
+/// Too many feeds are open already.
 pub(crate) fn watch(shared: &Arc<Shared>) -> Result<Response<FeedBody>, ApiError> {
     let Some((feed, response)) = shared.watchers.open() else {
         let reason = "too many watch the backends already".to_owned();

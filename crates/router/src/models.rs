@@ -23,11 +23,11 @@ use crate::backend::Backend;
 pub(crate) const LIST: &str = "/v1/models";
 /// The path of a single model.
 const ONE: &str = "/v1/models/";
-/// The largest number of names that are kept because no backend lists them.
+/// The largest number of remembered names that no backend lists.
 const MOST_UNLISTED: NonZeroUsize = NonZeroUsize::new(1024).expect("not zero");
-/// The time for which backends are not asked for such a name again.
+/// How long backends are not asked again for such a name.
 const UNLISTED: Duration = Duration::from_secs(1);
-/// The end of names by which Ollama's clients mean the model itself.
+/// The suffix with which Ollama's clients name the model itself.
 const LATEST: &str = ":latest";
 
 /// A backend's list.
@@ -51,7 +51,7 @@ impl Listed {
         self.0.iter().any(|(id, _)| id == name)
     }
 
-    /// True if a request may have this name: one of the list, or the model's, a colon and an
+    /// True if a request may have this name: a listed one, or a model's name with `:` and an
     /// adapter's.
     fn knows(&self, name: &str) -> bool {
         self.has(name)
@@ -67,14 +67,14 @@ impl Listed {
     }
 }
 
-/// A backend's list, as it was last told, and the way to ask for it.
+/// A backend's last list of models, and how to ask for a new one.
 #[derive(Debug, Default)]
 pub(crate) struct Models {
     /// `None`: it has told no list.
     listed: Mutex<Option<Arc<Listed>>>,
     /// The number of the last question.
     begun: AtomicU64,
-    /// The number of the last question that was answered, or failed.
+    /// The number of the last question that was answered or failed.
     ended: watch::Sender<u64>,
     /// Wakes who asks.
     pub(crate) wanted: Notify,
@@ -86,7 +86,7 @@ impl Models {
         self.begun.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    /// Takes the answer to a question. True: it is another list than before.
+    /// Records the answer to a question. True: the list has changed.
     pub(crate) fn end(&self, number: u64, listed: Option<Listed>) -> bool {
         let listed = listed.map(Arc::new);
         let before = std::mem::replace(&mut *self.listed.lock(), listed.clone());
@@ -99,7 +99,7 @@ impl Models {
         self.ended.send_replace(number);
     }
 
-    /// The owner of the first model, as the engine writes it.
+    /// The owner of the first model, in the engine's spelling.
     pub(crate) fn owner(&self) -> Option<String> {
         let listed = self.listed()?;
         let (_, card) = listed.0.first()?;
@@ -111,7 +111,7 @@ impl Models {
     }
 }
 
-/// Names that no backend listed when it was asked for them, and the time of that.
+/// Names that no backend listed when asked, with the time of asking.
 #[derive(Debug)]
 pub(crate) struct Unlisted(Mutex<LruCache<Box<str>, Instant>>);
 
@@ -122,7 +122,7 @@ impl Default for Unlisted {
 }
 
 impl Unlisted {
-    /// True if backends are to be asked for this name: nobody has lately.
+    /// True if backends should be asked for this name, because they were not lately.
     pub(crate) fn asks(&self, name: &str) -> bool {
         let (mut asked, now) = (self.0.lock(), Instant::now());
         if asked.get(name).is_some_and(|&before| now < before + UNLISTED) {
@@ -140,12 +140,12 @@ pub(crate) fn wanted(path: &str, body: &[u8]) -> Option<Box<str>> {
     }
     let text = |value| std::str::from_utf8(plain_string(value)?).ok().map(Into::into);
     let field = |field: &[u8]| members(body).find(|&(name, _)| name == field);
-    // SGLang's own route has the adapter beside the model.
+    // SGLang's native route names the adapter beside the model.
     let adapter = (path == "/generate").then(|| field(b"lora_path")).flatten();
     adapter.or_else(|| field(b"model")).and_then(|(_, value)| text(value))
 }
 
-/// The ids of backends that are not to get a request for this name, because others list it.
+/// The ids of backends that should not get a request for this name, because others list it.
 pub(crate) fn without(backends: &[Arc<Backend>], name: &str) -> Vec<u32> {
     let lists = |backend: &Arc<Backend>| Some((backend.id, backend.models.listed()?.knows(name)));
     let found: Vec<(u32, bool)> = backends.iter().filter_map(lists).collect();
@@ -153,13 +153,13 @@ pub(crate) fn without(backends: &[Arc<Backend>], name: &str) -> Vec<u32> {
     found.into_iter().filter(|(_, knows)| listed && !knows).map(|(id, _)| id).collect()
 }
 
-/// True if some backend lists this name, or none tells any list.
+/// True if some backend lists this name, or no backend reports a list.
 pub(crate) fn is_listed(backends: &[Arc<Backend>], name: &str) -> bool {
     let mut told = backends.iter().filter_map(|backend| backend.models.listed()).peekable();
     told.peek().is_none() || told.any(|listed| listed.knows(name))
 }
 
-/// Has backends that take requests tell their lists, and waits for that, within some time.
+/// Asks backends that take requests for their lists, and waits for the answers, up to a limit.
 pub(crate) async fn renew(backends: &[Arc<Backend>], time: Duration) {
     let until = Instant::now() + time;
     let asked: Vec<_> = backends
@@ -167,7 +167,7 @@ pub(crate) async fn renew(backends: &[Arc<Backend>], time: Duration) {
         .filter(|backend| backend.is_up())
         .map(|backend| {
             let Models { begun, ended, wanted, .. } = &backend.models;
-            // One that has begun may have been told before what is asked for came to be.
+            // A question that is under way may have been answered before the wanted model existed.
             let next = begun.load(Ordering::Relaxed) + 1;
             wanted.notify_one();
             (ended.subscribe(), next)
@@ -179,8 +179,8 @@ pub(crate) async fn renew(backends: &[Arc<Backend>], time: Duration) {
     }
 }
 
-/// The lists of all backends that take requests, as one; `None`: nobody tells any. A model is on
-/// both servers of a pair.
+/// The combined list of all backends that take requests; `None`: none reports a list. A model of a
+/// pair has to be on both servers.
 pub(crate) fn all(backends: &[Arc<Backend>]) -> Option<Value> {
     let told = |prefill: bool| -> Vec<Arc<Listed>> {
         let up = backends.iter().filter(|backend| backend.is_up());
@@ -206,7 +206,7 @@ pub(crate) fn all(backends: &[Arc<Backend>]) -> Option<Value> {
     )
 }
 
-/// The names that have other contents at some backends than at others, each in a line.
+/// The names that mean different contents at different backends, one a line.
 pub(crate) fn conflicts(backends: &[Arc<Backend>]) -> Vec<String> {
     let told: Vec<(&Arc<Backend>, Arc<Listed>)> =
         backends.iter().filter_map(|backend| Some((backend, backend.models.listed()?))).collect();

@@ -1,4 +1,4 @@
-//! A backend's dispatches that may still go to another one: nothing of their answers has come.
+//! A backend's dispatches that may still move, because nothing of their answers has come.
 
 use std::collections::BTreeMap;
 use std::pin::Pin;
@@ -10,7 +10,7 @@ use tokio::sync::oneshot;
 
 use crate::ask::Ask;
 
-/// The dispatches of one backend that may be moved, by their numbers.
+/// The dispatches of one backend that may move, by their numbers.
 #[derive(Debug, Default)]
 pub(crate) struct Movable(Mutex<BTreeMap<u64, Waiter>>);
 
@@ -21,7 +21,7 @@ struct Waiter {
 }
 
 impl Movable {
-    /// A dispatch may be moved until its place is dropped.
+    /// Registers a dispatch that may move until its place is dropped.
     pub(crate) fn enter(self: &Arc<Self>, seq: u64, ask: &Arc<Ask>) -> Place {
         let (order, ordered) = oneshot::channel();
         self.0.lock().insert(seq, Waiter { ask: Arc::clone(ask), order });
@@ -33,12 +33,12 @@ impl Movable {
         self.0.lock().is_empty()
     }
 
-    /// The request of a dispatch that may be moved.
+    /// The request of a dispatch that may move.
     pub(crate) fn ask(&self, seq: u64) -> Option<Arc<Ask>> {
         self.0.lock().get(&seq).map(|waiter| Arc::clone(&waiter.ask))
     }
 
-    /// Has a dispatch end, so that its request goes to backend `to`; false if it may not be moved
+    /// Orders a dispatch to end, so that its request goes to backend `to`; false if it may not move
     /// any more.
     pub(crate) fn order(&self, seq: u64, to: u32) -> bool {
         let waiter = self.0.lock().remove(&seq);
@@ -46,7 +46,7 @@ impl Movable {
     }
 }
 
-/// A dispatch among those that may be moved. To drop it ends that.
+/// A dispatch's entry among those that may move. Dropping it removes the entry.
 #[derive(Debug)]
 pub(crate) struct Place {
     movable: Arc<Movable>,
@@ -55,11 +55,11 @@ pub(crate) struct Place {
 }
 
 impl Place {
-    /// Ready with the backend that is to get the request.
+    /// Ready with the backend that the request should move to.
     pub(crate) fn poll(&mut self, context: &mut Context<'_>) -> Poll<u32> {
         match Pin::new(&mut self.ordered).poll(context) {
             Poll::Ready(Ok(to)) => Poll::Ready(to),
-            // The sender is only dropped by whoever drops this.
+            // Only dropping this place drops the sender.
             Poll::Ready(Err(_)) | Poll::Pending => Poll::Pending,
         }
     }

@@ -1,10 +1,10 @@
-//! Queued requests that move to another backend, where loads have drifted apart.
+//! Moves queued requests to another backend when loads have drifted apart.
 //!
-//! The rule is that between the replicas of a brain ([`forebay_balance::move_pays`]). Reports that
-//! ride on responses are no ground for a move: a backend whose queue is long answers seldom. So
-//! they only say where to look. A brain is asked which of this router's dispatches wait, and what
-//! is computed before them. One that was never admitted is dropped there, and sent to another
-//! backend. See ADR 78.
+//! The rule is the same as between the replicas of a brain ([`forebay_balance::move_pays`]).
+//! Reports in responses are no basis for a move, because a backend with a long queue answers
+//! seldom. They only show which brains to ask. Such a brain is asked which of this router's
+//! dispatches wait, and what is computed before them. A dispatch that was never admitted is dropped
+//! there, and sent to another backend. See ADR 78.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -23,13 +23,13 @@ use crate::models::without;
 use crate::shared::Shared;
 use crate::watch::report_of;
 
-/// The time between two looks for queues that have drifted apart. A report that is older is asked
-/// for again.
+/// The interval at which the router looks for queues that have drifted apart. Older reports are
+/// requested again.
 const PACE: Duration = Duration::from_millis(50);
-/// The number of waiting dispatches that a backend is asked for.
+/// The number of waiting dispatches to request from a backend.
 const LOOKED_AT: usize = 8;
 
-/// The part of an answer about dispatches that wait.
+/// The part of a brain's answer that lists waiting dispatches.
 #[derive(Deserialize)]
 struct Answer {
     #[serde(default)]
@@ -40,7 +40,7 @@ struct Answer {
 struct Brain {
     backend: Arc<Backend>,
     load: Load,
-    /// Its dispatches that wait, the latest first, if it was asked.
+    /// Its waiting dispatches, the latest first, if it was asked.
     queued: Vec<QueuedDispatch>,
 }
 
@@ -49,7 +49,7 @@ impl Brain {
         Self { load: backend.balance(), backend, queued: Vec::new() }
     }
 
-    /// True if the brain takes requests that were to be computed elsewhere.
+    /// True if the brain takes requests that were queued elsewhere.
     fn is_open(&self) -> bool {
         let candidate = self.backend.candidate(Instant::now());
         candidate.is_some_and(|(_, tries)| !tries)
@@ -87,7 +87,7 @@ async fn look(shared: &Arc<Shared>, links: &mut HashMap<u32, Link>) {
         });
     }
     while let Some(told) = questions.join_next().await {
-        // A task that panicked is no reason to stop: the next look asks again.
+        // A panicked task is no reason to stop: the next round asks again.
         let Ok((at, link, answer)) = told else { continue };
         let brain = &mut brains[at];
         if let Some(link) = link {
@@ -100,7 +100,7 @@ async fn look(shared: &Arc<Shared>, links: &mut HashMap<u32, Link>) {
     }
     for brain in &mut brains {
         brain.load = brain.backend.balance();
-        // A report from before the end of a dispatch counts it.
+        // A report may still count a dispatch that has ended since.
         for queued in brain.queued.extract_if(.., |queued| !brain.backend.has(queued.seq)) {
             let prefill = &mut brain.load.work.prefill;
             *prefill = prefill.saturating_sub(queued.tokens);
@@ -123,9 +123,8 @@ fn leave(load: &mut Load, tokens: u64) {
     load.work.prefill = load.work.prefill.saturating_sub(tokens);
 }
 
-/// The brains that are asked: those between which loads have drifted apart, as far as is known, and
-/// of the others whose work counts the one with the oldest report. Others may have sent it work
-/// since.
+/// The brains to ask: those whose known loads have drifted apart, and the one with the oldest
+/// report of the others, since other routers may have sent it work since.
 fn unclear(brains: &[Brain]) -> Vec<usize> {
     let loads: Vec<Load> = brains.iter().map(|brain| brain.load).collect();
     let mut asked: Vec<usize> = drifted(&loads, |at| brains[at].is_open())
@@ -143,8 +142,8 @@ fn unclear(brains: &[Brain]) -> Vec<usize> {
     asked
 }
 
-/// The next move: of the backend with most to compute, the latest dispatch for which one pays, to
-/// the backend that computes it first. With it are its tokens that are not cached there.
+/// The next move: the latest dispatch that gains, from the backend with the most to compute to the
+/// backend that computes it soonest. Also returns its tokens that are not cached there.
 fn best(
     shared: &Shared,
     brains: &[Brain],
@@ -184,7 +183,7 @@ fn best(
     None
 }
 
-/// The part of a request's tokens that each brain would have to compute, one at least.
+/// How many of a request's tokens each brain would have to compute; at least one.
 fn uncached<'a>(
     shared: &Shared,
     ask: &Ask,

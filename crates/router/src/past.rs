@@ -1,4 +1,4 @@
-//! The history of a request: the backends that died while they had it, and its part in these
+//! The history of a request: the backends that died while they had it, and its role in these
 //! deaths.
 //!
 //! Each request in flight at a death is a suspect, as with the hands of a brain (ADR 4). Suspects
@@ -7,12 +7,12 @@
 
 use std::time::{Duration, Instant};
 
-/// The least time that a trial takes, unless something is produced sooner.
+/// The shortest trial, unless something is produced sooner.
 const SHORTEST_TRIAL: Duration = Duration::from_secs(1);
-/// Deaths after which a trial does not end with the first output.
+/// After this many deaths a trial does not end with the first output.
 const MANY: u8 = 2;
 
-/// The part of a request in a backend's death.
+/// A request's role in a backend's death.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Role {
     /// The request was on trial there.
@@ -26,17 +26,17 @@ pub(crate) enum Role {
 /// The length of a request's trial.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Trial {
-    /// Until it produces something. What has produced nothing after this time has outlived its
+    /// Until it produces output, or until this time has passed: longer than it ran before the
     /// earlier death.
     Output(Duration),
-    /// This time, whatever it produces: output did not keep it from the second death.
+    /// For this time, even if it produces output, because that did not rule out the second death.
     Time(Duration),
-    /// Until it ends: it has outlived a trial, and died in company again.
+    /// Until it ends, because it survived a trial and was then in flight at another death.
     Whole,
 }
 
 impl Trial {
-    /// The time after which the trial ends by itself.
+    /// The time after which the trial ends even without output.
     pub(crate) fn longest(self) -> Option<Duration> {
         match self {
             Self::Output(time) | Self::Time(time) => Some(time),
@@ -51,7 +51,7 @@ pub(crate) struct Past {
     deaths: u8,
     /// Deaths that no other request is blamed for.
     unexplained: u8,
-    /// The time that the request had been with the backend that died last.
+    /// How long the request had been with the backend that died last.
     lived: Duration,
     /// The last death.
     last: Option<Instant>,
@@ -60,7 +60,8 @@ pub(crate) struct Past {
 }
 
 impl Past {
-    /// A backend has died that had the request since `since`. False: it is not tried again.
+    /// Records the death of a backend that had the request since `since`. False: the request is not
+    /// tried again.
     pub(crate) fn died(&mut self, role: Role, since: Instant, now: Instant) -> bool {
         self.deaths = self.deaths.saturating_add(1);
         self.unexplained = self.unexplained.saturating_add((role == Role::Present).into());
@@ -70,7 +71,7 @@ impl Past {
         role != Role::OnTrial
     }
 
-    /// The request has produced something after its last death. True: its trial is over.
+    /// Records output after the last death. True: its trial is over.
     pub(crate) fn produced(&mut self) -> bool {
         let over = matches!(self.trial(), None | Some(Trial::Output(_)));
         self.suspect &= !over;
@@ -87,7 +88,7 @@ impl Past {
         })
     }
 
-    /// The last death, if the request is a suspect since.
+    /// The time of the last death, if the request has been a suspect since then.
     pub(crate) fn suspected(&self) -> Option<Instant> {
         self.last.filter(|_| self.suspect)
     }

@@ -1,5 +1,5 @@
-//! A body for a backend: pieces of the client's, with the router's additions before, between and
-//! behind them.
+//! A body for a backend: pieces of the client's body with the router's additions around and between
+//! them.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -9,7 +9,7 @@ use std::task::{Context, Poll};
 use bytes::Bytes;
 use hyper::body::{Body, Frame, SizeHint};
 
-/// Pieces, one after the other, so that adding something does not copy the rest. None is empty.
+/// Consecutive pieces, so that an insertion copies nothing else. No piece is empty.
 #[derive(Debug, Default)]
 pub(crate) struct Payload(VecDeque<Bytes>);
 

@@ -3,7 +3,7 @@
 use clap::ValueEnum;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-/// The policy that chooses a backend. Of equally loaded backends each has its turn.
+/// The policy that chooses a backend. Equally loaded backends take turns.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 #[value(rename_all = "snake_case")]
 pub enum Policy {
@@ -23,14 +23,14 @@ pub enum Policy {
     Session,
 }
 
-/// The limits above which `cache_aware` uses loads, as in SGLang's router.
+/// The thresholds beyond which `cache_aware` follows loads, as in SGLang's router.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Thresholds {
-    /// The least share of a prompt for which the cache decides.
+    /// The smallest cached share of a prompt that lets the cache decide.
     pub cache: f32,
     /// The largest difference of loads, in requests.
     pub balance_abs: u32,
-    /// The largest ratio of loads. Both limits have to be exceeded.
+    /// The largest ratio of loads. Loads decide only if both limits are exceeded.
     pub balance_rel: f32,
 }
 
@@ -47,7 +47,7 @@ pub struct Candidate {
     pub name: u64,
     /// The number of requests at the backend.
     pub requests: u32,
-    /// Tokens at the backend. They decide between equal numbers of requests.
+    /// Tokens at the backend, which break ties between equal numbers of requests.
     pub tokens: u64,
     /// The share of the prompt in the backend's cache.
     pub cached: f32,
@@ -68,7 +68,7 @@ impl Chooser {
         Self { policy, thresholds, turn: 0 }
     }
 
-    /// The index of the chosen candidate; `None` if there are none. `key` is the client's, for
+    /// The index of the chosen candidate; `None` if there are none. `key` is the routing key for
     /// `session`.
     pub fn choose(&mut self, candidates: &[Candidate], key: Option<u64>) -> Option<usize> {
         if candidates.is_empty() {
@@ -101,7 +101,7 @@ impl Chooser {
         if imbalanced || best < cache {
             return self.least(candidates, |_| true);
         }
-        // Half a prompt block more or less is not worth a longer queue.
+        // Differences of half a prompt block are not worth a longer queue.
         self.least(candidates, |candidate| candidate.cached >= 0.95 * best)
     }
 

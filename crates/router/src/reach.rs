@@ -1,5 +1,5 @@
-//! The way to a response of some backend: a choice, an attempt, and further ones while nothing is
-//! produced.
+//! Gets a response from some backend: chooses one, makes an attempt, and tries others while nothing
+//! is produced.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -22,8 +22,8 @@ use crate::pairs::no_pair;
 use crate::shared::{Choice, Dispatch, Shared, Worker};
 use crate::watch::has_died;
 
-/// The longest time between two looks for a backend that may try a request. What changes by time,
-/// as a circuit breaker does, wakes nobody.
+/// The longest pause before looking again for a backend for a request. Changes that only time
+/// causes, such as in a circuit breaker, wake no waiting request.
 const LOOK: Duration = Duration::from_secs(1);
 /// The longest `Retry-After` that is believed, in seconds.
 const LONGEST_RETRY_AFTER: u64 = 86_400;
@@ -37,7 +37,7 @@ pub(crate) enum Failure {
     Refused(Response<Bytes>),
 }
 
-/// Backends that a request is not sent to before a time.
+/// Backends that must not get a request before a given time.
 #[derive(Default)]
 struct Avoided(Vec<(u32, Instant)>);
 
@@ -51,7 +51,7 @@ impl Avoided {
         self.0.iter().map(|&(backend, _)| backend).collect()
     }
 
-    /// The time of the first one that may be asked again, `pause` from now at least.
+    /// When the first of them may be tried again, at least `pause` from now.
     fn first(&self, pause: Duration) -> Instant {
         let earliest = Instant::now() + pause;
         self.0.iter().map(|&(_, until)| until).min().map_or(earliest, |first| first.max(earliest))
@@ -74,7 +74,7 @@ impl Failures {
         }
     }
 
-    /// Tells the backends' circuit breakers. What fails everywhere is the request's own fault.
+    /// Tells the backends' circuit breakers. If a request fails everywhere, that is its own fault.
     fn settle(self, client: ClientId, answered: bool) {
         if answered || self.0.len() == 1 {
             self.0.iter().for_each(|backend| backend.charge(FailureOrigin::Client(client.0)));
@@ -82,8 +82,8 @@ impl Failures {
     }
 }
 
-/// Asks backends until one answers. With `resume`, until one goes on with that stream, whose
-/// dispatch `broke`.
+/// Asks backends until one answers. With `resume`, until one continues that stream, whose dispatch
+/// `broke`.
 pub(crate) async fn reach(
     worker: &Arc<Worker>,
     ask: &Arc<Ask>,
@@ -114,10 +114,11 @@ async fn search(
     let shared = &worker.shared;
     let retry = shared.config.retry;
     let mut last = None;
-    // The answer of backends that do not keep the response in question.
+    // The answer of a backend that does not keep the named response.
     let mut unkept = None;
     let (mut attempts, mut rounds) = (0, 0);
-    // A connection that was idle says little when it fails. One such surprise is enough.
+    // A failure on an idle connection says little. After one such failure only new connections are
+    // used.
     let mut fresh = false;
     // The backend that a queued request goes to.
     let mut target: Option<u32> = None;
@@ -196,7 +197,8 @@ async fn search(
             Verdict::Final(failure) => return Err(failure),
             Verdict::Next(failure) => last = Some(failure),
         }
-        // A death is no fault of the request, as long as it is tried again at all.
+        // A death is not the request's fault, so it does not count while the request may be tried
+        // again.
         attempts += u32::from(!died || retry.retries == 0);
         if attempts > retry.retries {
             return Err(last.unwrap_or_else(|| no_backend(shared, ask)));
@@ -205,14 +207,14 @@ async fn search(
     }
 }
 
-/// True if a request may still wait for a backend, since the last one died while it had it.
+/// True if a request whose last backend died may still wait for another backend.
 fn is_patient(shared: &Shared, ask: &Ask) -> bool {
     let died = ask.past.lock().suspected();
     let waits = |died: Instant| Instant::now() < died + shared.config.trial_wait;
     died.is_some_and(waits) && !shared.draining.load(Ordering::Acquire)
 }
 
-/// The failure of a request that no backend takes.
+/// The answer to a request that no backend takes.
 fn give_up(shared: &Shared, ask: &Ask, last: Option<Failure>) -> Failure {
     match last {
         _ if Instant::now() >= ask.deadline => broken(&Broken::Deadline),
@@ -222,20 +224,20 @@ fn give_up(shared: &Shared, ask: &Ask, last: Option<Failure>) -> Failure {
     }
 }
 
-/// The time for which a backend wants to be left alone by this request.
+/// How long a backend wants no more tries of this request.
 fn retry_after(trouble: &Trouble) -> Option<Duration> {
     let Trouble::Refused(response) = trouble else { return None };
     let seconds: u64 = response.headers().get(RETRY_AFTER)?.to_str().ok()?.trim().parse().ok()?;
     Some(Duration::from_secs(seconds.min(LONGEST_RETRY_AFTER)))
 }
 
-/// The consequence of an attempt that came to nothing.
+/// What follows from a failed attempt.
 enum Verdict {
-    /// The same backends are asked, on a new connection.
+    /// Try the same backends again, on a new connection.
     Again,
-    /// This backend is asked, and the attempt does not count.
+    /// Try this backend, without counting the attempt.
     Moved(u32),
-    /// Another backend is asked, and this attempt does not count.
+    /// Try another backend, without counting the attempt.
     Aside(Failure),
     /// Another backend is asked, if attempts are left.
     Next(Failure),
@@ -270,7 +272,7 @@ fn verdict(shared: &Shared, backend: &Backend, trouble: Trouble, died: bool) -> 
     }
 }
 
-/// A backend for the next attempt. A suspect waits until it can be tried alone somewhere.
+/// Chooses a backend for the next attempt. A suspect waits until it can be tried alone somewhere.
 async fn choose(shared: &Shared, ask: &Ask, avoid: &[u32], resumed: bool) -> Option<Dispatch> {
     let (trial, deaths) = {
         let past = ask.past.lock();
@@ -297,10 +299,11 @@ async fn choose(shared: &Shared, ask: &Ask, avoid: &[u32], resumed: bool) -> Opt
     }
 }
 
-/// Finds out whether a dispatch that broke was in flight at its backend's death, and notes it.
+/// Finds out whether a broken dispatch was in flight at its backend's death, and records it.
 ///
 /// # Errors
-/// It was, and the request is not to be tried again.
+///
+/// It was, and the request must not be tried again.
 async fn mourn(shared: &Shared, ask: &Ask, sent: Sent) -> Result<bool, Failure> {
     if !has_died(shared, &sent).await {
         return Ok(false);

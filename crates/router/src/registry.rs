@@ -36,7 +36,7 @@ struct Entry {
 /// Is told of each new backend.
 pub(crate) type Added = Box<dyn Fn(&Arc<Backend>) + Send + Sync>;
 
-/// The list. A backend is on it as long as one source names it.
+/// The list. A backend stays on it as long as one source names it.
 pub(crate) struct Registry {
     sources: Mutex<BTreeMap<Source, Entry>>,
     current: RwLock<Arc<[Arc<Backend>]>>,
@@ -50,7 +50,7 @@ pub(crate) struct Registry {
 }
 
 impl Registry {
-    /// An empty list. `added` is called with each backend that comes.
+    /// An empty list. `added` is called with each new backend.
     pub(crate) fn new(accounting: Accounting, breaker: BreakerConfig, added: Added) -> Self {
         Self {
             sources: Mutex::default(),
@@ -68,19 +68,19 @@ impl Registry {
         Arc::clone(&self.current.read())
     }
 
-    /// Sets the backends of a source, until its next change. They compute whole requests.
+    /// Sets the backends of a source until its next change. They compute whole requests.
     pub(crate) fn set(&self, source: Source, urls: Vec<BackendUrl>) {
         self.name(source, urls.into_iter().map(|url| (url, Duty::Whole)).collect());
     }
 
-    /// Sets the backends of a source, each with its part of requests, until its next change.
+    /// Sets the backends of a source until its next change, each with its duty.
     pub(crate) fn name(&self, source: Source, named: Vec<(BackendUrl, Duty)>) {
         let mut sources = self.sources.lock();
         sources.insert(source, Entry { named, until: None });
         self.rebuild(&sources);
     }
 
-    /// Adds a backend, or renews its lease. False: there are `most` others already.
+    /// Adds a backend, or renews its lease. False: `most` others have a lease already.
     pub(crate) fn lease(
         &self,
         source: Source,
@@ -117,7 +117,7 @@ impl Registry {
         }
     }
 
-    /// Called with the sources locked, so that lists follow one another in order.
+    /// Called with the sources locked, so that lists are published in order.
     fn rebuild(&self, sources: &BTreeMap<Source, Entry>) {
         let old = self.current();
         let mut new: Vec<Arc<Backend>> = Vec::new();

@@ -1,8 +1,8 @@
 //! A response on its way to the client, which survives failures of the backends behind it.
 //!
-//! A stream that a brain has tagged is continued by another brain when it breaks. Any other stream
-//! ends with an error event. A response that is no stream ends with a closed connection, since its
-//! length can't be kept any more.
+//! When a stream breaks that a brain has tagged, another brain continues it. Any other broken
+//! stream ends with an error event. A response that is no stream ends with a closed connection,
+//! because its announced length can't be met.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -38,7 +38,7 @@ type Polled = Poll<Option<Result<Frame<Bytes>, Cut>>>;
 enum State {
     /// Bytes come.
     Flowing(Box<Flow>),
-    /// Another backend is being looked for, to go on.
+    /// Looking for another backend to continue.
     Recovering(Recovery),
     /// Everything has been given.
     Over,
@@ -47,14 +47,14 @@ enum State {
 /// The body of a response.
 pub(crate) struct Relay {
     worker: Arc<Worker>,
-    /// Kept, with its body, only where another backend may be asked to go on.
+    /// Kept, with its body, only if another backend may have to continue.
     ask: Option<Arc<Ask>>,
     client: ClientId,
     kind: Kind,
     /// The bytes to give before anything else.
     first: Bytes,
     state: State,
-    /// The last bytes given, as many as the last event of a stream has.
+    /// The last bytes sent, as many as the last event of a stream has.
     tail: Vec<u8>,
     /// The router ends all running requests.
     cut: Pin<Box<dyn Future<Output = ()> + Send>>,
@@ -76,7 +76,7 @@ impl Relay {
         let ask = Some(ask).filter(|_| matches!(kind, Kind::Tape(..)));
         let mut cut = worker.shared.cut.subscribe();
         let cut = Box::pin(async move {
-            // The sender lives as long as the worker does.
+            // The sender lives as long as the worker thread.
             let _ = cut.wait_for(|&cut| cut).await;
         });
         let tail = Vec::new();
@@ -96,7 +96,7 @@ impl Relay {
         self.worker.shared.totals.errors.fetch_add(1, Ordering::Relaxed);
         self.state = State::Over;
         tracing::warn!(%error, "stream failed");
-        // An event that was cut in the middle is ended first.
+        // End an event that was cut in the middle first.
         let between = self.tail.is_empty() || self.tail.ends_with(b"\n\n");
         let gap = if between { "" } else { "\n\n" };
         let body = serde_json::to_string(&error.body()).unwrap_or_default();
@@ -104,7 +104,7 @@ impl Relay {
         Poll::Ready(Some(Ok(Frame::data(end.into()))))
     }
 
-    /// Handles the failure of a backend in the middle of a response: another brain goes on, or the
+    /// Handles a backend's failure in the middle of a response: another brain continues, or the
     /// client gets an error.
     fn broke(&mut self, reason: Broken) -> Option<Polled> {
         let State::Flowing(mut flow) = std::mem::replace(&mut self.state, State::Over) else {
@@ -119,7 +119,7 @@ impl Relay {
         }
         tracing::debug!(backend = flow.sent.backend.url.url(), %reason, "a response broke");
         if self.tail == DONE {
-            // Only the end of the body was to come.
+            // Nothing but the end of the body was missing.
             return Some(Poll::Ready(None));
         }
         let kind = std::mem::replace(&mut self.kind, Kind::Events);
@@ -155,7 +155,7 @@ impl Relay {
         }));
     }
 
-    /// True if the backend has sent more than may be held.
+    /// True if the backend has sent more than may be held back.
     fn is_full(&self) -> bool {
         matches!(&self.kind, Kind::Tape(tape, _) if tape.is_full())
     }
@@ -248,7 +248,7 @@ impl Body for Relay {
                 },
             }
         }
-        // Asked last, since it is never ready while there is anything to do.
+        // Polled last, since it is ready only when everything else is done.
         if this.cut.as_mut().poll(context).is_ready() {
             return match this.kind {
                 Kind::Plain => {

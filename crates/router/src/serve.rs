@@ -30,11 +30,11 @@ use crate::shared::{Fuse, Shared, Worker};
 use crate::sources::{end_leases, follow_file, follow_name, read_list};
 use crate::watch::watch;
 
-/// The time that connections may take to end once no request is alive.
+/// How long connections may take to close after the last request.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
-/// The time that connections may take to end once requests were ended at once.
+/// How long connections may take to close after requests were cut off.
 const CUT_TIMEOUT: Duration = Duration::from_secs(1);
-/// The pause after the system refused a connection, most likely for want of descriptors.
+/// The pause after a failed accept, most likely for lack of descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// The time between two looks at idle connections.
 const PRUNE: Duration = Duration::from_secs(10);
@@ -42,7 +42,7 @@ const PRUNE: Duration = Duration::from_secs(10);
 const FIRST_CHECKS: Duration = Duration::from_secs(2);
 const POLL: Duration = Duration::from_millis(5);
 
-/// The reason for which a router does not start.
+/// Why a router does not start.
 #[derive(Debug, Error)]
 pub enum StartError {
     /// No backends are named, and none can register.
@@ -50,16 +50,16 @@ pub enum StartError {
         "no backends: --backends, --backends-file, --backends-dns or --registration-key is needed"
     )]
     NoBackends,
-    /// A text is not the URL of a backend.
+    /// A configured URL is not one of a backend.
     #[error(transparent)]
     Url(#[from] UrlError),
-    /// Of the named servers no pairs can be made.
+    /// The named servers cannot form pairs.
     #[error("{0}")]
     Pairs(String),
     /// The file of backends cannot be read.
     #[error("the file of backends: {0}")]
     File(String),
-    /// The system has no room for a thread, or the listener fails.
+    /// The system can't start a thread, or the listener fails.
     #[error(transparent)]
     Io(#[from] io::Error),
 }
@@ -69,7 +69,7 @@ pub struct Router {
     shared: Arc<Shared>,
     stop: watch::Sender<Stage>,
     threads: Vec<std::thread::JoinHandle<()>>,
-    /// Runs the questions to backends that come without a client.
+    /// Runs requests to backends that no client caused.
     watching: Runtime,
 }
 
@@ -82,11 +82,10 @@ enum Stage {
 }
 
 impl Router {
-    /// Starts the threads. The listener takes connections after every named backend was checked
-    /// once.
+    /// Starts the threads. Connections are accepted after every named backend was checked once.
     ///
     /// # Errors
-    /// No source names a backend, or the system has no room for threads.
+    /// No source names a backend, or the system can't start threads.
     pub fn start(config: RouterConfig, listener: TcpListener) -> Result<Self, StartError> {
         let sources = config.sources.clone();
         let urls: Result<Vec<_>, _> =
@@ -154,9 +153,8 @@ impl Router {
         let _ = self.shared.broken.subscribe().wait_for(|&broken| broken).await;
     }
 
-    /// Refuses new requests, and lets the running ones finish within the drain timeout or until
-    /// `hurry` is ready. Then it ends the rest, and stops. False: a part of the router has
-    /// panicked.
+    /// Refuses new requests, and lets running ones finish until the drain timeout or until `hurry`
+    /// is ready, then cuts off the rest and stops. False: a part of the router has panicked.
     pub fn stop(self, hurry: impl Future<Output = ()>) -> bool {
         self.shared.draining.store(true, Ordering::Release);
         let limit = self.shared.config.drain_timeout;
@@ -177,7 +175,7 @@ impl Router {
         });
         self.stop.send_replace(stage);
         for thread in self.threads {
-            // A panic was printed by its thread, and blew its fuse.
+            // The thread has printed its panic and dropped its fuse.
             let _ = thread.join();
         }
         self.watching.shutdown_timeout(Duration::from_secs(1));
@@ -185,7 +183,7 @@ impl Router {
     }
 }
 
-/// A task without which the router cannot go on.
+/// Spawns a task without which the router cannot go on.
 fn fused(
     shared: &Arc<Shared>,
     work: impl Future<Output = ()> + Send + 'static,
@@ -209,12 +207,12 @@ fn shared(config: RouterConfig, runtime: Handle) -> Arc<Shared> {
     let accounting = config.watch.accounting();
     let registry = Registry::new(accounting, config.breaker, Box::new(added));
     let shared = Arc::new(Shared::new(config, registry));
-    // It was empty until now, and backends are named only after this.
+    // It was empty until now, and the list of backends is filled only afterwards.
     let _ = whole.set(Arc::downgrade(&shared));
     shared
 }
 
-/// Waits until the backends on the list are up, for a while.
+/// Waits, up to a limit, until the listed backends are up.
 async fn first_checks(shared: &Shared) {
     let up = async {
         let is_known = |backend: &Arc<Backend>| backend.is_up() || backend.fault().is_some();
@@ -277,7 +275,7 @@ fn connection(
     place: OwnedSemaphorePermit,
     graceful: &GracefulShutdown,
 ) -> impl Future<Output = ()> + Send + 'static {
-    // Events are small and each matters; failing to say so only costs latency.
+    // Events are small and urgent. If this fails, only latency suffers.
     let _ = stream.set_nodelay(true);
     let header_timeout = worker.shared.config.receive_timeout;
     let worker = Arc::clone(worker);

@@ -1,4 +1,4 @@
-//! Requests of clients to the router: those to pass on, and those about the router itself.
+//! Handles clients' requests: those to pass on, and those about the router itself.
 
 use std::convert::Infallible;
 use std::net::IpAddr;
@@ -35,14 +35,14 @@ use crate::relay::{Cut, Relay};
 use crate::shared::{Shared, Worker};
 use crate::splice::PairNeeds;
 
-/// The longest lease of a registration, which is also the default.
+/// The longest and default lease of a registration.
 const LONGEST_LEASE: Duration = Duration::from_secs(86_400);
 const DEFAULT_LEASE: Duration = Duration::from_secs(60);
 /// The largest number of backends that may have a lease.
 const MAX_LEASES: usize = 1024;
 /// The largest body of a registration.
 const REGISTRATION: BodyLimits = BodyLimits { whole: 1 << 16, json: 1 << 16, all: 0 };
-/// The header that tells OpenAI's clients not to try again by themselves.
+/// The header that tells OpenAI's clients not to retry by themselves.
 const SHOULD_RETRY: &str = "x-should-retry";
 /// The media type of Prometheus' text exposition.
 const EXPOSITION: &str = "text/plain; version=0.0.4; charset=utf-8";
@@ -80,7 +80,7 @@ const POSTED: &[&str] = &[
 pub(crate) enum Answer {
     /// The router's own answer.
     Own(Full<Bytes>),
-    /// The news of the router's backends, as long as the client listens.
+    /// The feed of the router's backends, as long as the client listens.
     Fed(FeedBody),
     /// A backend's.
     Relayed(Box<Relay>),
@@ -167,7 +167,7 @@ enum Own {
 
 fn route<B>(request: &Request<B>) -> Result<Route, ApiError> {
     let (method, path) = (request.method(), request.uri().path());
-    // A head is asked for as the whole is: hyper leaves the body out.
+    // HEAD is handled like GET: hyper leaves the body out.
     let method = if method == Method::HEAD { &Method::GET } else { method };
     let own = match (method, path) {
         (&Method::GET, "/health") => Own::Health,
@@ -221,7 +221,8 @@ async fn pass_on(
     let reading = shared.reading(client(request.headers(), &shared.keys)?, address);
     let live = shared.enter();
     let (mut parts, body) = request.into_parts();
-    // Policies look into bodies, and a backend that goes on with a stream gets more than the body.
+    // Policies read bodies, and a backend that continues a stream gets more than the body, so it is
+    // inflated here.
     let inflater = Inflater::of(&parts.headers)?;
     if inflater.is_some() {
         parts.headers.remove(CONTENT_ENCODING);
@@ -257,7 +258,7 @@ async fn pass_on(
     let mut cut = shared.cut.subscribe();
     let reached = tokio::select! {
         reached = reach(worker, &ask, None, None) => reached,
-        // The sender lives as long as the worker does.
+        // The sender lives as long as the worker thread.
         _ = cut.wait_for(|&cut| cut) => Err(Failure::Api(ApiError::Aborted)),
     };
     match reached {
@@ -273,7 +274,7 @@ async fn pass_on(
     }
 }
 
-/// The models of all backends; `None`: no backend tells what it has.
+/// The models of all backends; `None`: no backend reports any.
 async fn list<B>(
     shared: &Shared,
     request: &Request<B>,
@@ -298,7 +299,7 @@ async fn own_answer(
     }
     match own {
         Own::Health => health(shared),
-        // Without a backend the router lives all the same.
+        // The router itself is alive even without backends.
         Own::Alive => Ok(ok(&json!({"status": "alive"}))),
         Own::Ping => Ok(ok(&json!({}))),
         Own::Live => live::watch(shared).map(|response| response.map(Answer::Fed)),
@@ -358,7 +359,7 @@ fn health(shared: &Shared) -> Result<Response<Answer>, ApiError> {
     Ok(ok(&health))
 }
 
-/// The backend that a request with the key of backends names, and the time for which it is known.
+/// The backend that a registration names, and the length of its lease.
 async fn registration(
     shared: &Shared,
     request: Request<RequestBody>,

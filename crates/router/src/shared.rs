@@ -34,11 +34,11 @@ pub(crate) struct Totals {
     pub(crate) retries: AtomicU64,
     pub(crate) failovers: AtomicU64,
     pub(crate) errors: AtomicU64,
-    /// Requests that were in flight at a backend's death, and those of them that were not tried
+    /// Requests that were in flight at a backend's death, and how many of them were not tried
     /// again.
     pub(crate) suspects: AtomicU64,
     pub(crate) given_up: AtomicU64,
-    /// Attempts with a pair, and those where the prefill server has handed nothing on.
+    /// Attempts with a pair, and how many of them got nothing from the prefill server.
     pub(crate) pairs: AtomicU64,
     pub(crate) unfetched: AtomicU64,
 }
@@ -60,7 +60,7 @@ struct Fit<'a> {
     tries: bool,
 }
 
-/// The backends of which one can compute a request, or a pair can; `None`: there are none.
+/// The backends that can compute a request, alone or with a partner; `None`: there are none.
 fn complete<'a>(mut fit: Vec<Fit<'a>>, ask: &Ask) -> Option<Vec<Fit<'a>>> {
     if ask.pair.is_some() {
         let engines = paired(fit.iter().map(|fit| fit.backend));
@@ -75,11 +75,11 @@ pub(crate) struct Shared {
     pub(crate) began: Instant,
     /// The router's name to backends.
     pub(crate) id: u64,
-    /// The keys that it shows to them: its own, and in `Authorization` where it asks them
-    /// something.
+    /// The keys that the router shows to backends: its own, and the `Authorization` of its own
+    /// requests.
     pub(crate) router_key: Option<HeaderValue>,
     pub(crate) own_key: Option<HeaderValue>,
-    /// The seed of the names of texts, so that no client can construct texts with one name.
+    /// The seed of text names, so that no client can construct two texts with the same name.
     text_root: u64,
     clients: Clients,
     /// The keys of clients and of operators.
@@ -91,15 +91,15 @@ pub(crate) struct Shared {
     pub(crate) budget: Arc<Budget>,
     pub(crate) registry: Registry,
     pub(crate) index: Mutex<TextIndex>,
-    /// The prompts that prefill servers of pairs were sent.
+    /// The prompts that were sent to prefill servers of pairs.
     prompts: Mutex<TextIndex>,
-    /// What was handed on from prefill servers to decode servers.
+    /// Transfer parameters from prefill servers that were sent to decode servers.
     pub(crate) used: Used,
     /// The backends that keep responses.
     pub(crate) homes: Homes,
     pub(crate) unlisted: Unlisted,
-    /// The chooser of backends, locked for one choice at a time: the next choice has to see the
-    /// last dispatch.
+    /// The choosers of backends, locked for one choice at a time: each choice must see the last
+    /// dispatch.
     choosers: Mutex<Choosers>,
     pub(crate) totals: Totals,
     /// New requests are refused.
@@ -162,9 +162,9 @@ impl Shared {
         (self.id, self.router_key.as_ref())
     }
 
-    /// Chooses a backend for a request, or a pair of them, and notes the dispatch. `avoid` are
-    /// backends that have failed it. With `resumed` the backend has to be able to continue a
-    /// stream. With `trial` the request is a suspect, and is tried where no other one is.
+    /// Chooses a backend or a pair for a request, and records the dispatch. `avoid`: backends that
+    /// have failed it. `resumed`: the backend has to be able to continue a stream. `trial`: the
+    /// request is a suspect, and goes where no other suspect is on trial.
     pub(crate) fn dispatch(
         &self,
         ask: &Ask,
@@ -177,7 +177,7 @@ impl Shared {
         let mut fit = Vec::with_capacity(backends.len());
         let mut unfit = Vec::new();
         let home = ask.response.as_deref().and_then(|response| self.homes.of(response));
-        // One that is gone keeps nothing: then another may say so.
+        // A backend that is gone keeps no responses, so another one may answer that it is unknown.
         let home = home
             .filter(|home| backends.iter().any(|backend| backend.id == *home && backend.is_up()));
         let strange = ask.model.as_deref().map_or_else(Vec::new, |model| without(&backends, model));
@@ -235,7 +235,8 @@ impl Shared {
         })
     }
 
-    /// Sends a queued request to this backend; `None` if it takes none now, or tries a suspect.
+    /// Sends a queued request to this backend; `None`: it takes none now, or has a suspect on
+    /// trial.
     pub(crate) fn dispatch_to(&self, ask: &Ask, to: u32) -> Option<Dispatch> {
         let backends = self.registry.current();
         let backend = backends.iter().find(|backend| backend.id == to)?;
@@ -244,7 +245,7 @@ impl Shared {
         Some(Dispatch { prefill: None, sent: send(&self.index, ask, backend, None) })
     }
 
-    /// The share of a request's prompt that each backend has cached; empty if nobody looks at it.
+    /// The share of a request's prompt that each backend has cached; empty if no policy uses it.
     pub(crate) fn cached<'a>(
         &self,
         ask: &Ask,
@@ -260,7 +261,7 @@ impl Shared {
         *queue_moves && *watch == Watch::Acknowledged && pairs.is_empty()
     }
 
-    /// The purpose of looks at requests of a client with this key at this address.
+    /// What responses are read for, for a client with this key at this address.
     pub(crate) fn reading(&self, key: KeyId, address: IpAddr) -> Reading {
         let key = KeyId(key.0.filter(|_| self.keys.len() > 1));
         let remote = Remote::Ip(address.to_canonical());
@@ -271,7 +272,7 @@ impl Shared {
         Reading { keys: self.has(Policy::Session), texts: self.uses_blocks(), client, root }
     }
 
-    /// True if backends' reports that ride on responses are used.
+    /// True if load reports in responses are used.
     pub(crate) fn uses_reports(&self) -> bool {
         !matches!(self.config.watch, Watch::Polled(_))
     }
@@ -281,7 +282,7 @@ impl Shared {
         self.has(Policy::CacheAware)
     }
 
-    /// True if some backend is chosen by this policy.
+    /// True if this policy chooses some backends.
     fn has(&self, policy: Policy) -> bool {
         let RouterConfig { policy: own, pairs, .. } = &self.config;
         match pairs.is_empty() {
@@ -312,7 +313,7 @@ impl Shared {
     }
 }
 
-/// The backend that a chooser takes; `None` if there is none.
+/// The backend that a chooser picks; `None`: there is none.
 fn pick<'a>(
     chooser: &mut Chooser,
     index: &Mutex<TextIndex>,
@@ -335,7 +336,7 @@ fn send(index: &Mutex<TextIndex>, ask: &Ask, backend: &Arc<Backend>, trial: Opti
     Arc::clone(backend).begin(ask.tokens(), trial)
 }
 
-/// The share of a request's prompt that each backend has cached; empty if nobody looks at it.
+/// The share of a request's prompt that each backend has cached; empty if no policy uses it.
 fn cached<'a>(
     index: &Mutex<TextIndex>,
     ask: &Ask,
@@ -350,7 +351,7 @@ fn cached<'a>(
     backends.map(share).collect()
 }
 
-/// A request at the backend that answers it, and at the prefill server of a pair.
+/// A dispatch to the backend that answers, and to the prefill server of a pair.
 pub(crate) struct Dispatch {
     pub(crate) prefill: Option<Sent>,
     pub(crate) sent: Sent,
@@ -358,15 +359,15 @@ pub(crate) struct Dispatch {
 
 /// The outcome of a choice.
 pub(crate) enum Choice {
-    /// A backend gets the request, or a pair of them.
+    /// The request was dispatched to a backend, or to a pair.
     Sent(Dispatch),
-    /// It is not the request's turn at any backend that could try it.
+    /// The request is a suspect, and it is not its turn at any backend.
     OnTrial,
     /// No backend takes the request.
     Nobody,
 }
 
-/// Dropped by a panic, it says that a part of the router is lost.
+/// Reports, if it is dropped by a panic, that a part of the router is lost.
 pub(crate) struct Fuse(pub(crate) Arc<Shared>);
 
 impl Drop for Fuse {

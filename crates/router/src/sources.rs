@@ -1,5 +1,4 @@
-//! Backends from a file and from names, which are read again and again, and registrations that
-//! expire.
+//! Backends from a file and from names, both read repeatedly, and registrations that expire.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -19,9 +18,9 @@ const LEASES: Duration = Duration::from_millis(500);
 /// The URLs in the text of a file: one a line, `#` begins a comment.
 ///
 /// # Errors
-/// A line is no URL of a backend.
+/// A line is not a backend's URL.
 pub(crate) fn listed(text: &str) -> Result<Vec<BackendUrl>, UrlError> {
-    // Some editors begin every file with a mark of its byte order.
+    // Some editors write a byte order mark at the beginning of files.
     let text = text.strip_prefix('\u{feff}').unwrap_or(text);
     let lines = text.lines().map(|line| line.split('#').next().unwrap_or_default().trim());
     lines.filter(|line| !line.is_empty()).map(BackendUrl::parse).collect()
@@ -30,13 +29,13 @@ pub(crate) fn listed(text: &str) -> Result<Vec<BackendUrl>, UrlError> {
 /// Reads a file of backends.
 ///
 /// # Errors
-/// It cannot be read, or a line is no URL.
+/// It cannot be read, or a line is not a URL.
 pub(crate) fn read_list(file: &Path) -> Result<Vec<BackendUrl>, String> {
     let text = std::fs::read_to_string(file).map_err(|error| error.to_string())?;
     listed(&text).map_err(|error| error.to_string())
 }
 
-/// Follows a file for ever. While it cannot be read, its last content is valid.
+/// Follows a file for ever. While it cannot be read, its last content stays in force.
 pub(crate) async fn follow_file(shared: Arc<Shared>, file: std::path::PathBuf) {
     let mut last = None;
     loop {
@@ -54,7 +53,7 @@ pub(crate) async fn follow_file(shared: Arc<Shared>, file: std::path::PathBuf) {
     }
 }
 
-/// Follows a name for ever. While it cannot be resolved, its last addresses are valid.
+/// Follows a name for ever. While it cannot be resolved, its last addresses stay in force.
 pub(crate) async fn follow_name(shared: Arc<Shared>, name: String) {
     loop {
         match lookup_host(&name).await {

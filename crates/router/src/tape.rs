@@ -1,9 +1,10 @@
-//! The part of a brain's stream that may be passed on, so that another brain can continue the rest.
+//! Decides which part of a brain's stream may be passed on, so that another brain can continue
+//! after it.
 //!
-//! A comment reports that all bytes before it are complete, and has their tokens
+//! A comment says that all bytes before it are complete, and lists their tokens
 //! ([`forebay_api::peer::Comment`]). So bytes are passed on up to a comment, and held back after
-//! it. A brain writes an event and its comment at once, so nothing waits. The last events have no
-//! comment, and the end follows them.
+//! it. A brain writes an event and its comment at once, so nothing is delayed. The last events have
+//! no comment, and the end follows them.
 //!
 //! What is held back is bounded, for each stream and for all streams of a backend together.
 
@@ -15,16 +16,17 @@ use memchr::memmem;
 
 use crate::budget::{Budget, Held};
 
-/// The largest number of bytes that a stream may have after its last comment. Token ids may take
-/// as many bytes again.
+/// The largest number of bytes of a stream after its last comment. Its token ids may take as much
+/// again.
 pub(crate) const MAX_HELD: usize = 8 << 20;
-/// The bytes of either that a stream may have whatever the others of its backend hold.
+/// The bytes that a stream may always hold, and its ids too, whatever other streams of its backend
+/// hold.
 pub(crate) const FREE: usize = 64 << 10;
 
-/// Reads one client's stream, over all brains that write it.
+/// Reads one client's stream, across all brains that write it.
 #[derive(Debug)]
 pub(crate) struct Tape {
-    /// `None`: there were too many, and no other brain can continue the stream.
+    /// `None`: there were too many, so no other brain can continue the stream.
     ids: Option<Ids>,
     /// The bytes after the last comment.
     held: BytesMut,
@@ -33,12 +35,12 @@ pub(crate) struct Tape {
     search: Search,
     /// Something was passed on.
     begun: bool,
-    /// More bytes came after a comment than may be held.
+    /// True if more bytes followed a comment than may be held back.
     full: bool,
     report: Option<LoadReport>,
 }
 
-/// Ids of all tokens whose text was passed on.
+/// Ids of all tokens whose text was passed on to the client.
 #[derive(Debug)]
 struct Ids {
     /// In decimal, each with a comma.
@@ -48,7 +50,7 @@ struct Ids {
     share: IdShare,
 }
 
-/// The share of ids in the memory of the brains that wrote them, the last brain first.
+/// The memory that ids take at the brains that wrote them, the last brain first.
 #[derive(Debug)]
 pub(crate) struct IdShare {
     held: Held,
@@ -66,12 +68,12 @@ impl Ids {
 }
 
 impl Tape {
-    /// A stream at its beginning, of a backend with this memory for unfinished parts.
+    /// A tape for a new stream of a backend with this memory budget.
     pub(crate) fn new(memory: &Arc<Budget>) -> Self {
         Self::after(Vec::new(), None, memory)
     }
 
-    /// Goes on after tokens that were passed on before.
+    /// Continues after tokens that were passed on before.
     pub(crate) fn after(
         ids: Vec<u8>,
         inherited: Option<Arc<IdShare>>,
@@ -89,7 +91,7 @@ impl Tape {
         }
     }
 
-    /// Reads a piece of the stream; gives what may be passed on now, which may be nothing.
+    /// Reads a piece of the stream. Returns what may be passed on now, perhaps nothing.
     pub(crate) fn push(&mut self, piece: &Bytes) -> Bytes {
         if self.held.is_empty()
             && let Some(events) = self.whole(piece)
@@ -109,7 +111,7 @@ impl Tape {
         out.freeze()
     }
 
-    /// The usual case, without a copy: events, and one comment at the end.
+    /// The usual case, without a copy: events with one comment at the end.
     fn whole(&mut self, piece: &Bytes) -> Option<Bytes> {
         let (start, end) = Search::default().next(piece)?;
         if end != piece.len() {
@@ -131,7 +133,7 @@ impl Tape {
         self.report = comment.report.or(self.report.take());
     }
 
-    /// Gives the held bytes, because the stream has ended properly.
+    /// Returns the held bytes, because the stream has ended properly.
     pub(crate) fn finish(&mut self) -> Bytes {
         std::mem::take(&mut self.held).freeze()
     }
@@ -141,12 +143,12 @@ impl Tape {
         self.begun
     }
 
-    /// True if more bytes came after a comment than may be held: the stream is not read on.
+    /// True if more bytes followed a comment than may be held back, so the stream is not read on.
     pub(crate) fn is_full(&self) -> bool {
         self.full
     }
 
-    /// The token ids with which another brain continues, and their share of memory; `None` if they
+    /// The token ids with which another brain continues, and their share of memory; `None`: there
     /// were too many to keep.
     pub(crate) fn into_ids(self) -> Option<(Vec<u8>, Arc<IdShare>)> {
         self.ids.map(|ids| (ids.text, Arc::new(ids.share)))
@@ -158,21 +160,21 @@ impl Tape {
     }
 }
 
-/// A search for whole comment lines in bytes that grow at their end. It looks at each byte once,
-/// but for those that may be the beginning of a comment.
+/// Searches for whole comment lines in a growing buffer. It reads each byte once, except those that
+/// may begin a comment.
 #[derive(Debug, Default)]
 struct Search {
     /// All before was searched.
     at: usize,
-    /// The beginning of a comment whose end was not found yet.
+    /// Where a comment begins whose end has not come yet.
     comment: Option<usize>,
     #[cfg(test)]
     examined: usize,
 }
 
 impl Search {
-    /// The range of the first whole comment line, its line end included. The next search is for
-    /// the bytes behind it.
+    /// The range of the first whole comment line, its line end included. The next search starts
+    /// behind it.
     fn next(&mut self, bytes: &[u8]) -> Option<(usize, usize)> {
         loop {
             let rest = &bytes[self.at..];
@@ -190,14 +192,15 @@ impl Search {
             let found = memmem::find(rest, COMMENT);
             self.count(found.map_or(rest.len(), |at| at + COMMENT.len()));
             let Some(at) = found else {
-                // The beginning of a comment may be at the end.
+                // The bytes at the end may begin a comment.
                 self.at = self.at.max(bytes.len().saturating_sub(COMMENT.len() - 1));
                 return None;
             };
             let at = self.at + at;
             // No comment begins within the beginning of another.
             self.at = at + COMMENT.len();
-            // JSON has no line ends, so what looks like a comment at the start of a line is one.
+            // JSON text has no raw line ends, so a comment mark at the start of a line is a
+            // comment.
             self.comment = (at == 0 || bytes[at - 1] == b'\n').then_some(at);
         }
     }
@@ -242,7 +245,7 @@ mod tests {
         assert_eq!((out.len(), ids(tape)), (events, b"7,8,".to_vec()));
     }
 
-    /// Pieces of streams that never say how far they may be passed on.
+    /// Pieces of streams without any complete comment.
     const ENDLESS: [&[u8]; 5] =
         [b"x", b": forebay", b"\n", b"x: forebay 1\nx: forebay 2", b"\n: forebay 1,2"];
 
@@ -326,8 +329,8 @@ mod tests {
     }
 
     proptest! {
-        /// However the stream is cut into pieces and wherever it breaks, what was passed on belongs
-        /// to the ids that were noted, no more and no less.
+        /// However a stream is cut into pieces and wherever it breaks, the ids cover exactly the
+        /// text that was passed on.
         #[test]
         fn events_and_ids_go_together(
             steps in prop::collection::vec(("[a:\n ]{0,6}|: forebay 9", prop::collection::vec(any::<u16>(), 1..4), any::<bool>()), 1..8),
@@ -336,7 +339,7 @@ mod tests {
         ) {
             let report = LoadReport { at: 3, ..LoadReport::default() };
             let mut stream = Vec::new();
-            // After each comment: bytes of the stream, of its events, and of the ids as text.
+            // After each comment: the bytes of the stream, of its events, and of the ids as text.
             let (mut events, mut ids) = (Vec::new(), Vec::new());
             let mut complete = vec![(0, 0, 0)];
             for (text, step, with_report) in &steps {

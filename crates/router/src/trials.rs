@@ -1,8 +1,8 @@
 //! The order in which suspects get their trials.
 //!
-//! Those with fewer deaths come first, since their trials are shorter. Among these, clients take
-//! turns, so that a client with many suspects does not keep others waiting. A suspect waits for any
-//! backend that may take it. Where an earlier one waits for the same backend, that one is first.
+//! Suspects with fewer deaths come first, since their trials are shorter. Among equals, clients
+//! take turns, so that a client with many suspects does not hold up others. A suspect waits for any
+//! backend that may take it, unless an earlier suspect waits for that backend too.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -20,12 +20,12 @@ pub(crate) struct Trials(Mutex<Queue>);
 struct Queue {
     waiting: BTreeMap<Place, Waiter>,
     clients: FxHashMap<ClientId, Turns>,
-    /// The turn of the last one that was tried.
+    /// The turn of the last suspect that was tried.
     turn: u64,
     next: u64,
 }
 
-/// A place in the queue, the first one the least.
+/// A place in the queue; the smallest is first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Place {
     deaths: u8,
@@ -48,7 +48,7 @@ struct Turns {
 }
 
 impl Queue {
-    /// Wakes the first one that a backend may take.
+    /// Wakes the first suspect that a backend may take.
     fn wake(&self, backend: u32) {
         let mut waiting = self.waiting.values();
         if let Some(first) = waiting.find(|waiter| !waiter.unfit.contains(&backend)) {
@@ -99,8 +99,7 @@ impl Ticket {
         self.wake.notified().await;
     }
 
-    /// The free ones among `backends` whose turn it is. The suspect is not woken for those that are
-    /// `unfit`.
+    /// The free backends at which it is this suspect's turn. It is not woken for `unfit` ones.
     pub(crate) fn turns(&self, free: &[u32], unfit: Vec<u32>) -> Vec<u32> {
         let mut queue = self.trials.0.lock();
         if let Some(waiter) = queue.waiting.get_mut(&self.place) {
@@ -113,7 +112,7 @@ impl Ticket {
         free.iter().copied().filter(|backend| !earlier(backend)).collect()
     }
 
-    /// The suspect is tried, at none of the backends `free`.
+    /// Records that the suspect is being tried, and leaves the `free` backends to others.
     pub(crate) fn used(&self, free: impl Iterator<Item = u32>) {
         let mut queue = self.trials.0.lock();
         queue.waiting.remove(&self.place);
@@ -131,7 +130,7 @@ impl Drop for Ticket {
                 queue.clients.remove(&self.client);
             }
         }
-        // It may have been woken for a backend that the next one can have.
+        // If it was woken for a backend, wake the next suspect for it.
         if queue.waiting.remove(&self.place).is_some()
             && let Some(next) = queue.waiting.values().next()
         {
@@ -174,7 +173,7 @@ mod tests {
         assert_eq!(trials.waiting(), 6);
         assert_eq!(order(tickets), [0, 3, 5, 1, 4, 2]);
         assert!(trials.waiting() == 0 && trials.0.lock().clients.is_empty());
-        // Who comes later is not ahead of those who wait for having come seldom.
+        // A newcomer is not put ahead of suspects whose clients also had few turns.
         let tickets = vec![enter(7), enter(7), enter(8)];
         assert_eq!(order(tickets), [0, 2, 1]);
     }
@@ -195,7 +194,7 @@ mod tests {
         assert_eq!(second.turns(&[ONE, TWO], vec![]), [ONE]);
         trials.is_free(ONE);
         assert_eq!([is_woken(&first), is_woken(&second), is_woken(&third)], [false, true, false]);
-        // What it does not take, the next one may have.
+        // A backend that it does not use goes to the next suspect.
         second.used([TWO].into_iter());
         assert_eq!([is_woken(&first), is_woken(&third)], [true, false]);
         // It leaves with what it was woken for.

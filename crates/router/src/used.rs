@@ -1,4 +1,4 @@
-//! What prefill servers of vLLM have handed on, which is used once.
+//! Transfer parameters from vLLM's prefill servers, each of which may be used only once.
 
 use std::num::NonZeroUsize;
 
@@ -6,12 +6,12 @@ use lru::LruCache;
 use parking_lot::Mutex;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-/// The largest number of parameters that are remembered. A prefill server keeps what it hands on
-/// for half a minute, or some minutes.
+/// The largest number of parameters that are remembered. A prefill server keeps the keys and values
+/// for half a minute to a few minutes.
 const MOST: NonZeroUsize = NonZeroUsize::new(1 << 16).expect("not zero");
 
-/// Parameters that were sent to a decode server. Sent again, they would name memory that has
-/// another prompt's keys and values, and the answer would be that prompt's.
+/// Parameters that were sent to a decode server. Sent again, they could name memory that holds
+/// another prompt's keys and values by then, and the answer would continue that prompt.
 #[derive(Debug)]
 pub(crate) struct Used {
     seed: u64,
@@ -25,7 +25,7 @@ impl Default for Used {
 }
 
 impl Used {
-    /// Notes that parameters are sent; false if they were before.
+    /// Records that parameters are sent; false if they were sent before.
     pub(crate) fn take(&self, params: &[u8]) -> bool {
         let name = xxh3_64_with_seed(params, self.seed);
         self.names.lock().put(name, ()).is_none()

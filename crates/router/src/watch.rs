@@ -1,4 +1,4 @@
-//! Questions of the router itself to backends: health, load and stored blocks.
+//! The router's own requests to backends: health, load and stored blocks.
 
 use std::future::poll_fn;
 use std::io::ErrorKind;
@@ -25,26 +25,26 @@ use crate::pairs::Duty;
 use crate::payload::Payload;
 use crate::shared::Shared;
 
-/// The time between two questions to a backend that is down or has just failed.
+/// The interval of health checks of a backend that is down or has just failed.
 const PROBE: Duration = Duration::from_secs(1);
-/// The longest time that an idle backend may keep a question about its load.
+/// How long an idle backend may hold a load request open.
 const WAIT: Duration = Duration::from_secs(20);
-/// The least time between two questions to the same backend about its load.
+/// The shortest interval between two load requests to the same backend.
 const PACE: Duration = Duration::from_millis(5);
-/// The time between two questions about a backend's blocks. Until they are known, a text counts for
-/// the backend that it was sent to.
+/// The interval of requests for a backend's blocks. Until they are known, a text counts as cached
+/// at the backend that it was sent to.
 const BLOCKS_PACE: Duration = Duration::from_millis(20);
-/// The time that a backend has to be without requests of ours before it is asked about its load.
-/// Requests that come one after the other bring the load along. A question between them would be
-/// answered just as the next one arrives.
+/// How long a backend has to be without requests from this router before it is asked for its load.
+/// Responses carry the load anyway, and with requests in quick succession the answer would come
+/// together with the next request.
 const QUIET: Duration = Duration::from_millis(100);
 /// The longest report of a load, in bytes.
 const MAX_REPORT: usize = 64 << 10;
 /// The longest list of models, in bytes.
 const MAX_LIST: usize = 4 << 20;
-/// The longest answer about blocks: two numbers, and an event for each block.
+/// The largest answer about blocks: two numbers, and an event for each block.
 const MAX_EVENTS: usize = 8 * (2 + MAX_BLOCKS);
-/// The number of events about blocks that are taken at a time. Requests are dispatched in between.
+/// The number of block events that are applied at a time. Requests are dispatched in between.
 const EVENTS_AT_ONCE: usize = 1 << 13;
 
 /// Watches a backend until it is taken off the list.
@@ -62,7 +62,7 @@ pub(crate) async fn watch(shared: Arc<Shared>, backend: Arc<Backend>) {
         }
         std::future::pending::<()>().await;
     };
-    // Only the first ends, when the backend is off the list.
+    // Only the first branch ends, when the backend leaves the list.
     select! {
         () = health => {}
         () = follow_models(&shared, &backend) => {}
@@ -81,7 +81,8 @@ async fn check_health(shared: &Shared, backend: &Backend) {
             Err(_) => Check::Silent,
         };
         if check == Check::Fine && !backend.is_up() {
-            // Before it gets requests for what another one has.
+            // Its models have to be known before it gets requests, which might be for another
+            // backend's.
             ask_models(shared, backend, &mut None).await;
             if backend.duty != Duty::Whole && !knows_peer(shared, backend).await {
                 check = Check::Refuses;
@@ -95,13 +96,13 @@ async fn check_health(shared: &Shared, backend: &Backend) {
         }
         select! {
             () = sleep(pause) => {}
-            // Not sooner than a moment from now: what failed may just be starting again.
+            // Wait a moment first: what has failed may be starting again.
             () = backend.suspected.notified() => sleep(PACE).await,
         }
     }
 }
 
-/// Asks a server of which pairs are made for its engine; false if it can be in none now.
+/// Asks a server that should be in pairs for its engine; false: it can't be in a pair now.
 async fn knows_peer(shared: &Shared, backend: &Backend) -> bool {
     let peer = identify(shared, backend).await.transpose();
     let fits = matches!(peer, Some(Ok(_)));
@@ -111,8 +112,8 @@ async fn knows_peer(shared: &Shared, backend: &Backend) -> bool {
     fits
 }
 
-/// Checks if a backend has died since dispatch `sent`, which broke: its address does not answer, or
-/// another process does.
+/// Checks whether a backend has died since dispatch `sent`, which broke: its address does not
+/// answer, or another process does.
 pub(crate) async fn has_died(shared: &Shared, sent: &Sent) -> bool {
     let backend = &sent.backend;
     let broke = Instant::now();
@@ -120,7 +121,7 @@ pub(crate) async fn has_died(shared: &Shared, sent: &Sent) -> bool {
     if died() {
         return true;
     }
-    // All that broke at the same time are answered by one question.
+    // One check answers for all dispatches that broke at the same time.
     let mut found_alive = backend.inquest.lock().await;
     if died() {
         return true;
@@ -130,7 +131,7 @@ pub(crate) async fn has_died(shared: &Shared, sent: &Sent) -> bool {
     }
     let config = &shared.config.health;
     let asked = Instant::now();
-    // What a brain calls itself tells it from one that was started in its place.
+    // A brain's process id tells it from a process that was started in its place.
     if backend.is_forebay() {
         let limits = (config.timeout, MAX_REPORT);
         let answer = question(shared, backend, &mut None, "/v1/loads", limits).await;
@@ -147,8 +148,8 @@ pub(crate) async fn has_died(shared: &Shared, sent: &Sent) -> bool {
 /// An answer's status and body.
 type Answer = Result<(StatusCode, Bytes), LinkError>;
 
-/// Asks a backend something on a connection that was kept in `link`. The answer's head comes, and
-/// the connection with the rest.
+/// Sends a request on a connection kept in `link`. Returns the answer's head, and the connection
+/// for the rest.
 async fn ask(
     shared: &Shared,
     backend: &Backend,
@@ -180,7 +181,7 @@ async fn ask(
     Ok((open, response))
 }
 
-/// Reads an answer of at most so many bytes. Its connection is kept in `link`.
+/// Reads an answer up to a size limit. Its connection is kept in `link`.
 async fn read(
     (mut open, response): (Link, Response<Incoming>),
     link: &mut Option<Link>,
@@ -200,7 +201,7 @@ async fn read(
     Ok((head.status, whole.into()))
 }
 
-/// Asks for an answer within some time and of at most so many bytes.
+/// Gets an answer within a time limit and a size limit.
 pub(crate) async fn question(
     shared: &Shared,
     backend: &Backend,
@@ -215,7 +216,7 @@ pub(crate) async fn question(
     timeout(time, answer).await.unwrap_or_else(|_| Err(late()))
 }
 
-/// The status of a backend's health. The rest of that answer says nothing, and is not read.
+/// The status of a backend's health check. The body of that answer is not read.
 async fn health(shared: &Shared, backend: &Backend) -> Result<StatusCode, LinkError> {
     let config = &shared.config.health;
     let mut link = None;
@@ -227,7 +228,7 @@ fn late() -> LinkError {
     LinkError::Connect(ErrorKind::TimedOut.into())
 }
 
-/// Takes an answer's report; false if there is none, as with servers of others.
+/// Applies the load report in an answer; false: there is none, as with other servers.
 fn take_report(backend: &Backend, answer: &Answer) -> bool {
     let Ok((StatusCode::OK, body)) = answer else { return false };
     match serde_json::from_slice::<LoadReport>(body) {
@@ -239,7 +240,7 @@ fn take_report(backend: &Backend, answer: &Answer) -> bool {
     }
 }
 
-/// Asks a backend that speaks of its load for a report, and takes it. Gives the answer.
+/// Asks a backend that reports loads for a report, and applies it. Returns the answer.
 pub(crate) async fn report_of(
     shared: &Shared,
     backend: &Backend,
@@ -260,8 +261,8 @@ async fn poll_load(shared: &Shared, backend: &Backend, interval: Duration) {
     }
 }
 
-/// Follows the load of a backend. It comes with responses as long as there are any. Otherwise the
-/// backend is asked to answer when it has another number of requests.
+/// Follows the load of a backend. It comes with responses as long as there are any. Otherwise a
+/// request waits at the backend until its number of requests changes.
 async fn follow_load(shared: &Shared, backend: &Backend) {
     let mut link = None;
     let mut first = true;
@@ -289,7 +290,7 @@ async fn follow_load(shared: &Shared, backend: &Backend) {
     }
 }
 
-/// Follows the list of a backend's models. It is asked for again when somebody wants it.
+/// Follows a backend's list of models, which is read again on demand.
 async fn follow_models(shared: &Shared, backend: &Backend) {
     let mut link = None;
     loop {
@@ -304,14 +305,14 @@ async fn follow_models(shared: &Shared, backend: &Backend) {
     }
 }
 
-/// Asks for the list of a backend's models, and tells of names that mean something else elsewhere.
+/// Reads a backend's list of models, and warns of names that mean something else at other backends.
 async fn ask_models(shared: &Shared, backend: &Backend, link: &mut Option<Link>) {
     let number = backend.models.begin();
     let limits = (shared.config.health.timeout, MAX_LIST);
     let listed = match question(shared, backend, link, LIST, limits).await {
         Ok((StatusCode::OK, body)) => Listed::read(&body),
         Ok(_) => None,
-        // What it had, it has again when it comes back.
+        // It will have the same models again when it comes back.
         Err(_) => return backend.models.fail(number),
     };
     if backend.models.end(number, listed) {
