@@ -19,10 +19,10 @@ const SEC_FETCH: [HeaderName; 3] = [
     HeaderName::from_static("sec-fetch-mode"),
     HeaderName::from_static("sec-fetch-dest"),
 ];
-/// The time for which a browser may cache the answer to a preflight request.
+/// How long a browser may cache the answer to a preflight request.
 const PREFLIGHT_AGE: std::time::Duration = std::time::Duration::from_secs(600);
 
-/// Tells browsers which pages may read answers; `None`: no page may but the server's own.
+/// Tells browsers which pages may read answers; `None`: only the server's own page may.
 pub(crate) fn cors(access: &Access) -> Option<CorsLayer> {
     if access.allowed_origins.is_empty() {
         return None;
@@ -42,7 +42,7 @@ pub(crate) fn cors(access: &Access) -> Option<CorsLayer> {
     Some(layer)
 }
 
-/// Refuses requests that name another host, or come from pages that may not ask.
+/// Refuses requests that name another host, or come from pages of other origins.
 pub(crate) async fn check_access<S: HasSettings>(
     State(state): State<Arc<S>>,
     request: Request,
@@ -54,7 +54,7 @@ pub(crate) async fn check_access<S: HasSettings>(
     }
 }
 
-/// Refuses requests that a browser sends without a preflight.
+/// Refuses requests of content types that a browser sends without a preflight.
 pub(crate) async fn check_type(request: Request, next: Next) -> Response {
     if request.method() == Method::POST
         && from_browser(request.headers())

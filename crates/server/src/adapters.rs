@@ -1,7 +1,7 @@
 //! Adapters by their names: loaded at the start and at run time, and registered with the engine.
 //!
-//! A name means a content. A load of other content under a name is another adapter with a number of
-//! its own. Requests that run keep the old one, and no block of the prefix cache is shared.
+//! Loading other content under a name creates another adapter with a number of its own. Running
+//! requests keep the old adapter, and the two share no block of the prefix cache.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -23,16 +23,16 @@ const MOST_NAMES: usize = 1024;
 /// The largest number of bytes of a name.
 const NAME_BYTES: usize = 128;
 
-/// The files of an adapter that were read and checked.
+/// The checked files of an adapter.
 #[derive(Debug, Clone)]
 pub struct AdapterFiles {
     /// The path, as it was given.
     pub path: PathBuf,
     /// A hash of the content.
     pub digest: String,
-    /// The modules that it changes, by the ends of their names.
+    /// The modules that it changes, by the last parts of their names.
     pub modules: Vec<String>,
-    /// The places of its matrices in files, for hands.
+    /// Where its matrices are in files, for hands.
     pub manifest: Value,
 }
 
@@ -42,11 +42,11 @@ pub type AdapterReader = Arc<dyn Fn(&Path) -> Result<AdapterFiles, String> + Sen
 /// The adapters of a server.
 #[derive(Clone)]
 pub struct AdapterSettings {
-    /// Adapters that are loaded at the start, by their names.
+    /// Adapters that are loaded at the start, by name.
     pub at_start: Vec<(String, AdapterFiles)>,
-    /// The reader of those that clients load; `None`: clients load none.
+    /// Reads adapters that clients load; `None`: clients can't load any.
     pub reader: Option<AdapterReader>,
-    /// True if clients may load adapters without a key of administrators.
+    /// True if clients may load adapters without an admin key.
     pub open: bool,
 }
 
@@ -60,7 +60,7 @@ impl std::fmt::Debug for AdapterSettings {
 /// An adapter that requests may name.
 #[derive(Debug)]
 pub(crate) struct NamedAdapter {
-    /// The number by which the engine knows it. Adapters of the same content have the same.
+    /// The engine's number for it. Adapters with the same content have the same number.
     pub(crate) id: u32,
     pub(crate) name: String,
     pub(crate) path: PathBuf,
@@ -109,12 +109,13 @@ impl Adapters {
         self.names.read().values().cloned().collect()
     }
 
-    /// True if clients may load adapters without a key of administrators.
+    /// True if clients may load adapters without an admin key.
     pub(crate) fn is_open(&self) -> bool {
         self.settings.open
     }
 
-    /// Gives a name to files that were read. Returns the number of another adapter that had it.
+    /// Registers files under a name. Returns the number of another adapter that had the name
+    /// before.
     fn enter(&self, name: &str, files: &AdapterFiles) {
         let mut names = self.names.write();
         let same = names.values().find(|other| other.digest == files.digest);
@@ -140,7 +141,7 @@ impl Adapters {
         self.gone(&names, old.as_deref());
     }
 
-    /// Makes the engine forget an adapter that has no name any more.
+    /// Makes the engine forget an adapter whose last name was removed.
     fn gone(&self, names: &BTreeMap<String, Arc<NamedAdapter>>, adapter: Option<&NamedAdapter>) {
         let Some(&NamedAdapter { id, .. }) = adapter else { return };
         if names.values().all(|other| other.id != id) {
@@ -196,7 +197,7 @@ impl Adapters {
         }
     }
 
-    /// Removes a name. Requests that run are finished.
+    /// Removes a name. Running requests finish.
     ///
     /// # Errors
     /// No adapter has the name, or clients load and unload none.
@@ -223,7 +224,7 @@ impl Adapters {
     }
 }
 
-/// Checks that a text may be the name of an adapter.
+/// Checks that a text is allowed as an adapter's name.
 ///
 /// # Errors
 /// It may not be.

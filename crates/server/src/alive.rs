@@ -9,7 +9,7 @@ use crate::peers::Peer;
 use crate::state::{Inner, Shared};
 
 impl Inner {
-    /// Counts a call, which `peer` sent, until the guard is dropped.
+    /// Counts a call from `peer` until the guard is dropped.
     pub(crate) fn enter(self: &Arc<Self>, peer: &Peer) -> LiveGuard {
         let tag = peer.tag();
         self.book.enter(tag);
@@ -24,7 +24,7 @@ pub(crate) struct LiveGuard {
 }
 
 impl LiveGuard {
-    /// Notes that the call has submitted an engine request.
+    /// Records that the call has submitted an engine request.
     pub(crate) fn submitted(&self, id: RequestId) {
         if let Some(tag) = &self.tag {
             self.state.book.submitted(tag, id.0);

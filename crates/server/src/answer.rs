@@ -1,8 +1,8 @@
-//! Whole answers as JSON, within the bounds on unread output.
+//! Non-streamed answers as JSON, within the bounds on unread output.
 //!
-//! An answer repeats things: a prompt's log-probabilities once a choice, for instance. So what is
-//! written is counted while it is written. Choices are made one after the other, and each is
-//! dropped once it has been written. The bytes are charged until they have been sent.
+//! An answer may repeat data, such as a prompt's log-probabilities in each choice. So bytes are
+//! counted as they are written. Choices are built one at a time, and each is dropped once it has
+//! been written. The bytes are charged until they have been sent.
 
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -27,7 +27,7 @@ pub(crate) struct AnswerWriter {
     error: Option<ApiError>,
 }
 
-/// Bytes that wait for a client, and their charge.
+/// Bytes that wait to be sent to a client, and their charge.
 struct ChargedBytes {
     bytes: Bytes,
     _charge: Arc<Charge>,
@@ -69,12 +69,12 @@ impl Write for AnswerWriter {
 }
 
 impl AnswerWriter {
-    /// A writer of at most `limit` bytes, which `charge` pays for.
+    /// A writer of at most `limit` bytes, charged to `charge`.
     pub(crate) fn new(limit: usize, charge: &Arc<Charge>) -> Self {
         Self { bytes: Vec::new(), limit, charge: Arc::clone(charge), error: None }
     }
 
-    /// The answer is one value.
+    /// Writes one value as the answer.
     ///
     /// # Errors
     /// It is too large.
@@ -83,7 +83,7 @@ impl AnswerWriter {
         Ok(self.finish())
     }
 
-    /// The answer is a list. An item is made when it is its turn.
+    /// Writes a list as the answer. Each item is built when it is written.
     ///
     /// # Errors
     /// It is too large.
@@ -95,7 +95,7 @@ impl AnswerWriter {
         Ok(self.finish())
     }
 
-    /// The answer is `value` with these items in its list `field`, which is empty.
+    /// Writes `value` as the answer, with these items in its empty list `field`.
     ///
     /// # Errors
     /// It is too large.
@@ -106,7 +106,7 @@ impl AnswerWriter {
         items: impl Iterator<Item = T>,
     ) -> Result<Response, Failure> {
         let frame = serde_json::to_string(value).map_err(unwritable)?;
-        // Quotation marks within strings are escaped, so that this is found in no string.
+        // Quotation marks within strings are escaped, so this text occurs in no string.
         let (before, after) = frame.split_once(&format!("\"{field}\":[]")).unwrap_or((&frame, ""));
         debug_assert!(!after.is_empty(), "the value has the list");
         self.raw(before)?;
@@ -144,7 +144,7 @@ impl AnswerWriter {
 
     fn finish(self) -> Response {
         let Self { bytes, charge, .. } = self;
-        // The rest of the request's charge ends with the request.
+        // The rest of the request's charge is released when the request ends.
         charge.shrink(bytes.len());
         charged(bytes.into(), charge)
     }

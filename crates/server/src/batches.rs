@@ -1,4 +1,4 @@
-//! Files and batches of clients: whose they are, and the errors of their store.
+//! Clients' files and batches: who owns them, and the errors of their store.
 
 use std::sync::Arc;
 

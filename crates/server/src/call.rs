@@ -31,35 +31,35 @@ use crate::peers::{Peer, Resume};
 use crate::state::Shared;
 use crate::submission::Submission;
 
-/// Choices that are submitted before the HTTP thread yields to other tasks.
+/// Choices that are submitted at a time, before the HTTP thread yields to other tasks.
 pub(crate) const CHOICES_A_TURN: usize = 16;
 
 /// Engine requests of one client request: all choices of all prompts. Dropping it aborts those that
-/// have not ended. So a client that has gone frees its slots and pages, with a stream as with a
-/// whole response.
+/// have not ended. So the slots and pages of a client that disconnects are freed, whether it
+/// streams or not.
 pub(crate) struct Call {
     engine: Arc<dyn Engine>,
     /// The engine requests by choice; `None` once one has ended.
     alive: Vec<Option<RequestId>>,
     receiver: Receiver,
     span: tracing::Span,
-    /// The part of a stream that the client has already, from another brain.
+    /// The part of a stream that another brain has sent to the client already.
     before: Option<Delta>,
     live: LiveGuard,
     /// The charge for the choices and the answer.
     charge: Arc<Charge>,
-    /// The largest number of bytes of a whole answer.
+    /// The largest size of a non-streamed answer in bytes.
     limit: usize,
 }
 
-/// A call's request, as each of its choices needs it.
+/// The request data that each of a call's choices needs.
 #[derive(Clone, Copy)]
 struct Origin<'a> {
     state: &'a Shared,
     peer: &'a Peer,
     streamed: bool,
     arrived: Instant,
-    /// The tokens that the client has already, from another brain.
+    /// The tokens that another brain has sent to the client already.
     said: &'a [i32],
     /// True if the call has one prompt.
     alone: bool,
@@ -67,7 +67,7 @@ struct Origin<'a> {
 
 impl Call {
     /// Submits every choice of every prompt, or none. `peer` is the sending router. Many choices
-    /// are submitted some at a time, with other tasks in between. To drop the future aborts the
+    /// are submitted in portions, with other tasks in between. Dropping the future aborts the
     /// submitted ones.
     ///
     /// # Errors
@@ -156,8 +156,8 @@ impl Call {
         Ok(call)
     }
 
-    /// Submits the choices of a prompt, which take the next of `senders`. `speller` has read the
-    /// part of a stream that the client has already; the first choice takes it.
+    /// Submits the choices of a prompt, each with the next of `senders`. `speller` has read the
+    /// part of a stream that the client already has; the first choice takes it over.
     async fn submit(
         &mut self,
         submission: Submission,
@@ -275,7 +275,7 @@ impl Call {
         self.receiver.tally()
     }
 
-    /// The part of a stream that the client has already, from another brain.
+    /// Takes the part of a stream that another brain has sent already.
     pub(crate) fn take_before(&mut self) -> Option<Delta> {
         self.before.take()
     }
@@ -300,7 +300,7 @@ impl Call {
     }
 
     /// Moves the new deltas of each choice into `out`. `Ready(false)`: every choice has ended, and
-    /// its end was read.
+    /// all ends were read.
     pub(crate) fn poll(
         &mut self,
         context: &mut Context<'_>,
@@ -355,7 +355,7 @@ fn spell(state: &Shared, terms: &Terms) -> Speller {
     Speller::new(state.text.tokenizer(), terms, &state.model.marks)
 }
 
-/// Counts of nothing yet, of these prompts and their choices.
+/// A zero count for these prompts and their choices.
 fn tally(submissions: &[Submission], state: &Shared) -> Tally {
     let prompts = submissions.iter();
     let mut tally =
@@ -373,8 +373,8 @@ fn tally(submissions: &[Submission], state: &Shared) -> Tally {
     tally
 }
 
-/// A proposer of drafts for a choice that continues `said`. `text`: the record of its text in the
-/// shared history, if drafts come from there too.
+/// A proposer of drafts for a choice that continues `said`. `text`: its text in the shared history,
+/// if drafts come from there too.
 fn lookup(history: &Arc<History>, said: &[i32], text: Option<SharedText>) -> Box<dyn Proposer> {
     let mut lookup = Lookup::new(Arc::clone(history));
     if let Some(text) = text {
@@ -425,7 +425,7 @@ fn shared_names(state: &Shared, salt: u64, submission: &Submission) -> Arc<[Bloc
     state.engine.block_names(salt, &submission.prompt).into()
 }
 
-/// Only a stream with one choice is gone on with, and only if there is anything left of it.
+/// Checks that a stream can be resumed: it has one choice, and something is left to generate.
 fn check_resume(
     resume: &Resume,
     submissions: &[Submission],
@@ -459,14 +459,14 @@ fn before(speller: &mut Speller, resume: &Resume, generation: &Generation) -> De
         speller.push(id, false, &mut fresh, &mut before.parts);
         before.reasoning_tokens += u32::from(speller.reasons());
         if generation.sampling.logprobs.is_some() {
-            // Only the token's text is of use: the number has been sent.
+            // Only the token's text matters: its log-probability was sent already.
             before.logprobs.push(&[(id, 0.0)]);
         }
     }
     before
 }
 
-/// Refuses a priority that clients may not ask for.
+/// Refuses a priority that clients may not use.
 pub(crate) fn check_priority(priority: i32, state: &Shared) -> Result<(), ApiError> {
     let most = state.config.max_client_priority.unwrap_or(u32::MAX);
     if priority.unsigned_abs() <= most {
@@ -478,7 +478,7 @@ pub(crate) fn check_priority(priority: i32, state: &Shared) -> Result<(), ApiErr
     Err(ApiError::invalid("priority", reason))
 }
 
-/// The error for a client whose request was not taken.
+/// The error for a client whose request was not accepted.
 pub(crate) fn submit_error(error: SubmitError) -> ApiError {
     let reason = error.to_string();
     match error {

@@ -1,4 +1,4 @@
-//! The computation of batches by the server's own routes.
+//! Computes batches by calling the server's own routes.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -26,11 +26,11 @@ use crate::reply::ReplyError;
 use crate::routes;
 use crate::state::{Shared, now};
 
-/// The wait of a request that the server has no room for, and the longest one.
+/// The first and the longest wait before a request for which the server had no room is tried again.
 const FIRST_WAIT: Duration = Duration::from_millis(250);
 const LONGEST_WAIT: Duration = Duration::from_secs(30);
 
-/// Computes the batches of a store from now on.
+/// Starts computing the batches of a store.
 pub(crate) fn start(store: &Arc<BatchStore>, state: &Shared) -> AbortHandle {
     let config = &state.config;
     let mut keys = HashMap::new();
@@ -51,10 +51,10 @@ fn texts(keys: &Keys) -> impl Iterator<Item = &str> {
     (0..keys.len()).filter_map(|at| keys.text(at))
 }
 
-/// The server's own routes, which are asked without a socket.
+/// The server's own routes, called without a socket.
 struct OwnRoutes {
     router: Router,
-    /// The `Authorization` of each owner whose key is accepted; `None`: no key is needed.
+    /// The `Authorization` header of each owner whose key is accepted; `None`: no key is needed.
     keys: HashMap<Owner, Option<HeaderValue>>,
     state: Shared,
 }

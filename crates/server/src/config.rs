@@ -22,26 +22,26 @@ use crate::store::StoreConfig;
 /// The rule for clients that share cached blocks.
 #[derive(Debug, Clone, Serialize)]
 pub struct Sharing {
-    /// The namer of the engine's blocks. It also makes salts, so that a second salt for the same
-    /// names cannot be found.
+    /// The namer of the engine's blocks. It also makes salts, so that clients cannot find another
+    /// salt that gives the same names.
     #[serde(skip)]
     pub namer: Namer,
     /// True if clients with different keys share blocks.
     pub share_cache_across_keys: bool,
 }
 
-/// The settings of the server. The listener is opened by the caller. A field of a flag has the
-/// flag's name. Keys are never written.
+/// The settings of the server. The listener is opened by the caller. A field that comes from a flag
+/// has the flag's name. Keys are never shown.
 #[derive(Debug, Clone, Serialize)]
 pub struct ServerConfig {
     /// Keys of clients. If there are any, each client must send one.
     #[serde(skip)]
     pub api_keys: Keys,
     /// Keys for routes that change the server or report on it. If there are any, these routes need
-    /// one of them. They are valid for all other routes too.
+    /// one of them. They are accepted on all other routes too.
     #[serde(skip)]
     pub admin_keys: Keys,
-    /// The key of routers. A router with the key gets the blocks of the prefix caches.
+    /// The key of routers. A router that sends it gets the blocks of the prefix caches.
     #[serde(skip)]
     pub router_key: Option<String>,
     /// The rule for clients that share cached blocks.
@@ -49,44 +49,43 @@ pub struct ServerConfig {
     pub sharing: Sharing,
     /// True if cached tokens are hidden from clients.
     pub hide_cached_tokens: bool,
-    /// MiB of answers that drafts of other requests of the same salt come from; 0: of none.
+    /// MiB of answers in which requests of the same salt find drafts; 0: none.
     pub speculative_shared_history: u32,
     /// Hosts and pages whose requests are answered.
     #[serde(skip)]
     pub access: Access,
-    /// The prefix that paths may have, such as `/llm`, if a proxy in front has it in its URLs. It
-    /// is empty, or has no slash at its end.
+    /// A prefix that paths may have, such as `/llm`, for a proxy that keeps it in URLs. Empty, or
+    /// without a slash at its end.
     pub root_path: String,
     /// Proxies that are trusted to name the sender of a request.
     #[serde(skip)]
     pub trusted_proxies: TrustedProxies,
-    /// The largest number of connections at a time. A few further ones get a 503, or the health of
-    /// the server.
+    /// The largest number of connections at a time. A few more get a 503, or the server's health.
     pub max_connections: usize,
     /// Certificate and key; `None`: connections are not encrypted.
     #[serde(skip)]
     pub tls: Option<Tls>,
-    /// The largest `priority` of a client; minus this number is the smallest. `None`: any.
+    /// The largest `priority` of a client; the smallest is its negative. `None`: any.
     pub max_client_priority: Option<u32>,
-    /// The largest request body in bytes. Only embeddings or images may take more of it than
+    /// The largest request body in bytes. Everything but embeddings and images is limited to
     /// `max_json_bytes`.
     pub max_body_bytes: usize,
     /// The largest request body without its embeddings and images in bytes.
     pub max_json_bytes: usize,
-    /// The largest number of bytes that all requests take together, from their bodies to their
-    /// expected output.
+    /// The largest memory of all requests together in bytes, from their bodies to their expected
+    /// output.
     pub max_request_bytes_in_flight: usize,
-    /// The longest time for a request's head to arrive, then for its body, and for a connection to
+    /// How long a request's head may take to arrive, then its body, and how long a connection may
     /// be idle.
     #[serde(serialize_with = "as_seconds")]
     pub receive_timeout: Duration,
-    /// The longest time in which a client may take no bytes although some wait for it. Then its
-    /// connection is cut.
+    /// How long a client may accept no bytes while some wait for it. Then its connection is closed.
     #[serde(serialize_with = "as_seconds")]
     pub send_timeout: Duration,
-    /// The largest number of unsent bytes of a response. A response with more ends with an error.
+    /// The largest number of unsent bytes of a response. A response that exceeds it ends with an
+    /// error.
     pub max_unread_bytes: usize,
-    /// The time for which running requests may go on after the shutdown signal.
+    /// How long running requests may continue after the shutdown signal.
     #[serde(serialize_with = "as_seconds")]
     pub drain_timeout: Duration,
     /// The longest wait of /health_generate for its token.
@@ -94,10 +93,10 @@ pub struct ServerConfig {
     pub health_timeout: Duration,
     /// The way of chunks to their sockets.
     pub egress: EgressMode,
-    /// The number of tokens for a chunk of a stream, if the request has no number. The first token
-    /// and the end do not wait.
+    /// The number of tokens in a chunk of a stream, unless the request sets it. The first token and
+    /// the end are sent at once.
     pub stream_interval: u32,
-    /// The bounds of kept responses, which clients get again or continue.
+    /// The bounds of stored responses, which clients can retrieve or continue.
     #[serde(flatten)]
     pub responses: StoreConfig,
     /// The store of files and batches; `None`: none are kept.
@@ -153,9 +152,9 @@ impl Default for ServerConfig {
 /// The served model.
 #[derive(Debug, Clone)]
 pub struct ModelInfo {
-    /// Names that requests may use, at least one; the first is shown.
+    /// Names that requests may use, at least one; lists show the first.
     pub served_names: Vec<String>,
-    /// Further names that requests may use, which no list shows.
+    /// Further names that requests may use, shown in no list.
     pub aliases: Vec<String>,
     /// The loaded model: a hub id or a path.
     pub root: String,
@@ -165,15 +164,15 @@ pub struct ModelInfo {
     pub eos: Arc<[i32]>,
     /// Sampling parameters that the model's generation config sets.
     pub defaults: GenerationDefaults,
-    /// The kind of output of a model that pools; `None`: the model generates text.
+    /// The output of a pooling model; `None`: the model generates text.
     pub pooling: Option<PooledModel>,
     /// The content of the model's tokenizer_config.json.
     pub tokenizer_config: Map<String, Value>,
-    /// The form in which the model writes reasoning and calls of tools.
+    /// The form in which the model writes reasoning and tool calls.
     pub dialect: Dialect,
     /// Special tokens that are marks of this form, ascending.
     pub marks: Arc<[i32]>,
-    /// The compiler of the forms of answers; `None`: answers have any form.
+    /// The compiler of grammars for answers; `None`: answers can't be constrained.
     pub grammars: Option<Grammars>,
     /// The images that the model takes; `None`: none.
     pub images: Option<ImageModel>,

@@ -1,4 +1,4 @@
-//! Constraints on a request's answers, from its parameters to one constraint a choice.
+//! Builds a constraint for each choice from a request's parameters.
 
 use std::sync::Arc;
 
@@ -11,8 +11,8 @@ use forebay_text::Tokenizer;
 use crate::state::Shared;
 use crate::submission::Submission;
 
-/// The constraints of a submission's choices, after the tokens `said`. A compile takes a turn of
-/// `client`. `None`: nothing restricts them.
+/// The constraints of a submission's choices, after the tokens `said`. A compilation takes a turn
+/// of `client`. `None`: nothing restricts the choices.
 pub(crate) async fn constraints(
     state: &Shared,
     submission: &Submission,
@@ -49,7 +49,7 @@ pub(crate) async fn constraints(
     grammars.constraints(wanted).await.map(Some).map_err(|error| refused(param, error))
 }
 
-/// The reasoning before the answer, where the model is known to reason.
+/// The reasoning before the answer, if the model is known to reason.
 fn reasoning(state: &Shared, terms: &Terms, prompt: &[i32]) -> Result<Option<Reasoning>, ApiError> {
     let generation = &terms.generation;
     let budget = generation.thinking_budget;
@@ -61,7 +61,7 @@ fn reasoning(state: &Shared, terms: &Terms, prompt: &[i32]) -> Result<Option<Rea
         return Ok(None);
     };
     let start = match terms.thinks {
-        // A chat's prompt may speak of marks, and its end alone counts.
+        // A chat's prompt may contain marks as text, so only its end counts.
         Some(Place::Reasoning) => Start::Inside,
         Some(Place::Answer) => Start::Answer,
         Some(Place::Either) => Start::Open,
@@ -75,7 +75,7 @@ fn reasoning(state: &Shared, terms: &Terms, prompt: &[i32]) -> Result<Option<Rea
     Ok(matters.then(|| Reasoning { markers: markers.clone(), start, budget }))
 }
 
-/// Ids that may come where an answer is complete.
+/// Token ids that are allowed where an answer is complete.
 fn ends(terms: &Terms, eos: &[i32]) -> Arc<[i32]> {
     let mut ends = [&terms.stop_ids, eos].concat();
     ends.sort_unstable();
@@ -83,7 +83,7 @@ fn ends(terms: &Terms, eos: &[i32]) -> Arc<[i32]> {
     ends.into()
 }
 
-/// The tokens of each word, at the beginning of a text and after a blank.
+/// The tokens of each word, at the start of a text and after a space.
 fn spelled(tokenizer: &Tokenizer, words: &[String]) -> Result<Arc<[Box<[i32]>]>, ApiError> {
     let mut spelled: Vec<Box<[i32]>> = Vec::with_capacity(2 * words.len());
     for (at, word) in words.iter().enumerate() {
@@ -107,7 +107,7 @@ fn spelled(tokenizer: &Tokenizer, words: &[String]) -> Result<Arc<[Box<[i32]>]>,
 fn refused(param: &str, error: GrammarError) -> ApiError {
     match error {
         GrammarError::Invalid { path, reason } => {
-            // Errors about calls have whole paths: they may be about any of the tools.
+            // Errors about calls carry the whole path, because they may concern any of the tools.
             let whole = !path.is_empty() && !path.starts_with(['.', '[']);
             let param = if whole { path } else { format!("{param}{path}") };
             ApiError::invalid(param.clone(), format!("`{param}`: {reason}"))
@@ -126,7 +126,7 @@ fn refused(param: &str, error: GrammarError) -> ApiError {
     }
 }
 
-/// The error of a server that can't compile new forms.
+/// The error of a server that can't compile new grammars.
 pub(crate) fn stuck(error: &GrammarError) -> ApiError {
     ApiError::Unavailable { reason: error.to_string(), code: "grammar_stuck" }
 }

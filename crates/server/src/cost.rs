@@ -1,22 +1,21 @@
-//! The bytes of memory that a request is charged.
+//! The bytes of memory that are charged to a request.
 //!
-//! A request is charged twice. One charge is for its body and the values made of it, until its
-//! prompts are token ids. The other is for its choices and its answer, until that has been sent.
-//! When their form is compiled, what it takes is added to that.
+//! A request is charged twice. One charge covers its body and the parsed values, until its prompts
+//! are token ids. The other covers its choices and its answer, until that has been sent. The memory
+//! of a compiled grammar is added to the second.
 
 use forebay_egress::LOGPROB_JSON;
 use forebay_engine::History;
 
 /// Bytes of memory for each byte of a body: the body, its copy in one piece, and the parsed values.
 const UNREAD: usize = 4;
-/// Bytes of a parsed request for each byte of its body: the strings, the rendered prompt, its token
-/// ids.
+/// Bytes of a parsed request for each byte of its body: strings, rendered prompt and token ids.
 const READ: usize = 3;
-/// Bytes of a JSON value that is kept as such, with the template's copy.
+/// Bytes of a JSON value that is kept unparsed, with the template's copy.
 const VALUE: usize = 512;
 /// Bytes of a request of any kind.
 const REQUEST: usize = 4096;
-/// Bytes of a choice: its places in the queue, the egress and the mailbox.
+/// Bytes of a choice: its entries in the queue, the egress and the mailbox.
 const CHOICE: usize = 4096;
 /// Bytes of a token id.
 const TOKEN: usize = size_of::<i32>();
@@ -24,13 +23,13 @@ const TOKEN: usize = size_of::<i32>();
 const LOGPROB: usize = 8;
 /// Bytes of a generated token: its id here and in the engine, and its text.
 const GENERATED: usize = 12;
-/// Tokens that are reserved for a choice at first. Few answers get longer; further tokens are
+/// Tokens that are charged to a choice in advance. Few answers get longer; further tokens are
 /// charged as they come.
 const EXPECTED: u32 = 4096;
-/// Bytes of an element of a vector: twice as a number, and as JSON.
+/// Bytes of an element of a vector: two copies as a number, and the JSON.
 const ELEMENT: usize = 2 * size_of::<f32>() + 16;
 
-/// Bytes of a request whose body of `body` bytes has come, or will come.
+/// Bytes of a request whose body has `body` bytes, received or still expected.
 pub(crate) fn unread(body: usize) -> usize {
     REQUEST.saturating_add(body.saturating_mul(UNREAD))
 }
@@ -46,7 +45,7 @@ pub(crate) fn choices(prompts: impl Iterator<Item = Size>) -> usize {
     prompts.map(|size| size.bytes()).fold(0, usize::saturating_add)
 }
 
-/// Bytes of prompts of `tokens` tokens in all, which are pooled to vectors of `size` elements.
+/// Bytes of pooled prompts with `tokens` tokens in all, and their vectors of `size` elements.
 pub(crate) fn inputs(inputs: usize, tokens: usize, size: usize) -> usize {
     let vectors = inputs.saturating_mul(CHOICE + ELEMENT * size);
     vectors.saturating_add(2 * TOKEN * tokens)
@@ -76,10 +75,10 @@ impl Size {
         let Self { prompt, indexed, max_tokens, choices, candidates, allowed, told, repeated } =
             *self;
         let tokens = max_tokens.min(EXPECTED) as usize;
-        // An admitted choice has the prompt's tokens once more.
+        // An admitted choice has a copy of the prompt's tokens.
         let choice = CHOICE + TOKEN * prompt + tokens * (GENERATED + LOGPROB_JSON * candidates);
-        // Choices share the ids that are allowed, and so do prompts: each counts them, which is
-        // more than enough.
+        // Choices share the allowed ids, and so do prompts. Counting them for each is more than
+        // enough.
         (TOKEN * (prompt + allowed) + LOGPROB * told * prompt)
             .saturating_add(repeated)
             .saturating_add(History::bytes(indexed))

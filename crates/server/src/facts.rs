@@ -1,4 +1,4 @@
-//! Facts about the model's files, in the words of clients that show them.
+//! Facts about the model's files, in the format of clients that show them.
 
 use serde::Serialize;
 use serde_json::{Map, Value, json};
@@ -14,12 +14,12 @@ pub struct ModelFacts {
     pub parameters: Option<u64>,
     /// The type of most weights, such as `BF16` or `Q4_K_M`; empty: not known.
     pub weight_type: String,
-    /// The content of `config.json`, or of a GGUF file's metadata in its form.
+    /// The content of `config.json`, or the metadata of a GGUF file in the same form.
     #[serde(skip)]
     pub config: Map<String, Value>,
 }
 
-/// Keys of GGUF metadata after the family, and their names in `config.json`.
+/// GGUF metadata keys (without the family's prefix), and their names in `config.json`.
 const KEYS: [(&str, &[&str]); 12] = [
     ("attention.head_count", &["num_attention_heads"]),
     ("attention.head_count_kv", &["num_key_value_heads"]),
@@ -69,7 +69,7 @@ impl ModelFacts {
         }
     }
 
-    /// The sizes of the model under the keys of a GGUF file. A size that the model does not have is
+    /// The sizes of the model under the keys of a GGUF file. Sizes that the model does not have are
     /// left out.
     pub(crate) fn metadata(&self, context_length: u32) -> Map<String, Value> {
         let family = &self.family;
@@ -96,8 +96,8 @@ impl ModelFacts {
     }
 }
 
-/// The family of a model: its type, or the beginning of its architecture's name where a file names
-/// no type.
+/// The family of a model: its type, or the start of its architecture's name if the file has no
+/// type.
 fn family(config: &Map<String, Value>) -> String {
     if let Some(kind) = config.get("model_type").and_then(Value::as_str) {
         return kind.to_owned();

@@ -1,7 +1,7 @@
-//! The body of a form, with bounded memory for its parser.
+//! Bodies of multipart forms, with bounded memory for the parser.
 //!
-//! The parser takes whatever is there before it looks, and keeps a part's head until its end has
-//! come. So each frame is given alone, and all bytes that are not a file's have a bound.
+//! The parser buffers all available data before it parses, and keeps a part's head until the head
+//! is complete. So it gets one frame at a time, and the bytes outside the file are bounded.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -32,11 +32,11 @@ struct FormBody {
     body: Body,
     received: u64,
     taken: TakenBytes,
-    /// True if a frame was given, and the parser has not looked at it yet.
+    /// True if the parser was given a frame and has not asked for another yet.
     gave: bool,
 }
 
-/// The body, and the counter of the bytes that were read of it.
+/// The bounded body, and the counter of its bytes that were read.
 pub(crate) fn bounded(body: Body) -> (Body, TakenBytes) {
     let taken = TakenBytes::default();
     let form = FormBody { body, received: 0, taken: taken.clone(), gave: false };
@@ -83,7 +83,7 @@ mod tests {
 
     const FRAME: usize = 64 << 10;
 
-    /// Frames for ever after `head`, and the number of those that were asked for.
+    /// A request with endless frames after `head`, and the number of frames that were read.
     fn endless(head: &'static str) -> (Request, TakenBytes, Arc<AtomicUsize>) {
         let asked = Arc::new(AtomicUsize::new(0));
         let count = Arc::clone(&asked);
@@ -115,7 +115,7 @@ mod tests {
         let mut form = Multipart::from_request(request, &()).await.unwrap();
         let mut file = form.next_field().await.unwrap().unwrap();
         let mut bytes = 0;
-        // The extractor's own bound is off on the route, and here it is 2 MB.
+        // The extractor's own limit, 2 MB by default, is off on the route.
         while bytes < 28 * FRAME {
             let part = file.chunk().await.unwrap().unwrap();
             taken.add(part.len());

@@ -1,5 +1,5 @@
-//! Differences from a request, which headers of its answer name: parameters that have no effect,
-//! unless these are refused, and tools that the model's template does not show.
+//! Reports in the answer's headers how it differs from the request: parameters without effect,
+//! unless those are refused, and tools that the model's template does not show.
 
 use std::cell::{Cell, RefCell};
 
@@ -11,11 +11,11 @@ use forebay_api::ApiError;
 
 use crate::state::Shared;
 
-/// Names of parameters that had no effect, with commas between them.
+/// The header with the names of parameters that had no effect, separated by commas.
 pub(crate) const HEADER: HeaderName = HeaderName::from_static("x-forebay-ignored");
-/// The form in which tools were shown to the model, if its template shows none.
+/// The header with the way tools were shown to the model, if its template does not show them.
 pub(crate) const TOOLS_HEADER: HeaderName = HeaderName::from_static("x-forebay-tools");
-/// The largest number of bytes of the header: names beyond are left out.
+/// The largest size of the header in bytes. Further names are left out.
 const MOST_BYTES: usize = 1024;
 
 tokio::task_local! {
@@ -23,13 +23,13 @@ tokio::task_local! {
     static GENERIC_TOOLS: Cell<bool>;
 }
 
-/// Notes that a system message lists the tools of the request.
+/// Records that a system message lists the request's tools.
 pub(crate) fn note_generic_tools() {
-    // Requests that the server makes itself have no client to report to.
+    // The server's own requests have no client to report to.
     let _ = GENERIC_TOOLS.try_with(|generic| generic.set(true));
 }
 
-/// Notes that a parameter of the request that is being answered has no effect.
+/// Records that a parameter of the current request has no effect.
 ///
 /// # Errors
 /// The server was started with --strict-params.
@@ -44,9 +44,9 @@ pub(crate) fn ignore(state: &Shared, name: &str) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// Notes a difference from the request, which is no error.
+/// Records a difference from the request that is no error.
 pub(crate) fn note(name: String) {
-    // Requests that the server makes itself have no client to report to.
+    // The server's own requests have no client to report to.
     let _ = NAMES.try_with(|names| {
         let mut names = names.borrow_mut();
         if !names.contains(&name) {
@@ -68,7 +68,7 @@ pub(crate) async fn tell(request: Request, next: Next) -> Response {
     }
     let mut text = String::new();
     for name in names {
-        // Clients choose the names: characters that a header cannot have are left out.
+        // Clients choose the names, so characters that a header cannot have are left out.
         let shown: String = name.chars().filter(|c| c.is_ascii_graphic() && *c != ',').collect();
         if text.len() + shown.len() + 2 > MOST_BYTES || shown.is_empty() {
             continue;

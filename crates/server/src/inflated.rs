@@ -8,14 +8,14 @@ use bytes::{Buf, Bytes};
 use forebay_api::{ApiError, Inflater};
 use hyper::body::Frame;
 
-/// Inflates frame by frame. Each is small, so that limits apply before much has been inflated.
+/// Inflates a body in small frames, so that limits apply before much has been inflated.
 pub(crate) struct Inflated {
     /// `None`: it has ended.
     body: Option<Body>,
     inflater: Inflater,
-    /// The compressed bytes that have come and were not inflated yet.
+    /// Compressed bytes that have arrived and are not inflated yet.
     rest: Bytes,
-    /// True if other tasks have their turn before the next frame.
+    /// True if other tasks should run before the next frame.
     yields: bool,
 }
 

@@ -1,16 +1,16 @@
 //! The HTTP server: routes, admission, streams, health, metrics and drain.
 //!
-//! A request comes in like this. [`serve`] accepts, `limits` reads the body, and `intake` parses
-//! large ones on other threads. `forebay-api` validates, and the text pool tokenises. `call`
-//! registers each choice with the egress thread and submits it to the engine. The answer goes out
-//! through [`EgressSink`] to the egress thread, which makes text of the outputs. The egress thread
-//! writes chunks of a stream to the socket itself ([`forebay_http::Line`]). Everything else waits
-//! in the request's mailbox, from which the response takes it (`sse`). That is an answer in one
-//! piece, chunks for a slow reader, and every end. A dropped response aborts its requests. The
-//! outputs of a model that pools are vectors, and take another way ([`PooledSink`], `pooling`).
+//! The path of a request: [`serve`] accepts the connection, `limits` reads the body, and `intake`
+//! parses large bodies on other threads. `forebay-api` validates, and the text pool tokenises.
+//! `call` registers each choice with the egress thread and submits it to the engine. The answer
+//! goes through [`EgressSink`] to the egress thread, which turns outputs into text and writes
+//! chunks of streams directly to the socket ([`forebay_http::Line`]). Everything else goes through
+//! the request's mailbox to the response (`sse`): non-streamed answers, chunks for slow readers,
+//! and every end. A dropped response aborts its requests. The outputs of a pooling model are
+//! vectors, and take another path ([`PooledSink`], `pooling`).
 //!
 //! A server of several models has an [`AppState`] for each, and a [`ModelServer`] in front that
-//! finds the model of a request and has it loaded (`fleet`).
+//! finds a request's model and loads it (`fleet`).
 //!
 //! If a router is in front, `peers` reads its headers and answers with load, blocks, and the facts
 //! with which another brain continues a stream.

@@ -1,4 +1,4 @@
-//! Limits of every request: the size of its body, and the time of its arrival.
+//! Limits of every request: the size of its body, and how long it may take to arrive.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -24,8 +24,8 @@ use crate::intake::body::{BodyLimit, Pieces};
 use crate::intake::turns::{Pace, Turn, Turns, Verdict};
 use crate::state::Shared;
 
-/// The step in which a body is charged, before its bytes come. So a client that declares a large
-/// body and sends little of it holds little.
+/// A body is charged in steps of this many bytes, before they arrive. So a client that declares a
+/// large body but sends little of it is charged little.
 const STEP: usize = 16 << 10;
 const STEP_PART: usize = 4;
 
@@ -33,7 +33,7 @@ const STEP_PART: usize = 4;
 pub(crate) struct Upload {
     body: Body,
     client: ClientId,
-    /// The inflater of a compressed body, or the error for one that is not read.
+    /// The inflater of a compressed body, or the error for an unsupported encoding.
     inflater: Result<Option<Inflater>, ApiError>,
 }
 
@@ -42,7 +42,7 @@ impl Upload {
         Self { body, client, inflater: Ok(None) }
     }
 
-    /// The body, inflated if it is compressed. Its limits apply to the inflated bytes.
+    /// The body, inflated if it is compressed. Limits apply to the inflated bytes.
     pub(crate) fn into_body(self) -> Result<Body, ApiError> {
         Ok(match self.inflater? {
             Some(inflater) => Body::new(Inflated::new(self.body, inflater)),
@@ -61,7 +61,7 @@ impl<S: HasClients> FromRequest<Arc<S>> for Upload {
     }
 }
 
-/// The largest number of bytes of a body, which may have embeddings or images.
+/// The largest size of a body that may have embeddings or images, in bytes.
 pub(crate) fn body_limit(config: &ServerConfig, embeds: bool) -> BodyLimit {
     let (json, json_flag) = if config.max_body_bytes < config.max_json_bytes {
         (config.max_body_bytes, "--max-body-bytes")
@@ -71,7 +71,7 @@ pub(crate) fn body_limit(config: &ServerConfig, embeds: bool) -> BodyLimit {
     BodyLimit { most: if embeds { config.max_body_bytes } else { json }, json, json_flag }
 }
 
-/// Reads and parses a body. The charge is for the memory of the result, and has to be kept as long.
+/// Reads and parses a body. The charge covers the memory of the result, and has to be kept as long.
 pub(crate) async fn read<T>(upload: Upload, state: &Shared) -> Result<(T, Arc<Charge>), ApiError>
 where
     T: Limited + Send + 'static,
@@ -99,7 +99,7 @@ pub(crate) async fn whole(upload: Upload, state: &Shared) -> Result<(Bytes, Char
     Ok((pieces.join(), charge))
 }
 
-/// The largest number of bytes of a body of an administrator's order.
+/// The largest body of an administrator's order, in bytes.
 const SMALL_BYTES: usize = 16 << 10;
 
 /// Reads the body of an administrator's order.
@@ -111,7 +111,7 @@ pub(crate) async fn small<T: DeserializeOwned>(
     order(&body)
 }
 
-/// Parses the body of an administrator's order. An empty one has no field.
+/// Parses the body of an administrator's order. An empty body means no fields.
 pub(crate) fn order<T: DeserializeOwned>(body: &[u8]) -> Result<T, ApiError> {
     if body.len() > SMALL_BYTES {
         let reason = format!("the body has {} bytes, and {SMALL_BYTES} at most", body.len());
@@ -130,9 +130,9 @@ pub(crate) fn query<T: DeserializeOwned>(uri: &Uri) -> Result<T, ApiError> {
     }
 }
 
-/// Reads a body of at most `limit` bytes that has to arrive within `time`. A large one is read when
-/// it is its turn, which lasts until the caller has parsed it. If all were read at once, all would
-/// lie in memory that has to be found and cleared first.
+/// Reads a body of at most `limit` bytes that has to arrive within `time`. A large body waits for
+/// its turn, which lasts until the caller has parsed it. Reading all at once would allocate and
+/// clear memory for all of them.
 pub(crate) async fn collect(
     upload: Upload,
     limit: BodyLimit,
@@ -142,7 +142,7 @@ pub(crate) async fn collect(
 ) -> Result<(Pieces, Option<Turn>), ApiError> {
     let client = upload.client;
     let mut body = upload.into_body()?;
-    // A declared length over the limit is refused before anything is read.
+    // A declared length above the limit is refused before anything is read.
     let declared = body.size_hint().lower();
     if declared > limit.most as u64 {
         return Err(limit.error(limit.most));
@@ -160,7 +160,7 @@ async fn read_frames(
     charge: &Charge,
 ) -> Result<(Pieces, Option<Turn>), ApiError> {
     let hint = body.size_hint();
-    // A declared size was compared with the limit, and has to fit into an empty server.
+    // A declared size was checked against the limit, and fits into an empty server.
     let size = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
     charge.check(unread(size(hint.lower())))?;
     let most = hint.upper().map_or(usize::MAX, size);
@@ -208,7 +208,7 @@ async fn read_frames(
     }
 }
 
-/// The error of a body that could not be read to its end.
+/// The error for a body that broke off.
 pub(crate) fn broken(error: axum::Error) -> ApiError {
     match error.into_inner().downcast::<ApiError>() {
         Ok(error) => *error,
@@ -322,7 +322,7 @@ mod tests {
         let (pieces, turn) = quick.await.unwrap();
         assert_eq!((pieces.len(), turn.is_some()), (2 * LARGE_BODY, true));
 
-        // From now on it waits among the slow ones, whatever the others do.
+        // From now on it waits in the queue for slow bodies, whatever the others do.
         slow.send_data(vec![1; 5].into()).await.unwrap();
         drop(slow);
         let (pieces, slow_turn) = slow_one.await.unwrap();
@@ -332,8 +332,8 @@ mod tests {
         assert_eq!(turns.free(), 1);
     }
 
-    /// Forty bodies, a byte a millisecond each; returns the number of turns before a large body of
-    /// another client was read.
+    /// Sends forty bodies, a byte a millisecond each. Returns how many turns passed before a large
+    /// body of another client was read.
     async fn turns_before(clients: u64) -> u64 {
         let turns = Arc::new(Turns::new(1));
         let mut trickles = JoinSet::new();

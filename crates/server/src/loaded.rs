@@ -6,15 +6,15 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::sleep;
 
-/// The time between two questions to the engine, by one task for all that wait.
+/// The interval at which one task polls the engine for all waiters.
 const PERIOD: Duration = Duration::from_millis(10);
 
-/// The end of the model's load. It has a task only after the first waiter.
+/// Lets tasks wait for the end of the model's load. The polling task starts with the first waiter.
 #[derive(Debug, Default)]
 pub(crate) struct ModelLoad(OnceLock<watch::Receiver<bool>>);
 
 impl ModelLoad {
-    /// Waits until the model has been loaded, or cannot be, as `is_loading` reports.
+    /// Waits until the model is loaded or has failed to load, as `is_loading` reports.
     pub(crate) async fn wait(&self, is_loading: impl Fn() -> bool + Send + 'static) {
         let told = self.0.get_or_init(|| {
             let (tell, told) = watch::channel(false);
@@ -26,7 +26,7 @@ impl ModelLoad {
             });
             told
         });
-        // A dropped sender has sent the last value, or the server ends.
+        // The sender is dropped only after the last value, or when the server ends.
         let _ = told.clone().wait_for(|&loaded| loaded).await;
     }
 }

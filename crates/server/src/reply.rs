@@ -12,7 +12,7 @@ use serde::Serialize;
 #[derive(Debug)]
 pub(crate) struct Failure(pub(crate) ApiError);
 
-/// The error of a response, for APIs that encode errors in another shape.
+/// The error of a response, kept for APIs that encode errors in another shape.
 #[derive(Debug, Clone)]
 pub(crate) struct ReplyError(pub(crate) ApiError);
 
@@ -33,8 +33,7 @@ impl IntoResponse for Failure {
         let Self(error) = self;
         let status =
             StatusCode::from_u16(error.status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-        // 503 is a state that was reported when it began, and health probes ask for it again and
-        // again.
+        // A 503 state was logged when it began, and health probes repeat the request constantly.
         if status == StatusCode::INTERNAL_SERVER_ERROR {
             tracing::warn!(status = status.as_u16(), %error, "request failed");
         } else {
@@ -72,7 +71,7 @@ pub(crate) fn ok<T: Serialize>(value: &T) -> Response {
     json(StatusCode::OK, value)
 }
 
-/// A response that serde could not write: a mistake of ours.
+/// The error for a response that serde could not write, which is a bug.
 pub(crate) fn unwritable(error: serde_json::Error) -> Failure {
     let reason = format!("the response could not be written as JSON: {error}");
     Failure(ApiError::Internal { reason, code: None })

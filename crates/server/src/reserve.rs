@@ -1,8 +1,7 @@
-//! Answers that need no free connection: the liveness of the process, and the state of the server.
+//! Answers that need no free connection: whether the process is alive, and the state of the server.
 //!
-//! The main listener has a few places beyond its limit. Their clients are refused, unless they ask
-//! for `/livez` or `/health`. A health listener (`--health-port`) also has a thread of its own for
-//! nothing else.
+//! The main listener accepts a few connections beyond its limit. They are refused, unless they ask
+//! for `/livez` or `/health`. A health listener (`--health-port`) has a thread of its own.
 
 use std::io;
 use std::net::TcpListener;
@@ -19,11 +18,11 @@ use crate::routes::fleet::lists;
 use crate::routes::info;
 use crate::serve::AnyServer;
 
-/// Connections beyond the limit, and at most at a health listener.
+/// The number of connections beyond the limit, and of those at a health listener.
 pub(crate) const RESERVE: usize = 64;
-/// The longest time for a head to arrive there.
+/// How long a request's head may take to arrive there.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(5);
-/// The longest time in which a client of a reserve place may take no bytes.
+/// How long such a client may accept no bytes.
 const SEND_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The routes about the process and its health.
@@ -78,7 +77,7 @@ impl HealthThread {
     /// Answers clients of `listener`, in plain HTTP.
     ///
     /// # Errors
-    /// The system has no room for a thread, or the listener can't be polled.
+    /// The system can't start a thread, or the listener can't be polled.
     pub fn start(listener: TcpListener, server: impl Into<AnyServer>) -> io::Result<Self> {
         let server = server.into();
         let setup = ConnectionSetup {

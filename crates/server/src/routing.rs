@@ -1,4 +1,4 @@
-//! Headers with clients' preferences for a replica, for clients that cannot change the body.
+//! Routing preferences in headers, for clients that cannot change the body.
 
 use axum::extract::FromRequestParts;
 use axum::http::HeaderMap;

@@ -15,9 +15,9 @@ use crate::reserve::{self, RESERVE};
 use crate::routes;
 use crate::state::AppState;
 
-/// The time that connections may take to end once no request is alive.
+/// How long connections may take to close after the last request.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
-/// The time that connections may take to end once requests were ended at once.
+/// How long connections may take to close after requests were cut off.
 const CUT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A server of one model, or of several.
@@ -63,7 +63,7 @@ impl AnyServer {
         }
     }
 
-    /// Computes batches from now on, if files of requests are kept.
+    /// Starts computing batches, if files of requests are stored.
     fn compute_batches(&self) -> Option<AbortHandle> {
         let Self::One(state) = self else { return None };
         let state = state.shared();
@@ -94,11 +94,11 @@ impl AnyServer {
 
 /// Serves until `shutdown` is ready, and then drains. New requests get 503, and running ones have
 /// `drain_timeout` to finish. Requests that are left then, or when `hurry` is ready, are aborted,
-/// each with its last event. Connections are closed, and this returns. The engine is left drained,
-/// not stopped.
+/// each with a terminal event. Then connections are closed. The engine is left drained, not
+/// stopped.
 ///
 /// # Errors
-/// The spare descriptor cannot be opened. There are no errors later.
+/// The spare descriptor cannot be opened. Later there are no errors.
 pub async fn serve(
     listener: impl Into<Listener>,
     server: impl Into<AnyServer>,
@@ -144,8 +144,7 @@ pub async fn serve(
     Ok(())
 }
 
-/// The connections that are served, and after them those beyond the limit, which get an error or
-/// the server's health.
+/// The ordinary connections, and those beyond the limit, which get an error or the server's health.
 fn connections(server: &AnyServer) -> io::Result<Connections> {
     let config = server.config();
     let usual = ConnectionSetup {

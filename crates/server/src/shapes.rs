@@ -1,4 +1,4 @@
-//! The shapes of errors, since each dialect's clients expect another.
+//! Error shapes, which differ by API.
 
 use axum::body::Body;
 use axum::extract::Request;
@@ -29,7 +29,7 @@ impl Shape {
     }
 }
 
-/// Answers a request; an error has the shape of the route's API.
+/// Answers a request, and gives an error the shape of the route's API.
 pub(crate) async fn tell_errors(request: Request, next: Next) -> Response {
     let shape = Shape::of(request.uri());
     let mut response = next.run(request).await;
@@ -61,7 +61,7 @@ pub(crate) fn anthropic(error: &ApiError) -> Value {
         _ => "invalid_request_error",
     };
     let message = match error {
-        // Anthropic's clients read these words, and make the conversation shorter. A prompt has to
+        // Anthropic's clients match these words, and then shorten the conversation. A prompt has to
         // leave room for a token.
         ApiError::ContextLength { prompt, limit, .. } => {
             format!("prompt is too long: {prompt} tokens > {} maximum", limit.saturating_sub(1))

@@ -1,7 +1,7 @@
 //! Server-sent events: a call's deltas as the frames of a response body.
 //!
 //! A frame has everything that was pending when the connection became writable. Most chunks take
-//! another way: see `mailbox`.
+//! another path: see `mailbox`.
 
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -34,7 +34,7 @@ struct EventBody {
 }
 
 impl EventBody {
-    /// Encodes the batch; true if the stream goes on.
+    /// Encodes a batch of deltas; true if the stream continues.
     fn encode(&mut self, call: &Call, more: bool, out: &mut Vec<u8>) -> Result<bool, ApiError> {
         let failed = |error: serde_json::Error| ApiError::Internal {
             reason: format!("a chunk could not be written as JSON: {error}"),
@@ -70,7 +70,7 @@ impl HttpBody for EventBody {
     ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
         let this = self.get_mut();
         let mut out = Vec::new();
-        // A delta may leave nothing to write, such as a token whose text is held back.
+        // A delta may produce no bytes, such as a token whose text is held back.
         while out.is_empty() {
             let Some(mut call) = this.call.take() else { return Poll::Ready(None) };
             let Poll::Ready(more) = call.poll(context, &mut this.batch) else {
@@ -82,8 +82,7 @@ impl HttpBody for EventBody {
                 Ok(false) => {}
                 Err(error) => {
                     tracing::warn!(%error, "stream failed");
-                    // An error that cannot be written is left out: the connection ends all the
-                    // same.
+                    // An error that cannot be encoded is left out: the connection ends anyway.
                     let told = call.encode(|encoder, _| encoder.fail(&error, &mut out));
                     if told.is_none() && event(&error.body(), &mut out).is_ok() {
                         out.extend_from_slice(DONE);
@@ -102,7 +101,7 @@ impl HttpBody for EventBody {
 /// A streamed response with the name `name`, to a request by `wire` from `peer`.
 ///
 /// # Errors
-/// It should continue another brain's stream, and cannot.
+/// It was to continue another brain's stream, and cannot.
 pub(crate) fn stream(
     state: &Shared,
     mut call: Call,

@@ -31,7 +31,7 @@ pub struct ServerParts {
     pub config: ServerConfig,
     /// The resolved configuration of the whole program, for /server_info.
     pub info: Value,
-    /// The watch over the threads; /health reports its findings.
+    /// Watches the server's threads; /health reports its findings.
     pub guard: Guard,
     /// Log lines that were dropped because the writer was behind, for /metrics.
     pub log_lines_dropped: Arc<AtomicU64>,
@@ -43,13 +43,13 @@ pub struct ServerParts {
     pub text: Arc<TextPool>,
     /// The threads that read bodies.
     pub intake: Intake,
-    /// The receiving end of the sink that the engines were started with.
+    /// The receiving end of the engines' output sink.
     pub egress: Egress,
     /// The metrics.
     pub metrics: Arc<Metrics>,
-    /// The log of the changes of the engines' prefix caches, if it is on.
+    /// The log of changes of the engines' prefix caches, if enabled.
     pub blocks: Option<BlockLog>,
-    /// The store of files and batches; `None`: none are kept.
+    /// The store of files and batches; `None`: none are stored.
     pub batches: Option<Arc<BatchStore>>,
     /// The adapters; `None`: requests name none.
     pub adapters: Option<AdapterSettings>,
@@ -61,7 +61,7 @@ pub struct ServerParts {
     pub common: Option<CommonParts>,
 }
 
-/// The parts that all models of a process share. A clone is the same.
+/// The parts that all models of a process share. Clones refer to the same parts.
 #[derive(Debug, Clone)]
 pub struct CommonParts {
     /// The budget of bytes that requests take.
@@ -90,7 +90,7 @@ impl CommonParts {
 #[derive(Clone)]
 pub struct AppState(Shared);
 
-/// A served name, and the adapter that it means.
+/// A served name, and the adapter it refers to.
 pub(crate) type Named = (String, Option<Arc<NamedAdapter>>);
 
 /// The largest number of adapters that an error lists.
@@ -104,7 +104,7 @@ pub(crate) struct Inner {
     pub(crate) config: ServerConfig,
     /// The resolved configuration of the whole program, for /server_info.
     pub(crate) info: Value,
-    /// The watch over the threads; /health reports its findings.
+    /// Watches the server's threads; /health reports its findings.
     pub(crate) guard: Guard,
     /// Log lines that were dropped because the writer was behind, for /metrics.
     pub(crate) log_lines_dropped: Arc<AtomicU64>,
@@ -126,7 +126,7 @@ pub(crate) struct Inner {
     pub(crate) book: Book,
     /// The content of the prefix caches.
     pub(crate) blocks: Option<BlockLog>,
-    /// The store of files and batches; `None`: none are kept.
+    /// The store of files and batches; `None`: none are stored.
     pub(crate) batches: Option<Arc<BatchStore>>,
     pub(crate) adapters: Option<Adapters>,
     pub(crate) weights: Arc<Weights>,
@@ -194,10 +194,10 @@ impl Inner {
         RequestId(self.next_id.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// The limits that a new request is checked against.
+    /// The limits for a new request.
     ///
     /// # Errors
-    /// New requests cannot be taken now.
+    /// New requests cannot be accepted now.
     pub(crate) fn admit(&self) -> Result<Limits, ApiError> {
         match self.status() {
             Status::Ready | Status::Recovering(_) => {}
@@ -207,7 +207,7 @@ impl Inner {
         self.limits()
     }
 
-    /// The engine's state; failed as well when a thread of the server has panicked.
+    /// The engine's state; failed if a thread of the server has panicked.
     pub(crate) fn status(&self) -> Status {
         match self.guard.cause() {
             Some(cause) => Status::Failed(cause),
@@ -215,10 +215,10 @@ impl Inner {
         }
     }
 
-    /// Checks that a replica is left that may get new requests.
+    /// Checks that some replica may get new requests.
     ///
     /// # Errors
-    /// All have been taken out.
+    /// All are drained.
     pub(crate) fn undrained(&self) -> Result<(), ApiError> {
         if !self.engine.drained() {
             return Ok(());
@@ -242,12 +242,12 @@ impl Inner {
         })
     }
 
-    /// True if the loaded model's hand verifies drafts, and is to.
+    /// True if the loaded model's hand can verify drafts, and drafts are enabled.
     pub(crate) fn verifies_drafts(&self) -> bool {
         self.engine.facts().is_some_and(|facts| facts.hand.verifies_drafts)
     }
 
-    /// Positions of all image pages of a replica.
+    /// The number of positions of all image pages of a replica.
     ///
     /// # Errors
     /// The model has not been loaded yet.
@@ -256,8 +256,7 @@ impl Inner {
         Ok(facts.hand.image_page_count.saturating_mul(facts.hand.image_page_tokens))
     }
 
-    /// Elements of an embedding of the loaded model, and their type, for prompts of embeddings in
-    /// `param`.
+    /// The number and type of an embedding's elements, for prompts of embeddings in `param`.
     ///
     /// # Errors
     /// It has not been loaded yet, or it takes tokens only.
@@ -272,7 +271,7 @@ impl Inner {
         Ok((facts.hand.hidden_size, facts.hand.dtype))
     }
 
-    /// The served name that a request means, of the model or of an adapter.
+    /// The served name that a request refers to, of the model or of an adapter.
     ///
     /// # Errors
     /// The model is not served.
@@ -280,8 +279,8 @@ impl Inner {
         self.named(wanted).map(|(name, _)| name)
     }
 
-    /// The served name that a request means, and its adapter; `None`: the model itself. An adapter
-    /// may have the model's name and a colon before its own.
+    /// The served name that a request refers to, and its adapter; `None`: the model itself. An
+    /// adapter may be written as the model's name, a colon and its own name.
     ///
     /// # Errors
     /// The model is not served.
@@ -325,7 +324,7 @@ impl Inner {
     }
 }
 
-/// A state with the settings of a server, for the layers around its routes.
+/// A state that has a server's settings, for the layers around its routes.
 pub(crate) trait HasSettings: HasClients {
     fn settings(&self) -> &ServerConfig;
 }
@@ -342,7 +341,7 @@ impl HasClients for Inner {
     }
 }
 
-/// The error for a client while requests are not served.
+/// The error for a client while no requests are served.
 pub(crate) fn not_serving(status: Status) -> ApiError {
     let (reason, code) = match status {
         Status::Draining => return ApiError::Draining,

@@ -1,8 +1,7 @@
-//! Responses that clients get again, or continue.
+//! Stored responses, which clients can retrieve or continue.
 //!
-//! All of them together have a bound in bytes, and each has a largest age. They are separated by
-//! API key: no client finds another key's. If room is short, the key that keeps most loses its
-//! oldest response first.
+//! Their total size is bounded, and so is the age of each. Each API key finds only its own
+//! responses. If room is short, the key with the largest share loses its oldest response first.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
@@ -19,7 +18,7 @@ use tokio::task::AbortHandle;
 /// The bounds of kept responses.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct StoreConfig {
-    /// The largest number of bytes of all responses with their conversations; 0: none is kept.
+    /// The largest total size of all responses and conversations in bytes; 0: none is stored.
     pub response_store_bytes: usize,
     /// The time for which a response is kept.
     #[serde(serialize_with = "as_seconds")]
@@ -32,7 +31,7 @@ impl Default for StoreConfig {
     }
 }
 
-/// The owner of a response: a key, or one owner for all if there are no keys.
+/// The owner of a response: a key's number, or one common owner if there are no keys.
 pub(crate) type Owner = usize;
 
 /// The items that one response added to its conversation.
@@ -50,8 +49,7 @@ impl Turn {
     }
 }
 
-/// Bytes that are counted as long as this lives. Turns live as long as one of the responses after
-/// them.
+/// Bytes that are counted while this exists. Turns exist as long as any response after them.
 #[derive(Debug)]
 struct Weight {
     bytes: usize,
@@ -84,7 +82,7 @@ pub(crate) struct FinishedResponse {
     pub(crate) output: Vec<Item>,
     /// The conversation before.
     pub(crate) before: Vec<Arc<Turn>>,
-    /// True if the response was computed after its answer.
+    /// True for a background response, which is computed after its answer was sent.
     pub(crate) background: bool,
 }
 
@@ -93,11 +91,11 @@ pub(crate) struct FinishedResponse {
 pub(crate) struct Kept {
     /// The body as it is sent.
     pub(crate) body: Bytes,
-    /// The conversation, its own turn at the end. Empty while it is computed.
+    /// The conversation, ending with the response's own turn. Empty while the response is computed.
     pub(crate) turns: Vec<Arc<Turn>>,
-    /// True while the response is computed after its answer.
+    /// True while a background response is being computed.
     pub(crate) running: bool,
-    /// True if the response is or was computed after its answer.
+    /// True for a background response.
     pub(crate) background: bool,
 }
 
@@ -116,7 +114,7 @@ struct Share {
     entries: HashMap<Box<str>, Entry>,
     /// Names in the order of arrival.
     order: BTreeMap<u64, Box<str>>,
-    /// The number of evicted responses that have not been reported to their owner yet.
+    /// The number of evicted responses that were not reported to their owner yet.
     untold: u64,
 }
 
@@ -162,7 +160,7 @@ impl Store {
         let FinishedResponse { body, input, output, before, background } = finished;
         let mut guard = self.shares.lock();
         let share = guard.1.entry(owner).or_default();
-        // One that was deleted or stopped while it was computed stays so.
+        // A response that was deleted or stopped while it was computed stays so.
         if background && !share.entries.get(id).is_some_and(|entry| entry.kept.running) {
             return;
         }
@@ -175,14 +173,14 @@ impl Store {
         self.insert(&mut guard, owner, id, kept, None);
     }
 
-    /// Keeps the name and the state of a response that is computed after its answer.
+    /// Stores the name and state of a background response that is about to be computed.
     pub(crate) fn begin(&self, owner: Owner, id: &str, body: Bytes, abort: Option<AbortHandle>) {
         let kept = Kept { body, turns: Vec::new(), running: true, background: true };
         self.insert(&mut self.shares.lock(), owner, id, kept, abort);
     }
 
     /// Ends a background response in a state that can't be continued: failed or cancelled. False:
-    /// it is not computed any more.
+    /// it is no longer being computed.
     pub(crate) fn fail(&self, owner: Owner, id: &str, body: Bytes) -> bool {
         let mut guard = self.shares.lock();
         let running = guard.1.get(&owner).and_then(|share| share.entries.get(id));
@@ -254,7 +252,8 @@ impl Store {
         let mut guard = self.shares.lock();
         self.expire(&mut guard.1);
         let entries = guard.1.get(&owner).into_iter().flat_map(|share| share.entries.values());
-        // A conversation's last turn is that of the response; those before are other responses'.
+        // A conversation's last turn belongs to the response; earlier turns belong to other
+        // responses.
         let turns = entries.filter_map(|entry| entry.kept.turns.last());
         let items = turns.flat_map(|turn| turn.input.iter().chain(&turn.output));
         let named = |item: &Item| {
@@ -264,7 +263,7 @@ impl Store {
         items.filter_map(named).collect()
     }
 
-    /// Deletes a response, and stops it if it is being computed. False: there is none.
+    /// Deletes a response, and stops it if it is being computed. False: there is no such response.
     pub(crate) fn delete(&self, owner: Owner, id: &str) -> bool {
         let mut guard = self.shares.lock();
         let Some(entry) = guard.1.get_mut(&owner).and_then(|share| share.remove(id)) else {
@@ -281,7 +280,7 @@ impl Store {
         entry.and_then(|entry| entry.abort.as_ref()).into_iter().for_each(AbortHandle::abort);
     }
 
-    /// The number of this owner's responses that were evicted since the last question.
+    /// The number of this owner's evicted responses since the last call.
     pub(crate) fn take_untold(&self, owner: Owner) -> u64 {
         let mut guard = self.shares.lock();
         guard.1.get_mut(&owner).map_or(0, |share| std::mem::take(&mut share.untold))

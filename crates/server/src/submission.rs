@@ -13,7 +13,7 @@ use crate::ignored::note;
 use crate::images::ImageFile;
 use crate::state::Shared;
 
-/// The largest number of tokens that are indexed without a thread of the intake: less than a
+/// Prompts up to this many tokens are indexed without an intake thread: it takes less than a
 /// millisecond.
 const INDEXED_AT_ONCE: usize = 1 << 13;
 
@@ -24,7 +24,7 @@ pub(crate) struct Repetition {
     pub(crate) choices: usize,
     /// Bytes of the prompt itself in each choice.
     pub(crate) bytes: usize,
-    /// Log-probabilities in each choice, for each token of the prompt that has some.
+    /// The number of log-probabilities for each prompt token that is listed in a choice.
     pub(crate) logprobs: usize,
 }
 
@@ -37,7 +37,7 @@ pub(crate) struct Submission {
     pub(crate) images: Arc<[PromptImage]>,
     pub(crate) files: Vec<Arc<ImageFile>>,
     pub(crate) terms: Arc<Terms>,
-    /// Tokens of the predicted answer; `None`: nothing was predicted.
+    /// Tokens of the predicted answer; `None`: no prediction was given.
     pub(crate) prediction: Option<Vec<i32>>,
     /// True if its answers have drafts.
     pub(crate) drafts: bool,
@@ -48,8 +48,7 @@ pub(crate) struct Submission {
 
 impl Submission {
     /// Checks that the prompt from `param` fits, and that its tokens are in the model's vocabulary.
-    /// If there is no room for all requested tokens, the client gets fewer, and a header reports
-    /// it.
+    /// If there is no room for all requested tokens, the client gets fewer, and a header says so.
     pub(crate) fn new(
         state: &Shared,
         prompt: Vec<i32>,
@@ -115,7 +114,7 @@ impl Submission {
     }
 
     /// An index of the prompt's tokens and of the predicted answer, in which drafts are looked up;
-    /// `None`: its answers have no drafts.
+    /// `None`: the request has no drafts.
     pub(crate) async fn history(
         &self,
         state: &Shared,
@@ -143,7 +142,7 @@ impl Submission {
         choices.saturating_mul(bytes + tokens * logprobs * LOGPROB_JSON)
     }
 
-    /// The largest amount of memory that it may take.
+    /// The largest amount of memory that the request may take.
     pub(crate) fn size(&self) -> Size {
         let Generation { sampling, n, .. } = &self.terms.generation;
         Size {

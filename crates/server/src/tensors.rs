@@ -1,4 +1,4 @@
-//! The tensors of an update on their way from a body to files, which hands read.
+//! Writes the tensors of an update from a body to files, which hands read.
 
 use std::borrow::Cow;
 use std::fs::File;
@@ -19,17 +19,17 @@ use tokio::time::timeout;
 use crate::limits::Upload;
 use crate::weight_files::TensorFolder;
 
-/// The reason for the limit of a body of tensors, in errors that otherwise name a flag.
+/// Why a body of tensors is limited, for errors that otherwise name a flag.
 const LIMIT: &str = "four for each number of the served checkpoint";
 /// Characters that are decoded at a time: whole groups of four.
 const AT_ONCE: usize = 1 << 20;
-/// Pieces of a body that may wait for the disk.
+/// The number of pieces of a body that may wait for the disk.
 const AHEAD: usize = 4;
 /// The largest number of files in one update. A client with several ranks sends one for each.
 const MOST_FILES: usize = 64;
 
-/// Writes a body to a file in the folder. Little of it is in memory at a time. Each piece has to
-/// come within `patience`.
+/// Writes a body to a file in the folder, with little of it in memory at a time. Each piece has to
+/// arrive within `patience`.
 ///
 /// # Errors
 /// The body is too large or breaks off, or the file can't be written.
@@ -81,7 +81,7 @@ fn write_pieces(path: &Path, mut pieces: mpsc::Receiver<Bytes>) -> io::Result<()
     Ok(())
 }
 
-/// Decodes base64 to files in the folder, one each.
+/// Decodes base64 texts into files in the folder, one each.
 ///
 /// # Errors
 /// A text is not base64, there is none or there are too many, or a file can't be written.
@@ -134,7 +134,7 @@ mod tests {
 
     use super::*;
 
-    /// A folder for this many bytes, below the directory for temporary files.
+    /// A folder for this many bytes, in the directory for temporary files.
     fn folder(name: &str, most_bytes: u64) -> TensorFolder {
         let path = std::env::temp_dir().join(format!("{name}-{}", std::process::id()));
         std::fs::create_dir_all(&path).expect("a folder");

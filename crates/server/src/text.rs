@@ -1,4 +1,4 @@
-//! The way from prompts to token ids, on the text pool's threads.
+//! Turns prompts into token ids, on the threads of the text pool.
 
 use std::sync::Arc;
 
@@ -11,17 +11,17 @@ use crate::ignored::note_generic_tools;
 use crate::peers::Peer;
 use crate::state::Shared;
 
-/// The text pool for one request, whose bytes were charged.
+/// Access to the text pool for one request, whose bytes are charged already.
 #[derive(Clone, Copy)]
 pub(crate) struct RequestText<'a> {
     pool: &'a TextPool,
-    /// Kept encodings are shared with requests of the same salt, as blocks are.
+    /// Cached encodings are shared only by requests of the same salt, like blocks.
     salt: u64,
     pub(crate) charge: &'a Arc<Charge>,
 }
 
 impl<'a> RequestText<'a> {
-    /// The pool for a request of `peer` with `cache_salt`.
+    /// Access for a request of `peer` with `cache_salt`.
     pub(crate) fn new(
         state: &'a Shared,
         peer: &Peer,
@@ -31,7 +31,7 @@ impl<'a> RequestText<'a> {
         Self { pool: &state.text, salt: peer.salt(state, cache_salt), charge }
     }
 
-    /// The pool for texts of `most` tokens each, or of any number with `None`.
+    /// Access for texts of at most `most` tokens each; `None`: any number.
     pub(crate) fn within(&self, most: impl Into<Option<usize>>) -> Within<'a> {
         self.pool.within(most).salted(self.salt).keeping(self.charge.clone())
     }
@@ -49,7 +49,7 @@ pub(crate) struct RenderedChat {
 /// Renders and tokenises a conversation, which came in `param` and may have `most` tokens.
 ///
 /// # Errors
-/// The template or the tokenizer refuses it, it is too long, or the text threads have no time.
+/// The template or the tokenizer refuses it, it is too long, or the text threads are overloaded.
 pub(crate) async fn encode_chat(
     text: RequestText<'_>,
     mut chat: ChatPrompt,
@@ -80,8 +80,8 @@ pub(crate) async fn encode_chat(
     Ok(RenderedChat { ids: encoded.ids, text: encoded.text.unwrap_or_default(), ignored })
 }
 
-/// Sets the template's variables for the effort of reasoning. Returns the parameters without a
-/// variable. Variables from the client stay.
+/// Sets the template's variables for reasoning effort. Returns the parameters that the template has
+/// no variable for. The client's own variables take precedence.
 fn ask_to_think(template: &str, chat: &mut ChatPrompt) -> Vec<&'static str> {
     const LEVEL: &str = "reasoning_effort";
     let Effort { level, thinks, params } = std::mem::take(&mut chat.effort);
@@ -114,11 +114,10 @@ fn ask_to_think(template: &str, chat: &mut ChatPrompt) -> Vec<&'static str> {
     ignored
 }
 
-/// Tokenises texts, in one piece of work for the pool. Each may have `most` tokens, or any number
-/// with `None`.
+/// Tokenises texts as one job of the pool. Each may have `most` tokens; `None`: any number.
 ///
 /// # Errors
-/// The tokenizer refuses a text, one is too long, or the text threads have no time.
+/// The tokenizer refuses a text, one is too long, or the text threads are overloaded.
 pub(crate) async fn encode_prompts(
     text: RequestText<'_>,
     prompts: Vec<Prompt>,
@@ -156,7 +155,7 @@ pub(crate) async fn encode_prompts(
     Ok(encoded.into_iter().filter_map(|ids| ids.or_else(|| fresh.next())).collect())
 }
 
-/// The error for a client; `param` carried the text.
+/// The error for a client whose text came in `param`.
 pub(crate) fn text_error(error: TextError, param: &str) -> ApiError {
     let reason = error.to_string();
     match error {
@@ -164,7 +163,7 @@ pub(crate) fn text_error(error: TextError, param: &str) -> ApiError {
         TextError::TooLong { at_least, limit, .. } => {
             ApiError::TextTooLong { param: param.to_owned(), limit, at_least }
         }
-        // The template is the operator's, so only the operator can change it.
+        // Only the operator can change the template, so it is not the client's error.
         TextError::Costly(_) => {
             ApiError::Internal { reason, code: Some("chat_template_too_expensive") }
         }

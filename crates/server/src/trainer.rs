@@ -1,8 +1,8 @@
-//! Tensors that a trainer sends to a group of processes, of which this server is one.
+//! Tensors that a trainer broadcasts to a process group with this server.
 //!
-//! A group is left when it is destroyed, when the server ends, and when it fails in the middle of
-//! tensors: the trainer then makes another one. What has come goes to files, as tensors in bodies
-//! do, so an update has all of them or none ([`Weights::update`]).
+//! The server leaves a group when it is destroyed, when the server ends, or when it fails during a
+//! transfer; the trainer then makes another one. Received tensors go to files, like tensors in
+//! bodies, so an update applies all of them or none ([`Weights::update`]).
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -32,7 +32,7 @@ pub(crate) struct Trainer {
 struct JoinedGroup {
     name: String,
     receiver: Box<dyn TensorReceiver>,
-    /// The tensors of an update of which more are to come.
+    /// The tensors received so far for an update that is not complete.
     begun: Option<Begun>,
 }
 
@@ -49,12 +49,12 @@ struct Begun {
 pub(crate) struct SentTensors {
     pub(crate) group: String,
     pub(crate) tensors: Vec<NamedTensor>,
-    /// True if the update has more of them, which come later.
+    /// True if later requests bring more tensors of the update.
     pub(crate) more: bool,
     pub(crate) version: Option<String>,
     /// True if requests are aborted before the update.
     pub(crate) aborts: bool,
-    /// True if the pause goes on after the update.
+    /// True if the pause continues after the update.
     pub(crate) keeps_pause: bool,
 }
 
@@ -63,7 +63,7 @@ impl Trainer {
         Arc::new(Self { weights, link: Mutex::default() })
     }
 
-    /// The group, if nothing is being done with it.
+    /// The group, if no operation on it is running.
     fn idle(&self) -> Result<MutexGuard<'_, Option<JoinedGroup>>, ApiError> {
         self.link.try_lock().map_err(|_| {
             let reason = "the group is being joined, or tensors of it are being received";
@@ -71,7 +71,7 @@ impl Trainer {
         })
     }
 
-    /// Joins a trainer's group. Goes on if the caller does not wait.
+    /// Joins a trainer's group. Continues even if the future is dropped.
     ///
     /// # Errors
     /// A group was joined before, or the ranks do not meet.
@@ -92,7 +92,7 @@ impl Trainer {
         joined(task.await)
     }
 
-    /// Leaves the group, and forgets the tensors of an update of which more were to come.
+    /// Leaves the group, and drops the tensors of an incomplete update.
     ///
     /// # Errors
     /// There is no such group.
@@ -101,7 +101,7 @@ impl Trainer {
         let mut link = self.idle()?;
         check_group(link.as_ref(), group)?;
         let joined = link.take();
-        // The end of its process may take a moment.
+        // Ending its process may take a moment.
         let leave = move || {
             drop(joined);
             Ok(())
@@ -109,13 +109,13 @@ impl Trainer {
         in_blocking(leave, GROUP).await
     }
 
-    /// Receives tensors, and has all replicas compute with those of the update when they are
-    /// complete. Returns the number of requests that go on with them; `None`: more are to come.
-    /// Goes on if the caller does not wait.
+    /// Receives tensors. When the update is complete, all replicas compute with it. Returns the
+    /// number of requests that continue with it; `None`: more tensors are to come. Continues even
+    /// if the future is dropped.
     ///
     /// # Errors
     /// The tensors do not come, and the group is left; or they can't be loaded. The old weights
-    /// compute on.
+    /// stay in use.
     pub(crate) async fn receive(
         self: Arc<Self>,
         sent: SentTensors,
@@ -167,10 +167,10 @@ impl Trainer {
     }
 }
 
-/// Leaves a group whose trainer may be sending tensors that are not received: its calls fail at
-/// once. Returns the error.
+/// Leaves a group whose trainer may be sending tensors that nobody receives, so that its calls fail
+/// at once. Returns the error.
 async fn given_up(receiver: Box<dyn TensorReceiver>, error: ApiError) -> ApiError {
-    // The end of its process may take a moment.
+    // Ending its process may take a moment.
     let _ = spawn_blocking(move || drop(receiver)).await;
     error
 }

@@ -18,14 +18,14 @@ pub struct TensorFolder {
     pub guard: Arc<dyn Any + Send + Sync>,
 }
 
-/// A trainer's group of processes, and the place of this server in it.
+/// A trainer's process group, and this server's rank in it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TrainerGroup {
     /// The host at which ranks meet.
     pub address: String,
     /// The port there.
     pub port: u16,
-    /// The rank of this server; the trainer's is 0.
+    /// The rank of this server; the trainer has rank 0.
     pub rank: u32,
     /// The number of ranks.
     pub world_size: u32,
@@ -44,26 +44,26 @@ pub struct NamedTensor {
     pub shape: Vec<u64>,
 }
 
-/// A rank in a trainer's group. Its end leaves the group.
+/// A rank in a trainer's group. Dropping it leaves the group.
 pub trait TensorReceiver: Send {
-    /// Waits for tensors, which come in this order, and writes them to a new file of safetensors.
+    /// Receives tensors in this order, and writes them to a new safetensors file.
     ///
     /// # Errors
-    /// The trainer is gone, or did not send them in time. The group is of no more use.
+    /// The trainer is gone, or did not send them in time. The group can't be used any more.
     fn receive(&mut self, tensors: &[NamedTensor], file: &Path) -> Result<(), String>;
 }
 
-/// The first rows of a parameter, as lists in lists.
+/// The first rows of a parameter, as nested lists.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ParameterValues {
-    /// The sizes, the first of which may have been cut.
+    /// The sizes; the first one may have been truncated.
     pub shape: Vec<usize>,
     /// All values, the last dimension first.
     pub values: Vec<f32>,
 }
 
-/// The files of models that hands load. `served` is the description of the model that hands have.
-/// Errors are one line for the client.
+/// Access to the model files that hands load. `served` is the description of the hands' current
+/// model. Errors are one line for the client.
 pub trait WeightFiles: Send + Sync {
     /// Describes the model in a folder or file for hands.
     ///
@@ -77,10 +77,11 @@ pub trait WeightFiles: Send + Sync {
     /// The served model's tensors can't be replaced, or the folder can't be made.
     fn folder(&self, served: &Value) -> Result<TensorFolder, String>;
 
-    /// Describes the served model with other tensors, which are in safetensors in the folder.
+    /// Describes the served model with tensors replaced by those of safetensors files in the
+    /// folder.
     ///
     /// # Errors
-    /// A file is damaged, or has a tensor that the model has no place for.
+    /// A file is damaged, or has a tensor that the model does not have.
     fn lay(
         &self,
         folder: &TensorFolder,
@@ -97,7 +98,8 @@ pub trait WeightFiles: Send + Sync {
     /// The first rows of a parameter.
     ///
     /// # Errors
-    /// There is no such parameter, it has no plain floats, or too much is asked for.
+    /// There is no such parameter, it is not stored as plain floats, or too many values are
+    /// requested.
     fn rows(&self, served: &Value, name: &str, rows: usize) -> Result<ParameterValues, String>;
 }
 
@@ -107,7 +109,7 @@ impl Serialize for ParameterValues {
     }
 }
 
-/// A part of a parameter: a list of parts, or a number.
+/// A part of a nested list: a list of parts, or a number.
 struct Nested<'a> {
     shape: &'a [usize],
     values: &'a [f32],

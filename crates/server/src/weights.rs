@@ -1,7 +1,7 @@
-//! Weights that change while a server runs, and the pauses around it.
+//! Weight updates at run time, and the pauses around them.
 //!
 //! All replicas are paused, the first one starts its hand with the new weights, and the others
-//! follow once that has worked. If one of the others fails, all go back.
+//! follow once that has worked. If one of the others fails, all return to the old weights.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -18,19 +18,19 @@ use tokio::task::spawn_blocking;
 use crate::state::not_serving;
 use crate::weight_files::{ParameterValues, TensorFolder, WeightFiles};
 
-/// The version of weights without a name, as SGLang calls it.
+/// The default name of the weights, as in SGLang.
 const FIRST_VERSION: &str = "default";
 /// The largest number of bytes of a version.
 const VERSION_BYTES: usize = 128;
 
-/// The weights of a server whose hands can load others.
+/// The settings of a server whose hands can load other weights.
 #[derive(Clone)]
 pub struct WeightSettings {
-    /// The description of the model that hands start with.
+    /// The model description with which hands start.
     pub model: Value,
     /// The files of weights.
     pub files: Arc<dyn WeightFiles>,
-    /// True if clients may change weights without a key of administrators.
+    /// True if clients may change weights without an admin key.
     pub open: bool,
 }
 
@@ -40,7 +40,7 @@ impl std::fmt::Debug for WeightSettings {
     }
 }
 
-/// The name of the weights that answer. Clones are the same.
+/// The name of the current weights. Clones share it.
 #[derive(Debug, Clone)]
 pub(crate) struct WeightVersion(Arc<RwLock<Arc<str>>>);
 
@@ -77,7 +77,7 @@ fn check_version(version: &str) -> Result<(), ApiError> {
 pub(crate) enum Source {
     /// In a folder or GGUF file, whole.
     Path(PathBuf),
-    /// Some of them are in these files of the folder.
+    /// Some tensors come from these files of the folder.
     Tensors(TensorFolder, Vec<PathBuf>),
 }
 
@@ -89,7 +89,7 @@ pub(crate) struct Update {
     pub(crate) version: Option<String>,
     /// True if requests are aborted before.
     pub(crate) aborts: bool,
-    /// True if the pause goes on after the update.
+    /// True if the pause continues after the update.
     pub(crate) keeps_pause: bool,
 }
 
@@ -109,9 +109,9 @@ pub(crate) struct Weights {
     version: WeightVersion,
     /// True from a client's pause to its end.
     paused: AtomicBool,
-    /// The model that hands have. Held by the only pause, resume or update at a time.
+    /// The hands' current model. Locked by the one pause, resume or update that runs.
     served: Mutex<ServedWeights>,
-    /// Held while tensors are received: those of one update at a time take room.
+    /// Locked while tensors are received, so that only one update takes room at a time.
     receiving: Arc<Mutex<()>>,
     next_id: AtomicU64,
 }
@@ -139,16 +139,16 @@ impl Weights {
         self.paused.load(Ordering::Acquire)
     }
 
-    /// True if clients may change weights without a key of administrators.
+    /// True if clients may change weights without an admin key.
     pub(crate) fn is_open(&self) -> bool {
         self.settings.as_ref().is_none_or(|settings| settings.open)
     }
 
-    /// Pauses all replicas, and empties the prefix cache if asked to. Returns the number of
-    /// requests that are left. Goes on if the caller does not wait.
+    /// Pauses all replicas, and optionally empties the prefix cache. Returns the number of
+    /// remaining requests. Continues even if the future is dropped.
     ///
     /// # Errors
-    /// The engine has ended, or the pause has before all replicas were paused.
+    /// The engine has ended, or the pause was ended before all replicas were paused.
     pub(crate) async fn pause(
         self: Arc<Self>,
         mode: PauseMode,
@@ -158,7 +158,7 @@ impl Weights {
             let served = self.served.lock().await;
             self.paused.store(true, Ordering::Release);
             let handles = self.engine.handles();
-            // Another pause may come, and a resume, before requests have been finished.
+            // Unlock: another pause or a resume may come before requests have been finished.
             drop(served);
             let left = pause_all(&handles, mode).await?;
             if clears {
@@ -176,11 +176,11 @@ impl Weights {
         self.engine.handles().iter().for_each(EngineHandle::resume);
     }
 
-    /// Makes all replicas compute with other weights. Requests continue with them from where they
-    /// are. Returns the number of these requests. Goes on if the caller does not wait.
+    /// Makes all replicas compute with other weights. Running requests continue with them. Returns
+    /// the number of these requests. Continues even if the future is dropped.
     ///
     /// # Errors
-    /// The weights can't be read or loaded. The old ones compute on.
+    /// The weights can't be read or loaded. The old ones stay in use.
     pub(crate) async fn update(self: Arc<Self>, update: Update) -> Result<usize, ApiError> {
         update.version.as_deref().map_or(Ok(()), check_version)?;
         joined(tokio::spawn(async move { self.update_now(update).await }).await)
@@ -210,7 +210,7 @@ impl Weights {
         let left = pause_all(&handles, mode).await?;
         let loaded = self.load(&handles, &next.model, &served.model).await;
         if loaded.is_ok() {
-            // The folder of the last weights, which no replica needs any more, goes.
+            // This drops the folder of the previous weights, which no replica needs any more.
             *served = next;
             if let Some(version) = version {
                 self.version.set(&version)?;
@@ -230,7 +230,7 @@ impl Weights {
         })
     }
 
-    /// A folder for the tensors of one update, and the right to receive some.
+    /// A folder for the tensors of one update, with the lock for receiving them.
     ///
     /// # Errors
     /// Others are being received, or the served tensors can't be replaced.
@@ -251,20 +251,21 @@ impl Weights {
     /// The first rows of a parameter that hands have.
     ///
     /// # Errors
-    /// There is no such parameter, or it is not readable as numbers.
+    /// There is no such parameter, or it is not stored as numbers.
     pub(crate) async fn rows(
         &self,
         name: String,
         rows: usize,
     ) -> Result<ParameterValues, ApiError> {
         let files = Arc::clone(&self.settings()?.files);
-        // Held until they are read: an update would remove the files.
+        // Locked until they are read, because an update would remove the files.
         let served = self.served.lock().await;
         let model = served.model.clone();
         in_blocking(move || files.rows(&model, &name, rows), "name").await
     }
 
-    /// Loads the weights in one replica, then in the others. If one fails, all have the last ones.
+    /// Loads the weights in one replica, then in the others. If one fails, all return to the
+    /// previous ones.
     async fn load(
         &self,
         handles: &[EngineHandle],
@@ -293,7 +294,7 @@ impl Weights {
     }
 }
 
-/// Pauses engines. Returns the number of requests that are left.
+/// Pauses engines. Returns the number of remaining requests.
 async fn pause_all(handles: &[EngineHandle], mode: PauseMode) -> Result<usize, ApiError> {
     let pauses = handles.iter().map(|handle| {
         let (sender, receiver) = oneshot::channel();
@@ -312,7 +313,7 @@ async fn pause_all(handles: &[EngineHandle], mode: PauseMode) -> Result<usize, A
     Ok(all)
 }
 
-/// Asks an engine for other weights. The future gives the outcome.
+/// Makes an engine load other weights. The future gives the outcome.
 fn reload(
     handle: &EngineHandle,
     id: u64,
@@ -324,7 +325,7 @@ fn reload(
     Box::pin(async move { receiver.await.unwrap_or_else(|_| Err("the engine has ended".into())) })
 }
 
-/// Does work with files. Its error is that of the parameter.
+/// Runs file work on a blocking thread. Its error is an error of the parameter.
 pub(crate) async fn in_blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, String> + Send + 'static,
     param: &'static str,

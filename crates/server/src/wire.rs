@@ -11,8 +11,8 @@ use forebay_http::Line;
 
 use crate::state::Shared;
 
-/// The line for chunks past hyper; `None`: direct writes are switched off, or answers have no
-/// chunks (HTTP/1.0).
+/// The connection for writing chunks without hyper; `None`: direct writes are off, or the answer
+/// has no chunks (HTTP/1.0).
 pub(crate) struct Wire(pub(crate) Option<Arc<Line>>);
 
 impl FromRequestParts<Shared> for Wire {

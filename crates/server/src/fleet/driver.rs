@@ -1,5 +1,5 @@
-//! The driver of loads: it runs the actions that the fleet decides, and reports their outcomes to
-//! the fleet.
+//! Loads and unloads models: runs the actions that the fleet decides, and reports their outcomes to
+//! it.
 
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
@@ -103,7 +103,7 @@ impl Front {
         self.step();
     }
 
-    /// Notes the death of a model that takes requests.
+    /// Reports the death of a model that takes requests.
     async fn watch(
         self: Arc<Self>,
         model: usize,
@@ -154,7 +154,7 @@ impl Front {
         self.step();
     }
 
-    /// Drops the kept state of a model, whose threads may take their time to end.
+    /// Drops the kept state of a model, whose threads may still be ending.
     pub(super) async fn forget(&self, model: usize) {
         let loader = Arc::clone(&self.loader);
         if spawn_blocking(move || loader.forget(model)).await.is_err() {

@@ -11,11 +11,11 @@ struct Family {
     samples: Vec<String>,
 }
 
-/// Joins the expositions of several models, each of which has the label of its model. A format like
-/// this one has every metric once, with all its samples.
+/// Merges the expositions of several models, each with its model's label. The text format needs all
+/// samples of a metric together.
 pub(crate) fn join(texts: &[String]) -> String {
     let mut families: Vec<Family> = Vec::new();
-    // Numbers of the process have no label of a model, and are the same in all.
+    // Process-wide metrics have no model label, and are the same in all expositions.
     let mut seen: HashSet<&str> = HashSet::new();
     for text in texts {
         let mut at = None;
@@ -59,7 +59,7 @@ pub(crate) struct Sample<'a> {
     pub(crate) value: f64,
 }
 
-/// A metric of the fleet with a sample for each model.
+/// A metric of the fleet with one sample for each model.
 pub(crate) fn metric(name: &str, help: &str, kind: &str, samples: &[Sample<'_>]) -> String {
     let mut text = format!("# HELP {name} {help}\n# TYPE {name} {kind}\n");
     for Sample { model, label, value } in samples {

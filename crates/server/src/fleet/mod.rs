@@ -1,8 +1,8 @@
 //! Several models in one server: the driver of [`forebay_fleet`].
 //!
 //! Everything that belongs to one model is its [`AppState`], with routes of its own. The [`Front`]
-//! has what all models share, and a slot for each model. A request visits a model: it waits until
-//! the model is ready, and the model does not leave before the answer has ended.
+//! has the shared state, and a slot for each model. A request visits a model: it waits until the
+//! model is ready, and the model stays until the answer has ended.
 
 mod driver;
 pub(crate) mod metrics;
@@ -34,19 +34,19 @@ use crate::state::{AppState, CommonParts, HasSettings, Shared, now};
 use names::NameIndex;
 pub(crate) use visit::{ModelBody, Visit};
 
-/// Bodies above `LARGE_BODY` that are read at a time.
+/// The number of bodies above `LARGE_BODY` that are read at the same time.
 const READERS: usize = 2;
-/// The server itself, which loads pinned models. No client has this number.
+/// The server itself, which loads pinned models. No client has this id.
 const SERVER: ClientId = ClientId(0);
 
 /// A model that a server may load.
 #[derive(Debug, Clone)]
 pub struct ModelEntry {
-    /// Names that requests may use, at least one; the first is shown.
+    /// Names that requests may use, at least one; lists show the first.
     pub names: Vec<String>,
     /// Further names, which no list shows.
     pub aliases: Vec<String>,
-    /// The model as it was typed: a hub id or a path.
+    /// The model as the user wrote it: a hub id or a path.
     pub root: String,
     /// Facts about its files.
     pub facts: ModelFacts,
@@ -60,7 +60,7 @@ pub struct ModelEntry {
     pub template: String,
     /// The longest prompt and answer together, in tokens.
     pub context_length: u32,
-    /// True if the numbers of its hand count after a load, in place of the plan.
+    /// True if measured memory replaces the planned numbers after a load.
     pub measures: bool,
     /// Its place in the plan of memory.
     pub plan: FleetModel,
@@ -81,20 +81,20 @@ pub struct StartedModel {
 
 /// Starts models, on threads that may wait.
 pub trait ModelLoader: Send + Sync + 'static {
-    /// Starts a model that may take `bytes` bytes for weights and pages.
+    /// Starts a model that may use `bytes` bytes for weights and pages.
     ///
     /// # Errors
     /// The reason in one line.
     fn start(&self, model: usize, entry: &ModelEntry, bytes: u64) -> Result<StartedModel, String>;
 
-    /// Drops the state that is kept of a model for the next start.
+    /// Drops the state of a model that was kept for its next start.
     fn forget(&self, model: usize);
 
-    /// Bytes of memory that are free now, if that is known.
+    /// Bytes of memory that are free now, if known.
     fn available(&self) -> Option<u64>;
 }
 
-/// The parts that a server of several models is made of.
+/// The parts from which a server of several models is built.
 pub struct FleetParts {
     /// The settings that all models share.
     pub config: ServerConfig,
@@ -110,7 +110,7 @@ pub struct FleetParts {
     pub loader: Arc<dyn ModelLoader>,
 }
 
-/// A server of several models. A clone is the same.
+/// A server of several models. Clones refer to the same server.
 #[derive(Clone)]
 pub struct ModelServer(pub(crate) Arc<Front>);
 
@@ -136,7 +136,7 @@ pub(crate) struct Front {
     visits: watch::Sender<usize>,
     clock: Instant,
     draining: AtomicBool,
-    /// True once models that are being loaded are given up.
+    /// True once loads in progress are to be abandoned.
     closing: watch::Sender<bool>,
 }
 
@@ -147,7 +147,7 @@ struct Books {
     slots: Vec<Slot>,
 }
 
-/// A model that is in memory, or is not.
+/// A model, in memory or not.
 #[derive(Default)]
 struct Slot {
     running: Option<RunningModel>,
@@ -183,7 +183,7 @@ impl RunningModel {
     pub(crate) fn left(&self) -> impl Future<Output = ()> + Send + use<> {
         let mut leaving = self.leaving.subscribe();
         async move {
-            // A sender that is gone has left as well.
+            // If the sender is gone, the model has left.
             let _ = leaving.wait_for(|&leaves| leaves).await;
         }
     }
@@ -220,7 +220,7 @@ pub(crate) struct ModelReport {
 }
 
 impl ModelServer {
-    /// Puts the parts together.
+    /// Builds the server.
     ///
     /// # Errors
     /// A name means two models, or a model can never be loaded.
@@ -256,7 +256,7 @@ impl ModelServer {
         })))
     }
 
-    /// Loads the pinned models, and has idle ones leave, on the runtime that this is called in.
+    /// Loads the pinned models and starts unloading idle ones, on the current runtime.
     pub fn begin(&self) {
         let front = &self.0;
         let timed = Arc::clone(front);
@@ -280,7 +280,7 @@ impl ModelServer {
         }
     }
 
-    /// Stops all models. Those that are being loaded are given up.
+    /// Stops all models. Loads in progress are abandoned.
     pub async fn stop(&self) {
         let front = &self.0;
         front.draining.store(true, Ordering::SeqCst);
@@ -301,7 +301,7 @@ impl ModelServer {
     }
 }
 
-/// A refusal of a model that can never be loaded, with its numbers.
+/// The error for a model that can never be loaded, with its numbers.
 fn misfit(refusal: FleetRefusal) -> String {
     let gb = |bytes: u64| format!("{:.2} GB", bytes as f64 / 1e9);
     match refusal {
@@ -320,7 +320,7 @@ impl Front {
         u64::try_from(self.clock.elapsed().as_millis()).unwrap_or(u64::MAX)
     }
 
-    /// The model that a request names, by any of its names. The first is meant if it names none.
+    /// The model that a request names, by any of its names, or the first model if it names none.
     ///
     /// # Errors
     /// There is no such model.
@@ -356,14 +356,13 @@ impl Front {
         self.books.lock().slots[model].running.clone()
     }
 
-    /// Sets the seconds without a request after which a model leaves, until it has left; `None`:
-    /// never.
+    /// Sets after how many idle seconds a model leaves, until it has left once; `None`: never.
     pub(crate) fn keep(&self, model: usize, idle: Option<Duration>) {
         let millis = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
         self.books.lock().fleet.keep(model, Some(idle.map(millis)));
     }
 
-    /// Makes a model leave, and waits until it has, but not for long running requests.
+    /// Makes a model leave, and waits for that, but not for long-running requests.
     pub(crate) async fn dismiss(self: &Arc<Self>, model: usize, level: SleepLevel) {
         let mut changes = self.changes.subscribe();
         let was_asleep = {
@@ -379,11 +378,11 @@ impl Front {
         let inside =
             || !matches!(self.report(model).state, ModelState::Asleep | ModelState::Unloaded);
         let gone = async { while inside() && changes.changed().await.is_ok() {} };
-        // It leaves all the same once they have ended.
+        // It leaves anyway once they have ended.
         let _ = timeout(self.config.drain_timeout, gone).await;
     }
 
-    /// The error for a request that cannot even wait.
+    /// The error for a request that cannot even be queued.
     fn refused(&self, model: usize, refusal: FleetRefusal) -> ApiError {
         let name = &self.entries[model].names[0];
         match refusal {

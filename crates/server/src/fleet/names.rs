@@ -10,7 +10,7 @@ use crate::names::LATEST;
 pub(crate) struct NameIndex(HashMap<String, usize>);
 
 impl NameIndex {
-    /// Adds `:latest` to the aliases of each model, and finds all names.
+    /// Adds `:latest` names to the aliases of each model, and indexes all names.
     ///
     /// # Errors
     /// A name means two models.

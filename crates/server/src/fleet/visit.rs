@@ -14,7 +14,7 @@ use tokio::sync::oneshot;
 
 use super::Front;
 
-/// A request that runs on a model, which does not leave meanwhile.
+/// A request that runs on a model. The model stays until this is dropped.
 pub(crate) struct Visit {
     front: Arc<Front>,
     model: usize,
@@ -28,7 +28,7 @@ impl Drop for Visit {
     }
 }
 
-/// A request that waits. Dropping it gives its place in the queue up.
+/// A waiting request. Dropping it gives up its place in the queue.
 struct Wait {
     front: Arc<Front>,
     model: usize,
@@ -57,10 +57,10 @@ impl Drop for Wait {
 }
 
 impl Front {
-    /// Waits until a client's request may run on a model, which is loaded if it is not there.
+    /// Waits until a client's request may run on a model, which is loaded if necessary.
     ///
     /// # Errors
-    /// The model cannot be loaded, too many wait for it, or the server drains.
+    /// The model cannot be loaded, too many requests wait for it, or the server drains.
     pub(crate) async fn visit(
         self: &Arc<Self>,
         model: usize,
@@ -74,7 +74,7 @@ impl Front {
             if matches!(books.fleet.state(model), ModelState::Unloaded | ModelState::Asleep)
                 && let Some(available) = self.loader.available()
             {
-                // Other programs may have taken memory since the start.
+                // Other programs may have taken memory since this server started.
                 let left = books.fleet.used().saturating_add(available);
                 books.fleet.set_memory(self.memory_bytes.min(left));
             }
@@ -108,7 +108,7 @@ impl Front {
         }
     }
 
-    /// The error for a request that has waited in vain.
+    /// The error for a request whose model did not become ready.
     fn gave_up(&self, model: usize) -> ApiError {
         if self.is_draining() {
             return ApiError::Draining;

@@ -13,15 +13,15 @@ use tokio::runtime::Handle;
 use super::model::ImageModel;
 use crate::intake::{Cost, Intake};
 
-/// Bytes of a buffer that a thread keeps for the next image.
+/// The largest buffer that a thread keeps for the next image, in bytes.
 const KEPT: usize = 32 << 20;
 
 thread_local! {
-    /// A thread's preparer of images, and the patches before they are in the arena.
+    /// A thread's image preparer, and a buffer for patches on their way to the arena.
     static WORKSHOP: RefCell<(Preparer, Vec<u8>)> = RefCell::default();
 }
 
-/// The file of an image, whose header was read. It is charged to the budget until it is dropped.
+/// An image file whose header was read. It is charged to the budget until it is dropped.
 pub(crate) struct ImageFile {
     bytes: Bytes,
     header: Header,
@@ -38,7 +38,7 @@ impl fmt::Debug for ImageFile {
 }
 
 impl ImageFile {
-    /// Reads the header of a file from `param`, and names the file.
+    /// Reads the header of a file that came in `param`, and computes its identity.
     ///
     /// # Errors
     /// The file is not an image, or is not supported.
@@ -79,12 +79,12 @@ impl ImageFile {
         self.processing.bytes(self.positions())
     }
 
-    /// The largest amount of memory that its pixels take while they become patches.
+    /// The largest memory that decoding the file and making patches takes.
     pub(crate) fn decoding_bytes(&self) -> usize {
         self.header.decoding_bytes(&self.processing)
     }
 
-    /// Decodes the file and writes its patches where the hand reads them.
+    /// Decodes the file and writes its patches into memory that the hand reads.
     fn write(&self, payload: &dyn Payload) -> Result<(), PictureError> {
         WORKSHOP.with_borrow_mut(|(preparer, patches)| {
             patches.resize(self.patch_bytes(), 0);
@@ -117,7 +117,7 @@ impl fmt::Debug for Shown {
 }
 
 impl Shown {
-    /// Makes the images of a request that a task of the current runtime submits.
+    /// An image for a request that is submitted on the current runtime.
     pub(crate) fn new(file: Arc<ImageFile>, intake: &Arc<Intake>) -> Self {
         Self { file, intake: Arc::clone(intake), runtime: Handle::current() }
     }

@@ -1,9 +1,9 @@
-//! Images of requests: from URLs to positions of the prompt, and to patches in the arena if the
-//! engine needs them.
+//! Images of requests: from URLs to prompt positions, and to patches in the arena if the engine
+//! needs them.
 //!
-//! The intake threads read base64 and hashes. A request is submitted when the headers of its images
-//! are read. Pixels are decoded only if the scheduler has no copy of the image, on threads of their
-//! own. So a repeated image costs neither patches nor tower.
+//! The intake threads decode base64 and hash files. A request is submitted once the headers of its
+//! images are read. Pixels are decoded, on threads of their own, only if the scheduler does not
+//! have the image on pages. So a repeated image needs neither patches nor the tower.
 
 mod file;
 pub(crate) mod model;
@@ -28,7 +28,8 @@ use crate::state::Shared;
 /// for them.
 ///
 /// # Errors
-/// An image is invalid, too large, or not available. The error names the part of the first.
+/// An image is invalid, too large, or not available. The error names the part with the first such
+/// image.
 pub(crate) async fn read(
     state: &Shared,
     parts: Vec<ImagePart>,
@@ -40,7 +41,8 @@ pub(crate) async fn read(
     };
     let mut reading = JoinSet::new();
     for (index, part) in parts.into_iter().enumerate() {
-        // A file is charged until its request has ended: the device may have to be given it again.
+        // A file is charged until its request has ended, because the device may need the image
+        // again.
         let (state, charge) = (Arc::clone(state), charge.beside());
         reading.spawn(async move { (index, read_one(&state, model, part, charge).await) });
     }
@@ -103,8 +105,7 @@ async fn read_one(
     Ok(Arc::new(file))
 }
 
-/// The file of the network, or of this machine, that the image in `param` is. It is charged as it
-/// comes.
+/// Fetches the image file in `param` from the network or this machine. It is charged as it arrives.
 async fn fetch(state: &Shared, param: &str, url: &str, charge: &Charge) -> Result<Bytes, ApiError> {
     let refused = |error: FetchError| ApiError::invalid(param, format!("`{param}`: {error}"));
     let fetcher = state.model.fetcher.as_ref().ok_or(FetchError::Off).map_err(refused)?;

@@ -7,7 +7,7 @@ use forebay_vision::Processing;
 pub struct ImageModel {
     /// The processing that cuts images.
     pub processing: Processing,
-    /// The token that stands for a position of an image.
+    /// The token id at the positions of an image.
     pub token: i32,
     /// The largest number of images of a request.
     pub most: u32,
@@ -16,8 +16,8 @@ pub struct ImageModel {
 }
 
 impl ImageModel {
-    /// Bytes to set aside for `threads` threads that decode images, of all bytes of requests. It is
-    /// enough for the largest images, or half of all.
+    /// Bytes to reserve for `threads` decoding threads, out of the budget for all requests. Enough
+    /// for the largest images, but at most half of the budget.
     #[must_use]
     pub fn decoding_bytes(&self, threads: usize, of_requests: usize) -> usize {
         let largest = self.limits.decoding_bytes(&self.processing);

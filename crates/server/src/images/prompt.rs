@@ -1,5 +1,5 @@
-//! A prompt with images. The template's one token for an image becomes as many positions as the
-//! image takes.
+//! Prompts with images. The template writes one token for an image, which is replaced by one for
+//! each of the image's positions.
 
 use std::sync::Arc;
 
@@ -15,11 +15,10 @@ pub(crate) struct SeenPrompt {
     pub(crate) images: Arc<[PromptImage]>,
 }
 
-/// Gives each image in `ids` all of its positions. `ids` are from `param`, and have one `token` for
-/// each image.
+/// Replaces each image's single `token` in `ids` by one for each position. `ids` come from `param`.
 ///
 /// # Errors
-/// The numbers of such tokens and images differ.
+/// The numbers of such tokens and of images differ.
 pub(crate) fn spread(
     ids: Vec<i32>,
     token: i32,

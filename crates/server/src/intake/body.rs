@@ -3,12 +3,12 @@
 use bytes::{Bytes, BytesMut};
 use forebay_api::ApiError;
 
-/// Bytes of a piece below which it is copied to the one before it: a client that sends one byte per
-/// piece would cost much more memory.
+/// Pieces of fewer bytes are copied into the previous one. Otherwise a client that sends single
+/// bytes would use much more memory.
 const SMALL_PIECE: usize = 4096;
 
-/// A body in received pieces. To join those of a large one takes a while, so the parsing thread
-/// does it.
+/// A body in the pieces that arrived. Joining those of a large body takes time, so the parsing
+/// thread does it.
 #[derive(Debug, Default)]
 pub(crate) struct Pieces {
     whole: Vec<Bytes>,
@@ -34,7 +34,7 @@ impl Pieces {
         self.whole.push(piece);
     }
 
-    /// The whole. Most bodies come in one piece, which is not copied.
+    /// Joins the pieces. Most bodies have one piece, which is not copied.
     pub(crate) fn join(mut self) -> Bytes {
         if !self.small.is_empty() {
             self.whole.push(self.small.freeze());
@@ -59,7 +59,7 @@ pub(crate) struct BodyLimit {
 }
 
 impl BodyLimit {
-    /// The error for a client whose body is over it.
+    /// The error for a client whose body exceeds the limit.
     pub(crate) fn error(self, limit: usize) -> ApiError {
         let flag = if limit > self.json { "--max-body-bytes" } else { self.json_flag };
         ApiError::BodyTooLarge { limit, flag }

@@ -8,7 +8,7 @@ use forebay_http::ClientId;
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
-/// A number of permits. If all are taken, clients wait, and take turns. A client with forty tasks
+/// A limited number of permits. If all are taken, clients take turns: a client with forty tasks
 /// waits for one turn of each other client between two of its own.
 #[derive(Debug)]
 pub(crate) struct Line(Mutex<Inner>);
@@ -26,10 +26,10 @@ struct Inner {
     given: u64,
 }
 
-/// A permit of a client, until it is dropped.
+/// A client's permit, held until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Permit {
-    /// The line that gets it back; `None` once it has it.
+    /// The line to return it to; `None` if it was returned.
     line: Option<Arc<Line>>,
     client: ClientId,
 }
@@ -70,7 +70,7 @@ impl Line {
         })))
     }
 
-    /// Waits for a permit of `client`. Dropping the future leaves the line.
+    /// Waits for a permit for `client`. Dropping the future leaves the queue.
     pub(crate) async fn take(self: &Arc<Self>, client: ClientId) -> Permit {
         let (_wait, permit) = {
             let mut inner = self.0.lock();
@@ -83,7 +83,7 @@ impl Line {
             inner.waiting.insert(client.0, arrival, 1, sender);
             (Wait { line: self, client, arrival }, permit)
         };
-        // The line lives as long as this borrow of it, so its senders do.
+        // The line, and so its senders, live as long as this borrow.
         permit.await.unwrap_or(Permit { line: None, client })
     }
 
@@ -106,7 +106,7 @@ impl Line {
     }
 }
 
-/// A task in a queue. Dropping it leaves the queue.
+/// A queued task. Dropping it leaves the queue.
 struct Wait<'a> {
     line: &'a Line,
     client: ClientId,
@@ -115,7 +115,7 @@ struct Wait<'a> {
 
 impl Drop for Wait<'_> {
     fn drop(&mut self) {
-        // It is not there any more if it has its permit.
+        // The entry is gone already if the task got its permit.
         self.line.0.lock().waiting.take(self.client.0, self.arrival, false);
     }
 }
@@ -130,7 +130,7 @@ impl Drop for Permit {
             let may = |client| held.get(&ClientId(client)).copied().unwrap_or(0) < *each;
             let Some((client, next)) = waiting.pop(may) else { return };
             let permit = inner.give(&line, ClientId(client));
-            // A waiter that has left the queue gives it back here, under this lock.
+            // A waiter that has left the queue returns the permit here, under this lock.
             if let Err(mut unwanted) = next.send(permit) {
                 unwanted.line = None;
                 inner.take_back(ClientId(client));

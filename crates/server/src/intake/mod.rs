@@ -3,11 +3,11 @@
 //! The intake threads parse a body above [`LARGE_BODY`], and decode its base64. Data that is too
 //! big for a plan goes into memory that the hand reads (`forebay_engine::Payloads`). A request
 //! first waits in the queue for room there (`room`). Then the intake threads convert the data and
-//! write it there, once. Only then is the request submitted. If the client goes away, its room is
-//! given back, at any point of this way.
+//! write it there, once. Only then is the request submitted. If the client disconnects at any
+//! point, its room is freed.
 //!
-//! Pixels have threads of their own. An image of a few KB can take seconds, and nothing else waits
-//! for it. Everywhere clients take turns.
+//! Images are decoded on threads of their own: an image of a few KB can take seconds, and must not
+//! delay other work. Clients take turns in every queue.
 
 pub(crate) mod body;
 mod line;
@@ -32,10 +32,10 @@ use turns::Turns;
 pub(crate) use workers::Cost;
 use workers::Workers;
 
-/// Bytes from which on parsing takes many times as long as a change of thread.
+/// Bodies of at least this many bytes take much longer to parse than to pass to another thread.
 pub(crate) const LARGE_BODY: usize = 64 << 10;
 
-/// Files that are fetched from elsewhere at a time, and those of them that are one client's.
+/// The number of files that are fetched at the same time: in all, and for one client.
 const FETCHES: usize = 256;
 const FETCHES_EACH: usize = 16;
 
@@ -51,7 +51,7 @@ pub enum IntakeMode {
 /// The intake: it parses large bodies and writes payloads into memory that the hand reads.
 pub struct Intake {
     workers: Workers,
-    /// The threads that decode images; `None`: the model takes none.
+    /// The threads that decode images; `None`: the model takes no images.
     pixels: Option<Workers>,
     /// Bytes that decoding may take at a time.
     pixel_bytes: usize,
@@ -62,8 +62,8 @@ pub struct Intake {
 
 impl Intake {
     /// Starts the threads, under `guard`. At most `queue` bodies wait to be parsed, and at most
-    /// `queue` requests wait for room in `payloads`. As many threads again decode images. They take
-    /// at most `pixel_bytes` of memory at a time; with 0 there are none.
+    /// `queue` requests wait for room in `payloads`. The same number of further threads decode
+    /// images, in at most `pixel_bytes` bytes of memory; 0: there are none.
     ///
     /// # Errors
     /// The system refuses a thread.
@@ -91,7 +91,7 @@ impl Intake {
         })
     }
 
-    /// The turns of clients that may read a large body now.
+    /// The queue for reading large bodies, in which clients take turns.
     pub(crate) fn turns(&self) -> &Turns {
         &self.turns
     }
@@ -116,8 +116,8 @@ impl Intake {
         }
     }
 
-    /// Parses a body, on an intake thread if it is large. Returns the names of unread parameters
-    /// too.
+    /// Parses a body, on an intake thread if it is large. Also returns the names of parameters that
+    /// were not read.
     pub(crate) async fn parse<T>(
         &self,
         body: Pieces,
@@ -130,13 +130,13 @@ impl Intake {
         if body.len() < LARGE_BODY {
             return parse_body(body, limit, charge);
         }
-        // A task that leaves meanwhile drops the body and its charge.
+        // If the task is dropped meanwhile, it drops the body and its charge.
         let charge = Arc::clone(charge);
         let (client, cost) = (charge.client(), Cost { time: body.len() as u64, memory: 0 });
         self.workers.begin(client, cost, move || parse_body(body, limit, &charge)).await
     }
 
-    /// Runs `work` on `bytes` bytes on an intake thread, for long reads of parts of a request of
+    /// Runs `work` on an intake thread, for long processing of `bytes` bytes of a request of
     /// `client`.
     pub(crate) async fn read<T: Send + 'static>(
         &self,
@@ -147,8 +147,8 @@ impl Intake {
         self.workers.begin(client, Cost { time: bytes as u64, memory: 0 }, work).await
     }
 
-    /// Runs `write` on a thread for images. It puts `bytes` bytes of patches of an image of
-    /// `client` where the hand reads them.
+    /// Runs `write` on an image thread. It writes `bytes` bytes of patches of an image of `client`
+    /// into memory that the hand reads.
     ///
     /// # Errors
     /// There will never be room, too many wait for it, or `write` fails.
@@ -167,8 +167,8 @@ impl Intake {
         workers.run(Some(client), cost, work).await.map_err(failed)?
     }
 
-    /// Puts the embeddings of prompts of `client`, from `param`, into the memory that the hand
-    /// reads. Returns the number of positions and the place of each.
+    /// Writes the embeddings of prompts of `client`, which came in `param`, into memory that the
+    /// hand reads. Returns the number of positions of each, and where it is.
     ///
     /// # Errors
     /// There will never be room, too many requests wait for room, or an element is not finite.
@@ -185,7 +185,7 @@ impl Intake {
             let mut at = 0;
             let mut placed = Vec::with_capacity(prompts.len());
             for prompt in &prompts {
-                // Offsets of the arena fit into 32 bits, and this one is inside it.
+                // Arena offsets fit into 32 bits, and this one is inside the arena.
                 let offset = payload.offset() + at as u32;
                 placed.push((prompt.rows(), Embeds { payload: Arc::clone(&payload), offset }));
                 prompt.convert(dtype, |piece| {
@@ -236,7 +236,7 @@ mod tests {
     const A: ClientId = ClientId(1);
     const B: ClientId = ClientId(2);
 
-    /// Images of one client hold up neither the reading of others nor an image of another client.
+    /// Images of one client delay neither the reading of others nor an image of another client.
     #[tokio::test]
     async fn pixels_hold_up_nothing_else_and_clients_take_turns() {
         let mode = IntakeMode::Threads(1);
@@ -262,7 +262,7 @@ mod tests {
         while intake.pixels.as_ref().unwrap().queued() < 24 {
             tokio::task::yield_now().await;
         }
-        // The thread for images is held, and bodies are read all the same.
+        // The image thread is blocked, but bodies are still read.
         assert_eq!(intake.read(B, 64 << 10, || Ok(7)).await, Ok(7));
         release.send(()).unwrap();
         for image in images {

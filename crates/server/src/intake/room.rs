@@ -1,4 +1,4 @@
-//! The line of requests that wait for room in the arena, in which clients take turns.
+//! The queue of requests that wait for room in the arena, in which clients take turns.
 
 use std::sync::Arc;
 
@@ -11,8 +11,8 @@ use tokio::sync::Notify;
 
 use super::line::Line;
 
-/// Room in the arena, given by turns of the clients. A small request does not overtake a large one
-/// whose turn it is, which would never get any.
+/// Room in the arena, given to clients in turns. A small request does not overtake a large one
+/// whose turn it is, or the large one might never get its room.
 pub(crate) struct Room {
     payloads: Arc<dyn Payloads>,
     freed: Arc<Notify>,
@@ -23,16 +23,17 @@ pub(crate) struct Room {
 }
 
 impl Room {
-    /// Makes the room with at most `limit` requests in the queue.
+    /// Creates the queue, with at most `limit` requests in it.
     pub(crate) fn new(payloads: Arc<dyn Payloads>, limit: usize) -> Self {
         let freed = Arc::new(Notify::new());
         let told = Arc::clone(&freed);
-        // Only the first in the queue listens. A notification between two checks is kept for it.
+        // Only the first in the queue listens. A notification that comes between two checks is kept
+        // for it.
         payloads.on_freed(Box::new(move || told.notify_one()));
         Self { payloads, freed, turn: Line::new(1, 1), waiting: Mutex::default(), limit }
     }
 
-    /// The number of requests in the queue, those included that are about to get their room.
+    /// The number of requests in the queue, including one that is just getting its room.
     pub(crate) fn in_line(&self) -> usize {
         self.waiting.lock().all()
     }
@@ -42,8 +43,8 @@ impl Room {
         self.payloads.used()
     }
 
-    /// Waits for room for `bytes` bytes of `client`, all at once: two tasks that hold some and wait
-    /// for more could deadlock. Dropping the future leaves the queue.
+    /// Waits for `bytes` bytes of room for `client`, all at once: tasks that hold some room and
+    /// wait for more could deadlock. Dropping the future leaves the queue.
     pub(crate) async fn take(
         &self,
         client: ClientId,

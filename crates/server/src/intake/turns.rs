@@ -1,8 +1,9 @@
 //! Turns among clients that send large bodies.
 //!
-//! A body that arrives too slowly loses its turn. Then it waits among the slow ones, whose turns
-//! are shorter. So a fast client never waits for a slow one. Turns go to clients, not to bodies. A
-//! client with forty bodies waits for one turn of each other client between two of its own.
+//! A body that arrives too slowly loses its turn. It then waits in the queue for slow bodies, whose
+//! turns are shorter, so a fast client never waits for a slow one. Turns go to clients, not to
+//! bodies: a client with forty bodies waits for one turn of each other client between two of its
+//! own.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,9 +13,9 @@ use tokio::time::Instant;
 
 use super::line::{Line, Permit};
 
-/// Bytes a second that have to arrive during a turn.
+/// Bytes a second that must arrive during a turn.
 const RATE: u64 = 10_000_000;
-/// The time for which a client with a turn may send nothing.
+/// How long a client with a turn may send nothing.
 pub(crate) const PATIENCE: Duration = Duration::from_millis(5);
 
 /// The speed of a body's arrival so far.
@@ -35,7 +36,7 @@ impl Pace {
         }
     }
 
-    /// The bytes that have to arrive in a window.
+    /// The number of bytes that must arrive in a window.
     fn share(self) -> usize {
         (RATE as u128 * self.window().as_micros() / 1_000_000) as usize
     }
@@ -64,13 +65,13 @@ pub(crate) struct Turn {
 }
 
 impl Turns {
-    /// `count` steady bodies at a time, and one slow one.
+    /// Allows `count` steady bodies at a time, and one slow one.
     pub(crate) fn new(count: usize) -> Self {
         let count = count.max(1);
         Self { steady: Line::new(count, count), slow: Line::new(1, 1) }
     }
 
-    /// Waits for a turn of `client`. Dropping the future gives it up.
+    /// Waits for a turn for `client`. Dropping the future gives it up.
     pub(crate) async fn take(&self, client: ClientId, pace: Pace) -> Turn {
         let line = match pace {
             Pace::Steady => &self.steady,
@@ -105,7 +106,7 @@ pub(crate) enum Verdict {
 }
 
 impl Turn {
-    /// The time at which the turn is lost, unless bytes arrive before.
+    /// When the turn is lost, unless bytes arrive first.
     pub(crate) fn deadline(&self) -> Instant {
         (Instant::now() + PATIENCE).min(self.window + self.pace.window())
     }

@@ -1,7 +1,7 @@
 //! Threads for the work of requests.
 //!
-//! Work of requests that have begun goes first. The rest goes by turns of the clients, and each
-//! piece counts with its estimated cost. So a client with much work waits behind one with little.
+//! Work of requests that have begun goes first. The rest goes in turns of the clients, weighted by
+//! estimated cost, so a client with much work waits behind one with little.
 
 use std::collections::VecDeque;
 use std::io;
@@ -25,9 +25,9 @@ type Work = Box<dyn FnOnce() + Send>;
 /// The estimated cost of a piece of work.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Cost {
-    /// Units that only compare with those of the same threads, such as bytes that are read.
+    /// An estimate in units that are only comparable within one pool, such as bytes to read.
     pub(crate) time: u64,
-    /// Bytes of memory while it runs, where the threads have a bound of it.
+    /// Bytes of memory while the work runs, if the pool has a memory bound.
     pub(crate) memory: usize,
 }
 
@@ -40,8 +40,8 @@ struct Job {
 pub(crate) struct Workers {
     lanes: Lanes,
     threads: Vec<JoinHandle<()>>,
-    /// The requests that wait to begin. Requests that have begun are never more than the arena has
-    /// room for.
+    /// The requests that wait to begin. The arena's room bounds the number of requests that have
+    /// begun.
     waiting: Arc<Mutex<Holdings>>,
     /// The bound of these.
     queue: usize,
@@ -56,7 +56,7 @@ enum Lanes {
 #[derive(Default)]
 struct Lane {
     jobs: Mutex<Jobs>,
-    /// There is work that may be done, or no more will come.
+    /// Signalled when work can be started, or no more will come.
     news: Condvar,
 }
 
@@ -67,7 +67,7 @@ struct Jobs {
     begun: VecDeque<Job>,
     new: FairQueue<Job>,
     arrivals: i64,
-    /// Bytes that running work may take, and those of them that are free.
+    /// Bytes that running work may take in all, and how many of these are free.
     most: usize,
     memory: usize,
     closed: bool,
@@ -78,7 +78,7 @@ impl Jobs {
         Self { most: memory, memory, ..Self::default() }
     }
 
-    /// The next piece of work, if there is memory for it. A piece that does not fit now keeps its
+    /// The next piece of work, if there is memory for it. A piece that does not fit yet keeps its
     /// turn.
     fn next(&mut self) -> Option<Job> {
         let next = self.begun.front().or_else(|| self.new.first())?;
@@ -104,8 +104,8 @@ impl Drop for Place {
 }
 
 impl Workers {
-    /// Starts threads whose names begin with `name`. Their work takes at most `memory` bytes at a
-    /// time, by its declared cost.
+    /// Starts threads whose names begin with `name`. Running work may take at most `memory` bytes,
+    /// by its declared cost.
     pub(crate) fn start(
         mode: IntakeMode,
         name: &str,
@@ -143,7 +143,7 @@ impl Workers {
         jobs.begun.len() + jobs.new.upcoming().count()
     }
 
-    /// Runs the first work of a request of `client`. An error if the queue is full.
+    /// Runs the first work of a request of `client`. An error means that the queue is full.
     pub(crate) async fn begin<T: Send + 'static>(
         &self,
         client: ClientId,
@@ -166,7 +166,7 @@ impl Workers {
         self.run(Some(client), cost, work).await
     }
 
-    /// More work of a request that has room in the arena.
+    /// Runs more work of a request that has room in the arena.
     pub(crate) async fn go_on<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
@@ -174,8 +174,8 @@ impl Workers {
         self.run(None, Cost::default(), work).await
     }
 
-    /// Work that takes its client's turn. Without a client it goes first. Dropping the future
-    /// cancels work that has not been started.
+    /// Runs work in its client's turn, or first if it has no client. Dropping the future cancels
+    /// work that has not started.
     pub(crate) async fn run<T: Send + 'static>(
         &self,
         client: Option<ClientId>,
@@ -209,7 +209,7 @@ impl Drop for Workers {
             lane.news.notify_all();
         }
         for thread in self.threads.drain(..) {
-            // Jobs catch their panics, so there is nothing to learn from how it ended.
+            // Jobs catch their own panics, so the thread's outcome says nothing.
             let _ = thread.join();
         }
     }
@@ -251,13 +251,14 @@ impl Lane {
     fn done(&self, memory: usize) {
         if memory > 0 {
             self.jobs.lock().memory += memory;
-            // The next one may need the memory of several.
+            // The next job may need the memory of several jobs.
             self.news.notify_all();
         }
     }
 }
 
-/// A thread's end of its queue. Without the thread no work is done, so no task may wait for it.
+/// A thread's handle to its queue. When the thread is gone no work is done, so waiting tasks must
+/// be woken.
 struct Worker(Arc<Lane>);
 
 impl Drop for Worker {
@@ -304,7 +305,7 @@ mod tests {
         assert!(cause.starts_with("the thread intake-0 panicked"), "{cause}");
     }
 
-    /// A thread that is held until the sender is used, and the order in which work was done.
+    /// A job that blocks its thread until the sender is used, and the order in which work was done.
     struct Held {
         workers: Arc<Workers>,
         release: mpsc::Sender<()>,
@@ -371,7 +372,7 @@ mod tests {
         assert_eq!((served, held.workers.waiting()), (16, 0));
     }
 
-    /// Two threads, and memory for one piece of work at a time.
+    /// Two threads, and memory for only one piece of work at a time.
     #[test]
     fn running_work_takes_no_more_memory_than_there_is() {
         let guard = Guard::default();

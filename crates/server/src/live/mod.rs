@@ -1,4 +1,4 @@
-//! The data of the page's tab of the engine: current steps, pages and requests. It is made four
+//! The data for the web page's engine tab: current steps, pages and requests. It is collected four
 //! times a second, and only while a viewer is connected.
 
 mod requests;
@@ -24,7 +24,7 @@ use crate::state::Shared;
 /// Opens a feed. It ends when the client leaves, or when the server drains.
 ///
 /// # Errors
-/// Too many watch already.
+/// Too many feeds are open already.
 pub(crate) fn watch(state: &Shared) -> Result<Response<FeedBody>, ApiError> {
     let Some((feed, response)) = state.live.watchers.open() else {
         return Err(ApiError::Overloaded { reason: "too many watch the engine already".into() });

@@ -1,4 +1,4 @@
-//! The requests that have changed since the viewer's last event.
+//! Finds the requests that have changed since a viewer's last event.
 
 use std::collections::{HashMap, HashSet};
 
@@ -14,7 +14,7 @@ pub(super) struct RequestsSent {
     places: Vec<u64>,
     /// The requests as they were last sent.
     known: HashMap<u64, (usize, RequestView)>,
-    /// The requests that began and ended between two samples, from their events.
+    /// Requests that began and ended between two samples, known from their events.
     unseen: HashMap<u64, (usize, RequestView)>,
 }
 
@@ -35,7 +35,7 @@ impl RequestsSent {
         self.known.clear();
     }
 
-    /// The requests that have changed, and those that have ended. A request that came and went in
+    /// The requests that have changed, and those that have ended. A request that began and ended in
     /// between is in both.
     pub(super) fn changes(&mut self, snapshot: &Snapshot) -> (Vec<RequestTick>, Vec<u64>) {
         let mut news = Vec::with_capacity(snapshot.replicas.len());

@@ -8,11 +8,11 @@ use forebay_webui::Watchers;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
-/// The watchers, and the pictures that they are shown.
+/// The viewers, and the snapshots shown to them.
 #[derive(Default)]
 pub(crate) struct Live {
     pub(super) watchers: Watchers,
-    /// The shown state; `None`: there is no viewer, and the engines are not asked.
+    /// The latest snapshot; `None`: there is no viewer, so the engines are not asked.
     pub(super) shown: Mutex<Option<watch::Receiver<Arc<Snapshot>>>>,
 }
 

@@ -1,4 +1,4 @@
-//! The state of the engines, which one task reads for all viewers.
+//! The state of the engines, read once for all viewers.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,11 +11,10 @@ use tokio::time::{MissedTickBehavior, interval, timeout};
 use super::shown::{ReplicaState, Snapshot};
 use crate::state::Shared;
 
-/// The longest time that an engine thread may take to tell its requests. After it, those of before
-/// are shown.
+/// How long an engine thread may take to list its requests. After that the previous list is shown.
 const PATIENCE: Duration = Duration::from_millis(200);
 
-/// The snapshots from now on. Their task begins with the first subscriber, and ends after the last.
+/// The stream of snapshots. Its task starts with the first subscriber and ends after the last.
 pub(super) fn follow(state: &Shared) -> watch::Receiver<Arc<Snapshot>> {
     let mut shown = state.live.shown.lock();
     if let Some(shown) = &*shown {
@@ -60,7 +59,7 @@ async fn snapshot(state: &Shared, before: &Snapshot) -> Snapshot {
     Snapshot { now_us, replicas: replicas.collect() }
 }
 
-/// The requests of each engine; `None`: it does not tell them in time.
+/// The requests of each engine; `None`: it did not answer in time.
 pub(crate) async fn views(engines: &[EngineHandle]) -> Vec<Option<Vec<RequestView>>> {
     let asked: Vec<_> = engines.iter().map(ask).collect();
     let mut told = Vec::with_capacity(asked.len());

@@ -8,10 +8,10 @@ use crate::live::requests::RequestsSent;
 use crate::live::shown::{ReplicaState, Snapshot};
 use crate::state::Shared;
 
-/// Steps of before that a new watcher is shown.
+/// The number of earlier steps that a new viewer gets.
 const FIRST_STEPS: u64 = 1024;
 
-/// The first event; it is sent again when its facts change.
+/// The first event. It is sent again when its facts change.
 #[derive(Serialize)]
 pub(super) struct Start {
     version: u32,
@@ -122,7 +122,7 @@ impl Watch {
             return None;
         }
         self.started.clone_from(&replicas);
-        // The page forgets its requests, so all are sent again.
+        // The page drops its requests on this event, so all are sent again.
         self.told.forget();
         Some(Start {
             version: 1,

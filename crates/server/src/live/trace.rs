@@ -11,7 +11,8 @@ use crate::state::Shared;
 const ENGINE: u32 = 1;
 const DEVICE: u32 = 2;
 
-/// The trace of all replicas: each is a process, its engine thread and its device are threads.
+/// The trace of all replicas. Each replica is a process with two threads: its engine thread and its
+/// device.
 pub(crate) fn trace(state: &Shared) -> Value {
     let mut events = Vec::new();
     for (at, engine) in state.engine.handles().iter().enumerate() {

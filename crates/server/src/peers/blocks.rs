@@ -1,5 +1,5 @@
-//! The blocks of this brain's prefix caches. Routers use them to send prompts to the brain that has
-//! their beginnings.
+//! The blocks of this brain's prefix caches. Routers use them to send a prompt to the brain that
+//! has its beginning cached.
 
 use std::time::Duration;
 
@@ -35,9 +35,10 @@ pub(crate) struct Since {
 
 /// Blocks that prefix caches have stored and dropped, for routers.
 ///
-/// The body is little-endian numbers of 64 bits. They are the next number to ask for, 1 if all
-/// earlier answers are void, and names of blocks. The lowest two bits of a name are the block's new
-/// tiers. Bit 0 is a device's memory, and bit 1 the host's. With neither bit the block is nowhere.
+/// The body is little-endian numbers of 64 bits. First comes the number for the next request, then
+/// 1 if all earlier answers are void, then names of blocks. The lowest two bits of a name are the
+/// block's new tiers: bit 0 for device memory, bit 1 for host memory. With neither bit the block
+/// was dropped.
 #[utoipa::path(
     get,
     path = "/v1/blocks",

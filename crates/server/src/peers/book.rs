@@ -1,4 +1,4 @@
-//! Requests that came from routers, and reports of the load to these routers.
+//! Requests that came from routers, and load reports to these routers.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -10,20 +10,19 @@ use parking_lot::Mutex;
 use rustc_hash::FxBuildHasher;
 use tokio::sync::watch;
 
-/// The least time between two reports in streams to the same router: every response's head has one
-/// anyway.
+/// The shortest interval between two reports in streams to the same router; every response's head
+/// carries one anyway.
 const BETWEEN_COMMENTS: Duration = Duration::from_millis(4);
-/// Routers that are remembered; those with nothing here are forgotten first.
+/// The number of routers that are remembered. Routers without requests are forgotten first.
 const MAX_ROUTERS: usize = 64;
 
-/// Dispatches of a router that may have arrived ahead of an older one, which is given up beyond
-/// that.
+/// How many dispatches of a router may arrive ahead of a missing one before it counts as lost.
 const MAX_AHEAD: usize = 4096;
 
 /// The state of one router.
 #[derive(Debug, Default)]
 struct Sender {
-    /// Every dispatch up to this has arrived, or never will.
+    /// Every dispatch up to this number has arrived, or never will.
     low: u64,
     /// Dispatches beyond it that have arrived.
     above: BTreeSet<u64>,
@@ -31,7 +30,7 @@ struct Sender {
     own: u32,
     /// Ids of their engine requests, by dispatch.
     submitted: BTreeMap<u64, Vec<u64>>,
-    /// The time of the last report in a stream, in microseconds since the start.
+    /// When a stream last carried a report, in microseconds since the start.
     commented: Arc<AtomicU64>,
 }
 
@@ -49,7 +48,7 @@ impl Sender {
     }
 }
 
-/// All calls that are alive, and whose they are.
+/// All running calls, and which router sent each.
 #[derive(Debug)]
 pub(crate) struct Book {
     epoch: u64,
@@ -81,11 +80,12 @@ impl Book {
         let sender = routers.entry(tag.router).or_default();
         sender.arrived(tag);
         sender.own += 1;
-        // Still locked: a report counts a call among all and among the router's, or among neither.
+        // Still under the lock, so that a report counts a call both in the total and for its
+        // router, or in neither.
         self.live.send_modify(|live| *live += 1);
     }
 
-    /// A call with this tag has submitted an engine request.
+    /// Records that the call with this tag has submitted an engine request.
     pub(crate) fn submitted(&self, tag: &RouterTag, id: u64) {
         if let Some(sender) = self.routers.lock().get_mut(&tag.router) {
             sender.submitted.entry(tag.seq).or_default().push(id);
@@ -103,8 +103,8 @@ impl Book {
         self.live.send_modify(|live| *live -= 1);
     }
 
-    /// At most `most` of a router's dispatches whose engine requests all wait, the latest first.
-    /// `waiting` gives the tokens of an engine request that waits.
+    /// Up to `most` of a router's dispatches whose engine requests all wait, the latest first.
+    /// `waiting` returns the tokens of a waiting engine request.
     pub(crate) fn queued(
         &self,
         router: u64,
@@ -135,7 +135,7 @@ impl Book {
         }
     }
 
-    /// Says when a router's streams have to carry a report.
+    /// Decides when a router's streams carry a report.
     pub(crate) fn pace(&self, router: u64) -> Pace {
         let mut routers = self.routers.lock();
         let commented = Arc::clone(&routers.entry(router).or_default().commented);
@@ -148,7 +148,7 @@ impl Book {
     }
 }
 
-/// Says when a report is due, over all streams to one router.
+/// Decides when a report is due, across all streams to one router.
 #[derive(Debug)]
 pub(crate) struct Pace {
     start: Instant,
@@ -156,7 +156,8 @@ pub(crate) struct Pace {
 }
 
 impl Pace {
-    /// True if this stream is to carry a report at `now`; others will not for a while then.
+    /// True if this stream should carry a report at `now`. Other streams then get false for a
+    /// while.
     pub(crate) fn is_due(&self, now: Instant) -> bool {
         let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
         let now = micros(now.saturating_duration_since(self.start));
@@ -257,7 +258,7 @@ mod tests {
     }
 
     proptest! {
-        /// In whatever order dispatches arrive, `seen` is the end of the part without a gap.
+        /// In whatever order dispatches arrive, `seen` ends before the first gap.
         #[test]
         fn seen_is_without_gaps(order in Just((1..20u64).collect::<Vec<_>>()).prop_shuffle(), count in 1usize..19) {
             let book = Book::new();

@@ -10,11 +10,10 @@ use rustc_hash::FxBuildHasher;
 use tokio::sync::watch;
 use tokio::time::timeout;
 
-/// Events that are kept for routers that follow; a router that is further behind gets everything
-/// again.
+/// The number of events that are kept. A router that is further behind gets all blocks again.
 const KEPT: usize = 1 << 16;
-/// The bits of an event for the tiers that hold a block: the device's memory, the host's. Neither:
-/// it was dropped.
+/// The bits of an event for the tiers that hold a block: device memory and host memory. Neither:
+/// the block was dropped.
 const DEVICE: u64 = 1;
 const HOST: u64 = 2;
 
@@ -53,7 +52,7 @@ impl Log {
         self.events.push_back(event);
     }
 
-    /// Notes that a replica has a block in other tiers than before.
+    /// Records that a replica has moved a block between tiers.
     fn moved(&mut self, name: u64, from: u64, to: u64) {
         let holders = self.holders.entry(name).or_default();
         let before = held(holders);
@@ -71,7 +70,7 @@ impl Log {
     }
 
     /// The answer to a router that has all events before number `after`: the number of the next
-    /// event, 1 for a new start, and events.
+    /// event, 1 if the router has to start afresh, and events.
     fn since(&self, after: u64) -> Vec<u8> {
         let mut out = self.next().to_le_bytes().to_vec();
         let known = after >= self.first && after <= self.next();
@@ -87,7 +86,7 @@ impl Log {
     }
 }
 
-/// The tiers in which some replica holds a block.
+/// The tiers in which at least one replica holds a block.
 fn held(&[device, host]: &[u32; 2]) -> u64 {
     DEVICE * u64::from(device > 0) + HOST * u64::from(host > 0)
 }
@@ -100,8 +99,8 @@ pub struct BlockLog {
 }
 
 impl Default for BlockLog {
-    /// A log whose first number is random: a router that followed an earlier brain here gets all
-    /// events again.
+    /// A log whose first number is random, so that a router that followed an earlier brain at this
+    /// address gets all blocks again.
     fn default() -> Self {
         let first = u64::from(rand::random::<u32>()) << 16 | 1;
         Self {
@@ -118,19 +117,19 @@ impl BlockLog {
         ReplicaBlocks { log: self.clone(), blocks: HashMap::default() }
     }
 
-    /// Waits until there is an event behind number `after`, for at most `wait`. Returns the answer
+    /// Waits until there is an event after number `after`, for at most `wait`. Returns the answer
     /// to a router that has all events before it.
     pub(super) async fn follow(&self, after: u64, wait: Duration) -> Vec<u8> {
         let mut changed = self.changed.subscribe();
         if self.log.lock().next() == after {
-            // After the limit, the answer has no new blocks.
+            // After the time limit, the answer has no new blocks.
             let _ = timeout(wait, changed.changed()).await;
         }
         self.log.lock().since(after)
     }
 }
 
-/// An observer that passes on the blocks which one replica stores and drops.
+/// An observer that records the blocks which one replica stores and drops.
 #[derive(Debug)]
 pub struct ReplicaBlocks {
     log: BlockLog,
@@ -198,7 +197,7 @@ mod tests {
     }
 
     proptest! {
-        /// A follower knows the blocks that at least one replica holds, whenever it looks.
+        /// Whenever a follower asks, it learns exactly the blocks that at least one replica holds.
         #[test]
         fn a_follower_knows_what_is_there(
             moves in prop::collection::vec((0usize..2, 0u128..8, 0u8..10), 0..120),
@@ -250,7 +249,7 @@ mod tests {
         assert_eq!((answer[1], answer.len()), (1, KEPT + 12));
         follower.read(&log);
         assert_eq!(follower.blocks.len(), KEPT + 10);
-        // The next number of another brain is nothing that this one has.
+        // The next number of another brain means nothing to this one.
         assert_eq!(numbers(&log.log.lock().since(7))[1], 1);
     }
 }

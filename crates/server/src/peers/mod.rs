@@ -1,9 +1,8 @@
-//! Routers in front of this brain: the sender of a request, the answers to a router, and streams
+//! Routers in front of this brain: which router sent a request, answers to routers, and streams
 //! that began at another brain.
 //!
-//! A request without the header [`ROUTER_HEADER`] is not affected. Neither is one without the
-//! router's key, if this brain has any key. See ADR 13 for the messages, and ADR 21
-//! for the key.
+//! Nothing changes for requests without the header [`ROUTER_HEADER`], or without the router's key
+//! if this brain has any key. See ADR 13 for the messages, and ADR 21 for the key.
 
 pub(crate) mod blocks;
 pub(crate) mod book;
@@ -51,7 +50,7 @@ pub(crate) struct Resume {
     pub(crate) generated: Vec<i32>,
 }
 
-/// The headers of a router's request, and its options for the response.
+/// The headers of a router's request, and the wanted extras of the response.
 #[derive(Debug)]
 struct Exchange {
     tag: RouterTag,
@@ -73,15 +72,15 @@ pub(crate) struct Peer {
     client: Option<ClientId>,
     /// The exchange with its router; most requests have none.
     exchange: Option<Arc<Exchange>>,
-    /// The salt of its key; 0 where keys make no difference.
+    /// The salt of its key; 0 if keys share the cache.
     tenant: u64,
-    /// True if it leaves the machine to others while they need it.
+    /// True for background work, which uses only spare capacity.
     background: bool,
     /// The adapter that its model's name means.
     pub(crate) adapter: Option<Arc<NamedAdapter>>,
 }
 
-/// True if a request is for work in the background.
+/// True if a request's headers mark it as background work.
 fn is_background(headers: &HeaderMap) -> bool {
     let (name, background) = BACKGROUND;
     let lines = headers.get_all(name).iter().filter_map(|line| line.to_str().ok());
@@ -149,8 +148,8 @@ impl Peer {
         self.exchange.as_ref().map(|exchange| &exchange.tag)
     }
 
-    /// The salt of a request whose client gave `cache_salt`. It shares cached blocks only with
-    /// requests of the same salt. An adapter's content is part of it, and its name is not.
+    /// The salt of a request whose client gave `cache_salt`. Only requests with the same salt share
+    /// cached blocks. An adapter's content is part of it, its name is not.
     pub(crate) fn salt(&self, state: &Shared, cache_salt: Option<&str>) -> u64 {
         let namer = &state.config.sharing.namer;
         let salt = cache_salt
@@ -165,7 +164,7 @@ impl Peer {
         self.exchange.as_ref()?.resume.as_ref()
     }
 
-    /// The response's name: a new one, unless it continues another's.
+    /// The response's name: a new one, unless it continues another brain's response.
     pub(crate) fn name(&self, prefix: &str) -> StreamName {
         match self.resume() {
             Some(resume) => resume.name.clone(),
@@ -173,7 +172,7 @@ impl Peer {
         }
     }
 
-    /// Adds the names of a prompt's blocks to the response's head, if they are requested.
+    /// Adds the names of a prompt's blocks to the response's head, if requested.
     pub(crate) fn name_blocks(&self, state: &Shared, salt: u64, prompt: &[i32]) {
         let Some(exchange) = &self.exchange else { return };
         if exchange.tag.blocks {
@@ -183,7 +182,7 @@ impl Peer {
         }
     }
 
-    /// Makes a stream carry the data that another brain needs to resume it.
+    /// Makes a stream carry the data with which another brain can resume it.
     pub(crate) fn tagged(
         &self,
         state: &Shared,
@@ -224,7 +223,7 @@ pub(crate) fn report(state: &Shared, router: Option<u64>) -> LoadReport {
     }
 }
 
-/// At most `most` dispatches of a router that wait and were never admitted, the latest first. A
+/// Up to `most` waiting dispatches of a router that were never admitted, the latest first. A
 /// replica's requests beyond [`forebay_engine::MOST_VIEWS`] are not examined.
 pub(crate) async fn queued(state: &Shared, router: u64, most: usize) -> Vec<QueuedDispatch> {
     let told = live::views(&state.engine.handles()).await;
@@ -234,7 +233,8 @@ pub(crate) async fn queued(state: &Shared, router: u64, most: usize) -> Vec<Queu
     state.book.queued(router, most, |id| waiting.get(&id).copied())
 }
 
-/// Events with a comment after each delta but the last: its tokens, and now and then the load.
+/// Events with a comment after each delta except the last: the delta's tokens, and now and then the
+/// load.
 struct AnnotatedEvents {
     encoder: Box<dyn EventEncoder>,
     ids: Vec<i32>,
@@ -255,8 +255,8 @@ impl EventEncoder for AnnotatedEvents {
         self.ids.clone_from(&delta.tokens);
         let ends = delta.end.is_some();
         self.encoder.delta(choice, delta, tally, out)?;
-        // Without a comment, the end is passed on only when all of it is there: another brain could
-        // not resume in the middle.
+        // Without a comment, the router passes the end on only as a whole: another brain could not
+        // resume within it.
         if !ends {
             let due = self.pace.is_due(Instant::now());
             let report = due.then(|| report(&self.state, Some(self.router)));
@@ -290,8 +290,8 @@ impl EventEncoder for AnnotatedEvents {
     }
 }
 
-/// True if a request comes from a router that may know the blocks and the load of this brain.
-/// Without a key of routers every sender may, but only if the server needs no key at all.
+/// True if a request comes from a router that may read this brain's blocks and load. Without a
+/// router key every sender may, but only if the server needs no key at all.
 pub(crate) fn is_router(state: &Shared, headers: &HeaderMap) -> bool {
     let config = &state.config;
     match &config.router_key {
@@ -302,13 +302,13 @@ pub(crate) fn is_router(state: &Shared, headers: &HeaderMap) -> bool {
     }
 }
 
-/// The error for a client that is no such router.
+/// The error for a client that is not such a router.
 pub(crate) fn not_a_router() -> ApiError {
     let reason = "only routers with the key of this server may ask this: --router-key".to_owned();
     ApiError::Forbidden { reason, code: "router_key_needed" }
 }
 
-/// Reads a router's header, and answers with the requested facts.
+/// Reads a router's header, and adds the requested facts to the answer.
 pub(crate) async fn talk(State(state): State<Shared>, request: Request, next: Next) -> Response {
     if !request.headers().contains_key(ROUTER_HEADER) {
         return next.run(request).await;
@@ -347,8 +347,8 @@ pub(crate) async fn talk(State(state): State<Shared>, request: Request, next: Ne
 }
 
 fn insert(headers: &mut HeaderMap, name: &'static str, value: &[u8]) {
-    // Clients may name their requests with bytes that a header can't have: such a stream can't be
-    // gone on with.
+    // Clients may name their requests with bytes that a header can't have. Such a stream can't be
+    // resumed.
     if let Ok(value) = HeaderValue::from_bytes(value) {
         headers.insert(name, value);
     }

@@ -17,8 +17,8 @@ use crate::cost;
 use crate::peers::Peer;
 use crate::state::Shared;
 
-/// Engine requests of one client request. Dropping it aborts those that have not ended. So a client
-/// that has gone frees its slots and pages.
+/// Engine requests of one client request. Dropping it aborts those that have not ended. So the
+/// slots and pages of a client that disconnects are freed.
 pub(crate) struct PooledCall {
     engine: Arc<dyn Engine>,
     /// Empty once all have ended.
@@ -30,7 +30,7 @@ pub(crate) struct PooledCall {
     charge: Arc<Charge>,
 }
 
-/// The parameters and the receiver of a call's inputs.
+/// Where a call's inputs came from, and where their vectors go.
 pub(crate) struct Place<'a> {
     /// The parameter that carries them.
     pub(crate) param: &'a str,
@@ -43,9 +43,9 @@ pub(crate) struct Place<'a> {
 }
 
 impl PooledCall {
-    /// Submits every input, at least one, or none. `place` has the source and the target. Many
-    /// inputs are submitted some at a time, with other tasks in between. To drop the future aborts
-    /// the submitted ones.
+    /// Submits every input, at least one, or none. `place` says where inputs came from and where
+    /// vectors go. Many inputs are submitted in portions, with other tasks in between. Dropping the
+    /// future aborts the submitted ones.
     ///
     /// # Errors
     /// An input is too long or has an unknown token, there is no room for them, or the engine
@@ -137,7 +137,7 @@ impl PooledCall {
         self.usage
     }
 
-    /// Waits for the vectors of all inputs, in their order, as the model made them.
+    /// Waits for the raw vectors of all inputs, in order.
     ///
     /// # Errors
     /// The error of the first input that was not served; the others are aborted.

@@ -1,4 +1,4 @@
-//! From texts to prompts, cut if the client asks for that.
+//! Turns texts into prompts, truncated if the client asks for that.
 
 use std::sync::Arc;
 
@@ -17,15 +17,16 @@ pub(crate) struct Input {
 }
 
 impl Input {
-    /// A pair of texts. Some tokenizers give both the same kind: then there is no second one.
+    /// A pair of texts. Some tokenizers give both texts the same segment; then there is no second
+    /// one.
     fn of_pair(tokens: Vec<i32>, second: u32) -> Self {
         let segment = if (second as usize) < tokens.len() { second } else { 0 };
         Self { tokens, segment }
     }
 }
 
-/// Tokenises texts, and cuts inputs that are longer than `limit`. Without a limit no input may have
-/// more than `most` tokens.
+/// Tokenises texts, and truncates inputs to `limit` tokens. Without a limit, an input of more than
+/// `most` tokens is an error.
 pub(crate) async fn encode_inputs(
     text: RequestText<'_>,
     mut prompts: Vec<Prompt>,
@@ -34,7 +35,7 @@ pub(crate) async fn encode_inputs(
     most: usize,
     param: &'static str,
 ) -> Result<Vec<Input>, ApiError> {
-    // Special tokens around a text stay when the text is cut; an empty text has nothing else.
+    // Special tokens around a text are kept when the text is cut; an empty text has only those.
     let is_text: Vec<bool> = prompts.iter().map(|p| matches!(p, Prompt::Text(_))).collect();
     if limit.is_some() {
         prompts.push(Prompt::Text(String::new()));
@@ -58,14 +59,14 @@ pub(crate) async fn encode_inputs(
     }
 }
 
-/// Tokenises pairs, and cuts the second texts of pairs that are too long. Without cuts no pair may
-/// have more than `most` tokens.
+/// Tokenises pairs, and truncates the second texts of pairs that are too long. Without truncation,
+/// a pair of more than `most` tokens is an error.
 pub(crate) async fn encode_pairs(
     text: RequestText<'_>,
     pairs: &Pairs,
     most: usize,
 ) -> Result<Vec<Input>, ApiError> {
-    // A query goes with all documents, and is there once.
+    // The query is tokenised once, and paired with all documents.
     let first: Vec<Arc<str>> = pairs.first.iter().map(|text| text.as_str().into()).collect();
     let first_of = |index: usize| first.get(index).or(first.first()).map_or("".into(), Arc::clone);
     let mut texts: Vec<(Arc<str>, String)> =
@@ -98,7 +99,8 @@ pub(crate) async fn encode_pairs(
     Ok(inputs)
 }
 
-/// Cuts `tokens` to `limit`, but keeps the first `kept` and the end that it shares with `frame`.
+/// Truncates `tokens` to `limit`, but keeps the first `kept` and the ending that it shares with
+/// `frame`.
 fn cut(tokens: &mut Vec<i32>, frame: &[i32], limit: usize, kept: usize) {
     let excess = tokens.len().saturating_sub(limit);
     let equal = tokens.iter().rev().zip(frame.iter().rev()).take_while(|(a, b)| a == b);

@@ -1,8 +1,9 @@
-//! Requests for vectors. They are submitted input by input, and answered with the last vector.
+//! Requests for vectors. Each input is submitted separately, and the answer is sent when the last
+//! vector has come.
 //!
-//! A model that pools makes no text, so its outputs go past the egress thread. Their way from the
-//! engine is in `forebay_egress`, and routes wait for a `call`. `inputs` makes prompts of texts.
-//! `vectors` works on the model's output.
+//! A pooling model makes no text, so its outputs bypass the egress thread. `forebay_egress` brings
+//! them from the engine, and routes wait for a `call`. `inputs` turns texts into prompts, and
+//! `vectors` processes the model's output.
 
 mod call;
 mod inputs;
@@ -20,7 +21,7 @@ pub(crate) use vectors::{Form, answers, cosine, form, scores};
 use crate::state::Inner;
 
 impl Inner {
-    /// The model, if it pools.
+    /// The model, if it is a pooling model.
     ///
     /// # Errors
     /// It generates.
@@ -32,7 +33,7 @@ impl Inner {
         })
     }
 
-    /// The model, if it makes vectors of texts.
+    /// The model, if it embeds texts as vectors.
     ///
     /// # Errors
     /// It generates, or scores pairs.
@@ -49,7 +50,7 @@ impl Inner {
         }
     }
 
-    /// The model, if it can score a pair of texts: by one score, or by vectors.
+    /// The model, if it can score a pair of texts: directly, or by comparing vectors.
     ///
     /// # Errors
     /// It generates, or has several labels.
@@ -63,7 +64,7 @@ impl Inner {
         }
     }
 
-    /// The model, if it has labels.
+    /// The model, if it is a classifier.
     ///
     /// # Errors
     /// It generates, or makes vectors.
@@ -77,7 +78,7 @@ impl Inner {
     /// Refuses requests that need a generating model.
     ///
     /// # Errors
-    /// The model pools.
+    /// The model is a pooling model.
     pub(crate) fn generator(&self) -> Result<(), ApiError> {
         match &self.model.pooling {
             None => Ok(()),

@@ -7,13 +7,13 @@ use forebay_egress::Pooled;
 pub enum PoolingTask {
     /// Vectors of texts.
     Embed,
-    /// One score of the two texts of a pair.
+    /// The model gives a pair of texts one score.
     Score,
     /// A number for each of several labels.
     Classify,
 }
 
-/// The activation that turns a model's scores into answers.
+/// The activation that turns raw scores into answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScoreFunction {
     /// No activation.
@@ -31,18 +31,18 @@ pub struct PooledModel {
     pub task: PoolingTask,
     /// The number of elements of a vector.
     pub size: usize,
-    /// True if the model's authors divide vectors by their length.
+    /// True if the model's authors normalise vectors to length 1.
     pub normalize: bool,
     /// The activation that turns scores into answers.
     pub function: ScoreFunction,
-    /// The names of labels, one for each score; none: the model makes vectors.
+    /// The names of labels, one for each score; empty: the model makes vectors.
     pub labels: Vec<String>,
-    /// The server's side of the engine's sink for vectors.
+    /// The receiving end of the engine's sink for vectors.
     pub outputs: Pooled,
 }
 
 impl PooledModel {
-    /// The activation for a client, who may have asked for `raw` scores.
+    /// The activation for a client, which may want `raw` scores.
     pub(crate) fn function_for(&self, raw: bool) -> ScoreFunction {
         if raw { ScoreFunction::Identity } else { self.function }
     }

@@ -17,7 +17,7 @@ pub(crate) struct Form {
 /// Cuts, normalises and writes a vector.
 pub(crate) fn form(vector: Box<[f32]>, form: Form) -> Vector {
     let mut vector = vector.into_vec();
-    // Cut first: the rest must have length 1 (Kusupati et al. 2022).
+    // Truncate first, because the result must have length 1 (Kusupati et al. 2022).
     vector.truncate(form.dimensions.unwrap_or(usize::MAX));
     if form.normalize {
         let length = length(&vector);
@@ -34,7 +34,7 @@ pub(crate) fn form(vector: Box<[f32]>, form: Form) -> Vector {
     }
 }
 
-/// Applies an activation to a model's scores, in place.
+/// Applies an activation to raw scores, in place.
 pub(crate) fn answers(mut scores: Box<[f32]>, function: ScoreFunction) -> Box<[f32]> {
     match function {
         ScoreFunction::Identity => {}
@@ -55,7 +55,7 @@ pub(crate) fn scores(vectors: Vec<Box<[f32]>>, function: ScoreFunction) -> Vec<f
     vectors.into_iter().map(first).collect()
 }
 
-/// The cosine of the angle between two vectors; 0 where one has no direction.
+/// The cosine of the angle between two vectors; 0 if one of them is zero.
 pub(crate) fn cosine(a: &[f32], b: &[f32]) -> f32 {
     let product: f64 = a.iter().zip(b).map(|(&x, &y)| f64::from(x) * f64::from(y)).sum();
     let lengths = length(a) * length(b);

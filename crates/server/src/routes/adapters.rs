@@ -1,4 +1,4 @@
-//! Adapters that come and go at run time, by the routes of vLLM and SGLang, and llama-server's
+//! Loading and unloading adapters at run time, by the routes of vLLM and SGLang, and llama-server's
 //! list.
 
 use std::collections::BTreeMap;
@@ -23,7 +23,7 @@ pub(crate) struct LoadAdapter {
     /// The folder or GGUF file, below `--lora-root`.
     #[schema(value_type = String)]
     lora_path: PathBuf,
-    /// True if the name may have another adapter by now, which finishes its requests.
+    /// True if the name may exist already. The old adapter finishes its requests.
     #[serde(default)]
     load_inplace: bool,
 }
@@ -174,7 +174,8 @@ fn adapters(state: &Shared) -> Result<&Adapters, ApiError> {
     })
 }
 
-/// Accepts a request with an admin key, or if the server is reachable from this machine only.
+/// Accepts a request with an admin key, or any request if the server is reachable only from this
+/// machine.
 pub(super) async fn check_adapters(
     State(state): State<Shared>,
     key: forebay_http::KeyId,
@@ -185,8 +186,8 @@ pub(super) async fn check_adapters(
     check_operator(state, key, request, next, is_open, "adapters are loaded").await
 }
 
-/// Accepts a request with an admin key. Without admin keys, a server that is reachable from this
-/// machine only needs none; `what` names the action.
+/// Accepts a request with an admin key. If there are no admin keys, a server that is reachable only
+/// from this machine accepts all. `what` names the action in errors.
 pub(super) async fn check_operator(
     state: Shared,
     key: forebay_http::KeyId,

@@ -1,4 +1,4 @@
-//! The front of every route whose requests the model computes: one order of checks for all of them.
+//! The common entry of every route that computes: one order of checks for all of them.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -14,9 +14,9 @@ use crate::reply::Failure;
 use crate::routing::Routing;
 use crate::state::Shared;
 
-/// A body that a route takes, and its checks.
+/// A request body of such a route, and its checks.
 pub(crate) trait Admissible: Limited + Send + 'static {
-    /// A body in which only the prompt's length can be wrong.
+    /// A checked body, in which only the prompt's length can still be wrong.
     type Valid: Send;
 
     /// The requested model, by one of the served names.
@@ -37,7 +37,7 @@ pub(crate) trait Admissible: Limited + Send + 'static {
     fn validate_at(self, door: &Door<'_>) -> Result<Self::Valid, ApiError>;
 }
 
-/// The server as a body is checked against it, and the client whose body it is.
+/// The server state that a body is checked against, and the client that sent it.
 pub(crate) struct Door<'a> {
     pub(crate) state: &'a Shared,
     pub(crate) limits: Limits,
@@ -62,7 +62,7 @@ pub(crate) struct Admission {
     pub(crate) model: String,
     pub(crate) limits: Limits,
     pub(crate) routing: Routing,
-    /// The body's share of memory, until its prompts are token ids.
+    /// The body's memory charge, until its prompts are token ids.
     pub(crate) charge: Arc<Charge>,
 }
 

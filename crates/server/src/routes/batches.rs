@@ -12,10 +12,10 @@ use crate::limits::{Upload, whole};
 use crate::reply::{self, Failure};
 use crate::state::{Shared, now};
 
-/// The largest number of batches of a page of a list, and the usual one.
+/// The largest and default number of batches on a page of a list.
 const PAGE: usize = 100;
 const USUAL_PAGE: usize = 20;
-/// The largest number of bytes of a request for a batch.
+/// The largest body of a request for a batch, in bytes.
 const BODY_BYTES: usize = 64 << 10;
 
 /// Computes the requests of a file in the background.
@@ -82,7 +82,7 @@ pub(crate) async fn retrieve(
     Ok(reply::ok(&client.run(move |store, owner| store.batch(owner, &id, now())).await?))
 }
 
-/// Ends a batch before its time. The answers that it has become a file.
+/// Cancels a batch. The answers so far become a file.
 #[utoipa::path(
     post,
     path = "/v1/batches/{id}/cancel",

@@ -41,7 +41,7 @@ impl Admissible for CompletionRequest {
     }
 }
 
-/// Continues one or more prompts. With `stream`, chunks come as server-sent events.
+/// Continues one or more prompts. With `stream`, chunks are sent as server-sent events.
 #[utoipa::path(
     post,
     path = "/v1/completions",
@@ -125,8 +125,8 @@ pub(crate) async fn completions(
     call.writer().filled(&completion, "choices", choices)
 }
 
-/// The `n` choices of each prompt's `made` ones whose tokens are the most likely on average, the
-/// best first. If all are returned they stay in order.
+/// For each prompt, the `n` of its `made` choices with the highest mean log-probability, the best
+/// first. If all are returned they stay in order.
 fn most_likely(deltas: Vec<Delta>, made: usize, n: usize) -> Vec<Delta> {
     if made == n {
         return deltas;
@@ -150,8 +150,8 @@ fn most_likely(deltas: Vec<Delta>, made: usize, n: usize) -> Vec<Delta> {
     kept
 }
 
-/// Puts embeddings where the hand reads them. Those that do not fit the context are refused before
-/// they take room from others.
+/// Writes embeddings into memory that the hand reads. Those that do not fit the context are refused
+/// before they take room.
 async fn embedded(
     state: &Shared,
     embeds: PromptEmbeds,
@@ -167,7 +167,7 @@ async fn embedded(
     }
     let placed = state.intake.place(client, prompts, dtype, PARAM).await?;
     let submissions = placed.into_iter().map(|(rows, embeds)| {
-        // Only the number of tokens matters: embeddings replace them.
+        // Only the number of tokens matters, because embeddings replace them.
         let tokens = vec![0; rows as usize];
         let submission = Submission::new(state, tokens, Arc::clone(terms), limits, PARAM)?;
         Ok(Submission { embeds: Some(embeds), ..submission })
@@ -175,7 +175,7 @@ async fn embedded(
     submissions.collect()
 }
 
-/// The prompts that are text; `None` for token ids.
+/// The prompts that came as text; `None` for token ids.
 fn given(prompts: &CompletionPrompts) -> Vec<Option<Arc<str>>> {
     let CompletionPrompts::Prompts(prompts) = prompts else { return Vec::new() };
     let text = |prompt: &Prompt| match prompt {
@@ -185,8 +185,9 @@ fn given(prompts: &CompletionPrompts) -> Vec<Option<Arc<str>>> {
     prompts.iter().map(text).collect()
 }
 
-/// The text of each prompt, for all its choices; `None` if it is not requested. `known` are prompts
-/// that came as text. The others fit the context by now, and are decoded on another thread.
+/// The text of each prompt, for all its choices; `None` if it is not requested. `known`: prompts
+/// that came as text. The others, which were checked to fit the context, are decoded on another
+/// thread.
 async fn echo_texts(
     state: &Shared,
     known: Vec<Option<Arc<str>>>,
@@ -220,14 +221,14 @@ struct Shown {
     tokens: TokenOutput,
     /// The number of alternatives in log-probabilities.
     top: Option<u8>,
-    /// The number of alternatives in the log-probabilities of the prompt, which are apart from the
-    /// answer's.
+    /// The number of alternatives for the prompt's log-probabilities, if these are separate from
+    /// the answer's.
     apart: Option<u8>,
 }
 
 impl Shown {
-    /// The parts of `choices` choices that repeat a prompt, which begins with `echo` if its text is
-    /// requested.
+    /// The parts of `choices` choices that repeat a prompt. They begin with `echo` if the prompt's
+    /// text is requested.
     fn repetition(self, echo: Option<&str>, prompt: &[i32], choices: usize) -> Repetition {
         /// The digits of an id, and a comma.
         const ID: usize = 8;
@@ -246,7 +247,7 @@ impl Shown {
 struct ChoiceState {
     /// Prompt text that is still to be sent.
     echo: Option<Arc<str>>,
-    /// The prompt's tokens, where their log-probabilities are to be sent with the text.
+    /// The prompt's tokens, if their log-probabilities are sent together with the text.
     echoed: Option<Arc<[i32]>>,
     /// The log-probabilities of the prompt.
     told: Arc<PromptLogprobList>,
@@ -255,7 +256,7 @@ struct ChoiceState {
     /// The tokenizer for log-probabilities, if requested.
     tokenizer: Option<Arc<Tokenizer>>,
     shown: Shown,
-    /// The prompt's ids, where they are still to be sent.
+    /// The prompt's ids, if they still have to be sent.
     prompt: Option<Arc<[i32]>>,
     /// The chunk of a text alone.
     plain: Option<Cut>,
@@ -352,7 +353,7 @@ fn characters(text: &str) -> u32 {
 struct CompletionEncoder {
     chunks: Chunks,
     states: Vec<ChoiceState>,
-    /// Log-probabilities of prompts, where they go ahead of the text.
+    /// The prompts' log-probabilities, if they are sent ahead of the text.
     awaited: Option<PromptLogprobGate>,
 }
 
@@ -433,8 +434,8 @@ impl EventEncoder for CompletionEncoder {
     }
 }
 
-/// The number with the digits that `token_logprobs` shows: a [`Value`] holds an f64, and widening
-/// adds some.
+/// The number with the digits that `token_logprobs` should show: a [`Value`] holds an f64, and
+/// widening would add digits.
 fn shortest(value: f32) -> Value {
     Value::from(value.to_string().parse().unwrap_or_else(|_| f64::from(value)))
 }

@@ -18,8 +18,8 @@ use crate::reply::Failure;
 use crate::state::{Shared, now};
 use crate::text::RequestText;
 
-/// The number of values from which on a response is written on another thread, since others wait
-/// for the HTTP threads.
+/// Responses of at least this many values are written on another thread, so that they do not block
+/// the HTTP threads.
 const LARGE: usize = 1 << 15;
 
 impl Admissible for EmbeddingRequest {
@@ -39,7 +39,7 @@ impl Admissible for EmbeddingRequest {
     }
 }
 
-/// The same body for routes that also accept a model that scores.
+/// The same body, for routes that also accept a scoring model.
 pub(crate) struct Poolable(EmbeddingRequest);
 
 impl Limited for Poolable {
@@ -116,16 +116,16 @@ pub(super) struct Embedded {
 }
 
 impl Embedded {
-    /// A writer of the answer. Its size follows from the inputs, which were charged for it.
+    /// A writer of the answer. The inputs' charge covers its size, which follows from them.
     pub(super) fn writer(&self) -> AnswerWriter {
         AnswerWriter::new(usize::MAX, &self.charge)
     }
 }
 
-/// Computes the texts of a request; the request is called `id` in traces.
+/// Computes the texts of a request, which traces call `id`.
 ///
 /// # Errors
-/// One of the texts is not taken.
+/// One of the texts is not accepted.
 pub(super) async fn embed(
     Admission { state, peer, arrived, limits, routing, charge, .. }: Admission,
     valid: ValidEmbedding,
@@ -149,7 +149,7 @@ pub(super) async fn embed(
     Ok(Embedded { vectors, wanted, usage, large, charge })
 }
 
-/// Gives the model's output for texts, vectors or scores, as vLLM's route of this name does.
+/// Returns the model's output for texts, vectors or scores, as vLLM's route of this name does.
 #[utoipa::path(
     post,
     path = "/pooling",

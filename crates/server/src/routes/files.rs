@@ -1,4 +1,4 @@
-//! `/v1/files`: files of requests, and of answers, for batches.
+//! `/v1/files`: files of requests and of answers, for batches.
 
 use std::fs::File;
 use std::io::Read;
@@ -24,11 +24,11 @@ use crate::limits::query;
 use crate::reply::{self, Failure};
 use crate::state::{Shared, now};
 
-/// The largest number of bytes of a field that is not a file.
+/// The largest size of a form field that is not a file, in bytes.
 const FIELD_BYTES: usize = 1024;
-/// The bytes that are read from a file at a time.
+/// The number of bytes that are read from a file at a time.
 const CHUNK: usize = 64 << 10;
-/// The largest number of files of a page of a list.
+/// The largest number of files on a page of a list.
 const PAGE: usize = 1000;
 
 /// A page of a list, the newest first.
@@ -56,7 +56,7 @@ impl PageQuery {
         query(uri)
     }
 
-    /// The page of `all`, which is sorted, the newest first.
+    /// The requested page of `all`, which is sorted with the newest first.
     pub(super) fn page<T>(
         &self,
         mut all: Vec<T>,
@@ -90,7 +90,7 @@ impl PageQuery {
     }
 }
 
-/// Keeps a file of requests. The body is a form with `file` and `purpose`, and may have
+/// Stores a file of requests. The body is a form with `file` and `purpose`, and may have
 /// `expires_after[seconds]`.
 #[utoipa::path(
     post,
@@ -151,7 +151,7 @@ fn shown(name: &str) -> String {
     name.chars().take(100).collect()
 }
 
-/// The next part of a form, within the time that a body has.
+/// Reads the next part of a form, within the time limit for bodies.
 async fn in_time<T>(
     state: &Shared,
     part: impl Future<Output = Result<T, MultipartError>>,
@@ -297,7 +297,7 @@ pub(crate) async fn content(
     Ok(response)
 }
 
-/// Sends a file's bytes, as fast as the client takes them.
+/// Sends a file's bytes as fast as the client reads them.
 async fn send(file: File, bytes: u64, mut sender: Sender<Bytes>) {
     let mut file = file.take(bytes);
     loop {

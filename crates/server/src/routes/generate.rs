@@ -25,9 +25,9 @@ use crate::text::{RequestText, encode_prompts};
 use crate::weights::WeightVersion;
 use crate::wire::Wire;
 
-/// Bytes that an event of a stream may always repeat: as much as a few thousand tokens.
+/// Bytes that an event of a stream may always repeat: those of a few thousand tokens.
 const FREELY_REPEATED: usize = 64 << 10;
-/// The part of a larger event that has to be new.
+/// In larger events, one part in `REPEATS` has to be new.
 const REPEATS: usize = 16;
 
 impl Admissible for GenerateRequest {
@@ -48,7 +48,8 @@ impl Admissible for GenerateRequest {
     }
 }
 
-/// Continues a prompt or a batch of prompts. With `stream`, each event carries the text so far.
+/// Continues a prompt or a batch of prompts. With `stream`, each event carries the whole text so
+/// far.
 #[utoipa::path(
     post,
     path = "/generate",
@@ -124,11 +125,11 @@ pub(crate) async fn generate(
     }
 }
 
-/// The prompts of a request, and the collected answers.
+/// The prompts of a request, and their answers so far.
 struct Batch {
     prompts: Vec<Prompt>,
     terms: Vec<Arc<Terms>>,
-    /// The images of all prompts, one after the other, and the number of each prompt's.
+    /// The images of all prompts in order, and the number of images of each prompt.
     parts: Vec<ImagePart>,
     shown: Vec<usize>,
     outputs: Vec<ChoiceOutput>,
@@ -137,8 +138,8 @@ struct Batch {
 }
 
 impl Batch {
-    /// `all` has the terms that items name, `text` writes tokens where they go with their
-    /// log-probabilities, and `weights` names those that answer.
+    /// `all`: the common terms of the items. `text`: the tokenizer that writes tokens beside their
+    /// log-probabilities. `weights`: the name of the current weights.
     fn new(
         items: Vec<GenerateItem>,
         all: &[Arc<Terms>],
@@ -182,7 +183,7 @@ impl Batch {
     }
 }
 
-/// Looks up the first token of each prompt that is to be listed.
+/// Looks up the first token of each prompt whose tokens are to be listed.
 fn list_from(outputs: &mut [ChoiceOutput], submissions: &[Submission]) -> Result<(), ApiError> {
     const PARAM: &str = "logprob_start_len";
     let all = submissions.iter().flat_map(|submission| {
@@ -207,8 +208,8 @@ struct ChoiceOutput {
     /// The tokenizer for the texts of log-probabilities, if requested.
     text: Option<Arc<Tokenizer>>,
     total: Delta,
-    /// The first position of the list of the prompt's tokens; `None`: there is no list. `first` is
-    /// the token there, and `told` are the log-probabilities of the others.
+    /// The first position of the list of prompt tokens; `None`: no list. `first`: the token there.
+    /// `told`: the log-probabilities of the others.
     start: Option<u32>,
     first: i32,
     told: Arc<PromptLogprobList>,
@@ -219,8 +220,8 @@ struct ChoiceOutput {
 }
 
 impl ChoiceOutput {
-    /// True if an event is due. Each repeats all that came before. So the more that is, the more
-    /// has to be new, and all events together have a bounded number of bytes for each that is new.
+    /// True if an event is due. Each event repeats everything before it. So larger events need more
+    /// new content, which bounds the total size of all events relative to the new content.
     fn is_due(&mut self) -> bool {
         let weight = self.total.weight();
         let all = weight + self.told.json();
@@ -331,7 +332,7 @@ impl EventEncoder for GenerateEncoder {
     }
 
     fn resumable(&self) -> bool {
-        // Each event has all log-probabilities so far, which another brain does not have.
+        // Each event lists all log-probabilities so far, which another brain does not have.
         matches!(&self.outputs[..], [output] if !output.with_logprobs)
     }
 
@@ -346,8 +347,8 @@ impl EventEncoder for GenerateEncoder {
 mod tests {
     use super::*;
 
-    /// A stream of `tokens` tokens with `candidates` candidates each, and `told` log-probabilities
-    /// of its prompt. Returns the weight of all events together, and that of the last.
+    /// Streams `tokens` tokens with `candidates` candidates each, and `told` log-probabilities of
+    /// the prompt. Returns the weight of all events together, and that of the last.
     fn events(tokens: usize, candidates: i32, told: usize) -> (usize, usize, usize) {
         let mut of_prompt = PromptLogprobList::default();
         of_prompt.push(&forebay_engine::PromptLogprobs {
@@ -389,7 +390,7 @@ mod tests {
             [(4096, 21, 0), (4096, 0, 8000), (100_000, 0, 0), (1, 1, 0), (100, 21, 8000)]
         {
             let (all, last, _) = events(tokens, candidates, told);
-            // The first event, the small ones, and the larger ones of which a part is new.
+            // The first event, the small ones, and the larger ones, of which a part is new.
             let most = (FREELY_REPEATED + 1) * tokens.min(16_000) / 2 + (REPEATS + 3) * last;
             assert!(all <= most, "{tokens} {candidates} {told}: {all} bytes for {last}");
             let quadratic = last.saturating_mul(tokens) / 2;

@@ -30,7 +30,7 @@ use crate::submission::Submission;
 
 /// The media type of Prometheus' text exposition.
 const EXPOSITION: &str = "text/plain; version=0.0.4; charset=utf-8";
-/// The interval at which a health request checks for steps of other requests.
+/// The interval at which a health request checks whether other requests make steps.
 const STEP_POLL: Duration = Duration::from_millis(10);
 
 /// Lists the served names.
@@ -87,7 +87,7 @@ fn adapter_card(state: &Shared, adapter: &NamedAdapter) -> ModelCard {
     }
 }
 
-/// A model as OpenAI's and Anthropic's clients read it.
+/// A model in the format of OpenAI's and Anthropic's clients.
 pub(super) fn model_card(
     name: &str,
     root: &str,
@@ -123,8 +123,8 @@ pub(crate) struct Healthy {
     /// The state of each replica, where there are several: `ready`, or why not.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     replicas: Vec<String>,
-    /// A failure that the server has recovered from with fewer resources: the kernel killed hands
-    /// because memory ran out, and they came back with fewer pages.
+    /// A failure that the server has recovered from with fewer resources: the operating system
+    /// killed hands for lack of memory, and they came back with fewer pages.
     #[serde(skip_serializing_if = "Option::is_none")]
     warning: Option<String>,
 }
@@ -143,8 +143,8 @@ impl Healthy {
     }
 }
 
-/// Reports that the process lives. The answer does not depend on the model: a process that loads or
-/// drains is alive.
+/// Reports that the process is alive. The answer does not depend on the model: a process that is
+/// loading or draining is alive.
 #[utoipa::path(
     get,
     path = "/livez",
@@ -154,10 +154,10 @@ pub(crate) async fn live() -> Response {
     reply::ok(&json!({"status": "alive"}))
 }
 
-/// Tells if the server takes requests and serves them now.
+/// Reports whether the server takes requests and serves them now.
 ///
-/// 503 with the reason in one line while the model loads, is restarted, has failed, every replica
-/// is drained, or the server drains. Also while no new form of answers can be compiled.
+/// Answers 503 with the reason in one line while the model loads, is restarted or has failed, and
+/// while every replica or the server drains. Also while no new grammar can be compiled.
 #[utoipa::path(
     get,
     path = "/health",
@@ -179,8 +179,8 @@ pub(crate) async fn health(State(state): State<Shared>) -> Result<Response, Fail
     }
 }
 
-/// Answers if the model computes. It takes a current step of another request as a sign. Otherwise
-/// it requests one token, or one vector.
+/// Answers 200 if the model computes. A current step of another request is proof enough. Otherwise
+/// the route requests one token, or one vector.
 #[utoipa::path(
     get,
     path = "/health_generate",
@@ -195,8 +195,8 @@ pub(crate) async fn health_generate(State(state): State<Shared>) -> Result<Respo
     in_time(&state, computes(&state, limits, arrived)).await
 }
 
-/// Waits for a sign that the model computes. A step of another request is one: a server with a full
-/// queue is not dead, and must not get more work.
+/// Waits for proof that the model computes. A step of another request suffices: a server with a
+/// full queue is alive, and must not get more work.
 async fn computes(state: &Shared, limits: Limits, arrived: Instant) -> Result<(), ApiError> {
     let before = state.engine.stats().scheduler.steps;
     loop {
@@ -235,7 +235,7 @@ async fn one_token(state: &Shared, limits: Limits, arrived: Instant) -> Result<(
     call.collect().await.map(drop)
 }
 
-/// Answers a health request with an error if the answer did not come in time.
+/// Turns a health check that takes too long into an error.
 async fn in_time<T>(
     state: &Shared,
     answer: impl Future<Output = Result<T, ApiError>>,
@@ -268,7 +268,7 @@ pub(crate) struct ServerInfo {
     /// The facts from the hand; null until the model is loaded.
     #[schema(value_type = Option<Object>)]
     facts: Value,
-    /// One object a replica: its running requests and its counts.
+    /// One object for each replica: its running requests and its counters.
     #[schema(value_type = Vec<Object>)]
     internal_states: Vec<Value>,
 }
@@ -347,7 +347,7 @@ pub(crate) struct FlushAnswer {
     flushed: bool,
 }
 
-/// Empties the prefix cache. Only possible while nothing runs.
+/// Empties the prefix cache. Only possible while no request runs.
 #[utoipa::path(
     post,
     path = "/flush_cache",
@@ -359,7 +359,7 @@ pub(crate) struct FlushAnswer {
 pub(crate) async fn flush_cache(State(state): State<Shared>) -> Result<Response, Failure> {
     let (sender, receiver) = oneshot::channel();
     let reply = Box::new(move |flushed| {
-        // The client may have gone away; the cache is flushed all the same.
+        // The cache is flushed even if the client is gone.
         let _ = sender.send(flushed);
     });
     state.engine.flush_cache(reply);
@@ -421,7 +421,7 @@ pub(crate) async fn version() -> Response {
     reply::ok(&Version { version: env!("CARGO_PKG_VERSION") })
 }
 
-/// Answers as long as the process lives, independent of the model.
+/// Answers as long as the process is alive, whatever the state of the model.
 #[utoipa::path(
     method(get, post),
     path = "/ping",

@@ -18,7 +18,7 @@ use crate::state::{HasSettings, Shared};
 /// Longest `x-request-id` that is echoed, in bytes.
 const MAX_REQUEST_ID: usize = 256;
 
-/// Lets a request pass with a key of users or of administrators, or if none is needed.
+/// Lets a request pass that has a user's or an administrator's key, or if no key is needed.
 pub(super) async fn check_key<S: HasSettings>(
     State(state): State<Arc<S>>,
     key: KeyId,
@@ -32,8 +32,8 @@ pub(super) async fn check_key<S: HasSettings>(
     if accepted { next.run(request).await } else { Failure(ApiError::Unauthorized).into_response() }
 }
 
-/// Lets a request pass with a key of administrators. If there are none, every client that may use
-/// the model may do this too.
+/// Lets a request pass that has an admin key. Without admin keys, every client that may use the
+/// model may pass.
 pub(super) async fn check_admin<S: HasSettings>(
     State(state): State<Arc<S>>,
     key: KeyId,
@@ -50,7 +50,7 @@ pub(super) async fn check_admin<S: HasSettings>(
     }
 }
 
-/// Lets a request for the load pass from routers, and from administrators.
+/// Lets requests for the load pass from routers and administrators.
 pub(super) async fn check_loads(
     State(state): State<Shared>,
     key: KeyId,
@@ -100,18 +100,19 @@ pub(super) async fn check_generator(
     }
 }
 
-/// Answers a request that makes its handler panic; the handler's state is dropped by then, which
-/// aborts its engine requests.
+/// Answers a request whose handler has panicked. Its state has been dropped by then, which aborted
+/// its engine requests.
 pub(super) async fn contain(request: Request, next: Next) -> Response {
     contained(next.run(request)).await.unwrap_or_else(|panic| {
-        // A panic's message describes the server, and is not for clients.
+        // A panic's message may describe the server, so clients do not get it.
         tracing::error!("a handler panicked: {}", panic_message(&*panic));
         let reason = "the server failed on this request; its log says why".to_owned();
         Failure(ApiError::Internal { reason, code: Some("panic") }).into_response()
     })
 }
 
-/// Counts an answer. Unknown routes and methods are counted together: clients may make up any.
+/// Counts an answer. Unknown routes and methods are counted together, because clients may invent
+/// any number of them.
 pub(super) async fn count(State(state): State<Shared>, request: Request, next: Next) -> Response {
     let began = Instant::now();
     let path = request.extensions().get::<MatchedPath>().cloned();
@@ -129,7 +130,7 @@ pub(super) async fn count(State(state): State<Shared>, request: Request, next: N
     response
 }
 
-/// Echoes the client's name for the request, or makes one up.
+/// Echoes the client's name for the request, or generates one.
 pub(super) async fn name_request(request: Request, next: Next) -> Response {
     let given = request.headers().get(REQUEST_ID).filter(|id| id.len() <= MAX_REQUEST_ID).cloned();
     let mut response = next.run(request).await;

@@ -12,7 +12,7 @@ use crate::live::{life, trace, watch};
 use crate::reply::{self, Failure};
 use crate::state::Shared;
 
-/// The engine as it runs: server-sent events, `start` and then four `tick` a second.
+/// The engine's activity as server-sent events: one `start`, then four `tick` a second.
 #[utoipa::path(
     get,
     path = "/v1/live",
@@ -66,7 +66,7 @@ pub(crate) async fn live_trace(State(state): State<Shared>) -> Result<Response, 
     Ok(response)
 }
 
-/// A file of the page. It has no secret, and so needs no key.
+/// Serves a file of the page. It contains no secrets, so it needs no key.
 pub(crate) async fn page_file(uri: Uri, headers: HeaderMap) -> Response {
     match page(uri.path(), &headers) {
         Some(response) => response.map(Body::from),

@@ -41,7 +41,7 @@ impl Admissible for LlamaRequest {
     }
 }
 
-/// Continues a prompt, in the words of llama.cpp's server.
+/// Continues a prompt, in the API of llama.cpp's server.
 #[utoipa::path(
     post,
     path = "/completion",
@@ -177,8 +177,8 @@ impl EventEncoder for LlamaEncoder {
     }
 
     fn resumable(&self) -> bool {
-        // A token whose text is held back is sent with the next one, and another brain cannot know
-        // that.
+        // A token whose text is held back is sent with the next one, which another brain could not
+        // reproduce.
         false
     }
 
@@ -219,7 +219,7 @@ pub(crate) async fn apply_template(
         .value(&AppliedTemplate { prompt: chat.text })
 }
 
-/// Shows which rows of the device's tables are taken.
+/// Shows which rows of the device tables are in use.
 #[utoipa::path(
     get,
     path = "/slots",
@@ -233,7 +233,8 @@ pub(crate) async fn slots(State(state): State<Shared>) -> Result<Response, Failu
         let rows = state.info["slots"].as_u64().unwrap_or_default();
         let rows = u32::try_from(rows).unwrap_or(u32::MAX).max(running);
         let first = u32::try_from(all.len()).unwrap_or(u32::MAX);
-        // Which rows they are, the scheduler alone knows: as many as run are shown as taken.
+        // Only the scheduler has the real row numbers, so the first rows are shown as in use, one
+        // for each running request.
         all.extend((0..rows).map(|row| LlamaSlot {
             id: first + row,
             n_ctx,

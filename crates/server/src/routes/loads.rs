@@ -16,34 +16,35 @@ use crate::peers::{Peer, queued, report, wait};
 use crate::reply::{self, Failure};
 use crate::state::Shared;
 
-/// The largest number of waiting dispatches that are reported to a router.
+/// The largest number of waiting dispatches in a report to a router.
 const MOST_QUEUED: usize = 64;
 
 /// The time and the content of the answer.
 #[derive(Debug, Deserialize)]
 pub(crate) struct LoadsAt {
-    /// Seconds to wait until the number of requests is another than `requests`.
+    /// Seconds to wait until the number of requests differs from `requests`.
     #[serde(default)]
     wait: f64,
     requests: Option<usize>,
-    /// The number of its waiting dispatches that a router asks for.
+    /// The number of its waiting dispatches that a router wants.
     #[serde(default)]
     queued: usize,
 }
 
-/// The load of the server, as a whole and of each replica.
+/// The load of the whole server and of each replica.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct Loads {
     /// The report that routers get: `requests` are alive, `running` choices have a slot, and
-    /// `waiting` ones have none. `tokens` of work are left, and `pages_free` can be taken.
+    /// `waiting` ones have none. `tokens` are left to compute, and `pages_free` pages are
+    /// available.
     #[serde(flatten)]
     #[schema(value_type = Object)]
     report: LoadReport,
-    /// One object a replica: its running requests and its counts.
+    /// One object for each replica: its running requests and its counters.
     #[schema(value_type = Vec<Object>)]
     loads: Vec<Value>,
-    /// The latest dispatches of the router that asks which wait and were never admitted, each with
-    /// the tokens of its prompts.
+    /// The latest dispatches of the requesting router that wait and were never admitted, with the
+    /// tokens of their prompts.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     #[schema(value_type = Vec<Object>)]
     queued: Vec<QueuedDispatch>,
@@ -52,7 +53,7 @@ pub(crate) struct Loads {
     disaggregation_mode: Option<&'static str>,
 }
 
-/// Tells the load of the server, now or when it changes.
+/// Returns the server's load, now or when it changes.
 #[utoipa::path(
     get,
     path = "/v1/loads",
@@ -72,7 +73,7 @@ pub(crate) async fn loads(
     let limit = wait(when.wait)?;
     if let Some(known) = when.requests {
         let mut live = state.book.watch();
-        // After the limit, the old loads are the answer.
+        // After the time limit, the old load is the answer.
         let _ = timeout(limit, live.wait_for(|&live| live != known)).await;
     }
     let router = peer.tag().map(|tag| tag.router);

@@ -124,7 +124,7 @@ pub(crate) fn router(state: Shared) -> Router {
     below(routes, root)
 }
 
-/// The routes that compute, for requests that the server makes itself.
+/// The computing routes, for requests that the server itself makes.
 pub(crate) fn computed(state: &Shared) -> Router {
     computing(state)
         .fallback(unknown_route)
@@ -136,7 +136,7 @@ pub(crate) fn computed(state: &Shared) -> Router {
         .with_state(state.clone())
 }
 
-/// Routes of the model, for clients with a key.
+/// Routes that compute with the model, for clients with a key.
 fn computing(state: &Shared) -> Router<Shared> {
     generation(state)
         .merge(models())
@@ -154,7 +154,7 @@ fn stored() -> Router<Shared> {
         .route("/v1/batches", post(batches::create).get(batches::list))
         .route("/v1/batches/{id}", get(batches::retrieve))
         .route("/v1/batches/{id}/cancel", post(batches::cancel))
-        // A file is bounded by its own flag, as it is written.
+        // Files have a limit of their own, which is checked as they are written.
         .layer(DefaultBodyLimit::disable())
 }
 
@@ -234,7 +234,7 @@ fn page<S: Clone + Send + Sync + 'static>() -> Router<S> {
     Router::new().route("/", get(live::page_file)).route("/assets/{name}", get(live::page_file))
 }
 
-/// The routes below the path of a proxy, which is taken off before a route is looked for.
+/// The routes below a proxy's path, which is removed before routing.
 fn below(routes: Router, root: String) -> Router {
     if root.is_empty() {
         return routes;
@@ -267,7 +267,7 @@ pub(super) async fn unknown_route(method: Method, uri: Uri) -> Failure {
     Failure(ApiError::UnknownRoute { method: method.to_string(), path, near })
 }
 
-/// The route that a client probably means whose address has `/v1` twice, or not at all.
+/// The route that a client probably means if its URL has `/v1` twice or not at all.
 fn near(path: &str) -> Option<String> {
     const OTHERS: [&str; 2] = ["/v1/models", "/v1/live"];
     let meant = path.strip_prefix("/v1").map_or_else(|| format!("/v1{path}"), str::to_owned);

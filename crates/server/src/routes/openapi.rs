@@ -113,7 +113,7 @@ pub(super) fn answer(mut document: utoipa::openapi::OpenApi, root_path: &str) ->
     reply::ok(&document)
 }
 
-/// Further paths of a route, as clients of other servers know it.
+/// Further paths of routes, as clients of other servers use them.
 const ALIASES: [(&str, &str); 6] = [
     ("/v1/classify", "/classify"),
     ("/v1/rerank", "/rerank"),
@@ -123,8 +123,8 @@ const ALIASES: [(&str, &str); 6] = [
     ("/update_weights", "/update_weights_from_ipc"),
 ];
 
-/// The document, with an operation id of its own for each path of a route and each method of a path
-/// that has several.
+/// The OpenAPI document. Each path of a route, and each method of a path with several, has an
+/// operation id of its own.
 pub(super) fn document() -> utoipa::openapi::OpenApi {
     let mut document = Document::openapi();
     for (alias, path) in ALIASES {

@@ -1,4 +1,4 @@
-//! Replicas that are taken out of the set and put back, and their roles.
+//! Draining and undraining of replicas, and their roles.
 
 use axum::extract::{Path, State};
 use axum::response::Response;
@@ -11,19 +11,19 @@ use crate::limits::{Upload, small};
 use crate::reply::{self, Failure};
 use crate::state::Shared;
 
-/// The state of a replica: drained, or open to new requests.
+/// Whether a replica is drained or takes new requests.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct DrainState {
     /// The number of the replica.
     replica: u32,
     /// True if the replica gets no new requests.
     drained: bool,
-    /// Replicas that get new requests now. None: requests are answered 503, and /health says
-    /// `drained`.
+    /// The number of replicas that take new requests. 0: requests are answered 503, and /health
+    /// says `drained`.
     taking: usize,
 }
 
-/// Sends no new requests to a replica. Its own requests are finished.
+/// Stops new requests to a replica. Its own requests finish.
 #[utoipa::path(
     post,
     path = "/replicas/{replica}/drain",
@@ -75,8 +75,8 @@ pub(crate) struct ReplicaRole {
     roles: Vec<&'static str>,
 }
 
-/// Gives a replica another role, with disaggregated prefill. Its running requests end there, or
-/// leave after their first token as planned.
+/// Gives a replica another role (disaggregated prefill). Its running requests end there, or leave
+/// after their first token as planned.
 #[utoipa::path(
     post,
     path = "/replicas/{replica}/role",

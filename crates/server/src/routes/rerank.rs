@@ -1,4 +1,4 @@
-//! `POST /rerank` and `POST /score`, under each of their known paths.
+//! `POST /rerank` and `POST /score`, under all their usual paths.
 
 use axum::response::Response;
 use forebay_api::{
@@ -76,12 +76,12 @@ pub(crate) async fn rerank(
         relevance_score: found[index],
     });
     let model = admission.model;
-    // Documents are those of the body, which is charged.
+    // The documents come from the body, whose charge covers them.
     let response = RerankResponse { id, model, usage, results: results.collect() };
     AnswerWriter::new(usize::MAX, &admission.charge).value(&response)
 }
 
-/// Scores how well the texts of pairs go together.
+/// Scores how well the two texts of each pair match.
 #[utoipa::path(
     post,
     path = "/score",
@@ -102,7 +102,7 @@ pub(crate) async fn score(
     Ok(reply::ok(&ScoreResponse { id, object: "list", created: now(), model, data, usage }))
 }
 
-/// A score for each pair: the output of a cross-encoder, or the cosine of an embedder's vectors.
+/// The score of each pair: the output of a cross-encoder, or the cosine of an embedder's vectors.
 async fn score_pairs(
     admission: &Admission,
     pairs: &Pairs,

@@ -1,4 +1,4 @@
-//! Made-up outputs of models, for tests of the shapes of answers.
+//! Scripted model outputs, for tests of the shapes of answers.
 
 use forebay_api::CUSTOM_INPUT;
 use forebay_egress::{Delta, End};
@@ -27,7 +27,7 @@ pub(crate) fn said() -> impl Strategy<Value = Said> {
     ]
 }
 
-/// The deltas of `said`, cut at `cuts`. Each character is a token.
+/// The deltas of `all`, cut at `cuts`. Each character is a token.
 pub(crate) fn deltas(all: &[Said], cuts: &[usize], end: &End) -> Vec<Delta> {
     let (mut deltas, mut delta, mut at, mut calls) = (Vec::new(), Delta::default(), 0, 0);
     let mut tick = |delta: &mut Delta| {

@@ -1,4 +1,4 @@
-//! Tensors of a served checkpoint: those that a trainer sends, and the values of one.
+//! Tensors of a served checkpoint: replacing them by a trainer's, and reading the values of one.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ use super::weights::{WeightsUpdated, updated_answer};
 
 /// The field with tensors.
 const TENSORS: &str = "serialized_named_tensors";
-/// The type of a body that is one file of safetensors.
+/// The content type of a body that is a single safetensors file.
 const OCTETS: &str = "application/octet-stream";
 /// Default number of rows of a parameter, as in SGLang.
 const ROWS: usize = 100;
@@ -33,7 +33,8 @@ const ROWS: usize = 100;
 pub(crate) struct TensorsQuery {
     /// The version that later answers report.
     weight_version: Option<String>,
-    /// True if requests end before the update. Otherwise they continue with the new weights.
+    /// True if running requests are aborted before the update. Otherwise they continue with the new
+    /// weights.
     #[serde(default)]
     abort_all_requests: bool,
     /// True if generation stays paused after the update.
@@ -41,17 +42,18 @@ pub(crate) struct TensorsQuery {
     keep_pause: bool,
 }
 
-/// Tensors to compute with, in place of those of the same names.
+/// Tensors that replace those of the same names.
 #[derive(Deserialize, ToSchema)]
 pub(crate) struct UpdateTensors<'a> {
-    /// Files of safetensors in base64, of some or all tensors of the checkpoint. No pickles.
+    /// Safetensors files in base64, with some or all tensors of the checkpoint. No pickles.
     #[serde(borrow)]
     #[schema(value_type = Vec<String>)]
     serialized_named_tensors: Texts<'a>,
     /// `auto`, `safetensors`, or null.
     #[serde(borrow)]
     load_format: Option<Cow<'a, str>>,
-    /// True if requests end before the update. Otherwise they continue with the new weights.
+    /// True if running requests are aborted before the update. Otherwise they continue with the new
+    /// weights.
     #[serde(default)]
     abort_all_requests: bool,
     /// The version that later answers report.
@@ -61,7 +63,7 @@ pub(crate) struct UpdateTensors<'a> {
     keep_pause: bool,
 }
 
-/// A text or several. Those without escapes stay in the body.
+/// One or several strings. Strings without escapes are borrowed from the body.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Texts<'a> {
@@ -75,7 +77,7 @@ enum Texts<'a> {
 pub(crate) struct ParameterQuery {
     /// Its name in safetensors, or in transformers.
     name: String,
-    /// Its first rows; of a vector, its first values.
+    /// The number of rows to return; of a vector, the number of values.
     #[serde(default = "rows")]
     truncate_size: usize,
 }
@@ -84,7 +86,8 @@ fn rows() -> usize {
     ROWS
 }
 
-/// Puts tensors in the place of those of the served checkpoint. Requests go on with them, or end.
+/// Replaces tensors of the served checkpoint. Running requests continue with the new ones, or are
+/// aborted.
 #[utoipa::path(
     post,
     path = "/update_weights_from_tensor",
@@ -146,7 +149,7 @@ pub(crate) async fn update(
     Ok(updated_answer(Arc::clone(&state.weights).update(update).await?))
 }
 
-/// Names the replacement for groups and shared memory of GPUs.
+/// Answers with the route to use instead of process groups and GPU shared memory.
 #[utoipa::path(
     post,
     path = "/update_weights_from_ipc",
@@ -163,7 +166,7 @@ pub(crate) async fn elsewhere(uri: Uri) -> Failure {
     Failure(ApiError::NotImplemented { reason })
 }
 
-/// The first rows of a parameter, as the served files have it.
+/// The first rows of a parameter, as stored in the served files.
 #[utoipa::path(
     post,
     path = "/get_weights_by_name",
@@ -183,7 +186,7 @@ pub(crate) async fn parameter(
     values(&state, asked).await
 }
 
-/// The first rows of a parameter, as the served files have it. A body may name it too.
+/// The first rows of a parameter, as stored in the served files. A body may name it too.
 #[utoipa::path(
     get,
     path = "/get_weights_by_name",

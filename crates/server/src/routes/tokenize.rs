@@ -14,9 +14,10 @@ use crate::reply::Failure;
 use crate::state::Shared;
 use crate::text::{RequestText, encode_chat, encode_prompts, text_error};
 
-/// The least limit on tokens of these routes, for a model with a short context. A flag replaces it.
+/// The lower bound on these routes' token limit, for models with a short context. A flag replaces
+/// the limit.
 const MOST_TOKENS: usize = 64 << 10;
-/// Bytes of a token in an answer: its id here and as JSON.
+/// Bytes of a token in an answer: as an id and as JSON.
 const NUMBER: usize = 16;
 /// Bytes of a token together with its text.
 const NAMED: usize = 128;
@@ -124,8 +125,8 @@ fn too_many(param: &str, limit: usize) -> ApiError {
     ApiError::invalid(param, reason)
 }
 
-/// Tokens that these routes take at a time: more than a prompt may have, for clients that cut a
-/// document by its tokens.
+/// The number of tokens that these routes accept: more than a prompt may have, for clients that
+/// split a document by its tokens.
 pub(super) fn most_tokens(state: &Shared) -> Result<usize, ApiError> {
     let context = state.limits()?.context_length as usize;
     Ok(state.config.max_tokenize_tokens.unwrap_or((4 * context).max(MOST_TOKENS)))

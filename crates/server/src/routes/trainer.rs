@@ -1,4 +1,4 @@
-//! Weights from a trainer's process group, by the routes of SGLang.
+//! Weight updates from a trainer's process group, by the routes of SGLang.
 
 use std::sync::Arc;
 
@@ -19,11 +19,11 @@ use super::weights::{WeightsUpdated, updated_answer};
 /// A trainer's group.
 #[derive(Deserialize, ToSchema)]
 pub(crate) struct InitGroup {
-    /// The host at which the ranks meet: the trainer's.
+    /// The trainer's host, where the ranks meet.
     master_address: String,
     /// The port there.
     master_port: u16,
-    /// The rank of this server, from 1 on: the trainer has 0. A server takes one rank, whatever
+    /// The rank of this server, from 1 on: the trainer has 0. A server is one rank, whatever its
     /// `--tp-size`.
     #[serde(default = "first_rank")]
     rank_offset: u32,
@@ -43,7 +43,7 @@ pub(crate) struct DestroyGroup {
     group_name: String,
 }
 
-/// Tensors that the trainer broadcasts now, in this order.
+/// Tensors that the trainer now broadcasts, in this order.
 #[derive(Deserialize, ToSchema)]
 pub(crate) struct UpdateFromGroup {
     /// Names of tensors of the served checkpoint.
@@ -57,10 +57,11 @@ pub(crate) struct UpdateFromGroup {
     /// Null.
     load_format: Option<String>,
     /// True if further tensors of the same update come with later requests: nothing is loaded
-    /// before the last one.
+    /// before the last request.
     #[serde(default)]
     more: bool,
-    /// True if requests end before the update. Otherwise they continue with the new weights.
+    /// True if running requests are aborted before the update. Otherwise they continue with the new
+    /// weights.
     #[serde(default)]
     abort_all_requests: bool,
     /// The name that answers have from then on.
@@ -89,7 +90,7 @@ fn usual_backend() -> String {
     "nccl".to_owned()
 }
 
-/// Joins a trainer's process group. Answers when all ranks have met.
+/// Joins a trainer's process group. The answer comes when all ranks have met.
 #[utoipa::path(
     post,
     path = "/init_weights_update_group",
@@ -151,7 +152,8 @@ pub(crate) async fn destroy(
     Ok(obeyed("Succeeded to destroy the process group."))
 }
 
-/// Receives tensors from a trainer's process group. Requests go on with them, or end.
+/// Receives tensors from a trainer's process group. Running requests continue with them, or are
+/// aborted.
 #[utoipa::path(
     post,
     path = "/update_weights_from_distributed",

@@ -1,4 +1,4 @@
-//! Pauses, and weights that change at run time, by the routes of vLLM and SGLang.
+//! Pauses, and weight updates at run time, by the routes of vLLM and SGLang.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -20,12 +20,13 @@ use crate::weights::{Source, Update};
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct PauseQuery {
-    /// `abort` (default): requests end; `wait`: they are finished first; `keep`: they go on later.
+    /// `abort` (default): running requests are aborted; `wait`: they are finished first; `keep`:
+    /// they continue after the pause.
     mode: Option<String>,
     /// The older name of `mode=wait`.
     #[serde(default)]
     wait_for_inflight_requests: bool,
-    /// Whether the prefix cache is emptied. Requests that are kept are then computed anew.
+    /// Whether the prefix cache is emptied. Kept requests are then computed again.
     #[serde(default = "yes")]
     clear_cache: bool,
 }
@@ -33,8 +34,8 @@ pub(crate) struct PauseQuery {
 /// A pause, in SGLang's words.
 #[derive(Deserialize, ToSchema)]
 pub(crate) struct PauseGeneration {
-    /// `abort` (default): requests end; `retract`: they wait for their turn again, without pages;
-    /// `in_place`: they stay as they are.
+    /// `abort` (default): running requests are aborted; `retract`: they give up their pages and
+    /// wait for their turn again; `in_place`: they stay where they are.
     mode: Option<String>,
 }
 
@@ -57,12 +58,13 @@ pub(crate) struct IsPaused {
 /// Other weights to compute with.
 #[derive(Deserialize, ToSchema)]
 pub(crate) struct UpdateWeights {
-    /// A folder or GGUF file on the server's machine, of the served model's shape.
+    /// A folder or GGUF file on the server's machine, with the same shape as the served model.
     #[schema(value_type = String)]
     model_path: PathBuf,
     /// `auto`, or null.
     load_format: Option<String>,
-    /// True if requests end before the update. Otherwise they continue with the new weights.
+    /// True if running requests are aborted before the update. Otherwise they continue with the new
+    /// weights.
     #[serde(default)]
     abort_all_requests: bool,
     /// The name that answers have from then on.
@@ -101,7 +103,7 @@ fn yes() -> bool {
     true
 }
 
-/// Pauses generation: no step is computed, and requests that come wait.
+/// Pauses generation: no step is computed, and new requests wait.
 #[utoipa::path(
     post,
     path = "/pause",
@@ -125,7 +127,7 @@ pub(crate) async fn pause(State(state): State<Shared>, uri: Uri) -> Result<Respo
     paused(&state, mode, clear_cache).await
 }
 
-/// Pauses generation: no step is computed, and requests that come wait.
+/// Pauses generation: no step is computed, and new requests wait.
 #[utoipa::path(
     post,
     path = "/pause_generation",
@@ -184,7 +186,7 @@ pub(crate) async fn is_paused(State(state): State<Shared>) -> Response {
     reply::ok(&IsPaused { is_paused: state.weights.is_paused() })
 }
 
-/// Loads other weights of the same shape. Requests continue with them, or end.
+/// Loads other weights of the same shape. Running requests continue with them, or are aborted.
 #[utoipa::path(
     post,
     path = "/update_weights_from_disk",
@@ -271,7 +273,8 @@ fn unknown_mode(mode: &str, known: &str) -> ApiError {
     ApiError::invalid("mode", format!("`mode`: {mode:?} is not {known}"))
 }
 
-/// Accepts a request with an admin key, or if the server is reachable from this machine only.
+/// Accepts a request with an admin key, or any request if the server is reachable only from this
+/// machine.
 pub(super) async fn check_weights(
     State(state): State<Shared>,
     key: forebay_http::KeyId,

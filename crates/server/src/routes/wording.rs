@@ -1,10 +1,10 @@
-//! The words for an end and a token that several APIs share.
+//! The common encodings of an end and a token in several APIs.
 
 use forebay_api::{StopReason, TokenOutput};
 use forebay_egress::End;
 use forebay_text::Tokenizer;
 
-/// vLLM's `stop_reason`: the stop string or token, unless it was end-of-sequence.
+/// vLLM's `stop_reason`: the stop string or token, but not end-of-sequence.
 pub(super) fn stop_reason(end: &End) -> Option<StopReason> {
     match end {
         End::Token(id) => Some(StopReason::Token(*id)),
@@ -13,7 +13,7 @@ pub(super) fn stop_reason(end: &End) -> Option<StopReason> {
     }
 }
 
-/// SGLang's `matched_stop`: the stop string or token, end-of-sequence included.
+/// SGLang's `matched_stop`: the stop string or token, including end-of-sequence.
 pub(super) fn matched_stop(end: &End) -> Option<StopReason> {
     match end {
         End::Eos(id) => Some(StopReason::Token(*id)),

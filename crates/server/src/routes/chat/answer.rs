@@ -1,4 +1,4 @@
-//! A model's answer as OpenAI's messages: whole, and as the chunks of a stream.
+//! A model's answer as OpenAI's messages: in one piece, and as the chunks of a stream.
 
 use std::sync::Arc;
 
@@ -16,8 +16,8 @@ use xxhash_rust::xxh3::xxh3_128;
 
 use crate::routes::wording::{matched_stop, stop_reason, token_name};
 
-/// The ids of calls if the model gives them none. A brain that continues another's stream gives the
-/// same ones.
+/// Makes ids for calls to which the model gives none. A brain that continues another's stream makes
+/// the same ids.
 #[derive(Debug, Clone)]
 pub(crate) struct CallIds {
     /// The name of the response.
@@ -48,7 +48,7 @@ pub(super) struct Tokens {
     pub(super) output: TokenOutput,
 }
 
-/// A choice of a whole answer, which has its end.
+/// A choice of a non-streamed answer, which has ended.
 pub(super) fn choice(index: u32, delta: &Delta, tokens: &Tokens, ids: &CallIds) -> ChatChoice {
     ChatChoice {
         index,
@@ -121,7 +121,7 @@ pub(super) struct ChatEncoder {
 struct ChoiceState {
     /// The role has been sent.
     opened: bool,
-    /// The chunk of a text alone, once the role has been sent.
+    /// The chunk of a choice with text only, after the role was sent.
     content: Option<Cut>,
 }
 
@@ -168,7 +168,7 @@ impl EventEncoder for ChatEncoder {
                         _ => None,
                     };
                     let part = part_delta(part, id.as_deref());
-                    // These are of the tokens of all parts; the first carries them.
+                    // Log-probabilities cover the tokens of all parts; the first part carries them.
                     let choice = ChatChunkChoice {
                         logprobs: logprobs.take(),
                         token_ids: token_ids.take(),
@@ -219,7 +219,7 @@ fn chunk(index: u32, delta: ChatDelta<'_>) -> ChatChunkChoice<'_> {
     }
 }
 
-/// A part of a stream; `id` is the name of the call that it begins.
+/// One part of a delta; `id` is the id of the call that it begins.
 fn part_delta<'a>(part: Part<'a>, id: Option<&'a str>) -> ChatDelta<'a> {
     let nothing = ChatDelta::default();
     match part {

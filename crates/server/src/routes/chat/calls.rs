@@ -1,4 +1,4 @@
-//! Demands on calls, as a form of the answer.
+//! Turns requirements on tool calls into a form of the answer.
 
 use std::sync::Arc;
 
@@ -10,9 +10,9 @@ use serde_json::json;
 use crate::ignored::ignore;
 use crate::state::Shared;
 
-/// The form of an answer that may call tools: `structure`, which is that of its content, or one
-/// with calls in it. Calls that nothing is asked of, in answers of any form, have none. `thinks`:
-/// where the prompt leaves the model.
+/// The form of an answer that may call tools: `structure`, the form of its content, extended by
+/// calls where necessary. Without requirements on calls and content there is no form. `thinks`:
+/// whether the prompt leaves the model in its reasoning.
 ///
 /// # Errors
 /// The model's format of calls is not known, or can't be distinguished from content of that form. A
@@ -50,8 +50,7 @@ pub(super) fn form(
     let marks = Marks::new(special);
     let some = callable.iter().map(|&tool| &tools.functions[tool]);
     let names: Vec<&str> = some.clone().map(|tool| tool.name.as_str()).collect();
-    // Reasoning is followed token by token where its marks are tokens, and by the grammar where
-    // they are not.
+    // Reasoning is followed by tokens if its marks are tokens, and by the grammar otherwise.
     let thinks = state.model.markers.is_none().then_some(thinks);
     let grammar = dialect.call_grammar(&names, instead, tools.parallel, &marks, thinks);
     let grammar = match grammar {
@@ -76,7 +75,7 @@ pub(super) fn form(
         return Ok(content);
     }
     let arguments = some.zip(grammar.arguments).map(|(tool, rule)| {
-        // Where the model decides, only strict tools have their schema kept.
+        // If the model may choose whether to call, only strict tools have their schema enforced.
         let kept = tool.strict || calls != Calls::Any;
         let schema =
             if kept { tool.schema.to_string() } else { json!({"type": "object"}).to_string() };
@@ -102,8 +101,8 @@ pub(super) fn form(
     Ok(Some(Structure { param, source }))
 }
 
-/// The demand on calls of an answer whose content has to have the form of `structure`. `None`: they
-/// need none, and the content has its form alone.
+/// What the form has to require of calls, for content with the form `structure`. `None`: nothing,
+/// so the content has its form alone.
 fn demand(
     tools: &OfferedTools,
     structure: Option<&Structure>,
@@ -115,7 +114,7 @@ fn demand(
     if tools.demand.is_some() {
         return tools.demand.clone();
     }
-    // Calls of a model that has no way of its own are text, which has to have the form.
+    // If the model has no syntax for calls, they are plain text, which has to have the form.
     let content = structure.filter(|_| dialect.calls_name().is_some())?;
     Some(CallDemand {
         callable: (0..tools.functions.len()).collect(),
@@ -124,7 +123,7 @@ fn demand(
     })
 }
 
-/// True if all demands are forms of texts. `param` has the first of them.
+/// True if all forced calls are text forms. `param` names the first of them in errors.
 fn of_texts(tools: &OfferedTools, param: &str) -> bool {
     tools.functions.iter().any(|tool| tool.text.as_ref().is_some_and(|text| text.path == param))
 }

@@ -1,4 +1,4 @@
-//! A conversation of any dialect, on its way to the engine.
+//! Prepares a conversation of any API for the engine.
 
 use std::sync::Arc;
 
@@ -25,8 +25,8 @@ pub(crate) struct Rendered {
     text: String,
 }
 
-/// Reads the images of a conversation, which came in `param` and may have `most` tokens, and
-/// renders and tokenises it.
+/// Reads the images of a conversation, then renders and tokenises it. It came in `param` and may
+/// have `most` tokens.
 ///
 /// # Errors
 /// An image is invalid, the template or the tokenizer refuses the conversation, or it is too long.
@@ -50,8 +50,8 @@ pub(crate) async fn render(
     Ok(Rendered { seen, files, text: prompt.text })
 }
 
-/// Renders a conversation from `param`, for a client whose bytes were charged. Returns the
-/// constraint and the parser of its answer.
+/// Renders a conversation from `param`; its bytes are charged already. Returns the constraint and
+/// the parser for its answer.
 ///
 /// # Errors
 /// The errors of [`render`]; or the form of the answer can't be enforced.
@@ -99,7 +99,7 @@ pub(crate) async fn prepare(
     Ok(submission)
 }
 
-/// The settings of the parser for answers after `prompt`; `None`: answers are text.
+/// The parser settings for answers after `prompt`; `None`: answers are plain text.
 fn reading(
     state: &Shared,
     tools: OfferedTools,

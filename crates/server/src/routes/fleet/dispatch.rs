@@ -1,4 +1,4 @@
-//! Requests on their way to the routes of the model that they mean.
+//! Dispatches requests to the routes of the model that they name.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,10 +24,10 @@ use crate::fleet::{Front, ModelBody, RunningModel, Visit};
 use crate::limits::{self, Upload};
 use crate::reply::Failure;
 
-/// Bytes of a body above which another thread looks for its names.
+/// Bodies above this many bytes are searched for names on another thread.
 const LONG: usize = 1 << 20;
 
-/// The only field of a body that the dispatcher reads; the model's own routes read all.
+/// The fields of a body that the dispatcher reads; the model's own routes read all.
 #[derive(Debug, Default, PartialEq)]
 struct WantedModel {
     model: Option<String>,
@@ -57,8 +57,8 @@ impl WantedModel {
     }
 }
 
-/// Ollama's time for which an idle model stays: a number of seconds, or a text such as `5m` or
-/// `1h30m`; negative: for ever. `None`: it is not a time. Inner `None`: for ever.
+/// How long an idle model stays, as Ollama's clients write it: seconds, or a text such as `5m` or
+/// `1h30m`; negative: for ever. `None`: not a time. Inner `None`: for ever.
 fn keep_alive(value: &Value) -> Option<Option<Duration>> {
     let seconds = match value {
         Value::Number(number) => number.as_f64()?,
@@ -99,7 +99,7 @@ fn seconds(text: &str) -> Option<f64> {
     Some(sign * total)
 }
 
-/// A request with a body, which names its model.
+/// Dispatches a request whose body names its model.
 pub(super) async fn by_body(
     State(front): State<Arc<Front>>,
     request: Request,
@@ -121,7 +121,7 @@ pub(super) async fn by_body(
     };
     let model = front.find(wanted.model.as_deref())?;
     let path = parts.uri.path();
-    // Clients that may not unload a model may not set how long it stays either.
+    // A client that may not unload a model may not set how long it stays either.
     let keep = wanted.keep_alive.as_ref().and_then(keep_alive);
     let keep = keep.filter(|_| path.starts_with("/api/") && may_administer(&front, &parts.headers));
     let unloads = keep == Some(Some(Duration::ZERO)) && wanted.is_empty && !path.contains("embed");
@@ -129,7 +129,7 @@ pub(super) async fn by_body(
         let name = wanted.model.as_deref().unwrap_or(&front.entries[model].names[0]);
         return Ok(ollama::unloaded(path, name));
     }
-    // Clients that list models ask this of each, and none has to be loaded for it.
+    // Clients that list models send this request for each, which must not load them all.
     if path == "/api/show" && front.running(model).is_none() {
         return Ok(shown(&front, model));
     }
@@ -150,7 +150,8 @@ fn may_administer(front: &Front, headers: &HeaderMap) -> bool {
     keys.is_empty() || keys.shown(headers).is_some()
 }
 
-/// A request about kept responses, which all models share. Any model that generates answers it.
+/// Answers a request about stored responses, which all models share. Any generating model can
+/// answer it.
 pub(super) async fn kept(
     State(front): State<Arc<Front>>,
     request: Request,
@@ -164,7 +165,7 @@ pub(super) async fn kept(
     visited(&front, model, visit, parts, Bytes::new()).await
 }
 
-/// Makes a model's routes answer, and the model stay until the answer has ended.
+/// Lets a model's routes answer, and keeps the model until the answer has ended.
 async fn visited(
     front: &Arc<Front>,
     model: usize,
@@ -177,14 +178,14 @@ async fn visited(
     Ok(response.map(|body| ModelBody::held(body, visit)))
 }
 
-/// Makes a model's routes answer a request. They find their own parameters in the path.
+/// Passes a request to a model's routes, which find their own parameters in the path.
 async fn answered(running: RunningModel, parts: Parts, body: Body) -> Response {
     let mut request = Request::new(body);
     *request.method_mut() = parts.method;
     *request.uri_mut() = parts.uri;
     *request.version_mut() = parts.version;
     *request.headers_mut() = parts.headers;
-    // A router would take the loads of several models for those of one.
+    // Routers would take the load of one of the models for the load of the whole server.
     for header in [ROUTER_HEADER, RESUME_HEADER] {
         request.headers_mut().remove(header);
     }
@@ -212,8 +213,8 @@ pub(crate) struct ModelQuery {
     pub(super) model: Option<String>,
 }
 
-/// A query about a loaded model: the one that the URL names, or the first loaded one. It loads
-/// none, and does not keep a model from leaving.
+/// Answers a query about a loaded model: the one that the URL names, or the first loaded one. It
+/// neither loads a model nor keeps one from leaving.
 pub(super) async fn by_query(
     State(front): State<Arc<Front>>,
     uri: Uri,
@@ -280,7 +281,7 @@ mod tests {
         for other in [json!({}), json!({"model": 7}), json!([1]), json!("model")] {
             assert_eq!(wanted(other.clone()).model, None, "{other}");
         }
-        // The model's own routes report errors in the rest.
+        // The model's own routes report errors in the rest of the body.
         assert_eq!(WantedModel::new(b"{\"model\": \"a\"").model.as_deref(), Some("a"));
     }
 }

@@ -21,7 +21,7 @@ use crate::fleet::Front;
 ))]
 struct FleetDocument;
 
-/// Begins the paths that a server of several models does not have.
+/// The prefixes of paths that a server of several models does not have.
 const OF_ONE_MODEL: [&str; 17] = [
     "/v1/files",
     "/v1/batches",

@@ -15,7 +15,7 @@ use crate::fleet::metrics::{Sample, join, metric};
 use crate::fleet::{Front, ModelReport};
 use crate::reply::{self, Failure};
 
-/// The state of a model as llama-server's clients read it.
+/// The state of a model in llama-server's format.
 fn status(report: &ModelReport) -> Value {
     let value = match report.state {
         ModelState::Unloaded => "unloaded",
@@ -42,7 +42,7 @@ fn card(front: &Front, model: usize, name: &str) -> Value {
     card
 }
 
-/// Lists all models under their names, loaded or not.
+/// Lists all models by name, loaded or not.
 pub(super) async fn models(State(front): State<Arc<Front>>) -> Response {
     let mut data = Vec::new();
     for (model, entry) in front.entries.iter().enumerate() {
@@ -82,11 +82,11 @@ pub(super) async fn tags(State(front): State<Arc<Front>>) -> Response {
     reply::ok(&json!({"models": models}))
 }
 
-/// Describes a model that is not loaded, in Ollama's words.
+/// Describes a model that is not loaded, in Ollama's format.
 pub(super) fn shown(front: &Front, model: usize) -> Response {
     let entry = &front.entries[model];
     let mut capabilities = vec![if entry.generates { "completion" } else { "embedding" }];
-    // The template gives a better answer once it has been compiled.
+    // Once the template has been compiled, it gives a better answer.
     if entry.generates && entry.template.contains("tools") {
         capabilities.push("tools");
     }
@@ -124,8 +124,8 @@ pub(super) async fn running(State(front): State<Arc<Front>>) -> Response {
     reply::ok(&json!({"models": models}))
 }
 
-/// Tells if the server takes requests, and the state of each model. A model that is not loaded is
-/// not a fault.
+/// Reports whether the server takes requests, and the state of each model. A model that is not
+/// loaded is not a fault.
 pub(crate) async fn health(State(front): State<Arc<Front>>) -> Result<Response, Failure> {
     if let Some(cause) = front.guard.cause() {
         let reason = format!("the server has failed: {cause}");

@@ -1,5 +1,5 @@
-//! Commands of an administrator: load, unload, sleep, wake. The routes are those of llama-server,
-//! vLLM and SGLang.
+//! Administrators' commands: load, unload, sleep, wake. The routes are those of llama-server, vLLM
+//! and SGLang.
 
 use std::sync::Arc;
 
@@ -21,7 +21,8 @@ use crate::reply::{self, Failure};
 /// A model by its name.
 #[derive(Deserialize, ToSchema)]
 struct NamedModel {
-    /// A name that `/v1/models` lists, or an alias. Where it may be left out, all models are meant.
+    /// A name that `/v1/models` lists, or an alias. Where it is optional, leaving it out means all
+    /// models.
     model: Option<String>,
 }
 
@@ -29,7 +30,7 @@ struct NamedModel {
 #[derive(Serialize, ToSchema)]
 struct MovedModels {
     success: bool,
-    /// The state of each by its name: `ready`, `asleep`, `unloaded`.
+    /// The state of each model by name: `ready`, `asleep`, `unloaded`.
     #[schema(value_type = HashMap<String, String>)]
     models: Map<String, Value>,
 }
@@ -40,7 +41,7 @@ struct Sleeping {
     is_sleeping: bool,
 }
 
-/// Reads the name of a model in a body, which may be empty.
+/// Reads a model's name from a body, which may be empty.
 async fn named(front: &Arc<Front>, request: Request) -> Result<Option<String>, ApiError> {
     let (mut parts, body) = request.into_parts();
     let Ok(client) = ClientId::from_request_parts(&mut parts, front).await;
@@ -94,7 +95,7 @@ pub(crate) async fn load(
     Ok(done(&front, &[model]))
 }
 
-/// Makes a model leave, with all that is kept of it.
+/// Unloads a model, and drops all state that is kept of it.
 #[utoipa::path(
     post,
     path = "/models/unload",
@@ -126,7 +127,7 @@ pub(crate) struct SleepQuery {
     model: Option<String>,
 }
 
-/// Puts models to sleep, as vLLM's route does: at level 1 the state for a fast start is kept.
+/// Puts models to sleep, as vLLM's route does: level 1 keeps the state for a fast start.
 #[utoipa::path(
     post,
     path = "/sleep",
@@ -156,7 +157,7 @@ async fn rest(front: &Arc<Front>, models: &[usize], level: SleepLevel) {
     }
 }
 
-/// Loads the named model, or all that are asleep.
+/// Loads the named model, or all sleeping models.
 #[utoipa::path(
     post,
     path = "/wake_up",
@@ -192,7 +193,8 @@ async fn wake(
     Ok(done(front, &models))
 }
 
-/// Tells if the named model is asleep. Without a name: if one is, and none is loaded.
+/// Reports whether the named model is asleep. Without a name: true if some model is asleep and none
+/// is loaded.
 #[utoipa::path(
     get,
     path = "/is_sleeping",
@@ -217,7 +219,8 @@ pub(crate) async fn is_sleeping(
     Ok(reply::ok(&Sleeping { is_sleeping }))
 }
 
-/// Makes models give their memory back, as SGLang's route does. Weights and pages go together.
+/// Makes models release their memory, as SGLang's route does. Weights and pages are released
+/// together.
 #[utoipa::path(
     post,
     path = "/release_memory_occupation",
@@ -239,7 +242,7 @@ pub(crate) async fn release(
     Ok(done(&front, &models))
 }
 
-/// Loads the named model, or all that gave their memory back.
+/// Loads the named model, or all models that have released their memory.
 #[utoipa::path(
     post,
     path = "/resume_memory_occupation",

@@ -1,4 +1,4 @@
-//! A model's answer as Anthropic's blocks: whole, and as the events of a stream.
+//! A model's answer as Anthropic's content blocks: in one piece, and as the events of a stream.
 
 use forebay_api::{ApiError, Usage};
 use forebay_dialect::Part;
@@ -64,7 +64,7 @@ impl Writer {
     }
 }
 
-/// Appends text to the last block if that is of this kind, or to a new one.
+/// Appends text to the last block if it has this kind, or to a new one.
 fn append(content: &mut Vec<Value>, kind: &str, field: &str, text: &str) {
     match content.last_mut() {
         Some(last) if last["type"] == kind => {
@@ -76,8 +76,8 @@ fn append(content: &mut Vec<Value>, kind: &str, field: &str, text: &str) {
     }
 }
 
-/// Gives the last call its arguments. Arguments that were cut off are not valid JSON: they are sent
-/// in the form of Anthropic's documentation.
+/// Sets the last call's arguments. Truncated arguments are not valid JSON, and are sent in the form
+/// that Anthropic documents.
 fn close_call(content: &mut [Value], arguments: &mut String) {
     let arguments = std::mem::take(arguments);
     let call = content.iter_mut().rev().find(|block| block["type"] == "tool_use");
@@ -89,13 +89,13 @@ fn close_call(content: &mut [Value], arguments: &mut String) {
     }
 }
 
-/// A stand-in for Anthropic's signature of thinking. Clients send it back, and this server ignores
+/// Stands in for Anthropic's signature of thinking. Clients send it back, and this server ignores
 /// it.
 fn signature(hash: u128) -> String {
     format!("{hash:032x}")
 }
 
-/// The reason for which the message ended, and the stop sequence that ended it.
+/// Why the message ended, and the stop sequence that ended it.
 fn stop(delta: &Delta) -> (Option<&'static str>, Option<&str>) {
     let sequence = match &delta.end {
         Some(End::Text(text)) => Some(text.as_str()),
@@ -103,7 +103,7 @@ fn stop(delta: &Delta) -> (Option<&'static str>, Option<&str>) {
     };
     let reason = delta.finish_reason().map(|reason| match reason {
         "tool_calls" => "tool_use",
-        // Also of a tool that the client has named, which OpenAI counts as no choice.
+        // Also for a tool that the client has forced, for which OpenAI reports another reason.
         _ if delta.end == Some(End::Call) => "tool_use",
         "length" => "max_tokens",
         _ if sequence.is_some() => "stop_sequence",
@@ -182,7 +182,7 @@ impl Blocks {
     }
 }
 
-/// Appends an event, whose data has its name too.
+/// Appends an event; its data repeats its name.
 fn event(name: &str, data: Value, out: &mut Vec<u8>) -> serde_json::Result<()> {
     #[derive(Serialize)]
     struct NamedEvent<'a> {
@@ -258,8 +258,7 @@ impl EventEncoder for Blocks {
     }
 
     fn resume(&mut self, before: &Delta) {
-        // The part that another brain has written is generated again and discarded up to this
-        // point.
+        // The part that another brain has sent is generated again, and discarded up to this point.
         if before.tokens.is_empty() {
             return;
         }

@@ -1,4 +1,4 @@
-//! `POST /v1/messages`, Anthropic's dialect: a shape over the parts that chat uses.
+//! `POST /v1/messages`, Anthropic's API, built on the parts that chat uses.
 
 mod answer;
 #[cfg(test)]
@@ -37,7 +37,7 @@ impl Admissible for MessagesRequest {
     }
 }
 
-/// Answers a conversation in Anthropic's dialect. With `stream`, typed events come.
+/// Answers a conversation in Anthropic's API. With `stream`, typed events are sent.
 #[utoipa::path(
     post,
     path = "/v1/messages",
@@ -71,7 +71,7 @@ pub(crate) async fn messages(
 /// The number of tokens of a prompt.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct TokenCount {
-    /// Tokens of the prompt, an image's positions among them.
+    /// Tokens of the prompt, including image positions.
     input_tokens: u32,
 }
 
@@ -100,7 +100,7 @@ pub(crate) async fn count_tokens(
     Ok(reply::ok(&TokenCount { input_tokens }))
 }
 
-/// Checks a request, and names its parameters without an effect.
+/// Checks a request, and reports its parameters without effect.
 fn validate(
     state: &Shared,
     request: MessagesRequest,
@@ -108,7 +108,7 @@ fn validate(
 ) -> Result<ValidChat, ApiError> {
     let mut ignored = Vec::new();
     let mut chat = request.validate(&state.model.defaults, limits, &mut ignored)?;
-    // Clients ask every model to think. One that can't is asked no less.
+    // Clients ask every model to think, so it is no error if a model can't.
     let bounds_thought = state.model.markers.is_some() && state.model.grammars.is_some();
     if !bounds_thought && chat.generation.thinking_budget.take().is_some() {
         ignored.push("thinking.budget_tokens".to_owned());

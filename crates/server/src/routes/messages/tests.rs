@@ -12,7 +12,7 @@ fn writer() -> Writer {
     Writer { id: "msg_1".into(), model: "m".into(), ids }
 }
 
-/// The events of a stream. From delta number `moved` on, another brain continues it.
+/// The events of a stream that another brain continues from delta number `moved` on.
 fn streamed(all: Vec<Delta>, moved: usize) -> Vec<Value> {
     let (mut blocks, tally) = (Blocks::new(writer()), Tally::new([(1, 1)].into_iter()));
     let (mut out, mut before) = (Vec::new(), Delta::default());

@@ -14,9 +14,9 @@ use crate::reply::{self, Failure};
 use crate::routes::info::timestamp;
 use crate::state::Shared;
 
-/// The time at which a model is unloaded that stays.
+/// The unload time that is reported for a model that stays loaded.
 pub(crate) const NEVER: &str = "9999-12-31T23:59:59Z";
-/// The version of Ollama whose routes these are. Its clients refuse to talk to older ones.
+/// The reported Ollama version. Ollama's clients refuse to talk to older ones.
 const OLLAMA_VERSION: &str = "0.12.0";
 
 /// The name by which a model is served.
@@ -61,7 +61,7 @@ fn models(state: &Shared) -> Vec<Value> {
     state.model.served_names.iter().map(model).collect()
 }
 
-/// A model of a list. It is unchanged since the start of the server.
+/// A model as an item of a list. Its time is the server's start.
 pub(crate) fn listed(
     name: &str,
     root: &str,
@@ -92,7 +92,7 @@ fn details(facts: &ModelFacts) -> Value {
     })
 }
 
-/// The values of options that a request leaves out, in lines as Ollama writes them.
+/// The default values of options, one a line as Ollama writes them.
 fn parameters(defaults: &GenerationDefaults, context_length: u32) -> String {
     let values = [
         ("num_ctx", Some(context_length.to_string())),

@@ -1,4 +1,4 @@
-//! A model's answer as Ollama's objects: whole, and as the lines of a stream.
+//! A model's answer as Ollama's objects: in one piece, and as the lines of a stream.
 
 use std::time::Instant;
 
@@ -51,7 +51,7 @@ impl Writer {
         answer
     }
 
-    /// Adds new deltas, and calls once they are complete.
+    /// Adds new deltas; calls are added once they are complete.
     fn add(&mut self, delta: &Delta, said: &mut Said) {
         for part in delta.parts.iter() {
             if !matches!(part, Part::Arguments { .. }) {
@@ -79,7 +79,7 @@ impl Writer {
     fn close(&mut self, said: &mut Said) {
         let Some((id, index, name, arguments)) = self.call.take() else { return };
         let read = serde_json::from_str(&arguments).ok().filter(Value::is_object);
-        // Arguments that were cut off are not valid JSON.
+        // Truncated arguments are not valid JSON.
         let read = read.unwrap_or_else(|| json!({"INVALID_JSON": arguments}));
         let function = json!({"index": index, "name": name, "arguments": read});
         said.calls.push(json!({"id": id, "function": function}));
@@ -123,7 +123,8 @@ impl Writer {
         object["load_duration"] = json!(0);
         object["prompt_eval_count"] = json!(usage.prompt_tokens);
         object["eval_count"] = json!(usage.completion_tokens);
-        // A whole answer's first token came unseen: all of its time is that of the tokens.
+        // The first token of a non-streamed answer was not timed, so all the time counts as token
+        // time.
         let (prompt, tokens) = match self.first {
             Some(_) => (prompt, total - prompt),
             None => (std::time::Duration::ZERO, total),

@@ -1,4 +1,4 @@
-//! Ollama's routes for its clients: shapes over the parts that chats use.
+//! Ollama's routes, built on the parts that chats use.
 
 mod about;
 mod answer;
@@ -102,7 +102,7 @@ impl Admissible for OllamaEmbeddingsRequest {
     }
 }
 
-/// Answers a conversation in Ollama's words, a line of JSON for each piece.
+/// Answers a conversation in Ollama's API, one line of JSON for each piece.
 #[utoipa::path(
     post,
     path = "/api/chat",
@@ -120,7 +120,7 @@ pub(crate) async fn chat(
     answer(wire, admitted, Kind::Chat).await
 }
 
-/// Answers a prompt in Ollama's words, a line of JSON for each piece.
+/// Answers a prompt in Ollama's API, one line of JSON for each piece.
 #[utoipa::path(
     post,
     path = "/api/generate",
@@ -138,7 +138,7 @@ pub(crate) async fn generate(
     answer(wire, admitted, Kind::Generate).await
 }
 
-/// The answer to a request without a prompt that unloads a model.
+/// The answer to a request without a prompt, which unloads a model.
 pub(super) fn unloaded(path: &str, model: &str) -> Response {
     let kind = if path == "/api/chat" { Kind::Chat } else { Kind::Generate };
     let ids = CallIds { response: String::new(), form: Ids::default() };
@@ -216,7 +216,7 @@ pub(crate) async fn embed(
     }))
 }
 
-/// Turns a text into a vector, as Ollama's older clients ask for it.
+/// Turns a text into a vector, with the request format of older Ollama clients.
 #[utoipa::path(
     post,
     path = "/api/embeddings",

@@ -1,5 +1,5 @@
-//! A model's answer as items: whole, and as the events of a stream. Both are made by the same
-//! steps.
+//! A model's answer as items: in one piece, and as the events of a stream. Both are built by the
+//! same code.
 
 use std::collections::HashMap;
 
@@ -15,11 +15,11 @@ use super::input::Input;
 use super::keep::Keeper;
 use crate::routes::chat::CallIds;
 
-/// The largest number of events of a token. A stream that goes on elsewhere counts on from a number
-/// that no event had.
+/// The largest number of events for a token. A stream that continues at another brain starts its
+/// numbers where no event can have been.
 const EVENTS_A_TOKEN: u64 = 16;
 
-/// The part that is the same in all states of a response.
+/// The part of a response that is the same in all its states.
 pub(super) struct Head {
     pub(super) id: String,
     pub(super) created: u64,
@@ -30,14 +30,14 @@ pub(super) struct Head {
     pub(super) kinds: HashMap<String, ToolKind>,
     /// Reasoning comes sealed as well.
     pub(super) sealed: bool,
-    /// The charge for the parts of the request that are kept until it has ended.
+    /// The charge for the request's parts that are kept until it ends.
     pub(super) _held: Charge,
 }
 
 /// A response while it is made.
 pub(super) struct Answer {
     head: Head,
-    /// The keeper of the response; `None`: it is not kept.
+    /// Stores the response; `None`: it is not stored.
     keeper: Option<Keeper>,
     /// Items that are complete.
     output: Vec<Value>,
@@ -61,7 +61,7 @@ enum Kind {
     Custom { call: Value, input: Input },
 }
 
-/// The writer of events; it writes nothing for a whole answer.
+/// The writer of events; it writes nothing for a non-streamed answer.
 struct Events<'a> {
     out: Option<&'a mut Vec<u8>>,
     sequence: &'a mut u64,
@@ -93,7 +93,7 @@ impl Events<'_> {
         events::named(name, &event, out)
     }
 
-    /// Appends an event about the text of an item, if the item has text.
+    /// Appends an event about an item's text, if the item has text.
     fn part(&mut self, name: &str, open: &Open, index: usize) -> serde_json::Result<()> {
         if !matches!(open.kind, Kind::Message { .. } | Kind::Reasoning { .. }) {
             return Ok(());
@@ -185,7 +185,7 @@ impl Answer {
         }
     }
 
-    /// The whole response. It is stored if the request asks for that.
+    /// The complete response. It is stored if the request asks for that.
     pub(super) fn whole(mut self, delta: &Delta, tally: &Tally) -> serde_json::Result<Value> {
         self.add(delta, None)?;
         Ok(self.complete(&tally.usage()))
@@ -432,7 +432,7 @@ impl EventEncoder for Answer {
         if before.tokens.is_empty() {
             return;
         }
-        // The part that another brain has written is generated again, and not sent.
+        // The part that another brain has sent is generated again, and not sent.
         self.opened = true;
         let _ = self.add(before, None);
         self.sequence = EVENTS_A_TOKEN * (1 + before.tokens.len() as u64);

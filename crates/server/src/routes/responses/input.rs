@@ -1,21 +1,21 @@
-//! The input of a custom tool, which the model writes as the only argument of a function.
+//! The input of a custom tool, which the model writes as a function's only argument.
 
 use forebay_api::CUSTOM_INPUT;
 use serde_json::Value;
 
-/// Reads the text out of `{"input": "…"}` while that comes in pieces.
+/// Extracts the text from `{"input": "…"}` as it arrives in pieces.
 #[derive(Debug, Default)]
 pub(super) struct Input {
     /// The arguments that have come.
     arguments: String,
-    /// The place up to which the arguments are read; `None`: the text has not begun.
+    /// How far the arguments are read; `None`: the text has not begun.
     at: Option<usize>,
     /// The text so far.
     text: String,
 }
 
 impl Input {
-    /// Adds the next piece. Returns the text that it adds.
+    /// Adds the next piece. Returns the text in it.
     pub(super) fn push(&mut self, piece: &str) -> &str {
         self.arguments.push_str(piece);
         let before = self.text.len();
@@ -28,8 +28,9 @@ impl Input {
         &self.text[before..]
     }
 
-    /// The whole text after the end of the call, and its part that [`Input::push`] has not given.
-    /// Without a grammar a model may write anything. Then that is the text.
+    /// The whole text after the end of the call, and the part that [`Input::push`] has not
+    /// returned. Without a grammar the arguments may have another form, and then are the text
+    /// themselves.
     pub(super) fn finish(self) -> (String, String) {
         let whole = match serde_json::from_str(&self.arguments) {
             Ok(Value::Object(mut fields)) => match fields.remove(CUSTOM_INPUT) {
@@ -45,7 +46,7 @@ impl Input {
     }
 }
 
-/// The place at which the text begins, after its quote.
+/// Where the text begins, after its opening quote.
 fn begin(arguments: &str) -> Option<usize> {
     let mut rest = arguments.trim_start();
     for expected in ["{", "\"input\"", ":", "\""] {
@@ -57,8 +58,8 @@ fn begin(arguments: &str) -> Option<usize> {
     Some(arguments.len() - rest.len())
 }
 
-/// Appends the content of a JSON string, up to its end or to an incomplete escape. Returns the
-/// number of read bytes.
+/// Appends the content of a JSON string, up to its end or an incomplete escape. Returns the number
+/// of bytes read.
 fn read(json: &str, text: &mut String) -> usize {
     let mut at = 0;
     while let Some(next) = json[at..].find(['"', '\\']) {
@@ -72,8 +73,8 @@ fn read(json: &str, text: &mut String) -> usize {
     json.len()
 }
 
-/// The escape that this begins with: its bytes and its character. `None`: it is not whole, or the
-/// string ends here.
+/// The escape at the beginning: its length in bytes and its character. `None`: it is incomplete, or
+/// the string ends here.
 fn escape(json: &str) -> Option<(usize, char)> {
     let kind = json.strip_prefix('\\')?.chars().next()?;
     let simple = match kind {
@@ -95,7 +96,7 @@ fn unicode(json: &str) -> Option<(usize, char)> {
     if !(0xd800..0xdc00).contains(&first) {
         return Some((6, char::from_u32(first).unwrap_or(char::REPLACEMENT_CHARACTER)));
     }
-    // The first half of a surrogate pair: wait for the second one.
+    // The first half of a surrogate pair: wait for the second.
     let rest = &json[6..];
     if !rest.starts_with("\\u") && !"\\u".starts_with(rest) {
         return Some((6, char::REPLACEMENT_CHARACTER));

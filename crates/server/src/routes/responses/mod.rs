@@ -1,4 +1,4 @@
-//! `/v1/responses`, OpenAI's newer dialect: a shape over the parts that chat uses, and a store of
+//! `/v1/responses`, OpenAI's newer API, built on the parts that chat uses, and a store of
 //! conversations.
 
 mod answer;
@@ -40,13 +40,13 @@ use crate::wire::Wire;
 use answer::{Answer, Head};
 use keep::Keeper;
 
-/// The header with the number of the client's responses that were evicted since the last count.
+/// The header with the number of the client's responses that were evicted since the last report.
 const EVICTED: HeaderName = HeaderName::from_static("x-forebay-responses-evicted");
 
-/// Bytes of an item's copies in a prompt, for each of its own: the message, the rendered text, its
-/// token ids.
+/// Bytes of the copies of an item in a prompt, for each byte of the item: message, rendered text
+/// and token ids.
 const RENDERED: usize = 3;
-/// The number of copies of repeated parts: the response's own, and those in the output.
+/// The number of copies of repeated parts: in the response itself and in its output.
 const REPEATED: usize = 3;
 
 /// A turn of a conversation.
@@ -55,7 +55,7 @@ pub(crate) struct NextTurn {
     owner: Owner,
     /// The turns of the conversation before.
     before: Vec<Arc<Turn>>,
-    /// The share of memory of the turns before, until the prompt is token ids.
+    /// The memory charge for earlier turns, until the prompt is token ids.
     front: Charge,
 }
 
@@ -73,7 +73,7 @@ impl Admissible for ResponsesRequest {
             None => Vec::new(),
         };
         let named = referred(state, owner, &self, &before)?;
-        // The conversation in front is rendered with the rest, and came with another request.
+        // The earlier conversation is rendered with the new turn, but came in another request.
         let front = state.budget.open(door.client);
         let bytes = before.iter().map(|turn| turn.bytes()).sum::<usize>();
         let bytes = bytes + named.values().map(Item::bytes).sum::<usize>();
@@ -92,8 +92,8 @@ impl Admissible for ResponsesRequest {
     }
 }
 
-/// Answers a conversation, or the next turn of a kept one. With `stream`, typed events come. With
-/// `background`, the response comes at once and is computed afterwards.
+/// Answers a conversation, or the next turn of a stored one. With `stream`, typed events are sent.
+/// With `background`, the response is returned at once and computed afterwards.
 #[utoipa::path(
     post,
     path = "/v1/responses",
@@ -188,15 +188,15 @@ async fn start(
         }
     };
     let task = tokio::spawn(async move {
-        // It is in the store before it can end.
+        // It is stored before it can end.
         let Ok(()) = begin.await else { return };
         let ended = contained(work).await;
         let response = ended.ok().and_then(Result::ok).unwrap_or(broken);
-        // One that was answered has been kept by now, and stays as it is.
+        // A response that was answered is stored by now, and stays unchanged.
         shared.store.fail(owner, &name, bytes(&response));
     });
     state.store.begin(owner, id, body, Some(task.abort_handle()));
-    // Only a task that was stopped already hears nothing.
+    // Fails only if the task was stopped already.
     let _ = kept.send(());
     Ok(queued)
 }
@@ -228,7 +228,7 @@ pub(crate) struct Deleted {
     deleted: bool,
 }
 
-/// Deletes a response. One that is being computed is stopped.
+/// Deletes a response. If it is still being computed, it is stopped.
 #[utoipa::path(
     delete,
     path = "/v1/responses/{id}",
@@ -249,7 +249,7 @@ pub(crate) async fn delete(
     Ok(reply::ok(&Deleted { id, object: "response", deleted: true }))
 }
 
-/// Stops a response that is computed in the background. One that has ended stays as it is.
+/// Stops a background response. One that has ended stays unchanged.
 #[utoipa::path(
     post,
     path = "/v1/responses/{id}/cancel",
@@ -293,7 +293,7 @@ pub(crate) struct ItemList {
     has_more: bool,
 }
 
-/// Gives the items that were new to a response.
+/// Returns the input items that were new in a response.
 #[utoipa::path(
     get,
     path = "/v1/responses/{id}/input_items",
@@ -322,7 +322,7 @@ pub(crate) async fn input_items(
     AnswerWriter::new(state.config.max_unread_bytes, &charge).filled(&list, "data", items)
 }
 
-/// The owner of the key's responses in the store.
+/// The owner in the store of responses made with this key.
 fn owner(KeyId(key): KeyId) -> Owner {
     key.map_or(0, |at| at + 1)
 }
@@ -340,7 +340,7 @@ fn find(
     state.store.get(owner, id).ok_or_else(|| unknown(id, param))
 }
 
-/// The conversation up to the response that another one continues.
+/// The conversation up to the response that a request continues.
 fn previous(state: &Shared, owner: Owner, id: &str) -> Result<Vec<Arc<Turn>>, ApiError> {
     const PARAM: &str = "previous_response_id";
     let kept = find(state, owner, id, Some(PARAM))?;
@@ -351,7 +351,7 @@ fn previous(state: &Shared, owner: Owner, id: &str) -> Result<Vec<Arc<Turn>>, Ap
     Ok(kept.turns)
 }
 
-/// The kept items to which a request refers, by their names.
+/// The stored items to which a request refers by id.
 fn referred(
     state: &Shared,
     owner: Owner,
@@ -384,11 +384,11 @@ fn referred(
 pub(crate) struct InputTokens {
     /// `response.input_tokens`.
     object: &'static str,
-    /// Tokens of the prompt, an image's positions among them.
+    /// Tokens of the prompt, including image positions.
     input_tokens: u32,
 }
 
-/// Counts the tokens of a response's input, without an answer.
+/// Counts the input tokens of a response without computing it.
 #[utoipa::path(
     post,
     path = "/v1/responses/input_tokens",
@@ -414,7 +414,7 @@ fn bytes(response: &Value) -> Bytes {
     Bytes::from(response.to_string())
 }
 
-/// A kept response on its way to `client`. It may leave the store before it has been read.
+/// Sends a stored response to `client`. It may leave the store before it has been read.
 fn sent(state: &Shared, client: ClientId, body: Bytes) -> Result<Response, ApiError> {
     let charge = Arc::new(state.budget.open(client));
     charge.set(body.len())?;

@@ -30,7 +30,7 @@ fn answer() -> Answer {
     )
 }
 
-/// The events of a stream. From delta number `moved` on, another brain continues it.
+/// The events of a stream that another brain continues from delta number `moved` on.
 fn streamed(all: Vec<Delta>, moved: usize) -> Vec<Value> {
     let (mut answer_, tally) = (answer(), Tally::new([(1, 1)].into_iter()));
     let (mut out, mut before) = (Vec::new(), Delta::default());
@@ -68,7 +68,7 @@ proptest! {
             events.iter().map(|event| event["sequence_number"].as_u64().expect("a number")).collect();
         prop_assert!(numbers.is_sorted_by(|a, b| a < b), "{:?}", numbers);
 
-        // The pieces that a client gets add up to the same items.
+        // The pieces that a client receives add up to the same items.
         let mut items: Vec<Value> = Vec::new();
         let mut texts: Vec<String> = Vec::new();
         for event in &events {
