@@ -1,10 +1,9 @@
-//! The hosts and pages whose requests are answered.
+//! Checks which hosts and pages requests may name.
 //!
-//! A browser sends requests for any page that it shows, also to servers that only its user's
-//! machine can reach. Three things tell such a request. `Host` is the name by which the page
-//! reaches the server; a page can make a name of its own resolve to this machine. `Origin` names
-//! the page. The third is the content type: without a preflight request, a browser sends no
-//! `Content-Type: application/json`.
+//! A browser sends requests for any page that it shows, even to servers that only the user's
+//! machine can reach. Three headers reveal such a request. `Host` is the name by which the page
+//! reaches the server; a page can make its own domain resolve to this machine. `Origin` names the
+//! page. And a browser sends no `Content-Type: application/json` without a preflight request.
 
 use http::header::{HOST, ORIGIN};
 use http::{HeaderMap, Uri, Version};
@@ -52,7 +51,7 @@ impl Access {
             return Err(invalid("HTTP/1.1 needs it"));
         }
         let host = host.map(|host| host.to_str().map_err(|_| invalid("not a name"))).transpose()?;
-        // A request with an absolute URL has the host name there too.
+        // A request with an absolute URL names the host there too.
         let named = uri.authority().map(|authority| authority.as_str());
         if let Some(allowed) = &self.allowed_hosts
             && let Some(other) = [host, named].into_iter().flatten().find(|h| !matches(allowed, h))

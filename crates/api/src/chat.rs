@@ -1,4 +1,4 @@
-//! Chats that are checked, whichever API they came by.
+//! Validated chats, from whichever API.
 
 use serde_json::{Map, Value};
 
@@ -10,7 +10,7 @@ use crate::tools::OfferedTools;
 #[derive(Debug, Clone, PartialEq)]
 pub struct ChatPrompt {
     /// Messages in the template's form, an array of objects: `content` is a string, or a list of
-    /// parts where there are images.
+    /// parts if there are images.
     pub messages: Value,
     /// The images in them, in order.
     pub images: Vec<ImagePart>,
@@ -44,7 +44,7 @@ impl Default for EffortParams {
 /// The requested reasoning effort.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Effort {
-    /// The effort in words: `low`, `medium`, `high`, or another word of the template.
+    /// The effort level: `low`, `medium`, `high`, or another word that the template accepts.
     pub level: Option<String>,
     /// True if the model should think; `None` leaves it to the template.
     pub thinks: Option<bool>,
@@ -61,7 +61,7 @@ pub struct ValidChat {
     pub tools: OfferedTools,
     /// The treatment of its reasoning.
     pub reasoning: ReasoningOutput,
-    /// The form of tokens in addition to their text.
+    /// How tokens are returned in addition to their text.
     pub tokens: TokenOutput,
     /// The answer that the client predicts.
     pub prediction: Option<String>,
@@ -91,10 +91,10 @@ pub struct Streaming {
     pub continuous_usage: bool,
 }
 
-/// The form of tokens in addition to their text.
+/// How tokens are returned in addition to their text.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TokenOutput {
-    /// True if the tokens' ids come with the answer.
+    /// True if the answer includes the tokens' ids.
     pub ids: bool,
     /// True if log-probabilities name tokens by their ids.
     pub as_ids: bool,

@@ -1,4 +1,4 @@
-//! Contents that are a text or a list of parts.
+//! Contents that are either a string or a list of parts.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -52,19 +52,19 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for TextOr<T> {
     }
 }
 
-/// A field of an entry whose kind decides its shape: kinds that are skipped may have any other.
+/// A field whose shape depends on the entry's kind; in skipped kinds it may have any shape.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Loose<T> {
     /// The shape of kinds that are read.
     Known(T),
-    /// A string, where that is not the known shape.
+    /// A string, if another shape is expected.
     Text(String),
     /// Any other shape.
     Other,
 }
 
 impl<T> Loose<T> {
-    /// The value, if its shape is the known one.
+    /// The value, if it has the expected shape.
     pub(crate) fn known(self) -> Option<T> {
         match self {
             Self::Known(value) => Some(value),
@@ -72,7 +72,7 @@ impl<T> Loose<T> {
         }
     }
 
-    /// The value, if its shape is the known one.
+    /// The value, if it has the expected shape.
     pub(crate) fn as_known(&self) -> Option<&T> {
         match self {
             Self::Known(value) => Some(value),

@@ -1,9 +1,9 @@
-//! Texts of clients, in the form in which errors show them.
+//! Shortens clients' texts for error messages.
 
-/// The longest string that is accepted where no string is expected. The error shows it.
+/// The longest string that is read where no string is expected. The error shows it.
 pub const SHOWN_BYTES: usize = 64;
 
-/// `text`, cut to at most `bytes` bytes. Errors show the client's words with it.
+/// `text`, cut to at most `bytes` bytes. Used to quote clients in errors.
 pub fn cut(text: &str, bytes: usize) -> std::borrow::Cow<'_, str> {
     if text.len() <= bytes {
         return text.into();

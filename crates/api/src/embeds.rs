@@ -14,7 +14,7 @@ use serde::de::{Deserialize, Deserializer, Error, IntoDeserializer, SeqAccess, V
 
 use crate::error::ApiError;
 
-/// Elements that are converted at a time: small enough for the processor's nearest caches.
+/// Elements that are converted at a time, so that they stay in the processor's L1 cache.
 const BATCH: usize = 16384;
 
 /// The `prompt_embeds` parameter: the content of one or more safetensors files.
@@ -86,7 +86,7 @@ impl EmbeddedPrompt {
         let Some(rows) = u32::try_from(rows).ok().filter(|&rows| rows > 0) else {
             return Err(format!("{rows} positions"));
         };
-        // The header is 8 bytes of length and the text.
+        // The header is a length of 8 bytes, and JSON text.
         let start = 8 + header;
         let data = start + info.data_offsets.0..start + info.data_offsets.1;
         Ok(Self { data, stored, rows, width, file, param: String::new() })
@@ -146,7 +146,7 @@ impl EmbeddedPrompt {
     }
 }
 
-/// A piece of a matrix on its way from one type to another.
+/// Buffers for converting a piece of a matrix from one type to another.
 #[derive(Default)]
 struct Buffers {
     wide: Vec<f32>,
@@ -154,7 +154,7 @@ struct Buffers {
 }
 
 impl Buffers {
-    /// The little-endian elements of `bytes`, which may be at any address, in another type.
+    /// Converts the little-endian elements of `bytes`, which need no alignment, to another type.
     fn convert(&mut self, stored: Stored, bytes: &[u8], dtype: Dtype) -> &[u8] {
         self.wide.clear();
         match stored {
@@ -166,7 +166,7 @@ impl Buffers {
                 self.wide.resize(bits.len(), 0.0);
                 bits.reinterpret_cast::<f16>().convert_to_f32_slice(&mut self.wide);
             }
-            // The header was checked: there is no other type.
+            // The header was checked, so no other type is possible.
             _ => self.wide.extend(halves(bytes).map(|bits| bf16::from_bits(bits).to_f32())),
         }
         match dtype {
@@ -185,8 +185,8 @@ fn halves(bytes: &[u8]) -> impl Iterator<Item = u16> {
     bytes.chunks_exact(2).map(|half| u16::from_le_bytes([half[0], half[1]]))
 }
 
-/// The number of the first element that is infinite or none at all, which is one whose exponent has
-/// all its bits. They are in the upper half of either type.
+/// The index of the first element that is infinite or NaN. Its exponent bits, in the upper half of
+/// either type, are all set.
 fn first_not_finite(elements: &[u8], dtype: Dtype) -> Option<usize> {
     const EXPONENT: u16 = 0x7f80;
     let size = dtype.bytes();
@@ -215,9 +215,9 @@ impl<'de> Deserialize<'de> for EmbeddedPrompt {
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("safetensors bytes in base64")
             }
-            /// Decoded where it stands in the body: it is never copied as text.
+            /// Decoded directly from the body, without a copy as text.
             fn visit_str<E: Error>(self, text: &str) -> Result<EmbeddedPrompt, E> {
-                // It is several times as fast, but reports no details of an error.
+                // This decoder is several times as fast, but reports no details of an error.
                 let file = base64_simd::STANDARD.decode_to_vec(text).or_else(|_| {
                     let not_base64 = |error| E::custom(format_args!("not base64: {error}"));
                     BASE64_STANDARD.decode(text).map_err(not_base64)
@@ -375,8 +375,8 @@ mod tests {
     }
 
     proptest! {
-        /// Against the arithmetic of one element at a time, in all six combinations, whatever the
-        /// lengths.
+        /// Compared with converting one element at a time, in all six combinations and for any
+        /// length.
         #[test]
         fn elements_are_converted_one_by_one(
             values in proptest::collection::vec(-60000.0_f32..60000.0, 1..9000),

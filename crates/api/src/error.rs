@@ -7,7 +7,7 @@ use utoipa::ToSchema;
 
 use crate::cut::cut;
 
-/// The largest number of bytes of a message. Some messages contain text of the client.
+/// The largest size of a message in bytes. Some messages quote the client.
 const MESSAGE_BYTES: usize = 1024;
 /// The largest number of bytes of a parameter's path.
 const PARAM_BYTES: usize = 256;
@@ -63,7 +63,7 @@ pub enum ApiError {
         /// The requested number of tokens, if the client has given one.
         max_tokens: Option<u32>,
     },
-    /// A text has too many tokens, which was found before all of it was encoded.
+    /// A text has too many tokens, which was found before it was fully encoded.
     #[error(
         "This model's maximum context length is {limit} tokens. However, `{param}` has at least {at_least}. \
          Please reduce the length of the text."
@@ -123,7 +123,7 @@ pub enum ApiError {
         /// The request's id, as the client wrote it.
         id: String,
     },
-    /// The client has nothing with this name, or the server keeps nothing of the kind.
+    /// The client has nothing with this name, or the server stores nothing of this kind.
     #[error("{reason}")]
     NotKept {
         /// The reason, in one line.
@@ -131,7 +131,7 @@ pub enum ApiError {
         /// A machine-readable code.
         code: &'static str,
     },
-    /// Another operation has to end first, or has ended.
+    /// Another operation has to finish first, or has already ended this one.
     #[error("{reason}")]
     Conflict {
         /// The reason, in one line.
@@ -140,7 +140,7 @@ pub enum ApiError {
     /// The API key is missing or wrong.
     #[error("Incorrect API key provided; send it as `Authorization: Bearer KEY`.")]
     Unauthorized,
-    /// The client is not allowed to do this: it uses another host or page.
+    /// The request comes from a host or page that is not allowed.
     #[error("{reason}")]
     Forbidden {
         /// One line, with the name of the flag.
@@ -148,10 +148,10 @@ pub enum ApiError {
         /// A machine-readable code.
         code: &'static str,
     },
-    /// A browser sent the body with a type that pages can send without permission.
+    /// A browser sent the body with a content type that pages can send without a preflight.
     #[error("a request from a browser needs `Content-Type: application/json`")]
     UnsupportedMediaType,
-    /// The body is compressed in a way that is not read here.
+    /// The body has a content encoding that is not supported.
     #[error("`Content-Encoding: {encoding}` is not supported: send gzip, or the body as it is")]
     UnsupportedEncoding {
         /// The encoding's name.
@@ -164,7 +164,7 @@ pub enum ApiError {
         method: String,
         /// Path of the URL.
         path: String,
-        /// The path of a route that was probably meant.
+        /// The path of the route that was probably meant.
         near: Option<String>,
     },
     /// The route does not take this method.
@@ -175,7 +175,7 @@ pub enum ApiError {
         /// Path of the URL.
         path: String,
     },
-    /// The route is another server's, and has no counterpart here.
+    /// The route exists on another server, and has no counterpart here.
     #[error("{reason}")]
     NotImplemented {
         /// The replacement, in one line.
@@ -200,7 +200,7 @@ pub enum ApiError {
         /// The bytes that an idle server has.
         limit: usize,
     },
-    /// A prompt's embeddings are more than the arena can hold.
+    /// A prompt's embeddings exceed the arena.
     #[error(
         "`{param}` needs {bytes} bytes of the arena, which has {limit}: --arena-bytes makes it larger"
     )]
@@ -212,7 +212,7 @@ pub enum ApiError {
         /// The bytes that an idle server has.
         limit: usize,
     },
-    /// More of an answer waits for its client than the server keeps.
+    /// The client has left more of an answer unread than the server keeps.
     #[error(
         "more than {limit} bytes of the answer wait to be read: read faster, ask for less, or have it streamed \
          (--max-unread-bytes allows more)"
@@ -227,7 +227,7 @@ pub enum ApiError {
         /// The limit in seconds.
         seconds: u64,
     },
-    /// A bounded queue on the way to the device is full.
+    /// A bounded queue in front of the device is full.
     #[error("the server is overloaded, try again later: {reason}")]
     Overloaded {
         /// The queue that is full.
@@ -260,8 +260,7 @@ pub enum ApiError {
         /// The engine's state, as a machine-readable code.
         code: &'static str,
     },
-    /// Backends of a router died while they had the request. The request may be the cause of the
-    /// deaths.
+    /// Backends of a router died while they had the request, which may be the cause.
     #[error(
         "{deaths} servers died while they had this request; it is not tried again, as it may be what they died of"
     )]
@@ -326,12 +325,12 @@ fn context_message(limit: u32, prompt: usize, max_tokens: Option<u32>) -> String
 }
 
 impl ApiError {
-    /// The error for a parameter with a value that is not possible.
+    /// The error for a parameter with an invalid value.
     pub fn invalid(param: impl Into<String>, reason: impl Into<String>) -> Self {
         Self::Invalid { param: param.into(), reason: reason.into() }
     }
 
-    /// The error for a parameter that is known and not served.
+    /// The error for a known parameter that is not served.
     pub fn unsupported(param: impl Into<String>) -> Self {
         Self::Unsupported { param: param.into() }
     }
@@ -387,7 +386,7 @@ impl ApiError {
         }
     }
 
-    /// Seconds after which a client may try again, for the `Retry-After` header.
+    /// After how many seconds a client may try again, for the `Retry-After` header.
     pub fn retry_after(&self) -> Option<u32> {
         match self {
             Self::QueueFull { retry_after, .. } | Self::QueueTimeout { retry_after, .. } => {
@@ -480,7 +479,7 @@ impl ApiError {
 }
 
 impl From<Refusal> for ApiError {
-    /// The error of a client whose request gets no bytes.
+    /// The error for a client whose request gets no memory.
     fn from(refusal: Refusal) -> Self {
         match refusal {
             Refusal::TooLarge { bytes, limit } => Self::RequestTooLarge { bytes, limit },

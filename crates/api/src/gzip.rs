@@ -10,10 +10,11 @@ use http::header::CONTENT_ENCODING;
 use crate::cut::{SHOWN_BYTES, cut};
 use crate::error::ApiError;
 
-/// Compressed bytes that are inflated at a time. They become about a thousand times as many at
-/// most.
+/// Compressed bytes that are inflated at a time. They inflate to at most about a thousand times as
+/// many.
 const STEP: usize = 256;
-/// The largest number of compressed bytes that have become nothing. Honest senders have a head.
+/// The largest number of compressed bytes that may produce no output. Honest senders only have a
+/// header like that.
 const IDLE: usize = 64 << 10;
 
 /// Inflates a gzip body step by step, so that the inflated bytes are limited.
@@ -56,10 +57,8 @@ impl Inflater {
         Self { decoder: MultiGzDecoder::new(Vec::new()), read: 0, written: 0 }
     }
 
-    /// Inflates the beginning of `input`, and takes it off. What comes out is less than a megabyte.
-    ///
-    /// # Errors
-    /// The bytes are not gzip.
+    /// Inflates the beginning of `input`, and removes it from there. The output is less than a
+    /// megabyte.
     pub fn step(&mut self, input: &mut &[u8]) -> Result<Vec<u8>, ApiError> {
         let (now, later) = input.split_at(input.len().min(STEP));
         let used = self.decoder.write(now).map_err(broken)?;
@@ -77,10 +76,7 @@ impl Inflater {
         Ok(out)
     }
 
-    /// The rest, once all input was taken.
-    ///
-    /// # Errors
-    /// The end is missing.
+    /// The rest of the output, after all input was taken.
     pub fn finish(&mut self) -> Result<Vec<u8>, ApiError> {
         self.decoder.try_finish().map_err(broken)?;
         Ok(std::mem::take(self.decoder.get_mut()))

@@ -1,4 +1,4 @@
-//! Images in requests: their places, and the prompts to which they belong.
+//! Images in requests: where they are, and to which prompts they belong.
 
 use std::fmt;
 
@@ -114,8 +114,7 @@ pub(crate) enum Entry {
 impl ImageData {
     const PARAM: &str = "image_data";
 
-    /// True if there is an image at all. Clients send empty values for parameters that they do not
-    /// use.
+    /// True if there is any image. Clients send empty values for parameters that they do not use.
     fn asks(&self) -> bool {
         match self {
             Self::One(image) => !image.url.is_empty(),
@@ -128,8 +127,8 @@ impl ImageData {
     }
 
     /// The images of each of `count` prompts, each with at most `most`. In a batch (`many`) each
-    /// prompt has an entry of the list, and a single image is for all. A single prompt has the
-    /// whole list.
+    /// prompt has one entry of the list, and a single image goes to all prompts. A single prompt
+    /// gets the whole list.
     ///
     /// # Errors
     /// The numbers of entries and prompts differ, there are too many images, or the model takes
@@ -185,7 +184,7 @@ impl ImageData {
     }
 }
 
-/// SGLang's clients send a file in base64 as it is.
+/// SGLang's clients send a file as plain base64, without a scheme.
 fn with_scheme(url: String) -> String {
     if url.contains(':') { url } else { format!("data:;base64,{url}") }
 }

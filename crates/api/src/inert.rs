@@ -1,12 +1,12 @@
-//! Values that ask for nothing.
+//! Values without an effect.
 //!
 //! Clients send `null`, `false`, `""`, `[]` and `{}` for parameters that they do not use.
 
 use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 
-/// Parameters of other servers that nothing here reads, and whose default is true: `false` has an
-/// effect there.
+/// Parameters of other servers that this server does not read and whose default there is true, so
+/// `false` has an effect there.
 const TRUE_BY_DEFAULT: [&str; 14] = [
     "activation",
     "detokenize",
@@ -24,12 +24,12 @@ const TRUE_BY_DEFAULT: [&str; 14] = [
     "use_mmap",
 ];
 
-/// True if a value switches a parameter off that nothing reads, and that is on where it is absent.
+/// True if a value switches off an unread parameter that is on by default.
 pub(crate) fn switches_off(name: &str, value: &RawValue) -> bool {
     value.get() == "false" && TRUE_BY_DEFAULT.contains(&name)
 }
 
-/// A value that is not kept: true if it asks for an effect.
+/// A value that is not kept: true if it would have an effect.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Inert(bool);
 
@@ -40,11 +40,11 @@ impl Inert {
     }
 }
 
-/// True if a value asks for an effect. If there are `words`, these ask for none, and other strings
-/// do.
+/// True if a value would have an effect. With `words`, these strings have none, and all others have
+/// one.
 pub(crate) fn asks(value: &RawValue, words: &[&str]) -> bool {
     let mut deserializer = serde_json::Deserializer::from_str(value.get());
-    // Numbers beyond all types ask for an effect too.
+    // Numbers out of range count as having an effect too.
     deserializer.deserialize_any(Asks { words }).unwrap_or(true)
 }
 
@@ -54,9 +54,9 @@ impl<'de> Deserialize<'de> for Inert {
     }
 }
 
-/// Checks whether a value asks for an effect, and keeps nothing of it.
+/// Checks whether a value would have an effect, and stores nothing.
 struct Asks<'a> {
-    /// The strings that ask for nothing; none: the empty string.
+    /// The strings without an effect; an empty list means the empty string.
     words: &'a [&'a str],
 }
 

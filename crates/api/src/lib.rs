@@ -9,8 +9,8 @@
 //! classify.
 //!
 //! A parameter is declared once: `parameter::generation` has those that several APIs share, with
-//! name, bound, description and place. An API accepts one with a line in its table. One walk along
-//! a body reads it by the table.
+//! name, bound, description and target field. An API accepts one by a line in its table. One pass
+//! over a body reads it by the table.
 //!
 //! ```
 //! use forebay_api::{ApiError, ChatRequest, GenerationDefaults, Limits, parse_request};
@@ -27,7 +27,7 @@
 //! let chat = parsed.request.validate(&GenerationDefaults::default(), limits)?;
 //! assert_eq!(chat.prompt.messages[0]["content"], "Why?");
 //!
-//! // A value over its limit is refused by its name, and nothing is made of it.
+//! // A value over its limit is refused with the parameter's name.
 //! let body = br#"{"messages": [], "temperature": -1}"#;
 //! let error = parse_request::<ChatRequest>(body, |_weight| Ok(())).unwrap_err();
 //! assert!(matches!(error, ApiError::Invalid { param, .. } if param == "temperature"));

@@ -1,4 +1,4 @@
-//! The way from bytes to a request type. Errors name the place.
+//! Parses a body into a request type. Errors name the location.
 
 use crate::error::ApiError;
 use crate::limits::{Limited, Walk, Weight};
@@ -27,7 +27,7 @@ pub fn parse_request<T: Limited>(
 ) -> Result<ParsedRequest<T>, ApiError> {
     let text = std::str::from_utf8(body)
         .map_err(|error| ApiError::InvalidUtf8 { offset: error.valid_up_to() })?;
-    // Some platforms begin every text with a mark of its byte order.
+    // Some platforms begin texts with a byte order mark.
     let mut walk = Walk::new(text.strip_prefix('\u{feff}').unwrap_or(text));
     let request = T::read(&mut walk)?;
     let (weight, unread) = walk.finish();
@@ -53,7 +53,7 @@ mod tests {
         assert!(matches!(fail(b""), ApiError::MalformedJson { line: 1, column: 0, .. }));
         let trailing = fail(b"{\"messages\":[]} x");
         assert!(matches!(trailing, ApiError::MalformedJson { column: 17, .. }), "{trailing:?}");
-        // A value is read apart from the body, and its errors are of the body.
+        // A nested value is read separately, but its errors have positions in the body.
         let inside = fail(b"{\"messages\": [],\n \"n\": 1e999}");
         assert!(
             matches!(inside, ApiError::MalformedJson { line: 2, column: 11, .. }),
@@ -80,7 +80,7 @@ mod tests {
         validate(parsed.request).expect(body)
     }
 
-    /// Languages write numbers and absent values in several ways.
+    /// Clients in different languages write numbers and absent values differently.
     #[test]
     fn numbers_and_nulls_are_read_as_they_are_meant() {
         let (defaults, limits) = (crate::GenerationDefaults::default(), crate::trial::LIMITS);

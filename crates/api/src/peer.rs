@@ -1,4 +1,4 @@
-//! The messages between a router and a brain that accompany a client's request: request headers,
+//! Messages between a router and a brain that accompany a client's request: request headers,
 //! response headers, and comments in streams.
 //!
 //! Only senders of a [`ROUTER_HEADER`] get any of these.
@@ -16,8 +16,8 @@ pub const ROUTER_KEY_HEADER: &str = "x-forebay-router-key";
 /// The response header with the number of backends that died while they had the request. The
 /// request must not be sent again.
 pub const DEATHS_HEADER: &str = "x-forebay-deaths";
-/// The header of RFC 9218 by which a client ranks its requests, and the urgency that the standard
-/// keeps for work in the background.
+/// The header of RFC 9218 with which a client prioritises its requests, and the urgency that the
+/// RFC reserves for background work.
 pub const BACKGROUND: (&str, &str) = ("priority", "u=7");
 /// The header by which a router names the prefill server that a decode server is to ask for a
 /// prompt. In the response it says how that went: [`PREFILL_CAME`], [`PREFILL_FAILED`], or nothing
@@ -29,13 +29,13 @@ pub const PREFILL_CAME: &str = "came";
 pub const PREFILL_FAILED: &str = "failed";
 /// The response header with a [`LoadReport`].
 pub const LOAD_HEADER: &str = "x-forebay-load";
-/// The response header with the name of a kept response. Clients continue from it.
+/// The response header with the id of a stored response, which clients can continue.
 pub const RESPONSE_HEADER: &str = "x-forebay-response";
-/// The header with the name of a stream. A response has it if another brain can continue the
-/// stream. A request has it to ask for that.
+/// The header with the name of a stream. A response carries it if another brain can continue the
+/// stream. A request carries it to continue that stream.
 pub const STREAM_HEADER: &str = "x-forebay-stream";
-/// The request header of a continued stream. It has the number of bytes of token ids ahead of the
-/// client's own body.
+/// The request header of a continued stream. It gives the number of bytes of token ids that precede
+/// the client's body.
 pub const RESUME_HEADER: &str = "x-forebay-resume";
 /// The response header with names of blocks of the prompt: [`sample_blocks`].
 pub const BLOCKS_HEADER: &str = "x-forebay-blocks";
@@ -66,14 +66,14 @@ impl Pairs<'_> {
 /// A router's data for each request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RouterTag {
-    /// The random name of the router, made at its start.
+    /// The router's random id, chosen at its start.
     pub router: u64,
     /// The number of this dispatch to this backend, from 1.
     pub seq: u64,
-    /// The number of the first dispatch that may still be on its way. All earlier dispatches have
+    /// The number of the first dispatch that may still be in transit. All earlier dispatches have
     /// arrived, or never will.
     pub floor: u64,
-    /// The seed for requests without one. With it another brain draws the same tokens.
+    /// The seed for requests without one, with which another brain samples the same tokens.
     pub seed: u64,
     /// True if the response should name the prompt's blocks.
     pub blocks: bool,
@@ -107,31 +107,31 @@ impl RouterTag {
 /// A brain's load at one moment, for one router.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LoadReport {
-    /// A random number of the brain's start. Numbers of another epoch mean nothing.
+    /// A random number chosen at the brain's start. Numbers of another epoch are meaningless.
     pub epoch: u64,
     /// The number of this report; a larger one is later.
     pub at: u64,
-    /// The number of a dispatch. Every dispatch of this router up to it is counted here, or has
+    /// The number of a dispatch. Each of this router's dispatches up to it is counted here, or has
     /// ended.
     pub seen: u64,
     /// Requests of this router that are alive.
     pub own: u32,
-    /// Requests of all clients that are alive, with streams or whole answers.
+    /// Running requests of all clients, streamed or not.
     pub requests: u32,
     /// Choices with a slot.
     pub running: u32,
     /// Choices that wait for a slot.
     pub waiting: u32,
-    /// Tokens of work that is left: prompt tokens to compute, and an estimate of the tokens to
+    /// The remaining work in tokens: prompt tokens to compute, and an estimate of the tokens to
     /// generate.
     pub tokens: u64,
     /// Pages that are not held.
     pub pages_free: u64,
-    /// Prompt tokens that are computed before those of a new request, in a replica on average.
+    /// Prompt tokens to compute before those of a new request, averaged over replicas.
     #[serde(default)]
     pub ahead: u64,
-    /// A number for the block names of this brain. Brains with the same number give the same
-    /// content the same name.
+    /// An id of this brain's block namer. Brains with the same id give the same content the same
+    /// name.
     #[serde(default)]
     pub names: u64,
 }
@@ -141,7 +141,7 @@ impl LoadReport {
     pub fn encode(&self, out: &mut Vec<u8>) {
         let Self { epoch, at, seen, own, requests, running, waiting, tokens, .. } = self;
         let Self { pages_free, ahead, names, .. } = self;
-        // A Vec takes everything that is written to it.
+        // Writing to a Vec cannot fail.
         let _ = write!(
             out,
             "epoch={epoch};at={at};seen={seen};own={own};requests={requests};running={running};\
@@ -172,8 +172,8 @@ impl LoadReport {
     }
 }
 
-/// A dispatch of a router that waits in a brain's queue. It was never admitted, so the router may
-/// send it elsewhere and loses nothing.
+/// A dispatch of a router that waits in a brain's queue. It was never admitted, so nothing is lost
+/// if the router sends it elsewhere.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct QueuedDispatch {
     /// The number of the dispatch.
@@ -219,7 +219,7 @@ fn write_ids(ids: &[i32], out: &mut Vec<u8>) {
         if index > 0 {
             out.push(b',');
         }
-        // A Vec takes everything that is written to it.
+        // Writing to a Vec cannot fail.
         let _ = write!(out, "{id}");
     }
 }
@@ -233,7 +233,7 @@ pub fn read_ids(text: &str) -> Result<Vec<i32>, PeerError> {
     ids.map(|id| id.parse().map_err(|_| PeerError(RESUME_HEADER))).collect()
 }
 
-/// The name of a stream. A brain that continues the stream writes the same name into its chunks.
+/// The name of a stream. A brain that continues the stream uses the same name in its chunks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StreamName {
     /// The response's id.
@@ -260,8 +260,8 @@ impl StreamName {
     }
 }
 
-/// A sample of a chain of block names: at most [`MAX_SAMPLED_BLOCKS`], evenly spread, with the last
-/// one. It shows the part of a prompt in a cache, in a header of half a kilobyte.
+/// A sample of a chain of block names: at most [`MAX_SAMPLED_BLOCKS`], evenly spread, including the
+/// last. A header of half a kilobyte so shows how much of a prompt is cached.
 #[must_use]
 pub fn sample_blocks(names: &[u64]) -> Vec<u64> {
     let count = names.len().min(MAX_SAMPLED_BLOCKS);

@@ -1,4 +1,4 @@
-//! Wishes of clients about the choice of a replica.
+//! Clients' preferences for a replica.
 
 use forebay_engine::Preference;
 

@@ -1,4 +1,4 @@
-//! Responses of OpenAI's dialects, whole and as chunks of a stream.
+//! Responses of OpenAI's APIs, complete and as chunks of a stream.
 
 use serde::{Serialize, Serializer};
 use serde_json::{Map, Value};
@@ -11,12 +11,12 @@ pub struct Usage {
     pub prompt_tokens: u32,
     /// The number of tokens of prompt and answer together.
     pub total_tokens: u32,
-    /// Tokens generated in all choices, an end-of-sequence token included.
+    /// Tokens generated in all choices, including end-of-sequence tokens.
     pub completion_tokens: u32,
     /// Details of `prompt_tokens`, unless the server hides them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prompt_tokens_details: Option<PromptTokensDetails>,
-    /// Details of `completion_tokens`, of models that are known to reason, or of predicted answers.
+    /// Details of `completion_tokens`, for reasoning models and predicted answers.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub completion_tokens_details: Option<CompletionTokensDetails>,
 }
@@ -24,12 +24,12 @@ pub struct Usage {
 /// Details of generated tokens.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, ToSchema)]
 pub struct CompletionTokensDetails {
-    /// Tokens of reasoning that stands apart, without the marks around it.
+    /// Tokens of separated reasoning, without the marks around it.
     pub reasoning_tokens: u32,
-    /// Tokens of the predicted answer that were generated, if the client has predicted one.
+    /// Tokens of the client's predicted answer that were generated, if there is a prediction.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub accepted_prediction_tokens: Option<u32>,
-    /// Tokens of the predicted answer that were verified and not generated.
+    /// Tokens of the predicted answer that were verified but not generated.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rejected_prediction_tokens: Option<u32>,
 }
@@ -42,7 +42,7 @@ pub struct PromptTokensDetails {
 }
 
 impl Usage {
-    /// Makes a usage of its numbers. `cached_tokens` is `None` if it is hidden.
+    /// Builds a usage from its counts. `cached_tokens` is `None` if it is hidden.
     pub fn new(prompt_tokens: u32, completion_tokens: u32, cached_tokens: Option<u32>) -> Self {
         let details = |cached_tokens| PromptTokensDetails { cached_tokens };
         Self {
@@ -121,7 +121,7 @@ pub struct ChatChoice {
     pub finish_reason: &'static str,
     /// The stop string or stop token; null for end-of-sequence.
     pub stop_reason: Option<StopReason>,
-    /// The stop string or the token that ended the choice, end-of-sequence too. The name is
+    /// The stop string or token that ended the choice, including end-of-sequence. The name is
     /// SGLang's.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub matched_stop: Option<StopReason>,
@@ -135,7 +135,7 @@ pub struct ChatChoice {
 pub struct ResponseMessage {
     /// `assistant`.
     pub role: &'static str,
-    /// The text; null where there are only calls or only reasoning.
+    /// The text; null if there are only calls or reasoning.
     pub content: Option<String>,
     /// Always null.
     pub refusal: Option<String>,
@@ -167,7 +167,7 @@ pub struct ToolCall {
 pub struct FunctionCall {
     /// The name of the function.
     pub name: String,
-    /// A JSON object in the model's own words. If `finish_reason` is `length` it may be cut.
+    /// A JSON object as the model wrote it. It may be truncated if `finish_reason` is `length`.
     pub arguments: String,
 }
 
@@ -185,7 +185,7 @@ pub struct ChatChunkChoice<'a> {
     /// The stop string or stop token; null for end-of-sequence.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stop_reason: Option<StopReason>,
-    /// The stop string or the token that ended the choice, end-of-sequence too; only in its last
+    /// The stop string or token that ended the choice, including end-of-sequence; only in its last
     /// chunk.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub matched_stop: Option<StopReason>,
@@ -300,7 +300,7 @@ pub struct CompletionChoice {
     pub finish_reason: Option<&'static str>,
     /// The stop string or stop token; null for end-of-sequence.
     pub stop_reason: Option<StopReason>,
-    /// The stop string or the token that ended the choice, end-of-sequence too; only at its end.
+    /// The stop string or token that ended the choice, including end-of-sequence; only at its end.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub matched_stop: Option<StopReason>,
     /// Ids of the prompt's tokens, if requested; in a stream, in the first chunk.
@@ -315,7 +315,7 @@ pub struct CompletionChoice {
     pub prompt_logprobs: Option<Vec<Option<PromptTokenLogprobs>>>,
 }
 
-/// A token of a prompt and the most likely ones in its place, in vLLM's form: an object by token
+/// A prompt token and the most likely tokens at its position, in vLLM's form: an object by token
 /// ids.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct PromptTokenLogprobs(pub Vec<(i32, PromptTokenLogprob)>);
@@ -340,7 +340,7 @@ pub struct PromptTokenLogprob {
 /// Log-probabilities in the legacy shape: four lists with one entry for each token.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, ToSchema)]
 pub struct CompletionLogprobs {
-    /// The place of each token's text in the whole text, in characters.
+    /// The offset of each token's text in the whole text, in characters.
     pub text_offset: Vec<u32>,
     /// Natural logarithms; null for the first token of an echoed prompt.
     pub token_logprobs: Vec<Option<f32>>,
@@ -359,7 +359,7 @@ pub struct ModelList {
     pub object: &'static str,
     /// One card for each served name.
     pub data: Vec<ModelCard>,
-    /// The first name, for Anthropic's clients, as are the next two.
+    /// The id of the first item. This and the next two fields are for Anthropic's clients.
     pub first_id: Option<String>,
     /// The last name.
     pub last_id: Option<String>,
@@ -374,23 +374,23 @@ pub struct ModelCard {
     pub id: String,
     /// `model`.
     pub object: &'static str,
-    /// `model`, for Anthropic's clients, like the next two fields.
+    /// `model`. This and the next two fields are for Anthropic's clients.
     #[serde(rename = "type")]
     pub kind: &'static str,
     /// The name again.
     pub display_name: String,
-    /// The time at which the server started, as RFC 3339 has it.
+    /// When the server started, in RFC 3339 format.
     pub created_at: String,
-    /// The time at which the server started, in seconds since 1970.
+    /// When the server started, in seconds since 1970.
     pub created: u64,
     /// `forebay`.
     pub owned_by: &'static str,
     /// The loaded model.
     pub root: String,
-    /// The model that an adapter changes; absent of a model.
+    /// The base model of an adapter; absent for a model.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub parent: Option<String>,
-    /// A hash of an adapter's content; absent of a model.
+    /// A hash of an adapter's content; absent for a model.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub digest: Option<String>,
     /// The largest number of positions of a request; null until the model is loaded.

@@ -19,8 +19,8 @@ use crate::structure::Structure;
 pub struct Limits {
     /// The largest number of positions of a request, prompt and generated tokens together.
     pub context_length: u32,
-    /// The largest number of positions of a prompt. It is smaller if an answer may outgrow the
-    /// device's memory and a prompt may not.
+    /// The largest number of positions of a prompt. It is smaller than `context_length` if answers
+    /// may outgrow the device's memory, which prompts may not.
     pub prompt_length: u32,
     /// The size of the vocabulary; token ids are below it.
     pub vocab_size: u32,
@@ -33,10 +33,9 @@ pub struct Limits {
 /// The limit on the tokens to generate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MaxTokens {
-    /// The client's number. It becomes smaller if the context has no room for it, and a header says
-    /// so.
+    /// The client's number. It is reduced if the context has no room for it, and a header says so.
     Exactly(u32),
-    /// A default, which becomes smaller if the context has no room for it.
+    /// A default, which is reduced if the context has no room for it.
     AtMost(u32),
     /// The rest of the context.
     Rest,
@@ -57,13 +56,13 @@ pub struct Generation {
     pub stop: Vec<String>,
     /// True if the stop string, or the text of the stop token, belongs to the output.
     pub include_stop: bool,
-    /// Token ids that end the text, in addition to end-of-sequence; ascending, each once.
+    /// Token ids that end the text besides end-of-sequence; ascending, without repetitions.
     pub stop_token_ids: Vec<i32>,
     /// True if end-of-sequence tokens do not end the text.
     pub ignore_eos: bool,
     /// True if special tokens leave no text.
     pub skip_special_tokens: bool,
-    /// The priority; larger is sooner, under the priority policy.
+    /// The priority; larger goes first under the priority policy.
     pub priority: i32,
     /// The number of tokens for a chunk of a stream, at least one.
     pub stream_interval: Option<u32>,
@@ -73,17 +72,17 @@ pub struct Generation {
     pub cache_salt: Option<Arc<str>>,
     /// The form of the answer.
     pub structure: Option<Structure>,
-    /// Words that the answer does not have; none is empty.
+    /// Words that the answer must not contain; none is empty.
     pub bad_words: Vec<String>,
     /// The largest number of tokens of the reasoning before the answer.
     pub thinking_budget: Option<u32>,
-    /// The demand for log-probabilities of each prompt. The first choice of a prompt brings them.
+    /// The request for log-probabilities of each prompt. The first choice of a prompt reports them.
     pub prompt_logprobs: Option<PromptTail>,
 }
 
 impl Generation {
-    /// The number of tokens to generate after a prompt of `prompt` tokens. `param` is the parameter
-    /// with the prompt.
+    /// The number of tokens to generate after a prompt of `prompt` tokens. `param`: the parameter
+    /// that holds the prompt.
     ///
     /// # Errors
     /// The prompt is empty, or the context has no room for it and the least output.
@@ -127,8 +126,8 @@ impl Generation {
         SamplingParams { seed: choice_seed(seed, choice), ..self.sampling.clone() }
     }
 
-    /// Ids that end the request in the engine, ascending and each once. The choices of a request
-    /// share them.
+    /// Ids that end the request in the engine, ascending and without repetitions. The choices of a
+    /// request share them.
     pub fn stop_ids(&self, eos: &[i32]) -> Arc<[i32]> {
         let eos = if self.ignore_eos { &[] } else { eos };
         ascending([eos, &self.stop_token_ids].concat()).into()
@@ -142,14 +141,14 @@ fn ascending(mut ids: Vec<i32>) -> Vec<i32> {
     ids
 }
 
-/// The seed of choice `choice` of a request with `seed`. Choice 0 samples like a request with one
-/// choice.
+/// The seed of choice `choice`, given the request's `seed`. Choice 0 samples like a request with
+/// one choice.
 pub fn choice_seed(seed: u64, choice: u32) -> u64 {
     if choice == 0 {
         return seed;
     }
-    // The finaliser of splitmix64 (Steele, Lea, Flood 2014), so that neighbouring choices share
-    // nothing.
+    // The finaliser of splitmix64 (Steele, Lea, Flood 2014), so that seeds of neighbouring choices
+    // are unrelated.
     let z = seed ^ u64::from(choice).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     let z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
@@ -157,9 +156,9 @@ pub fn choice_seed(seed: u64, choice: u32) -> u64 {
 }
 
 impl GenerationParameters {
-    /// Checks the limits of the model, and combinations of parameters. `defaults` fill absent
-    /// parameters. Each parameter by itself is within its limit ([`crate::limits`]). `prefix` is
-    /// the path of the object they came in, with its dot.
+    /// Checks the model's limits, and combinations of parameters. Each parameter by itself is
+    /// within its limit already ([`crate::limits`]). `defaults` replace absent parameters. `prefix`
+    /// is the path of their object, with a trailing dot.
     pub(crate) fn validate(
         self,
         prefix: &str,
@@ -268,7 +267,7 @@ pub(crate) fn check_total(param: &str, choices: usize) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// Log-probabilities of a whole prompt; the first token has nothing before it.
+/// Log-probabilities of a whole prompt, except the first token, which nothing precedes.
 pub(crate) fn whole_prompt(most: u8) -> PromptTail {
     PromptTail { first: 1, most }
 }

@@ -1,12 +1,12 @@
 //! Fields of a JSON object, found without a parser: the places of its top-level members.
 //!
-//! The backend parses and validates the body. Here only a few fields matter, and those of a wrong
-//! body may be wrong.
+//! The backend parses and validates the body. Only a few fields matter here, and wrong results for
+//! invalid bodies are harmless.
 
 use memchr::{memchr, memchr2};
 
-/// Goes through the top-level members of `json`: name and value as they are written, the name
-/// without its quotes.
+/// Iterates over the top-level members of `json`: name and value as written, the name without its
+/// quotes.
 #[must_use]
 pub fn members(json: &[u8]) -> Members<'_> {
     let mut members = Members { json, at: 0 };
@@ -17,8 +17,7 @@ pub fn members(json: &[u8]) -> Members<'_> {
     members
 }
 
-/// The top-level members of an object: see [`members`]. Ends at the first thing that is not a
-/// member.
+/// The top-level members of an object: see [`members`]. Ends at the first malformed member.
 #[derive(Debug)]
 pub struct Members<'a> {
     json: &'a [u8],
@@ -40,7 +39,7 @@ impl<'a> Iterator for Members<'a> {
         self.skip_value()?;
         let value = self.json[value..self.at].trim_ascii_end();
         self.skip_spaces();
-        // The last member has no comma, and the next call finds no name.
+        // The last member has no comma, and then the next call finds no name.
         let _ = self.eat(b',');
         Some((name, value))
     }
@@ -94,7 +93,7 @@ impl Members<'_> {
     }
 }
 
-/// The text of a JSON string that has no escapes, as names and keys usually have none.
+/// The text of a JSON string without escapes, which most names and keys are.
 #[must_use]
 pub fn plain_string(value: &[u8]) -> Option<&[u8]> {
     let text = value.strip_prefix(b"\"")?.strip_suffix(b"\"")?;

@@ -1,4 +1,4 @@
-//! The form of an answer, in the words of OpenAI, of vLLM and of SGLang.
+//! The form of an answer, as OpenAI, vLLM and SGLang express it.
 
 use std::sync::Arc;
 
@@ -22,8 +22,8 @@ pub struct Structure {
     pub source: Source,
 }
 
-/// A JSON value as it stands in the body, within [`SOURCE`]. Schemas are large, and nothing here
-/// looks into them.
+/// A JSON value kept as text, within [`SOURCE`]. Schemas are large, and this crate does not inspect
+/// them.
 #[derive(Debug, Clone)]
 pub(crate) struct Raw(Box<RawValue>);
 
@@ -81,7 +81,7 @@ pub(crate) struct JsonSchemaFormat {
     /// The schema.
     #[schema(value_type = Option<Object>)]
     pub(crate) schema: Option<Raw>,
-    /// Accepted, without an effect: a schema is always enforced.
+    /// Accepted without effect: a schema is always enforced.
     #[expect(dead_code, reason = "its type is checked, and nothing else")]
     pub strict: Option<bool>,
 }
@@ -103,7 +103,7 @@ pub(crate) struct StructuredOutputs {
     /// A structural tag, as an object or as text.
     #[schema(value_type = Option<Object>)]
     pub(crate) structural_tag: Option<Raw>,
-    /// A regular expression of the white space at each place of JSON.
+    /// A regular expression for white space between JSON tokens.
     pub whitespace_pattern: Option<String>,
     /// No white space in JSON.
     pub disable_any_whitespace: Option<bool>,
@@ -143,7 +143,7 @@ pub(crate) const STRUCTURED_OUTPUTS: &[Param] = &[
     param("disable_additional_properties", Bound::Flag),
 ];
 
-/// The parameters of vLLM's older spelling, and those of SGLang.
+/// The parameters of vLLM's older API, and those of SGLang.
 #[derive(Debug, Default)]
 pub(crate) struct Spellings {
     pub(crate) response_format: Option<ResponseFormat>,
@@ -159,7 +159,7 @@ pub(crate) struct Spellings {
     pub(crate) structural_tag: Option<Raw>,
 }
 
-/// The form that was found so far; a second one is an error.
+/// The form found so far; a second one is an error.
 #[derive(Default)]
 struct Found(Option<Structure>);
 
@@ -167,7 +167,7 @@ impl Found {
     fn add(&mut self, param: String, form: Option<Form>) -> Result<(), ApiError> {
         let Some(form) = form else { return Ok(()) };
         if form.is_empty() {
-            // Without a form the answer would be any text, which can't be intended here.
+            // Without a form the answer could be any text, which the client can't have intended.
             let reason = format!("`{param}`: a form of answers must not be empty");
             return Err(ApiError::invalid(param, reason));
         }
@@ -187,8 +187,8 @@ impl Found {
 }
 
 impl Spellings {
-    /// The requested form, of which there may be one. `prefix` is the path of the object that the
-    /// parameters came in, with its dot.
+    /// The requested form; more than one is an error. `prefix` is the path of the parameters'
+    /// object, with a trailing dot.
     pub(crate) fn resolve(self, prefix: &str) -> Result<Option<Structure>, ApiError> {
         let named = |name: &str| format!("{prefix}{name}");
         let mut found = Found::default();
@@ -303,7 +303,7 @@ fn schema(raw: Option<Raw>, param: &str) -> Result<Option<Form>, ApiError> {
     Ok(text(raw, param)?.map(Form::JsonSchema))
 }
 
-/// The JSON that was sent as an object, or as a string with its text.
+/// The JSON text of a value that was sent as an object, or as a string that contains it.
 fn text(raw: Option<Raw>, param: &str) -> Result<Option<Arc<str>>, ApiError> {
     let Some(raw) = raw else { return Ok(None) };
     let json = raw.get();
@@ -443,7 +443,7 @@ mod tests {
         }
     }
 
-    /// Free text in place of a form would be the wrong answer.
+    /// Free text instead of the requested form would be a wrong answer.
     #[test]
     fn an_empty_form_is_refused() {
         let in_outputs = |name: &str, value: Value| json!({"structured_outputs": {name: value}});

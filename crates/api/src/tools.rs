@@ -1,4 +1,4 @@
-//! Tools that a model may call, and the demands on its calls.
+//! Tools that a model may call, and what a request requires of its calls.
 
 use std::collections::HashSet;
 
@@ -7,10 +7,10 @@ use serde_json::{Map, Value, json};
 use crate::error::ApiError;
 use crate::limits::WORD_BYTES;
 
-/// A demand for calls that goes beyond the model's own choice.
+/// A required call, beyond the model's own choice.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CallDemand {
-    /// Numbers of the tools that may be called, ascending.
+    /// Indices of the tools that may be called, ascending.
     pub callable: Vec<usize>,
     /// The number of calls that the request demands.
     pub calls: Calls,
@@ -18,14 +18,14 @@ pub struct CallDemand {
     pub param: String,
 }
 
-/// The number of calls that a request demands of the model.
+/// Which calls a request requires of the model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Calls {
     /// The model chooses the number of calls.
     Any,
     /// The model makes at least one call.
     Some,
-    /// The model makes one call, of a tool that the client names.
+    /// The model makes exactly one call, of a tool that the client names.
     Named,
 }
 
@@ -36,15 +36,15 @@ pub struct OfferedTool {
     pub name: String,
     /// The JSON schema of its arguments.
     pub schema: Value,
-    /// True if arguments have to be valid by the schema. Otherwise their form is up to the model.
+    /// True if arguments have to match the schema. Otherwise the model decides their form.
     pub strict: bool,
     /// The schema's path in the request.
     pub path: String,
-    /// The form of the text that is its only argument.
+    /// The form of its only argument, a text.
     pub text: Option<TextForm>,
 }
 
-/// The form of a text, as a client describes it.
+/// The form of a text, as the client specified it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TextForm {
     /// A grammar in Lark, or a regular expression.
@@ -66,18 +66,18 @@ pub struct OfferedTools {
     pub parallel: bool,
     /// The demand on calls; `None`: there is none.
     pub demand: Option<CallDemand>,
-    /// Tools of types that are not served, as paths with their types.
+    /// Tools of types that are not served, as paths with the types.
     pub skipped: Vec<String>,
 }
 
-/// The names of tools and their parts in an API, for errors.
+/// What an API calls tools and their parts, for errors.
 #[derive(Clone, Copy)]
 pub(crate) struct ToolNames<'a> {
-    /// The path of each function; `None`: in the objects of the chat API.
+    /// The path of each function; `None`: the paths of the chat API.
     pub(crate) paths: Option<&'a [String]>,
     /// The field of a function with the schema of its arguments.
     pub(crate) schema: &'static str,
-    /// The place of a function's name in a choice.
+    /// The path of a function's name in `tool_choice`.
     pub(crate) name: &'static str,
 }
 
@@ -109,7 +109,7 @@ impl OfferedTools {
     /// Checks `tools`, `tool_choice` and `parallel_tool_calls`.
     ///
     /// # Errors
-    /// A tool has no name, two have the same name, a schema is not an object, or the demanded tool
+    /// A tool has no name, two have the same name, a schema is not an object, or the required tool
     /// is not offered.
     pub(crate) fn new(
         tools: Option<Vec<Value>>,
@@ -146,7 +146,7 @@ impl OfferedTools {
                 offered.functions.clear();
             }
             ToolChoice::Some(calls, callable) => {
-                // One that is named is called once, as OpenAI's models and vLLM's do.
+                // A named tool is called exactly once, as with OpenAI's models and vLLM.
                 offered.parallel &= calls != Calls::Named;
                 let asked = calls != Calls::Any || callable.len() < offered.functions.len();
                 let strict = callable.iter().find(|&&tool| offered.functions[tool].strict);
@@ -164,8 +164,8 @@ impl OfferedTools {
         Ok(offered)
     }
 
-    /// Gives tools the forms of their texts, by their names. This applies if the request restricts
-    /// calls in no other way.
+    /// Sets the text forms of tools by name. They apply if the request restricts calls in no other
+    /// way.
     pub(crate) fn bind(&mut self, texts: Vec<(String, TextForm)>) {
         for (name, text) in texts {
             let callable = (0..self.functions.len()).collect();
@@ -201,7 +201,7 @@ impl OfferedTools {
         }
     }
 
-    /// A function by its name, or some of the tools.
+    /// Selects one function by name, or some of the tools.
     fn choose_object(
         &self,
         fields: &Map<String, Value>,
@@ -213,7 +213,7 @@ impl OfferedTools {
                 Ok(ToolChoice::Some(Calls::Named, vec![tool]))
             }
             Some(Some("allowed_tools")) => {
-                // The chat API wraps in an object what the Responses API has at the top level.
+                // The chat API nests in an object what the Responses API has at the top level.
                 let (path, allowed) = match fields.get("allowed_tools") {
                     Some(Value::Object(inner)) => (format!("{CHOICE}.allowed_tools"), inner),
                     Some(_) => {
@@ -251,8 +251,8 @@ impl OfferedTools {
         }
     }
 
-    /// The number of the tool that an object names, as the chat API or as the Responses API does
-    /// it.
+    /// The index of the tool that an object names, in the format of the chat API or the Responses
+    /// API.
     fn named(
         &self,
         fields: &Map<String, Value>,
@@ -268,7 +268,7 @@ impl OfferedTools {
     }
 }
 
-/// The function at `path`, as the tool describes it. `parameters` is the API's name of the schema.
+/// The function at `path`, as the tool describes it. `parameters` is the API's name for the schema.
 fn function(
     path: &str,
     parameters: &str,

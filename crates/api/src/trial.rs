@@ -1,4 +1,4 @@
-//! Bodies and limits of the tests of all requests.
+//! Bodies and limits that all request tests use.
 
 use serde_json::Value;
 
@@ -14,7 +14,7 @@ pub(crate) fn request<T: Limited>(body: &Value) -> Result<T, ApiError> {
     Ok(parse_request(body.to_string().as_bytes(), |_| Ok(()))?.request)
 }
 
-/// A body with more keys, or with others in their place.
+/// A body with keys added or replaced.
 pub(crate) fn with(mut body: Value, more: &Value) -> Value {
     for (key, value) in more.as_object().expect("an object") {
         body[key] = value.clone();

@@ -1,4 +1,4 @@
-//! Conversations of other dialects, in the form for chat templates.
+//! Conversations of other APIs, in the form for chat templates.
 
 use serde_json::{Map, Value, json};
 
@@ -11,7 +11,7 @@ pub(crate) struct Turns {
     images: Images,
 }
 
-/// The content of a message: texts and images in their order.
+/// The content of a message: texts and images in order.
 #[derive(Default)]
 pub(crate) struct Content {
     views: Vec<Value>,
@@ -36,7 +36,7 @@ impl Content {
         texts.collect::<Vec<_>>().join("\n")
     }
 
-    /// A string, where there are texts only: not all templates know lists.
+    /// A string if there are only texts, because not all templates accept lists.
     fn view(self) -> Value {
         if self.has_images {
             return Value::Array(self.views);
@@ -84,7 +84,7 @@ impl Turns {
         self.messages.push(message);
     }
 
-    /// The assistant's turn at the end, or a new one: its content arrives in several items.
+    /// The final assistant turn, or a new one: its content arrives in several items.
     fn assistant(&mut self) -> &mut Map<String, Value> {
         let is_open = self.messages.last().is_some_and(|last| last["role"] == "assistant");
         if !is_open {
@@ -106,7 +106,7 @@ impl Turns {
         append(self.assistant(), "reasoning_content", text);
     }
 
-    /// Appends a call to the assistant's turn. Arguments are a string of JSON, or the object.
+    /// Appends a call to the assistant's turn. Arguments are JSON as a string, or an object.
     pub(crate) fn called(&mut self, id: Option<String>, name: &str, arguments: Value) {
         let mut call =
             json!({"type": "function", "function": {"name": name, "arguments": arguments}});

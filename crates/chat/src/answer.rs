@@ -52,14 +52,14 @@ struct Trouble {
     message: String,
 }
 
-/// The facts that are known at the end of an answer.
+/// Facts that are known when an answer ends.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct End {
-    /// Tokens of the answer, if the server counts them.
+    /// Tokens of the answer, if the server reports them.
     pub(crate) tokens: Option<u32>,
     /// The reason of the end.
     pub(crate) reason: Option<String>,
-    /// The time from the request to the first piece, and from there to the last.
+    /// The time from the request to the first piece, and from then to the last.
     pub(crate) first: Duration,
     pub(crate) rest: Duration,
 }
@@ -169,7 +169,7 @@ struct Lines {
 }
 
 impl Lines {
-    /// Reads the data of whole lines; true once the stream is done.
+    /// Reads the data of complete lines; true once the stream is done.
     fn take(&mut self, data: &Bytes, mut read: impl FnMut(&[u8]) -> Result<()>) -> Result<bool> {
         self.rest.extend_from_slice(data);
         let mut from = 0;

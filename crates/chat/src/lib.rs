@@ -29,17 +29,17 @@ use crate::turns::{Conversation, Sampling};
 /// The flags of `forebay chat`.
 #[derive(Debug, Args)]
 pub struct ChatArgs {
-    /// URL of a server, as in http://127.0.0.1:8000, or a model as `serve` takes it: a server is
-    /// started for it, and stopped in the end.
+    /// URL of a running server, such as http://127.0.0.1:8000, or a model (as in `forebay serve`).
+    /// For a model a server is started, and stopped afterwards.
     #[arg(value_name = "URL or MODEL", default_value = "smollm2")]
     target: String,
-    /// Say this, print the answer and end. `-` reads it from stdin.
+    /// Send this message, print the answer and exit. `-` reads the message from stdin.
     #[arg(long, short, value_name = "TEXT")]
     prompt: Option<String>,
-    /// The system message, which the model reads before the conversation.
+    /// System message, which precedes the conversation.
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
-    /// The server's name for the model [default: the first that it lists].
+    /// Name of the model at the server [default: the first that it lists].
     #[arg(long, value_name = "NAME")]
     model: Option<String>,
     /// Key that the server asks for.
@@ -47,7 +47,7 @@ pub struct ChatArgs {
     api_key: Option<String>,
     #[command(flatten)]
     sampling: Sampling,
-    /// Flags of `serve` for the server that is started, after `--`.
+    /// Flags for the started server (those of `serve`), after `--`.
     #[arg(last = true, value_name = "FLAGS")]
     serve: Vec<String>,
 }
@@ -70,10 +70,10 @@ fn is_url(target: &str) -> bool {
     ["http://", "https://"].iter().any(|scheme| target.starts_with(scheme))
 }
 
-/// Chats until the user ends it. `program` is this program, which can start a server.
+/// Chats until the user ends it. `program` is the path of this program, for starting a server.
 ///
 /// # Errors
-/// The server cannot be reached or started, refuses, or breaks off.
+/// The server cannot be reached or started, refuses, or breaks the connection.
 pub fn chat(args: &ChatArgs, program: PathBuf) -> Result<()> {
     let said = match args.prompt.as_deref() {
         Some("-") => Some(piped()?),

@@ -21,10 +21,10 @@ use tokio_rustls::rustls::pki_types::ServerName;
 use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 use url::Url;
 
-/// The largest number of bytes of an answer that is read whole.
+/// The largest answer in bytes that is read as a whole.
 const MOST: usize = 16 << 20;
 
-/// An open connection, which takes one request after the other.
+/// An open connection, which carries one request at a time.
 pub(crate) type Connection = http1::SendRequest<Full<Bytes>>;
 
 /// The address of a server.
@@ -35,7 +35,7 @@ enum Place {
     Unix(PathBuf),
 }
 
-/// A server, and the key that it is shown.
+/// A server, and the key to send to it.
 #[derive(Debug, Clone)]
 pub(crate) struct Link {
     place: Place,
@@ -43,13 +43,13 @@ pub(crate) struct Link {
     root: String,
     host: HeaderValue,
     key: Option<HeaderValue>,
-    /// True if other clients of the server go first.
+    /// True if the server should prefer other clients.
     is_background: bool,
 }
 
 impl Link {
     /// # Errors
-    /// It is not a URL of a server, or the key is none that a header can hold.
+    /// It is not a server's URL, or the key can't be sent in a header.
     pub(crate) fn to(url: &str, key: Option<&str>) -> Result<Self> {
         let parsed = Url::parse(url).with_context(|| format!("`{url}` is no URL"))?;
         let host = parsed.host_str().with_context(|| format!("`{url}` names no host"))?;

@@ -14,7 +14,7 @@ use crate::link::{Link, refusal};
 pub struct ServedModel {
     /// The name that requests call it by.
     pub name: String,
-    /// The state as the server names it; `None` from servers of one model, which do not report it.
+    /// The state as the server reports it; `None`: servers of one model do not report it.
     pub state: Option<String>,
     /// The size of its files in bytes; `None`: not reported.
     pub bytes: Option<u64>,
@@ -33,7 +33,8 @@ impl ServedModel {
 /// Asks the server at `url` for its models, loaded or not.
 ///
 /// # Errors
-/// `url` is not a URL of a server, the server cannot be reached, refuses, or gives another answer.
+/// `url` is not a URL of a server, the server cannot be reached, refuses, or gives an unexpected
+/// answer.
 pub fn served_models(url: &str, key: Option<&str>) -> Result<Vec<ServedModel>> {
     if !is_url(url) {
         bail!("`{url}` is no URL of a server, as http://127.0.0.1:8000 is");

@@ -17,14 +17,15 @@ use tokio::time::{sleep, timeout};
 
 use crate::link::Link;
 
-/// The time between two questions whether a server is ready.
+/// The interval at which a starting server is asked whether it is ready.
 const POLL: Duration = Duration::from_millis(20);
-/// The longest time that a server may take to stop.
+/// How long a server may take to stop.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// The bytes at the end of a log that are shown if a server did not start.
+/// The number of bytes at the end of the log that are shown if a server did not start.
 const TAIL: u64 = 4096;
 
-/// The keys of the environment. They are for other servers: only this process reaches this one.
+/// Keys in the environment. They are meant for other servers: only this process can reach the
+/// started one.
 const KEYS: [&str; 3] = ["FOREBAY_API_KEY", "FOREBAY_ADMIN_API_KEY", "FOREBAY_ROUTER_KEY"];
 
 /// A server that was started, and ends with this process.
@@ -52,7 +53,7 @@ impl StartedServer {
             .arg(&socket);
         command.arg("--parent").arg(process::id().to_string()).args(flags);
         command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log.try_clone()?);
-        // Ctrl-C is for the answer, not for the server.
+        // Ctrl-C stops the answer, not the server.
         command.process_group(0);
         for key in KEYS {
             command.env_remove(key);
@@ -114,7 +115,7 @@ impl StartedServer {
     pub(crate) async fn stop(mut self) {
         let pid = self.child.id().and_then(|id| Pid::from_raw(id.cast_signed()));
         if let Some(pid) = pid {
-            // An error changes nothing: the process is killed below.
+            // If this fails, the process is killed below anyway.
             let _ = kill_process(pid, Signal::TERM);
         }
         if timeout(PATIENCE, self.child.wait()).await.is_err() {

@@ -46,7 +46,7 @@ fn wish(line: &str) -> Wish<'_> {
         "/again" | "/retry" => Wish::Again,
         "/system" => Wish::System(rest.trim()),
         "/exit" | "/quit" | "/bye" => Wish::Exit,
-        // Lines with a path are more frequent than mistyped commands.
+        // Lines that begin with a path are more frequent than mistyped commands.
         _ if word.starts_with('/') && !word[1..].contains('/') => Wish::Unknown(word),
         _ => Wish::Say(line),
     }
@@ -98,13 +98,13 @@ impl<'a> Terminal<'a> {
         match conversation.answer(self.link, &mut out, true).await {
             Ok(AnswerEnd::Whole(end)) => writeln!(out, "\x1b[2m{}\x1b[0m", end.line())?,
             Ok(AnswerEnd::Stopped) => writeln!(out, "\x1b[2mstopped\x1b[0m")?,
-            // The next try may succeed; the line stays in the history.
+            // The next try may succeed, and the line stays in the history.
             Err(error) => writeln!(out, "error: {error:#}")?,
         }
         Ok(())
     }
 
-    /// A line, or several that go on; `None` at the end.
+    /// Reads a message of one or several lines; `None` at the end of input.
     async fn read(&mut self) -> Result<Option<String>> {
         let mut text = String::new();
         loop {

@@ -12,8 +12,8 @@ use serde_json::{Value, json};
 use crate::answer::{Answer, End, Piece};
 use crate::link::{Link, refusal, whole};
 
-/// The sampling parameters of a request. One that is not set is not sent, so the server's default
-/// holds.
+/// The sampling parameters of a request. Those that are not set are not sent, so the server's
+/// defaults apply.
 #[derive(Debug, Clone, Default, Args, Serialize)]
 pub(crate) struct Sampling {
     /// The largest number of tokens of an answer.
@@ -24,7 +24,7 @@ pub(crate) struct Sampling {
     #[arg(long)]
     #[serde(skip_serializing_if = "Option::is_none")]
     temperature: Option<f32>,
-    /// Nucleus sampling: sample from the likeliest tokens whose probabilities add up to this.
+    /// Nucleus sampling: sample from the most likely tokens whose probabilities add up to this.
     #[arg(long)]
     #[serde(skip_serializing_if = "Option::is_none")]
     top_p: Option<f32>,
@@ -109,11 +109,12 @@ impl Conversation {
     }
 
     /// Makes the model answer, and writes the answer as it comes. Ctrl-C stops it, and its text so
-    /// far stays a part of the conversation. With `styled` thoughts are written too, faintly.
+    /// far stays a part of the conversation. With `styled`, reasoning is written too, in faint
+    /// text.
     ///
     /// # Errors
-    /// The server refuses or breaks off, and the user's last message is removed then. Or `out`
-    /// takes nothing.
+    /// The server refuses or breaks the connection; then the user's last message is removed. Or
+    /// writing to `out` fails.
     pub(crate) async fn answer(
         &mut self,
         link: &Link,
@@ -185,7 +186,7 @@ const FAINT: &str = "\x1b[2m";
 const FAINT_END: &str = "\x1b[0m";
 const FAINT_END_AND_GAP: &str = "\x1b[0m\n\n";
 
-/// Text without control characters that terminals interpret. A model may generate any.
+/// Text without control characters that terminals interpret, since a model may generate any.
 pub(crate) fn shown(text: &str) -> String {
     let order = |&letter: &char| letter.is_control() && letter != '\n' && letter != '\t';
     text.chars().filter(|letter| !order(letter)).collect()

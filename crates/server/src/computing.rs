@@ -96,7 +96,7 @@ impl OwnRoutes {
     }
 }
 
-/// True if the server has given the request up, which it would do again.
+/// True if the server has aborted the request, which a retry would not change.
 fn is_abort(response: &Response) -> bool {
     matches!(response.extensions().get::<ReplyError>(), Some(ReplyError(ApiError::Aborted)))
 }

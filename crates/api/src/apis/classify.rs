@@ -41,7 +41,7 @@ tabled!(ClassifyRequest, "Texts to classify, in the shape of vLLM.", [LINES]);
 
 impl ClassifyRequest {
     /// Checks everything that can be checked before the inputs are tokenised. Answers have `size`
-    /// numbers.
+    /// scores.
     ///
     /// # Errors
     /// A parameter is out of range; the error names the first.

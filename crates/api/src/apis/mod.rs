@@ -84,7 +84,7 @@ mod tests {
         StructuredOutputs,
     };
 
-    /// A deserializer that collects the names of a type's fields, aliases too, and gives no value.
+    /// A deserializer that only collects the names of a type's fields, including aliases.
     struct Fields<'a>(&'a mut Vec<&'static str>);
 
     impl<'de> Deserializer<'de> for Fields<'_> {
@@ -118,7 +118,7 @@ mod tests {
         assert_eq!(fields, names, "{}: fields and limits", std::any::type_name::<T>());
     }
 
-    /// A request has no field that is not in its table. The objects in its parameters do.
+    /// Requests have exactly the fields of their tables, and so do the objects in their parameters.
     #[test]
     fn every_field_of_every_object_has_a_limit() {
         use anthropic::conversation as blocks;

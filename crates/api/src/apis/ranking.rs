@@ -1,4 +1,4 @@
-//! `/rerank` and `/score`: scores of texts that belong together.
+//! `/rerank` and `/score`: scores of pairs of texts.
 
 use std::fmt;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use crate::prompt::Strings;
 use crate::salt::check_salt;
 use crate::sampling::Limits;
 
-/// Documents to sort by their fit to a query, in the shape of Jina and Cohere.
+/// Documents to sort by relevance to a query, in the shape of Jina and Cohere.
 #[derive(Debug, Default)]
 pub struct RerankRequest {
     /// The name of the model; the served one if absent.
@@ -73,7 +73,7 @@ pub enum Document {
     },
 }
 
-// An untagged enum would keep the whole object, whatever is in it, before it looks for the text.
+// An untagged enum would buffer the whole object before it finds the text.
 impl<'de> Deserialize<'de> for Document {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct DocumentVisitor;
@@ -170,7 +170,7 @@ pub struct Pairs {
     pub priority: i32,
     /// The salt, which keeps the request's cached blocks apart from others.
     pub cache_salt: Option<Arc<str>>,
-    /// True if scores do not go through a sigmoid.
+    /// True if scores are returned without the sigmoid.
     pub raw: bool,
     /// The names of the parameters with `first` and `second`.
     pub params: [&'static str; 2],
@@ -224,7 +224,7 @@ impl ScoreRequest {
             ],
             "text_1",
         )?;
-        // The name that goes with that of the first texts.
+        // The second texts use the name that belongs to that of the first texts.
         let other = match first_param {
             "queries" => "documents",
             "data_1" => "data_2",
@@ -255,8 +255,8 @@ impl ScoreRequest {
     }
 }
 
-/// The texts that were given under one of several names, and the name. If there are none,
-/// `missing` is.
+/// The texts that were given under one of several names, and that name. Without texts, the error is
+/// about `missing`.
 fn one_of(
     spellings: [(&'static str, Option<Strings>); 4],
     missing: &'static str,

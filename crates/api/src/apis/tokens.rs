@@ -60,7 +60,7 @@ pub enum TokenizeInput {
         texts: Vec<String>,
         /// True if the texts came in a list.
         many: bool,
-        /// True if the tokenizer's special tokens go around the text.
+        /// True if the tokenizer's special tokens are added around the text.
         add_special_tokens: bool,
     },
     /// A conversation.

@@ -4,12 +4,12 @@ use forebay_grammar::{CHOICES, GRAMMAR_BYTES, REGEX_BYTES, SCHEMA_BYTES};
 
 use super::{Bound, LOGPROBS, NAME_BYTES, Param, WORD_BYTES};
 
-/// A number of tokens or the like, at least `least`.
+/// A count, such as of tokens, of at least `least`.
 pub(crate) const fn count(least: u32) -> Bound {
     Bound::Amount { least: least as f64, most: u32::MAX as f64 }
 }
 
-/// Numbers, each from the smallest to the largest of its type.
+/// Numbers within the range of their type.
 pub(crate) const I32: Bound = Bound::Number { least: i32::MIN as f64, most: i32::MAX as f64 };
 pub(crate) const I64: Bound = Bound::Number { least: i64::MIN as f64, most: i64::MAX as f64 };
 /// A number of tokens; below 0: the rest of the context.
@@ -32,7 +32,7 @@ pub(crate) const GRAMMAR: Bound = Bound::Form(GRAMMAR_BYTES);
 /// Texts; the answer is one of them.
 pub(crate) const ANSWERS: Bound =
     Bound::Strings { count: CHOICES, each: GRAMMAR_BYTES, total: GRAMMAR_BYTES };
-/// A parameter of an object that is not a table: its type has the fields.
+/// A parameter of an object without a table, whose fields are declared by its type.
 pub(crate) const fn param(name: &'static str, bound: Bound) -> Param {
     Param { name, bound }
 }

@@ -1,5 +1,5 @@
-//! A deserializer around another one. It compares values with their bounds as the types read them,
-//! and keeps the path for errors.
+//! A deserializer that wraps another one. It compares values with their bounds as they are read,
+//! and tracks the path for errors.
 
 use std::fmt;
 
@@ -17,7 +17,7 @@ use crate::inert::Inert;
 const KEY_BYTES: usize = SHOWN_BYTES;
 /// The bound of a token id. The model's vocabulary, which is checked later, may be smaller.
 const ID: Bound = Bound::Number { least: i32::MIN as f64, most: i32::MAX as f64 };
-/// The name by which serde_json marks a value to be kept as text.
+/// The name by which serde_json marks values that are kept as text.
 const RAW_VALUE: &str = "$serde_json::private::RawValue";
 
 /// A place in a body, and its bound.
@@ -64,7 +64,7 @@ impl<'w, 'b> Place<'w, 'b> {
         Ok(())
     }
 
-    /// Checks a number. Returns the largest one that the parameter has, if this one is beyond it.
+    /// Checks a number. Returns the parameter's largest value if this one exceeds it.
     fn number<E: Error>(&mut self, value: f64, shown: impl fmt::Display) -> Result<Option<i64>, E> {
         self.walk.seen = LastValue::Number;
         match self.bound {
@@ -105,7 +105,7 @@ impl Bound {
     /// The largest number of bytes of a string in a value with this bound.
     fn text_bytes(self, depth: usize) -> usize {
         match self {
-            // The stored value is an object or a list: the error would show a string.
+            // The value must be an object or a list, so a string only appears in the error.
             Self::Tree if depth == 0 => SHOWN_BYTES,
             Self::Text(most) | Self::Form(most) => most,
             Self::Strings { each, total, .. } => each.min(total),
@@ -139,7 +139,7 @@ impl Bound {
             Self::Embeds(0) => (usize::MAX, Self::Ignored),
             Self::Embeds(most) => (most, Self::Embeds(0)),
             Self::Prompt => (usize::MAX, ID),
-            // An element of the list: a list within it is left to the parser.
+            // This is an element of the list. A list within it is left to the parser.
             Self::Documents(0, _) => (usize::MAX, Self::Ignored),
             Self::Documents(most, params) => (most, Self::Documents(0, params)),
             Self::Objects(most, params) | Self::Messages(most, params) => {
@@ -190,7 +190,7 @@ impl<'w, 'b, D> BoundedDeserializer<'w, 'b, D> {
 impl<'de, D: Deserializer<'de>> Deserializer<'de> for BoundedDeserializer<'_, '_, D> {
     type Error = D::Error;
 
-    // A number's visitor would not see a string: all shapes are looked at.
+    // A number's visitor would not see strings, so every shape is accepted here.
     fn deserialize_any<V: Visitor<'de>>(mut self, visitor: V) -> Result<V::Value, D::Error> {
         if self.place.is_tree() {
             self.place.keep()?;
@@ -260,11 +260,11 @@ impl<'de, V: Visitor<'de>> Visitor<'de> for BoundedVisitor<'_, '_, V> {
         }
     }
     fn visit_f64<E: Error>(mut self, value: f64) -> Result<V::Value, E> {
-        /// From here on not every whole number is one.
+        /// Above this, doubles can't represent every whole number.
         const WHOLE: f64 = 9_007_199_254_740_992.0;
         let most = self.place.number(value, value)?;
         // Some languages write whole numbers with a decimal point. JSON values that are kept stay
-        // as they are.
+        // unchanged.
         let is_whole = value.fract() == 0.0 && value.abs() <= WHOLE && !self.place.is_tree();
         match most.or(is_whole.then_some(value as i64)) {
             Some(whole) => self.visitor.visit_i64(whole),
@@ -340,7 +340,7 @@ impl<'de, A: SeqAccess<'de>> SeqAccess<'de> for CheckedList<'_, '_, A> {
         seed: S,
     ) -> Result<Option<S::Value>, A::Error> {
         let depth = self.place.depth + 1;
-        // In a tree the error names the parameter, and not the path within it.
+        // Within a JSON tree, the error names the parameter and not the path inside it.
         let is_named = !self.place.is_tree();
         if is_named {
             self.place.walk.enter(Step::Index(self.index));
@@ -354,7 +354,7 @@ impl<'de, A: SeqAccess<'de>> SeqAccess<'de> for CheckedList<'_, '_, A> {
         }
         let Some(found) = found else { return Ok(None) };
         self.index += 1;
-        // The ids of a single prompt are no list of prompts.
+        // The ids of a single prompt are not a list of prompts.
         let is_id = matches!((self.place.bound, seen), (Bound::Prompts(_), LastValue::Number));
         self.counted += usize::from(!is_id);
         if let LastValue::Text(length) = seen {
@@ -453,7 +453,7 @@ impl<'de, A: MapAccess<'de>> MapAccess<'de> for CheckedMap<'_, '_, A> {
             }
         };
         let named = match step {
-            // Limits of numbers are those of the whole object.
+            // Limits on numbers belong to the whole object.
             Step::Key(_) => self.place.walk.steps(),
             _ => self.place.named,
         };
@@ -479,7 +479,7 @@ impl<'de, S: DeserializeSeed<'de>> DeserializeSeed<'de> for CheckedSeed<'_, '_, 
     }
 }
 
-/// A seed, deserializer or visitor of a key that also gives the key's name.
+/// A wrapper around a key's seed, deserializer or visitor that also captures the key's name.
 struct NamedKey<'n, T> {
     inner: T,
     name: &'n mut String,

@@ -1,12 +1,12 @@
 //! The limits of a request: every parameter of every route, in one table.
 //!
-//! One walk reads a body and compares each value with its bound. A value over its limit is refused
-//! with the parameter's name. So a parsed request takes at most a few times its body's bytes. Later
-//! validation checks limits of the model: the context and the vocabulary.
+//! One pass over a body compares each value with its bound. A value over its limit is refused with
+//! the parameter's name. So a parsed request takes at most a few times its body's bytes. Later
+//! validation checks the model's limits: context and vocabulary.
 //!
 //! A parameter of a request is a line of a table (`parameter`), with its bound. An object in a
-//! parameter has a type with fields, and a list of their bounds beside the type: a test compares
-//! the two. The server's resource tests make their cases from both.
+//! parameter has a type with fields, and a list of bounds beside it; a test compares the two. The
+//! server's resource tests generate their cases from both.
 
 pub(crate) mod bounds;
 mod checked;
@@ -21,7 +21,7 @@ pub use walk::{Walk, Weight};
 
 /// The largest number of stop strings.
 pub const STOPS: usize = 16;
-/// The largest number of bytes of all stop strings together. Each choice's text is compared with
+/// The largest number of bytes of all stop strings together. Each choice's text is matched against
 /// them byte by byte.
 pub const STOP_BYTES: usize = 4096;
 /// The largest number of stop token ids.
@@ -42,7 +42,7 @@ pub const CHOICES: u32 = 128;
 pub const TOTAL_CHOICES: usize = 4096;
 /// The largest number of prompts of a request that generates.
 pub const PROMPTS: usize = 1024;
-/// The largest number of inputs of a request that pools, as with OpenAI.
+/// The largest number of inputs of a pooling request, as in OpenAI's API.
 pub const INPUTS: usize = 2048;
 /// The largest number of bytes of the texts of all pairs together. A query counts for each
 /// document, because it is tokenised for each.
@@ -51,12 +51,12 @@ pub const PAIR_BYTES: usize = 16 << 20;
 pub const LOGPROBS: u8 = 20;
 /// The largest number of messages of a conversation.
 pub const MESSAGES: usize = 4096;
-/// The largest number of JSON values that are kept as such. These are messages, their parts, and
-/// the elements of `tools`, `tool_calls` and `chat_template_kwargs`. The template gets a copy of
-/// each, so one costs some hundred bytes.
+/// The largest number of JSON values that are kept unparsed: messages, their parts, and the
+/// elements of `tools`, `tool_calls` and `chat_template_kwargs`. The template gets a copy of each,
+/// so one costs some hundred bytes.
 pub const VALUES: usize = 16_384;
-/// The deepest nesting of `tools`, `tool_calls` and `chat_template_kwargs`. A schema of the deepest
-/// nesting is four levels into `tools`.
+/// The deepest nesting of `tools`, `tool_calls` and `chat_template_kwargs`. A schema itself begins
+/// four levels inside `tools`.
 pub const DEPTH: usize = forebay_grammar::SCHEMA_DEPTH + 4;
 /// The largest number of ids of `/detokenize`.
 pub const IDS: usize = 1 << 18;
@@ -70,8 +70,8 @@ pub const ROUTING_KEY_BYTES: usize = 512;
 pub const CACHE_SALT_BYTES: usize = 256;
 /// The largest number of unread parameters whose names an answer lists.
 pub const UNREAD: usize = 32;
-/// Parameters that a server of this kind ignores in silence: they are about the client's own
-/// accounts and stores.
+/// Parameters that this kind of server ignores silently, since they concern the client's account or
+/// storage.
 pub const INERT: &[&str] = &[
     "user",
     "metadata",
@@ -82,8 +82,8 @@ pub const INERT: &[&str] = &[
     "prompt_cache_retention",
 ];
 
-/// The permitted values of a parameter. A value of another shape is left to the parser, which
-/// refuses it without keeping it.
+/// The permitted values of a parameter. Values of another shape are left to the parser, which
+/// refuses them without keeping them.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Bound {
     /// True or false.
@@ -95,8 +95,7 @@ pub enum Bound {
         /// The largest.
         most: f64,
     },
-    /// A number from `least` on. A larger one than `most` means all there is, and is read as
-    /// `most`.
+    /// A number of at least `least`. One above `most` means "everything", and is read as `most`.
     Amount {
         /// The smallest.
         least: f64,
@@ -140,11 +139,11 @@ pub enum Bound {
     Images(u8, Params),
     /// The URL of an image, which may be a whole file in base64.
     Url,
-    /// Any JSON value, which is kept. Its elements count towards [`VALUES`], and it is at most
-    /// [`DEPTH`] deep.
+    /// Any JSON value, which is kept unparsed. Its elements count towards [`VALUES`], and it is at
+    /// most [`DEPTH`] deep.
     Tree,
-    /// A form of answers: a string of at most this many bytes, or any JSON value, which is kept as
-    /// text.
+    /// The form of an answer: a string of at most this many bytes, or any JSON value, which is kept
+    /// as text.
     Form(usize),
     /// Any JSON value, which is skipped and not kept.
     Ignored,
@@ -167,20 +166,20 @@ pub trait Limited: Sized {
     /// Every parameter that the type reads.
     const PARAMS: Params;
 
-    /// Reads the body that `walk` is about to go along.
+    /// Reads the body that `walk` is about to pass over.
     ///
     /// # Errors
     /// The first value that is not JSON, of a wrong type, over its limit or not served.
     fn read(walk: &mut Walk<'_>) -> Result<Self, ApiError>;
 }
 
-/// True if one of these parameters has embeddings, which may be larger than everything else.
+/// True if one of these parameters holds embeddings, which may be larger than all else.
 pub fn takes_embeds(params: Params) -> bool {
     let mut all = params.iter().flat_map(|group| group.iter());
     all.any(|param| matches!(param.bound, Bound::Embeds(_)))
 }
 
-/// True if one of these parameters, or one inside them, has images, which may be large too.
+/// True if these parameters, or nested ones, hold images, which may be large too.
 pub fn takes_images(params: Params) -> bool {
     let mut all = params.iter().flat_map(|group| group.iter());
     all.any(|param| match param.bound {

@@ -1,4 +1,4 @@
-//! The state of the single walk through a body: its place, and its findings.
+//! The state of the single pass over a body: its position, and its findings.
 
 use serde::de::Error;
 use serde_json::error::Category;
@@ -9,7 +9,7 @@ use crate::error::ApiError;
 /// The weight of a parsed body.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Weight {
-    /// JSON values that are kept as such, at most [`VALUES`].
+    /// The number of JSON values that are kept unparsed, at most [`VALUES`].
     pub values: usize,
     /// Bytes of embeddings and images.
     pub embeds: usize,
@@ -33,17 +33,17 @@ pub(super) enum LastValue {
     Other,
 }
 
-/// A walk through a body. It finds bounds, paths, weight and unread names.
+/// A pass over a body. It tracks bounds, paths, weight and unread names.
 #[derive(Debug)]
 pub struct Walk<'de> {
     body: &'de str,
     pub(super) weight: Weight,
     /// Names of parameters that nothing reads, at most [`UNREAD`].
     pub(super) unread: Vec<String>,
-    /// The way to the value that is being read. After an error it leads to the place at fault.
+    /// The path to the value being read. After an error it stays at the faulty value.
     path: Vec<Step>,
     pub(super) seen: LastValue,
-    /// The error that ended the walk, unless it is one of JSON or of a type.
+    /// The error that ended the pass, unless it is a JSON or type error.
     pub(super) failure: Option<ApiError>,
 }
 
@@ -89,7 +89,7 @@ impl<'de> Walk<'de> {
         self.path.len()
     }
 
-    /// The path of a parameter; `body` for the whole.
+    /// The path of a parameter; `body` for the whole body.
     fn param(&self, steps: usize) -> String {
         let mut param = String::new();
         for step in self.path.iter().take(steps) {
@@ -102,7 +102,7 @@ impl<'de> Walk<'de> {
         if param.is_empty() { "body".to_owned() } else { param }
     }
 
-    /// The names on the way, without the numbers of entries of lists.
+    /// The names on the path, without list indices.
     fn names(&self) -> String {
         let mut names = String::new();
         for step in &self.path {
@@ -155,8 +155,7 @@ impl<'de> Walk<'de> {
         }
     }
 
-    /// The error for a client, of an error that was found while `text`, a part of the body, was
-    /// read.
+    /// Turns an error found while reading `text`, a part of the body, into one for the client.
     pub(crate) fn explain(&mut self, error: &serde_json::Error, text: &str) -> ApiError {
         if let Some(failure) = self.failure.take() {
             return failure;
@@ -192,7 +191,7 @@ impl<'de> Walk<'de> {
     }
 }
 
-/// An error about a type without the names of this language's types.
+/// A type error's message, without Rust's type names.
 fn in_words(reason: &str) -> String {
     let Some((found, expected)) = reason.rsplit_once(", expected ") else {
         return reason.to_owned();

@@ -1,7 +1,7 @@
-//! The parameters of a generation, which several APIs have: each with its bounds, its description,
-//! the place of its value, and its way to the sampling parameters of a slot.
+//! The generation parameters that several APIs share. Each has bounds, a description, a target
+//! field, and a mapping to the sampling parameters of a slot.
 //!
-//! An API accepts one with a line in its table.
+//! An API accepts one by a line in its table.
 
 use std::collections::HashMap;
 
@@ -30,7 +30,7 @@ pub(crate) const SEED: Parameter = Parameter::new(SEEDS, "The seed, which makes 
 pub(crate) const N: Parameter = Parameter::new(Bound::Number { least: 1.0, most: CHOICES as f64 }, "Choices to generate for each prompt.", |g, v| v.put(&mut g.n));
 pub(crate) const PRESENCE_PENALTY: Parameter = Parameter::new(PENALTY, "A number that is subtracted from the logits of generated tokens.", |g, v| v.put(&mut g.presence_penalty));
 pub(crate) const FREQUENCY_PENALTY: Parameter = Parameter::new(PENALTY, "A number that is subtracted from the logits of generated tokens, for each occurrence.", |g, v| v.put(&mut g.frequency_penalty));
-// Logits are divided and multiplied by it: far outside, they are no longer numbers.
+// Logits are multiplied and divided by it. Extreme values would make them infinite or NaN.
 pub(crate) const REPETITION_PENALTY: Parameter = Parameter::new(Bound::Number { least: 1e-3, most: 1e3 }, "A number that divides positive logits of earlier tokens, and multiplies negative ones.", |g, v| v.put(&mut g.repetition_penalty));
 pub(crate) const LOGIT_BIAS: Parameter = Parameter::new(Bound::Biases(BIASES), "Numbers that are added to the logits, by token id.", |g, v| v.put(&mut g.logit_bias));
 pub(crate) const ALLOWED_TOKEN_IDS: Parameter = Parameter::new(Bound::Ids(ALLOWED_IDS), "The only token ids that may be sampled.", |g, v| v.put(&mut g.allowed_token_ids));
@@ -54,11 +54,11 @@ pub(crate) const REGEX: Parameter = Parameter::new(PATTERN, "The form of the ans
 pub(crate) const EBNF: Parameter = Parameter::new(GRAMMAR, "The form of the answer: a grammar in GBNF.", |g, v| v.put(&mut g.structure.ebnf));
 pub(crate) const STRUCTURAL_TAG: Parameter = Parameter::new(SOURCE, "The form of the answer: a structural tag, as text or as an object.", |g, v| v.put(&mut g.structure.structural_tag)).shown(TEXT);
 
-/// The parameters of a generation as the client gave them, whichever API they came by.
+/// The parameters of a generation as the client gave them, in whichever API.
 #[derive(Debug, Default)]
 pub(crate) struct GenerationParameters {
     pub(crate) max_tokens: Option<u32>,
-    /// The number of tokens for a client that gives none.
+    /// The number of tokens if the client gives none.
     pub(crate) default_max_tokens: Option<u32>,
     pub(crate) min_tokens: Option<u32>,
     pub(crate) n: Option<u32>,
@@ -94,9 +94,9 @@ pub(crate) struct GenerationParameters {
 
 impl GenerationParameters {
     /// The sampling parameters of a token, with `defaults` for absent ones. Lists of ids and the
-    /// seed are not among them.
+    /// seed are set elsewhere.
     pub(crate) fn sampling(&self, defaults: &GenerationDefaults) -> SamplingParams {
-        // No share of the probability but that of the likeliest token.
+        // Only the most likely token is left.
         let is_greedy = self.top_p == Some(0.0);
         let top_p = self.top_p.filter(|_| !is_greedy);
         let temperature = self.temperature.filter(|_| !is_greedy).or(defaults.temperature);
@@ -118,7 +118,7 @@ impl GenerationParameters {
     }
 }
 
-/// The values of the model's `generation_config.json`, which are defaults of absent parameters.
+/// The values of the model's `generation_config.json`, used for absent parameters.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct GenerationDefaults {
     /// The default of `temperature`.

@@ -1,4 +1,4 @@
-//! The types of parameters, as the documentation has them.
+//! The types of parameters, as documented.
 
 use std::collections::HashMap;
 
@@ -95,7 +95,7 @@ kinds! {
     Map<String, Value>: {"type": "object"};
 }
 
-/// Gives types with a schema of their own a place among the types of parameters.
+/// Registers types that have a schema of their own as parameter types.
 macro_rules! component {
     ($($kind:ty),* $(,)?) => {$(
         impl $crate::parameter::Kind for $kind {
@@ -114,7 +114,7 @@ macro_rules! component {
 }
 pub(crate) use component;
 
-/// Gives types without a schema of their own a place among the types of parameters.
+/// Registers types without a schema of their own as parameter types.
 macro_rules! opaque {
     ($($kind:ty),* $(,)?) => {$(
         impl $crate::parameter::Kind for $kind {

@@ -1,7 +1,8 @@
-//! Parameters of requests, each declared once: name, bound, description, and place of its value.
+//! Parameters of requests, each declared once: name, bound, description and target field.
 //!
-//! A request type has a table of [`Line`]s. One walk along a body reads it: each value goes to its
-//! line's place, within the line's bound. The documentation is made of the same lines.
+//! A request type has a table of [`Line`]s. One pass over a body reads it: each value is checked
+//! against its line's bound and moved to its target. The documentation is generated from the same
+//! lines.
 
 #[rustfmt::skip]
 pub(crate) mod generation;
@@ -38,12 +39,12 @@ pub(crate) trait Generates: TabledRequest {
     fn generation(&mut self) -> &mut GenerationParameters;
 }
 
-/// Types in the documentation of values that several types may have.
+/// Documented types for values that may have several JSON types.
 pub(crate) const TEXT: &str = r#"{"type": ["string", "null"]}"#;
 pub(crate) const SWITCH: &str = r#"{"type": ["boolean", "null"]}"#;
 pub(crate) const OBJECTS: &str = r#"{"type": "array", "items": {"type": "object"}}"#;
 
-/// A parameter of the generation, which several APIs have.
+/// A generation parameter, shared by several APIs.
 #[derive(Clone, Copy)]
 pub(crate) struct Parameter {
     aliases: &'static [&'static str],
@@ -73,7 +74,7 @@ impl Parameter {
         Self { shown: Some(schema), ..self }
     }
 
-    /// The parameter with a remark for the page of the API.
+    /// The parameter with a remark for the API's page.
     pub(crate) const fn note(self, note: &'static str) -> Self {
         Self { note, ..self }
     }
@@ -83,9 +84,9 @@ impl Parameter {
 pub(crate) enum Target<R> {
     /// The value has a place in the request.
     Own(Put<R>),
-    /// The value has a place among the parameters of the generation.
+    /// The value is stored in the generation parameters.
     Generation { of: fn(&mut R) -> &mut GenerationParameters, put: Put<GenerationParameters> },
-    /// A value that asks for an effect is refused, other than these words.
+    /// A value with an effect is refused, except these words.
     Refused(&'static [&'static str]),
     /// The value is skipped.
     Skipped,
@@ -106,9 +107,9 @@ pub(crate) struct Line<R> {
     pub(crate) description: &'static str,
     pub(crate) note: &'static str,
     pub(crate) is_required: bool,
-    /// True if the documentation of types leaves it out.
+    /// True if the type documentation omits it.
     pub(crate) is_hidden: bool,
-    /// The type in the documentation, if it is not that of the place.
+    /// The documented type, if it is not that of the target.
     shown: Option<&'static str>,
     pub(crate) target: Target<R>,
 }
@@ -151,7 +152,7 @@ pub(crate) const fn own<R>(
     }
 }
 
-/// A line with a parameter that is known and not served.
+/// A line for a known parameter that is not served.
 pub(crate) const fn refused<R>(name: &'static str) -> Line<R> {
     Line {
         param: Param { name, bound: Bound::Ignored },
@@ -165,18 +166,18 @@ pub(crate) const fn refused<R>(name: &'static str) -> Line<R> {
     }
 }
 
-/// A line with a parameter that has no effect, whatever its value is.
+/// A line for a parameter that never has an effect.
 pub(crate) const fn skipped<R>(name: &'static str) -> Line<R> {
     Line { target: Target::Skipped, ..refused(name) }
 }
 
 impl<R> Line<R> {
-    /// The line of a parameter without which there is no request.
+    /// The same line, for a required parameter.
     pub(crate) const fn required(self) -> Self {
         Self { is_required: true, ..self }
     }
 
-    /// The line without a part in the documentation of types.
+    /// The same line, omitted from the type documentation.
     pub(crate) const fn hidden(self) -> Self {
         Self { is_hidden: true, ..self }
     }
@@ -201,17 +202,17 @@ impl<R> Line<R> {
         Self { description, ..self }
     }
 
-    /// The line with a remark for the page of the API.
+    /// The same line, with a remark for the API's page.
     pub(crate) const fn note(self, note: &'static str) -> Self {
         Self { note, ..self }
     }
 
-    /// The line of a parameter that is refused unless it is one of `words`.
+    /// The line of a parameter that is refused, except with one of `words`.
     pub(crate) const fn unless(self, words: &'static [&'static str]) -> Self {
         Self { target: Target::Refused(words), ..self }
     }
 
-    /// The parameter's own `name`, if it is one of its names.
+    /// `name` as this parameter declares it, if it is one of its names.
     fn named(&self, name: &str) -> Option<&'static str> {
         let mut names = std::iter::once(&self.param.name).chain(self.aliases);
         names.find(|known| **known == name).copied()
@@ -223,9 +224,9 @@ impl<R> Line<R> {
 pub struct Field {
     /// The name, as clients write it.
     pub name: &'static str,
-    /// True if the parameter is served; false if a value that asks for an effect is refused.
+    /// True if the parameter is served; false if values with an effect are refused.
     pub is_served: bool,
-    /// True if the types of `/openapi.json` do not have it.
+    /// True if the types of `/openapi.json` omit it.
     pub is_hidden: bool,
     /// The meaning of the value.
     pub description: &'static str,
@@ -273,8 +274,8 @@ pub(crate) const fn params<R, const N: usize>(lines: &[Line<R>]) -> [Param; N] {
     all
 }
 
-/// Gives a request type its table: name, description, groups of lines, and the way to the
-/// parameters of the generation if there are any.
+/// Gives a request type its table: name, description, groups of lines, and access to the generation
+/// parameters if it has any.
 macro_rules! tabled {
     ($kind:ident, $description:literal, [$($group:expr),+] $(, $($field:ident).+)?) => {
         impl $crate::parameter::TabledRequest for $kind {

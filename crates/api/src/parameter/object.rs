@@ -1,4 +1,4 @@
-//! The walk along an object whose parameters are in a table.
+//! Reads an object whose parameters are declared in a table.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -52,7 +52,7 @@ impl<'de, R: TabledRequest> Visitor<'de> for ObjectVisitor<'_, 'de, R> {
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<R, A::Error> {
-        // Read to the end: invalid JSON is reported first.
+        // Read to the end, so that invalid JSON is reported first.
         while seq.next_element::<IgnoredAny>()?.is_some() {}
         Err(A::Error::invalid_type(serde::de::Unexpected::Seq, &self))
     }
@@ -88,7 +88,7 @@ impl<'de, R: TabledRequest> Visitor<'de> for ObjectVisitor<'_, 'de, R> {
     }
 }
 
-/// Moves a value of the object that is being read to its place.
+/// Moves a value of the current object to its target.
 fn move_value<'de, R: TabledRequest>(
     (name, line): (&'static str, &Line<R>),
     raw: &'de RawValue,
@@ -110,7 +110,7 @@ fn move_value<'de, R: TabledRequest>(
 
 /// The meaning of a key.
 enum Key<R: 'static> {
-    /// A line, with its number in the table and the name of the parameter that the client wrote.
+    /// A line, with its index in the table and the parameter name that the client wrote.
     Known(usize, &'static str, &'static Line<R>),
     /// A name that nothing reads.
     Unread(String),

@@ -1,4 +1,4 @@
-//! The documentation of a request type, made of its table.
+//! Generates the documentation of a request type from its table.
 
 use serde_json::{Map, Value as Json, json};
 use utoipa::openapi::RefOr;
@@ -58,7 +58,7 @@ pub(crate) fn object_schema<R: TabledRequest>() -> RefOr<Schema> {
     for line in lines::<R>() {
         let Some(ParameterType { mut schema, is_optional, .. }) = described(line) else { continue };
         if !line.description.is_empty() {
-            // In a reference the description stands next to `$ref`.
+            // A description beside a `$ref` belongs to the reference.
             let is_one_of = schema.get("oneOf").is_some();
             let place = if is_one_of { &mut schema["oneOf"][0] } else { &mut schema };
             place["description"] = json!(line.description);

@@ -1,4 +1,4 @@
-//! A value on its way from a body to its place.
+//! Moves a value from a body to its target field.
 
 use std::fmt;
 
@@ -11,7 +11,7 @@ use super::{Kind, TabledRequest};
 use crate::error::ApiError;
 use crate::limits::{Bound, BoundedDeserializer, Place, Step, Walk, string_bytes};
 
-/// A parameter that a client gives once, or once for each prompt.
+/// A parameter given once, or once for each prompt.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum OneOrMany<T> {
     /// An object.
@@ -20,13 +20,13 @@ pub(crate) enum OneOrMany<T> {
     Many(Vec<T>),
 }
 
-/// A value that a line moves to its place.
+/// A value that a line moves to its target.
 pub(crate) struct Value<'v, 'de>(Source<'v, 'de>);
 
 enum Source<'v, 'de> {
     /// The value is read from a body.
     Body { raw: &'de RawValue, bound: Bound, walk: &'v mut Walk<'de> },
-    /// The documentation asks for the type of the place.
+    /// The documentation asks for the target's type.
     Documentation(&'v mut Option<ParameterType>),
 }
 
@@ -50,12 +50,12 @@ impl<'v, 'de> Value<'v, 'de> {
         Ok(())
     }
 
-    /// Checks the type of the value, and drops it.
+    /// Checks the type of the value and drops it.
     pub(crate) fn skip<T: DeserializeOwned + Kind + Default>(self) -> Result<(), ApiError> {
         self.put(&mut T::default())
     }
 
-    /// Reads an object along the table of its type.
+    /// Reads an object by the table of its type.
     pub(crate) fn object<T: TabledRequest>(self, place: &mut T) -> Result<(), ApiError> {
         match self.0 {
             Source::Body { raw, walk, .. } => *place = read_object(raw.get(), walk)?,
@@ -105,7 +105,7 @@ fn read<'de, T: DeserializeOwned>(
     walk: &mut Walk<'de>,
 ) -> Result<T, ApiError> {
     let text = raw.get();
-    // One word of several is not looked at by visitors of strings.
+    // Visitors of strings would not check a word that may be one of several.
     if let (Bound::Text(most), Some(bytes)) = (bound, string_bytes(text))
         && bytes > most
     {

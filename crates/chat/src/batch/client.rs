@@ -1,4 +1,4 @@
-//! One request of a batch, which is sent again while the server is busy or away.
+//! One request of a batch, which is retried while the server is overloaded or unreachable.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -16,18 +16,17 @@ use tokio::time::sleep;
 use super::SMALL_ANSWER;
 use crate::link::{Connection, Link, refusal};
 
-/// The number of times that a request is sent to a server that does not answer, or answers that it
-/// cannot serve.
+/// How often a request is sent to a server that does not answer, or answers that it is unavailable.
 const TRIES: u32 = 10;
-/// The time before the second try. Each wait is twice the one before.
+/// The wait before the second try. Each further wait is twice as long.
 const FIRST_WAIT: Duration = Duration::from_millis(250);
 const LONGEST_WAIT: Duration = Duration::from_secs(60);
 
-/// A server, and the connections to it that have nothing to do.
+/// A server, and its idle connections.
 pub(super) struct Client {
     link: Link,
     idle: Mutex<Vec<Connection>>,
-    /// One answer at a time may be large. The others wait in the server.
+    /// Only one large answer is received at a time. The others wait in the server.
     large: Arc<Semaphore>,
 }
 
@@ -46,11 +45,11 @@ impl Client {
         Self { link, idle: Mutex::default(), large: Arc::new(Semaphore::new(1)) }
     }
 
-    /// Retries until there is an answer. An overloaded server is retried as long as it answers so.
+    /// Retries until there is an answer. An overloaded server is retried for as long as it says so.
     /// If a healthy server never answers this request, the request is given up.
     ///
     /// # Errors
-    /// The server does not serve, or requires another key. Then no other request has an answer
+    /// The server is unavailable, or requires another key. Then no other request would succeed
     /// either.
     pub(super) async fn ask(&self, request: &BatchRequest) -> Result<Result<Reply, LineFault>> {
         let (mut tries, mut wait) = (0, FIRST_WAIT);
@@ -134,7 +133,7 @@ impl Client {
         Ok(Some((whole, large)))
     }
 
-    /// A connection that is open, an old one if there is one.
+    /// An open connection: an idle one if there is any.
     async fn connection(&self) -> Result<Connection> {
         loop {
             let Some(mut idle) = self.idle().pop() else { return self.link.connect().await };
@@ -171,8 +170,8 @@ mod tests {
 
     use super::*;
 
-    /// A server that answers with these responses in turn, and then with the last for ever. An
-    /// empty one closes the connection. `health` is its health check's answer.
+    /// A server that answers with these responses in turn, and then repeats the last. An empty
+    /// response closes the connection. `health` is the answer to its health check.
     struct Scripted {
         client: Client,
         /// The number of requests, and of connections.
@@ -241,7 +240,7 @@ mod tests {
         let server = Scripted::start(responses, WELL);
         let reply = server.ask().await.unwrap().ok().unwrap();
         assert_eq!((reply.status, reply.id.as_deref()), (StatusCode::BAD_REQUEST, Some("r")));
-        // A refusal is an answer, and connections are used again.
+        // A refusal counts as an answer, and the connection is reused.
         assert_eq!(reply.body, b"[1]");
         assert_eq!((server.count(0), server.count(1)), (33, 2));
     }

@@ -1,8 +1,8 @@
 //! `forebay run-batch`: a file of requests, and a file of their answers.
 //!
-//! Lines are those of OpenAI's batches. Answers are in the order in which they come. A run that was
-//! killed goes on where it was: requests with an answer in the file are not sent again. The memory
-//! of a run has bounds, but for 16 bytes a request by which its name is known again.
+//! Lines have the format of OpenAI's batches. Answers are written as they arrive. A run that was
+//! killed can be resumed: requests with an answer in the file are not sent again. Memory is
+//! bounded, except for 16 bytes a request to recognise its id.
 
 mod client;
 mod progress;
@@ -30,13 +30,13 @@ use self::progress::{Progress, REDRAW, Tally};
 use crate::link::Link;
 use crate::server::StartedServer;
 
-/// The largest number of bytes of a line of the input.
+/// The largest line of the input in bytes.
 const LINE: usize = 64 << 20;
-/// The bytes of requests that are sent at a time, beyond which no other line is read.
+/// The total size of requests in flight, in bytes, beyond which no further line is read.
 const IN_FLIGHT: usize = 256 << 20;
-/// The largest answer in bytes that is read while others are.
+/// The largest answer in bytes that is received together with others.
 const SMALL_ANSWER: usize = 1 << 20;
-/// The requests at a time where a server does not tell how many it runs.
+/// The number of requests in flight if a server does not report how many it runs.
 const UNKNOWN_SERVER: u64 = 64;
 /// The exit status of a run that has answered all requests, some with an error.
 const SOME_ERRORS: u8 = 3;
@@ -44,32 +44,33 @@ const SOME_ERRORS: u8 = 3;
 /// The flags of `forebay run-batch`.
 #[derive(Debug, Args)]
 pub struct BatchArgs {
-    /// File of requests, one JSON object a line: `custom_id`, `method`, `url` and `body`. `-` is
+    /// File of requests, one JSON object a line: `custom_id`, `method`, `url` and `body`. `-` means
     /// standard input.
     #[arg(long, short, value_name = "FILE")]
     input_file: PathBuf,
-    /// File for the answers. Requests that have an answer there are not sent again.
+    /// File for the answers. Requests with an answer there are not sent again.
     #[arg(long, short, value_name = "FILE")]
     output_file: PathBuf,
-    /// Model as `serve` takes it: a server is started for it, and stopped in the end.
+    /// Model to serve (as in `forebay serve`): a server is started for the run and stopped
+    /// afterwards.
     #[arg(long, default_value = "smollm2", conflicts_with = "url")]
     model: String,
-    /// URL of a server that runs, as in http://127.0.0.1:8000.
+    /// URL of a running server, such as http://127.0.0.1:8000.
     #[arg(long, value_name = "URL")]
     url: Option<String>,
     /// Key that the server at `--url` asks for.
     #[arg(long, env = "FOREBAY_API_KEY", hide_env_values = true, value_name = "KEY")]
     api_key: Option<String>,
-    /// The largest number of requests at a time [default: twice as many as the server runs].
+    /// Largest number of requests in flight [default: twice as many as the server runs].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65_536))]
     max_concurrency: Option<u32>,
-    /// Flags of `serve` for the server that is started, after `--`.
+    /// Flags for the started server (those of `serve`), after `--`.
     #[arg(last = true, value_name = "FLAGS", conflicts_with = "url")]
     serve: Vec<String>,
 }
 
 impl BatchArgs {
-    /// The model for which a server is started; `None`: there is a server.
+    /// The model for which a server is started; `None`: a running server is used.
     #[must_use]
     pub fn model(&self) -> Option<&str> {
         self.url.is_none().then_some(&self.model)
@@ -82,12 +83,12 @@ impl BatchArgs {
     }
 }
 
-/// Answers the requests of a file. `program` is this program, which can start a server. The exit
-/// status is 0 if all answers are good, and 3 if some are errors.
+/// Answers the requests of a file. `program` is the path of this program, for starting a server.
+/// The exit status is 0 if all answers are good, and 3 if some are errors.
 ///
 /// # Errors
-/// A file cannot be read or written, the server cannot be reached, or a signal came. Answers that
-/// are written stay.
+/// A file cannot be read or written, the server cannot be reached, or a signal arrived. Answers
+/// that were written stay.
 pub fn run_batch(args: &BatchArgs, program: PathBuf) -> Result<ExitCode> {
     let (output, answered) = BatchOutput::open(&args.output_file)?;
     let input = BatchInput::open(&args.input_file, answered.names, LINE)?;
@@ -161,7 +162,7 @@ impl Run {
         ended
     }
 
-    /// The first request; the lines before it are none.
+    /// The first valid request; the lines before it are not valid requests.
     async fn first(&mut self, interruption: &mut Interruption) -> Result<Option<Job>> {
         loop {
             let line = tokio::select! {
@@ -175,7 +176,7 @@ impl Run {
         }
     }
 
-    /// The request of a line; `None`: the line is not a request, and its error is written.
+    /// The request of a line; `None`: the line is no valid request, and its error was written.
     fn take(&mut self, line: BatchLine) -> Result<Option<Job>> {
         let size = line.size();
         let BatchLine { number, name, request } = line;
@@ -262,7 +263,7 @@ impl Job {
     }
 }
 
-/// The number of requests that keep a server busy: those that it runs, and as many that wait.
+/// How many requests keep a server busy: as many as it runs, and as many again waiting.
 async fn capacity(link: &Link) -> usize {
     let told = match link.ask(Method::GET, "/server_info").await {
         Ok((StatusCode::OK, info)) => {
@@ -272,7 +273,7 @@ async fn capacity(link: &Link) -> usize {
             let queued = number("max_queued_requests").unwrap_or(u64::MAX);
             (2 * running * replicas).min(queued)
         }
-        // Users may not ask this, or the server is another one.
+        // The key may not read this, or the server is not Forebay.
         _ => UNKNOWN_SERVER,
     };
     // Each is a connection.

@@ -1,4 +1,4 @@
-//! The state of a run on standard error: a bar in a terminal, else a line now and then.
+//! Progress on standard error: a bar on a terminal, otherwise a line now and then.
 
 use std::io::IsTerminal;
 use std::sync::atomic::Ordering;
@@ -9,7 +9,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 /// The interval at which the progress line is redrawn.
 pub(super) const REDRAW: Duration = Duration::from_millis(250);
-/// The time between two lines where there is no terminal.
+/// The interval of lines when there is no terminal.
 const LINES: Duration = Duration::from_secs(10);
 
 /// The numbers of a run.
@@ -17,7 +17,7 @@ const LINES: Duration = Duration::from_secs(10);
 pub(super) struct Tally {
     /// Requests that were answered in this run.
     pub(super) answered: u64,
-    /// Answers in the output that are errors, those of earlier runs too.
+    /// Errors among the answers in the output, including those of earlier runs.
     pub(super) errors: u64,
 }
 
@@ -29,7 +29,7 @@ pub(super) struct Progress {
 }
 
 impl Progress {
-    /// Shows the progress in a file of `size` bytes.
+    /// Shows progress through a file of `size` bytes.
     pub(super) fn new(size: Option<u64>) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| match size {
             Some(size) => ProgressBar::new(size),

@@ -1,4 +1,5 @@
-//! The conversation of a request of Anthropic's API: messages of blocks, which become turns.
+//! The conversation of a request of Anthropic's API: messages of blocks, which are converted to
+//! turns.
 
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -15,8 +16,7 @@ use crate::turns::{Content, Turns};
 /// defeat the prefix cache.
 const BILLING: &str = "x-anthropic-billing-header:";
 
-/// The roles of messages. Anthropic has no system messages; some of its clients write them all the
-/// same.
+/// The roles of messages. Anthropic has no system messages; some of its clients send them anyway.
 const ROLES: [&str; 3] = ["user", "assistant", "system"];
 
 /// A message.
@@ -55,7 +55,7 @@ pub(crate) struct Block {
     tool_use_id: Option<String>,
     is_error: Option<bool>,
     content: Option<Loose<TextOr<Inner>>>,
-    /// The signature of a block of thinking, which this server made itself.
+    /// The signature of a thinking block, which this server generated.
     #[serde(default, rename = "signature")]
     _signature: Inert,
 }
@@ -63,7 +63,7 @@ pub(crate) struct Block {
 /// A block within a result of a tool, or within a result of a search.
 #[derive(Debug, Default, Deserialize)]
 pub(crate) struct Inner {
-    /// Empty: results of tools that are skipped have other entries.
+    /// May be empty, because skipped results of tools have other entries.
     #[serde(default, rename = "type")]
     kind: String,
     text: Option<String>,
@@ -172,7 +172,7 @@ pub(super) fn system_text(
     Ok(content)
 }
 
-/// A system prompt without a line of billing in front of it.
+/// A system prompt without a billing line at its start.
 fn unbilled(text: String) -> String {
     if !text.starts_with(BILLING) {
         return text;
@@ -217,7 +217,7 @@ pub(super) fn add(
                     asked(turns, &mut content, &path, block, ignored)?;
                 }
             }
-            // Tool results follow their calls, and the user's text follows both.
+            // Tool results directly follow their calls, and the user's text comes after them.
             for (path, block) in results {
                 result(turns, &path, block, ignored)?;
             }
@@ -283,7 +283,7 @@ fn asked(
     }
 }
 
-/// A block with content for the model, at any place.
+/// A block with content for the model, at any nesting.
 struct Shown<'a> {
     kind: &'a str,
     text: Option<String>,
@@ -346,7 +346,7 @@ fn found(
     texts(content, path, blocks)
 }
 
-/// Adds the texts of blocks in `path`.content; `None`: they have another shape.
+/// Adds the texts of the blocks in `path`.content; `None`: they have another shape.
 fn texts(content: &mut Content, path: &str, blocks: Option<TextOr<Leaf>>) -> Result<(), ApiError> {
     let path = format!("{path}.content");
     match blocks {
@@ -356,8 +356,7 @@ fn texts(content: &mut Content, path: &str, blocks: Option<TextOr<Leaf>>) -> Res
                 let path = format!("{path}[{at}]");
                 match block.kind.as_str() {
                     "text" => content.text(required(block.text, &path, "text")?),
-                    // The block carries content: without it the model would answer another
-                    // question.
+                    // The block carries content. Dropping it would answer another question.
                     kind => return Err(ApiError::unsupported(format!("{path}.type={kind}"))),
                 }
             }

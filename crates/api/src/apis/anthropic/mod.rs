@@ -22,7 +22,7 @@ use crate::tools::{OfferedTools, ToolNames};
 use crate::turns::Turns;
 use conversation::{BLOCK, Block, InMessage, MESSAGE, add, invalid, system_text};
 
-/// A request of Anthropic's dialect. `/v1/messages/count_tokens` takes it too.
+/// A request of Anthropic's API. `/v1/messages/count_tokens` takes it too.
 #[derive(Debug, Default)]
 pub struct MessagesRequest {
     generation: GenerationParameters,
@@ -94,7 +94,7 @@ pub(crate) struct ToolChoice {
 /// The `output_config` parameter.
 #[derive(Debug, Default, Deserialize, ToSchema)]
 pub(crate) struct OutputConfig {
-    /// The effort of the model's reasoning, for templates that ask.
+    /// The effort of the model's reasoning, for templates that support it.
     effort: Option<String>,
     /// The form of the answer.
     format: Option<OutputFormat>,
@@ -146,7 +146,7 @@ impl MessagesRequest {
         if self.messages.is_empty() {
             return Err(invalid("messages", "at least one is needed"));
         }
-        // An answer that the client has begun is gone on with.
+        // An answer that the client has begun is continued.
         let continues = self.messages.last().is_some_and(InMessage::is_begun_answer);
         for (index, message) in self.messages.into_iter().enumerate() {
             add(&mut turns, &format!("messages[{index}]"), message, ignored)?;
@@ -230,7 +230,7 @@ impl ToolChoice {
 }
 
 impl OutputFormat {
-    /// The form in the chat API's words; it came in `param`.
+    /// The format as a parameter of the chat API; it came in `param`.
     fn in_chat(self, param: &str) -> Result<ResponseFormat, ApiError> {
         if self.kind != "json_schema" {
             return Err(invalid(&format!("{param}.type"), "must be json_schema"));
@@ -244,8 +244,8 @@ impl OutputFormat {
     }
 }
 
-/// Tools as the chat API has them, and their paths. Those that Anthropic's servers run themselves
-/// are not served here.
+/// Tools in the chat API's form, and their paths. Tools that Anthropic's servers run themselves are
+/// not served here.
 fn functions(
     tools: Vec<Value>,
     ignored: &mut Vec<String>,

@@ -133,7 +133,7 @@ fn what_is_wrong_is_named_by_its_path() {
     assert_eq!(validate(&servers).unwrap_err(), ApiError::unsupported("mcp_servers"));
 }
 
-/// Content that a client sends is in the prompt, whichever block type holds it.
+/// Content that a client sends reaches the prompt, whichever block type holds it.
 #[test]
 fn documents_and_results_of_searches_are_in_the_prompt() {
     let document = |source: Value| json!({"type": "document", "title": "Report", "context": "draft", "source": source});
@@ -159,7 +159,7 @@ fn documents_and_results_of_searches_are_in_the_prompt() {
     }
 }
 
-/// A kind of block decides which fields it has: those of a kind that is skipped may have any shape.
+/// A block's kind decides which fields it has; blocks of skipped kinds may have any shape.
 #[test]
 fn blocks_of_other_kinds_are_skipped_whatever_is_in_them() {
     for block in [

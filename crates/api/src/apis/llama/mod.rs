@@ -104,7 +104,7 @@ impl LlamaRequest {
     }
 }
 
-/// Biases by token id, of both forms. `false` forbids a token.
+/// Biases by token id, in either of the two forms. `false` forbids a token.
 fn biases(given: Value) -> Result<HashMap<String, f32>, ApiError> {
     const PARAM: &str = "logit_bias";
     /// The least that a bias may be.
@@ -224,8 +224,8 @@ pub struct LlamaProbability {
 }
 
 impl LlamaEnd {
-    /// Sets the end of the text by a stop string or token; `None`: its length. `eos` is true for an
-    /// end-of-sequence token.
+    /// Sets what ended the text: a stop string or token, or `None` for its length. `eos` is true
+    /// for an end-of-sequence token.
     pub fn stopped(&mut self, by: Option<StopReason>, eos: bool) {
         (self.stop_type, self.stopping_word) = match by {
             None => ("limit", String::new()),
@@ -236,7 +236,7 @@ impl LlamaEnd {
     }
 }
 
-/// A row of the device's tables, in the form of llama.cpp's server.
+/// A row of the device tables, in the form of llama.cpp's server.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct LlamaSlot {
     /// The number of the slot.

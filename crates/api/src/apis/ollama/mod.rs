@@ -269,7 +269,7 @@ impl OllamaChatRequest {
             return Ok(shared.load());
         }
         let mut turns = Turns::new(limits.images);
-        // Results name their tool, and no call: they stand in the order of the calls.
+        // Results name their tool but not their call: they come in the order of the calls.
         let mut calls = Calls::default();
         for (index, message) in messages.into_iter().enumerate() {
             message.add(&mut turns, &mut calls, &format!("messages[{index}]"))?;
@@ -343,7 +343,7 @@ impl OllamaEmbedRequest {
 
 impl OllamaEmbeddingsRequest {
     /// The request as a request of OpenAI's API; `None`: there is no text. The older route gives
-    /// vectors as the model makes them.
+    /// raw vectors.
     #[must_use]
     pub fn in_openai(self) -> Option<EmbeddingRequest> {
         let text = Some(self.prompt).filter(|text| !text.is_empty())?;
@@ -430,7 +430,7 @@ impl Shared {
 /// The parameter with the effort of reasoning.
 const THINK: EffortParams = EffortParams { level: "think", switch: "think" };
 
-/// The form of an answer; `None`: any. Ollama's own clients write an empty text for none.
+/// The format of an answer; `None`: any. Ollama's own clients send an empty text for any.
 fn in_chat(format: Raw) -> Result<Option<ResponseFormat>, ApiError> {
     let kind = match format.get() {
         r#""""# => return Ok(None),
@@ -471,7 +471,7 @@ impl OllamaMessage {
                 for (at, call) in self.tool_calls.into_iter().flatten().enumerate() {
                     let OllamaFunction { name, arguments } = call.function;
                     let arguments = match arguments {
-                        // A call without arguments, as some languages write it.
+                        // A call without arguments, as clients in some languages write it.
                         None => json!({}),
                         Some(arguments @ (Value::Object(_) | Value::String(_))) => arguments,
                         Some(_) => {

@@ -203,7 +203,7 @@ impl ChatRequest {
         })
     }
 
-    /// Moves the settings in `reasoning` to the parameters of the same meaning.
+    /// Moves the settings in `reasoning` to the equivalent parameters.
     fn spread_reasoning(&mut self) -> Result<(), ApiError> {
         fn put<T>(
             place: &mut Option<T>,

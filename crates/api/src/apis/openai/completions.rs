@@ -70,10 +70,10 @@ pub struct ValidCompletion {
     /// The number of alternatives for each token's log-probabilities; with `echo` also for the
     /// prompt's tokens. `None`: none are returned.
     pub logprobs: Option<u8>,
-    /// The number of alternatives for each log-probability of the prompt, which are returned apart;
-    /// `None`: none are returned.
+    /// The number of alternatives for each log-probability of the prompt, which are returned in a
+    /// field of their own; `None`: none are returned.
     pub prompt_logprobs: Option<u8>,
-    /// The form of tokens in addition to their text.
+    /// How tokens are returned in addition to their text.
     pub tokens: TokenOutput,
     /// The parameters that all routes share.
     pub generation: Generation,
@@ -130,7 +130,7 @@ impl CompletionRequest {
             let count = prompts.len();
             (CompletionPrompts::Prompts(prompts), "prompt", count)
         } else {
-            // Clients that insist on a prompt send an empty one.
+            // Some clients always send a prompt, and leave it empty.
             if self.prompt.as_ref().is_some_and(|prompt| !prompt.is_empty()) {
                 return Err(ApiError::invalid(
                     "prompt_embeds",

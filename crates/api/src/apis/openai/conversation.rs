@@ -98,8 +98,8 @@ pub(crate) struct Rendering {
 /// Checks the messages and brings them into the shape that templates expect.
 ///
 /// # Errors
-/// There is no message, a part is not served, there are too many images, or both ways to end the
-/// prompt are requested.
+/// There is no message, a part is not served, there are too many images, or both a generation
+/// prompt and a continued message are requested.
 pub(crate) fn chat_prompt(
     messages: Vec<ChatMessage>,
     rendering: Rendering,
@@ -123,7 +123,7 @@ pub(crate) fn chat_prompt(
         ));
     }
     let mut images = Images::new(most);
-    // The last call in the older form, whose result comes without its name.
+    // The last call in the older form, whose result does not repeat its name.
     let mut called = None;
     let messages = messages.into_iter().enumerate().map(|(index, mut message)| {
         if message.function_call.is_some() {
@@ -145,7 +145,7 @@ pub(crate) fn chat_prompt(
     })
 }
 
-/// Takes the part at `path`, which is not text; gives the template's view of it.
+/// Takes the non-text part at `path`. Returns what the template gets for it.
 fn take(path: &str, part: ContentPart, images: &mut Images) -> Result<Value, ApiError> {
     if images.are_unseen() || part.kind != "image_url" {
         return Err(ApiError::unsupported(format!("{path}.type={}", part.kind)));
@@ -221,7 +221,7 @@ fn flatten(index: usize, message: ChatMessage, images: &mut Images) -> Result<Va
     Ok(Value::Object(map))
 }
 
-/// The name of the call of message number `index`, where the older form gives it none.
+/// The id of the call in message number `index`, if the older form gives it none.
 fn call_id(index: usize) -> String {
     format!("call_{index}")
 }
@@ -230,8 +230,8 @@ fn text_view(text: String) -> Value {
     json!({"type": "text", "text": text})
 }
 
-/// Checks the calls of message number `index`. Without the check templates fail on wrong calls with
-/// useless messages.
+/// Checks the calls of message number `index`. Otherwise templates fail on wrong calls with useless
+/// messages.
 fn check_calls(index: usize, calls: &[Value]) -> Result<(), ApiError> {
     for (number, call) in calls.iter().enumerate() {
         let path = format!("messages[{index}].tool_calls[{number}]");

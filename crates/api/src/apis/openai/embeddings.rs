@@ -70,16 +70,16 @@ pub struct ValidEmbedding {
     pub prompts: Vec<Prompt>,
     /// The form in which vectors are written.
     pub format: EncodingFormat,
-    /// Numbers to keep of each vector, at most its size.
+    /// The number of leading values to keep of each vector, at most its size.
     pub dimensions: Option<usize>,
-    /// True if each vector is divided by its length.
+    /// True if each vector is normalised to length 1.
     pub normalize: bool,
-    /// True if scores stay as the model made them.
+    /// True if scores are returned raw, as the model computes them.
     pub raw: bool,
     /// The number of tokens to which inputs are cut: at least one and at most the context length.
     /// `None`: longer inputs are refused.
     pub truncate: Option<usize>,
-    /// True if the tokenizer's special tokens go around texts.
+    /// True if the tokenizer's special tokens are added around texts.
     pub add_special_tokens: bool,
     /// The priority in the queue.
     pub priority: i32,
@@ -105,7 +105,7 @@ impl EmbeddingRequest {
     }
 
     /// Checks everything that can be checked before the inputs are tokenised. Vectors have `size`
-    /// numbers. `normalized` is true if the model's authors divide vectors by their length.
+    /// numbers. `normalized` is true if the model's authors normalise vectors.
     ///
     /// # Errors
     /// A parameter is out of range; the error names the first.
@@ -163,7 +163,7 @@ pub struct PoolingData {
     pub index: usize,
     /// `pooling`.
     pub object: &'static str,
-    /// A vector. A model that scores has a list of a number for each label.
+    /// A vector. For a scoring model, a list with one number for each label.
     pub data: Vector,
 }
 

@@ -166,7 +166,7 @@ impl Shared {
         }
     }
 
-    /// The form of tokens in addition to their text.
+    /// How tokens are returned in addition to their text.
     pub(super) fn tokens(&self) -> TokenOutput {
         TokenOutput {
             ids: self.return_token_ids.unwrap_or(false),

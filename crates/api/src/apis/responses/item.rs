@@ -16,8 +16,7 @@ use crate::limits::bounds::{WORD, param};
 use crate::limits::{Bound, Param};
 use crate::turns::{Content, Turns};
 
-/// An item of a conversation: a type, and the fields of that type. A message may leave its type
-/// out.
+/// An item of a conversation: a type, and the fields of that type. A message needs no type.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize, Serialize)]
 pub struct Item {
     /// The kind of the item.
@@ -48,10 +47,10 @@ pub struct Item {
     encrypted_content: Option<String>,
 }
 
-/// The beginning of sealed reasoning. It is not a secret: clients keep it, and do not read it.
+/// The prefix of sealed reasoning. It is not encrypted: clients only store it and send it back.
 const SEAL: &str = "forebay.1.";
 
-/// Reasoning in a form that clients send back without reading it.
+/// Reasoning in an opaque form that clients send back.
 #[must_use]
 pub fn sealed(reasoning: &str) -> String {
     format!("{SEAL}{}", STANDARD.encode(reasoning))
@@ -159,7 +158,7 @@ impl Item {
         self.id.as_deref()
     }
 
-    /// The name of the kept item that stands here; `None`: the item stands here itself.
+    /// The id of the stored item that this one refers to; `None`: it is an item itself.
     pub(super) fn reference(&self) -> Option<&str> {
         let is_bare = self.kind == "message" && self.role.is_none() && self.content.is_none();
         self.id.as_deref().filter(|_| self.kind == "item_reference" || is_bare)
@@ -174,7 +173,7 @@ impl Item {
         }
     }
 
-    /// The texts of reasoning: as they are, sealed, or summarised.
+    /// The texts of reasoning: plain, sealed, or summarised.
     fn thoughts(&self) -> Vec<Cow<'_, str>> {
         fn texts(parts: &[ItemPart]) -> Vec<Cow<'_, str>> {
             parts.iter().map(|part| part.text.as_deref().unwrap_or_default().into()).collect()
@@ -229,7 +228,7 @@ impl Item {
                 let name = format!("{}{name}", self.namespace.as_deref().unwrap_or_default());
                 let arguments = text_of(self.arguments.as_ref(), path, "arguments")?;
                 let arguments = arguments.unwrap_or("{}");
-                // Templates read arguments as the object that they are.
+                // Templates expect arguments as an object.
                 let read = serde_json::from_str(arguments).ok().filter(Value::is_object);
                 turns.called(self.call_id.clone(), &name, read.unwrap_or_else(|| json!(arguments)));
             }
@@ -301,7 +300,7 @@ fn parts(
                 let url = required(part.image_url.clone(), &path, "image_url")?;
                 turns.image(&mut content, &path, ImageUrl { url })?;
             }
-            // A file is content: to leave it out would answer another question.
+            // A file is content. Dropping it would answer another question.
             "input_file" | "input_audio" => {
                 return Err(ApiError::unsupported(format!("{path}.type={}", part.kind)));
             }

@@ -39,7 +39,7 @@ pub struct ResponsesRequest {
     instructions: Option<String>,
     /// The response that this one continues.
     pub previous_response_id: Option<String>,
-    /// Keep the response, so that others can continue it; true if absent.
+    /// Store the response, so that others can continue it; true if absent.
     pub store: Option<bool>,
     /// Answer at once, and compute in the background.
     pub background: Option<bool>,
@@ -86,9 +86,10 @@ const EFFORT: EffortParams = EffortParams { level: "reasoning.effort", switch: "
 /// The `reasoning` parameter.
 #[derive(Debug, Default, Deserialize, ToSchema)]
 pub(crate) struct ResponsesReasoning {
-    /// The effort of the model's reasoning, for templates that ask; `none` means no reasoning.
+    /// The effort of the model's reasoning, for templates that support it; `none` means no
+    /// reasoning.
     effort: Option<String>,
-    /// Accepted: nothing is summarised, reasoning comes as it is.
+    /// Accepted without effect: reasoning is never summarised.
     #[serde(default, rename = "summary")]
     #[schema(ignore)]
     _summary: Inert,
@@ -112,7 +113,7 @@ pub(crate) struct TextFormat {
     /// The schema.
     #[schema(value_type = Option<Object>)]
     schema: Option<Raw>,
-    /// Accepted: a schema is always kept to the letter.
+    /// Accepted without effect: a schema is always enforced.
     strict: Option<bool>,
 }
 
@@ -138,21 +139,21 @@ pub struct ValidResponses {
     pub kinds: Vec<(String, ToolKind)>,
     /// The new items.
     pub input: Vec<Item>,
-    /// True if the response is kept, so that others can continue it.
+    /// True if the response is stored, so that others can continue it.
     pub store: bool,
-    /// True if the answer comes at once and is computed in the background.
+    /// True if the response is returned at once and computed in the background.
     pub background: bool,
-    /// True if reasoning also comes in a form that clients send back without reading it.
+    /// True if reasoning is also returned in an opaque form that clients send back.
     pub sealed: bool,
-    /// The parts of the request that the response repeats.
+    /// The request parameters that the response repeats.
     pub echo: Map<String, Value>,
 }
 
-/// The largest number of bytes of tools that a response repeats: a stream has it three times.
+/// The largest size of tools that a response repeats, in bytes; a stream repeats them three times.
 const ECHOED_TOOLS: usize = 1 << 16;
 
 impl ResponsesRequest {
-    /// The names of kept items to which the input refers, with their paths.
+    /// The ids of stored items to which the input refers, with their paths.
     #[must_use]
     pub fn references(&self) -> Vec<(&str, String)> {
         let Some(TextOr::List(items)) = &self.input else { return Vec::new() };
@@ -163,7 +164,7 @@ impl ResponsesRequest {
         references
     }
 
-    /// Puts kept items in the places of the references to them. `kept` has them by their names.
+    /// Replaces references by the stored items in `kept`, which has them by id.
     pub fn resolve(&mut self, kept: &HashMap<String, Item>) {
         let Some(TextOr::List(items)) = &mut self.input else { return };
         for item in items {
@@ -244,7 +245,7 @@ impl ResponsesRequest {
         Ok(ValidResponses { chat, kinds, input, store, background, sealed, echo })
     }
 
-    /// True if reasoning is returned in the form that clients send back. Other values of `include`
+    /// True if reasoning is returned in the opaque form for sending back. Other values of `include`
     /// have no effect.
     fn seals(&self, ignored: &mut Vec<String>) -> bool {
         let included = self.include.iter().flatten();
@@ -254,7 +255,7 @@ impl ResponsesRequest {
         !seals.is_empty()
     }
 
-    /// The parts of the request that the response repeats.
+    /// The request parameters that the response repeats.
     fn echo(&self) -> Map<String, Value> {
         let tools = self.tools.as_deref().unwrap_or_default();
         let bytes: usize = tools.iter().map(|tool| tool.to_string().len()).sum();

@@ -1,4 +1,4 @@
-//! Tools of the Responses API as functions of chats.
+//! Tools of the Responses API, as functions of the chat API.
 
 use forebay_grammar::GRAMMAR_BYTES;
 use serde_json::{Map, Value, json};
@@ -7,10 +7,10 @@ use super::invalid;
 use crate::error::ApiError;
 use crate::tools::TextForm;
 
-/// The kind of a tool. The tool has become a function that the model may call.
+/// The original kind of a tool that was turned into a function for the model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ToolKind {
-    /// The tool's input is text: its function has the text as its only argument, [`CUSTOM_INPUT`].
+    /// Its input is text: the function has the text as its only argument, [`CUSTOM_INPUT`].
     Custom,
     /// The tool belongs to a namespace.
     Of {
@@ -21,7 +21,7 @@ pub enum ToolKind {
     },
 }
 
-/// The only argument of a function that stands for a tool whose input is text.
+/// The only argument of a function that replaces a tool with text input.
 pub const CUSTOM_INPUT: &str = "input";
 
 /// Tools as the chat API has them.
@@ -32,11 +32,11 @@ pub(super) struct Functions {
     pub(super) paths: Vec<String>,
     /// The kinds of tools that are not plain functions.
     pub(super) kinds: Vec<(String, ToolKind)>,
-    /// Forms of the inputs of custom tools, by their names.
+    /// The required forms of custom tools' inputs, by tool name.
     pub(super) texts: Vec<(String, TextForm)>,
 }
 
-/// Makes functions of tools. Tools that OpenAI's servers run themselves are not served here.
+/// Turns tools into functions. Tools that OpenAI's servers run themselves are not served here.
 pub(super) fn functions(
     tools: Vec<Value>,
     ignored: &mut Vec<String>,
@@ -107,7 +107,7 @@ fn function(tool: &mut Map<String, Value>, namespace: &str) -> Value {
     json!({"type": "function", "function": function})
 }
 
-/// The function that stands for a tool with text for an input.
+/// The function that replaces a tool with text input.
 fn custom(name: &str, description: &Value) -> Value {
     let schema = json!({
         "type": "object",
@@ -144,7 +144,7 @@ fn text_form(tool: &Map<String, Value>, path: &str) -> Result<Option<TextForm>, 
     Ok(Some(TextForm { definition, is_regex, path: format!("{path}.definition") }))
 }
 
-/// The value of `tool_choice`, with tools of any kind called functions.
+/// The value of `tool_choice`, with tools of every kind treated as functions.
 pub(super) fn named(mut choice: Value, kinds: &[(String, ToolKind)]) -> Value {
     let is_custom = choice["type"] == "custom"
         && kinds.iter().any(|(name, kind)| *kind == ToolKind::Custom && choice["name"] == **name);

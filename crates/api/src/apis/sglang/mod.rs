@@ -213,8 +213,8 @@ impl GenerateRequest {
     }
 }
 
-/// Position of the first token of a prompt that has a log-probability: after the first one that is
-/// listed. `None`: none is listed.
+/// The position of the first prompt token with a log-probability, one after the first listed token.
+/// `None`: none is listed.
 fn first_told(start: Option<i32>) -> Result<Option<u32>, ApiError> {
     let start = start.unwrap_or(-1);
     if start < -1 {
@@ -224,7 +224,7 @@ fn first_told(start: Option<i32>) -> Result<Option<u32>, ApiError> {
     Ok(u32::try_from(start).ok().map(|start| start + 1))
 }
 
-/// The prompts, of which there are texts or ids.
+/// The prompts, given either as texts or as ids.
 fn one_of(text: Option<Prompts>, ids: Option<Prompts>) -> Result<Prompts, ApiError> {
     match (text, ids) {
         (Some(text @ (Prompts::Text(_) | Prompts::Texts(_))), None) => Ok(text),
@@ -237,7 +237,7 @@ fn one_of(text: Option<Prompts>, ids: Option<Prompts>) -> Result<Prompts, ApiErr
     }
 }
 
-/// Refuses a list that has not an entry for each prompt.
+/// Refuses a list that does not have one entry for each prompt.
 fn one_each<T>(param: &str, list: Vec<T>, count: usize) -> Result<Vec<T>, ApiError> {
     if list.len() == count {
         return Ok(list);

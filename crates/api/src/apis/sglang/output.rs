@@ -35,7 +35,7 @@ pub struct GenerateMeta {
     pub cached_tokens: Option<u32>,
     /// Seconds since the arrival of the request.
     pub e2e_latency: f64,
-    /// The name of the weights, where a server can load others.
+    /// The name of the current weights, on servers that can load others.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub weight_version: Option<String>,
     /// One (log-probability, id, text) for each token of the prompt, from `logprob_start_len` on.
@@ -73,7 +73,7 @@ pub enum GenerateFinish {
     },
 }
 
-/// A token as the native dialect writes it: `[log-probability, id, text or null]`.
+/// A token in SGLang's native form: `[log-probability, id, text or null]`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LogprobTriple {
     /// Natural log-probability; null for the first token of a prompt.
