@@ -1,4 +1,4 @@
-//! The tokens that `tokenizer_config.json` adds to those of `tokenizer.json`, as in transformers.
+//! Adds the tokens of `tokenizer_config.json` to those of `tokenizer.json`, as transformers does.
 
 use serde_json::{Map, Value};
 use tokenizers::AddedToken;
@@ -12,7 +12,8 @@ const NAMED: [&str; 7] =
 const LISTS: [&str; 2] = ["additional_special_tokens", "extra_special_tokens"];
 
 /// Adds the tokens of `config`, the content of a `tokenizer_config.json`: those of
-/// `added_tokens_decoder` in the order of their ids, then the special tokens that are nowhere else.
+/// `added_tokens_decoder` in the order of their ids, then any special tokens that are still
+/// missing.
 ///
 /// A token that the vocabulary has keeps its id, and any other gets the next free one, as in
 /// transformers. True if this changed the tokenizer.
@@ -54,7 +55,7 @@ pub(crate) fn add(
     Ok(changed > 0)
 }
 
-/// The special tokens without a name of their own: in a list, or by name in an object.
+/// The special tokens without a standard name: in a list, or by name in an object.
 fn further(config: &Map<String, Value>) -> impl Iterator<Item = &Value> {
     let listed = LISTS.iter().filter_map(|name| config.get(*name));
     listed.flat_map(|value| match value {
@@ -64,7 +65,7 @@ fn further(config: &Map<String, Value>) -> impl Iterator<Item = &Value> {
     })
 }
 
-/// The text of a token, which stands alone or in an object.
+/// The text of a token, which is given directly or in an object.
 fn text(value: &Value) -> Option<&str> {
     value.as_str().or_else(|| value.get("content")?.as_str())
 }
@@ -121,7 +122,7 @@ mod tests {
         }
         let special = ids.map(|id| tokenizer.is_special(id));
         assert_eq!(special, [true, false, false, true, true]);
-        // The cuts of long texts, the lower bound and the text of tokens follow.
+        // Cuts of long texts, the lower bound and token texts agree with it.
         let mut detokenizer = Detokenizer::new(Arc::new(loaded(&config)), true);
         let mut text = String::new();
         for id in [ids[2], ids[0]] {

@@ -6,8 +6,8 @@ use serde_json::Value;
 
 use crate::error::TextError;
 
-/// Texts that a fast backend has to encode as the reference does before it is used: cases in which
-/// tokenizers differ.
+/// Texts on which tokenizers tend to differ. A fast backend is used only if it encodes them like
+/// the reference.
 const SAMPLE: &str = "Hello, world! It's 12345.67 o'clock; we'LL see... \
 \n\n\t def f(x):\r\n        return {'é': \"ñ\", 'ﬁ': ½}  # 100%\n\n\n\
 日本語のテキスト。中文文本，也在这里！한국어 텍스트 नमस्ते दुनिया สวัสดี مرحبا שלום Привет Ωμέγα\n\
@@ -23,7 +23,7 @@ pub enum Backend {
     Fastokens,
 }
 
-/// A character that the two libraries' tables disagree about: a space once, and no longer.
+/// A character that the two libraries classify differently: it was once a space.
 const DISPUTED: char = '\u{180e}';
 
 /// The fast backend.
@@ -36,7 +36,7 @@ impl fmt::Debug for Fast {
 }
 
 impl Fast {
-    /// Loads the content of a `tokenizer.json`, and compares with the `reference` on a sample.
+    /// Loads the content of a `tokenizer.json`, and compares it with the `reference` on a sample.
     pub(crate) fn new(file: Value, reference: &tokenizers::Tokenizer) -> Result<Self, TextError> {
         let refuse = |why: &dyn fmt::Display| TextError::Load(format!("fastokens: {why}"));
         let mut tokenizer =
@@ -55,7 +55,7 @@ impl Fast {
         Ok(fast)
     }
 
-    /// True if this text is encoded as the reference does.
+    /// True if this backend encodes the text like the reference.
     pub(crate) fn takes(&self, text: &str) -> bool {
         !text.contains(DISPUTED)
     }

@@ -1,4 +1,4 @@
-//! Encoded text, kept for the next turn of its conversation.
+//! A cache of encoded text, for later turns of conversations.
 
 use std::borrow::Borrow;
 use std::hash::{Hash, Hasher};
@@ -8,15 +8,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use lru::LruCache;
 use parking_lot::Mutex;
 
-/// The bytes that an entry takes besides its text and ids: the allocations' headers and the table's
-/// slot.
+/// Bytes of an entry besides its text and ids: headers of allocations, and the slot in the table.
 const ENTRY_BYTES: usize = 128;
 
 /// The ids of parts of texts, by the parts themselves. It holds a limited number of bytes, and
 /// drops the least recently used parts first.
 ///
-/// The whole part is the key, so a found entry is exactly its encoding. Hashes are not trusted. A
-/// salt is in the key too: the time of an encoding reveals nothing about texts of other salts.
+/// The key is the full text of the part, not a hash, so a found entry is always the right encoding.
+/// The key includes a salt, so encoding times reveal nothing about texts of other salts.
 #[derive(Debug)]
 pub(crate) struct TextCache {
     entries: Mutex<Entries>,
@@ -38,7 +37,7 @@ struct Kept {
     part: Box<str>,
 }
 
-/// A key as it is stored or looked up, so that a lookup copies no text.
+/// A stored key or a borrowed one, so that a lookup copies no text.
 trait Key {
     fn parts(&self) -> (u64, &str);
 }
@@ -101,7 +100,7 @@ impl TextCache {
         }
     }
 
-    /// The ids of each part that is there for texts of this salt.
+    /// The cached ids of each part, for texts of this salt.
     pub(crate) fn get_all(&self, salt: u64, parts: &[&str]) -> Vec<Option<Arc<[i32]>>> {
         let found: Vec<_> = {
             let mut entries = self.entries.lock();
@@ -116,8 +115,8 @@ impl TextCache {
         found
     }
 
-    /// Keeps the ids of a part for texts of this salt. One that is as large as the whole cache is
-    /// not kept.
+    /// Keeps the ids of a part for texts of this salt. A part as large as the whole cache is not
+    /// kept.
     pub(crate) fn insert(&self, salt: u64, part: &str, ids: Arc<[i32]>) {
         let bytes = cost(part, &ids);
         if bytes > self.limit {
@@ -127,7 +126,7 @@ impl TextCache {
         if let Some((Kept { part, .. }, ids)) =
             entries.ids.push(Kept { salt, part: part.into() }, ids)
         {
-            // Two requests with the same part encoded it at the same time.
+            // Another request has encoded the same part at the same time.
             entries.bytes -= cost(&part, &ids);
         }
         entries.bytes += bytes;

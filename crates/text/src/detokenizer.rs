@@ -1,32 +1,32 @@
-//! The way from token ids to text, id by id.
+//! Converts token ids to text, one id at a time.
 
 use std::sync::Arc;
 
 use crate::scheme::Scheme;
 use crate::tokenizer::{Kind, Tokenizer};
 
-/// A window that has given no text for this many tokens is closed, so that a decoder which never
-/// gives any costs no more than this a token.
+/// A window that has produced no text for this many tokens is closed. This bounds the cost of a
+/// token for decoders that never produce any.
 const WINDOW_LIMIT: usize = 64;
 
 /// Turns the ids of one request into text, one id at a time.
 ///
 /// The joined pieces are the text of [`Tokenizer::decode`] for all ids at once. Each id costs O(1)
-/// amortised. Text is given as soon as it is final. Only the bytes of an incomplete character are
-/// held back.
+/// amortised. Text is returned as soon as it is final. Only the bytes of an incomplete character
+/// are held back.
 ///
-/// The two can differ for a byte-fallback (SentencePiece style) tokenizer. Decoding at once turns a
-/// whole run of byte tokens into U+FFFD, one for each byte, if any part of the run is not UTF-8. A
-/// stream has given the run's first complete characters by then, and gives U+FFFD from the first
-/// wrong byte on. Ids of real text have no such runs. A model can sample one, and a text that a
-/// length limit cuts can end in one. Some decoders need more than one token's own text (WordPiece,
-/// CTC, ...). For them a window of the last tokens is decoded again at each id. This is exact if a
-/// token changes no text before the token before it.
+/// The two can differ for a byte-fallback (SentencePiece style) tokenizer. If a run of byte tokens
+/// has any invalid UTF-8, decoding at once turns every byte of the run into U+FFFD. A stream has
+/// already returned the run's first complete characters, and returns U+FFFD from the first invalid
+/// byte on. Ids of real text have no such runs, but a model can sample one, and a length limit can
+/// cut inside one. Some decoders need more than one token's own text (WordPiece, CTC, ...). For
+/// them a window of the last tokens is decoded again at each id. This is exact if a token changes
+/// no text before the token before it.
 #[derive(Debug)]
 pub struct Detokenizer {
     tokenizer: Arc<Tokenizer>,
     skip_special_tokens: bool,
-    /// Special tokens that give text all the same, ascending.
+    /// Special tokens that are shown as text anyway, ascending.
     shown: Arc<[i32]>,
     state: State,
 }
@@ -39,13 +39,13 @@ enum State {
 }
 
 impl Detokenizer {
-    /// A detokenizer at the start of a text. With `skip_special_tokens`, special tokens give no
+    /// A detokenizer at the start of a text. With `skip_special_tokens`, special tokens produce no
     /// text.
     pub fn new(tokenizer: Arc<Tokenizer>, skip_special_tokens: bool) -> Self {
         Self::showing(tokenizer, skip_special_tokens, Arc::default())
     }
 
-    /// A detokenizer for which the special tokens `shown` (ascending) give text all the same.
+    /// A detokenizer that shows the special tokens `shown` (ascending) as text.
     pub fn showing(
         tokenizer: Arc<Tokenizer>,
         skip_special_tokens: bool,
@@ -96,8 +96,8 @@ struct Incomplete(Vec<u8>);
 
 impl Incomplete {
     /// Reads `bytes` after the bytes that were held back, and replaces wrong ones as
-    /// `String::from_utf8_lossy` does. The reach of a wrong sequence depends on no byte after it,
-    /// so reading in parts gives the same.
+    /// `String::from_utf8_lossy` does. How far an invalid sequence extends depends on no later
+    /// byte, so reading in parts gives the same result.
     fn push(&mut self, bytes: &[u8], out: &mut String) {
         if self.0.is_empty() {
             let rest = read_lossy(bytes, out);
@@ -139,11 +139,11 @@ fn read_lossy<'a>(mut bytes: &'a [u8], out: &mut String) -> &'a [u8] {
 struct PiecesState {
     /// No token so far.
     at_start: bool,
-    /// The character that may still be cut from the start of the text, and its largest number.
+    /// The character that may still be stripped from the start of the text, and how often at most.
     strip_left: Option<(char, usize)>,
     /// The bytes of a run of byte tokens that are not a complete character yet.
     run: Vec<u8>,
-    /// The run had a wrong byte: every byte up to its end is U+FFFD.
+    /// The run had an invalid byte, so every further byte of it becomes U+FFFD.
     run_is_broken: bool,
 }
 
@@ -195,7 +195,7 @@ impl PiecesState {
         self.run.clear();
     }
 
-    /// Appends final text, without the part that is cut from the start.
+    /// Appends final text, without what is stripped from the start.
     fn give(&mut self, mut text: &str, out: &mut String) {
         while let Some((cut, times @ 1..)) = self.strip_left {
             if text.is_empty() {
@@ -213,7 +213,7 @@ impl PiecesState {
     }
 }
 
-/// The bytes that the first token of a text adds, if they are not those of the table.
+/// The bytes that a text's first token adds, if they differ from the table's.
 fn first_piece(tokenizer: &Tokenizer, id: u32) -> Option<Vec<u8>> {
     let Scheme::Pieces(pieces) = tokenizer.scheme() else { return None };
     let token = pieces.first_differs().then(|| tokenizer.decoded_token(id))??;
@@ -223,14 +223,14 @@ fn first_piece(tokenizer: &Tokenizer, id: u32) -> Option<Vec<u8>> {
     }
 }
 
-/// The last tokens of a text, decoded again at each new one.
+/// The last tokens of a text, which are decoded again for each new token.
 ///
-/// The first part was given out already. The new tokens' text depends on it, such as a space before
-/// them.
+/// The text of the first ones was returned already. The new tokens' text depends on them, for
+/// instance whether a space precedes it.
 #[derive(Debug, Default)]
 struct Window {
     ids: Vec<u32>,
-    /// The number of `ids` that have been given out.
+    /// The number of `ids` whose text was returned.
     given: usize,
 }
 
@@ -253,12 +253,12 @@ impl Window {
         self.given = self.ids.len();
     }
 
-    /// The text of the first `count` tokens; a decoder that refuses them gives none.
+    /// The text of the first `count` tokens; empty if the decoder fails.
     fn text(&self, tokenizer: &Tokenizer, count: usize) -> String {
         tokenizer.decode_unsigned(&self.ids[..count], false).unwrap_or_default()
     }
 
-    /// The part of `text` that has not been given out.
+    /// The part of `text` that was not returned yet.
     fn fresh<'a>(&self, tokenizer: &Tokenizer, text: &'a str) -> &'a str {
         let before = self.text(tokenizer, self.given);
         let common = text.char_indices().zip(before.chars()).find(|((_, a), b)| a != b);

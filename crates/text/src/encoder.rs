@@ -10,11 +10,11 @@ use crate::error::TextError;
 use crate::plain::{LONGEST_WORD, overlap};
 use crate::tokenizer::Tokenizer;
 
-/// Long texts are encoded in parts of at least this many bytes. Such parts are large enough that
-/// cutting costs nothing. A short text waits only a few milliseconds behind one.
+/// Long texts are encoded in parts of at least this many bytes. Cutting into parts of this size
+/// costs nothing, and a short text waits only a few milliseconds behind one.
 const PART_BYTES: usize = 8 << 10;
-/// Texts below this are encoded whole without a look at the cache, and the cache keeps parts of
-/// this size. Encoding so little costs about as much as a lookup.
+/// Shorter texts are encoded whole without the cache, and the cache keeps parts of this size.
+/// Encoding so little text costs about as much as a lookup.
 const KEPT_BYTES: usize = 2 << 10;
 
 /// A tokenizer with a cache of encoded texts.
@@ -26,25 +26,25 @@ pub struct Encoder {
     encoded: AtomicU64,
 }
 
-/// A part of at least this many bytes may have no place for a cut, so that its encoding would delay
-/// others. It is encoded word by word, on a thread that others do not wait for.
+/// A part may exceed this many bytes because it has no place for a cut. It would delay others, so
+/// it is encoded word by word on a thread that others do not wait for.
 const LONG_BYTES: usize = 64 << 10;
 
-/// Texts, and facts about them that must be known before a cut.
+/// Texts, with facts about them that are needed before they are cut.
 #[derive(Debug, Default)]
 pub(crate) struct Texts {
     pub(crate) texts: Vec<String>,
     pub(crate) add_special_tokens: bool,
-    /// Tokens that each may have, those around it not counted: encoding ends where there are more.
+    /// The largest number of tokens of each text, without those around it. Encoding stops when
+    /// there are more.
     pub(crate) most: Option<usize>,
-    /// The encodings of parts are shared with texts of the same salt.
+    /// The salt. Only texts of the same salt share encodings of parts.
     pub(crate) salt: u64,
-    /// The special tokens of a chat that are ordinary text, as sorted ranges of its one text.
+    /// Special tokens in a chat that are ordinary text, as sorted ranges of its single text.
     pub(crate) plain: Vec<Range<usize>>,
 }
 
-/// Texts on their way to ids: a list of parts, each of which can be encoded by itself, in any
-/// order.
+/// The encoding of texts as a job: a list of parts that can be encoded in any order.
 #[derive(Debug)]
 pub(crate) struct Work {
     texts: Vec<String>,
@@ -55,7 +55,7 @@ pub(crate) struct Work {
     /// Ids of each text so far.
     counts: Vec<AtomicUsize>,
     parts: Vec<Part>,
-    /// Parts that are encoded one after the other, about [`PART_BYTES`] together.
+    /// Parts that are encoded consecutively, about [`PART_BYTES`] together.
     pieces: Vec<Range<usize>>,
 }
 
@@ -81,7 +81,7 @@ impl Encoder {
         &self.tokenizer
     }
 
-    /// The ids of `text`, as [`Tokenizer::encode`] gives them.
+    /// The ids of `text`, equal to those of [`Tokenizer::encode`].
     ///
     /// # Errors
     /// The errors of [`Tokenizer::encode`].
@@ -98,7 +98,7 @@ impl Encoder {
         Ok(self.finish(&work)?.pop().unwrap_or_default())
     }
 
-    /// Bytes of text that were encoded, or begun, so far. Bytes from the cache do not count.
+    /// Bytes of text whose encoding has begun so far. Bytes from the cache do not count.
     pub fn encoded_bytes(&self) -> u64 {
         self.encoded.load(Ordering::Relaxed)
     }
@@ -117,8 +117,8 @@ impl Encoder {
     /// Cuts texts into parts and looks up known ones.
     ///
     /// # Errors
-    /// [`TextError::TooLong`] for a text that can't be short enough, [`TextError::Undivided`] for
-    /// one with a word that is too long. Nothing was encoded then.
+    /// [`TextError::TooLong`] if a text certainly has too many tokens, [`TextError::Undivided`] if
+    /// a word is too long. Nothing was encoded then.
     pub(crate) fn plan(&self, texts: Texts) -> Result<Work, TextError> {
         let Texts { texts, add_special_tokens, most, salt, plain } = texts;
         for (index, text) in texts.iter().enumerate() {
@@ -166,10 +166,10 @@ impl Encoder {
         Ok(work)
     }
 
-    /// Checks that a text that is encoded as a whole has no word that is too long.
+    /// Checks that a text that is encoded whole has no word that is too long.
     ///
     /// # Errors
-    /// [`TextError::Undivided`], where the tokenizer's words are known.
+    /// [`TextError::Undivided`], if the tokenizer's words are known.
     pub(crate) fn check_words(&self, text: &str) -> Result<(), TextError> {
         let cuts = self.tokenizer.cuts();
         let mut start = 0;
@@ -217,17 +217,18 @@ impl Encoder {
         };
         let from = parts.len();
         let mut start = 0;
-        // Where a part ends depends on nothing that comes after it: equal beginnings have equal
+        // A part's end does not depend on what follows, so texts with equal beginnings have equal
         // parts.
         while text.len() - start > token
             && let Some(end) = next_cut(cuts, text, plain, start + token, start + anywhere)
         {
-            // The cache is keyed by text, and this text's encoding depends on its neighbours.
+            // The cache is keyed by the part's text, but this part's encoding depends on its
+            // neighbours.
             let kept = self.cache.is_some() && !overlap(plain, &(start..end));
             parts.push(Part::new(index, start..end, kept));
             start = end;
         }
-        // The last part ends where the text does, which the next turn moves.
+        // The last part is not cached, because its end moves in the next turn.
         parts.push(Part::new(index, start..text.len(), false));
         if let Some(cache) = &self.cache {
             let kept = &parts[from..parts.len() - 1];
@@ -252,7 +253,7 @@ impl Encoder {
     ///
     /// # Errors
     /// The errors of [`Tokenizer::encode`], [`TextError::TooLong`] as soon as a text has too many
-    /// ids, and [`TextError::Closed`] if `go_on` gives false.
+    /// ids, and [`TextError::Closed`] if `go_on` returns false.
     pub(crate) fn encode_piece(
         &self,
         work: &Work,
@@ -318,7 +319,7 @@ impl Encoder {
         })
     }
 
-    /// The ids of each text. All pieces are encoded before.
+    /// The ids of each text. All pieces have to be encoded before.
     ///
     /// # Errors
     /// A piece is not encoded.
@@ -352,8 +353,8 @@ impl Work {
         self.pieces.len()
     }
 
-    /// True if this piece takes so long that it goes to a thread of its own, to delay no other
-    /// text.
+    /// True if this piece takes so long that it needs a thread of its own, in order to delay no
+    /// other text.
     pub(crate) fn is_long(&self, piece: usize) -> bool {
         self.parts[self.pieces[piece].clone()].iter().any(Part::is_long)
     }
@@ -366,8 +367,8 @@ fn check_divided(bytes: usize) -> Result<(), TextError> {
     }
 }
 
-/// The next cut as in [`Cuts::next`], but not at or in one of `plain`, which is a token by its
-/// looks alone.
+/// The next cut as in [`Cuts::next`], but not in or next to a range of `plain`, which only looks
+/// like a token.
 fn next_cut(
     cuts: &Cuts,
     text: &str,

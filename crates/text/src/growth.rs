@@ -1,8 +1,8 @@
-//! The length to which a tokenizer's file may make a text grow before it is split into words.
+//! Bounds how much a tokenizer file may make a text grow before it is split into words.
 //!
 //! A normaliser may replace a character by any text of the file. The library's memory grows with
-//! the result, which is bounded here before the library gets the text. Unicode's own forms, which
-//! make a character up to eleven times as long, are not counted.
+//! the result, so the bound is checked before the library gets the text. Unicode normalisation,
+//! which makes a character up to eleven times as long, is not counted.
 
 use serde_json::Value;
 
@@ -90,7 +90,7 @@ fn longest_token(file: &Value) -> usize {
     names.map(String::as_str).chain(pieces).map(str::len).max().unwrap_or(0)
 }
 
-/// The least number of bytes that a pattern matches.
+/// The smallest number of bytes that a pattern matches.
 fn shortest_match(pattern: &Value) -> usize {
     if let Some(text) = pattern["String"].as_str() {
         return text.len();

@@ -1,10 +1,11 @@
-//! Text in and text out: tokenisation, chat templates, incremental detokenisation and stop strings.
+//! Text input and output: tokenisation, chat templates, incremental detokenisation and stop
+//! strings.
 //!
-//! Going in, a [`TextPool`] runs chat templates ([`ChatTemplate`]) and the tokenizer
+//! For input, a [`TextPool`] runs chat templates ([`ChatTemplate`]) and the tokenizer
 //! ([`Tokenizer`]) on its own threads, so that a long prompt never holds up an HTTP thread. Its
 //! [`Encoder`] cuts long texts at places where this changes no id, and remembers encoded parts. So
-//! a conversation's history is encoded once. Coming out, each request has one [`Detokenizer`] and
-//! one [`StopStrings`]: token ids become text that is final, with nothing of a stop string in it.
+//! a conversation's history is encoded once. For output, each request has a [`Detokenizer`] and a
+//! [`StopStrings`]: they turn token ids into final text without any part of a stop string.
 //!
 //! The reference for all of it is Hugging Face: `tokenizers` for ids and text, `transformers` with
 //! `jinja2` for chat templates. The tests compare with their outputs.

@@ -1,9 +1,8 @@
-//! The scheme by which a tokenizer's decoder turns tokens into text. It is recognised once, at the
-//! load.
+//! How a tokenizer's decoder turns tokens into text, which is recognised once when it is loaded.
 //!
 //! Hugging Face's decoders take the whole list of tokens. For the common decoders, the same text
-//! can be built token by token from a table. This module recognises them and computes the table's
-//! entries. Tokens of any other decoder are decoded in windows, see [`crate::Detokenizer`].
+//! can be built token by token from a table, whose entries this module computes. Tokens of other
+//! decoders are decoded in windows, see [`crate::Detokenizer`].
 
 use serde_json::Value;
 
@@ -12,32 +11,31 @@ use serde_json::Value;
 pub(crate) enum Scheme {
     /// Byte level: a token is bytes, the text is all bytes read as UTF-8, lossily.
     Bytes,
-    /// SentencePiece style: a token is a piece of text, or one byte of a character that has no
-    /// token.
+    /// SentencePiece style: a token is a piece of text, or one byte of a character without a token.
     Pieces(Pieces),
     /// Any other decoder.
     Window,
 }
 
-/// A SentencePiece style decoder: the changes to each token, then to the text.
+/// A SentencePiece-style decoder: changes to each token, then to the text.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Pieces {
     /// Literal replacements in each token, in order.
     replace: Vec<(String, String)>,
-    /// The character that stands for a space, where the decoder is a Metaspace.
+    /// The character that replaces spaces, if the decoder is a Metaspace.
     metaspace: Option<char>,
-    /// The Metaspace decoder drops that character from the first token.
+    /// True if the Metaspace decoder drops that character from the first token.
     metaspace_drops_first: bool,
     /// Tokens of the form `<0x0A>` are bytes.
     byte_fallback: bool,
-    /// The character that is cut from the start of the text, and its largest number.
+    /// The character to strip from the start of the text, and how often at most.
     pub(crate) strip_left: Option<(char, usize)>,
 }
 
 /// The bytes that one token adds to the text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Piece {
-    /// Text of its own, or, for [`Scheme::Bytes`], bytes that may be a part of a character.
+    /// Text of its own. For [`Scheme::Bytes`], bytes that may be part of a character.
     Text(Vec<u8>),
     /// One byte of a byte-fallback run.
     Byte(u8),
@@ -74,8 +72,8 @@ impl Pieces {
         let mut fused = false;
         for (at, step) in steps.iter().enumerate() {
             match kind(step) {
-                // Before the byte fallback a replacement applies to one token's own text, which a
-                // table can hold.
+                // Before the byte fallback, a replacement applies to each token by itself, so the
+                // table can include it.
                 "Replace" if !fused && !pieces.byte_fallback => {
                     let pattern = step["pattern"]["String"].as_str().filter(|p| !p.is_empty())?;
                     let content = step["content"].as_str()?;
@@ -135,22 +133,22 @@ fn kind(decoder: &Value) -> &str {
 
 /// The byte a byte-fallback token such as `<0x0A>` stands for.
 ///
-/// It is as loose as the reference, and takes all that `from_str_radix` takes for two hexadecimal
-/// digits, `+A` included.
+/// It is as lenient as the reference: it accepts whatever `from_str_radix` reads from two
+/// characters, even `+A`.
 fn fallback_byte(token: &str) -> Option<u8> {
     let digits = token.strip_prefix("<0x")?.strip_suffix('>')?;
     (digits.len() == 2).then(|| u8::from_str_radix(digits, 16).ok())?
 }
 
-/// The bytes of a byte-level token. If one of its characters stands for no byte, they are the
-/// token's own UTF-8: an added token can have a space or `｜` in it.
+/// The bytes of a byte-level token. If one of its characters represents no byte, they are the
+/// token's own UTF-8: added tokens may contain a space or `｜`.
 fn byte_level_bytes(token: &str) -> Vec<u8> {
     token.chars().map(byte_of_char).collect::<Option<Vec<u8>>>().unwrap_or_else(|| token.into())
 }
 
-/// The byte that a character of the byte-level alphabet stands for (GPT-2's `bytes_to_unicode`,
-/// inverted). Printable Latin-1 characters are themselves. The other 68 bytes are the characters
-/// from U+0100 on, in order.
+/// The byte that a character of the byte-level alphabet represents (the inverse of GPT-2's
+/// `bytes_to_unicode`). Printable Latin-1 characters represent themselves. The other 68 bytes are
+/// represented by the characters from U+0100 on, in order.
 pub(crate) fn byte_of_char(c: char) -> Option<u8> {
     let code = u32::from(c);
     let byte = match code {

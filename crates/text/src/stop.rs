@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-/// The stop strings of a request, with the tables for their search. It is made once and shared by
-/// all choices. Each search has a [`StopStrings`] of its own.
+/// The stop strings of a request, with tables for searching. They are built once and shared by all
+/// choices. Each search has its own [`StopStrings`].
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct StopTable {
     /// The stop strings, as the client listed them.
@@ -16,8 +16,8 @@ struct Stop {
     /// The caller's index.
     index: usize,
     text: Box<[u8]>,
-    /// The next shorter beginning to try. For each length of a matched beginning, it is the length
-    /// of the longest proper end that is a beginning too.
+    /// The next shorter prefix to try: for each length of a matched prefix, the length of its
+    /// longest proper suffix that is a prefix too.
     fallback: Box<[u32]>,
 }
 
@@ -53,8 +53,8 @@ impl Stop {
         Self { index, text, fallback: fallback.into() }
     }
 
-    /// Reads one byte after `at` bytes of the string, which are not all; gives how many of them the
-    /// text ends with now.
+    /// Reads one byte after `at` matched bytes of the string (not all of it). Returns how many of
+    /// its leading bytes the text ends with now.
     fn step(&self, mut at: u32, byte: u8) -> u32 {
         while at > 0 && self.text[at as usize] != byte {
             at = self.fallback[at as usize];
@@ -63,19 +63,19 @@ impl Stop {
     }
 }
 
-/// Finds the stop strings of one request in text that comes in parts. It holds text back that may
-/// be the beginning of a stop string.
+/// Finds the stop strings of one request in text that arrives in parts. Text that may be the
+/// beginning of a stop string is held back.
 ///
 /// The match that ends earliest in the text wins. Of several that end there, the longest wins, then
-/// the first listed. The held text is the longest end of the text so far with which some stop
-/// string begins. Each byte costs one Knuth-Morris-Pratt step for each stop string, amortised.
+/// the first listed. The held text is the longest suffix of the text so far that is a prefix of
+/// some stop string. Each byte costs one Knuth-Morris-Pratt step for each stop string, amortised.
 #[derive(Debug)]
 pub struct StopStrings {
     table: Arc<StopTable>,
-    /// The number of leading bytes of each string of the table with which the text so far ends.
+    /// For each stop string, how many of its leading bytes the text so far ends with.
     at: Box<[u32]>,
     include_in_output: bool,
-    /// Text not given out yet: bytes from `held_from` on.
+    /// Text that was not returned yet: bytes from `held_from` on.
     held: String,
     held_from: usize,
     matched: Option<usize>,
@@ -100,11 +100,11 @@ impl StopStrings {
         &self.table.texts[index]
     }
 
-    /// Reads `delta` and appends the text to `out` that can't be part of a stop string any more.
+    /// Reads `delta`, and appends to `out` the text that can no longer be part of a stop string.
     ///
-    /// Gives the index of a stop string as soon as it has matched. `out` then ends right before it,
-    /// or right after it with `include_in_output`. From then on nothing is appended, and the index
-    /// stays.
+    /// Returns the index of a stop string as soon as it has matched. `out` then ends right before
+    /// it, or right after it with `include_in_output`. From then on nothing is appended, and the
+    /// same index is returned.
     pub fn push(&mut self, delta: &str, out: &mut String) -> Option<usize> {
         if self.matched.is_some() {
             return self.matched;
@@ -138,8 +138,8 @@ impl StopStrings {
         let end = self.held.len() - hold;
         out.push_str(&self.held[self.held_from..end]);
         self.held_from = end;
-        // The rest is moved only once as much is gone, which keeps the cost of a push at its own
-        // length, amortised.
+        // The rest is moved only once as much was returned, so that a push costs amortised time in
+        // its own length.
         if self.held_from >= hold {
             self.held.drain(..self.held_from);
             self.held_from = 0;
@@ -147,7 +147,7 @@ impl StopStrings {
         None
     }
 
-    /// Appends the held text, because the text has ended and no stop string can come any more.
+    /// Appends the held text, because the text has ended without a stop string.
     pub fn finish(&mut self, out: &mut String) {
         out.push_str(&self.held[self.held_from..]);
         self.held.clear();
@@ -178,7 +178,7 @@ mod tests {
         (out, found)
     }
 
-    /// The specification: every stop string at every end, in the whole text.
+    /// The specification: compares every stop string at every position of the whole text.
     fn naive(text: &str, stops: &[String], include: bool) -> (String, Option<usize>) {
         for end in 1..=text.len() {
             let ends_here =

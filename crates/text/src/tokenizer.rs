@@ -15,7 +15,7 @@ use crate::measure::Measure;
 use crate::plain::Plain;
 use crate::scheme::{Piece, Scheme};
 
-/// Ids above this are taken for a broken file: the table below has an entry for every id up to the
+/// A larger id means that the file is broken: the table below has an entry for every id up to the
 /// largest.
 const LARGEST_ID: u32 = (1 << 24) - 1;
 
@@ -37,8 +37,7 @@ pub struct Tokenizer {
 /// The ids that the post-processor puts before and after those of a text.
 pub(crate) type Frame = (Vec<i32>, Vec<i32>);
 
-/// The bytes that every id adds to the text, by id: one run of bytes and an end and a kind for each
-/// id.
+/// The bytes that every id adds to the text: one run of bytes, and for each id its end and kind.
 #[derive(Debug, Default)]
 struct Table {
     bytes: Vec<u8>,
@@ -93,7 +92,7 @@ impl Tokenizer {
 
     /// Loads a `tokenizer.json`.
     ///
-    /// Padding and truncation of the file are switched off, as transformers does for one text.
+    /// The file's padding and truncation are switched off, as transformers does for a single text.
     ///
     /// # Errors
     /// [`TextError::Load`] if the file cannot be read, is not a tokenizer, or is not one for this
@@ -102,8 +101,8 @@ impl Tokenizer {
         Self::from_file_with(path, backend, &Map::new())
     }
 
-    /// Loads a `tokenizer.json`, and adds the tokens that `config` has more, the content of the
-    /// model's `tokenizer_config.json`. They get the ids that transformers gives them.
+    /// Loads a `tokenizer.json`, and adds the tokens that only `config` has, the content of the
+    /// model's `tokenizer_config.json`. They get the same ids as in transformers.
     ///
     /// # Errors
     /// The errors of [`Tokenizer::from_file_for`].
@@ -179,7 +178,7 @@ impl Tokenizer {
             Backend::Hf => None,
             Backend::Fastokens if scheme == Scheme::Bytes => Some(Fast::new(file, &inner)?),
             Backend::Fastokens => {
-                // fastokens takes text that reads like a byte token for that byte.
+                // fastokens treats text that looks like a byte token as that byte.
                 let why = "fastokens is for byte-level tokenizers only, and this is none";
                 return Err(TextError::Load(why.to_owned()));
             }
@@ -193,7 +192,7 @@ impl Tokenizer {
     ///
     /// # Errors
     /// [`TextError::Encode`] if the model has no token for a part of the text and no unknown token
-    /// either, or if its normaliser may make too much of the text.
+    /// either, or if its normaliser may make the text too long.
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<i32>, TextError> {
         self.growth.check(text.len())?;
         if let Some(fast) = self.fast.as_ref().filter(|fast| fast.takes(text)) {
@@ -207,13 +206,14 @@ impl Tokenizer {
         Ok(encoding.get_ids().iter().map(|id| id.cast_signed()).collect())
     }
 
-    /// A lower bound of the number of ids of `text`, without those of the post-processor. It costs
-    /// a look at each byte. It is 0 for a tokenizer that may drop text.
+    /// A lower bound of the number of ids of `text`, without those of the post-processor. It takes
+    /// one pass over the bytes. It is 0 for a tokenizer that may drop text.
     ///
     /// If each byte has a token (byte-level BPE, and SentencePiece's BPE with byte fallback), a
-    /// byte counts one over the length of the longest token that has it. If text is composed first,
-    /// characters outside ASCII count a quarter. For a Unigram tokenizer only ASCII letters and
-    /// digits count, by the longest token. For WordPiece and WordLevel each word counts one.
+    /// byte counts as one over the length of the longest token that contains it. If text is
+    /// composed first, characters outside ASCII count a quarter. For a Unigram tokenizer only ASCII
+    /// letters and digits count, by the length of the longest token. For WordPiece and WordLevel
+    /// each word counts as one.
     pub fn fewest_ids(&self, text: &str) -> usize {
         self.measure.fewest(text)
     }
@@ -240,13 +240,13 @@ impl Tokenizer {
         self.encode_plain(text, std::slice::from_ref(&(0..text.len())), &|_| true)
     }
 
-    /// True if a token adds [`Tokenizer::token_bytes`] to a text at any place except its beginning.
+    /// True if a token adds its [`Tokenizer::token_bytes`] everywhere except at the beginning of a
+    /// text.
     pub fn adds_bytes(&self) -> bool {
         !matches!(self.scheme, Scheme::Window)
     }
 
-    /// The places of `text` where it spells a special token, as far as these touch one of `client`
-    /// (sorted ranges).
+    /// The ranges of `text` that spell a special token and touch one of `client` (sorted ranges).
     pub(crate) fn spelled(&self, text: &str, client: &[Range<usize>]) -> Vec<Range<usize>> {
         self.plain.spelled(text, client)
     }
@@ -265,15 +265,15 @@ impl Tokenizer {
         tokens.filter(|content| added.is_special_token(content)).cloned().collect()
     }
 
-    /// The ids from `limit` on, in order, with their tokens. A model with an embedding of `limit`
-    /// rows has no rows for them.
+    /// The ids from `limit` on, in order, with their tokens. A model whose embedding has `limit`
+    /// rows lacks rows for them.
     pub fn ids_from(&self, limit: u32) -> Vec<(i32, String)> {
         let all = limit..u32::try_from(self.vocab_size()).unwrap_or(u32::MAX);
         let token = |id: u32| Some((id.cast_signed(), self.inner.id_to_token(id)?));
         all.filter_map(token).collect()
     }
 
-    /// The ids of two texts as one prompt, and the place at which the second text begins. The
+    /// The ids of two texts as one prompt, and the index at which the second text begins. The
     /// post-processor's ids around and between the texts are included.
     ///
     /// # Errors
@@ -290,7 +290,7 @@ impl Tokenizer {
         Ok((ids, u32::try_from(begins).unwrap_or(u32::MAX)))
     }
 
-    /// The text of `ids`, exactly like that of Hugging Face's `decode`. Ids without a token are
+    /// The text of `ids`, equal to that of Hugging Face's `decode`. Ids without a token are
     /// ignored.
     ///
     /// # Errors
@@ -304,14 +304,14 @@ impl Tokenizer {
         self.inner.decode(ids, skip).map_err(|error| TextError::Decode(error.to_string()))
     }
 
-    /// The text of this token alone, for log-probabilities. A part of a character shows as U+FFFD.
-    /// The text is empty for an id without a token.
+    /// The text of this token alone, for log-probabilities. A part of a character is shown as
+    /// U+FFFD. An id without a token has empty text.
     pub fn token_text(&self, id: i32) -> String {
         String::from_utf8_lossy(&self.token_bytes(id)).into_owned()
     }
 
-    /// The bytes of this token alone, for log-probabilities. Special tokens are their own text.
-    /// There are none for an id without a token.
+    /// The bytes of this token alone, for log-probabilities. A special token's bytes are its name.
+    /// An id without a token has none.
     pub fn token_bytes(&self, id: i32) -> Vec<u8> {
         let Ok(id) = u32::try_from(id) else { return Vec::new() };
         match self.scheme {
@@ -320,12 +320,12 @@ impl Tokenizer {
         }
     }
 
-    /// The token with this id, in the spelling of the vocabulary.
+    /// The token with this id, as the vocabulary spells it.
     pub fn id_to_token(&self, id: i32) -> Option<String> {
         self.inner.id_to_token(u32::try_from(id).ok()?)
     }
 
-    /// The id of a token in the spelling of the vocabulary.
+    /// The id of a token, as the vocabulary spells it.
     pub fn token_to_id(&self, token: &str) -> Option<i32> {
         self.inner.token_to_id(token).map(u32::cast_signed)
     }
@@ -372,14 +372,14 @@ impl Tokenizer {
 }
 
 /// The token for `id` in decoding. An added token that is matched in normalised text has its
-/// normalised form, which `id_to_token` does not give.
+/// normalised form here, unlike in `id_to_token`.
 fn decoded_token(inner: &tokenizers::Tokenizer, id: u32) -> Option<String> {
     let added = inner.get_added_vocabulary().simple_id_to_token(id);
     added.or_else(|| inner.get_model().id_to_token(id))
 }
 
-/// The ids that the post-processor puts around a text's ids, learnt from a text of one id that no
-/// token has. `None` if it does something else than to put ids around them.
+/// The ids that the post-processor adds around a text's ids, found by processing an id that no
+/// token has. `None`: it does more than add ids around them.
 fn frame(inner: &tokenizers::Tokenizer) -> Result<Option<Frame>, TextError> {
     const TEXT: u32 = u32::MAX;
     let text = Encoding::from_tokens(vec![Token::new(TEXT, "a".to_owned(), (0, 1))], 0);

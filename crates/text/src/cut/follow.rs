@@ -1,10 +1,10 @@
-//! The pairs of characters that a pattern can match next to each other.
+//! Which characters a pattern can match next to each other.
 
 use std::collections::BTreeSet;
 
 use regex_syntax::hir::{Class, Hir, HirKind};
 
-/// Stands for `(?!\S)` in a parsed pattern; no pattern has a noncharacter in it.
+/// Replaces `(?!\S)` in a parsed pattern. It is a noncharacter, which patterns do not contain.
 const LOOKAHEAD: char = '\u{10fffe}';
 
 /// A set of characters as sorted ranges.
@@ -12,15 +12,15 @@ type Set = Vec<(char, char)>;
 
 /// The neighbours in the matches of a pattern (the position automaton of Glushkov, 1961).
 ///
-/// Two characters that can stand next to each other in a match are always neighbours here. So are
-/// some that can't, because lookahead is assumed to match. Where this table has no pair, no path of
-/// a backtracking matcher gets from one to the other.
+/// Every two characters that can be adjacent in a match are neighbours here. Some others are too,
+/// because lookaheads are assumed to match. If a pair is missing, no path of a backtracking matcher
+/// leads from one character to the other.
 #[derive(Debug)]
 pub(crate) struct Follow {
     sets: Vec<Set>,
     /// Positions after each other, by index in `sets`.
     pairs: BTreeSet<(usize, usize)>,
-    /// Characters that are a match by themselves, with any text after them.
+    /// Characters that match by themselves, whatever follows.
     alone: Vec<usize>,
 }
 
@@ -32,16 +32,16 @@ struct Part {
     alone: Vec<usize>,
     /// True if the part can match nothing.
     nullable: bool,
-    /// True if the part can match nothing, with any text after it.
+    /// True if the part can match the empty string, whatever follows.
     surely_nullable: bool,
     /// True if the part is a lookahead.
     is_lookahead: bool,
 }
 
 impl Follow {
-    /// Reads a pattern; `None` if it is not understood. Such a pattern has another lookaround,
-    /// anchors, or possessive or atomic parts, can match nothing, or looks ahead after something
-    /// else than a space.
+    /// Reads a pattern; `None`: it is not supported. It has other lookaround, anchors, or
+    /// possessive or atomic parts, can match the empty string, or looks ahead after anything but a
+    /// space.
     pub(crate) fn new(pattern: &str) -> Option<Self> {
         if has_possessive(pattern) {
             return None;
@@ -54,13 +54,13 @@ impl Follow {
         (!whole.nullable).then_some(follow)
     }
 
-    /// True if a match may have `right` straight after a certain character. `left`: whether a set
-    /// can hold that character.
+    /// True if a match may have `right` directly after a certain character. `left` tells whether a
+    /// set can contain that character.
     pub(crate) fn joins(&self, left: impl Fn(&[(char, char)]) -> bool, right: char) -> bool {
         self.pairs.iter().any(|&(a, b)| contains(&self.sets[b], right) && left(&self.sets[a]))
     }
 
-    /// True if a match starts at `character`, wherever matching gets to it.
+    /// True if a match starts at `character`, whenever matching reaches it.
     pub(crate) fn starts_at(&self, character: char) -> bool {
         self.alone.iter().any(|&set| contains(&self.sets[set], character))
     }
@@ -84,7 +84,7 @@ impl Follow {
             }
             HirKind::Class(Class::Unicode(class)) => {
                 let set: Set = class.iter().map(|range| (range.start(), range.end())).collect();
-                // The parser may have made a set of `x|(?!\S)`.
+                // The parser may have turned `x|(?!\S)` into a set.
                 let has_lookahead =
                     set.iter().any(|&(start, end)| start == LOOKAHEAD && end == LOOKAHEAD);
                 (!has_lookahead).then(|| self.position(set))
@@ -176,8 +176,7 @@ impl Follow {
     }
 }
 
-/// True if there is a quantifier that gives nothing back: this parser reads one as two greedy
-/// quantifiers.
+/// True if the pattern has a possessive quantifier, which this parser reads as two greedy ones.
 fn has_possessive(pattern: &str) -> bool {
     let (mut classes, mut after_quantifier) = (0_u32, false);
     let mut characters = pattern.chars();

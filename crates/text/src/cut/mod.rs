@@ -1,5 +1,5 @@
-//! The places at which a text may be cut. Its parts are then encoded one by one, and give the ids
-//! of the whole.
+//! Finds places at which a text may be cut, so that its parts, encoded one by one, give the same
+//! ids as the whole.
 //!
 //! A cut is made only where the tokenizer's own definition allows it. There are two kinds:
 //!
@@ -8,8 +8,7 @@
 //! - between two characters that the pre-tokenizer never leaves together ([`TextCuts`]), such as a
 //!   letter and the space after it.
 //!
-//! Text that is not recognised is not cut: a tokenizer may have cuts of both kinds, of one, or
-//! none.
+//! When in doubt, nothing is cut: a tokenizer may have cuts of both kinds, of one, or none.
 
 mod follow;
 mod text;
@@ -20,7 +19,7 @@ use serde_json::Value;
 use text::TextCuts;
 use tokens::TokenCuts;
 
-/// The bytes over which one kind of cut is looked for before the other one is tried.
+/// The bytes in which one kind of cut is searched before the other kind is tried.
 const WINDOW: usize = 4096;
 
 /// The safe places of a tokenizer's texts.
@@ -35,7 +34,7 @@ impl Cuts {
     pub(crate) fn of(file: &Value) -> Self {
         let dropout = &file["model"]["dropout"];
         if !(dropout.is_null() || dropout.as_f64() == Some(0.0)) {
-            // The ids of one text differ from time to time: there is nothing to be equal to.
+            // Such a tokenizer is random: the same text has different ids each time.
             return Self::default();
         }
         let Some(added) = AddedToken::all(file) else { return Self::default() };
@@ -53,9 +52,9 @@ impl Cuts {
         self.text.is_some()
     }
 
-    /// The first place for a cut: from `token` on before an added token, from `anywhere` (not less)
-    /// on between characters too. All in bytes; a place is neither the start nor the end of the
-    /// text.
+    /// The first place for a cut. From `token` on it may be before an added token, and from
+    /// `anywhere` on (at least `token`) between characters too. Offsets are in bytes; a cut is
+    /// never at the start or end of the text.
     pub(crate) fn next(&self, text: &str, token: usize, anywhere: usize) -> Option<usize> {
         let before_token = |from: usize, to: usize| self.tokens.as_ref()?.find(text, from, to);
         let between = |from: usize, to: usize| self.text.as_ref()?.find(text, from, to);
@@ -76,7 +75,7 @@ impl Cuts {
     }
 }
 
-/// Normalisers with a known effect on text that is cut.
+/// Normalisers whose effect on cut text is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Normaliser {
     Identity,
@@ -103,13 +102,13 @@ impl Normaliser {
 #[derive(Debug)]
 pub(crate) struct AddedToken {
     content: String,
-    /// True if the token is looked for in the normalised text, and not in the text as it came.
+    /// True if the token is searched in the normalised text rather than the original.
     normalised: bool,
 }
 
 impl AddedToken {
-    /// All added tokens, or `None` if one of them depends on the text around it or takes spaces
-    /// from it.
+    /// All added tokens; `None`: one of them depends on the surrounding text or takes spaces from
+    /// it.
     fn all(file: &Value) -> Option<Vec<Self>> {
         let Some(list) = file["added_tokens"].as_array() else { return Some(Vec::new()) };
         let plain = |token: &Value| {
@@ -168,8 +167,8 @@ mod tests {
 
     #[test]
     fn a_lookahead_sees_the_same_on_both_sides() {
-        // After a space nothing is cut: `\s+(?!\S)` would match the end of the text instead of the
-        // letter.
+        // Never cut after a space: `\s+(?!\S)` would match differently at the end of the text than
+        // before a letter.
         assert_eq!(places(&file(Value::Null, gpt2(), &[]), "a  b"), [1]);
     }
 

@@ -10,8 +10,8 @@ use super::{AddedToken, Normaliser};
 /// The pattern of the `ByteLevel` pre-tokenizer: that of GPT-2.
 const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 
-/// Characters that are the same in every Unicode table. Canonical composition neither changes them
-/// nor joins them with characters before them.
+/// Characters with the same properties in every Unicode version. Canonical composition neither
+/// changes them nor joins them with preceding characters.
 const SETTLED: [(char, char); 9] = [
     ('\0', '\u{7f}'),
     ('\u{c0}', '\u{24f}'),
@@ -26,24 +26,24 @@ const SETTLED: [(char, char); 9] = [
 
 /// Finds the pairs of characters between which a text may be cut.
 ///
-/// Between `a` and `b`, for a tokenizer whose pre-tokenizer is patterns one after the other:
+/// A cut between `a` and `b` needs all of these, for a pre-tokenizer that is a sequence of
+/// patterns:
 ///
 /// - no added token has `b` after `a` inside it, so none reaches over the cut;
-/// - no match of any of the patterns has `b` after `a`. So matching gets as far as the cut and no
-///   further, with the same matches, whether the text goes on there or ends. Matching goes on from
-///   the cut as from a beginning, because the patterns look at nothing before them. The one
-///   lookahead they may have, for "no letter comes next", is only reached after a space, and `a` is
-///   none;
-/// - of one of the patterns a match starts at `b`, so there is a boundary, and the model sees each
-///   side by itself;
+/// - no pattern matches `b` directly after `a`. So matches end at the cut, and are the same whether
+///   the text continues there or ends. Matching continues after the cut as at a beginning, because
+///   the patterns have no lookbehind. Their only lookahead, for "no letter comes next", applies
+///   after a space, and `a` is not a space;
+/// - a match of one of the patterns starts at `b`, so there is a boundary, and the model encodes
+///   each side by itself;
 /// - `b` is a character before which composition stops.
 #[derive(Debug)]
 pub(crate) struct TextCuts {
     stages: Vec<Stage>,
-    /// Neighbours inside added tokens, and the second ones of them.
+    /// Adjacent characters inside added tokens, and the second one of each pair.
     inside_tokens: HashSet<(char, char)>,
     inside_seconds: HashSet<char>,
-    /// The answers for ASCII, a row a first character.
+    /// The answers for pairs of ASCII characters, one row for each first character.
     ascii: [u128; 128],
 }
 
@@ -58,7 +58,7 @@ enum Stage {
 }
 
 impl TextCuts {
-    /// The cuts of a tokenizer; `None` if a part of it may look over a cut.
+    /// The cuts of a tokenizer; `None` if a part of it may look across a cut.
     pub(crate) fn new(file: &Value, normaliser: Normaliser, added: &[AddedToken]) -> Option<Self> {
         if normaliser == Normaliser::Nfc {
             // These tokens are searched in composed text.
@@ -85,7 +85,7 @@ impl TextCuts {
         Some(cuts)
     }
 
-    /// The first place from `from` on and before `to`.
+    /// The first cut at or after `from` and before `to`.
     pub(crate) fn find(&self, text: &str, from: usize, to: usize) -> Option<usize> {
         let from = (from.max(1)..text.len()).find(|&at| text.is_char_boundary(at))?;
         let mut left = text[..from].chars().next_back()?;
@@ -113,7 +113,7 @@ impl TextCuts {
         if !is_settled(right) || left.is_whitespace() {
             return false;
         }
-        // An unsettled character is certain not to be a space, also after composing.
+        // The other character is certainly no space, even after composition.
         let settled = is_settled(left);
         let inside_token = if settled {
             self.inside_tokens.contains(&(left, right))
@@ -147,7 +147,8 @@ impl TextCuts {
     }
 }
 
-/// The stages of a pre-tokenizer, in order. `in_bytes` once the text has become byte symbols.
+/// The stages of a pre-tokenizer, in order. `in_bytes` is set once the text has become byte
+/// symbols.
 fn stages_of(pre_tokenizer: &Value, stages: &mut Vec<Stage>, in_bytes: &mut bool) -> Option<()> {
     if *in_bytes {
         return None;
@@ -159,7 +160,7 @@ fn stages_of(pre_tokenizer: &Value, stages: &mut Vec<Stage>, in_bytes: &mut bool
         }
         "Split" => {
             let invert = pre_tokenizer["invert"].as_bool()?;
-            // Either way each match is a piece by itself.
+            // With either behaviour each match is a piece of its own.
             match (pre_tokenizer["behavior"].as_str()?, invert) {
                 ("Isolated", false) | ("Removed", true) => {}
                 _ => return None,

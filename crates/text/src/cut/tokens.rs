@@ -6,12 +6,12 @@ use aho_corasick::{AhoCorasick, Input};
 
 use super::AddedToken;
 
-/// Finds added tokens whose every occurrence in a text is that token, in any surroundings.
+/// Finds added tokens that are always recognised where their text occurs, whatever surrounds it.
 ///
 /// The library finds added tokens from left to right, the longest of those that start first. Some
-/// tokens share no text with any other one: neither contains the other, and no end of one is a
-/// beginning of the other, itself included. Such a token is found at any place, and the tokens on
-/// either side of it do not depend on the other side.
+/// tokens overlap with no token: none contains another, and no suffix of one is a prefix of another
+/// or of itself. Such a token is found everywhere, and the tokens on each side of it do not depend
+/// on the other side.
 #[derive(Debug)]
 pub(crate) struct TokenCuts {
     finder: AhoCorasick,
@@ -19,8 +19,8 @@ pub(crate) struct TokenCuts {
 }
 
 impl TokenCuts {
-    /// `None` if there is no such token. Tokens that are looked for in the normalised text count
-    /// only where that `is_identity`.
+    /// `None`: there is no such token. Tokens that are searched in normalised text count only if
+    /// the normaliser `is_identity`.
     pub(crate) fn new(added: &[AddedToken], is_identity: bool) -> Option<Self> {
         // If the normaliser changes text, tokens of the normalised text are searched for in the
         // rest.
@@ -32,7 +32,7 @@ impl TokenCuts {
         Some(Self { finder: AhoCorasick::new(clean).ok()?, longest })
     }
 
-    /// The place of the first token that starts from `from` on and before `to`.
+    /// The position of the first such token that starts at or after `from` and before `to`.
     pub(crate) fn find(&self, text: &str, from: usize, to: usize) -> Option<usize> {
         if from >= to {
             return None;
@@ -42,13 +42,13 @@ impl TokenCuts {
     }
 }
 
-/// The tokens that share no text with another one.
+/// The tokens that overlap with no other token.
 fn clean<'a>(contents: &[&'a str]) -> Option<Vec<&'a str>> {
     let beginnings: HashSet<&[u8]> = contents
         .iter()
         .flat_map(|token| (1..token.len()).map(|end| &token.as_bytes()[..end]))
         .collect();
-    // Ends of a token that are beginnings of one, by the token they end.
+    // Suffixes of tokens that are prefixes of a token, by the token that they end.
     let mut shared: HashMap<&str, Vec<&[u8]>> = HashMap::new();
     for token in contents {
         let ends = (1..token.len()).map(|start| &token.as_bytes()[start..]);

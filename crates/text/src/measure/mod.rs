@@ -1,5 +1,5 @@
-//! The least number of tokens that a text can have. This bound costs a look at the text's bytes. So
-//! a text that cannot fit is not encoded.
+//! A lower bound on the number of tokens of a text. It costs one pass over the text's bytes, and
+//! spares encoding a text that cannot fit.
 
 #[cfg(test)]
 mod tests;
@@ -10,30 +10,27 @@ use serde_json::Value;
 
 use crate::scheme::Scheme;
 
-/// A token of one byte counts as this much; a token counts at least as much as all of its bytes
-/// together.
+/// The weight of a one-byte token. A token counts at least as much as all its bytes together.
 const WHOLE: u64 = 1 << 32;
-/// The factor by which canonical composition may shorten text: U+1FBE, a diaeresis and an acute are
-/// 7 bytes, and U+0390 is 2.
+/// The largest factor by which canonical composition shortens text: U+1FBE, a diaeresis and an
+/// acute are 7 bytes, and become U+0390 with 2.
 const COMPOSED: u64 = 4;
-/// SentencePiece's character for a space. Its bytes in a text count nothing, for they may have been
-/// a space.
+/// SentencePiece's character for a space. Its bytes in a text count nothing, because it may have
+/// been a space.
 const METASPACE: &str = "\u{2581}";
 
-/// Lower bounds of a tokenizer before it encodes: no text has fewer ids than [`Measure::fewest`].
+/// How to compute a lower bound for a tokenizer: no text has fewer ids than [`Measure::fewest`].
 #[derive(Debug)]
 pub(crate) enum Measure {
-    /// Every byte of the text is in a token, and for each byte it is known how long a token with it
-    /// can be. A byte's weight is one over that length, so the weights of a token's bytes are at
-    /// most 1 together.
+    /// Every byte of the text is in a token. A byte's weight is one over the length of the longest
+    /// token with that byte, so the weights of a token's bytes add up to at most 1.
     Bytes {
         weights: Box<[u64; 256]>,
-        /// True if text is brought into composed form first, which may shorten characters outside
-        /// ASCII.
+        /// True if text is composed first, which may shorten non-ASCII characters.
         composes: bool,
     },
     /// These ASCII characters survive every normaliser and have tokens of their own. So each is in
-    /// a token, of at most `longest` characters. Other characters may be dropped, or become one
+    /// a token of at most `longest` characters. Other characters may be dropped, or merge into one
     /// unknown token.
     Known { characters: [bool; 128], longest: usize },
     /// Spaces separate tokens, and a word with an ASCII letter or digit is at least one token,
@@ -44,8 +41,8 @@ pub(crate) enum Measure {
 }
 
 impl Measure {
-    /// The measure of a tokenizer, from the content of its `tokenizer.json`. `pieces` are the bytes
-    /// that each id stands for in a text, the empty ones left out.
+    /// The measure of a tokenizer, from the content of its `tokenizer.json`. `pieces`: the bytes
+    /// that each id adds to a text, without empty ones.
     pub(crate) fn of<'a>(
         file: &Value,
         scheme: &Scheme,
@@ -105,7 +102,7 @@ impl Measure {
         }
     }
 
-    /// No encoding of `text` has fewer ids, special tokens around it not counted.
+    /// A lower bound on the ids of any encoding of `text`, without special tokens around it.
     pub(crate) fn fewest(&self, text: &str) -> usize {
         let count = match self {
             Self::Bytes { weights, composes: false } => {
@@ -117,8 +114,7 @@ impl Measure {
                 let known = |&&byte: &&u8| byte.is_ascii() && characters[usize::from(byte)];
                 text.as_bytes().iter().filter(known).count().div_ceil(*longest) as u64
             }
-            // Only characters that every normaliser treats as a space; form feeds are dropped by
-            // some.
+            // Only characters that every normaliser treats as a space; some drop form feeds.
             Self::Words => text
                 .split([' ', '\t', '\n', '\r'])
                 .filter(|word| word.bytes().any(|byte| byte.is_ascii_alphanumeric()))
@@ -129,8 +125,8 @@ impl Measure {
     }
 }
 
-/// The weight of a text that may be composed: an ASCII character before another one stays as it is,
-/// and the rest becomes at least one byte in [`COMPOSED`].
+/// The weight of a text that may be composed. An ASCII character before another one stays
+/// unchanged, and the rest becomes at least one byte in [`COMPOSED`].
 fn composed(weights: &[u64; 256], text: &str) -> u64 {
     let bytes = text.as_bytes();
     // Only bytes that occur in UTF-8.
@@ -152,9 +148,9 @@ fn composed(weights: &[u64; 256], text: &str) -> u64 {
 struct Tokens {
     vocabulary: HashSet<String>,
     added: Vec<String>,
-    /// An added token takes the spaces around it, however many.
+    /// True if an added token absorbs the spaces around it, however many.
     strips: bool,
-    /// No added token has a space in it or takes one.
+    /// True if no added token contains or absorbs a space.
     no_spaces: bool,
 }
 
@@ -175,7 +171,7 @@ impl Tokens {
         Some(Self { vocabulary, added, strips, no_spaces })
     }
 
-    /// Subtracts the weight of the bytes that have no token: they are dropped.
+    /// Subtracts the weight of bytes without a token, because they are dropped.
     fn without_dropped(&self, mut weights: Box<[u64; 256]>) -> Box<[u64; 256]> {
         let mut has = [false; 256];
         for symbol in (0..0x144_u32).filter_map(char::from_u32) {
@@ -208,7 +204,7 @@ impl Tokens {
     }
 }
 
-/// One over the length of the longest token with each byte.
+/// For each byte, one over the length of the longest token with that byte.
 fn weights<'a>(pieces: impl Iterator<Item = &'a [u8]>, tokens: &Tokens) -> Box<[u64; 256]> {
     let mut longest = [1_u64; 256];
     let mut note = |piece: &[u8]| {
@@ -221,7 +217,7 @@ fn weights<'a>(pieces: impl Iterator<Item = &'a [u8]>, tokens: &Tokens) -> Box<[
     tokens.added.iter().for_each(|token| note(token.as_bytes()));
     let mut weights = Box::new(longest.map(|longest| WHOLE / longest));
     if tokens.strips {
-        // White space is one of these characters, or has one of these bytes.
+        // Every white space character is one of these, or contains one of these bytes.
         for c in ('\0'..=char::MAX).filter(|c| c.is_whitespace()) {
             c.encode_utf8(&mut [0; 4]).bytes().for_each(|byte| weights[usize::from(byte)] = 0);
         }
@@ -229,7 +225,7 @@ fn weights<'a>(pieces: impl Iterator<Item = &'a [u8]>, tokens: &Tokens) -> Box<[
     weights
 }
 
-/// The steps of a normaliser or pre-tokenizer, sequences flattened.
+/// The steps of a normaliser or pre-tokenizer, with sequences flattened.
 fn steps<'a>(step: &'a Value, inner: &str) -> Vec<&'a Value> {
     match step[inner].as_array() {
         Some(list) => list.iter().flat_map(|step| steps(step, inner)).collect(),
@@ -242,7 +238,7 @@ fn steps_of_pre_tokenizer(file: &Value) -> Vec<&Value> {
     steps(&file["pre_tokenizer"], "pretokenizers")
 }
 
-/// True if a byte-level pre-tokenizer drops nothing on the way to bytes.
+/// True if a byte-level pre-tokenizer drops nothing before it converts text to bytes.
 fn keeps_bytes(splits: &[&Value]) -> bool {
     let keeps = |step: &&Value| match step["type"].as_str() {
         Some("ByteLevel" | "Digits") => true,
@@ -258,7 +254,7 @@ fn composes(steps: &[&Value]) -> Option<bool> {
     nfc.then_some(!steps.is_empty())
 }
 
-/// True if a normaliser does nothing but to write spaces otherwise and to put one first.
+/// True if a normaliser only replaces spaces and adds one at the start.
 fn only_marks_spaces(step: &Value) -> bool {
     match step["type"].as_str() {
         Some("Prepend") => true,
@@ -267,8 +263,8 @@ fn only_marks_spaces(step: &Value) -> bool {
     }
 }
 
-/// True if a normaliser leaves ASCII letters and digits, but for their case, and the spaces between
-/// them.
+/// True if a normaliser keeps ASCII letters and digits, except for their case, and the spaces
+/// between them.
 fn keeps_ascii(step: &Value) -> bool {
     match step["type"].as_str() {
         Some(

@@ -14,8 +14,8 @@ struct Loaded {
     tokenizer: Tokenizer,
 }
 
-/// All kinds of tokenizers; also some that compose, drop words, take the spaces around tokens, or
-/// drop text.
+/// Tokenizers of all kinds, including some that compose, drop words, absorb spaces around tokens,
+/// or drop text.
 static LOADED: LazyLock<Vec<Loaded>> = LazyLock::new(|| {
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/data");
     let read = |name: &str| -> serde_json::Value {
@@ -74,7 +74,7 @@ fn each_kind_of_tokenizer_is_known() {
         ("strips", "bytes"),
         ("unigram", "known"),
         ("words", "words"),
-        // A token with spaces in it is several words and one token.
+        // A token that contains spaces is several words but one token.
         ("wordpiece", "unknown"),
         ("suffix_bpe", "unknown"),
         ("drops", "unknown"),
@@ -141,7 +141,7 @@ proptest! {
 
 #[test]
 fn what_is_composed_is_at_least_a_quarter() {
-    // Where letters are composed, and where characters are others in a longer form.
+    // One composes letters, and one has longer forms of characters.
     let composes = of("composes");
     let ranges = [0xc0..0x400, 0x1e00..0x2000, 0x2100..0x2130, 0xac00..0xac40, 0x2_f800..0x2_f810];
     for c in ranges.into_iter().flatten().filter_map(char::from_u32) {

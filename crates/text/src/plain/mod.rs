@@ -1,5 +1,5 @@
-//! Encoding in which some places of a text are ordinary text, whatever their spelling; and encoding
-//! that can be stopped.
+//! Encoding in which some ranges of a text are ordinary text, even if they spell special tokens;
+//! and encoding that can be stopped.
 
 #[cfg(test)]
 mod tests;
@@ -17,19 +17,19 @@ use tokenizers::{
 
 use crate::error::TextError;
 
-/// The longest word, in bytes. The memory and the time of its encoding grow with it, and a long run
-/// of white space is a word of few tokens.
+/// The longest word, in bytes. Time and memory of its encoding grow with it, and even a long run of
+/// white space is one word.
 pub(crate) const LONGEST_WORD: usize = 1 << 20;
-/// The longest word after the pre-tokenizer, which may write a byte as a character of two.
+/// The longest word after the pre-tokenizer, which may write a byte as a two-byte character.
 const LONGEST_WRITTEN: usize = 2 * LONGEST_WORD;
 
 /// Finds the added tokens of a text as the library does, except in ranges that must be ordinary
 /// text.
 ///
-/// The library can switch all special tokens off or none. This is its algorithm again, with a list
-/// of places. First tokens are looked for in the text as it came, then in the normalised rest. The
-/// search goes from left to right, and takes the longest of the tokens that start first. A token
-/// that is not taken uses up its text all the same.
+/// The library can only switch off all special tokens or none. This is the same algorithm with a
+/// list of ranges. Tokens are searched first in the original text, then in the normalised rest. The
+/// search goes from left to right, and prefers the longest of the tokens that start first. The text
+/// of a rejected token is consumed too.
 #[derive(Debug)]
 pub(crate) struct Plain {
     raw: Option<Matcher>,
@@ -92,9 +92,8 @@ impl Plain {
         Ok(Self { raw: matcher(raw)?, normalised: matcher(normalised)?, special })
     }
 
-    /// The places of `text` where it spells a special token and some of that lies in one of
-    /// `client`: sorted ranges that do not overlap. The result is sorted by its starts; ranges that
-    /// overlap are joined.
+    /// The ranges of `text` that spell a special token and touch one of `client` (sorted ranges
+    /// that do not overlap). The result is sorted by start, with overlapping ranges joined.
     pub(crate) fn spelled(&self, text: &str, client: &[Range<usize>]) -> Vec<Range<usize>> {
         let Some(special) = self.special.as_ref().filter(|_| !client.is_empty()) else {
             return Vec::new();
@@ -115,13 +114,13 @@ impl Plain {
         joined
     }
 
-    /// The ids of `text` without the post-processor's. Special tokens that touch one of `plain`
-    /// (sorted, not overlapping) are ordinary text.
+    /// The ids of `text`, without those that the post-processor adds. Special tokens that touch one
+    /// of `plain` (sorted, not overlapping) are ordinary text.
     ///
     /// `go_on` is called before each word, with the number of ids so far.
     ///
     /// # Errors
-    /// The library's errors, [`TextError::Closed`] if `go_on` gives false, and
+    /// The library's errors, [`TextError::Closed`] if `go_on` returns false, and
     /// [`TextError::Undivided`] for a word that is too long.
     pub(crate) fn encode(
         &self,
@@ -192,7 +191,7 @@ impl Plain {
     }
 }
 
-/// True if `range` has a byte in common with one of `ranges`, which are sorted and do not overlap.
+/// True if `range` shares a byte with one of `ranges`, which are sorted and do not overlap.
 pub(crate) fn overlap(ranges: &[Range<usize>], range: &Range<usize>) -> bool {
     let after = ranges.partition_point(|other| other.end <= range.start);
     ranges.get(after).is_some_and(|other| other.start < range.end)

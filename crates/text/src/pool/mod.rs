@@ -1,11 +1,11 @@
 //! Threads that render and tokenise, so that a long prompt never blocks an HTTP thread.
 //!
-//! An idle thread takes an input as soon as it comes. Batches form only from texts that came while
-//! every thread was busy. A thread takes its share of them, bounded by an estimate of tokens, and
-//! encodes it without another look at the queue. Long inputs are cut. Their pieces take turns with
-//! the batches, over all threads, so a short input waits for one piece at most. Long pieces that
-//! can't be cut have a thread of their own, one piece at a time. The libraries use no further
-//! threads.
+//! An idle thread takes an input as soon as it comes. Batches form only from texts that arrive
+//! while every thread is busy. A thread takes its share of them, bounded by an estimate of tokens,
+//! and encodes it without returning to the queue. Long inputs are cut. On all threads their pieces
+//! alternate with the batches, so a short input waits for at most one piece. Long pieces that can't
+//! be cut have a thread of their own, one piece at a time. The libraries start no threads of their
+//! own.
 
 mod queue;
 #[cfg(test)]
@@ -32,15 +32,14 @@ use crate::tokenizer::Tokenizer;
 use queue::{Queue, Task};
 use work::{Input, Job, Reply, StartedInput, Terms, Tools};
 
-/// Room for a template's recursion and a deeply nested tool description. Only used pages are real
+/// Stack for a template's recursion and deeply nested tool descriptions. Only used pages take real
 /// memory.
 const STACK_BYTES: usize = 8 << 20;
-/// The number of tokens up to which the caller encodes a text itself, since to wake a thread takes
-/// as long.
+/// Callers encode texts of up to this many tokens themselves, since waking a thread takes as long.
 const WAKE_TOKENS: usize = 32;
-/// The time for which the end of a pool waits for its threads. Later results are dropped.
+/// How long dropping a pool waits for its threads. Later results are dropped.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// Room for the history of some hundreds of long conversations.
+/// Enough for the history of a few hundred long conversations.
 const CACHE_BYTES: usize = 64 << 20;
 
 /// An input that is to become token ids.
@@ -48,9 +47,10 @@ const CACHE_BYTES: usize = 64 << 20;
 pub enum TextInput {
     /// A text as it is.
     Text {
-        /// The text. Special tokens written out in it are recognised.
+        /// The text. Special tokens spelled in it are recognised.
         text: String,
-        /// True if the tokenizer's post-processor runs (it adds a leading bos token, for example).
+        /// True if the tokenizer's post-processor should run (it adds a leading bos token, for
+        /// example).
         add_special_tokens: bool,
     },
     /// A chat for the model's template. Nothing is added to the template's text, as with
@@ -60,11 +60,11 @@ pub enum TextInput {
         messages: Value,
         /// A list of tool descriptions.
         tools: Option<Value>,
-        /// True if the prompt ends with the beginning of the assistant's answer.
+        /// True if the prompt should end with the beginning of the assistant's answer.
         add_generation_prompt: bool,
-        /// True if the prompt ends inside the last message, which the model continues.
+        /// True if the prompt should end inside the last message, which the model continues.
         continue_final_message: bool,
-        /// More variables for the template, such as transformers' `documents`.
+        /// Further variables for the template, such as transformers' `documents`.
         kwargs: Map<String, Value>,
     },
 }
@@ -76,7 +76,7 @@ pub struct Encoded {
     pub ids: Vec<i32>,
     /// The rendered prompt, if the input was a chat.
     pub text: Option<String>,
-    /// The position at which the second text begins, if the input was a pair.
+    /// Where the second text begins, if the input was a pair.
     pub second: Option<u32>,
 }
 
@@ -84,15 +84,15 @@ pub struct Encoded {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TextMode {
-    /// The pool's threads. Inputs that are so short that a wake-up costs as much are encoded by the
-    /// caller.
+    /// The pool's threads, except for inputs so short that the caller encodes them faster than it
+    /// could wake a thread.
     #[default]
     Auto,
-    /// The caller's thread, which does nothing else meanwhile. For comparison.
+    /// The caller's thread, which is blocked meanwhile. For comparison.
     Inline,
 }
 
-/// The settings of a pool. A field of a flag has the flag's name.
+/// The settings of a pool. A field that comes from a flag has the flag's name.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct TextConfig {
     /// The number of threads, at least one.
@@ -104,10 +104,10 @@ pub struct TextConfig {
     pub tokenizer_mode: TextMode,
     /// The bytes of encoded text that are kept for the next turn of a conversation; 0 keeps none.
     pub text_cache_bytes: usize,
-    /// The largest number of inputs that a thread takes at a time; `None`: without a limit.
+    /// The largest number of inputs that a thread takes at a time; `None`: unlimited.
     pub dynamic_batch_tokenizer_batch_size: Option<NonZeroUsize>,
-    /// True if special tokens in the strings of chats are special. Otherwise they are encoded as
-    /// ordinary text.
+    /// True if special tokens in the strings of chats keep their meaning. Otherwise they are
+    /// encoded as ordinary text.
     pub allow_special_tokens_in_content: bool,
 }
 
@@ -125,14 +125,14 @@ impl Default for TextConfig {
     }
 }
 
-/// Numbers of a pool: its work so far, and its present content.
+/// Counters and gauges of a pool.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TextStats {
     /// Inputs that wait for a thread.
     pub waiting: usize,
     /// Inputs whose encoding was begun.
     pub inputs: u64,
-    /// The number of times that a thread took waiting inputs.
+    /// How often a thread took waiting inputs.
     pub batches: u64,
     /// Inputs that were cut into pieces for several threads.
     pub cut: u64,
@@ -148,14 +148,14 @@ pub struct TextStats {
     pub cache_bytes: usize,
 }
 
-/// A function that starts a thread. The thread works until it is done or panics.
+/// Starts a thread, which runs until it is done or panics.
 pub type StartThread<'a> =
     &'a dyn Fn(Builder, Box<dyn FnMut() + Send>) -> io::Result<JoinHandle<()>>;
 
 /// Threads that render chats and tokenise, with one bounded queue.
 ///
-/// A caller that stops waiting (drops its future) cancels its input. Parts of it that are not begun
-/// are skipped.
+/// A caller that stops waiting (drops its future) cancels its input. Parts that have not been
+/// started are skipped.
 #[derive(Debug)]
 pub struct TextPool {
     shared: Arc<Shared>,
@@ -167,7 +167,7 @@ pub struct TextPool {
 struct Shared {
     tools: Tools,
     queue: Queue,
-    /// The number of threads that have not ended, and the waiters for zero.
+    /// The number of running threads, and a signal when it reaches zero.
     running: Mutex<usize>,
     ended: Condvar,
     inputs: AtomicU64,
@@ -204,9 +204,9 @@ impl TextPool {
             .expect("the system has room for a thread at start")
     }
 
-    /// Starts a pool with threads by `start`, which may watch over them. A thread that panics on an
-    /// input goes on. If a thread ends in a panic all the same, nothing more is taken in, and
-    /// waiting inputs get [`TextError::Closed`].
+    /// Starts a pool whose threads are created by `start`, which may supervise them. A thread
+    /// survives a panic on an input. If a thread ends in a panic anyway, the pool accepts no more
+    /// inputs, and waiting ones get [`TextError::Closed`].
     ///
     /// # Errors
     /// The system refuses a thread.
@@ -260,8 +260,8 @@ impl TextPool {
     /// The same pool for texts of at most `most` tokens each, special tokens included; `None`:
     /// without a limit.
     ///
-    /// A text that can't be short enough is refused before it is encoded. Encoding ends at the
-    /// first token too many.
+    /// A text that certainly exceeds the limit is refused without encoding it. Otherwise encoding
+    /// stops at the first token beyond the limit.
     pub fn within(&self, most: impl Into<Option<usize>>) -> Within<'_> {
         let terms = Terms { most: most.into(), ..Terms::default() };
         Within { pool: self, terms, keep: None }
@@ -330,10 +330,10 @@ impl TextPool {
     }
 }
 
-/// A value that lives as long as an input is in the pool.
+/// A value that is kept alive as long as an input is in the pool.
 pub type Keep = Arc<dyn Any + Send + Sync>;
 
-/// A pool with terms for inputs: a limit on their tokens, and a salt.
+/// Access to a pool with a limit on tokens, and a salt.
 #[derive(Debug, Clone)]
 pub struct Within<'a> {
     pool: &'a TextPool,
@@ -342,15 +342,15 @@ pub struct Within<'a> {
 }
 
 impl Within<'_> {
-    /// Keeps a value for as long as the next input is in the pool, also if no caller waits for the
-    /// input any more.
+    /// Keeps a value alive as long as the next input is in the pool, even if its caller has stopped
+    /// waiting.
     #[must_use]
     pub fn keeping(self, keep: Keep) -> Self {
         Self { keep: Some(keep), ..self }
     }
 
-    /// Shares kept encodings with inputs of the same salt, and with no others. Otherwise the time
-    /// of an encoding would tell a client which texts others have sent.
+    /// Shares cached encodings only with inputs of the same salt. Otherwise encoding times would
+    /// tell a client which texts others have sent.
     #[must_use]
     pub fn salted(self, salt: u64) -> Self {
         Self { terms: Terms { salt, ..self.terms }, ..self }
@@ -359,17 +359,17 @@ impl Within<'_> {
     /// The token ids of one input.
     ///
     /// # Errors
-    /// [`TextError::Busy`], at once: the queue is full. [`TextError::NoTemplate`]: a chat without a
-    /// template. [`TextError::Template`], [`TextError::Costly`], [`TextError::Guarded`] and
-    /// [`TextError::Encode`]: the input cannot be rendered or encoded. [`TextError::TooLong`]: it
-    /// has more tokens than it may.
+    /// [`TextError::Busy`], without waiting: the queue is full. [`TextError::NoTemplate`]: a chat
+    /// without a template. [`TextError::Template`], [`TextError::Costly`], [`TextError::Guarded`]
+    /// and [`TextError::Encode`]: the input cannot be rendered or encoded. [`TextError::TooLong`]:
+    /// it has more tokens than the limit.
     pub async fn encode(self, input: TextInput) -> Result<Encoded, TextError> {
         let mut encoded = self.pool.run(input.into(), self.terms, self.keep).await?;
         encoded.pop().ok_or_else(|| TextError::Encode("nothing to encode".to_owned()))
     }
 
-    /// The token ids of several texts, in order. They take one place in the queue, so that all are
-    /// taken or none.
+    /// The token ids of several texts, in order. They take one place in the queue, so all are
+    /// accepted or none.
     ///
     /// # Errors
     /// The errors of [`Within::encode`].
@@ -383,7 +383,7 @@ impl Within<'_> {
         Ok(encoded.into_iter().map(|encoded| encoded.ids).collect())
     }
 
-    /// The token ids of pairs of texts, in order, each with the place at which its second text
+    /// The token ids of pairs of texts, in order, each with the index at which its second text
     /// begins. They take one place in the queue.
     ///
     /// # Errors
@@ -399,7 +399,7 @@ impl Within<'_> {
 }
 
 impl Drop for TextPool {
-    /// Waits for the threads, but not long: one may be in a template or a word that takes its time.
+    /// Waits for the threads, but not long: one may be busy with a slow template or a long word.
     fn drop(&mut self) {
         self.shared.tools.closed.store(true, Ordering::Relaxed);
         self.shared.queue.close();
@@ -423,7 +423,7 @@ impl Drop for ThreadEnd<'_> {
     }
 }
 
-/// Notes the end of a thread also after a panic, so that no waiter waits for it.
+/// Records the end of a thread even after a panic, so that no one waits for it for ever.
 struct Leave<'a>(&'a Queue);
 
 impl Drop for Leave<'_> {
@@ -447,7 +447,8 @@ impl Shared {
                     count(&self.batches);
                     self.tools.render(&mut jobs);
                     let done: Vec<_> = jobs.into_iter().filter_map(|job| self.start(job)).collect();
-                    // All at once: each answer may wake a thread that would take this processor.
+                    // Send all answers at once: each may wake a thread that would take this
+                    // processor.
                     for (reply, result) in done {
                         // The caller may have gone by now.
                         let _ = reply.send(result);

@@ -1,4 +1,4 @@
-//! The inputs that wait for the text threads, and the order in which the threads take them.
+//! The queue of inputs, and the order in which the text threads take them.
 
 use std::collections::VecDeque;
 use std::num::NonZeroUsize;
@@ -9,16 +9,16 @@ use parking_lot::{Condvar, Mutex};
 use super::work::{Job, Long};
 use crate::error::TextError;
 
-/// Estimated tokens that a thread takes at a time: a few milliseconds of work at most.
+/// Estimated tokens that a thread takes at a time, worth a few milliseconds at most.
 const BATCH_TOKENS: usize = 2048;
 
-/// There are three lanes. Whole inputs are first come first served. Long inputs that have been cut
+/// There are three lanes. Whole inputs are taken in order of arrival. Long inputs that were cut
 /// take turns piece by piece. Long pieces that could not be cut have a thread of their own.
 #[derive(Debug)]
 pub(super) struct Queue {
     lanes: Mutex<Lanes>,
     ready: Condvar,
-    /// Notified of work for the thread of long pieces.
+    /// Signals work for the thread of long pieces.
     long_ready: Condvar,
     limit: usize,
     threads: usize,
@@ -45,8 +45,8 @@ pub(super) enum Task {
 }
 
 impl Queue {
-    /// A queue for `limit` waiting inputs, taken by `threads` threads at most `batch_inputs` at a
-    /// time.
+    /// A queue for `limit` waiting inputs. Each of `threads` threads takes at most `batch_inputs`
+    /// at a time.
     pub(super) fn new(limit: usize, threads: usize, batch_inputs: Option<NonZeroUsize>) -> Self {
         let lanes = Mutex::new(Lanes::default());
         let (ready, long_ready) = (Condvar::new(), Condvar::new());
@@ -73,7 +73,7 @@ impl Queue {
         Ok(())
     }
 
-    /// Puts the pieces of an input up for every thread.
+    /// Offers the pieces of an input to all threads.
     pub(super) fn push_long(&self, long: Arc<Long>) {
         self.put(&mut self.lanes.lock(), long, 0);
         self.ready.notify_all();
@@ -114,8 +114,8 @@ impl Queue {
         }
     }
 
-    /// Waits for work; `None` once the queue is closed and empty. A thread that got a batch is
-    /// given a piece next and the other way round, where there are both.
+    /// Waits for work; `None` once the queue is closed and empty. If there are both batches and
+    /// pieces, a thread gets them alternately.
     pub(super) fn take(&self, after_batch: bool) -> Option<Task> {
         let mut lanes = self.lanes.lock();
         loop {
@@ -133,7 +133,7 @@ impl Queue {
         }
     }
 
-    /// Accepts no more work; threads end after the queued work, except long pieces.
+    /// Accepts no more work. Threads end after the queued work, except long pieces.
     pub(super) fn close(&self) {
         self.lanes.lock().closed = true;
         self.ready.notify_all();
@@ -164,7 +164,7 @@ impl Queue {
 }
 
 impl Lanes {
-    /// A thread's share of the waiting inputs. It leaves some to the others.
+    /// One thread's share of the waiting inputs, which leaves some for the others.
     fn batch(&mut self, threads: usize, inputs: Option<NonZeroUsize>) -> Option<Task> {
         let share = self.tokens.div_ceil(threads).min(BATCH_TOKENS);
         let most = inputs.map_or(usize::MAX, NonZeroUsize::get);

@@ -16,12 +16,12 @@ use crate::template::{ChatRender, ChatTemplate, Guard, GuardedChat, text_bytes};
 
 /// An estimate of the bytes of a token.
 const BYTES_A_TOKEN: usize = 4;
-/// Bytes of pairs that are encoded at a time, about.
+/// The approximate size of pairs that are encoded at a time, in bytes.
 const PAIRS_BYTES: usize = 8 << 10;
 /// A pair of at least this many bytes goes to a thread that other texts do not wait for.
 const LONG_PAIR_BYTES: usize = 64 << 10;
 
-/// The receiver of an input's answer. It is closed once there is no waiter.
+/// Sends an input's answer. It is closed once no caller waits.
 pub(super) type Reply = oneshot::Sender<Result<Vec<Encoded>, TextError>>;
 
 /// The tools that work on inputs.
@@ -29,9 +29,9 @@ pub(super) type Reply = oneshot::Sender<Result<Vec<Encoded>, TextError>>;
 pub(super) struct Tools {
     pub(super) encoder: Encoder,
     pub(super) template: Option<Arc<ChatTemplate>>,
-    /// Makes ordinary text of the special tokens in chats; `None`: they are special.
+    /// Turns special tokens in chats into ordinary text; `None`: they keep their meaning.
     pub(super) guard: Option<Guard>,
-    /// True if the pool is closed, and no caller waits.
+    /// True if the pool is closed, so that no caller waits.
     pub(super) closed: AtomicBool,
 }
 
@@ -42,7 +42,7 @@ pub(super) enum Input {
         texts: Vec<String>,
         add_special_tokens: bool,
     },
-    /// The first texts are often one and the same.
+    /// The first texts of pairs are often the same, so they are shared.
     Pairs(Vec<(Arc<str>, String)>),
     /// The ids that are to become text again.
     Ids(Vec<i32>),
@@ -54,7 +54,7 @@ pub(super) enum Input {
 pub(super) struct Terms {
     /// Tokens that each text may have.
     pub(super) most: Option<usize>,
-    /// Encodings are shared with inputs of the same salt.
+    /// The salt. Only inputs of the same salt share encodings.
     pub(super) salt: u64,
 }
 
@@ -66,7 +66,7 @@ pub(super) struct Chat {
     add_generation_prompt: bool,
     continue_final_message: bool,
     kwargs: Map<String, Value>,
-    /// The text, if it was rendered together with those of other chats.
+    /// The text, if it was rendered together with other chats.
     rendered: Option<Result<GuardedChat, TextError>>,
 }
 
@@ -82,7 +82,7 @@ pub(super) struct Job {
     pub(super) keep: Option<Keep>,
 }
 
-/// An input that has been cut into pieces for several threads or several turns.
+/// An input that is cut into pieces for several threads or turns.
 #[derive(Debug)]
 pub(super) struct Long {
     planned: PlannedInput,
@@ -106,7 +106,7 @@ pub(super) enum PlannedInput {
     Done(Vec<Encoded>),
 }
 
-/// Pairs of texts, some of which are encoded at a time.
+/// Pairs of texts, encoded in portions.
 #[derive(Debug)]
 pub(super) struct Pairs {
     pairs: Vec<(Arc<str>, String)>,
@@ -263,7 +263,7 @@ impl Pairs {
 /// The state of an input that was started.
 #[derive(Debug)]
 pub(super) enum StartedInput {
-    /// The input is encoded, or has failed; the answer is still to be given.
+    /// The input is encoded, or has failed, but its answer is not sent yet.
     Done(Reply, Result<Vec<Encoded>, TextError>),
     /// The input is long and was cut.
     Long(Arc<Long>),
@@ -368,7 +368,7 @@ impl Tools {
                 }
             })
         };
-        // After a panic each is rendered alone, where one fails alone.
+        // After a panic, each chat is rendered alone, so that only the faulty one fails.
         let Ok(rendered) = rendered else { return };
         for (chat, rendered) in chats.iter_mut().zip(rendered) {
             chat.rendered = Some(rendered);
@@ -385,23 +385,23 @@ impl Long {
         self.planned.pieces()
     }
 
-    /// True if a piece is for the thread of long ones.
+    /// True if a piece belongs to the thread of long pieces.
     pub(super) fn is_long(&self, piece: usize) -> bool {
         self.planned.is_long(piece)
     }
 
-    /// True if the caller has gone, or has the answer.
+    /// True if the caller is gone or has its answer.
     pub(super) fn is_over(&self) -> bool {
         self.reply.lock().as_ref().is_none_or(Reply::is_closed)
     }
 
-    /// Encodes one piece; the last one to end gives the answer, and so does a failure.
+    /// Encodes one piece. The last piece to finish sends the answer, and so does a failure.
     pub(super) fn encode(&self, piece: usize, tools: &Tools) {
         let go_on = || !self.is_over() && !tools.is_closed();
         let result = guarded(|| self.planned.encode_piece(piece, tools, &go_on));
         let result = match result {
-            // Each piece's ids are written before its count, and all counts are read before the
-            // ids.
+            // Each piece's ids are written before the count is decremented, and read after it
+            // reaches zero.
             Ok(()) if self.left.fetch_sub(1, Ordering::AcqRel) > 1 => return,
             Ok(()) => guarded(|| self.planned.finish(tools)),
             Err(error) => Err(error),
@@ -412,7 +412,7 @@ impl Long {
     }
 }
 
-/// A tokenizer or template that panics fails its own input only.
+/// Runs work so that a panic of the tokenizer or template fails only its own input.
 fn guarded<T>(work: impl FnOnce() -> Result<T, TextError>) -> Result<T, TextError> {
     catch_unwind(AssertUnwindSafe(work))
         .unwrap_or_else(|_| Err(TextError::Encode("the tokeniser failed on this input".to_owned())))

@@ -1,4 +1,4 @@
-//! The two forms of a message's content, and the detection of the form that a template reads.
+//! The two forms of a message's content, and detection of the one that a template reads.
 
 use serde_json::{Value, json};
 
@@ -7,17 +7,17 @@ use super::{ChatRender, ChatTemplate};
 /// The form in which a template reads the content of a message: a string, or a list of parts such
 /// as `{"type": "text", "text": "..."}`.
 ///
-/// Clients may send either. A short chat in each form is rendered once, to find the template's
-/// form. The text must come out, and without the part's other fields: a template that prints the
-/// whole list does not read parts. The template's effect counts and not its text, so macros,
-/// variables and loops make no difference.
+/// Clients may send either. To find the template's form, a short chat in each form is rendered
+/// once. The output must contain the text but not the part's other fields: a template that prints
+/// the whole list does not read parts. Since the output is tested and not the template's source,
+/// macros, variables and loops make no difference.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ContentFormat {
     /// Reads strings only: a list of text parts is joined with line feeds.
     String,
     /// Reads lists of parts only: a string becomes one text part.
     Parts,
-    /// Reads both, or refused both short chats. Content stays as it is.
+    /// Accepts both forms, or has rejected both short chats. Content is passed unchanged.
     Either,
 }
 
@@ -25,7 +25,7 @@ const PROBE: &str = "forebay-probe-text";
 const OTHER_FIELD: &str = "forebay-probe-field";
 
 impl ContentFormat {
-    /// Detects the form that `template` reads, while its own format is still
+    /// Detects the form that `template` reads. Its own format must still be
     /// [`ContentFormat::Either`].
     pub(super) fn of(template: &ChatTemplate) -> Self {
         let string = reads(template, &json!(PROBE));
@@ -37,8 +37,8 @@ impl ContentFormat {
         }
     }
 
-    /// Brings `content` into this form. Parts other than plain text (an image, a null) stay as they
-    /// are.
+    /// Converts `content` to this form. Parts other than plain text (an image, a null) stay
+    /// unchanged.
     pub(super) fn convert(self, content: &mut Value) {
         match (self, &*content) {
             (Self::String, Value::Array(parts)) => {
@@ -59,12 +59,11 @@ fn part_text(part: &Value) -> Option<&str> {
     (part["type"] == "text").then(|| part["text"].as_str())?
 }
 
-/// True if the text of a user's message with this content comes out, and nothing else of the
-/// content.
+/// True if a user message with this content is rendered as its text and nothing else.
 fn reads(template: &ChatTemplate, content: &Value) -> bool {
     let user = json!({"role": "user", "content": content});
-    // Some templates require a system message or more turns, some refuse one: any chat that renders
-    // will do.
+    // Some templates require a system message or more turns, others refuse a system message. Any
+    // chat that renders will do.
     let system = json!({"role": "system", "content": "s"});
     let chats = [json!([user]), json!([system, user])];
     chats.iter().any(|messages| {

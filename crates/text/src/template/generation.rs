@@ -1,8 +1,8 @@
-//! `{% generation %}`, transformers' own tag around the assistant's words for training masks.
+//! `{% generation %}`, the tag with which transformers marks assistant text for training masks.
 
 /// The source with `{% generation %}` and `{% endgeneration %}` replaced by a `with` block, which
-/// opens a scope as the tag does and else does nothing. Whitespace control marks stay; comments,
-/// raw blocks and strings are left alone.
+/// opens a scope like the tag and does nothing else. Whitespace control marks are kept; comments,
+/// raw blocks and strings stay unchanged.
 pub(crate) fn without_generation_marks(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
@@ -32,8 +32,7 @@ pub(crate) fn without_generation_marks(source: &str) -> String {
                     rest = &rest[length..];
                     continue;
                 }
-                // Inside a raw block only its end is a tag: anything else may have quotes that
-                // never close.
+                // Inside a raw block only its end is a tag: other text may have unbalanced quotes.
                 if raw && name != "raw" { 1 } else { length }
             }
             _ => 1,
@@ -45,8 +44,8 @@ pub(crate) fn without_generation_marks(source: &str) -> String {
     out
 }
 
-/// The length of the tag at the start of `text` with its `end`, which does not count inside a
-/// string.
+/// The length of the tag at the start of `text`, including its `end`. An `end` inside a string does
+/// not count.
 fn tag_length(text: &str, end: &str) -> usize {
     let mut quote = None;
     let mut skip = false;

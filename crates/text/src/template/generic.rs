@@ -1,5 +1,5 @@
-//! Tools in chats for templates that show none: a system message lists them, and calls and results
-//! are text.
+//! Tools in chats for templates that do not show any: a system message lists them, and calls and
+//! results are text.
 
 use serde_json::{Map, Value, json};
 
@@ -7,7 +7,7 @@ use super::history::{self, has_calls};
 
 /// The text before the descriptions of tools.
 const BEFORE: &str = "You can call functions. These are their descriptions, one on each line:";
-/// The text after them. The form of calls is that of the dialect `generic`.
+/// The text after the list. Calls have the form of the dialect `generic`.
 const BEHIND: &str = "To call a function, answer with its name and its arguments as a JSON object \
                       between two marks, and with nothing else:
 <tool_call>
@@ -78,7 +78,7 @@ fn write_calls(message: &mut Map<String, Value>) {
 fn call_text(function: &Map<String, Value>) -> String {
     let name = function.get("name").cloned().unwrap_or_default();
     let arguments = match function.get("arguments") {
-        // A client sends the arguments back as it got them.
+        // A client sends the arguments back as it received them.
         Some(Value::String(text)) => text.clone(),
         Some(other) => other.to_string(),
         None => "{}".to_owned(),
@@ -100,7 +100,7 @@ fn around(before: &str, content: Option<Value>, after: &str) -> Value {
     }
 }
 
-/// Two contents as one, with `between` in between if the first is not empty.
+/// Joins two contents, with `between` in between unless the first is empty.
 fn joined(first: Value, between: &str, second: Value) -> Value {
     match (first, second) {
         (Value::String(first), Value::String(second)) if !first.is_empty() => {

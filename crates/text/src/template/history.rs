@@ -1,5 +1,4 @@
-//! Fields that clients leave out of messages in several ways, brought into one form before
-//! rendering.
+//! Normalises message fields that clients leave out in different ways, before rendering.
 
 use serde_json::{Map, Value, json};
 
@@ -30,8 +29,8 @@ pub(super) fn has_calls(message: &Map<String, Value>) -> bool {
     message.contains_key("tool_calls")
 }
 
-/// Applies `f` to the function of a call. Some clients write the function's fields without the
-/// object around them.
+/// Applies `f` to the function of a call. Some clients write the function's fields without an
+/// enclosing object.
 pub(super) fn with_function<R>(
     call: &mut Map<String, Value>,
     change: impl FnOnce(&mut Map<String, Value>) -> R,
@@ -42,7 +41,7 @@ pub(super) fn with_function<R>(
     }
 }
 
-/// A function without arguments has an empty object of them.
+/// Gives a function without arguments an empty object of arguments.
 fn normalise_function(function: &mut Map<String, Value>) {
     function.retain(|_, value| !value.is_null());
     let blank = |value: &Value| value.as_str().is_some_and(|text| text.trim().is_empty());

@@ -7,7 +7,7 @@ use minijinja::{Error, ErrorKind, Value};
 
 use super::python;
 
-/// The limit on the depth of a value. A deeper value contains itself, or is an attack on the stack.
+/// The largest depth of a value. A deeper value contains itself, or is an attack on the stack.
 pub(super) const DEEPEST: usize = 256;
 
 /// `value | tojson(ensure_ascii=False, indent=None, separators=None, sort_keys=False)`.
@@ -28,7 +28,7 @@ pub(super) fn tojson(value: &Value, options: Kwargs) -> Result<Value, Error> {
     let (item, key) = match separators.as_deref() {
         Some([item, key]) => (item.as_str(), key.as_str()),
         Some(_) => return Err(invalid("separators must be a pair of strings".to_owned())),
-        // Python leaves out the space at the end of a line.
+        // Python omits the space at the end of a line.
         None => (if indent.is_some() { "," } else { ", " }, ": "),
     };
     let mut dump = Dump {
@@ -151,7 +151,7 @@ fn key_text(key: &Value) -> Result<String, Error> {
     }
 }
 
-/// A number as `json.dumps` writes it, which for a float that is not a number is not JSON.
+/// A number as `json.dumps` writes it. NaN and infinities are not valid JSON.
 fn number(value: &Value) -> String {
     match python::repr(value).as_str() {
         "nan" => "NaN".to_owned(),

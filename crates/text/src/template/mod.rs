@@ -28,8 +28,8 @@ use program::{Program, Variables};
 use crate::error::TextError;
 use shape::Shape;
 
-/// The tag that transformers puts after the message to be continued. It marks the place at which
-/// the rendered text has to be cut.
+/// The tag that transformers appends to the message to be continued. It marks where the rendered
+/// text is cut.
 const CONTINUE_TAG: &str = "CONTINUE_FINAL_MESSAGE_TAG ";
 
 /// The names under which messages carry reasoning; templates read the first.
@@ -39,23 +39,23 @@ const REASONING_FIELDS: [&str; 3] = ["reasoning_content", "thinking", "reasoning
 ///
 /// It renders like `transformers.apply_chat_template`, with the same filters, functions and
 /// whitespace rules. Undefined names are empty, and Python's string and dictionary methods work.
-/// `{% generation %}` marks are accepted and mean nothing. The text is not tokenised here.
+/// `{% generation %}` marks are accepted without effect. The text is not tokenised here.
 pub struct ChatTemplate {
     renderer: Renderer,
     source: String,
     content_format: ContentFormat,
     shape: Shape,
-    /// The template for chats with tools, if that is another.
+    /// The template for chats with tools, if there is a separate one.
     tool_use: Option<Box<Self>>,
-    /// True if a system message shows the tools that the template does not.
+    /// True if a system message lists the tools, because the template does not.
     generic_tools: bool,
-    /// The first error of a probe that cost too much. Later probes end with the same.
+    /// The first error of a probe that was too expensive. Later probes fail with the same error.
     probes: Option<OnceLock<TextError>>,
 }
 
 /// The place at which a template runs.
 enum Renderer {
-    /// The caller's thread. The sizes of variables have no bound there.
+    /// Renders on the caller's thread, where the sizes of variables are not bounded.
     Caller(Box<Program>),
     /// Processes with a limit of memory and time.
     Processes(RenderPool),
@@ -78,9 +78,9 @@ pub struct ChatRender<'a> {
     pub tools: Option<&'a serde_json::Value>,
     /// A list of documents to answer from.
     pub documents: Option<&'a serde_json::Value>,
-    /// True if the text ends with the beginning of the assistant's answer.
+    /// True if the text should end with the beginning of the assistant's answer.
     pub add_generation_prompt: bool,
-    /// True if the text ends inside the last message, which the model continues. Not together with
+    /// True if the text should end inside the last message, which the model continues. Excludes
     /// `add_generation_prompt`.
     pub continue_final_message: bool,
     /// More variables for the template (`enable_thinking`, ...).
@@ -102,7 +102,7 @@ impl<'a> ChatRender<'a> {
 }
 
 impl ChatTemplate {
-    /// Compiles a template. `special_tokens` are more variables by name (`pad_token`, ...).
+    /// Compiles a template. `special_tokens` are further variables by name (`pad_token`, ...).
     ///
     /// # Errors
     /// [`TextError::Template`] if the source is not a template. [`TextError::Costly`] if a chat of
@@ -153,7 +153,7 @@ impl ChatTemplate {
         Self::probed(Renderer::Processes(pool), source)
     }
 
-    /// Renders short chats, to learn the template's form of messages.
+    /// Renders short chats to find out which message formats the template reads.
     fn probed(renderer: Renderer, source: &str) -> Result<Self, TextError> {
         let mut template = Self {
             renderer,
@@ -177,7 +177,7 @@ impl ChatTemplate {
         self.content_format
     }
 
-    /// Chats with tools use the template `tool_use`, as transformers chooses among a model's
+    /// Chats with tools use the template `tool_use`, chosen as transformers does among a model's
     /// templates.
     #[must_use]
     pub fn with_tool_use(self, tool_use: Self) -> Self {
@@ -185,12 +185,12 @@ impl ChatTemplate {
     }
 
     /// If the template renders no tools, lists the tools in a system message, and writes calls and
-    /// results as text. Answers then call in the form `generic`.
+    /// results as text. Answers then write calls in the form `generic`.
     pub fn show_tools_generically(&mut self) {
         self.generic_tools = !self.shows_tools();
     }
 
-    /// True if tools are listed by a system message, and not by the template.
+    /// True if a system message lists the tools instead of the template.
     pub fn has_generic_tools(&self) -> bool {
         self.generic_tools
     }
@@ -205,7 +205,7 @@ impl ChatTemplate {
         [Some(self.source()), self.tool_use.as_deref().map(Self::source)].into_iter().flatten()
     }
 
-    /// True if the template itself shows descriptions of tools.
+    /// True if the template itself shows tool descriptions.
     pub fn shows_tools(&self) -> bool {
         self.tool_use.as_ref().map_or(self.shape.tools(), |template| template.shape.tools())
     }
@@ -215,7 +215,7 @@ impl ChatTemplate {
         self.generic_tools || self.shows_tools()
     }
 
-    /// The changes to messages that the template needs, in words.
+    /// The changes to messages that the template needs, as phrases for display.
     pub fn adaptations(&self) -> Vec<&'static str> {
         self.shape.notes()
     }
@@ -226,17 +226,17 @@ impl ChatTemplate {
     /// [`ContentFormat`].
     ///
     /// # Errors
-    /// [`TextError::Template`]: the template refuses the messages or fails on them, or the last
-    /// message is to be continued and cannot be. [`TextError::Costly`]: the template runs for too
-    /// long, prints too much or calls itself too often.
+    /// [`TextError::Template`]: the template refuses the messages or fails, or the last message
+    /// cannot be continued as requested. [`TextError::Costly`]: the template runs too long, prints
+    /// too much or recurses too deeply.
     pub fn render(&self, request: &ChatRender<'_>) -> Result<String, TextError> {
         let chat = self.prepare(request)?;
         let rendered = chat.template.render_prepared(&[&chat]).pop();
         chat.finish(rendered.unwrap_or(Err(TextError::Closed))?)
     }
 
-    /// The texts of several chats, in order, each with the errors of [`Self::render`]. A process
-    /// that renders gets all of them at once: to wake it takes as long as a short chat.
+    /// The texts of several chats, in order, each with the errors of [`Self::render`]. A rendering
+    /// process gets all of them at once, because waking it takes as long as a short chat.
     pub fn render_all(&self, requests: &[ChatRender<'_>]) -> Vec<Result<String, TextError>> {
         let chats: Vec<_> = requests.iter().map(|request| self.prepare(request)).collect();
         let mut rendered: Vec<_> = chats.iter().map(|_| Err(TextError::Closed)).collect();
@@ -255,7 +255,7 @@ impl ChatTemplate {
         finished.map(|(chat, text)| chat?.finish(text?)).collect()
     }
 
-    /// A chat in the form that the template for it reads.
+    /// Prepares a chat in the form that its template reads.
     fn prepare<'a>(&'a self, request: &ChatRender<'a>) -> Result<PreparedChat<'a>, TextError> {
         if request.continue_final_message && request.add_generation_prompt {
             return Err(refused(
@@ -326,7 +326,7 @@ impl ChatTemplate {
         Ok(before)
     }
 
-    /// Renders chats that this template has prepared, in order.
+    /// Renders prepared chats, in order.
     fn render_prepared(&self, chats: &[&PreparedChat<'_>]) -> Vec<Result<String, TextError>> {
         if let Some(error) = self.probes.as_ref().and_then(OnceLock::get) {
             return chats.iter().map(|_| Err(error.clone())).collect();
@@ -390,8 +390,8 @@ fn all_tokens(
     tokens
 }
 
-/// The message with its reasoning under the names that templates read, as transformers does:
-/// `reasoning_content`, and `thinking` if there is none.
+/// The message with its reasoning under the names that templates read. As in transformers, that is
+/// `reasoning_content`, or `thinking` without it.
 fn with_reasoning_names(
     message: &serde_json::Map<String, serde_json::Value>,
 ) -> serde_json::Map<String, serde_json::Value> {
@@ -417,7 +417,7 @@ fn cut_at_tag(mut rendered: String, final_text: &str) -> Result<String, TextErro
     let keeps_spaces = rendered[at..].starts_with(CONTINUE_TAG);
     rendered.truncate(at);
     if !keeps_spaces {
-        // The template trimmed the message, so the white space before the tag goes too.
+        // The template trimmed the message, so white space before the tag is removed too.
         rendered.truncate(rendered.trim_end().len());
     }
     Ok(rendered)

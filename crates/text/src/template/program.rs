@@ -1,4 +1,4 @@
-//! A compiled chat template, and the bounds of one rendering.
+//! A compiled chat template, and the limits on one rendering.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -14,12 +14,13 @@ use super::python::{self, PrintLimit};
 use crate::error::TextError;
 
 const NAME: &str = "chat_template";
-/// Instructions that a template may run for one chat: hundreds of thousands of messages with most
-/// templates, and about a second.
+/// The instructions that a template may execute for one chat: about a second, enough for hundreds
+/// of thousands of messages with most templates.
 const FUEL: u64 = 20_000_000;
-/// The depth of nested macros and blocks; a tool's schema nests a few levels, of a few calls each.
+/// The depth of nested macros and blocks. A tool's schema nests a few levels, with a few calls
+/// each.
 const RECURSION: usize = 250;
-/// Bytes that a template may print for one chat, in addition to a number for each byte of the chat.
+/// The bytes that a template may print for one chat, on top of a multiple of the chat's size.
 const OUTPUT: usize = 4 << 20;
 const OUTPUT_A_BYTE: usize = 16;
 
@@ -55,7 +56,7 @@ impl Program {
         environment.set_recursion_limit(RECURSION);
         environment.add_function("raise_exception", raise_exception);
         environment.add_function("strftime_now", move |format: &str| strftime(&clock(), format));
-        // As Jinja2 does: it supports no other line ending in a template.
+        // Jinja2 normalises line endings in templates like this.
         let source = source.strip_prefix('\u{feff}').unwrap_or(source);
         let lines = source.replace("\r\n", "\n").replace('\r', "\n");
         let plain = generation::without_generation_marks(&lines);
@@ -75,7 +76,7 @@ impl Program {
             ("documents", Value::from(Serde(chat.documents))),
             ("add_generation_prompt", Value::from(chat.add_generation_prompt)),
         ];
-        // A later name replaces an earlier one: a caller's variable replaces a special token, and
+        // Later names replace earlier ones: the caller's variables replace special tokens, and
         // nothing replaces the chat itself.
         let context = Value::from_pairs(special.chain(kwargs).chain(fixed));
         let template =
@@ -125,7 +126,7 @@ impl io::Write for LimitedOutput {
 #[error("it prints more than {OUTPUT} bytes and {OUTPUT_A_BYTE} for each byte of the chat")]
 pub(super) struct TooMuch;
 
-/// Bytes of all strings in `value`, names not counted.
+/// Bytes of all strings in `value`, except names.
 pub(crate) fn text_bytes(value: &serde_json::Value) -> usize {
     use serde_json::Value::{Array, Bool, Null, Number, Object, String};
     match value {
@@ -136,7 +137,7 @@ pub(crate) fn text_bytes(value: &serde_json::Value) -> usize {
     }
 }
 
-/// A template's own refusal: the message alone is for the client.
+/// A template's own refusal. Only the message is meant for the client.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct TemplateRefusal(String);
@@ -147,7 +148,7 @@ fn raise_exception(message: &Value) -> Result<Value, Error> {
         .with_source(TemplateRefusal(message)))
 }
 
-/// An error of the writer hides its cause from `source`.
+/// The writer's error does not expose its cause through `source`.
 fn is_too_much(cause: &(dyn std::error::Error + 'static)) -> bool {
     let inner = cause.downcast_ref::<io::Error>().and_then(io::Error::get_ref);
     inner.is_some_and(|inner| inner.is::<TooMuch>())

@@ -1,5 +1,4 @@
-//! Python's part in jinja2 templates: the printed form of values, and the methods of strings and
-//! dictionaries.
+//! Python features in jinja2 templates: how values print, and methods of strings and dictionaries.
 
 use std::borrow::Cow;
 use std::cell::Cell;
@@ -12,16 +11,16 @@ use minijinja_contrib::pycompat;
 use super::json;
 use super::program::TooMuch;
 
-/// Spaces in front of a line that is indented, and the most of them.
+/// The default and the largest number of spaces before an indented line.
 const WIDTH: i64 = 4;
 const MOST_WIDTH: i64 = 64;
 
 thread_local! {
-    /// Bytes that the template on this thread may still print, into variables too.
+    /// How many bytes the template on this thread may still print, including into variables.
     static PRINTABLE: Cell<usize> = const { Cell::new(usize::MAX) };
 }
 
-/// Limits the output of templates on this thread, until it is dropped.
+/// Limits the output of templates on this thread until it is dropped.
 #[derive(Debug)]
 pub(super) struct PrintLimit(usize);
 
@@ -45,7 +44,7 @@ fn print(out: &mut Output, text: &str) -> Result<(), Error> {
     out.write_str(text).map_err(Error::from)
 }
 
-/// An environment that renders as transformers' jinja2 environment does.
+/// An environment that renders like transformers' jinja2 environment.
 pub(super) fn environment() -> Result<Environment<'static>, Error> {
     let mut environment = Environment::new();
     let mut syntax = environment.syntax().to_builder();
@@ -68,7 +67,7 @@ pub(super) fn environment() -> Result<Environment<'static>, Error> {
             length => Ok(length.unwrap_or(0)),
         });
     }
-    // jinja2 tests for a length and items, which Python's strings and dictionaries have.
+    // jinja2 tests for a length and items, which Python's strings and dictionaries have too.
     environment.add_test("sequence", |value: &Value| {
         use ValueKind::{Map, Seq, String, Undefined};
         matches!(value.kind(), Seq | Map | String | Undefined)
@@ -79,8 +78,8 @@ pub(super) fn environment() -> Result<Environment<'static>, Error> {
     Ok(environment)
 }
 
-/// `text | indent(width=4, first=False, blank=False)`. A line's end at the end of the text stays,
-/// which minijinja's own filter takes off.
+/// `text | indent(width=4, first=False, blank=False)`. A line break at the end of the text stays,
+/// which minijinja's own filter would remove.
 fn indent(
     value: &Value,
     width: Option<Value>,
@@ -145,7 +144,8 @@ fn write_repr(value: &Value, depth: usize, out: &mut String) {
             Ok(float) => out.push_str(&float_repr(float)),
             Err(_) => out.push_str(&value.to_string()),
         },
-        // A tuple prints with other brackets; it knows itself, and templates rarely print one.
+        // A tuple prints with other brackets. It has its own printing, and templates rarely print
+        // one.
         ValueKind::Seq if value.downcast_object_ref::<minijinja::value::Tuple>().is_none() => {
             out.push('[');
             for (at, item) in value.try_iter().into_iter().flatten().enumerate() {
@@ -168,7 +168,8 @@ fn write_repr(value: &Value, depth: usize, out: &mut String) {
     }
 }
 
-/// Single quotes, unless the text has some and no double ones; unprintable characters are escaped.
+/// Quotes a string as Python does: single quotes, unless the text has single quotes and no double
+/// ones. Unprintable characters are escaped.
 fn string_repr(text: &str, out: &mut String) {
     let quote = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
     out.push(quote);
@@ -180,9 +181,8 @@ fn string_repr(text: &str, out: &mut String) {
             '\t' => out.push_str("\\t"),
             c if c == quote => out.extend(['\\', c]),
             ' ' => out.push(' '),
-            // Rust's escape_debug follows the same Unicode property (printable or not) but writes
-            // other escapes; for combining marks, which print, it is asked with a letter before
-            // them.
+            // Rust's escape_debug uses the same Unicode property (printable or not) but writes
+            // other escapes. Combining marks print, so they are tested after a letter.
             c if !c.is_control() && prints(c) => out.push(c),
             c => {
                 let code = u32::from(c);
@@ -222,7 +222,7 @@ fn float_repr(float: f64) -> String {
     format!("{digits}e{sign}{:02}", exponent.abs())
 }
 
-/// True if Python's `str.strip` and `str.split` take this for a space: Unicode's, and four
+/// True if Python's `str.strip` and `str.split` treat this as a space: Unicode spaces and four
 /// separators.
 fn is_space(c: char) -> bool {
     c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c)
@@ -239,7 +239,7 @@ fn strip<'a>(mut text: &'a str, characters: Option<&str>, left: bool, right: boo
     text
 }
 
-/// Python's `str.split()`: runs of spaces separate, and the rest after `limit` splits is one part.
+/// Python's `str.split()`: runs of spaces separate, and after `limit` splits the rest is one part.
 fn split_spaces(text: &str, limit: Option<usize>) -> Vec<&str> {
     let mut parts = Vec::new();
     let mut rest = text.trim_start_matches(is_space);
@@ -269,8 +269,8 @@ fn title(text: &str) -> String {
     out
 }
 
-/// Python's methods: those here, which minijinja-contrib lacks or has otherwise, then
-/// minijinja-contrib's.
+/// Python's methods: first those here, which minijinja-contrib lacks or implements differently,
+/// then minijinja-contrib's.
 fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
     match (value.kind(), value.as_str()) {
         (_, Some(text)) => match string_method(text, name, args)? {

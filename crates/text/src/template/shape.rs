@@ -1,5 +1,5 @@
-//! Features of messages that not every template takes. Short chats are rendered to find them, and
-//! messages are brought into the template's shape.
+//! Message features that not every template supports. Short chats are rendered to find them, and
+//! messages are adapted to the template.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 use super::history::{has_calls, with_function};
 use super::{ChatRender, ChatTemplate};
 
-/// The features that a template takes. A probe without an answer changes nothing.
+/// The features that a template supports. If a probe gives no answer, nothing is changed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Shape {
     /// Messages of the role `system`.
@@ -24,7 +24,7 @@ pub(super) struct Shape {
     /// The form of an assistant's message without content.
     nothing: EmptyContent,
     arguments: Arguments,
-    /// Names of calls that are no nine letters and digits.
+    /// Call ids that are not nine letters and digits.
     long_ids: bool,
     /// Descriptions of tools.
     tools: bool,
@@ -32,7 +32,7 @@ pub(super) struct Shape {
     calls: bool,
 }
 
-/// The form of a call's arguments that a template takes.
+/// The form of a call's arguments that a template accepts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Arguments {
     Object,
@@ -41,7 +41,7 @@ enum Arguments {
     Either,
 }
 
-/// The form in which a message with calls has no content.
+/// How a message with calls expresses that it has no content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum EmptyContent {
     Null,
@@ -72,7 +72,7 @@ impl Shape {
         calls: true,
     };
 
-    /// Detects the messages that `template` accepts, while its own shape is still [`Shape::ANY`].
+    /// Detects what messages `template` accepts. Its own shape must still be [`Shape::ANY`].
     pub(super) fn of(template: &ChatTemplate) -> Self {
         let render = |messages: Value| template.render(&ChatRender::new(&messages)).ok();
         let user = |text: &str| json!({"role": "user", "content": text});
@@ -96,10 +96,10 @@ impl Shape {
         let shown = |text: &String| text.contains(PROBE);
         let takes = |id: &str, arguments: &Value| {
             let empty = render(called(json!(""), id, arguments.clone()));
-            // Some show calls only where the content is null.
+            // Some templates show calls only if the content is null.
             empty.filter(shown).or_else(|| render(called(Value::Null, id, arguments.clone())))
         };
-        // A template that refuses long names would refuse every probe with one.
+        // A template that refuses long ids would refuse every probe with one.
         let long_ids = takes(SHORT_ID, &object).or(takes(SHORT_ID, &text)).is_none()
             || takes(LONG_ID, &object).or(takes(LONG_ID, &text)).is_some();
         let as_object =
@@ -126,7 +126,8 @@ impl Shape {
         };
         Self {
             system: takes_system,
-            // A template that prints any role would give the model one that it was not trained on.
+            // A template that prints any role would show the model a role that it was not trained
+            // on.
             developer: template.source.contains("developer")
                 && shows(json!([{"role": "developer", "content": PROBE}, user("u")])),
             several_systems: both(json!([system(PROBE), system(OTHER), user("u")])),
@@ -258,7 +259,7 @@ impl Shape {
         let Some(arguments) = function.get_mut("arguments") else { return };
         match (self.arguments, &*arguments) {
             (Arguments::Object, Value::String(text)) => {
-                // OpenAI's clients send arguments back unchanged, also if they were cut off.
+                // OpenAI's clients send arguments back unchanged, even if they were truncated.
                 let read = serde_json::from_str(text).ok();
                 if let Some(value) = read.filter(Value::is_object) {
                     *arguments = value;
@@ -301,7 +302,7 @@ fn prepend(message: &mut Value, text: &str) {
     }
 }
 
-/// Joins neighbours of one role among the first `count` messages.
+/// Joins adjacent messages of the same role among the first `count` messages.
 fn join(messages: &mut Vec<Value>, of: impl Fn(&str) -> bool, count: usize) {
     let mut joined: Vec<Value> = Vec::with_capacity(messages.len());
     for (number, message) in std::mem::take(messages).into_iter().enumerate() {
@@ -327,7 +328,7 @@ fn join(messages: &mut Vec<Value>, of: impl Fn(&str) -> bool, count: usize) {
     *messages = joined;
 }
 
-/// Makes nine letters and digits of a call's name; the same name always gives the same.
+/// Shortens a call id to nine letters and digits; the same id always gives the same result.
 fn shorten(id: &mut Value) {
     let Value::String(text) = id else { return };
     if text.len() == SHORT_ID.len() && text.bytes().all(|b| b.is_ascii_alphanumeric()) {
@@ -359,7 +360,7 @@ mod tests {
     }
 
     const PRINTS: &str = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}";
-    /// Gemma's and Mistral's kind: user and assistant messages must alternate.
+    /// As in Gemma's and Mistral's templates, user and assistant messages must alternate.
     const TURNS: &str = "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns') }}{% endif %}[{{ m.role }}:{{ m.content }}]{% endfor %}";
     /// Qwen's kind: one system message, at the beginning.
     const FIRST: &str = "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('first') }}{% endif %}[{{ m.role }}:{{ m.content }}]{% endfor %}";
@@ -483,12 +484,12 @@ mod tests {
             template.render(&chat).expect("text")
         };
         let turns = "[user:u][assistant:<tool_call>\n{\"name\": \"f\", \"arguments\": {\"a\":1}}\n</tool_call>][user:<tool_response>\n\n</tool_response>]";
-        // Calls of earlier turns are shown without tools too.
+        // Calls of earlier turns are shown even without tools.
         assert_eq!(text(&template, None), turns);
         let shown = text(&template, Some(&tools));
         assert!(shown.starts_with("[system:You can call functions") && shown.ends_with(turns));
         assert!(shown.contains(r#"{"type":"function","function":{"name":"look"}}"#), "{shown}");
-        // A template that shows tools itself is left alone.
+        // A template that shows tools itself is used unchanged.
         let mut own = ChatTemplate::new(
             "{{ tools | tojson }}{{ messages[-1].content }}",
             None,

@@ -79,7 +79,7 @@ fn encoding_ends_when_there_are_too_many_ids() {
         );
         let long = prose(400_000, 1);
         let ids = pool.tokenizer().encode(&long, false).expect("ids").len();
-        // Its number of bytes alone does not show that it is too long.
+        // The byte count alone does not show that the text is too long.
         let most = pool.tokenizer().fewest_ids(&long);
         assert!(most < ids * 3 / 4, "{most} {ids}");
         let refused = block_on(pool.within(most).encode(text(&long)));
@@ -90,7 +90,7 @@ fn encoding_ends_when_there_are_too_many_ids() {
     }
 }
 
-/// A text of two words in turns that has no place for a cut.
+/// A text of two alternating words that has no place for a cut.
 fn uncut(bytes: usize) -> String {
     "internationalization\u{2e3a}".repeat(bytes / 23)
 }
@@ -134,7 +134,7 @@ fn long_pieces_are_not_for_the_threads_that_others_wait_for() {
         let job = Job { tokens: input.tokens(), input, terms: Terms::default(), reply, keep: None };
         (cut(job, &tools), answer)
     };
-    // Two pieces that are cut, one that is not, two that are.
+    // Two pieces from cuts, one that can't be cut, then two more from cuts.
     let text = prose(20_000, 1) + " a " + &uncut(70_000) + " a " + &prose(16_000, 2);
     let (long, mut answer) = start(text.clone());
     let (other, _other_answer) = start(prose(20_000, 3));

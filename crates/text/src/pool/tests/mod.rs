@@ -1,4 +1,4 @@
-//! The pool on real threads, which templates block where a test needs it.
+//! Tests of the pool with real threads, which are blocked by templates where a test needs that.
 
 mod long;
 mod special;
@@ -16,7 +16,7 @@ use parking_lot::Mutex;
 use crate::encoder::Texts;
 
 const TOKENIZER: &[u8] = include_bytes!("../../../tests/data/tiny-llama-tokenizer.json");
-/// Rendering this stops the thread until the test lets it go on.
+/// Rendering this blocks the thread until the test releases it.
 const STOP: &str = "{% if stop %}{{ strftime_now('%Y') }}{% endif %}";
 
 /// Lets a test stop a pool's thread.
@@ -29,12 +29,12 @@ fn tokenizer() -> Arc<Tokenizer> {
     Arc::new(Tokenizer::from_bytes(TOKENIZER).expect("a tokenizer"))
 }
 
-/// A pool whose template stops the thread that renders it.
+/// A pool whose template blocks the thread that renders it.
 fn stoppable(config: &TextConfig) -> (TextPool, Stops) {
     stoppable_by(STOP, config)
 }
 
-/// The same for a template that has [`STOP`] in it.
+/// The same for a template that contains [`STOP`].
 fn stoppable_by(template: &str, config: &TextConfig) -> (TextPool, Stops) {
     let (start, started) = crossbeam_channel::unbounded();
     let (go_on, gone_on) = crossbeam_channel::unbounded::<()>();
@@ -76,7 +76,7 @@ fn sentence() -> TextInput {
     text(&prose(200, 1))
 }
 
-/// A text of `bytes` bytes or a little more, unlike that of another `seed`.
+/// A text of about `bytes` bytes, different for each `seed`.
 fn prose(bytes: usize, seed: usize) -> String {
     let mut text = String::new();
     let mut word = seed + 1;
@@ -105,7 +105,7 @@ fn cut(job: Job, tools: &Tools) -> Arc<work::Long> {
     }
 }
 
-/// Submits an input and does not wait for it.
+/// Submits an input without waiting for it.
 fn submit(pool: &TextPool, input: TextInput) -> Pending<'_, Encoded> {
     let mut pending: Pending<'_, Encoded> = Box::pin(pool.encode(input));
     assert!(poll_once(pending.as_mut()).is_pending());
@@ -209,7 +209,7 @@ fn several_threads_share_what_waits() {
     let busy = [occupy(&pool, &stops), occupy(&pool, &stops)];
     let waiting: Vec<_> = (0..10).map(|_| submit(&pool, sentence())).collect();
     stops.go_on.send(()).expect("a thread waits");
-    // One thread is left: it takes half of the queue each time.
+    // Only one thread is left, and it takes half of the queue each time.
     for waiting in waiting {
         assert!(block_on(waiting).is_ok());
     }
@@ -230,7 +230,7 @@ fn a_short_input_overtakes_a_long_one_that_came_before() {
     drop(stops);
     assert!(block_on(busy).is_ok());
     assert!(block_on(short).is_ok());
-    // Two megabytes take the one thread many times as long as all answers so far.
+    // Two megabytes take the only thread many times as long as all answers so far.
     assert!(poll_once(waiting_long.as_mut()).is_pending());
     let plain = pool.tokenizer().encode(&long, false);
     assert_eq!(block_on(waiting_long).map(|encoded| encoded.ids), plain);

@@ -1,12 +1,11 @@
-//! Special tokens in clients' text. They are found before the template runs, and found again in its
-//! output.
+//! Finds special tokens in clients' text before the template runs, and again in its output.
 //!
 //! A chat whose strings cannot make a special token renders once. Any other chat renders twice. The
 //! second time has *twins* in place of some characters of those tokens: characters that no special
-//! token has and no client wrote. If the two texts differ by twins alone, the twins mark the
-//! client's part of the text. The result is the first text. So nothing changes that a template does
-//! with content (trim, split, compare, measure). If the texts differ otherwise, the template has
-//! looked at such a token itself, and the chat is refused.
+//! token has and no client wrote. If the two outputs differ only in twins, the twins mark the
+//! client's parts of the text, and the first output is the result. So whatever a template does with
+//! content (trim, split, compare, measure) works as usual. If the outputs differ otherwise, the
+//! template has interpreted such a token, and the chat is refused.
 
 #[cfg(test)]
 mod tests;
@@ -20,20 +19,20 @@ use serde_json::{Map, Value};
 use super::{ChatRender, ChatTemplate};
 use crate::error::TextError;
 
-/// The range of characters that twins are taken from: letters that print, have no case, are no
-/// spaces and that hardly any text has.
+/// The range from which twins are taken: printable letters without case, which hardly any text
+/// contains.
 const TWINS: Range<u32> = 0x2_0000..0x2_a6d0;
 
 /// A rendered chat.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct GuardedChat {
     pub(crate) text: String,
-    /// Sorted ranges of bytes from clients. Each range that matters has at least one byte here.
+    /// Sorted byte ranges from clients. Each relevant range has at least one byte here.
     pub(crate) client: Vec<Range<usize>>,
 }
 
 impl GuardedChat {
-    /// A text in which no special token is from a client.
+    /// A text without special tokens from a client.
     pub(crate) fn plain(text: String) -> Self {
         Self { text, client: Vec::new() }
     }
@@ -45,14 +44,14 @@ pub(crate) struct Guard {
     /// Special tokens, sorted.
     tokens: Vec<String>,
     finder: AhoCorasick,
-    /// First bytes of tokens that begin with no letter or digit.
+    /// First bytes of tokens that do not begin with a letter or digit.
     firsts: Box<[bool; 256]>,
-    /// The quoted strings in the template's source. It may cut content at these.
+    /// The quoted strings in the template's source. The template may split content at them.
     literals: Option<AhoCorasick>,
     /// Every character that gets a twin.
     alphabet: Vec<char>,
-    /// Tokens that the template looks for in content, such as marks of reasoning: they are left to
-    /// it.
+    /// Tokens that the template itself looks for in content, such as marks of reasoning. They are
+    /// not guarded.
     inspected: HashSet<String>,
 }
 
@@ -64,7 +63,7 @@ struct TwinnedChat {
     kwargs: Option<Map<String, Value>>,
 }
 
-/// The pairs of characters that stand for each other.
+/// Pairs of a character and its twin.
 struct Twins {
     twin: HashMap<char, char>,
     original: HashMap<char, char>,
@@ -100,8 +99,8 @@ impl Guard {
         Some(guard)
     }
 
-    /// The tokens that change the rendering of a short chat when they are watched. Once such a chat
-    /// is too expensive, no more are tried: the start would take as long again for each.
+    /// Finds the tokens that change a short chat's rendering when they are guarded. If such a chat
+    /// is too expensive, no more tokens are tried, since each would take as long again.
     fn inspected_by(&self, template: &ChatTemplate) -> HashSet<String> {
         let mut inspected = HashSet::new();
         for token in self.tokens.iter().filter(|token| template.source.contains(token.as_str())) {
@@ -122,10 +121,7 @@ impl Guard {
         inspected
     }
 
-    /// Renders a chat. Returns the parts from clients, as far as special tokens need that.
-    ///
-    /// # Errors
-    /// The errors of [`ChatTemplate::render`], and [`TextError::Guarded`].
+    /// Renders a chat. Returns the parts from clients, as far as they matter for special tokens.
     pub(crate) fn render(
         &self,
         template: &ChatTemplate,
@@ -167,7 +163,7 @@ impl Guard {
             kwargs: twinned.kwargs.as_ref(),
             ..*chat
         };
-        // A template may print the time, which may change between the two.
+        // A template may print the time, which can change between the two renderings.
         for _ in 0..2 {
             let text = template.render(chat)?;
             let Ok(shadow) = template.render(&shadow) else { break };
@@ -178,7 +174,7 @@ impl Guard {
         Err(TextError::Guarded)
     }
 
-    /// The chat with twins; `None` if there is nothing in it that needs them.
+    /// The chat with twins; `None`: nothing in it needs them.
     fn twinned(&self, chat: &ChatRender<'_>) -> Result<Option<(Twins, TwinnedChat)>, TextError> {
         let empty = Map::new();
         let kwargs = chat.kwargs.unwrap_or(&empty);
@@ -225,7 +221,7 @@ impl Guard {
     }
 
     /// Guards the fields of an object. In names only whole tokens are replaced, since templates
-    /// know names.
+    /// look fields up by name.
     fn fields(&self, fields: &Map<String, Value>, twins: &Twins) -> Map<String, Value> {
         let field = |(name, value): (&String, &Value)| {
             (twins.put(name, &self.whole(name)), self.replaced(value, twins))
@@ -233,9 +229,8 @@ impl Guard {
         fields.iter().map(field).collect()
     }
 
-    /// The places at which `text` has special tokens, or the beginning of one. The template could
-    /// complete a beginning with other text of the client's: before a place at which it may cut, or
-    /// at the end.
+    /// The places at which `text` has special tokens, or prefixes of one. The template could
+    /// complete a prefix with other client text, where it splits content or at the end.
     fn places(&self, text: &str) -> Vec<Range<usize>> {
         let mut places = self.whole(text);
         places.extend(self.beginnings(text));
@@ -259,11 +254,11 @@ impl Guard {
         found.filter(|found| !left(found.pattern().as_usize())).map(|found| found.range()).collect()
     }
 
-    /// The length of the longest proper beginning of a token at the start of `text` that may be
-    /// followed by a cut. `end` is the text up to a trim.
+    /// The length of the longest proper prefix of a token at the start of `text` that a split may
+    /// follow. `end` is the text up to a trim.
     fn beginning(&self, text: &str, end: usize) -> Option<usize> {
         if self.finder.find(Input::new(text).anchored(Anchored::Yes)).is_some() {
-            // A whole token, which is found or left as such.
+            // A whole token, which is handled elsewhere or left unguarded.
             return None;
         }
         let after = self.tokens.partition_point(|token| token.as_str() <= text);
@@ -281,14 +276,14 @@ impl Guard {
     }
 }
 
-/// Bytes that two texts have in common at their beginnings, in whole characters.
+/// The number of leading bytes that two texts share, in whole characters.
 fn common(left: &str, right: &str) -> usize {
     let same = left.char_indices().zip(right.chars()).take_while(|((_, a), b)| a == b);
     same.last().map_or(0, |((at, c), _)| at + c.len_utf8())
 }
 
 impl Twins {
-    /// Twins that nothing in the chat has; `None` if it has some of everything.
+    /// Twins that do not occur in the chat; `None`: every candidate occurs.
     fn new(alphabet: &[char], chat: &ChatRender<'_>) -> Option<Self> {
         let mut used = HashSet::new();
         for value in [Some(chat.messages), chat.tools, chat.documents].into_iter().flatten() {
@@ -307,8 +302,8 @@ impl Twins {
         })
     }
 
-    /// The text with twins at some of these places. They replace signs, or everything except spaces
-    /// if there is no sign. Quotes and other characters that JSON escapes stay.
+    /// The text with twins at some of these places. They replace punctuation, or everything except
+    /// spaces if there is none. Quotes and other characters that JSON escapes stay.
     fn put(&self, text: &str, places: &[Range<usize>]) -> String {
         if places.is_empty() {
             return text.to_owned();
@@ -326,7 +321,7 @@ impl Twins {
         text.char_indices().map(|(at, c)| starts.get(&at).copied().unwrap_or(c)).collect()
     }
 
-    /// The ranges of `text` where `shadow` has twins; `None` if the two differ by more than that.
+    /// The ranges of `text` in which `shadow` has twins; `None`: the two differ in more than twins.
     fn compare(&self, text: &str, shadow: &str) -> Option<Vec<Range<usize>>> {
         let mut client: Vec<Range<usize>> = Vec::new();
         let mut shadow = shadow.chars();
@@ -363,7 +358,7 @@ fn note_used(value: &Value, used: &mut HashSet<char>) {
     }
 }
 
-/// Chats that show a template's treatment of a content.
+/// Chats that show how a template treats a content.
 fn probes(content: &str) -> Vec<Value> {
     let message = |role: &str, content: &str| serde_json::json!({"role": role, "content": content});
     let user = message("user", content);
@@ -380,12 +375,12 @@ fn probes(content: &str) -> Vec<Value> {
     ]
 }
 
-/// The strings in quotes of a template's source, with escapes left as they are.
+/// The quoted strings in a template's source, with escapes unchanged.
 fn literals(source: &str) -> Vec<String> {
     let mut found = HashSet::new();
     for quote in ['"', '\''] {
-        // Every second piece is in quotes; where a quote is in another kind of text, pieces too
-        // many are no harm.
+        // Every second piece is in quotes. If a quote occurs elsewhere, superfluous pieces do no
+        // harm.
         for piece in source.split(quote) {
             let piece = piece.replace("\\n", "\n").replace("\\t", "\t").replace("\\\\", "\\");
             if !piece.is_empty() && piece.len() <= 64 {

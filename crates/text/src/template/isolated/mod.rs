@@ -1,8 +1,9 @@
-//! Templates that run in processes of their own, with a limit of memory and time.
+//! Templates that run in separate processes with limits on memory and time.
 //!
-//! A template can make values of any size and depth: doubled strings, lists in lists, namespaces
-//! that contain themselves. No bound inside an interpreter covers all of it, so the system's limits
-//! for a process do. Each process renders one chat at a time. Messages of several may wait for it.
+//! A template can create values of any size and depth: doubled strings, nested lists, namespaces
+//! that contain themselves. No bound inside the interpreter covers all of this, but the operating
+//! system's limits on a process do. Each process renders one chat at a time, with further messages
+//! queued.
 
 mod serve;
 #[cfg(test)]
@@ -28,19 +29,20 @@ use wire::{
     write_frames,
 };
 
-/// Bytes of memory for a rendering, besides those of the program.
+/// Bytes of memory for rendering, on top of the program's own.
 const MEMORY: usize = 512 << 20;
 /// Seconds of processor time for a rendering.
 const SECONDS: u64 = if cfg!(test) { 1 } else { 10 };
-/// The time without an answer after which a process is given up, however busy the machine is.
+/// After this time without an answer a process is abandoned, however busy the machine is.
 const PATIENCE: Duration = Duration::from_secs(120);
-/// The variables of this process that a rendering may depend on. The others may be secret.
+/// The environment variables that rendering may depend on. Others may be secret.
 const ENVIRONMENT: [&str; 3] = ["LD_LIBRARY_PATH", "TZ", "TZDIR"];
 
 /// The command of a new process.
 type Start = Box<dyn Fn() -> Command + Send + Sync>;
 
-/// Processes that render one template. There are as many as chats were rendered at one time.
+/// Processes that render one template. Their number grows with the chats that are rendered at the
+/// same time.
 pub(super) struct RenderPool {
     start: Start,
     setup: Vec<u8>,
@@ -83,8 +85,8 @@ impl RenderPool {
         rendered
     }
 
-    /// Adds the results of chats to `rendered`, up to the first one that ended its process. Another
-    /// process may serve those after it.
+    /// Adds the results of chats to `rendered`, up to the first chat that ended its process.
+    /// Another process may render the rest.
     fn render_group(
         &self,
         chats: &[Variables<'_>],
@@ -112,7 +114,7 @@ impl RenderPool {
         self.idle.lock().push(process);
     }
 
-    /// An idle process that still accepts messages. A process that was killed accepts none.
+    /// An idle process that still accepts messages. A killed process accepts none.
     fn asked(&self, messages: &[Vec<u8>]) -> Option<RenderProcess> {
         loop {
             let mut process = self.idle.lock().pop()?;
@@ -131,7 +133,7 @@ impl RenderPool {
     }
 }
 
-/// A process that renders, and the socket to it. Dropping it kills the process.
+/// A rendering process, and the socket to it. Dropping it kills the process.
 #[derive(Debug)]
 struct RenderProcess {
     child: Child,
@@ -149,19 +151,19 @@ impl RenderProcess {
             .collect();
         let kept = ENVIRONMENT.iter().filter_map(|name| Some((name, std::env::var_os(name)?)));
         command.env_clear().envs(kept).envs(given);
-        // A signal of the terminal is for the server, which may finish chats first.
+        // Terminal signals should only reach the server, which may finish its chats first.
         command.process_group(0).stdin(OwnedFd::from(far));
         command.stdout(Stdio::null()).stderr(Stdio::null());
         Ok(Self { child: command.spawn()?, socket: BufReader::new(near) })
     }
 
-    /// Sends messages. After an error the process is of no further use.
+    /// Sends messages. After an error the process is unusable.
     fn ask(&mut self, messages: &[Vec<u8>]) -> Result<(), TextError> {
         write_frames(self.socket.get_mut(), messages).map_err(|error| self.fault(&error))
     }
 
     /// Waits for the answer to a message, of at most `most` bytes. After an outer error the process
-    /// is of no further use.
+    /// is unusable.
     fn answer(&mut self, most: usize) -> Result<Result<String, TextError>, TextError> {
         match read_frame(&mut self.socket, ANSWER_HEAD + most) {
             Ok(Some(answer)) => answer_from_bytes(answer)
@@ -182,7 +184,7 @@ impl RenderProcess {
 
     /// The error of a chat for which the process ended.
     fn end(&mut self) -> TextError {
-        // It has closed its socket, which it only does at its end.
+        // It has closed its socket, which it only does when it ends.
         match self.child.wait() {
             Ok(status) => description(status),
             Err(error) => TextError::Renderer(error.to_string()),
@@ -192,13 +194,13 @@ impl RenderProcess {
 
 impl Drop for RenderProcess {
     fn drop(&mut self) {
-        // It may have ended already, which is as good.
+        // It may have ended already, which is fine.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// The meaning of a process's end during a rendering.
+/// What the end of a process during a rendering means.
 fn description(status: ExitStatus) -> TextError {
     use rustix::process::Signal;
     let is = |signal: Signal| status.signal() == Some(signal.as_raw());

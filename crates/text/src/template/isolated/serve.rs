@@ -1,5 +1,5 @@
-//! The process that renders: it limits itself, compiles its template, and answers until the stream
-//! ends.
+//! The rendering process: it limits its own resources, compiles its template, and answers until the
+//! stream ends.
 
 use std::io::{self, BufReader};
 use std::os::fd::AsFd;
@@ -16,14 +16,16 @@ use super::wire::{ReceivedVariables, Setup, answer_to_bytes, read_frame, write_f
 use super::{MEMORY, SECONDS};
 use crate::error::TextError;
 
-/// The stack of the thread that renders. Only used pages are real memory.
+/// The stack of the rendering thread. Only used pages take real memory.
 const STACK_BYTES: usize = 8 << 20;
-/// The time after which a chat gets a limit of its own. To set one for each takes system calls.
+/// After this time the limit on processor time is renewed for the next chat. Renewing it for each
+/// chat would cost system calls.
 const SLACK: Duration = Duration::from_secs(1);
 
-/// Renders chats for the server at the other end of standard input, a socket. Ends with the socket.
+/// Renders chats for the server at the other end of standard input, which is a socket, until it
+/// closes.
 ///
-/// The process limits its own memory, and its processor time for each chat.
+/// The process limits its own memory, and its processor time per chat.
 ///
 /// # Errors
 /// The socket breaks, or the system refuses a limit.
@@ -49,7 +51,7 @@ fn answer_all(mut socket: UnixStream) -> io::Result<()> {
         Err(error) => return write_frame(&mut socket, &answer_to_bytes(&Err(error))),
     };
     while let Some(chat) = read_frame(&mut requests, usize::MAX)? {
-        // The thread that renders has used no more time than has passed.
+        // The rendering thread has used no more processor time than has elapsed.
         if limited.elapsed() >= SLACK {
             limited = limit_time()?;
         }
@@ -74,8 +76,7 @@ fn limit_memory() -> io::Result<()> {
     limit(Resource::Core, 0)
 }
 
-/// Lets the process compute for [`SECONDS`] from now on, and for [`SLACK`] more. Returns the
-/// present time.
+/// Allows [`SECONDS`] of processor time from now on, plus [`SLACK`]. Returns the current time.
 fn limit_time() -> io::Result<Instant> {
     let now = Instant::now();
     let used = clock_gettime(ClockId::ProcessCPUTime).tv_sec.unsigned_abs() + 1;

@@ -20,7 +20,7 @@ fn start() -> Command {
     command
 }
 
-/// The process that these tests start; it tests nothing by itself.
+/// The process that these tests start. It tests nothing by itself.
 #[test]
 fn the_process_that_renders() {
     if std::env::var_os(CHILD).is_some() {
@@ -36,7 +36,7 @@ fn user(text: &str) -> Value {
     json!([{"role": "user", "content": text}])
 }
 
-/// Templates of which each ended a server that rendered them itself.
+/// Templates that would crash a server that rendered them in its own process.
 const BOMBS: [&str; 8] = [
     "{{ '%9999999999d'|format(1) }}",
     "{% set n = namespace(x='xxxxxxxx') %}{% for i in range(34) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
@@ -136,7 +136,7 @@ fn a_template_that_waits_for_a_special_token_is_tried_once_at_the_start() {
     let template = ChatTemplate::isolated(&source, None, None, &BTreeMap::new(), counting);
     let tokens = vec!["<|a|>".to_owned(), "<|b|>".to_owned()];
     assert!(Guard::new(tokens, &template.expect("a template")).is_some());
-    // A chat has ended the first process, and no other was needed.
+    // One chat has ended the first process, and one more was enough.
     assert_eq!(started.load(Ordering::Relaxed), 1);
 }
 
@@ -214,7 +214,7 @@ fn what_is_no_template_is_said_so() {
 #[test]
 fn a_process_has_no_variables_but_a_few() {
     let mut process = RenderProcess::spawn(start()).expect("a process");
-    // It answers to its first message once it has begun to run.
+    // It answers to its first message once it is running.
     let setup = super::Setup { source: String::new(), special_tokens: BTreeMap::new() };
     process.ask(&[setup.to_bytes()]).expect("a process");
     process.answer(100).expect("an answer").expect("a template");

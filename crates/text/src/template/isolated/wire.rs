@@ -1,6 +1,6 @@
 //! The messages between a server and its rendering processes.
 //!
-//! Values have a binary form, since JSON would round some floats and limits the depth.
+//! Values have a binary form, since JSON would round some floats and limit the depth.
 
 use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
@@ -26,17 +26,17 @@ const TEXT: u8 = 0;
 const REFUSED: u8 = 1;
 const COSTLY: u8 = 2;
 
-/// Bytes of an error's text. A template's refusal may have any length.
+/// The largest error text in bytes. A template's own error may have any length.
 pub(super) const ERROR_BYTES: usize = 64 << 10;
 /// Bytes of an answer besides its text.
 pub(super) const ANSWER_HEAD: usize = 1;
 
-/// Messages of up to this many bytes are written together with their lengths: a system call takes
-/// longer than the copy. A socket buffers as much without a reader.
+/// Messages of up to this many bytes are copied and written with their lengths in one system call,
+/// which is faster. A socket buffers this much without a reader.
 const COPIED_BYTES: usize = 64 << 10;
 const LENGTH_BYTES: usize = 4;
 
-/// The number of messages, from the first on, that are written together; one at least.
+/// The number of leading messages that are written together; at least one.
 pub(super) fn fitting(frames: &[Vec<u8>]) -> usize {
     let mut bytes = 0;
     let fits = |frame: &&Vec<u8>| {
@@ -173,7 +173,7 @@ pub(super) fn answer_to_bytes(rendered: &Result<String, TextError>) -> Vec<u8> {
     out
 }
 
-/// The result that an answer stands for; `None` if it is not an answer.
+/// The result in an answer; `None`: it is not a valid answer.
 pub(super) fn answer_from_bytes(mut answer: Vec<u8>) -> Option<Result<String, TextError>> {
     let kind = *answer.first()?;
     answer.remove(0);
@@ -186,7 +186,7 @@ pub(super) fn answer_from_bytes(mut answer: Vec<u8>) -> Option<Result<String, Te
     }
 }
 
-/// The beginning of an error's text, as much as is passed on.
+/// The part of an error's text that is passed on.
 fn start(text: &str) -> &str {
     let mut end = text.len().min(ERROR_BYTES);
     while !text.is_char_boundary(end) {
@@ -257,7 +257,7 @@ fn take_eight(bytes: &mut &[u8]) -> Option<[u8; 8]> {
     Some(*taken)
 }
 
-/// A length that the rest of the message can have: each thing takes a byte at least.
+/// Reads a length and checks it against the rest of the message: each item takes at least a byte.
 fn take_length(bytes: &mut &[u8]) -> Option<usize> {
     let length = usize::try_from(u64::from_le_bytes(take_eight(bytes)?)).ok()?;
     (length <= bytes.len()).then_some(length)
