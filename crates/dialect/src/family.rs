@@ -1,7 +1,7 @@
-//! The descriptions of families. A family's parser and its grammar are both made from one
+//! The descriptions of families. Both the parser and the grammar of a family are generated from one
 //! description.
 
-/// The form in which a family writes its reasoning.
+/// How a family writes its reasoning.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Reasoning {
     /// vLLM's name of its parser.
@@ -12,12 +12,11 @@ pub(crate) struct Reasoning {
     pub(crate) close: &'static str,
     /// True if the model reasons first even if the prompt does not open reasoning.
     pub(crate) begins: bool,
-    /// The marks are special tokens, which no text has in it.
+    /// True if the marks are special tokens, which plain text never contains.
     pub(crate) special: bool,
 }
 
-/// The form of a family's calls. White space is the model's usual one, and readers do not insist on
-/// it.
+/// The form of a family's calls. White space is the model's usual one; parsers accept any.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Calls {
     /// vLLM's name of its parser.
@@ -30,7 +29,7 @@ pub(crate) struct Calls {
     pub(crate) call: (&'static str, &'static str),
     /// The text between two calls.
     pub(crate) between: &'static str,
-    /// The marks around a call are special tokens, which no text and no argument has in it.
+    /// True if the marks around a call are special tokens, which text and arguments never contain.
     pub(crate) special: bool,
     /// An answer that begins with this character may be a call without any mark.
     pub(crate) bare: Option<char>,
@@ -61,9 +60,9 @@ pub(crate) enum Body {
 
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Named {
-    /// The text before the name, which determines the kind of call.
+    /// The text before the name, which identifies the kind of call.
     pub(crate) before: &'static str,
-    /// The mark before which all text ahead of the name is skipped.
+    /// The mark up to which all text before the name is skipped.
     pub(crate) skip: &'static str,
     /// The mark at the end of the name.
     pub(crate) name_end: &'static str,
@@ -79,7 +78,8 @@ pub(crate) struct Tagged {
     pub(crate) name: (&'static str, &'static str),
     /// Around an argument's name.
     pub(crate) key: (&'static str, &'static str),
-    /// Around its value. An empty first one: it begins where the name's mark ends.
+    /// The marks around a value. If the first is empty, the value begins where the name's mark
+    /// ends.
     pub(crate) value: (&'static str, &'static str),
     /// The text after the last argument.
     pub(crate) end: &'static str,
@@ -90,7 +90,7 @@ pub(crate) struct Tagged {
 /// The form of call ids.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Ids {
-    /// Ids in OpenAI's form. They are not in the prompt, or the model accepts any.
+    /// Ids in OpenAI's form: they are not in the prompt, or the model accepts any.
     #[default]
     Free,
     /// Nine letters and digits.
@@ -117,13 +117,13 @@ pub(crate) const HERMES: Calls = Calls {
     aliases: &["qwen25", "qwen"],
     call: ("<tool_call>\n", "\n</tool_call>"),
     between: "\n",
-    // Qwen2.5-Coder leaves its marks out more often than not.
+    // Qwen2.5-Coder usually omits its marks.
     alone: true,
     body: Body::Object("arguments"),
     ..NO_MARKS
 };
 
-/// The form that a system message shows to a model whose template has none.
+/// The form that a system message shows to a model whose template shows no tools.
 pub(crate) const GENERIC: Calls = Calls { name: "generic", aliases: &[], ..HERMES };
 
 pub(crate) const QWEN3_CODER: Calls = Calls {
@@ -326,8 +326,8 @@ pub(crate) const FUNCTION_GEMMA: Calls = Calls {
 pub(crate) const HARMONY: Calls =
     Calls { name: "openai", aliases: &["gpt-oss", "gpt_oss"], body: Body::Channels, ..NO_MARKS };
 
-/// All forms of calls. If several have the same name, it means the first one, unless the evidence
-/// shows another.
+/// All forms of calls. If several have the same name, the name means the first one, unless the
+/// evidence points to another.
 pub(crate) const CALLS: &[&Calls] = &[
     &HERMES,
     &QWEN3_CODER,
@@ -349,7 +349,7 @@ pub(crate) const CALLS: &[&Calls] = &[
     &GENERIC,
 ];
 
-/// `<think>`, opened by the prompt, by the model, or not at all.
+/// `<think>`, opened by the prompt, by the model, or never.
 pub(crate) const THINK: Reasoning = Reasoning {
     name: "qwen3",
     aliases: &[
@@ -374,7 +374,7 @@ pub(crate) const THINK: Reasoning = Reasoning {
     special: false,
 };
 
-/// The reasoning of models that think even if the prompt does not open it.
+/// The reasoning of models that reason even if the prompt does not open it.
 pub(crate) const THINK_FIRST: Reasoning = Reasoning {
     name: "deepseek_r1",
     aliases: &["deepseek-r1", "minimax_m2", "minimax", "minimax_m2_append_think"],
@@ -434,7 +434,7 @@ impl Calls {
         let mut marks = vec![self.section.0, self.section.1, self.call.0, self.call.1];
         match &self.body {
             Body::Named(named) => {
-                // Between name and arguments, older tokenizers of Mistral write a name of the call.
+                // Older tokenizers of Mistral write an id of the call between name and arguments.
                 marks.extend([named.before, named.skip, named.name_end, "[CALL_ID]"]);
             }
             Body::Tagged(tags) => {

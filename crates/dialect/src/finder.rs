@@ -5,17 +5,17 @@
 pub(crate) enum Found {
     /// The mark with number `mark` begins at byte `at`.
     Mark { at: usize, mark: usize },
-    /// No mark; up to byte `safe` nothing can be the beginning of one.
+    /// No mark; up to byte `safe` no mark can begin.
     Nothing { safe: usize },
 }
 
 #[cfg(test)]
 thread_local! {
-    /// Bytes that parsers of this thread have looked at.
+    /// Bytes that parsers on this thread have scanned.
     pub(crate) static LOOKED_AT: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
 }
 
-/// Counts bytes that are looked at, for the tests.
+/// Counts scanned bytes, for the tests.
 fn look_at(bytes: usize) {
     #[cfg(test)]
     LOOKED_AT.set(LOOKED_AT.get() + bytes);
@@ -23,21 +23,21 @@ fn look_at(bytes: usize) {
     let _ = bytes;
 }
 
-/// Bytes of white space at the beginning of `text`.
+/// The number of bytes of white space at the beginning of `text`.
 pub(crate) fn leading_blank(text: &str) -> usize {
     let blank = text.len() - text.trim_start().len();
     look_at(blank);
     blank
 }
 
-/// Bytes of `text` without the white space at its end.
+/// The number of bytes of `text` without white space at its end.
 pub(crate) fn without_trailing_blank(text: &str) -> usize {
     let end = text.trim_end().len();
     look_at(text.len() - end);
     end
 }
 
-/// Looks for the mark that begins first; of several that begin there, the longest.
+/// Finds the mark that begins first; of several at the same place, the longest.
 pub(crate) fn find<'m>(text: &str, marks: impl Iterator<Item = &'m str> + Clone) -> Found {
     look_at(text.len());
     let mut best: Option<(usize, usize, usize)> = None;
@@ -54,7 +54,7 @@ pub(crate) fn find<'m>(text: &str, marks: impl Iterator<Item = &'m str> + Clone)
             }
         }
     }
-    // A mark that may begin earlier is waited for.
+    // Wait for a mark that may begin earlier.
     let safe = marks.map(|wanted| text.len() - beginning(text, wanted)).min();
     let safe = safe.unwrap_or(text.len());
     match best {
@@ -63,7 +63,7 @@ pub(crate) fn find<'m>(text: &str, marks: impl Iterator<Item = &'m str> + Clone)
     }
 }
 
-/// The length in bytes of the longest proper beginning of `mark` at the end of `text`.
+/// The length in bytes of the longest proper prefix of `mark` at the end of `text`.
 fn beginning(text: &str, mark: &str) -> usize {
     let most = mark.len().saturating_sub(1).min(text.len());
     let start = text.len() - most;

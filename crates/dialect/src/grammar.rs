@@ -1,4 +1,4 @@
-//! The grammar by which a model writes calls in its family's form. It is made of the same
+//! The grammar by which a model writes calls in its family's form. It is generated from the same
 //! description as the parser.
 
 use std::fmt::Write as _;
@@ -10,28 +10,28 @@ use crate::family::{Body, Calls, Ids};
 use crate::names::Dialect;
 use crate::parser::Place;
 
-/// Any text, as a regular expression. A token that is special is not text.
+/// Any text, as a regular expression. It never matches special tokens.
 const ANY: &str = "/(?s:.*)/";
-/// The rule of the output in place of calls. Its text comes from elsewhere.
+/// The rule for output instead of calls, which the caller defines.
 pub const CONTENT: &str = "content";
 
-/// The output that is allowed in place of calls.
+/// What a model may write instead of calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Instead {
-    /// No other output: there is at least one call.
+    /// Nothing: there is at least one call.
     Nothing,
-    /// Any text, also before the calls. The answer ends after them.
+    /// Any text, also before the calls. The answer ends after the calls.
     Text,
-    /// The output of the rule [`CONTENT`], which the caller adds to the grammar.
+    /// Output by the rule [`CONTENT`], which the caller adds to the grammar.
     Content,
 }
 
-/// The grammar of an answer, in llguidance's Lark. Rules of arguments are missing in it.
+/// The grammar of an answer, in llguidance's Lark. The caller adds the rules of arguments.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CallGrammar {
     /// The rules of the grammar, of which `start` is the first.
     pub lark: String,
-    /// The rule for the arguments of each tool, in the order of the tools.
+    /// The name of each tool's argument rule, in the order of the tools.
     pub arguments: Vec<String>,
     /// The style in which those rules write arguments.
     pub style: ArgumentStyle,
@@ -50,24 +50,24 @@ pub enum ArgumentStyle {
     Tagged(ArgumentTags),
 }
 
-/// The tags of an argument. Strings are written between them unchanged, and other values as JSON.
+/// The tags of an argument. Strings are written verbatim between them, and other values as JSON.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct ArgumentTags {
     /// The text before an argument's name.
     pub before_name: &'static str,
     /// The text between the name and a string.
     pub before_text: String,
-    /// The text between the name and any other value.
+    /// The text between the name and a value that is no string.
     pub before_json: String,
     /// The text after a value.
     pub after: &'static str,
-    /// The marks that end a value at any place.
+    /// The marks that end a value wherever they occur.
     pub stops: Vec<&'static str>,
     /// True if the tags distinguish strings from other values.
     pub declares: bool,
 }
 
-/// Special tokens of a vocabulary that are marks. They are sampled by their ids, and their
+/// Marks that are special tokens of a vocabulary. They are sampled by their ids, and their
 /// characters mean nothing.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub struct Marks(Vec<(String, i32)>);
@@ -78,8 +78,8 @@ impl Marks {
         Self(tokens.into_iter().filter(|(text, _)| !text.is_empty()).collect())
     }
 
-    /// A text for a rule's right side. Special tokens are written by their ids, and all else by its
-    /// characters. Empty for no text.
+    /// A text on a rule's right side. Special tokens are written by id, everything else by its
+    /// characters. An empty text gives an empty result.
     pub fn literal(&self, text: &str) -> String {
         let mut parts = Vec::new();
         let mut rest = text;
@@ -96,11 +96,11 @@ impl Marks {
         parts.join(" ")
     }
 
-    /// Text by the terminal `text`, and then `close`, which the text does not contain. Returns the
-    /// definition of the terminal `name`, and the right side that stands for both.
+    /// Text that matches the terminal `text`, followed by `close`, which the text does not contain.
+    /// Returns the definition of the terminal `name`, and the right side for both together.
     pub fn until(&self, name: &str, text: &str, close: &str) -> (String, String) {
-        // One terminal has text and close together: two would be cut where the text is longest,
-        // which is within the close.
+        // One terminal covers text and close: two would be split where the text is longest, which
+        // is inside the close.
         let (last, rest) = match self.split(close) {
             Some((before, _, _)) => (before, &close[before.len()..]),
             None => (close, ""),
@@ -125,11 +125,11 @@ pub fn text_without<'s>(stops: impl IntoIterator<Item = &'s str>) -> String {
     if stops.is_empty() {
         return ANY.to_owned();
     }
-    // Without the first part the text could have special tokens and broken characters in it.
+    // Without the first part, the text could contain special tokens and broken characters.
     format!("{ANY} & ~/(?s:.*)({})(?s:.*)/", stops.join("|"))
 }
 
-/// A string in Lark, which are those of JSON.
+/// A string in Lark, which has the syntax of a JSON string.
 fn quoted(text: &str) -> String {
     Value::from(text).to_string()
 }
@@ -151,9 +151,9 @@ impl Dialect {
     /// The grammar of answers that call some of `tools`, once or, with `parallel`, several times.
     /// `None`: the family writes no calls, or there are no tools.
     ///
-    /// Reasoning comes before the calls. It is a part of the grammar if `thinks` is given, and
-    /// always in Harmony. `thinks` is the place at which the prompt leaves a model whose reasoning
-    /// is not followed by its marks.
+    /// Reasoning precedes the calls. It is part of the grammar if `thinks` is given, and always in
+    /// Harmony. `thinks`: whether the prompt leaves the model in its reasoning, for models whose
+    /// reasoning is not tracked by marks.
     pub fn call_grammar(
         &self,
         tools: &[&str],
@@ -183,7 +183,7 @@ impl Dialect {
         Some(CallGrammar { lark, arguments, style: calls.style() })
     }
 
-    /// True if a mark before calls distinguishes them from an answer in JSON.
+    /// True if a mark before calls tells them from an answer in JSON.
     pub fn marks_calls(&self) -> bool {
         self.calls.is_some_and(|calls| calls.bare.is_none())
     }
@@ -222,7 +222,7 @@ impl Calls {
         }
     }
 
-    /// The marks around calls, those of the section included.
+    /// The marks around calls, including those of their section.
     fn frame(&self) -> Frame {
         let Frame { open, close, .. } = self.bare_frame();
         let (section, call) = (self.section, self.call);
@@ -338,7 +338,7 @@ impl Writer<'_> {
             Instead::Text => {
                 let mut text = text_without(self.openers(reasoning));
                 if let Some(bare) = self.calls.bare {
-                    // Text with this beginning is read as a call.
+                    // Text that begins like this is read as a call.
                     let _ = write!(text, " & ~/\\s*{}(?s:.*)/", escaped(&bare.to_string()));
                 }
                 self.line("TEXT", &text);
@@ -354,13 +354,13 @@ impl Writer<'_> {
         }
     }
 
-    /// All calls within `frame`; `said`: its beginning, which has been generated already.
+    /// All calls within `frame`. `said`: the start of the frame that was generated already.
     fn run(&self, frame: &Frame, said: &str, parallel: bool) -> String {
         let Frame { open, before, after, close } = frame;
         let first = format!("{open}{before}");
         let first = self.marks.literal(first.strip_prefix(said).unwrap_or(&first));
         let after = self.marks.literal(after);
-        // A mark that may be left out stands before the first call only.
+        // An optional mark precedes only the first call.
         let again = if self.calls.bare.is_some() { "" } else { *before };
         let next = self.marks.literal(&format!("{}{again}", self.calls.between));
         let more = if parallel { format!("({next} body {after})*") } else { String::new() };
@@ -373,7 +373,7 @@ impl Writer<'_> {
         marks.into_iter().find(|mark| !mark.is_empty()).unwrap_or_default()
     }
 
-    /// The marks that plain text must not contain, since each would begin a call or reasoning.
+    /// The marks that plain text must not contain, because they would begin a call or reasoning.
     fn openers<'r>(&self, reasoning: Option<(&'r str, &'r str)>) -> Vec<&'r str> {
         let calls = self.calls;
         let mut marks = vec![calls.section.0.trim(), calls.call.0.trim()];

@@ -1,7 +1,8 @@
-//! The forms in which families of models write reasoning, text and calls of tools.
+//! The forms in which model families write reasoning, text and tool calls.
 //!
-//! [`Dialect`] names the family of a model. One description of a family makes two things. The
-//! [`Parser`] makes [`Parts`] of an answer, token by token. The grammar restricts a model to calls.
+//! [`Dialect`] names the family of a model. One description of a family gives both a [`Parser`],
+//! which splits an answer into [`Parts`] token by token, and a grammar, which restricts a model to
+//! calls.
 //!
 //! ```
 //! use std::sync::Arc;

@@ -1,10 +1,10 @@
-//! The family of a model. Its template and vocabulary show it, or a flag has a name that other
-//! servers use.
+//! Finds the family of a model from its template and vocabulary, or from a flag with the names that
+//! other servers use.
 
 use crate::family::{self, Body, CALLS, Calls, REASONING, Reasoning};
 use crate::schema::Tools;
 
-/// The forms of a model's calls and reasoning. Each is absent if the model writes none.
+/// The forms of a model's calls and reasoning. A form is absent if the model writes none.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Dialect {
     pub(crate) calls: Option<&'static Calls>,
@@ -52,9 +52,9 @@ impl Choice {
 /// The facts that show a model's family.
 #[derive(Clone, Copy)]
 pub struct Evidence<'a> {
-    /// The source of the model's chat template; empty if it has none.
+    /// The source of the model's chat template; empty: there is none.
     pub template: &'a str,
-    /// The test for a token with this text in the model's tokenizer.
+    /// Tests whether the model's tokenizer has a token with this text.
     pub has_token: &'a dyn Fn(&str) -> bool,
 }
 
@@ -64,8 +64,7 @@ impl Evidence<'_> {
     }
 
     fn calls(&self) -> Option<&'static Calls> {
-        // Marks that only one family writes are tested first, `<tool_call>`, which many families
-        // write, last.
+        // Test marks that only one family writes first, and `<tool_call>`, which many write, last.
         let found: &Calls = if self.has("<|channel|>") && self.has("<|message|>") {
             &family::HARMONY
         } else if self.has("<|tool_call>") {
@@ -122,10 +121,10 @@ impl Evidence<'_> {
 }
 
 impl Dialect {
-    /// The chosen dialect, or the one for which there is evidence.
+    /// The chosen dialect, or the one that the evidence suggests.
     ///
     /// # Errors
-    /// A name is not known.
+    /// A name is unknown.
     pub fn new(
         calls: &Choice,
         reasoning: &Choice,
@@ -161,13 +160,13 @@ impl Dialect {
         self.reasoning.map(|reasoning| reasoning.name)
     }
 
-    /// True if answers with these tools may have other parts than text.
+    /// True if answers with these tools may have parts other than text.
     pub fn reads(&self, tools: &Tools) -> bool {
         let calls = self.calls.is_some() && !tools.is_empty();
         calls || self.reasoning.is_some() || self.is_harmony()
     }
 
-    /// The same dialect without reasoning, which is then ordinary text.
+    /// The same dialect without reasoning, which then counts as text.
     #[must_use]
     pub fn without_reasoning(self) -> Self {
         Self { reasoning: None, ..self }
@@ -178,8 +177,8 @@ impl Dialect {
         self.calls.map_or_else(Default::default, |calls| calls.ids)
     }
 
-    /// True if a token with this text is a mark, or part of one. Such tokens must be read even if
-    /// they are special, and leave no text otherwise.
+    /// True if a token with this text is a mark, or part of one. Such tokens have to be decoded
+    /// even if they are special; otherwise they leave no text.
     pub fn is_mark(&self, token: &str) -> bool {
         let token = token.trim();
         let calls = self.calls.map(Calls::marks).unwrap_or_default();
@@ -197,7 +196,7 @@ impl Dialect {
 
 fn named_calls(name: &str, evidence: Evidence<'_>) -> Result<&'static Calls, UnknownName> {
     let has = |calls: &&&Calls| calls.name == name || calls.aliases.contains(&name);
-    // Of several that share a name, the one that the template uses.
+    // If several share a name, take the one that the template uses.
     if let Some(found) = evidence.calls().filter(|calls| has(&calls)) {
         return Ok(found);
     }

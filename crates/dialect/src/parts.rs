@@ -1,4 +1,4 @@
-//! The parts of an answer, in order: text, reasoning and calls of tools.
+//! The parts of an answer, in order: text, reasoning and tool calls.
 
 /// The kind of a run of text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -16,9 +16,9 @@ enum Kind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Run {
     kind: Kind,
-    /// The number of the call, where it belongs to one.
+    /// The index of the call, if the run belongs to one.
     call: u32,
-    /// The end of the run in the text of all.
+    /// Where the run ends in the combined text.
     end: u32,
 }
 
@@ -35,7 +35,7 @@ pub enum Part<'a> {
         index: u32,
         /// The whole name of the tool.
         name: &'a str,
-        /// The model's own name of the call, in families with such names.
+        /// The model's own id of the call, in families that write ids.
         id: Option<&'a str>,
     },
     /// More of a call's arguments. All pieces of a call, joined, are a JSON object.
@@ -47,7 +47,7 @@ pub enum Part<'a> {
     },
 }
 
-/// Parts in their order. They are one text and its divisions, so that a token costs no allocation.
+/// Parts in order. They are stored as one text with divisions, so that a token costs no allocation.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Parts {
     text: String,
@@ -152,7 +152,7 @@ impl Parts {
         newer.text.clear();
     }
 
-    /// The parts. Neighbours are of different kinds, unless they are calls.
+    /// The parts. Adjacent parts have different kinds, unless they are calls.
     pub fn iter(&self) -> impl Iterator<Item = Part<'_>> {
         let mut at = 0;
         let mut runs = self.runs.iter().peekable();
@@ -183,7 +183,7 @@ impl Parts {
         }
     }
 
-    /// Notes that the text appended last is of this kind.
+    /// Records that the text appended last is of this kind.
     fn ends(&mut self, kind: Kind, call: u32) {
         let end = self.end();
         match self.runs.last_mut() {

@@ -12,7 +12,7 @@ pub(crate) fn literal(text: &str) -> Option<Value> {
     reader.rest.trim().is_empty().then_some(value)
 }
 
-/// The arguments of a call, `a=1, b="x"`; those without a name get it from `name`, by their number.
+/// The arguments of a call, `a=1, b="x"`. Positional ones are named by `name`, from their index.
 pub(crate) fn arguments(text: &str, name: &dyn Fn(usize) -> Option<String>) -> Option<Value> {
     let mut reader = Reader { rest: text, quote: None };
     let mut fields = Map::new();
@@ -41,8 +41,7 @@ pub(crate) fn arguments(text: &str, name: &dyn Fn(usize) -> Option<String>) -> O
     }
 }
 
-/// An object whose keys have no quotes and whose strings stand between `quote`s, as Gemma writes
-/// it.
+/// An object with unquoted keys and strings between `quote`s, as Gemma writes it.
 pub(crate) fn unquoted(text: &str, quote: &'static str) -> Option<Value> {
     let mut reader = Reader { rest: text.trim(), quote: Some(quote) };
     let value = reader.value(0)?;
@@ -205,8 +204,8 @@ impl Reader<'_> {
     }
 }
 
-/// The character of an escape with `digits` hexadecimal digits, and its length. Two surrogates, as
-/// JSON writes them, are one character.
+/// The character of an escape with `digits` hexadecimal digits, and its length. A pair of
+/// surrogates, as in JSON, is one character.
 fn escape(rest: &str, digits: usize) -> Option<(char, usize)> {
     let code = |at: usize| u32::from_str_radix(rest.get(at..at + digits)?, 16).ok();
     let first = code(0)?;

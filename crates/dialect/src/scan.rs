@@ -1,4 +1,4 @@
-//! The search for the end of a JSON value, in text that comes in parts.
+//! Finds the end of a JSON value in text that arrives in parts.
 
 /// The state of reading a value.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -20,11 +20,11 @@ enum Kind {
 /// The effect of a character.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Read {
-    /// The character belongs to the value, which goes on.
+    /// The character belongs to the value, which continues.
     Inside,
     /// The character was the value's last.
     Last,
-    /// The value, a number or a word, ended before the character.
+    /// The value, a number or a word, has ended before the character.
     Before,
 }
 
@@ -83,8 +83,8 @@ pub(crate) fn escaped(text: &str) -> String {
     quoted[1..quoted.len() - 1].to_owned()
 }
 
-/// A value in JSON as Python writes it, with spaces after commas and colons: templates write
-/// earlier calls in this form.
+/// A value as Python prints JSON, with spaces after commas and colons: templates write earlier
+/// calls like this.
 pub(crate) fn spaced(value: &serde_json::Value) -> String {
     use serde_json::Value::{Array, Object};
     match value {

@@ -6,7 +6,7 @@ use serde_json::{Map, Number, Value};
 
 use crate::python;
 
-/// Schemas that are visited for one argument, since a recursive schema has no end.
+/// How many schemas are visited for one argument, since recursive schemas have no end.
 const STEPS: u32 = 512;
 
 /// The tools that a request offers: names and the JSON Schemas of their arguments.
@@ -57,7 +57,7 @@ impl Tools {
     }
 }
 
-/// The schema of one argument. Arguments that are in no schema have an empty one.
+/// The schema of one argument. An argument without a schema has an empty one.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Argument<'a> {
     root: Option<&'a Value>,
@@ -174,7 +174,7 @@ impl Argument<'_> {
         self.kinds() == Kinds::STRING
     }
 
-    /// The value of the written text if the schema takes it, else the text.
+    /// The value of the text if the schema accepts it, otherwise the text.
     pub(crate) fn value(&self, text: &str) -> Value {
         if let (Some(root), Some(schema)) = (self.root, self.schema)
             && let Some(value) = listed(root, schema, text, &mut { STEPS })
@@ -213,7 +213,7 @@ impl Argument<'_> {
     }
 }
 
-/// A number that these kinds take. `230.0` is an integer.
+/// A number that these kinds accept. `230.0` is an integer.
 fn number(text: &str, kinds: Kinds) -> Option<Number> {
     if !kinds.integer && !kinds.number {
         return None;
@@ -232,7 +232,7 @@ fn number(text: &str, kinds: Kinds) -> Option<Number> {
     }
 }
 
-/// The value with this spelling in a schema's list.
+/// The value that a schema lists with this spelling.
 fn listed(root: &Value, schema: &Value, text: &str, steps: &mut u32) -> Option<Value> {
     let schema = resolve(root, schema, steps)?;
     let values = schema.get("enum").and_then(Value::as_array).into_iter().flatten();

@@ -1,8 +1,8 @@
 //! Arguments of calls that are not written as JSON: in tags, in Python's notation, or in Gemma's.
 //!
-//! A walk makes a rule in the family's own notation for each value of a schema. A schema that can't
-//! be expressed there is an error with its path. If a schema allows more than a rule can express,
-//! such as properties without a name, the rule allows less.
+//! For each value of a schema a rule in the family's notation is written. A schema that can't be
+//! expressed in it is an error with its path. If a schema allows more than a rule can express, such
+//! as unnamed properties, the rule allows less.
 
 use std::collections::HashMap;
 
@@ -31,7 +31,7 @@ pub(crate) struct Arguments<'a> {
     whitespace: &'a Whitespace,
     lenient: bool,
     work: &'a mut Work,
-    /// The number of the tool: names of rules begin with it.
+    /// The index of the tool, with which the names of its rules begin.
     tool: usize,
     lines: Vec<String>,
     /// Rules of references, by their targets.
@@ -57,7 +57,7 @@ struct Field<'v> {
 }
 
 impl<'a> Arguments<'a> {
-    /// Makes the grammar's arguments of tool number `tool`, whose schema is `root`.
+    /// Writes the argument rules of tool number `tool`, whose schema is `root`.
     pub(crate) fn new(
         root: &'a Value,
         marks: &'a Marks,
@@ -148,7 +148,7 @@ impl<'a> Arguments<'a> {
         }
     }
 
-    /// The properties of an object, required ones first. If only others are described, their
+    /// The properties of an object, required ones first. If only unnamed ones are described, their
     /// schema.
     fn split<'v>(
         &self,
@@ -193,7 +193,7 @@ impl<'a> Arguments<'a> {
         Ok((fields, others))
     }
 
-    /// Properties with `comma` between them; `key` writes the text before a value.
+    /// Properties separated by `comma`; `key` writes the text before a value.
     fn fields(
         &mut self,
         schema: &Map<String, Value>,
@@ -206,7 +206,7 @@ impl<'a> Arguments<'a> {
         let comma = literal(comma);
         if let Some(others) = others {
             let value = self.value(others, &format!("{path}.additionalProperties"), depth + 1)?;
-            // Keys that can be written without quotes can be written with them.
+            // Keys that may be unquoted may also be quoted.
             let around = key("\0");
             let (before, after) = around.split_once('\0').unwrap_or_default();
             let one = self.rule(&format!(
@@ -232,8 +232,8 @@ impl<'a> Arguments<'a> {
         Ok(format!("{required}{}", after(&optional, &comma)))
     }
 
-    /// One or more of `optional`, in their order. Each half is written once: the text of all that
-    /// may come after each would be as long as the square of their number.
+    /// One or more of `optional`, in their order. Halves are shared: writing out what may follow
+    /// each one would need text of quadratic length.
     fn some(&mut self, optional: &[String], comma: &str) -> Written {
         let (left, right) = match optional {
             [] => return Ok(String::new()),
@@ -245,7 +245,7 @@ impl<'a> Arguments<'a> {
         self.rule(&format!("{left} {more} | {right}"))
     }
 
-    /// Refuses a name that could not be read where it stands without quotes.
+    /// Refuses a name that would be ambiguous without quotes.
     fn nameable(&self, field: &Field<'_>) -> Result<(), GrammarError> {
         let fits = |c: char| match self.notation {
             Notation::Python => c.is_alphanumeric() || c == '_',
@@ -504,8 +504,8 @@ impl<'a> Arguments<'a> {
         Ok(name)
     }
 
-    /// Arguments in tags, in the order of the schema, so that nothing has to be remembered of those
-    /// before.
+    /// Arguments in tags, in the order of the schema, so that the grammar need not remember the
+    /// earlier ones.
     fn tagged(&mut self, schema: &Map<String, Value>, tags: &ArgumentTags) -> Written {
         let (fields, others) = self.split(schema, "")?;
         let mut parts = Vec::new();
@@ -532,7 +532,7 @@ impl<'a> Arguments<'a> {
         Ok(parts.join(" "))
     }
 
-    /// The rule of an argument in tags; `name` stands for its name on a rule's right side.
+    /// The rule of an argument in tags; `name` is how a rule's right side writes its name.
     fn argument(&mut self, tags: &ArgumentTags, name: &str, schema: &Value) -> Written {
         let texts = texts(self.root, schema, 0, self.work)?;
         let mut other = without_strings(self.root, schema, 0, self.work)?;
@@ -543,8 +543,8 @@ impl<'a> Arguments<'a> {
             let mut looks = Vec::new();
             if let Some(all) = other.take_if(|_| !tags.declares) {
                 // Text that looks like another value is read as one, unless the schema lists it. Of
-                // several rules the longest text wins: so short values are in the same rule, and
-                // text that begins like one of the others matches none of these.
+                // several terminals the longest match wins. So short values are in the same
+                // terminal, and text that begins like another value matches none of them.
                 let (values, rest) = scalars(&all);
                 said.extend(values);
                 looks.extend(Kinds::reached(self.root, &all, self.work)?.written(false));

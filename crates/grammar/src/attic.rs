@@ -1,5 +1,5 @@
-//! State that all matchers share: the count of their growth, and a thread that frees them and
-//! templates. Freeing a large one takes longer than a step may wait, and the last owner may be the
+//! State shared by all matchers: a count of their growth, and a thread that frees matchers and
+//! templates. Freeing a large one takes longer than a step may wait, and its last owner may be the
 //! engine's thread.
 
 use std::sync::Arc;
@@ -16,8 +16,8 @@ pub(crate) struct Attic {
 }
 
 impl Attic {
-    /// An attic, and the work of its thread, which ends with the last clone of the attic. All
-    /// matchers together may grow by `growth` bytes.
+    /// An attic, and the work of its thread, which ends with the attic's last clone. All matchers
+    /// together may grow by `growth` bytes.
     pub(crate) fn new(growth: usize) -> (Self, impl FnMut() + Send + 'static) {
         let (values, received): (_, Receiver<Box<dyn Send>>) = unbounded();
         let attic = Self { values, growth: Growth::new(growth) };

@@ -1,4 +1,4 @@
-//! Calls of tools in a dialect's form, with arguments by their schemas.
+//! Tool calls in a dialect's form, with arguments by their schemas.
 
 use forebay_dialect::{ArgumentStyle, CONTENT, text_without};
 use serde_json::{Value, json};
@@ -14,7 +14,7 @@ use crate::source::{CallForm, CallText, Form, Whitespace};
 use crate::tag::{self, below};
 use crate::work::Work;
 
-/// A schema that was read, and the path that errors of it begin with.
+/// A parsed schema, and the path with which its errors begin.
 pub(crate) type Named = (String, Value);
 
 /// A grammar of calls.
@@ -23,7 +23,7 @@ pub(crate) struct Calls {
     pub(crate) lark: String,
     /// The schemas of the arguments, for errors.
     pub(crate) schemas: Vec<Named>,
-    /// Paths of keywords that tools have left out that are not strict.
+    /// Paths of keywords that were ignored in tools that are not strict.
     pub(crate) left_out: Vec<String>,
 }
 
@@ -138,7 +138,7 @@ fn text_rules(
     }
 }
 
-/// The right side of a rule for a form, and the form's schema, if it is one.
+/// The right side of a rule for a form, and the form's schema, if it has one.
 fn rule(
     form: &Form,
     whitespace: &Whitespace,
@@ -191,10 +191,11 @@ mod tests {
         "functiongemma",
         "hermes",
     ];
-    /// References of a schema to itself. Walks that remember nothing take this to the power of 16.
+    /// How often a schema refers to itself. A walk without memory visits the 16th power of this
+    /// number.
     const AGAIN: usize = 12;
 
-    /// Writes the call of a tool with one argument `x`; gives the units of work too.
+    /// Writes the call of a tool with one argument `x`; also returns the units of work.
     fn write(family: &str, schema: &Value) -> (Result<String, GrammarError>, usize) {
         let evidence = Evidence { template: "", has_token: &|_| false };
         let family = Choice::Named(family.to_owned());
@@ -229,8 +230,8 @@ mod tests {
         })
     }
 
-    /// Walks are bounded by the largest amount of work, and end in an error there. Twenty million
-    /// units take less than a second.
+    /// Walks are limited by the work budget, and then end in an error. Twenty million units take
+    /// less than a second.
     #[test]
     fn schemas_that_refer_to_themselves_are_walked_in_bounded_steps() {
         for family in FAMILIES {
@@ -241,7 +242,7 @@ mod tests {
                     let schema = tool(&json!({"$ref": "#/$defs/a"}), &itself);
                     let (written, spent) = write(family, &schema);
                     assert!(spent <= 20 << 20, "{family} {key} {types}: {spent}");
-                    // It may be refused, but only a little text is written.
+                    // It may be refused, but then only a little text was written.
                     let bytes = written.map_or(0, |lark| lark.len());
                     assert!(bytes < 100_000, "{family} {key} {types}: {bytes} bytes");
                 }

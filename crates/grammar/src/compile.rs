@@ -1,5 +1,4 @@
-//! The way from a source to a template: a matcher at the beginning of an answer, with the first
-//! mask.
+//! Compiles a source into a template: a matcher at the beginning of an answer, with the first mask.
 
 use std::fmt;
 use std::panic::AssertUnwindSafe;
@@ -24,14 +23,14 @@ const PANIC: &str = "panic: ";
 /// The largest number of bytes of a template.
 pub(crate) const TEMPLATE_BYTES: usize = 32 << 20;
 
-/// A matcher, and a parser that shares its lexer, for the counts that a matcher does not show.
+/// A matcher, with a parser that shares its lexer and exposes counts that the matcher does not.
 pub(crate) struct CountedMatcher {
     pub(crate) matcher: Matcher,
     parser: Parser,
 }
 
 impl CountedMatcher {
-    /// Bytes of the lexer, which grows as it is used.
+    /// Bytes of the lexer, which grows in use.
     pub(crate) fn bytes(&self) -> usize {
         self.parser.lexer_stats().num_bytes
     }
@@ -44,10 +43,9 @@ impl CountedMatcher {
 
 /// A compiled source. Requests get copies of its matcher.
 pub(crate) struct Template {
-    /// The parser at the beginning of an answer. A copy of it is independent of it.
+    /// The parser at the beginning of an answer. Copies are independent of it.
     parser: Mutex<TokenParser>,
-    /// The mask of an answer's first token. It is computed once, because the first mask is by far
-    /// the dearest.
+    /// The mask of an answer's first token, computed once because it is by far the most expensive.
     first: Arc<[u32]>,
     /// The model's end-of-sequence ids.
     eos: Arc<[i32]>,
@@ -63,7 +61,8 @@ impl fmt::Debug for Template {
 }
 
 impl Template {
-    /// Compiles `source`. With `lenient`, schemas pass of which only a part can be enforced.
+    /// Compiles `source`. With `lenient`, a schema of which only a part can be enforced is
+    /// accepted.
     pub(crate) fn new(
         vocabulary: &Vocabulary,
         source: &Source,
@@ -122,7 +121,7 @@ impl Template {
             }
         };
         let mut explain = |said: &str| {
-            // It counts symbols and states in small numbers, and asserts that they do.
+            // It counts symbols and states in small integers, and asserts that they fit.
             if said.starts_with(PANIC) {
                 return GrammarError::invalid("it is too large to be compiled");
             }
@@ -174,7 +173,7 @@ impl Template {
         CountedMatcher { parser: parser.parser.clone(), matcher: Matcher::new(Ok(parser)) }
     }
 
-    /// Paths of keywords of schemas that are not enforced.
+    /// Paths of schema keywords that are not enforced.
     pub(crate) fn left_out(&self) -> &Arc<[String]> {
         &self.left_out
     }
@@ -190,7 +189,7 @@ impl Template {
     }
 }
 
-/// The part of an error that is useful to a client: beyond its first line it repeats the grammar.
+/// The part of an error that helps a client: after its first line it repeats the grammar.
 pub(crate) fn brief(said: &str) -> String {
     const MOST: usize = 300;
     let line = said.lines().find(|line| !line.trim().is_empty()).unwrap_or_default().trim();

@@ -48,7 +48,7 @@ pub(crate) fn to_lark(text: &str) -> Result<String, GrammarError> {
     Ok(std::iter::once("start: r_root\n".to_owned()).chain(lines).collect())
 }
 
-/// A name as Lark allows it for a rule; names that differ stay different.
+/// Converts a name into one that Lark allows for a rule; different names stay different.
 fn mangled(name: &str) -> String {
     name.chars().fold("r_".to_owned(), |mut out, c| {
         match c {
@@ -81,7 +81,7 @@ impl Reader<'_> {
         GrammarError::invalid(format!("line {line}: {reason}"))
     }
 
-    /// Skips blanks and comments, and ends of lines too.
+    /// Skips blanks and comments, and also line ends if `lines`.
     fn skip(&mut self, lines: bool) {
         while let Some(c) = self.peek() {
             match c {
@@ -110,7 +110,7 @@ impl Reader<'_> {
         let mut alternatives = Vec::new();
         loop {
             alternatives.push(self.sequence(depth)?);
-            // An alternative may go on in the next line.
+            // An alternative may continue on the next line.
             let before = self.chars.clone();
             self.skip(true);
             if self.peek() == Some('|') {
@@ -164,7 +164,7 @@ impl Reader<'_> {
         Ok(if items.is_empty() { literal("") } else { items.join(" ") })
     }
 
-    /// True if the next name is that of a new rule: so is the one after an empty right side.
+    /// True if the next name starts a new rule, even after an empty right side.
     fn begins_rule(&mut self) -> bool {
         let before = self.chars.clone();
         let begins = self.name().is_ok() && {

@@ -2,13 +2,13 @@
 
 use thiserror::Error;
 
-/// The reason for which a source was not compiled.
+/// Why a source was not compiled.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum GrammarError {
     /// The source is at fault.
     #[error("{reason}")]
     Invalid {
-        /// The place in the source, such as `.properties.a.not`. Empty: no special place.
+        /// The place in the source, such as `.properties.a.not`; empty: no specific place.
         path: String,
         /// The reason, for the user.
         reason: String,
@@ -19,10 +19,10 @@ pub enum GrammarError {
     /// The tokenizer's tokens have no bytes of their own.
     #[error("{0}")]
     Tokenizer(String),
-    /// Too many sources wait, of all clients or of this one.
+    /// Too many sources are waiting, in all or from this client.
     #[error("too many grammars wait to be compiled")]
     Busy,
-    /// Compiles of this client were given up, and still run.
+    /// Compilations for this client were abandoned and are still running.
     #[error(
         "{compiles} grammars of this client were given up because they took too long, and are still being compiled"
     )]
@@ -30,7 +30,7 @@ pub enum GrammarError {
         /// The number of these compiles.
         compiles: usize,
     },
-    /// The grammar's turn has not come, and will not soon.
+    /// The grammar's turn did not come in time.
     #[error("the grammar was not compiled within {seconds} s, as others were")]
     Late {
         /// The time that it has waited, in seconds.
@@ -38,7 +38,7 @@ pub enum GrammarError {
         /// Seconds after which fewer may wait.
         retry_after: u32,
     },
-    /// No new source is compiled until a compile ends that was given up.
+    /// No new source is compiled until an abandoned compilation ends.
     #[error("the compiler of grammars is stuck: {compiles} compiles were given up and still run")]
     Stuck {
         /// The number of these compiles.

@@ -1,9 +1,8 @@
-//! The size of a grammar in Lark when its names are written out.
+//! The size of a Lark grammar when its names are expanded.
 //!
-//! The compiler makes one expression of each terminal. A name in it stands for a copy of the
-//! terminal with that name, so that twenty lines can stand for a million. And it follows names by
-//! recursion, on a stack of bounded size. Both are counted along the names before anything is
-//! compiled.
+//! The compiler turns each terminal into one expression, in which every name is replaced by a copy
+//! of its definition. So twenty lines can expand to a million. It also follows names by recursion,
+//! on a limited stack. Size and depth are therefore computed before anything is compiled.
 
 use std::collections::HashMap;
 
@@ -11,15 +10,15 @@ use serde::de::IgnoredAny;
 
 use crate::error::GrammarError;
 
-/// The largest text of a grammar, with everything in it.
+/// The largest text of a grammar when everything is expanded.
 const TEXT: usize = 8 << 20;
-/// Bytes by which all terminals together may grow. A byte may become an expression of half a
+/// Bytes by which all terminals together may grow. One byte may become an expression of half a
 /// kilobyte.
 const GROWTH: usize = 512 << 10;
-/// The longest chain of names, each in the definition of the one before; groups in a definition
-/// count too.
+/// The longest chain of names, each in the previous one's definition. Groups in a definition count
+/// too.
 const DEPTH: usize = 2048;
-/// The largest number of classes of Unicode, such as `\w`: each is hundreds of ranges.
+/// The largest number of Unicode classes, such as `\w`: each has hundreds of ranges.
 const CLASSES: usize = 2048;
 
 /// Refuses a grammar whose compilation would take too much memory.
@@ -44,8 +43,8 @@ pub(crate) fn classes(text: &str) -> Result<(), GrammarError> {
     Ok(())
 }
 
-/// Rules and terminals of a grammar. Grammars in others are taken for parts of them, so that names
-/// that are there twice count together.
+/// Rules and terminals of a grammar. Nested grammars count as parts of it, so definitions of the
+/// same name are added up.
 #[derive(Default)]
 struct Definitions<'a> {
     all: Vec<Definition<'a>>,
@@ -85,7 +84,7 @@ impl<'a> Definitions<'a> {
                 && let Some(body) = body(&tokens[at + 1..])
             {
                 let place = found.place(name);
-                // Attributes such as `suffix` make an expression of a rule.
+                // Attributes such as `suffix` turn a rule into an expression.
                 let attributes = body > 1 && tokens[at + 1].0 == Token::Mark(b'[');
                 let is_terminal =
                     name.trim_start_matches(['_', '!', '?']).starts_with(char::is_uppercase);
@@ -124,9 +123,9 @@ impl<'a> Definitions<'a> {
         place
     }
 
-    /// Walks along the names as the compiler does: from `start` on.
+    /// Follows names from `start` on, as the compiler does.
     fn walk(&self) -> Result<(), GrammarError> {
-        /// A definition that was walked through: its bytes written out, and its depth.
+        /// A visited definition: its expanded bytes, and its depth.
         #[derive(Clone, Copy)]
         struct Size {
             bytes: usize,
@@ -154,7 +153,7 @@ impl<'a> Definitions<'a> {
                         next -= 1;
                         break;
                     }
-                    // One that is not done refers to itself: an error, or a rule's recursion.
+                    // An unfinished definition refers to itself: an error, or a recursive rule.
                     let Some(other) = done[named] else { continue };
                     size.depth = size.depth.max(other.depth);
                     if definition.terminal {
@@ -193,7 +192,7 @@ fn body(rest: &[(Token<'_>, usize)]) -> Option<usize> {
     let mark =
         |at: usize, byte: u8| rest.get(at).is_some_and(|(found, _)| *found == Token::Mark(byte));
     let mut at = 0;
-    // A priority, `.3`, is a mark and a name of digits; a parameter is `::_`.
+    // A priority such as `.3` is a mark and a name of digits; a parameter is `::_`.
     if mark(at, b'.') {
         at += 2;
     }
@@ -206,8 +205,8 @@ fn body(rest: &[(Token<'_>, usize)]) -> Option<usize> {
     (mark(at, b':') && !mark(at + 1, b':')).then_some(at + 1)
 }
 
-/// The tokens of a grammar, each with its number of bytes. Other text becomes a mark: the compiler
-/// reports errors.
+/// The tokens of a grammar, each with its number of bytes. Unknown text becomes a mark, because the
+/// compiler reports errors.
 fn tokens(text: &str) -> Vec<(Token<'_>, usize)> {
     let bytes = text.as_bytes();
     let mut tokens = Vec::new();
@@ -251,7 +250,7 @@ fn tokens(text: &str) -> Vec<(Token<'_>, usize)> {
                 }
                 Token::Name(&text[begin..at])
             }
-            // A character of several bytes is a mark for each of them.
+            // A multi-byte character becomes a mark for each byte.
             byte => Token::Mark(byte),
         };
         tokens.push((token, at - begin));
@@ -264,7 +263,7 @@ fn end_of_line(bytes: &[u8], from: usize) -> usize {
     end.map_or(bytes.len(), |end| from + end)
 }
 
-/// The place after the literal that goes on at `from`.
+/// Where the literal ends whose content begins at `from`.
 fn end_of_literal(bytes: &[u8], from: usize, quote: u8) -> usize {
     let mut at = from;
     while let Some(&byte) = bytes.get(at) {
@@ -299,7 +298,7 @@ mod tests {
             let error = check(&doubled(lines, times)).unwrap_err().to_string();
             assert!(error.contains("when the names in T"), "{error}");
         }
-        // Rules are not written out, unless attributes make expressions of them.
+        // Rules are not expanded, unless attributes turn them into expressions.
         let rules = doubled(60, 2).replace('T', "t");
         check(&rules).unwrap();
         let suffix = format!("{}r[suffix=\"x\"]:{}\n", doubled(9, 2), " T0".repeat(300));
@@ -334,7 +333,7 @@ T0: "x"
         let chain = |names: usize| -> String {
             let line = |at: usize| format!("r{at}: \"a\" r{}\n", at + 1);
             let lines: String = (0..names).map(line).collect();
-            // The last definitions first: the order makes no difference.
+            // With the definitions reversed: their order makes no difference.
             let mut lines: Vec<&str> = lines.lines().collect();
             lines.reverse();
             format!("r{names}: \"b\"\n{}\nstart: r0\n", lines.join("\n"))

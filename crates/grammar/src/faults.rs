@@ -1,7 +1,7 @@
-//! The places of a schema that llguidance does not take, and schemas without them.
+//! Finds the places in a schema that llguidance does not accept, and removes them.
 //!
-//! llguidance reports what is wrong, but seldom where. So each keyword is tried alone, in a schema
-//! that has nothing else.
+//! llguidance reports what is wrong, but seldom where. So each keyword is tried by itself, in an
+//! otherwise empty schema.
 
 use std::collections::HashSet;
 use std::panic::AssertUnwindSafe;
@@ -19,11 +19,11 @@ use crate::schema::{
 use crate::source::Whitespace;
 use crate::work::Work;
 
-/// The largest number of keywords that are left out of a schema one after the other.
+/// The largest number of keywords that are removed from a schema, one after the other.
 const LEFT_OUT: usize = 64;
 /// Units of work for trying a schema, in addition to its size.
 const TRIAL: usize = 4096;
-/// Keywords whose values are schemas that are tried by themselves, or that lead to others.
+/// Keywords whose values are schemas, or lead to schemas, that are tried by themselves.
 const STRUCTURE: [&str; 13] = [
     "$ref",
     "$defs",
@@ -64,7 +64,7 @@ fn trial(schema: &Value, work: &mut Work) -> Result<Option<String>, GrammarError
     Ok(compiled.err().map(|error| format!("{error:#}")))
 }
 
-/// The part of llguidance's message about a keyword that is useful to a client.
+/// The part of llguidance's message about a keyword that helps a client.
 fn reason(key: &str, value: &Value, said: &str) -> String {
     if said.contains(UNIMPLEMENTED) {
         return UNSUPPORTED.to_owned();
@@ -82,7 +82,7 @@ fn reason(key: &str, value: &Value, said: &str) -> String {
     }
 }
 
-/// The keywords of a schema that llguidance does not take.
+/// The keywords of a schema that llguidance does not accept.
 pub(crate) fn find(root: &Value, work: &mut Work) -> Result<Vec<Fault>, GrammarError> {
     let mut schemas = Vec::new();
     each(root, &mut String::new(), &mut |schema, path| {
@@ -98,7 +98,7 @@ pub(crate) fn find(root: &Value, work: &mut Work) -> Result<Vec<Fault>, GrammarE
     Ok(faults)
 }
 
-/// Finds the faults of the schema `map` at `path`, without those of schemas in it.
+/// Finds the faults of the schema `map` at `path`, but not those of nested schemas.
 fn faults_of(
     root: &Value,
     map: &Map<String, Value>,
@@ -131,7 +131,7 @@ fn faults_of(
         if STRUCTURE.contains(&key) || SIZES.contains(&key) {
             continue;
         }
-        // Schemas in it are of no matter: it is the keyword that is not known.
+        // Nested schemas do not matter here: the keyword itself is unknown.
         let value = match value {
             Value::Array(_) if LISTS.contains(&key) => json!([]),
             _ if MAPS.contains(&key) || ONE.contains(&key) => json!({}),
@@ -187,15 +187,15 @@ fn faults_of(
     Ok(())
 }
 
-/// Leaves the keyword at `path` out of a schema. An alternative that has to exclude others need not
-/// any more. False: there is no such keyword, or nothing can be left out.
+/// Removes the keyword at `path` from a schema; `oneOf` becomes `anyOf`. False: there is no such
+/// keyword, or it can't be removed.
 pub(crate) fn leave_out(root: &mut Value, path: &str) -> bool {
     let mut found = false;
     each_mut(root, &mut String::new(), &mut |schema, at| {
         let (Value::Object(map), Some(key)) = (schema, path.strip_prefix(at)) else { return };
         let Some(key) = key.strip_prefix('.').filter(|_| !found) else { return };
         if let Some(name) = key.strip_prefix("properties.") {
-            // A property that has no name in a notation is not written.
+            // A property whose name the notation can't write is left out.
             let required = map.get("required").and_then(Value::as_array);
             let is_required = required.is_some_and(|all| all.iter().any(|other| other == name));
             if let Some(Value::Object(properties)) = map.get_mut("properties")
@@ -214,10 +214,10 @@ pub(crate) fn leave_out(root: &mut Value, path: &str) -> bool {
     found
 }
 
-/// A schema that llguidance takes, and the paths of the keywords that it lacks.
+/// A schema that llguidance accepts, and the paths of the removed keywords.
 ///
 /// # Errors
-/// llguidance refuses it for other reasons than single keywords.
+/// llguidance refuses it for reasons other than single keywords.
 pub(crate) fn loosened(
     mut root: Value,
     work: &mut Work,

@@ -1,4 +1,4 @@
-//! Schemas without a finite value. An object that requires itself can be begun and never ended: the
+//! Finds schemas without a finite value. An object that requires itself can never be completed: the
 //! model would open braces until its tokens are used up.
 
 use std::collections::HashSet;
@@ -11,17 +11,17 @@ use crate::kinds::{Kind, Kinds, resolve};
 use crate::schema::{each, each_mut};
 use crate::work::Work;
 
-/// The longest chain of schemas that are followed one into the other. A longer one is taken for
-/// finite: a schema is never refused by mistake.
+/// The longest chain of schemas that is followed. A longer one counts as finite, so that no schema
+/// is refused by mistake.
 const DEPTH: usize = 512;
 
-/// Refuses a schema that no finite value fits. Alternatives and optional values of other schemas
-/// that nothing finite fits become `false`, so that none of them is begun.
+/// Refuses a schema without a finite value. Alternatives and optional values without one become
+/// `false`, so that none of them is begun.
 pub(crate) fn prune(schema: &mut Value, work: &mut Work) -> Result<(), GrammarError> {
     let mut finite = Finite { root: schema, known: HashSet::new(), seen: HashSet::new(), work };
     let mut all = Vec::new();
     each(finite.root, &mut String::new(), &mut |schema, _| all.push(schema));
-    // Each round learns more than the one before, or the loop ends.
+    // Each round finds more than the one before, or the loop ends.
     loop {
         let before = finite.known.len();
         finite.seen.clear();
@@ -59,7 +59,7 @@ pub(crate) fn prune(schema: &mut Value, work: &mut Work) -> Result<(), GrammarEr
     Ok(())
 }
 
-/// The place of a schema in memory, which is its name here.
+/// The schema's address in memory, which identifies it here.
 fn address(schema: &Value) -> usize {
     ptr::from_ref(schema) as usize
 }
@@ -74,7 +74,7 @@ struct Finite<'a> {
 }
 
 impl<'a> Finite<'a> {
-    /// True if a finite value is known to fit.
+    /// True if the schema certainly has a finite value.
     fn has_value(&mut self, schema: &'a Value, depth: usize) -> Result<bool, GrammarError> {
         let map = match schema {
             Value::Bool(any) => return Ok(*any),
@@ -107,8 +107,7 @@ impl<'a> Finite<'a> {
         Ok(true)
     }
 
-    /// The path of the place where a schema that nothing finite fits leads back to itself, or to
-    /// nothing at all (`false`).
+    /// The path at which a schema without a finite value leads back to itself, or to `false`.
     fn place(
         &self,
         schema: &'a Value,
@@ -133,7 +132,7 @@ impl<'a> Finite<'a> {
                 return (format!("{path}.{key}"), false);
             };
             return match step.strip_prefix('#') {
-                // The reference that closes the circle is the place; others go on where they lead.
+                // Report the reference that closes the circle; others are followed.
                 Some(_) if passed.contains(&address(next)) => (path, true),
                 Some(target) => self.place(next, target.replace('/', "."), passed),
                 None => self.place(next, format!("{path}.{step}"), passed),
@@ -143,15 +142,15 @@ impl<'a> Finite<'a> {
     }
 }
 
-/// A demand of a schema: `count` of these have a finite value.
+/// A requirement of a schema: at least `count` of these must have a finite value.
 struct Part<'a> {
     needed: usize,
-    /// Schemas with the steps to them; a step that begins with `#` is a reference.
+    /// Schemas with the path steps to them; a step that begins with `#` is a reference.
     schemas: Vec<(String, &'a Value)>,
 }
 
-/// The demands of a schema, with their keywords. Those of single types do not count where a value
-/// of another type fits.
+/// The requirements of a schema, with their keywords. Those of one type do not count if a value of
+/// another type is allowed.
 fn parts<'a>(root: &'a Value, map: &'a Map<String, Value>) -> Vec<(Part<'a>, &'static str)> {
     let mut parts = Vec::new();
     if let Some(target) = map.get("$ref").and_then(Value::as_str)
@@ -177,7 +176,7 @@ fn parts<'a>(root: &'a Value, map: &'a Map<String, Value>) -> Vec<(Part<'a>, &'s
     let nested = [(Kind::Object, object(map)), (Kind::Array, array(map))];
     let others = kinds.iter().any(|kind| !matches!(kind, Kind::Object | Kind::Array));
     let mut demands = nested.into_iter().filter(|(kind, _)| kinds.has(*kind)).map(|(_, part)| part);
-    // Two kinds, one of which may be finite, are taken for finite.
+    // If one of two kinds may be finite, count the schema as finite.
     if let (Some(part), None, false) = (demands.next(), demands.next(), others) {
         parts.extend(part);
     }
@@ -204,7 +203,7 @@ fn object(map: &Map<String, Value>) -> Vec<(Part<'_>, &'static str)> {
     let mut parts = vec![(Part { needed: schemas.len(), schemas }, "required")];
     let least = map.get("minProperties").and_then(Value::as_u64).unwrap_or(0);
     let least = usize::try_from(least).unwrap_or(usize::MAX);
-    // Any number of others, each of them finite, is enough.
+    // Any number of additional properties suffices, if each is finite.
     if let (Some(others), false, 1..) = (others, has_patterns, least) {
         let own = properties.into_iter().flatten();
         let own = own.map(|(name, schema)| (format!("properties.{name}"), schema));
@@ -349,7 +348,7 @@ mod tests {
         json!({"$ref": "#/$defs/a"})
     }
 
-    /// Definitions that refer to the one after them, and the last to nothing.
+    /// Definitions that each refer to the next; the last refers to nothing.
     #[test]
     fn long_chains_take_work_by_their_length() {
         let count = 5000;

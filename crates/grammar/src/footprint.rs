@@ -1,9 +1,9 @@
 //! The memory of a compiled grammar.
 //!
 //! The parser reports how many states, expressions and table entries its lexer has, but not their
-//! sizes. Each is counted with the measured bytes, for each copy of it.
-//! `crates/server/tests/resources/grammars.rs` compares this with what is allocated: it is not
-//! below that, and seldom above its double.
+//! sizes. So each is counted with a measured size, for each copy.
+//! `crates/server/tests/resources/grammars.rs` compares the estimate with real allocations: it is
+//! never lower, and rarely more than double.
 
 use std::collections::HashSet;
 
@@ -14,12 +14,12 @@ const SYMBOL: usize = 600;
 /// Bytes of a place in a rule.
 const PLACE: usize = 48;
 
-/// Bytes of a template and of a matcher that is copied from it.
+/// Bytes of a template, and of a matcher that is copied from it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Footprint {
     /// Bytes of the template.
     pub(crate) kept: usize,
-    /// Bytes of each copy of its matcher, as it is at the beginning of an answer.
+    /// Bytes of each copy of its matcher at the beginning of an answer.
     pub(crate) copy: usize,
 }
 
@@ -30,7 +30,7 @@ impl Footprint {
         let spec = parser.grammar().lexer_spec();
         let expressions = spec.regex_builder.exprset();
         let nodes = lexer.num_ast_nodes + lexer.num_derived;
-        // A bit for each lexeme in each state's sets.
+        // Each state's sets have a bit for each lexeme.
         let states = lexer.num_states * (64 + lexer.num_regexps / 4);
         let tables = lexer.num_bytes + nodes * 10 + states;
         let described = expressions.num_bytes() + expressions.len() * 8 + spec.lexemes.len() * 400;

@@ -1,5 +1,5 @@
-//! Formats of strings for which llguidance's patterns allow too much: the 29th of February of every
-//! year, and a 60th second at any time.
+//! String formats for which llguidance's patterns allow too much: 29 February in every year, and a
+//! 60th second at any time.
 
 use serde_json::{Map, Value, json};
 
@@ -12,7 +12,7 @@ const DATE: &str = concat!(
     // Years divisible by 4, but not by 100 unless by 400.
     r"|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)-02-29)",
 );
-/// A time of a day with its offset, but no leap second.
+/// A time of day with its offset, without leap seconds.
 const TIME: &str = concat!(
     r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?",
     r"(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])",
@@ -37,8 +37,8 @@ pub(crate) fn spell_out(schema: &mut Map<String, Value>) {
     }
 }
 
-/// The regular expression that matches a string of format `name` as a whole. Some allow less than
-/// the standard does, and none more.
+/// The regular expression for a whole string of format `name`. Some allow less than the standard,
+/// none more.
 pub(crate) fn plain(name: &str) -> Option<&'static str> {
     Some(match name {
         "uuid" => r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}",

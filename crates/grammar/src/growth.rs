@@ -5,7 +5,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Bytes by which all matchers have grown, and the most there may be.
+/// The bytes by which all matchers have grown, and the limit.
 #[derive(Debug)]
 pub(crate) struct Growth {
     limit: usize,
@@ -33,8 +33,8 @@ impl Growth {
 }
 
 impl Grown {
-    /// Notes the bytes by which the matcher has grown in all. False: all together have grown too
-    /// much, and this one more than others may.
+    /// Records the bytes by which this matcher has grown so far. False: the limit is reached, and
+    /// this matcher has grown by more than its share.
     pub(crate) fn note(&mut self, own: usize) -> bool {
         let Growth { limit, bytes, matchers } = &*self.all;
         let more = own.saturating_sub(self.own);

@@ -1,4 +1,4 @@
-//! Keywords of schemas whose meaning is kept in notations of calls that are not JSON.
+//! Schema keywords that are enforced in call notations other than JSON.
 
 use crate::kinds::NUMERIC;
 
@@ -20,7 +20,7 @@ const SILENT: [&str; 15] = [
     "writeOnly",
     "nullable",
 ];
-/// Keywords that are kept, in addition to those of strings and numbers.
+/// Enforced keywords besides those of strings and numbers.
 const KEPT: [&str; 12] = [
     "$ref",
     "type",

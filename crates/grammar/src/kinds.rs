@@ -9,10 +9,10 @@ use crate::error::GrammarError;
 use crate::lark::literal;
 use crate::work::Work;
 
-/// References and alternatives that are followed one into the other.
+/// How many references and alternatives are followed in a chain.
 const DEPTH: usize = 32;
 
-/// Numbers without exponents, of digits that a double keeps.
+/// Numbers without exponents, with as many digits as a double represents.
 pub(crate) const INTEGER: &str = "/-?(0|[1-9][0-9]{0,14})/";
 pub(crate) const NUMBER: &str = "/-?(0|[1-9][0-9]{0,14})(\\.[0-9]{1,15})?/";
 /// Keywords about numbers.
@@ -94,7 +94,7 @@ impl Kinds {
         ALL.into_iter().any(|kind| self.has(kind) && other.has(kind))
     }
 
-    /// Each once; an integer is left out where any number is there.
+    /// Each kind once; integer is left out if any number is allowed.
     pub(crate) fn iter(self) -> impl Iterator<Item = Kind> {
         let number = self.has(Kind::Number);
         ALL.into_iter().filter(move |&kind| {
@@ -114,8 +114,8 @@ impl Kinds {
         }
     }
 
-    /// The declared kinds. Without that keyword, the kinds of the other keywords. Those keywords
-    /// allow values of other kinds too, which is rarely intended.
+    /// The declared kinds. Without a declaration, the kinds that the other keywords are for.
+    /// Formally those allow values of other kinds too, which is rarely intended.
     pub(crate) fn meant(schema: &Map<String, Value>) -> Self {
         if schema.contains_key("type") {
             return Self::declared(schema);
@@ -132,7 +132,7 @@ impl Kinds {
         if kinds == Self::default() { Self::ALL } else { kinds }
     }
 
-    /// The kinds of values that a schema may have, with all schemas that it refers to: too many
+    /// The kinds of values that a schema may have, following all references. In doubt too many
     /// rather than too few.
     pub(crate) fn reached(
         root: &Value,
@@ -142,8 +142,8 @@ impl Kinds {
         Self::reach(root, schema, &mut HashMap::new(), 0, work)
     }
 
-    /// `seen` has the schemas that were visited, by their addresses. A schema that refers to itself
-    /// may have any kind there, which its other keywords restrict.
+    /// `seen`: the addresses of visited schemas. A schema that refers to itself may have any kind
+    /// there, as its other keywords permit.
     fn reach(
         root: &Value,
         schema: &Value,
@@ -203,8 +203,8 @@ impl Kinds {
             .fold(Self::default(), Self::with)
     }
 
-    /// A regular expression of texts that are read as a value of one of these kinds; none of a
-    /// string. `begin`: of all that begin so.
+    /// A regular expression for texts that are read as a value of one of these kinds, except
+    /// strings. `begin`: for all texts that begin like one.
     pub(crate) fn written(self, begin: bool) -> Option<String> {
         let nested = self.has(Kind::Array) || self.has(Kind::Object);
         let ways = [
@@ -230,7 +230,7 @@ pub(crate) fn resolve<'r>(root: &'r Value, target: &str) -> Option<&'r Value> {
 /// The places in a schema of definitions that references may name.
 const DEFINITIONS: [&str; 2] = ["$defs", "definitions"];
 
-/// The schema with those definitions of `root` that it refers to, also by way of others.
+/// The schema with those definitions of `root` that it refers to, directly or not.
 pub(crate) fn defined(
     root: &Value,
     schema: &Value,
@@ -251,7 +251,7 @@ pub(crate) fn defined(
                 let target = map.get("$ref").and_then(Value::as_str);
                 let Some(target) = target else { continue };
                 let Some((key, name, definition)) = definition(root, target) else {
-                    // It may be the name of an anchor in any of them.
+                    // It may be an anchor's name in any of them.
                     all = true;
                     continue;
                 };
@@ -278,7 +278,8 @@ pub(crate) fn defined(
     Ok(defined)
 }
 
-/// The definition of `root` that a reference leads to, or into: its place, its name and itself.
+/// The definition of `root` that a reference points to or into: where it is, its name and its
+/// content.
 fn definition<'r>(root: &'r Value, target: &str) -> Option<(&'static str, &'r str, &'r Value)> {
     let (key, name) = target.strip_prefix("#/")?.split_once('/')?;
     let key = DEFINITIONS.into_iter().find(|known| *known == key)?;
@@ -287,8 +288,8 @@ fn definition<'r>(root: &'r Value, target: &str) -> Option<(&'static str, &'r st
     Some((key, name, definition))
 }
 
-/// Divides a schema, which allows no strings and refers to nothing, into values that a terminal can
-/// describe, as its alternatives, and a schema of the others.
+/// Splits a schema, which allows no strings and has no references, in two: values that a terminal
+/// can describe, as alternatives, and a schema of the rest.
 pub(crate) fn scalars(schema: &Value) -> (Vec<String>, Option<Value>) {
     let Some(map) = schema.as_object() else { return (Vec::new(), Some(schema.clone())) };
     let scalar = |value: &Value| !value.is_array() && !value.is_object();

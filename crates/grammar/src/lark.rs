@@ -10,7 +10,7 @@ pub(crate) fn literal(text: &str) -> String {
     serde_json::Value::from(text).to_string()
 }
 
-/// The regular expression of `text` and nothing else, without the slashes around it.
+/// The regular expression that matches exactly `text`, without enclosing slashes.
 pub(crate) fn escaped(text: &str) -> String {
     text.chars().fold(String::new(), |mut out, c| {
         match c {
@@ -30,8 +30,8 @@ pub(crate) fn choice(choices: &[String]) -> String {
     format!("start: {}", literals.join(" | "))
 }
 
-/// Refuses forbidden parts of a grammar: options of schemas in it, and temperatures, which have no
-/// effect.
+/// Refuses grammar features that are not allowed: options of nested schemas, and temperatures,
+/// which have no effect.
 pub(crate) fn no_options(text: &str) -> Result<(), GrammarError> {
     if text.contains("x-guidance") {
         return Err(GrammarError::invalid("clients may not set x-guidance"));

@@ -1,10 +1,9 @@
 //! A grammar as one terminal, for the text that is the only argument of a call.
 //!
-//! In a JSON string every text is escaped by JSON's rules. Only the literals and the regular
-//! expressions of a grammar name characters, so only they are rewritten. Rules become terminals.
-//! The reason is that llguidance's lexer does not look ahead for the end of a lexeme, and the end
-//! of the text may begin like more of it. A grammar that refers to itself can't be written in this
-//! way, and is refused.
+//! Text in a JSON string is escaped. So the literals and regular expressions of the grammar, which
+//! name characters, are rewritten to match escaped text. Rules become terminals, because
+//! llguidance's lexer does not look ahead for the end of a lexeme, and what follows the text may
+//! look like more of it. A recursive grammar can't be written in this way, and is refused.
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
@@ -60,8 +59,8 @@ pub(crate) enum Place {
     Tags,
 }
 
-/// The right side of a terminal for the texts of `form`, and its terminals, whose names begin with
-/// `prefix`.
+/// The right side of a terminal for texts of `form`, and the terminals that it uses, whose names
+/// begin with `prefix`.
 pub(crate) fn terminal(
     form: &Form,
     place: Place,
@@ -95,7 +94,7 @@ struct Rewriter<'a> {
     out: String,
     /// Rules and terminals by their numbers.
     names: HashMap<&'a str, usize>,
-    /// The beginning of the new names of rules and terminals.
+    /// The prefix of the new names of rules and terminals.
     prefix: &'a str,
     writer: Writer,
 }
@@ -136,7 +135,7 @@ impl<'a> Rewriter<'a> {
                 self.name();
                 Ok(())
             }
-            // Lark's tree modifiers do not change the text that a rule matches.
+            // Lark's tree modifiers do not change what text a rule matches.
             '!' | '?' if self.begins_line() => {
                 self.take(1);
                 Ok(())
@@ -149,12 +148,12 @@ impl<'a> Rewriter<'a> {
         }
     }
 
-    /// True if nothing stands before this on its line.
+    /// True if this is the first thing on its line.
     fn begins_line(&self) -> bool {
         self.out.trim_end_matches([' ', '\t']).ends_with(['\n']) || self.out.trim().is_empty()
     }
 
-    /// Writes a rule or a terminal by its new name.
+    /// Writes a rule's or terminal's new name.
     fn name(&mut self) {
         let defines = self.begins_line();
         let name = self.take_while(in_name);
@@ -280,7 +279,7 @@ fn only(text: &str) -> Option<char> {
     chars.next().filter(|_| chars.next().is_none())
 }
 
-/// The end of the string that begins with `quote`, after its other quote.
+/// Where the string that begins with `quote` ends, after its closing quote.
 fn end_of(text: &str, quote: char) -> Option<usize> {
     let mut escaped = false;
     for (at, c) in text.char_indices().skip(1) {
@@ -316,7 +315,7 @@ impl Writer {
         }
     }
 
-    /// Writes a regular expression for its place, without slashes around it.
+    /// Writes a regular expression rewritten for escaped text, without enclosing slashes.
     fn regex(self, pattern: &str, flags: &str) -> Written {
         let mut builder = ParserBuilder::new();
         builder.nest_limit(DEPTH);
@@ -389,7 +388,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Characters as they are, or as one of their escapes.
+    /// Characters unchanged, or as one of their escapes.
     fn class(self, class: &ClassUnicode, out: &mut String) {
         let special = |c: char| matches!(c, '\0'..='\u{1f}' | '"' | '\\');
         let mut plain = class.clone();

@@ -14,15 +14,15 @@ use crate::thinking::{Markers, Phase, Start, Thinking};
 /// Restrictions that need no grammar. The choices of a request share them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Bounds {
-    /// Ids that may come at an end of the grammar: the model's end-of-sequence ids, and the
+    /// Ids that may follow where the grammar can end: the model's end-of-sequence ids, and the
     /// request's stop ids.
     pub ends: Arc<[i32]>,
-    /// The number of tokens before which the answer does not end, unless nothing else can come.
+    /// The answer has at least this many tokens, unless nothing else than an end is possible.
     pub min_tokens: u32,
     /// The only ids that can come, ascending.
     pub allowed: Option<Arc<[i32]>>,
     /// Lists of tokens, none empty. The last token of a list may not follow the others, unless
-    /// nothing else can come.
+    /// nothing else is possible.
     pub bad_words: Arc<[Box<[i32]>]>,
 }
 
@@ -31,9 +31,9 @@ pub struct Bounds {
 pub struct Reasoning {
     /// The marks around the reasoning.
     pub markers: Markers,
-    /// The part of the answer in which generation starts after the prompt.
+    /// Whether generation starts in the reasoning or the answer.
     pub start: Start,
-    /// The largest number of tokens of reasoning; `None`: without a limit.
+    /// The largest number of reasoning tokens; `None`: unlimited.
     pub budget: Option<u32>,
 }
 
@@ -45,16 +45,16 @@ pub(crate) struct Rules {
     bounds: Bounds,
     /// Tokens so far.
     said: u32,
-    /// The last tokens, as many as a bad word may need.
+    /// The last tokens, as many as bad words need.
     recent: Vec<i32>,
-    /// The grammar has come to its end, and the request went on: everything may come.
+    /// True if the grammar has ended but the request continued; now any token is allowed.
     over: bool,
 }
 
-/// A template's grammar on its way through an answer.
+/// Follows an answer through a template's grammar.
 ///
-/// Most of a request's memory is its matcher. So there is none before it is needed: a choice that
-/// waits in the queue has none, and the first mask is the template's.
+/// The matcher takes most of a request's memory, so it is created only when it is needed. A choice
+/// in the queue has none, and the first mask comes from the template.
 struct Follower {
     template: Arc<Template>,
     growth: Arc<Growth>,
@@ -95,8 +95,8 @@ impl fmt::Debug for Rules {
 }
 
 impl Rules {
-    /// The rules of an answer whose first tokens are `said`. Their matcher is created later, and
-    /// only then are these tokens checked.
+    /// The rules of an answer whose first tokens are `said`. The matcher is created later, and
+    /// these tokens are only checked then.
     pub(crate) fn new(
         template: Option<&Arc<Template>>,
         reasoning: Option<Reasoning>,
@@ -128,7 +128,7 @@ impl Rules {
         rules
     }
 
-    /// Notes a token of the answer. Returns the grammar if the token belongs to it.
+    /// Records a token of the answer. Returns the grammar if the token is subject to it.
     fn advance(&mut self, token: i32) -> Option<&mut Follower> {
         self.note(token);
         if let Some(thinking) = &mut self.thinking {
@@ -157,7 +157,7 @@ impl Rules {
         }
     }
 
-    /// Removes forbidden words from a mask; true: there was one.
+    /// Removes forbidden words from a mask; true if any was removed.
     fn without_bad_words(&self, words: &mut [u32]) -> bool {
         let mut removed = Vec::new();
         for word in self.bounds.bad_words.iter() {
@@ -175,7 +175,7 @@ impl Rules {
         !removed.is_empty()
     }
 
-    /// Removes the end tokens from a mask of an answer that is too short; true: there was one.
+    /// Removes end tokens from the mask of an answer that is too short; true if any was removed.
     fn without_ends(&self, words: &mut [u32]) -> bool {
         let there: Vec<i32> =
             self.bounds.ends.iter().copied().filter(|&id| get(words, id)).collect();
@@ -187,7 +187,7 @@ impl Rules {
     }
 }
 
-/// The state of rules before drafts, but for that of the matcher.
+/// The state of the rules before drafts, except the matcher's.
 struct Before {
     thinking: Option<Thinking>,
     said: u32,
@@ -214,7 +214,8 @@ impl Constraint for Rules {
             if made.last() == Some(&Allowed::Some) && !get(last, draft) {
                 break;
             }
-            // A draft that can't be followed is a matter of the row that begins there, if any does.
+            // A draft that can't be continued only matters for the row that begins there, if any
+            // does.
             let Ok(allowed) = self.accept(draft).and_then(|()| self.next(words)) else { break };
             made.push(allowed);
             last = words;
@@ -258,7 +259,7 @@ impl Rules {
         self.thinking.as_ref().map_or(Phase::Answer, Thinking::phase)
     }
 
-    /// The matcher that the next token goes to, after the tokens so far, if it is made already.
+    /// The matcher for the next token, if it was created already.
     fn matcher(&mut self) -> Result<Option<&mut RunningMatcher>, ConstraintError> {
         let follows = self.phase() == Phase::Answer && !self.over;
         let grammar = self.grammar.as_mut().filter(|grammar| follows && grammar.first().is_none());
@@ -268,7 +269,7 @@ impl Rules {
         }
     }
 
-    /// Up to `most` tokens that come next because nothing else can.
+    /// Up to `most` tokens that must come next because no others are allowed.
     fn forced(&mut self, most: usize) -> Result<Vec<i32>, ConstraintError> {
         let mut thinking = self.thinking.clone();
         let mut forced = Vec::new();
@@ -281,14 +282,13 @@ impl Rules {
             forced.push(token);
             thinking.accept(token, false);
         }
-        // After these, and where other bounds may have no place for them, masks decide.
+        // If other bounds may exclude a token, the masks decide.
         let free = self.bounds.allowed.is_none() && self.bounds.bad_words.is_empty();
         if !forced.is_empty() || !free || self.matcher()?.is_none() {
             return Ok(forced);
         }
         let before = self.grammar.as_ref().map_or(0, |grammar| grammar.said.len());
-        // A token is certain only once the one before it is known: several tokenisations may be
-        // possible.
+        // A token is only certain if the one before it is: several tokenisations may be possible.
         while forced.len() < most
             && let Ok(Some(running)) = self.matcher()
             && let Some(&token) = running.counted.matcher.compute_ff_tokens().first()
@@ -307,7 +307,7 @@ impl Rules {
         Ok(forced)
     }
 
-    /// Cuts drafts at the first that the grammar does not allow.
+    /// Truncates drafts before the first one that the grammar does not allow.
     fn keep_possible(&mut self, drafts: &mut Vec<i32>) -> Result<(), ConstraintError> {
         let ends = Arc::clone(&self.bounds.ends);
         let Some(running) = self.matcher()? else { return Ok(()) };
@@ -361,7 +361,7 @@ impl Rules {
 }
 
 impl Follower {
-    /// The first mask, as long as it is the next one.
+    /// The first mask, if it is the next one.
     fn first(&self) -> Option<&[u32]> {
         self.said.is_empty().then(|| self.template.first())
     }
@@ -405,8 +405,8 @@ impl Follower {
         Ok(running)
     }
 
-    /// Rolls back to the state after `tokens` tokens. Returns the matcher if it cannot roll back,
-    /// and a new one is needed.
+    /// Rolls back to the state after `tokens` tokens. Returns the matcher if it cannot roll back
+    /// and has to be replaced.
     fn go_back(&mut self, tokens: usize) -> Option<Box<RunningMatcher>> {
         self.said.truncate(tokens);
         let running = self.running.as_mut()?;
@@ -416,7 +416,7 @@ impl Follower {
         if went.is_ok() { None } else { self.running.take() }
     }
 
-    /// Writes the tokens that the grammar allows. At an allowed end these include all of `ends`.
+    /// Writes the tokens that the grammar allows. Where it can end, these include all of `ends`.
     fn mask(&mut self, words: &mut [u32], ends: &[i32]) -> Result<(), ConstraintError> {
         words.fill(0);
         let copy = |from: &[u32], words: &mut [u32]| {
@@ -430,8 +430,8 @@ impl Follower {
                 copy(mask.as_slice(), words);
             }
         }
-        // An end that the client has named may as well be a part of the answer: only the model's
-        // own tell that it is complete.
+        // An end token that the client chose may also be part of the answer. Only the model's own
+        // end tokens show that it is complete.
         if self.template.eos().iter().any(|&id| get(words, id)) {
             ends.iter().for_each(|&id| set(words, id));
         }
@@ -458,7 +458,7 @@ fn broken(error: impl fmt::Display) -> ConstraintError {
     ConstraintError(format!("the grammar: {}", brief(&error.to_string())))
 }
 
-/// Index of a token's word, and its bit; `None`: it is outside of the mask.
+/// A token's word and bit in a mask; `None`: it is outside the mask.
 fn place(words: &[u32], token: i32) -> Option<(usize, u32)> {
     let token = usize::try_from(token).ok()?;
     (token / 32 < words.len()).then_some((token / 32, 1 << (token % 32)))
@@ -480,7 +480,7 @@ fn clear(words: &mut [u32], token: i32) {
     }
 }
 
-/// Keeps only `ids`, which ascend, of the set bits.
+/// Of the set bits, keeps only `ids`, which are ascending.
 fn keep(words: &mut [u32], ids: &[i32]) {
     let mut rest = ids.iter().peekable();
     for (at, word) in words.iter_mut().enumerate() {

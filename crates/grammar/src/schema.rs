@@ -1,5 +1,4 @@
-//! JSON schemas: checks before llguidance gets one, and the place in a schema that llguidance
-//! refuses.
+//! JSON schemas: checks before llguidance sees one, and the place that llguidance refuses.
 
 use serde_json::{Map, Value, json};
 
@@ -12,12 +11,12 @@ use crate::size;
 use crate::source::{SCHEMA_DEPTH, Whitespace};
 use crate::work::Work;
 
-/// llguidance's own options in a schema. They could switch off checks that the operator relies on.
+/// llguidance's own options in schemas. They could disable checks that the operator relies on.
 const OPTIONS: &str = "x-guidance";
-/// Bounds of numbers that llguidance counts in 64 bits with a sign.
+/// Bounds on numbers for which llguidance uses signed 64-bit integers.
 const BOUNDS: [&str; 4] = ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"];
-/// The largest number of these 64 bits that a double has. Bounds beyond it stand for no bound at
-/// all, such as those of a language's own integers.
+/// The largest double that fits into a signed 64-bit integer. Larger bounds, such as those of a
+/// language's own integers, count as no bound.
 const WIDE: i64 = 9_223_372_036_854_774_784;
 /// Keywords whose value is a schema.
 pub(crate) const ONE: [&str; 14] = [
@@ -43,9 +42,9 @@ pub(crate) const MAPS: [&str; 6] =
     ["$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"];
 /// The beginning of llguidance's error about keywords that it does not know.
 pub(crate) const UNIMPLEMENTED: &str = "Unimplemented keys: ";
-/// The reason for which a keyword is refused that llguidance does not know.
+/// Why a keyword is refused that llguidance does not support.
 pub(crate) const UNSUPPORTED: &str = "the keyword is not supported";
-/// The beginning of its error about alternatives that it can't tell apart.
+/// The beginning of llguidance's error about `oneOf` alternatives that it can't distinguish.
 const ONE_OF: &str = "oneOf constraints are not supported";
 
 /// Reads a schema and checks its size.
@@ -57,7 +56,7 @@ pub(crate) fn read(text: &str, work: &mut Work) -> Result<Value, GrammarError> {
 }
 
 /// Refuses a value that is not a schema, is too large, has options for llguidance, or has no finite
-/// value. Returns a schema of the same finite values that llguidance understands better.
+/// value. Returns a schema with the same finite values that llguidance handles better.
 pub(crate) fn prepare(mut schema: Value, work: &mut Work) -> Result<Value, GrammarError> {
     if !schema.is_object() && !schema.is_boolean() {
         return Err(GrammarError::invalid("a schema is an object or a boolean"));
@@ -93,8 +92,8 @@ fn measure<'a>(
     }
 }
 
-/// Removes keywords without meaning that llguidance does not know, and spells out those that it
-/// reads too loosely.
+/// Removes unsupported keywords without an effect, and makes explicit what llguidance reads too
+/// loosely.
 fn simplify(schema: &mut Value) {
     each_mut(schema, &mut String::new(), &mut |schema, _| {
         let Value::Object(schema) = schema else { return };
@@ -125,7 +124,7 @@ fn simplify(schema: &mut Value) {
     });
 }
 
-/// The part of a path that leads into a list or an object.
+/// One step of a path, into a list or an object.
 enum Step<'a> {
     Name(&'a str),
     Index(usize),
@@ -146,8 +145,8 @@ fn deeper<R>(path: &mut String, step: Step<'_>, with: impl FnOnce(&mut String) -
     result
 }
 
-/// Calls `with` for every schema in `schema`, itself too, with its path. A schema that `with` has
-/// changed is walked as it is then.
+/// Calls `with` for `schema` and every nested schema, with its path. Changes by `with` are applied
+/// before nested schemas are visited.
 pub(crate) fn each_mut(
     schema: &mut Value,
     path: &mut String,
@@ -173,7 +172,7 @@ pub(crate) fn each_mut(
     }
 }
 
-/// Calls `with` for every schema in `schema`, itself too, with its path.
+/// Calls `with` for `schema` and every nested schema, with its path.
 pub(crate) fn each<'v>(
     schema: &'v Value,
     path: &mut String,
@@ -219,8 +218,8 @@ fn options(whitespace: &Whitespace, lenient: bool) -> Value {
     })
 }
 
-/// Makes an error of llguidance's message about a schema, with the place in the schema if it can be
-/// found.
+/// Turns llguidance's message about a schema into an error, with the place in the schema if it can
+/// be found.
 pub(crate) fn explain(schema: &Value, said: &str, work: &mut Work) -> GrammarError {
     let find = |key: &dyn Fn(&Map<String, Value>) -> Option<String>| {
         let mut found = None;
@@ -232,7 +231,7 @@ pub(crate) fn explain(schema: &Value, said: &str, work: &mut Work) -> GrammarErr
         found
     };
     if let Some(at) = said.find(UNIMPLEMENTED) {
-        // After the list, the grammar around the schema may be repeated.
+        // After the list, the message may repeat the grammar around the schema.
         let list = said[at..].split(']').next().unwrap_or_default();
         let keys: Vec<&str> = list.split('"').skip(1).step_by(2).collect();
         let path =

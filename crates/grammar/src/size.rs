@@ -7,7 +7,7 @@ use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, Seq
 use crate::error::GrammarError;
 use crate::source::{SCHEMA_DEPTH, SCHEMA_VALUES};
 
-/// Refuses a text that is not JSON object or boolean, or has too many values.
+/// Refuses a text that is not a JSON object or boolean, or has too many values.
 pub(crate) fn check(text: &str, what: &str) -> Result<(), GrammarError> {
     if !text.trim_start().starts_with(['{', 't', 'f']) {
         return Err(GrammarError::invalid(format!("{what} is an object")));
@@ -44,8 +44,8 @@ impl<'de> DeserializeSeed<'de> for Count<'_> {
         if *self.values > SCHEMA_VALUES {
             return Err(D::Error::custom("too many values"));
         }
-        // A place that is deeper than allowed is named when the rest is read: a bit more than that
-        // has to be walked.
+        // The error names the place only after the rest was read, so a bit more than the allowed
+        // depth has to be walked.
         if self.depth > 2 * SCHEMA_DEPTH {
             return deserializer.deserialize_ignored_any(IgnoredAny).map(drop);
         }

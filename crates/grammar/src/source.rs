@@ -8,7 +8,7 @@ use forebay_dialect::{ArgumentStyle, Marks};
 pub const SCHEMA_BYTES: usize = 2 << 20;
 /// The largest number of bytes of a grammar, or of all choices together.
 pub const GRAMMAR_BYTES: usize = 256 << 10;
-/// The largest number of bytes of a regular expression. A compiled one takes some hundred times as
+/// The largest size of a regular expression in bytes. Compiled, it takes some hundred times as
 /// much.
 pub const REGEX_BYTES: usize = 32 << 10;
 /// The deepest nesting of a schema or a structural tag.
@@ -18,7 +18,7 @@ pub const SCHEMA_VALUES: usize = 1 << 16;
 /// The largest number of choices.
 pub const CHOICES: usize = 16_384;
 
-/// The form of an answer, complete in itself. Equal sources are compiled once.
+/// A complete form of an answer. Equal sources are compiled once.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Source {
     /// The form.
@@ -49,7 +49,7 @@ pub enum Form {
     Calls(Arc<CallForm>),
 }
 
-/// Calls of tools: a dialect's grammar, and the parts that come from elsewhere.
+/// Tool calls: a dialect's grammar, and the parts that the request adds.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct CallForm {
     /// The grammar, without the rules of arguments and of [`forebay_dialect::CONTENT`].
@@ -60,8 +60,7 @@ pub struct CallForm {
     pub marks: Arc<Marks>,
     /// The arguments of each tool.
     pub arguments: Vec<CallArguments>,
-    /// The output that is allowed in place of calls, and the parameter that demands it. Errors name
-    /// the parameter.
+    /// What may be written instead of calls, and the parameter that requires it, for errors.
     pub content: Option<(Arc<str>, Form)>,
 }
 
@@ -74,9 +73,9 @@ pub struct CallArguments {
     pub schema: Arc<str>,
     /// The schema's path in the request, which errors name.
     pub path: Arc<str>,
-    /// True if a keyword that can't be enforced is an error. Otherwise it is left out, and named.
+    /// True if a keyword that can't be enforced is an error. Otherwise it is ignored and reported.
     pub strict: bool,
-    /// The form of the text that the arguments are; the schema is then ignored.
+    /// The form of the arguments, if they are a text; the schema is then ignored.
     pub text: Option<CallText>,
 }
 
@@ -91,16 +90,15 @@ pub struct CallText {
     pub path: Arc<str>,
 }
 
-/// White space between the tokens of JSON. Without a bound, some models write it until the answer's
-/// length is used up.
+/// White space between JSON tokens. Without a bound, some models fill the whole answer with it.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub enum Whitespace {
-    /// At each place there may be one space, or a line end and an indentation of at most 24 blanks.
+    /// At each place, one space or a line end with at most 24 blanks of indentation.
     #[default]
     Bounded,
     /// There is no white space.
     None,
-    /// At each place there may be white space that this regular expression matches, once.
+    /// At each place, one match of this regular expression.
     Pattern(Arc<str>),
 }
 
@@ -122,7 +120,7 @@ impl From<Form> for Source {
 }
 
 impl Form {
-    /// True if the form allows no text, or has no choice.
+    /// True if the form allows no text at all, or has no alternative.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         match self {

@@ -9,7 +9,7 @@ use crate::lark::literal;
 use crate::tag::below;
 use crate::work::Work;
 
-/// One way to be a string of a schema.
+/// One of the ways in which a schema allows a string.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Text {
     /// The right side of a terminal.
@@ -18,12 +18,12 @@ pub(crate) struct Text {
     pub(crate) listed: bool,
 }
 
-/// References and alternatives that are followed one into the other.
+/// How many references and alternatives are followed in a chain.
 const DEPTH: usize = 32;
-/// The largest number of ways to be a string of one schema.
+/// The largest number of alternatives for one schema's strings.
 const MOST: usize = 4096;
 
-/// The regular expression for the keywords of strings in a schema; listed values are not looked at.
+/// The regular expression for a schema's string keywords, without listed values.
 fn bounds(schema: &Map<String, Value>) -> Result<Option<String>, GrammarError> {
     let mut parts = Vec::new();
     let number = |name: &str| match schema.get(name) {
@@ -81,7 +81,7 @@ fn search(pattern: &str) -> String {
     format!("/{before}(?:{body}){after}/")
 }
 
-/// The strings that a schema allows, as alternatives; empty: none. Restrictions of other values are
+/// The strings that a schema allows, as alternatives; empty: none. Restrictions on other values are
 /// ignored.
 pub(crate) fn texts(
     root: &Value,

@@ -1,4 +1,4 @@
-//! Structural tags, converted to Lark. xgrammar has defined them, and vLLM and SGLang take them.
+//! Structural tags, converted to Lark. xgrammar defines them, and vLLM and SGLang accept them.
 //!
 //! Two notations: `{"type": "structural_tag", "format": {...}}`, a tree of formats, and the older
 //! one with `structures` and `triggers`, which is the format `triggered_tags`.
@@ -58,7 +58,7 @@ struct Writer<'a> {
 }
 
 impl Writer<'_> {
-    /// Adds a rule; gives its name. `head` goes between name and colon.
+    /// Adds a rule and returns its name. `head` is written between name and colon.
     fn rule(&mut self, head: &str, body: &str) -> Result<String, GrammarError> {
         self.work.write(head.len() + body.len())?;
         let name = format!("t{}", self.rules.len());
@@ -66,8 +66,8 @@ impl Writer<'_> {
         Ok(name)
     }
 
-    /// Writes the right side of a rule for a format. `last`: nothing comes after it, so that text
-    /// may go on without an end.
+    /// Writes the right side of a rule for a format. `last`: nothing follows it, so text may be
+    /// unterminated.
     fn format(
         &mut self,
         format: &Value,
@@ -137,8 +137,8 @@ impl Writer<'_> {
         }
     }
 
-    /// The formats of `elements`. `last`: whether an element is the final one. Returns true if
-    /// nothing follows that element.
+    /// The formats of `elements` in sequence. `last`: nothing follows them. Returns true if nothing
+    /// follows the final element.
     fn elements(
         &mut self,
         format: &Value,
@@ -154,8 +154,8 @@ impl Writer<'_> {
         formats.collect()
     }
 
-    /// The rule of `begin`, content and `end`. The first `said` bytes of `begin` are left out,
-    /// because they are already there.
+    /// The rule of `begin`, content and `end`. The first `said` bytes of `begin` are omitted,
+    /// because they are written already.
     fn tag(
         &mut self,
         tag: &Value,
@@ -182,7 +182,7 @@ impl Writer<'_> {
             return Err(GrammarError::at(format!("{path}.content"), "required and missing"));
         };
         if text(content, &at, "type")? == "any_text" && !end.is_empty() {
-            // Up to the first end, however the tokens cut it.
+            // Up to the first end, however it is tokenised.
             let until = self.rule(&format!("[suffix={}]", literal(end)), ANY)?;
             return Ok(format!("({begin} {until})"));
         }
@@ -220,7 +220,7 @@ impl Writer<'_> {
         }
         let one = self.rule("", &parts.join(" | "))?;
         let any: Vec<String> = triggers.iter().map(|trigger| escaped(trigger)).collect();
-        // The rest has no trigger: there, a tag would begin.
+        // The remaining text contains no trigger, which would begin a tag.
         let name = format!("T{}", self.rules.len());
         self.rules.push(format!("{name}: ~/(?s:.*)({})(?s:.*)/", any.join("|")));
         Ok(match (at_least_one, stop_after_first) {
@@ -244,7 +244,7 @@ pub(crate) fn regex(pattern: &str) -> Result<String, GrammarError> {
     Ok(format!("/{}/", llguidance::regex_to_lark(unanchored(pattern), "")))
 }
 
-/// Patterns match as a whole: anchors at both ends are redundant.
+/// A pattern matches as a whole, so anchors at its ends are redundant.
 fn unanchored(pattern: &str) -> &str {
     let pattern = pattern.strip_prefix('^').unwrap_or(pattern);
     let escaped = pattern.strip_suffix('$').is_some_and(|before| {

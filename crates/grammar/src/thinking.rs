@@ -1,4 +1,4 @@
-//! Reasoning before the answer: its end, and its length.
+//! Reasoning before the answer: where it ends, and how long it may be.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ pub struct Markers {
     pub close: Arc<[i32]>,
 }
 
-/// The part of the answer in which the first token comes.
+/// Whether the first token belongs to the reasoning or the answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Start {
     /// The model may begin to reason, or answer.
@@ -22,11 +22,11 @@ pub enum Start {
     Answer,
 }
 
-/// Tokens after a closing marker at the end of a prompt: blank lines.
+/// The number of tokens (blank lines) that may follow a closing marker at the end of a prompt.
 const AFTER_CLOSE: usize = 4;
 
 impl Markers {
-    /// The part of the answer at which a prompt leaves the model.
+    /// Whether a prompt leaves the model in the reasoning or the answer.
     #[must_use]
     pub fn start(&self, prompt: &[i32]) -> Start {
         let last =
@@ -45,21 +45,22 @@ impl Markers {
 #[derive(Debug, Clone)]
 pub(crate) struct Thinking {
     markers: Markers,
-    /// The largest number of tokens of it, without the markers.
+    /// The largest number of reasoning tokens, without the markers.
     budget: Option<u32>,
-    /// Reasoning tokens so far, those of an incomplete marker included.
+    /// Reasoning tokens so far, including those of an incomplete marker.
     spent: u32,
-    /// True if reasoning may begin at any time, and again: no form has to follow it.
+    /// True if reasoning may begin at any time, even repeatedly, because the answer has no required
+    /// form.
     again: bool,
     state: State,
 }
 
 #[derive(Debug, Clone)]
 enum State {
-    /// So many tokens of the opening marker were generated, and nothing else.
+    /// This many tokens of the opening marker were generated, and nothing else.
     Opening(usize),
     Inside {
-        /// The last tokens that may be the beginning of the closing marker.
+        /// The last tokens, if they may begin the closing marker.
         tail: Vec<i32>,
     },
     Over,
@@ -68,18 +69,18 @@ enum State {
 /// The demand of reasoning on the next token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Phase {
-    /// The answer may begin, or the reasoning may open with this token.
+    /// The answer may begin, or reasoning may open with this token.
     Either(i32),
     /// The model reasons.
     Free,
-    /// This token comes next: the opening marker is begun, or the budget is spent.
+    /// This token is forced: the opening marker has begun, or the budget is used up.
     Forced(i32),
     /// The reasoning is over.
     Answer,
 }
 
 impl Thinking {
-    /// `again`: it may begin at any time, because no form has to follow it.
+    /// `again`: reasoning may begin at any time, because the answer has no required form.
     pub(crate) fn new(markers: Markers, start: Start, budget: Option<u32>, again: bool) -> Self {
         let state = match start {
             Start::Inside => State::Inside { tail: Vec::new() },
@@ -103,8 +104,8 @@ impl Thinking {
         }
     }
 
-    /// The request has sampled `token`. True: it is a token of the reasoning. Otherwise the answer
-    /// has begun with it. `answers`: the answer may begin with it, so that it opens nothing.
+    /// Records a sampled token. True: it belongs to the reasoning. Otherwise the answer has begun
+    /// with it. `answers`: the answer may begin with this token, so it opens no reasoning.
     pub(crate) fn accept(&mut self, token: i32, answers: bool) -> bool {
         let Markers { open, close } = &self.markers;
         match &mut self.state {
@@ -133,7 +134,7 @@ impl Thinking {
             State::Inside { tail } => {
                 tail.push(token);
                 self.spent += 1;
-                // The longest suffix of the output that the marker begins with.
+                // Keep the longest suffix of the output that is a prefix of the marker.
                 while !close.starts_with(tail) {
                     tail.remove(0);
                 }

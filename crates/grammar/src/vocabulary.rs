@@ -1,4 +1,4 @@
-//! The tokenizer for llguidance: the bytes of every token in a trie.
+//! The tokenizer in llguidance's form: the bytes of every token in a trie.
 
 use std::sync::Arc;
 
@@ -12,27 +12,28 @@ use llguidance::toktrie::{
 
 use crate::error::GrammarError;
 
-/// Texts that the tokenizer has to encode losslessly before its own tokenisation is used for forced
+/// Texts that the tokenizer has to encode losslessly. Only then is its tokenisation used for forced
 /// text.
 const SAMPLES: [&str; 6] = ["a", " a", "{\"name\": \"", "\n\n  x", "</think>", "naïve 7.5"];
 
-/// The limits on compiling a source and computing a mask. The largest schemas of others that are
-/// known, those of FHIR, take 500 000 of the lexer's fuel and 200 000 symbols.
+/// The limits on compiling a source and computing a mask. The largest known public schemas, those
+/// of FHIR, take 500 000 of the lexer's fuel and 200 000 symbols.
 const LIMITS: ParserLimits = ParserLimits {
     max_items_in_row: 2000,
     initial_lexer_fuel: 600_000,
-    // One mask takes at most about 15 ms with these two.
+    // With these two limits a mask takes at most about 15 ms.
     step_lexer_fuel: 200_000,
     step_max_items: 50_000,
     // Each takes one or two kilobytes.
     max_lexer_states: 50_000,
     max_grammar_size: 300_000,
     precompute_large_lexemes: true,
-    // Errors are shown to clients: the parser's state is useless to them.
+    // Errors are shown to clients, who have no use for the parser's state.
     verbose_errors: false,
 };
 
-/// Makes parsers for one tokenizer. It is built once, which takes a second for a large vocabulary.
+/// Creates parsers for one tokenizer. Building it takes a second for a large vocabulary, and is
+/// done once.
 pub(crate) struct Vocabulary {
     pub(crate) factory: ParserFactory,
 }
@@ -71,7 +72,7 @@ impl Vocabulary {
     }
 }
 
-/// The bytes of a token; those of a special one after a marker, so that no text has them.
+/// The bytes of a token. Those of a special token follow a marker, so that no text contains them.
 fn word(tokenizer: &Tokenizer, id: usize) -> Vec<u8> {
     let Ok(id) = i32::try_from(id) else { return Vec::new() };
     let bytes = tokenizer.token_bytes(id);

@@ -4,15 +4,15 @@ use serde_json::Value;
 
 use crate::error::GrammarError;
 
-/// Units of one form. A schema of the largest size that is written out once takes a part of them.
+/// The units of one form. Expanding the largest allowed schema once takes a part of them.
 const MOST: usize = 16 << 20;
-/// Units of looking at a schema, or of copying a JSON value. A written byte takes one.
+/// The units for visiting a schema or copying a JSON value. Writing a byte takes one unit.
 const STEP: usize = 32;
 
 /// A count of schemas that are visited, values that are copied and bytes that are written.
 ///
-/// Schemas refer to each other, and to themselves: written out they are many times their text. So
-/// every walk over them spends from here, and ends when nothing is left.
+/// Schemas refer to each other and to themselves, and can expand to many times their text. So every
+/// walk over them takes units from this budget, and ends in an error when none are left.
 #[derive(Debug)]
 pub(crate) struct Work {
     left: usize,
@@ -25,15 +25,15 @@ impl Default for Work {
 }
 
 impl Work {
-    /// Looks at a schema.
+    /// Visits a schema.
     ///
     /// # Errors
-    /// Too much work was done before, as for the other methods.
+    /// The budget is used up; the same holds for the other methods.
     pub(crate) fn visit(&mut self) -> Result<(), GrammarError> {
         self.spend(STEP)
     }
 
-    /// Copies a value with all that is in it.
+    /// Copies a value with everything inside it.
     pub(crate) fn copy(&mut self, value: &Value) -> Result<(), GrammarError> {
         self.spend(size(value, self.left))
     }
@@ -61,7 +61,7 @@ impl Work {
     }
 }
 
-/// Units of a copy of `value`; a bit more than `most` if it takes more than that.
+/// The units for copying `value`; a bit more than `most` if it takes more than that.
 fn size(value: &Value, most: usize) -> usize {
     let mut size = STEP;
     match value {

@@ -1,4 +1,4 @@
-//! An answer that is a call without any mark: one object and nothing else, or in a block of code.
+//! An answer that is a call without any mark: a single object, perhaps in a code block.
 
 use super::call::{Call, Context, Step};
 use super::object::Object;
@@ -8,10 +8,10 @@ use crate::scan::is_object;
 
 /// The fence around a block of code.
 const FENCE: &str = "```";
-/// The longest name of a block's language, in bytes.
+/// The longest name of a code block's language, in bytes.
 const LANGUAGE: usize = 16;
 
-/// The text of an answer that may be such a call, held back until it is known.
+/// The text of an answer that may be such a call. It is held back until that is certain.
 #[derive(Debug)]
 pub(super) struct Alone {
     /// All of the text.
@@ -31,7 +31,7 @@ pub(super) struct Alone {
 /// The kinds of beginnings of an answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Opening {
-    /// An object begins after this many bytes, in a block of code or not.
+    /// An object begins after this many bytes, in a code block or not.
     Object {
         at: usize,
         fenced: bool,
@@ -76,7 +76,7 @@ impl Alone {
         }
     }
 
-    /// Reads on; `Broken` if the text has another form.
+    /// Reads more; `Broken` if the text has another form.
     pub(super) fn push(&mut self, text: &str, context: Context<'_>) -> Step {
         self.raw.push_str(text);
         self.unread.push_str(text);
@@ -98,7 +98,7 @@ impl Alone {
         if ends { Step::More } else { Step::Broken }
     }
 
-    /// The answer ends here, by the model's own choice: writes the call, if it is one.
+    /// Ends the answer, which was the model's own choice. Writes the call, if it is one.
     pub(super) fn call(&self, out: &mut Parts) -> bool {
         let mut arguments = String::new();
         for part in self.held.iter() {

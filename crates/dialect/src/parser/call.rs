@@ -5,11 +5,11 @@ use crate::finder::{Found, find};
 use crate::parts::Parts;
 use crate::schema::Tools;
 
-/// The surroundings of a call that is being read.
+/// The context of a call that is being read.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Context<'a> {
     pub(super) tools: &'a Tools,
-    /// The mark that ends a call at any place.
+    /// The mark that ends a call wherever it occurs.
     pub(super) close: &'static str,
     /// `close` is a special token.
     pub(super) special: bool,
@@ -17,7 +17,7 @@ pub(super) struct Context<'a> {
 }
 
 /// The longest name of a tool or of an argument, and the longest text before one, in bytes. Longer
-/// text is not a name: it would be read again with each token.
+/// text does not count as a name, because it would be scanned again with each token.
 pub(super) const LONGEST: usize = 1024;
 
 /// The result of reading on.
@@ -27,7 +27,7 @@ pub(super) enum Step {
     More,
     /// The call is complete.
     Done,
-    /// The text is not a call, or ends in the middle of one.
+    /// The text is not a call, or breaks off inside one.
     Broken,
 }
 
@@ -38,11 +38,11 @@ pub(super) struct Call {
     pub(super) name: Option<String>,
     /// Arguments have been written.
     pub(super) written: bool,
-    /// All that was read while it was not known to be a call.
+    /// Everything that was read before it was certain to be a call.
     pub(super) raw: String,
 }
 
-/// The first of `marks` in `text`, if it is near enough. Otherwise the next action.
+/// The first of `marks` in `text`, if it is near enough. Otherwise what to do next.
 pub(super) fn near(text: &str, marks: &[&str], most: usize) -> Result<(usize, usize), Step> {
     match find(text, marks.iter().copied()) {
         Found::Mark { at, mark } if at <= most => Ok((at, mark)),
@@ -60,7 +60,7 @@ impl Call {
         self.name.is_some()
     }
 
-    /// Moves `length` bytes from the front of the unread text.
+    /// Consumes `length` bytes from the front of the unread text.
     pub(super) fn take(&mut self, pending: &mut String, length: usize) {
         if self.name.is_none() {
             self.raw.push_str(&pending[..length]);
@@ -68,7 +68,7 @@ impl Call {
         pending.drain(..length);
     }
 
-    /// Begins it; false if no tool of this name is offered. The text is not a call then.
+    /// Begins the call; false if no offered tool has this name, so that the text is not a call.
     #[must_use]
     pub(super) fn begin(&mut self, written: &str, context: Context<'_>, out: &mut Parts) -> bool {
         let written = written.trim();
@@ -92,7 +92,7 @@ impl Call {
         out.arguments(self.index, text);
     }
 
-    /// There is no more of it. A call without arguments gets an empty object.
+    /// Ends the call. A call without arguments gets an empty object.
     pub(super) fn end(&mut self, out: &mut Parts) {
         if self.has_begun() && !self.written {
             self.arguments("{}", out);

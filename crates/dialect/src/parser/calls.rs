@@ -1,4 +1,4 @@
-//! The part of the parser that reads calls, and returns text that turns out not to be one.
+//! The part of the parser that reads calls, and gives text back that is not a call after all.
 
 use super::alone::Alone;
 use super::call::{Call, Context, Step};
@@ -12,7 +12,8 @@ use crate::family::{Body as Form, Calls};
 use crate::parts::Parts;
 use crate::schema::Tools;
 
-/// The longest text that is read again if it was not a call, in bytes. A call may begin in it.
+/// The longest text that is scanned again if it was not a call, in bytes. A call may begin inside
+/// it.
 const AGAIN: usize = 2048;
 
 impl Parser {
@@ -84,7 +85,7 @@ impl Parser {
             };
             let opens = match form {
                 Form::Python => c.is_alphabetic() || c == '_',
-                // A model may have learnt the calls of another family too.
+                // Some models also write the calls of another family.
                 _ => c == '{',
             };
             let opens = opens && !items.closed;
@@ -159,7 +160,7 @@ impl Parser {
         }
     }
 
-    /// Notes that the text before a call has ended. White space before it stays between texts.
+    /// Records that the text before a call has ended. White space before it is kept between texts.
     fn begins_call(&mut self, reasoning: bool) {
         self.unclosed |= reasoning;
         if reasoning || !self.said {
@@ -182,7 +183,7 @@ impl Parser {
         false
     }
 
-    /// Gives text back that looked like the beginning of calls.
+    /// Gives back text that looked like the beginning of calls.
     fn restore(&mut self, items: &Items, more: &str, out: &mut Parts) {
         let mut text = format!("{}{more}", items.text());
         let blank = text.len() - text.trim_start().len();
@@ -192,7 +193,7 @@ impl Parser {
         if text.len() <= AGAIN
             && let Some(first) = first
         {
-            // After its first mark there may be a call.
+            // A call may begin after the first mark.
             self.pending.insert_str(0, &text[blank + first..]);
             self.blanks = 0;
             text.truncate(blank + first);
@@ -207,7 +208,7 @@ impl Parser {
         }
     }
 
-    /// Text with its marks, as far as these are not special tokens.
+    /// Text with its marks, except those that are special tokens.
     pub(super) fn as_said(&self, text: &str) -> String {
         if self.has_special_marks() { self.without_marks(text) } else { text.to_owned() }
     }
@@ -226,10 +227,10 @@ impl Parser {
         self.reading.dialect.reasoning.is_some_and(|reasoning| reasoning.special)
     }
 
-    /// Gives out, at the end of an answer, text in which a call could have begun.
+    /// At the end of an answer, gives back text in which a call could have begun.
     pub(super) fn end_items(&mut self, items: &Items, rest: &str, complete: bool, out: &mut Parts) {
         let text = format!("{}{rest}", items.text());
-        // A call that was cut off at its beginning is not text.
+        // The beginning of a truncated call is not text.
         let text = if complete { self.as_said(&text) } else { self.without_marks(&text) };
         if text.trim().is_empty() {
             return;

@@ -1,4 +1,4 @@
-//! OpenAI's Harmony: messages with a channel each, some of them for tools.
+//! OpenAI's Harmony format: each message has a channel, and some are for tools.
 
 use super::call::{Call, Context};
 use crate::family::Ids;
@@ -7,7 +7,7 @@ use crate::finder::{Found, find, without_trailing_blank};
 use crate::parts::Parts;
 use crate::schema::Tools;
 
-/// Reads messages. A message neither for the reader nor for a tool is reasoning.
+/// Reads messages. A message that is neither for the user nor for a tool is reasoning.
 #[derive(Debug, Clone)]
 pub(super) struct Harmony {
     /// The header of the message that is being read.
@@ -87,7 +87,7 @@ impl Harmony {
                         return 1;
                     }
                 }
-                // A model that forgets to end a message begins the next one with its channel.
+                // If a model forgets to end a message, the next one begins with its channel.
                 (CHANNEL, body @ Some(_)) => {
                     let complete = end_call(body, out);
                     *body = None;
@@ -122,13 +122,13 @@ impl Harmony {
         Body::Call(call)
     }
 
-    /// Ends the answer. `complete` is false if it became too long. Returns the number of calls that
-    /// this completes.
+    /// Ends the answer. `complete` is false if a length limit ended it. Returns the number of calls
+    /// completed now.
     pub(super) fn finish(&mut self, pending: &mut String, complete: bool, out: &mut Parts) -> u32 {
         let text = std::mem::take(pending);
         match self.body.take() {
             None => {
-                // The header names no channel: pass the message on as content.
+                // The header names no channel, so the message is passed on as content.
                 let role = self.header.trim();
                 if !role.is_empty() && role != "assistant" && !self.header.contains(CHANNEL) {
                     out.content(role.strip_prefix("assistant").unwrap_or(role));

@@ -7,17 +7,17 @@ pub(super) struct Items {
     pub(super) raw: String,
     /// It began in reasoning.
     pub(super) reasoning: bool,
-    /// Nothing but the mark of a section has come.
+    /// True if only the mark of a section has come.
     pub(super) section: bool,
     /// A call has come.
     pub(super) called: bool,
-    /// The end of that call or of its list has come.
+    /// True if the end of that call or of its list has come.
     pub(super) closed: bool,
 }
 
-/// Characters that may stand before a call within its marks.
+/// Characters that may precede a call within its marks.
 const BEFORE: [char; 3] = [',', '[', '`'];
-/// Characters that may stand after a call within its marks.
+/// Characters that may follow a call within its marks.
 const BEHIND: [char; 5] = [',', ';', ']', '}', '`'];
 
 impl Items {
@@ -31,7 +31,7 @@ impl Items {
         Self { called: true, ..Self::default() }
     }
 
-    /// True if `c` belongs to the form of calls at this place.
+    /// True if `c` can belong to the syntax around calls here.
     pub(super) fn takes(&self, c: char) -> bool {
         if self.called { !self.closed && BEHIND.contains(&c) } else { BEFORE.contains(&c) }
     }
@@ -42,7 +42,7 @@ impl Items {
         self.closed |= self.called && text.ends_with(']');
     }
 
-    /// The end of a call or of a section was read.
+    /// Records the end of a call or of a section.
     pub(super) fn close(&mut self) {
         self.raw.clear();
         self.closed = true;

@@ -1,11 +1,11 @@
-//! The parser from a model's text to parts.
+//! Parses a model's text into parts.
 //!
 //! One automaton reads reasoning, text and calls. It works on characters, and holds back those that
-//! may become a mark. So the division of the text into tokens and deltas makes no difference. The
-//! text must contain special tokens that are marks.
+//! may become a mark, so it does not matter how the text is split into tokens and deltas. Special
+//! tokens that are marks must appear in the text.
 //!
-//! A mark by itself is text, as the model wrote it. It counts only if a call of an offered tool
-//! follows, or if reasoning can begin or end there. A mark that is a special token is never text.
+//! A mark by itself is plain text. It takes effect only if a call of an offered tool follows, or if
+//! reasoning can begin or end there. A mark that is a special token is never text.
 
 mod alone;
 mod call;
@@ -35,7 +35,7 @@ use object::Object;
 use tagged::Tagged;
 use whole::Whole;
 
-/// Marks of fewer bytes, such as `>`, are in texts too.
+/// Marks of fewer bytes, such as `>`, also occur in ordinary text.
 const SHORT: usize = 4;
 
 /// The settings of a parser for one answer.
@@ -49,7 +49,7 @@ pub struct Reading {
     pub single: bool,
     /// True if reasoning is left out.
     pub silent: bool,
-    /// True if a grammar keeps calls in their place. Then there are none in reasoning.
+    /// True if a grammar fixes where calls are. Then reasoning contains none.
     pub bound: bool,
     /// True if the client has named the tool.
     pub named: bool,
@@ -75,8 +75,7 @@ impl Reading {
     }
 }
 
-/// The state in which an answer begins: in the text, or in the reasoning that the prompt has
-/// opened.
+/// The state at the beginning of an answer: in the text, or in reasoning that the prompt opened.
 #[derive(Debug, Clone, Default)]
 pub struct Start(Begin);
 
@@ -133,10 +132,10 @@ pub struct Parser {
     reading: Reading,
     marks: Vec<(&'static str, Mark)>,
     state: State,
-    /// The text that has come and was not read.
+    /// The text that has come and was not parsed yet.
     pending: String,
-    /// Bytes at the front of `pending` that are known to be white space. They wait for what follows
-    /// them, and are not looked at again.
+    /// The bytes at the front of `pending` that are known to be white space. They wait for what
+    /// follows, and are not scanned again.
     blanks: usize,
     /// White space that is held back until the next character is known.
     blank: String,
@@ -146,7 +145,7 @@ pub struct Parser {
     reasoned: bool,
     /// White space that comes now is left out.
     strip: bool,
-    /// A call has ended reasoning, whose closing mark may still come.
+    /// True if a call has ended reasoning whose closing mark may still come.
     unclosed: bool,
     /// The answer is more than one object.
     mixed: bool,
@@ -159,7 +158,7 @@ pub struct Parser {
 enum Mark {
     Section,
     Call,
-    /// A call whose mark was left out begins with that of its name.
+    /// A call without its opening mark begins with the mark of its name.
     Name,
     /// An end mark without a beginning.
     Stray,
@@ -263,14 +262,14 @@ impl Parser {
         match &self.state {
             State::Reasoning => true,
             State::Harmony(harmony) => harmony.is_reasoning(),
-            // It is not known yet if this is a call.
+            // It is not known yet whether this is a call.
             State::Items(items) => items.reasoning,
             State::Call { items, call, .. } => items.reasoning && !call.has_begun(),
             State::Text | State::Alone(_) | State::Over => false,
         }
     }
 
-    /// True if the answer has a complete call that was the model's own choice.
+    /// True if the answer has a complete call that the model chose to make.
     pub fn has_chosen(&self) -> bool {
         self.complete > 0 && !self.reading.named
     }
@@ -295,7 +294,7 @@ impl Parser {
     }
 
     /// Reads the held text at the end of an answer. `complete` is true if the model ended the
-    /// answer, and false if a limit of length did.
+    /// answer, and false if a length limit did.
     pub fn finish(&mut self, complete: bool, out: &mut Parts) {
         let mut rest = std::mem::take(&mut self.pending);
         let end = rest.trim_start();
@@ -303,7 +302,7 @@ impl Parser {
             && end.len() >= SHORT
             && self.marks.iter().any(|(mark, _)| mark.starts_with(end))
         {
-            // The answer was cut in the middle of a mark.
+            // The answer broke off inside a mark.
             rest.truncate(rest.len() - end.len());
         }
         match std::mem::replace(&mut self.state, State::Over) {
@@ -348,7 +347,7 @@ impl Parser {
         self.hide(out);
     }
 
-    /// Reads a little; false if there is nothing more to be read now.
+    /// Parses a little more; false if more text is needed.
     fn step(&mut self, out: &mut Parts) -> bool {
         match std::mem::replace(&mut self.state, State::Text) {
             State::Text => self.step_text(out),
@@ -423,7 +422,7 @@ impl Parser {
     }
 
     fn step_reasoning(&mut self, out: &mut Parts) -> bool {
-        // A call's opener ends reasoning, unless its end is sure to come.
+        // The mark of a call ends reasoning, unless reasoning's own end is certain to come.
         let ends = |meaning: Mark| match self.reading.bound {
             true => meaning == Mark::Thought,
             false => !matches!(meaning, Mark::Stray | Mark::Inner),
@@ -482,14 +481,15 @@ impl Parser {
         }
     }
 
-    /// Bytes of white space before the next text. Who leaves them there notes their number again.
+    /// The number of bytes of white space before the next text. A caller that leaves them there has
+    /// to record the number again.
     fn blank_before(&mut self) -> usize {
         let known = std::mem::take(&mut self.blanks);
         known + leading_blank(&self.pending[known..])
     }
 
-    /// Gives out text for the reader. White space at its end waits where a call may follow, before
-    /// which it is left out.
+    /// Passes text on to the reader. White space at its end waits if a call may follow, before
+    /// which it is dropped.
     fn content(&mut self, text: &str, out: &mut Parts) {
         let text = if self.strip { text.trim_start() } else { text };
         if text.is_empty() {

@@ -1,4 +1,4 @@
-//! The name of a tool, a mark, and its arguments as JSON.
+//! A call as the name of a tool, a mark, and arguments as JSON.
 
 use super::call::{Call, Context, LONGEST, Step, near};
 use super::object::Arguments;
@@ -55,7 +55,7 @@ impl Named {
                         Err(step) => return step,
                     };
                     let written = pending[..at].trim();
-                    // An older form writes a mark and a name of the call's own between the two.
+                    // An older form writes a mark and the call's id between the two.
                     let name = written.split('[').next().unwrap_or(written).trim().to_owned();
                     if !call.begin(&name, context, out) {
                         return Step::Broken;

@@ -5,8 +5,7 @@ use crate::finder::leading_blank;
 use crate::parts::Parts;
 use crate::scan::{Read, Scan, is_object};
 
-/// A call as a JSON object. The order of its fields makes no difference, and other fields are left
-/// out.
+/// A call as a JSON object. Its fields may come in any order, and other fields are ignored.
 #[derive(Debug, Default)]
 pub(super) struct Object {
     stage: Stage,
@@ -14,11 +13,11 @@ pub(super) struct Object {
     arguments: Arguments,
     /// Arguments that came before the name.
     early: Option<String>,
-    /// True if no mark distinguishes the call from an answer in JSON.
+    /// True if no mark tells the call from an answer in JSON.
     bare: bool,
 }
 
-/// The fields that a call without a mark may have.
+/// The fields that a call without marks may have.
 const FIELDS: [&str; 6] = ["type", "id", "name", "function", "arguments", "parameters"];
 
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -35,8 +34,8 @@ enum Stage {
     Next,
 }
 
-/// A field's value, whose text is passed on as it comes where it is the arguments of a call that
-/// has begun.
+/// A field's value. If it is the arguments of a call that has begun, its text is passed on as it
+/// comes.
 #[derive(Debug, Default)]
 pub(super) struct Arguments {
     scan: Option<Scan>,
@@ -48,13 +47,13 @@ pub(super) struct Arguments {
 }
 
 impl Arguments {
-    /// A value that is a call's arguments if `wanted`.
+    /// A value, which is a call's arguments if `wanted`.
     pub(super) fn new(wanted: bool) -> Self {
         Self { wanted, ..Self::default() }
     }
 
-    /// Reads the next value from the front of `pending`, white space before it left out. `Done`
-    /// once it is there.
+    /// Reads the next value from the front of `pending`, skipping white space before it. Returns
+    /// `Done` once the value is complete.
     pub(super) fn read(
         &mut self,
         pending: &mut String,
@@ -115,7 +114,7 @@ impl Arguments {
         }
     }
 
-    /// The value of arguments that have come as a whole.
+    /// The value of arguments that have come completely.
     fn whole(&mut self) -> String {
         let value = std::mem::take(&mut self.value);
         let text = match serde_json::from_str(&value) {
@@ -128,8 +127,8 @@ impl Arguments {
     }
 }
 
-/// Returns whether a call ends at the beginning of `rest`, though a string is open; `Some(false)`
-/// if more text is needed to decide. JSON has no line feed in a string, and no text has special
+/// Returns whether a call ends at the start of `rest` although a string is open; `Some(false)`:
+/// more text is needed. JSON strings contain no raw line feeds, and text contains no special
 /// tokens.
 fn closes(rest: &str, context: Context<'_>) -> Option<bool> {
     let close = context.close;
@@ -145,7 +144,7 @@ impl Object {
         Self { bare, ..Self::default() }
     }
 
-    /// True if the arguments are there, and only the end of the object is not.
+    /// True if the arguments are complete, and only the end of the object is missing.
     pub(super) fn has_arguments(&self) -> bool {
         self.stage == Stage::Next && self.arguments.wanted
     }
@@ -157,7 +156,7 @@ impl Object {
         out: &mut Parts,
         context: Context<'_>,
     ) -> Step {
-        // One removal from the front for all that is read: each moves the rest.
+        // Remove everything that was read at once, because each removal moves the rest.
         let mut at = 0;
         let step = loop {
             if self.stage == Stage::Value {
@@ -185,7 +184,7 @@ impl Object {
         step
     }
 
-    /// The stage after a character outside of values; `None` if this is not a call.
+    /// The stage after a character outside values; `None`: this is not a call.
     fn after(&mut self, c: char, call: &Call) -> Option<Stage> {
         let blank = c.is_whitespace();
         Some(match (&self.stage, c) {
@@ -207,7 +206,7 @@ impl Object {
                 Stage::Key(false)
             }
             (Stage::Colon, _) if blank => Stage::Colon,
-            // Without a mark, an object with anything else in it is an answer in JSON, which is not
+            // Without a mark, an object with other fields is an answer in JSON, which must not be
             // held back.
             (Stage::Colon, ':') if self.bare && !FIELDS.contains(&self.key.as_str()) => {
                 return None;
@@ -226,7 +225,7 @@ impl Object {
     /// Ends the value of the field; false if the text is not a call.
     fn end_value(&mut self, call: &mut Call, out: &mut Parts, context: Context<'_>) -> bool {
         match self.key.as_str() {
-            // Some call the field as its value is called.
+            // Some models name the field after its value.
             "name" | "function" if !call.has_begun() => {
                 match serde_json::from_str::<String>(&self.arguments.value) {
                     Ok(name) if call.begin(&name, context, out) => {

@@ -6,8 +6,8 @@ use crate::finder::{Found, find, leading_blank};
 use crate::parts::Parts;
 use crate::scan::{escaped, spaced};
 
-/// A call with an element an argument. It becomes a JSON object; strings are passed on as they
-/// come.
+/// A call with one element for each argument. It becomes a JSON object; strings are passed on as
+/// they come.
 #[derive(Debug)]
 pub(super) struct Tagged {
     tags: &'static family::Tagged,
@@ -35,7 +35,7 @@ enum Stage {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
-    /// The kind that the schema gives, once the value is there.
+    /// By the schema, once the value is complete.
     Schema,
     /// A string, by its own declaration or by the schema.
     String,
@@ -93,7 +93,7 @@ impl Tagged {
                         self.stage = Stage::Key;
                         continue;
                     }
-                    // A mark that ends more than the call is left to be read.
+                    // Leave a mark to be read that ends more than the call.
                     let taken = if tags.end.is_empty() || mark == 2 { at } else { at + end.len() };
                     call.take(pending, taken);
                     self.end(call, out);
@@ -131,7 +131,7 @@ impl Tagged {
                     self.stage = Stage::First;
                 }
                 Stage::First => {
-                    // A line feed that belongs to the tag, not to the value.
+                    // This line feed belongs to the tag, not to the value.
                     let Some(c) = pending.chars().next() else { return Step::More };
                     if tags.value.0 == "\n" && c == '\n' {
                         call.take(pending, 1);
@@ -201,8 +201,7 @@ impl Tagged {
         }
     }
 
-    /// The answer has ended, and not because it became too long. Returns whether the call is
-    /// complete nevertheless.
+    /// The model has ended the answer. Returns whether the call counts as complete anyway.
     pub(super) fn finish(&mut self, call: &mut Call, out: &mut Parts) -> bool {
         let complete = call.has_begun() && self.stage == Stage::Arguments;
         if complete {

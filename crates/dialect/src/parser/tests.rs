@@ -163,7 +163,7 @@ fn a_call_in_the_middle_of_marks_is_a_call() {
         ),
         (format!("```\n{call}\n```"), "```f({})\n```"),
     ] {
-        // White space before the call comes after it, if there is more text.
+        // White space before the call comes after it, if more text follows.
         let (read, complete) = read("hermes", &text);
         assert_eq!(complete, 1, "{text}");
         let blank = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
@@ -306,7 +306,7 @@ fn a_call_that_is_cut_stays_as_far_as_it_came() {
     assert_eq!(cut("<tool_call>{\"name\": \"f\", \"argu"), ("f()".into(), 0));
     assert_eq!(cut("<tool_call>{\"name\": \"f\", \"arguments\": {\"a\""), ("f({\"a\")".into(), 0));
     assert_eq!(cut("Hi <tool_ca"), ("Hi ".into(), 0));
-    // The object of the arguments is whole, and the model ended there by itself.
+    // The arguments object is complete, and the model ended the answer there.
     check("hermes", "<tool_call>{\"name\": \"f\", \"arguments\": {}", "f({})", 1);
     assert_eq!(cut("<tool_call>{\"name\": \"f\", \"arguments\": {}"), ("f({})".into(), 0));
     check(
@@ -353,7 +353,7 @@ fn reasoning_begins_and_ends_in_many_ways() {
 
 #[test]
 fn other_writings_of_a_family_are_read_too() {
-    // A mark that was left out, a body of another family, and an older form.
+    // A missing mark, another family's body, and an older form.
     check(
         "qwen3_coder",
         "<function=f><parameter=city>x</parameter></function>",
@@ -436,7 +436,8 @@ fn reasoning_that_nobody_wants_is_left_out() {
     assert_eq!(read_with(reading, "<think>a</think>b", true).0, "b");
 }
 
-/// Bytes that a parser looks at for white space after `prefix`, which comes in single characters.
+/// The bytes that a parser scans for white space after `prefix`, when characters come one at a
+/// time.
 fn looked_at(calls: &'static Calls, prefix: &str, blanks: usize) -> usize {
     let dialect = Dialect { calls: Some(calls), reasoning: None };
     let mut parser = Parser::new(Reading { dialect, tools: tools(), ..Reading::default() });

@@ -1,4 +1,4 @@
-//! Calls whose arguments are read as a whole: Python's, and Gemma's.
+//! Calls whose arguments are only converted once they are complete: Python's and Gemma's.
 
 use super::call::{Call, Context, LONGEST, Step};
 use crate::finder::{Found, find, leading_blank};
@@ -154,7 +154,7 @@ impl Whole {
         call.take(pending, length);
     }
 
-    /// The arguments as JSON. A value that is not valid in its own syntax stays text.
+    /// The arguments as JSON. A value with invalid syntax stays text.
     fn value(&self, call: &Call, context: Context<'_>) -> String {
         let tool = call.name.as_deref().unwrap_or_default();
         let value = match self.syntax {
@@ -166,7 +166,7 @@ impl Whole {
         value.map_or_else(|| self.text.clone(), |value| spaced(&value))
     }
 
-    /// Gives the kept text, because the answer ended in the middle of a call.
+    /// Gives the kept text back, because the answer ended inside a call.
     pub(super) fn abandon(&mut self, call: &mut Call, out: &mut Parts) {
         if call.has_begun() {
             call.arguments(&self.text, out);

@@ -1,4 +1,4 @@
-//! The compiled sources that are kept, bounded by their bytes.
+//! The cache of compiled sources, bounded in bytes.
 
 use std::collections::HashMap;
 use std::time::Instant;
@@ -51,7 +51,7 @@ impl Kept {
         None
     }
 
-    /// Keeps a result; gives those that make room for it.
+    /// Stores a result; returns those that were evicted for it.
     pub(super) fn put(
         &mut self,
         source: Source,
@@ -78,7 +78,8 @@ impl Kept {
         evicted
     }
 
-    /// Removes the entry to be evicted: of a client with more than half, if others have some.
+    /// Removes the next entry to evict. If several clients have entries, one with more than half of
+    /// the cache loses its own first.
     fn pop(&mut self) -> Option<Entry> {
         let half = self.limit / 2;
         let greedy = self.clients.iter().find(|(_, bytes)| **bytes > half);
@@ -151,7 +152,7 @@ mod tests {
         (100..400).for_each(|number| put(&mut kept, 2, number));
         assert_eq!(found(&mut kept, 0..3), [0, 1, 2], "the other one's are not touched");
         assert_eq!(found(&mut kept, 100..400).len(), 7);
-        // The client that had all of it loses entries down to its half.
+        // The client that had the whole cache loses entries until it has half.
         (3..10).for_each(|number| put(&mut kept, 1, number));
         assert_eq!(found(&mut kept, 0..10).len(), 5);
         assert_eq!(found(&mut kept, 100..400).len(), 5);

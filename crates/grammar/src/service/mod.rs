@@ -3,11 +3,11 @@
 //! | thread | what |
 //! |---|---|
 //! | `grammar` (N) | builds the vocabulary's trie at the start, then compiles, one source at a time |
-//! | `grammar-watch` (1) | gives up compiles that take too long, and starts threads in place of theirs |
+//! | `grammar-watch` (1) | abandons compilations that take too long, and replaces their threads |
 //! | `grammar-free` (1) | frees matchers and templates |
 //!
-//! Neither the http threads nor the engine's ever compile or free a matcher. A choice gets its
-//! matcher when its second mask is filled.
+//! HTTP threads and the engine thread never compile or free a matcher. A choice gets its matcher
+//! when its second mask is filled.
 
 mod kept;
 mod shared;
@@ -31,7 +31,7 @@ use crate::error::GrammarError;
 use crate::rules::{Bounds, Reasoning, Rules};
 use crate::source::Source;
 
-/// Room for the recursion over nested schemas and names of grammars.
+/// Stack for recursion over nested schemas and names in grammars.
 const STACK_BYTES: usize = 32 << 20;
 
 /// The settings by which grammars are compiled.
@@ -39,7 +39,7 @@ const STACK_BYTES: usize = 32 << 20;
 pub struct GrammarConfig {
     /// The number of threads that compile, at least one.
     pub grammar_threads: usize,
-    /// The number of sources that may wait for a thread. One client has at most half of them.
+    /// The number of sources that may wait for a thread. One client may have at most half of them.
     #[serde(skip)]
     pub queue: usize,
     /// The longest time that a request waits for its grammar.
@@ -48,10 +48,10 @@ pub struct GrammarConfig {
     /// The longest time that one compile may take.
     #[serde(serialize_with = "as_seconds")]
     pub grammar_timeout: Duration,
-    /// Bytes of the compiled grammars that are kept. One client has at most half while others have
-    /// some. All matchers that run may grow by as much.
+    /// Bytes of cached compiled grammars. While several clients have some, one may have at most
+    /// half. Active matchers may grow by as much again.
     pub grammar_cache_bytes: usize,
-    /// True if a schema is taken although only a part of it can be enforced.
+    /// True if a schema is accepted although only a part of it can be enforced.
     pub grammar_lenient: bool,
 }
 
@@ -75,17 +75,17 @@ pub struct GrammarStats {
     pub compiled: u64,
     /// Of these, sources that were refused.
     pub refused: u64,
-    /// Requests whose source was compiled already, or in the queue.
+    /// Requests whose source was compiled already, or queued.
     pub hits: u64,
     /// Sources that wait, or are being compiled.
     pub waiting: usize,
     /// Microseconds of compiling, without the trie.
     pub compile_us: u64,
-    /// Microseconds that the trie took; 0: it is not ready yet.
+    /// Microseconds that building the trie took; 0: not ready yet.
     pub trie_us: u64,
     /// Bytes of cached sources and their compiled forms.
     pub kept_bytes: usize,
-    /// Compiles that were given up because they took too long.
+    /// Compilations that were abandoned because they took too long.
     pub abandoned: u64,
     /// Of these, compiles that still run.
     pub running_on: usize,
@@ -102,7 +102,7 @@ pub struct WantedForm {
     pub bounds: Bounds,
     /// The number of choices, each with a constraint of its own.
     pub choices: usize,
-    /// Tokens that the answer has already. They are checked when the first mask is filled.
+    /// Tokens that the answer has already. They are only checked when the first mask is filled.
     pub said: Vec<i32>,
     /// The client, whose turn a compile takes.
     pub client: u64,
@@ -113,9 +113,10 @@ pub struct WantedForm {
 pub struct Constraints {
     /// One for each choice.
     pub choices: Vec<Box<dyn Constraint>>,
-    /// Bytes that they take while all choices run, with the compiled grammar that they share.
+    /// Bytes that the constraints take while all choices run, including the shared compiled
+    /// grammar.
     pub bytes: usize,
-    /// Paths of keywords of schemas that are not enforced.
+    /// Paths of schema keywords that are not enforced.
     pub left_out: Arc<[String]>,
 }
 
@@ -123,10 +124,10 @@ pub struct Constraints {
 pub type ThreadStart =
     Arc<dyn Fn(Builder, Box<dyn FnMut() + Send>) -> io::Result<JoinHandle<()>> + Send + Sync>;
 
-/// A function that a compiling thread calls before each source. Tests hold a compile up with it.
+/// A hook that a compiling thread calls before each source. Tests block compilations with it.
 pub type CompileHook = Arc<dyn Fn(&Source) + Send + Sync>;
 
-/// The threads that compile. Cheap to clone. They end with the last clone.
+/// The compiling threads. Cheap to clone. They end when the last clone is dropped.
 #[derive(Clone)]
 pub struct Grammars(Arc<Inner>);
 
@@ -187,7 +188,7 @@ impl Grammars {
     }
 
     /// The constraints of a request's choices. The caller's thread compiles and copies nothing. If
-    /// all callers stop waiting for a source, it is not begun.
+    /// all callers stop waiting for a source before its turn, it is not compiled.
     ///
     /// # Errors
     /// The source is at fault, there is no room for it, or it takes too long.
@@ -223,7 +224,7 @@ impl Grammars {
         }
     }
 
-    /// The reason for which no new source can be compiled; `None`: they can.
+    /// Why no new source can be compiled; `None`: it can.
     #[must_use]
     pub fn stuck(&self) -> Option<GrammarError> {
         self.0.shared.stuck()

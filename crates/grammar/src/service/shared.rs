@@ -1,9 +1,9 @@
 //! The state of the compiler, which callers and threads share.
 //!
-//! A compile can't be stopped from outside. So one that takes too long is given up: its callers get
-//! an error, its thread is no longer one of those that compile, and another one is started. The
-//! thread ends when the compile does. The number of compiles that are given up and still run is
-//! limited. At the limit no new source is accepted, and the health check fails.
+//! A compilation can't be stopped from outside. So one that takes too long is abandoned: its
+//! callers get an error, and another thread is started in place of its own, which ends with the
+//! compilation. The number of abandoned compilations that still run is limited. At the limit no new
+//! source is accepted, and the health check fails.
 
 use std::collections::HashMap;
 use std::io;
@@ -27,9 +27,10 @@ use crate::error::GrammarError;
 use crate::source::Source;
 use crate::vocabulary::Vocabulary;
 
-/// Compiles that may be given up and still run. One client has at most half of them.
+/// The largest number of abandoned compilations that still run. One client may have at most half of
+/// them.
 pub(super) const GIVEN_UP: usize = 4;
-/// The time for which a source is refused after its compile was given up.
+/// How long a source is refused after its compilation was abandoned.
 pub(super) const REFUSED_FOR: Duration = Duration::from_secs(60);
 /// The pause before another attempt to start a thread.
 const RETRY: Duration = Duration::from_secs(1);
@@ -40,9 +41,9 @@ const MOST_RETRY_SECONDS: u64 = 60;
 pub(super) struct Shared {
     pub(super) config: GrammarConfig,
     state: Mutex<State>,
-    /// Wakes threads that compile: there is a source, or the end has come.
+    /// Wakes compiling threads: there is a source, or the service ends.
     sources: Condvar,
-    /// Wakes the thread that watches: a compile has begun, or a thread is missing.
+    /// Wakes the watching thread: a compilation has begun, or a thread is missing.
     watched: Condvar,
     trie: Trie,
     vocabulary: OnceLock<Result<Vocabulary, GrammarError>>,
@@ -69,9 +70,9 @@ struct State {
     turns: Turns,
     /// Compiles that run, by their numbers.
     running: HashMap<u64, Compile>,
-    /// The clients of compiles that were given up and still run.
+    /// The clients of abandoned compilations that still run.
     given_up: HashMap<u64, u64>,
-    /// Threads that compile, without those that were given up.
+    /// The number of compiling threads, without abandoned ones.
     threads: usize,
     /// The number of the next compile.
     next: u64,
@@ -152,8 +153,8 @@ impl Shared {
         self.watched.notify_all();
     }
 
-    /// Compiles `source` in a turn of `client`, or finds it in the cache. The reply may come at
-    /// once.
+    /// Compiles `source` in a turn of `client`, or finds it in the cache. The reply may be
+    /// immediate.
     ///
     /// # Errors
     /// It is refused, or there is no room for it.
@@ -182,7 +183,7 @@ impl Shared {
         if known {
             self.hits.fetch_add(1, Ordering::Relaxed);
         }
-        // It waits for a turn of each of its clients: the first turn counts.
+        // It waits for a turn of any of its clients.
         if !waiting.begun && !waiting.clients.contains(&client) {
             waiting.clients.push(client);
             state.turns.push(client, source);
@@ -234,9 +235,9 @@ impl Shared {
         });
     }
 
-    /// Compiles until the end, or until a compile was given up.
+    /// Compiles until the service ends, or until a compilation of this thread was abandoned.
     fn compile_all(&self) {
-        // A compile may take seconds, while other threads have to write chunks of streams.
+        // A compilation may take seconds, while other threads have to write chunks of streams.
         stand_back();
         self.build_trie();
         while let Some(compile) = self.next() {
@@ -255,7 +256,7 @@ impl Shared {
         }
     }
 
-    /// Waits for the next source; `None`: the end has come.
+    /// Waits for the next source; `None`: the service ends.
     fn next(&self) -> Option<Compile> {
         let mut state = self.state.lock();
         loop {
@@ -270,7 +271,7 @@ impl Shared {
         }
     }
 
-    /// Answers the callers of a compile. True: its thread takes the next one.
+    /// Answers the callers of a compilation. True: its thread continues with the next one.
     fn finish(&self, compile: &Compile, compiled: &Compiled) -> bool {
         let mut state = self.state.lock();
         if state.running.remove(&compile.number).is_none() {
@@ -292,7 +293,7 @@ impl Shared {
         true
     }
 
-    /// Gives up compiles that take too long, until the end.
+    /// Abandons compilations that take too long, until the service ends.
     fn watch(self: &Arc<Self>) {
         let mut state = self.state.lock();
         while !state.ended {
@@ -315,7 +316,7 @@ impl Shared {
         }
     }
 
-    /// Gives up the compiles that take too long; gives the time at which the next one would.
+    /// Abandons compilations that take too long; returns when the next one would.
     fn give_up(&self, state: &mut State, now: Instant) -> Option<Instant> {
         let limit = self.config.grammar_timeout;
         let deadline = |compile: &Compile| compile.began.checked_add(limit);
@@ -340,7 +341,7 @@ impl Shared {
         state.running.values().filter_map(deadline).min()
     }
 
-    /// Gives up compiles whose time is over at `now`.
+    /// Abandons compilations whose time is over at `now`.
     #[cfg(test)]
     pub(super) fn give_up_at(&self, now: Instant) {
         self.give_up(&mut self.state.lock(), now);
@@ -374,7 +375,7 @@ impl State {
         if self.given_up.len() < GIVEN_UP { threads.saturating_sub(self.threads) } else { 0 }
     }
 
-    /// Begins the next source that has a waiting caller.
+    /// Starts the next source with a waiting caller.
     fn begin(&mut self, now: Instant) -> Option<Compile> {
         loop {
             let (client, source) = self.turns.pop()?;

@@ -1,4 +1,4 @@
-//! Compiles that take too long, with a hook in place of slow ones and with times that are given.
+//! Tests of compilations that take too long, with a hook that blocks them and with given times.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -90,7 +90,7 @@ impl Service {
         self.ask(client, pattern).await.unwrap()
     }
 
-    /// Asks for a source that is held, and gives it up.
+    /// Requests a source whose compilation is blocked, and abandons it.
     async fn given_up(&self, client: u64, pattern: &str) -> GrammarError {
         let answer = self.ask(client, pattern);
         self.gate.until_begun(pattern).await;
@@ -111,7 +111,7 @@ async fn a_compile_that_takes_too_long_is_given_up_and_others_go_on() {
     let error = service.given_up(1, "held").await;
     assert!(matches!(&error, GrammarError::Invalid { .. }), "{error}");
     assert!(error.to_string().contains("3600 s"), "{error}");
-    // Another thread has its place, for the other client and for this one.
+    // Another thread has taken its place, for this client and the other one.
     assert_eq!(service.asked(2, "[a-z]+").await, Ok(()));
     assert_eq!(service.asked(1, "[0-9]+").await, Ok(()));
     // It is not begun again.
@@ -119,7 +119,7 @@ async fn a_compile_that_takes_too_long_is_given_up_and_others_go_on() {
     let stats = service.grammars.stats();
     assert_eq!((stats.abandoned, stats.running_on, stats.compiled), (1, 1, 2));
     assert_eq!(service.started.load(Ordering::Relaxed), 4, "free, watch, and two that compile");
-    // The thread ends when its compile does, and the result is dropped.
+    // The thread ends with its compilation, and the result is dropped.
     service.gate.release();
     service.until(|service| service.grammars.stats().running_on == 0).await;
     let begun = service.gate.begun.lock().iter().filter(|begun| *begun == "held").count();

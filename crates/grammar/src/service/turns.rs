@@ -1,4 +1,4 @@
-//! The order in which sources are compiled: clients take turns, and each one's small sources go
+//! The order in which sources are compiled: clients take turns, and the small sources of each go
 //! first.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
