@@ -6,19 +6,18 @@ use forebay_engine::PredictedTokens;
 
 use crate::prompt_logprobs::PromptLogprobList;
 
-/// Log-probabilities below this are written as this: JSON has no minus infinity.
+/// Lower log-probabilities are written as this value, because JSON has no minus infinity.
 const SMALLEST_LOGPROB: f32 = -9999.0;
 
-/// A token that could have been sampled, and the natural logarithm of its probability, which is
-/// finite.
+/// A token that could have been sampled, and the natural logarithm of its probability (finite).
 pub type Candidate = (i32, f32);
 
-/// Log-probabilities of tokens, as numbers: 8 bytes a candidate and 4 a token. They become text
-/// when they are written, so that a slow reader holds up numbers only.
+/// Log-probabilities of tokens, as numbers: 8 bytes a candidate and 4 a token. They are converted
+/// to text only when they are written, so that a slow reader makes only numbers wait.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Logprobs {
-    /// The candidates of all tokens, in order. Of each token the sampled one is first, then come
-    /// the most likely ones, descending.
+    /// The candidates of all tokens, in order. For each token the sampled one comes first, then the
+    /// most likely ones in descending order.
     candidates: Vec<Candidate>,
     /// The end of each token's candidates.
     ends: Vec<u32>,
@@ -84,7 +83,7 @@ pub enum End {
     Token(i32),
     /// A stop string was found.
     Text(String),
-    /// The only call that it was to make is complete.
+    /// The only required call is complete.
     Call,
     /// The answer has the requested number of tokens.
     Length,
@@ -112,17 +111,16 @@ pub struct Delta {
     pub cached_tokens: Option<u32>,
     /// Set in the last delta.
     pub end: Option<End>,
-    /// True at the end if the choice has a complete call of a tool, which the model has chosen.
+    /// At the end, true if the choice has a complete tool call that the model chose to make.
     pub called: bool,
 }
 
 impl Delta {
-    /// The finish reason of the choice in OpenAI's form, decided here for streams and whole answers
-    /// alike. `None` before the end, and after an error.
+    /// The finish reason of the choice in OpenAI's form, for streamed and other answers alike.
+    /// `None` before the end, and after an error.
     ///
-    /// A length that cut the answer is never hidden. Otherwise there are calls to make, or the
-    /// answer is complete. Where the client has named the tool, nothing was chosen, and the answer
-    /// is complete: OpenAI and vLLM give `stop` there (vLLM's #25054).
+    /// `length` has precedence. Otherwise the reason is `tool_calls` or `stop`. If the client has
+    /// forced the tool, the model made no choice: OpenAI and vLLM give `stop` then (vLLM's #25054).
     pub fn finish_reason(&self) -> Option<&'static str> {
         match (self.end.as_ref()?, self.called) {
             (End::Error(_), _) => None,
@@ -158,8 +156,8 @@ impl Delta {
         self.called |= std::mem::take(&mut newer.called);
     }
 
-    /// The approximate number of bytes after encoding, without the prompt's log-probabilities, and
-    /// never less than the present size.
+    /// The approximate encoded size in bytes, without the prompt's log-probabilities, and at least
+    /// the size in memory.
     pub fn weight(&self) -> usize {
         self.parts.weight()
             + self.tokens.len() * size_of::<i32>()
@@ -191,7 +189,8 @@ mod tests {
             all.append(&mut one);
         }
         assert_eq!(all.iter().count(), TOKENS);
-        // As text, each of the 21 would be two allocations and 56 bytes beside them, 1.6 KB in all.
+        // As text, the 21 candidates would each take two allocations and 56 bytes on top, 1.6 KB in
+        // all.
         assert!(all.memory() <= TOKENS * 400, "{} bytes a token", all.memory() / TOKENS);
         let delta = Delta { logprobs: all, tokens: vec![0; TOKENS], ..Delta::default() };
         assert!(delta.weight() >= delta.logprobs.memory());

@@ -8,7 +8,8 @@ use forebay_replicas::{ReplicaReport, Replicas, Role};
 
 /// An engine for the server. No call blocks.
 pub trait Engine: Send + Sync + 'static {
-    /// Gives a request to the engine. Exactly one output with `finish` follows an `Ok`.
+    /// Submits a request to the engine. If this returns `Ok`, exactly one output with `finish`
+    /// follows.
     ///
     /// # Errors
     /// The queue is full, or the engine drains or is not available.
@@ -27,7 +28,7 @@ pub trait Engine: Send + Sync + 'static {
     fn replicas(&self) -> Vec<ReplicaReport>;
     /// The handles of the replicas, in the order of [`Self::replicas`].
     fn handles(&self) -> Vec<EngineHandle>;
-    /// Stops new requests to a replica, or allows them again. False: there is no such replica.
+    /// Stops or resumes new requests to a replica. False: there is no such replica.
     fn drain_replica(&self, replica: usize, drained: bool) -> bool;
     /// Gives a replica another role. False: there is no such replica, or replicas have no roles.
     fn set_role(&self, replica: usize, role: Role) -> bool;
@@ -48,8 +49,8 @@ pub trait Engine: Send + Sync + 'static {
     fn run(&self, work: Box<dyn FnOnce() + Send>);
     /// Refuses new requests from now on.
     fn drain(&self);
-    /// Drops the prefix cache. `reply` gets false if requests are alive, and nothing was dropped
-    /// then.
+    /// Drops the prefix cache. `reply` gets false if requests are running; then nothing was
+    /// dropped.
     fn flush_cache(&self, reply: Box<dyn FnOnce(bool) + Send>);
 }
 

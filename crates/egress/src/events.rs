@@ -1,4 +1,4 @@
-//! Server-sent events, as bytes: single ones, and the chunks of OpenAI's dialects.
+//! Server-sent events as bytes: single events, and the chunks of OpenAI's APIs.
 //!
 //! A stream ends with `data: [DONE]`, also after an error, which is an event `data: {"error": ...}`
 //! of its own.
@@ -17,8 +17,8 @@ use crate::mode::EgressMode;
 pub const DONE: &[u8] = b"data: [DONE]\n\n";
 
 /// JSON without the characters that end a line in Unicode but not in server-sent events. Some
-/// clients cut streams with Python's `splitlines`, as httpx does. They would cut an event at such a
-/// character.
+/// clients, such as httpx, split streams with Python's `splitlines`, which would split an event at
+/// such a character.
 struct OneLine;
 
 impl Formatter for OneLine {
@@ -45,7 +45,7 @@ fn write_json<T: Serialize + ?Sized>(value: &T, out: &mut Vec<u8>) -> serde_json
     value.serialize(&mut Serializer::with_formatter(out, OneLine))
 }
 
-/// Appends a line of JSON, where a stream is made of those.
+/// Appends a line of JSON, for streams that consist of such lines.
 pub fn line<T: Serialize>(value: &T, out: &mut Vec<u8>) -> serde_json::Result<()> {
     write_json(value, out)?;
     out.push(b'\n');
@@ -81,13 +81,13 @@ struct Head {
 pub struct Chunks {
     head: Head,
     streaming: Streaming,
-    /// An event up to its choices. `None`: every chunk is written as a whole.
+    /// An event up to its choices. `None`: every chunk is encoded as a whole.
     prepared: Option<Vec<u8>>,
     /// The prompt's token ids, for the first chunk.
     prompt_token_ids: Option<Vec<i32>>,
 }
 
-/// An event with one text in it, all but that text.
+/// An encoded event with one text field, split around that text.
 pub struct Cut {
     before: Vec<u8>,
     after: Vec<u8>,
@@ -104,8 +104,8 @@ impl Cut {
 }
 
 impl Chunks {
-    /// Chunks of the response `name`. All that is the same in every chunk is written once, unless
-    /// `egress` is the naive one.
+    /// Chunks of the response `name`. Everything that is equal in all chunks is encoded once,
+    /// unless `egress` is `Naive`.
     pub fn new(
         name: &StreamName,
         object: &'static str,
@@ -163,8 +163,8 @@ impl Chunks {
         self.chunk(Some(choice), usage, out)
     }
 
-    /// The event with this choice, cut around the value of its one field `field`, an empty string.
-    /// `None`: chunks differ in more than that.
+    /// The event with this choice, split around the value of `field`, an empty string. `None`:
+    /// chunks differ in more than that.
     pub fn cut<T: Serialize>(&self, choice: &T, field: &str) -> serde_json::Result<Option<Cut>> {
         if self.streaming.continuous_usage || self.prepared.is_none() {
             return Ok(None);

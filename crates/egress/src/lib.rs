@@ -1,24 +1,24 @@
-//! The way out of a request's output: from the engine's steps to the bytes of a response. It knows
-//! engines and answers, and no routes.
+//! The path of a request's output, from the engine's steps to the bytes of a response. This crate
+//! depends on engines and answers, but not on routes.
 //!
 //! A server announces a request to [`Egress`] with the [`mailbox::Sender`] of its mailbox, and
-//! submits it to the [`Engine`], whose sink is an [`EgressSink`]. An egress thread makes text of
-//! the tokens ([`Speller`]) and gathers a [`Delta`]. It writes the events of a stream to the socket
-//! itself, with the response's [`EventEncoder`]. Everything else waits in the mailbox, from which
-//! the response takes it.
+//! submits it to the [`Engine`], whose sink is an [`EgressSink`]. An egress thread turns the tokens
+//! into text ([`Speller`]) and collects it in a [`Delta`]. It writes the events of a stream to the
+//! socket itself, with the response's [`EventEncoder`]. Everything else waits in the mailbox, from
+//! which the response takes it.
 //!
-//! In the order of the way:
+//! In the order of that path:
 //!
 //! - `threads`: the threads that take the engine's outputs. Each request belongs to one of them.
 //! - `speller`: from one choice's tokens to the text that may be sent, under the [`Terms`].
 //! - `delta`: the new text, log-probabilities and end of a choice.
 //! - `tally`: the tokens of a call, for its usage.
-//! - [`mailbox`]: the place of a delta before its response takes it.
+//! - [`mailbox`]: where a delta waits until its response takes it.
 //! - [`events`]: the bytes of server-sent events.
-//! - `outlet`: the loan by which the egress thread writes a streamed response's events.
+//! - `outlet`: what the egress thread borrows from a streamed response to write its events.
 //!
-//! The outputs of a model that pools are vectors, and take another way ([`PooledSink`]). The
-//! threads observe requests for [`Metrics`].
+//! The outputs of a pooling model are vectors, and take another path ([`PooledSink`]). The threads
+//! observe requests for [`Metrics`].
 //!
 //! ```
 //! use forebay_egress::events;

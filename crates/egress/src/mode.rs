@@ -1,4 +1,4 @@
-//! The ways of a streamed chunk to its socket.
+//! The ways in which a streamed chunk reaches its socket.
 
 use serde::Serialize;
 
@@ -6,12 +6,12 @@ use serde::Serialize;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum EgressMode {
-    /// The egress thread writes them: prepared events, no wake-up.
+    /// Egress threads write prepared events, without waking a task.
     #[default]
     Direct,
-    /// The connections' tasks write them: prepared events, one wake-up for all that is pending.
+    /// Connection tasks write prepared events; one wake-up drains all pending ones.
     Tasks,
-    /// Every token costs a wake-up, a chunk object and a write, as in servers without batching.
-    /// This mode is for comparison.
+    /// Every token costs a wake-up, a chunk object and a write, as in servers without batching. For
+    /// comparison.
     Naive,
 }

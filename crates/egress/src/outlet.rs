@@ -1,4 +1,4 @@
-//! The loan of a streamed response to its mailbox, so that other threads can write its events.
+//! What a streamed response lends to its mailbox, so that other threads can write its events.
 
 use std::sync::Arc;
 
@@ -9,9 +9,9 @@ use crate::delta::Delta;
 use crate::events;
 use crate::tally::Tally;
 
-/// Writes the events of one dialect. A delta never has an error for an end.
+/// Writes the events of one API. Deltas that end in an error are handled elsewhere.
 pub trait EventEncoder: Send + 'static {
-    /// Appends the events of a delta, which may be taken apart.
+    /// Appends the events of a delta, and may consume it.
     fn delta(
         &mut self,
         choice: u32,
@@ -35,11 +35,11 @@ pub trait EventEncoder: Send + 'static {
     fn media_type(&self) -> &'static str {
         "text/event-stream; charset=utf-8"
     }
-    /// True if another brain's encoder could continue the response at any delta: it has one choice,
-    /// and its tokens tell everything that was written.
+    /// True if another brain's encoder could continue the response after any delta: it has one
+    /// choice, and its tokens determine everything that was written.
     fn resumable(&self) -> bool;
-    /// Goes on after `before`, which another brain has written. Only called where it is resumable,
-    /// before anything else.
+    /// Continues after `before`, which another brain has written. Only called first, and if the
+    /// encoder is resumable.
     fn resume(&mut self, before: &Delta);
     /// Appends the end of the stream after the last delta.
     fn end(&mut self, tally: &Tally, out: &mut Vec<u8>) -> serde_json::Result<()>;
@@ -53,8 +53,7 @@ pub struct Outlet {
     pub line: Option<Arc<Line>>,
 }
 
-/// A buffer for one chunk of HTTP/1.1's chunked coding (RFC 9112, section 7.1), used again and
-/// again.
+/// A reusable buffer for one chunk of HTTP/1.1's chunked coding (RFC 9112, section 7.1).
 #[derive(Debug, Default)]
 pub(crate) struct Chunk(Vec<u8>);
 
@@ -69,7 +68,7 @@ impl Chunk {
         &mut self.0
     }
 
-    /// The chunk of all appended bytes. It is empty if there are none, since an empty chunk would
+    /// The chunk of all appended bytes; empty if there are none, since a chunk of length 0 would
     /// end the body.
     pub(crate) fn finish(&mut self) -> &[u8] {
         let mut size = self.0.len() - Self::HEAD;

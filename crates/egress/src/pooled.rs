@@ -1,8 +1,8 @@
-//! The way from the engine's outputs to the requests that wait for vectors, on a thread of its own
-//! as with text.
+//! Brings vectors from the engine's outputs to the waiting requests, on a thread of its own as for
+//! text.
 //!
-//! One lane leads into the thread. A call is announced before its inputs are submitted, so it is
-//! always ahead of their outputs.
+//! The thread has one channel. A call is announced before its inputs are submitted, so the
+//! announcement always precedes their outputs.
 
 use std::collections::HashMap;
 use std::io;
@@ -18,12 +18,12 @@ use tokio::sync::oneshot;
 use crate::metrics::{Metrics, Timeline};
 use crate::threads::request_error;
 
-/// A call's answer: the vectors of its inputs, in their order, as the model made them.
+/// A call's answer: the raw vectors of its inputs, in order.
 pub type PooledAnswer = Result<Vec<Box<[f32]>>, ApiError>;
 
 /// A call that waits for vectors.
 pub struct PooledRegistration {
-    /// The ids of the inputs, at least one; the first one's name is the call's.
+    /// The ids of the inputs, at least one. The first is also the id of the call.
     pub ids: Vec<RequestId>,
     /// Tokens of each.
     pub prompt_tokens: Vec<u32>,
@@ -43,8 +43,8 @@ enum Message {
     Panic,
 }
 
-/// The engines' side. Each engine gets a clone when it is started. After the last sink is dropped,
-/// the remaining requests never end.
+/// The sending end, for engines. Each engine gets a clone when it is started. After the last sink
+/// is dropped, remaining requests never end.
 #[derive(Debug, Clone)]
 pub struct PooledSink {
     lane: Sender<Message>,
@@ -57,7 +57,7 @@ struct Last(Sender<Message>);
 
 impl OutputSink for PooledSink {
     fn deliver(&mut self, outputs: Vec<Output>) {
-        // A closed lane means that the thread has ended; every call has got its answer by then.
+        // A closed channel means that the thread has ended; every call has its answer by then.
         let _ = self.lane.send(Message::Outputs(outputs));
     }
 }
@@ -68,7 +68,7 @@ impl Drop for Last {
     }
 }
 
-/// The server's side. The thread ends when all clones and the sink are dropped.
+/// The receiving end, for the server. The thread ends when all clones and the sink are dropped.
 #[derive(Debug, Clone)]
 pub struct Pooled {
     lane: Sender<Message>,
@@ -172,7 +172,7 @@ impl Owner {
         let PooledRegistration { ids, prompt_tokens, arrived, reply } = expected;
         let Some(&call) = ids.first() else { return };
         if self.engine_gone {
-            // A caller that has stopped waiting needs no answer, here and below.
+            // A caller that has stopped waiting needs no answer; the same below.
             let _ = reply.send(Err(engine_gone()));
             return;
         }
@@ -206,7 +206,7 @@ impl Owner {
         if waiting.missing > 0 && error.is_none() {
             return;
         }
-        // The first error answers for all: the caller aborts the others.
+        // The first error is the answer to the call; the caller aborts the other inputs.
         if let Some(Call { vectors, reply, .. }) = self.calls.remove(&call) {
             let _ = reply.send(error.map_or(Ok(vectors), Err));
         }

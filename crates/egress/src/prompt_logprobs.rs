@@ -1,5 +1,5 @@
-//! Log-probabilities of prompts, on their way to the client. The first choice of a prompt brings
-//! them, and all of its choices show them.
+//! Log-probabilities of prompts. The first choice of a prompt delivers them, and all of its choices
+//! show them.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use forebay_text::Tokenizer;
 
 use crate::delta::{Candidate, Delta, LOGPROB_JSON, Logprobs};
 
-/// The log-probabilities of a prompt's tokens, in order; as numbers, as [`Logprobs`] are.
+/// The log-probabilities of a prompt's tokens, in order, stored as numbers like [`Logprobs`].
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct PromptLogprobList {
     tokens: Logprobs,
@@ -40,7 +40,7 @@ impl PromptLogprobList {
         self.ranks.clear();
     }
 
-    /// Bytes of memory. Those of the answer are known beforehand: `Submission::repeated`.
+    /// Bytes of memory. Their size in the answer is known in advance: `Submission::repeated`.
     pub fn weight(&self) -> usize {
         self.tokens.candidates() * size_of::<Candidate>() + self.ranks.len() * 2 * size_of::<i32>()
     }
@@ -50,7 +50,7 @@ impl PromptLogprobList {
         self.tokens.candidates() * LOGPROB_JSON
     }
 
-    /// Each token and its log-probability, and the most likely ones in its place.
+    /// Each token with its log-probability, and the most likely tokens at its position.
     pub fn iter(&self) -> impl Iterator<Item = (Candidate, &[Candidate])> {
         self.tokens.iter()
     }
@@ -75,10 +75,9 @@ impl PromptLogprobList {
     }
 }
 
-/// Choices of a stream that show log-probabilities of their prompts. Deltas are held back until
-/// those are complete.
+/// Holds back the deltas of a stream's choices until their prompts' log-probabilities are complete.
 pub struct PromptLogprobGate {
-    /// The prompt of each choice, and true for the choice that brings them.
+    /// The prompt of each choice, and true for the choice that delivers its log-probabilities.
     choices: Vec<(usize, bool)>,
     prompts: Vec<ToldPrompt>,
     /// The deltas that are held back, by choice.
@@ -103,7 +102,7 @@ impl PromptLogprobGate {
         Self { choices: all, prompts, held }
     }
 
-    /// Merges a delta; returns what can be sent now, and leaves `delta` empty.
+    /// Merges a delta. Returns what can be sent now, and leaves `delta` empty.
     pub fn take(&mut self, choice: u32, delta: &mut Delta) -> Vec<(u32, Delta)> {
         let (prompt, brings) = self.choices[choice as usize];
         let told = &mut self.prompts[prompt];

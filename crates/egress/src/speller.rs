@@ -1,4 +1,4 @@
-//! The way from one request's tokens to the text that may be sent.
+//! Turns one request's tokens into text that may be sent.
 
 use std::sync::Arc;
 
@@ -8,15 +8,15 @@ use forebay_text::{Detokenizer, StopStrings, Tokenizer};
 
 use crate::terms::Terms;
 
-/// Makes text of tokens and parts of text. It holds back text that may become a stop string, and
-/// finds stop strings. It looks for them only in text for the reader.
+/// Turns tokens into text and its parts. It finds stop strings in text for the user, and holds back
+/// text that may become one.
 #[derive(Debug)]
 pub struct Speller {
     detokenizer: Detokenizer,
     /// Finds reasoning and calls; `None`: all is text.
     parser: Option<Box<Reader>>,
     stops: StopStrings,
-    /// True if the token that ends the request is spelled too.
+    /// True if the token that ends the request is included in the text.
     include_stop: bool,
     /// Stop strings do not count up to here.
     min_tokens: u32,
@@ -32,7 +32,7 @@ struct Reader {
     fresh: Parts,
 }
 
-/// A reason that ends an answer before the engine does.
+/// Why an answer ends before the engine ends it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EarlyEnd {
     /// The stop string with this number.
@@ -42,8 +42,8 @@ pub enum EarlyEnd {
 }
 
 impl Speller {
-    /// Makes a speller at the start of a request's text. `marks`: special tokens that a dialect is
-    /// read by, ascending.
+    /// A speller at the start of a request's text. `marks`: special tokens that the dialect's
+    /// parser needs, ascending.
     pub fn new(tokenizer: &Arc<Tokenizer>, terms: &Terms, marks: &Arc<[i32]>) -> Self {
         let Generation { include_stop, skip_special_tokens, .. } = &terms.generation;
         let parser = terms.reading.as_ref().map(|reading| {
@@ -78,14 +78,15 @@ impl Speller {
         let Some(mut reader) = self.parser.take() else { return self.content(fresh, out) };
         let before = reader.parser.is_reasoning();
         reader.parser.push(fresh, &mut reader.fresh);
-        // Neither the mark before it nor that after it is a part of it.
+        // The marks before and after reasoning are not part of it.
         self.reasons = before && reader.parser.is_reasoning() && !ends;
         let found = self.pass(&mut reader, out);
         self.parser = Some(reader);
         found
     }
 
-    /// Appends held text, because the request has ended. `complete` is false if it became too long.
+    /// Appends held text, because the request has ended. `complete` is false if a length limit
+    /// ended it.
     pub fn finish(
         &mut self,
         complete: bool,
@@ -110,12 +111,12 @@ impl Speller {
         found
     }
 
-    /// True if a call is complete that the client has not named.
+    /// True if a call is complete that the client has not forced.
     pub fn has_called(&self) -> bool {
         self.parser.as_ref().is_some_and(|reader| reader.parser.has_chosen())
     }
 
-    /// True if the last token was one of reasoning.
+    /// True if the last token belonged to reasoning.
     pub fn reasons(&self) -> bool {
         self.reasons
     }
@@ -135,7 +136,7 @@ impl Speller {
                     break;
                 }
             } else {
-                // A stop string does not match across parts between two texts.
+                // A stop string does not match across a part between two texts.
                 out.content_with(|out| self.stops.finish(out));
                 out.part(part);
             }
@@ -144,7 +145,7 @@ impl Speller {
         found.or(reader.parser.is_over().then_some(EarlyEnd::Call))
     }
 
-    /// Appends text for the reader, and looks for stop strings in it.
+    /// Appends text for the user, and looks for stop strings in it.
     fn content(&mut self, fresh: &str, out: &mut Parts) -> Option<EarlyEnd> {
         if self.tokens <= self.min_tokens {
             out.content(fresh);

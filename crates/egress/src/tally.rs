@@ -1,4 +1,4 @@
-//! The numbers of tokens of a call, for its usage.
+//! Token counts of a call, for its usage.
 
 use std::ops::Range;
 
@@ -22,7 +22,7 @@ pub struct Tally {
     reasoning: Vec<u32>,
     /// True if the model reasons, so that reasoning tokens are reported.
     reasons: bool,
-    /// Verified tokens of the predicted answer by choice; `None`: nothing was predicted.
+    /// Verified tokens of the predicted answer by choice; `None`: there is no prediction.
     predicted: Option<Vec<PredictedTokens>>,
     /// Prompt that a choice answers.
     prompt_of: Vec<usize>,
@@ -119,8 +119,8 @@ impl Tally {
             predicted[choice as usize] += delta.predicted;
         }
         if let Some(cached) = delta.cached_tokens {
-            // The choices of a prompt share its pages; the usage reports the most that one of them
-            // found.
+            // The choices of a prompt share its pages, so the largest count of any choice is
+            // reported.
             self.cached[prompt] = self.cached[prompt].max(cached);
         }
     }

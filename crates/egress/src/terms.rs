@@ -6,7 +6,7 @@ use forebay_api::{ApiError, Generation, Limits};
 use forebay_dialect::{Place, Reading};
 use forebay_text::StopTable;
 
-/// The state that prompts with the same parameters share, and all their choices.
+/// The state shared by all prompts with the same parameters, and by their choices.
 pub struct Terms {
     /// The parameters of the request. Their stop strings are in `stops`.
     pub generation: Generation,
@@ -14,15 +14,14 @@ pub struct Terms {
     pub stop_ids: Arc<[i32]>,
     /// The stop strings.
     pub stops: Arc<StopTable>,
-    /// The settings of the parser of answers; `None`: answers are text.
+    /// The settings of the answer parser; `None`: answers are plain text.
     pub reading: Option<Reading>,
-    /// The part of an answer at which the prompt leaves a model that reasons; `None`: the tokens
-    /// show it.
+    /// Whether the prompt leaves a reasoning model in its reasoning; `None`: the tokens show it.
     pub thinks: Option<Place>,
 }
 
 impl Terms {
-    /// Makes the terms with the end-of-sequence ids that the model of `limits` can make.
+    /// Terms with those end-of-sequence ids that the model of `limits` can generate.
     pub fn new(mut generation: Generation, eos: &[i32], limits: Limits) -> Self {
         let stops = Arc::new(StopTable::new(std::mem::take(&mut generation.stop)));
         let mut stop_ids = generation.stop_ids(eos);
@@ -35,7 +34,8 @@ impl Terms {
 }
 
 /// Refuses a prompt, which came in `param`, with a token that the model does not have. Clients' ids
-/// were checked before: this is for texts, whose tokenizer may know more tokens than the model.
+/// were checked before; this check is for texts, whose tokenizer may have more tokens than the
+/// model.
 ///
 /// # Errors
 /// The model does not have a token.

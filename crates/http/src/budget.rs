@@ -1,11 +1,11 @@
 //! A budget of bytes for all requests in flight.
 //!
-//! Each queue has a bound, but its requests may be small or large: a thousand texts may be
-//! gigabytes. So a request is charged for its memory before that is allocated. A request that does
-//! not fit is refused at once.
+//! Each queue has a bound, but requests differ in size: a thousand texts may be gigabytes. So each
+//! request is charged for its memory before it is allocated. A request that does not fit is refused
+//! at once.
 //!
-//! Clients share the budget as they share the queue ([`Shares`]). As long as less than half of it
-//! is taken, a charge is two atomic additions. Only beyond that is a lock taken.
+//! Clients share the budget as they share the queue ([`Shares`]). While less than half of it is
+//! used, a charge is two atomic additions. Only beyond that is a lock needed.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -20,17 +20,18 @@ use tokio::time::Instant;
 
 use crate::client::ClientId;
 
-/// Bytes by which the charge of an answer that is longer than expected grows.
+/// The step by which the charge of an unexpectedly long answer grows, in bytes.
 const GROWTH: usize = 256 << 10;
 
-/// The part of the budget that is the reserve.
+/// One part in `RESERVE` of the budget is the reserve.
 const RESERVE: usize = 8;
-/// The part of the budget that is little for a client, and the least that is: a few chats.
+/// A client holds little if it has at most one part in `LITTLE` of the budget, or the size of a few
+/// chats.
 const LITTLE: usize = 1024;
 const LEAST_LITTLE: usize = 256 << 10;
-/// The time for which a client counts as active after a request.
+/// How long a client counts as active after a request.
 const ASKING: Duration = Duration::from_secs(10);
-/// The maps over which clients are spread, each with a lock.
+/// The number of maps, each with its own lock, over which clients are spread.
 const SHARDS: usize = 16;
 
 /// The budget. Cheap to clone.
@@ -51,7 +52,7 @@ struct Inner {
 struct Askers([Option<(ClientId, Instant)>; 2]);
 
 impl Askers {
-    /// Notes that a client asks. True if another one has done so lately.
+    /// Records that a client asks. True if another client has asked lately.
     fn ask(&mut self, client: ClientId, now: Instant) -> bool {
         let [last, before] = &mut self.0;
         if last.is_some_and(|(asker, _)| asker != client) {
@@ -151,7 +152,7 @@ impl Charge {
         self.account.client
     }
 
-    /// Another charge of nothing yet, to the same client.
+    /// Another, still empty charge to the same client.
     #[must_use]
     pub fn beside(&self) -> Self {
         Self { account: Arc::clone(&self.account), bytes: AtomicUsize::new(0) }
@@ -166,7 +167,7 @@ impl Charge {
     /// Charges `bytes` in all.
     ///
     /// # Errors
-    /// The budget is spent, or the client's share of it, or they are smaller than that. The charge
+    /// The budget or the client's share of it is used up, or the charge would never fit. The charge
     /// is unchanged then.
     pub fn set(&self, bytes: usize) -> Result<(), Refusal> {
         let before = self.bytes();
@@ -196,7 +197,7 @@ impl Charge {
         if bytes > self.bytes() { self.set(bytes) } else { Ok(()) }
     }
 
-    /// Charges an answer of which `bytes` bytes wait, in steps.
+    /// Charges an answer with `bytes` unsent bytes, in steps.
     ///
     /// # Errors
     /// As [`Charge::set`].

@@ -1,8 +1,8 @@
-//! The client of a request, whose share is counted.
+//! Identifies the client of a request, to whose share it counts.
 //!
 //! A client is an API key if keys are required, and an address otherwise. An IPv6 client can choose
-//! addresses from a whole /64, so that is one client. Behind a trusted proxy, the proxy's header
-//! has the address.
+//! addresses from a whole /64, so a /64 is one client. Behind a trusted proxy, the address comes
+//! from the proxy's header.
 
 use std::convert::Infallible;
 use std::hash::{BuildHasher, RandomState};
@@ -21,11 +21,11 @@ const FORWARDED_FOR: &str = "x-forwarded-for";
 /// The bits of an IPv6 address that its owner cannot choose.
 const PREFIX_BITS: u32 = 64;
 
-/// A client, as a number that means nothing outside this process and is never 0.
+/// A client, as a number that is meaningless outside this process and never 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ClientId(pub u64);
 
-/// The place of the API key of a request; `None`: no key is required, or the key is wrong.
+/// The index of a request's API key; `None`: no key is required, or the key is wrong.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct KeyId(pub Option<usize>);
 
@@ -48,8 +48,8 @@ pub struct TrustedProxies {
 impl FromStr for TrustedProxies {
     type Err = String;
 
-    /// Networks (`10.0.0.0/8`), addresses, and `unix` for clients of a Unix socket, with commas
-    /// between them.
+    /// Networks (`10.0.0.0/8`), addresses, and `unix` for clients of a Unix socket, separated by
+    /// commas.
     fn from_str(list: &str) -> Result<Self, String> {
         let mut proxies = Self::default();
         for item in list.split(',').map(str::trim).filter(|item| !item.is_empty()) {
@@ -73,8 +73,8 @@ impl TrustedProxies {
         }
     }
 
-    /// The last address on a request's way that is not a trusted proxy. An unreadable entry ends
-    /// the way, since the addresses before it are not trusted.
+    /// The last address on a request's path that is not a trusted proxy. An unreadable entry ends
+    /// the path, since earlier addresses are not trusted.
     fn origin(&self, remote: Remote, headers: &HeaderMap) -> Remote {
         let mut origin = remote;
         let lines = headers.get_all(FORWARDED_FOR).iter().rev();
@@ -109,7 +109,7 @@ impl Clients {
         Self { hasher: RandomState::new(), proxies }
     }
 
-    /// The client with a key, or at the end of the way that the headers tell.
+    /// The client with this key, or at the start of the path that the headers give.
     #[must_use]
     pub fn id(&self, key: KeyId, remote: Remote, headers: &HeaderMap) -> ClientId {
         let hash = if let KeyId(Some(key)) = key {
@@ -127,7 +127,7 @@ impl Clients {
         ClientId(hash.max(1))
     }
 
-    /// The client of a request with this head, and its place in `keys`.
+    /// The client of a request with this head, and the index of its key in `keys`.
     fn identify(&self, keys: &Keys, parts: &Parts) -> (ClientId, KeyId) {
         let key = KeyId(keys.shown(&parts.headers));
         let remote = parts.extensions.get().copied().unwrap_or(Remote::Local);
@@ -135,7 +135,7 @@ impl Clients {
     }
 }
 
-/// The state of a server that knows its clients. Handlers get the client of their request with it.
+/// A server state that identifies clients. Handlers get the client of their request through it.
 pub trait HasClients: Send + Sync + 'static {
     /// The clients and the accepted keys.
     fn clients(&self) -> (&Clients, &Keys);
@@ -190,12 +190,12 @@ mod tests {
     fn only_a_trusted_proxys_word_counts() {
         let proxies: TrustedProxies = "10.0.0.0/8, 192.0.2.1,::1,unix".parse().unwrap();
         let origin = |remote, lines: &[&'static str]| proxies.origin(remote, &headers(lines));
-        // A client that is not a trusted proxy may write any header.
+        // A client that is not a trusted proxy may send any header.
         assert_eq!(origin(ip("203.0.113.9"), &["198.51.100.1"]), ip("203.0.113.9"));
         assert_eq!(origin(ip("10.1.2.3"), &["198.51.100.1"]), ip("198.51.100.1"));
         assert_eq!(origin(Remote::Local, &["198.51.100.1:4711"]), ip("198.51.100.1"));
         assert_eq!(origin(ip("::1"), &["[2001:db8::7]:80"]), ip("2001:db8::7"));
-        // Read from the end: entries before the first untrusted address may be forged.
+        // Read from the end, because entries before the first untrusted address may be forged.
         let way = ["1.1.1.1, 198.51.100.1", "192.0.2.1,10.9.9.9"];
         assert_eq!(origin(ip("10.1.2.3"), &way), ip("198.51.100.1"));
         assert_eq!(origin(ip("10.1.2.3"), &["1.1.1.1, unknown"]), ip("10.1.2.3"));

@@ -1,4 +1,4 @@
-//! One connection: its requests, answered one after the other, and its end.
+//! One connection: its requests, answered one at a time, and its end.
 
 use std::convert::Infallible;
 use std::future::poll_fn;
@@ -31,12 +31,12 @@ use crate::unread;
 /// The state that all connections of a listener share.
 #[derive(Debug, Clone)]
 pub struct ConnectionSetup {
-    /// The routes. Each request has the [`Remote`] in its extensions, and the [`Line`] where the
+    /// The routes. Each request has the [`Remote`] in its extensions, and the [`Line`] if the
     /// connection is not encrypted.
     pub router: Router,
-    /// The longest time for a head, and for a TLS handshake, to arrive.
+    /// How long a head and a TLS handshake may take to arrive.
     pub header_timeout: Duration,
-    /// The longest time in which a client may take no bytes although some wait for it.
+    /// How long a client may accept no bytes while some wait for it.
     pub send_timeout: Duration,
     /// True if a connection may carry a second request.
     pub keep_alive: bool,
@@ -44,8 +44,8 @@ pub struct ConnectionSetup {
     pub tls: Option<Tls>,
 }
 
-/// Answers the requests of a connection until it ends, its place is needed, or its client has left
-/// a request alone.
+/// Answers the requests of a connection until it ends, its place is needed, or the client has
+/// disconnected during a request.
 pub(crate) async fn run(
     setup: ConnectionSetup,
     socket: Socket,
@@ -59,7 +59,7 @@ pub(crate) async fn run(
         match setup.tls.clone() {
             None => answer(&setup, io, Some(&line), remote, &seat, watcher).await,
             Some(tls) => match timeout(setup.header_timeout, tls.accept(io)).await {
-                // The line is not encrypted, so only the connection may write to this one.
+                // The line is not encrypted, so here only the connection itself may write.
                 Ok(Ok(io)) => answer(&setup, io, None, remote, &seat, watcher).await,
                 Ok(Err(error)) => tracing::debug!(%error, "a TLS handshake failed"),
                 Err(_) => tracing::debug!("a TLS handshake took too long"),
@@ -67,8 +67,8 @@ pub(crate) async fn run(
         }
     };
     tokio::select! {
-        // A request that can be answered at once is answered before anybody asks whether its client
-        // is still there.
+        // A request that can be answered at once is answered before checking whether its client is
+        // still there.
         biased;
         () = answering => {}
         () = left_alone(&line, &seat) => tracing::debug!("a client has left"),
@@ -114,13 +114,13 @@ async fn answer(
     }
 }
 
-/// Ready once the client has closed its end while a request is answered. hyper notices that only if
-/// no bytes are unread: one byte after a request would keep the request running.
+/// Ready once the client has closed its end while a request is being answered. hyper notices that
+/// only if no bytes are unread, and a single extra byte would keep the request running.
 async fn left_alone(line: &Line, seat: &Seat) {
     let mut closed = pin!(line.closed());
     let mut is_closed = false;
-    // Polled whenever the connection is, so it notices a request that begins after the client has
-    // closed its end.
+    // Polled with the connection, so it also sees a request that begins after the client has closed
+    // its end.
     poll_fn(move |context| {
         is_closed = is_closed || closed.as_mut().poll(context).is_ready();
         if is_closed && seat.is_busy() { Poll::Ready(()) } else { Poll::Pending }
@@ -160,7 +160,7 @@ impl Drop for Answer {
     }
 }
 
-/// A connection's io that notifies when all is written.
+/// A connection's I/O that notifies when everything is written.
 struct WatchedIo<I> {
     io: I,
     seat: Arc<Seat>,

@@ -1,4 +1,4 @@
-//! The accept loop, and the end of all connections.
+//! The accept loop, and closing all connections.
 
 use std::fs::File;
 use std::future::poll_fn;
@@ -18,14 +18,14 @@ use crate::connection::{self, ConnectionSetup};
 use crate::places::Places;
 use crate::socket::{Listener, Socket};
 
-/// The pause after the system refused a connection for a reason that is not the client's.
+/// The pause after a failed accept that the client did not cause.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
-/// The file that is opened only to be closed.
+/// A file that is opened only to reserve a descriptor.
 const NOTHING: &str = "/dev/null";
 
-/// All open connections of a listener. Dropping it cuts them.
+/// All open connections of a listener. Dropping it closes them.
 pub struct Connections {
-    /// A connection of the listener, as logs call it.
+    /// The name of the listener's connections in logs.
     name: &'static str,
     /// The places and the setup of each kind of connection. A new connection gets the first free
     /// place.
@@ -35,12 +35,12 @@ pub struct Connections {
     tasks: JoinSet<()>,
 }
 
-/// A file that is closed for a moment when there are no descriptors left: a waiting connection can
-/// then be turned away.
+/// A file that is closed for a moment when there are no descriptors left, so that a waiting
+/// connection can be refused.
 struct Spare(Option<File>);
 
 impl Connections {
-    /// No connections yet, and so many places of each kind. Logs call a connection `name`.
+    /// No connections, with this many places of each kind. Logs call a connection `name`.
     pub fn new(
         name: &'static str,
         kinds: impl IntoIterator<Item = (usize, ConnectionSetup)>,
@@ -55,8 +55,8 @@ impl Connections {
         }
     }
 
-    /// Turns a waiting connection away when there are no descriptors left. Otherwise the connection
-    /// waits until there is one.
+    /// Enables refusing connections when there are no descriptors left. Without this, they wait
+    /// until there is one.
     ///
     /// # Errors
     /// The spare descriptor cannot be opened.
@@ -94,14 +94,14 @@ impl Connections {
         self.tasks.spawn(connection);
     }
 
-    /// Goes on after the system gave an error in place of a connection.
+    /// Continues after the system returned an error instead of a connection.
     async fn recover(&mut self, listener: &Listener, error: &io::Error) {
         let code = error.raw_os_error().map(Errno::from_raw_os_error);
         if let Some(Spare(spare)) = &mut self.spare
             && matches!(code, Some(Errno::MFILE | Errno::NFILE))
         {
-            // The listener stays readable as long as a connection waits: without this, the loop
-            // would spin.
+            // The listener stays readable while a connection waits, so without this the loop would
+            // spin.
             if let Some((places, _)) = self.kinds.first() {
                 places.shed();
             }
@@ -119,7 +119,7 @@ impl Connections {
         sleep(ACCEPT_PAUSE).await;
     }
 
-    /// Waits for the end of all connections, and cuts those that are left when `patience` is ready.
+    /// Waits for all connections to end, and closes the rest when `patience` is ready.
     pub async fn close(self, patience: impl Future<Output = ()>) {
         let Self { graceful, mut tasks, kinds, .. } = self;
         // hyper waits for the rest of a head that has begun, but handshakes have no such timeout.

@@ -1,12 +1,12 @@
-//! A watch over all threads, and over tasks that live as long as the server.
+//! Watches over all threads, and over tasks that live as long as the server.
 //!
-//! A thread that panics ends its own work, but the others go on as if nothing had happened. So
-//! threads are started through a [`Guard`]. After a panic /health reports it, and new requests are
-//! refused. The caller of [`Guard::failed`] ends the process in order: requests that can finish do
-//! so, the others get an error, and a supervisor starts the process again.
+//! A panic ends one thread, but the others continue as if nothing had happened. So threads are
+//! started through a [`Guard`]. After a panic /health reports it, and new requests are refused. The
+//! caller of [`Guard::failed`] shuts the process down in order: requests that can finish do so, the
+//! others get an error, and a supervisor restarts the process.
 //!
 //! Work for one request at a time (tokenising, parsing, answering) catches its panics and fails
-//! that request alone. So no client can end the server with an unforeseen input.
+//! that request alone. So no client can bring the server down with an unexpected input.
 
 use std::any::Any;
 use std::io;
@@ -29,8 +29,8 @@ impl Default for Guard {
 }
 
 impl Guard {
-    /// Starts the thread `name`. Values that `work` owns are dropped after a panic is reported. So
-    /// a thread that learns of the panic by the drop finds the server failed.
+    /// Starts the thread `name`. Values that `work` owns are dropped only after a panic was
+    /// reported. So a thread that notices the drop finds the server failed already.
     ///
     /// # Errors
     /// The system has no room for a thread.
@@ -71,7 +71,7 @@ impl Guard {
         }
     }
 
-    /// The reason for which the server cannot go on; `None`: it can.
+    /// Why the server cannot continue; `None`: it can.
     #[must_use]
     pub fn cause(&self) -> Option<String> {
         self.0.borrow().clone()
@@ -95,7 +95,7 @@ impl Guard {
     }
 }
 
-/// Runs `work` up to its end or its panic.
+/// Runs `work` until it ends or panics.
 ///
 /// # Errors
 /// The panic.

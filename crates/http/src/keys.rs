@@ -1,4 +1,4 @@
-//! API keys: the accepted ones, and the one of a request.
+//! API keys: the accepted ones, and how a request sends one.
 
 use std::fmt;
 
@@ -6,17 +6,17 @@ use axum::http::HeaderMap;
 use axum::http::header::AUTHORIZATION;
 use subtle::ConstantTimeEq;
 
-/// The headers in which some clients put their key, in place of `Authorization`: Anthropic's, and
+/// The headers in which some clients send their key instead of `Authorization`: Anthropic's and
 /// Azure's.
 const KEY_HEADERS: [&str; 2] = ["x-api-key", "api-key"];
 
-/// The accepted keys, each with a number. They are never shown: the debug form has only their
+/// The accepted keys, each with an index. They are never shown: the debug output only has their
 /// number.
 #[derive(Clone, Default)]
 pub struct Keys(Vec<Box<str>>);
 
 impl Keys {
-    /// The set of these keys. Empty keys are left out, since they would admit all clients.
+    /// These keys. Empty ones are left out, since they would admit every client.
     pub fn new<K: Into<String>>(keys: impl IntoIterator<Item = K>) -> Self {
         let keys = keys.into_iter().map(|key| key.into().into_boxed_str());
         Self(keys.filter(|key| !key.is_empty()).collect())
@@ -38,8 +38,8 @@ impl Keys {
         self.0.is_empty()
     }
 
-    /// The place of the key that these headers carry. Takes the same time wherever a wrong key
-    /// differs and whichever right one it is.
+    /// The index of the key in these headers. The time does not depend on where a wrong key
+    /// differs, or which key is right.
     #[must_use]
     pub fn shown(&self, headers: &HeaderMap) -> Option<usize> {
         let given = given(headers)?;

@@ -1,10 +1,10 @@
-//! The HTTP layer of a server: its connections, and facts of a client before its request is read.
-//! It does not depend on models or APIs.
+//! The HTTP layer of a server: its connections, and what is checked about a client before its
+//! request is read. It does not depend on models or APIs.
 //!
-//! [`Connections`] accepts, within the places of a listener, and answers requests with the routes
-//! of a [`ConnectionSetup`]. A connection is encrypted by [`Tls`], and cut once its client takes
-//! nothing for too long. A [`Line`] lets another thread write the chunks of an answer past hyper.
-//! [`Keys`] and [`Clients`] tell whose request it is, and a [`ByteBudget`] what it may take. A
+//! [`Connections`] accepts connections within a listener's limit, and answers requests with the
+//! routes of a [`ConnectionSetup`]. A connection is encrypted by [`Tls`], and closed if its client
+//! accepts no bytes for too long. A [`Line`] lets another thread write the chunks of an answer past
+//! hyper. [`Keys`] and [`Clients`] identify the client, and a [`ByteBudget`] limits its memory. A
 //! [`Guard`] watches over threads.
 //!
 //! ```

@@ -1,12 +1,12 @@
 //! A connection's socket, to which the egress thread may write too.
 //!
-//! hyper owns the connection. It reads requests, writes heads and ends, and notices that the client
-//! has gone. Between the head and the end of a streamed answer it has no decision to make. So the
-//! egress thread writes those chunks itself: no task is woken, and nothing is copied from thread to
-//! thread. The two never write at once. A response without anything to send *asks* for the line.
-//! The line *opens* once hyper has written all its bytes. It is *shut* before hyper gets anything
-//! more to write, or when the socket takes no more. Bytes that the socket did not take are kept
-//! here, ahead of all that hyper writes next.
+//! hyper owns the connection. It reads requests, writes heads and ends, and notices when the client
+//! disconnects. Between the head and the end of a streamed answer it has nothing to decide. So the
+//! egress thread writes those chunks itself: no task is woken, and nothing is copied between
+//! threads. The two never write at the same time. A response without anything to send *asks* for
+//! the line. The line *opens* once hyper has written all its bytes. It is *shut* before hyper gets
+//! more to write, or when the socket is full. Bytes that the socket did not accept are kept here,
+//! ahead of what hyper writes next.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -30,7 +30,7 @@ const OPEN: u8 = 2;
 pub struct Line {
     socket: Socket,
     gate: AtomicU8,
-    /// The end of a chunk that the socket did not take whole.
+    /// The rest of a chunk that the socket accepted only in part.
     rest: Mutex<Vec<u8>>,
 }
 
@@ -39,19 +39,19 @@ pub struct Line {
 pub enum WriteOutcome {
     /// The socket has taken the chunk.
     Whole,
-    /// The line is shut and holds the bytes: the connection's task must be woken to write the rest.
+    /// The line is shut and holds bytes, so the connection's task must be woken to write them.
     Waiting,
 }
 
 impl Line {
-    /// The line of a connection that is shut at first.
+    /// The line of a new connection, which is shut.
     #[must_use]
     pub fn new(socket: Socket) -> Arc<Self> {
         Arc::new(Self { socket, gate: AtomicU8::new(SHUT), rest: Mutex::default() })
     }
 
-    /// Waits until the client has closed its side, also if earlier bytes are unread. hyper looks
-    /// for the end only if nothing is left to read.
+    /// Waits until the client has closed its side, even if earlier bytes are unread. hyper notices
+    /// this only when nothing is left to read.
     pub(crate) async fn closed(&self) {
         // A socket that cannot be watched is broken.
         let _ = self.socket.closed().await;
@@ -73,13 +73,14 @@ impl Line {
         self.gate.load(Ordering::Acquire) == OPEN
     }
 
-    /// Writes without waiting. The line must be open, and no other thread may ask or shut
+    /// Writes without blocking. The line must be open, and no other thread may ask or shut
     /// meanwhile.
     pub fn write(&self, chunk: &[u8]) -> WriteOutcome {
         let taken = match self.socket.try_write(chunk) {
             Ok(taken) if taken == chunk.len() => return WriteOutcome::Whole,
             Ok(taken) => taken,
-            // A broken connection is for hyper to find out: it gets the same error for the rest.
+            // hyper finds out that the connection is broken, when it gets the same error for the
+            // rest.
             Err(_) => 0,
         };
         self.rest.lock().extend_from_slice(&chunk[taken..]);
@@ -182,7 +183,7 @@ impl Transport for LineIo {
     }
 
     fn give_up(&self) {
-        // Where the system refuses, it forgets after some minutes by itself.
+        // If this fails, the system drops the bytes by itself after some minutes.
         let _ = rustix::net::sockopt::set_socket_linger(&self.0.socket, Some(Duration::ZERO));
     }
 }
@@ -201,7 +202,7 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let socket = listener.accept().await.unwrap().0;
-        // The runtime must register once that the socket is writable.
+        // The runtime has to register first that the socket is writable.
         socket.writable().await.unwrap();
         (Line::new(Socket::Tcp(socket)), client)
     }

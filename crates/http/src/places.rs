@@ -1,8 +1,8 @@
-//! Places for connections: their number, and the connection that is closed for a new one.
+//! Places for connections: how many there are, and which connection is closed for a new one.
 //!
-//! A connection is idle while none of its requests is answered. It may have sent nothing or a part
-//! of a head, or wait for the next request. To close it loses nothing. So at the limit the
-//! connection that is idle for longest is closed.
+//! A connection is idle while none of its requests is being answered. It may have sent nothing or
+//! part of a head, or wait for the next request. Closing it loses nothing. So at the limit the
+//! longest idle connection is closed.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use tokio::sync::Notify;
 const IDLE: u8 = 0;
 /// A request is being answered.
 const BUSY: u8 = 1;
-/// The answer is complete, and not all of it is with the system.
+/// The answer is complete, but not all of it was passed to the system.
 const WRITING: u8 = 2;
 
 /// The places of one listener.
@@ -27,7 +27,7 @@ pub(crate) struct Places {
 #[derive(Debug, Default)]
 struct Inner {
     taken: usize,
-    /// The idle connections by the length of their idleness, the longest first.
+    /// The idle connections, the longest idle first.
     idle: BTreeMap<u64, Arc<Place>>,
     next: u64,
 }
@@ -50,12 +50,12 @@ impl Inner {
 #[derive(Debug)]
 pub(crate) struct Place {
     state: AtomicU8,
-    /// The key of the place among the idle ones.
+    /// The place's key among the idle ones.
     since: AtomicU64,
     go: Notify,
 }
 
-/// A connection's right to be there, until it is dropped.
+/// A connection's right to a place, until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Seat {
     places: Arc<Places>,
@@ -67,14 +67,14 @@ impl Places {
         Arc::new(Self { limit: limit.max(1), inner: Mutex::default() })
     }
 
-    /// A permit for a new connection; at the limit, that of the connection which has been idle for
-    /// longest, which is closed. `None`: all are busy.
+    /// A permit for a new connection. At the limit, the longest idle connection is closed for it.
+    /// `None`: all are busy.
     pub(crate) fn take(self: &Arc<Self>) -> Option<Seat> {
         let mut inner = self.inner.lock();
         if inner.taken >= self.limit && !inner.shed() {
             return None;
         }
-        // A connection that is being closed returns its permit soon.
+        // A connection that is being closed will return its permit soon.
         inner.taken += 1;
         let state = AtomicU8::new(IDLE);
         let place = Arc::new(Place { state, since: AtomicU64::new(0), go: Notify::new() });
@@ -82,7 +82,7 @@ impl Places {
         Some(Seat { places: Arc::clone(self), place })
     }
 
-    /// Tells the connection that has been idle for longest to go.
+    /// Tells the longest idle connection to close.
     pub(crate) fn shed(&self) -> bool {
         self.inner.lock().shed()
     }
@@ -95,8 +95,8 @@ impl Places {
 }
 
 impl Seat {
-    /// Waits until another connection needs the place. Not once a request has come in the meantime:
-    /// the new one is one too many then, for a moment.
+    /// Waits until another connection needs the place. If a request has come meanwhile the
+    /// connection stays, and the limit is exceeded for a moment.
     pub(crate) async fn told_to_go(&self) {
         loop {
             self.place.go.notified().await;
@@ -117,15 +117,15 @@ impl Seat {
         self.place.state.load(Ordering::Acquire) == BUSY
     }
 
-    /// The answer is complete; the last of it is still to be written.
+    /// Records that the answer is complete, but not written to its end.
     pub(crate) fn end(&self) {
         self.place.state.store(WRITING, Ordering::Release);
     }
 
-    /// All that there was to write is with the system.
+    /// Records that everything was passed to the system.
     pub(crate) fn flushed(&self) {
         let state = &self.place.state;
-        // Looked at first: a stream is flushed often, and ends once.
+        // Checked first, because a stream is flushed often but ends once.
         if state.load(Ordering::Acquire) == WRITING {
             state.store(IDLE, Ordering::Release);
             self.places.inner.lock().rest(&self.place);
@@ -157,17 +157,17 @@ mod tests {
         let places = Places::new(3);
         let seats: Vec<Seat> = (0..3).map(|_| places.take().unwrap()).collect();
         seats[0].begin();
-        // The first is busy, so the second has been idle for longest.
+        // The first is busy, so the second is the longest idle.
         let fourth = places.take().unwrap();
         assert!(!goes(&seats[0]) && goes(&seats[1]) && !goes(&seats[2]));
-        // An answer that is not written yet is not cut.
+        // An answer that is not fully written is not cut off.
         seats[0].end();
         let fifth = places.take().unwrap();
         assert!(!goes(&seats[0]) && goes(&seats[2]) && !goes(&fourth));
         seats[0].flushed();
         let sixth = places.take().unwrap();
         assert!(goes(&fourth) && !goes(&seats[0]));
-        // By now the first is older than the fifth? No: idle again after it.
+        // The first became idle again after the fifth, so it is not the older one.
         drop((places.take().unwrap(), sixth));
         assert!(goes(&fifth) && !goes(&seats[0]));
     }

@@ -52,9 +52,9 @@ impl Socket {
         either!(self, socket => socket.try_write_vectored(buffers))
     }
 
-    /// Waits until the other end has closed its side, also if earlier bytes are unread. It asks the
-    /// system for nothing. It waits for the system's notice (EPOLLRDHUP), which shares a waiter
-    /// only with urgent data, and that is never requested.
+    /// Waits until the other end has closed its side, even if earlier bytes are unread. It makes no
+    /// system calls: it waits for EPOLLRDHUP, which shares a waiter only with urgent data, which
+    /// nothing here requests.
     pub(crate) async fn closed(&self) -> io::Result<()> {
         either!(self, socket => socket.ready(Interest::PRIORITY).await.map(drop))
     }
@@ -88,7 +88,7 @@ impl Listener {
         Poll::Ready(match self {
             Self::Tcp(listener) => {
                 ready!(listener.poll_accept(context)).map(|(socket, address)| {
-                    // Events are small and each matters; without the option they are only later.
+                    // Events are small and urgent. If this fails, only latency suffers.
                     let _ = socket.set_nodelay(true);
                     (Socket::Tcp(socket), Remote::Ip(IpAddr::to_canonical(&address.ip())))
                 })

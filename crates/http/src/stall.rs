@@ -1,9 +1,9 @@
-//! A limit for clients that take no bytes.
+//! A time limit for clients that accept no bytes.
 //!
-//! A client that stops reading costs a descriptor, a task and its unsent text, for an unlimited
-//! time. So a write that waits has a limit, which every sent byte renews. A slow reader is served,
-//! and a reader that has stopped is not. The error ends the connection, and so the response, which
-//! aborts its request.
+//! A client that stops reading would hold a descriptor, a task and its unsent text for an unlimited
+//! time. So a blocked write has a time limit, which every sent byte renews: slow readers are
+//! served, stopped ones are not. The error ends the connection, and so the response, which aborts
+//! its request.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -15,14 +15,14 @@ use tokio::time::{Sleep, sleep};
 
 /// The socket of a connection, or TLS over it.
 pub(crate) trait Transport: AsyncRead + AsyncWrite + Unpin {
-    /// Bytes that go out before the next that are written, and whose progress a write that waits
-    /// does not show.
+    /// The number of buffered bytes that are sent first, whose progress a blocked write does not
+    /// show.
     fn backlog(&self) -> usize;
     /// Makes the system drop unsent bytes when the connection is closed.
     fn give_up(&self);
 }
 
-/// A transport with a limit to the time without a sent byte.
+/// A transport with a limit on the time without a sent byte.
 pub(crate) struct StallLimit<T> {
     io: T,
     limit: Duration,

@@ -1,4 +1,4 @@
-//! A listener with a thread of its own, whose answers wait for no other thread.
+//! A listener with a thread of its own, so that its answers wait for no other thread.
 
 use std::io;
 use std::net::TcpListener;
@@ -35,7 +35,7 @@ impl ListenerThread {
             let _entered = runtime.enter();
             Listener::from(tokio::net::TcpListener::from_std(listener)?)
         };
-        // Nothing is ever sent: the other end is dropped.
+        // Nothing is ever sent: dropping the other end is the signal.
         let (stop, stopped) = oneshot::channel();
         let mut work = Some(async move { connections.accept_until(&listener, stopped).await });
         let run = move || {

@@ -14,7 +14,7 @@ use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use tokio_rustls::server::TlsStream;
 
-/// The name of the only protocol that is spoken here.
+/// The name of the only supported protocol.
 const HTTP_1_1: &[u8] = b"http/1.1";
 
 /// A certificate and its key, ready for connections.
@@ -31,8 +31,8 @@ impl Tls {
     /// Reads a certificate, with those of its chain after it, and its key, both as PEM.
     ///
     /// # Errors
-    /// One line names the file. It cannot be read, has no certificate or key, is encrypted, or the
-    /// two do not belong together.
+    /// A file cannot be read, has no certificate or key, is encrypted, or the two do not match. The
+    /// message is one line and names the file.
     pub fn from_files(certificate: &Path, key: &Path) -> Result<Self, String> {
         let pem = read(certificate)?;
         let chain: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&pem).collect();

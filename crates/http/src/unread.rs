@@ -1,9 +1,9 @@
-//! The rest of a request's body that was not read before the answer was ready, such as after a
+//! Handles the rest of a request's body that was not read before the answer, such as after a
 //! refusal.
 //!
 //! hyper closes such a connection after the answer without announcing it. A client that sends its
-//! next request there loses it. So a short body is read, and an answer beside a longer one has
-//! `Connection: close` (RFC 9112, 9.6).
+//! next request there loses it. So the rest of a short body is read first. With a longer one the
+//! answer has `Connection: close` (RFC 9112, 9.6).
 
 use std::future::poll_fn;
 use std::pin::Pin;
@@ -20,8 +20,8 @@ use tokio::time::timeout;
 
 /// The longest body that an answer waits for, in bytes.
 const MOST_READ: u64 = 64 << 10;
-/// The time for which a longer body is read and dropped, so that a client that is still sending can
-/// read the answer.
+/// How long a longer body is read and dropped, so that a client that is still sending can read the
+/// answer.
 const LINGER: Duration = Duration::from_secs(5);
 
 /// The body of a request. When it is dropped, the unread rest goes to the connection.
@@ -32,7 +32,7 @@ pub struct RequestBody<B: HttpBody = Incoming> {
     left: Left<B>,
 }
 
-/// A body that was dropped before its end, and whether some of it had been asked for.
+/// A body that was dropped before its end, and whether reading it had begun.
 type Left<B> = Arc<Mutex<Option<(B, bool)>>>;
 
 impl<B: HttpBody> Drop for RequestBody<B> {
@@ -69,8 +69,8 @@ impl<B: HttpBody + Unpin> HttpBody for RequestBody<B> {
     }
 }
 
-/// Answers a request with `respond`. A short body that it did not begin to read is waited for, for
-/// `patience`.
+/// Answers a request with `respond`. If `respond` did not read a short body, waits up to `patience`
+/// for it.
 pub async fn answer<B, A, F>(
     respond: impl FnOnce(Request<RequestBody<B>>) -> F,
     request: Request<B>,
@@ -81,7 +81,7 @@ where
     F: Future<Output = Response<A>>,
 {
     let left = Left::default();
-    // A client that asked whether to send a body has sent none, and need not.
+    // A client that waits for permission to send its body has not sent any of it.
     let asks = request.headers().contains_key(EXPECT);
     let request = request.map(|body| RequestBody {
         body: Some(body).filter(|body| !body.is_end_stream()),
@@ -96,14 +96,14 @@ where
         return response;
     }
     response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
-    // A client that was too slow has had its time.
+    // A client that was too slow has used up its time.
     if !asks && response.status() != StatusCode::REQUEST_TIMEOUT {
         tokio::spawn(async move { timeout(LINGER, is_read(&mut body)).await });
     }
     response
 }
 
-/// Reads a body to its end; false if it is broken.
+/// Reads a body to its end; false: it is broken.
 async fn is_read(body: &mut (impl HttpBody + Unpin)) -> bool {
     while !body.is_end_stream() {
         match poll_fn(|context| Pin::new(&mut *body).poll_frame(context)).await {
@@ -123,7 +123,7 @@ mod tests {
 
     use super::*;
 
-    /// The value of `Connection` in the answer of a service that reads no body.
+    /// The value of `Connection` in the answer of a service that reads no bodies.
     async fn refused(request: Request<Body>) -> Option<HeaderValue> {
         let refuse = async |_| Response::new(());
         let response = answer(refuse, request, Duration::from_secs(5)).await;

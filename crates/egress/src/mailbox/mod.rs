@@ -1,15 +1,14 @@
-//! The box in which the egress thread leaves a request's output for its HTTP response, unless it
-//! writes to the socket.
+//! Where the egress thread leaves a request's output for its HTTP response, unless it writes to the
+//! socket itself.
 //!
 //! A mailbox has one pending delta for each choice. A write merges into it, and a read takes it. So
-//! a slow reader finds more at once, and nothing is dropped. Unread deltas have a limit. Beyond it
-//! the response ends with an error, its content is freed, and the writer is told to stop.
+//! a slow reader gets more at once, and nothing is lost. Unread deltas have a limit. Beyond it the
+//! response ends with an error, its content is freed, and the writer stops.
 //!
-//! A streamed response lends the mailbox its encoder and its connection. As long as the
-//! connection's line is open and nothing is pending, a delta does not stop here. The thread that
-//! brings the delta writes it to the socket, and the response is not woken. The response gets the
-//! rest: deltas that come while the line is shut (a slow reader, an answer whose head has not been
-//! written), and every end.
+//! A streamed response lends the mailbox its encoder and its connection. While the connection's
+//! line is open and nothing is pending, the egress thread writes deltas directly to the socket,
+//! without waking the response. The response gets the rest: deltas that come while the line is shut
+//! (a slow reader, or an answer whose head is not written yet), and every end.
 
 mod pending;
 
@@ -33,8 +32,8 @@ pub enum WakeRule {
     /// The reader of a stream is woken when a delta is pending. Deltas that come before it reads
     /// are merged.
     Pending,
-    /// The reader of a stream is woken at every delta, and reads each by itself, as in servers
-    /// without batching.
+    /// The reader of a stream is woken at every delta, and reads each by itself, as in servers that
+    /// do not merge deltas.
     EveryDelta,
     /// The reader is woken when all choices have ended, or one in an error.
     AtEnd,
@@ -66,8 +65,8 @@ impl Inner {
         self.outlet.as_ref()?.line.as_deref()
     }
 
-    /// Writes the delta to the socket if that can be done now, and leaves it empty. `None`: it has
-    /// to be left here.
+    /// Writes the delta to the socket if possible now, and leaves it empty. `None`: it has to be
+    /// kept here.
     fn pass(&mut self, choice: u32, delta: &mut Delta, chunk: &mut Chunk) -> Option<WriteOutcome> {
         if delta.end.is_some() || !self.pending.is_empty() {
             return None;
@@ -89,7 +88,7 @@ impl Inner {
         Some(if chunk.is_empty() { WriteOutcome::Whole } else { line.write(chunk) })
     }
 
-    /// Keeps the delta until it is read; returns the waker to be called.
+    /// Keeps the delta until it is read. Returns the waker to call.
     fn leave(&mut self, choice: u32, delta: &mut Delta) -> Option<Waker> {
         self.pending.count(delta);
         if let Some(end) = &delta.end {
@@ -111,7 +110,7 @@ impl Inner {
 pub(crate) enum Sent {
     /// More may follow.
     Taken,
-    /// The delta was the last: it had an end, or too much was unread.
+    /// This was the last delta: it had an end, or too much is unread.
     Ended,
 }
 
@@ -148,8 +147,8 @@ pub fn mailbox(tally: Tally, wake: WakeRule, bounds: MailboxBounds) -> (Vec<Send
 }
 
 impl Sender {
-    /// Passes `delta` on, or merges it into the pending one, and leaves it empty. Nothing may
-    /// follow a delta with an end, nor [`Sent::Ended`].
+    /// Passes `delta` on, or merges it into the pending one, and leaves it empty. Send nothing
+    /// after a delta with an end, or after [`Sent::Ended`].
     pub(crate) fn send(&mut self, delta: &mut Delta, chunk: &mut Chunk) -> Sent {
         debug_assert!(!self.ended, "a choice ends once");
         let mut inner = self.inner.lock();
@@ -190,7 +189,7 @@ impl Drop for Sender {
 }
 
 impl Receiver {
-    /// Lets deltas be written through `outlet` from now on, pending ones too: see
+    /// Writes deltas through `outlet` from now on, including pending ones: see
     /// [`Receiver::encode`].
     pub fn lend(&self, outlet: Outlet) {
         self.inner.lock().outlet = Some(outlet);
@@ -209,8 +208,8 @@ impl Receiver {
         self.inner.lock().tally.clone()
     }
 
-    /// Moves pending deltas into `out` (choice, delta). It is ready without any once all choices
-    /// have ended and were read.
+    /// Moves pending deltas into `out` (choice, delta). Ready with none once all choices have ended
+    /// and were read.
     pub fn poll(&mut self, context: &mut Context<'_>, out: &mut Vec<(u32, Delta)>) -> Poll<()> {
         let mut inner = self.inner.lock();
         let inner = &mut *inner;

@@ -12,7 +12,7 @@ use crate::delta::{Delta, End};
 pub struct MailboxBounds {
     /// The largest number of bytes.
     pub limit: usize,
-    /// Bytes among them that repeat the prompts. They are known before anything has come.
+    /// The bytes among them that repeat prompts, which are known in advance.
     pub repeated: usize,
     /// The charge that includes the unread bytes.
     pub charge: Arc<Charge>,
@@ -35,14 +35,14 @@ pub(super) struct Pending {
     deltas: Vec<Option<Delta>>,
     /// Choices that have a delta.
     dirty: Vec<u32>,
-    /// Instead of both, where each delta is read by itself.
+    /// Replaces both if each delta is read by itself.
     queue: VecDeque<(u32, Delta)>,
     /// True if a delta is merged into the pending one.
     merges: bool,
     /// Weight of the pending deltas.
     pub(super) unread: usize,
     bounds: MailboxBounds,
-    /// The error for all choices once more than the bounds was unread.
+    /// The error for all choices, if more was unread than the bounds allow.
     overflown: Option<ApiError>,
 }
 
@@ -68,8 +68,8 @@ impl Pending {
         self.overflown.is_some()
     }
 
-    /// Counts a delta. Beyond the bounds, everything that waits is dropped, and the delta becomes
-    /// an end with the error.
+    /// Counts a delta. Beyond the bounds, everything unread is dropped, and the delta becomes an
+    /// end with the error.
     pub(super) fn count(&mut self, delta: &mut Delta) {
         let unread = self.unread + delta.weight();
         if delta.end.is_none() && self.overflown.is_none() {

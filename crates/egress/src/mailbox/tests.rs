@@ -1,4 +1,4 @@
-//! Readers of any speed, and lines that open and shut.
+//! Tests with readers of any speed, and lines that open and shut.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::Wake as _;
@@ -15,7 +15,7 @@ async fn line() -> (Arc<Line>, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
     let socket = listener.accept().await.unwrap().0;
-    // The runtime must register once that the socket is writable.
+    // The runtime has to register first that the socket is writable.
     socket.writable().await.unwrap();
     (Line::new(Socket::Tcp(socket)), client)
 }
@@ -125,7 +125,7 @@ fn what_nobody_reads_is_bounded_and_ends_in_an_error() {
         }
         assert!((900..=1000).contains(&most), "{wake:?}: {most}");
         assert_eq!(receiver.inner.lock().pending.unread, 0, "what it held is freed");
-        // The first to write after that ends as well, and an end of its own is an end.
+        // The first write after that ends too, and an end stays an end.
         assert_eq!(senders[0].send(&mut token(9), &mut Chunk::default()), Sent::Ended);
         drop(senders);
         let mut got = take(&mut receiver, &count).unwrap();
@@ -218,7 +218,7 @@ async fn an_open_line_takes_deltas_past_the_reader() {
     client.read_exact(&mut got).await.unwrap();
     assert_eq!(std::str::from_utf8(&got), Ok("5\r\n[3 3]\r\n5\r\n[5 5]\r\n"));
     assert_eq!(wakes(), 1);
-    // The end is the reader's, and whatever it reads shuts the line.
+    // Only the reader gets the end, and its reads shut the line.
     senders[0].send_delta(end(End::Length));
     assert_eq!(wakes(), 2);
     assert_eq!(take(&mut receiver, &count), Some(vec![(0, end(End::Length))]));

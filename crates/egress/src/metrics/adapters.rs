@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// The largest number of adapters that metrics name. Others are counted together.
+/// The largest number of adapters that metrics name. Further ones are counted together.
 const MOST_ADAPTERS: usize = 64;
 
 /// The requests of an adapter.
@@ -19,7 +19,7 @@ pub struct AdapterLoad {
 }
 
 impl AdapterLoad {
-    /// An adapter without requests. A name has no characters that metrics escape.
+    /// An adapter without requests. Its name must contain no characters that metrics escape.
     #[must_use]
     pub fn new(name: String) -> Self {
         Self { name, ..Self::default() }
@@ -44,7 +44,7 @@ impl AdapterUse {
         Self { load, runs: false }
     }
 
-    /// Notes that the request has had its first step.
+    /// Records that the request has had its first step.
     pub(crate) fn runs(&mut self) {
         if !std::mem::replace(&mut self.runs, true) {
             self.load.running.fetch_add(1, Ordering::Relaxed);
@@ -97,7 +97,7 @@ impl AdapterCounts {
         let running = names(loads, |load| &load.running);
         let waiting = names(loads, |load| &load.waiting);
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64();
-        // In vLLM's form: the facts are labels, and the value is the time.
+        // As in vLLM, the facts are labels, and the value is a time.
         text += "# HELP vllm:lora_requests_info Running stats on lora requests.\n\
                  # TYPE vllm:lora_requests_info gauge\n";
         let _ = writeln!(
@@ -108,7 +108,7 @@ impl AdapterCounts {
     }
 }
 
-/// The names of adapters that have any such request, with commas.
+/// The names, separated by commas, of adapters with at least one such request.
 fn names(loads: &[Arc<AdapterLoad>], count: impl Fn(&AdapterLoad) -> &AtomicUsize) -> String {
     let has = |load: &&Arc<AdapterLoad>| count(load).load(Ordering::Relaxed) > 0;
     let names = loads.iter().filter(has).map(|load| load.name.as_str()).take(MOST_ADAPTERS);

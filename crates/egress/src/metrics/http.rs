@@ -1,5 +1,4 @@
-//! Answers by their status, under the names of FastAPI's instrumentation, which vLLM's dashboards
-//! use.
+//! Answers by status, under the names of FastAPI's instrumentation, which vLLM's dashboards use.
 
 use std::time::Duration;
 

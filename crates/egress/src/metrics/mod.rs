@@ -1,6 +1,6 @@
 //! Prometheus metrics, with the names, labels and buckets of vLLM's dashboards, and our own.
 //!
-//! Counts of the engine are read at the scrape. The egress thread observes requests.
+//! The engine's counters are read when metrics are scraped. The egress thread observes requests.
 
 mod adapters;
 mod http;
@@ -148,7 +148,8 @@ impl<S> ReadMetrics<S> {
             gauge.set(read(snapshot));
         }
         for (counter, read) in &self.counters {
-            // Two scrapes may come with their snapshots swapped; counters never go back.
+            // Two scrapes may apply their snapshots in reverse order, but counters must never
+            // decrease.
             counter.inc_by((read(snapshot) - counter.get()).max(0.0));
         }
     }
@@ -158,7 +159,7 @@ impl<S> ReadMetrics<S> {
 struct Registrar {
     registry: Registry,
     model: String,
-    /// The replica; 0 also for metrics that belong to no replica.
+    /// The replica; 0 for metrics that belong to no replica.
     engine: String,
 }
 
@@ -303,7 +304,7 @@ impl Metrics {
         let grammars = ReadMetrics::new(&r, GRAMMAR_GAUGES, GRAMMAR_COUNTERS)?;
         let intake = ReadMetrics::new(&r, INTAKE_GAUGES, &[])?;
         let log = ReadMetrics::new(&r, &[], LOG_COUNTERS)?;
-        // vLLM's dashboards take a server without it for one that is down. Nothing here sleeps.
+        // vLLM's dashboards treat a server without this metric as down. This server never sleeps.
         let sleep = r.opts("vllm:engine_sleep_state", "Whether the engine sleeps: it never does.");
         for (state, holds) in [("awake", 1.0), ("weights_offloaded", 0.0), ("discard_all", 0.0)] {
             let gauge = Gauge::with_opts(sleep.clone().const_label("sleep_state", state))?;

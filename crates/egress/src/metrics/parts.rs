@@ -1,4 +1,4 @@
-//! The numbers of the server's parts, as they are when metrics are read.
+//! Current numbers of the server's parts, collected when metrics are read.
 
 use forebay_grammar::GrammarStats;
 use forebay_text::TextStats;
@@ -11,7 +11,7 @@ use super::pd::PdCounts;
 pub struct PartStats {
     /// The counts of the text pool.
     pub text: TextStats,
-    /// The counts of the threads that compile forms of answers.
+    /// The counters of the threads that compile grammars.
     pub grammars: GrammarStats,
     /// The counts of the way of large requests.
     pub intake: IntakeStats,

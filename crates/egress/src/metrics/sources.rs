@@ -264,7 +264,7 @@ pub(super) const COUNTERS: &[Source<ReplicaReport>] = &[
     }),
 ];
 
-/// Drafts that were generated, by their place among those of their row.
+/// Accepted drafts by their position in their row.
 pub(super) const ACCEPTED_AT: &[(&str, &str, &str, Read<ReplicaReport>)] = &[
     accepted_at!(0),
     accepted_at!(1),
@@ -497,7 +497,7 @@ pub(super) const HOST_COUNTERS: &[Source<ReplicaReport>] = &[
     }),
 ];
 
-/// The places of the positions that sparse requests chose: metric, help, `found`, source.
+/// Where the positions were that sparse requests chose: metric, help, `found`, source.
 pub(super) const SPARSE_ROWS: &[(&str, &str, &str, Read<ReplicaReport>)] = &[
     (SPARSE, SPARSE_HELP, "page", |r| r.stats.scheduler.sparse.on_pages as f64),
     (SPARSE, SPARSE_HELP, "row", |r| r.stats.scheduler.sparse.in_rows as f64),

@@ -1,11 +1,11 @@
 //! The egress threads: from the engine's outputs to text, and to the sockets of streams.
 //!
-//! A request belongs to one thread, by its name. One lane leads into each thread. A request's
-//! registration is sent before the request is submitted, so it is always ahead of its outputs. A
-//! thread waits for its lane only, since writes to sockets do not block. Writes are nine tenths of
-//! a token's cost here. So a thread that is behind, with the next step already in its lane, gathers
-//! several steps' tokens for one chunk. The engine does not wait for it, and streams get fewer and
-//! longer chunks. Lanes are bounded all the same.
+//! A request's id decides which thread it belongs to. Each thread has one channel. A request is
+//! registered before it is submitted, so its registration always precedes its outputs. A thread
+//! waits only for its channel, since writes to sockets do not block. Writes are nine tenths of a
+//! token's cost here. So a thread that is behind, with the next step already in its channel,
+//! collects several steps' tokens in one chunk. The engine does not wait for it, and streams get
+//! fewer, longer chunks. Channels are bounded anyway.
 
 mod stream;
 
@@ -31,7 +31,7 @@ use stream::{Due, Scratch, Stream};
 
 pub(crate) use stream::request_error;
 
-/// The longest time that a thread which is behind gathers tokens before it writes.
+/// How long a thread that is behind collects tokens before it writes.
 const GATHER: Duration = Duration::from_millis(5);
 
 /// The settings of the egress threads.
@@ -42,8 +42,8 @@ pub struct EgressConfig {
     /// The number of steps and registrations that may wait for each thread.
     #[serde(skip)]
     pub capacity: usize,
-    /// The least time between two chunks of a stream. Tokens that come sooner are merged. The first
-    /// token and the end do not wait.
+    /// The shortest interval between two chunks of a stream. Tokens that come sooner are merged.
+    /// The first token and the end are sent at once.
     #[serde(rename = "stream_flush_us", serialize_with = "as_microseconds")]
     pub stream_flush: Duration,
 }
@@ -65,7 +65,7 @@ pub struct Registration {
     pub id: RequestId,
     /// The request's side of its mailbox.
     pub sender: mailbox::Sender,
-    /// The engine, which aborts a request when a stop string ends it.
+    /// The engine. A request is aborted there when a stop string ends it.
     pub engine: Arc<dyn Engine>,
     /// The speller. If the stream began at another brain, the speller has read the tokens so far.
     pub speller: Speller,
@@ -79,7 +79,7 @@ pub struct Registration {
     pub interval: Option<u32>,
     /// The paths of the request's images.
     pub images: Arc<[String]>,
-    /// The adapter that it is counted for; `None`: it has none.
+    /// The adapter whose metrics count it; `None`: it has none.
     pub adapter: Option<Arc<AdapterLoad>>,
 }
 
@@ -91,8 +91,8 @@ enum Message {
     EngineGone,
 }
 
-/// The engines' side of the egress threads. Each engine gets a clone when it is started. After the
-/// last sink is dropped, the remaining requests never end.
+/// The sending end, for engines. Each engine gets a clone when it is started. After the last sink
+/// is dropped, remaining requests never end.
 #[derive(Debug, Clone)]
 pub struct EgressSink {
     lanes: Lanes,
@@ -105,7 +105,7 @@ struct Last(Lanes);
 
 impl OutputSink for EgressSink {
     fn deliver(&mut self, outputs: Vec<Output>) {
-        // A closed lane means that the thread has ended; every stream has got its end by then.
+        // A closed channel means that the thread has ended; every stream has its end by then.
         if let [lane] = &self.lanes.0[..] {
             let _ = lane.send(Message::Outputs(outputs));
             return;
@@ -128,7 +128,7 @@ impl Drop for Last {
     }
 }
 
-/// The server's side of the egress threads. They end when all clones and the sink are dropped.
+/// The receiving end, for the server. The threads end when all clones and the sink are dropped.
 #[derive(Debug, Clone)]
 pub struct Egress {
     lanes: Lanes,
@@ -164,7 +164,7 @@ struct Lanes(Arc<[Sender<Message>]>);
 
 impl Lanes {
     fn index(&self, id: RequestId) -> usize {
-        // Names are given in order, so this spreads requests evenly.
+        // Ids are given in order, so this spreads requests evenly.
         (id.0 % self.0.len() as u64) as usize
     }
 
@@ -213,9 +213,9 @@ struct Owner {
     metrics: Arc<Metrics>,
     window: Duration,
     streams: Streams,
-    /// Streams with output that the flush window holds back, and until when.
+    /// Streams whose output the flush interval holds back, and until when.
     alarms: BinaryHeap<Reverse<(Instant, RequestId)>>,
-    /// Streams with output that waits for the lane to be empty.
+    /// Streams whose output waits until the channel is empty.
     gathered: Vec<RequestId>,
     engine_gone: bool,
 }
@@ -251,8 +251,8 @@ impl Owner {
         match message {
             Message::Register(registration) => self.register(*registration),
             Message::Outputs(mut outputs) => {
-                // A first token is the most urgent output, and writing a large step's chunks takes
-                // a while.
+                // First tokens are the most urgent output, and writing a large step's chunks takes
+                // time.
                 if outputs.iter().any(|output| output.admission.is_some()) {
                     outputs.sort_by_key(|output| output.admission.is_none());
                 }
@@ -280,7 +280,7 @@ impl Owner {
 
     fn send_gathered(&mut self, now: Instant, scratch: &mut Scratch) {
         for id in self.gathered.drain(..) {
-            // Output of the last step has already flushed what was gathered before it.
+            // The last step's output may have flushed what was collected before it.
             if let Some(stream) = self.streams.get_mut(&id)
                 && stream.due(now) == Due::Now
                 && stream.send(now, scratch) == Sent::Ended
@@ -290,7 +290,7 @@ impl Owner {
         }
     }
 
-    /// Sends text that the window has held back long enough.
+    /// Sends text whose flush interval has passed.
     fn ring(&mut self, now: Instant, scratch: &mut Scratch) {
         while let Some(&Reverse((next, id))) = self.alarms.peek()
             && next <= now
@@ -315,8 +315,8 @@ impl Owner {
 
     fn apply(&mut self, output: Output, now: Instant, behind: bool, scratch: &mut Scratch) {
         let id = output.id;
-        // Outputs of a request that a stop string ended keep coming until the engine has handled
-        // the abort.
+        // Outputs of a request that a stop string ended still come until the engine has handled the
+        // abort.
         let Some(stream) = self.streams.get_mut(&id) else { return };
         let alive = output.finish.is_none();
         if let Some(admission) = output.admission {

@@ -1,4 +1,4 @@
-//! One request on its way out: its tokens become text, and its chunks are sent in time.
+//! The output of one request: its tokens become text, and its chunks are sent in time.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ use crate::metrics::{AdapterUse, Timeline};
 use crate::outlet::Chunk;
 use crate::speller::{EarlyEnd, Speller};
 
-/// The approximate largest number of bytes that are gathered for a chunk, for any interval.
+/// The approximate number of bytes that are collected for a chunk at most, whatever the interval.
 const MOST_GATHERED: usize = 64 << 10;
 
 /// Buffers that are used again from token to token.
@@ -50,7 +50,7 @@ pub(super) struct Stream {
     window: Duration,
     /// The time of the last chunk.
     sent: Option<Instant>,
-    /// True if the next send has a time already.
+    /// True if a time for the next send is set already.
     pub(super) noted: bool,
     /// The paths of the request's images.
     images: Arc<[String]>,
@@ -80,14 +80,12 @@ impl Stream {
         self.delta.end.as_ref()
     }
 
-    /// The time to send the tokens that have come up to `now`: a first token and an end do not
-    /// wait.
+    /// When to send the tokens that have come up to `now`: a first token and an end at once.
     pub(super) fn due(&self, now: Instant) -> Due {
         if self.delta.end.is_some() {
             return Due::Now;
         }
-        // The mailbox counts the unread output of all choices, without the output that is gathered
-        // here.
+        // The mailbox counts the unread output of all choices, but not what is collected here.
         if self.delta.weight() >= MOST_GATHERED {
             return Due::Now;
         }
