@@ -7,8 +7,9 @@ use forebay_machine::{Processors, cpu_list};
 use rustix::thread::{CpuSet, sched_setaffinity};
 use serde::Serialize;
 
-/// The value of `--cpu-affinity`, in the notation of vLLM's and SGLang's CPU backends. It is lists
-/// of processors as in taskset, with `|` between replicas, and `;` between the ranks of a replica.
+/// The value of `--cpu-affinity`, in the notation of vLLM's and SGLang's CPU backends. Lists of
+/// processors as in taskset, separated by `|` between replicas and `;` between the ranks of a
+/// replica.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum AffinityFlag {
     /// The hands get equal parts of the processors that the process may use.
@@ -27,7 +28,7 @@ pub(crate) enum AffinityFlag {
 pub(crate) struct Affinity {
     /// The processors of all threads of the brain; empty: any.
     pub(crate) brain: Vec<usize>,
-    /// The processors of each hand, replica by replica and rank by rank; none: any.
+    /// The processors of each hand, by replica and rank; empty: any.
     pub(crate) hands: Vec<Vec<usize>>,
 }
 
@@ -72,7 +73,7 @@ impl AffinityFlag {
                 Ok(Affinity { brain: Vec::new(), hands })
             }
             Self::Lists { brain, replicas } => {
-                /// Makes `count` values of `given`, which are as many, or one for all.
+                /// Extends `given` to `count` values: it has that many already, or one for all.
                 fn spread<T: Clone>(given: &[T], count: usize, of: &str) -> Result<Vec<T>> {
                     match given {
                         [one] => Ok(vec![one.clone(); count]),
@@ -95,23 +96,23 @@ impl AffinityFlag {
     }
 }
 
-/// Keeps this thread, and all that it starts from now on, on these processors.
+/// Binds this thread, and all threads that it starts from now on, to these processors.
 pub(crate) fn pin(cpus: &[usize]) -> Result<()> {
     let mut set = CpuSet::new();
     cpus.iter().for_each(|&cpu| set.set(cpu));
     sched_setaffinity(None, &set).context("--cpu-affinity")
 }
 
-/// Compute threads of each of several hands without processors of their own: equal parts of the
-/// cores, as far as there is time on them.
+/// The number of compute threads for each of several hands without processors of their own: equal
+/// parts of the cores, within the CPU quota.
 pub(crate) fn threads_each(processors: &Processors, hands: u32) -> u32 {
     let threads = u32::try_from(processors.threads()).unwrap_or(u32::MAX);
     (threads / hands).max(1)
 }
 
 impl Affinity {
-    /// Compute threads of each hand, where there is less time than the hands have cores. `None`:
-    /// each hand computes on all of its cores.
+    /// The number of compute threads of each hand, if the CPU quota is below the hands' cores.
+    /// `None`: each hand uses all its cores.
     pub(crate) fn threads(&self, processors: &Processors) -> Option<u32> {
         let cores = |cpus: &Vec<usize>| {
             let own = processors.cores.iter();

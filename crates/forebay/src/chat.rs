@@ -1,5 +1,5 @@
-//! `forebay chat` and `forebay run-batch`. The model is downloaded here, where a terminal shows the
-//! progress. The crate `chat` does the rest.
+//! `forebay chat` and `forebay run-batch`. The model is downloaded here, so that a terminal shows
+//! the progress; the crate `chat` does the rest.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -31,7 +31,7 @@ fn this_program() -> Result<PathBuf> {
     std::env::current_exe().context("this program")
 }
 
-/// Checks the flags of the server to be started, and downloads its model.
+/// Checks the flags for the server that will be started, and downloads its model.
 fn prepare(model: Option<&str>, serve_flags: &[String]) -> Result<()> {
     let Some(model) = model else { return Ok(()) };
     let serving = ["forebay", "serve", model].into_iter();

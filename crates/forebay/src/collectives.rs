@@ -1,4 +1,4 @@
-//! The network interface over which the ranks of a group compute together.
+//! The network interface over which ranks of a group communicate.
 
 use std::path::Path;
 
@@ -12,14 +12,14 @@ const LONGEST: usize = 15;
 const INTERFACES: &str = "/sys/class/net";
 /// The variables of gloo and NCCL.
 const SUMS: [&str; 2] = ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"];
-/// The variable of UCX, by which pages are copied. Ranks on one machine may copy to others, so it
-/// is only set for ranks on several.
+/// UCX's variable for the network device that copies pages. Ranks on one machine may copy to other
+/// machines, so it is set only for groups on several machines.
 const COPIES: &str = "UCX_NET_DEVICES";
 
 /// Reads the name of an interface from a command line.
 ///
 /// # Errors
-/// Linux has no such name.
+/// Linux does not allow the name.
 pub(crate) fn interface(text: &str) -> Result<String, String> {
     let fits = (1..=LONGEST).contains(&text.len()) && text != "." && text != "..";
     let plain = |c: char| c.is_ascii_graphic() && !"/:,=^".contains(c);
@@ -32,7 +32,7 @@ pub(crate) fn interface(text: &str) -> Result<String, String> {
 /// Checks that this machine has the interface, where Linux lists them.
 ///
 /// # Errors
-/// It has others, which the sentence names.
+/// It has only others, which the message lists.
 pub(crate) fn check(interface: &str) -> Result<(), String> {
     missing(interface, Path::new(INTERFACES))
 }
@@ -52,9 +52,9 @@ fn missing(interface: &str, folder: &Path) -> Result<(), String> {
     ))
 }
 
-/// Variables of a hand, with the interface that its group uses on this machine: `own`, if this
-/// machine has one set, overrides that of the brain. Variables that `is_set` finds are the user's,
-/// and stay.
+/// Variables of a hand, with the interface that its group uses on this machine: `own`, this
+/// machine's setting if any, overrides the brain's. Variables for which `is_set` is true were set
+/// by the user, and stay.
 pub(crate) fn environment(
     collectives: &Collectives,
     own: Option<&str>,

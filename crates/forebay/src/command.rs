@@ -1,4 +1,4 @@
-//! The command line: which command, and its flags as the crate that does the work declares them.
+//! The command line: the commands, with flags declared by the crates that do the work.
 
 use clap::{Parser, Subcommand};
 use forebay_bench::{Gsm8kArgs, ReportArgs, ServeArgs};
@@ -30,19 +30,19 @@ pub(crate) enum Command {
     Route(Box<RouteFlags>),
     /// Join this machine's devices to a remote `serve --listen-hands`.
     Worker(WorkerFlags),
-    /// Chat in this terminal, with a server that runs or with one that is started for a model.
+    /// Chat in this terminal, with a running server or with one that is started for a model.
     Chat(Box<ChatArgs>),
-    /// Answer a file of requests, with a server that runs or with one that is started for a model.
-    /// The exit status is 3 if all are answered, some with an error.
+    /// Answer a file of requests, with a running server or with one that is started for a model.
+    /// The exit status is 3 if all requests have answers and some of these are errors.
     RunBatch(Box<BatchArgs>),
-    /// Download a model, so that a later `serve` finds it. Its path is printed.
+    /// Download a model for a later `serve`, and print its path.
     Pull(PullFlags),
-    /// List the models that were downloaded, or those of a running server.
+    /// List the downloaded models, or those of a running server.
     Ls(ListFlags),
-    /// Remove a downloaded model. Other revisions of it keep the files that they share.
+    /// Remove a downloaded model. Files shared with its other revisions are kept.
     Rm(RemoveFlags),
-    /// Report the facts about this machine that matter for serving, with advice. The exit status is
-    /// 1 if something prevents serving.
+    /// Report facts about this machine that matter for serving, with advice. The exit status is 1
+    /// if something prevents serving.
     Doctor(DoctorFlags),
     /// Measure a server, and show the results.
     #[command(subcommand)]
@@ -50,7 +50,7 @@ pub(crate) enum Command {
     /// Measure the accuracy of a served model.
     #[command(subcommand)]
     Eval(EvalCommand),
-    /// Profiles of simulated devices, for `serve --device sim` and for `plan`.
+    /// Manage profiles of simulated devices, for `serve --device sim` and for `plan`.
     #[command(subcommand)]
     Sim(SimCommand),
     /// A hand in Rust, as `serve` starts it: its socket is descriptor 3.
@@ -59,8 +59,7 @@ pub(crate) enum Command {
     /// Render chats, as `serve` starts it: its socket is standard input.
     #[command(hide = true)]
     Render,
-    /// Compute the number of replicas that a recorded traffic needs, or the memory of a model's
-    /// ranks.
+    /// Compute how many replicas a recorded traffic needs, or how much memory a model's ranks need.
     #[command(args_override_self = true)]
     Plan(Box<PlanFlags>),
 }
@@ -84,7 +83,7 @@ pub(crate) enum EvalCommand {
 pub(crate) enum SimCommand {
     /// Make a profile from measured step times.
     Fit(FitFlags),
-    /// List the built-in profiles, or print the file of one.
+    /// List the built-in profiles, or print one as a file.
     Profiles(ProfilesFlags),
 }
 

@@ -1,18 +1,18 @@
-//! The number of files and sockets that this process may have open, and the share of connections.
+//! The limit on open files and sockets, and how many of them connections may use.
 
 use anyhow::{Result, bail};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tracing::warn;
 
-/// More connections than this need a front with several processes anyway.
+/// More connections than this need several front-end processes anyway.
 const MOST_CONNECTIONS: u64 = 65_536;
-/// The descriptors for files, logs and threads' wake-ups. They are also for connections beyond the
-/// limit, which get an error, and for new ones that are not counted yet.
+/// Descriptors for files, logs and thread wake-ups, for connections beyond the limit, which get an
+/// error, and for new ones that are not counted yet.
 const OTHERS: u64 = 192;
-/// The descriptors for a hand: its socket, its process, and those of a new start.
+/// Descriptors for a hand: its socket and its process, twice because of restarts.
 const PER_HAND: u64 = 8;
 
-/// Raises the limit of open files to the most that this user may have. Returns the limit.
+/// Raises the limit of open files as far as this user may. Returns the limit.
 pub(crate) fn raise() -> u64 {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     if current != maximum

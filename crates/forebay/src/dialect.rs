@@ -1,4 +1,4 @@
-//! The dialect of the model: found out, or named by flags.
+//! The model's dialect: detected, or named by flags.
 
 use std::sync::Arc;
 
@@ -13,13 +13,13 @@ use crate::flags::DialectFlags;
 /// The form of chats and answers, for /server_info.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct ChatFacts {
-    /// The dialect of tool calls, in vLLM's words; null: none are read.
+    /// The format of tool calls, by vLLM's name; null: calls are not parsed.
     pub(crate) tool_call_parser: Option<&'static str>,
-    /// The dialect of reasoning, in vLLM's words; null: none is read.
+    /// The format of reasoning, by vLLM's name; null: reasoning is not parsed.
     pub(crate) reasoning_parser: Option<&'static str>,
     /// True if the template shows the model its tools.
     template_takes_tools: bool,
-    /// The changes to messages that the template does not take as they are.
+    /// Changes that the template requires of messages.
     adaptations: Vec<&'static str>,
 }
 
@@ -34,7 +34,7 @@ impl ChatFacts {
 const GENERIC: &str = "generic";
 
 /// The model's dialect, and the special tokens that are marks of it. If the template shows no tools
-/// and no flag names a form of calls, a system message will show them.
+/// and no flag names a format of calls, a system message will list the tools.
 ///
 /// # Errors
 /// A flag names no dialect.

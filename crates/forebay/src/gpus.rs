@@ -1,8 +1,8 @@
-//! GPUs by the system's files: the choice of `--device auto`, and the GPU of each replica.
+//! GPUs as the system's files show them: the choice of `--device auto`, and the GPU of each rank.
 //!
-//! Only the hand can tell whether PyTorch computes on a GPU. Asking it first would add the seconds
-//! of its import to every start. And defaults that depend on the device are resolved before there
-//! is a hand.
+//! Only the hand can find out whether PyTorch works on a GPU. Asking it would add the seconds of
+//! its import to every start, and defaults that depend on the device are needed before a hand
+//! exists.
 
 use std::path::Path;
 
@@ -17,7 +17,7 @@ pub(crate) struct Gpus {
     /// The GPUs that the user restricts this process to, as numbers or identifiers; `None`: no
     /// restriction.
     named: Option<Vec<String>>,
-    /// Device files of GPUs; none also where the driver has others, as in WSL.
+    /// The number of GPU device files; 0 also if the driver uses others, as in WSL.
     files: usize,
 }
 
@@ -27,7 +27,7 @@ impl Gpus {
         Self::look(std::env::var(VISIBLE).ok().as_deref(), Path::new("/dev"))
     }
 
-    /// Makes the GPUs of `files` device files, all of them visible.
+    /// The GPUs for `files` device files, all of them visible.
     #[cfg(test)]
     pub(crate) fn of(files: usize) -> Self {
         Self { named: None, files }
@@ -59,7 +59,7 @@ impl Gpus {
         self.named.as_ref().map_or(self.files, |named| named.len().min(self.files))
     }
 
-    /// One by its place among them, as `CUDA_VISIBLE_DEVICES` names it.
+    /// A GPU by its index, as `CUDA_VISIBLE_DEVICES` names it.
     pub(crate) fn name(&self, place: usize) -> Option<String> {
         match &self.named {
             _ if place >= self.count() => None,
@@ -68,7 +68,7 @@ impl Gpus {
         }
     }
 
-    /// One for each rank of each replica, replica by replica.
+    /// One for each rank, ordered by replica.
     ///
     /// # Errors
     /// There are fewer.

@@ -1,4 +1,4 @@
-//! The form of answers: the threads that compile it, and the marks around a model's reasoning.
+//! Structured output: the threads that compile grammars, and the marks around a model's reasoning.
 
 use std::io;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::model::Model;
 /// Tokens of at most this many bytes occur in any text.
 const SHORT: usize = 4;
 
-/// Starts the threads under `guard`; `None`: answers have any form.
+/// Starts the threads under `guard`; `None`: answers can't be constrained.
 pub(crate) fn start(
     config: Option<GrammarConfig>,
     tokenizer: &Arc<Tokenizer>,
@@ -28,8 +28,8 @@ pub(crate) fn start(
 }
 
 /// The marks around a model's reasoning. Each mark has to begin with a token of its own, and the
-/// closing mark has to be one token: no other spelling of a mark would be recognised. `None` if the
-/// model's marks do not, or there are none.
+/// closing mark has to be a single token, because no other tokenisation of a mark is recognised.
+/// `None`: the model has no such marks.
 pub(crate) fn markers(tokenizer: &Tokenizer, dialect: Dialect) -> Option<Markers> {
     let (open, close) = dialect.reasoning_marks()?;
     let encode = |mark: &str| tokenizer.encode(mark.trim_end(), false).ok();

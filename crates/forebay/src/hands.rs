@@ -1,4 +1,4 @@
-//! The choice of the hand that serves a model: this program's own, or PyTorch's.
+//! Chooses the hand for a model: this program's own, or PyTorch's.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -27,7 +27,7 @@ impl Chosen {
         Self { hand: "torch", hand_reason: Some(why.into()) }
     }
 
-    /// Chooses a hand for this configuration, of a group of `ranks` ranks.
+    /// Chooses a hand for this configuration and a group of `ranks` ranks.
     pub(crate) fn new(flag: Hand, config: &HandConfig, ranks: u32, model: &Model) -> Result<Self> {
         if config.device == "sim" {
             return Ok(Self { hand: "none", hand_reason: Some("the device is simulated".into()) });
@@ -50,7 +50,7 @@ impl Chosen {
             adapters: config.lora.is_some(),
             draft_model: config.draft.is_some(),
         };
-        // PyTorch's hand refuses it too, and need not be installed for that.
+        // PyTorch's hand would refuse it too, so it need not be installed to find out.
         if let Some(why) = why_no_codes(&asked).or_else(|| why_not_stored(&asked)) {
             bail!("{why}");
         }
@@ -121,14 +121,14 @@ pub(crate) fn program(hand: &str, python: &Path) -> (PathBuf, Vec<OsString>) {
 
 /// This program.
 pub(crate) fn own_program() -> PathBuf {
-    // A program that was replaced since it was started is not there any more, but its file is.
+    // If the program's file was replaced while it runs, this path still leads to the old one.
     let own = std::env::current_exe().ok().filter(|path| path.is_file());
     own.unwrap_or_else(|| "/proc/self/exe".into())
 }
 
-/// Variables of every hand. They ask glibc for huge pages for large blocks, unless the user has set
-/// its tunables. A step on a CPU reads all weights, and the lookup of small pages takes up to a
-/// tenth of its time.
+/// Environment variables of every hand. They make glibc use huge pages for large blocks, unless the
+/// user has set its tunables. A step on a CPU reads all weights, and with small pages TLB misses
+/// take up to a tenth of its time.
 pub(crate) fn environment() -> Vec<(OsString, OsString)> {
     const TUNABLES: &str = "GLIBC_TUNABLES";
     let mut variables: Vec<(OsString, OsString)> = Vec::new();

@@ -1,8 +1,8 @@
-//! Log lines on their way to stderr, which may have no reader.
+//! Writes log lines to stderr, which may have no reader.
 //!
-//! A pipe without a reader takes 64 KiB. Then every write to it waits, on any thread. So a thread
-//! of its own writes lines. Its queue is bounded. Lines beyond that are dropped, counted, and
-//! reported when there is a reader again.
+//! A pipe without a reader buffers 64 KiB. After that every write blocks its thread. So a separate
+//! thread writes the lines. Its queue is bounded: further lines are dropped and counted, and the
+//! count is reported once there is a reader again.
 
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -16,9 +16,9 @@ use tracing_subscriber::fmt::MakeWriter;
 
 /// Bytes of lines that may wait.
 const MOST: usize = 4 << 20;
-/// The time for which the end of the process waits until the last lines are written.
+/// How long the process waits at its end until the last lines are written.
 pub(crate) const LAST_LINES: Duration = Duration::from_secs(1);
-/// The time for which a panic, which may be about to end the process, waits for its line.
+/// How long a panic, which may be about to end the process, waits for its line.
 const PANIC: Duration = Duration::from_millis(200);
 
 enum Message {
@@ -27,7 +27,7 @@ enum Message {
     Flush(Sender<()>),
 }
 
-/// The queue of log lines, which never waits. A clone leads to the same queue.
+/// The queue of log lines, which never blocks. Clones share it.
 #[derive(Clone)]
 pub(crate) struct Lines {
     lane: Sender<Message>,
@@ -58,7 +58,7 @@ impl Lines {
         Ok((lines, thread))
     }
 
-    /// Leaves a line, if there is room for it.
+    /// Queues a line if there is room for it.
     pub(crate) fn push(&self, line: &[u8]) {
         let before = self.waiting.fetch_add(line.len(), Ordering::Relaxed);
         if before + line.len() > self.most || self.lane.send(Message::Line(line.to_vec())).is_err()
@@ -71,7 +71,7 @@ impl Lines {
     /// Leaves a line however many wait.
     pub(crate) fn push_always(&self, line: &[u8]) {
         self.waiting.fetch_add(line.len(), Ordering::Relaxed);
-        // A thread that has ended takes none; there is nowhere else to write them.
+        // A closed channel means that the thread has ended, and there is nowhere else to write.
         let _ = self.lane.send(Message::Line(line.to_vec()));
     }
 
@@ -81,7 +81,7 @@ impl Lines {
         if self.lane.send(Message::Flush(done)).is_err() {
             return false;
         }
-        // An answer or the end of the thread, whichever comes first.
+        // Either the confirmation or the end of the thread.
         written.recv_timeout(limit) != Err(RecvTimeoutError::Timeout)
     }
 
@@ -112,7 +112,7 @@ impl Lines {
                 _ => String::new(),
             };
             lines.push_always(format!("thread '{name}': {panic}{trace}\n").as_bytes());
-            // The process may be about to end. The thread that writes cannot wait for itself.
+            // The process may be about to end. The writing thread itself cannot wait for the queue.
             if name != "log" {
                 lines.flush(PANIC);
             }

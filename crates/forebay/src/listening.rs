@@ -1,4 +1,4 @@
-//! Opens the sockets for connections, before anything that takes long.
+//! Opens the listening sockets, before anything that takes long.
 
 use std::fs;
 use std::io;
@@ -13,8 +13,8 @@ use forebay_server::Listener;
 
 use crate::flags::ListenFlags;
 
-/// Connections that may wait to be accepted, if the system allows as many. In a larger burst
-/// connections are dropped, and tried again a second later. The standard library requests 128.
+/// Connections that may wait to be accepted, if the system allows as many. Connections of a larger
+/// burst are dropped, and retried a second later. The standard library requests only 128.
 const BACKLOG: i32 = 65_535;
 
 /// Listens on an address and port.
@@ -29,7 +29,7 @@ pub(crate) fn tcp(host: &str, port: u16) -> Result<TcpListener> {
     Ok(listener)
 }
 
-/// An address, if only this machine can reach it.
+/// The address, if only this machine can reach it.
 pub(crate) fn loopback(address: IpAddr) -> Option<String> {
     address.to_canonical().is_loopback().then(|| address.to_string())
 }
@@ -68,7 +68,7 @@ impl Bound {
         })
     }
 
-    /// Makes the server's listener. The file lives until the second part is dropped.
+    /// Creates the server's listener. The socket file is removed when the second part is dropped.
     pub(crate) fn listener(self) -> io::Result<(Listener, Option<SocketFile>)> {
         Ok(match self {
             Self::Tcp(listener) => (tokio::net::TcpListener::from_std(listener)?.into(), None),
@@ -79,7 +79,7 @@ impl Bound {
     }
 }
 
-/// A socket's file, removed when this is dropped unless it is another's by then.
+/// A socket's file. Dropping this removes it, unless another process has replaced it.
 #[derive(Debug)]
 pub(crate) struct SocketFile {
     path: PathBuf,
@@ -95,8 +95,7 @@ impl Drop for SocketFile {
     }
 }
 
-/// The identity of a file: its device, its number, and its time of creation, because numbers are
-/// used again.
+/// The identity of a file: device, inode and creation time, because inode numbers are reused.
 type Identity = (u64, u64, Option<SystemTime>);
 
 fn identity(path: &Path) -> io::Result<Identity> {
@@ -137,7 +136,7 @@ mod tests {
         // A killed process leaves its socket file behind.
         drop(listener);
         let (_listener, next) = unix(&path).unwrap();
-        // The first one's end is not the second one's.
+        // Dropping the first must not remove the second.
         drop(file);
         assert!(path.exists());
         drop(next);

@@ -19,15 +19,15 @@ use tracing_subscriber::{EnvFilter, Layer, fmt};
 use crate::flags::{LineFlags, LogFormat, visible_keys};
 use crate::lines::Lines;
 
-/// Keeps the span exporter alive; its last spans are sent, and the last lines written, when this is
-/// dropped.
+/// Keeps the span exporter alive. When it is dropped, the last spans are sent and the last lines
+/// written.
 pub(crate) struct Logs {
     spans: Option<SdkTracerProvider>,
     lines: Lines,
 }
 
 impl Logs {
-    /// The queue of lines, for text that is to stand between them.
+    /// The queue of lines, for text that belongs between log lines.
     pub(crate) fn lines(&self) -> &Lines {
         &self.lines
     }
@@ -49,7 +49,7 @@ impl Drop for Logs {
     }
 }
 
-/// Shows warnings of the commands that print their results themselves.
+/// Shows warnings, for commands that print their results themselves.
 pub(crate) fn init_warnings() -> Result<()> {
     let lines = fmt::layer().with_writer(std::io::stderr).with_target(false).with_ansi(ansi());
     let lines = lines.without_time().compact().with_filter(LevelFilter::WARN);
@@ -57,7 +57,7 @@ pub(crate) fn init_warnings() -> Result<()> {
     subscriber.try_init().context("cannot install the log subscriber")
 }
 
-/// Starts logs with the time, and with lines that are not warnings: for a process that stays.
+/// Starts logging with times and with lines below warnings, for a process that keeps running.
 pub(crate) fn init_plain() -> Result<()> {
     let lines = fmt::layer().with_writer(std::io::stderr).with_target(false).with_ansi(ansi());
     let lines = lines.compact().with_filter(LevelFilter::INFO);
@@ -69,8 +69,8 @@ fn ansi() -> bool {
     std::io::stderr().is_terminal()
 }
 
-/// Installs the subscriber of the process, and has panics written as lines. Spans are sent to
-/// `endpoint`; `guard` watches over the thread that writes.
+/// Installs the process's subscriber, and writes panics as log lines. Spans are sent to `endpoint`;
+/// `guard` supervises the writing thread.
 pub(crate) fn init(flags: &LineFlags, endpoint: Option<&str>, guard: &Guard) -> Result<Logs> {
     let filter = EnvFilter::try_new(&flags.log_level).context("--log-level")?;
     let ansi = ansi();
@@ -109,7 +109,7 @@ pub(crate) fn init(flags: &LineFlags, endpoint: Option<&str>, guard: &Guard) -> 
     Ok(Logs { spans, lines: written })
 }
 
-/// Says which keys other users of the machine can read.
+/// Warns about keys that other users of the machine can read.
 pub(crate) fn warn_of_visible_keys() {
     let arguments = std::env::args_os().map(|argument| argument.to_string_lossy().into_owned());
     let visible = visible_keys(arguments);

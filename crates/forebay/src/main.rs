@@ -1,4 +1,4 @@
-//! The `forebay` binary: flags to configuration, and the parts put together.
+//! The `forebay` binary: turns flags into configuration, and connects the parts.
 
 mod affinity;
 mod chat;
@@ -49,7 +49,7 @@ use crate::tokenizers::Tokenizers;
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// The exit status of a command line that cannot be understood, as the parser has it.
+/// The exit status for an invalid command line, as the parser uses it.
 const WRONG_USAGE: u8 = 2;
 
 fn main() -> ExitCode {
@@ -77,7 +77,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Writes the last line. A full pipe without a reader does not hold up the process.
+/// Writes the last line without blocking on a full pipe.
 fn say(line: String) {
     let (done, said) = std::sync::mpsc::channel();
     let write = move || {

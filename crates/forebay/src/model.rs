@@ -1,5 +1,5 @@
-//! Finds the model, downloads missing files, and describes it. An interpreter is asked only where
-//! transformers' code computes the model, and for a tokenizer in a form that it has to convert.
+//! Finds the model, downloads missing files, and describes it. Python is needed only if
+//! transformers' code computes the model, or if a tokenizer has to be converted.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::PermissionsExt;
@@ -36,21 +36,20 @@ pub(crate) struct Model {
     pub(crate) eos_token: Option<String>,
     pub(crate) context_length: u32,
     pub(crate) vocab_size: u32,
-    /// The data from which native code builds the model; `None`: transformers' code computes it.
+    /// The shape from which native code builds the model; `None`: transformers' code computes it.
     #[serde(default)]
     pub(crate) shape: Option<ModelShape>,
     pub(crate) pooling: Option<Pooling>,
-    /// The way from an image to patches; `None`: the model takes none.
+    /// How images are turned into patches; `None`: the model takes none.
     #[serde(default)]
     pub(crate) images: Option<Images>,
-    /// What the engine must know of transformers' modelling code; `None`: native code computes the
+    /// What the engine needs to know about transformers' code; `None`: native code computes the
     /// model.
     #[serde(default)]
     pub(crate) called: Option<Called>,
-    /// The folder for files that Forebay makes of models.
+    /// The folder for files that Forebay derives from models.
     pub(crate) cache: PathBuf,
-    /// The folder of the tokenizer that was rebuilt where no cache can be written. It goes with the
-    /// model.
+    /// The folder of a rebuilt tokenizer, if no cache can be written. It is removed with the model.
     #[serde(skip)]
     #[expect(dead_code, reason = "its end removes the folder")]
     temporary: Option<Arc<TempDir>>,
@@ -68,7 +67,7 @@ pub(crate) struct Called {
     pub(crate) rest: Map<String, Value>,
 }
 
-/// A model's processing of images, as the hand reads it. A position of the decoder is `merge` times
+/// A model's image processing, as the hand reads it. A position of the decoder covers `merge` times
 /// `merge` patches.
 #[derive(Debug, Clone, Deserialize, Serialize)]
 pub(crate) struct Images {
@@ -77,11 +76,11 @@ pub(crate) struct Images {
     pub(crate) merge: u32,
     pub(crate) min_pixels: u64,
     pub(crate) max_pixels: u64,
-    /// Rows and columns of positions of every image; `None`: they go by the image's size.
+    /// Rows and columns of positions of every image; `None`: they depend on the image's size.
     #[serde(default)]
     pub(crate) fixed: Option<[u32; 2]>,
     pub(crate) image_token_id: i32,
-    /// The text for an image in chat templates; `None`: the template's own.
+    /// The text for an image in chat templates; `None`: the template writes its own.
     #[serde(default)]
     pub(crate) mark: Option<Mark>,
     /// The values that only the hand reads.
@@ -89,8 +88,7 @@ pub(crate) struct Images {
     pub(crate) rest: Map<String, Value>,
 }
 
-/// The mark that templates of chats write for an image, and the text that prompts have in its
-/// place.
+/// The mark that chat templates write for an image, and the text that prompts need instead.
 #[derive(Debug, Clone, Deserialize, Serialize)]
 pub(crate) struct Mark {
     pub(crate) written: String,
@@ -98,9 +96,9 @@ pub(crate) struct Mark {
 }
 
 impl Mark {
-    /// A template that writes the text. The template is changed and not its output, in which a
-    /// client may have written the mark. A mark next to expressions becomes an expression, and its
-    /// white space is kept.
+    /// The template with the mark replaced by the text. The template is changed rather than its
+    /// output, in which a client may have written the mark. A mark next to expressions becomes an
+    /// expression, and its white space is kept.
     pub(crate) fn replaced(&self, template: &str) -> String {
         let (mut text, mut last) = (String::with_capacity(template.len()), 0);
         for (at, mark) in template.match_indices(&self.written) {
@@ -131,7 +129,7 @@ pub(crate) struct Pooling {
     pub(crate) normalize: bool,
     /// Activation that turns the model's scores into answers.
     pub(crate) function: Function,
-    /// The names of labels, one for each score; none: the model makes vectors.
+    /// The names of labels, one for each score; empty: the model makes vectors.
     pub(crate) labels: Vec<String>,
     /// The layers after pooling.
     pub(crate) layers: Vec<VectorLayer>,
@@ -158,8 +156,8 @@ pub(crate) enum Function {
 }
 
 impl Pooling {
-    /// True if attention is not causal: every position attends to the whole prompt. The model then
-    /// keeps nothing, and its prompts can't be cut into chunks.
+    /// True if attention is not causal: every position attends to the whole prompt. Such a model
+    /// keeps no KV cache, and its prompts can't be cut into chunks.
     pub(crate) fn whole_prompts(&self) -> bool {
         !matches!(self.kind.as_str(), "last" | CAUSAL_MEAN)
     }
@@ -169,20 +167,20 @@ impl Pooling {
         self.task != Task::Embed
     }
 
-    /// True if every state of a prompt counts. Then none may be left out because its keys and
-    /// values are known.
+    /// True if the output depends on every state of a prompt, so that none may be skipped although
+    /// its keys and values are cached.
     pub(crate) fn counts_all(&self) -> bool {
         self.kind == CAUSAL_MEAN
     }
 }
 
 impl Model {
-    /// True if the model keeps one row a position in place of keys and values.
+    /// True if the model caches one row a position instead of keys and values.
     pub(crate) fn is_latent(&self) -> bool {
         self.shape.as_ref().is_some_and(ModelShape::is_latent)
     }
 
-    /// True if layers keep a state of all earlier positions, which no prefix of a request has.
+    /// True if layers keep a state of all earlier positions, which can't be cut to a prefix.
     pub(crate) fn has_states(&self) -> bool {
         self.state_bytes(1) > 0
     }
@@ -197,7 +195,7 @@ impl Model {
         }
     }
 
-    /// The part that a hand gets in the handshake.
+    /// The part that is sent to hands in the handshake.
     pub(crate) fn told(&self) -> Value {
         json!({
             "format": self.format,
@@ -225,11 +223,10 @@ impl Model {
             .map_or_else(called, |shape| u32::try_from(shape.hidden_size()).unwrap_or_default())
     }
 
-    /// The places of the weights in the model's files, for a hand that does not look for them
-    /// itself.
+    /// Where the weights are in the model's files, for a hand that does not look them up itself.
     ///
     /// # Errors
-    /// A file is missing or damaged, or is of another model.
+    /// A file is missing or damaged, or belongs to another model.
     pub(crate) fn manifest(&self) -> Result<Value> {
         let Some(shape) = &self.shape else { return Ok(Value::Null) };
         let scores = self.pooling.as_ref().is_some_and(Pooling::scores);
@@ -239,8 +236,8 @@ impl Model {
         Ok(found.to_json())
     }
 
-    /// The template for chats with tools, if the model has one in addition to its default: in the
-    /// list of its tokenizer's configuration, or in a folder of its own.
+    /// The template for chats with tools, if the model has a separate one: in the list of its
+    /// tokenizer's configuration, or in a folder.
     pub(crate) fn tool_use_template(&self) -> Result<Option<String>> {
         const NAME: &str = "tool_use";
         let file = self.directory.join("additional_chat_templates").join(format!("{NAME}.jinja"));
@@ -253,7 +250,7 @@ impl Model {
         Ok(named.and_then(|item| item["template"].as_str()).map(str::to_owned))
     }
 
-    /// Special tokens that chat templates may name as variables, in addition to BOS and EOS.
+    /// Special tokens that chat templates may use as variables, besides BOS and EOS.
     pub(crate) fn named_special_tokens(&self) -> BTreeMap<String, String> {
         let content = |value: &Value| match value {
             Value::String(text) => Some(text.clone()),
@@ -274,9 +271,9 @@ pub(crate) struct Source<'a> {
     pub(crate) revision: Option<&'a str>,
     pub(crate) download_dir: Option<&'a Path>,
     pub(crate) offline: bool,
-    /// True if the model should pool, also one that could generate.
+    /// True if the model should pool even if it could generate.
     pub(crate) embedding: bool,
-    /// True if a model that could take images should be its text alone.
+    /// True if a model with images should be served as text only.
     pub(crate) text_alone: bool,
     pub(crate) model_impl: ModelImpl,
 }
@@ -316,14 +313,14 @@ pub(crate) fn fetch(
     let named = ModelName::parse(name, source.revision).with_context(missing)?;
     let mut found = hub.find(&named, weights).with_context(missing)?;
     if !found.is_complete() {
-        // A model that can't be run should be refused before gigabytes are downloaded.
+        // Refuse a model that can't be run before gigabytes are downloaded.
         describe(&found, false)?;
         hub.complete(&mut found).with_context(missing)?;
     }
     describe(&found, weights)
 }
 
-/// Resolves the name of files that go with a model, and downloads missing ones. Returns their
+/// Resolves the name of files that belong to a model, and downloads missing ones. Returns their
 /// folder.
 pub(crate) fn fetch_part(
     python: &Path,
@@ -357,8 +354,8 @@ fn rebuilding_folder(cache: &Path) -> Result<(PathBuf, Option<Arc<TempDir>>)> {
     Ok((folder.path().to_owned(), Some(Arc::new(folder))))
 }
 
-/// Describes `found` by its files. A model that no native code has may be computed by
-/// transformers', which an interpreter probes.
+/// Describes `found` from its files. If there is no native code for the model, transformers' code
+/// may compute it, which Python probes.
 fn describe_any(
     python: &Path,
     (name, hand): (&str, Hand),
@@ -394,7 +391,7 @@ fn describe_any(
             Err(error) if may_have_tokenizer(found) => {
                 let made = match ask(python, found, cache, false) {
                     Ok(answer) => answer.tokenizer,
-                    // Without an interpreter this program reports the fault itself.
+                    // Without an interpreter, report the fault directly.
                     Err(failed) if without_interpreter(&failed) => None,
                     Err(failed) => return Err(failed.context(missing())),
                 };
@@ -423,13 +420,13 @@ fn read(description: Value) -> Result<Model> {
     serde_json::from_value(description).context("a description without a model")
 }
 
-/// True if a tokenizer in another form may be converted.
+/// True if a tokenizer in another format may be convertible.
 fn may_have_tokenizer(found: &Found) -> bool {
     let has = |name: &str| found.path.join(name).is_file();
     has("config.json") && !has("tokenizer.json")
 }
 
-/// True if no interpreter with our packages could be asked.
+/// True if no interpreter with our packages could be run.
 fn without_interpreter(error: &anyhow::Error) -> bool {
     error.is::<std::io::Error>() || error.is::<crate::python::Incomplete>()
 }
@@ -437,14 +434,14 @@ fn without_interpreter(error: &anyhow::Error) -> bool {
 /// The output of `python -m forebay.models.describe`.
 #[derive(Debug, Deserialize)]
 struct Answer {
-    /// The file that was made of a tokenizer in another form; `None`: none was.
+    /// The file converted from a tokenizer in another format; `None`: nothing was converted.
     tokenizer: Option<PathBuf>,
     /// The findings of a probe.
     called: Option<Value>,
 }
 
-/// Asks the interpreter for facts of `found` that only transformers can determine; with `probed`
-/// also for those of the model's code that the engine needs.
+/// Runs Python for facts about `found` that only transformers can determine. With `probed`, also
+/// for facts about the model's code that the engine needs.
 fn ask(python: &Path, found: &Found, cache: &Path, probed: bool) -> Result<Answer> {
     crate::python::check(python)?;
     let mut command = Command::new(python);
@@ -466,8 +463,8 @@ fn ask(python: &Path, found: &Found, cache: &Path, probed: bool) -> Result<Answe
     answer.context("forebay.models.describe printed no answer")
 }
 
-/// The interpreter to use: named, beside this program, of the active virtual environment, or on the
-/// path.
+/// The interpreter to use: the given one, or the one beside this program, of the active virtual
+/// environment, or on the path.
 pub(crate) fn find_python(named: Option<&Path>) -> PathBuf {
     if let Some(python) = named {
         return python.to_owned();

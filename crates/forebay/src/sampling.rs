@@ -1,12 +1,12 @@
-//! Defaults of sampling parameters that a request leaves out.
+//! Default sampling parameters for requests that omit them.
 
 use forebay_api::GenerationDefaults;
 use serde_json::{Map, Value};
 
 use crate::flags::GenerationConfig;
 
-/// llama.cpp's defaults. They are for GGUF files, most of which have few bits and name no
-/// parameters of their own. At a temperature of 1 without a filter such a model rambles.
+/// llama.cpp's defaults, for GGUF files. Most have few bits and no parameters of their own. At
+/// temperature 1 without a filter such a model rambles.
 const OF_GGUF: GenerationDefaults = GenerationDefaults {
     temperature: Some(0.8),
     top_p: Some(0.95),
@@ -15,8 +15,7 @@ const OF_GGUF: GenerationDefaults = GenerationDefaults {
     repetition_penalty: None,
 };
 
-/// The defaults of a model's requests: those that the model's files name, then those of their
-/// format.
+/// The default sampling parameters of a model: those in its files, otherwise those of their format.
 pub(crate) fn defaults(
     format: &str,
     named: &Map<String, Value>,
@@ -25,7 +24,7 @@ pub(crate) fn defaults(
     if source == GenerationConfig::None {
         return GenerationDefaults::default();
     }
-    // A value that is not a number is none of the authors' recommendations.
+    // Values that are not numbers are not recommendations of the model's authors.
     let number = |name: &str| named.get(name).and_then(Value::as_f64);
     let format = if format == "gguf" { OF_GGUF } else { GenerationDefaults::default() };
     GenerationDefaults {
@@ -39,7 +38,7 @@ pub(crate) fn defaults(
     }
 }
 
-/// The banner's line about defaults that are not OpenAI's; empty: there are none.
+/// The banner's line about defaults that differ from OpenAI's; empty: there are none.
 pub(crate) fn banner_line(defaults: &GenerationDefaults) -> String {
     let shown = |name: &str, value: Option<f32>| value.map(|value| format!("{name} {value}"));
     let GenerationDefaults { temperature, top_p, top_k, min_p, repetition_penalty } = *defaults;

@@ -1,4 +1,4 @@
-//! `--sim-script`: answers of a simulated device, from a file.
+//! `--sim-script`: a simulated device's answers, from a file.
 
 use std::fmt;
 use std::path::Path;
@@ -24,8 +24,8 @@ struct Answer {
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Line {
-    /// Text of the prompt; of several answers whose text is in the prompt, the one whose text ends
-    /// last is given.
+    /// The answer is given if the prompt contains this text. Of several such answers, the one whose
+    /// text ends last in the prompt is given.
     #[serde(default)]
     after: String,
     /// The answer.
@@ -46,8 +46,8 @@ enum Say {
     Pieces(Vec<Piece>),
 }
 
-/// A piece of an answer. Pieces are tokenised apart, so that a word may be several tokens that a
-/// tokenizer would not choose.
+/// A piece of an answer. Pieces are tokenised separately, so that a word may be split into tokens
+/// that a tokenizer would not choose.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 enum Piece {
@@ -59,7 +59,7 @@ impl Answers {
     /// Reads a file; `end` is the end-of-sequence token, and ids are below `vocab_size`.
     ///
     /// # Errors
-    /// It can't be read, or a line of it, which is named, is not an answer.
+    /// It can't be read, or a line is not an answer; the message gives its number.
     pub(crate) fn read(
         file: &Path,
         tokenizer: &Arc<Tokenizer>,
@@ -123,7 +123,7 @@ impl Script for Answers {
         let prompt = self.tokenizer.decode(prompt, false).ok()?;
         let found = self.answers.iter().filter_map(|answer| {
             let at = prompt.rfind(&answer.after)?;
-            // An empty text is in every prompt, and before all others.
+            // An empty text is in every prompt, at its very start.
             let end = if answer.after.is_empty() { 0 } else { at + answer.after.len() };
             Some(((end, answer.after.len()), answer))
         });

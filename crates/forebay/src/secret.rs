@@ -11,11 +11,11 @@ use tracing::warn;
 
 /// The least number of bytes of a secret.
 const SHORTEST: usize = 32;
-/// The largest number of bytes of the file. A larger file is not a secret.
+/// The largest size of the file in bytes. A larger file is no secret.
 const LONGEST: u64 = 4096;
 
-/// The namer of blocks. Processes that read the same secret from the file name blocks equally.
-/// Without a file, the secret is random.
+/// The namer of blocks. Processes that read the same secret give blocks the same names. Without a
+/// file, the secret is random.
 pub(crate) fn namer(file: Option<&Path>) -> Result<Namer> {
     let Some(file) = file else { return Ok(Namer::new(&rand::random::<[u8; SHORTEST]>())) };
     let named = || format!("--cache-secret-file {}", file.display());
@@ -26,7 +26,7 @@ pub(crate) fn namer(file: Option<&Path>) -> Result<Namer> {
     if secret.len() as u64 > LONGEST {
         bail!("{}: more than {LONGEST} bytes are no secret", named());
     }
-    // An editor may have put a line end there, or none.
+    // An editor may have added a line end.
     let secret = secret.trim_ascii_end();
     if secret.len() < SHORTEST {
         let found = secret.len();

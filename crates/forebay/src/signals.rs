@@ -1,4 +1,4 @@
-//! The signals that ask the process to end: SIGINT, SIGTERM and SIGHUP, which mean the same.
+//! The signals that end the process: SIGINT, SIGTERM and SIGHUP, which are treated alike.
 
 use std::fs;
 use std::io;
@@ -9,7 +9,7 @@ use tokio::sync::watch;
 /// SIGHUP's bit in the masks of `/proc`.
 const HANGUP_BIT: u64 = 1;
 
-/// Counts them from now on, on the runtime that this is called in, which has to run meanwhile.
+/// Starts counting signals on the current runtime, which has to keep running.
 pub(crate) fn count() -> io::Result<watch::Receiver<u32>> {
     // A server started with `nohup` has to outlive the terminal.
     let mut hangup = match hangup_is_ignored() {
@@ -33,11 +33,11 @@ pub(crate) fn count() -> io::Result<watch::Receiver<u32>> {
     Ok(told)
 }
 
-/// Waits for one more than there have been by now.
+/// Waits for one more signal than there have been so far.
 pub(crate) async fn another(mut told: watch::Receiver<u32>) {
     told.borrow_and_update();
     if told.changed().await.is_err() {
-        // The runtime that counts has ended: there will be none.
+        // The counting runtime has ended, so no more signals will be seen.
         std::future::pending::<()>().await;
     }
 }

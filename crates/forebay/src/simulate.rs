@@ -1,4 +1,4 @@
-//! The simulated device: its answers, and the commands that make and show profiles.
+//! The simulated device: its answers, and the commands about profiles.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -15,12 +15,12 @@ use crate::model::{Model, Pooling};
 use crate::resolve::{HostSize, Resolved, Simulated, hot_row_tokens, sim_tower};
 use crate::script::Answers;
 
-/// Fewer words than this would make a dull text: other pieces are taken as well then.
+/// With fewer words the text would be monotonous, so other tokens are used too.
 const MIN_WORDS: usize = 64;
-/// More would only be rarer: vocabularies are sorted by frequency, more or less.
+/// Further words would only be rarer: vocabularies are roughly sorted by frequency.
 const MAX_WORDS: usize = 2048;
 
-/// The simulated device in place of the hands of a group.
+/// The simulated device that replaces a group's hands.
 pub(crate) fn config(
     resolved: &Resolved,
     simulated: &Simulated,
@@ -102,8 +102,8 @@ pub(crate) fn config(
     })
 }
 
-/// Ids that read well one after the other: lower-case words with a space before them, or the
-/// nearest tokens of this vocabulary.
+/// Ids that make readable text in any order: lower-case words with a leading space, or the closest
+/// tokens of this vocabulary.
 fn words(tokenizer: &Tokenizer, vocab_size: u32) -> Vec<i32> {
     let known = u32::try_from(tokenizer.vocab_size()).unwrap_or(u32::MAX).min(vocab_size);
     let ids: Vec<i32> = (0..known.cast_signed()).filter(|&id| !tokenizer.is_special(id)).collect();
@@ -125,11 +125,11 @@ fn words(tokenizer: &Tokenizer, vocab_size: u32) -> Vec<i32> {
 /// Flags of `sim fit`.
 #[derive(Debug, Args)]
 pub(crate) struct FitFlags {
-    /// Recordings of `serve --record-steps`, or CSV tables with the columns rows, prefill_tokens,
-    /// context and step_us (and, if known, decode_rows and attention).
+    /// Recordings of `serve --record-steps`, or CSV files with the columns rows, prefill_tokens,
+    /// context and step_us (optionally decode_rows and attention).
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
-    /// The file of the profile, whose name is the file's [default: printed].
+    /// File for the profile, which is named after it [default: print it].
     #[arg(short, long, value_name = "FILE.toml")]
     output: Option<PathBuf>,
     /// The device that was measured.
@@ -138,14 +138,14 @@ pub(crate) struct FitFlags {
     /// The model that it computed, and its arithmetic.
     #[arg(long, value_name = "TEXT")]
     model: String,
-    /// Positions of its KV pool (kv tokens; the pages that `serve` logs when the hand is ready,
-    /// times the page size).
+    /// Size of the KV pool in positions (the pages that `serve` logs when the hand is ready, times
+    /// the page size).
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u64).range(1..))]
     kv_tokens: u64,
     /// Seconds that it takes to load.
     #[arg(long, value_name = "SECONDS", default_value_t = 0.0)]
     load_seconds: f64,
-    /// The way in which the steps were measured, for the profile's origin.
+    /// How the steps were measured, for the profile's `origin`.
     #[arg(long, value_name = "TEXT")]
     note: Option<String>,
 }
@@ -153,7 +153,7 @@ pub(crate) struct FitFlags {
 /// Flags of `sim profiles`.
 #[derive(Debug, Args)]
 pub(crate) struct ProfilesFlags {
-    /// Print this profile's file, to begin another one with.
+    /// Print this profile as a file, as a starting point for another one.
     #[arg(value_name = "NAME|FILE")]
     name: Option<String>,
 }
@@ -182,7 +182,7 @@ pub(crate) fn run_fit(flags: &FitFlags) -> Result<()> {
         states: StateModel::default(),
     };
     let text = profile.to_toml()?;
-    // `serve` reads this file by the same rules: fail here rather than there.
+    // `serve` reads this file by the same rules, so fail here rather than there.
     Profile::from_toml("fitted", &text)?;
     match &flags.output {
         Some(file) => std::fs::write(file, text).with_context(|| file.display().to_string()),

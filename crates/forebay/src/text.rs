@@ -14,7 +14,7 @@ use crate::hands;
 pub(crate) fn renderer() -> Command {
     let mut command = Command::new(hands::own_program());
     command.arg("render");
-    // Its memory is limited, so it reserves no gibibyte of addresses ahead.
+    // Its memory is limited, so mimalloc must not reserve a gibibyte of addresses in advance.
     command.env("MIMALLOC_ARENA_RESERVE", "64MiB");
     command
 }
@@ -28,10 +28,10 @@ impl From<TokenizerBackend> for Backend {
     }
 }
 
-/// Starts the threads that tokenise, under `guard`.
+/// Starts the tokenising threads under `guard`.
 ///
 /// # Errors
-/// The system has no room for a thread.
+/// The system can't start a thread.
 pub(crate) fn pool(
     config: &TextConfig,
     tokenizer: Arc<Tokenizer>,

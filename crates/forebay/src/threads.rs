@@ -1,4 +1,4 @@
-//! The scheduling of the brain's threads: some go first.
+//! Scheduling priorities of the brain's threads.
 
 use std::fs;
 
@@ -6,13 +6,13 @@ use anyhow::{Context, Result};
 use forebay_hand::take_short_turns;
 use rustix::thread::Pid;
 
-/// The beginnings of the names of threads that a step or a token waits for. They work for
-/// microseconds at a time.
+/// The name prefixes of threads that a step or a token waits for. They work for microseconds at a
+/// time.
 const FIRST: [&str; 2] = ["engine", "egress"];
 
-/// Lets the first threads interrupt others in the middle of a long turn: reading bodies, tokenising
-/// texts, a model's arithmetic on the CPU. Otherwise they wait for up to 3 ms on a machine with few
-/// processors.
+/// Lets these threads preempt others in the middle of long work, such as reading bodies,
+/// tokenising, or a model's arithmetic on the CPU. Otherwise they wait up to 3 ms on a machine with
+/// few processors.
 pub(crate) fn shorten_turns() -> Result<()> {
     for task in fs::read_dir("/proc/self/task").context("/proc/self/task")? {
         let task = task?;

@@ -1,4 +1,4 @@
-//! Tokenizers for the commands that measure: found where `serve` finds models, without their
+//! Tokenizers for the measuring commands, found where `serve` finds models but without downloading
 //! weights.
 
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ use crate::model::{Source, fetch, find_python};
 
 const CONFIG: &str = "tokenizer_config.json";
 
-/// Finds a tokenizer by the model's name in `serve`, or takes a `tokenizer.json`.
+/// Finds a tokenizer by a model name as in `serve`, or as a `tokenizer.json`.
 pub(crate) struct Tokenizers;
 
 impl TokenizerFinder for Tokenizers {

@@ -1,4 +1,4 @@
-//! The tokens that end texts, and a check that tokenizer and model belong together.
+//! The tokens that end texts, and a check that tokenizer and model match.
 
 use anyhow::{Result, bail};
 use forebay_text::Tokenizer;
@@ -9,8 +9,8 @@ use crate::model::Model;
 /// Tokens that a warning names.
 const NAMED: usize = 8;
 
-/// Control tokens that end a text in GGUF files, which name only some of their ends: llama.cpp's
-/// list, with its tokens for code between files.
+/// Control tokens that end a text in GGUF files, which declare only some of them. This is
+/// llama.cpp's list, including its tokens for code between files.
 const GGUF_ENDS: [&str; 33] = [
     "<|eot_id|>",
     "<|im_end|>",
@@ -47,19 +47,19 @@ const GGUF_ENDS: [&str; 33] = [
     "<|file_sep|>",
 ];
 
-/// A token of the list above, and tokens of which one group makes it a mark within a text.
+/// A token of the list above, and groups of tokens: if the vocabulary has a whole group, the token
+/// is a mark inside texts.
 const NO_GGUF_ENDS: [(&str, &[&[&str]]); 2] = [
     ("<|end|>", &[&["<|return|>", "<|call|>"], &["<|flush|>", "<|calls|>"]]),
     ("</s>", &[&["<|tool_response>"]]),
 ];
 
-/// The ids that end a text and that the model can generate. The ends of the model's configurations
-/// come first, then those of its tokenizer. Ids outside the model's vocabulary are logged as a
-/// warning: a text with one of them is refused, and all others are served.
+/// The ids that end a text and that the model can generate. Those in the model's configurations
+/// come first, then those of its tokenizer. Ids outside the model's vocabulary cause a warning:
+/// texts with one of them are refused, and all others are served.
 ///
 /// # Errors
-/// The model generates, and none of the ids that are to end its texts is one of its own: it would
-/// never stop.
+/// The model generates, but none of its end ids is in its vocabulary, so it would never stop.
 pub(crate) fn check(tokenizer: &Tokenizer, model: &Model) -> Result<Vec<i32>> {
     let beyond = tokenizer.ids_from(model.vocab_size);
     if !beyond.is_empty() {
@@ -83,7 +83,7 @@ pub(crate) fn check(tokenizer: &Tokenizer, model: &Model) -> Result<Vec<i32>> {
     ends(&named, model.vocab_size, model.pooling.is_none())
 }
 
-/// The ends that only the tokenizer shows: its own end, and the known ones of a GGUF file.
+/// Ends that only the tokenizer has: its own end token, and the known ones of a GGUF file.
 fn tokenizer_ends(tokenizer: &Tokenizer, eos_token: Option<&str>, format: &str) -> Vec<i32> {
     let mut found: Vec<i32> =
         eos_token.and_then(|token| tokenizer.token_to_id(token)).into_iter().collect();
@@ -140,7 +140,7 @@ mod tests {
         assert!(ends(&[], 8, true).expect("ends").is_empty());
     }
 
-    /// A tokenizer with these tokens after the letters: special ones, and one that is not.
+    /// A tokenizer with these tokens after the letters: the special ones, and one ordinary token.
     fn tokenizer(special: &[&str], plain: &str) -> Tokenizer {
         let token = |content: &str, special: bool| json!({"content": content, "special": special});
         let mut tokens: Vec<Value> = special.iter().map(|text| token(text, true)).collect();
@@ -186,7 +186,7 @@ mod tests {
             (&["]~b]", "[e~["], &["[e~["]),
             (&["<|im_start|>"], &[]),
         ] {
-            // A token of the list that is not a control token is text.
+            // A token of the list counts as text unless it is a control token.
             let tokenizer = tokenizer(special, "<EOT>");
             let mut found = tokenizer_ends(&tokenizer, special.first().copied(), "gguf");
             if !ends.contains(&special[0]) {

@@ -14,7 +14,7 @@ use crate::resolve::Simulated;
 
 const LOADING_POLL: Duration = Duration::from_millis(50);
 
-/// Shows how loading goes; true once the hand is ready.
+/// Shows the progress of loading; true once the hand is ready.
 pub(crate) async fn loading(engine: &Replicas) -> bool {
     let bar = ProgressBar::new(0);
     if let Ok(style) = ProgressStyle::with_template("{spinner} loading {msg} {bar:30} {pos}/{len}")
@@ -49,9 +49,10 @@ pub(crate) async fn loading(engine: &Replicas) -> bool {
     }
 }
 
-/// The banner's line about matrices in the blocks of a file; empty: there are none.
+/// The banner's line about matrices that are computed in a file's blocks; empty: there are none.
 ///
-/// `otherwise`: the type that `--quantization none` computes them in; `None`: that is not a choice.
+/// `otherwise`: the type in which `--quantization none` would compute them; `None`: that is not
+/// possible.
 pub(crate) fn blocks_line(blocks: &str, otherwise: Option<&str>) -> String {
     let hint = otherwise.map(|dtype| format!(" (--quantization none: in {dtype})"));
     match blocks {
@@ -62,7 +63,7 @@ pub(crate) fn blocks_line(blocks: &str, otherwise: Option<&str>) -> String {
 
 /// The banner's line about layers with a window; empty: there are none.
 ///
-/// `why_one_pool`: the reason for which they were not to have pages of their own.
+/// `why_one_pool`: why they should not have pages of their own.
 pub(crate) fn windows_line(facts: &Ready, why_one_pool: &str) -> String {
     let &Ready { window, window_page_count: pages, page_count, .. } = facts;
     let why = if facts.one_pool.is_empty() { why_one_pool } else { &facts.one_pool };
@@ -124,7 +125,7 @@ pub(crate) fn banner(
     )
 }
 
-/// Writes a line for each replica about the steps of an interval, unless nothing happened.
+/// Logs a line about the steps of an interval for each replica, unless nothing happened.
 pub(crate) async fn step_log(engine: Replicas, interval: Duration) {
     let stats = || engine.reports().into_iter().map(|report| report.stats);
     let mut last: Vec<Stats> = stats().collect();

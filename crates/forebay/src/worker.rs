@@ -29,28 +29,28 @@ pub(crate) struct WorkerFlags {
         requires = "token_file"
     )]
     join: Option<String>,
-    /// The file with the token, a copy of the server's --join-token-file.
+    /// Token file, a copy of the server's --join-token-file.
     #[arg(long, value_name = "FILE")]
     token_file: Option<PathBuf>,
-    /// Only create FILE and FILE.key. The server needs both (--join-token-file), its workers FILE
-    /// alone.
+    /// Only create FILE and FILE.key, then exit. The server needs both (--join-token-file); workers
+    /// need only FILE.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["join", "token_file", "hands", "name", "collective_interface", "parent"])]
     make_token: Option<PathBuf>,
-    /// Hands that may run here at a time [default: one for each GPU, else 1].
+    /// Largest number of hands that run here at a time [default: one for each GPU, otherwise 1].
     #[arg(long, value_name = "HANDS", value_parser = clap::value_parser!(u32).range(1..=256))]
     hands: Option<u32>,
-    /// The name of this machine in the server's log [default: its host name].
+    /// Name of this machine in the server's log [default: its host name].
     #[arg(long, value_name = "NAME")]
     name: Option<String>,
-    /// The interpreter of hands that compute with PyTorch [default: the one beside this program,
+    /// Python interpreter of hands that compute with PyTorch [default: the one beside this program,
     /// else the virtual environment's, else python3].
     #[arg(long, value_name = "FILE", env = "FOREBAY_PYTHON")]
     python: Option<PathBuf>,
-    /// This machine's network interface for the ranks of a replica that spans several machines.
-    /// Their traffic is not encrypted [default: the server's --collective-interface].
+    /// This machine's network interface for replicas with ranks on several machines. Their traffic
+    /// is not encrypted [default: the server's --collective-interface].
     #[arg(long, value_name = "NAME", value_parser = collectives::interface)]
     collective_interface: Option<String>,
-    /// End when this process ends, which has to be the parent.
+    /// Id of the parent process. This process ends when the parent ends.
     #[arg(long, value_name = "PID", hide = true)]
     parent: Option<i32>,
 }
@@ -86,7 +86,7 @@ pub(crate) fn run(flags: &WorkerFlags) -> Result<()> {
     let settings = WorkSettings { brain: brain.clone(), token, name, hands };
     let interface = flags.collective_interface.clone();
     let spawn = spawn(find_python(flags.python.as_deref()), gpus, interface);
-    // Hands are children of this thread: the kernel ends them with it.
+    // Hands are children of this thread, so the kernel ends them with it.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         let told = signals::count()?;
@@ -116,7 +116,7 @@ fn spawn(python: PathBuf, gpus: Gpus, interface: Option<String>) -> Spawn {
     })
 }
 
-/// The program of a hand and its arguments, if it can run here.
+/// The program and arguments that start a hand, if it can run here.
 fn program(hand: &str, python: &Path) -> io::Result<(PathBuf, Vec<std::ffi::OsString>)> {
     if hand == "torch" {
         crate::python::check(python).map_err(|error| io::Error::other(format!("{error:#}")))?;

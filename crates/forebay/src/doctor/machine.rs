@@ -1,4 +1,4 @@
-//! Processor, memory, limits, GPUs: the system's facts about itself.
+//! Processor, memory, limits and GPUs, as the system reports them.
 
 use std::env;
 use std::ffi::OsStr;
@@ -18,7 +18,7 @@ use crate::gpus::Gpus;
 const LITTLE_MEMORY: u64 = 2_000_000_000;
 /// Fewer connections than this are soon used up.
 const FEW_CONNECTIONS: usize = 256;
-/// Instruction sets that the kernels have loops for, by the kernel's names for them: best first.
+/// Instruction sets with kernels of their own, by the Linux kernel's names, best first.
 const INSTRUCTIONS: [(&str, &str); 8] = [
     ("amx_bf16", "AMX"),
     ("avx512_bf16", "AVX-512 with bfloat16"),
@@ -91,7 +91,7 @@ fn processor(info: &str, cores: usize) -> Finding {
     )
 }
 
-/// The part of the machine that the control groups of this process leave to it.
+/// The part of the machine that this process's control groups allow it.
 fn limits(memory: &MachineMemory, processors: &Processors) -> Finding {
     const WHAT: &str = "cgroup limits";
     let of_memory = memory.limit.map(|bytes| format!("{} of memory", size(bytes)));

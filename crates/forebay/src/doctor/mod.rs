@@ -1,5 +1,4 @@
-//! `forebay doctor`: the facts about this machine that matter for serving, in plain words, with
-//! advice.
+//! `forebay doctor`: facts about this machine that matter for serving, in plain words, with advice.
 
 mod machine;
 mod software;
@@ -24,11 +23,11 @@ pub(crate) struct DoctorFlags {
     /// Do not ask the hub.
     #[arg(long)]
     offline: bool,
-    /// The folder for downloads [default: the hub's own cache].
+    /// Folder for downloads [default: the hub's own cache].
     #[arg(long, value_name = "DIR")]
     download_dir: Option<PathBuf>,
-    /// The interpreter [default: the one beside this program, else the virtual environment's, else
-    /// python3].
+    /// Python interpreter [default: the one beside this program, else the virtual environment's,
+    /// else python3].
     #[arg(long, env = "FOREBAY_PYTHON", value_name = "FILE")]
     python: Option<PathBuf>,
 }
@@ -48,7 +47,7 @@ struct Finding {
 #[serde(rename_all = "lowercase")]
 enum State {
     Ok,
-    /// The machine serves, but better settings or parts are possible.
+    /// The machine can serve, but other settings or parts would be better.
     Note,
     /// The machine does not serve.
     Problem,
@@ -68,7 +67,7 @@ impl Finding {
     }
 }
 
-/// Checks the machine, and prints the findings. An error if a finding prevents serving.
+/// Checks the machine and prints the findings. Fails if a finding prevents serving.
 pub(crate) fn run(flags: &DoctorFlags) -> Result<()> {
     let settings = Settings::from_env(flags.download_dir.as_deref(), flags.offline)?;
     let python = find_python(flags.python.as_deref());

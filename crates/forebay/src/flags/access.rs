@@ -1,4 +1,4 @@
-//! The hosts, pages and keys that may use the server.
+//! Flags about hosts, web pages and keys that may use the server.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,47 +7,47 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use forebay_server::{Access, Keys, Tls, TrustedProxies};
 
-/// Host names that only programs on this machine can use.
+/// Host names that only reach this machine.
 const LOCAL_HOSTS: [&str; 3] = ["localhost", "127.0.0.1", "::1"];
 
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Access")]
 pub(crate) struct AccessFlags {
     /// API key that clients send as `Authorization: Bearer KEY` or `X-Api-Key: KEY`; may be
-    /// repeated. Prefer a file or the environment: other users of the machine can see command
-    /// lines.
+    /// repeated. Prefer a file or the environment, because other users of the machine can see
+    /// command lines.
     #[arg(long, value_name = "KEY", env = "FOREBAY_API_KEY", hide_env_values = true)]
     pub(crate) api_key: Vec<String>,
     /// File with such keys, one a line.
     #[arg(long, value_name = "FILE")]
     pub(crate) api_key_file: Option<PathBuf>,
-    /// Key for administrative routes: draining, flushing, /server_info, /v1/loads. Without one, any
-    /// API key is enough.
+    /// Key for administrative routes: draining, flushing, /server_info, /v1/loads. Without an admin
+    /// key, any API key suffices.
     #[arg(long, value_name = "KEY", env = "FOREBAY_ADMIN_API_KEY", hide_env_values = true)]
     pub(crate) admin_api_key: Vec<String>,
     /// File with such keys, one a line.
     #[arg(long, value_name = "FILE")]
     pub(crate) admin_api_key_file: Option<PathBuf>,
-    /// Host names that requests may use, with commas. `*.example.com` matches subdomains, `*` any
-    /// [default: any; without keys on a loopback address, only that address and localhost, against
-    /// DNS rebinding].
+    /// Host names that requests may use, comma-separated. `*.example.com` matches subdomains, `*`
+    /// any name. [default: any; without keys on a loopback address only that address and localhost,
+    /// against DNS rebinding]
     #[arg(long, value_name = "HOSTS", value_delimiter = ',')]
     pub(crate) allowed_hosts: Vec<String>,
-    /// Origins of web pages that may send requests, such as https://chat.example.com; `*` is any;
-    /// comma-separated [default: none].
+    /// Origins of web pages that may send requests, such as https://chat.example.com,
+    /// comma-separated. `*` means any [default: none].
     #[arg(long, value_name = "ORIGINS", value_delimiter = ',')]
     pub(crate) allowed_origins: Vec<String>,
-    /// Path prefix that a proxy in front uses, such as /llm; requests may omit it.
+    /// Path prefix that a proxy adds, such as /llm. Requests may omit it.
     #[arg(long, value_name = "PATH", default_value = "", hide_default_value = true, value_parser = root_path)]
     pub(crate) root_path: String,
-    /// Proxies whose X-Forwarded-For is trusted: addresses, networks (10.0.0.0/8), and `unix` for
-    /// clients of a Unix socket; comma-separated.
+    /// Proxies whose X-Forwarded-For header is trusted: addresses, networks (10.0.0.0/8), and
+    /// `unix` for clients of a Unix socket; comma-separated.
     #[arg(long, value_name = "LIST", default_value = "", hide_default_value = true)]
     pub(crate) trusted_proxies: TrustedProxies,
-    /// Certificate as PEM, with its chain after it: connections are encrypted.
+    /// Certificate with its chain, as PEM. It turns encryption (TLS) on.
     #[arg(long, value_name = "FILE", requires = "ssl_keyfile")]
     pub(crate) ssl_certfile: Option<PathBuf>,
-    /// The key of the certificate as PEM, not encrypted.
+    /// Key of the certificate, as unencrypted PEM.
     #[arg(long, value_name = "FILE", requires = "ssl_certfile")]
     pub(crate) ssl_keyfile: Option<PathBuf>,
 }
@@ -72,8 +72,7 @@ impl AccessFlags {
         )
     }
 
-    /// The hosts and pages that may use a server. `loopback` is its address if it is bound to
-    /// nothing else.
+    /// The access rules of a server. `loopback` is its address if it listens on nothing else.
     pub(crate) fn access(&self, loopback: Option<&str>, keys: &Keys) -> Access {
         access(&self.allowed_hosts, &self.allowed_origins, loopback.filter(|_| keys.is_empty()))
     }
@@ -90,8 +89,8 @@ impl AccessFlags {
     }
 }
 
-/// Hosts and pages that may ask. `local` is the address of a server that has no keys and that only
-/// this machine can reach: web pages are all that can be kept from it.
+/// The access rules for hosts and pages. `local` is the address of a server without keys that only
+/// this machine can reach, which has to be protected from web pages.
 pub(crate) fn access(hosts: &[String], origins: &[String], local: Option<&str>) -> Access {
     let allowed_hosts = match (hosts, local) {
         ([], None) => None,

@@ -9,29 +9,29 @@ use serde::Deserialize;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Adapters")]
 pub(crate) struct AdapterFlags {
-    /// Serve LoRA adapters: a request names one in place of the model, and a step may mix them. For
-    /// generating models.
+    /// Serve LoRA adapters with a generating model. A request names an adapter instead of the
+    /// model, and a step may mix adapters.
     #[arg(long)]
     pub(crate) enable_lora: bool,
-    /// Adapters to load at the start, and their names: folders as PEFT saves them, or GGUF files.
-    /// Each may also be JSON: {"name": NAME, "path": PATH}.
+    /// Adapters to load at start, as NAME=PATH. A path is a PEFT folder or a GGUF file. JSON is
+    /// accepted too: {"name": NAME, "path": PATH}.
     #[arg(long, visible_alias = "lora-paths", num_args = 1.., value_name = "NAME=PATH")]
     pub(crate) lora_modules: Vec<String>,
-    /// Adapters to load at the start, named by their files without the extension.
+    /// Adapters to load at start, named after their files without the extension.
     #[arg(long, value_name = "FILE")]
     pub(crate) lora: Vec<PathBuf>,
-    /// Maximum adapters of a step. Memory for them is reserved.
+    /// Largest number of different adapters in a step. Memory for them is reserved.
     #[arg(long, visible_alias = "max-loras-per-batch", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) max_loras: u32,
     /// The largest rank of an adapter.
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) max_lora_rank: u32,
-    /// Further adapters that stay in the host's memory. Others are read again when a request names
-    /// them.
+    /// Number of further adapters that stay in host memory. Others are read from disk again when a
+    /// request names them.
     #[arg(long, visible_alias = "max-loaded-loras", default_value_t = 32, value_parser = clap::value_parser!(u32).range(0..=1024))]
     pub(crate) max_cpu_loras: u32,
-    /// Folder from which clients may load adapters at run time, with an admin key. A server that
-    /// only this machine can reach, and that has no admin key, needs none.
+    /// Folder from which clients with an admin key may load adapters at run time. No key is needed
+    /// if there is none and only this machine can reach the server.
     #[arg(long, value_name = "DIR")]
     pub(crate) lora_root: Option<PathBuf>,
 }

@@ -8,34 +8,34 @@ use forebay_server::BatchConfig;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Files and batches")]
 pub(crate) struct BatchFlags {
-    /// Folder for /v1/files and /v1/batches, for this server alone. Files stay there over a
-    /// restart, and batches go on. Without it both routes are off.
+    /// Folder for /v1/files and /v1/batches, used by this server only. Files and batches survive a
+    /// restart. Without the flag both routes are off.
     #[arg(long, value_name = "DIR")]
     pub(crate) batch_dir: Option<PathBuf>,
     /// The largest number of bytes of all files.
     #[arg(long, default_value_t = BatchConfig::default().batch_max_bytes, value_name = "BYTES", requires = "batch_dir")]
     batch_max_bytes: u64,
-    /// The largest number of bytes of the files of one API key, answers among them.
+    /// Largest total size of an API key's files in bytes, including answers.
     #[arg(long, default_value_t = BatchConfig::default().batch_key_bytes, value_name = "BYTES", requires = "batch_dir")]
     batch_key_bytes: u64,
-    /// The largest number of bytes of a file that a client sends.
+    /// Largest size in bytes of a file that a client uploads.
     #[arg(long, default_value_t = BatchConfig::default().batch_max_file_bytes, value_name = "BYTES", requires = "batch_dir")]
     batch_max_file_bytes: u64,
     /// The largest number of requests of a batch.
     #[arg(long, default_value_t = BatchConfig::default().batch_max_requests, value_name = "N", requires = "batch_dir")]
     batch_max_requests: u64,
-    /// The largest number of requests of batches that are computed at a time [default: twice as
-    /// many as the server runs].
+    /// Largest number of batch requests that are computed at a time [default: twice as many as the
+    /// server runs].
     #[arg(long, value_name = "N", requires = "batch_dir", value_parser = clap::value_parser!(u32).range(1..=65_536))]
     batch_concurrency: Option<u32>,
-    /// The seconds for which files, and batches that have ended, are kept.
+    /// Seconds for which files and finished batches are kept.
     #[arg(long, default_value_t = BatchConfig::default().batch_ttl, value_name = "SECONDS", requires = "batch_dir")]
     batch_ttl: u64,
 }
 
 impl BatchFlags {
-    /// The bounds of the store; `None`: there is none. Lines have `longest_line` bytes at most, and
-    /// `usual` requests are computed at a time if the flag is not given.
+    /// The bounds of the store; `None`: there is no store. A line may have `longest_line` bytes.
+    /// `usual` requests are computed at a time unless the flag is given.
     pub(crate) fn store(&self, longest_line: usize, usual: usize) -> Option<BatchConfig> {
         Some(BatchConfig {
             batch_dir: self.batch_dir.clone()?,

@@ -11,10 +11,10 @@ pub(crate) struct DialectFlags {
     #[arg(long, value_name = "NAME")]
     pub(crate) tool_call_parser: Option<String>,
     /// Format of reasoning, by the same names (qwen3, deepseek_r1, mistral, openai_gptoss, ...);
-    /// `none`: reasoning is plain text [default: detected likewise].
+    /// `none`: reasoning is plain text [default: detected in the same way].
     #[arg(long, value_name = "NAME")]
     pub(crate) reasoning_parser: Option<String>,
-    /// Accepted for vLLM, and always on: the model may call the tools of a request.
+    /// Accepted for vLLM without effect: the model may always call the tools of a request.
     #[arg(long)]
     pub(crate) enable_auto_tool_choice: bool,
 }

@@ -1,4 +1,4 @@
-//! Speculation, by the names of SGLang, vLLM and llama.cpp.
+//! Flags about speculative decoding, by the names of SGLang, vLLM and llama.cpp.
 
 use std::str::FromStr;
 
@@ -9,21 +9,21 @@ use serde::Deserialize;
 
 /// The largest number of drafts of a row.
 const MOST_DRAFTS: u32 = 32;
-/// The default number of the hand's own drafts, each of which costs a pass.
+/// The default number of the hand's own drafts, each of which takes a forward pass.
 const HAND_DRAFTS: u32 = 3;
 
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Speculation")]
 pub(crate) struct DraftFlags {
-    /// Source of draft tokens, which steps verify: `none`, `ngram`, `draft_model` (`STANDALONE`),
-    /// `eagle3`, or `mtp` (`NEXTN`, `EAGLE`). `ngram` drafts from earlier text of the prompt and
-    /// the answer, from OpenAI's `prediction`, and what a grammar forces; a step takes the drafts
-    /// that are worth their measured time. The drafts of models and heads are always verified.
-    /// Drafts change no token [default: none].
+    /// Source of draft tokens for speculative decoding: `none`, `ngram`, `draft_model`
+    /// (`STANDALONE`), `eagle3`, or `mtp` (`NEXTN`, `EAGLE`). `ngram` takes drafts from earlier
+    /// text of the prompt and the answer, from OpenAI's `prediction`, and from tokens that a
+    /// grammar forces. A step uses them only as far as their measured time pays off. Drafts of
+    /// models and heads are always verified. Drafts never change the output [default: none].
     #[arg(long, visible_alias = "spec-type", value_name = "NAME")]
     pub(crate) speculative_algorithm: Option<DraftAlgorithm>,
-    /// The largest number of drafts of a request in a step, at least 1. Larger values mean 32
-    /// [default: 8, of a draft model or a head 3].
+    /// Largest number of drafts for a request in a step, at least 1 and at most 32 [default: 8;
+    /// with a draft model or head 3].
     #[arg(
         long,
         visible_aliases = ["draft-max", "num-speculative-tokens"],
@@ -32,18 +32,19 @@ pub(crate) struct DraftFlags {
     )]
     pub(crate) speculative_num_draft_tokens: Option<u32>,
     /// The draft model, or the EAGLE-3 head: a folder or a name, as for the model itself. A draft
-    /// model has the same tokenizer. MTP layers are in the model's own files.
+    /// model needs the same tokenizer. MTP layers need no path: they are in the model's own files.
     #[arg(long, value_name = "MODEL")]
     pub(crate) speculative_draft_model_path: Option<String>,
-    /// SGLang's flag for the number of drafts of a head: --speculative-num-draft-tokens there
-    /// counts one token more, and has no effect beside it.
+    /// SGLang's flag for the number of drafts of a head. In SGLang, --speculative-num-draft-tokens
+    /// counts one token more; it has no effect beside this flag.
     #[arg(long, value_name = "STEPS", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) speculative_num_steps: Option<u32>,
-    /// The number of tokens that SGLang's heads draft for one position: 1, since drafts are chains.
+    /// Number of tokens that SGLang's heads draft for a position. Only 1 is supported, because
+    /// drafts are chains.
     #[arg(long, value_name = "TOKENS", value_parser = chain)]
     pub(crate) speculative_eagle_topk: Option<u32>,
-    /// The same in one JSON object, as in vLLM: method (`ngram`, `draft_model`, `eagle3`, `mtp`),
-    /// model, num_speculative_tokens.
+    /// vLLM's form of these settings, as a JSON object: method (`ngram`, `draft_model`, `eagle3`,
+    /// `mtp`), model, num_speculative_tokens.
     #[arg(
         long,
         value_name = "JSON",
@@ -57,13 +58,13 @@ pub(crate) struct DraftFlags {
         ]
     )]
     pub(crate) speculative_config: Option<SpeculativeConfig>,
-    /// Memory for a shared history of answers, from which `ngram` drafts for other requests too, in
-    /// MiB per model. Only requests of the same `cache_salt` and, where keys share no cache, of the
-    /// same key draft from each other. The speed of an answer can then reveal earlier ones
-    /// [default: none].
+    /// Memory in MiB per model for a shared history of answers, in which `ngram` finds drafts for
+    /// other requests too [default: none]. Requests share it only within the same `cache_salt`, and
+    /// the same API key unless keys share the cache. The speed of an answer can then reveal earlier
+    /// answers.
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     pub(crate) speculative_shared_history: Option<u32>,
-    /// For measurements: verify every draft, whatever its time is worth.
+    /// For measurements: verify every draft, even if its time does not pay off.
     #[arg(long)]
     pub(crate) speculative_unpriced: bool,
 }
@@ -78,7 +79,7 @@ pub(crate) enum DraftAlgorithm {
     Ngram,
     /// Another model of the same vocabulary.
     Model,
-    /// A head that reads states of several layers, in files of its own.
+    /// A head that reads hidden states of several layers, in files of its own.
     Eagle3,
     /// The layer after the model's last one.
     Mtp,
@@ -115,7 +116,7 @@ impl FromStr for DraftAlgorithm {
     type Err = String;
 
     fn from_str(name: &str) -> Result<Self, String> {
-        // llama.cpp has lists of them, and vLLM's older names are in brackets.
+        // llama.cpp takes a list here, and vLLM's older names are in brackets.
         let name = name.to_ascii_lowercase();
         let (mut found, mut count) = (Self::None, 0);
         for one in name.split(',').map(|one| one.trim_matches(['[', ']', ' '])) {
@@ -126,7 +127,7 @@ impl FromStr for DraftAlgorithm {
                 "ngram" | "suffix" | "prompt-lookup" | "ngram-simple" | "ngram-map-k"
                 | "ngram-map-k4v" | "ngram-mod" | "ngram-cache" => found = Self::Ngram,
                 "eagle3" | "draft-eagle3" => found = Self::Eagle3,
-                // SGLang's EAGLE of a model that has such a layer.
+                // SGLang's EAGLE, for a model with such a layer.
                 "mtp" | "nextn" | "eagle" | "draft-mtp" => found = Self::Mtp,
                 name if MTP_OF_FAMILIES.contains(&name) => found = Self::Mtp,
                 "medusa" | "mlp_speculator" | "dflash" => {
@@ -159,7 +160,7 @@ pub(crate) struct SpeculativeConfig {
     /// The draft model; or the method in brackets.
     model: Option<String>,
     num_speculative_tokens: Option<u32>,
-    /// Lengths of matches. A draft's price decides here, whatever the length.
+    /// Accepted without effect: the price of a draft decides, whatever the match length.
     #[serde(rename = "prompt_lookup_min")]
     _prompt_lookup_min: Option<u32>,
     #[serde(rename = "prompt_lookup_max")]
@@ -234,7 +235,7 @@ impl DraftFlags {
     /// The source and the largest number of the hand's own drafts, if there are any.
     ///
     /// # Errors
-    /// It has no name, or needs none.
+    /// A path is missing, or not allowed.
     pub(crate) fn of_hand(&self) -> Result<Option<(HandDrafts<'_>, u32)>> {
         let ChosenDrafts { algorithm, most, model } = self.chosen();
         let source = match (algorithm, model) {

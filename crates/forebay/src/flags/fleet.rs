@@ -1,4 +1,4 @@
-//! Several models in one server, and the flags that belong to all of them.
+//! Flags for several models in one server, which concern all of them.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -12,31 +12,30 @@ use super::{AccessFlags, LimitFlags, ListenFlags, LogFlags, ResponseFlags};
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Several models")]
 pub(crate) struct FleetFlags {
-    /// Serve every model in this folder too: each .gguf file, and each folder with a config.json. A
-    /// model has the name of its file or folder.
+    /// Also serve every model in this folder: each .gguf file, and each folder with a config.json.
+    /// A model is named after its file or folder.
     #[arg(long, value_name = "DIR")]
     pub(crate) models_dir: Option<PathBuf>,
-    /// Serve the models of this list too, in TOML or JSON: `source`, and optionally `name`,
-    /// `aliases`, `flags`, `pinned` and `idle_seconds` of each. See docs/models.md.
+    /// Also serve the models of this TOML or JSON list. Each entry has `source`, and optionally
+    /// `name`, `aliases`, `flags`, `pinned` and `idle_seconds`. See docs/models.md.
     #[arg(long, value_name = "FILE")]
     pub(crate) models_config: Option<PathBuf>,
-    /// The largest number of models in memory [default: as many as fit; on a GPU 1].
+    /// Largest number of models in memory [default: as many as fit; on a GPU 1].
     #[arg(long, value_name = "MODELS", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) models_max: Option<u32>,
-    /// Gigabytes (10^9 bytes) for the weights and KV pages of all models together [default: the
-    /// share of free memory that --mem-fraction-static gives].
+    /// Memory for the weights and KV pages of all models together, in GB (10^9 bytes) [default: the
+    /// share of free memory given by --mem-fraction-static].
     #[arg(long, value_name = "GB", value_parser = gigabytes)]
     pub(crate) models_memory: Option<u64>,
-    /// The largest number of requests that wait for the load of one model; further ones are
-    /// answered 503.
+    /// Largest number of requests that wait for one model to load. More are answered 503.
     #[arg(long, value_name = "REQUESTS", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) models_queue: u32,
-    /// Seconds that a model stays before others may take its place. It stays at least as long as
-    /// its load took.
+    /// Seconds for which a model stays in memory before another may replace it; at least as long as
+    /// loading it took.
     #[arg(long, value_name = "SECONDS", default_value = "2", value_parser = seconds)]
     pub(crate) models_min_stay: Duration,
-    /// Seconds without a request after which a model sleeps: its hands end, and the next request
-    /// starts them again [default: it stays].
+    /// Seconds without a request after which a model is unloaded: its hands end, and the next
+    /// request starts them again [default: never].
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     pub(crate) sleep_idle_seconds: Option<Duration>,
 }
@@ -50,8 +49,8 @@ fn ids(command: &Command) -> BTreeSet<String> {
     command.get_arguments().map(|argument| argument.get_id().to_string()).collect()
 }
 
-/// The groups of flags that belong to the server and not to a model, and single flags of other
-/// groups that do. All others are a model's.
+/// The flags of the server: whole groups, and single flags of other groups. All other flags belong
+/// to a model.
 pub(crate) fn server_flags() -> BTreeSet<String> {
     const SINGLE: [&str; 11] = [
         "receive_timeout",

@@ -1,16 +1,16 @@
 //! Flags of vLLM, SGLang, llama-server and Ollama that `forebay serve` does not declare itself, and
-//! those of other routers.
-//! Each means one of ours, is not needed here, or names a feature that is not there.
+//! those of other routers. Each maps to one of our flags, is not needed, or belongs to a feature
+//! that Forebay lacks.
 //!
-//! Command lines are copied from other servers. A flag of this table gets an answer of its own. The
-//! parser's suggestions ("did you mean --trusted-proxies") would not help.
+//! Command lines are copied from other servers. So flags of this table get specific answers, where
+//! the parser's suggestions ("did you mean --trusted-proxies") would not help.
 
 use std::ffi::OsString;
 
 /// The meaning of a flag of another server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Meaning {
-    /// The flag of ours with the same meaning. It takes a value.
+    /// Our flag with the same meaning. It takes a value.
     Same(&'static str),
     /// The flag is dropped, because of this.
     Unneeded(&'static str),
@@ -248,11 +248,11 @@ const ROUTER_FLAGS: &[Foreign] = &[
     ),
 ];
 
-/// Names of a type that is not computed. Command lines for older GPUs have it.
+/// Names of data types without kernels here, which command lines for older GPUs use.
 const HALF: [&str; 4] = ["half", "float16", "fp16", "f16"];
 const NO_HALF: &str = "--dtype: float16 is not computed here, so it is --dtype auto";
 
-/// A command line whose flags of other servers have been translated or removed.
+/// A command line in which other servers' flags have been translated or removed.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Translated {
     pub(crate) arguments: Vec<OsString>,
@@ -260,11 +260,11 @@ pub(crate) struct Translated {
     pub(crate) notes: Vec<String>,
 }
 
-/// Translates the arguments of `forebay serve` and `forebay route`; those of other commands stay as
-/// they are.
+/// Translates the arguments of `forebay serve` and `forebay route`; those of other commands are
+/// unchanged.
 ///
 /// # Errors
-/// A line for each flag whose feature is not there.
+/// One line for each flag of a feature that Forebay lacks.
 pub(crate) fn translate(arguments: impl Iterator<Item = OsString>) -> Result<Translated, String> {
     let mut arguments = arguments.peekable();
     let mut found = Translated { arguments: Vec::new(), notes: Vec::new() };
@@ -322,7 +322,7 @@ pub(crate) fn translate(arguments: impl Iterator<Item = OsString>) -> Result<Tra
     if missing.is_empty() { Ok(found) } else { Err(missing.join("\n")) }
 }
 
-/// True for a flag, and not for a negative number, which may be a value.
+/// True for a flag, but not for a negative number, which may be a value.
 fn is_flag(argument: &OsString) -> bool {
     argument.to_str().is_some_and(|text| text.starts_with('-') && text.parse::<f64>().is_err())
 }

@@ -10,44 +10,44 @@ use forebay_machine::Processors;
 
 use super::duration::seconds;
 
-/// Cores for each thread that fills masks: a step waits for its masks only where it has many.
+/// One mask thread for this many cores: only with many cores do masks delay a step.
 const CORES_A_HELPER: usize = 8;
 const MOST_HELPERS: usize = 8;
 
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Structured output")]
 pub(crate) struct GrammarFlags {
-    /// Disable structured output: requests with `response_format` and the like get 400. Saves the
-    /// memory of the vocabulary's trie.
+    /// Disable structured output: requests with `response_format` and similar parameters are
+    /// answered 400. Saves the memory of the vocabulary's trie.
     #[arg(long)]
     pub(crate) no_grammar: bool,
     /// Threads that compile schemas and grammars.
     #[arg(long, value_name = "N", default_value = "1")]
     pub(crate) grammar_threads: NonZeroUsize,
-    /// Seconds that a schema or grammar may take to compile before it is refused. Its thread is
-    /// abandoned, and another one is started.
+    /// Seconds that a schema or grammar may take to compile before it is refused.
     #[arg(long, value_name = "SECONDS", default_value = "2", value_parser = seconds)]
     pub(crate) grammar_timeout: Duration,
-    /// Bytes of compiled schemas and grammars to keep. One client has at most half of them while
-    /// others have some.
+    /// Size in bytes of the cache of compiled schemas and grammars. While several clients use it,
+    /// one may have at most half.
     #[arg(long, value_name = "BYTES", default_value_t = GrammarConfig::default().grammar_cache_bytes)]
     pub(crate) grammar_cache_bytes: usize,
-    /// Threads that compute token masks beside the engine's: expensive ones, and cheap ones if a
-    /// step has more than eight [default: one for every 8 cores, at least one].
+    /// Number of threads that compute token masks besides the engine thread. They compute expensive
+    /// masks, and cheap ones if a step has more than eight [default: one for every 8 cores, at
+    /// least one].
     #[arg(long, value_name = "N")]
     pub(crate) mask_threads: Option<NonZeroUsize>,
-    /// Percentage of a step's time that it may wait for token masks, within 2 to 20 milliseconds. A
-    /// request whose mask is late gets no token in this step.
+    /// Largest percentage of a step's time that it waits for token masks, bounded to 2 to 20
+    /// milliseconds. A request whose mask is late gets no token in this step.
     #[arg(long, value_name = "PERCENT", default_value_t = EngineConfig::default().mask_share, value_parser = clap::value_parser!(u32).range(1..=100))]
     pub(crate) mask_share: u32,
-    /// Accept schemas that can be enforced only in part: unknown keywords are ignored, and `oneOf`
-    /// is read as `anyOf`.
+    /// Accept schemas of which only a part can be enforced: unknown keywords are ignored, and
+    /// `oneOf` is read as `anyOf`.
     #[arg(long)]
     pub(crate) grammar_lenient: bool,
 }
 
 impl GrammarFlags {
-    /// True if forms of answers are compiled. A model that pools has no answers.
+    /// True if grammars are compiled. A pooling model generates no answers.
     pub(crate) fn wanted(&self, pools: bool) -> bool {
         !self.no_grammar && !pools
     }

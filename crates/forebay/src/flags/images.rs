@@ -5,48 +5,48 @@ use std::path::PathBuf;
 use clap::Args;
 use forebay_engine::ImageConfig;
 
-/// The default patches times layers of a step on a CPU. One layer of an image of 1200x1200: it may
-/// take longer than a second.
+/// The default of the tower's work in a step on a CPU, in patches times layers: one layer of a
+/// 1200x1200 image, which may take longer than a second.
 const CPU_BUDGET: u64 = 5776;
 
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Images")]
 pub(crate) struct ImageFlags {
-    /// Maximum product of patches and vision tower layers computed in a step; at least one layer is
-    /// computed. Running streams wait for this work [default: 40000, on a CPU 5776; an image of
-    /// 1200x1200 has 5776 patches].
+    /// Largest tower work of a step, in patches times layers; at least one layer is computed.
+    /// Running streams wait for this work [default: 40000, on a CPU 5776; a 1200x1200 image has
+    /// 5776 patches].
     #[arg(long, value_name = "PATCH_LAYERS", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) image_budget: Option<u64>,
-    /// Token positions of all image pages, which keep the vision tower's output [default: twice the
-    /// largest image, at least 8192].
+    /// Number of image positions whose tower output is kept in memory [default: twice the largest
+    /// image, at least 8192].
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) image_pool_tokens: Option<u64>,
-    /// The largest number of images of a request. 0 serves the model for text only: its vision
-    /// tower is not loaded, and the Rust hand may serve it.
+    /// Largest number of images in a request. 0: serve the text model only. Its vision tower is not
+    /// loaded then, and the Rust hand may serve it.
     #[arg(long, value_name = "N", default_value = "16")]
     pub(crate) limit_images: u32,
-    /// Maximum pixels of an image before it is resized.
+    /// Largest number of pixels of an image before it is resized.
     #[arg(long, value_name = "PIXELS", default_value = "50000000", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) max_image_pixels: u64,
     /// Do not fetch images by URL.
     #[arg(long)]
     pub(crate) no_remote_media: bool,
-    /// Hosts that images are fetched from, on any port; `*.example.com` is all names below. Without
-    /// it all public hosts, on ports 80 and 443.
+    /// Hosts from which images are fetched, on any port. `*.example.com` matches subdomains
+    /// [default: all public hosts, on ports 80 and 443].
     #[arg(long, value_name = "DOMAIN", value_delimiter = ',', num_args = 1..)]
     pub(crate) allowed_media_domains: Vec<String>,
-    /// Fetch images from private networks and this machine too: a client can then send requests to
-    /// them.
+    /// Also fetch images from private networks and this machine. Clients can then send requests
+    /// there.
     #[arg(long)]
     pub(crate) media_allow_private: bool,
-    /// Folder below which images may be named by `file:` URLs.
+    /// Folder in which `file:` URLs may name images.
     #[arg(long, value_name = "DIR")]
     pub(crate) allowed_local_media_path: Option<PathBuf>,
 }
 
 impl ImageFlags {
-    /// The images of a step, for a model with `merge` times `merge` patches for a position. With
-    /// `whole` no chunk of a prompt ends within an image.
+    /// The image settings of the engine, for a model with `merge` times `merge` patches a position.
+    /// `whole`: no chunk of a prompt may end within an image.
     pub(crate) fn engine(&self, merge: u32, whole: bool, cpu: bool) -> ImageConfig {
         let usual = if cpu { CPU_BUDGET } else { ImageConfig::default().image_budget };
         ImageConfig {

@@ -4,36 +4,36 @@ use clap::Args;
 use forebay_machine::MachineMemory;
 use forebay_server::ServerConfig;
 
-/// The least that all requests together get by default: a thousand chats, or some of the largest
+/// The smallest default for all requests together: a thousand chats, or a few of the largest
 /// bodies.
 const LEAST: usize = 1 << 30;
 /// The upper limit, for machines with much memory.
 const MOST: usize = 16 << 30;
 /// The share of the memory between the two.
 const SHARE: usize = 8;
-/// The largest share, also where that is less than the least: the weights and the pages of a hand
-/// are in the same memory.
+/// At most one part in this many of the memory, even below that minimum, because a hand's weights
+/// and pages are in the same memory.
 const LARGEST_SHARE: usize = 4;
 
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Limits")]
 pub(crate) struct LimitFlags {
-    /// The largest request body in bytes; of one above --max-json-bytes the rest must be
-    /// `prompt_embeds`.
+    /// Largest request body in bytes. Beyond --max-json-bytes, only `prompt_embeds` and images
+    /// count.
     #[arg(long, default_value_t = ServerConfig::default().max_body_bytes)]
     pub(crate) max_body_bytes: usize,
-    /// The largest request body in bytes, not counting `prompt_embeds`.
+    /// Largest request body in bytes, without `prompt_embeds` and images.
     #[arg(long, default_value_t = ServerConfig::default().max_json_bytes)]
     pub(crate) max_json_bytes: usize,
-    /// Memory budget in bytes of all requests together, bodies and expected output included. Beyond
-    /// it new requests get 429 [default: an eighth of the memory that the process may use, from 1
-    /// to 16 GiB, and at most a quarter of it].
+    /// Memory budget in bytes for all requests together, including bodies and expected output.
+    /// Beyond it new requests get 429 [default: an eighth of the memory that the process may use,
+    /// from 1 to 16 GiB, but at most a quarter].
     #[arg(long)]
     max_request_bytes_in_flight: Option<usize>,
 }
 
 impl LimitFlags {
-    /// The bytes as given, or a default that suits this machine.
+    /// The given number of bytes, or a default that suits this machine.
     pub(crate) fn request_bytes(&self, memory: &MachineMemory) -> usize {
         let bytes = memory.usable().and_then(|bytes| usize::try_from(bytes).ok());
         self.max_request_bytes_in_flight.unwrap_or_else(|| share(bytes.unwrap_or(usize::MAX)))

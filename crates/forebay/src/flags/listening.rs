@@ -1,4 +1,4 @@
-//! The addresses that connections come to, and their number.
+//! The addresses to listen on, and the number of connections.
 
 use std::path::PathBuf;
 
@@ -10,18 +10,18 @@ pub(crate) struct ListenFlags {
     /// Address to listen on.
     #[arg(long, default_value = "127.0.0.1")]
     pub(crate) host: String,
-    /// Port to listen on; 0 takes a free one.
+    /// Port to listen on; 0 picks a free one.
     #[arg(long, default_value_t = 8000)]
     pub(crate) port: u16,
-    /// Unix socket to listen on, in place of an address and port. A stale socket is replaced.
+    /// Unix socket to listen on, instead of an address and port. A stale socket is replaced.
     #[arg(long, value_name = "PATH", conflicts_with = "host")]
     pub(crate) uds: Option<PathBuf>,
-    /// Port of the same address for /livez, /health and /metrics alone, answered by a thread of its
-    /// own, without TLS.
+    /// Further port of the same address, only for /livez, /health and /metrics. It has a thread of
+    /// its own, and no TLS.
     #[arg(long, value_name = "PORT", conflicts_with = "uds")]
     pub(crate) health_port: Option<u16>,
-    /// The largest number of connections at a time. At the limit, the longest idle one is closed;
-    /// if none is idle, new ones get 503 [default: as the limit of open files allows, at most
+    /// Largest number of connections at a time. At the limit, the longest idle one is closed; if
+    /// none is idle, new ones get 503 [default: what the limit of open files allows, at most
     /// 65536].
     #[arg(long, value_name = "CONNECTIONS", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) max_connections: Option<u32>,

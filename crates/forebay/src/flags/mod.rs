@@ -1,5 +1,5 @@
-//! The flags of `serve`, exactly as typed. Defaults that depend on the model or machine are
-//! resolved elsewhere: see `resolve`.
+//! The flags of `serve`, as typed. Defaults that depend on the model or machine are resolved
+//! elsewhere: see `resolve`.
 
 mod access;
 mod adapters;
@@ -60,8 +60,8 @@ pub(crate) use windows::WindowFlags;
 #[derive(Debug, Args)]
 pub(crate) struct ServeFlags {
     /// `smollm2` (the embedded default), a hub id (org/name, org/name@revision, org/name:Q4_K_M or
-    /// org/name/file.gguf), a directory, or a .gguf file. Of several, each is loaded when a request
-    /// names it.
+    /// org/name/file.gguf), a directory, or a .gguf file. If several are given, each is loaded when
+    /// a request names it.
     #[arg(value_name = "MODEL", required_unless_present_any = ["model_path", "models_dir", "models_config"])]
     pub(crate) model: Vec<String>,
     /// MODEL, in SGLang's spelling.
@@ -118,7 +118,7 @@ pub(crate) struct ServeFlags {
 }
 
 impl ServeFlags {
-    /// Flags about arithmetic and memory that a simulated device does not have.
+    /// Flags about arithmetic and memory, which have no effect on a simulated device.
     pub(crate) fn without_effect_on_sim(&self) -> Vec<&'static str> {
         [
             ("--dtype", self.loading.dtype != Dtype::Auto),
@@ -135,7 +135,7 @@ impl ServeFlags {
         .collect()
     }
 
-    /// The model as it was typed, in either spelling.
+    /// The model as typed, in either spelling.
     pub(crate) fn model_name(&self) -> Option<&str> {
         self.named().next()
     }
@@ -145,8 +145,7 @@ impl ServeFlags {
         self.model.iter().chain(&self.model_path).map(String::as_str)
     }
 
-    /// True if models are loaded when they are asked for. One that is named alone is loaded at the
-    /// start, and stays.
+    /// True if models are loaded on demand. A single named model is loaded at start and stays.
     pub(crate) fn is_fleet(&self) -> bool {
         let FleetFlags { models_dir, models_config, models_max, models_memory, .. } = &self.fleet;
         self.model.len() > 1
@@ -161,70 +160,70 @@ impl ServeFlags {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "HTTP")]
 pub(crate) struct HttpFlags {
-    /// Names that requests may call the model by; the first is shown [default: the model's own, and
-    /// MODEL].
+    /// Names by which requests may call the model; lists show the first [default: the model's own
+    /// name, and MODEL].
     #[arg(long, num_args = 1..)]
     pub(crate) served_model_name: Vec<String>,
-    /// Answer 400 to a request with a parameter that has no effect. Without this it is named in the
-    /// header x-forebay-ignored.
+    /// Answer 400 to requests with a parameter that has no effect. Without the flag, the header
+    /// x-forebay-ignored names such parameters.
     #[arg(long)]
     pub(crate) strict_params: bool,
     /// Serve no page at `/`. Its routes remain.
     #[arg(long)]
     pub(crate) no_webui: bool,
-    /// Let requests that come while the model loads wait for it. Without this they are
+    /// Let requests that arrive while the model loads wait for it. Without the flag they are
     /// answered 503.
     #[arg(long)]
     pub(crate) queue_while_loading: bool,
-    /// Seconds that a request's head, and then its body, may take to arrive; an idle connection is
-    /// kept as long.
+    /// Seconds that a request's head may take to arrive, and then its body. An idle connection is
+    /// closed after the same time.
     #[arg(long, default_value = "60", value_parser = seconds)]
     pub(crate) receive_timeout: Duration,
-    /// Seconds without progress after which a client that does not read is disconnected, and its
-    /// request aborted.
+    /// Seconds after which a client that reads nothing is disconnected, and its request aborted.
     #[arg(long, default_value = "60", value_parser = seconds)]
     pub(crate) send_timeout: Duration,
-    /// Maximum unread bytes of an answer; beyond them it ends with an error.
+    /// Largest number of unread bytes of an answer; beyond it, the answer ends with an error.
     #[arg(long, default_value_t = ServerConfig::default().max_unread_bytes)]
     pub(crate) max_unread_bytes: usize,
-    /// Threads that parse requests, and write heads and ends of answers.
+    /// Number of threads that parse requests, and write heads and ends of answers.
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) http_threads: u16,
-    /// Threads that detokenise and write streams [default: 1, and one more for every 16 cores].
+    /// Number of threads that detokenise and write streams [default: 1, and one more for every 16
+    /// cores].
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) egress_threads: Option<u16>,
-    /// Writer of a stream's chunks: `direct`, the egress threads; `tasks`, connection tasks, woken
-    /// for pending chunks; `naive`, connection tasks, woken for every token. `tasks` and `naive`
-    /// are for measurements.
+    /// Who writes a stream's chunks. `direct`: the egress threads. `tasks`: connection tasks, woken
+    /// for pending chunks. `naive`: connection tasks, woken for every token. The last two are for
+    /// measurements.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) egress: Egress,
-    /// Tokens per chunk of a stream; requests may override it. The first token and the end are not
+    /// Tokens in a chunk of a stream; requests may override it. The first token and the end are not
     /// delayed.
     #[arg(long, default_value_t = ServerConfig::default().stream_interval, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) stream_interval: u32,
-    /// Minimum microseconds between two chunks of a stream; tokens in between are merged. The first
-    /// token and the end are not delayed.
+    /// Shortest time in microseconds between two chunks of a stream; tokens in between are merged.
+    /// The first token and the end are not delayed.
     #[arg(long, value_name = "MICROSECONDS", default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=60_000_000))]
     pub(crate) stream_flush_us: u64,
-    /// Threads that apply chat templates and tokenise [default: 2, or 1 if the process may use one
-    /// processor].
+    /// Number of threads that apply chat templates and tokenise [default: 2, or 1 if the process
+    /// may use only one processor].
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=256))]
     pub(crate) text_threads: Option<u16>,
-    /// Threads that parse large requests and copy embeddings to the arena. A model that takes
-    /// images gets as many threads again for decoding them.
+    /// Number of threads that parse large requests and copy embeddings to the arena. If the model
+    /// takes images, the same number of further threads decodes them.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) intake_threads: u16,
-    /// For measurements: do the work of the intake threads on the engine thread, so that steps wait
+    /// For measurements: do the work of the intake threads on the engine thread, where steps wait
     /// for it.
     #[arg(long)]
     pub(crate) inline_intake: bool,
-    /// Seconds that running requests get to finish after SIGTERM.
+    /// Seconds that running requests have to finish after SIGTERM.
     #[arg(long, default_value = "30", value_parser = seconds)]
     pub(crate) drain_timeout: Duration,
 }
 
 impl HttpFlags {
-    /// The least time between two chunks of a stream.
+    /// The shortest time between two chunks of a stream.
     pub(crate) fn stream_flush(&self) -> Duration {
         Duration::from_micros(self.stream_flush_us)
     }
@@ -236,47 +235,48 @@ pub(crate) struct ModelFlags {
     /// Branch, tag or commit on the hub.
     #[arg(long)]
     pub(crate) revision: Option<String>,
-    /// The folder for downloads [default: the hub's own cache].
+    /// Folder for downloads [default: the hub's own cache].
     #[arg(long, value_name = "DIR")]
     pub(crate) download_dir: Option<PathBuf>,
     /// Use only files that were downloaded before.
     #[arg(long)]
     pub(crate) offline: bool,
-    /// Serve any causal model as an embedder: /v1/embeddings answers with its last token's state.
-    /// Encoders, and repositories with sentence-transformers settings, need no flag.
+    /// Serve a causal model as an embedding model: /v1/embeddings returns the state of the last
+    /// token. Encoders, and repositories with sentence-transformers settings, need no flag.
     #[arg(long)]
     pub(crate) is_embedding: bool,
-    /// The code that computes the model. `native` is Forebay's. `transformers` is the modelling
-    /// code of that library, in PyTorch: it serves nearly every model, and is slower. `auto` is
-    /// `native` where there is native code for the model, and else `transformers`.
+    /// Code that computes the model. `native` is Forebay's. `transformers` is that library's code,
+    /// in PyTorch: it serves nearly every model, more slowly. `auto` is `native` if there is native
+    /// code for the model, and otherwise `transformers`.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) model_impl: ModelImpl,
-    /// `dummy` fills the weights with random numbers; config and tokenizer are enough then.
+    /// `dummy` fills the weights with random numbers; then only the config and tokenizer files are
+    /// needed.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) load_format: LoadFormat,
     /// Data type of the model; `auto` is bfloat16 if the processor computes it natively.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) dtype: Dtype,
     /// Weight format for matrix products. `auto` is `gguf` for a GGUF file on a CPU unless --dtype
-    /// is given, and else `none`: weights in DTYPE. `w8a8_int8` quantises weights to 8-bit integers
-    /// at load. `gguf` computes in the file's blocks: Q8_0, Q4_0, Q4_1, IQ4_NL and MXFP4 as they
-    /// are, Q4_K as Q4_1, IQ4_XS as IQ4_NL, other blocks as Q8_0, and the rest in DTYPE. Both need
-    /// the compiled kernels. `fp8` quantises to 8-bit floats on a GPU. A quantised checkpoint needs
-    /// no flag; `fp8`, `awq`, `gptq` and `compressed-tensors` require its format.
+    /// is given, and otherwise `none`: weights in DTYPE. `w8a8_int8` quantises weights to 8-bit
+    /// integers at load. `gguf` computes with the file's blocks: Q8_0, Q4_0, Q4_1, IQ4_NL and MXFP4
+    /// unchanged, Q4_K as Q4_1, IQ4_XS as IQ4_NL, other blocks as Q8_0, and the rest in DTYPE. Both
+    /// need the compiled kernels. `fp8` quantises to 8-bit floats on a GPU. A quantised checkpoint
+    /// needs no flag; naming `fp8`, `awq`, `gptq` or `compressed-tensors` only checks its format.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) quantization: Quantization,
-    /// Data type of the KV cache; `auto` follows --dtype. `int8`, on a CPU: 8-bit integers with a
-    /// scale for 32 of them, 17 bytes in place of 32. It needs the compiled kernels, head sizes in
-    /// multiples of 32, and pages in multiples of 16 tokens. `fp8_e4m3` (`fp8`), on a GPU: 8-bit
-    /// floats without scales. It needs Triton's kernels, and a generating model without latent
+    /// Data type of the KV cache; `auto` follows --dtype. `int8` (CPU): 8-bit integers with a scale
+    /// for every 32, which takes 17 bytes instead of 32. It needs the compiled kernels, head sizes
+    /// in multiples of 32, and pages in multiples of 16 tokens. `fp8_e4m3` (`fp8`, GPU): 8-bit
+    /// floats without scales. It needs the Triton kernels, and a generating model without latent
     /// attention.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) kv_cache_dtype: KvCacheDtype,
-    /// Disk space in GiB for packed weights, which the next start loads as they are; 0: none
-    /// [default: 16].
+    /// Disk space in GiB for caching packed weights, so that the next start loads them directly; 0:
+    /// no cache [default: 16].
     #[arg(long, value_name = "GIB", value_parser = clap::value_parser!(u32).range(..=1 << 20))]
     pub(crate) weight_cache_gib: Option<u32>,
-    /// Maximum tokens of prompt and answer together [default: the model's].
+    /// Largest number of tokens of prompt and answer together [default: the model's].
     #[arg(long, visible_alias = "max-model-len", value_name = "TOKENS")]
     pub(crate) context_length: Option<u32>,
     /// File with a Jinja chat template that replaces the model's.
@@ -285,7 +285,7 @@ pub(crate) struct ModelFlags {
     /// The source of default sampling parameters.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) generation_config: GenerationConfig,
-    /// Seed of dummy weights, and of the jitter of a simulated device.
+    /// Seed of dummy weights, and of a simulated device's jitter.
     #[arg(long, default_value_t = 0)]
     pub(crate) seed: u64,
 }
@@ -293,14 +293,14 @@ pub(crate) struct ModelFlags {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Hand")]
 pub(crate) struct RunFlags {
-    /// The device of the model: `auto` is `cuda` if there is an NVIDIA GPU, and else `cpu`. Each
-    /// replica takes one of the GPUs that `CUDA_VISIBLE_DEVICES` names. `sim` answers made-up words
-    /// with the timing of a simulated device.
+    /// Device of the model: `auto` is `cuda` if there is an NVIDIA GPU, and otherwise `cpu`. Each
+    /// rank uses one of the GPUs in `CUDA_VISIBLE_DEVICES`. `sim` answers with made-up words and
+    /// the timing of a simulated device.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) device: Device,
-    /// Implementation of the hand on a CPU: `rust` is this program, `torch` is PyTorch in Python,
-    /// the reference, which serves every model. `auto` is `rust` if it supports the model and every
-    /// flag, and else `torch`.
+    /// Implementation of the hand on a CPU: `rust` is built into this program; `torch` is PyTorch
+    /// in Python, the reference, which serves every model. `auto` is `rust` if it supports the
+    /// model and all flags, and otherwise `torch`.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) hand: Hand,
     /// The implementation of attention on CUDA [default: triton].
@@ -309,39 +309,39 @@ pub(crate) struct RunFlags {
     /// Run without CUDA graphs.
     #[arg(long, visible_alias = "disable-cuda-graph", conflicts_with = "cuda_graph_max_bs")]
     pub(crate) enforce_eager: bool,
-    /// The largest number of rows of a CUDA graph; steps with more are launched operator by
-    /// operator [default: --max-running-requests].
+    /// Largest number of rows of a CUDA graph. Larger steps launch each operator by itself
+    /// [default: --max-running-requests].
     #[arg(long, visible_alias = "max-cudagraph-capture-size", value_name = "ROWS", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) cuda_graph_max_bs: Option<u32>,
-    /// Compute threads of a hand [default: one for each physical core that it may use, and at most
-    /// the CPU quota of its control group].
+    /// Number of compute threads of a hand [default: one for each physical core that it may use,
+    /// within the CPU quota of its control group].
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub(crate) threads: Option<u32>,
-    /// Seconds without a result after which the hand is considered hung and respawned.
+    /// Seconds without a result after which a hand counts as hung and is restarted.
     #[arg(long, default_value = "300", value_parser = seconds)]
     pub(crate) watchdog_timeout: Duration,
-    /// Seconds without progress after which a starting hand is considered hung; each loaded part of
+    /// Seconds without progress after which a starting hand counts as hung; every loaded part of
     /// the weights is progress. 0: no limit.
     #[arg(long, default_value = "600", value_parser = seconds)]
     pub(crate) load_timeout: Duration,
-    /// Bytes of shared memory that carries embeddings and images to the hand; requests wait while
-    /// it is full. Only written parts take memory.
+    /// Bytes of shared memory that carry embeddings and images to the hand. Requests wait while it
+    /// is full. Only the parts in use take memory.
     #[arg(long, value_name = "BYTES", default_value_t = 256 << 20, value_parser = clap::value_parser!(u32).range(65536..=i64::from(MAX_ARENA_BYTES)))]
     pub(crate) arena_bytes: u32,
-    /// Failed respawns in a row before the hand is given up. While other replicas serve, it is
-    /// retried later, with growing pauses; when none is left, the server exits with status 1.
-    /// Deaths after a successful start do not count.
+    /// Number of consecutive failed restarts after which a hand is given up. While other replicas
+    /// serve, it is retried later, with growing pauses. When none is left, the server exits with
+    /// status 1. Deaths after a successful start do not count.
     #[arg(long, default_value_t = EngineConfig::default().hand_restarts)]
     pub(crate) hand_restarts: u32,
-    /// The interpreter [default: the one beside this program, else the virtual environment's, else
-    /// python3].
+    /// Python interpreter [default: the one beside this program, else the virtual environment's,
+    /// else python3].
     #[arg(long, env = "FOREBAY_PYTHON", value_name = "FILE")]
     pub(crate) python: Option<PathBuf>,
-    /// The process that started this one; when it ends, this one does.
+    /// Id of the parent process. This process ends when the parent ends.
     #[arg(long, value_name = "PID", hide = true)]
     pub(crate) parent: Option<i32>,
-    /// Write the load and the time of each step to this file, one JSON object a line (see
-    /// `forebay sim fit`).
+    /// Write the load and the time of each step to this file, one JSON object a line (see `forebay
+    /// sim fit`).
     #[arg(long, value_name = "FILE")]
     pub(crate) record_steps: Option<PathBuf>,
 }
@@ -349,19 +349,20 @@ pub(crate) struct RunFlags {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Simulated device (--device sim)")]
 pub(crate) struct SimFlags {
-    /// The times of steps: a name that `forebay sim profiles` lists, or a TOML file; or one for
-    /// each replica, with commas between them [default: instant].
+    /// Step times: a profile that `forebay sim profiles` lists, or a TOML file. Several for
+    /// different replicas are comma-separated [default: instant].
     #[arg(long, value_name = "NAME|FILE", value_delimiter = ',')]
     pub(crate) sim_profile: Vec<String>,
-    /// Mean length of an answer that may end by itself; lengths are spread evenly from 1 to nearly
+    /// Mean length of answers that may end by themselves. Lengths are uniform from 1 to nearly
     /// twice this [default: 256].
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
     pub(crate) sim_output_tokens: Option<u32>,
-    /// The largest number of tokens that a step gives a request, as with speculative decoding; a
-    /// hash draws the number for each step [default: 1].
+    /// Largest number of tokens that a step gives a request, as with speculative decoding; a hash
+    /// chooses the number for each step [default: 1].
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=16))]
     pub(crate) sim_tokens_a_row: Option<u32>,
-    /// Answers that the device gives in place of made-up words: JSON lines, see docs/simulation.md.
+    /// File with answers that the device gives instead of made-up words, as JSON lines: see
+    /// docs/simulation.md.
     #[arg(long, value_name = "FILE")]
     pub(crate) sim_script: Option<PathBuf>,
 }
@@ -383,7 +384,7 @@ pub(crate) struct LogFlags {
     /// Seconds between step log lines; 0 for none.
     #[arg(long, default_value = "10", value_parser = seconds)]
     pub(crate) log_interval: Duration,
-    /// Send tracing spans to this OTLP/HTTP endpoint (for example http://127.0.0.1:4318/v1/traces).
+    /// OTLP/HTTP endpoint for tracing spans, for example http://127.0.0.1:4318/v1/traces.
     #[arg(long, value_name = "URL")]
     pub(crate) otlp_traces_endpoint: Option<String>,
 }
@@ -392,7 +393,8 @@ pub(crate) struct LogFlags {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Logs")]
 pub(crate) struct LineFlags {
-    /// error, warn, info, debug, trace, or a filter such as `info,forebay_engine=debug`.
+    /// Log level (error, warn, info, debug, trace), or a filter such as
+    /// `info,forebay_engine=debug`.
     #[arg(long, default_value = "info")]
     pub(crate) log_level: String,
     /// One JSON object a line, or text.
@@ -417,7 +419,8 @@ pub(crate) enum Dtype {
     Float32,
 }
 
-/// The number format of matrices, computed or stored. The names are vLLM's and SGLang's.
+/// The weight format for matrix products, computed or stored. The names are those of vLLM and
+/// SGLang.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 #[value(rename_all = "snake_case")]
 pub(crate) enum Quantization {
@@ -429,7 +432,7 @@ pub(crate) enum Quantization {
     /// 8-bit weights with a scale per output, 8-bit activations with a scale per token.
     #[value(name = "w8a8_int8")]
     W8A8Int8,
-    /// The file's blocks of 8 or 4 bits, with a scale for 32 numbers.
+    /// The file's blocks of 8 or 4 bits, with a scale for every 32 numbers.
     Gguf,
     /// 8-bit floats: the checkpoint's own, or quantised at load.
     #[value(aliases = ["fbgemm_fp8", "w8a8_fp8"])]
@@ -467,7 +470,7 @@ pub(crate) enum KvCacheDtype {
 }
 
 impl KvCacheDtype {
-    /// The name for a hand; `None`: the model's type.
+    /// The name that a hand gets; `None`: the model's type.
     pub(crate) fn told(self) -> Option<String> {
         match self {
             Self::Auto => None,
@@ -512,13 +515,13 @@ impl AttentionBackend {
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Device {
-    /// The first GPU that is visible; without one, the CPU.
+    /// The first visible GPU; the CPU if there is none.
     #[default]
     Auto,
     Cpu,
     Cuda,
     Sim,
-    /// A CPU whose work is done as late as an accelerator's may be, for tests.
+    /// For tests: a CPU whose work is done as late as an accelerator's may be.
     #[value(hide = true)]
     Deferred,
 }
@@ -543,7 +546,7 @@ pub(crate) enum Hand {
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum GenerationConfig {
-    /// The model's generation_config.json. A GGUF file names its own parameters
+    /// The model's generation_config.json. A GGUF file has its own parameters
     /// (`general.sampling.*`), and llama.cpp's defaults fill in the rest.
     #[default]
     Auto,

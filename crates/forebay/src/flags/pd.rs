@@ -26,8 +26,8 @@ pub(crate) enum DisaggregationMode {
 #[derive(Debug, Args)]
 pub(crate) struct PdFlags {
     /// Disaggregated prefill: P replicas compute prompts and the first token, and D replicas
-    /// continue. It sets --dp-size to P + D and turns the host tier on, which carries the KV. For
-    /// hands on this machine.
+    /// continue. It sets --dp-size to P + D, and turns on the host tier, which transfers the KV
+    /// cache. Only for hands on this machine.
     #[arg(long, value_name = "P:D", value_parser = served)]
     pub(crate) pd: Option<PdSplit>,
     /// Uncached prompt tokens up to which a decode replica, or a server with --disaggregation-mode
@@ -55,7 +55,7 @@ impl PdFlags {
     }
 }
 
-/// The largest number of replicas of a kind that a server has.
+/// The largest number of prefill or decode replicas of a server.
 const MOST: u32 = 128;
 
 /// Reads --pd of a server.

@@ -1,4 +1,4 @@
-//! Flags about the ranks of a model: of `serve`, and of `plan`.
+//! Flags about the ranks of a model, for `serve` and `plan`.
 
 use anyhow::{Result, bail};
 use clap::Args;
@@ -6,24 +6,26 @@ use serde::{Serialize, Serializer};
 
 #[derive(Debug, Args)]
 pub(crate) struct RankFlags {
-    /// Replicas: whole copies of the model, each with its own hand and scheduler. Limits of a step,
-    /// of running requests and of the KV pool are per replica; the queue's is for all.
+    /// Replicas: whole copies of the model, each with its own hand and scheduler. Limits on steps,
+    /// running requests and the KV pool apply to each replica; the queue's limit applies to all
+    /// together.
     #[arg(long, visible_alias = "data-parallel-size", value_name = "REPLICAS", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) dp_size: u32,
     /// Ranks per replica, among which the model is divided. On CPUs this is for tests, and slower
-    /// than one rank.
+    /// than a single rank.
     #[arg(long, visible_alias = "tensor-parallel-size", value_name = "RANKS", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) tp_size: u32,
-    /// Give each rank whole experts instead of a slice of each; as many ranks as --tp-size. With
-    /// --dp-size and one rank a replica it means --enable-dp-attention, as in vLLM.
+    /// Give each rank whole experts instead of a slice of each expert, on as many ranks as
+    /// --tp-size. With --dp-size and one rank a replica it means --enable-dp-attention, as in vLLM.
     #[arg(long, visible_alias = "enable-ep-moe")]
     pub(crate) enable_expert_parallel: bool,
-    /// For a mixture of experts: the replicas of --dp-size divide the experts among them, and share
-    /// nothing else. They compute in step, and when one dies, all restart. --tp-size is 1 or, as in
-    /// SGLang, --dp-size.
+    /// For mixture-of-experts models: the replicas of --dp-size divide the experts among them, and
+    /// share nothing else. They compute in step, and restart together when one dies. --tp-size is 1
+    /// or, as in SGLang, equal to --dp-size.
     #[arg(long)]
     pub(crate) enable_dp_attention: bool,
-    /// Ranks among which whole experts are divided; 1: experts are sliced like other matrices.
+    /// Number of ranks among which whole experts are divided; 1: experts are sliced like other
+    /// matrices.
     #[arg(long, visible_alias = "expert-parallel-size", value_name = "RANKS")]
     pub(crate) ep_size: Option<u32>,
 }
@@ -42,7 +44,7 @@ pub(crate) struct Arrangement {
 }
 
 impl Arrangement {
-    /// Replicas of each group: one, or one a rank.
+    /// The number of replicas in a group: one, or one for each rank.
     pub(crate) fn members(self) -> u32 {
         self.replicas / self.groups
     }

@@ -24,7 +24,7 @@ pub(crate) enum LoadBalance {
     ShortestQueue,
     /// The fewest tokens left to compute and to generate.
     TotalTokens,
-    /// The longest cached beginning, weighed against imbalance; else the fewest requests.
+    /// The longest cached prefix, weighed against imbalance; otherwise the fewest requests.
     #[default]
     #[value(alias = "auto")]
     PrefixAware,
@@ -46,11 +46,11 @@ impl From<LoadBalance> for Method {
 pub(crate) struct ReplicaFlags {
     #[command(flatten)]
     pub(crate) ranks: RankFlags,
-    /// The policy that chooses a replica for a request that names none.
+    /// Policy that chooses a replica for requests that name none.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) load_balance_method: LoadBalance,
-    /// For measurements, with `shortest_queue`: read the replicas' loads only at this interval. 0:
-    /// loads are exact.
+    /// For measurements, with `shortest_queue`: read the replicas' loads only at this interval in
+    /// seconds. 0: use exact loads.
     #[arg(long, value_name = "SECONDS", default_value = "0", value_parser = seconds)]
     pub(crate) load_watch_interval: Duration,
     #[command(flatten)]
@@ -60,20 +60,20 @@ pub(crate) struct ReplicaFlags {
     #[command(flatten)]
     pub(crate) unknown: ElsewhereFlags,
     /// Run all hands on other machines, which join at this address with `forebay worker --join`.
-    /// --tp-size and --dp-size set the number of hands. Without the flag nothing listens for hands.
+    /// --tp-size and --dp-size set the number of hands. Without the flag all hands run here.
     #[arg(long, value_name = "ADDR:PORT", requires = "join_token_file")]
     pub(crate) listen_hands: Option<SocketAddr>,
-    /// Token file for --listen-hands. It and FILE.key, which stays with the server, are created if
-    /// neither is there.
+    /// Token file for --listen-hands. If missing, it is created with FILE.key, which stays on the
+    /// server.
     #[arg(long, value_name = "FILE", requires = "listen_hands")]
     pub(crate) join_token_file: Option<PathBuf>,
-    /// Network interface for replicas whose ranks do not fit on one machine. The traffic between
-    /// ranks is not encrypted. Without the flag the ranks of a replica stay on one machine.
+    /// Network interface for replicas whose ranks do not fit on one machine. Traffic between ranks
+    /// is not encrypted. Without the flag the ranks of a replica stay on one machine.
     #[arg(long, value_name = "NAME", value_parser = crate::collectives::interface)]
     pub(crate) collective_interface: Option<String>,
-    /// Cluster manager that starts the workers on its machines. `ray` asks the Ray cluster of this
-    /// machine, or of RAY_ADDRESS, for a GPU a hand. With --device `cpu` it asks for a processor a
-    /// hand. Workers join at this machine's address in the cluster, or at --listen-hands.
+    /// Cluster manager that starts the workers on its machines. `ray` requests one GPU for each
+    /// hand from the Ray cluster of this machine or of RAY_ADDRESS; with --device `cpu`, one
+    /// processor. Workers join at this machine's address in the cluster, or at --listen-hands.
     #[arg(long, value_enum, value_name = "WHO")]
     pub(crate) placement: Option<Placement>,
     /// Processors of the brain's threads and of each hand: `[brain=LIST|]LIST|LIST...`, such as
@@ -83,8 +83,8 @@ pub(crate) struct ReplicaFlags {
     pub(crate) cpu_affinity: Option<AffinityFlag>,
 }
 
-/// Flags by which others spread a group over machines: they are known, so that a command line that
-/// was written for another server is answered with a reason.
+/// Flags with which other servers spread a group over machines. They are recognised, so that
+/// command lines written for those servers get a specific error.
 #[derive(Debug, Args)]
 pub(crate) struct ElsewhereFlags {
     #[arg(long, hide = true)]
@@ -127,7 +127,7 @@ pub(crate) enum Placement {
 }
 
 impl ReplicaFlags {
-    /// The given flag by which hands run on other machines.
+    /// The given flag that makes hands run on other machines.
     pub(crate) fn elsewhere(&self) -> Option<&'static str> {
         let placed = self.placement.map(|_| "--placement");
         self.listen_hands.map(|_| "--listen-hands").or(placed)
@@ -136,7 +136,7 @@ impl ReplicaFlags {
     /// The numbers of hands and replicas.
     ///
     /// # Errors
-    /// The flags contradict each other, or ask for a feature that does not exist.
+    /// The flags contradict each other, or need a feature that Forebay lacks.
     pub(crate) fn arrangement(&self) -> Result<Arrangement> {
         if let Some((flag, reason)) = self.unknown.given() {
             bail!("{flag}: {reason}");

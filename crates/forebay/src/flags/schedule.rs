@@ -1,4 +1,4 @@
-//! The number of requests that run and wait, and their order.
+//! Flags about running and waiting requests, and their order.
 
 use std::time::Duration;
 
@@ -11,45 +11,43 @@ use super::duration::seconds;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Scheduling")]
 pub(crate) struct ScheduleFlags {
-    /// The largest number of requests that run at a time.
+    /// Largest number of requests that run at a time.
     #[arg(long, visible_alias = "max-num-seqs", default_value_t = EngineConfig::default().max_running_requests, value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub(crate) max_running_requests: u32,
-    /// The largest number of requests that wait; more are answered 429. One client gets at most
-    /// half of it while others wait. A further quarter is reserved for clients with few waiting
-    /// requests.
+    /// Largest number of waiting requests; more are answered 429. While others wait, one client
+    /// gets at most half. A further quarter is reserved for clients with few waiting requests.
     #[arg(long, default_value_t = EngineConfig::default().max_queued_requests)]
     pub(crate) max_queued_requests: usize,
-    /// Seconds that a request may wait for its turn, before it is answered 503 `queue_timeout`; 0:
+    /// Seconds that a request may wait for its turn before it is answered 503 `queue_timeout`; 0:
     /// no limit.
     #[arg(long, default_value = "0", value_parser = seconds)]
     pub(crate) queue_timeout: Duration,
-    /// Serve requests in order of arrival, whichever client they are from.
+    /// Serve requests in order of arrival, whichever client sent them.
     #[arg(long)]
     pub(crate) disable_fair_queueing: bool,
     #[command(flatten)]
     pub(crate) shares: ShareArgs,
-    /// The time that work in the background (batches, `Priority: u=7`) may add to the steps of
-    /// other requests, in percent of it. With 0 it runs while nothing else does, with 100 it has
-    /// no bound.
+    /// Share of the step time of other requests, in percent, that background work (batches,
+    /// `Priority: u=7`) may add. 0: it runs only while nothing else does. 100: unlimited.
     #[arg(long, value_name = "PERCENT", default_value_t = EngineConfig::default().background_share, value_parser = clap::value_parser!(u32).range(0..=100))]
     pub(crate) background_share: u32,
     /// Largest absolute value of `priority` that clients may set; others are answered 400 [default:
     /// any].
     #[arg(long, value_name = "PRIORITY", value_parser = clap::value_parser!(u32).range(..=1 << 31))]
     pub(crate) max_client_priority: Option<u32>,
-    /// Maximum tokens of a step; longer prompts are computed in chunks beside the running requests
-    /// [default: 2048 on CUDA, else 1024].
+    /// Largest number of tokens of a step. Longer prompts are computed in chunks beside running
+    /// requests [default: 2048 on CUDA, otherwise 1024].
     #[arg(long, visible_alias = "max-num-batched-tokens", value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) chunked_prefill_size: Option<u32>,
-    /// Tokens a KV page [default: 64 for latent attention on CUDA, else 16].
+    /// Tokens in a KV page [default: 64 for latent attention on CUDA, otherwise 16].
     #[arg(long, visible_alias = "block-size", value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub(crate) page_size: Option<u32>,
-    /// The share of the device's free memory for weights, KV pages and, on CUDA, the memory of
-    /// steps. Replicas on a CPU divide it. [default: 0.9 on CUDA, else 0.3, or 0.6 where a control
-    /// group limits the memory]
+    /// Share of the device's free memory for weights, KV pages and, on CUDA, the memory of steps.
+    /// Replicas on a CPU divide it. [default: 0.9 on CUDA, otherwise 0.3, or 0.6 if a control group
+    /// limits the memory]
     #[arg(long, visible_alias = "gpu-memory-utilization", value_parser = fraction)]
     pub(crate) mem_fraction_static: Option<f64>,
-    /// The size of the KV pool in tokens, instead of a share of memory.
+    /// Size of the KV pool in tokens, instead of a share of memory.
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) max_total_tokens: Option<u64>,
     /// Disable the prefix cache.
@@ -58,16 +56,16 @@ pub(crate) struct ScheduleFlags {
     /// Order of the waiting queue.
     #[arg(long, visible_alias = "scheduling-policy", value_enum, default_value_t)]
     pub(crate) schedule_policy: SchedulePolicy,
-    /// Under the priority policy, serve smaller numbers first, as in vLLM.
+    /// With the priority policy, serve smaller numbers first, as in vLLM.
     #[arg(long)]
     pub(crate) schedule_low_priority_values_first: bool,
-    /// Steps planned ahead of the one that computes; 0 is the serial loop.
+    /// Number of steps that are planned ahead of the current one; 0: the serial loop.
     #[arg(long, default_value_t = EngineConfig::default().lookahead, value_parser = clap::value_parser!(u32).range(0..=1))]
     pub(crate) lookahead: u32,
 }
 
 impl ScheduleFlags {
-    /// The engine's settings by these flags; `usual` has the others, and the defaults for the
+    /// The engine's settings from these flags; all others come from `usual`, the defaults for the
     /// device.
     pub(crate) fn engine(&self, usual: EngineConfig) -> EngineConfig {
         EngineConfig {

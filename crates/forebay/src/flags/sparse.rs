@@ -7,24 +7,24 @@ use serde::Deserialize;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Sparse decoding")]
 pub(crate) struct SparseFlags {
-    /// Keep most KV of a running request in host memory only, for models with sparse attention. It
-    /// turns the host tier on.
+    /// For models with sparse attention: keep most KV cache of running requests only in host
+    /// memory. It turns on the host tier.
     #[arg(long)]
     pub(crate) enable_hisparse: bool,
     /// Settings of sparse decoding as a JSON object, as in SGLang: top_k, device_buffer_size,
     /// host_to_device_ratio.
     #[arg(long, value_name = "JSON", value_parser = parsed)]
     pub(crate) hisparse_config: Option<HisparseConfig>,
-    /// Positions that a sparse request keeps on the device besides its last pages; at least the
+    /// Positions that a sparse request keeps on the device besides its last pages, at least the
     /// model's top-k [default: twice the top-k].
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=32_767))]
     pub(crate) hot_buffer_tokens: Option<u32>,
-    /// For measurements: save each page when it is full, or each position by the step that computes
-    /// it [default: page].
+    /// For measurements: save whole pages when they are full, or each position in the step that
+    /// computes it [default: page].
     #[arg(long, value_enum)]
     pub(crate) kv_save: Option<KvSave>,
-    /// For measurements: the work that waits for saves. behind: none; fence: the rows of the next
-    /// step; inline: the next step [default: behind].
+    /// For measurements: what waits for saves. `behind`: nothing; `fence`: the rows of the next
+    /// step; `inline`: the next step [default: behind].
     #[arg(long, value_enum)]
     pub(crate) kv_save_order: Option<KvSaveOrder>,
 }

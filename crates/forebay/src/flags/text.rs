@@ -12,33 +12,33 @@ use super::seconds;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Text")]
 pub(crate) struct TextFlags {
-    /// The tokenizer library: Hugging Face's, or `fastokens`, which is many times faster but
-    /// supports byte-level BPE only.
+    /// Tokenizer library: Hugging Face's, or `fastokens`, which is many times faster but supports
+    /// only byte-level BPE.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) tokenizer_backend: TokenizerBackend,
-    /// The threads that tokenise prompts: the text threads, or for comparison the thread that read
-    /// the request.
+    /// Threads that tokenise prompts: the text threads or, for comparison, the thread that read the
+    /// request.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) tokenizer_mode: TokenizerMode,
-    /// Bytes of tokenised text kept for the next turn of a conversation; 0 keeps none.
+    /// Size in bytes of the cache of tokenised text for later turns of conversations; 0: no cache.
     #[arg(long, value_name = "BYTES", default_value_t = TextConfig::default().text_cache_bytes)]
     pub(crate) text_cache_bytes: usize,
-    /// Let messages contain special tokens; without this, their spelling is plain text.
+    /// Let special tokens in messages keep their meaning. Without the flag they are plain text.
     #[arg(long)]
     pub(crate) allow_special_tokens_in_content: bool,
-    /// Tokens that /tokenize and /detokenize take at a time [default: four times the context, and
-    /// 65536 at least].
+    /// Largest number of tokens for /tokenize and /detokenize [default: four times the context, at
+    /// least 65536].
     #[arg(long, value_name = "N")]
     pub(crate) max_tokenize_tokens: Option<NonZeroUsize>,
-    /// Accepted for SGLang, and always on: inputs that came while the text threads were busy are
-    /// tokenised together.
+    /// Accepted for SGLang without effect: inputs that arrive while the text threads are busy are
+    /// always tokenised together.
     #[arg(long)]
     pub(crate) enable_dynamic_batch_tokenizer: bool,
-    /// The largest number of prompts that a text thread takes at a time [default: bounded by their
-    /// length only].
+    /// Largest number of prompts that a text thread takes at a time [default: limited only by their
+    /// length].
     #[arg(long, value_name = "N")]
     pub(crate) dynamic_batch_tokenizer_batch_size: Option<NonZeroUsize>,
-    /// Accepted for SGLang, with a warning: a prompt never waits for a batch.
+    /// Accepted for SGLang, with a warning: prompts never wait for a batch.
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     pub(crate) dynamic_batch_tokenizer_batch_timeout: Option<Duration>,
 }

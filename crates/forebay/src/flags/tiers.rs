@@ -1,4 +1,4 @@
-//! The tier of host memory, by the names that SGLang and vLLM have for it.
+//! Flags about the host tier, with the names of SGLang and vLLM.
 
 use clap::{Args, ValueEnum};
 use forebay_capacity::WritePolicy;
@@ -6,22 +6,23 @@ use forebay_capacity::WritePolicy;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Host memory tier")]
 pub(crate) struct TierFlags {
-    /// Keep KV pages in host memory too: pages that the device gives up are copied back instead of
+    /// Keep KV pages in host memory too: pages that the device drops are copied back instead of
     /// computed again.
     #[arg(long, visible_alias = "enable-hicache")]
     pub(crate) enable_hierarchical_cache: bool,
-    /// Pages of the host tier for each page of the device, and state pages for each state page
+    /// Size of the host tier relative to the device's pages, and of its state pages likewise
     /// [default: 2, or what fits].
     #[arg(long, value_name = "RATIO", conflicts_with = "hicache_size", value_parser = ratio)]
     pub(crate) hicache_ratio: Option<f64>,
-    /// The size of each replica's host tier in GB (10^9 bytes), instead of a ratio. Pages and state
+    /// Size of each replica's host tier in GB (10^9 bytes), instead of a ratio. KV pages and state
     /// pages divide it as they divide the device's memory.
     #[arg(long, value_name = "GB", value_parser = positive)]
     pub(crate) hicache_size: Option<f64>,
-    /// The time at which a block is copied to the host tier [default: write_through].
+    /// When blocks are copied to the host tier [default: write_through].
     #[arg(long, value_enum)]
     pub(crate) hicache_write_policy: Option<WritePolicy>,
-    /// Waiting requests whose blocks are brought back before their turn; 0: none [default: 4].
+    /// Number of waiting requests whose blocks are copied back ahead of their turn; 0: none
+    /// [default: 4].
     #[arg(long, value_name = "REQUESTS", value_parser = clap::value_parser!(u32).range(..=1024))]
     pub(crate) hicache_prefetch_requests: Option<u32>,
     /// Size of the host tier in GiB for all replicas together, as in vLLM.
@@ -30,19 +31,19 @@ pub(crate) struct TierFlags {
     /// The component that copies; there is one.
     #[arg(long, value_enum, requires = "kv_offloading_size")]
     pub(crate) kv_offloading_backend: Option<Backend>,
-    /// The largest number of copies that a step starts [default: 32, or twice the pages of a step's
+    /// Largest number of copies that a step starts [default: 32, or twice the pages of a step's
     /// prefill].
     #[arg(long, value_name = "PAGES", value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub(crate) kv_copy_pages_per_step: Option<u32>,
-    /// Source of the KV of a preempted or replayed request: copied from the host tier, or computed
-    /// again [default: restore].
+    /// How a preempted or replayed request gets its KV cache back: copied from the host tier, or
+    /// computed again [default: restore].
     #[arg(long, value_enum)]
     pub(crate) preemption: Option<Preemption>,
-    /// For tests: limit copies to this speed, in GB a second each way.
+    /// For tests: limit copies to this speed in each direction, in GB a second.
     #[arg(long, value_name = "GB/S", value_parser = positive)]
     pub(crate) debug_kv_copy_gbps: Option<f64>,
-    /// For tests: note a checksum of each page that is copied to the host tier, and check it when
-    /// the page comes back.
+    /// For tests: record a checksum of each page that is copied to the host tier, and check it when
+    /// the page is copied back.
     #[arg(long)]
     pub(crate) debug_kv_checksum: bool,
 }
@@ -53,7 +54,7 @@ pub(crate) enum Backend {
     Native,
 }
 
-/// The fate of KV that was taken from a request.
+/// How KV cache is regained that was taken from a request.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Preemption {
     #[default]
@@ -67,7 +68,7 @@ impl TierFlags {
         self.enable_hierarchical_cache || self.kv_offloading_size.is_some()
     }
 
-    /// True if a flag names the size of the tier.
+    /// True if a flag gives the size of the tier.
     pub(crate) fn names_size(&self) -> bool {
         self.hicache_ratio.is_some()
             || self.hicache_size.is_some()

@@ -7,7 +7,7 @@ use super::device::DeviceSettings;
 use crate::flags::{Device, ServeFlags};
 use crate::model::Model;
 
-/// The places of each hand; `None`: requests name no adapters.
+/// The number of adapter places of each hand; `None`: no adapters are served.
 ///
 /// # Errors
 /// Adapters are not served with this model or on this device.

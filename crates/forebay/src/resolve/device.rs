@@ -18,7 +18,7 @@ const SIM_OUTPUT_TOKENS: u32 = 256;
 /// The devices that compute.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct DeviceSettings {
-    /// The kind of device, which is not `auto`. A hand's configuration has its name.
+    /// The kind of device, never `auto`. A hand's configuration contains its name.
     #[serde(skip)]
     pub(crate) device: Device,
     #[serde(flatten)]
@@ -29,7 +29,7 @@ pub(crate) struct DeviceSettings {
     /// The GPU of each replica, as `CUDA_VISIBLE_DEVICES` names it; none on another device.
     pub(crate) gpus: Vec<String>,
     pub(crate) cpu_affinity: Affinity,
-    /// The simulation that makes up answers, with the profile's times. `None` with a real device.
+    /// The simulation, with the profile's times. `None` with a real device.
     pub(crate) simulated: Option<Simulated>,
     /// The simulation of each replica.
     #[serde(skip)]
@@ -48,7 +48,7 @@ pub(crate) struct Simulated {
 }
 
 impl Simulated {
-    /// One for each replica; those of a step group are of one kind.
+    /// One for each replica; replicas of a step group have the same.
     fn resolve(flags: &SimFlags, replicas: u32) -> Result<Vec<Self>> {
         let output_tokens = flags.sim_output_tokens.unwrap_or(SIM_OUTPUT_TOKENS);
         let tokens_a_row = flags.sim_tokens_a_row.unwrap_or(1);
@@ -113,7 +113,7 @@ impl DeviceSettings {
     }
 }
 
-/// The device that `auto` stands for, and each rank's GPU.
+/// The device that `auto` resolves to, and each rank's GPU.
 fn device(flag: Device, replicas: u32, ranks: u32, apart: bool) -> Result<(Device, Vec<String>)> {
     if apart {
         // Hands on other machines report their devices themselves.
@@ -129,7 +129,7 @@ fn device(flag: Device, replicas: u32, ranks: u32, apart: bool) -> Result<(Devic
     Ok((device, each))
 }
 
-/// Checks that hands on other machines have all requested features.
+/// Checks that hands on other machines support all requested features.
 ///
 /// # Errors
 /// One line for the user.

@@ -1,4 +1,5 @@
-//! The hand's own drafts, of a model or a head: where they are served, and with which others.
+//! The hand's own drafts, by a draft model or a head: where they are supported, and with which
+//! other features.
 
 use std::path::Path;
 
@@ -17,13 +18,13 @@ use crate::model::{Model, Source, fetch, fetch_part};
 pub(crate) enum Drafter {
     /// Another model.
     Model(Box<Model>),
-    /// A head of the model, in the form that the hand gets.
+    /// A head of the model, in the hand's format.
     Head(Value),
 }
 
 impl Drafter {
-    /// Finds the hand's own source of drafts for a model; `None`: it has none. Without `weights`
-    /// none need be here.
+    /// Finds the hand's own source of drafts for a model; `None`: it has none. Without `weights` no
+    /// files need to be present.
     pub(crate) fn find(
         flags: &ServeFlags,
         python: &Path,
@@ -61,7 +62,7 @@ impl Drafter {
     }
 }
 
-/// The hand's own drafts; `None`: there are none.
+/// The settings of the hand's own drafts; `None`: there are none.
 ///
 /// # Errors
 /// The model or the device does not support them, or their vocabulary differs.
@@ -114,7 +115,7 @@ fn of_model(flags: &ServeFlags, model: &Model, draft: &Model) -> Result<Value> {
     Ok(told)
 }
 
-/// The kind of a model that neither drafts nor has drafts of the hand's own; `None`: it is another.
+/// Why this kind of model can't use drafts of the hand's own, or be a draft model; `None`: it can.
 fn other_kind(model: &Model) -> Option<&'static str> {
     [
         (model.called.is_some(), "that transformers' code computes"),

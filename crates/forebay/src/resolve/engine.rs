@@ -1,4 +1,4 @@
-//! The settings of the engines, and those of the spread of requests over them.
+//! The settings of the engines, and how requests are spread over them.
 
 use anyhow::{Result, bail};
 use forebay_balance::Method;
@@ -13,10 +13,10 @@ use crate::flags::ServeFlags;
 use crate::model::{Model, Pooling};
 use crate::secret;
 
-/// The default number of tokens of a step. More rows make the products of a GPU no faster, and
-/// delay decode rows.
+/// The default tokens of a step. More rows make a GPU's matrix products no faster, and delay decode
+/// rows.
 const CUDA_STEP_TOKENS: u32 = 2048;
-/// The positions that kernels for latent attention read at once.
+/// The positions that latent attention kernels read at once.
 const CUDA_LATENT_PAGE_SIZE: u32 = 64;
 
 pub(super) fn resolve(
@@ -79,7 +79,7 @@ pub(super) fn resolve(
     })
 }
 
-/// The images of a step; `None`: the model takes none.
+/// The image settings of steps; `None`: the model takes none.
 fn step_images(
     flags: &ServeFlags,
     model: &Model,
@@ -111,8 +111,8 @@ pub(super) fn replicas(all: &ServeFlags) -> Result<ReplicasConfig> {
     Ok(config)
 }
 
-/// Refuses models and flags that a step group does not have yet. Its hands check that the model has
-/// experts, in a number that can be divided.
+/// Refuses models and flags that step groups do not support yet. Hands check that the model has
+/// experts that can be divided evenly.
 fn check_step_group(model: &Model) -> Result<()> {
     const FLAG: &str = "--enable-dp-attention";
     if model.pooling.is_some() {

@@ -17,16 +17,15 @@ use crate::model::Model;
 
 /// Leave most of a laptop's memory to other programs.
 const CPU_MEM_FRACTION: f64 = 0.3;
-/// The fraction under the limit of a control group, whose memory is there for this server. With the
-/// quarter for requests it leaves enough to the brain.
+/// The fraction under a control group's memory limit, since that memory is meant for this server.
+/// Together with the quarter for requests it leaves enough for the brain.
 const LIMITED_MEM_FRACTION: f64 = 0.6;
-/// The default of `--mem-fraction-static` on CUDA. Other programs take little, and the memory of a
-/// step was measured.
+/// The default of `--mem-fraction-static` on CUDA. Other programs use little there, and the memory
+/// of a step is measured.
 const CUDA_MEM_FRACTION: f64 = 0.9;
-/// The share of the free memory of the machine for all host tiers. The rest is for the brain and
-/// for other programs.
+/// The share of free memory for all host tiers. The rest is for the brain and other programs.
 const HOST_SHARE: f64 = 0.8;
-/// A model of seven billion parameters in bfloat16 fits, two do not.
+/// Room for one model of seven billion parameters in bfloat16, but not for two.
 const WEIGHT_CACHE_GIB: u32 = 16;
 
 /// The configuration of each hand, apart from its rank.
@@ -50,12 +49,12 @@ pub(super) fn resolve(
         let keys = kv_cache_dtype(loading.kv_cache_dtype, device.name(), arrangement.ranks)?;
         (quantization, keys.told())
     };
-    // Elsewhere, the hands of a replica are on one machine.
+    // On other machines, the hands of a replica are on one machine.
     let together = if device.apart { arrangement.ranks } else { arrangement.hands() };
     // Other machines have limits of their own.
     let limited = machine.memory().limit.is_some() && !device.apart;
     let simulated = device.simulated.is_some();
-    // Latent rows are those of all heads, so each rank has the same.
+    // Latent rows belong to all heads, so each rank has the same rows.
     let host_shared = engine.host_tier.is_some() && arrangement.tp_size() > 1 && model.is_latent();
     let tiers = if host_shared { arrangement.groups } else { arrangement.hands() };
     Ok(HandConfig {
@@ -84,7 +83,7 @@ pub(super) fn resolve(
         threads: threads(run.threads, device, &machine.processors()),
         seed: loading.seed,
         weight_cache_bytes: u64::from(loading.weight_cache_gib.unwrap_or(WEIGHT_CACHE_GIB)) << 30,
-        // The hands look at the same free memory at about the same time.
+        // The hands read the same amount of free memory at about the same time.
         host_share: HOST_SHARE / f64::from(tiers),
         host_shared,
         image_pool_tokens: flags.images.image_pool_tokens,
@@ -96,7 +95,7 @@ pub(super) fn resolve(
 }
 
 /// Lowers the number of running requests to the machine's memory, if the model has recurrent
-/// states. Only hands know the memory of other devices.
+/// states. For devices other than CPUs, hands do this.
 pub(super) fn bound_states(
     flags: &ServeFlags,
     model: &Model,
@@ -115,10 +114,10 @@ pub(super) fn bound_states(
     states::bound(engine, model, element, (share * available as f64) as u64);
 }
 
-/// Threads of a hand on a CPU; `None`: it counts them itself.
+/// Threads of a hand on a CPU; `None`: it counts the cores itself.
 fn threads(given: Option<u32>, device: &DeviceSettings, processors: &Processors) -> Option<u32> {
     let (affinity, hands) = (&device.cpu_affinity, device.arrangement.hands());
-    // Hands on other machines share none of this one.
+    // Hands on other machines do not share this machine's cores.
     if given.is_some() || device.apart {
         return given;
     }
@@ -128,8 +127,7 @@ fn threads(given: Option<u32>, device: &DeviceSettings, processors: &Processors)
     affinity.threads(processors)
 }
 
-/// The flag, if it fits the model. The hand checks by itself what only it can know (its kernels, a
-/// file's formats).
+/// The flag, if it suits the model. The hand checks the rest: its kernels, and a file's formats.
 fn quantization(flags: &ServeFlags, model: &Model, alone: bool) -> Result<Option<Quantization>> {
     let wanted = flags.loading.quantization;
     let dummy = flags.loading.load_format == LoadFormat::Dummy;
@@ -146,7 +144,7 @@ fn quantization(flags: &ServeFlags, model: &Model, alone: bool) -> Result<Option
     })
 }
 
-/// `auto`, if a hand may choose the blocks of a GGUF file; `None`: it computes in the model's type.
+/// `auto` if a hand may compute with a GGUF file's blocks; `None`: it computes in the model's type.
 ///
 /// `may`: the file is read, by one rank on a CPU.
 pub(crate) fn own_blocks(model: &Model, dtype: Dtype, may: bool) -> Option<Quantization> {
@@ -155,7 +153,7 @@ pub(crate) fn own_blocks(model: &Model, dtype: Dtype, may: bool) -> Option<Quant
 }
 
 /// The largest number of rows of a graph: by default all that a step may have. The deferred device
-/// has graphs only where a test asks for them.
+/// has graphs only if a test requests them.
 fn graph_rows(flags: &RunFlags, device: Device, running: u32) -> Result<u32> {
     let graphs = matches!(device, Device::Cuda | Device::Deferred);
     let asked = flags.cuda_graph_max_bs.is_some() || flags.attention_backend.is_some();
@@ -170,8 +168,8 @@ fn graph_rows(flags: &RunFlags, device: Device, running: u32) -> Result<u32> {
     })
 }
 
-/// The share of free memory for a hand. The hands of a CPU look at the same free memory at about
-/// the same time: `together` of them divide it. `limited`: a control group limits the memory.
+/// The share of free memory for a hand. The hands of a CPU read the same free memory at about the
+/// same time, so `together` of them divide it. `limited`: a control group limits the memory.
 pub(crate) fn mem_fraction(given: Option<f64>, cuda: bool, limited: bool, together: u32) -> f64 {
     if cuda {
         return given.unwrap_or(CUDA_MEM_FRACTION);

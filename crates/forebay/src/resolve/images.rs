@@ -1,4 +1,4 @@
-//! The settings of images as they come from clients.
+//! The settings for clients' images.
 
 use anyhow::{Context, Result, bail};
 use forebay_fetch::{Config as FetchConfig, Fetcher};
@@ -14,7 +14,7 @@ use crate::model::{Images, Model};
 /// Positions of a simulated pool.
 const SIM_POOL_TOKENS: u64 = 8192;
 
-/// The images that requests may have, and the places that they may name.
+/// The images that requests may have, and from where.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct ImageSettings {
     pub(crate) limit_images: u32,
@@ -23,10 +23,10 @@ pub(crate) struct ImageSettings {
     pub(crate) fetch: FetchConfig,
 }
 
-/// Checks that only a model with images has flags about them.
+/// Checks that flags about images are given only for models with images.
 ///
 /// # Errors
-/// It has not, and a flag was given.
+/// The model takes none, and a flag was given.
 pub(super) fn check(flags: &ImageFlags, model: &Model) -> Result<()> {
     match flags.given().filter(|_| model.images.is_none()) {
         Some(flag) => bail!("{flag}: {} sees no images", model.name),
@@ -34,7 +34,7 @@ pub(super) fn check(flags: &ImageFlags, model: &Model) -> Result<()> {
     }
 }
 
-/// The settings of images; `None`: the model takes none.
+/// The image settings; `None`: the model takes no images.
 pub(super) fn resolve(flags: &ImageFlags, model: &Model) -> Option<ImageSettings> {
     model.images.as_ref()?;
     Some(ImageSettings {
@@ -54,7 +54,7 @@ impl ImageSettings {
     /// The processing of images.
     ///
     /// # Errors
-    /// The model's numbers fit no image.
+    /// The model's parameters allow no image.
     pub(crate) fn model(&self, images: &Images) -> Result<ImageModel> {
         let (patch, merge) = (images.patch, images.merge);
         let processing = match images.fixed {

@@ -1,11 +1,11 @@
-//! The data type of the KV cache: those that a device and a model support.
+//! The data type of the KV cache, as far as device and model support it.
 
 use anyhow::{Result, bail};
 
 use crate::flags::KvCacheDtype;
 use crate::model::Model;
 
-/// The flag, if a hand on a device of this kind can follow it.
+/// The flag's value, if a hand on this kind of device supports it.
 pub(crate) fn kv_cache_dtype(flag: KvCacheDtype, device: &str, ranks: u32) -> Result<KvCacheDtype> {
     match flag {
         KvCacheDtype::Int8 if device == "cuda" => bail!(
@@ -21,7 +21,7 @@ pub(crate) fn kv_cache_dtype(flag: KvCacheDtype, device: &str, ranks: u32) -> Re
     }
 }
 
-/// Refuses 8-bit floats of models and kernels that do not have them.
+/// Refuses 8-bit floats for models and kernels that do not support them.
 pub(crate) fn check_floats(
     flag: KvCacheDtype,
     model: &Model,

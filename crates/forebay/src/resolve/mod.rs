@@ -1,4 +1,4 @@
-//! Flags and model made into the configuration of each part. Their sum is printed at /server_info.
+//! Turns flags and model into the configuration of each part. /server_info prints all of them.
 
 mod adapters;
 mod device;
@@ -40,8 +40,8 @@ pub(crate) use sparse::hot_row_tokens;
 pub(crate) use tiers::HostSize;
 pub(crate) use windows::why_one_pool;
 
-/// Fields of a hand's configuration that are not settings: the files of the model, and facts about
-/// one hand of many.
+/// Fields of a hand's configuration that are not settings: the model's files, and facts about one
+/// hand among several.
 const NO_SETTINGS: [&str; 8] = [
     "model",
     "draft",
@@ -53,7 +53,7 @@ const NO_SETTINGS: [&str; 8] = [
     "host_lenders",
 ];
 
-/// The configuration of each part: all that was decided before the hand started. A setting that
+/// The configuration of each part: everything decided before the hand starts. A setting that
 /// several parts need has the same name and value in each of them.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Resolved {
@@ -61,7 +61,7 @@ pub(crate) struct Resolved {
     pub(crate) model: ModelSettings,
     #[serde(flatten)]
     pub(crate) device: DeviceSettings,
-    /// The hand that computes, and the reason for its choice.
+    /// The chosen hand, and why it was chosen.
     #[serde(flatten)]
     pub(crate) choice: Chosen,
     #[serde(flatten, serialize_with = "settings_of_hand")]
@@ -81,8 +81,8 @@ pub(crate) struct Resolved {
 }
 
 impl Resolved {
-    /// Resolves defaults of `flags` for a model and its drafter on this machine. `access` has the
-    /// rules by which the server was opened.
+    /// Resolves defaults of `flags` for a model and its drafter on this machine. `access`: the
+    /// access rules of the opened listeners.
     ///
     /// # Errors
     /// Flags contradict each other, the model, or the machine.
@@ -129,7 +129,7 @@ fn settings_of_hand<S: Serializer>(hand: &HandConfig, serializer: S) -> Result<S
     let mut settings = json!(hand);
     if let Value::Object(settings) = &mut settings {
         settings.retain(|name, _| !NO_SETTINGS.contains(&name.as_str()));
-        // The default has a name for users, which a hand does not get.
+        // The default has a name for users that hands do not get.
         if hand.kv_cache_dtype.is_none() {
             settings.insert("kv_cache_dtype".into(), "auto".into());
         }

@@ -18,12 +18,12 @@ pub(crate) struct ModelSettings {
     pub(crate) served_model_names: Vec<String>,
     #[serde(flatten)]
     pub(crate) facts: ModelFacts,
-    /// The values of sampling parameters that a request leaves out; null: OpenAI's.
+    /// The sampling parameters for requests that omit them; null: OpenAI's.
     pub(crate) sampling_defaults: GenerationDefaults,
     pub(crate) tokenizer_backend: TokenizerBackend,
-    /// The form of chats; null before it is known, and if the model has none.
+    /// The chat format; null if it is not known yet, or the model has none.
     pub(crate) chat: Option<ChatFacts>,
-    /// The output of the model in place of tokens.
+    /// The output of a pooling model.
     pub(crate) pooling: Option<Pooling>,
 }
 
@@ -32,7 +32,8 @@ impl ModelSettings {
         let mut served_model_names = flags.http.served_model_name.clone();
         if served_model_names.is_empty() {
             served_model_names.push(model.name.clone());
-            // Clients that were set up for another engine use the model's name of the command line.
+            // Clients that were set up for another engine use the model's name from the command
+            // line.
             let typed = flags.model_name().filter(|&typed| typed != model.name);
             served_model_names.extend(typed.map(str::to_owned));
         }
@@ -52,12 +53,11 @@ impl ModelSettings {
     }
 }
 
-/// The facts of the model's files. A server without weights, as on a simulated device, does not
-/// know all.
+/// Facts about the model's files. A server without weights, as on a simulated device, lacks some.
 fn facts(model: &Model) -> ModelFacts {
     let stored =
         Some(&model.files).filter(|files| !files.is_empty()).map(|files| stored_weights(files));
-    // The loader of the weights reports a faulty file.
+    // A faulty file is reported by the loader of weights.
     let stored = stored.and_then(Result::ok);
     let parameters = stored.as_ref().and_then(|stored| stored.parameters);
     let weight_type = stored.map(|stored| stored.weight_type).unwrap_or_default();

@@ -1,4 +1,4 @@
-//! The settings of the server and of the threads that read and write for clients.
+//! The settings of the server, and of the threads that read and write for clients.
 
 use anyhow::{Result, bail};
 use forebay_engine::EngineConfig;
@@ -21,7 +21,7 @@ pub(crate) struct ServerSettings {
     pub(crate) egress: EgressConfig,
     #[serde(flatten)]
     pub(crate) text: TextConfig,
-    /// The compiler of forms; `None`: answers have any form.
+    /// The grammar compiler; `None`: answers can't be constrained.
     #[serde(flatten)]
     pub(crate) grammar: Option<GrammarConfig>,
     pub(crate) http_threads: u16,
@@ -95,8 +95,8 @@ impl ServerSettings {
     }
 }
 
-/// The threads that tokenise. If the engine may queue more prompts than they do usually, they
-/// queue as many: a large queue can then be filled at once.
+/// The threads that tokenise. If the engine's queue is longer than their default queue, theirs is
+/// as long, so that a large queue can be filled at once.
 fn text(flags: &TextFlags, threads: u16, engine_queue: usize) -> Result<TextConfig> {
     if flags.enable_dynamic_batch_tokenizer && flags.tokenizer_mode == TokenizerMode::Inline {
         bail!(
@@ -121,12 +121,12 @@ fn text(flags: &TextFlags, threads: u16, engine_queue: usize) -> Result<TextConf
     })
 }
 
-/// One thread writes more than 100 000 chunks a second, which is more than most devices make.
+/// One thread writes more than 100 000 chunks a second, more than most devices produce.
 fn egress_threads(processors: &Processors) -> u16 {
     u16::try_from(1 + processors.threads() / 16).unwrap_or(u16::MAX).min(8)
 }
 
-/// The second thread serves short prompts while the first has a long one.
+/// The second thread serves short prompts while the first is busy with a long one.
 fn text_threads(processors: &Processors) -> u16 {
     if processors.threads() > 1 { 2 } else { 1 }
 }

@@ -66,7 +66,7 @@ pub(super) fn check(flags: &ServeFlags, model: &Model) -> Result<()> {
 /// sparse.
 ///
 /// # Errors
-/// The profile's model chooses no positions, another number of them, or more than are kept.
+/// The profile's model does not choose positions, or chooses more than are kept.
 pub(crate) fn hot_row_tokens(hand: &HandConfig, profile: &Profile) -> Result<u32> {
     let Some(wanted) = hand.hot_row_tokens else { return Ok(0) };
     let (name, top_k) = (&profile.name, profile.sparse.top_k);

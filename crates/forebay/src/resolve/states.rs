@@ -1,4 +1,4 @@
-//! The number of requests that run at a time, bounded by the memory of their recurrent states.
+//! The number of running requests, limited by the memory for recurrent states.
 
 use std::fs;
 
@@ -7,15 +7,14 @@ use tracing::warn;
 
 use crate::model::Model;
 
-/// Rows of the state table per slot: two, since the old state may be needed again.
+/// Rows of the state table per slot: two, because the previous state may be needed again.
 const ROWS: u64 = 2;
-/// Slot states get this fraction (one part in `SHARE`) of the memory that the weights leave. Keys,
-/// values and state pages get the rest.
+/// Slot states get one part in `SHARE` of the memory that the weights leave. KV pages and state
+/// pages get the rest.
 const SHARE: u64 = 2;
 
-/// Lowers the number of running requests until the states of all slots fit into their part of
-/// `budget` bytes, which are those of weights, pages and states. `element` is the number of bytes
-/// of the model's type.
+/// Lowers the number of running requests until the states of all slots fit. `budget`: bytes for
+/// weights, pages and states together. `element`: bytes of the model's data type.
 pub(super) fn bound(engine: &mut EngineConfig, model: &Model, element: u64, budget: u64) {
     let of_slot = ROWS * model.state_bytes(element);
     if of_slot == 0 {

@@ -35,7 +35,7 @@ const DERIVED: [&str; 18] = [
     "expert_parallel",
 ];
 
-/// Keys that the step protocol names otherwise than the flags, and the flags.
+/// Keys whose names in the step protocol differ from the flags', and the flags.
 const OF_THE_WIRE: [(&str, &str); 8] = [
     ("copy_gbps", "debug-kv-copy-gbps"),
     ("host_bytes", "hicache-size"),
@@ -47,7 +47,7 @@ const OF_THE_WIRE: [(&str, &str); 8] = [
     ("window_ratio", "swa-full-tokens-ratio"),
 ];
 
-/// Keys of features that are on unless a flag turns them off, and the flags.
+/// Keys of features that are on unless a flag disables them, and the flags.
 const TURNED_OFF: [(&str, &str); 6] = [
     ("fair_queueing", "disable-fair-queueing"),
     ("step_shares", "disable-step-shares"),

@@ -1,4 +1,4 @@
-//! The host tier of each replica: its use by the engine, and its size for a hand.
+//! The host tier of each replica: how the engine uses it, and its size in a hand's configuration.
 
 use anyhow::{Result, bail};
 use forebay_capacity::KvSave;
@@ -18,7 +18,7 @@ const RATIO: f64 = 2.0;
 pub(crate) enum HostSize {
     /// The size in bytes.
     Bytes(u64),
-    /// The size in pages for each page of the device.
+    /// The number of its pages for each page of the device.
     Ratio(f64),
 }
 
@@ -68,7 +68,7 @@ impl HostSize {
 /// The engine's use of the host tier, with steps of `step` tokens; `None`: there is no host tier.
 ///
 /// # Errors
-/// Flags exclude each other, or the model has nothing to keep.
+/// Flags exclude each other, or the model has no KV cache.
 pub(super) fn engine(
     flags: &ServeFlags,
     model: &Model,
@@ -136,7 +136,7 @@ pub(super) fn engine(
     }))
 }
 
-/// The host tier as a hand keeps it; `on`: there is one.
+/// The host tier in a hand's configuration; `on`: there is one.
 pub(super) fn hand(flags: &ServeFlags, on: bool) -> HandConfig {
     let (tiers, sparse) = (&flags.tiers, &flags.sparse);
     let numbers = sparse.hisparse_config.clone().unwrap_or_default();
@@ -146,7 +146,7 @@ pub(super) fn hand(flags: &ServeFlags, on: bool) -> HandConfig {
     HandConfig {
         host_bytes: if let Some(HostSize::Bytes(bytes)) = size { Some(bytes) } else { None },
         host_ratio: if let Some(HostSize::Ratio(ratio)) = size { Some(ratio) } else { None },
-        // With sparse decoding the device has a page of index keys for each page of the host.
+        // With sparse decoding the device has a page of index keys for each host page.
         host_fits: on && !tiers.names_size() && !sparse.enable_hisparse,
         copy_gbps: tiers.debug_kv_copy_gbps,
         kv_checksum: tiers.debug_kv_checksum,

@@ -3,8 +3,8 @@
 use super::device::DeviceSettings;
 use forebay_engine::EngineConfig;
 
-/// The reason for which all layers share one pool of pages, whatever the flags; `None`: layers with
-/// a window may have pages of their own.
+/// Why all layers share one pool of pages, whatever the flags; `None`: layers with a window may
+/// have pages of their own.
 pub(crate) fn why_one_pool(engine: &EngineConfig, device: &DeviceSettings) -> Option<&'static str> {
     if engine.host_tier.is_some() {
         Some("blocks of the host tier are whole pages")

@@ -1,4 +1,4 @@
-//! The adapters of a server: those of the start, and the reader of those that clients load.
+//! The adapters of a server: those loaded at start, and how clients' ones are read.
 
 use std::net::IpAddr;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! The engines, and the hands or simulations that compute for them.
+//! The engines, with their hands or simulations.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -64,7 +64,7 @@ impl Engines {
         }
         let (on_exit, ended) = oneshot::channel();
         let on_exit = move || {
-            // If the server went first, there is no receiver.
+            // If the server has ended first, there is no receiver.
             let _ = on_exit.send(());
         };
         let member = |executor| Member {
@@ -84,7 +84,7 @@ impl Engines {
     }
 }
 
-/// The executors of the rank groups, and their common clock.
+/// The executors of the rank groups, and the clock that they share.
 type Executors = (Vec<Box<dyn Executor>>, Arc<dyn Clock>);
 
 /// Simulated rank groups.
@@ -158,7 +158,7 @@ fn hand_processes(
     Ok((executors, Arc::new(SystemClock::default())))
 }
 
-/// The ranks of a group. A rank with a GPU sees no other, so all of them compute on their first.
+/// The ranks of a group. A rank with a GPU sees only that GPU, so each computes on its first.
 fn ranks(device: &DeviceSettings, group: usize) -> Vec<RankSpec> {
     let count = device.arrangement.ranks as usize;
     let hands = (0..count).map(|rank| group * count + rank);

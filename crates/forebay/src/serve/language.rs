@@ -1,4 +1,4 @@
-//! The model's language: its tokens, its chats and its forms of answers.
+//! The model's language: its tokens, chat format and grammars.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::model::Model;
 use crate::resolve::Resolved;
 use crate::{dialect, grammar, text, vocabulary};
 
-/// The parts that read and write the model's language, with their threads. A clone is the same.
+/// The parts that read and write the model's language, with their threads. Clones share them.
 #[derive(Clone)]
 pub(super) struct Language {
     pub(super) tokenizer: Arc<Tokenizer>,
@@ -27,8 +27,8 @@ pub(super) struct Language {
 }
 
 impl Language {
-    /// Reads the model's files and starts the threads. Notes the form of chats among the settings,
-    /// and all ends of turns in the model.
+    /// Reads the model's files and starts the threads. Records the chat format in the settings, and
+    /// all end-of-turn tokens in the model.
     pub(super) fn load(
         flags: &ServeFlags,
         model: &mut Model,

@@ -1,4 +1,4 @@
-//! The sockets of clients, and the rules of access to them.
+//! Sockets for clients, and the access rules.
 
 use std::net::TcpListener;
 
@@ -18,8 +18,8 @@ pub(super) struct Listeners {
 }
 
 impl Listeners {
-    /// Opens the listeners. Returns the rules of access too; the server's other settings are the
-    /// usual ones.
+    /// Opens the listeners. Also returns the access rules; the server's other settings are
+    /// defaults.
     pub(super) fn open(flags: &ServeFlags) -> Result<(Self, ServerConfig)> {
         let main = Bound::open(&flags.listen)?;
         let health_port = flags.listen.health_port;

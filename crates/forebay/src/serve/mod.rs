@@ -31,19 +31,18 @@ use outputs::Outputs;
 use process::Process;
 use server::{Server, Surroundings};
 
-/// Serves until a signal, or until the engine ends. `arguments` are those that `flags` were read
-/// from.
+/// Serves until a signal, or until the engine ends. `flags` were parsed from `arguments`.
 pub(crate) fn run(flags: &ServeFlags, arguments: &[OsString]) -> Result<()> {
     if flags.is_fleet() {
         return fleet::run(flags, arguments);
     }
     let mut process = Process::start(flags)?;
     let name = flags.model_name().context("no model named")?;
-    // Taken before minutes of downloads, so that a port in use is reported at once.
+    // Listen before minutes of downloads, so that a port in use is reported at once.
     let (listeners, access) = Listeners::open(flags)?;
     let python = find_python(flags.run.python.as_deref());
     let (mut model, mut resolved) = load(flags, name, &python, access)?;
-    // Before a hand starts, so that a fault is reported at once.
+    // Read adapters before a hand starts, so that a fault is reported at once.
     let adapters = adapters::settings(flags, &model, &resolved)?;
     let guard = &process.guard;
     let language = Language::load(flags, &mut model, &mut resolved, guard)?;
@@ -51,7 +50,7 @@ pub(crate) fn run(flags: &ServeFlags, arguments: &[OsString]) -> Result<()> {
     let tokenizer = &language.tokenizer;
     let (engines, ended) =
         Engines::start(flags, &python, &model, &resolved, tokenizer, &sinks, guard)?;
-    // Only the engines' own clones may keep the streams waiting for an end.
+    // Only the engines' own clones may keep the streams open.
     drop(sinks);
     let surroundings = Surroundings {
         guard: guard.clone(),
@@ -65,7 +64,7 @@ pub(crate) fn run(flags: &ServeFlags, arguments: &[OsString]) -> Result<()> {
     server.run(flags, listeners, &resolved, (engines, ended), &mut process)
 }
 
-/// Fetches the model, resolves the settings for it, and pins the brain.
+/// Downloads the model, resolves its settings, and binds the brain to its processors.
 fn load(
     flags: &ServeFlags,
     name: &str,

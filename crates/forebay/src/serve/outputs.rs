@@ -19,7 +19,7 @@ pub(super) struct Outputs {
     pub(super) egress: Egress,
     /// The model, if it pools.
     pub(super) pooling: Option<PooledModel>,
-    /// The content of the prefix caches, if there are any.
+    /// The contents of the prefix caches, if routers use them.
     pub(super) blocks: Option<BlockLog>,
 }
 
@@ -64,7 +64,7 @@ impl Outputs {
 /// Makes a sink for each replica.
 type MakeSink = Box<dyn Fn() -> Box<dyn OutputSink>>;
 
-/// The way of the replicas' outputs, and the model if it pools.
+/// The sinks of the replicas' outputs, and the model if it is a pooling model.
 fn sinks(
     model: &Model,
     egress: EgressSink,

@@ -1,8 +1,7 @@
-//! Folders for tensors that clients send, below a folder of this process in shared memory.
+//! Folders for tensors from clients, inside this process's folder in shared memory.
 //!
-//! A folder is removed with its last user, and all of them with the process. Folders of a killed
-//! process are removed by the next one that needs such a folder: each process holds the lock of its
-//! own.
+//! A folder is removed with its last user, and all folders with the process. Each process holds a
+//! lock on its own, so the next process that needs such folders removes those of a killed process.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -47,7 +46,7 @@ impl Overlays {
                     clear(parent);
                     Root::below(parent)
                 };
-                // Where there is no shared memory, files are as good and slower.
+                // Without shared memory, ordinary files work too, only more slowly.
                 let made = below(shared).or_else(|_| below(&std::env::temp_dir()));
                 none.insert(made.context("no folder for tensors")?)
             }
@@ -70,7 +69,7 @@ impl Root {
         let own = fs::Permissions::from_mode(0o700);
         let parent = parent.canonicalize()?;
         let folder = tempfile::Builder::new().prefix(PREFIX).permissions(own).tempdir_in(parent)?;
-        // Under its name the file is locked from the first moment on.
+        // The file is locked before it gets its name.
         let unnamed = folder.path().join("lock");
         let lock = File::create_new(&unnamed)?;
         flock(&lock, FlockOperation::NonBlockingLockExclusive)?;
@@ -83,7 +82,7 @@ impl Root {
     }
 }
 
-/// Removes folders of this user's processes that have ended.
+/// Removes folders that this user's ended processes have left.
 fn clear(parent: &Path) {
     let Ok(entries) = fs::read_dir(parent) else { return };
     let named = |path: &PathBuf| {

@@ -1,4 +1,4 @@
-//! A model on this machine, with everything decided before it starts.
+//! A model on this machine, with all settings decided before it starts.
 
 use std::path::Path;
 
@@ -11,8 +11,8 @@ use crate::model::{Model, Source, fetch};
 use crate::python;
 use crate::resolve::{Drafter, Resolved};
 
-/// Fetches a model, and resolves the settings for it. Where images need PyTorch's hand, which is
-/// not installed, its text is served alone.
+/// Fetches a model, and resolves the settings for it. If its images need PyTorch's hand, which is
+/// not installed, only text is served.
 pub(super) fn find(
     flags: &ServeFlags,
     name: &str,
@@ -60,7 +60,7 @@ fn find_from(
     Ok((model, resolved))
 }
 
-/// The reason for which a model's images can't be computed here, unless a flag asks for them.
+/// Why a model's images can't be computed here, unless a flag requires them.
 fn why_no_images(
     flags: &ServeFlags,
     model: &Model,

@@ -1,4 +1,4 @@
-//! The process itself: its logs, and the watch over its threads.
+//! The process itself: its logs, and supervision of its threads.
 
 use anyhow::Result;
 use forebay_server::Guard;
@@ -7,14 +7,14 @@ use crate::flags::ServeFlags;
 use crate::logs::{self, Logs};
 use crate::parent;
 
-/// The logs of the process, and the watch over its threads.
+/// The logs of the process, and supervision of its threads.
 pub(super) struct Process {
     pub(super) guard: Guard,
     pub(super) logs: Logs,
 }
 
 impl Process {
-    /// Starts the logs, and makes the process end with its parent if the flags ask for that.
+    /// Starts the logs, and makes the process end with its parent if a flag says so.
     pub(super) fn start(flags: &ServeFlags) -> Result<Self> {
         let guard = Guard::default();
         let logs = logs::init(&flags.log.lines, flags.log.otlp_traces_endpoint.as_deref(), &guard)?;

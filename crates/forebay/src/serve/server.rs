@@ -1,4 +1,4 @@
-//! The server of HTTP clients, from its first connection to its end.
+//! The HTTP server, from its first connection to its end.
 
 use std::io;
 use std::sync::Arc;
@@ -43,7 +43,7 @@ pub(super) struct Surroundings {
     pub(super) weights: Option<WeightSettings>,
 }
 
-/// The time that tasks have to end with their runtime.
+/// How long tasks may take to end with their runtime.
 pub(super) const LAST_TASKS: Duration = Duration::from_secs(1);
 
 /// The runtime of the threads of HTTP.
@@ -56,7 +56,7 @@ pub(super) fn runtime(threads: u16) -> io::Result<Runtime> {
 }
 
 impl Server {
-    /// Puts the parts together. `name` is the model as it was typed.
+    /// Builds the server. `name` is the model as typed.
     pub(super) fn new(
         name: &str,
         model: &Model,
@@ -180,7 +180,7 @@ impl Server {
         let hurry = signals::another(told.clone());
         forebay_server::serve(listener, self.0, stopped, hurry).await?;
         if engine_died {
-            // It panicked, and its state cannot be trusted; or no replica is left that could be
+            // It panicked, so its state can't be trusted, or no replica is left that could be
             // started.
             for report in engine.reports() {
                 if let Status::Failed(reason) = report.status {
@@ -196,7 +196,7 @@ impl Server {
     }
 }
 
-/// The banner, once the hand is ready; `None`: it never was.
+/// The banner, once the hand is ready; `None`: it never became ready.
 async fn banner(engine: Replicas, resolved: Resolved, url: String, curl: String) -> Option<String> {
     if !watch::loading(&engine).await {
         return None;

@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 /// Seconds for which ranks wait for each other.
 const PATIENCE: u32 = 300;
 
-/// A rank in a group. Its end is the process's.
+/// A rank in a group. Dropping it ends its process.
 pub(super) struct GroupRank {
     process: Child,
     orders: Option<ChildStdin>,
@@ -61,7 +61,7 @@ impl GroupRank {
     fn order(&mut self, order: &Value) -> Result<()> {
         let ended = "the process that receives tensors has ended";
         let mut orders = self.orders.as_ref().context(ended)?;
-        // One write, as far as the pipe takes it.
+        // A single write, as far as the pipe accepts it.
         orders.write_all(format!("{order}\n").as_bytes()).context(ended)?;
         let mut line = String::new();
         self.answers.read_line(&mut line).context(ended)?;
@@ -87,7 +87,7 @@ impl TensorReceiver for GroupRank {
 
 impl Drop for GroupRank {
     fn drop(&mut self) {
-        // It ends with its input, also in the middle of a tensor.
+        // It ends when its input is closed, even in the middle of a tensor.
         drop(self.orders.take());
         if let Err(error) = self.process.wait() {
             tracing::warn!("the end of the process that receives tensors: {error}");

@@ -1,4 +1,4 @@
-//! The files of weights that clients have a running server load.
+//! Weight files that clients make a running server load.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -17,11 +17,11 @@ use crate::flags::{Device, Hand, LoadFormat, ModelImpl, ServeFlags};
 use crate::model::{Model, Pooling, Source, fetch};
 use crate::resolve::Resolved;
 
-/// Fields of the description on which engine, tokenizer and hands were set up: new weights must
-/// have the same.
+/// Fields of the description that engine, tokenizer and hands depend on: new weights must have the
+/// same values.
 const SETTLED: [&str; 5] = ["format", "shape", "pooling", "images", "called"];
 
-/// The weights of the server; `None`: its hands have none that could be replaced.
+/// The settings for weight updates; `None`: the hands' weights can't be replaced.
 pub(super) fn settings(
     flags: &ServeFlags,
     python: &Path,
@@ -55,11 +55,11 @@ struct Files {
     first: Value,
     download_dir: Option<PathBuf>,
     embedding: bool,
-    /// True if the model takes no images, whatever its files have.
+    /// True if the model takes no images, even if its files have a tower.
     text_alone: bool,
     model_impl: ModelImpl,
     hand: Hand,
-    /// The flag by which hands are on other machines.
+    /// The flag that makes hands run on other machines.
     elsewhere: Option<&'static str>,
     overlays: Overlays,
 }
@@ -105,7 +105,8 @@ impl WeightFiles for Files {
         };
         lay().map_err(|error| format!("{error:#}"))?;
         let mut next = self.describe(&folder.path)?;
-        // Do not cache: packed weights of a training step would evict weights that are used again.
+        // Do not cache these: packed weights of one training step would evict weights that are used
+        // again.
         next["cache"] = Value::Null;
         Ok(next)
     }

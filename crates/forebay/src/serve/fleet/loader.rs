@@ -1,4 +1,4 @@
-//! The start and the stop of each of several models.
+//! Starts and stops each of several models.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ use crate::{threads, watch};
 /// The largest share of free memory that a hand may be configured to take.
 const LARGEST_SHARE: f64 = 0.95;
 
-/// A model that was found, with everything decided before its load.
+/// A model that was found, with all settings decided before it is loaded.
 pub(super) struct PlannedModel {
     pub(super) recipe: Recipe,
     pub(super) model: Model,
@@ -34,7 +34,7 @@ pub(super) struct PlannedModel {
     pub(super) kept: Mutex<Option<Kept>>,
 }
 
-/// State of a model that is kept for its next start.
+/// The state of a model that is kept for its next start.
 pub(super) struct Kept {
     guard: Guard,
     model: Model,
@@ -77,8 +77,8 @@ impl Loader {
             && let Some(available) = self.available()
         {
             let hands = f64::from(resolved.device.arrangement.hands());
-            // After a first load, `bytes` are those that it took. A start needs more for a
-            // while, and takes as many pages as before.
+            // After a first load, `bytes` is the amount that it took. A start needs more for a
+            // while, and gets as many pages as before.
             let granted = bytes.max(entry.plan.bytes);
             let share = (granted as f64 / available.max(1) as f64).min(LARGEST_SHARE);
             resolved.hand.mem_fraction_static = share / hands;
@@ -89,7 +89,7 @@ impl Loader {
         let started =
             Engines::start(flags, &self.python, model, &resolved, tokenizer, &sinks, guard);
         let (engines, ended) = started?;
-        // Only the engines' own clones may keep the streams waiting for an end.
+        // Only the engines' own clones may keep the streams open.
         drop(sinks);
         let surroundings = Surroundings {
             guard: guard.clone(),

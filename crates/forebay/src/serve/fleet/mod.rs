@@ -28,15 +28,15 @@ use crate::signals;
 use loader::{Loader, PlannedModel};
 use recipes::Recipe;
 
-/// Memory for steps and pages, as a share of the weights' size, without which a model is not
-/// loaded.
+/// The memory for steps and pages that a model needs, relative to the size of its weights. With
+/// less it is not loaded.
 const LEAST_PAGES: f64 = 0.25;
 
-/// Serves several models until a signal. `arguments` are those that `flags` were read from.
+/// Serves several models until a signal. `flags` were parsed from `arguments`.
 pub(super) fn run(flags: &ServeFlags, arguments: &[OsString]) -> Result<()> {
     let mut process = Process::start(flags)?;
     let recipes = recipes::read(flags, arguments)?;
-    // Taken before minutes of downloads, so that a port in use is reported at once.
+    // Listen before minutes of downloads, so that a port in use is reported at once.
     let (listeners, access) = Listeners::open(flags)?;
     let python = find_python(flags.run.python.as_deref());
     let mut models = Vec::new();
@@ -79,7 +79,7 @@ pub(super) fn run(flags: &ServeFlags, arguments: &[OsString]) -> Result<()> {
     served
 }
 
-/// Finds a model, and downloads missing files; `None`: it was found in a folder, and can't be
+/// Finds a model, and downloads missing files; `None`: it was found in a folder and can't be
 /// served.
 fn find(recipe: Recipe, python: &Path, access: &ServerConfig) -> Result<Option<PlannedModel>> {
     let found = planned::find(&recipe.flags, &recipe.source, python, access.clone());
@@ -118,8 +118,8 @@ fn bounds(flags: &FleetFlags, models: &[PlannedModel]) -> Result<FleetBounds> {
     })
 }
 
-/// The models as the server lists them, each with its plan of memory: its weights, and its share of
-/// the bound for pages.
+/// The models as the server lists them, each with its planned memory: its weights, and its share of
+/// the limit for pages.
 fn entries(models: &[PlannedModel], bounds: &FleetBounds) -> Vec<ModelEntry> {
     let places = models.len().min(bounds.models_max) as u64;
     let entry = |planned: &PlannedModel| {

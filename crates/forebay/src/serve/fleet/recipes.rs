@@ -14,7 +14,7 @@ use serde::Deserialize;
 use crate::command::{Command, Flags};
 use crate::flags::{FleetFlags, ServeFlags, fleet_flags, foreign, server_flags};
 
-/// A model with the flags that it is served by.
+/// A model, with the flags for serving it.
 #[derive(Debug)]
 pub(super) struct Recipe {
     /// The model as it was typed.
@@ -23,7 +23,7 @@ pub(super) struct Recipe {
     pub(super) aliases: Vec<String>,
     pub(super) pinned: bool,
     pub(super) idle: Option<Duration>,
-    /// True if it was found in a folder, where not all may be models that can be served.
+    /// True if it was found in a folder, where some models may not be servable.
     pub(super) is_found: bool,
 }
 
@@ -44,7 +44,7 @@ struct Entry {
     source: String,
     #[serde(default)]
     aliases: Vec<String>,
-    /// Flags of `serve`, in front of which those of the command line are.
+    /// Flags of `serve`, which follow those of the command line.
     #[serde(default)]
     flags: Vec<String>,
     #[serde(default)]
@@ -54,10 +54,10 @@ struct Entry {
     is_found: bool,
 }
 
-/// All models of the command line `arguments`, which `flags` was read from.
+/// All models of the command line `arguments`, from which `flags` was parsed.
 ///
 /// # Errors
-/// A file cannot be read, or flags cannot be understood.
+/// A file cannot be read, or flags are invalid.
 pub(super) fn read(flags: &ServeFlags, arguments: &[OsString]) -> Result<Vec<Recipe>> {
     let mut entries: Vec<Entry> = flags
         .named()
@@ -121,8 +121,8 @@ fn listed(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(paths)
 }
 
-/// The flags of a command line that each model is served by, in a form that can be read again. The
-/// server's are among them: every model has the server's limits.
+/// The command line's flags that apply to every model, in a form that can be parsed again. They
+/// include the server's flags, because every model has the server's limits.
 fn common(arguments: &[OsString]) -> Result<Vec<OsString>> {
     let mut command = Flags::command();
     command.build();
@@ -190,7 +190,7 @@ fn recipe(entry: Entry, common: &[OsString], fleet: &FleetFlags) -> Result<Recip
     Ok(Recipe { source, flags: *flags, aliases, pinned, idle, is_found })
 }
 
-/// Checks that an entry's own flags are those of a model.
+/// Checks that an entry's own flags belong to a model.
 fn check_own(arguments: &[OsString]) -> Result<()> {
     let all = Flags::command().try_get_matches_from(arguments)?;
     let matches: &ArgMatches = all.subcommand_matches("serve").context("another command")?;
