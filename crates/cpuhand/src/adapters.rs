@@ -1,5 +1,5 @@
-//! Adapters in places: read by a thread beside steps, and added to the rows of slots that name
-//! their place.
+//! Adapters in places: a thread reads them beside the steps, and they are applied to the rows of
+//! slots that name their place.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -22,10 +22,10 @@ use serde_json::Value;
 use crate::parts::DecoderParts;
 use crate::tables::{PlanError, wrong};
 
-/// The reading thread takes about a tenth of a processor that a step wants too.
+/// The niceness of the reading thread, which uses about a tenth of a processor that steps need too.
 const PRIORITY: i32 = 10;
 
-/// The modules that adapters may change, by the ends of their names.
+/// The modules that adapters may change, by the last parts of their names.
 const MODULES: [(&str, AdaptedModule); 7] = [
     ("mlp.down_proj", AdaptedModule::Down),
     ("mlp.gate_proj", AdaptedModule::Gate),
@@ -36,19 +36,19 @@ const MODULES: [(&str, AdaptedModule); 7] = [
     ("self_attn.v_proj", AdaptedModule::Value),
 ];
 
-/// The places of adapters, the adapters that may come there, and the places of slots.
+/// The places of adapters, the announced adapters, and the place of each slot.
 pub(crate) struct AdapterPlaces {
     config: PlaceConfig,
-    /// The place of each slot; `None`: the base computes it.
+    /// The place of each slot; `None`: the base model.
     of_slot: Vec<Option<u32>>,
     known: HashMap<u32, Arc<Value>>,
-    /// The adapters in places, by place: the number of each, and its matrices.
+    /// The adapters in places: for each place, the adapter's number and matrices.
     held: BTreeMap<u32, (u32, Arc<AdapterMatrices>)>,
-    /// The place and the adapter of each write that has not ended, by ticket.
+    /// Writes in progress by ticket: their place and adapter.
     coming: BTreeMap<u32, (u32, u32)>,
-    /// Writes of kept adapters, whose end is not reported yet.
+    /// Finished writes of kept adapters, whose end is not reported yet.
     found: Vec<PlaceEnd>,
-    /// Adapters that were read, the last used one at the end.
+    /// Adapters that were read, in order of last use.
     kept: Vec<(u32, Arc<AdapterMatrices>)>,
     jobs: Sender<Job>,
     ended: Receiver<Read>,
@@ -64,7 +64,7 @@ enum Job {
     Drop(Arc<AdapterMatrices>),
 }
 
-/// An adapter that was read, or the error of a [`PlaceEnd`].
+/// An adapter that was read, or an error for a [`PlaceEnd`].
 struct Read {
     ticket: u32,
     result: Result<Arc<AdapterMatrices>, i32>,
@@ -85,12 +85,12 @@ pub(crate) fn adapter_sizes(parts: &DecoderParts<'_>, sizes: &Sizes) -> AdapterS
     AdapterSizes::new(sizes.dtype, sizes.hidden, layers.collect::<Vec<_>>())
 }
 
-/// Bytes of all places, if each has the largest adapter.
+/// Bytes of all places, each with the largest possible adapter.
 pub(crate) fn place_bytes(config: &PlaceConfig, sizes: &AdapterSizes) -> u64 {
     u64::from(config.places) * sizes.bytes(config.rank as usize) as u64
 }
 
-/// The modules that adapters of a model may change, by the ends of their names.
+/// The modules that adapters of a model may change, by the last parts of their names.
 pub(crate) fn module_names(parts: &DecoderParts<'_>, sizes: &AdapterSizes) -> Vec<String> {
     let there = |module| (0..parts.layers()).any(|layer| sizes.of(layer, module).is_some());
     let names = MODULES.iter().filter(|&&(_, module)| there(module));
@@ -112,7 +112,7 @@ impl AdapterPlaces {
             Dtype::Bfloat16 => TorchNumber::Bfloat16,
         };
         let read = move || {
-            // Of this thread only, as Linux has it: steps come first.
+            // On Linux this applies to the calling thread only. Steps go first.
             let _ = nice(PRIORITY);
             for job in wanted {
                 match job {
@@ -157,7 +157,7 @@ impl AdapterPlaces {
         }
     }
 
-    /// Begins what a plan brings to places, and notes the places of new slots.
+    /// Starts the writes of a plan, and records the places of new slots.
     pub(crate) fn read(&mut self, plan: &StepPlan) -> Result<(), PlanError> {
         for write in plan.new_slots() {
             if let Some(place) = write.place.filter(|&place| place >= self.config.places) {
@@ -193,7 +193,7 @@ impl AdapterPlaces {
         Ok(())
     }
 
-    /// The adapter of each row of these slots. Empty: the base computes all rows.
+    /// The adapter of each row of these slots. Empty: all rows use the base model.
     pub(crate) fn of_rows(
         &self,
         slots: &[i64],
@@ -212,8 +212,8 @@ impl AdapterPlaces {
         places().map(adapter).collect()
     }
 
-    /// The writes into places that have ended since the last call. If there are none, it waits for
-    /// one, for so many microseconds at most.
+    /// Returns the writes that have ended since the last call. If there are none, waits for one, up
+    /// to this many microseconds.
     pub(crate) fn report(&mut self, wait_us: u32) -> Vec<PlaceEnd> {
         let mut ends = std::mem::take(&mut self.found);
         let until = Instant::now() + Duration::from_micros(wait_us.into());
@@ -230,7 +230,7 @@ impl AdapterPlaces {
         ends
     }
 
-    /// Puts an adapter that was read to its place.
+    /// Puts a finished adapter into its place.
     fn keep(&mut self, Read { ticket, result }: Read) -> Option<PlaceEnd> {
         let (place, id) = self.coming.remove(&ticket)?;
         let error = match result {
@@ -251,7 +251,7 @@ impl AdapterPlaces {
     }
 }
 
-/// Has the thread beside steps drop adapters, if nobody else has them.
+/// Lets the reading thread drop adapters that have no other owner.
 fn drop_beside(jobs: &Sender<Job>, gone: impl Iterator<Item = Arc<AdapterMatrices>>) {
     for matrices in gone {
         // The thread lives as long as the sender.

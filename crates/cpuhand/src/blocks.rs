@@ -1,4 +1,4 @@
-//! The choice between a GGUF file's blocks and the model's type.
+//! Chooses between computing in a GGUF file's blocks and in the model's type.
 
 use forebay_kernels::level;
 use forebay_protocol::HandConfig;
@@ -6,11 +6,11 @@ use serde_json::Value;
 
 use crate::pooled::kind;
 
-/// The level of kernels that has no products of bytes.
+/// The kernel level that has no byte products.
 const WITHOUT_BYTES: &str = "baseline";
 
-/// The number format of products. `auto` becomes `gguf` where blocks of a file are quicker, or
-/// `None`.
+/// The weight format for matrix products. `auto` becomes `gguf` if the file's blocks are faster,
+/// otherwise `None`.
 pub(crate) fn quantization(config: &HandConfig) -> Option<&str> {
     match config.quantization.as_deref() {
         Some("auto") => prefers_blocks(config).then_some("gguf"),
@@ -22,7 +22,7 @@ fn prefers_blocks(config: &HandConfig) -> bool {
     is_of_file(config) && kind(config).is_none() && level() != WITHOUT_BYTES
 }
 
-/// True if matrices may come in blocks: from a GGUF file, or from safetensors of `MXFP4`.
+/// True if matrices may be stored in blocks: in a GGUF file, or as `MXFP4` in safetensors.
 pub(crate) fn is_of_file(config: &HandConfig) -> bool {
     let format = config.model.get("format").and_then(Value::as_str);
     let shape = config.model.get("shape");

@@ -16,15 +16,15 @@ pub(crate) struct Columns {
     pub(crate) start: Vec<i64>,
     /// `[r]`, drafts included
     pub(crate) length: Vec<i64>,
-    /// `[r]`: the drafts among a row's positions, which are its last.
+    /// `[r]`: the number of drafts, which are the last of a row's positions.
     pub(crate) drafts: Vec<usize>,
-    /// `[r]`: each row's last token, numbered over all rows.
+    /// `[r]`: each row's last token, as an index over all rows.
     pub(crate) last: Vec<i64>,
     /// `[s]`: the rows that sample, or that pool.
     pub(crate) sampling: Vec<usize>,
     /// The sampling rows that have a mask.
     pub(crate) masked: Vec<usize>,
-    /// `[r, 2]`: the rows of the states' tables before and behind each row; none without recurrent
+    /// `[r, 2]`: the rows of the state tables before and after each row; empty without recurrent
     /// layers.
     pub(crate) states: Vec<[i64; 2]>,
     /// `[r]`: the adapter of each row. Empty: no row has one.
@@ -32,7 +32,7 @@ pub(crate) struct Columns {
 }
 
 impl Columns {
-    /// One row of slot 0 that samples. `states` is true of a model with recurrent layers.
+    /// One sampling row of slot 0. `states`: the model has recurrent layers.
     pub(crate) fn one(start: i64, length: i64, states: bool) -> Self {
         Self {
             slot: vec![0],
@@ -66,7 +66,7 @@ impl Columns {
         for (index, (row, drafts)) in plan.rows().zip(plan.drafts()).enumerate() {
             let drafts = drafts.len();
             let end = u64::from(row.start) + u64::from(row.length) + drafts as u64;
-            // What is negative in a plan is larger than every table here.
+            // Negative numbers of a plan become larger than every table here.
             if row.slot as usize >= slots || row.length == 0 || end > context {
                 return wrong(format!(
                     "a row outside of {slots} slots of {context} positions: slot {}, start {}, length {}",
@@ -97,7 +97,7 @@ impl Columns {
         Ok(columns)
     }
 
-    /// The positions for which rows that sample may give a token.
+    /// The positions for which sampling rows may give a token.
     pub(crate) fn wanted(&self) -> Vec<Run> {
         let mut first = 0;
         let run = |&row: &usize| {
@@ -110,7 +110,8 @@ impl Columns {
         self.sampling.iter().map(run).collect()
     }
 
-    /// The tokens whose logits rows that sample need: each one's last, and those before its drafts.
+    /// The tokens whose logits sampling rows need: the last one of each row, and those before its
+    /// drafts.
     pub(crate) fn last_tokens(&self) -> Vec<i64> {
         let of = |&row: &usize| self.last[row] - self.drafts[row] as i64..=self.last[row];
         self.sampling.iter().flat_map(of).collect()
@@ -139,9 +140,9 @@ impl Columns {
         }
     }
 
-    /// The inputs of rows that begin at a position whose input is in the arena, one entry a row;
-    /// `None` for other rows. The list is empty if no row begins so. An input is `row_bytes` of
-    /// numbers that are `width` bytes wide.
+    /// For each row whose first position has its input in the arena, that input; `None` for other
+    /// rows. Empty if there are no such rows. An input has `row_bytes` bytes, as numbers of `width`
+    /// bytes.
     pub(crate) fn given<'a>(
         &self,
         tables: &Tables,

@@ -8,13 +8,13 @@ use std::sync::Mutex;
 use forebay_protocol::{Frame, FrameError, HEADER_BYTES, Header, Kind};
 use thiserror::Error;
 
-/// A frame of a usual step, its masks and the next one come with one call.
+/// The read size: enough for an ordinary step's frame, its masks and the next frame.
 const AT_ONCE: usize = 1 << 18;
 
-/// The reason for which the connection can't be used.
+/// Why the connection is unusable.
 #[derive(Debug, Error)]
 pub(crate) enum ConnectionError {
-    /// The brain has gone, or closed the socket in the middle of a frame.
+    /// The brain is gone, or has closed the socket inside a frame.
     #[error("the brain has gone: {0}")]
     Gone(#[from] io::Error),
     /// The bytes from the brain are no frame.
@@ -30,12 +30,12 @@ impl Incoming {
         Ok(Self(BufReader::with_capacity(AT_ONCE, socket.try_clone()?)))
     }
 
-    /// The next frame; `None` when the brain has closed the socket, or says that it is over.
+    /// The next frame; `None`: the brain has closed the socket or ordered the exit.
     pub(crate) fn next(&mut self) -> Result<Option<Frame>, ConnectionError> {
         Ok(self.first()?.filter(|frame| frame.header().kind != Kind::Shutdown))
     }
 
-    /// The socket, at which to wait for the next frame; `None`: some of it is here.
+    /// The socket on which to wait for the next frame; `None`: part of it is already here.
     pub(crate) fn socket(&self) -> Option<BorrowedFd<'_>> {
         self.0.buffer().is_empty().then(|| self.0.get_ref().as_fd())
     }
@@ -50,7 +50,7 @@ impl Incoming {
                 Ok(0) => return Err(io::Error::from(ErrorKind::UnexpectedEof).into()),
                 Ok(count) => filled += count,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                // A brain that was killed leaves what it had not read.
+                // A killed brain leaves unread data behind.
                 Err(error) if error.kind() == ErrorKind::ConnectionReset => return Ok(None),
                 Err(error) => return Err(error.into()),
             }
@@ -62,7 +62,7 @@ impl Incoming {
     }
 }
 
-/// The frames that go to the brain; threads that load weights report their progress here.
+/// Frames for the brain. Threads that load weights report their progress here too.
 pub(crate) struct Outgoing(Mutex<UnixStream>);
 
 impl Outgoing {

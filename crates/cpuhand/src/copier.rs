@@ -1,4 +1,4 @@
-//! Copies of pages between hot memory and the host's, beside the steps.
+//! Copies pages between hot memory and host memory, beside the steps.
 
 use std::collections::VecDeque;
 use std::io;
@@ -18,9 +18,9 @@ use crate::tables::{PlanError, wrong};
 
 /// Copies pages on a thread of its own, and reports finished copies.
 ///
-/// Saves are submitted when the rows of their plan are computed. A restore waits for nothing,
-/// because no plan in flight names its target. It goes before all saves, because a request waits
-/// for it.
+/// Saves are submitted when the rows of their plan are computed. A restore can start at once,
+/// because no plan in flight names its target. Restores go before saves, because requests wait for
+/// them.
 pub(crate) struct Copier {
     queue: Arc<Queue>,
     hot_pages: u32,
@@ -42,7 +42,7 @@ struct Queue {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Job {
     copy: PageCopy,
-    /// The number of positions that the state has seen, if one is saved.
+    /// The number of positions in the state, if a state is saved.
     seen: u32,
 }
 
@@ -51,9 +51,9 @@ struct State {
     saves: VecDeque<Job>,
     restores: VecDeque<Job>,
     ended: Vec<CopyEnd>,
-    /// The state pages to which a state has come, and the positions that each has seen.
+    /// State pages to which a state was restored, and the positions in each state.
     brought: Vec<(u32, u32)>,
-    /// The time that saves and restores took and that was not reported yet.
+    /// The time that saves and restores took since the last report.
     busy: [Duration; 2],
     /// True if nobody reads ends any more.
     over: bool,
@@ -78,7 +78,7 @@ pub(crate) fn check_no_copies(plan: &StepPlan) -> Result<(), PlanError> {
 }
 
 impl Copier {
-    /// Begins to copy between `memory`, which has so many pages, and `tier`. `states` has the state
+    /// Starts copying between `memory`, with this many pages, and `tier`. `states` are the state
     /// pages, if the model has recurrent layers.
     pub(crate) fn start(
         config: &HandConfig,
@@ -95,7 +95,7 @@ impl Copier {
         let checksums = config.kv_checksum;
         let mut copying = Copying { memory, states, tier, checksums, rate };
         let of_thread = queue.clone();
-        // It ends after the copy that it is at, when this is dropped.
+        // When this is dropped, the thread ends after its current copy.
         std::thread::Builder::new().name("copier".into()).spawn(move || {
             while let Some(job) = of_thread.next() {
                 let begun = Instant::now();
@@ -120,7 +120,7 @@ impl Copier {
         Ok(())
     }
 
-    /// Submits the saves of a plan whose rows are computed, and whose states are in their pages.
+    /// Submits the saves of a plan, whose rows are computed and whose states are in their pages.
     pub(crate) fn save(&mut self, plan: &StepPlan, states: &StateSteps) {
         let mut seen = states.to_host.iter().copied();
         let saves = plan.copies().filter(|copy| copy.direction.is_save());
@@ -153,10 +153,10 @@ impl Copier {
         if let Some(lender) = copy.lender.filter(|&lender| lender as usize >= lenders) {
             return wrong(format!("a copy from lender {} of {lenders}", u64::from(lender) + 1));
         }
-        // Those of the device are counted where it is known what they have seen.
+        // State copies of the device are checked where their positions are known.
         let is_of_state = copy.direction.is_of_state();
         let host_pages = if is_of_state { host.state_pages } else { host.pages };
-        // The pages of a lender are counted where they are read.
+        // A lender's pages are checked when they are read.
         if !is_of_state && hot >= hot_pages || copy.lender.is_none() && copy.host >= host_pages {
             return wrong(format!(
                 "a copy outside of {hot_pages} pages and {host_pages} of the host"
@@ -165,16 +165,16 @@ impl Copier {
         Ok(())
     }
 
-    /// True if the end of a copy was not reported yet.
+    /// True if some copy's end was not reported yet.
     pub(crate) fn is_busy(&self) -> bool {
         self.outstanding > 0
     }
 
-    /// Waits for the end of a copy, for so many microseconds at most, or until there is something
-    /// to read at `socket`. If no copy is under way, it does not wait.
+    /// Waits for the end of a copy, up to this many microseconds, or until `socket` is readable.
+    /// Without copies in flight it does not wait.
     pub(crate) fn wait(&self, us: u32, socket: BorrowedFd<'_>) {
         let mut count = [0; 8];
-        // Empty if nothing has ended since the last time.
+        // Fails if nothing has ended since the last call.
         let _ = rustix::io::read(&self.queue.news, &mut count);
         if !self.is_busy() || !self.queue.lock().ended.is_empty() {
             return;
@@ -189,8 +189,8 @@ impl Copier {
         let _ = poll(&mut fds, Some(&limit));
     }
 
-    /// Puts the copies that ended since the last call into a result, and notes what the states that
-    /// came have seen.
+    /// Adds the copies that ended since the last call to a result, and records the positions of
+    /// restored states.
     pub(crate) fn report(&mut self, result: &mut StepResult, states: Option<&mut States>) {
         let mut state = self.queue.lock();
         if state.ended.is_empty() {
@@ -204,7 +204,7 @@ impl Copier {
         self.outstanding -= result.copied.len();
         let [save_us, restore_us] = state.busy.each_mut().map(|busy| {
             let us = u32::try_from(busy.as_micros()).unwrap_or(u32::MAX);
-            // What is no whole microsecond is of the next report.
+            // Fractions of a microsecond are left for the next report.
             *busy -= Duration::from_micros(us.into());
             us
         });
@@ -224,7 +224,7 @@ impl Queue {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The next copy, once there is one; `None`: nobody waits for it.
+    /// Waits for the next copy; `None`: the copier was dropped.
     fn next(&self) -> Option<Job> {
         let mut state = self.lock();
         loop {
@@ -238,7 +238,7 @@ impl Queue {
         }
     }
 
-    /// Notes the end of a copy; `None`: it could not be done. `seen` is there of a state that came.
+    /// Records the end of a copy; `None`: it failed. `seen` is set for a restored state.
     fn end(&self, copy: &PageCopy, done: Option<Option<u32>>, taken: Duration) {
         let error = if done.is_some() { COPY_OK } else { COPY_FAILED };
         let mut state = self.lock();
@@ -246,13 +246,13 @@ impl Queue {
         state.brought.extend(copy.hot.zip(done.flatten()));
         state.busy[usize::from(!copy.direction.is_save())] += taken;
         drop(state);
-        // Fails only when the counter is full, and then it is readable.
+        // Fails only if the counter is full, and then it is readable anyway.
         let _ = rustix::io::write(&self.news, &1_u64.to_ne_bytes());
     }
 }
 
 impl Copying {
-    /// Copies a page. Gives the number of positions that a state has seen which came back.
+    /// Copies a page. Returns the number of positions in a restored state.
     fn copy(&mut self, &Job { copy, seen }: &Job) -> io::Result<Option<u32>> {
         let no_page = || io::Error::other("no such page");
         let is_of_state = copy.direction.is_of_state();
@@ -293,7 +293,7 @@ impl Copying {
         if is_of_state { pages.seen(copy.host).map(Some) } else { Ok(None) }
     }
 
-    /// Sleeps until a copy that took `taken` has taken as long as it is to take.
+    /// Sleeps until a copy that took `taken` has lasted as long as the speed limit requires.
     fn slow_down(&self, copy: &PageCopy, taken: Duration) {
         let Some(rate) = self.rate else { return };
         let bytes = match &self.states {
@@ -330,7 +330,7 @@ mod tests {
     const ROWS: usize = 2;
     const STATE: usize = 16;
 
-    /// Hot pages of two parts, state pages, a tier of as many of both, and both ends of a socket.
+    /// Hot pages in two parts, state pages, a tier with as many of both, and both ends of a socket.
     struct Hand {
         rooms: Vec<Room>,
         table: Room,

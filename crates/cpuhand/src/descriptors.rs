@@ -1,6 +1,5 @@
-//! The descriptors that the brain has put at fixed numbers for this process, pages that copies
-//! reach beside steps, and settings of the system's own interface. This file has all unsafe code of
-//! the crate.
+//! The descriptors that the brain passes at fixed numbers, page memory that copies access beside
+//! the steps, and process settings. This file has all the unsafe code of the crate.
 #![expect(unsafe_code, reason = "descriptors are numbers, and pages addresses, of others too")]
 
 use std::io;
@@ -16,7 +15,7 @@ const SOCKET: i32 = 3;
 const ARENA: i32 = 4;
 const HOST: i32 = 5;
 
-/// The descriptors that the process was started with. They are taken once, before anything else
+/// The descriptors with which the process was started. They are taken once, before anything else
 /// opens a file.
 pub(crate) struct Given {
     pub(crate) socket: UnixStream,
@@ -28,15 +27,15 @@ pub(crate) struct Given {
 pub(crate) struct HostFiles {
     /// The file of the hand's own tier.
     pub(crate) own: OwnedFd,
-    /// The files of other replicas, by their number; `None`: that replica lends nothing.
+    /// The files of other replicas, by replica number; `None`: that replica lends nothing.
     pub(crate) lenders: Vec<Option<OwnedFd>>,
 }
 
 impl Given {
-    /// Takes the socket, and the arena and the file of the host tier if there are any.
+    /// Takes the socket, and the arena and the host tier's file if they exist.
     pub(crate) fn take() -> io::Result<Self> {
-        // SAFETY: who starts this process puts a socket here, and nothing else in it has opened a
-        // descriptor.
+        // SAFETY: the starter of this process puts a socket here, and nothing else in it has opened
+        // a descriptor.
         let socket = unsafe { OwnedFd::from_raw_fd(SOCKET) };
         fcntl_setfd(&socket, FdFlags::CLOEXEC)?;
         Ok(Self { socket: socket.into(), arena: taken(ARENA)?, host: taken(HOST)? })
@@ -52,8 +51,7 @@ impl Given {
     }
 
     /// The files of host tiers, with the descriptors that the configuration names for lenders.
-    /// `None`: there is no file for a tier of the hand's own. It is called once, before anything
-    /// else opens a file.
+    /// `None`: the hand has no tier of its own. Call this once, before anything else opens a file.
     pub(crate) fn host_files(&mut self, lenders: &[Option<u32>]) -> io::Result<Option<HostFiles>> {
         let Some(own) = self.host.take() else { return Ok(None) };
         let mut seen = Vec::new();
@@ -76,10 +74,10 @@ impl Given {
     }
 }
 
-/// Takes a descriptor that the brain may have put there.
+/// Takes a descriptor that the brain may have passed.
 fn taken(number: i32) -> io::Result<Option<OwnedFd>> {
-    // SAFETY: nothing else in this process has a file with this number, and where there is none,
-    // that is found out before it is used.
+    // SAFETY: nothing else in this process owns this descriptor, and whether it exists is checked
+    // before it is used.
     let file = unsafe { OwnedFd::from_raw_fd(number) };
     if fcntl_getfd(&file).is_err() {
         // Nobody's: it must not be closed.
@@ -90,23 +88,23 @@ fn taken(number: i32) -> io::Result<Option<OwnedFd>> {
     Ok(Some(file))
 }
 
-/// The pages of all layers, where copies read and write single ones while steps compute with
-/// others. The brain says which: a plan in flight names no page that is restored, and its rows
-/// write on no page that is saved.
+/// The pages of all layers. Copies read and write single pages while steps compute with others. The
+/// brain guarantees that they are different: no plan in flight names a page that is being restored,
+/// and its rows write to no page that is being saved.
 pub(crate) struct PageMemory {
-    /// Each part of pages: its first page, and the bytes of a page.
+    /// For each part: its first page, and the bytes of a page.
     parts: Vec<(NonNull<u8>, usize)>,
     pages: usize,
     /// Keeps the mapping.
     _memory: Room,
 }
 
-// SAFETY: memory belongs to no thread, and who may read and write it is said above.
+// SAFETY: the memory belongs to no thread, and the type's documentation says who may access it.
 unsafe impl Send for PageMemory {}
 
 impl PageMemory {
-    /// The memory of `rooms`, of which each has one part of so many pages, or is empty. `memory` is
-    /// a further room of the same [`Room::parts`].
+    /// The memory of `rooms`, each with one part of this many pages, or empty. `memory` is a
+    /// further room from the same [`Room::parts`].
     pub(crate) fn new<'a>(
         rooms: impl IntoIterator<Item = &'a mut Room>,
         pages: usize,
@@ -127,7 +125,7 @@ impl PageMemory {
     /// The parts of a page that no row writes now; `None`: there is no such page.
     pub(crate) fn read(&self, page: u32) -> Option<Vec<&[u8]>> {
         let part = |(first, bytes): (*mut u8, usize)| {
-            // SAFETY: inside the room, by `places`, and nobody writes there now.
+            // SAFETY: `places` checks that this is inside the room, and nobody writes there now.
             unsafe { std::slice::from_raw_parts(first, bytes) }
         };
         Some(self.places(page)?.map(part).collect())
@@ -136,7 +134,8 @@ impl PageMemory {
     /// The parts of a page that no row reads or writes now; `None`: there is no such page.
     pub(crate) fn write(&mut self, page: u32) -> Option<Vec<&mut [u8]>> {
         let part = |(first, bytes): (*mut u8, usize)| {
-            // SAFETY: inside the room, by `places`, and nobody else has this page now.
+            // SAFETY: `places` checks that this is inside the room, and nobody else uses this page
+            // now.
             unsafe { std::slice::from_raw_parts_mut(first, bytes) }
         };
         Some(self.places(page)?.map(part).collect())
@@ -144,7 +143,7 @@ impl PageMemory {
 
     fn places(&self, page: u32) -> Option<impl Iterator<Item = (*mut u8, usize)>> {
         let page = usize::try_from(page).ok().filter(|&page| page < self.pages)?;
-        // SAFETY: each room has so many pages, and the mapping lives as long as `_memory`.
+        // SAFETY: each room has this many pages, and the mapping lives as long as `_memory`.
         let at = move |&(first, bytes): &(NonNull<u8>, usize)| unsafe {
             (first.as_ptr().add(page * bytes), bytes)
         };
@@ -152,9 +151,9 @@ impl PageMemory {
     }
 }
 
-/// A terminal sends ^C to the whole session, but it is the brain that decides when its hands go.
+/// A terminal sends ^C to the whole session, but the brain decides when its hands end.
 pub(crate) fn ignore_interrupts() {
-    // SAFETY: no handler runs; the call only sets what the kernel does.
+    // SAFETY: no handler runs; the call only changes the kernel's default action.
     unsafe { libc::signal(libc::SIGINT, libc::SIG_IGN) };
 }
 

@@ -1,5 +1,5 @@
-//! The verification of drafts. A row's positions are sampled one after the other, as if each were a
-//! row of its own. The first token that was not expected is the last.
+//! Verification of drafts. A row's positions are sampled in order, as if each were a row of its
+//! own. The first unexpected token is the last one.
 
 use forebay_protocol::StepResult;
 
@@ -12,9 +12,9 @@ pub(crate) struct Run {
     pub(crate) slot: usize,
     /// The position of its first token.
     pub(crate) position: usize,
-    /// The number of tokens that are expected from there on.
+    /// The number of drafts after the first position.
     pub(crate) drafts: usize,
-    /// The place of its first logits among those of all rows.
+    /// The index of its first logits among those of all rows.
     pub(crate) first: usize,
 }
 
@@ -24,15 +24,16 @@ impl Run {
         1 + self.drafts
     }
 
-    /// Samples the tokens of the row. `sample` gives that of one place and position, for a slot
-    /// with the tokens before it; `None`: the row ends before it.
+    /// Samples the row's tokens. `sample` returns the token for one index and position, given the
+    /// slot with the tokens before it; `None`: the row ends before it.
     pub(crate) fn verify(
         &self,
         tables: &Tables,
         mut sample: impl FnMut(usize, usize, &Slot) -> Option<Sampled>,
     ) -> Vec<Sampled> {
         let slot = &tables.slots[self.slot];
-        // Penalties count accepted drafts. The slot itself gets them with the others, in `keep`.
+        // Penalties count accepted drafts. The slot itself gets them with the other tokens, in
+        // `keep`.
         let mut counted =
             (self.drafts > 0 && slot.spec.sampling.has_penalty()).then(|| slot.clone());
         let mut given = Vec::with_capacity(1);
@@ -42,7 +43,7 @@ impl Run {
             let Some(sampled) = sample(self.first + nth, position, before) else { break };
             let (token, finite) = (sampled.token, sampled.finite);
             if nth > 0 && !finite {
-                // The tokens before it are fine. The next row begins here, and has the error.
+                // The earlier tokens are valid. The next row begins here, and reports the error.
                 break;
             }
             given.push(sampled);
@@ -58,7 +59,7 @@ impl Run {
     }
 }
 
-/// Adds the number of a row's tokens to a result, if any of the rows that sample has drafts.
+/// Adds the number of a row's tokens to a result, if any sampling row has drafts.
 pub(crate) fn count(result: &mut StepResult, runs: &[Run], count: usize) {
     if runs.iter().any(|run| run.drafts > 0) {
         result.token_counts.push(count as i32);

@@ -1,14 +1,14 @@
-//! The draw of a token from adjusted logits, in the order of `docs/protocol.md`: temperature,
-//! `top_k`, `top_p`, `min_p`. A request's seed and the position give the place in the distribution.
+//! Samples a token from adjusted logits, in the order of `docs/protocol.md`: temperature, `top_k`,
+//! `top_p`, `min_p`. The request's seed and the position determine the random number.
 //!
-//! The order of operations on floats is that of `python/forebay/layers/ops.py`, so both hands draw
+//! Float operations have the same order as in `python/forebay/layers/ops.py`, so both hands sample
 //! the same tokens.
 
 use crate::exponential::exp;
 
 const LOW_BITS: u32 = 16;
 const KEYS: usize = 1 << LOW_BITS;
-/// Tokens whose weights are added up before the place in the distribution is looked for among them.
+/// The number of weights that are added up before the sampled position is searched among them.
 const SPAN: usize = 512;
 
 /// The parameters of one draw.
@@ -18,15 +18,15 @@ pub(crate) struct Draw {
     pub(crate) temperature: f32,
     /// Candidates; 0, and the vocabulary or more: all.
     pub(crate) top_k: i32,
-    /// The share of the probability that candidates have; 1: all.
+    /// The probability mass of the candidates; 1: all.
     pub(crate) top_p: f32,
     /// The share of the largest probability; 0: all.
     pub(crate) min_p: f32,
-    /// The place of the token in the distribution, in 0 .. 1.
+    /// The random number that selects the token, in 0 .. 1.
     pub(crate) u: f64,
 }
 
-/// Memory that is used again from row to row.
+/// Memory that is reused from row to row.
 #[derive(Default)]
 pub(crate) struct Scratch {
     /// Logits whose largest is 0, over the temperature.
@@ -47,7 +47,7 @@ fn splitmix64(x: u64) -> u64 {
 
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// A number in 0 .. 1: the only source of randomness, a pure function of a request's seed and a
+/// A number in 0 .. 1, the only source of randomness: a pure function of a request's seed and a
 /// position.
 pub(crate) fn uniform(seed: u64, position: u64) -> f64 {
     let bits = splitmix64(seed.wrapping_add(position.wrapping_mul(GOLDEN))) >> 11;
@@ -66,7 +66,7 @@ pub(crate) fn largest(values: &[f32]) -> f32 {
     most.iter().chain(rest).copied().fold(f32::NEG_INFINITY, f32::max)
 }
 
-/// Draws a token from finite logits. At least one of them is above minus infinity.
+/// Samples a token from finite logits, at least one of which is above minus infinity.
 pub(crate) fn draw(logits: &[f32], how: &Draw, scratch: &mut Scratch) -> usize {
     let most = largest(logits);
     let Scratch { scaled, weights, values, table, spans } = scratch;
@@ -91,8 +91,7 @@ pub(crate) fn draw(logits: &[f32], how: &Draw, scratch: &mut Scratch) -> usize {
     place(weights, how.u, spans)
 }
 
-/// The tokens that are kept: those above a threshold, and so many of the first that are equal to
-/// it.
+/// The kept tokens: all above a threshold, and this many of the first that are equal to it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Kept {
     above: f32,
@@ -114,7 +113,7 @@ fn keep(scaled: &[f32], weights: &mut [f32], kept: Kept) {
     }
 }
 
-/// The tokens that `top_k` keeps, and of those `top_p` (1: off).
+/// The tokens that `top_k` keeps, and of these the ones that `top_p` keeps (1: off).
 fn most_likely(scaled: &[f32], how: &Draw, values: &mut Vec<f32>) -> Kept {
     let count = how.top_k as usize;
     values.clear();
@@ -130,7 +129,7 @@ fn most_likely(scaled: &[f32], how: &Draw, values: &mut Vec<f32>) -> Kept {
     let mut kept = 0;
     for &value in values.iter() {
         let weight = f64::from(exp(value));
-        // As it comes out of a sum with the weight in it.
+        // Computed with the same rounding as a sum that includes the weight.
         let sum = before + weight;
         if sum - weight < goal {
             kept += 1;
@@ -144,9 +143,9 @@ fn most_likely(scaled: &[f32], how: &Draw, values: &mut Vec<f32>) -> Kept {
 
 /// The smallest set of most likely tokens with a share of at least `top_p`, below 1.
 ///
-/// The size of the set is not known in advance, so nothing is sorted. The bits of a distance from
-/// the largest logit order tokens like the distance does. Two tables, by the upper and by the lower
-/// half of the bits, show the place at which the sum of probabilities reaches its goal.
+/// Nothing is sorted, because the size of the set is unknown. The bits of a token's distance from
+/// the largest logit have the same order as the distance. Two tables, by the upper and the lower
+/// half of these bits, find where the sum of probabilities reaches its goal.
 fn nucleus(scaled: &[f32], weights: &[f32], top_p: f32, table: &mut Vec<f64>) -> Kept {
     let total: f64 = weights.iter().map(|&weight| f64::from(weight)).sum();
     let goal = f64::from(top_p) * total;
@@ -165,16 +164,16 @@ fn nucleus(scaled: &[f32], weights: &[f32], top_p: f32, table: &mut Vec<f64>) ->
     }
     let (low, more) = reached(table, goal - before);
     let threshold = f32::from_bits((high << LOW_BITS | low) as u32);
-    // What is left of the goal, in tokens that are as likely as the threshold.
+    // The rest of the goal, in tokens as likely as the threshold.
     let left = (goal - before - more) / f64::from(exp(-threshold));
     let left = if left.is_nan() { 1.0 } else { left.ceil().clamp(1.0, scaled.len() as f64) };
     Kept { above: -threshold, equals: left as usize }
 }
 
-/// The first key with which the mass of all keys up to it reaches the goal, and the mass before it.
+/// The first key at which the cumulative mass reaches the goal, and the mass before it.
 fn reached(table: &[f64], goal: f64) -> (usize, f64) {
     let total: f64 = table.iter().sum();
-    // Rounding may leave the goal above all sums: then it is the last key that any token has.
+    // Rounding may put the goal above the total: then take the last key with a token.
     let goal = goal.min(total);
     let mut sum = 0.0;
     for (key, &mass) in table.iter().enumerate() {
@@ -186,8 +185,7 @@ fn reached(table: &[f64], goal: f64) -> (usize, f64) {
     (table.len() - 1, sum - table[table.len() - 1])
 }
 
-/// The first token, in the order of ids, at which the sum of weights exceeds a share of their
-/// total.
+/// The first token, by id, at which the cumulative weight exceeds this share of the total.
 fn place(weights: &[f32], u: f64, spans: &mut Vec<f64>) -> usize {
     spans.clear();
     let mut total = 0.0;
@@ -264,7 +262,7 @@ mod tests {
             logits in proptest::collection::vec(-8_i8..8, 3..700), temperature in 0.3_f32..2.0,
             top_k in 0..9_i32, top_p in 0.05_f32..1.1, min_p in prop_oneof![Just(0.0_f32), 0.01_f32..0.5], u in 0.0..1.0_f64,
         ) {
-            // Logits of few values, so that many are equal.
+            // Logits with few distinct values, so that many are equal.
             let logits: Vec<f32> = logits.iter().map(|&logit| f32::from(logit) * 0.71).collect();
             let top_p = top_p.min(1.0);
             let top_k = top_k.min(logits.len() as i32);

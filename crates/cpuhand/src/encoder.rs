@@ -1,5 +1,5 @@
-//! An encoder behind the step protocol. Every row is a whole prompt, and nothing is kept from step
-//! to step but the slots' tokens.
+//! An encoder behind the step protocol. Every row is a whole prompt, and only the slots' tokens are
+//! kept between steps.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -28,12 +28,12 @@ pub(crate) struct EncoderRunner {
     ended: Instant,
 }
 
-/// True if a kind of pooling is one of an encoder's.
+/// True if an encoder supports this kind of pooling.
 pub(crate) fn knows(kind: &str) -> bool {
     matches!(kind, "mean" | "cls")
 }
 
-/// The number of scores that a hand is told to make of each vector; 0: the vector stays.
+/// The number of scores to compute from each vector; 0: the vector is the output.
 fn scores(config: &HandConfig) -> usize {
     let pooling = config.model.get("pooling");
     let task = pooling.and_then(|it| it.get("task")).and_then(Value::as_str);

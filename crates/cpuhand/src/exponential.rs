@@ -1,14 +1,13 @@
 //! `e^x` of many numbers, none of them positive.
 
-/// Rounds to the nearest whole number when it is added and taken away again: one and a half times
-/// 2^23.
+/// Adding and subtracting it rounds to the nearest whole number: 1.5 times 2^23.
 const ROUNDS: f32 = 12_582_912.0;
-/// The natural logarithm of 2 in two parts, of which the first has few bits.
+/// The natural logarithm of 2 in two parts, the first with few bits.
 const LN_2: [f32; 2] = [0.693_359_4, -2.121_944_4e-4];
 /// Cephes' polynomial (Moshier 1992), to about one unit in the last place.
 const POLYNOMIAL: [f32; 6] =
     [1.987_569_1e-4, 1.398_2e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5];
-/// Below, the result is 0: it would have fewer bits than a number has.
+/// Below this the result is 0, since it would be denormal.
 const LEAST: f32 = -87.0;
 
 /// `e^x` for `x <= 0`.

@@ -1,4 +1,4 @@
-//! The memory of a model before it is loaded: `forebay plan --model` asks for it.
+//! The memory of a model before it is loaded, for `forebay plan --model`.
 
 use forebay_protocol::HandConfig;
 use forebay_weights::ModelShape;
@@ -10,12 +10,12 @@ use crate::runner::{HandError, STATE_ELEMENT, formats, free, numbers, shape, siz
 use crate::states::state_pages;
 use crate::windows::{WindowLayers, page_bytes};
 
-/// The memory of a hand, as its `ready` has it. All but the number of pages is in bytes.
+/// The memory of a hand, as in its `ready`. Everything except page counts is in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Footprint {
     /// The weights, as they are computed with.
     pub weight_bytes: u64,
-    /// One page over all layers, of the main part if there is a window part.
+    /// A page over all layers, or of the main part if there is a window part.
     pub page_bytes: u64,
     /// The number of pages.
     pub page_count: u32,
@@ -29,10 +29,10 @@ pub struct Footprint {
     pub state_bytes: u64,
 }
 
-/// Counts the memory of a model that this hand serves, where `available` bytes are free.
+/// Computes the memory of a model that this hand serves, if `available` bytes are free.
 ///
 /// # Errors
-/// The model keeps no pages or pools, its files can't be read, or there is no room: in one line.
+/// One line: the model has no KV pages or pools, its files can't be read, or there is no room.
 pub fn footprint(config: &HandConfig, available: u64) -> Result<Footprint, String> {
     count(config, available).map_err(|error| error.to_string())
 }

@@ -1,9 +1,9 @@
-//! The host's tier: pages in a file that outlives this process, and those of other replicas.
+//! The host tier: pages in a file that outlives this process, and pages of other replicas.
 //!
-//! The brain makes the file, which lies in memory, and the first hand makes it as long as its pages
-//! need. A page is one piece: each layer's keys and then its values, in the order of the kernels.
-//! Behind the pages there is a checksum for each. State pages follow in the same way, each with a
-//! checksum and the number of positions that it has seen, and the number of state pages is last.
+//! The brain creates the file in memory, and the first hand sets its length. A page is contiguous:
+//! each layer's keys and then its values, in the kernels' layout. After the pages comes a checksum
+//! for each. State pages follow in the same way, each with a checksum and its number of positions.
+//! The last word is the number of state pages.
 
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -37,12 +37,12 @@ pub(crate) struct HostCounts {
     pub(crate) state_pages: u32,
 }
 
-/// The pages of the host tier that a configuration asks for, beside these of the device. Pages and
-/// state pages divide the tier as they divide the device's memory. `free` are the bytes beside
-/// weights and hot pages; `None`: nobody knows.
+/// The pages of the host tier by the configuration, given those of the device. Pages and state
+/// pages divide the tier as they divide the device's memory. `free`: bytes left by weights and hot
+/// pages; `None`: unknown.
 ///
 /// # Errors
-/// The model keeps nothing on pages, less than a page is asked for, or more than there is.
+/// The model has no pages, or less than a page or more than the available memory is requested.
 pub(crate) fn host_counts(
     config: &HandConfig,
     pages: PoolSize,
@@ -62,7 +62,7 @@ pub(crate) fn host_counts(
         );
     }
     if let Some(pages) = host_pages {
-        // What an earlier hand was given: its blocks are there.
+        // An earlier hand had this many, and its blocks are still there.
         return Ok(HostCounts { pages, state_pages: host_state_pages.unwrap_or(0) });
     }
     let device = pages.all().saturating_add(states.all());
@@ -136,7 +136,7 @@ impl PageSizes {
     }
 }
 
-/// The pages of a hand's own tier, and of those that lend to it.
+/// A hand's own tier, and the tiers that lend to it.
 pub(crate) struct HostTier {
     files: HostFiles,
     counts: HostCounts,
@@ -144,7 +144,7 @@ pub(crate) struct HostTier {
 }
 
 impl HostTier {
-    /// A tier of so many pages. The file grows if it is too short.
+    /// A tier of this many pages. The file is extended if it is too short.
     pub(crate) fn open(files: HostFiles, counts: HostCounts, sizes: PageSizes) -> io::Result<Self> {
         let bytes = sizes.file(counts);
         if size(files.own.as_fd())? < bytes {
@@ -186,7 +186,7 @@ impl HostTier {
         self.own().states(self.sizes.state, self.counts.state_pages.into())
     }
 
-    /// The pages of a lender, whose hand has made its file as long as they are.
+    /// The pages of a lender, whose own hand has set its file's length.
     pub(crate) fn of(&self, lender: u32) -> io::Result<HostPages<'_>> {
         Ok(self.read_lender(lender)?.0)
     }
@@ -231,7 +231,7 @@ impl HostTier {
     }
 }
 
-/// The pages of one kind in a file. Behind them there is a note for each.
+/// The pages of one kind in a file, followed by a note for each.
 pub(crate) struct HostPages<'a> {
     file: BorrowedFd<'a>,
     /// The byte at which the first page begins.
@@ -248,7 +248,7 @@ impl<'a> HostPages<'a> {
         HostPages { file: self.file, first, pages, page_bytes, note_bytes: STATE_NOTE_BYTES }
     }
 
-    /// Writes a page, which are `parts` one after the other.
+    /// Writes a page, which consists of consecutive `parts`.
     pub(crate) fn write(&self, page: u32, parts: &[&[u8]]) -> io::Result<()> {
         let mut parts: Vec<IoSlice<'_>> = parts.iter().map(|part| IoSlice::new(part)).collect();
         self.write_at(self.place(page)?, &mut parts)
@@ -285,13 +285,13 @@ impl<'a> HostPages<'a> {
         Ok(self.first + self.pages * self.page_bytes + u64::from(page) * self.note_bytes)
     }
 
-    /// Notes how many positions the state on a page has seen.
+    /// Records the number of positions in the state on a page.
     pub(crate) fn note_seen(&self, page: u32, seen: u32) -> io::Result<()> {
         let at = self.seal_place(page)? + PAGE_NOTE_BYTES;
         self.write_at(at, &mut [IoSlice::new(&seen.to_ne_bytes())])
     }
 
-    /// The number of positions that the state on a page has seen.
+    /// The number of positions in the state on a page.
     pub(crate) fn seen(&self, page: u32) -> io::Result<u32> {
         let mut seen = [0; size_of::<u32>()];
         let at = self.seal_place(page)? + PAGE_NOTE_BYTES;
@@ -401,7 +401,7 @@ mod tests {
         assert!(why.ends_with("holds no state of 250 bytes"), "{why}");
         let kept = HandConfig { host_state_pages: Some(3), ..asked(None, Some(2.0), Some(7)) };
         assert_eq!(count(&kept, Some(0)), Ok([7, 3]));
-        // 80 % of what is free are 2800 bytes.
+        // 80 % of the free bytes are 2800.
         let asks = asked(None, Some(2.0), None);
         assert!(count(&asks, Some(3500)).is_err_and(|why| why.contains("does not fit")));
         let fits = HandConfig { host_fits: true, ..asks };
@@ -422,7 +422,7 @@ mod tests {
         assert_eq!((first, last), ([1, 2, 3, 4], [5]));
         assert_eq!((pages.sum(1).expect("there"), pages.sum(2).expect("there")), (0, 77));
         assert!(pages.write(3, &[&[0; 5]]).is_err() && pages.sum(3).is_err());
-        // Whoever has the file now has made it shorter.
+        // Another process has truncated the file meanwhile.
         ftruncate(&tier.files.own, 7).expect("shorter");
         assert!(pages.read(1, vec![&mut first[..], &mut last[..]]).is_err());
     }
@@ -437,7 +437,8 @@ mod tests {
         tier.of(1).expect("it lends").read(1, vec![&mut part[..]]).expect("its last page");
         assert_eq!(part, [0; 5]);
         assert!(tier.of(1).is_ok_and(|pages| pages.sum(2).is_err()));
-        // One that lends nothing, one whose hand has not begun, and one that is not there.
+        // A replica that lends nothing, one whose hand has not started, and one that does not
+        // exist.
         assert!([0, 2, 3].into_iter().all(|lender| tier.of(lender).is_err()));
     }
     #[test]
@@ -457,7 +458,7 @@ mod tests {
         states.seal(1, 77).expect("written");
         states.note_seen(1, 4096).expect("written");
         assert!(states.write(2, &[&[0; 7]]).is_err() && states.seen(2).is_err());
-        // The next hand has them, and so has whoever borrows.
+        // The next hand finds them, and so does a borrower.
         let next = open(lender.try_clone().expect("a copy"), Vec::new(), counts(3, 2));
         let borrower = open(file(), vec![Some(lender), Some(file())], counts(1, 9));
         for states in [next.own_states(), borrower.states_of(0).expect("it lends")] {

@@ -1,4 +1,4 @@
-//! Packed weights, kept from one start to the next: the conditions, and the names.
+//! The cache of packed weights, reused by the next start: its conditions and file names.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -24,7 +24,7 @@ pub(crate) struct Kept {
 }
 
 impl Kept {
-    /// Opens the kept weights of such a configuration; `None` if nothing is ever kept of it.
+    /// Opens the cached weights of a configuration; `None`: they are never cached.
     pub(crate) fn open(config: &HandConfig) -> Option<Self> {
         let model = &config.model;
         let folder = model.get("cache").and_then(Value::as_str)?;
@@ -46,7 +46,7 @@ impl Kept {
         Some(Self { file, was_read: false })
     }
 
-    /// The format of each of the checkpoint's matrices; `None` if only the checkpoint can tell.
+    /// The format of each of the checkpoint's matrices; `None`: only the checkpoint shows it.
     pub(crate) fn stored(&self) -> Option<BTreeMap<String, String>> {
         let text = self.file.notes()?.get("stored")?.as_str()?;
         serde_json::from_str(text).ok()
@@ -84,7 +84,7 @@ impl Kept {
         self.was_read
     }
 
-    /// Has a thread write the weights, which are final, unless the files exist.
+    /// Lets a thread write the final weights, unless the files exist.
     pub(crate) fn save(self, plan: &Plan, loaded: Loaded) {
         if self.was_read {
             return;
@@ -95,7 +95,7 @@ impl Kept {
         let mut notes = Map::new();
         notes.insert("stored".into(), stored.to_string().into());
         let write = move || {
-            // Of this thread only, as Linux has it: steps come first.
+            // On Linux this applies to the calling thread only. Steps go first.
             let _ = nice(LOWEST_PRIORITY);
             let tensors: Vec<(&str, &Entry, &[u8])> = entries
                 .iter()
@@ -103,8 +103,8 @@ impl Kept {
                 .collect();
             self.file.write(&tensors, &notes);
         };
-        // Who tells the hand to go does not wait for it, and what it leaves is cleared by the next
-        // writer.
+        // The process may end without waiting for this thread; the next writer removes what it
+        // leaves.
         let started = std::thread::Builder::new().name("keep-weights".into()).spawn(write);
         if let Err(error) = started {
             eprintln!("the weights are not kept: {error}");

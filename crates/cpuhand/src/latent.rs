@@ -1,5 +1,5 @@
-//! Latent attention in its absorbed form: attention with one key head, whose key is a position's
-//! row.
+//! Latent attention in its absorbed form: attention with a single key head, whose keys are the
+//! cached rows.
 
 use forebay_kernels::{AttentionSizes, LatentSizes, Sizes};
 use forebay_weights::{Attention, Latent, QkNorm};

@@ -1,8 +1,7 @@
 //! A hand for CPUs, in Rust: one process, its memory and the compiled kernels.
 //!
-//! It speaks the step protocol like `python -m forebay.worker` (`docs/protocol.md`). [`serves`] has
-//! the list of the features that it lacks. The hand in Python is the reference and serves
-//! everything else. It knows no requests.
+//! It implements the step protocol like `python -m forebay.worker` (`docs/protocol.md`). [`serves`]
+//! lists the features that it lacks. The Python hand is the reference and serves everything else.
 
 mod adapters;
 mod blocks;

@@ -1,5 +1,5 @@
-//! The parts of a decoder that the kernels compute, and the reasons against the others. A layer has
-//! attention, a recurrence, both or neither, and behind them a dense part, experts or nothing.
+//! The parts of a decoder that the kernels support, and why others are refused. A layer has
+//! attention, a recurrence, both or neither, followed by a dense part, experts or nothing.
 
 use forebay_kernels::{
     AttentionSizes, ExpertSizes, Factors, GateKind, LatentSizes, LayerInputSizes, RecurrenceSizes,
@@ -20,7 +20,7 @@ pub(crate) struct DecoderParts<'a> {
     pub(crate) kinds: Vec<AttentionKind<'a>>,
     /// The number of each layer's kind.
     pub(crate) kind_of: Vec<usize>,
-    /// The widest part of layers without experts; `None`: all have experts.
+    /// The widest dense part of layers without experts; `None`: all layers have experts.
     pub(crate) dense: Option<&'a DenseFeed>,
     /// The experts of the other layers; `None`: none has any.
     pub(crate) experts: Option<&'a Experts>,
@@ -30,19 +30,18 @@ pub(crate) struct DecoderParts<'a> {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct AttentionKind<'a> {
     pub(crate) attention: Attention,
-    /// The latent attention of which `attention` is the absorbed form; `None`: it has keys and
-    /// values of heads.
+    /// The latent attention whose absorbed form is `attention`; `None`: heads have keys and values.
     pub(crate) latent: Option<&'a Latent>,
-    /// The number of the embedding in the shape; `None`: positions rotate nothing.
+    /// The index of the rotary embedding in the shape; `None`: there is none.
     pub(crate) rope: Option<usize>,
 }
 
 impl<'a> DecoderParts<'a> {
-    /// Finds the parts. The error is a reason for a sentence that begins with `the Rust hand does
-    /// not have`, or [`ModelError::Unserved`].
+    /// Finds the parts. The error completes a sentence that begins with `the Rust hand does not
+    /// have`, or is [`ModelError::Unserved`].
     ///
     /// # Errors
-    /// There is a part that the kernels do not compute.
+    /// The kernels do not support some part.
     pub(crate) fn new(shape: &'a Shape) -> Result<Self, ModelError> {
         shape.check_served()?;
         if let Some(part) = lacks(shape) {
@@ -112,19 +111,19 @@ impl<'a> DecoderParts<'a> {
         fixed.chain(of_experts.into_iter().flatten()).chain(of_dense).chain(of_inputs)
     }
 
-    /// Elements between the products of the widest dense part; 0: no layer has one.
+    /// The inner size of the widest dense part; 0: no layer has one.
     pub(crate) fn intermediate(&self) -> usize {
         self.dense.map_or(0, |dense| dense.intermediate_size)
     }
 
-    /// The sizes of layers' own inputs in the kernels; `None`: there are none.
+    /// The kernel sizes of per-layer inputs; `None`: there are none.
     pub(crate) fn layer_inputs(&self) -> Option<LayerInputSizes> {
         let inputs = self.shape.layer_inputs?;
         Some(LayerInputSizes { vocabulary: inputs.vocab_size, size: inputs.size })
     }
 
-    /// True if a layer has pages of its own: it attends, and does not read those of another. Where
-    /// positions see what is behind them, layers of one kind share those of the first.
+    /// True if a layer has pages of its own: it has attention, and does not read another layer's
+    /// pages. With bidirectional attention, all layers of a kind share the pages of the first.
     pub(crate) fn keeps_pages(&self, layer: usize) -> bool {
         let kind = self.kind_of[layer];
         let shares = self.shape.both_ways() && self.kind_of[..layer].contains(&kind);
@@ -136,7 +135,7 @@ impl<'a> DecoderParts<'a> {
         self.shape.layers.len()
     }
 
-    /// The attention of a layer, of latent attention in its absorbed form; `None`: it has none.
+    /// The attention of a layer, or the absorbed form of its latent attention; `None`: it has none.
     pub(crate) fn attention(&self, layer: usize) -> Option<&Attention> {
         let attends = self.shape.mixer(layer).attention().is_some() || self.latent(layer).is_some();
         attends.then(|| &self.kinds[self.kind_of[layer]].attention)
@@ -150,7 +149,7 @@ impl<'a> DecoderParts<'a> {
         }
     }
 
-    /// The recurrence of a layer, in place of attention or beside it; `None`: it has none.
+    /// The recurrence of a layer, instead of or beside attention; `None`: it has none.
     pub(crate) fn recurrence(&self, layer: usize) -> Option<&'a Recurrence> {
         self.shape.mixer(layer).recurrence()
     }
@@ -189,18 +188,18 @@ impl<'a> DecoderParts<'a> {
         self.kinds.iter().map(sizes).collect()
     }
 
-    /// The factor of queries that grows with their position, of all layers that have one.
+    /// The factor on queries that grows with position, the same in all layers that have one.
     pub(crate) fn query_scale(&self) -> Option<QueryScale> {
         self.kinds.iter().find_map(|kind| kind.attention.query_scale)
     }
 
-    /// True if the feed-forward parts have gates. They are all alike.
+    /// True if the feed-forward parts are gated. All are alike.
     pub(crate) fn gated(&self) -> bool {
         let of_dense = self.dense.map(|dense| dense.gated);
         of_dense.or(self.experts.map(|experts| experts.gated)).unwrap_or(true)
     }
 
-    /// The function of feed-forward parts in the kernels. All have the same.
+    /// The activation of the feed-forward parts. All have the same.
     pub(crate) fn gate(&self) -> GateKind {
         let of_dense = self.dense.map(|dense| dense.activation);
         match of_dense.or(self.experts.map(|experts| experts.activation)) {
@@ -225,7 +224,7 @@ impl<'a> DecoderParts<'a> {
     }
 }
 
-/// The part of a model that another hand has, and this one has not.
+/// The part of a model that only another hand supports.
 fn lacks(shape: &Shape) -> Option<&'static str> {
     let chosen = |mixer: &Mixer| matches!(mixer, Mixer::Latent(of) if of.chosen != KeyChoice::All);
     let chooses = shape.mixers.iter().any(chosen);
@@ -336,7 +335,7 @@ mod tests {
         Shape::from_config(&config(architecture, changes)).expect("a shape")
     }
 
-    /// A config that has the keys of all families.
+    /// A config with the keys of all families.
     fn config(architecture: &str, changes: &Value) -> Map<String, Value> {
         let is_hybrid = architecture == "GraniteMoeHybridForCausalLM";
         let mut config = json!({
@@ -460,7 +459,7 @@ mod tests {
         let parts = DecoderParts::new(&shape).expect("parts");
         let keeping: Vec<bool> = (0..7).map(|layer| parts.keeps_pages(layer)).collect();
         assert_eq!(keeping, [true, true, true, true, true, false, false]);
-        // The sizes of heads differ, and so do those of feed-forward parts.
+        // Layers have different head sizes, and different feed-forward sizes.
         let dims: Vec<usize> = parts.attention_sizes().iter().map(|it| it.head_dim).collect();
         assert_eq!((dims, parts.intermediate()), (vec![16, 24], 192));
         let inputs = LayerInputSizes { vocabulary: 131, size: 8 };

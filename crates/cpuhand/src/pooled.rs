@@ -1,4 +1,4 @@
-//! Vectors of prompts, in place of tokens, from the states of the positions of a step.
+//! Pools the states of a step's positions into vectors.
 
 use forebay_kernels::Wanted;
 use forebay_protocol::{HandConfig, ROW_NOT_FINITE, ROW_OK, StepPlan, StepResult};
@@ -9,16 +9,16 @@ use crate::runner::{HandError, Runner};
 use crate::states::StateSteps;
 use crate::tables::{PlanError, wrong};
 
-/// The way to make a vector of a prompt's states.
+/// How a prompt's states become a vector.
 pub(crate) enum Pooler {
     /// The last position has seen all others.
     Last,
-    /// The mean of all, which may come in several steps.
+    /// The mean of all states, which may come in several steps.
     Mean(Sums),
 }
 
-/// Sums of the states of each slot, in 64 bits. So the cuts of a prompt make no difference in the
-/// bits of the result.
+/// Sums of the states of each slot, in 64 bits, so that cutting a prompt into chunks does not
+/// change the result's bits.
 pub(crate) struct Sums {
     /// `[slots, hidden]`
     sums: Vec<f64>,
@@ -27,7 +27,7 @@ pub(crate) struct Sums {
     hidden: usize,
 }
 
-/// The kind of pooling that a hand is told; `None`: the model generates.
+/// The kind of pooling in the configuration; `None`: the model generates.
 pub(crate) fn kind(config: &HandConfig) -> Option<&str> {
     let pooling = config.model.get("pooling").filter(|pooling| !pooling.is_null())?;
     Some(pooling.get("kind").and_then(Value::as_str).unwrap_or("of no kind"))
@@ -47,7 +47,7 @@ impl Pooler {
         }
     }
 
-    /// True if the kind is one of those here.
+    /// True if this module supports the kind.
     pub(crate) fn knows(kind: &str) -> bool {
         Self::of(kind, 0, 0).is_some()
     }
@@ -60,7 +60,7 @@ impl Pooler {
         }
     }
 
-    /// Makes the vectors `[s, hidden]` of the states that it wants.
+    /// Makes the vectors `[s, hidden]` from the states that it needs.
     fn make(&mut self, columns: &Columns, states: Vec<f32>) -> Result<Vec<f32>, PlanError> {
         match self {
             Self::Last => Ok(states),
@@ -99,7 +99,7 @@ impl Sums {
 }
 
 impl Runner {
-    /// Computes rows, and pools the prompts that end. False: the model generates.
+    /// Computes rows, and pools prompts that end. False: the model generates.
     pub(crate) fn pool(
         &mut self,
         plan: &StepPlan,

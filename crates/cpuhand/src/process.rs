@@ -1,4 +1,4 @@
-//! The hand's life: handshake, load, then plans in and results out until the brain goes away.
+//! The hand's life: handshake, loading, then plans in and results out until the brain is gone.
 
 use std::process::ExitCode;
 use std::sync::Mutex;
@@ -16,12 +16,12 @@ use crate::runner::{Executes, HandError, Loaded, Runner};
 
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Serves the brain on descriptor 3. Gives success after an order to exit, or after the brain's
-/// end.
+/// Serves the brain on descriptor 3. Returns success after an exit order, or when the brain has
+/// ended.
 #[must_use]
 pub fn main() -> ExitCode {
     let parent = getppid();
-    // The brain asked for it when it started this process; whoever else did may not have.
+    // The brain requested this when it started the process, but another starter may not have.
     if set_parent_process_death_signal(Some(Signal::KILL)).is_err() || getppid() != parent {
         return ExitCode::FAILURE;
     }
@@ -46,7 +46,7 @@ pub fn main() -> ExitCode {
             eprintln!("{error}");
             let line = error.to_string().split_whitespace().collect::<Vec<_>>().join(" ");
             let last_words = Fatal { error: line.clone(), traceback: line };
-            // The brain may be gone too; the line above is all that can be left behind.
+            // The brain may be gone too, and then the line above is all that remains.
             let _ = last_words.encode().map(|frame| outgoing.send(&frame));
             ExitCode::FAILURE
         }
@@ -82,7 +82,7 @@ fn serve(mut given: Given, outgoing: &Outgoing) -> Result<(), HandError> {
     while let Some(next) = next_frame(&mut incoming, &mut orders)? {
         follow(&mut *runner, &mut orders)?;
         let plan = StepPlan::decode(&next).map_err(ConnectionError::from)?;
-        // They follow their plan: only orders about adapters come in between, and the end.
+        // Masks follow their plan; only adapter orders and the end may come in between.
         let mut masks = || {
             let Some(frame) = next_frame(&mut incoming, &mut orders)? else { return Ok(None) };
             let masks = ReceivedMasks::decode(&frame).map_err(ConnectionError::from)?;
@@ -97,7 +97,7 @@ fn serve(mut given: Given, outgoing: &Outgoing) -> Result<(), HandError> {
     Ok(())
 }
 
-/// The next frame that is no order about an adapter. Orders are put to `orders`.
+/// The next frame that is not an adapter order. Orders are added to `orders`.
 fn next_frame(
     incoming: &mut Incoming,
     orders: &mut Vec<AdapterOrder>,
@@ -125,7 +125,7 @@ struct Reporter<'a> {
 impl Reporter<'_> {
     fn report(&self, done: usize, total: usize) {
         let now = Instant::now();
-        // Whoever comes while another reports has nothing newer to say.
+        // If another thread is reporting, this thread has nothing newer to report.
         let Ok(mut next) = self.next.try_lock() else { return };
         if now < *next && done < total {
             return;
@@ -133,7 +133,7 @@ impl Reporter<'_> {
         *next = now + PROGRESS_INTERVAL;
         let (done, total) = (done as u64, total as u64);
         let message = Progress { stage: "weights".into(), done, total };
-        // A brain that has gone is noticed where the next frame is read.
+        // If the brain is gone, reading the next frame will show it.
         let _ = message.encode().map(|frame| self.outgoing.send(&frame));
     }
 }

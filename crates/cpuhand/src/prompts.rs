@@ -1,5 +1,5 @@
-//! Log-probabilities of a prompt's tokens, computed in slices, without the logits of all positions
-//! at once.
+//! Log-probabilities of a prompt's tokens, computed in slices so that the logits of all positions
+//! are never in memory at once.
 
 use std::sync::OnceLock;
 
@@ -8,10 +8,10 @@ use forebay_protocol::{PromptLogprobsWant, StepResult};
 
 use crate::sampler::{finite, likely};
 
-/// The bytes of a slice's logits: 32 MiB are enough rows for a product to be a product of matrices.
+/// The size of a slice's logits: 32 MiB are enough rows for an efficient matrix product.
 const SLICE_BYTES: usize = 1 << 25;
-/// Matrices of a slice's size that the hand in Python has at a time. Here it is one; both have the
-/// same number of pages.
+/// The number of slice-sized matrices that the Python hand has at a time. This hand has one, but
+/// both should have the same number of pages.
 const SLICES: usize = 4;
 
 /// Positions whose logits are computed at a time.
@@ -19,7 +19,7 @@ pub(crate) fn slice_rows(vocabulary: usize) -> usize {
     (SLICE_BYTES / (4 * vocabulary)).max(1)
 }
 
-/// Memory that is set apart for slices of steps of so many positions.
+/// Memory reserved for slices of steps of this many positions.
 pub(crate) fn slice_bytes(vocabulary: usize, positions: usize) -> u64 {
     (SLICES * 4 * vocabulary * slice_rows(vocabulary).min(positions)) as u64
 }
@@ -27,20 +27,20 @@ pub(crate) fn slice_bytes(vocabulary: usize, positions: usize) -> u64 {
 /// A token's rank and its entries; `None`: the logits were not finite.
 type Told = Option<(i32, Vec<(i32, f32)>)>;
 
-/// Tokens of prompts whose log-probabilities a step asks for.
+/// The prompt tokens whose log-probabilities a step has to give.
 pub(crate) struct Wanted {
     /// The row of each token. It computes the position before the token.
     pub(crate) rows: Vec<usize>,
-    /// The position before each token, numbered over all rows.
+    /// The position before each token, as an index over all rows.
     pub(crate) before: Vec<i64>,
     /// The tokens.
     pub(crate) tokens: Vec<i32>,
-    /// The number of most likely tokens that come beside each token.
+    /// The number of most likely tokens listed with each token.
     most: Vec<usize>,
 }
 
 impl Wanted {
-    /// `first` is each row's first position, numbered over all rows; `row_of` gives the row of a
+    /// `first`: each row's first position, as an index over all rows. `row_of` returns the row of a
     /// slot and its start, `token` a slot's token.
     pub(crate) fn of(
         wants: impl Iterator<Item = PromptLogprobsWant>,
@@ -51,7 +51,7 @@ impl Wanted {
         let mut wanted =
             Self { rows: Vec::new(), before: Vec::new(), tokens: Vec::new(), most: Vec::new() };
         for want in wants {
-            // The plan was read: every want has its row.
+            // The plan was checked, so every entry has its row.
             let (row, start) = row_of(want.slot)?;
             for position in want.first..want.first + want.count {
                 wanted.rows.push(row);
@@ -63,13 +63,13 @@ impl Wanted {
         (!wanted.rows.is_empty()).then_some(wanted)
     }
 
-    /// The most likely tokens that any token asks for.
+    /// The largest number of most likely tokens listed with any token.
     pub(crate) fn widest(&self) -> usize {
         self.most.iter().copied().max().unwrap_or(0)
     }
 
     /// Appends the log-probabilities of tokens `first ..` to `to`. `logits` are those before the
-    /// tokens, `[n, vocabulary]`. Rows with logits that are not finite go to `broken`.
+    /// tokens, `[n, vocabulary]`. Rows with logits that are not finite are added to `broken`.
     pub(crate) fn fill(
         &self,
         first: usize,

@@ -1,7 +1,8 @@
-//! Weights from a seed, for `--load-format dummy`: norms around one, the rest around zero and
-//! small.
+//! Random weights from a seed, for `--load-format dummy`: norms around one, all others small and
+//! around zero.
 //!
-//! A seed gives other weights than in PyTorch's hand, as on any two kinds of devices.
+//! The weights differ from those of PyTorch's hand with the same seed, as between any two kinds of
+//! devices.
 
 use std::f64::consts::TAU;
 
@@ -16,7 +17,7 @@ fn splitmix64(state: &mut u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Fills the weight of a name: its numbers are a function of the seed and the name.
+/// Fills a weight with numbers that are a function of the seed and its name.
 pub(crate) fn randomise(seed: u64, name: &str, number: TorchNumber, to: &mut [u8]) {
     let mean = if name.to_lowercase().ends_with("norm.weight") { 1.0 } else { 0.0 };
     let mut state = name.bytes().fold(seed, |state, byte| {

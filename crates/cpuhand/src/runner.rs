@@ -1,4 +1,4 @@
-//! One process's memory: weights, pages and tables, loaded and ready for steps (`step`).
+//! A process's memory: weights, pages and tables, loaded and ready for steps (`step`).
 
 use std::collections::BTreeMap;
 use std::os::fd::BorrowedFd;
@@ -34,8 +34,7 @@ use crate::tables::{PlanError, Tables};
 use crate::whole::WholeRunner;
 use crate::windows::{WindowLayers, page_bytes};
 
-/// The errors that end a hand. Those that are about its own code have the names that the hand in
-/// Python gives them.
+/// Errors that end a hand. Those about its own code have the same names as in the Python hand.
 #[derive(Debug, Error)]
 pub(crate) enum HandError {
     #[error("{0}")]
@@ -58,30 +57,30 @@ impl From<Unfit> for HandError {
     }
 }
 
-/// The largest number of pages: entries of tables have 32 bits and a sign.
+/// The largest number of pages: table entries are signed 32-bit integers.
 const MOST_PAGES: u32 = i32::MAX.cast_unsigned();
 
-/// Bytes of an input of a convolution among the states, which are 32-bit numbers.
+/// Bytes of an element of a convolution state: a 32-bit float.
 pub(crate) const STATE_ELEMENT: usize = 4;
 
 /// A callback with the number of loaded weights and their total.
 pub(crate) type Report<'a> = &'a (dyn Fn(usize, usize) + Sync);
 
-/// A model that is loaded, and plans executed on it.
+/// A loaded model that executes plans.
 pub(crate) trait Executes {
-    /// The facts that `ready` tells the brain, the loading time excepted.
+    /// The facts for the `ready` message, except the loading time.
     fn facts(&self) -> &Ready;
 
-    /// Executes a plan. If it has masked rows, `masks` is asked for their masks once the model's
-    /// work is done. `None`: it gave none.
+    /// Executes a plan. If it has masked rows, calls `masks` for their masks after the model's
+    /// work. `None`: there were none.
     fn step(
         &mut self,
         plan: &StepPlan,
         masks: &mut MaskSource<'_>,
     ) -> Result<Option<StepResult>, HandError>;
 
-    /// Puts the copies of pages that have ended into the result of a plan. Before, it waits for one
-    /// as the plan says, or until there is something to read at `socket`; `None`: there is.
+    /// Adds finished page copies to a plan's result. Waits for one first if the plan says so, or
+    /// until `socket` is readable, unless it is `None`.
     fn end_copies(
         &mut self,
         _plan: &StepPlan,
@@ -96,13 +95,13 @@ pub(crate) trait Executes {
     }
 }
 
-/// The error of an adapter where there are no places.
+/// The error for an adapter without places.
 pub(crate) fn no_places() -> HandError {
     PlanError("adapters for a hand without places".into()).into()
 }
 
-/// Puts a step's times into its result. The step began at `begun` and ends now, the step before it
-/// ended at `before`, and it waited for masks for `idle`.
+/// Puts a step's times into its result. The step began at `begun` and ends now. The previous step
+/// ended at `before`, and waiting for masks took `idle`.
 pub(crate) fn timed(result: &mut StepResult, begun: Instant, before: &mut Instant, idle: Duration) {
     let ended = Instant::now();
     let us = |time: Duration| u32::try_from(time.as_micros()).unwrap_or(u32::MAX);
@@ -133,10 +132,10 @@ pub(crate) struct Runner {
     pub(crate) copier: Option<Copier>,
 }
 
-/// A runner, and the way to keep its weights for the next start.
+/// A runner, and how to cache its weights for the next start.
 pub(crate) struct Loaded {
     pub(crate) runner: Box<dyn Executes>,
-    /// The function to call when steps can be computed.
+    /// Caches the weights; called once steps can be computed.
     pub(crate) keep: Box<dyn FnOnce()>,
 }
 
@@ -207,7 +206,7 @@ impl Runner {
         let of_device = PoolSize { count: sizes.page_count as u64, bytes: page_bytes };
         let of_states = PoolSize { count: pages, bytes: state_bytes };
         let host_pages = host_counts(config, of_device, of_states, left)?;
-        // The last one is nobody's: who has it keeps the memory.
+        // The last room is held by no layer: its owner keeps the memory alive.
         let mut rooms = Room::parts(pools.iter().copied().chain([0]))?;
         let memory = rooms.pop();
         let mut rooms = rooms.into_iter();
@@ -318,9 +317,9 @@ impl Runner {
         Ok(Loaded { runner: Box::new(runner), keep })
     }
 
-    /// Runs a tiny prompt and a decode row, so no request waits for the set-up of the first step.
-    /// The tables are unchanged afterwards. The content of the first page is undefined. False: the
-    /// results were not finite.
+    /// Runs a tiny prompt and a decode row, so that no request pays for the set-up of the first
+    /// step. The tables are unchanged afterwards. The content of the first page is undefined.
+    /// False: the results were not finite.
     fn warm_up(&mut self) -> Result<bool, HandError> {
         let length = 2.min(self.tables.context_length).min(self.sizes.page_size);
         self.tables.pages[0] = 0;
@@ -345,7 +344,7 @@ impl Runner {
     }
 }
 
-/// The state pages behind the rows of slots; `None`: the model has no states.
+/// The state pages, which follow the slots' rows; `None`: the model has no states.
 fn state_memory(decoder: &mut Decoder, config: &HandConfig, rows: u64) -> Option<StateMemory> {
     let keeper = decoder.state_tables().next().map(|table| table.keeper())?;
     let rows = usize::try_from(rows).ok().filter(|&rows| rows > 0)?;
@@ -353,7 +352,7 @@ fn state_memory(decoder: &mut Decoder, config: &HandConfig, rows: u64) -> Option
     Some(StateMemory { rows, first: 2 * config.slots })
 }
 
-/// The type that a model is computed in, in the words of three crates.
+/// The type of a model's computation, as three crates name it.
 pub(crate) fn numbers(
     name: &str,
 ) -> Result<(TorchNumber, Dtype, forebay_protocol::Dtype), HandError> {
@@ -367,7 +366,7 @@ pub(crate) fn numbers(
     }
 }
 
-/// Limits the kernels to the instructions that `FOREBAY_KERNELS` names.
+/// Limits the kernels to the instruction set that `FOREBAY_KERNELS` names.
 fn limit_kernels() -> Result<(), HandError> {
     let Ok(wanted) = std::env::var("FOREBAY_KERNELS") else { return Ok(()) };
     if limit(&wanted) {
@@ -418,7 +417,7 @@ fn check(config: &HandConfig) -> Result<(), HandError> {
     Ok(())
 }
 
-/// The model's shape, as the brain has read it.
+/// The model's shape, as the brain has determined it.
 pub(crate) fn shape(config: &HandConfig) -> Result<ModelShape, HandError> {
     let shape = config.model.get("shape").filter(|shape| !shape.is_null());
     let shape = shape.ok_or_else(|| HandError::Config("the config has no shape".into()))?;
@@ -435,7 +434,7 @@ pub(crate) fn format_of(config: &HandConfig) -> &str {
     config.model.get("format").and_then(Value::as_str).unwrap_or_default()
 }
 
-/// The formats of matrices. If the checkpoint had to be read, it stays open in `checkpoint`.
+/// The formats of matrices. If the checkpoint had to be read, it is left open in `checkpoint`.
 pub(crate) fn formats(
     config: &HandConfig,
     parts: &DecoderParts<'_>,
@@ -444,7 +443,7 @@ pub(crate) fn formats(
 ) -> Result<Formats, ModelError> {
     let quantization = quantization(config);
     let everything = quantization == Some("gguf");
-    // Experts stay in the blocks of their file, however the rest is computed with.
+    // Experts keep their file's blocks, whatever the format of other matrices.
     let stored = if everything || is_of_file(config) && parts.experts.is_some() {
         match kept.and_then(Kept::stored) {
             Some(stored) => stored,
@@ -461,12 +460,12 @@ pub(crate) fn formats(
     Ok(Formats { int8: quantization == Some("w8a8_int8"), insists, stored })
 }
 
-/// True if a weight belongs to one of the experts among which tokens choose.
+/// True if a weight belongs to one of the routed experts.
 fn is_of_expert(name: &str) -> bool {
     name.contains(".mlp.experts.")
 }
 
-/// Bytes for pages of keys and values and of states, beside the weights and the states of slots.
+/// Bytes for KV pages and state pages, after the weights and the slots' states.
 pub(crate) fn free(config: &HandConfig, plan: &Plan, available: u64, state_bytes: u64) -> u64 {
     let share = (config.mem_fraction_static * available as f64) as u64;
     share.saturating_sub(plan.bytes() + 2 * u64::from(config.slots) * state_bytes)
@@ -540,7 +539,7 @@ pub(crate) fn sizes(
         None => {
             let share = (config.mem_fraction_static * available as f64) as u64;
             let of_slot = config.context_length.div_ceil(config.page_size);
-            // More than every slot can fill is never taken from memory; a fixed number may be.
+            // By default, no more than all slots can fill; a fixed number may exceed that.
             let most = config.slots.saturating_mul(of_slot).min(MOST_PAGES);
             windows.fitting(share.saturating_sub(taken), most, page_bytes)
         }

@@ -1,5 +1,5 @@
-//! The way from logits to a token, in the order of `docs/protocol.md`: adjust, filter, draw. It
-//! works on one row at a time, without the others.
+//! From logits to a token, in the order of `docs/protocol.md`: adjust, filter, sample. Each row is
+//! processed independently of the others.
 
 use std::cmp::Ordering;
 
@@ -7,10 +7,10 @@ use crate::draw::{self, Draw, uniform};
 use crate::exponential::exp;
 use crate::tables::Slot;
 
-/// Numbers that are added up in 32 bits before the sum goes on in 64.
+/// How many numbers are added in 32 bits before their sum is added in 64.
 const SPAN: usize = 64;
 
-/// The slot, position and mask of a row that samples.
+/// The slot, position and mask of a sampling row.
 #[derive(Clone, Copy)]
 pub(crate) struct Ask<'a> {
     pub(crate) slot: &'a Slot,
@@ -30,7 +30,7 @@ pub(crate) struct Sampled {
     pub(crate) logprobs: Vec<(i32, f32)>,
 }
 
-/// Memory that is used again from row to row.
+/// Memory that is reused from row to row.
 #[derive(Default)]
 pub(crate) struct Scratch {
     adjusted: Vec<f32>,
@@ -45,7 +45,7 @@ pub(crate) fn greedy(logits: &[f32]) -> usize {
 
 /// True if all are finite.
 pub(crate) fn finite(logits: &[f32]) -> bool {
-    // The exponent of what is not has all bits.
+    // Infinities and NaNs have all exponent bits set.
     const EXPONENT: u32 = 0x7f80_0000;
     logits.iter().fold(true, |fine, logit| fine & (logit.to_bits() & EXPONENT != EXPONENT))
 }
@@ -80,7 +80,7 @@ pub(crate) fn sample(logits: &[f32], ask: &Ask<'_>, scratch: &mut Scratch) -> Sa
     Sampled { token: token as i32, finite: true, logprobs }
 }
 
-/// True if stop ids can't come yet. A mask says itself whether the request may end.
+/// True if stop ids are not allowed yet. With a mask, the mask decides whether the request may end.
 fn suppresses(ask: &Ask<'_>) -> bool {
     ask.mask.is_none() && ask.slot.suppresses(ask.position)
 }
@@ -132,7 +132,7 @@ fn adjust(logits: &[f32], ask: &Ask<'_>, adjusted: &mut Vec<f32>) {
     }
 }
 
-/// A token and the `most` likely ones, and their log-probabilities in the unmodified distribution.
+/// A token and the `most` likely ones, with log-probabilities of the unmodified distribution.
 pub(crate) fn likely(logits: &[f32], token: usize, most: usize) -> Vec<(i32, f32)> {
     let largest = draw::largest(logits);
     let of_span = |span: &[f32]| f64::from(span.iter().map(|&it| exp(it - largest)).sum::<f32>());
@@ -142,7 +142,7 @@ pub(crate) fn likely(logits: &[f32], token: usize, most: usize) -> Vec<(i32, f32
     std::iter::once(token).chain(top(logits, most)).map(entry).collect()
 }
 
-/// The ids of the `most` largest, descending; of equal ones the lower id comes first.
+/// The ids of the `most` largest values, descending; of equal ones the lower id comes first.
 fn top(logits: &[f32], most: usize) -> Vec<usize> {
     let most = most.min(logits.len());
     if most == 0 {
@@ -151,7 +151,7 @@ fn top(logits: &[f32], most: usize) -> Vec<usize> {
     let down = |&(one, a): &(f32, usize), &(other, b): &(f32, usize)| -> Ordering {
         other.total_cmp(&one).then(a.cmp(&b))
     };
-    // Whatever is below the least of those that are kept needs no place among them.
+    // A value below the smallest kept one is not inserted.
     let mut kept: Vec<(f32, usize)> = Vec::with_capacity(2 * most);
     let mut least = f32::NEG_INFINITY;
     for (id, &logit) in logits.iter().enumerate() {

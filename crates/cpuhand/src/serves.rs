@@ -1,5 +1,5 @@
-//! The models and settings that this hand serves, and the reasons against the others. This is the
-//! one list of features that it lacks.
+//! The models and settings that this hand supports, and why others are refused. This is the only
+//! list of features that it lacks.
 
 use forebay_kernels::Sizes;
 use forebay_protocol::HandConfig;
@@ -10,12 +10,12 @@ use crate::encoder;
 use crate::parts::DecoderParts;
 use crate::pooled::{Pooler, kind};
 
-/// Formats that a hand makes or chooses. The others are forms of checkpoints.
+/// Formats that a hand converts to or chooses. The others are formats of checkpoints.
 const MADE: [&str; 3] = ["auto", "w8a8_int8", "gguf"];
-/// The name of 8-bit floats, of any of the forms that have them.
+/// The name of all checkpoint formats with 8-bit floats.
 const FLOATS: &str = "fp8";
 
-/// The wanted model and settings, which the brain knows before a hand starts.
+/// The requested model and settings, which the brain has before a hand starts.
 #[derive(Debug, Clone, Copy)]
 pub struct Asked<'a> {
     /// The shape of the model.
@@ -26,23 +26,22 @@ pub struct Asked<'a> {
     pub sees: bool,
     /// The kind of device.
     pub device: &'a str,
-    /// The number format of products, or the form of the checkpoint; `auto`: a GGUF file's blocks
-    /// where they are quicker.
+    /// The weight format for products, or the checkpoint's format; `auto`: a GGUF file's blocks if
+    /// they are faster.
     pub quantization: Option<&'a str>,
-    /// The numbers of keys and values in pages; `None`: those of the model's type.
+    /// The data type of keys and values in pages; `None`: the model's type.
     pub kv_cache_dtype: Option<&'a str>,
     /// The number of positions of a page.
     pub page_size: u32,
     /// The number of ranks of a group.
     pub ranks: u32,
-    /// True if requests may go on with chosen positions, of which pages of the host's tier have
-    /// the others.
+    /// True if requests may continue with chosen positions only, while host pages hold the others.
     pub sparse: bool,
-    /// True if the user named a backend of attention.
+    /// True if the user named an attention backend.
     pub attention_backend: bool,
     /// True if requests may name adapters.
     pub adapters: bool,
-    /// True if another model drafts, or a head of this one.
+    /// True if a draft model or a head is used.
     pub draft_model: bool,
 }
 
@@ -67,8 +66,8 @@ impl<'a> Asked<'a> {
     }
 }
 
-/// Checks that this hand serves a model with these settings. The error is a reason for a sentence
-/// that begins with `the Rust hand does not have`.
+/// Checks that this hand serves a model with these settings. The error completes a sentence that
+/// begins with `the Rust hand does not have`.
 ///
 /// # Errors
 /// The hand lacks something, or the model's config is invalid.
@@ -94,7 +93,7 @@ pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
     if asked.attention_backend {
         return lacks("backends of attention");
     }
-    // Who starts hands refuses it before one is chosen.
+    // The starter of hands refuses this before it chooses one.
     if asked.adapters && (encodes || asked.pooling.is_some()) {
         return lacks("adapters of models that pool");
     }
@@ -113,8 +112,8 @@ pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
     }
 }
 
-/// The reason for which pages can't have the numbers of 8 bits that are asked for; `None`: they
-/// can, or only another hand knows.
+/// Why pages can't have the requested 8-bit numbers; `None`: they can, or only another hand can
+/// decide.
 #[must_use]
 pub fn why_no_codes(asked: &Asked<'_>) -> Option<String> {
     let kept = asked.kv_cache_dtype?;
@@ -137,8 +136,8 @@ pub fn why_no_codes(asked: &Asked<'_>) -> Option<String> {
     ))
 }
 
-/// The reason for which a checkpoint is not in the form that `--quantization` insists on; `None`:
-/// it is, or only another hand knows.
+/// Why a checkpoint does not have the format that `--quantization` requires; `None`: it has, or
+/// only another hand can decide.
 #[must_use]
 pub fn why_not_stored(asked: &Asked<'_>) -> Option<String> {
     let named = asked.quantization.filter(|name| !MADE.contains(name))?;
@@ -160,7 +159,7 @@ pub fn why_not_stored(asked: &Asked<'_>) -> Option<String> {
     Some(format!("quantization {named} is not what the model has: {missing}; leave it off"))
 }
 
-/// True if positions see the whole prompt, of which such a model keeps nothing.
+/// True if attention is bidirectional, so that the model caches nothing.
 fn sees_whole(model: &ModelShape) -> bool {
     model.decoder().is_none_or(Shape::both_ways)
 }

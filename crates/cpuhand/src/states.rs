@@ -1,8 +1,8 @@
-//! The recurrent states of slots: the positions that each has seen, and the rows of their tables.
+//! The recurrent states of slots: the positions in each, and the rows of the state tables.
 //!
-//! A slot has two rows. A masked row whose mask comes too late has its last position computed
-//! again. So the states behind that position go to the slot's other row, until the next row shows
-//! which of both it continues. Behind the rows of slots are those of state pages.
+//! A slot has two rows. If a mask comes too late, the last position is computed again. So the
+//! states after that position go to the slot's other row, until the next plan row shows which of
+//! the two it continues. The rows of state pages follow those of slots.
 
 use std::collections::HashSet;
 
@@ -13,13 +13,13 @@ use crate::descriptors::PageMemory;
 use crate::runner::HandError;
 use crate::tables::{PlanError, wrong};
 
-/// Without a number, state pages get one part of so many of the memory that pages would have.
+/// By default, state pages get one part in `SHARE` of the memory for pages.
 const SHARE: u64 = 4;
-/// The largest number of state pages for each slot, without a number. The least is one.
+/// By default, the largest number of state pages for each slot. The smallest is one.
 const MOST_EACH: u64 = 8;
 
-/// The number of state pages, with states of `of_slot` bytes and `free` bytes for pages of all
-/// kinds.
+/// The number of state pages, if a slot's states take `of_slot` bytes and `free` bytes are left for
+/// pages of all kinds.
 pub(crate) fn state_pages(config: &HandConfig, of_slot: u64, free: u64) -> u64 {
     let slots = u64::from(config.slots);
     match config.state_pages {
@@ -29,7 +29,7 @@ pub(crate) fn state_pages(config: &HandConfig, of_slot: u64, free: u64) -> u64 {
     }
 }
 
-/// The state pages of the device, which are the last rows of the states' tables.
+/// The state pages of the device, which are the last rows of the state tables.
 pub(crate) struct StateMemory {
     pub(crate) rows: PageMemory,
     /// The row of the first page.
@@ -45,24 +45,24 @@ impl StateMemory {
 /// The states of a plan's rows.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct StateSteps {
-    /// The row of the tables before each row, and behind its last position.
+    /// For each row, the table row with the state before it, and the one for the state after it.
     pub(crate) rows: Vec<[i64; 2]>,
-    /// Rows of the tables that begin at position 0.
+    /// Table rows that begin at position 0.
     fresh: Vec<usize>,
     /// Copies before the rows, from and to.
     loads: Vec<[usize; 2]>,
     /// Copies after the rows.
     saves: Vec<[usize; 2]>,
-    /// The positions that each state has seen which is copied to the host, in the plan's order.
+    /// The positions in each state that is copied to the host, in the plan's order.
     pub(crate) to_host: Vec<u32>,
 }
 
-/// What is known of the states of slots and of state pages.
+/// What is in the states of slots and state pages.
 pub(crate) struct States {
     slots: usize,
-    /// Positions that the state of each slot has seen; `None`: it has none.
+    /// The positions in each slot's state; `None`: it has none.
     seen: Vec<Option<u32>>,
-    /// The same of the state in a slot's other row, if that may still be continued.
+    /// The same for the slot's other row, if it may still be continued.
     other: Vec<Option<u32>>,
     half: Vec<bool>,
     of_page: Vec<Option<u32>>,
@@ -147,7 +147,7 @@ impl States {
         Ok(steps)
     }
 
-    /// Notes that a state has come to a page from the host.
+    /// Records that a state was restored to a page from the host.
     pub(crate) fn has_come(&mut self, page: u32, seen: u32) {
         if let Some(of_page) = self.of_page.get_mut(page as usize) {
             *of_page = Some(seen);
@@ -158,7 +158,8 @@ impl States {
         slot + if self.half[slot] { self.slots } else { 0 }
     }
 
-    /// The row with the state before a position of a slot, which becomes the slot's.
+    /// The table row with the state before a position of a slot, which becomes the slot's current
+    /// row.
     fn source(&mut self, slot: usize, start: u32) -> Result<usize, PlanError> {
         if start > 0 && self.seen[slot] != Some(start) {
             if self.other[slot] != Some(start) {
@@ -196,7 +197,7 @@ impl StateSteps {
         Ok(())
     }
 
-    /// Copies the states behind the rows to their pages.
+    /// Copies the states after the rows to their pages.
     pub(crate) fn save(&self, decoder: &mut Decoder) -> Result<(), HandError> {
         for &[from, to] in &self.saves {
             decoder.copy_state(from, to)?;
@@ -249,7 +250,7 @@ mod tests {
             assert!(error.is_err_and(|error| error.0.contains("have seen others")), "{start}");
         }
         read(&mut states, |plan| row(plan, 5, 1, Want::TOKEN)).expect("the next position");
-        // A new request has no state, wherever the last one in the slot was.
+        // A new request has no state, whatever the slot's last request had.
         let error = read(&mut states, |plan| {
             new_slot(plan);
             row(plan, 6, 1, Want::TOKEN);

@@ -24,7 +24,7 @@ thread_local! {
     static SCRATCH: RefCell<Scratch> = RefCell::default();
 }
 
-/// Gives the masks that follow a plan; waits for them. `None`: the brain has gone.
+/// Waits for the masks that follow a plan. `None`: the brain is gone.
 pub(crate) type MaskSource<'a> = dyn FnMut() -> Result<Option<ReceivedMasks>, HandError> + 'a;
 
 impl Executes for Runner {
@@ -73,7 +73,7 @@ impl Executes for Runner {
         }
         timed(&mut result, begun, &mut self.ended, idle);
         if let Some(adapters) = &mut self.adapters {
-            // Where there are copies, the wait is for one of them.
+            // If copies are in flight, wait for one of them.
             let copies = self.copier.as_ref().is_some_and(Copier::is_busy);
             let wait_us = if copies { 0 } else { plan.wait_us() };
             result.placed = adapters.report(wait_us);
@@ -109,7 +109,7 @@ fn copies_states(plan: &StepPlan) -> bool {
         || plan.copies().any(|copy| copy.direction.is_of_state())
 }
 
-/// True if a plan names a place of an adapter.
+/// True if a plan uses adapter places.
 fn names_places(plan: &StepPlan) -> bool {
     !plan.place_writes().is_empty() || plan.new_slots().any(|write| write.place.is_some())
 }
@@ -126,7 +126,7 @@ impl Runner {
         }
     }
 
-    /// Computes rows, and samples those that sample. False: their masks never came.
+    /// Computes rows, and samples those that should. False: their masks never came.
     fn rows(
         &mut self,
         plan: &StepPlan,
@@ -211,8 +211,8 @@ impl Runner {
         }
     }
 
-    /// Samples those of the wanted rows that are `drawn`, each on the next free thread. There is a
-    /// mask for each of their places.
+    /// Samples the `drawn` ones of the wanted rows, each on the next free thread, with a mask for
+    /// each of their positions.
     fn sample(
         &self,
         logits: &[f32],
@@ -303,8 +303,7 @@ impl Runner {
         }
     }
 
-    /// Computes rows. Gives the states of those that sample, then those before the tokens of
-    /// prompts.
+    /// Computes rows. Returns the states of sampling rows, then those before prompt tokens.
     fn states(
         &mut self,
         columns: &Columns,
@@ -325,7 +324,7 @@ impl Runner {
         Ok(wanted().flat_map(|token| &states[place(token) * hidden..][..hidden]).copied().collect())
     }
 
-    /// Logits of the rows that sample, and log-probabilities of prompts' tokens, a slice at a time.
+    /// Logits of the sampling rows, and log-probabilities of prompt tokens, a slice at a time.
     fn heads(
         &mut self,
         states: &[f32],

@@ -6,7 +6,8 @@ use forebay_kernels::Shared;
 use forebay_protocol::{SamplingParams, SlotSpec, SlotWrite, StepPlan};
 use thiserror::Error;
 
-/// A plan that names what does not exist: the brain and the hand disagree about the tables.
+/// The error for a plan that names something that does not exist: brain and hand disagree about the
+/// tables.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error("{0}")]
 pub(crate) struct PlanError(pub(crate) String);
@@ -15,7 +16,7 @@ pub(crate) fn wrong<T>(what: impl Into<String>) -> Result<T, PlanError> {
     Err(PlanError(what.into()))
 }
 
-/// The number of times that a token has come in a slot.
+/// How often a token has occurred in a slot.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Count {
     pub(crate) seen: u32,
@@ -27,13 +28,13 @@ pub(crate) struct Count {
 pub(crate) struct Slot {
     pub(crate) prompt_len: usize,
     pub(crate) spec: SlotSpec,
-    /// The counts of the tokens below the next position, if there is a penalty; otherwise they are
-    /// not known.
+    /// The counts of the tokens before the next position, if there is a penalty; otherwise they are
+    /// not maintained.
     pub(crate) counts: HashMap<i32, Count>,
 }
 
 impl Default for Slot {
-    /// A slot that no plan has written: its rows are greedy.
+    /// A slot that no plan has written, whose rows are greedy.
     fn default() -> Self {
         let sampling = SamplingParams { temperature: 0.0, ..SamplingParams::default() };
         let spec = SlotSpec { sampling, ..SlotSpec::default() };
@@ -42,7 +43,7 @@ impl Default for Slot {
 }
 
 impl Slot {
-    /// True if the most likely token is all that the request needs.
+    /// True if the request needs nothing but the most likely token.
     pub(crate) fn is_plain(&self) -> bool {
         let params = &self.spec.sampling;
         params.temperature == 0.0
@@ -51,7 +52,7 @@ impl Slot {
             && self.spec.stop_ids.is_empty()
     }
 
-    /// True if stop ids can't be sampled for a position, unless they are all that is allowed.
+    /// True if stop ids can't be sampled at a position, unless no other token is allowed.
     pub(crate) fn suppresses(&self, position: usize) -> bool {
         let params = &self.spec.sampling;
         let only_stops = || {
@@ -63,7 +64,7 @@ impl Slot {
             && !only_stops()
     }
 
-    /// The number of most likely tokens beside each token; `None`: no log-probabilities.
+    /// The number of most likely tokens listed with each token; `None`: no log-probabilities.
     pub(crate) fn logprobs(&self) -> Option<usize> {
         self.spec.sampling.logprobs.map(usize::from)
     }
@@ -76,7 +77,7 @@ impl Slot {
     }
 
     fn recount(&mut self, tokens: &[i32]) {
-        // The tokens of a prompt that came as embeddings say nothing, and are not seen.
+        // Token ids of a prompt of embeddings are placeholders, and do not count as seen.
         let first = if self.spec.embeds.is_some() { self.prompt_len.min(tokens.len()) } else { 0 };
         for (position, &token) in tokens.iter().enumerate().skip(first) {
             let count = self.counts.entry(token).or_default();
@@ -91,13 +92,13 @@ pub(crate) struct Tables {
     pub(crate) slots: Vec<Slot>,
     /// `[slots, token_stride]`
     pub(crate) tokens: Vec<i32>,
-    /// One more than the context: the token sampled at its very end is stored too.
+    /// One more than the context, because the token sampled at its very end is stored too.
     pub(crate) token_stride: usize,
-    /// `[slots, page_stride]`; -1 makes a page that the brain forgot to write an error instead of
-    /// someone else's page.
+    /// `[slots, page_stride]`; -1 marks pages that the brain has not written, so that using one is
+    /// an error rather than another request's page.
     pub(crate) pages: Vec<i32>,
-    /// The same in the window part: `null_page` makes a page that the brain forgot to write an
-    /// error, unless no query sees it. Empty without a window part.
+    /// The same for the window part: using a `null_page` that some query reads is an error. Empty
+    /// without a window part.
     pub(crate) window: Vec<i32>,
     null_page: i32,
     pub(crate) page_stride: usize,
@@ -126,7 +127,7 @@ impl Tables {
         }
     }
 
-    /// The tables of a hand with so many pages of the window part; with 0 there is none.
+    /// The tables of a hand with this many pages in the window part; 0: there is none.
     pub(crate) fn with_window(mut self, pages: usize) -> Self {
         if pages > 0 {
             self.null_page = i32::try_from(pages).unwrap_or(i32::MAX);
@@ -202,7 +203,7 @@ impl Tables {
         Ok(())
     }
 
-    /// Writes the drafts of rows behind the last tokens of their slots.
+    /// Writes the drafts of rows after the last tokens of their slots.
     pub(crate) fn write_drafts(&mut self, plan: &StepPlan) -> Result<(), PlanError> {
         for (row, drafts) in plan.rows().zip(plan.drafts()).filter(|(_, it)| !it.is_empty()) {
             let (slot, end) = (row.slot as usize, row.start as usize + row.length as usize);
@@ -219,7 +220,7 @@ impl Tables {
         Ok(())
     }
 
-    /// Keeps a token that was sampled for a position of a slot.
+    /// Stores a token that was sampled for a position of a slot.
     pub(crate) fn keep(&mut self, slot: usize, position: usize, token: i32) {
         self.tokens[slot * self.token_stride + position] = token;
         let slot = &mut self.slots[slot];

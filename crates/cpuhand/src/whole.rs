@@ -1,5 +1,5 @@
-//! A decoder whose positions see what is behind them, behind the step protocol (ADR 102). Every row
-//! is a whole prompt, and nothing is kept from step to step but the slots' tokens.
+//! A decoder with bidirectional attention behind the step protocol (ADR 102). Every row is a whole
+//! prompt, and only the slots' tokens are kept between steps.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -23,7 +23,8 @@ use crate::runner::{
 use crate::step::MaskSource;
 use crate::tables::{PlanError, Tables, wrong};
 
-/// Positions of a page, on which the kernels keep a step's keys and values of one layer at a time.
+/// The positions of a page, in which the kernels keep a step's keys and values of one layer at a
+/// time.
 const PAGE_SIZE: usize = 16;
 
 /// Weights, and the tokens of slots.
@@ -34,7 +35,7 @@ pub(crate) struct WholeRunner {
     facts: Ready,
     ended: Instant,
     page_count: usize,
-    /// True if a prompt's first state is its vector, and not the mean.
+    /// True if a prompt's first state is its vector, rather than the mean.
     first: bool,
     layers: Vec<LayerBehind>,
 }
@@ -65,7 +66,7 @@ impl WholeRunner {
             load(&plan, Source::Checkpoint(&checkpoint), threads, report)?
         };
         let slots = config.slots as usize;
-        // A step has so many tokens, and each prompt may leave a page half empty.
+        // A step has this many tokens, and each prompt may leave a page half empty.
         let page_count = (config.chunked_prefill_size as usize).div_ceil(PAGE_SIZE) + slots;
         let sizes =
             Sizes { page_size: PAGE_SIZE, page_count, ..sizes_of_parts(config, &parts, dtype) };
@@ -108,7 +109,7 @@ impl WholeRunner {
         Ok(Loaded { runner: Box::new(runner), keep: Box::new(|| {}) })
     }
 
-    /// The vectors of rows that are whole prompts, behind the layers that follow pooling.
+    /// The vectors of rows that are whole prompts, after the layers that follow pooling.
     fn encode(&mut self, columns: &Columns) -> Result<Vec<Vec<f32>>, HandError> {
         self.lay_out(columns)?;
         let hidden = self.facts.hidden_size as usize;
@@ -198,8 +199,8 @@ impl Executes for WholeRunner {
     }
 }
 
-/// The model's own files, and the layers behind its pooling. Their files have numbers behind those
-/// of the model's own.
+/// The model's own files, and the layers after its pooling. Their files are numbered after the
+/// model's own.
 fn layers_behind(
     config: &HandConfig,
 ) -> Result<(Vec<std::path::PathBuf>, Vec<VectorLayer>), HandError> {

@@ -1,4 +1,4 @@
-//! Layers with a window: they read the last positions of a request only, and may have pages of
+//! Layers with a window: they read only the last positions of a request, and may have pages of
 //! their own, the window part.
 
 use forebay_kernels::{AttentionSizes, Sizes};
@@ -13,9 +13,9 @@ use crate::pooled::kind;
 pub(crate) struct WindowLayers {
     /// The longest of their windows; 0: there are no such layers.
     pub(crate) window: u32,
-    /// Pages of the window part for each page of the main part; `None`: all layers share one pool.
+    /// Pages of the window part relative to the main part; `None`: all layers share one pool.
     ratio: Option<f64>,
-    /// The reason for which there is one pool, if pages of their own were asked for; else empty.
+    /// Why there is one pool although separate pages were requested; otherwise empty.
     pub(crate) one_pool: &'static str,
     page_size: u32,
     context_length: u32,
@@ -50,25 +50,24 @@ impl WindowLayers {
         found
     }
 
-    /// True if layers with this attention have pages of the window part.
+    /// True if layers with this attention use pages of the window part.
     pub(crate) fn holds(&self, attention: &AttentionSizes) -> bool {
         let shorter = |window| window < self.context_length as usize;
         self.ratio.is_some() && attention.window.is_some_and(shorter)
     }
 
-    /// Pages of the window part beside so many of the main part; 0 without a window part.
+    /// Pages of the window part for this many of the main part; 0 without a window part.
     pub(crate) fn count(&self, pages: u32) -> u32 {
         let count = |ratio| window_page_count(pages, ratio, self.window, self.page_size);
         self.ratio.map_or(0, count)
     }
 
-    /// Bytes of so many pages of the main part, of those of the window part, and of the null page.
+    /// Bytes of this many pages of the main part, of the window part's pages, and of the null page.
     pub(crate) fn bytes(&self, pages: u32, [main, window]: [u64; 2]) -> u64 {
         u64::from(pages) * main + u64::from(self.count(pages)) * window + self.null_bytes(window)
     }
 
-    /// The number of pages of the main part, at most `most`, for which there is room in so many
-    /// bytes.
+    /// The number of pages of the main part, at most `most`, that fit into this many bytes.
     pub(crate) fn fitting(&self, bytes: u64, most: u32, [main, window]: [u64; 2]) -> u32 {
         let left = bytes.saturating_sub(self.null_bytes(window));
         main_page_count(left, most, (main, window), |pages| self.count(pages))
@@ -79,7 +78,7 @@ impl WindowLayers {
     }
 }
 
-/// True if a layer with a window reads the keys of one without, or the other way round.
+/// True if a layer with a window reads the keys of a layer without one, or the reverse.
 fn shares_with_others(shape: &Shape) -> bool {
     let has_window = |layer: usize| {
         shape.mixer(layer).attention().is_some_and(|attention| attention.window.is_some())
@@ -92,7 +91,7 @@ fn shares_with_others(shape: &Shape) -> bool {
 
 /// Bytes of a page of the main part, and of one of the window part, over the layers of each.
 pub(crate) fn page_bytes(parts: &DecoderParts<'_>, sizes: &Sizes) -> [u64; 2] {
-    // Of the window part the null page is left.
+    // Only the window part's null page is left.
     let one = Sizes { page_count: 1, window_page_count: 0, ..sizes.clone() };
     let mut bytes = [0; 2];
     for (layer, &kind) in parts.kind_of.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! The weights of a decoder as the kernels take them.
+//! Assembles the weights of a decoder for the kernels.
 
 use std::collections::HashMap;
 
@@ -15,7 +15,7 @@ use super::{
 };
 use crate::parts::DecoderParts;
 
-/// The weights of a decoder, made of loaded ones.
+/// The weights of a decoder, assembled from loaded ones.
 pub(crate) fn assemble(
     plan: &Plan,
     parts: &DecoderParts<'_>,

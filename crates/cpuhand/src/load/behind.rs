@@ -1,12 +1,11 @@
-//! The layers that a pooled vector goes through: `Dense` modules of sentence-transformers, and
-//! heads of classifiers.
+//! The layers after pooling: `Dense` modules of sentence-transformers, and classifier heads.
 
 use forebay_kernels::gelu_of;
 use forebay_weights::{ModelError, Norm, Shape, TorchNumber, VectorActivation, VectorLayer};
 
 use super::{Loaded, Plan, number_of_norms};
 
-/// A product of a vector, a function, and a norm.
+/// A layer on a vector: a product, an activation and a norm.
 pub(crate) struct LayerBehind {
     of: VectorLayer,
     /// `[outputs, inputs]`
@@ -20,7 +19,7 @@ pub(crate) struct LayerBehind {
 }
 
 impl Plan {
-    /// Adds the weights of layers behind the pooling of a model.
+    /// Adds the weights of the layers after a model's pooling.
     pub(crate) fn layers_behind(&mut self, shape: &Shape, layers: &[VectorLayer]) {
         for layer in layers {
             self.vector(&[(weight(layer), vec![layer.outputs, layer.inputs])]);

@@ -1,4 +1,4 @@
-//! The weights of a BERT: names and shapes before they are loaded, and the encoder's afterwards.
+//! The weights of a BERT: names and shapes before loading, and the assembled encoder afterwards.
 
 use forebay_kernels::{BertLayer, BertLinear, BertNorm, BertWeights, Matrix, Storage};
 use forebay_weights::{BertShape, ModelError, TorchNumber};
@@ -14,8 +14,8 @@ fn embedding(name: &str) -> String {
 }
 
 impl Plan {
-    /// The weights of an encoder with so many scores. Its layers' matrices have one of `formats`,
-    /// everything else has the type `number`.
+    /// The weights of an encoder with this many scores. Its layers' matrices have one of `formats`,
+    /// everything else the type `number`.
     pub(crate) fn of_bert(
         shape: &BertShape,
         scores: usize,
@@ -40,7 +40,7 @@ impl Plan {
             plan.norm(&at("output"), hidden);
         }
         if scores > 0 {
-            // Quantised, they would save nothing, and their error would be the score's.
+            // Quantising them would save nothing, and its error would go directly into the score.
             let formats = std::mem::take(&mut plan.formats);
             plan.linear(&[(POOLER.into(), hidden)], hidden, true, false)?;
             plan.linear(&[(CLASSIFIER.into(), scores)], hidden, true, false)?;
@@ -55,7 +55,7 @@ impl Plan {
         }
     }
 
-    /// The weights of an encoder, out of those that are loaded.
+    /// The weights of an encoder, from loaded ones.
     pub(crate) fn assemble_bert(
         &self,
         scores: usize,

@@ -1,4 +1,4 @@
-//! The weights of layers' own inputs, and norms without weights.
+//! The weights of per-layer inputs, and norms without weights.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ const TABLE: &str = "model.embed_tokens_per_layer.weight";
 const PROJECTION: &str = "model.per_layer_model_projection";
 const NORM: &str = "model.per_layer_projection_norm.weight";
 
-/// The names in a layer: the gate of its input, the product behind that, and the norm of both.
+/// Names in a layer: the gate of its input, the product after it, and the norm of both.
 const GATE: &str = "per_layer_input_gate";
 const OUTPUT: &str = "per_layer_projection";
 const OUTPUT_NORM: &str = "post_per_layer_input_norm.weight";
@@ -21,7 +21,7 @@ fn at(layer: usize, name: &str) -> String {
 }
 
 impl Plan {
-    /// The weights of which the inputs of so many layers are made.
+    /// The weights from which the inputs of this many layers are computed.
     pub(super) fn layer_inputs(
         &mut self,
         LayerInputs { vocab_size, size }: LayerInputs,
@@ -30,7 +30,7 @@ impl Plan {
     ) -> Result<(), ModelError> {
         let width = layers * size;
         let parts = Parts { parts: vec![(TABLE.into(), vec![vocab_size, width])] };
-        // Rows are looked up: one by one they would gain nothing from integers made of them.
+        // Single rows are looked up, so integers would bring no speed.
         let stored = self.formats.stored.contains_key(TABLE);
         let storage = if stored { self.formats.of(&parts.parts, width)? } else { Storage::Plain };
         let storage = if Table::takes(storage) { storage } else { Storage::Plain };
@@ -40,7 +40,7 @@ impl Plan {
         Ok(())
     }
 
-    /// The weights of a layer with an input of its own.
+    /// The weights of a layer with a per-layer input.
     pub(super) fn input_matrices(
         &mut self,
         layer: usize,
@@ -60,7 +60,7 @@ impl Plan {
     }
 }
 
-/// What layers' inputs are made of, of loaded weights.
+/// The weights that make the layers' inputs, from loaded ones.
 pub(super) fn weights(
     storage: Storage,
     matrix: &impl Fn(&str) -> Result<Matrix, ModelError>,
@@ -73,7 +73,7 @@ pub(super) fn weights(
     })
 }
 
-/// What a layer does with its input, of loaded weights.
+/// The weights with which a layer uses its input, from loaded ones.
 pub(super) fn matrices(
     layer: usize,
     matrix: &impl Fn(&str) -> Result<Matrix, ModelError>,
@@ -84,7 +84,7 @@ pub(super) fn matrices(
     Ok(InputMatrices { gate: weight(GATE)?, output: weight(OUTPUT)?, norm })
 }
 
-/// The weights of a norm that has none: so many ones.
+/// The weights of a norm without weights: all ones.
 pub(super) fn ones(size: usize, number: TorchNumber) -> Result<Bytes, ModelError> {
     let one: &[u8] = match number {
         TorchNumber::Float32 => &1_f32.to_le_bytes(),

@@ -1,9 +1,9 @@
 //! The weights of latent attention.
 //!
-//! A checkpoint has one matrix `[heads * (nope_dim + value_dim), rank]` that makes keys and values
-//! of rows. The kernels bring queries to rows with the transposed keys' part of each head, and make
-//! values with the other part. Both stay in the model's type: blocks of a file lie along the wrong
-//! dimension of the first.
+//! A checkpoint has one matrix `[heads * (nope_dim + value_dim), rank]` that computes keys and
+//! values from rows. The kernels project queries with the transposed key part of each head, and
+//! compute values with the other part. Both stay in the model's type, because a file's blocks run
+//! along the wrong dimension of the first.
 
 use std::sync::Arc;
 
@@ -15,22 +15,22 @@ use super::{Matrices, Parts, Plan, dtype};
 
 const ROW: &str = "kv_a_proj_with_mqa";
 const UP: &str = "kv_b_proj.weight";
-/// The name under which values have their part in memory; that of keys has the checkpoint's.
+/// The name of the value part in memory; the key part keeps the checkpoint's name.
 const VALUES: &str = "kv_b_proj.values";
 
-/// The rows of each head that a matrix is made of, in a tensor with the rows of all heads.
+/// Which rows of each head a matrix takes from a tensor with the rows of all heads.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct HeadRows {
     /// Rows of a head.
     each: usize,
-    /// The first of them that count, and their number.
+    /// The index of the first such row, and their number.
     first: usize,
     count: usize,
     /// True if the matrix is transposed.
     transposed: bool,
 }
 
-/// The product whose outputs are the first ones of the layer's first product.
+/// The product whose outputs come first in the layer's first product.
 fn queries(of: &Latent) -> (&'static str, usize) {
     match of.query_rank {
         None => ("q_proj", of.heads * (of.nope_dim + of.rotary_dim)),
@@ -70,7 +70,7 @@ impl Plan {
         self.linear(&[(name("o_proj"), hidden)], heads * value_dim, of.bias, false)
     }
 
-    /// Matrices of all heads, of some rows of each in a tensor with `rank` columns.
+    /// The matrices of all heads, each from some rows of its head in a tensor with `rank` columns.
     fn of_heads(
         &mut self,
         (name, source): (String, Option<String>),
@@ -99,7 +99,7 @@ impl Matrices {
     ) -> Result<usize, ModelError> {
         let (name, shape) = &self.parts.parts[0];
         let width = dtype(number).bytes();
-        // Words, so that numbers of every type begin where they may.
+        // Words, so that numbers of every type are aligned.
         let mut words = vec![0_u64; (shape[0] * shape[1] * width).div_ceil(8)];
         let tensor = &mut bytemuck::cast_slice_mut(&mut words)[..shape[0] * shape[1] * width];
         source.read(self.source.as_ref().unwrap_or(name), number, tensor)?;
@@ -121,7 +121,7 @@ impl Matrices {
     }
 }
 
-/// Writes the transpose of a matrix whose numbers have so many bytes.
+/// Writes the transpose of a matrix with numbers of this many bytes.
 fn transpose(from: &[u8], (rows, columns): (usize, usize), width: usize, to: &mut [u8]) {
     for (row, line) in from.chunks_exact(columns * width).enumerate() {
         for (column, number) in line.chunks_exact(width).enumerate() {
@@ -130,8 +130,8 @@ fn transpose(from: &[u8], (rows, columns): (usize, usize), width: usize, to: &mu
     }
 }
 
-/// The weights of latent attention besides its first and its last product. `matrix` and `get` find
-/// one by its name.
+/// The weights of latent attention except its first and last product. `matrix` and `get` find one
+/// by its name.
 pub(super) fn weights(
     of: &Latent,
     matrix: impl Fn(&str) -> Result<Matrix, ModelError>,
@@ -162,7 +162,7 @@ pub(super) fn first(
     if of.query_rank.is_some() {
         return Ok((name, Some(get(&format!("{name}.bias"))?)));
     }
-    // Queries have none, and a product has one of all outputs.
+    // Queries have no bias, but a product has one bias for all its outputs.
     let bias = get(&format!("{ROW}.bias"))?;
     let before = outputs * dtype(number).bytes();
     let room = Room::new(before + bias.len());

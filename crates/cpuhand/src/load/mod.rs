@@ -1,5 +1,4 @@
-//! The way of weights into the order of the kernels, from a checkpoint or from an earlier start's
-//! file.
+//! Loads weights in the kernels' layout, from a checkpoint or from an earlier start's file.
 
 mod assemble;
 mod behind;
@@ -33,29 +32,30 @@ const SHARED: usize = 32;
 
 /// The name of the factor of a layer's output.
 const FACTOR: &str = "layer_scalar";
-/// The name of the factors of a router's inputs, of experts beside a dense part.
+/// The name of the factors of a router's inputs, with experts beside a dense part.
 const ROUTER_FACTORS: &str = "gate.scale";
 /// The name of the factors of such experts' weights.
 const EXPERT_FACTORS: &str = "gate.per_expert_scale";
-/// The names of norms: in front of such experts, behind the dense part, and behind the experts.
+/// The names of norms: before such experts, after the dense part, and after the experts.
 const BESIDE_NORMS: [&str; 3] =
     ["experts_layernorm", "post_shared_layernorm", "post_experts_layernorm"];
 
-/// The names of the products in front of experts of latent states, and behind them.
+/// The names of the products before experts on latent states, and after them.
 const LATENT: [&str; 2] = ["fc1_latent_proj", "fc2_latent_proj"];
 
-/// Numbers beside blocks are made blocks of 8 bits if these have so many times their rows: files
-/// have small matrices as numbers, which must not make large ones wide.
+/// Plain numbers beside blocks are converted to 8-bit blocks if the blocks have at least this many
+/// times their rows. Files store small matrices as numbers, which must not make large ones wide.
 const FEW_ROWS: usize = 32;
 
 /// The formats of matrices.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct Formats {
-    /// True if matrices that are not in blocks are 8-bit integers, and not of the model's type.
+    /// True if matrices that are not in blocks are stored as 8-bit integers instead of the model's
+    /// type.
     pub(crate) int8: bool,
     /// True if the user insists on blocks.
     pub(crate) insists: bool,
-    /// Matrices that stay in a file's blocks: checkpoint name to GGUF's name of its type.
+    /// Matrices that keep a file's blocks: checkpoint name to GGUF type name.
     pub(crate) stored: BTreeMap<String, String>,
 }
 
@@ -81,7 +81,7 @@ impl Formats {
                     parts[0].0
                 )));
             }
-            // Files give keys and values more bits than queries: the widest of the formats holds
+            // Files give keys and values more bits than queries. The widest of the formats can hold
             // them all.
             Some([first, rest @ ..]) if rest.iter().any(|kind| kind != first) => Storage::Q8_0,
             Some([BlockKind::Q8_0, ..]) => Storage::Q8_0,
@@ -104,10 +104,10 @@ fn block_of(storage: Storage) -> Option<BlockKind> {
     }
 }
 
-/// Some of the checkpoint's weights, one after the other in memory.
+/// Some weights of the checkpoint, consecutive in memory.
 #[derive(Debug, Clone)]
 struct Parts {
-    /// Name and shape in the checkpoint. The first name stands for all.
+    /// Names and shapes in the checkpoint. The first name identifies the whole.
     parts: Vec<(String, Vec<usize>)>,
 }
 
@@ -121,29 +121,28 @@ impl Parts {
     }
 }
 
-/// Weights that stay in the order of the checkpoint.
+/// Weights in the checkpoint's layout.
 struct Vectors {
     parts: Parts,
     number: TorchNumber,
-    /// The blocks in which a table's rows stay; `Plain`: they are in `number`.
+    /// The block format of a table's rows; `Plain`: they are in `number`.
     storage: Storage,
 }
 
 struct Matrices {
-    /// The parts of all of them, with as many matrices each.
+    /// The parts of each matrix; all have the same number of matrices.
     parts: Parts,
     /// The packing of one matrix.
     packing: Packing,
-    /// The number of matrices, which lie one behind the other.
+    /// The number of consecutive matrices.
     count: usize,
-    /// The name of the tensor in the checkpoint, if it is not that of the only part.
+    /// The tensor's name in the checkpoint, if it differs from that of the only part.
     source: Option<String>,
-    /// The rows of the only part that each of them has; `None`: all.
+    /// Which rows of the only part each matrix takes; `None`: all.
     rows: Option<HeadRows>,
 }
 
-/// The description of a model's weights and of their layout in memory. A plan has no loaded
-/// weights.
+/// Describes a model's weights and their layout in memory, without the weights themselves.
 pub(crate) struct Plan {
     vectors: Vec<Vectors>,
     matrices: Vec<Matrices>,
@@ -153,7 +152,7 @@ pub(crate) struct Plan {
 }
 
 impl Plan {
-    /// The weights of a model. Products are in `number`, except for matrices in `formats`.
+    /// The plan of a model's weights. Products are in `number`, except for matrices in `formats`.
     pub(crate) fn new(
         parts: &DecoderParts<'_>,
         number: TorchNumber,
@@ -260,7 +259,7 @@ impl Plan {
         self.vectors.push(Vectors { parts, number, storage: Storage::Plain });
     }
 
-    /// A feed-forward part for all tokens, with gates or without.
+    /// A feed-forward part for all tokens, gated or not.
     fn dense(
         &mut self,
         at: &str,
@@ -292,7 +291,8 @@ impl Plan {
     fn experts(&mut self, at: &str, hidden: usize, of: &Experts) -> Result<(), ModelError> {
         let inner = of.intermediate_size;
         self.vector(&[(format!("{at}.gate.weight"), vec![of.count, hidden])]);
-        // Rounding would change who is chosen, and next to the experts these are small.
+        // Rounding would change which experts are chosen, and routers are small compared to
+        // experts.
         if let Some(router) = self.vectors.last_mut().filter(|_| of.routing.in_float32) {
             router.number = TorchNumber::Float32;
         }
@@ -348,7 +348,7 @@ impl Plan {
         }
         let parts = Parts { parts: vec![(HEAD.into(), vec![shape.vocab_size, shape.hidden_size])] };
         let storage = self.formats.of(&parts.parts, shape.hidden_size)?;
-        // Also where it is tied: the rows of an embedding are looked up in the model's type.
+        // Even if it is tied, because embedding rows are looked up in the model's type.
         let own = !shape.tied || block_of(storage).is_some();
         self.matrix((parts, 1), shape.hidden_size, false, (!own).then_some(EMBEDDING))
     }
@@ -374,20 +374,20 @@ impl Plan {
         &self.formats
     }
 
-    /// Names of a checkpoint's weights that there is room for.
+    /// Names of the checkpoint's weights that this plan holds.
     fn wanted(&self) -> impl Iterator<Item = &(String, Vec<usize>)> {
         let of_matrices = self.matrices.iter().filter(|matrix| matrix.source.is_none());
         let matrices = of_matrices.flat_map(|matrix| &matrix.parts.parts);
         self.vectors.iter().flat_map(|vector| &vector.parts.parts).chain(matrices)
     }
 
-    /// Bytes of all weights as they are computed with.
+    /// Bytes of all weights as used in computation.
     pub(crate) fn bytes(&self) -> u64 {
         self.entries().iter().filter_map(|(_, entry)| entry.bytes()).map(|bytes| bytes as u64).sum()
     }
 
-    /// The entries that are kept of a model, by name: vectors as they were loaded, matrices as the
-    /// kernels read them.
+    /// The cached entries of a model, by name: vectors as loaded, matrices as the kernels read
+    /// them.
     pub(crate) fn entries(&self) -> Vec<(&str, Entry)> {
         let name = |number| match number {
             TorchNumber::Float32 => "F32",
@@ -425,7 +425,7 @@ impl Plan {
     pub(crate) fn check(&self, checkpoint: &Checkpoint) -> Result<(), ModelError> {
         let found = checkpoint.shapes();
         let blocks = |name: &str| {
-            // Its shape is that of the embedding, which it is.
+            // It is the embedding, and has its shape.
             name == HEAD && self.formats.stored.contains_key(HEAD)
         };
         let wanted: HashSet<&str> = self.wanted().map(|(name, _)| name.as_str()).collect();
@@ -466,10 +466,10 @@ impl Plan {
         Ok(())
     }
 
-    /// The matrices that are computed in the blocks of a file, in words; empty: there are none.
+    /// A text about the matrices that are computed in a file's blocks; empty: there are none.
     ///
     /// # Errors
-    /// There are none, and the user insists on them.
+    /// There are none, but the user requires them.
     pub(crate) fn blocks(&self) -> Result<String, ModelError> {
         let stored = &self.formats.stored;
         let (mut kinds, mut others) = (BTreeMap::new(), 0);
@@ -516,8 +516,8 @@ impl Plan {
     }
 }
 
-/// The type of norms in memory. Where the checkpoint has distances from 1, what comes of them has
-/// more digits than the model's type.
+/// The type of norms in memory. If the checkpoint stores distances from 1, the weights need more
+/// digits than the model's type has.
 fn number_of_norms(shape: &Shape, number: TorchNumber) -> TorchNumber {
     match shape.norm {
         Norm::RmsBesideOne => TorchNumber::Float32,
@@ -525,13 +525,13 @@ fn number_of_norms(shape: &Shape, number: TorchNumber) -> TorchNumber {
     }
 }
 
-/// The names of a layer's norms: in front of the attention, behind it, in front of the feed-forward
-/// part, behind it. A part that the layer does not have has none.
+/// The names of a layer's norms: before and after attention, before and after the feed-forward
+/// part. A missing part has none.
 fn norms_of(shape: &Shape, layer: usize) -> [Option<&'static str>; 4] {
     let (input, attended) = ("input_layernorm", "post_attention_layernorm");
     let (before, fed) = ("pre_feedforward_layernorm", "post_feedforward_layernorm");
     let names = match shape.layers[layer].norms {
-        // Here the same name is of the norm in front of the second part.
+        // Here this name means the norm before the second part.
         NormPlacement::Before => [Some(input), None, Some(attended), None],
         NormPlacement::BeforeFeed => [None, None, Some(attended), None],
         NormPlacement::After => [None, Some(attended), None, Some(fed)],
@@ -554,7 +554,7 @@ fn first_products(gated: bool) -> &'static [&'static str] {
     if gated { &["gate_proj", "up_proj"] } else { &["up_proj"] }
 }
 
-/// The name of the term that is added to experts' scores for the choice.
+/// The name of the term that is added to experts' scores for choosing.
 fn correction(at: &str) -> String {
     format!("{at}.gate.e_score_correction_bias")
 }

@@ -21,7 +21,7 @@ pub(crate) enum Source<'a> {
 /// Weights by name, in memory.
 pub(crate) type Loaded = HashMap<String, Bytes>;
 
-/// Room for all weights: vectors side by side, and matrices.
+/// Allocates room for all weights: vectors side by side, and matrices.
 pub(crate) fn rooms(plan: &Plan) -> std::io::Result<Vec<(String, Room)>> {
     let entries = plan.entries();
     let sizes: Vec<usize> = entries.iter().map(|(_, entry)| entry.bytes().unwrap_or(0)).collect();
@@ -35,7 +35,8 @@ pub(crate) fn shared(rooms: Vec<(String, Room)>) -> Loaded {
     rooms.into_iter().map(|(name, room)| (name, Arc::new(room))).collect()
 }
 
-/// Fills all weights; `report` gets how many of a checkpoint's weights are there, and their total.
+/// Fills all weights. `report` receives how many of the checkpoint's weights are loaded, and their
+/// total.
 pub(crate) fn load(
     plan: &Plan,
     source: Source<'_>,
@@ -156,7 +157,7 @@ impl Matrices {
             }
             return self.packing.pack(&blocks, to).map_err(unfit);
         }
-        // Words, so that numbers of every type begin where they may.
+        // Words, so that numbers of every type are aligned.
         let bytes = self.packing.source_bytes();
         let mut words = vec![0_u64; bytes.div_ceil(8)];
         let numbers = &mut bytemuck::cast_slice_mut(&mut words)[..bytes];

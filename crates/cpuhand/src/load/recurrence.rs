@@ -65,7 +65,7 @@ impl Plan {
     }
 }
 
-/// The weights of a recurrence besides its two products. `get` and `matrix` find one by its name.
+/// The weights of a recurrence except its two products. `get` and `matrix` find one by name.
 pub(super) fn weights(
     of: &Recurrence,
     get: impl Fn(&str) -> Result<Bytes, ModelError>,
