@@ -15,9 +15,9 @@ pub struct FleetBounds {
     /// The largest number of requests that wait for one model.
     pub queue: usize,
     /// The minimum stay of a model, in milliseconds. Busy models are not closed for a request that
-    /// has waited for less.
+    /// has waited less than this.
     pub stay_ms: u64,
-    /// Milliseconds after a failure in which a model is not loaded again.
+    /// For this many milliseconds after a failure a model is not loaded again.
     pub pause_ms: u64,
 }
 
@@ -42,14 +42,14 @@ pub struct Ticket(u64);
 pub enum FleetEntry {
     /// It runs, until [`Fleet::finish`].
     Running,
-    /// It waits for [`FleetAction::Admit`] or [`FleetAction::Fail`], or gives up.
+    /// It waits for [`FleetAction::Admit`] or [`FleetAction::Fail`], or until its client gives up.
     Waiting(Ticket),
 }
 
 /// The reason why a request cannot even wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FleetRefusal {
-    /// The maximum number of requests waits for the model already.
+    /// The maximum number of requests is waiting for the model already.
     QueueFull {
         /// Their number.
         waiting: usize,
@@ -113,7 +113,7 @@ pub struct Fleet {
     members: Vec<Member>,
     /// In the order of arrival.
     queue: BTreeMap<Ticket, Waiter>,
-    /// The clients of these requests, as they take turns.
+    /// The clients of these requests, in the order of their turns.
     line: Line,
     next_ticket: u64,
     /// Decisions that the next poll returns.
@@ -121,7 +121,7 @@ pub struct Fleet {
 }
 
 impl Fleet {
-    /// A fleet of models of which none is loaded.
+    /// A fleet of models, none of which is loaded.
     #[must_use]
     pub fn new(config: FleetBounds, models: Vec<FleetModel>) -> Self {
         let members = models.into_iter().map(Member::new).collect();
@@ -141,7 +141,7 @@ impl Fleet {
         (self.members[model].running, self.members[model].waiting)
     }
 
-    /// Bytes that a model has in memory; 0: it is not there.
+    /// Bytes that a model has in memory; 0: it is not in memory.
     #[must_use]
     pub fn held(&self, model: usize) -> u64 {
         self.members[model].held
@@ -153,13 +153,13 @@ impl Fleet {
         self.members.iter().map(|member| member.held).sum()
     }
 
-    /// The time at which a model leaves if no request comes; `None`: it stays, or is busy.
+    /// When a model leaves if no request comes; `None`: it stays, or is busy.
     #[must_use]
     pub fn idle_until_ms(&self, model: usize) -> Option<u64> {
         self.members[model].idle_until_ms()
     }
 
-    /// Sets the bound of memory. Models leave until they fit.
+    /// Sets the memory limit. Models leave until the rest fits.
     pub fn set_memory(&mut self, bytes: u64) {
         self.config.memory_bytes = bytes;
     }
@@ -169,7 +169,7 @@ impl Fleet {
         self.members[model].model.bytes = bytes;
     }
 
-    /// A request for a model comes from a client, which is any number.
+    /// A client, given by any number, requests a model.
     ///
     /// # Errors
     /// It cannot even wait.
@@ -204,7 +204,7 @@ impl Fleet {
         Ok(FleetEntry::Waiting(ticket))
     }
 
-    /// Checks that a model fits with the pinned ones.
+    /// Checks that a model fits together with the pinned ones.
     ///
     /// # Errors
     /// It never does.
@@ -224,7 +224,7 @@ impl Fleet {
         if bytes > most { Err(FleetRefusal::TooLarge { bytes, most }) } else { Ok(()) }
     }
 
-    /// A waiting request gives up. False: it was admitted or has failed before.
+    /// Gives up a waiting request. False: it was admitted or has failed already.
     pub fn give_up(&mut self, ticket: Ticket) -> bool {
         let waiter = self.queue.remove(&ticket);
         if let Some(waiter) = waiter {
@@ -241,7 +241,7 @@ impl Fleet {
         member.used_ms = now_ms;
     }
 
-    /// A model has been loaded, and takes `bytes` bytes.
+    /// Records that a model has been loaded, and takes `bytes` bytes.
     pub fn loaded(&mut self, model: usize, bytes: u64, now_ms: u64) {
         let stay = self.config.stay_ms;
         let member = &mut self.members[model];
@@ -249,11 +249,11 @@ impl Fleet {
         let stay_ms = stay.max(now_ms.saturating_sub(began_ms));
         member.phase = Phase::In { since_ms: now_ms, stay_ms, closed: None };
         (member.held, member.used_ms) = (bytes, now_ms);
-        // The waiting request runs first, before anything can close the model again.
+        // The waiting request runs first, before the model can be closed again.
         self.admit(model, now_ms);
     }
 
-    /// A model could not be loaded. All that wait for it fail.
+    /// Records that a model could not be loaded. All requests waiting for it fail.
     pub fn load_failed(&mut self, model: usize, now_ms: u64) {
         let member = &mut self.members[model];
         if !matches!(member.phase, Phase::Loading { .. }) {
@@ -263,7 +263,7 @@ impl Fleet {
         self.fail_waiting(model);
     }
 
-    /// A model that was in memory has died. Those that wait for it go on waiting.
+    /// Records that a model in memory has died. Requests waiting for it keep waiting.
     pub fn died(&mut self, model: usize, now_ms: u64) {
         if matches!(self.members[model].phase, Phase::In { .. }) {
             self.lost(model, now_ms);
@@ -287,8 +287,7 @@ impl Fleet {
         }
     }
 
-    /// Requests that a model leaves, also a pinned one. It leaves once its running requests have
-    /// finished.
+    /// Makes a model leave, even if it is pinned, once its running requests have finished.
     pub fn dismiss(&mut self, model: usize, level: SleepLevel) {
         let member = &mut self.members[model];
         match &mut member.phase {
@@ -298,8 +297,8 @@ impl Fleet {
         }
     }
 
-    /// Sets the milliseconds without a request after which a model leaves, until it has left; inner
-    /// `None`: never. Outer `None`: its own setting.
+    /// Sets after how many milliseconds without a request a model leaves, until it has left once;
+    /// inner `None`: never. Outer `None`: its own setting.
     pub fn keep(&mut self, model: usize, idle_ms: Option<Option<u64>>) {
         self.members[model].keep = idle_ms;
     }
@@ -327,8 +326,8 @@ impl Fleet {
         std::mem::take(&mut self.decided)
     }
 
-    /// Reopens all that were closed for another model, and decides anew. Closes the dismissed and
-    /// the idle.
+    /// Reopens all models that were closed for another one, and decides again. Closes dismissed and
+    /// idle ones.
     fn close_and_open(&mut self, now_ms: u64) {
         for member in &mut self.members {
             let dismissed = member.dismissed;
@@ -388,8 +387,8 @@ impl Fleet {
         }
     }
 
-    /// Models that may leave for another, the first one first: idle ones by their last use, busy
-    /// ones by the time for which they have been here.
+    /// Models that may leave for another one, in order: idle ones by last use, then busy ones by
+    /// how long they have been loaded.
     fn victims(&self, may: impl Fn(&Member) -> bool, busy: bool) -> Vec<usize> {
         let open = self.members.iter().enumerate().filter(|(_, member)| member.is_open());
         let open = open.filter(|(_, member)| may(member) && (busy || member.running == 0));
@@ -402,8 +401,8 @@ impl Fleet {
         found.into_iter().map(|(_, model)| model).collect()
     }
 
-    /// Begins the loads that fit, in the order of the clients' turns. For the first that does not
-    /// fit, other models are closed; those after it wait.
+    /// Starts the loads that fit, in the order of the clients' turns. For the first load that does
+    /// not fit, other models are closed, and later loads wait.
     fn load(&mut self, now_ms: u64) {
         while let Some(Waiter { model, client, since_ms }) = self.next_load(now_ms) {
             // Memory may have shrunk since it came.
@@ -424,7 +423,7 @@ impl Fleet {
         }
     }
 
-    /// The request whose model is loaded next: the oldest one of the first client in the line that
+    /// The request whose model is loaded next: the oldest one of the first client in the queue that
     /// has such a request.
     fn next_load(&self, now_ms: u64) -> Option<Waiter> {
         let mut oldest = HashMap::new();
@@ -437,7 +436,7 @@ impl Fleet {
         self.line.clients().find_map(|client| oldest.get(&client).copied())
     }
 
-    /// True if `bytes` bytes do not fit, once `freed` bytes of `left` models are given back.
+    /// True if `bytes` bytes do not fit after `left` models have freed `freed` bytes.
     fn lacks(&self, bytes: u64, freed: u64, left: usize) -> bool {
         let inside = self.members.iter().filter(|member| !matches!(member.phase, Phase::Out(_)));
         let used = self.used().saturating_sub(freed);
@@ -445,8 +444,8 @@ impl Fleet {
             || inside.count().saturating_sub(left) >= self.config.models_max
     }
 
-    /// Closes models for one of `bytes` bytes, whose oldest request waits since `since_ms`, if that
-    /// makes enough room.
+    /// Closes models for one of `bytes` bytes whose oldest request has waited since `since_ms`, if
+    /// that frees enough.
     fn make_room(&mut self, bytes: u64, since_ms: u64, now_ms: u64) {
         let mut freed = self.bytes_given_back();
         let mut left = self.members.iter().filter(|member| member.gives_back()).count();
@@ -471,7 +470,7 @@ impl Fleet {
         }
     }
 
-    /// The next time at which [`Fleet::poll`] may have an action although nothing happened.
+    /// When [`Fleet::poll`] may next have an action although nothing happens before.
     #[must_use]
     pub fn next_wake(&self, now_ms: u64) -> Option<u64> {
         let idle = self.members.iter().filter_map(Member::idle_until_ms);

@@ -2,16 +2,16 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-/// The clients that have waiting requests, in the order in which loads are for them.
+/// The clients with waiting requests, in the order in which loads are started for them.
 ///
-/// A client moves to the end of the queue when its first request waits, and again when a load has
-/// begun for it. So while a client waits, at most one load begins for each other client, however
-/// many models those request.
+/// A client joins the end of the queue when its first request waits, and again when a load was
+/// started for it. So while a client waits, at most one load starts for each other client, however
+/// many models they request.
 #[derive(Debug, Default)]
 pub(crate) struct Line {
     /// Clients by their place.
     places: BTreeMap<u64, u64>,
-    /// The place of a client, and the number of its waiting requests.
+    /// The place of a client in the queue, and the number of its waiting requests.
     clients: HashMap<u64, (u64, usize)>,
     next: u64,
 }

@@ -7,9 +7,9 @@ use serde::Serialize;
 pub struct FleetModel {
     /// The planned number of bytes of its weights and pages.
     pub bytes: u64,
-    /// True if it never leaves for another model, or because it is idle.
+    /// True if it never leaves, whether for another model or when idle.
     pub pinned: bool,
-    /// Milliseconds without a request after which it leaves; `None`: it does not.
+    /// It leaves after this many milliseconds without a request; `None`: never.
     pub idle_ms: Option<u64>,
 }
 
@@ -23,13 +23,13 @@ pub enum ModelState {
     Loading,
     /// It takes requests.
     Ready,
-    /// Its last requests run, or it is being taken out of memory.
+    /// It is finishing its last requests, or being unloaded.
     Leaving,
-    /// Its weights and pages are gone. The state that makes the next load fast is kept.
+    /// Its weights and pages are gone, but state is kept for a fast next load.
     Asleep,
 }
 
-/// The state of a model after it has left.
+/// What is kept of a model that has left.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SleepLevel {
     /// [`ModelState::Asleep`].
@@ -47,7 +47,7 @@ impl SleepLevel {
     }
 }
 
-/// The place of a model on its way in and out of memory.
+/// Where a model is between being unloaded and loaded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Phase {
     Out(SleepLevel),
@@ -69,7 +69,7 @@ pub(crate) enum Phase {
 pub(crate) struct Member {
     pub(crate) model: FleetModel,
     pub(crate) phase: Phase,
-    /// The sleep level of an explicit request that it leaves.
+    /// The sleep level, if an explicit request makes it leave.
     pub(crate) dismissed: Option<SleepLevel>,
     /// Milliseconds that replace `idle_ms` until it leaves.
     pub(crate) keep: Option<Option<u64>>,
@@ -111,7 +111,7 @@ impl Member {
         matches!(self.phase, Phase::In { closed: None, .. })
     }
 
-    /// True if it is about to give its memory back.
+    /// True if it is about to free its memory.
     pub(crate) fn gives_back(&self) -> bool {
         matches!(self.phase, Phase::In { closed: Some(_), .. } | Phase::Leaving(_))
     }
@@ -122,7 +122,7 @@ impl Member {
         }
     }
 
-    /// The end of the minimum stay, while it takes requests.
+    /// When the minimum stay ends, if the model takes requests.
     pub(crate) fn stays_until_ms(&self) -> Option<u64> {
         match self.phase {
             Phase::In { since_ms, stay_ms, closed: None } => Some(since_ms.saturating_add(stay_ms)),
@@ -130,7 +130,7 @@ impl Member {
         }
     }
 
-    /// The time at which it leaves if no request comes.
+    /// When it leaves if no request comes.
     pub(crate) fn idle_until_ms(&self) -> Option<u64> {
         let open_and_idle = self.is_open() && self.running == 0 && self.waiting == 0;
         let may_leave = open_and_idle && !self.model.pinned;

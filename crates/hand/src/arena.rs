@@ -16,8 +16,8 @@ use crate::space::{Range, Space};
 pub const MAX_ARENA_BYTES: u32 = i32::MAX as u32;
 
 /// An anonymous file that a hand maps and the brain writes to, from any thread. The kernel copies
-/// data once. The file has no name, so nothing of it is left behind when the processes end. Cheap
-/// to clone. It lives as long as a clone or a region of it.
+/// data once. The file has no name, so nothing is left when the processes end. Cheap to clone. It
+/// lives as long as any clone or region of it.
 #[derive(Clone)]
 pub struct Arena(Arc<Inner>);
 
@@ -29,8 +29,8 @@ struct Inner {
 }
 
 impl Arena {
-    /// An arena of `bytes` bytes, at most [`MAX_ARENA_BYTES`]. Memory is taken from the system only
-    /// for written parts, and kept.
+    /// An arena of `bytes` bytes, at most [`MAX_ARENA_BYTES`]. Only written parts take memory,
+    /// which is kept.
     ///
     /// # Errors
     /// The system refuses it, or it is too large.
@@ -55,18 +55,18 @@ impl Arena {
         self.0.bytes
     }
 
-    /// Reserves `bytes` bytes, with their old content; `None` if there is not enough room now.
+    /// Reserves `bytes` bytes, whose old content stays; `None`: not enough room now.
     #[must_use]
     pub fn take(&self, bytes: usize) -> Option<Region> {
         let range = self.0.space.lock().take(bytes)?;
         Some(Region { range, bytes, arena: self.clone() })
     }
 
-    /// Copies bytes of another arena of this size to the same place. Only that arena's allocator
-    /// chooses the place.
+    /// Copies bytes from another arena of the same size to the same offset. Only that arena's
+    /// allocator chooses offsets.
     ///
     /// # Errors
-    /// The place is not inside the arena, or the system has no memory for it.
+    /// The range is not inside the arena, or the system has no memory for it.
     pub fn mirror(&self, offset: u32, bytes: &[u8]) -> io::Result<()> {
         let end = u64::from(offset) + bytes.len() as u64;
         if end > u64::from(self.0.bytes) {
@@ -113,7 +113,7 @@ impl Arena {
         Ok(())
     }
 
-    /// Copies `bytes` in; `None` when there is no room now.
+    /// Copies `bytes` into the arena; `None`: no room now.
     pub(crate) fn place(&self, bytes: &[u8]) -> Option<Region> {
         let region = self.take(bytes.len())?;
         region.write(0, bytes).ok()?;
@@ -134,14 +134,14 @@ impl Payloads for Arena {
         Some(Box::new(self.take(bytes)?))
     }
 
-    /// Only the first waiter is notified; an arena has one queue.
+    /// Only the first waiter has to be notified, because an arena has one queue.
     fn on_freed(&self, notify: Box<dyn Fn() + Send + Sync>) {
         let is_first = self.0.freed.set(notify).is_ok();
         debug_assert!(is_first, "an arena has one waiting line");
     }
 }
 
-/// A reserved part of the arena. Dropping it gives it back.
+/// A reserved part of the arena. Dropping it frees the part.
 #[must_use]
 pub struct Region {
     range: Range,
@@ -266,7 +266,7 @@ mod tests {
         let arena = Arena::new(4096).expect("arena");
         let (sender, freed) = mpsc::channel();
         arena.on_freed(Box::new(move || {
-            // After enough room was freed there is no listener.
+            // Once enough room was freed, nobody listens any more.
             let _ = sender.send(());
         }));
         let held: Vec<Region> = (0..4).map(|_| arena.take(1024).expect("room")).collect();

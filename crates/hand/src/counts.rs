@@ -1,9 +1,9 @@
-//! The numbers of pages that the next hand is to have.
+//! Page counts for the configuration of the next hand.
 
 use forebay_protocol::{HandConfig, Ready};
 
-/// Makes the next hand offer exactly the pages of this one, on which the scheduler was built,
-/// whatever memory is free by then. Its pages of the host's tier are in the same places.
+/// Makes the next hand have exactly the pages of this one, with which the scheduler was set up,
+/// however much memory is free by then. Its host pages are in the same places.
 pub(crate) fn keep(config: &mut HandConfig, facts: &Ready) {
     config.max_total_tokens = Some(u64::from(facts.page_count) * u64::from(config.page_size));
     config.host_pages = (facts.host_page_count > 0).then_some(facts.host_page_count);
@@ -13,8 +13,8 @@ pub(crate) fn keep(config: &mut HandConfig, facts: &Ready) {
     }
 }
 
-/// Limits the next hand to `pages` pages and `host_pages` host pages, with state pages in the same
-/// proportion. On a GPU only host memory had run out: the device's pages stay.
+/// Limits the next hand to `pages` pages and `host_pages` host pages, and its state pages in
+/// proportion. On a GPU only host memory has run out, so the device's pages stay.
 pub(crate) fn lower(config: &mut HandConfig, pages: u32, host_pages: u32) {
     if config.device != "cuda" {
         let tokens = u64::from(pages) * u64::from(config.page_size);
@@ -30,7 +30,7 @@ pub(crate) fn lower(config: &mut HandConfig, pages: u32, host_pages: u32) {
 fn in_proportion(states: Option<u32>, now: u64, before: Option<u64>) -> Option<u32> {
     let states = states?;
     let Some(before) = before.filter(|&before| before > now) else { return Some(states) };
-    // One that was there stays, and none stays none.
+    // Keep at least one if there was any.
     let part = (u64::from(states) * now / before).max(states.min(1).into());
     u32::try_from(part).ok()
 }

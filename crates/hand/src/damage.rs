@@ -1,26 +1,26 @@
-//! Damage to messages, for the tests of their readers in this crate and in `outpost`.
+//! Damages messages, for tests of their readers in this crate and in `outpost`.
 //!
-//! A message is words in little-endian order, of which the first may be a length, or JSON after
-//! such a word.
+//! A message is either words in little-endian order, the first of which may be a length, or JSON
+//! after such a word.
 
 use proptest::prelude::Rng as _;
 use proptest::test_runner::{RngAlgorithm, TestRng};
 
-/// Most memory that reading may have taken at a time. A message that announces 256 MiB takes none
-/// before they come.
+/// How much memory reading may take at most. A message that announces 256 MiB must not allocate
+/// them before they come.
 const MOST_GROWTH_KIB: u64 = 64 << 10;
-/// The values of damaged words, in addition to the message's own length.
+/// Values for damaged words, besides the message's own length.
 const EXTREMES: [u32; 9] = [0, 1, 2, 1 << 16, 1 << 20, 1 << 26, (1 << 26) + 1, 1 << 31, u32::MAX];
-/// Bytes that are special in JSON, or are not text.
+/// Bytes that have a meaning in JSON, or are not text.
 const TELLING: &[u8] = b"{}[]\",:0-e\\u\xff";
 
-/// Messages of a test: the ordinary number, or the one that `make test-fuzz-outposts` sets.
+/// The number of messages in a test: the usual one, or the one that `make test-fuzz-outposts` sets.
 pub(crate) fn messages(ordinary: u64) -> u64 {
     let told = std::env::var("FOREBAY_FUZZED_MESSAGES").ok();
     told.map_or(ordinary, |text| text.parse().expect("a number of messages"))
 }
 
-/// The most memory that this process had at a time.
+/// The peak memory of this process.
 pub(crate) struct Peak(u64);
 
 impl Peak {
@@ -31,7 +31,7 @@ impl Peak {
         Self(word.parse().expect("a number"))
     }
 
-    /// Fails if it has grown by more than readers may take.
+    /// Fails if it has grown by more than readers may allocate.
     pub(crate) fn check(self) {
         let grown = Self::now().0.saturating_sub(self.0);
         assert!(grown < MOST_GROWTH_KIB, "{grown} KiB more than before");
@@ -69,7 +69,7 @@ impl Damage {
                     bytes.splice(at..at, part);
                 }
                 5 if bytes.len() >= 8 => {
-                    // By whole words, so that those after them keep their meaning.
+                    // By whole words, so that later words keep their meaning.
                     let (one, end) = (at.min(other) & !3, at.max(other) & !3);
                     let part = bytes[one..end].to_vec();
                     bytes.splice(one..one, part);

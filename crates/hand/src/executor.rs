@@ -29,10 +29,10 @@ use crate::site::{Process, RankOrder, Site, last_of};
 use crate::store::Store;
 use crate::waker::EventWaker;
 
-/// Prompts from this many tokens on travel through the arena.
+/// Prompts of at least this many tokens are sent through the arena.
 const SPILL_TOKENS: usize = 2048;
-/// Frames from this many bytes on travel through the arena where there are several ranks: it is
-/// written once, and read by all.
+/// With several ranks, frames of at least this many bytes are sent through the arena, where they
+/// are written once and read by all.
 const SHARED_BYTES: usize = 8192;
 
 /// The description of a rank group and of its processes. With `step_group` in the configuration
@@ -41,26 +41,26 @@ const SHARED_BYTES: usize = 8192;
 pub struct HandSpec {
     /// The interpreter.
     pub program: PathBuf,
-    /// The arguments of the program, up to and with the module to run.
+    /// The program's arguments, including the module to run.
     pub args: Vec<OsString>,
     /// Variables set on top of the brain's own environment.
     pub env: Vec<(OsString, OsString)>,
     /// The configuration of each rank; `rank`, `world_size` and `arena_bytes` are set here.
-    /// `host_bytes` are those of a replica: its ranks get equal parts.
+    /// `host_bytes` is for a whole replica, whose ranks get equal parts.
     pub config: HandConfig,
-    /// Payloads that are too big for the socket go through here.
+    /// For payloads that are too big for the socket.
     pub arena: Arena,
-    /// The memory of host tiers that other groups map too, or that they have.
+    /// The memory of host tiers that is shared with other groups.
     pub memories: HostMemories,
     /// The ranks, at least one.
     pub ranks: Vec<RankSpec>,
-    /// The place of the ranks, if they do not run below this process. Plans, tokens and masks then
-    /// go through the socket whole, and payloads are carried there before a plan names them.
+    /// Where the ranks run, if not as children of this process. Then plans, tokens and masks go
+    /// through the socket, and payloads are copied there before a plan names them.
     pub site: Option<Arc<dyn Site>>,
 }
 
 impl HandSpec {
-    /// Ranks that have a host tier of their own, where there is one.
+    /// The number of ranks with a host tier of their own.
     fn tiers(&self) -> usize {
         if self.config.host_shared { 1 } else { self.ranks.len() }
     }
@@ -71,7 +71,7 @@ impl HandSpec {
 pub struct RankSpec {
     /// Variables set on top of those of the group.
     pub env: Vec<(OsString, OsString)>,
-    /// Processors that it may run on, by number; none: any.
+    /// The processors that it may run on, by number; empty: any.
     pub cpus: Vec<usize>,
 }
 
@@ -101,23 +101,24 @@ impl Rank {
     }
 }
 
-/// Spawns, feeds and watches the processes of one rank group.
+/// Spawns, feeds and supervises the processes of a rank group.
 pub struct HandExecutor {
     spec: HandSpec,
     waker: Arc<EventWaker>,
     ranks: Vec<Rank>,
     signals: VecDeque<Signal>,
-    /// The map by which ranks find each other; `None` once they have, and if there is one rank.
+    /// The key-value store with which ranks find each other; `None`: they have, or there is only
+    /// one rank.
     store: Option<Store>,
-    /// The memory of each rank's host tier, or of all; none: there is no tier. They are anonymous
-    /// files, which the next hand of a rank finds as the last one left them.
+    /// The memory of each rank's host tier, or of the common one; empty: no tier. They are
+    /// anonymous files, in which the next hand of a rank finds what the last one left.
     host: Vec<OwnedFd>,
-    /// Copies and loads that some ranks have ended, and others have not.
+    /// Copies and adapter loads that some ranks have finished and others have not.
     merger: ResultMerger,
     /// Arena regions of the plans in flight, oldest first.
     regions: VecDeque<Vec<Region>>,
     buffer: Vec<u8>,
-    /// Says where in the arena the frame of `buffer` lies.
+    /// A frame that tells where in the arena the frame of `buffer` is.
     place: Vec<u8>,
 }
 
@@ -186,14 +187,14 @@ impl HandExecutor {
         HandConfig { rank: rank as u32, arena_bytes, ..self.spec.config.clone() }.encode()
     }
 
-    /// Ends the whole group; `why` names the rank whose end caused it.
+    /// Ends the whole group. `why` names the rank whose end caused it.
     fn group_died(&mut self, rank: usize, error: &StreamError) {
         let mut ranks: Vec<Rank> = self.ranks.drain(..).collect();
-        // A rank that the kernel killed takes others with it, and their errors may come first.
+        // A rank that the kernel killed brings down others, whose errors may come first.
         let starved = ranks.iter().position(|rank| rank.process.starved());
         let rank = starved.unwrap_or(rank);
         let Rank { process, last_words, socket: _socket, .. } = ranks.swap_remove(rank);
-        // None of them is waited for before all are ended.
+        // All are told to end before any is waited for.
         ranks.iter().for_each(|other| other.process.doom());
         let mut out_of_memory = false;
         let reason = if let StreamError::Disagreement { .. } | StreamError::Pools(_) = error {
@@ -212,7 +213,7 @@ impl HandExecutor {
         };
         drop(ranks);
         self.regions.clear();
-        // The pages of a GPU are not memory of the host, where fewer of them would leave more.
+        // A GPU's pages are not in host memory, so fewer of them would not help.
         let pages_on_host = self.spec.config.device != "cuda" || !self.host.is_empty();
         self.signals.push_back(match out_of_memory && pages_on_host {
             true => Signal::OutOfMemory(reason),
@@ -220,7 +221,7 @@ impl HandExecutor {
         });
     }
 
-    /// Reads and writes as far as rank `index` is ready.
+    /// Reads from and writes to rank `index`, as far as it is ready.
     fn serve_rank(&mut self, index: usize, writable: bool) -> Result<(), StreamError> {
         let flushed = if writable {
             let rank = &mut self.ranks[index];
@@ -228,7 +229,7 @@ impl HandExecutor {
         } else {
             Ok(())
         };
-        // Read even from a hand that takes nothing more: it may have left last words.
+        // Read even if the hand accepts no more data: it may have left last words.
         loop {
             let rank = &mut self.ranks[index];
             let Some(frame) = rank.reader.read(&mut rank.socket)? else { return flushed };
@@ -265,7 +266,7 @@ impl HandExecutor {
                 }
             }
             Kind::Result => {
-                // One a plan, which has regions for as long as it is in flight.
+                // One result for each plan in flight, whose regions are still held.
                 if self.ranks[index].results.len() >= self.regions.len() {
                     return Err(FrameError::Malformed("a result of no plan").into());
                 }
@@ -291,8 +292,9 @@ impl HandExecutor {
         Ok(())
     }
 
-    /// Reports the facts once every rank has them: those of the first, with the fewest tokens a row
-    /// and the bytes of all. A page has a part on each rank, but for a step group's.
+    /// Reports the facts once every rank has sent them: those of the first rank, but with the
+    /// smallest tokens per row and the total bytes. Except in a step group, a page has a part on
+    /// each rank.
     fn group_ready(&mut self) -> Result<(), StreamError> {
         let all: Option<Vec<&Ready>> = self.ranks.iter().map(|rank| rank.facts.as_ref()).collect();
         let Some(all) = all else { return Ok(()) };
@@ -335,15 +337,15 @@ impl HandExecutor {
         Ok(())
     }
 
-    /// Puts the frame in the buffer into the arena if that is worth it, together with the rest of
-    /// its step there. Returns the frame that names its place.
+    /// Writes the frame in the buffer to the arena if that pays off, with the step's other data.
+    /// Returns the frame that names its offset.
     fn share(&mut self, readers: usize) -> Option<&[u8]> {
         let apart = self.spec.site.is_some();
         if apart || readers < 2 || self.buffer.len() < SHARED_BYTES {
             return None;
         }
         let regions = self.regions.back_mut()?;
-        // Where there is no room, it goes to each by its socket.
+        // Without room, it goes to each rank through its socket.
         let region = self.spec.arena.place(&self.buffer)?;
         let header = self.buffer.first_chunk::<HEADER_BYTES>()?;
         let step = Header::decode(header).ok()?.step;
@@ -358,7 +360,7 @@ impl HandExecutor {
         if self.spec.config.step_group { member..member + 1 } else { 0..self.ranks.len() }
     }
 
-    /// Writes a member's plan into the buffer, and its payload into the arena.
+    /// Encodes a member's plan into the buffer, and its payload into the arena.
     fn encode(&mut self, plan: &StepPlan) -> Result<(), FrameError> {
         let near = self.spec.site.is_none();
         let (arena, regions) = (&self.spec.arena, self.regions.back_mut());
@@ -375,8 +377,8 @@ impl HandExecutor {
     /// Sends the frame in the buffer to these ranks.
     fn send(&mut self, to: Range<usize>, encoded: Result<(), FrameError>) {
         if let Err(error) = encoded {
-            // The scheduler bounds the words of a step, so this is a fault of the brain. No frame
-            // may go missing.
+            // The scheduler bounds the words of a step, so this is a bug of the brain, and no frame
+            // may be lost.
             self.stop();
             self.signals.push_back(Signal::Died(format!("the plan cannot be sent: {error}")));
             return;
@@ -385,20 +387,20 @@ impl HandExecutor {
         self.write(to, shared);
     }
 
-    /// Writes the frame in the buffer to the sockets of these ranks, or its place if it is
+    /// Writes the frame in the buffer to these ranks' sockets, or its arena offset if it is
     /// `shared`.
     fn write(&mut self, to: Range<usize>, shared: bool) {
         let frame = if shared { &self.place } else { &self.buffer };
         for (index, rank) in self.ranks.iter_mut().enumerate().take(to.end).skip(to.start) {
-            // It fails only if the socket is closed or broken: the next wait reads last words, and
-            // reports it.
+            // This fails only if the socket is closed or broken: the next wait reads last words,
+            // and reports it.
             if rank.writer.send(&mut rank.socket, frame).is_err() {
                 debug!(rank = index, "the plan could not be sent");
             }
         }
     }
 
-    /// Waits for the sockets and the waker, and serves those that are ready.
+    /// Waits for the sockets and the waker, and handles those that are ready.
     fn poll_once(&mut self, timeout: Option<Duration>) {
         let timeout = timeout.map(|t| Timespec {
             tv_sec: i64::try_from(t.as_secs()).unwrap_or(i64::MAX),
@@ -411,7 +413,7 @@ impl HandExecutor {
             fds.push(PollFd::new(&rank.socket, PollFlags::IN | writing));
         }
         if poll(&mut fds, timeout.as_ref()).is_err() {
-            // Interrupted: the caller looks at its clock and polls again.
+            // Interrupted: the caller checks its clock and polls again.
             return;
         }
         let woken = !fds[0].revents().is_empty();
@@ -453,8 +455,8 @@ impl Executor for HandExecutor {
         counts::lower(config, pages, host_pages);
         let lends = self.spec.memories.lends();
         if host_pages > 0 && (lends || before != Some(host_pages)) {
-            // The last one's memory is given back. Without a new one the hand keeps to a part of
-            // it, unless others read there: then it has to have a new one.
+            // Frees the last hand's memory. If new memory can't be had, the hand keeps a part of
+            // the old, unless others read it: then new memory is required.
             match memory::of_ranks(self.spec.tiers()) {
                 Ok(memories) => self.host = memories,
                 Err(_) if lends => self.host.clear(),
@@ -476,7 +478,7 @@ impl Executor for HandExecutor {
     }
 
     fn masks(&mut self, member: usize, masks: &StepMasks) {
-        // Without regions there is no plan in flight: the group is gone.
+        // Without regions no plan is in flight, because the group is gone.
         let Some(regions) = self.regions.back_mut() else { return };
         let near = self.spec.site.is_none();
         let encoded = masks.encode_spilling(&mut self.buffer, |mask| {
@@ -498,7 +500,8 @@ impl Executor for HandExecutor {
         let ranks = self.ranks_of(member);
         match order.encode() {
             Ok(frame) => {
-                // It is of no step, so nothing would tell when its place in the arena is free.
+                // The frame belongs to no step, so nothing would tell when its arena region is
+                // free.
                 self.buffer = frame;
                 self.write(ranks, false);
             }
@@ -511,7 +514,7 @@ impl Executor for HandExecutor {
     }
 
     fn carry(&mut self, member: usize, payload: &Arc<dyn Payload>, there: There) {
-        // After the group's end there are no ranks to report to.
+        // After the end of the group there are no ranks to report to.
         let ranks = self.ranks.get(self.ranks_of(member)).unwrap_or_default();
         for (rank, there) in ranks.iter().zip(last_of(ranks.len(), there)) {
             match &rank.process {
@@ -543,11 +546,11 @@ impl Executor for HandExecutor {
     fn stop(&mut self) {
         if let Ok(order) = encode_json(Kind::Shutdown, "") {
             for rank in &mut self.ranks {
-                // A rank whose socket is broken is ended all the same.
+                // A rank with a broken socket is ended anyway.
                 let _ = rank.writer.send(&mut rank.socket, &order);
             }
         }
-        // A socket stays open until its rank has ended: it may hold the order.
+        // A socket stays open until its rank has ended, because it may still hold the order.
         let (processes, _sockets): (Vec<_>, Vec<_>) =
             self.ranks.drain(..).map(|rank| (rank.process, rank.socket)).unzip();
         Process::end(processes);
@@ -556,7 +559,7 @@ impl Executor for HandExecutor {
     }
 
     fn kill(&mut self) {
-        // A process that is stopped would take no order, and keep the others waiting for it.
+        // A stopped process would not take an order, and would delay the others.
         self.ranks.iter().for_each(|rank| rank.process.doom());
         self.stop();
     }

@@ -8,7 +8,7 @@ use thiserror::Error;
 
 use crate::store::StoreError;
 
-/// The reason for which a connection can't be used any more.
+/// Why a connection is unusable.
 #[derive(Debug, Error)]
 pub(crate) enum StreamError {
     /// The peer closed it.
@@ -27,10 +27,10 @@ pub(crate) enum StreamError {
         /// The difference, with the values of both.
         how: String,
     },
-    /// Ranks have different pools, so that they can't follow the same plans.
+    /// Ranks have pools of different sizes, so they can't follow the same plans.
     #[error("ranks have different models, or pools: {0:?} pages")]
     Pools(Vec<u32>),
-    /// A rank asks the store for an impossible value.
+    /// A rank made an invalid request to the store.
     #[error(transparent)]
     Store(#[from] StoreError),
     /// The peer sent a wrong frame.
@@ -94,7 +94,7 @@ impl FrameReader {
     }
 }
 
-/// Bytes that a writer keeps room for while nothing waits.
+/// The capacity that a writer keeps while nothing waits, in bytes.
 const KEPT_BYTES: usize = 1 << 20;
 
 /// Bytes that the socket has not taken yet.

@@ -1,5 +1,6 @@
-//! Damaged frames for the brain's reader. A hand on another machine is trusted less than a child.
-//! Each of its frames is taken or refused, without a panic and with bounded memory.
+//! Damaged frames for the brain's reader. A hand on another machine is trusted less than a child
+//! process. Each of its frames is either accepted or refused, without a panic and with bounded
+//! memory.
 
 use std::io::Write;
 use std::os::unix::net::UnixStream;
@@ -70,7 +71,7 @@ fn damaged_frames_are_refused() {
         near.write_all(&bytes).expect("it fits into the socket");
         drop(near);
         let mut reader = FrameReader::default();
-        // The last answer is an error: the other end has closed.
+        // The last call returns an error, because the other end has closed.
         while let Ok(Some(frame)) = reader.read(&mut far) {
             if decode(&frame) {
                 taken += 1;

@@ -1,10 +1,10 @@
-//! The executor that runs plans on real hands, one process a rank. It spawns, feeds, watches and
-//! kills them, or has a [`Site`] run them elsewhere.
+//! The executor that runs plans on real hands, one process a rank. It spawns, feeds, supervises and
+//! kills them, or lets a [`Site`] run them elsewhere.
 //!
 //! The engine thread that owns the [`HandExecutor`] does everything except writes to the [`Arena`],
-//! which any thread may do. There is no reader thread, and no lock except the one on the list of
-//! the arena's free parts. Sockets never block. [`Executor::wait`](forebay_engine::Executor::wait)
-//! writes the bytes that they do not take at once.
+//! which any thread may do. There is no reader thread, and no lock except on the list of the
+//! arena's free parts. Sockets never block: [`Executor::wait`](forebay_engine::Executor::wait)
+//! writes the bytes that they did not accept at once.
 //!
 //! A rank group lives and dies together: the first rank that ends takes the others with it. Each
 //! rank is the leader of a process group of its own. The operating system kills the rank when the

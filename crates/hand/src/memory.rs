@@ -13,10 +13,10 @@ pub(crate) const HOST_FD: i32 = 5;
 /// The descriptor of a hand for the memory of the first lender; others follow.
 const LENDERS_FD: i32 = 6;
 
-/// The memory of host tiers that several rank groups map. By default each group has its own alone.
+/// The memory of host tiers that several rank groups map. By default each group has only its own.
 #[derive(Debug, Clone, Default)]
 pub struct HostMemories {
-    /// The memory of the group's own tier; `None`: the group makes one if it needs it.
+    /// The memory of the group's own tier; `None`: the group allocates it if needed.
     own: Option<Arc<OwnedFd>>,
     /// The memory of each replica that lends pages to this group, by the replica's number. The
     /// memory of pages from other servers is last.
@@ -115,7 +115,7 @@ impl HostMemories {
         self.own.is_some()
     }
 
-    /// The memory of each lender with its descriptor in the hand.
+    /// The memory of each lender, with its descriptor in the hand.
     pub(crate) fn borrowed(&self) -> impl Iterator<Item = (i32, BorrowedFd<'_>)> {
         let numbered = (LENDERS_FD..).zip(&self.lenders);
         numbered.filter_map(|(number, memory)| Some((number, memory.as_ref()?.as_fd())))
@@ -131,12 +131,12 @@ impl HostMemories {
 /// Memory for the host tiers of `world` ranks.
 ///
 /// # Errors
-/// The system gives no such memory.
+/// The system refuses the memory.
 pub(crate) fn of_ranks(world: usize) -> io::Result<Vec<OwnedFd>> {
     (0..world).map(|_| new()).collect()
 }
 
-/// Memory for a host tier. The first hand sets its length, and pages are allocated when they are
+/// Memory for a host tier. The first hand sets its length, and pages are allocated as they are
 /// written.
 fn new() -> io::Result<OwnedFd> {
     Ok(memfd_create("forebay-host-kv", MemfdFlags::CLOEXEC)?)

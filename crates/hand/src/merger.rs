@@ -1,7 +1,7 @@
-//! The results of ranks that compute the same, made one.
+//! Merges the results of ranks that compute the same plan.
 //!
-//! Ranks answer a step together, so their tokens can be compared. Copies and adapters end between
-//! the steps, on each rank at its own time: one has ended when all ranks have reported it.
+//! Ranks answer a step together, so their tokens can be compared. Copies and adapter writes end
+//! between steps, on each rank at its own time. One has ended when all ranks have reported it.
 
 use std::collections::HashMap;
 
@@ -9,7 +9,7 @@ use forebay_protocol::{CopyEnd, CopyTiming, FrameError, PlaceEnd, StepResult};
 
 use crate::frames::StreamError;
 
-/// Reports of ranks on an operation that not all ranks have ended.
+/// The ranks' reports about an operation that not all ranks have finished.
 #[derive(Debug, Default)]
 struct Reports {
     /// The ranks that have ended it.
@@ -18,7 +18,7 @@ struct Reports {
     error: i32,
 }
 
-/// The ends of numbered work that each rank does at its own time.
+/// Ends of numbered operations that each rank finishes at its own time.
 #[derive(Debug, Default)]
 struct Ends(HashMap<u32, Reports>);
 
@@ -60,7 +60,7 @@ pub(crate) struct ResultMerger {
     places: Ends,
     /// The time of all copies of each rank.
     busy: Vec<CopyTimes>,
-    /// The part of the longest time that was given on.
+    /// The part of the longest time that was reported already.
     told: CopyTimes,
 }
 
@@ -76,8 +76,8 @@ impl ResultMerger {
     }
 
     /// Merges the results of all ranks, in the order of ranks. Different tokens mean that the
-    /// ranks' states differ. A step is as long as its longest rank, and has waited no longer than
-    /// the one that waited least. A copy that fails on one rank has failed.
+    /// ranks' states differ. A step takes as long as its slowest rank, and its gap is the shortest
+    /// of all ranks. A copy that fails on one rank has failed.
     ///
     /// # Errors
     /// The ranks disagree, or one has broken the protocol.
@@ -107,13 +107,13 @@ impl ResultMerger {
             busy.restore_us += u64::from(timing.restore_us);
         }
         let mut joined = agreed(results)?;
-        // Times without an end are those of copies that another rank has not ended.
+        // Times without an end belong to copies that another rank has not finished.
         joined.copy_timing = (!copied.is_empty()).then(|| self.tell_busy());
         (joined.copied, joined.placed) = (copied, placed);
         Ok(vec![joined])
     }
 
-    /// The time of copies since the last report: that of the rank that was busy the longest.
+    /// The time of copies since the last report, by the rank that was busy longest.
     fn tell_busy(&mut self) -> CopyTiming {
         let longest =
             |of: fn(&CopyTimes) -> u64| self.busy.iter().map(of).max().unwrap_or_default();
@@ -129,7 +129,7 @@ impl ResultMerger {
     }
 }
 
-/// The answer that all ranks gave, with the times of all.
+/// The result that all ranks agree on, with the times of all.
 fn agreed(results: Vec<StepResult>) -> Result<StepResult, StreamError> {
     let mut results = results.into_iter();
     let mut first = results.next().unwrap_or_default();
@@ -145,8 +145,8 @@ fn agreed(results: Vec<StepResult>) -> Result<StepResult, StreamError> {
     Ok(first)
 }
 
-/// Checks the number that the results of a step group have in common: the step. The owner checks
-/// that each result is that of its rank's plan.
+/// Checks that the results of a step group belong to the same step. The owner checks each result
+/// against its rank's plan.
 ///
 /// # Errors
 /// A rank is in another step.
@@ -188,7 +188,7 @@ mod tests {
 
     use super::*;
 
-    /// The result of a rank whose copies and places of these tickets and errors have ended.
+    /// The part of a rank's result about copies and places with these tickets and errors.
     fn ended(
         copied: &[(u32, i32)],
         placed: &[(u32, i32)],
@@ -226,7 +226,7 @@ mod tests {
         let told =
             [CopyEnd { ticket: 2, error: COPY_OK }, CopyEnd { ticket: 3, error: COPY_FAILED }];
         assert_eq!(second.copied, told, "a failure on one rank is that of all");
-        // Rank 0 has saved for 40 us, and rank 1 has restored for 9 us.
+        // Rank 0 spent 40 us on saves, and rank 1 spent 9 us on restores.
         assert_eq!(second.copy_timing, Some(CopyTiming { save_us: 40, restore_us: 9 }));
         let third =
             merge(&mut merger, vec![ended(&[], &[], (0, 0)), ended(&[(1, 0)], &[], (30, 0))]);

@@ -23,14 +23,14 @@ use crate::arena::Arena;
 const SOCKET_FD: i32 = 3;
 /// The descriptor of the arena.
 const ARENA_FD: i32 = 4;
-/// The time from SIGKILL to the end. A process that the kernel holds, in a driver or on a file
-/// system that hangs, does not end by that either.
+/// How long to wait after SIGKILL. A process that is blocked in the kernel, in a driver or a hung
+/// file system, does not even end then.
 const LAST_PATIENCE: Duration = Duration::from_secs(5);
-/// The time that a rank that closed its socket may take to leave an exit status.
+/// How long a rank that closed its socket may take to exit, for its exit status.
 const LAST_BREATH: Duration = Duration::from_millis(500);
 
-/// Keeps keys from a program before it is run. Variables such as `FOREBAY_API_KEY` and `HF_TOKEN`
-/// are for this process alone.
+/// Removes keys from a command's environment. Variables such as `FOREBAY_API_KEY` and `HF_TOKEN`
+/// are only for this process.
 pub fn without_keys(command: &mut Command) {
     let given = command.get_envs().map(|(name, _)| name.to_owned());
     let names: Vec<_> = given.chain(std::env::vars_os().map(|(name, _)| name)).collect();
@@ -69,10 +69,10 @@ impl From<&str> for Exit {
     }
 }
 
-/// The kernel's kills for lack of memory up to this one have been taken for the ends of hands.
+/// The number of the kernel's out-of-memory kills that were attributed to ends of hands.
 static EXPLAINED: AtomicU64 = AtomicU64::new(0);
 
-/// Takes one of the kills after the first `before` of `now` for the end of a hand, if one is left.
+/// Attributes one of the kills between `before` and `now` to the end of a hand, if one is left.
 fn explains(explained: &AtomicU64, before: u64, now: u64) -> bool {
     let take = |earlier: u64| {
         let earlier = earlier.max(before);
@@ -81,13 +81,13 @@ fn explains(explained: &AtomicU64, before: u64, now: u64) -> bool {
     explained.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).is_ok()
 }
 
-/// The variable with the bytes that a hand may allocate. The process that starts a hand knows its
-/// control groups, and the hand in Python has no other source.
+/// The variable with the bytes that a hand may allocate. The brain finds them from control groups,
+/// and the Python hand has no other source.
 const AVAILABLE: &str = "FOREBAY_AVAILABLE_BYTES";
 /// The variable with the number of threads of OpenMP.
 const THREADS: &str = "OMP_NUM_THREADS";
 
-/// Passes a hand its limits on this machine. A number of threads that the user has set stays.
+/// Passes a hand its limits on this machine. A number of threads set by the user stays.
 fn limit(command: &mut Command, machine: &Machine, cpus: &[usize]) {
     if let Some(bytes) = machine.memory().available {
         command.env(AVAILABLE, bytes.to_string());
@@ -104,17 +104,17 @@ pub struct RankProcess {
     child: Child,
     pid: Pid,
     pidfd: OwnedFd,
-    /// True if the process did not end when it was killed.
+    /// True if the process did not even end when it was killed.
     stuck: bool,
     machine: Machine,
-    /// The kernel's kills for lack of memory before this process.
+    /// The number of out-of-memory kills before this process started.
     kills: Option<u64>,
 }
 
 impl RankProcess {
     /// Spawns `command` with a new socket as descriptor 3, the arena as 4, and memory of host tiers
-    /// by the descriptors that come with it. The process runs on the given processors, if any.
-    /// Returns the process and the near end of its socket, which never blocks.
+    /// by the given descriptors. The process runs on the given processors, if any. Returns the
+    /// process and the near end of its socket, which never blocks.
     ///
     /// # Errors
     /// The program can't be run, or the system refuses a socket.
@@ -144,7 +144,7 @@ impl RankProcess {
         cpus.iter().for_each(|&cpu| set.set(cpu));
         let pinned = !cpus.is_empty();
         #[expect(unsafe_code, reason = "pre_exec runs between fork and exec")]
-        // SAFETY: prctl and sched_setaffinity are system calls and async-signal-safe; the closure
+        // SAFETY: prctl and sched_setaffinity are async-signal-safe system calls, and the closure
         // owns what it reads.
         unsafe {
             command.pre_exec(move || {
@@ -198,24 +198,23 @@ impl RankProcess {
         }
     }
 
-    /// Kills for lack of memory at the start and now, of the same control group.
+    /// The number of out-of-memory kills in the same control group, at the start and now.
     fn kills(&self) -> Option<(u64, u64)> {
         self.kills.zip(self.machine.memory_kills())
     }
 
-    /// True if a kill for lack of memory explains that it ended. Each explains one end.
+    /// True if an out-of-memory kill explains its end. Each kill explains one end.
     fn is_explained(&self) -> bool {
         self.kills().is_some_and(|(before, now)| explains(&EXPLAINED, before, now))
     }
 
-    /// True if it has ended, at a time at which memory ran out. Others of its group then fail
-    /// because it is gone.
+    /// True if it has ended while memory ran out. Others of its group then fail because it is gone.
     pub(crate) fn starved(&self) -> bool {
         let ran_out = self.kills().is_some_and(|(before, now)| now > before);
         ran_out && self.ended_within(LAST_BREATH)
     }
 
-    /// Sends SIGKILL to the whole group, and waits for nothing.
+    /// Sends SIGKILL to the whole group, without waiting.
     pub(crate) fn doom(&self) {
         self.signal(Signal::KILL);
     }
@@ -225,9 +224,8 @@ impl RankProcess {
         let _ = kill_process_group(self.pid, signal);
     }
 
-    /// Sends SIGKILL to the whole group, also if its leader has ended, because the leader's
-    /// children may still run. It does not wait for a process that does not end, since others can
-    /// be served meanwhile.
+    /// Sends SIGKILL to the whole group, even if its leader has ended, because the leader's
+    /// children may still run. It does not wait for ever for a process that does not end.
     fn kill(&mut self) -> io::Result<ExitStatus> {
         let _ = kill_process_group(self.pid, Signal::KILL);
         if self.stuck || !self.ended_within(LAST_PATIENCE) {
@@ -270,7 +268,7 @@ mod tests {
         assert_eq!(process.bury(), "exit status 0".into());
     }
 
-    /// A machine on which `kills` processes of the group have been killed.
+    /// A machine on which `kills` processes of the group were killed.
     fn write(root: &std::path::Path, kills: u32) {
         let files = [
             ("proc/meminfo", "MemTotal: 2048000 kB\nMemAvailable: 1024000 kB\n".to_owned()),

@@ -1,4 +1,4 @@
-//! The place of a rank: a child of this process, or a place of a [`Site`].
+//! Where a rank runs: as a child of this process, or at a [`Site`].
 
 use std::io;
 use std::os::unix::net::UnixStream;
@@ -12,7 +12,7 @@ use rustix::process::Signal;
 
 use crate::process::{Exit, RankProcess};
 
-/// The time from the order to exit to SIGTERM, and from there to SIGKILL.
+/// How long to wait between the exit order and SIGTERM, and between that and SIGKILL.
 const PATIENCE: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(2)];
 
 /// A site's instructions for a rank.
@@ -21,7 +21,7 @@ pub struct RankOrder {
     /// Variables of the hand.
     pub env: Vec<(String, String)>,
     /// Bytes of the shared memory that the hand maps. [Carried](Distant::carry) payloads have the
-    /// same offsets there as here.
+    /// same offsets in it.
     pub arena_bytes: u32,
 }
 
@@ -29,10 +29,10 @@ pub struct RankOrder {
 /// blocks, and ends when the rank ends.
 pub type Remote = (UnixStream, Box<dyn Distant>);
 
-/// Runs groups of ranks elsewhere, and brings their frames to sockets here.
+/// Runs rank groups elsewhere, and connects them to sockets here.
 pub trait Site: Send + Sync {
-    /// Starts all ranks of a group, rank 0 first, and gives them in that order. It returns at once.
-    /// Until the ranks are there, the site writes `progress` frames to the sockets itself.
+    /// Starts all ranks of a group and returns at once, with rank 0 first. Until the ranks run, the
+    /// site itself writes `progress` frames to the sockets.
     ///
     /// # Errors
     /// The system refuses a socket.
@@ -46,9 +46,9 @@ pub trait Distant: Send {
     /// Waits for the rank's end, at most `limit`.
     fn ended_within(&self, limit: Duration) -> bool;
     /// Starts bringing a payload to the shared memory that the rank maps, at the same offset.
-    /// `there` is called then. It is dropped if the rank ends before. Returns at once.
+    /// `there` is called afterwards, or dropped if the rank ends first. Returns at once.
     fn carry(&self, payload: &Arc<dyn Payload>, there: There);
-    /// Ends the rank. Returns a description of its end, as far as that is known soon.
+    /// Ends the rank. Returns a description of its end, if it is known soon.
     fn bury(self: Box<Self>) -> Exit;
 }
 
@@ -92,7 +92,7 @@ impl Process {
         }
     }
 
-    /// True if it has ended here, at a time at which memory ran out.
+    /// True if it has ended on this machine while memory ran out.
     pub(crate) fn starved(&self) -> bool {
         matches!(self, Self::Here(process) if process.starved())
     }
@@ -104,8 +104,8 @@ impl Process {
         }
     }
 
-    /// Ends ranks that have been ordered to exit, all at a time: waits a little, then SIGTERM, then
-    /// SIGKILL.
+    /// Ends ranks that have been ordered to exit, all together: waits a little, then sends SIGTERM,
+    /// then SIGKILL.
     pub(crate) fn end(processes: Vec<Self>) {
         for (patience, signal) in PATIENCE.into_iter().zip([Signal::TERM, Signal::KILL]) {
             let deadline = Instant::now() + patience;
@@ -116,13 +116,13 @@ impl Process {
             for process in left {
                 match process {
                     Self::Here(process) => process.signal(signal),
-                    // It is killed where it runs once its connection is gone. One that still waits
-                    // for a place can't take an order at all.
+                    // It is killed where it runs once its connection is gone. A rank that still
+                    // waits for a place can't receive an order.
                     Self::There(distant) => distant.doom(),
                 }
             }
         }
-        // Processes that a leader started may outlive it: dropping it kills them.
+        // Processes that a leader started may outlive it, and are killed when it is dropped.
         processes.iter().for_each(Self::doom);
     }
 }

@@ -1,25 +1,25 @@
-//! Short turns on the processor, for threads that other threads wait for.
+//! Short scheduler slices, for threads that other threads wait for.
 
 use std::io;
 
 use rustix::thread::Pid;
 
-/// The shortest turn that Linux gives, in nanoseconds. Its default is ten to thirty times as long.
+/// The shortest slice that Linux allows, in nanoseconds. The default is ten to thirty times as
+/// long.
 const NANOSECONDS: u64 = 100_000;
 
-/// Makes the kernel give `thread` short turns, which come sooner. A thread that wakes with less to
-/// do goes before one in the middle of a long turn (EEVDF; slices can be requested since Linux
-/// 6.12). Its share of the processor does not change. So it starves no other thread, and every
-/// thread may request it.
+/// Gives `thread` short slices, which the kernel schedules sooner: when it wakes, it preempts a
+/// thread in the middle of a long slice (EEVDF; requests for slices need Linux 6.12). Its share of
+/// the processor does not change, so it starves no other thread, and no privilege is needed.
 ///
 /// # Errors
-/// The thread is not there. Kernels without slices give no error.
+/// The thread does not exist. Kernels without this feature give no error.
 pub fn take_short_turns(thread: Pid) -> io::Result<()> {
     let niceness = rustix::process::getpriority_process(Some(thread))?;
     let attributes = libc::sched_attr {
         size: size_of::<libc::sched_attr>() as u32,
         sched_policy: libc::SCHED_OTHER as u32,
-        // Threads of the hand, which this thread starts, get slices of the usual length.
+        // Threads that this thread starts, such as the hand's, get slices of the usual length.
         sched_flags: libc::SCHED_FLAG_RESET_ON_FORK as u64,
         sched_nice: niceness,
         sched_priority: 0,
@@ -28,7 +28,7 @@ pub fn take_short_turns(thread: Pid) -> io::Result<()> {
         sched_period: 0,
     };
     #[expect(unsafe_code, reason = "there is no safe call for it")]
-    // SAFETY: the kernel reads `size` bytes at the address, and they are there.
+    // SAFETY: the kernel reads `size` bytes at this address, which exist.
     let result = unsafe {
         libc::syscall(
             libc::SYS_sched_setattr,

@@ -33,7 +33,8 @@ impl Space {
     pub(crate) fn take(&mut self, bytes: usize) -> Option<Range> {
         let rounded = bytes.max(1).checked_next_multiple_of(ALIGN)?;
         let (offset, length) = self.find(rounded).or_else(|| self.find(bytes.max(1)))?;
-        // The arena's own end need not be aligned: there the rest is less than asked for.
+        // The arena's end need not be aligned, so the last part may be shorter than the rounded
+        // size.
         let bytes = rounded.min(length);
         self.free.remove(&offset);
         if length > bytes {

@@ -1,6 +1,6 @@
-//! The map by which the ranks of a group find each other. They ask it over their sockets before
-//! they are ready, so no rank has to listen on a port. It behaves like PyTorch's stores
-//! (`torch.distributed.Store`).
+//! The key-value store with which the ranks of a group find each other. They use it through their
+//! sockets before they are ready, so no rank has to listen on a port. It behaves like PyTorch's
+//! stores (`torch.distributed.Store`).
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -16,7 +16,7 @@ const KEY_BYTES: usize = 1024;
 /// The largest number of keys.
 const KEYS: usize = 1 << 16;
 
-/// A question that can't be answered, which ends the group.
+/// A request that can't be answered, which ends the group.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub(crate) enum StoreError {
     /// A key or value is larger than ranks need.
@@ -25,10 +25,10 @@ pub(crate) enum StoreError {
     /// A value is not base64.
     #[error("a value of the store is not base64")]
     Base64,
-    /// An `Add` to a value that is not a number.
+    /// An `Add` to a value that is no number.
     #[error("the store has no number as {0:?}")]
     NoNumber(String),
-    /// A rank asks while its last question is open.
+    /// A rank makes a request while its last one is still open.
     #[error("two questions to the store at a time")]
     Impatient,
 }
@@ -124,7 +124,7 @@ impl Store {
         Ok(self.come())
     }
 
-    /// The answers to those whose keys are there by now.
+    /// The answers to ranks whose keys exist by now.
     fn come(&mut self) -> Vec<(usize, StoreReply)> {
         let values = &self.values;
         let answered = self

@@ -22,16 +22,16 @@ impl EventWaker {
         self.fd.as_fd()
     }
 
-    /// True if `wake` was called since the last `take`. Call it before a look at the wakers' data:
-    /// a later wake sets the flag again.
+    /// True if `wake` was called since the last `take`. Call it before reading the wakers' data, so
+    /// that a later wake sets the flag again.
     pub(crate) fn take(&self) -> bool {
         self.pending.swap(false, Ordering::AcqRel)
     }
 
-    /// Makes the descriptor quiet again, once a poll has found it readable.
+    /// Resets the descriptor after a poll has found it readable.
     pub(crate) fn clear(&self) {
         let mut count = [0; 8];
-        // This thread is the only reader, so the counter is not empty.
+        // This thread is the only reader, so the counter is not 0.
         let _ = rustix::io::read(&self.fd, &mut count);
     }
 }
@@ -39,7 +39,7 @@ impl EventWaker {
 impl Wake for EventWaker {
     fn wake(&self) {
         if !self.pending.swap(true, Ordering::AcqRel) {
-            // Fails only when the counter is full, and then the wait ends anyway.
+            // Fails only if the counter is full, and then the wait ends anyway.
             let _ = rustix::io::write(&self.fd, &1_u64.to_ne_bytes());
         }
     }

@@ -1,5 +1,5 @@
-//! Adapters: low-rank matrices beside some of a model's, and the places in a hand's memory for
-//! them.
+//! Adapters: low-rank matrices beside some of a model's matrices, and the places for them in a
+//! hand's memory.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -8,13 +8,13 @@ use crate::columns::record;
 use crate::frame::Kind;
 use crate::handshake::Message;
 
-/// The report of an adapter that is in its place.
+/// The adapter is in its place.
 pub const PLACE_OK: i32 = 0;
-/// The report of an adapter whose files can't be read.
+/// The adapter's files can't be read.
 pub const PLACE_FAILED_FILES: i32 = 1;
-/// The report of an adapter whose files have other content than the brain has read.
+/// The adapter's files have changed since the brain has read them.
 pub const PLACE_FAILED_DIGEST: i32 = 2;
-/// The report of an adapter for which there is no memory.
+/// There is no memory for the adapter.
 pub const PLACE_FAILED_MEMORY: i32 = 3;
 
 /// Brain to hand, between any frames after `ready`: an order about an adapter.
@@ -25,7 +25,7 @@ pub enum AdapterOrder {
     Know {
         /// The number by which plans name it.
         id: u32,
-        /// The places of its matrices in files, as the brain has read them.
+        /// Where its matrices are in files, as the brain has read them.
         manifest: Value,
     },
     /// No later plan names this adapter.

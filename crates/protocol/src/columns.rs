@@ -1,13 +1,13 @@
-//! Declarations of records and of columns. Each stands in one place. The type, its encoding and its
-//! decoding follow from it, and so do the table in `docs/protocol.md` and the hand's constants in
-//! Python (`examples/columns.rs`).
+//! Declarations of records and columns. Each is declared once. The type, its encoding and decoding
+//! are generated from the declaration, and so are the table in `docs/protocol.md` and the Python
+//! constants (`examples/columns.rs`).
 
 use bytemuck::{Pod, cast_slice, try_cast_slice};
 
-/// Elements that an emptied column keeps memory for, also after a larger use.
+/// The number of elements for which an emptied column keeps memory, even after a larger use.
 pub(crate) const KEPT: usize = 1 << 18;
 
-/// The declaration of a record: words of a column that belong together.
+/// A record: consecutive words of a column that belong together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RecordSpec {
     /// The name of the type.
@@ -33,7 +33,7 @@ pub struct ColumnSpec {
     pub multiplicity: Multiplicity,
 }
 
-/// The number of records or numbers that a column may have.
+/// How many records or numbers a column may have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Multiplicity {
     /// One.
@@ -63,11 +63,10 @@ pub(crate) trait Column: Default {
     type Element: Element;
     const MULTIPLICITY: Multiplicity;
 
-    /// The column's words; empty: the frame does not have the column.
+    /// The column's words; empty: the frame omits the column.
     fn words(&self) -> &[i32];
 
-    /// Reads a column's words. `None`: they are not records of this kind, or another number of
-    /// them.
+    /// Reads a column's words. `None`: they are not a valid number of records of this kind.
     fn read(words: &[i32]) -> Option<Self>;
 
     /// Makes the column empty, for the next step.
@@ -194,8 +193,8 @@ macro_rules! columns {
             )+];
             const COUNT: usize = Self::COLUMNS.len();
 
-            /// Empties all columns, for step `step`. They keep their memory, except for the part
-            /// that only one large step needed.
+            /// Empties all columns, for step `step`. Their memory is kept, except what only one
+            /// large step needed.
             pub fn begin(&mut self, step: u64) {
                 self.step = step;
                 $( $crate::columns::Column::empty(&mut self.$name); )+

@@ -4,8 +4,8 @@ use crate::columns::record;
 
 /// Words of a record of a plan's `copies` column.
 pub const COPY_WORDS: usize = CopyRecord::WORDS;
-/// The longest wait of a plan without rows, in microseconds. A request that comes meanwhile waits
-/// that long at most.
+/// The longest wait of a plan without rows, in microseconds. A request that arrives meanwhile waits
+/// at most this long.
 pub const MAX_WAIT_US: u32 = 1000;
 /// Bytes behind the pages of a host tier for each of them: its checksum.
 pub const PAGE_NOTE_BYTES: u64 = 4;
@@ -19,22 +19,21 @@ pub const COPY_OK: i32 = 0;
 /// The report of a copy that failed.
 pub const COPY_FAILED: i32 = 1;
 
-/// The direction in which a page is copied. Its numbers are those of plans.
+/// The direction of a copy. The numbers are those used in plans.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(i32)]
 pub enum Direction {
-    /// The page goes from the device to the host, after the rows of the plan that names it.
+    /// From the device to the host, after the rows of the plan that names it.
     Save = 0,
-    /// The page goes from the host to the device, at once: no plan in flight names the target.
+    /// From the host to the device, at once, because no plan in flight names the target.
     Restore = 1,
-    /// Index keys alone go from the host to the device, to the index page with the number of the
-    /// host's page.
+    /// Only index keys, from the host to the device: to the index page with the host page's number.
     RestoreIndex = 2,
-    /// A recurrent state goes from a state page of the device to one of the host, after the state
-    /// saves of the plan that names it.
+    /// A recurrent state, from a state page of the device to one of the host, after the state saves
+    /// of the plan that names it.
     SaveState = 3,
-    /// A recurrent state goes from a state page of the host to one of the device, at once: no plan
-    /// in flight names the target.
+    /// A recurrent state, from a state page of the host to one of the device, at once, because no
+    /// plan in flight names the target.
     RestoreState = 4,
 }
 
@@ -49,7 +48,7 @@ impl Direction {
         matches!(self, Self::Save | Self::SaveState)
     }
 
-    /// True if the copy is of a state page.
+    /// True if the copy is between state pages.
     #[must_use]
     pub fn is_of_state(self) -> bool {
         matches!(self, Self::SaveState | Self::RestoreState)
@@ -68,7 +67,7 @@ record! {
 }
 
 impl Span {
-    /// The span of a copy of the whole page, in a plan where other copies have spans.
+    /// The span that means the whole page, in a plan where other copies have spans.
     pub(crate) const WHOLE: Self = Self { first: 0, count: 0 };
 }
 
@@ -94,7 +93,7 @@ record! {
 }
 
 record! {
-    /// The time for which each direction's engine was busy since the last result, in microseconds.
+    /// How long each direction's copy engine was busy since the last result, in microseconds.
     #[derive(Default, Eq)]
     pub struct CopyTiming {
         /// The time of saves.
@@ -111,13 +110,13 @@ pub struct PageCopy {
     pub ticket: u32,
     /// The direction of the copy.
     pub direction: Direction,
-    /// The page or state page of the device; `None` if index keys come back.
+    /// The page or state page of the device; `None`: only index keys are restored.
     pub hot: Option<u32>,
     /// The page or state page of the host.
     pub host: u32,
     /// The positions of the page to copy; `None`: all of it.
     pub span: Option<Span>,
-    /// The replica whose host tier has the page; `None`: that of the plan. Only a restore may have
+    /// The replica whose host tier has the page; `None`: the plan's own. Only restores may have
     /// one.
     pub lender: Option<u32>,
 }
@@ -137,8 +136,8 @@ impl PageCopy {
         }
     }
 
-    /// Reads a copy of a plan; `None`: the direction is not known, or it does not have such pages.
-    /// `source` is 0 for the own host tier, else 1 and the number of the lender.
+    /// Reads a copy of a plan; `None`: the direction is unknown, or such pages don't fit it.
+    /// `source`: 0 for the own host tier, otherwise the lender's number plus 1.
     pub(crate) fn new(record: CopyRecord, span: Option<Span>, source: i32) -> Option<Self> {
         let CopyRecord { ticket, direction, hot, host } = record;
         let direction = Direction::ALL.into_iter().find(|known| *known as i32 == direction)?;

@@ -1,4 +1,4 @@
-//! The frame: a fixed header, a table of columns by id, and the columns, made of 32-bit words.
+//! Frames: a fixed header, a table of columns by id, and the columns, all in 32-bit words.
 
 use bytemuck::cast_slice;
 use thiserror::Error;
@@ -10,7 +10,8 @@ pub const HEADER_BYTES: usize = 24;
 /// The largest number of words of a frame after its header (256 MiB). Readers refuse more, so
 /// writers make no larger frame.
 pub const MAX_WORDS: u32 = 1 << 26;
-/// Bytes that an encoded frame's buffer keeps for the next frame, also after a larger one.
+/// The capacity that an encoded frame's buffer keeps for the next frame, in bytes, even after a
+/// larger one.
 const KEPT_BYTES: usize = 1 << 20;
 
 /// Words of an entry of the table of columns: id and length.
@@ -28,7 +29,7 @@ pub enum Kind {
     Config = 2,
     /// Hand to brain: the progress of loading.
     Progress = 3,
-    /// Hand to brain: the facts that only the device knows.
+    /// Hand to brain: facts about the device.
     Ready = 4,
     /// Brain to hand: one step to execute.
     Plan = 5,
@@ -40,13 +41,13 @@ pub enum Kind {
     Shutdown = 8,
     /// Brain to hand: the tokens that the masked rows of a step may sample.
     Masks = 9,
-    /// Hand to brain: a question to the store by which ranks find each other.
+    /// Hand to brain: a request to the store with which ranks find each other.
     Store = 10,
     /// Brain to hand: the answer of the store.
     StoreReply = 11,
-    /// Brain to hand: the place of a step's frame in the arena.
+    /// Brain to hand: where a step's frame is in the arena.
     PlanAt = 12,
-    /// Brain to hand: an adapter to know, or to forget.
+    /// Brain to hand: an adapter to announce, or to forget.
     Adapter = 13,
 }
 
@@ -77,7 +78,7 @@ impl TryFrom<u16> for Kind {
     }
 }
 
-/// The reason for which bytes are not a frame of this protocol.
+/// Why bytes are not a frame of this protocol.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum FrameError {
     /// The stream does not start with the magic bytes.
@@ -103,7 +104,7 @@ pub enum FrameError {
     /// A column that a frame of this kind does not have.
     #[error("malformed frame: unknown column {0}")]
     Column(u32),
-    /// The text of a JSON frame is not a message of its kind.
+    /// The text of a JSON frame is not a valid message of its kind.
     #[error("{kind:?} frame: {reason}")]
     Message {
         /// The frame's kind.
@@ -241,7 +242,7 @@ pub(crate) fn encode(
 }
 
 /// Writes a frame of word columns with their ids to `out`, replacing what it holds. Empty columns
-/// are left out. A buffer that grew for one large frame shrinks again.
+/// are left out. A buffer that has grown for one large frame shrinks again.
 ///
 /// # Errors
 /// The frame would be too large for a reader. `out` is empty then.
@@ -292,11 +293,11 @@ pub fn encode_json(kind: Kind, text: &str) -> Result<Vec<u8>, FrameError> {
     Ok(out)
 }
 
-/// Writes the frame with the place in the arena of a frame of step `step`: its first byte, a
-/// multiple of 16, and its words, with the header's.
+/// Writes the frame that tells where a frame of step `step` is in the arena: its offset in bytes, a
+/// multiple of 16, and its words including the header.
 ///
 /// # Errors
-/// A short frame has no errors. The type is that of all writers.
+/// None, since the frame is short. The type is the same for all writers.
 pub fn encode_place(
     step: u64,
     offset: u32,

@@ -25,7 +25,7 @@ impl Default for PlaceConfig {
     }
 }
 
-/// A message with a kind of frame of its own.
+/// A message that has its own kind of frame.
 pub trait Message: Serialize + DeserializeOwned {
     /// The frame's kind.
     const KIND: Kind;
@@ -56,14 +56,14 @@ fn unfit(kind: Kind, error: &serde_json::Error) -> FrameError {
     FrameError::Message { kind, reason: error.to_string() }
 }
 
-/// Hand to brain, first of all: the process runs.
+/// Hand to brain, the first message: the process runs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
     /// The process id of the hand.
     pub pid: u32,
 }
 
-/// A model that drafts for another one of the same vocabulary, or a head of that one.
+/// A draft model with the same vocabulary as the model, or a head of the model.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct DraftModelConfig {
     /// The model, as the brain has described it.
@@ -83,10 +83,10 @@ pub struct HandConfig {
     pub device: String,
     /// The name of a [`Dtype`].
     pub dtype: String,
-    /// The number format of products, if it is not `dtype`. `auto`: that of a GGUF file's blocks,
-    /// where a hand has quick products with them.
+    /// The weight format for products, if it is not `dtype`. `auto`: a GGUF file's blocks, if the
+    /// hand has fast products with them.
     pub quantization: Option<String>,
-    /// The numbers of keys and values in pages (`int8`, `fp8_e4m3`), if they are not of `dtype`.
+    /// The data type of keys and values in pages (`int8`, `fp8_e4m3`), if it is not `dtype`.
     pub kv_cache_dtype: Option<String>,
     /// Positions of a page.
     pub page_size: u32,
@@ -96,14 +96,14 @@ pub struct HandConfig {
     pub context_length: u32,
     /// The largest number of tokens of a step.
     pub chunked_prefill_size: u32,
-    /// The largest number of running requests, which is the largest number of rows of a step.
+    /// The largest number of running requests, and so of rows in a step.
     pub max_running_requests: u32,
     /// The implementation of attention (`triton`, `torch`, `fa3`); `None`: the device's best.
     pub attention_backend: Option<String>,
-    /// The largest number of rows of a graph; 0: there are no graphs.
+    /// The largest number of rows of a CUDA graph; 0: no graphs.
     pub graph_rows: u32,
-    /// The share of the device's memory for weights and pages. If the memory of steps is measured,
-    /// that is included.
+    /// The share of the device's memory for weights and pages, and for the memory of steps if that
+    /// is measured.
     pub mem_fraction_static: f64,
     /// A fixed size of the KV pool in tokens.
     pub max_total_tokens: Option<u64>,
@@ -113,77 +113,75 @@ pub struct HandConfig {
     pub rank: u32,
     /// The number of ranks in the group.
     pub world_size: u32,
-    /// True if experts are split by rank, whole. Otherwise each is split like any matrix.
+    /// True if ranks have whole experts. Otherwise each expert is split like any matrix.
     pub expert_parallel: bool,
-    /// The ranks have plans, pages and requests of their own, and share experts alone.
+    /// True if the ranks have plans, pages and requests of their own, and share only experts.
     pub step_group: bool,
-    /// Threads that compute on a CPU; `None`: as many as the hand's machine has cores and time for.
+    /// Compute threads on a CPU; `None`: as many as the hand's machine has cores and CPU quota for.
     pub threads: Option<u32>,
     /// The seed of dummy weights.
     pub seed: u64,
-    /// The largest number of bytes of all files of packed weights together; 0: none is read or
-    /// written.
+    /// The largest size of the cache of packed weights in bytes; 0: no cache.
     pub weight_cache_bytes: u64,
-    /// The size of the host's tier in bytes. With neither this nor a ratio there is no tier.
+    /// The size of the host tier in bytes. Without this and a ratio there is no tier.
     pub host_bytes: Option<u64>,
     /// The size of the host tier, in pages for each page of the device.
     pub host_ratio: Option<f64>,
-    /// True if the ratio is the largest of those that the hand may choose: it takes what fits.
+    /// True if the ratio is only an upper limit: the hand takes what fits.
     pub host_fits: bool,
     /// The number of pages of an earlier hand's host tier, whose content is still there.
     pub host_pages: Option<u32>,
-    /// True if pages have the same content on all ranks, which have one host tier together. The
-    /// first rank writes it.
+    /// True if pages have the same content on all ranks, which then share one host tier. The first
+    /// rank writes it.
     #[serde(default)]
     pub host_shared: bool,
     /// The number of state pages of an earlier hand's host tier, beside `host_pages`.
     pub host_state_pages: Option<u32>,
-    /// The descriptor of each replica's host memory, by its number, where pages are lent to this
-    /// hand; `None` for its own. Empty: nothing is lent.
+    /// The descriptors of host memories that are lent to this hand, by replica number; `None` for
+    /// its own. Empty: nothing is lent.
     #[serde(default)]
     pub host_lenders: Vec<Option<u32>>,
-    /// The largest share of the host's tier in the memory that weights and pages leave free.
+    /// The largest share of the memory left by weights and pages that the host tier may take.
     pub host_share: f64,
-    /// The highest speed of copies, in GB a second; for tests.
+    /// A speed limit on copies, in GB a second; for tests.
     pub copy_gbps: Option<f64>,
-    /// True if checksums of pages are noted and checked; for tests.
+    /// True if checksums of pages are recorded and checked; for tests.
     pub kv_checksum: bool,
     /// Rows of the device that a sparse slot keeps, at least the model's top-k; 0: twice that.
     /// `None`: no slot is ever sparse.
     pub hot_row_tokens: Option<u32>,
-    /// The number of positions that a row chooses, if the user has named it. The model must have
-    /// the same.
+    /// The number of positions that a row chooses, if the user gave it. The model must have the
+    /// same.
     pub sparse_top_k: Option<u32>,
-    /// Positions of all image pages; `None`: the hand chooses a number for the model.
+    /// Positions of all image pages; `None`: the hand chooses.
     pub image_pool_tokens: Option<u64>,
-    /// State pages, if the model has recurrent layers; `None`: the hand chooses a number for its
-    /// memory.
+    /// State pages, if the model has recurrent layers; `None`: the hand chooses.
     pub state_pages: Option<u32>,
-    /// Pages of the window part for each page of the main part, if layers with a window may have
-    /// pages of their own; `None`: all layers share one pool.
+    /// Pages of the window part relative to the main part, if layers with a window may have pages
+    /// of their own; `None`: all layers share one pool.
     #[serde(default)]
     pub window_ratio: Option<f64>,
-    /// The memory for adapters; `None`: the hand takes none.
+    /// The memory for adapters; `None`: none are served.
     pub lora: Option<PlaceConfig>,
-    /// The draft model of rows that may give several tokens; `None`: the hand has none.
+    /// The draft model or head that the hand runs; `None`: it has none.
     pub draft: Option<DraftModelConfig>,
-    /// The work that waits for saves: `behind`, none; `fence`, the rows of the next plan; `inline`,
-    /// the next plan.
+    /// What waits for saves: `behind`, nothing; `fence`, the rows of the next plan; `inline`, the
+    /// next plan.
     pub kv_save_order: String,
 }
 
-/// Hand to brain, between `config` and `ready`: a question to the store. Ranks find each other by
-/// the store. Values are in base64.
+/// Hand to brain, between `config` and `ready`: a request to the store with which ranks find each
+/// other. Values are in base64.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StoreRequest {
-    /// The number of the question, which the answer repeats.
+    /// The number of the request, which the answer repeats.
     pub id: u64,
     /// The question.
     #[serde(flatten)]
     pub op: StoreOp,
 }
 
-/// The questions to the store, which are those of PyTorch's stores (`torch.distributed.Store`).
+/// The operations of the store, as in PyTorch's stores (`torch.distributed.Store`).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "op", rename_all = "snake_case")]
 pub enum StoreOp {
@@ -194,19 +192,19 @@ pub enum StoreOp {
         /// The value.
         value: String,
     },
-    /// Asks for a value, and waits until it is there.
+    /// Gets a value, and waits until it exists.
     Get {
         /// The key.
         key: String,
     },
-    /// Adds to a number, which is 0 at first. The answer is the sum.
+    /// Adds to a number that is 0 at first. The answer is the sum.
     Add {
         /// The key.
         key: String,
         /// The number that is added.
         amount: i64,
     },
-    /// Asks if all keys are there. The answer is 1 or 0.
+    /// Checks whether all keys exist. The answer is 1 or 0.
     Check {
         /// The keys.
         keys: Vec<String>,
@@ -216,16 +214,16 @@ pub enum StoreOp {
         /// The keys.
         keys: Vec<String>,
     },
-    /// Sets a value if the old one is the expected one. The answer is the value afterwards.
+    /// Sets a value if the current one is as expected. The answer is the value afterwards.
     CompareSet {
         /// The key.
         key: String,
-        /// The expected value; empty: the key must not be there.
+        /// The expected value; empty: the key must not exist.
         expected: String,
         /// The value.
         value: String,
     },
-    /// Removes a key. The answer is 1 if it was there, and 0 if not.
+    /// Removes a key. The answer is 1 if it existed, otherwise 0.
     Delete {
         /// The key.
         key: String,
@@ -245,7 +243,7 @@ pub struct StoreReply {
     pub number: Option<i64>,
 }
 
-/// Hand to brain: the progress of loading, which is also a sign of life.
+/// Hand to brain: the progress of loading, which also shows that the hand is alive.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Progress {
     /// The part that is loaded.
@@ -256,8 +254,7 @@ pub struct Progress {
     pub total: u64,
 }
 
-/// Hand to brain: the hand takes plans from now on. The message has the facts that only the device
-/// knows.
+/// Hand to brain: the hand is ready for plans. The message has facts about the device.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Ready {
     /// Pages of the KV pool; 0: the model keeps no keys and values, and its prompts must not be
@@ -280,13 +277,13 @@ pub struct Ready {
     /// The largest number of tokens that a sampling row may give.
     #[serde(default = "one")]
     pub tokens_a_row: u32,
-    /// True if the hand verifies tokens that the brain expects of its rows.
+    /// True if the hand verifies drafts from the brain.
     #[serde(default)]
     pub verifies_drafts: bool,
     /// Pages of the host's tier; 0 without one.
     #[serde(default)]
     pub host_page_count: u32,
-    /// Bytes of a page over all layers; 0 if there are no pages, or the number is not known.
+    /// Bytes of a page over all layers; 0: there are no pages, or the number is unknown.
     #[serde(default)]
     pub page_bytes: u64,
     /// Rows of the device that a sparse slot keeps, in whole pages; 0: no slot is ever sparse.
@@ -301,40 +298,40 @@ pub struct Ready {
     /// Positions of an image page.
     #[serde(default)]
     pub image_page_tokens: u32,
-    /// The number of captured CUDA graphs; 0: every step is launched operator by operator.
+    /// The number of captured CUDA graphs; 0: every step launches its operators one by one.
     #[serde(default)]
     pub graphs: u32,
-    /// The matrices that are computed in the blocks of a GGUF file, by type, and the number of
+    /// A text about the matrices computed in a GGUF file's blocks: how many of each type, and of
     /// others; empty: there are none.
     #[serde(default)]
     pub blocks: String,
     /// Bytes that are kept for adapters in places.
     #[serde(default)]
     pub lora_bytes: u64,
-    /// The modules that an adapter may change, by the ends of their names.
+    /// The modules that adapters may change, by the last parts of their names.
     #[serde(default)]
     pub lora_modules: Vec<String>,
-    /// True if prompts are tokens only: the model takes no embeddings in their place.
+    /// True if prompts must be tokens, because the model takes no embeddings.
     #[serde(default)]
     pub tokens_only: bool,
-    /// State pages; 0: no state is kept beside those of the slots.
+    /// State pages; 0: only the slots' own states are kept.
     #[serde(default)]
     pub state_page_count: u32,
     /// Bytes of one slot's recurrent states over all layers; 0: the model has none.
     #[serde(default)]
     pub state_bytes: u64,
-    /// Positions that layers with a window read, that of the query among them; 0: no layer has a
-    /// window that is shorter than the context.
+    /// The number of positions that layers with a window read, including the query's; 0: no layer
+    /// has a window shorter than the context.
     #[serde(default)]
     pub window: u32,
     /// Pages of the window part; 0: all layers share one pool.
     #[serde(default)]
     pub window_page_count: u32,
-    /// Bytes of a page of the window part, over the layers that it is for.
+    /// Bytes of a page of the window part, over the layers that use it.
     #[serde(default)]
     pub window_page_bytes: u64,
-    /// The reason for which layers with a window have no pages of their own, although they were
-    /// asked for; empty: there is none.
+    /// Why layers with a window have no pages of their own although that was requested; otherwise
+    /// empty.
     #[serde(default)]
     pub one_pool: String,
     /// State pages of the host's tier; 0: it has none.

@@ -1,5 +1,6 @@
-//! The masks of a step: the tokens that its masked rows may sample. They follow the plan, when the
-//! tokens before them are known. A row has one for each position that it may give a token for.
+//! The masks of a step: which tokens its masked rows may sample. They are sent after the plan, when
+//! the preceding tokens are known. A row has a mask for each position for which it may give a
+//! token.
 
 use crate::frame::{Frame, FrameError, Kind, encode};
 
@@ -13,9 +14,9 @@ const INLINE: i32 = -2;
 pub enum RowMask {
     /// Everything is allowed.
     Everything,
-    /// Bit `i % 32` of word `i / 32` is set if token `i` may come.
+    /// Bit `i % 32` of word `i / 32` is set if token `i` is allowed.
     Tokens(Vec<u32>),
-    /// There is no mask: in this step the row gives no token for the position, and none after it.
+    /// There is no mask: in this step the row gives no token for this position or later ones.
     NoToken,
 }
 
@@ -29,9 +30,8 @@ pub struct StepMasks {
 }
 
 impl StepMasks {
-    /// Writes the frame to `out`, whose old content is lost. `place` gets each mask and gives its
-    /// byte offset in the arena. With `None`, because the arena is full, the mask stays in the
-    /// frame.
+    /// Writes the frame to `out`, whose old content is lost. `place` gets each mask and returns its
+    /// byte offset in the arena, or `None` if the arena is full. Then the mask stays in the frame.
     ///
     /// # Errors
     /// The frame would be too large for a reader.
@@ -71,18 +71,18 @@ pub enum MaskPlace {
     Arena(u32),
     /// The index of the mask among those in the frame.
     Inline(usize),
-    /// There is no mask, and the row gives no token here.
+    /// There is no mask, so the row gives no token here.
     NoToken,
 }
 
-/// The masks of a step on the hand's side.
+/// The masks of a step, as the hand receives them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReceivedMasks {
     /// The plan's step.
     pub step: u64,
     /// The places of the masks, in order.
     pub places: Vec<MaskPlace>,
-    /// The masks in the frame, one after the other.
+    /// The masks in the frame, one after another.
     words: Vec<u32>,
 }
 
@@ -116,7 +116,7 @@ impl ReceivedMasks {
         Ok(Self { step: frame.header().step, places, words })
     }
 
-    /// The mask with this index in the frame, of `width` words; `None`: there is none.
+    /// The mask with this index in the frame, of `width` words; `None`: there is no such mask.
     #[must_use]
     pub fn inline(&self, index: usize, width: usize) -> Option<&[u32]> {
         self.words.get(index * width..(index + 1) * width)

@@ -106,8 +106,8 @@ pub struct PromptLogprobs {
 }
 
 impl StepResult {
-    /// Log-probabilities of each token in order; `None` if its request asks for none. The iterator
-    /// is endless, so zip it with the tokens.
+    /// Log-probabilities of each token in order; `None`: its request wants none. The iterator is
+    /// endless, so zip it with the tokens.
     pub fn logprobs(&self) -> impl Iterator<Item = Option<SampledLogprobs<'_>>> {
         let (mut at, mut row) = (0, 0);
         std::iter::from_fn(move || {
@@ -129,7 +129,7 @@ impl StepResult {
         counts.chain(std::iter::repeat_n(1, one_each))
     }
 
-    /// Checks that the columns can be read as the columns of one result.
+    /// Checks that the columns form a valid result.
     ///
     /// # Errors
     /// Columns contradict each other, or a number is invalid.
@@ -156,7 +156,7 @@ impl StepResult {
     }
 }
 
-/// All counts together; `None` if one is below 1.
+/// The sum of all counts; `None` if one is below 1.
 fn sum(counts: &[i32]) -> Option<usize> {
     counts.iter().try_fold(0, |sum, &count| (count >= 1).then_some(sum + count as usize))
 }

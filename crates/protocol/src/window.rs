@@ -1,23 +1,23 @@
-//! The size of the window part of pages, whose layers read the last positions of a request only.
+//! The size of the window part of pages, whose layers read only the last positions of a request.
 
-/// The fewest pages of the window part with which a request goes on that runs alone. They are those
-/// that one position reads, the one that it is written to, and one that was passed and is not back
-/// yet.
+/// The fewest pages of the window part with which a request that runs alone can continue. They are
+/// the pages that one position reads, the page it is written to, and one that was passed and is not
+/// free yet.
 #[must_use]
 pub fn least_window_pages(window: u32, page_size: u32) -> u32 {
     window.saturating_sub(1).div_ceil(page_size.max(1)) + 2
 }
 
-/// The number of pages of the window part beside `pages` of the main part. It is `ratio` for each
-/// of them, at least [`least_window_pages`], and never more than of the main part.
+/// The number of pages of the window part for `pages` of the main part: `ratio` for each, at least
+/// [`least_window_pages`], and never more than of the main part.
 #[must_use]
 pub fn window_page_count(pages: u32, ratio: f64, window: u32, page_size: u32) -> u32 {
     let wanted = (f64::from(pages) * ratio).ceil() as u32;
     wanted.max(least_window_pages(window, page_size)).min(pages)
 }
 
-/// The number of pages of the main part, at most `most`, that fit into the bytes together with
-/// those of the window part. A page takes `main_bytes` or `window_bytes`.
+/// The number of pages of the main part, at most `most`, that fit into these bytes together with
+/// the window part's pages. A page takes `main_bytes` or `window_bytes`.
 #[must_use]
 pub fn main_page_count(
     bytes: u64,

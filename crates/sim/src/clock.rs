@@ -10,9 +10,9 @@ use tracing::warn;
 /// The time that a simulated device runs in.
 #[derive(Clone)]
 pub enum SimClock {
-    /// The machine's clock: steps take as long as the profile's.
+    /// The machine's clock: steps really take the profile's time.
     Real(Arc<SystemClock>),
-    /// A counter that jumps to the next event as soon as no thread has work before it.
+    /// A counter that jumps to the next event once no thread has work before it.
     Virtual(Arc<AtomicU64>),
 }
 
@@ -29,7 +29,7 @@ impl SimClock {
         Self::Virtual(Arc::default())
     }
 
-    /// Moves virtual time on to `at_us` unless it is later already.
+    /// Advances virtual time to `at_us`, unless it is later already.
     pub(crate) fn advance_to(&self, at_us: u64) {
         if let Self::Virtual(now) = self {
             now.fetch_max(at_us, Ordering::AcqRel);
@@ -46,8 +46,8 @@ impl Clock for SimClock {
     }
 }
 
-/// Ends this thread's sleeps when they are due. Left alone, Linux lets them last up to 50 us
-/// longer, to wake several threads at once: a tenth of a step of a small model.
+/// Makes this thread's sleeps exact. By default Linux extends them by up to 50 us in order to wake
+/// several threads at once, which is a tenth of a small model's step.
 pub(crate) fn sleep_exactly() {
     if let Err(error) = rustix::thread::set_current_timer_slack(NonZeroU64::new(1)) {
         warn!("simulated steps may take up to 50 us longer than the profile says: {error}");

@@ -39,7 +39,7 @@ pub struct PageBytes {
     pub index: u64,
     /// Positions of a page; 0: copies are of whole pages.
     pub page_size: u32,
-    /// Index keys have pages of their own, so that rows come back without them.
+    /// True if index keys have pages of their own, so that rows are restored without them.
     pub apart: bool,
     /// A recurrent state, over all layers.
     pub state: u64,
@@ -66,15 +66,14 @@ impl PageBytes {
     }
 }
 
-/// The way between the devices and the memory of a machine. Its clones are the same bus.
+/// The bus between the devices and the host memory of a machine. Clones share it.
 ///
-/// Copies get their share in the order in which plans name them, from the time at which they may
-/// begin.
+/// Copies use it in the order in which plans name them, each from the time at which it may start.
 #[derive(Debug, Clone, Default)]
 pub struct Bus(Arc<Mutex<f64>>);
 
 impl Bus {
-    /// Occupies the bus for `us` microseconds, from `from_us` on at the earliest. Returns the end.
+    /// Occupies the bus for `us` microseconds, starting at `from_us` or later. Returns the end.
     fn take(&self, from_us: u64, us: f64) -> u64 {
         let mut busy_until = self.0.lock();
         *busy_until = busy_until.max(from_us as f64) + us;
@@ -87,7 +86,7 @@ impl Bus {
 pub struct CopyEngines {
     model: CopyModel,
     bytes: PageBytes,
-    /// The time at which each direction's engine has finished its copies.
+    /// When each direction's engine has finished its copies.
     busy_until: [u64; 2],
     under_way: Vec<Copying>,
     bus: Bus,
@@ -106,13 +105,13 @@ impl CopyEngines {
         Self { bus, ..self }
     }
 
-    /// The end of the last save that was taken on; one that never ends counts as if it did.
+    /// The end of the last accepted save; one that never ends counts as if it did.
     #[must_use]
     pub fn saves_end(&self) -> u64 {
         self.busy_until[0]
     }
 
-    /// Other traffic occupies the bus to the device for `us` microseconds.
+    /// Occupies the bus to the device for `us` microseconds with other traffic.
     pub fn delay_restores(&mut self, us: u64) {
         self.busy_until[1] += us;
     }
@@ -136,13 +135,13 @@ impl CopyEngines {
         });
     }
 
-    /// The time at which the next copy ends, if one ever does.
+    /// When the next copy ends, if one ever does.
     #[must_use]
     pub fn next_end(&self) -> Option<u64> {
         self.under_way.iter().filter_map(|copy| copy.end_us).min()
     }
 
-    /// Tells which copies have ended by `now_us`, in the order in which they were taken on.
+    /// Returns the copies that have ended by `now_us`, in the order in which they were accepted.
     pub fn report(&mut self, now_us: u64, result: &mut StepResult) {
         self.under_way.retain(|copy| {
             if copy.end_us.is_none_or(|end| end > now_us) {
@@ -196,7 +195,7 @@ mod tests {
 
     #[test]
     fn copies_of_all_devices_share_the_bus() {
-        // A page fills the bus for 50 us, and takes 100 us by itself.
+        // A page occupies the bus for 50 us, and takes 100 us by itself.
         let model = CopyModel {
             save_gbps: Some(1.0),
             restore_gbps: Some(1.0),

@@ -118,7 +118,7 @@ impl Device {
             let count = match want {
                 Want::Tokens(most) if drafts.is_empty() => slot.sequence.count(most) as usize,
                 Want::Tokens(_) => 1 + drafts.len(),
-                // The row ends where no mask is ready, and sits out if none is.
+                // The row ends at the first position without a mask, and sits out if none is ready.
                 Want::Masked(most) => {
                     let none = masks.iter().position(|mask| **mask == RowMask::NoToken);
                     none.unwrap_or(most as usize)
@@ -170,8 +170,8 @@ fn push_logprobs(result: &mut StepResult, text: &SimText, token: i32, top: usize
     }
 }
 
-/// Appends the log-probabilities of a token of a prompt. Its probability depends on the token, so
-/// that none is taken for another.
+/// Appends the log-probabilities of a prompt token. They depend on the token, so that mix-ups are
+/// noticed.
 fn push_of_prompt(result: &mut StepResult, text: &SimText, token: i32, most: u32) {
     const STEPS: i32 = 64;
     let logprob = -0.5 - token.rem_euclid(STEPS) as f32 / STEPS as f32;

@@ -25,7 +25,7 @@ pub struct SimConfig {
     pub clock: SimClock,
     /// The times of steps and copies.
     pub timing: Timing,
-    /// The bus of the machine, which its other devices share.
+    /// The machine's bus, which its other devices share.
     pub bus: Bus,
     /// Seed of the jitter.
     pub seed: u64,
@@ -90,7 +90,7 @@ pub struct SimTower {
 }
 
 impl SimTower {
-    /// Positions of an image page, as hands have them.
+    /// Positions of an image page, as in hands.
     pub const PAGE_TOKENS: u32 = 64;
 }
 
@@ -105,7 +105,7 @@ impl SimConfig {
 struct Pending {
     at_us: u64,
     what: SimEvent,
-    /// The time since which plans without rows wait for copies; another plan ends the wait.
+    /// Since when plans without rows wait for copies; another plan ends the wait.
     waits_since: Option<u64>,
 }
 
@@ -115,7 +115,7 @@ enum SimEvent {
     Ready,
     /// The group ends.
     Death(Signal),
-    /// A step ends, with an answer of each member.
+    /// A step ends, with an answer from each member.
     Step(Vec<Answer>),
 }
 
@@ -123,7 +123,7 @@ enum SimEvent {
 #[allow(clippy::large_enum_variant, reason = "nearly all are results")]
 enum Answer {
     Result(StepResult),
-    /// It has begun, and its tokens can't be sampled before the masks have come.
+    /// It has begun, but its tokens can't be sampled before the masks have come.
     Unmasked(Box<UnmaskedStep>),
 }
 
@@ -172,7 +172,7 @@ impl Rank {
         result
     }
 
-    /// Applies a plan's slots; true: one of its rows kills.
+    /// Applies a plan's slots. True: one of its rows kills the group.
     fn take_slots(&mut self, plan: &StepPlan, poison: Option<i32>) -> bool {
         for new in plan.new_slots() {
             self.poisoned.retain(|&slot| slot != new.slot);
@@ -194,15 +194,15 @@ pub struct SimExecutor {
 }
 
 impl SimExecutor {
-    /// A group that runs in `config.clock`, and the handle that breaks it. It takes one plan a
+    /// A group that runs in `config.clock`, and the handle for breaking it. It takes one plan a
     /// step, however many ranks compute it.
     #[must_use]
     pub fn new(config: SimConfig) -> (Self, SimControl) {
         Self::group(config, 1)
     }
 
-    /// A step group of `members` ranks with plans and pages of their own. A step is as long as its
-    /// longest rank, and each has jitter of its own.
+    /// A step group of `members` ranks with plans and pages of their own. A step takes as long as
+    /// its slowest rank, and each rank has its own jitter.
     #[must_use]
     pub fn group(config: SimConfig, members: u32) -> (Self, SimControl) {
         let control = SimControl::default();
@@ -217,8 +217,8 @@ impl SimExecutor {
         (executor, control)
     }
 
-    /// The first fault of plans that ranks would wait for without end, or compute wrongly: steps
-    /// that do not follow each other, or wrong numbers of the others' tokens.
+    /// Checks plans for faults that would make ranks wait for ever or compute wrong results: steps
+    /// out of order, or wrong token counts of the other ranks.
     fn fault_of(&self, plans: &[StepPlan]) -> Option<String> {
         if plans.len() != self.ranks.len() {
             return Some(format!("{} plans for {} ranks", plans.len(), self.ranks.len()));
@@ -239,7 +239,7 @@ impl SimExecutor {
         None
     }
 
-    /// Plans without rows: they are answered when a copy ends, or when their time is over.
+    /// Handles plans without rows: they are answered when a copy ends, or when their time is over.
     fn wait_for_copies(&mut self, plans: &[StepPlan], now: u64) {
         let (mut at_us, mut since, mut answers) = (0, u64::MAX, Vec::new());
         for (rank, plan) in self.ranks.iter_mut().zip(plans) {

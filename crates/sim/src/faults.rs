@@ -24,7 +24,7 @@ pub(crate) struct Faults {
     pub(crate) woken: bool,
     /// A death that is to come.
     pub(crate) kill: Option<Signal>,
-    /// Pages of a group with which memory runs out as soon as it computes.
+    /// A group with more than this many pages runs out of memory as soon as it computes.
     pub(crate) starves_from: Option<u32>,
     /// The rank whose next result is wrong.
     pub(crate) lie: Option<usize>,
@@ -49,12 +49,12 @@ impl SimControl {
         self.change(|faults| faults.kill = Some(Signal::Died(why)));
     }
 
-    /// Makes memory run out in every later step of a group with more than `pages` pages.
+    /// Makes groups with more than `pages` pages run out of memory in every later step.
     pub fn starve(&self, pages: u32) {
         self.change(|faults| faults.starves_from = Some(pages));
     }
 
-    /// Makes a rank of a step group give a token too many in its next result.
+    /// Makes a rank of a step group give one token too many in its next result.
     pub fn lie(&self, rank: usize) {
         self.change(|faults| faults.lie = Some(rank));
     }
@@ -64,7 +64,7 @@ impl SimControl {
         self.change(|faults| faults.fail_starts = count);
     }
 
-    /// Lets the next `count` starts hang: they neither fail nor come to an end.
+    /// Makes the next `count` starts hang: they neither fail nor finish.
     pub fn hang_starts(&self, count: u32) {
         self.change(|faults| faults.hang_starts = count);
     }
@@ -74,7 +74,7 @@ impl SimControl {
         self.change(|faults| faults.poison = Some(token));
     }
 
-    /// Steps submitted from now on never end, until the group is started again.
+    /// Makes steps submitted from now on never end, until the group is started again.
     pub fn hang(&self) {
         self.change(|faults| faults.hang = true);
     }
@@ -84,7 +84,7 @@ impl SimControl {
         self.change(|faults| faults.fail_copies = count);
     }
 
-    /// Copies that are started from now on never end, until the group is started again.
+    /// Makes copies started from now on never end, until the group is started again.
     pub fn hang_copies(&self) {
         self.change(|faults| faults.hang_copies = true);
     }

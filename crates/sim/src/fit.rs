@@ -5,29 +5,30 @@ use crate::samples::{FitError, Sample};
 use crate::solve::{COLUMNS, Equation, non_negative};
 
 const MIN_SAMPLES: usize = 10;
-/// Samples that the search for the knee looks at.
+/// The number of samples used in the search for the knee.
 const SEARCH_SAMPLES: usize = 4000;
 /// Knees tried before the best is refined.
 const KNEES: usize = 40;
-/// A knee must make the error smaller by this factor, or the straight line is taken.
+/// A knee has to reduce the error to this factor; otherwise a straight line is used.
 const KNEE_PAYS: f64 = 0.97;
 const ROUNDS: usize = 12;
-/// Standard deviations from which on an error counts less (Huber 1964), and not at all.
+/// The number of standard deviations from which an error counts less (Huber 1964), and from which
+/// not at all.
 const HUBER: f64 = 1.345;
 const OUTLIER: f64 = 6.0;
 /// The relative error below which samples are exact.
 const EXACT: f64 = 1e-7;
-/// Makes a median of absolute errors the standard deviation of normal ones.
+/// Converts a median of absolute errors to the standard deviation of a normal distribution.
 const MEDIAN_TO_SIGMA: f64 = 1.4826;
 
-/// A fitted model, and how far it is from the samples.
+/// A fitted model, and its distance from the samples.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Fit {
     /// The model. Its jitter is the unexplained part.
     pub model: DeviceModel,
     /// Steps that were used for the fit.
     pub samples: usize,
-    /// Steps so far from the model that they were left out in the end.
+    /// The number of steps so far from the model that they were ignored.
     pub outliers: usize,
     /// The share of the variance of the step time that the model explains, without the outliers.
     pub r2: f64,
@@ -36,7 +37,7 @@ pub struct Fit {
 }
 
 /// Fits a model to measured steps: least squares of the relative errors, without negative times.
-/// Outliers have little weight. The knee of the roofline is the one that explains most.
+/// Outliers have little weight. The roofline's knee is the one that fits best.
 ///
 /// # Errors
 /// Too few steps took time.
@@ -91,7 +92,7 @@ fn best_knee(samples: &[Sample]) -> f64 {
         refined if refined < losses[least] => (middle, refined),
         _ => (knees[least], losses[least]),
     };
-    // A knee at the largest step is a straight line with another name for its constant.
+    // A knee at the largest step is just a straight line with another constant.
     let real = knee < percentile(&tokens, 1.0) && least < KNEE_PAYS * straight;
     if real { knee } else { 0.0 }
 }
@@ -102,7 +103,7 @@ struct Robust {
     times: [f64; COLUMNS],
     /// `measured / modelled - 1` of each sample.
     errors: Vec<f64>,
-    /// The standard deviation of the errors, judged by their median.
+    /// The standard deviation of the errors, estimated from their median.
     sigma: f64,
 }
 
@@ -111,7 +112,7 @@ impl Robust {
         let equations: Vec<Equation> = samples.iter().map(|s| equation(s, knee)).collect();
         let measured = sorted(samples.iter().map(|s| s.step_us).collect());
         let floor = percentile(&measured, 0.5) * 1e-3;
-        // Relative to the measured times at first, to the modelled times from then on.
+        // The errors are relative to the measured times at first, then to the modelled times.
         let mut weights: Vec<f64> = samples.iter().map(|s| s.step_us.max(floor).powi(-2)).collect();
         let mut times = [0.0; COLUMNS];
         let mut errors = vec![0.0; samples.len()];

@@ -1,14 +1,14 @@
-//! A simulated rank group: takes real plans, keeps no KV, answers deterministic tokens after the
-//! time a device would take.
+//! A simulated rank group: it takes real plans, has no KV cache, and answers with deterministic
+//! tokens after the time that a device would take.
 //!
 //! The token at a position is a hash of all tokens before it. So a request gets the same tokens
 //! with any batch, chunking, prefix hits, lookahead, preemption or replay. A real model has exactly
 //! this invariance in exact arithmetic. The vector of a prompt that is pooled is a hash of its
-//! tokens in the same way. Time is the machine's or virtual; virtual time jumps from event to event
-//! and makes hours of traffic a matter of CPU seconds.
+//! tokens in the same way. Time is real or virtual; virtual time jumps from event to event, so
+//! hours of traffic take CPU seconds.
 //!
-//! A [`Profile`] gives the time of a step: a TOML file, built in or made by [`fit`] from what a
-//! [`Recorder`] wrote about a real device. docs/simulation.md is the user's page.
+//! A [`Profile`] gives the time of a step: a TOML file, built in, or made by [`fit`] from a
+//! [`Recorder`]'s file about a real device. docs/simulation.md is the user's page.
 //!
 //! ```
 //! use forebay_sim::{Profile, ProfileError, SimText, StepLoad, next_token};

@@ -1,4 +1,4 @@
-//! The load of a step on a device, in the numbers that its time depends on.
+//! The load of a step on a device, as the numbers that its time depends on.
 
 use forebay_protocol::StepPlan;
 use serde::{Deserialize, Serialize};
@@ -13,7 +13,7 @@ pub struct StepLoad {
     pub decode_rows: u32,
     /// Positions computed in the other rows.
     pub prefill_tokens: u32,
-    /// Positions whose keys and values are read: the ends of all rows, summed.
+    /// Positions whose keys and values are read: the sum of all rows' ends.
     pub context: u64,
     /// Pairs of a computed position and one that it attends to.
     pub attention: u64,
@@ -26,7 +26,7 @@ impl StepLoad {
         let mut load = Self::default();
         for (row, drafts) in plan.rows().zip(plan.drafts()) {
             load.add(row.start, row.length, row.want.samples());
-            // Drafts are more rows to the device, but read KV that is read already.
+            // For the device drafts are further rows, but their keys and values are read already.
             load.decode_rows += drafts.len() as u32;
             let (before, more) = (u64::from(row.start + row.length), drafts.len() as u64);
             load.attention += more * before + more * (more + 1) / 2;

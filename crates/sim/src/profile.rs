@@ -15,8 +15,8 @@ use crate::timeline::SparseModel;
 /// context_us * context + attention_us * attention`.
 ///
 /// The maximum is the roofline (Williams, Waterman, Patterson 2009) of the matrix multiplications.
-/// A step reads all weights, however few tokens it computes. The arithmetic of the tokens hides
-/// behind that until there are many.
+/// A step reads all weights, however few tokens it computes. The tokens' arithmetic is hidden by
+/// that until there are many.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct DeviceModel {
@@ -32,8 +32,8 @@ pub struct DeviceModel {
     pub context_us: f64,
     /// Each pair of a computed position and one that it attends to.
     pub attention_us: f64,
-    /// The host's work on a plan before its rows can begin; hidden while the device computes,
-    /// unless something keeps the host waiting.
+    /// The host's work on a plan before its rows can begin; it is hidden while the device computes,
+    /// unless the host has to wait for something.
     pub host_us: f64,
     /// Each position of an image, for each layer of the vision tower.
     pub tower_us: f64,
@@ -90,7 +90,7 @@ impl DeviceModel {
 pub struct Jitter {
     sigma: f64,
     seed: u64,
-    /// Ranks that compute a step together, each with noise of its own.
+    /// The number of ranks that compute a step together, each with its own noise.
     ranks: u32,
 }
 
@@ -101,7 +101,7 @@ impl Jitter {
         Self { sigma, seed, ranks: 1 }
     }
 
-    /// Makes the jitter of a group of ranks: a step is as long as its longest rank.
+    /// Gives a group of ranks its jitter: a step takes as long as its slowest rank.
     #[must_use]
     pub fn of_ranks(self, ranks: u32) -> Self {
         Self { ranks: ranks.max(1), ..self }
@@ -135,14 +135,14 @@ fn splitmix(seed: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// A device with a model on it, as far as the host can tell.
+/// A device with a model, as the host sees it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Profile {
     /// The built-in name, or the file's without its ending.
     #[serde(skip)]
     pub name: String,
-    /// The origin of the numbers: the measurement, or the computation.
+    /// Where the numbers come from: a measurement or a calculation.
     pub origin: String,
     /// The device.
     pub device: String,
@@ -222,7 +222,7 @@ impl CopyModel {
         (self.latency_us + moving).round() as u64
     }
 
-    /// Microseconds for which `bytes` bytes fill the bus of the machine; `None`: it has no limit.
+    /// How long `bytes` bytes occupy the machine's bus, in microseconds; `None`: it has no limit.
     #[must_use]
     pub fn bus_us(&self, bytes: u64) -> Option<f64> {
         self.bus_gbps.map(|gbps| bytes as f64 / (1000.0 * gbps))
@@ -343,7 +343,7 @@ impl Profile {
     /// The content of the profile's file.
     ///
     /// # Errors
-    /// A number that TOML does not have: not from a profile that was read or fitted.
+    /// A number that TOML can't represent, which no profile that was read or fitted has.
     pub fn to_toml(&self) -> Result<String, ProfileError> {
         toml::to_string(self).map_err(|error| ProfileError::Malformed {
             name: self.name.clone(),
@@ -374,8 +374,8 @@ impl Profile {
         bytes as f64 / device as f64
     }
 
-    /// The number of pages of the KV pool if requests may be sparse. The device then has room for
-    /// the index keys of `ratio` times as many. Both share the memory of [`Self::page_count`].
+    /// The number of pages of the KV pool if requests may be sparse. The device then also holds the
+    /// index keys of `ratio` times as many pages. Both share the memory of [`Self::page_count`].
     #[must_use]
     pub fn sparse_page_count(&self, page_size: u32, ratio: f64) -> u32 {
         let KvModel { main_bytes_token, index_bytes_token } = self.kv;
@@ -483,7 +483,7 @@ mod tests {
             assert!(one.of_ranks(4).factor(step) >= one.factor(step));
             assert_eq!(one.of_ranks(1).factor(step), one.factor(step));
         }
-        // The expected largest of 4 and of 8 normal numbers is 1.03 and 1.42 of their deviation.
+        // The expected maximum of 4 and of 8 normal numbers is 1.03 and 1.42 standard deviations.
         assert!((mean(one.of_ranks(4)).ln() - 0.2 * 1.03).abs() < 0.03);
         assert!((mean(one.of_ranks(8)).ln() - 0.2 * 1.42).abs() < 0.03);
     }

@@ -1,4 +1,4 @@
-//! Writes down each step's load and its time on a device, for [`crate::fit`].
+//! Records each step's load and its time on a device, for [`crate::fit`].
 
 use std::collections::VecDeque;
 use std::io::{BufWriter, Write};
@@ -14,8 +14,8 @@ use tracing::{error, info};
 
 use crate::load::StepLoad;
 
-/// Steps that may wait for the file. Whoever is slower than the device loses steps, not the device
-/// its time.
+/// The number of steps that may wait for the file. If writing is slower than the device, steps are
+/// dropped, and the device is not delayed.
 const QUEUE: usize = 16_384;
 
 /// A line of a recording.
@@ -32,7 +32,7 @@ pub struct StepRecord {
     pub gap_us: u32,
 }
 
-/// An executor that records the steps of another one, which is that of one replica.
+/// An executor that records the steps of another executor, which runs one replica.
 pub struct Recorder {
     inner: Box<dyn Executor>,
     in_flight: VecDeque<StepLoad>,
@@ -109,7 +109,7 @@ impl Executor for Recorder {
         let signal = self.inner.wait(timeout_us);
         match &signal {
             Signal::Result(results) => {
-                // A step that only waits for copies is not a measure of computing.
+                // A step that only waits for copies says nothing about computing.
                 if let Some(load) = self.in_flight.pop_front().filter(|load| load.rows > 0)
                     && let [result] = &results[..]
                 {

@@ -79,8 +79,8 @@ impl From<TableRow> for Sample {
 /// The steps of a recording (one JSON object a line, as a [`crate::Recorder`] writes them), or of a
 /// CSV table with the columns `rows`, `prefill_tokens`, `context` and `step_us`.
 ///
-/// Where the table has no column `decode_rows`, one row of each step with prefill tokens is taken
-/// for the prefill. Without `attention`, its cost is left to the other columns.
+/// Without a column `decode_rows`, each step with prefill tokens is taken to have one prefill row.
+/// Without `attention`, the other columns absorb its cost.
 ///
 /// # Errors
 /// The file can't be read or is neither.

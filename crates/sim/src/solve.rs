@@ -1,4 +1,4 @@
-//! The least squares with coefficients that can't be negative, for a handful of columns.
+//! Non-negative least squares for a handful of columns.
 
 /// The largest number of columns.
 pub(crate) const COLUMNS: usize = 5;
@@ -12,10 +12,9 @@ pub(crate) struct Equation {
 
 /// The coefficients, none below 0, that make the weighted squares of the errors least.
 ///
-/// The solution of such a problem is the plain solution on the columns that it uses (Lawson and
-/// Hanson 1974). With few columns, the best of all subsets' plain solutions without a negative
-/// coefficient is therefore exact. Columns that don't vary independently of others are left to the
-/// others.
+/// The solution equals the unconstrained solution on the columns that it uses (Lawson and Hanson
+/// 1974). So with few columns, the best non-negative unconstrained solution over all subsets is
+/// exact. Columns that depend linearly on others are left out.
 pub(crate) fn non_negative(
     equations: impl Iterator<Item = (Equation, f64)> + Clone,
 ) -> [f64; COLUMNS] {
@@ -46,7 +45,8 @@ pub(crate) fn non_negative(
     let mut best = ([0.0; COLUMNS], 0.0);
     for subset in 1_u32..1 << COLUMNS {
         let Some(found) = on_subset(&gram, &right, subset) else { continue };
-        // At a plain solution the squares have shrunk by the product of solution and right side.
+        // At an unconstrained solution the squares are reduced by the product of solution and right
+        // side.
         let gain: f64 = found.iter().zip(right).map(|(x, b)| x * b).sum();
         if found.iter().all(|&x| x >= 0.0) && gain > best.1 {
             best = (found, gain);
@@ -59,8 +59,8 @@ pub(crate) fn non_negative(
     solution
 }
 
-/// The plain solution that uses only the columns of `subset`, by Cholesky's decomposition; `None`
-/// if they depend on each other.
+/// The unconstrained solution on the columns of `subset`, by Cholesky decomposition; `None`: they
+/// depend on each other.
 fn on_subset(
     gram: &[[f64; COLUMNS]; COLUMNS],
     right: &[f64; COLUMNS],

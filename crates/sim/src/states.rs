@@ -42,17 +42,17 @@ impl StateModel {
 /// The numbers of positions that the states of slots and pages cover.
 #[derive(Debug, Default)]
 pub(crate) struct States {
-    /// For each slot, its covered positions, and whether the last one may come again because its
-    /// mask was late.
+    /// For each slot, its covered positions, and whether the last one may be computed again because
+    /// its mask was late.
     slots: HashMap<u32, (u32, bool)>,
-    /// For each page; `None`: another replica has lent the state, and has its number.
+    /// For each page; `None`: the state was borrowed from another replica, which has its number.
     pages: HashMap<u32, Option<u32>>,
-    /// For each page of the host's tier, which outlives the device.
+    /// For each page of the host tier, which outlives the device.
     host: HashMap<u32, Option<u32>>,
 }
 
 impl States {
-    /// The states of the next device: those in the host's tier.
+    /// The states of the next device: only those in the host tier.
     pub(crate) fn of_next_device(&mut self) -> Self {
         Self { host: std::mem::take(&mut self.host), ..Self::default() }
     }
@@ -60,8 +60,8 @@ impl States {
     /// Applies a plan.
     ///
     /// # Errors
-    /// A row begins where its slot's state does not end, or a page is loaded, saved or copied that
-    /// has no state, or that there is not.
+    /// A row begins where its slot's state does not end, or a page that is loaded, saved or copied
+    /// has no state or does not exist.
     pub(crate) fn advance(&mut self, plan: &StepPlan, pages: u32) -> Result<(), String> {
         for new in plan.new_slots() {
             self.slots.remove(&new.slot);
@@ -92,7 +92,7 @@ impl States {
         self.copy(plan)
     }
 
-    /// Copies states at once: they are unused before the ends of the copies are reported.
+    /// Copies states at once, because they are unused until the ends of the copies are reported.
     fn copy(&mut self, plan: &StepPlan) -> Result<(), String> {
         for copy in plan.copies().filter(|copy| copy.direction.is_of_state()) {
             let page = copy.hot.unwrap_or_default();

@@ -22,10 +22,10 @@ use crate::{SimClock, SimConfig, SimControl, SimExecutor, SimText, next_token};
 
 /// Tokens of the vocabulary of [`text`].
 pub const VOCAB: u32 = 1000;
-/// Far longer than anything here takes: a test that reaches it hangs.
+/// Far longer than anything here takes, so a test that reaches it hangs.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A look at every batch on the engine thread. A fault in it happens at that very step.
+/// Called with every batch on the engine thread, so that faults can be injected at an exact step.
 pub type Hook = Box<dyn FnMut(&SimControl, &[Output]) + Send>;
 
 /// A hook that does nothing.
@@ -34,7 +34,7 @@ pub fn quiet() -> Hook {
     Box::new(|_, _| {})
 }
 
-/// A hook that causes a fault at the first step that gave outputs.
+/// A hook that injects a fault at the first step with outputs.
 #[must_use]
 pub fn once(mut breaking: impl FnMut(&SimControl) + Send + 'static) -> Hook {
     let mut done = false;
@@ -58,7 +58,7 @@ impl ChannelSink {
         Self { outputs, look: None }
     }
 
-    /// A sink whose hook gets outputs before the test does.
+    /// A sink whose hook sees outputs before the test does.
     #[must_use]
     pub fn hooked(outputs: Sender<Vec<Output>>, control: SimControl, hook: Hook) -> Self {
         Self { outputs, look: Some((control, hook)) }
@@ -100,7 +100,7 @@ impl Story {
             self.cached_tokens += admission.cached_tokens;
         }
         if let Some(token) = output.token {
-            // A request that another engine has admitted goes on without an admission.
+            // A request that another engine has admitted continues without an admission here.
             assert!(self.admissions <= 1, "admitted twice");
             self.tokens.push(token.id);
         }
@@ -118,7 +118,7 @@ impl Story {
     }
 }
 
-/// Adds outputs to the stories of their requests; gives the requests that ended with them.
+/// Adds outputs to the stories of their requests; returns the requests that ended with them.
 pub fn tell(stories: &mut HashMap<u64, Story>, outputs: Vec<Output>) -> Vec<u64> {
     let mut ended = Vec::new();
     for output in outputs {
@@ -138,7 +138,7 @@ pub fn wholes<K: Eq + Hash>(stories: HashMap<K, Story>) -> HashMap<K, (Vec<i32>,
 
 /// The parts of a [`Rig`] without its settings.
 pub struct RigParts {
-    /// The hook of each member: one, but for a step group.
+    /// The hook of each member; more than one only in a step group.
     pub hooks: Vec<Hook>,
     /// Gets the changes of the first member's prefix cache.
     pub blocks: Option<Box<dyn BlockObserver>>,
@@ -186,7 +186,7 @@ impl Rig {
     /// Starts the engine.
     ///
     /// # Panics
-    /// The system has no room for a thread.
+    /// The system can't start a thread.
     #[must_use]
     pub fn start(config: EngineConfig, sim: SimConfig, parts: RigParts) -> Self {
         let RigParts { hooks, mut blocks, mut peers, breaking, clock: clock_of, executor: around } =
@@ -214,8 +214,8 @@ impl Rig {
         Self { handle: handles[0].clone(), handles, clock, control, outputs, exit, thread }
     }
 
-    /// Waits until no member starts any more, and stops the time: virtual time would run away from
-    /// the test's submits.
+    /// Waits until no member is starting any more, and stops the clock, because virtual time would
+    /// run ahead of the test's submits.
     #[must_use]
     pub fn held(self) -> Self {
         for handle in &self.handles {
@@ -230,7 +230,7 @@ impl Rig {
         settled(&self.handle, wanted)
     }
 
-    /// Lets time go on and follows the outputs until `count` requests have ended.
+    /// Lets time run, and follows the outputs until `count` requests have ended.
     #[must_use]
     pub fn follow(&self, count: usize) -> HashMap<u64, Story> {
         self.control.release();
@@ -258,7 +258,8 @@ impl Rig {
     }
 }
 
-/// Waits for a status; there is no event to wait for, and no assertion hangs on how long it takes.
+/// Waits for a status. There is no event to wait for, and no assertion depends on how long it
+/// takes.
 pub fn settled(handle: &EngineHandle, wanted: impl Fn(&Status) -> bool) -> Status {
     loop {
         let status = handle.status();
@@ -269,7 +270,7 @@ pub fn settled(handle: &EngineHandle, wanted: impl Fn(&Status) -> bool) -> Statu
     }
 }
 
-/// Any token may follow any other, and none is an end.
+/// Text in which any token may follow any other, and none is an end.
 #[must_use]
 pub fn text() -> SimText {
     SimText::endless((0..VOCAB as i32).collect())

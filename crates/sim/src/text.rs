@@ -1,16 +1,17 @@
-//! The answer of a simulated request: words drawn by a hash of all words before, and an end.
+//! The answer of a simulated request: words chosen by a hash of all earlier words, and an end.
 
 use std::fmt;
 use std::sync::Arc;
 
-/// Constants of a multiply-and-fold mix; any odd numbers with about half of their bits set do.
+/// Constants of a multiply-and-fold hash; any odd numbers with about half of their bits set will
+/// do.
 const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
 const FOLD: u64 = 0xd6e8_feb8_6659_fd93;
 
 /// Scripted answers.
 pub trait Script: fmt::Debug + Send + Sync {
-    /// The tokens of the answer to this prompt, with the one that ends it; `None`: it is made up.
-    /// The same prompt always gets the same answer.
+    /// The tokens of the answer to this prompt, including the end token; `None`: made-up text. The
+    /// same prompt always gets the same answer.
     fn answer(&self, prompt: &[i32]) -> Option<Arc<[i32]>>;
 }
 
@@ -25,7 +26,7 @@ pub struct SimText {
 }
 
 impl SimText {
-    /// Tokens drawn from `words`, all equally likely, without an end of their own.
+    /// Text of tokens from `words`, all equally likely, without an end token.
     ///
     /// # Panics
     /// Without words there is no text to generate.
@@ -36,21 +37,21 @@ impl SimText {
         Self { words: words.into(), end: None, mean_tokens: 0, vector_size: 1, script: None }
     }
 
-    /// Makes text with the token `end` at the end of an answer. Answers have `mean_tokens` tokens
-    /// on average, `end` included. Their lengths are spread evenly over
-    /// `1 ..= 2 * mean_tokens - 1`, each drawn by a hash of its prompt.
+    /// Text whose answers end with the token `end`. Answers have `mean_tokens` tokens on average,
+    /// including `end`. Their lengths are uniform over `1 ..= 2 * mean_tokens - 1`, chosen by a
+    /// hash of the prompt.
     #[must_use]
     pub fn ending(words: Vec<i32>, end: i32, mean_tokens: u32) -> Self {
         Self { end: Some(end), mean_tokens: mean_tokens.max(1), ..Self::endless(words) }
     }
 
-    /// Gives the text of a model that makes vectors of `size` numbers of its prompts.
+    /// Simulates a pooling model with vectors of `size` numbers.
     #[must_use]
     pub fn with_vectors(self, size: u32) -> Self {
         Self { vector_size: size.max(1) as usize, ..self }
     }
 
-    /// Gives a text with answers by `script` for the prompts that it knows.
+    /// Text with answers from `script` for the prompts in it.
     #[must_use]
     pub fn scripted(self, script: Arc<dyn Script>) -> Self {
         Self { script: Some(script), ..self }
@@ -70,7 +71,7 @@ impl SimText {
         }
     }
 
-    /// Tokens of the answer to a prompt, `end` included.
+    /// The number of tokens of the answer to a prompt, including `end`.
     fn answer_length(&self, prompt: Mix) -> u32 {
         let lengths = 2 * u64::from(self.mean_tokens) - 1;
         1 + prompt.draw(SPREAD, lengths) as u32
@@ -85,8 +86,8 @@ pub fn next_token(text: &SimText, tokens: &[i32], prompt_len: usize) -> i32 {
     sequence.say(text, &[], &[])
 }
 
-/// The vector of a prompt, of length 1 (or a single number between -1 and 1): a hash of all its
-/// tokens.
+/// The vector of a prompt, normalised to length 1 (or a single number between -1 and 1): a hash of
+/// all its tokens.
 #[must_use]
 pub fn vector(text: &SimText, prompt: &[i32]) -> Vec<f32> {
     let mut vector = Vec::with_capacity(text.vector_size);
@@ -117,7 +118,7 @@ fn fold(a: u64, b: u64) -> u64 {
     (product >> 64) as u64 ^ product as u64
 }
 
-/// A slot's tokens as far as the next one depends on them.
+/// A slot's tokens, reduced to what the next one depends on.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Sequence {
     mix: Mix,
@@ -134,7 +135,7 @@ impl Default for Sequence {
 }
 
 impl Sequence {
-    /// A slot written with `tokens`; no stop id may stand before position `min_total`.
+    /// A slot written with `tokens`; no stop id may come before position `min_total`.
     pub(crate) fn new(text: &SimText, tokens: &[i32], prompt_len: usize, min_total: u32) -> Self {
         let (prompt, said) = tokens.split_at(prompt_len.min(tokens.len()));
         let mut sequence = Self::default();
@@ -168,8 +169,8 @@ impl Sequence {
         }
     }
 
-    /// The number of tokens of a row that may give `most`: from 1 to that, drawn by a hash of all
-    /// tokens so far.
+    /// The number of tokens that a row gives, from 1 to `most`, chosen by a hash of all tokens so
+    /// far.
     pub(crate) fn count(&self, most: u32) -> u32 {
         1 + self.mix.draw(FOLD, u64::from(most.max(1))) as u32
     }
@@ -180,8 +181,8 @@ impl Sequence {
         token
     }
 
-    /// The next token, one of those that `mask` has: the end where it can come, else any of them,
-    /// equally likely.
+    /// The next token, allowed by `mask`: the end token if allowed, otherwise any allowed one with
+    /// equal probability.
     pub(crate) fn say_masked(&mut self, text: &SimText, mask: &[u32]) -> i32 {
         let token = text.end.filter(|&end| has(mask, end)).unwrap_or_else(|| {
             let count: u64 = mask.iter().map(|word| u64::from(word.count_ones())).sum();
@@ -204,7 +205,7 @@ impl Sequence {
             _ => {
                 let count = words.len();
                 let mut at = self.mix.draw(u64::from(self.length), count as u64) as usize;
-                // If every word is suppressed, one of them comes all the same.
+                // If every word is suppressed, one of them is used anyway.
                 for _ in 0..suppressed.len() {
                     if !suppressed.contains(&words[at]) {
                         break;
@@ -279,7 +280,7 @@ mod tests {
         for token in answer(&text, &[1], 20_000) {
             seen[(token - 100) as usize] += 1;
         }
-        // Poisson with mean 200, so this is more than 7 standard deviations on either side.
+        // Poisson with mean 200, so this allows more than 7 standard deviations on either side.
         assert!(seen.iter().all(|n| (100..300).contains(n)), "{seen:?}");
     }
 

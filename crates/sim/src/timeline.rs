@@ -1,4 +1,4 @@
-//! The times at which the steps of a simulated device begin and end.
+//! When the steps of a simulated device begin and end.
 
 use std::collections::HashSet;
 
@@ -10,27 +10,27 @@ use crate::load::StepLoad;
 use crate::profile::{CopyModel, DeviceModel, Jitter};
 use crate::states::StateModel;
 
-/// The additional cost of a sparse slot's row, in a model with sparse attention. The probability of
-/// a miss is not a result of the simulation: it is assumed, as `miss_rows`.
+/// The extra cost of a sparse slot's row, in a model with sparse attention. The number of misses is
+/// not simulated but given, as `miss_rows`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct SparseModel {
-    /// Positions that a row chooses in each layer; 0: the model chooses none.
+    /// The number of positions that a row chooses in each layer; 0: the model chooses none.
     pub top_k: u32,
-    /// The number of chosen positions that are in no hot row and on no page.
+    /// The number of chosen positions that are neither in a hot row nor on a page.
     pub miss_rows: f64,
     /// Layers that copy missing rows.
     pub layers: u32,
     /// Bytes of a position in one layer.
     pub row_bytes: f64,
-    /// GB (10^9 bytes) a second at which single positions come from the host's memory; absent: no
-    /// time.
+    /// The speed at which single positions come from host memory, in GB (10^9 bytes) a second;
+    /// absent: no time.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gather_gbps: Option<f64>,
 }
 
 impl SparseModel {
-    /// Microseconds that `rows` missing rows of sparse slots take.
+    /// The time that `rows` missing rows of sparse slots take, in microseconds.
     #[must_use]
     pub fn gather_us(&self, rows: u32) -> f64 {
         let bytes = f64::from(rows) * self.miss_rows * f64::from(self.layers) * self.row_bytes;
@@ -55,7 +55,7 @@ impl SparseModel {
     }
 }
 
-/// The work that waits for the saves of a plan.
+/// What waits for the saves of a plan.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum SaveOrder {
@@ -64,7 +64,7 @@ pub enum SaveOrder {
     Behind,
     /// The rows of the next plan, on the device.
     Fence,
-    /// The next plan: the host prepares it when the saves have ended (SGLang before #21932).
+    /// The next plan: the host prepares it after the saves (as SGLang did before #21932).
     Inline,
 }
 
@@ -83,8 +83,8 @@ pub struct Timing {
     pub states: StateModel,
     /// The work that waits for saves.
     pub save_order: SaveOrder,
-    /// Ranks that compute each step together, of which the model's times are those of a usual one;
-    /// 0 and 1: one.
+    /// The number of ranks that compute each step together; the model's times are those of a
+    /// typical rank. 0 and 1: one.
     pub ranks: u32,
 }
 
@@ -95,11 +95,11 @@ pub struct Span {
     pub start_us: u64,
     /// The first one after it.
     pub end_us: u64,
-    /// The time from the end of the step before it.
+    /// The time since the end of the previous step.
     pub gap_us: u64,
 }
 
-/// The time of one device. The caller gives the time.
+/// The timeline of one device. The caller supplies the time.
 #[derive(Debug)]
 pub struct Timeline {
     timing: Timing,
@@ -135,14 +135,14 @@ impl Timeline {
         self
     }
 
-    /// The first microsecond in which a further step could begin.
+    /// The first microsecond at which another step could begin.
     #[must_use]
     pub fn busy_until(&self) -> u64 {
         self.busy_until
     }
 
-    /// Computes a plan with rows that comes at `now_us`, and starts its copies. `fault` gives the
-    /// outcome of each.
+    /// Computes a plan with rows that arrives at `now_us`, and starts its copies. `fault` decides
+    /// the outcome of each.
     pub fn compute(
         &mut self,
         plan: &StepPlan,
@@ -177,9 +177,8 @@ impl Timeline {
         (Span { start_us, end_us, gap_us }, self.rows(rows))
     }
 
-    /// Makes the last step, which took `span`, end no sooner than `now_us`, when its masks have
-    /// come. The device idles that long: the rest of the span stays where it is, and so do its
-    /// saves.
+    /// Makes the last step, which took `span`, end no earlier than `now_us`, when its masks have
+    /// come. The device is idle meanwhile; the rest of the span and its saves do not move.
     pub fn hold(&mut self, span: Span, now_us: u64) -> Span {
         let late_us = now_us.saturating_sub(span.end_us);
         let start_us = span.start_us + late_us;
@@ -188,8 +187,8 @@ impl Timeline {
         Span { start_us, end_us, gap_us: span.gap_us + late_us }
     }
 
-    /// Makes the last step, which took `span`, end at `end_us`, when the longest rank of its group
-    /// is done: the ranks wait for each other in every layer.
+    /// Makes the last step, which took `span`, end at `end_us`, when the slowest rank of its group
+    /// is done: ranks wait for each other in every layer.
     pub fn meet(&mut self, span: Span, end_us: u64) -> Span {
         (self.busy_until, self.last_end) = (end_us, end_us);
         Span { end_us, ..span }
@@ -213,7 +212,7 @@ impl Timeline {
         (self.busy_until, self.last_end) = (at_us, at_us);
     }
 
-    /// Puts the copies that have ended, and the waits for them, into a result of `now_us`.
+    /// Adds the copies that have ended, and the waits for them, to a result of `now_us`.
     pub fn report(&mut self, now_us: u64, result: &mut StepResult) {
         self.copies.report(now_us, result);
         let waited_us = std::mem::take(&mut self.waited_us);
@@ -286,7 +285,7 @@ mod tests {
         Timeline::new(timing, Jitter::new(0.0, 0), 0)
     }
 
-    /// Two plans at once, the first with two saves: their start times, and the time that rows
+    /// Two plans at once, the first with two saves: returns their start times, and how long rows
     /// waited.
     fn starts(save_order: SaveOrder) -> (u64, u64, u32) {
         let mut timeline = timeline(save_order);

@@ -8,7 +8,7 @@ use crate::frame::FrameError;
 const KNOWN: [i32; 4] = [0, FLAG_SAMPLE, FLAG_POOL, FLAG_SAMPLE | FLAG_MASKED];
 
 impl StepPlan {
-    /// Checks that the columns can be read as the columns of one plan.
+    /// Checks that the columns form a valid plan.
     ///
     /// # Errors
     /// Columns contradict each other, or a number or flag is invalid.

@@ -5,9 +5,8 @@ use super::StepPlan;
 /// The largest number of ranks of a step group.
 pub const MAX_GROUP: usize = 256;
 
-/// Writes the token counts of all ranks into the plan of each; `plans` are those of a step group's
-/// ranks, in their order. The sizes of exchanges follow from these numbers. A single plan has no
-/// such column.
+/// Writes the token counts of all ranks into each plan. `plans` are those of a step group's ranks,
+/// in order. The sizes of exchanges follow from these counts. A single plan gets no such column.
 pub fn tell_group(plans: &mut [StepPlan]) {
     let [_, _, ..] = plans else { return };
     let tokens = plans.iter().map(|plan| i32::try_from(plan.own_tokens()).unwrap_or(i32::MAX));
@@ -18,7 +17,7 @@ pub fn tell_group(plans: &mut [StepPlan]) {
 }
 
 impl StepPlan {
-    /// The tokens of each rank of the step group; empty where there is none.
+    /// The tokens of each rank of the step group; empty: there is no group.
     #[must_use]
     pub fn group(&self) -> &[i32] {
         &self.group
@@ -29,7 +28,7 @@ impl StepPlan {
         self.rows.iter().map(|row| i64::from(row.length.cast_signed())).sum()
     }
 
-    /// True if the column can be that of a group with this plan.
+    /// True if the column is valid for a group with this plan.
     pub(super) fn group_agrees(&self) -> bool {
         let tokens = &self.group;
         tokens.is_empty()

@@ -1,4 +1,4 @@
-//! Images in a plan: layers of the vision tower to compute, and the places of images in slots.
+//! Images in a plan: layers of the vision tower to compute, and where images are in slots.
 
 use super::{StepPlan, take};
 use crate::columns::record;
@@ -48,7 +48,7 @@ impl Grid {
     }
 
     /// The number of rotary positions that the image takes: the larger side of the grid. It is at
-    /// most the number of the image's positions.
+    /// most the image's number of positions.
     #[must_use]
     pub fn reach(self) -> u32 {
         self.rows.max(self.columns)
@@ -58,7 +58,7 @@ impl Grid {
 /// Layers of the tower to compute for one image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TowerWork {
-    /// The number of the image. No other image has it until all layers are computed.
+    /// The number of the image, unique until all its layers are computed.
     pub image: u32,
     /// The first layer.
     pub first: u32,
@@ -66,8 +66,8 @@ pub struct TowerWork {
     pub end: u32,
     /// The image's positions.
     pub grid: Grid,
-    /// The byte offset of the image's patches in the arena, with the first layers. The patches may
-    /// be gone after this plan's result.
+    /// The byte offset of the image's patches in the arena, with the first layers. They may be gone
+    /// after this plan's result.
     pub patches: Option<u32>,
 }
 
@@ -82,14 +82,14 @@ pub struct ImageSpan {
     pub rope: u32,
 }
 
-/// True if all numbers are at least 0 as the integers that a plan has.
+/// True if all numbers are non-negative as the signed integers of a plan.
 fn not_negative(numbers: &[u32]) -> bool {
     numbers.iter().all(|number| number.cast_signed() >= 0)
 }
 
 impl StepPlan {
-    /// Computes layers for an image. The last layers write the output to `pages`. Others name no
-    /// pages.
+    /// Computes layers for an image. The last layers write the output to `pages`. Earlier layers
+    /// name no pages.
     pub fn push_image(&mut self, work: TowerWork, pages: impl ExactSizeIterator<Item = u32>) {
         let TowerWork { image, first, end, grid, patches } = work;
         self.images.push(ImageRecord {
@@ -104,7 +104,7 @@ impl StepPlan {
         self.image_pages.extend(pages.map(u32::cast_signed));
     }
 
-    /// Gives up an image whose layers are not all computed.
+    /// Gives up an image, not all of whose layers are computed.
     pub fn give_up_image(&mut self, image: u32) {
         let grid = Grid { rows: 0, columns: 0 };
         let nothing = TowerWork { image, first: 0, end: 0, grid, patches: None };
@@ -133,8 +133,8 @@ impl StepPlan {
         !self.images.is_empty() || !self.image_spans.is_empty()
     }
 
-    /// Writes the place of an image in a slot, with the pages of the tower's output: all of them,
-    /// or none.
+    /// Writes where an image is in a slot, with the pages of the tower's output: all of them, or
+    /// none.
     pub fn write_image_span(
         &mut self,
         slot: u32,
@@ -163,7 +163,7 @@ impl StepPlan {
         })
     }
 
-    /// True if the columns of images have numbers that can be, and as many pages as they count.
+    /// True if the image columns have valid numbers, and as many pages as they count.
     pub(super) fn images_agree(&self) -> bool {
         let named: u64 = self.images.iter().map(|image| u64::from(image.page_count)).sum();
         let spanned: u64 = self.image_spans.iter().map(|span| u64::from(span.page_count)).sum();

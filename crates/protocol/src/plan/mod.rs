@@ -1,4 +1,4 @@
-//! The step plan: the writes and computations of a hand in one step.
+//! The step plan: what a hand writes and computes in one step.
 
 mod checks;
 mod drafts;
@@ -38,22 +38,22 @@ pub const FLAG_MASKED: i32 = 4;
 /// The purpose of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Want {
-    /// The row has keys and values only: more of the prompt follows.
+    /// The row only computes keys and values, because more of the prompt follows.
     Nothing,
     /// The row gives at least one token for the positions after it, and at most this many. The hand
-    /// has then computed the positions of all of them but the last.
+    /// has then computed the positions of all these tokens except the last.
     Tokens(u32),
-    /// The same, but each of its tokens is one that the mask of its position allows. The step's
+    /// The same, but each token has to be allowed by the mask of its position. The step's
     /// [`crate::StepMasks`] follow the plan.
     Masked(u32),
-    /// The row gives one vector of the slot's positions, and has the last of them.
+    /// The row gives one vector of the slot's positions, and computes the last of them.
     Vector,
 }
 
 impl Want {
     /// The row gives the next token.
     pub const TOKEN: Self = Self::Tokens(1);
-    /// The row gives the next token, one that its mask allows.
+    /// The row gives the next token, which its mask has to allow.
     pub const MASKED: Self = Self::Masked(1);
 
     /// The largest number of tokens that the row gives.

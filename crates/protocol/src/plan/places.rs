@@ -17,7 +17,8 @@ record! {
 }
 
 impl StepPlan {
-    /// Has a place get an adapter. No slot names the place before the end was reported.
+    /// Brings an adapter to a place. No slot names the place before the end of the write was
+    /// reported.
     pub fn write_place(&mut self, write: PlaceWrite) {
         self.place_writes.push(write);
     }

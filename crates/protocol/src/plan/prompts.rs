@@ -1,4 +1,4 @@
-//! Demands of a plan about the tokens of prompts.
+//! Requests in a plan for log-probabilities of prompt tokens.
 
 use super::StepPlan;
 use crate::columns::record;
@@ -21,8 +21,8 @@ record! {
 }
 
 impl PromptLogprobsWant {
-    /// Words of the answer in a result: for each token a rank, and ids and values of it and the
-    /// most likely ones.
+    /// Words of the answer in a result: for each token a rank, then ids and values of the token and
+    /// the most likely ones.
     #[must_use]
     pub fn answer_words(count: u32, most: u32) -> usize {
         count as usize * (1 + 2 * (1 + most as usize))
@@ -30,19 +30,18 @@ impl PromptLogprobsWant {
 }
 
 impl StepPlan {
-    /// Demands log-probabilities of a slot's tokens. The plan has a row of the slot, and demands
-    /// come in the order of rows.
+    /// Requests log-probabilities of a slot's tokens. The plan has a row of the slot, and such
+    /// requests come in the order of rows.
     pub fn want_prompt_logprobs(&mut self, want: PromptLogprobsWant) {
         self.prompt_logprobs.push(want);
     }
 
-    /// The demands for log-probabilities of prompts, in the order of rows.
+    /// The requests for log-probabilities of prompts, in the order of rows.
     pub fn prompt_logprobs(&self) -> impl ExactSizeIterator<Item = PromptLogprobsWant> + '_ {
         self.prompt_logprobs.iter().copied()
     }
 
-    /// True if rows compute the positions of each request for prompt log-probabilities, in the
-    /// order of rows.
+    /// True if rows compute the positions of each request, and requests are in the order of rows.
     pub(super) fn prompt_logprobs_agree(&self) -> bool {
         let mut rows = self.rows();
         self.prompt_logprobs.iter().all(|want| {

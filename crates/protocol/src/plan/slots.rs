@@ -1,4 +1,4 @@
-//! The parameters of a request's slot, which are all that the device knows of the request.
+//! The parameters of a request's slot. The device gets no other facts about the request.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use crate::columns::record;
 use crate::frame::FrameError;
 
 /// The sampling parameters of a slot. They are in the device's slot table, and are replaced
-/// together when a slot is written. By default nothing changes the model's distribution.
+/// together when a slot is written. The defaults leave the model's distribution unchanged.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SamplingParams {
     /// The number that logits are divided by; 0 is greedy, 1 (the default) is off.
@@ -33,10 +33,10 @@ pub struct SamplingParams {
     pub frequency_penalty: f32,
     /// The seed, 0 by default. Together with the position it is the only source of randomness.
     pub seed: u64,
-    /// The number of generated tokens before a stop id may be sampled; 0 (the default) is off.
+    /// The number of generated tokens before stop ids may be sampled; 0 (the default) is off.
     pub min_tokens: u32,
-    /// The number of most likely tokens in the log-probabilities, beside the sampled token; `None`:
-    /// no log-probabilities.
+    /// The number of most likely tokens listed besides the sampled token; `None`: no
+    /// log-probabilities.
     pub logprobs: Option<u8>,
     /// Numbers that are added to the logits, by token id. The choices of a client's request share
     /// them.
@@ -66,7 +66,7 @@ impl Default for SamplingParams {
 }
 
 impl SamplingParams {
-    /// True if a parameter changes logits: then the likeliest token may be another one than the
+    /// True if a parameter changes logits, so that the most likely token may differ from the
     /// model's.
     #[must_use]
     pub fn changes_logits(&self) -> bool {
@@ -82,15 +82,15 @@ impl SamplingParams {
     }
 }
 
-/// The parameters of a prompt for a vector, in place of sampling parameters.
+/// Parameters of a pooling request.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Pooling {
     /// The position at which the second text of a pair begins; 0: the prompt is one text.
     pub segment: u32,
 }
 
-/// The facts about a request for the device, beside its tokens. They are written with its slot. A
-/// new kind of parameter is a field here and a column of the plan.
+/// What the device gets of a request besides its tokens, written with its slot. A new kind of
+/// parameter needs a field here and a column of the plan.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct SlotSpec {
     /// The sampling parameters. `seed` is always set, at random if the client gave none.
@@ -98,8 +98,7 @@ pub struct SlotSpec {
     /// Token ids that end the request: end-of-sequence (unless ignored) and the client's
     /// `stop_token_ids`; ascending, each once.
     pub stop_ids: Arc<[i32]>,
-    /// The parameters of a prompt for one vector, without generation; `None`: tokens are generated.
-    /// Only for models that pool.
+    /// Pooling parameters; `None`: tokens are generated. Only for pooling models.
     pub pooling: Option<Pooling>,
     /// The byte offset in the arena of embeddings in place of the prompt's tokens, one row of
     /// `hidden_size` elements each. The blocks of such a prompt have no names and are not shared,
@@ -120,13 +119,13 @@ impl SlotSpec {
 pub struct NewSlot<'a> {
     /// Row of the device tables.
     pub slot: u32,
-    /// The prompt. A replayed or preempted request also has its generated tokens.
+    /// The prompt, and generated tokens if the request was replayed or preempted.
     pub tokens: &'a [i32],
     /// The number of tokens of the prompt.
     pub prompt_len: u32,
     /// The parameters.
     pub spec: &'a SlotSpec,
-    /// The place of the adapter that changes its rows; `None`: the base computes them.
+    /// The place of the adapter that changes its rows; `None`: the base model.
     pub place: Option<u32>,
 }
 
@@ -164,10 +163,10 @@ pub struct SlotWrite<'a> {
     pub arena_offset: Option<u32>,
     /// The number of tokens of the prompt.
     pub prompt_len: u32,
-    /// The parameters, as far as a hand needs them: `stop_ids` are those of
-    /// [`SlotSpec::suppressed`], and `pooling` is there for pairs.
+    /// The parameters that a hand needs: `stop_ids` are those of [`SlotSpec::suppressed`], and
+    /// `pooling` is only set for pairs.
     pub spec: SlotSpec,
-    /// The place of the adapter that changes its rows; `None`: the base computes them.
+    /// The place of the adapter that changes its rows; `None`: the base model.
     pub place: Option<u32>,
 }
 
@@ -220,7 +219,7 @@ impl SlotValue {
         Self { slot, value: value.cast_signed() }
     }
 
-    /// The value of `slot` in a column of values, which come in the order of the new slots.
+    /// The value of `slot` in a column of values, which are in the order of the new slots.
     fn take(rest: &mut &[Self], slot: u32) -> Option<u32> {
         let (first, tail) = rest.split_first()?;
         (first.slot == slot).then(|| {
@@ -229,7 +228,7 @@ impl SlotValue {
         })
     }
 
-    /// True if each value is of another one of the new slots, in their order, and at least `least`.
+    /// True if each value belongs to a different new slot, in their order, and is at least `least`.
     fn agree(values: &[Self], slots: &[SlotRecord], least: i32) -> bool {
         let mut slots = slots.iter();
         values
@@ -337,8 +336,8 @@ impl StepPlan {
     }
 
     /// Encodes the plan without the tokens of new slots that have at least `min_tokens` of them.
-    /// `place` gets these tokens and gives their byte offset in the arena. With `None`, because the
-    /// arena is full, they stay in the plan.
+    /// `place` gets these tokens and returns their byte offset in the arena, or `None` if the arena
+    /// is full. Then they stay in the plan.
     ///
     /// # Errors
     /// The frame would be too large for a reader.
@@ -372,7 +371,7 @@ impl StepPlan {
         Self::encode_columns(self.step, columns, out)
     }
 
-    /// True if the columns that go with the slots have the counted lengths, and no other values.
+    /// True if the columns that belong to slots have the right lengths and no superfluous values.
     pub(super) fn slots_agree(&self) -> Result<bool, FrameError> {
         let (mut inline, mut stops, mut biases) = (0_u64, 0_u64, 0_u64);
         for record in &self.slots {

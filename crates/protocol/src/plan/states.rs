@@ -20,12 +20,12 @@ record! {
 }
 
 impl StepPlan {
-    /// Has a slot's states become the content of a state page before the plan's rows are computed.
+    /// Loads a state page's content as a slot's states, before the plan's rows are computed.
     pub fn load_state(&mut self, slot: u32, page: u32) {
         self.state_loads.push(StateCopy { slot, page });
     }
 
-    /// Has a slot's states copied to a state page after the plan's rows were computed.
+    /// Copies a slot's states to a state page, after the plan's rows are computed.
     pub fn save_state(&mut self, slot: u32, page: u32) {
         self.state_saves.push(StateCopy { slot, page });
     }

@@ -6,7 +6,7 @@ use crate::copy::{MAX_WAIT_US, PageCopy, Span};
 
 /// Words of a write into a table of pages.
 pub const PAGE_WRITE_WORDS: usize = PageWrite::WORDS;
-/// The entry of a page table for positions that are on no page of the device.
+/// The page table entry for positions that have no page on the device.
 pub const NO_PAGE: i32 = -1;
 
 record! {
@@ -39,7 +39,7 @@ impl StepPlan {
         self.page_writes.push(PageWrite::new(slot, index, page));
     }
 
-    /// Removes the page at `page_table[slot, index]`. Its positions are then read from the host's
+    /// Removes the page at `page_table[slot, index]`. Its positions are then read from the host
     /// tier.
     pub fn drop_page(&mut self, slot: u32, index: u32) {
         self.page_writes.push(PageWrite { slot, index, page: NO_PAGE });
@@ -51,8 +51,8 @@ impl StepPlan {
         writes.map(|write| (write.slot, write.index, u32::try_from(write.page).ok()))
     }
 
-    /// Sets `host_table[slot, index] = page`. That page is the place of these positions' index
-    /// keys, and of their rows after a save.
+    /// Sets `host_table[slot, index] = page`. That page holds these positions' index keys, and
+    /// their keys and values after a save.
     pub fn write_host(&mut self, slot: u32, index: u32, page: u32) {
         self.host_writes.push(PageWrite::new(slot, index, page));
     }
@@ -62,17 +62,17 @@ impl StepPlan {
         self.host_writes.iter().map(|write| write.parts())
     }
 
-    /// Sets `hot_rows[slot, index] = page`. A slot that has any is sparse until it is written anew.
+    /// Sets `hot_rows[slot, index] = page`. A slot with any is sparse until it is written again.
     pub fn write_hot_rows(&mut self, slot: u32, index: u32, page: u32) {
         self.hot_rows.push(PageWrite::new(slot, index, page));
     }
 
-    /// The writes of tables of hot rows: slot, index, page.
+    /// The writes to the tables of hot rows: slot, index, page.
     pub fn hot_rows(&self) -> impl ExactSizeIterator<Item = (u32, u32, u32)> + '_ {
         self.hot_rows.iter().map(|write| write.parts())
     }
 
-    /// Sets `window_table[slot, index] = page`. Layers with a window have these positions there.
+    /// Sets `window_table[slot, index] = page`, where layers with a window have these positions.
     pub fn write_window(&mut self, slot: u32, index: u32, page: u32) {
         self.window_writes.push(PageWrite::new(slot, index, page));
     }
@@ -96,8 +96,8 @@ impl StepPlan {
             .any(|writes| !writes.is_empty())
     }
 
-    /// Removes the writes into a slot's tables of pages, and the load of its states. Its request
-    /// has no row in the plan.
+    /// Removes the writes to a slot's page tables, and the load of its states. Its request must
+    /// have no row in the plan.
     pub fn forget_slot(&mut self, slot: u32) {
         let tables = [
             &mut self.page_writes,
@@ -148,7 +148,8 @@ impl StepPlan {
         self.wait_us = None;
     }
 
-    /// The longest wait of the plan's result for copies, in microseconds; 0: it does not wait.
+    /// The longest time that the plan's result waits for copies, in microseconds; 0: it does not
+    /// wait.
     #[must_use]
     pub fn wait_us(&self) -> u32 {
         self.wait_us.unwrap_or(0)

@@ -164,7 +164,7 @@ fn what_is_not_known_is_refused() {
     assert_eq!(refused(&|plan| plan.rows[0].flags |= 8), flags);
     assert_eq!(refused(&|plan| plan.rows[0].flags = FLAG_SAMPLE | FLAG_POOL), flags);
     let disagree = Some(FrameError::Malformed("plan columns disagree"));
-    // The row computes positions 0 and 1, and so the log-probabilities of the tokens after them.
+    // The row computes positions 0 and 1, and so the log-probabilities of the two following tokens.
     let wants = |wants: &[[i32; 4]]| bytemuck::cast_slice(wants).to_vec();
     assert_eq!(refused(&|plan| plan.prompt_logprobs = wants(&[[0, 1, 2, 20]])), None);
     let wrong =
