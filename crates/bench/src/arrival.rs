@@ -19,15 +19,15 @@ pub enum RampUp {
     Exponential,
 }
 
-/// Flags that set the times at which requests are sent.
+/// Flags about when requests are sent.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Arrivals")]
 pub struct ArrivalArgs {
     /// Requests per second; inf sends all at once.
     #[arg(long, value_name = "RPS", default_value = "inf", value_parser = rate)]
     pub request_rate: f64,
-    /// Shape of the gamma distribution of the gaps: 1 is a Poisson process, less is burstier, more
-    /// is steadier.
+    /// Shape of the gamma distribution of the gaps: 1 is a Poisson process, smaller is burstier,
+    /// larger is steadier.
     #[arg(long, value_name = "SHAPE", default_value_t = 1.0, value_parser = positive)]
     pub burstiness: f64,
     /// Equal gaps at --request-rate, nothing random.
@@ -64,18 +64,18 @@ pub struct ArrivalArgs {
 /// The time to send each of `items`, from the start of the run. Times never decrease, and are all
 /// zero for an infinite rate.
 ///
-/// A rate is met exactly, as in `vllm bench serve`. The gaps are drawn, and then all are scaled so
-/// that the last of `n` requests is sent at `n / rate`. The gaps are those of a Poisson process
-/// whose `n`-th arrival is known. Two runs at one rate then offer the same load with any seed. A
-/// ramp is not scaled. The first request waits for its gap, too.
+/// A rate is met exactly, as in `vllm bench serve`. Random gaps are scaled so that the last of `n`
+/// requests is sent at `n / rate`, like a Poisson process with a known `n`-th arrival. So two runs
+/// at the same rate offer the same load with any seed. A ramp is not scaled. The first request
+/// waits for its gap, too.
 ///
-/// With a ramp, each gap is drawn for a rate of its own. The rate of request `i` of `n` is `i / (n
-/// - 1)` of the way from the first rate to the last. It is a function of the request and not of the
-/// time, as in `vllm bench serve`.
+/// With a ramp, each gap has a rate of its own. The rate of request `i` of `n` is `i / (n
+/// - 1)` of the way from the first rate to the last. It depends on the request and not on the time,
+///   as in `vllm bench serve`.
 ///
 /// # Errors
-/// The flags ask for a trace's times with a dataset that has none, or the schedule is longer than a
-/// [`Duration`] can be.
+/// The flags require a trace's times but the dataset has none, or the schedule exceeds a
+/// [`Duration`].
 pub fn schedule(
     args: &ArrivalArgs,
     seed: u64,
@@ -91,7 +91,7 @@ pub fn schedule(
     }
 
     let mut generator = generator(seed, Purpose::Arrivals, 0);
-    // Scaled by the rate at each request, so that one distribution of mean 1 serves them all.
+    // Each gap is scaled by the rate at its request, so one distribution of mean 1 is enough.
     let unit = Gamma::new(args.burstiness, 1.0 / args.burstiness)
         .context("--burstiness is out of the range of the gamma distribution")?;
     let mut now = 0.0;
@@ -114,7 +114,7 @@ pub fn schedule(
 /// Scales the arrivals so that the last is at `count / rate`.
 fn rescale(seconds: &mut [f64], rate: f64) {
     let Some(&last) = seconds.last() else { return };
-    // Very bursty gaps can all be too small for a float; then there is nothing to scale.
+    // Very bursty gaps can all be too small for a float, which leaves nothing to scale.
     if last > 0.0 {
         let factor = seconds.len() as f64 / rate / last;
         seconds.iter_mut().for_each(|at| *at *= factor);

@@ -14,7 +14,7 @@ pub(crate) fn own() -> Duration {
     Duration::new(u64::try_from(time.tv_sec).unwrap_or(0), u32::try_from(time.tv_nsec).unwrap_or(0))
 }
 
-/// A process as /proc shows it; times in the kernel's clock ticks.
+/// A process as in /proc, with times in clock ticks.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 struct Process {
     name: String,
@@ -40,10 +40,10 @@ impl Trees {
     }
 
     /// The CPU time of each process since `self` was taken, most first. A process that started
-    /// since is counted whole. The time of a process that ended is its parent's, if the parent
+    /// since counts completely. The time of an ended process counts for its parent, if the parent
     /// waited for it.
     pub(crate) fn used_since(&self) -> Vec<ProcessCpu> {
-        // A process whose parent ended has left the tree, but not our sight.
+        // A process whose parent has ended is no longer below it, but is still counted.
         let known: Vec<u32> = self.roots.iter().chain(self.processes.keys()).copied().collect();
         let now = below(&scan(Path::new("/proc")), &known);
         self.difference(&now, rustix::param::clock_ticks_per_second())

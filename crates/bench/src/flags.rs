@@ -1,4 +1,4 @@
-//! The flags of `forebay bench serve`: the names of `bench_serving` and `vllm bench serve`.
+//! The flags of `forebay bench serve`, named as in `bench_serving` and `vllm bench serve`.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -40,29 +40,29 @@ pub struct ServeArgs {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Requests")]
 pub struct RequestFlags {
-    /// The model [default: the first that the server lists].
+    /// Model [default: the first that the server lists].
     #[arg(long)]
     pub model: Option<String>,
-    /// Name of the model in requests, if it is not MODEL.
+    /// Name of the model in requests, if it differs from MODEL.
     #[arg(long, value_name = "NAME")]
     pub served_model_name: Option<String>,
-    /// A model or a tokenizer.json to count tokens with [default: the model].
+    /// Model or tokenizer.json whose tokenizer counts tokens [default: the model].
     #[arg(long, value_name = "NAME")]
     pub tokenizer: Option<String>,
-    /// Let answers end at an end-of-sequence token; without this, only at their length.
+    /// Let answers end at an end-of-sequence token. Without the flag they end only at their length.
     #[arg(long)]
     pub disable_ignore_eos: bool,
     /// Ask for answers in one piece.
     #[arg(long)]
     pub disable_stream: bool,
-    /// Ask OpenAI's routes for the token count in every event, for exact times if chunks hold
+    /// Request the token count in every event from OpenAI routes, for exact times if chunks hold
     /// several tokens.
     #[arg(long, conflicts_with = "disable_stream")]
     pub continuous_usage: bool,
     /// Sampling temperature; 0 is greedy.
     #[arg(long, default_value_t = 0.0)]
     pub temperature: f64,
-    /// Fields to add to every request, or to replace fields of it.
+    /// Fields to add to every request, or to replace in it.
     #[arg(long, alias = "extra-body", value_name = "JSON", value_parser = object)]
     pub extra_request_body: Option<Map<String, Value>>,
     /// Timeout of a request in seconds.
@@ -74,19 +74,19 @@ pub struct RequestFlags {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Run")]
 pub struct RunFlags {
-    /// The largest number of requests under way at once; without --request-rate a closed loop.
+    /// Largest number of requests in flight. Without --request-rate this makes a closed loop.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub max_concurrency: Option<u32>,
-    /// Requests to send before the run: the first prompt, for at most 32 tokens.
+    /// Number of warm-up requests before the run: the first prompt, for at most 32 tokens.
     #[arg(long, visible_alias = "num-warmups", value_name = "N", default_value_t = 1)]
     pub warmup_requests: u32,
     /// Seed of the dataset and the arrivals.
     #[arg(long, default_value_t = 42)]
     pub seed: u64,
-    /// Ask the server to forget its cached prefixes after the warm-up (POST /flush_cache).
+    /// Make the server drop its cached prefixes after the warm-up (POST /flush_cache).
     #[arg(long)]
     pub flush_cache: bool,
-    /// Seconds to wait for the server to answer before the warm-up.
+    /// Seconds to wait for the server before the warm-up.
     #[arg(
         long,
         visible_alias = "ready-check-timeout-sec",
@@ -101,11 +101,11 @@ pub struct RunFlags {
     /// Threads that send and receive.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     pub client_threads: u16,
-    /// Let a busy client poll instead of sleeping: chunks are timed up to 0.2 ms more precisely,
-    /// for more CPU time.
+    /// Let a busy client poll instead of sleep. Chunks are timed up to 0.2 ms more precisely, for
+    /// more CPU time.
     #[arg(long)]
     pub precise: bool,
-    /// Measure the CPU time of this process and all below it; may be given several times.
+    /// Process whose CPU time is measured, with all processes below it; may be repeated.
     #[arg(long, value_name = "PID", num_args = 1.., value_delimiter = ',')]
     pub server_pid: Vec<u32>,
     /// Show no progress.
@@ -117,17 +117,17 @@ pub struct RunFlags {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Result")]
 pub struct ResultFlags {
-    /// Goals a request has to meet to count for the goodput: ttft, ttft_intended, tpot or e2el, in
+    /// Goals that a request has to meet to count for goodput: ttft, ttft_intended, tpot or e2el, in
     /// milliseconds.
     #[arg(long, value_name = "NAME:MS", num_args = 1.., value_delimiter = ',')]
     pub goodput: Vec<String>,
-    /// File to append the result to, as one line of JSON.
+    /// File to which the result is appended, as one line of JSON.
     #[arg(long, value_name = "FILE")]
     pub output_file: Option<PathBuf>,
     /// Put every request into the file.
     #[arg(long, visible_alias = "save-detailed", requires = "output_file")]
     pub output_details: bool,
-    /// A name for the run, in the file and the report.
+    /// Name for the run, in the file and the report.
     #[arg(long, visible_alias = "tag")]
     pub label: Option<String>,
     /// File to write a page of charts to.
@@ -142,7 +142,6 @@ impl ResultFlags {
     /// The goals by their names, in milliseconds.
     ///
     /// # Errors
-    ///
     /// One of them is not a goal.
     pub(crate) fn goals(&self) -> Result<BTreeMap<String, f64>> {
         self.goodput.iter().flat_map(|text| text.split_whitespace()).map(goal).collect()

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-/// One request, in a form for every kind of server.
+/// A request, in a form that suits every kind of server.
 #[derive(Debug, Clone, PartialEq)]
 pub struct WorkItem {
     /// The prompt.
@@ -11,11 +11,11 @@ pub struct WorkItem {
     pub text_tokens: u32,
     /// Tokens to generate; 0 for embeddings.
     pub output_tokens: u32,
-    /// The time of arrival in a trace, from the trace's start.
+    /// The time of arrival, from the start of the trace.
     pub arrival: Option<Duration>,
 }
 
-/// A prompt in one of the shapes that servers take.
+/// A prompt in one of the forms that servers accept.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Prompt {
     /// Text; chat backends send it as one user message.

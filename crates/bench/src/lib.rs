@@ -1,8 +1,8 @@
-//! The load generator and report, which users know as `bench_serving`, and an accuracy evaluation.
+//! A load generator with reports, like `bench_serving`, and an accuracy evaluation.
 //!
-//! `dataset` makes [`WorkItem`]s, and `arrival` makes the time of each. `client` sends them and
-//! keeps a [`Record`] of each. `summary` makes the table of the records. `output` is the file of a
-//! run, and `report` makes a page of such files.
+//! `dataset` makes [`WorkItem`]s, and `arrival` schedules them. `client` sends them and keeps a
+//! [`Record`] of each. `summary` computes the table from the records. `output` writes the file of a
+//! run, and `report` turns such files into a page.
 //!
 //! ```no_run
 //! use clap::Parser;

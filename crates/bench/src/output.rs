@@ -1,4 +1,4 @@
-//! The file of a run: one JSON object on each line, appended, with the keys of `bench_serving`.
+//! The result file of a run: one JSON object a line, appended, with the keys of `bench_serving`.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -32,7 +32,7 @@ impl From<f64> for Rate {
 impl fmt::Display for Rate {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            // With a decimal point even if it is whole, as Python shows it.
+            // With a decimal point even if it is whole, as Python prints it.
             Self::PerSecond(rate) => write!(out, "{rate:?}"),
             Self::Named(name) => out.write_str(name),
         }
@@ -66,11 +66,11 @@ pub struct Second {
     pub second: u64,
     /// Tokens that came in this second.
     pub output_tokens: u64,
-    /// Requests that were under way at some time in this second.
+    /// Requests that were in flight at some time in this second.
     pub concurrency: u64,
     /// Requests that were sent in this second.
     pub sent: u64,
-    /// Requests that ended in this second, failed ones included.
+    /// Requests that ended in this second, including failed ones.
     pub finished: u64,
     /// Requests that failed in this second.
     pub failed: u64,
@@ -183,11 +183,11 @@ pub struct Settings {
     pub request_rate: Rate,
     /// The shape of the gaps' distribution.
     pub burstiness: f64,
-    /// The largest number of requests under way at once.
+    /// The largest number of requests in flight.
     pub max_concurrency: Option<u64>,
     /// Seed of the dataset and the arrivals.
     pub seed: u64,
-    /// The time at which the run ended, in the form of RFC 3339.
+    /// When the run ended, in RFC 3339 format.
     pub date: String,
     /// Version of this program.
     pub forebay_version: String,
@@ -222,7 +222,7 @@ pub struct Summary {
     pub total_throughput: f64,
     /// The largest number of generated tokens in one second.
     pub max_output_tokens_per_s: f64,
-    /// The largest number of requests under way in one second.
+    /// The largest number of requests in flight in one second.
     pub max_concurrent_requests: u64,
     /// Requests under way, on average.
     pub concurrency: f64,
@@ -243,11 +243,11 @@ pub struct Summary {
     pub histograms: BTreeMap<String, Histogram>,
 }
 
-/// The lateness of the client, and the CPU time of client and server.
+/// How late the client was, and the CPU time of client and server.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Costs {
-    /// Requests that were sent later than planned by more than the threshold, although a place was
-    /// free.
+    /// Requests that were sent later than planned by more than the threshold although they did not
+    /// have to wait for another one.
     pub late_sends: u64,
     /// The threshold.
     pub late_threshold_ms: f64,
@@ -274,7 +274,7 @@ pub struct RunFile {
     /// The measurements of the run's requests.
     #[serde(flatten)]
     pub summary: Summary,
-    /// Tokens of a step of speculative decoding, if the server reports them.
+    /// Tokens per step of speculative decoding, if the server reports them.
     pub accept_length: Option<f64>,
     /// The lateness of the client, and CPU times.
     #[serde(flatten)]
@@ -284,8 +284,7 @@ pub struct RunFile {
     pub details: Option<Details>,
 }
 
-/// All requests of a run, in the order of the dataset. Failed ones are included, and interrupted
-/// ones are not.
+/// All requests of a run, in dataset order, including failed but not interrupted ones.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Details {
     /// Prompt tokens.
@@ -312,7 +311,6 @@ impl RunFile {
     /// Appends the run to a file.
     ///
     /// # Errors
-    ///
     /// The file cannot be written.
     pub fn append(&self, path: &Path) -> Result<()> {
         let mut line = serde_json::to_vec(self).context("the run does not fit in JSON")?;

@@ -3,11 +3,11 @@
 /// One request, from its intended arrival to its end.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Record {
-    /// The planned time of the send. In a closed loop it is the time at which a place became free.
+    /// The planned time of sending. In a closed loop, when another request ended.
     pub intended_us: u64,
     /// The time of the first written byte.
     pub sent_us: u64,
-    /// The time of the last read byte, or of the failure.
+    /// When the last byte was read, or the request failed.
     pub end_us: u64,
     /// Pieces of the answer, each with the time of its read. The first piece with text is the first
     /// token.
@@ -31,7 +31,7 @@ pub struct Chunk {
     pub at_us: u64,
     /// Bytes of text in the chunk.
     pub text_bytes: u32,
-    /// Tokens in the chunk. For servers that do not tell, they are known after the run.
+    /// Tokens in the chunk. If the server does not report them, they are computed after the run.
     pub tokens: u32,
 }
 
@@ -42,6 +42,6 @@ pub enum Outcome {
     #[default]
     Success,
     /// The request failed by an HTTP status other than 200, an error event, or a broken connection.
-    /// The text is for people.
+    /// The text is for display.
     Failed(String),
 }

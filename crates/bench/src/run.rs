@@ -2,8 +2,8 @@
 //! the replies.
 //!
 //! A thread wakes at each intended arrival, since the runtime's own timers are no finer than a
-//! millisecond. With a concurrency, as many tasks take the arrived requests in order, each one at a
-//! time. A place is a task that waits. Without a concurrency, each arrival has a task.
+//! millisecond. With a concurrency limit, that many tasks take arrived requests in order, one at a
+//! time; a waiting task is a free place. Without a limit, each arrival gets its own task.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -39,10 +39,9 @@ pub(crate) struct Work {
 pub(crate) struct Sent {
     /// The place of the request in the list of work.
     pub(crate) index: usize,
-    /// The planned time of the send: the arrival, or without arrivals the time at which a place
-    /// became free.
+    /// The planned time of sending: the arrival, or in a closed loop when a place became free.
     pub(crate) intended_us: u64,
-    /// The time from the moment at which the request had arrived and had a place until its send.
+    /// How long after it had arrived and had a place the request was sent.
     pub(crate) late_us: u64,
     /// The reply to the request.
     pub(crate) reply: Reply,
@@ -59,11 +58,10 @@ pub(crate) struct Driven {
     pub(crate) client_cpu: Duration,
 }
 
-/// A runtime with `threads` threads and nothing to share work among if it is one. Unless it has to
-/// be `precise`, busy threads rest.
+/// A runtime with `threads` threads, without work sharing if there is only one. Unless it has to be
+/// `precise`, busy threads rest.
 ///
 /// # Errors
-///
 /// The system has no thread or no file descriptor left.
 pub(crate) fn runtime(threads: usize, precise: bool) -> Result<tokio::runtime::Runtime> {
     let mut builder = if threads == 1 {
@@ -80,7 +78,7 @@ pub(crate) fn runtime(threads: usize, precise: bool) -> Result<tokio::runtime::R
     builder.enable_all().build().context("cannot start the client")
 }
 
-/// Allows as many open files as this process may allow itself: each request under way has a
+/// Raises the limit on open files as far as allowed, because each request in flight has a
 /// connection.
 pub(crate) fn raise_file_limit() {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
@@ -141,7 +139,7 @@ pub(crate) async fn drive(
 struct Run {
     client: Arc<Client>,
     work: Vec<Work>,
-    /// True if there are no arrival times to keep.
+    /// True if there are no arrival times to follow.
     at_once: bool,
     late_after: Duration,
     clock: Clock,
@@ -154,7 +152,7 @@ impl Run {
     async fn place(self: Arc<Self>, queue: Arc<Mutex<UnboundedReceiver<usize>>>) {
         let mut free_us = 0;
         loop {
-            // The lock is fair, so the place that has waited longest takes the next request.
+            // The lock is fair, so the longest waiting task takes the next request.
             let next = queue.lock().await.recv().await;
             let Some(index) = next else { return };
             free_us = self.send(index, Some(free_us)).await;

@@ -23,7 +23,7 @@ use crate::{arrival, dataset, report, summary};
 
 /// Tokens that a warm-up request generates at most.
 const WARMUP_TOKENS: u32 = 32;
-/// The pause between the warm-up and the run, so that the server is at rest.
+/// The pause between the warm-up and the run, in which the server becomes idle.
 const PAUSE: Duration = Duration::from_secs(1);
 /// The pause between two checks of a server that is not ready.
 const READY_PAUSE: Duration = Duration::from_millis(200);
@@ -32,7 +32,6 @@ const READY_PAUSE: Duration = Duration::from_millis(200);
 /// files.
 ///
 /// # Errors
-///
 /// The server cannot be reached, the dataset cannot be made, a file cannot be written, or no
 /// request succeeded.
 pub fn serve(args: &ServeArgs, finder: &dyn TokenizerFinder) -> Result<()> {
@@ -142,8 +141,8 @@ fn options(args: &ServeArgs, model: &Model) -> RequestOptions {
     }
 }
 
-/// Sends the first request some times at once. Then it flushes the server's cache and pauses, if
-/// the flags ask for that.
+/// Sends the first request several times at once. If the flags say so, then flushes the server's
+/// cache and pauses.
 fn warm_up(
     args: &ServeArgs,
     client: &Arc<Client>,
@@ -185,7 +184,7 @@ fn warm_up(
     Ok(())
 }
 
-/// Turns items into bodies, so that sending one takes no more than writing it.
+/// Turns items into bodies, so that sending a request only writes it.
 fn prepare(
     args: &ServeArgs,
     options: &RequestOptions,

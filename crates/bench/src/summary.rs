@@ -1,8 +1,8 @@
-//! The way from records to the numbers of the table, by the formulas of `bench_serving`.
+//! From records to the numbers of the table, by the formulas of `bench_serving`.
 //!
-//! Known traps of these formulas are avoided. The duration has no housekeeping in it, and gaps and
-//! peaks count tokens and not chunks. The first chunk's tokens count for the peak but give no gap.
-//! All tokens of later chunks give a gap.
+//! Known errors of these formulas are avoided. The duration excludes housekeeping, and gaps and
+//! peaks count tokens rather than chunks. The first chunk's tokens count for the peak but have no
+//! gap. All tokens of later chunks have a gap.
 
 use std::collections::BTreeMap;
 
@@ -134,8 +134,8 @@ fn ms(later_us: u64, earlier_us: u64) -> f64 {
     later_us.saturating_sub(earlier_us) as f64 / 1e3
 }
 
-/// Gaps between tokens in seconds, one for each token after the first chunk's: a chunk of several
-/// tokens gives its gap in equal parts.
+/// Gaps between tokens in seconds, one for each token after the first chunk's: the gap of a chunk
+/// is divided equally among its tokens.
 fn gaps(record: &Record) -> impl Iterator<Item = f64> + '_ {
     let mut last = record.chunks.first().map_or(0, |chunk| chunk.at_us);
     record.chunks.iter().skip(1).filter(|chunk| chunk.tokens > 0).flat_map(move |chunk| {
@@ -148,7 +148,6 @@ fn gaps(record: &Record) -> impl Iterator<Item = f64> + '_ {
 /// Sums up the records of a run; those of `goals` are in milliseconds.
 ///
 /// # Errors
-///
 /// The tokenizer refuses a generated text.
 pub(crate) fn summarise(
     records: &[Record],
@@ -229,11 +228,11 @@ fn distributions(good: &[&Record], times: &[Times]) -> (Latencies, BTreeMap<Stri
 
 /// Edges for a factor of ten.
 const EDGES_A_DECADE: f64 = 20.0;
-/// Smaller values, in milliseconds, are counted as this one: the clock does not tell them apart.
+/// Smaller values count as this one, in milliseconds, because the clock does not distinguish them.
 const SMALLEST_EDGE: f64 = 1e-3;
 
-/// Counts sorted values between edges that lie on the same grid in every run, so that runs can be
-/// drawn over each other.
+/// Counts sorted values between edges on a grid that is the same in every run, so that runs can be
+/// drawn on top of each other.
 fn histogram(sorted: &[f64]) -> Histogram {
     let (Some(&least), Some(&most)) = (sorted.first(), sorted.last()) else {
         return Histogram::default();
@@ -258,7 +257,7 @@ fn timeline(records: &[Record], start: u64, end: u64) -> Vec<Second> {
     let second = |at_us: u64| (at_us.saturating_sub(start) / 1_000_000) as usize;
     let mut line: Vec<Second> =
         (0..=second(end) as u64).map(|second| Second { second, ..Second::default() }).collect();
-    // Starts less ends up to each second; a request counts in the second in which it ends.
+    // Starts minus ends up to each second; a request still counts in the second in which it ends.
     let mut changes = vec![0_i64; line.len() + 1];
     for record in records {
         changes[second(record.sent_us)] += 1;

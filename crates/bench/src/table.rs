@@ -1,4 +1,4 @@
-//! The table of `bench_serving`: its rows, names and order, and further rows of ours.
+//! The table of `bench_serving`, with its rows, names and order, and additional rows.
 
 use std::fmt::{self, Display, Write};
 

@@ -1,4 +1,4 @@
-//! The client's tokenizer: the search for it, and its counts for servers without counts.
+//! The client's tokenizer: how it is found, and its counts for servers that report none.
 
 use anyhow::Result;
 use forebay_text::Tokenizer;
@@ -11,7 +11,6 @@ pub trait TokenizerFinder {
     /// built-in model.
     ///
     /// # Errors
-    ///
     /// The model has no tokenizer, or it cannot be read.
     fn find(&self, name: &str) -> Result<Tokenizer>;
 }
@@ -19,18 +18,16 @@ pub trait TokenizerFinder {
 /// Tokens of `text` by the client's tokenizer, without special ones.
 ///
 /// # Errors
-///
 /// The tokenizer refuses the text.
 pub(crate) fn count(text: &str, tokenizer: &Tokenizer) -> Result<u64> {
     Ok(tokenizer.encode(text, false)?.len() as u64)
 }
 
 /// Divides a record's generated tokens among its chunks if the server did not report them per
-/// chunk. A chunk's share is in proportion to the tokens that the client's tokenizer finds in its
-/// text. The sum is the server's count.
+/// chunk. A chunk's share is proportional to the tokens of its text by the client's tokenizer. The
+/// sum is the server's count.
 ///
 /// # Errors
-///
 /// The tokenizer refuses the text.
 pub(crate) fn guess_chunk_tokens(record: &mut Record, tokenizer: &Tokenizer) -> Result<()> {
     let mut start = 0;
@@ -46,8 +43,8 @@ pub(crate) fn guess_chunk_tokens(record: &mut Record, tokenizer: &Tokenizer) -> 
     Ok(())
 }
 
-/// Whole parts of `total` in proportion to `weights`: the running sums are rounded, so nothing is
-/// lost. The first part is at least 1 if there is anything to share, since a first chunk is a first
+/// Splits `total` into whole parts proportional to `weights`, rounding running sums so that nothing
+/// is lost. The first part is at least 1 unless `total` is 0, since the first chunk has the first
 /// token.
 fn shares(weights: &[u64], total: u32) -> Vec<u32> {
     let sum: u64 = weights.iter().sum();

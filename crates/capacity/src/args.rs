@@ -10,39 +10,38 @@ use crate::images::ImageArgs;
 use crate::pd::PdArgs;
 use crate::sparse::SparseArgs;
 
-/// Flags of `forebay plan`. Those that `serve` has as well mean the same and have the same
-/// defaults.
+/// Flags of `forebay plan`. Those that `serve` also has have the same meaning and defaults.
 #[derive(Debug, Clone, Args)]
 pub struct PlanArgs {
-    /// The traffic: one JSON object a line with timestamp (ms), input_length, output_length and
-    /// hash_ids (Mooncake's format), and images, if it has some: objects with id, position, rows
-    /// and columns.
+    /// Recorded traffic: one JSON object a line with timestamp (ms), input_length, output_length
+    /// and hash_ids (Mooncake's format), and optionally images: objects with id, position, rows and
+    /// columns.
     #[arg(long, value_name = "FILE", required_unless_present = "model")]
     pub trace: Option<PathBuf>,
-    /// The device: a name that `forebay sim profiles` lists, or a TOML file. Its times are those of
-    /// all ranks of a replica together.
+    /// Device: a name that `forebay sim profiles` lists, or a TOML file. Its times are for all
+    /// ranks of a replica together.
     #[arg(long, value_name = "NAME|FILE", required_unless_present = "model")]
     pub sim_profile: Option<String>,
-    /// An objective in milliseconds, such as ttft:500, tpot:30 or e2el:20000. May be repeated.
+    /// Objective in milliseconds, such as ttft:500, tpot:30 or e2el:20000; may be repeated.
     #[arg(long, value_name = "METRIC:MS", required_unless_present = "model", value_parser = Slo::parse)]
     pub slo: Vec<Slo>,
-    /// Compute the memory that the ranks of this model need, instead of simulating a trace; named
-    /// as for `serve`. Its weights need not be on this machine.
+    /// Compute the memory that the ranks of this model need, instead of simulating a trace. The
+    /// model is named as for `serve`, and its weights need not be downloaded.
     #[arg(long, value_name = "MODEL", conflicts_with_all = ["trace", "sim_profile", "slo"])]
     pub model: Option<String>,
-    /// The percentile of each metric that must meet its objective.
+    /// Percentile of each metric that must meet its objective.
     #[arg(long, value_name = "P", default_value_t = 99.0, value_parser = percent)]
     pub slo_percentile: f64,
-    /// Share of requests that must meet all objectives, in place of a percentile of each metric.
+    /// Share of requests that must meet all objectives, instead of a percentile of each metric.
     #[arg(long, value_name = "SHARE", conflicts_with = "slo_percentile", value_parser = share)]
     pub goodput: Option<f64>,
     /// The largest number of replicas to try.
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub max_replicas: u32,
-    /// The policy that chooses a replica for a request.
+    /// Policy that chooses a replica for a request.
     #[arg(long, value_enum, default_value_t)]
     pub router: Router,
-    /// Replay the trace this many times as fast as it was recorded.
+    /// Replay the trace at this multiple of its recorded speed.
     #[arg(long, value_name = "FACTOR", default_value_t = 1.0, value_parser = positive)]
     pub speed: f64,
     /// Only the first requests of the trace.
@@ -51,7 +50,7 @@ pub struct PlanArgs {
     /// Write everything to this file, as JSON.
     #[arg(long, value_name = "FILE")]
     pub output_file: Option<PathBuf>,
-    /// The largest number of requests that run at a time on a replica.
+    /// Largest number of requests that run at a time on a replica.
     #[arg(long, visible_alias = "max-num-seqs", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub max_running_requests: u32,
     /// The largest number of tokens a step.
@@ -60,7 +59,7 @@ pub struct PlanArgs {
     /// Tokens a KV page.
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub page_size: u32,
-    /// The size of a replica's KV pool in tokens [default: the profile's].
+    /// Size of a replica's KV pool in tokens [default: the profile's].
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u64).range(1..))]
     pub max_total_tokens: Option<u64>,
     /// Disable the prefix cache.
@@ -72,13 +71,13 @@ pub struct PlanArgs {
     #[command(flatten)]
     #[allow(missing_docs, reason = "its flags are documented")]
     pub moves: MoveArgs,
-    /// The size of each replica's host tier in GB (10^9 bytes).
+    /// Size of each replica's host tier in GB (10^9 bytes).
     #[arg(long, value_name = "GB", conflicts_with = "hicache_ratio", value_parser = from_zero)]
     pub hicache_size: Option<f64>,
-    /// The size of the host tier, in pages for each page of the device; 0: none.
+    /// Size of the host tier relative to the device's pages; 0: none.
     #[arg(long, value_name = "RATIO", value_parser = from_zero)]
     pub hicache_ratio: Option<f64>,
-    /// The time at which a block is copied to the host tier.
+    /// When blocks are copied to the host tier.
     #[arg(long, value_enum, default_value_t)]
     pub hicache_write_policy: WritePolicy,
     #[command(flatten)]
@@ -90,7 +89,7 @@ pub struct PlanArgs {
     #[command(flatten)]
     #[allow(missing_docs, reason = "its flags are documented")]
     pub images: ImageArgs,
-    /// Steps planned ahead of the one that computes; 0 is the serial loop.
+    /// Number of steps that are planned ahead of the current one; 0: the serial loop.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(0..=1))]
     pub lookahead: u32,
     /// Seed of the jitter.
@@ -98,25 +97,25 @@ pub struct PlanArgs {
     pub seed: u64,
 }
 
-/// Flags of `serve` and `plan` about prompts that are computed beside others.
+/// Flags of `serve` and `plan` about how steps divide prompt tokens.
 #[derive(Debug, Clone, Copy, Args)]
 pub struct ShareArgs {
-    /// Give all prompt tokens of a step to the first prompt in turn. Without this, prompts with
-    /// little left to compute get up to half of them first.
+    /// Give all prompt tokens of a step to the first prompt in turn. Without the flag, prompts with
+    /// little left to compute may get up to half of them first.
     #[arg(long)]
     pub disable_step_shares: bool,
-    /// Target time between two tokens of running requests, in milliseconds: steps take only as many
-    /// prompt tokens as it allows. `auto`: six times a step without prompts, as measured; `off`: no
+    /// Target time between two tokens of running requests, in milliseconds. It limits the prompt
+    /// tokens of a step. `auto`: six times the measured time of a step without prompts. `off`: no
     /// target.
     #[arg(long, value_name = "MS|auto|off", default_value = "auto", value_parser = decode_gap)]
     pub decode_gap_ms: DecodeGap,
 }
 
-/// Flags of `serve`, `plan` and `route` about requests that wait.
+/// Flags of `serve`, `plan` and `route` about waiting requests.
 #[derive(Debug, Clone, Copy, Args)]
 pub struct MoveArgs {
-    /// Do not move queued requests between replicas. Without this one moves, twice at most, where
-    /// that halves the work before its first token.
+    /// Do not move queued requests between replicas. Without the flag a request moves, at most
+    /// twice, if that halves the work before its first token.
     #[arg(long)]
     pub disable_queue_moves: bool,
 }
@@ -131,11 +130,11 @@ pub enum Router {
     /// The replica with the fewest requests.
     LeastLoaded,
     /// The replica with the fewest tokens to compute before this request's first token: those that
-    /// wait there, and the request's own uncached ones.
+    /// wait there, and the request's uncached ones.
     PrefixAware,
 }
 
-/// The time at which a block is copied to the host tier.
+/// When blocks are copied to the host tier.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[value(rename_all = "snake_case")]
@@ -145,7 +144,7 @@ pub enum WritePolicy {
     WriteThrough,
     /// Blocks are copied at their second use.
     WriteThroughSelective,
-    /// Blocks are copied just before the device needs their pages.
+    /// Blocks are copied shortly before the device needs their pages.
     WriteBack,
 }
 
@@ -195,7 +194,7 @@ impl Slo {
     }
 }
 
-/// The goal that a sufficient number of replicas reaches.
+/// The goal that enough replicas reach.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Goal {
     pub(crate) slos: Vec<Slo>,
@@ -206,7 +205,7 @@ pub(crate) struct Goal {
 }
 
 impl PlanArgs {
-    /// The goal that a sufficient number of replicas reaches.
+    /// The goal that enough replicas reach.
     pub(crate) fn goal(&self) -> Goal {
         let (slos, percentile) = (self.slo.clone(), self.slo_percentile);
         Goal { slos, percentile, goodput: self.goodput }

@@ -1,8 +1,8 @@
-//! Groups of requests, by client and by length of the prompt, and the time that each waits for the
+//! Groups requests by client and prompt length, and measures how long each group waits for the
 //! others.
 //!
 //! While a request waits for its first token, its replica computes prompts of others. The mean of
-//! these tokens, by the others' group, shows which group waits for which.
+//! these tokens for each group of the others shows which group waits for which.
 
 use std::collections::BTreeSet;
 
@@ -11,9 +11,9 @@ use serde::Serialize;
 use crate::outcome::Latency;
 use crate::traffic::{Arrival, Traffic};
 
-/// The largest prompts of each class of lengths; longer ones are one more.
+/// The largest prompt length of each class; one more class has the longer ones.
 const CLASSES: [u32; 3] = [1024, 8192, 65_536];
-/// The largest number of groups for which clients count. With more, groups are by length only.
+/// The largest number of groups by client. If there are more, groups are by length only.
 const MOST: usize = 12;
 
 /// The properties that the requests of a group share.
@@ -55,9 +55,10 @@ pub(crate) struct Waits {
     groups: Groups,
     /// By replica and group: prompt tokens computed so far.
     computed: Vec<Vec<u64>>,
-    /// By request: its replica's counts when it came, and its own so far.
+    /// By request: its replica's counts when it arrived, and its own tokens so far.
     since: Vec<(Vec<u64>, u64)>,
-    /// By group and group: tokens of the second while requests of the first waited.
+    /// By pair of groups: tokens of the second that were computed while requests of the first
+    /// waited.
     waited: Vec<Vec<u64>>,
 }
 
@@ -77,7 +78,7 @@ impl Waits {
         self.since[id as usize] = (self.computed[at].clone(), 0);
     }
 
-    /// A replica has computed tokens of a request's prompt.
+    /// Records that a replica has computed tokens of a request's prompt.
     pub(crate) fn prefilled(&mut self, id: u64, at: usize, tokens: u32) {
         self.computed[at][self.groups.of[id as usize]] += u64::from(tokens);
         self.since[id as usize].1 += u64::from(tokens);
@@ -126,13 +127,12 @@ pub(crate) struct GroupOutcome {
     requests: usize,
     /// Time to the first token.
     ttft_ms: Latency,
-    /// By group: the prompt tokens of others that were computed while a request waited for its
-    /// first token, on average.
+    /// By group: the mean number of other requests' prompt tokens that were computed while a
+    /// request waited for its first token.
     waited_for_tokens: Vec<f64>,
 }
 
-/// Prints the groups of an outcome and the time that each waits for the others, if there are
-/// several.
+/// Prints the groups of an outcome, and how long each waits for the others, if there are several.
 pub(crate) fn print(groups: &[GroupOutcome]) {
     if groups.len() < 2 {
         return;

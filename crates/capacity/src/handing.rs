@@ -1,4 +1,4 @@
-//! Requests that leave their prefill replica in a simulation, loans, and pressure back.
+//! Requests that leave their prefill replica in a simulation, loans, and back-pressure.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -57,7 +57,7 @@ impl HandOver {
 }
 
 impl Simulation {
-    /// Hands requests on that have left, takes loans back, and holds prompts back while decode
+    /// Hands on requests that have left, takes loans back, and holds prompts back while decode
     /// replicas are full.
     pub(crate) fn settle(&mut self, now_us: u64) {
         while let Some(handing) = &mut self.handing {
@@ -84,7 +84,7 @@ impl Simulation {
         }
     }
 
-    /// The blocks that another replica lends to a request on its way to the first one.
+    /// Lends blocks of another replica to a request on its way to its replica.
     pub(crate) fn borrow(&mut self, route: &Route) -> Option<Arc<Loan>> {
         let (lender, first) = route.lender?;
         let loan = self.replicas[lender].lend(route.names.get(first..)?)?;

@@ -10,10 +10,9 @@ use serde::Serialize;
 
 use crate::traffic::Traffic;
 
-/// Patches of a position, as in Qwen's vision towers.
+/// Patches in a position, as in Qwen's vision towers.
 const PATCHES: u64 = 4;
-/// The default number of positions of image pages, if the largest image takes less than half of
-/// them.
+/// The default number of image page positions, if twice the largest image is less.
 const USUAL_POOL: u64 = 8192;
 
 /// Flags of images, for a trace that has some.
@@ -22,21 +21,21 @@ pub struct ImageArgs {
     /// Layers of the vision tower.
     #[arg(long, value_name = "N", default_value_t = 27, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub tower_layers: u32,
-    /// Patches times layers of the tower that a step computes at most.
+    /// Largest tower work of a step, in patches times layers.
     #[arg(long, value_name = "N", default_value_t = 40_000, value_parser = clap::value_parser!(u64).range(1..))]
     pub image_budget: u64,
     /// Positions of a replica's image pages [default: twice the largest image, at least 8192].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 30))]
     pub image_pool_tokens: Option<u64>,
-    /// Milliseconds that a thread takes to decode and resize an image.
+    /// Milliseconds for decoding and resizing an image on one thread.
     #[arg(long, value_name = "MS", default_value_t = 20.0, value_parser = crate::args::from_zero)]
     pub image_prepare_ms: f64,
-    /// Threads of a replica that decode and resize images.
+    /// Number of threads of a replica that decode and resize images.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub intake_threads: u32,
 }
 
-/// A replica's means for images: the tower and the threads that prepare images.
+/// How a replica handles images: the tower, and the threads that prepare images.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ImageMeans {
     pub(crate) tower: Tower,
@@ -84,7 +83,7 @@ impl ImageArgs {
     }
 }
 
-/// The intake threads of a replica. Each prepares one image at a time, in the order of the demands.
+/// The intake threads of a replica. Each prepares one image at a time, in order of request.
 #[derive(Debug, Default)]
 pub(crate) struct Intake {
     /// The times at which threads become free, the soonest first.
@@ -94,8 +93,8 @@ pub(crate) struct Intake {
 }
 
 impl Intake {
-    /// Takes an image; gives when it is ready. All take equally long, so that they are ready in
-    /// this order.
+    /// Accepts an image; returns when it is ready. All take equally long, so they are ready in this
+    /// order.
     pub(crate) fn take(&mut self, image: ImageId, now_us: u64, seeing: &ImageMeans) -> u64 {
         let free_us = if self.free_us.len() < seeing.threads as usize {
             now_us

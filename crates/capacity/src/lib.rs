@@ -2,10 +2,10 @@
 //! ranks.
 //!
 //! `simulate` runs the traffic against replicas in virtual time: real schedulers, with a profile's
-//! step times in place of devices. `search` looks for the least number that meets the objectives.
-//! With prefill apart from decode (`pd`, `handing`) it looks for the best split of a number.
-//! `outcome` has the results of one number of replicas, and `report` prints them. `memory` shows
-//! the weights and pages of ranks.
+//! step times in place of devices. `search` finds the smallest number that meets the objectives.
+//! With disaggregated prefill (`pd`, `handing`) it finds the best split of a number. `outcome` has
+//! the results of one number of replicas, and `report` prints them. `memory` computes the weights
+//! and pages of ranks.
 //!
 //! ```
 //! use clap::Parser;
@@ -109,7 +109,7 @@ pub fn plan(args: &PlanArgs, ranks: u32) -> Result<()> {
     Ok(())
 }
 
-/// The outcomes that are tried, printed as they come.
+/// The outcomes tried so far, printed as they come.
 struct Trial<'a> {
     setup: &'a Setup,
     traffic: &'a Traffic,
@@ -133,7 +133,7 @@ impl<'a> Trial<'a> {
     }
 }
 
-/// Tries replicas that do both, and the splits of as many.
+/// Tries unsplit replicas, and splits of the same number.
 fn try_splits(args: &PlanArgs, choice: PdChoice, trial: &mut Trial<'_>) -> Result<()> {
     if trial.setup.seeing.is_some() {
         bail!("--pd: images are not handed on yet, and the trace has some");

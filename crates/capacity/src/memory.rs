@@ -7,9 +7,9 @@ use serde::{Deserialize, Serialize};
 /// The memory of one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankMemory {
-    /// Bytes of its weights in the format of computation.
+    /// Bytes of its weights in the format used for computing.
     pub weight_bytes: u64,
-    /// Bytes of one page over all layers, of the main part if there is a window part.
+    /// Bytes of a page over all layers, or of the main part if there is a window part.
     pub page_bytes: u64,
     /// The number of pages.
     pub page_count: u32,
@@ -26,7 +26,7 @@ pub struct RankMemory {
     pub state_bytes: u64,
 }
 
-/// The memory of a model that is served by one group of ranks, or by several that are alike.
+/// The memory of a model that is served by one group of ranks, or by several equal groups.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Memory {
     /// The name of the model.
@@ -35,7 +35,7 @@ pub struct Memory {
     pub device: String,
     /// The model's arithmetic.
     pub dtype: String,
-    /// The numbers of keys and values; `None`: those of `dtype`.
+    /// The data type of keys and values; `None`: `dtype`.
     pub kv_cache_dtype: Option<String>,
     /// Tokens of a page.
     pub page_size: u32,
@@ -48,8 +48,8 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// Tokens that each replica has pages for: a rank has pages of its replica's tokens and of no
-    /// others, also in a step group.
+    /// The number of tokens that each replica has pages for. A rank only has pages for its own
+    /// replica's tokens, even in a step group.
     #[must_use]
     pub fn replica_tokens(&self) -> u64 {
         let pages = self.ranks.iter().map(|rank| rank.page_count).min().unwrap_or(0);

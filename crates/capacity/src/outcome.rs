@@ -1,4 +1,4 @@
-//! The outcome of one number of replicas, in the numbers that people ask for.
+//! The outcome for one number of replicas.
 
 use serde::Serialize;
 
@@ -8,8 +8,8 @@ use crate::pd::PdOutcome;
 use crate::simulate::{Life, Run};
 use crate::sparse::SparseOutcome;
 
-/// A latency over all requests, in milliseconds. `None` where it is endless, because too many
-/// requests were refused.
+/// A latency over all requests, in milliseconds. `None`: infinite, because too many requests were
+/// refused.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub(crate) struct Latency {
     /// Half of the requests are at most here.
@@ -38,7 +38,7 @@ pub(crate) struct Outcome {
     pub(crate) met: bool,
     /// Requests that were served.
     pub(crate) completed: usize,
-    /// Requests that alone are larger than the KV pool of a replica. They count as endless.
+    /// Requests that exceed a replica's KV pool even alone. Their latencies count as infinite.
     pub(crate) refused: usize,
     /// Time to the first token.
     pub(crate) ttft_ms: Latency,
@@ -54,7 +54,7 @@ pub(crate) struct Outcome {
     pub(crate) prefix_hit_rate: f64,
     /// The share of the prompt tokens that were found in the host tier; it is part of the hits.
     pub(crate) host_hit_rate: f64,
-    /// The share of the time from the first arrival to the last end for which the devices computed.
+    /// The share of the time from the first arrival to the last end in which the devices computed.
     pub(crate) utilisation: f64,
     /// The largest number of requests that waited at a time at one replica.
     pub(crate) queue_peak: usize,
@@ -74,7 +74,7 @@ pub(crate) struct Outcome {
     pub(crate) mean_tpot_ms: f64,
     /// Sparse decoding.
     pub(crate) sparse: SparseOutcome,
-    /// Requests by client and length, and the time that each group waits for the others.
+    /// Requests by client and length, and how long each group waits for the others.
     pub(crate) groups: Vec<GroupOutcome>,
     /// Disaggregated prefill; absent: each replica does both.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -87,7 +87,7 @@ impl Outcome {
         self.pd.as_ref().map_or(0, |pd| pd.split.prefill)
     }
 
-    /// The better one of two outcomes has the larger score: first by goodput, then by the 90th
+    /// The better of two outcomes has the larger score: first by goodput, then by the 90th
     /// percentile of TTFT.
     pub(crate) fn score(&self) -> (f64, f64) {
         (self.goodput, -self.ttft_ms.p90.unwrap_or(f64::INFINITY))
@@ -174,7 +174,7 @@ fn of_split(run: &Run) -> Option<PdOutcome> {
     })
 }
 
-/// A request's latency; `None` where it has none, because there is no further token.
+/// A request's latency; `None`: it has none, because there is no further token.
 fn latency_ms(life: &Life, metric: SloMetric) -> Option<f64> {
     let ms = |from_us: u64, to_us: u64| (to_us - from_us) as f64 / 1000.0;
     if life.ends == 0 {

@@ -70,37 +70,38 @@ impl FromStr for PdChoice {
 /// Flags of `plan` about disaggregated prefill.
 #[derive(Debug, Clone, Copy, Args)]
 pub struct PdArgs {
-    /// Disaggregated prefill: compares P prefill and D decode replicas with P + D replicas that do
-    /// both. `auto` tries the splits of --max-replicas replicas, and names the one with the highest
+    /// Disaggregated prefill: compare P prefill and D decode replicas with P + D replicas that do
+    /// both. `auto` tries splits of --max-replicas replicas, and reports the one with the highest
     /// goodput. Each replica has a host tier.
     #[arg(long, value_name = "P:D|auto")]
     pub pd: Option<PdChoice>,
-    /// Uncached prompt tokens up to which a decode replica serves a request alone.
+    /// A decode replica serves a request alone if at most this many prompt tokens are not cached
+    /// there.
     #[arg(long, value_name = "TOKENS", requires = "pd", default_value_t = 512)]
     pub pd_local_tokens: u32,
 }
 
-/// The division of simulated replicas. The first `prefill` of them compute prompts.
+/// The split of simulated replicas. The first `prefill` of them compute prompts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Division {
     pub(crate) prefill: u32,
     pub(crate) local_tokens: u32,
 }
 
-/// The outcome of a split, in addition to that of all runs.
+/// The results of a split, besides those of all runs.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct PdOutcome {
     /// The split.
     pub(crate) split: PdSplit,
     /// Requests that a decode replica went on with.
     pub(crate) handed: u64,
-    /// Tokens of the blocks that were lent, to decode replicas and back.
+    /// Tokens of the blocks that were lent to decode replicas and back.
     pub(crate) lent_tokens: u64,
-    /// Times that prefill replicas began to hold prompts back.
+    /// How often prefill replicas began to hold prompts back.
     pub(crate) holds: u64,
     /// Time between the first two tokens of requests that were handed on.
     pub(crate) second_ms: Latency,
-    /// The share of their time for which the prefill replicas computed.
+    /// The share of their time in which the prefill replicas computed.
     pub(crate) prefill_utilisation: f64,
     /// Utilisation of decode replicas.
     pub(crate) decode_utilisation: f64,

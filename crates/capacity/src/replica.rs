@@ -48,7 +48,7 @@ pub(crate) struct Replica {
     /// The largest number of requests that ran at a time.
     pub(crate) running_peak: usize,
     /// The next generated token. Generated tokens count up from the lowest integer, so that they
-    /// are equal to no other token.
+    /// differ from all others.
     next_token: i32,
     plan: StepPlan,
     result: StepResult,
@@ -59,12 +59,12 @@ pub(crate) struct Replica {
     most_moves: u8,
     number: usize,
     page_size: u64,
-    /// Takes loans that came back, with the number of their lender.
+    /// Receives returned loans, with the number of the lender.
     returned: Sender<(usize, LoanId)>,
 }
 
 impl Replica {
-    /// Number `index` of the replicas of `setup`, whose loans come back to `returned`.
+    /// Replica number `index` of `setup`, whose loans are returned through `returned`.
     pub(crate) fn new(
         setup: &Setup,
         index: u32,
@@ -123,7 +123,7 @@ impl Replica {
         }
     }
 
-    /// Takes a request, and blocks that are lent to it.
+    /// Submits a request, perhaps with blocks that are lent to it.
     pub(crate) fn submit(
         &mut self,
         id: u64,
@@ -146,7 +146,7 @@ impl Replica {
         });
     }
 
-    /// Gives away one of the waiting requests, the last one in turn for which it `pays`.
+    /// Gives away a waiting request: the last in turn for which it `pays`.
     pub(crate) fn give(&mut self, pays: impl FnMut(&QueuedRequest<'_>) -> bool) -> Option<Request> {
         let id = self.scheduler.movable().take(LATEST).find(pays)?.id;
         self.alive -= 1;
@@ -187,7 +187,7 @@ impl Replica {
         self.scheduler.take_back(loan);
     }
 
-    /// Admits no request that leaves, or admits them again.
+    /// Stops or resumes admission of requests that leave.
     pub(crate) fn hold_leaving(&mut self, held: bool) {
         self.scheduler.hold_leaving(held);
     }
@@ -228,19 +228,19 @@ impl Replica {
         self.running_peak = self.running_peak.max(stats.running);
     }
 
-    /// Has a needed image prepared. Returns the time at which it is ready.
+    /// Starts preparing a needed image. Returns when it is ready.
     pub(crate) fn prepare(&mut self, image: ImageId, now_us: u64) -> u64 {
         self.seeing.map_or(now_us, |seeing| self.intake.take(image, now_us, &seeing))
     }
 
-    /// The image that was to be ready first is.
+    /// Handles the image that is ready next.
     pub(crate) fn image_is_ready(&mut self) {
         if let Some(image) = self.intake.preparing.pop_front() {
             self.scheduler.image_placed(image, 0);
         }
     }
 
-    /// The time of the end of the oldest step, in microseconds.
+    /// When the oldest step ends, in microseconds.
     pub(crate) fn ends_us(&self) -> Option<u64> {
         self.flights.front().map(|flight| flight.ends_us)
     }

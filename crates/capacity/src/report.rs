@@ -1,4 +1,4 @@
-//! The printed form of a plan, for people and for programs.
+//! Prints a plan, for people and for programs.
 
 use std::path::PathBuf;
 
@@ -13,7 +13,7 @@ use crate::pd::PdSplit;
 use crate::sparse::SparseArgs;
 use crate::traffic::Traffic;
 
-/// The share of busy time below which more devices would not help to meet an objective.
+/// Below this share of busy time, more devices would not help to meet an objective.
 const IDLE: f64 = 0.25;
 
 /// The file of a plan.
@@ -47,8 +47,7 @@ pub(crate) struct PlanFile {
     lookahead: u32,
     router: Router,
     goal: Goal,
-    /// The least number of replicas that meets the goal; `null` if none up to the largest tried
-    /// does.
+    /// The smallest number of replicas that meets the goal; `null` if none of those tried does.
     answer: Option<u32>,
     /// The split with the highest goodput, with disaggregated prefill.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -189,7 +188,7 @@ impl PlanFile {
 /// The best outcome with disaggregated prefill; `None`: none was tried.
 fn best(tried: &[Outcome]) -> Option<&Outcome> {
     let splits = tried.iter().filter(|outcome| outcome.pd.is_some());
-    // Among equals the one with the fewest prefill replicas, which is the first.
+    // Among equals, the first one has the fewest prefill replicas.
     splits.reduce(|best, other| if other.score() > best.score() { other } else { best })
 }
 
@@ -231,14 +230,14 @@ fn goal(goal: &Goal) -> String {
     }
 }
 
-/// Prints a row as soon as it is known.
+/// Prints each row as soon as it is known.
 #[derive(Debug, Default)]
 pub(crate) struct Rows {
     begun: bool,
 }
 
 impl Rows {
-    /// A number of replicas, under a heading if it is the first.
+    /// Prints a number of replicas, after a heading if it is the first.
     pub(crate) fn print(&mut self, outcome: &Outcome) {
         if !std::mem::replace(&mut self.begun, true) {
             println!(

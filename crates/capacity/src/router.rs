@@ -1,4 +1,4 @@
-//! The choice of a replica for a request: a brain's policies, over the same ledger.
+//! Chooses a replica for a request: a brain's policies over the same ledger.
 
 use forebay_balance::{
     Ask, Balancer, Ledger, Method, PrefixIndex, Role, RoleRule, Work, drifted, lender, move_pays,
@@ -14,7 +14,7 @@ use crate::traffic::Arrival;
 pub(crate) struct Routing {
     balancer: Balancer,
     ledger: Ledger,
-    /// The blocks that the replicas hold, for policies that look at them.
+    /// The blocks that the replicas hold, for policies that use them.
     index: Option<PrefixIndex<BlockHash>>,
     page_size: u32,
     /// The role of each replica, with disaggregated prefill.
@@ -28,9 +28,9 @@ pub(crate) struct Route {
     pub(crate) at: usize,
     /// The known names of its blocks.
     pub(crate) names: Vec<BlockHash>,
-    /// True if another replica goes on after its first token.
+    /// True if another replica continues it after its first token.
     pub(crate) leaves: bool,
-    /// The replica that lends it blocks, and the first of them.
+    /// The replica that lends it blocks, and the index of the first of them.
     pub(crate) lender: Option<(usize, usize)>,
 }
 
@@ -63,7 +63,7 @@ impl Routing {
         }
     }
 
-    /// The replica for a request, which counts there from now on.
+    /// Chooses the replica for a request, and counts the request there from now on.
     pub(crate) fn route(&mut self, id: u64, arrival: &Arrival) -> Route {
         let tokens = u64::from(arrival.input);
         let (mut names, mut cached) = (Vec::new(), Vec::new());
@@ -89,7 +89,7 @@ impl Routing {
         Route { at, names, leaves, lender: lender.map(|lender| (lender, first)) }
     }
 
-    /// The decode replica for a request that has left, which counts there from now on.
+    /// Chooses the decode replica for a request that has left, and counts it there from now on.
     pub(crate) fn route_on(&mut self, request: &Request) -> usize {
         let tokens = (request.prompt.len() + request.generated.len()) as u64;
         let lent = request.loan.as_ref().map_or(0, |loan| {
@@ -101,18 +101,19 @@ impl Routing {
             .collect();
         let (ask, roles) = (Ask { tokens, cached: &cached }, &self.roles);
         let open = |at: usize| roles[at].decodes();
-        // There is one at least, and they are the last.
+        // There is at least one, and they come last.
         let at = self.balancer.choose(self.ledger.loads(), open, &ask).unwrap_or(roles.len() - 1);
         self.ledger.sent(request.id, at, Work { prefill: ask.uncached(at), decode: 0 });
         at
     }
 
-    /// The replica with most to compute and the one with least, if requests may move between them.
+    /// The replica with the most to compute and the one with the least, if requests may move
+    /// between them.
     pub(crate) fn drifted(&self) -> Option<(usize, usize)> {
         drifted(self.ledger.loads(), |_| true)
     }
 
-    /// Notes the move of a waiting request, if it pays. False: it stays.
+    /// Records the move of a waiting request, if it pays. False: it stays.
     pub(crate) fn moves(&mut self, from: usize, to: usize, request: &QueuedRequest<'_>) -> bool {
         let held = self.index.as_ref().map(|index| index.lookup(request.names));
         let blocks = held.and_then(|held| held.get(to).copied()).unwrap_or(0);

@@ -1,10 +1,9 @@
-//! The least number of replicas that meets the objectives, and the best split of a number.
+//! Finds the smallest number of replicas that meets the objectives, and the best split of a number.
 
 use std::collections::BTreeMap;
 
-/// The least number from 1 to `most` for which `enough` holds; `None` if it does not hold for
-/// `most`. If `enough` is not monotonic, the result is a number for which it holds and whose
-/// predecessor was tried in vain.
+/// The smallest number from 1 to `most` for which `enough` holds; `None`: it does not hold for
+/// `most`. If `enough` is not monotonic, it holds for the result, and not for the number before it.
 pub(crate) fn least(most: u32, mut enough: impl FnMut(u32) -> bool) -> Option<u32> {
     let (mut failed, mut tried) = (0, 1);
     while !enough(tried) {
@@ -28,11 +27,11 @@ pub(crate) fn least(most: u32, mut enough: impl FnMut(u32) -> bool) -> Option<u3
 
 /// Eighths of the replicas that are tried first.
 const COARSE: u32 = 8;
-/// Splits are not searched more finely than in steps of this part of the replicas.
+/// Splits are not searched in smaller steps than this part of the replicas.
 const FINEST: u32 = 64;
 
-/// The number of prefill replicas, of `replicas` in all, with the largest score among those that
-/// were tried: every eighth, and ever finer around the best. A score is compared field by field.
+/// The number of prefill replicas, of `replicas` in all, with the largest score of those tried:
+/// every eighth, then ever finer around the best. A score is compared field by field.
 pub(crate) fn best_split(replicas: u32, mut score: impl FnMut(u32) -> (f64, f64)) -> u32 {
     let most = replicas - 1;
     let mut scores: BTreeMap<u32, (f64, f64)> = BTreeMap::new();

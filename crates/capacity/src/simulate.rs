@@ -18,8 +18,8 @@ use crate::router::Routing;
 use crate::sparse::SparseOutcome;
 use crate::traffic::{Arrival, Traffic};
 
-/// Pages of the host tier for each of the device, if sparse decoding or disaggregated prefill needs
-/// a tier without a given size.
+/// The default ratio of host pages to the device's pages, if sparse decoding or disaggregated
+/// prefill needs a tier and no size is given.
 const USUAL_RATIO: f64 = 2.0;
 
 /// The settings of every replica, and the routing of requests.
@@ -192,12 +192,12 @@ pub(crate) struct Life {
     pub(crate) last_us: u64,
     /// Tokens generated.
     pub(crate) tokens: u32,
-    /// Terminal events; it is refused if there is none, because it alone is larger than the KV
-    /// pool.
+    /// The number of terminal events; 0: the request was refused, because it exceeds the KV pool
+    /// even alone.
     pub(crate) ends: u32,
     /// The time of the second token.
     pub(crate) second_us: u64,
-    /// True if a decode replica went on with it.
+    /// True if a decode replica continued it.
     pub(crate) handed: bool,
 }
 
@@ -255,8 +255,7 @@ enum Turn {
 pub(crate) struct Simulation {
     pub(crate) replicas: Vec<Replica>,
     pub(crate) routing: Routing,
-    /// The end of the oldest step of each replica that computes, and the images that are being
-    /// prepared.
+    /// When the oldest step of each busy replica ends, and which images are being prepared.
     turns: BinaryHeap<Reverse<(u64, usize, Turn)>>,
     pub(crate) lives: Vec<Life>,
     itl_us: Vec<u32>,
@@ -306,7 +305,7 @@ pub(crate) fn run(setup: &Setup, traffic: &Traffic, replicas: u32) -> Run {
 }
 
 impl Simulation {
-    /// Lets time pass up to `to_us`. A step that ends when a request arrives ends first.
+    /// Advances time to `to_us`. A step that ends when a request arrives ends first.
     fn until(&mut self, to_us: u64) {
         while let Some(&Reverse((now_us, at, turn))) = self.turns.peek() {
             if now_us > to_us {
@@ -345,7 +344,7 @@ impl Simulation {
         }
     }
 
-    /// A request has come, or an image is ready.
+    /// Handles an arrived request or an image that is ready.
     pub(crate) fn feed(&mut self, at: usize, now_us: u64) {
         if self.replicas[at].ends_us().is_some() {
             // Its next event is known already.

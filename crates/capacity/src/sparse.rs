@@ -9,23 +9,23 @@ use serde::Serialize;
 /// Flags of sparse decoding.
 #[derive(Debug, Clone, Args, Serialize)]
 pub struct SparseArgs {
-    /// Keep most KV of a running request in host memory only, if the profile's model has sparse
-    /// attention.
+    /// Keep most KV cache of running requests only in host memory, if the profile's model has
+    /// sparse attention.
     #[arg(long)]
     pub enable_hisparse: bool,
     /// Positions that a sparse request keeps on the device besides its last pages [default: twice
     /// the model's top-k].
     #[arg(long, value_name = "TOKENS", requires = "enable_hisparse", value_parser = clap::value_parser!(u32).range(1..=32_767))]
     pub hot_buffer_tokens: Option<u32>,
-    /// Positions that a row misses in each layer and are copied from host memory [default: the
+    /// Positions that a row misses in each layer, which are copied from host memory [default: the
     /// profile's].
     #[arg(long, value_name = "ROWS", requires = "enable_hisparse")]
     pub miss_rows: Option<u32>,
-    /// Save each page when it is full, or each position by the step that computes it.
+    /// Save whole pages when they are full, or each position in the step that computes it.
     #[arg(long, value_enum, default_value_t)]
     pub kv_save: KvSave,
-    /// Work that waits until saves to the host have ended. behind: none; fence: the rows of the
-    /// next step; inline: the whole next step.
+    /// What waits for saves to the host. `behind`: nothing; `fence`: the rows of the next step;
+    /// `inline`: the whole next step.
     #[arg(long, value_enum, default_value_t)]
     pub kv_save_order: KvSaveOrder,
 }
@@ -41,7 +41,7 @@ pub enum KvSave {
     Token,
 }
 
-/// Work that waits until saves to the host have ended.
+/// What waits for saves to the host.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum KvSaveOrder {

@@ -1,5 +1,5 @@
-//! Comparisons of the simulation with arithmetic by hand, with the real engine, and with rules for
-//! any traffic.
+//! Compares the simulation with calculations by hand, with the real engine, and with rules for any
+//! traffic.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -67,9 +67,9 @@ fn two_requests_take_what_they_take_by_hand() {
         // until 3610; then a row each, 2 tokens, until 4630. The first request has its three
         // tokens, the second its two.
         (0, [(2000, 4630), (3610, 4630)]),
-        // The step after the first is planned before the second request is there, so it has one
-        // row, until 3010. Then 61 tokens until 4620, with which the first request ends, and the
-        // second's last row until 5630.
+        // The second step is planned before the second request arrives, so it has one row, until
+        // 3010. Then 61 tokens until 4620, with which the first request ends, and the second's last
+        // row until 5630.
         (1, [(2000, 4620), (4620, 5630)]),
     ] {
         let setup = Setup { lookahead, ..setup(model) };
@@ -119,8 +119,8 @@ fn images_are_prepared_and_read_before_the_rows_behind_them() {
     // The two tokens before the image take a step. It is ready at 5000; two steps of 1000 +
     // 10 * 4 * 2 read it, the second one with the rows.
     assert_eq!(firsts(1, &[seeing(0, &[0], 7)]), [7160]);
-    // A later request with the same image needs neither its preparation nor the tower, even with
-    // another text in front of it.
+    // A later request with the same image needs neither preparation nor the tower, even with
+    // another text before it.
     assert_eq!(firsts(1, &[seeing(0, &[0], 7), seeing(20_000, &[1], 7)]), [7160, 21_000]);
     // Two images take one thread twice as long, and two threads as long as one.
     let two = [seeing(0, &[0], 7), seeing(0, &[1], 8)];
@@ -333,7 +333,7 @@ proptest! {
     }
 }
 
-/// The TTFT of the requests that `are` of a kind, at a percentile, in milliseconds.
+/// The TTFT of the selected requests at a percentile, in milliseconds.
 fn ttft_ms(run: &Run, traffic: &Traffic, percent: usize, are: impl Fn(&Arrival) -> bool) -> u64 {
     let lives = run.lives.iter().zip(&traffic.arrivals).filter(|(_, arrival)| are(arrival));
     let mut all: Vec<u64> = lives.map(|(life, _)| life.first_us - life.arrived_us).collect();

@@ -1,5 +1,5 @@
-//! A trace in the simulation's form: times, lengths, and tokens that are equal where the trace has
-//! equal names.
+//! A trace in the simulation's form: times, lengths, and tokens that are equal if the trace's names
+//! are equal.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -10,7 +10,8 @@ use forebay_scheduler::{ImageId, PromptImage};
 
 use forebay_bench::dataset::trace::{BLOCK_TOKENS, TraceEntry};
 
-/// Blocks whose tokens have names of their own in the lower half of the 32-bit integers.
+/// The largest number of blocks whose tokens get distinct values in the lower half of the 32-bit
+/// integers.
 const MAX_BLOCKS: u32 = (1 << 31) / BLOCK_TOKENS;
 
 /// A request of the traffic.
@@ -31,8 +32,8 @@ pub(crate) struct Arrival {
 }
 
 impl Arrival {
-    /// The prompt. Token `j` of block `b` is `512 b + j`: equal in equal blocks and in no others,
-    /// and cheaper to make than to keep.
+    /// The prompt. Token `j` of block `b` is `512 b + j`: equal in equal blocks only, and cheaper
+    /// to compute than to store.
     pub(crate) fn prompt(&self) -> Vec<i32> {
         let mut tokens = Vec::with_capacity(self.blocks.len() * BLOCK_TOKENS as usize);
         for &block in &self.blocks {
@@ -55,7 +56,7 @@ impl Traffic {
     /// The first `most` requests of a trace, `speed` times as fast.
     ///
     /// # Errors
-    /// More different blocks than there are names for.
+    /// There are more different blocks than token values.
     pub(crate) fn new(entries: &[TraceEntry], most: Option<u32>, speed: f64) -> Result<Self> {
         let mut numbers: HashMap<u64, u32> = HashMap::new();
         let mut next = 0;

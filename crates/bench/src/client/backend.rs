@@ -1,4 +1,4 @@
-//! The kind of a server: its route, and the body of a request to it.
+//! Kinds of servers: their routes, and the bodies of requests to them.
 
 use anyhow::{Result, bail};
 use bytes::Bytes;
@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 
 use crate::item::{Part, Prompt, WorkItem};
 
-/// A kind of server, by the names that `bench_serving` and `vllm bench serve` give them.
+/// A kind of server, named as in `bench_serving` and `vllm bench serve`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Backend {
     /// Any server with OpenAI's completions route.
@@ -36,7 +36,7 @@ pub enum Backend {
     OpenaiEmbeddings,
 }
 
-/// The form of requests and answers of a route.
+/// The format of a route's requests and answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Dialect {
     /// OpenAI's completions.
@@ -97,25 +97,25 @@ impl Backend {
         }
     }
 
-    /// True if /server_info may tell the accept length of speculative decoding.
+    /// True if /server_info may report the accept length of speculative decoding.
     pub(crate) fn has_server_info(self) -> bool {
         matches!(self, Self::Sglang | Self::SglangOai | Self::SglangOaiChat)
     }
 }
 
-/// The settings that all requests of a run have in common.
+/// The settings that all requests of a run share.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct RequestOptions {
-    /// The name of the model as the server knows it.
+    /// The model's name at the server.
     pub(crate) model: String,
     /// Ask for a stream of events.
     pub(crate) stream: bool,
-    /// Ask for the token count so far in every event of an OpenAI stream.
+    /// Request the token count so far in every event of an OpenAI stream.
     pub(crate) continuous_usage: bool,
     /// Sampling temperature; 0 is greedy.
     pub(crate) temperature: f64,
-    /// Go on after the end-of-sequence token. Left out of the body when false, since not every
-    /// server knows it.
+    /// Continue after the end-of-sequence token. Omitted from the body if false, since not every
+    /// server supports it.
     pub(crate) ignore_eos: bool,
     /// Strings that end the answer.
     pub(crate) stop: Vec<String>,
@@ -124,11 +124,10 @@ pub(crate) struct RequestOptions {
 }
 
 impl RequestOptions {
-    /// The body of the request that asks `backend` for `item`.
+    /// The body of the request to `backend` for `item`.
     ///
     /// # Errors
-    ///
-    /// The route does not take prompts of the item's shape.
+    /// The route does not accept prompts of the item's kind.
     pub(crate) fn body(&self, backend: Backend, item: &WorkItem) -> Result<Bytes> {
         let mut body = match backend.dialect() {
             Dialect::Completions => self.completions(item)?,

@@ -16,18 +16,18 @@ use tokio::net::TcpStream;
 use super::load;
 use super::wire::{self, Head};
 
-/// The number of bytes that are read at once. All connections of a thread read into the same bytes,
-/// which stay in its cache.
+/// The number of bytes that are read at once. All connections of a thread use the same buffer,
+/// which stays in the cache.
 const READ: usize = 64 << 10;
 
 thread_local! {
     static BUFFER: RefCell<Vec<u8>> = RefCell::new(vec![0; READ]);
 }
 
-/// Reads of a connection after which it counts as a long one.
+/// The number of reads after which a connection counts as long.
 const LONG: u32 = 64;
 
-/// One connection; at most one request is under way on it.
+/// A connection, with at most one request in flight.
 pub(super) struct Link {
     stream: TcpStream,
     reads: u32,
@@ -37,7 +37,6 @@ impl Link {
     /// Connects to the first of the addresses that answers.
     ///
     /// # Errors
-    ///
     /// None of them does.
     pub(super) async fn open(addresses: &[SocketAddr]) -> io::Result<Self> {
         let stream = TcpStream::connect(addresses).await?;
@@ -45,8 +44,8 @@ impl Link {
         Ok(Self { stream, reads: 0 })
     }
 
-    /// True if the server has neither closed the connection nor sent unasked bytes, as far as is
-    /// known.
+    /// True if, as far as is known, the server has neither closed the connection nor sent
+    /// unrequested bytes.
     pub(super) fn is_idle(&self) -> bool {
         matches!(self.stream.try_read(&mut [0]), Err(error) if error.kind() == io::ErrorKind::WouldBlock)
     }
@@ -54,7 +53,6 @@ impl Link {
     /// Sends a request and waits for the head of its answer.
     ///
     /// # Errors
-    ///
     /// The connection broke, or the bytes are no answer.
     pub(super) async fn send(mut self, head: Bytes, body: Bytes) -> Result<Answer> {
         self.stream.write_all_buf(&mut head.chain(body)).await?;
@@ -65,7 +63,7 @@ impl Link {
             }
             while let Some((head, length)) = wire::head(&bytes)? {
                 bytes.drain(..length);
-                // Informational responses, such as 103, announce headers of the final one.
+                // Informational responses such as 103 precede the final one.
                 if head.status >= 200 {
                     return Ok(Answer { link: self, head, early: bytes });
                 }
@@ -73,7 +71,7 @@ impl Link {
         }
     }
 
-    /// Reads once, and passes the bytes to `take`; 0 bytes are the end of the connection.
+    /// Reads once, and passes the bytes to `take`; 0 bytes mean the end of the connection.
     async fn read(&mut self, mut take: impl FnMut(&[u8])) -> io::Result<usize> {
         let length = poll_fn(|cx| {
             BUFFER.with_borrow_mut(|buffer| {
@@ -87,10 +85,10 @@ impl Link {
         self.reads = self.reads.saturating_add(1);
         if load::count_read() && self.reads == LONG {
             // The kernel acknowledges every piece that is read, which takes a third of this
-            // program's CPU time on one machine. Let it acknowledge every other piece. A server
-            // that waits for an acknowledgement pauses once, for 40 ms, after which the kernel
-            // returns to its default by itself; hence never at the beginning of a connection, and
-            // only under load.
+            // program's CPU time if the server is on the same machine. This makes it acknowledge
+            // every other piece. A server that waits for an acknowledgement may pause once for 40
+            // ms, after which the kernel returns to its default. So it is only done under load, and
+            // never at the beginning of a connection.
             set_tcp_quickack(&self.stream, false)?;
         }
         Ok(length)
@@ -107,11 +105,10 @@ pub(super) struct Answer {
 }
 
 impl Answer {
-    /// Gives the next bytes of the body to `data`, once or several times; false if there are none
-    /// to come.
+    /// Passes the next bytes of the body to `data`, once or several times; false: the body has
+    /// ended.
     ///
     /// # Errors
-    ///
     /// The connection broke, or ended before the body did.
     pub(super) async fn next(&mut self, mut data: impl FnMut(&[u8])) -> Result<bool> {
         let body = &mut self.head.body;

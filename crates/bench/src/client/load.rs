@@ -1,9 +1,9 @@
-//! A rest for a busy thread, which saves CPU time: after a rest it finds more data at once.
+//! Lets a busy thread rest, which saves CPU time: after a rest it finds more data at once.
 //!
 //! A thread with data from many streams wakes for almost every piece. The wake-up then costs as
-//! much as the read. So under load the thread sleeps for [`REST`] before it waits. Pieces are timed
-//! later by at most that much, which is little compared with the gaps of a server under such load.
-//! With `--precise` no thread ever rests.
+//! much as the read. So under load the thread sleeps for [`REST`] before it waits. Times of pieces
+//! are late by at most that much, which is little compared with the gaps of a server under such
+//! load. With `--precise` no thread ever rests.
 
 use std::cell::RefCell;
 use std::time::{Duration, Instant};
@@ -27,7 +27,7 @@ thread_local! {
 }
 
 impl Load {
-    /// Looks at the reads at the end of a window. True: there were many.
+    /// Evaluates the reads at the end of a window. True: there were many.
     fn look(&mut self, now: Instant) -> bool {
         let elapsed = now.saturating_duration_since(*self.since.get_or_insert(now));
         if elapsed >= WINDOW {

@@ -61,7 +61,7 @@ impl Clock {
     }
 }
 
-/// Counts of a run that others may look at while it goes on.
+/// Counts of a run, which others may read while it goes on.
 #[derive(Debug, Default)]
 pub(crate) struct Live {
     /// Requests that were sent.
@@ -140,10 +140,9 @@ impl Client {
         Ok(())
     }
 
-    /// Asks another route of the server; gives the body of its answer.
+    /// Calls another route of the server; returns the body of its answer.
     ///
     /// # Errors
-    ///
     /// The server does not answer, or not with success.
     pub(crate) async fn call(&self, method: Method, path: &str) -> Result<Vec<u8>> {
         let (status, body) = self.status(method, path).await?;
@@ -153,10 +152,9 @@ impl Client {
         Ok(body)
     }
 
-    /// The first model in the server's list, and its source by the server's statement.
+    /// The first model in the server's list, and its source as the server reports it.
     ///
     /// # Errors
-    ///
     /// The server does not answer, or lists none.
     pub(crate) async fn first_model(&self) -> Result<(String, Option<String>)> {
         let body = self.call(Method::GET, "/v1/models").await?;
@@ -169,7 +167,6 @@ impl Client {
     /// Makes a call as [`Client::call`] does, for any status.
     ///
     /// # Errors
-    ///
     /// The server does not answer.
     pub(crate) async fn status(&self, method: Method, path: &str) -> Result<(u16, Vec<u8>)> {
         let path = self.target.path(path);
@@ -184,8 +181,8 @@ impl Client {
 
     /// Sends a request and waits for the head of its answer.
     ///
-    /// A server may close a connection at the moment of its next use. A request that finds its
-    /// connection broken before any answer is sent a second time, on a new connection.
+    /// A server may close a connection just as it is reused. A request whose connection broke
+    /// before any answer is sent again on a new connection.
     async fn request(&self, method: &Method, path: &str, body: Bytes) -> Result<Answer> {
         let head = self.target.head(method, path, body.len());
         if let Some(link) = self.idle_link()

@@ -1,5 +1,5 @@
-//! The answer to one request. It is kept in a cheap form during the run, and becomes a [`Record`]
-//! after it.
+//! The answer to a request. It is stored cheaply during the run, and converted to a [`Record`]
+//! afterwards.
 
 use serde::Deserialize;
 use serde::de::IgnoredAny;
@@ -24,21 +24,21 @@ pub(crate) struct PlannedRequest {
 /// An answer, as far as it is read.
 #[derive(Debug)]
 pub(crate) struct Reply {
-    /// The time of the first byte of the send, connection set-up included. All times here are
+    /// When the first byte was sent, or the connection set-up began. All times here are
     /// microseconds from the start of the run.
     pub(crate) sent_us: u64,
-    /// The time at which the last byte was read, or the request failed.
+    /// When the last byte was read, or the request failed.
     pub(crate) end_us: u64,
     dialect: Dialect,
-    /// The text between its quotes, with its escapes. `Chunk::text_bytes` counts in it until
+    /// The text as it is between quotes, with escapes. `Chunk::text_bytes` counts its bytes until
     /// [`Reply::into_record`].
     text: Vec<u8>,
     chunks: Vec<Chunk>,
-    /// True if each event has all of the text so far, as from /generate with its default flags.
+    /// True if each event repeats all of the text so far, as /generate does by default.
     whole_text: bool,
     prompt_tokens: Option<u32>,
     completion_tokens: Option<u32>,
-    /// True if every chunk came with the token count so far.
+    /// True if every chunk had the token count so far.
     counted: bool,
     done: bool,
     error: Option<String>,
@@ -103,16 +103,15 @@ impl Reply {
             None => 0,
         };
         let text_bytes = u32::try_from(new).unwrap_or(u32::MAX);
-        // A server that counts in every event may send a token that has no text, such as the end of
-        // sequence.
+        // A server that counts in every event may report a token without text, such as
+        // end-of-sequence.
         if text_bytes > 0 || (tokens > 0 && self.counted && !self.chunks.is_empty()) {
             self.counted &= fields.completion_tokens.is_some();
             self.chunks.push(Chunk { at_us, text_bytes, tokens });
         }
     }
 
-    /// Adds the text of an event, which may be all of the text so far. Returns the number of new
-    /// bytes.
+    /// Adds an event's text, which may be the whole text so far. Returns the number of new bytes.
     fn grow(&mut self, text: &[u8], finished: bool) -> usize {
         if let Some(new) = text.strip_prefix(&self.text[..]) {
             self.text.extend_from_slice(new);
@@ -130,7 +129,7 @@ impl Reply {
         text.len()
     }
 
-    /// The last event has less text: the beginning of a stop string had been streamed.
+    /// Handles a last event with less text: the beginning of a stop string had been streamed.
     fn cut(&mut self, length: usize) {
         self.text.truncate(length);
         let mut left = length;
@@ -141,8 +140,8 @@ impl Reply {
         }
     }
 
-    /// Each text so far began with the one before, but this one does not: these were pieces, not
-    /// whole texts.
+    /// Handles an event whose text does not begin with the one before: these were pieces, not whole
+    /// texts.
     fn restart_as_new(&mut self) {
         let (mut end, mut joined) = (0, Vec::new());
         for chunk in &mut self.chunks {
@@ -154,7 +153,7 @@ impl Reply {
         self.text = joined;
     }
 
-    /// Handles an event of an unusual shape, or a whole answer that is not a stream.
+    /// Handles an event of an unusual shape, or an answer that is not a stream.
     fn document(&mut self, json: &[u8], at_us: u64) {
         let Ok(document) = serde_json::from_slice::<Value>(json) else {
             self.fail(format!("not JSON: {}", excerpt(json)));
@@ -164,7 +163,7 @@ impl Reply {
             self.fail(message);
             return;
         }
-        // /generate answers a list of prompts, even of one, with a list.
+        // /generate answers a list of prompts with a list, even if it has one element.
         let document = document.get(0).unwrap_or(&document);
         let choice = &document["choices"][0];
         let message =
@@ -229,9 +228,9 @@ impl Reply {
         self.error.get_or_insert(message);
     }
 
-    /// The record, and true if the tokens of its chunks are the server's. If not, they are 0,
-    /// unless each chunk has one. An answer without any content is a failure: it has no first token
-    /// whose time could count.
+    /// The record, and true if its chunks have the server's token counts. Otherwise these are 0,
+    /// unless each chunk has one token. An answer without content is a failure, because it has no
+    /// first token to time.
     pub(crate) fn into_record(
         mut self,
         intended_us: u64,
@@ -279,7 +278,7 @@ impl Reply {
     }
 }
 
-/// Gives each chunk its tokens if that needs no guess. True: it did.
+/// Assigns tokens to the chunks, if that is possible without a guess. True: it was.
 fn share_counts(chunks: &mut [Chunk], output_tokens: u32, counted: bool) -> bool {
     if counted {
         let told: u32 = chunks.iter().map(|chunk| chunk.tokens).sum();
@@ -305,7 +304,7 @@ struct EmbeddingUsage {
     prompt_tokens: u32,
 }
 
-/// The text of a message outside its content: names and arguments of calls, and a refusal.
+/// A message's text outside its content: names and arguments of calls, and a refusal.
 fn calls_and_refusal(message: &Value) -> String {
     let calls = message["tool_calls"].as_array().map_or(&[][..], Vec::as_slice);
     let functions = calls.iter().flat_map(|call| [&call["function"], &call["custom"]]);

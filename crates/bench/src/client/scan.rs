@@ -1,9 +1,8 @@
-//! A search for the few fields that matter in an event's JSON, without a document.
+//! Finds the few fields that matter in an event's JSON without parsing it.
 //!
-//! A search for a quoted key is sound in valid JSON. In a string every quote has a backslash before
-//! it. So the bytes `"key"` and a colon are a key. The object of the key is not checked, but the
-//! events of the measured routes have these keys nowhere else. Events of another form are read as
-//! whole documents.
+//! In valid JSON, a quote inside a string follows a backslash, so the bytes `"key"` and a colon are
+//! always a key. Which object has the key is not checked, but the measured routes have these keys
+//! nowhere else. Events of another form are parsed completely.
 
 use std::sync::LazyLock;
 
@@ -21,7 +20,7 @@ static COMPLETION: LazyLock<Finder<'static>> =
 /// The fields of an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Fields<'a> {
-    /// Text between its quotes, with its escapes; a chat delta may have reasoning and content.
+    /// Text between its quotes, with escapes; a chat delta may have reasoning and content.
     pub(super) text: [&'a [u8]; 2],
     /// Prompt tokens, if reported.
     pub(super) prompt_tokens: Option<u32>,
@@ -37,7 +36,7 @@ pub(super) fn completions(event: &[u8]) -> Option<Fields<'_>> {
     Some(with_usage([text, b""], rest))
 }
 
-/// Fields of an event of the chat route; none if it has no delta, or one with more than text in it.
+/// Fields of an event of the chat route; `None`: it has no delta, or more than text in it.
 pub(super) fn chat(event: &[u8]) -> Option<Fields<'_>> {
     let mut rest = after_key(event, &DELTA)?.strip_prefix(b"{")?.trim_ascii_start();
     let mut text: [&[u8]; 2] = [b"", b""];
@@ -61,8 +60,8 @@ pub(super) fn chat(event: &[u8]) -> Option<Fields<'_>> {
     Some(with_usage(text, rest))
 }
 
-/// Fields of an event of /generate; none if it has no text. Its text is either the new or all of
-/// it.
+/// Fields of an event of /generate; `None`: it has no text. The text is either only the new part or
+/// everything so far.
 pub(super) fn generate(event: &[u8]) -> Option<Fields<'_>> {
     let (text, rest) = string(after_key(event, &TEXT)?)?;
     let finished = after_key(rest, &FINISH).is_some_and(|reason| !reason.starts_with(b"null"));
@@ -116,8 +115,8 @@ fn number(bytes: &[u8]) -> Option<u32> {
 
 /// Appends the string whose bytes between the quotes are `raw` to `text`.
 ///
-/// Invalid JSON strings are appended as they are: the text is only for counting tokens and for
-/// people to read.
+/// Invalid JSON strings are appended unchanged: the text is only used for counting tokens and for
+/// display.
 pub(super) fn unescape(raw: &[u8], text: &mut String) {
     if memchr::memchr(b'\\', raw).is_none() {
         text.push_str(&String::from_utf8_lossy(raw));

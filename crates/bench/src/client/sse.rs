@@ -1,12 +1,12 @@
-//! The events of a stream, found in its bytes as they come.
+//! Finds the events of a stream in its bytes as they arrive.
 
 use memchr::memchr;
 
 /// Joins the pieces of a stream of server-sent events and gives the payload of each `data:` line.
 ///
-/// A line that lies within one piece is not copied. The servers measured here send one `data:` line
-/// for each event, so lines are not joined; other fields and comments are skipped. llama.cpp once
-/// sent failures as `error:` lines, which count as payloads too.
+/// A line within one piece is not copied. The measured servers send one `data:` line per event, so
+/// lines are not joined; other fields and comments are skipped. Older llama.cpp servers send
+/// failures as `error:` lines, which count as payloads too.
 #[derive(Debug, Default)]
 pub(crate) struct Lines {
     partial: Vec<u8>,

@@ -23,14 +23,14 @@ pub struct ServerFlags {
     /// The server's host.
     #[arg(long, default_value = "127.0.0.1")]
     pub host: String,
-    /// The server's port [default: the backend's usual one: 30000 SGLang, 8080 llama-server, else
-    /// 8000].
+    /// The server's port [default: the backend's usual one: SGLang 30000, llama-server 8080,
+    /// otherwise 8000].
     #[arg(long)]
     pub port: Option<u16>,
-    /// Send requests to this path, not to the backend's usual one.
+    /// Path to send requests to, instead of the backend's usual one.
     #[arg(long, value_name = "PATH")]
     pub endpoint: Option<String>,
-    /// A header to send with every request; may be given several times.
+    /// Header to send with every request; may be repeated.
     #[arg(long = "header", value_name = "KEY=VALUE", num_args = 1.., value_parser = header)]
     pub headers: Vec<(HeaderName, HeaderValue)>,
     /// Key to send as a bearer token.
@@ -72,7 +72,6 @@ impl Target {
     /// Resolves the server's name.
     ///
     /// # Errors
-    ///
     /// The address is not a plain http one, or its host is not known.
     pub(crate) fn new(flags: &ServerFlags) -> Result<Self> {
         let url = flags.url();
@@ -86,7 +85,7 @@ impl Target {
             .to_socket_addrs()
             .with_context(|| format!("cannot find {host}"))?
             .collect();
-        // Users of OpenAI's own clients write the version into the address.
+        // Users of OpenAI's clients write the version into the address.
         let path = uri.path().trim_end_matches('/');
         let prefix = path.strip_suffix("/v1").unwrap_or(path).to_owned();
         let mut headers = HeaderMap::new();
@@ -124,7 +123,7 @@ impl Target {
     }
 }
 
-/// The headers as they are sent, which a header's value may be only in bytes.
+/// The headers as they are sent. A header's value may contain any bytes.
 fn lines(headers: &HeaderMap) -> Vec<u8> {
     let lines = headers
         .iter()

@@ -1,13 +1,13 @@
 //! HTTP/1.1 for the answers to our requests: the head, and the end of the body.
 //!
-//! This module does not use hyper, because of the CPU time at the rate of a busy server. Hyper's
-//! channel between the connection and the reader, its buffers and their wakers took as much as the
+//! This module replaces hyper in order to save CPU time at the rate of a busy server. Hyper's
+//! channel between connection and reader, with its buffers and wakers, took as much time as the
 //! rest of this program outside the kernel.
 
 use anyhow::{Context, Result, bail};
 use memchr::memchr;
 
-/// A head, or a line in a chunked body, that is longer is not an answer.
+/// A longer head, or line in a chunked body, does not count as an answer.
 const LONGEST: usize = 64 << 10;
 const MOST_HEADERS: usize = 100;
 
@@ -27,7 +27,6 @@ pub(super) struct Head {
 /// Reads the head of an answer. Returns its number of bytes; `None` if more bytes are needed.
 ///
 /// # Errors
-///
 /// The bytes are no answer of HTTP/1.
 pub(super) fn head(bytes: &[u8]) -> Result<Option<(Head, usize)>> {
     let mut headers = [httparse::EMPTY_HEADER; MOST_HEADERS];
@@ -67,11 +66,11 @@ pub(super) fn head(bytes: &[u8]) -> Result<Option<(Head, usize)>> {
     Ok(Some((Head { status, is_stream, keep, body }, length)))
 }
 
-/// The reader of a body: the part that is still to come.
+/// The reader of a body: tracks the part that is still to come.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Body {
     state: State,
-    /// The beginning of a line of a chunked body that was cut.
+    /// The incomplete last line of a chunked body.
     line: Vec<u8>,
 }
 
@@ -81,7 +80,7 @@ enum State {
     Length(u64),
     /// The reader is before a line with a chunk's size.
     Size,
-    /// Within a chunk, with this many bytes to come.
+    /// Inside a chunk, with this many bytes left.
     Chunk(u64),
     /// The reader is before the empty line after a chunk.
     ChunkEnd,
@@ -100,7 +99,6 @@ impl Body {
     /// Parses the next bytes of the connection, and gives those of the body to `data`.
     ///
     /// # Errors
-    ///
     /// The bytes are not a valid chunked body.
     pub(super) fn feed(&mut self, mut bytes: &[u8], mut data: impl FnMut(&[u8])) -> Result<()> {
         while !bytes.is_empty() {
@@ -161,7 +159,7 @@ impl Body {
         self.state == State::Done
     }
 
-    /// True if the body is complete when the connection ends.
+    /// True if the end of the connection ends the body.
     pub(super) fn may_end(&self) -> bool {
         matches!(self.state, State::Done | State::UntilClose)
     }

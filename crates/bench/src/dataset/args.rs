@@ -9,11 +9,12 @@ use super::image::{ImageContent, ImageFormat, Resolution};
 /// The name of a dataset.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum DatasetName {
-    /// Prompts of requested lengths: ShareGPT text if --dataset-path is given, else random words.
+    /// Prompts of the requested lengths: ShareGPT text if --dataset-path is given, otherwise random
+    /// words.
     Random,
     /// Prompts of requested lengths, always of random words.
     RandomIds,
-    /// First turns of ShareGPT conversations, with the lengths that they and their answers have.
+    /// First turns of ShareGPT conversations, with their own lengths and those of their answers.
     Sharegpt,
     /// Chat messages of text and images.
     Image,
@@ -23,7 +24,7 @@ pub enum DatasetName {
     /// Groups of prompts that start alike.
     #[value(alias = "shared-prefix")]
     GeneratedSharedPrefix,
-    /// A recorded trace in Mooncake's format: times, lengths and shared parts.
+    /// A recorded trace in Mooncake's format: times, lengths and shared prefixes.
     #[value(alias = "mooncake")]
     Trace,
     /// A JSONL file of prompts.
@@ -56,13 +57,13 @@ pub struct DatasetArgs {
     /// File of the dataset.
     #[arg(long, value_name = "FILE")]
     pub dataset_path: Option<PathBuf>,
-    /// Requests [default: 1000; trace, custom and shared prefixes: all they have].
+    /// Number of requests [default: 1000; for trace, custom and shared prefixes: all].
     #[arg(long, alias = "num-prompt", value_parser = clap::value_parser!(u32).range(1..))]
     pub num_prompts: Option<u32>,
-    /// Distinct requests; they are repeated in turn up to --num-prompts [default: all distinct].
+    /// Number of distinct requests, repeated in turn up to --num-prompts [default: all distinct].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub unique_requests: Option<u32>,
-    /// Send prompts as token ids: for completions and /generate only.
+    /// Send prompts as token ids (completions and /generate only).
     #[arg(long)]
     pub tokenize_prompt: bool,
     /// Lengths of the random, image and embeddings datasets.
@@ -88,8 +89,7 @@ pub struct DatasetArgs {
     pub custom_output_len: Option<u32>,
 }
 
-/// Lengths that are drawn: uniform integers in `[max(1, floor(LEN * RATIO)), LEN]`, as in
-/// `bench_serving`.
+/// Random lengths: uniform integers in `[max(1, floor(LEN * RATIO)), LEN]`, as in `bench_serving`.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Dataset: random, image, embeddings")]
 pub struct RandomArgs {
@@ -111,8 +111,7 @@ pub struct RandomArgs {
         value_parser = clap::value_parser!(u32).range(1..)
     )]
     pub random_output_len: u32,
-    /// Lengths are drawn uniformly between RATIO times the maximum and the maximum; 1 makes them
-    /// exact.
+    /// Lengths are uniform between RATIO times the maximum and the maximum; 1 makes them exact.
     #[arg(long, visible_alias = "random-range", value_name = "RATIO", default_value_t = 0.0, value_parser = ratio)]
     pub random_range_ratio: f64,
 }
@@ -121,7 +120,7 @@ pub struct RandomArgs {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Dataset: sharegpt")]
 pub struct SharegptArgs {
-    /// Tokens to generate, in place of the length of the answer in the file.
+    /// Number of tokens to generate, instead of the length of the answer in the file.
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     pub sharegpt_output_len: Option<u32>,
     /// Keep every conversation whose prompt and answer fit in this many tokens

@@ -17,7 +17,7 @@ pub(crate) fn read<T: DeserializeOwned>(path: &Path) -> anyhow::Result<Vec<(usiz
     for (index, line) in BufReader::new(file).lines().enumerate() {
         let place = || format!("{}, line {}", path.display(), index + 1);
         let line = line.with_context(place)?;
-        // Some editors begin every file with a mark of its byte order.
+        // Some editors begin files with a byte order mark.
         let line = if index == 0 { line.trim_start_matches('\u{feff}') } else { line.as_str() };
         if !line.trim().is_empty() {
             values.push((index + 1, serde_json::from_str(line).with_context(place)?));

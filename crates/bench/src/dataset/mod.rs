@@ -31,7 +31,7 @@ use sharegpt::Filter;
 use turns::Turns;
 use words::Words;
 
-/// Requests where the dataset has no end of its own.
+/// The number of requests if the dataset is unlimited.
 const REQUESTS: u32 = 1000;
 
 /// Makes the requests of a run. Their number is `--num-prompts` if that is given, except that a
@@ -88,7 +88,7 @@ pub fn load(
     }
 }
 
-/// Refuses flags that the dataset has no use for.
+/// Refuses flags that the dataset does not use.
 fn check(args: &DatasetArgs) -> anyhow::Result<()> {
     use DatasetName::{Embeddings, GeneratedSharedPrefix, Image, RandomIds, Trace};
     let dataset = args.dataset_name;

@@ -1,5 +1,5 @@
-//! Requests of drawn lengths: text, text with images, inputs for embeddings, and prompts that start
-//! alike.
+//! Requests of random lengths: text, text with images, inputs for embeddings, and prompts with a
+//! shared prefix.
 
 use rand::RngExt as _;
 use rand::seq::SliceRandom as _;
@@ -17,7 +17,7 @@ use crate::{Part, Prompt, WorkItem};
 pub(crate) struct Source<'a> {
     /// The tokenizer and its random words.
     pub(crate) words: &'a Words<'a>,
-    /// Turns to make text of; none for random words.
+    /// Turns as a source of text; `None`: random words.
     pub(crate) turns: Option<Turns>,
 }
 
@@ -34,7 +34,7 @@ impl Source<'_> {
     }
 }
 
-/// Lengths of text number `index`: tokens of the prompt and tokens to generate, each uniform in
+/// The lengths of text number `index`: prompt tokens and tokens to generate, each uniform in
 /// `[max(1, floor(most * ratio)), most]`.
 fn lengths(args: &RandomArgs, seed: u64, index: usize) -> (u32, u32) {
     let mut generator = generator(seed, Purpose::Lengths, index as u64);

@@ -1,10 +1,10 @@
-//! Random numbers: the same for the same seed on every machine and with any number of threads.
+//! Random numbers that depend only on the seed, not on the machine or the number of threads.
 
 use rand::SeedableRng as _;
 use rand::rngs::ChaCha12Rng;
 
-/// The purpose of random numbers. Each purpose has its own, so that a flag that changes one does
-/// not change the others.
+/// What random numbers are used for. Each purpose has its own, so that a flag that affects one
+/// purpose does not change the others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Purpose {
     /// Gaps between requests.

@@ -63,7 +63,7 @@ fn parse(json: &[u8]) -> anyhow::Result<Vec<Exchange>> {
     Ok(exchanges)
 }
 
-/// Keeps each exchange as it is read, so that those before an error are not lost.
+/// Stores each exchange as it is read, so that those before an error are not lost.
 struct Exchanges<'a>(&'a mut Vec<Exchange>);
 
 impl<'de> DeserializeSeed<'de> for Exchanges<'_> {
@@ -177,7 +177,7 @@ pub(crate) fn prompts(
     Ok(prompts)
 }
 
-/// The first `count` results, in order, without encoding much more of the file than these need.
+/// The first `count` results, in order, without encoding much more of the file than needed.
 fn first_that_pass<T: Send>(
     exchanges: &[Exchange],
     count: usize,

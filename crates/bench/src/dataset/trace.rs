@@ -1,6 +1,6 @@
 //! Recorded traffic in Mooncake's format: JSONL with `timestamp` in milliseconds, and
-//! `input_length` and `output_length` in tokens. `hash_ids` has a name for each 512 tokens of the
-//! prompt, together with all tokens before them.
+//! `input_length` and `output_length` in tokens. Each of `hash_ids` names 512 tokens of the prompt,
+//! together with all tokens before them.
 
 use std::path::Path;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use super::seed::{Purpose, generator};
 use super::words::{Drawn, Words};
 use crate::WorkItem;
 
-/// Tokens of one hash id. The last hash id of a prompt may stand for fewer.
+/// Tokens of one hash id. The last hash id of a prompt may cover fewer.
 pub const BLOCK_TOKENS: u32 = 512;
 
 /// One request of a trace.
@@ -109,12 +109,12 @@ impl TraceEntry {
 
     /// The time of arrival, from `start_ms`.
     fn arrival(&self, start_ms: f64) -> Duration {
-        // Not negative, as the entries are sorted, and checked not to be too large.
+        // Not negative, because the entries are sorted, and checked not to be too large.
         Duration::from_secs_f64(((self.timestamp_ms - start_ms) / 1000.0).max(0.0))
     }
 
-    /// The words of the prompt: those of each block are drawn by its hash id alone. `index` names a
-    /// prompt that has no hash ids.
+    /// The words of the prompt: those of each block depend only on its hash id. `index` identifies
+    /// a prompt without hash ids.
     fn draw(&self, words: &Words<'_>, seed: u64, index: u64, tokens: u32) -> Drawn {
         let mut drawn = Drawn::with_capacity(tokens as usize);
         if self.hash_ids.is_empty() {

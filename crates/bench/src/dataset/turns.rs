@@ -7,10 +7,10 @@ use rayon::prelude::*;
 use super::sharegpt::Exchange;
 use super::words::{Text, Words};
 
-/// The largest number of random words that take the place of text that cannot be cut.
+/// The largest number of random words that replace text that cannot be cut.
 const MOST_FILLING: usize = 32;
-/// Before they are encoded, turns are cut to this many bytes for each requested token: few tokens
-/// are longer, and some turns are books.
+/// Before encoding, turns are cut to this many bytes per requested token: few tokens are longer,
+/// and some turns are books.
 const BYTES_A_TOKEN: usize = 8;
 
 /// First turns and their tokens.
@@ -66,8 +66,8 @@ impl Turns {
 }
 
 impl Turn {
-    /// Makes `wanted` tokens of the turn's, cut and repeated at joints, so that no text has to be
-    /// encoded again. Random words fill the rest up. `None` if the turn has too few joints.
+    /// Makes `wanted` tokens from the turn's tokens, cut and repeated at joints so that no text has
+    /// to be encoded again. Random words fill the rest. `None` if the turn has too few joints.
     fn joined(
         &self,
         words: &Words<'_>,
@@ -97,7 +97,7 @@ impl Turn {
     }
 }
 
-/// The longest beginning of `text` that is whole characters and at most `bytes` long.
+/// The longest prefix of `text` of whole characters and at most `bytes` bytes.
 fn beginning(text: &str, bytes: usize) -> &str {
     let end = (0..=bytes.min(text.len())).rev().find(|&at| text.is_char_boundary(at));
     &text[..end.unwrap_or(0)]

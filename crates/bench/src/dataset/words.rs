@@ -8,9 +8,10 @@ use rayon::prelude::*;
 
 use crate::Prompt;
 
-/// Fewer words than this would make prompts that repeat themselves.
+/// With fewer words prompts would repeat themselves.
 const FEWEST_WORDS: usize = 8;
-/// Rounds of cutting and encoding again before a text of almost the requested length is accepted.
+/// The number of rounds of cutting and encoding before a text of almost the requested length is
+/// accepted.
 const ROUNDS: usize = 8;
 
 /// A text and its tokens.
@@ -35,14 +36,13 @@ impl Text {
     }
 }
 
-/// A tokenizer, and words that stay one token each at any place in a text.
+/// A tokenizer, and words that are one token each wherever they are in a text.
 ///
 /// A word is lower-case ASCII letters, and it is one token both at the start of a text and after a
-/// space. No token of the vocabulary holds a space after a letter, so no token can reach from one
-/// word into the next. The tokens of a text of words are the tokens of the words: any number of
-/// them can be put together without encoding. A tokenizer without such words (characters, a tiny
-/// vocabulary) gets texts of any of its tokens. They are encoded again and cut until the length is
-/// right.
+/// space. No token of the vocabulary has a space after a letter, so no token spans two words. The
+/// tokens of a text are then the tokens of its words, which can be joined without encoding. A
+/// tokenizer without such words (characters, a tiny vocabulary) gets texts of any of its tokens.
+/// They are encoded again and cut until the length is right.
 #[derive(Debug)]
 pub(crate) struct Words<'t> {
     tokenizer: &'t Tokenizer,
@@ -61,7 +61,7 @@ struct Word {
     id: u32,
 }
 
-/// Words (or tokens) that were drawn: numbers that only [`Words`] can read.
+/// Random words (or tokens), as numbers that only [`Words`] can interpret.
 pub(crate) type Drawn = Vec<u32>;
 
 impl<'t> Words<'t> {
@@ -107,7 +107,7 @@ impl<'t> Words<'t> {
         into.extend((0..count).map(|_| generator.random_range(0..choices)));
     }
 
-    /// The text of drawn words: as many tokens as words, where the tokenizer has words.
+    /// The text of random words: as many tokens as words, if the tokenizer has words.
     ///
     /// # Errors
     /// If the tokenizer cannot encode the text of its own tokens.
@@ -132,18 +132,17 @@ impl<'t> Words<'t> {
         Ok(Text { text, ids })
     }
 
-    /// Draws the tokens of `count` words that stand after another word; `None` if there are no
-    /// words.
+    /// Draws the tokens of `count` words that follow another word; `None` if there are no words.
     pub(crate) fn draw_ids(&self, generator: &mut ChaCha12Rng, count: usize) -> Option<Vec<u32>> {
         let choices = self.words.len();
         let draw = |_| self.words[generator.random_range(0..choices)].id;
         (choices > 0).then(|| (0..count).map(draw).collect())
     }
 
-    /// The places at which the tokens can be taken apart. Before such a place a token ends in an
-    /// ASCII letter. The token after the place is a space and at least one ASCII letter. The texts
-    /// on the two sides encode to the tokens on the two sides, and so does any text that is put
-    /// together at such places. There are none if there are no words.
+    /// The indices at which the tokens can be split: the token before ends in an ASCII letter, and
+    /// the token after is a space and at least one ASCII letter. The texts on the two sides encode
+    /// to the tokens on the two sides, and so does any text that is joined at such places. There
+    /// are none if there are no words.
     pub(crate) fn joints(&self, ids: &[u32]) -> Vec<usize> {
         if self.words.is_empty() {
             return Vec::new();
@@ -176,8 +175,7 @@ impl<'t> Words<'t> {
         Ok(ids.into_iter().map(i32::cast_unsigned).collect())
     }
 
-    /// A text of `wanted` tokens that begins as `source` does, and repeats it where it is too
-    /// short.
+    /// A text of `wanted` tokens that begins like `source`, which is repeated if it is too short.
     ///
     /// Text that is cut does not always encode to the tokens that were kept, so it is encoded
     /// again, and cut or filled up, a few times. [`Text::ids`] is always the text's encoding, also

@@ -1,4 +1,4 @@
-//! The questions, the prompts, and the answers in the model's text.
+//! The questions, the prompts, and finding answers in the model's text.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -6,14 +6,14 @@ use std::path::Path;
 use anyhow::{Context as _, Result, bail, ensure};
 use serde::Deserialize;
 
-/// The strings that end an answer. Without them a model goes on to make up the next question.
+/// The strings that end an answer. Without them models invent the next question.
 pub(super) const STOP: [&str; 3] = ["Question", "Assistant:", "<|separator|>"];
 
 /// A line of a GSM8K file.
 #[derive(Debug, Clone, Deserialize)]
 pub(super) struct Question {
     question: String,
-    /// The way to the answer, and after `####` the answer.
+    /// The reasoning, and after `####` the answer.
     answer: String,
 }
 
@@ -56,7 +56,6 @@ impl Exam {
     /// `examples` with their answers.
     ///
     /// # Errors
-    ///
     /// There are too few examples, a question has no answer, or an example is among the questions.
     pub(super) fn new(
         questions: &[Question],
@@ -91,7 +90,7 @@ impl Exam {
 
 /// The last run of digits in a text without its commas. A sign is ignored, and `3.50` ends with 50,
 /// as in published results. A run with leading zeros is not a number, and ends the search. A run
-/// that is too large for any right answer counts as the largest number.
+/// that is too large for any right answer becomes the largest integer.
 pub(super) fn last_integer(text: &str) -> Option<u64> {
     let text = text.replace(',', "");
     let last = text.rsplit(|c: char| !c.is_ascii_digit()).find(|run| !run.is_empty())?;

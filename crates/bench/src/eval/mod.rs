@@ -1,5 +1,5 @@
 //! An accuracy test of a served model: few-shot GSM8K (Cobbe et al. 2021). Questions are asked and
-//! scored as SGLang's `few_shot_gsm8k` does. One thing differs: the examples come from the training
+//! scored as in SGLang's `few_shot_gsm8k`, except that the examples come from the training
 //! questions, so none of them is scored.
 
 mod exam;
@@ -35,7 +35,7 @@ pub struct Gsm8kArgs {
     /// GSM8K's test questions, a JSON object a line.
     #[arg(long, value_name = "FILE")]
     pub data_path: PathBuf,
-    /// GSM8K's training questions, of which the first are the examples in each prompt.
+    /// GSM8K's training questions; the first ones are the examples in each prompt.
     #[arg(long, value_name = "FILE")]
     pub train_path: PathBuf,
     /// Examples in each prompt.
@@ -50,17 +50,17 @@ pub struct Gsm8kArgs {
     /// The largest number of tokens of an answer.
     #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
     pub max_new_tokens: u32,
-    /// The number of retries of a failed request. A request without a successful try is reported,
-    /// and counts as neither right nor wrong.
+    /// Number of retries of a failed request. A request that never succeeds is reported, and counts
+    /// as neither right nor wrong.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub retries: u32,
     /// Timeout of a request in seconds.
     #[arg(long, value_name = "SECONDS", default_value_t = 21600, value_parser = clap::value_parser!(u64).range(1..))]
     pub timeout: u64,
-    /// Write the numbers and the settings as a JSON object.
+    /// File for the results and the settings, as a JSON object.
     #[arg(long, value_name = "FILE")]
     pub output_file: Option<PathBuf>,
-    /// Write every prompt and answer, a JSON object a line.
+    /// File for every prompt and answer, one JSON object a line.
     #[arg(long, value_name = "FILE")]
     pub raw_result_file: Option<PathBuf>,
     /// The server to ask.
@@ -90,10 +90,8 @@ struct Summary<'a> {
 /// and writes the files.
 ///
 /// # Errors
-///
 /// The question files cannot be used, the server cannot be found, a file cannot be written, or a
-/// request failed. After a failed request, the numbers of the others are printed and written all
-/// the same.
+/// request failed. After a failed request, the numbers of the others are still printed and written.
 pub fn gsm8k(args: &Gsm8kArgs) -> Result<()> {
     let questions = exam::read(&args.data_path)?;
     let examples = exam::read(&args.train_path)?;
@@ -154,7 +152,7 @@ pub fn gsm8k(args: &Gsm8kArgs) -> Result<()> {
     Ok(())
 }
 
-/// Checks before the run that the file can be written, without harm to its content.
+/// Checks before the run that the file can be written, without changing its content.
 fn check_writable(path: &Path) -> Result<()> {
     let mut options = File::options();
     options.create(true).append(true).open(path).with_context(|| cannot_write(path))?;
@@ -172,7 +170,7 @@ struct Run {
     retried: u64,
 }
 
-/// Asks all prompts, `--parallel` at a time, each of them as soon as a place is free.
+/// Asks all prompts, `--parallel` at a time, starting each as soon as another has ended.
 async fn ask(args: &Gsm8kArgs, client: Client, model: &str, prompts: &[String]) -> Result<Run> {
     let options = RequestOptions {
         model: model.to_owned(),

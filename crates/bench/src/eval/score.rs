@@ -45,8 +45,8 @@ impl Answer {
     }
 }
 
-/// The numbers of a run. Shares are of the answered questions: a failed request is not a measure of
-/// the model.
+/// The numbers of a run. Shares refer to answered questions, because a failed request says nothing
+/// about the model.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(super) struct Score {
     /// Questions asked.
@@ -55,7 +55,7 @@ pub(super) struct Score {
     pub(super) failed: usize,
     /// Answers that are right.
     pub(super) correct: usize,
-    /// The share of the answers that are right; none where nothing was answered.
+    /// The share of right answers; `None` if nothing was answered.
     pub(super) accuracy: Option<f64>,
     /// The share of the answers without a number.
     pub(super) invalid: Option<f64>,
@@ -70,7 +70,7 @@ pub(super) struct Score {
 }
 
 impl Score {
-    /// The numbers of `answers`, which took `latency` seconds together.
+    /// The numbers for `answers`, which took `latency` seconds in total.
     pub(super) fn new(answers: &[Answer], latency: f64) -> Self {
         let mut errors = BTreeMap::new();
         for error in answers.iter().filter_map(|answer| answer.error.as_ref()) {

@@ -1,6 +1,6 @@
-//! Axes: the places of values, the marked values, and the form of numbers.
+//! Axes: where values are drawn, which values are marked, and how numbers are printed.
 
-/// A mapping of values to a coordinate, with marks at round values.
+/// Maps values to coordinates, with marks at round values.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Axis {
     logarithmic: bool,
@@ -38,7 +38,7 @@ impl Axis {
         self.high
     }
 
-    /// The coordinate of a value; values beyond the ends are drawn at the end.
+    /// The coordinate of a value; values beyond an end are drawn there.
     pub(super) fn at(&self, value: f64) -> f64 {
         let value = value.clamp(self.low, self.high);
         let share = if self.logarithmic {
@@ -65,7 +65,7 @@ impl Axis {
             .collect()
     }
 
-    /// Round values to mark, at most `most` of them and at least two unless `most` is smaller.
+    /// Round values to mark: at most `most`, and at least two unless `most` is smaller.
     pub(super) fn marks(&self, most: usize) -> Vec<f64> {
         // Within a decade, evenly spaced values are rounder than digits.
         if self.logarithmic && self.high >= 10.0 * self.low {
@@ -110,7 +110,7 @@ impl Axis {
     }
 }
 
-/// The least of 1, 2, 5 times a power of ten that is at least `least`, which is above zero.
+/// The smallest of 1, 2, 5 times a power of ten that is at least `least` (above zero).
 fn round_step(least: f64) -> f64 {
     let power = 10f64.powf(least.log10().floor());
     let factor = least / power;
@@ -118,14 +118,14 @@ fn round_step(least: f64) -> f64 {
     rounded.unwrap_or(10.0) * power
 }
 
-/// A coordinate with a tenth of a unit of precision, as short as it can be written.
+/// A coordinate to a tenth of a unit, as short as possible.
 pub(super) fn coordinate(value: f64) -> String {
     let rounded = (value * 10.0).round() / 10.0;
     // Negative zero would be written with its sign.
     format!("{}", rounded + 0.0)
 }
 
-/// A number for people: about four significant digits, thousands separated, whole numbers whole.
+/// A number for display: about four significant digits, thousands separated, whole numbers whole.
 pub(super) fn plain(value: f64) -> String {
     let size = value.abs();
     let whole = size.fract() == 0.0 && size < 1e15;

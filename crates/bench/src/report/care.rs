@@ -4,7 +4,7 @@ use super::Run;
 use super::axis::{percent, plain};
 use super::chart::letter;
 
-/// Settings that have to be the same in runs that are compared.
+/// Settings that must be equal in runs that are compared.
 const LOAD: [(&str, &str); 9] = [
     ("model", "model"),
     ("dataset_name", "dataset"),
@@ -17,18 +17,18 @@ const LOAD: [(&str, &str); 9] = [
     ("goodput_slos", "goodput limits"),
 ];
 
-/// Lengths that differ by more than this are other work.
+/// Lengths that differ by more than this make the runs' work different.
 const SAME_LENGTH: f64 = 0.01;
 /// The share of late sends above which the schedule counts as missed.
 const KEPT: f64 = 0.01;
-/// A load generator that needs more than this part of the server's CPU may have slowed it down.
+/// A load generator that uses more than this part of the server's CPU time may have slowed it down.
 const LIGHT: f64 = 1.0 / 3.0;
 
-/// The least number of chunks for each token. With fewer, the times between tokens are mostly those
-/// of chunks.
+/// The smallest ratio of chunks to tokens. With fewer chunks, times between tokens are mostly those
+/// between chunks.
 const COARSE: f64 = 0.5;
 
-/// Sentences about failures, late sends, a heavy load generator, and runs that did different work.
+/// Warnings about failures, late sends, a heavy load generator, and runs that did different work.
 pub(super) fn cautions(runs: &[Run]) -> Vec<String> {
     let mut cautions = Vec::new();
     for (index, run) in runs.iter().enumerate() {
@@ -87,7 +87,7 @@ fn of_one(run: &Run) -> Vec<String> {
     what
 }
 
-/// The settings that differ among the runs. A setting that only some runs have is not compared.
+/// The settings that differ between runs. A setting that only some runs have is not compared.
 fn differences(runs: &[Run]) -> Vec<String> {
     let mut differences = Vec::new();
     for (key, name) in LOAD {
@@ -123,7 +123,7 @@ fn differences(runs: &[Run]) -> Vec<String> {
     differences
 }
 
-/// A setting as one text for one meaning: 1.0 is 1.
+/// A setting as text that is equal for equal meanings: 1.0 is 1.
 fn comparable(run: &Run, key: &str) -> Option<String> {
     run.number(key).map(plain).or_else(|| run.setting(key))
 }

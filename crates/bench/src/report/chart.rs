@@ -12,7 +12,7 @@ pub(super) const LEFT: f64 = 52.0;
 /// The right edge of the plot.
 pub(super) const RIGHT: f64 = WIDTH - 16.0;
 
-/// The number of colours in the style sheet. Later runs share the colours, and differ by their
+/// The number of colours in the style sheet. Further runs reuse colours, and differ by their
 /// letter.
 const COLOURS: usize = 8;
 /// The number of dash patterns in the style sheet.
@@ -66,7 +66,7 @@ pub(super) fn vertical_axis(marks: impl IntoIterator<Item = (f64, String)>) -> M
     }
 }
 
-/// Vertical lines from `top` to `bottom` and labels below, at the marks of the horizontal axis.
+/// Vertical lines from `top` to `bottom` with labels below, at the marks of the horizontal axis.
 pub(super) fn horizontal_axis(
     axis: &Axis,
     top: f64,

@@ -12,10 +12,10 @@ const SMALL: f64 = 0.01;
 const LEFT: f64 = 8.0;
 const GROUP: f64 = 26.0;
 const ROW: f64 = 36.0;
-/// Longer names are cut on paper, and whole where pointed at.
+/// Longer names are cut, and shown in full in the tooltip.
 const LONGEST_NAME: usize = 32;
 
-/// The chart, for the runs whose CPU time is known; `None` where it is of none.
+/// The chart, for the runs whose CPU time is known; `None`: there are none.
 pub(super) fn figure(runs: &[Run]) -> Option<Markup> {
     let shown: Vec<(usize, &Run, Vec<Process>)> = runs
         .iter()
@@ -90,7 +90,7 @@ fn bar(index: usize, process: &Process, scale: f64, tells: &str, x: &Axis, y: f6
     }
 }
 
-/// The text about a process: its CPU seconds, its average number of cores, and its time per token.
+/// The text about a process: CPU seconds, average number of cores, and time per token.
 fn tells(run: &Run, process: &Process) -> String {
     let seconds = process.seconds();
     let mut text = format!("{} s", plain(seconds));
@@ -103,14 +103,14 @@ fn tells(run: &Run, process: &Process) -> String {
     text
 }
 
-/// The processes of a run, the server's small ones as one, and the load generator last.
+/// The processes of a run, with the server's small ones combined, and the load generator last.
 fn processes(run: &Run) -> Vec<Process> {
     let mut kept = joined(run.server_processes());
     kept.extend(run.client_process());
     kept
 }
 
-/// The processes, the greatest first, with all small ones as one.
+/// The processes, largest first, with all small ones combined.
 fn joined(mut processes: Vec<Process>) -> Vec<Process> {
     let all: f64 = processes.iter().map(Process::seconds).sum();
     let few = processes.partition_point(|process| process.seconds() >= all * SMALL);
@@ -186,7 +186,7 @@ mod tests {
     fn the_kernel_is_shown_beside_the_user() {
         let value = json!({"server_cpu": [{"pid": 1, "name": "n".repeat(50), "user_seconds": 1, "system_seconds": 3}]});
         let page = figure(&[Run::new("x", value)]).unwrap().into_string();
-        // Four seconds are the whole axis, one is a quarter of it.
+        // The whole axis is four seconds, so one second is a quarter.
         assert!(page.contains("width=\"496\""), "{page}");
         assert!(page.contains("width=\"124\""), "{page}");
         assert!(page.contains("…") && page.contains(&"n".repeat(50)));

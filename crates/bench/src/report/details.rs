@@ -1,5 +1,5 @@
-//! Distributions and timelines from the values of every request. They serve files without
-//! histograms, which other clients write with their option for details.
+//! Distributions and timelines computed from every request's values. They are for files without
+//! histograms, which other clients write with their details option.
 
 use serde_json::Value;
 
@@ -16,7 +16,7 @@ struct Request {
     output_tokens: f64,
 }
 
-/// The values of a metric, in milliseconds; none where the file does not hold them.
+/// The values of a metric, in milliseconds; empty if the file does not have them.
 pub(super) fn milliseconds(value: &Value, metric: &str) -> Vec<f64> {
     let requests = requests(value);
     let seconds: Vec<f64> = match metric {
@@ -58,7 +58,7 @@ pub(super) fn timeline(value: &Value) -> Option<Timeline> {
         for touched in second(sent)..=second(ended) {
             timeline.concurrency[touched] += 1.0;
         }
-        // A gap may have brought several tokens: all that arrived is taken as equally many.
+        // A gap may stand for several tokens; all arrivals are taken to have equally many.
         let tokens = request.output_tokens / (request.gaps.len() + 1) as f64;
         let mut now = sent + request.ttft;
         timeline.output_tokens[second(now)] += tokens;
@@ -70,7 +70,7 @@ pub(super) fn timeline(value: &Value) -> Option<Timeline> {
     Some(timeline)
 }
 
-/// The requests that succeeded; none where lists are missing or of different lengths.
+/// The requests that succeeded; empty if lists are missing or of different lengths.
 fn requests(value: &Value) -> Vec<Request> {
     let list = |key: &str| value.get(key).and_then(numbers);
     let (Some(ttfts), Some(tokens)) = (list("ttfts"), list("output_lens")) else {

@@ -15,11 +15,11 @@ const MIDDLE: f64 = 118.0;
 const CURVE_TOP: f64 = 140.0;
 const BOTTOM: f64 = 310.0;
 const HEIGHT: f64 = 336.0;
-/// Bins of the upper chart; the lower one has a point at each edge and at three places between.
+/// Bins of the upper chart. The lower chart has a point at each edge, and three in between.
 const BINS: usize = 48;
 const POINTS: usize = BINS * 4;
 
-/// The chart, for the runs that have a distribution of `latency`; `None` where none has.
+/// The chart, for the runs that have a distribution of `latency`; `None`: there are none.
 pub(super) fn figure(latency: Latency, runs: &[Run]) -> Option<Markup> {
     let shown: Vec<(usize, &Run, Histogram)> = runs
         .iter()
@@ -72,8 +72,8 @@ pub(super) fn figure(latency: Latency, runs: &[Run]) -> Option<Markup> {
     Some(chart::figure((latency.name, &note), &legend, HEIGHT, &summary(latency, &shown), &content))
 }
 
-/// Dots on the curve at the run's own percentiles, and its letter beside the curve; the run is the
-/// `place`th `of` those shown.
+/// Dots on the curve at the run's own percentiles, and its letter beside the curve. The run is at
+/// index `place` of the `of` runs shown.
 fn markers(
     latency: Latency,
     (index, run, histogram): &(usize, &Run, Histogram),
@@ -81,7 +81,7 @@ fn markers(
     x: &Axis,
     below: &Axis,
 ) -> Markup {
-    // Letters at different heights do not lie on each other where curves do.
+    // Letters at different heights do not overlap even if the curves do.
     let level = 0.2 + 0.6 * (place as f64 + 0.5) / of as f64;
     let at = x.cuts(POINTS).into_iter().find(|&value| histogram.below(value) >= level);
     let (index, letter) = (*index, chart::letter(*index));

@@ -1,10 +1,10 @@
-//! Distributions: the spread of values over bins, and the share below a value.
+//! Distributions: how values spread over bins, and the share below each value.
 
 /// A distribution: `counts[i]` values lie between `edges[i]` and `edges[i + 1]`, in milliseconds.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Histogram {
     edges: Vec<f64>,
-    /// The share of all values below each edge: as many as edges, from 0 to 1.
+    /// The share of all values below each edge, from 0 to 1; one for each edge.
     below: Vec<f64>,
 }
 
@@ -45,8 +45,8 @@ impl Histogram {
         Self::new(edges.collect(), &counts)
     }
 
-    /// Cuts the bin that holds `value` there, knowing the `share` of values below it; does nothing
-    /// where that does not fit the counts. Bins may be wide, percentiles are exact.
+    /// Splits the bin that contains `value`, given the exact `share` of values below it, because
+    /// bins may be wide while percentiles are exact. Does nothing if that contradicts the counts.
     pub(super) fn refine(&mut self, value: f64, share: f64) {
         let after = self.edges.partition_point(|&edge| edge < value);
         let inside = after > 0 && self.edges.get(after).is_some_and(|&edge| edge > value);
@@ -60,7 +60,7 @@ impl Histogram {
         self.below.truncate(end);
     }
 
-    /// The least edge, or a value for it where it is zero and the axis is logarithmic.
+    /// The smallest edge, or a positive replacement if it is zero and the axis logarithmic.
     pub(super) fn low(&self) -> f64 {
         if self.edges[0] > 0.0 { self.edges[0] } else { self.edges[1] / 2.0 }
     }
@@ -70,7 +70,7 @@ impl Histogram {
         self.edges[self.edges.len() - 1]
     }
 
-    /// The share of values below `value`; inside a bin they are taken as evenly spread on a
+    /// The share of values below `value`; within a bin values are assumed to be evenly spread on a
     /// logarithmic scale.
     pub(super) fn below(&self, value: f64) -> f64 {
         let after = self.edges.partition_point(|&edge| edge <= value);

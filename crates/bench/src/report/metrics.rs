@@ -1,5 +1,4 @@
-//! The rows of the comparison, in `bench_serving`'s order, and the meaning of a ratio to the first
-//! run.
+//! The rows of the comparison, in `bench_serving`'s order, and what a ratio to the first run means.
 
 use super::Run;
 
@@ -34,7 +33,7 @@ pub(super) struct Group {
     pub(super) rows: Vec<Row>,
 }
 
-/// A time that is measured of every request or token.
+/// A latency that is measured for every request or token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Latency {
     /// The name of the latency in keys: `mean_{key}_ms`.
@@ -165,7 +164,7 @@ pub(super) enum Verdict {
     None,
 }
 
-/// Ratios this close to one are not called better or worse: repeated runs differ by as much.
+/// Ratios this close to one count as equal, because repeated runs differ by as much.
 pub(super) const SAME: f64 = 0.02;
 
 impl Verdict {
@@ -180,7 +179,7 @@ impl Verdict {
         }
     }
 
-    /// A sign and a word, so that colours are not needed; empty for none.
+    /// A sign and a word, so that colours are not needed; empty if equal.
     pub(super) fn mark(self) -> &'static str {
         match self {
             Self::Better => "▲ better",

@@ -2,11 +2,11 @@
 //!
 //! `read` reads files, and `run` gives names to their values. `histogram` holds a distribution, and
 //! `details` computes the values that other clients' files lack. `metrics` lists the rows, and
-//! `care` the warnings. `distribution`, `timeline` and `cpu` draw with the help of `axis` and
-//! `chart`. `page` joins all of it.
+//! `care` the warnings. `distribution`, `timeline` and `cpu` draw charts with `axis` and `chart`.
+//! `page` combines everything.
 //!
 //! The charts are inline SVG. Their colours come from the page's style sheet, so they follow the
-//! reader's choice of light or dark. Charting crates write their colours into the drawing.
+//! reader's choice of light or dark. Charting crates would fix the colours in the drawing.
 
 mod axis;
 mod care;
@@ -45,24 +45,22 @@ pub struct ReportArgs {
     pub title: String,
 }
 
-/// The heading of a page that is given none.
+/// The default heading of a page.
 const DEFAULT_TITLE: &str = "Serving benchmark";
 
 /// Writes the page about the runs in `args.files`.
 ///
 /// # Errors
-///
 /// A file cannot be read or holds no result, or the page cannot be written.
 pub fn report(args: &ReportArgs) -> anyhow::Result<()> {
     write(&args.output, &args.title, &read::read_all(&args.files)?)
 }
 
 /// Writes the page that compares a run that has just ended with the runs in `compare`. `run` has
-/// the form of a line of a result file. The new run comes last, so ratios are to the first run in
+/// the form of a line of a result file. The new run comes last, so ratios refer to the first run in
 /// `compare`.
 ///
 /// # Errors
-///
 /// A file of `compare` cannot be read or holds no result, or the page cannot be written.
 pub fn report_run(output: &Path, run: Value, compare: &[PathBuf]) -> anyhow::Result<()> {
     let mut runs = read::read_all(compare)?;

@@ -8,7 +8,7 @@ use super::care::cautions;
 use super::metrics::{self, Better, LATENCIES, SAME, Verdict, ratio};
 use super::{chart, cpu, distribution, timeline};
 
-/// Errors of one run that are listed, the most frequent first.
+/// The number of errors listed for a run, the most frequent first.
 const MOST_ERRORS: usize = 20;
 
 const SETTINGS: [(&str, &str); 17] = [
@@ -76,7 +76,7 @@ pub(super) fn page(title: &str, runs: &[Run]) -> String {
     content.into_string()
 }
 
-/// A section, left out where it would be empty.
+/// A section, omitted if it would be empty.
 fn section(id: &str, heading: &str, content: &Markup) -> Markup {
     html! {
         @if !content.0.is_empty() {
@@ -187,7 +187,7 @@ fn head(first: &str, runs: &[Run]) -> Markup {
     }
 }
 
-/// A table that can be scrolled sideways, with the keyboard too.
+/// A table that scrolls sideways, also with the keyboard.
 fn table(name: &str, content: &Markup) -> Markup {
     html! { div class="scroll" role="region" tabindex="0" aria-label=(name) { table { (content) } } }
 }

@@ -1,4 +1,4 @@
-//! The readers of result files: ours, and those of `bench_serving` and `vllm bench serve`.
+//! Reads result files: ours, and those of `bench_serving` and `vllm bench serve`.
 
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,6 @@ use super::Run;
 /// The runs of several files, in order.
 ///
 /// # Errors
-///
 /// A file cannot be read, is not JSON (or JSON values one after the other), or holds something that
 /// is not the result of a serving benchmark.
 pub(super) fn read_all(files: &[PathBuf]) -> anyhow::Result<Vec<Run>> {
@@ -54,7 +53,7 @@ fn parse(text: &str, name: &str) -> anyhow::Result<Vec<Run>> {
     runs.collect()
 }
 
-/// Python writes numbers that JSON does not have: `NaN` becomes `null`, `Infinity` the text `inf`.
+/// Replaces Python's numbers that JSON lacks: `NaN` by `null`, `Infinity` by the text `inf`.
 fn without_python_numbers(text: &str) -> Cow<'_, str> {
     const NAMES: [(&str, &str); 3] =
         [("NaN", "null"), ("-Infinity", "\"-inf\""), ("Infinity", "\"inf\"")];
@@ -80,8 +79,8 @@ fn without_python_numbers(text: &str) -> Cow<'_, str> {
     Cow::Owned(out)
 }
 
-/// Bytes of the JSON string that `text` begins with, quotes included; all of it if it is not
-/// closed.
+/// The length in bytes of the JSON string at the start of `text`, including quotes; all of it if
+/// the string is not closed.
 fn string_length(text: &str) -> usize {
     let mut escaped = false;
     for (index, byte) in text.bytes().enumerate().skip(1) {

@@ -1,5 +1,4 @@
-//! The contents of one run for a page: its numbers by name, histograms, timeline, processes and
-//! errors.
+//! One run's data for a page: its numbers by name, histograms, timeline, processes and errors.
 
 use serde_json::{Map, Value};
 
@@ -14,7 +13,7 @@ pub(super) struct Run {
     value: Value,
 }
 
-/// Names of other clients for our names, which come first.
+/// Other clients' names for our names; ours come first.
 const ALIASES: [(&str, &str); 8] = [
     ("label", "tag"),
     ("model", "model_id"),
@@ -81,7 +80,7 @@ impl Run {
         }
     }
 
-    /// The value under one of the names that `key` has; null is not a value.
+    /// The value under any name that `key` may have; null does not count.
     pub(super) fn get(&self, key: &str) -> Option<&Value> {
         let others = ALIASES.iter().filter(|(name, _)| *name == key).map(|(_, alias)| *alias);
         let renamed = key.replace("e2e_latency_ms", "e2el_ms");
@@ -111,8 +110,8 @@ impl Run {
         }
     }
 
-    /// The distribution of a metric ("ttft", "itl", ...): the file's histogram, or one of the
-    /// values of all requests where the file has these.
+    /// The distribution of a metric ("ttft", "itl", ...): the file's histogram, or one computed
+    /// from the values of all requests if the file has them.
     pub(super) fn histogram(&self, metric: &str) -> Option<Histogram> {
         let stored = self.value.get("histograms").and_then(|all| all.get(format!("{metric}_ms")));
         let mut histogram = match stored {
@@ -137,7 +136,7 @@ impl Run {
         };
         let mut timeline = Timeline::default();
         for row in rows {
-            // A second without a row is a second in which nothing happened.
+            // A second without a row is one in which nothing happened.
             let second = row.get("second")?.as_u64().filter(|&second| second < MOST_SECONDS)?;
             for (series, key) in timeline.series_mut() {
                 series.resize(series.len().max(second as usize + 1), 0.0);
@@ -147,7 +146,7 @@ impl Run {
         (!timeline.output_tokens.is_empty()).then_some(timeline)
     }
 
-    /// The server's processes whose CPU time is known, the greatest first.
+    /// The server's processes whose CPU time is known, the largest first.
     pub(super) fn server_processes(&self) -> Vec<Process> {
         let rows = self.value.get("server_cpu").and_then(Value::as_array);
         let number = |row: &Value, key| row.get(key).and_then(Value::as_f64).unwrap_or(0.0);
@@ -183,7 +182,7 @@ impl Run {
                     map.iter().map(|(text, count)| (text.clone(), count.as_u64().unwrap_or(1))),
                 );
             }
-            // Other clients keep one text for each request, empty where it went well.
+            // Other clients keep one text for each request, empty if it succeeded.
             Some(Value::Array(list)) => {
                 for text in list.iter().filter_map(Value::as_str).filter(|text| !text.is_empty()) {
                     match errors.iter_mut().find(|(known, _)| known == text) {
@@ -199,11 +198,11 @@ impl Run {
     }
 }
 
-/// Percentiles, with the share of values that they bound.
+/// Percentiles, and the share of values below each.
 const SHARES: [(&str, f64); 5] =
     [("median", 0.5), ("p90", 0.9), ("p95", 0.95), ("p99", 0.99), ("max", 1.0)];
 
-/// A day: no run that can be drawn is longer, and a wrong number must not fill the memory.
+/// A day: no run that can be drawn is longer, and a wrong number must not exhaust memory.
 pub(super) const MOST_SECONDS: u64 = 24 * 3600;
 
 impl Timeline {
@@ -226,7 +225,7 @@ impl Process {
     }
 }
 
-/// All of a list's numbers; `None` where one is not a finite number.
+/// All numbers of a list; `None` if one is not a finite number.
 pub(super) fn numbers(list: &Value) -> Option<Vec<f64>> {
     list.as_array()?.iter().map(Value::as_f64).collect()
 }

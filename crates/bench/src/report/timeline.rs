@@ -10,7 +10,7 @@ use super::run::Timeline;
 const TOP: f64 = 10.0;
 const BOTTOM: f64 = 172.0;
 const HEIGHT: f64 = 198.0;
-/// Runs of more seconds are drawn in wider pieces.
+/// Longer runs are drawn in wider pieces, at most this many.
 const PIECES: usize = 180;
 
 /// One chart: its caption, the unit of its values, and its series.
@@ -24,7 +24,7 @@ const KINDS: [Kind; 5] = [
     ("Requests failed", "requests/s", |timeline| &timeline.failed),
 ];
 
-/// All charts, for the runs that have a timeline; empty where none has.
+/// All charts, for the runs with a timeline; empty if there are none.
 pub(super) fn figures(runs: &[Run]) -> Vec<Markup> {
     let shown: Vec<(usize, &Run, Timeline)> = runs
         .iter()
@@ -50,7 +50,7 @@ fn piece_width(seconds: usize) -> usize {
     widths.into_iter().find(enough).unwrap_or_else(|| seconds.div_ceil(PIECES))
 }
 
-/// The mean of each piece of `width` values; of fewer for the last.
+/// The mean of each `width` values; the last piece may have fewer.
 fn means(series: &[f64], width: usize) -> Vec<f64> {
     series.chunks(width).map(|piece| piece.iter().sum::<f64>() / piece.len() as f64).collect()
 }
