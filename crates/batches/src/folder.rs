@@ -24,7 +24,7 @@ impl Kind {
     }
 }
 
-/// The end of a record that is being written, and of a file that is being sent.
+/// The suffix of a record that is being written, and of a file that is being uploaded.
 const UNFINISHED: &str = "part";
 /// Stored files are readable by the server's user only.
 const FOLDER_MODE: u32 = 0o700;
@@ -34,13 +34,14 @@ const FILE_MODE: u32 = 0o600;
 #[derive(Debug)]
 pub(crate) struct Folder {
     root: PathBuf,
-    /// 32 random bytes that make owners' names irreversible: a key cannot be tested against a name.
+    /// 32 random bytes that make owners' names irreversible, so that a key cannot be tested against
+    /// a name.
     pub(crate) salt: [u8; 32],
     _lock: File,
 }
 
 impl Folder {
-    /// Opens or makes the folder, and deletes unfinished files.
+    /// Opens or creates the folder, and deletes unfinished files.
     ///
     /// # Errors
     /// It cannot be written, or another process uses it.
@@ -83,7 +84,7 @@ impl Folder {
         self.root.join(Kind::File.folder()).join(format!("{id}.jsonl"))
     }
 
-    /// The path of a file that is being sent.
+    /// The path of a file that is being uploaded.
     pub(crate) fn unfinished(&self, id: &str) -> PathBuf {
         self.root.join(Kind::File.folder()).join(format!("{id}.{UNFINISHED}"))
     }
@@ -93,7 +94,7 @@ impl Folder {
         private().create_new(true).open(self.unfinished(id))
     }
 
-    /// The file of answers of a batch, which its answers are added to.
+    /// Prepares the file to which a batch's answers are added.
     pub(crate) fn prepare(&self, id: &str) -> io::Result<PathBuf> {
         let path = self.content(id);
         private().create(true).truncate(false).open(&path)?;
@@ -110,7 +111,7 @@ impl Folder {
         fs::rename(unfinished, folder.join(format!("{id}.json")))
     }
 
-    /// The records of a kind. One that cannot be read is left out, and named in the log.
+    /// The records of a kind. One that cannot be read is skipped, and named in the log.
     pub(crate) fn load<T: DeserializeOwned>(&self, kind: Kind) -> io::Result<Vec<T>> {
         let mut records = Vec::new();
         for path in self.paths(kind)? {
@@ -125,7 +126,7 @@ impl Folder {
         Ok(records)
     }
 
-    /// Deletes the contents of files that no record names.
+    /// Deletes file contents that no record names.
     pub(crate) fn delete_unnamed(&self, is_named: impl Fn(&str) -> bool) -> io::Result<()> {
         for path in self.paths(Kind::File)? {
             let is_content = path.extension().is_some_and(|end| end == "jsonl");

@@ -1,4 +1,4 @@
-//! The requests of a file that have no answer yet.
+//! The requests of a file that still need an answer.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Result as IoResult, stdin};
@@ -14,7 +14,7 @@ use crate::line::{BatchLine, LineFault};
 use crate::lines::Lines;
 use crate::names::{BatchNames, LineIdentity, SeenBefore};
 
-/// The name of the input that is read from standard input.
+/// The name that means standard input.
 const STDIN: &str = "-";
 
 /// The numbers of the input so far.
@@ -26,7 +26,7 @@ pub struct InputCounts {
     pub before: AtomicU64,
 }
 
-/// A file that a thread reads ahead by one line.
+/// A file that a thread reads one line ahead.
 #[derive(Debug)]
 pub struct BatchInput {
     lines: Receiver<IoResult<BatchLine>>,
@@ -37,8 +37,8 @@ pub struct BatchInput {
 }
 
 impl BatchInput {
-    /// Opens the file, or standard input. Requests with an answer in `names` are left out. A line
-    /// of more than `longest` bytes is passed over.
+    /// Opens the file, or standard input. Requests with an answer in `names` are skipped, and lines
+    /// of more than `longest` bytes are not read.
     ///
     /// # Errors
     /// It cannot be read.
@@ -93,7 +93,7 @@ impl Reading {
         }
     }
 
-    /// A line as it has to be answered; `None`: it has its answer.
+    /// A line that needs an answer; `None`: it has one.
     fn unanswered(&mut self, mut line: BatchLine) -> Option<BatchLine> {
         let mut answered = false;
         if let Some(name) = &line.name {
@@ -154,7 +154,7 @@ mod tests {
                 (6, None, long)
             ]
         );
-        // The error of the second `a` came before a kill, and the answer of the first did not.
+        // The error of the second `a` was written before a kill, but not the answer of the first.
         let mut names = BatchNames::default();
         names.add_answer(LineIdentity::Line(4));
         names.add_answer(LineIdentity::Line(5));

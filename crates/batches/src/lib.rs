@@ -1,8 +1,8 @@
-//! Files of requests: their lines, their answers, and the batches that a server keeps.
+//! Files of requests: their lines, their answers, and the batches that a server stores.
 //!
-//! [`BatchInput`] reads requests, and [`BatchOutput`] writes answers, which a later run continues.
-//! `forebay run-batch` has both. [`BatchStore`] keeps files and batches on disk for the routes of a
-//! server, and [`run_batches`] computes them. Lines and objects have OpenAI's shapes.
+//! `forebay run-batch` uses [`BatchInput`], which reads requests, and [`BatchOutput`], which writes
+//! answers and can be continued by a later run. [`BatchStore`] keeps files and batches on disk for
+//! a server's routes, and [`run_batches`] computes them. Lines and objects have OpenAI's shapes.
 
 mod folder;
 mod input;
@@ -24,5 +24,5 @@ pub use store::{BatchConfig, BatchStore, NewBatch, Owner, StoreError, Upload};
 
 /// The largest number of bytes of an answer.
 pub const ANSWER: usize = 512 << 20;
-/// The bytes of a line of the output that are not the answer: names, and the text of errors.
+/// The bytes of an output line besides the answer: names, and the text of errors.
 const ENVELOPE: usize = 128 << 20;

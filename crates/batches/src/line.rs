@@ -32,10 +32,10 @@ pub struct BatchRequest {
     pub body: Bytes,
 }
 
-/// The reason why a line has no answer of a server.
+/// Why a line has no answer from a server.
 #[derive(Debug, PartialEq)]
 pub struct LineFault {
-    /// For programs, as OpenAI has it where it has one.
+    /// A code for programs, OpenAI's if there is one.
     pub code: &'static str,
     /// One sentence.
     pub message: String,
@@ -48,7 +48,7 @@ impl LineFault {
         Self { code, message: message.into(), param: Some(param) }
     }
 
-    /// The fault of a line whose name is that of an earlier line.
+    /// The fault of a line whose id an earlier line has.
     pub fn repeated(name: &str) -> Self {
         let message = format!("`custom_id`: a line before this one is named {name:?} too");
         Self::of("duplicate_custom_id", "custom_id", message)
@@ -59,7 +59,7 @@ impl LineFault {
         Self::of("mismatched_url", "url", format!("`url`: the batch is for {endpoint}"))
     }
 
-    /// The fault of a request whose batch had no time left for it.
+    /// The fault of a request whose batch had no time left.
     pub(crate) fn expired() -> Self {
         let message = "the batch's completion window was over".to_owned();
         Self { code: "batch_expired", message, param: None }
@@ -83,7 +83,7 @@ struct Fields<'a> {
     body: Option<&'a RawValue>,
 }
 
-/// The fields of a body that change the form of the answer.
+/// The fields of a body that affect the form of the answer.
 #[derive(Deserialize)]
 struct Form<'a> {
     #[serde(borrow, default)]
@@ -186,7 +186,7 @@ mod tests {
         assert_eq!(line.size(), body.len());
         assert_eq!(line, BatchLine { number: 1, name: Some("a".into()), request: Ok(request) });
         assert_eq!(parse(b" \r"), None);
-        // Where a client leaves the method out, it can mean one thing only.
+        // If a client omits the method, only one is possible.
         let short = json!({"custom_id": "a\n", "url": "/v1/embeddings", "body": {}});
         assert!(parse(short.to_string().as_bytes()).unwrap().request.is_ok());
     }

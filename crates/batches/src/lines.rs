@@ -2,7 +2,7 @@
 
 use std::io::{BufRead, ErrorKind, Result};
 
-/// Reads lines. One that is longer than the bound is passed over.
+/// Reads lines. A line that exceeds the bound is skipped.
 pub(crate) struct Lines<R> {
     reader: R,
     buffer: Vec<u8>,

@@ -1,17 +1,18 @@
-//! The names of requests, and of the answers that a file has.
+//! The ids of requests, and of the answers in a file.
 
 use std::collections::HashSet;
 
-/// The thing by which a line of the output belongs to one of the input.
+/// What connects a line of the output with one of the input.
 #[derive(Debug, Clone, Copy)]
 pub enum LineIdentity<'a> {
     /// The `custom_id` of a request.
     Name(&'a str),
-    /// The number of a line that is not a request. It has no name, or another line has it too.
+    /// The number of a line that is not a request. It has no id, or an id that another line has
+    /// too.
     Line(u64),
 }
 
-/// Earlier requests of the same name, when a request comes.
+/// Whether earlier requests had the same id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SeenBefore {
     /// Neither.
@@ -22,11 +23,11 @@ pub enum SeenBefore {
     Request,
 }
 
-/// Hashes in place of names: a name takes the same room however long it is.
+/// Hashes of ids, so that each takes the same room however long it is.
 #[derive(Debug, Default)]
 pub struct BatchNames(HashSet<u128>);
 
-/// The bit that distinguishes names of the input from those of the output.
+/// The bit that distinguishes ids of the input from those of the output.
 const OF_INPUT: u128 = 1;
 
 impl BatchNames {
@@ -40,7 +41,7 @@ impl BatchNames {
         self.0.contains(&key(identity))
     }
 
-    /// The answers of another output are in this one, too.
+    /// Adds the ids of another output, whose answers are in this one too.
     pub fn add_all(&mut self, other: Self) {
         self.0.extend(other.0);
     }

@@ -1,4 +1,4 @@
-//! Files and batches, in the API's form and as they are stored.
+//! Files and batches, in the API's form and in the stored form.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ pub struct FileObject {
     pub bytes: u64,
     /// Seconds since 1970.
     pub created_at: u64,
-    /// The time of its deletion, in seconds since 1970.
+    /// When it will be deleted, in seconds since 1970.
     pub expires_at: u64,
     /// The name that its sender gave it.
     pub filename: String,
@@ -74,9 +74,9 @@ enum BatchKind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BatchStatus {
-    /// Its lines are checked, or it waits for that.
+    /// Its lines are being checked, or wait for that.
     Validating,
-    /// It was not computed: lines are wrong, or there was no room for its answers.
+    /// It was not computed, because lines are invalid or there was no room for its answers.
     Failed,
     /// Its requests are computed.
     InProgress,
@@ -84,9 +84,9 @@ pub enum BatchStatus {
     Finalizing,
     /// Every request has an answer.
     Completed,
-    /// Its time was over before every request had an answer.
+    /// Its time ran out before every request had an answer.
     Expired,
-    /// Its owner has cancelled it, and running requests end.
+    /// Its owner has cancelled it, and running requests are ending.
     Cancelling,
     /// Its owner cancelled it.
     Cancelled,
@@ -113,7 +113,7 @@ pub struct BatchObject {
     pub errors: Option<BatchErrors>,
     /// The file of its requests.
     pub input_file_id: String,
-    /// The time in which it has to end, as its owner wrote it.
+    /// The time in which it has to finish, as its owner wrote it.
     pub completion_window: String,
     /// Its state.
     pub status: BatchStatus,

@@ -1,4 +1,4 @@
-//! The file of answers, which a later run continues.
+//! The file of answers, which a later run can continue.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{BufReader, Write};
@@ -13,7 +13,7 @@ use crate::lines::Lines;
 use crate::names::{BatchNames, LineIdentity};
 use crate::{ANSWER, ENVELOPE};
 
-/// The beginning of every line that is written here.
+/// The start of every line that is written here.
 const BEGINNING: &[u8] = b"{\"id\":\"batch_req_";
 
 /// A line of the file, in OpenAI's shape.
@@ -94,7 +94,7 @@ fn is_refusal(status: u16) -> bool {
 }
 
 impl Body {
-    /// A body as it came. Only one of several lines is written anew, since a line ends an answer.
+    /// A body as received. A multi-line body is rewritten, because a line break ends an answer.
     fn new(bytes: Vec<u8>) -> Self {
         let text = String::from_utf8(bytes)
             .unwrap_or_else(|error| String::from_utf8_lossy(error.as_bytes()).into_owned());
@@ -108,12 +108,12 @@ impl Body {
         if serde_json::from_str::<&RawValue>(&text).is_err() {
             return Self::Text(text);
         }
-        // The check comes first, since a text that fails here is lost.
+        // Check first, because the text is lost if this fails.
         RawValue::from_string(text).map_or_else(|error| Self::Text(error.to_string()), Self::Json)
     }
 }
 
-/// The facts of a line that a run has to know again.
+/// What a later run has to know about a line.
 #[derive(Deserialize)]
 struct StoredLine {
     #[serde(default)]
@@ -175,8 +175,8 @@ impl BatchOutput {
     /// Opens the file, and cuts off a last line that a kill has left unfinished.
     ///
     /// # Errors
-    /// It cannot be written, another process writes it, or a line is not an answer. Then nothing in
-    /// it has changed.
+    /// It cannot be written, another process writes it, or a line is not an answer. The file is
+    /// unchanged then.
     pub fn open(path: &Path) -> Result<(Self, AnsweredLines)> {
         Self::read(path).with_context(|| path.display().to_string())
     }
@@ -217,12 +217,12 @@ impl BatchOutput {
     /// Adds an answer, in one write.
     ///
     /// # Errors
-    /// It cannot be written. A part of it may be in the file, which the next run cuts off.
+    /// It cannot be written. A part of the line may be in the file; the next run cuts it off.
     pub fn write(&mut self, answer: &BatchAnswer) -> Result<()> {
         self.write_line(&answer.to_line()?)
     }
 
-    /// Adds an answer that is a line already.
+    /// Adds an answer that is a complete line.
     ///
     /// # Errors
     /// Those of [`Self::write`].
@@ -241,7 +241,7 @@ impl AnsweredLines {
     }
 }
 
-/// True for the beginning of an answer. Text of other programs is left alone.
+/// True for the beginning of an answer. Other programs' text is left alone.
 fn is_begun(line: &[u8]) -> bool {
     line.starts_with(BEGINNING) || BEGINNING.starts_with(line)
 }

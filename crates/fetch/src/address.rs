@@ -1,5 +1,5 @@
-//! The addresses to which connections are allowed. IANA's registries of special-purpose addresses
-//! (RFC 6890 and its updates) list the refused ones.
+//! The addresses to which connections are allowed. The refused ones are listed in IANA's registries
+//! of special-purpose addresses (RFC 6890 and its updates).
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -22,7 +22,7 @@ const PRIVATE_V4: [Ipv4Net; 5] = [
     v4(192, 168, 0, 0, 16),
 ];
 
-/// The networks without public files: this host, link-local (clouds keep credentials there),
+/// Networks that never have public files: this host, link-local (where clouds keep credentials),
 /// protocols, examples, measurements, 6to4 relays, multicast, reserved.
 const NEVER_V4: [Ipv4Net; 10] = [
     v4(0, 0, 0, 0, 8),
@@ -41,11 +41,11 @@ const NEVER_V4: [Ipv4Net; 10] = [
 const PRIVATE_V6: [Ipv6Net; 2] =
     [Ipv6Net::new_assert(Ipv6Addr::LOCALHOST, 128), v6(0xfc00, 0, 0, 7)];
 
-/// Global unicast. Addresses that stand for one of IPv4 (mapped, NAT64), link-local ones and
-/// multicast are all outside of it.
+/// Global unicast. Addresses that embed an IPv4 address (mapped, NAT64), link-local ones and
+/// multicast are outside it.
 const GLOBAL_V6: Ipv6Net = v6(0x2000, 0, 0, 3);
 
-/// Inside of it: protocols (Teredo among them), examples, 6to4.
+/// Refused parts of it: protocols (including Teredo), examples, 6to4.
 const NEVER_V6: [Ipv6Net; 4] =
     [v6(0x2001, 0, 0, 23), v6(0x2001, 0xdb8, 0, 32), v6(0x2002, 0, 0, 16), v6(0x3fff, 0, 0, 20)];
 

@@ -12,14 +12,14 @@ pub struct Config {
     /// True if files are fetched over the network.
     pub remote_media: bool,
     /// The allowed hosts, on all ports; `*.example.com` is each name below `example.com`. Empty:
-    /// all hosts, on ports 80 and 443 alone.
+    /// all hosts, but only ports 80 and 443.
     pub allowed_media_domains: Vec<String>,
     /// True if private networks and this machine are allowed. Link-local and reserved addresses
     /// never are.
     pub media_allow_private: bool,
     /// The folder for `file:` URLs; `None`: they are refused.
     pub allowed_local_media_path: Option<PathBuf>,
-    /// The longest time of a fetch: names, connections, redirects, the body.
+    /// The longest time of a fetch, including name resolution, connections, redirects and the body.
     #[serde(skip)]
     pub timeout: Duration,
     /// The largest number of bytes of a file.
@@ -47,7 +47,7 @@ impl Default for Config {
 /// The reason for which a configuration is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidConfig {
-    /// A domain with a scheme, a port or the like.
+    /// A domain with a scheme, a port or similar.
     #[error(
         "{0:?} is no domain: one reads example.com or *.example.com, without a scheme and a port"
     )]
@@ -90,7 +90,7 @@ impl Domains {
 
     /// True if `host`, as a URL spells it, is listed.
     pub(crate) fn has(&self, host: &str) -> bool {
-        // A trailing dot marks a complete name, and names the same host.
+        // A trailing dot marks a complete name of the same host.
         let host = host.strip_suffix('.').unwrap_or(host);
         self.0.iter().any(|domain| match host.strip_suffix(&domain.name) {
             Some("") => !domain.below,

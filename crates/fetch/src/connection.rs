@@ -23,16 +23,16 @@ use tokio_rustls::rustls::pki_types::ServerName;
 use crate::error::FetchError;
 use crate::place::Place;
 
-/// The time for one address before the next one is tried.
+/// How long one address is tried before the next.
 const ATTEMPT: Duration = Duration::from_secs(3);
 
-/// The least number of bytes that a file takes.
+/// The smallest number of bytes that is reserved for a file.
 const LEAST: usize = 64 << 10;
 
-/// Called before a file grows to this many bytes in all; false: there is no room.
+/// Called before a file grows to this many bytes in total; false: there is no room.
 pub(crate) type Room<'a> = &'a mut (dyn FnMut(usize) -> bool + Send);
 
-/// An answer, and the task that reads it from the connection.
+/// An answer, with the task that reads it from the connection.
 #[derive(Debug)]
 pub(crate) struct Answer {
     response: Response<Incoming>,
@@ -59,8 +59,8 @@ impl Answer {
         self.response.headers().get(name)?.to_str().ok()
     }
 
-    /// The body, if it has at most `limit` bytes and there is `room` for it. It allocates no more
-    /// than twice the received bytes, whatever length is declared.
+    /// The body, if it has at most `limit` bytes and there is `room` for it. Whatever length is
+    /// declared, at most twice the received bytes are allocated.
     pub(crate) async fn body(mut self, limit: usize, room: Room<'_>) -> Result<Bytes, FetchError> {
         let encoding = self.response.headers().get(CONTENT_ENCODING);
         if encoding.is_some_and(|encoding| !encoding.as_bytes().eq_ignore_ascii_case(b"identity")) {
@@ -93,7 +93,7 @@ impl Answer {
     }
 }
 
-/// Asks `place` at the first of `addresses` that takes a connection.
+/// Sends the request for `place` to the first of `addresses` that accepts a connection.
 pub(crate) async fn ask(
     place: Place,
     addresses: &[IpAddr],

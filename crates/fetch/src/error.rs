@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-/// The reason for which a file was not fetched. Each is a clause for a sentence that begins with a
-/// part of a request: `messages[0].content[1]: ...`.
+/// Why a file was not fetched. Each message follows the path of a part of a request:
+/// `messages[0].content[1]: ...`.
 ///
-/// No sentence has an address, or anything of an answer except its status. The server's network is
-/// not shown to clients.
+/// No message contains an address, or anything of an answer except its status, so clients learn
+/// nothing about the server's network.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum FetchError {
     /// Fetching is turned off.
@@ -36,7 +36,7 @@ pub enum FetchError {
     /// The connection failed, or is not trusted.
     #[error("{0} can't be reached")]
     Unreachable(String),
-    /// The certificate is not of that host, or not trusted.
+    /// The certificate does not belong to that host, or is not trusted.
     #[error("the certificate of {0} is not trusted")]
     Untrusted(String),
     /// There were too many redirects.
@@ -71,7 +71,7 @@ pub enum FetchError {
     /// `file:` URLs are not read.
     #[error("this server reads no files of its own: send the file in a data URL")]
     NoLocalFiles,
-    /// The file is outside of the folder, missing or not readable. The error does not tell which.
+    /// The file is outside the folder, missing or not readable. The error does not say which.
     #[error("there is no such file in the folder that this server reads files from")]
     NoSuchFile,
 }

@@ -1,4 +1,4 @@
-//! The whole of a fetch: checks, names, connections, redirects.
+//! A whole fetch: checks, name resolution, connections, redirects.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -19,7 +19,7 @@ use crate::local::Folder;
 use crate::place::{self, Place};
 use crate::resolver::{Resolver, System};
 
-/// The fetcher of files. A clone is the same fetcher.
+/// Fetches files. Clones share the fetcher.
 #[derive(Clone)]
 pub struct Fetcher(Arc<Inner>);
 
@@ -42,14 +42,14 @@ impl fmt::Debug for Fetcher {
 }
 
 impl Fetcher {
-    /// A fetcher with the machine's name servers and trusted certificates. It reads files, so call
-    /// it once.
+    /// A fetcher with the machine's name servers and trusted certificates. Creating it reads files,
+    /// so call it once.
     ///
     /// # Errors
     /// A domain is malformed, or the folder is not there.
     pub fn new(config: &Config) -> Result<Self, InvalidConfig> {
         let mut roots = RootCertStore::empty();
-        // Without any certificate, every https server is untrusted, and fetches report it: no
+        // Without certificates every https server is untrusted, which fetches report. That is no
         // reason not to serve.
         roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
         let may_be_dialled =
@@ -82,11 +82,11 @@ impl Fetcher {
     }
 
     /// The file at `url`: `http:`, `https:`, or `file:` with an absolute path. `room` is called
-    /// before the file grows to a number of bytes in all, and ends the fetch with false. Dropping
+    /// before the file grows to a total size, and may end the fetch by returning false. Dropping
     /// the future closes its connection.
     ///
     /// # Errors
-    /// One clause for the client. See [`FetchError`].
+    /// A short message for the client. See [`FetchError`].
     pub async fn fetch(
         &self,
         url: &str,
@@ -132,9 +132,9 @@ impl Fetcher {
         Err(FetchError::Redirects(self.0.max_redirects))
     }
 
-    /// Asks for one URL, after every check: each redirect comes this way.
+    /// Fetches one URL after every check. Redirects go through here too.
     async fn ask(&self, url: &Url) -> Result<Answer, FetchError> {
-        // An unsupported scheme is reported as such, whatever is turned off.
+        // An unsupported scheme is reported as such, even if fetching is off.
         let place = Place::of(url, &self.0.domains)?;
         if !self.0.remote {
             return Err(FetchError::Off);
@@ -146,8 +146,8 @@ impl Fetcher {
         if addresses.is_empty() {
             return Err(FetchError::NoAddress(place.host));
         }
-        // One private address suffices to refuse: a name with a public and a private address may
-        // reach the private one.
+        // One private address suffices to refuse: a name with public and private addresses may
+        // connect to a private one.
         if !addresses.iter().all(|address| (self.0.may_be_dialled)(*address)) {
             return Err(FetchError::NotPublic(place.host));
         }

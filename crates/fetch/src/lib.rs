@@ -1,9 +1,9 @@
 //! Files that requests name by URL. They are fetched so that no URL can reach into the server's own
 //! network.
 //!
-//! A name is resolved once, and every address that it has must be public. The fetcher dials the
-//! address that was checked, so a DNS answer that changes meanwhile has no effect. Each redirect
-//! goes through the same checks. `docs/images.md` lists all limits.
+//! A name is resolved once, and all its addresses must be public. The fetcher connects to a checked
+//! address, so a DNS answer that changes meanwhile has no effect. Each redirect goes through the
+//! same checks. `docs/images.md` lists all limits.
 //!
 //! ```
 //! use forebay_fetch::{Config, FetchError, Fetcher};

@@ -24,12 +24,12 @@ impl Folder {
         Ok(Self(real))
     }
 
-    /// The file at `url`, of at most `limit` bytes, if it is in the folder once all links are
-    /// followed.
+    /// The file at `url`, of at most `limit` bytes, if it is inside the folder after resolving
+    /// links.
     pub(crate) fn find(&self, url: &Url, limit: usize) -> Result<LocalFile, FetchError> {
         let path = url.to_file_path().map_err(|()| FetchError::NoSuchFile)?;
         let real = fs::canonicalize(path).map_err(|_| FetchError::NoSuchFile)?;
-        // A pipe or a device could be waited for without end.
+        // Reading from a pipe or a device might block for ever.
         if !real.starts_with(&self.0) || !real.is_file() {
             return Err(FetchError::NoSuchFile);
         }

@@ -7,7 +7,7 @@ use url::{Host, Url};
 use crate::config::Domains;
 use crate::error::FetchError;
 
-/// Characters of a URL: more than any server takes in a request line.
+/// The longest URL in characters, more than any server accepts in a request line.
 const LONGEST: usize = 8192;
 
 /// The host of a request, and its path.
@@ -15,7 +15,7 @@ const LONGEST: usize = 8192;
 pub(crate) struct Place {
     /// The host as the URL spells it: brackets around IPv6.
     pub(crate) host: String,
-    /// The address, where the URL has one in place of a name.
+    /// The address, if the URL has one instead of a name.
     pub(crate) address: Option<IpAddr>,
     pub(crate) port: u16,
     pub(crate) tls: bool,

@@ -26,12 +26,12 @@ fn anything(_: usize) -> bool {
     true
 }
 
-/// Stands for the test of public addresses: only the address that the server listens at is one.
+/// Replaces the check for public addresses: only the server's own address passes.
 fn only_here(address: IpAddr) -> bool {
     address == HERE
 }
 
-/// Gives a name its answers one after the other, the last for ever.
+/// Gives a name its answers one after another; the last is repeated.
 #[derive(Default)]
 struct Names {
     answers: HashMap<&'static str, Vec<Vec<IpAddr>>>,
@@ -189,7 +189,7 @@ async fn without_a_list_the_ports_are_the_webs() {
         async |url: &str| fetcher_of(&open, names()).fetch(url, anything).await.unwrap_err();
     assert_eq!(refused("http://images.test:6379/").await, FetchError::Port(6379));
     assert_eq!(refused("https://images.test:22/").await, FetchError::Port(22));
-    // These are asked for, and only their addresses are wrong.
+    // These are fetched, and only their addresses are wrong.
     assert_eq!(refused("http://private.test/").await, FetchError::NotPublic("private.test".into()));
     assert_eq!(
         refused("https://private.test:80/").await,
@@ -267,7 +267,7 @@ async fn one_private_address_among_several_is_enough() {
     assert_eq!(error, FetchError::NotPublic("both.test".into()));
 }
 
-/// A name server that gives the checked question one answer and the next question another.
+/// A name server that gives the checked lookup one answer and the next lookup another.
 #[tokio::test]
 async fn the_address_that_was_checked_is_dialled() {
     let port = saying("HTTP/1.1 200 OK\r\n\r\nfile").await;
@@ -512,7 +512,7 @@ async fn files_below_a_folder_and_no_others() {
     );
 }
 
-/// A declared size costs nothing, and room is reserved before received bytes are kept.
+/// A declared size costs nothing, and room is reserved before received bytes are stored.
 #[tokio::test]
 async fn room_is_asked_for_as_a_file_grows() {
     let (sender, mut closed) = tokio::sync::mpsc::unbounded_channel();

@@ -1,4 +1,4 @@
-//! The hub's cache in the layout of `huggingface_hub`. So both find each other's downloads.
+//! The hub's cache in the layout of `huggingface_hub`, so that both find each other's downloads.
 //!
 //! `models--org--name/` has `blobs/`, one file for each content, named by its ETag;
 //! `snapshots/COMMIT/`, with links to them under the files' own paths; `refs/`, with the commit of
@@ -34,7 +34,7 @@ impl RepositoryFolder {
         self.path.join("snapshots").join(commit)
     }
 
-    /// The commit that `revision` meant when the hub was last asked, if any file of it is here.
+    /// The commit that `revision` named when the hub was last asked, if any of its files is here.
     pub(crate) fn commit_of(&self, revision: &str) -> Option<String> {
         if !is_inside(revision) {
             return None;
@@ -77,7 +77,7 @@ impl RepositoryFolder {
         &self.locks
     }
 
-    /// Links `name` of `commit` to a blob. Where links are impossible, the file moves there.
+    /// Links `name` of `commit` to a blob. If links are impossible, the file moves there.
     pub(crate) fn link(&self, commit: &str, name: &str, blob: &str) -> Result<(), HubError> {
         let place = self.snapshot(commit).join(name);
         let target = up(name).join("blobs").join(blob);
@@ -86,8 +86,8 @@ impl RepositoryFolder {
         }
         let parent = place.parent().unwrap_or(&self.path);
         let made = fs::create_dir_all(parent).and_then(|()| {
-            // A link can't be written over, and a broken one may be in the way: another takes its
-            // place.
+            // A link can't be overwritten, and a broken one may exist, so it is replaced by
+            // renaming.
             let link = tempfile::Builder::new()
                 .prefix(".")
                 .suffix(".link")
@@ -103,7 +103,7 @@ impl RepositoryFolder {
         made.map_err(|error| HubError::disk(&place, "written", &error))
     }
 
-    /// The file that keeps other processes from downloading `blob` meanwhile.
+    /// The lock file that keeps other processes from downloading `blob` meanwhile.
     pub(crate) fn lock(&self, blob: &str) -> Result<Lock, HubError> {
         let path = self.locks.join(format!("{blob}.lock"));
         let opened = fs::create_dir_all(&self.locks)
@@ -113,15 +113,16 @@ impl RepositoryFolder {
     }
 }
 
-/// A lock between processes. Its end, or the process's, releases it.
+/// A lock between processes. Dropping it, or the end of the process, releases it.
 #[derive(Debug)]
 pub(crate) struct Lock {
     file: File,
 }
 
 impl Lock {
-    /// Tries to take the lock; true if it is ours now. A file system without locks gives it to
-    /// everybody. Two downloads then write the same bytes to the same places, and only waste time.
+    /// Tries to take the lock; true if it was taken. On a file system without locks it always
+    /// succeeds; then two downloads may write the same bytes to the same places, which only wastes
+    /// time.
     pub(crate) fn try_take(&self) -> bool {
         !matches!(self.file.try_lock(), Err(TryLockError::WouldBlock))
     }
@@ -145,20 +146,20 @@ pub(crate) fn is_inside(path: &str) -> bool {
         && Path::new(path).components().all(|part| matches!(part, Component::Normal(_)))
 }
 
-/// True if a server's `text` may be the name of a file of ours: a commit or an ETag.
+/// True if `text` from a server may be used as a file name: a commit or an ETag.
 pub(crate) fn is_name(text: &str) -> bool {
     let fits = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
     !text.is_empty() && text.len() <= 128 && !text.starts_with('.') && text.chars().all(fits)
 }
 
-/// Writes a file that is there whole or not at all.
+/// Writes a file atomically.
 pub(crate) fn write_atomically(path: &Path, content: &[u8]) -> io::Result<()> {
     let folder = path.parent().unwrap_or(Path::new("/"));
     fs::create_dir_all(folder)?;
     let file = tempfile::Builder::new()
         .prefix(".")
         .suffix(".tmp")
-        // As readable as anything else that the user makes.
+        // With the permissions of other files of the user.
         .make_in(folder, |path| File::create_new(path))?;
     fs::write(file.path(), content)?;
     file.as_file().sync_all()?;
@@ -166,7 +167,7 @@ pub(crate) fn write_atomically(path: &Path, content: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// The path from the folder of `name` in a snapshot to the repository's folder.
+/// The relative path from the folder of `name` in a snapshot to the repository's folder.
 fn up(name: &str) -> PathBuf {
     let depth = name.split('/').count() + 1;
     std::iter::repeat_n("..", depth).collect()

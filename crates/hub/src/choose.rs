@@ -1,4 +1,4 @@
-//! The choice of the model's files among those of a repository.
+//! Chooses a model's files among those of a repository.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -28,10 +28,10 @@ const SMALL_FILES: [&str; 12] = [
 pub(crate) const ADAPTER: &str = "adapter_config.json";
 pub(crate) const IS_ADAPTER: &str =
     "is an adapter, which has no weights of its own: merge it into its base model, or serve that";
-/// Words in the names of GGUF files that belong to a model and are none.
+/// Words in the names of GGUF files that accompany a model.
 const COMPANIONS: [&str; 2] = ["mmproj", "imatrix"];
 const TOKENIZER: &str = "tokenizer.json";
-/// Other forms of tokenizers, of which a hand in Python makes a `tokenizer.json`.
+/// Tokenizers in other formats, from which Python makes a `tokenizer.json`.
 const OTHER_TOKENIZERS: [&str; 5] =
     ["tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json", "merges.txt"];
 const PICKLES: [&str; 4] = [".bin", ".pt", ".pth", ".ckpt"];
@@ -39,7 +39,7 @@ const PICKLES: [&str; 4] = [".bin", ".pt", ".pth", ".ckpt"];
 /// The files of a model's weights.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Choice {
-    /// The parts of a GGUF file, in order: nothing else is needed.
+    /// The parts of a GGUF file, in order; nothing else is needed.
     Gguf(Vec<String>),
     /// The small files of a repository with safetensors.
     Directory(Vec<String>),
@@ -86,7 +86,7 @@ pub(crate) fn choose(name: &HubName, names: &[String], needs: Needs) -> Result<C
     Ok(Choice::Directory(small.chain(index).chain(pooling).chain(other_tokenizers).collect()))
 }
 
-/// The files at the top of a repository that are tokenizers in other forms.
+/// The files at the top of a repository that are tokenizers in other formats.
 fn other_tokenizers(names: &[String]) -> Vec<String> {
     let is_one = |name: &&String| {
         OTHER_TOKENIZERS.contains(&name.as_str())
@@ -95,8 +95,8 @@ fn other_tokenizers(names: &[String]) -> Vec<String> {
     names.iter().filter(is_one).cloned().collect()
 }
 
-/// The files with the weights, those of modules after the model among them. `index` is the content
-/// of [`INDEX`] where there is one.
+/// The weight files, including those of modules after the model. `index` is the content of
+/// [`INDEX`] if it exists.
 pub(crate) fn weights(
     repository: &str,
     names: &[String],
@@ -144,8 +144,8 @@ fn of_model(
 /// The safetensors at the top of a repository, in order.
 fn safetensors(names: &[String]) -> Result<Vec<String>, HubError> {
     let top = || names.iter().filter(|name| !name.contains('/'));
-    // Some repositories hold the weights a second time under the names of the model's own tools, or
-    // an adapter.
+    // Some repositories have the weights again under the names of the model's own tools, or an
+    // adapter.
     let mut found: Vec<String> = top()
         .filter(|name| name.ends_with(".safetensors"))
         .filter(|name| !name.starts_with("consolidated") && !name.starts_with("adapter"))
@@ -166,7 +166,7 @@ fn safetensors(names: &[String]) -> Result<Vec<String>, HubError> {
     }))
 }
 
-/// The parts of the requested GGUF file; none if the repository's safetensors are requested.
+/// The parts of the requested GGUF file; empty if the repository's safetensors are requested.
 fn ggufs(name: &HubName, names: &[String]) -> Result<Vec<String>, HubError> {
     let mut ggufs: Vec<&str> =
         names.iter().map(String::as_str).filter(|name| name.ends_with(".gguf")).collect();
@@ -225,8 +225,8 @@ fn all_parts(repository: &str, parts: Vec<String>) -> Result<Vec<String>, HubErr
     Err(HubError::Repository(format!("{repository} lacks {}", missing.join(", "))))
 }
 
-/// True for a GGUF file that is not a model but belongs to one: the projector of its images, or the
-/// importance matrix of its quantisation.
+/// True for a GGUF file that accompanies a model: an image projector, or a quantisation's
+/// importance matrix.
 pub(crate) fn is_companion(name: &str) -> bool {
     let file = name.rsplit('/').next().unwrap_or(name);
     COMPANIONS.iter().any(|word| has_word(&file.replace('_', "-"), word))

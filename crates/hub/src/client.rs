@@ -1,4 +1,4 @@
-//! Requests to the hub: redirects, the receivers of the token, timeouts.
+//! Requests to the hub: redirects, who receives the token, timeouts.
 
 use std::fmt;
 use std::sync::Arc;
@@ -21,10 +21,10 @@ use crate::proxies::Proxies;
 use crate::settings::Settings;
 
 const MAX_REDIRECTS: usize = 10;
-/// The name of a file's content, in answers that point to where the content is.
+/// The header with the content's name, in answers that redirect to the content.
 pub(crate) const LINKED_ETAG: HeaderName = HeaderName::from_static("x-linked-etag");
 
-/// The reason for which a request has no usable answer.
+/// Why a request has no usable answer.
 #[derive(Debug)]
 pub(crate) enum Trouble {
     /// The answer was empty, or shorter than announced: worth another attempt.
@@ -66,7 +66,7 @@ impl Trouble {
     }
 }
 
-/// Asks the hub, and servers that it sends to.
+/// Sends requests to the hub and to servers that it redirects to.
 #[derive(Debug, Clone)]
 pub(crate) struct Client {
     http: legacy::Client<Connector, Empty<Bytes>>,
@@ -101,7 +101,7 @@ impl Client {
         }
     }
 
-    /// The answer to HEAD. The hub's redirect to another host is not followed if the hub itself
+    /// The answer to HEAD. A redirect to another host is not followed if the hub's answer already
     /// describes the file.
     pub(crate) async fn head(&self, path: &str) -> Result<Response<Incoming>, Trouble> {
         let mut url = self.url(path)?;
@@ -116,8 +116,8 @@ impl Client {
         Err(endless(&url))
     }
 
-    /// The answer to GET, for the bytes from `start` on, after all redirects; and true if it is the
-    /// hub's own.
+    /// The answer to GET, from byte `start` on, after all redirects; and true if it comes from the
+    /// hub itself.
     pub(crate) async fn get(
         &self,
         path: &str,
@@ -189,12 +189,12 @@ impl Client {
         let mut request = Request::builder()
             .method(method)
             .header(USER_AGENT, concat!("forebay/", env!("CARGO_PKG_VERSION")))
-            // A file's size and ETag are those of its plain bytes.
+            // Size and ETag should be those of the uncompressed file.
             .header(ACCEPT_ENCODING, "identity");
         if let Some(start) = start {
             request = request.header(RANGE, format!("bytes={start}-"));
         }
-        // A token is the hub's: where it sends to, links carry their own permission.
+        // The token is only for the hub. Links to other servers carry their own permission.
         if let Some(token) = &self.token
             && self.origin.as_ref() == Some(&url.origin())
         {
@@ -225,7 +225,7 @@ impl Client {
     }
 }
 
-/// The address that `response` redirects to; `None`: it is an answer.
+/// The address to which `response` redirects; `None`: it is no redirect.
 fn redirect(response: &Response<Incoming>, from: &Url) -> Result<Option<Url>, Trouble> {
     if !matches!(response.status().as_u16(), 301 | 302 | 303 | 307 | 308) {
         return Ok(None);

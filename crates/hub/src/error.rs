@@ -1,9 +1,9 @@
-//! The errors between a name and a model, each in one line with advice for the user.
+//! Errors in finding a model by name. Each is one line, with advice for the user.
 
 use std::io;
 use std::path::Path;
 
-/// The reason for which a model can't be found, downloaded or removed.
+/// Why a model can't be found, downloaded or removed.
 #[derive(Debug, thiserror::Error)]
 pub enum HubError {
     /// No model is called so.
@@ -11,7 +11,7 @@ pub enum HubError {
         "'{0}' is neither a file or directory here, nor a model of the hub (org/name), nor 'smollm2'"
     )]
     Name(String),
-    /// A path that leads nowhere, or not to a model.
+    /// A path that does not exist, or is not a model.
     #[error("{0}")]
     Path(String),
     /// The repository lacks needed files, or has too many candidates.
@@ -35,7 +35,7 @@ pub enum HubError {
         /// The revision, as the user wrote it.
         revision: String,
     },
-    /// The hub knows no such repository, or does not show it to us.
+    /// The hub has no such repository, or does not show it to this user.
     #[error(
         "{repository} is not at {endpoint}, or it is private and HF_TOKEN holds no token that may read it"
     )]
@@ -57,13 +57,13 @@ pub enum HubError {
         /// The HTTP status.
         status: u16,
     },
-    /// The model is not here, and nothing may be downloaded.
+    /// The model is not here, and downloads are off.
     #[error("{0} is not in the cache, and offline nothing is downloaded")]
     NotCached(String),
     /// The model is not here, so there is nothing to remove.
     #[error("{0} is not in the cache; `forebay ls` shows what is")]
     NotStored(String),
-    /// A part of it is here, and nothing may be downloaded.
+    /// Only a part of it is here, and downloads are off.
     #[error(
         "{repository} is not complete in the cache, and offline nothing is downloaded: {lacks}"
     )]
@@ -73,7 +73,7 @@ pub enum HubError {
         /// The missing files.
         lacks: String,
     },
-    /// The hub, or a machine on the way to it, does not answer as it should.
+    /// The hub, or a machine in between, does not answer as expected.
     #[error(
         "{what} can't be downloaded from {endpoint} ({cause}); check the network, HF_ENDPOINT and the proxy's settings"
     )]
@@ -142,7 +142,7 @@ impl HubError {
         Self::Disk { path: path.display().to_string(), done, cause: words(error) }
     }
 
-    /// True if a model that was downloaded before may be used in spite of the error.
+    /// True if a model that was downloaded before may be used despite the error.
     pub(crate) fn is_of_the_network(&self) -> bool {
         matches!(self, Self::Unreachable { .. })
     }
@@ -154,7 +154,7 @@ fn words(error: &io::Error) -> String {
     text.split(" (os error").next().unwrap_or_default().to_owned()
 }
 
-/// A number of bytes for people, in powers of ten like the sizes of disks.
+/// A number of bytes for display, in powers of ten like disk sizes.
 #[must_use]
 pub fn size(bytes: u64) -> String {
     const UNITS: [&str; 4] = ["kB", "MB", "GB", "TB"];

@@ -1,4 +1,4 @@
-//! A folder of this machine as a model: checks for frequent mistakes.
+//! A local folder as a model: checks for frequent mistakes.
 
 use std::fs::{self, File};
 use std::io::Read;
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use crate::choose::{ADAPTER, IS_ADAPTER, is_companion, part};
 use crate::error::HubError;
 
-/// The beginning of a file that Git LFS has put in place of another.
+/// The start of a pointer file that Git LFS has put in place of another file.
 const POINTER: &[u8] = b"version https://git-lfs.github.com/spec/";
 /// The endings of files that Git LFS keeps.
 const KEPT: [&str; 3] = [".safetensors", ".gguf", ".json"];
@@ -47,7 +47,7 @@ pub(crate) fn model_at(path: PathBuf) -> Result<PathBuf, HubError> {
 /// A Git LFS pointer in place of the file is an error that names the command to fetch the file.
 fn check_pointer(path: &Path) -> Result<(), HubError> {
     let mut begins = [0; POINTER.len()];
-    // An unreadable file is reported where it is needed.
+    // An unreadable file is reported by the code that needs it.
     let read = File::open(path).and_then(|mut file| file.read_exact(&mut begins));
     if read.is_err() || begins != POINTER {
         return Ok(());
@@ -83,7 +83,7 @@ mod tests {
         assert_eq!(found(&["t.gguf", "t.imatrix.gguf", "imatrix.dat"]), "t.gguf");
         let parts = ["t-00001-of-00002.gguf", "t-00002-of-00002.gguf", "mmproj.gguf"];
         assert_eq!(found(&parts), "t-00001-of-00002.gguf");
-        // The reader of the folder reports faults in these files, or takes them as they are.
+        // The reader of the folder reports faults in these files, or accepts them.
         for files in [
             &["a.gguf", "b.gguf", "mmproj.gguf"][..],
             &["t.gguf"],

@@ -1,4 +1,4 @@
-//! The way from a name to files on this machine.
+//! From a name to files on this machine.
 
 use std::path::{Path, PathBuf};
 
@@ -28,8 +28,7 @@ pub struct Hub {
 pub struct Found {
     /// The model's name, `org/name`; `None` for its file's or directory's own name.
     pub name: Option<String>,
-    /// A directory in the layout of Hugging Face, or a GGUF file. Of a split file it is the first
-    /// part.
+    /// A directory in Hugging Face's layout, or a GGUF file. Of a split file, the first part.
     pub path: PathBuf,
     /// The commit of the hub; `None`: the model is not from the hub.
     pub commit: Option<String>,
@@ -65,11 +64,11 @@ impl Found {
 }
 
 impl Hub {
-    /// A hub with these settings. `interpreter` is for the default model, which Python's installer
-    /// downloads if there is one.
+    /// A hub with these settings. `interpreter`: Python's installer downloads the default model, if
+    /// it exists.
     ///
     /// # Errors
-    /// [`HubError::Setting`] if the system has no room for threads.
+    /// [`HubError::Setting`] if the system can't start threads.
     pub fn new(
         settings: Settings,
         progress: Progress,
@@ -84,15 +83,15 @@ impl Hub {
         Ok(Self { settings, progress, interpreter, runtime })
     }
 
-    /// The settings: the sources of models and the place for downloads.
+    /// The settings: where models come from, and where downloads are stored.
     #[must_use]
     pub fn settings(&self) -> &Settings {
         &self.settings
     }
 
     /// Finds a model, and downloads its missing files except safetensors, which [`Hub::complete`]
-    /// brings. In between, the caller may refuse a model that it can't run. Without `weights` there
-    /// need be no safetensors.
+    /// downloads. In between, the caller may refuse a model that it can't run. Without `weights` no
+    /// safetensors are needed.
     ///
     /// # Errors
     /// One line for the user.
@@ -100,7 +99,7 @@ impl Hub {
         self.find_needed(name, Needs { weights, tokenizer: true })
     }
 
-    /// The same for files that go with a model, whose tokenizer they share.
+    /// The same for files that belong to a model and share its tokenizer.
     ///
     /// # Errors
     /// One line for the user.
@@ -129,7 +128,7 @@ impl Hub {
         }
     }
 
-    /// Downloads the files that [`Hub::find`] left.
+    /// Downloads the files that [`Hub::find`] has left out.
     ///
     /// # Errors
     /// One line for the user.
@@ -164,7 +163,7 @@ impl Hub {
         }
     }
 
-    /// The default model where no package can be had.
+    /// The default model from the hub, if no package can be had.
     fn default_on_hub(&self, needs: Needs) -> Result<Found, HubError> {
         let repository = embedded::REPOSITORY.to_owned();
         let name = HubName { repository, ..HubName::default() };
@@ -200,7 +199,7 @@ impl Hub {
         Ok(Found { name: Some(title), path, commit: Some(commit), lacks })
     }
 
-    /// Everything but safetensors. The answer has the names of those.
+    /// Downloads everything except safetensors, whose names it returns.
     async fn get_first(
         &self,
         name: &HubName,

@@ -1,8 +1,8 @@
 //! Models: found by name, downloaded from the Hugging Face hub, listed and removed.
 //!
 //! The cache has the layout of `huggingface_hub`, and the same variables are read: `HF_TOKEN`,
-//! `HF_ENDPOINT`, `HF_HOME`, `HF_HUB_CACHE`, `HF_HUB_OFFLINE`, and the proxy's.
-//! ADR 44 has the reasons for own code.
+//! `HF_ENDPOINT`, `HF_HOME`, `HF_HUB_CACHE`, `HF_HUB_OFFLINE`, and the proxy's. ADR 44 explains why
+//! this is not an existing library.
 //!
 //! ```no_run
 //! use forebay_hub::{Hub, HubError, Interpreter, ModelName, Progress, Settings};

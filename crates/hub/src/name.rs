@@ -18,7 +18,7 @@ pub enum ModelName {
 }
 
 /// A model of the hub: `org/name`, `org/name@revision`, `org/name:QUANT` or `org/name/file.gguf`.
-/// The address of a model's page, or of a file in it, means the same.
+/// The URL of a model's page, or of one of its files, works too.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct HubName {
     /// `org/name`.
@@ -32,7 +32,7 @@ pub struct HubName {
 }
 
 impl ModelName {
-    /// Reads `text`. `revision` overrules the one in it.
+    /// Reads `text`. `revision` overrides the one in it.
     ///
     /// # Errors
     /// [`HubError::Name`] if the text is neither a path nor a name.
@@ -52,7 +52,8 @@ impl ModelName {
 }
 
 impl HubName {
-    /// Reads `text`. `revision` overrules the one in it. `None`: the hub has no such names.
+    /// Reads `text`. `revision` overrides the one in it. `None`: it is not a name of the hub's
+    /// form.
     #[must_use]
     pub fn parse(text: &str, revision: Option<&str>) -> Option<Self> {
         match page(text) {
@@ -70,7 +71,7 @@ impl HubName {
         }
         let mut found = Self { repository: repository.to_owned(), ..Self::default() };
         if let Some(after) = rest.strip_prefix('@') {
-            // A revision may have slashes of its own: a file behind it is what ends with .gguf.
+            // A revision may contain slashes, so only a part that ends in .gguf is a file.
             let colon = after.find(':').unwrap_or(after.len());
             let (mut revision, tail) = after.split_at(colon);
             rest = tail;
@@ -117,7 +118,7 @@ impl HubName {
     }
 }
 
-/// The path of a page of the hub, if `text` is the address of one.
+/// The path of a hub page, if `text` is its URL.
 fn page(text: &str) -> Option<&str> {
     if let Some(path) = text.strip_prefix("hf://") {
         return Some(path);
@@ -127,7 +128,7 @@ fn page(text: &str) -> Option<&str> {
     let address = address.strip_prefix("www.").unwrap_or(address);
     let (host, path) = address.split_once('/')?;
     let hub = host.eq_ignore_ascii_case("huggingface.co") || host.eq_ignore_ascii_case("hf.co");
-    // Any other address is a mirror's: the variable HF_ENDPOINT names it, and not the model.
+    // Any other URL is a mirror's, which belongs into HF_ENDPOINT and is no model.
     (hub || address.len() < text.len()).then_some(path)
 }
 
@@ -141,10 +142,10 @@ fn of_page(path: &str) -> Option<String> {
     let (kind, rest) = (parts.next(), parts.next().unwrap_or_default());
     let Some(kind) = kind else { return Some(format!("{owner}/{name}")) };
     if !KINDS.contains(&kind) {
-        // The name itself may go on: with a file, as in `org/name/file.gguf`.
+        // The name itself may continue with a file, as in `org/name/file.gguf`.
         return Some(path);
     }
-    // A pull request's revision has slashes of its own.
+    // A pull request's revision contains slashes.
     let pulled = rest.strip_prefix("refs/pr/").map(|rest| rest.find('/').unwrap_or(rest.len()));
     let end = pulled.map_or_else(|| rest.find('/'), |end| Some("refs/pr/".len() + end));
     let (revision, file) = rest.split_at(end.unwrap_or(rest.len()));
@@ -153,12 +154,12 @@ fn of_page(path: &str) -> Option<String> {
         "main" => String::new(),
         revision => format!("@{revision}"),
     };
-    // The page of any other file stands for its model.
+    // The page of any other file means its model.
     let file = if file.ends_with(".gguf") { file } else { "" };
     Some(format!("{owner}/{name}{revision}{file}"))
 }
 
-/// True if `text` may be a name of the hub's: of an owner or of a repository.
+/// True if `text` may be an owner's or repository's name.
 fn is_part(text: &str) -> bool {
     let fits = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
     text.starts_with(|c: char| c.is_ascii_alphanumeric())

@@ -120,7 +120,7 @@ impl Progress {
         }
     }
 
-    /// Says the end of it, if anything was to be downloaded.
+    /// Reports the end, if anything was downloaded.
     pub(crate) fn finish(&self) {
         let total = self.total.swap(0, Ordering::Relaxed);
         self.here.store(0, Ordering::Relaxed);
@@ -139,7 +139,7 @@ impl Default for Progress {
     }
 }
 
-/// The progress of one file. Its end takes the bar away.
+/// The progress of one file. Dropping it removes the bar.
 #[derive(Debug)]
 pub(crate) struct FileProgress<'a> {
     all: &'a Progress,
@@ -163,7 +163,7 @@ impl FileProgress<'_> {
         self.length.saturating_sub(self.position)
     }
 
-    /// Starts the file again: its bytes were not the announced ones.
+    /// Starts the file again, because its bytes were not the announced ones.
     pub(crate) fn restart(&mut self) {
         self.all.here.fetch_sub(self.position, Ordering::Relaxed);
         self.position = 0;
@@ -191,7 +191,7 @@ fn style() -> ProgressStyle {
     ProgressStyle::with_template(LINE).unwrap_or_else(|_| ProgressStyle::default_bar())
 }
 
-/// The end of a path that has room next to a bar.
+/// The end of a path that fits beside a bar.
 fn short(name: &str) -> String {
     const ROOM: usize = 32;
     let skip = name.chars().count().saturating_sub(ROOM);

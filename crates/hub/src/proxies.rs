@@ -1,12 +1,12 @@
-//! The proxies of the environment, and the servers that are reached without one.
+//! The environment's proxies, and the servers that are reached without one.
 
 use std::env;
 
 use hyper::Uri;
 use hyper_util::client::proxy::matcher::{Intercept, Matcher};
 
-/// The proxies of `HTTP_PROXY`, `HTTPS_PROXY` and `ALL_PROXY`, and the exceptions of `NO_PROXY`,
-/// each also in small letters.
+/// The proxies of `HTTP_PROXY`, `HTTPS_PROXY` and `ALL_PROXY`, and the exceptions of `NO_PROXY`;
+/// lower case works too.
 #[derive(Debug)]
 pub(crate) struct Proxies {
     matcher: Matcher,
@@ -37,8 +37,8 @@ impl Proxies {
     }
 }
 
-/// Reads the forms that curl, Python and Go know, with commas or blanks between them. A name may
-/// have a dot or `*.` before it, and a port after it. An address may be in brackets.
+/// Parses the forms that curl, Python and Go accept, separated by commas or blanks. A name may have
+/// a leading dot or `*.`, and a port. An address may be in brackets.
 fn exceptions(list: &str) -> Vec<Exception> {
     let entries = list.split([',', ' ', '\t', '\n']).filter(|entry| !entry.is_empty());
     entries.map(Exception::new).collect()

@@ -1,4 +1,4 @@
-//! One revision of a repository: its list of files, and the download of some.
+//! One revision of a repository: its list of files, and downloads of some.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -21,8 +21,7 @@ use crate::settings::Settings;
 const LONGEST_LIST: usize = 64 << 20;
 /// Files asked about at a time.
 const QUESTIONS: usize = 8;
-/// The characters that are escaped in an address: they have a meaning of their own, or no place
-/// there.
+/// The characters that are escaped in a URL, because they have a meaning or are not allowed there.
 const UNSAFE: &AsciiSet = &CONTROLS
     .add(b' ')
     .add(b'"')
@@ -47,7 +46,7 @@ pub(crate) struct Repository {
     name: HubName,
     folder: RepositoryFolder,
     commit: String,
-    /// Paths of its files. Offline, of those in the cache.
+    /// Paths of its files; offline, of those in the cache.
     pub(crate) names: Vec<String>,
     /// `None`: nothing is downloaded.
     client: Option<Client>,
@@ -55,7 +54,7 @@ pub(crate) struct Repository {
 }
 
 impl Repository {
-    /// Asks the hub, or looks into the cache where that is all there is.
+    /// Asks the hub, or only the cache if offline.
     pub(crate) async fn open(
         name: &HubName,
         settings: &Settings,
@@ -146,7 +145,7 @@ impl Repository {
         Ok(())
     }
 
-    /// The error for a model with only a part here.
+    /// The error for a model of which only a part is here.
     pub(crate) fn incomplete(&self, lacks: String) -> HubError {
         HubError::Incomplete { repository: self.name.repository.clone(), lacks }
     }
@@ -224,7 +223,7 @@ async fn list(name: &HubName, client: &Client) -> Result<(String, Vec<String>), 
     if let Some(revision) = &name.revision {
         path += &format!("/revision/{}", utf8_percent_encode(revision, UNSAFE_OR_SLASH));
     }
-    // Asked once: without a network, the cache answers at once.
+    // Sent only once, because without a network the cache should answer at once.
     let (response, _) = client.get(&path, 0).await?;
     let body = client.body(response, LONGEST_LIST).await?;
     let info: Info = serde_json::from_slice(&body)
@@ -240,7 +239,7 @@ async fn list(name: &HubName, client: &Client) -> Result<(String, Vec<String>), 
     Ok((info.sha, names))
 }
 
-/// A trouble with `name`, or with its `file`, for its user.
+/// Explains a trouble with `name` or its `file` to the user.
 fn explain(name: &HubName, endpoint: &str, file: Option<&str>, trouble: Trouble) -> HubError {
     let (repository, endpoint, what) = (name.repository.clone(), endpoint.to_owned(), name.what());
     let refusal = match trouble {
@@ -289,7 +288,7 @@ fn files_below(directory: &Path, prefix: &str, into: &mut Vec<String>) -> std::i
     Ok(())
 }
 
-/// Notes when the files were used last, also where the file system does not.
+/// Records when the files were last used, even if the file system does not.
 fn touch(directory: &Path, names: &[String]) {
     let now = Timespec { tv_sec: 0, tv_nsec: UTIME_NOW };
     let as_it_is = Timespec { tv_sec: 0, tv_nsec: UTIME_OMIT };

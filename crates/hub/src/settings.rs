@@ -1,5 +1,4 @@
-//! The settings of the hub and its cache. They come from the environment, under the names of
-//! `huggingface_hub`.
+//! The settings of the hub and its cache, from the environment variables of `huggingface_hub`.
 
 use std::env;
 use std::path::{Path, PathBuf};
@@ -11,7 +10,7 @@ use crate::error::HubError;
 
 const ENDPOINT: &str = "https://huggingface.co";
 
-/// The source of models, and the place for downloads.
+/// Where models come from, and where downloads are stored.
 #[derive(Debug, Clone)]
 pub struct Settings {
     /// The hub's address, without a slash at its end.
@@ -24,7 +23,7 @@ pub struct Settings {
     pub cache: PathBuf,
     /// True if no request goes over the network.
     pub offline: bool,
-    /// The longest time for which a server may be silent.
+    /// How long a server may be silent.
     pub patience: Duration,
     /// The number of files that are downloaded at a time.
     pub at_a_time: usize,
@@ -104,7 +103,7 @@ fn token() -> Option<String> {
         let path = set("HF_TOKEN_PATH").map_or_else(|| home().join("token"), PathBuf::from);
         std::fs::read_to_string(path).ok()
     };
-    // A token often comes with the line's end of the file that it was copied from.
+    // A token is often copied with a trailing line break.
     let token = named.or_else(file)?.trim().to_owned();
     (!token.is_empty()).then_some(token)
 }

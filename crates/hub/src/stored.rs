@@ -21,8 +21,7 @@ pub struct StoredModel {
     pub name: String,
     /// The format of its weights.
     pub format: Format,
-    /// Bytes on the disk, with those of unfinished downloads. Models of one repository may share
-    /// some.
+    /// Bytes on the disk, including unfinished downloads. Models of one repository may share some.
     pub bytes: u64,
     /// The time of the last read, in seconds since 1970.
     pub last_used: Option<u64>,
@@ -38,7 +37,7 @@ pub enum Format {
     Safetensors,
     /// One file, or its parts.
     Gguf,
-    /// Neither is complete: a tokenizer alone, a part of a model, weights of other forms.
+    /// None complete: only a tokenizer, a part of a model, or weights in other formats.
     Other,
 }
 
@@ -60,7 +59,7 @@ pub struct Removal {
     /// Bytes on the disk.
     pub bytes: u64,
     files: Vec<PathBuf>,
-    /// Deleted with all that is below, after the files.
+    /// Deleted after the files, with everything below.
     folders: Vec<PathBuf>,
     /// Deleted if nothing is in them.
     emptied: Vec<PathBuf>,
@@ -171,7 +170,7 @@ pub fn remove(removal: &Removal) -> Result<u64, HubError> {
     Ok(removal.bytes)
 }
 
-/// Tries the lock of each download. A lock that is held means that a download is running.
+/// Tries to take the lock of each download. A lock that is held means that a download is running.
 fn hold_locks(repository: &RepositoryFolder) -> Result<Vec<File>, HubError> {
     let Ok(entries) = fs::read_dir(repository.locks()) else { return Ok(Vec::new()) };
     let mut held = Vec::new();
@@ -214,7 +213,7 @@ impl Content {
         Ok(content)
     }
 
-    /// Collects where the files below a snapshot's folder lead.
+    /// Collects the targets of the files below a snapshot's folder.
     fn read(
         &mut self,
         folder: &Path,
@@ -284,7 +283,7 @@ impl Content {
         ggufs.into_iter().map(of).collect()
     }
 
-    /// The files that go with a revision, or with a GGUF file. `None`: it is not here.
+    /// The files that belong to a revision or a GGUF file. `None`: it is not here.
     fn removal(&self, name: &HubName, repository: &RepositoryFolder) -> Option<Removal> {
         let commit = match &name.revision {
             Some(revision) => Some(repository.commit_of(revision)?),

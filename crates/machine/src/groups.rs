@@ -1,5 +1,4 @@
-//! The folders of the control groups that a process is in, from its own up to the highest one that
-//! is mounted here.
+//! The folders of a process's control groups, from its own to the highest one that is mounted.
 
 use std::fs;
 use std::path::{Component, Path, PathBuf};
@@ -27,7 +26,7 @@ impl Group {
         fs::read_to_string(self.folder.join(name)).ok()
     }
 
-    /// The number in a file; `None` also for `max` and for -1, which mean that there is no limit.
+    /// The number in a file; `None` also for `max` and -1, which mean no limit.
     pub(crate) fn number(&self, name: &str) -> Option<u64> {
         self.text(name)?.trim().parse().ok()
     }
@@ -54,7 +53,7 @@ pub(crate) fn stays_inside(path: &Path) -> bool {
 #[derive(Debug, PartialEq, Eq)]
 struct Mount {
     version: Version,
-    /// Options of the file system, among them the controllers of a hierarchy of the first version.
+    /// Options of the file system, which include the controllers of a version 1 hierarchy.
     options: Vec<String>,
     /// The group whose folder is mounted.
     top: PathBuf,
@@ -62,7 +61,7 @@ struct Mount {
     at: PathBuf,
 }
 
-/// The groups of the process that have this controller, in both versions: first its own, then each
+/// The groups of the process that have this controller, in both versions: its own first, then each
 /// group above it.
 pub(crate) fn find(machine: &Machine, controller: &str) -> Vec<Group> {
     let own = machine.text("/proc/self/cgroup").unwrap_or_default();
@@ -121,7 +120,7 @@ fn mounts(text: &str) -> Vec<Mount> {
     text.lines().filter_map(mount).collect()
 }
 
-/// The places where distributions mount control groups, for a system without a list of mounts.
+/// Where distributions mount control groups, for a system without a list of mounts.
 fn usual(version: Version, controller: &str) -> Vec<Mount> {
     let names = match version {
         Version::One => vec![
@@ -140,8 +139,8 @@ fn usual(version: Version, controller: &str) -> Vec<Mount> {
     names.into_iter().map(mount).collect()
 }
 
-/// The mount that shows most of the groups above the process. Where none has the process below it,
-/// because the path is that of another namespace, any mount is of a group above it.
+/// The mount that shows the most groups above the process. If none contains the process, because
+/// the path belongs to another namespace, any mount is a group above it.
 fn best<'a>(mounts: &[&'a Mount], path: &Path) -> Option<&'a Mount> {
     let above = mounts.iter().filter(|mount| path.starts_with(&mount.top));
     let widest = above.min_by_key(|mount| mount.top.components().count());
@@ -155,7 +154,7 @@ fn folders(machine: &Machine, mount: &Mount, path: &Path) -> Vec<PathBuf> {
     inner.unwrap_or(Path::new("")).ancestors().map(|folder| top.join(folder)).collect()
 }
 
-/// A field of a list of mounts, in which blanks and the like are octal numbers.
+/// A field of a list of mounts, in which blanks and similar characters are octal numbers.
 fn unescape(text: &str) -> String {
     let mut parts = text.split('\\');
     let mut plain = parts.next().unwrap_or_default().to_owned();

@@ -2,11 +2,11 @@
 //! memory.
 //!
 //! The kernel divides a machine among control groups, in two versions that may be mounted beside
-//! each other. Each group on the way up from the process may have a limit, and the tightest one
-//! counts. This crate is the only reader of these files: `doctor`, the brain and the hands ask it.
+//! each other. Each group from the process upwards may have a limit, and the tightest one counts.
+//! Only this crate reads these files, for `doctor`, the brain and the hands.
 //!
-//! Every file is read below a folder that the caller gives, with the paths that it has below `/`.
-//! Files that are missing or damaged count as no limit.
+//! Every file is read below a folder given by the caller, at its usual path. Files that are missing
+//! or damaged count as no limit.
 //!
 //! ```
 //! let memory = forebay_machine::Machine::here().memory();
@@ -23,7 +23,7 @@ use std::path::{Path, PathBuf};
 pub use memory::MachineMemory;
 pub use processors::{Processors, cpu_list, stand_back};
 
-/// Names a folder with the files of another machine, for tests: `proc` and `sys` as below `/`.
+/// Names a folder with another machine's files, for tests: `proc` and `sys` as below `/`.
 pub const ROOT_VARIABLE: &str = "FOREBAY_MACHINE_ROOT";
 
 /// The files in which the kernel describes the machine and this process.
@@ -58,8 +58,8 @@ impl Machine {
         processors::read(self)
     }
 
-    /// The number of processes that the kernel has killed because memory ran out: of the control
-    /// group of this process if it counts them, else of the machine.
+    /// The number of processes that the kernel has killed for lack of memory: in this process's
+    /// control group if it counts them, otherwise on the machine.
     #[must_use]
     pub fn memory_kills(&self) -> Option<u64> {
         memory::kills(self)
@@ -70,7 +70,7 @@ impl Machine {
         fs::read_to_string(self.path(Path::new(path))?).ok()
     }
 
-    /// The place of an absolute path below the root. `None`: it would lead out of there.
+    /// An absolute path moved below the root. `None`: it would lead out of there.
     fn path(&self, path: &Path) -> Option<PathBuf> {
         let inner = path.strip_prefix("/").ok()?;
         groups::stays_inside(inner).then(|| self.root.join(inner))

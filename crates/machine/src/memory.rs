@@ -3,7 +3,7 @@
 use crate::Machine;
 use crate::groups::{Group, Version, field, find};
 
-/// Bytes of memory. A number is `None` if the system does not tell it.
+/// Bytes of memory. `None`: the system does not report the number.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MachineMemory {
     /// All memory of the machine.
@@ -11,7 +11,7 @@ pub struct MachineMemory {
     /// The tightest limit of a control group, if it is below the total.
     pub limit: Option<u64>,
     /// Memory that can still be allocated without a kill and without a wait. Files in the page
-    /// cache count as free, because the kernel drops them where memory is needed.
+    /// cache count as free, because the kernel drops them when memory is needed.
     pub available: Option<u64>,
 }
 
@@ -60,7 +60,7 @@ fn charged(machine: &Machine) -> Vec<Group> {
     let mut charged: Vec<Group> = Vec::new();
     for group in find(machine, "memory") {
         let below = charged.last().filter(|below| below.version == group.version);
-        // Kernels of the time before the second version could leave a group's parent out of it.
+        // In version 1 a group may be set not to count towards its parent.
         let apart = group.number("memory.use_hierarchy") == Some(0);
         if below.is_some() && group.version == Version::One && apart {
             continue;
@@ -77,12 +77,12 @@ fn limit_of(group: &Group) -> Option<u64> {
             group.number("memory.limit_in_bytes"),
             group.field("memory.stat", "hierarchical_memory_limit"),
         ),
-        // Above `memory.high` nothing is killed, but every allocation waits.
+        // Beyond `memory.high` nothing is killed, but every allocation is slowed down.
         Version::Two => least(group.number("memory.max"), group.number("memory.high")),
     }
 }
 
-/// Memory of a group without files that the kernel can drop.
+/// Memory of a group, without files that the kernel can drop.
 fn used_by(group: &Group) -> u64 {
     let (usage, files) = match group.version {
         Version::One => ("memory.usage_in_bytes", ["total_inactive_file", "total_active_file"]),

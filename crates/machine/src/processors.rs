@@ -1,4 +1,4 @@
-//! Processors: those that a thread may run on, and the time that control groups leave it there.
+//! Processors: those that a thread may run on, and the CPU time that control groups allow.
 
 use std::collections::BTreeSet;
 
@@ -7,28 +7,28 @@ use rustix::thread::{CpuSet, sched_getaffinity};
 use crate::Machine;
 use crate::groups::{Group, Version, find};
 
-/// The priority of threads that stand back, in steps of `nice`.
+/// The niceness of threads that stand back.
 const NICENESS: i32 = 10;
 
 /// The processors that a thread may use.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Processors {
-    /// The numbers of the processors by core: hardware threads of one core belong together.
+    /// Processor numbers grouped by core, because hardware threads share a core.
     pub cores: Vec<Vec<usize>>,
-    /// The tightest limit of a control group on processor time, in processors' worth.
+    /// The tightest control group limit on CPU time, in numbers of processors.
     pub quota: Option<f64>,
 }
 
 impl Processors {
-    /// The number of threads that compute at a time: one a core, and not more than there is time
-    /// for, rounded up. A thread more would only take the time of the others, which wait for it at
+    /// The number of threads that compute at a time: one for each core, within the CPU quota,
+    /// rounded up. A further thread would only take time from the others, which wait for it at
     /// every barrier.
     #[must_use]
     pub fn threads(&self) -> usize {
         self.threads_on(&[])
     }
 
-    /// The same for a thread that is to run on some of these processors only; empty: on any.
+    /// The same for a thread that may only run on some of these processors; empty: any.
     #[must_use]
     pub fn threads_on(&self, cpus: &[usize]) -> usize {
         let on = |core: &&Vec<usize>| cpus.is_empty() || core.iter().any(|cpu| cpus.contains(cpu));
@@ -38,17 +38,17 @@ impl Processors {
     }
 }
 
-/// Lowers the calling thread's priority: where processors are short, it waits. It is for long work,
-/// on a machine with threads that only pass messages on.
+/// Lowers the calling thread's priority, so that it waits if processors are short. For long work
+/// beside threads that pass messages.
 pub fn stand_back() {
-    // Everybody may, but where it is refused there is nothing else to be done.
+    // Every process may do this. If it is refused anyway, nothing else can be done.
     let _ = rustix::process::nice(NICENESS);
 }
 
 /// Reads a list of processors: `0-3,8` is 0, 1, 2, 3 and 8.
 ///
 /// # Errors
-/// It is no such list.
+/// It is not such a list.
 pub fn cpu_list(text: &str) -> Result<Vec<usize>, String> {
     let wrong = || format!("`{text}` is not a list of processors such as 0-3,8");
     let number = |text: &str| text.trim().parse::<usize>().map_err(|_| wrong());

@@ -6,12 +6,12 @@ use std::thread;
 use tokio::runtime::{Builder, Handle};
 use tokio::sync::oneshot;
 
-/// The thread's `nice` value, the same as of the threads that prepare large requests. Where
-/// processors are short, payloads wait and steps do not.
+/// The thread's niceness, like that of threads that prepare large requests. If processors are
+/// short, payloads wait and steps do not.
 const NICENESS: i32 = 10;
 
-/// A thread for tasks that would delay the one that relays frames: encrypting and copying a payload
-/// takes as long as many steps. Dropping it ends all its tasks.
+/// A thread for tasks that would delay the relaying of frames, since encrypting and copying a
+/// payload takes as long as many steps. Dropping it ends all its tasks.
 pub(crate) struct Aside {
     handle: Handle,
     _stop: oneshot::Sender<()>,
@@ -25,7 +25,7 @@ impl Aside {
         let handle = runtime.handle().clone();
         let (stop, stopped) = oneshot::channel::<()>();
         thread::Builder::new().name("bulk".into()).spawn(move || {
-            // The lower priority is optional: if the system refuses, the thread works all the same.
+            // The lower priority is optional: if the system refuses, the thread works anyway.
             let _ = rustix::process::nice(NICENESS);
             // It is never told, only dropped.
             let _ = runtime.block_on(stopped);

@@ -1,4 +1,4 @@
-//! The brain's side: outposts that have joined, and the groups of ranks that run there.
+//! The brain's side: outposts that have joined, and the rank groups that run there.
 
 use std::collections::HashMap;
 use std::io;
@@ -34,21 +34,21 @@ use crate::tls::acceptor;
 
 type Stream = TlsStream<TcpStream>;
 
-/// The time that an outpost may take from an order to the rank's connection.
+/// How long an outpost may take from an order to the rank's connection.
 const STARTING: Duration = Duration::from_secs(30);
-/// The time that a rank's last words may take from the other connection.
+/// How long a rank's last words may take on the other connection.
 const LAST_WORDS: Duration = Duration::from_millis(300);
-/// The time that a hand that was killed may hold its device.
+/// How long a killed hand may hold its device.
 const BURIAL: Duration = Duration::from_secs(10);
-/// The time between two messages of ranks that wait for an outpost.
+/// The interval of progress messages of ranks that wait for an outpost.
 const WAITING: Duration = Duration::from_secs(1);
 /// The largest number of hands of an outpost.
 const MOST_HANDS: u32 = 256;
-/// The largest number of characters of an outpost's name.
+/// The longest name of an outpost, in characters.
 const LONGEST_NAME: usize = 64;
-/// The largest number of characters of a sentence about a hand's end.
+/// The longest text about a hand's end, in characters.
 const LONGEST_STATUS: usize = 1000;
-/// The largest number of unread messages of an outpost.
+/// The largest number of an outpost's unread messages.
 const UNREAD: usize = 64;
 
 /// The outposts of one brain.
@@ -60,7 +60,7 @@ pub(crate) struct Shared {
     state: Mutex<State>,
     /// Runs the bulk connections.
     aside: Aside,
-    /// An outpost came, or has a free hand again.
+    /// Signals that an outpost has joined or has a free hand again.
     pub(crate) changed: Notify,
 }
 
@@ -106,7 +106,7 @@ struct Group {
     /// The network interface of their collectives; `None`: they have to be on one outpost.
     interface: Option<String>,
     ranks: Vec<Rank>,
-    /// The relays' ends of their sockets, in the same order.
+    /// The relays' ends of the sockets, in the same order.
     near: Vec<Socket>,
 }
 
@@ -117,8 +117,8 @@ struct Rank {
 }
 
 impl Outposts {
-    /// Takes outposts that know the token. The second value is a future that does all the work, so
-    /// a runtime has to run it.
+    /// Accepts outposts that have the token. The second value is a future that does all the work,
+    /// and has to be run on a runtime.
     ///
     /// # Errors
     /// The certificate can't be used.
@@ -133,8 +133,8 @@ impl Outposts {
     }
 
     /// A site that runs each group on one outpost with room for all of its ranks. With the name of
-    /// a network interface, ranks may also be on several outposts, and talk to each other over it.
-    /// `hand` is `rust` or `torch`. Replicas may share the site.
+    /// a network interface, ranks may also be on several outposts, and communicate over it. `hand`
+    /// is `rust` or `torch`. Replicas may share the site.
     #[must_use]
     pub fn site(&self, hand: &str, interface: Option<&str>) -> Arc<dyn Site> {
         let (groups, interface) = (self.groups.clone(), interface.map(str::to_owned));
@@ -142,7 +142,7 @@ impl Outposts {
     }
 }
 
-/// A site whose groups go wherever there is room.
+/// A site whose groups run wherever there is room.
 struct AnySite {
     groups: mpsc::UnboundedSender<Group>,
     hand: String,
@@ -255,12 +255,13 @@ async fn greet(
     Ok(())
 }
 
-/// A text of an outpost for logs and errors: without control characters, and not longer than that.
+/// An outpost's text for logs and errors, shortened and without control characters.
 fn line(text: &str, characters: usize) -> String {
     text.chars().filter(|c| !c.is_control()).take(characters).collect()
 }
 
-/// Checks that the holder of these first bytes may come in; else returns a sentence for both logs.
+/// Checks whether the sender of these first bytes is admitted; if not, returns a message for both
+/// logs.
 fn admit(bytes: &[u8; KNOCK_BYTES], secret: &[u8; 32]) -> Result<(), String> {
     let knock = Knock::read(bytes).ok_or("it is no outpost")?;
     if !bool::from(knock.secret[..].ct_eq(&secret[..])) {
@@ -333,7 +334,7 @@ async fn member(stream: Stream, name: String, hands: usize, shared: Arc<Shared>)
     member.gone.send_replace(true);
 }
 
-/// Reads an outpost's messages; the last is an error.
+/// Reads an outpost's messages; ends with an error.
 async fn listen(mut reading: ReadHalf<Stream>, heard: mpsc::Sender<io::Result<FromOutpost>>) {
     loop {
         let message = read(&mut reading).await;
@@ -352,7 +353,7 @@ impl Shared {
         state.last_id
     }
 
-    /// The way to the task that waits for a connection; only the first caller gets it.
+    /// The channel to the task that waits for a connection; only the first caller gets it.
     fn connection(&self, purpose: &Purpose) -> Option<oneshot::Sender<Stream>> {
         let mut state = self.state.lock();
         match purpose {
@@ -374,14 +375,14 @@ impl Shared {
         state.bulk.insert(id, sender);
         drop(state);
         self.aside.run(Arc::clone(&member.mirror).run(connection));
-        // A member that is gone has closed its mirror.
+        // If the member is gone, it has closed its mirror.
         let _ = member.orders.send(ToOutpost::Mirror { id, bytes });
     }
 
-    /// Notes an outpost's report about the end of a hand.
+    /// Records an outpost's report about the end of a hand.
     fn ended(&self, id: u64, exit: Exit) {
         let life = self.state.lock().ranks.get(&id).map(|rank| Arc::clone(&rank.life));
-        // A report that is no longer awaited is old.
+        // A report that is no longer awaited is obsolete.
         if let Some(life) = life {
             life.report.send_replace(Some(exit));
         }
@@ -392,7 +393,7 @@ impl Shared {
         Claim::take(&self.state.lock().members, count, apart, self)
     }
 
-    /// The hands that are free: on one outpost, or on all if a group may be `apart`.
+    /// The number of free hands: on one outpost, or on all if a group may be `apart`.
     fn free(&self, apart: bool) -> usize {
         let state = self.state.lock();
         let free = state.members.iter().map(|member| member.free());
@@ -451,7 +452,7 @@ async fn run(group: Group, shared: Arc<Shared>) {
     }
 }
 
-/// Writes a sign of life for the executor to each rank's socket. It fails once the executor has
+/// Writes a progress message for the executor to each rank's socket. It fails once the executor has
 /// closed them.
 async fn say_that_it_waits(
     near: &mut [UnixStream],
@@ -519,7 +520,7 @@ async fn run_rank(
     };
     life.end(&how);
     drop(near);
-    // Its device is free once the outpost reports the end.
+    // Its device is free once the outpost has reported the end.
     tokio::select! {
         _ = timeout(BURIAL, life.reported()) => {}
         () = member.lost() => {}

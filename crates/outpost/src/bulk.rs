@@ -1,9 +1,8 @@
 //! The bulk connection of an outpost: bytes of the arena one way, counts of written bytes back.
 //!
-//! A piece is eight bytes with its place and its length, and then its bytes. The outpost answers
-//! each with the number of all bytes that it has written so far. Pieces arrive in the order of the
-//! sends. So a place in the arena may be written again as soon as the brain no longer needs its
-//! bytes.
+//! A piece has a head of eight bytes (offset and length), then its bytes. The outpost answers each
+//! with the total number of bytes that it has written so far. Pieces arrive in the order in which
+//! they were sent, so an arena region may be reused as soon as the brain no longer needs its bytes.
 
 use std::io;
 
@@ -45,8 +44,8 @@ impl Head {
     }
 }
 
-/// Sends a payload in pieces. Returns its number of bytes. `written` gets the number of bytes
-/// before each send.
+/// Sends a payload in pieces. Returns its number of bytes. `written` is called with the number of
+/// bytes before each send.
 ///
 /// # Errors
 /// The connection broke, or the arena can't be read.
@@ -63,7 +62,7 @@ pub(crate) async fn send(
         if count == 0 {
             return Ok(at as u64);
         }
-        // Offsets of an arena, and lengths of pieces, fit into 32 bits.
+        // Arena offsets and lengths of pieces fit into 32 bits.
         let head = Head { offset: payload.offset() + at as u32, length: count as u32 };
         buffer[..HEAD_BYTES].copy_from_slice(&head.bytes());
         at += count;
@@ -73,7 +72,7 @@ pub(crate) async fn send(
     }
 }
 
-/// Writes incoming bytes to their places and acknowledges them, until the connection ends.
+/// Writes incoming bytes to the arena and acknowledges them, until the connection ends.
 ///
 /// # Errors
 /// Always: the connection broke, or the peer sent a wrong message.

@@ -1,20 +1,19 @@
-//! The hands of a group. They are on one outpost if one has room, and otherwise on as few as
-//! possible.
+//! Claims the hands of a group: on one outpost if it has room, otherwise on as few as possible.
 
 use std::sync::Arc;
 
 use crate::brain::{Member, Shared};
 
-/// Hands of outposts that a group has. Dropping it gives all of them back together, so that the
+/// Hands on outposts that a group has claimed. Dropping it frees all of them together, so that the
 /// group's next start finds them side by side.
 pub(crate) struct Claim {
-    /// The hands in the order of ranks. Those of an outpost are neighbours.
+    /// The hands in rank order. Those of one outpost are adjacent.
     pub(crate) hands: Vec<(Arc<Member>, u32)>,
     shared: Arc<Shared>,
 }
 
 impl Claim {
-    /// Claims `count` hands of these outposts, of several only if `apart`. Nobody else may claim
+    /// Claims `count` hands of these outposts, on several only if `apart`. Nobody else may claim
     /// their hands meanwhile.
     pub(crate) fn take(
         members: &[Arc<Member>],
@@ -60,9 +59,9 @@ impl Drop for Claim {
     }
 }
 
-/// The hands to take of each outpost, by the number that it has free: all of the one with the
-/// fewest that suffice. If there is none and the group may be `apart`, most come from the largest,
-/// and the rest again from the smallest that suffices.
+/// How many hands to take from each outpost, given the free ones. The outpost with the fewest free
+/// hands that suffice provides all. If none suffices and the group may be `apart`, the largest
+/// provides all it has, and the rest is taken from the smallest that suffices.
 fn shares(free: &[usize], count: usize, apart: bool) -> Option<Vec<(usize, usize)>> {
     let mut shares = Vec::new();
     let mut left: Vec<(usize, usize)> = free.iter().copied().enumerate().collect();

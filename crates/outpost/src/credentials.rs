@@ -1,4 +1,4 @@
-//! The brain's certificate and the token that names it, kept in two files.
+//! The brain's certificate and the token that identifies it, stored in two files.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -22,7 +22,7 @@ pub struct Credentials {
     pub(crate) key: Vec<u8>,
 }
 
-/// The content of the file beside the token, for the brain alone: both in base64.
+/// The content of the file beside the token, which only the brain has: both parts in base64.
 #[derive(Serialize, Deserialize)]
 struct Kept {
     certificate: String,
@@ -45,11 +45,11 @@ impl Credentials {
     }
 
     /// The credentials in the file `token` and its neighbour `token.key`. If neither file exists,
-    /// both are made. Only the owner may read them.
+    /// both are created. Only the owner may read them.
     ///
     /// # Errors
-    /// A file can't be read or written, one is there without the other, or they belong to
-    /// different certificates.
+    /// A file can't be read or written, only one of them exists, or they belong to different
+    /// certificates.
     pub fn open(token: &Path) -> io::Result<Self> {
         let beside = neighbour(token);
         match (token.exists(), beside.exists()) {

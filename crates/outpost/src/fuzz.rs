@@ -1,5 +1,5 @@
-//! Damaged messages for the parsers of both ends of an outpost's connections. Each parser takes or
-//! refuses them, without a panic, and within its limit of memory.
+//! Damaged messages for the parsers of both ends of an outpost's connections. Each parser accepts
+//! or refuses them, without a panic and within its memory limit.
 
 use std::io::Cursor;
 

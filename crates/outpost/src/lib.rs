@@ -1,21 +1,21 @@
 //! Hands on other machines.
 //!
 //! An *outpost* is this program on another machine. It joins the brain, spawns hands as the brain
-//! would, and relays frames between their sockets and the brain. A hand does not know that it is
-//! far away, and the executor of its group sees a socket like any other:
+//! would, and relays frames between their sockets and the brain. Nothing changes for the hand, and
+//! the executor of its group has a socket like any other:
 //!
 //! ```text
 //! executor -- socket -- Outposts ==TLS== work() -- socket -- hand
 //! ```
 //!
-//! Each rank has a connection of its own, so that no plan stands behind another's. One more
-//! connection an outpost carries orders and a ping a second, and one its payloads (`bulk`). An
+//! Each rank has its own connection, so that no plan waits behind another's. Each outpost has two
+//! further connections: one carries orders and a ping every second, the other payloads (`bulk`). An
 //! outpost has a mirror of the brain's arena, and the engine plans a request once its bytes are
-//! there. Any end of a connection ends the rank: the outpost kills the process, and the brain sees
-//! its socket close.
+//! there. When a rank's connection ends, so does the rank: the outpost kills the process, and the
+//! brain sees its socket close.
 //!
-//! Every connection is TLS 1.3. The brain's certificate signs itself, and the [`JoinToken`] names
-//! it by its SHA-256; the token's secret opens the connection before anything else is read.
+//! Every connection is TLS 1.3. The brain's certificate is self-signed, and the [`JoinToken`]
+//! identifies it by its SHA-256. The token's secret is checked before anything else is read.
 
 mod aside;
 mod brain;

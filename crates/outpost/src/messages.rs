@@ -1,4 +1,4 @@
-//! Messages between brain and outposts, beside the frames of ranks.
+//! Messages between brain and outposts, besides the ranks' frames.
 
 use std::io;
 
@@ -7,7 +7,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
-/// The version of these messages, and of the frames that are relayed between them.
+/// The version of these messages and of the relayed frames.
 const OWN_VERSION: u16 = 3;
 /// Begins every connection.
 const MAGIC: [u8; 4] = *b"fbw1";
@@ -16,7 +16,8 @@ pub(crate) const KNOCK_BYTES: usize = 40;
 /// The largest number of bytes of a message.
 const LONGEST: usize = 1 << 20;
 
-/// The first bytes of a connection: their number is fixed, so that nothing of a stranger is parsed.
+/// The first bytes of a connection. Their number is fixed, so that nothing from a stranger has to
+/// be parsed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Knock {
     pub(crate) versions: [u16; 2],
@@ -50,7 +51,7 @@ impl Knock {
 pub(crate) enum Answer {
     /// The outpost may go on.
     Welcome,
-    /// The outpost may not go on, and another attempt would not succeed either.
+    /// The outpost must not continue, and another attempt would fail too.
     Refused(String),
 }
 
@@ -83,10 +84,10 @@ pub(crate) enum Purpose {
 pub(crate) enum ToOutpost {
     /// Asks for a [`FromOutpost::Pong`].
     Ping,
-    /// Has it keep a mirror of the brain's arena, and open a connection for its bytes. Once, and
-    /// before the first hand.
+    /// Keep a mirror of the brain's arena, and open a connection for its bytes. Sent once, before
+    /// the first hand.
     Mirror {
-        /// The name of the connection, unique among all that the brain has ordered.
+        /// The connection's id, unique among all that the brain has ordered.
         id: u64,
         /// Bytes of the arena.
         bytes: u32,
@@ -107,7 +108,7 @@ pub(crate) enum FromOutpost {
         id: u64,
         /// A description of the end.
         status: String,
-        /// True if the kernel killed it because memory ran out on the outpost.
+        /// True if the kernel killed it for lack of memory on the outpost.
         out_of_memory: bool,
     },
 }
@@ -115,28 +116,28 @@ pub(crate) enum FromOutpost {
 /// A hand to run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HandOrder {
-    /// Names the rank among all that the brain ever ordered.
+    /// The rank's id, unique among all that the brain has ordered.
     pub(crate) id: u64,
-    /// The number of the hand on the outpost, from 0.
+    /// The index of the hand on the outpost, from 0.
     pub place: u32,
     /// The kind of the hand: `rust` or `torch`.
     pub hand: String,
     /// Variables of the hand.
     pub env: Vec<(String, String)>,
-    /// The way to the other ranks of its group.
+    /// How it reaches the other ranks of its group.
     pub collectives: Collectives,
 }
 
-/// The way of a hand to the other ranks of its group.
+/// How a hand reaches the other ranks of its group.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Collectives {
     /// There are no other ranks.
     None,
-    /// All other ranks are on the hand's own machine.
+    /// All other ranks are on the same machine.
     Machine,
-    /// Some ranks are on other machines, behind the network interface with this name. The outpost's
-    /// own setting overrules the name.
+    /// Some ranks are on other machines, behind the network interface of this name. The outpost's
+    /// own setting overrides the name.
     Network(String),
 }
 
@@ -155,7 +156,7 @@ pub(crate) async fn write<T: Serialize>(
 /// Reads a message.
 ///
 /// # Errors
-/// The connection ended, or the bytes are no such message.
+/// The connection ended, or the bytes are not such a message.
 pub(crate) async fn read<T: DeserializeOwned>(
     stream: &mut (impl AsyncRead + Unpin),
 ) -> io::Result<T> {

@@ -1,8 +1,8 @@
-//! The brain's side of an outpost's mirror of the arena: the bytes that are there, and the bytes on
-//! their way.
+//! The brain's side of an outpost's mirror of the arena: which bytes have arrived there, and which
+//! are in transit.
 //!
-//! Only the brain's arena accounts for room. A payload is kept until the outpost has written it, so
-//! its place is not reused before it was sent. Later bytes for that place are sent after it.
+//! Only the brain's arena is allocated. A payload is kept until the outpost has written it, so its
+//! region is not reused before. Later bytes for the region are sent after it.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -21,14 +21,14 @@ use tracing::warn;
 use crate::bulk::send;
 use crate::relay::said;
 
-/// The time that an outpost may take from an order to its bulk connection.
+/// How long an outpost may take from an order to its bulk connection.
 const OPENING: Duration = Duration::from_secs(30);
-/// The time that an outpost may take before it acknowledges writes.
+/// How long an outpost may take to acknowledge writes.
 const STALLED: Duration = Duration::from_secs(30);
 /// The number of known payloads at which dropped ones are removed.
 const SWEEP_AT: usize = 64;
 
-/// The mirror of one outpost, as long as it is joined.
+/// The mirror on one outpost, as long as it is joined.
 #[derive(Default)]
 pub(crate) struct Mirror {
     state: Mutex<State>,
@@ -41,13 +41,14 @@ pub(crate) struct Mirror {
 struct State {
     ordered: bool,
     closed: bool,
-    /// Payloads by their address, which is unique as long as the payload is known here.
+    /// Payloads by their address, which is unique while the payload is kept here.
     payloads: HashMap<usize, Known>,
     sweep_at: usize,
     queue: VecDeque<(usize, Arc<dyn Payload>)>,
-    /// Sent and not written yet, oldest first, with the number of bytes of the connection so far.
+    /// Payloads that were sent and are not written yet, oldest first, with the connection's total
+    /// bytes up to each.
     sent: VecDeque<(u64, usize, Arc<dyn Payload>)>,
-    /// The numbers of sent bytes, and of bytes that the outpost has written.
+    /// The numbers of bytes sent, and of bytes written by the outpost.
     bytes: Counts,
 }
 
@@ -75,13 +76,13 @@ impl fmt::Debug for Mirror {
 }
 
 impl Mirror {
-    /// True, once, if the outpost has not been ordered to mirror the arena.
+    /// True, once, if the outpost was not yet told to mirror the arena.
     pub(crate) fn is_to_be_ordered(&self) -> bool {
         !std::mem::replace(&mut self.state.lock().ordered, true)
     }
 
-    /// Has a payload sent unless it is there, and `there` called once it is. `there` is dropped if
-    /// the outpost is lost before.
+    /// Sends a payload unless it is there already, and then calls `there`. If the outpost is lost
+    /// first, `there` is dropped.
     pub(crate) fn carry(&self, payload: &Arc<dyn Payload>, there: There) {
         let mut state = self.state.lock();
         if state.closed {
@@ -106,7 +107,7 @@ impl Mirror {
         }
     }
 
-    /// Waits until the outpost can't be brought anything any more.
+    /// Waits until nothing can be sent to the outpost any more.
     pub(crate) async fn closed(&self) {
         let _ = self.closed.subscribe().wait_for(|closed| *closed).await;
     }
@@ -197,7 +198,7 @@ impl Mirror {
 }
 
 impl Counts {
-    /// Takes a count of written bytes.
+    /// Checks a count of written bytes.
     ///
     /// # Errors
     /// It is less than before, or more than was sent.
@@ -211,7 +212,7 @@ impl Counts {
 }
 
 impl State {
-    /// Takes the payloads that the outpost has written by now.
+    /// Removes the payloads that the outpost has written by now.
     fn arrived(&mut self) -> WrittenBytes {
         let mut arrived = WrittenBytes::default();
         while self.sent.front().is_some_and(|(end, ..)| *end <= self.bytes.written)
@@ -227,7 +228,7 @@ impl State {
         arrived
     }
 
-    /// Forgets payloads that are gone, now and then: their addresses may be used again.
+    /// Now and then forgets payloads that were dropped, because their addresses may be reused.
     fn sweep(&mut self) {
         if self.payloads.len() < self.sweep_at.max(SWEEP_AT) {
             return;
@@ -237,7 +238,7 @@ impl State {
     }
 }
 
-/// Bytes that were just written at the outpost, and the callbacks for them.
+/// Payloads that the outpost has just written, and their callbacks.
 #[derive(Default)]
 struct WrittenBytes {
     waiting: Vec<There>,
@@ -245,7 +246,7 @@ struct WrittenBytes {
 }
 
 impl WrittenBytes {
-    /// Called without the lock: others do their own work then.
+    /// Called without the lock, because the callbacks do their own work.
     fn tell(self) {
         drop(self.payloads);
         self.waiting.into_iter().for_each(|there| there());
@@ -278,8 +279,8 @@ mod tests {
         runtime.unwrap().block_on(work)
     }
 
-    /// A mirror of an arena, with an outpost that keeps it, over a connection that takes few bytes
-    /// at a time.
+    /// A mirror of an arena, with an outpost that keeps it, over a connection that accepts few
+    /// bytes at a time.
     struct Pair {
         near: Arena,
         far: Arena,
@@ -309,7 +310,7 @@ mod tests {
             Some(payload)
         }
 
-        /// The bytes that the outpost has in place of a payload.
+        /// The bytes that the outpost has for a payload.
         fn far(&self, payload: &Arc<dyn Payload>, length: usize) -> Vec<u8> {
             self.far.look(payload.offset(), length).unwrap()
         }
@@ -335,7 +336,7 @@ mod tests {
             }
             assert!(pair.far(&payload, bytes.len()) == bytes);
             let sent = pair.mirror.state.lock().bytes.sent;
-            // Another one comes late: a replay after the hand's death.
+            // Another request for it comes late: a replay after the hand's death.
             pair.carry(&payload).await.unwrap();
             assert_eq!(pair.mirror.state.lock().bytes.sent, sent, "nothing was sent again");
             assert_eq!(sent, bytes.len() as u64);
@@ -400,7 +401,7 @@ mod tests {
     }
 
     proptest! {
-        /// The room of one payload becomes another's while bytes are on their way.
+        /// One payload's region is reused by another while bytes are in transit.
         #[test]
         fn what_has_arrived_stays_right_until_it_is_given_back(
             room in 1..5000_usize, ops in prop::collection::vec(op(), 1..80),

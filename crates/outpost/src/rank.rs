@@ -1,4 +1,4 @@
-//! The state of one rank, which the engine's thread and the relaying tasks share.
+//! The state of one rank, shared by the engine's thread and the relaying tasks.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock};
 
 use crate::mirror::Mirror;
 
-/// The time for a rank whose connection broke to report its end.
+/// How long to wait for a report about the end of a rank whose connection broke.
 const LAST_BREATH: Duration = Duration::from_millis(500);
 
 /// The life of one rank.
@@ -41,7 +41,7 @@ impl Default for Life {
 }
 
 impl Life {
-    /// Notes the end of the hand; the first note counts.
+    /// Records the end of the hand; only the first record counts.
     pub(crate) fn end(&self, how: &Exit) {
         self.ended.lock().get_or_insert_with(|| how.clone());
         self.changed.notify_all();

@@ -6,13 +6,13 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, copy, split};
 use tokio::net::{TcpStream, UnixStream};
 
-/// The time that sent bytes may stay unacknowledged before the system gives a connection up.
+/// How long sent bytes may stay unacknowledged before the system closes a connection.
 const UNACKNOWLEDGED: Duration = Duration::from_secs(5);
-/// Silence of the other side after which it is lost: four pings.
+/// After this long a silence, four pings, the other side counts as lost.
 pub(crate) const SILENCE: Duration = Duration::from_secs(4);
 /// The time from one ping to the next.
 pub(crate) const PING: Duration = Duration::from_secs(1);
-/// The time that one side may take to open a connection.
+/// How long one side may take to open a connection.
 pub(crate) const OPENING: Duration = Duration::from_secs(5);
 
 /// The side whose end ended a relay.
@@ -31,7 +31,7 @@ pub(crate) fn prepare(stream: &TcpStream) -> io::Result<()> {
     Ok(rustix::net::sockopt::set_tcp_user_timeout(stream, limit)?)
 }
 
-/// The reason of a connection's end, in words. A killed process sends no TLS farewell, which TLS
+/// Why a connection ended, as text. A killed process sends no TLS closing message, which TLS
 /// reports at length.
 pub(crate) fn said(error: &io::Error) -> String {
     match error.kind() {
@@ -40,7 +40,7 @@ pub(crate) fn said(error: &io::Error) -> String {
     }
 }
 
-/// Copies bytes both ways until one side ends. All that it had sent has then arrived.
+/// Copies bytes both ways until one side ends. Everything that it had sent has arrived by then.
 pub(crate) async fn relay(near: &mut UnixStream, far: impl AsyncRead + AsyncWrite) -> Side {
     let (mut near_read, mut near_write) = near.split();
     let (mut far_read, mut far_write) = split(far);

@@ -1,4 +1,4 @@
-//! Places of connections that have not shown the token yet, by address.
+//! Limits connections that have not shown the token yet, by address.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv6Addr};
@@ -8,12 +8,12 @@ use parking_lot::Mutex;
 
 /// Connections of strangers at a time.
 const STRANGERS: usize = 256;
-/// Connections of strangers at one address. An outpost opens one for each of its hands.
+/// The limit for one address. An outpost opens one connection for each of its hands.
 const AT_ONE_ADDRESS: usize = 16;
 /// The bits of an IPv6 address that its owner cannot choose.
 const PREFIX_BITS: u32 = 64;
 
-/// The strangers that are connected. Those at one address leave places to those at others.
+/// The unauthenticated connections. Those from one address leave room for those from others.
 #[derive(Debug, Default)]
 pub(crate) struct Strangers {
     at: Mutex<HashMap<IpAddr, usize>>,
@@ -27,7 +27,7 @@ pub(crate) struct Place {
 }
 
 impl Strangers {
-    /// A place for a connection from `address`; `None` if there are too many.
+    /// A permit for a connection from `address`; `None`: there are too many.
     pub(crate) fn place(self: &Arc<Self>, address: IpAddr) -> Option<Place> {
         let address = owner(address);
         let mut at = self.at.lock();
@@ -54,7 +54,7 @@ impl Drop for Place {
     }
 }
 
-/// The address that stands for all that its owner can choose.
+/// The address range that one owner can choose from.
 fn owner(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(address) => {

@@ -1,4 +1,4 @@
-//! TLS 1.3 between one brain and holders of the token. The fingerprint of its certificate names the
+//! TLS 1.3 between a brain and holders of the token. The certificate's fingerprint identifies the
 //! brain.
 
 use std::io;
@@ -30,7 +30,7 @@ pub(crate) fn acceptor(credentials: &Credentials) -> io::Result<TlsAcceptor> {
     Ok(TlsAcceptor::from(Arc::new(config)))
 }
 
-/// A connector that talks only to the holder of the certificate with this SHA-256.
+/// A connector that only accepts the certificate with this SHA-256.
 pub(crate) fn connector(fingerprint: [u8; 32]) -> io::Result<TlsConnector> {
     let crypto = Arc::new(provider::default_provider());
     let verifier = Arc::new(Pinned { fingerprint, crypto: Arc::clone(&crypto) });
@@ -47,7 +47,7 @@ pub(crate) fn name() -> io::Result<ServerName<'static>> {
     ServerName::try_from(NAME).map_err(io::Error::other)
 }
 
-/// Takes the one certificate that the token names, and no other.
+/// Accepts only the certificate that the token identifies.
 #[derive(Debug)]
 struct Pinned {
     fingerprint: [u8; 32],

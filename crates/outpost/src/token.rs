@@ -1,4 +1,4 @@
-//! The token for outposts. It names the brain's certificate, and contains a secret.
+//! The token for outposts. It identifies the brain's certificate, and contains a secret.
 
 use std::fmt;
 use std::str::FromStr;

@@ -1,4 +1,4 @@
-//! The outpost's side. It joins, runs the ordered hands, and kills them when the brain is gone.
+//! The outpost's side: it joins, runs the ordered hands, and kills them when the brain is gone.
 
 use std::io;
 use std::os::unix::net::UnixStream as Socket;
@@ -27,7 +27,7 @@ type Stream = TlsStream<TcpStream>;
 
 /// The pause between two attempts to join.
 const PAUSE: Duration = Duration::from_secs(1);
-/// The largest number of unread messages of the brain.
+/// The largest number of the brain's unread messages.
 const UNREAD: usize = 64;
 
 /// The settings of an outpost, fixed at its start.
@@ -39,20 +39,18 @@ pub struct WorkSettings {
     pub token: JoinToken,
     /// The name of this outpost in the brain's log.
     pub name: String,
-    /// The largest number of hands here at a time.
+    /// The largest number of hands that run here at a time.
     pub hands: u32,
 }
 
-/// A function that starts a hand with this arena. It gives the process and the near end of its
-/// socket. It is called on the thread that runs [`work`], and the kernel kills the process when
-/// that thread ends.
+/// Starts a hand with this arena, and returns the process and the near end of its socket. It is
+/// called on the thread that runs [`work`], and the kernel kills the process when that thread ends.
 pub type Spawn = Arc<dyn Fn(&HandOrder, &Arena) -> io::Result<(RankProcess, Socket)> + Send + Sync>;
 
-/// The reason for which an outpost ends. The loss of the brain is no reason, because the outpost
-/// joins again.
+/// Why an outpost ends. Losing the brain is no reason, because the outpost joins again.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum OutpostEnd {
-    /// The server at the brain's address has another certificate than the token's.
+    /// The server at the brain's address has another certificate than the token says.
     #[error("{0} has another certificate than the token names: the token is another server's")]
     Stranger(String),
     /// The brain refuses this outpost.
@@ -81,7 +79,7 @@ impl From<io::Error> for Over {
 /// Joins the brain, and again after each loss, until `stop` is done.
 ///
 /// # Errors
-/// Another attempt would end in the same way.
+/// Another attempt would fail in the same way.
 pub async fn work(
     settings: WorkSettings,
     spawn: Spawn,
@@ -227,7 +225,7 @@ async fn session(door: &Door, spawn: &Spawn, aside: &Aside) -> Over {
     over
 }
 
-/// Reads the brain's messages; the last is an error.
+/// Reads the brain's messages; ends with an error.
 async fn listen(mut reading: ReadHalf<Stream>, heard: mpsc::Sender<io::Result<ToOutpost>>) {
     loop {
         let message = tokio::select! {
@@ -250,7 +248,7 @@ async fn reflect(door: &Door, id: u64, arena: &Arena, mut gone: watch::Receiver<
                 let over = receive(reading, writing, arena).await;
                 over.map_or_else(Over::from, |()| Over::Lost("the bulk connection ended".into()))
             }
-            // The brain has given this session up: try again with a new one.
+            // The brain has ended this session: try again with a new one.
             Err(Over::Ended(ended)) => Over::Lost(ended.to_string()),
             Err(over) => over,
         }
@@ -261,7 +259,7 @@ async fn reflect(door: &Door, id: u64, arena: &Arena, mut gone: watch::Receiver<
     }
 }
 
-/// A hand from its order to its end. Returns a description of the end.
+/// Runs a hand from its order to its end. Returns a description of the end.
 async fn run(
     door: &Door,
     spawn: &Spawn,
@@ -282,7 +280,7 @@ async fn run(
         let far = door.open(&Purpose::Rank { id: order.id }).await;
         let Ok(mut far) = far else { return Side::Far };
         let side = relay(&mut near, &mut far).await;
-        // The hand's last words go out before the connection ends.
+        // The hand's last words are sent before the connection is closed.
         let _ = timeout(SILENCE, far.shutdown()).await;
         side
     };
@@ -291,7 +289,7 @@ async fn run(
         () = alone => Side::Far,
     };
     let by_itself = side == Side::Near;
-    // The brain reads it only if the brain has not closed the connection itself.
+    // The brain reads it unless it has closed the connection itself.
     let ended = format!("outpost {}: the connection to the brain broke", door.settings.name);
     let buried = tokio::task::spawn_blocking(move || {
         if by_itself {

@@ -1,9 +1,9 @@
-//! Pixels of any kind as three bytes. Grey is spread, 16 bits become 8, and transparent parts
-//! become white.
+//! Converts pixels of any kind to three bytes: grey becomes RGB, 16 bits become 8, and transparency
+//! becomes white.
 
 use image::ColorType;
 
-/// Writes pixels of `color` as three bytes each; false where the kind of pixel is unknown.
+/// Writes pixels of `color` as three bytes each; false: the kind of pixel is unknown.
 ///
 /// The upper eight of 16 bits are kept, and alpha is blended as in Pillow's `paste`.
 pub(crate) fn to_rgb(color: ColorType, raw: &[u8], rgb: &mut [u8]) -> bool {
@@ -47,7 +47,7 @@ fn high(value: [u8; 2]) -> u8 {
     (u16::from_ne_bytes(value) >> 8) as u8
 }
 
-/// A division by 255 without one, exact for these values.
+/// Divides by 255 without a division, exact for these values.
 fn on_white(value: u8, alpha: u8) -> u8 {
     let sum = u32::from(value) * u32::from(alpha) + 255 * u32::from(255 - alpha) + 128;
     ((sum + (sum >> 8)) >> 8) as u8

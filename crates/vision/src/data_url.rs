@@ -4,7 +4,7 @@ use base64_simd::{STANDARD, forgiving_decode_to_vec};
 
 use crate::error::ImageError;
 
-/// A data URL, cut but not decoded. Both parts are slices of its text.
+/// A data URL, split but not decoded. Both parts are slices of its text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DataUrl<'a> {
     /// The media type, such as `image/png`; empty if the URL has none.
@@ -14,7 +14,7 @@ pub struct DataUrl<'a> {
 }
 
 impl<'a> DataUrl<'a> {
-    /// Cuts `url`; `None` if it is a URL of another kind.
+    /// Splits `url`; `None`: it is another kind of URL.
     ///
     /// # Errors
     /// The URL has no data, is not in base64, or its media type is not an image's.
@@ -24,7 +24,7 @@ impl<'a> DataUrl<'a> {
         if !scheme.eq_ignore_ascii_case("data:") {
             return Ok(None);
         }
-        // A name, parameters and the word are short: a comma far away is one of the data.
+        // Type, parameters and the word `base64` are short, so a later comma belongs to the data.
         let head = rest.as_bytes();
         let comma = head[..head.len().min(256)].iter().position(|byte| *byte == b',');
         let comma = comma.ok_or(ImageError::DataUrl)?;
@@ -35,7 +35,7 @@ impl<'a> DataUrl<'a> {
             return Err(ImageError::DataUrl);
         }
         let is_image = media_type.get(..6).is_some_and(|kind| kind.eq_ignore_ascii_case("image/"));
-        // Clients without a better type send none, or that of plain bytes.
+        // Clients that do not know the type send none, or that of plain bytes.
         let is_unknown = media_type.is_empty() || media_type == "application/octet-stream";
         if !is_image && !is_unknown {
             return Err(ImageError::MediaType(media_type.to_owned()));
@@ -60,7 +60,7 @@ impl<'a> DataUrl<'a> {
     }
 }
 
-/// The text with the characters for which `%` and two digits stand. Other percent signs stay.
+/// The text with `%XX` escapes decoded. Other percent signs stay.
 fn unescaped(text: &str) -> String {
     let mut parts = text.split('%');
     let mut plain = parts.next().unwrap_or_default().to_owned();
@@ -80,15 +80,15 @@ fn unescaped(text: &str) -> String {
     plain
 }
 
-/// The file, of at most `limit` bytes, that `text` has in base64. Characters are the standard ones,
-/// with or without padding. White space is skipped.
+/// Decodes `text` from base64 into a file of at most `limit` bytes. The alphabet is the standard
+/// one, padding is optional, and white space is skipped.
 ///
 /// # Errors
 /// The file is longer, or not base64.
 pub fn decode_base64(text: &str, limit: usize) -> Result<Vec<u8>, ImageError> {
     let bytes = STANDARD.estimated_decoded_length(text.len());
-    // The estimate is two bytes too high where there is padding, and higher where there is white
-    // space: only files near the limit pay for a second look.
+    // The estimate is up to two bytes too high with padding, and higher with white space, so only
+    // files near the limit are measured exactly.
     if bytes > limit {
         let digits = text.bytes().filter(|byte| !byte.is_ascii_whitespace() && *byte != b'=');
         let bytes = digits.count() / 4 * 3;

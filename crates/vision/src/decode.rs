@@ -1,4 +1,4 @@
-//! PNG, WebP, GIF and BMP, by the crate `image`, in bounded memory.
+//! Decodes PNG, WebP, GIF and BMP with the crate `image`, in bounded memory.
 
 use std::io::Cursor;
 
@@ -32,8 +32,7 @@ pub(crate) fn measure(format: Format, file: &[u8]) -> Result<(u32, u32, Orientat
     Ok((width, height, orientation))
 }
 
-/// Decodes into `rgb`, which holds three bytes for each pixel; `raw` has the file's own pixels
-/// meanwhile.
+/// Decodes into `rgb`, three bytes a pixel; `raw` is a buffer for the file's own pixels.
 pub(crate) fn decode(
     header: &Header,
     format: Format,

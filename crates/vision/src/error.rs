@@ -4,14 +4,14 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::format::{Format, READ};
 
-/// The reason for which an image is refused. Each is a clause for a sentence that begins with a
-/// part of a request: `messages[0].content[1]: ...`.
+/// Why an image is refused. Each message follows the path of a part of a request:
+/// `messages[0].content[1]: ...`.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ImageError {
     /// The URL begins with `data:`, but is malformed or not in base64.
     #[error("a data URL reads `data:image/png;base64,` and the file in base64")]
     DataUrl,
-    /// The data URL is of text, video or the like.
+    /// The data URL contains text, video or the like.
     #[error("the media type {0:?} is no image")]
     MediaType(String),
     /// The text has characters that base64 lacks, or a wrong number of them.
@@ -54,7 +54,7 @@ pub enum ImageError {
         /// The largest number of pixels of an image.
         limit: u64,
     },
-    /// One side is much longer than the other, so that no grid of patches fits.
+    /// One side is much longer than the other, so no grid of patches fits.
     #[error(
         "the image has {width} x {height} pixels: one side is more than {limit} times the other"
     )]
@@ -66,7 +66,7 @@ pub enum ImageError {
         /// The largest ratio.
         limit: u32,
     },
-    /// Decoding the file needs more memory than its pixels explain.
+    /// Decoding the file needs more memory than its size in pixels explains.
     #[error("the {0} file takes too much memory to decode")]
     TooMuchMemory(Format),
     /// The file is cut off, or its content contradicts itself.
@@ -82,7 +82,7 @@ pub enum ImageError {
 impl ImageError {
     pub(crate) fn damaged(format: Format, reason: impl ToString) -> Self {
         let mut reason = reason.to_string();
-        // A decoder may quote the file, which is the client's and has any length.
+        // A decoder may quote the file, which comes from the client and has any length.
         if let Some((end, _)) = reason.char_indices().nth(200) {
             reason.truncate(end);
         }
@@ -90,7 +90,7 @@ impl ImageError {
     }
 }
 
-/// Calls `decoder`, and takes a panic of it for damage of the file: decoders are others' code.
+/// Calls `decoder`, and treats a panic as a damaged file, because decoders are external code.
 /// Nothing but bytes may outlive `decoder`.
 pub(crate) fn contained<T>(
     format: Format,

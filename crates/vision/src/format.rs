@@ -1,4 +1,4 @@
-//! The format of a file, by its first bytes. Names and media types are only the client's claims.
+//! The format of a file, by its first bytes, because names and media types are only claims.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use crate::error::ImageError;
 /// A supported format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Format {
-    /// Portable Network Graphics; of an animation the default image.
+    /// Portable Network Graphics; for an animation, the default image.
     Png,
     /// JPEG: baseline and progressive, 8 bits.
     Jpeg,

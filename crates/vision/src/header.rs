@@ -8,8 +8,7 @@ use crate::limits::Limits;
 use crate::orientation::Orientation;
 use crate::processing::Processing;
 
-/// The facts about an image at the beginning of its file. They are enough for its grid, without any
-/// pixel.
+/// The facts at the beginning of an image file, enough to compute its grid without decoding pixels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Header {
     pub(crate) source: Source,
@@ -61,7 +60,7 @@ impl Header {
         }
     }
 
-    /// Pixels of a row, and rows, of the upright image.
+    /// The width and height of the upright image in pixels.
     pub fn size(&self) -> (u32, u32) {
         self.orientation.turned(self.width, self.height)
     }
@@ -71,8 +70,8 @@ impl Header {
         self.orientation
     }
 
-    /// The largest number of bytes that the image takes while it is prepared: its decoder, the
-    /// pixels at each step, and the patches.
+    /// The largest memory that preparing the image takes: its decoder, the pixels at each step, and
+    /// the patches.
     pub fn decoding_bytes(&self, processing: &Processing) -> usize {
         let turned = self.orientation != Orientation::UPRIGHT;
         Limits::preparing_bytes(self.size(), turned, processing)

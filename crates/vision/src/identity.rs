@@ -1,4 +1,4 @@
-//! The name of an image, from its bytes and its processing.
+//! The identity of an image, from its bytes and its processing.
 
 use std::fmt;
 
@@ -7,10 +7,10 @@ use crate::processing::Processing;
 /// Changes when the same file gives other patches.
 const VERSION: &[u8; 16] = b"forebay image  1";
 
-/// 128 bits of BLAKE3 over a file and its processing. Two images with one identity have the same
+/// 128 bits of BLAKE3 over a file and its processing. Images with the same identity have the same
 /// patches.
 ///
-/// It has no key, so that brains behind a router agree on it.
+/// It has no key, so that all brains behind a router compute the same.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Identity([u8; 16]);
 
@@ -18,8 +18,8 @@ impl Identity {
     /// The name of `file` under `processing`.
     pub fn of(file: &[u8], processing: &Processing) -> Self {
         let mut hasher = blake3::Hasher::new();
-        // Fields of one length before the only one of any length: no two inputs give the same
-        // bytes.
+        // Fields of fixed length come before the only one of variable length, so different inputs
+        // never give the same bytes.
         hasher.update(VERSION).update(&processing.to_bytes()).update(file);
         let mut name = [0; 16];
         hasher.finalize_xof().fill(&mut name);

@@ -1,7 +1,7 @@
 //! JPEG (ITU-T T.81): the frame header, and two decoders behind one function.
 //!
-//! libjpeg-turbo-rs gives libjpeg-turbo's bytes, which are Pillow's. It panics at four components
-//! of unequal sampling. zune-jpeg, in the crate `image`, reads those.
+//! libjpeg-turbo-rs gives the same bytes as libjpeg-turbo, and so as Pillow. It panics on four
+//! components of unequal sampling, which zune-jpeg (in the crate `image`) decodes.
 
 use image::ImageDecoder;
 use image::codecs::jpeg::JpegDecoder;
@@ -19,7 +19,7 @@ pub(crate) struct Frame {
     pub(crate) width: u32,
     pub(crate) height: u32,
     pub(crate) orientation: Orientation,
-    /// Four components, as printers have them, that do not all have the same size.
+    /// True if there are four components, as in print, that do not all have the same size.
     uneven_inks: bool,
 }
 
@@ -90,7 +90,7 @@ impl Frame {
         };
         let mut decoder = Decoder::new_with_limits(file, limits).map_err(refused)?;
         let header = decoder.header();
-        // A second frame: libjpeg accepts one, and decoders differ in which frame they use.
+        // A second frame: libjpeg accepts it, and decoders differ in which one they use.
         if (header.width(), header.height()) != (self.width as usize, self.height as usize)
             || (header.components.len() == 4 && uneven(header.components.iter()))
         {
@@ -138,7 +138,7 @@ fn refused(error: JpegError) -> ImageError {
     }
 }
 
-/// The segments of a file behind its first marker: a marker and its content.
+/// The segments of a file after its first marker: each a marker and its content.
 struct Segments<'a>(&'a [u8]);
 
 impl<'a> Iterator for Segments<'a> {
@@ -146,7 +146,7 @@ impl<'a> Iterator for Segments<'a> {
 
     fn next(&mut self) -> Option<Self::Item> {
         loop {
-            // Bytes between segments are skipped, as libjpeg does; any number of 0xff may fill.
+            // Bytes between segments are skipped, as in libjpeg; any number of 0xff may pad.
             let start = self.0.iter().position(|byte| *byte == 0xff)?;
             let length = self.0[start..].iter().position(|byte| *byte != 0xff)?;
             let marker = self.0[start + length];

@@ -1,9 +1,9 @@
 //! Images for a vision tower: from files to patches of bytes.
 //!
-//! A request goes through five steps. [`DataUrl`] cuts a file out of a body, and [`Header`] reads
-//! its size without decoding. [`Processing::grid`] gives the number of its positions, and
-//! [`Identity`] names it. [`Preparer::prepare`] decodes it, resizes it and writes its patches.
-//! Nothing here reads a clock, a file or a socket, and no input makes it panic.
+//! A request goes through five steps. [`DataUrl`] extracts a file from a body, and [`Header`] reads
+//! its size without decoding. [`Processing::grid`] computes its positions, and [`Identity`]
+//! identifies it. [`Preparer::prepare`] decodes it, resizes it and writes its patches. The crate
+//! uses no clock, file or socket, and no input makes it panic.
 //!
 //! The values are those of transformers' `Qwen2VLImageProcessor` and `Gemma3ImageProcessor` with
 //! their default backend, before it subtracts the mean. `docs/images.md` lists the files for which

@@ -6,7 +6,7 @@ use crate::processing::Processing;
 /// The limits on an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// The largest number of pixels of an image, by its header.
+    /// The largest number of pixels of an image, as its header declares.
     pub max_pixels: u64,
     /// The largest ratio of the sides.
     pub max_ratio: u32,
@@ -20,8 +20,8 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// Scans of a progressive JPEG: each walks over all blocks, however few bytes it has. Encoders
-    /// write about ten.
+    /// The largest number of scans of a progressive JPEG: each walks over all blocks, however few
+    /// bytes it has. Encoders write about ten.
     pub(crate) const JPEG_SCANS: usize = 64;
 
     /// Bytes that a decoder may allocate for an image of `pixels` pixels, its output included. The
@@ -35,11 +35,11 @@ impl Limits {
     pub fn decoding_bytes(&self, processing: &Processing) -> usize {
         let side = u32::try_from(self.max_pixels.isqrt() + 1).unwrap_or(u32::MAX);
         let square = Self::preparing_bytes((side, side), true, processing);
-        // Other shapes are rounded to a few more positions.
+        // Other shapes are rounded up to a few more positions.
         square.saturating_add(square / 16)
     }
 
-    /// Bytes of an upright image of this size while it is prepared. A stored one may be `turned`.
+    /// Bytes for preparing an upright image of this size. The stored one may be `turned`.
     pub(crate) fn preparing_bytes(
         (width, height): (u32, u32),
         turned: bool,

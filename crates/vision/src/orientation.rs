@@ -1,12 +1,12 @@
-//! Orientation: the way in which a camera was held, by the numbers of Exif 2.32 (tag 0x0112).
+//! Orientation: how a camera was held, numbered as in Exif 2.32 (tag 0x0112).
 
 use image::metadata::Orientation as Named;
 
-/// The turn that brings the stored pixels upright, from 1 to 8. 1 is not a turn.
+/// The rotation that brings the stored pixels upright, from 1 to 8. 1 means none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Orientation(u8);
 
-/// The side of the squares in which a picture is turned. Their rows of both pictures stay in the
+/// The side of the squares in which a picture is rotated. Their rows in both pictures stay in the
 /// first-level cache.
 const TILE: usize = 32;
 
@@ -14,7 +14,7 @@ impl Orientation {
     /// The orientation of an image that is stored upright.
     pub const UPRIGHT: Self = Self(1);
 
-    /// Reads an Exif block without its `Exif\0\0`; upright if there is none, or a damaged one.
+    /// Reads an Exif block without its `Exif\0\0`; upright if there is none, or it is damaged.
     pub(crate) fn of_exif(exif: &[u8]) -> Self {
         Named::from_exif_chunk(exif).map_or(Self::UPRIGHT, |named| Self(named.to_exif()))
     }
@@ -29,11 +29,10 @@ impl Orientation {
         if self.0 > 4 { (height, width) } else { (width, height) }
     }
 
-    /// Writes a picture of `width` x `height` pixels of three bytes, as it is stored, upright into
-    /// `upright`.
+    /// Rotates a stored picture of `width` x `height` pixels of three bytes into `upright`.
     pub(crate) fn turn(self, stored: &[u8], width: usize, height: usize, upright: &mut [u8]) {
         let (wide, high) = (width as isize, height as isize);
-        // Where the first pixel is, and how far the next one of a row and of a column is from it.
+        // Where the first pixel goes, and the distance to the next one in a row and in a column.
         let (first, along, down) = match self.0 {
             2 => (wide - 1, -1, wide),
             3 => (high * wide - 1, -1, -wide),

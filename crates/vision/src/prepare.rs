@@ -1,4 +1,4 @@
-//! One image after the other, from a file to patches.
+//! Prepares images one after another, from a file to patches.
 
 use crate::decode;
 use crate::error::{ImageError, contained};
@@ -8,11 +8,11 @@ use crate::patches;
 use crate::processing::Processing;
 use crate::resize::{Scaler, room};
 
-/// Bytes of a buffer that is kept for the next image; a thread that met a very large one gives the
-/// memory back.
+/// The largest buffer that is kept for the next image in bytes, so that a very large image does not
+/// hold memory.
 const KEPT: usize = 32 << 20;
 
-/// Makes patches of files, one at a time. Each thread has one, whose buffers serve all images.
+/// Turns files into patches, one at a time. Each thread has one, whose buffers are reused.
 #[derive(Debug, Default)]
 pub struct Preparer {
     raw: Vec<u8>,

@@ -1,6 +1,6 @@
 //! The size of an image after the resize, and the number of its positions.
 
-/// A model's demands on images: the values of `preprocessor_config.json` that change the patches'
+/// A model's image processing: the values of `preprocessor_config.json` that change the patches'
 /// bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Processing {
@@ -12,7 +12,7 @@ pub struct Processing {
 /// The size of an image after the resize.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Size {
-    /// The image keeps the ratio of its sides, nearly, within these numbers of pixels.
+    /// The image nearly keeps its aspect ratio, within these numbers of pixels.
     Between { min_pixels: u64, max_pixels: u64 },
     /// Every image gets this grid.
     Fixed(Grid),
@@ -30,7 +30,7 @@ pub(crate) enum Filter {
 /// Numbers with which no image can be processed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidProcessing {
-    /// A position has no pixels, or more than an image.
+    /// A position has no pixels, or more pixels than an image.
     #[error("patches of {patch} pixels, merged {merge} by {merge}")]
     Sides {
         /// Pixels of a patch's side.
@@ -38,7 +38,7 @@ pub enum InvalidProcessing {
         /// Patches of a position's side.
         merge: u32,
     },
-    /// The least number is 0, or above the greatest, or the greatest is beyond all images.
+    /// The minimum is 0 or above the maximum, or the maximum is above any image.
     #[error("images of {min_pixels} to {max_pixels} pixels")]
     Pixels {
         /// The least number of pixels.
@@ -65,8 +65,8 @@ impl Grid {
 }
 
 impl Processing {
-    /// The largest sensible side of a position, and number of pixels of a resized image. Derived
-    /// sizes then fit in memory.
+    /// The largest sensible side of a position, and number of pixels of a resized image, so that
+    /// derived sizes fit in memory.
     const MAX_SIDE: u32 = 1 << 10;
     const MAX_PIXELS: u64 = 1 << 30;
 
@@ -89,7 +89,7 @@ impl Processing {
     }
 
     /// The processing of transformers' `Gemma3ImageProcessor`: every image gets `grid`, whatever
-    /// the ratio of its sides.
+    /// its aspect ratio.
     ///
     /// # Errors
     /// No image can be processed with these numbers.
@@ -136,8 +136,8 @@ impl Processing {
     /// The grid of an image of `width` x `height` pixels, neither 0.
     ///
     /// Unless it is fixed, this is `smart_resize` of Qwen2-VL. Both sides become multiples of a
-    /// position's, and the product lies between the two numbers of pixels. The ratio of the sides
-    /// changes as little as possible. It rounds like Python, half to even.
+    /// position's side, and the area lies between the two numbers of pixels. The aspect ratio
+    /// changes as little as possible. It rounds half to even, like Python.
     pub fn grid(&self, width: u32, height: u32) -> Grid {
         let (min_pixels, max_pixels) = match self.size {
             Size::Between { min_pixels, max_pixels } => (min_pixels, max_pixels),
@@ -176,8 +176,8 @@ impl Processing {
         width as usize * height as usize * 3
     }
 
-    /// The numbers of the processing as bytes, all of them. 0 in place of the least number of
-    /// pixels stands in front of a fixed grid.
+    /// All parameters of the processing as bytes. For a fixed grid, 0 takes the place of the
+    /// smallest number of pixels.
     pub(crate) fn to_bytes(self) -> [u8; 24] {
         let (least, most) = match self.size {
             Size::Between { min_pixels, max_pixels } => (min_pixels, max_pixels),
@@ -259,7 +259,7 @@ mod tests {
             prop_assert!(grid.width >= 1 && grid.height >= 1);
             let (wide, high) = processing.resized(grid);
             let side = u64::from(patch * merge);
-            // Beyond the bounds by less than a row and a column of positions.
+            // Beyond the bounds by less than one row and one column of positions.
             let least = (least as f64).sqrt() as u64;
             prop_assert!((u64::from(wide) + side) * (u64::from(high) + side) >= least * least);
             prop_assert_eq!(processing.bytes(grid) as u64, processing.patches(grid) * u64::from(patch * patch * 3));

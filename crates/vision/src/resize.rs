@@ -1,8 +1,8 @@
 //! Resizing with torchvision's values.
 //!
 //! Both torchvision (for bytes, with antialiasing) and `fast_image_resize` compute in integers,
-//! with equal coefficients, and round to bytes between the two axes. They differ in the first axis.
-//! torchvision begins with rows, so each axis is a call of its own here.
+//! with equal coefficients, and round to bytes between the two axes. They differ in which axis
+//! comes first. torchvision begins with rows, so each axis is resized by a separate call here.
 
 use fast_image_resize::images::{Image, ImageRef};
 use fast_image_resize::{FilterType, PixelType, ResizeAlg, ResizeOptions, Resizer};
@@ -12,7 +12,7 @@ use crate::processing::Filter;
 /// Pixels of a row, and rows.
 type Size = (u32, u32);
 
-/// The buffers of resizing, kept from one image to the next.
+/// The buffers for resizing, reused from image to image.
 #[derive(Debug, Default)]
 pub(crate) struct Scaler {
     resizer: Resizer,
@@ -39,7 +39,7 @@ impl Scaler {
         if between == to { rows } else { one_axis(resizer, filter, rows, between, resized, to) }
     }
 
-    /// Gives back memory that only an unusually large image needed.
+    /// Frees memory that only an unusually large image needed.
     pub(crate) fn trim(&mut self, bytes: usize) {
         for buffer in [&mut self.narrowed, &mut self.resized] {
             if buffer.len() > bytes {
@@ -76,7 +76,7 @@ fn one_axis<'a>(
 /// `bytes` of `buffer`, with any content.
 pub(crate) fn room(buffer: &mut Vec<u8>, bytes: usize) -> &mut [u8] {
     if buffer.len() < bytes {
-        // Zeroed by the kernel where it is fresh, and never copied.
+        // Fresh memory is zeroed by the kernel, and never copied.
         *buffer = vec![0; bytes];
     }
     &mut buffer[..bytes]
@@ -88,7 +88,7 @@ mod tests {
 
     const CUBIC: Filter = Filter::Bicubic;
 
-    /// The values of torchvision 0.29.2: `tests/vision` compares a thousand sizes.
+    /// The values are those of torchvision 0.29.2; `tests/vision` compares a thousand sizes.
     #[test]
     fn rows_come_first() {
         let rgb: Vec<u8> = (0..48u32).map(|place| (place * place * 37 % 256) as u8).collect();

@@ -1,5 +1,5 @@
-//! WebP's container (RFC 9649). Its decoder allocates some sizes before it checks them, so they are
-//! checked here.
+//! WebP's container (RFC 9649). Its decoder allocates memory for some sizes before it checks them,
+//! so they are checked here.
 
 use crate::error::ImageError;
 use crate::format::Format;
@@ -16,9 +16,9 @@ pub(crate) fn orientation(file: &[u8]) -> Orientation {
     exif.map_or(Orientation::UPRIGHT, Orientation::of_exif)
 }
 
-/// Refuses a lossy image whose size is not that of the place that it is for: a canvas of `width` x
-/// `height`, or a frame of an animation. The decoder makes room for it before it compares them, and
-/// in animations it does not always compare them.
+/// Refuses a lossy image whose size is not `width` x `height`, that of its canvas or animation
+/// frame. The decoder allocates before it compares the two, and does not always compare them in
+/// animations.
 pub(crate) fn check_lossy(file: &[u8], width: u32, height: u32) -> Result<(), ImageError> {
     for (name, content) in chunks(file.get(12..).unwrap_or_default()) {
         if name != *b"ANMF" {
@@ -30,7 +30,8 @@ pub(crate) fn check_lossy(file: &[u8], width: u32, height: u32) -> Result<(), Im
             |at: usize| 1 + u32::from_le_bytes([fields[at], fields[at + 1], fields[at + 2], 0]);
         let mut behind_alpha = false;
         for (name, content) in chunks(inner) {
-            // After alpha the decoder takes the next chunk for the frame, by whatever name.
+            // After an alpha chunk the decoder takes the next chunk as the frame, whatever its
+            // name.
             let name = if behind_alpha { b"VP8 " } else { &name };
             check_frame(name, content, (side(6), side(9)))?;
             behind_alpha = name == b"ALPH";

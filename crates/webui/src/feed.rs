@@ -1,4 +1,4 @@
-//! Streams of named events (server-sent events). A task of its own writes each.
+//! Streams of named events (server-sent events), each written by its own task.
 
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -30,11 +30,11 @@ impl Default for Watchers {
 }
 
 impl Watchers {
-    /// A feed and its response; `None`: there are too many watchers.
+    /// A feed and its response; `None`: too many feeds are open.
     #[must_use]
     pub fn open(&self) -> Option<(Feed, Response<FeedBody>)> {
         let place = Arc::clone(&self.0).try_acquire_owned().ok()?;
-        // One event waits at most: a client that reads slowly gets fewer.
+        // At most one event waits, so a client that reads slowly gets fewer.
         let (events, body) = channel(1);
         let mut response = Response::new(FeedBody(body));
         for (name, value) in [
@@ -56,7 +56,7 @@ pub struct Feed {
 }
 
 impl Feed {
-    /// Sends an event after the client has received the one before. False: the client has left.
+    /// Sends an event once the client has received the previous one. False: the client has left.
     pub async fn send(&self, name: &str, data: &impl Serialize) -> bool {
         let mut event = format!("event: {name}\ndata: ").into_bytes();
         if serde_json::to_writer(&mut event, data).is_err() {

@@ -18,7 +18,7 @@ struct File {
 
 static FILES: &[File] = include!(concat!(env!("OUT_DIR"), "/files.rs"));
 
-/// The page runs its own scripts, speaks to its own server, and stands in no frame.
+/// The page runs only its own scripts, connects only to its own server, and can't be framed.
 const POLICY: &str = "default-src 'self'; connect-src 'self'; img-src 'self' data: blob:; style-src 'self'; \
                       script-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'";
 
@@ -41,7 +41,7 @@ pub fn page(path: &str, headers: &HeaderMap) -> Option<Response<Bytes>> {
     if unchanged {
         *response.status_mut() = StatusCode::NOT_MODIFIED;
     }
-    // The names of all others change with their content.
+    // All other names change with their content.
     let caching = if path == "/" { "no-cache" } else { "public, max-age=31536000, immutable" };
     let headers = response.headers_mut();
     for (name, value) in [
@@ -62,7 +62,7 @@ pub fn page(path: &str, headers: &HeaderMap) -> Option<Response<Bytes>> {
     Some(response)
 }
 
-/// True if the client takes gzip (RFC 9110, section 12.5.3).
+/// True if the client accepts gzip (RFC 9110, section 12.5.3).
 fn accepts_gzip(headers: &HeaderMap) -> bool {
     let values = headers.get_all(ACCEPT_ENCODING).iter().filter_map(|value| value.to_str().ok());
     let mut any = None;

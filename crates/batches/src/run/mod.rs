@@ -1,5 +1,4 @@
-//! The computation of batches: those of an owner one after the other, those of several owners at
-//! the same time.
+//! Computes batches: one at a time for each owner, and several owners at the same time.
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -22,9 +21,9 @@ use crate::objects::{BatchError, BatchStatus, RequestCounts};
 use crate::output::{BatchAnswer, BatchOutput};
 use crate::store::{BatchStore, Job, Owner, StoreError};
 
-/// The largest number of wrong lines that a batch names.
+/// The largest number of invalid lines that a batch lists.
 const SHOWN_ERRORS: usize = 100;
-/// The bytes of requests of a batch that are computed at a time, beyond which no line is read.
+/// The total size of a batch's requests in flight, in bytes, beyond which no more lines are read.
 const IN_FLIGHT: usize = 64 << 20;
 /// The interval at which expired files and batches are deleted.
 const SWEEP: Duration = Duration::from_secs(60);
@@ -33,8 +32,8 @@ const DISK_WAIT: Duration = Duration::from_secs(10);
 
 /// The server that computes requests.
 pub trait BatchModel: Send + Sync + 'static {
-    /// Computes a request of an owner. It is asked again for as long as the server is busy. A
-    /// dropped future aborts the request.
+    /// Computes a request of an owner. It is called again for as long as the server is busy.
+    /// Dropping the future aborts the request.
     fn answer(
         &self,
         owner: &Owner,
@@ -56,7 +55,7 @@ pub enum BatchOutcome {
     },
     /// The owner's key is no longer accepted.
     Unauthorized,
-    /// The server stops. Unanswered requests are computed after its next start.
+    /// The server is stopping. Unanswered requests are computed after its next start.
     Stopped,
 }
 
@@ -99,7 +98,7 @@ pub async fn run_batches<M: BatchModel>(
     }
 }
 
-/// The reason why an owner's batches are not computed further.
+/// Why an owner's batches are not computed further.
 enum End {
     Idle,
     Stopped,
@@ -108,7 +107,7 @@ enum End {
 struct Work<M, N> {
     store: Arc<BatchStore>,
     model: Arc<M>,
-    /// One for each request that is computed: owners get them in turn.
+    /// One permit for each request in flight: owners get them in turn.
     permits: Arc<Semaphore>,
     now: N,
 }
@@ -213,7 +212,7 @@ impl<M: BatchModel, N: Fn() -> u64 + Clone + Send + Sync + 'static> Work<M, N> {
         Ok(ended)
     }
 
-    /// Answers the lines of a batch; `None`: the server stops.
+    /// Answers the lines of a batch; `None`: the server is stopping.
     async fn answer_all(
         &self,
         job: &Arc<Job>,
@@ -295,7 +294,7 @@ impl<M: BatchModel, N: Fn() -> u64 + Clone + Send + Sync + 'static> Work<M, N> {
                 });
                 Ok(())
             }
-            // The check passed before, so the file has been changed on disk.
+            // The check has passed before, so the file was changed on disk.
             Err(fault) => {
                 self.write(job, answers, BatchAnswer::from_fault(number, name, fault)).await
             }
@@ -319,7 +318,7 @@ impl<M: BatchModel, N: Fn() -> u64 + Clone + Send + Sync + 'static> Work<M, N> {
         .await
     }
 
-    /// Says of each request without an answer that its time is over.
+    /// Writes for each request without an answer that its time is over.
     async fn expire_rest(&self, job: &Arc<Job>) -> Result<()> {
         let opened = Arc::clone(job);
         let (answers, names, _) = blocking(move || open(&opened)).await?;
@@ -334,7 +333,7 @@ impl<M: BatchModel, N: Fn() -> u64 + Clone + Send + Sync + 'static> Work<M, N> {
     }
 }
 
-/// Opens the files of answers of a batch, and reads which there are.
+/// Opens a batch's answer files, and reads which answers exist.
 fn open(job: &Job) -> Result<(Answers, BatchNames, RequestCounts)> {
     let (output, good) = BatchOutput::open(&job.output)?;
     let (errors, bad) = BatchOutput::open(&job.errors)?;

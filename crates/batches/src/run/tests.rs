@@ -145,7 +145,7 @@ impl World {
             runner.abort();
             runner.await.ok();
         }
-        // Tasks that were told to end let go of the folder.
+        // Tasks that were told to end release the folder.
         let mut store = Some(store);
         let config = config(folder.path());
         let store = loop {

@@ -28,7 +28,7 @@ pub struct NewBatch {
     pub input_file_id: String,
     /// The route of all requests.
     pub endpoint: String,
-    /// The time in which the batch has to end: hours as in `24h`, or days as in `7d`.
+    /// The time in which the batch has to finish: hours such as `24h`, or days such as `7d`.
     pub completion_window: String,
     /// Pairs that are kept with it.
     #[serde(default)]
@@ -41,7 +41,7 @@ pub(crate) struct Job {
     pub(crate) id: String,
     pub(crate) owner: Owner,
     pub(crate) endpoint: String,
-    /// The end of its time, in seconds since 1970.
+    /// When its time is over, in seconds since 1970.
     pub(crate) expires_at: u64,
     pub(crate) input: PathBuf,
     pub(crate) output: PathBuf,
@@ -123,7 +123,7 @@ impl BatchStore {
         Ok(batch)
     }
 
-    /// Lets the oldest batch that has ended go, if there are too many.
+    /// Deletes the oldest finished batch if there are too many.
     fn make_room(&self, shelf: &mut Shelf, owner: &Owner) -> Result<(), StoreError> {
         let own = || shelf.batches.values().filter(|kept| kept.owner == *owner);
         if own().count() < OBJECTS {
@@ -164,7 +164,7 @@ impl BatchStore {
         found.ok_or_else(|| StoreError::UnknownBatch(id.to_owned()))
     }
 
-    /// Ends a batch before its time. Its answers so far become files.
+    /// Cancels a batch. Its answers so far become files.
     ///
     /// # Errors
     /// The owner has no such batch, or it has ended.
@@ -187,7 +187,7 @@ impl BatchStore {
         })
     }
 
-    /// Changes a batch on disk and here, or nowhere.
+    /// Changes a batch both on disk and here, or not at all.
     fn change(
         &self,
         shelf: &mut Shelf,
@@ -246,7 +246,7 @@ impl BatchStore {
         batch.is_none_or(|status| status == BatchStatus::Cancelling)
     }
 
-    /// A batch's requests are computed from now on. `counts` are those of an earlier run.
+    /// Records that a batch's requests are being computed. `counts` are those of an earlier run.
     pub(crate) fn begin(
         &self,
         id: &str,

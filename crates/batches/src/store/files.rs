@@ -9,17 +9,17 @@ use super::{BatchStore, OBJECTS, Owner, StoreError, new_id};
 use crate::folder::Kind;
 use crate::objects::FileObject;
 
-/// The largest number of bytes of the name that a client gives a file.
+/// The longest name that a client may give a file, in bytes.
 const FILENAME: usize = 255;
 /// The only purpose for which clients send files.
 const PURPOSE: &str = "batch";
 /// The bounds of `expires_after`, in seconds: an hour, and 30 days.
 const SHORTEST: u64 = 3600;
 const LONGEST: u64 = 30 * 24 * 3600;
-/// The largest number of files that one owner sends at a time.
+/// The largest number of simultaneous uploads of one owner.
 const UPLOADS: u64 = 8;
 
-/// A file that is being sent. One that is dropped before its end is deleted.
+/// A file that is being uploaded. Dropping it before its end deletes it.
 #[derive(Debug)]
 pub struct Upload {
     store: Arc<BatchStore>,
@@ -31,10 +31,10 @@ pub struct Upload {
 }
 
 impl BatchStore {
-    /// Begins a file.
+    /// Starts an upload.
     ///
     /// # Errors
-    /// The owner has too many files, or sends too many at a time.
+    /// The owner has too many files or uploads.
     pub fn upload(self: &Arc<Self>, owner: &Owner) -> Result<Upload, StoreError> {
         let mut shelf = self.shelf.lock();
         let files = shelf.files.values().filter(|file| file.owner == *owner).count();
@@ -77,7 +77,7 @@ impl BatchStore {
         found.ok_or_else(|| StoreError::UnknownFile(id.to_owned()))
     }
 
-    /// A file to read. It stays readable when it is deleted meanwhile.
+    /// A file for reading. It stays readable if it is deleted meanwhile.
     ///
     /// # Errors
     /// The owner has no such file, or it cannot be read.
@@ -124,7 +124,7 @@ impl Upload {
         Ok(())
     }
 
-    /// Keeps the file. `expires_after` is in seconds.
+    /// Stores the file. `expires_after` is in seconds.
     ///
     /// # Errors
     /// A field is wrong, the file is empty, or the disk fails.
@@ -189,7 +189,8 @@ impl Drop for Upload {
         }
         if !self.finished {
             shelf.free(&self.owner, self.bytes);
-            // It may be away, or under its final name without a record: the next start deletes it.
+            // The file may be gone, or have its final name but no record: then the next start
+            // deletes it.
             let _ = fs::remove_file(self.store.folder.unfinished(&self.id));
         }
     }

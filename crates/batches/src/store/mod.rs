@@ -1,7 +1,7 @@
 //! Files and batches of a server's clients, on disk, with bounds.
 //!
-//! An owner is an API key. No owner finds what another owner has. Bytes are bounded for each owner
-//! and for all, files and batches are bounded in number, and each is deleted at a given age.
+//! An owner is an API key, and cannot find other owners' objects. Bytes are limited for each owner
+//! and in total, files and batches are limited in number, and each is deleted at a given age.
 //! Methods may wait for the disk.
 
 mod batches;
@@ -26,20 +26,20 @@ pub use files::Upload;
 /// The largest number of files of an owner, and of batches.
 const OBJECTS: usize = 1000;
 
-/// The bounds of a store. A field of a flag has the flag's name.
+/// The limits of a store. A field that comes from a flag has the flag's name.
 #[derive(Debug, Clone, Serialize)]
 pub struct BatchConfig {
     /// The folder.
     pub batch_dir: PathBuf,
     /// The largest number of bytes of all files.
     pub batch_max_bytes: u64,
-    /// The largest number of bytes of the files of a key, answers among them.
+    /// The largest total size of a key's files in bytes, including answers.
     pub batch_key_bytes: u64,
-    /// The largest number of bytes of a file that is sent.
+    /// The largest size of an uploaded file in bytes.
     pub batch_max_file_bytes: u64,
     /// The largest number of requests of a batch.
     pub batch_max_requests: u64,
-    /// The largest number of requests that are computed at a time, of all batches.
+    /// The largest number of requests in flight, over all batches.
     pub batch_concurrency: usize,
     /// The seconds for which files and batches are kept.
     pub batch_ttl: u64,
@@ -49,7 +49,7 @@ pub struct BatchConfig {
 }
 
 impl Default for BatchConfig {
-    /// The defaults of the flags, and a folder that has to be named.
+    /// The defaults of the flags. The folder has no default.
     fn default() -> Self {
         Self {
             batch_dir: PathBuf::new(),
@@ -64,7 +64,7 @@ impl Default for BatchConfig {
     }
 }
 
-/// An owner, named so that the key cannot be derived.
+/// An owner, whose name does not reveal the key.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Owner(Box<str>);
 
@@ -91,7 +91,7 @@ pub enum StoreError {
     /// The file is too large.
     #[error("the file is larger than the limit of {0} bytes (--batch-max-file-bytes)")]
     TooLarge(u64),
-    /// The owner has too many bytes or objects, or all together have.
+    /// The owner has too many bytes or objects, or all owners together have.
     #[error("{0}")]
     Full(String),
     /// The disk fails.
@@ -103,13 +103,13 @@ pub enum StoreError {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct OwnedObject<T> {
     owner: Owner,
-    /// The objects of a store in the order in which they came.
+    /// A counter of the store's objects, in order of creation.
     serial: u64,
     #[serde(flatten)]
     object: T,
 }
 
-/// A batch, and the files that its answers are written to.
+/// A batch, and its answer files.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Kept {
     output: String,
@@ -123,7 +123,7 @@ pub struct BatchStore {
     config: BatchConfig,
     folder: Folder,
     shelf: Mutex<Shelf>,
-    /// The number of changes that concern tasks which compute.
+    /// Signals changes that matter for computing tasks.
     changes: watch::Sender<u64>,
 }
 
@@ -133,9 +133,9 @@ struct Shelf {
     batches: BTreeMap<String, OwnedObject<Kept>>,
     /// The serial of the next object.
     next_serial: u64,
-    /// The bytes of each owner, of files that are written too.
+    /// Each owner's bytes, including files that are being written.
     bytes: HashMap<Owner, u64>,
-    /// The number of files that each owner is sending.
+    /// The number of uploads of each owner.
     uploads: HashMap<Owner, u64>,
     /// The names of the batches that are being computed.
     running: HashSet<String>,
@@ -158,7 +158,7 @@ impl BatchStore {
         let files = shelf.files.values().map(|file| file.serial);
         let serials = files.chain(shelf.batches.values().map(|batch| batch.serial));
         shelf.next_serial = serials.max().map_or(0, |last| last + 1);
-        // A batch that has not ended goes on with the answers that it has.
+        // An unfinished batch continues with the answers that it has.
         let answers: HashMap<String, Owner> = shelf
             .batches
             .values()
@@ -185,7 +185,7 @@ impl BatchStore {
         &self.config
     }
 
-    /// The owner with this key, or the one owner where no keys are required.
+    /// The owner with this key, or the common owner if no keys are required.
     pub fn owner(&self, key: Option<&str>) -> Owner {
         let Some(key) = key else { return Owner("all".into()) };
         let hash = blake3::keyed_hash(&self.folder.salt, key.as_bytes());

@@ -206,7 +206,7 @@ fn objects_of_a_key_are_bounded_in_number() {
     for _ in 1..OBJECTS {
         store.create(&owner, new(&file.id), 2).unwrap();
     }
-    // The oldest that has ended gives room, and none that has not.
+    // The oldest finished batch makes room; an unfinished one does not.
     store.create(&owner, new(&file.id), 3).unwrap();
     assert!(store.batch(&owner, &ended.id, 3).is_err());
     assert!(matches!(store.create(&owner, new(&file.id), 3), Err(StoreError::Full(_))));
