@@ -1,8 +1,9 @@
 //! Rotary position embedding (Su et al. 2021) and its scalings: linear, llama3, yarn (Peng et al.
 //! 2023), longrope (Ding et al. 2024), proportional (Gemma 4, 2026).
 //!
-//! All numbers have 32 bits, and each operation is PyTorch's (`python/forebay/layers/rotary.py`). A
-//! scalar divisor becomes a reciprocal first. So both hands have the same angles.
+//! All numbers have 32 bits, and operations are those of PyTorch
+//! (`python/forebay/layers/rotary.py`), where a scalar divisor becomes a reciprocal first. So both
+//! hands compute the same angles.
 
 use std::f32::consts::TAU;
 
@@ -26,7 +27,7 @@ impl Angles {
     /// Computes the angles of the first `positions` of a model that was trained for `trained`.
     ///
     /// # Errors
-    /// A number of the scaling makes no sense.
+    /// A parameter of the scaling is invalid.
     pub fn new(
         rope: &Rope,
         trained: u64,
@@ -44,7 +45,7 @@ impl Angles {
         }
         for position in 0..positions {
             for frequency in &inverse {
-                // The angle has 32 bits, what is made of it is the nearest of 32.
+                // The angle is rounded to 32 bits, and so are its cosine and sine.
                 let angle = f64::from(position as f32 * frequency);
                 cos.push(round(angle.cos() as f32 * factor));
                 sin.push(round(angle.sin() as f32 * factor));
@@ -54,7 +55,7 @@ impl Angles {
     }
 }
 
-/// `scalar / value`, as PyTorch computes it where the value is a tensor.
+/// `scalar / value`, as PyTorch computes it for a tensor `value`.
 fn over(scalar: f64, value: f32) -> f32 {
     (1.0 / value) * scalar as f32
 }
@@ -74,7 +75,7 @@ impl Scaling<'_> {
     }
 }
 
-/// Inverse frequencies, and the factor on cosine and sine, for requests of so many positions.
+/// Inverse frequencies, and the factor on cosine and sine, for requests of this many positions.
 fn frequencies(rope: &Rope, trained: u64, positions: usize) -> Result<(Vec<f32>, f32), ModelError> {
     let dim = rope.dim as f32;
     let half = rope.dim / 2;
@@ -114,7 +115,7 @@ fn frequencies(rope: &Rope, trained: u64, positions: usize) -> Result<(Vec<f32>,
             Ok((scaled.collect(), 1.0))
         }
         "longrope" => {
-            // One set for all requests: keys of one request are those of another's prefix.
+            // The same set for all requests, because their keys may be shared as prefixes.
             let long = positions as f64 > original;
             let key = if long { "long_factor" } else { "short_factor" };
             let factors = scaling.0.get(key).and_then(Value::as_array);
@@ -133,8 +134,8 @@ fn frequencies(rope: &Rope, trained: u64, positions: usize) -> Result<(Vec<f32>,
     }
 }
 
-/// Interpolates dimensions that turn less often than `beta_slow` in the original context, not the
-/// fastest ones.
+/// Interpolates dimensions that turn less often than `beta_slow` in the original context, and keeps
+/// the fastest ones.
 fn yarn(
     powers: &[f32],
     theta: f64,

@@ -1,5 +1,5 @@
 //! The shape of a BERT (Devlin et al. 2019), or of a `RoBERTa` (Liu et al. 2019), which differs in
-//! names and in its first position. Read from a `config.json`.
+//! names and in its first position, read from a `config.json`.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -18,20 +18,19 @@ const ARCHITECTURES: [&str; 6] = [
 /// The values of `model_type`, and the architectures of their encoders.
 const MODEL_TYPES: [(&str, &str); 3] =
     [("bert", "BertModel"), ("roberta", "RobertaModel"), ("xlm-roberta", "XLMRobertaModel")];
-/// The prefixes of an encoder's weights in a checkpoint that has more than the encoder.
+/// The prefixes of an encoder's weights in a checkpoint that has other parts too.
 const BODIES: [&str; 2] = ["bert.", "roberta."];
-/// The layers of scores of a `RoBERTa`, under the names of BERT's.
+/// The scoring layers of a `RoBERTa`, with BERT's names for them.
 const SCORES: [(&str, &str); 2] =
     [("classifier.dense.", "pooler.dense."), ("classifier.out_proj.", "classifier.")];
-/// The id of padding of a `RoBERTa` whose config does not say it.
+/// The padding id of a `RoBERTa` whose config does not give it.
 const PADDING: u64 = 1;
 /// The numbers of positions, which some checkpoints carry.
 const POSITIONS: &str = "embeddings.position_ids";
 /// The embeddings of positions.
 const PLACES: &str = "embeddings.position_embeddings.weight";
 
-/// The data from which an encoder is built. Sizes are numbers of elements, and positions are
-/// tokens.
+/// The data from which an encoder is built. Sizes count elements, and positions are tokens.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct BertShape {
     /// The name in `architectures` of a `config.json`.
@@ -40,26 +39,26 @@ pub struct BertShape {
     pub vocab_size: usize,
     /// Elements of a state.
     pub hidden_size: usize,
-    /// Elements between the products of a layer's second part.
+    /// The inner size of a layer's feed-forward part.
     pub intermediate_size: usize,
     /// The number of layers.
     pub layers: usize,
-    /// The number of heads. Each has keys and values of its own.
+    /// The number of heads, each with its own keys and values.
     pub heads: usize,
     /// The epsilon of the norms.
     pub layer_norm_eps: f64,
     /// The largest number of positions that the model was trained for.
     pub max_positions: usize,
-    /// The row of a prompt's first position in the checkpoint's embeddings of positions.
+    /// The row of the position embedding for a prompt's first position.
     pub first_position: usize,
     /// The number of kinds of texts.
     pub kinds: usize,
-    /// The function between the products of a layer's second part, by its name in transformers.
+    /// The activation of the feed-forward part, by its name in transformers.
     pub activation: String,
 }
 
-/// True if a `config.json` is that of a BERT or a `RoBERTa`. One without `architectures` goes by
-/// its `model_type`.
+/// True if a `config.json` is that of a BERT or a `RoBERTa`. Without `architectures`, `model_type`
+/// decides.
 #[must_use]
 pub fn is_bert(config: &Map<String, Value>) -> bool {
     let names = config.get("architectures").and_then(Value::as_array);
@@ -115,7 +114,7 @@ impl BertShape {
         let named = names.filter_map(Value::as_str).find(|name| ARCHITECTURES.contains(name));
         let architecture = named.or_else(|| of_type(config)).unwrap_or(ARCHITECTURES[0]);
         let positions = usual("max_position_embeddings", 512, MOST_POSITIONS)?;
-        // Padding has a position of its own there, and texts have those behind it.
+        // There padding takes a position of its own, and texts begin after it.
         let first = match architecture.contains("Roberta") {
             true => optional(config, "pad_token_id", MOST)?.unwrap_or(PADDING) as usize + 1,
             false => 0,
@@ -140,8 +139,8 @@ impl BertShape {
         })
     }
 
-    /// The name of a checkpoint's weight in the encoder; `None`: the encoder does not need the
-    /// weight. `scores` is true if there are layers for scores.
+    /// The name that the encoder has for a checkpoint's weight; `None`: it does not need the
+    /// weight. `scores`: there are scoring layers.
     #[must_use]
     pub fn name_of(name: &str, scores: bool) -> Option<String> {
         let name = BODIES.iter().find_map(|body| name.strip_prefix(body)).unwrap_or(name);
@@ -152,7 +151,7 @@ impl BertShape {
         (!spare).then(|| renamed.unwrap_or_else(|| name.to_owned()))
     }
 
-    /// The first row of a weight that is used, of how many rows; `None`: all are.
+    /// If only some rows of a weight are used: the first one, and their number; `None`: all.
     pub(crate) fn rows_of(&self, name: &str) -> Option<(usize, usize)> {
         (name == PLACES && self.first_position > 0)
             .then_some((self.first_position, self.max_positions))

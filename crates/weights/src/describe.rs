@@ -1,4 +1,4 @@
-//! The way from files on this machine to the description of a model, for the brain and the hand.
+//! From files on this machine to the description of a model, for the brain and the hand.
 
 use std::collections::{BTreeSet, HashMap};
 use std::fs;
@@ -20,9 +20,9 @@ use crate::vision::read_images;
 
 const PICKLES: [&str; 4] = [".bin", ".pt", ".pth", ".ckpt"];
 const WHOLE: &str = "model.safetensors";
-/// The version of the files that are rebuilt from a GGUF. It goes up with every change to them.
-/// They lie in the cache under a key of this number and of the file's first bytes, which hold all
-/// metadata of any known model.
+/// The version of the files rebuilt from a GGUF, incremented with every change to them. Their cache
+/// key includes this version and the file's first bytes, which hold all metadata of any known
+/// model.
 const REBUILD_VERSION: u32 = 3;
 const KEY_BYTES: u64 = 32 << 20;
 /// Names of sampling parameters in `generation_config.json`, and their keys in a GGUF file.
@@ -34,25 +34,24 @@ const SAMPLING: [(&str, &str); 5] = [
     ("repetition_penalty", "penalty_repeat"),
 ];
 
-/// The files to describe, and the purpose of the description.
+/// The files to describe, and what the description is for.
 #[derive(Debug, Clone, Copy)]
 pub struct Source<'a> {
     /// A directory, or a `.gguf` file or one of its parts.
     pub path: &'a Path,
     /// The name of the model; `None`: that of the directory or the file.
     pub name: Option<&'a str>,
-    /// The folder for files that are made of models.
+    /// The folder for files derived from models.
     pub cache: &'a Path,
     /// True if a directory must have weights.
     pub weights: bool,
-    /// True if a model that could generate should pool.
+    /// True if the model should pool even if it could generate.
     pub embedding: bool,
     /// True if a model with a tower is served as its text alone, and takes no images.
     pub text_alone: bool,
     /// A file in place of a directory's `tokenizer.json`.
     pub tokenizer: Option<&'a Path>,
-    /// The findings of a probe of a model that transformers' own code computes; `None`: native code
-    /// does.
+    /// The results of probing transformers' own code; `None`: native code computes the model.
     pub called: Option<&'a Value>,
 }
 
@@ -62,7 +61,7 @@ pub type Description = Value;
 /// Describes the model.
 ///
 /// # Errors
-/// Files that are missing or damaged, or a model that no hand serves.
+/// Files are missing or damaged, or no hand serves the model.
 pub fn describe(source: Source<'_>) -> Result<Description, ModelError> {
     let path = std::path::absolute(source.path)
         .map_err(|error| ModelError::unreadable(source.path, &error))?;
@@ -142,7 +141,7 @@ fn shape_of(
     read(config, headless)
 }
 
-/// The part of a description that the model's shape gives, or a probe.
+/// The part of a description that comes from the model's shape, or from a probe.
 struct Facts {
     shape: Option<ModelShape>,
     vocab_size: u64,
@@ -186,7 +185,7 @@ impl Facts {
 
 fn of_safetensors(folder: &Path, name: &str, source: Source<'_>) -> Result<Value, ModelError> {
     let config = read_object(&folder.join("config.json"), false)?;
-    // Before anything else of the folder: a model that no hand has may be computed otherwise.
+    // Check this first: a model without native code may be computed by transformers.
     let native = source.called.is_none().then(|| shape_of(&config, false, source.text_alone));
     let native = native.transpose()?;
     let own = folder.join("tokenizer.json");
@@ -247,7 +246,7 @@ fn of_safetensors(folder: &Path, name: &str, source: Source<'_>) -> Result<Value
     }))
 }
 
-/// The layers of a pooling; none: the model does not pool, or has none.
+/// The layers after pooling; empty: the model does not pool, or has none.
 fn layers(pooling: &Value) -> Vec<VectorLayer> {
     serde_json::from_value(pooling["layers"].clone()).unwrap_or_default()
 }
@@ -286,7 +285,7 @@ fn of_gguf(files: &[PathBuf], name: &str, source: Source<'_>) -> Result<Value, M
     }))
 }
 
-/// `path`, or all parts of the file that it is one of (`-00002-of-00003`).
+/// `path`, or all parts of the split file that it belongs to (`-00002-of-00003`).
 fn gguf_parts(path: &Path) -> Result<Vec<PathBuf>, ModelError> {
     let stem = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
     let digits = |text: &str| text.len() == 5 && text.bytes().all(|byte| byte.is_ascii_digit());
@@ -324,7 +323,7 @@ fn safetensors_names(folder: &Path, names: &BTreeSet<String>) -> Result<Vec<Stri
         if missing.is_empty() && !shards.is_empty() {
             return Ok(shards.into_iter().collect());
         }
-        // An index without its shards is left over from before they became one file.
+        // An index without its shards is left over from before they were merged into one file.
         if !names.contains(WHOLE) || shards.contains(WHOLE) {
             let lacks = if shards.is_empty() { "every shard".into() } else { missing.join(", ") };
             return Err(ModelError::broken(format!(
@@ -333,8 +332,8 @@ fn safetensors_names(folder: &Path, names: &BTreeSet<String>) -> Result<Vec<Stri
             )));
         }
     }
-    // Some repositories hold the weights a second time under the names of the model's own tools, or
-    // an adapter.
+    // Some repositories have the weights again under the names of the model's own tools, or an
+    // adapter.
     let weights: Vec<String> = names
         .iter()
         .filter(|name| name.ends_with(".safetensors"))
@@ -413,7 +412,7 @@ pub(crate) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// A file that is at `path` whole, or not at all.
+/// Writes a file atomically.
 fn write_json(path: &Path, value: &Value) -> io::Result<()> {
     write_synced(path, value, fs::File::sync_all)
 }
@@ -428,13 +427,13 @@ fn write_synced(
     let mut file = new_file(folder, path)?;
     serde_json::to_writer(io::BufWriter::new(&mut file), value)?;
     file.flush()?;
-    // Else the name could be on the disk before the data.
+    // Otherwise the name could reach the disk before the data.
     sync(file.as_file())?;
     file.persist(path).map_err(|error| error.error)?;
     Ok(())
 }
 
-/// A file of no name yet that is as readable as anything else the user makes.
+/// A file without a name yet, with the permissions of the user's other files.
 pub(crate) fn new_file(folder: &Path, path: &Path) -> io::Result<tempfile::NamedTempFile> {
     use std::os::unix::fs::PermissionsExt;
     let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -443,7 +442,7 @@ pub(crate) fn new_file(folder: &Path, path: &Path) -> io::Result<tempfile::Named
     tempfile::Builder::new().prefix(&format!(".{name}.")).permissions(mode).tempfile_in(folder)
 }
 
-/// A file of its own wins, as it does in transformers; of several named templates the default is
+/// A separate file has precedence, as in transformers; of several named templates the default is
 /// taken.
 fn chat_template(
     folder: &Path,

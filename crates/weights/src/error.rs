@@ -1,18 +1,17 @@
-//! The faults of a model, in words with advice for a user.
+//! Faults of a model, as text with advice for the user.
 
 use std::io;
 use std::path::Path;
 
 use thiserror::Error;
 
-/// The reason for which a model can't be read or computed here. The message is one line for the
-/// user.
+/// Why a model can't be read or computed. The message is one line for the user.
 #[derive(Debug, Error, Clone, PartialEq, Eq)]
 pub enum ModelError {
     /// Files are missing, damaged, or of another model.
     #[error("{0}")]
     Broken(String),
-    /// The hand in Rust lacks something that the model needs, such as `latent attention`.
+    /// The Rust hand lacks something that the model needs, such as `latent attention`.
     #[error("{0}")]
     Elsewhere(String),
     /// No hand has something that the model needs.

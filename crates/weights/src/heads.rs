@@ -1,5 +1,5 @@
-//! Heads that draft: one layer that reads the states of a model, in files of its own (EAGLE-3), or
-//! behind the model's last layer (MTP).
+//! Heads for drafting: one layer that reads a model's states, in files of its own (EAGLE-3), or
+//! after the model's last layer (MTP).
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -31,18 +31,20 @@ const MTP_LAYERS: &str = "num_nextn_predict_layers";
 #[derive(Debug, Clone)]
 pub struct DraftHead {
     parts: HeadParts,
-    /// A model of the layer; or the model, with the layer behind its last one (MTP).
+    /// A model with only the head's layer (EAGLE-3), or the model with the layer after its last one
+    /// (MTP).
     shape: ModelShape,
     files: Vec<PathBuf>,
     /// `None`: no weights are read.
     manifest: Option<Manifest>,
 }
 
-/// The parts of a head beside its layer, as a hand reads them.
+/// The parts of a head besides its layer, in the hand's form.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 struct HeadParts {
     kind: HeadKind,
-    /// The layers whose inputs make features; the number of layers: the final states.
+    /// The layers whose inputs are the head's features; the number of layers stands for the final
+    /// states.
     taps: Vec<usize>,
     norm_before_residual: bool,
     /// The number of tokens that it drafts.
@@ -70,11 +72,11 @@ impl fmt::Display for HeadKind {
 }
 
 impl DraftHead {
-    /// Reads an EAGLE-3 head (Li et al. 2025) of a model from a folder. Without `weights` there
-    /// need be no safetensors.
+    /// Reads an EAGLE-3 head (Li et al. 2025) of a model from a folder. Without `weights` no
+    /// safetensors are needed.
     ///
     /// # Errors
-    /// The folder has no such head, or one of another model.
+    /// The folder has no such head, or that of another model.
     pub fn eagle3(folder: &Path, target: &Shape, weights: bool) -> Result<Self, ModelError> {
         check_family(HeadKind::Eagle3, &EAGLE3_OF, target)?;
         let config = read_object(&folder.join("config.json"), false)?;
@@ -188,7 +190,7 @@ impl DraftHead {
     }
 }
 
-/// Checks that a head of this kind may read the states of a model.
+/// Checks that this kind of head can read the model's states.
 fn check_family(kind: HeadKind, known: &[&str], target: &Shape) -> Result<(), ModelError> {
     let of = target.family.architecture;
     if known.contains(&of) {
@@ -213,8 +215,8 @@ fn layer_of_eagle3(config: &Map<String, Value>) -> Result<Shape, ModelError> {
     Ok(shape)
 }
 
-/// The layers whose inputs an EAGLE-3 head reads, of a model with so many layers. They are in its
-/// config, or are the third, the middle one, and the third from the end.
+/// The layers whose inputs an EAGLE-3 head reads. Unless the config names them, they are the third,
+/// the middle and the third from last.
 fn taps(config: &Map<String, Value>, layers: usize) -> Result<Vec<usize>, ModelError> {
     let nested = config.get("eagle_config").and_then(Value::as_object);
     if nested.is_some_and(|it| it.get("use_aux_hidden_state") == Some(&Value::Bool(false))) {
@@ -223,7 +225,7 @@ fn taps(config: &Map<String, Value>, layers: usize) -> Result<Vec<usize>, ModelE
     let list = |config: &Map<String, Value>| {
         config.get(AUX_LAYERS).and_then(Value::as_array).filter(|it| !it.is_empty()).cloned()
     };
-    // A list inside of `eagle_config` (SGLang) is of outputs, another one (vLLM) of inputs.
+    // A list inside `eagle_config` (SGLang) counts outputs, one outside it (vLLM) inputs.
     let (found, behind) = match (list(config), nested.and_then(list)) {
         (Some(found), _) => (found, 0),
         (None, Some(found)) => (found, 1),

@@ -1,4 +1,4 @@
-//! JSON in Python's form, in which files of models are written.
+//! JSON as Python writes it, the form of model files.
 
 use std::borrow::Cow;
 use std::fs;
@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 
 use crate::error::ModelError;
 
-/// The limit on a JSON file beside a model's weights: a tokenizer's are some tens of MiB.
+/// The largest JSON file beside a model's weights: a tokenizer's has some tens of MiB.
 const MOST_JSON: u64 = 256 << 20;
 
 /// Reads JSON as Python does, which accepts a byte order mark, `NaN` and `Infinity`. A number that
@@ -25,7 +25,7 @@ pub fn read_json(text: &[u8]) -> Result<Value, serde_json::Error> {
     })
 }
 
-/// The object in a file; empty if it is `optional` and not there.
+/// The object in a file; empty if it is `optional` and the file does not exist.
 pub(crate) fn read_object(path: &Path, optional: bool) -> Result<Map<String, Value>, ModelError> {
     let text = match fs::File::open(path) {
         Ok(file) => {
@@ -51,14 +51,14 @@ pub(crate) fn read_object(path: &Path, optional: bool) -> Result<Map<String, Val
     }
 }
 
-/// The text of a token of a tokenizer's configuration, which may be an object with more about it.
+/// The text of a token in a tokenizer's configuration, which may be an object with further fields.
 pub(crate) fn token_text(config: &Map<String, Value>, key: &str) -> Option<String> {
     let value = config.get(key)?;
     let value = if value.is_object() { value.get("content")? } else { value };
     value.as_str().map(str::to_owned)
 }
 
-/// Puts numbers that are not finite into quotation marks.
+/// Quotes numbers that are not finite.
 fn quote_infinite(text: &[u8]) -> Cow<'_, [u8]> {
     let mut quoted = Vec::new();
     let (mut at, mut copied) = (0, 0);
@@ -86,7 +86,7 @@ fn quote_infinite(text: &[u8]) -> Cow<'_, [u8]> {
     Cow::Owned(quoted)
 }
 
-/// The length of a text with its quotation marks, which may lack its end.
+/// The length of a string with its quotation marks; the closing one may be missing.
 fn text_length(text: &[u8]) -> usize {
     let mut escaped = false;
     let end = text.iter().skip(1).position(|&byte| {

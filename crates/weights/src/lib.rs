@@ -1,9 +1,9 @@
-//! The contents of a model's files, out of safetensors and GGUF: its description for the brain, its
-//! shape, and its tensors.
+//! Reads a model's files, in safetensors and GGUF: its description for the brain, its shape, and
+//! its tensors.
 //!
 //! [`families`] has every family of decoders that a hand serves. A model that no hand serves is
 //! [`ModelError::Unserved`], with the reason. All numbers in files are bounded, and a damaged file
-//! is an error. [`ModelShape`] and [`Manifest`] travel to hands, which read no other description.
+//! is an error. [`ModelShape`] and [`Manifest`] are sent to hands, which read no other description.
 //!
 //! ```
 //! use forebay_weights::{Mixer, ModelError, Shape};

@@ -1,5 +1,5 @@
-//! The places of a model's weights in its files, for a hand that reads the files itself. Names are
-//! those of the family: no rule is left to follow.
+//! Where a model's weights are in its files, for a hand that reads the files itself. Names are the
+//! family's, so hands need no naming rules.
 
 use std::path::{Path, PathBuf};
 
@@ -18,11 +18,11 @@ use crate::vector::{VectorLayer, weight_files};
 /// The places of all weights.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Manifest {
-    /// Weights that have numbers or blocks of a GGUF file, by name, in the order of the files.
+    /// Weights of plain numbers or GGUF blocks, by name, in the order of the files.
     weights: Vec<(String, Piece)>,
     /// Quantised matrices of safetensors.
     matrices: Vec<CodedMatrix>,
-    /// Biases of quantised matrices that are 0. A model need not have them.
+    /// Biases of quantised matrices that are 0, which a model may lack.
     zero_biases: Vec<String>,
 }
 
@@ -31,23 +31,23 @@ pub struct Manifest {
 #[serde(untagged)]
 enum Piece {
     One(Place),
-    /// Rows of each head come from these tensors in turn, each a stack of heads.
+    /// The rows of each head come from these tensors in turn, each a stack of heads.
     Joined {
         shape: Vec<usize>,
         joined: Vec<Place>,
     },
 }
 
-/// A range of one file, and what makes a weight of its numbers.
+/// A range of a file, and how its numbers become a weight.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Place {
     /// The number of the file among the model's.
     pub(crate) file: usize,
     pub(crate) offset: u64,
     pub(crate) bytes: u64,
-    /// The storage of numbers, by the name in safetensors or in GGUF.
+    /// The storage format, by the name in safetensors or GGUF.
     pub(crate) format: String,
-    /// The exponents of blocks whose codes are in the range.
+    /// The exponents of the blocks whose codes are in the range.
     #[serde(skip_serializing_if = "Option::is_none")]
     exponents: Option<Range>,
     #[serde(flatten)]
@@ -62,36 +62,36 @@ struct Range {
     bytes: u64,
 }
 
-/// A weight in a matrix. Fields that change nothing are left out.
+/// Which part of a matrix a weight is. Fields without an effect are omitted.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct MatrixPart {
     /// The shape of the weight.
     pub(crate) shape: Vec<usize>,
-    /// The shape of the matrix, of which the weight is a part.
+    /// The shape of the matrix that the weight is a part of.
     #[serde(skip_serializing_if = "Option::is_none")]
     matrix: Option<[usize; 2]>,
     #[serde(default, skip_serializing_if = "is_false")]
     transposed: bool,
-    /// The first row, behind transposing, and the distance to the next one.
+    /// The first row, after transposing, and the distance to the next.
     #[serde(skip_serializing_if = "Option::is_none")]
     rows: Option<[usize; 2]>,
-    /// The number of rows that lie together; left out: 1.
+    /// The number of consecutive rows; omitted: 1.
     #[serde(skip_serializing_if = "Option::is_none")]
     width: Option<usize>,
-    /// The number of heads in which the rows of two halves alternate.
+    /// The number of heads in which the rows of two halves are interleaved.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) pairs: Option<usize>,
     #[serde(skip_serializing_if = "Option::is_none")]
     times: Option<f32>,
     #[serde(skip_serializing_if = "Option::is_none")]
     plus: Option<f32>,
-    /// True if the weight is the logarithm of what comes of both.
+    /// True if the weight is the logarithm of the result.
     #[serde(default, skip_serializing_if = "is_false")]
     log: bool,
 }
 
 impl MatrixPart {
-    /// A weight of this shape. `chooses` is true if the matrix has more than its rows.
+    /// A weight of this shape. `chooses`: the matrix has further rows.
     fn new(part: &TensorPart, shape: Vec<usize>, chooses: bool) -> Self {
         let one = |value: f32, usual: f32| (value != usual).then_some(value);
         Self {
@@ -107,7 +107,7 @@ impl MatrixPart {
         }
     }
 
-    /// The row of the range that is a row of the weight.
+    /// The row of the range that becomes this row of the weight.
     pub(crate) fn chosen_rows(&self) -> impl Fn(usize) -> usize {
         let ([first, step], width) = (self.rows.unwrap_or([0, 1]), self.width.unwrap_or(1));
         move |row| first + row / width * step + row % width
@@ -115,7 +115,7 @@ impl MatrixPart {
 }
 
 impl Place {
-    /// True if the weight has numbers of the range as they are.
+    /// True if the weight has the range's numbers unchanged.
     pub(crate) fn is_of_rows(&self) -> bool {
         let MatrixPart { transposed, times, plus, log, .. } = &self.part;
         self.exponents.is_none() && !transposed && times.or(*plus).is_none() && !log
@@ -132,10 +132,10 @@ fn is_false(value: &bool) -> bool {
     !value
 }
 
-/// A quantised matrix, and its tensors by the ends of their names; codes first.
+/// A quantised matrix, and its tensors by name suffix, codes first.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 struct CodedMatrix {
-    /// The name of the weight, or that in the file if several are parts of it.
+    /// The name of the weight, or of the file's matrix if it contains several weights.
     name: String,
     shape: [usize; 2],
     /// The type of the codes.
@@ -147,12 +147,12 @@ struct CodedMatrix {
 }
 
 impl Manifest {
-    /// Finds the weights of a model in its files, and those of the layers behind its pooling that
-    /// have files of their own. `scores` is true if an encoder has layers that make scores. Files
-    /// have the numbers of [`weight_files`].
+    /// Finds the weights of a model in its files, and those of layers after pooling that have files
+    /// of their own. `scores`: an encoder has layers that compute scores. Files are numbered as in
+    /// [`weight_files`].
     ///
     /// # Errors
-    /// A file can't be read, is damaged, or has a tensor that the model has no place for.
+    /// A file can't be read, is damaged, or has a tensor that the model does not have.
     pub fn new(
         format: &str,
         files: &[PathBuf],
@@ -189,8 +189,8 @@ impl Manifest {
         })
     }
 
-    /// The place of a weight whose numbers lie in one range as they are; `Err`: they do not;
-    /// `None`: no weight of that name has numbers.
+    /// The range of a weight whose numbers are contiguous and unchanged; `Err`: they are not;
+    /// `None`: no such weight has plain numbers.
     pub(crate) fn place_of(&self, name: &str) -> Option<Result<&Place, ()>> {
         let (_, piece) = self.weights.iter().find(|(other, _)| other == name)?;
         Some(match piece {
@@ -199,14 +199,14 @@ impl Manifest {
         })
     }
 
-    /// True if a quantised matrix has this name, or has a weight of it.
+    /// True if a quantised matrix has this name, or contains a weight of this name.
     pub(crate) fn has_matrix(&self, name: &str) -> bool {
         self.matrices.iter().any(|matrix| {
             matrix.name == name || matrix.weights.iter().any(|(other, _)| other == name)
         })
     }
 
-    /// True if a weight of this name has numbers.
+    /// True if a weight of this name has plain numbers.
     pub(crate) fn has(&self, name: &str) -> bool {
         self.weights.iter().any(|(other, _)| other == name) || self.has_matrix(name)
     }
@@ -230,7 +230,7 @@ impl Manifest {
     /// The manifest for a hand.
     ///
     /// # Panics
-    /// Never: all of it is JSON.
+    /// Never, because all of it can be JSON.
     #[must_use]
     pub fn to_json(&self) -> Value {
         serde_json::to_value(self).expect("all of it is JSON")

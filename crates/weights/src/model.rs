@@ -22,7 +22,7 @@ impl ModelShape {
     /// Reads a `config.json`. `headless` is true if the model pools.
     ///
     /// # Errors
-    /// The config describes a model that no hand serves, or lacks a needed value.
+    /// No hand serves the model, or the config lacks a needed value.
     pub fn from_config(config: &Map<String, Value>, headless: bool) -> Result<Self, ModelError> {
         if is_bert(config) {
             return Ok(Self::Encoder(BertShape::of(config)?));
@@ -32,8 +32,8 @@ impl ModelShape {
         Ok(Self::Decoder(Box::new(Shape { headless, ..shape })))
     }
 
-    /// Reads a `config.json`, and of a model with a tower the text alone. The three numbers of a
-    /// position are one then.
+    /// Reads a `config.json`; of a model with a tower, only the text part, where a position is a
+    /// single number.
     ///
     /// # Errors
     /// As [`ModelShape::from_config`].
@@ -76,7 +76,7 @@ impl ModelShape {
         }
     }
 
-    /// Tokens that end a generation, by the config that the shape was read from.
+    /// Tokens that end a generation, from the config that gave the shape.
     pub(crate) fn eos_token_ids(&self, config: &Map<String, Value>) -> Vec<i32> {
         match self {
             Self::Decoder(shape) => shape.eos_token_ids.clone(),
@@ -84,14 +84,14 @@ impl ModelShape {
         }
     }
 
-    /// True if the model keeps one row a position in place of keys and values.
+    /// True if the model caches one row a position instead of keys and values.
     #[must_use]
     pub fn is_latent(&self) -> bool {
         let latent = |mixer: &Mixer| matches!(mixer, Mixer::Latent(_));
         self.decoder().is_some_and(|shape| shape.mixers.iter().any(latent))
     }
 
-    /// The indexer of a model that chooses the positions to read; `None`: it reads all of them.
+    /// The indexer of a model that chooses which positions to read; `None`: it reads all.
     #[must_use]
     pub fn indexer(&self) -> Option<&Indexer> {
         self.decoder()?.mixers.iter().find_map(|mixer| match mixer {

@@ -12,7 +12,7 @@ use crate::safe::{SafeFile, SafeTensor};
 /// The ends of the names of both tensors.
 pub(crate) const CODES: &str = "_blocks";
 pub(crate) const EXPONENTS: &str = "_scales";
-/// Floats that share an exponent, and the bytes of their codes.
+/// The number of floats that share an exponent, and the bytes of their codes.
 const SHARED: usize = 32;
 const CODE_BYTES: usize = SHARED / 2;
 
@@ -23,7 +23,7 @@ pub(crate) type Placed = (Arc<SafeFile>, SafeTensor);
 pub(crate) struct Mxfp4Stack {
     pub(crate) codes: Placed,
     pub(crate) exponents: Placed,
-    /// The shape in floats, a row of each matrix last.
+    /// The shape in floats, with the rows of each matrix last.
     pub(crate) shape: Vec<usize>,
 }
 
@@ -31,7 +31,7 @@ impl Mxfp4Stack {
     /// Joins the tensors `name_blocks` and `name_scales`.
     ///
     /// # Errors
-    /// They do not fit each other.
+    /// They do not match.
     pub(crate) fn new(name: &str, codes: Placed, exponents: Placed) -> Result<Self, ModelError> {
         let (of_codes, of_exponents) = (&codes.1, &exponents.1);
         let fits = of_codes.dtype == Dtype::U8
@@ -52,7 +52,7 @@ impl Mxfp4Stack {
         Ok(Self { codes, exponents, shape })
     }
 
-    /// Reads whole blocks as GGUF has them, from an element on that is the first of one.
+    /// Reads whole blocks in GGUF's layout, from an element on that is the first of a block.
     pub(crate) fn read(&self, first: usize, to: &mut [u8]) -> Result<(), ModelError> {
         let (_, block) = TensorType::Mxfp4.block();
         let (first, count) = (first / SHARED, to.len() / block);
@@ -64,7 +64,7 @@ impl Mxfp4Stack {
         let stored = codes.chunks_exact(CODE_BYTES).zip(exponents);
         for (to, (codes, exponent)) in to.chunks_exact_mut(block).zip(stored) {
             to[0] = exponent;
-            // Neighbours share a byte here, and numbers of the two halves there.
+            // Here neighbours share a byte, and there the numbers of the two halves do.
             let code = |at: usize| codes[at / 2] >> (at % 2 * 4) & 15;
             for (at, to) in to[1..].iter_mut().enumerate() {
                 *to = code(at) | code(at + CODE_BYTES) << 4;
@@ -84,7 +84,7 @@ mod tests {
     #[test]
     fn neighbours_are_halves_of_a_byte() {
         let folder = tempfile::tempdir().expect("a folder");
-        // Two rows of two blocks: 1, 2, 3, ... and what follows.
+        // Two rows of two blocks: 1, 2, 3, ... and so on.
         let codes: Vec<u8> = (0..64).map(|at: u8| (at % 8) | ((at / 8) << 4)).collect();
         let exponents = [127, 128, 0, 130];
         let tensors = [

@@ -1,4 +1,4 @@
-//! Tensors laid over a checkpoint of safetensors, without a copy of the rest.
+//! Overlays: changed tensors on top of a safetensors checkpoint, without copying the rest.
 //!
 //! An overlay is a folder that is a checkpoint itself: files of the changed tensors, links to the
 //! files that have the others, and an index of both.
@@ -17,15 +17,15 @@ use crate::checkpoint::{HEAD, INDEX, Index};
 use crate::error::ModelError;
 use crate::safe::{SafeFile, SafeTensor};
 
-/// The file of tensors that an earlier overlay has changed, and this one has not.
+/// The file of tensors that an earlier overlay has changed and this one has not.
 const KEPT: &str = "kept.safetensors";
 /// Bytes that are copied at a time.
 const AT_ONCE: usize = 1 << 20;
 /// Bytes of a number of the widest type that trainers send.
 const WIDEST: u64 = 4;
-/// Bytes of a header for each tensor: its name, type, shape and place.
+/// Bytes of a header for each tensor: name, type, shape and offsets.
 const HEADER_OF_ONE: u64 = 1 << 10;
-/// Bytes of a header beside those of its tensors.
+/// Bytes of a header besides its tensors' entries.
 const HEADER: u64 = 1 << 20;
 
 /// A checkpoint of safetensors that hands load.
@@ -35,7 +35,7 @@ pub struct ServedCheckpoint<'a> {
     pub folder: &'a Path,
     /// The files with tensors.
     pub files: &'a [PathBuf],
-    /// True if the folder is an overlay, whose own files go with it.
+    /// True if the folder is an overlay, which is removed with its own files.
     pub is_overlay: bool,
     /// True if the head is the embedding.
     pub tied: bool,
@@ -56,13 +56,13 @@ impl ServedCheckpoint<'_> {
         Ok(self.tensors()?.values().map(of_tensor).sum::<u64>() + HEADER)
     }
 
-    /// Makes an overlay of the files `changed` in `folder`, their folder, over this checkpoint.
-    /// Tensors have names and shapes of the checkpoint's. Their types are the same, or both are
-    /// types of floats. The head of a tied pair may be among them, and has no effect.
+    /// Makes `folder`, which has the files `changed`, an overlay over this checkpoint. Tensors must
+    /// have the checkpoint's names and shapes, and the same type or another float type. The head of
+    /// a tied pair may be among them, without effect.
     ///
     /// # Errors
-    /// A file is damaged, a tensor has no place in the checkpoint, or is there twice, or the folder
-    /// can't be written. The message is one line for the client.
+    /// A file is damaged, a tensor is not in the checkpoint, or occurs twice, or the folder can't
+    /// be written. The message is one line for the client.
     pub fn lay(&self, folder: &Path, changed: &[PathBuf]) -> Result<(), ModelError> {
         let mut served = self.tensors()?;
         let mut placed: BTreeMap<String, String> = BTreeMap::new();
@@ -103,7 +103,7 @@ impl ServedCheckpoint<'_> {
         for path in self.files {
             let file = Arc::new(SafeFile::open(path)?);
             for (name, tensor) in &file.tensors {
-                // Of two files without an index the first one counts.
+                // Of two files without an index, the first one counts.
                 if index.places(name, path) && !found.contains_key(name) {
                     found.insert(name.clone(), (Arc::clone(&file), tensor.clone()));
                 }
@@ -112,8 +112,8 @@ impl ServedCheckpoint<'_> {
         Ok(found)
     }
 
-    /// Links the files of tensors that did not change. What an overlay has of its own is copied,
-    /// since that goes with it.
+    /// Links the files of unchanged tensors. An overlay's own files are copied, since they are
+    /// removed with it.
     fn place_others(
         &self,
         folder: &Path,
@@ -182,7 +182,7 @@ fn check(name: &str, sent: &SafeTensor, served: &SafeTensor) -> Result<(), Model
     Ok(())
 }
 
-/// An error about a file that a client has sent, who does not know its path.
+/// An error about a file from a client, who does not know its path.
 fn in_words(error: &ModelError, path: &Path, number: usize) -> String {
     if is_pickle(path) {
         return "tensors came as a pickle, which can run code when it is read: send safetensors, as `safetensors.torch.save` makes them"
@@ -191,8 +191,8 @@ fn in_words(error: &ModelError, path: &Path, number: usize) -> String {
     error.to_string().replace(&path.display().to_string(), &format!("safetensors number {number}"))
 }
 
-/// True for what `pickle.dumps` makes since protocol 2, and for what `torch.save` makes. Read
-/// before the rest of a file is known to be no safetensors, it might be the length of a header.
+/// True for output of `pickle.dumps` (protocol 2 and later) and `torch.save`. Its first bytes could
+/// also be the header length of a safetensors file, so it is checked after parsing has failed.
 fn is_pickle(path: &Path) -> bool {
     let mut first = [0; 2];
     let read = File::open(path).and_then(|file| file.read_exact_at(&mut first, 0));
@@ -203,7 +203,7 @@ fn name_of(path: &Path) -> String {
     path.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
 
-/// Links to the file behind all links, so that none leads through another overlay.
+/// Links to the final target, so that no link leads through another overlay.
 fn link(from: &Path, to: &Path) -> Result<(), ModelError> {
     let target = from.canonicalize().map_err(|error| ModelError::unreadable(from, &error))?;
     symlink(target, to).map_err(|error| unwritable(to, &error))

@@ -1,4 +1,4 @@
-//! The first rows of one parameter, for those who check what is served.
+//! Reads the first rows of a parameter, for clients that check what is served.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -12,7 +12,7 @@ use crate::safe::SafeFile;
 use crate::tensor::numbers_of;
 use crate::vector::{VectorLayer, weight_files};
 
-/// The types of numbers that are read, by their names in safetensors and GGUF.
+/// The readable number types, by their names in safetensors and GGUF.
 const FLOATS: [&str; 4] = ["F64", "F32", "F16", "BF16"];
 /// The largest number of values that are read.
 const MOST_VALUES: usize = 1 << 20;
@@ -20,13 +20,13 @@ const MOST_VALUES: usize = 1 << 20;
 /// The first rows of a parameter.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ParameterRows {
-    /// The sizes of what is there: that of the first dimension is at most the rows asked for.
+    /// The sizes of the result; the first dimension has at most the requested rows.
     pub shape: Vec<usize>,
     /// The values, the last dimension first.
     pub values: Vec<f32>,
 }
 
-/// Where the numbers of a parameter lie, one behind the other.
+/// Where a parameter's numbers are, contiguously.
 struct Numbers {
     file: PathBuf,
     offset: u64,
@@ -35,13 +35,13 @@ struct Numbers {
     shape: Vec<usize>,
 }
 
-/// Reads the first `rows` rows of a parameter: of a vector, so many values. Names are those of the
-/// tensors in safetensors, or those of the family, as transformers has them. `scores` and `layers`
-/// are those of [`Manifest::new`].
+/// Reads the first `rows` rows of a parameter; of a vector, the first values. Names are those of
+/// safetensors, or the family's names as in transformers. `scores` and `layers` as in
+/// [`Manifest::new`].
 ///
 /// # Errors
-/// There is no such parameter, it is not stored as plain floats, too much of it is asked for, or a
-/// file can't be read. The message is one line for the client.
+/// There is no such parameter, it is not stored as plain floats, too much is requested, or a file
+/// can't be read. The message is one line for the client.
 pub fn read_parameter(
     (format, files): (&str, &[PathBuf]),
     shape: Option<&ModelShape>,
@@ -105,7 +105,7 @@ fn in_safetensors(files: &[PathBuf], name: &str) -> Result<Option<Numbers>, Mode
     Ok(None)
 }
 
-/// A weight by the name that the family gives it.
+/// A weight by its name in the family.
 fn in_family(
     (format, files): (&str, &[PathBuf]),
     shape: &ModelShape,

@@ -1,4 +1,4 @@
-//! The vector that a model gives in place of tokens, by the files of its repository.
+//! How a model pools, from the files of its repository.
 
 use std::fs;
 use std::path::Path;
@@ -31,9 +31,9 @@ const MODES: [(&str, &str); 6] = [
 
 /// The description of a model's pooling; null: it generates.
 ///
-/// Encoders, decoders whose positions see what is behind them, repositories in the layout of
+/// Encoders, decoders with bidirectional attention, repositories in the layout of
 /// sentence-transformers, and checkpoints without a head always pool. With `forced` any decoder
-/// pools: by the last token's state, normalised. `shape` is the model's; `None`: transformers' code
+/// pools: by the last token's normalised state. `shape` is the model's; `None`: transformers' code
 /// computes it.
 ///
 /// # Errors
@@ -64,7 +64,7 @@ pub(crate) fn read_pooling(
     }
     let pooled = match folder {
         Some(folder) if !modules.is_empty() => of_modules(&modules, folder)?,
-        // Without a word from the repository or the GGUF file: what other engines do.
+        // If neither the repository nor the GGUF file says anything, do what other engines do.
         _ => {
             let usual = if encoder || sees_all { "cls" } else { "last" };
             let kind = config.get("pooling_type").and_then(Value::as_str).unwrap_or(usual);
@@ -114,8 +114,8 @@ pub(crate) fn read_pooling(
     }))
 }
 
-/// The pooling of a model that makes scores of texts or pairs: one, or one for each label. `family`
-/// is that of a decoder.
+/// The pooling of a model that scores texts or pairs: with one score, or one for each label.
+/// `family`: that of a decoder.
 fn of_scorer(
     config: &Map<String, Value>,
     family: Option<&'static Family>,
@@ -163,8 +163,8 @@ fn labels(config: &Map<String, Value>) -> Result<Vec<String>, ModelError> {
     Ok((0..count.min(MOST_LABELS as usize)).map(name).collect())
 }
 
-/// The function that makes answers of scores: what the authors have set for it, or what the model
-/// was trained with. A lone score goes through a sigmoid.
+/// The function from scores to answers: what the authors have configured, or what the model was
+/// trained with. A single score goes through a sigmoid.
 fn function(config: &Map<String, Value>, labels: usize) -> Result<&'static str, ModelError> {
     let own = config.get("sentence_transformers").and_then(|own| own.get("activation_fn"));
     let text = |value: Option<&Value>| {
@@ -189,7 +189,8 @@ fn function(config: &Map<String, Value>, labels: usize) -> Result<&'static str, 
     }
 }
 
-/// The modules that sentence-transformers builds the model of; none: it is not in that layout.
+/// The modules from which sentence-transformers builds the model; empty: the repository has another
+/// layout.
 fn modules(folder: &Path) -> Result<Vec<Map<String, Value>>, ModelError> {
     let path = folder.join(MODULES);
     let Ok(about) = fs::metadata(&path) else { return Ok(Vec::new()) };

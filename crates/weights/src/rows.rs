@@ -1,4 +1,4 @@
-//! Weights made of tensors that are read row by row, in the types of computation.
+//! Weights read row by row from tensors, in the data types used for computing.
 
 use crate::error::ModelError;
 use crate::families::TensorPart;
@@ -9,8 +9,8 @@ pub(crate) type Receiver<'a> = dyn FnMut(&[f32]) -> Result<(), ModelError> + 'a;
 
 /// A tensor whose rows can be read as floats.
 pub(crate) trait FloatRows {
-    /// Calls `with` with `count` numbers from the element `first` on, some at a time. Both are
-    /// multiples of a row's elements.
+    /// Calls `with` with `count` numbers from element `first` on, a part at a time. Both are
+    /// multiples of a row's length.
     ///
     /// # Errors
     /// The numbers can't be read, or `with` fails.
@@ -22,8 +22,8 @@ pub(crate) trait FloatRows {
         with: &mut Receiver<'_>,
     ) -> Result<(), ModelError>;
 
-    /// Copies numbers from an element on into memory of their size, if they are stored in this
-    /// type; false: they are not.
+    /// Copies numbers from an element on into `to`, if they are stored in this type; false: they
+    /// are not.
     ///
     /// # Errors
     /// The file can't be read.
@@ -31,7 +31,7 @@ pub(crate) trait FloatRows {
         Ok(false)
     }
 
-    /// Reads a weight in numbers of the model's type, into memory of its size.
+    /// Reads a weight in the model's data type, into memory of its size.
     ///
     /// # Errors
     /// The weight has another size, or can't be read.
@@ -85,7 +85,7 @@ pub(crate) trait FloatRows {
         Ok(())
     }
 
-    /// Reads elements that lie one behind the other.
+    /// Reads contiguous elements.
     ///
     /// # Errors
     /// They can't be read.
@@ -112,19 +112,19 @@ pub(crate) trait FloatRows {
 }
 
 impl TensorPart {
-    /// True if single rows are taken, with others between them.
+    /// True if single rows are taken, with others in between.
     pub(crate) fn is_every_nth(&self) -> bool {
         self.width == 1 && self.step > 1
     }
 
-    /// Rows from the first one that is taken to the last one, of single rows.
+    /// The number of rows from the first taken row to the last one.
     pub(crate) fn span(&self) -> usize {
         self.rows.saturating_sub(1) * self.step + self.rows.min(1)
     }
 
     fn change(&self, value: f32) -> f32 {
         let plain = self.times == 1.0 && self.plus == 0.0;
-        // A term of 0 would take the sign of a zero away.
+        // Adding 0 would lose the sign of a negative zero.
         let value = if plain { value } else { value * self.times + self.plus };
         if self.log { value.ln() } else { value }
     }

@@ -1,5 +1,5 @@
-//! Safetensors: the place of each tensor in a file, and its bytes. The `safetensors` crate checks
-//! the header's format.
+//! Safetensors: where each tensor is in a file, and its bytes. The `safetensors` crate checks the
+//! header's format.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -50,8 +50,7 @@ impl SafeFile {
         }
         let mut header = vec![0; length as usize];
         file.read_exact_at(&mut header, LENGTH).map_err(unreadable)?;
-        // It checks that tensors lie one behind the other, and that each is as long as its shape
-        // says.
+        // It checks that tensors are contiguous, and that each has the length of its shape.
         let metadata: Metadata =
             serde_json::from_slice(&header).map_err(|error| damaged(&error.to_string()))?;
         if Some(metadata.data_len() as u64) != size.checked_sub(LENGTH + length) {

@@ -1,22 +1,22 @@
-//! Numbers of a model's `config.json`, each of which is checked once, where it is read.
+//! Numbers of a model's `config.json`, each checked once when it is read.
 
 use serde_json::{Map, Value};
 
 use crate::error::ModelError;
 
-/// The largest size without a bound of its own. All are far above known models, and products of
-/// them fit 64 bits.
+/// The default upper bound. It is far above known models, and products of such numbers fit 64 bits.
 pub(crate) const MOST: u64 = 1 << 22;
 /// The largest number of heads, and of elements of a head.
 pub(crate) const MOST_HEADS: u64 = 1 << 16;
-/// The largest number of layers. Names of weights are made for each layer before a file is read.
+/// The largest number of layers, bounded because weight names are made for each before a file is
+/// read.
 pub(crate) const MOST_LAYERS: u64 = 1 << 12;
 /// The largest number of positions.
 pub(crate) const MOST_POSITIONS: u64 = i32::MAX as u64;
 /// Characters of a wrong value in an error.
 const SHOWN: usize = 40;
 
-/// True for a value that Python takes for true.
+/// True for a value that is true in Python.
 pub(crate) fn truthy(value: Option<&Value>) -> bool {
     match value {
         None | Some(Value::Null | Value::Bool(false)) => false,
@@ -46,7 +46,7 @@ pub(crate) fn size_of(
     size(config, keys.iter().find(there).unwrap_or(&keys[0]), most)
 }
 
-/// A number that is there, not null and not 0, of at most `most`.
+/// A number of at most `most` that is present, not null and not 0.
 pub(crate) fn optional(
     config: &Map<String, Value>,
     key: &str,
@@ -56,7 +56,7 @@ pub(crate) fn optional(
     there.map(|value| checked(value, key, 1, most)).transpose()
 }
 
-/// A number above 0 with a fraction; `usual` if it is absent, null or 0.
+/// A positive real number; `usual` if it is missing, null or 0.
 pub(crate) fn real(config: &Map<String, Value>, key: &str, usual: f64) -> Result<f64, ModelError> {
     let Some(value) = config.get(key).filter(|value| truthy(Some(value))) else {
         return Ok(usual);
@@ -189,7 +189,7 @@ mod tests {
         let encoder = (bert(), (|config| BertShape::of(config).map(drop)) as Reader);
         for (config, read) in decoders.chain([encoder]) {
             read(&config).expect("a model");
-            // Heads of latent attention have lengths under other names.
+            // Latent attention has its head sizes under other names.
             let latent = config.contains_key("kv_lora_rank");
             let unread = |key: &str| {
                 key == "architectures"

@@ -1,4 +1,4 @@
-//! The number of a model's parameters and their type, by the headers of its files.
+//! The number and type of a model's parameters, from the headers of its files.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -9,7 +9,7 @@ use crate::error::ModelError;
 use crate::gguf::{GgufFiles, GgufValue};
 use crate::safe::SafeFile;
 
-/// The names of llama.cpp's file types that mix several types of tensors.
+/// The names of llama.cpp's file types that mix several tensor types.
 const MIXED: [(i64, &str); 23] = [
     (10, "Q2_K"),
     (11, "Q3_K_S"),
@@ -36,10 +36,10 @@ const MIXED: [(i64, &str); 23] = [
     (38, "MXFP4_MOE"),
 ];
 
-/// The weights of a model as they are stored.
+/// How a model's weights are stored.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StoredWeights {
-    /// The number of parameters; `None`: some are packed, several in one number.
+    /// The number of parameters; `None`: some are packed, several to a number.
     pub parameters: Option<u64>,
     /// The type of most parameters, such as `BF16` or `Q4_K_M`.
     pub weight_type: String,
@@ -76,14 +76,14 @@ pub fn stored_weights(files: &[PathBuf]) -> Result<StoredWeights, ModelError> {
         }
     }
     let parameters = (!packed).then(|| counts.values().sum());
-    // Of two types that are equally frequent the name decides.
+    // If two types are equally frequent, the name decides.
     let most = counts.into_iter().max_by(|one, other| (one.1, &one.0).cmp(&(other.1, &other.0)));
     let weight_type =
         mixed.map_or_else(|| most.map_or_else(String::new, |(name, _)| name), Into::into);
     Ok(StoredWeights { parameters, weight_type })
 }
 
-/// True for the types in which quantised checkpoints keep several numbers.
+/// True for the types in which quantised checkpoints pack several numbers.
 fn is_packed(dtype: Dtype) -> bool {
     matches!(dtype, Dtype::I32 | Dtype::U32 | Dtype::U8)
 }

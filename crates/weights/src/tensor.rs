@@ -1,4 +1,4 @@
-//! The stored numbers of a tensor, in the types of computation.
+//! The stored numbers of a tensor, converted to the types used for computing.
 
 use std::sync::Arc;
 
@@ -12,10 +12,10 @@ use crate::mxfp4::{Mxfp4Stack, Placed};
 use crate::rows::{FloatRows, Receiver};
 use crate::safe::{SafeFile, SafeTensor};
 
-/// Elements that are converted at a time: whole blocks of every type.
+/// The number of elements converted at a time: whole blocks of every type.
 pub(crate) const AT_ONCE: usize = 1 << 18;
 
-/// The types of a model's computation, by PyTorch's names.
+/// The data types used for computing, by PyTorch's names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TorchNumber {
     /// `torch.float32`
@@ -61,15 +61,14 @@ pub(crate) enum Tensor {
 }
 
 impl Tensor {
-    /// The GGUF name of the type of blocks that hold a weight's numbers as they are; `None`: they
-    /// are no blocks, or a weight's numbers are made of them.
+    /// The GGUF name of the block type that stores a weight's numbers unchanged; `None`: they are
+    /// not in blocks, or are changed.
     pub(crate) fn block_type(&self, part: &TensorPart) -> Option<&'static str> {
         let kind = self.kind()?;
         part.is_rows().then(|| kind.name()).filter(|name| computed_as(name).is_some())
     }
 
-    /// The type of a GGUF file's numbers, or of such blocks; `None`: there are numbers of
-    /// safetensors.
+    /// The type of a GGUF file's numbers, or of such blocks; `None`: plain safetensors numbers.
     fn kind(&self) -> Option<TensorType> {
         match self {
             Self::Safe(..) => None,
@@ -78,7 +77,7 @@ impl Tensor {
         }
     }
 
-    /// The bytes of whole blocks, or of numbers, from an element on.
+    /// The bytes from an element on: whole blocks, or plain numbers.
     fn read_bytes(&self, first: usize, to: &mut [u8]) -> Result<(), ModelError> {
         match self {
             Self::Safe(file, tensor) => {
@@ -101,8 +100,8 @@ impl Tensor {
         })
     }
 
-    /// Reads a matrix in blocks of type `kind`, appended to `to`; `None`: there is no such
-    /// conversion.
+    /// Reads a matrix in blocks of type `kind`, appended to `to`; `None`: the conversion does not
+    /// exist.
     pub(crate) fn read_blocks(
         &self,
         part: &TensorPart,
@@ -114,7 +113,7 @@ impl Tensor {
         let row_bytes = part.columns() / elements * size;
         let at_once = (AT_ONCE / part.columns().max(1)).max(1);
         let every_nth = part.is_every_nth();
-        // Rows that are left out come with those between which they lie.
+        // Rows that are skipped are read along with those around them.
         let (all, together, nth) = if every_nth {
             (part.span(), at_once.next_multiple_of(part.step), part.step)
         } else {
@@ -145,7 +144,8 @@ impl Tensor {
         Ok(Some(()))
     }
 
-    /// The place of a tensor of safetensors; `None`: it is of another file, or of two tensors.
+    /// The range of a safetensors tensor; `None`: it is in another kind of file, or consists of two
+    /// tensors.
     pub(crate) fn placed(&self) -> Option<Placed> {
         match self {
             Self::Safe(file, tensor) => Some((file.clone(), tensor.clone())),
@@ -170,12 +170,12 @@ impl Tensor {
         }
     }
 
-    /// Bytes of so many numbers that lie one behind the other.
+    /// Bytes of this many contiguous numbers.
     pub(crate) fn bytes_of(&self, name: &str, numbers: usize) -> Result<usize, ModelError> {
         let (elements, bytes) = match self {
             Self::Safe(_, tensor) => (8, tensor.dtype.bitsize()),
             Self::Gguf(tensor) => tensor.kind.block(),
-            // The exponents are in a tensor of their own.
+            // The exponents are in a separate tensor.
             Self::Mxfp4(_) => (32, 16),
         };
         let bits = numbers * bytes;
@@ -247,7 +247,7 @@ impl FloatRows for Tensor {
     }
 }
 
-/// Numbers of floats of safetensors, from bytes of a type.
+/// Converts bytes of a safetensors float type to numbers.
 pub(crate) fn floats(name: &str, dtype: Dtype, bytes: &[u8]) -> Result<Vec<f32>, ModelError> {
     let number = number_of(name, dtype)?;
     let mut values = vec![0.0; bytes.len() / number.bytes()];
@@ -302,7 +302,7 @@ pub(crate) fn write_numbers(values: impl Iterator<Item = f32>, number: TorchNumb
     }
 }
 
-/// The numbers of stored bytes, of a type by its name in safetensors or in GGUF.
+/// Converts stored bytes to numbers, given the type's name in safetensors or GGUF.
 pub(crate) fn numbers_of(format: &str, bytes: &[u8]) -> Result<Vec<f32>, ModelError> {
     let number = match format {
         "F64" => Number::Float64,
@@ -322,7 +322,8 @@ pub(crate) fn numbers_of(format: &str, bytes: &[u8]) -> Result<Vec<f32>, ModelEr
     Ok(values)
 }
 
-/// Rows of `heads` heads: in each, from (0, h, 1, h + 1, ...) back to (0, 1, ..., h, h + 1, ...).
+/// Reorders the rows of `heads` heads: in each, from (0, h, 1, h + 1, ...) back to (0, 1, ..., h, h
+/// + 1, ...).
 pub(crate) fn halves(bytes: &mut [u8], rows: usize, heads: usize) {
     let dim = rows / heads.max(1);
     let Some(row_bytes) = bytes.len().checked_div(rows) else { return };

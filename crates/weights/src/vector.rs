@@ -1,4 +1,4 @@
-//! The layers behind pooling: `Dense` modules of sentence-transformers, and heads of classifiers.
+//! The layers after pooling: `Dense` modules of sentence-transformers, and classifier heads.
 
 use std::path::{Path, PathBuf};
 
@@ -9,17 +9,17 @@ use crate::error::ModelError;
 use crate::json::read_object;
 use crate::sizes::{MOST, size};
 
-/// The key of a rebuilt config with the shapes of matrices behind pooling, which are in the model's
-/// own file.
+/// The key in a rebuilt config for the shapes of matrices after pooling that are in the model's own
+/// file.
 pub(crate) const DENSE_SHAPES: &str = "dense_shapes";
 /// The files of a `Dense` module.
 const CONFIG: &str = "config.json";
 const WEIGHTS: &str = "model.safetensors";
 
-/// A product of a pooled vector, a function, and a norm.
+/// A layer on a pooled vector: a product, an activation and a norm.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VectorLayer {
-    /// The name of the product's weights, without their kind.
+    /// The name of the product's weights, without the suffix.
     pub name: String,
     /// Elements of the vector that comes in.
     pub inputs: usize,
@@ -29,11 +29,9 @@ pub struct VectorLayer {
     pub bias: bool,
     /// The function behind the product.
     pub activation: VectorActivation,
-    /// The name of the norm behind the function, which is of the model's kind; `None`: there is
-    /// none.
+    /// The norm after the activation, of the model's kind; `None`: there is none.
     pub norm: Option<String>,
-    /// The file of safetensors with the weights, under `linear`; `None`: they are among the
-    /// model's.
+    /// The safetensors file with the weights, under `linear`; `None`: they are among the model's.
     pub file: Option<PathBuf>,
 }
 
@@ -62,7 +60,7 @@ impl VectorActivation {
         }
     }
 
-    /// Finds a function by the name of its class in PyTorch.
+    /// An activation by the name of its PyTorch class.
     fn from_class(name: &str) -> Option<Self> {
         match name.rsplit('.').next().unwrap_or_default() {
             "Identity" => Some(Self::Identity),
@@ -75,8 +73,8 @@ impl VectorActivation {
 }
 
 impl VectorLayer {
-    /// Reads the configuration of the `Dense` module in a folder; `number` is its number among
-    /// those of the model.
+    /// Reads the configuration of the `Dense` module in a folder; `number` is its index among the
+    /// model's modules.
     pub(crate) fn of_dense(folder: &Path, number: usize) -> Result<Self, ModelError> {
         let path = folder.join(CONFIG);
         let config = read_object(&path, false)?;
@@ -100,7 +98,7 @@ impl VectorLayer {
     }
 }
 
-/// The matrices behind pooling that a rebuilt config names. They have no functions.
+/// The matrices after pooling in a rebuilt config. They have no activation.
 pub(crate) fn of_config(config: &Map<String, Value>) -> Result<Vec<VectorLayer>, ModelError> {
     let shapes = config.get(DENSE_SHAPES).cloned().unwrap_or_default();
     if shapes.is_null() {
@@ -121,7 +119,7 @@ pub(crate) fn of_config(config: &Map<String, Value>) -> Result<Vec<VectorLayer>,
     Ok(shapes.into_iter().enumerate().map(layer).collect())
 }
 
-/// Refuses a module that reads something else than the vector.
+/// Refuses a module that reads anything but the vector.
 fn refuse_others(config: &Map<String, Value>, path: &Path) -> Result<(), ModelError> {
     const VECTOR: &str = "sentence_embedding";
     for key in ["module_input_name", "module_output_name"] {
@@ -136,8 +134,7 @@ fn refuse_others(config: &Map<String, Value>, path: &Path) -> Result<(), ModelEr
     Ok(())
 }
 
-/// Checks that a vector of `size` elements goes through the layers, and gives the elements of what
-/// comes out.
+/// Checks that a vector of `size` elements fits the layers, and returns the size of the result.
 pub(crate) fn size_behind(size: usize, layers: &[VectorLayer]) -> Result<usize, ModelError> {
     layers.iter().try_fold(size, |size, layer| {
         if layer.inputs == size {
@@ -150,14 +147,14 @@ pub(crate) fn size_behind(size: usize, layers: &[VectorLayer]) -> Result<usize, 
     })
 }
 
-/// The files of a model's weights, and behind them those of its layers behind pooling: the order in
-/// which a manifest numbers them.
+/// The files of a model's weights, followed by those of its layers after pooling, in the order of a
+/// manifest's numbers.
 #[must_use]
 pub fn weight_files(files: &[PathBuf], layers: &[VectorLayer]) -> Vec<PathBuf> {
     files.iter().chain(layers.iter().filter_map(|layer| layer.file.as_ref())).cloned().collect()
 }
 
-/// Refuses `Dense` modules whose weights are not there as safetensors.
+/// Refuses `Dense` modules whose weights do not exist as safetensors.
 pub(crate) fn check_files(layers: &[VectorLayer]) -> Result<(), ModelError> {
     let missing = |path: &&PathBuf| !path.is_file();
     match layers.iter().filter_map(|layer| layer.file.as_ref()).find(missing) {

@@ -1,4 +1,4 @@
-//! Vision towers, and the way from an image to their input.
+//! Vision towers, and how an image becomes their input.
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ use crate::error::ModelError;
 use crate::json::{read_object, token_text};
 use crate::sizes::{MOST, MOST_HEADS, MOST_LAYERS, checked, optional, real, size_of, truthy};
 
-/// The key of a tower's config in that of the model.
+/// The key of the tower's config in the model's config.
 pub(crate) const TOWER_CONFIG: &str = "vision_config";
 /// Colours of a pixel.
 const CHANNELS: u64 = 3;
@@ -22,8 +22,8 @@ const NORM_EPS: f64 = 1e-6;
 const PROCESSORS: [&str; 2] = ["preprocessor_config.json", "processor_config.json"];
 const IMAGE_TOKENS: [&str; 3] = ["image_token_id", "vision_start_token_id", "vision_end_token_id"];
 
-/// A vision tower (Qwen2.5-VL, Qwen3-VL and Gemma 3, 2025). Sizes are numbers of elements, patches
-/// or pixels.
+/// A vision tower (Qwen2.5-VL, Qwen3-VL and Gemma 3, 2025). Sizes count elements, patches or
+/// pixels.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct VisionTower {
     /// The kind of the tower.
@@ -32,29 +32,29 @@ pub struct VisionTower {
     pub layers: usize,
     /// Elements of a state.
     pub hidden_size: usize,
-    /// Elements between the products of a layer's second part.
+    /// The inner size of a layer's feed-forward part.
     pub intermediate_size: usize,
     /// The number of heads.
     pub heads: usize,
     /// Pixels of a side of a patch.
     pub patch: usize,
-    /// The number of times that a patch of a still image is repeated.
+    /// How often a patch of a still image is repeated in time.
     pub temporal: usize,
-    /// Patches of a side of a square, which becomes one position of the decoder.
+    /// The side, in patches, of the square that becomes one decoder position.
     pub merge: usize,
-    /// Elements of a position for the decoder, as many as its states have.
+    /// The output size of a position, that of the decoder's states.
     pub out_size: usize,
-    /// The base of its rotary frequencies; `None`: its heads are not rotated.
+    /// The base of its rotary frequencies; `None`: it has no rotary embedding.
     pub theta: Option<f64>,
     /// The epsilon of its norms.
     pub norm_eps: f64,
-    /// True if the positions of an image see each other in the decoder, those behind them too.
+    /// True if attention within an image is bidirectional in the decoder.
     pub both_ways: bool,
-    /// Layers whose states the decoder also gets, behind its own first layers (`DeepStack`, 2024).
+    /// Layers whose states are also added after the decoder's first layers (`DeepStack`, 2024).
     pub deepstack: Vec<usize>,
-    /// Rows and columns of the learned table of positions; `None`: there is none.
+    /// The side of the learned position table; `None`: there is none.
     pub table_side: Option<usize>,
-    /// Decoder positions of a side of a window; `None`: every layer attends to the whole image.
+    /// The side of a window in decoder positions; `None`: every layer attends to the whole image.
     pub window: Option<usize>,
     /// The layers that attend to the whole image; the others attend within windows.
     pub whole: Vec<usize>,
@@ -66,11 +66,11 @@ pub struct VisionTower {
 pub enum TowerKind {
     /// Qwen2.5-VL: windows.
     Windows,
-    /// Qwen3-VL and Qwen3.5: a table of positions that is stretched over the image, and deepstack
-    /// outputs, if there are any.
+    /// Qwen3-VL and Qwen3.5: a position table that is interpolated to the image's size, and
+    /// optional deepstack outputs.
     Table,
-    /// `SigLIP` (Zhai et al. 2023) before Gemma 3: images of one size, each of whose patches has
-    /// its place in the table, and means of squares of patches.
+    /// `SigLIP` (Zhai et al. 2023) before Gemma 3: images of one size with a table entry for each
+    /// patch, and averages over squares of patches.
     Siglip,
 }
 
@@ -83,13 +83,12 @@ impl TowerKind {
     }
 }
 
-/// True if a config has a tower. A repository of the text alone may have kept the name of the
-/// whole.
+/// True if a config has a tower. A text-only repository may have kept the whole model's name.
 pub(crate) fn has_tower(config: &Map<String, Value>) -> bool {
     config.get(TOWER_CONFIG).is_some_and(|tower| !tower.is_null())
 }
 
-/// The config of the tower of a model that has one.
+/// The config of the model's tower.
 fn tower_config(config: &Map<String, Value>) -> Result<&Map<String, Value>, ModelError> {
     let tower = config.get(TOWER_CONFIG).and_then(Value::as_object);
     tower.ok_or_else(|| ModelError::broken("the model's config has a vision_config of no keys"))
@@ -137,7 +136,7 @@ impl VisionTower {
     /// Reads the tower of a Gemma 3 before a decoder with states of `hidden` elements.
     ///
     /// # Errors
-    /// The tower would be computed wrongly, or its config lacks a value.
+    /// The tower is not supported, or its config lacks a value.
     pub(crate) fn siglip(config: &Map<String, Value>, hidden: usize) -> Result<Self, ModelError> {
         const POSITIONS: u64 = 256;
         let vision = tower_config(config)?;
@@ -171,7 +170,7 @@ impl VisionTower {
         })
     }
 
-    /// A tower without anything that a kind alone has.
+    /// A tower without the features of a particular kind.
     fn plain(
         vision: &Map<String, Value>,
         kind: TowerKind,
@@ -201,7 +200,7 @@ impl VisionTower {
         })
     }
 
-    /// Positions of a side of every image; `None`: they go by the image's size.
+    /// The side of every image in positions; `None`: it depends on the image's size.
     fn fixed_side(&self) -> Option<usize> {
         let side = self.table_side.filter(|_| self.kind == TowerKind::Siglip)?;
         Some(side / self.merge)
@@ -266,7 +265,7 @@ fn layer_numbers(
     items.iter().map(|layer| Ok(checked(layer, key, 0, MOST)? as usize)).collect()
 }
 
-/// Checks that a value is one of those that are computed, or not there.
+/// Checks that a value is supported, or missing.
 fn known(values: &Map<String, Value>, key: &str, known: &[Value]) -> Result<(), ModelError> {
     let found = values.get(key).filter(|value| !value.is_null());
     match found.filter(|value| !known.contains(value)) {
@@ -278,11 +277,11 @@ fn known(values: &Map<String, Value>, key: &str, known: &[Value]) -> Result<(), 
     }
 }
 
-/// The way from an image to a tower's input, and the tokens of images, for the brain.
+/// How an image becomes a tower's input, and the tokens for images, for the brain.
 /// `tokenizer_config` names those of a Gemma 3.
 ///
 /// # Errors
-/// The files of a folder are missing, or say something that is not computed.
+/// Files are missing, or require something that is not supported.
 pub(crate) fn read_images(
     folder: &Path,
     config: &Map<String, Value>,
@@ -323,8 +322,8 @@ pub(crate) fn read_images(
     Ok(images.into())
 }
 
-/// The token that stands for a position, and the mark of an image in templates of chats. The text
-/// in its place is that of `Gemma3Processor` of transformers.
+/// The token for an image position, and the mark of an image in chat templates. The text that
+/// replaces it is that of transformers' `Gemma3Processor`.
 fn gemma_tokens(
     config: &Map<String, Value>,
     tokenizer_config: &Map<String, Value>,
@@ -357,7 +356,7 @@ struct Processor<'a> {
 }
 
 impl Processor<'_> {
-    /// Settings under which an image keeps its ratio (`Qwen2VLImageProcessor`).
+    /// Settings with which an image keeps its aspect ratio (`Qwen2VLImageProcessor`).
     fn of_any_size(&self, tower: &VisionTower) -> Result<Map<String, Value>, ModelError> {
         const BICUBIC: u64 = 3;
         self.known([json!("Qwen2VLImageProcessor"), json!("Qwen2VLImageProcessorFast")], BICUBIC)?;
@@ -392,8 +391,7 @@ impl Processor<'_> {
         self.read(tower, json!({"min_pixels": smallest, "max_pixels": largest}))
     }
 
-    /// Settings under which every image gets `side` times `side` positions
-    /// (`Gemma3ImageProcessor`).
+    /// Settings with which every image has `side` times `side` positions (`Gemma3ImageProcessor`).
     fn of_one_size(
         &self,
         tower: &VisionTower,

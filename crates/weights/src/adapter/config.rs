@@ -1,11 +1,11 @@
-//! `adapter_config.json` of PEFT. Its tensors say what an adapter changes: the configuration has
-//! the factors, and is checked for what no hand computes.
+//! PEFT's `adapter_config.json`. What an adapter changes follows from its tensors. The
+//! configuration gives factors, and is checked for features that no hand supports.
 
 use serde_json::{Map, Value};
 
 use crate::error::ModelError;
 
-/// Fields that mean another computation, unless they are null, false or empty.
+/// Fields that mean a different computation, unless they are null, false or empty.
 const CHANGES: [&str; 14] = [
     "use_dora",
     "use_qalora",
@@ -22,9 +22,9 @@ const CHANGES: [&str; 14] = [
     "lora_bias",
     "fan_in_fan_out",
 ];
-/// Initialisations that changed the base too, so that the adapter alone means nothing.
+/// Initialisations that also changed the base model, so that the adapter alone is useless.
 const CHANGED_BASE: [&str; 4] = ["pissa", "olora", "corda", "loftq"];
-/// Fields that are read, or that say nothing about the computation.
+/// Fields that are read, or that do not affect the computation.
 const KNOWN: [&str; 28] = [
     "r",
     "lora_alpha",
@@ -63,7 +63,7 @@ pub(super) struct Config {
     by_root: bool,
     ranks: Vec<(String, u64)>,
     alphas: Vec<(String, f64)>,
-    /// Ends of names that the configuration lists; `None`: it has a pattern, or `all-linear`.
+    /// Name suffixes that the configuration lists; `None`: it has a pattern, or `all-linear`.
     targets: Option<Vec<String>>,
     pub(super) warnings: Vec<String>,
 }
@@ -112,7 +112,7 @@ impl Config {
         })
     }
 
-    /// The factor of a module's matrices, which have this rank in the file.
+    /// The scale of a module's matrices, given their rank in the file.
     pub(super) fn scale(&self, module: &str, rank: usize) -> Result<f32, ModelError> {
         let said = named(&self.ranks, module).unwrap_or(self.rank);
         if said != rank as u64 {
@@ -161,8 +161,8 @@ fn pattern<T>(
     entries.map(|(name, value)| Some((name.clone(), number(value)?))).collect()
 }
 
-/// The value of the first name that a module ends with. PEFT takes names for regular expressions,
-/// of which dots are the only ones in use.
+/// The value of the first name that a module ends with. PEFT treats names as regular expressions,
+/// but in practice they only contain dots.
 fn named<T: Copy>(patterns: &[(String, T)], module: &str) -> Option<T> {
     patterns.iter().find(|(name, _)| ends_with(module, name)).map(|&(_, value)| value)
 }

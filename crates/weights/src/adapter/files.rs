@@ -1,4 +1,4 @@
-//! The files of adapters, opened so that nothing outside of a folder is read.
+//! Opens adapters' files so that nothing outside a folder is read.
 
 use std::fs::File;
 use std::io::Read;
@@ -21,9 +21,9 @@ const AT_ONCE: u64 = 1 << 20;
 /// The folder in which adapters may be.
 #[derive(Debug)]
 pub enum AdapterFolder {
-    /// Anywhere, for paths that the owner of the machine gives.
+    /// Anywhere, for paths from the machine's owner.
     Anywhere,
-    /// Only below this folder, and by no symbolic link. Paths are relative to it.
+    /// Only inside this folder, without symbolic links. Paths are relative to it.
     Below(PathBuf, OwnedFd),
 }
 
@@ -35,7 +35,7 @@ pub(super) struct OpenFile {
 }
 
 impl AdapterFolder {
-    /// Opens a folder that no path leads out of.
+    /// Opens a folder that no path can lead out of.
     ///
     /// # Errors
     /// It can't be opened.
@@ -53,7 +53,7 @@ impl AdapterFolder {
             Self::Below(folder, root) => (below(root, path), folder.join(path)),
         };
         let unreadable = |error: Errno| match error {
-            // What a link or `..` leads to is not told.
+            // Do not reveal where a link or `..` leads.
             Errno::LOOP | Errno::XDEV | Errno::NOTDIR if matches!(self, Self::Below(..)) => {
                 ModelError::broken(format!("{} is not below --lora-root", path.display()))
             }
@@ -68,7 +68,7 @@ impl AdapterFolder {
     }
 }
 
-/// Opens a file below a folder, by no symbolic link.
+/// Opens a file inside a folder, without following symbolic links.
 fn below(root: &OwnedFd, path: &Path) -> Result<OwnedFd, Errno> {
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
     match openat2(root, path, FLAGS, Mode::empty(), resolve) {
@@ -77,7 +77,7 @@ fn below(root: &OwnedFd, path: &Path) -> Result<OwnedFd, Errno> {
     }
 }
 
-/// The same on a kernel without that call: one component after the other.
+/// The same on a kernel without that call: one path component at a time.
 fn stepwise(root: &OwnedFd, path: &Path) -> Result<OwnedFd, Errno> {
     let mut names = Vec::new();
     for component in path.components() {
@@ -99,7 +99,7 @@ fn stepwise(root: &OwnedFd, path: &Path) -> Result<OwnedFd, Errno> {
 }
 
 impl OpenFile {
-    /// A path to this very file, whatever has its name by now; valid as long as it is open.
+    /// A path to this open file, even if another file has its name by now; valid while it is open.
     pub(super) fn own_path(&self) -> PathBuf {
         format!("/proc/self/fd/{}", self.file.as_raw_fd()).into()
     }
@@ -116,7 +116,7 @@ impl OpenFile {
         Ok(bytes)
     }
 
-    /// Calls `with` with a range of bytes, some at a time.
+    /// Calls `with` with the bytes of a range, a part at a time.
     pub(super) fn each(
         &self,
         offset: u64,

@@ -47,7 +47,7 @@ pub(super) fn read(
             return Err(unknown("whose type of numbers adapters do not have"));
         }
         let rank = tensor.shape.get(usize::from(!is_a)).copied().unwrap_or(0);
-        // Without an alpha the matrices have the factor in them.
+        // Without an alpha, the matrices include the scale.
         let scale = alpha.filter(|&alpha| alpha != 0.0).map_or(1.0, |alpha| alpha / rank as f64);
         let tensor = Tensor::Gguf(Arc::new(tensor.clone()));
         insert(&mut halves, weight.to_owned(), tensor, is_a, scale as f32)?;

@@ -1,4 +1,4 @@
-//! The matrices of an adapter's files, by the manifest that was made of them.
+//! Loads the matrices of an adapter's files, by the manifest made from them.
 
 use std::path::Path;
 
@@ -13,12 +13,12 @@ use crate::error::ModelError;
 use crate::manifest::Place;
 use crate::tensor::{TorchNumber, halves, numbers_of, write_numbers};
 
-/// The matrices beside one module, in numbers of a model's type.
+/// The matrices of one module, in the model's data type.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AdapterPair {
     /// The layer.
     pub layer: usize,
-    /// The end of the module's name, such as `self_attn.q_proj`.
+    /// The suffix of the module's name, such as `self_attn.q_proj`.
     pub module: String,
     /// The rank of both.
     pub rank: usize,
@@ -28,13 +28,13 @@ pub struct AdapterPair {
     pub b: Vec<u8>,
 }
 
-/// The reason for which an adapter was not read again.
+/// Why an adapter could not be read again.
 #[derive(Debug, Error)]
 pub enum AdapterError {
     /// The files can't be read.
     #[error("{0}")]
     Files(#[from] ModelError),
-    /// The files have other content than the manifest was made of.
+    /// The files have changed since the manifest was made.
     #[error("{0}: the content has changed")]
     Changed(String),
 }
@@ -55,8 +55,8 @@ struct Module {
     b: Place,
 }
 
-/// Reads the matrices that a manifest names, in numbers of a model's type. Each byte is read once,
-/// and the digest is of these bytes.
+/// Reads the matrices that a manifest names, in the model's data type. Each byte is read once, and
+/// the digest covers exactly these bytes.
 ///
 /// # Errors
 /// The files can't be read, or have changed.
@@ -88,7 +88,7 @@ pub fn read_adapter(
     Ok(pairs)
 }
 
-/// Reads a matrix, times a factor; gives its shape too.
+/// Reads a matrix and multiplies it by a factor; also returns its shape.
 fn read(
     files: &[OpenFile],
     place: &Place,
@@ -121,7 +121,7 @@ fn read(
     Ok((numbers, [rows, columns]))
 }
 
-/// What is hashed of a place beside its bytes.
+/// The hashed facts about a tensor besides its bytes.
 pub(super) fn facts(place: &Place) -> String {
     let Place { bytes, format, part, .. } = place;
     format!(" {format} {bytes} {} ", part.pairs.unwrap_or(0))

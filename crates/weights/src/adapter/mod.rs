@@ -1,8 +1,8 @@
 //! Adapters: low-rank matrices beside some of a model's (Hu et al. 2021), as PEFT and llama.cpp
-//! save them. Hands get a manifest of places in files, and have no rules for names.
+//! save them. Hands get a manifest of file ranges, and need no naming rules.
 //!
 //! An adapter changes a module's product `W x` to `W x + B (A x) * scale`. Every tensor of its
-//! files has to find its module. Otherwise the base would answer under the adapter's name.
+//! files has to match a module. Otherwise the base model would answer under the adapter's name.
 
 mod config;
 mod files;
@@ -29,22 +29,22 @@ use files::OpenFile;
 pub use load::{AdapterError, AdapterPair, read_adapter};
 use modules::parts_of;
 
-/// The files of an adapter that was read and checked.
+/// The checked files of an adapter.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Adapter {
     /// The largest rank of its matrices.
     pub rank: u32,
-    /// 128 bits of a hash of its content, as text. Adapters of the same content have the same.
+    /// A 128-bit hash of its content, as text. Adapters with the same content have the same digest.
     pub digest: String,
-    /// The modules that it changes, by the ends of their names.
+    /// The modules that it changes, by the last parts of their names.
     pub modules: Vec<String>,
-    /// Facts of its configuration that have no effect, in words.
+    /// Warnings about parts of its configuration that have no effect.
     pub warnings: Vec<String>,
     /// The places of its matrices, for a hand.
     pub manifest: Value,
 }
 
-/// The matrices of an open file, by the names of the base's weights.
+/// The matrices of an open file, by the names of the base model's weights.
 struct Stored {
     file: OpenFile,
     halves: BTreeMap<String, Halves>,
@@ -74,7 +74,7 @@ impl Adapter {
     /// is above `most_rank`.
     ///
     /// # Errors
-    /// The files can't be read, are of another model, or need something that no hand has.
+    /// The files can't be read, belong to another model, or need a feature that no hand supports.
     pub fn read(
         folder: &AdapterFolder,
         path: &Path,
@@ -150,7 +150,7 @@ impl Adapter {
     }
 }
 
-/// The hash of an adapter's content. Hands compute the same of the bytes that they have read
+/// The hash of an adapter's content. Hands compute it again from the bytes that they read
 /// ([`read_adapter`], `python/forebay/weights/adapter.py`).
 fn digest<'a>(
     file: &OpenFile,
@@ -168,7 +168,7 @@ fn digest<'a>(
     Ok(hex(&digest.finalize()))
 }
 
-/// Puts a matrix to the weight that it changes.
+/// Assigns a matrix to the weight that it changes.
 fn insert(
     halves: &mut BTreeMap<String, Halves>,
     weight: String,

@@ -89,8 +89,8 @@ impl Module {
     }
 }
 
-/// The modules whose weights are in a matrix of the base with this name, and the rows of each in a
-/// matrix of `[outputs, rank]`.
+/// The modules whose weights are parts of the base model's matrix with this name, and the rows of
+/// each in a matrix of `[outputs, rank]`.
 pub(super) fn parts_of(
     weight: &str,
     [outputs, rank]: [usize; 2],

@@ -14,10 +14,11 @@ use crate::tensor::Tensor;
 
 const CONFIG: &str = "adapter_config.json";
 const WEIGHTS: &str = "adapter_model.safetensors";
-/// The largest size of the configuration, and of the header of the weights.
+/// The largest size of the configuration, and of the weights' header.
 const MOST_CONFIG: u64 = 64 << 10;
 const MOST_HEADER: u64 = 1 << 20;
-/// The ends of tensors' names. The second ones have the name of an adapter that PEFT had loaded.
+/// Suffixes of tensor names. The second kind includes the name under which PEFT had loaded the
+/// adapter.
 const ENDS: [(&str, bool); 4] = [
     (".lora_A.weight", true),
     (".lora_B.weight", false),

@@ -25,7 +25,7 @@ fn llama() -> Shape {
     shape("LlamaForCausalLM", &json!({}))
 }
 
-/// A folder with an adapter: tensors of one number each.
+/// A folder with an adapter whose tensors each repeat one number.
 struct Files(tempfile::TempDir);
 
 impl Files {

@@ -11,7 +11,7 @@ use crate::tensor::Tensor;
 use crate::vector::VectorLayer;
 
 impl Checkpoint {
-    /// Adds the weights of layers behind pooling that have files of their own.
+    /// Adds the weights of layers after pooling that have files of their own.
     ///
     /// # Errors
     /// A file can't be read, or lacks a tensor.
@@ -28,7 +28,7 @@ impl Checkpoint {
     /// Reads a matrix of GGUF in blocks of type `kind`, appended to `to`.
     ///
     /// # Errors
-    /// There is no such matrix or no such conversion, or its file can't be read.
+    /// The matrix or the conversion does not exist, or the file can't be read.
     pub fn read_blocks(
         &self,
         name: &str,
@@ -40,8 +40,8 @@ impl Checkpoint {
         tensor.read_blocks(part, kind, to)?.ok_or_else(|| no_conversion(name, tensor, kind))
     }
 
-    /// Reads a matrix of GGUF as [`Self::read_blocks`] does, into memory of its size. Beside that
-    /// it takes memory for some rows at a time.
+    /// Reads a matrix of GGUF as [`Self::read_blocks`] does, into memory of its size, using
+    /// additional memory for only a few rows at a time.
     ///
     /// # Errors
     /// As of [`Self::read_blocks`], or the matrix has another size.
@@ -54,7 +54,7 @@ impl Checkpoint {
         const AT_ONCE: usize = 1 << 24;
         let (tensor, part) = self.one(name, name)?;
         let row_bytes = (to.len() / part.rows.max(1)).max(1);
-        // Rows that do not lie in order come together.
+        // Rows that are not in order are read together.
         let in_order = part.step == part.width && part.pairs.is_none();
         let together = if in_order { (AT_ONCE / row_bytes).max(1) } else { part.rows.max(1) };
         let mut blocks = Vec::new();
@@ -75,7 +75,7 @@ impl Checkpoint {
     }
 }
 
-/// The names of a layer's weights with their tensors, if it has a file of its own.
+/// Maps a layer's weights to tensors, if it has a file of its own.
 pub(crate) fn own_tensors(layer: &VectorLayer) -> Result<Vec<(String, Tensor)>, ModelError> {
     let Some(path) = &layer.file else { return Ok(Vec::new()) };
     let file = Arc::new(SafeFile::open(path)?);

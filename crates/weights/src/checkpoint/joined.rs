@@ -1,4 +1,4 @@
-//! Weights whose rows of each head come from several tensors in turn.
+//! Weights in which the rows of each head come from several tensors in turn.
 
 use super::JoinedPart;
 use crate::error::ModelError;
@@ -6,7 +6,7 @@ use crate::families::TensorPart;
 use crate::rows::FloatRows;
 use crate::tensor::TorchNumber;
 
-/// Reads a weight of stacks of heads as numbers of the model's type, into memory of its size.
+/// Reads a weight made of stacks of heads as numbers of the model's type, into memory of its size.
 ///
 /// # Errors
 /// It has another size, or a file can't be read.

@@ -25,9 +25,9 @@ use self::joined::read_joined;
 
 const EMBEDDING: &str = "model.embed_tokens.weight";
 pub(crate) const HEAD: &str = "lm_head.weight";
-/// The file that tells which shard has a tensor.
+/// The file that maps tensors to shards.
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
-/// Rules of all safetensors. Old Llama checkpoints carry the inverse frequencies of the rotary
+/// Rules for all safetensors. Old Llama checkpoints store the inverse frequencies of the rotary
 /// embedding as a buffer.
 const COMMON_RULES: &[Rule] = &[Rule::spare("**.rotary_emb.inv_freq")];
 
@@ -39,27 +39,26 @@ pub struct Checkpoint {
     stored: HashMap<String, Stored>,
     /// The names of weights that are not quantised matrices, in the order of the files.
     names: Vec<String>,
-    /// Name to shape, of every weight that the model has.
+    /// The shape of every weight of the model, by name.
     shapes: HashMap<String, Vec<usize>>,
     /// True if the head is the embedding.
     tied: bool,
-    /// Quantised matrices of safetensors, whose tensors are no weights.
+    /// Quantised matrices of safetensors, whose tensors are not weights themselves.
     quantised: Vec<StoredMatrix>,
-    /// The numbers of a weight's matrix and of the weight in it, by name.
+    /// For each weight of a quantised matrix, the indices of the matrix and of the weight in it.
     multiplied_out: HashMap<String, (usize, usize)>,
-    /// Biases of quantised matrices that the model may not have.
+    /// Biases of quantised matrices that the model may lack.
     biases: Vec<String>,
 }
 
-/// A tensor of heads, the part of it that counts, and its shape in the weight.
+/// A tensor of heads, the part of it that is used, and its shape in the weight.
 pub(crate) type JoinedPart = (Tensor, TensorPart, Vec<usize>);
 
 /// A weight in a model's files.
 pub(crate) enum Stored {
     /// A part of one tensor.
     One(Tensor, TensorPart),
-    /// The rows of each head come from several tensors in turn. Each is a stack of heads, and has
-    /// the shape that it has in the weight.
+    /// The rows of each head come from several tensors in turn, each a stack of heads.
     Joined(Vec<JoinedPart>),
 }
 
@@ -107,7 +106,7 @@ impl Checkpoint {
             let file = Arc::new(SafeFile::open(path)?);
             let names = file.tensors.keys().filter(|name| index.places(name, path));
             let mut names: Vec<&String> = names.collect();
-            // The order of a map is another one each time.
+            // The iteration order of a map is random.
             names.sort();
             for name in names {
                 let tensor = &file.tensors[name];
@@ -117,7 +116,7 @@ impl Checkpoint {
                     continue;
                 }
                 let weights = weights_in(&rooted, &tensor.shape, shape)?;
-                // Of two files without an index the first one counts.
+                // Of two files without an index, the first one counts.
                 if !weights.is_empty() && seen.insert(rooted.clone()) {
                     found.push((rooted, Tensor::Safe(file.clone(), tensor.clone()), weights));
                 }
@@ -138,8 +137,8 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Finds quantised matrices by the names in the files. Gives the names of tensors that are
-    /// parts of them, or not read.
+    /// Finds quantised matrices by tensor names. Returns the names of tensors that are parts of
+    /// them, or are not read.
     fn find_quantised(
         &mut self,
         tensors: &[(String, Tensor, Vec<Weight>)],
@@ -276,7 +275,7 @@ impl Checkpoint {
         self.names.retain(|other| other != name);
     }
 
-    /// Some tools save the matrix of a tied pair under the head's name alone.
+    /// Some tools store the matrix of a tied pair only under the head's name.
     fn take_head_for_embedding(&mut self) {
         if let (Some(stored), Some(shape)) = (self.stored.remove(HEAD), self.shapes.remove(HEAD)) {
             self.stored.insert(EMBEDDING.into(), stored);
@@ -286,8 +285,8 @@ impl Checkpoint {
         }
     }
 
-    /// Opens the safetensors of a BERT, whose weights go by their names in the encoder. `scores` is
-    /// true if it has layers that make scores of vectors.
+    /// Opens the safetensors of a BERT, with weights under their encoder names. `scores`: it has
+    /// layers that compute scores from vectors.
     ///
     /// # Errors
     /// A file cannot be read, or is damaged.
@@ -298,7 +297,7 @@ impl Checkpoint {
             let file = Arc::new(SafeFile::open(path)?);
             let tensors = file.tensors.iter().filter(|(name, _)| index.places(name, path));
             let mut tensors: Vec<_> = tensors.collect();
-            // The order of a map is another one each time.
+            // The iteration order of a map is random.
             tensors.sort_by_key(|&(name, _)| name);
             for (name, tensor) in tensors {
                 if let Some(name) = BertShape::name_of(name, scores) {
@@ -332,7 +331,7 @@ impl Checkpoint {
         &self.names
     }
 
-    /// The place of a tensor or weight in the files.
+    /// Where a tensor or weight is in the files.
     pub(crate) fn stored_as(&self, name: &str) -> Result<&Stored, ModelError> {
         self.stored.get(name).ok_or_else(|| lacks(name))
     }
@@ -342,7 +341,7 @@ impl Checkpoint {
         &self.quantised
     }
 
-    /// Biases of quantised matrices that are 0: GPTQ's tools write some that a model does not have.
+    /// Biases of quantised matrices that are 0: GPTQ's tools write some that a model lacks.
     ///
     /// # Errors
     /// A file can't be read.
@@ -369,8 +368,8 @@ impl Checkpoint {
         }
     }
 
-    /// The names of matrices with products in blocks, and GGUF's names of their types. A tied head
-    /// is the embedding's tensor under a name of its own.
+    /// The names of matrices with block products, and their GGUF type names. A tied head is the
+    /// embedding's tensor under its own name.
     #[must_use]
     pub fn stored(&self) -> Vec<(String, &'static str)> {
         let kind_of = |name: &str| {
@@ -387,7 +386,7 @@ impl Checkpoint {
     }
 
     /// Reads a weight as numbers of the model's type, into memory of its size. Quantised matrices
-    /// are multiplied out in float32.
+    /// are dequantised in float32.
     ///
     /// # Errors
     /// There is no such weight, it has another size, or its file is damaged or can't be read.
@@ -403,12 +402,13 @@ impl Checkpoint {
     }
 }
 
-/// The index beside a model's files, which is the authority over a sharded checkpoint: tools leave
+/// The index beside a model's files. It decides about a sharded checkpoint, because tools leave
 /// stale tensors in shards.
 pub(crate) struct Index(Option<HashMap<String, String>>);
 
 impl Index {
-    /// Reads the index beside the files. One that does not name all of them is of other files.
+    /// Reads the index beside the files. An index that does not name all of them belongs to other
+    /// files.
     pub(crate) fn beside(files: &[PathBuf]) -> Result<Self, ModelError> {
         let Some(folder) = files.first().and_then(|file| file.parent()) else {
             return Ok(Self(None));
@@ -419,7 +419,7 @@ impl Index {
         Ok(Self(named.then_some(placed)))
     }
 
-    /// True if a tensor of a file is one of the model's.
+    /// True if a file's tensor belongs to the model.
     pub(crate) fn places(&self, tensor: &str, file: &Path) -> bool {
         let Some(placed) = &self.0 else { return true };
         placed.get(tensor).is_some_and(|shard| name_of(file) == Some(shard))
@@ -430,7 +430,7 @@ fn name_of(file: &Path) -> Option<&str> {
     file.file_name()?.to_str()
 }
 
-/// Tensor to shard, by the index of a folder; `None`: it has none.
+/// Maps tensors to shards, by a folder's index; `None`: it has none.
 pub(crate) fn read_index(folder: &Path) -> Result<Option<HashMap<String, String>>, ModelError> {
     let path = folder.join(INDEX);
     let text = match fs::read(&path) {
@@ -445,8 +445,8 @@ pub(crate) fn read_index(folder: &Path) -> Result<Option<HashMap<String, String>
     Ok(Some(map.into_iter().flatten().filter_map(shard).collect()))
 }
 
-/// Names the parts of a body as if it had a head beside it: without one, they may be saved as they
-/// are.
+/// Names the parts of a body as if it had a head. Without a head, they may be saved without a
+/// prefix.
 fn root(name: &str) -> String {
     match name.starts_with("model.") || name.starts_with("lm_head.") {
         true => name.to_owned(),
@@ -454,7 +454,7 @@ fn root(name: &str) -> String {
     }
 }
 
-/// The weights in a tensor of safetensors, none behind the last layer.
+/// The weights in a tensor of safetensors, except those after the last layer.
 fn weights_in(name: &str, stored: &[usize], shape: &Shape) -> Result<Vec<Weight>, ModelError> {
     let weights = weights_of([shape.family.rules, COMMON_RULES], (name, stored), shape)?;
     let mut weights = weights.unwrap_or_else(|| {
@@ -472,7 +472,7 @@ fn stacks(
 ) -> Result<Vec<(String, Tensor, Vec<Weight>)>, ModelError> {
     let mut found = Vec::new();
     while let Some((name, placed)) = halves.pop_first() {
-        // The codes of a stack come first in the order of names.
+        // The codes of a stack come first in alphabetical order.
         let stem =
             name.strip_suffix(CODES).ok_or_else(|| lacks(&name.replace(EXPONENTS, CODES)))?;
         let exponents = format!("{stem}{EXPONENTS}");

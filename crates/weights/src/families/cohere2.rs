@@ -1,5 +1,5 @@
-//! Command R7B and A: both parts of a layer read the same states, and layers that see all positions
-//! have no rotation.
+//! Command R7B and A: both parts of a layer read the same states, and layers without a window have
+//! no rotary embedding.
 
 use serde_json::{Map, Value, json};
 
@@ -14,7 +14,7 @@ use crate::error::ModelError;
 use crate::gguf::{GgufFiles, GgufValue};
 use crate::sizes::MOST_LAYERS;
 
-/// One of so many layers sees all positions, of a config that does not list them.
+/// One in this many layers has no window, if the config does not list them.
 const CYCLE: u64 = 4;
 const LOGIT_SCALE: f64 = 0.0625;
 

@@ -1,4 +1,4 @@
-//! A `config.json` of a family, and the parts that most families read from it in the same way.
+//! A family's `config.json`, and the parts that most families read in the same way.
 
 use std::collections::BTreeMap;
 use std::ops::Deref;
@@ -15,9 +15,9 @@ use crate::error::ModelError;
 use crate::quantised::Quantisation;
 use crate::sizes::{MOST, MOST_HEADS, MOST_LAYERS, MOST_POSITIONS, optional, real, size, truthy};
 
-/// The layers below which Qwen configs have no window, if they do not say it.
+/// The layers below this one have no window, if a Qwen config does not say which do.
 const USUAL_WINDOW_LAYERS: u64 = 28;
-/// Positions of a config that says nothing about them.
+/// The number of positions, if the config does not give it.
 const USUAL_POSITIONS: u64 = 2048;
 
 /// A `config.json` of a known family.
@@ -27,7 +27,7 @@ pub(crate) struct Config<'a> {
     pub(super) values: &'a Map<String, Value>,
 }
 
-/// The layers that have the window of a config, unless `layer_types` says it.
+/// Which layers have the config's window, if `layer_types` does not say it.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum WindowRule {
     /// All layers.
@@ -45,7 +45,7 @@ impl Deref for Config<'_> {
 }
 
 impl Config<'_> {
-    /// The values, some of them under further names: the first of a pair is the config's.
+    /// The values, with additional names: the first of a pair is the config's name.
     pub(super) fn renamed(&self, names: &[(&str, &str)]) -> Map<String, Value> {
         let mut values = self.values.clone();
         for (from, to) in names {
@@ -72,7 +72,7 @@ impl Config<'_> {
         real(self.values, key, usual)
     }
 
-    /// The number under a key that may be null or 0; `usual` if the key is not there.
+    /// The number under a key that may be null or 0; `usual` if the key is missing.
     pub(super) fn number_or(&self, key: &str, usual: u64, most: u64) -> Result<u64, ModelError> {
         match self.contains_key(key) {
             true => Ok(self.optional(key, most)?.unwrap_or(0)),
@@ -80,7 +80,7 @@ impl Config<'_> {
         }
     }
 
-    /// Checks that a value is one of those that the family computes, or not there.
+    /// Checks that a value is one that the family supports, or missing.
     pub(super) fn only(&self, key: &str, known: &[&str]) -> Result<(), ModelError> {
         let found = self.get(key).filter(|value| !value.is_null());
         match found.filter(|value| !value.as_str().is_some_and(|text| known.contains(&text))) {
@@ -106,7 +106,7 @@ impl Config<'_> {
     }
 
     /// Grouped-query attention that has biases on all four projections or none. `usual_dim` is the
-    /// length of a head of a config that does not say it.
+    /// head size if the config does not give it.
     pub(super) fn attention(&self, usual_dim: Option<u64>) -> Result<Attention, ModelError> {
         let heads = self.size("num_attention_heads", MOST_HEADS)?;
         let kv_heads = self.optional("num_key_value_heads", MOST_HEADS)?;
@@ -141,8 +141,8 @@ impl Config<'_> {
             value_norm: false,
             keys_are_values: false,
             gate: false,
-            // Rebuilt from a GGUF the key `qkv_bias` is there, because tensors tell what this
-            // format has no key for.
+            // In a config rebuilt from a GGUF, `qkv_bias` is set from the tensors, since the format
+            // has no key for it.
             qkv_bias: self.flag("qkv_bias", all_biases),
             output_bias: all_biases,
             query_scale: None,
@@ -160,8 +160,8 @@ impl Config<'_> {
         }))
     }
 
-    /// The parts of layers of which some have experts. A model of experts alone needs no size of a
-    /// dense layer.
+    /// The feed-forward parts of layers, of which some have experts. If all have, the size of a
+    /// dense layer is not needed.
     pub(super) fn feeds(
         &self,
         sparse: &[bool],
@@ -178,7 +178,7 @@ impl Config<'_> {
         Ok(sparse.iter().filter_map(feed).collect())
     }
 
-    /// The window of each layer; `None`: the layer has none, or one that no prompt exceeds.
+    /// The window of each layer; `None`: it has none, or one longer than any prompt.
     pub(super) fn windows(&self, rule: WindowRule) -> Result<Vec<Option<u64>>, ModelError> {
         let layers = self.layer_count()?;
         let none = vec![None; layers];
@@ -193,7 +193,7 @@ impl Config<'_> {
             return Ok(none);
         }
         let kinds = self.get("layer_types").and_then(Value::as_array);
-        // Qwen counts the other way round: the layers below this one see everything.
+        // Qwen counts the other way round: the layers below this one have no window.
         let first = match rule {
             WindowRule::All => 0,
             WindowRule::Upper => {
@@ -208,8 +208,8 @@ impl Config<'_> {
         Ok((0..layers).map(|layer| has_window(layer).then_some(window)).collect())
     }
 
-    /// The window of each layer, and whether the layer is of the kind that has one. `layer_types`
-    /// says it, or else one of `cycle` layers is of the other kind.
+    /// The window of each layer, and whether the layer is of the windowed kind. Without
+    /// `layer_types`, one in `cycle` layers is of the other kind.
     pub(super) fn cycle_of_windows(
         &self,
         cycle: u64,
@@ -230,7 +230,7 @@ impl Config<'_> {
         Ok((windows, is_local))
     }
 
-    /// True for each layer that is of the first of two kinds in a list of kinds.
+    /// True for each layer of the first of two kinds, given a list of kinds.
     pub(super) fn kinds_of_layers(
         &self,
         kinds: &[Value],
@@ -249,7 +249,7 @@ impl Config<'_> {
         (0..self.layer_count()?).map(is_first).collect()
     }
 
-    /// A decoder whose layers differ in their windows and feeds only.
+    /// A decoder whose layers differ only in their windows and feed-forward parts.
     pub(super) fn grouped(
         &self,
         attention: Attention,
@@ -273,7 +273,7 @@ impl Config<'_> {
         let (mixers, mixer_of) = distinct(mixers);
         let (ropes, rope_of) = distinct(ropes);
         let (feeds, feed_of) = distinct(feeds);
-        // The numbers of ropes among those that are there.
+        // The indices of rotary embeddings among those that exist.
         let there: Vec<Option<u16>> = ropes
             .iter()
             .scan(0, |next, rope| {
@@ -317,7 +317,7 @@ impl Config<'_> {
     }
 }
 
-/// The distinct values, and the number of each layer's value among them.
+/// The distinct values, and for each layer the index of its value among them.
 fn distinct<T: PartialEq>(values: Vec<T>) -> (Vec<T>, Vec<u16>) {
     let mut found: Vec<T> = Vec::new();
     let mut numbers = Vec::with_capacity(values.len());
@@ -331,7 +331,7 @@ fn distinct<T: PartialEq>(values: Vec<T>) -> (Vec<T>, Vec<u16>) {
     (found, numbers)
 }
 
-/// A token id, a list of them or nothing, as the `eos_token_id` of the two config files may be.
+/// A token id, a list of ids or nothing, as in `eos_token_id` of the two config files.
 pub(crate) fn token_ids(value: Option<&Value>) -> Vec<i32> {
     let id = |value: &Value| value.as_i64().and_then(|id| i32::try_from(id).ok());
     match value {

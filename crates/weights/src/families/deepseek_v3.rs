@@ -1,4 +1,4 @@
-//! DeepSeek V3 and R1, and Kimi K2. GGUF has one name for them, DeepSeek V2 and GLM-4.7-Flash.
+//! DeepSeek V3 and R1, and Kimi K2. GGUF uses the same name for DeepSeek V2 and GLM-4.7-Flash.
 
 use serde_json::{Map, Value, json};
 
@@ -31,8 +31,7 @@ pub(super) const FAMILY: Family = Family {
     rules: &[],
 };
 
-/// Names of latent attention. Some files have the keys' and values' part in two tensors, in the
-/// form of an absorbed product.
+/// Names of latent attention. Some files have keys and values in two tensors, in absorbed form.
 pub(super) const RENAMED: &[Rule] = &[
     Rule::renamed("blk.#.attn_q_a.*", "model.layers.#.self_attn.q_a_proj.*"),
     Rule::renamed("blk.#.attn_q_a_norm.*", "model.layers.#.self_attn.q_a_layernorm.*"),
@@ -46,9 +45,9 @@ pub(super) const RENAMED: &[Rule] = &[
 
 const UP: &str = "model.layers.#.self_attn.kv_b_proj.weight";
 
-/// The function of experts' scores, in which the families of one name differ.
+/// The function on experts' scores, in which the families of this name differ.
 pub(super) fn gguf_scores(files: &GgufFiles) -> Result<&'static str, ModelError> {
-    // Files older than the key are of DeepSeek V2, but those whose choice is corrected.
+    // Files older than the key are of DeepSeek V2, except those with a corrected choice.
     let corrected = files.tensors.iter().any(|tensor| tensor.name.ends_with(".exp_probs_b.bias"));
     scores(files, if corrected { "sigmoid" } else { "softmax" })
 }
@@ -57,7 +56,7 @@ pub(super) fn gguf_keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelEr
     refuse_changes(files)?;
     let (heads, _) = head_counts(files)?;
     let rotary = required(files, "rope.dimension_count")?;
-    // Files with keys and values in two tensors describe the absorbed heads first, and these ones
+    // Files with keys and values in two tensors describe the absorbed heads first, and these heads
     // under other names.
     let length = |of: &str| -> Result<i64, ModelError> {
         let own = whole(files, &format!("attention.{of}_length_mla"))?.filter(|&it| it > 0);

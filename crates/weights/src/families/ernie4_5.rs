@@ -28,7 +28,7 @@ pub(super) const FAMILY: Family = Family {
     rules: NEIGHBOURS,
 };
 
-/// Rows of queries and keys in an order in which rotated neighbours are halves of a head.
+/// Reorders rows of queries and keys so that rotated neighbours become halves of a head.
 pub(super) const NEIGHBOURS: &[Rule] = &[
     Rule::new(
         "model.layers.#.self_attn.q_proj.*",
@@ -50,7 +50,7 @@ fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     config.grouped(attention, rope, vec![None; layers], vec![config.dense()?; layers])
 }
 
-/// The values of a config, in which one key stands for the biases of all products.
+/// The config's values, with its single key for biases applied to all products.
 pub(super) fn with_biases(config: &Config<'_>) -> Map<String, Value> {
     config.renamed(&[("use_bias", "attention_bias"), ("use_bias", "mlp_bias")])
 }

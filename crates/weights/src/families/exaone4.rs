@@ -1,5 +1,5 @@
-//! EXAONE 4: norms behind the parts of layers, and of each head's queries and keys. Models with
-//! windows have no rotation in the layers that see all positions.
+//! EXAONE 4: norms after the parts of layers, and on each head's queries and keys. In models with
+//! windows, layers without one have no rotary embedding.
 
 use super::Family;
 use super::config::Config;
@@ -9,7 +9,7 @@ use super::rope::rope;
 use super::shape::{Attention, Mixer, NormPlacement, QkNorm, Shape};
 use crate::error::ModelError;
 
-/// One of so many layers sees all positions, of a config that does not list them.
+/// One in this many layers has no window, if the config does not list them.
 const CYCLE: u64 = 4;
 
 pub(super) const FAMILY: Family = Family {

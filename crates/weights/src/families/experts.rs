@@ -8,8 +8,8 @@ use super::shape::Activation;
 use crate::error::ModelError;
 use crate::sizes::MOST;
 
-/// Experts of all layers together. The bound is far beyond every known model: names of weights are
-/// made for each, before a file is asked for them.
+/// The largest number of experts over all layers, far beyond every known model. It is bounded
+/// because weight names are made for each before a file is read.
 const MOST_EXPERTS: usize = 1 << 18;
 /// The largest number of shared experts.
 const MOST_SHARED: u64 = 1 << 10;
@@ -24,26 +24,25 @@ pub struct Experts {
     pub per_token: usize,
     /// Elements between the two products of one expert.
     pub intermediate_size: usize,
-    /// Elements between the two products of the shared expert, which every token has; 0: there is
-    /// none.
+    /// The inner size of the shared expert, which every token uses; 0: there is none.
     pub shared_size: usize,
-    /// True if a second product is multiplied with the function's result.
+    /// True if the activation's result is multiplied by a second product.
     pub gated: bool,
-    /// Elements of the states that experts read and give, between two products that all of a layer
-    /// share; 0: they read the layer's states.
+    /// The size of the latent states that experts read and give, between two projections shared by
+    /// a layer's experts; 0: they use the layer's states.
     pub latent_size: usize,
     /// True if the shared expert's output is multiplied by a gate.
     pub shared_gate: bool,
-    /// True if the shared expert and the others have norms of their own on both sides, and the
-    /// router reads normalised states with learned factors (Gemma 4).
+    /// True if the shared expert and the others have their own norms on both sides, and the router
+    /// reads normalised states with learned factors (Gemma 4).
     pub beside: bool,
-    /// True if an expert's input is multiplied by its weight, and not its output.
+    /// True if an expert's input is multiplied by its weight, rather than its output.
     pub weighs_inputs: bool,
     /// The function between the products.
     pub activation: Activation,
     /// True if the products and the router have biases.
     pub bias: bool,
-    /// The rule for the choice of a token's experts.
+    /// How a token's experts are chosen.
     pub routing: Routing,
     /// True if a token's weights are divided by their sum.
     pub normalise: bool,
@@ -51,20 +50,20 @@ pub struct Experts {
     pub scaling: f64,
 }
 
-/// The rule for the choice of a token's experts.
+/// How a token's experts are chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Routing {
     /// The scores of experts.
     pub scores: ExpertScores,
-    /// True if logits are computed in 32 bits, for any type of the model.
+    /// True if logits are computed in 32 bits, whatever the model's type.
     pub in_float32: bool,
-    /// True if a bias is added to the scores, only for the choice.
+    /// True if a bias is added to the scores for the choice only.
     pub corrected: bool,
-    /// The number of groups of experts, which have neighbouring ids; 1: there are none.
+    /// The number of groups of experts with consecutive ids; 1: there are none.
     pub groups: usize,
-    /// The number of best groups. Experts of other groups are not chosen.
+    /// The number of best groups from which experts are chosen.
     pub kept_groups: usize,
-    /// The number of a group's best scores whose sum is the group's score.
+    /// How many of its best scores are summed for a group's score.
     pub best_of_group: usize,
 }
 
@@ -89,8 +88,8 @@ impl Routing {
         best_of_group: 1,
     };
 
-    /// The largest of corrected sigmoids (DeepSeek-V3, 2024). A group's score is the sum of its two
-    /// best ones.
+    /// The largest corrected sigmoids (DeepSeek-V3, 2024). A group's score is the sum of its two
+    /// best scores.
     #[must_use]
     pub const fn corrected(groups: usize, kept_groups: usize) -> Self {
         Self {
@@ -104,7 +103,7 @@ impl Routing {
     }
 }
 
-/// The values of a family's config for keys that are not there.
+/// A family's values for missing keys.
 pub(super) struct Routed {
     pub(super) first_dense: u64,
     pub(super) shared: u64,
@@ -115,7 +114,7 @@ pub(super) struct Routed {
 }
 
 impl Routed {
-    /// The experts' weight in the way of DeepSeek V3 and GLM-4 MoE.
+    /// Experts weighted as in DeepSeek V3 and GLM-4 MoE.
     pub(super) fn corrected(&self, config: &Config<'_>) -> Result<Experts, ModelError> {
         config.only("scoring_func", &["sigmoid"])?;
         config.only("topk_method", &["noaux_tc"])?;
@@ -142,7 +141,7 @@ impl Routed {
         })
     }
 
-    /// True for each layer that has experts: all behind the first ones.
+    /// True for each layer with experts: all after the first ones.
     pub(super) fn layers(&self, config: &Config<'_>) -> Result<Vec<bool>, ModelError> {
         let every = config.get("moe_layer_freq").filter(|value| !value.is_null());
         if let Some(every) = every.filter(|every| every.as_u64() != Some(1)) {
@@ -155,8 +154,7 @@ impl Routed {
     }
 }
 
-/// The values of a config, in which a list of kinds of layers became the number of dense ones in
-/// front.
+/// The config's values, with a list of layer kinds replaced by the number of leading dense layers.
 pub(super) fn with_first_dense(config: &Config<'_>) -> Result<Map<String, Value>, ModelError> {
     let mut values = config.values.clone();
     let kinds = config.get("mlp_layer_types").and_then(Value::as_array);
@@ -173,7 +171,7 @@ pub(super) fn with_first_dense(config: &Config<'_>) -> Result<Map<String, Value>
     Ok(values)
 }
 
-/// The number of experts under one of several keys.
+/// The number of experts, under any of several keys.
 pub(super) fn expert_count(config: &Config<'_>, keys: &[&str]) -> Result<usize, ModelError> {
     let there = |key: &&&str| config.get(**key).is_some_and(|value| !value.is_null());
     let key = keys.iter().find(there);
@@ -182,7 +180,7 @@ pub(super) fn expert_count(config: &Config<'_>, keys: &[&str]) -> Result<usize, 
     Ok(config.optional(key, MOST)?.unwrap_or(0) as usize)
 }
 
-/// The experts that a config describes, without a shared one.
+/// The experts of a config, without a shared one.
 pub(super) fn experts(
     config: &Config<'_>,
     count: usize,

@@ -1,5 +1,5 @@
-//! Falcon-H1: attention and Mamba 2 beside each other in each layer. A config has factors of almost
-//! all products; they become those of weights.
+//! Falcon-H1: attention and Mamba 2 side by side in each layer. Its config has factors for almost
+//! all products, which are applied to weights.
 
 use std::collections::BTreeMap;
 
@@ -64,7 +64,7 @@ fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     Ok(Shape { scales, factors: factors(config)?, ..shape })
 }
 
-/// The keys of a GGUF file, whose weights have the factors. A gate is in front of a norm there.
+/// The keys of a GGUF file, whose weights include the factors. There the gate precedes the norm.
 fn keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
     let has = |end: &str| files.tensors.iter().any(|tensor| tensor.name.ends_with(end));
     let own = json!({
@@ -146,7 +146,7 @@ fn list<const N: usize>(config: &Config<'_>, key: &str) -> Result<[f64; N], Mode
     })
 }
 
-/// The factors of a product's input and output: biases have that of the output alone.
+/// The factors of a product's input and output. A bias only gets that of the output.
 fn factors(config: &Config<'_>) -> Result<BTreeMap<String, f64>, ModelError> {
     let attended = config.real("attention_in_multiplier", 1.0)?;
     let stated = config.real("ssm_in_multiplier", 1.0)?;

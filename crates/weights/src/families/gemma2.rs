@@ -14,14 +14,14 @@ use crate::error::ModelError;
 use crate::gguf::{GgufFiles, GgufValue};
 use crate::sizes::{MOST, MOST_POSITIONS, real};
 
-/// Elements of a head of a config that does not say it.
+/// The head size, if the config does not give it.
 pub(super) const HEAD_DIM: u64 = 256;
-/// The function of gates of a config that does not say it.
+/// The gates' activation, if the config does not give it.
 const ACTIVATION: &str = "gelu_pytorch_tanh";
 const WINDOW: &str = "sliding_window";
 /// Every second layer sees all positions.
 const CYCLE: u64 = 2;
-/// The number of layers of the size whose scores go by the hidden size (27B).
+/// The number of layers of the model size whose scores are scaled by the hidden size (27B).
 const LARGEST: i64 = 46;
 
 pub(super) const FAMILY: Family = Family {
@@ -57,7 +57,7 @@ pub(super) const FAMILY: Family = Family {
 
 /// A kind of Gemma.
 pub(super) struct Gemma {
-    /// One of so many layers sees all positions; the others have a window.
+    /// One in this many layers has no window.
     pub(super) cycle: u64,
     /// The caps of scores and of logits.
     pub(super) caps: [Option<f64>; 2],
@@ -65,8 +65,8 @@ pub(super) struct Gemma {
 }
 
 impl Gemma {
-    /// The shape; `ropes` gives the embeddings of layers with a window and of others, for heads of
-    /// so many elements.
+    /// The shape. `ropes` gives the embeddings of layers with and without a window, given the head
+    /// size.
     pub(super) fn shape(
         &self,
         config: &Config<'_>,
@@ -75,7 +75,7 @@ impl Gemma {
         let both_ways = config.flag("use_bidirectional_attention", false);
         let mut values = config.values.clone();
         if both_ways && config.get(WINDOW).is_some_and(|window| !window.is_null()) {
-            // Here a config counts the positions on both sides, and a shape those on one.
+            // This config counts positions on both sides, while a shape counts those on one side.
             let window = config.number_or(WINDOW, 0, MOST_POSITIONS)?;
             values.insert(WINDOW.into(), json!(window / 2 + 1));
         }
@@ -117,7 +117,7 @@ impl Gemma {
     }
 }
 
-/// A cap that may be null; `usual` if the config does not say it.
+/// A soft cap that may be null; `usual` if the config does not give it.
 pub(super) fn cap(config: &Config<'_>, key: &str, usual: f64) -> Result<Option<f64>, ModelError> {
     match config.get(key) {
         None => Ok(Some(usual).filter(|&cap| cap != 0.0)),
@@ -126,8 +126,8 @@ pub(super) fn cap(config: &Config<'_>, key: &str, usual: f64) -> Result<Option<f
     }
 }
 
-/// The keys of a GGUF file. The size with `largest` layers has the hidden size shared among heads
-/// under the root of its scores, as in llama.cpp.
+/// The keys of a GGUF file. For the model size with `largest` layers, scores are scaled by the
+/// hidden size divided among heads, as in llama.cpp.
 pub(super) fn keys(files: &GgufFiles, largest: i64) -> Result<Map<String, Value>, ModelError> {
     let mut keys = dense_keys(files)?;
     let head_dim = keys.get("head_dim").and_then(Value::as_i64).unwrap_or(0);

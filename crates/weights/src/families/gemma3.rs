@@ -18,7 +18,7 @@ use crate::vision::{VisionTower, has_tower};
 
 /// Every sixth layer sees all positions.
 const CYCLE: u64 = 6;
-/// The number of layers of the size whose scores go by the hidden size (27B).
+/// The number of layers of the model size whose scores are scaled by the hidden size (27B).
 const LARGEST: i64 = 62;
 const LOCAL: RopeKind = RopeKind {
     layer: "sliding_attention",
@@ -50,7 +50,7 @@ pub(super) const FAMILY: Family = Family {
     rules: RULES,
 };
 
-/// The repositories with a tower, of which the positions of an image see each other.
+/// Repositories with a tower, where attention within an image is bidirectional.
 pub(super) const TOWER: Family = Family {
     title: "Gemma 3 with a tower (images in PyTorch)",
     architecture: "Gemma3ForConditionalGeneration",
@@ -78,7 +78,7 @@ pub(super) const TOWER: Family = Family {
     rules: &TOWER_RULES,
     ..FAMILY
 };
-/// The body alone, whose positions see the whole prompt.
+/// The body alone, with bidirectional attention over the whole prompt.
 pub(super) const EMBEDDING: Family = Family {
     title: "EmbeddingGemma",
     architecture: "Gemma3TextModel",
@@ -97,8 +97,8 @@ const DENSE: [&str; 2] = ["dense_2.weight", "dense_3.weight"];
 const RENAMED_DENSE: [Rule; DENSE.len()] =
     [Rule::renamed(DENSE[0], "dense.0.weight"), Rule::renamed(DENSE[1], "dense.1.weight")];
 
-/// The keys of a GGUF file, which does not say that positions see both ways. The shapes of `Dense`
-/// modules are among them.
+/// The keys of a GGUF file, which does not state that attention is bidirectional. They include the
+/// shapes of `Dense` modules.
 fn embedding_keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
     let mut keys = keys(files, LARGEST)?;
     keys.insert("sliding_window_pattern".into(), json!(CYCLE));
@@ -110,7 +110,7 @@ fn embedding_keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
 }
 
 const TOWER_RULES: [Rule; NAMES.len() + RULES.len()] = joined(NAMES, RULES);
-/// The tower's names, of which `visual` is the prefix here. Its pooling head is not used.
+/// The tower's names, with the prefix `visual`. Its pooling head is not used.
 const NAMES: &[Rule] = &[
     Rule::renamed("model.language_model.**", "model.**"),
     Rule::renamed("language_model.model.**", "model.**"),

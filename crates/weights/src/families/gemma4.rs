@@ -1,5 +1,6 @@
-//! Gemma 4, the text of it. Layers have heads of two sizes, values may be keys, and some layers
-//! read the keys and values of others. Each layer has inputs. Experts stand beside a dense part.
+//! The text part of Gemma 4. Layers have heads of two sizes, values may be keys, and some layers
+//! read the keys and values of others. Each layer has an input of its own. Experts run beside a
+//! dense part.
 
 use serde_json::{Map, Value, json};
 
@@ -20,7 +21,7 @@ use crate::sizes::{MOST, MOST_HEADS, MOST_LAYERS, optional};
 
 /// Every sixth layer sees all positions.
 const CYCLE: u64 = 6;
-/// The rotated part of heads that see all positions.
+/// The rotated part of heads in layers without a window.
 const TURNED: f64 = 0.25;
 const LOCAL: RopeKind = RopeKind {
     layer: "sliding_attention",
@@ -59,7 +60,7 @@ pub(super) const TEXT: Family = Family {
     ..FAMILY
 };
 
-/// The repositories whose decoder reads patches of images as they are. They are not read either.
+/// Repositories whose decoder reads raw image patches. Images are not supported for them.
 pub(super) const UNIFIED: Family = Family {
     title: "Gemma 4 without towers (text)",
     architecture: "Gemma4UnifiedForConditionalGeneration",
@@ -132,7 +133,7 @@ const RULES: &[Rule] = &[
     ),
 ];
 
-/// Rules for GGUF files, whose norms are those of the family as they are.
+/// Rules for GGUF files, which store norms in the family's own form.
 const FILE_RULES: [Rule; GGUF_RULES.len() + OF_FILES.len()] = joined(GGUF_RULES, OF_FILES);
 const OF_FILES: &[Rule] = &[
     Rule::renamed("per_layer_token_embd.*", "model.embed_tokens_per_layer.*"),
@@ -157,7 +158,7 @@ const OF_FILES: &[Rule] = &[
     Rule::renamed("blk.#.post_ffw_norm_1.*", "model.layers.#.mlp.post_shared_layernorm.*"),
     Rule::renamed("blk.#.post_ffw_norm_2.*", "model.layers.#.mlp.post_experts_layernorm.*"),
 ];
-/// Layers that read the keys and values of others have spare ones in some files.
+/// Layers that read the keys and values of others have unused ones in some files.
 const OWN_KEYS: Take = Take::ALL.only(|shape, layer| shape.layers[layer].keys_of.is_none());
 const ALONE: Take = Take::ALL.only(|shape, layer| shape.experts(layer).is_none());
 const BESIDE: Take = Take::ALL.only(|shape, layer| shape.experts(layer).is_some());
@@ -179,7 +180,7 @@ fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
         return Err(ModelError::unserved_part("positions that see what is behind them"));
     }
     let mut values = config.values.clone();
-    // A config inside that of a whole may leave out what is usual.
+    // A config nested in the whole model's may omit usual values.
     for (key, usual) in [
         ("vocab_size", 262_144),
         ("num_attention_heads", 8),
@@ -196,7 +197,7 @@ fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     let config = &Config { values: &values, ..*config };
     let layers = config.layer_count()?;
     let (mut windows, mut is_local) = config.cycle_of_windows(CYCLE)?;
-    // The last layer sees all positions, whatever a config says.
+    // The last layer has no window, whatever the config says.
     (windows[layers - 1], is_local[layers - 1]) = (None, false);
     let shared = config.number_or("num_kv_shared_layers", 0, MOST_LAYERS)? as usize;
     let own = layers.checked_sub(shared).filter(|&own| own > 0).ok_or_else(|| {
@@ -236,15 +237,15 @@ fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     Ok(shape)
 }
 
-/// The attention of a layer, whose window comes later.
+/// The attention of a layer; its window is set later.
 fn attention(config: &Config<'_>, layer: usize, is_local: bool) -> Result<Attention, ModelError> {
     const HEAD_DIM: u64 = 256;
     const GLOBAL_HEAD_DIM: u64 = 512;
     let mut values = config.values.clone();
     let keys_are_values = !is_local && config.flag("attention_k_eq_v", false);
     if !is_local {
-        // Files of the hub have what differs under names of its own, and transformers 5 saves it by
-        // the number of the layer.
+        // Files on the hub have separate names for what differs, while transformers 5 saves it by
+        // layer number.
         let own = config.get("per_layer_config").and_then(|all| all.get(layer.to_string()));
         let own = own.and_then(Value::as_object).cloned().unwrap_or_default();
         let head_dim = match optional(&own, "head_dim", MOST_HEADS)? {
@@ -272,7 +273,7 @@ fn attention(config: &Config<'_>, layer: usize, is_local: bool) -> Result<Attent
 struct Feed(DenseFeed, Option<Experts>);
 
 impl Feed {
-    /// The part, with a dense one of twice the size if it is `wide`.
+    /// The part, with a dense part of twice the size if `wide`.
     fn widened(&self, wide: bool) -> FeedShape {
         let intermediate_size = self.0.intermediate_size * if wide { 2 } else { 1 };
         match self.1 {
@@ -319,7 +320,7 @@ fn layer_inputs(config: &Config<'_>) -> Result<Option<LayerInputs>, ModelError> 
     Ok(Some(LayerInputs { vocab_size, size }))
 }
 
-/// The keys of a GGUF file. What differs between layers is in lists.
+/// The keys of a GGUF file. What differs between layers is listed.
 fn file_keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
     let is_local: Vec<bool> =
         of_layers(files, "attention.sliding_window_pattern")?.iter().map(|&it| it != 0).collect();
@@ -373,7 +374,7 @@ fn file_keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
     Ok(keys.as_object().cloned().unwrap_or_default())
 }
 
-/// Elements of a head of one kind of layers, whose keys end with `end`. All of them are rotated.
+/// The head size of one kind of layers, whose keys end with `end`. All elements are rotated.
 fn head_dim(files: &GgufFiles, end: &str) -> Result<Option<i64>, ModelError> {
     let read = |key: &str| whole(files, &format!("{key}{end}"));
     let dim = read("attention.key_length")?;
@@ -388,7 +389,7 @@ fn head_dim(files: &GgufFiles, end: &str) -> Result<Option<i64>, ModelError> {
     Ok(dim)
 }
 
-/// True if layers that see all positions have no values of their own. Those from `own` on read the
+/// True if layers without a window have no values of their own. Layers from `own` on read the
 /// values of others.
 fn keys_are_values(files: &GgufFiles, is_local: &[bool], own: i64) -> Result<bool, ModelError> {
     let whole = is_local.iter().enumerate().take(own.max(0) as usize).filter(|(_, local)| !**local);
@@ -400,8 +401,7 @@ fn keys_are_values(files: &GgufFiles, is_local: &[bool], own: i64) -> Result<boo
     }
 }
 
-/// Elements between the products of the dense part, and true if they are twice as many in layers
-/// from `own` on.
+/// The inner size of the dense part, and true if it is doubled in layers from `own` on.
 fn feed_sizes(files: &GgufFiles, own: i64) -> Result<(i64, bool), ModelError> {
     let sizes = of_layers(files, "feed_forward_length")?;
     let (first, last) = (sizes.first().copied(), sizes.last().copied());
@@ -416,7 +416,8 @@ fn feed_sizes(files: &GgufFiles, own: i64) -> Result<(i64, bool), ModelError> {
     }
 }
 
-/// The embeddings of both kinds of layers. Pairs that do not turn have a divisor without end.
+/// The rotary embeddings of both kinds of layers. Pairs that are not rotated have an infinite
+/// divisor.
 fn file_ropes(files: &GgufFiles, dim: i64) -> Result<Value, ModelError> {
     const ENDLESS: f64 = 1e20;
     let base = |key: &str, kind: &RopeKind| {

@@ -7,13 +7,13 @@ use super::{ALL, Family};
 use crate::error::ModelError;
 use crate::gguf::{GgufFiles, GgufTensor, GgufValue};
 
-/// A family's GGUF files. Several families may have one architecture.
+/// A family's GGUF files. Several families may share an architecture name.
 pub(crate) struct GgufNames {
     /// The name in `general.architecture`.
     pub(super) architecture: &'static str,
-    /// True if a file of this architecture is the family's.
+    /// True if a file of this architecture belongs to the family.
     pub(super) fits: fn(&GgufFiles) -> Result<bool, ModelError>,
-    /// The keys of a `config.json` for attention and experts.
+    /// The keys that a `config.json` would have for attention and experts.
     pub(super) keys: fn(&GgufFiles) -> Result<Map<String, Value>, ModelError>,
     /// Rules in front of [`COMMON`].
     pub(crate) rules: &'static [Rule],
@@ -21,7 +21,7 @@ pub(crate) struct GgufNames {
 
 /// Rules of all families (`gguf.constants.TENSOR_NAMES`).
 pub(crate) const COMMON: &[Rule] = &[
-    // Tables for the rotary embedding are part of the config here, not weights.
+    // Here tables for the rotary embedding belong to the config, not to the weights.
     Rule::spare("rope_freqs.*"),
     Rule::renamed("token_embd.*", "model.embed_tokens.*"),
     Rule::renamed("output_norm.*", "model.norm.*"),
@@ -41,7 +41,7 @@ pub(crate) const COMMON: &[Rule] = &[
     Rule::renamed("blk.#.ffn_gate_shexp.*", "model.layers.#.mlp.shared_experts.gate_proj.*"),
     Rule::renamed("blk.#.ffn_up_shexp.*", "model.layers.#.mlp.shared_experts.up_proj.*"),
     Rule::renamed("blk.#.ffn_down_shexp.*", "model.layers.#.mlp.shared_experts.down_proj.*"),
-    // The one tensor that is called a bias and is none of a product.
+    // The only tensor that is called a bias but does not belong to a product.
     Rule::renamed("blk.#.exp_probs_b.bias", "model.layers.#.mlp.gate.e_score_correction_bias"),
     Rule::new("blk.#.ffn_gate_exps.weight", GATE, Take::EACH_EXPERT),
     Rule::new("blk.#.ffn_up_exps.weight", UP, Take::EACH_EXPERT),
@@ -54,13 +54,13 @@ const UP: &str = "model.layers.#.mlp.experts.@.up_proj.weight";
 const DOWN: &str = "model.layers.#.mlp.experts.@.down_proj.weight";
 
 const DEFAULT_FREQ_BASE: f64 = 10000.0;
-/// The control tokens that end a turn if a file names none (llama.cpp goes by the same texts).
+/// The control tokens that end a turn if the file names none (llama.cpp uses the same texts).
 const END_OF_TURN: [&str; 4] = ["<|eot_id|>", "<|im_end|>", "<|end|>", "<|end_of_turn|>"];
-/// The control tokens that end a turn of gpt-oss, whose `<|end|>` is that of a message among
-/// several.
+/// The control tokens that end a turn of gpt-oss, whose `<|end|>` only ends one of several
+/// messages.
 const END_OF_HARMONY: [&str; 2] = ["<|return|>", "<|call|>"];
 const CONTROL: i64 = 3;
-/// Keys of families that share the names of those with experts, and compute something else.
+/// Keys of families with the same names that compute something else.
 const CHANGES: [&str; 15] = [
     "attention.clamp_kqv",
     "attention.scale",
@@ -79,14 +79,14 @@ const CHANGES: [&str; 15] = [
     "swiglu_clamp_shexp",
 ];
 const HUGE: i64 = i32::MAX as i64;
-/// Scores and numbers of experts, and their groups, of which some are kept.
+/// Scoring and number of experts, and their groups, some of which are kept.
 const GROUPS: [(&str, i64, (i64, i64)); 2] = [("softmax", 160, (8, 3)), ("sigmoid", 256, (8, 4))];
 
 /// The family of the files.
 fn family(files: &GgufFiles) -> Result<(&'static Family, &'static GgufNames), ModelError> {
     let name = files.architecture();
     for family in ALL {
-        // Files with experts may have the name with an end.
+        // Files with experts may have a suffix in the name.
         let is_of = |names: &&GgufNames| {
             names.architecture == name || name.strip_suffix("_moe") == Some(names.architecture)
         };
@@ -122,7 +122,7 @@ pub(crate) fn hf_config(files: &GgufFiles) -> Result<Map<String, Value>, ModelEr
         [one] => json!(one),
         _ => json!(eos),
     };
-    // The second is of norms that subtract the mean.
+    // The second key is for norms that subtract the mean.
     let eps = files.get("attention.layer_norm_rms_epsilon");
     let eps = eps.or_else(|| files.get("attention.layer_norm_epsilon")).and_then(GgufValue::as_f64);
     let eps = eps.ok_or_else(|| missing(files, "attention.layer_norm_rms_epsilon"))?;
@@ -141,7 +141,7 @@ pub(crate) fn hf_config(files: &GgufFiles) -> Result<Map<String, Value>, ModelEr
     let config = json!({
         "vocab_size": embedding.shape.first().copied().unwrap_or(0),
         "hidden_size": required(files, "embedding_length")?,
-        // Files whose layers all have experts need not have it.
+        // Files whose layers all have experts may lack it.
         "intermediate_size": match whole(files, "expert_count")? {
             _ if keys.contains_key("intermediate_size") => None,
             None | Some(0) => Some(required(files, "feed_forward_length")?),
@@ -171,7 +171,7 @@ pub(crate) fn hf_config(files: &GgufFiles) -> Result<Map<String, Value>, ModelEr
     let scaling = config.get_mut("rope_scaling").and_then(Value::as_object_mut);
     match (scaling, beta, truncate) {
         (Some(scaling), beta, truncate) => {
-            // Other engines take the steps of the growth from the scaling too.
+            // Other engines also take the growth's step from the scaling.
             scaling.extend(beta.map(|beta| ("llama_4_scaling_beta".to_owned(), beta)));
             scaling.extend(truncate.map(|truncate| ("truncate".to_owned(), truncate)));
         }
@@ -184,7 +184,7 @@ pub(crate) fn hf_config(files: &GgufFiles) -> Result<Map<String, Value>, ModelEr
     Ok(config)
 }
 
-/// The way of pooling that the file states (`gguf.PoolingType`).
+/// The pooling type that the file states (`gguf.PoolingType`).
 fn pooling_type(files: &GgufFiles) -> Result<Option<&'static str>, ModelError> {
     match whole(files, "pooling_type")? {
         None | Some(0) => Ok(None),
@@ -196,7 +196,7 @@ fn pooling_type(files: &GgufFiles) -> Result<Option<&'static str>, ModelError> {
     }
 }
 
-/// Layers that are computed: those behind them predict further tokens, and nothing else.
+/// The number of computed layers. Layers after them only predict further tokens.
 fn layer_count(files: &GgufFiles) -> Result<i64, ModelError> {
     Ok(required(files, "block_count")? - whole(files, "nextn_predict_layers")?.unwrap_or(0))
 }
@@ -212,7 +212,7 @@ pub(super) fn dense_keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelE
     grouped_keys(files, false)
 }
 
-/// The keys of grouped-query attention. `partial` is true if a part of a head may be rotated.
+/// The keys of grouped-query attention. `partial`: only a part of a head may be rotated.
 pub(super) fn grouped_keys(
     files: &GgufFiles,
     partial: bool,
@@ -237,7 +237,7 @@ pub(super) fn grouped_keys(
     Ok(keys)
 }
 
-/// Refuses metadata of other kinds of files under the same name.
+/// Refuses metadata of other kinds of files with the same name.
 pub(super) fn refuse_changes(files: &GgufFiles) -> Result<(), ModelError> {
     match CHANGES.iter().find(|key| files.get(key).is_some_and(changes)) {
         None => Ok(()),
@@ -245,9 +245,9 @@ pub(super) fn refuse_changes(files: &GgufFiles) -> Result<(), ModelError> {
     }
 }
 
-/// Experts and their choice, under the names of DeepSeek's config. Every key is there: none has its
-/// default. The groups that older converters left out are those of DeepSeek's models, by the number
-/// of experts.
+/// Experts and their choice, under the names of DeepSeek's config. Every key is set, without
+/// defaults. Groups that older converters omitted are those of DeepSeek's models, by the number of
+/// experts.
 pub(super) fn routed_keys(
     files: &GgufFiles,
     scores: &str,
@@ -316,7 +316,7 @@ fn missing(files: &GgufFiles, key: &str) -> ModelError {
     ModelError::broken(format!("the GGUF file has no '{}.{key}'", files.architecture()))
 }
 
-/// A whole number of a size that something may have.
+/// A positive whole number within bounds.
 pub(super) fn whole(files: &GgufFiles, key: &str) -> Result<Option<i64>, ModelError> {
     let Some(value) = files.get(key) else { return Ok(None) };
     if value.as_list().is_some() {
@@ -332,12 +332,12 @@ pub(super) fn required(files: &GgufFiles, key: &str) -> Result<i64, ModelError> 
     whole(files, key)?.ok_or_else(|| missing(files, key))
 }
 
-/// The shortest decimal that is this 32-bit number: 1e-05 and not 9.999999747378752e-06.
+/// The shortest decimal for this 32-bit number: 1e-05 and not 9.999999747378752e-06.
 pub(super) fn shortest(value: f64) -> f64 {
     format!("{}", value as f32).parse().unwrap_or(value)
 }
 
-/// A whole number of each layer, which a file may have once for all.
+/// A whole number for each layer, which a file may give once for all.
 pub(super) fn of_layers(files: &GgufFiles, key: &str) -> Result<Vec<i64>, ModelError> {
     let layers = required(files, "block_count")? as usize;
     let Some(list) = files.get(key).and_then(GgufValue::as_list) else {
@@ -360,8 +360,8 @@ pub(super) fn head_counts(files: &GgufFiles) -> Result<(i64, i64), ModelError> {
     Ok((queries, whole(files, "attention.head_count_kv")?.unwrap_or(queries)))
 }
 
-/// The kinds of layers of a file in which those without keys and values are `other`, and the number
-/// of heads of keys and values of the rest.
+/// The kinds of layers in a file, where those without keys and values are `other`, and the number
+/// of key and value heads of the rest.
 pub(super) fn kinds_of_layers(
     files: &GgufFiles,
     other: &'static str,
@@ -409,7 +409,7 @@ impl Heads {
         Ok(Self { queries, keys, dim, rotated })
     }
 
-    /// The factor by which `dim` is multiplied, and rounded down, to get `rotated`.
+    /// The factor that gives `rotated` when multiplied by `dim` and rounded down.
     fn turned_part(&self) -> f64 {
         let factor = self.rotated as f64 / self.dim as f64;
         let again = (self.dim as f64 * factor) as i64;
@@ -450,7 +450,8 @@ fn eos_token_ids(files: &GgufFiles) -> Vec<i64> {
     each
 }
 
-/// The scaling of an embedding of `rotated` elements. Latent attention sharpens its softmax too.
+/// The scaling of an embedding of `rotated` elements. For latent attention it also sharpens the
+/// softmax.
 fn rope_scaling(
     files: &GgufFiles,
     theta: f64,
@@ -496,8 +497,8 @@ fn rope_scaling(
                 }
             }
             if let Some(weight) = number("rope.scaling.yarn_log_multiplier") {
-                // A tenth of it is written, and it stands for both weights: no model is known in
-                // which they differ.
+                // The file stores a tenth of it. It applies to both weights, because no known model
+                // has different ones.
                 let weight = json!(shortest(10.0 * shortest(weight)));
                 (scaling["mscale"], scaling["mscale_all_dim"]) = (weight.clone(), weight);
             }
@@ -509,7 +510,7 @@ fn rope_scaling(
                         "a yarn attn_factor beside latent attention",
                     ));
                 }
-                // GGUF's factor multiplies YaRN's own, Hugging Face's replaces it.
+                // GGUF's factor multiplies YaRN's own, while Hugging Face's replaces it.
                 scaling["attention_factor"] = json!(multiplier * (0.1 * factor.ln() + 1.0));
             }
             Ok(scaling)
@@ -518,7 +519,7 @@ fn rope_scaling(
     }
 }
 
-/// The divisors of the frequencies of an embedding of `rotated` elements.
+/// The frequency divisors of an embedding of `rotated` elements.
 pub(super) fn frequency_factors(tensor: &GgufTensor, rotated: i64) -> Result<Vec<f64>, ModelError> {
     let wanted = (rotated / 2) as usize;
     if tensor.shape != [wanted] || tensor.row_bytes != 4 * wanted {
@@ -534,12 +535,7 @@ pub(super) fn frequency_factors(tensor: &GgufTensor, rotated: i64) -> Result<Vec
     Ok(numbers.iter().map(|&number| f32::from_le_bytes(number).into()).collect())
 }
 
-/// The parameters of Llama 3's scaling that give these divisors of the frequencies, `[head_dim /
-/// 2]`.
-///
-/// Between its two bounds the scaling is linear in `1 / wavelength`, so the parameters can be
-/// solved for. They are only known up to a common scale, which is fixed by `low_freq_factor` 1, the
-/// value of every published model.
+/// The parameters of Llama 3's scaling that produce these frequency divisors, `[head_dim / 2]`.
 fn llama3_scaling(factors: &[f64], theta: f64, head_dim: f64) -> Result<Value, ModelError> {
     if factors.iter().all(|&factor| factor == 1.0) {
         return Ok(Value::Null);

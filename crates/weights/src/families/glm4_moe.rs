@@ -30,7 +30,7 @@ pub(super) const FAMILY: Family = Family {
         architecture: "glm4moe",
         fits: |_| Ok(true),
         keys,
-        // In Gemma's files this is a norm behind the attention.
+        // In Gemma's files this is a norm after the attention.
         rules: &[Rule::renamed(
             "blk.#.post_attention_norm.*",
             "model.layers.#.post_attention_layernorm.*",

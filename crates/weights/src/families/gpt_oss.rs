@@ -13,11 +13,11 @@ use super::shape::{Activation, Attention, Mixer, Shape};
 use crate::error::ModelError;
 use crate::gguf::GgufFiles;
 
-/// The numbers of its gates, which the kernels have as constants.
+/// The constants of its gates, as built into the kernels.
 const GATES: [(&str, f64); 2] = [("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)];
 /// Every second layer sees all positions.
 const CYCLE: u64 = 2;
-/// The rotary base of a config that does not say it.
+/// The rotary base, if the config does not give it.
 const THETA: f64 = 150_000.0;
 
 pub(super) const FAMILY: Family = Family {
@@ -32,7 +32,7 @@ pub(super) const FAMILY: Family = Family {
     rules: RULES,
 };
 
-/// Gates and ups alternate in rows of blocks, and in columns of numbers.
+/// Gates and ups alternate by rows in blocks, and by columns in numbers.
 const RULES: &[Rule] = &[
     Rule::renamed("model.layers.#.mlp.router.*", "model.layers.#.mlp.gate.*"),
     Rule::new(GATE_UP, GATE, Take::EACH_EXPERT.transposed().every(0, 2)),
@@ -80,7 +80,7 @@ fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     let (windows, _) = config.cycle_of_windows(CYCLE)?;
     let count = expert_count(config, &["num_local_experts", "num_experts"])?;
     let feeds = config.feeds(&vec![true; windows.len()], || {
-        // The softmax of the chosen logits is that of all, divided by the sum of the chosen.
+        // The softmax over chosen logits equals that over all, divided by the sum of the chosen.
         Ok(Experts {
             normalise: true,
             bias: true,
@@ -100,7 +100,7 @@ fn keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
         ("num_local_experts".to_owned(), json!(required(files, "expert_count")?)),
         ("num_experts_per_tok".to_owned(), json!(required(files, "expert_used_count")?)),
         ("intermediate_size".to_owned(), json!(required(files, "expert_feed_forward_length")?)),
-        // No file says it, and all models are trained so.
+        // No file states it, but all models are trained this way.
         ("truncate".to_owned(), json!(false)),
     ]);
     Ok(keys)

@@ -1,5 +1,5 @@
-//! Granite 4: attention, or Mamba 2 in most layers, dense or with experts beside a shared one. GGUF
-//! files without recurrent layers may be those of Granite 3.
+//! Granite 4: most layers have Mamba 2, the others attention; dense, or with experts and a shared
+//! one. GGUF files without recurrent layers may be Granite 3.
 
 use serde_json::{Map, Value, json};
 
@@ -62,7 +62,7 @@ const RULES: [Rule; OWN.len() + mamba::RULES.len()] = joined(OWN, mamba::RULES);
 fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     let count = config.layer_count()?;
     let kinds = config.get("layer_types").or_else(|| config.get("layers_block_type"));
-    // transformers 5 has two of the names, and the hub the others.
+    // transformers 5 uses two of the names, and the hub the others.
     let attends = |kind: &Value| match kind.as_str() {
         Some("attention" | "full_attention") => Some(true),
         Some("mamba" | "linear_attention") => Some(false),

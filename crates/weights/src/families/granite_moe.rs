@@ -69,7 +69,7 @@ fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     let (rope, layers) = (rope(config, attention.head_dim)?, config.layer_count()?);
     let count = expert_count(config, &["num_local_experts"])?;
     let feeds = config.feeds(&vec![true; layers], || {
-        // The softmax of the chosen logits is that of all, divided by the sum of the chosen.
+        // The softmax over chosen logits equals that over all, divided by the sum of the chosen.
         Ok(Experts {
             normalise: true,
             shared_size: config.number_or("shared_intermediate_size", 0, MOST)? as usize,

@@ -1,4 +1,4 @@
-//! Kimi Linear: delta nets whose channels decay one by one (KDA), and latent attention without
+//! Kimi Linear: delta nets with a decay for each channel (KDA), and latent attention without
 //! positions in every fourth layer.
 
 use serde_json::{Map, Value, json};
@@ -78,7 +78,7 @@ fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     config.decoder(mixers, vec![None; attends.len()], feeds)
 }
 
-/// The values with our names. The hub's repositories have those of states in a map of their own.
+/// The config's values under our names. Repositories on the hub nest those of states.
 fn common(config: &Config<'_>) -> Map<String, Value> {
     let mut values = config.renamed(&[
         ("model_max_length", "max_position_embeddings"),
@@ -103,8 +103,8 @@ fn common(config: &Config<'_>) -> Map<String, Value> {
     values
 }
 
-/// True for each layer that attends: by the hub's numbers from 1, by a list of kinds, or every
-/// fourth one but the first.
+/// True for each layer with attention: by the hub's 1-based numbers, by a list of kinds, or every
+/// fourth layer.
 fn attending_layers(config: &Config<'_>) -> Result<Vec<bool>, ModelError> {
     let layers = config.layer_count()?;
     let own = config.get("linear_attn_config").and_then(Value::as_object);

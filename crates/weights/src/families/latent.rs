@@ -10,27 +10,27 @@ use super::shape::{FeedShape, Mixer, QueryScale, Rope, Shape};
 use crate::error::ModelError;
 use crate::sizes::{MOST, MOST_HEADS};
 
-/// Multi-head latent attention (DeepSeek-V2, 2024). Keys and values are made of one short row for
-/// each position.
+/// Multi-head latent attention (DeepSeek-V2, 2024). Keys and values are computed from one short row
+/// for each position.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Latent {
     /// The number of heads.
     pub heads: usize,
-    /// Elements of the low-rank query; `None`: queries have one projection.
+    /// The rank of queries; `None`: queries have a single projection.
     pub query_rank: Option<usize>,
     /// Elements of the latent part of a row.
     pub rank: usize,
-    /// Elements of a query or key head that positions do not rotate.
+    /// Elements of a query or key head that are not rotated.
     pub nope_dim: usize,
-    /// Elements of a query or key head that positions rotate. All heads share this part of a key.
+    /// Elements of a query or key head that are rotated. All heads share this part of a key.
     pub rotary_dim: usize,
     /// Elements of a value head.
     pub value_dim: usize,
-    /// True if the projections to the low ranks and of the output have biases.
+    /// True if the down projections and the output projection have biases.
     pub bias: bool,
     /// The factor of scores before the softmax.
     pub scale: f64,
-    /// The factor of queries that grows with their position; `None`: there is none.
+    /// The factor on queries that grows with position; `None`: there is none.
     pub query_scale: Option<QueryScale>,
     /// The positions that a query attends to.
     pub chosen: KeyChoice,
@@ -44,14 +44,14 @@ pub enum KeyChoice {
     All,
     /// Those that the layer's own indexer scores highest.
     Indexed(Indexer),
-    /// Those of the last layer before that has an indexer.
+    /// Those of the last earlier layer that has an indexer.
     Shared,
 }
 
-/// The choice of the positions that a query attends to (DeepSeek Sparse Attention, 2025).
+/// How the positions that a query attends to are chosen (DeepSeek Sparse Attention, 2025).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Indexer {
-    /// The number of query heads. A key serves all of them.
+    /// The number of query heads, which share one key.
     pub heads: usize,
     /// Elements of a head.
     pub head_dim: usize,
@@ -61,10 +61,11 @@ pub struct Indexer {
     pub top_k: usize,
 }
 
-/// The number of first positions whose indexers every layer has, if a config does not say it.
+/// In the first layers up to this number every layer has its indexer, if the config does not say
+/// otherwise.
 const USUAL_OFFSET: u64 = 2;
 
-/// A decoder with latent attention in all layers, and experts behind the first ones.
+/// A decoder with latent attention in all layers, and experts after the first ones.
 pub(super) fn decoder(
     config: &Config<'_>,
     query_rank: u64,
@@ -108,7 +109,7 @@ pub(super) fn decoder(
     config.decoder(mixers, vec![Some(rope); count], feeds)
 }
 
-/// Latent attention and its rotary embedding, with a low-rank query if a config does not say it.
+/// Latent attention and its rotary embedding. Queries are low-rank by default.
 pub(super) fn latent(config: &Config<'_>, query_rank: u64) -> Result<(Latent, Rope), ModelError> {
     let nope_dim = config.size("qk_nope_head_dim", MOST_HEADS)?;
     let rotary_dim = config.size("qk_rope_head_dim", MOST_HEADS)?;
@@ -117,8 +118,8 @@ pub(super) fn latent(config: &Config<'_>, query_rank: u64) -> Result<(Latent, Ro
     let mut scale = ((nope_dim + rotary_dim) as f64).powf(-0.5);
     let number = |key: &str| rope.scaling.as_ref()?.get(key)?.as_f64().filter(|&it| it != 0.0);
     if let (Some(weight), Some(factor)) = (number("mscale_all_dim"), number("factor")) {
-        // Yarn (Peng et al. 2023) sharpens the softmax of lengthened contexts; here not on cosine
-        // and sine alone.
+        // Yarn (Peng et al. 2023) sharpens the softmax of extended contexts; here not only through
+        // cosine and sine.
         scale *= if factor > 1.0 { (0.1 * weight * factor.ln() + 1.0).powi(2) } else { 1.0 };
     }
     let query_rank = match config.get("q_lora_rank") {
@@ -141,7 +142,7 @@ pub(super) fn latent(config: &Config<'_>, query_rank: u64) -> Result<(Latent, Ro
     Ok((latent, rope))
 }
 
-/// The indexer of a config, where the family's has `heads` and rotates so.
+/// The indexer of a config, if the family's has `heads` and this rotation.
 pub(super) fn indexer(
     config: &Config<'_>,
     heads: u64,
@@ -161,15 +162,15 @@ pub(super) fn indexer(
     Ok(Indexer {
         heads: size("index_n_heads", heads, MOST_HEADS)?,
         head_dim: size("index_head_dim", 128, MOST_HEADS)?,
-        // transformers goes by the family alone; other engines read this key, which GLM's configs
-        // have.
+        // transformers decides by the family alone; other engines read this key, which GLM's
+        // configs have.
         interleaved: config.flag("indexer_rope_interleave", interleaved),
         top_k: size("index_topk", 2048, MOST)?,
     })
 }
 
-/// True for each layer that has an indexer of its own: by a list of kinds, a pattern of letters, or
-/// every so many layers.
+/// True for each layer with its own indexer: by a list of kinds, a pattern of letters, or an
+/// interval.
 fn indexed_layers(config: &Config<'_>, count: usize) -> Result<Vec<bool>, ModelError> {
     let there = |key: &str| config.get(key).filter(|value| !value.is_null());
     let kinds: Option<Vec<String>> = match (there("indexer_types"), there("index_topk_pattern")) {
@@ -194,7 +195,7 @@ fn indexed_layers(config: &Config<'_>, count: usize) -> Result<Vec<bool>, ModelE
         let indexed = |layer: usize| (layer + 1).saturating_sub(first).is_multiple_of(every);
         return first_is_indexed((0..count).map(indexed).collect());
     };
-    // A list may go on with the layers that predict further tokens.
+    // The list may continue with layers that predict further tokens.
     kinds.truncate(count);
     let known = |kind: &String| matches!(kind.as_str(), "full" | "shared");
     if kinds.len() < count || !kinds.iter().all(known) {

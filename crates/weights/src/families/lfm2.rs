@@ -14,7 +14,7 @@ use crate::error::ModelError;
 use crate::gguf::GgufFiles;
 use crate::sizes::{MOST, MOST_LAYERS};
 
-/// Values of a config that does not say them.
+/// Values for a config that lacks them.
 const TAPS: u64 = 3;
 const THETA: f64 = 1_000_000.0;
 const EPS: f64 = 1e-5;
@@ -159,8 +159,7 @@ const fn part(blocks: fn(&Mixer) -> Option<RowBlocks>) -> Take {
     Take::ALL.blocks(blocks)
 }
 
-/// One of three parts of a product: the gate in front of the convolution, the one behind it, and
-/// what is between them.
+/// One third of a product: the gate before the convolution, the gate after it, or its input.
 fn third(mixer: &Mixer, number: usize) -> Option<RowBlocks> {
     let Mixer::Recurrence(found) = mixer else { return None };
     let width = found.values();
@@ -197,8 +196,7 @@ fn common(config: &Config<'_>) -> Map<String, Value> {
     values
 }
 
-/// Elements between the products of a dense part. A config may state them before they are
-/// adjusted.
+/// The inner size of a dense part. A config may give it before an adjustment.
 fn intermediate_size(config: &Config<'_>) -> Result<u64, ModelError> {
     let key =
         if config.contains_key("block_ff_dim") { "block_ff_dim" } else { "intermediate_size" };

@@ -26,7 +26,7 @@ pub(super) const FAMILY: Family = Family {
     rules: &[],
 };
 
-/// The llama converter makes the halves of heads alternate, as the original Llama code did.
+/// The llama converter interleaves the halves of heads, as in the original Llama code.
 pub(super) const PAIRED: &[Rule] = &[
     Rule::new(
         "blk.#.attn_q.*",

@@ -1,5 +1,5 @@
-//! Llama 4, the text of it: chunks of attention, layers without rotation, and experts whose inputs
-//! have their weights.
+//! The text part of Llama 4: chunked attention, layers without rotary embedding, and experts whose
+//! inputs are weighted.
 
 use serde_json::{Map, Value, json};
 
@@ -17,7 +17,7 @@ use crate::error::ModelError;
 use crate::gguf::GgufFiles;
 use crate::sizes::{MOST, MOST_LAYERS, MOST_POSITIONS, truthy};
 
-/// One of so many layers has no rotation, of a config that does not list them.
+/// One in this many layers has no rotary embedding, if the config does not list them.
 const INTERVAL: u64 = 4;
 
 pub(super) const FAMILY: Family = Family {
@@ -86,7 +86,7 @@ const FEEDS: &[Rule] = &[
 
 fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     let mut values = config.values.clone();
-    // A config inside that of a whole may leave out what is usual.
+    // A config nested in the whole model's may omit usual values.
     for (key, usual) in [
         ("vocab_size", json!(202_048)),
         ("num_attention_heads", json!(40)),
@@ -126,7 +126,7 @@ fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     config.decoder(mixers, ropes, feeds(config, layers)?)
 }
 
-/// True for each layer that is rotated: the list has a 1 for it.
+/// True for each layer with a rotary embedding: the list has a 1 for it.
 fn rotated_layers(config: &Config<'_>, layers: usize) -> Result<Vec<bool>, ModelError> {
     let interval = config.optional("no_rope_layer_interval", MOST_LAYERS)?.unwrap_or(INTERVAL);
     let listed = config.get("no_rope_layers").and_then(Value::as_array);
@@ -140,7 +140,7 @@ fn rotated_layers(config: &Config<'_>, layers: usize) -> Result<Vec<bool>, Model
     }
 }
 
-/// The factor of queries in layers without rotation, whose positions are counted from 1.
+/// The factor on queries in layers without rotary embedding, with positions counted from 1.
 fn query_scale(config: &Config<'_>) -> Result<Option<QueryScale>, ModelError> {
     if !config.flag("attn_temperature_tuning", true) {
         return Ok(None);
@@ -174,9 +174,9 @@ fn feeds(config: &Config<'_>, layers: usize) -> Result<Vec<FeedShape>, ModelErro
     Ok(sparse.iter().map(|&sparse| if sparse { experts } else { dense }).collect())
 }
 
-/// The keys of a GGUF file. What it has no keys for is as llama.cpp has it: chunks, the growth of
-/// queries, and that the size with 128 experts normalises no heads. A window of 0 is of models
-/// whose layers all see everything and are rotated.
+/// The keys of a GGUF file. Facts without keys are set as in llama.cpp: chunks, the growth of
+/// queries, and that the size with 128 experts does not normalise heads. A window of 0 means that
+/// no layer has a window, and all are rotated.
 fn keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
     const WITHOUT_NORMS: i64 = 128;
     const CHUNK: i64 = 8192;

@@ -1,4 +1,4 @@
-//! The text of Ministral 3: Mistral whose queries grow with their position.
+//! The text part of Ministral 3: Mistral with queries that grow with position.
 
 use serde_json::{Map, Value, json};
 
@@ -34,7 +34,7 @@ pub(super) fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     Ok(shape)
 }
 
-/// The growth stands beside the rotary embedding in a config; `hf_config` puts it there.
+/// A config has the growth beside the rotary embedding, where `hf_config` puts it.
 fn keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
     let mut keys = dense_keys(files)?;
     let beta = files.get("attention.temperature_scale").and_then(GgufValue::as_f64);

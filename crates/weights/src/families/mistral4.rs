@@ -1,5 +1,5 @@
-//! The text of Mistral Small 4: latent attention whose queries grow with their position, and
-//! experts by softmax.
+//! The text part of Mistral Small 4: latent attention with queries that grow with position, and
+//! softmax routing.
 
 use serde_json::Value;
 
@@ -49,7 +49,7 @@ pub(super) const STACKS: &[Rule] = &[
 
 pub(super) fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     let mut values = config.values.clone();
-    // It is that of a whole head, of which the latent part is not rotated.
+    // It refers to a whole head, whose latent part is not rotated.
     if let Some(Value::Object(rope)) = values.get_mut("rope_parameters") {
         rope.shift_remove("partial_rotary_factor");
     }
@@ -63,7 +63,7 @@ fn experts(config: &Config<'_>) -> Result<Experts, ModelError> {
     let routing = Routing {
         groups: groups as usize,
         kept_groups: kept_groups as usize,
-        // A group's score is the sum of its two best ones.
+        // A group's score is the sum of its two best scores.
         best_of_group: if groups > 1 { 2 } else { 1 },
         ..Routing::SOFTMAX
     };

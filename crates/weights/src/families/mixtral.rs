@@ -59,7 +59,7 @@ fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     config.grouped(attention, rope, windows, feeds)
 }
 
-/// Experts that are as large as a dense part, and whose weights have the sum 1.
+/// Experts as large as a dense part, whose weights sum to 1.
 pub(super) fn normalised(config: &Config<'_>, routing: Routing) -> Result<Experts, ModelError> {
     let values = config.renamed(&[("intermediate_size", "moe_intermediate_size")]);
     let config = &Config { values: &values, ..*config };

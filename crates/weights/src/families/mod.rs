@@ -1,5 +1,5 @@
-//! The families of decoders, a file each: names, the way from a config to a shape, and rules for
-//! the names of tensors.
+//! The families of decoders, one file each: names, how a config becomes a shape, and rules for
+//! tensor names.
 
 mod config;
 mod experts;
@@ -154,8 +154,7 @@ pub struct Family {
     pub title: &'static str,
     /// The name in `architectures` of a `config.json`.
     pub architecture: &'static str,
-    /// The name in `model_type` of a `config.json`. Of several families with the name the first is
-    /// meant.
+    /// The `model_type` in a `config.json`. If several families share it, the first is meant.
     pub model_type: &'static str,
     /// Its attention, in documents.
     pub attention: &'static str,
@@ -167,7 +166,7 @@ pub struct Family {
     pub(crate) shape: fn(&Config<'_>) -> Result<Shape, ModelError>,
     /// Its GGUF files; `None`: they are not read.
     pub(crate) gguf: Option<GgufNames>,
-    /// Rules for the names in safetensors. A name without a rule is the weight's.
+    /// Rules for the names in safetensors. Names without a rule stay unchanged.
     pub(crate) rules: &'static [Rule],
 }
 
@@ -178,18 +177,18 @@ impl Family {
         self.gguf.as_ref().map(|names| names.architecture)
     }
 
-    /// True if one of a config's names is the family's. A checkpoint without a head has the name of
-    /// the body.
+    /// True if one of the config's names belongs to the family. A checkpoint without a head is
+    /// named after the body.
     fn is_named(&self, name: &str) -> bool {
         name == self.architecture
-            // transformers writes some names with underscores that the hub's repositories lack.
+            // transformers writes some names with underscores that repositories on the hub lack.
             || name.replace('_', "") == self.architecture
             || name
                 .strip_suffix("Model")
                 .is_some_and(|body| self.architecture.strip_suffix("ForCausalLM") == Some(body))
     }
 
-    /// Finds the family of a `config.json`. One without `architectures` goes by its `model_type`.
+    /// Finds the family of a `config.json`. Without `architectures`, `model_type` decides.
     fn find(config: &Map<String, Value>) -> Result<&'static Self, ModelError> {
         let names = config.get("architectures").and_then(Value::as_array);
         let names: Vec<&str> = names.into_iter().flatten().filter_map(Value::as_str).collect();
@@ -242,7 +241,7 @@ mod by_name {
     }
 }
 
-/// The layers behind pooling that make so many scores; `None`: the family has none.
+/// The layers after pooling that compute this many scores; `None`: the family has none.
 pub(crate) fn score_layers(
     config: &Map<String, Value>,
     family: &Family,

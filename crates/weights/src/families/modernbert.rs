@@ -1,5 +1,5 @@
-//! `ModernBERT` (Warner et al. 2024) and its kin: positions see both ways, every third layer all of
-//! them, and the first layer has no norm in front of its attention.
+//! `ModernBERT` (Warner et al. 2024) and derived models: attention is bidirectional, every third
+//! layer has no window, and the first layer has no norm before its attention.
 
 use serde_json::{Map, Value, json};
 
@@ -14,9 +14,9 @@ use crate::error::ModelError;
 use crate::sizes::{MOST, MOST_LAYERS, MOST_POSITIONS, size};
 use crate::vector::{VectorActivation, VectorLayer};
 
-/// Every third layer sees all positions, of a config that does not say it.
+/// Every third layer has no window, if the config does not say which.
 const CYCLE: u64 = 3;
-/// The positions on both sides that a layer with a window sees, of a config that does not say it.
+/// The positions on both sides within a window, if the config does not give them.
 const LOCAL_ATTENTION: u64 = 128;
 const ACTIVATION: &str = "gelu";
 const LOCAL: RopeKind = RopeKind {
@@ -64,7 +64,7 @@ const RULES: &[Rule] = &[
     Rule::new(INNER, "model.layers.#.mlp.gate_proj.*", Take::ALL.share(0, 2)),
     Rule::new(INNER, "model.layers.#.mlp.up_proj.*", Take::ALL.share(1, 2)),
     Rule::renamed("model.layers.#.mlp.Wo.*", "model.layers.#.mlp.down_proj.*"),
-    // A model without a head has its other parts named as if they were the body's.
+    // A model without a head has its other parts named as if they belonged to the body.
     Rule::renamed("model.head.dense.*", "head.dense.*"),
     Rule::renamed("model.head.norm.*", "head.norm.*"),
     Rule::renamed("model.classifier.*", "classifier.*"),
@@ -113,7 +113,7 @@ fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     Ok(shape)
 }
 
-/// The layers behind pooling that make so many scores.
+/// The layers after pooling that compute this many scores.
 pub(super) fn score_layers(
     config: &Map<String, Value>,
     labels: usize,

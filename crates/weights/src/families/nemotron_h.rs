@@ -1,5 +1,5 @@
-//! Nemotron-H and Nemotron 3: layers of one part each. They are Mamba 2, attention without
-//! positions, or feed-forward parts without gates, dense or of experts.
+//! Nemotron-H and Nemotron 3: layers with one part each: Mamba 2, attention without positions, or a
+//! feed-forward part without gates, dense or with experts.
 
 use serde_json::{Map, Value, json};
 
@@ -35,8 +35,8 @@ pub(super) const FAMILY: Family = Family {
     rules: &RULES,
 };
 
-/// A part of a layer has the prefix `mixer` whatever its kind, and layers that predict further
-/// tokens have names of their own.
+/// A layer's part has the prefix `mixer` whatever its kind. Layers that predict further tokens have
+/// separate names.
 const OWN: &[Rule] = &[
     Rule::spare("mtp.**"),
     Rule::renamed("backbone.**", "model.**"),
@@ -104,7 +104,7 @@ const GGUF_RULES: [Rule; GGUF_OWN.len() + mamba::GGUF_RULES.len()] =
     joined(GGUF_OWN, mamba::GGUF_RULES);
 const FEEDS: Take = Take::ALL.only(|shape, layer| !mixes(shape, layer));
 
-/// True if a layer is a mixer, and no feed-forward part.
+/// True if a layer is a mixer, not a feed-forward part.
 fn mixes(shape: &Shape, layer: usize) -> bool {
     !matches!(shape.mixer(layer), Mixer::None)
 }
@@ -119,7 +119,7 @@ enum Kind {
 }
 
 impl Kind {
-    /// Finds a kind by its name, or by its letter in a pattern. Newer files have other names.
+    /// A kind by its name, or by its letter in a pattern. Newer files use other names.
     fn of(name: &str) -> Option<Self> {
         match name {
             "M" | "mamba" | "linear_attention" => Some(Self::Mamba),
@@ -131,7 +131,7 @@ impl Kind {
     }
 }
 
-/// The parts that layers are, by a list of names or a pattern of letters.
+/// The kinds of the layers, from a list of names or a pattern of letters.
 fn kinds(config: &Config<'_>) -> Result<Vec<Kind>, ModelError> {
     let list = ["layers_block_type", "layer_types"].iter().find_map(|key| config.get(*key));
     let names: Vec<String> = match list.and_then(Value::as_array) {
@@ -196,7 +196,7 @@ fn common(config: &Config<'_>, layers: usize) -> Map<String, Value> {
     values
 }
 
-/// The keys of a GGUF file. The tensors of a layer show what it is.
+/// The keys of a GGUF file, where the tensors of a layer show its kind.
 fn keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
     let has = |end: &str| files.tensors.iter().any(|tensor| tensor.name.ends_with(end));
     let nextn = whole(files, "nextn_predict_layers")?.unwrap_or(0);

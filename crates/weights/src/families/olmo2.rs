@@ -1,5 +1,5 @@
-//! OLMo 2 and 3: norms behind the parts of layers, and over all heads of queries and of keys. OLMo
-//! 3 has windows, and its scaling is of the layers without.
+//! OLMo 2 and 3: norms after the parts of layers, and over all heads of queries and of keys. OLMo 3
+//! has windows, and scales the rotary embedding only in layers without one.
 
 use serde_json::{Map, Value, json};
 
@@ -13,7 +13,7 @@ use super::shape::{Attention, Mixer, NormPlacement, QkNorm, Rope, Shape};
 use crate::error::ModelError;
 use crate::gguf::{GgufFiles, GgufValue};
 
-/// One of so many layers sees all positions, of a config that does not list them.
+/// One in this many layers has no window, if the config does not list them.
 const CYCLE: u64 = 4;
 const LOCAL: RopeKind =
     RopeKind { layer: "sliding_attention", theta: "rope_theta", usual: 500_000.0, scaled: false };

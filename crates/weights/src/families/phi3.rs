@@ -1,4 +1,4 @@
-//! Phi-3, Phi-4 and Phi-4-mini: fused matrices, and in long versions divisors for each frequency.
+//! Phi-3, Phi-4 and Phi-4-mini: fused matrices, and for long contexts a divisor for each frequency.
 
 use serde_json::{Map, Value};
 

@@ -25,7 +25,7 @@ pub(super) const FAMILY: Family = Family {
 };
 
 pub(super) fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
-    // Queries, keys and values have biases without a word in the config.
+    // Queries, keys and values always have biases, which the config does not mention.
     let attention = Attention {
         qkv_bias: config.flag("qkv_bias", true),
         output_bias: false,

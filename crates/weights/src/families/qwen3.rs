@@ -7,7 +7,7 @@ use super::rope::rope;
 use super::shape::{Attention, QkNorm, Shape};
 use crate::error::ModelError;
 
-/// Elements of a head of a config that does not say it.
+/// The head size, if the config does not give it.
 const HEAD_DIM: u64 = 128;
 
 pub(super) const FAMILY: Family = Family {

@@ -15,9 +15,9 @@ use crate::error::ModelError;
 use crate::gguf::{GgufFiles, GgufValue};
 use crate::sizes::{MOST, MOST_HEADS, MOST_LAYERS};
 
-/// The part of a head that a config rotates which does not say it.
+/// The rotated part of a head, if the config does not give it.
 const ROTATED: f64 = 0.25;
-/// One of so many layers has attention, in a config that does not say it.
+/// One in this many layers has attention, if the config does not say which.
 const CYCLE: u64 = 4;
 /// The largest number of taps.
 const MOST_TAPS: u64 = 64;
@@ -39,7 +39,7 @@ pub(super) const FAMILY: Family = Family {
     rules: &RULES,
 };
 
-/// The rules of projections that are fused for each key head, and those of [`COMMON`].
+/// The rules for projections that are fused by key head, and those of [`COMMON`].
 const RULES: [Rule; 6 + COMMON.len()] = super::rules::joined(
     &[
         Rule::new(QKVZ, "model.layers.#.linear_attn.in_proj_q.weight", blocks(grouped::queries)),
@@ -57,8 +57,8 @@ const CONV: &str = "model.layers.#.linear_attn.conv1d.weight";
 const QUERIES: &str = "model.layers.#.self_attn.q_proj.*";
 const STACK: &str = "model.layers.#.mlp.experts.gate_up_proj";
 
-/// The rules that these models share. Weights of norms are distances from 1, but for that of a
-/// state's output. Layers that predict further tokens have names of their own.
+/// Rules shared by these models. Norm weights are distances from 1, except for a state's output
+/// norm. Layers that predict further tokens have separate names.
 pub(super) const COMMON: &[Rule] = &[
     Rule::spare("mtp.**"),
     norm("model.norm.weight"),
@@ -94,8 +94,8 @@ const GGUF_QKVZ: &str = "blk.#.ssm_in.weight";
 const GGUF_BA: &str = "blk.#.ssm_ba.weight";
 const GGUF_CONV: &str = "blk.#.ssm_conv1d.weight";
 
-/// The rules of GGUF files. Weights of norms are whole there, and decays have no logarithm. The
-/// first files of Qwen3-Next have the fused projections of the repository.
+/// The rules for GGUF files, where norm weights are complete, and decays are stored without the
+/// logarithm. The first Qwen3-Next files have the repository's fused projections.
 pub(super) const GGUF_RULES: &[Rule] = &[
     Rule::renamed("blk.#.post_attention_norm.*", "model.layers.#.post_attention_layernorm.*"),
     Rule::new(GGUF_QUERIES, "model.layers.#.self_attn.q_proj.*", blocks(|mixer| halves(mixer, 0))),
@@ -134,14 +134,14 @@ const fn blocks(found: fn(&Mixer) -> Option<RowBlocks>) -> Take {
     Take::ALL.blocks(found)
 }
 
-/// The queries of each head, or the gates behind them.
+/// The queries of each head, or the gates that follow them.
 fn halves(mixer: &Mixer, number: usize) -> Option<RowBlocks> {
     let Mixer::Attention(Attention { heads, head_dim, .. }) = *mixer else { return None };
     let first = number * head_dim;
     Some(RowBlocks { first, width: head_dim, step: 2 * head_dim, count: heads })
 }
 
-/// The shape. `sparse` is true if most layers have experts.
+/// The shape. `sparse`: most layers have experts.
 pub(super) fn shape(config: &Config<'_>, sparse: bool) -> Result<Shape, ModelError> {
     let attention =
         Attention { qk_norm: QkNorm::Heads, gate: true, ..config.attention(Some(256))? };
@@ -208,8 +208,7 @@ fn delta_net(config: &Config<'_>) -> Result<Recurrence, ModelError> {
     })
 }
 
-/// The keys of a GGUF file. `tiled` is true if its value heads are in the order in which those of
-/// all key heads follow one another.
+/// The keys of a GGUF file. `tiled`: consecutive value heads belong to different key heads.
 pub(super) fn keys(files: &GgufFiles, tiled: bool) -> Result<Map<String, Value>, ModelError> {
     refuse_changes(files)?;
     let mut keys = grouped_keys(files, true)?;

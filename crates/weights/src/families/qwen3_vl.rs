@@ -23,15 +23,15 @@ pub(super) const FAMILY: Family = Family {
     rules: RULES,
 };
 
-/// The weights without the prefix of the whole, which newer checkpoints have.
+/// The rules for the text weights, without the whole model's prefix, which newer checkpoints have.
 pub(super) const RULES: &[Rule] = &[
     Rule::renamed("model.language_model.**", "model.**"),
     Rule::renamed("model.visual.**", "visual.**"),
 ];
 
-/// The shape of a decoder behind a tower, if the config has one. `usual` are its sections of rotary
-/// frequencies. Behind one with windows, that of Qwen2.5-VL, the decoder's own config may say that
-/// its head is tied, and sections of frequencies follow one another.
+/// The shape of a decoder with a tower, if the config has one. `usual`: the default sections of
+/// rotary frequencies. With the windowed tower of Qwen2.5-VL, the decoder's nested config may say
+/// that its head is tied, and the sections are consecutive.
 pub(super) fn with_tower(
     config: &Config<'_>,
     decoder: fn(&Config<'_>) -> Result<Shape, ModelError>,

@@ -1,5 +1,5 @@
-//! Qwen3-VL with experts: a Qwen3-MoE behind the tower of Qwen3-VL. Stacks of experts have columns
-//! first on the hub, and rows first as transformers 5 saves them.
+//! Qwen3-VL with experts: a Qwen3-MoE with Qwen3-VL's tower. Stacks of experts have columns first
+//! on the hub, but rows first when saved by transformers 5.
 
 use super::Family;
 use super::qwen3_moe;
@@ -40,12 +40,12 @@ pub(super) const FAMILY: Family = Family {
 
 const IN: Take = Take::EACH_EXPERT.transposed_where(begins_with_states);
 
-/// True if rows of a matrix are as many as a state has, which is the input of the first product.
+/// True if the matrix has as many rows as a state has elements: the input of the first product.
 fn begins_with_states(shape: &Shape, [rows, _]: [usize; 2]) -> bool {
     rows == shape.hidden_size
 }
 
-/// True if columns of a matrix are as many as a state has, which is the output of the second
+/// True if the matrix has as many columns as a state has elements: the output of the second
 /// product.
 fn ends_in_states(shape: &Shape, [_, columns]: [usize; 2]) -> bool {
     columns == shape.hidden_size

@@ -1,39 +1,39 @@
 //! Layers that keep a state of fixed size for each request: gated delta nets, Mamba 2 and short
-//! convolutions are one recurrence with different fields.
+//! convolutions are the same recurrence with different parameters.
 
 use serde::{Deserialize, Serialize};
 
 use super::rules::{RowBlocks, Rule, Take};
 use super::shape::{Mixer, Shape};
 
-/// Bytes of an element of a head's state, which is kept in 32 bits for any type of the model.
+/// Bytes of an element of a head's state, which has 32 bits whatever the model's type.
 const STATE_ELEMENT: usize = 4;
 
-/// The decays of GGUF files, which have them without their logarithm.
+/// The decays of GGUF files, which are stored without the logarithm.
 pub(super) const DECAYS: Take = Take::ALL.flat().times(-1.0).log();
 
-/// A linear recurrence behind a causal convolution.
+/// A linear recurrence after a causal convolution.
 ///
 /// A head's state `S` is `[key_dim, value_dim]`. For each position it becomes `decay * S + k u`,
 /// and the output is `q S`. With the delta rule `u` is `beta (v - k S)`, and otherwise `step v`,
-/// with `skip v` added to the output. Without heads there is a convolution between two gates.
+/// with `skip v` added to the output. Without heads there is only a convolution between two gates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Recurrence {
-    /// The number of heads of the state; 0: there is a convolution only.
+    /// The number of heads of the state; 0: there is only a convolution.
     pub heads: usize,
-    /// The number of heads of keys and queries. Each is that of as many heads.
+    /// The number of heads of keys and queries. Each serves an equal number of state heads.
     pub key_heads: usize,
-    /// True if heads that share a key head are as far apart as there are key heads; false: they
-    /// follow one another.
+    /// True if heads that share a key head are spaced by the number of key heads; false: they are
+    /// consecutive.
     pub tiled: bool,
     /// Elements of a key head.
     pub key_dim: usize,
-    /// Elements of a value head; without heads, of the convolution.
+    /// The size of a value head; without heads, the size of the convolution.
     pub value_dim: usize,
-    /// True if each channel of a head has a decay of its own, and not each head.
+    /// True if each channel of a head has its own decay, rather than each head.
     pub channel_decay: bool,
-    /// True if a state's old value for a key is taken away first (delta rule). Keys and queries
-    /// then have the length 1.
+    /// True if a state's old value for a key is subtracted first (delta rule). Keys and queries are
+    /// then normalised to length 1.
     pub delta: bool,
     /// Taps of the causal convolution in front.
     pub taps: usize,
@@ -41,18 +41,18 @@ pub struct Recurrence {
     pub conv_bias: bool,
     /// True if the projections have biases.
     pub bias: bool,
-    /// The norm of the output, which has a gate.
+    /// The norm of the output, which is gated.
     pub norm: StateNorm,
-    /// True if the gate is a sigmoid, and not `x * sigmoid(x)`.
+    /// True if the gate is a sigmoid rather than `x * sigmoid(x)`.
     pub sigmoid_gate: bool,
-    /// Elements between two products that make the gates, and between those of decays; 0: each has
-    /// one product.
+    /// The rank between the two products that compute the gates, and likewise the decays; 0: each
+    /// has a single product.
     pub low_rank: usize,
-    /// Elements that have a mean of their own in this norm.
+    /// The number of elements over which this norm takes a mean.
     pub norm_size: usize,
 }
 
-/// The norm of a recurrence's output, and the place of its gate.
+/// The norm of a recurrence's output, and where its gate is applied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum StateNorm {
@@ -65,7 +65,7 @@ pub enum StateNorm {
 }
 
 impl Recurrence {
-    /// A convolution of so many elements between two gates.
+    /// A convolution of this many elements between two gates.
     #[must_use]
     pub const fn convolution(value_dim: usize, taps: usize, bias: bool) -> Self {
         Self {
@@ -104,7 +104,7 @@ impl Recurrence {
         2 * self.keys() + self.values()
     }
 
-    /// Bytes of the state of one request, with inputs of the convolution of `element` bytes.
+    /// Bytes of the state of one request, if inputs of the convolution take `element` bytes.
     #[must_use]
     pub const fn state_bytes(&self, element: usize) -> usize {
         let of_heads = self.heads * self.key_dim * self.value_dim * STATE_ELEMENT;
@@ -113,7 +113,7 @@ impl Recurrence {
 }
 
 impl Shape {
-    /// Bytes of the recurrent states of one request over all layers, in a model whose elements have
+    /// Bytes of a request's recurrent states over all layers, if the model's elements take
     /// `element` bytes; 0: it has none.
     #[must_use]
     pub fn state_bytes(&self, element: usize) -> u64 {
@@ -124,7 +124,7 @@ impl Shape {
     }
 }
 
-/// Rows of a matrix that has parts of a recurrence one behind the other.
+/// Rows of a matrix that contains parts of a recurrence one after another.
 const fn behind(first: usize, width: usize) -> Option<RowBlocks> {
     Some(RowBlocks { first, width, step: width, count: 1 })
 }
@@ -133,28 +133,28 @@ fn of(mixer: &Mixer) -> Option<&Recurrence> {
     mixer.recurrence()
 }
 
-/// Queries of a product of queries, keys and values.
+/// The queries in a combined product of queries, keys and values.
 pub(super) fn queries(mixer: &Mixer) -> Option<RowBlocks> {
     behind(0, of(mixer)?.keys())
 }
 
-/// Keys of a product of queries, keys and values.
+/// The keys in a combined product of queries, keys and values.
 pub(super) fn keys(mixer: &Mixer) -> Option<RowBlocks> {
     let found = of(mixer)?;
     behind(found.keys(), found.keys())
 }
 
-/// Values of a product of queries, keys and values.
+/// The values in a combined product of queries, keys and values.
 pub(super) fn values(mixer: &Mixer) -> Option<RowBlocks> {
     let found = of(mixer)?;
     behind(2 * found.keys(), found.values())
 }
 
-/// Rows of a matrix in which each key head has its queries, keys, values and gates.
+/// Rows of a matrix in which queries, keys, values and gates are grouped by key head.
 pub(super) mod grouped {
     use super::{Mixer, RowBlocks, of};
 
-    /// Part `number` of the four that each key head has.
+    /// Part `number` of the four parts of each key head.
     fn rows(mixer: &Mixer, number: usize) -> Option<RowBlocks> {
         let found = of(mixer)?;
         let of_values = found.values() / found.key_heads;
@@ -201,8 +201,8 @@ pub(super) mod grouped {
     }
 }
 
-/// Rows of Mamba's matrices: gates, values, keys, queries and steps, or without the gates and steps
-/// those of its convolution.
+/// Rows of Mamba's matrices: gates, values, keys, queries and steps; for the convolution, without
+/// gates and steps.
 pub(super) mod mamba {
     use serde_json::{Map, Value, json};
 
@@ -211,7 +211,7 @@ pub(super) mod mamba {
     use crate::families::gguf::required;
     use crate::gguf::GgufFiles;
 
-    /// The keys of its sizes in GGUF files, under the names of Bamba's config.
+    /// The keys of its sizes in GGUF files, with the names of Bamba's config.
     pub(in crate::families) fn keys_of(
         files: &GgufFiles,
     ) -> Result<Map<String, Value>, ModelError> {
@@ -234,7 +234,7 @@ pub(super) mod mamba {
     const GGUF_IN: &str = "blk.#.ssm_in.*";
     const GGUF_CONV: &str = "blk.#.ssm_conv1d.*";
 
-    /// The rules of its fused tensors, behind one that renames all of its tensors.
+    /// The rules of its fused tensors, applied after one that renames all its tensors.
     pub(in crate::families) const RULES: &[Rule] = &[
         Rule::new(IN, "model.layers.#.linear_attn.in_proj_z.*", part(gates)),
         Rule::new(IN, "model.layers.#.linear_attn.in_proj_v.*", part(values)),

@@ -24,8 +24,8 @@ pub(super) fn rope(config: &Config<'_>, dim: usize) -> Result<Rope, ModelError> 
     whole_heads(read(config, dim)?)
 }
 
-/// The embedding of a family that rotates a part of each head; `usual` is the part of a config that
-/// does not say it.
+/// The embedding of a family that rotates a part of each head; `usual` is the part if the config
+/// does not give it.
 pub(super) fn partial_rope(
     config: &Config<'_>,
     head_dim: usize,
@@ -45,16 +45,16 @@ pub(super) fn partial_rope(
 
 /// The embedding of a kind of layers.
 pub(super) struct RopeKind {
-    /// The name in `layer_types`, under which `rope_parameters` has it.
+    /// The layer type, under which `rope_parameters` has the embedding.
     pub(super) layer: &'static str,
-    /// The key of its base in the form of transformers 4, and the base of a config without.
+    /// The key of its base in transformers 4's form, and the default base.
     pub(super) theta: &'static str,
     pub(super) usual: f64,
-    /// True if `rope_scaling` in the form of transformers 4 is of these layers.
+    /// True if `rope_scaling` in transformers 4's form applies to these layers.
     pub(super) scaled: bool,
 }
 
-/// The embedding of a kind of layers, which rotates whole heads of `dim`.
+/// The embedding of one kind of layers, which rotates whole heads of `dim`.
 pub(super) fn rope_of_kind(
     config: &Config<'_>,
     kind: &RopeKind,
@@ -79,8 +79,8 @@ fn whole_heads((rope, part): (Rope, Option<f64>)) -> Result<Rope, ModelError> {
     }
 }
 
-/// The embedding with its scaling in the form of transformers 4, and the part of a head that is
-/// rotated. transformers 5 keeps all of it in `rope_parameters`.
+/// The embedding with its scaling in transformers 4's form, and the rotated part of a head.
+/// transformers 5 has all of it in `rope_parameters`.
 fn read(config: &Config<'_>, dim: usize) -> Result<(Rope, Option<f64>), ModelError> {
     let object = |key| config.get(key).filter(|value| truthy(Some(value)))?.as_object();
     let parameters = object("rope_parameters").or_else(|| object("rope_scaling"));
@@ -88,7 +88,7 @@ fn read(config: &Config<'_>, dim: usize) -> Result<(Rope, Option<f64>), ModelErr
     parsed(config, parameters.cloned().unwrap_or_default(), theta, dim)
 }
 
-/// The same from the parameters; `theta` is the base where they do not say it.
+/// The same from the parameters; `theta` is the default base.
 fn parsed(
     config: &Config<'_>,
     mut parameters: Map<String, Value>,
@@ -139,8 +139,8 @@ fn parsed(
     Ok((Rope { scaling: Some(parameters), ..plain }, part))
 }
 
-/// The scaling of Gemma 4: the first pairs of a head turn as those of whole heads do, and the
-/// others stay as they are.
+/// Gemma 4's scaling: the first pairs of a head turn as in whole heads, and the others are not
+/// rotated.
 fn proportional(
     parameters: &Map<String, Value>,
     part: Option<f64>,
@@ -206,7 +206,7 @@ fn longrope(
     Ok(scaling.as_object().cloned().unwrap_or_default())
 }
 
-/// The factor of queries that a config's embedding names.
+/// The factor on queries from a config's rotary parameters.
 pub(super) fn query_scale(config: &Config<'_>) -> Result<Option<QueryScale>, ModelError> {
     let object = |key| config.get(key).filter(|value| truthy(Some(value)))?.as_object();
     let Some(rope) = object("rope_parameters").or_else(|| object("rope_scaling")) else {

@@ -1,17 +1,17 @@
-//! Rules from the names of a file's tensors to the names of weights. One interpreter follows them
-//! for safetensors and GGUF.
+//! Rules that map a file's tensor names to weight names. The same interpreter applies them to
+//! safetensors and GGUF.
 
 use std::ops::Range;
 
 use super::shape::{Attention, Mixer, Shape};
 use crate::error::ModelError;
 
-/// Digits of the number of a layer. None is so long.
+/// The largest number of digits of a layer number.
 const MOST_DIGITS: usize = 9;
-/// The beginning of the names of a tower's weights. A decoder without its tower has none of them.
+/// The prefix of a tower's weights. A decoder served without its tower has none of them.
 const TOWER: &str = "visual.";
 
-/// Two tables in one. `N` is the number of their rules.
+/// Two tables joined. `N` is the number of their rules.
 pub(super) const fn joined<const N: usize>(first: &[Rule], second: &[Rule]) -> [Rule; N] {
     let mut rules = [Rule::spare(""); N];
     let mut at = 0;
@@ -25,9 +25,9 @@ pub(super) const fn joined<const N: usize>(first: &[Rule], second: &[Rule]) -> [
 /// A rule for the tensors whose name fits a pattern.
 ///
 /// In a pattern `#` is the number of a layer, `*` is `weight` or `bias`, and `**` is any number of
-/// parts of a name. In the name of a weight these stand for what they stood for in the tensor's
-/// name. `@` is the number of an expert: in the tensor's name, or in a stack of all. A fused tensor
-/// has a rule for each of its weights.
+/// name parts. In the weight's name these are replaced by what they matched. `@` is the number of
+/// an expert, in the tensor's name or in a stack of all. A fused tensor has a rule for each of its
+/// weights.
 #[derive(Debug, Clone, Copy)]
 pub struct Rule {
     stored: &'static str,
@@ -43,8 +43,8 @@ impl Rule {
         Self { stored, weight, take }
     }
 
-    /// A weight that is a tensor of another name. With `**` in both patterns the new name goes
-    /// through the rules again.
+    /// A weight that is a renamed tensor. With `**` in both patterns the new name goes through the
+    /// rules again.
     #[must_use]
     pub const fn renamed(stored: &'static str, weight: &'static str) -> Self {
         Self::new(stored, weight, Take::ALL)
@@ -57,23 +57,23 @@ impl Rule {
     }
 }
 
-/// The part of a tensor that is a weight, and what is done to its numbers. The order is that of the
-/// fields.
+/// Which part of a tensor is a weight, and how its numbers change. The steps are applied in the
+/// order of the fields.
 #[derive(Debug, Clone, Copy)]
 pub struct Take {
-    /// True if a layer of this number has the weight.
+    /// True if the layer with this number has the weight.
     only: fn(&Shape, usize) -> bool,
-    /// True if the tensor is a stack `[experts, rows, columns]`, of which each expert has a matrix,
-    /// or `[experts, elements]`, of which each has a vector.
+    /// True if the tensor is a stack: `[experts, rows, columns]` with a matrix for each expert, or
+    /// `[experts, elements]` with a vector for each.
     stack: bool,
     turned: Turned,
     rows: Rows,
-    /// The number of heads, in each of which the rows of two halves alternate.
+    /// The number of heads in which the rows of two halves are interleaved.
     pairs: Option<fn(&Attention) -> usize>,
     /// True if the weight is a vector of all elements.
     flat: bool,
-    /// The number of the tensor among those whose heads' rows are joined to a weight, and the
-    /// number of those.
+    /// If the weight joins rows of several tensors by head: the index of this tensor among them,
+    /// and their number.
     joined: Option<(usize, usize)>,
     times: f32,
     plus: f32,
@@ -106,7 +106,7 @@ pub struct RowBlocks {
     pub first: usize,
     /// Rows of a block.
     pub width: usize,
-    /// Rows from the beginning of a block to that of the next one.
+    /// The number of rows from one block's start to the next.
     pub step: usize,
     /// The number of blocks.
     pub count: usize,
@@ -126,7 +126,7 @@ impl Take {
         plus: 0.0,
         log: false,
     };
-    /// The matrix of each expert of a stack, or the vector.
+    /// The matrix or vector of each expert in a stack.
     pub const EACH_EXPERT: Self = Self { stack: true, ..Self::ALL };
 
     /// Columns become rows.
@@ -135,14 +135,14 @@ impl Take {
         Self { turned: Turned::Always, ..self }
     }
 
-    /// Columns become rows where that is so for a matrix of so many rows and columns: some files
-    /// have it one way, and some the other.
+    /// Columns become rows if the function is true for a matrix with these rows and columns,
+    /// because files differ in this.
     #[must_use]
     pub const fn transposed_where(self, turned: fn(&Shape, [usize; 2]) -> bool) -> Self {
         Self { turned: Turned::Where(turned), ..self }
     }
 
-    /// A range of rows that depends on the layer's attention, as of a fused product.
+    /// A range of rows that depends on the layer's attention, as in a fused product.
     #[must_use]
     pub const fn rows(self, range: fn(&Attention) -> Range<usize>) -> Self {
         Self { rows: Rows::Range(range), ..self }
@@ -172,7 +172,7 @@ impl Take {
         Self { rows: Rows::Every { first, step }, ..self }
     }
 
-    /// Rows of heads in which the two halves alternate, as the original Llama code had them.
+    /// Rows of heads in which the two halves are interleaved, as in the original Llama code.
     #[must_use]
     pub const fn pairs(self, heads: fn(&Attention) -> usize) -> Self {
         Self { pairs: Some(heads), ..self }
@@ -184,8 +184,8 @@ impl Take {
         Self { flat: true, ..self }
     }
 
-    /// The matrices of a stack `[heads, rows, columns]`. In the weight the rows of each head come
-    /// behind those that the tensors with a lower `number` have for it.
+    /// The matrices of a stack `[heads, rows, columns]`. In the weight, the rows of each head
+    /// follow those from tensors with a lower `number`.
     #[must_use]
     pub const fn joined(self, number: usize, of: usize) -> Self {
         Self { joined: Some((number, of)), ..self }
@@ -197,14 +197,14 @@ impl Take {
         Self { times: factor, ..self }
     }
 
-    /// Logarithms of the numbers, behind the factor and the term, as of decays that files have
-    /// without theirs.
+    /// Takes logarithms of the numbers, after the factor and the term, for decays that are stored
+    /// without the logarithm.
     #[must_use]
     pub const fn log(self) -> Self {
         Self { log: true, ..self }
     }
 
-    /// Numbers plus a constant, such as the 1 of Gemma's norms.
+    /// Adds a constant to the numbers, such as the 1 of Gemma's norms.
     #[must_use]
     pub const fn plus(self, term: f32) -> Self {
         Self { plus: term, ..self }
@@ -239,28 +239,28 @@ pub(crate) struct Weight {
     pub(crate) part: TensorPart,
 }
 
-/// The part of a tensor that is a weight. A tensor is rows of all its outer dimensions.
+/// The part of a tensor that is a weight. The tensor's outer dimensions are all treated as rows.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct TensorPart {
-    /// The first row of the matrix in the tensor.
+    /// The matrix's first row in the tensor.
     pub(crate) base: usize,
     /// Rows and columns of the matrix.
     pub(crate) matrix: [usize; 2],
-    /// True if rows are counted in the transposed matrix.
+    /// True if rows are counted after transposing the matrix.
     pub(crate) transposed: bool,
-    /// The first taken row, the number of rows that lie together, the distance from the first of
-    /// these to the next ones, and the number of all.
+    /// The first row, the number of consecutive rows, the distance between such blocks, and the
+    /// total number of rows.
     pub(crate) first: usize,
     pub(crate) width: usize,
     pub(crate) step: usize,
     pub(crate) rows: usize,
-    /// The number of heads in which the rows of two halves alternate; `None`: in none.
+    /// The number of heads in which the rows of two halves are interleaved; `None`: none.
     pub(crate) pairs: Option<usize>,
     /// As in [`Take`]: the weight is rows of several tensors.
     pub(crate) joined: Option<(usize, usize)>,
     pub(crate) times: f32,
     pub(crate) plus: f32,
-    /// True if the weight is the logarithm of what comes of both.
+    /// True if the weight is the logarithm of the result.
     pub(crate) log: bool,
 }
 
@@ -285,12 +285,12 @@ impl TensorPart {
         }
     }
 
-    /// The row of the matrix that is a row of the weight.
+    /// The row of the matrix that becomes this row of the weight.
     pub(crate) fn row(&self, row: usize) -> usize {
         self.first + row / self.width * self.step + row % self.width
     }
 
-    /// The number of rows that lie together, from any of the weight's blocks on.
+    /// The number of consecutive rows, from any of the weight's blocks on.
     pub(crate) fn run(&self) -> usize {
         if self.step == self.width { self.rows } else { self.width }
     }
@@ -300,12 +300,12 @@ impl TensorPart {
         self.matrix[usize::from(!self.transposed)]
     }
 
-    /// True if the weight is all of a tensor of this shape, with the numbers that it has there.
+    /// True if the weight is a whole tensor of this shape, with unchanged numbers.
     pub(crate) fn is_whole(&self, shape: &[usize]) -> bool {
         *self == Self::whole(shape)
     }
 
-    /// True if the weight is rows of the tensor, with the numbers that it has there.
+    /// True if the weight is rows of the tensor, with unchanged numbers.
     pub(crate) fn is_rows(&self) -> bool {
         !self.transposed && self.times == 1.0 && self.plus == 0.0 && !self.log
     }
@@ -376,7 +376,7 @@ fn weights_by_rules(
     Ok(is_renamed.then(whole))
 }
 
-/// The parts of a name that a pattern leaves open.
+/// The parts of a name that matched a pattern's placeholders.
 struct Fit {
     layer: Option<usize>,
     expert: Option<usize>,
@@ -385,7 +385,7 @@ struct Fit {
 }
 
 impl Fit {
-    /// The name of a weight, of an expert of this number.
+    /// The name of a weight, for an expert with this number.
     fn name(&self, weight: &str, expert: usize) -> String {
         let part = |part: &str| match part {
             "#" => self.layer.unwrap_or_default().to_string(),
@@ -541,7 +541,7 @@ impl Take {
         match *stored {
             // Its elements are rows.
             [elements] if chooses || self.stack => part.matrix = [elements, 1],
-            // The middle one is of convolutions whose channels do not mix.
+            // The middle one is for convolutions that do not mix channels.
             [_, _] | [_, 1, _] => {}
             _ if chooses => return unfit("and a matrix is wanted"),
             _ => return Ok(part),

@@ -11,7 +11,7 @@ use super::shape::{Attention, Shape};
 use crate::error::ModelError;
 use crate::gguf::GgufFiles;
 
-/// Elements of a head of a config that does not say it.
+/// The head size, if the config does not give it.
 const HEAD_DIM: u64 = 128;
 
 pub(super) const FAMILY: Family = Family {
@@ -26,7 +26,7 @@ pub(super) const FAMILY: Family = Family {
         architecture: "seed_oss",
         fits: |_| Ok(true),
         keys,
-        // In Gemma's files this is a norm behind the attention.
+        // In Gemma's files this is a norm after the attention.
         rules: &[Rule::renamed(
             "blk.#.post_attention_norm.*",
             "model.layers.#.post_attention_layernorm.*",

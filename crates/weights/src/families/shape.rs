@@ -1,4 +1,4 @@
-//! A decoder as a list of layers, and the distinct parts that they name.
+//! A decoder as a list of layers, which refer to its distinct parts.
 
 use std::collections::BTreeMap;
 
@@ -12,10 +12,10 @@ use super::recurrence::Recurrence;
 use crate::quantised::Quantisation;
 use crate::vision::VisionTower;
 
-/// The data from which a decoder is built. Sizes are numbers of elements, and positions are tokens.
+/// The data from which a decoder is built. Sizes count elements, and positions are tokens.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Shape {
-    /// The family, whose rules give a file's tensors their names.
+    /// The family, whose rules map a file's tensors to weights.
     #[serde(with = "super::by_name")]
     pub family: &'static Family,
     /// The number of tokens in the vocabulary.
@@ -30,7 +30,7 @@ pub struct Shape {
     pub embedding_norm: bool,
     /// Factors of states and logits.
     pub scales: Scales,
-    /// Factors of layers' weights that files have without them, by the ends of their names, such as
+    /// Factors on layers' weights that files do not include, by name suffix, such as
     /// `self_attn.k_proj.weight`.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub factors: BTreeMap<String, f64>,
@@ -42,23 +42,23 @@ pub struct Shape {
     pub feeds: Vec<FeedShape>,
     /// The computed layers. A checkpoint may have more.
     pub layers: Vec<LayerShape>,
-    /// Inputs that each layer has of each token; `None`: there are none.
+    /// Per-layer inputs for each token; `None`: there are none.
     pub layer_inputs: Option<LayerInputs>,
-    /// The tower that makes rows of images for the prompt; `None`: the model takes no images.
+    /// The tower that encodes images for the prompt; `None`: the model takes no images.
     pub tower: Option<VisionTower>,
-    /// The storage of the checkpoint's matrices; `None`: they are not quantised.
+    /// How the checkpoint stores quantised matrices; `None`: they are not quantised.
     pub quantised: Option<Quantisation>,
     /// The largest number of positions that the model was trained for.
     pub max_positions: u64,
     /// True if the head is the embedding.
     pub tied: bool,
-    /// True if the head is not used, because the model pools. Configs do not say it.
+    /// True if the head is not used because the model pools. Configs do not state it.
     pub headless: bool,
     /// Tokens that end a generation.
     pub eos_token_ids: Vec<i32>,
 }
 
-/// One layer, by the numbers of its parts in [`Shape`].
+/// One layer, as indices of its parts in [`Shape`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LayerShape {
     /// The part that mixes positions.
@@ -75,8 +75,8 @@ pub struct LayerShape {
     pub scaled: bool,
 }
 
-/// Inputs of each layer beside the residual stream: rows of a token's own and a product with its
-/// embedding (Gemma 3n, 2025).
+/// Per-layer inputs beside the residual stream: rows from a token's own table, and a product with
+/// its embedding (Gemma 3n, 2025).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LayerInputs {
     /// The number of tokens that have rows.
@@ -91,7 +91,7 @@ pub struct LayerInputs {
 pub enum Norm {
     /// Divides by the root of the mean square.
     Rms,
-    /// The same with weights that are distances from 1. They need 32 bits once the 1 is added.
+    /// The same with weights that are distances from 1. After adding the 1 they need 32 bits.
     RmsBesideOne,
     /// Subtracts the mean first (layer norm).
     Mean,
@@ -109,22 +109,22 @@ pub enum NormPlacement {
     After,
     /// On both sides of each part.
     Around,
-    /// One in front of both parts, which read the same states.
+    /// One norm before both parts, which read the same states.
     Parallel,
 }
 
-/// Factors of states and logits; 1: there is none.
+/// Factors on states and logits; 1: none.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Scales {
     /// The factor of embeddings.
     pub embeddings: f64,
-    /// The factor of inputs that a caller gives in place of embeddings.
+    /// The factor on inputs that replace token embeddings.
     pub inputs: f64,
-    /// The factor of a part's output before it is added.
+    /// The factor on a part's output before it is added.
     pub residuals: f64,
     /// The factor of logits.
     pub logits: f64,
-    /// The bound that logits approach (soft cap); `None`: there is none.
+    /// The soft cap on logits; `None`: there is none.
     pub logit_cap: Option<f64>,
 }
 
@@ -137,25 +137,25 @@ impl Scales {
 /// A rotary embedding (Su et al. 2021).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Rope {
-    /// The number of first elements of a head that are rotated.
+    /// The number of leading elements of a head that are rotated.
     pub dim: usize,
     /// The base.
     pub theta: f64,
-    /// The scaling with the names of transformers 4, `rope_type` among them; `None`: there is none.
+    /// The scaling with transformers 4's names, including `rope_type`; `None`: there is none.
     pub scaling: Option<Map<String, Value>>,
-    /// True if neighbours `(2i, 2i + 1)` are rotated, and not `(i, i + dim / 2)`.
+    /// True if neighbours `(2i, 2i + 1)` are rotated, rather than `(i, i + dim / 2)`.
     pub interleaved: bool,
-    /// The shares of a position's three numbers; `None`: a position is one number.
+    /// How a position's three numbers share the frequencies; `None`: a position is one number.
     pub sections: Option<RotarySections>,
 }
 
-/// The shares of a position's three numbers in the rotary frequencies (M-RoPE, Qwen2-VL, 2024).
+/// How a position's three numbers share the rotary frequencies (M-RoPE, Qwen2-VL, 2024).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RotarySections {
     /// The frequencies of time, row and column.
     pub counts: [usize; 3],
     /// True if rows and columns take every third of the first frequencies, and time the rest;
-    /// otherwise they follow one another.
+    /// otherwise the shares are consecutive.
     pub interleaved: bool,
 }
 
@@ -169,13 +169,13 @@ pub enum Mixer {
     Latent(Latent),
     /// A state of fixed size for each request.
     Recurrence(Recurrence),
-    /// Attention and a state that read the same states of the layer, and whose outputs are added.
+    /// Attention and a recurrent state side by side, whose outputs are added.
     Beside(Beside),
-    /// There is none: the layer is a feed-forward part.
+    /// None: the layer is a feed-forward part.
     None,
 }
 
-/// Attention and a state of fixed size beside each other.
+/// Attention and a recurrent state side by side.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Beside {
     /// The attention.
@@ -185,7 +185,7 @@ pub struct Beside {
 }
 
 impl Mixer {
-    /// The heads of keys and values; `None`: it has none.
+    /// The attention; `None`: it has none.
     #[must_use]
     pub const fn attention(&self) -> Option<&Attention> {
         match self {
@@ -217,21 +217,22 @@ pub struct Attention {
     pub head_dim: usize,
     /// Elements of a value head.
     pub value_dim: usize,
-    /// The factor of scores; `None`: `head_dim` to the power of -1/2.
+    /// The factor on scores; `None`: `head_dim` to the power of -1/2.
     pub scale: Option<f64>,
-    /// The number of positions that a position sees, itself included; `None`: all.
+    /// The number of positions that a query attends to, its own included; `None`: all.
     pub window: Option<u64>,
-    /// The number of positions of a chunk, within which positions see each other; `None`: all.
+    /// The chunk length, within which positions attend to each other; `None`: no chunks.
     pub chunk: Option<u64>,
-    /// True if each head has a learned score that takes weight and gives nothing (a sink).
+    /// True if each head has a learned score that takes part in the softmax but adds no value (a
+    /// sink).
     pub sinks: bool,
-    /// The bound that scores approach (soft cap); `None`: there is none.
+    /// The soft cap on scores; `None`: there is none.
     pub cap: Option<f64>,
-    /// The norms of queries and keys before they are rotated.
+    /// The norms of queries and keys before the rotation.
     pub qk_norm: QkNorm,
     /// True if each head of values is normalised, without weights.
     pub value_norm: bool,
-    /// True if values are the product that keys are made of.
+    /// True if values are the same product as keys.
     pub keys_are_values: bool,
     /// True if the output is multiplied by the sigmoid of a gate.
     pub gate: bool,
@@ -239,14 +240,14 @@ pub struct Attention {
     pub qkv_bias: bool,
     /// True if the output has a bias.
     pub output_bias: bool,
-    /// The factor of queries that grows with their position; `None`: there is none.
+    /// The factor on queries that grows with position; `None`: there is none.
     pub query_scale: Option<QueryScale>,
-    /// True if a position sees those behind it too. A window then reaches as far on both sides.
+    /// True if attention is bidirectional. A window then has the same length on both sides.
     pub both_ways: bool,
 }
 
-/// A factor of queries that grows with their position:
-/// `1 + beta ln(1 + floor((first + position) / every))` (Llama 4, 2025).
+/// A factor on queries that grows with position: `1 + beta ln(1 + floor((first + position) /
+/// every))` (Llama 4, 2025).
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct QueryScale {
     /// The growth.
@@ -299,13 +300,13 @@ pub struct DenseFeed {
     pub intermediate_size: usize,
     /// The function between the products.
     pub activation: Activation,
-    /// True if a second product is multiplied with the function's result.
+    /// True if the activation's result is multiplied by a second product.
     pub gated: bool,
     /// True if the products have biases.
     pub bias: bool,
 }
 
-/// The function between the products of a feed-forward part.
+/// The activation of a feed-forward part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Activation {
@@ -317,7 +318,7 @@ pub enum Activation {
     GeluTanh,
     /// The square of the positive part.
     SquaredRelu,
-    /// `gate * sigmoid(1.702 * gate) * (up + 1)` of numbers that are clamped at 7 (gpt-oss).
+    /// `gate * sigmoid(1.702 * gate) * (up + 1)`, with inputs clamped at 7 (gpt-oss).
     ClampedSwiglu,
 }
 
@@ -361,7 +362,7 @@ impl Shape {
         &self.feeds[usize::from(self.layers[layer].feed)]
     }
 
-    /// The experts of a layer; `None`: it has none, or is no computed layer.
+    /// The experts of a layer; `None`: it has none, or is not a computed layer.
     #[must_use]
     pub fn experts(&self, layer: usize) -> Option<&Experts> {
         match self.feeds.get(usize::from(self.layers.get(layer)?.feed))? {
@@ -370,21 +371,20 @@ impl Shape {
         }
     }
 
-    /// True if positions see those behind them. Such a model keeps nothing of a prompt, and only
-    /// pools.
+    /// True if attention is bidirectional. Such a model has no KV cache, and only pools.
     #[must_use]
     pub fn both_ways(&self) -> bool {
         self.mixers.iter().filter_map(Mixer::attention).any(|it| it.both_ways)
     }
 
-    /// True if a checkpoint's layer may belong to the computed ones. Behind them checkpoints with
-    /// experts have layers that only predict further tokens (MTP).
+    /// True if a checkpoint's layer may belong to the computed ones. After them, checkpoints with
+    /// experts may have layers that only predict further tokens (MTP).
     pub(crate) fn has_place_for(&self, layer: usize) -> bool {
         let experts = |feed: &FeedShape| matches!(feed, FeedShape::Experts(_));
         layer < self.layers.len() || !self.feeds.iter().any(experts)
     }
 
-    /// True if a head in the checkpoint is one too many.
+    /// True if the checkpoint's head is superfluous.
     pub(crate) fn has_spare_head(&self) -> bool {
         self.tied || self.headless
     }

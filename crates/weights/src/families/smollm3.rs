@@ -11,7 +11,8 @@ use super::shape::{Attention, Mixer, Shape};
 use crate::error::ModelError;
 use crate::sizes::{MOST, truthy};
 
-/// Layers of a group, of which the last is not rotated, of a config that does not list them.
+/// The length of a group of layers, the last of which has no rotary embedding, if the config does
+/// not list them.
 const INTERVAL: u64 = 4;
 
 pub(super) const FAMILY: Family = Family {
@@ -44,7 +45,7 @@ fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
             listed.len()
         )));
     }
-    // The list has a 1 for a layer that is rotated.
+    // The list has a 1 for a layer with a rotary embedding.
     let is_rotated = |layer: usize| match listed {
         Some(listed) => truthy(listed.get(layer)),
         None => !(layer as u64 + 1).is_multiple_of(interval),

@@ -1,4 +1,4 @@
-//! Decoders inside repositories that also have a tower, without the tower.
+//! Decoders in repositories that also have a tower, served without it.
 
 use serde_json::{Map, Value, json};
 
@@ -6,8 +6,8 @@ use super::config::Config;
 use super::mistral4;
 use super::rules::Rule;
 
-/// Rules of repositories whose tower is not read: the decoder's prefixes go, and the tower's
-/// tensors are no weights.
+/// Rules for repositories whose tower is not read: the decoder's prefixes are removed, and the
+/// tower's tensors are ignored.
 pub(super) const RULES: &[Rule] = &[
     Rule::spare("vision_tower.**"),
     Rule::spare("model.vision_tower.**"),
@@ -23,8 +23,8 @@ pub(super) const RULES: &[Rule] = &[
     mistral4::STACKS[2],
 ];
 
-/// The decoder's own config, with what the whole says for it: the form of matrices, and if the head
-/// is tied. An older config does not nest it.
+/// The decoder's nested config, with values from the outer one: the format of matrices, and whether
+/// the head is tied. An older config is not nested.
 pub(super) fn text_config(config: &Config<'_>) -> Map<String, Value> {
     let text = config.get("text_config").and_then(Value::as_object).cloned().unwrap_or_default();
     let mut flat: Map<String, Value> = config.values.clone();

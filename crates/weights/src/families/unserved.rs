@@ -1,12 +1,12 @@
-//! The parts and architectures that no hand computes. A part leaves this list when the first hand
-//! has it; the other hand then names it among what it lacks.
+//! The parts and architectures that no hand supports. A part is removed when the first hand
+//! supports it; the other hand then lists it as missing.
 
 use super::Family;
 use super::shape::{Activation, Attention, Beside, FeedShape, Mixer, Norm, NormPlacement, Shape};
 use crate::error::ModelError;
 
-/// Known architectures that no hand serves: the names in a `config.json` and in GGUF files, and
-/// their missing parts.
+/// Known architectures that no hand supports: their names in `config.json` and GGUF files, and what
+/// is missing.
 pub const NOT_SERVED: [(&str, &str, &str); 3] = [
     ("Qwen2VLForConditionalGeneration", "qwen2vl", "another vision tower"),
     (
@@ -51,10 +51,10 @@ fn titles(which: fn(&Family) -> bool) -> String {
 }
 
 impl Shape {
-    /// Checks that there is a hand with each of the model's parts.
+    /// Checks that some hand supports each of the model's parts.
     ///
     /// # Errors
-    /// [`ModelError::Unserved`], with the first part that no hand has.
+    /// [`ModelError::Unserved`], with the first part that none supports.
     pub fn check_served(&self) -> Result<(), ModelError> {
         match self.part_without_hand() {
             None => Ok(()),

@@ -1,5 +1,5 @@
-//! The numbers in blocks of GGUF's types, computed one by one as the `gguf` package does. Blocks of
-//! types without kernels become blocks of types with kernels.
+//! Decodes the blocks of GGUF's types one number at a time, like the `gguf` package. Blocks of
+//! types without kernels are converted to types with kernels.
 
 use half::{bf16, f16};
 
@@ -27,7 +27,7 @@ pub enum BlockKind {
     Iq4Nl,
 }
 
-/// GGUF's types, and the types of the products with their matrices.
+/// GGUF types, and the types in which products with their matrices are computed.
 const COMPUTED: [(&str, BlockKind); 22] = [
     ("Q8_0", BlockKind::Q8_0),
     ("Q4_0", BlockKind::Q4_0),
@@ -78,13 +78,14 @@ impl BlockKind {
     }
 }
 
-/// The type of the products with a matrix of GGUF's type `name`; `None`: no kernel has one.
+/// The type in which products with a matrix of GGUF type `name` are computed; `None`: no kernel
+/// supports it.
 #[must_use]
 pub fn computed_as(name: &str) -> Option<BlockKind> {
     COMPUTED.iter().find_map(|&(stored, kind)| (stored == name).then_some(kind))
 }
 
-/// The names of the types that kernels compute with, of blocks or of others made of them.
+/// The names of the types that kernels compute with, directly or after conversion.
 #[must_use]
 pub fn computed_names() -> String {
     COMPUTED.map(|(name, _)| name).join(", ")
@@ -94,7 +95,7 @@ pub(super) fn half(bytes: &[u8], at: usize) -> f32 {
     f16::from_le_bytes([bytes[at], bytes[at + 1]]).to_f32()
 }
 
-/// The eight scales and least values of a super-block.
+/// The eight scales and minimums of a super-block.
 fn scales(bytes: &[u8]) -> ([u8; 8], [u8; 8]) {
     let (mut scale, mut least) = ([0; 8], [0; 8]);
     for index in 0..4 {
@@ -190,18 +191,18 @@ pub(crate) fn dequantise(kind: TensorType, bytes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// Rounds to the nearest, halves away from zero, as the reference does.
+/// Rounds to the nearest, halves away from zero, like the reference.
 fn round(value: f32) -> f32 {
     let whole = value.abs().floor();
     let rounded = whole + (2.0 * (value.abs() - whole)).floor();
     if value < 0.0 { -rounded } else { rounded }
 }
 
-/// Whole blocks of `kind` as blocks of type `to`, appended to `out`; false where there is no way.
+/// Whole blocks of `kind` as blocks of type `to`, appended to `out`; false: there is no conversion.
 ///
-/// Of the same type, the bytes as they are. `Q4_K` as `Q4_1` and `IQ4_XS` as `IQ4_NL` keep their
-/// codes, and their scales are rounded to half precision. `Q4_0`, `Q5_0` and `IQ4_NL` as `Q8_0` are
-/// exact. Any other type as `Q8_0` is rounded to the nearest of 255 steps, and so are numbers.
+/// Blocks of the same type are copied. From `Q4_K` to `Q4_1` and from `IQ4_XS` to `IQ4_NL` codes
+/// are kept, and scales are rounded to half precision. From `Q4_0`, `Q5_0` and `IQ4_NL` to `Q8_0`
+/// the conversion is exact. Other types, and plain numbers, are rounded to 255 steps in `Q8_0`.
 pub(crate) fn as_blocks(kind: TensorType, to: BlockKind, bytes: &[u8], out: &mut Vec<u8>) -> bool {
     if kind.name() == to.name() {
         out.extend_from_slice(bytes);
@@ -229,7 +230,7 @@ pub(crate) fn as_blocks(kind: TensorType, to: BlockKind, bytes: &[u8], out: &mut
         }
         return true;
     }
-    // These have signed codes and one scale for as many positions, in fewer bits.
+    // These have signed codes and one scale for the same number of positions, in fewer bits.
     let keeps_scale = matches!(kind, TensorType::Q4_0 | TensorType::Q5_0 | TensorType::Iq4Nl);
     let mut values = [0.0; SUPER];
     for bytes in bytes.chunks_exact(size) {
@@ -264,7 +265,7 @@ fn q4_k_as_q4_1(bytes: &[u8], out: &mut Vec<u8>) {
         for factor in factors {
             out.extend_from_slice(&f16::from_f32(factor).to_le_bytes());
         }
-        // Bytes hold codes of two sub-blocks there, and of the two halves of one block here.
+        // There, bytes hold codes of two sub-blocks; here, of the two halves of one block.
         let code = |index: usize| codes[part / 2 * SHARED + index] >> (part % 2 * 4) & 15;
         out.extend((0..SHARED / 2).map(|index| code(index) | code(index + SHARED / 2) << 4));
     }

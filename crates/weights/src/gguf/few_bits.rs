@@ -1,5 +1,5 @@
-//! The numbers in blocks of GGUF's types of few bits. Some have 2 or 3 bits with scales, or three
-//! values. Others number the points of a grid, or floats.
+//! Decodes the blocks of GGUF's types with few bits. Some have 2 or 3 bits with scales, or three
+//! values. Others are indices into a grid, or floats.
 
 use half::f16;
 
@@ -13,7 +13,7 @@ const Q3_SCALES: usize = 12;
 const OF_2_BITS: [f32; 3] = [8.0, 25.0, 43.0];
 /// The magnitudes in the grid of `IQ3_XXS`.
 const OF_3_BITS: [f32; 8] = [4.0, 12.0, 20.0, 28.0, 36.0, 44.0, 52.0, 62.0];
-/// The distance of all numbers of the types of 1 bit from their grid.
+/// The offset of all numbers of the 1-bit types from their grid.
 const DELTA: f32 = 0.125;
 /// The numbers of `IQ4_NL` and `IQ4_XS`.
 const UNEVEN: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
@@ -33,7 +33,7 @@ fn nibble(bytes: &[u8], index: usize) -> u8 {
     bytes[index / 2] >> (index % 2 * 4) & 15
 }
 
-/// Seven signs, and the eighth that makes their number even.
+/// Seven signs, and an eighth that makes the number of negative ones even.
 fn signs(code: u32) -> u8 {
     let seven = (code & 127) as u8;
     seven | ((seven.count_ones() % 2) as u8) << 7
@@ -43,17 +43,17 @@ fn signed(value: f32, signs: u8, index: usize) -> f32 {
     if signs >> index & 1 == 0 { value } else { -value }
 }
 
-/// One of eight numbers of a point whose coordinates have two bits.
+/// One of the eight coordinates of a point with two bits each.
 fn of_eight(point: u16, index: usize) -> usize {
     usize::from(point >> (2 * index) & 3)
 }
 
-/// One of four numbers of a point whose coordinates have three bits.
+/// One of the four coordinates of a point with three bits each.
 fn of_four(point: u16, index: usize) -> usize {
     usize::from(point >> (4 * index) & 7)
 }
 
-/// Half of the power of 2 of an exponent.
+/// Half of a power of 2, given by its exponent.
 fn half_of_power(exponent: u8) -> f32 {
     f32::from_bits(match exponent {
         0 | 1 => 0x0020_0000 << exponent,
@@ -71,7 +71,7 @@ fn half_of_float(bits: u8) -> f32 {
     }
 }
 
-/// The numbers of one block of a type that `blocks` does not have.
+/// Decodes one block of a type that `blocks` does not handle.
 pub(super) fn block(kind: TensorType, bytes: &[u8], out: &mut [f32]) {
     match kind {
         TensorType::Q2K => q2_k(bytes, out),
@@ -114,7 +114,7 @@ pub(super) fn block(kind: TensorType, bytes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// The 2 bits of a position, as `Q2_K`, `Q3_K` and `TQ2_0` keep them.
+/// The 2-bit code of a position, as stored by `Q2_K`, `Q3_K` and `TQ2_0`.
 fn two_bits(bytes: &[u8], at: usize) -> u8 {
     bytes[at / 128 * 32 + at % 32] >> (at % 128 / 32 * 2) & 3
 }
@@ -159,7 +159,7 @@ fn uneven(d: f32, codes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// The same codes, with scales that are rounded to half precision.
+/// Keeps the codes, with scales rounded to half precision.
 pub(super) fn iq4_xs_as_iq4_nl(bytes: &[u8], out: &mut Vec<u8>) {
     for part in 0..SUPER / 32 {
         out.extend_from_slice(&f16::from_f32(iq4_xs_scale(bytes, part)).to_le_bytes());
@@ -240,7 +240,7 @@ fn iq3_s(bytes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// Eight numbers beside those of a point, whose coordinates are -1, 0 and 1.
+/// Eight numbers offset from a point whose coordinates are -1, 0 and 1.
 fn beside(point: u16, d: f32, delta: f32, out: &mut [f32]) {
     for (index, out) in out.iter_mut().enumerate() {
         *out = d * (of_eight(point, index) as f32 - 1.0 + delta);
@@ -262,7 +262,7 @@ fn iq1_s(bytes: &[u8], out: &mut [f32]) {
 fn iq1_m(bytes: &[u8], out: &mut [f32]) {
     let (codes, rest) = bytes.split_at(SUPER / 8);
     let (high, scales) = rest.split_at(SUPER / 16);
-    // The scale of all is in the upper bits of the scales.
+    // The common scale is in the upper bits of the scales.
     let bits = (0..4).fold(0, |bits, at| bits | (word(scales, at) & 0xf000) >> (12 - 4 * at));
     let d = f16::from_bits(bits).to_f32();
     for (eight, out) in out.chunks_exact_mut(8).enumerate() {
@@ -274,7 +274,7 @@ fn iq1_m(bytes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// Five numbers of three values are the digits of a byte, which is a fraction of 256.
+/// Five three-valued numbers are the digits of a byte, read as a fraction of 256.
 fn tq1_0(bytes: &[u8], out: &mut [f32]) {
     const POWERS: [u8; 5] = [1, 3, 9, 27, 81];
     let d = half(bytes, 52);

@@ -1,4 +1,4 @@
-//! The header of a GGUF file. Opening reads the header alone, and bounds all its numbers.
+//! The header of a GGUF file. Opening reads only the header, and bounds all its numbers.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -11,13 +11,13 @@ use super::types::TensorType;
 use crate::error::ModelError;
 
 const MOST_DIMENSIONS: u32 = 4;
-/// Far beyond every known file: vocabularies have some hundred thousand tokens, templates some
-/// hundred KiB.
+/// A limit far beyond every known file: vocabularies have some hundred thousand tokens, templates
+/// some hundred KiB.
 const MOST_HEADER: u64 = 256 << 20;
 const MOST_ENTRIES: u64 = 1 << 25;
 const MOST_DEPTH: u32 = 4;
 const MOST_ALIGNMENT: u64 = 1 << 20;
-/// The fewest bytes of a field and of a tensor's header.
+/// The smallest size of a field, and of a tensor's header.
 const LEAST_FIELD: u64 = 8 + 4 + 1;
 const LEAST_TENSOR: u64 = 8 + 4 + 4 + 8;
 
@@ -58,7 +58,7 @@ impl GgufValue {
         if let Self::List(items) = self { Some(items) } else { None }
     }
 
-    /// True for a value that Python takes for true.
+    /// True for a value that is true in Python.
     pub(crate) fn truthy(&self) -> bool {
         match self {
             Self::Whole(number) => *number != 0,
@@ -75,9 +75,9 @@ impl GgufValue {
 pub(crate) struct GgufTensor {
     pub(crate) name: String,
     pub(crate) kind: TensorType,
-    /// The shape in elements, the outermost dimension first (GGUF writes it the other way round).
+    /// The shape in elements, the outermost dimension first (GGUF stores the reverse order).
     pub(crate) shape: Vec<usize>,
-    /// Bytes of each row. Rows of all outer dimensions lie one behind the other.
+    /// Bytes of each row. Rows of all outer dimensions are consecutive.
     pub(crate) row_bytes: usize,
     pub(crate) path: PathBuf,
     file: Arc<File>,
@@ -85,7 +85,7 @@ pub(crate) struct GgufTensor {
 }
 
 impl GgufTensor {
-    /// The bytes from an element on that is the first of a block, as many as `to` has room for.
+    /// Reads bytes from an element on, which has to be the first of a block, until `to` is full.
     pub(crate) fn read(&self, first: usize, to: &mut [u8]) -> Result<(), ModelError> {
         let (elements, bytes) = self.kind.block();
         let at = self.offset + (first / elements * bytes) as u64;
@@ -94,7 +94,7 @@ impl GgufTensor {
     }
 }
 
-/// A model in one file, or in its parts.
+/// A model in one file, or in several parts.
 #[derive(Debug)]
 pub(crate) struct GgufFiles {
     pub(crate) metadata: HashMap<String, GgufValue>,
@@ -140,13 +140,13 @@ impl GgufFiles {
         self.by_name.get(name).map(|&at| &self.tensors[at])
     }
 
-    /// `llama`, `qwen2`, ...: also the prefix of the metadata that belongs to it.
+    /// The architecture, such as `llama` or `qwen2`; also the prefix of its metadata.
     pub(crate) fn architecture(&self) -> &str {
         self.metadata.get("general.architecture").and_then(GgufValue::as_text).unwrap_or_default()
     }
 
-    /// A value from the architecture's own metadata. Some writers state a value for each layer: if
-    /// all are equal, it is this one.
+    /// A value from the architecture's own metadata. Some files have a value for each layer: if all
+    /// are equal, this is it.
     pub(crate) fn get(&self, key: &str) -> Option<&GgufValue> {
         let value = self.metadata.get(&format!("{}.{key}", self.architecture()))?;
         match value {
@@ -183,7 +183,7 @@ fn open(path: &Path) -> Result<Opened, ModelError> {
     })
 }
 
-/// The reason for which a header can't be read.
+/// Why a header can't be read.
 enum Fault {
     Model(ModelError),
     Damage(String),
@@ -326,8 +326,7 @@ impl<R: Read> Header<R> {
         let mut bytes = vec![0; length as usize];
         self.input.read_exact(&mut bytes)?;
         self.at += length;
-        // Vocabularies hold what their makers put there: a token that isn't UTF-8 must not keep a
-        // model from loading.
+        // Vocabularies may contain anything: a token that isn't UTF-8 must not prevent loading.
         Ok(String::from_utf8(bytes)
             .unwrap_or_else(|error| String::from_utf8_lossy(error.as_bytes()).into_owned()))
     }
@@ -371,7 +370,7 @@ impl<R: Read> Header<R> {
         })
     }
 
-    /// Checks that the file can have `count` things of at least `least` bytes here.
+    /// Checks that the rest of the file has room for `count` items of at least `least` bytes.
     fn claim(&mut self, count: u64, least: u64) -> Result<(), Fault> {
         self.entries = self.entries.saturating_add(count);
         if self.entries > MOST_ENTRIES {
@@ -399,7 +398,7 @@ pub(crate) mod tests {
 
     use super::*;
 
-    /// A file with these fields and tensors, which are of the type F32.
+    /// A file with these fields and tensors of type F32.
     pub(crate) fn gguf(fields: &[(&str, GgufValue)], tensors: &[(&str, &[u64])]) -> Vec<u8> {
         fn text(out: &mut Vec<u8>, text: &str) {
             out.extend((text.len() as u64).to_le_bytes());
@@ -520,7 +519,7 @@ pub(crate) mod tests {
                 bytes[at] = value;
             }
             bytes.truncate(cut.min(bytes.len()));
-            // Whatever it is: no panic, and what is opened can be read.
+            // Whatever the input, nothing panics, and what could be opened can be read.
             if let Err(error) = read_all(&bytes) {
                 prop_assert!(!error.to_string().contains("can't be read"), "{}", error);
             }

@@ -1,8 +1,8 @@
-//! The grids of GGUF's types of 1 to 3 bits: numbers of the format, as llama.cpp and the `gguf`
-//! package have them. A point is 16 bits: eight coordinates of 2 bits, or four of 4 bits, of which
-//! the first is the lowest.
+//! The grids of GGUF's types of 1 to 3 bits: constants of the format, as in llama.cpp and the
+//! `gguf` package. A point has 16 bits: eight coordinates of 2 bits, or four of 4 bits, the first
+//! one lowest.
 
-/// The points of hexadecimal digits, the lower byte of each first.
+/// Decodes points from hexadecimal digits, the lower byte of each first.
 const fn points<const N: usize>(hex: &str) -> [u16; N] {
     const fn digit(byte: u8) -> u16 {
         (if byte > b'9' { byte - b'a' + 10 } else { byte - b'0' }) as u16

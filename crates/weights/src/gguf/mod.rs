@@ -1,5 +1,5 @@
-//! GGUF: metadata, the place of each tensor, and the model's `tokenizer.json`, which is made of
-//! them.
+//! GGUF: metadata, where each tensor is, and the model's `tokenizer.json`, which is rebuilt from
+//! metadata.
 //!
 //! The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 

@@ -1,20 +1,21 @@
-//! The cutting of text before byte-pair merges, for each `tokenizer.ggml.pre` of the families that
-//! are read here.
+//! How text is split before byte-pair merges, for each `tokenizer.ggml.pre` of the supported
+//! families.
 //!
-//! GGUF holds a name where `tokenizer.json` holds a pipeline. Here is the pipeline of the original
-//! tokenizer behind each name, in the form of `tokenizer.json`.
+//! GGUF has a name where `tokenizer.json` has a pipeline. This module has the original pipeline for
+//! each name, in the form of `tokenizer.json`.
 
 use serde_json::{Value, json};
 
 use crate::error::ModelError;
 
-/// The steps of a byte-level tokenizer around its merges; JSON in the form of `tokenizer.json`.
+/// The steps of a byte-level tokenizer around its merges, as JSON in the form of `tokenizer.json`.
 pub(super) struct Pipeline {
     pub(super) pre_tokenizer: Value,
     pub(super) normalizer: Value,
-    /// A whole word that is a token is that token, whether the merges lead there or not.
+    /// True if a whole word in the vocabulary is always that token, whether the merges lead there
+    /// or not.
     pub(super) ignore_merges: bool,
-    /// True if the beginning of sequence is added where the file doesn't say.
+    /// The default for adding the beginning-of-sequence token, if the file doesn't say.
     pub(super) add_bos: bool,
 }
 
@@ -34,7 +35,7 @@ const BAILING: &str = concat!(
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*",
     r"|\s*[\r\n]|\s+(?!\S)|\s+",
 );
-/// Qwen3.5's: marks that combine with letters belong to words.
+/// Qwen3.5's pattern: combining marks belong to words.
 const QWEN35: &str = concat!(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}",
     r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -45,10 +46,10 @@ const V3_WORDS: &str = concat!(
     r##"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"##,
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 );
-/// The letters that DeepSeek LLM takes for words: those of alphabets with two cases.
+/// The letters that DeepSeek LLM treats as words: those of alphabets with two cases.
 ///
-/// Six are escaped, because editors that normalise text replace them by their equivalents, which
-/// lie elsewhere.
+/// Six are escaped, because editors that normalise text would replace them by equivalent
+/// characters.
 const DEEPSEEK_LETTERS: &str = concat!(
     "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕ",
     "ἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u{1f7d}ᾀ-ᾴᾶ-ᾼ\u{1fbe}ῂ-ῄῆ-ῌῐ-\u{1fd3}ῖ-\u{1fdb}ῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ",
@@ -84,7 +85,7 @@ fn gpt4_like(numbers: &str) -> String {
     format!("{before}{numbers}{after}")
 }
 
-/// The pattern of GPT-4o: words apart by case, each with the end of a contraction.
+/// GPT-4o's pattern: words are split by case, and include contraction suffixes.
 fn o200k() -> String {
     let upper = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]";
     let lower = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]";
@@ -95,7 +96,7 @@ fn o200k() -> String {
     format!("{words}|{rest}")
 }
 
-/// The pattern of Kimi K2: words apart by case, and Han characters apart from both.
+/// Kimi K2's pattern: words are split by case, and Han characters are separate from both.
 fn kimi() -> String {
     let upper = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]";
     let lower = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]";
@@ -121,8 +122,7 @@ pub(super) fn pipeline(name: &str) -> Result<Pipeline, ModelError> {
     let three = gpt4_like(r"\p{N}{1,3}");
     let one = gpt4_like(r"\p{N}");
     Ok(match name {
-        // No name at all is the same as "default": llama.cpp's guess for files older than the
-        // names.
+        // No name means "default", llama.cpp's assumption for files older than the names.
         "default" => plain(splits(&[r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"])),
         "gpt-2" | "mpt" | "olmo" | "phi-2" | "a.x-4.0" | "exaone4" | "gigachat"
         | "granite-docling" | "jais" | "mellum" | "trillion" => plain(byte_level(true)),

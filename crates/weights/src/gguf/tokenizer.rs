@@ -14,7 +14,7 @@ const USER_DEFINED: i64 = 4;
 const UNUSED: i64 = 5;
 const BYTE: i64 = 6;
 const SPACE: &str = "▁";
-/// Pre-tokenizers of SentencePiece's pieces, which no alphabet of bytes stands for.
+/// Pre-tokenizers for SentencePiece's pieces, which do not use a byte alphabet.
 const OF_PIECES: [&str; 3] = ["gemma4", "granite-embed-multi-311m", "sarvam-moe"];
 
 type Metadata = HashMap<String, GgufValue>;
@@ -33,8 +33,8 @@ fn flag(metadata: &Metadata, key: &str, default: bool) -> bool {
 
 /// The content of `tokenizer.json`.
 ///
-/// Two facts are not in GGUF: if an added token takes the spaces beside it, and if a token that
-/// looks special was special. Neither changes the encoding of ordinary text.
+/// GGUF lacks two facts: whether an added token absorbs the spaces beside it, and whether a token
+/// that looks special was special. Neither changes the encoding of ordinary text.
 pub(crate) fn tokenizer_json(metadata: &Metadata) -> Result<Value, ModelError> {
     let tokens = texts(metadata, "tokenizer.ggml.tokens")?.filter(|tokens| !tokens.is_empty());
     let tokens = tokens.ok_or_else(|| ModelError::broken("the GGUF file has no tokenizer"))?;
@@ -128,8 +128,7 @@ impl Vocabulary<'_> {
         Ok(self.document(around, model))
     }
 
-    /// The merges of the file. One that leads to no token is an error to the reader of a
-    /// `tokenizer.json`.
+    /// The file's merges. Loading a `tokenizer.json` fails if a merge leads to no token.
     fn stored_merges(&self, vocab: &Map<String, Value>) -> Result<Vec<Value>, ModelError> {
         let stored = texts(self.metadata, "tokenizer.ggml.merges")?.ok_or_else(|| {
             ModelError::broken(
@@ -137,7 +136,7 @@ impl Vocabulary<'_> {
             )
         })?;
         let known = |text: &str| vocab.contains_key(text);
-        // A space separates the two halves, and neither holds one.
+        // The two halves are separated by a space, and contain none.
         let pairs = stored.iter().filter_map(|merge| merge.split_once(' '));
         let pairs = pairs.filter(|&(left, right)| {
             known(left) && known(right) && known(&format!("{left}{right}"))
@@ -145,15 +144,15 @@ impl Vocabulary<'_> {
         Ok(pairs.map(|(left, right)| json!([left, right])).collect())
     }
 
-    /// Pieces as SentencePiece has them, whose merges the file names.
+    /// SentencePiece's pieces, with merges from the file.
     fn merged_pieces(&self) -> Result<Value, ModelError> {
         let vocab = self.first_places();
         let merges = self.stored_merges(&vocab)?;
         Ok(self.pieces(vocab, merges, false))
     }
 
-    /// The place of each text. A text that is there twice is the first one's, as SentencePiece and
-    /// llama.cpp have it.
+    /// The id of each text. A text that occurs twice has the first id, as in SentencePiece and
+    /// llama.cpp.
     fn first_places(&self) -> Map<String, Value> {
         let mut vocab = Map::new();
         for (index, token, _) in self.entries() {
@@ -183,7 +182,8 @@ impl Vocabulary<'_> {
         Ok(self.pieces(self.first_places(), merges_of_scores(mergeable), prefix))
     }
 
-    /// A tokenizer of pieces, in which a mark stands for each space. `prefix` puts one in front.
+    /// A tokenizer of pieces, in which a mark represents each space. `prefix`: one is added in
+    /// front.
     fn pieces(&self, vocab: Map<String, Value>, merges: Vec<Value>, prefix: bool) -> Value {
         let unknown =
             self.entries().find(|&(_, _, kind)| kind == UNKNOWN).map(|(_, token, _)| token);
@@ -283,14 +283,13 @@ impl Vocabulary<'_> {
     }
 }
 
-/// The merges of a SentencePiece vocabulary, best first: every way to make a token of two, by the
-/// token's score.
+/// The merges of a SentencePiece vocabulary, best first: every way to join two tokens into one, by
+/// the result's score.
 ///
-/// Ways to make tokens of the same score go by the length of their halves, longest first. Hugging
-/// Face converts such vocabularies in this order, and so the published `tokenizer.json` files have
-/// it.
+/// With equal scores, merges are ordered by the length of their halves, longest first. Hugging
+/// Face's converter uses this order, and so do the published `tokenizer.json` files.
 fn merges_of_scores(scores: Vec<(&str, f64)>) -> Vec<Value> {
-    // Of a text that is there twice the place of the first, and the score of the last.
+    // A text that occurs twice has the id of the first, and the score of the last.
     let mut ranks: HashMap<&str, usize> = HashMap::new();
     let mut each: Vec<(&str, f64)> = Vec::new();
     for (token, score) in scores {

@@ -1,6 +1,6 @@
 //! The types of tensors in GGUF files.
 
-/// The storage of a tensor's numbers: the types that are read.
+/// How a tensor's numbers are stored: the supported types.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum TensorType {
     F32,

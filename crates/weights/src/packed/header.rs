@@ -1,4 +1,4 @@
-//! The header of a file of packed weights, and the faults for which a file is not used.
+//! The header of a file of packed weights, and why a file is not used.
 
 use std::collections::HashMap;
 use std::io;
@@ -43,11 +43,11 @@ pub(super) struct Header {
     pub(super) chunk: usize,
 }
 
-/// The reason for which a file is not used.
+/// Why a file is not used.
 pub(super) enum Fault {
-    /// The header of the file does not match its name.
+    /// The header does not match the file's name.
     Header(String),
-    /// The header of the file matches its name, and the data does not match the header.
+    /// The header matches the name, but the data does not match the header.
     Data(String),
 }
 

@@ -1,8 +1,8 @@
-//! Packed weights, kept on disk from one start to the next.
+//! A cache of packed weights on disk, reused by later starts.
 //!
-//! A file is safetensors, so that any tool can look into it. It is read into memory of its own, not
-//! mapped. Such memory can lie in large pages, and a step that reads all weights from 4 KiB pages
-//! of a mapping is slower.
+//! A file is safetensors, so that any tool can inspect it. It is read into allocated memory rather
+//! than mapped, because such memory can use huge pages: a step that reads all weights from a
+//! mapping's 4 KiB pages is slower.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -23,14 +23,14 @@ use crate::describe::{hex, new_file};
 mod header;
 mod read;
 
-/// The version, which grows with every change of the written form, or of the way from a
-/// checkpoint's values to it.
+/// The version, incremented with every change of the written form or of the conversion from a
+/// checkpoint.
 const VERSION: u32 = 3;
 const EDGE: u64 = 1 << 20;
 const PIECES: u64 = 64;
 const PIECE: usize = 4096;
-/// The bytes of one read, and of one sum: enough that calls cost nothing, and that the threads end
-/// at about the same time.
+/// The bytes of one read and one checksum: large enough that calls cost nothing, and small enough
+/// that threads end at about the same time.
 const CHUNK: usize = 16 << 20;
 const LENGTH: usize = 8;
 const ALIGNMENT: usize = 64;
@@ -43,9 +43,9 @@ const LOCK: &str = ".lock";
 
 /// The name of the packed weights of a model's files under `facts`.
 ///
-/// The name depends on each file's size, its time of change, its first and last MiB and 64 pieces
-/// in between. To read all of a large model would cost as much time as the cache saves. So one
-/// change is not noticed: elsewhere in the file, in place, without growth, and with the old time.
+/// The name depends on each file's size, modification time, first and last MiB, and 64 pieces in
+/// between. Reading all of a large model would cost as much time as the cache saves. So a change
+/// elsewhere in the file that keeps size and time is not noticed.
 ///
 /// # Errors
 /// A file can't be read.
@@ -93,13 +93,11 @@ fn digest_of(files: &[PathBuf], facts: &Value, timed: bool) -> io::Result<String
     Ok(hex(&digest.finalize()))
 }
 
-/// The file of one key in a folder whose files have a limit of bytes together. The file need not
-/// exist.
+/// The file of a key in a folder whose files have a total size limit. The file need not exist.
 ///
-/// No fault here is an error for a server of the model. A file that can't be read counts as absent,
-/// and one that can't be written is not written. One line on standard error has the reason. Every
-/// byte is checked at the read. A file with other data than were written is removed, and counts as
-/// absent.
+/// No fault here is an error for serving the model. A file that can't be read counts as absent, and
+/// writing may fail; one line on standard error has the reason. Every byte is verified on reading.
+/// A file with corrupt data is removed, and counts as absent.
 pub struct PackedFile {
     path: PathBuf,
     limit: u64,
@@ -118,7 +116,7 @@ impl PackedFile {
         file
     }
 
-    /// The notes that were written with the tensors; `None`: there is no such file.
+    /// The notes stored with the tensors; `None`: there is no such file.
     #[must_use]
     pub fn notes(&self) -> Option<&Map<String, Value>> {
         self.found.as_ref().map(|header| &header.notes)
@@ -130,9 +128,9 @@ impl PackedFile {
         Some(&self.found.as_ref()?.places.get(name)?.entry)
     }
 
-    /// Fills all these tensors, each of the size of its entry. False if that fails, and then their
-    /// content is undefined. `each` calls its argument for every number below a count, in any order
-    /// and by any threads. `report` gets the bytes done and the bytes in all.
+    /// Fills all these tensors, each of the size of its entry. False if that fails; their content
+    /// is undefined then. `each` calls its argument for every number below a count, in any order
+    /// and on any threads. `report` gets the bytes done and the total.
     pub fn read(
         &mut self,
         into: Vec<(&str, &mut [u8])>,
@@ -142,8 +140,8 @@ impl PackedFile {
         let Some(header) = &self.found else { return false };
         match read_all(&self.path, header, into, each, report) {
             Ok(()) => {
-                // What was used last is removed last. A folder that can't be written to does not
-                // need that.
+                // Record the use, since the least recently used file is removed first. A read-only
+                // folder does not need that.
                 let now = SystemTime::now();
                 let times = fs::FileTimes::new().set_accessed(now).set_modified(now);
                 if let Ok(file) = File::options().append(true).open(&self.path) {
@@ -152,7 +150,7 @@ impl PackedFile {
                 true
             }
             Err(Fault::Data(why)) => {
-                // Its header is whole, so nobody would replace it.
+                // Its header is valid, so nobody would replace it.
                 self.say(&format!("is not used and removed: {why}"));
                 self.remove();
                 false
@@ -164,15 +162,15 @@ impl PackedFile {
         }
     }
 
-    /// Writes the file, unless it exists by now or there is no room for it. Files that are unused
-    /// for longest make room.
+    /// Writes the file, unless it exists by now or there is no room. The least recently used files
+    /// make room.
     pub fn write(&self, tensors: &[(&str, &Entry, &[u8])], notes: &Map<String, Value>) {
         if let Err(error) = self.try_write(tensors, notes) {
             self.say(&format!("can't be written: {error}"));
         }
     }
 
-    /// Removes the file if possible, because its data are wrong.
+    /// Removes the file if possible, because its data is wrong.
     pub fn remove(&mut self) {
         self.found = None;
         let _ = fs::remove_file(&self.path);
@@ -187,11 +185,12 @@ impl PackedFile {
         let size = head.len() as u64 + tensors.iter().map(|(.., it)| it.len() as u64).sum::<u64>();
         let folder = self.path.parent().unwrap_or(&self.path);
         fs::create_dir_all(folder)?;
-        // Who can write here decides what is computed. A folder of somebody else's is that one's
-        // business.
+        // Whoever can write here decides what is computed. Permissions of other users' folders are
+        // up to them.
         let _ = fs::set_permissions(folder, fs::Permissions::from_mode(0o700));
         let lock = File::create(folder.join(LOCK))?;
-        // Waits until no other process writes into the folder. A process that dies lets go.
+        // Wait until no other process writes into the folder. If a process dies, its lock is
+        // released.
         flock(&lock, FlockOperation::LockExclusive)?;
         if matches!(self.header(), Ok(Some(_))) || !self.make_room(folder, size)? {
             return Ok(());
@@ -201,7 +200,7 @@ impl PackedFile {
         for (.., bytes) in tensors {
             file.write_all(bytes)?;
         }
-        // Else the name could be on the disk before the data.
+        // Otherwise the name could reach the disk before the data.
         file.as_file().sync_all()?;
         file.persist(&self.path).map_err(|error| error.error)?;
         Ok(())
@@ -234,7 +233,7 @@ impl PackedFile {
         [&(text.len() as u64).to_le_bytes()[..], &text].concat()
     }
 
-    /// The digest that tells that a header is whole, and of this key.
+    /// The digest that proves that a header is complete and belongs to this key.
     fn seal(&self, entries: &Map<String, Value>) -> String {
         let key = self.path.file_name().unwrap_or_default().to_string_lossy();
         let mut digest = Blake2b::<U16>::new();
@@ -243,7 +242,7 @@ impl PackedFile {
         hex(&digest.finalize())
     }
 
-    /// Reads the header of the file; `None` if it is not there.
+    /// Reads the header of the file; `None`: it does not exist.
     fn header(&self) -> Result<Option<Header>, Fault> {
         let file = match File::open(&self.path) {
             Ok(file) => file,
@@ -314,8 +313,8 @@ impl PackedFile {
         Ok(Header { notes, places, chunk })
     }
 
-    /// Makes room for a file of `size` bytes; others may go for it. False if it may not be written.
-    /// For the only writer.
+    /// Makes room for a file of `size` bytes by removing others. False: it may not be written. Only
+    /// for the single writer.
     fn make_room(&self, folder: &Path, size: u64) -> io::Result<bool> {
         if size > self.limit {
             self.say(&format!(
@@ -330,7 +329,7 @@ impl PackedFile {
             let path = entry?.path();
             let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
             if path == self.path || (name.starts_with('.') && name != LOCK) {
-                // A damaged one, or what a writer was at when it died.
+                // A damaged file, or one that a dead writer left unfinished.
                 fs::remove_file(&path)?;
             } else if name != LOCK {
                 let found = fs::metadata(&path)?;

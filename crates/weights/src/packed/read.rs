@@ -1,4 +1,4 @@
-//! Tensors of a file of packed weights, read by several threads and checked against their sums.
+//! Reads tensors from a file of packed weights on several threads, and checks their checksums.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -15,7 +15,8 @@ struct Piece<'a> {
     sum: u32,
 }
 
-/// Reads tensors into memory, with a sum of each chunk; `each` runs a task so often, on threads.
+/// Reads tensors into memory, with a checksum for each chunk; `each` runs a task a number of times,
+/// on threads.
 pub(super) fn read_all(
     path: &Path,
     header: &Header,
@@ -40,7 +41,7 @@ pub(super) fn read_all(
     let done = AtomicU64::new(0);
     let fault: Mutex<Option<Fault>> = Mutex::new(None);
     each(pieces.len(), &|index| {
-        // Nobody else has a piece of this number, and nothing panics while it is held.
+        // Only this thread has the piece with this number, and nothing panics while it is locked.
         let (Ok(mut piece), Some(open)) =
             (pieces[index].lock(), fault.lock().ok().map(|fault| fault.is_none()))
         else {

@@ -1,4 +1,4 @@
-//! The numbers of quantised matrices: from codes, scales and zero points to float32, row by row.
+//! Dequantises matrices row by row: from codes, scales and zero points to float32.
 //!
 //! A matrix is `[rows, inputs]`. Its value at (r, i) is `(code[r, i] - zero[r, g]) * scale[r, g]`,
 //! where g is the group of input i, and each step is rounded to float32. 8-bit floats are their own
@@ -8,11 +8,11 @@ use std::ops::Range;
 
 /// 4-bit codes in a word of 32 bits.
 pub(super) const PER_WORD: usize = 8;
-/// The place in a word of AWQ of each of eight neighbouring outputs.
+/// Where AWQ stores each of eight neighbouring outputs in a word.
 const AWQ_PLACES: [usize; PER_WORD] = [0, 4, 1, 5, 2, 6, 3, 7];
 /// The place of each neighbour in other words.
 const PLACES: [usize; PER_WORD] = [0, 1, 2, 3, 4, 5, 6, 7];
-/// The zero point of matrices that have none in the file.
+/// The zero point of matrices without one in the file.
 const MIDDLE: u8 = 8;
 /// The values of 8-bit floats by their bits.
 static E4M3: [f32; 256] = floats_of_8_bits(4);
@@ -21,13 +21,13 @@ static E5M2: [f32; 256] = floats_of_8_bits(5);
 /// The form of codes in a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum CodeForm {
-    /// Bytes `[rows, inputs]`: 8-bit floats with 4 bits of exponent. There are no infinities.
+    /// Bytes `[rows, inputs]`: 8-bit floats with 4 exponent bits, without infinities.
     E4m3,
     /// The same with 5 bits of exponent.
     E5m2,
     /// Words `[inputs / 8, rows]` of neighbouring inputs.
     Gptq,
-    /// Words `[inputs, rows / 8]` of neighbouring rows, whose places have an order of their own.
+    /// Words `[inputs, rows / 8]` of neighbouring rows, in a special order within the word.
     Awq,
     /// Words `[rows, inputs / 8]` of neighbouring inputs.
     Packed,
@@ -35,7 +35,7 @@ pub(super) enum CodeForm {
 
 impl CodeForm {
     /// Writes the codes of some rows as floats `[rows, inputs]`. `codes` has `all` rows, of which
-    /// `rows` are taken: of AWQ whole words, so multiples of eight.
+    /// `rows` are taken. AWQ needs whole words: multiples of eight.
     pub(super) fn unpack(
         self,
         codes: &[u8],
@@ -82,9 +82,9 @@ impl CodeForm {
         }
     }
 
-    /// The zero points `[rows, groups]` of as many rows as words of a band have, or of one more
-    /// group of eight that the last word is filled up with. `words` is the band's words of zero
-    /// points: `[groups, rows / 8]` of GPTQ and AWQ, otherwise `[rows / 8, groups]`.
+    /// The zero points `[rows, groups]` of the rows in a band's words, perhaps padded to a multiple
+    /// of eight. `words` is the band's words of zero points: `[groups, rows / 8]` of GPTQ and AWQ,
+    /// otherwise `[rows / 8, groups]`.
     pub(super) fn zeros(self, words: &[u8], groups: usize, less_one: bool) -> Vec<u8> {
         let words = words.as_chunks::<4>().0;
         let eights = words.len() / groups.max(1);
@@ -108,13 +108,13 @@ impl CodeForm {
     }
 }
 
-/// The codes of a word of little-endian bytes, by their places.
+/// The codes of a little-endian word, in order.
 fn nibbles(word: [u8; 4], places: &[usize; PER_WORD]) -> [f32; PER_WORD] {
     let word = u32::from_le_bytes(word);
     places.map(|place| f32::from((word >> (4 * place) & 15) as u8))
 }
 
-/// Zero points of a matrix that has none in the file.
+/// Zero points for a matrix without any in the file.
 pub(super) fn middles(count: usize) -> Vec<u8> {
     vec![MIDDLE; count]
 }
@@ -124,12 +124,12 @@ pub(super) fn middles(count: usize) -> Vec<u8> {
 pub(super) enum Groups {
     /// So many neighbours are a group.
     Equal(usize),
-    /// The group of each input, in an order of its own.
+    /// The group of each input, in any order.
     Listed(Vec<usize>),
 }
 
 impl Groups {
-    /// Multiplies codes `[rows, inputs]` out. Scales are `[rows, count]`, and so are zero points;
+    /// Dequantises codes `[rows, inputs]`. Scales are `[rows, count]`, and so are zero points;
     /// empty: codes are floats.
     pub(super) fn scale(
         &self,
@@ -168,7 +168,7 @@ impl Groups {
     }
 }
 
-/// The values of all 8-bit floats with so many bits of exponent.
+/// The values of all 8-bit floats with this many exponent bits.
 const fn floats_of_8_bits(exponent_bits: u32) -> [f32; 256] {
     let mut values = [0.0; 256];
     let mut bits = 0;
@@ -187,7 +187,7 @@ const fn float_of_8_bits(bits: u32, exponent_bits: u32) -> f32 {
     let bias = most_exponent / 2;
     let (exponent, mantissa) = (bits >> mantissa_bits & most_exponent, bits & most_mantissa);
     let sign = (bits & 0x80) << 24;
-    // With 4 bits of exponent the largest one is of numbers, except for one code.
+    // With 4 exponent bits, the largest exponent has ordinary numbers, except for one code.
     let is_special = exponent == most_exponent && (exponent_bits == 5 || mantissa == most_mantissa);
     if is_special && mantissa == 0 {
         return f32::from_bits(sign | f32::INFINITY.to_bits());
@@ -196,7 +196,7 @@ const fn float_of_8_bits(bits: u32, exponent_bits: u32) -> f32 {
         return f32::NAN;
     }
     if exponent == 0 {
-        // The least step is 2^(1 - bias - mantissa_bits).
+        // The smallest step is 2^(1 - bias - mantissa_bits).
         let step = f32::from_bits((F32_BIAS + 1 - bias - mantissa_bits) << F32_MANTISSA);
         let value = mantissa as f32 * step;
         return f32::from_bits(sign | value.to_bits());
@@ -211,13 +211,12 @@ mod tests {
 
     use super::*;
 
-    /// A 4-bit code in words of one dimension: by the format's own definition, one at a time.
+    /// A 4-bit code in words of one dimension, by the format's definition, one at a time.
     fn code(words: &[u8], word: usize, place: usize) -> u8 {
         words[word * 4 + place / 2] >> (place % 2 * 4) & 15
     }
 
-    /// The place of a neighbour in a word. AWQ's tools put neighbours behind each other in this
-    /// order.
+    /// The position of a neighbour in a word. AWQ's tools store neighbours in this order.
     fn awq_place(neighbour: usize) -> usize {
         [0, 2, 4, 6, 1, 3, 5, 7].iter().position(|&it| it == neighbour).expect("one of eight")
     }

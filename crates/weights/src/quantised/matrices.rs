@@ -1,4 +1,4 @@
-//! The quantised matrices of a checkpoint, and the tensors of each, in any of the files.
+//! The quantised matrices of a checkpoint, and their tensors, which may be in different files.
 
 use std::collections::BTreeMap;
 
@@ -10,8 +10,8 @@ use crate::error::ModelError;
 const EIGHT_BITS: [&str; 2] = ["F8_E4M3", "F8_E5M2"];
 /// The ends of the names of 8-bit floats' scales.
 const SCALES: [&str; 2] = ["weight_scale_inv", "weight_scale"];
-/// Scales of activations, keys and values. Activations are measured, and keys and values have the
-/// model's type.
+/// Scales of activations, keys and values, which are not used: activations are measured, and keys
+/// and values have the model's type.
 const NOT_READ: [&str; 6] =
     ["input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "kv_scale"];
 /// The types of scales.
@@ -43,7 +43,7 @@ pub(crate) struct QuantisedMatrix {
     /// The type of the codes.
     pub(crate) kind: String,
     pub(crate) storage: CodeStorage,
-    /// The ends of its tensors' names, behind the module's; codes first.
+    /// The suffixes of its tensors' names after the module's name, codes first.
     pub(crate) ends: Vec<&'static str>,
 }
 
@@ -53,7 +53,7 @@ pub(crate) struct QuantisedParts {
     pub(crate) matrices: Vec<QuantisedMatrix>,
     /// Tensors that are not read.
     pub(crate) not_read: Vec<String>,
-    /// Biases of quantised matrices: GPTQ's tools write some of 0 that a model does not have.
+    /// Biases of quantised matrices: GPTQ's tools write zero ones that a model lacks.
     pub(crate) biases: Vec<String>,
 }
 
@@ -61,7 +61,7 @@ impl QuantisedParts {
     /// Finds the matrices in the tensors' headers. `stored` is `None`: nothing may be quantised.
     ///
     /// # Errors
-    /// Parts are missing, or do not fit each other.
+    /// Parts are missing, or do not match.
     pub(crate) fn find(
         headers: &Headers,
         stored: Option<&Quantisation>,
@@ -78,7 +78,7 @@ impl QuantisedParts {
         let matrices = match stored.scheme {
             Scheme::Fp8 { block } => floats(headers, block)?,
             Scheme::Int4(scheme) => integers(headers, scheme)?,
-            // They are no matrices with tensors of their own, but stacks.
+            // They are stacks, without tensors for each matrix.
             Scheme::Mxfp4 => Vec::new(),
         };
         let not_read = headers.keys().filter(|name| NOT_READ.contains(&split(name).1));
@@ -92,7 +92,7 @@ impl QuantisedParts {
     }
 }
 
-/// A module, and the end of a tensor's name behind it.
+/// Splits a tensor's name into the module and the suffix.
 fn split(name: &str) -> (&str, &str) {
     name.rsplit_once('.').unwrap_or(("", name))
 }
@@ -159,7 +159,7 @@ fn integers(headers: &Headers, scheme: Int4Storage) -> Result<Vec<QuantisedMatri
     modules.map(|(module, _)| Module { headers, module, codes }.matrix(scheme)).collect()
 }
 
-/// The end of a tensor's name, its shape, and the types that are read.
+/// The suffix of a tensor's name, its shape, and the accepted types.
 type WantedTensor = (&'static str, Vec<usize>, &'static [&'static str]);
 
 /// A module with a quantised matrix.

@@ -1,4 +1,4 @@
-//! The storage of a checkpoint's quantised matrices, and their numbers.
+//! Quantised matrices of a checkpoint: how they are stored, and their dequantised numbers.
 
 mod codes;
 mod matrices;

@@ -1,4 +1,4 @@
-//! Rows of a quantised matrix, out of its tensors. Only what a band of rows needs is read at once.
+//! Rows of a quantised matrix from its tensors. Only what a band of rows needs is read at a time.
 
 use std::ops::Range;
 
@@ -13,14 +13,14 @@ use crate::mxfp4::Placed;
 use crate::rows::{FloatRows, Receiver};
 use crate::tensor::{AT_ONCE, floats};
 
-/// Elements of a band of rows. AWQ and GPTQ have a strip of it for each input, or for eight of
-/// them, and each strip is a read of its own.
+/// The number of elements in a band of rows. In AWQ and GPTQ a band is a strip for each input, or
+/// for eight inputs, and each strip is a separate read.
 const BAND: usize = 1 << 22;
 
-/// A quantised matrix of safetensors, under its names there.
+/// A quantised matrix of safetensors, with its names there.
 pub(crate) struct StoredMatrix {
     pub(crate) matrix: QuantisedMatrix,
-    /// Its tensors, by the ends of their names; codes first.
+    /// Its tensors by name suffix, codes first.
     pub(crate) parts: Vec<(&'static str, Placed)>,
     /// The weights that are parts of it.
     pub(crate) weights: Vec<Weight>,
@@ -30,9 +30,9 @@ pub(crate) struct StoredMatrix {
 struct Band {
     form: CodeForm,
     codes: Vec<u8>,
-    /// `[rows, groups]`, of these rows or of as many as whole words have.
+    /// `[rows, groups]`, for these rows or for those of whole words.
     scales: Vec<f32>,
-    /// The same of zero points; empty: codes are floats.
+    /// The same for zero points; empty: codes are floats.
     zeros: Vec<u8>,
 }
 
@@ -55,8 +55,8 @@ impl FloatRows for StoredMatrix {
 }
 
 impl StoredMatrix {
-    /// Gives the numbers of some rows. So many rows are read at once, and so many multiplied out:
-    /// both are multiples of a word's.
+    /// Passes on the numbers of some rows. Both the rows read at a time and those dequantised at a
+    /// time are multiples of a word's rows.
     pub(super) fn multiply_out(
         &self,
         wanted: &Range<usize>,
@@ -65,7 +65,7 @@ impl StoredMatrix {
     ) -> Result<(), ModelError> {
         let [all_rows, inputs] = self.matrix.shape;
         let (groups, of_row) = self.groups()?;
-        // Words of AWQ's codes, and of zero points, are of eight rows.
+        // Words of AWQ's codes, and of zero points, hold eight rows.
         let end = wanted.end.next_multiple_of(PER_WORD).min(all_rows);
         let mut values = Vec::new();
         for begin in (wanted.start / PER_WORD * PER_WORD..end).step_by(of_band) {
@@ -99,7 +99,7 @@ impl StoredMatrix {
     /// The group of each input, and the number of groups of a row.
     ///
     /// # Errors
-    /// The file has an order that the config does not say, or groups of other sizes.
+    /// The file has an order that the config does not mention, or groups of other sizes.
     fn groups(&self) -> Result<(Groups, usize), ModelError> {
         let [_, inputs] = self.matrix.shape;
         let (size, ordered) = match self.matrix.storage {
@@ -140,7 +140,7 @@ impl StoredMatrix {
         Ok((Groups::Listed(listed), count))
     }
 
-    /// Checks the shape that compressed-tensors states beside the codes.
+    /// Checks the shape that compressed-tensors stores beside the codes.
     fn check_shape(&self) -> Result<(), ModelError> {
         let Some(stated) = self.part("weight_shape") else { return Ok(()) };
         let (stated, shape) = (integers(stated)?, self.matrix.shape);
@@ -153,7 +153,8 @@ impl StoredMatrix {
         )))
     }
 
-    /// Reads a band of rows, which begins and ends with whole words. `groups`: of a row.
+    /// Reads a band of rows, which begins and ends at word boundaries. `groups`: the number of
+    /// groups in a row.
     fn band(&self, rows: &Range<usize>, groups: usize) -> Result<Band, ModelError> {
         let [_, inputs] = self.matrix.shape;
         let eights = rows.start / PER_WORD..rows.end.div_ceil(PER_WORD);
@@ -234,8 +235,8 @@ impl StoredMatrix {
     }
 }
 
-/// The bytes of some columns of some rows of a tensor, one row behind the other. A vector is a row,
-/// and a number a row of one column.
+/// The bytes of some columns of some rows of a tensor, row by row. A vector is one row, and a
+/// number a row of one column.
 fn strip(
     (file, tensor): &Placed,
     rows: &Range<usize>,
@@ -266,7 +267,7 @@ fn integers((file, tensor): &Placed) -> Result<Vec<i64>, ModelError> {
     })
 }
 
-/// The transpose of a matrix with so many columns.
+/// The transpose of a matrix with this many columns.
 fn transposed(values: &[f32], columns: usize) -> Vec<f32> {
     let column = |column| values.iter().skip(column).step_by(columns).copied();
     (0..columns).flat_map(column).collect()

@@ -1,8 +1,8 @@
 //! The `quantization_config` of a `config.json`.
 //!
-//! FP8 has a scale for each block in DeepSeek-V3 (2024). In compressed-tensors, FBGEMM and
-//! `AutoFP8` each row or matrix has one. 4-bit formats are GPTQ (Frantar et al. 2022), AWQ (Lin et
-//! al. 2023), and compressed-tensors, which has a packing of its own.
+//! FP8 has a scale for each block in DeepSeek-V3 (2024), and for each row or matrix in
+//! compressed-tensors, FBGEMM and `AutoFP8`. 4-bit formats are GPTQ (Frantar et al. 2022), AWQ (Lin
+//! et al. 2023), and compressed-tensors with its own packing.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -13,18 +13,18 @@ use crate::sizes::truthy;
 const COMPRESSED: &str = "compressed-tensors";
 /// Values of `quant_method` that are read.
 const METHODS: [&str; 6] = ["fp8", "fbgemm_fp8", "awq", "gptq", COMPRESSED, "mxfp4"];
-/// The inputs of a group of AWQ and GPTQ, if the config does not say it.
+/// The default group size of AWQ and GPTQ in inputs.
 const USUAL_GROUP: u64 = 128;
 
-/// The configuration's statement about matrices. The files decide which matrices are quantised.
+/// What the configuration says about matrices. The files decide which matrices are quantised.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Quantisation {
     /// `quant_method`.
     pub method: String,
     /// The form of the codes.
     pub scheme: Scheme,
-    /// Modules that are not quantised: names, parts of names, or regular expressions behind `re:`
-    /// or `-:`.
+    /// Modules that are not quantised: names, parts of names, or regular expressions after `re:` or
+    /// `-:`.
     pub left_out: Vec<String>,
 }
 
@@ -34,12 +34,12 @@ pub struct Quantisation {
 pub enum Scheme {
     /// 8-bit floats.
     Fp8 {
-        /// Rows and columns that share a scale; `None`: each row has one, or the whole matrix.
+        /// The rows and columns that share a scale; `None`: each row has one, or the whole matrix.
         block: Option<[usize; 2]>,
     },
     /// 4-bit integers.
     Int4(Int4Storage),
-    /// 4-bit floats with an exponent for 32 of them. Both hands read them as blocks.
+    /// 4-bit floats with an exponent for every 32. Both hands read them as blocks.
     Mxfp4,
 }
 
@@ -50,7 +50,7 @@ pub struct Int4Storage {
     pub packing: CodePacking,
     /// The number of inputs that share a scale; `None`: all of a row.
     pub group: Option<usize>,
-    /// True if groups are of inputs in an order of their own (GPTQ's `desc_act`).
+    /// True if groups contain inputs in any order (GPTQ's `desc_act`).
     pub ordered: bool,
     /// True if zero points are stored less 1.
     pub less_one: bool,
@@ -60,9 +60,9 @@ pub struct Int4Storage {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum CodePacking {
-    /// Words of inputs; zero points in words of outputs.
+    /// Words of inputs, with zero points in words of outputs.
     Gptq,
-    /// Words of outputs, whose codes have an order of their own.
+    /// Words of outputs, with codes in a special order.
     Awq,
     /// Words of inputs, the last one filled up.
     CompressedTensors,
@@ -72,7 +72,7 @@ impl Quantisation {
     /// Reads the `quantization_config` of a `config.json`; `None`: nothing is quantised.
     ///
     /// # Errors
-    /// [`ModelError::Unserved`] for a configuration that would be read wrongly.
+    /// [`ModelError::Unserved`] for a configuration that is not supported.
     pub(crate) fn from_config(config: &Map<String, Value>) -> Result<Option<Self>, ModelError> {
         let stored = config.get("quantization_config").filter(|value| truthy(Some(value)));
         let Some(stored) = stored.and_then(Value::as_object) else { return Ok(None) };
@@ -117,13 +117,13 @@ impl Stored<'_> {
         if named.is_empty() { self.texts("ignored_layers") } else { named }
     }
 
-    /// Patterns of GPTQ's modules with settings of their own.
+    /// Patterns of GPTQ modules with settings of their own.
     fn dynamic(&self) -> Vec<String> {
         let patterns = self.get("dynamic").and_then(Value::as_object).into_iter().flatten();
         patterns.map(|(pattern, _)| pattern.clone()).collect()
     }
 
-    /// Checks a value against those that are read. Texts go by their lower case.
+    /// Checks a value against the supported ones, ignoring case.
     fn only(&self, method: &str, key: &str, known: &[Value]) -> Result<(), ModelError> {
         let value = match self.0.get(key) {
             Some(Value::String(text)) => Value::from(text.to_lowercase()),

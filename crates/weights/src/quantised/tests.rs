@@ -1,4 +1,4 @@
-//! Quantised matrices in files: every element against its definition, and damaged files.
+//! Quantised matrices in files: every element compared with its definition, and damaged files.
 
 use std::path::{Path, PathBuf};
 
@@ -18,10 +18,10 @@ const MODULE: &str = "model.layers.0.self_attn.o_proj";
 const WEIGHT: &str = "model.layers.0.self_attn.o_proj.weight";
 const AWQ_ORDER: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
 
-/// The value of an element, by its row and input.
+/// Returns the value of an element, given its row and input.
 type Definition = fn(&Files, usize, usize) -> f32;
 
-/// The tensors of one matrix, by the ends of their names.
+/// The tensors of one matrix, by name suffix.
 #[derive(Clone)]
 struct Files {
     config: Value,
@@ -117,7 +117,7 @@ impl Files {
         Checkpoint::open("safetensors", &files, &self.of_model())
     }
 
-    /// What is said of a matrix that can't be opened, or read.
+    /// The error for a matrix that can't be opened or read.
     fn refused(&self) -> String {
         let folder = tempfile::tempdir().expect("a folder");
         let mut bytes = vec![0; self.shape[0] * self.shape[1] * 4];
@@ -150,7 +150,7 @@ fn awq() -> Files {
     files.with("qzeros", Dtype::I32, &[3, 3]).with("scales", Dtype::F16, &[3, 24])
 }
 
-/// Rows that are no whole words, and a last group of half the inputs.
+/// A number of rows that does not fill words, and a last group of half the inputs.
 fn packed(group: Option<usize>, order: Option<&str>) -> Files {
     let strategy = if group.is_some() { "group" } else { "channel" };
     let weights = json!({"num_bits": 4, "type": "int", "strategy": strategy,
@@ -162,12 +162,12 @@ fn packed(group: Option<usize>, order: Option<&str>) -> Files {
     files.with("weight_scale", Dtype::BF16, &[21, groups]).listing("weight_shape", &[21, 40])
 }
 
-/// The group of each of some inputs, in an order of their own.
+/// The group of each input, shuffled.
 fn shuffled(inputs: usize) -> Vec<i32> {
     (0..inputs).map(|input| (input * 7 % inputs / 16) as i32).collect()
 }
 
-/// A matrix of each form, and the definition of one of its elements.
+/// A matrix of each format, and the definition of its elements.
 fn forms() -> Vec<(Files, Definition)> {
     fn float(files: &Files, row: usize, input: usize) -> f32 {
         let (_, dtype, ..) = files.tensors[0];
@@ -332,7 +332,7 @@ fn tensors_that_do_not_fit_are_refused_in_one_line() {
 }
 
 proptest! {
-    /// A damaged header, or damaged numbers: an error, or numbers of what is there.
+    /// A damaged header or damaged numbers give an error, or numbers from what is there.
     #[test]
     fn hostile_files_are_refused_or_read_within_themselves(
         form in any::<prop::sample::Index>(), at in any::<prop::sample::Index>(),

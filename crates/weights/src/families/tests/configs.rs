@@ -83,7 +83,7 @@ fn a_family_has_several_names() {
             (json!([]), json!(family.model_type)),
         ] {
             let found = of(&[json!({"architectures": names, "model_type": model_type})]);
-            // Some want keys that are not here, under the names of their families.
+            // Some families need keys that are missing here.
             if let Err(error) = found {
                 let told = error.to_string();
                 assert!(!told.contains("the architecture"), "{names} {model_type}: {told}");

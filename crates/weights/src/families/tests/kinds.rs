@@ -1,4 +1,4 @@
-//! Layers that differ: windows, rotary embeddings, places of norms.
+//! Layers that differ in windows, rotary embeddings and positions of norms.
 
 use serde_json::{Value, json};
 
@@ -134,7 +134,7 @@ fn gemma_has_its_windows_ropes_and_scales() {
     assert!(!shape.tied, "a null is no");
     let FeedShape::Dense(feed) = shape.feed(0) else { panic!("a dense part") };
     assert_eq!(feed.activation, Activation::GeluTanh);
-    // A window that no prompt exceeds is none, and its layers keep their own rotary embedding.
+    // A window longer than any prompt counts as none, but its layers keep their rotary embedding.
     let long = gemma("Gemma3ForCausalLM", json!({"sliding_window": 128}));
     assert_eq!((facts(&long, 0), facts(&long, 5)), ((None, Some(1e4)), (None, Some(1e6))));
     let new = json!({"layer_types": vec!["full_attention"; 8], "rope_parameters": {
@@ -187,7 +187,7 @@ fn gemma_4_has_kinds_of_heads_and_layers_that_share_keys() {
         (it.window, it.kv_heads, it.head_dim, it.keys_are_values)
     };
     assert_eq!(heads(&shape, 0), (Some(16), 2, 24, false));
-    // The last layer sees all positions, whatever its place.
+    // The last layer has no window, whatever its position in the cycle.
     for layer in [5, 8] {
         assert_eq!(heads(&shape, layer), (None, 1, 40, true));
     }

@@ -104,9 +104,9 @@ fn stacks_have_a_matrix_of_each_expert() {
     }
 }
 
-/// The numbers that a rule takes of a stored tensor of 0, 1, 2, ...
+/// The numbers that a rule takes from a stored tensor of 0, 1, 2, ...
 fn taken(take: Take, stored: &[usize]) -> Result<Vec<Vec<f32>>, String> {
-    // A tensor has one family's rules, and a family is a constant.
+    // A tensor has one family's rules, and a family has to be a constant.
     let rules = Box::leak(Box::new([Rule::new("x.#.*", "y.#.@.*", take)]));
     let family = Box::leak(Box::new(Family { rules, ..copy(ALL[4]) }));
     let shape = Shape { family, ..shape() };
@@ -159,7 +159,7 @@ fn each_kind_of_part_is_read() {
     };
     let all = |values: Vec<f32>| Ok(vec![values]);
     assert_eq!(taken(Take::ALL, &[3, 2]), all(rows(0, 3, 2)));
-    // Four heads of 2 for queries, two each for keys and values.
+    // Four heads of 2 for queries, and two heads each for keys and values.
     assert_eq!(taken(Take::ALL.rows(fused_queries), &[16, 3]), all(rows(0, 8, 3)));
     assert_eq!(taken(Take::ALL.rows(fused_keys), &[16, 3]), all(rows(8, 4, 3)));
     assert_eq!(taken(Take::ALL.rows(fused_values), &[16, 3]), all(rows(12, 4, 3)));
@@ -187,7 +187,7 @@ fn each_kind_of_part_is_read() {
     assert!(taken(decays, &[2, 1]).expect("numbers")[0][0].is_nan(), "ln(-1)");
     assert_eq!(taken(Take::ALL.plus(1.0).log(), &[1]), all(vec![0.0]));
     assert_eq!(taken(Take::ALL.only(|_, _| false), &[3]), Ok(Vec::new()));
-    // gpt-oss keeps experts' gates and ups in the odd and even columns of a transposed stack.
+    // gpt-oss has experts' gates and ups in the odd and even columns of a transposed stack.
     let gates = taken(Take::EACH_EXPERT.transposed().every(0, 2), &[3, 2, 4]);
     let of = |expert: f32| [0.0, 4.0, 2.0, 6.0].map(|it| 8.0 * expert + it).to_vec();
     assert_eq!(gates, Ok(vec![of(0.0), of(1.0), of(2.0)]));

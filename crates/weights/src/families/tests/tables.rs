@@ -14,8 +14,7 @@ fn the_page_of_features_has_the_families() {
     }
 }
 
-/// Families that share the type of another one, which is meant where a config names no
-/// architecture.
+/// Families that share another's `model_type`, which decides if a config names no architecture.
 const OF_OTHER_TYPES: [&str; 2] = ["Gemma3TextModel", "ModernBertForSequenceClassification"];
 
 #[test]

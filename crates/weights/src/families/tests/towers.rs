@@ -9,7 +9,7 @@ fn shape(config: &Value) -> Result<Shape, ModelError> {
     Shape::from_config(config.as_object().expect("an object"))
 }
 
-/// A config of Qwen3.5 with so many rotary frequencies in each section.
+/// A config of Qwen3.5 with these numbers of rotary frequencies in the sections.
 fn qwen(sections: &[usize; 3]) -> Value {
     json!({"architectures": ["Qwen3_5ForConditionalGeneration"], "tie_word_embeddings": false, "text_config": {
         "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "head_dim": 32,
@@ -68,7 +68,7 @@ fn a_model_without_its_tower_is_its_text() {
     assert!(of(&text).is_empty(), "no weight of the text");
     assert!(text.tower.is_none() && text.ropes[0].sections.is_none());
     assert_eq!(text, Shape { tower: None, ropes: text.ropes.clone(), ..found });
-    // A repository of the text alone may have the name of one with a tower.
+    // A text-only repository may have kept the name of one with a tower.
     config["vision_config"] = Value::Null;
     assert_eq!(shape(&config), Ok(text));
 }
