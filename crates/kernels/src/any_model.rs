@@ -61,7 +61,7 @@ impl AnyModel {
         }
     }
 
-    /// Computes logits `[count, vocabulary]` of as many states.
+    /// Computes logits `[count, vocabulary]` of the same number of states.
     ///
     /// # Safety
     /// As of [`Model::head`], for any count.

@@ -2,8 +2,8 @@
 //! activations are converted to it.
 //!
 //! Weights are kept as unsigned codes, activations as signed ones, for the processors' dot products
-//! of bytes. An offset adds to a product the offset times the sum of the activations. So each row
-//! brings its sums along and nothing is lost: integer sums are exact.
+//! of bytes. The unsigned offset adds to a product the offset times the sum of the activations. So
+//! each row stores these sums, and they are subtracted. Integer sums are exact, so nothing is lost.
 
 use crate::element::Element;
 use crate::vector::{LANES, Vector};
@@ -14,8 +14,8 @@ pub(crate) const SHARED: usize = 32;
 /// Activations' largest code.
 pub(crate) const LARGEST: f32 = 127.0;
 
-/// The factor that makes codes of numbers up to `largest`. It is 0, and all codes with it, if there
-/// are only zeros, no numbers, or numbers so small that the inverse is infinite.
+/// The factor that maps numbers up to `largest` to codes. It is 0, and so are all codes, if all
+/// numbers are zero, some are not numbers, or they are so small that the inverse is infinite.
 #[inline(always)]
 pub(crate) fn inverse_of(largest: f32) -> f32 {
     if largest > 1e-36 { LARGEST / largest } else { 0.0 }
@@ -32,13 +32,14 @@ pub(crate) enum Format {
     Q4_0,
     /// 4 bits, a scale and a least value every [`SHARED`] positions: GGUF's `Q4_1`.
     Q4_1,
-    /// 4 bits that number floats, a power of 2 every [`SHARED`] positions: `MXFP4` (OCP, 2023).
+    /// 4-bit floats with a power of 2 every [`SHARED`] positions: `MXFP4` (OCP, 2023).
     Mxfp4,
-    /// 4 bits that number integers, a scale every [`SHARED`] positions: GGUF's `IQ4_NL`.
+    /// 4 bits that index a table of integers, with a scale every [`SHARED`] positions: GGUF's
+    /// `IQ4_NL`.
     Iq4Nl,
 }
 
-/// The floats of 4 bits, doubled, with the offset added.
+/// The values of the 4-bit floats, doubled, with the offset added.
 const HALVES_OF_FLOATS: [u8; 16] = [12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0];
 /// The integers of `IQ4_NL`, with the offset added.
 const UNEVEN: [u8; 16] = [1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241];
@@ -54,7 +55,7 @@ impl Format {
         }
     }
 
-    /// The bytes that 4-bit codes number, with the offset; `None`: codes are themselves.
+    /// The bytes that 4-bit codes index, with the offset. `None`: codes are values themselves.
     pub(crate) const fn table(self) -> Option<&'static [u8; 16]> {
         match self {
             Self::Mxfp4 => Some(&HALVES_OF_FLOATS),
@@ -115,7 +116,8 @@ pub(crate) struct CodesRoom {
 }
 
 impl CodesRoom {
-    /// The room from a row on, of rows that all have `inputs` positions, `shared` to a scale.
+    /// The memory from a row on, where each row has `inputs` positions and `shared` positions per
+    /// scale.
     #[inline(always)]
     pub(crate) fn from(self, row: usize, inputs: usize, shared: usize) -> Self {
         let scales = inputs / shared;
@@ -149,8 +151,9 @@ pub(crate) unsafe fn largest_of<E: Element, V: Vector>(from: *const E, count: us
     if finite { largest.largest() } else { f32::NAN }
 }
 
-/// Makes codes of one row of activations, `shared` to a scale: symmetric, the largest of them
-/// exact, to the nearest. What has a number that is not finite gets a scale that is none.
+/// Quantises one row of activations, with one scale per `shared` positions: symmetric, the largest
+/// exact, others rounded to the nearest. A group with a number that is not finite gets NaN as its
+/// scale.
 ///
 /// # Safety
 /// `from` has `inputs` elements, `to` room for them; both `inputs` and `shared` are multiples of
@@ -199,8 +202,7 @@ pub(crate) unsafe fn widened<E: Element, V: Vector>(from: *const E) -> V {
 #[inline(always)]
 pub(crate) fn half_to_f32(bits: u16) -> f32 {
     let bits = u32::from(bits);
-    // Its exponent in the place of a float's, and the difference of the two biases made good: exact
-    // for denormals too.
+    // Puts the exponent into the place of a float's and corrects the bias: exact for denormals too.
     let value = f32::from_bits((bits & 0x7fff) << 13) * f32::from_bits((127 + 112) << 23);
     let special = if bits & 0x7c00 == 0x7c00 { 0x7f80_0000 } else { 0 };
     f32::from_bits(value.to_bits() | special | (bits & 0x8000) << 16)

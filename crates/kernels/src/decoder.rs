@@ -1,7 +1,7 @@
 //! A decoder, as its callers use it.
 //!
-//! Weights, pages and tables have the stated form, or [`Decoder::new`] and [`Decoder::step`] return
-//! the fault. Every call here is safe.
+//! [`Decoder::new`] and [`Decoder::step`] check the form of weights, pages and tables and return an
+//! error if it is wrong. Every call here is safe.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -27,16 +27,16 @@ pub struct Decoder {
     state_rows: usize,
 }
 
-// SAFETY: a model has pointers to its own pages and states, which any thread may read and write in
-// turn.
+// SAFETY: a model has pointers to its own pages and states, which any one thread at a time may read
+// and write.
 unsafe impl Send for Decoder {}
 
 impl Decoder {
-    /// A decoder that computes with `threads`. `pages` are keys and values of each layer, of
-    /// [`Sizes::pool_bytes`] for its kind of attention. They are empty where a layer does not
-    /// attend, reads those of another, or shares those of the first layer of its kind because
-    /// queries see what is behind them.
-    /// The states of recurrent layers have `state_rows` rows.
+    /// A decoder that computes with `threads`. `pages` are the keys and values of each layer, of
+    /// [`Sizes::pool_bytes`] for its kind of attention. They are empty for a layer without
+    /// attention, and for one that reads another layer's. They are also empty where queries see
+    /// later positions: all layers of a kind then share the first one's. The states of recurrent
+    /// layers have `state_rows` rows.
     ///
     /// # Errors
     /// A part has a wrong size, or the kernels can't compute it.
@@ -77,16 +77,13 @@ impl Decoder {
         Ok(())
     }
 
-    /// The tables of the states of all layers, each of as many rows, for who copies rows that no
-    /// call here reads or writes meanwhile. Some are empty.
+    /// The tables of the states of all layers, each with the same number of rows. They are for
+    /// callers that copy rows which no call here reads or writes at that time. Some are empty.
     pub fn state_tables(&mut self) -> impl Iterator<Item = &mut Room> {
         self.model.states().iter_mut().flatten()
     }
 
-    /// Makes a row of the states of all layers that of no position.
-    ///
-    /// # Errors
-    /// There is no such row.
+    /// Resets a row of the states of all layers to the state before the first position.
     pub fn clear_state(&mut self, row: usize) -> Result<(), Unfit> {
         self.check_state_rows([row])?;
         for table in self.model.states().iter_mut().flatten() {
@@ -103,7 +100,7 @@ impl Decoder {
         }
     }
 
-    /// Checks the states of rows: each row has two, and no other row has them.
+    /// Checks the state rows: each request row has two, and no other row may have them.
     fn check_states(&self, rows: &Rows<'_>) -> Result<(), Unfit> {
         let recurrent = self.weights.layers.iter().any(|layer| layer.state().is_some());
         if rows.states.len() != if recurrent { rows.slot.len() } else { 0 } {
@@ -160,8 +157,8 @@ impl Decoder {
             return unfit("an adapter of another model");
         }
         let groups = Groups::of(rows.adapters, rows.length, rows.sample);
-        // SAFETY: rows lie within the tables and the model's positions, what is given has so many
-        // rows, adapters are of this model, and all results have room.
+        // SAFETY: rows lie within the tables and the model's positions, given inputs have this many
+        // rows, adapters belong to this model, and all results have room.
         let done = unsafe { self.model.step(rows, wanted, groups.as_ref()) };
         done.map_err(|error| {
             Unfit(
@@ -194,7 +191,7 @@ impl Decoder {
     }
 }
 
-/// The tables of states, of so many rows, zero at first.
+/// State tables with this many rows, zero at first.
 fn tables(layers: &[Layer], rows: usize) -> Result<Vec<[Room; 2]>, Unfit> {
     let of_layer = |layer: &Layer| layer.state().map_or([0; 2], |it| it.sizes.row_bytes());
     let sizes = layers.iter().flat_map(of_layer).map(|bytes| bytes * rows);
@@ -213,7 +210,7 @@ pub fn level() -> &'static str {
     Level::current().name()
 }
 
-/// Restricts the kernels to levels up to this one. False: this processor has no such level.
+/// Restricts the kernels to levels up to this one. Returns false if this processor lacks the level.
 #[must_use]
 pub fn limit(level: &str) -> bool {
     Level::limit(level)

@@ -11,8 +11,8 @@ use crate::tile::Kernel;
 
 /// Something that is computed with the instructions of a level.
 pub(crate) trait Work<E: Element> {
-    /// Does it. Implementations are inlined, so that plain loops become the processor's vectors
-    /// too.
+    /// Does the work. Implementations are inlined, so that plain loops become the processor's
+    /// vectors too.
     ///
     /// # Safety
     /// The processor can run `K` and `D`, and the work's own conditions hold.
@@ -28,7 +28,7 @@ pub(crate) trait Number: Element {
     unsafe fn compute<W: Work<Self>>(level: Level, work: W);
 }
 
-/// Does the work in a function of its own, compiled for some features: everything it calls is
+/// Does the work in a separate function that is compiled for some features. Everything it calls is
 /// inlined into it.
 macro_rules! compute {
     ($work:ident: $element:ty, $kernel:ty, $codes:ty, [$($features:literal)?], [$($turn:expr)?]) => {{
@@ -109,7 +109,7 @@ macro_rules! levels {
     };
 }
 
-// A level has what every level below it has, but for `AvxVnni`.
+// A level has the features of every level below it, except for `AvxVnni`.
 levels! {
     #[cfg(target_arch = "x86_64")]
     Amx {
@@ -176,9 +176,9 @@ levels! {
     }
 }
 
-/// The level that is not to be exceeded, as its place in [`Level::ALL`], or [`PREFERRED`].
+/// The highest permitted level, as its place in [`Level::ALL`], or [`PREFERRED`].
 static LIMIT: AtomicUsize = AtomicUsize::new(PREFERRED);
-/// The fastest level, which need not be the best.
+/// The fastest level, which need not be the highest one.
 const PREFERRED: usize = usize::MAX;
 
 impl Level {
@@ -187,7 +187,7 @@ impl Level {
         Self::within(LIMIT.load(Ordering::Relaxed))
     }
 
-    /// The best level that is there, of those from a place on. For [`PREFERRED`] the fastest.
+    /// The highest level of this processor up to a place; for [`PREFERRED`], the fastest level.
     fn within(limit: usize) -> Self {
         let found = match Self::ALL.get(limit..) {
             Some(levels) => levels.iter().find(|level| level.is_there()),
@@ -196,8 +196,8 @@ impl Level {
         found.copied().unwrap_or(Self::Baseline)
     }
 
-    /// Uses nothing better than the level of this name from now on. False if there is no such
-    /// level.
+    /// Permits no level above the one of this name from now on. Returns false if no level has the
+    /// name.
     pub(crate) fn limit(name: &str) -> bool {
         let limit = Self::ALL.iter().position(|level| level.name() == name);
         if let Some(limit) = limit {

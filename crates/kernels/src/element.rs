@@ -7,8 +7,8 @@ pub(crate) struct Bf16(pub(crate) u16);
 
 /// A number in memory; arithmetic is done in `f32`.
 pub(crate) trait Element: Copy + Default + Send + Sync + 'static {
-    /// Neighbours along the inner dimension that lie side by side in a packed panel, as the dot
-    /// product instruction wants them.
+    /// The number of inner neighbours that lie side by side in a packed panel, as the dot-product
+    /// instruction needs them.
     const PAIR: usize;
     /// Exact.
     fn to_f32(self) -> f32;
@@ -43,7 +43,7 @@ impl Element for Bf16 {
     }
 }
 
-/// The numbers of a vector as a checkpoint has it.
+/// The numbers of a vector in the order of the checkpoint.
 pub(crate) fn widened<E: Element>(bytes: &[u8]) -> Vec<f32> {
     let numbers = bytes.chunks_exact(size_of::<E>());
     // SAFETY: so many bytes, and any bits are a number.

@@ -1,10 +1,10 @@
 //! Latent attention (DeepSeek-V2, 2024) as a step reads it, always in its absorbed form.
 //!
 //! A position keeps a row `[c | r]`: a latent part, and a shared part that positions rotate. A
-//! head's key is `[U c | r]` and its value is `V c`. Scores are `(U^T q) . c + p . r` of a query
-//! `[q | p]`, so queries are brought to the latent part and attention reads rows alone. What it
-//! gives is multiplied by `V`. Chunks of prompts and decode rows have one form, and so the same
-//! bits.
+//! head's key is `[U c | r]` and its value is `V c`. The score of a query `[q | p]` is `(U^T q) . c
+//! + p . r`. So queries are mapped to the latent space, and attention reads only the rows. Its
+//! result is multiplied by `V`. Prompt chunks and decode rows are computed in the same form, and so
+//! with the same bits.
 
 use crate::element::Element;
 use crate::experts::Stack;
@@ -38,7 +38,7 @@ pub(crate) struct Latent {
 
 impl Latent {
     /// Latent attention with weights that were checked; `kind` is its number among the sizes.
-    /// `None`: that kind is not latent.
+    /// `None`: attention of this kind is not latent.
     pub(crate) fn new<E: Element>(of: &LatentWeights, kind: usize, all: &Sizes) -> Option<Self> {
         let attention = &all.attentions[kind];
         let (heads, sizes) = (attention.heads, attention.latent?);
@@ -64,9 +64,9 @@ impl Latent {
     }
 }
 
-/// Puts the shared part of a key, or that of a query, into `to`, rotated by the cosines and sines
-/// of its position, if there are any. Neighbours that are rotated go half a part apart, in queries
-/// and keys alike: their products stay the same.
+/// Puts the shared part of a key or a query into `to`, rotated by the cosines and sines of its
+/// position, if it has any. Elements that are rotated together, neighbours in the input, are half a
+/// part apart in `to`. This holds for queries and keys, so their products stay the same.
 #[inline(always)]
 pub(crate) fn turn<V: Vector>(
     from: &[f32],
@@ -91,12 +91,12 @@ pub(crate) fn turn<V: Vector>(
 /// Buffers of a step, kept from step to step.
 #[derive(Default)]
 pub(crate) struct Work<E> {
-    /// Low ranks of queries `[tokens, query_rank]`, of few tokens once a member.
+    /// Low ranks of queries `[tokens, query_rank]`. For few tokens, each member has its own copy.
     low: Vec<E>,
     /// Queries `[tokens, heads, nope_dim + shared]`.
     queries: Vec<f32>,
-    /// What products of heads give: queries `[heads, tokens, rank]`, then values
-    /// `[heads, rows, value_dim]`.
+    /// Results of the heads' products: queries `[heads, tokens, rank]`, then values `[heads, rows,
+    /// value_dim]`.
     made: Vec<f32>,
     /// The rows of one tile, of each member.
     gathered: Vec<E>,

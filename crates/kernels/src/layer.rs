@@ -19,26 +19,26 @@ pub(crate) struct Layer<E> {
     attended_norm: Vec<f32>,
     fed_norm: Vec<f32>,
     pub(crate) sinks: Vec<f32>,
-    /// The products in front of what mixes positions and behind it; `None`: the layer mixes none.
+    /// The products before and after the mixing of positions; `None`: the layer mixes none.
     mixer: Option<[Owned; 2]>,
     /// Outputs of the first of them.
     pub(crate) projected: usize,
     pub(crate) qk_norm: Option<(Vec<f32>, Vec<f32>)>,
     post_norm: Vec<f32>,
     pub(crate) mixture: Option<Mixture>,
-    /// The dense part for all tokens: beside experts, or in place of them.
+    /// The dense part for all tokens, beside experts or without any.
     feed: Option<[Owned; 2]>,
     pub(crate) pool: Pool<E>,
-    /// What the layer has in place of attention; `None`: it attends, or mixes nothing.
+    /// The recurrence in place of attention; `None`: the layer has attention, or mixes no
+    /// positions.
     recurrence: Option<Recurrence>,
     /// A recurrence beside the attention, with its products.
     beside: Option<(Recurrence, [Owned; 2])>,
-    /// What its latent attention has beside the products of all layers; `None`: it has keys and
-    /// values of heads.
+    /// The additional weights of latent attention; `None`: heads have their own keys and values.
     pub(crate) latent: Option<Latent>,
     /// True if it reads the keys and values of another layer, and has none of its own.
     pub(crate) reads_others: bool,
-    /// What it does with its own input; `None`: it has none.
+    /// The part that reads the layer's own input; `None`: the layer has none.
     input: Option<OwnInput>,
     /// The factor of its output.
     factor: f32,
@@ -53,18 +53,19 @@ struct OwnInput {
 /// A part of a layer that mixes positions, between two products.
 #[derive(Clone, Copy)]
 pub(crate) struct MixerPart<'a> {
-    /// The norm of the stream in front of it, which may be empty; `None`: it reads what the part
-    /// before it has read.
+    /// The norm of the stream in front of it, which may be empty. `None`: the part reads the same
+    /// input as the previous part.
     pub(crate) before: Option<&'a [f32]>,
     pub(crate) input: &'a Owned,
     /// `None`: it attends.
     pub(crate) recurrence: Option<&'a Recurrence>,
-    /// `None`: heads that it attends with have keys and values of their own.
+    /// `None`: heads have their own keys and values.
     pub(crate) latent: Option<&'a Latent>,
     pub(crate) output: &'a Owned,
     /// The norm of the output; empty: there is none.
     pub(crate) norm: &'a [f32],
-    /// The places of its queues among the layer's: of both products, and of what is between them.
+    /// The places of its queues among the layer's: for both products, and for the work between
+    /// them.
     pub(crate) queues: [usize; 3],
 }
 
@@ -74,12 +75,12 @@ pub(crate) struct FeedPart<'a> {
     /// As of [`MixerPart`].
     pub(crate) before: Option<&'a [f32]>,
     pub(crate) kind: FeedKind<'a>,
-    /// The products around it, of which the second is added to the stream; `None`: experts read
-    /// what is normalised, and add their own outputs.
+    /// The products around it; the result of the second is added to the stream. `None`: experts
+    /// read the normalised input and add their own outputs.
     pub(crate) products: Option<&'a [Owned; 2]>,
     /// The norm of the output; empty: there is none.
     pub(crate) norm: &'a [f32],
-    /// The factor of the stream once the output was added.
+    /// The factor of the stream after the output is added.
     pub(crate) factor: f32,
     /// The places of the queues of its products among the layer's.
     pub(crate) queues: [usize; 2],
@@ -97,8 +98,8 @@ pub(crate) enum FeedKind<'a> {
 }
 
 impl<E: Element> Layer<E> {
-    /// A layer whose keys and values lie in `pool`, and whose states lie in `states`. It does not
-    /// keep them alive.
+    /// A layer whose keys and values lie in `pool`, and whose states lie in `states`. The layer
+    /// does not keep this memory alive.
     pub(crate) fn new(
         of: &weights::Layer,
         sizes: &Sizes,
@@ -193,11 +194,11 @@ impl<E: Element> Layer<E> {
         [own, beside]
     }
 
-    /// The parts behind those, in their order: the experts, the part that all tokens have, and that
-    /// of the layer's own input.
+    /// The parts after the mixers, in their order: the experts, the part for all tokens, and the
+    /// part that reads the layer's own input.
     #[inline]
     pub(crate) fn feeds(&self) -> [Option<FeedPart<'_>>; 3] {
-        // In front of parallel parts the stream was normalised already.
+        // For parallel parts, the stream was already normalised.
         let post_norm = (!self.parallel).then_some(&self.post_norm[..]);
         let beside = self.mixture.as_ref().and_then(|mixture| mixture.beside.as_ref());
         let experts = self.mixture.as_ref().map(|mixture| FeedPart {
@@ -233,14 +234,14 @@ impl<E: Element> Layer<E> {
         self.mixers().into_iter().flatten().find_map(|part| part.recurrence)
     }
 
-    /// Outputs of the widest of the first products of what mixes positions; 0: nothing does.
+    /// Outputs of the widest first product of the mixers; 0: there are none.
     pub(crate) fn widest(&self) -> usize {
         let widths = self.mixers().into_iter().flatten().map(|part| part.input.outputs);
         widths.max().unwrap_or(0)
     }
 
-    /// Inputs of the widest product of what mixes positions, besides those that read the stream; 0:
-    /// nothing does.
+    /// Inputs of the widest product of the mixers, besides those that read the stream; 0: there are
+    /// none.
     pub(crate) fn widest_input(&self) -> usize {
         let mixers = self.mixers().into_iter().flatten();
         let low = mixers.clone().filter_map(|part| part.recurrence?.low.as_ref()).flatten();
@@ -249,7 +250,7 @@ impl<E: Element> Layer<E> {
         outputs.chain(low).chain(queries).map(|matrix| matrix.inputs).max().unwrap_or(0)
     }
 
-    /// True if a part has a norm behind it.
+    /// True if a part's output is normalised.
     pub(crate) fn keeps_parts(&self) -> bool {
         let norms = self.mixers().map(|part| part.map_or(&[][..], |part| part.norm));
         let behind = self.feeds().map(|part| part.map_or(&[][..], |part| part.norm));

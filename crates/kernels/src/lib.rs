@@ -1,8 +1,8 @@
 //! CPU kernels: a decoder ([`Decoder`]) or an encoder ([`Bert`]) as one call a step.
 //!
-//! A call does embedding, layers and head, with paged attention for prompt chunks and decode rows
-//! alike. A few microseconds for each of hundreds of operators would be most of a small model's
-//! step. Types and checks keep callers from everything that is unsafe inside.
+//! A call computes embedding, layers and head, with paged attention for prompt chunks and decode
+//! rows alike. With hundreds of separate operators, their few microseconds of overhead would
+//! dominate a small model's step. Types and checks make the public calls safe.
 //!
 //! The modules are:
 //!
@@ -22,8 +22,8 @@
 //! - `encoder`: an encoder in the same way;
 //! - `pool` and `team`: the threads.
 //!
-//! Every result is computed by one thread in an order that depends on its own row only. So tokens
-//! do not change with the batch, the chunking or the number of threads.
+//! One thread computes each result, in an order that depends on the result's row only. So tokens do
+//! not change with the batch, the chunking or the number of threads.
 #![expect(unsafe_code, reason = "vector instructions, and buffers that threads share")]
 
 mod adapters;

@@ -1,5 +1,5 @@
-//! Functions of vectors. Sums are taken in a fixed order, so that results do not depend on other
-//! work of the step.
+//! Functions of vectors. Sums are taken in a fixed order, so that results do not depend on the
+//! other rows of the step.
 
 use crate::element::Element;
 use crate::isa::plain::Array;
@@ -21,8 +21,8 @@ fn exp<V: Vector>(x: V) -> V {
     p.times_power(n)
 }
 
-/// `2^x` for x that is not positive, to about 2 units in the last place (Cephes' polynomial). It is
-/// 0 far below.
+/// `2^x` for x that is not positive, to about 2 units in the last place (Cephes' polynomial). The
+/// result is 0 for very negative x.
 #[inline(always)]
 pub(crate) fn exp2<V: Vector>(x: V) -> V {
     let x = x.at_least(-200.0);
@@ -100,7 +100,7 @@ pub(crate) fn gelu<V: Vector>(x: V) -> V {
     for coefficient in [-1.453_152, 1.421_413_7, -0.284_496_74, 0.254_829_6, 0.0] {
         p = p.fused(t, V::splat(coefficient));
     }
-    // Both tails are the same: nothing is lost where the share is next to nothing.
+    // Both tails are computed in the same way: nothing is lost where the share is close to 0.
     let tail = p.mul(exp(x.mul(x).mul(V::splat(-0.5)))).mul(V::splat(0.5));
     positive.sub(size.mul(tail))
 }
@@ -125,8 +125,8 @@ pub(crate) fn tanh<V: Vector>(x: V) -> V {
     V::splat(1.0).sub(V::splat(2.0).div(exp(x.add(x)).add(V::splat(1.0))))
 }
 
-/// A function of numbers. Closures, and functions that are passed like them, would not be compiled
-/// for the processor.
+/// A function of numbers. Closures and function arguments would not be compiled with the
+/// processor's features.
 pub(crate) trait Function {
     fn of<V: Vector>(x: V) -> V;
 }
@@ -191,7 +191,7 @@ pub(crate) fn apply<V: Vector, F: Function>(values: &mut [f32]) {
 }
 
 /// Layer normalisation (Ba et al. 2016) of `x` in place, scaled by `weight` and moved by `bias`;
-/// `out` gets the same in elements.
+/// `out` gets the same values as elements.
 #[inline(always)]
 pub(crate) fn layer_norm<E: Element, K: Kernel<E>>(
     x: &mut [f32],
@@ -235,10 +235,10 @@ fn square<V: Vector>(x: V) -> V {
     x.mul(x)
 }
 
-/// Adds up a function of all numbers that is zero of zero.
+/// Sums a function of all numbers; the function of zero must be zero.
 #[inline(always)]
 fn sum_of<V: Vector, F: Function>(x: &[f32]) -> f32 {
-    // Two sums in turn: one would wait for its own last addition.
+    // Two alternating sums: a single one would wait for its own last addition.
     let mut sums = [V::splat(0.0); 2];
     let (chunks, rest) = x.as_chunks::<LANES>();
     for (at, chunk) in chunks.iter().enumerate() {
@@ -300,7 +300,7 @@ pub(crate) fn mean_norm<E: Element, K: Kernel<E>>(
     }
 }
 
-/// The mean of `x`, and the factor that normalises what is left without it.
+/// The mean of `x`, and the factor that normalises `x` minus its mean.
 #[inline(always)]
 pub(crate) fn mean_and_factor<V: Vector>(x: &[f32], eps: f32) -> (f32, f32) {
     let size = x.len() as f32;
@@ -316,7 +316,8 @@ pub(crate) fn mean_and_factor<V: Vector>(x: &[f32], eps: f32) -> (f32, f32) {
     (mean, 1.0 / ((squares.sum() + rest) / size + eps).sqrt())
 }
 
-/// Normalises `x` in place, scaled by `weight`, without its mean if norms subtract `means`.
+/// Normalises `x` in place, scaled by `weight`. If the norm subtracts `means`, the mean is
+/// subtracted first.
 #[inline(always)]
 pub(crate) fn normalise<V: Vector>(x: &mut [f32], weight: &[f32], eps: f32, means: bool) {
     let (mean, factor) = match means {
@@ -345,7 +346,7 @@ pub(crate) fn add_rms_norm<V: Vector>(
 /// The factor that normalises `x`.
 #[inline(always)]
 pub(crate) fn rms_factor<V: Vector>(x: &[f32], eps: f32) -> f32 {
-    // Two sums in turn: one would wait for its own last addition.
+    // Two alternating sums: a single one would wait for its own last addition.
     let mut sums = [V::splat(0.0); 2];
     let (chunks, rest) = x.as_chunks::<LANES>();
     for (at, chunk) in chunks.iter().enumerate() {

@@ -1,8 +1,8 @@
-//! Memory that steps read all over, in large pages where the system has them, and memory that
+//! Memory that steps read at random, in huge pages where the system has them, and memory that
 //! another process writes.
 //!
-//! Many systems give large pages only to programs that ask for them. With small ones a step waits
-//! for the page tables as well, and fetching ahead stops at every 4 KiB.
+//! Many systems give huge pages only to programs that request them. With small pages, a step also
+//! waits for page-table walks, and hardware prefetching stops every 4 KiB.
 
 use std::io;
 use std::ops::{Deref, DerefMut};
@@ -20,8 +20,8 @@ struct Mapping {
     bytes: usize,
 }
 
-// SAFETY: memory belongs to no thread; who may read and write it is said by those who hand out
-// parts of it.
+// SAFETY: memory belongs to no thread; the code that hands out parts of it says who may read and
+// write them.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
@@ -39,7 +39,7 @@ impl Mapping {
             )?
         };
         let mapping = Self::of(at.cast(), bytes)?;
-        // SAFETY: the whole mapping. A system without large pages refuses, and small ones do.
+        // SAFETY: the whole mapping. If the system refuses huge pages, small ones do.
         let _ = unsafe { madvise(at, bytes, Advice::LinuxHugepage) };
         Ok(mapping)
     }
@@ -52,13 +52,13 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: what was mapped, and nobody has a part of it any more.
+        // SAFETY: the mapping is whole, and no part of it is in use any more.
         let _ = unsafe { munmap(self.at.as_ptr().cast(), self.bytes) };
     }
 }
 
-/// A part of a mapping for one owner, zeros at first. It takes memory only where it is written, and
-/// begins at a cache line.
+/// A part of a mapping for one owner, zeros at first. The system allocates memory for it only when
+/// it is written. It begins at a cache line.
 pub struct Room {
     mapping: Arc<Mapping>,
     first: usize,
@@ -75,8 +75,8 @@ impl Room {
         parts.pop().ok_or_else(|| io::Error::other("no part"))
     }
 
-    /// One room for each of some sizes, side by side. A single room could be smaller than a large
-    /// page.
+    /// One room for each of some sizes, side by side in one mapping: a single room could be smaller
+    /// than a huge page.
     ///
     /// # Errors
     /// The system has no address space left, or the sum of the sizes overflows.
@@ -95,7 +95,7 @@ impl Room {
         Ok(places.into_iter().map(part).collect())
     }
 
-    /// An empty room of the same mapping: who has it keeps the memory of all.
+    /// An empty room of the same mapping. It keeps the memory of all rooms alive.
     #[must_use]
     pub fn keeper(&self) -> Self {
         Self { mapping: self.mapping.clone(), first: self.first, bytes: 0 }
@@ -106,22 +106,22 @@ impl Deref for Room {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: inside the mapping, and no other room has it.
+        // SAFETY: inside the mapping, and in no other room.
         unsafe { std::slice::from_raw_parts(self.mapping.at.as_ptr().add(self.first), self.bytes) }
     }
 }
 
 impl DerefMut for Room {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: inside the mapping, and no other room has it.
+        // SAFETY: inside the mapping, and in no other room.
         unsafe {
             std::slice::from_raw_parts_mut(self.mapping.at.as_ptr().add(self.first), self.bytes)
         }
     }
 }
 
-/// Memory that another process writes and this one reads. The writer names the part that may be
-/// read. It leaves that part alone until it learns that the part was read.
+/// Memory that another process writes and this one reads. The writer announces a part for reading.
+/// It does not write that part again until it is told that the part was read.
 pub struct Shared(Option<Mapping>);
 
 impl Shared {
@@ -131,7 +131,7 @@ impl Shared {
         Self(None)
     }
 
-    /// The first `bytes` of a file that never becomes shorter.
+    /// Maps the first `bytes` of a file. The file must never become shorter.
     ///
     /// # Errors
     /// The system refuses to map it.
@@ -152,18 +152,18 @@ impl Shared {
         self.0.as_ref().map_or(0, |mapping| mapping.bytes)
     }
 
-    /// `bytes` bytes from `offset` on; `None`: they are outside.
+    /// `bytes` bytes from `offset` on; `None`: they lie outside the mapping.
     #[must_use]
     pub fn read(&self, offset: usize, bytes: usize) -> Option<&[u8]> {
         let mapping = self.0.as_ref()?;
         let end = offset.checked_add(bytes)?;
-        // SAFETY: inside the mapping; the writer leaves this part alone.
+        // SAFETY: inside the mapping; the writer does not write this part now.
         (end <= mapping.bytes)
             .then(|| unsafe { std::slice::from_raw_parts(mapping.at.as_ptr().add(offset), bytes) })
     }
 }
 
-/// Makes a buffer that steps keep at least so long.
+/// Makes a buffer that is kept between steps at least this long.
 pub(crate) fn grow<T: Clone>(buffer: &mut Vec<T>, length: usize, value: T) {
     if buffer.len() < length {
         buffer.resize(length, value);

@@ -26,7 +26,7 @@ use crate::weights::Weights;
 /// The reason for which a step was not computed. Nothing was written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum StepError {
-    /// A position lies on no page, or on a page that does not exist.
+    /// A position has no page, or its page does not exist.
     Page,
     /// A token is not of the vocabulary.
     Token,
@@ -42,13 +42,13 @@ pub(crate) struct Model<E> {
     states: Vec<[Room; 2]>,
     kinds: Vec<Kind>,
     hidden: usize,
-    /// Elements that the widest layer's attention gives, or values or low ranks of a recurrence.
+    /// The largest output of any layer's attention, or values or low ranks of a recurrence.
     attended: usize,
     /// Inputs of the widest product besides those of experts, adapters and heads.
     widest: usize,
     /// The inner size of the widest layer.
     intermediate: usize,
-    /// What layers' own inputs are made of; `None`: layers have none.
+    /// Computes the layers' own inputs; `None`: layers have none.
     rows_of_layers: Option<RowsOfLayers>,
     /// The sizes of the experts; `None`: no layer has any.
     experts: Option<ExpertSizes>,
@@ -78,7 +78,7 @@ struct Kind {
     sizes: AttentionSizes,
     shape: Shape,
     work: attention::Work,
-    /// The work of the last layer, if it is of this kind and not the same.
+    /// The work of the last layer, if it has this kind of attention and its work differs.
     last: attention::Work,
 }
 
@@ -107,7 +107,7 @@ impl Kind {
     }
 }
 
-/// The number of rows of a member from which on members do not share a row's heads.
+/// From this number of rows per member on, members do not share the heads of a row.
 const ROWS_A_MEMBER: usize = 4;
 
 /// Buffers of a step, kept from step to step.
@@ -137,9 +137,9 @@ struct Work<E> {
     queues: Vec<Queue>,
     best: Vec<Best>,
     scratch: Vec<Scratch<E>>,
-    /// Activations as tiles read them: numbers of a type that the processor decides.
+    /// Activations in the tiles' order. The processor decides the type of the numbers.
     arranged: Vec<f32>,
-    /// Activations as a quantised matrix takes them: codes, their scales and sums.
+    /// Activations in the form that a quantised matrix takes: codes, their scales and sums.
     codes: Vec<i8>,
     code_scales: Vec<f32>,
     code_sums: Vec<i32>,
@@ -240,9 +240,9 @@ impl<E: Element> Model<E> {
     /// that sample. Adapters change the rows of their `groups`.
     ///
     /// # Safety
-    /// Rows lie within the tables and within the model's positions. No two of them have one state,
-    /// and what is wanted has room. Adapters have the model's sizes. `run` lets every member of the
-    /// team compute its share.
+    /// Rows lie within the tables and within the model's positions. No two rows have the same
+    /// state, and the wanted outputs have room. Adapters have the model's sizes. `run` lets every
+    /// member of the team compute its share.
     pub(crate) unsafe fn step(
         &mut self,
         rows: &Rows<'_>,
@@ -263,7 +263,7 @@ impl<E: Element> Model<E> {
         let work = &mut self.work;
         grow(&mut work.x, count * self.hidden, 0.0);
         grow(&mut work.sampled_x, sampled * self.hidden, 0.0);
-        // Vectors of layers' inputs and of their gates reach beyond the last row's end.
+        // Vector operations on layers' inputs and gates write beyond the last row's end.
         grow(&mut work.qkv, count * projected + NR, 0.0);
         grow(&mut work.inputs, count * self.layers.len() * of_input + NR, 0.0);
         grow(&mut work.attended, count * self.attended, zero);
@@ -325,7 +325,7 @@ impl<E: Element> Model<E> {
         Ok(())
     }
 
-    /// Logits `[count, vocabulary]` of states `[count, hidden]` that a step has given.
+    /// Logits `[count, vocabulary]` of states `[count, hidden]` that a step has computed.
     ///
     /// # Safety
     /// As [`Self::step`]; `states` and `logits` have room for so many.
@@ -339,7 +339,7 @@ impl<E: Element> Model<E> {
         self.work.state_rows.clear();
         self.make_room(count);
         let threads = self.threads.clone();
-        // Only read, as a step without tokens is not added to.
+        // Only read: nothing is added to a step without tokens.
         let view = Step { logits, given: count, ..self.view(states.cast_mut(), &[], None) };
         run(&threads, &view);
     }
@@ -362,7 +362,7 @@ impl<E: Element> Model<E> {
         work.queues.iter_mut().for_each(Queue::reset);
     }
 
-    /// A step over the buffers as they are, which gives nothing yet.
+    /// A step over the current buffers, without outputs yet.
     fn view<'a>(
         &'a mut self,
         x: *mut f32,
@@ -501,7 +501,7 @@ impl<E: Element> Model<E> {
                 let entries = [entry(page_of(position / page_size)?), of_window];
                 let id = id.ok_or(StepError::Token)?;
                 let given = given.filter(|given| position < given.until);
-                // SAFETY: a row of what was given, or of the embedding.
+                // SAFETY: a row of the given inputs, or of the embedding.
                 let input = match given {
                     Some(given) => unsafe {
                         given.inputs.as_ptr().cast::<E>().add(position * hidden)
@@ -509,7 +509,8 @@ impl<E: Element> Model<E> {
                     None => unsafe { embedding.add(id * hidden) },
                 };
                 let is_given = given.is_some();
-                // Without a token, a layer's own input is that of padding, as transformers has it.
+                // If the input was given without a token, the layer's own input is that of padding,
+                // as in transformers.
                 let id = if is_given { 0 } else { id };
                 work.tokens.push(Token { id, input, is_given, position, entries });
             }

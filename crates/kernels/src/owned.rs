@@ -1,4 +1,4 @@
-//! A packed matrix, as a part of a decoder has it.
+//! A packed matrix that a decoder owns.
 
 use crate::codes::Format;
 use crate::element::{Element, widened};

@@ -27,8 +27,8 @@ pub(crate) fn panel_len(k: usize) -> usize {
     k * NR
 }
 
-/// The row of an `[n, k]` matrix that is column `column` of panel `p`; none where the panel is
-/// padded.
+/// The row of an `[n, k]` matrix for column `column` of panel `p`; `None` where the panel is
+/// padding.
 #[must_use]
 pub(crate) fn row_of(p: usize, column: usize, n: usize, interleaved: bool) -> Option<usize> {
     let (row, end) = if interleaved {
@@ -42,8 +42,8 @@ pub(crate) fn row_of(p: usize, column: usize, n: usize, interleaved: bool) -> Op
 
 /// Packs the row-major `source` `[n, k]`. Padding is zero.
 ///
-/// `interleaved`: the first half of the rows are gates, the second half the gated rows. A panel
-/// gets [`HALF`] of each, so that both factors of a product are computed together.
+/// `interleaved`: the first half of the rows are gates, the second half the values. A panel gets
+/// [`HALF`] of each, so that both factors of a product are computed together.
 ///
 /// # Panics
 /// The lengths do not fit `n` and `k`, or `k` is not a multiple of `E::PAIR`.

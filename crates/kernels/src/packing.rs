@@ -45,7 +45,7 @@ pub enum Storage {
     Q4_1,
     /// GGUF's blocks of 4-bit floats with a power of 2.
     Mxfp4,
-    /// GGUF's blocks of 4 bits that number integers, with a scale.
+    /// GGUF's blocks of 4 bits that index a table of integers, with a scale.
     Iq4Nl,
 }
 
@@ -78,7 +78,7 @@ pub struct Packing {
     pub storage: Storage,
 }
 
-/// The reason for which a model can't be packed or computed, in one line.
+/// The reason why a model can't be packed or computed, in one line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unfit(pub(crate) String);
 
@@ -94,7 +94,7 @@ pub(crate) fn unfit<T>(what: impl Into<String>) -> Result<T, Unfit> {
     Err(Unfit(what.into()))
 }
 
-/// True if memory begins at an address that suits a number of the type.
+/// True if the memory is aligned for a number of this type.
 pub(crate) fn aligned(bytes: &[u8], dtype: Dtype) -> bool {
     bytes.as_ptr().addr().is_multiple_of(dtype.bytes())
 }
@@ -133,8 +133,8 @@ impl Packing {
     /// Packs the row-major `source`.
     ///
     /// # Errors
-    /// `source` is not of [`Self::source_bytes`], `packed` is not of [`Self::bytes`], or one begins
-    /// at an odd address.
+    /// `source` is not of [`Self::source_bytes`], `packed` is not of [`Self::bytes`], or one is not
+    /// aligned.
     pub fn pack(&self, source: &[u8], packed: &mut [u8]) -> Result<(), Unfit> {
         let &Self { outputs, inputs, interleaved, dtype, storage } = self;
         if source.len() != self.source_bytes() || packed.len() != self.bytes()? {

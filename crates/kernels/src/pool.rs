@@ -1,7 +1,8 @@
 //! The permanent threads that compute.
 //!
-//! Members meet hundreds of times a step, some microseconds apart, so a waiting one looks again and
-//! again at first. After some tenths of a millisecond it sleeps: others want the processors too.
+//! Members wait for each other hundreds of times a step, some microseconds apart, so a waiting one
+//! spins at first. After some tenths of a millisecond it sleeps, since other programs need the
+//! processors too.
 
 use std::cell::UnsafeCell;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -9,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// The time that a member looks for work before it sleeps.
+/// The time that a member spins before it sleeps.
 const LOOKS_FOR: Duration = Duration::from_micros(150);
 /// Looks between two glances at the clock.
 const LOOKS: u32 = 64;
@@ -17,7 +18,7 @@ const LOOKS: u32 = 64;
 /// The point at which `members` threads wait for each other, any number of times.
 pub(crate) struct Meeting {
     members: usize,
-    /// The number of members that have come to this turn.
+    /// The number of members that have arrived at this barrier.
     come: AtomicUsize,
     /// The number of turns that are over.
     turn: AtomicUsize,
@@ -45,7 +46,7 @@ impl Meeting {
             self.come.store(0, Ordering::Relaxed);
             self.turn.store(turn.wrapping_add(1), Ordering::SeqCst);
             if self.asleep.load(Ordering::SeqCst) > 0 {
-                // Whoever is about to sleep has the lock until it does.
+                // A member that is about to sleep holds the lock until it sleeps.
                 drop(self.lock.lock().unwrap_or_else(PoisonError::into_inner));
                 self.over.notify_all();
             }
@@ -79,12 +80,11 @@ type Job = *const (dyn Fn(usize) + Sync);
 /// The state that the threads and their owner share.
 struct Common {
     meeting: Meeting,
-    /// Written by the owner before a meeting, and read by the others behind it.
+    /// Written by the owner before a barrier, and read by the other members after it.
     job: UnsafeCell<Option<Job>>,
 }
 
-// SAFETY: `job` is written and read on different sides of a meeting, and what it points to may be
-// called by any thread.
+// SAFETY: `job` is written before a barrier and read after it, and any thread may call the job.
 unsafe impl Sync for Common {}
 // SAFETY: as above.
 unsafe impl Send for Common {}
@@ -98,7 +98,7 @@ pub struct Threads {
 }
 
 impl Threads {
-    /// A team of `members` threads, of which the caller of [`Self::run`] is one.
+    /// A team of `members` threads, including the caller of [`Self::run`].
     ///
     /// # Errors
     /// The system refuses a thread.
@@ -114,8 +114,8 @@ impl Threads {
             match started {
                 Ok(thread) => threads.others.push(thread),
                 Err(error) => {
-                    // Those that wait for the others would wait for ever: they are left behind, and
-                    // so is what they share.
+                    // The threads that already wait would wait for ever; they and their shared
+                    // state are leaked.
                     std::mem::forget(threads);
                     return Err(error);
                 }
@@ -134,20 +134,20 @@ impl Threads {
         &self.common.meeting
     }
 
-    /// Calls `work` by every member with its number, and returns when all are done. A panic in
-    /// `work` ends the process.
+    /// Every member calls `work` with its number. Returns, and returns when all are done. A panic
+    /// in `work` ends the process.
     pub fn run(&self, work: impl Fn(usize) + Sync) {
         if self.count() == 1 {
             return work(0);
         }
         let _one = self.busy.lock().unwrap_or_else(PoisonError::into_inner);
         let job: &(dyn Fn(usize) + Sync) = &work;
-        // SAFETY: the reference is gone from the others' hands when the second meeting is over, and
-        // `work` lives until then.
+        // SAFETY: the others no longer use the reference after the second barrier, and `work` lives
+        // until then.
         let job: Job = unsafe {
             std::mem::transmute::<&(dyn Fn(usize) + Sync), &'static (dyn Fn(usize) + Sync)>(job)
         };
-        // SAFETY: the others read it behind the meeting only.
+        // SAFETY: the others read it only after the barrier.
         unsafe { *self.common.job.get() = Some(job) };
         self.common.meeting.wait();
         let guard = Abort;
@@ -179,7 +179,7 @@ impl Drop for Threads {
         if self.others.is_empty() {
             return;
         }
-        // SAFETY: the others read it behind the meeting only.
+        // SAFETY: the others read it only after the barrier.
         unsafe { *self.common.job.get() = None };
         self.common.meeting.wait();
         for thread in self.others.drain(..) {
@@ -192,17 +192,17 @@ impl Drop for Threads {
 fn member(common: &Common, index: usize) {
     loop {
         common.meeting.wait();
-        // SAFETY: written before the meeting, and not again before the next but one.
+        // SAFETY: written before the barrier, and not again before the next but one.
         let Some(job) = (unsafe { *common.job.get() }) else { return };
         let guard = Abort;
-        // SAFETY: the owner waits for the next meeting before it lets go of it.
+        // SAFETY: the owner keeps the job until the next barrier has passed.
         unsafe { (*job)(index) };
         std::mem::forget(guard);
         common.meeting.wait();
     }
 }
 
-/// A member that panics inside a job would leave the others waiting for it for ever: better an end.
+/// Aborts the process. If a member panicked inside a job, the others would wait for it for ever.
 struct Abort;
 
 impl Drop for Abort {

@@ -1,6 +1,6 @@
 //! Quantised weights in the order in which [`crate::dots`] reads them. The panels are those of
-//! [`crate::pack`], with four inner positions in place of a pair. The scales of each block of codes
-//! are behind it.
+//! [`crate::pack`], with four inner positions in place of a pair. The scales of a block of codes
+//! follow it.
 
 #[cfg(test)]
 use crate::codes::half_to_f32;
@@ -18,7 +18,7 @@ pub(crate) fn panel_bytes(format: Format, k: usize) -> usize {
     k / shared * (shared / QUAD * quad_bytes(format) + scale_bytes(format))
 }
 
-/// Bytes of a packed `[n, k]` matrix; 0 where `k` does not fit.
+/// Bytes of a packed `[n, k]` matrix; 0 if the format does not support `k`.
 #[must_use]
 pub(crate) fn quantised_bytes(format: Format, n: usize, k: usize, interleaved: bool) -> usize {
     if k == 0 || !k.is_multiple_of(SHARED) {
@@ -38,8 +38,8 @@ const fn stored_bytes(format: Format) -> usize {
     }
 }
 
-/// Half of the power of 2 that a block of `MXFP4` begins with, as the upper half of a float. The
-/// table has doubled numbers.
+/// Half of the power of 2 at the start of an `MXFP4` block, as the upper half of a float. Half,
+/// since the table has doubled numbers.
 fn half_of_power(exponent: u8) -> [u8; 2] {
     let bits = match exponent {
         0 | 1 => 0x20 << exponent,
@@ -62,8 +62,8 @@ fn put(format: Format, block: &mut [u8], (inner, output): (usize, usize), code: 
     block[inner / QUAD * quad_bytes(format) + from * QUAD + inner % QUAD] |= code << shift;
 }
 
-/// Quantises and packs the row-major `source` `[n, k]`: one scale an output, symmetric, to the
-/// nearest. `interleaved` as in [`crate::pack::pack`].
+/// Quantises and packs the row-major `source` `[n, k]`: one scale per output, symmetric, rounded to
+/// the nearest. `interleaved` as in [`crate::pack::pack`].
 ///
 /// # Panics
 /// The lengths do not fit `n` and `k`.
@@ -146,7 +146,7 @@ pub(crate) fn pack_blocks(
                 scales[at..at + 2].copy_from_slice(&scale);
                 for inner in 0..SHARED {
                     let code = match format.is_narrow() {
-                        // The first half of a block is in the low halves of the bytes.
+                        // The first half of a block is in the low nibbles of the bytes.
                         true => codes[inner % (SHARED / 2)] >> (inner / (SHARED / 2) * 4) & 15,
                         false => codes[inner] ^ 0x80,
                     };

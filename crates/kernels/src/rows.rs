@@ -1,4 +1,4 @@
-//! The rows of a step, and what it gives for them.
+//! The rows of a step, and its outputs.
 
 use std::sync::Arc;
 
@@ -6,12 +6,12 @@ use crate::adapters::AdapterMatrices;
 use crate::packing::{Unfit, aligned, unfit};
 use crate::sizes::Sizes;
 
-/// A row of a step whose first inputs come from the caller.
+/// The part of a row's inputs that the caller gives in place of embeddings.
 #[derive(Clone, Copy)]
 pub struct Given<'a> {
     /// Inputs of the slot from position 0 on, `[until, hidden]` of the model's type.
     pub inputs: &'a [u8],
-    /// The position from which on inputs are the embedding's.
+    /// From this position on, inputs come from the embedding.
     pub until: usize,
 }
 
@@ -24,9 +24,9 @@ pub struct Rows<'a> {
     pub start: &'a [i64],
     /// The number of positions of each row.
     pub length: &'a [i64],
-    /// The given inputs of each row. Empty: all inputs are the embedding's.
+    /// The given inputs of each row. Empty: all inputs come from the embedding.
     pub given: &'a [Option<Given<'a>>],
-    /// The adapter that changes each row. Empty: none changes any.
+    /// The adapter of each row. Empty: no row has one.
     pub adapters: &'a [Option<Arc<AdapterMatrices>>],
     /// The tokens of slots, `[slots, token_stride]`.
     pub tokens: &'a [i32],
@@ -42,8 +42,8 @@ pub struct Rows<'a> {
     pub window_pages: &'a [i32],
     /// The tokens with a result. They are numbered over all rows, and ascend.
     pub sample: &'a [i64],
-    /// The row of the states' tables before each row, and that behind its last token. Empty without
-    /// recurrent layers.
+    /// For each row, the row of the state tables before its first token, and the one after its
+    /// last. Empty without recurrent layers.
     pub states: &'a [[i64; 2]],
 }
 
@@ -51,7 +51,7 @@ pub struct Rows<'a> {
 pub enum Wanted<'a> {
     /// Logits, `[sampled, vocabulary]`.
     Logits(&'a mut [f32]),
-    /// The first of the largest logits, and 1 if all are finite, `[sampled]` each.
+    /// The first index of the largest logit, and 1 if all logits are finite: `[sampled]` each.
     Best(&'a mut [i32], &'a mut [u8]),
     /// States for [`crate::Decoder::head`], `[sampled, hidden]`.
     States(&'a mut [f32]),

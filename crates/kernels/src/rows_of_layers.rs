@@ -1,5 +1,5 @@
-//! What layers' own inputs are made of: rows of a token's own and a product with its input (Gemma
-//! 3n, 2025; Gemma 4, 2026).
+//! The computation of layers' own inputs: a row that the token's id selects, plus a product with
+//! its input (Gemma 3n, 2025; Gemma 4, 2026).
 
 use crate::element::Element;
 use crate::math;
@@ -8,13 +8,13 @@ use crate::sizes::Sizes;
 use crate::vector::Vector;
 use crate::weights::{LayerInputWeights, Table};
 
-/// The factor of a sum of two terms that are as large as one.
+/// The factor that keeps a sum of two equally large terms as large as one of them.
 const MEAN_OF_TWO: f32 = std::f32::consts::FRAC_1_SQRT_2;
 
 /// What layers' own inputs are made of.
 pub(crate) struct RowsOfLayers {
     table: Table,
-    /// The number of tokens that have rows. Others have those of padding.
+    /// The number of tokens that have rows. Other ids use the row of padding.
     tokens: usize,
     pub(crate) projection: Owned,
     norm: Vec<f32>,
@@ -38,7 +38,7 @@ impl RowsOfLayers {
         }
     }
 
-    /// Makes the inputs `[layers, size]` of a token from the product with its input.
+    /// Computes the inputs `[layers, size]` of a token from the product with its input.
     #[inline(always)]
     pub(crate) fn finish<E: Element, V: Vector>(&self, token: usize, eps: f32, inputs: &mut [f32]) {
         for part in inputs.chunks_exact_mut(self.size) {

@@ -5,7 +5,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::pool::{Meeting, Threads};
 
-/// Rows up to which every member prepares all of them for itself: that is quicker than to meet.
+/// Up to this number of rows, every member prepares all rows for itself, which is faster than a
+/// barrier.
 pub(crate) const FEW: usize = 16;
 
 /// One thread of a running team.
@@ -32,14 +33,14 @@ impl Member<'_> {
     }
 }
 
-/// Work that members take part by part. A delayed member takes less.
+/// Work that members take piece by piece. A delayed member takes fewer pieces.
 #[derive(Default)]
 pub(crate) struct Queue(AtomicUsize);
 
 impl Queue {
-    /// The next of `total` pieces; `None`: all are taken. At first a call takes many at a time,
-    /// since a call costs the transfer of the counter between processors. At the end it takes one
-    /// by one, so that all members end together.
+    /// The next of `total` pieces; `None`: all are taken. At first a call takes many pieces at
+    /// once, because each call transfers the counter between processors. Near the end it takes one
+    /// at a time, so that all members finish together.
     #[inline]
     pub(crate) fn take(&self, total: usize, members: usize) -> Range<usize> {
         let mut from = self.0.load(Ordering::Relaxed);

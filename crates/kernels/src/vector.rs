@@ -1,10 +1,10 @@
-//! Sixteen floats at a time, for all work but products. Loops over arrays would do, but compilers
-//! turn them into vectors only now and then.
+//! Sixteen floats at a time, for all work but products. Loops over arrays would do too, but
+//! compilers do not vectorise them reliably.
 
 /// Lanes of a vector. All loops over vectors have this width, on any processor.
 pub(crate) const LANES: usize = 16;
 
-/// What is added to hide lanes, and then what hides none.
+/// The values that are added to lanes: the first half hides a lane, the second half does not.
 const SHADE: [f32; 2 * LANES] = {
     let mut shade = [0.0; 2 * LANES];
     let mut lane = 0;
@@ -15,8 +15,8 @@ const SHADE: [f32; 2 * LANES] = {
     shade
 };
 
-/// [`LANES`] floats. Like its kernels, a processor's own may be used only where its instructions
-/// were detected.
+/// [`LANES`] floats. A processor's own implementation may be used only where its instructions were
+/// detected, as with kernels.
 pub(crate) trait Vector: Copy {
     fn splat(value: f32) -> Self;
     /// # Safety
@@ -29,7 +29,7 @@ pub(crate) trait Vector: Copy {
     fn sub(self, other: Self) -> Self;
     fn mul(self, other: Self) -> Self;
     fn div(self, other: Self) -> Self;
-    /// `self * factor + term`, rounded once where that is one instruction.
+    /// `self * factor + term`, rounded once if the processor has one instruction for it.
     fn fused(self, factor: Self, term: Self) -> Self;
     /// The larger of two numbers; of others, anything.
     fn larger(self, other: Self) -> Self;
@@ -48,7 +48,7 @@ pub(crate) trait Vector: Copy {
     /// The largest lane, if all are numbers.
     fn largest(self) -> f32;
     fn is_finite(self) -> bool;
-    /// The lanes as bytes, of integers from -128 to 127.
+    /// Stores the lanes, integers from -128 to 127, as bytes.
     ///
     /// # Safety
     /// `to` can be written for [`LANES`] bytes.
@@ -58,16 +58,16 @@ pub(crate) trait Vector: Copy {
     /// # Safety
     /// `from` can be read for [`LANES`] bytes.
     unsafe fn load_codes(from: *const i8) -> Self;
-    /// Does some work in a function of its own.
+    /// Does the work in a separate function.
     ///
     /// # Safety
     /// As of [`VectorWork::compute`].
     unsafe fn compute<W: VectorWork>(work: W);
 
-    /// Minus infinity in the first `count` lanes, of lanes that are finite or minus infinity.
+    /// Replaces the first `count` lanes by minus infinity; all lanes are finite or minus infinity.
     #[inline(always)]
     fn without(self, count: usize) -> Self {
-        // SAFETY: `LANES` numbers from any of the first `LANES + 1` on.
+        // SAFETY: `LANES` numbers, starting at one of the first `LANES + 1`.
         self.add(unsafe { Self::load(SHADE.as_ptr().add(LANES - count.min(LANES))) })
     }
 
@@ -82,7 +82,7 @@ pub(crate) trait Vector: Copy {
 }
 
 /// Work that is compiled once for each kind of vectors, and called from the kernels of all levels.
-/// What few models need would otherwise be in every copy of a step.
+/// Otherwise every copy of a step would contain code that few models need.
 pub(crate) trait VectorWork {
     /// # Safety
     /// The processor has the instructions of `V`, and the work's own conditions hold.

@@ -9,7 +9,7 @@ use crate::memory::grow;
 use crate::team::Queue;
 use crate::tile::{MAX_ROWS, NR};
 
-/// The queues of a product: one for `A x`, one for `B` times that.
+/// The queues of a product: one for `A x`, one for `B` times the result.
 const QUEUES: usize = 2;
 
 /// The tokens of an adapter in a step.
@@ -22,7 +22,7 @@ pub(crate) struct Group<'a> {
 }
 
 impl Group<'_> {
-    /// The matrices beside a product; `None`: its adapter does not change it.
+    /// The matrices of the adapter for a product. `None`: the adapter does not change the product.
     #[inline]
     pub(crate) fn beside(&self, (layer, product): (usize, Product)) -> Option<&LowRank> {
         self.matrices.beside(layer, product)
@@ -33,13 +33,13 @@ impl Group<'_> {
 pub(crate) struct Groups<'a> {
     /// By tokens of the step.
     all: Vec<Group<'a>>,
-    /// The same groups, by rows of the tokens that sample.
+    /// The same groups, over the rows of the tokens that sample.
     sampled: Vec<Group<'a>>,
 }
 
 impl<'a> Groups<'a> {
-    /// Finds the tokens of each adapter. `adapters` has one a row, `lengths` tokens of rows, and
-    /// `sample` the tokens that sample. `None`: there is no adapter.
+    /// Finds the tokens of each adapter. `adapters` has one entry per row, `lengths` the number of
+    /// tokens per row, and `sample` the tokens that sample. `None`: no row has an adapter.
     pub(crate) fn of(
         adapters: &'a [Option<Arc<AdapterMatrices>>],
         lengths: &[i64],
@@ -88,7 +88,7 @@ pub(crate) struct Buffers<E> {
     rows: Vec<E>,
     /// The same as tiles read them.
     numbers: Vec<f32>,
-    /// Gates and what they gate, before the function of gates.
+    /// Gates and the values that they gate, before the activation.
     gates: Vec<f32>,
     queues: Vec<Queue>,
 }
@@ -108,7 +108,7 @@ pub(crate) struct Adapted<'a, E> {
 }
 
 impl<E: Element> Buffers<E> {
-    /// Makes room for a step of so many tokens, and of members. Gates have `2 * inner` outputs.
+    /// Makes room for a step of this many tokens and members. Gates have `2 * inner` outputs.
     pub(crate) fn prepare<'a>(
         &'a mut self,
         groups: &'a Groups<'a>,
@@ -141,8 +141,8 @@ impl<E: Element> Buffers<E> {
 }
 
 impl<E> Adapted<'_, E> {
-    /// The groups that change a product of rows: `whole` of all tokens, and otherwise of those that
-    /// sample. `None`: none changes it.
+    /// The groups that change a product. If `whole`, the rows are all tokens; otherwise they are
+    /// the tokens that sample. `None`: no group changes the product.
     #[inline]
     pub(crate) fn groups(&self, at: (usize, Product), whole: bool) -> Option<&[Group<'_>]> {
         let groups = if whole { &self.groups.all } else { &self.groups.sampled };
@@ -158,7 +158,7 @@ impl<E> Adapted<'_, E> {
     /// A member's room for rows of a tile, and for the same rows as tiles read them.
     ///
     /// # Safety
-    /// Nobody else has the member's number.
+    /// No other thread uses the member's number.
     #[inline(always)]
     pub(crate) unsafe fn room(&self, member: usize) -> (*mut E, *mut f32) {
         let first = member * self.of_member;

@@ -1,8 +1,9 @@
-//! Low-rank matrices beside some of a decoder's (Hu et al. 2021): `y = W x + b + B (A x)`.
+//! Low-rank matrices of adapters for some matrices of a decoder (Hu et al. 2021): `y = W x + b + B
+//! (A x)`.
 //!
-//! Products of a decoder are computed as without them. Then the tokens of each adapter get its
-//! part: `A x` of all modules with the same inputs, then `B` of each module. A token's bits depend
-//! on its own row and its adapter alone.
+//! A decoder's products are first computed without adapters. Then the tokens of each adapter get
+//! its part: `A x` of all modules with the same inputs, then `B` of each module. A token's bits
+//! depend on its own row and its adapter alone.
 
 mod groups;
 
@@ -14,7 +15,8 @@ use crate::tile::NR;
 
 pub(crate) use groups::{Adapted, Buffers, Groups};
 
-/// A product of a layer: that of one module, or of several with the same inputs.
+/// A product of a layer: one module's, or the joint product of several modules with the same
+/// inputs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Product {
     Qkv,
@@ -39,7 +41,7 @@ pub enum AdaptedModule {
     Output,
     /// The gates of a dense feed-forward part.
     Gate,
-    /// The numbers that they gate, or that the function without gates is of.
+    /// The values that the gates multiply, or without gates the values that are activated.
     Up,
     /// The second product of a dense feed-forward part.
     Down,
@@ -67,8 +69,8 @@ pub struct AdapterSizes {
     layers: Vec<Widths>,
 }
 
-/// Elements of a layer's queries, of its keys, of its values, and between the products of its dense
-/// part: of the gates and of all. 0: it has no such part.
+/// Output sizes of a layer's queries, keys and values, and of the first product of its dense part:
+/// its gates, and all of it. 0: the layer has no such part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Widths {
     queries: usize,
@@ -87,9 +89,9 @@ struct Slice {
 }
 
 impl AdapterSizes {
-    /// The sizes of a decoder of this type. Each layer has elements of queries, of keys and of
-    /// values, elements of the gates of its dense part, and elements between the products of that
-    /// part. They are 0 where there is no such part.
+    /// The sizes of a decoder of this type. For each layer: elements of queries, of keys and of
+    /// values, of the gates of its dense part, and of the vector between that part's products. A
+    /// size is 0 where the layer lacks the part.
     #[must_use]
     pub fn new(dtype: Dtype, hidden: usize, layers: impl IntoIterator<Item = [usize; 5]>) -> Self {
         let widths = |[queries, keys, values, gates, inner]: [usize; 5]| Widths {
@@ -141,8 +143,8 @@ impl AdapterSizes {
         (inputs > 0 && outputs > 0).then_some(Slice { inputs, outputs, first })
     }
 
-    /// The matrices of modules with ranks, ascending, as they are packed. For each product that is
-    /// `A` of all its modules, then `B` of each.
+    /// The packed matrices of modules with these ranks, in ascending order. For each product there
+    /// is `A` of all its modules, then `B` of each.
     fn packings(&self, modules: &[(usize, AdaptedModule, usize)]) -> Vec<Vec<Packing>> {
         let packing = |outputs, inputs| Packing {
             outputs,
@@ -280,7 +282,7 @@ impl AdapterMatrices {
         Ok(Self { sizes: sizes.clone(), layers })
     }
 
-    /// The matrices beside a product; `None`: the adapter does not change it.
+    /// The matrices for a product. `None`: the adapter does not change the product.
     pub(crate) fn beside(&self, layer: usize, product: Product) -> Option<&LowRank> {
         self.layers.get(layer)?[product as usize].as_ref()
     }

@@ -7,18 +7,18 @@ use crate::pages::{Held, Ordered, Pool, Shape};
 use crate::tile::{BLOCK, GROUP, GROUPS, Kernel, MAX_ROWS, Scores, tile_height};
 use crate::vector::Vector;
 
-/// Cache lines of a group that are begun to load beside the weights of a row.
+/// Cache lines of a group that are prefetched while a row's weights are computed.
 const LINES: usize = 16;
 
 /// Keys or values of a block, group by group.
 type Groups<E> = [*const E; GROUPS];
 
-/// Fills `scratch.span` with the sums over a span, of the queries that see something of it. `then`:
-/// the unit that comes after this one, whose first keys are begun to load.
+/// Computes the sums over a span into `scratch.span`, for the queries that see part of it. `then`:
+/// the unit after this one, whose first keys are prefetched.
 ///
 /// # Safety
-/// As of [`attend`](super::attend), and `span` is where one of the unit's begins; pages of `then`
-/// are there as well.
+/// As of [`attend`](super::attend), and `span` is the start of one of the unit's spans; the pages
+/// of `then` exist as well.
 #[inline(always)]
 pub(super) unsafe fn attend<E: Element, K: Kernel<E>>(
     shape: &Shape,
@@ -48,7 +48,7 @@ pub(super) unsafe fn attend<E: Element, K: Kernel<E>>(
                 groups_of::<E, K>(shape, pool, held, first..end, codes, &mut scratch.ordered);
             let keys =
                 |next: [usize; GROUPS]| next.map(|at| pool.keys.wrapping_add(at).cast_const());
-            // Codes of the next block are on their way already.
+            // The codes of the next block are already being prefetched.
             (read, next.filter(|_| !shape.coded).map(keys))
         };
         for row in (0..rows).step_by(height) {
@@ -65,7 +65,7 @@ pub(super) unsafe fn attend<E: Element, K: Kernel<E>>(
                 continue;
             }
             // Positions lie scattered over the pool. While the first tile computes with keys, their
-            // values begin to be loaded, and then the next keys. Later tiles find all that in the
+            // values are prefetched, and then the next keys. Later tiles find all of them in the
             // cache.
             let next = next.take();
             let ahead = if next.is_some() { values } else { keys };
@@ -105,9 +105,9 @@ pub(super) unsafe fn attend<E: Element, K: Kernel<E>>(
     }
 }
 
-/// The keys and values of a block of these positions, of which no more than [`BLOCK`] count. In
-/// place of groups that are not there stand others: scores that nobody uses are computed of what is
-/// at hand. `next`: the groups whose codes begin to be loaded, if pages have codes.
+/// The keys and values of a block of these positions, of which at most [`BLOCK`] are used. A
+/// missing group is replaced by another one: its scores are computed, but not used. `next`: the
+/// groups whose codes are prefetched, if pages have codes.
 ///
 /// # Safety
 /// See [`Pool::group`].
@@ -140,9 +140,9 @@ unsafe fn groups_of<E: Element, K: Kernel<E>>(
     (keys, values)
 }
 
-/// The places of the groups that are read after those of a unit's block and head: the next head's,
-/// the next block's, or the next unit's first. The last unit has its own again. `None` if they have
-/// to be put in order first.
+/// The places of the groups that are read after those of this block and head: the next head's, the
+/// next block's, or the next unit's first. The last unit gets its own again. `None` if they have to
+/// be reordered first.
 #[inline(always)]
 unsafe fn next_groups(
     shape: &Shape,
@@ -189,12 +189,9 @@ impl Scoring {
     }
 }
 
-/// One row's part of a softmax that is taken block by block. Turns scores into weights relative to
-/// the largest so far, and gives the factor by which the sums so far have to shrink. Powers are of
-/// two. Of a block of which nothing is `visible`, weights are zero and nothing shrinks.
-///
-/// # Safety
-/// `weights` has room for a block's.
+/// One row's part of a softmax over blocks. Turns scores into weights relative to the largest score
+/// so far, and returns the factor that rescales the earlier sums. Powers are of two. If no position
+/// of the block is `visible`, the weights are zero and the factor is 1.
 #[inline(always)]
 unsafe fn soften<E: Element, K: Kernel<E>>(
     scores: &[f32; BLOCK],
@@ -229,7 +226,7 @@ unsafe fn soften<E: Element, K: Kernel<E>>(
     let before = *largest;
     let block = groups[0].larger(groups[1]).larger(groups[2].larger(groups[3])).largest();
     let now = if block > before { block } else { before };
-    // Whatever is relative to nothing at all is nothing.
+    // If no position was visible yet, the reference is minus infinity; the shift must stay finite.
     let shift = K::Vector::splat(if nothing { 0.0 } else { now });
     let mut sum = K::Vector::splat(0.0);
     for (at, group) in groups.iter().enumerate() {

@@ -2,9 +2,9 @@
 //!
 //! Keys are taken in blocks of [`BLOCK`] positions with a running maximum and sum (Dao et al.
 //! 2022). Blocks are taken in spans of [`SPAN`] positions, which are joined at the end (Dao et al.
-//! 2023). So members share a long row by spans. Both are counted from the request's beginning. So a
-//! query's result depends on its own row alone: not on the chunks of its prompt, nor on other work
-//! beside it.
+//! 2023). So members can share a long row by spans. Blocks and spans are counted from the request's
+//! beginning. So a query's result depends on its own row alone: not on the chunks of its prompt,
+//! and not on other rows of the step.
 
 mod blocks;
 
@@ -27,7 +27,7 @@ const SPAN: usize = 512;
 pub(crate) struct Queries {
     /// First query, as a token of the step.
     pub(crate) token: usize,
-    /// The row of the output that gets the result.
+    /// The row of the output that receives the result.
     pub(crate) to: usize,
     pub(crate) tokens: usize,
     /// Position of the first query.
@@ -39,16 +39,16 @@ pub(crate) struct Queries {
 #[derive(Clone, Copy)]
 pub(crate) struct Unit {
     pub(crate) queries: Queries,
-    /// Key heads, from `queries.held.kv_head` on; several only of a single query.
+    /// Key heads, from `queries.held.kv_head` on. Only a single query has more than one.
     pub(crate) heads: usize,
     from: usize,
     until: usize,
-    /// The split that the unit is a part of.
+    /// The split that the unit belongs to.
     split: Option<usize>,
 }
 
 impl Unit {
-    /// The first block of which any of its queries sees something.
+    /// The first block that any of its queries sees.
     #[inline(always)]
     fn first_block(&self, shape: &Shape, span: usize) -> usize {
         span.max(shape.first_seen(self.queries.position) / BLOCK * BLOCK)
@@ -63,7 +63,7 @@ impl Unit {
         self.heads * self.queries.tokens * (self.until - self.from)
     }
 
-    /// Query heads of its first queries, which see nothing of a span and what is behind it.
+    /// Query heads of its first queries, which see nothing from the end of a span on.
     #[inline(always)]
     fn blind_rows(&self, shape: &Shape, span: usize) -> usize {
         match shape.both_ways {
@@ -78,7 +78,7 @@ impl Unit {
     }
 }
 
-/// A single query's spans, which the last finished member joins.
+/// The spans of a single query. The member that finishes last joins them.
 struct Split {
     parts: usize,
     /// Parts that are not there yet.
@@ -105,12 +105,13 @@ impl Work {
         self.splits.clear();
     }
 
-    /// Adds `queries`, whose `held.kv_head` is any, for all heads. Their row has positions up to
-    /// `end`. `together`: where there is a single query, its heads are a unit, since they lie side
-    /// by side in memory.
+    /// Adds `queries` for all heads; their `held.kv_head` is ignored. Their row has positions up to
+    /// `end`. `together`: the heads of a single query form one unit, since they lie side by side in
+    /// memory.
     pub(crate) fn add(&mut self, shape: &Shape, queries: Queries, end: usize, together: bool) {
         let most = (QUERY_ROWS / shape.group()).max(1);
-        // Values of latent rows are made for a unit, and its key heads would each make them again.
+        // The values of latent rows are computed per unit; if each key head were a unit, each would
+        // compute them again.
         let together = together && queries.tokens == 1 && shape.latent == 0;
         let heads = if together { shape.kv_heads } else { 1 };
         for kv_head in (0..shape.kv_heads).step_by(heads) {
@@ -140,9 +141,9 @@ impl Work {
         }
     }
 
-    /// Orders the work. The call comes after the last of [`Self::add`].
+    /// Orders the work. Call it after the last [`Self::add`].
     pub(crate) fn arrange(&mut self, shape: &Shape) {
-        // The longest first, so that nobody is left with a long one at the end.
+        // The longest first, so that no member is left with a long unit at the end.
         self.units.sort_by_key(|unit| std::cmp::Reverse(unit.pairs()));
         let mut at = 0;
         for split in &mut self.splits {
@@ -173,7 +174,7 @@ pub(crate) struct Shared<'a> {
     sums: *mut f32,
 }
 
-/// Weighted sums of values, with the reference of the weights and their sum; one of each for a row.
+/// Weighted sums of values, with the reference and the sum of the weights; one of each per row.
 struct Sums {
     output: Vec<f32>,
     largest: Vec<f32>,
@@ -196,7 +197,7 @@ impl Sums {
     #[inline(always)]
     fn merge<V: Vector>(&mut self, row: usize, output: &[f32], largest: f32, total: f32) {
         if largest == f32::NEG_INFINITY {
-            // A query sees nothing of a span that others of its unit look at.
+            // This query sees no position of the span, though others of its unit do.
             return;
         }
         let before = self.largest[row];
@@ -216,7 +217,7 @@ impl Sums {
 }
 
 impl Sums {
-    /// The factor of a row's sums if a score that has no value takes its share.
+    /// The factor of a row's sums once a sink, a score without a value, has taken its share.
     #[inline(always)]
     fn factor_beside<V: Vector>(&self, row: usize, sink: f32) -> f32 {
         let (largest, sink) = (self.largest[row], sink * std::f32::consts::LOG2_E);
@@ -228,13 +229,14 @@ impl Sums {
 
 /// One member's buffers.
 pub(crate) struct Scratch<E> {
-    /// `[rows, head_dim]` of a unit, as its keys are: turned, in their type.
+    /// Queries `[rows, head_dim]` of a unit in the form of its keys: rotated, and in the keys'
+    /// type.
     pub(crate) queries: Vec<E>,
-    /// One head while it is turned, and its values.
+    /// One head during its rotation, and the values.
     pub(crate) head: Vec<f32>,
     ordered: Ordered<E>,
-    /// The queries as tiles read them, and the weights of a tile's: numbers of a type that the
-    /// processor decides.
+    /// The queries in the tiles' order, and the weights of one tile. The processor decides the type
+    /// of the numbers.
     arranged: Vec<f32>,
     weights: Vec<f32>,
     span: Sums,
@@ -260,10 +262,10 @@ impl<E: Element> Scratch<E> {
     }
 }
 
-/// Attends a unit's queries, which are in the scratch, and writes their part of `out`
-/// `[rows, heads, value_dim]`, unless others of the same split have yet to end. `then`: the unit
-/// that comes after it. `sinks`: a score of each query head that takes weight and gives nothing, or
-/// none.
+/// Computes the attention of a unit's queries, which are in the scratch. Writes their part of `out`
+/// `[rows, heads, value_dim]`, unless other units of the same split are unfinished. `then`: the
+/// unit after this one. `sinks`: a score per query head that takes weight but has no value; may be
+/// empty.
 ///
 /// # Safety
 /// The unit lies within `out`. Both units' pages are pages of the pool for every position that they
@@ -323,7 +325,8 @@ unsafe fn arrange<E: Element, K: Kernel<E>>(shape: &Shape, unit: &Unit, scratch:
     }
 }
 
-/// Puts a part's sums to those of its split; whether it is complete, and `sums` are all of it.
+/// Merges a part's sums into those of its split. Returns true if the split is complete; `sums` then
+/// holds all of it.
 ///
 /// # Safety
 /// The part is handed in once a layer, and `shared` is of this shape.

@@ -1,5 +1,5 @@
-//! Attention compared with the formula, for any places of positions on pages and any division of
-//! the work.
+//! Attention compared with the formula, for arbitrary pages of the positions and arbitrary
+//! divisions of the work.
 
 use std::fmt::Debug;
 
@@ -16,7 +16,7 @@ struct Sizes {
     length: usize,
     start: usize,
     together: bool,
-    /// True if each head has a score that takes weight and gives nothing.
+    /// True if each head has a sink: a score that takes weight but has no value.
     sinks: bool,
     seed: u32,
 }
@@ -27,7 +27,7 @@ fn check<E: Element, K: Kernel<E>>(sizes: &Sizes, bound: f64) {
     // Latent rows are the keys of all heads.
     let kv_heads = if latent > 0 { 1 } else { kv_heads };
     let width = shape.value_dim();
-    // From one that takes all of the weight to one that takes none.
+    // From a sink that takes all of the weight to one that takes none.
     let sinks: Vec<f32> = (0..if sinks { heads } else { 0 })
         .map(|head| [0.5, 30.0, -30.0, 2.0, -1.0][head % 5])
         .collect();
@@ -37,7 +37,7 @@ fn check<E: Element, K: Kernel<E>>(sizes: &Sizes, bound: f64) {
         numbers(length * kv_heads * dim, !seed),
         numbers(length * kv_heads * dim, seed ^ 99),
     );
-    // In no order, with what somebody else left there.
+    // Pages in no order, with stale data in them.
     let count = length.div_ceil(page_size);
     let pages: Vec<i32> = (0..count).map(|page| ((page * 7 + 3) % count) as i32).collect();
     all_differ(&pages);

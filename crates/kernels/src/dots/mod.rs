@@ -3,17 +3,17 @@
 use crate::codes::{Codes, Format, SHARED};
 use crate::tile::{NR, Tile};
 
-/// Inner positions that lie together: as many bytes as one of a processor's dot products takes.
+/// Inner positions that lie together: as many bytes as one dot-product instruction takes.
 pub(crate) const QUAD: usize = 4;
-/// Bytes of a quad of a panel. 8-bit codes stand one after the other for each output. Of 4-bit
-/// codes, a byte's low half belongs to an output of the first half of the panel, its high half to
-/// one of the second.
+/// Bytes of a quad of a panel. 8-bit codes are stored one output after the other. With 4-bit codes,
+/// a byte's low half belongs to an output of the panel's first half, its high half to an output of
+/// the second.
 pub(crate) const fn quad_bytes(format: Format) -> usize {
     if format.is_narrow() { NR * QUAD / 2 } else { NR * QUAD }
 }
 
-/// A processor's way of computing with codes. All give the same integers; floats of these are added
-/// up in the same order, rounded once or twice a term.
+/// A processor's way of computing with codes. All give the same integers. Their floats are added up
+/// in the same order, but rounded once or twice per term.
 ///
 /// # Safety
 /// Implementations may use instructions that not every processor has: their methods may be called
@@ -22,8 +22,8 @@ pub(crate) unsafe trait Dots: 'static {
     /// Rows that a tile may have.
     fn rows(format: Format) -> usize;
 
-    /// `out[r] = rows[row + r] · panel` for `r < count`, `which` being `(row, count)`. `ahead`
-    /// bytes after what is read will soon be read too; 0: will not.
+    /// `out[r] = rows[row + r] · panel` for `r < count`, `which` being `(row, count)`. The bytes
+    /// `ahead` of those read will be read soon; 0: no more will be.
     ///
     /// # Safety
     /// `rows` has the rows, of `k` positions and with scales as `format` shares them; `panel` is a

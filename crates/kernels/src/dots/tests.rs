@@ -69,7 +69,7 @@ impl Quantised {
             let length = stored_len(format, 1, SHARED);
             for (block, x) in stored.chunks_exact_mut(length).zip(&random) {
                 match format {
-                    // Powers from 2^-8 on, and of numbers so small that they have fewer bits.
+                    // Powers from 2^-8 on, and denormal numbers.
                     Format::Mxfp4 if x.to_bits() >> 6 & 15 == 0 => {
                         block[0] = (x.to_bits() & 1) as u8
                     }
@@ -94,8 +94,8 @@ impl Quantised {
                 .zip(&self.weights[output * self.inputs..][..self.inputs])
                 .map(|(&x, &weight)| f64::from(x) * f64::from(weight))
         };
-        // Least values and the rest of a weight may cancel, so the bound is of what is added up,
-        // not of what comes of it.
+        // Least values and the other part of a weight may cancel. So the bound is for the terms of
+        // the sum, not for the result.
         let sum = row.iter().map(|x| f64::from(x.abs())).sum::<f64>() * f64::from(self.largest);
         (terms().sum(), 1e-6 * sum + 1e-12)
     }
@@ -159,12 +159,13 @@ fn check_tiles<D: Dots>(format: Format, rows: usize, blocks: usize, seed: u32, e
         assert_eq!(bits(&products::<D>(&matrix, &codes, together, ahead)), bits(&alone));
     }
     if format == Format::Int8 {
-        // One sum of integers, and the same three factors: no level may differ.
+        // One sum of integers and the same three factors: no level may differ.
         assert_eq!(alone, products::<Portable>(&matrix, &codes, 1, 0));
     }
 }
 
-/// Levels that multiply and add at once give the same bits, as they have the same integers.
+/// Levels that fuse multiplication and addition give the same bits, since they have the same
+/// integers.
 fn check_same<D: Dots, Other: Dots>(
     format: Format,
     rows: usize,
@@ -295,7 +296,7 @@ proptest! {
 
 #[test]
 fn nothing_saturates() {
-    // Every code at its end, over as many positions as a large model has.
+    // Every code at its extreme, over as many positions as a large model has.
     for seed in [1, 2] {
         tests::dots(&Sizes { rows: 9, size: 28672 / SHARED, seed, extreme: true });
     }

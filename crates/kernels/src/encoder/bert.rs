@@ -35,7 +35,8 @@ enum Typed {
     Bfloat16(Encoder<Bf16>),
 }
 
-// SAFETY: an encoder has pointers to its own buffers, which any thread may read and write in turn.
+// SAFETY: an encoder has pointers to its own buffers, which any one thread at a time may read and
+// write.
 unsafe impl Send for Bert {}
 
 impl Bert {
@@ -68,7 +69,7 @@ impl Bert {
     ///
     /// # Errors
     /// A prompt is outside of the table, or has a length, a token or a second text that the encoder
-    /// does not support. Nothing was written then.
+    /// does not support. In that case nothing was written.
     pub fn encode(&mut self, texts: &Texts<'_>, vectors: &mut [f32]) -> Result<(), Unfit> {
         let count = texts.slot.len();
         if texts.length.len() != count || texts.segment.len() != count || texts.token_stride == 0 {

@@ -24,7 +24,7 @@ pub(super) enum Refused {
     Token,
     /// A prompt is empty, or has more positions than the encoder.
     Length,
-    /// A prompt has a second text, and the encoder knows one kind.
+    /// A prompt is a pair of texts, and the encoder has one kind of token.
     Pair,
 }
 
@@ -104,7 +104,7 @@ pub(super) struct Encoder<E> {
     positions: usize,
     kinds: usize,
     activation: BertActivation,
-    /// True if a prompt's first state is its vector, and not the mean.
+    /// True if a prompt's vector is its first state; false if it is the mean.
     first: bool,
     eps: f32,
     words: Bytes,
@@ -124,7 +124,7 @@ struct Work<E> {
     tokens: Vec<Token<E>>,
     /// First tokens of the prompts, and the end of the last one.
     starts: Vec<usize>,
-    /// The numbers of all pages: those of a prompt follow one another.
+    /// The numbers of all pages: each prompt's pages are consecutive.
     pages: Vec<i32>,
     x: Vec<f32>,
     pooled: Vec<f32>,
@@ -136,7 +136,7 @@ struct Work<E> {
     keys: Vec<E>,
     values: Vec<E>,
     arranged: Vec<f32>,
-    /// Rows as a quantised matrix takes them: codes, their scales and sums.
+    /// Rows in the form that a quantised matrix takes: codes, their scales and sums.
     codes: Vec<i8>,
     code_scales: Vec<f32>,
     code_sums: Vec<i32>,

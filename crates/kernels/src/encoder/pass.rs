@@ -50,8 +50,8 @@ pub(crate) struct Token<E> {
     pub(super) entry: usize,
 }
 
-/// A batch for its members. They share its buffers, and each writes its own part between two
-/// meetings.
+/// A batch, as the members see it. They share its buffers, and each writes its own part between two
+/// barriers.
 pub(crate) struct Pass<'a, E> {
     /// States `[tokens, hidden]`.
     pub(super) x: *mut f32,
@@ -59,7 +59,7 @@ pub(crate) struct Pass<'a, E> {
     pub(super) pooled: *mut f32,
     /// States as elements.
     pub(super) normed: *mut E,
-    /// Queries, keys and values `[tokens, 3 * hidden]`, then `[tokens, intermediate]`.
+    /// Queries, keys and values `[tokens, 3 * hidden]`, and later `[tokens, intermediate]`.
     pub(super) wide: *mut f32,
     pub(super) attended: *mut E,
     pub(super) activated: *mut E,
@@ -80,14 +80,14 @@ pub(crate) struct Pass<'a, E> {
     pub(super) hidden: usize,
     pub(super) eps: f32,
     pub(super) activation: BertActivation,
-    /// True if a prompt's first state is its vector, and not the mean.
+    /// True if a prompt's vector is its first state; false if it is the mean.
     pub(super) first: bool,
     pub(super) norm: Norm<'a>,
     pub(super) layers: &'a [Layer<'a, E>],
     pub(super) score: Option<Score<'a, E>>,
 }
 
-// SAFETY: what the pointers reach is written by one member at a time, see `compute`.
+// SAFETY: one member at a time writes the memory behind the pointers, see `compute`.
 unsafe impl<E> Sync for Pass<'_, E> {}
 
 /// States `[count, hidden]`.
@@ -97,7 +97,7 @@ struct Stream {
     count: usize,
 }
 
-/// The rows that a member prepares for a product, which it later arranges.
+/// The rows that a member prepares for a product and arranges later.
 #[inline(always)]
 fn own<E: Element, K: Kernel<E>>(member: &Member<'_>, rows: Rows<E>) -> Range<usize> {
     rows.of_tiles::<K>(member.share(rows.tiles::<K>()))
@@ -120,7 +120,8 @@ impl<E: Element> Pass<'_, E> {
     #[inline(always)]
     pub(crate) unsafe fn compute<K: Kernel<E>, D: Dots>(&self, member: &Member<'_>) {
         let prompts = self.starts.len() - 1;
-        // SAFETY: between meetings, members write only what is theirs by share or by queue.
+        // SAFETY: between barriers, members write only their own share, or pieces that they took
+        // from a queue.
         unsafe {
             let stream = self.layers::<K, D>(member);
             member.meet();
@@ -160,7 +161,7 @@ impl<E: Element> Pass<'_, E> {
                 self.keep::<K>(member);
                 let mut attention = self.attention;
                 if index + 1 == self.layers.len() && self.first {
-                    // Nobody will read what comes of the other tokens.
+                    // The results of the other tokens are not read.
                     let first = Stream { x: self.pooled, count: self.starts.len() - 1 };
                     for prompt in member.share(first.count) {
                         let from = self.row(stream, self.starts[prompt]);
@@ -242,8 +243,8 @@ impl<E: Element> Pass<'_, E> {
         rows
     }
 
-    /// Activates the output `[count, width]` of the first product of a layer's second part: this
-    /// member's rows, as of [`Self::normalise`].
+    /// Activates the output `[count, width]` of the first product of a layer's second part, for
+    /// this member's rows, as in [`Self::normalise`].
     #[inline(always)]
     unsafe fn activate<K: Kernel<E>>(
         &self,
@@ -269,8 +270,8 @@ impl<E: Element> Pass<'_, E> {
         rows
     }
 
-    /// A product of rows of which this member has made its own, or that all have met since. All
-    /// have met when it is done.
+    /// A product. Each member has prepared its own rows, or all members have passed a barrier
+    /// since. All have passed one when it returns.
     #[inline(always)]
     unsafe fn multiply<K: Kernel<E>, D: Dots>(
         &self,
@@ -281,8 +282,8 @@ impl<E: Element> Pass<'_, E> {
     ) {
         let tiles = member.share(rows.tiles::<K>());
         let (queue, inputs) = ((queue, member.members), matrix.inputs);
-        // SAFETY: this member's share of what is arranged, or made codes; whoever still read that
-        // of an earlier product was met since.
+        // SAFETY: this member's share of the arranged rows or codes. All readers of an earlier
+        // product's have passed a barrier.
         unsafe {
             if let Some(format) = matrix.format {
                 let shared = format.shared(inputs);
@@ -310,12 +311,12 @@ impl<E: Element> Pass<'_, E> {
         let scratch = unsafe { &mut *self.scratch.add(member.index) };
         for token in member.share(self.tokens.len()) {
             for head in 0..heads {
-                // SAFETY: this member's token, whose entry belongs to it alone.
+                // SAFETY: this member's token; no other member writes its entry.
                 unsafe {
                     let from = self.wide.add(token * 3 * self.hidden + head * dim);
                     let key = std::slice::from_raw_parts(from.add(self.hidden), dim);
                     let value = std::slice::from_raw_parts(from.add(2 * self.hidden), dim);
-                    // Where the queries will be: there is room for more than two heads.
+                    // The place of the queries: it has room for more than two heads.
                     let (narrow_key, rest) = scratch.queries.split_at_mut(dim);
                     math::narrow::<E, K>(key, narrow_key);
                     math::narrow::<E, K>(value, &mut rest[..dim]);
@@ -341,8 +342,8 @@ impl<E: Element> Pass<'_, E> {
             }
             for index in mine {
                 let units = (&shared.units[index], shared.units.get(index + 1));
-                // SAFETY: a unit is taken by one member, and what it writes is its own; its pages
-                // are there.
+                // SAFETY: one member takes a unit, and no other writes its results; its pages
+                // exist.
                 unsafe {
                     self.queries::<K>(units.0, scratch);
                     let (shape, out) = (&self.shape, self.attended);
@@ -385,7 +386,7 @@ impl<E: Element> Pass<'_, E> {
         }
     }
 
-    /// One member's share of making scores of the vectors.
+    /// One member's share of computing scores from the vectors.
     #[inline(always)]
     unsafe fn score<K: Kernel<E>, D: Dots>(
         &self,

@@ -3,7 +3,7 @@
 use crate::packing::{Dtype, Storage, Unfit, unfit};
 use crate::weights::{Bytes, Matrix, of_size};
 
-/// The sizes of an encoder, and its way to make a vector of a prompt's states.
+/// The sizes of an encoder, and how it makes a vector of a prompt's states.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct BertSizes {
     /// The type of weights, and of the inputs of products.
@@ -22,7 +22,7 @@ pub struct BertSizes {
     pub kinds: usize,
     /// The function between those two products.
     pub activation: BertActivation,
-    /// True if a prompt's first state is its vector, and not the mean.
+    /// True if a prompt's vector is its first state; false if it is the mean.
     pub first: bool,
     /// The number of scores of a prompt; 0: it has a vector.
     pub scores: usize,

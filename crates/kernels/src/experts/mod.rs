@@ -1,9 +1,9 @@
 //! Mixtures of experts: the part of a layer in which each token goes to some of many feed-forward
 //! parts (ADR 52).
 //!
-//! A token's logits, its choice and the order in which its experts' results are added depend on it
-//! alone. Rows that go to one expert are computed together, and every row is computed as in any
-//! other product: in an order that does not depend on its neighbours.
+//! A token's router logits, its experts and the order of their sum depend on the token alone. Rows
+//! of one expert are computed together. As in any other product, a row's order of computation does
+//! not depend on its neighbours.
 
 mod routing;
 mod sorted;
@@ -60,21 +60,23 @@ pub(crate) struct Mixture {
     pub(crate) sizes: ExpertSizes,
     /// `[experts, hidden]`, as in the checkpoint.
     pub(crate) router: Bytes,
-    /// Numbers that are added to scores for the choice only; empty: there are none.
+    /// Numbers that are added to the scores only for the choice; may be empty.
     pub(crate) correction: Vec<f32>,
     /// Terms of logits; empty: there are none.
     pub(crate) router_bias: Vec<f32>,
-    /// The products in front of experts and behind them; `None`: they read and give the stream's
+    /// The products before and after the experts; `None`: experts read and write the stream's
     /// states.
     pub(crate) latent: Option<[Owned; 2]>,
-    /// Gates and their values of each expert, `[2 * intermediate, states]`, interleaved, or without
-    /// gates `[intermediate, states]`.
+    /// Gates and values of each expert, interleaved: `[2 * intermediate, states]`. Without gates
+    /// `[intermediate, states]`.
     pub(crate) gate_up: Stack,
     /// `[states, intermediate]`
     pub(crate) down: Stack,
-    /// Its product with a token is the logit of the shared expert's factor. Empty: the factor is 1.
+    /// The product of this vector and a token is the logit of the shared expert's factor. Empty:
+    /// the factor is 1.
     pub(crate) shared_gate: Vec<f32>,
-    /// What experts beside a dense part have; `None`: the part is one of them.
+    /// Norms and factors of experts that run beside a dense part; `None`: the layer has only
+    /// experts.
     pub(crate) beside: Option<Beside>,
 }
 
@@ -168,7 +170,7 @@ pub(crate) struct Own<E> {
     pub(crate) chooser: Chooser,
     /// The rows of one tile.
     pub(crate) gathered: Vec<E>,
-    /// The weight of each row, where inputs are multiplied by it.
+    /// The weight of each row, for models that multiply the expert's inputs by it.
     pub(crate) row_weights: Vec<f32>,
 }
 

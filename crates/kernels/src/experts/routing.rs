@@ -6,7 +6,7 @@
 
 use crate::sizes::ExpertSizes;
 
-/// A term that keeps a sum of sigmoids, which may all be 0, from being a divisor of 0.
+/// Keeps the divisor above 0: all sigmoids of a sum may be 0.
 const EPSILON: f32 = 1e-20;
 
 /// Room for the choice of one token, kept from token to token.
@@ -21,7 +21,7 @@ pub(crate) struct Chooser {
 
 impl Chooser {
     /// Chooses the experts of a token by its logits: ids ascending, and their weights. Of equal
-    /// scores those of lower ids win, so that nothing but a token's own logits decides.
+    /// scores the lower id wins, so that the choice depends on the token's own logits alone.
     ///
     /// `correction` is added to the scores for the choice, and only for it; empty for none.
     #[inline(always)]
@@ -81,8 +81,8 @@ impl Chooser {
     }
 }
 
-/// Finds the places of the largest scores, the first of equals first, as many as `ids` has room
-/// for. Each of them is taken away. A score that is no number is never larger, so all ids differ.
+/// Finds the places of the largest scores, the first of equals first, until `ids` is full. Each one
+/// found is removed from the scores. NaN is never the largest, so all ids differ.
 #[inline(always)]
 fn take_best(scores: &mut [f32], ids: &mut [u32]) {
     for place in 0..ids.len() {

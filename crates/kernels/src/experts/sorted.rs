@@ -1,4 +1,4 @@
-//! The rows of a step's experts: who goes to one expert lies side by side.
+//! The rows of a step, sorted by expert: rows of one expert lie side by side.
 
 use crate::tile::tile_height;
 
@@ -15,19 +15,20 @@ pub(crate) struct Active {
     pub(crate) expert: usize,
     pub(crate) first: usize,
     pub(crate) count: usize,
-    /// Its pieces of work, when all experts' are counted in order, begin here,
+    /// The first piece of work of this expert, when the pieces of all experts are counted in order.
     pub(crate) begin: usize,
     /// and end here.
     pub(crate) end: usize,
 }
 
-/// Rows in order of experts and, of each, of tokens: a row is one token at one of its experts. Each
-/// member has its own, which is quicker to make than to wait for.
+/// Rows in the order of experts, and for each expert in the order of tokens. A row is one token at
+/// one of its experts. Each member sorts them itself: that is faster than to wait for another
+/// member.
 #[derive(Default)]
 pub(crate) struct Sorted {
     /// The token of each row.
     pub(crate) tokens: Vec<u32>,
-    /// The row of each token's each expert, in order of their ids.
+    /// The row of each token at each of its experts, in the order of ids.
     pub(crate) rows: Vec<u32>,
     pub(crate) active: Vec<Active>,
     pub(crate) tiles: Vec<RowTile>,
@@ -36,7 +37,7 @@ pub(crate) struct Sorted {
 }
 
 impl Sorted {
-    /// Sorts tokens by their experts `ids` `[tokens, per_token]`, all below `experts`. Tiles are of
+    /// Sorts tokens by their experts `ids` `[tokens, per_token]`, all below `experts`. Tiles have
     /// at most `most` rows.
     #[inline(always)]
     pub(crate) fn sort(&mut self, ids: &[u32], per_token: usize, experts: usize, most: usize) {

@@ -16,19 +16,19 @@ pub(crate) fn is_there() -> bool {
     has_vnni() && is_x86_feature_detected!("avx512bf16")
 }
 
-/// True if the processor's dot products of bfloat16 pairs are worth their while. Intel's are there
-/// for compatibility: they take two cycles, and two multiply-adds of as many `f32` take one.
+/// True if the processor's dot products of bfloat16 pairs are fast. Intel's exist for
+/// compatibility: they take two cycles, where two `f32` multiply-adds of the same width take one.
 /// Intel's fast instructions are its matrix extensions. AMD's are twice as fast as multiply-adds.
 pub(crate) fn is_fast() -> bool {
     static FAST: OnceLock<bool> = OnceLock::new();
-    // Asking makes a virtual machine's host answer, which takes its time.
+    // CPUID traps to the host of a virtual machine, which is slow.
     *FAST.get_or_init(|| __cpuid(0).ebx.to_le_bytes() != *b"Genu")
 }
 
 impl Dot for Bf16 {
     #[inline(always)]
     unsafe fn dot(sum: __m512, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: the processor has it; the same bits as another type.
+        // SAFETY: the processor has the instruction; the same bits as another type.
         unsafe {
             let a = std::mem::transmute::<__m512, __m512bh>(a);
             _mm512_dpbf16_ps(sum, a, std::mem::transmute::<__m512, __m512bh>(b))

@@ -1,5 +1,5 @@
-//! [`Dots`](crate::dots::Dots) of 256 bits where a processor without AVX-512 has dot products of
-//! bytes (AVX-VNNI).
+//! [`Dots`](crate::dots::Dots) of 256 bits, for processors with dot products of bytes but without
+//! AVX-512 (AVX-VNNI).
 
 use std::arch::x86_64::*;
 

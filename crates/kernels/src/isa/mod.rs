@@ -1,5 +1,5 @@
-//! Instruction sets: innermost loops, in a file or a folder for each. The table of
-//! [`crate::dispatch`] says which of them compute at a level.
+//! Instruction sets: innermost loops, with a file or a folder for each set. The table in
+//! [`crate::dispatch`] says which of them a level uses.
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod amx;

@@ -1,4 +1,4 @@
-//! The operands of a tile of codes, as the loops of x86 take them.
+//! The operands of a tile of codes, in the form of the x86 loops.
 
 use crate::codes::{Codes, Format};
 

@@ -1,5 +1,5 @@
-//! Plain loops for any processor, which the compiler turns into the vectors of whatever processor
-//! the caller is compiled for.
+//! Plain loops for any processor. The compiler turns them into vector instructions of the processor
+//! that the caller is compiled for.
 
 use crate::codes::{Codes, Format};
 use crate::dots::{Dots, QUAD, quad_bytes};
@@ -78,7 +78,7 @@ impl Vector for Array {
     }
     #[inline(always)]
     fn round(self) -> Self {
-        // Adding it leaves the nearest integer in the low bits.
+        // After it is added, the low bits hold the nearest integer.
         const ROUND: f32 = 12_582_912.0;
         Self(self.0.map(|x| (x + ROUND) - ROUND))
     }
@@ -238,8 +238,8 @@ unsafe impl<E: Element> Kernel<E> for Plain {
     fn prefetch(_: *const E) {}
 }
 
-/// `sums + row[.. k] · panel`, `N` outputs wide. Groups of the row's elements are `apart` groups
-/// apart.
+/// `sums + row[.. k] · panel`, `N` outputs wide. The row's groups of elements are `apart` groups
+/// from each other.
 ///
 /// # Safety
 /// The row has `k` elements, the panel `k * N`.

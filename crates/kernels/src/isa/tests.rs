@@ -1,4 +1,5 @@
-//! Every kernel and way of dot products that this processor can run, for tests of what uses them.
+//! Every kernel and every kind of dot product that this processor can run, for tests of their
+//! users.
 
 use std::fmt::Debug;
 
@@ -38,7 +39,8 @@ pub(crate) fn kernels(check: &impl Check) {
     }
 }
 
-/// As [`kernels`], and with tiles in memory where the processor has what is used beside them.
+/// As [`kernels`], and with emulated tiles where the processor has the other features that they
+/// need.
 pub(crate) fn kernels_and_emulated(check: &impl Check) {
     kernels(check);
     #[cfg(target_arch = "x86_64")]
@@ -47,13 +49,13 @@ pub(crate) fn kernels_and_emulated(check: &impl Check) {
     }
 }
 
-/// Something that holds of dot products of codes, whatever computes them.
+/// A property of dot products of codes that must hold for every implementation.
 pub(crate) trait CheckDots {
-    /// With `D`, of which the floats have the bits of `Like`.
+    /// With `D`, whose floats have the bits of `Like`.
     fn dots<D: Dots, Like: Dots>(&self);
 }
 
-/// Checks every way of dot products, tiles in memory among them.
+/// Checks every kind of dot product, also with emulated tiles.
 pub(crate) fn dots(check: &impl CheckDots) {
     check.dots::<Portable, Portable>();
     #[cfg(target_arch = "x86_64")]

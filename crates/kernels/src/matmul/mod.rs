@@ -1,4 +1,4 @@
-//! Products with packed matrices, and what is done with each result while it is still in a
+//! Products with packed matrices, and the operations on each result while it is still in a
 //! register.
 
 use std::mem::MaybeUninit;
@@ -14,18 +14,18 @@ use crate::team::Queue;
 use crate::tile::{Ahead, HALF, Kernel, MAX_BLOCK_ROWS, MAX_ROWS, NR, Outputs, Tile, tile_height};
 use crate::vector::Vector;
 
-/// Rows that one piece of work computes with a panel of codes: they stay in the second cache from
+/// Rows that one piece of work computes with a panel of codes. They stay in the second cache from
 /// panel to panel.
 pub(crate) const BLOCK_ROWS: usize = 96;
 
-/// Bytes between what a tile computes with and what it begins to load: more than memory sends in
-/// the time that it takes to answer.
+/// Bytes between a tile's operands and the data that it prefetches: more than memory delivers
+/// during one access latency.
 const AHEAD: usize = 4096;
 
 /// A packed weight matrix.
 #[derive(Clone, Copy)]
 pub(crate) struct Matrix<'a, E> {
-    /// As [`crate::pack::pack`] leaves them, or [`crate::quantise`] where there is a format.
+    /// Panels from [`crate::pack::pack`], or from [`crate::quantise`] if there is a format.
     pub(crate) panels: *const E,
     /// Of quantised weights.
     pub(crate) format: Option<Format>,
@@ -96,8 +96,8 @@ pub(crate) fn block_of<E: Element, K: Kernel<E>>(height: usize) -> usize {
     (K::BLOCK_ROWS / height.max(1) * height).max(1)
 }
 
-/// Arranges the rows of some tiles, each with `inputs` elements; what comes of it, once all tiles
-/// are.
+/// Arranges the rows of some tiles, each with `inputs` elements. The returned operand is valid once
+/// all tiles are arranged.
 ///
 /// # Safety
 /// The rows are there, `numbers` has room for all of them, and nobody else writes these.
@@ -131,7 +131,7 @@ pub(crate) struct Best {
 impl Best {
     pub(crate) const NONE: Self = Self { value: f32::NEG_INFINITY, output: 0, finite: true };
 
-    /// Takes the larger of two; of equal ones the lower output.
+    /// Keeps the larger of two; of equal ones the lower output.
     pub(crate) fn merge(&mut self, other: Self) {
         let finite = self.finite && other.finite;
         if other.value > self.value || (other.value == self.value && other.output < self.output) {
@@ -140,7 +140,7 @@ impl Best {
         self.finite = finite;
     }
 
-    /// Looks at the first `width` of a panel's results, whose outputs begin at `from`.
+    /// Compares the first `width` results of a panel, whose outputs begin at `from`.
     #[inline(always)]
     fn look<V: Vector>(&mut self, results: &[f32; NR], from: usize, width: usize) {
         // SAFETY: two vectors. Padding is zero, which is finite.
@@ -156,8 +156,8 @@ impl Best {
     }
 }
 
-/// The function between the products of a feed-forward part: of its gates, or without them of all
-/// that its first product gives.
+/// The activation between the products of a feed-forward part. It applies to the gates, or without
+/// gates to all outputs of the first product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GateKind {
     /// `x * sigmoid(x)`
@@ -172,7 +172,7 @@ pub enum GateKind {
     ClampedSwiglu,
 }
 
-/// The factor of logits, and the bound that they then approach; 0: there is none.
+/// The factor of logits, and the bound that they then approach; 0: no bound.
 #[derive(Clone, Copy)]
 pub(crate) struct LogitScales {
     pub(crate) scale: f32,
@@ -199,7 +199,7 @@ pub(crate) enum Out<E> {
     Gate(*mut E, GateKind),
     /// `activation(output)`, or without a function the output, `[rows, outputs]`.
     Activate(*mut E, Option<GateKind>),
-    /// The outputs of an interleaved matrix, `[rows, outputs]`: all gates, then what they gate.
+    /// The outputs of an interleaved matrix, `[rows, outputs]`: all gates, then all values.
     Halves(*mut f32),
     /// One a row, of this member.
     Best(*mut Best),
@@ -217,7 +217,7 @@ impl<E> Out<E> {
 ///
 /// # Safety
 /// The pointers are good for the sizes given. Other members write the same `out` only through this
-/// function with the same `queue`. A [`Out::Best`] is each member's own.
+/// function with the same `queue`. Each member has its own [`Out::Best`].
 #[inline(always)]
 pub(crate) unsafe fn multiply<E: Element, K: Kernel<E>>(
     (queue, members): (&Queue, usize),
@@ -290,11 +290,11 @@ pub(crate) unsafe fn multiply_piece<E: Element, K: Kernel<E>>(
     }
 }
 
-/// The weights that a tile begins to load beside those of its chunk. `left` tiles of the block are
-/// left, with this one.
+/// The weights that a tile prefetches while it computes with its chunk. `left` tiles of the block
+/// remain, this one included.
 ///
-/// Weights come from memory. A single tile begins to load the weights that it needs soon. The last
-/// two of several tiles load those of the next chunk, and the others find theirs in the cache.
+/// Weights come from memory. A single tile prefetches the weights that it needs soon. The last two
+/// of several tiles prefetch the next chunk, and the other tiles find its weights in the cache.
 #[inline(always)]
 fn ahead_of<E>(weights: *const E, positions: usize, (tiles, left): (usize, usize)) -> Ahead<E> {
     let next = weights.wrapping_add(positions * NR);
@@ -366,7 +366,8 @@ pub(crate) unsafe fn multiply_codes_piece<E: Element, K: Kernel<E>, D: Dots>(
     let tiles = (end - row).div_ceil(D::rows(format));
     for left in (1..=tiles).rev() {
         let count = (end - row).div_ceil(left);
-        // A single tile waits for memory all the time; the last of several loads the next panel.
+        // A single tile waits for memory all the time; the last of several prefetches the next
+        // panel.
         let ahead = match left {
             1 if tiles == 1 => AHEAD,
             1 => length,
@@ -382,7 +383,7 @@ pub(crate) unsafe fn multiply_codes_piece<E: Element, K: Kernel<E>, D: Dots>(
     }
 }
 
-/// Finishes a tile, of which `row` is the first row: writes, adds or compares its results.
+/// Finishes a tile that starts at row `row`: writes, adds or compares its results.
 ///
 /// # Safety
 /// As of [`multiply`]; the rows and the panel are there.
@@ -530,7 +531,7 @@ pub(crate) fn activated<V: Vector>(x: V, activation: Option<GateKind>) -> V {
         Some(GateKind::Gelu) => math::gelu(x),
         Some(GateKind::GeluTanh) => math::gelu_tanh(x),
         Some(GateKind::SquaredRelu) => math::squared_relu(x),
-        // Sizes with a function of two numbers have gates.
+        // Sizes with an activation of two numbers always have gates.
         Some(GateKind::ClampedSwiglu) | None => x,
     }
 }

@@ -99,7 +99,7 @@ fn check<E: Element, K: Kernel<E>>(
     }
     let mut bests = vec![Best::NONE; 2 * rows];
     let to = bests.as_mut_ptr();
-    // What is most likely is asked of matrices without a bias.
+    // The most likely output is only computed with matrices without a bias.
     run::<E, K>(from, Matrix { bias: &[], ..matrix(&plain) }, |member| {
         Out::Best(to.wrapping_add(member * rows))
     });

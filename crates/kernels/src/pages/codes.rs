@@ -2,9 +2,9 @@
 //!
 //! A group has the codes of its elements first, in the order in which [`crate::pages`] puts
 //! elements. Its scales follow, in bfloat16, `[dim / SHARED, GROUP]`. A scale is for [`SHARED`]
-//! elements of one position. Keys of some models have a few large dimensions, which then take
-//! precision from their own block alone. Attention makes elements of the codes, a group at a time,
-//! and computes with those.
+//! elements of one position. Keys of some models have a few large dimensions, which then reduce the
+//! precision of their own block alone. Attention converts the codes of one group at a time to
+//! elements, and computes with these.
 
 use super::LINE;
 use crate::codes::{LARGEST, SHARED, largest_of};
@@ -19,7 +19,7 @@ pub(crate) const fn group_bytes(dim: usize) -> usize {
     GROUP * dim + dim / SHARED * GROUP * size_of::<Bf16>()
 }
 
-/// True if pages of so many positions can have codes of heads of this size.
+/// True if pages with this many positions can store codes for heads of this size.
 pub(crate) const fn takes_codes(page_size: usize, head_dim: usize) -> bool {
     page_size.is_multiple_of(GROUP) && head_dim.is_multiple_of(SHARED)
 }
@@ -35,7 +35,7 @@ struct Place {
 /// Writes one position's key to its group, `E::PAIR` elements side by side.
 ///
 /// # Safety
-/// `group` is a group's keys, of which nobody else reads or writes this position now.
+/// `group` is a group's keys, and no other thread reads or writes this position now.
 #[inline(always)]
 pub(super) unsafe fn keep_key<E: Element, V: Vector>(key: &[f32], lane: usize, group: *mut u8) {
     let place = Place { first: lane * E::PAIR, run: E::PAIR, step: GROUP * E::PAIR };
@@ -81,7 +81,8 @@ fn encode<V: Vector>(numbers: &[f32], codes: &mut [i8; SHARED]) -> Bf16 {
     if largest.is_nan() {
         return Bf16::from_f32(largest);
     }
-    // Rounded up, so that the largest number has a code. What a bfloat16 can't invert is zero.
+    // Rounded up, so that the largest number has a code. The scale is zero if its inverse is not
+    // finite in bfloat16.
     let bits = (largest / LARGEST).to_bits().wrapping_add(0xffff) >> 16;
     let scale = Bf16(bits as u16);
     if largest < 1e-34 {
@@ -98,8 +99,8 @@ fn encode<V: Vector>(numbers: &[f32], codes: &mut [i8; SHARED]) -> Bf16 {
     scale
 }
 
-/// Makes elements of a group's keys. The codes at `next` begin to load. That address need not be
-/// valid.
+/// Makes elements of a group's keys. Prefetches the codes at `next`, which need not be a valid
+/// address.
 ///
 /// # Safety
 /// `from` is a group's keys, `to` has room for them, and `dim` is a multiple of [`SHARED`].
@@ -127,8 +128,8 @@ pub(super) unsafe fn keys<E: Element, K: Kernel<E>>(
     }
 }
 
-/// Makes elements of a group's values. Positions from `seen` on get zeros. The codes at `next`
-/// begin to load.
+/// Makes elements of a group's values. Positions from `seen` on get zeros. Prefetches the codes at
+/// `next`.
 ///
 /// # Safety
 /// As of [`keys`].
@@ -145,7 +146,7 @@ pub(super) unsafe fn values<E: Element, K: Kernel<E>>(
         // SAFETY: the block's codes and scales.
         unsafe {
             let mut scales = scales_of(from, index, dim);
-            // Whoever had the page before may have left a scale that is no number.
+            // The page's earlier owner may have left a scale that is NaN.
             scales[seen.min(GROUP)..].fill(0.0);
             for pair in 0..GROUP / E::PAIR {
                 let factors = alternating::<E>(&scales, pair);
@@ -171,8 +172,8 @@ unsafe fn scales_of(group: *const u8, index: usize, dim: usize) -> [f32; GROUP] 
     scales.map(Bf16::to_f32)
 }
 
-/// The scales of a vector of keys, which has `E::PAIR` elements of each of its positions. `half`:
-/// the number of the vector, among the `E::PAIR` vectors that share a group's positions.
+/// The scales of a vector of keys, which has `E::PAIR` elements of each position. `half`: which of
+/// the `E::PAIR` vectors of the group's positions it is.
 #[inline(always)]
 fn repeated<E: Element>(scales: &[f32; GROUP], half: usize) -> [f32; LANES] {
     if E::PAIR == 1 {
@@ -183,22 +184,22 @@ fn repeated<E: Element>(scales: &[f32; GROUP], half: usize) -> [f32; LANES] {
     for (pair, scale) in pairs.iter_mut().zip(&scales[half * LANES / 2..]) {
         *pair = u64::from(scale.to_bits()) * 0x1_0000_0001;
     }
-    // SAFETY: as many bytes, and any of them are floats.
+    // SAFETY: the same number of bytes, and any bits are floats.
     unsafe { std::mem::transmute::<[u64; LANES / 2], [f32; LANES]>(pairs) }
 }
 
-/// The scales of a vector of values, which has the `E::PAIR` positions of a pair in turn.
+/// The scales of a vector of values, in which the `E::PAIR` positions of a pair alternate.
 #[inline(always)]
 fn alternating<E: Element>(scales: &[f32; GROUP], pair: usize) -> [f32; LANES] {
     if E::PAIR == 1 {
         return [scales[pair]; LANES];
     }
     let [low, high] = [scales[2 * pair], scales[2 * pair + 1]].map(|x| u64::from(x.to_bits()));
-    // SAFETY: as many bytes, and any of them are floats.
+    // SAFETY: the same number of bytes, and any bits are floats.
     unsafe { std::mem::transmute::<[u64; LANES / 2], [f32; LANES]>([low | high << 32; LANES / 2]) }
 }
 
-/// Begins to load a block's share of a group.
+/// Prefetches a block's share of a group.
 #[inline(always)]
 fn load_block<E: Element, K: Kernel<E>>(group: *const u8, index: usize, dim: usize) {
     for line in (0..BLOCK).step_by(LINE) {

@@ -1,9 +1,9 @@
 //! Rows of latent attention (DeepSeek-V2, 2024). A position has one row, which is the key of all
 //! heads, and whose first elements are their value.
 //!
-//! Rows lie as the keys of a single head do, with codes or without. Values have another order, and
-//! are made of keys for each block of positions that some heads read: pages with both orders would
-//! take nearly twice the memory.
+//! Rows lie as the keys of a single head do, with codes or without. Values need another order. They
+//! are converted from the keys for each block of positions that some heads read, since pages with
+//! both orders would take nearly twice the memory.
 
 use crate::element::Element;
 use crate::math;
@@ -86,8 +86,8 @@ impl<E: Element> Pool<E> {
     }
 }
 
-/// Makes the values of a group of its keys. Positions from `seen` on get zeros: whoever had the
-/// page before may have left what is not a number there.
+/// Makes the values of a group of its keys. Positions from `seen` on get zeros: the page's earlier
+/// owner may have left NaN there.
 ///
 /// # Safety
 /// `keys` is a group of rows, and `to` has room for its values.
@@ -114,8 +114,8 @@ unsafe fn values_of<E: Element, K: Kernel<E>>(
         }
         return;
     }
-    // Two elements of two positions change places: keys have neighbouring elements side by side,
-    // and values neighbouring positions.
+    // Swaps two elements of two positions: keys have neighbouring elements side by side, and values
+    // neighbouring positions.
     let masks: [u64; PAIRS] = std::array::from_fn(|pair| match seen.saturating_sub(2 * pair) {
         0 => 0,
         1 => 0x0000_ffff_0000_ffff,

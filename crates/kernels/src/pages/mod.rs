@@ -1,12 +1,12 @@
 //! The order of keys and values in their pages.
 //!
-//! If sizes allow, [`GROUP`] positions of a head lie as the kernels read them, so that attention
-//! has nothing to put in order. Keys are `[dim / PAIR, GROUP, PAIR]`, values
+//! If sizes allow, [`GROUP`] positions of a head are stored in the order in which the kernels read
+//! them, so that attention need not reorder them. Keys are `[dim / PAIR, GROUP, PAIR]`, values
 //! `[GROUP / PAIR, dim, PAIR]`. Of both there are `[entries / GROUP, kv_heads]` one after the
-//! other. A page is the same bytes at the same place as in any other order, so a copy of whole
-//! pages need not know. Otherwise entries lie `[entries, kv_heads, dim]`, and groups are put in
-//! order whenever they are read. Where pages have codes, groups lie in the same order. Latent
-//! attention has keys alone ([`latent`]).
+//! other. A page has the same size and place in any order, so code that copies whole pages need not
+//! know it. Otherwise entries lie `[entries, kv_heads, dim]`, and groups are reordered at every
+//! read. Where pages have codes, groups lie in the same order. Latent attention has keys alone
+//! ([`latent`]).
 
 pub(crate) mod codes;
 mod latent;
@@ -30,23 +30,23 @@ pub(crate) struct Shape {
     pub(crate) page_size: usize,
     /// The factor of attention scores.
     pub(crate) scale: f32,
-    /// True if pages have codes in place of elements. Then groups lie in order.
+    /// True if pages store codes in place of elements. Groups are then in the kernels' order.
     pub(crate) coded: bool,
-    /// The last positions that a query sees, its own among them; 0: all.
+    /// The number of positions that a query sees, its own included; 0: all earlier ones.
     pub(crate) window: usize,
-    /// True if a query sees as many positions behind it as before it.
+    /// True if a query sees as many later positions as earlier ones.
     pub(crate) both_ways: bool,
-    /// Positions of a chunk, of which a query sees those of its own; 0: there are no chunks.
+    /// The chunk length, if a query sees only positions of its own chunk; 0: there are no chunks.
     pub(crate) chunk: usize,
     /// The bound that scores approach; 0: there is none.
     pub(crate) cap: f32,
-    /// The number of first elements of a key that are its value too, where all heads have one key
-    /// (latent attention); 0: heads have keys and values of their own.
+    /// The number of first elements of a key that are also its value, where all heads share one key
+    /// (latent attention). 0: heads have their own keys and values.
     pub(crate) latent: usize,
 }
 
 impl Shape {
-    /// Causal order and nothing else, of heads without elements.
+    /// Causal attention without further limits, with heads of 0 elements.
     pub(crate) const CAUSAL: Self = Self {
         heads: 1,
         kv_heads: 1,
@@ -74,7 +74,7 @@ impl Shape {
         }
     }
 
-    /// The end of the positions that a query sees, if the row is as long.
+    /// The end of the positions that a query sees, if the row is that long.
     #[inline(always)]
     pub(crate) fn end_seen(&self, position: usize) -> usize {
         match (self.both_ways, self.window) {
@@ -122,7 +122,7 @@ pub(crate) struct Pool<E> {
     pub(crate) values: *mut E,
 }
 
-/// Pages that a request's positions lie on, for one key head.
+/// The pages of a request's positions, for one key head.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Held {
     /// The row's part of the page table.
@@ -135,7 +135,7 @@ pub(crate) struct Held {
 pub(crate) struct HeadNorm<'a> {
     /// One number for each element of the head.
     pub(crate) weight: &'a [f32],
-    /// The factor of all heads of a position; `None`: the head has its own.
+    /// The factor of all heads of a position; `None`: each head has its own.
     pub(crate) factor: Option<f32>,
 }
 
@@ -147,7 +147,7 @@ pub(crate) struct Ordered<E> {
 }
 
 impl<E: Element> Ordered<E> {
-    /// Room for heads of `dim` elements, and all shorter ones.
+    /// Room for heads of up to `dim` elements.
     pub(crate) fn new(dim: usize) -> Self {
         let size = GROUP * dim.next_multiple_of(GROUP);
         let zero = E::default();
@@ -234,8 +234,8 @@ impl<E: Element> Pool<E> {
         }
     }
 
-    /// Begins to load the lines that [`Self::keep`] will write of an entry: one of `parts` parts of
-    /// its keys' lines, and with the first one all of its values'.
+    /// Prefetches the lines that [`Self::keep`] will write for an entry: one of `parts` parts of
+    /// its keys' lines, and with the first part all lines of its values.
     #[inline(always)]
     pub(crate) fn expect<K: Kernel<E>>(
         &self,
@@ -265,10 +265,10 @@ impl<E: Element> Pool<E> {
         }
     }
 
-    /// Keys and values of the group of positions that begins at `first`, of which the first `seen`
-    /// count: the others' keys may be anything, their values are zero. What has to be put in order,
-    /// or to be made of codes, is put into `ordered`, at `slot`. Then codes of the group at `next`
-    /// begin to be loaded.
+    /// Keys and values of the group of positions that begins at `first`, of which only the first
+    /// `seen` are used. The keys of the others are arbitrary, their values are zero. Data that must
+    /// be reordered, or converted from codes, goes to `ordered` at `slot`. The codes of the group
+    /// at `next` are then prefetched.
     ///
     /// # Safety
     /// There are pages for the positions that are seen, and nobody writes them now.
@@ -309,8 +309,7 @@ impl<E: Element> Pool<E> {
                 if seen == GROUP {
                     return (keys, values);
                 }
-                // Whoever had the page before may have left what is not a number, which no weight
-                // makes nothing.
+                // The page's earlier owner may have left NaN, which remains NaN with weight 0.
                 let values = std::slice::from_raw_parts(values, size);
                 let pairs = ordered_values.chunks_exact_mut(dim * E::PAIR);
                 for (pair, (to, from)) in pairs.zip(values.chunks_exact(dim * E::PAIR)).enumerate()
@@ -351,7 +350,7 @@ impl<E: Element> Pool<E> {
 
 impl Held {
     /// The place of the group of positions that begins at `first`, as of [`Shape::group_of`];
-    /// `None` if groups have to be put in order first.
+    /// `None` if groups must be reordered first.
     ///
     /// # Safety
     /// There is a page for `first`.
@@ -371,7 +370,7 @@ impl Held {
     }
 }
 
-/// Normalises, where the model does, and rotates a head.
+/// Normalises a head, if the model does that, and rotates it.
 #[inline(always)]
 pub(crate) fn turn<V: Vector>(
     head: &mut [f32],

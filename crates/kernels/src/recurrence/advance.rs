@@ -1,6 +1,6 @@
-//! A recurrence along the rows of a step. A row's channels of the convolution, and then its heads,
-//! are taken by one member each, who walks along the row's tokens. So a result depends on its own
-//! row and on the state before it, wherever the row was cut.
+//! A recurrence along the tokens of a step's rows. One member takes one channel group of the
+//! convolution, or one head, of a row and walks along the row's tokens. So a result depends only on
+//! its own row and the state before it, however the row was cut into chunks.
 
 use std::ops::Range;
 
@@ -12,7 +12,8 @@ use crate::vector::{LANES, Vector, VectorWork};
 
 /// Channels of the convolution that a member takes together.
 const CHANNELS: usize = 64;
-/// Vectors of a state's columns that are advanced together: one would wait for its own sums.
+/// Vectors of a state's columns that are advanced together: a single one would wait for its own
+/// sums.
 const TOGETHER: usize = 4;
 /// The term below the root of a key's length.
 const EPSILON: f32 = 1e-6;
@@ -25,13 +26,12 @@ pub(crate) struct StateRow {
     pub(crate) length: usize,
     /// The row of the tables with the state before the row.
     pub(crate) source: usize,
-    /// The row that gets the state behind its last token; those before it advance the other one.
+    /// The row that gets the state after its last token; those before it advance the other one.
     pub(crate) target: usize,
 }
 
-/// Advances the states of all rows, as a member's share. Leaves the outputs of heads, or of the
-/// convolution, in place of the values in `mixed`. Whoever comes back has met the others since they
-/// wrote.
+/// Advances the states of all rows, as a member's share. Replaces the values in `mixed` by the
+/// outputs of the heads, or of the convolution. Returns after a barrier.
 pub(crate) struct Advance<'a> {
     pub(crate) recurrence: &'a Recurrence,
     pub(crate) rows: &'a [StateRow],
@@ -62,27 +62,28 @@ pub(crate) struct Sigmoids<'a>(pub(crate) &'a mut [f32]);
 struct Strength {
     /// 1 where channels have decays of their own.
     decay: f32,
-    /// The factor of what the state has for a key.
+    /// The factor of the part that the state already has for a key.
     taken: f32,
     /// The factor of what a key gets.
     given: f32,
-    /// The factor of what the state has for a query.
+    /// The factor of the state's output for a query.
     read: f32,
     /// The factor of values that are added to the output.
     skip: f32,
 }
 
-/// What a head reads and writes by for one token.
+/// The factors and vectors with which a head reads and writes its state for one token.
 #[derive(Clone, Copy)]
 struct HeadKeys<'a> {
     q: &'a [f32],
     k: &'a [f32],
-    /// Decays of elements of keys, and keys times those; both empty: the head has one decay.
+    /// Decays of the key's elements, and the key times these decays. Both are empty if the head has
+    /// one decay.
     decays: &'a [f32],
     decayed: &'a [f32],
 }
 
-/// The states of a head before a token and behind it, which may be the same.
+/// The states of a head before and after a token, which may be the same memory.
 #[derive(Clone, Copy)]
 struct HeadState {
     from: *const f32,
@@ -128,8 +129,8 @@ impl Advance<'_> {
         let (first, count) = (channels.start, channels.len());
         let mut now = [0.0; CHANNELS];
         let now = &mut now[..count];
-        // SAFETY: the caller's row and channels. The rows of a table, and of what is projected, do
-        // not overlap.
+        // SAFETY: the caller's row and channels. The rows of a table do not overlap, nor do those
+        // of the projection.
         unsafe {
             for index in 0..row.length {
                 let (token, last) = (row.first + index, index + 1 == row.length);
@@ -228,8 +229,8 @@ impl Advance<'_> {
     }
 }
 
-/// One token of a head: its state becomes `decay * S + k u`, and its values `q S`, with the skipped
-/// part of them. With `CHANNELS` each element of a key has a decay of its own.
+/// One token of a head: its state becomes `decay * S + k u`, and its values become `q S` plus their
+/// skipped part. With `CHANNELS`, each element of a key has its own decay.
 ///
 /// # Safety
 /// States have a row of `dim` values for each element of a key, and there are so many values.

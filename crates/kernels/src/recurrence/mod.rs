@@ -11,10 +11,9 @@ use crate::weights::{Bytes, RecurrenceWeights};
 pub(crate) use advance::{Advance, Gating, Sigmoids, StateRow};
 
 /// The recurrence of a layer in place of attention. The layer's `qkv` has the rows of queries, keys
-/// and values, of gates, of decays and of strengths, and `output` has the values as its inputs. Low
-/// ranks of gates and of decays are in place of them.
-/// Without heads the rows are the gate behind the convolution, the one in front of it, and the
-/// values.
+/// and values, of gates, of decays and of strengths, and `output` has the values as its inputs.
+/// With low ranks, `qkv` has the low ranks of gates and decays in their place. Without heads the
+/// rows are the gate behind the convolution, the one in front of it, and the values.
 pub(crate) struct Recurrence {
     pub(crate) sizes: RecurrenceSizes,
     /// `[rows, taps - 1, channels]`: the last inputs of the convolution.
@@ -29,7 +28,8 @@ pub(crate) struct Recurrence {
     pub(crate) decay: Vec<f32>,
     /// One for each decay.
     pub(crate) step_bias: Vec<f32>,
-    /// The products of gates and of decays behind low ranks; `None`: there are no low ranks.
+    /// The products that follow the low ranks of gates and of decays; `None`: there are no low
+    /// ranks.
     pub(crate) low: Option<[Owned; 2]>,
     /// Empty: no values are added to the output.
     pub(crate) skip: Vec<f32>,

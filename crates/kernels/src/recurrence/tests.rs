@@ -86,7 +86,7 @@ impl Numbers {
     }
 
     /// The outputs `[TOKENS, values]` with rows of these lengths, one step each. Half of the rows
-    /// leave their state in another row of the tables than where they found it.
+    /// write their state to another row of the tables than they read it from.
     fn found<V: Vector>(&self, lengths: &[usize]) -> Vec<f32> {
         let sizes = self.sizes;
         let [mut inputs, mut states] = sizes.row_bytes().map(|bytes| vec![0.0_f32; bytes / 2]);

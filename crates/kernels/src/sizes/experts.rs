@@ -1,8 +1,8 @@
-//! The sizes of experts, and the rule of their choice.
+//! The sizes of experts, and the rule that chooses them.
 
 use crate::packing::{Unfit, unfit};
 
-/// The sizes of a decoder's experts, and the rule of their choice.
+/// The sizes of a decoder's experts, and the rule that chooses them.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ExpertSizes {
     /// The number of experts of a layer.
@@ -11,28 +11,28 @@ pub struct ExpertSizes {
     pub per_token: usize,
     /// Elements between the two products of an expert.
     pub intermediate: usize,
-    /// Elements between the two products of the shared expert, which all tokens have; 0: there is
+    /// Elements between the two products of the shared expert, which all tokens use; 0: there is
     /// none.
     pub shared: usize,
-    /// Elements of the states that experts read and give, between two products that all tokens
-    /// have; 0: they read and give those of the layer (Nemotron 3, 2025).
+    /// Elements of the states that experts read and write, between two products that all tokens
+    /// share. 0: experts read and write the layer's states (Nemotron 3, 2025).
     pub latent: usize,
     /// True if scores are the sigmoids of logits (DeepSeek-V3, 2024). False for the softmax over
     /// all experts (Shazeer et al. 2017).
     pub sigmoid: bool,
     /// True if a bias is added to scores for the choice.
     pub corrected: bool,
-    /// True if routers are in 32 bits, for any type of the model.
+    /// True if routers compute in 32 bits, whatever the model's type.
     pub in_float32: bool,
     /// True if the shared expert's output is multiplied by a gate.
     pub shared_gate: bool,
     /// True if the router and the products of experts have biases.
     pub biases: bool,
-    /// The number of groups of experts, which have neighbouring ids; 1: there are none.
+    /// The number of groups of experts with neighbouring ids; 1: experts are not grouped.
     pub groups: usize,
     /// The number of best groups. Experts of other groups are not chosen.
     pub kept_groups: usize,
-    /// The number of best scores whose sum is a group's score.
+    /// The number of best scores that are summed for a group's score.
     pub best_of_group: usize,
     /// True if a token's weights are divided by their sum.
     pub normalise: bool,
@@ -41,7 +41,7 @@ pub struct ExpertSizes {
     /// True if an expert's inputs are multiplied by its weight, and not its outputs (Llama 4,
     /// 2025).
     pub weighs_inputs: bool,
-    /// True if the shared expert is a dense part beside the others, which have norms of their own
+    /// True if the shared expert is a dense part with its own norms beside the other experts
     /// ([`crate::BesideWeights`]).
     pub beside: bool,
 }
@@ -61,12 +61,13 @@ impl ExpertSizes {
         Ok(())
     }
 
-    /// Elements of the states that experts read and give, in a model with so many of its own.
+    /// Elements of the states that experts read and write, if the model's own states have this
+    /// many.
     pub(crate) fn states(&self, hidden: usize) -> usize {
         if self.latent > 0 { self.latent } else { hidden }
     }
 
-    /// True if as many experts can be chosen as a token has.
+    /// True if enough experts can be chosen for each token.
     fn has_choice(&self) -> bool {
         let &Self { count, per_token, groups, kept_groups, best_of_group, .. } = self;
         count.is_multiple_of(groups)

@@ -3,24 +3,24 @@
 use super::AttentionSizes;
 use crate::packing::{Unfit, unfit};
 
-/// Heads that attend together, at least, if there are as many: they share the values that are made
-/// of a block of rows.
+/// The least number of heads that attend together, if there are as many. They share the values that
+/// are computed from a block of rows.
 const HEADS: usize = 32;
 
-/// The sizes of latent attention (DeepSeek-V2, 2024), besides those of all attention. Keys and
-/// values of all heads are made of one short row for each position. Here queries are brought to
-/// the latent part of rows instead, which then is attention with one key head.
+/// The sizes of latent attention (DeepSeek-V2, 2024), besides the common sizes. The keys and values
+/// of all heads are products of one short row per position. Here queries are mapped to the latent
+/// part of the rows instead. Attention then has one key head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LatentSizes {
     /// Elements of the low rank of queries; `None`: queries have one product.
     pub query_rank: Option<usize>,
     /// Elements of the latent part of a row.
     pub rank: usize,
-    /// Elements of a query head that positions do not rotate.
+    /// Elements of a query head that are not rotated.
     pub nope_dim: usize,
     /// Elements of a value head.
     pub value_dim: usize,
-    /// True if positions rotate neighbours, and not elements that are half of the part apart.
+    /// True if the rotated pairs are neighbours; false if they are half of the part apart.
     pub interleaved: bool,
 }
 
@@ -33,26 +33,26 @@ impl AttentionSizes {
         Some((first + self.head_dim, self.heads * value_dim))
     }
 
-    /// Elements of all heads' queries before they are brought to the latent part.
+    /// Elements of all heads' queries before they are mapped to the latent part.
     pub(crate) fn latent_queries(&self) -> usize {
         let of_head = |latent: LatentSizes| latent.nope_dim + self.head_dim - latent.rank;
         self.heads * self.latent.map_or(0, of_head)
     }
 
-    /// Inputs of the products of all heads with one position, at most; 0: there are none.
+    /// The largest input of the heads' products for one position; 0: there are none.
     pub(crate) fn latent_inputs(&self) -> usize {
         self.heads * self.latent.map_or(0, |latent| latent.rank.max(latent.nope_dim))
     }
 
-    /// Elements that attention gives of one position, and of which the inputs of the last product
-    /// are made.
+    /// Elements of attention's result for one position, from which the inputs of the last product
+    /// are computed.
     pub(crate) fn attended(&self) -> usize {
         let of_head = |latent: LatentSizes| latent.rank.max(latent.value_dim);
         self.heads * self.latent.map_or(self.head_dim, of_head)
     }
 
-    /// The number of key heads that units of attention tell apart. Heads of latent attention have
-    /// one, and are in groups, so that threads share those of one position.
+    /// The number of key heads that attention's units distinguish. Heads of latent attention share
+    /// one key head, but are split into groups so that threads can share a position.
     pub(crate) fn key_heads(&self) -> usize {
         if self.latent.is_none() {
             return self.kv_heads;

@@ -24,41 +24,42 @@ pub struct AttentionSizes {
     pub kv_heads: usize,
     /// Elements of a head.
     pub head_dim: usize,
-    /// The number of first elements of a head that positions rotate; 0: none.
+    /// The number of first elements of a head that are rotated; 0: none.
     pub rotary_dim: usize,
-    /// The number of its angles in [`crate::Weights::angles`]; `None`: positions rotate nothing.
+    /// The index of its angles in [`crate::Weights::angles`]; `None`: no rotation.
     pub angles: Option<usize>,
-    /// The last positions that a query sees, its own among them; `None`: all.
+    /// The number of positions that a query sees, its own included; `None`: all earlier ones.
     pub window: Option<usize>,
-    /// True if its layers have pages of the window part. Then there is a window.
+    /// True if its layers keep their pages in the window part. Then there is a window.
     pub in_window_part: bool,
-    /// Positions of a chunk, of which a query sees those of its own; `None`: there are no chunks.
+    /// The chunk length, if a query sees only positions of its own chunk; `None`: there are no
+    /// chunks.
     pub chunk: Option<usize>,
-    /// True if norms of queries and of keys are over all heads of a position.
+    /// True if the norms of queries and keys span all heads of a position.
     pub norm_rows: bool,
     /// The factor of scores.
     pub scale: f32,
-    /// The bound that scores approach; `None`: there is none.
+    /// The bound that scores approach; `None`: no bound.
     pub cap: Option<f32>,
     /// True if the output is multiplied by the sigmoid of a gate.
     pub gate: bool,
-    /// True if values are the product that keys are made of.
+    /// True if the values are the same product as the keys.
     pub keys_are_values: bool,
     /// True if each head of values is normalised, without weights.
     pub value_norm: bool,
     /// True if queries are multiplied by [`crate::Weights::query_scales`].
     pub scaled_queries: bool,
-    /// True if a query sees the positions behind it too, and a window reaches as far on both sides.
-    /// Rows are then whole prompts, and pages hold nothing from step to step.
+    /// True if a query also sees the positions after it, with a window that reaches equally far on
+    /// both sides. Rows are then whole prompts, and pages keep nothing from step to step.
     pub both_ways: bool,
-    /// The sizes of latent attention; `None`: heads have keys and values of their own. Pages then
-    /// have one row a position for all heads. A row has `head_dim` elements: the latent part, and
-    /// behind it the shared part of keys, which positions rotate.
+    /// The sizes of latent attention; `None`: heads have their own keys and values. With latent
+    /// attention, pages have one row per position for all heads. A row has `head_dim` elements: the
+    /// latent part, and then the shared, rotated part of the keys.
     pub latent: Option<LatentSizes>,
 }
 
-/// Inputs of each layer beside the residual stream (Gemma 3n, 2025): rows of a token's own, and a
-/// product with its input.
+/// Inputs of each layer beside the residual stream (Gemma 3n, 2025): rows that the token's id
+/// selects, and a product with its input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LayerInputSizes {
     /// The number of tokens that have rows.
@@ -72,7 +73,7 @@ pub struct LayerInputSizes {
 pub struct Factors {
     /// The factor of the embedding's rows.
     pub embeddings: f32,
-    /// The factor of inputs that the caller gives in place of embeddings.
+    /// The factor of inputs that the caller provides in place of embeddings.
     pub inputs: f32,
     /// The factor of a part's output before it is added.
     pub residuals: f32,
@@ -91,7 +92,7 @@ impl Factors {
 /// The sizes of a decoder.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sizes {
-    /// The type of weights, activations and pages without codes.
+    /// The type of weights and activations, and of pages without codes.
     pub dtype: Dtype,
     /// True if pages have 8-bit codes of keys and values.
     pub kv_codes: bool,
@@ -101,14 +102,14 @@ pub struct Sizes {
     pub attentions: Vec<AttentionSizes>,
     /// The function between the products of feed-forward parts.
     pub gate: GateKind,
-    /// True if it is of gates, and what they gate is multiplied with it. False: it is of all
+    /// True if the activation is of gates, whose result multiplies the values. False: it is of all
     /// outputs of the first product.
     pub gated: bool,
     /// Factors of states and logits.
     pub factors: Factors,
     /// True if norms subtract the mean.
     pub mean_norms: bool,
-    /// True if norms are float32, and not of the model's type.
+    /// True if norms are in float32 instead of the model's type.
     pub wide_norms: bool,
     /// Elements between the two products of the widest dense feed-forward part; 0: no layer has
     /// one.
@@ -125,8 +126,8 @@ pub struct Sizes {
     pub page_size: usize,
     /// The number of pages, of the main part if there is a window part too.
     pub page_count: usize,
-    /// The number of pages of the window part; 0: all layers share one pool. Behind them there is
-    /// the *null page*, which has the positions that no query sees, and stays as it is.
+    /// The number of pages of the window part; 0: all layers share one pool. After them comes the
+    /// *null page*, for positions that no query sees. It is never written.
     pub window_page_count: usize,
     /// The epsilon of the norms.
     pub eps: f32,
@@ -134,7 +135,7 @@ pub struct Sizes {
 
 impl Sizes {
     /// Bytes of the keys and of the values of a layer with this kind of attention, on all pages.
-    /// Latent rows lie among the keys, and there are no values.
+    /// Latent rows are stored as keys, and there are no values.
     #[must_use]
     pub fn pool_bytes(&self, attention: usize) -> [usize; 2] {
         let AttentionSizes { kv_heads, head_dim, in_window_part, latent, .. } =
@@ -148,9 +149,9 @@ impl Sizes {
         [bytes, if latent.is_some() { 0 } else { bytes }]
     }
 
-    /// A layer's widths in [`crate::AdapterSizes::new`]. It has a kind of attention (`None`: no
-    /// adapter changes what mixes its positions, nor latent attention), with keys of its own or
-    /// those of another layer. Between the products of its dense part there are `inner` elements.
+    /// A layer's widths in [`crate::AdapterSizes::new`]. `attention`: its kind; `None`: adapters
+    /// change neither its mixing of positions nor latent attention. The layer has its own keys or
+    /// reads those of another layer. Its dense part has `inner` elements between the products.
     #[must_use]
     pub fn adapted_widths(
         &self,
@@ -167,7 +168,7 @@ impl Sizes {
         [queries, keys, values, gates, inner]
     }
 
-    /// Outputs of the first product of a feed-forward part with so many elements between its
+    /// Outputs of the first product of a feed-forward part with this many elements between its
     /// products. With gates they are interleaved.
     pub(crate) fn fed(&self, inner: usize) -> usize {
         if self.gated { 2 * inner } else { inner }
@@ -178,7 +179,7 @@ impl Sizes {
         self.attentions.iter().any(|attention| attention.both_ways)
     }
 
-    /// The numbers of a norm: of the model's type `E`, or float32.
+    /// The numbers of a norm, in the model's type `E` or in float32.
     pub(crate) fn read_norm<E: Element>(&self, norm: &[u8]) -> Vec<f32> {
         if self.wide_norms { widened::<f32>(norm) } else { widened::<E>(norm) }
     }
@@ -187,7 +188,7 @@ impl Sizes {
         if self.wide_norms { size_of::<f32>() } else { self.dtype.bytes() }
     }
 
-    /// True if pages of so many positions can have 8-bit codes of heads of this size.
+    /// True if pages with this many positions can store 8-bit codes for heads of this size.
     #[must_use]
     pub fn takes_codes(page_size: usize, head_dim: usize) -> bool {
         takes_codes(page_size, head_dim)
@@ -231,8 +232,8 @@ impl AttentionSizes {
         (self.heads * self.head_dim, self.kv_heads * self.head_dim)
     }
 
-    /// Elements of the queries of one position, and those of its keys and values in the product,
-    /// with keys of its own or without.
+    /// Elements of the queries of one position, and of its keys and values in the product. The
+    /// layer has its own keys, or none.
     pub(crate) fn products(&self, own_keys: bool) -> (usize, [usize; 2]) {
         let (queries, keys) = self.elements();
         match (own_keys, self.keys_are_values) {

@@ -14,7 +14,7 @@ pub enum StateGate {
 /// The sizes of a recurrence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RecurrenceSizes {
-    /// The number of heads of the state; 0: there is a convolution between two gates only.
+    /// The number of heads of the state; 0: there is only a convolution between two gates.
     pub heads: usize,
     /// The number of heads of keys and queries.
     pub key_heads: usize,
@@ -22,24 +22,23 @@ pub struct RecurrenceSizes {
     pub key_dim: usize,
     /// Elements of a value head; without heads, of the convolution.
     pub value_dim: usize,
-    /// True if heads that share a key head are as far apart as there are key heads; false: they
-    /// follow one another.
+    /// True if heads that share a key head are as far apart as there are key heads; false: they are
+    /// neighbours.
     pub tiled: bool,
-    /// True if each element of a head's keys has a decay of its own, and not each head (Kimi
+    /// True if each element of a head's keys has its own decay; false: each head has one (Kimi
     /// Linear, 2025).
     pub channel_decay: bool,
-    /// True if a state's old value for a key is taken away first.
+    /// True if the state's old value for a key is subtracted first.
     pub delta: bool,
     /// Taps of the convolution.
     pub taps: usize,
     /// The place of the output's gate.
     pub gate: StateGate,
-    /// True if the gate is a sigmoid, and not `x * sigmoid(x)`.
+    /// True if the gate is a sigmoid; false: it is `x * sigmoid(x)`.
     pub sigmoid_gate: bool,
-    /// Elements between two products that make the gates, and between those of decays; 0: the first
-    /// product makes both.
+    /// The low rank of the gates and of the decays; 0: the first product computes both directly.
     pub low_rank: usize,
-    /// Elements that have a mean of their own in the norm.
+    /// The number of elements that are normalised together.
     pub norm_size: usize,
 }
 

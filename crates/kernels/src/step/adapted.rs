@@ -12,8 +12,8 @@ use crate::vector::Vector;
 /// Panels of `B` that one piece of work multiplies with.
 const PANELS: usize = 8;
 
-/// Results to which adapters add: the first one, elements from a row to the next, and the factor of
-/// what is added.
+/// Results to which adapters add: their address, the elements from one row to the next, and the
+/// factor of the added part.
 #[derive(Clone, Copy)]
 pub(super) struct Results {
     pub(super) first: *mut f32,
@@ -53,11 +53,11 @@ impl LowRank {
 }
 
 impl<E: Element> Step<'_, E> {
-    /// Adds the adapters' part of a product of rows to its results. Whoever comes back has to meet
-    /// the others before they read the results.
+    /// Adds the adapters' part of a product of rows to its results. The caller must pass a barrier
+    /// before it reads the results.
     ///
     /// # Safety
-    /// As of [`Self::multiply`], which has written the results but for a meeting.
+    /// As of [`Self::multiply`], which has written the results, though no barrier has passed yet.
     #[inline(always)]
     pub(super) unsafe fn adapt<K: Kernel<E>>(
         &self,
@@ -70,7 +70,7 @@ impl<E: Element> Step<'_, E> {
         if adapted.groups(at, rows.count == self.tokens.len()).is_none() {
             return;
         }
-        // SAFETY: the contract. Pieces are taken by one member each, and all meet in between.
+        // SAFETY: the contract. One member takes each piece, and a barrier lies in between.
         unsafe {
             self.reduce::<K>(adapted, at, rows, member);
             member.meet();
@@ -78,8 +78,7 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// The room for gates and for what they gate before their function, if adapters change any of
-    /// these rows.
+    /// The memory for gates and values before the activation, if adapters change any of these rows.
     #[inline(always)]
     pub(super) fn adapted_gates(&self, layer: usize, rows: Rows<E>) -> Option<*mut f32> {
         let adapted = self.adapted.as_ref()?;
@@ -122,8 +121,8 @@ impl<E: Element> Step<'_, E> {
                     let tokens = tile_of::<E, K>(&group.tokens, group.first, left / panels);
                     let panel = left % panels;
                     let LowRank { rank, inputs, .. } = *matrices;
-                    // SAFETY: rows of the product, this member's room, a panel of `A`, and rows of
-                    // what comes of it that no other piece writes.
+                    // SAFETY: rows of the product, this member's room, a panel of `A`, and result
+                    // rows that no other piece writes.
                     unsafe {
                         let from = rows.first;
                         let numbers = gather::<E, K>(adapted, (from, inputs), tokens, member);
@@ -179,7 +178,7 @@ impl<E: Element> Step<'_, E> {
                         continue;
                     }
                     let tokens = tile_of::<E, K>(&group.tokens, group.first, left / pieces);
-                    // SAFETY: results that no other piece writes, of a part that is there.
+                    // SAFETY: results that no other piece writes, of a part that exists.
                     unsafe {
                         let piece = left % pieces;
                         self.expand_piece::<K>(
@@ -243,11 +242,11 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// Computes the function of gates of rows `[count, 2 * inner]`, or without gates of rows
-    /// `[count, inner]`: this member's share.
+    /// Applies the activation to this member's share of the rows: `[count, 2 * inner]` with gates,
+    /// or `[count, inner]` without.
     ///
     /// # Safety
-    /// All members have met since the rows were written.
+    /// A barrier has passed since the rows were written.
     #[inline(always)]
     pub(super) unsafe fn finish_gates<K: Kernel<E>>(
         &self,
@@ -259,7 +258,7 @@ impl<E: Element> Step<'_, E> {
         let stride = if self.has_gates { 2 * inner } else { inner };
         for block in member.share(count * blocks) {
             let (row, first) = (block / blocks, block % blocks * HALF);
-            // SAFETY: inside the rows, or in what is behind them and is not kept.
+            // SAFETY: inside the rows, or in padding after them that is not used.
             unsafe {
                 let from = rows.add(row * stride + first);
                 let (x, to) = (K::Vector::load(from), self.gated.add(row * inner + first));
@@ -273,7 +272,7 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// The place of a first product's outputs: through the part's function at once, or before it.
+    /// The output of a first product: with its activation applied, or without it.
     #[inline(always)]
     pub(super) fn gates_to(&self, before: Option<*mut f32>) -> Out<E> {
         match (before, self.has_gates) {
@@ -300,7 +299,7 @@ fn tile_of<E: Element, K: Kernel<E>>(tokens: &[usize], first: usize, tile: usize
     Tokens { tokens: &tokens[begin..end], first: first + begin }
 }
 
-/// Puts rows where tiles read them.
+/// Copies rows to the place where tiles read them.
 ///
 /// # Safety
 /// There are such rows with so many inputs, and room for a tile.

@@ -35,7 +35,7 @@ impl<E: Element> Step<'_, E> {
         let &Shape { heads, kv_heads, head_dim: dim, .. } = shape;
         let Token { position, entries, .. } = self.tokens[token];
         let entry = entries[attends.part];
-        // SAFETY: this member's token and head; the entry belongs to it alone.
+        // SAFETY: this member's token and head; no other member writes the entry.
         unsafe {
             let heads_of = self.qkv.add(token * layer.projected);
             let keys = std::slice::from_raw_parts(heads_of.add(heads * dim), kv_heads * dim);
@@ -59,7 +59,7 @@ impl<E: Element> Step<'_, E> {
                 layer.pool.keep_codes::<K::Vector>(shape, (entry, kv_head), key, value);
                 return;
             }
-            // Where the unit's queries will be: there is room for more than two heads.
+            // The place of the queries: it has room for more than two heads.
             let (narrow_key, rest) = scratch.queries.split_at_mut(dim);
             math::narrow::<E, K>(key, narrow_key);
             math::narrow::<E, K>(value, &mut rest[..dim]);
@@ -67,7 +67,7 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// The norm of a head, of queries or of keys, among all of its token's.
+    /// The norm of one head, of queries or keys, out of the norms of all heads of its token.
     #[inline(always)]
     fn head_norm<'w, V: Vector>(
         &self,
@@ -104,8 +104,8 @@ impl<E: Element> Step<'_, E> {
             }
             for index in mine {
                 let (unit, then) = (&shared.units[index], shared.units.get(index + 1));
-                // SAFETY: a unit is taken by one member, and what it writes is its own; its pages
-                // were checked.
+                // SAFETY: one member takes a unit, and no other writes its results; its pages were
+                // checked.
                 unsafe {
                     if let Some(latent) = &layer.latent {
                         // Rows were kept before.
@@ -128,7 +128,7 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// Puts a unit's queries, normalised where the model does that, and turned, into the scratch.
+    /// Copies a unit's queries into the scratch, normalised if the model does that, and rotated.
     #[inline(always)]
     unsafe fn turn_queries<K: Kernel<E>>(
         &self,
@@ -145,8 +145,7 @@ impl<E: Element> Step<'_, E> {
         let weight = layer.qk_norm.as_ref().map(|(norm, _)| norm.as_slice());
         for index in 0..unit.queries.tokens {
             let token = unit.queries.token + index;
-            // SAFETY: the unit's queries, which others that attend to parts of the same ones only
-            // read.
+            // SAFETY: the unit's queries, which other units of the same queries only read.
             unsafe {
                 let position = self.tokens[token].position;
                 let angles = attends.angles(position);

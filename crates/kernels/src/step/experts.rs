@@ -26,10 +26,10 @@ enum Origin<E> {
 }
 
 impl<E: Element> Step<'_, E> {
-    /// Adds to the stream what the experts of each token give; `normed` is the stream, normalised.
-    /// Beside a dense part it is normalised for the router, and the sum of experts is kept for
-    /// [`Self::join`]. Latent states are replaced by the sum of what their experts give. Whoever
-    /// comes back has met the others since they wrote.
+    /// Adds the outputs of each token's experts to the stream; `normed` is the normalised stream.
+    /// Beside a dense part, it is normalised for the router, and the sum of the experts is kept for
+    /// [`Self::join`]. Latent states are replaced by the sum of their experts' outputs. Returns
+    /// after a barrier.
     ///
     /// # Safety
     /// As for [`Step::compute`]; `queues` are of this layer's experts.
@@ -44,11 +44,11 @@ impl<E: Element> Step<'_, E> {
         let (count, per_token) = (mixture.sizes.count, mixture.sizes.per_token);
         let few = stream.count <= FEW;
         if !few {
-            // Each of them has normalised some of the tokens.
+            // Each member has normalised some of the tokens.
             member.meet();
         }
-        // SAFETY: between meetings members write only what is theirs by share or by queue; `own` is
-        // this member's.
+        // SAFETY: between barriers, members write only their share or their pieces of a queue;
+        // `own` belongs to this member.
         unsafe {
             self.score::<K>(mixture, normed, member);
             member.meet();
@@ -59,7 +59,8 @@ impl<E: Element> Step<'_, E> {
                 first = buffers.latents.cast_const();
             }
             let own = &mut *buffers.own.add(member.index);
-            // Few tokens are chosen for by every member, which is quicker than to meet.
+            // For few tokens every member chooses the experts itself, which is faster than a
+            // barrier.
             let at = if few { member.index * FEW * per_token } else { 0 };
             let (ids, weights) = (buffers.ids.add(at), buffers.weights.add(at));
             for token in if few { 0..stream.count } else { member.share(stream.count) } {
@@ -115,7 +116,7 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// Makes of a row of the dense part's output the sum of both parts, each with its norm.
+    /// Replaces a row of the dense part's output by the sum of both parts, each normalised.
     ///
     /// # Safety
     /// As for [`Step::compute`]; the row of both is this member's.
@@ -134,10 +135,10 @@ impl<E: Element> Step<'_, E> {
     }
 
     /// Multiplies the shared expert's inner rows `[rows, inner]` with its gate, if it has one.
-    /// Whoever comes back has met the others since they wrote.
+    /// Returns after a barrier.
     ///
     /// # Safety
-    /// As for [`Step::compute`]; nobody else writes these rows now.
+    /// As for [`Step::compute`]; no other member writes these rows now.
     #[inline(always)]
     pub(super) unsafe fn gate_shared<V: Vector>(
         &self,
@@ -149,7 +150,7 @@ impl<E: Element> Step<'_, E> {
             return;
         }
         for row in member.share(normed.count) {
-            // SAFETY: a row of what is normalised, and this member's row of the inner ones.
+            // SAFETY: a row of the normalised stream, and this member's row of the inner ones.
             unsafe {
                 let x = normed.first.add(row * self.hidden);
                 let gate = mixture.shared_gate.as_ptr();
@@ -162,14 +163,14 @@ impl<E: Element> Step<'_, E> {
         member.meet();
     }
 
-    /// The logits of this member's part of all tokens and experts.
+    /// The logits of this member's share of all pairs of tokens and experts.
     #[inline(always)]
     unsafe fn score<K: Kernel<E>>(&self, mixture: &Mixture, normed: Rows<E>, member: &Member<'_>) {
         let (hidden, count) = (self.hidden, mixture.sizes.count);
         let router = mixture.router.as_ptr();
         for pair in member.share(normed.count * count) {
             let (token, expert) = (pair / count, pair % count);
-            // SAFETY: a row of what is normalised, an expert's row of the router, and its logit.
+            // SAFETY: a row of the normalised stream, an expert's row of the router, and its logit.
             unsafe {
                 let x = normed.first.add(token * hidden);
                 let logit = if mixture.sizes.in_float32 {
@@ -185,8 +186,8 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// Makes of this member's share of all rows what the product is computed with: codes where the
-    /// stack is quantised, and otherwise numbers as tiles read them.
+    /// Prepares this member's share of all rows for the product: as codes if the stack is
+    /// quantised, otherwise as numbers in the tiles' order.
     #[inline(always)]
     unsafe fn prepare_rows<K: Kernel<E>>(
         &self,
@@ -197,7 +198,7 @@ impl<E: Element> Step<'_, E> {
     ) {
         let inputs = stack.inputs;
         let Own { sorted, gathered, row_weights, .. } = own;
-        // SAFETY: rows of this member's share; nobody reads what is made of them yet.
+        // SAFETY: rows of this member's share; no member reads the prepared rows yet.
         unsafe {
             if let Some(format) = stack.format {
                 let shared = format.shared(inputs);
@@ -267,7 +268,7 @@ impl<E: Element> Step<'_, E> {
                 let Active { expert, first, count, begin, .. } = sorted.active[place];
                 let which = ((piece - begin) / panels, (piece - begin) % panels);
                 let matrix = stack.of::<E>(expert);
-                // SAFETY: the rows of this expert, and what they give.
+                // SAFETY: the rows of this expert, and their results.
                 unsafe {
                     let out = match out {
                         Out::Gate(to, activation) => {
@@ -293,8 +294,8 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// Adds to a token's row of the stream what its experts gave, one by one in order of their ids.
-    /// Beside a dense part, or of latent states, the row of sums is written in place of that.
+    /// Adds the outputs of a token's experts to its row of the stream, one by one in the order of
+    /// their ids. Beside a dense part, or with latent states, it writes the row of sums instead.
     #[inline(always)]
     unsafe fn add_terms<V: Vector>(
         &self,
@@ -308,7 +309,7 @@ impl<E: Element> Step<'_, E> {
         let weigh = !mixture.sizes.weighs_inputs;
         let rows = &sorted.rows[token * per_token..][..per_token];
         let whole = hidden / LANES * LANES;
-        // SAFETY: this member's row of the stream; rows of terms that nobody writes now.
+        // SAFETY: this member's row of the stream; no member writes the rows of terms now.
         unsafe {
             let weights = std::slice::from_raw_parts(weights.add(token * per_token), per_token);
             let x = if apart { self.experts.sums } else { stream.x }.add(token * hidden);
@@ -339,7 +340,7 @@ impl<E: Element> Step<'_, E> {
 /// Copies a token's row, times a weight if there is one.
 ///
 /// # Safety
-/// There are as many elements as in `to`.
+/// The row has as many elements as `to`.
 #[inline(always)]
 unsafe fn gather<E: Element>(from: *const E, weight: Option<&f32>, to: &mut [E]) {
     // SAFETY: the contract.
@@ -357,10 +358,10 @@ unsafe fn gather<E: Element>(from: *const E, weight: Option<&f32>, to: &mut [E])
 /// The product of two rows of `k` elements, added up in an order that is the same for all.
 ///
 /// # Safety
-/// Both rows have so many.
+/// Both rows have `k` elements.
 #[inline(always)]
 unsafe fn product<A: Element, B: Element, V: Vector>(a: *const A, b: *const B, k: usize) -> f32 {
-    // Four sums in turn: one would wait for its own last addition.
+    // Four alternating sums: a single one would wait for its own last addition.
     let mut sums = [V::splat(0.0); 4];
     let whole = k / LANES * LANES;
     // SAFETY: whole vectors, and single elements, of both.

@@ -9,8 +9,8 @@ use crate::tile::{HALF, Kernel};
 use crate::vector::Vector;
 
 impl<E: Element> Step<'_, E> {
-    /// Makes the inputs of all layers of the products with the tokens' inputs, in their place.
-    /// Whoever comes back has met the others since they wrote.
+    /// Computes the inputs of all layers in place, from the products with the tokens' inputs.
+    /// Returns after a barrier.
     ///
     /// # Safety
     /// As for [`Step::compute`]; the products are done.
@@ -31,8 +31,8 @@ impl<E: Element> Step<'_, E> {
         member.meet();
     }
 
-    /// Gates the own inputs of a layer `[rows, size]`, whose gates are where queries were. Whoever
-    /// comes back has met the others since they wrote.
+    /// Gates a layer's own inputs `[rows, size]`. The gates are where the queries were. Returns
+    /// after a barrier.
     ///
     /// # Safety
     /// As for [`Step::compute`]; the gates are done.
@@ -45,7 +45,8 @@ impl<E: Element> Step<'_, E> {
     ) {
         for row in member.share(stream.count) {
             let token = self.token_of(stream, row);
-            // SAFETY: this member's rows. Vectors are read beyond the end, of what is not kept.
+            // SAFETY: this member's rows. Vectors read beyond the end, but those lanes are not
+            // used.
             unsafe {
                 let gates = self.qkv.add(row * size);
                 let inputs = self.inputs.add((token * self.layers.len() + layer) * size);

@@ -1,4 +1,4 @@
-//! The parts of a step that latent attention has, see [`crate::latent`].
+//! The latent attention of a step, see [`crate::latent`].
 
 use std::mem::MaybeUninit;
 
@@ -13,9 +13,9 @@ use crate::team::{FEW, Member, Queue};
 use crate::tile::{Kernel, MAX_BLOCK_ROWS, MAX_ROWS, NR, Outputs, tile_height};
 
 impl<E: Element> Step<'_, E> {
-    /// The low ranks of all tokens' queries, normalised: this member's own of few rows, and of more
-    /// its share, as [`Step::normalise`] does it. They are the first outputs of the layer's first
-    /// product, of which there are `stride`.
+    /// The normalised low ranks of all tokens' queries. For few rows, each member computes its own
+    /// copy; for more, its share, as in [`Step::normalise`]. They are the first outputs of the
+    /// layer's first product, of which there are `stride`.
     ///
     /// # Safety
     /// As for [`Step::compute`]; the layer's first product is done.
@@ -27,8 +27,8 @@ impl<E: Element> Step<'_, E> {
     ) -> Rows<E> {
         let (rank, count) = (norm.len(), self.tokens.len());
         let own = if count <= FEW { member.index * FEW * rank } else { 0 };
-        // SAFETY: this member's own part of the low ranks, or its share; nobody writes the outputs
-        // now.
+        // SAFETY: this member's own copy of the low ranks, or its share; no member writes the
+        // outputs now.
         unsafe {
             let to = self.latent.low.add(own);
             let rows = Rows { first: to.cast_const(), count };
@@ -42,7 +42,7 @@ impl<E: Element> Step<'_, E> {
     }
 
     /// Writes the rows of this member's share of the tokens to their pages. They are the last
-    /// outputs of the layer's first product. Others may read them once all have met.
+    /// outputs of the layer's first product. Other members may read them after a barrier.
     ///
     /// # Safety
     /// As for [`Step::compute`]; the layer's first product is done.
@@ -54,7 +54,7 @@ impl<E: Element> Step<'_, E> {
     ) {
         let shape = &attends.shape;
         let (dim, rank, stride) = (shape.head_dim, latent.sizes.rank, layer.projected);
-        // SAFETY: the member's own; its tokens, whose entries belong to them alone.
+        // SAFETY: this member's tokens; no other member writes their entries.
         unsafe {
             let scratch = &mut *self.scratch.add(member.index);
             for token in member.share(self.tokens.len()) {
@@ -74,7 +74,7 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// The queries of a head of a token, `[nope_dim + shared]`, as products gave them.
+    /// The queries of a head of a token, `[nope_dim + shared]`, as the products computed them.
     ///
     /// # Safety
     /// As for [`Step::compute`]; the product of queries is done.
@@ -96,9 +96,9 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// The products of each head with rows of its own. They bring the queries of `count` tokens to
-    /// the latent part of rows, or, once that was `brought`, make values of what each of `count`
-    /// rows attended to. Whoever comes back has met the others since they wrote.
+    /// The products of each head with its own rows. They map the queries of `count` tokens to the
+    /// latent space. If `brought`, they instead compute values from the attention results of
+    /// `count` rows. Returns after a barrier.
     ///
     /// # Safety
     /// As for [`Step::compute`]; the product of queries is done, or the attention.
@@ -114,7 +114,8 @@ impl<E: Element> Step<'_, E> {
         let height = tile_height(count, K::ROWS);
         let tiles = count.div_ceil(height.max(1));
         let numbers = self.arranged.cast::<K::Number>();
-        // SAFETY: this member's own room and its share of rows; all have met when they are read.
+        // SAFETY: this member's own room and its share of rows; a barrier passes before they are
+        // read.
         unsafe {
             let own = member.index * MAX_ROWS * latent.sizes.rank.max(latent.sizes.nope_dim);
             let gathered = self.latent.gathered.add(own);
@@ -148,7 +149,7 @@ impl<E: Element> Step<'_, E> {
             for piece in mine {
                 let (head, piece) = (piece / of_head, piece % of_head);
                 let which = (piece / panels, piece % panels);
-                // SAFETY: the rows of this head, and what they give.
+                // SAFETY: the rows of this head, and their results.
                 unsafe {
                     let numbers = numbers.add(head * count * inputs).cast_const();
                     let rows = Arranged::of::<E, K>(numbers, count);
@@ -160,10 +161,10 @@ impl<E: Element> Step<'_, E> {
         member.meet();
     }
 
-    /// Puts a unit's queries, brought to the latent part of rows, and turned, into the scratch.
+    /// Copies a unit's queries into the scratch, mapped to the latent space and rotated.
     ///
     /// # Safety
-    /// As for [`Step::compute`]; [`Self::multiply_heads`] has brought them.
+    /// As for [`Step::compute`]; [`Self::multiply_heads`] has mapped them.
     #[inline(always)]
     pub(super) unsafe fn bring_queries<K: Kernel<E>>(
         &self,
@@ -201,7 +202,7 @@ impl<E: Element> Step<'_, E> {
     }
 
     /// Puts the values of all heads of a row side by side, as the layer's last product reads them.
-    /// Whoever comes back has met the others since they wrote.
+    /// Returns after a barrier.
     ///
     /// # Safety
     /// As for [`Step::compute`]; [`Self::multiply_heads`] has made them.
@@ -215,7 +216,8 @@ impl<E: Element> Step<'_, E> {
         let (heads, width) = (latent.heads, latent.sizes.value_dim);
         for row in member.share(stream.count) {
             for head in 0..heads {
-                // SAFETY: a head's values, and this member's row. What lay there was arranged.
+                // SAFETY: a head's values, and this member's row, whose old content was already
+                // arranged.
                 unsafe {
                     let from = self.latent.made.add((head * stream.count + row) * width);
                     let from = std::slice::from_raw_parts(from.cast_const(), width);

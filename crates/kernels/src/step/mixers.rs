@@ -1,4 +1,4 @@
-//! The first products of a layer, and what is behind them in a part that mixes positions.
+//! The first products of a layer, and the steps after them in a part that mixes positions.
 
 use super::{LATENT_QUEUES, Step, Stream};
 use crate::element::Element;
@@ -9,16 +9,16 @@ use crate::rows_of_layers::RowsOfLayers;
 use crate::team::{Member, Queue};
 use crate::tile::Kernel;
 
-/// What begins with a product of the normalised stream.
+/// A piece of work that begins with a product of the normalised stream.
 #[derive(Clone, Copy)]
 pub(super) enum First<'a> {
     /// The inputs of all layers.
     OfLayers(&'a RowsOfLayers),
     /// A part of a layer that mixes positions.
     Mixer(MixerPart<'a>),
-    /// The same part's gates, and then its decays, behind low ranks.
+    /// The same part's gates, and then its decays, from their low ranks.
     Low { part: MixerPart<'a>, recurrence: &'a Recurrence, matrix: &'a Owned, number: usize },
-    /// The same part's queries of latent attention, behind the norm of their low rank.
+    /// The same part's queries of latent attention, from their normalised low rank.
     Queries { part: MixerPart<'a>, norm: &'a [f32], matrix: &'a Owned },
 }
 
@@ -46,8 +46,8 @@ impl<'a> First<'a> {
 }
 
 impl<E: Element> Step<'_, E> {
-    /// Advances the states of all rows, or writes all keys and values to their pages. Whoever comes
-    /// back has met the others since they wrote.
+    /// Advances the states of all rows, or writes all keys and values to their pages. Returns after
+    /// a barrier.
     ///
     /// # Safety
     /// As for [`Step::compute`]; the part's first product is done.
@@ -64,7 +64,7 @@ impl<E: Element> Step<'_, E> {
                 let of = (recurrence, part.input.outputs);
                 self.recur::<K>(of, (&queues[part.queues[2]], member));
             } else if let Some(latent) = part.latent {
-                // Nobody reads rows before the products of heads, where all meet.
+                // These rows are read only after the products of heads, which end with a barrier.
                 self.keep_rows::<K>((layer, latent, attends), member);
             } else if !self.decodes && !layer.reads_others {
                 let scratch = &mut *self.scratch.add(member.index);
@@ -78,8 +78,8 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// Makes of the stream's rows what the second product reads: outputs of states, or of
-    /// attention. Whoever comes back has met the others since they wrote.
+    /// Computes the inputs of the second product for the stream's rows: the outputs of states, or
+    /// of attention. Returns after a barrier.
     ///
     /// # Safety
     /// As for [`Self::keep_positions`], which is done.

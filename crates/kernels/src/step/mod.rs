@@ -31,25 +31,25 @@ use crate::step::mixers::First;
 use crate::team::{FEW, Member, Queue};
 use crate::tile::Kernel;
 
-/// Pieces of work a layer takes from queues: four products, the attention, two products of experts,
-/// and two with the layer's own input. Then two products and the states beside attention, two
-/// products around experts of latent states, and two behind low ranks. Latent attention has a
-/// product of queries and two of heads.
+/// Queues of a layer: four products, the attention, two products of experts, and two with the
+/// layer's own input. Then two products and the states beside attention, two products around
+/// experts of latent states, and two from low ranks. Latent attention has one product of queries
+/// and two of heads.
 pub(crate) const QUEUES_A_LAYER: usize = 19;
 /// The first of those behind low ranks.
 const LOW_QUEUES: usize = 14;
-/// That of queries of latent attention; behind it are those of heads.
+/// The queue of latent attention's queries; those of its heads follow.
 const LATENT_QUEUES: usize = 16;
-/// Pieces of work of no layer: the head, and the product of which layers' own inputs are made.
+/// Queues outside of layers: the head, and the product for the layers' own inputs.
 pub(crate) const OTHER_QUEUES: usize = 2;
 
 #[derive(Clone, Copy)]
 pub(crate) struct Token<E> {
-    /// Its number in the vocabulary; 0 where the input is not of the embedding.
+    /// Its id in the vocabulary; 0 if the input is not from the embedding.
     pub(crate) id: usize,
-    /// The token's row of the embedding, or the input that was given in place of it.
+    /// The token's row of the embedding, or the input given in its place.
     pub(crate) input: *const E,
-    /// True if the input is not of the embedding.
+    /// True if the input is not from the embedding.
     pub(crate) is_given: bool,
     pub(crate) position: usize,
     /// The place of its keys and values in the main part of pages, and in the window part.
@@ -61,11 +61,11 @@ pub(crate) struct Attends<'a> {
     pub(crate) shape: Shape,
     /// The part of pages: 0 main, 1 window.
     pub(crate) part: usize,
-    /// True if norms of queries and of keys are over all heads of a position.
+    /// True if the norms of queries and keys span all heads of a position.
     pub(crate) norm_rows: bool,
-    /// True if gates of the output lie behind the values.
+    /// True if the gates of the output follow the values.
     pub(crate) gate: bool,
-    /// True if values are the product that keys are made of.
+    /// True if the values are the same product as the keys.
     pub(crate) keys_are_values: bool,
     /// True if each head of values is normalised, without weights.
     pub(crate) value_norm: bool,
@@ -77,7 +77,7 @@ pub(crate) struct Attends<'a> {
     pub(crate) cos: &'a [f32],
     pub(crate) sin: &'a [f32],
     pub(crate) units: attention::Shared<'a>,
-    /// The units of the last layer, where only some tokens count.
+    /// The units of the last layer, in which only some tokens are needed.
     pub(crate) last_units: attention::Shared<'a>,
 }
 
@@ -86,28 +86,28 @@ pub(crate) struct Attends<'a> {
 pub(crate) struct Scales {
     /// The factor of the embedding's rows.
     pub(crate) embeddings: f32,
-    /// The factor of inputs that the caller gives in place of them.
+    /// The factor of inputs that the caller provides in place of embeddings.
     pub(crate) inputs: f32,
     /// The factor of a part's output before it is added.
     pub(crate) residuals: f32,
 }
 
-/// A step for its members. They share its buffers, and each writes its own part between two
-/// meetings.
+/// A step, as the members see it. They share its buffers, and each writes its own part between two
+/// barriers.
 pub(crate) struct Step<'a, E> {
     pub(crate) x: *mut f32,
     pub(crate) sampled_x: *mut f32,
     pub(crate) normed: *mut E,
     pub(crate) qkv: *mut f32,
     pub(crate) attended: *mut E,
-    /// What a convolution gives, and then the outputs of a recurrence.
+    /// The output of a convolution, and then the outputs of a recurrence.
     pub(crate) mixed: *mut f32,
-    /// Low ranks of gates `[tokens, low_rank]`, and behind them those of decays.
+    /// Low ranks of gates `[tokens, low_rank]`, and after them those of decays.
     pub(crate) low_ranks: *mut E,
     /// What the products behind them give.
     pub(crate) low: *mut f32,
     pub(crate) gated: *mut E,
-    /// The output of a part with a norm behind it.
+    /// The output of a part whose output is normalised.
     pub(crate) part: *mut f32,
     /// Layers' own inputs `[tokens, layers, size]`.
     pub(crate) inputs: *mut f32,
@@ -119,10 +119,10 @@ pub(crate) struct Step<'a, E> {
     pub(crate) arranged: *mut f32,
     pub(crate) codes: CodesRoom,
     pub(crate) logits: *mut f32,
-    /// The memory for the stream of the tokens that sample, in place of the head; null: there is
-    /// none.
+    /// The memory for the states of the tokens that sample, if they are wanted in place of logits;
+    /// null: they are not.
     pub(crate) states: *mut f32,
-    /// The memory for the same stream after its norm; null: there is none.
+    /// The memory for the same states after their norm; null: they are not wanted.
     pub(crate) vectors: *mut f32,
     pub(crate) tokens: &'a [Token<E>],
     /// The rows whose states advance; none without recurrent layers.
@@ -131,14 +131,14 @@ pub(crate) struct Step<'a, E> {
     pub(crate) queues: &'a [Queue],
     /// The tokens that sample, ascending.
     pub(crate) sampled: &'a [usize],
-    /// Rows of `x` for the head; 0: the stream of a step comes first.
+    /// Rows of `x` for the head; 0: a step computes them first.
     pub(crate) given: usize,
     /// True if every token is a row of its own, and samples.
     pub(crate) decodes: bool,
     pub(crate) hidden: usize,
     pub(crate) eps: f32,
     pub(crate) activation: GateKind,
-    /// True if that is of gates, which other outputs are multiplied with.
+    /// True if the first product has gates, which multiply its other outputs.
     pub(crate) has_gates: bool,
     pub(crate) scales: Scales,
     pub(crate) logit_scales: LogitScales,
@@ -149,13 +149,13 @@ pub(crate) struct Step<'a, E> {
     /// `None`: the step gives vectors, or states.
     pub(crate) head: Option<Matrix<'a, E>>,
     pub(crate) layers: &'a [Layer<E>],
-    /// What layers' own inputs are made of; `None`: layers have none.
+    /// Computes the layers' own inputs; `None`: layers have none.
     pub(crate) rows_of_layers: Option<&'a RowsOfLayers>,
-    /// The adapters of the step; `None`: the decoder's own matrices are all.
+    /// The adapters of the step; `None`: there are none.
     pub(crate) adapted: Option<Adapted<'a, E>>,
 }
 
-// SAFETY: what the pointers reach is written by one member at a time, see `compute`.
+// SAFETY: one member at a time writes the memory behind the pointers, see `compute`.
 unsafe impl<E> Sync for Step<'_, E> {}
 
 /// The residual stream `[count, hidden]`.
@@ -165,19 +165,19 @@ pub(crate) struct Stream {
     pub(crate) count: usize,
 }
 
-/// What comes behind the last product of a part.
+/// The operations after the last product of a part.
 #[derive(Clone, Copy)]
 struct Behind<'a> {
     /// The norm of the output; empty: there is none.
     norm: &'a [f32],
-    /// The experts whose sum joins the output of the dense part beside them, before the norm.
+    /// The experts whose sum is added to the output of the dense part beside them, before the norm.
     beside: Option<&'a Beside>,
-    /// The factor of the stream once the output was added.
+    /// The factor of the stream after the output is added.
     factor: f32,
 }
 
 impl<'a> Behind<'a> {
-    /// A norm, or none if it is empty, and nothing else.
+    /// A norm alone; no norm if it is empty.
     fn norm(norm: &'a [f32]) -> Self {
         Self { norm, beside: None, factor: 1.0 }
     }
@@ -199,7 +199,7 @@ impl<E: Element> Step<'_, E> {
     /// Called once by each member of the team; the processor can run `K` and `D`.
     #[inline(always)]
     unsafe fn compute<K: Kernel<E>, D: Dots>(&self, member: &Member<'_>) {
-        // SAFETY: between meetings, members write only what is theirs by share or by queue.
+        // SAFETY: between barriers, members write only their share or their pieces of a queue.
         unsafe {
             let stream = match self.given {
                 0 => self.layers::<K, D>(member),
@@ -231,7 +231,7 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// One member's share of the layers; gives the stream of the tokens that sample.
+    /// One member's share of the layers; returns the stream of the tokens that sample.
     #[inline(always)]
     unsafe fn layers<K: Kernel<E>, D: Dots>(&self, member: &Member<'_>) -> Stream {
         let count = self.tokens.len();
@@ -243,9 +243,9 @@ impl<E: Element> Step<'_, E> {
                 let queues = &self.queues[index * QUEUES_A_LAYER..][..QUEUES_A_LAYER];
                 let is_last = index + 1 == self.layers.len();
                 let mut normed = Rows { first: self.normed.cast_const(), count };
-                // In front of the first layer comes what layers' own inputs are made of. It is a
-                // loop, so that products are compiled once. A closure would not be compiled for
-                // the processor.
+                // Before the first layer, the layers' own inputs are computed. This is a loop, so
+                // that products are compiled once. A closure would not be compiled with the
+                // processor's features.
                 let of_layers = self.rows_of_layers.filter(|_| index == 0).map(First::OfLayers);
                 let [own, beside] = layer.mixers().map(First::of_part);
                 let all = [[of_layers, None, None], own, beside];
@@ -340,8 +340,8 @@ impl<E: Element> Step<'_, E> {
         stream
     }
 
-    /// Copies the rows of the tokens that sample: nobody will read what comes of the others. Gives
-    /// their stream, which nobody may read before all have met.
+    /// Copies the rows of the tokens that sample, since the others' results are not needed. Returns
+    /// their stream, which members may read only after a barrier.
     #[inline(always)]
     unsafe fn sampled_rows(&self, member: &Member<'_>, stream: Stream) -> Stream {
         let sampled = Stream { x: self.sampled_x, count: self.sampled.len() };
@@ -355,8 +355,7 @@ impl<E: Element> Step<'_, E> {
         sampled
     }
 
-    /// Adds to the stream what a part gives of `normed`. Whoever comes back has met the others
-    /// since they wrote.
+    /// Adds a part's output for `normed` to the stream. Returns after a barrier.
     #[inline(always)]
     unsafe fn feed_part<K: Kernel<E>, D: Dots>(
         &self,
@@ -368,7 +367,7 @@ impl<E: Element> Step<'_, E> {
         let is_dense = matches!(kind, FeedKind::Dense);
         let before = if is_dense { self.adapted_gates(index, normed) } else { None };
         let (mut gated, mut beside) = (self.gated, None);
-        // SAFETY: as for `compute`. Nobody reads queries, keys and values any more.
+        // SAFETY: as for `compute`. No member reads queries, keys and values any more.
         unsafe {
             if let Some([first, _]) = products {
                 let out = match kind {
@@ -416,8 +415,7 @@ impl<E: Element> Step<'_, E> {
     }
 
     /// Adds a part's last product to the stream, normalised and multiplied as [`Behind`] says.
-    /// `at`: its number for adapters; `None`: they don't change it. Whoever comes back has met the
-    /// others since they wrote.
+    /// `at`: its number for adapters; `None`: they don't change it. Returns after a barrier.
     #[inline(always)]
     unsafe fn add_part<K: Kernel<E>, D: Dots>(
         &self,
@@ -495,8 +493,8 @@ impl<E: Element> Step<'_, E> {
         unsafe { std::slice::from_raw_parts_mut(stream.x.add(row * self.hidden), self.hidden) }
     }
 
-    /// The stream, normalised: this member's own of few rows, and of more what [`Self::multiply`]
-    /// will make this member prepare.
+    /// The normalised stream. For few rows, each member computes its own copy. For more, it
+    /// computes the rows that [`Self::multiply`] will make it prepare.
     #[inline(always)]
     unsafe fn normalise<K: Kernel<E>>(
         &self,
@@ -505,7 +503,7 @@ impl<E: Element> Step<'_, E> {
         weight: &[f32],
     ) -> Rows<E> {
         let own = if stream.count <= FEW { member.index * FEW * self.hidden } else { 0 };
-        // SAFETY: this member's own part of what is normalised, or its share; nobody writes the
+        // SAFETY: this member's own copy of the normalised rows, or its share; no member writes the
         // stream now.
         unsafe {
             let rows = Rows { first: self.normed.add(own).cast_const(), count: stream.count };
@@ -525,17 +523,17 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// The tiles that a member prepares: all of them for few rows, for itself, and otherwise its
-    /// share, for all members.
+    /// The tiles that a member prepares: for few rows all of them, for itself; otherwise its share,
+    /// for all members.
     #[inline(always)]
     fn tiles<K: Kernel<E>>(&self, member: &Member<'_>, rows: Rows<E>) -> Range<usize> {
         let tiles = rows.tiles::<K>();
         if rows.count <= FEW { 0..tiles } else { member.share(tiles) }
     }
 
-    /// A product with whatever the matrix is stored as. First the rows become what it is multiplied
-    /// with: codes where it is quantised, and otherwise numbers as tiles read them. Every member
-    /// does that for itself where they are few, and otherwise all do together, who then meet.
+    /// A product with a matrix in any form. First the rows are prepared: as codes if the matrix is
+    /// quantised, otherwise as numbers in the tiles' order. If they are few, every member does that
+    /// for itself. Otherwise members share the work and then pass a barrier.
     #[inline(always)]
     unsafe fn multiply<K: Kernel<E>, D: Dots>(
         &self,
@@ -549,8 +547,8 @@ impl<E: Element> Step<'_, E> {
         let few = rows.count <= FEW;
         let own = if few { member.index * FEW } else { 0 };
         let tiles = self.tiles::<K>(member, rows);
-        // SAFETY: nobody writes the rows now; what is made of them is this member's own, or its
-        // share. Whoever still read that of an earlier product was met since.
+        // SAFETY: no member writes the rows now. The prepared rows are this member's copy, or its
+        // share. All readers of an earlier product's have passed a barrier.
         unsafe {
             let Some(format) = matrix.format else {
                 let numbers = self.arranged.cast::<K::Number>().add(own * inputs);

@@ -35,7 +35,7 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// The results of the products behind low ranks: 0 gates, 1 decays, of all tokens each.
+    /// The results of the products from low ranks, for all tokens: 0 gates, 1 decays.
     #[inline(always)]
     pub(super) fn low_result(&self, recurrence: &Recurrence, number: usize) -> *mut f32 {
         let of_gates = self.tokens.len() * recurrence.sizes.values();
@@ -50,8 +50,8 @@ impl<E: Element> Step<'_, E> {
         Rows { first: first.cast_const(), count }
     }
 
-    /// Makes the low ranks of all tokens elements, as the products behind them read them. Whoever
-    /// comes back has met the others since they wrote.
+    /// Converts the low ranks of all tokens to elements for the products that read them. Returns
+    /// after a barrier.
     ///
     /// # Safety
     /// As for [`Step::compute`]; the part's first product is done.
@@ -76,7 +76,7 @@ impl<E: Element> Step<'_, E> {
     }
 
     /// Gates and normalises the outputs of the stream's tokens, as the second product reads them.
-    /// Whoever comes back has met the others since they wrote.
+    /// Returns after a barrier.
     ///
     /// # Safety
     /// As for [`Self::recur`], which is done.
@@ -91,8 +91,8 @@ impl<E: Element> Step<'_, E> {
         let (count, eps) = (sizes.values(), self.eps);
         for row in member.share(stream.count) {
             let token = self.token_of(stream, row);
-            // SAFETY: this member's row of what is attended, and its token's outputs and gates,
-            // which nobody else reads.
+            // SAFETY: this member's row of the attention output, and its token's outputs and gates,
+            // which no other member reads.
             unsafe {
                 let values = self.mixed.add(token * sizes.channels() + 2 * sizes.keys());
                 let gates = match &recurrence.low {
@@ -109,8 +109,8 @@ impl<E: Element> Step<'_, E> {
         member.meet();
     }
 
-    /// Multiplies what the stream's tokens attended to by the sigmoids of their gates, which lie
-    /// behind queries, keys and values. Whoever comes back has met the others since they wrote.
+    /// Multiplies the attention output of the stream's tokens by the sigmoids of their gates, which
+    /// follow queries, keys and values. Returns after a barrier.
     ///
     /// # Safety
     /// As for [`Step::compute`]; the attention is done.
@@ -123,7 +123,7 @@ impl<E: Element> Step<'_, E> {
     ) {
         for row in member.share(stream.count) {
             let token = self.token_of(stream, row);
-            // SAFETY: this member's row of what is attended, and its token's gates.
+            // SAFETY: this member's row of the attention output, and its token's gates.
             unsafe {
                 let gates = self.qkv.add(token * stride + stride - queries);
                 let gates = std::slice::from_raw_parts_mut(gates, queries);
@@ -138,7 +138,7 @@ impl<E: Element> Step<'_, E> {
         member.meet();
     }
 
-    /// The token of a row of the stream, which may be that of the tokens that sample.
+    /// The token of a row of the stream, which may consist of only the tokens that sample.
     #[inline(always)]
     pub(super) fn token_of(&self, stream: Stream, row: usize) -> usize {
         if stream.count < self.tokens.len() { self.sampled[row] } else { row }

@@ -1,5 +1,4 @@
-//! States as vectors are pooled of them: normalised as for the head, and not rounded to the model's
-//! type.
+//! States for pooled vectors: normalised as for the head, but not rounded to the model's type.
 
 use super::{Step, Stream};
 use crate::element::Element;
@@ -11,7 +10,7 @@ impl<E: Element> Step<'_, E> {
     /// One member's share of the vectors.
     ///
     /// # Safety
-    /// As of [`Step::compute`]; `vectors` has room for the stream, which nobody writes now.
+    /// As of [`Step::compute`]; `vectors` has room for the stream, which no member writes now.
     #[inline(always)]
     pub(super) unsafe fn give_vectors<K: Kernel<E>>(&self, member: &Member<'_>, stream: Stream) {
         for row in member.share(stream.count) {

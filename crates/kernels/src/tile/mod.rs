@@ -25,14 +25,14 @@ pub(crate) const BLOCK: usize = GROUP * GROUPS;
 /// Scores of some queries for a block.
 pub(crate) type Scores = [[f32; BLOCK]; MAX_ROWS];
 
-/// Rows of each tile but the last, of tiles of at most `most` rows. All have about as many, since a
-/// last one of a single row would cost as much as a full one.
+/// Rows of each tile but the last, if tiles have at most `most` rows. All have about the same
+/// number, since a last tile of one row would cost as much as a full one.
 #[inline(always)]
 pub(crate) fn tile_height(rows: usize, most: usize) -> usize {
     rows.div_ceil(rows.div_ceil(most).max(1))
 }
 
-/// The address that a tile begins to load from beside its work; it need not be valid.
+/// The address that a tile prefetches while it computes; it need not be valid.
 #[derive(Clone, Copy)]
 #[cfg_attr(
     not(target_arch = "x86_64"),
@@ -42,7 +42,7 @@ pub(crate) enum Ahead<E> {
     Nothing,
     /// Half as much as a panel has.
     Half(*const E),
-    /// The tile loads as much as a panel has.
+    /// The tile prefetches as much as a panel has.
     Whole(*const E),
 }
 
@@ -56,30 +56,30 @@ pub(crate) unsafe trait Kernel<E: Element>: 'static {
     const ROWS: usize;
     /// Queries that a tile of attention may have, at most [`MAX_ROWS`].
     const QUERIES: usize = Self::ROWS;
-    /// Inner positions that are added up together: pieces of a product begin at multiples of it.
+    /// Inner positions that are added up together. Pieces of a product begin at multiples of it.
     const INNER: usize = E::PAIR;
-    /// Inner positions, about, that tiles compute one after the other: their part of the panel
-    /// stays in the first cache.
+    /// The approximate number of inner positions that tiles compute one after the other. Their part
+    /// of the panel stays in the first cache.
     const CHUNK: usize = 192;
-    /// Rows that one piece of work computes with a panel, at most [`MAX_BLOCK_ROWS`]: their
+    /// Rows that one piece of work computes with a panel, at most [`MAX_BLOCK_ROWS`]. Their
     /// activations stay in the second cache from panel to panel.
     const BLOCK_ROWS: usize = 96;
     /// The kernel's vector of floats.
     type Vector: Vector;
-    /// The numbers that rows are computed in: elements, or numbers made of them once for all
-    /// panels. No larger than `f32`.
+    /// The numbers with which rows are computed: elements, or numbers converted from them once for
+    /// all panels. They are no larger than `f32`.
     type Number: Copy;
 
     /// Puts rows in the order in which [`Self::tile`] reads them: those of some inner positions,
-    /// then those of the next ones. Numbers from any multiple of [`Self::INNER`] on begin `rows`
-    /// times as far in.
+    /// then those of the next ones. The numbers of inner position `i`, a multiple of
+    /// [`Self::INNER`], begin at `i * rows`.
     ///
     /// # Safety
     /// `a` has `rows` rows of `k` elements, one after the other; `numbers` has room for as many;
     /// `k` is a multiple of `E::PAIR`; `1 <= rows <= Self::ROWS`.
     unsafe fn arrange(a: *const E, rows: usize, k: usize, numbers: *mut Self::Number);
 
-    /// `out[r] = a[r] · panel` for `r < rows`, or adds the product `more` to what is there.
+    /// `out[r] = a[r] · panel` for `r < rows`, or with `more` adds the product to `out`.
     ///
     /// # Safety
     /// `numbers` are `k` positions of `rows` rows, arranged. `panel` is `k` inner positions of a
@@ -95,8 +95,8 @@ pub(crate) unsafe trait Kernel<E: Element>: 'static {
         out: *mut Outputs,
     );
 
-    /// `out[r] = queries[r] · keys` for `r < rows`. What is `ahead` begins to be loaded: as much as
-    /// the keys, from addresses that need not be valid.
+    /// `out[r] = queries[r] · keys` for `r < rows`. Prefetches the data at `ahead`: as much as the
+    /// keys, from addresses that need not be valid.
     ///
     /// # Safety
     /// `queries` are `dim` positions of `rows` rows, arranged; `keys` are groups of keys; `dim` is
@@ -110,9 +110,9 @@ pub(crate) unsafe trait Kernel<E: Element>: 'static {
         out: &mut Scores,
     );
 
-    /// `out[r * dim ..][.. dim] = out[r * dim ..][.. dim] * decay[r] + weights[r] · values`, for
-    /// `r < rows`. What is `ahead` begins to be loaded: as much as the values, from addresses that
-    /// need not be valid.
+    /// `out[r * dim ..][.. dim] = out[r * dim ..][.. dim] * decay[r] + weights[r] · values`, for `r
+    /// < rows`. Prefetches the data at `ahead`: as much as the values, from addresses that need not
+    /// be valid.
     ///
     /// # Safety
     /// `weights` has `rows` rows of [`BLOCK`] numbers, and `out` has `rows` rows of `dim`. `values`
@@ -128,7 +128,7 @@ pub(crate) unsafe trait Kernel<E: Element>: 'static {
         out: *mut f32,
     );
 
-    /// Makes numbers of floats.
+    /// Converts floats to numbers.
     ///
     /// # Safety
     /// `to` can be written for [`LANES`] numbers.
@@ -147,7 +147,7 @@ pub(crate) unsafe trait Kernel<E: Element>: 'static {
     /// `to` can be written for [`LANES`] elements.
     unsafe fn narrow(values: Self::Vector, to: *mut E);
 
-    /// Begins to load the cache line at `address`, which need not be valid, into the second cache.
+    /// Prefetches the cache line at `address`, which need not be valid, into the second cache.
     fn prefetch(address: *const E);
 }
 

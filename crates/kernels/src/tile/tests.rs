@@ -77,7 +77,7 @@ fn check_tile<E: Element + Debug + PartialEq, K: Kernel<E>>(k: usize, rows: usiz
     }
 }
 
-/// Rows as tiles read them; nothing is written beyond them.
+/// Rows in the tiles' order; nothing is written beyond them.
 pub(crate) fn arranged<E: Element, K: Kernel<E>>(a: &[E], rows: usize, k: usize) -> Vec<K::Number> {
     let mut room = vec![u32::MAX; rows * k + MAX_ROWS];
     // SAFETY: rows of k elements, and room for numbers, which are no larger.
@@ -124,7 +124,7 @@ fn check_attention<E: Element, K: Kernel<E>>(
         }
     }
 
-    // Floats that are elements, so that making numbers of them changes nothing.
+    // Floats that are exact as elements, so that their conversion to numbers changes nothing.
     let weights: Vec<E> = numbers(MAX_ROWS * BLOCK, seed ^ 77);
     let mut room = vec![0f32; weights.len()];
     let weights_at = room.as_mut_ptr().cast::<K::Number>();

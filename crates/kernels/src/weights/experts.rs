@@ -11,12 +11,13 @@ pub struct ExpertMatrices {
     pub router: Bytes,
     /// The bias of scores for the choice, float32 `[count]`.
     pub correction: Option<Bytes>,
-    /// The products in front of the experts, `[latent, hidden]`, and behind them, `[hidden,
-    /// latent]`. `None`: experts read and give the layer's states.
+    /// The products before the experts, `[latent, hidden]`, and after them, `[hidden, latent]`.
+    /// `None`: experts read and write the layer's states.
     pub latent: Option<[Matrix; 2]>,
     /// The first product of each expert: gates, then their values, `[2 * intermediate, hidden]`,
-    /// interleaved. In a model without gates `[intermediate, hidden]`, in their order. Experts are
-    /// packed one behind the other. Those of latent states have `latent` in place of `hidden`.
+    /// interleaved. In a model without gates `[intermediate, hidden]`, in their order. The experts'
+    /// matrices are packed one after the other. With latent states, `latent` takes the place of
+    /// `hidden`.
     pub gate_up: Matrix,
     /// The second product of each expert, `[hidden, intermediate]`.
     pub down: Matrix,
@@ -26,13 +27,13 @@ pub struct ExpertMatrices {
     pub shared_gate: Option<Bytes>,
     /// Biases of the model's type.
     pub biases: Option<ExpertBiases>,
-    /// The norms and factors of experts beside a dense part, which is `shared`.
+    /// The norms and factors of experts beside a dense part; the dense part is `shared`.
     pub beside: Option<BesideWeights>,
 }
 
 /// The norms and factors of experts beside a dense part (Gemma 4, 2026). The router reads states
 /// that are normalised without weights and multiplied by `router_factors` and by the root of 1 /
-/// hidden. The sum of both parts has the layer's norm behind it.
+/// hidden. The sum of both parts is normalised with the layer's norm.
 #[derive(Clone)]
 pub struct BesideWeights {
     /// Factors of the router's inputs, `[hidden]` of the model's type.

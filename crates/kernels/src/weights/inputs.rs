@@ -29,7 +29,7 @@ pub struct InputMatrices {
     pub norm: Bytes,
 }
 
-/// Rows of numbers that are looked up, in the order of the checkpoint.
+/// A table of rows that ids select, in the order of the checkpoint.
 #[derive(Clone)]
 pub struct Table {
     /// The numbers: those of the model's type, or GGUF's blocks `Q8_0`, `Q4_0` or `Q4_1`.
@@ -62,7 +62,7 @@ impl InputMatrices {
 }
 
 impl Table {
-    /// True if tables may have their numbers in this form.
+    /// True if tables can store their numbers in this form.
     #[must_use]
     pub fn takes(storage: Storage) -> bool {
         matches!(storage, Storage::Plain | Storage::Q8_0 | Storage::Q4_0 | Storage::Q4_1)
@@ -76,7 +76,7 @@ impl Table {
         }
     }
 
-    /// Adds `scale` times a row to `to`, which is as long as one. Plain numbers are of the type
+    /// Adds `scale` times a row to `to`, which has the length of a row. Plain numbers have the type
     /// `E`.
     pub(crate) fn add_row<E: Element>(&self, row: usize, scale: f32, to: &mut [f32]) {
         let width = to.len();

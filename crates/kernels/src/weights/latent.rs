@@ -11,10 +11,11 @@ pub struct LatentWeights {
     pub query: Option<LowRankQuery>,
     /// The norm of the latent part of rows, `[rank]`.
     pub row_norm: Bytes,
-    /// The products that bring queries to the latent part, `[rank, nope_dim]` of each head, packed
-    /// one behind the other. They are of the model's type.
+    /// The products that map queries to the latent space, `[rank, nope_dim]` for each head, packed
+    /// one after the other, in the model's type.
     pub keys: Matrix,
-    /// The products that make values of what heads attended to, `[value_dim, rank]` of each head.
+    /// The products that compute values from the heads' attention results, `[value_dim, rank]` for
+    /// each head.
     pub values: Matrix,
 }
 

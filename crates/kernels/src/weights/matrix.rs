@@ -23,8 +23,8 @@ pub struct Matrix {
 pub struct DenseMatrices {
     /// Elements between the two products: `intermediate` below.
     pub inner: usize,
-    /// Gates and then the gated rows, `[2 * intermediate, hidden]`, interleaved. In a model without
-    /// gates `[intermediate, hidden]`, in their order.
+    /// Gates and then values, `[2 * intermediate, hidden]`, interleaved. In a model without gates
+    /// `[intermediate, hidden]`, in their order.
     pub gate_up: Matrix,
     /// The bias of `gate_up`, one for each output.
     pub gate_up_bias: Option<Bytes>,

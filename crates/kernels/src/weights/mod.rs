@@ -20,23 +20,23 @@ pub use self::recurrence::{RecurrenceWeights, StatePart};
 /// One layer. Vectors are of the model's type.
 #[derive(Clone)]
 pub struct Layer {
-    /// The number of its kind of attention in [`Sizes::attentions`]. One that does not attend has
-    /// any.
+    /// The index of its kind of attention in [`Sizes::attentions`]. Ignored for a layer without
+    /// attention.
     pub attention: usize,
-    /// What the layer has in place of attention; `None`: it attends, or mixes no positions. `qkv`
-    /// then has the rows of queries, keys, values, gates, steps and strengths, and `output` has the
-    /// values as inputs.
+    /// The recurrence in place of attention; `None`: the layer has attention, or mixes no
+    /// positions. `qkv` then has the rows of queries, keys, values, gates, decays and strengths,
+    /// and `output` has the values as inputs.
     pub recurrence: Option<RecurrenceWeights>,
     /// A recurrence beside the attention, whose output is added too; `None`: there is none.
     pub beside: Option<StatePart>,
-    /// What latent attention has beside `qkv` and `output`; `None`: heads have keys and values of
-    /// their own. `qkv` then has the rows of queries, or of their low rank, and behind them those
-    /// of a position's row, `[rank + shared part, hidden]`. `output` has the values of heads as
-    /// inputs.
+    /// The additional weights of latent attention; `None`: heads have their own keys and values.
+    /// With latent attention, `qkv` has the rows of the queries or their low rank. After them come
+    /// those of a position's row, `[rank + shared part, hidden]`. `output` has the values of heads
+    /// as inputs.
     pub latent: Option<LatentWeights>,
     /// The earlier layer whose keys and values this one reads; `None`: it has its own.
     pub keys_of: Option<usize>,
-    /// True if both parts read the states in front of the layer, normalised by `input_norm`.
+    /// True if attention and feed-forward part read the same states, normalised by `input_norm`.
     pub parallel: bool,
     /// The norm before the attention, `[hidden]`.
     pub input_norm: Option<Bytes>,
@@ -44,11 +44,11 @@ pub struct Layer {
     pub attended_norm: Option<Bytes>,
     /// The norm of the feed-forward part's output, `[hidden]`.
     pub fed_norm: Option<Bytes>,
-    /// A score of each query head that takes weight and gives nothing, `[heads]`.
+    /// A sink for each query head: a score that takes weight but has no value, `[heads]`.
     pub sinks: Option<Bytes>,
     /// Queries, keys and values, `[(heads + 2 * kv_heads) * head_dim, hidden]`, without those that
-    /// the layer does not have, and behind them the gates, if there are any. `None`: the layer is a
-    /// feed-forward part alone.
+    /// the layer lacks, and then the gates, if there are any. `None`: the layer has only a
+    /// feed-forward part.
     pub qkv: Option<Matrix>,
     /// The bias of queries, keys and values, one for each output.
     pub qkv_bias: Option<Bytes>,
@@ -61,9 +61,9 @@ pub struct Layer {
     pub output_bias: Option<Bytes>,
     /// The norm before the feed-forward part, `[hidden]`.
     pub post_norm: Option<Bytes>,
-    /// The part behind the attention; `None`: there is none.
+    /// The part after the attention; `None`: there is none.
     pub feed: Option<FeedForward>,
-    /// What the layer does with its own input; `None`: it has none.
+    /// The part that reads the layer's own input; `None`: the layer has none.
     pub inputs: Option<InputMatrices>,
     /// The factor of the layer's output, `[1]`.
     pub factor: Option<Bytes>,
@@ -94,7 +94,7 @@ pub struct Weights {
     pub angles: Vec<(Vec<f32>, Vec<f32>)>,
     /// Factors of queries, `[positions]`; empty: there are none.
     pub query_scales: Vec<f32>,
-    /// What layers' own inputs are made of; `None`: layers have none.
+    /// The weights of layers' own inputs; `None`: layers have none.
     pub layer_inputs: Option<LayerInputWeights>,
 }
 
@@ -202,7 +202,7 @@ impl Layer {
 }
 
 impl Layer {
-    /// Checks that the layer has a part, and what belongs to its parts only.
+    /// Checks that the layer has at least one part, and no weights of parts that it lacks.
     fn check_parts(&self) -> Result<(), Unfit> {
         let mixes = self.qkv.is_some();
         if mixes != self.output.is_some() {
@@ -276,7 +276,7 @@ impl Weights {
         (0..self.layers.len()).try_for_each(|layer| self.check_pages(sizes, layer))
     }
 
-    /// Checks that the keys and values that a layer reads are there, and of its sizes.
+    /// Checks that the keys and values that a layer reads exist and have its sizes.
     fn check_pages(&self, sizes: &Sizes, layer: usize) -> Result<(), Unfit> {
         let Some(source) = self.layers[layer].keys_of else { return Ok(()) };
         let heads = |layer: &Layer| {
@@ -293,8 +293,8 @@ impl Weights {
         }
     }
 
-    /// The layer on whose pages a layer's keys and values lie. Where a query sees what is behind
-    /// it, pages are written anew in each layer, and layers of one kind share those of the first.
+    /// The layer whose pages hold a layer's keys and values. Where queries see later positions,
+    /// each layer overwrites the pages, so layers of one kind share those of the first.
     pub(crate) fn pages_of(&self, sizes: &Sizes, layer: usize) -> usize {
         let of = &self.layers[layer];
         let first = |other: &Layer| other.attention == of.attention && other.attends();

@@ -18,12 +18,12 @@ pub struct RecurrenceWeights {
     pub decay: Option<Bytes>,
     /// Biases of steps, float32, one for each decay.
     pub step_bias: Option<Bytes>,
-    /// The products behind low ranks: of gates, `[values, low_rank]`, and of decays, `[decays,
-    /// low_rank]`. `None`: there are no low ranks.
+    /// The products that follow the low ranks: of gates, `[values, low_rank]`, and of decays,
+    /// `[decays, low_rank]`. `None`: there are no low ranks.
     pub low: Option<[Matrix; 2]>,
     /// Factors of values that are added to the output, float32 `[heads]`.
     pub skip: Option<Bytes>,
-    /// The weight of the norm, of one head with the delta rule, and otherwise of all.
+    /// The weight of the norm: of one head with the delta rule, otherwise of all heads.
     pub norm: Option<Bytes>,
 }
 
@@ -32,8 +32,8 @@ pub struct RecurrenceWeights {
 pub struct StatePart {
     /// The recurrence.
     pub recurrence: RecurrenceWeights,
-    /// The rows of queries, keys, values, gates, steps and strengths, of the states that the
-    /// attention reads too.
+    /// The rows of queries, keys, values, gates, decays and strengths. It reads the same states as
+    /// the attention.
     pub input: Matrix,
     /// The bias of `input`, one for each output.
     pub input_bias: Option<Bytes>,

@@ -1,4 +1,4 @@
-//! An encoder compared with the formula, at every level, with any other prompts in the batch.
+//! An encoder compared with the formula, at every level, with various other prompts in the batch.
 
 mod bert;
 

@@ -75,7 +75,7 @@ impl Matrices {
     }
 }
 
-/// Blocks as a file has them, of small numbers.
+/// Blocks in a file's format, with small numbers.
 fn blocks(format: Format, bytes: usize, seed: u32) -> Vec<u8> {
     let random = numbers::<f32>(bytes, seed);
     let mut stored: Vec<u8> = random.iter().map(|x| (x.to_bits() >> 7) as u8).collect();
@@ -94,7 +94,7 @@ fn blocks(format: Format, bytes: usize, seed: u32) -> Vec<u8> {
     stored
 }
 
-/// A row as it is multiplied with a matrix of a format.
+/// A row with the values that a matrix of this format multiplies.
 fn meant<E: Element>(format: Option<Format>, row: &[E]) -> Vec<f32> {
     let Some(format) = format else { return row.iter().map(|x| x.to_f32()).collect() };
     let shared = format.shared(row.len());

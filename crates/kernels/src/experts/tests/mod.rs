@@ -46,7 +46,7 @@ const STORAGES: [Storage; 7] = [
     Storage::Iq4Nl,
 ];
 
-/// The function between the products of a part: of gates, or without gates of all products.
+/// The activation between the products of a part: of the gates, or without gates of all outputs.
 fn activated<E: Element>(products: &[f64], kind: GateKind) -> Vec<E> {
     if kind == GateKind::SquaredRelu {
         return products.iter().map(|x| E::from_f32(x.max(0.0).powi(2) as f32)).collect();
@@ -63,11 +63,11 @@ fn activated<E: Element>(products: &[f64], kind: GateKind) -> Vec<E> {
     gates.iter().zip(ups).map(|pair| E::from_f32(gate(pair) as f32)).collect()
 }
 
-/// Two layers with experts around one without; attention gives nothing.
+/// Two layers with experts around one without; attention adds nothing.
 struct Tiny<E> {
     /// With biases, gates are clamped (gpt-oss).
     sizes: ExpertSizes,
-    /// False: there are no gates, and layers but the first are feed-forward parts alone
+    /// False: there are no gates, and all layers but the first have only a feed-forward part
     /// (Nemotron-H).
     gated: bool,
     embedding: Vec<E>,
@@ -252,7 +252,8 @@ impl<E: Number> Tiny<E> {
         }
     }
 
-    /// The final stream of each of `tokens`, as one row of a step; `sampled`: of those.
+    /// The final states of each of `tokens`, computed as one row of a step. `sampled`: only of
+    /// these tokens.
     fn states(
         &self,
         level: Level,
@@ -290,7 +291,7 @@ impl<E: Number> Tiny<E> {
             // SAFETY: once a member; the caller detected the features.
             threads.compute(|member| unsafe { E::compute(level, (view, &member)) });
         };
-        // Twice: what a step leaves in buffers is nobody's business.
+        // Twice: what an earlier step left in the buffers must not matter.
         for _ in 0..2 {
             // SAFETY: a row of the table, and room for all results.
             let done = unsafe { model.step(&rows, Wanted::States(&mut states), None, run) };
@@ -299,7 +300,7 @@ impl<E: Number> Tiny<E> {
         states.chunks_exact(HIDDEN).map(<[f32]>::to_vec).collect()
     }
 
-    /// The same by the formula; none where a choice is too close to call.
+    /// The same by the formula; `None` where a choice is too close to a tie.
     fn expected(&self, token: i32) -> Option<Vec<f64>> {
         let row = &self.embedding[token as usize * HIDDEN..][..HIDDEN];
         let mut x: Vec<f64> = row.iter().map(|x| f64::from(x.to_f32())).collect();
@@ -443,11 +444,11 @@ fn check<E: Number>(
     }
     assert!(clear > VOCABULARY / 4, "{clear} clear choices");
     assert!((apart / size).sqrt() < bound, "{storage:?} {}", (apart / size).sqrt());
-    // A token gets the same bits with others and without, whoever computes it.
+    // A token gets the same bits with other tokens and without, for any number of members.
     for (threads, few) in [(1, 1), (3, 1), (2, 7), (1, 16), (3, 17), (2, 60)] {
         let first = seed as usize % (VOCABULARY - few);
         let part = &tokens[first..first + few];
-        // The last of them only: others are left after the last layer's keys.
+        // Only the last tokens: the last layer skips the others after their keys.
         let some: Vec<i64> = (few as i64 / 2..few as i64).collect();
         let again = model.states(level, part, &some, threads);
         for (&at, again) in some.iter().zip(again) {

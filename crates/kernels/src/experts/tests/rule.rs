@@ -113,7 +113,7 @@ fn a_rule_that_differs_is_noticed() {
         for (other, wanted) in ROUTINGS.iter().enumerate() {
             let of_other = if wanted.corrected { &correction[..] } else { &[] };
             let agrees = same(&chosen(routing, own), &rule(wanted, &wide, of_other));
-            // Groups need not change a choice, the rest of these rules does.
+            // Groups need not change a choice, but the rest of these rules does.
             assert!(agrees == (index == other) || (index + other == 2 && agrees));
         }
     }
@@ -132,7 +132,7 @@ proptest! {
             prop_assert!(ids.windows(2).all(|pair| pair[0] < pair[1]) && ids[2] < 12);
             if logits.iter().all(|x| x.is_finite()) {
                 let wide: Vec<f64> = logits.iter().map(|&x| x.into()).collect();
-                // In numbers of another size other sums are equal.
+                // With numbers of another size, different sums are equal.
                 if routing.best_of_group == 1 {
                     let wanted = rule(&routing, &wide, &[]);
                     let wanted: Vec<u32> = wanted.iter().map(|it| it.0 as u32).collect();

@@ -2,8 +2,8 @@
 //!
 //! A tile of few rows takes as long as a full one to load and to store. Multiply-adds of vectors
 //! give the same bits: even and odd positions are added up by themselves, then both to what was
-//! there before. Numbers below the normal ones, which tiles take for zero, are the exception: they
-//! are less than a rounding error of whatever they are added to.
+//! there before. The exception is denormal numbers, which tiles treat as zero: they are smaller
+//! than the rounding error of the sum.
 
 use std::arch::x86_64::*;
 
@@ -12,9 +12,10 @@ use crate::isa::avx512::sums::ask;
 use crate::tile::{BLOCK, GROUP, GROUPS};
 use crate::vector::LANES;
 
-/// Queries up to which vectors are quicker than tiles.
+/// Up to this number of queries, vectors are faster than tiles.
 pub(super) const MOST: usize = 6;
-/// Queries whose sums of four groups, or of four vectors of a head, have room in registers.
+/// Up to this number of queries, the sums of four groups, or of four vectors of a head, fit into
+/// registers.
 const NARROW: usize = 3;
 
 /// Even and odd elements of [`LANES`] pairs.
@@ -49,10 +50,11 @@ unsafe fn split(pairs: __m512i) -> [__m512; 2] {
 /// Even and odd sums of `M` rows, `C` vectors each.
 type Sums<const M: usize, const C: usize> = [[[__m512; 2]; C]; M];
 
-/// Adds a pair of each row, the rows being `pitch` elements apart, times the pairs of each column.
+/// Adds the product of a pair of each row and the pairs of each column. Rows are `pitch` elements
+/// apart.
 ///
 /// # Safety
-/// There are such pairs.
+/// The pairs exist.
 #[inline(always)]
 unsafe fn add_pair<const M: usize, const C: usize>(
     rows: *const Bf16,
@@ -77,8 +79,7 @@ unsafe fn add_pair<const M: usize, const C: usize>(
     }
 }
 
-/// Adds both sums of each row and column to what is there, or to nothing, rows being `pitch` floats
-/// apart.
+/// Adds both sums of each row and column to the output, or to zero. Rows are `pitch` floats apart.
 ///
 /// # Safety
 /// `out` has the rows and columns.
@@ -142,7 +143,7 @@ unsafe fn scored<const M: usize, const G: usize>(
 }
 
 /// Scores of `rows` queries, which are arranged as tiles of `width` positions: `steps` tiles from
-/// the position `first` on. Scores of earlier positions are there already.
+/// the position `first` on. The output already has the scores of earlier positions.
 ///
 /// # Safety
 /// As of [`crate::tile::Kernel::scores`], of at most [`MOST`] rows.
@@ -195,7 +196,7 @@ unsafe fn mixed<const M: usize, const C: usize>(
     }
 }
 
-/// Adds `rows` rows of weights times the values to what is there.
+/// Adds `rows` rows of weights times the values to the output.
 ///
 /// # Safety
 /// As of [`crate::tile::Kernel::mix`], of at most [`MOST`] rows.

@@ -1,5 +1,6 @@
-//! The processor's own tiles. Stable Rust names no such instructions, so that they are written as
-//! assembly. The compiler uses no tiles itself: their content stays from one block to the next.
+//! The processor's own tiles. Stable Rust has no intrinsics for these instructions, so they are
+//! written in assembly. The compiler does not use tiles itself: their content survives from one asm
+//! block to the next.
 
 use std::arch::asm;
 use std::arch::x86_64::__cpuid_count;
@@ -60,8 +61,8 @@ impl Hardware {
     }
 }
 
-/// A thread's turn with the tiles. Others may have shaped them before. Afterwards the operating
-/// system need not keep them any more.
+/// A thread's use of the tiles. An earlier user may have left them with another shape. When it is
+/// dropped, the operating system no longer has to save the tiles.
 pub(crate) struct Turn(());
 
 impl Turn {

@@ -6,8 +6,8 @@
 //!
 //! A product adds up 32 inner positions at a time. The even ones and the odd ones of them are added
 //! by themselves, then both to the sum so far (Intel's manual, `TDPBF16PS`). The order is the same
-//! for every number of rows, so a row's result does not depend on the rows beside it. Numbers below
-//! the normal ones count as zero.
+//! for every number of rows, so a row's result does not depend on the rows beside it. Denormal
+//! numbers count as zero.
 
 mod few;
 pub(crate) mod hardware;
@@ -36,14 +36,14 @@ const INNER: usize = WIDE / size_of::<Bf16>();
 /// Inner positions of bytes that an instruction adds up.
 const INNER_BYTES: usize = WIDE;
 
-/// Rows of bytes up to which dot products of vectors are quicker than tiles. Sums of integers are
-/// exact, so the bits are the same.
+/// Up to this number of rows of bytes, dot products of vectors are faster than tiles. Sums of
+/// integers are exact, so the bits are the same.
 const FEW_BYTES: usize = 8;
 
 /// bfloat16 with tiles.
 pub(crate) struct AmxBf16<U = Hardware>(PhantomData<U>);
-/// Codes of one scale an output with tiles; few rows, and formats with more scales, as [`Vnni`]
-/// does.
+/// Tiles for codes with one scale per output. Few rows, and formats with more scales, are computed
+/// by [`Vnni`].
 pub(crate) struct AmxDots<U = Hardware>(PhantomData<U>);
 
 /// True if the processor has tiles, and the features that are used beside them.
@@ -51,7 +51,7 @@ pub(crate) fn is_there() -> bool {
     avx512_bf16::is_there() && Hardware::is_there()
 }
 
-/// Begins to load `lines` cache lines from an address that need not be valid.
+/// Prefetches `lines` cache lines from an address that need not be valid.
 #[inline(always)]
 fn ask_lines<E>(address: *const E, lines: usize) {
     for line in 0..lines {
@@ -294,7 +294,7 @@ unsafe impl<U: Tiles> Kernel<Bf16> for AmxBf16<U> {
         out: *mut Outputs,
     ) {
         let whole = k / INNER * INNER;
-        // SAFETY: the contract; the rest lies behind what is whole.
+        // SAFETY: the contract; the remainder lies behind the whole tiles.
         unsafe {
             if whole > 0 {
                 U::shape(Shape::product(rows, INNER));
@@ -404,7 +404,7 @@ unsafe fn whole<U: Tiles>(given: Operands, rows: usize, out: &mut Tile) {
         let low_right = low.add(WIDE);
         let mut first = 0;
         while first < k {
-            // Inner dimensions are whole halves of what an instruction adds up.
+            // The inner dimension is a multiple of half an instruction's positions.
             let width = INNER_BYTES.min(k - first);
             U::shape(Shape::bytes(rows, width));
             let steps = (k - first) / width;

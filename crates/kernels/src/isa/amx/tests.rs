@@ -21,8 +21,7 @@ struct Operands {
 }
 
 impl Operands {
-    /// Every seventh number is `small` times as large as the others: with a very small one,
-    /// products are below the normal numbers.
+    /// Every seventh number is multiplied by `small`; if `small` is tiny, products are denormal.
     fn new(k: usize, rows: usize, seed: u32, small: f32) -> Self {
         let scaled = |count: usize, seed: u32| -> Vec<Bf16> {
             let numbers = numbers::<f32>(count, seed).into_iter().enumerate();

@@ -1,4 +1,5 @@
-//! The operations of a processor's tiles, and the same in plain Rust for processors without them.
+//! The operations of a processor's tiles, and the same operations in plain Rust for other
+//! processors.
 
 /// Rows of a tile.
 pub(super) const HIGH: usize = 16;
@@ -21,11 +22,12 @@ impl Shape {
     /// No tiles at all.
     pub(super) const NONE: Self = Self { rows: [0; 8], bytes: [0; 8] };
 
-    /// Sums of two tiles of rows and two of outputs in 0 to 3, rows in 4 and 5, weights in 6 and 7.
+    /// Tiles 0 to 3 hold the sums of two tiles of rows and two of outputs, 4 and 5 rows, 6 and 7
+    /// weights.
     #[inline(always)]
     fn four(rows: usize, bytes: usize) -> Self {
         let first = rows.min(HIGH) as u8;
-        // A tile that is shaped has a row, whether or not there is a second half.
+        // A tile with a shape has at least one row, even if there is no second half.
         let second = (rows.saturating_sub(HIGH) as u8).max(1);
         let (bytes, groups) = (bytes as u8, (bytes / 4) as u8);
         Self {
@@ -65,7 +67,7 @@ impl Shape {
 /// Implementations may use instructions that not every processor has: their methods may be called
 /// only where those were detected.
 pub(crate) unsafe trait Tiles: 'static {
-    /// Shapes the tiles. Those that have the shape already keep what is in them; others are zero.
+    /// Shapes the tiles. Tiles that already have the shape keep their content; others become zero.
     ///
     /// # Safety
     /// The processor has tiles (here and below).
@@ -138,8 +140,7 @@ mod emulated {
             [0, 1, 2, 3].map(|byte| row[4 * column + byte])
         }
 
-        /// Sets every word of tile `c` to what `sum` makes of it and of the words of the same row
-        /// of `a` and column of `b`.
+        /// Sets every word of tile `c` to `sum` of the word, the row of `a` and the column of `b`.
         fn multiply(
             &mut self,
             (c, a, b): (usize, usize, usize),

@@ -1,4 +1,4 @@
-//! The common parts of dot products of bytes of 256 bits, whatever multiplies them.
+//! The common parts of 256-bit dot products of bytes, independent of the multiply instruction.
 
 use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
@@ -6,16 +6,16 @@ use std::mem::MaybeUninit;
 use crate::dots::QUAD;
 use crate::isa::operands::format;
 
-/// Inner positions of a pass over rows that have one scale: as 16 bits, they and the panel's fit
-/// into the first cache.
+/// Inner positions of one pass over rows with one scale. As 16-bit numbers, they and the panel's
+/// fit into the first cache.
 pub(super) const CHUNK: usize = 256;
-/// Room for codes of `M` rows as 16 bits, two to a dword: of each quad the even ones, then of each
-/// the odd ones.
+/// Room for the codes of `M` rows as 16-bit numbers, two per dword: the even ones of each quad,
+/// then the odd ones.
 pub(in crate::isa) type Room<const M: usize> = [[[MaybeUninit<i32>; CHUNK / QUAD]; 2]; M];
 /// Dot products of `M` rows with two vectors of outputs.
 pub(in crate::isa) type Sums<const M: usize> = [[__m256i; 2]; M];
 
-/// Dwords of rows, `apart` dwords apart: a quad's codes, or as [`Room`] has them.
+/// Dwords of rows that are `apart` dwords apart: a quad's codes, or two numbers of a [`Room`].
 #[derive(Clone, Copy)]
 pub(in crate::isa) struct Quads {
     pub(super) first: *const i32,
@@ -36,11 +36,13 @@ impl Quads {
 
 /// The way to make dot products of bytes.
 pub(in crate::isa) trait Bytes {
-    /// The first `count` codes of `M` rows that are `stride` apart, as [`Self::add`] wants them.
+    /// The first `count` codes of `M` rows that are `stride` apart, in the form that [`Self::add`]
+    /// takes.
     ///
     /// # Safety
-    /// They are there, and they and the room stay. `count` is at most [`CHUNK`] and a multiple of
-    /// [`SHARED`](crate::codes::SHARED). The processor has the instructions (here and below).
+    /// The codes exist, and neither they nor the room move. `count` is at most [`CHUNK`] and a
+    /// multiple of [`SHARED`](crate::codes::SHARED). The processor has the instructions (here and
+    /// below).
     #[inline(always)]
     unsafe fn quads<const FORMAT: u32, const M: usize>(
         codes: *const i8,
@@ -51,8 +53,8 @@ pub(in crate::isa) trait Bytes {
         Quads { first: codes.cast(), apart: stride / QUAD }
     }
 
-    /// Adds `count` quads to the dot products with a part of a panel, and begins to load what is
-    /// `ahead` bytes on.
+    /// Adds `count` quads to the dot products with a part of a panel, and prefetches the address
+    /// `ahead` bytes later.
     ///
     /// # Safety
     /// Rows and the panel, whose part's first quad is at `from`, have as many.
@@ -65,7 +67,7 @@ pub(in crate::isa) trait Bytes {
     );
 }
 
-/// A part's weights of a quad: of two registers, or of the halves of one's bytes.
+/// A part's weights of a quad: in two registers, or in the two halves of one register's bytes.
 ///
 /// # Safety
 /// They are there.

@@ -1,10 +1,10 @@
 //! Codes with AVX2 alone.
 //!
-//! Its own products of bytes add pairs at 16 bits, and saturate. Of small codes some quads of two
-//! pairs each can be added up first: of codes up to 15 those of a whole block, of `MXFP4` half as
-//! many. Larger codes would saturate at once, so both sides become 16 bits, even and odd positions
-//! of a quad by themselves. The weights are converted once for all rows of a tile, the rows before.
-//! Integers are the same as everywhere.
+//! AVX2's byte products add pairs in 16 bits, and saturate. Products of small codes can be summed
+//! in 16 bits for several quads: for codes up to 15 over a whole block, for `MXFP4` over half of
+//! one. Larger codes would saturate at once. So both sides are widened to 16 bits, the even and the
+//! odd positions of a quad separately. The weights are converted once for all rows of a tile, and
+//! the rows before that. The integers are the same as at every other level.
 
 use std::arch::x86_64::*;
 
@@ -18,7 +18,8 @@ use crate::isa::operands::format;
 /// Codes with AVX2 alone.
 pub(crate) struct Avx2Dots;
 
-/// Quads that are added up at 16 bits, of a block or of half of one; 0: not a single one can be.
+/// The number of quads that can be summed in 16 bits: those of a block, or of half a block. 0:
+/// none.
 const fn quads_of_16_bits(format: Format) -> usize {
     let of_block = SHARED / QUAD;
     match i16::MAX as usize / (2 * format.largest() as usize * LARGEST as usize) {

@@ -16,7 +16,7 @@ const fn part_bytes(format: Format, part: usize) -> usize {
     part * quad_bytes(format) / 2
 }
 
-/// The outputs that a part's two vectors begin with: neighbours, or two that share bytes.
+/// The first outputs of a part's two vectors: neighbours, or two that share bytes.
 const fn outputs(format: Format, part: usize) -> [usize; 2] {
     match format.is_narrow() {
         true => [part * HALF_LANES, LANES + part * HALF_LANES],
@@ -146,7 +146,7 @@ pub(in crate::isa) unsafe fn blocks<B: Bytes, const FORMAT: u32, const M: usize>
     }
 }
 
-/// Calls the function for as many rows, the last one if there are more.
+/// Calls the function for this number of rows; for a larger number, the last function.
 macro_rules! by_rows {
     ($function:ident, $format:ident, $count:expr, $given:expr, $out:expr) => {
         match $count {

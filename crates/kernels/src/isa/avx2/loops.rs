@@ -1,10 +1,10 @@
 //! The innermost loops with AVX2, for `f32` and for bfloat16 multiplied as such.
 //!
 //! As in [`wide`](crate::isa::avx512), a vector of bfloat16 weights becomes two of `f32` for all
-//! rows of a tile together, and the rows' own numbers are `f32` already. With 16 registers, sums of
-//! six rows and 16 columns leave room for the rest: more columns are further passes over the rows.
-//! Each sum is one register from beginning to end, taken pair by pair, the even one first: how many
-//! rows and columns there are beside it makes no difference.
+//! rows of a tile together, and the rows' own numbers are `f32` already. With 16 registers, the
+//! sums of six rows and 16 columns leave room for operands; more columns need further passes over
+//! the rows. Each sum stays in one register and is taken pair by pair, the even element first. So
+//! the number of other rows and columns makes no difference.
 
 use std::arch::asm;
 use std::arch::x86_64::*;
@@ -93,7 +93,8 @@ impl Wide for Bf16 {
         // SAFETY: the contract.
         unsafe {
             let (low, high) = (rounded(values[0]), rounded(values[1]));
-            // Packing goes by halves of registers: what came from one is brought together.
+            // The instruction packs each half of a register separately; this brings the parts
+            // together.
             let words = _mm256_permute4x64_epi64::<0xd8>(_mm256_packus_epi32(low, high));
             _mm256_storeu_si256(to.cast(), words);
         }
@@ -110,16 +111,16 @@ unsafe fn rounded(values: __m256) -> __m256i {
         let even = _mm256_and_si256(high, _mm256_set1_epi32(1));
         let half = _mm256_add_epi32(even, _mm256_set1_epi32(0x7fff));
         let rounded = _mm256_srli_epi32::<16>(_mm256_add_epi32(bits, half));
-        // Rounding could carry what is not a number over to infinity or zero.
+        // Rounding could turn NaN into infinity or zero.
         let odd = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(values, values));
         let quiet = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
         _mm256_blendv_epi8(rounded, quiet, odd)
     }
 }
 
-/// The same address, but the compiler does not know that it is the same. Otherwise it would keep
-/// the values of even halves until it makes odd ones of them. There are no registers for these, and
-/// sums would go to memory instead.
+/// Returns the same address in a way that the compiler cannot see. Otherwise it would keep the
+/// values of even halves until it makes odd ones of them. Too few registers are left for these, and
+/// sums would spill to memory.
 #[expect(clippy::pointers_in_nomem_asm_block, reason = "nothing is read at the address")]
 #[inline(always)]
 pub(super) fn again<T>(mut address: *const T) -> *const T {
@@ -134,7 +135,7 @@ pub(super) fn again<T>(mut address: *const T) -> *const T {
 trait Numbers {
     /// Floats between those of two rows.
     const ROW: usize;
-    /// Floats from a position to the next, of `M` rows.
+    /// Distance in floats from one position to the next, in `M` rows.
     fn position<const M: usize>() -> usize;
 }
 
@@ -159,9 +160,9 @@ impl Numbers for Arranged {
     }
 }
 
-/// Adds the rows' numbers of a position times the columns, the even or the odd ones of pairs, to
-/// the sums. Of numbers and columns, the fewer are kept in registers, and the others are loaded one
-/// at a time.
+/// Adds the rows' numbers of a position times the columns (the even or the odd elements of pairs)
+/// to the sums. The operand with fewer values, numbers or columns, stays in registers. The other
+/// one is loaded value by value.
 ///
 /// # Safety
 /// Every row has a number there, and every column [`LANES`] pairs.
@@ -205,8 +206,8 @@ unsafe fn add<E: Wide, N: Numbers, const ODD: bool, const M: usize, const C: usi
 }
 
 /// Adds the rows' numbers times columns to `out` `[M, width]`. The columns come in `runs` of
-/// `pairs` pairs that are `pitch` elements apart. The `ahead` of each run begins to be loaded: as
-/// much as its columns if `LINES` are 2, half as much from the first address if they are 1.
+/// `pairs` pairs that are `pitch` elements apart. Data `ahead` of each run is prefetched: as much
+/// as its columns if `LINES` is 2, half as much if it is 1.
 ///
 /// # Safety
 /// Rows and columns have as many pairs, the output has room; the processor has the instructions.
@@ -229,7 +230,7 @@ unsafe fn add_runs<E: Wide, N: Numbers, const M: usize, const C: usize, const LI
             for pair in 0..pairs {
                 let at = pair * pitch;
                 if LINES == 1 {
-                    // For later: not into the cache where it would be in the way.
+                    // For later use: not into the first cache, which is full of current data.
                     _mm_prefetch::<_MM_HINT_T1>(ahead[0].wrapping_add(at / 2).cast());
                 }
                 let mut here = *columns;
@@ -258,8 +259,8 @@ unsafe fn add_runs<E: Wide, N: Numbers, const M: usize, const C: usize, const LI
     }
 }
 
-/// [`add_runs`], which stays a function of its own. If the compiler sees several of these loops
-/// together, or the number of their runs, it does not find registers for all.
+/// [`add_runs`] as a separate function. If several of these loops are inlined together, or the
+/// number of runs is known, the compiler spills registers.
 #[inline(never)]
 unsafe fn pass<E: Wide, N: Numbers, const M: usize, const C: usize, const LINES: usize>(
     numbers: *const f32,
@@ -271,8 +272,7 @@ unsafe fn pass<E: Wide, N: Numbers, const M: usize, const C: usize, const LINES:
     unsafe { add_runs::<E, N, M, C, LINES>(numbers, columns, ahead, out) }
 }
 
-/// Adds `M` rows times a panel to `out`, `C` of its halves a pass. What is `ahead`: as of
-/// [`add_runs`].
+/// Adds `M` rows times a panel to `out`, `C` of its halves a pass. `ahead`: as in [`add_runs`].
 ///
 /// # Safety
 /// As [`Kernel::tile`](crate::tile::Kernel::tile), of `M` rows; `C` is 1 or 2.

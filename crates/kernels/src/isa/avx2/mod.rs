@@ -24,10 +24,10 @@ pub(crate) fn is_there() -> bool {
         && is_x86_feature_detected!("f16c")
 }
 
-/// Calls the function for as many rows `M`, the last one if there are more, with `C` vectors of
-/// columns at a time for each. The sums, 2 `M` `C` registers, are at most 12 of 16, so that weights
-/// and a row's number have theirs too. If possible they are 8 or more, so that none waits for its
-/// own last addition.
+/// Calls the function for `M` rows (the last one if there are more), each with `C` vectors of
+/// columns at a time. The 2 `M` `C` sums take at most 12 of 16 registers, which leaves some for
+/// weights and a row's number. If possible they take at least 8, so that no sum waits for its own
+/// last addition.
 macro_rules! by_rows {
     ($rows:expr, $function:ident $arguments:tt, $last:tt, $($few:literal $columns:literal),* | $most:literal $fewest:literal) => {
         match $rows {
@@ -197,7 +197,7 @@ unsafe impl<E: Wide> Kernel<E> for Avx2 {
 #[target_feature(enable = "avx2")]
 unsafe fn arranged<E: Wide>(a: *const E, rows: usize, k: usize, numbers: *mut f32) {
     let count = k / E::PAIR;
-    // The last row stands for those that are not there.
+    // The last row takes the place of missing ones.
     let mut each = [a.wrapping_add((rows - 1) * k).cast::<i32>(); HALF_LANES];
     for (r, each) in each.iter_mut().enumerate().take(rows) {
         *each = a.wrapping_add(r * k).cast();
@@ -219,8 +219,8 @@ unsafe fn arranged<E: Wide>(a: *const E, rows: usize, k: usize, numbers: *mut f3
     }
 }
 
-/// Writes the first `rows` of a register, and more where that will be written later. Stores with a
-/// mask are slow on some processors.
+/// Writes the first `rows` lanes of a register, or more if later writes overwrite the rest. Stores
+/// with a mask are slow on some processors.
 ///
 /// # Safety
 /// `to` has room for `left` times `rows`, at most [`HALF_LANES`].

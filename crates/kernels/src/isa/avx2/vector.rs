@@ -66,7 +66,7 @@ impl Vector for Ymms {
     fn larger(self, other: Self) -> Self {
         unsafe { both!(_mm256_max_ps, self, other) }
     }
-    // Of a number and what is not one, these instructions give the second.
+    // If one operand is NaN, these instructions return the second operand.
     #[inline(always)]
     fn at_least(self, bound: f32) -> Self {
         unsafe { both!(_mm256_max_ps, Self::splat(bound), self) }
@@ -109,8 +109,7 @@ impl Vector for Ymms {
     }
     #[inline(always)]
     fn is_finite(self) -> bool {
-        // What is finite is nothing without itself; infinities, and what is not a number, are then
-        // not a number.
+        // x - x is 0 for finite x, and NaN for infinities and NaN.
         let Self([low, high]) = self.sub(self);
         unsafe { _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_UNORD_Q>(low, high)) == 0 }
     }
@@ -118,7 +117,8 @@ impl Vector for Ymms {
     unsafe fn store_codes(self, to: *mut i8) {
         unsafe {
             let [low, high] = [_mm256_cvtps_epi32(self.0[0]), _mm256_cvtps_epi32(self.0[1])];
-            // Packing goes by halves of registers: what came from one is brought together.
+            // The instruction packs each half of a register separately; this brings the parts
+            // together.
             let words = _mm256_permute4x64_epi64::<0xd8>(_mm256_packs_epi32(low, high));
             let (first, others) =
                 (_mm256_castsi256_si128(words), _mm256_extracti128_si256::<1>(words));
@@ -147,7 +147,7 @@ impl Vector for Ymms {
     }
 }
 
-/// [`Vector::times_power`] of a half: what would be less than the least normal power is 0.
+/// [`Vector::times_power`] of a half: results below the least normal power become 0.
 #[inline(always)]
 unsafe fn times_power(x: __m256, n: __m256) -> __m256 {
     // SAFETY: the processor has them.

@@ -7,7 +7,7 @@ use crate::element::Element;
 use crate::tile::{BLOCK, GROUP, GROUPS, MAX_ROWS, NR, Outputs};
 use crate::vector::LANES;
 
-/// Elements as the loops want them: [`LANES`] dwords in a vector, a dword being a group of `PAIR`
+/// Elements in the form of these loops: [`LANES`] dwords per vector; a dword is a group of `PAIR`
 /// elements.
 pub(in crate::isa) trait Dot: Element {
     /// # Safety

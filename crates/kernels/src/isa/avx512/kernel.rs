@@ -1,11 +1,11 @@
 //! A macro that makes a [`Kernel`](crate::tile::Kernel) of loops of 512 bits.
 
-/// Queries up to which four groups of keys, or vectors of a head, have room in registers at a time;
-/// of more there are two.
+/// Up to this number of queries, four groups of keys, or four vectors of a head, fit into registers
+/// at a time. For more queries, two do.
 pub(in crate::isa) const FEW_QUERIES: usize = 6;
 
-/// Calls the function for as many rows, the last one if there are more; `$second` is its second
-/// constant.
+/// Calls the function for this number of rows; for a larger number, the last function. `$second` is
+/// its second constant.
 macro_rules! by_rows {
     ($rows:expr, $function:ident $arguments:tt, $second:tt, $($few:literal)* | $most:literal) => {
         match $rows {

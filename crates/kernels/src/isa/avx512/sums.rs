@@ -1,4 +1,4 @@
-//! The parts that products with AVX-512 have in common, whichever numbers they multiply.
+//! The common parts of AVX-512 products, for all element types.
 
 use std::arch::x86_64::*;
 
@@ -81,15 +81,15 @@ pub(in crate::isa) unsafe fn keep_columns<const M: usize, const C: usize>(
     }
 }
 
-/// Begins to load a cache line that is read later: not into the first cache, where it would be in
-/// the way.
+/// Prefetches a cache line that is read later. It goes to the second cache, since the first is full
+/// of current data.
 #[inline(always)]
 pub(in crate::isa) fn ask<E>(address: *const E) {
     // SAFETY: a prefetch of a wrong address does nothing.
     unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) };
 }
 
-/// Begins to load what is `ahead`, beside the two vectors that are read at `at`: as much (2
+/// Prefetches the data `ahead` of the two vectors that are read at `at`: as much as they have (2
 /// `LINES`), or half of it.
 ///
 /// # Safety

@@ -34,7 +34,7 @@ pub(in crate::isa) unsafe fn columns(
     (rows, count): (usize, usize),
     first: usize,
 ) -> [__m512i; LANES] {
-    // The last row stands for those that are not there.
+    // The last row takes the place of missing ones.
     let mut each = [a.wrapping_add((rows - 1) * count); LANES];
     for (r, row) in each.iter_mut().enumerate().take(rows) {
         *row = a.wrapping_add(r * count);

@@ -57,7 +57,7 @@ impl Vector for Zmm {
     fn larger(self, other: Self) -> Self {
         Self(unsafe { _mm512_max_ps(self.0, other.0) })
     }
-    // Of a number and what is not one, these instructions give the second.
+    // If one operand is NaN, these instructions return the second operand.
     #[inline(always)]
     fn at_least(self, bound: f32) -> Self {
         Self(unsafe { _mm512_max_ps(_mm512_set1_ps(bound), self.0) })
@@ -72,7 +72,7 @@ impl Vector for Zmm {
     }
     #[inline(always)]
     fn times_power(self, n: Self) -> Self {
-        // Results that are no normal numbers take a processor hundreds of cycles.
+        // Denormal results cost a processor hundreds of cycles.
         unsafe {
             let normal = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(n.0, _mm512_set1_ps(-126.0));
             Self(_mm512_maskz_scalef_ps(normal, self.0, n.0))

@@ -31,7 +31,7 @@ pub(in crate::isa) unsafe fn scale(
     }
 }
 
-/// Dot products of `M` rows with `quads` quads of a panel, over what `dots` begins with.
+/// Dot products of `M` rows with `quads` quads of a panel, added to the start values of `dots`.
 ///
 /// # Safety
 /// The rows, `stride` apart, and the panel have as many quads; the processor has the instructions.
@@ -63,7 +63,7 @@ unsafe fn add_quads<const FORMAT: u32, const M: usize, const AHEAD: bool>(
                     None => codes,
                     Some(table) => {
                         let table = _mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast()));
-                        // No closure, which would not be compiled for the processor.
+                        // No closure: it would not be compiled with the processor's features.
                         (_mm512_shuffle_epi8(table, codes.0), _mm512_shuffle_epi8(table, codes.1))
                     }
                 }
@@ -180,7 +180,7 @@ unsafe fn blocks<const FORMAT: u32, const M: usize, const AHEAD: bool>(
     }
 }
 
-/// Calls the function for as many rows, the last one if there are more.
+/// Calls the function for this number of rows; for a larger number, the last function.
 macro_rules! by_rows {
     ($function:ident, $format:ident, $count:expr, $given:expr, $out:expr, $($few:literal)* | $most:literal) => {
         match ($count, $given.ahead > 0) {
@@ -198,7 +198,7 @@ macro_rules! by_rows {
 unsafe impl Dots for Vnni {
     #[inline(always)]
     fn rows(format: Format) -> usize {
-        // Where scales are many, each row has sums of integers and of floats in registers.
+        // With many scales, each row keeps sums of integers and of floats in registers.
         if format == Format::Int8 { 12 } else { 6 }
     }
 

@@ -74,7 +74,7 @@ impl Wide for crate::element::Bf16 {
             let even = _mm512_and_si512(high, _mm512_set1_epi32(1));
             let half = _mm512_add_epi32(even, _mm512_set1_epi32(0x7fff));
             let rounded = _mm512_srli_epi32::<16>(_mm512_add_epi32(bits, half));
-            // Rounding could carry what is not a number over to infinity or zero.
+            // Rounding could turn NaN into infinity or zero.
             let odd = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(values, values);
             let quiet = _mm512_or_si512(high, _mm512_set1_epi32(0x40));
             let narrow = _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, odd, quiet));
@@ -96,9 +96,9 @@ pub(super) unsafe fn store<E: Wide>(values: __m512, to: *mut E) {
 /// Adds a number times the columns to the sums. The number is that of row `R`, of rows that are
 /// `APART` floats apart.
 ///
-/// Two columns take it from memory as they multiply, which the compiler does only for a number that
-/// is used once. That saves an instruction a row, and a processor that shares its core with another
-/// one has few to spare.
+/// With two columns, each multiplication reads the number from memory. The compiler does this only
+/// for a number that is used once. It saves an instruction per row, which matters on a core with
+/// two hardware threads.
 ///
 /// # Safety
 /// There is such a number.
@@ -153,9 +153,9 @@ unsafe fn add<const M: usize, const APART: usize, const C: usize>(
     rows!(0 1 2 3 4 5 6 7 8 9 10 11);
 }
 
-/// Adds a pair of each row's numbers times the pairs of `columns`: even ones, then odd ones, for
-/// lack of registers for both at a time. Odd numbers are `odd` floats behind even ones, and those
-/// of rows `APART` floats apart.
+/// Adds a pair of each row's numbers times the pairs of `columns`: first the even elements, then
+/// the odd ones, since registers do not suffice for both. Odd numbers are `odd` floats behind even
+/// ones. Rows are `APART` floats apart.
 ///
 /// # Safety
 /// There is a pair of each row; every column has [`LANES`] pairs.
@@ -168,7 +168,7 @@ unsafe fn add_pair<E: Wide, const M: usize, const APART: usize, const C: usize>(
 ) {
     // SAFETY: the contract.
     unsafe {
-        // No closures: they would not be compiled for the processor.
+        // No closures: they would not be compiled with the processor's features.
         let mut here = [_mm512_setzero_ps(); C];
         for (here, column) in here.iter_mut().zip(&columns) {
             *here = E::every_other::<false>(*column);
