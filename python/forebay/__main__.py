@@ -1,4 +1,4 @@
-"""`python -m forebay` becomes the `forebay` binary, with the same arguments."""
+"""`python -m forebay` runs the `forebay` binary in place of this process, with the same arguments."""
 
 import os
 import sys

@@ -20,7 +20,7 @@ class BinaryNotFoundError(FileNotFoundError):
 
 
 def find_binary() -> Path:
-    """Returns the path of the binary that was installed with this package, or of that which FOREBAY_BINARY names.
+    """Returns the path of this package's installed binary, or of the one that FOREBAY_BINARY names.
 
     The search goes through these folders, in this order:
 

@@ -1,6 +1,6 @@
 """`python -m forebay.installed`: prints the installed packages for serving, in one line of JSON.
 
-`forebay doctor` runs it. It imports nothing large.
+`forebay doctor` runs it. It imports no large package.
 """
 
 from __future__ import annotations

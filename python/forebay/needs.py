@@ -5,11 +5,12 @@ from importlib.util import find_spec
 PACKAGES = ("gguf", "numpy", "safetensors", "tokenizers", "torch", "transformers")
 """The packages of `pip install 'forebay[torch]'` that every hand in Python imports."""
 FOR_TOKENIZERS = ("protobuf", "sentencepiece", "tiktoken")
-"""Those that only tokenizers in other forms than `tokenizer.json` need. An error names them where one is missing."""
+"""The packages that are only needed for tokenizers in other forms than `tokenizer.json`. An error names a missing one.
+"""
 
 
 def missing() -> list[str]:
-    """The packages that can't be imported. None is imported, since PyTorch takes seconds."""
+    """The packages that can't be imported. This does not import them, since PyTorch takes seconds."""
     return [name for name in PACKAGES if find_spec(name) is None]
 
 

@@ -1,1 +1,1 @@
-"""Attention over paged keys and values: one interface, one implementation a device."""
+"""Attention over paged keys and values: one interface, with one implementation per device."""

@@ -20,8 +20,8 @@ NO_ROW = -1
 class LayerKV(NamedTuple):
     """One layer's pages as flat token positions: page p holds `page_size` entries from p * page_stride on.
 
-    Latent rows are keys of one head, and their values are a view: the first elements of the keys. Pages of uint8 have
-    8-bit floats for the operators of `forebay.gpu`.
+    Latent rows are the keys of one head. Their values are a view of the keys' first elements. Pages of uint8 have 8-bit
+    floats for the operators of `forebay.gpu`.
     """
 
     keys: torch.Tensor  # [entries, kv_heads, head_dim]
@@ -30,7 +30,7 @@ class LayerKV(NamedTuple):
 
 @dataclass(frozen=True)
 class LatentHeads:
-    """Heads whose keys and values are made of one row for each position, `[latent part | rotated part]`."""
+    """Heads whose keys and values are computed from one row per position, `[latent part | rotated part]`."""
 
     nope_dim: int
     """Elements of a query or key head before its rotated part."""
@@ -48,18 +48,18 @@ class How:
     scale: float | None = None
     """The factor of scores; None: 1 / sqrt(head_dim)."""
     window: int | None = None
-    """The last positions that a query sees, its own included; None: all of them."""
+    """The number of last positions that a query sees, its own included; None: all of them."""
     chunk: int | None = None
-    """A query sees positions of its own chunk of this many only (Llama 4); None: there are no chunks."""
+    """The chunk length, if a query sees only positions of its own chunk (Llama 4); None: there are no chunks."""
     cap: float | None = None
-    """Scores become `cap * tanh(score / cap)` (Gemma 2); None: they stay."""
+    """Scores become `cap * tanh(score / cap)` (Gemma 2); None: scores are not changed."""
     sinks: torch.Tensor | None = None
-    """A logit for each head of a place without a value (gpt-oss), [h]; None: there is none."""
+    """A sink for each head: a logit without a value (gpt-oss), [h]; None: there is none."""
     both_ways: bool = False
-    """A query sees positions behind its own too. A window reaches as far on both sides."""
+    """A query also sees later positions. A window reaches equally far on both sides."""
 
     def check_plain(self, backend: str) -> None:
-        """Raises `NotImplementedError` unless only causal order is asked for."""
+        """Raises `NotImplementedError` if the options go beyond causal attention."""
         if self != CAUSAL:
             raise NotImplementedError(f"{backend} attends in causal order only, and {self} is asked for")
 
@@ -72,7 +72,7 @@ CAUSAL = How()
 class Batch:
     """The rows of one step, in the order of their tokens; `r` rows.
 
-    Numbers that the host decides by are on the host. Numbers that are computed with are on the device.
+    Numbers for the host's decisions are on the host. Numbers for the computation are on the device.
     """
 
     start: Int64s  # [r], on the host: positions already in the pages
@@ -85,19 +85,19 @@ class Batch:
     page_table: torch.Tensor  # int32 [slots, pages a slot], on the device
     page_size: int
     page_stride: int
-    """Entries of `LayerKV` from a page's first entry to the next page's."""
+    """Entries of `LayerKV` from the first entry of a page to that of the next."""
     window: int | None = None
-    """The last positions of each query that are on pages, its own included; None: all of them are."""
+    """The number of last positions of each query that are on pages, its own included; None: all of them are."""
     spans: Sequence[Sequence[tuple[int, int]]] = ()
-    """For each row [r], on the host: first and end of ranges of positions that see each other both ways.
+    """For each row [r], on the host: first and end of ranges of positions with bidirectional attention.
 
-    A row that ends behind the first position of a range ends behind the range. (): no row has any.
+    A row never ends inside a range. (): no row has any.
     """
 
 
 @dataclass(frozen=True)
 class IndexBatch:
-    """The rows of one step whose queries choose among their positions. Their tokens follow those of the `Batch`."""
+    """The rows of one step whose queries attend to chosen positions. Their tokens follow those of the `Batch`."""
 
     start: Int64s  # [r], on the host
     length: Int64s  # [r], on the host
@@ -107,7 +107,7 @@ class IndexBatch:
     page_table: torch.Tensor  # int32 [slots, pages a slot], on the device: pages of index keys
     page_size: int
     page_stride: int
-    """Entries from a page's first index key to the next page's."""
+    """Entries from the first index key of a page to that of the next."""
     top_k: int
     """The largest number of positions that a query keeps."""
 
@@ -116,7 +116,7 @@ class AttentionBackend(Protocol):
     """Attention of a mixed batch: prompt chunks, with or without cached positions before them, and decode rows."""
 
     def order(self, lengths: Int64s, ends: Int64s) -> Int64s:
-        """The order of rows [r] that suits the backend, from their lengths and the positions at which they end."""
+        """The backend's preferred order of the rows [r], from their lengths and the positions at which they end."""
 
     def prepare(self, batch: Batch, dtype: torch.dtype) -> Any:
         """Index tensors and masks that every layer of the step uses."""
@@ -124,10 +124,10 @@ class AttentionBackend(Protocol):
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, prepared: Any, how: How = CAUSAL
     ) -> torch.Tensor:
-        """q [n, heads, head_dim] gives [n, heads * value_dim]; `k` and `v` are in their pages.
+        """q [n, heads, head_dim] gives [n, heads * value_dim]; `k` and `v` were already written to their pages.
 
-        `k` is [n, kv_heads, head_dim], and `v` [n, kv_heads, value_dim]. An implementation that lacks
-        what `how` asks for raises `NotImplementedError`.
+        `k` is [n, kv_heads, head_dim], and `v` [n, kv_heads, value_dim]. An implementation that does not support `how`
+        raises `NotImplementedError`.
         """
 
     def attend_latent(
@@ -140,11 +140,12 @@ class AttentionBackend(Protocol):
         prepared: Any,
         chosen: torch.Tensor | None,
     ) -> torch.Tensor:
-        """q [n, heads, nope_dim + rotated] gives [n, heads * value_dim]; `rows` [n, rank + rotated] are in their pages.
+        """q [n, heads, nope_dim + rotated] gives [n, heads * value_dim]; `rows` [n, rank + rotated] were already
+        written to their pages.
 
-        `up` [heads, nope_dim + value_dim, rank] makes the keys, and then the values, of a latent part. The last tokens
-        attend to the entries `chosen` int64 [queries, top_k] of `kv`, where `NO_ROW` is none. The tokens before attend
-        to all of their entries.
+        `up` [heads, nope_dim + value_dim, rank] computes the keys, and then the values, from a latent part. The last
+        tokens attend to the entries `chosen` int64 [queries, top_k] of `kv`; `NO_ROW` stands for no entry. Earlier
+        tokens attend to all of their entries.
         """
 
     def prepare_index(self, batch: IndexBatch) -> Any:
@@ -154,5 +155,5 @@ class AttentionBackend(Protocol):
         """Positions int64 [queries, top_k] that queries keep, ascending, `NO_ROW` after them.
 
         q is [queries, index heads, head_dim], and weights are float32 [queries, index heads]. `keys` [entries,
-        head_dim] are a layer's, with those of the queries' own positions.
+        head_dim] are a layer's, including those of the queries' own positions.
         """

@@ -1,4 +1,6 @@
-"""Attention in PyTorch's operators: gathers pages and calls torch's blocked kernel. On any device, best on a CPU."""
+"""Attention with PyTorch's operators: gathers pages and calls PyTorch's blocked kernel. Runs on any device, best on
+CPUs.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ DECODE_POSITIONS = 1 << 18
 SHORTEST_BUCKET = 6
 """Decode rows shorter than 2^6 positions share a bucket, since their padding costs less than another call."""
 QUERY_BLOCK = 256
-"""Queries that share a call if a chunk has cached positions before it. Fewer queries skip more of the masked future."""
+"""The number of queries that share a call if a chunk has cached positions before it. With fewer, more masked keys are
+skipped.
+"""
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class DecodeGroup:
     mask: torch.Tensor | None  # additive [count, 1, 1, longest]; None when all rows are equally long
     ends: torch.Tensor  # int64 [count, 1]
     seen: torch.Tensor | None = None
-    """The positions [count, 1, longest] of entries, negative ones for none; None: 0 and those behind it."""
+    """The positions [count, 1, longest] of entries, negative for padding; None: positions count up from 0."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class ChunkRow:
     # first query, end query, additive mask [queries, start + end query]; none with spans
     blocks: list[tuple[int, int, torch.Tensor]]
     spans: Sequence[tuple[int, int]] = ()
-    """Ranges of positions that see each other both ways, as a `Batch` has them."""
+    """Ranges of positions with bidirectional attention, as in a `Batch`."""
     seen_from: int = 0
     """The position of the first entry."""
 
@@ -114,7 +118,7 @@ class CpuAttention:
         prepared: CpuStep,
         chosen: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Decode rows are absorbed, since they would make keys and values of all positions anew.
+        """Decode rows are absorbed, since otherwise each step would compute the keys and values of all positions again.
 
         Chunks go to `of_chunk`.
         """
@@ -163,7 +167,7 @@ class CpuAttention:
     def _causal(self, queries: int, before: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Additive mask [queries, before + queries]: query i sees keys up to `before + i`.
 
-        It is a window of one mask that is kept and grows: zeros, and at its right end the triangle of a whole block.
+        It is a slice of one cached mask, which grows: zeros, and at its right end the triangle of a whole block.
         """
         known = self._future.shape[1] - QUERY_BLOCK
         if known < before or self._future.dtype != dtype:
@@ -198,12 +202,12 @@ def _decode_group(batch: Batch, all_ends: Int64s, first: int, count: int, dtype:
 
 
 def _window_group(batch: Batch, window: int, longest: int, first: int, count: int) -> DecodeGroup:
-    """A group of rows of which the last `window` positions are on pages."""
+    """A group of rows whose last `window` positions are on pages."""
     rows = slice(first, first + count)
     ends, slots, size = batch.ends[rows, None], batch.slots[rows], batch.page_size
     width = min(window, longest)
     seen = ends - width + torch.arange(width, device=slots.device)
-    # In a shorter row, its last position stands for the missing ones.
+    # In a shorter row, the last position is repeated as padding.
     positions = torch.where(seen < 0, ends - 1, seen)
     index = slots[:, None] * batch.page_table.shape[1] + positions // size
     pages = batch.page_table.view(-1).index_select(0, index.view(-1)).view(index.shape).long()
@@ -213,7 +217,7 @@ def _window_group(batch: Batch, window: int, longest: int, first: int, count: in
 
 def _attend_decodes(q: torch.Tensor, kv: LayerKV, group: DecodeGroup) -> torch.Tensor:
     k, v = _cached(kv, group)
-    # The query heads of a key-value head are passed as rows of queries: each key is read once, not once a head.
+    # The query heads of a key-value head are passed as rows of queries, so each key is read once, not once per head.
     q = q[group.first : group.first + group.count].view(group.count, k.shape[1], -1, k.shape[3])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask).reshape(group.count, -1)
 
@@ -237,7 +241,7 @@ def _decodes_as(q: torch.Tensor, kv: LayerKV, group: DecodeGroup, how: How) -> t
 
 
 def chunk_as(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, chunk: ChunkRow, how: How) -> torch.Tensor:
-    """The attention [count, heads * head_dim] of a chunk, for whatever `how` asks for, and with its ranges."""
+    """The attention [count, heads * head_dim] of a chunk, with all options of `how`, and with its ranges."""
     rows = slice(chunk.first, chunk.first + chunk.count)
     if chunk.entries is None:
         k, v = k[rows], v[rows]
@@ -259,7 +263,7 @@ def chunk_as(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, chu
 def _reach(
     queries: torch.Tensor, begin: int, end: int, spans: Sequence[tuple[int, int]]
 ) -> tuple[torch.Tensor | None, int]:
-    """The last positions that queries at `begin .. end` see, and the position after all of them."""
+    """The last positions that the queries `begin .. end` see, and the position after all of them."""
     met = [(first, behind) for first, behind in spans if first < end and begin < behind]
     if not met:
         return None, end

@@ -15,7 +15,7 @@ _HOPPER = (9, 0)
 
 
 def why_not_fa3(device: torch.device, dtype: torch.dtype) -> str | None:
-    """The reason for which FlashAttention 3 can't compute there; None: it can."""
+    """The reason why FlashAttention 3 can't run there; None: it can."""
     if dtype != torch.bfloat16:
         return "it needs --dtype bfloat16"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) != _HOPPER:

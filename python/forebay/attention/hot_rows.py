@@ -1,10 +1,10 @@
-"""Rows of a few positions on the device, in place of pages (HiSparse, SGLang #21932, with pages after them).
+"""Device memory for single positions, in place of pages (HiSparse, SGLang #21932, with pages beside them).
 
-A sparse slot has `H` hot rows for the positions whose pages it gave up. A chosen position without a row is *missed*. It
-is copied from the host's memory, in place of the row that was chosen least recently. No shape depends on a value.
+A sparse slot has `H` hot rows for the positions whose pages were freed. A chosen position without a row is *missed*. It
+is copied from host memory and replaces the row that was chosen least recently. No shape depends on a value.
 
-`row_of[p]` is the hot row of position p's last stay, and undefined before its first. `owner[r]` is the position in row
-r. Position p is there if both agree. So `row_of` is never cleared.
+`row_of[p]` is the last hot row of position p, and undefined before the first one. `owner[r]` is the position in row r.
+Position p is in its row if both agree. So `row_of` is never cleared.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from forebay.attention.sparse import NO_PAGE, resolve
 NEVER = -1
 """The owner of a row without a position."""
 OLDEST = 31
-"""The number of steps after which rows that were not chosen are equally old."""
+"""The age at which differences end: rows that were not chosen for this many steps are equally old."""
 
 
 class GroupRows(NamedTuple):
-    """The tables of one choice, with `H` rows for a slot. The last column of each takes writes that are never read."""
+    """The tables of one choice, with `H` rows for a slot. The last column of each is for writes that are never read."""
 
     row_of: torch.Tensor  # int16 [slots, context + 1]
     owner: torch.Tensor  # int32 [slots, H + 1]
@@ -34,7 +34,7 @@ class GroupRows(NamedTuple):
 
 @dataclass(frozen=True)
 class Places:
-    """The possible places of positions of sparse slots; `u` queries, one for each slot."""
+    """The possible places of the positions of sparse slots; `u` queries, one per slot."""
 
     slots: torch.Tensor  # int64 [u]
     now: torch.Tensor  # int32 [u]: the slot's step, at least 1
@@ -53,15 +53,15 @@ class Found(NamedTuple):
 
 
 class Missing(Protocol):
-    """The rows that a group's layers copy from the host before they attend."""
+    """The rows that a group's layers copy from the host before attention."""
 
     def copy(self, layer: int, pool: torch.Tensor) -> None:
-        """Brings a layer's rows to its pool [entries, width]."""
+        """Copies a layer's rows to its pool [entries, width]."""
 
 
 @dataclass(frozen=True)
 class IndexedMissing:
-    """Implements `Missing` where the host's memory is the device's; `m` rows, with and without misses."""
+    """Implements `Missing` if the device reads host memory directly; `m` rows, missed or not."""
 
     targets: torch.Tensor  # int64 [m]: row numbers of a layer; a row that is never read where nothing is missed
     pages: torch.Tensor  # int64 [m]: pages of the host's tier
@@ -74,7 +74,7 @@ class IndexedMissing:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The rows to which the queries of a layer attend, and those of the layers that share its choice."""
+    """The rows to which the queries of a layer attend, and those of the layers that share the choice."""
 
     rows: torch.Tensor  # int64 [queries, top_k]: row numbers of a layer, `NO_ROW` for none
     missing: Missing | None = None
@@ -115,11 +115,11 @@ def missing(
 ) -> IndexedMissing:
     """The rows to copy for positions [u, top_k] of slots [u], by the host's pages int32 [slots, pages a slot].
 
-    `nowhere` is the number of a row that is never read.
+    `nowhere` is the number of a row whose content is never used.
     """
     at = positions.clamp(min=0)
     pages = _entries(host_table, slots, at // page_size).long()
-    # A page that was never written to the table is an error: as an index -1 is the last page.
+    # A page that was not written to the table must raise: as an index, -1 would be the last page.
     pages = pages.masked_fill(pages < 0, len(host[0]))
     return IndexedMissing(
         found.rows.masked_fill(~found.missed, nowhere).flatten(),
@@ -132,7 +132,7 @@ def missing(
 def _lookup(
     positions: torch.Tensor, away: torch.Tensor, slots: torch.Tensor, group: GroupRows
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The hot row of each position's last stay, [u, top_k], and true if the position is still there."""
+    """The last hot row of each position, [u, top_k], and true if the position is still in it."""
     count = group.owner.shape[1] - 1
     row = _entries(group.row_of, slots, positions.clamp(min=0)).long()
     inside = (row >= 0) & (row < count)
@@ -141,9 +141,7 @@ def _lookup(
 
 
 def _victims(missed: torch.Tensor, places: Places, group: GroupRows) -> torch.Tensor:
-    """The rows [u, top_k] for `missed` positions: the least recently chosen, of equally old ones in row order.
-
-    `least` is the youngest age that is still evicted; rows of this age go last.
+    """The rows [u, top_k] for `missed` positions: the least recently chosen first; of equally old ones, in row order.
     """
     count = group.owner.shape[1] - 1
     stamp = group.stamp.index_select(0, places.slots)[:, :count]

@@ -1,8 +1,9 @@
 """Multi-head latent attention (DeepSeek-V2, 2024) over gathered rows, computed in two equal ways.
 
-A position's row is `[c | r]`. `c` is a latent part, of which each head's keys and values are made. `r` is a rotated key
-that all heads share. *Naive* makes the keys and values. *Absorbed* brings the query to the latent part, as scores are
-`(U_k^T q) . c`. Then a row serves all heads: it is attention with one key-value head, whose values are the latent part.
+A position's row is `[c | r]`. `c` is a latent part, from which each head's keys and values are computed. `r` is a
+rotated key that all heads share. *Naive* computes the keys and values. *Absorbed* maps the query to the latent space,
+since scores are `(U_k^T q) . c`. Then all heads share one row: it is attention with one key-value head, whose values
+are the latent part.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from forebay.attention.backend import LatentHeads
 Block = tuple[int, int, torch.Tensor]
 """First query, end query, additive mask [queries, positions that they see]."""
 MADE = 1 << 25
-"""The largest number of elements of keys and values made at once. One head may have more.
+"""The largest number of elements of keys and values that are computed at once. One head may have more.
 
-All heads would take gigabytes.
+Those of all heads would take gigabytes.
 """
 
 
 def absorbed(
     q: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor | None, up: torch.Tensor, heads: LatentHeads
 ) -> torch.Tensor:
-    """One query a request, [n, heads, nope_dim + rotated], on rows [n, positions, rank + rotated].
+    """One query per request, [n, heads, nope_dim + rotated], on rows [n, positions, rank + rotated].
 
     `mask` is additive [n, 1, 1, positions]. The result is [n, heads * value_dim].
     """
     of_keys, of_values = up.split((heads.nope_dim, heads.value_dim), dim=1)
     nope, rotated = q[..., : heads.nope_dim], q[..., heads.nope_dim :]
     latent = torch.einsum("nhd,hdc->nhc", nope, of_keys)
-    # Heads stand in as queries of one key head. Values as wide as keys let the blocked kernel compute it.
+    # Heads become queries of one key head. If values are as wide as keys, the blocked kernel can compute it.
     query, keys = torch.cat((latent, rotated), dim=-1)[:, None], rows[:, None]
     seen = F.scaled_dot_product_attention(query, keys, keys, attn_mask=mask, scale=heads.scale)[:, 0, :, : heads.rank]
     return torch.einsum("nhc,hvc->nhv", seen, of_values).flatten(1)
@@ -42,14 +43,16 @@ def absorbed(
 def of_chunk(
     q: torch.Tensor, rows: torch.Tensor, blocks: Sequence[Block], up: torch.Tensor, heads: LatentHeads
 ) -> torch.Tensor:
-    """The queries of a chunk, [n, heads, nope_dim + rotated], on rows [positions, rank + rotated], its own at the end.
+    """The queries of a chunk, [n, heads, nope_dim + rotated], on rows [positions, rank + rotated], the chunk's own at
+    the end.
 
     Without blocks there is nothing before the chunk. The result is [n, heads * value_dim].
     """
     rotated = rows.shape[1] - heads.rank
     both = (heads.nope_dim + heads.value_dim) * heads.rank
     pairs = 2 * len(q) * len(rows)
-    # Multiplications of a head: few queries are less work than keys and values of all that is before them.
+    # Multiplications per head: for few queries they are fewer than those for the keys and values of all earlier
+    # positions.
     made = len(rows) * both + pairs * max(heads.nope_dim + rotated, heads.value_dim)
     brought = len(q) * both + pairs * rows.shape[1]
     way = naive if made <= brought or not blocks else absorbed_chunk
@@ -59,7 +62,7 @@ def of_chunk(
 def absorbed_chunk(
     q: torch.Tensor, rows: torch.Tensor, blocks: Sequence[Block], up: torch.Tensor, heads: LatentHeads
 ) -> torch.Tensor:
-    """`of_chunk` for few queries, with blocks. It makes no keys and values."""
+    """`of_chunk` for few queries, with blocks. It computes no keys and values."""
     of_keys, of_values = up.split((heads.nope_dim, heads.value_dim), dim=1)
     nope, rotated = q[..., : heads.nope_dim], q[..., heads.nope_dim :]
     latent = torch.einsum("nhd,hdc->nhc", nope, of_keys)
@@ -72,7 +75,7 @@ def absorbed_chunk(
 def naive(
     q: torch.Tensor, rows: torch.Tensor, blocks: Sequence[Block], up: torch.Tensor, heads: LatentHeads
 ) -> torch.Tensor:
-    """`of_chunk` for many queries. It makes keys and values for some heads at a time, at most `MADE` elements."""
+    """`of_chunk` for many queries. It computes keys and values for some heads at a time, at most `MADE` elements."""
     at_once = max(1, MADE // (len(rows) * up.shape[1]))
     parts = zip(q.split(at_once, dim=1), up.split(at_once), strict=True)
     outputs = [_made(of_some, rows, blocks, up_of_some, heads) for of_some, up_of_some in parts]
@@ -86,7 +89,7 @@ def _made(
     made = F.linear(rows[:, : heads.rank], up.flatten(0, 1)).unflatten(1, (count, -1))
     nope, v = made.split((heads.nope_dim, heads.value_dim), dim=-1)
     k = torch.cat((nope, rows[:, None, heads.rank :].expand(-1, count, -1)), dim=-1)
-    # The blocked kernel requires values as wide as keys; without it a matrix of all scores would be made.
+    # The blocked kernel requires values as wide as keys; without it a matrix of all scores would be allocated.
     width = max(k.shape[-1], heads.value_dim)
     q, k, v = (F.pad(x, (0, width - x.shape[-1])).transpose(0, 1)[None] for x in (q, k, v))
     out = _by_blocks(q, k, v, blocks, heads.scale)

@@ -1,4 +1,4 @@
-"""Attention as a call of it asks: with windows, chunks, caps, sinks and scales, in PyTorch's operators."""
+"""Attention with options in PyTorch's operators: windows, chunks, caps, sinks and scales."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def positions_mask(
 ) -> torch.Tensor:
     """True where a query sees a key, bool `[*queries, keys]`, from their positions `queries` and `keys` [keys].
 
-    The last dimension of `queries` becomes that of the queries, and counts 1 for decode rows. `last` of the same shape
-    are the last positions that queries see, None: their own.
+    The last dimension of `queries` is that of the queries, and is 1 for decode rows. `last`, of the same shape, is the
+    last position that each query sees; None: its own.
     """
     of_query, of_key = queries[..., None], keys
     if how.both_ways:
@@ -22,7 +22,7 @@ def positions_mask(
         return torch.ones_like(distance, dtype=torch.bool) if how.window is None else distance < how.window
     sees = of_key <= (of_query if last is None else last[..., None])
     if how.window is not None:
-        # The window has the query's own position in it.
+        # The window includes the query's own position.
         sees = sees & (of_key > of_query - how.window)
     if how.chunk is not None:
         sees = sees & (of_key // how.chunk == of_query // how.chunk)

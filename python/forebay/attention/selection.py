@@ -1,8 +1,8 @@
 """The choice of a query's positions from the keys of an index (DeepSeek Sparse Attention, DeepSeek-V3.2, 2025).
 
 For a query, position s has the score `sum over heads j of w_j * relu(q_j . k_s)`. The largest scores win, and of equal
-scores those of lower positions. `relu` makes many zeros, and a choice must not depend on the cuts or the place of a
-request.
+scores those of lower positions. This matters since `relu` gives many zeros, and a choice must not depend on a request's
+chunks or place in the batch.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def best(scores: torch.Tensor, start: int, top_k: int) -> torch.Tensor:
     equal = scores == threshold
     left = count - kept.sum(dim=-1, keepdim=True)
     kept |= equal.logical_and_(equal.cumsum(dim=-1, dtype=torch.int32) <= left)
-    # The n-th that is kept is where the count of those up to it becomes n.
+    # The n-th kept position is where the running count first reaches n.
     ranks = torch.arange(1, top_k + 1, dtype=torch.int32, device=scores.device).expand(queries, -1)
     found = torch.searchsorted(kept.cumsum(dim=-1, dtype=torch.int32), ranks.contiguous())
     return found.masked_fill_(found == positions, NO_ROW)

@@ -1,7 +1,7 @@
 """Latent attention to chosen rows of a pool, by their numbers, as in FlashMLA's sparse kernels.
 
-The result of a query depends on its own rows alone. All products have one shape, wherever the rows lie and whatever
-else is in the batch. Only the projections before and after are products of several queries, as everywhere.
+The result of a query depends on its own rows alone. All products have one shape, independent of the rows' places and of
+the batch. Only the projections before and after combine several queries in one product.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NUMBER_BYTES = 32
 _QUERY_COPIES = 4
 """The number of copies of a query, each as wide as a row, that exist at once, with its output."""
 NO_PAGE = -2
-"""The number that stands for a row without a page. A gather of it raises."""
+"""The number that stands for a row without a page. A gather with it raises."""
 
 
 def resolve(
@@ -45,7 +45,7 @@ def attend(
     of_query = chosen.shape[1] * (row + _NUMBER_BYTES) + _QUERY_COPIES * q.shape[1] * row
     size = max(1, BLOCK_BYTES // of_query)
     parts = [slice(first, first + size) for first in range(0, len(q), size)]
-    # A part's rows are freed before the next are gathered.
+    # The rows of each part are freed before the next are gathered.
     outputs = [latent.absorbed(q[part], *gathered(pool, chosen[part]), up, heads) for part in parts]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -53,7 +53,8 @@ def attend(
 def gathered(pool: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows [n, top_k, width] by the numbers `chosen`, and an additive mask [n, 1, 1, top_k] that hides `NO_ROW`."""
     none = chosen == NO_ROW
-    # A row of the query itself stands in: another's may be no numbers, and these would get through the mask.
+    # Padding repeats a row of the query itself: another request's row may contain NaN, which would get through the
+    # mask.
     entries = torch.where(none, chosen.amax(dim=1, keepdim=True), chosen)
     rows = pool.index_select(0, entries.view(-1)).view(*chosen.shape, -1)
     mask = torch.zeros(chosen.shape, dtype=pool.dtype, device=pool.device).masked_fill_(none, -torch.inf)

@@ -1,4 +1,4 @@
-"""The recurrent states of a step's rows, for layers that keep them in place of keys and values."""
+"""The recurrent states of a step's rows, for layers with states in place of keys and values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["LayerStates", "PlannedStates", "StatePiece", "StepStates"]
 
 
 class LayerStates(NamedTuple):
-    """The states of one layer, by row of the table."""
+    """The states of one layer, one row of the table per state."""
 
     inputs: torch.Tensor  # the model's dtype [rows, taps - 1, channels]: the last inputs of the convolution
     heads: torch.Tensor | None  # float32 [rows, heads, key_dim, value_dim]; None: there is a convolution only
@@ -28,7 +28,7 @@ class StatePiece(NamedTuple):
     """The first of the step's tokens."""
     length: int
     source: int
-    """The row of the table with the state before them."""
+    """The row of the table with the state before the tokens."""
     target: int
     """The row that gets the state behind them."""
 
@@ -40,7 +40,7 @@ class StepStates:
     layers: Sequence[LayerStates]
     """The states of each recurrent layer."""
     singles: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    """The pieces of one token, int64 [r] each: the token, the row before it, and the row behind it."""
+    """The pieces of one token, int64 [r] each: the token, the state row before it, and the state row after it."""
     chunks: Sequence[StatePiece]
     """The pieces of several tokens."""
     late: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -67,7 +67,7 @@ class PlannedStates:
         bias: torch.Tensor | None,
         gates: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """The convolution [n, channels] of x [n, channels], between two gates or through a SiLU."""
+        """The convolution [n, channels] of x [n, channels], between two gates or followed by a SiLU."""
         table = self.layers[number].inputs
         return self.kernels.convolve(x, weight, bias, table, self.rows, silu=gates is None, gates=gates)
 

@@ -24,8 +24,8 @@ class SpannedRows:
 class TritonAttention:
     """Implements `AttentionBackend`. Rows of any kind are computed in the order in which they come.
 
-    It prepares `PagedRows`, or `SpannedRows` for a batch with ranges. A caller that has the rows of a step on the
-    device may make them itself.
+    It prepares `PagedRows`, or `SpannedRows` for a batch with ranges. A caller with the rows of a step on the device
+    may construct them itself.
     """
 
     def __init__(self, kernels: Kernels, null_page: int) -> None:
@@ -53,7 +53,7 @@ class TritonAttention:
         how: How = CAUSAL,
     ) -> torch.Tensor:
         if isinstance(prepared, SpannedRows):
-            # Rows with images are few: the kernels compute them too, and their output is overwritten.
+            # Rows with images are few: the kernels compute them too, and then their output is overwritten.
             out = self._attend(q, kv, prepared.rows, how)
             for chunk in prepared.chunks:
                 out[chunk.first : chunk.first + chunk.count] = chunk_as(q, k, v, kv, chunk, how)
@@ -79,7 +79,9 @@ class TritonAttention:
         prepared: PagedRows,
         chosen: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Absorbed for chunks too. It reads each row once, and computes more than with keys and values of all heads."""
+        """Absorbed for chunks too. This reads each row once, but computes more than with the keys and values of all
+        heads.
+        """
         of_keys, of_values = up.split((heads.nope_dim, heads.value_dim), dim=1)
         nope, rotated = q[..., : heads.nope_dim], q[..., heads.nope_dim :]
         query = torch.cat((torch.einsum("nhd,hdc->nhc", nope, of_keys), rotated), dim=-1)

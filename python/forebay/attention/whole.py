@@ -1,4 +1,4 @@
-"""Attention of every position to every other one of its prompt, without a cache and without padding."""
+"""Attention between all positions of a prompt, without a cache and without padding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from forebay.attention.backend import CAUSAL, Batch, How, IndexBatch, Int64s, La
 from forebay.attention.masked import masked_attention, positions_mask
 
 QUERY_BLOCK = 512
-"""Queries that share a call where each sees a part of its prompt. Fewer would skip more of what none of them sees."""
+"""The number of queries that share a call where each sees only a part of its prompt. With fewer, more masked keys are
+skipped.
+"""
 
 
 @dataclass(frozen=True)
@@ -47,14 +49,14 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: Sequence[G
     """q, k and v [n, heads, head_dim] of packed prompts give [n, heads * head_dim]."""
     outputs = []
     for part in groups:
-        # [count, heads, length, head_dim] without a copy: prompts of a group differ in nothing but their tokens.
+        # [count, heads, length, head_dim] without a copy: the prompts of a group have the same length.
         shaped = [x[part.tokens].unflatten(0, (part.count, part.length)).transpose(1, 2) for x in (q, k, v)]
         outputs.append(F.scaled_dot_product_attention(*shaped).transpose(1, 2).flatten(0, 1).flatten(1))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 class WholeAttention:
-    """`AttentionBackend` of whole prompts in PyTorch's operators. Nothing is read from pages."""
+    """`AttentionBackend` for whole prompts with PyTorch's operators. It reads nothing from pages."""
 
     def order(self, lengths: Int64s, ends: Int64s) -> Int64s:
         """Prompts of one length side by side."""

@@ -1,1 +1,3 @@
-"""The way from a step's rows to tokens or vectors: ways to compute a model, the sampler, and the choice among them."""
+"""The computation from a step's rows to tokens or vectors: ways to compute a model, the sampler, and the choice among
+them.
+"""

@@ -1,4 +1,4 @@
-"""The way from a step's rows to the vectors of a causal model."""
+"""The computation from a step's rows to the vectors of a causal model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LastState:
 class MeanState:
     """Implements `Pooler`: the mean of the states of all positions, which may come in several steps.
 
-    Sums are kept in float64, so the cuts of a prompt make no difference in the bits of the result.
+    Sums are kept in float64, so the chunks of a prompt do not change the bits of the result.
     """
 
     def __init__(self, compute: States, slots: int, hidden: int, device: Device) -> None:
@@ -48,7 +48,7 @@ class MeanState:
 
 
 class Summed:
-    """The number of positions of each slot in its mean so far. Used by the host."""
+    """The number of positions of each slot that its mean already has. Used by the host."""
 
     def __init__(self, slots: int) -> None:
         self._until: Int64s = np.zeros(slots, np.int64)
@@ -65,4 +65,4 @@ KINDS: dict[str, Callable[[States, int, int, Device], LastState | MeanState]] = 
     "last": lambda compute, slots, hidden, device: LastState(compute),
     "causal_mean": MeanState,
 }
-"""The ways to make a vector, by `Pooling.kind`. The arguments are numbers of slots and of elements of a state."""
+"""The kinds of pooling, by `Pooling.kind`. The arguments are the numbers of slots and of elements of a state."""

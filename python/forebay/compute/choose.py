@@ -1,4 +1,4 @@
-"""The choice of a way to compute a model on a device. No other module depends on all ways."""
+"""The choice of a way to compute a model on a device. Only this module depends on all ways."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ from forebay.weights.quantization import why_not_stored
 
 
 class Choice:
-    """The ways of a device to compute. It is made once, before a model is built."""
+    """A device's way to compute. It is chosen once, before a model is built."""
 
     def __init__(self, device: Device, config: RunnerConfig, group: Group | None = None) -> None:
         """Raises `DeviceError` for a backend that the device, or this installation, does not have.
 
-        `group`: the ranks that compute the model together, or have its experts together; None: there are no others.
+        `group`: the ranks that compute the model together, or share its experts; None: there is only this one.
         """
         self._device = device
         self._config = config
@@ -73,7 +73,7 @@ class Choice:
         """The implementation of attention: the requested one, or the device's best."""
         wanted, device = config.attention_backend, self._device
         if isinstance(config.model_config, CalledConfig):
-            # Its calls use options that no other implementation has.
+            # This model's attention uses options that no other implementation supports.
             return "torch"
         on_gpu = device.torch_device.type != "cpu"
         if wanted is None:
@@ -90,7 +90,7 @@ class Choice:
         return wanted
 
     def _without_chunks(self, backend: str) -> str:
-        """The backend, or that of PyTorch's operators where a layer has chunks of attention."""
+        """The backend, or PyTorch's operators if a layer has chunked attention."""
         config = self._config
         model = config.model_config
         kinds = model.kinds if isinstance(model, ModelConfig) else ()
@@ -141,7 +141,7 @@ class Choice:
     def check_operators(self, model: ModelConfig | EncoderConfig) -> None:
         """Raises `ModelError` if PyTorch lacks an operator of this model on this device."""
         experts = isinstance(model, ModelConfig) and any(isinstance(feed, Experts) for feed in model.feeds)
-        # If values may decide which operators run, use a product for each expert.
+        # If values may decide which operators run, use one product per expert.
         if experts and self._device.beside_host and not hasattr(F, "grouped_mm"):
             raise ModelError(
                 f"a mixture of experts on {self._device.name} needs PyTorch 2.10 or newer, which has "
@@ -149,7 +149,7 @@ class Choice:
             )
 
     def check_quantization(self, quantization: str, model: ModelConfig | EncoderConfig) -> None:
-        """Raises `ValueError` if such a model has no products of quantised matrices."""
+        """Raises `ValueError` if this model has no products for quantised matrices."""
         stored = None if isinstance(model, EncoderConfig) else model.stored
         missing = why_not_stored(quantization, stored)
         if missing is not None:
@@ -180,12 +180,12 @@ class Choice:
             return CpuAttention()
         if self._backend == "fa3":
             return FlashAttention()
-        # Operator by operator, an entry of page -1 would fail the check of written pages.
+        # In operator-by-operator steps, an entry of page -1 would fail the check of written pages.
         return TritonAttention(self._kernels, null_page=0)
 
     @property
     def device_name(self) -> str:
-        """The device's name, and its way to compute if that is not its best."""
+        """The device's name, with its way to compute if that is not the default."""
         if self._group is None:
             return self._device.name
         how = "with PyTorch's operators" if self._kernels is None else "without graphs"
@@ -203,13 +203,13 @@ class Choice:
         return TorchOps() if self._device.beside_host else HostOps()
 
     def products(self) -> Products | None:
-        """The products with matrices in the bits of a checkpoint; None: such matrices are multiplied out."""
+        """The products for matrices in a checkpoint's bits; None: such matrices are dequantised."""
         if self._kernels is None:
             return None
         return GpuProducts(self._kernels, multiplies_floats(self._device.torch_device), fuses())
 
     def stacks(self, modules: AdaptedModules) -> AdapterStacks | None:
-        """The memory of all places of adapters, for a built model; None: each adapter has memory of its own."""
+        """The memory of all places of adapters, for a built model; None: each adapter has its own memory."""
         config = self._config
         if self._kernels is None or config.lora is None:
             return None
@@ -229,7 +229,7 @@ class Choice:
     ) -> Steps:
         """The steps of a model that generates; `model` and `compute` are called as work.
 
-        `states` are those of recurrent layers, and `stacks` have adapters; None: there are none.
+        `states` are those of recurrent layers, and `stacks` hold adapters; None: the model has none.
         """
         config = self._config
         shape = config.model_config
@@ -248,7 +248,7 @@ class Choice:
         return PagedSteps(model, *memory, self._kernels, self._device, states, stacks, top_k, mapped=maps())
 
     def _needs_host(self, model: ModelConfig) -> bool:
-        """True if the host decides about sparse slots, or about the places of images. No graph can do that."""
+        """True if the host decides about sparse slots, or about the places of images. A graph can't do that."""
         return self._config.hot_rows > 0 or model.vision is not None or model.sections is not None
 
     def compute(
@@ -283,7 +283,8 @@ class Choice:
 
 def _kernels(device: Device) -> Kernels:
     """Raises `DeviceError` if Triton or its compiler is missing."""
-    # Compiled kernels are worth the volume of the cache. Triton's own folder is in a home that may not be written to.
+    # Compiled kernels go to the cache's volume. Triton's default folder is in the home directory, which may be
+    # read-only.
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache_directory() / "triton"))
     try:
         found = kernels()

@@ -57,7 +57,7 @@ class TorchCompute:
         self._device = device
         indexer = model.config.indexer
         self.choose_from = None if indexer is None else indexer.top_k
-        """The first position whose query keeps fewer positions than its context has; None: there is none."""
+        """The first position whose query keeps fewer positions than its context has; None: no query does."""
 
         self._sharing = [] if indexer is None else sharing(indexer, model.config.num_hidden_layers)
 
@@ -111,9 +111,10 @@ class TorchCompute:
     def forward(self, launch: Launch, tokens: Int64s | None = None) -> Forward:
         """A step for the model. Runs as queued work.
 
-        Tokens and positions are made on the device from the plan's rows; what is decided is decided on the host.
+        Tokens and positions are computed on the device from the plan's rows; all decisions are made on the host.
 
-        States are of `tokens`, numbered over all rows; None: of those that sample, and of those before `rows.prompts`.
+        The states are those of `tokens`, numbered over all rows. None: of the tokens that sample, and of those before
+        `rows.prompts`.
         """
         rows, tables, kv, backend = launch.rows, self._tables, self._kv, self._model.backend
         cut = pieces(rows, backend, self.choose_from)
@@ -178,7 +179,7 @@ class TorchCompute:
         return WindowRows(kv.window_layers, writes, backend.prepare(of_window, kv.dtype))
 
     def _features(self, slots: torch.Tensor, positions: torch.Tensor, writes: torch.Tensor) -> FeatureRows | None:
-        """Where features are; None: no head drafts from them."""
+        """The place of features; None: no head drafts from them."""
         pool, size = self._kv.features, self._kv.page_size
         if pool is None:
             return None
@@ -197,16 +198,16 @@ class TorchCompute:
         return GatheredTokens([AdaptedTokens(own, held[at]) for own, at in zip(tokens, present, strict=True)])
 
     def _spans(self, images: RowImages | None, cut: Pieces) -> list[list[tuple[int, int]]]:
-        """The images of each piece whose positions see each other; []: no piece has any."""
+        """The images of each piece whose positions attend to each other; []: no piece has any."""
         if images is None or not self._model.config.whole_images:
             return []
         found = images.within(cut.row, cut.start, cut.length)
         return found if any(found) else []
 
     def _seen(self, images: RowImages, cut: Pieces, positions: torch.Tensor) -> tuple[torch.Tensor, ImageRows | None]:
-        """The numbers of positions if there are images, [n] or [3, n], and the rows of the tokens in images.
+        """The positions for rotations if there are images, [n] or [3, n], and the rows of the tokens in images.
 
-        Of a model whose positions have one number these are `positions`.
+        If a model's positions have one number, they are `positions`.
         """
         tokens = images.tokens(cut.row, cut.start, cut.length)
         numbers, at, entries = self._device.copy_in(tokens.positions, tokens.at, tokens.entries)

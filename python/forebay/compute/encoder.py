@@ -1,4 +1,4 @@
-"""The way from a step's rows to the vectors of an encoder."""
+"""The computation from a step's rows to the vectors of an encoder."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from forebay.state.slots import PlanError, SlotTables, ragged
 
 
 def check_whole(rows: Rows) -> None:
-    """Raises `PlanError` unless each row is a whole prompt, since an encoder keeps nothing. Used by the host."""
+    """Raises `PlanError` unless each row is a whole prompt, since an encoder keeps no state. Used by the host."""
     if rows.start.any() or len(rows.sampling) != len(rows.slot):
         raise PlanError("an encoder was given a part of a prompt")
 
 
 class EncoderCompute:
-    """Implements `Pooler` for a model that keeps nothing between steps: each row is a whole prompt."""
+    """Implements `Pooler` for a model without state between steps: each row is a whole prompt."""
 
     def __init__(self, model: Bert | WholeDecoder, tables: SlotTables, device: Device) -> None:
         self._model = model

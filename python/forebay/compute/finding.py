@@ -1,4 +1,4 @@
-"""The search for the positions that a step's queries choose."""
+"""The lookup of the positions that a step's queries have chosen."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from forebay.weights.parts import Indexer
 
 
 class OnPages:
-    """Positions that are found by the page table, since no slot is sparse."""
+    """Looks positions up in the page table only, since no slot is sparse."""
 
     def __init__(self, page_table: torch.Tensor, kv: KvPool, slots: torch.Tensor) -> None:
         """`page_table` int32 [slots, pages a slot], and `slots` int64 [queries]."""
@@ -42,7 +42,7 @@ class Sought(NamedTuple):
 
 
 class Search(Protocol):
-    """A search on pages and in hot rows. It serves one step."""
+    """A lookup on pages and in hot rows, for one step."""
 
     @property
     def errors(self) -> torch.Tensor:
@@ -53,7 +53,7 @@ class Search(Protocol):
 
 
 class OperatorSearch:
-    """A `Search` in PyTorch's operators. A position that is nowhere makes a number that no gather accepts."""
+    """A `Search` with PyTorch's operators. A position without a place gets a number that makes gathers raise."""
 
     def __init__(self, tables: SlotTables, hot: HotRows, kv: KvPool, slots: torch.Tensor) -> None:
         """`slots` int64 [u]: of the queries, all sparse."""
@@ -81,13 +81,13 @@ class GatheredMissing:
     def copy(self, layer: int, pool: torch.Tensor) -> None:
         rows = self.host[layer]
         stride, size = rows.stride(0), rows.shape[1]
-        # The last page ends with this layer's rows, which may not be its end.
+        # The last page ends with this layer's rows, which need not be the end of the page.
         elements = stride * (len(rows) - 1) + size * rows.shape[2]
         self.kernels.gather(self.found, rows.as_strided((elements,), (1,)), stride, size, pool)
 
 
 class KernelSearch:
-    """A `Search` with the operators of `forebay.gpu`. A position that is nowhere is a bit of the error word."""
+    """A `Search` with the operators of `forebay.gpu`. A position without a place sets a bit of the error word."""
 
     def __init__(self, kernels: Kernels, tables: SlotTables, hot: HotRows, kv: KvPool, slots: torch.Tensor) -> None:
         """`slots` int64 [u]: of the queries, all sparse."""
@@ -113,7 +113,7 @@ class KernelSearch:
 
 
 class InRows:
-    """Positions of sparse slots, which are also found in hot rows, or copied there. It serves one step."""
+    """Looks up positions of sparse slots, which may also be in hot rows, or are copied there. For one step."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class InRows:
         layers: Sequence[int],
         kernels: Kernels | None,
     ) -> None:
-        """`slots` int64 [queries]; `sparse` int64 [u]: queries of sparse slots, one a slot.
+        """`slots` int64 [queries]; `sparse` int64 [u]: queries of sparse slots, one per slot.
 
         `layers`: the number of layers that share the choice of an indexed layer. `kernels` None: PyTorch's operators
         search.
@@ -142,7 +142,8 @@ class InRows:
 
     @property
     def told(self) -> torch.Tensor:
-        """Rows that were selected, found on pages, found in hot rows, and missed so far, and the error word: int32 [5].
+        """The numbers of rows that were selected, found on pages, found in hot rows, and missed so far, and the error
+        word: int32 [5].
 
         The counts are over all layers.
         """
@@ -157,6 +158,6 @@ class InRows:
 
 
 def sharing(indexer: Indexer, layers: int) -> list[int]:
-    """The number of layers that attend to the choice of each indexed layer, itself included."""
+    """The number of layers that attend to the choice of each indexed layer, that layer included."""
     ends = [*indexer.layers[1:], layers]
     return [end - layer for layer, end in zip(indexer.layers, ends, strict=True)]

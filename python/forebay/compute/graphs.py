@@ -14,10 +14,10 @@ from functools import partial
 from forebay.device import Device, DeviceError, Work
 
 _MIXED_ROWS = 64
-"""The least number of rows of a mixed graph. A product has tiles of that many rows anyway."""
+"""The least number of rows of a mixed graph. A product's tiles have that many rows anyway."""
 _LEAST_MIXED = 64
 _MOST_MIXED = 2048
-"""The largest number of tokens of mixed graphs. The compute of a larger step takes longer than its launch."""
+"""The largest number of tokens of mixed graphs. A larger step computes longer than its launches take."""
 
 
 @dataclass(frozen=True, order=True)
@@ -40,12 +40,12 @@ class Size:
 
 
 class SamplerKind(Enum):
-    """The kinds of samplers of a graph. Each does all that the one before it does."""
+    """The kinds of samplers of a graph. Each kind includes the previous one."""
 
     GREEDY = "greedy"
     """The largest logit."""
     DRAWN = "drawn"
-    """A draw behind filters, where there is a temperature."""
+    """A draw after the filters, for rows with a temperature."""
     WHOLE = "whole"
     """Penalties before it, and log-probabilities behind it."""
 
@@ -75,10 +75,10 @@ class Graphs:
     def __init__(
         self, device: Device, most_rows: int, step_tokens: int, *, adapted: bool = False, chooses: bool = False
     ) -> None:
-        """`most_rows` of a graph; 0: no graph at all. `step_tokens`: most of a step.
+        """`most_rows` of a graph; 0: no graph at all. `step_tokens`: the most tokens of a step.
 
-        `adapted`: each size has a second graph, for steps with adapters. The others do no work for them. `chooses`: so
-        it is with steps some of whose queries see more positions than an index keeps.
+        `adapted`: each size has a second graph, for steps with adapters, so that the others do no work for them.
+        `chooses`: likewise for steps in which some queries see more positions than an index keeps.
         """
         self._device = device
         self._adapted, self._chooses = adapted, chooses
@@ -128,11 +128,11 @@ class Graphs:
         return None if found is None else replace(found, adapted=adapted, chooses=chooses)
 
     def capture(self, model: Callable[[Size], None], sample: Callable[[int, SamplerKind], None]) -> None:
-        """Captures all graphs. `model` computes a step of a size. `sample` samples rows, in the way of a kind.
+        """Captures all graphs. `model` computes a step of a size. `sample` samples rows with a kind of sampler.
 
         Runs as queued work.
 
-        Raises `DeviceError` with the size. A hand that is slow without a message would be worse.
+        Raises `DeviceError` with the size. It does not fall back to slow steps without a message.
         """
         for size in self.sizes:
             self._models[size] = self._captured(str(size), partial(model, size))

@@ -1,4 +1,4 @@
-"""The matrices of all places of adapters in memory that stays, for the operators of `forebay.gpu`."""
+"""The matrices of all places of adapters, in permanent memory for the operators of `forebay.gpu`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from forebay.gpu.low_rank import LowRankStack, PlacedTokens
 from forebay.layers.adapted import AdaptedModules, Adapter
 
 PREFIX = "model.layers."
-"""The beginning of the names of modules that adapters may change."""
+"""The prefix of the names of modules that adapters may change."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class AdapterStacks:
     def put(self, place: int, adapter: Adapter) -> None:
         """Copies an adapter in the host's memory to a place. The copy has ended on return.
 
-        No step that is queued names the place.
+        No queued step may use the place.
         """
         for name, part in self._parts.items():
             stack, rank = part.stack, self._rank
@@ -73,13 +73,13 @@ class AdapterStacks:
             stack.b[place, part.first : part.first + part.outputs].copy_(b)
 
     def of_tokens(self, places: torch.Tensor) -> StackedTokens:
-        """The adapters of tokens, from int32 places [n]; `self.places` is none."""
+        """The adapters of tokens, from int32 places [n]; `self.places` stands for none."""
         return StackedTokens(self._stacks, PlacedTokens(places), self._kernels)
 
 
 @dataclass(frozen=True)
 class StackedTokens:
-    """Implements `layers.adapted.StepAdapters` with one operator a product, whatever adapters the tokens have."""
+    """Implements `layers.adapted.StepAdapters` with one operator per product, however many adapters the tokens have."""
 
     stacks: Mapping[str, LowRankStack]
     """By the first module of a product."""

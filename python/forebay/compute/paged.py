@@ -1,10 +1,9 @@
 """Steps with the operators of `forebay.gpu`. The device reads the plan, and one graph serves all steps of a size.
 
-The host uses rows to check them and to choose a size. Queued work does everything else. The plan's body is copied to
-its fixed place, kernels write the tables and prepare the rows, and the model computes. A sampler reads the rows'
-parameters by their slots. One block with tokens and an error word is copied out, and another one with
-log-probabilities where a row asks for some. Everything except the numbers of a step lies in permanent memory, so that a
-graph may read it.
+The host uses rows to check them and to choose a size. Queued work does everything else. It copies the plan's body to a
+fixed address, writes the tables, prepares the rows, and runs the model. A sampler reads the rows' parameters by their
+slots. One block with tokens and an error word is copied to the host, and another one with log-probabilities if a row
+requests them. Everything except the numbers of a step lies in permanent memory, so that a graph may read it.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ from forebay.state.staging import StepInputs
 
 _PLACES = 2 * LAST_ID
 _ROW_WORDS = 4
-"""What the host gives for each row beside the plan: the columns of `StateRows.places`, and its adapter's place."""
+"""The host's words for each row besides the plan: the columns of `StateRows.places`, and its adapter's place."""
 _STAGED = 64
-"""Pieces of host memory that kernels read: those of more steps than are ever in flight, of which each has three."""
+"""The number of pieces of host memory that kernels may still read: three for each step that can be in flight."""
 MOST_WORDS = 1 << 16
 """The largest plan's body, in words, that a graph can read: a quarter of a mebibyte."""
 
@@ -86,7 +85,7 @@ class Memory:
         return rows <= len(self.logits) and tokens <= len(self.buffers.tokens)
 
     def part(self, rows: int, tokens: int) -> Memory:
-        """The memory for a step of this size. It is the first part of everything, so that all sizes share it."""
+        """The memory for a step of this size. All sizes share the memory: each uses the first part of every tensor."""
         whole = self.buffers
         buffers = StepBuffers(
             tokens=whole.tokens[:tokens],
@@ -103,14 +102,14 @@ class Memory:
 
 
 def kind_of(ask: Ask) -> SamplerKind:
-    """The kind of sampler for rows whose parameters the device reads by their slots."""
+    """The kind of sampler for rows whose parameters the device reads by slot."""
     if ask.by_slot and not ask.simple:
         return SamplerKind.WHOLE
     return SamplerKind.GREEDY if ask.plain else SamplerKind.DRAWN
 
 
 class BlockAnswers:
-    """`Answers` in one block. Results of a sampler outside of graphs are apart from it."""
+    """`Answers` in one block. A sampler that runs outside of graphs has separate results."""
 
     def __init__(self, size: Size, captured: bool, sampling: Int64s, ask: Ask, device: Device) -> None:
         self.size = size
@@ -124,7 +123,7 @@ class BlockAnswers:
         self._telling = sampling[ask.columns["logprob_rows"]] if self._asked is not None else sampling[:0]
         rows = int(self._telling.max()) + 1 if len(self._telling) else 0
         self.told: Int32s = host_array(device, (rows, 2, 1 + MOST_LIKELY), np.int32)
-        """Those of `Memory.told`, up to the last row that asks for log-probabilities."""
+        """The parts of `Memory.told` up to the last row that requests log-probabilities."""
 
     @property
     def tokens(self) -> Int32s:
@@ -178,7 +177,7 @@ class PagedSteps:
         """`model` is called as work. `states` are those of recurrent layers, and `stacks` have adapters.
 
         `top_k`: the positions that a query of an indexed layer keeps; None: there is no index. `mapped`: kernels read
-        plans and write results in the host's memory, in place of copies.
+        plans and write results directly in host memory, without copies.
         """
         self._model, self._kv, self._prompts, self._sampler = model, kv, prompts, sampler
         self._states, self._stacks, self._top_k = states, stacks, top_k
@@ -202,7 +201,7 @@ class PagedSteps:
         self._memory = Memory.make(limits.rows, limits.tokens, vocabulary, place)
         self._computed = self._memory
         """The memory of the step that was computed last."""
-        # A plan with every slot and a whole context, or as much as there is room for.
+        # The size of a plan with every slot and a whole context, within the limit.
         words = tables.slots * (SLOT_WORDS + SLOT_FLOATS_WORDS + tables.stride + 4 * (1 + tables.pages_per_slot))
         self._input = torch.zeros(_PLACES + min(words, MOST_WORDS), dtype=torch.int32, device=place)
         self._no_tokens = torch.zeros(1, dtype=torch.int32, device=place)
@@ -257,7 +256,7 @@ class PagedSteps:
             self._states.copy(states.saves)
 
     def _write_words(self, rows: Rows | None, count: int) -> None:
-        """Writes the words of rows, and of padding after them; None: all are padding. Runs as queued work."""
+        """Writes the words of rows, and of the padding after them; None: all are padding. Runs as queued work."""
         if self._states is None and self._stacks is None:
             return
         words = np.zeros((count, _ROW_WORDS), np.int32)
@@ -306,7 +305,7 @@ class PagedSteps:
             return
         staged: Int32s = host_array(self._device, (sum(array.size for array in arrays),), np.int32)
         np.concatenate([array.reshape(-1) for array in arrays], out=staged)
-        # Nothing else keeps it until the device has read it.
+        # Keeps the array alive until the device has read it.
         self._staged.append(staged)
         self._kernels.move_words(torch.from_numpy(staged), target[: len(staged)])
 
@@ -346,7 +345,7 @@ class PagedSteps:
         return len(inputs.plan.body) <= self._room
 
     def _receive(self, inputs: StepInputs) -> Received:
-        """The plan on the device: where graphs read it, if there is room. Runs as queued work."""
+        """The plan on the device: at the graphs' address, if it fits. Runs as queued work."""
         if inputs.received is not None:
             return inputs.received
         body, table = inputs.plan.body, places(inputs.plan)
@@ -363,7 +362,7 @@ class PagedSteps:
         self._kernels.write_table(received, "page_writes", table, NO_PAGE, count, self._errors)
 
     def _compute(self, whole: Memory, received: Received, size: Size, launch: Launch | None = None) -> None:
-        """Everything up to the logits. `launch` may have inputs from the arena; None: it has not."""
+        """Everything up to the logits. `launch` may have inputs from the arena; None: there are none."""
         memory = whole.part(size.rows, size.tokens)
         buffers, kv = memory.buffers, self._kv
         self._write_pages(received)
@@ -414,7 +413,8 @@ class PagedSteps:
     def _index(self, buffers: StepBuffers, rows: PagedRows, size: Size) -> Index | None:
         """The places of index keys, and of the positions that queries choose; None: the model has no index.
 
-        Where one query of a step sees more positions than are kept, all choose: one that sees fewer keeps all of them.
+        If one query of a step sees more positions than are kept, all queries choose: one that sees fewer keeps all of
+        them.
         """
         kv, tables, top_k = self._kv, self._tables, self._top_k
         if top_k is None:
@@ -438,7 +438,7 @@ class PagedSteps:
         return PlannedStates(self._states.layers, rows, self._kernels)
 
     def _adapters(self, memory: Memory, size: Size) -> StepAdapters | None:
-        """The adapters of tokens; None: the base computes all."""
+        """The adapters of tokens; None: all tokens use the base model."""
         if self._stacks is None or not size.adapted:
             return None
         places = memory.words[:, -1].contiguous()
@@ -448,7 +448,7 @@ class PagedSteps:
         return self._stacks.of_tokens(places)
 
     def _features(self, buffers: StepBuffers) -> FeatureRows | None:
-        """Where features are; None: no head drafts from them."""
+        """The place of features; None: no head drafts from them."""
         kv, tables = self._kv, self._tables
         if kv.features is None:
             return None
@@ -469,7 +469,7 @@ class PagedSteps:
         return [(span.at, self._prompts.tensor(part)) for span, part in zip(spans, parts, strict=True)]
 
     def _choose(self, memory: Memory, kind: SamplerKind) -> None:
-        """Samples all rows, as their slots' parameters say. What these ask for beyond `kind` is left out."""
+        """Samples all rows with the parameters of their slots. Parameters beyond `kind` are ignored."""
         kernels, buffers = self._kernels, memory.buffers
         logits, lines, counts = memory.logits, memory.lines, self._counts.table
         tokens, finite = kernels.greedy(logits)

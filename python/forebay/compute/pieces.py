@@ -1,4 +1,4 @@
-"""Rows in the order of their computation, cut at the positions from which queries choose."""
+"""Rows in the order of computation, cut at the positions from which on queries choose."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Pieces:
     start: Int64s  # [p]
     length: Int64s  # [p]
     whole: int
-    """The number of pieces that attend to their whole context. The queries of the pieces behind them choose."""
+    """The number of pieces that attend to their whole context. The queries of later pieces choose."""
 
     @property
     def offset(self) -> Int64s:
@@ -43,7 +43,7 @@ class Pieces:
         return places
 
     def sparse(self, rows: Rows) -> Int64s:
-        """The queries that choose and belong to sparse slots, [u]. Each is a row of its own."""
+        """The queries that choose and belong to sparse slots, [u]. Each is a separate row."""
         if rows.sparse is None:
             return np.zeros(0, np.int64)
         found = np.flatnonzero(rows.sparse[self.row])
@@ -52,7 +52,7 @@ class Pieces:
 
 
 def pieces(rows: Rows, backend: AttentionBackend, choose_from: int | None) -> Pieces:
-    """All rows, in the backend's order. Queries choose from position `choose_from` on; None: never.
+    """All rows, in the backend's order. Queries from position `choose_from` on choose; None: none does.
 
     Queries of sparse slots always choose, since other positions may not be on the device.
     """

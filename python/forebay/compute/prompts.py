@@ -21,7 +21,7 @@ from forebay.state.slots import Int64s, PlanError, SlotTables
 SLICE_BYTES = 1 << 25
 """Bytes of a slice's logits, in float32. 32 MiB are enough rows for an efficient product."""
 SLICES = 4
-"""Matrices of a slice's size that exist at once: logits, their float32, the log-softmax, and a sorted copy."""
+"""Matrices of a slice's size that exist at the same time: logits, their float32, the log-softmax, and a sorted copy."""
 
 
 def slice_rows(vocabulary: int) -> int:
@@ -96,7 +96,8 @@ class PromptColumns:
     def _of(
         self, logits: torch.Tensor, tokens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Ids and log-probabilities [m, 1 + most] of tokens [m, 1] and the likeliest; ranks; true for finite ones."""
+        """Ids and log-probabilities [m, 1 + most] of tokens [m, 1] and the likeliest; ranks; true where all are finite.
+        """
         ids, values = self._ops.likely(logits, tokens, self._most)
         return ids, values, self._ops.places(logits, tokens), self._ops.finite(logits)
 

@@ -65,7 +65,9 @@ class Rows:
 
 
 class FoundColumns:
-    """Host memory for where a step's sparse slots found their positions. It is complete at the step's last event."""
+    """Host memory for the counts of where a step's sparse slots found their positions. It is complete at the step's
+    last event.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -77,7 +79,7 @@ class FoundColumns:
 
     @property
     def counts(self) -> Int32s:
-        """The result's column [4]. Raises `PlanError` if a position was nowhere."""
+        """The result's column [4]. Raises `PlanError` if a position had no place."""
         if self._told[4]:
             raise PlanError(f"a plan that the tables contradict: {describe(int(self._told[4]))}")
         return self._told[:4]
@@ -85,7 +87,7 @@ class FoundColumns:
 
 @dataclass(frozen=True)
 class Launch:
-    """The data of a step's work: its rows, and the plan's columns on the device with the same rows."""
+    """The input of a step's work: its rows, and the plan's columns on the device with the same rows."""
 
     rows: Rows
     inputs: StepInputs
@@ -103,7 +105,7 @@ class Launch:
 
 
 class Compute(Protocol):
-    """A way to compute rows. It writes their keys and values, and gives the next token of those that sample.
+    """A way to compute rows. It writes their keys and values, and returns the next tokens of the rows that sample.
 
     All methods are called as work. `logits` or `greedy` computes a step's rows. If tokens of prompts are requested,
     `states` does.

@@ -1,4 +1,4 @@
-"""The way from logits to tokens, in the order of `docs/protocol.md`: adjust, filter, draw.
+"""The computation from logits to tokens, in the order of `docs/protocol.md`: adjust, filter, draw.
 
 It works on all rows at once.
 
@@ -29,7 +29,7 @@ from forebay.weights.shards import Part
 
 NO_MASKS: Mapping[int, UInt32s] = MappingProxyType({})
 _BY_SLOT = frozenset(("entries", "penalised", "lines", "counters", "penalties", "logprob_rows"))
-"""The columns of rows that the device may sample by their slots."""
+"""The columns of the parameters that the device can read by slot."""
 _PENALTIES = (SlotFloats.REPETITION_PENALTY, SlotFloats.PRESENCE_PENALTY, SlotFloats.FREQUENCY_PENALTY)
 
 
@@ -42,7 +42,7 @@ class Ask:
     plain: bool  # the largest logit, and nothing else
     simple: bool = False  # the largest logit or a draw after the filters, and nothing else
     columns: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
-    """The parameters for the device, by name. A parameter that no row uses is absent."""
+    """True if the device reads all of the rows' parameters by slot: `simple` ones, penalties and log-probabilities."""
     by_slot: bool = False
     """True if the device reads all that rows ask for by their slots: more than `simple`, penalties and
     log-probabilities too."""
@@ -50,29 +50,29 @@ class Ask:
     width: int = 0
     logprobs: AskedLogprobs | None = None
     levels: list[int] = field(default_factory=list)
-    """Where a row with a penalty is behind drafts: the numbers of rows behind one draft, behind two, and so on."""
+    """For rows with a penalty that follow drafts: the numbers of rows after one draft, after two, and so on."""
     rows: Int64s | None = None
-    """The computed rows that these are, [s]. None: all; otherwise the others give no token."""
+    """The computed rows with these parameters, [s]; the others give no token. None: all rows."""
 
 
 @dataclass(frozen=True)
 class Chains:
     """The drafts among the computed rows of a step; `s` rows that sample.
 
-    A row at a draft's position takes for granted that the row before it gives the draft.
+    A row after a draft assumes that the row before it samples the draft's token.
     """
 
     before: Int64s  # [s]: the row before, which comes earlier; -1: none
     drafts: Int32s  # [s]: the token that it gives; of no meaning without one
 
     def of(self, rows: Int64s) -> Chains:
-        """Those of some `rows`, which have all rows before them."""
+        """The chains of some `rows`, with all rows before them."""
         number = np.full(len(self.before) + 1, -1, np.int64)
         number[rows] = np.arange(len(rows))
         return Chains(number[self.before[rows]], self.drafts[rows])
 
     def without(self, rows: Int64s) -> Int64s:
-        """The rows other than `rows` and all that are behind them."""
+        """The rows except `rows` and all that follow them."""
         gone = np.zeros(len(self.before) + 1, np.bool_)
         gone[rows] = True
         for row, before in enumerate(self.before.tolist()):
@@ -80,7 +80,7 @@ class Chains:
         return np.flatnonzero(~gone[:-1])
 
     def granted(self, rows: Int64s) -> tuple[Int64s, Int64s]:
-        """The drafts before each of `rows`, which its distribution assumes: an index into `rows`, and the token."""
+        """The drafts that each of `rows` assumes: an index into `rows`, and the token."""
         numbers, tokens = [], []
         for number, row in enumerate(rows.tolist()):
             while self.before[row] >= 0:
@@ -90,7 +90,7 @@ class Chains:
         return np.array(numbers, np.int64), np.array(tokens, np.int64)
 
     def levels(self) -> list[Int64s]:
-        """The rows with one row before them, with two, and so on."""
+        """The rows with one row before them, then those with two, and so on."""
         depth = np.zeros(len(self.before), np.int64)
         for row, before in enumerate(self.before.tolist()):
             depth[row] = 0 if before < 0 else depth[before] + 1
@@ -155,7 +155,8 @@ class Sampler:
     """Samples rows by the parameters in the slot tables. It keeps the tokens where the next step reads them."""
 
     def __init__(self, tables: SlotTables, vocabulary: int, ops: Ops, device: Device, own: Part | None = None) -> None:
-        """`own`: the tokens whose logits this rank has, with `ops` that know the other ranks; None: all."""
+        """`own`: the tokens whose logits this rank computes, with `ops` for exchanges with the other ranks; None: all.
+        """
         self._tables = tables
         self._vocabulary = vocabulary
         self._own = own
@@ -173,7 +174,7 @@ class Sampler:
         """The parameters of `positions` [s] of `slots` [s]. `masks` are by row. Called by the host.
 
         `by_slot`: the device reads the parameters of draws, penalties and log-probabilities by itself, where no row
-        asks for more. `chains`: those of the rows; None: no row is behind a draft.
+        asks for more. `chains`: those of the rows; None: no row follows a draft.
         """
         tables = self._tables
         plain = not masks and bool(tables.plain[slots].all())
@@ -193,9 +194,9 @@ class Sampler:
     def ask_some(
         self, rows: Int64s, slots: Int64s, positions: Int64s, masks: Mapping[int, UInt32s], chains: Chains | None = None
     ) -> Ask:
-        """`ask` for the computed `rows` [s] alone, where the others give no token. `chains` are of all rows."""
+        """`ask` for some of the computed `rows` [s]; the others give no token. `chains` are those of all rows."""
         ask = self.ask(slots[rows], positions[rows], masks, chains=None if chains is None else chains.of(rows))
-        # The fast path samples all rows by their slots, the others included.
+        # The fast path samples all rows by their slots, even the others.
         ask.simple, ask.rows = False, rows
         return ask
 
@@ -268,7 +269,7 @@ class Sampler:
             columns["masks"] = np.stack(list(masks.values())).view(np.int32)
 
     def _owned(self, rows: Int64s, ids: Int64s, *values: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], ...]:
-        """The entries of tokens whose logits are here, and the places of those logits."""
+        """The entries of the tokens whose logits this rank has, and the places of those logits."""
         if self._own is None:
             return rows, ids, *values
         here = (ids >= self._own.first) & (ids < self._own.end)
@@ -334,7 +335,9 @@ class Sampler:
         return logits
 
     def _counted(self, columns: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The counts of tokens whose logits are here, int32 [lines, 2, vocabulary], and the lines of penalised rows."""
+        """The counts of the tokens whose logits this rank has, int32 [lines, 2, vocabulary], and the lines of penalised
+        rows.
+        """
         counts, lines = self._tables.counts.table, columns["lines"]
         if self._own is None and "granted_rows" not in columns:
             return counts, lines
@@ -348,7 +351,7 @@ class Sampler:
         return counts, torch.arange(len(counts), device=lines.device)
 
     def _of_own(self, values: torch.Tensor) -> torch.Tensor:
-        """The values of the tokens whose logits are here, of values [r, vocabulary]."""
+        """The values of the tokens whose logits this rank has, out of values [r, vocabulary]."""
         return values if self._own is None else values[:, self._own.place]
 
     def _logprobs(
@@ -385,7 +388,7 @@ def _draw(columns: dict[str, torch.Tensor], width: int) -> Draw:
 
 
 def _ragged_ids(rows: list[int], ids: list[Int32s]) -> tuple[Int64s, Int64s]:
-    """Index of ragged `ids` of `rows` in the logits."""
+    """The index into the logits of ragged `ids` of `rows`."""
     repeated = np.repeat(np.asarray(rows, np.int64), [len(part) for part in ids])
     return repeated, np.concatenate(ids).astype(np.int64)
 

@@ -37,7 +37,7 @@ class Answers(Protocol):
 
 
 class NoAnswers:
-    """`Answers` of a step none of whose rows gives a token."""
+    """`Answers` of a step in which no row gives a token."""
 
     tokens: Int32s = np.zeros(0, np.int32)
     finite: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
@@ -58,7 +58,7 @@ class Steps(Protocol):
 
     @property
     def by_slot(self) -> bool:
-        """True if simple rows are drawn with parameters that the device keeps by slot."""
+        """True if the device samples simple rows with parameters that it keeps per slot."""
 
     def answers(self, launch: Launch, ask: Ask) -> Answers:
         """Memory for the results of a step, and the host's decisions about it. Called by the host."""
@@ -73,7 +73,7 @@ class Steps(Protocol):
         """The first half of `sample`, up to the logits, for steps that wait for masks. Runs as queued work."""
 
     def choose(self, launch: Launch, ask: Ask, answers: Answers) -> None:
-        """The second half of `sample`: it samples from the last computed logits, of all rows or of `ask.rows`.
+        """The second half of `sample`: it samples from the last computed logits, for all rows or for `ask.rows`.
 
         Runs as queued work.
         """

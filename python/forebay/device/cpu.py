@@ -18,11 +18,11 @@ from forebay.device.interface import Bytes, Event, Work
 from forebay.device.memory import fresh
 
 AVAILABLE = "FOREBAY_AVAILABLE_BYTES"
-"""The variable with the bytes that a hand may allocate, as the process that starts it says."""
+"""The variable with the number of bytes that a hand may allocate. The process that starts the hand sets it."""
 
 
 class CpuEvent:
-    """An event of work that is done when it is queued."""
+    """An event of work that already ran when it was queued."""
 
     __slots__ = ("_ns",)
 
@@ -45,7 +45,7 @@ class CpuDevice:
     beside_host = False
 
     def __init__(self, threads: int | None) -> None:
-        # Otherwise OpenMP has the number of the process that started this one: OMP_NUM_THREADS.
+        # Otherwise OpenMP uses the number that the parent process set: OMP_NUM_THREADS.
         if threads is not None:
             torch.set_num_threads(threads)
         self._launching = nullcontext()
@@ -94,7 +94,7 @@ class CpuDevice:
             target[begin:end] = torch.from_numpy(array.reshape(-1))
 
     def capture(self, work: Work) -> Work:
-        # Nothing is saved where work runs when it is queued.
+        # A capture would save nothing where work runs as soon as it is queued.
         return work
 
     def finish_start(self) -> None:
@@ -115,8 +115,8 @@ class CpuDevice:
 def host_available() -> int:
     """Memory of the host that this process can still allocate.
 
-    The process that starts a hand knows the limits of its control groups, and what was free then. Without such a
-    process, the kernel's own estimate counts.
+    The process that starts a hand tells it the limit of its control groups and the free memory at that time. Otherwise
+    the kernel's estimate is used.
     """
     told = os.environ.get(AVAILABLE)
     if told is None:
@@ -135,6 +135,6 @@ def memory_available(proc: Path = Path("/proc")) -> int:
 
 
 def _taken() -> int:
-    """Bytes of memory that this process has, without files."""
+    """Bytes of memory that this process uses, without cached files."""
     _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")

@@ -1,7 +1,7 @@
 """An NVIDIA GPU as a device: one stream of compute, pinned host memory, and further streams for the host tier.
 
-One thread launches all work, which runs in one stream, in order. The next step may reuse a step's memory without a
-wait, since it runs behind it. Pinned memory comes from PyTorch's allocator. It gives a block out again only after the
+One thread launches all work, which runs in one stream, in order. The next step may reuse a step's memory without
+waiting, since it runs after it. Pinned memory comes from PyTorch's allocator. It gives a block out again only after the
 queued copies of that block are done.
 """
 
@@ -22,14 +22,16 @@ from forebay.device.cuda_pages import PageCopies, pinned
 from forebay.device.interface import Bytes, DeviceError, Event, Work
 
 GPU = torch.device("cuda", 0)
-"""The first visible GPU. The brain gives each hand its own."""
+"""The first visible GPU. The brain makes a different one visible to each hand."""
 RESERVE = 256 << 20
-"""Bytes that stay free beside weights, pages and a measured step, for later needs of libraries and for fragments."""
+"""Bytes that stay free beside weights, pages and a measured step, for libraries' later needs and for fragmentation."""
 _ALIGNMENT = 16
 _UPLOAD_BYTES = 16 << 20
-"""Bytes of each of the two buffers through which weights go."""
+"""Bytes of each of the two buffers through which weights are uploaded."""
 _WARM_BLOCKS, _WARM_BYTES = 8, 1 << 16
-"""The number and largest size of pinned blocks that exist before the first step. A later allocation stops the GPU."""
+"""The number and the largest size of the pinned blocks that are allocated before the first step. Later allocations
+stall the GPU.
+"""
 
 
 class CudaEvent:
@@ -44,7 +46,7 @@ class CudaEvent:
         try:
             self._event.synchronize()
         except RuntimeError as error:
-            # CUDA reports errors of queued work at the next call, whichever it is.
+            # CUDA reports errors of queued work at the next call, whatever that is.
             what = str(error).splitlines()[0]
             raise DeviceError(
                 f"the GPU has failed: {what}. A plan may have named what does not exist, or a kernel or the GPU is at "
@@ -73,7 +75,7 @@ class CudaDevice:
         self._upload = _Upload(self.torch_device)
         self._pages = PageCopies(self.torch_device)
         self._graph_pool: Any = None
-        # Tokens are those of the CPU where arithmetic is float32, and sums of bfloat16 products are kept in float32.
+        # Float32 arithmetic must give the CPU's tokens, and sums of bfloat16 products must stay in float32.
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
@@ -95,9 +97,9 @@ class CudaDevice:
         before = self.available_bytes()
         run()
         torch.cuda.synchronize(self.torch_device)
-        # PyTorch's allocator gives no memory back by itself, so this is the peak, with the memory of libraries.
+        # PyTorch's allocator returns no memory by itself, so this is the peak, including the libraries' memory.
         taken = before - self.available_bytes()
-        # No memory of the measured graphs lives on, and PyTorch refuses a pool that was used up.
+        # The memory of the measured graphs is gone, and PyTorch refuses to reuse such a pool.
         self._graph_pool = None
         torch.cuda.empty_cache()
         return max(0, taken) + RESERVE
@@ -154,7 +156,7 @@ class CudaDevice:
         target.view(torch.uint8)[:end].copy_(source, non_blocking=True)
 
     def capture(self, work: Work) -> Work:
-        # Outside of the graph first: libraries set themselves up, and kernels are compiled.
+        # Run outside of the graph first: this initialises libraries and compiles kernels.
         work()
         if self._graph_pool is None:
             self._graph_pool = torch.cuda.graph_pool_handle()
@@ -163,7 +165,7 @@ class CudaDevice:
             with torch.cuda.graph(graph, self._graph_pool, self._stream, capture_error_mode="thread_local"):
                 work()
         except RuntimeError as error:
-            # The error at the end of a capture hides the one that ended it. The log gets both.
+            # The error at the end of a capture hides the original one. The log gets both.
             traceback.print_exc()
             raise DeviceError(f"the GPU can't capture this: {_first_cause(error)}") from error
         # The first replay of a graph uploads it: no request waits for that.
@@ -171,7 +173,7 @@ class CudaDevice:
         return graph.replay
 
     def finish_start(self) -> None:
-        # A capture gives PyTorch's unused pinned blocks back, so they are made after the last one.
+        # A capture returns PyTorch's unused pinned blocks, so they are allocated after the last one.
         sizes = [1 << power for power in range(_WARM_BYTES.bit_length())]
         _ = [pinned(size) for size in sizes for _ in range(_WARM_BLOCKS)]
 
@@ -197,7 +199,7 @@ class _Upload:
         self._buffers: list[tuple[torch.Tensor, torch.cuda.Event]] = []
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies a host tensor to a device tensor, with a change of type if needed. It is queued on return."""
+        """Copies a host tensor to a device tensor, with a conversion if needed. It is only queued on return."""
         if not self._buffers:
             self._buffers = [(pinned(_UPLOAD_BYTES), torch.cuda.Event()) for _ in range(2)]
         same = source.dtype == target.dtype and target.is_contiguous()
@@ -217,7 +219,7 @@ class _Upload:
 
 
 def _first_cause(error: BaseException) -> str:
-    """The first line of the error that came before all others in the chain."""
+    """The first line of the original error of a chain."""
     while error.__context__ is not None:
         error = error.__context__
     return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,4 +1,4 @@
-"""The check that there is a GPU to compute on; without one, it gives the reason and advice in one line."""
+"""The check for a GPU to compute on. If there is none, its message gives the reason and advice in one line."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def require_gpu() -> None:
 def compiled_for(major: int, minor: int, built: list[str]) -> bool:
     """True if a GPU of compute capability `major.minor` runs kernels of a build for `built`: `sm_90`, `compute_90`.
 
-    Machine code (`sm`) runs on later GPUs of its major number. An intermediate one (`compute`) runs on all later GPUs.
-    A name that ends with a letter runs on its own kind only.
+    Machine code (`sm`) runs on later GPUs of its major number. Intermediate code (`compute`) runs on all later GPUs. A
+    build whose name ends with a letter runs only on that kind.
     """
     for name in built:
         found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", name)

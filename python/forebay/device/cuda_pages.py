@@ -1,4 +1,4 @@
-"""Asynchronous copies of pages between a GPU and host memory that others own."""
+"""Asynchronous copies of pages between a GPU and shared host memory."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ import torch
 from forebay.device.interface import Bytes, DeviceError
 
 _PORTABLE_AND_MAPPED = 3
-"""cudaHostRegisterPortable and cudaHostRegisterMapped: pinned for all users in this process, and read by kernels."""
+"""cudaHostRegisterPortable and cudaHostRegisterMapped: pinned for all CUDA contexts of this process, and readable by
+kernels.
+"""
 
 
 def pinned(size: int) -> torch.Tensor:
-    """Host memory that the GPU reads and writes by itself, uint8 `[size]`."""
+    """Host memory that the GPU reads and writes directly, uint8 `[size]`."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 class PageCopies:
     """Copies of pages, with a stream for each direction. They do not wait for steps, nor steps for them.
 
-    A page is often many pieces of the device's memory. One kernel joins them on the device. So one copy crosses the
-    bus, not one for every layer.
+    On the device, a page often consists of many pieces. One kernel gathers them on the device, so that one copy crosses
+    the bus instead of one per layer.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -30,7 +32,7 @@ class PageCopies:
         self._streams = {save: torch.cuda.Stream(device) for save in (False, True)}
 
     def register(self, memory: Bytes) -> None:
-        """Pins host memory, all of it, for the life of the process. Raises `DeviceError`."""
+        """Pins all of the host memory, until the process ends. Raises `DeviceError`."""
         cudart = torch.cuda.cudart()
         status = cudart.cudaHostRegister(memory.ctypes.data, memory.nbytes, _PORTABLE_AND_MAPPED)
         if status != cudart.cudaError.success:
@@ -64,7 +66,7 @@ class PageCopies:
 
 
 def joined(pieces: Sequence[Bytes]) -> Bytes | None:
-    """Pieces of memory as one, if each begins at the end of the one before; None: they do not."""
+    """Pieces of memory as one, if each begins where the previous one ends; None: they don't."""
     end = pieces[0].ctypes.data
     for piece in pieces:
         if piece.ctypes.data != end or not piece.flags.c_contiguous:
@@ -75,7 +77,7 @@ def joined(pieces: Sequence[Bytes]) -> Bytes | None:
 
 
 def _scatter(moves: Sequence[tuple[torch.Tensor, Bytes]], all_: Bytes, *, save: bool) -> None:
-    """Copies pieces of the host's memory from consecutive memory, or into it."""
+    """Copies consecutive memory to pieces of host memory, or back."""
     at = 0
     for _, piece in moves:
         part = all_[at : at + piece.size].reshape(piece.shape)

@@ -1,9 +1,9 @@
 """A device for tests: the host's processors behind a queue, with the longest delays of an accelerator.
 
-Work runs on a thread of its own, in order, and only when somebody waits for an event behind it. Copies in are made when
-the work runs. Host memory that may be reused is filled with garbage at once, and so is memory for results. So a buffer
-that is reused too early gives wrong tokens, on any machine and every time. The same holds for a result that is read
-before its event. Work that waits in the middle raises `HiddenWaitError`.
+Work runs on a separate thread, in order, and only when a caller waits for a later event. Copies to the device are made
+when the work runs. Host memory that may be reused is filled with garbage at once, and so is memory for results. So a
+buffer that is reused too early gives wrong tokens, on any machine and every time. The same holds for a result that is
+read before its event. Work that waits in the middle raises `HiddenWaitError`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from forebay.device.recorded import Recording
 from forebay.device.watch import NoOperators, NoWaits
 
 GARBAGE = 0x5C
-"""Every byte of memory that must not be read. In any type it is no token, no position and no slot."""
+"""The value of every byte of memory that must not be read. In any type it is no valid token, position or slot."""
 
 
 class DeferredEvent:
@@ -36,7 +36,7 @@ class DeferredEvent:
     def __init__(self, device: DeferredDevice, number: int) -> None:
         self._device = device
         self.number = number
-        """The place in the queue; the first is 1."""
+        """The place in the queue; the first place is 1."""
         self.ns = 0
         """The time of the event, in nanoseconds."""
 
@@ -67,7 +67,7 @@ class DeferredDevice(CpuDevice):
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="deferred", daemon=True)
         self._thread.start()
-        # A thread that still runs when the interpreter ends keeps libraries from putting their things away.
+        # A thread that still runs at the interpreter's end keeps libraries from cleaning up.
         atexit.register(self._stop)
 
     def host_memory(self, size: int) -> npt.NDArray[np.uint8]:
@@ -100,7 +100,7 @@ class DeferredDevice(CpuDevice):
         torch.from_numpy(to).copy_(tensor)
 
     def wait_for(self, event: DeferredEvent) -> None:
-        """Runs the queue up to an event. Raises the errors of that work, also earlier ones."""
+        """Runs the queue up to an event. Raises the errors of that work, and earlier ones."""
         with self._changed:
             self.waits += 1
             self._wanted = max(self._wanted, event.number)
@@ -122,7 +122,7 @@ class DeferredDevice(CpuDevice):
                     self._changed.wait_for(lambda: self._stopped or self._reached < self._wanted)
                     if self._stopped:
                         return
-                    # It stays at the head until it is done, so that numbers of new events stay right.
+                    # Work stays at the head until it is done, so that the numbers of new events stay right.
                     head = self._queue[0]
                 try:
                     if isinstance(head, DeferredEvent):

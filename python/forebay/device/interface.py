@@ -3,9 +3,10 @@
 A device executes *work* in the order in which it was queued, like a stream. Work is a function that calls PyTorch's
 operators. It may run long after `queue` has returned, so:
 
-- it refers to no host memory that anybody changes meanwhile, but for what it was promised (a plan's body, the arena);
+- it refers to no host memory that may change meanwhile, except memory that is guaranteed to stay (a plan's body, the
+  arena);
 - nobody reads a tensor that it writes, or host memory that it copies to, before an event after it has been waited for;
-- it never waits for the device itself: it reads no value of a tensor, and no shape in it depends on one.
+- it never waits for the device: it reads no value of a tensor, and no shape depends on such a value.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
 class DeviceError(ValueError):
-    """A device is missing, has no memory left or has failed. The message is one line with advice."""
+    """A device is missing, out of memory, or has failed. The message is one line with advice."""
 
 
 class Event(Protocol):
-    """A place in a device's queue. It is reached when all work before it is done."""
+    """A place in a device's queue. It is reached when all earlier work is done."""
 
     def wait(self) -> None:
         """Waits for the event. Raises the errors of work before it."""
 
     def since(self, earlier: Event) -> int:
-        """Microseconds from an `earlier` event of the device to this one. Both are reached."""
+        """Microseconds from an `earlier` event of the device to this one. Both must be reached."""
 
 
 class Device(Protocol):
@@ -68,16 +69,16 @@ class Device(Protocol):
         """
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Zeroed memory for a long life and of any size. If possible it takes memory only as it is written."""
+        """Zeroed memory of any size for permanent use. If possible, memory is only taken as it is written."""
 
     def fill(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies a host tensor into a device tensor, in its type, before all later work."""
+        """Copies a host tensor into a device tensor and converts its type, before all later work."""
 
     def host_memory(self, size: int) -> npt.NDArray[np.uint8]:
         """Host memory, uint8 `[size]`, that the device copies from and to while the host goes on."""
 
     def reuse(self, memory: npt.NDArray[Any]) -> None:
-        """Notes that no work reads this host memory any more, so that others may write to it."""
+        """Notes that no work reads this host memory any more, so it may be overwritten."""
 
     def launching(self) -> AbstractContextManager[object]:
         """The context in which a step's work is prepared and queued."""
@@ -101,11 +102,11 @@ class Device(Protocol):
         """
 
     def capture(self, work: Work) -> Work:
-        """Runs work once, then records it. Gives work that repeats it. Runs as queued work.
+        """Runs work once, then records it. Returns work that repeats it. Runs as queued work.
 
-        The record has operators and the memory that they read and write. The host's part of `work` is not repeated, so
-        it copies nothing in or out. All captures share the memory that a capture makes for itself, and others find no
-        content there. Inputs and outputs lie in memory that the caller keeps. Raises `DeviceError`.
+        The record consists of operators and the addresses of their memory. Host code in `work` is not repeated, so it
+        must copy nothing in or out. All captures share the memory that they allocate, so its content is lost after each
+        run. Inputs and outputs lie in memory that the caller keeps. Raises `DeviceError`.
         """
 
     def finish_start(self) -> None:
@@ -115,10 +116,10 @@ class Device(Protocol):
         """Copies to host memory, which is complete at the next event. Runs as queued work."""
 
     def share(self, memory: Bytes) -> None:
-        """Prepares host memory that others own for `move`. Raises `DeviceError`."""
+        """Prepares shared host memory for `move`. Raises `DeviceError`."""
 
     def move(self, moves: Sequence[tuple[torch.Tensor, Bytes]], *, save: bool) -> None:
-        """Copies bytes of the device, uint8, to their places in shared memory, or back. They are done on return.
+        """Copies bytes of the device, uint8, to their places in shared memory, or back. The copies are done on return.
 
         It runs at the same time as steps, on one thread of its own.
         """

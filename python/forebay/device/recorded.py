@@ -1,8 +1,8 @@
 """A graph without a GPU: operators and their memory, which are recorded and repeated.
 
 Like a CUDA graph it repeats neither Python nor a decision of the host, and it identifies memory by its address. Its own
-memory has no content before a replay, nor after it. It does not keep memory that existed before it. A replay that reads
-such memory after its end raises `LostMemoryError`.
+memory is undefined before and after a replay. It does not keep earlier memory alive. A replay that reads such memory
+after its end raises `LostMemoryError`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _GARBAGE = 0x5C
 
 
 class LostMemoryError(RuntimeError):
-    """A replay uses memory that has ended since the capture."""
+    """A replay uses memory that was freed since the capture."""
 
 
 @dataclass(frozen=True)
 class _Outside:
-    """A tensor in memory that a graph did not make."""
+    """A tensor in memory that the graph did not allocate."""
 
     storage: StorageWeakRef
     address: int
@@ -52,7 +52,7 @@ class _Outside:
 
     def tensor(self, operator: object) -> torch.Tensor:
         if not self.nbytes:
-            # Nothing is read of it, also where the graph itself has made it.
+            # Its content is never read, even if the graph itself allocated it.
             return torch.empty(self.shape, dtype=self.dtype)
         if self.storage.expired():
             raise LostMemoryError(f"{operator} of a graph uses memory that is gone: {self.dtype} {list(self.shape)}")
@@ -63,13 +63,13 @@ class _Outside:
 
 @dataclass(frozen=True)
 class _Call:
-    """An operator; tensors among its arguments that are `_Outside` are looked up in each replay."""
+    """An operator. Arguments that are `_Outside` are looked up in each replay."""
 
     operator: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     made: Sequence[torch.Tensor]
-    """The results that lie in memory of their own."""
+    """The results with memory of their own."""
 
     def repeat(self) -> None:
         def found(leaf: Any) -> Any:
@@ -134,7 +134,7 @@ class Recording(TorchDispatchMode):
 
 
 def _alone(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Those of an operator's results that lie in no memory of its arguments."""
+    """The results of an operator that share no memory with its arguments."""
     given = {_address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor | _Outside)}
     return [
         leaf

@@ -1,4 +1,5 @@
-"""Modes that intercept every operator of a thread. They find host code that reads a tensor's value and must not."""
+"""Modes that intercept every operator of a thread. They find host code that reads a tensor's value where it must not.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +23,9 @@ _READS = {
     torch.Tensor.__array__,
     torch.Tensor.__contains__,
 }
-"""Methods that give a tensor's values to the host."""
+"""Methods that copy a tensor's values to the host."""
 _MAKES = {torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor, torch.Tensor.new_tensor}
-"""Functions that copy values of the host to the device, and wait for that copy."""
+"""Functions that copy host values to the device and wait for the copy."""
 _aten = torch.ops.aten
 _SHAPED_BY_VALUES = {
     _aten._local_scalar_dense,
@@ -42,13 +43,13 @@ _SHAPED_BY_VALUES = {
     _aten.allclose,
     _aten.is_nonzero,
 }
-"""Operators whose result, or its shape, the host has to know."""
+"""Operators whose result or result shape the host must know."""
 _FROM_HOST = {
     _aten.where.Scalar,
     _aten.where.ScalarSelf,
     _aten.where.ScalarOther,
 }
-"""Operators of the same kind that first make a tensor of a number."""
+"""Operators of the same kind that first copy a number to a tensor."""
 _INDEXING = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_}
 
 
@@ -57,18 +58,18 @@ class HiddenWaitError(RuntimeError):
 
 
 class StrayOperatorError(RuntimeError):
-    """An operator outside of work, which would run before queued work."""
+    """An operator outside of work: it would run before queued work."""
 
 
 class _Mode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Nothing is compiled here, and keeping a compiler away from a mode imports all of it.
+        # Nothing is compiled here. Without this override, a mode imports the whole compiler.
         return False
 
 
 class NoOperators(_Mode):
-    """A mode that refuses every operator, for code that prepares a step with the host's own arrays."""
+    """A mode that refuses every operator, for code that prepares a step only with host arrays."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -87,7 +88,7 @@ class _NoReads(TorchFunctionMode):
 
 
 class NoWaits(_Mode):
-    """A mode without operators for which the host would wait."""
+    """A mode without operators that would make the host wait."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -118,10 +119,10 @@ class NoWaits(_Mode):
 
 
 class NoStrayCopies(_Mode):
-    """A mode without copies between host and accelerator for which the host would wait.
+    """A mode without copies between host and accelerator that would make the host wait.
 
-    PyTorch's own watch (`torch.cuda.set_sync_debug_mode`) finds blocking copies. It does not find non-blocking copies
-    that block all the same, because the host's memory is not pinned.
+    PyTorch's own watch (`torch.cuda.set_sync_debug_mode`) finds blocking copies. It misses non-blocking copies that
+    block because the host memory is not pinned.
     """
 
     def __init__(self) -> None:
@@ -134,8 +135,8 @@ class NoStrayCopies(_Mode):
         # `copy_` returns its first argument.
         told = (args, kwargs) if func is _aten.copy_.default else (args, kwargs, result)
         tensors = [leaf for leaf in tree_leaves(told) if isinstance(leaf, torch.Tensor)]
-        # An operator takes a number of the host as a tensor without dimensions, and passes it on to its kernel.
-        # Nothing waits for a copy of nothing, and memory of no size is not pinned.
+        # Operators take a host number as a tensor without dimensions and pass it to the kernel without a copy. Tensors
+        # without elements need no copy either, and their memory is not pinned.
         ours = [tensor for tensor in tensors if tensor.device.type == "cpu" and tensor.dim() and tensor.numel()]
         if ours and len(ours) < len([tensor for tensor in tensors if tensor.dim()]):
             goes_on = args[2] if len(args) > 2 else (kwargs or {}).get("non_blocking")

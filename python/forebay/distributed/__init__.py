@@ -1,1 +1,1 @@
-"""Several ranks as one: their group, and the meeting point that the brain gives them."""
+"""Several ranks as one group, and the store through which they meet, which the brain provides."""

@@ -1,7 +1,7 @@
-"""Rows that the ranks of a step group exchange: each has tokens of its own, and all of them share the experts.
+"""The exchange of rows between the ranks of a step group: each rank has its own tokens, and all share the experts.
 
 The plan's column `group` has the number of rows of each rank. So all ranks call the same collectives with the same
-shapes, also a rank that has no tokens.
+shapes, even a rank without tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from forebay.distributed.group import Group
 
 
 class Exchange:
-    """All-gather before the experts and reduce-scatter after them, of as many rows as the step has."""
+    """All-gather before the experts and reduce-scatter after them, for the rows of the step."""
 
     def __init__(self, group: Group) -> None:
         self.rank = group.rank
@@ -24,7 +24,7 @@ class Exchange:
         self._tokens: tuple[int, ...] = (0,) * group.world
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Says how many tokens each rank has from now on. For work, before that of the step."""
+        """Sets how many tokens each rank has from now on. Queued before the work of the step."""
         self._tokens = tuple(tokens)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -41,6 +41,6 @@ class Exchange:
         return self._group.reduce_scatter(y)[: self._tokens[self.rank]]
 
     def _padded(self, x: torch.Tensor) -> torch.Tensor:
-        """The rows with zeros after them, as many as the rank with most tokens has."""
+        """The rows, padded with zeros to the number of tokens of the largest rank."""
         missing = max(self._tokens) - len(x)
         return F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) if missing else x

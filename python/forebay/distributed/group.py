@@ -1,8 +1,7 @@
-"""The ranks of a replica as one: sums and gathers over `torch.distributed`.
+"""The group of a replica's ranks: sums and gathers over `torch.distributed`.
 
 All ranks call the same methods in the same order, with tensors of the same shape and type. They compute the same plan,
-so they need no agreement first. `all_gather` gives the same bytes to every rank. Common decisions are made from those
-bytes.
+so they need not agree first. `all_gather` gives every rank the same bytes, from which each makes the same decisions.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ ENVIRONMENT: Mapping[str, str] = MappingProxyType(
         "TORCH_NCCL_PROPAGATE_ERROR": "0",
     }
 )
-"""NCCL's own watchdogs are off: the brain ends a group that hangs, and starts the next."""
+"""NCCL's watchdogs are off: the brain ends a group that hangs, and starts a new one."""
 FOREVER = timedelta(days=365)
 
 
@@ -91,7 +90,7 @@ class TorchGroup:
 
 
 class StagedGroup:
-    """`Group` by way of the host's memory. It is for ranks that share a GPU, which NCCL refuses.
+    """`Group` through host memory, for ranks that share a GPU, which NCCL does not support.
 
     It waits for the device.
     """
@@ -145,13 +144,13 @@ def _open(store: BrainStore, backend: str, rank: int, world: int, device: torch.
 
 
 def _share_a_gpu(store: BrainStore, rank: int, world: int, device: torch.device) -> bool:
-    """True if two ranks compute on one GPU, as in tests."""
+    """True if two ranks share a GPU, as in tests."""
     store.set(f"gpu/{rank}", str(torch.cuda.get_device_properties(device).uuid))
     return len({store.get(f"gpu/{number}") for number in range(world)}) < world
 
 
 def _used(group: Group, device: torch.device) -> Group:
-    """The group, once each of its collectives has run."""
+    """The group, after each of its collectives has run once."""
     x = torch.ones(group.world, device=device)
     for collective in (group.all_reduce, group.all_gather, group.reduce_scatter, group.all_to_all):
         collective(x.clone())

@@ -1,4 +1,4 @@
-"""The brain as the meeting point of ranks: a store of PyTorch's that asks over the hand's own socket.
+"""A PyTorch store through which ranks meet: it sends questions to the brain over the hand's own socket.
 
 So no rank listens on a port, and no port has to be chosen.
 """
@@ -38,10 +38,10 @@ class BrainStore(Store):
         self._asked = 0
         self._open = True
         self.failure: Exception | None = None
-        """The error of a failed question. A caller in C++ may wrap it beyond recognition."""
+        """The error of a failed question. A C++ caller may wrap it so that its type is lost."""
 
     def close(self) -> None:
-        """Refuses all further questions. After `ready` the socket is for plans."""
+        """Refuses all further questions. After `ready`, only plans use the socket."""
         self._open = False
 
     def set(self, key: str, value: str | bytes) -> None:

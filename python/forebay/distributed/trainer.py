@@ -1,8 +1,8 @@
-"""A rank in a trainer's group, in a process of its own: it writes the tensors that the trainer sends to files.
+"""A rank in a trainer's group, in a separate process: it writes the trainer's tensors to files.
 
 The server starts it for `/init_weights_update_group`, and gives it orders on its input, one line of JSON each. Each
-order has one answer on its output: `{}`, or `{"error": "..."}`. What hands load later are the files, so no hand is in
-the group, and one that dies has no part in it.
+order has one answer on its output: `{}`, or `{"error": "..."}`. Hands load the files later. So no hand is in the group,
+and a hand that dies does not affect it.
 
 - `{"join": {"address": ..., "port": ..., "rank": ..., "world_size": ..., "name": ..., "seconds": ...}}`
 - `{"receive": {"names": [...], "dtypes": [...], "shapes": [[...], ...], "file": ...}}`
@@ -35,11 +35,11 @@ def join(
 ) -> dist.ProcessGroup:
     """Waits for all ranks of a gloo group, which meet at a port of rank 0.
 
-    The group is made as SGLang's `init_custom_process_group` makes it, so it is another one than the group of the
-    trainer's own ranks.
+    The group is created as in SGLang's `init_custom_process_group`, so it differs from the group of the trainer's own
+    ranks.
     """
     timeout = timedelta(seconds=seconds)
-    # PyTorch has no public way to a second group with ranks of its own.
+    # PyTorch has no public API for a second group with separate ranks.
     private: Any = c10d
     meeting = private.rendezvous(f"tcp://{address}:{port}", rank, world_size, timeout=timeout)
     store, _, _ = next(iter(meeting))
@@ -61,7 +61,7 @@ def join(
 def receive(
     group: dist.ProcessGroup, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], file: str
 ) -> None:
-    """Receives tensors from the trainer, in this order, and writes them to a file of safetensors."""
+    """Receives tensors from the trainer, in this order, and writes them to a safetensors file."""
     tensors = {}
     for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
         kind = getattr(torch, dtype.removeprefix("torch."), None)
@@ -74,13 +74,14 @@ def receive(
 
 
 def _orders() -> SimpleQueue[dict[str, Any]]:
-    """The orders as they come. The process ends with its input: the server has ended, or has dropped the group."""
+    """The orders as they arrive. The process ends when its input ends: the server has ended, or has dropped the group.
+    """
     orders: SimpleQueue[dict[str, Any]] = SimpleQueue()
 
     def read() -> None:
         for line in sys.stdin:
             orders.put(json.loads(line))
-        # The main thread may be waiting for a trainer that is gone.
+        # The main thread may wait for a trainer that no longer exists.
         os._exit(0)
 
     threading.Thread(target=read, daemon=True).start()
@@ -88,7 +89,7 @@ def _orders() -> SimpleQueue[dict[str, Any]]:
 
 
 def main() -> None:
-    """Obeys orders until the input ends, or one fails: a group that lost a tensor is of no more use."""
+    """Executes orders until the input ends or an order fails: a group that lost a tensor can't be used any more."""
     torch.set_num_threads(1)
     orders, group = _orders(), None
     # Keep output that libraries print apart from the answers.
@@ -103,7 +104,7 @@ def main() -> None:
             else:
                 receive(group, **order["receive"])
         except Exception as error:
-            # PyTorch's errors have a trace of C++ after their first line.
+            # PyTorch's errors have a C++ trace after their first line.
             why = (str(error).splitlines() or [repr(error)])[0]
             print(json.dumps({"error": why}), file=answers, flush=True)
             return

@@ -7,10 +7,12 @@ import os
 from forebay.gpu.interface import Kernels
 
 VARIABLE = "FOREBAY_GPU_KERNELS"
-"""The environment's choice: `triton`, the default, or `reference`, which needs no Triton."""
+"""The environment variable for the kernels: `triton`, the default, or `reference`, which needs no Triton."""
 
 MAPPED = "FOREBAY_GPU_MAPPED"
-"""The environment's choice: 1 has kernels read plans and write results in the host's memory. No GPU has run it."""
+"""The environment variable for mapped memory: with 1, kernels read plans and write results in host memory. Untested on
+GPUs.
+"""
 
 
 def maps() -> bool:
@@ -19,7 +21,7 @@ def maps() -> bool:
 
 
 def kernels() -> Kernels:
-    """The operators of the environment's choice. Raises `ValueError` for another word."""
+    """The operators that the environment selects. Raises `ValueError` for an unknown name."""
     name = os.environ.get(VARIABLE, "triton")
     if name == "triton":
         from forebay.gpu import kernels as triton_kernels

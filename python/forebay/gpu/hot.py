@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class HotRows:
-    """The hot rows of all slots, of one group of layers that choose alike; `h` rows a slot.
+    """The hot rows of all slots, for one group of layers with the same choice; `h` rows per slot.
 
     `row_of` may hold anything. A row holds a position if it is also the row's owner. Lines may be longer.
     """
@@ -31,7 +31,7 @@ class SparsePages:
     clock: torch.Tensor  # int32 [slots]: steps of each slot since it became sparse, this one included
     page_size: int
     page_stride: int
-    """Entries of a layer from a page's first entry to the next page's."""
+    """Entries of a layer from the first entry of a page to that of the next."""
     null_page: int
 
 

@@ -18,8 +18,8 @@ from forebay.gpu.tables import Received, StepBuffers, Tables
 class PagedRows:
     """The rows of one step for attention; `r` rows, which may be padding, of `n` tokens.
 
-    Tensors are on the device, so that a graph may run again with other values in them. Fields that are no tensors
-    decide about launches, and are the same for all steps of a graph.
+    Tensors are on the device, so that a graph may run again with other values in them. The other fields decide about
+    launches, and are the same for all steps of a graph.
     """
 
     slots: torch.Tensor  # int32 [r]
@@ -28,15 +28,15 @@ class PagedRows:
     page_table: torch.Tensor  # int32 [slots, pages a slot]
     page_size: int
     page_stride: int
-    """Entries of a layer from a page's first entry to the next page's."""
+    """Entries of a layer from the first entry of a page to that of the next."""
     null_page: int
     """The page that is read in place of page -1. Page -1 is reported elsewhere."""
     decodes: bool = True
     """True if any row may have one token."""
     chunks: bool = True
-    """True if any row may have several tokens, or if there may be tokens of no row."""
+    """True if a row may have several tokens, or if some tokens may belong to no row."""
     works: dict[Any, object] = field(default_factory=dict, init=False, compare=False, repr=False)
-    """What operators have derived from the rows on the device, for all layers of the step."""
+    """Values that operators have derived from the rows on the device, shared by all layers of the step."""
 
 
 class Attention(Protocol):
@@ -55,12 +55,12 @@ class Attention(Protocol):
     ) -> torch.Tensor:
         """Attention [n, heads, value_dim] of q [n, heads, head_dim], the last dimensions dense.
 
-        A query sees its last `window` positions, its own among them; 0: all. Scores approach the bound `cap`; 0: there
-        is none. `sinks` [heads] are further scores, which take weight and give nothing; None: there are none.
+        A query sees its last `window` positions, its own included; 0: all. Scores approach the bound `cap`; 0: no
+        bound. `sinks` [heads] are further scores, which take weight but have no value; None: there are none.
 
-        `keys` [entries, kv_heads, head_dim] and `values` [entries, kv_heads, value_dim] hold the rows' own tokens too.
-        They are of q's type, or uint8: 8-bit floats (e4m3). Values of latent rows begin where keys do, and are their
-        first elements. Tokens of no row get 0.
+        `keys` [entries, kv_heads, head_dim] and `values` [entries, kv_heads, value_dim] include the rows' own tokens.
+        They have q's type, or are uint8: 8-bit floats (e4m3). The values of latent rows are the first elements of the
+        keys, in the same memory. Tokens of no row get 0.
         """
 
 
@@ -73,21 +73,22 @@ class Layers(Protocol):
     def one_row_gated(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str = "silu"
     ) -> torch.Tensor:
-        """`gate` of `one_row` [1, outputs / 2], in one kernel. It rounds what both round."""
+        """`gate` of `one_row` [1, outputs / 2], in one kernel, with the same roundings as both."""
 
     def add_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The root mean square norm of `x + residual`, scaled by `weight` [hidden], and the sum, both [n, hidden].
+        """Returns the root mean square norm of `x + residual`, scaled by `weight` [hidden], and the sum, both [n,
+        hidden].
 
-        The sum is written over the residual. Without a residual it is x.
+        The sum overwrites the residual. Without a residual it is x.
         """
 
     def gate(self, gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
         """`activation(gate) * up` [n, inner] of `gate_up` [n, gates and then ups].
 
-        The function is `silu`, `gelu`, or `gelu_pytorch_tanh`. With `swigluoai` gates are clamped at 7 and have the
-        slope 1.702, and ups are clamped at both sides and grow by 1.
+        The function is `silu`, `gelu`, or `gelu_pytorch_tanh`. With `swigluoai`, gates are clamped at 7 and have the
+        slope 1.702; ups are clamped on both sides, and 1 is added.
         """
 
     def rotate_and_keep(
@@ -104,11 +105,11 @@ class Layers(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Views q, k and v, [n, heads, dim] each, of qkv [n, all heads * dim], which is overwritten.
 
-        Query and key heads are normalised by the weights `norms` [dim] each, unless these are None. Then as many first
-        elements are rotated as there are angles: `cos` and `signed_sin` [n, 1, turned], as in `layers.rotary.Rotation`.
-        Keys and values go to the entries `writes` int64 [n] of `keys` and `values` [entries, heads, dim]. These are of
-        qkv's type, or uint8: 8-bit floats (e4m3), rounded to nearest from float32, ties to even. There the largest
-        number is 448, and NaN stays NaN.
+        Query and key heads are normalised by the weights `norms` [dim] each, unless these are None. Then the first
+        elements are rotated, as many as there are angles: `cos` and `signed_sin` [n, 1, turned], as in
+        `layers.rotary.Rotation`. Keys and values go to the entries `writes` int64 [n] of `keys` and `values` [entries,
+        heads, dim]. These are of qkv's type, or uint8: 8-bit floats (e4m3), rounded to nearest from float32, ties to
+        even. There the largest number is 448, and NaN stays NaN.
         """
 
     def keep_latent(
@@ -151,10 +152,10 @@ class Plans(Protocol):
     """Plans on the device. `errors` int32 [1] gets further bits of `tables.ERROR_*`."""
 
     def move_words(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copies dense int32 words to as many of another tensor. One of both may be pinned memory of the host."""
+        """Copies dense int32 words to the same number of words of another tensor. Either may be pinned host memory."""
 
     def apply_slots(self, received: Received, tables: Tables, errors: torch.Tensor) -> None:
-        """Writes new slots: the records, the parameters and the tokens. A wrong slot touches no other."""
+        """Writes new slots: the records, the parameters and the tokens. A wrong slot changes no other slot."""
 
     def write_table(
         self, received: Received, name: str, table: torch.Tensor, least: int, most: int, errors: torch.Tensor
@@ -179,13 +180,15 @@ class Plans(Protocol):
 
 
 class Sampling(Protocol):
-    """The way from logits to tokens, without a look at them on the host."""
+    """The computation from logits to tokens, without copies to the host."""
 
     def greedy(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first largest of each row of logits [r, vocabulary], int64 [r]; and bool [r], true if all are finite."""
+        """The first index of the largest logit of each row [r, vocabulary], int64 [r]; and bool [r], true if all are
+        finite.
+        """
 
     def draw(self, logits: torch.Tensor, wishes: Wishes, tokens: torch.Tensor) -> None:
-        """Overwrites `tokens` int64 [r], which `greedy` gave, of rows with a temperature.
+        """Overwrites `tokens` int64 [r], the result of `greedy`, in rows with a temperature.
 
         They are drawn by float32 logits [r, vocabulary].
 
@@ -200,9 +203,9 @@ class Sampling(Protocol):
         lines: torch.Tensor,
         penalties: torch.Tensor,
     ) -> None:
-        """Overwrites `rows` int64 [p] of float32 logits [r, vocabulary] with what `layers.ops.penalised` gives.
+        """Overwrites `rows` int64 [p] of float32 logits [r, vocabulary] with the result of `layers.ops.penalised`.
 
-        `counts` int32 [lines, 2, vocabulary] have how often tokens were seen and were generated, and `lines` int64 [p]
+        `counts` int32 [lines, 2, vocabulary] count how often tokens were seen and were generated, and `lines` int64 [p]
         are those of the rows. `penalties` float32 [p, 3] are of repetition, presence and frequency.
         """
 
@@ -238,12 +241,12 @@ class Sampling(Protocol):
     ) -> None:
         """Writes the results of `likely` for tokens int32 [r] to `told` int32 [r, 2, 1 + MOST_LIKELY].
 
-        The first half has ids, the second the bits of float32. A row has as many as its slot asks for, at most
-        `MOST_LIKELY` and the vocabulary. All else is undefined.
+        The first half has ids, the second the bits of float32. A row has as many as its slot requests, at most
+        `MOST_LIKELY` and the vocabulary. Other entries are undefined.
         """
 
     def ask(self, tables: Tables, buffers: StepBuffers) -> Wishes:
-        """The sampling parameters of the step's rows. Rows that do not sample need no draw."""
+        """The sampling parameters of the step's rows. Rows that do not sample have no parameters for draws."""
 
     def keep(
         self,
@@ -254,10 +257,10 @@ class Sampling(Protocol):
         errors: torch.Tensor,
         block: torch.Tensor,
     ) -> torch.Tensor:
-        """Stores int64 tokens [r] in the token pool. They are 0 where not `finite` bool [r].
+        """Stores int64 tokens [r] in the token pool. They are 0 where `finite` bool [r] is false.
 
         Tokens of rows that do not sample go to the null slot. `block` int32 [1 + 2r] gets the error word, which becomes
-        0, then the tokens, then 1 for each that is finite. Gives the tokens, a view of it.
+        0, then the tokens, then 1 for each that is finite. Returns the tokens, a view of it.
         """
 
 
@@ -278,19 +281,22 @@ class Experts(Protocol):
 
         Weights are float32 [n, each], and ids int64 [n, each], ascending. Experts are `gate_up` [experts, gates and
         then ups, hidden] and `down` [experts, hidden, inner]. `biases` are of both products, [experts, gates and then
-        ups] and [experts, hidden]. `activation` as in `gate`. The id `experts` stands for none, at any place, and its
-        weight is 0.
+        ups] and [experts, hidden]. `activation` as in `gate`. The id `experts` stands for no expert; its weight must be
+        0.
         """
 
 
 class Codes(Protocol):
-    """A matrix [rows, inputs] of 8-bit floats (e4m3), or of 4-bit integers less zero points. Both are times scales."""
+    """A matrix [rows, inputs] of 8-bit floats (e4m3), or of 4-bit integers minus zero points. Both are multiplied by
+    scales.
+    """
 
     @property
     def codes(self) -> torch.Tensor:
         """The codes, uint8 [rows, inputs] or [rows, inputs / 2].
 
-        Of every `fold` 4-bit codes the first half is in the low bits of bytes, and the second half in the high bits.
+        Of every `fold` 4-bit codes, the first half is in the low bits of the bytes, and the second half in the high
+        bits.
         """
 
     @property
@@ -319,7 +325,7 @@ class Codes(Protocol):
 
 
 class Quantised(Protocol):
-    """Products with matrices in the bits in which they are stored."""
+    """Products with matrices in their stored bits."""
 
     def product(self, x: torch.Tensor, matrix: Codes, bias: torch.Tensor | None) -> torch.Tensor:
         """`x W^T + b` [n, rows] of x [n, inputs], whose rows are dense, in its type."""
@@ -343,7 +349,7 @@ class Built(Protocol):
     """The way in which operators come to be."""
 
     COMPILES: bool
-    """True if the first launch of a kernel compiles it, which takes a C compiler on a GPU."""
+    """True if the first launch of a kernel compiles it, which requires a C compiler on a GPU."""
 
 
 class Sparse(Protocol):
@@ -363,7 +369,7 @@ class Sparse(Protocol):
         """
 
     def clear_slots(self, received: Received, table: torch.Tensor, slots: int) -> None:
-        """Makes new slots of the plan, below `slots`, name no page in a table int32 [slots or more, any]."""
+        """Removes all pages of the plan's new slots, below `slots`, from a table int32 [slots or more, any]."""
 
     def open_hot_rows(self, received: Received, pages: SparsePages, group: HotRows, slots: int) -> None:
         """Empties the hot rows that the plan gives to slots, and starts the slots' step counts.
@@ -409,11 +415,12 @@ class Recurrences(Protocol):
         silu: bool = False,
         gates: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """The causal convolution [n, channels] of each channel of x [n, channels], behind the last inputs of its row.
+        """The causal convolution [n, channels] of each channel of x [n, channels], continued from the last inputs of
+        its row.
 
         `weight` is [channels, taps], the oldest first. `table` [lines, taps - 1, channels] has the last inputs, which
-        are advanced. With `silu` outputs are `y * sigmoid(y)`. With gates, [n, channels] each and as far apart as x,
-        inputs are x times the first, and outputs are times the second. Tokens of no row get 0.
+        are advanced. With `silu` outputs are `y * sigmoid(y)`. With gates, [n, channels] each with the strides of x,
+        inputs are x times the first gate, and outputs are multiplied by the second. Tokens of no row get 0.
         """
 
     def recur(
@@ -431,7 +438,7 @@ class Recurrences(Protocol):
         `mixed` [n, queries, keys and values] are outputs of the convolution. Steps are `softplus(a + step_bias)`, with
         a [n, heads], or [n, heads * key_dim] with decays of channels; decays are `exp(-exp(decay) * step)`. Strengths
         of the delta rule are `sigmoid(b)`, with b [n, heads]; None: there is no such rule, and they are the steps.
-        `table` is float32 [lines, heads, key_dim, value_dim]. Tokens of no row get anything.
+        `table` is float32 [lines, heads, key_dim, value_dim]. Outputs for tokens of no row are undefined.
         """
 
     def gated_norm(
@@ -448,7 +455,7 @@ class Recurrences(Protocol):
         """float32 y [n, values], normalised in groups of `size` and gated, in the type of `gate` [n, values].
 
         The gate is a sigmoid (`sigmoid`), or `x * sigmoid(x)`. `norm` is `none`, `before_gate` or `after_gate`, and
-        `weight` [size], of all groups, or [values]. Tokens from `first[-1]` on, which are of no row, get 0.
+        `weight` is [size], for all groups, or [values]. Tokens from `first[-1]` on, which are of no row, get 0.
         """
 
 

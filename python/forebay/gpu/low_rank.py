@@ -1,4 +1,4 @@
-"""Low-rank matrices of several adapters beside one product, and the tokens of a step by adapter."""
+"""Low-rank matrices of several adapters for one product, and the tokens of a step by adapter."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 @dataclass(frozen=True)
 class LowRankStack:
-    """The matrices of all places beside one product, whose outputs may be several modules' one after the other.
+    """The matrices of all places for one product, whose outputs may be those of several modules, one after the other.
 
-    A module that an adapter does not change has zeros, and so has what is behind its rank.
+    Modules that an adapter does not change have zeros, as do the elements beyond an adapter's rank.
     """
 
     a: torch.Tensor  # [places, modules * rank, inputs]
@@ -29,8 +29,8 @@ class LowRankStack:
 
 @dataclass(frozen=True)
 class PlacedTokens:
-    """The tokens of a step, and the place of each one's adapter."""
+    """The tokens of a step, and the place of each token's adapter."""
 
     places: torch.Tensor  # int32 [n]; the number of places: no adapter changes the token
     works: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
-    """What operators have derived from it on the device, for all products of the step."""
+    """Values that operators have derived from it on the device, shared by all products of the step."""

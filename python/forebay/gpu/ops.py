@@ -1,7 +1,7 @@
 """`layers.ops.Ops` with the operators of this package.
 
-Layers are built on attention, and attention on this package. So this file describes the arguments of layers by the
-attributes that it reads. A type checker sees that they fit.
+Layers are built on attention, and attention on this package. So this file describes the arguments of layers by
+protocols with the attributes that it reads. A type checker verifies that they match.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ class Draw(Protocol):
 
     @property
     def limited(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """The numbers of rows with a `top_k`, their `top_k`, and their `top_p`."""
+        """The indices of rows with a `top_k`, their `top_k`, and their `top_p`."""
 
     @property
     def nucleus(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The numbers of rows with a `top_p` alone, and their `top_p`."""
+        """The indices of rows with only a `top_p`, and their `top_p`."""
 
     @property
     def min_p(self) -> torch.Tensor | None:
@@ -109,7 +109,7 @@ class GpuOps:
         return self._kernels.gate(gate_up, activation)
 
     def forbidden(self, masks: torch.Tensor, vocabulary: int) -> torch.Tensor:
-        # A few rows of bits: PyTorch's operators are enough.
+        # There are only a few rows of bits, so PyTorch's operators suffice.
         bits = torch.arange(32, dtype=torch.int32, device=masks.device)
         return ((masks[:, :, None] >> bits & 1) == 0).view(len(masks), -1)[:, :vocabulary]
 

@@ -1,6 +1,6 @@
 """`layers.quantised.Products` with the operators of this package, and PyTorch's products.
 
-As in `ops`, the arguments of layers are described by the attributes that are read.
+As in `ops`, protocols describe the arguments of layers.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ import torch.nn.functional as F
 from forebay.gpu.interface import Codes, Kernels
 
 _ALIGNED = 16
-"""The factor of sizes of matrices for PyTorch's product of 8-bit floats."""
+"""PyTorch's product of 8-bit floats requires matrix sizes that are multiples of this."""
 MANY_ROWS = 64
-"""Above that many rows it is quicker to multiply a matrix of codes out first.
+"""Above this number of rows, it is faster to dequantise a matrix of codes first.
 
-Each 64 rows convert its codes again. With 256 rows and 24576 x 4096 codes of 4 bits that takes 449 us on an H100, and
-multiplied out 202.
+Every 64 rows convert its codes again. With 256 rows and 24576 x 4096 codes of 4 bits, that takes 449 us on an H100,
+against 202 us with dequantisation.
 """
 
 
 FUSED = "FOREBAY_GPU_FUSED"
-"""The environment's choice: 1 has a product of one row and the gate behind it be one kernel. No GPU has run it."""
+"""The environment variable for the fusion of a product of one row with the gate after it: 1 turns it on. Untested on
+GPUs.
+"""
 
 
 def fuses() -> bool:
@@ -44,7 +46,7 @@ class GpuProducts:
     """Implements `layers.quantised.Products`."""
 
     def __init__(self, kernels: Kernels, floats: bool, fused: bool = False) -> None:
-        """`floats`: the device multiplies 8-bit floats by each other. `fused`: as `FUSED` has it."""
+        """`floats`: the device multiplies 8-bit floats by each other. `fused`: see `FUSED`."""
         self._kernels = kernels
         self._floats = floats
         self._fused = fused
@@ -79,7 +81,7 @@ class GpuProducts:
 
 
 def _is_own(x: torch.Tensor) -> bool:
-    """True for one row that our kernels multiply. In float32 a row's sums have one order, whatever rows are beside."""
+    """True for one row that our kernels multiply. In float32, a row's sums have one order, whatever the other rows."""
     return len(x) == 1 and x.dtype == torch.bfloat16
 
 

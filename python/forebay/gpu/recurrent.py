@@ -17,18 +17,18 @@ NO_STATE = -1
 class StateRows:
     """The rows of one step; `r` rows, which may be padding, of `n` tokens.
 
-    Tensors are on the device, so that a graph may run again with other values in them. A table of states has a last
-    line for padding, which nobody reads.
+    Tensors are on the device, so that a graph may run again with other values in them. The last line of a table of
+    states is for padding and is never read.
     """
 
-    first: torch.Tensor  # int32 [r + 1]: where the row's tokens begin; behind the last row are tokens of nobody
-    of_token: torch.Tensor  # int32 [n]: the row of each token; r: of nobody
+    first: torch.Tensor  # int32 [r + 1]: where the row's tokens begin; after the last row are tokens of no row
+    of_token: torch.Tensor  # int32 [n]: the row of each token; r: no row
     places: torch.Tensor  # int32 [r, 3 or more]: lines of the tables, in the order of SOURCE, KEPT, TARGET
-    """The line with the state before the row, that which gets the state before its last position, and that which gets
-    the state behind it. If the last two are one line, it gets the state behind the row. The second is the first one,
-    unless that is `NO_STATE`."""
+    """SOURCE has the state before the row, KEPT gets the state before its last position, and TARGET gets the state
+    after it. If the last two are one line, it gets the state after the row. KEPT is SOURCE, unless that is `NO_STATE`.
+    """
     chunks: bool = True
-    """True if any row may have several tokens, or if there may be tokens of no row."""
+    """True if a row may have several tokens, or if some tokens may belong to no row."""
 
 
 class StateHeads(Protocol):
@@ -40,7 +40,7 @@ class StateHeads(Protocol):
 
     @property
     def key_heads(self) -> int:
-        """The number of heads of keys and queries, each of which as many heads share."""
+        """The number of heads of keys and queries. Each serves the same number of value heads."""
 
     @property
     def tiled(self) -> bool:
@@ -56,11 +56,11 @@ class StateHeads(Protocol):
 
     @property
     def channel_decay(self) -> bool:
-        """True if each channel of a key has a decay, and not each head."""
+        """True if each channel of a key has its own decay; False: each head has one."""
 
     @property
     def delta(self) -> bool:
-        """True if a state's old value for a key is taken away first. Then keys and queries have the length 1."""
+        """True if a state's old value for a key is subtracted first. Keys and queries then have length 1."""
 
 
 @dataclass(frozen=True)

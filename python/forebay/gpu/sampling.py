@@ -9,7 +9,7 @@ import torch
 FIXED_POINT = 40
 """Fractional bits of a token's weight relative to the largest weight. Sums are then exact in any order."""
 MOST_LIKELY = 32
-"""The most tokens beside a row's own that `Sampling.likely` finds."""
+"""The most tokens that `Sampling.likely` finds besides a row's own."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Wishes:
     top_k: torch.Tensor  # int32 [r]; 0, or at least the vocabulary: off
     top_p: torch.Tensor  # float32 [r]; 1: off
     min_p: torch.Tensor  # float32 [r]; 0: off
-    bits: torch.Tensor  # int64 [r]: u is the upper 53 of them, as of an unsigned number, divided by 2^53
+    bits: torch.Tensor  # int64 [r]: u is their upper 53 bits, as an unsigned number, divided by 2^53
 
     @classmethod
     def make(cls, rows: int, device: torch.device) -> Wishes:

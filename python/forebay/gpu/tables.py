@@ -1,8 +1,8 @@
 """The tables of a hand on its device, and received plans in the device's memory.
 
-A plan that contradicts the tables must touch no other slot's memory. The device can't raise, and an access outside of
-its memory ends the process. So there is one page and one slot behind those of the brain, the *null page* and the *null
-slot*. They stand in for any page or slot that does not exist, and padding writes to them. Each kind of error is a bit
+A plan that contradicts the tables must not change another slot's memory. The device can't raise, and an access outside
+of its memory ends the process. So there are one page and one slot more than the brain uses, the *null page* and the
+*null slot*. They replace any page or slot that does not exist, and padding writes to them. Each kind of error is a bit
 of a word, which the hand reads with the step's result.
 """
 
@@ -41,7 +41,7 @@ def column_id(name: str) -> int:
 
 
 def places(plan: Plan) -> Int32s:
-    """The place of each id's column in a plan's body, int32 [ids, 2]: first word and words; for the device."""
+    """The place of each column in a plan's body by id, int32 [ids, 2]: first word and words; for the device."""
     found = np.zeros((LAST_ID, 2), np.int32)
     for id_, place in plan.places.items():
         found[id_ - 1] = place.start, place.stop - place.start
@@ -58,7 +58,7 @@ class Received:
 
 
 def no_records(lines: int, device: torch.device) -> torch.Tensor:
-    """The records of slots that were not written, int32 [lines, SLOT_WORDS]. They ask for no log-probability."""
+    """The records of slots that were not written, int32 [lines, SLOT_WORDS]. They request no log-probabilities."""
     words = torch.zeros(lines, SLOT_WORDS, dtype=torch.int32, device=device)
     words[:, SlotRecord.LOGPROBS] = -1
     return words
@@ -77,7 +77,7 @@ class Tables:
     page_count: int
     """The number of pages for the brain; the null page has this number."""
     page_stride: int
-    """Entries of a layer from a page's first entry to the next page's."""
+    """Entries of a layer from the first entry of a page to that of the next."""
 
     @classmethod
     def make(
@@ -118,8 +118,8 @@ class Tables:
 class StepBuffers:
     """The rows that `prepare` makes of a plan: `r` rows and `n` tokens, the size of a captured graph.
 
-    Rows behind those of the plan are padding. They have one token of the null slot each while tokens are left, then
-    none. Tokens behind those of all rows are tokens of no row, like the null slot's.
+    Rows after those of the plan are padding. Each has one token of the null slot while tokens are left, then none.
+    Tokens after those of all rows belong to no row, and are treated like the null slot's.
     """
 
     tokens: torch.Tensor  # int32 [n]
@@ -133,7 +133,7 @@ class StepBuffers:
 
     @classmethod
     def make(cls, rows: int, tokens: int, device: torch.device) -> StepBuffers:
-        """Buffers for steps of so many rows and tokens."""
+        """Buffers for steps with this many rows and tokens."""
 
         def buffer(size: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=device)

@@ -1,7 +1,7 @@
-"""Low-rank matrices beside a model's own (Hu et al. 2021): `y = W x + B (A x)`.
+"""Low-rank matrices in addition to a model's own (Hu et al. 2021): `y = W x + B (A x)`.
 
-Ranks divide them as they divide W. Where a rank has some outputs, it has all of A, and those rows of B. Where it has
-some inputs, it has those columns of A, and all of B: what it adds is part of its term of the sum over ranks.
+Ranks divide them as they divide W. If a rank has some outputs, it has all of A and those rows of B. If it has some
+inputs, it has those columns of A and all of B, and adds its product to its term of the sum over ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class LowRank(NamedTuple):
     """The low-rank matrices of one module, in the model's dtype."""
 
     a: torch.Tensor  # [rank, inputs], those of this rank
-    b: torch.Tensor  # [outputs, rank], those of this rank, with the adapter's factor
+    b: torch.Tensor  # [outputs, rank], those of this rank, times the adapter's factor
 
     @property
     def nbytes(self) -> int:
@@ -75,13 +75,13 @@ class AdaptedModules:
 
     def __init__(self) -> None:
         self.cuts: dict[str, Cut] = {}
-        """The part of each module's matrix [outputs, inputs] that is on this rank, by name."""
+        """The part of each module's matrix [outputs, inputs] that this rank has, by name."""
         self.products: list[tuple[Mapping[str, int], int]] = []
-        """The modules of each product, with their outputs on this rank, and its inputs there."""
+        """The modules of each product, with their outputs and inputs on this rank."""
         self._step: StepAdapters | None = None
 
     def register(self, cuts: Mapping[str, Cut]) -> None:
-        """Notes a product whose outputs are those of modules, one after the other."""
+        """Registers a product whose outputs are those of modules, one after the other."""
         columns = next(iter(cuts.values())).columns
         assert columns is not None, "a module is a matrix"
         self.products.append(({name: cut.rows.size for name, cut in cuts.items()}, columns.size))
@@ -89,7 +89,7 @@ class AdaptedModules:
 
     @contextmanager
     def of_step(self, adapted: StepAdapters) -> Iterator[None]:
-        """Adds these adapters' terms to the products that run within it."""
+        """Within this context, adds the adapters' terms to products."""
         self._step = adapted
         try:
             yield

@@ -32,12 +32,13 @@ class Attention:
         shares: bool = False,
         inputs: int | None = None,
     ) -> None:
-        """`layer` is its number among those with pages. `norm_eps` and `wide_norms`: of the norms of heads, if any.
+        """`layer` is its number among the layers with pages. `norm_eps` and `wide_norms` are for the norms of heads, if
+        any.
 
-        `keys_of` is the number of the layer whose keys and values are read; None: this one has its own. `shares`: they
-        are read by others too. `inputs`: elements of the states that it reads; None: as many as it gives, `hidden`.
+        `keys_of` is the number of the layer whose keys and values are read; None: this one has its own. `shares`: other
+        layers read this one's. `inputs`: elements of the states that it reads; None: `hidden`, as many as it returns.
 
-        With other ranks it has some of the heads, and gives a term of a sum over ranks.
+        With other ranks, it has some of the heads and computes a term of a sum over ranks.
         """
         self._layer = layer
         self.kind = kind
@@ -60,7 +61,7 @@ class Attention:
         self.qkv = Linear(params, prefix, inputs or hidden, widths, shape.qkv_bias)
         self.output = Linear(params, prefix, queries, {"o_proj": hidden}, shape.output_bias)
         self.sinks: torch.Tensor | None = None
-        """A score for each query head that takes weight and gives nothing; None: there is none."""
+        """A sink for each query head: a score that takes weight but has no value; None: there is none."""
         if shape.sinks:
             self.sinks = params.tensor((heads.queries,), {f"{prefix}.sinks": params.shard.of(shape.heads)})
         self._how = How(shape.scale, kind.window, kind.chunk, shape.cap, self.sinks, shape.both_ways)
@@ -118,14 +119,16 @@ class Attention:
         return self.output(attended if gate is None else attended * gate.sigmoid())
 
     def _normalised(self, qkv: torch.Tensor) -> torch.Tensor:
-        """Queries and keys whose heads are normalised without weights, and values. Rotating changes no mean square."""
+        """Queries and keys whose heads are normalised without weights, and values. The order does not matter: rotations
+        keep the mean square.
+        """
         heads = self._heads
         width = (heads.queries + heads.keys) * heads.dim
         both = unweighted(qkv[:, :width].unflatten(1, (-1, heads.dim)), self._eps).flatten(1)
         return torch.cat((both, qkv[:, width:]), dim=1)
 
     def _with_values(self, qkv: torch.Tensor) -> torch.Tensor:
-        """Queries, keys and values, the last of which may be the keys, and may be normalised."""
+        """Queries, keys and values. The values may be the keys, and may be normalised."""
         heads = self._heads
         queries, width = heads.queries * heads.dim, heads.keys * heads.dim
         v = qkv[:, queries : queries + width] if self._keys_are_values else qkv[:, queries + width :]

@@ -1,4 +1,4 @@
-"""Experts in addition to a dense part, each with norms of its own (Gemma 4, 2026)."""
+"""Experts in addition to a dense part, each with its own norms (Gemma 4, 2026)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from forebay.weights.parts import Experts
 
 
 class NormedRouter(Router):
-    """Chooses experts by states that are normalised, and times learned factors."""
+    """Chooses experts by states that are normalised and then multiplied by learned factors."""
 
     def __init__(self, params: Parameters, prefix: str, hidden: int, experts: Experts, eps: float) -> None:
         super().__init__(params, prefix, hidden, experts)
@@ -31,7 +31,7 @@ class NormedRouter(Router):
 
 
 class ExpertsBeside:
-    """The sum of a dense part and a mixture of experts, whose router reads states that are not normalised yet."""
+    """The sum of a dense part and a mixture of experts, whose router reads the states before their norm."""
 
     def __init__(self, config: ModelConfig, params: Parameters, prefix: str, experts: Experts) -> None:
         if params.ranks is not None or params.exchange is not None:

@@ -1,4 +1,4 @@
-"""The layers that families are built of, under Hugging Face's parameter names."""
+"""The layers of which families are built, under Hugging Face's parameter names."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def grouped_attention(config: ModelConfig, params: Parameters, index: int) -> At
 
 
 class Beside:
-    """Attention and a recurrent part of the same states, whose outputs are added; x is [tokens, hidden]."""
+    """Attention and a recurrent part that read the same states, whose outputs are added; x is [tokens, hidden]."""
 
     def __init__(self, attention: Attends, recurrent: RecurrentLayer) -> None:
         self._attention = attention
@@ -75,7 +75,7 @@ def latent_attention(config: ModelConfig, params: Parameters, index: int) -> Lat
 def feed_forward(
     config: ModelConfig, params: Parameters, index: int
 ) -> DenseFeed | MixtureOfExperts | ExpertsBeside | None:
-    """The feed-forward part after the attention of layer `index`, by the config; None: it has none."""
+    """The feed-forward part after the attention of layer `index`, as the config says; None: it has none."""
     feed = config.feed(index)
     prefix, hidden, activation = f"model.layers.{index}.mlp", config.hidden_size, config.hidden_act
     if feed is None:
@@ -97,13 +97,13 @@ _NORMS: dict[str, tuple[tuple[str | None, str | None], tuple[str, str] | None]] 
     ),
     "parallel": (("input_layernorm", None), None),
 }
-"""The names of norms in front of the two parts of a layer and behind them, by their places."""
+"""The names of the norms before and after the two parts of a layer, by their places."""
 
 
 def block_of(
     config: ModelConfig, params: Parameters, index: int, attention: Attends | None, mlp: Feeds | ReadsBoth | None
 ) -> Block:
-    """Layer `index` of its parts, of which one may be None, with norms at their places."""
+    """Layer `index`, made of its parts, of which one may be None, with norms at their places."""
     if params.ranks is not None and attention is not None and mlp is not None:
         assert not isinstance(mlp, ReadsBoth)
         attention, mlp = Summed(attention, params.ranks.group), Summed(mlp, params.ranks.group)

@@ -22,12 +22,14 @@ from forebay.weights.codes import Raw
 from forebay.weights.config import ModelConfig
 
 HEAD = "lm_head.weight"
-"""The name of the head, also if the head is the embedding."""
+"""The name of the head, even if the head is the embedding."""
 
 
 @dataclass(frozen=True)
 class ImageRows:
-    """The rows at a step's `m` image positions in place of embeddings, and the rows that later layers add there."""
+    """The rows at a step's `m` image positions in place of embeddings, and the rows that are added after the first
+    layers.
+    """
 
     at: torch.Tensor  # int64 [m]: which of the step's tokens
     rows: torch.Tensor  # [m, 1 + deepstack, hidden]: inputs, then the terms that are added after layers 0, 1, ...
@@ -35,7 +37,7 @@ class ImageRows:
 
 @dataclass(frozen=True)
 class FeatureRows:
-    """The pages' features, from which a head drafts, for a step of `n` tokens."""
+    """The features on pages, from which a head drafts, for a step of `n` tokens."""
 
     pool: torch.Tensor  # [entries, hidden]
     writes: torch.Tensor  # int64 [n]: the entry of each token's feature
@@ -60,19 +62,19 @@ class Forward:
     images: ImageRows | None = None
     """The rows of images; None: there are no image positions."""
     states: Any = None
-    """What the model needs of the recurrent states of the rows (`StateStore.step`); None: it has none."""
+    """The part of the step for recurrent states (`StateStore.step`); None: the model has none."""
     adapted: StepAdapters | None = None
-    """The adapters of the tokens; None: the base computes all."""
+    """The adapters of the tokens; None: all tokens use the base model."""
     logits: torch.Tensor | None = None
-    """Memory for the logits, float32 [s, vocabulary]; None: they get memory of their own."""
+    """Memory for the logits, float32 [s, vocabulary]; None: new memory is allocated."""
     features: FeatureRows | None = None
-    """Where features are kept; None: no head drafts from them."""
+    """The place of features; None: no head drafts from them."""
     window: WindowRows | None = None
     """The data for layers with pages of the window part; None: all layers share one pool."""
 
 
 class Attends(Protocol):
-    """The part of a layer in which tokens see others."""
+    """The part of a layer in which tokens attend to others."""
 
     def __call__(self, x: torch.Tensor, step: Step, /) -> torch.Tensor:
         """Computes the part for x [tokens, hidden]. The result has the same shape."""
@@ -87,7 +89,7 @@ class Feeds(Protocol):
 
 @runtime_checkable
 class ReadsBoth(Protocol):
-    """A part that works on each token alone, and reads the states in front of its norm too."""
+    """A part that works on each token alone, and also reads the states before its norm."""
 
     def beside(self, x: torch.Tensor, states: torch.Tensor, ops: Ops, /) -> torch.Tensor:
         """Computes the part for normalised states x and the states [tokens, hidden]. The result has the same shape."""
@@ -102,7 +104,7 @@ class AddsInput(Protocol):
 
 @runtime_checkable
 class TakesPart(Protocol):
-    """A part of a layer that ranks with tokens of their own compute together."""
+    """A part of a layer that ranks compute together, each with its own tokens."""
 
     def take_part(self, none: torch.Tensor, ops: Ops, /) -> None:
         """Takes part in collectives as a rank without tokens; `none` is [0, hidden]."""
@@ -115,7 +117,7 @@ class AttachedHead(Protocol):
 
     @property
     def taps(self) -> Sequence[int]:
-        """The layers whose inputs it reads. The number of layers: the final states."""
+        """The layers whose inputs it reads. The number of layers stands for the final states."""
 
     @property
     def rotaries(self) -> Sequence[Rotary]:
@@ -126,7 +128,7 @@ class AttachedHead(Protocol):
 
 
 class Block:
-    """One decoder layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`, or with norms at other places.
+    """One decoder layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`, or the same with norms at other places.
 
     A layer of one part has only this part and the norm in front of it.
     """
@@ -146,7 +148,7 @@ class Block:
         None: there is none. `scale` is the factor of both parts' outputs. `parallel`: both parts read one norm.
         """
         self.inputs: AddsInput | None = None
-        """The term that the layer's own input gives behind both parts; None: it has no input."""
+        """Adds a term from the layer's own input after both parts; None: the layer has no input."""
         self.factor: torch.Tensor | None = None
         """The factor [1] of the layer's output; None: there is none."""
         self.parallel = parallel
@@ -192,7 +194,7 @@ class Block:
     def _input(
         norm: Norm | None, x: torch.Tensor, residual: torch.Tensor | None, ops: Ops
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The input of a part, and the sum that it is a norm of."""
+        """The input of a part, and the sum of which it is the norm."""
         if norm is not None:
             return normalised(norm, x, residual, ops)
         summed = x if residual is None else residual.add_(x)
@@ -205,7 +207,7 @@ class Block:
 
 
 def norm_of(config: ModelConfig, params: Parameters, name: str) -> Norm:
-    """A norm of states under the name of its weight."""
+    """A norm of states, with the name of its weight."""
     if config.mean_norms:
         return MeanNorm(params, name, config.hidden_size, config.rms_norm_eps)
     return RMSNorm(params, name, config.hidden_size, config.rms_norm_eps, config.wide_norms)
@@ -214,7 +216,7 @@ def norm_of(config: ModelConfig, params: Parameters, name: str) -> Norm:
 def normalised(
     norm: Norm, x: torch.Tensor, residual: torch.Tensor | None, ops: Ops
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of x and a residual, and their sum, which is written over the residual."""
+    """The norm of x plus a residual, and the sum, which overwrites the residual."""
     if isinstance(norm, RMSNorm):
         return ops.norm(norm, x, residual)
     summed = x if residual is None else residual.add_(x)
@@ -222,7 +224,7 @@ def normalised(
 
 
 class Decoder:
-    """A decoder-only language model. A family's file has the content of its blocks."""
+    """A decoder-only language model. A family's file defines its blocks."""
 
     def __init__(
         self, config: ModelConfig, params: Parameters, blocks: Sequence[Block], backend: AttentionBackend, ops: Ops
@@ -235,14 +237,15 @@ class Decoder:
         self.blocks = blocks
         rows = params.shard.of(vocabulary)
         self.embedding = params.tensor((rows.size, hidden), {"model.embed_tokens.weight": rows})
-        """The embedding. With several ranks each has the rows of some tokens, and so of the head."""
+        """The embedding. With several ranks, each has the rows of some tokens, and also those tokens' rows of the head.
+        """
         self.embedding_norm = norm_of(config, params, "model.embed_norm") if config.embedding_norm else None
-        """The norm of embeddings; None: they stay as they are."""
+        """The norm of embeddings; None: they are not normalised."""
         self._embed = embed_whole if params.ranks is None else SharedEmbedding(rows, params.ranks.group)
         self.norm = norm_of(config, params, "model.norm")
         self.head = self.embedding
         if config.headless or config.tie_word_embeddings:
-            # Checkpoints that were saved with the tie spelled out carry the same matrix twice.
+            # Some checkpoints of tied models store the same matrix twice.
             params.skip(HEAD)
         else:
             self.head = params.matrix(hidden, {HEAD: rows})
@@ -272,7 +275,7 @@ class Decoder:
         self.rotaries += head.rotaries
 
     def query_factors(self, positions: torch.Tensor) -> torch.Tensor | None:
-        """The factors of queries [n, 1, 1] at positions [n], or [3, n] whose first numbers count."""
+        """The factors of queries [n, 1, 1] at positions [n], or [3, n], of which the first numbers are used."""
         scale = self.config.query_scale
         if scale is None:
             return None
@@ -281,7 +284,7 @@ class Decoder:
         return (1 + scale.beta * torch.log1p(steps.float())).to(self.params.dtype)[:, None, None]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor | Raw]], report: Report = ignore) -> None:
-        """Copies weights, by the names of the family, into place. Raises `WeightError` if they do not fit."""
+        """Copies weights into place, by the family's names. Raises `WeightError` if they do not fit."""
         self.params.load(weights, report)
 
     def keeps(self, name: str) -> bool:
@@ -293,9 +296,9 @@ class Decoder:
         self.params.check(shapes)
 
     def __call__(self, forward: Forward) -> torch.Tensor:
-        """Computes the step's positions; gives float32 logits [s, vocabulary] of the sampled ones.
+        """Computes the step's positions and returns float32 logits [s, vocabulary] of the sampled ones.
 
-        Of several ranks each gives those of its own tokens.
+        With several ranks, each returns those of its own tokens.
         """
         x = self.states(forward)
         return self.logits(x) if forward.logits is None else self._capped(forward.logits.copy_(F.linear(x, self.head)))
@@ -313,7 +316,7 @@ class Decoder:
         return self._capped(F.linear(states, self.head).float())
 
     def _capped(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits under their bound, where there is one. It overwrites them."""
+        """Logits under their bound, if there is one. They are overwritten."""
         cap = self.config.scales.logit_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
@@ -327,7 +330,7 @@ class Decoder:
 
     @staticmethod
     def _told(forward: Forward) -> torch.Tensor:
-        """The tokens, and 0 where a caller has given inputs in their place, as transformers has it for images."""
+        """The tokens, with 0 where a caller gives inputs in their place, as transformers does for images."""
         if not forward.given:
             return forward.tokens
         tokens = forward.tokens.clone()
@@ -342,7 +345,7 @@ class Decoder:
         return x if factor == 1.0 else x * factor
 
     def step(self, forward: Forward, inputs: torch.Tensor | None = None) -> Step:
-        """Step state that layers share. `inputs`: those of each layer."""
+        """The state of a step that layers share. `inputs`: the inputs of each layer."""
         factors = self.query_factors(forward.positions)
         rotations = [rotary(forward.positions) for rotary in self.rotaries]
         return Step(
@@ -373,7 +376,7 @@ class Decoder:
             x, residual = block(x, residual, step)
             if images is not None and number < images.rows.shape[1]:
                 assert residual is not None
-                # The layer's output is the sum of both: it is rounded before anything is added to it.
+                # The layer's output is the sum of both, so it is rounded before more is added.
                 output = residual.index_select(0, images.at) + x.index_select(0, images.at)
                 residual.index_copy_(0, images.at, output)
                 x.index_copy_(0, images.at, images.rows[:, number])
@@ -388,5 +391,5 @@ class Decoder:
             x, _ = normalised(self.norm, x, residual, self.ops)
         if head is not None:
             head.keep(tapped, forward, step)
-        # Logits are a product with these states, and vectors have no factor.
+        # Logits are a product with these states. Vectors have no factor.
         return x if self.config.headless or scales.logits == 1.0 else x * scales.logits

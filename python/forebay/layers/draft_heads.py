@@ -1,8 +1,8 @@
-"""Heads that draft: one layer computes on a model's features and the tokens after them, and proposes the next token.
+"""Draft heads: one layer reads a model's features and the tokens after them, and proposes the next token.
 
-The *entry* of a position is made of the feature of the position before and of the position's own token. So it is a
-function of the tokens up to there, like all that a page holds, and lies with the keys and values of the model's layers.
-Position 0 has no feature before it: its entry is that of an input of zeros.
+The *entry* of a position is computed from the feature of the position before and the position's own token. So it
+depends only on the tokens up to there, like everything on a page, and is stored with the keys and values of the model's
+layers. Position 0 has no feature before it; zeros take its place.
 """
 
 from __future__ import annotations
@@ -33,23 +33,25 @@ class HeadLayer(Protocol):
 
     @property
     def rotaries(self) -> Sequence[Rotary]:
-        """The rotary embeddings that it has in addition to the model's."""
+        """The rotary embeddings that it needs in addition to the model's."""
 
     def features(self, tapped: Sequence[torch.Tensor]) -> torch.Tensor:
         """Features [n, hidden] of the model's states [n, hidden] at the taps."""
 
     def keep(self, embedded: torch.Tensor, before: torch.Tensor, step: Step) -> None:
-        """Writes the keys and values of entries, of embeddings and of the features before, [n, hidden] each."""
+        """Writes the keys and values of entries, from embeddings and the features before them, [n, hidden] each."""
 
     def __call__(self, embedded: torch.Tensor, before: torch.Tensor, step: Step) -> torch.Tensor:
-        """Writes entries too, and gives states [n, hidden]. They are the features of tokens that are not computed."""
+        """Also writes entries, and returns states [n, hidden]. They are the features of tokens that are not computed
+        yet.
+        """
 
     def final(self, states: torch.Tensor) -> torch.Tensor:
         """The states [m, hidden] that the output head multiplies."""
 
 
 class DraftHead:
-    """A head of a model, which is attached to it."""
+    """A draft head, attached to a model."""
 
     def __init__(self, config: HeadConfig, params: Parameters, model: Decoder) -> None:
         """Allocates its weights in `params`."""
@@ -66,7 +68,7 @@ class DraftHead:
             of_tokens, of_logits = f"{at}embed_tokens.weight", f"{at}shared_head.head.weight"
         hidden, vocabulary, all_tokens = config.shape.hidden_size, config.vocab_size, model.config.vocab_size
         self._embedding: torch.Tensor | None = None
-        """None: it shares the model's, as with the matrix of logits."""
+        """None: it shares the model's, as it shares the matrix of logits."""
         self._output: torch.Tensor | None = None
         if config.own_embedding:
             self._embedding = params.tensor((all_tokens, hidden), {of_tokens: all_tokens})
@@ -87,7 +89,7 @@ class DraftHead:
         return self._layer.rotaries
 
     def loaded(self) -> None:
-        """Checks the weights. Raises `WeightError` if drafts are tokens that the model does not have."""
+        """Checks the weights. Raises `WeightError` if the drafts could be tokens that the model does not have."""
         if self._offsets is None:
             return
         offsets = self._offsets.round().long()
@@ -104,16 +106,16 @@ class DraftHead:
         self._layer.keep(*self._inputs(forward, before), step)
 
     def draft(self, forward: Forward, before: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """States [r, hidden], and the token [r] after each row's one token, int32; `r` rows in their order.
+        """States [r, hidden], and the drafted token [r] after each row's one token, int32; `r` rows in their order.
 
-        `before`: the states that the last call gave for these rows; None: features are in their pages.
+        `before`: the states from the last call for these rows; None: the features are on pages.
         """
         rows = forward.features
         assert rows is not None
         if before is None:
             before = rows.pool.index_select(0, rows.before)
         else:
-            # Rows are computed in an order of their own.
+            # The backend may compute rows in another order.
             before = torch.empty_like(before).index_copy_(0, forward.sampled, before)
         states = self._layer(*self._inputs(forward, before), self._model.step(forward)).index_select(0, forward.sampled)
         output = self._model.head if self._output is None else self._output
@@ -121,7 +123,7 @@ class DraftHead:
         return states, (likely if self._ids is None else self._ids.index_select(0, likely)).int()
 
     def _inputs(self, forward: Forward, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embeddings, and the features before; zeros at position 0."""
+        """Embeddings, and the features before them; zeros at position 0."""
         own = self._embedding
         embedded = self._model.embed(forward.tokens) if own is None else F.embedding(forward.tokens, own)
         first = (forward.positions == 0)[:, None]
@@ -178,7 +180,7 @@ class EagleLayer:
 
 
 class MtpLayer:
-    """A layer that predicts a further token (DeepSeek-V3, 2024), after the last of the model."""
+    """A layer that predicts one more token (DeepSeek-V3, 2024), after the model's last layer."""
 
     def __init__(self, config: HeadConfig, params: Parameters, model: Decoder) -> None:
         shape, number = config.shape, model.config.num_hidden_layers

@@ -1,7 +1,7 @@
 """The indexer of DeepSeek Sparse Attention (DeepSeek-V3.2, 2025), in the model's dtype, as in transformers.
 
 DeepSeek's own code multiplies queries and keys by a Hadamard matrix first, and rounds them to 8-bit floats. The matrix
-is orthogonal and changes no product. The rounding saves memory.
+is orthogonal and changes no product. The rounding only saves memory, so both are omitted here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NORM_EPS = 1e-6
 class LayerIndexer:
     """The indexer of a layer.
 
-    It keeps a small key of each position, and chooses the positions of the layer's queries.
+    It stores a small key for each position, and chooses the positions of the layer's queries.
     """
 
     def __init__(
@@ -36,12 +36,14 @@ class LayerIndexer:
         self._key = Linear(params, prefix, hidden, {"wk": shape.head_dim})
         self._key_norm = LayerNorm(params, f"{prefix}.k_norm", shape.head_dim, _NORM_EPS)
         name = f"{prefix}.weights_proj.weight"
-        # Rounding would change the choice; the matrix is small next to the rest.
+        # Rounding would change the choice, and the matrix is small.
         self._weights = params.tensor((shape.heads, hidden), {name: shape.heads}, torch.float32)
         self._scale = shape.heads**-0.5 * shape.head_dim**-0.5
 
     def __call__(self, x: torch.Tensor, low: torch.Tensor, step: Step) -> None:
-        """Stores the keys of x [tokens, hidden], and has `step` choose by its low-rank queries [tokens, query_rank]."""
+        """Stores the keys of x [tokens, hidden], and calls `step` to choose by its low-rank queries [tokens,
+        query_rank].
+        """
         index, shape = step.index, self._shape
         assert index is not None
         keys = self._key_norm(self._key(x))

@@ -20,7 +20,7 @@ _NORM_EPS = 1e-6
 class LatentAttention:
     """Latent attention of a layer.
 
-    It projects queries and a row for each token, rotates, stores, attends, projects back.
+    It projects queries and a row for each token, rotates, stores the row, attends, and projects back.
     """
 
     def __init__(
@@ -33,11 +33,12 @@ class LatentAttention:
         indexer: LayerIndexer | None,
         rope: int | None = 0,
     ) -> None:
-        """`layer` is its number among those with pages. `indexer` None: it has none of its own.
+        """`layer` is its number among the layers with pages. `indexer` None: it uses an earlier layer's choice, if any.
 
-        `rope` is the number of the rotary embedding; None: positions rotate nothing.
+        `rope` is the number of the rotary embedding; None: no rotation.
 
-        With other ranks it has some of the heads, and gives a term of a sum over ranks. Rows are the same for all.
+        With other ranks, it has some of the heads and computes a term of a sum over ranks. Rows are the same on all
+        ranks.
         """
         self._layer = layer
         self._indexer = indexer

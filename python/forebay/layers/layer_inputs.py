@@ -14,11 +14,11 @@ from forebay.weights.config import ModelConfig
 from forebay.weights.errors import UnsupportedModelError
 
 _MEAN_OF_TWO = 2.0**-0.5
-"""The factor of a sum of two terms that are as large as one."""
+"""The factor that keeps a sum of two equally large terms as large as one of them."""
 
 
 class LayerRows:
-    """The inputs of all layers: rows of each token, and a product with its input of the model."""
+    """The inputs of all layers: rows that the token's id selects, plus a product with the model's input."""
 
     def __init__(self, config: ModelConfig, params: Parameters) -> None:
         assert config.layer_inputs is not None
@@ -33,7 +33,7 @@ class LayerRows:
         self._scale = config.hidden_size**-0.5
 
     def __call__(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Inputs [n, layers, size] of the tokens [n], whose inputs of the model are x [n, hidden]."""
+        """Inputs [n, layers, size] of the tokens [n]. Their inputs of the model are x [n, hidden]."""
         own = F.embedding(tokens, self._table).unflatten(1, self._shape) * self._shape[1] ** 0.5
         seen = self._norm((self._projection(x) * self._scale).unflatten(1, self._shape))
         inputs: torch.Tensor = (seen + own) * _MEAN_OF_TWO
@@ -41,7 +41,7 @@ class LayerRows:
 
 
 class InputOfLayer:
-    """The term that a layer's input gives after its other parts."""
+    """The term from a layer's own input, after its other parts."""
 
     def __init__(self, config: ModelConfig, params: Parameters, layer: int) -> None:
         assert config.layer_inputs is not None

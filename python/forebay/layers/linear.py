@@ -1,4 +1,4 @@
-"""Matrix products. Matrices of the checkpoint with the same input become one."""
+"""Matrix products. Matrices of the checkpoint with the same input are joined into one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from forebay.weights.shards import Cut, Part
 
 
 def _reorders(dtype: torch.dtype) -> bool:
-    """True if oneDNN has an order of its own for matrices of this type, on this processor."""
+    """True if oneDNN has its own weight order for this type on this processor."""
     if not torch.backends.mkldnn.is_available():
         return False
     return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -32,8 +32,8 @@ class Linear:
     ) -> None:
         """`outputs` maps the names under `prefix` to their widths; "" is the root of all names.
 
-        With a part of the outputs, the others are those of other ranks. With a part of the inputs, y is a term of a sum
-        over ranks, and the bias is the first one's.
+        With a part of the outputs, other ranks have the others. With a part of the inputs, y is a term of a sum over
+        ranks, and only the first rank adds the bias.
         """
         prefix = f"{prefix}." if prefix else ""
         parts = {f"{prefix}{name}.weight": n for name, n in outputs.items()}
@@ -57,7 +57,7 @@ class Linear:
         params.when_packed(self._pack)
 
     def _pack(self) -> None:
-        """Keeps the weight in oneDNN's own order only, which F.linear would bring it into at each call."""
+        """Keeps the weight only in oneDNN's own order. Otherwise F.linear would reorder it at each call."""
         if self.kept is None and self.weight.device.type == "cpu" and _reorders(self.weight.dtype):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight)
             self.weight = self.weight.new_empty(0)
@@ -68,7 +68,7 @@ class Linear:
 
     def gated(self, x: torch.Tensor, ops: Ops, activation: str) -> torch.Tensor:
         """`ops.gate` of the product, [tokens, outputs / 2]."""
-        # Adapters change a product before its gate, and matrices in other forms have products of their own.
+        # Adapters change a product before its gate, and kept matrices have other operators.
         own = self.kept is None and self._packed is None and self._adapted is None
         if self._products is not None and own:
             found = self._products.gated(x, self.weight, self.bias, activation)

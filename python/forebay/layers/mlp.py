@@ -12,7 +12,7 @@ from forebay.layers.params import Parameters
 class DenseFeed:
     """`down(activation(gate(x)) * up(x))` of x [tokens, hidden], or without a gate `down(activation(up(x)))`.
 
-    With other ranks it is a term of a sum over ranks.
+    With other ranks, it is a term of a sum over ranks.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Mixtures of experts. They are most of a layer's weights, and each token uses a few."""
+"""Mixtures of experts. Their weights are most of a layer's, but each token uses only a few experts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class MixtureOfExperts:
     With other ranks it is a term of a sum over ranks. The term is of a part of each expert, or of some of the experts
     (`OwnExperts`), and of a part of the shared expert.
 
-    The ranks of a step group have some of the experts each, and tokens of their own. They gather the tokens of all,
-    and each gets its own rows of the sum. The shared expert is whole on each rank.
+    In a step group, each rank has some of the experts, and its own tokens. The ranks gather all tokens, and each gets
+    its own rows of the sum. Each rank has the whole shared expert.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class MixtureOfExperts:
         activation: str = "silu",
         router: Router | None = None,
     ) -> None:
-        """`router` None: it makes its own, and has the shared expert if there is one."""
+        """`router` None: it creates a router, and the shared expert if there is one."""
         count, inner = experts.count, experts.intermediate_size
         states = hidden
         self._latent: tuple[Linear, Linear] | None = None
-        """The products in front of experts and behind them; None: they read the layer's states."""
+        """The products before and after the experts; None: experts read the layer's states."""
         if experts.latent_size:
             hidden = experts.latent_size
             self._latent = (
@@ -109,7 +109,7 @@ class MixtureOfExperts:
         return y.add_(shared)
 
     def take_part(self, none: torch.Tensor, ops: Ops) -> None:
-        """Computes the tokens of others where this rank has none; `none` is [0, hidden]."""
+        """Computes other ranks' tokens while this rank has none; `none` is [0, hidden]."""
         if self._exchange is not None:
             self._exchanged(none, ops, self._exchange)
 
@@ -117,7 +117,7 @@ class MixtureOfExperts:
         return exchange.scatter(self.routed(every := exchange.gather(x), every, ops))
 
     def routed(self, x: torch.Tensor, by: torch.Tensor, ops: Ops) -> torch.Tensor:
-        """The sum over those of a token's experts that are here. They are chosen by states [tokens, hidden]."""
+        """The sum over those of a token's experts that this rank has. They are chosen by states [tokens, hidden]."""
         chosen = self._choose(by)
         if self._latent is None:
             return self._weighted(x, *chosen, ops)
@@ -127,7 +127,7 @@ class MixtureOfExperts:
     def _weighted(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, ops: Ops) -> torch.Tensor:
         if not self._weighs_inputs:
             return self._sum(x, ids, weights, ops)
-        # Each expert of a token is as the only one of a token of its own.
+        # Each expert of a token is treated as the only expert of a separate token.
         scaled = (x[:, None] * weights[:, :, None].to(x.dtype)).flatten(0, 1)
         outputs = self._sum(scaled, ids.view(-1, 1), torch.ones_like(weights).view(-1, 1), ops)
         total: torch.Tensor = outputs.unflatten(0, ids.shape).sum(dim=1)
@@ -143,7 +143,7 @@ class MixtureOfExperts:
 
 
 class OwnExperts:
-    """A token's experts on this rank, numbered from 0. The places of other experts have an id that stands for none."""
+    """A token's experts on this rank, numbered from 0. Other experts are replaced by an id that stands for none."""
 
     def __init__(self, router: Router, own: Part) -> None:
         self._router = router

@@ -1,8 +1,7 @@
-"""The parts of layers besides matrix products and attention. A fused operator can come in only here.
+"""The parts of layers besides matrix products and attention. Fused operators are only possible here.
 
-A model's file has the formula, and an `Ops` has the way to compute it. `TorchOps` is the reference: it runs on every
-device, and every other way is compared with it. No operator here waits for the device: no result's shape depends on
-values.
+A model's file has the formula, and an `Ops` computes it. `TorchOps` is the reference: it runs on every device, and
+every other way is compared with it. No operator here waits for the device: no result's shape depends on values.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from forebay.layers.norm import RMSNorm
 from forebay.layers.rotary import Rotation, rotate
 
 _SLOPE, _BOUND = 1.702, 7.0
-"""The slope of gates of `clamped_swiglu`, and the bound of both its factors."""
+"""The slope of gates of `clamped_swiglu`, and the bound of its two factors."""
 
 
 def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -40,7 +39,7 @@ GATES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "gelu_pytorch_tanh": _times(partial(F.gelu, approximate="tanh")),
     "swigluoai": clamped_swiglu,
 }
-"""The results of gates and ups, by the functions' names in transformers, or in vLLM (`swigluoai`)."""
+"""The activations of gates and ups, by their names in transformers, or in vLLM (`swigluoai`)."""
 
 
 def squared_relu(x: torch.Tensor) -> torch.Tensor:
@@ -49,7 +48,7 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
 
 
 PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"relu2": squared_relu}
-"""Functions without a gate, by their names in transformers."""
+"""Activations without a gate, by their names in transformers."""
 
 
 Biases = tuple[torch.Tensor, torch.Tensor]
@@ -67,7 +66,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Draw:
-    """The parameters of draws for the `r` rows with a temperature. Fields that the host decides by are not tensors."""
+    """The parameters of draws for the `r` rows with a temperature. Fields for the host's decisions are not tensors."""
 
     temperature: torch.Tensor  # float32 [r]
     u: torch.Tensor  # float64 [r]: where in the distribution the token is
@@ -76,7 +75,7 @@ class Draw:
     width: int
     """The largest `top_k` of them."""
     nucleus: tuple[torch.Tensor, torch.Tensor] | None
-    """Rows int64 [n] with a `top_p` alone, and their `top_p` float32 [n]; None: there are none."""
+    """Rows int64 [n] with only a `top_p`, and their `top_p` float32 [n]; None: there are none."""
     min_p: torch.Tensor | None  # float32 [r]; None: no row has one
 
 
@@ -84,7 +83,7 @@ class Ops(Protocol):
     """Operators that some devices have kernels for."""
 
     def norm(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gives `norm(x + residual)` and the sum, [tokens, hidden]. It may overwrite x and the residual."""
+        """Returns `norm(x + residual)` and the sum, [tokens, hidden]. It may overwrite x and the residual."""
 
     def rotate_and_keep(
         self,
@@ -97,14 +96,14 @@ class Ops(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Splits qkv [tokens, all heads * dim], normalises query and key heads by `norms` and rotates them.
 
-        Keys and values are written to the entries `writes` (int64 [tokens]) of the pages. Gives q, k and v, each
+        Keys and values are written to the entries `writes` (int64 [tokens]) of the pages. Returns q, k and v, each
         [tokens, heads, dim].
         """
 
     def gate(self, gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
         """`activation(gate) * up` of `gate_up` [tokens, gates and then ups]; one of `GATES`.
 
-        A function of `PLAIN` is that of all columns.
+        A function of `PLAIN` applies to all columns.
         """
 
     def forbidden(self, masks: torch.Tensor, vocabulary: int) -> torch.Tensor:
@@ -127,8 +126,8 @@ class Ops(Protocol):
 
         `ids` int64 and `weights` float32 are [tokens, experts of a token], ids ascending. Products are `gate_up`
         [experts, gates and then ups, hidden] and `down` [experts, hidden, inner], with `gate` between. `biases` are of
-        both products, [experts, gates and then ups] and [experts, hidden]. An id after the last expert stands for none,
-        at any place, and its term is 0.
+        both products, [experts, gates and then ups] and [experts, hidden]. An id after the last expert stands for no
+        expert, and its term is 0.
         """
 
     def greedy(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,9 +147,9 @@ class Ops(Protocol):
         lines: torch.Tensor,
         penalties: torch.Tensor,
     ) -> None:
-        """Overwrites `rows` int64 [p] of float32 logits [r, vocabulary] with what `penalised` gives.
+        """Overwrites `rows` int64 [p] of float32 logits [r, vocabulary] with the result of `penalised`.
 
-        `counts` int32 [lines, 2, vocabulary] have how often tokens were seen and were generated, and `lines` int64 [p]
+        `counts` int32 [lines, 2, vocabulary] count how often tokens were seen and were generated, and `lines` int64 [p]
         are those of the rows. `penalties` are float32 [p, 3].
         """
 
@@ -212,12 +211,12 @@ class TorchOps:
         activation: str = "silu",
     ) -> torch.Tensor:
         per_token = ids.shape[1]
-        # Tokens of one expert are sorted next to each other; only tensors hold their counts.
+        # Tokens of one expert are sorted next to each other; their counts exist only as tensors.
         sorted_ids, order = ids.view(-1).sort(stable=True)
         rows = x.index_select(0, order // per_token)
         products = self._products(rows, sorted_ids, gate_up, down, biases, activation)
         outputs = torch.empty_like(products).index_copy_(0, order, products).view(len(x), per_token, -1)
-        # Terms are added one by one: neither the batch nor a library decides about their order.
+        # Terms are added one by one, so that neither the batch nor a library decides about their order.
         total = outputs[:, 0].float() * weights[:, :1]
         for place in range(1, per_token):
             total += outputs[:, place].float() * weights[:, place, None]
@@ -251,11 +250,11 @@ class TorchOps:
         return logits.argmax(dim=-1), self.finite(logits)
 
     def finite(self, logits: torch.Tensor) -> torch.Tensor:
-        # A sum is finite exactly when all terms are, short of logits near the largest float, and one quick pass.
+        # A sum is finite exactly when all terms are, unless logits are near the largest float. One fast pass suffices.
         return logits.sum(dim=-1).isfinite()
 
     def sample(self, logits: torch.Tensor, draw: Draw) -> torch.Tensor:
-        # Relative to the largest, so that a tiny temperature can't overflow.
+        # Relative to the largest logit, so that a tiny temperature can't overflow.
         scaled = (logits - logits.amax(dim=-1, keepdim=True)) / draw.temperature[:, None]
         weights = scaled.exp()
         if draw.limited is not None:
@@ -271,7 +270,7 @@ class TorchOps:
         total = cumulative[:, -1:]
         below = torch.minimum(draw.u[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
         found = torch.searchsorted(cumulative, below, right=True)
-        # Only a row that is not finite finds nothing; its token does not count.
+        # Only a row that is not finite finds none; its token is not used.
         return found[:, 0].clamp_(max=logits.shape[1] - 1)
 
     def penalise(
@@ -296,9 +295,10 @@ class TorchOps:
 def penalised(
     logits: torch.Tensor, seen: torch.Tensor, generated: torch.Tensor, penalties: torch.Tensor
 ) -> torch.Tensor:
-    """Logits with penalties, all [p, vocabulary], but for `penalties` [p, 3]: repetition, presence, frequency.
+    """Logits with penalties. All arguments are [p, vocabulary], except `penalties` [p, 3]: repetition, presence,
+    frequency.
 
-    `seen` and `generated` are the number of times that a token was.
+    `seen` and `generated` count how often each token was.
     """
     repetition, presence, frequency = penalties.unsqueeze(2).unbind(1)
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
@@ -310,7 +310,7 @@ class HostOps(TorchOps):
     """`TorchOps` for a device whose work runs when it is queued. So values may decide about calls."""
 
     def forbidden(self, masks: torch.Tensor, vocabulary: int) -> torch.Tensor:
-        # A twentieth of the time of shifting each word 32 times.
+        # This takes a twentieth of the time of shifting each word 32 times.
         bits = np.unpackbits(masks.numpy().view(np.uint8), axis=1, count=vocabulary, bitorder="little")
         return torch.from_numpy(bits) == 0
 
@@ -339,7 +339,7 @@ class HostOps(TorchOps):
 
 
 def keep_only(weights: torch.Tensor, rows: torch.Tensor, keep: torch.Tensor) -> None:
-    """Zeroes the weights of `rows` that are not kept."""
+    """Sets the weights of `rows` that are not kept to zero."""
     if len(rows) == len(weights):
         weights.masked_fill_(~keep, 0)
     else:
@@ -347,7 +347,7 @@ def keep_only(weights: torch.Tensor, rows: torch.Tensor, keep: torch.Tensor) -> 
 
 
 def most_likely(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, width: int) -> torch.Tensor:
-    """The tokens that `top_k` keeps, and `top_p` (1: off) of those; bool [r, vocabulary].
+    """The tokens that `top_k` keeps, and of those the ones that `top_p` keeps (1: off); bool [r, vocabulary].
 
     `scaled` [r, vocabulary] are logits whose largest is 0. `width` is the largest `top_k`, at most the vocabulary. Of
     equal logits the lower ids are kept.
@@ -358,7 +358,9 @@ def most_likely(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, 
 
 
 def least_kept(values: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The number of tokens that `most_likely` keeps, and the least of them, [r, 1] each, by the largest [r, width]."""
+    """The number of tokens that `most_likely` keeps, and the least of their values, [r, 1] each, from the largest [r,
+    width].
+    """
     ranked = torch.arange(values.shape[1], device=values.device) < top_k[:, None]
     weights = values.exp().double() * ranked
     cumulative = weights.cumsum(dim=-1)
@@ -375,11 +377,11 @@ _KEYS = 1 << _LOW_BITS
 def nucleus(scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """The smallest sets of most likely tokens with a share of at least `top_p` [r] below 1; bool [r, vocabulary].
 
-    `scaled` is as in `most_likely`. The number of kept tokens is not known in advance, so nothing is sorted. The bits
-    of a distance from the largest logit order tokens like the distance does. Two tables, by the upper and by the lower
-    half of the bits, show the place at which the sum of probabilities reaches its goal.
+    `scaled` is as in `most_likely`. The number of kept tokens is not known in advance, so a sort would need all of
+    them. The bits of a distance from the largest logit order tokens like the distance does. Two tables, by the upper
+    and by the lower half of the bits, show the place at which the sum of probabilities reaches its goal.
     """
-    # No distance is -0, whose bits are those of no number at least 0.
+    # `abs` turns -0 into 0: the bits of -0 would not be in order.
     keys = scaled.abs().view(torch.int32)
     mass = scaled.exp().double()
     goal = top_p.double()[:, None] * mass.sum(dim=-1, keepdim=True)
@@ -389,7 +391,7 @@ def nucleus(scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     inside = mass.masked_fill(upper != high, 0)
     low, more = _reached(lower, inside, goal - before)
     threshold = (high << _LOW_BITS | low).int()
-    # The rest of the goal, among tokens that are exactly as likely as the threshold.
+    # The remaining mass, to be filled with tokens that are exactly as likely as the threshold.
     left = (goal - before - more) / (threshold.view(torch.float32).neg().exp().double())
     return (keys < threshold) | _first_of_equals(
         keys == threshold, left.nan_to_num_(1.0).ceil_().clamp_(1, mass.shape[1])
@@ -397,16 +399,16 @@ def nucleus(scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 
 
 def _reached(keys: torch.Tensor, mass: torch.Tensor, goal: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first key [r, 1] with which the mass of all keys up to it reaches the goal, and the mass before it."""
+    """The first key [r, 1] at which the mass of all keys up to it reaches the goal, and the mass before it."""
     return reached_in(
         torch.zeros(len(keys), _KEYS, dtype=mass.dtype, device=mass.device).scatter_add_(1, keys, mass), goal
     )
 
 
 def reached_in(table: torch.Tensor, goal: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The place of the goal, as in `_reached`, from the mass of each key [r, keys]."""
+    """The place at which the goal is reached, as in `_reached`, from the mass of each key [r, keys]."""
     cumulative = table.cumsum(dim=-1)
-    # Rounding may leave the goal above all sums: then it is the last key that any token has.
+    # Rounding may leave the goal above all sums: then take the last key that any token has.
     found = torch.searchsorted(cumulative, torch.minimum(goal, cumulative[:, -1:]).contiguous())
     found = found.clamp_(max=table.shape[1] - 1)
     return found, cumulative.gather(1, found) - table.gather(1, found)

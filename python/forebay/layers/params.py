@@ -1,4 +1,4 @@
-"""The storage of a model's weights, by their Hugging Face names."""
+"""The memory of a model's weights, by their Hugging Face names."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ class Parameters:
         products: Products | None = None,
         adapted: AdaptedModules | None = None,
     ) -> None:
-        """`formats`: the matrices that are kept in the bits of the checkpoint; None: all are multiplied out.
+        """`formats`: the matrices that are kept in the checkpoint's bits; None: all are dequantised.
 
-        `ranks`: those among which everything is divided; None: all weights are here. `exchange`: those of a step group,
-        among which experts alone are divided. `products` None: the device keeps no matrix in the bits of the
-        checkpoint; nor do several ranks. `adapted` None: no adapter changes a product.
+        `ranks`: the ranks that divide all weights; None: this rank has all of them. `exchange`: the ranks of a step
+        group, which divide only the experts. `products` None: the device keeps no matrix in the checkpoint's bits.
+        Several ranks never do. `adapted` None: no adapter changes a product.
         """
         self.dtype = dtype
         self.ranks = ranks
         self.exchange = exchange
         self.shard = ALONE if ranks is None else ranks.shard
         self.cuts = Cuts()
-        """The parts of a checkpoint that this rank needs; `load` gets no more."""
+        """The parts of a checkpoint that this rank needs; `load` gets only these."""
         self.device = device
         self._formats = formats
         self._fill = fill
@@ -89,7 +89,7 @@ class Parameters:
         return self._allocate((rows, size_of(inputs)), parts, self.dtype, columns)
 
     def keeps_experts(self, inputs: int | Part, parts: Mapping[str, int | Part]) -> bool:
-        """True if `kept_matrix` would make a matrix for all experts together. Each expert has an order of its own.
+        """True if `kept_matrix` would make one matrix for all experts. Each expert may have its own order of inputs.
 
         The arguments are those of `matrix`.
         """
@@ -136,7 +136,7 @@ class Parameters:
         return tensor
 
     def when_packed(self, pack: Callable[[], None]) -> None:
-        """Registers `pack`, which brings weights into the processor's order once they are loaded."""
+        """Registers `pack`, which reorders weights for the processor after they are loaded."""
         self._packing.append(pack)
 
     def pack(self) -> None:
@@ -146,13 +146,13 @@ class Parameters:
             pack()
 
     def skip(self, name: str) -> None:
-        """Registers a weight of some checkpoints that the model does not need."""
+        """Registers a weight that some checkpoints have and the model does not need."""
         if name not in self._targets:
             self._skipped.add(name)
 
     @property
     def count(self) -> int:
-        """The number of a checkpoint's weights with room here, in part or whole."""
+        """The number of a checkpoint's weights that this rank has, in part or whole."""
         return len(self._targets) + len(self.kept)
 
     @property
@@ -161,7 +161,7 @@ class Parameters:
         return self._bytes
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raises `WeightError` if the weights of a checkpoint, by name, do not fit. Nothing is read yet."""
+        """Raises `WeightError` if the weights of a checkpoint, by name, do not fit. No weight is read yet."""
         found = {name: shape for name, shape in shapes.items() if not self._is_left_out(name)}
         lacking, total = (self._targets.keys() | self.kept.keys()) - found.keys(), self.count
         if lacking:
@@ -175,7 +175,7 @@ class Parameters:
     def load(self, weights: Iterable[tuple[str, torch.Tensor | Raw]], report: Report) -> None:
         """Copies checkpoint tensors into place. Raises `WeightError` unless each weight comes once, in its shape.
 
-        A weight that is here in part comes in part.
+        If this rank has a part of a weight, only this part is given.
         """
         missing: dict[str, torch.Tensor | KeptPart] = {**self._targets, **self.kept}
         total = len(missing)
@@ -204,7 +204,7 @@ class Parameters:
         return name in self._skipped or name in self.cuts.others or name.endswith(".rotary_emb.inv_freq")
 
     def forget(self) -> None:
-        """Drops the references to the tensors. Their other holders decide how long they live.
+        """Drops the references to the tensors, so that only their other owners keep them alive.
 
         Nothing can be loaded afterwards.
         """
@@ -214,8 +214,8 @@ class Parameters:
     def randomise(self, seed: int, report: Report) -> None:
         """Fills every weight from `seed`, on the device: norms around one, the rest around zero and small.
 
-        A seed gives other weights on another kind of device. On a CPU the shards of several ranks are parts of the
-        weights that one rank has. On other devices only weights of all ranks are the same.
+        The weights of a seed depend on the kind of device. On a CPU, the shards of several ranks are parts of the
+        weights that one rank would have. On other devices, only weights that all ranks share are the same.
         """
         total = self.count
         generator = torch.Generator(self.device).manual_seed(seed)
@@ -237,7 +237,7 @@ class Parameters:
                 yield
 
     def _random_on_device(self, same: torch.Generator, seed: int) -> Iterator[None]:
-        # Eight billion numbers of a processor's generator take a minute, and then have to be copied.
+        # A processor's generator takes a minute for eight billion numbers, which then have to be copied.
         rank = self.shard.rank if self.exchange is None else self.exchange.rank
         own = torch.Generator(self.device).manual_seed(seed + 1 + rank)
         for name, target in self._targets.items():
@@ -262,12 +262,12 @@ def size_of(rows: int | Part) -> int:
 
 
 def part_of(rows: int | Part) -> Part:
-    """The part of rows, or columns, on this rank; a number: all of them."""
+    """The part of rows, or columns, that this rank has; a number: all of them."""
     return ALONE.of(rows) if isinstance(rows, int) else rows
 
 
 def _cut(rows: int | Part, columns: Part | None, here: torch.Tensor) -> Cut | None:
-    """The part of a weight that is here, in `here`; None: all."""
+    """The part of a weight that this rank has, as in `here`; None: all."""
     if isinstance(rows, int) and columns is None:
         return None
     of_rows = part_of(rows)

@@ -15,13 +15,13 @@ from forebay.weights.codes import Layout, Raw, folded, quantised
 from forebay.weights.errors import ModelError
 
 Upload = Callable[[torch.Tensor], torch.Tensor]
-"""Brings a tensor of the host to the device."""
+"""Copies a tensor of the host to the device."""
 _MIDDLE = 8
 """The zero point of random 4-bit codes."""
 _NO_LARGE = 0xBF
-"""The bits of random 8-bit floats, without large numbers and NaN."""
+"""A mask for the bits of random 8-bit floats, which excludes large numbers and NaN."""
 _RANDOM_SCALES = 0.04, 0.005
-"""The scales of random floats and of 4-bit codes. Values are then about as large as other random weights."""
+"""The scales of random floats and of 4-bit codes. With these, values are about as large as other random weights."""
 
 
 class Products(Protocol):
@@ -33,7 +33,7 @@ class Products(Protocol):
     def gated(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
     ) -> torch.Tensor | None:
-        """`Ops.gate` of `dense`; None: that is two operators here. The activation is one of `GATES`."""
+        """`Ops.gate` of `dense`; None: two operators are needed here. The activation is one of `GATES`."""
 
     def product(self, x: torch.Tensor, matrix: KeptMatrix, bias: torch.Tensor | None) -> torch.Tensor:
         """Like `dense`, for a matrix in its stored bits."""
@@ -46,7 +46,7 @@ class Products(Protocol):
 
 @dataclass(eq=False)
 class KeptMatrix:
-    """One matrix, which may join several of the checkpoint."""
+    """One matrix, which may consist of several of the checkpoint's."""
 
     layout: Layout
     codes: torch.Tensor  # uint8 [rows, layout.width]
@@ -54,7 +54,7 @@ class KeptMatrix:
     zeros: torch.Tensor | None  # uint8 [rows, groups]; None: codes are floats
     order: torch.Tensor | None  # int64 [inputs]: which input each column is; None: they are in order
     ordered_by: str | None = None
-    """The name of the weight with the order of inputs."""
+    """The name of the weight that gives the order of inputs."""
 
     @classmethod
     def make(cls, layout: Layout, rows: int, device: torch.device) -> KeptMatrix:

@@ -1,4 +1,4 @@
-"""Communication with the ranks that compute the same tokens, for layers."""
+"""Communication between the ranks that compute the same tokens, for layers."""
 
 from __future__ import annotations
 

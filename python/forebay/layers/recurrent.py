@@ -2,7 +2,7 @@
 
 Delta nets of Kimi Linear (2025) have a decay for each channel of a key.
 
-They are one recurrence. A head's state `S` [key_dim, value_dim] becomes `decay * S + k u` at each position, and the
+All have one recurrence. A head's state `S` [key_dim, value_dim] becomes `decay * S + k u` at each position, and the
 output is `q S`. With the delta rule `u` is `beta (v - k S)`, and otherwise `step v`.
 """
 
@@ -22,7 +22,7 @@ __all__ = ["RecurrentLayer", "advance"]
 _CHUNK = 64
 """Positions of a row that are computed together."""
 _CHANNEL_CHUNK = 16
-"""The same with decays of channels: what is left of each position at each later one is as long as a key."""
+"""The chunk length with decays of channels: the decay from each position to each later one is then as long as a key."""
 _EPSILON = 1e-6
 """The term below the root of a key's length, as in the reference."""
 
@@ -30,7 +30,7 @@ _EPSILON = 1e-6
 class RecurrentLayer:
     """A recurrence between two projections, with a convolution in front and a gated norm after.
 
-    Without heads it is a convolution between two gates. `number` is the layer's among the recurrent ones.
+    Without heads it is a convolution between two gates. `number` is the layer's number among the recurrent ones.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class RecurrentLayer:
         keys, values, heads = shape.keys, shape.values, shape.heads
         names = {"in_proj_q": keys, "in_proj_k": keys, "in_proj_v": values}
         self.low: tuple[Linear, Linear, Linear] | None = None
-        """The products to low ranks, and those of gates and of decays behind them; None: `input` has both."""
+        """The products to low ranks, and the products from them to gates and to decays; None: `input` computes both."""
         if shape.low_rank:
             self.low = (
                 Linear(params, prefix, hidden, {"low_z": shape.low_rank, "low_a": shape.low_rank}),
@@ -104,7 +104,7 @@ class RecurrentLayer:
         return self.output(self._gated(y.flatten(1), gate).to(x.dtype))
 
     def _by_kernels(self, x: torch.Tensor, states: PlannedStates) -> torch.Tensor:
-        """The layer by operators that leave no decision to the host."""
+        """The layer with operators that need no decision of the host."""
         shape, number = self._shape, self._number
         fused = self.input(x)
         parts = fused.split(self._widths, dim=1)
@@ -120,7 +120,7 @@ class RecurrentLayer:
 
     @staticmethod
     def _of_low_ranks(x: torch.Tensor, low: Linear, gates: Linear, decays: Linear) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gates [tokens, values] and the numbers that decays are made of."""
+        """Gates [tokens, values] and the numbers from which decays are computed."""
         of_gates, of_decays = (one.contiguous() for one in low(x).chunk(2, dim=1))
         return gates(of_gates), decays(of_decays)
 
@@ -209,7 +209,7 @@ class RecurrentLayer:
 
 
 def advance(inputs: tuple[torch.Tensor, ...], state: torch.Tensor, delta: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Some positions of rows: outputs [r, t, heads, value_dim], and the states after them.
+    """Computes some positions of rows: outputs [r, t, heads, value_dim], and the states after them.
 
     `inputs` are float32: queries and keys [r, t, heads, key_dim], values [r, t, heads, value_dim], the logarithms of
     decays, and strengths [r, t, heads]. Decays are [r, t, heads], or of channels [r, t, heads, key_dim]. `state` is [r,
@@ -218,7 +218,7 @@ def advance(inputs: tuple[torch.Tensor, ...], state: torch.Tensor, delta: bool) 
     q, k, v, decays, strengths = (one.transpose(1, 2) for one in inputs)
     count = q.shape[2]
     of_channels = decays.dim() == 4
-    # Decay of a state at each position, and from each position to the later ones. The last dimension is that of
+    # The decay of a state up to each position, and from each position to the later ones. The last dimension is that of
     # channels, or 1.
     total = (decays if of_channels else decays[..., None]).cumsum(dim=2)
     left = total.exp()
@@ -237,7 +237,7 @@ def advance(inputs: tuple[torch.Tensor, ...], state: torch.Tensor, delta: bool) 
     if delta:
         u = u - strengths[..., None] * ((left * k) @ state)
         if count > 1:
-            # Each position subtracts the values that earlier ones of these have stored for its key.
+            # Each position subtracts the values that earlier positions of the chunk have stored for its key.
             mixing = (strengths[..., None] * products(k)).tril(-1)
             identity = torch.eye(count, dtype=mixing.dtype, device=mixing.device)
             u = torch.linalg.solve_triangular(mixing + identity, u, upper=False, unitriangular=True)

@@ -19,7 +19,7 @@ class Rotation(NamedTuple):
     """Angles of one step's tokens, shared by all layers; both are [tokens, 1, rotary_dim] in the model's dtype."""
 
     cos: torch.Tensor
-    signed_sin: torch.Tensor  # the first half negated, so that rotating needs no negation of its input
+    signed_sin: torch.Tensor  # the first half negated, so that a rotation need not negate its input
 
     def of(self, tokens: slice) -> Rotation:
         """The angles of some of the tokens."""
@@ -46,7 +46,7 @@ class Rotary:
     def keep(self, positions: int) -> None:
         """Keeps the angles of the first `positions`, two rows of a head each.
 
-        A step then reads them by two operators. Without, it computes them by eleven, which a GPU starts one by one.
+        A step then reads them with two operators. Otherwise it computes them with eleven, which a GPU launches one by one.
         """
         if self._kept is None:
             every = torch.arange(positions, device=self._frequencies.device)
@@ -98,7 +98,7 @@ def rotation_of(cos: torch.Tensor, sin: torch.Tensor) -> Rotation:
 
 
 def unrotated(rotation: Rotation) -> Rotation:
-    """The rotation of the same tokens by no angle."""
+    """A rotation of the same tokens by the angle 0."""
     return Rotation(torch.ones_like(rotation.cos), torch.zeros_like(rotation.signed_sin))
 
 
@@ -153,7 +153,7 @@ def frequencies(
 
 
 def at_context(scaling: Mapping[str, Any] | None, context_length: int) -> Mapping[str, Any] | None:
-    """The scaling of requests of this many positions. Longrope has two sets of divisors, of which one is chosen.
+    """The scaling for requests of up to this many positions. It chooses one of longrope's two sets of divisors.
 
     All requests use the same set: their keys may be shared as prefixes.
     """
@@ -165,7 +165,7 @@ def at_context(scaling: Mapping[str, Any] | None, context_length: int) -> Mappin
 
 
 def _llama3(inverse: torch.Tensor, scaling: Mapping[str, Any], original: int) -> torch.Tensor:
-    """Long waves are slowed down by `factor`, short ones kept, those between interpolated."""
+    """Low frequencies are divided by `factor`, high ones are kept, and those between are interpolated."""
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     wavelength = 2 * math.pi / inverse
     smooth = (original / wavelength - low) / (high - low)
@@ -177,7 +177,8 @@ def _llama3(inverse: torch.Tensor, scaling: Mapping[str, Any], original: int) ->
 def _yarn(
     powers: torch.Tensor, theta: float, scaling: Mapping[str, Any], original: int, max_positions: int
 ) -> tuple[torch.Tensor, float]:
-    """Interpolates dimensions that turn less often than `beta_slow` in the original context, not the fastest ones."""
+    """Interpolates dimensions that turn less often than `beta_slow` in the original context. The fastest ones are kept.
+    """
     half = len(powers)
     factor = scaling.get("factor") or max_positions / original
 

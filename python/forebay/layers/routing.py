@@ -21,7 +21,7 @@ class Router:
     def __init__(self, params: Parameters, prefix: str, hidden: int, experts: Experts) -> None:
         self._per_token = experts.per_token
         self._routing = routing = experts.routing
-        # Rounding would change the choice; the matrix is small next to the experts.
+        # Rounding would change the choice, and the matrix is small next to the experts.
         dtype = torch.float32 if routing.in_float32 else None
         self.weight = params.tensor((experts.count, hidden), {f"{prefix}.weight": experts.count}, dtype)
         self.logit_bias: torch.Tensor | None = None
@@ -29,7 +29,7 @@ class Router:
         if experts.bias:
             self.logit_bias = params.tensor((experts.count,), {f"{prefix}.bias": experts.count})
         self.bias: torch.Tensor | None = None
-        """Terms of scores for the choice only; None: there are none."""
+        """Terms that are added to scores only for the choice; None: there are none."""
         if routing.corrected:
             name = f"{prefix}.e_score_correction_bias"
             self.bias = params.tensor((experts.count,), {name: experts.count}, torch.float32)
@@ -47,7 +47,7 @@ def choose(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids of experts, int64 [tokens, per_token], ascending, and their weights, float32, from logits [tokens, experts].
 
-    Of equal scores those of lower ids win, so a token's own logits alone decide.
+    Of equal scores the lower ids win, so the choice depends only on the token's own logits.
     """
     scores = logits.float().sigmoid() if routing.scores == "sigmoid" else logits.softmax(dim=-1, dtype=torch.float32)
     wanted = scores if bias is None else scores + bias
@@ -62,7 +62,7 @@ def choose(
 
 
 def _in_best_groups(wanted: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """The scores [tokens, experts] that belong to one of the best groups; bool."""
+    """True for scores [tokens, experts] that belong to one of the best groups; bool."""
     grouped = wanted.unflatten(1, (routing.groups, -1))
     of_groups = grouped.topk(routing.best_of_group, dim=-1).values.sum(dim=-1)
     kept = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(1, _best(of_groups, routing.kept_groups), True)
@@ -70,5 +70,5 @@ def _in_best_groups(wanted: torch.Tensor, routing: Routing) -> torch.Tensor:
 
 
 def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """The places of the largest of each row, the first of equals first; `topk` takes any of them."""
+    """The places of the largest values of each row, the first of equals first; `topk` would take any of them."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]

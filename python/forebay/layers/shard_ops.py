@@ -1,7 +1,7 @@
-"""`Ops` of a rank with the logits of some tokens. A sample follows from a few numbers of each rank.
+"""`Ops` of a rank with the logits of some tokens. A few numbers of each rank determine a sample.
 
-The vocabulary is never gathered. Ranks gather the same bytes and then do the same, so all sample the same tokens. They
-are the tokens that one rank with all logits samples (`TorchOps`), except for the last bits of sums in float64. For each
+The vocabulary is never gathered. All ranks gather the same bytes and compute the same, so all sample the same tokens.
+One rank with all logits samples the same tokens too (`TorchOps`), except for the last bits of sums in float64. For each
 row, a rank gives 12 bytes for the most likely token, and 20 for a drawn one. `top_k` adds as many logits, and `top_p`
 four times 2 KiB. No shape depends on values, and nothing waits for the device.
 """
@@ -23,7 +23,7 @@ _SHIFTS = (24, 16, 8, 0)
 
 
 class ShardOps:
-    """`Ops` for logits [rows, own tokens]. Work without tokens goes to other operators."""
+    """`Ops` for logits [rows, own tokens]. Other methods are passed to other operators."""
 
     def __init__(self, inner: Ops, group: Group, vocabulary: int) -> None:
         """`inner` does all that concerns no other rank."""
@@ -69,7 +69,7 @@ class ShardOps:
         largest = logits.gather(1, at[:, None]).float().view(torch.int32)
         columns = torch.cat((largest, (at + self._own.first).int()[:, None], finite.int()[:, None]), dim=1)
         of_ranks = self._group.all_gather(columns)
-        # The first of equal ones: ranks have tokens in the order of their ids.
+        # The first of equal ones: ranks are in the order of their tokens' ids.
         best = of_ranks[..., 0].contiguous().view(torch.float32).argmax(dim=0)
         return of_ranks[..., 1].gather(0, best[None])[0].long(), of_ranks[..., 2].all(dim=0)
 
@@ -111,7 +111,7 @@ class ShardOps:
         numbers = of_ranks[..., : 2 + width].contiguous().view(torch.float32)
         largest = numbers[..., 0].amax(dim=0)[:, None]
         total = self._added((logits - largest).exp().double().sum(dim=-1, keepdim=True))
-        # [m, world * width]: the first of equal ones are those of lower ids.
+        # [m, world * width]: the first of equal ones have lower ids.
         values, ids = (of.transpose(0, 1).flatten(1) for of in (numbers[..., 2:], of_ranks[..., 2 + width :]))
         order = values.sort(dim=-1, descending=True, stable=True).indices[:, :most]
         wanted = torch.cat((numbers[..., 1].amax(dim=0)[:, None], values.gather(1, order)), dim=1)
@@ -132,7 +132,7 @@ class ShardOps:
         return self._group.all_gather(logits.amax(dim=-1, keepdim=True)).amax(dim=0)
 
     def _added(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, to the bit the same on each."""
+        """The sum over ranks, bit-equal on all of them."""
         return _ends(self._group.all_gather(x))[-1]
 
     def _drawn(self, weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
@@ -144,13 +144,13 @@ class ShardOps:
         if rank:
             cumulative += ends[rank - 1][:, None]
         found = torch.searchsorted(cumulative, below[:, None], right=True)[:, 0]
-        # Where it is another rank's, or the row is not finite, nothing is found.
+        # If the token is another rank's, or the row is not finite, none is found.
         found = found.clamp_(max=weights.shape[1] - 1) + self._own.first
         owner = (torch.stack(ends) > below).int().argmax(dim=0)
         return self._group.all_gather(found).gather(0, owner[None])[0]
 
     def _most_likely(self, scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, width: int) -> torch.Tensor:
-        """`ops.most_likely` of the own tokens: each rank's largest logits hold those of all."""
+        """`ops.most_likely` for the own tokens: the largest logits of all are among each rank's largest."""
         own = min(width, self._widest)
         values = scaled.topk(min(own, scaled.shape[1]), dim=-1).values
         if own > values.shape[1]:
@@ -160,7 +160,8 @@ class ShardOps:
         return self._down_to(scaled > threshold, scaled == threshold, kept)
 
     def _nucleus(self, scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-        """`ops.nucleus` of the own tokens: the sums are looked up digit by digit, in tables that are small enough."""
+        """`ops.nucleus` for the own tokens: the threshold is found digit by digit, with tables that are small enough.
+        """
         keys = scaled.abs().view(torch.int32)
         mass = scaled.exp().double()
         goal = top_p.double()[:, None] * self._added(mass.sum(dim=-1, keepdim=True))
@@ -172,7 +173,7 @@ class ShardOps:
             digit, before = reached_in(self._added(table.scatter_add_(1, digits, inside)), goal - done)
             threshold, done = threshold << _DIGIT_BITS | digit.int(), done + before
             inside = mass.masked_fill(keys >> shift != threshold, 0)
-        # The rest of the goal, among tokens that are exactly as likely as the threshold.
+        # The remaining mass, to be filled with tokens that are exactly as likely as the threshold.
         left = (goal - done) / (threshold.view(torch.float32).neg().exp().double())
         left = left.nan_to_num_(1.0).ceil_().clamp_(1, self._own.whole)
         smaller = keys < threshold
@@ -192,7 +193,7 @@ class ShardOps:
 
 
 def _ends(of_ranks: torch.Tensor) -> list[torch.Tensor]:
-    """Sums up to each rank, of [world, ...]. One by one: a library may add in an order of its own."""
+    """Cumulative sums over ranks, of [world, ...], added one by one: a library may add in another order."""
     ends = [of_ranks[0]]
     for more in of_ranks[1:]:
         ends.append(ends[-1] + more)
@@ -200,5 +201,5 @@ def _ends(of_ranks: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _padded(values: torch.Tensor, value: float) -> torch.Tensor:
-    """One more column: the shards of other ranks may be larger by one token."""
+    """One more column: other ranks may have one token more."""
     return torch.nn.functional.pad(values, (0, 1), value=value)

@@ -18,17 +18,17 @@ from forebay.layers.rotary import Rotation, rotate, unrotated
 
 @dataclass
 class Index:
-    """The data of a step that its indexed layers share, and the choice of the last of them."""
+    """The data of a step that its indexed layers share, and the most recent choice."""
 
     keys: Sequence[torch.Tensor]  # one an indexed layer: [entries, head_dim]
     writes: torch.Tensor  # int64 [n]: entry that each token's key is written to
     first: int | None
-    """The first of the tokens that choose; None: all attend to their whole context."""
+    """The first of the tokens that choose; None: all tokens attend to their whole context."""
     prepared: Any  # prepared by the backend for the layers that choose
     find: Callable[[int, torch.Tensor], Chosen]
     """Finds the places of the positions [queries, top_k] that an indexed layer has chosen."""
     chosen: Chosen | None = None
-    """The choice for this layer and the layers behind it."""
+    """The choice for this layer and the layers after it."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class WindowRows:
     """The data of a step for layers with pages of the window part, in place of those of other layers."""
 
     layers: frozenset[int]
-    """These layers, by their numbers among those that attend."""
+    """These layers, by their numbers among the layers with attention."""
     writes: torch.Tensor  # int64 [n]: entry of `LayerKV` that each token is written to
     prepared: Any  # prepared by the backend for these rows
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step for its layers; `n` tokens. A layer has its own number."""
+    """One step, as its layers see it; `n` tokens. Each layer has a number."""
 
     rotations: Sequence[Rotation]
     """The angles of each rotary embedding of the model."""
@@ -59,9 +59,9 @@ class Step:
     inputs: torch.Tensor | None = None
     """The inputs of each layer [n, layers, size] beside the residual stream; None: there are none."""
     window: WindowRows | None = None
-    """The data for layers with pages of their own; None: all layers share one pool."""
+    """The data for layers with separate pages; None: all layers share one pool."""
     kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    """The step's keys and values of layers that others read too, by the numbers of layers."""
+    """The step's keys and values of layers that others also read, by the numbers of layers."""
 
     @property
     def rotation(self) -> Rotation:
@@ -80,10 +80,11 @@ class Step:
         is_shared: bool = False,
         is_scaled: bool = True,
     ) -> torch.Tensor:
-        """Attention [n, query heads * dim] of a layer's projections, which are kept in the layer's pages.
+        """Attention [n, query heads * dim] of a layer's projections. Their keys and values are stored in the layer's
+        pages.
 
-        `rope` is the number of the layer's rotary embedding; None: positions rotate nothing. `is_shared`: other layers
-        call `attend_kept` for this one. `is_scaled`: queries have the step's factors, if there are any.
+        `rope` is the number of the layer's rotary embedding; None: no rotation. `is_shared`: other layers call
+        `attend_kept` for this one. `is_scaled`: queries are multiplied by the step's factors, if there are any.
         """
         kv = self.kv[layer]
         writes, prepared = self._rows(layer)
@@ -115,7 +116,7 @@ class Step:
     def attend_latent(
         self, layer: int, q: torch.Tensor, rows: torch.Tensor, up: torch.Tensor, heads: LatentHeads
     ) -> torch.Tensor:
-        """Attention [n, heads * value_dim] of rows [n, row], which are kept in the layer's pages."""
+        """Attention [n, heads * value_dim] of rows [n, row], which are stored in the layer's pages."""
         kv = self.kv[layer]
         kv.keys.index_copy_(0, self.writes, rows[:, None])
         if self.query_factors is not None:
@@ -128,9 +129,9 @@ class Step:
         return self.backend.attend_latent(q, rows, up, kv, heads, self.prepared, chosen.rows)
 
     def choose(self, number: int, q: torch.Tensor, weights: torch.Tensor) -> None:
-        """The choice of queries [queries, index heads, head_dim] by the keys of an indexed layer.
+        """Chooses positions for queries [queries, index heads, head_dim] by the keys of an indexed layer.
 
-        `weights` are of heads.
+        `weights` are those of heads.
         """
         assert self.index is not None
         positions = self.backend.choose(q, weights, self.index.keys[number], self.index.prepared)

@@ -1,4 +1,5 @@
-"""The parts of vision towers: from pixels to patches, and to the rows at an image's positions in a decoder.
+"""The parts of vision towers, which turn pixels into patches and then into the rows of an image's positions in a
+decoder.
 
 A tower runs in slices of its layers (`begin`, `layers`, `finish`). Every layer sees the whole image, so it can't be cut
 by positions. Slices give the same bits as a whole run. No operator here waits for the device.
@@ -25,13 +26,15 @@ from forebay.weights.config import ModelConfig
 from forebay.weights.vision import Preprocessing, Vision
 
 _BLOCK = 4096
-"""The number of patches whose pixels are floats at once. All patches of the largest image would take a gigabyte."""
+"""The number of patches whose pixels are converted to floats at once. All patches of the largest image would take a
+gigabyte.
+"""
 _CPU_BLOCK = 1024
 """The same number on a CPU, where a block of floats stays in the processor's cache."""
 
 
 class Grid(NamedTuple):
-    """Rows and columns of an image, in positions of the decoder."""
+    """Rows and columns of an image, counted in positions of the decoder."""
 
     height: int
     width: int
@@ -44,8 +47,7 @@ class Grid(NamedTuple):
 class Pixels:
     """Bytes of pixels as a tower's input: `(x - mean * 255) / (std * 255)`, bit-equal to transformers.
 
-    A difference and a quotient are two operators. No device joins them into one, which rounds once where these round
-    twice.
+    Subtraction and division are two operators, because a fused one would round once instead of twice.
     """
 
     def __init__(self, images: Preprocessing, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
@@ -57,7 +59,7 @@ class Pixels:
         self._block = _CPU_BLOCK if device.type == "cpu" else _BLOCK
 
     def blocks(self, patches: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The embeddings of many patches, some at a time."""
+        """The embeddings of many patches, a block at a time."""
         return (self(block) for block in patches.split(self._block))
 
     def __call__(self, patches: torch.Tensor) -> torch.Tensor:
@@ -104,7 +106,7 @@ class TowerAttention:
 
 
 class TowerAttends(Protocol):
-    """The part of a tower's layer in which patches see others."""
+    """The part of a tower's layer in which patches attend to others."""
 
     def __call__(self, x: torch.Tensor, rotation: Rotation | None, groups: Sequence[Group], /) -> torch.Tensor:
         """Computes the part for x [n, hidden]. The result has the same shape."""
@@ -135,7 +137,7 @@ class Merger:
         down: Linear,
         norm_joined: bool = False,
     ) -> None:
-        """`norm_joined`: patches are normalised together, not each by itself."""
+        """`norm_joined`: the joined patches are normalised together, not each patch alone."""
         self._width = vision.hidden_size * vision.merge**2
         self._norm, self._up, self._down = norm, up, down
         self._norm_joined = norm_joined
@@ -148,12 +150,12 @@ class Merger:
 
 @dataclass
 class TowerState:
-    """An image on its way through a tower; `n` patches."""
+    """The state of an image in a tower; `n` patches."""
 
     x: torch.Tensor  # [n, hidden]
     rotation: Rotation | None  # float32; None: heads are not rotated
     groups: Sequence[Group]
-    """Patches that see each other in a layer with windows."""
+    """Groups of patches that attend to each other in a layer with windows."""
     back: torch.Tensor | None = None
     """The row of each position of the image, int64 [n / merge^2]; None: rows are in the order of positions."""
     kept: list[torch.Tensor] = field(default_factory=list)
@@ -161,7 +163,7 @@ class TowerState:
 
 
 class Tower:
-    """A vision tower. A family's file has the arrangement of patches and the content of layers."""
+    """A vision tower. A family's file defines the order of patches and the layers."""
 
     def __init__(
         self,
@@ -172,7 +174,7 @@ class Tower:
         deepstack: Mapping[int, Merger],
         device: torch.device,
     ) -> None:
-        """`deepstack`: what gives an output of a layer's states, by the layer's number."""
+        """`deepstack`: modules that compute an output from a layer's states, by the layer's number."""
         self.vision = vision
         self._embedding, self._blocks, self._merger, self._deepstack = embedding, blocks, merger, deepstack
         self._frequencies: torch.Tensor | None = None
@@ -183,7 +185,7 @@ class Tower:
 
     @property
     def fixed_grid(self) -> Grid | None:
-        """The grid of every image; None: it goes by the image's size."""
+        """The grid of every image; None: it depends on the image's size."""
         side = self.vision.fixed_side
         return None if side is None else Grid(side, side)
 
@@ -208,11 +210,11 @@ class Tower:
         return rows if state.back is None else rows.index_select(0, state.back)
 
     def _arrange(self, x: torch.Tensor, grid: Grid, rows: torch.Tensor, columns: torch.Tensor) -> TowerState:
-        """The state before layer 0, of embedded patches [n, hidden] at rows and columns int64 [n]."""
+        """The state before layer 0, from embedded patches [n, hidden] at rows and columns int64 [n]."""
         raise NotImplementedError
 
     def _rotation(self, rows: torch.Tensor, columns: torch.Tensor) -> Rotation:
-        """Half of the frequencies of a head turn by the row, half by the column."""
+        """Half of a head's frequencies rotate by the row, half by the column."""
         frequencies = self._frequencies
         assert frequencies is not None
         angles = torch.cat([at[:, None].float() * frequencies for at in (rows, columns)], dim=1)

@@ -1,4 +1,4 @@
-"""The rows of embeddings. With several ranks each has some of them."""
+"""The rows of embeddings. With several ranks, each has some of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def embed_whole(tokens: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
 
 
 class SharedEmbedding:
-    """Looks up the tokens of this rank. Rows are the sum over ranks (Shoeybi et al. 2019)."""
+    """Looks up the tokens of this rank; the sum over ranks gives all rows (Shoeybi et al. 2019)."""
 
     def __init__(self, own: Part, group: Group) -> None:
         self._own = own
@@ -25,7 +25,7 @@ class SharedEmbedding:
         """Rows [n, hidden] of tokens [n]; `embedding` has those of this rank."""
         own = self._own
         elsewhere = (tokens < own.first) | (tokens >= own.end)
-        # A token outside the vocabulary is an error here as it is for one rank, and not a row of zeros.
+        # A token outside the vocabulary raises here too, as with one rank, instead of giving a row of zeros.
         known = (tokens >= 0) & (tokens < own.whole)
         at = (tokens - own.first).masked_fill_(elsewhere & known, 0)
         rows = F.embedding(at.masked_fill_(~known, -1), embedding).masked_fill_(elsewhere[:, None], 0)

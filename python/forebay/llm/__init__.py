@@ -1,4 +1,4 @@
-"""The engine as a library: a server of one's own, over a Unix socket in a private folder.
+"""The engine as a library: it starts a private server and talks to it over a Unix socket in a private folder.
 
 The server is the same program as `forebay serve`. It starts with `LLM` or `AsyncLLM`, and ends with the interpreter.
 Nothing here imports more than the standard library.

@@ -53,7 +53,7 @@ class AsyncLLM:
     >>> asyncio.run(main())
     ' 4, 5,'
 
-    Who leaves a stream early, or cancels a request, ends its computation.
+    If the caller leaves a stream early, or cancels a request, its computation ends.
 
     Raises:
         ValueError: a flag is about the server's socket.
@@ -82,8 +82,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continues a prompt, and yields the output so far with each new token.
 
-        `output_kind` of the parameters chooses whether an output has all tokens, the new ones, or comes at the end
-        only.
+        `output_kind` of the parameters chooses whether an output has all tokens or only the new ones, or comes only at
+        the end.
 
         Raises:
             StartError: the server did not start.
@@ -107,7 +107,7 @@ class AsyncLLM:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Answers a conversation, in the same way. The arguments are those of `LLM.chat`."""
+        """Answers a conversation, and yields outputs like `generate`. The arguments are those of `LLM.chat`."""
         params = await self._sampling(sampling_params)
         more = chat_fields(tools, add_generation_prompt, continue_final_message, chat_template_kwargs)
         call = self._calls.chat(messages, params, more, request_id)
@@ -116,13 +116,13 @@ class AsyncLLM:
                 yield output
 
     async def embed(self, prompt: Prompt, pooling_params: PoolingParams | None = None) -> EmbeddingRequestOutput:
-        """The vector of an input, as `LLM.embed` makes it."""
+        """The vector of an input, as in `LLM.embed`."""
         return await self._one(self._calls.embedding(prompt, pooling_params or PoolingParams()))
 
     async def encode(
         self, prompt: Prompt, pooling_params: PoolingParams | None = None, *, pooling_task: str | None = None
     ) -> PoolingRequestOutput:
-        """The output of a model that pools, as `LLM.encode` has it."""
+        """The output of a pooling model, as in `LLM.encode`."""
         return await self._one(self._calls.pooling(prompt, pooling_params or PoolingParams(), pooling_task))
 
     async def classify(
@@ -148,7 +148,7 @@ class AsyncLLM:
         version: str | None = None,
         abort: bool = False,
     ) -> int:
-        """Computes with other weights from now on, as `LLM.update_weights` does."""
+        """Uses other weights from now on, as `LLM.update_weights` does."""
         return await update_weights(await self._client(), weights, version, abort)
 
     async def pause(self, mode: str = "keep") -> int:

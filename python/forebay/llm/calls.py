@@ -35,7 +35,7 @@ POOLING = "/pooling"
 SCORE = "/score"
 _ID = "token_id:"
 ALL_TOKENS = (1 << 31) - 1
-"""A number that the server cuts to what the context has room for."""
+"""A number that the server cuts to the room in the context."""
 
 Messages = Sequence[Mapping[str, Any]]
 """A conversation, in the shape of OpenAI's API."""
@@ -148,7 +148,7 @@ class Calls:
 def _generation(
     path: str, fields: Callable[[], dict[str, Any]], output: RequestOutput, params: SamplingParams
 ) -> Call[RequestOutput]:
-    """The call that fills `output`, which a stream fills chunk by chunk."""
+    """The call that fills `output`; a stream fills it chunk by chunk."""
 
     def read(answer: Any) -> RequestOutput:
         read_answer(output, answer, params)
@@ -173,7 +173,7 @@ def _priority(priority: int) -> dict[str, int]:
 
 
 def read_answer(output: RequestOutput, answer: Any, params: SamplingParams) -> None:
-    """Puts an answer, or the next chunk of a stream, into `output`."""
+    """Adds an answer, or the next chunk of a stream, to `output`."""
     output.prompt_token_ids = answer.get("prompt_token_ids", output.prompt_token_ids)
     if usage := answer.get("usage"):
         output.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
@@ -202,7 +202,7 @@ def _read_choice(found: CompletionOutput, choice: Any) -> None:
 
 
 def _read_call(calls: list[dict[str, Any]], call: Any) -> None:
-    """A whole call, or the next piece of one's arguments."""
+    """A whole tool call, or the next piece of a call's arguments."""
     at = call.get("index", len(calls))
     while len(calls) <= at:
         calls.append({"id": None, "type": "function", "function": {"name": "", "arguments": ""}})
@@ -215,7 +215,7 @@ def _read_logprobs(found: CompletionOutput, logprobs: Any, count: int) -> None:
     entries = list(_chat_logprobs(logprobs) if "content" in logprobs else _completion_logprobs(logprobs))
     found.logprobs = found.logprobs or []
     for sampled, alternatives in entries:
-        # The most likely come first, and a sampled token that is not among them last.
+        # The most likely tokens come first. A sampled token that is not among them comes last.
         ranked = [
             (token, Logprob(value, rank if rank <= count else None, text))
             for rank, (token, value, text) in enumerate(alternatives, 1)

@@ -1,4 +1,4 @@
-"""The errors of the library. The text of each is one line for a person."""
+"""The errors of the library. The text of each is one line for the user."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class RequestError(ForebayError, ValueError):
     ) -> None:
         super().__init__(message)
         self.message = message
-        """The reason alone. The text of a batch's error also counts the requests."""
+        """The reason alone. The error of a batch also counts the requests in its text."""
         self.status = status
         """The HTTP status; None if the request was not sent, or its stream broke off."""
         self.param = param
-        """The name of the parameter that is wrong, with its path."""
+        """The name of the wrong parameter, with its path."""
         self.code = code
         """The kind of the error, such as `invalid_value`."""
 
@@ -53,7 +53,7 @@ class RequestError(ForebayError, ValueError):
 
     @classmethod
     def of_batch(cls, errors: Mapping[int, RequestError], count: int, outputs: list[Any]) -> RequestError:
-        """One error for a batch of `count` requests, with the fields of the first."""
+        """One error for a batch of `count` requests, with the fields of the first error."""
         first = min(errors)
         error = errors[first]
         text = error.message

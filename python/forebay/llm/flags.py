@@ -24,7 +24,7 @@ ON_BY_DEFAULT = frozenset(
         "webui",
     }
 )
-"""Switches that `--no-` turns off. All others are off unless they are given."""
+"""Switches that `--no-` turns off. All others are off by default."""
 
 _OWN = {
     "uds": "the library has a socket of its own",
@@ -43,7 +43,7 @@ _OWN = {
 def command_line(flags: Mapping[str, Any]) -> list[str]:
     """The flags with these values.
 
-    None is a flag that is left out, True a switch, and a list several values. An object is written as JSON.
+    None omits a flag, True is a switch, and a list gives several values. An object is written as JSON.
 
     >>> command_line({"max_model_len": 512, "enforce_eager": True, "enable_prefix_caching": False, "seed": None})
     ['--max-model-len=512', '--enforce-eager', '--no-enable-prefix-caching']

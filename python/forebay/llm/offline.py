@@ -1,4 +1,4 @@
-"""`LLM`: batches, and an answer when all is done."""
+"""`LLM`: batches of prompts, with all results at the end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["LLM", "chat_fields"]
 
 T = TypeVar("T")
 Show = bool | Callable[..., Any]
-"""True: a bar where tqdm is installed. A class is used in place of tqdm."""
+"""True: a progress bar, if tqdm is installed. A class is used in place of tqdm."""
 
 
 class LLM:
@@ -87,9 +87,9 @@ class LLM:
 
         Args:
             prompts: texts, token ids, or objects with either.
-            sampling_params: those of all prompts, or a list with those of each. None: the model's own.
+            sampling_params: for all prompts, or a list with one entry per prompt. None: the model's defaults.
             use_tqdm: whether a bar is shown.
-            priority: of all prompts or of each; larger is sooner, under `schedule_policy="priority"`.
+            priority: for all prompts, or one per prompt; larger runs sooner, with `schedule_policy="priority"`.
 
         Raises:
             RequestError: a request failed. The others' results are in the error's `outputs`.
@@ -114,7 +114,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers a conversation, or a list of conversations.
 
-        Images are parts of messages, as in OpenAI's API. Calls of tools and reasoning stand beside the text, in
+        Images are parts of messages, as in OpenAI's API. Tool calls and reasoning are separate from the text, in
         `tool_calls` and `reasoning`. `extra_args` of the parameters may have `tool_choice` and other fields.
 
         >>> from forebay import SamplingParams
@@ -160,7 +160,8 @@ class LLM:
         *,
         pooling_task: str | None = None,
     ) -> list[PoolingRequestOutput]:
-        """The output of a model that pools: vectors, or scores. `pooling_task` names what the model has to be for.
+        """The output of a model that pools: vectors, or scores. `pooling_task` names the task that the model must
+        support.
 
         Raises:
             RequestError: a request failed. The others' results are in the error's `outputs`.
@@ -239,24 +240,24 @@ class LLM:
         version: str | None = None,
         abort: bool = False,
     ) -> int:
-        """Computes with other weights from now on. Returns the number of requests that go on with them.
+        """Uses other weights from now on. Returns the number of requests that continue with them.
 
-        docs/weights.md says what holds meanwhile. The model is a checkpoint of safetensors where tensors are given.
+        docs/weights.md describes the details. If tensors are given, the model must be a safetensors checkpoint.
 
         Args:
             weights: tensors by their names in the checkpoint, some or all, such as a `state_dict()` of transformers'
                 model. Or a checkpoint of the same shape: a folder, or a GGUF file.
             version: the name of the weights, which `get_weight_version` gives.
-            abort: True ends requests that run. Otherwise they go on with the new weights.
+            abort: True ends running requests. Otherwise they continue with the new weights.
 
         Raises:
-            RequestError: the weights can't be loaded. The last ones compute on.
+            RequestError: the weights can't be loaded. The old ones stay in use.
             EngineDeadError: the server ended.
         """
         return self._background.ask(lambda client: update_weights(client, weights, version, abort))
 
     def get_weight_version(self) -> str:
-        """The name of the weights; `default` until one was given."""
+        """The name of the weights; `default` until a name is given."""
         version: str = self._background.ask(lambda client: client.ask("GET", "/get_weight_version"))["weight_version"]
         return version
 
@@ -269,14 +270,14 @@ class LLM:
         return self._background.ask(lambda client: get_parameter(client, name, rows))
 
     def pause(self, mode: str = "keep") -> int:
-        """Computes nothing until `resume`. Requests wait. Returns the number of those that go on later.
+        """Stops computation until `resume`. Requests wait. Returns the number of requests that will continue later.
 
         >>> llm.pause()
         0
         >>> llm.resume()
 
         Args:
-            mode: `keep`: requests that run stop where they are. `abort`: they end. `wait`: they are finished first.
+            mode: `keep`: running requests stop and continue later. `abort`: they end. `wait`: they finish first.
         """
         return self._background.ask(lambda client: pause(client, mode))
 
@@ -323,7 +324,7 @@ class LLM:
         use_tqdm: Show,
         complete: Callable[[Client, list[T]], Any] | None = None,
     ) -> list[T]:
-        """The results of calls. `complete` is awaited with all of them."""
+        """The results of calls. `complete` is awaited with all results."""
         ended: SimpleQueue[int | None] = SimpleQueue()
 
         async def work() -> list[T]:
@@ -355,7 +356,7 @@ def chat_fields(
     continue_final_message: bool,
     chat_template_kwargs: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """The fields of the API for arguments of `chat` that are not the default."""
+    """The API fields for the arguments of `chat` that differ from the defaults."""
     found: dict[str, Any] = {} if add_generation_prompt else {"add_generation_prompt": False}
     if continue_final_message:
         found["continue_final_message"] = True

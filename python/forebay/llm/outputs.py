@@ -1,4 +1,4 @@
-"""The results of requests, with the names of vLLM's."""
+"""The results of requests, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Logprob:
 
 
 TokenLogprobs = dict[int, Logprob]
-"""The alternatives at one position by token id, and the token that stands there."""
+"""The alternatives at one position by token id, including the token at that position."""
 
 
 @dataclass
@@ -44,20 +44,20 @@ class CompletionOutput:
 
     index: int
     text: str = ""
-    """The content. Reasoning and calls of tools stand apart."""
+    """The content. Reasoning and tool calls are separate."""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
     """The sum of the tokens' log-probabilities, if they were requested."""
     logprobs: list[TokenLogprobs] | None = None
     """An entry for each token, if they were requested."""
     finish_reason: str | None = None
-    """`stop`, `length`, `tool_calls`; None while the choice goes on."""
+    """`stop`, `length`, `tool_calls`; None while the choice is incomplete."""
     stop_reason: int | str | None = None
     """The stop string or stop token; None for end-of-sequence."""
     reasoning: str | None = None
-    """Of a chat with a model that reasons: the reasoning before the content."""
+    """The reasoning before the content, in a chat with a reasoning model."""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
-    """Of a chat: calls of tools, in the shape of OpenAI's API."""
+    """Tool calls, in a chat, in the form of OpenAI's API."""
 
     def finished(self) -> bool:
         """True if nothing more comes."""
@@ -73,7 +73,7 @@ class RequestOutput:
     """The prompt's text; None if it came as token ids, or is a conversation."""
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """An entry for each token of the prompt, None for the first, if they were requested."""
+    """An entry for each token of the prompt (None for the first), if they were requested."""
     outputs: list[CompletionOutput] = field(default_factory=list)
     """The `n` choices."""
     finished: bool = False
@@ -129,7 +129,7 @@ class _PooledOutput(Generic[T]):
     request_id: str
     outputs: T
     prompt_token_ids: list[int] | None = None
-    """The input's token ids, if it came as such."""
+    """The input's token ids, if it was given as token ids."""
     num_prompt_tokens: int | None = None
     """The number of the input's tokens, special ones included."""
     finished: bool = True

@@ -40,7 +40,7 @@ class RequestOutputKind(Enum):
 
 @dataclass
 class StructuredOutputsParams:
-    """The form of an answer. One of the first six is given.
+    """The form of an answer. Exactly one of the first six must be given.
 
     >>> StructuredOutputsParams(choice=["yes", "no"]).fields()
     {'choice': ['yes', 'no']}
@@ -59,7 +59,7 @@ class StructuredOutputsParams:
     structural_tag: str | Mapping[str, Any] | None = None
     """A structural tag, as an object or as text."""
     whitespace_pattern: str | None = None
-    """A regular expression of the white space at each place of JSON."""
+    """A regular expression for the white space that JSON may have between tokens."""
     disable_any_whitespace: bool | None = None
     """True: JSON without white space."""
 
@@ -72,8 +72,8 @@ class StructuredOutputsParams:
 class SamplingParams:
     r"""Parameters of sampling, with the names and defaults of vLLM.
 
-    Values are checked by the server, whose error names the parameter. A method that gets no parameters samples as the
-    model's authors recommend; see `LLM.get_default_sampling_params`.
+    Values are checked by the server, whose error names the parameter. Without parameters, methods sample as the model's
+    authors recommend; see `LLM.get_default_sampling_params`.
 
     >>> SamplingParams(temperature=0, max_tokens=4, stop="\n").fields()["stop"]
     '\n'
@@ -96,7 +96,7 @@ class SamplingParams:
     top_k: int = 0
     """The number of candidates; 0 or -1: all."""
     min_p: float = 0.0
-    """The share of the largest probability below which tokens are dropped."""
+    """Tokens with less than this share of the largest probability are dropped."""
     seed: int | None = None
     """Makes sampling repeatable."""
     stop: str | Sequence[str] | None = None
@@ -110,13 +110,13 @@ class SamplingParams:
     ignore_eos: bool = False
     """Go on after an end-of-sequence token."""
     max_tokens: int | None = 16
-    """The largest number of tokens to generate; None: what the context has room for."""
+    """The largest number of tokens to generate; None: as many as fit into the context."""
     min_tokens: int = 0
     """Tokens to generate before a stop counts."""
     logprobs: int | None = None
     """Alternatives whose log-probabilities are returned with each token's, 0 to 20."""
     prompt_logprobs: int | None = None
-    """The same for each token of the prompt. Not in a stream."""
+    """The same for each token of the prompt. Not for streams."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     spaces_between_special_tokens: bool = True
@@ -130,12 +130,12 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
     """The form of the answer."""
     extra_args: Mapping[str, Any] | None = None
-    """Further fields of the API, as they are sent: docs/api.md lists them."""
+    """Further fields of the API, which are sent unchanged: docs/api.md lists them."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    """The content of each output of a stream. Of no effect without a stream."""
+    """The content of each output of a stream. Has no effect without a stream."""
 
     def fields(self) -> dict[str, Any]:
-        """The fields of the API, but for log-probabilities, which each route has in its own way."""
+        """The fields of the API, except for log-probabilities, whose fields depend on the route."""
         found = _given(self)
         for name in ("output_kind", "extra_args", "logprobs", "spaces_between_special_tokens"):
             found.pop(name, None)
@@ -161,9 +161,9 @@ class PoolingParams:
     normalize: bool | None = None
     """Divide each vector by its length; None: the choice of the model's authors."""
     use_activation: bool | None = None
-    """False: a model's own scores, without a sigmoid that its authors may use."""
+    """False: return the model's raw scores, without a sigmoid that its authors may use."""
     truncate_prompt_tokens: int | None = None
-    """Cut longer inputs to this many tokens; -1: to the limit of the model."""
+    """Cut longer inputs to this many tokens; -1: to the model's limit."""
 
     def fields(self) -> dict[str, Any]:
         """The fields of the API."""
@@ -175,7 +175,7 @@ class TextPrompt(TypedDict, total=False):
 
     prompt: str
     cache_salt: str
-    """Blocks of the prompt are shared only with requests of the same salt."""
+    """Blocks of the prompt are only shared with requests that have the same salt."""
 
 
 class TokensPrompt(TypedDict, total=False):
@@ -183,7 +183,7 @@ class TokensPrompt(TypedDict, total=False):
 
     prompt_token_ids: Sequence[int]
     prompt: str
-    """The text of the tokens, for the output alone."""
+    """The text of the tokens. It is only copied to the output."""
     cache_salt: str
 
 
@@ -194,7 +194,7 @@ _PROMPT_FIELDS = {"prompt", "prompt_token_ids", "prompt_embeds", "cache_salt"}
 
 
 def prompt_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """The prompts, of which one may come without a list around it."""
+    """The prompts, as a list. A single prompt may be given without one."""
     one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
     found: Any = [prompts] if one else prompts
     return list(found)
@@ -228,11 +228,7 @@ def prompt_field(prompt: Prompt) -> tuple[str | None, dict[str, Any]]:
 
 
 def one_each(name: str, given: Any, count: int) -> Sequence[Any]:
-    """A value for each of `count` prompts: `given` has one for all, or a list of as many.
-
-    Raises:
-        ValueError: the list has another length.
-    """
+    """A value for each of `count` prompts: `given` is one value for all, or a list with one for each."""
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence):
         return [given] * count
     if len(given) != count:

@@ -1,4 +1,4 @@
-"""Progress of a long call: a bar where tqdm is installed, and the stages of a start on a terminal."""
+"""Progress of a long call: a bar if tqdm is installed, and on a terminal the stages of a server's start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server's process: started in a private folder, and ended with the interpreter."""
+"""The server's process: it runs in a private folder, and ends with the interpreter."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ __all__ = ["Server"]
 
 PREFIX = "forebay-llm-"
 LONGEST_PATH = 100
-"""Bytes of a Unix socket's path that every system takes, and a few for its name."""
+"""A length that every system allows for a Unix socket's path, minus a few bytes for the name."""
 STOP_SECONDS = 10.0
 """How long the server may take to end after SIGTERM, before it is killed."""
 STALE_SECONDS = 3600.0
-"""The age from which an empty folder of ours was left by a process that was killed."""
+"""The age from which an empty folder of ours must be the remains of a killed process."""
 TAIL = 8192
 """Bytes at the end of the log that are searched for a reason."""
 KEYS = ("FOREBAY_API_KEY", "FOREBAY_ADMIN_API_KEY", "FOREBAY_ROUTER_KEY")
@@ -39,20 +39,20 @@ _LOG_LINE = re.compile(r"^\S+\s+(ERROR|WARN)\s+(.*)")
 
 
 class Server:
-    """A `forebay serve` of this process. It ends with the process, however the process ends."""
+    """A `forebay serve` process of this process. It ends with this process, however that ends."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        """Starts it with these arguments, and does not wait until it is ready."""
+        """Starts it with these arguments, without waiting until it is ready."""
         _remove_stale_folders()
         folder = tempfile.mkdtemp(prefix=PREFIX)
         if len(os.fsencode(folder)) > LONGEST_PATH - len("/socket"):
             os.rmdir(folder)
             folder = tempfile.mkdtemp(prefix=PREFIX, dir="/tmp")
         self.socket = os.path.join(folder, "socket")
-        # It has no name, so that nothing of it is left behind.
+        # An unnamed file, so that it leaves nothing behind.
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         environment = {key: value for key, value in os.environ.items() if key not in KEYS}
-        # A hand in Python runs where its packages are installed.
+        # A Python hand must use the environment in which its packages are installed.
         environment.setdefault("FOREBAY_PYTHON", sys.executable)
         environment["NO_COLOR"] = "1"
         command = [
@@ -62,7 +62,7 @@ class Server:
         ]
 
         def start() -> subprocess.Popen[bytes]:
-            # In a session of its own, because Ctrl-C is for the caller.
+            # In a separate session, because Ctrl-C is for the caller.
             return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -88,7 +88,7 @@ class Server:
         self._stop()
 
     def start_error(self) -> StartError:
-        """The reason why it did not start, of a server that has ended."""
+        """The reason why a server that has ended did not start."""
         lines = self._lines()
         at = max((number for number, line in enumerate(lines) if line.startswith("error: ")), default=None)
         if at is None:
@@ -113,7 +113,7 @@ class Server:
 
 
 def _last(lines: Sequence[str]) -> str:
-    """The last line for a person, without its time."""
+    """The last line that is meant for users, without its time."""
     line = lines[-1] if lines else "it said nothing"
     found = _LOG_LINE.match(line)
     return found[2] if found else line.removeprefix("error: ")
@@ -121,7 +121,7 @@ def _last(lines: Sequence[str]) -> str:
 
 def _stop(process: subprocess.Popen[bytes], folder: str, log: IO[bytes], owner: int) -> None:
     if os.getpid() != owner:
-        # A fork of the owner: the server is not its own.
+        # This is a fork of the owner, so the server belongs to the parent.
         return
     process.terminate()
     try:
@@ -134,7 +134,7 @@ def _stop(process: subprocess.Popen[bytes], folder: str, log: IO[bytes], owner: 
 
 
 def _remove_stale_folders() -> None:
-    """Removes empty folders that killed processes left. A server removes its socket, and never the folder."""
+    """Removes empty folders that killed processes left. A server removes its socket, but not the folder."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         try:
             found = folder.lstat()
@@ -162,7 +162,7 @@ class _Keeper:
 
     @classmethod
     def current(cls) -> _Keeper:
-        """That of this process, which a fork does not inherit."""
+        """The keeper of this process. A fork does not inherit it."""
         with cls._lock:
             if cls._instance is None or cls._instance._owner != os.getpid():
                 cls._instance = cls()
@@ -181,7 +181,7 @@ class _Keeper:
                 started.set_result(start())
             except BaseException as error:
                 started.set_exception(error)
-            # Nothing of a server is held between two calls.
+            # Keep no reference to a server between two calls.
             del start, started
 
 

@@ -1,4 +1,4 @@
-"""Weights that change: a trainer's tensors on their way to the server, and pauses."""
+"""Changes of weights: sending a trainer's tensors to the server, and pauses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def get_parameter(client: Client, name: str, rows: int) -> Any:
 
 
 async def pause(client: Client, mode: str) -> int:
-    """Pauses generation. Returns the requests that go on later."""
+    """Pauses generation. Returns the requests that will continue later."""
     found = await client.ask("POST", f"/pause?{urlencode({'mode': mode, 'clear_cache': 'false'})}")
     going_on: int = found["num_paused_requests"]
     return going_on
@@ -53,7 +53,7 @@ async def resume(client: Client) -> None:
 
 
 def serialize(tensors: Mapping[str, Tensor]) -> bytes:
-    """A file of safetensors. Of tensors that are the same memory, such as a tied pair, the first one is in it."""
+    """A safetensors file. If tensors share memory, such as a tied pair, only the first is included."""
     from safetensors.torch import save
 
     found: dict[str, Tensor] = {}

@@ -1,1 +1,1 @@
-"""Encoders, image towers and models that run in transformers' own code, one file each."""
+"""Encoders, image towers and models that use transformers' own code, one file each."""

@@ -58,7 +58,7 @@ class Block:
 
 
 class Bert:
-    """The encoder, and the layers that make one vector of a prompt's states."""
+    """The encoder, and the layers that compute one vector from a prompt's states."""
 
     def __init__(self, config: EncoderConfig, pooling: Pooling, params: Parameters) -> None:
         hidden = config.hidden_size
@@ -76,7 +76,7 @@ class Bert:
         self.blocks = [Block(config, params, index) for index in range(config.num_hidden_layers)]
         params.skip("embeddings.position_ids")
         self.head: tuple[Linear, Linear] | None = None
-        """The layers that make a logit of a vector (the pooler and the classifier); None: there is no logit."""
+        """The layers that compute a logit from a vector (the pooler and the classifier); None: there is no logit."""
         self.size = hidden
         """The number of elements of a vector."""
         if pooling.scores:
@@ -92,7 +92,7 @@ class Bert:
         self.params.load(((name.removeprefix(_BODY), tensor) for name, tensor in weights), report)
 
     def __call__(self, packed: Packed) -> torch.Tensor:
-        """One vector a prompt, float32 [r, size]: pooled and otherwise as the last layer left it, or a logit."""
+        """One vector per prompt, float32 [r, size]: pooled, but otherwise unchanged, or a logit."""
         x = F.embedding(packed.tokens, self.words)
         x += F.embedding(packed.positions, self.positions)
         x += F.embedding(packed.segments, self.types)

@@ -1,9 +1,9 @@
 """A model in transformers' own modelling code, on our pages, packed rows and slots.
 
-The code calls its attention by name, which transformers lets others implement. Each call has its options (a window, a
-cap, sinks, a scale), so nothing is derived from a configuration. Recurrent layers run once a row, with a cache object
-of the row's slot. vLLM (`--model-impl transformers`) and SGLang have the same feature, with layers that are made from
-the configuration.
+The code calls attention by name, and transformers lets libraries register implementations. Each call passes its options
+(a window, a cap, sinks, a scale), so none are derived from a configuration. Recurrent layers run once per row, with the
+cache object of the row's slot. vLLM (`--model-impl transformers`) and SGLang have the same feature, with layers that
+they build from the configuration.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from forebay.weights.errors import ModelError, UnsupportedModelError
 _BESIDE_ATTENTION = frozenset(
     {"dropout", "position_ids", "use_cache", "output_router_logits", "output_attentions", "output_hidden_states"}
 )
-"""Arguments of a call that say nothing about attention."""
+"""Arguments of a call that do not change attention."""
 _OLDEST, _TOO_NEW = (5, 20), (6, 0)
-"""The versions of transformers: from the first on, and below the second."""
+"""The supported versions of transformers: from the first one on, and below the second."""
 _NAMED = ("scaling", "sliding_window", "softcap", "s_aux")
 
 
 class CalledAttention:
-    """The attention that a model of transformers calls, registered under a name of its own."""
+    """The attention that a transformers model calls, registered under our name."""
 
     def __init__(self) -> None:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         self.name = f"forebay_{id(self)}"
         self.uses: set[str] = set()
-        """What calls have asked for so far, beyond causal order."""
+        """The options that calls have used so far, beyond causal order."""
         self._answer: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, How], torch.Tensor] | None = None
         ALL_ATTENTION_FUNCTIONS.register(self.name, self._attend)
 
@@ -50,7 +50,7 @@ class CalledAttention:
     def answered_by(
         self, answer: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, How], torch.Tensor]
     ) -> Iterator[None]:
-        """Computes all calls within it with `answer`.
+        """Within this context, `answer` computes all calls.
 
         It gets q [n, heads, key size], k [n, kv heads, key size], v [n, kv heads, value size], and gives [n, heads *
         value size].
@@ -98,7 +98,7 @@ class CalledAttention:
         window = given.get("sliding_window")
         config = getattr(module, "config", None)
         if kind == "full_attention":
-            # A configuration may state a window that no layer has (VaultGemma), and layers pass it on.
+            # A configuration may state a window that no layer uses (VaultGemma), though layers pass it on.
             window = None
         elif kind == "sliding_attention" and window is None:
             window = config.sliding_window if config is not None else None
@@ -114,7 +114,7 @@ class CalledAttention:
 
 
 def _kind(module: torch.nn.Module) -> str | None:
-    """The kind of a layer in the configuration's list; None: the list has none for it."""
+    """The kind of a layer in the configuration's list; None: the list does not have it."""
     kinds = getattr(getattr(module, "config", None), "layer_types", None) or ()
     layer = getattr(module, "layer_idx", None)
     return str(kinds[layer]) if isinstance(layer, int) and 0 <= layer < len(kinds) else None
@@ -143,7 +143,7 @@ class CalledModel:
         self._attention = CalledAttention()
         self._take(made_of(config_of(Path(directory)), self._attention.name, params.dtype, torch.device("meta")))
         self.nbytes: int = sum(one.nbytes for one in (*self._model.parameters(), *self._model.buffers()))
-        """Bytes of all weights. Those that several names share count once."""
+        """Bytes of all weights. A tensor with several names counts once."""
 
     def _take(self, model: Any) -> None:
         settle_rotary(model, self.context_length)
@@ -169,7 +169,7 @@ class CalledModel:
     def _load(self, directory: str | None, **given: Any) -> None:
         how = {"dtype": self.params.dtype, "attn_implementation": self._attention.name, "trust_remote_code": False}
         try:
-            # With the loading info the result is a pair, which its annotations do not know.
+            # With the loading info the result is a pair, which its type annotations omit.
             read: Callable[..., Any] = type(self._model).from_pretrained
             model, found = read(
                 directory, use_safetensors=True, local_files_only=True, output_loading_info=True, **how, **given
@@ -187,8 +187,9 @@ class CalledModel:
     def _check_rows(self) -> None:
         """Computes a few tokens of no request. Raises `UnsupportedModelError` if rows can't be cut or packed.
 
-        Of rows of one token the embedding of one is not a number. No arithmetic loses that, so it shows in every state
-        that the token reaches. A row in pieces goes on from the states of recurrent layers.
+        The check runs rows of one token, one of which has the embedding NaN. No arithmetic removes NaN, so it marks
+        every state that the token influences. It also runs a row in pieces, which continues from the states of
+        recurrent layers.
         """
         name, recurrent = self.config.architecture, self._recurrent
         if recurrent.modules:
@@ -211,7 +212,7 @@ class CalledModel:
             raise UnsupportedModelError(f"the code of {name} computes a token with others, not by attention or states")
 
     def _states_of(self, tokens: int) -> torch.Tensor:
-        """The final states [tokens, hidden] of tokens that attend to themselves only."""
+        """The final states [tokens, hidden] of tokens, each of which attends only to itself."""
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How) -> torch.Tensor:
             return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1).flatten(1)
@@ -222,7 +223,7 @@ class CalledModel:
         return states
 
     def randomise(self, seed: int, report: Report = ignore) -> None:
-        """Makes weights of a seed, with the initialisation of the model's code."""
+        """Fills the weights from a seed, with the initialisation of the model's code."""
         torch.manual_seed(seed)
         model = made_of(config_of(Path(self._directory)), self._attention.name, self.params.dtype, self.params.device)
         self._take(model)
@@ -230,7 +231,7 @@ class CalledModel:
         report(1, 1)
 
     def __call__(self, forward: Forward) -> torch.Tensor:
-        """Computes the step's positions; gives float32 logits [s, vocabulary] of the sampled ones."""
+        """Computes the step's positions and returns float32 logits [s, vocabulary] of the sampled ones."""
         return self.logits(self.states(forward))
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
@@ -281,7 +282,7 @@ class CalledModel:
 
 
 def check_version() -> None:
-    """Raises `UnsupportedModelError` unless a version of transformers is installed whose seams are known here."""
+    """Raises `UnsupportedModelError` unless a supported version of transformers is installed."""
     try:
         import transformers
     except ImportError as error:
@@ -296,7 +297,7 @@ def check_version() -> None:
 
 
 def config_of(directory: Path) -> Any:
-    """The configuration that transformers reads of a model's folder. Raises `UnsupportedModelError`."""
+    """The configuration that transformers reads from a model's folder. Raises `UnsupportedModelError`."""
     check_version()
     from transformers import AutoConfig
 
@@ -307,7 +308,7 @@ def config_of(directory: Path) -> Any:
 
 
 def made_of(config: Any, attention: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """The causal model of a configuration, with the initialisation of its code. Raises `UnsupportedModelError`."""
+    """The causal model for a configuration, with the initialisation of its code. Raises `UnsupportedModelError`."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -316,7 +317,7 @@ def made_of(config: Any, attention: str, dtype: torch.dtype, device: torch.devic
                 config, attn_implementation=attention, dtype=dtype
             )
     except KeyError as error:
-        # Code of before the interface looks its own implementations up by name (Falcon).
+        # Code that is older than the interface looks up its own implementations by name (Falcon).
         raise UnsupportedModelError(f"the code of {config.model_type} has an attention of its own ({error})") from error
     except ValueError as error:
         raise UnsupportedModelError(" ".join(str(error).split())) from error
@@ -328,7 +329,7 @@ def body_of(model: Any) -> Any:
     """The part of a causal model below its head. Raises `UnsupportedModelError` if there is none."""
     body = model.base_model
     if body is model:
-        # Some code names a part that is not there (Llama 4's text).
+        # Some code names a part that does not exist (Llama 4's text model).
         body = getattr(model, "model", model)
     if body is model:
         raise UnsupportedModelError(f"{type(model).__name__} has no part below its head")

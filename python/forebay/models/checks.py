@@ -64,7 +64,7 @@ class _Mask(torch.Tensor):
     """Stands for a mask that code makes."""
 
     sees: Callable[..., torch.Tensor] | None = None
-    """Whether a query sees a key, by their positions; None: the code has changed the mask."""
+    """Whether a query sees a key, given their positions; None: the code has changed the mask."""
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         part = super().__getitem__(index)
@@ -110,7 +110,7 @@ def _check_mask(name: str, sees: Callable[..., torch.Tensor], how: How) -> None:
 
 
 class _Module:
-    """A module as its attention reads it, with values in its tensors."""
+    """A module, as its attention code reads it, with values in its tensors."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
@@ -120,7 +120,7 @@ class _Module:
 
 
 def _values(value: Any) -> Any:
-    """`value`, or if it is a tensor, one of its shape: every tensor of as many elements has the same values."""
+    """`value`; or if it is a tensor, a tensor of its shape. Tensors of the same size get the same values."""
     if not isinstance(value, torch.Tensor):
         return value
     return torch.linspace(-1.5, 1.5, value.numel()).view(value.shape)
@@ -156,7 +156,7 @@ def _check_scores(
 
 
 class WatchedPositions(TorchFunctionMode):
-    """Sees whether code reads the positions that it gets, or numbers its tokens itself."""
+    """Detects whether code reads the positions that it gets, or numbers its tokens itself."""
 
     def __init__(self, positions: torch.Tensor) -> None:
         super().__init__()
@@ -174,6 +174,7 @@ class WatchedPositions(TorchFunctionMode):
         return out
 
     def check(self, name: str) -> None:
-        """Raises `UnsupportedModelError` if the code has positions of its own: those of a packed step are others."""
+        """Raises `UnsupportedModelError` if the code computes positions itself: they would be wrong in a packed step.
+        """
         if self.are_made and not self.are_read:
             raise UnsupportedModelError(f"the code of {name} numbers its tokens itself, and takes no positions")

@@ -1,8 +1,9 @@
 """Facts of a model that only transformers can determine, for the brain.
 
-`python -m forebay.models.describe PATH --cache-dir D` prints one line of JSON. `tokenizer` is the file that was made of
-a tokenizer in another form. `called` has the findings of a probe of the model's code, which `--probe` requests. An exit
-status of 2, and a last line that starts with "error: ", report a model that can't run, with the reason.
+`python -m forebay.models.describe PATH --cache-dir D` prints one line of JSON. `tokenizer` is the file that was
+converted from a tokenizer in another form. `called` has the findings of a probe of the model's code, which `--probe`
+requests. An exit status of 2, and a last line that starts with "error: ", report a model that can't run, with the
+reason.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ __all__ = ["called", "main"]
 
 
 def called(path: Path) -> dict[str, Any]:
-    """Facts that the engine needs of a model that transformers' code computes. Raises ModelError."""
+    """Facts that the engine needs about a model that runs in transformers' code. Raises ModelError."""
     if not path.is_dir():
         raise UnsupportedModelError(f"{path} is no folder with a config.json, which transformers' code needs")
     config = read_json(path / "config.json")
@@ -67,7 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 @contextmanager
 def _only_errors() -> Iterator[None]:
-    """Sends what libraries and their processes print to standard error: the answer is alone on standard output."""
+    """Redirects the output of libraries and their processes to standard error: standard output is only for the answer.
+    """
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

@@ -1,4 +1,4 @@
-"""Gemma 3 (2025): a SigLIP tower (Zhai et al. 2023) for images of one size, and means of squares of its patches."""
+"""Gemma 3 (2025): a SigLIP tower (Zhai et al. 2023) for images of one size, with means over squares of patches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from forebay.weights.vision import TOWER, Vision
 
 
 class SiglipTower(Tower):
-    """The tower of Gemma 3. Each patch of an image has a learned position of its own."""
+    """The tower of Gemma 3. Each patch of an image has its own learned position."""
 
     def __init__(self, vision: Vision, params: Parameters) -> None:
         assert vision.table_side is not None
@@ -38,7 +38,7 @@ class SiglipTower(Tower):
 
 
 class _Attention:
-    """Attention of every patch to all patches of its image. Nothing is rotated."""
+    """Attention of every patch to all patches of its image, without rotation."""
 
     def __init__(self, vision: Vision, params: Parameters, prefix: str) -> None:
         hidden = vision.hidden_size
@@ -64,7 +64,7 @@ class _Mlp:
 
 
 class _Projector:
-    """The mean of each square of patches, which follow one another, as a row of the decoder's length."""
+    """Maps the mean of each square of patches, which follow one another, to a row for the decoder."""
 
     def __init__(self, vision: Vision, params: Parameters) -> None:
         self._square = vision.merge**2

@@ -1,4 +1,4 @@
-"""A forward pass of a few tokens without weights: it finds the needs of a model that transformers computes."""
+"""A forward pass of a few tokens without weights: it finds out what a model in transformers' code needs."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["probe"]
 
 _META = torch.device("meta")
 _TOKENS = 7
-"""The tokens of the forward: a number that no size of a model has."""
+"""The number of tokens of the forward pass: it differs from all sizes of a model."""
 _MOST_POSITIONS = (1 << 31) - 1
 _UNBOUNDED_CONTEXT = 32768
-"""The context length of models whose configuration names none, as recurrent ones."""
+"""The context length of models whose configuration does not state one, such as recurrent ones."""
 
 
 class OnlyUpdates:
     """The cache object of a probe.
 
-    A model that uses more of its interface keeps state that pages and slots do not hold.
+    A model that uses more of its interface keeps state that does not fit into pages and slots.
     """
 
     is_compileable = False
@@ -47,14 +47,14 @@ class OnlyUpdates:
         return 0
 
     def get_mask_sizes(self, query_length: int, *_: Any) -> tuple[int, int]:
-        """The number of keys, and the first, for masks."""
+        """The number of keys, and the first of them, for masks."""
         return query_length, 0
 
 
 def probe(directory: Path) -> Calls:
-    """Probes the model of a folder. Raises `UnsupportedModelError` with the reason for which it can't be served."""
+    """Probes the model of a folder. Raises `UnsupportedModelError` with the reason why it can't be served."""
     config = config_of(directory)
-    # The id of padding makes some code look at the tokens, which have no values here.
+    # With a padding id, some code reads the tokens, which have no values here.
     config.pad_token_id = None
     attention = CheckedAttention()
     model = made_of(config, attention.name, torch.bfloat16, _META)
@@ -100,7 +100,7 @@ def probe(directory: Path) -> Calls:
 
 
 def _check_name(config: Any, made: str) -> None:
-    """Raises `UnsupportedModelError` if transformers makes another architecture than the configuration names."""
+    """Raises `UnsupportedModelError` if transformers builds another architecture than the configuration names."""
     names = [str(name) for name in config.architectures or []]
     if names and _stem(made) not in map(_stem, names):
         raise UnsupportedModelError(

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL (Bai et al. 2025): a tower most of whose layers attend within windows, before a Qwen2."""
+"""Qwen2.5-VL (Bai et al. 2025): a Qwen2 with a tower in which most layers attend within windows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from forebay.weights.vision import TOWER, Vision
 
 
 class Qwen25Tower(Tower):
-    """The tower of Qwen2.5-VL. In it patches lie window by window."""
+    """The tower of Qwen2.5-VL. Its patches are ordered window by window."""
 
     def __init__(self, vision: Vision, params: Parameters) -> None:
         embedding = PatchEmbedding(params, f"{TOWER}.patch_embed.proj", vision, bias=False)

@@ -48,7 +48,7 @@ class Qwen3Tower(Tower):
         return TowerState(x + positions, self._rotation(rows, columns), [Group(0, 1, len(x))])
 
     def _positions(self, grid: Grid, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        """The table stretched over the image so that corners meet corners, float32 [n, hidden]."""
+        """The table, interpolated to the size of the image so that corners match, float32 [n, hidden]."""
         merge = self.vision.merge
         vertical = self._neighbours(rows, grid.height * merge)
         horizontal = self._neighbours(columns, grid.width * merge)

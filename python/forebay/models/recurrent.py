@@ -1,4 +1,4 @@
-"""Recurrent layers of models that transformers computes, and the states of slots."""
+"""Recurrent layers of models in transformers' code, and the states of slots."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ __all__ = ["CacheStates", "RecurrentLayers", "StateRow"]
 _CACHES = ("cache_params", "past_key_values", "past_key_value", "cache")
 """The names that recurrent modules give the argument with their states."""
 _OF_BATCHES = ("attention_mask", "seq_idx")
-"""Arguments for padding and for packed rows, which a row alone does not need."""
+"""Arguments for padding and for packed rows, which are not needed for a single row."""
 _ROUNDING = 0.1
-"""What bfloat16 and another order of sums may change of outputs; to forget a state changes most of them."""
+"""The change of outputs that is allowed for bfloat16 and another order of sums. A lost state changes most outputs by
+more.
+"""
 _UPDATES_STATE = re.compile(r"\.update_(conv|recurrent)_state\b")
 
 
@@ -36,7 +38,7 @@ class StateRow:
     count: int
     cache: Any
     source: Any = None
-    """The cache object whose states are copied to `cache` first; None: `cache` has its own."""
+    """The cache object whose states are copied to `cache` first; None: `cache` already has the right states."""
 
 
 class CacheStates:
@@ -69,13 +71,13 @@ class CacheStates:
 
 
 class RecurrentLayers:
-    """The modules of a model that keep a recurrent or convolution state, which run once a row of a step."""
+    """The modules of a model with a recurrent or convolution state. They run once per row of a step."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.rows: list[StateRow] = []
         """The rows of the step, in the order of their tokens."""
         self.pieces: list[StateRow] = []
-        """The same tokens in other pieces, whose outputs have to be the same; none: nothing is compared."""
+        """The same tokens in other pieces, whose outputs must be the same; empty: nothing is compared."""
         ours = [module for module in model.modules() if ".models." in type(module).__module__]
         self.modules = [module for module in ours if _updates_state(type(module))]
         for module in self.modules:
@@ -114,20 +116,21 @@ def _joined(parts: list[Any]) -> torch.Tensor:
 
 
 def _compare(name: str, whole: torch.Tensor, pieces: torch.Tensor) -> None:
-    """Raises `UnsupportedModelError` if a row in pieces has other outputs than the whole, beyond rounding."""
+    """Raises `UnsupportedModelError` if a row in pieces has other outputs than the whole row, beyond rounding."""
     whole, pieces = whole.float(), pieces.float()
     if (whole - pieces).norm() > _ROUNDING * whole.norm():
         raise UnsupportedModelError(f"{name} does not go on from its state with several tokens")
 
 
 def _updates_state(kind: type) -> bool:
-    """True if the class or one that it inherits from updates a state."""
+    """True if the class, or a base class, updates a state."""
     own = [one for one in kind.__mro__ if ".models." in one.__module__]
     return any(_UPDATES_STATE.search(inspect.getsource(one)) for one in own)
 
 
 def _check_arguments(name: str, hidden_states: torch.Tensor, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """Raises `UnsupportedModelError` for arguments with an element for each token: a row would get them all."""
+    """Raises `UnsupportedModelError` for arguments with an element per token: each row would get the elements of all.
+    """
     if any(arg is not None for arg in args):
         raise UnsupportedModelError(f"{name} keeps a state, and takes arguments by position")
     tokens = hidden_states.shape[1]

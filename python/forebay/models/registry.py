@@ -32,7 +32,7 @@ _TOWERS = {"windows": qwen2_5_vl.build, "table": qwen3_vl.build, "siglip": gemma
 
 
 def build(config: ModelConfig, params: Parameters, backend: AttentionBackend, ops: Ops, context_length: int) -> Decoder:
-    """The model of `config`. Its weights are allocated and not filled. Raises `UnsupportedModelError`."""
+    """Builds the model of `config`. Its weights are allocated, but not filled. Raises `UnsupportedModelError`."""
     config = _of_requests(config, context_length)
     if config.vision is not None:
         return _TOWERS[config.vision.kind](config, params, backend, ops)
@@ -40,7 +40,7 @@ def build(config: ModelConfig, params: Parameters, backend: AttentionBackend, op
 
 
 def attach_head(model: Decoder, config: HeadConfig, params: Parameters, context_length: int) -> DraftHead:
-    """Attaches a head that drafts. Its weights are allocated and not filled. Raises `UnsupportedModelError`."""
+    """Attaches a draft head. Its weights are allocated, but not filled. Raises `UnsupportedModelError`."""
     head = DraftHead(replace(config, shape=_of_requests(config.shape, context_length)), params, model)
     model.attach(head)
     return head
@@ -60,7 +60,8 @@ def _of_requests(config: ModelConfig, context_length: int) -> ModelConfig:
 def build_whole(
     config: ModelConfig, pooling: Pooling | None, params: Parameters, ops: Ops, context_length: int
 ) -> WholeDecoder:
-    """The decoder of `config`, whose positions see the whole prompt. Raises `ModelError` unless it pools."""
+    """The decoder of `config`, whose positions see the whole prompt. Raises `ModelError` unless it is a pooling model.
+    """
     if pooling is None:
         raise ModelError(f"{config.architecture} can't generate, and the config has no `pooling`")
     return WholeDecoder(build(config, params, WholeAttention(), ops, context_length), pooling)
@@ -73,12 +74,14 @@ def _below(positions: int | None, context_length: int) -> int | None:
 def build_called(
     config: CalledConfig, directory: str, params: Parameters, ops: Ops, context_length: int
 ) -> CalledModel:
-    """The model of a folder that transformers computes, without its weights. Raises `UnsupportedModelError`."""
+    """The model of a folder, in transformers' code and without its weights. Raises `UnsupportedModelError`."""
     return CalledModel(config, directory, params, CpuAttention(), ops, context_length)
 
 
 def build_encoder(config: EncoderConfig, pooling: Pooling | None, params: Parameters) -> Bert:
-    """The encoder of `config`. Its weights are allocated and not filled. Raises `ModelError` unless it pools."""
+    """The encoder of `config`. Its weights are allocated, but not filled. Raises `ModelError` unless it is a pooling
+    model.
+    """
     if pooling is None:
         raise ModelError(f"{config.architecture} can't generate, and the config has no `pooling`")
     return Bert(config, pooling, params)

@@ -12,10 +12,10 @@ __all__ = ["settle_rotary"]
 
 @torch.no_grad()
 def settle_rotary(model: torch.nn.Module, context_length: int) -> None:
-    """Makes frequencies follow the context length, which is the same for all rows of all steps.
+    """Derives frequencies from the context length, which is the same for all rows of all steps.
 
-    Code of transformers lets them follow the largest position of a call (`longrope`, `dynamic`). Here that is another
-    request's position, and the keys in pages have the frequencies of an earlier call.
+    Code of transformers derives them from the largest position of a call (`longrope`, `dynamic`). Here that may be
+    another request's position, and the keys on pages would have the frequencies of an earlier call.
     """
     modules: Iterable[Any] = model.modules()
     for module in modules:
@@ -27,7 +27,7 @@ def settle_rotary(model: torch.nn.Module, context_length: int) -> None:
 
 
 def _settled(module: Any, kind: str, layer: str | None, context_length: int) -> str:
-    """Sets the frequencies of a layer type, None being all. Gives a kind that stays as it is."""
+    """Sets the frequencies of a layer type; None: of all layers. Returns a rotary type that does not change."""
     if "dynamic" in kind:
         # Their divisors change only beyond the configuration's largest position, which no request reaches.
         return "default"

@@ -1,4 +1,4 @@
-"""The `tokenizer.json` of a model, made once of other forms of tokenizers."""
+"""Converts other forms of tokenizers to a model's `tokenizer.json`, once."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from forebay.weights.files import read_json
 __all__ = ["OTHER_FORMS", "tokenizer_file"]
 
 OTHER_FORMS = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json")
-"""The files from which transformers can make a fast tokenizer."""
+"""The files that transformers can convert to a fast tokenizer."""
 _VERSION = 2
-"""It goes up with every change to what is made."""
+"""The version of the conversion. Increase it with every change of the results."""
 _UPPER, _LOWER = (rf"[{cases}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for cases in (r"\p{Lu}\p{Lt}", r"\p{Ll}"))
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _OWN_PATTERNS = {
@@ -25,11 +25,11 @@ _OWN_PATTERNS = {
         r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
 }
-"""The patterns by which code in repositories cuts text, by the name of the class there. Ranks do not say them."""
+"""The patterns with which tokenizer code in repositories splits text, by class name. The files with ranks lack them."""
 
 
 def tokenizer_file(directory: Path, cache: Path) -> Path | None:
-    """The file that was made below `cache`; None: the directory has a `tokenizer.json`, or nothing to make one of.
+    """The converted file below `cache`; None: the directory has a `tokenizer.json`, or nothing to convert.
 
     Raises ModelError.
     """
@@ -87,7 +87,7 @@ def _read(directory: Path, name: str) -> str:
 
 
 def _own_code(directory: Path) -> str | None:
-    """The class in the repository that is its tokenizer; None: it is one of transformers."""
+    """The name of the repository's own tokenizer class; None: it is one of transformers."""
     path = directory / "tokenizer_config.json"
     found = (read_json(path) if path.is_file() else {}).get("auto_map") or {}
     named = found.get("AutoTokenizer") if isinstance(found, dict) else found

@@ -16,7 +16,7 @@ from forebay.weights.pooling import Pooling
 
 
 class WholeDecoder:
-    """The decoder, and the layers that make one vector of a prompt's states."""
+    """The decoder, and the layers that compute one vector from a prompt's states."""
 
     def __init__(self, decoder: Decoder, pooling: Pooling) -> None:
         self.config = config = decoder.config
@@ -35,7 +35,7 @@ class WholeDecoder:
         self.params.load(weights, report)
 
     def __call__(self, packed: Packed) -> torch.Tensor:
-        """One vector a prompt, float32 [r, size]: pooled and otherwise as the last layer left it, or logits."""
+        """One vector per prompt, float32 [r, size]: pooled, but otherwise unchanged, or logits."""
         tokens = packed.tokens
         writes = torch.arange(len(tokens), device=tokens.device)
         first = self.pooling.kind == "cls"
@@ -60,7 +60,8 @@ class WholeDecoder:
         return vectors
 
     def _rows(self, tokens: int) -> list[LayerKV]:
-        """Memory for one layer's keys and values of this many tokens. Layers share it: none reads another's."""
+        """Memory for the keys and values of this many tokens in one layer. Layers share it, since none reads another's.
+        """
         rows: dict[tuple[int, int], LayerKV] = {}
 
         def of(heads: GroupedQuery) -> LayerKV:

@@ -15,7 +15,7 @@ class Order:
     """The order to run an outpost. It travels to the node, and contains the token."""
 
     program: str
-    """The `forebay` of the brain. A node that lacks this file looks for one on its `PATH`."""
+    """The path of the brain's `forebay`. A node without this file looks for `forebay` on its `PATH`."""
     join: str
     """`HOST:PORT` of the brain."""
     token: str
@@ -24,7 +24,7 @@ class Order:
 
 
 def command(order: Order) -> list[str]:
-    """The command line. It lacks the token, which comes through a pipe, so that no list of processes shows it.
+    """The command line. It does not contain the token, since process lists would show it; a pipe passes the token.
 
     Raises:
         FileNotFoundError: The node has no `forebay`.
@@ -40,18 +40,18 @@ def command(order: Order) -> list[str]:
 
 
 def environment(given: Mapping[str, str], gpus: Sequence[object]) -> dict[str, str]:
-    """The outpost's variables. Only these GPUs are visible to it. None are named if hands need none."""
+    """The outpost's environment variables. They make only these GPUs visible, or none if hands need no GPU."""
     return {**given, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else dict(given)
 
 
 def run(order: Order, gpus: Sequence[object]) -> int:
     """Runs an outpost to its end, or to this process's end. Returns its exit status.
 
-    The kernel ends the outpost with the calling thread, so that thread has to last.
+    The kernel ends the outpost with the calling thread, so that thread must live as long.
     """
     child = subprocess.Popen(command(order), stdin=subprocess.PIPE, env=environment(os.environ, gpus))
     try:
-        # A process that has ended already reports why in its log.
+        # A process that has already ended reports the reason in its log.
         child.communicate(order.token.encode())
         return child.returncode
     finally:
@@ -60,7 +60,7 @@ def run(order: Order, gpus: Sequence[object]) -> int:
 
 
 class Outpost:
-    """The actor, which a cluster creates on a node."""
+    """The actor that a cluster creates on a node."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
@@ -69,5 +69,5 @@ class Outpost:
         """Runs the outpost with the devices that the cluster gave this process. Returns its exit status."""
         import ray
 
-        # The node's own numbers, whether or not Ray has also set the variable of this process.
+        # The node's own numbers of the GPUs, even if Ray did not set the variable of this process.
         return run(self._order, sorted(ray.get_gpu_ids(), key=str))

@@ -1,8 +1,8 @@
-"""`python -m forebay.place.ray`: has Ray run a brain's outposts as long as the brain lives.
+"""`python -m forebay.place.ray`: runs a brain's outposts in a Ray cluster as long as the brain lives.
 
 The brain starts it and exchanges lines of JSON with it. First stdin has `Asked`. Then stdout has an address at which
-Ray's nodes reach this machine, or an error. Then stdin has `Door`. The end of stdin is the brain's end. Ray places
-outposts and reports lost ones. No plan and no tensor goes through it.
+Ray's nodes reach this machine, or an error. Then stdin has `Door`. The end of stdin means that the brain has ended. Ray
+places outposts and reports lost ones. Plans and tensors do not go through Ray.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOOK_SECONDS = 0.5
 PAUSE_SECONDS = 2.0
 """Seconds from the end of an outpost to the start of its successor."""
 LAST_SECONDS = 10.0
-"""Seconds that Ray may take to release everything after the brain's end."""
+"""Seconds that Ray has to release everything after the brain's end."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Door:
-    """The address at which outposts join, and the token that admits them."""
+    """The address at which outposts join, and the token that they need."""
 
     join: str
     token: str
@@ -137,7 +137,7 @@ def serve(asked: Asked, door: Door, over: threading.Event) -> None:
 
 
 def told(stream: IO[str]) -> dict[str, Any]:
-    """Reads a line of the brain. The brain's end ends this process."""
+    """Reads a line from the brain. If the brain has ended, this process ends."""
     line = stream.readline()
     if not line:
         raise SystemExit(0)
@@ -146,7 +146,7 @@ def told(stream: IO[str]) -> dict[str, Any]:
 
 
 def watch(stream: IO[str], over: threading.Event) -> None:
-    """Waits for the end of the brain. It ends a process that Ray holds up; Ray notices that."""
+    """Waits for the end of the brain, then ends this process even if Ray blocks it. Ray notices that."""
     stream.read()
     over.set()
     time.sleep(LAST_SECONDS)
@@ -155,7 +155,7 @@ def watch(stream: IO[str], over: threading.Event) -> None:
 
 def main() -> None:
     """The command."""
-    # Ray and its workers may print: stdout is for the brain alone.
+    # Ray and its workers may print, but stdout is only for the brain.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

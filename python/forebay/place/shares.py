@@ -21,5 +21,5 @@ def shares(replicas: int, ranks: int, largest: int, apart: bool) -> list[int]:
 
 
 def bundle(hands: int, cuda: bool) -> dict[str, float]:
-    """The resources of a node for this many hands: a GPU for each and a processor for all, or a processor for each."""
+    """A node's resources for this many hands: a GPU each and a processor for all, or a processor each."""
     return {"GPU": float(hands), "CPU": 1.0} if cuda else {"CPU": float(hands)}

@@ -12,16 +12,16 @@ import numpy.typing as npt
 from forebay.protocol.frames import HEADER_BYTES, Frame, Header, WireError, nothing
 
 RING = 6
-"""The number of buffers of a ring: two plans in flight and their masks, a frame on its way, and one spare."""
+"""The number of buffers of a ring: two plans in flight and their masks, a frame being received, and one spare."""
 _SMALLEST = 1 << 16
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Allocate: TypeAlias = Callable[[int], Bytes]
-"""Allocates memory of so many bytes for frames. A device gives memory from which its copies are fastest."""
+"""Allocates this many bytes for frames. A device provides memory from which its copies are fastest."""
 
 
 class Dismissed(Exception):
-    """The brain has gone, or dismisses the hand, while the hand waits for another frame."""
+    """The brain has ended, or dismisses the hand, while the hand waits for another frame."""
 
 
 class _Buffer:
@@ -35,7 +35,7 @@ class _Buffer:
 
 
 class Ring:
-    """Buffers for received frames, in turn. A frame's buffer is reused only after its `release`."""
+    """Buffers for received frames, used in turn. A buffer is reused only after its frame's `release`."""
 
     def __init__(self, allocate: Allocate, count: int = RING) -> None:
         self._allocate = allocate
@@ -55,7 +55,7 @@ class Ring:
 
 
 class Connection:
-    """Frames over a connected stream socket. Each has memory of its own, unless there is a ring."""
+    """Frames over a connected stream socket. Each frame has its own memory, unless there is a ring."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -63,7 +63,7 @@ class Connection:
         self._ring: Ring | None = None
 
     def receive_into(self, ring: Ring) -> None:
-        """Receives frames into `ring` from now on. Each receiver of a frame releases it."""
+        """Receives frames into `ring` from now on. The receiver of a frame must release it."""
         self._ring = ring
 
     def send(self, data: bytes) -> None:
@@ -71,7 +71,7 @@ class Connection:
         self._socket.sendall(data)
 
     def hear_no_more(self) -> None:
-        """Ends the stream of received frames, also for a thread that waits in `recv`. `send` goes on.
+        """Ends the stream of received frames, even for a thread that waits in `recv`. `send` still works.
 
         Called by any thread.
         """
@@ -88,7 +88,7 @@ class Connection:
         return Frame.decode(header, body, release)
 
     def copied(self, header: Header, data: Bytes) -> Frame:
-        """A frame with a body from elsewhere, in the form of a received one."""
+        """A frame with a body that was received by other means, in the form of a received frame."""
         body, release = self._room(header)
         body[:] = data.data
         return Frame.decode(header, body, release)

@@ -1,4 +1,4 @@
-"""Frames of the step protocol, the Python twin of `crates/protocol`. `docs/protocol.md` is the specification.
+"""Frames of the step protocol, the Python equivalent of `crates/protocol`. `docs/protocol.md` is the specification.
 
 Columns are read in place: the arrays of a decoded frame are views of its buffer.
 """
@@ -33,7 +33,7 @@ if sys.byteorder != "little":
 
 
 class WireError(Exception):
-    """Bytes that are not a frame of this protocol."""
+    """The bytes are not a frame of this protocol."""
 
 
 class Column(NamedTuple):
@@ -86,7 +86,7 @@ class Header:
 
 
 def nothing() -> None:
-    """The release of a buffer that is not reused."""
+    """The `release` of a frame whose buffer is not reused."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Frame:
 
     @classmethod
     def of(cls, data: bytes) -> Frame:
-        """A whole encoded frame, in a buffer of its own."""
+        """A whole encoded frame, in its own buffer."""
         return cls.decode(Header.decode(data[:HEADER_BYTES]), bytearray(data[HEADER_BYTES:]))
 
     def json(self) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class Frame:
             raise WireError(f"malformed frame: not a {kind.name.lower()}")
 
     def read(self, kind: Kind, columns: Mapping[int, Column]) -> dict[str, Int32s | Float32s]:
-        """The frame's columns by name, as views of the body; `columns` has those of this kind of frame by id.
+        """The frame's columns by name, as views of the body; `columns` are those of this kind of frame by id.
 
         Raises `WireError` for another kind, an unknown id, and a part of a record.
         """
@@ -221,5 +221,5 @@ def floats(*shape: int) -> Any:
 
 def _zeros(shape: tuple[int, ...], dtype: type[np.generic]) -> Any:
     empty = np.zeros(shape, dtype)
-    # An empty array can't be written to, so one serves all: a result has a dozen.
+    # Empty arrays can't be written to, so all fields share one: a result has a dozen.
     return field(default_factory=lambda: empty if not empty.size else np.zeros(shape, dtype))

@@ -28,7 +28,7 @@ class Masks:
     step: int = 0
     offsets: Int32s = ints(0)  # [m]: where the mask begins in the arena, in bytes; or EVERYTHING, or INLINE
     words: Int32s = ints(0)  # those that are inline, one after the other
-    no_token: Int32s = ints(0)  # those of the tokens, by number, that are not given, and have no mask
+    no_token: Int32s = ints(0)  # the tokens, by number, that are not given and have no mask
     release: Callable[[], None] = field(default=nothing, compare=False)
     """Gives the frame's buffer back."""
 

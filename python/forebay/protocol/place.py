@@ -1,4 +1,4 @@
-"""Frames in the arena. A large frame is written there once, and each rank gets its place."""
+"""Frames in the arena. A large frame is written there once, and each rank gets only its place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from forebay.protocol.frames import HEADER_BYTES, Frame, Header, Kind, WireError
 WORD = 4
 ALIGNMENT = 16
 IN_ARENA = (Kind.PLAN, Kind.MASKS)
-"""Kinds of frames that may lie in the arena."""
+"""Kinds of frames that may be in the arena."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class PlanAt:
         return encode(Kind.PLAN_AT, self.step, [np.array([self.offset, self.words], np.int32)])
 
     def read(self, arena: npt.NDArray[np.uint8]) -> tuple[Header, npt.NDArray[np.uint8]]:
-        """The header and the body, uint8, a view of the arena. Raises `WireError` unless it is a frame of the step."""
+        """The header and the body, uint8, as a view of the arena. Raises `WireError` unless it is a frame of a step."""
         end = self.offset + WORD * self.words
         if end > len(arena):
             raise WireError(f"a frame at bytes {self.offset}..{end} of an arena of {len(arena)}")

@@ -55,7 +55,7 @@ class Plan(PlanColumns):
     places: dict[int, slice] = field(default_factory=dict, compare=False)
     """The places of the columns in the body, by id."""
     release: Callable[[], None] = field(default=nothing, compare=False)
-    """The release of the body's buffer. The executor of the plan calls it, once."""
+    """The release of the body's buffer. The plan's executor calls it once."""
 
     @classmethod
     def decode(cls, frame: Frame) -> Plan:
@@ -66,7 +66,7 @@ class Plan(PlanColumns):
         return plan
 
     def _check(self) -> None:
-        """Raises `WireError` for columns that do not fit each other."""
+        """Raises `WireError` for columns that contradict each other."""
         slots = self.slots
         inline = stops = biases = 0
         if len(slots):
@@ -87,7 +87,7 @@ class Plan(PlanColumns):
             raise WireError("malformed frame: unknown row flags")
 
     def _flags_are_known(self) -> bool:
-        """True if each row's flags are a known combination."""
+        """True if each row's combination of flags is known."""
         flags = self.rows[:, 3]
         bits = int(np.bitwise_or.reduce(flags))
         # One flag alone, in the rows that have it.
@@ -96,7 +96,7 @@ class Plan(PlanColumns):
         return 0 <= bits < len(_KNOWN_FLAGS) and bool(_KNOWN_FLAGS[flags].all())
 
     def _rare_columns_agree(self) -> bool:
-        """True if columns that most plans lack fit the others."""
+        """True if the columns that most plans lack are consistent with the others."""
         if self.places.keys() <= _USUAL:
             return True
         if self.row_tokens.size:
@@ -131,7 +131,7 @@ class Plan(PlanColumns):
             values: Int32s = getattr(self, name)
             if len(values):
                 slots = iter(self.slots[:, SlotRecord.SLOT].tolist())
-                # In the order of the new slots, and so at most one each.
+                # They are in the order of the new slots, so there is at most one per slot.
                 if values[:, SlotValue.VALUE].min() < 0 or not all(
                     slot in slots for slot in values[:, SlotValue.SLOT].tolist()
                 ):
@@ -139,7 +139,7 @@ class Plan(PlanColumns):
         return True
 
     def _copies_agree(self) -> bool:
-        """True if each copy goes one of the ways, between pages that this way has."""
+        """True if each copy has a valid direction, and the pages that the direction needs."""
         direction, hot = self.copies[:, CopyRecord.DIRECTION], self.copies[:, CopyRecord.HOT]
         index = direction == COPY_RESTORE_INDEX
         return bool(
@@ -151,7 +151,7 @@ class Plan(PlanColumns):
         )
 
     def _spans_agree(self, direction: Int32s) -> bool:
-        """True if each copy has a span or none has, and states are copied whole."""
+        """True if all copies have a span or none has, and states are copied whole."""
         spans = self.copy_spans
         if not len(spans):
             return True
@@ -160,7 +160,7 @@ class Plan(PlanColumns):
         )
 
     def _sources_agree(self, direction: Int32s) -> bool:
-        """True if only whole pages and states that are restored come from another replica's tier."""
+        """True if only restores of whole pages and of states come from another replica's tier."""
         sources = self.copy_sources
         if not len(sources):
             return True
@@ -179,7 +179,7 @@ class Plan(PlanColumns):
         return int(self.rows[:, 2].sum(dtype=np.int64))
 
     def _group_agrees(self) -> bool:
-        """True if the column can be that of a group with this plan."""
+        """True if the column can belong to a group with this plan."""
         tokens = self.group
         return 2 <= tokens.size <= MAX_GROUP and int(tokens.min()) >= 0 and self.token_count in tokens
 
@@ -202,7 +202,7 @@ class Plan(PlanColumns):
         return True
 
     def _images_agree(self) -> bool:
-        """True if images and spans have their pages, and nothing of them is negative but an offset that is none."""
+        """True if images and spans have their pages, and no value is negative except an offset of -1."""
         for records, count, pages in (
             (self.images, ImageRecord.PAGE_COUNT, self.image_pages),
             (self.image_spans, ImageSpanRecord.PAGE_COUNT, self.span_pages),

@@ -31,7 +31,7 @@ class StepResult(ResultColumns):
         return result
 
     def _agrees(self) -> bool:
-        """True if the columns fit each other. Raises `WireError` for a negative count."""
+        """True if the columns are consistent. Raises `WireError` for a negative count."""
         counts, ranks = self.logprob_counts, self.prompt_ranks
         if counts.size and counts.min() < 0:
             raise WireError("malformed frame: negative count")

@@ -1,1 +1,1 @@
-"""The way from step plans to results: device tables, pages, the model's forward pass and sampling."""
+"""From step plans to results: device tables, pages, the model's forward pass and sampling."""

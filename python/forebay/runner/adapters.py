@@ -1,4 +1,4 @@
-"""Adapters in places: read by a thread, and added to the rows of slots that name their place."""
+"""Adapters in places: a thread reads them, and rows of slots that name the place use them."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ class AdapterPlaces:
         self._known: dict[int, Mapping[str, Any]] = {}
         self._lock = threading.Lock()
         self._adapters: dict[int, tuple[int, Adapter]] = {}
-        """The adapters in places, by place: the number of each, and its matrices."""
+        """The adapters in places: for each place, the adapter's number and matrices."""
         self._coming: dict[int, tuple[int, int, Future[Adapter]]] = {}
         """What comes to places, by ticket."""
         self._kept: OrderedDict[int, Adapter] = OrderedDict()
-        """Adapters that were read, in the host's memory, the last used one at the end."""
+        """Adapters that were read into host memory; the last used one is at the end."""
         self._reader = ThreadPoolExecutor(1, "adapters")
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all places, if each has the largest adapter."""
+        """Bytes of all places, if each had the largest adapter."""
         cuts = [cut for name, cut in self._cuts.items() if name.startswith(PREFIX)]
         of_rank = sum(cut.rows.size + (0 if cut.columns is None else cut.columns.size) for cut in cuts)
         return self._config.places * self._config.rank * of_rank * self._dtype.itemsize
@@ -90,9 +90,9 @@ class AdapterPlaces:
             self._adapters = {at: held for at, held in self._adapters.items() if held[0] != number}
 
     def read(self, plan: Plan, before: Event) -> None:
-        """Begins the plan's writes to places, and notes the places of new slots. Raises `PlanError`.
+        """Starts the plan's writes to places, and records the places of new slots. Raises `PlanError`.
 
-        `before` is behind all steps that may name a place's former adapter.
+        `before` comes after all steps that may use a place's former adapter.
         """
         if len(plan.slots):
             self._place[plan.slots[:, SlotRecord.SLOT]] = -1
@@ -113,7 +113,7 @@ class AdapterPlaces:
                 self._coming[ticket] = place, number, future
 
     def of_rows(self, slot: Int64s) -> RowAdapters | None:
-        """The adapters of rows of these slots; None: the base computes all. Raises `PlanError`."""
+        """The adapters of rows of these slots; None: all rows use the base model. Raises `PlanError`."""
         place = self._place[slot]
         named = set(place[place >= 0].tolist())
         if not named:
@@ -152,9 +152,9 @@ class AdapterPlaces:
     def _bring(
         self, place: int, number: int, manifest: Mapping[str, Any], kept: Adapter | None, before: Event
     ) -> Adapter:
-        """Copies an adapter to a place, when nothing reads the former one any more. Called by the reading thread.
+        """Copies an adapter to a place, once no step reads the former one. Called by the reading thread.
 
-        The result is in the device's memory, or in the host's where there are stacks.
+        The result is in the device's memory; with stacks, it is in host memory.
         """
         adapter = self._load(number, manifest) if kept is None else kept
         before.wait()
@@ -164,7 +164,7 @@ class AdapterPlaces:
         return adapter
 
     def _keep(self, matrix: torch.Tensor, cut: Cut) -> torch.Tensor:
-        """A part of a matrix of a file, without the rest of it."""
+        """A part of a file's matrix, as a copy, so that the rest is freed."""
         return matrix.to(self._dtype, copy=not cut.is_whole, memory_format=torch.contiguous_format)
 
     def _load(self, number: int, manifest: Mapping[str, Any]) -> Adapter:

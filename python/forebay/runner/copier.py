@@ -34,15 +34,15 @@ _Page = TypeVar("_Page", torch.Tensor, Bytes)
 
 
 class Copier:
-    """Copies pages on a thread of its own, and reports finished copies.
+    """Copies pages on a separate thread, and reports finished copies.
 
-    A save waits for the rows of the plan that names it. A restore waits for nothing, because no plan in flight names
-    its target. It goes before all saves, because a request waits for it.
+    A save waits for the rows of its plan. A restore waits for nothing, because no plan in flight uses its target. It
+    runs before all saves, because a request waits for it.
 
-    Copies of states have directions of their own, and take state pages in place of pages.
+    Copies of states have separate directions, and use state pages in place of pages.
 
     If index pages have the numbers of host pages, a save takes a page's main part from one number and its index part
-    from the other. Each part is then restored by itself.
+    from the other. Each part is then restored separately.
     """
 
     def __init__(
@@ -56,7 +56,8 @@ class Copier:
         writes: bool = True,
         states: StatePages | None = None,
     ) -> None:
-        """`gbps`: a limit of the copies' speed in GB a second, for tests. `checksums`: of every page, checked.
+        """`gbps`: a limit of the copies' speed in GB per second, for tests. `checksums`: compute and check one for
+        every page.
 
         `lenders`: the descriptors of other replicas' host memory, which is mapped when a page is borrowed. `writes`
         False: the first rank saves the same pages to the same memory, so a save here only waits for its rows. `states`:
@@ -76,7 +77,7 @@ class Copier:
         self._saves: deque[tuple[_Copy, Event]] = deque()
         self._restores: deque[_Copy] = deque()
         self.saves = 0
-        """The number of submitted saves, and so the number of the last one."""
+        """The number of submitted saves, which is also the number of the last one."""
         self._saved = 0
         self._waited_us = 0.0
         self._ended: list[tuple[int, int]] = []
@@ -87,7 +88,7 @@ class Copier:
         threading.Thread(target=self._run, name="copier", daemon=True).start()
 
     def next_plan(self) -> int:
-        """Notes that a plan is launched, and ends waits for earlier plans. Returns its number."""
+        """Notes that a plan is launched, which ends waits for earlier plans. Returns the plan's number."""
         with self._changed:
             self._plans += 1
             os.eventfd_write(self._news, 1)
@@ -105,7 +106,7 @@ class Copier:
                 source = sources[number].tolist() if len(sources) else 0
                 copy = _Copy(*words, *span, *[source])
                 if copy.direction == COPY_SAVE_STATE and self._states is not None:
-                    # A later plan may have saved another one there when this copy is made.
+                    # When this copy runs, a later plan may have saved another state there.
                     copy = replace(copy, seen=self._states.seen(copy.hot))
                 if copy.is_save:
                     self._saves.append((copy, after))
@@ -116,7 +117,7 @@ class Copier:
             self._changed.notify()
 
     def wait_for_saves(self, number: int) -> None:
-        """Waits until the save of this number and all earlier ones have ended. Rows wait meanwhile."""
+        """Waits until the save with this number and all earlier ones have ended. Rows must wait meanwhile."""
         begun = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: self._saved >= number)
@@ -184,7 +185,7 @@ class Copier:
                 os.eventfd_write(self._news, 1)
 
     def _pages(self, copy: _Copy) -> HostParts:
-        """The host tier that has a copy's page. That of a lender is mapped when it is first read."""
+        """The host tier that has a copy's page. A lender's tier is mapped when it is first read."""
         if not copy.source:
             return self._host.parts
         if copy.source not in self._lent:
@@ -196,7 +197,7 @@ class Copier:
         return self._lent[copy.source].parts
 
     def _copy(self, copy: _Copy, moves: list[tuple[torch.Tensor, Bytes]], parts: HostParts) -> bool:
-        """Copies a page or a state; False if it is not as it was saved."""
+        """Copies a page or a state; False if its content is not what was saved."""
         if copy.is_of_state:
             return self._copy_state(copy, moves, parts)
         save = copy.is_save
@@ -209,7 +210,7 @@ class Copier:
         return True
 
     def _copy_state(self, copy: _Copy, moves: list[tuple[torch.Tensor, Bytes]], parts: HostParts) -> bool:
-        """Copies a state with the number of its positions; False if it is not as it was saved."""
+        """Copies a state and the number of its positions; False if its content is not what was saved."""
         assert self._states is not None
         if not copy.is_save and self._checksums and not parts.is_state_sealed(copy.host):
             print(f"host state page {copy.host} is not as it was saved", file=sys.stderr)
@@ -224,7 +225,7 @@ class Copier:
         return True
 
     def _moves(self, copy: _Copy, parts: HostParts) -> list[tuple[torch.Tensor, Bytes]]:
-        """The moves of a copy: bytes of the device's memory, each with their place in the host's."""
+        """The moves of a copy: bytes of the device's memory, each with its place in host memory."""
         if copy.is_of_state:
             return self._moves_of_state(copy, parts.states)
         pages = parts.pages
@@ -254,7 +255,7 @@ class Copier:
         return [len(pool) // (part.page_count * self._kv.page_size) for pool in part.pools]
 
     def _rows(self, page: _Page, layers: int, copy: _Copy) -> _Page:
-        """Those bytes of a page that a copy is of: in each layer the positions follow one another."""
+        """The bytes of a page that a copy includes: in each layer, the positions are consecutive."""
         if not copy.count:
             return page
         positions = slice(copy.first, copy.first + copy.count)
@@ -273,7 +274,7 @@ class _Copy:
     count: int
     source: int
     seen: int = 0
-    """The number of positions that the state has seen, if one is saved."""
+    """The number of positions that a saved state has seen."""
 
     @property
     def is_save(self) -> bool:
@@ -285,7 +286,7 @@ class _Copy:
 
 
 def _reached(event: Event) -> bool:
-    """Waits for rows; False if they can't be computed any more, which the next step finds out too."""
+    """Waits for rows. False if they can't be computed any more; the next step raises that error."""
     try:
         event.wait()
     except Exception as error:

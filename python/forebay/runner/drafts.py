@@ -1,8 +1,8 @@
-"""The verification of drafts: each draft is a row of its own, after the row that expects it.
+"""The verification of drafts: each draft is a separate row, after the row that predicts it.
 
-All tokens of a step write their keys and values before any of them attends. So a row of one token at a draft's place
-sees what it would see if the drafts before it were known. Tokens up to the first that was not expected are those that
-steps without drafts would have given.
+All tokens of a step write their keys and values before any of them attends. So a row of one token at a draft's position
+sees what it would see if the earlier drafts were known tokens. The tokens up to the first one that differs from its
+draft are those that steps without drafts would give.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ class Drafts:
     """The verified drafts of a plan with `r` rows; `d` of them."""
 
     plan: Plan
-    """The plan in received form, with a row for each draft."""
-    first: Int64s  # [r]: where the plan's own rows are among those
+    """The plan in received form, with an additional row for each draft."""
+    first: Int64s  # [r]: the places of the plan's own rows among those
     counts: Int64s  # [r]: drafts after each
     tokens: Int32s  # [d]
     entries: Int64s  # [d]: their entries of the token pool
     chains: Chains
-    masks: Int64s  # of the masks of the plan's rows, those of the received rows
+    masks: Int64s  # the masks of the received rows, by their numbers among the masks of the plan's rows
     mask_count: int  # the number of masks of the plan's rows
 
     @classmethod
     def of(cls, plan: Plan, tables: SlotTables, most_rows: int) -> Drafts:
-        """Those of a plan whose slots were read. Raises `PlanError`.
+        """The drafts of a plan whose slots were read. Raises `PlanError`.
 
-        Rows for which a step of `most_rows` rows has no room get none. A row without drafts gives one token.
+        Rows beyond a step's `most_rows` get no drafts. A row without drafts gives one token.
         """
         tokens = plan.draft_tokens
         if tokens.min() < 0 or tokens.max() >= tables.vocabulary:
@@ -77,7 +77,7 @@ class Drafts:
 
 
 class VerifiedColumns:
-    """The memory of a step with drafts. It reports as many tokens of each row as were expected, and one more."""
+    """The memory of a step with drafts. For each row it reports the accepted drafts and one more token."""
 
     def __init__(self, columns: TokenColumns, drafts: Drafts) -> None:
         self._columns, self._drafts = columns, drafts
@@ -97,7 +97,7 @@ class VerifiedColumns:
         result.row_errors = result.row_errors[drafts.first]
 
     def _kept(self, tokens: Int32s, finite: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """The tokens that the plan's rows give, among those of all computed rows [s]."""
+        """The tokens that the plan's rows keep, among those of all computed rows [s]."""
         drafts = self._drafts
         at = {row: index for index, row in enumerate(self._columns.sampling.tolist())}
         kept = np.zeros(len(tokens), np.bool_)
@@ -128,7 +128,7 @@ def _chains(rows: Int32s, behind: Int64s, drafts: Int32s) -> Chains:
 
 
 def verified(columns: Columns, drafts: Drafts | None) -> Columns:
-    """The columns of a step, which has drafts or none."""
+    """The columns of a step, with drafts or without."""
     if drafts is None:
         return columns
     assert isinstance(columns, TokenColumns)

@@ -1,8 +1,8 @@
-"""The memory of ranks, of a model whose weights need not be here: `forebay plan --model` asks for it.
+"""The memory of ranks, for a model whose weights need not be present: `forebay plan --model` uses it.
 
 `python -m forebay.runner.footprint` reads the handshake's config of each rank of a group, a line of JSON each, and
-prints an object for each. It connects to no rank and loads nothing. Exit status 2 and a last line that starts with
-"error: " report what can't be computed and why.
+prints an object for each. It neither connects to a rank nor loads weights. Exit status 2 and a last line that starts
+with "error: " report what can't be computed and why.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["Footprint", "footprints", "main"]
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory of one rank, as in its `ready` message. All but the number of pages is in bytes."""
+    """The memory of one rank, as in its `ready` message. All fields are in bytes, except numbers of pages."""
 
     weight_bytes: int
     """The weights, as they are computed with."""
@@ -54,7 +54,7 @@ class Footprint:
 
 
 class Unmet:
-    """A group of ranks without connections: its members know their places, and compute nothing."""
+    """A group of ranks without connections: its members know their places, but compute nothing."""
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank = rank
@@ -87,7 +87,7 @@ class Unmet:
 def footprints(configs: Iterable[RunnerConfig], available_bytes: int) -> list[Footprint]:
     """The memory of the ranks of a group, of which each has this many bytes free.
 
-    Raises `ValueError` with a sentence for a model or a configuration whose memory is not known before it is loaded.
+    Raises `ValueError` for a model or a configuration whose memory is not known before it is loaded.
     """
     found = [_footprint(config, available_bytes) for config in configs]
     pages = min(one.page_count for one in found)
@@ -120,9 +120,9 @@ def _footprint(config: RunnerConfig, available_bytes: int) -> Footprint:
 
 
 def _weight_bytes(config: RunnerConfig, model: ModelConfig, group: Group | None) -> int:
-    """Bytes of a rank's weights as they are computed with: those of the model that a hand would build."""
+    """Bytes of a rank's weights in the form that computes: those of the model that a hand would build."""
     ranks, exchange = roles(config, group)
-    # On any device: operators and attention have no weights.
+    # Any device will do: operators and attention have no weights.
     choice = Choice(open_device("cpu", config.threads), config, group)
     params = Parameters(config.dtype, torch.device("meta"), ranks=ranks, exchange=exchange)
     decoder = registry.build(model, params, choice.attention(), choice.ops(), config.context_length)

@@ -1,4 +1,4 @@
-"""The part that the other ranks of a group have in a rank's model."""
+"""The roles of a group's other ranks in a rank's model."""
 
 from __future__ import annotations
 

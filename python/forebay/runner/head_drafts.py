@@ -1,7 +1,7 @@
-"""Drafts of a head: it goes on from the features that the model's own steps have left in the pages.
+"""Drafts of a head: it continues from the features that the model's steps have written to pages.
 
-In each step it keeps the entries of all tokens that the model computes (`Decoder.attach`). So a prefix from the cache
-has them too, and all that is left here is one pass a draft.
+In each step it writes the entries of all tokens that the model computes (`Decoder.attach`). So a cached prefix has them
+too, and a draft takes only one pass here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class HeadDrafts:
     def __init__(
         self, config: RunnerConfig, device: Device, model: Callable[[], Decoder], compute: Callable[[], Compute]
     ) -> None:
-        """`model` has the head of `config` once it is built. `compute` is called as work."""
+        """`model` has the head of `config` once it is built. `compute` is called in queued work."""
         assert config.draft is not None
         self.most = config.draft.tokens
         """Drafts of a row."""
@@ -57,7 +57,7 @@ class HeadDrafts:
         head.loaded()
 
     def warm_up(self) -> None:
-        """Does nothing: rows of the model's warm-up have drafts."""
+        """Does nothing: the rows of the model's warm-up have drafts."""
 
     def propose(self, plan: Plan, tables: SlotTables, most_rows: int) -> Plan:
         """The plan with drafts. All earlier work has ended."""
@@ -69,7 +69,7 @@ class HeadDrafts:
         order = np.argsort(-counts, kind="stable")
         told: Int32s = host_array(self._device, (len(slot), self.most), np.int32)
         with self._device.launching():
-            # Drafts may be the first tokens of a page.
+            # The drafts may be the first tokens of a page.
             tables.write_pages(plan.page_writes)
             self._device.queue(partial(self._draft, tables, slot[order], start[order], counts[order], told))
             done = self._device.event()

@@ -1,4 +1,4 @@
-"""The host's tier of a rank: the copies that plans name, and the waits for them."""
+"""The host tier of a rank: the copies in plans, and the waits for them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class HostMemory:
 
 
 class HostTier:
-    """Starts the copies of plans, once they are checked."""
+    """Starts the copies of plans, after checking them."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class HostTier:
         sparse: bool,
         states: StatePages | None,
     ) -> None:
-        """`socket`: see `HostMemory`. `sparse`: slots may be sparse, and then index keys have pages of their own.
+        """`socket`: see `HostMemory`. `sparse`: slots may be sparse, and then index keys have separate pages.
 
         `states`: None if the model has none.
         """
@@ -94,7 +94,7 @@ class HostTier:
             raise PlanError("copies of states in a plan for a model that has none")
         is_own = np.full(len(plan.copies), True) if not len(sources) else sources == 0
         for host_pages, of_kind in ((self._host.pages, ~is_of_state), (self._host.state_pages, is_of_state)):
-            # State pages of the device are counted where the number of positions that they cover is known.
+            # The device's state pages are checked where the number of positions that they cover is known.
             hot = plan.copies[~is_of_state & of_kind, CopyRecord.HOT]
             own = plan.copies[is_own & of_kind, CopyRecord.HOST]
             if hot.max(initial=0) >= pages or own.max(initial=-1) >= host_pages:

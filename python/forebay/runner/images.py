@@ -1,4 +1,4 @@
-"""Images in plans: layers of the tower before a step's rows, and the rows' reads of its output."""
+"""Images in plans: layers of the tower run before a step's rows, and the rows read its output."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ class Images:
         return dict(zip(_IMAGE_FACTS, values, strict=True))
 
     def warm_up(self, positions: int = 1) -> None:
-        """Queues an image of one row of positions, or of the tower's one size, whose output is dropped."""
+        """Queues an image of one row of positions, or of the tower's one size. Its output is dropped."""
         vision, fixed = self._tower.vision, self._tower.fixed_grid
         grid = fixed or Grid(1, positions)
-        # A layer of the one size takes long, and the others are as it is.
+        # A layer of the one size takes long, and all layers warm up the same code.
         end = vision.layers if fixed is None else 1
         bytes_ = np.zeros(grid.positions * vision.merge**2 * vision.patch_bytes, np.uint8)
 
@@ -135,12 +135,12 @@ class Images:
         return slice(offset, offset + size)
 
     def _begin(self, encoding: _Encoding, place: slice) -> None:
-        """Work: reads the patches. They are copied: no tensor refers to the arena."""
+        """Work: reads the patches. They are copied, so that no tensor refers to the arena."""
         (patches,) = self._device.copy_in(self._arena[place].copy())
         encoding.state = self._begun(patches, encoding.grid)
 
     def _begun(self, patches: torch.Tensor, grid: Grid) -> TowerState:
-        """The state before layer 0, of the bytes of all patches."""
+        """The state before layer 0, from the bytes of all patches."""
         pixels = self._pixels.blocks(patches.view(-1, self._tower.vision.patch_bytes))
         return self._tower.begin(pixels, grid)
 

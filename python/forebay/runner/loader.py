@@ -31,7 +31,7 @@ class ModelLoader:
         roles: tuple[Ranks | None, Exchange | None],
         adapted: AdaptedModules | None,
     ) -> None:
-        """`roles` as `runner.group.roles` gives them. `adapted` None: no row has an adapter."""
+        """`roles` is the result of `runner.group.roles`. `adapted` None: no row has an adapter."""
         self._config, self._device, self._choice, self._adapted = config, device, choice, adapted
         self._ranks, self._exchange = roles
 
@@ -62,7 +62,7 @@ class ModelLoader:
 
     @staticmethod
     def weight_bytes(model: Model) -> int:
-        """Bytes of the weights of a model that was built."""
+        """Bytes of the weights of a built model."""
         if isinstance(model, CalledModel):
             return model.nbytes
         head = model.draft_head if isinstance(model, Decoder) else None

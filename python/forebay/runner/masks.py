@@ -19,7 +19,7 @@ from forebay.state.checks import PlanError
 from forebay.state.slots import Int64s
 
 MaskSource: TypeAlias = Callable[[], Masks]
-"""Gives the masks that follow the plan. It waits for them."""
+"""Returns the masks that follow the plan, after waiting for them."""
 
 
 class StepMasks:
@@ -74,7 +74,7 @@ class StepMasks:
         of_rows = zip(planned.masked.tolist(), wanted.tolist(), strict=True)
         found = {row: mask for row, at in of_rows if (mask := masks[at]) is not None}
         late = planned.masked[np.isin(wanted, received.no_token)]
-        # Masks in the frame were copied, and the others lie outside it.
+        # Masks in the frame were copied, and the others lie outside of it.
         received.release()
         chains = None if drafts is None else drafts.chains
         if not len(late):
@@ -85,7 +85,7 @@ class StepMasks:
         return sampler.ask_some(rows, slots, positions, found, chains)
 
     def _receive(self, count: int) -> Masks:
-        """So many masks. Raises `PlanError` for masks of another step, or of other rows."""
+        """Checks that there are this many masks. Raises `PlanError` for masks of another step, or of other rows."""
         if self._source is None:
             raise PlanError("a plan with masked rows, and nobody to ask for their masks")
         masks = self._source()

@@ -1,4 +1,4 @@
-"""The measured memory of steps. The largest steps run before there are pages, and their peak is kept free."""
+"""The measured memory of steps: the largest steps run before pages are allocated, and their peak is kept free."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from forebay.protocol.plan import Plan
 from forebay.state.config import RunnerConfig
 
 GATHERED = 1 << 19
-"""Positions of all rows of a measured decode step. Attention that gathers them does so in parts of half as many."""
+"""Positions of all rows of a measured decode step. Attention that gathers positions works on half as many at a time."""
 _LOGPROBS = 20
 """The largest number in OpenAI's API."""
 
@@ -40,13 +40,13 @@ def _plan(config: RunnerConfig, flag: int, rows: int, start: int, length: int) -
     slots[:, SlotRecord.SLOT] = numbers
     slots[:, SlotRecord.ARENA_OFFSET] = -1
     slots[:, SlotRecord.LOGPROBS] = _LOGPROBS
-    # Half of the rows have `top_k`, which bounds the set by its size, and half `top_p`.
+    # Half of the rows have `top_k`, whose size bounds the set, and half only `top_p`.
     slots[: rows // 2, SlotRecord.TOP_K] = 50
     floats: Float32s = np.ones((rows, len(SlotFloats)), np.float32)
     floats[:, SlotFloats.TOP_P] = 0.9
     floats[:, SlotFloats.MIN_P] = 0.01
     floats[:, SlotFloats.REPETITION_PENALTY] = 1.1
-    # Without a bias the device would sample them by their slots, which takes less.
+    # Without a bias, the device would sample them by slot, which takes less memory.
     biases = rows if flag == FLAG_SAMPLE else 0
     slots[:biases, SlotRecord.BIAS_COUNT] = 1
     pages = -(-(start + length) // config.page_size)
@@ -69,7 +69,7 @@ def _plan(config: RunnerConfig, flag: int, rows: int, start: int, length: int) -
 
 @contextmanager
 def telling_of_memory(device: Device) -> Iterator[None]:
-    """Turns a failed allocation of the device's memory into a `DeviceError` of one line."""
+    """Turns a failed allocation of device memory into a `DeviceError` of one line."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -23,13 +23,13 @@ class PlannedRows(NamedTuple):
 
     @classmethod
     def read(cls, plan: Plan, slots: int, context_length: int, flag: int) -> PlannedRows:
-        """The rows of a plan that has some, where `flag` is what a model's rows may ask for.
+        """The rows of a plan, which must have some. `flag` is the flag that the model's rows may have.
 
         Raises `PlanError` for other flags, and for rows outside the tables: they would use another slot's memory.
         """
         slot, start, length, flags = columns = plan.rows.T.astype(np.int64, order="C")
         ends: Int64s = start + length
-        # One call for all columns: a call takes longer than the rows.
+        # One NumPy call for all columns, since calls take longer than the rows do.
         least, most = np.minimum.reduce(columns, axis=1).tolist(), np.maximum.reduce(columns, axis=1).tolist()
         within = least[0] >= 0 and most[0] < slots and least[1] >= 0 and least[2] >= 1
         if not within or (most[1] + most[2] > context_length and np.maximum.reduce(ends) > context_length):

@@ -1,4 +1,4 @@
-"""The plans of a warm-up, so that no request waits for the set-up of libraries and kernels."""
+"""The plans of a warm-up, so that no request has to wait for the set-up of libraries and kernels."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from forebay.state.config import RunnerConfig
 def warm_plans(
     config: RunnerConfig, flag: int, backed: bool, in_order: bool = False, drafts: int = 0
 ) -> Iterator[Plan]:
-    """A tiny prompt in slot 0 and, if the model generates, a decode row, and first a prompt that asks for all.
+    """A prompt that uses all options, a tiny prompt in slot 0 and, if the model generates, a decode row.
 
     `flag` is the flag of the rows.
 
-    `backed`: pages have host pages behind them. `in_order`: no position may be computed twice. `drafts`: those of the
-    hand's own that the decode row may have.
+    `backed`: pages have host pages behind them. `in_order`: no position may be computed twice. `drafts`: the number of
+    drafts that the hand may add to the decode row.
     """
     length = min(2, config.context_length, config.page_size)
     pages = np.zeros((1, 3), np.int32)
     row = np.array([[0, 0, length, flag]], np.int32)
     prompt = replace(_slot(length), rows=row, page_writes=pages, host_writes=pages if backed else pages[:0])
     if flag == FLAG_SAMPLE:
-        # Rows that ask for little have samplers of their own. The slot is plain again behind the next plan.
+        # Rows with few options use other samplers. The next plan resets the slot.
         yield asking_all(prompt)
     yield prompt
     decode = length if in_order else length - 1
@@ -38,7 +38,7 @@ def warm_plans(
 
 
 def asking_all(plan: Plan) -> Plan:
-    """The plan, with new slots that ask for a bias, penalties, a draw by all filters, and log-probabilities."""
+    """The plan, with new slots that use a bias, penalties, a draw with all filters, and log-probabilities."""
     slots, floats = plan.slots.copy(), plan.slot_floats.copy()
     slots[:, SlotRecord.LOGPROBS], slots[:, SlotRecord.TOP_K], slots[:, SlotRecord.BIAS_COUNT] = 1, 1, 1
     floats[:] = 1
@@ -65,7 +65,7 @@ def sparse_plan(config: RunnerConfig, host_pages: int) -> Plan | None:
 
 
 def _slot(tokens: int) -> Plan:
-    """A plan that writes slot 0 anew, with this many tokens."""
+    """A plan that rewrites slot 0, with this many tokens."""
     slots = np.zeros((1, SLOT_WORDS), np.int32)
     slots[0, [SlotRecord.TOKEN_COUNT, SlotRecord.PROMPT_LEN]] = tokens
     slots[0, [SlotRecord.LOGPROBS, SlotRecord.ARENA_OFFSET]] = -1

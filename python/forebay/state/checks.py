@@ -13,8 +13,8 @@ class PlanError(ValueError):
 
 
 def columns_within(records: npt.NDArray[np.int32], limits: dict[str, int]) -> None:
-    """`within` for the first columns of records int32 [n, columns], n > 0, with their names and limits."""
-    # Negative numbers are large ones without a sign. Each call takes longer than the numbers.
+    """Applies `within` to the first columns of records int32 [n, columns], n > 0, with their names and limits."""
+    # As unsigned numbers, negative numbers are large. Each call takes longer than the numbers do.
     most = np.maximum.reduce(records.view(np.uint32)).tolist()
     for column, (what, limit) in enumerate(limits.items()):
         if most[column] >= limit:

@@ -39,7 +39,7 @@ class PlaceConfig:
     rank: int
     """The largest rank."""
     kept: int
-    """Further adapters that are kept in the host's memory."""
+    """The number of further adapters that are kept in host memory."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class RunnerConfig:
     hot_row_tokens: int | None
     sparse_top_k: int | None
     image_pool_tokens: int | None
-    """The positions of all image pages; None: the choice of `image_page_count`."""
+    """The number of positions of all image pages; None: `image_page_count` chooses it."""
     kv_save_order: str
     state_pages: int | None = None
     """State pages of a model with recurrent layers; None: as many as memory suggests."""
@@ -95,19 +95,19 @@ class RunnerConfig:
     lora: PlaceConfig | None = None
     """The memory for adapters; None: no row has one."""
     host_lenders: tuple[int | None, ...] = ()
-    """The descriptor of each replica's host memory, where pages are lent to this hand; None for its own."""
+    """The descriptor of each replica's host memory, if pages are lent to this hand; None for its own."""
     host_shared: bool = False
-    """True: pages have the same content on all ranks, which have one host tier together. The first writes it."""
+    """True: pages have the same content on all ranks, which share one host tier. The first rank writes it."""
     draft: DraftConfig | None = None
-    """What drafts; None: the hand drafts nothing by itself."""
+    """The draft model or head; None: the hand drafts nothing by itself."""
     host_fits: bool = False
-    """True if `host_ratio` is the largest of those that the hand may choose: it takes what fits."""
+    """True if `host_ratio` is an upper limit: the hand uses what fits."""
     host_state_pages: int | None = None
     """State pages of an earlier hand's host tier, beside `host_pages`."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunnerConfig:
-        """Reads a `config` frame's object. Raises `ConfigError` for missing and senseless values."""
+        """Reads a `config` frame's object. Raises `ConfigError` for missing and invalid values."""
         missing = [field.name for field in fields(cls) if field.name not in values and field.default is MISSING]
         if missing:
             raise ConfigError(f"the config lacks {', '.join(missing)}")
@@ -146,7 +146,7 @@ class RunnerConfig:
         return config
 
     def _check_states(self) -> None:
-        """Refuses options that recurrent layers do not support. The brain refuses them first."""
+        """Rejects options that recurrent layers do not support. The brain rejects them first."""
         model = self.model_config
         if isinstance(model, CalledConfig) and model.state_bytes(self.dtype) and self.has_host_tier:
             raise ConfigError(
@@ -154,7 +154,7 @@ class RunnerConfig:
             )
 
     def _check_adapters(self) -> None:
-        """Refuses adapters where there are none. The brain refuses them first."""
+        """Rejects adapters where they are not supported. The brain rejects them first."""
         if self.lora is None:
             return
         model = self.model_config
@@ -171,7 +171,7 @@ class RunnerConfig:
             raise ConfigError(f"{self.lora}: places and ranks are at least 1")
 
     def _check_called(self) -> None:
-        """Refuses options that models of transformers do not support. The brain refuses them first."""
+        """Rejects options that transformers' models do not support. The brain rejects them first."""
         model = self.model_config
         if not isinstance(model, CalledConfig):
             return
@@ -262,7 +262,7 @@ class RunnerConfig:
 
     @property
     def hot_rows(self) -> int:
-        """The least number of rows of the device that a sparse slot keeps; 0: no slot is ever sparse."""
+        """The least number of hot rows on the device that a sparse slot keeps; 0: slots are never sparse."""
         if self.hot_row_tokens is None:
             return 0
         model = self.model_config
@@ -290,7 +290,7 @@ class RunnerConfig:
 
     @property
     def kept_model(self) -> ModelConfig | None:
-        """The model as pages see it: with the heads of this rank. None: it keeps nothing of positions."""
+        """The model, as pages see it: with the heads of this rank. None: it keeps no keys and values."""
         model = self.model_config
         if isinstance(model, EncoderConfig) or model.both_ways:
             return None
@@ -311,7 +311,7 @@ class RunnerConfig:
 
     @property
     def images(self) -> Preprocessing | None:
-        """The way from an image to patches; None: the model takes no images."""
+        """The conversion of images to patches; None: the model takes no images."""
         values = self.model.get("images")
         return None if values is None else Preprocessing.from_dict(values)
 

@@ -23,7 +23,7 @@ def ragged(first: Int64s, counts: Int64s) -> Int64s:
 
 @dataclass(frozen=True)
 class Recount:
-    """Lines of the table to count again from a slot's tokens."""
+    """Lines of the table whose counts are computed anew from a slot's tokens."""
 
     lines: Int64s  # [l]
     tokens: Int64s  # entries of the token pool that are counted
@@ -57,7 +57,8 @@ class TokenCounts:
         return self._table.nbytes
 
     def keep(self) -> None:
-        """Makes the lines of all slots, for graphs, which know the table by its address. Called by the host, first."""
+        """Allocates the lines of all slots, for graphs, which know the table by its address. Called by the host, first.
+        """
         self._capacity = len(self._line)
         self._free = list(range(self._capacity))
         self._table = self._device.zeros((self._capacity, 2, self._vocabulary), torch.int32)

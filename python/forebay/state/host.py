@@ -1,9 +1,9 @@
-"""The host's tier: pages of keys and values in memory that outlives this process, and those of other replicas.
+"""The host tier: pages of keys and values in memory that outlives this process, and other replicas' pages.
 
-The brain makes the memory, an anonymous file, and the hand chooses its size. A page of all layers is one piece: its
+The brain creates the memory, an anonymous file, and the hand chooses its size. A page of all layers is one piece: its
 main part, then its index part if it has one, in the device's order. So copies of whole pages need not know the order
-inside. Behind the pages there is a checksum for each. The states of recurrent layers follow on state pages in the same
-way, each with a checksum and the number of positions that it has seen. The number of state pages is last.
+inside. The checksums of the pages follow. State pages with the states of recurrent layers come next, each with a
+checksum and the number of positions that it has seen. The number of state pages is last.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from forebay.state.pages import KvPool
 
 CHECKSUM_BYTES = 4
 STATE_NOTE_WORDS = 2
-"""The words beside a state: its checksum, and the number of positions that it has seen."""
+"""The words for each state besides its bytes: its checksum, and the number of positions that it has seen."""
 COUNT_BYTES = 8
 """Bytes of the number of state pages at the end of a file that has some."""
 
@@ -34,7 +34,7 @@ _Words: TypeAlias = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True)
 class HostCounts:
-    """The numbers of pages of a host tier; both 0: there is no tier."""
+    """The numbers of pages of a host tier; both 0: there is none."""
 
     pages: int = 0
     state_pages: int = 0
@@ -66,11 +66,11 @@ class PageSizes:
 def asked_pages(config: RunnerConfig, pages: int, page_bytes: int, device_bytes: int | None = None) -> int:
     """The requested number of host pages for a device with this many pages; 0: none.
 
-    `device_bytes` are those of all pages of the device of any kind; None: there are no others, and a size in bytes is
-    for pages alone. Raises `ConfigError` if the request is less than a page of `page_bytes`.
+    `device_bytes` are those of all of the device's pages of any kind; None: there are no other kinds, so a size in
+    bytes is for pages alone. Raises `ConfigError` if the request is less than a page of `page_bytes`.
     """
     if config.host_pages is not None:
-        # A respawned hand keeps the count of its predecessor, whose blocks are still there.
+        # A restarted hand keeps the count of its predecessor, whose blocks are still there.
         return config.host_pages
     if config.host_bytes is not None and device_bytes is None:
         asked = config.host_bytes // page_bytes
@@ -95,7 +95,7 @@ def host_counts(config: RunnerConfig, kv: KvPool, states: tuple[int, int], avail
     if not kv.layers:
         raise ConfigError("the model keeps no keys and values, so a host tier has nothing to hold: leave it off")
     if config.host_pages is not None:
-        # A respawned hand keeps the counts of its predecessor, whose blocks are still there.
+        # A restarted hand keeps the counts of its predecessor, whose blocks are still there.
         return HostCounts(config.host_pages, config.host_state_pages or 0)
     state_pages, state_bytes = states
     device = kv.page_count * kv.page_bytes + state_pages * state_bytes
@@ -124,7 +124,7 @@ def host_counts(config: RunnerConfig, kv: KvPool, states: tuple[int, int], avail
 
 
 def _asked(config: RunnerConfig, pages: int, device_bytes: int) -> int:
-    """The requested number of host pages for this many pages of the device, all of whose pages have `device_bytes`."""
+    """The requested number of host pages, if the device has this many pages, which have `device_bytes` in all."""
     if config.host_bytes is not None:
         return config.host_bytes * pages // device_bytes
     return int((config.host_ratio or 0.0) * pages)
@@ -135,10 +135,11 @@ def _size_asked(config: RunnerConfig) -> str:
 
 
 class LentPages:
-    """The pages of another replica's host tier, which are only read."""
+    """The pages of another replica's host tier, which this hand only reads."""
 
     def __init__(self, descriptor: int, sizes: PageSizes) -> None:
-        """Maps the file behind `descriptor`, which a hand with pages of the same form has made as long as they are."""
+        """Maps the file behind `descriptor`. A hand with pages of the same form has created it with its final length.
+        """
         size = os.fstat(descriptor).st_size
         states, rest = 0, size
         if sizes.state and size > COUNT_BYTES:
@@ -166,11 +167,11 @@ class HostParts:
         """`seen` [state_pages]: the number of positions that each state has seen"""
 
     def is_sealed(self, page: int) -> bool:
-        """True if a page has the content of its checksum."""
+        """True if a page matches its checksum."""
         return bool(self.checksums[page, 0] == zlib.crc32(self.pages[page].data))
 
     def is_state_sealed(self, page: int) -> bool:
-        """True if a state page has the content of its checksum."""
+        """True if a state page matches its checksum."""
         return bool(self.state_checksums[page] == zlib.crc32(self.states[page].data))
 
 
@@ -178,7 +179,7 @@ class HostPool:
     """The host's pages in the brain's memory."""
 
     def __init__(self, descriptor: int, counts: HostCounts, sizes: PageSizes, page_size: int) -> None:
-        """Maps the file behind `descriptor`, which stays the caller's; it grows if it is too small."""
+        """Maps the file behind `descriptor`, which remains the caller's, and enlarges the file if it is too small."""
         size = sizes.file_bytes(counts)
         if os.fstat(descriptor).st_size < size:
             os.ftruncate(descriptor, size)
@@ -206,7 +207,7 @@ class HostPool:
         return list(main.unflatten(1, (layers, kv.page_size, -1)).unbind(1))
 
     def seal(self, page: int, first: int, count: int) -> None:
-        """Notes the checksum of a page after a save of these positions, once all positions are saved."""
+        """Stores a page's checksum after a save of these positions, once all positions are saved."""
         if count < self._page_size:
             saved = self._saved.setdefault(page, set())
             if first == 0:
@@ -223,7 +224,7 @@ class HostPool:
 
 
 def _pages(mapped: Bytes, count: int, size: int) -> tuple[Bytes, int]:
-    """The first `count` pages of `size` bytes in memory, [count, size], and their end."""
+    """The first `count` pages of `size` bytes in memory, [count, size], and the offset of their end."""
     end = count * size
     return mapped[:end].reshape(count, size), end
 

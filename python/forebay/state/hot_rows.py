@@ -1,4 +1,4 @@
-"""Tables of sparse slots: the positions in their hot rows (HiSparse, SGLang #21932)."""
+"""The tables of sparse slots: which positions their hot rows hold (HiSparse, SGLang #21932)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class HotRows:
     """The state of the rows of sparse slots, on the device; the list of sparse slots, on the host.
 
     An indexed layer and the layers that share its choice are a *group*. They hold rows of the same positions. The last
-    column of each table of a group takes writes that are never read.
+    column of each table of a group is for writes that are never read.
     """
 
     def __init__(
         self, config: RunnerConfig, model: ModelConfig, pages: int, host: Sequence[torch.Tensor], device: Device
     ) -> None:
-        """`pages`: of the device. `host`: each layer's rows in the host's tier, `[host pages, page_size, width]`."""
+        """`pages`: the device's pages. `host`: each layer's rows in the host tier, `[host pages, page_size, width]`."""
         assert model.indexer is not None
         self._limits = config.slots, config.pages_per_slot, config.row_pages
         self._pages = pages
@@ -84,7 +84,9 @@ class HotRows:
             self._become_sparse(plan.hot_rows)
 
     def check_rows(self, slot: npt.NDArray[np.int64], length: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:
-        """The rows of sparse slots, bool [r]; None: there are none. Raises `PlanError` if such a row has positions."""
+        """The rows of sparse slots, bool [r]; None: there are none. Raises `PlanError` for such a row with several
+        positions.
+        """
         sparse = self.sparse[slot]
         if not sparse.any():
             return None
@@ -93,13 +95,13 @@ class HotRows:
         return sparse
 
     def clear(self, inputs: StepInputs, page_table: torch.Tensor) -> None:
-        """Makes new slots name no page, neither here nor in `page_table`. Runs as queued work."""
+        """Removes all pages of new slots, here and from `page_table`. Runs as queued work."""
         new = inputs.records("slots", SLOT_WORDS)[:, SlotRecord.SLOT]
         for table in (page_table, self.host_table, self.table):
             table.index_fill_(0, new, NO_PAGE)
 
     def write(self, inputs: StepInputs) -> None:
-        """Overwrites pages of the host's tier and pages of hot rows. Their slots then hold no position.
+        """Overwrites table entries for host pages and for pages of hot rows, whose rows then hold no position.
 
         Runs as queued work.
         """
@@ -112,7 +114,7 @@ class HotRows:
         self.clock.index_fill_(0, begun, 0)
 
     def forget_pages(self) -> None:
-        """Makes all slots name no page. Runs as queued work."""
+        """Removes all pages of all slots. Runs as queued work."""
         self.host_table.fill_(NO_PAGE)
         self.table.fill_(NO_PAGE)
 

@@ -25,7 +25,7 @@ _NOWHERE: Int64s = np.zeros(0, np.int64)
 
 
 def image_page_count(config: RunnerConfig, images: Preprocessing) -> int:
-    """The number of image pages: for a given number of positions, or for twice the largest image.
+    """The number of image pages, for a given number of positions, or otherwise for twice the largest image.
 
     Raises `ConfigError`.
     """
@@ -59,7 +59,7 @@ class ImagePool:
         return pages * PAGE_POSITIONS * vision.position_elements * dtype.itemsize
 
     def write(self, entries: torch.Tensor, rows: torch.Tensor) -> None:
-        """Keeps rows [m, (1 + deepstack) * hidden] at entries int64 [m]. Runs as queued work."""
+        """Stores rows [m, (1 + deepstack) * hidden] at entries int64 [m]. Runs as queued work."""
         self._rows.index_copy_(0, entries, rows)
 
     def read(self, entries: torch.Tensor) -> torch.Tensor:
@@ -69,7 +69,7 @@ class ImagePool:
 
 
 def entries_of(pages: Int64s, positions: Int64s) -> Int64s:
-    """The places in the pool of positions [m] of an image that has its pages in this order."""
+    """The entries in the pool of positions [m] of an image with these pages, in order."""
     return pages[positions // PAGE_POSITIONS] * PAGE_POSITIONS + positions % PAGE_POSITIONS
 
 
@@ -83,7 +83,7 @@ class ImageSpan:
     rope: int
     """The rotary number of its first position."""
     pages: Int64s
-    """The image pages of its rows; none as long as no row of a plan reaches the image."""
+    """The image pages of its rows; empty until a plan's row reaches the image."""
 
     @property
     def count(self) -> int:
@@ -96,7 +96,7 @@ class ImageSpan:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A step's `n` tokens where some slots have images; `m` of them stand in images."""
+    """A step's `n` tokens, if some slots have images; `m` of them are in images."""
 
     positions: Int64s  # [n], or [3, n] (time, row, column) where they differ
     at: Int64s  # [m]: which tokens stand in images
@@ -104,7 +104,7 @@ class Tokens:
 
 
 class Layout:
-    """The images of a slot, in order. A layout never changes; another takes its place."""
+    """The images of a slot, in order. A layout is immutable: changes create another one."""
 
     def __init__(self, spans: Iterable[ImageSpan]) -> None:
         """Raises `PlanError` for images that overlap."""
@@ -126,14 +126,15 @@ class Layout:
 
     @cached_property
     def _columns(self) -> tuple[Int64s, ...]:
-        """First positions, counts, widths, numbers of the first positions, and of those behind."""
+        """First positions, counts, widths, and rotary numbers of the first positions and of the positions after images.
+        """
         words = [(s.first, s.count, s.width, s.rope, s.rope + max(s.height, s.width)) for s in self._spans]
         return tuple(np.array(words, np.int64).T)
 
     def check(self, start: int, end: int, whole: bool) -> None:
         """Raises `PlanError` if positions `start .. end` are in an image without pages.
 
-        With `whole` also if they end within one.
+        With `whole`, also if they end within an image.
         """
         for first, behind in self.within(start, end):
             if whole and end < behind:
@@ -143,7 +144,7 @@ class Layout:
                 raise PlanError(f"a row {start}..{end} in the image at position {span.first}, which has no pages")
 
     def within(self, start: int, end: int) -> list[tuple[int, int]]:
-        """The images that positions `start .. end` meet: the first position of each, and the one after it."""
+        """The images that overlap positions `start .. end`: the first position of each, and the one after it."""
         return [(span.first, span.end) for span in self._spans if start < span.end and span.first < end]
 
     def positions(self, start: int, length: int) -> Int64s:
@@ -151,7 +152,7 @@ class Layout:
         first, count, width, rope, behind = self._columns
         at = np.arange(start, start + length)
         image = np.searchsorted(first, at, side="right") - 1
-        # Before the first image, where the index is -1, the last one's columns are taken and not used.
+        # Before the first image the index is -1, which selects the last image's columns; they are not used.
         offset = at - first[image]
         inside = (image >= 0) & (offset < count[image])
         text = np.where(image < 0, at, behind[image] + offset - count[image])
@@ -180,13 +181,13 @@ class RowImages:
     end: Int64s  # [r]: after the last image; 0 without one
 
     def within(self, row: Int64s, start: Int64s, length: Int64s) -> list[list[tuple[int, int]]]:
-        """The images that pieces of rows [p] meet, as `Layout.within` has them."""
+        """The images that overlap pieces of rows [p], in the form of `Layout.within`."""
         pieces = zip(row.tolist(), start.tolist(), (start + length).tolist(), strict=True)
         layouts = ((self.layouts[number], first, end) for number, first, end in pieces)
         return [[] if layout is None else layout.within(first, end) for layout, first, end in layouts]
 
     def tokens(self, row: Int64s, start: Int64s, length: Int64s) -> Tokens:
-        """The images of a step's tokens, which come in pieces of rows [p], one after the other."""
+        """The images of a step's tokens, which are ordered by pieces of rows [p]."""
         positions = ragged(start + self.shift[row], length)
         early = np.flatnonzero(start < self.end[row])
         if not len(early):
@@ -206,10 +207,10 @@ class RowImages:
 
 
 class SlotImages:
-    """The images of each slot, on the host. A step's share of them is decided when the plan is read."""
+    """The images of each slot, on the host. A step uses the images as of the reading of its plan."""
 
     def __init__(self, slots: int, context_length: int, pages: int, whole: bool = False) -> None:
-        """`whole`: positions of an image see each other, so no row may end within one."""
+        """`whole`: the positions of an image attend to each other, so no row may end within an image."""
         self._slots, self._context_length, self._pages = slots, context_length, pages
         self._whole = whole
         self._layouts: dict[int, Layout] = {}

@@ -13,14 +13,14 @@ from forebay.state.slots import Int64s, PlanError, SlotTables
 
 @dataclass(frozen=True)
 class Given:
-    """The inputs of rows, of a step's `r`, whose first input is in the arena."""
+    """The inputs of those of a step's `r` rows whose first input is in the arena."""
 
     used: npt.NDArray[np.bool_]  # [r]
     embeds: Int64s  # [r]: where the embeddings of the row's slot begin in the arena, in bytes
     until: Int64s  # [r]: the positions below have theirs there
 
     def spans(self, row: Int64s, start: Int64s, length: Int64s) -> list[Span]:
-        """The spans of a step's tokens, which come in pieces of rows [p], one after the other."""
+        """The spans of a step's tokens, which are ordered by pieces of rows [p]."""
         counts = np.minimum(length, self.until[row] - start)
         used = self.used[row] & (counts > 0)
         at = np.cumsum(length) - length
@@ -49,7 +49,7 @@ class PromptRows:
         self._row_bytes = hidden * dtype.itemsize
 
     def given(self, slot: Int64s, start: Int64s) -> Given | None:
-        """Inputs in the arena of rows [r] from `start` on; None: there are none. Raises `PlanError`.
+        """The inputs in the arena for rows [r] from `start` on; None: there are none. Raises `PlanError`.
 
         Called by the host.
         """
@@ -66,7 +66,8 @@ class PromptRows:
         return Given(used, embeds, prompt_len)
 
     def rows(self, span: Span) -> npt.NDArray[np.uint8]:
-        """The bytes of a span's embeddings, uint8 [count * row bytes], as a copy: no tensor refers to the arena."""
+        """The bytes of a span's embeddings, uint8 [count * row bytes], copied, so that no tensor refers to the arena.
+        """
         first = span.embeds + span.first * self._row_bytes
         found: npt.NDArray[np.uint8] = self._arena[first : first + span.count * self._row_bytes].copy()
         return found

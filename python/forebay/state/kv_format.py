@@ -10,7 +10,7 @@ from forebay.weights.parts import GroupedQuery
 
 
 class KvFormat(Enum):
-    """The form of keys and values in pages. The value is its name in the handshake."""
+    """The form of keys and values on pages. The value is its name in the handshake."""
 
     PLAIN = None
     """Elements of the model's type."""

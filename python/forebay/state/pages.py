@@ -22,7 +22,7 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 def page_bytes(model: ModelConfig, page_size: int, dtype: torch.dtype, form: KvFormat = KvFormat.PLAIN) -> int:
-    """Bytes of one page over all layers and both parts. `form`: of keys and values."""
+    """Bytes of one page over all layers and both parts. `form`: the form of keys and values."""
     if isinstance(model, CalledConfig):
         return page_size * sum(shape.elements for shape in model.kept) * dtype.itemsize
     features = page_size * model.features * dtype.itemsize
@@ -39,7 +39,7 @@ def page_bytes(model: ModelConfig, page_size: int, dtype: torch.dtype, form: KvF
 
 
 def part_bytes(config: RunnerConfig, model: ModelConfig, windows: WindowLayers) -> tuple[int, int]:
-    """Bytes of one page of the main part, with the index part, and of one of the window part, over their layers."""
+    """Bytes of one page of the main part with its index part, and of one of the window part, over their layers."""
     whole = page_bytes(model, config.page_size, config.dtype, config.kv_cache_dtype)
     if windows.ratio is None:
         return whole, 0
@@ -52,12 +52,12 @@ def part_bytes(config: RunnerConfig, model: ModelConfig, windows: WindowLayers) 
 def page_count(config: RunnerConfig, model: ModelConfig, available_bytes: int, weight_bytes: int) -> int:
     """The number of pages to allocate: for a given number of tokens, or for the memory beside the weights.
 
-    Of a model with a window part it is that of the main part, and the other one has room too.
+    With a window part, it is the number of the main part's pages, and leaves room for the other.
 
     `available_bytes` is the free memory before the weights were allocated. `weight_bytes` is the memory of weights in
-    steps, and of the steps themselves if that was measured. During the load it may be more, but the pool's memory is
-    not taken yet then. Memory gives no more pages than all slots can fill. A given number may be more, if there is
-    memory for it.
+    steps, and of the steps themselves if that was measured. During the load it may be more, but the pool is not
+    allocated yet then. The number derived from memory is at most what all slots can fill. A given number may be larger,
+    if there is memory for it.
     """
     windows = WindowLayers.of(config, model)
     a_page, most = part_bytes(config, model, windows), _most_pages(config)
@@ -71,7 +71,7 @@ def page_count(config: RunnerConfig, model: ModelConfig, available_bytes: int, w
                 f"at most {windows.fitting(free, count, a_page) * config.page_size} tokens"
             )
     else:
-        # Where all layers are recurrent, pages are numbers and nothing else.
+        # If all layers are recurrent, pages are only numbers.
         budget = max(int(config.mem_fraction_static * available_bytes) - weight_bytes, 0)
         count = windows.fitting(budget, most, a_page)
     if count < 1:
@@ -90,7 +90,7 @@ def _most_pages(config: RunnerConfig) -> int:
 
 @dataclass(frozen=True)
 class Part:
-    """One of the parts of a page, with page numbers and a page table of its own."""
+    """One of the parts of a page, with separate page numbers and a separate page table."""
 
     pools: tuple[torch.Tensor, ...]
     """The pools. A page is a contiguous piece of each."""
@@ -98,7 +98,7 @@ class Part:
     page_bytes: int
     """The bytes of a page over all layers."""
     page_stride: int
-    """Entries of a layer from a page's first entry to the next page's."""
+    """Entries of a layer from the first entry of a page to that of the next."""
 
     def pieces(self) -> list[torch.Tensor]:
         """The bytes of each page, uint8 `[page_count, bytes]` for each pool in turn."""
@@ -108,12 +108,12 @@ class Part:
 class KvPool:
     """The keys and values of positions in all layers, zero at first.
 
-    The main part is keys and values, or latent rows, and the null page is behind its pages. Keys and values are a pool
+    The main part is keys and values, or latent rows, with the null page after its pages. Keys and values are a pool
     each, two for a layer that has its own, `[page_count + 1, page_size, *entry]`, where `KvFormat` has the entry. Rows
-    of latent layers are one pool, `[page_count + 1, layers, page_size, row]`, so a page is one piece. The keys
-    of an index, `[pages, indexed layers, page_size, head_dim]`, are the index part of a page. Features from which
-    a head drafts are a pool of the main part, `[page_count + 1, page_size, hidden]`. Pools of layers with a window may
-    be the window part, `[window pages, page_size, *entry]`.
+    of latent layers are one pool, `[page_count + 1, layers, page_size, row]`, so a page is one piece. The keys of an
+    index, `[pages, indexed layers, page_size, head_dim]`, are the index part of a page. Features from which a head
+    drafts are a pool of the main part, `[page_count + 1, page_size, hidden]`. Pools of layers with a window may be the
+    window part, `[window pages, page_size, *entry]`.
     """
 
     def __init__(
@@ -127,11 +127,11 @@ class KvPool:
         form: KvFormat = KvFormat.PLAIN,
         windows: WindowLayers | None = None,
     ) -> None:
-        """`model` None: a pool of nothing, for a model that keeps nothing.
+        """`model` None: an empty pool, for a model without keys and values.
 
-        `index_pages`: pages of the index part that have numbers of their own. After the pages of the main part there is
-        the *null page*, for what is written and never read: it begins at entry `nowhere`. `form`: of keys and values;
-        `dtype` is the model's type. `windows` None: no layer has a window.
+        `index_pages`: pages of the index part with separate numbers. After the pages of the main part comes the *null
+        page*, for writes that are never read: it begins at entry `nowhere`. `form`: of keys and values; `dtype` is the
+        model's type. `windows` None: no layer has a window.
         """
         self.page_size = page_size
         self.dtype = dtype
@@ -143,7 +143,7 @@ class KvPool:
         """The features of positions, [entries, hidden]; None: no head drafts from them."""
         self.main = Part((), pages, 0, page_size)
         self.backed = index_pages is not None
-        """True if index pages have the numbers of pages of the host's tier."""
+        """True if index pages have the numbers of the host tier's pages."""
         self.index: Part | None = None
         """The index part; None: queries attend to their whole context."""
         self.window: Part | None = None
@@ -160,7 +160,7 @@ class KvPool:
         elif isinstance(attention, Latent):
             layers = model.attending_layers
             self.main, rows = _rows(pages, layers, page_size, attention.position_elements, dtype, device, one_more=True)
-            # Rows are one head's keys, and its values are their first elements.
+            # Rows are the keys of one head, whose values are the keys' first elements.
             keys = [of_layer[:, None] for of_layer in rows]
             self.layers = [LayerKV(of_layer, of_layer[..., : attention.rank]) for of_layer in keys]
         else:
@@ -176,12 +176,12 @@ class KvPool:
         if model.indexer is not None:
             indexed, width = len(model.indexer.layers), model.indexer.head_dim
             count = pages if index_pages is None else index_pages
-            # Numbers of their own are those of the host's tier, which have no null page.
+            # Separate numbers are those of the host tier, which has no null page.
             one_more = index_pages is None
             self.index, self.index_keys = _rows(count, indexed, page_size, width, dtype, device, one_more)
 
     def _keep(self, entries: Sequence[tuple[Shape, Shape]], dtype: torch.dtype, device: Device) -> None:
-        """Makes pools of keys and of values for each layer, from the shapes of one position in both."""
+        """Allocates pools of keys and values for each layer, from the shapes of one position in both."""
         pages, rows = self.main.page_count, (self.main.page_count + 1) * self.page_size
         self.layers = [LayerKV(*(device.zeros((rows, *entry), dtype) for entry in pair)) for pair in entries]
         pools = tuple(tensor[: pages * self.page_size] for layer in self.layers for tensor in layer)
@@ -190,7 +190,7 @@ class KvPool:
     def _keep_apart(
         self, entries: Sequence[Shape], dtype: torch.dtype, device: Device, model: ModelConfig, windows: WindowLayers
     ) -> None:
-        """Makes pools of keys and of values for each layer, those of layers with a window as the window part."""
+        """Allocates pools of keys and values for each layer; layers with a window get the window part."""
         in_window = kept_in_window(model, windows)
         numbers = [at for at, inside in enumerate(in_window) if inside]
         others = [at for at, inside in enumerate(in_window) if not inside]
@@ -207,7 +207,7 @@ class KvPool:
         self.layers = [layers[at] for at in range(len(entries))]
 
     def _keep_features(self, width: int, dtype: torch.dtype, device: Device) -> None:
-        """Makes the pool of features of `width` elements, a further one of the main part."""
+        """Allocates the pool of features with `width` elements, as a further pool of the main part."""
         main, entries = self.main, self.page_count * self.page_size
         self.features = device.zeros((entries + self.page_size, width), dtype)
         pool = self.features[:entries]
@@ -215,7 +215,7 @@ class KvPool:
         self.main = replace(main, pools=(*main.pools, pool), page_bytes=page_bytes)
 
     def feature_entries(self, entries: torch.Tensor) -> torch.Tensor:
-        """The entries of features, of those of a layer, int64 [n]."""
+        """The entries of features for the entries of a layer, int64 [n]."""
         stride = self.main.page_stride
         if stride == self.page_size:
             return entries
@@ -238,7 +238,7 @@ class KvPool:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page over all layers and parts, but the window part."""
+        """Bytes of a page over all layers and parts, except for the window part."""
         return sum(part.page_bytes for part in self.parts)
 
     @property
@@ -249,7 +249,7 @@ class KvPool:
 
 
 def _shared(own: Sequence[LayerKV], model: ModelConfig) -> list[LayerKV]:
-    """The pages of each layer that attends, from those of layers that have their own."""
+    """The pages of each layer with attention, from those of the layers with their own."""
     of_layer: dict[int, LayerKV] = {}
     left = iter(own)
     for layer, kind in enumerate(model.kinds):
@@ -269,8 +269,8 @@ def _rows(
 ) -> tuple[Part, list[torch.Tensor]]:
     """A pool `[pages, layers, page_size, width]`, and each layer's rows of it, [entries, width].
 
-    A layer's rows begin at those of page 0, so that entries are the same for all layers. `one_more`: after the pages
-    there is another that is none of them.
+    A layer's rows begin at those of page 0, so that entries are the same for all layers. `one_more`: allocates one
+    additional page after them.
     """
     stride = layers * page_size
     pool = device.zeros(((pages + one_more) * stride, width), dtype)

@@ -1,8 +1,8 @@
 """The recurrent states of slots: the host's records, and their tables.
 
-A slot has two rows of a table. A masked row whose mask comes too late has its last position computed again. So the
-states after that position go to the slot's other row, until the next row shows which of both it continues. After the
-rows of slots are those of state pages.
+A slot has two rows of a table. If a masked row's mask comes too late, its last position is computed again. So the
+states after that position go to the slot's other row, and the next row shows which of the two it continues. The rows of
+state pages follow those of slots.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ __all__ = ["RowStates", "SlotStates", "StatePages", "StateStore", "StateTables",
 _NOTHING = -1
 """The number of positions of a slot or page without a state."""
 _SHARE = 4
-"""Without a number, state pages get one part of so many of the memory that pages of keys and values would have."""
+"""Without a given number, state pages get this fraction (one part in so many) of the memory for pages."""
 _LEAST_EACH = 1
 _MOST_EACH = 8
-"""The least and the largest number of state pages for each slot, without a number."""
+"""The least and the largest number of state pages per slot, without a given number."""
 
 
 def slot_bytes(config: RunnerConfig) -> int:
@@ -53,9 +53,9 @@ def slot_bytes(config: RunnerConfig) -> int:
 
 
 def state_page_count(config: RunnerConfig, free_bytes: int) -> int:
-    """The number of state pages, of which the brain may state one.
+    """The number of state pages, which the brain may state.
 
-    Without it they take a quarter of `free_bytes`, the memory that is left for pages of all kinds. It is at least one
+    Otherwise they take a quarter of `free_bytes`, the memory that is left for pages of all kinds. It is at least one
     page and at most 8 for each slot.
     """
     model = config.kept_model
@@ -73,9 +73,9 @@ class RowStates:
     """The states that a step's rows continue; `r` rows."""
 
     source: Int64s  # [r]: row of the tables with the state before the row
-    target: Int64s  # [r]: row that gets the state after its last position
-    fresh: Int64s  # rows of the tables that begin at position 0, and are zero
-    loads: Int64s  # [l, 2]: rows of the tables that are copied before, from and to
+    target: Int64s  # [r]: row that gets the state after the last position
+    fresh: Int64s  # rows of the tables that start at position 0, and are zero
+    loads: Int64s  # [l, 2]: rows of the tables that are copied before the step, from and to
     saves: Int64s  # [m, 2]: as `loads`, after the step
 
     @property
@@ -98,28 +98,29 @@ class RowStates:
 
 
 class SlotStates:
-    """The host's record of states: the number of positions that each slot's state, and each page's, covers."""
+    """The host's record of states: how many positions the state of each slot and each page covers."""
 
     def __init__(self, slots: int, pages: int, checked: bool = True) -> None:
-        """Without `checked` rows may begin anywhere: those that measure memory have no state before them."""
+        """Without `checked`, rows may begin anywhere: steps that measure memory have no earlier state."""
         self.slots = slots
         self.page_count = pages
         self._checked = checked
         self._seen: Int64s = np.full(slots, _NOTHING, np.int64)
         self._other: Int64s = np.full(slots, _NOTHING, np.int64)
-        """Positions that the state in a slot's other row has seen, if that may still be continued."""
+        """How many positions the state in a slot's other row has seen, if it may still be continued."""
         self._half: Int64s = np.zeros(slots, np.int64)
         self._of_page: Int64s = np.full(pages, _NOTHING, np.int64)
 
     @property
     def rows(self) -> int:
-        """Rows of the tables. The last one is that of padding."""
+        """The number of rows of the tables. The last row is for padding."""
         return 2 * self.slots + self.page_count + 1
 
     def read(self, plan: Plan) -> RowStates:
         """The states of a plan's rows. The plan's new slots are within bounds.
 
-        Raises `PlanError` for a row that does not begin where its slot's state is, and for a page without a state.
+        Raises `PlanError` for a row that does not begin at the position of its slot's state, and for a page without a
+        state.
         """
         new = plan.slots[:, SlotRecord.SLOT]
         self._seen[new] = self._other[new] = _NOTHING
@@ -151,11 +152,11 @@ class SlotStates:
         return int(self._of_page[page])
 
     def has_come(self, page: int, seen: int) -> None:
-        """Notes that a state has come to a page from the host. Called by any thread."""
+        """Notes that a state from the host has arrived on a page. Called by any thread."""
         self._of_page[page] = seen
 
     def _copy(self, copies: Int32s) -> None:
-        """Checks copies of states to the host and back, whose targets have no state until it has come."""
+        """Checks copies of states to the host and back. Their targets have no state until it has arrived."""
         of_states = copies[copies[:, CopyRecord.DIRECTION] >= COPY_SAVE_STATE]
         if not len(of_states):
             return
@@ -208,7 +209,7 @@ class StateStore(Protocol):
     """The memory of states. All methods are called as work."""
 
     def step(self, pieces: Iterable[StatePiece]) -> Any:
-        """Inputs of the model for the states that the pieces of a step advance."""
+        """The model's input for the states that the pieces of a step advance."""
 
     def copy(self, rows: Int64s) -> None:
         """Copies rows [n, 2], from and to."""
@@ -297,5 +298,5 @@ class StatePages:
         return self._slots.seen(page)
 
     def has_come(self, page: int, seen: int) -> None:
-        """Notes that a state has come to a page from the host. Called by any thread."""
+        """Notes that a state from the host has arrived on a page. Called by any thread."""
         self._slots.has_come(page, seen)

@@ -1,7 +1,7 @@
 """The number of pages of each part if slots may be sparse (HiSparse, SGLang #21932).
 
-Every page of a request then has a page of the host's tier behind it. Its number also names the page of index keys. So
-the index part has as many pages as the host's tier, and the main part gets the rest of the memory.
+Every page of a request then has a copy on a page of the host tier. The host page's number is also that of the page of
+index keys. So the index part has as many pages as the host tier, and the main part gets the remaining memory.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Sizes:
         if config.max_total_tokens is not None:
             pages = config.max_total_tokens // config.page_size
         else:
-            # One page more than are counted is for writes that are never read.
+            # One page more than the count, for writes that are never read.
             taken = weight_bytes + HotRows.bytes_of(config, model) + main
             budget = int(config.mem_fraction_static * available_bytes) - taken
             fixed = config.host_pages is not None or config.host_bytes is not None

@@ -27,7 +27,7 @@ _NO_IDS = np.zeros(0, np.int32)
 
 @dataclass(frozen=True)
 class Writes:
-    """The writes of a plan that are left for the device, after the host's tables were written."""
+    """The writes of a plan to the device that remain after the host's tables were written."""
 
     tokens: int  # tokens of new slots in the plan itself
     from_arena: tuple[Int64s, Int32s] | None  # entries of the token pool, and the tokens that they get
@@ -41,8 +41,8 @@ class Writes:
 class SlotTables:
     """Rows by slot. Tokens, pages and counts lie on the device, sampling parameters on the host.
 
-    A plan is applied in two parts: `read` on the host, which may be a plan ahead of the device, and `write` as work.
-    The host decides a step by the plans that it has read so far. Work uses no table of the host.
+    A plan is applied in two parts: `read` on the host, which may be one plan ahead of the device, and `write` as work.
+    The host's decisions use the plans that it has read so far. Work uses no table of the host.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class SlotTables:
         hot: HotRows | None = None,
         window_pages: int = 0,
     ) -> None:
-        """`hot` None: no slot is ever sparse. `window_pages`: those of the window part; 0: there is none."""
+        """`hot` None: slots are never sparse. `window_pages`: the pages of the window part; 0: there is none."""
         self._device = device
         self.hot = hot
         self.slots = config.slots
@@ -63,13 +63,13 @@ class SlotTables:
         self._page_limits = {"page write: slot": self.slots, "page write: index": self.pages_per_slot}
         self.stride = config.context_length + 1
         lines, place = config.slots + 1, device.torch_device
-        # One more than the context: the token sampled at its very end is stored too.
+        # One more than the context: the token that is sampled at its very end is stored too.
         self.all_tokens = torch.zeros(lines, self.stride, dtype=torch.int32, device=place)
-        # -1 makes a page that the brain forgot to write an error instead of someone else's page.
+        # With -1, a page that the brain forgot to write raises an error instead of being another request's page.
         self.all_pages = torch.full((lines, self.pages_per_slot), -1, dtype=torch.int32, device=place)
         # The lines that the brain writes; the last line is the null slot's, for padded rows.
         self.token_pool, self.page_table = self.all_tokens[: config.slots], self.all_pages[: config.slots]
-        # If no slot is ever sparse, both parts of a page have the same number.
+        # If slots are never sparse, both parts of a page have the same number.
         self.index_page_table = self.page_table if hot is None else hot.host_table
         self.window_table: torch.Tensor | None = None
         """Pages of the window part, int32 [slots, pages a slot]; None: there is no window part."""
@@ -85,28 +85,28 @@ class SlotTables:
         # Columns whose values change logits.
         self._adjusting = ["allowed_counts"]
         self.segment = self.values("segments", 0)
-        # Where a prompt's embeddings begin in the arena, in bytes; -1: its tokens have those of the model.
+        # Where a prompt's embeddings begin in the arena, in bytes; -1: its tokens use the model's embeddings.
         self.embeds = self.values("embeds", -1)
         self.top_k = np.zeros(config.slots, np.int32)
         self.min_total = np.zeros(config.slots, np.int32)
         self.logprobs = np.full(config.slots, -1, np.int32)
         self.seed = np.zeros(config.slots, np.uint64)
         self.floats = np.zeros((config.slots, len(SlotFloats)), np.float32)  # by SlotFloats
-        # Lets one comparison recognise the common case: no bias and no log-probabilities, and of these rows the greedy
-        # ones.
+        # One comparison recognises the common case, rows without bias and log-probabilities, and among these the greedy
+        # rows.
         self.untouched = np.zeros(config.slots, np.bool_)
         self.plain = np.zeros(config.slots, np.bool_)
         self.stop_ids: dict[int, Int32s] = {}
         self.biases: dict[int, tuple[Int32s, Float32s]] = {}
-        # The only ids that can be sampled, of the slots that have such.
+        # The only ids that can be sampled, for slots with such ids.
         self.allowed: dict[int, Int32s] = {}
-        # Of those, the slots with stop ids only: these are not suppressed.
+        # Among those, the slots with stop ids only: their stop ids are not suppressed.
         self.only_stops: set[int] = set()
 
     def values(self, column: str, absent: int, *, change_logits: bool = False) -> Int64s:
         """The values [slots] that new slots have in one of `SLOT_VALUES`; `absent` for slots without one.
 
-        The table is kept up to date from now on. `change_logits`: for a slot with a value.
+        The table is updated from now on. `change_logits`: a slot with a value has its logits changed.
         """
         table = np.full(self.slots, absent, np.int64)
         self._values[column] = table, absent
@@ -115,7 +115,7 @@ class SlotTables:
         return table
 
     def read(self, plan: Plan, arena: npt.NDArray[np.uint8]) -> Writes | None:
-        """Overwrites the host's part of new slots. Returns the writes that are left for `write`; None: there are none.
+        """Overwrites the host's part of new slots. Returns the remaining writes for `write`; None: there are none.
 
         Raises `PlanError`.
         """
@@ -167,14 +167,14 @@ class SlotTables:
     def _write_window(self, table: torch.Tensor, writes: Writes, inputs: StepInputs) -> None:
         """Overwrites the tables of the window part. Runs as queued work."""
         if writes.slots:
-            # A page that the brain forgot to write is an error, and not that of the request before.
+            # A page that the brain forgot to write must raise, and not be that of the former request.
             table.index_fill_(0, inputs.records("slots", SLOT_WORDS)[:, SlotRecord.SLOT], -1)
         if writes.window:
             slot, index, page = inputs.column("window_writes").view(-1, PAGE_WRITE_WORDS).unbind(1)
             table.view(-1).index_copy_(0, slot.long() * self.pages_per_slot + index, page)
 
     def write_pages(self, writes: Int32s) -> None:
-        """Queues writes to page tables before the plan that has them is read. Raises `PlanError`."""
+        """Queues writes to page tables before the plan with them is read. Raises `PlanError`."""
         if len(writes):
             columns_within(writes, self._page_limits)
             slot, index, page = writes.T.astype(np.int64)
@@ -189,7 +189,7 @@ class SlotTables:
         self.token_pool.view(-1).index_copy_(0, *self._device.copy_in(entries, tokens))
 
     def forget_pages(self) -> None:
-        """Makes all slots name no page. Runs as queued work."""
+        """Removes all pages of all slots. Runs as queued work."""
         self.page_table.fill_(-1)
         if self.window_table is not None:
             self.window_table.fill_(-1)
@@ -203,7 +203,7 @@ class SlotTables:
             raise PlanError("pages of the host's tier in a plan for slots that are never sparse")
 
     def _inline_entries(self, inputs: StepInputs, total: int) -> torch.Tensor:
-        """Entries of the token pool, int64 [total], that the plan's own tokens are for. Runs as queued work."""
+        """Entries of the token pool, int64 [total], for the plan's own tokens. Runs as queued work."""
         records = inputs.records("slots", SLOT_WORDS)
         counts = records[:, SlotRecord.TOKEN_COUNT] * (records[:, SlotRecord.ARENA_OFFSET] < 0)
         first = records[:, SlotRecord.SLOT] * self.stride - (counts.cumsum(0) - counts)
@@ -262,7 +262,7 @@ class SlotTables:
     def _from_arena(
         self, records: Int32s, slot: Int64s, counts: Int64s, arena: npt.NDArray[np.uint8]
     ) -> tuple[Int64s, Int32s] | None:
-        """`Writes.from_arena`, copied: it is read while the plan is, and nothing refers to it when the step is over."""
+        """`Writes.from_arena`, as a copy: it is read with the plan, and nothing refers to the arena after the step."""
         offsets = records[:, SlotRecord.ARENA_OFFSET]
         there = np.flatnonzero(offsets >= 0)
         if not len(there):

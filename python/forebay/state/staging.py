@@ -29,7 +29,7 @@ class StepInputs:
     def column(self, name: str) -> torch.Tensor:
         """The words of a column, one after the other."""
         if self._body is None:
-            # Many steps decode only and ask for nothing: where rows are read from host memory there is no copy at all.
+            # Many steps only decode: if rows are read from host memory, there is no copy at all.
             (self._body,) = self._device.copy_in(self.plan.body)
         return self._body[self.plan.place(name)]
 

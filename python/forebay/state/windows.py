@@ -1,4 +1,4 @@
-"""Layers with a window read the last positions of a request only. They may have pages of their own, the window part."""
+"""Layers with a window read only the last positions of a request. They may have separate pages, the window part."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class WindowLayers:
     ratio: float | None
     """Pages of the window part for each page of the main part; None: all layers share one pool."""
     one_pool: str
-    """The reason for which there is one pool, if pages of their own were asked for; else empty."""
+    """The reason why there is one pool though separate pages were requested; otherwise empty."""
     page_size: int
     context_length: int
 
     @classmethod
     def of(cls, config: RunnerConfig, model: ModelConfig | None) -> WindowLayers:
-        """The model's layers, grouped by the pages that they use. `model` None: it keeps nothing."""
+        """The model's layers, grouped by the pages that they use. `model` None: it keeps no keys and values."""
         kinds = () if model is None or isinstance(model, CalledConfig) else _attending(model)
         windows = [kind.window for kind in kinds if kind.window is not None and kind.window < config.context_length]
         asked, why = config.window_ratio, ""
@@ -54,11 +54,11 @@ class WindowLayers:
         return 0 if self.ratio is None else min(max(math.ceil(pages * self.ratio), self.least), pages)
 
     def nbytes(self, pages: int, a_page: tuple[int, int]) -> int:
-        """Bytes of this many pages of the main part and those of the window part, of which a page takes `a_page`."""
+        """Bytes of this many pages of the main part, `a_page` bytes each, with the window part's pages."""
         return pages * a_page[0] + self.count(pages) * a_page[1]
 
     def fitting(self, free_bytes: int, most: int, a_page: tuple[int, int]) -> int:
-        """Pages of the main part, at most `most`, for which there is room in this many bytes."""
+        """The largest number of main-part pages, up to `most`, that fits into this many bytes."""
         fits, too_many = 0, most + 1
         while too_many - fits > 1:
             middle = (fits + too_many) // 2
@@ -75,17 +75,17 @@ def _attending(model: ModelConfig) -> list[LayerKind]:
 
 
 def window_numbers(model: ModelConfig, windows: WindowLayers) -> frozenset[int]:
-    """The layers with pages of the window part, by their numbers among those that attend."""
+    """The layers with pages of the window part, by their numbers among the layers with attention."""
     return frozenset(number for number, kind in enumerate(_attending(model)) if windows.holds(kind))
 
 
 def kept_in_window(model: ModelConfig, windows: WindowLayers) -> list[bool]:
-    """True for each layer that keeps keys and values of its own, as `kept_heads` has them, on pages of that part."""
+    """For each layer with its own keys and values, in the order of `kept_heads`: true if it is in the window part."""
     return [windows.holds(kind) for kind in _attending(model) if kind.keys_of is None]
 
 
 def _why_one_pool(config: RunnerConfig, model: ModelConfig | None) -> str:
-    """The reason for which layers with a window have no pages of their own; empty: they have."""
+    """The reason why layers with a window have no separate pages; empty: they have."""
     assert model is not None
     of_device = config.attention_backend or ("triton" if config.device == "cuda" else "torch")
     shared = [(kind, model.kinds[kind.keys_of]) for kind in model.kinds if kind.keys_of is not None]

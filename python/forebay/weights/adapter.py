@@ -1,4 +1,4 @@
-"""The matrices of an adapter's files, by the manifest that the brain has made of them."""
+"""The matrices of an adapter's files, according to the manifest that the brain has created."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["ChangedError", "Matrices", "read_adapter"]
 
 
 class ChangedError(ModelError):
-    """The files have other content than the brain has read."""
+    """The content of the files has changed since the brain read them."""
 
 
 class Matrices(NamedTuple):
@@ -33,11 +33,11 @@ class Matrices(NamedTuple):
 def read_adapter(manifest: Mapping[str, Any]) -> Iterator[Matrices]:
     """Yields an adapter's matrices. Raises `ModelError`, and `ChangedError` after the last one.
 
-    All of it has to be dropped if an error comes: the digest is of bytes that were read once.
+    After an error, all matrices must be dropped: the digest covers the bytes as they are read.
     """
     files = [str(path) for path in manifest["files"]]
     for path in files:
-        # Whatever has the name by now: do not wait for the other end of a pipe.
+        # The name may be something else by now: do not wait for the other end of a pipe.
         try:
             if not stat.S_ISREG(os.stat(path).st_mode):
                 raise ModelError(f"{path} is no regular file")

@@ -1,4 +1,4 @@
-"""The folder of files that Forebay made or downloaded. A file is there whole or not at all."""
+"""The folder of files that Forebay created or downloaded. A file is either complete or missing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cache_directory(chosen: str | Path | None = None) -> Path:
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """A file to write. It is at `path` when the block ends, and nowhere if the block raises.
 
-    Readers see the old content or the new, also after a power cut. Of two writers at once the last wins.
+    Readers see the old content or the new one, even after a power failure. Of two concurrent writers the last wins.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -33,7 +33,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         with os.fdopen(descriptor, "wb") as file:
             yield file
             file.flush()
-            # Else the name could be on the disk before the data.
+            # Otherwise the name could reach the disk before the data.
             os.fsync(file.fileno())
         # A temporary file is for its owner only; a cached file gets the usual permissions of the user.
         mask = os.umask(0)

@@ -1,4 +1,4 @@
-"""A model that transformers' own code computes: the facts that the engine needs."""
+"""Facts about a model that runs in transformers' own code, for the engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["CalledConfig", "Calls", "KeptShape"]
 
 @dataclass(frozen=True)
 class KeptShape:
-    """The keys and values that one call of attention keeps of a position. Sizes are numbers of elements."""
+    """The keys and values that one attention call keeps for a position. Sizes are numbers of elements."""
 
     heads: int
     """Key-value heads."""
@@ -33,12 +33,12 @@ class KeptShape:
 
 @dataclass(frozen=True)
 class Calls:
-    """The findings of a probe: one forward of two tokens without weights."""
+    """The results of a probe: one forward pass of a few tokens without weights."""
 
     kept: tuple[KeptShape, ...]
-    """One for each call of attention, in the order of the calls."""
+    """One for each attention call, in order."""
     uses: tuple[str, ...]
-    """The arguments of attention beyond causal order that some call has given, sorted."""
+    """The arguments of attention beyond causal order that any call has used, sorted."""
     state_bytes: int
     """Bytes of the recurrent states of one request; 0: the model has none."""
     vocab_size: int
@@ -91,9 +91,9 @@ class CalledConfig(ModelConfig):
 
     @property
     def kept(self) -> tuple[KeptShape, ...]:
-        """The keys and values of a position, for each call of attention."""
+        """The keys and values of a position, for each attention call."""
         return () if self.calls is None else self.calls.kept
 
     def state_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the recurrent states of one request, as the probe has found them."""
+        """Bytes of the recurrent states of one request, as found by the probe."""
         return 0 if self.calls is None else self.calls.state_bytes

@@ -1,8 +1,8 @@
 """Quantised matrices as codes with scales: one form for all checkpoints, and their values.
 
 A matrix is [rows, inputs]. Its value at (r, i) is `(code[r, i] - zero[r, g]) * scale[r / rows of a block, g]`, where g
-is the group of input i. 8-bit floats are their own values and have no zero points. Codes of 4 bits come one a byte
-here; `folded` brings two into a byte.
+is the group of input i. 8-bit floats are their own values and have no zero points. 4-bit codes take one byte each here;
+`folded` packs two into a byte.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["LARGEST", "Codes", "Layout", "Raw", "folded", "quantised"]
 LARGEST = 448.0
 """The largest 8-bit float with 4 bits of exponent (e4m3)."""
 _LEAST_SCALE = 1e-12
-"""The least scale that quantisation makes. So a row of zeros has a scale too."""
+"""The least scale that quantisation uses, so that a row of zeros has a scale too."""
 _AT_A_TIME = 256
-"""Rows that are multiplied out at once. A matrix of all scales would be as large as the values."""
+"""Rows that are dequantised at once. A matrix of all scales would be as large as the values."""
 _PER_WORD = 8
 """The number of 4-bit codes in a word of 32 bits."""
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
@@ -42,13 +42,15 @@ class Layout:
     block_rows: int = 1
     """The number of rows that share a scale."""
     fold: int = 0
-    """Neighbouring inputs whose 4-bit codes are folded into half as many bytes; 0: codes are 8-bit floats."""
+    """The number of neighbouring inputs whose 4-bit codes are folded into half as many bytes; 0: codes are 8-bit
+    floats.
+    """
     ordered: bool = False
-    """True if inputs have an order of their own."""
+    """True if the columns are not in the order of the inputs."""
 
     @classmethod
     def of(cls, scheme: Scheme, inputs: int, parts: list[int]) -> Layout | None:
-        """The layout of a fused matrix with these rows for each part; None: it is multiplied out."""
+        """The layout of a fused matrix with these rows for each part; None: it is dequantised."""
         if isinstance(scheme, Int4):
             group = scheme.group or inputs
             fold = min(group & -group, _MOST_FOLDED)
@@ -116,7 +118,7 @@ class Raw:
     name: str
     scheme: Scheme
     parts: Mapping[str, torch.Tensor]
-    """The tensors, by the ends of their names behind the module's."""
+    """The tensors, by the suffixes of their names after the module's name."""
 
     @property
     def nbytes(self) -> int:
@@ -128,7 +130,7 @@ class Raw:
         return Raw(self.name, self.scheme, {end: place(part) for end, part in self.parts.items()})
 
     def codes(self) -> Codes:
-        """The matrix as codes. Raises ModelError for groups that are not of one size."""
+        """The matrix as codes. Raises ModelError if groups differ in size."""
         if isinstance(self.scheme, Fp8):
             return self._of_floats(self.scheme)
         assert isinstance(self.scheme, Int4)
@@ -189,7 +191,7 @@ class Raw:
             else:
                 order = None
         elif scheme.ordered:
-            # Some matrices of such a checkpoint may be in order.
+            # Some matrices of such a checkpoint may still be in order.
             order = torch.arange(inputs, device=codes.device)
         scale = scale.float().contiguous()
         return Codes(codes.contiguous(), scale, zeros.contiguous(), group, 1, order)
@@ -197,7 +199,7 @@ class Raw:
 
 def _nibbles(words: torch.Tensor) -> torch.Tensor:
     """uint8 [..., 8] of int32 [...]: the lowest 4 bits first."""
-    # In bytes, of which a word's lowest is the first: to shift words would move four times as much.
+    # Work on bytes, of which a word's lowest is first: shifting words would move four times as much memory.
     pairs = words.contiguous().view(torch.uint8)
     return torch.stack((pairs & 15, pairs >> 4), dim=-1).view(*words.shape, _PER_WORD)
 
@@ -205,7 +207,7 @@ def _nibbles(words: torch.Tensor) -> torch.Tensor:
 def folded(codes: torch.Tensor, fold: int) -> torch.Tensor:
     """uint8 [rows, inputs / 2] of 4-bit codes uint8 [rows, inputs].
 
-    Of every `fold` neighbours the first half is in the low bits of bytes, and the second half in the high bits.
+    Of every `fold` neighbours, the first half is in the low bits of the bytes, and the second half in the high bits.
     """
     low, high = codes.unflatten(1, (-1, 2, fold // 2)).unbind(2)
     joined: torch.Tensor = low | high << 4

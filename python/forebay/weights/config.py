@@ -58,29 +58,31 @@ _KNOWN = {
     "activation bias routing normalise scaling",
     "routing": " ".join(_ROUTING),
 }
-"""The fields of each part that are read here. In any other field a part has what PyTorch's hand does not compute."""
+"""The fields of each part that are read here. A part with a value in any other field needs something that PyTorch's
+hand lacks.
+"""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The data from which the model code builds a model. Sizes are numbers of elements, and positions are tokens."""
+    """The data from which the model code builds a model. Sizes are numbers of elements; positions are tokens."""
 
     architecture: str
     vocab_size: int
     hidden_size: int
     attention: GroupedQuery | Latent
-    """The attention of the first layer that has any. `heads` gives that of each."""
+    """The attention of the first layer with attention. `heads` returns that of each layer."""
     feeds: tuple[Dense | Experts | None, ...]
-    """The feed-forward parts behind the attention, one for each layer; None: the layer has none."""
+    """The feed-forward parts after the attention, one for each layer; None: the layer has none."""
     rms_norm_eps: float
     kinds: tuple[LayerKind, ...]
-    """What differs between layers beyond their feeds, one for each layer."""
+    """What differs between layers beyond their feed-forward parts, one for each layer."""
     ropes: tuple[Rope, ...]
     """The rotary embeddings."""
     max_position_embeddings: int
     tie_word_embeddings: bool
     hidden_act: str
-    """The function of gates, by its name in transformers, or in vLLM (`swigluoai`)."""
+    """The activation of gates, by its name in transformers, or in vLLM (`swigluoai`)."""
     eos_token_ids: tuple[int, ...]
     stored: Stored | None = None
     """The quantisation of the checkpoint's matrices; None: they are not quantised."""
@@ -89,7 +91,7 @@ class ModelConfig:
     vision: Vision | None = None
     """The vision tower; None: the model takes no images."""
     sections: Sections | None = None
-    """The sections of rotary frequencies; None: a position has one number."""
+    """How rotary frequencies use a position's three numbers; None: a position has one number."""
     scales: Scales = Scales()
     """Factors of states and logits."""
     wide_norms: bool = False
@@ -97,15 +99,15 @@ class ModelConfig:
     mean_norms: bool = False
     """True if norms subtract the mean."""
     headless: bool = False
-    """True if the final states are needed, and not the logits of an output head."""
+    """True if the final states are needed instead of the logits of an output head."""
     recurrences: tuple[Recurrence | None, ...] = ()
     """The recurrent parts of layers, one for each layer, None where there is none; (): no layer has one."""
     attends: tuple[bool, ...] = ()
-    """True for each layer that attends; (): all do."""
+    """True for each layer with attention; (): all have it."""
     layer_inputs: LayerInputs | None = None
-    """Inputs that each layer has of each token; None: there are none."""
+    """The sizes of layers' own inputs; None: layers have none."""
     features: int = 0
-    """Elements of a position's feature, from which a head drafts; 0: none is kept."""
+    """Elements of a position's feature, from which a head drafts; 0: no features are stored."""
     embedding_norm: bool = False
     """True if embeddings are normalised before the first layer."""
 
@@ -149,7 +151,7 @@ class ModelConfig:
 
     @property
     def both_ways(self) -> bool:
-        """True if attention is bidirectional in all layers. Such a model keeps nothing of a prompt."""
+        """True if attention is bidirectional in all layers. Such a model keeps nothing from step to step."""
         return isinstance(self.attention, GroupedQuery) and self.attention.both_ways
 
     @property
@@ -177,7 +179,7 @@ class ModelConfig:
 
     @property
     def query_scale(self) -> QueryScale | None:
-        """The factor of queries of the layers that have one; None: none has."""
+        """The factor of queries, for the layers with one; None: no layer has one."""
         if isinstance(self.attention, Latent):
             return self.attention.query_scale
         scales = (self.heads(layer).query_scale for layer in range(len(self.kinds)))
@@ -185,7 +187,7 @@ class ModelConfig:
 
     @property
     def kept_heads(self) -> list[GroupedQuery]:
-        """The attention of each layer that keeps keys and values of heads of its own."""
+        """The attention of each layer that keeps its own keys and values of heads."""
         return [
             self.heads(layer)
             for layer, kind in enumerate(self.kinds)
@@ -193,7 +195,7 @@ class ModelConfig:
         ]
 
     def number(self, layer: int) -> int:
-        """The number of a layer among those that attend. Others have no pages."""
+        """The number of a layer among the layers with attention. Others have no pages."""
         return sum(self.attends[:layer]) if self.attends else layer
 
     def state_bytes(self, dtype: torch.dtype) -> int:
@@ -294,7 +296,7 @@ def _only(part: str, values: Mapping[str, Any]) -> None:
     """Raises UnsupportedModelError if a part has a value in a field that is not read here."""
     known = _KNOWN[part].split()
     for key, value in values.items():
-        # 0 is the number of a layer, and no part of the shape that is absent.
+        # 0 may be the number of a layer, which is a value; False counts as absent.
         is_absent = value is None or value is False or value in ([], {})
         if key not in known and not is_absent:
             raise UnsupportedModelError(f"{key} {value!r} of {part} is not supported by PyTorch's hand")
@@ -325,13 +327,13 @@ def _kind(shape: Mapping[str, Any], layer: Mapping[str, Any]) -> LayerKind:
 
 
 def _alike(attention: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """True if two kinds of attention differ in nothing but the mask."""
+    """True if two kinds of attention differ only in the mask."""
     ignored = {"kind": None, "window": None, "chunk": None}
     return {**attention, **ignored} == {**other, **ignored}
 
 
 def _attending(mixer: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The attention of a mixer, of heads or latent; None: it does not attend."""
+    """The attention of a mixer, of heads or latent; None: it has none."""
     if mixer["kind"] == "beside":
         beside: Mapping[str, Any] = mixer["attention"]
         return beside
@@ -347,7 +349,7 @@ def _recurring(mixer: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _no_rope(mixer: Mapping[str, Any]) -> dict[str, Any]:
-    """A rotary embedding for a model that has none in any layer. Nothing is rotated by it."""
+    """A rotary embedding for a model without rotation in any layer. It is never applied."""
     dim = mixer["rotary_dim"] if "rank" in mixer else mixer["head_dim"]
     return {"dim": dim, "theta": 10000.0, "scaling": None, "interleaved": False, "sections": None}
 

@@ -11,7 +11,7 @@ __all__ = ["EncoderConfig"]
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """The data from which the model code builds an encoder. Sizes are numbers of elements, and positions are tokens."""
+    """The data from which the model code builds an encoder. Sizes are numbers of elements; positions are tokens."""
 
     architecture: str
     vocab_size: int

@@ -1,4 +1,4 @@
-"""The faults of a model, in words with advice for a user."""
+"""The errors of models. Their texts give advice to the user."""
 
 
 class ModelError(ValueError):
@@ -6,4 +6,4 @@ class ModelError(ValueError):
 
 
 class UnsupportedModelError(ModelError):
-    """A model is understood, and needs a feature that Forebay lacks."""
+    """A model is understood, but needs a feature that Forebay lacks."""

@@ -1,4 +1,4 @@
-"""Layers that draft from the features of a model, as the brain has read them."""
+"""Draft heads, as the brain has read them: layers that draft from the features of a model."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from forebay.weights.config import ModelConfig, config_of
 from forebay.weights.errors import UnsupportedModelError
 
 EAGLE3, MTP = "eagle3", "mtp"
-"""EAGLE-3 (Li et al. 2025), and a layer that predicts a further token (DeepSeek-V3, 2024)."""
+"""EAGLE-3 (Li et al. 2025), and a layer that predicts one more token (DeepSeek-V3, 2024)."""
 
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """The data from which a head that drafts is built."""
+    """The data from which a draft head is built."""
 
     kind: str
     taps: tuple[int, ...]
-    """The layers whose inputs make features. The number of layers: the model's final states."""
+    """The layers whose inputs make up features. The number of layers stands for the model's final states."""
     norm_before_residual: bool
-    """True if the normalised feature is what the layer is added to."""
+    """True if the layer's residual is the normalised feature."""
     vocab_size: int
     """The number of tokens that it drafts."""
     mapped: bool
     """True if these have numbers of their own."""
     own_embedding: bool
     own_output: bool
-    """True if it has its own matrix of logits, and does not share the model's."""
+    """True if it has its own matrix of logits; False: it shares the model's."""
     shape: ModelConfig
-    """A model of the layer; or the model of which the layer is the last one (MTP)."""
+    """The shape of a model that consists of the layer; with MTP, the model whose last layer it is."""
 
     @classmethod
     def of(cls, model: Mapping[str, Any]) -> HeadConfig | None:
-        """Reads the drafting model from a handshake's config. None: it is a model of its own."""
+        """Reads the draft head from a handshake's config. None: the draft model is a separate model."""
         head = model.get("head")
         if head is None:
             return None

@@ -30,8 +30,7 @@ def iter_weights(
     """Yields each weight's name (`model.layers.0.self_attn.q_proj.weight`, ...) and value, on the CPU.
 
     `model` is the handshake's, of which `files` and `manifest` are used. Numbers keep the type of the file. Quantised
-    matrices are multiplied out to float32, and GGUF's blocks are dequantised to float32. Weights in `cuts` come in
-    part, and only that part is read. No weight is in both.
+    matrices and GGUF's blocks are dequantised to float32. Of weights in `cuts`, only the named part is read.
     """
     for name, weight in iter_kept(model, config, lambda name: False, cuts):
         assert isinstance(weight, torch.Tensor)
@@ -44,7 +43,7 @@ def iter_kept(
     keeps: Callable[[str], bool],
     cuts: Cuts = WHOLE,
 ) -> Iterator[tuple[str, torch.Tensor | Raw]]:
-    """Weights as in `iter_weights`. Quantised matrices that `keeps` accepts come in stored form."""
+    """Weights as in `iter_weights`, except that quantised matrices that `keeps` accepts come in stored form."""
     manifest = Manifest(model)
     for name, place in manifest.weights():
         if name not in cuts.others:
@@ -59,7 +58,7 @@ def iter_kept(
         if not matrix.weights and cut is None and keeps(matrix.name):
             yield matrix.name, raw
             continue
-        # Scales are of blocks that a part may begin inside of: all of it is multiplied out.
+        # A part may begin inside a block with one scale, so the whole matrix is dequantised.
         values = raw.codes().values()
         if not matrix.weights:
             yield matrix.name, values if cut is None else values[cut.places]
@@ -69,7 +68,7 @@ def iter_kept(
 
 
 def weight_shapes(model: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Shapes in elements of the results of `iter_weights` without cuts. No file is read."""
+    """The shapes, in elements, of the results of `iter_weights` without cuts. Reads no file."""
     manifest = Manifest(model)
     shapes = {name: place.shape for name, place in manifest.weights()}
     for matrix in manifest.matrices():

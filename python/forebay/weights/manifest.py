@@ -1,4 +1,4 @@
-"""The weights of a model's files, by the manifest that the brain has made of them.
+"""The weights of a model's files, according to the manifest that the brain has created.
 
 A weight is a range of a file, in numbers or in blocks of a GGUF type. Names are those of the family.
 """
@@ -40,33 +40,33 @@ _NUMBERS = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""The storage of single numbers, by safetensors' names. GGUF has the same names."""
+"""The storage of single numbers, by safetensors' names, which GGUF uses too."""
 _MXFP4 = 32
 """Numbers of a block of MXFP4."""
 _AT_ONCE = 1 << 20
-"""Elements that are dequantised at a time. Temporary memory is a few times as much."""
+"""Elements that are dequantised at a time. Temporary memory is a few times as large."""
 
 
 @dataclass(frozen=True)
 class MatrixPart:
-    """A weight in a matrix, and the changes to its numbers."""
+    """A weight that is part of a matrix, and the changes to its numbers."""
 
     shape: tuple[int, ...]
     """The shape of the weight, in elements."""
     matrix: tuple[int, int] | None = None
-    """The shape of the matrix, of which the weight is a part; None: it is all of it."""
+    """The shape of the matrix that contains the weight; None: the weight is the whole matrix."""
     transposed: bool = False
     rows: tuple[int, int] | None = None
-    """The first row of the weight in `matrix`, behind transposing, and the distance to the next one."""
+    """The first row of the weight in `matrix`, after transposing, and the distance to the next one."""
     width: int = 1
     """The number of rows that lie together at each of these distances."""
     pairs: int | None = None
     """The number of heads in which the rows of two halves alternate."""
     times: float = 1.0
     plus: float = 0.0
-    """A factor of all numbers, and a term behind it."""
+    """A factor of all numbers, and a term that is then added."""
     log: bool = False
-    """True if the weight is the logarithm of what comes of both."""
+    """True if the weight is the logarithm of the result of both."""
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> MatrixPart:
@@ -90,7 +90,7 @@ class MatrixPart:
             number = torch.arange(wanted)
             chosen = values[first + number // self.width * step + number % self.width].reshape(self.shape)
         if self.pairs is not None or cut is None:
-            # Rows change places within heads, and a part may begin inside of one.
+            # Rows are reordered within heads, and a part may begin inside a head.
             chosen = self.changed(chosen)
             return chosen if cut is None else chosen[cut.places]
         return self.changed(chosen[cut.places])
@@ -116,7 +116,7 @@ class Place:
     part: MatrixPart
     """The weight in the range."""
     exponents: Place | None = None
-    """The exponents of blocks whose codes are in the range; None: blocks have all that they need."""
+    """The exponents, for blocks with only codes in the range; None: blocks are complete."""
 
     @classmethod
     def of(cls, files: list[str], values: Mapping[str, Any]) -> Place:
@@ -141,7 +141,7 @@ class Place:
         return self.format not in _NUMBERS
 
     def read(self, cut: Cut | None = None) -> torch.Tensor:
-        """The weight, or a part of it, in memory of its own: in the file's type, or float32 if it has blocks.
+        """The weight, or a part of it, as a copy: in the file's type, or float32 if it has blocks.
 
         Only the requested part is read. Raises ModelError.
         """
@@ -150,7 +150,7 @@ class Place:
         rows, columns = self._size()
         shape = self.shape
         if cut is not None and cut.columns is None:
-            # A weight of one dimension is a row of the file.
+            # A weight with one dimension is one row of the file.
             columns, shape = cut.rows, (cut.rows.size,)
         elif cut is not None and cut.columns is not None:
             rows, columns, shape = cut.rows, cut.columns, (cut.rows.size, cut.columns.size)
@@ -166,7 +166,7 @@ class Place:
         return self._bytes(0, rows.size, rows.whole)
 
     def of_stored(self, data: Bytes) -> torch.Tensor:
-        """The whole weight of the bytes of its range. The range is not part of a matrix."""
+        """The whole weight from the bytes of its range. The range must not be part of a matrix."""
         assert self.part.matrix is None
         _, columns = self._size()
         return self.part.changed(self._numbers(data, columns).reshape(self.shape))
@@ -254,9 +254,9 @@ class CodedMatrix:
     format: str
     """The type of the codes, by safetensors' name."""
     parts: tuple[tuple[str, Place], ...]
-    """Its tensors, by the ends of their names; codes first."""
+    """Its tensors, by the suffixes of their names; codes first."""
     weights: tuple[tuple[str, MatrixPart], ...]
-    """The weights in it, by name; empty: it is the weight of its name."""
+    """The weights that it contains, by name; empty: only the weight with its name."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -283,7 +283,7 @@ class Manifest:
         """Biases of quantised matrices that are 0. A model need not have them."""
 
     def weights(self) -> Iterator[tuple[str, Place | _Joined]]:
-        """The weights that are not quantised matrices, by name, in the order of the files."""
+        """The weights other than quantised matrices, by name, in the order of the files."""
         for name, values in self._weights:
             if "joined" in values:
                 places = tuple(Place.of(self._files, part) for part in values["joined"])
@@ -302,7 +302,7 @@ class Manifest:
 def _mxfp4_blocks(codes: Bytes, exponents: Bytes) -> Bytes:
     """Rows in blocks of MXFP4 from those of safetensors: codes [rows, blocks * 16] and exponents [rows, blocks].
 
-    Neighbours share a byte there, and numbers of the two halves of a block share one in GGUF's blocks.
+    There neighbours share a byte. In GGUF's blocks, a number of the first half shares a byte with one of the second.
     """
     half = _MXFP4 // 2
     numbers = (codes.reshape(*exponents.shape, half, 1) >> np.array([0, 4], np.uint8)) & np.uint8(15)
@@ -312,6 +312,6 @@ def _mxfp4_blocks(codes: Bytes, exponents: Bytes) -> Bytes:
 
 
 def _halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """[heads * head_dim, ...]: in each head, from (0, h, 1, h + 1, ...) back to (0, 1, ..., h, h + 1, ...)."""
+    """[heads * head_dim, ...]: in each head, reorders rows (0, h, 1, h + 1, ...) to (0, 1, ..., h, h + 1, ...)."""
     pairs = tensor.view(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
     return pairs.transpose(1, 2).reshape(tensor.shape)

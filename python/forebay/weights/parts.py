@@ -28,12 +28,12 @@ class Scales:
 
     embeddings: float = 1.0
     inputs: float = 1.0
-    """The factor of inputs that a caller gives in place of embeddings."""
+    """The factor of inputs that a caller provides in place of embeddings."""
     residuals: float = 1.0
     """The factor of a part's output before it is added."""
     logits: float = 1.0
     logit_cap: float | None = None
-    """The bound that logits approach; None: there is none."""
+    """The bound that logits approach; None: no bound."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Rope:
     """A rotary embedding."""
 
     dim: int
-    """The number of first elements of a head that positions rotate."""
+    """The number of first elements of a head that are rotated."""
     theta: float
     scaling: Mapping[str, Any] | None
     """None, or `{"rope_type": "linear" | "llama3" | "yarn" | "longrope" | "proportional", ...}`.
@@ -55,11 +55,11 @@ class LayerKind:
     """The properties that differ between layers, in their attention and around it."""
 
     rope: int | None = 0
-    """The number of the rotary embedding; None: positions rotate nothing."""
+    """The number of the rotary embedding; None: no rotation."""
     window: int | None = None
     """The number of positions that a position sees, itself included; None: all."""
     chunk: int | None = None
-    """The number of positions of a chunk, within which positions see each other; None: all."""
+    """The length of a chunk, if positions attend only within their own chunk; None: there are no chunks."""
     norms: str = "before"
     """The places of norms: `before` each part, `after` it, `around` it, or one before both (`parallel`).
 
@@ -75,7 +75,9 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """Inputs of each layer beside the residual stream: rows of the token, and its embedding (Gemma 3n, 2025)."""
+    """Inputs of each layer beside the residual stream: rows that the token's id selects, and its embedding (Gemma 3n,
+    2025).
+    """
 
     vocab_size: int
     """The number of tokens that have rows."""
@@ -105,7 +107,7 @@ class GroupedQuery:
     kv_heads: int
     head_dim: int
     rotary_dim: int
-    """The number of first elements of a head that positions rotate."""
+    """The number of first elements of a head that are rotated."""
     qkv_bias: bool
     output_bias: bool
     qk_norm: bool
@@ -117,9 +119,9 @@ class GroupedQuery:
     row_norms: bool = False
     """True if the queries, and the keys, of all heads of a position are normalised together."""
     cap: float | None = None
-    """The bound that scores approach; None: there is none."""
+    """The bound that scores approach; None: no bound."""
     sinks: bool = False
-    """True if each head has a score that takes weight and gives nothing."""
+    """True if each head has a sink: a score that takes weight but has no value."""
     gate: bool = False
     """True if the output is multiplied by the sigmoid of a gate."""
     plain_norms: bool = False
@@ -127,9 +129,9 @@ class GroupedQuery:
     value_norm: bool = False
     """True if each head of values is normalised, without weights."""
     keys_are_values: bool = False
-    """True if values are the product that keys are made of."""
+    """True if values are the same product as keys."""
     both_ways: bool = False
-    """True if a position sees those behind it too. A window then reaches as far on both sides."""
+    """True if a position also sees later ones. A window then reaches equally far on both sides."""
 
     @property
     def position_elements(self) -> int:
@@ -143,7 +145,7 @@ class GroupedQuery:
 
 @dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, 2024). Keys and values are made of one short row for each position."""
+    """Multi-head latent attention (DeepSeek-V2, 2024). Keys and values are computed from one short row per position."""
 
     heads: int
     query_rank: int | None
@@ -151,14 +153,14 @@ class Latent:
     rank: int
     """Elements of the latent part of a row."""
     nope_dim: int
-    """Elements of a query or key head that positions do not rotate."""
+    """Elements of a query or key head that are not rotated."""
     rotary_dim: int
-    """Elements of a query or key head that positions rotate. All heads share this part of a key."""
+    """Elements of a query or key head that are rotated. All heads share this part of a key."""
     value_dim: int
     bias: bool
     """True if the projections to the low ranks and of the output have biases."""
     interleaved: bool
-    """True if positions rotate neighbours (2i, 2i + 1), and not (i, i + rotary_dim / 2)."""
+    """True if rotation pairs neighbours (2i, 2i + 1); False: it pairs (i, i + rotary_dim / 2)."""
     scale: float
     """The factor of scores before the softmax."""
     query_scale: QueryScale | None = None
@@ -178,16 +180,16 @@ class Latent:
 class Indexer:
     """The choice of the positions that a query attends to (DeepSeek Sparse Attention, DeepSeek-V3.2, 2025).
 
-    Each indexed layer has small keys of its own, one for each position, and scores them for every query. Sizes are
-    numbers of elements.
+    Each indexed layer has its own small keys, one per position, and scores them for every query. Sizes are numbers of
+    elements.
     """
 
     heads: int
     """The number of query heads. A key serves all of them."""
     head_dim: int
-    """Elements of a head. As many first ones are rotated as in `Latent`."""
+    """Elements of a head. The same number of first elements is rotated as in `Latent`."""
     interleaved: bool
-    """True if positions rotate neighbours (2i, 2i + 1), and not (i, i + rotary_dim / 2)."""
+    """True if rotation pairs neighbours (2i, 2i + 1); False: it pairs (i, i + rotary_dim / 2)."""
     top_k: int
     """The largest number of positions that a query keeps."""
     layers: tuple[int, ...]
@@ -204,18 +206,18 @@ class Recurrence:
     """A part with a state for each slot, in place of attention or beside it, as crates/weights describes it."""
 
     heads: int
-    """The number of heads of the state; 0: there is a convolution only."""
+    """The number of heads of the state; 0: there is only a convolution."""
     key_heads: int
-    """The number of heads of keys and queries. Each is that of as many heads."""
+    """The number of heads of keys and queries. Each serves the same number of value heads."""
     tiled: bool
-    """True if heads that share a key head are as far apart as there are key heads; False: they follow one another."""
+    """True if heads that share a key head are as far apart as there are key heads; False: they are neighbours."""
     key_dim: int
     value_dim: int
     """Elements of a value head; without heads, of the convolution."""
     channel_decay: bool
-    """True if each channel of a key head has a decay of its own, and not each head."""
+    """True if each channel of a key head has its own decay; False: each head has one."""
     delta: bool
-    """True if a state's old value for a key is taken away first."""
+    """True if a state's old value for a key is subtracted first."""
     taps: int
     conv_bias: bool
     bias: bool
@@ -223,11 +225,11 @@ class Recurrence:
     norm: str
     """The norm of the output: `none`, `before_gate` or `after_gate`."""
     sigmoid_gate: bool
-    """True if the gate is a sigmoid, and not `x * sigmoid(x)`."""
+    """True if the gate is a sigmoid; False: it is `x * sigmoid(x)`."""
     low_rank: int
-    """Elements between two products that make the gates, and between those of decays; 0: each has one product."""
+    """The low rank of gates and of decays; 0: each has one product."""
     norm_size: int
-    """Elements that have a mean of their own in the norm."""
+    """The number of elements that are normalised together."""
 
     @property
     def keys(self) -> int:
@@ -261,7 +263,7 @@ class Dense:
     intermediate_size: int
     bias: bool
     gated: bool = True
-    """True if a second product is multiplied with the function's result."""
+    """True if a second product is multiplied with the activation's result."""
 
 
 @dataclass(frozen=True)
@@ -275,11 +277,11 @@ class Routing:
     corrected: bool
     """True if a bias is added to the scores, only for the choice."""
     groups: int
-    """The number of groups of experts, which have neighbouring ids; 1: there are none."""
+    """The number of groups of experts with neighbouring ids; 1: experts are not grouped."""
     kept_groups: int
     """The number of best groups. Experts of other groups are not chosen."""
     best_of_group: int
-    """The number of a group's best scores whose sum is the group's score."""
+    """The number of a group's best scores that are summed for its score."""
     normalise: bool
     """True if a token's weights are divided by their sum."""
     scaling: float
@@ -295,18 +297,20 @@ class Experts:
     intermediate_size: int
     """The inner size of one expert."""
     shared_size: int
-    """The inner size of the shared expert, which every token has; 0: there is none."""
+    """The inner size of the shared expert, which every token uses; 0: there is none."""
     routing: Routing
     shared_gate: bool = False
-    """True if the shared expert's output is multiplied by a gate of its own."""
+    """True if the shared expert's output is multiplied by a gate."""
     bias: bool = False
     """True if the products and the router have biases."""
     beside: bool = False
-    """True if the shared expert and the others have norms of their own on both sides, and the router reads normalised
-    states with learned factors (Gemma 4)."""
+    """True if the shared expert and the others have separate norms on both sides, and the router reads normalised
+    states with learned factors (Gemma 4).
+    """
     weighs_inputs: bool = False
     """True if an expert's input is multiplied by its weight, and not its output."""
     gated: bool = True
-    """True if a second product is multiplied with the function's result, in the shared expert too."""
+    """True if a second product is multiplied with the activation's result, in the shared expert too."""
     latent_size: int = 0
-    """Elements of what experts read and give, between two products that they share; 0: the layer's states."""
+    """The size of experts' inputs and outputs, between two products that they share; 0: experts use the layer's states.
+    """

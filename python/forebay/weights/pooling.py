@@ -1,4 +1,4 @@
-"""The vector that a model makes of a prompt in place of tokens."""
+"""The computation of a vector from a prompt, for models that do not generate."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ __all__ = ["Pooling", "VectorShape"]
 
 @dataclass(frozen=True)
 class VectorShape:
-    """A product of a pooled vector, a function, and a norm."""
+    """A product of a pooled vector, an activation, and a norm."""
 
     name: str
-    """The name of the product's weights, without their kind."""
+    """The name of the product's weights, without the suffix."""
     inputs: int
     outputs: int
     bias: bool
     activation: str
-    """The function behind the product: `identity`, `tanh`, `gelu` or `relu`."""
+    """The activation after the product: `identity`, `tanh`, `gelu` or `relu`."""
     norm: str | None = None
-    """The name of the norm behind the function; None: there is none."""
+    """The name of the norm after the activation; None: there is none."""
     file: str | None = None
-    """The file of the weights; None: they are among the model's."""
+    """The file with the weights; None: they are among the model's."""
 
 
 @dataclass(frozen=True)
 class Pooling:
-    """The way from the hidden states of a prompt to one vector, and the brain's work on that vector."""
+    """How a prompt's hidden states become one vector, and how the brain processes that vector."""
 
     task: str
     """The task. `embed`: the vector is the answer. `score`: it is one logit, the score of a pair of texts.
@@ -36,13 +36,13 @@ class Pooling:
     `classify`: it is a logit for each label.
     """
     kind: str
-    """The kind: `mean` of all positions, `cls` (the first) or `last`. `causal_mean` is the mean of a causal model."""
+    """The kind: `mean` of all positions, `cls` (the first) or `last`. `causal_mean` is the mean for a causal model."""
     size: int
     """The number of elements of a vector."""
     normalize: bool
     """True if vectors are divided by their Euclidean length."""
     function: str
-    """What makes answers of logits: `identity`, `sigmoid` or `softmax`."""
+    """The function that turns logits into answers: `identity`, `sigmoid` or `softmax`."""
     max_length: int | None
     """The longest prompt, in tokens, that the model's authors use; None: the model's number of positions."""
     labels: tuple[str, ...] = ()

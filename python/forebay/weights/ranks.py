@@ -10,7 +10,7 @@ __all__ = ["why_not_group", "why_not_ranks"]
 
 
 def why_not_ranks(model: ModelConfig | EncoderConfig, world: int, expert_parallel: bool) -> str | None:
-    """The reason for which this many ranks can't compute a model together, as a sentence; None: they can.
+    """The reason why this many ranks can't compute a model together, as a sentence; None: they can.
 
     With `expert_parallel` each rank has some of the experts. Otherwise each has a part of every expert.
     """

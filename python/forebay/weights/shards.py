@@ -48,7 +48,7 @@ class Shard:
         return Part(size, first, first + each + (self.rank < over))
 
     def of_heads(self, heads: int) -> Shard:
-        """The shard of heads, which may be fewer than ranks. Then neighbouring ranks have the same shard."""
+        """The shard of heads. If there are fewer heads than ranks, neighbouring ranks have the same shard."""
         return self if heads >= self.world else Shard(self.rank * heads // self.world, heads)
 
 
@@ -91,7 +91,7 @@ class Cuts:
 
     parts: dict[str, Cut] = field(default_factory=dict)
     others: set[str] = field(default_factory=set)
-    """Weights that belong to other ranks. Nothing of them is read."""
+    """Weights that belong to other ranks. This rank reads nothing of them."""
 
 
 WHOLE = Cuts()

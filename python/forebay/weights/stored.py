@@ -1,8 +1,7 @@
 """The storage of a checkpoint's quantised matrices, as the brain has read it.
 
-FP8 has a scale for each block in DeepSeek-V3 (2024). In compressed-tensors, FBGEMM and AutoFP8 each row or matrix has
-one. 4-bit formats are GPTQ (Frantar et al. 2022), AWQ (Lin et al. 2023), and compressed-tensors, which has a packing of
-its own.
+FP8 has a scale per block in DeepSeek-V3 (2024), and per row or matrix in compressed-tensors, FBGEMM and AutoFP8. 4-bit
+formats are GPTQ (Frantar et al. 2022), AWQ (Lin et al. 2023), and compressed-tensors, which has its own packing.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ class Int4:
     group: int | None
     """The number of inputs that share a scale; None: all of a row."""
     ordered: bool = False
-    """True if groups are of inputs in an order of their own (GPTQ's `desc_act`)."""
+    """True if groups do not follow the order of inputs (GPTQ's `desc_act`)."""
     less_one: bool = False
     """True if zero points are stored less 1."""
 
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """4-bit floats with an exponent for 32 of them. They are read as blocks of GGUF's type."""
+    """4-bit floats, 32 of which share an exponent. They are read as blocks of GGUF's type."""
 
 
 Scheme: TypeAlias = Fp8 | Int4 | Mxfp4
@@ -56,7 +55,7 @@ class Stored:
     """`quant_method`."""
     scheme: Scheme
     left_out: tuple[str, ...] = ()
-    """Modules that are not quantised: names, parts of names, or regular expressions behind `re:` or `-:`."""
+    """Modules that are not quantised: names, parts of names, or regular expressions after `re:` or `-:`."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Stored:

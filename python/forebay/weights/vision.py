@@ -28,21 +28,21 @@ class Vision:
     temporal: int
     """The number of times that a patch of a still image is repeated."""
     merge: int
-    """Patches of a side of a square, which becomes one position of the decoder."""
+    """The side of a square of patches that becomes one position of the decoder."""
     out_size: int
-    """Elements of a position for the decoder, as many as its states have."""
+    """Elements of a position's row for the decoder, the size of its states."""
     theta: float | None
-    """The base of its rotary frequencies; None: its heads are not rotated."""
+    """The base of its rotary frequencies; None: no rotation."""
     norm_eps: float
     """The epsilon of its norms."""
     both_ways: bool
-    """True if the positions of an image see each other in the decoder, those behind them too."""
+    """True if an image's positions in the decoder attend to each other, later ones included."""
     deepstack: tuple[int, ...] = ()
-    """Layers whose states the decoder also gets, behind its own first layers (DeepStack, 2024)."""
+    """Layers whose states are also added after the decoder's first layers (DeepStack, 2024)."""
     table_side: int | None = None
     """Rows and columns of the learned table of positions; None: there is none."""
     window: int | None = None
-    """Decoder positions of a side of a window; None: every layer attends to the whole image."""
+    """The side of a window in decoder positions; None: every layer attends to the whole image."""
     whole: tuple[int, ...] = ()
     """The layers that attend to the whole image; the others attend within windows."""
 
@@ -54,7 +54,7 @@ class Vision:
 
     @property
     def fixed_side(self) -> int | None:
-        """Rows and columns of decoder positions of every image; None: they go by the image's size."""
+        """Rows and columns of decoder positions of every image; None: they depend on the image's size."""
         return self.table_side // self.merge if self.kind == "siglip" and self.table_side is not None else None
 
     @property
@@ -75,14 +75,14 @@ class Vision:
 
 @dataclass(frozen=True)
 class Sections:
-    """The shares of a position's three numbers in the rotary frequencies (M-RoPE, Qwen2-VL, 2024)."""
+    """How a position's three numbers are divided among the rotary frequencies (M-RoPE, Qwen2-VL, 2024)."""
 
     counts: tuple[int, int, int]
     """Frequencies of time, row and column."""
     interleaved: bool
     """True if rows and columns take every third of the first frequencies, and time the rest.
 
-    Otherwise they follow another.
+    Otherwise each takes one contiguous range.
     """
 
     @classmethod
@@ -104,7 +104,7 @@ class Sections:
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """The way from an image to a tower's input. A decoder of images needs all of it."""
+    """The conversion of an image to a tower's input. A decoder of images needs all fields."""
 
     patch: int
     merge: int
@@ -116,7 +116,7 @@ class Preprocessing:
     std: tuple[float, float, float]
     """The divisor of the differences."""
     rescale: float
-    """The factor that makes 0 .. 1 of 0 .. 255."""
+    """The factor that maps 0 .. 255 to 0 .. 1."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Preprocessing:

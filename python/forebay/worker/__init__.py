@@ -1,1 +1,1 @@
-"""The hand's process: the protocol's frames and the loop that serves them."""
+"""The hand's process: the protocol's frames and the loop that handles them."""

@@ -1,4 +1,4 @@
-"""The hand's life: handshake, load, then plans in and results out until the brain goes away."""
+"""The main loop of a hand: handshake, load, then plans in and results out until the brain ends."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class RefusedError(Exception):
-    """A configuration can't be followed. The message is one line for the user, and a traceback adds nothing."""
+    """The configuration is not possible. The message is one line for the user, and a traceback would not help."""
 
     def __init__(self, reason: ValueError) -> None:
         super().__init__(str(reason))
@@ -48,7 +48,7 @@ class RefusedError(Exception):
 def main() -> int:
     """Serves the brain on descriptor 3.
 
-    Gives the exit status: 0 after an order to exit or the brain's end, 1 after a failure.
+    Returns the exit status: 0 after an order to exit or the brain's end, 1 after a failure.
     """
     _die_with_parent()
     # A terminal sends ^C to the whole session, but the brain decides when its hands end.
@@ -86,17 +86,17 @@ def serve(connection: Connection) -> None:
     def next_frame() -> Frame | None:
         received = connection.recv()
         while received is not None and received.kind == Kind.ADAPTER:
-            # It comes between any others, also between a plan and its masks.
+            # This frame may come between any others, even between a plan and its masks.
             runner.know(received.json())
             received.release()
             received = connection.recv()
         if received is None or received.kind != Kind.PLAN_AT:
             return received
-        # Copied to memory that a device copies from: so the brain need not send it to each rank.
+        # Copied to memory from which device copies are fast. So the brain sends it only once, not to each rank.
         return connection.copied(*PlanAt.decode(received).read(arena))
 
     def masks() -> Masks:
-        # Masks follow their plan: only the end of the connection may come in between.
+        # Masks follow their plan: only the end of the connection may come between them.
         following = next_frame()
         if following is None or following.kind == Kind.SHUTDOWN:
             raise Dismissed
@@ -108,16 +108,16 @@ def serve(connection: Connection) -> None:
     except Dismissed:
         return
     finally:
-        # Also after a plan that can't be executed: the brain gets the results of those before, then the reason.
+        # Also after a plan that can't be executed: the brain first gets the earlier results, then the reason.
         reporting.close()
 
 
 def _load(connection: Connection, config: dict[str, Any]) -> tuple[ModelRunner, npt.NDArray[np.uint8]]:
     """A runner that is ready, and the arena."""
     started = time.monotonic()
-    # Other processes need these processors too. By default an OpenMP thread spins long at a barrier, and holds the
-    # processor that the last thread needs, so that a step gets many times as long. Without spinning each of a step's
-    # hundreds of barriers costs a wake-up. This is some tenths of a millisecond of spinning, then sleep.
+    # Other processes need these processors too. By default, an OpenMP thread spins long at a barrier and can hold the
+    # processor that the last thread needs, which makes a step many times as long. Without spinning, each of a step's
+    # hundreds of barriers costs a wake-up. This value spins for some tenths of a millisecond and then sleeps.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     # Importing torch takes seconds: report the stage first.
@@ -146,7 +146,7 @@ def _load(connection: Connection, config: dict[str, Any]) -> tuple[ModelRunner, 
         runner.warm_up()
     except (ConfigError, DeviceError, ModelError) as error:
         raise RefusedError(error) from error
-    # Objects that loading made live as long as the process: exclude them from full collections.
+    # Objects from the load live as long as the process, so full collections can skip them.
     gc.collect()
     gc.freeze()
     facts = {**runner.facts(), "load_seconds": round(time.monotonic() - started, 3)}
@@ -155,7 +155,7 @@ def _load(connection: Connection, config: dict[str, Any]) -> tuple[ModelRunner, 
 
 
 class Progress:
-    """Sends `progress` frames: the first, the last, and at most one every `PROGRESS_INTERVAL_S` in between."""
+    """Sends `progress` frames: the first, the last, and between them at most one every `PROGRESS_INTERVAL_S`."""
 
     def __init__(self, connection: Connection, stage: str) -> None:
         self._connection = connection
@@ -180,7 +180,8 @@ def _map_arena(size: int) -> npt.NDArray[np.uint8]:
 
 
 def _die_with_parent() -> None:
-    """Asks the kernel to kill this process with the thread that spawned it; exits if that is already gone."""
+    """Makes the kernel kill this process when the thread that spawned it ends. Exits if that thread has already ended.
+    """
     parent = os.getppid()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
@@ -202,5 +203,5 @@ def _send_fatal(connection: Connection, why: str) -> None:
     try:
         connection.send(encode_json(Kind.FATAL, {"error": line, "traceback": traceback.format_exc()}))
     except OSError:
-        # The brain is gone too; the traceback on stderr is all that can be left behind.
+        # The brain has ended too, so only the traceback on stderr remains.
         return

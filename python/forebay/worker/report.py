@@ -1,4 +1,4 @@
-"""The reporter, which collects launched steps and sends their results."""
+"""Reporters collect launched steps and send their results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Reporter(Protocol):
 
 
 class DirectReporter:
-    """A reporter for a device whose steps are done at the launch. A second thread would only cost time."""
+    """A reporter for a device whose steps are done when they are launched. A second thread would only cost time."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -41,7 +41,7 @@ class DirectReporter:
 class ThreadReporter:
     """A reporter for a device that runs asynchronously to the host.
 
-    It waits and sends on its own thread, so launches go on.
+    It waits and sends on a separate thread, so that launches continue.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -69,10 +69,10 @@ class ThreadReporter:
                 self._connection.send(launched.collect().encode())
             except BaseException as error:
                 self._error = error
-                # A thread that waits for the next plan gets the end of the stream in its place, and closes.
+                # Ends the stream of a thread that waits for the next plan, so that it closes.
                 self._connection.hear_no_more()
 
 
 def reporter(connection: Connection, beside_host: bool) -> Reporter:
-    """The reporter for a device that runs asynchronously to the host, or does not."""
+    """The reporter for a device that runs asynchronously to the host, or for one that does not."""
     return ThreadReporter(connection) if beside_host else DirectReporter(connection)

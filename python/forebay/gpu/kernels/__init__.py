@@ -1,4 +1,4 @@
-"""Triton kernels, one idea a file. Nothing else in the package imports Triton.
+"""Triton kernels, one idea per file. Nothing else in the package imports Triton.
 
 A kernel runs in three ways: compiled on a GPU, compiled for an absent GPU, and in Triton's interpreter on the CPU. The
 interpreter computes with the bit patterns of bfloat16. So every load is widened before any computation, or converted to

@@ -1,4 +1,4 @@
-"""Attention to the rows that each query chose, by their numbers, as in FlashMLA's sparse kernels."""
+"""Attention to the rows that each query has chosen, by their numbers, as in FlashMLA's sparse kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paged attention of rows of several tokens: prompts, and their parts behind cached positions.
+"""Paged attention of rows with several tokens: prompts, or their parts after cached positions.
 
 A program takes a block of neighbouring tokens of a row, and all query heads of one key head. The device searches for
 the row of a block. So the grid is an upper bound, which depends only on the numbers of tokens and rows.
@@ -20,7 +20,8 @@ from forebay.gpu.kernels.walk import beside_sinks, seen_from, walk
 def row_of_block(block, first, rows, SIZE: tl.constexpr):
     """The row of a block of SIZE tokens, and its number in that row; `rows` for a block behind the last row.
 
-    Row i has blocks from `first[i] // SIZE + i` on. They are enough for its tokens, and need no sums over rows.
+    Row i has blocks from `first[i] // SIZE + i` on. These are enough for its tokens, and computing them needs no sums
+    over rows.
     """
     low, high = 0, rows
     while low < high:
@@ -168,6 +169,6 @@ def attend_chunks(
         BLOCK=block,
         M=tiles.m,
         PAGE=rows.page_size,
-        # In float32 registers do not suffice for two loops, and a window ends where no tile does.
+        # With float32, registers do not suffice for two loops, and a window does not end at a tile.
         PLAIN=shape.dtype != torch.float32 and not scoring.window,
     )

@@ -1,7 +1,7 @@
-"""Causal convolutions of each channel, behind the last inputs of a row's slot.
+"""Causal convolutions of each channel, continued from the last inputs of a row's slot.
 
-Where each row has one token, one kernel does all. Otherwise a first one computes the outputs of all tokens at once, and
-a second one stores the last inputs of each row: it overwrites what the first one reads.
+If each row has one token, one kernel does everything. Otherwise a first one computes the outputs of all tokens at once,
+and a second one stores the last inputs of each row: it overwrites what the first one reads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ROW_CHANNELS = 256
 
 @triton.jit
 def _input(x, before, at, mask, GATED: tl.constexpr):
-    """Inputs of the convolution in float32, as they are stored: with gates, products that are rounded."""
+    """Inputs of the convolution in float32, rounded as they are stored. With gates they are products."""
     value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     if GATED:
         value *= tl.load(before + at, mask=mask, other=0.0).to(tl.float32)
@@ -33,7 +33,7 @@ def _input(x, before, at, mask, GATED: tl.constexpr):
 
 @triton.jit
 def _output(total, x, behind, at, mask, SILU: tl.constexpr, GATED: tl.constexpr):
-    """The rounded sum, through its function or its gate."""
+    """The rounded sum, after its activation or its gate."""
     out = total.to(x.dtype.element_ty).to(tl.float32)
     if SILU:
         out = silu(out)
@@ -137,7 +137,8 @@ def rows_kernel(
 ):
     """The last inputs of a row, and with SINGLE the output of its one token; the grid is rows, blocks of channels.
 
-    Elements move to lower places, from the lowest on, and a thread has a channel. So lines may be overwritten in place.
+    Elements move to lower places, the lowest first, and one thread handles a channel. So lines may be overwritten in
+    place.
     """
     row = tl.program_id(0)
     begin = tl.load(first + row)

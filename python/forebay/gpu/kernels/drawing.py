@@ -29,7 +29,7 @@ _PROGRAMS = 1056
 """The number of programs that fill an H100: eight for each processor."""
 
 _ONE = tl.constexpr(float(1 << FIXED_POINT))
-_NO_KEY = tl.constexpr(0x7F800001)  # above that of a weight of 0, which infinity has
+_NO_KEY = tl.constexpr(0x7F800001)  # above the key of weight 0, which an infinite distance has
 _BINS = tl.constexpr(128)
 _BIN_BITS = tl.constexpr(20)  # bins of a key: eight for each power of 2 of distances
 _FIRST_BIN = tl.constexpr((127 - 8) << 3)  # distances up to 2^-8
@@ -52,7 +52,7 @@ def _key(logits, at, count, top, temperature):
     """Keys of some tokens, int32; `_NO_KEY` behind the last."""
     x = tl.load(logits + at, mask=at < count, other=0.0).to(tl.float32)
     distance = tl.math.div_rn(top - x, temperature)
-    # Of a row that is not finite nothing counts, but keys must stay in order.
+    # In a row that is not finite no result is used, but keys must stay in order.
     distance = tl.where(distance >= 0, distance, float("inf"))
     return tl.where(at < count, distance.to(tl.int32, bitcast=True), _NO_KEY)
 
@@ -94,10 +94,12 @@ def _reach(
     MASS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The least key, at most `most`, up to which there are `goal` tokens or this mass, and what is below this key."""
+    """The least key, at most `most`, up to which there are `goal` tokens or this mass; and the count or mass below this
+    key.
+    """
     low, high = tl.cast(0, tl.int32), tl.cast(most, tl.int32)
     while low < high:
-        # The sum of two keys may be above all int32.
+        # The sum of two keys may overflow int32.
         middle = low + (high - low) // 2
         if _upto(logits, found, mass, count, top, temperature, middle, FEW, MASS, BLOCK) >= goal:
             high = middle
@@ -108,7 +110,7 @@ def _reach(
 
 @triton.jit
 def _goal(top_p, mass):
-    """The least mass that is a share of `top_p`; int64."""
+    """The least mass that is a share `top_p` of the mass; int64."""
     return tl.ceil(top_p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64)
 
 
@@ -146,7 +148,8 @@ def _filter(
 
 @triton.jit
 def _drawn(bits, total):
-    """floor(u * total): the upper half of a product of u's 53 bits, which stand highest, and the total; int64."""
+    """floor(u * total); int64. It is the upper half of the product of u's 53 bits, aligned to the top, and the total.
+    """
     return tl.umulhi(bits.to(tl.uint64, bitcast=True) & 0xFFFFFFFFFFFFF800, total.to(tl.uint64)).to(tl.int64)
 
 
@@ -176,7 +179,7 @@ def _find(logits, first, end, top, temperature, key, equals, min_p, goal, BLOCK:
 
 @triton.jit
 def _at(mass, ids, goal):
-    """The id at which the sum of masses first exceeds `goal`; 0 if it is elsewhere."""
+    """The id at which the sum of masses first exceeds `goal`; 0 if that is in another part."""
     behind = tl.cumsum(mass, 0)
     here = (behind > goal) & (behind - mass <= goal)
     return tl.sum(tl.where(here, ids, 0).to(tl.int64), 0)
@@ -238,7 +241,7 @@ def masses_kernel(
 ):
     """The mass of a chunk, and the histogram if a filter needs it; grid: rows, chunks.
 
-    Without a filter it is the mass that `min_p` keeps. With `top_k` nobody reads it.
+    Without a filter it is the mass that `min_p` keeps. With `top_k` it is not used.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperatures + row)
@@ -283,7 +286,7 @@ def candidates_kernel(
     CANDIDATES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes the candidates of a chunk behind those of earlier chunks, if they fit; grid: rows, chunks."""
+    """Writes the candidates of a chunk after those of earlier chunks, if they fit; grid: rows, chunks."""
     row, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     temperature = tl.load(temperatures + row)
     top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
@@ -367,7 +370,7 @@ def draw_kernel(
             goal = _drawn(drawn, _total(logits, vocabulary, top, temperature, key, equals, min_p, BLOCK))
             token = _find(logits, 0, vocabulary, top, temperature, key, equals, min_p, goal, BLOCK)
     else:
-        # The chunk in which the goal is reached, then the token there.
+        # Find the chunk in which the goal is reached, then the token.
         goal = _drawn(drawn, all_mass)
         behind = tl.cumsum(chunk_mass, 0)
         here = (behind > goal) & (behind - chunk_mass <= goal)
@@ -384,7 +387,7 @@ def draw(logits: torch.Tensor, wishes: Wishes, tokens: torch.Tensor) -> None:
     """See `interface.Sampling`."""
     rows, vocabulary = logits.shape
     most = cdiv(vocabulary, _LEAST_CHUNK)
-    # Every program of a row reads the histograms of all its chunks, so there are no more than fill the device.
+    # Every program of a row reads the histograms of all its chunks, so there are only as many as fill the device.
     chunk_size = cdiv(cdiv(vocabulary, min(most, cdiv(_PROGRAMS, rows))), _BLOCK) * _BLOCK
     chunks = cdiv(vocabulary, chunk_size)
 

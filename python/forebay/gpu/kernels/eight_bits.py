@@ -1,6 +1,7 @@
 """8-bit floats (e4m3), whose codes are bytes in memory.
 
-They are made of bits, as Triton's interpreter converts to them wrongly, and Ampere has no instructions for them.
+Conversions are done with bit operations, since Triton's interpreter rounds them wrongly and Ampere lacks the
+instructions.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from forebay.gpu.kernels.launch import INTERPRETED
 LARGEST = tl.constexpr(448.0)
 _UP = tl.constexpr(2.0**120)
 _DOWN = tl.constexpr(2.0**-120)
-"""The factor for the offsets of exponents: 7 in an 8-bit float, and 127 in float32."""
+"""The factor that corrects the exponents' biases: 7 in an 8-bit float, and 127 in float32."""
 _NO_NUMBER = tl.constexpr(0x7F)
 """The code of NaN, without its sign: all bits."""
 
@@ -37,7 +38,7 @@ def to_eight_bits(x):
 
 @triton.constexpr_function
 def has_casts():
-    """True if the GPU for which a kernel is compiled has an instruction from these floats: Ada, Hopper and later."""
+    """True if the target GPU has an instruction that converts these floats: Ada, Hopper and later."""
     return not INTERPRETED and cuda_capability_geq(8, 9)
 
 
@@ -46,7 +47,7 @@ def kept(x, pool):
     """float32 x in the form of a pool's elements: bytes are 8-bit floats, up to 448. NaN stays NaN."""
     if pool.dtype.element_ty == tl.uint8:
         code = to_eight_bits(tl.minimum(tl.maximum(x, -LARGEST), LARGEST))
-        # A minimum of NaN and a number may be either.
+        # A minimum of NaN and a number may be either of them.
         form = tl.where(x == x, code, _NO_NUMBER).to(tl.uint8)
     else:
         form = x
@@ -59,7 +60,7 @@ def load_kept(at, mask, DOT: tl.constexpr):
     if at.dtype.element_ty == tl.uint8:
         code = tl.load(at, mask=mask, other=0)
         if has_casts():
-            # By way of float32: from float16 to bfloat16 the instruction is a slow one.
+            # Through float32: the direct instruction from float16 to bfloat16 is slow.
             value = code.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32).to(DOT)
         else:
             value = tl.where((code & _NO_NUMBER) == _NO_NUMBER, float("nan"), of_eight_bits(code)).to(DOT)

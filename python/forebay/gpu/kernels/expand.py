@@ -1,4 +1,4 @@
-"""A matrix of codes, multiplied out: for products of many rows, whose time is that of the units for products."""
+"""Dequantises a matrix, for products with many rows, which are bound by the tensor cores."""
 
 from __future__ import annotations
 

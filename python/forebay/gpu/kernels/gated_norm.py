@@ -1,4 +1,4 @@
-"""The gated norm behind a recurrence: groups of a token's outputs have a mean of their own."""
+"""The gated norm after a recurrence: each group of a token's outputs has its own mean."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from forebay.gpu.kernels.gating import silu
 from forebay.gpu.kernels.launch import launch, power_of_2
 
 NORMS = ("none", "before_gate", "after_gate")
-"""The places of norms, by their numbers in the kernel."""
+"""The positions of the norm, by their numbers in the kernel."""
 _ALONE = 1024
 """Elements of a group without a norm."""
 

@@ -10,7 +10,7 @@ from forebay.gpu.kernels.launch import cdiv, dependents, launch
 
 _BLOCK = 1024
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "swigluoai")
-"""The functions of gates, by their numbers in kernels."""
+"""The activations of gates, by their numbers in kernels."""
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def silu(x):
 
 @triton.jit
 def tanh(x):
-    """The hyperbolic tangent, in float32. It is exact far from 0, where the power is infinite."""
+    """The hyperbolic tangent, in float32. It is exact for large x too, where the power is infinite."""
     return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
 
 
@@ -29,14 +29,14 @@ def tanh(x):
 def gated(x, up, ACTIVATION: tl.constexpr):
     """The result of a gate and an up, in float32: 0 SiLU, 1 GELU by the error function, 2 GELU by a hyperbolic tangent.
 
-    3: both are clamped (gpt-oss). What is no number stays none.
+    3: both are clamped (gpt-oss). NaN stays NaN.
     """
     if ACTIVATION == 0:
         out = silu(x) * up
     elif ACTIVATION == 1:
         out = 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476)) * up
     elif ACTIVATION == 2:
-        # Twice the root of 2 / pi: nothing is lost where a tangent would be close to -1.
+        # Twice the root of 2 / pi. In this form no precision is lost where the tangent would be close to -1.
         out = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x))) * up
     else:
         gate = tl.where(x > 7.0, 7.0, x)

@@ -1,9 +1,9 @@
-"""Mixtures of experts: one grouped product for all experts, whose groups only the device knows.
+"""Mixtures of experts: one grouped product for all experts, with groups that only the device knows.
 
 A token has one *copy* for each of its experts. A counting sort puts copies side by side by expert. A tile of the
 product is some copies of one expert. The counts determine the expert of a tile, so the grid is an upper bound. Terms of
 a token are added one by one, in the order of its experts' ids and in float32, as in `layers.ops`. Copies with an id
-behind the last expert are behind all tiles.
+after the last expert lie after all tiles.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def sort_kernel(ids, order, first, copies, EXPERTS: tl.constexpr, BLOCK: tl.cons
 def tile_of(number, first, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr):
     """The expert of a tile of M copies, its first copy, and the end of its copies.
 
-    Behind the last tile there are none.
+    After the last tile there are no copies.
     """
     e = tl.arange(0, BLOCK)
     inside = e < EXPERTS
@@ -184,11 +184,11 @@ def experts(
     (tokens, each), (count, hidden, inner_size) = ids.shape, down.shape
     copies = tokens * each
     order, first = sort_copies(ids, count)
-    # Few copies an expert: reading weights is what takes time, and padding costs nothing.
+    # With few copies per expert, reading weights dominates, and padding costs nothing.
     m = 64 if copies >= 32 * count else 16
     narrow = x.dtype == torch.float32
     n, k = (32, 32) if narrow else (128 if m == 64 else 64, 64)
-    # Each expert may have one tile that is not full.
+    # Each expert may have one partial tile.
     tiles = min(copies, cdiv(copies, m) + count)
     shared: dict[str, Any] = {
         "EXPERTS": count,

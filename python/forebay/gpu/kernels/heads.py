@@ -1,4 +1,4 @@
-"""The inputs of a state's head at some tokens, for the kernels of recurrences. All numbers are float32."""
+"""The inputs of a state's head for some tokens, for the kernels of recurrences. All numbers are float32."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _EPSILON: tl.constexpr = tl.constexpr(1e-6)
 
 @triton.jit
 def softplus(x):
-    """log(1 + exp(x)). The quotient gives back what a sum with 1 has lost (Kahan), and beyond 20 it is x."""
+    """log(1 + exp(x)). The quotient corrects the rounding of the sum with 1 (Kahan). Beyond 20 the result is x."""
     power = tl.exp(tl.minimum(x, 20.0))
     sum_ = 1.0 + power
     lost = tl.where(sum_ == 1.0, 1.0, sum_ - 1.0)
@@ -33,7 +33,7 @@ def key_head_of(head, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, TILED: tl.co
 
 @triton.jit
 def unit_rows(x, DELTA: tl.constexpr):
-    """Rows of the length 1, where there is a delta rule."""
+    """Rows, scaled to length 1 if there is a delta rule."""
     if DELTA:
         x = x * tl.rsqrt(tl.sum(x * x, 1) + _EPSILON)[:, None]
     return x
@@ -41,7 +41,7 @@ def unit_rows(x, DELTA: tl.constexpr):
 
 @triton.jit
 def strengths_of(a, b, step_bias, token, inside, a_stride, b_stride, head, DELTA: tl.constexpr):
-    """The factors of what is added to the state: of the delta rule, or else lengths of steps."""
+    """The factors of the part that is added to the state: strengths of the delta rule, or lengths of steps."""
     if DELTA:
         found = tl.sigmoid(tl.load(b + token * b_stride + head, mask=inside, other=0.0).to(tl.float32))
     else:
@@ -92,7 +92,7 @@ def advance_one(
     DELTA: tl.constexpr,
     SKIP: tl.constexpr,
 ):
-    """The state [K, values] behind a token. It stores the token's output."""
+    """The state [K, values] after a token. It stores the token's output."""
     k = tl.arange(0, K)
     in_key, in_value = k < KEY_DIM, v < VALUE_DIM
     row = mixed + token * mixed_stride

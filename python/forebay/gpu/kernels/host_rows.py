@@ -1,4 +1,4 @@
-"""Single rows from the host's memory to hot rows. The device reads pinned memory in place."""
+"""Copies single rows from host memory to hot rows. The device reads pinned memory directly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from forebay.gpu.kernels.launch import launch, power_of_2
 
 READS_HOST = True
 _PROGRAMS = 16
-"""Programs for each query. Together they have enough reads under way to hide the distance of the host's memory."""
+"""Programs per query. Together they have enough reads in flight to hide the latency of host memory."""
 _ROWS = 4
 
 

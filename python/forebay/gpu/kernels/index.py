@@ -59,7 +59,8 @@ def scores_kernel(
     """SIZE neighbouring queries of a row on a tile of positions; the grid is blocks of queries, tiles.
 
     Line `l` of `scores` is a query of the blocks from `begin` on. `target[l]` is its number, or -1 for none, and
-    `seen[l]` is its number of visible positions. It has a score of each, unless it keeps all of them.
+    `seen[l]` is its number of visible positions. The line has a score for each visible position, unless the query keeps
+    all of them.
     """
     row, number = row_of_block(begin + tl.program_id(0), first, rows, SIZE)
     line = tl.program_id(0) * SIZE
@@ -68,7 +69,7 @@ def scores_kernel(
     if row < rows:
         behind = tl.load(first + row + 1)
         alive = tl.maximum(tl.minimum(behind - token, SIZE), 0)
-        # Of the block's first token, which sees one position more than are before it.
+        # The end for the block's first token, which sees one position more than there are before it.
         end = tl.load(ends + row) - behind + token + 1
     if tl.program_id(1) == 0:
         for s in tl.static_range(SIZE):
@@ -98,7 +99,9 @@ def scores_kernel(
 
 @triton.jit
 def _descending(score):
-    """Unsigned keys that are smaller where scores are larger; both zeros are one. No number shows: it is largest."""
+    """Unsigned keys that are smaller where scores are larger; both zeros get the same key. NaN counts as the largest
+    score, so that it shows.
+    """
     score = tl.where(score == 0.0, 0.0, tl.where(score == score, score, float("inf")))
     bits = score.to(tl.int32, bitcast=True)
     ascending = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -139,7 +142,7 @@ def best_kernel(
         digit = tl.sum((upto < left).to(tl.int32), 0)
         left -= tl.sum(tl.where(bins < digit, histogram, 0), 0)
         prefix = (prefix << _DIGIT) | digit.to(tl.uint32)
-    # `left` of those that are equal to the last of the best are among them.
+    # Of the positions that equal the last of the best, `left` are kept.
     kept, equals = tl.cast(0, tl.int32), tl.cast(0, tl.int32)
     for begin in range(0, count, BLOCK):
         inside = begin + i < count
@@ -175,7 +178,8 @@ def choose(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, rows: Pag
     queries, heads, dim = q.shape
     size = 8 if rows.chunks else 1
     tile = 16 if keys.dtype == torch.float32 else 128
-    # One more than rows need: what is behind them is nobody's, and has a block of its own in attention only.
+    # One query more than there are rows: it stands for tokens of no row, which have a block of their own only in
+    # attention.
     blocks, width = queries // size + len(rows.slots), rows.page_table.shape[1] * rows.page_size
     at_once = min(blocks, max(1, SCORE_BYTES // (4 * width * size)))
     chosen = torch.full((queries, top_k), -1, dtype=torch.int32, device=q.device)

@@ -138,7 +138,7 @@ def tokens_kernel(
         own = tl.load(slots + row).to(tl.int64)
         used = tl.cdiv(tl.load(ends + row), PAGE)
         if SPARSE:
-            # What a sparse slot does not have on a page it reads elsewhere.
+            # Positions of a sparse slot that are on no page are read elsewhere.
             if tl.load(hot_rows + own * hot_pages) >= 0:
                 used = 0
         for begin in range(0, used, BLOCK):

@@ -19,14 +19,14 @@ _NOWHERE = tl.constexpr(2147483647)
 
 @triton.jit
 def _largest(x, ids):
-    """The largest of numbers, and the lowest id of those that are it."""
+    """The largest number, and the lowest id that has it."""
     value = tl.max(x, 0)
     return value, tl.min(tl.where(x == value, ids, _NOWHERE), 0)
 
 
 @triton.jit
 def _asked(slots, words, row, most, BY_SLOT: tl.constexpr):
-    """The number of tokens that a row asks for, at most `most`; -1: not even its own."""
+    """The number of tokens that a row requests, at most `most`; -1: no log-probability at all."""
     asked = most
     if BY_SLOT:
         record = words + tl.load(slots + row).to(tl.int64) * _WORDS
@@ -92,7 +92,7 @@ def rows_kernel(
     CHUNKS_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The likeliest tokens of one row among those of its chunks, behind the given one; the grid is rows."""
+    """The likeliest tokens of one row among those of its chunks, after the given token; the grid is rows."""
     row = tl.program_id(0).to(tl.int64)
     asked = _asked(slots, words, row, most, BY_SLOT)
     if asked < 0:
@@ -142,9 +142,9 @@ def _find(
     logprobs: torch.Tensor,
     by_slot: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """Writes lines of `found` and of `logprobs`, which are as far apart as those of `found`.
+    """Writes lines of `found` and of `logprobs`, which have the same stride.
 
-    `by_slot`: the slots of rows, and the slots' records, which have the numbers. None: each row asks for `most`.
+    `by_slot`: the slots of rows, and the slots' records, which have the numbers. None: each row requests `most`.
     """
     rows, vocabulary = logits.shape
     chunks = cdiv(vocabulary, CHUNK)

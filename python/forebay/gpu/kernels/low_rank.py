@@ -1,7 +1,7 @@
-"""Low-rank matrices of several adapters beside a product, as in Punica (Chen et al. 2023): `y += B (A x)`.
+"""Low-rank matrices of several adapters for one product, as in Punica (Chen et al. 2023): `y += B (A x)`.
 
 The tokens of a step are sorted by the places of their adapters, once for all products. A tile is some tokens of one
-place, so an adapter's matrices are read once for all of them. The grids are upper bounds, as those of experts.
+place, so an adapter's matrices are read once for all of them. The grids are upper bounds, as with experts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from forebay.gpu.low_rank import LowRankStack, PlacedTokens
 _LARGE = 64
 """Tokens of a tile where there are many."""
 _SPAN = 1024
-"""Inputs of a part of a sum, where tokens are few: a sum in one piece would take few programs a long time."""
+"""Inputs of one part of a sum. With few tokens, a sum in one piece would keep a few programs busy for a long time."""
 _MOST_PARTS = 8
 _RANKS = 64
 

@@ -1,4 +1,4 @@
-"""A norm with the sum before it: one pass over a token's state in place of two."""
+"""A sum and the norm of it, in one pass over a token's state instead of two."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def norm_kernel(
     if ADD:
         residual_at = residual + token * residual_stride + i
         state += tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
-        # The norm is of what the next layer will read.
+        # Round first: the norm must be of the value that the next layer reads.
         state = state.to(residual.dtype.element_ty).to(tl.float32)
         tl.store(residual_at, state, mask=inside)
     normal = state * tl.rsqrt(tl.sum(state * state, 0) / HIDDEN + eps)

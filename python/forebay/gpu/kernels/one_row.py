@@ -1,11 +1,11 @@
-"""The product of one row with a matrix. Its time is that of the matrix's bytes.
+"""The product of one row with a matrix. It is bound by the matrix's bytes.
 
-Products are summed element by element in float32, without the units for products of tiles. A program computes some
-outputs alone, so the order of a sum does not depend on the GPU. It begins to read its part of the matrix before the
-kernel ends that makes the row (`launch.dependents`).
+Products are summed element by element in float32, without tensor cores. A program computes some outputs alone, so the
+order of a sum does not depend on the GPU. It starts to read its part of the matrix before the kernel that computes the
+row has ended (`launch.dependents`).
 
-A gate behind the product may be part of it: a program then computes outputs of both halves. This saves a launch and the
-way of the product through memory, and was never run on a GPU.
+A gate after the product can be fused: a program then computes outputs of both halves. This saves a launch and a round
+trip through memory. It has never run on a GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from forebay.gpu.kernels.gating import ACTIVATIONS, gated
 from forebay.gpu.kernels.launch import cdiv, dependents, launch, power_of_2
 
 _OUTPUTS = 4
-"""Outputs of a program. With more of them, a matrix of few rows does not fill an H100."""
+"""Outputs of a program. With more, a matrix with few rows does not fill an H100."""
 _INPUTS = 1024
 """Inputs of a step."""
 _STAGES = 3
@@ -125,7 +125,7 @@ def one_row_gated(
     """See `interface.Layers`."""
     inner, inputs = len(weight) // 2, weight.shape[1]
     out = x.new_empty(1, inner)
-    # Half as many of each, so that a program reads as much as without a gate.
+    # Half as many gates and ups, so that a program reads as much as without a gate.
     outputs = _OUTPUTS // 2
     launch(
         gated_row_kernel,

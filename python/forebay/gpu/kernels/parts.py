@@ -1,8 +1,8 @@
-"""The division of rows of one token among programs, by length, and the join of what they find.
+"""The division of rows of one token among programs, by length, and the join of the programs' results.
 
 As in stream-K and FlashInfer's plans (Ye et al. 2025): a device full of programs shares the positions of all rows
-evenly, so one long row among short ones is read by many programs. The division is made on the device, once a step.
-Graphs fit any lengths: their grid is an upper bound.
+evenly, so one long row among short ones is read by many programs. The device makes the division once per step. A graph
+serves any lengths, since its grid is an upper bound.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from forebay.gpu.kernels.shape import Shape, Tiles
 from forebay.gpu.kernels.walk import beside_sinks, seen_from
 
 MOST = 32
-"""The most parts of a row, which a join reads at once. A power of 2."""
+"""The most parts of a row. A join reads them all at once. A power of 2."""
 RECORD_WORDS = 8
-"""Of a part: token or -1, slot, end of its row, its begin and end, parts of the row, cell of the first, its number."""
+"""The words of a part: token or -1, slot, end of its row, its begin and end, the row's number of parts, the first
+part's cell, its number.
+"""
 _JOINS_ITSELF = 8
-"""The most heads of a group whose last program joins the parts. With more, a kernel is faster."""
+"""The most heads of a group for which a row's last program joins the parts. With more, a kernel is faster."""
 
 
 @triton.jit
@@ -34,7 +36,7 @@ def part_length(positions, count, TILE: tl.constexpr):
 
 @triton.jit
 def length_of_row(positions, share, MOST: tl.constexpr, TILE: tl.constexpr):
-    """The length of each part of a row except the last. A row of less than two shares has one part."""
+    """The length of each part of a row except the last. A row shorter than two shares has one part."""
     return tl.where(positions < 2 * share, positions, tl.maximum(share, part_length(positions, MOST, TILE)))
 
 
@@ -59,8 +61,8 @@ def divide_kernel(
 ):
     """Writes `work` [items, WORDS] and zeros to `counts` [counters]; one program.
 
-    `at` [2, rows + 1] is memory: the parts before each row, and those of rows with several. Each of `programs` has a
-    share of all positions. `steps`: those of a search among rows.
+    `at` [2, rows + 1] is temporary memory: the number of parts before each row, and of parts of rows with several. Each
+    of `programs` has a share of all positions. `steps`: those of a search among rows.
     """
     total = tl.zeros([1], tl.int64)
     for begin in range(0, rows, BLOCK):
@@ -197,7 +199,8 @@ def keep_part(
             tl.debug_barrier()
             before = tl.atomic_add(counts + counter, 1, sem="acq_rel", scope="gpu")
             if before == count - 1:
-                # Behind the joins, the address would take a stack for the eight heads of a Qwen3-30B-A3B.
+                # If this came after the joins, the address would need stack memory with the eight heads per group of a
+                # Qwen3-30B-A3B.
                 tl.store(counts + counter, 0)
                 for i in tl.static_range(GROUP):
                     one = joined(
@@ -235,13 +238,13 @@ def join_kernel(
 
 
 def programs_of(fill: int, blocks: int, rows: int) -> int:
-    """The number of parts that fill a GPU, where each of `rows` has `blocks` programs and `fill` programs fill it."""
+    """The number of parts that fill a GPU, if each of `rows` has `blocks` programs and `fill` programs fill the GPU."""
     return max(1, min(fill // blocks, rows * MOST))
 
 
 @dataclass(frozen=True)
 class Work:
-    """The parts of a step's rows, and memory for what their programs find."""
+    """The parts of a step's rows, and memory for their programs' results."""
 
     items: int
     records: torch.Tensor  # int32 [items, RECORD_WORDS]
@@ -250,7 +253,7 @@ class Work:
     sums: torch.Tensor  # float32 [cells, heads, dim]
     weights: torch.Tensor  # float32 [cells, heads, 2]: largest scores, and sums of weights
     joins: bool
-    """True if the last program of a row joins its parts, and no kernel has to.
+    """True if the last program of a row joins its parts, so that no kernel is needed.
 
     On an H100 the program takes 3 to 5 us more than a kernel does. But where rows of one length have a single part, a
     kernel would mostly find nothing to join.
@@ -258,7 +261,7 @@ class Work:
 
     @classmethod
     def of(cls, rows: PagedRows, shape: Shape, tiles: Tiles, window: int) -> Work:
-        """The parts for layers of these shapes and this window. The first layer of a step makes them."""
+        """The parts for layers of these shapes and this window. The first layer of a step computes them."""
         key = (shape.heads, shape.group, shape.dim, tiles, window)
         found = rows.works.get(key)
         if found is None:
@@ -270,7 +273,7 @@ class Work:
     def _divide(cls, rows: PagedRows, shape: Shape, tiles: Tiles, window: int) -> Work:
         count, blocks, device = len(rows.slots), shape.blocks(tiles), rows.ends.device
         programs = programs_of(tiles.programs, blocks, count)
-        # A row with several parts has at least two shares, and at most one part more than shares.
+        # A row with several parts covers at least two shares, and has at most one part more than shares.
         items, cells = count + programs, programs + programs // 2
 
         def empty(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -295,7 +298,7 @@ class Work:
         return cls(items, records, at, counts, sums, weights, joins)
 
     def join(self, out: torch.Tensor, rows: PagedRows, shape: Shape, sinks: torch.Tensor | None) -> None:
-        """Writes `out` [n, heads, dim] for rows with several parts, unless their programs have."""
+        """Writes `out` [n, heads, dim] for rows with several parts, unless their programs already joined them."""
         if self.joins:
             return
         launch(

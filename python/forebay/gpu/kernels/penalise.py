@@ -1,6 +1,6 @@
-"""Penalties of tokens that a row has seen, or has generated: one pass over the logits of the rows that have some.
+"""Penalties for tokens that a row has seen, or has generated: one pass over the logits of the rows with penalties.
 
-In a graph a row's penalties are read by its slot. The host gives the line of its counts, which are advanced behind the
+In a graph a row's penalties are read by its slot. The host provides the line of its counts, which are updated after the
 sampler.
 """
 

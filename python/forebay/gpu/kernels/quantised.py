@@ -1,8 +1,8 @@
 """Products with matrices of 8-bit floats and of 4-bit integers, read in their stored form.
 
-Codes are converted to the activations' type, which is exact, on their way into a product. A product of inputs that
-share a scale is summed up first, and then multiplied by the scale, in float32. Dense matrices and experts share one
-kernel. A tile is some tokens, or some copies of tokens for one expert (`grouped`).
+Codes are converted to the activations' type as they are loaded, which is exact. The product of inputs that share a
+scale is summed first and then multiplied by the scale, in float32. Dense matrices and experts share one kernel. A tile
+is some tokens, or some copies of tokens for one expert (`grouped`).
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def product_kernel(
 ):
     """M tokens by N rows of a matrix; grid: tiles, blocks of rows. K: bytes of codes in a step.
 
-    EXPERTS 0: there are none. EACH: x has tokens, each for so many experts; 0: x has copies in their order. SCATTER:
-    results go to the places of copies.
+    EXPERTS 0: a dense matrix. EACH: x has tokens, each for this many experts; 0: x has copies in sorted order. SCATTER:
+    results are stored at the copies' original places.
     """
     if EXPERTS:
         expert, at, end = tile_of(tl.program_id(0), first, EXPERTS, EXPERTS_BLOCK, M)
@@ -153,7 +153,7 @@ def _product(
     groups: tuple[torch.Tensor, torch.Tensor] | None = None,
     each: int = 0,
 ) -> None:
-    """`groups`: copies by expert, as `sort_copies` gives them; None: there are no experts."""
+    """`groups`: copies by expert, as `sort_copies` returns them; None: there are no experts."""
     count = 0 if groups is None else len(groups[1]) - 1
     order, first = (x, x) if groups is None else groups
     tiles = cdiv(copies, m) if groups is None else min(copies, cdiv(copies, m) + count)

@@ -1,10 +1,10 @@
 """Recurrences with a state for each slot: gated delta nets, with decays of channels too, and Mamba 2.
 
-A row of one token advances its state by the definition, and so does any row in float32, whose products have no units of
-their own. Longer rows are computed in chunks (Yang et al. 2024, "Gated
-Delta Networks"; the form of flash-linear-attention). A first kernel has a program for each chunk and head. It makes
-what a chunk's positions give each other: products of queries and keys, and for the delta rule the inverse of a
-triangular matrix. A second kernel goes through the chunks of a row one after the other, with products of tiles only.
+A row of one token advances its state step by step, and so does any row in float32, for which tensor cores can't be
+used. Longer rows are computed in chunks (Yang et al. 2024, "Gated Delta Networks"; the form of flash-linear-attention).
+A first kernel has a program for each chunk and head. It computes the interaction of a chunk's positions: products of
+queries and keys, and for the delta rule the inverse of a triangular matrix. A second kernel goes through the chunks of
+a row one after the other, with products of tiles only.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from forebay.gpu.recurrent import StateHeads, StateRows, StateWeights
 
 _CHUNK = 64
 _CHANNEL_CHUNK = 32
-"""Positions of a chunk, and with decays of channels, each of which takes as many registers as a key."""
+"""Positions of a chunk if each channel has its own decay; each position then takes as many registers as a key."""
 _VALUES = 32
-"""Elements of values of a program, where keys have up to 128 elements."""
+"""Value elements of a program, if keys have up to 128 elements."""
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def positions_kernel(
 ):
     """V elements of a row, position by position; the grid is rows, heads, blocks of elements.
 
-    Rows of more than one token are left out, unless this is the way of all rows (WHOLE).
+    Rows of more than one token are skipped, unless this kernel computes all rows (WHOLE).
     """
     row = tl.program_id(0)
     begin = tl.load(first + row)
@@ -144,9 +144,10 @@ def positions_kernel(
 
 @triton.jit
 def _whole_of(row, first, places, place_stride):
-    """A row's first token, the tokens that are computed in chunks, and whether a last one goes to another state.
+    """A row's first token, the number of tokens that are computed in chunks, and whether a last one writes another
+    state.
 
-    A row of one token is computed elsewhere.
+    Another kernel computes rows of one token.
     """
     begin = tl.load(first + row)
     count = tl.load(first + row + 1) - begin
@@ -182,11 +183,11 @@ def mixing_kernel(
     SKIP: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """What positions of a chunk give each other, for one head; the grid is `tokens // C + rows + 1`, heads.
+    """The interaction of a chunk's positions, for one head; the grid is `tokens // C + rows + 1`, heads.
 
-    `scores` [tokens, heads, C] are products of a position's query with what is left of keys of its chunk, up to its
-    own. `inverses` [tokens, heads, C] are rows of `(1 + M)^-1`, where M has the products of keys with what is left of
-    earlier keys, times strengths.
+    `scores` [tokens, heads, C] are products of a position's query with the decayed keys of its chunk, up to its own.
+    `inverses` [tokens, heads, C] are rows of `(1 + M)^-1`, where M has the products of keys with decayed earlier keys,
+    times strengths.
     """
     row, number = row_of_block(tl.program_id(0), first, rows, C)
     if row >= rows:
@@ -212,7 +213,7 @@ def mixing_kernel(
     if CHANNELS:
         total = tl.cumsum(channel_decays(a, decay, step_bias, token, mask, a_stride, head, k, KEY_DIM), 0)
         for j in range(left):
-            # A power of a difference: powers of both would be too large, and too small.
+            # The power of the difference: separate powers would overflow or underflow.
             chosen = (i == j)[:, None]
             there = tl.sum(tl.where(chosen, total, 0.0), 0)
             other = tl.sum(tl.where(chosen, key, 0.0), 0)
@@ -231,7 +232,7 @@ def mixing_kernel(
     tl.store(scores + cells, tl.where(i[:, None] >= i[None, :], of_queries, 0.0), mask=inside[:, None])
     if DELTA:
         strength = strengths_of(a, b, step_bias, token, inside, a_stride, b_stride, head, DELTA)
-        # A column for each position, so that a position's factors are at hand as those of lines.
+        # The transpose has a column per position, so that factors of positions apply to columns as well as to lines.
         factors = tl.trans(tl.where(i[:, None] > i[None, :], of_keys * strength[:, None], 0.0))
         inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
         for line in range(1, left):

@@ -1,6 +1,6 @@
-"""The way from a projection to heads: normalise, rotate (Su et al. 2021), and keep keys and values in their pages.
+"""The steps from a projection to heads: normalise, rotate (Su et al. 2021), and store keys and values in their pages.
 
-Everything happens in the projection's memory. A program overwrites only what it has read.
+Everything happens in the projection's memory. A program overwrites only elements that it has read.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def rotate_kernel(
     NORM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A block of one token's heads; the grid is tokens, blocks. A head is two halves that are rotated, and a rest."""
+    """A block of one token's heads; the grid is tokens, blocks. A head consists of two halves that are rotated, and a
+    rest.
+    """
     dependents(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)

@@ -1,6 +1,6 @@
 """The data of a position that latent attention keeps: its latent row, and its key for an index.
 
-Both are normalised and rotated in part, and stored in their pages.
+Both are normalised and partly rotated, and stored in their pages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The size of a program's share of attention, from the shape of heads and the type of their elements."""
+"""The size of a program's share of attention, derived from the shape of heads and the type of their elements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from forebay.gpu.kernels.launch import cdiv, dot_type, is_roomy, power_of_2
 
 LOG2_E = math.log2(math.e)
 LEAST_DOT = 16
-"""The least value of each of the three sizes of a product."""
+"""The least value of each of the three dimensions of a product."""
 _MOST_SPLITS = 32
 
 
@@ -40,7 +40,7 @@ class Shape:
     group: int
     dim: int
     extra: int
-    """Elements of a key behind those that are also its value."""
+    """Elements of a key after those that are also its value."""
     dtype: torch.dtype
     """The type of queries and of products."""
     eight_bits: bool
@@ -82,8 +82,8 @@ class Shape:
                 return Tiles(LEAST_DOT, 16, 8, 1)
             return Tiles(LEAST_DOT, 16 if self.dim > 256 else 32, 8, 2)
         m = max(LEAST_DOT, min(power_of_2(self.group), 32))
-        # The lookup of pages takes three stages of the pipeline: only from five on are the next keys and values loaded
-        # while a tile is computed.
+        # The lookup of pages takes three pipeline stages: only from five on, the next keys and values are loaded during
+        # a tile.
         stages = 5 if self.roomy else 2
         if self.dim > 256:
             return Tiles(m, 64 if self.roomy else 32, 8, stages)
@@ -114,7 +114,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Scoring:
-    """The way from a product of a query and a key to a power of 2."""
+    """The conversion of a query-key product to a power of 2."""
 
     scale: float
     """The factor of products; with a cap, of products in units of it."""
@@ -122,7 +122,7 @@ class Scoring:
     cap: float
     """The bound of powers; 0: there is none."""
     sinks: torch.Tensor | None
-    """A further score for each head, which gives nothing; None: there is none."""
+    """A further score for each head, a sink without a value; None: there is none."""
 
     @classmethod
     def new(cls, scale: float, window: int, cap: float, sinks: torch.Tensor | None) -> Scoring:
@@ -137,9 +137,9 @@ class Scoring:
 
 
 def splits(programs: int, fill: int) -> int:
-    """The number of parts of rows, for a launch that has `programs` without parts, where `fill` of them fill a GPU.
+    """The number of parts of rows, for a launch with `programs` programs per part, if `fill` programs fill a GPU.
 
-    It is a power of 2, for few variants.
+    It is a power of 2, to limit the number of variants.
     """
     most = max(1, min(_MOST_SPLITS, fill // programs))
     return 1 << (most.bit_length() - 1)

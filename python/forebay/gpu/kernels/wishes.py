@@ -1,4 +1,4 @@
-"""The sampling parameters of rows, which the device reads by their slots, and the places of their tokens."""
+"""The sampling parameters of rows, which the device reads by slot, and the storage of their tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BLOCK = 128
 
 @triton.jit
 def splitmix64(x):
-    """The finaliser of SplitMix64 (Steele et al. 2014) of uint64, modulo 2^64; the twin of `compute.uniform`."""
+    """The finaliser of SplitMix64 (Steele et al. 2014) of uint64, modulo 2^64; the equivalent of `compute.uniform`."""
     z = x + 0x9E3779B97F4A7C15
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB

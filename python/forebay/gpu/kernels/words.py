@@ -1,7 +1,7 @@
-"""Words between the host's pinned memory and the device's, which the device reads and writes in place.
+"""Copies of words between pinned host memory and device memory, which a kernel reads and writes directly.
 
-A copy by a copy engine waits for the kernels before it and for its own start. A kernel that reads or writes over the
-bus is one more kernel of the step. No GPU has run it.
+A copy engine first waits for the earlier kernels, and then needs time to start. A kernel that reads or writes over the
+bus costs just one more kernel. No GPU has run it.
 """
 
 from __future__ import annotations

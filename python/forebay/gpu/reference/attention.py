@@ -33,7 +33,7 @@ def attend(
     seen = (position <= last[:, None]) & somebody[:, None]
     if window > 0:
         seen = seen & ((position > last[:, None] - window) | ~somebody[:, None])
-    # What a query does not see may be no number, which gets through a weight of 0.
+    # Positions that a query does not see may be NaN, which a weight of 0 does not remove.
     entries = torch.where(seen, entries, entries.gather(1, last[:, None].long()))
     k, v = (
         numbers(pool.index_select(0, entries.view(-1))).unflatten(0, tuple(entries.shape)) for pool in (keys, values)

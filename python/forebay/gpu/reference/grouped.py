@@ -1,4 +1,4 @@
-"""Mixtures of experts in PyTorch's operators: every token through every expert. Most results are dropped."""
+"""Mixtures of experts in PyTorch's operators: every expert computes every token, and most results are dropped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products with matrices of 8-bit floats and of 4-bit integers in PyTorch's operators, which multiply out first."""
+"""Products with matrices of 8-bit floats and of 4-bit integers in PyTorch's operators, which dequantise first."""
 
 from __future__ import annotations
 

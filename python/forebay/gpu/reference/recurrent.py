@@ -26,7 +26,7 @@ def convolve(
     taps, count, tokens = weight.shape[1], len(rows.places), len(x)
     first, row = rows.first.long(), rows.of_token.long()
     of_tokens = torch.arange(tokens, device=x.device)
-    # Behind the last row is one for tokens of nobody, which has no inputs.
+    # After the last row comes one for tokens of no row, without inputs.
     before = _with_nobody(_states(table, rows))
     begin = first.index_select(0, row)
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -48,7 +48,7 @@ def convolve(
     windows = torch.cat((before[:count], x.new_zeros(count, 1, x.shape[1])), dim=1)
 
     def behind(positions: torch.Tensor) -> torch.Tensor:
-        """The last inputs of rows [r, taps - 1, channels] behind so many of their tokens [r]."""
+        """The last inputs [r, taps - 1, channels] of rows after this many of their tokens [r]."""
         at = positions[:, None] + torch.arange(taps - 1, device=x.device)
         own = x.index_select(0, (first[:-1, None] + at - (taps - 1)).clamp(0, tokens - 1).flatten())
         old = windows.gather(1, at.clamp(max=taps - 1)[..., None].expand(-1, -1, x.shape[1]))
@@ -98,7 +98,7 @@ def recur(
     inputs = q, k, v, decays, strengths
 
     first, row, places = rows.first.long(), rows.of_token.long(), rows.places.long()
-    # Behind the last row is one for tokens of nobody.
+    # After the last row comes one for tokens of no row.
     states = _with_nobody(_states(table, rows))
     kept = states.clone()
     if rows.chunks:
@@ -125,7 +125,7 @@ def recur(
 
 
 def _advance(inputs: list[torch.Tensor], state: torch.Tensor, delta: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """One position of rows: outputs [r, heads, value_dim], and states [r, heads, key_dim, value_dim] behind it."""
+    """One position of rows: outputs [r, heads, value_dim], and the states [r, heads, key_dim, value_dim] after it."""
     q, k, v, decays, strengths = inputs
     state = state * decays[..., None]
     if delta:

@@ -1,4 +1,4 @@
-"""The way from logits to tokens in PyTorch's operators, with a sort of each row."""
+"""The computation from logits to tokens in PyTorch's operators, with a sort of each row."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def draw(logits: torch.Tensor, wishes: Wishes, tokens: torch.Tensor) -> None:
 
     mass = mass * keep
     behind = mass.cumsum(dim=-1)
-    # Of equal ones `max` gives any, of different ones the first: there is one that is 1 sooner than all others.
+    # `max` returns the first index among different values, but any among equal ones. Here the wanted value occurs first
+    # and only there.
     token = (behind > _share(wishes.bits, behind[:, -1])[:, None]).int().argmax(dim=-1)
     tokens.copy_(torch.where(drawn, token, tokens))
 
@@ -114,7 +115,7 @@ def likely(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> tuple[torch
 def tell_likely(
     logits: torch.Tensor, tokens: torch.Tensor, tables: Tables, buffers: StepBuffers, told: torch.Tensor
 ) -> None:
-    """See `interface.Sampling`. Each row gets as many as there is room for."""
+    """See `interface.Sampling`. Each row gets as many as fit."""
     most = min(MOST_LIKELY, logits.shape[1])
     ids, logprobs = likely(logits, tokens.long()[:, None], most)
     told[:, 0, : 1 + most].copy_(ids)

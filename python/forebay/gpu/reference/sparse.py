@@ -38,7 +38,7 @@ def best(scores: torch.Tensor, seen: torch.Tensor, target: torch.Tensor, chosen:
     top_k, width = chosen.shape[1], scores.shape[1]
     position = torch.arange(width, device=scores.device)
     there = position < seen[:, None]
-    # Neither zero is larger, what is no number is kept first, and what is not there is less than everything.
+    # Both zeros are equal, NaN is kept first, and missing positions come last.
     known = scores.masked_fill(scores == 0, 0.0).masked_fill(scores.isnan(), torch.inf)
     order = known.masked_fill(~there, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
     places = order.masked_fill(~there.gather(1, order), width)[:, :top_k]
@@ -103,7 +103,7 @@ def resolve(
     missing = miss.sum(dim=-1, keepdim=True)
     rank = miss.cumsum(dim=-1) - 1
 
-    # Who has not been used for longest goes first, and of equals the lower number.
+    # The least recently used row goes first, and among equals the lower number.
     age = (now - stamp).clamp(max=_MOST_AGE)
     turn = age.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     given = turn.gather(1, rank.clamp(min=0))
@@ -146,7 +146,8 @@ def gather(found: Found, host: torch.Tensor, host_stride: int, page_size: int, p
     source = found.source.masked_fill(~there, 0)
     at = (source // page_size * host_stride + source % page_size * width).view(-1, 1)
     rows = host.index_select(0, (at + torch.arange(width, device=pool.device)).view(-1)).view(-1, top_k, width)
-    # What is not missing writes a row of its query's own again. Rows of others may be restored at this moment.
+    # Positions that are not missing rewrite a row of their own query: other requests' rows may be restored at this
+    # moment.
     own = found.rows.amax(dim=-1, keepdim=True).clamp(min=0).long()
     any_ = found.missing[:, None] > 0
     spare = torch.where(any_, found.target[:, :1], own)
@@ -161,7 +162,8 @@ def attend_chosen(
     """See `interface.Sparse`."""
     n, heads, _ = q.shape
     there = rows >= 0
-    # A row that is none may be no number, which gets through a weight of 0: it takes another's place.
+    # A row number of none may lead to NaN, which a weight of 0 does not remove: another row of the query is read
+    # instead.
     entries = torch.where(there, rows, rows.amax(dim=-1, keepdim=True)).clamp_(min=0).long()
     k, v = (
         pool.index_select(0, entries.view(-1)).unflatten(0, tuple(entries.shape)).float() for pool in (keys, values)

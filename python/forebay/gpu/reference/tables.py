@@ -1,6 +1,6 @@
-"""Plans applied and prepared in PyTorch's operators.
+"""Applies and prepares plans with PyTorch's operators.
 
-Only the device knows the number of records of a column. So there are as many candidates as its body has room for.
+Only the device knows the number of records of a column. So there are as many candidates as the body has room for.
 Candidates without a record write to a cell that is never read.
 """
 
@@ -152,5 +152,5 @@ def scatter(table: torch.Tensor, cells: torch.Tensor, values: torch.Tensor, ther
 
 
 def tell(errors: torch.Tensor, wrong: torch.Tensor, bit: int) -> None:
-    """Sets a bit of the error word if `wrong` has any true."""
+    """Sets a bit of the error word if any of `wrong` is true."""
     errors.bitwise_or_(wrong.any().int() * bit)
