@@ -53,9 +53,9 @@ def main(words: list[str]) -> int:
 
 
 def run(line: str) -> int:
-    """Runs one command to its end; gives its exit status, 128 and more if a signal ended it.
+    """Runs one command to its end; returns its exit status, 128 or more if a signal ended it.
 
-    What ends this process ends the command first, whose servers end with it.
+    A signal to this process ends the command and its servers first.
     """
     words = shlex.split(line)
     variables = dict(os.environ)
@@ -72,7 +72,7 @@ def run(line: str) -> int:
         for child in children:
             child.terminate()
 
-    # A terminal sends SIGINT to both: the command ends by itself.
+    # A terminal sends SIGINT to both processes, so the command ends by itself.
     before = signal.signal(signal.SIGTERM, end), signal.signal(signal.SIGINT, lambda *_: None)
     try:
         children.append(subprocess.Popen(command, cwd=registry.ROOT, env=variables))

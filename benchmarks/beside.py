@@ -1,4 +1,4 @@
-"""The table of servers beside each other: a row for each workload and server."""
+"""The table that compares servers: a row for each workload and server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def processes(found: Results, workload: str, server: str) -> str:
 
 
 def client_share(found: Results, workload: str, server: str) -> str:
-    """The load generator's CPU time as a share of the server's; a mark where it is over a third."""
+    """The load generator's CPU time as a share of the server's, with a mark if it is over a third."""
     ours = found.median(workload, server, "client_cpu_us_per_token")
     theirs = found.median(workload, server, "server_cpu_us_per_token")
     if ours is None or not theirs:
@@ -31,7 +31,7 @@ def client_share(found: Results, workload: str, server: str) -> str:
 
 
 def chunks_per_second(found: Results, workload: str, server: str) -> str:
-    """Pieces that were sent: a server that puts several tokens into one does less for each token."""
+    """Chunks per second: a server that puts several tokens into one chunk does less work per token."""
     tokens = found.median(workload, server, "output_throughput")
     chunks = found.median(workload, server, "chunks_per_token")
     return number(None if tokens is None or chunks is None else tokens * chunks)

@@ -1,4 +1,4 @@
-"""Qwen2.5-Coder-0.5B-Instruct, a second real model: for benchmarks and evaluation only, nothing depends on it.
+"""Qwen2.5-Coder-0.5B-Instruct, a second real model: only for benchmarks and evaluation.
 
     python -m benchmarks.coder  # makes it in benchmarks/.models, in all formats, and prints where the original is
 
@@ -19,7 +19,7 @@ PARTS = 6
 
 
 def missing() -> str | None:
-    """Why the model can't be made here; None if it can."""
+    """The reason why the model can't be created here; None if it can."""
     return None if original().is_file() or len(parts()) == PARTS else "make bench-setup PEERS=coder installs it"
 
 
@@ -34,7 +34,7 @@ def parts() -> list[Path]:
 
 
 def build() -> None:
-    """Makes what is missing: the original file, and the same weights in bfloat16 in the formats of the peers."""
+    """Creates missing files: the original, and the same weights in bfloat16 in the formats of the peers."""
     models.MODELS.mkdir(exist_ok=True)
     if not original().is_file():
         partial = original().with_suffix(".partial")

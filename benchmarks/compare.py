@@ -1,4 +1,4 @@
-"""Servers side by side: for each workload, round by round, each server once, every time in a fresh process."""
+"""Compares servers: in each round and workload, each server runs once, in a fresh process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T", bound=Target)
 
 
 def parser(description: str, *, rounds: int) -> argparse.ArgumentParser:
-    """The flags that all benchmarks have. From here on SIGTERM ends the run as an error does: its servers first."""
+    """The common flags of all benchmarks. From here on, SIGTERM ends the run like an error: its servers end first."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     flags = argparse.ArgumentParser(description=description)
     flags.add_argument("--rounds", type=int, default=rounds, help="measurements of each thing [%(default)s]")
@@ -44,7 +44,7 @@ def add_servers(flags: argparse.ArgumentParser, default: Sequence[str]) -> None:
 
 
 class _Narrow(argparse.Action):
-    """Leaves peers out of the servers that are chosen so far."""
+    """Removes peers from the servers chosen so far."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
@@ -62,7 +62,7 @@ def words(text: str) -> list[str]:
 
 
 def peers(text: str) -> list[str]:
-    """The same of peers: of servers, and of what else `make bench-setup` installs."""
+    """The same for peers: servers, and other packages that `make bench-setup` installs."""
     names = text.replace(",", " ").split()
     known = {path.stem for path in (ROOT / "benchmarks/requirements").glob("*.in")}
     if unknown := [name for name in names if name not in known]:
@@ -83,7 +83,7 @@ def say(text: str) -> None:
 
 
 def compare(name: str, workloads: Sequence[Workload], keys: Sequence[str], rounds: int) -> Results:
-    """Measures every workload on every server that is installed. What fails is left out, and said."""
+    """Measures every workload on every installed server. Failures are reported and left out."""
     found, servers = _begin(name, keys, rounds)
     for workload in workloads:
         fitting = [server for server in servers if server.fits(workload.setting)]
@@ -96,7 +96,7 @@ def compare_together(
 ) -> Results:
     """The same, but a server is started once a round and runs all workloads, for servers that take minutes to start.
 
-    What there is is written after each, so that hours of measurements outlive what ends them.
+    Results are written after each server, so that a later failure does not lose hours of measurements.
     """
     found, servers = _begin(name, keys, rounds)
     setting = largest([workload.setting for workload in workloads])
@@ -109,7 +109,7 @@ def compare_together(
 
 
 def largest(settings: Sequence[Setting]) -> Setting:
-    """The setting of a server that is to run all of them. They differ in sizes only."""
+    """The setting for a server that must run all of these. They differ only in sizes."""
     return replace(
         settings[0],
         streams=max(setting.streams for setting in settings),
@@ -119,7 +119,7 @@ def largest(settings: Sequence[Setting]) -> Setting:
 
 
 def _begin(name: str, keys: Sequence[str], rounds: int) -> tuple[Results, list[Server]]:
-    """Results with what is known beforehand, and the servers that are installed."""
+    """Results with the data known beforehand, and the installed servers."""
     servers, skipped = chosen(keys)
     for server, reason in skipped.items():
         say(f"{server} is left out: {reason}")
@@ -131,7 +131,7 @@ def _begin(name: str, keys: Sequence[str], rounds: int) -> tuple[Results, list[S
 
 
 def _measure_all(found: Results, server: Server, setting: Setting, workloads: Sequence[Workload], number: int) -> None:
-    """Adds one measurement of each workload to `found`, unless the server did not start before."""
+    """Adds one measurement of each workload to `found`, unless the server failed to start before."""
     if server.name in found.skipped:
         return
     try:
@@ -145,13 +145,13 @@ def _measure_all(found: Results, server: Server, setting: Setting, workloads: Se
 
 
 def leave_out(found: Results, where: str, error: ServerError) -> None:
-    """Notes that there are no values, and why: a peer that cannot take a load must not end the run of all others."""
+    """Records that values are missing, and why: a peer that can't handle a load must not end the whole run."""
     found.skipped[where] = str(error).splitlines()[0]
     say(f"  {where} is left out: {error}")
 
 
 def _add(found: Results, workload: Workload, server: str, number: int, once: Callable[[], dict[str, Any]]) -> None:
-    """Adds one measurement to `found`, unless there was trouble with it before."""
+    """Adds one measurement to `found`, unless it failed before."""
     where = f"{workload.name}: {server}"
     if where in found.skipped:
         return

@@ -3,8 +3,8 @@
     python -m benchmarks.cpu_model --rounds 3
     python -m benchmarks.cpu_model --model qwen2.5-coder-0.5b
 
-256 tokens in and 128 out at several concurrencies, and prompts of 1024 tokens answered with one. A server is started
-once a round, for all of them.
+256 tokens in and 128 out at several concurrencies, and prompts of 1024 tokens with one output token. A server is
+started once a round, for all of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TEMPLATE = {"smollm2": 31, coder.NAME: 29}
 RESULTS = {"smollm2": "cpu_model", coder.NAME: "cpu_coder"}
 """The names of the results, on processors without tiles."""
 TILES = "_amx"
-"""The suffix of the name of processors with tiles, which have a table of their own."""
+"""The suffix of the name for processors with tiles (AMX), which have a separate table."""
 REQUESTS = {1: 6, 8: 24}
 
 
@@ -45,13 +45,13 @@ def prefill(concurrency: int, model: str = "smollm2") -> Workload:
 
 
 def results_name(model: str, cpuinfo: str) -> str:
-    """The name of a model's results on the processor that Linux describes so."""
+    """The name of a model's results on the processor with this Linux description."""
     return RESULTS[model] + (TILES if "amx_tile" in cpuinfo.split() else "")
 
 
 @table_of("cpu_model", "cpu_model_amx", "cpu_coder", "cpu_coder_amx")
 def table(found: Results) -> str:
-    """Generation, and then prompts only, where input tokens count."""
+    """A table of generation, and one of prompts alone, which counts input tokens."""
     prefill = {workload for workload in found.workloads() if workload.startswith("prefill")}
     parts = []
     for names, throughput, title in (

@@ -21,7 +21,7 @@ from benchmarks.gpt_oss_model import blocks
 NAME = "qwen3.5-shape"
 LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 24, 1024, 3584, 8, 2, 256
 CYCLE, ROTATED = 4, 64
-"""One of so many layers attends, and rotates so many elements of a head."""
+"""One layer of this many has attention, and rotates this many elements of a head."""
 STATE_HEADS, STATE_DIM, TAPS = 16, 128, 4
 CONTEXT = 8192
 SEED = 0
@@ -33,7 +33,7 @@ def path() -> Path:
 
 
 def build() -> Path:
-    """Makes the file, and the tokenizer that the load generator reads, where they are missing."""
+    """Creates the file, and the tokenizer for the load generator, if they are missing."""
     return made_once(path(), NAME, _write)
 
 
@@ -92,7 +92,7 @@ def _write(target: Path) -> None:
             # Decays of a step between 0.5 and 1.
             writer.add_tensor(f"{at}.ssm_a", -random.uniform(0.01, 1.0, STATE_HEADS).astype(np.float32))
         else:
-            # Queries, and a gate behind those of each head.
+            # Queries, and for each head a gate after its query.
             matrix(f"{at}.attn_q", 2 * HEADS * HEAD_DIM, HIDDEN)
             matrix(f"{at}.attn_k", KV_HEADS * HEAD_DIM, HIDDEN)
             matrix(f"{at}.attn_v", KV_HEADS * HEAD_DIM, HIDDEN)

@@ -56,7 +56,7 @@ def described(path: Path, cache: Path, *, embedding: bool = False, text_alone: b
 
 
 def refused(path: Path, cache: Path, memory: int | None = None) -> str:
-    """What is said of a model that can't be described: one line; "": it can be. `memory` is a limit in bytes."""
+    """The one-line reason why a model can't be described; "": it can. `memory` is a limit in bytes."""
 
     def limit() -> None:
         if memory is not None:
@@ -80,7 +80,7 @@ def shape_of(config: Mapping[str, Any], *, headless: bool = False) -> dict[str, 
 
 
 def model_config(config: Mapping[str, Any], *, headless: bool = False) -> ModelConfig:
-    """The configuration of a decoder, as the hand in Python reads it. Raises as `shape_of`."""
+    """The configuration of a decoder, as the hand in Python reads it. Raises the errors of `shape_of`."""
     found = config_of(shape_of(config, headless=headless))
     assert not isinstance(found, EncoderConfig)
     return found
@@ -139,7 +139,7 @@ def gguf_metadata(path: Path) -> dict[str, Any]:
 
 
 def tokenizer_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The `tokenizer.json` that is made of a GGUF file with this metadata of a tokenizer. Raises ModelError."""
+    """The `tokenizer.json` for a GGUF file with this tokenizer metadata. Raises ModelError."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tokenizer.gguf"
         writer = GGUFWriter(path, "llama")

@@ -1,10 +1,10 @@
-"""The cost of a streamed chunk on its way out, by its writer: CPU microseconds, user and kernel.
+"""The cost of writing a streamed chunk, by the writer: CPU microseconds, user and kernel.
 
     python -m benchmarks.egress --rounds 3 --streams 64,2048
 
-The simulated device makes a token every 30 microseconds whatever the number of streams. That is slow enough for a chunk
-each, so the comparison is of the cost of a chunk and not of the number that are merged. The whole process is counted:
-sockets, detokenisation, scheduler.
+The simulated device makes a token every 30 microseconds whatever the number of streams. That is slow enough that each
+token gets its own chunk, so the comparison is of the cost per chunk, not of merged chunks. The whole process is
+counted: sockets, detokenisation, scheduler.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def server(mode: str) -> Forebay:
 
 @table_of("egress")
 def table(found: Results) -> str:
-    """CPU time of a chunk for each way of writing it; the ratios are of the others to the first."""
+    """CPU time per chunk for each way of writing; the ratios are of the others to the first."""
     head = ["streams", "chunks written by", "CPU us/token", "user", "kernel", "chunks/token", "ITL ms", "p99 ITL ms"]
     keys = ("server_cpu_us_per_token", "server_user_us_per_token", "server_kernel_us_per_token", "chunks_per_token")
     rows = []

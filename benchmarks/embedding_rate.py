@@ -2,9 +2,9 @@
 
     python -m benchmarks.embedding_rate --rounds 3
 
-ONNX Runtime is a library, so what is compared is not alike. Forebay's inputs come over HTTP, from a client on the same
-cores, and its vectors go back in base64. ONNX Runtime has its texts in its own process, and the size of batch that is
-quickest of all; its graph is fused. Both make tokens of the texts, and both compute with two threads.
+ONNX Runtime is a library, so the two setups differ. Forebay's inputs come over HTTP, from a client on the same cores,
+and its vectors go back in base64. ONNX Runtime has its texts in its own process, and uses the fastest batch size; its
+graph is fused. Both make tokens of the texts, and both compute with two threads.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Way:
     onnx: bool = False
 
     def missing(self) -> str | None:
-        """Why it can't be measured here; None: it can."""
+        """The reason why it can't be measured here; None: it can."""
         return onnx_model.missing() if self.onnx else FOREBAY_CPU.missing()
 
     @property
@@ -76,12 +76,12 @@ WAYS = (
 
 
 def texts_of(name: str) -> list[str]:
-    """Texts whose lengths are spread evenly between the bounds of a workload; always the same."""
+    """Texts whose lengths are spread evenly between a workload's bounds. They are always the same."""
     least, most = LENGTHS[name]
     chance = random.Random(SEED)
     vocabulary = Tokenizer.from_file(str(models.tokenizer_file(models.EMBEDDER))).get_vocab(with_added_tokens=False)
     words = sorted(word for word in vocabulary if word.isascii() and word.isalpha() and len(word) > 1)
-    # A word is a token, and two more stand around them.
+    # A word is a token, and there are two special tokens around them.
     return [" ".join(chance.choices(words, k=chance.randint(least, most) - 2)) for _ in range(TEXTS)]
 
 
@@ -166,7 +166,8 @@ def measure_peer(found: Results, way: Way, number: int) -> None:
 
 
 def measure_server(found: Results, way: Way, number: int, expected: Any) -> None:
-    """The same, of Forebay; `expected` are vectors of the last workload's first texts; None: nobody else has any."""
+    """The same for Forebay. `expected` are vectors of the last workload's first texts; None: there are none to compare.
+    """
     setting = replace(SETTING, dtype=way.dtype)
     flags = ("--quantization", "w8a8_int8") if way.int8 else ()
     with start(replace(FOREBAY_CPU, flags=flags), setting) as running:

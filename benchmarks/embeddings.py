@@ -2,7 +2,7 @@
 
     python -m benchmarks.embeddings --servers forebay-sim,forebay,vllm --rates 1,2,4
 
-On the simulated device, which takes no time, what is left is the host: parsing, tokenising, scheduling, and writing the
+The simulated device takes no time, so it leaves only the host's work: parsing, tokenising, scheduling, and writing the
 vectors. The rates of a server begin at the lowest and end at the first that it can't keep up. At that rate its median
 is above a second, or a request fails. A rate counts only if the load generator kept its schedule.
 """
@@ -26,7 +26,7 @@ from benchmarks.servers import chosen as choose
 SERVERS = ["forebay-sim", "forebay-sim-inline", "forebay", "vllm"]
 RATES = [1, 2, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32]
 SIM_RATES = [100, 300, 600, 800, 1000, 1200, 1400, 1600, 2000]
-"""Of the simulated device: far more than a processor's arithmetic allows."""
+"""Rates for the simulated device: far more than a processor's arithmetic allows."""
 INPUT = 500
 SECONDS = 10
 """The seconds for which each rate is kept up."""
@@ -73,7 +73,7 @@ def measure(server: Server, rate: float, seconds: float, running: Running) -> di
 
 
 def climb(found: Results, server: Server, rates: Sequence[float], seconds: float, turn: int) -> None:
-    """Adds a measurement of each rate that the server keeps up with to `found`."""
+    """Adds a measurement of each rate that the server sustains to `found`."""
     with start(server, SETTING) as running:
         for rate in rates:
             values = measure(server, rate, seconds, running)

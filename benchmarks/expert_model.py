@@ -27,7 +27,7 @@ SEED = 0
 _SHARED, _BLOCK = 32, 18
 """Weights of a block of Q4_0, and its bytes."""
 _DEVIATION = 4.6
-"""Of codes that are equally likely, from -8 to 7."""
+"""The standard deviation of codes that are equally likely, from -8 to 7."""
 
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -46,12 +46,12 @@ def blocks(random: np.random.Generator, *shape: int) -> Bytes:
 
 
 def build() -> Path:
-    """Makes the file, and the tokenizer that the load generator reads, where they are missing."""
+    """Creates the file, and the tokenizer for the load generator, if they are missing."""
     return made_once(path(), NAME, _write)
 
 
 def made_once(target: Path, name: str, write: Callable[[Path], None]) -> Path:
-    """Makes a file by `write` if it is missing, and the tokenizer of a model of that name, which is SmolLM2's."""
+    """Creates a file with `write` if it is missing, and SmolLM2's tokenizer for a model of that name."""
     tokenizer = models.tokenizer_file(name)
     if not tokenizer.is_file():
         tokenizer.parent.mkdir(parents=True, exist_ok=True)

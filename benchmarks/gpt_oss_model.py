@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpt_oss_model         # makes benchmarks/.models/gpt-oss-MXFP4.gguf if it is missing
 
-32 experts in each of 12 layers, of which a token has 4, as in gpt-oss-20b. What is no expert's has blocks of Q8_0. The
+32 experts in each of 12 layers, of which a token has 4, as in gpt-oss-20b. Other weights have blocks of Q8_0. The
 tokenizer is SmolLM2's. Codes are random, and scales give a product's output about the size of its input. Answers make
 no sense.
 """
@@ -48,7 +48,7 @@ def blocks(random: np.random.Generator, kind: GGMLQuantizationType, *shape: int)
 
 
 def build() -> Path:
-    """Makes the file, and the tokenizer that the load generator reads, where they are missing."""
+    """Creates the file, and the tokenizer for the load generator, if they are missing."""
     return made_once(path(), NAME, _write)
 
 

@@ -4,8 +4,8 @@
 
 A plan's frame goes through a socket, as the brain sends it, and the result comes back. All of the hand's own code runs,
 `CudaDevice` too. Its memory is the host's, so a copy is one of a few hundred bytes. The replay of a graph does nothing,
-and an event is a look at the clock. What the driver takes for two copies, two graphs and two events is not in these
-numbers. Launches that no graph holds are counted.
+and an event is a look at the clock. The driver's time for two copies, two graphs and two events is not included.
+Launches outside of graphs are counted.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ HAND = "the hand"
 
 @dataclass(frozen=True)
 class Case:
-    """Decode rows, a chunk of a prompt beside them or none, and what the rows ask for."""
+    """The number of decode rows, an optional prompt chunk beside them, and the options of the rows."""
 
     name: str
     rows: int
@@ -98,7 +98,7 @@ class Clock:
 
 
 class AbsentGpu(CudaDevice):
-    """CUDA's device with the host's memory. Work that a graph has recorded is not repeated."""
+    """CUDA's device with host memory. Work that a graph has recorded is not repeated."""
 
     torch_device = torch.device("cpu")
 
@@ -106,7 +106,7 @@ class AbsentGpu(CudaDevice):
         self.name = "absent GPU"
         self._launching = nullcontext()
         self.queued_ns = 0
-        """The time in `queue` since somebody set it to 0."""
+        """The time spent in `queue` since the last reset to 0."""
 
     def check_dtype(self, dtype: torch.dtype) -> None:
         pass
@@ -129,7 +129,7 @@ class AbsentGpu(CudaDevice):
         return Clock()
 
     def capture(self, work: Work) -> Work:
-        # On the host's processors the largest would take minutes.
+        # On the host's processors the largest graphs would take minutes.
         return lambda: None
 
 
@@ -151,7 +151,7 @@ def absent_gpu() -> Iterator[AbsentGpu]:
 
 
 class Launches(TorchDispatchMode):
-    """Counts operators that do more than make a tensor or a view: on a GPU each is a launch or a copy, or several."""
+    """Counts operators other than allocations and views: on a GPU each is one or more launches or copies."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -178,7 +178,7 @@ class Times:
     parts: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in PARTS})
 
     def add(self, marks: Sequence[int], queued: int) -> None:
-        """The times of a step: before it, and behind each part but `queue`, which lies in the third."""
+        """Adds the times of a step: before it, and after each part except `queue`, which lies in the third part."""
         receive, decode, launch, collect, send = (after - before for before, after in pairwise(marks))
         taken = receive, decode, launch - queued, queued, collect, send
         for name, ns in zip(PARTS, taken, strict=True):
@@ -192,7 +192,7 @@ class Times:
 
 
 class Hand:
-    """A hand's loop, a step at a time, and the brain's end of its socket."""
+    """A hand's loop, one step at a time, and the brain's end of its socket."""
 
     def __init__(self, runner: ModelRunner, device: AbsentGpu) -> None:
         self.runner, self._device = runner, device
@@ -201,7 +201,7 @@ class Hand:
         self._connection.receive_into(Ring(device.host_memory))
 
     def step(self, frame: bytes, times: Times | None) -> None:
-        """Sends a plan's frame, does the step, and takes the result off the socket."""
+        """Sends a plan's frame, runs the step, and reads the result from the socket."""
         self._brain.sendall(frame)
         self._device.queued_ns, clock = 0, time.perf_counter_ns
         begun = clock()
@@ -234,7 +234,7 @@ def first_plan(case: Case, page_size: int) -> Plan:
 
 
 def step_plan(case: Case, position: int) -> Plan:
-    """Rows at this position. A few of them write a page, as each of them does every sixteenth step."""
+    """Rows at this position. A few of them write a page, since each row does so every sixteenth step."""
     rows = np.zeros((case.slots, ROW_WORDS), np.int32)
     rows[:, 0] = np.arange(case.slots)
     rows[:, 1:] = position, 1, FLAG_SAMPLE

@@ -1,4 +1,4 @@
-"""The speed of each server's host side: streamed chat on a model that costs next to nothing.
+"""The speed of each server's host side: streamed chat with a model that takes almost no time.
 
     python -m benchmarks.host_ceiling --rounds 3 --streams 64,1024
 
@@ -23,8 +23,8 @@ CONTEXT = 512
 
 
 def workload(streams: int) -> Workload:
-    """Each stream is used at least twice, and there is enough work for seconds."""
-    # The tiny model's arithmetic is too short to be shared out.
+    """Each stream is used at least twice, and there is enough work for several seconds."""
+    # The tiny model's arithmetic is too short to be divided among threads.
     setting = Setting(model="tiny", streams=streams, context=CONTEXT, threads=1)
     return Workload(str(streams), setting, PROMPT, ANSWER, requests=max(1024, 2 * streams))
 

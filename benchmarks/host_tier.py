@@ -1,12 +1,12 @@
-"""The host tier: what a second turn gains, what saving costs, and what preemption loses.
+"""The host tier: the gain of a second turn, the cost of saving, and the loss by preemption.
 
     python -m benchmarks.host_tier --rounds 5
 
 *turn*: a real small model, a KV pool that holds two conversations, four that take turns. Measured is the time to the
-first token of a turn whose 1024 tokens were pushed out before, and with the tier what copying them back took. On a CPU
-device and host are the same memory: the ratio to computing is real, the speed of a copy says nothing of a bus.
-*write*: a simulated device that takes no time, prompts that never come again: the brain's CPU time of a token.
-*overload*: the real model with more requests than its pool holds; with `--preemption recompute` as the other side.
+first token of a turn whose 1024 tokens were evicted before, and with the tier the time to copy them back. On a CPU,
+device and host share memory: the ratio to recomputing is real, but the speed of a copy is not that of a bus. *write*: a
+simulated device that takes no time, prompts that never come again: the brain's CPU time of a token. *overload*: the
+real model with more requests than its pool holds; with `--preemption recompute` as the other side.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FLAGS = ("--enable-hierarchical-cache", "--hicache-ratio", "4")
 CONVERSATIONS = 4
 TURNS = 12
 SHARED = 1024
-"""Tokens of a conversation that are there before its next turn."""
+"""Tokens of a conversation that exist before its next turn."""
 ANSWER = 4
 """Tokens of an answer."""
 
@@ -45,7 +45,7 @@ TURN = Workload(
 WRITE = Workload("write", Setting(model="tiny", streams=64, context=1024, threads=1), 512, 128, requests=1024)
 OVERLOAD = Workload(
     "overload",
-    # Half of what eight requests come to in the end.
+    # Half of the tokens that eight requests have at the end.
     Setting(model="smollm2", streams=8, context=512, step_tokens=512, threads=1, pool=1300),
     128,
     180,
@@ -65,7 +65,7 @@ def simulated(name: str, *flags: str) -> Forebay:
 
 
 def metrics(running: Running) -> dict[str, float]:
-    """Every number of /metrics, by its name and the one label that tells copies apart."""
+    """Every number of /metrics, by its name and, for copies, the label that distinguishes them."""
     connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
     try:
         connection.request("GET", "/metrics")
@@ -101,7 +101,7 @@ def first_token_ms(running: Running, prompt: list[int]) -> float:
 
 
 def prompts() -> Iterator[list[int]]:
-    """Conversations, each 7 tokens longer whenever its turn comes again."""
+    """Conversations, each of which is 7 tokens longer at its next turn."""
     for turn in range(TURNS):
         for who in range(CONVERSATIONS):
             shared = [1000 + (97 * who + 31 * at) % 20000 for at in range(SHARED)]
@@ -142,7 +142,7 @@ def measure_overload(side: Forebay, workload: Workload) -> dict[str, Any]:
 
 
 def measure_write(side: Forebay, workload: Workload) -> dict[str, Any]:
-    """A fresh server, prompts that never come again. Raises ServerError."""
+    """A fresh server, with prompts that never occur again. Raises ServerError."""
     with start(side, workload.setting) as running:
         return load(side, workload, running)
 

@@ -58,7 +58,7 @@ Send = Callable[[Client], list[int]]
 
 @dataclass(frozen=True)
 class Attack:
-    """What a hostile client does, and the server that it does it to."""
+    """An attack of a hostile client, and the server that it attacks."""
 
     name: str
     send: Send
@@ -112,7 +112,7 @@ def schema_cycle(client: Client) -> list[int]:
 
 
 def dear_masks(client: Client) -> list[int]:
-    """256 choices whose every token leads to states of the lexer that nobody has seen."""
+    """256 choices, in which every token leads to a new state of the lexer."""
     body = {"prompt": ["x"] * 2, "max_tokens": 12, "n": 128, "guided_regex": "x0.*a.{18}b.{18}c.{18}"}
     return [client.post("/v1/completions", body)]
 
@@ -165,7 +165,7 @@ def wide_answers(client: Client) -> list[int]:
 
 
 def dear_compiles(client: Client) -> list[int]:
-    """Schemas of 10 to 400 KB over which the compiler takes seconds or minutes."""
+    """Schemas of 10 to 400 KB that take the compiler seconds or minutes."""
 
     def patterns(count: int) -> Body:
         return {"type": "object", "patternProperties": {f"^a{at}.*x{at}$": {"type": "null"} for at in range(count)}}
@@ -181,7 +181,7 @@ def blanks(client: Client) -> list[int]:
 
 
 def one_colour(side: int) -> bytes:
-    """A PNG file of one colour, whose pixels are 16 bits deep: small as a file and large as pixels."""
+    """A PNG file of one colour, with 16-bit pixels: small as a file and large as pixels."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
@@ -219,4 +219,4 @@ ATTACKS = [
     Attack("4 MB of blanks", blanks),
     Attack("12 pictures of 16 megapixels", large_pictures, model=SEEING, context=4096),
 ]
-"""What is tried, in order. Flags name a notation of calls where the model's template has none."""
+"""The attacks, in order. Flags name a tool-call format if the model's template has none."""

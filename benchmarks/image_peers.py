@@ -1,12 +1,11 @@
-"""Images at once in front of a tiny Qwen3-VL with random weights: Forebay beside vLLM, and the streams beside them.
+"""A burst of images for a tiny Qwen3-VL with random weights, in Forebay and vLLM, and its effect on text streams.
 
     python -m benchmarks.image_peers --servers forebay,vllm
 
 96 chats come at the same moment, each with another PNG file of 1200x1200 (noise in eight levels, 1.6 MB). They come
 first alone, then beside 32 streams of text. The streams run from before the first image until after the last, and their
 gaps are those between the arrival of the images and the last answer to one. The model has one layer and its tower has
-one, so the path from the socket to the tower weighs as much as it can. Both servers compute the same weights with
-PyTorch.
+one, so the path from the socket to the tower dominates. Both servers compute the same weights with PyTorch.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ MODEL = "seeing-tiny"
 STREAMS = 32
 REQUESTS = 96
 INPUT, OUTPUT = 64, 7000
-"""Words of a stream's prompt, and tokens of its answer: more than come before the last image is answered."""
+"""Words of a stream's prompt, and tokens of its answer: enough to outlast the answer to the last image."""
 ANSWER = 8
 """Tokens of an answer to an image."""
 MARKS = (*images.MARKS, "<|video_pad|>")
@@ -120,12 +119,12 @@ def request(seed: int) -> bytes:
 
 @cache
 def requests() -> tuple[bytes, ...]:
-    """All chats that a server gets: to warm up, alone, and beside the streams. No image comes twice."""
+    """All chats that a server gets: for warm-up, alone, and beside the streams. No image occurs twice."""
     return tuple(request(seed) for seed in range(WARM_UP + 2 * REQUESTS))
 
 
 def burst(port: int, first: int, end: int) -> tuple[float, float, float]:
-    """Sends images `first .. end` at once. Returns the begin, the end and the longest time of one, in seconds.
+    """Sends images `first .. end` at once. Returns the start, the end and the longest time of one request, in seconds.
 
     The clock is that of the system, which all processes share.
     """
@@ -245,7 +244,7 @@ def main() -> None:
     servers, found.skipped = choose(chosen.servers)
     found.notes = {server.name: server.note for server in servers if server.note}
     by_name = {server.name: server for server in servers}
-    # A process of its own sends the images, so that the thread that reads the streams is never held up by it.
+    # A separate process sends the images, so that the thread that reads the streams is not delayed.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=stand_back) as sender:
         sender.submit(requests).result()
         for turn, name in records.in_turn(chosen.rounds, list(by_name)):

@@ -1,4 +1,4 @@
-"""The images a second that one core makes patches of: crates/vision beside Pillow and torchvision.
+"""The images per second that one core converts to patches: crates/vision compared with Pillow and torchvision.
 
     python -m benchmarks.image_prepare --rounds 9
 
@@ -79,7 +79,7 @@ def rate(work: Callable[[], object]) -> float:
 
 
 def ours(preparing: Preparing, path: Path) -> float:
-    """Images a second, of as many as fit. The program has read the file before its clock starts."""
+    """Images per second. The program reads the file before its clock starts."""
     once = preparing.prepare(path, QWEN3, rounds=3).seconds / 3
     count = max(int(SECONDS / once), 1)
     return count / preparing.prepare(path, QWEN3, rounds=count).seconds
@@ -127,7 +127,7 @@ def table(found: Results) -> str:
 def main() -> None:
     """The command."""
     chosen = compare.parser("Compare how fast images are prepared.", rounds=9).parse_args()
-    # The last core: the first is where interrupts are. Children inherit it.
+    # The last core, since interrupts go to the first. Child processes inherit it.
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     found = records.new("image_prepare", chosen.rounds)
     found.machine["cores"] = os.cpu_count()

@@ -4,9 +4,9 @@
 
 The load is that of `benchmarks.intake`, with images. 64 streams decode on a simulated device whose every step takes 5
 ms. Once a second 96 chats come at the same moment, each with another image of 1200x1200. An image is a PNG file of
-noise in eight levels, about 1.6 MB, 2.2 MB in base64. The simulated vision tower takes no time. So what moves the gaps
-is the host: JSON, base64, hashes, decoding, the resize, the copy into the arena. In one row another server gets the
-bursts: the same work, by a process that has nothing to do with the streams.
+noise in eight levels, about 1.6 MB, 2.2 MB in base64. The simulated vision tower takes no time. So only the host
+affects the gaps: JSON, base64, hashes, decoding, the resize, the copy into the arena. In one row another server gets
+the bursts: the same work, but in an independent process.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from benchmarks.servers import STEPS_OF_5_MS, Server, Setting
 
 MODEL = "seeing"
 TOKENS = 3900
-"""Of each stream: on two cores a burst takes some seconds."""
+"""Tokens of each stream: on two cores a burst takes some seconds."""
 SIDE = 1200
 LEVELS = 8
 CONTEXT = 4096
@@ -72,7 +72,7 @@ CASES = [
 
 
 def begin_model(folder: Path, marks: Sequence[str]) -> tuple[Path, Tokenizer]:
-    """A folder that becomes `folder`, and in it SmolLM2's tokenizer with these marks."""
+    """Starts a model's folder, which later becomes `folder`, with SmolLM2's tokenizer and these marks."""
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -83,7 +83,7 @@ def begin_model(folder: Path, marks: Sequence[str]) -> tuple[Path, Tokenizer]:
 
 
 def build() -> None:
-    """Writes what a simulated Qwen3-VL-4B needs: its shapes and a tokenizer; no weights."""
+    """Writes the files that a simulated Qwen3-VL-4B needs: its shapes and a tokenizer; no weights."""
     models.build(force=False)
     folder = models.directory(MODEL)
     if folder.is_dir():
@@ -229,7 +229,7 @@ def measure(server: Server, workload: Workload) -> dict[str, Any]:
 
 @table_of("images")
 def table(found: Results) -> str:
-    """The same with images; the last ratio is of the p99 to that beside the same work done by another server."""
+    """The same with images; the last ratio compares the p99 with that beside the same work in another server."""
     head = ["beside the streams", "ITL p50 ms", "p99 ms", "max ms", "p99 / no burst", "p99 / another server"]
     head += ["slowest of the burst ms", "images/s"]
     keys = ("median_itl_ms", "p99_itl_ms", "max_itl_ms")

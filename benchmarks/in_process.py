@@ -1,4 +1,4 @@
-"""A hand without a server: the configuration of one, and the runner of PyTorch's hand in this process."""
+"""A hand without a server: its configuration, and the runner of PyTorch's hand in this process."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ HIDDEN = 576
 PIECE = 1 << 18
 PATIENCE_SECONDS = 60.0
 CLIENT_NICENESS = 10
-"""Of those who send and throw away: real ones are on other machines."""
+"""The niceness of the senders and of the process that discards: real clients are on other machines."""
 SETTING = Setting(model="smollm2", streams=STREAMS + REQUESTS, context=2048)
 WORKLOAD = Workload(f"{STREAMS} streams", SETTING, 10, TOKENS, requests=STREAMS, warmup=0)
 MORE_KEPT = ("median_itl_ms", "max_itl_ms")
@@ -131,7 +131,7 @@ def send_all(port: int, contents: Sequence[bytes]) -> list[float]:
 
 
 def _move(selector: selectors.BaseSelector, sender: _Sender) -> bool:
-    """Sends or receives what is possible now; whether it is the end."""
+    """Sends or receives as much as is possible now; returns true at the end."""
     connection = sender.connection
     if sender.left:
         sender.left = sender.left[connection.send(sender.left[:PIECE]) :]

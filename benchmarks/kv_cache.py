@@ -40,17 +40,19 @@ PERPLEXITY = "perplexity"
 
 
 def hand(kind: str, description: dict[str, Any], threads: int) -> RustHand:
-    """The model with pages of one kind, and a context in each slot."""
+    """The model with pages of one format, and a context in each slot."""
     settings: dict[str, Any] = {"quantization": "gguf", "kv_cache_dtype": KINDS[kind]}
     return RustHand(description, slots=SLOTS, context=CONTEXTS[-1] + PIECE, threads=threads, **settings)
 
 
 def fill(model: RustHand) -> None:
-    """Puts tokens into every slot, and computes their first ones: memory that nobody wrote is read from caches."""
+    """Writes tokens into every slot and computes the first ones: reads of memory that was never written come from
+    caches.
+    """
     random = np.random.default_rng(1)
     for slot in range(SLOTS):
         model.put(slot, random.integers(0, 4096, CONTEXTS[-1] + PIECE).tolist())
-        # The context of the longest rows is of slots that the timed steps have.
+        # Only slots of timed steps need the longest context.
         for start in range(0, CONTEXTS[-1] if slot < max(ROWS) else 0, PIECE):
             model.greedy([(slot, start, PIECE)])
 

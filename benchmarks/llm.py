@@ -1,4 +1,5 @@
-"""The library beside the load generator: 2000 short prompts on the tiny model, by `LLM.generate` and by `bench serve`.
+"""The library compared with the load generator: 2000 short prompts on the tiny model, by `LLM.generate` and by `bench
+serve`.
 
     python -m benchmarks.llm --rounds 3
 
@@ -28,7 +29,7 @@ PROMPTS = 2000
 TOKENS = 16
 RUNNING = 256
 AT_A_TIME = 512
-"""Those that run, and as many that wait: what the library sends."""
+"""Running requests and as many waiting ones: the number that the library sends."""
 SETTING = Setting(model="tiny", streams=RUNNING, context=512, threads=1)
 WORKLOAD = Workload(
     f"{PROMPTS} prompts",

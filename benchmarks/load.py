@@ -1,4 +1,4 @@
-"""One measurement: a fresh server, `forebay bench serve` against it, and what came out."""
+"""One measurement: starts a fresh server, runs `forebay bench serve` against it, and returns the results."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def run_client(command: Sequence[str], environment: Mapping[str, str] | None = N
 
 
 def kept(run: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a run that are kept, and the CPU time of every kind of process in microseconds per output token."""
+    """The kept keys of a run, and the CPU time of every kind of process in microseconds per output token."""
     tokens = max(run["total_output_tokens"], 1)
     return {key: run[key] for key in KEPT} | {
         "requests": run["num_prompts"],

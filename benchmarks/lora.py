@@ -37,7 +37,7 @@ LARGE = "large"
 
 
 def mixtures(streams: int) -> dict[str, list[str]]:
-    """The names that so many requests ask for, by what is measured."""
+    """The names of adapters that the requests of each mixture use."""
     if streams == 1:
         return {BASE: [SERVED_NAME], ONE: NAMES[:1]}
     every = {f"{count} adapters": NAMES[:count] * (streams // count) for count in (4, 8)}
@@ -55,7 +55,7 @@ def prepare() -> None:
 
 
 def stream(url: str, model: str, prompt: str, tokens: int = TOKENS) -> Iterator[float]:
-    """The times at which tokens of an answer come."""
+    """The times at which tokens of an answer arrive."""
     body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     data = json.dumps({**body, "stream": True}).encode()
     request = urllib.request.Request(url + "/v1/completions", data, {"Content-Type": "application/json"})
@@ -66,7 +66,7 @@ def stream(url: str, model: str, prompt: str, tokens: int = TOKENS) -> Iterator[
 
 
 def rate(url: str, names: Sequence[str]) -> float:
-    """Tokens a second of requests that run together, once all have their first one."""
+    """Tokens a second of concurrent requests, measured once all have their first token."""
     with ThreadPoolExecutor(len(names)) as pool:
         jobs = [pool.submit(list, stream(url, name, f"Story number {at}:")) for at, name in enumerate(names)]
         times = [job.result() for job in jobs]

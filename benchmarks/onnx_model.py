@@ -1,6 +1,6 @@
-"""all-MiniLM-L6-v2 as ONNX Runtime computes it best: exported, its graph fused, and in 8 bits.
+"""all-MiniLM-L6-v2 in ONNX Runtime's fastest form: exported, with a fused graph, and in 8 bits.
 
-    python -m benchmarks.onnx_model
+python -m benchmarks.onnx_model
 
 Writes `minilm.onnx` and `minilm-int8.onnx` into benchmarks/.models. The package of the model has safetensors only.
 """
@@ -23,7 +23,7 @@ INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 
 
 class Sentence(torch.nn.Module):
-    """The encoder, and the mean of its states of length 1: what sentence-transformers computes."""
+    """The encoder and the mean of its states, scaled to length 1, as in sentence-transformers."""
 
     def __init__(self, body: Any) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Sentence(torch.nn.Module):
 
 
 def missing() -> str | None:
-    """Why ONNX Runtime can't be measured; None: it can."""
+    """The reason why ONNX Runtime can't be measured; None: it can."""
     installed = (VENVS / "onnxruntime/bin/python").is_file()
     return None if installed else "onnxruntime is not installed: make bench-setup PEERS=onnxruntime"
 
@@ -46,7 +46,7 @@ def build() -> None:
     """Makes both files, unless they are there."""
     if FLOAT32.is_file() and INT8.is_file():
         return
-    # Its packages come last: nothing of ours is taken from there.
+    # Its packages come last, so that none of ours is replaced.
     sys.path += [str(path) for path in VENVS.glob("onnxruntime/lib/python*/site-packages")]
     from onnx import TensorProto
     from onnxruntime.quantization import QuantType, quantize_dynamic

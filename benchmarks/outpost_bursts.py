@@ -27,7 +27,7 @@ from benchmarks.servers import FOREBAY
 
 @dataclass(frozen=True)
 class Case(intake.Case):
-    """Forebay with a timed hand, and what happens beside its streams."""
+    """Forebay with a timed hand, and the load beside its streams."""
 
     outpost: bool = False
     """Its hand is behind one."""
@@ -43,7 +43,7 @@ CASES = [
 
 
 def measure(case: Case, workload: Workload) -> dict[str, Any]:
-    """As `intake.measure`, with the hand where the case has it."""
+    """As `intake.measure`, with the hand at the place of the case."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forebay-bench-")))
         python = timed_hand.program(folder)

@@ -1,4 +1,5 @@
-"""Streams beside long prompts on two cores: prefill apart from decode, and without, with a bound of gaps and without.
+"""Streams beside long prompts on two cores, with and without prefill-decode disaggregation, and with and without a
+bound on gaps.
 
     python -m benchmarks.pd --rounds 3  # 15 minutes
 
@@ -106,7 +107,7 @@ def measure(url: str, chance: random.Random) -> dict[str, float]:
 
 @table_of("pd")
 def table(found: Results) -> str:
-    """The gaps of the streams, by what the server is started with."""
+    """The gaps of the streams, by the server's flags."""
     head = ["server", "ITL alone p50 ms", "p99", "beside prompts p50 ms", "p99", "most", "p99 by alone"]
     head += ["prompts' TTFT p50 ms", "p99 by one replica"]
     keys = ("alone_p50_ms", "alone_p99_ms", "p50_ms", "p99_ms", "max_ms")

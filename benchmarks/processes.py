@@ -1,4 +1,4 @@
-"""Processes: starting one with all that it starts, waiting until it answers, and ending the whole tree."""
+"""Processes: starts one with all its children, waits until it answers, and ends the whole tree."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Stat:
     state: str
     parent: int
     started: int
-    """Clock ticks since the machine started: with the id it names one process for ever."""
+    """Start time in clock ticks since boot: together with the id it identifies a process uniquely."""
 
     @property
     def alive(self) -> bool:
-        """True if it is more than an exit status that waits to be read."""
+        """True if it still runs, and is not just a zombie."""
         return self.state not in "ZX"
 
 
@@ -93,7 +93,7 @@ class Running:
         log: Path,
         grace_seconds: float = TERM_SECONDS,
     ) -> None:
-        """`grace_seconds`: the time to end by itself when it is asked to."""
+        """`grace_seconds`: the time that it has to end after a request to do so."""
         self.port = port
         self.log = log
         self._grace_seconds = grace_seconds
@@ -161,7 +161,7 @@ class Running:
             return None
 
     def stop(self) -> None:
-        """Ends the tree: the first process is asked to, what is left of the tree is killed."""
+        """Ends the tree: asks the first process to end, and kills the remaining ones."""
         table = processes()
         tree = below(self.pid, table)
         if self._process.poll() is None:

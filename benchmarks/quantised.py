@@ -1,4 +1,5 @@
-"""GGUF files in their own bits, beside llama.cpp's server: the same files, prompts and decoding, and their perplexity.
+"""GGUF files without dequantisation, compared with llama.cpp's server: the same files, prompts and decoding, and their
+perplexity.
 
     python -m benchmarks.quantised --rounds 3 --text GSM8K_TEST.jsonl
     python -m benchmarks.quantised --model qwen2.5-coder-0.5b
@@ -57,7 +58,7 @@ class File:
     def build(self) -> None:
         """Makes the file if there is none. Raises SystemExit if llama.cpp is not installed."""
         if not self.path.is_file():
-            # A file of this name is whole: another process may ask for it.
+            # A file with this name is complete: another process may use it.
             made = self.path.with_suffix(".made")
             command: list[str | Path] = [program("llama-quantize"), models.gguf_file(self.model), made, self.kind]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -105,7 +106,7 @@ def servers(file: File) -> list[Server]:
 
 
 def workloads(file: File, concurrency: Sequence[int]) -> list[Workload]:
-    """Those of `cpu_model`: prompts alone, and generation with rising numbers of streams."""
+    """The workloads of `cpu_model`: prompts alone, and generation with rising numbers of streams."""
     model = file.model
     of_bfloat16 = [cpu_model.prefill(1, model), *(cpu_model.generation(streams, model) for streams in concurrency)]
     return [replace(workload, name=f"{file.kind}: {workload.name}") for workload in of_bfloat16]

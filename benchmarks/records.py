@@ -83,7 +83,7 @@ class Ratio:
 
 
 def paired_ratio(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Ratio | None:
-    """The ratios of the rounds that have both: what made one round slow made both slow."""
+    """The ratios for the rounds that have both. Within a round both had the same conditions."""
     ratios = [ours[number] / theirs[number] for number in ours if theirs.get(number)]
     return Ratio(statistics.median(ratios), min(ratios), max(ratios)) if ratios else None
 
@@ -98,7 +98,7 @@ def median_of(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def machine(cpuinfo: str, meminfo: str, packages: Mapping[str, str]) -> dict[str, Any]:
-    """The facts about the machine for a reader. Nothing that names it."""
+    """Facts about the machine, for readers. They do not identify it."""
     model = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
     flags = re.search(r"^flags\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
     present = set(flags[1].split()) if flags else set()
@@ -136,7 +136,7 @@ def path_of(benchmark: str) -> Path:
 
 
 def save(results: Results, path: Path | None = None) -> Path:
-    """Writes the file; a line for each measurement, so that a rerun reads well as a difference."""
+    """Writes the file with one line per measurement, so that a rerun gives a readable diff."""
     path = path or path_of(results.benchmark)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(to_json(results), encoding="utf-8")

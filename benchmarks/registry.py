@@ -1,7 +1,7 @@
-"""The benchmarks by name: the commands of each, its minutes, and the targets of make that come before.
+"""The benchmarks by name: the commands of each, its minutes, and the make targets that it needs.
 
 Every module that registers a table, and every study, is a benchmark by its file's name, without a row here. `ROWS` has
-what such a module does not state: minutes, other commands, what make builds before, and the peers beside Forebay.
+the data that modules do not state: minutes, other commands, make targets, and peers.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Benchmark:
     name: str
     minutes: int | None = None
     commands: tuple[str, ...] = ()
-    """As in a shell, with variables of the environment before. Empty: the module of that name."""
+    """As in a shell, with environment variables in front. Empty: the module with the benchmark's name."""
     about: str = ""
     """One line. Empty: the first line of the first module's docstring."""
     needs: str = "bench-build"
     """Targets of make."""
     peers: str = ""
-    """Compared with, where they are installed: `make bench-setup PEERS=...`."""
+    """The peers to compare with, if they are installed: `make bench-setup PEERS=...`."""
 
 
 ROWS = (

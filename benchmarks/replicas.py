@@ -2,9 +2,8 @@
 
     python -m benchmarks.replicas --rounds 3 --only rounds tails
 
-The hands are simulated (an H100 with Llama-3.1-8B by its data sheet), so that all that differs is who gets which
-request. How many requests a replica has is asked of the server all the time; the most that it ever had is the server's
-own count.
+The hands are simulated (an H100 with Llama-3.1-8B by its data sheet), so that only the assignment of requests differs.
+The number of requests of each replica is polled; its maximum is the server's own count.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ POLICIES = [
 
 @dataclass
 class Sampler:
-    """Asks a server again and again how many requests each replica has, from a thread of its own."""
+    """Polls the number of requests of each replica, on a separate thread."""
 
     port: int
     counts: list[list[int]] = field(default_factory=list)
@@ -137,7 +136,7 @@ class Sampler:
 
 
 def balance(counts: Sequence[Sequence[int]], peaks: Sequence[int]) -> dict[str, float]:
-    """The evenness: the most requests at one replica, and the mean of the fullest less the emptiest."""
+    """The evenness: the most requests at one replica, and the mean difference of the fullest and the emptiest."""
     busy = [sample for sample in counts if sum(sample) > 0]
     return {
         "most_at_one": float(max(peaks, default=0)),

@@ -1,11 +1,11 @@
-"""Routers in front of simulated backends: what they add, what they can carry, and how evenly they spread.
+"""Routers in front of simulated backends: their latency, their capacity, and how evenly they spread requests.
 
     python -m benchmarks.router --rounds 3 [--scenes latency,ceiling,seed,...]
 
-*latency*, *ceiling* and *merged-ceiling* compare a backend with and without a router in front of it. nginx, which knows
-nothing of models, shows the cost of any proxy on the machine. The others have four backends, each of which runs as many
-requests as it is sent, so the choice of a backend moves the numbers. `most` is the most requests that any backend had
-at a time while all clients were busy; a quarter of them is perfect. The backends themselves are asked every 20 ms.
+*latency*, *ceiling* and *merged-ceiling* compare a backend with and without a router in front of it. nginx, which does
+not know models, shows the cost of any proxy on the machine. The other scenes have four backends without a limit of
+running requests, so the choice of a backend matters. `most` is the most requests that any backend had at a time while
+all clients were busy; a quarter of them is perfect. The backends themselves are asked every 20 ms.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class SglangRouter(Front):
 
 @dataclass(frozen=True)
 class Nginx(Front):
-    """nginx as a proxy with one worker, connections that are kept and nothing held back."""
+    """nginx as a proxy with one worker, persistent connections and no buffering."""
 
     def missing(self) -> str | None:
         return None if _nginx() else "nginx is not installed (Debian's package nginx-light)"
@@ -122,7 +122,7 @@ class Nginx(Front):
         try:
             return _ready(command, self.name)
         finally:
-            # It has read its configuration, and keeps open what it needs of the rest.
+            # nginx has read its configuration and holds the other files open.
             shutil.rmtree(folder)
 
 
@@ -248,7 +248,7 @@ def arguments(scene: Scene, folder: Path) -> tuple[str, ...]:
 
 
 class Sampler(threading.Thread):
-    """Asks backends how many requests they have, again and again."""
+    """Polls the number of requests of backends."""
 
     def __init__(self, backends: Sequence[Running]) -> None:
         super().__init__(daemon=True)

@@ -1,4 +1,4 @@
-"""Takes vLLM's Rust front end out of the vllm wheel: one file, the rest of the wheel is for GPUs and is thrown away.
+"""Takes vLLM's Rust front end out of the vllm wheel: one file; the rest of the wheel is for GPUs and is discarded.
 
 python -m benchmarks.rust_frontend benchmarks/requirements/vllm-rust.txt benchmarks/.venvs/vllm-rust/vllm-rs
 """

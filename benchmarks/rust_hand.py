@@ -1,4 +1,4 @@
-"""The hand in Rust without a server, for numbers of its steps: a process that is sent plans."""
+"""The hand in Rust without a server, to measure its steps: a process that receives plans."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RustHand:
     """A process with a model in it. Each slot has pages for all of its positions, in no order."""
 
     def __init__(self, model: dict[str, Any], *, slots: int, context: int, threads: int, **settings: Any) -> None:
-        """`settings` as of `hand_config`. Raises RuntimeError with the hand's last words."""
+        """`settings` are those of `hand_config`. Raises RuntimeError with the end of the hand's log."""
         pages = -(-context // PAGE)
         tokens = slots * pages * PAGE
         config = hand_config(
@@ -40,7 +40,7 @@ class RustHand:
         self._pages = np.random.default_rng(0).permutation(slots * pages).reshape(slots, pages)
         ours, theirs = socket.socketpair()
         with theirs:
-            # Out of the way of the number that it is copied to.
+            # A descriptor that does not collide with the number to which it is copied.
             source = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 10)
             command = [str(FOREBAY), "hand"]
             actions = [(os.POSIX_SPAWN_DUP2, source, SOCKET)]

@@ -2,7 +2,7 @@
 
 All serve the same weights in the same type on the same number of threads. They may run as many requests at a time as
 there are streams, and compute at most the same number of tokens in a step. They look up no cached prefixes, and log no
-requests. What differs is said in `note`, which the tables show.
+requests. `note` states differences, and the tables show it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Target(ABC):
 
     @abstractmethod
     def missing(self) -> str | None:
-        """Why it cannot be started here; None if it can."""
+        """The reason why it can't be started here; None if it can."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Vllm(Server):
         ]
 
     def environment(self, setting: Setting) -> dict[str, str]:
-        # vLLM keeps a core free for its front end unless all are given to arithmetic.
+        # vLLM keeps a core free for its front end unless all cores are assigned to arithmetic.
         cores = "auto" if setting.threads == 1 else f"0-{setting.threads - 1}"
         variables = {
             "VLLM_TARGET_DEVICE": "cpu",

@@ -158,7 +158,7 @@ def ask(url: str, text: str, kind: str) -> tuple[str, int]:
 
 
 def measure(url: str, prompts: list[str], streams: int, kind: str) -> tuple[list[str], float]:
-    """The answers to prompts that are sent so many at a time, and tokens a second."""
+    """The answers to prompts, this many at a time, and tokens a second."""
     with ThreadPoolExecutor(streams) as pool:
         begun = time.perf_counter()
         answers = list(pool.map(lambda prompt: ask(url, prompt, kind), prompts))
@@ -168,7 +168,9 @@ def measure(url: str, prompts: list[str], streams: int, kind: str) -> tuple[list
 
 @table_of("speculation")
 def table(found: Results) -> str:
-    """Tokens a second, and ratios within a round: what drafts are worth to each server, and Forebay beside the peer."""
+    """Tokens a second, and ratios within a round: the gain of drafts for each server, and Forebay compared with the
+    peer.
+    """
     peers = [pair for pair in PEERS.values() if any(pair[0].name in found.servers(each) for each in found.workloads())]
     head = ["requests", WITHOUT, WITH, "ratio", FIXED, "ratio"]
     for peer, _ in peers:
@@ -221,7 +223,7 @@ def main() -> None:
             continue
         with running:
             ours = isinstance(by_name[name], Forebay)
-            # The times of steps are learned from the first ones.
+            # The scheduler learns the times of steps from the first ones.
             measure(running.url, asked()["chat"], 1, "chat")
             for streams in STREAMS:
                 for kind, prompts in asked().items():

@@ -3,10 +3,10 @@
     python -m benchmarks.startup --rounds 3
 
 Each server is started twice a round. Before the first start, the files that it reads (its packages, its program, the
-weights) are put out of the kernel's page cache. The second start finds those that the first left there. The clock runs
-from the start of the process. Forebay keeps weights as it computes with them; its first start, which can't find them
-yet, is a server of its own here. *GGUF* is Forebay with the file that the default model comes in (Q4_1), whose weights
-have to be dequantised.
+weights) are evicted from the kernel's page cache. The second start finds the files that the first one has cached. The
+clock runs from the start of the process. Forebay caches weights in the form that it computes with; its first start,
+without that cache, is a separate entry here. *GGUF* is Forebay with the file that the default model comes in (Q4_1),
+whose weights have to be dequantised.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def evict(paths: Iterator[Path]) -> None:
 
 
 def fill(server: Server) -> None:
-    """Starts Forebay until it has kept the weights. Raises ServerError."""
+    """Starts Forebay until it has cached the weights. Raises ServerError."""
     kept = models.CACHE / "packed"
     port = free_port()
     command, log = server.command(SETTING, port), LOGS / "startup-fill.log"
@@ -96,7 +96,7 @@ def fill(server: Server) -> None:
     with Running(command, server.environment(SETTING), port, log) as running:
         running.wait_until_ready(server.health, PATIENCE_SECONDS)
         ready = time.monotonic()
-        # A file that is not whole yet has a name with a dot; one that was there before is touched when it is read.
+        # An incomplete file has a name with a dot; an existing one is touched when it is read.
         while not any(path.stat().st_mtime >= began for path in kept.glob("[!.]*")):
             if time.monotonic() > ready + FILL_SECONDS:
                 raise ServerError(f"nothing is kept in {kept}: {log.read_text(encoding='utf-8')[-500:]}")

@@ -65,7 +65,7 @@ class Asked:
 
 
 def of_ceilings(asked: Asked, found: Results) -> None:
-    """The card's limits, and the host's way to it."""
+    """The card's limits, and the host's latency to it."""
     for name, values in ceilings.measure(asked.torch_device, 1 / 64 if asked.tiny else 1).items():
         found.runs.append(Run(f"ceilings: {name}", "device", 1, values))
 
@@ -124,7 +124,7 @@ PARTS: dict[str, Callable[[Asked, Results], None]] = {
 
 
 def release(asked: Asked) -> None:
-    """Gives the device's memory back, for others in this process and for servers."""
+    """Frees the device's memory for other parts of this process and for servers."""
     gc.collect()
     if asked.device == "cuda":
         torch.cuda.empty_cache()
@@ -218,7 +218,7 @@ def main() -> int:
             PARTS[part](asked, found)
             release(asked)
         except Exception as error:
-            # A kernel that fails, or too little memory, costs the rest of its part: a GPU's time is short.
+            # An error in a kernel, or too little memory, only skips the rest of its part: time on a GPU is short.
             traceback.print_exc()
             found.skipped[f"rest of {part}"] = " ".join(str(error).split())[:500]
             dead = lost(str(error))

@@ -1,4 +1,4 @@
-"""The limits of a card, and of the host's way to it: what every other number is held against."""
+"""The limits of a card, and the host's latency to it, with which all other numbers are compared."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _copy(device: torch.device, size: int) -> float:
 
 
 def _product(device: torch.device, side: int) -> float:
-    # Of zeros it would be faster than of anything real: less switches.
+    # With zeros it would be faster than with real data, since fewer bits switch.
     left, right = (torch.randn(side, side, device=device).bfloat16() for _ in range(2))
     out = torch.empty_like(left)
     return 2 * side**3 / seconds(lambda: torch.mm(left, right, out=out), device) / 1e12

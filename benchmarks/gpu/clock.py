@@ -18,10 +18,10 @@ MOST_COPIES = 32
 
 
 def captured(work: Work, device: torch.device) -> Work:
-    """Work as a graph, so that the host's time for its launches is gone; elsewhere than on a GPU the work itself."""
+    """Work as a graph, without the host's launch time; on other devices than GPUs the work itself."""
     if device.type != "cuda":
         return work
-    # Libraries set themselves up, and kernels are compiled, outside of the capture.
+    # Outside of the capture, since libraries initialise themselves and kernels are compiled.
     work()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
@@ -47,7 +47,8 @@ def seconds(work: Work, device: torch.device, repeats: int = 10, warm: int = 2) 
 
 
 def host_seconds(work: Work, device: torch.device, repeats: int = 100) -> float:
-    """Seconds that the host takes to launch work, the median of `repeats`; the device has done it before the next."""
+    """Seconds that the host takes to launch work, the median of `repeats`. The device finishes before the next launch.
+    """
     times = []
     for _ in range(repeats):
         times.append(_by_the_host(work))

@@ -1,4 +1,4 @@
-"""Products with weights in their bits beside those in bfloat16, and mixtures of experts, at the shapes of a layer."""
+"""Products with quantised weights compared with bfloat16, and mixtures of experts, with the shapes of a layer."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def products(
 ) -> Iterator[tuple[str, Callable[[], Operator]]]:
     """The kinds, and the product of one matrix in each, as a hand computes it there."""
     for kind in KINDS:
-        # What a processor has of it is for tests of models, and not for every number of tokens.
+        # On a CPU these operators are for tests of models, and are not fast enough for every number of tokens.
         if device.type == "cuda" or kind != "8-bit floats by row":
             yield kind, partial(_product, ops, device, rows, inputs, tokens, kind)
 

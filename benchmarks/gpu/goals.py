@@ -26,7 +26,7 @@ PRODUCTS = Ceiling((f"ceilings: {PRODUCT.format(side=SIDE)}", "device", "tflops"
 
 @dataclass(frozen=True)
 class Goal:
-    """A number of a case: at most `must`, or at least it where more is better."""
+    """A goal for a case: at most `must`, or at least `must` if more is better."""
 
     name: str
     case: tuple[str, str, str]
@@ -48,14 +48,15 @@ class Goal:
         return None if value is None else value * self.scale
 
     def slower(self, found: Results) -> float:
-        """What the measured card is slower by than an H200; 1 where that does not matter, or was not measured."""
+        """The factor by which the measured card is slower than an H200; 1 if it does not matter, or was not measured.
+        """
         if self.bound is None:
             return 1.0
         value = found.median(*self.bound.case)
         return self.bound.h200 / value if value else 1.0
 
     def reached(self, value: float, slower: float = 1.0) -> str:
-        """The better one of both that a value reaches, on a card that is `slower` by that much."""
+        """The better of the two goals that a value reaches, on a card that is slower by this factor."""
         for name, bound in (("aim", self.aim * slower), ("must", self.must * slower)):
             if value >= bound if self.more else value <= bound:
                 return name

@@ -1,4 +1,5 @@
-"""Each operator of a step alone, at the shapes of Qwen3-0.6B and Qwen3-8B: its time beside that of its bytes.
+"""Each operator of a step alone, at the shapes of Qwen3-0.6B and Qwen3-8B: its time compared with that of its memory
+traffic.
 
 An operator runs as often as it takes to touch more memory than the caches hold, in one graph.
 """
@@ -63,7 +64,7 @@ class Sizes:
 def measure(
     config: dict[str, Any], device: torch.device, sizes: Sizes, late: Callable[[], bool]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names and microseconds of operators, one by one, with GB/s and TFLOP/s. `late()` ends it early."""
+    """Names and microseconds of operators, one by one, with GB/s and TFLOP/s. Stops once `late()` is true."""
     heads = Heads.of(config)
     for make in _operators(heads, config, device, sizes):
         if late():
@@ -115,7 +116,7 @@ def matrices(heads: Heads) -> list[tuple[str, int, int]]:
 
 @dataclass(frozen=True)
 class Paged:
-    """Rows (start, length) on pages in no order, in as many copies as the caches do not hold."""
+    """Rows (start, length) on pages in random order, in more copies than the caches hold."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -250,7 +251,7 @@ def _greedy(ops: Kernels, vocabulary: int, device: torch.device, rows: int) -> O
 def _draw(ops: Kernels, vocabulary: int, device: torch.device, rows: int) -> Operator:
     """All rows with a temperature, `top_k` and `top_p`."""
     copies = copies_of(4.0 * rows * vocabulary)
-    # As a model's: some tokens are far likelier than others.
+    # Like a model's: some tokens are far likelier than others.
     logits = 4 * torch.randn(copies, rows, vocabulary, device=device)
     tokens = torch.zeros(rows, dtype=torch.int64, device=device)
     wishes = Wishes(

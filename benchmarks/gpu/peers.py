@@ -1,11 +1,11 @@
-"""Others on the same GPU: transformers' two ways to generate, and vLLM where it is installed, in turns with Forebay.
+"""Peers on the same GPU: transformers' two ways to generate, and vLLM if it is installed, in turns with Forebay.
 
     python3 scripts/gpu.py peers --out peers.json
 
 All have a model of the same shape with made-up weights in bfloat16, prompts of random tokens, and answers of one
 length. Each turn is a fresh process. Forebay and vLLM are asked over HTTP by the same load generator; transformers
-generates in its own process, which is its best path. SGLang is not here: an offline host is given less than its
-kernels take.
+generates in its own process, which is its best path. SGLang is missing: its kernels are too large for the upload to an
+offline host.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from benchmarks.records import Results, Run
 from forebay.device import DeviceError
 
 SECONDS = 520.0
-"""Of the ten minutes that a host may be lent for."""
+"""A host may be lent for ten minutes; this is the part for measurements."""
 TURN_SECONDS = 200.0
 OURS = "forebay"
 RATE = "output_throughput"
@@ -56,7 +56,7 @@ class Peer(ABC):
 
     @abstractmethod
     def missing(self, place: Place) -> str | None:
-        """Why it can't be measured here; None: it can."""
+        """The reason why it can't be measured here; None: it can."""
 
     @abstractmethod
     def measure(self, place: Place, folder: Path, loads: Sequence[Load]) -> dict[str, dict[str, Any]]:
@@ -96,7 +96,7 @@ class Served(Peer):
 
 @dataclass(frozen=True)
 class Transformers(Peer):
-    """transformers, in a process of its own for each load."""
+    """transformers, in a separate process for each load."""
 
     way: str = "static"
 

@@ -1,4 +1,4 @@
-"""The tables of what was measured on a GPU."""
+"""The tables of GPU measurements."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from benchmarks.records import Results, Run
 
 
 def text(found: Results) -> str:
-    """The tables, and under them the machine that they are of."""
-    # It finds the table below: a GPU's host has not all that others import.
+    """The tables, and the machine below them."""
+    # This lookup finds the table below; a GPU's host lacks the imports of other tables.
     return tables.render(found)
 
 
@@ -45,7 +45,7 @@ def goals(found: Results) -> str:
 
 
 def runs_of(found: Results, part: str) -> list[tuple[str, Run]]:
-    """Runs of a part, with what they are of."""
+    """The runs of a part, with their cases."""
     split = [(run.workload.partition(": "), run) for run in found.runs]
     return [(case, run) for (name, _, case), run in split if name == part]
 

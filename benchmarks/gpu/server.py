@@ -18,7 +18,7 @@ from benchmarks.processes import Running, free_port
 
 START_SECONDS = 90.0
 PAUSE_US = 50_000
-"""A longer gap before a step is a pause of the clients."""
+"""A longer gap before a step counts as a pause of the clients."""
 KEPT = (
     "completed",
     "failed",
@@ -77,7 +77,7 @@ class Place:
 
 
 def binary() -> Path | None:
-    """The server to measure; None: there is none. `scripts/gpu.py` names the one that it unpacked."""
+    """The server to measure; None: there is none. `scripts/gpu.py` names the binary that it unpacked."""
     found = Path(os.environ.get("FOREBAY_TEST_BINARY", Path(__file__).resolve().parents[2] / ".venv/bin/forebay"))
     return found if found.is_file() else None
 
@@ -85,7 +85,7 @@ def binary() -> Path | None:
 def measure(
     place: Place, shape: str, late: Callable[[], bool], profiles: Path | None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Values of every load of a shape, one by one, and of the recording. `late()` leaves the rest out.
+    """Values of every load of a shape, one by one, and of the recording. Stops once `late()` is true.
 
     `profiles` gets the profile for `forebay sim`. Raises `ServerError`, `OSError` or `SubprocessError`.
     """
@@ -161,7 +161,7 @@ def kv_tokens(running: Running) -> int:
 
 
 def fit(place: Place, shape: str, steps: Path, tokens: int, to: Path) -> None:
-    """Makes a profile of a recording by a server with so many KV tokens."""
+    """Fits a profile to a recording of a server with this many KV tokens."""
     to.parent.mkdir(parents=True, exist_ok=True)
     subprocess.run(
         [

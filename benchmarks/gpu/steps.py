@@ -1,8 +1,8 @@
-"""A hand without a server: what steps take, what the host does for them, and whether the device waits.
+"""A hand without a server: the time of steps, the host's work for them, and whether the device waits.
 
 Two steps are in flight, as in a server. Host time is that of `launch`. The gap is the time between the events of two
-steps. The device is idle where no kernel runs: that is the time of a step, without the profiler, less the times of its
-kernels, which the profiler knows.
+steps. The device is idle where no kernel runs: the time of a step without the profiler, minus the profiled times of its
+kernels.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WARM = 5
 
 @dataclass(frozen=True)
 class Case:
-    """Steps of so many rows of `length` tokens behind `start` positions; `steps` of them are measured."""
+    """Steps with this many rows of `length` tokens after `start` positions; `steps` of them are measured."""
 
     rows: int
     start: int
@@ -61,7 +61,7 @@ def cases_of(shape: str) -> Sequence[Case]:
 
 @dataclass(frozen=True)
 class Measured:
-    """Microseconds, but for the share and what goes by another unit."""
+    """Microseconds, except for shares and other units in names."""
 
     case: str
     tokens_a_second: float
@@ -98,7 +98,7 @@ def runner_of(shape: str, device: str, cases: Sequence[Case]) -> ModelRunner:
 
 
 def plans(runner: ModelRunner, case: Case) -> Iterator[Plan]:
-    """Plans without end: the first writes the slots, each goes on where the one before ended."""
+    """Endless plans: the first one writes the slots, and each continues where the previous one ended."""
     size = runner.config.page_size
     numbers = np.arange(case.rows)
     total = case.start + case.length + (case.steps + PROFILED + WARM if case.length == 1 else 0)
@@ -119,7 +119,7 @@ def plans(runner: ModelRunner, case: Case) -> Iterator[Plan]:
         else:
             yield Plan(rows=rows).staged()
         first = False
-        # A prompt is computed again and again: what it writes is what was there.
+        # A prompt is computed again and again: it overwrites pages with the same values.
         start += case.length == 1
 
 
@@ -130,7 +130,7 @@ def fits(runner: ModelRunner, case: Case) -> bool:
 
 
 def run(runner: ModelRunner, planned: Iterator[Plan], steps: int) -> tuple[list[float], list[tuple[int, int]]]:
-    """Microseconds of the host a launch, and (device, gap) of each step; two are in flight."""
+    """Microseconds of the host per launch, and (device, gap) of each step; two are in flight."""
     host, timing = [], []
     flying: deque[Launched] = deque()
     for number in range(steps):
@@ -150,7 +150,7 @@ def measure(runner: ModelRunner, case: Case) -> Measured:
     run(runner, planned, WARM)
     host, timing = run(runner, planned, case.steps)
     device = np.array([step for step, _ in timing], float)
-    # The first step's gap is the pause before it.
+    # The first step's gap is the pause before the run.
     gap = np.array([between for _, between in timing][1:], float)
     took = float(np.median(device) + np.median(gap))
     return Measured(
@@ -209,7 +209,7 @@ def kernels_among(events: Iterable[tuple[str, float, float]]) -> list[Kernel]:
 
 
 def busy_us(kernels: Iterable[Kernel]) -> float:
-    """The time in which any kernel runs. One that begins early runs while it waits for the one before it."""
+    """The time in which any kernel runs. A kernel with an early launch counts while it waits for the one before it."""
     total = end = 0.0
     for kernel in sorted(kernels, key=lambda kernel: kernel.begin):
         behind = max(end, kernel.begin + kernel.us)

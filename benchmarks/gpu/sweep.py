@@ -1,10 +1,10 @@
-"""Other sizes of programs than those that kernels have, at the shapes of Qwen3-0.6B and Qwen3-8B.
+"""Tries other program sizes of kernels, at the shapes of Qwen3-0.6B and Qwen3-8B.
 
-    python3 -m benchmarks.gpu.sweep --seconds 40 --out sweep.json
+python3 -m benchmarks.gpu.sweep --seconds 40 --out sweep.json
 
-Attention has other tiles. Products of one row are beside PyTorch's, and products with codes go their two ways. The
-kernels of a step of one row have programmatic dependent launches, and none. First many processes compile, then one
-measures.
+Attention runs with other tiles. Products of one row are compared with PyTorch's, and products with codes run in two
+ways. The kernels of a step of one row run with and without programmatic dependent launches. First many processes
+compile, then one measures.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ CHAINS = (
     *((own, overlapping, False) for own in (False, True) for overlapping in (False, True)),
     (True, True, True),
 )
-"""Products of our own, kernels that overlap, and gates that are part of a product."""
+"""Combinations of our own products, overlapping kernels, and fused gates."""
 LAYERS = 28
 CROSSINGS, PLAN_WORDS, RESULT_WORDS = 20, 512, 129
 """As of 64 decode rows."""
@@ -97,7 +97,7 @@ def jobs(device: torch.device) -> Iterator[Job]:
 
 @contextmanager
 def sums_reduced(allowed: bool) -> Iterator[None]:
-    """Lets cuBLAS add parts of a sum in bfloat16, or does not, as a hand has it. It may then split long sums."""
+    """Lets cuBLAS add parts of a sum in bfloat16, or forbids it, as a hand does. cuBLAS may then split long sums."""
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_bf16_reduced_precision_reduction
     matmul.allow_bf16_reduced_precision_reduction = allowed
@@ -118,7 +118,7 @@ def linear(device: torch.device, rows: int, inputs: int, own: bool, tokens: int 
 
 
 def chain(device: torch.device, own: bool, fused: bool = False) -> Callable[[], object]:
-    """The kernels of all layers of a step of one row, one behind the other. `own` and `fused` as in `CHAINS`."""
+    """The kernels of all layers of a step of one row, in sequence. `own` and `fused` are as in `CHAINS`."""
     ops, heads = kernels(), Heads.of(SHAPES[SMALL])
 
     def random(*shape: int) -> torch.Tensor:

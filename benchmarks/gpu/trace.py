@@ -1,4 +1,4 @@
-"""What a step is made of: its kernels by time, and the gaps between them.
+"""The parts of a step: its kernels by time, and the gaps between them.
 
     python3 -m benchmarks.gpu.trace --out FOLDER
 
@@ -24,13 +24,13 @@ LARGEST = 20
 
 
 def gaps(kernels: Sequence[Kernel]) -> list[float]:
-    """Microseconds between the end of a kernel and the begin of the next one; 0 where they overlap."""
+    """Microseconds between the end of a kernel and the start of the next one; 0 if they overlap."""
     ordered = sorted(kernels, key=lambda kernel: kernel.begin)
     return [max(0.0, after.begin - before.begin - before.us) for before, after in pairwise(ordered)]
 
 
 def largest(kernels: Sequence[Kernel], steps_of: int) -> list[tuple[str, float, float]]:
-    """The names with most time: microseconds and launches of each, a step."""
+    """The kernel names with most time: microseconds and launches of each, per step."""
     by_name: dict[str, list[float]] = {}
     for kernel in kernels:
         by_name.setdefault(kernel.name, []).append(kernel.us)

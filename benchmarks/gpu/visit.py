@@ -1,8 +1,8 @@
-"""A short visit to a GPU: what matters most comes first, and no part costs another one.
+"""A short run on a GPU: the most important parts come first, and a failed part does not stop the others.
 
     python3 scripts/gpu.py visit first --out FOLDER
 
-Each part is a process with a time limit, and its end is that of all processes that it started. FOLDER/NAME.log has its
+Each part is a process with a time limit. When it ends, all processes that it started are ended. FOLDER/NAME.log has its
 output, FOLDER/NAME.json its results. FOLDER/gpu.json has the results of all parts. The last lines are a summary.
 """
 
@@ -25,7 +25,7 @@ from forebay.device.cuda_open import require_gpu
 from forebay.gpu.choose import VARIABLE
 
 MOST_LOG = 1 << 20
-"""Bytes of a part's output that are kept: one half of its beginning, one half of its end."""
+"""Bytes of a part's output that are kept: half from the beginning, half from the end."""
 GRACE_SECONDS = 2.0
 WORTH_SECONDS = 10.0
 """Nothing is begun with less time left."""
@@ -43,7 +43,7 @@ class Part:
     """The arguments of this interpreter. FOLDER stands for the folder of results."""
     variables: Mapping[str, str] = field(default_factory=dict)
     after_failure_of: str | None = None
-    """The part that this one explains: it is left out unless that one failed."""
+    """Run this part only if the named one failed, to explain the failure."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def run(part: Part, folder: Path, seconds: float) -> Outcome:
     log = folder / f"{part.name}.log"
     command = [sys.executable, *(word.replace("FOLDER", str(folder)) for word in part.arguments)]
     begun = time.monotonic()
-    # One cache: what a part has compiled, the next one has.
+    # All parts share one cache, so that later parts reuse compiled kernels.
     cache = os.environ.get("TRITON_CACHE_DIR", str(Path(tempfile.gettempdir(), "forebay-triton")))
     variables = {"TRITON_CACHE_DIR": cache, "PYTHONUNBUFFERED": "1", **part.variables}
     with Running(command, variables, 0, log, GRACE_SECONDS) as running:
@@ -127,7 +127,7 @@ def run(part: Part, folder: Path, seconds: float) -> Outcome:
 
 
 def visit(parts: Sequence[Part], folder: Path, seconds: float, say: Callable[[str], None]) -> list[Outcome]:
-    """Runs the parts, one after the other, and leaves out what there is no time for."""
+    """Runs the parts, one after the other, and skips those for which no time is left."""
     deadline, found = time.monotonic() + seconds, list[Outcome]()
     for part in parts:
         explained = next((outcome for outcome in found if outcome.name == part.after_failure_of), None)
@@ -160,7 +160,7 @@ def join(folder: Path, parts: Sequence[Part]) -> records.Results | None:
 
 
 def main() -> int:
-    """Runs a visit; 1 if a part did not end well."""
+    """Runs a visit; returns 1 if a part failed."""
     parser = argparse.ArgumentParser(prog="gpu.py visit", description=__doc__)
     parser.add_argument("which", choices=list(VISITS))
     parser.add_argument(
@@ -189,7 +189,7 @@ def _failed(status: int) -> str:
 
 
 def _cut(log: Path) -> str:
-    """The text of a log, whose middle is removed from the file if it is long."""
+    """The text of a log. If it is long, its middle is removed from the file."""
     data = log.read_bytes()
     if len(data) > MOST_LOG:
         half = MOST_LOG // 2

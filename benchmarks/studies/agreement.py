@@ -83,7 +83,7 @@ def clients() -> tuple[list[str], dict[str, str]]:
 
 
 def run(found: Results, names: list[str], rounds: int) -> None:
-    """Every case: one server, and the clients in turn. A client that fails is left out, and that is said."""
+    """Runs every case: one server, and the clients in turn. A client that fails is reported and left out."""
     for server, workload in CASES:
         with start(server, workload.setting) as running:
             for number, client in records.in_turn(rounds, names):

@@ -1,4 +1,4 @@
-"""Two builds of Forebay in turns: what a change costs on the host.
+"""Compares two builds of Forebay in turns: the cost of a change on the host.
 
     python -m benchmarks.studies.build_turns --old /elsewhere/.venv/bin/forebay --rounds 7
     python -m benchmarks.studies.build_turns --old /elsewhere/.venv/bin/forebay --model smollm2
@@ -29,7 +29,7 @@ OLD, NEW = "old", "new"
 ROUTER = "router"
 START_SECONDS = 60.0
 REQUESTS = 8192
-"""Work for seconds: CPU time is counted in hundredths of them."""
+"""Enough work for some seconds, since CPU time is counted in hundredths of a second."""
 KEY = "server_cpu_us_per_token"
 
 
@@ -59,7 +59,7 @@ def sides(server: Forebay, old: Path, new: Path) -> list[Forebay]:
 
 
 def measure(side: Forebay, workload: Workload) -> dict[str, Any]:
-    """Loads one build, through a router of the same build where that is what is asked. Raises ServerError."""
+    """Loads one build, or a router of the same build in front of it. Raises ServerError."""
     with start(side, workload.setting) as backend:
         if workload.name != ROUTER:
             return load(side, workload, backend)

@@ -4,8 +4,8 @@
     python -m benchmarks.studies.gsm8k_ranks --data-path test.jsonl --train-path train.jsonl
 
 Both compute Qwen2.5-Coder-0.5B in float32 with PyTorch's operators, greedily. Sums over ranks differ in the last bits,
-so two tokens that are nearly as likely may be taken the other way. An answer differs if the number that is read from it
-does. Ranks on a CPU are slow: 50 questions take about a quarter of an hour.
+so of two nearly equally likely tokens, either may be chosen. An answer differs if the number that is read from it does.
+Ranks on a CPU are slow: 50 questions take about a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Json = dict[str, Any]
 
 
 def command(binary: Path, ranks: int, parallel: int, port: int) -> list[str]:
-    """The server with so many ranks, each of which has a thread."""
+    """The server with this many ranks, each of which has one thread."""
     return [
         *(str(binary), "serve", str(models.directory(coder.NAME)), "--port", str(port)),
-        # One rank would compute with the compiled kernels otherwise.
+        # Otherwise a single rank would use the compiled kernels.
         *("--dtype", "float32", *(("--device", "deferred") if ranks == 1 else ("--tp-size", str(ranks)))),
         *("--threads", str(2 // ranks or 1), "--context-length", str(CONTEXT)),
         *("--max-running-requests", str(parallel), "--max-total-tokens", str(parallel * CONTEXT // 2)),

@@ -50,7 +50,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Answer:
-    """A question and its answer, by the names that `forebay eval gsm8k --raw-result-file` gives them."""
+    """A question and its answer, with the names that `forebay eval gsm8k --raw-result-file` gives them."""
 
     index: int
     prompt: str
@@ -73,7 +73,7 @@ def read_jsonl(path: Path) -> list[Json]:
 
 
 def last_integer(text: str) -> int | None:
-    """The last digits of a text without its commas, unless they are no Python integer: leading zeros."""
+    """The last integer in a text, without commas; a number with leading zeros, which Python does not parse, is none."""
     digits = re.findall(r"[0-9]+", text.replace(",", ""))
     if not digits or (digits[-1].startswith("0") and digits[-1].strip("0")):
         return None
@@ -125,7 +125,7 @@ class Reference:
         return cls(model.eval(), tokenizer, _ids(config.eos_token_id) | _ids(model.generation_config.eos_token_id))
 
     def answers(self, prompts: Sequence[str], labels: Sequence[int], most: int) -> Iterable[Answer]:
-        """The answers of at most `most` tokens, one by one. What all prompts begin with is computed once."""
+        """The answers of at most `most` tokens, one by one. The common beginning of all prompts is computed once."""
         encoded = [self._tokenizer.encode(prompt).ids for prompt in prompts]
         # The last token is always computed: it gives the first logits.
         heads = zip(*(ids[:-1] for ids in encoded), strict=False)
@@ -178,7 +178,7 @@ def _ids(ids: int | list[int] | None) -> set[int]:
 def differences(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> list[str]:
     """The differences of each question whose prompt, text or number is not the same in both; empty: they agree.
 
-    Questions that only we were asked, after those of the reference, say nothing.
+    Further questions that only our side answered are ignored.
     """
     found = []
     if len(ours) < len(theirs):

@@ -1,4 +1,4 @@
-"""GSM8K with Forebay beside transformers: what a comparison counts, the file of results, and its table."""
+"""GSM8K with Forebay compared with transformers: the counts, the file of results, and its table."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def record(model: str, values: dict[str, Any], path: Path | None = None) -> Path
     path = path or records.path_of(BENCHMARK)
     found = records.new(BENCHMARK, rounds=0)
     rows = {run.workload: run for run in records.read(path).runs} if path.is_file() else {}
-    # Rows may be of different days: each says of which.
+    # Rows may be from different days, so each states its date.
     measured = f"{found.date} ({found.machine['commit']})"
     rows[model] = Run(model, SERVER, 1, {**values, "measured": measured})
     found.runs = list(rows.values())

@@ -1,10 +1,9 @@
-"""The worth of sparse decoding from host memory in simulated time: requests that run, tokens, and the wait for saves.
+"""The benefit of sparse decoding from host memory in simulated time: requests that run, tokens, and the wait for saves.
 
     python -m benchmarks.studies.hisparse
 
-Schedulers are real; devices, copies and misses take the time that a profile says, which nobody has measured. So one run
-is enough, and a ratio is of two simulations of the same traffic. How many of the chosen positions are missed is
-assumed.
+Schedulers are real; devices, copies and misses take the time that a profile says, which is not measured. So one run is
+enough, and a ratio is of two simulations of the same traffic. How many of the chosen positions are missed is assumed.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ BLOCK_TOKENS = 512
 
 @dataclass(frozen=True)
 class Setting:
-    """A traffic: so many requests at once, of equal lengths, that share nothing."""
+    """A traffic pattern: this many requests at once, of equal lengths, without common prefixes."""
 
     profile: str
     requests: int
@@ -47,7 +46,7 @@ ARMS = {
     "token, behind": ("token", "behind"),
     "page, behind": ("page", "behind"),
 }
-"""Before that change, after it, without any wait, and what is served with."""
+"""Before that change, after it, without any wait, and with the default settings."""
 MISSES = (20, 40, 100, 200, 400)
 RATIO = "8"
 
@@ -109,7 +108,7 @@ def capacity_row(name: str, found: dict[str, Any], base: dict[str, Any]) -> list
 
 
 def small(setting: Setting) -> str:
-    """Fewer requests than the device has room for: nothing is to be lost."""
+    """Fewer requests than the device has room for: sparse decoding should lose nothing."""
     rows = []
     for running in (1, 2, 4):
         few = Setting(setting.profile, 2 * running, setting.input_tokens, setting.output_tokens, running)

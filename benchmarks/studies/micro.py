@@ -2,8 +2,8 @@
 
     make bench-micro        # runs them, then this
 
-Criterion leaves an estimate of every benchmark below target/criterion. The estimates are put beside each other by the
-number of running or cached things, a row for each operation, so that growth with it can be seen.
+Criterion leaves an estimate of every benchmark below target/criterion. The table has a row for each operation and a
+column for each number of running or cached items, so that growth is visible.
 """
 
 from __future__ import annotations

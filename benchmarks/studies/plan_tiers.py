@@ -1,4 +1,4 @@
-"""The worth of a host tier for a recorded traffic: prefix hits and replicas, by its size.
+"""The benefit of a host tier for recorded traffic: prefix hits and replicas, by its size.
 
     python -m benchmarks.studies.plan_tiers --trace FILE
 
@@ -39,7 +39,7 @@ def plan(asked: argparse.Namespace, ratio: float) -> dict[str, Any]:
 
 
 def chosen(found: dict[str, Any]) -> dict[str, Any]:
-    """The outcome of the answer, or of the largest number that was tried."""
+    """The result for the answer, or for the largest number that was tried."""
     tried: list[dict[str, Any]] = found["tried"]
     return next((outcome for outcome in tried if outcome["replicas"] == found["answer"]), tried[-1])
 

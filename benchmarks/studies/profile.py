@@ -2,9 +2,9 @@
 
     python -m benchmarks.studies.profile --streams 2048
 
-Needs Linux's `perf`. A chunk has one token, as in `benchmarks.egress`. Samples are taken of every thread, and each is
-put into the first group whose words its call stack has. The load generator reads the CPU time from the server's own
-accounts in the same run, which makes microseconds of shares.
+Needs Linux's `perf`. A chunk has one token, as in `benchmarks.egress`. Samples are taken of every thread, and each goes
+to the first group whose words occur in its call stack. The load generator reads the server's CPU time in the same run,
+which converts shares to microseconds.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def samples(script: str) -> Iterator[tuple[str, str]]:
 
 
 def record(pid: int, into: Path) -> None:
-    """Samples a process for a while, once its load has settled."""
+    """Samples a process for a while, after its load has settled."""
     time.sleep(WARM_SECONDS)
     command = ["perf", "record", "-e", "cpu-clock", "-F", str(FREQUENCY), "-g", "-p", str(pid), "-o", str(into)]
     subprocess.run([*command, "--", "sleep", str(SAMPLED_SECONDS)], check=True, capture_output=True)

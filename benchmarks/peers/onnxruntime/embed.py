@@ -2,8 +2,8 @@
 
     python embed.py --model FILE --tokenizer FILE --texts FILE --in-flight 64 --seconds 5 --threads 2
 
-So many texts are there at a time. They are made tokens, sorted by length and cut into batches, each padded to its own
-longest text. Every size of `BATCHES` is tried first, and the quickest is measured. Prints one object of JSON.
+This many texts are in flight at a time. They are tokenised, sorted by length and cut into batches, each padded to its
+longest text. Every size of `BATCHES` is tried first, and the fastest is measured. Prints one object of JSON.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ PACKAGE = "sgl_kernel"
 
 
 class MissingKernel:
-    """Stands for a function or a class that is not there."""
+    """Stands for a function or a class that does not exist."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
@@ -28,7 +28,7 @@ class MissingKernel:
         raise NotImplementedError(f"{self.__name__} is a kernel for GPUs")
 
     def __getattr__(self, name: str) -> MissingKernel:
-        # Double underscores are questions about what this is, and not kernels.
+        # Names with double underscores are Python's own lookups, not kernels.
         if name.startswith("__"):
             raise AttributeError(name)
         return MissingKernel(f"{self.__name__}.{name}")

@@ -46,7 +46,8 @@ class Rotary:
     def keep(self, positions: int) -> None:
         """Keeps the angles of the first `positions`, two rows of a head each.
 
-        A step then reads them with two operators. Otherwise it computes them with eleven, which a GPU launches one by one.
+        A step then reads them with two operators. Otherwise it computes them with eleven, which a GPU launches one by
+        one.
         """
         if self._kept is None:
             every = torch.arange(positions, device=self._frequencies.device)
