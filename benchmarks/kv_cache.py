@@ -2,9 +2,9 @@
 
     python -m benchmarks.kv_cache --text GSM8K_TEST.jsonl
 
-Hands without a server: weights in the blocks of their file, and pages with keys and values in each type in turn. Steps
-are decode rows and pieces of prompts behind contexts of rising length, on pages in no order. Perplexity is of GSM8K's
-text in windows of 2048 tokens, of which attention reads each token from its page.
+Hands run without a server, with GGUF weights as stored, and with keys and values of each type in turn. Steps are decode
+rows and prompt chunks after contexts of rising length, on pages in random order. Perplexity is of GSM8K's text in
+windows of 2048 tokens, of which attention reads each token from its page.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Golden values of the random source: whoever computes it, on whatever device, gives these."""
+"""Expected values of the random source, for all implementations on all devices."""
 
 from __future__ import annotations
 

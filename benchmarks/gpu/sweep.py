@@ -159,9 +159,9 @@ def chains(device: torch.device) -> Iterator[tuple[str, float]]:
 
 
 def crossing(device: torch.device, mapped: bool) -> Callable[[], object]:
-    """A plan on its way to the device, a short kernel, and results on their way back, `CROSSINGS` times.
+    """Copies a plan to the device, runs a short kernel, and copies results back, `CROSSINGS` times.
 
-    `mapped`: kernels read and write the host's memory, and no copy engine does.
+    `mapped`: kernels read and write host memory directly, without a copy engine.
     """
     ops, heads = kernels(), Heads.of(SHAPES[SMALL])
     pinned = device.type == "cuda"

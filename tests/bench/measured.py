@@ -1,4 +1,4 @@
-"""Measurements that nobody made, for tests of what is made of them."""
+"""Made-up measurements, for tests of the code that reads measurements."""
 
 from __future__ import annotations
 

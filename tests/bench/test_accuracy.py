@@ -1,4 +1,4 @@
-"""The benchmark of quantised products: what it counts, and the table of its results."""
+"""The benchmark of quantised products: its counts, and the table of its results."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def test_a_server_is_started_once_a_round_for_all_workloads(monkeypatch: pytest.
     workloads = [cpu_model.generation(8), cpu_model.prefill(1)]
     path = tmp_path / "found.json"
     found = compare.compare_together("cpu_model", workloads, ["forebay", "vllm"], 2, path)
-    # What did not start is not waited for again.
+    # A server that did not start is not started again.
     assert [name for name, _ in started] == ["forebay", "vllm", "forebay"]
     assert {(setting.streams, setting.context) for _, setting in started} == {(8, 1280)}
     measured = [(run.round, run.workload, run.server) for run in found.runs]

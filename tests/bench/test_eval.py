@@ -1,4 +1,4 @@
-"""`forebay eval gsm8k` against a server that says what it is told to, and against a real one and transformers."""
+"""`forebay eval gsm8k` against a scripted server, and against a real server and transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEST, TRAIN = read_jsonl(DATA / "test.jsonl"), read_jsonl(DATA / "train.jsonl")
 SECONDS = 300
 
 Json = dict[str, Any]
-# What to say to question number `index` at attempt number `attempt`, from 0: a text, or a status.
+# The answer to question number `index` at attempt number `attempt`, from 0: a text, or a status.
 Script = Callable[[int, int], str | int]
 
 
@@ -215,7 +215,7 @@ def test_retries(tmp_path: Path) -> None:
 def test_so_many_at_a_time_and_no_more(tmp_path: Path) -> None:
     at_once, most = 0, 0
     lock = threading.Lock()
-    # Nobody is answered before as many have asked as may: with fewer at a time the barrier would break.
+    # The server answers only when the allowed number of requests has arrived: with fewer, the barrier would break.
     barrier = threading.Barrier(5, timeout=SECONDS)
 
     def script(index: int, _: int) -> str:
@@ -226,7 +226,7 @@ def test_so_many_at_a_time_and_no_more(tmp_path: Path) -> None:
         barrier.wait()
         with lock:
             at_once -= 1
-        # Nobody is answered before all five are counted as gone.
+        # The server answers only after all five are counted as gone.
         barrier.wait()
         return right(index)
 

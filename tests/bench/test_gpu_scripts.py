@@ -1,4 +1,6 @@
-"""scripts/gpu.py and its benchmarks where there is no GPU: they say why, and what they measure can be measured here."""
+"""scripts/gpu.py and its benchmarks on a machine without a GPU: they report that, and their measurements run on a CPU
+here.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def gpu() -> ModuleType:
 
 
 def run(*arguments: str, **variables: str) -> str:
-    """As on a host without this project's environment: nothing says where the sources are."""
+    """As on a host without this project's environment: no variable points to the sources."""
     command = [sys.executable, str(SCRIPT), *arguments]
     environment = {**os.environ, "FOREBAY_GPU_KERNELS": "reference", **variables}
     done = subprocess.run(command, cwd="/", env=environment, check=True, capture_output=True, text=True, timeout=300)
@@ -196,7 +198,7 @@ def test_made_up_tokenizers_have_each_token_and_lose_no_text(size: int) -> None:
 
 
 def test_goals_are_of_what_is_measured() -> None:
-    """A goal whose case nobody measures would be missed without a word."""
+    """A goal whose case is not measured would be skipped silently."""
     sizes, names = operators.Sizes(), {f"steps: {case.name}" for case in CASES}
     names |= {f"operators: {kind}, {rows} rows" for kind in ("draw", "largest logit") for rows in sizes.rows}
     names |= {f"server: {load.name}" for shape in (SMALL, LARGE) for load in server.LOADS[shape]}

@@ -1,4 +1,4 @@
-"""A visit to a GPU goes on whatever a part does, and its results are those of all parts."""
+"""A visit to a GPU continues whatever a part does, and its results include all parts."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_second():
 
 @pytest.mark.parametrize("workers", [False, True])
 def test_a_gpu_that_has_failed_fails_no_later_test(tmp_path: Path, workers: bool) -> None:
-    """Nothing that CUDA is asked for passes in a process behind such an error: it ends, and xdist begins a new one."""
+    """After such an error, CUDA calls in the process fail: the process ends, and xdist starts a new one."""
     (tmp_path / "test_fails.py").write_text(FAILS)
     flags = ["-p", "tests.gpu_device.conftest", "-p", "no:cacheprovider", *(["-n", "1"] if workers else [])]
     # It is no worker of the xdist that may run this test.

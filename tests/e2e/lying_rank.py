@@ -1,4 +1,4 @@
-"""A hand in Python that lies once for each signal: its next result is not what it computed.
+"""A hand in Python that sends one wrong result for each signal.
 
 `program` writes an interpreter that starts it in place of the real one. SIGRTMIN and those behind it choose the lie.
 """
@@ -42,7 +42,7 @@ def other_step(result: StepResult) -> None:
 LIES: tuple[Callable[[StepResult], None], ...] = (other_token, failed_row, token_too_few, other_step)
 SIGNALS = tuple(signal.SIGRTMIN + number for number in range(len(LIES)))
 CONTRADICTING = SIGNALS[LIES.index(token_too_few) :]
-"""Those lies that contradict the plan. Ranks with requests of their own can tell no other."""
+"""The lies that contradict the plan. Ranks with separate requests can detect only these."""
 
 
 def program(folder: Path) -> Path:

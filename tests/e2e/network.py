@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Network:
-    """Relays TCP connections to a port of this machine, from a thread of its own. A context manager."""
+    """Relays TCP connections to a port of this machine on a separate thread. A context manager."""
 
     def __init__(self, port: int) -> None:
         self._to = port
@@ -45,11 +45,11 @@ class Network:
         self._run(reset())
 
     def silence(self) -> None:
-        """From now on nothing arrives anywhere, and nobody is told: a cable that was pulled."""
+        """From now on no data arrives, and no side is notified, as with a pulled cable."""
         self._loop.call_soon_threadsafe(self._flows.clear)
 
     def restore(self) -> None:
-        """New connections work again. What was silent is reset, as by machines that have forgotten it."""
+        """New connections work again. Silent ones are reset, as by machines that have forgotten them."""
         self.cut()
         self._loop.call_soon_threadsafe(self._flows.set)
 

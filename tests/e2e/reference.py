@@ -12,12 +12,12 @@ from tests.e2e.models import Model
 from tests.e2e.server import ROOT
 
 CLEAR = 1e-3
-"""Between logits that are closer than this, the order of additions decides in float32 too: there is no right token."""
+"""If logits are closer than this, the order of additions decides even in float32: no token is right or wrong."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt and what a greedy model says to it."""
+    """A prompt and a greedy model's answer."""
 
     prompt: list[int]
     tokens: list[int]

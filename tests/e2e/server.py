@@ -21,7 +21,7 @@ from tests.e2e.waiting import eventually
 ROOT = Path(__file__).resolve().parents[2]
 BINARY = binary()
 CACHE = ROOT / ".pytest_cache/forebay"
-"""What servers keep of models: from one run to the next, and not where the developer's own servers keep it."""
+"""The servers' cache of models: it is kept between runs, and separate from the developer's own."""
 START_SECONDS = 120
 STOP_SECONDS = 30
 LOG_TAIL = 8000
@@ -138,7 +138,8 @@ class Server:
 
     @contextmanager
     def held(self, count: int) -> Iterator[None]:
-        """No step is computed until `count` requests are there. The block sends them, and waits for none."""
+        """No step is computed until `count` requests have arrived. The block sends them, and must not wait for answers.
+        """
         hands = self.hands()
         assert hands
         for hand in hands:

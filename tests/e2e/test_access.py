@@ -33,7 +33,7 @@ def code(response: httpx2.Response) -> tuple[int, str]:
 
 @pytest.fixture
 def few_files() -> Iterator[None]:
-    """What is started meanwhile may have few files open."""
+    """Within the block, started processes may have only a few open files."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (FILES // 2, before[1]))
     yield
@@ -47,7 +47,7 @@ def test_the_limit_of_open_files_is_raised(serve: Serve, tiny: Model, few_files:
 
 
 def test_health_is_told_whoever_sits_there(tmp_path: Path, tiny: Model) -> None:
-    """More idle connections than the process may have files: they make room, and nobody waits."""
+    """More idle connections than the process may have open files: idle ones are closed, and no client waits."""
     limit = ["prlimit", f"--nofile={FILES}:{FILES}"]
     port = free_port()
     arguments = [str(tiny.path), *SIM, "--log-interval", "0", "--port", str(port)]

@@ -1,4 +1,5 @@
-"""Adapters end to end: by name at the start and at run time, over a death, and never with the cache of another."""
+"""Adapters end to end: loaded by name at the start and at run time, kept when a hand dies, with separate prefix caches.
+"""
 
 from __future__ import annotations
 
@@ -146,7 +147,7 @@ def test_a_dead_hand_comes_back_with_its_adapters(serve: Serve, tiny: Model, fol
 
 def test_ranks_divide_adapters(serve: Serve, tiny: Model, folder: Path) -> None:
     modules = (f"tone={folder / 'tone'}", f"other={folder / 'other'}")
-    # One place: each adapter has to come again, to all ranks.
+    # There is one place, so each adapter is loaded again, on all ranks.
     server = serve(tiny, "--lora-modules", *modules, "--max-loras", "1", "--tp-size", "2", "--dtype", "float32")
     answers: dict[str | None, list[int]] = {None: greedy(tiny.reference)}
     answers |= {name: greedy(merged(tiny, folder / name)) for name in ("tone", "other")}
@@ -182,7 +183,7 @@ def test_adapters_come_and_go_at_run_time(serve: Serve, tiny: Model, folder: Pat
     make(config, tmp_path / "root/two", seed=4, strength=0.1)
     assert load("two", str(tmp_path / "root/two"), **ADMIN)[0] == 200
     assert tokens(server, "two") == greedy(merged(tiny, tmp_path / "root/two"))
-    # The one place went to `two`, and the files of `one` are others by now.
+    # The one place now has `two`, and the files of `one` have changed.
     make(config, tmp_path / "root/one", seed=5, strength=0.1)
     body = {"model": "one", "prompt": PROMPT, "max_tokens": 2}
     changed = server.post("/v1/completions", body)

@@ -24,7 +24,7 @@ SECONDS = 120
 QUESTION = "Mail me the weather."
 ANSWER = "I have sent it."
 MAIL = "it is sunny, and sent"
-# The quotes keep what a tool says apart from what was asked of it.
+# The quotes separate a tool's output from the question.
 LOOK = "echo it is sun''ny"
 
 pytestmark = pytest.mark.skipif(not PROGRAMS.exists(), reason="`make setup-agents` installs these programs")
@@ -167,5 +167,5 @@ def test_an_agent_finishes_a_task_with_three_tools(name: str, tmp_path: Path, mo
         answered = server.metric("vllm:request_success_total", finished_reason="stop")
         assert answered >= 4
         queried, hit = prefix(server)
-    # Of four turns the first finds nothing. Of the prompts of the others at least 95 % was there before.
+    # The first of four turns finds nothing. In the other prompts, at least 95 % was cached.
     assert hit > 0.95 * 0.75 * queried, (queried, hit)

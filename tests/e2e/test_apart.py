@@ -1,4 +1,4 @@
-"""Ranks of one replica on several workers, which talk to each other over an interface that is named."""
+"""Ranks of one replica on several workers, which communicate over a named interface."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def interface() -> tuple[str, bool]:
     """A network interface with an address, and whether only this machine reaches it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            # Nothing is sent: it only asks for the way.
+            # Sends nothing: it only looks up the route.
             probe.connect(("192.0.2.1", 9))
         except OSError:
             return "lo", True

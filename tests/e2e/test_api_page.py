@@ -1,4 +1,4 @@
-"""docs/api.md against a server: its endpoints, and what becomes of each field."""
+"""docs/api.md against a server: its endpoints, and the effect of each field."""
 
 from __future__ import annotations
 

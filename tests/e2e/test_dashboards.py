@@ -1,4 +1,4 @@
-"""What dashboards, alerts and autoscalers read is what a server and a router say."""
+"""Dashboards, alerts and autoscalers read only metrics that a server or a router has."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ def test_the_numbers_are_of_the_requests(served: Metrics) -> None:
 
 
 def documented() -> set[str]:
-    """What docs/operations.md says of vLLM's dashboards that is missing."""
+    """The metrics of vLLM's dashboards that docs/operations.md lists as missing."""
     section = (ROOT / "docs/operations.md").read_text(encoding="utf-8").split("\n## vLLM's dashboards\n")[1]
     rows = [line for line in section.split("\n## ")[0].splitlines() if line.startswith("| `")]
     return {name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
 
 
 def test_dashboards_of_vllm_fill_as_far_as_the_page_says(served: Metrics) -> None:
-    """A metric that is added to the server has to leave the page, one that is lost fails here."""
+    """If a metric is added to the server, the page must no longer list it; a lost metric fails here."""
     served_names = {base(sample.name) for sample in served.samples}
     wanted = {name for board in VLLM for name in board["metrics"]}
     assert wanted - served_names == documented()

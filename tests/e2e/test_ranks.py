@@ -27,7 +27,7 @@ KILLS = int(os.environ.get("FOREBAY_KILLS", "2"))
 
 
 def same_tokens(serve: Serve, model: Model, *flags: str, count: int = 24) -> Server:
-    """A server with these flags, which gave the tokens of one rank with PyTorch's operators."""
+    """A server with these flags, after a check that it gives the same tokens as one rank with PyTorch's operators."""
     alone = serve(model, "--device", "deferred", "--dtype", "float32")
     expected = undisturbed(alone, requests(model, count))
     alone.kill()

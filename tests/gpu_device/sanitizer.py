@@ -48,7 +48,7 @@ def check(
         options += ["--report-api-errors", "no"]
     for name in kernels:
         options += ["--kernel-name", f"kns={name}"]
-    # Memory of its own for each tensor: what lies behind one is not another.
+    # Separate memory for each tensor, so that reads beyond its end do not hit another one.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [str(tool), *options, sys.executable, "-m", *module],

@@ -1,4 +1,4 @@
-"""Graphs on a GPU: they give what their kernels give, and behind the warm-up nothing is compiled."""
+"""Graphs on a GPU: they give the results of their kernels, and nothing is compiled after the warm-up."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ runner.launch(builder.build()).collect()
 
 
 def test_a_page_that_nobody_wrote_ends_the_hand_in_one_line() -> None:
-    """In a process of its own: CUDA computes nothing more in it."""
+    """Runs in a separate process: CUDA can't compute in it afterwards."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     found = subprocess.run(
         [sys.executable, "-c", BAD], env=environment, capture_output=True, text=True, check=False, timeout=120

@@ -128,7 +128,7 @@ def test_plans_may_be_read_in_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_launch_waits_for_nothing(family: str, sampling: Sampling) -> None:
-    """A prompt, a chunk behind it beside another prompt, decode rows of unlike lengths, one alone."""
+    """A prompt, its next chunk beside another prompt, decode rows of different lengths, and one row alone."""
     dtype = "bfloat16" if family in EXPERTS else "float32"
     runner = runner_of(reference_model(family), device="cuda", dtype=dtype)
     runner.warm_up()

@@ -20,7 +20,7 @@ from tests.hand.drafted import TOKENS
 from tests.hand.support import hf_config, random_model, runner_of, whole_weights
 
 SIZE = 40
-"""Tokens that a head with a vocabulary of its own drafts."""
+"""Tokens drafted by a head with a separate vocabulary."""
 
 
 @dataclass
@@ -166,7 +166,7 @@ class Reference:
         known, drafted, states = list(tokens), [], []
         keys = torch.zeros(0)
         for _ in range(count):
-            # The last known token needs no feature of its own.
+            # No feature is needed for the last known token.
             before = torch.stack([torch.zeros_like(features[0]), *features[: len(known) - 1]])
             state, keys = self._layer(torch.tensor(known), before)
             drafted.append(self._likely(state[-1]))

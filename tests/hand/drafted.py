@@ -26,7 +26,7 @@ WAYS = {
 
 
 class Streams:
-    """Requests in slots 0 .., each on pages of its own."""
+    """Requests in slots 0 .., each on its own pages."""
 
     def __init__(self, runner: ModelRunner, *samplings: Sampling) -> None:
         self.runner = runner

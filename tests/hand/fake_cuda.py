@@ -32,7 +32,7 @@ class FakeStream:
 
 
 class FakeEvent:
-    """Notes in which stream it was recorded, and how often somebody waited for it."""
+    """Records in which stream it was recorded, and how often it was waited for."""
 
     clock = staticmethod(time.perf_counter)
 

@@ -1,4 +1,4 @@
-"""Prompts, and the tokens that transformers puts behind them."""
+"""Prompts, and the tokens that transformers generates after them."""
 
 from __future__ import annotations
 

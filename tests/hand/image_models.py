@@ -186,7 +186,7 @@ class Image:
 
 
 Part = Image | int
-"""Of a prompt: an image, or so many random tokens."""
+"""A part of a prompt: an image, or this many random tokens."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class Prompt:
     images: tuple[tuple[int, int, Image], ...]
     """First position of each, its number, and the image."""
     end: int
-    """The number of the first position behind the prompt."""
+    """The number of the first position after the prompt."""
 
     @classmethod
     def of(cls, *parts: Part, seed: int = 0) -> Prompt:
@@ -358,7 +358,7 @@ class ImageBrain(MiniBrain):
             self._images += 1
 
     def _advance(self, request: Request, builder: PlanBuilder, chunk: int) -> bool:
-        """No row ends within an image that has to be whole: it ends before it, or behind."""
+        """No row ends within an image that must be whole: it ends before or after it."""
         assert isinstance(request, ImageRequest)
         end = min(request.computed + chunk, len(request.prompt) + request.sampled)
         for first, _, image in request.seen.images if self._whole else ():

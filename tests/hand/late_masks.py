@@ -1,4 +1,4 @@
-"""A story with masks that are not ready: rows are computed without a token, and come again."""
+"""A sequence of steps with masks that are not ready: rows are computed without a token, and again later."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Step: TypeAlias = Callable[[Plan, Masks], StepResult]
 Late: TypeAlias = Callable[[int, int], bool]
 """True if the mask of this slot is not ready in this step."""
 Drafted: TypeAlias = Callable[[int, int], list[int]]
-"""Drafts for a slot that has said so many tokens."""
+"""Drafts for a slot that has generated this many tokens."""
 Said: TypeAlias = list[tuple[int, list[int], list[float]]]
 """Tokens, each with the ids and values of its log-probabilities."""
 
@@ -54,7 +54,7 @@ def mask_of(slot: int, position: int, vocabulary: int) -> UInt32s | None:
 def tell(
     step_of: Step, late: Late, vocabulary: int = TINY["vocab_size"], drafted: Drafted = lambda *_: []
 ) -> tuple[list[Said], int]:
-    """What each slot says, and the number of steps. Masks behind drafts are late too."""
+    """The tokens of each slot, and the number of steps. The masks of drafts are late too."""
     said: list[Said] = [[] for _ in SLOTS]
     prompt, pages = 5, 4
     step, begun = 0, False
@@ -111,7 +111,7 @@ def tell(
 
 
 def check_late(step_of: Callable[[], Step], late: Late, vocabulary: int = TINY["vocab_size"]) -> None:
-    """Compares a story with one in which all masks are ready. `step_of` gives a new hand."""
+    """Compares a sequence of steps with one in which all masks are ready. `step_of` gives a new hand."""
     expected, _ = tell(step_of(), lambda *_: False, vocabulary)
     found, _ = tell(step_of(), late, vocabulary)
     compare(found, expected)

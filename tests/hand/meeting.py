@@ -11,7 +11,7 @@ from forebay.protocol.frames import Frame, Kind, encode_json
 
 
 class Meeting:
-    """The store of one group. Each rank is answered by a thread of its own."""
+    """The store of one group. A separate thread answers each rank."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}

@@ -298,7 +298,7 @@ def bytes_read(group: Group, config: dict[str, Any]) -> dict[str, int]:
 
 
 def facts(group: Group, config: dict[str, Any], available: list[int]) -> dict[str, Any]:
-    """What a rank tells the brain of a model that is not loaded, where it has so many bytes free."""
+    """A rank's report to the brain about a model that is not loaded, with this many bytes free."""
     config = {**config, "rank": group.rank, "world_size": group.world}
     with patch.object(cpu, "host_available", lambda: available[group.rank]):
         return ModelRunner(RunnerConfig.from_dict(config), meet=lambda device: group).facts()

@@ -27,7 +27,7 @@ WHOLE = [
 SAMPLINGS = {SamplerKind.GREEDY: [Sampling()], SamplerKind.DRAWN: DRAWN, SamplerKind.WHOLE: WHOLE}
 NOBODY = -77
 BAD = 20
-"""One of so many pages holds no numbers, in one step of eight."""
+"""One page of this many holds NaN, in one step of eight."""
 
 
 class Eager(Graphs):
@@ -47,7 +47,7 @@ class Eager(Graphs):
 
 @dataclass(frozen=True)
 class Seen:
-    """All that a step leaves behind, without what belongs to padding."""
+    """All state after a step, except for padding."""
 
     tensors: dict[str, torch.Tensor]
     errors: list[int]

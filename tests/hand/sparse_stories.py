@@ -1,4 +1,4 @@
-"""Two hands of one model in step: one has all pages on the device, the other drops them and brings them back."""
+"""Runs two hands of one model in step: one has all pages on the device, the other drops pages and restores them."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class Both:
             sparse.host_writes.append((life.slot, index, life.host[-1]))
 
     def drop(self, life: Life, indices: list[int], builder: PlanBuilder) -> list[int]:
-        """Gives pages up; those that nobody has any more."""
+        """Frees pages; those that no request uses any more."""
         given = [life.hot[index] for index in indices]
         for index in indices:
             life.hot[index] = NO_PAGE
@@ -189,7 +189,7 @@ class Both:
         """Drops some pages, or brings one back."""
         random, can = self.random, life.droppable()
         some = sorted(random.permutation(can)[: random.integers(1, len(can) + 1)].tolist()) if can else []
-        # Queries below the top-k are computed without an index where nobody is sparse: equal, but not bit by bit.
+        # If no slot is sparse, queries below the top-k are computed without an index: equal, but not bit by bit.
         if not life.rows and some and life.computed >= TOP_K:
             given = self.drop(life, some, builder)
             while len(given) < self.row_pages:
@@ -390,7 +390,8 @@ def watched() -> Iterator[list[torch.Tensor]]:
 def run_beside_cpu(
     logits: Logits, family: str, hand: Mapping[str, Any], lookahead: int = 1, most: float = 1e-4, **changes: Any
 ) -> None:
-    """Runs a story beside a CPU's hand with all pages. Another one is told if a choice was a matter of rounding.
+    """Compares a sequence of steps with a CPU hand with all pages. If rounding decided a choice, another sequence is
+    tried.
 
     Other operators add in another order, so logits differ by up to `most`, and nearly equal scores change places.
     """

@@ -114,7 +114,7 @@ def fp8_tensors() -> Format:
 
 
 def awq(group: int) -> Format:
-    """Words of outputs, in an order of their own."""
+    """Words of outputs, in another order."""
 
     def store(module: str, weight: torch.Tensor, generator: torch.Generator) -> tuple[Weights, torch.Tensor]:
         codes, values, scales, zeros = _rounded(weight, group, symmetric=False, dtype=torch.float16)

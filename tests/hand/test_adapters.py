@@ -85,7 +85,7 @@ def manifest(path: Path, scales: dict[str, float]) -> dict[str, Any]:
 
 
 def bring(runner: ModelRunner, manifests: Sequence[dict[str, Any]], first: int = 0) -> list[int]:
-    """Brings adapters to places 0, 1, ..., with ids behind `first`. Gives the errors, by place."""
+    """Loads adapters into places 0, 1, ..., with ids after `first`. Returns the errors, by place."""
     step = PlanBuilder(step=1000 + first, wait_us=[1000])
     for place, found in enumerate(manifests):
         runner.know({"op": "know", "id": first + place, "manifest": found})

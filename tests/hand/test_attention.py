@@ -47,7 +47,7 @@ def check(
     generator = torch.Generator().manual_seed(seed)
     pages_a_slot = -(-max(start + length for start, length in rows) // PAGE)
     page_count = pages_a_slot * len(rows) + 3
-    # Whatever nobody may look at is not a number.
+    # All positions that must not be read are NaN.
     kv = LayerKV(*(torch.full((page_count * PAGE, KV_HEADS, DIM), torch.nan, dtype=dtype) for _ in range(2)))
     page_table = random.permutation(page_count)[: pages_a_slot * len(rows)].reshape(len(rows), pages_a_slot)
 

@@ -1,4 +1,5 @@
-"""Copies between the device's pages and the host's: what comes back is what was saved, whatever happens meanwhile."""
+"""Copies between the device's pages and the host's: restored pages have the saved content, whatever happens meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ class Hand:
         return result
 
     def until_ended(self, count: int) -> list[list[int]]:
-        """Waits for the ends of so many copies, of those that nobody has asked for yet."""
+        """Waits for the ends of this many copies that were not reported yet."""
         while len(self._ended) < count:
             self.step(wait_us=1000)
         ended, self._ended = self._ended, []

@@ -203,7 +203,7 @@ def test_memory_is_measured_while_steps_run(fake: FakeCuda) -> None:
 
 
 def test_a_measurement_uses_a_pool_of_graphs_up(fake: FakeCuda) -> None:
-    """PyTorch asserts that nobody else captures into a pool whose memory is gone."""
+    """PyTorch asserts that no other capture uses a pool whose memory is gone."""
     device = CudaDevice()
     device.measure(lambda: [device.capture(lambda: None) for _ in range(2)])
     for _ in range(2):
@@ -387,7 +387,7 @@ ASKED = {
 
 
 def plans(asked: Sampling) -> list[PlanBuilder]:
-    """A prompt; a chunk behind it and a new prompt; decode rows of unlike lengths; a single one."""
+    """A prompt; its next chunk and a new prompt; decode rows of different lengths; a single one."""
     made = [PlanBuilder(number) for number in (1, 2, 3, 4)]
     first, second, third, fourth = made
     first.slot(2, list(range(1, 31)), asked)

@@ -1,4 +1,4 @@
-"""The deferred device: it is late, it is in order, and it shows whoever does not wait or waits too often."""
+"""The deferred device: it is late but in order, and it detects callers that do not wait or wait too often."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No family without its tests: the lists of parity are held against the table that is made of `families::ALL`."""
+"""Every family has tests: the lists of parity are compared with the table that is made from `families::ALL`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recurrent states in the host tier: what comes back is what was saved, also by a hand before and for another one."""
+"""Recurrent states in the host tier: restored states have the saved content, even from an earlier hand."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PREFIX = prompts()[3][:32]
 TAIL = [9, 100, 3]
 TIER: dict[str, Any] = {"host_ratio": 1.0, "kv_checksum": True}
 SAVED = [(1, COPY_SAVE, 40, 7), (2, COPY_SAVE, 17, 8), (3, COPY_SAVE_STATE, 2, 5)]
-"""The prefix of 32 tokens is on pages 40 and 17, and the state behind it on state page 2."""
+"""The prefix of 32 tokens is on pages 40 and 17, and the state after it on state page 2."""
 
 
 class Hand:
@@ -56,7 +56,7 @@ class Hand:
         return result
 
     def until_ended(self, count: int) -> list[list[int]]:
-        """Waits for the ends of so many copies, of those that nobody has asked for yet."""
+        """Waits for the ends of this many copies that were not reported yet."""
         while len(self._ended) < count:
             self.run(self.plan(wait_us=[1000]))
         ended, self._ended = self._ended, []
@@ -81,7 +81,7 @@ class Hand:
         return self.until_ended(3)
 
     def next_token(self, start: int = 32) -> list[int]:
-        """The token behind the prefix and the tail, computed from what was brought back."""
+        """The token after the prefix and the tail, computed from the restored pages and state."""
         plan = self.plan()
         plan.slot(1, PREFIX + TAIL)
         plan.page_writes += [(1, 0, 60), (1, 1, 61), (1, 2, 62)]

@@ -1,4 +1,6 @@
-"""Checkpoints of models with a tower as the hub has them: as transformers writes them now, and as it did before."""
+"""Checkpoints of models with a tower, in the two forms that the hub has: as transformers writes them now, and as it did
+earlier.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ FAMILIES = ["qwen3-vl", "qwen2.5-vl"]
 
 
 def spans_of(prompt: Prompt) -> list[ImageSpan]:
-    """Its images, with pages of their own that lie backwards."""
+    """Its images, on separate pages in reverse order."""
     spans, last = [], PAGES
     for position, rope, image in prompt.images:
         count = pages_of(image.grid.positions)
@@ -31,7 +31,7 @@ def spans_of(prompt: Prompt) -> list[ImageSpan]:
 
 @st.composite
 def prompts(draw: st.DrawFn) -> Prompt:
-    """Up to four images with some text between, before and behind."""
+    """Up to four images, with some text before, between and after them."""
     parts: list[Part] = [draw(st.integers(0, 5))]
     for _ in range(draw(st.integers(0, 4))):
         parts += [Image.random(draw(st.integers(1, 12)), draw(st.integers(1, 12))), draw(st.integers(1, 5))]

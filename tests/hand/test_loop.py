@@ -1,4 +1,4 @@
-"""A real hand in a process of its own, talked to as the brain does."""
+"""A real hand in a separate process, which the test addresses like the brain does."""
 
 import json
 import os
@@ -250,7 +250,7 @@ def test_masks_follow_their_plan_and_are_obeyed(tmp_path: Path, device: str) -> 
         result = StepResult.decode(h.receive(Kind.RESULT))
         assert result.tokens[:2].tolist() == [99, 44]
         assert result.row_errors.tolist() == [0, 0, 0]
-        # The next plan is there before the result, its masks come after it; a third plan waits behind them.
+        # The next plan arrives before the result, its masks after it; a third plan waits behind them.
         plans = []
         for step in (2, 3, 4):
             builder = PlanBuilder(step)

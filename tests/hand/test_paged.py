@@ -331,7 +331,7 @@ def test_a_row_whose_mask_is_not_ready_says_the_same_later(graph_rows: int, late
 
 
 def served(runner: ModelRunner) -> PlanBuilder:
-    """A slot with pages 3 and 4, and a plan behind it."""
+    """A slot with pages 3 and 4, and a following plan."""
     first = PlanBuilder(1)
     first.slot(1, [5, 6, 7, 8, 9])
     first.page_writes += [(1, 0, 3), (1, 1, 4)]

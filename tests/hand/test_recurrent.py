@@ -125,7 +125,7 @@ def served(runner: Any) -> list[Request]:
     "name", ["qwen3.5-text", "lfm2", "lfm2-moe", "granite4-h", "nemotron-h-biases", "nemotron-3-latent", "falcon-h1"]
 )
 def test_both_hands_are_close_in_bfloat16(tmp_path: Path, name: str) -> None:
-    """Each hand rounds at places of its own, which may change a token's experts."""
+    """Hands round at different places, which may change a token's experts."""
     values = settings(save(tmp_path / "model", name), dtype="bfloat16")
     with rust(tmp_path, values) as runner:
         found = served(runner)
@@ -207,7 +207,7 @@ def test_a_prefix_goes_on_from_a_kept_state(tmp_path: Path, name: str, hand: str
 def check_kept(name: str, runner: Any) -> None:
     prefix = prompts()[3][:32]
     kept_states(runner, prefix)
-    # Two begin behind the whole prefix, and one behind its first page.
+    # Two begin after the whole prefix, and one after its first page.
     tails = [[9, 100, 3], [77], [*prefix[16:], 5]]
     plan = PlanBuilder(3)
     for slot, tail in enumerate(tails, start=1):

@@ -1,4 +1,4 @@
-"""The host tier of the hand in Rust: what comes back is what was saved, also by a hand before."""
+"""The host tier of the hand in Rust: restored pages have the saved content, even from an earlier hand."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Tier:
         return result
 
     def until_ended(self, count: int) -> list[list[int]]:
-        """Waits for the ends of so many copies, of those that nobody has asked for yet."""
+        """Waits for the ends of this many copies that were not reported yet."""
         while len(self._ended) < count:
             self.step(wait_us=1000)
         ended, self._ended = self._ended, []

@@ -68,7 +68,7 @@ class Answer:
 
 
 class RustRunner:
-    """A hand in Rust behind what tests use of `ModelRunner`."""
+    """A hand in Rust, with the part of `ModelRunner`'s interface that tests use."""
 
     device = HOST
 

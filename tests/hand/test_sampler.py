@@ -132,7 +132,7 @@ def sample(
     device: Device = DEVICE,
     masks: Mapping[int, set[int]] = MappingProxyType({}),
 ) -> Given:
-    """Samples rows of (tokens so far, prompt length, parameters), each in a slot of its own; `masks` by row."""
+    """Samples rows of (tokens so far, prompt length, parameters), each in a separate slot; `masks` by row."""
     tested = Rig(logits.shape[1], device)
     builder = PlanBuilder()
     for slot, (tokens, prompt_len, sampling) in enumerate(rows):

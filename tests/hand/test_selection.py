@@ -23,7 +23,7 @@ HEADS, DIM = 4, 16
 
 
 class Alive(TorchDispatchMode):
-    """Counts the bytes of tensors that operators made and somebody still has, and the most there were at once."""
+    """Counts the bytes of live tensors that operators allocated, now and at the peak."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -41,7 +41,7 @@ class Alive(TorchDispatchMode):
             storage = tensor.untyped_storage()
             at, size = storage.data_ptr(), storage.nbytes()
             is_new = not self._owners[at]
-            # A view of what was there before is nobody's, and what an operator writes to is counted already.
+            # Views of earlier tensors are not counted, and outputs of in-place operators are counted already.
             if any(arg is tensor for arg in args) or (is_new and at in given):
                 continue
             self.now += size * is_new

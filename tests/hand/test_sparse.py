@@ -36,7 +36,7 @@ def test_positions_are_found_by_the_page_table() -> None:
         found = sparse.resolve(positions, slots, table, size, stride)
     rows = [[3 * stride, 3 * stride + 3, 1, 7 * stride + 3], [0, 7 * stride + 2, NO_ROW, NO_ROW]]
     assert found[:2].tolist() == rows
-    # A page that nobody wrote to the table is an error and not one row less, also where pages hold one row.
+    # A page that was not written to the table raises, rather than dropping a row, even if pages hold one row.
     assert NO_ROW not in found[2, :3].tolist()
     with pytest.raises(IndexError):
         sparse.gathered(torch.zeros(200, WIDTH), found)
@@ -57,7 +57,7 @@ class Case:
         self.kept[:, 0] = True
 
     def attend(self, seed: int, some: slice = slice(None)) -> torch.Tensor:
-        """Of some queries, whose rows lie anywhere; what lies between is no numbers."""
+        """The rows of some queries, at arbitrary places; the memory between them is NaN."""
         kept, rows = self.kept[some], self.rows[some]
         pool = torch.full((kept.numel() * 2, WIDTH), torch.nan, dtype=rows.dtype)
         place = torch.randperm(len(pool), generator=torch.Generator().manual_seed(seed))[: kept.numel()]

@@ -66,7 +66,7 @@ def test_sparse_slots_share_pages_of_both_tiers(family: str, hand: dict[str, Any
 
 
 def rest(runner: ModelRunner, copies: int, ended: int = 0) -> None:
-    """Waits until so many copies have ended, some of which have been reported."""
+    """Waits until this many copies have ended, including some that were reported already."""
     while ended < copies:
         builder = PlanBuilder(100)
         builder.wait_us = [1000]

@@ -145,7 +145,7 @@ def test_of_equal_scores_the_lower_positions_win_however_a_request_is_cut(device
 def test_where_pages_lie_changes_not_a_bit_of_the_logits(
     family: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the same rows in every step: whoever moves pages can be held against whoever does not."""
+    """Every step has the same rows, so that a hand that moves pages can be compared with one that does not."""
     found: list[list[torch.Tensor]] = []
     logits = TorchCompute.logits
 

@@ -1,4 +1,4 @@
-"""Ranks with tokens of their own that share experts, against one rank and against transformers: over gloo."""
+"""Ranks with separate tokens that share experts, compared over gloo with one rank and with transformers."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_a_plan_that_is_not_the_rank_s_is_refused(tokens: list[int]) -> None:
     runner = runner_of(world_size=2, expert_parallel=True, step_group=True)
     with pytest.raises(PlanError, match="rank 0 of 2 has 0 tokens"):
         runner.launch(Plan(step=1, group=np.array(tokens, np.int32)))
-    # A step in which nobody has tokens is nobody's.
+    # A step without tokens on any rank is accepted.
     assert runner.launch(Plan(step=1, group=np.zeros(2, np.int32)).staged()).collect().step == 1
 
 

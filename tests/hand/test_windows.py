@@ -1,4 +1,4 @@
-"""Layers with a window have pages of their own, and give back those that the window has passed."""
+"""Layers with a window have separate pages, and free those that the window has passed."""
 
 from __future__ import annotations
 

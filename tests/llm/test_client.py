@@ -32,7 +32,7 @@ def test_a_gate_admits_in_order_and_within_its_limit() -> None:
                 await asyncio.sleep(0)
 
         await settle()
-        # The light one behind `b` waits for its turn.
+        # The light call after `b` waits for its turn.
         assert (seen, gate.held) == (["a"], 2)
         gate.leave(2)
         await settle()

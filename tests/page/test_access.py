@@ -1,4 +1,4 @@
-"""The page works on a narrow screen, from the keyboard, in the dark, and for those who hear it."""
+"""The page works on a narrow screen, with the keyboard, in dark mode, and with a screen reader."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from tests.structure.repository import ROOT, files, read
 
 # Made by tools, which choose what is in them.
 GENERATED = {Path("Cargo.lock")}
-# A path of somebody's machine: a first folder under which only that machine has what follows.
+# A path on a developer's machine: a first folder whose content differs between machines.
 MACHINE_PATH = re.compile(r"(?<![\w.$})/-])/(?:home|root|Users|work|mnt)/[\w.]")
 
 

@@ -111,7 +111,7 @@ BLOCKS: dict[str, tuple[list[int], Scalar]] = {
 
 
 def placed(path: Path, data: np.ndarray, kind: str, shape: tuple[int, ...], **more: Any) -> Place:
-    """A weight in a file of its own, behind some bytes of something else."""
+    """A weight in a separate file, after some unrelated bytes."""
     path.write_bytes(bytes(7) + data.tobytes())
     return Place(str(path), 7, data.nbytes, kind, MatrixPart(shape, **more))
 
@@ -124,7 +124,7 @@ def test_blocks_of_random_bytes_follow_their_definition(tmp_path: Path, name: st
     random = np.random.default_rng(7)
     blocks = random.integers(0, 256, (40, size), dtype=np.uint8)
     for offset in scales:
-        # Any byte may be in a block, but a scale that isn't a number is nobody's model.
+        # Blocks may have any bytes, except that no real model has a scale that is NaN.
         blocks[:, offset : offset + 2] = random.normal(0, 0.1, (40, 1)).astype(np.float16).view(np.uint8)
     place = placed(tmp_path / "x", blocks, name, (20, 2 * elements))
     expected = np.array([scalar(block.tobytes()) for block in blocks]).reshape(20, 2 * elements)

@@ -68,10 +68,10 @@ impl Gpus {
         }
     }
 
-    /// One for each rank, ordered by replica.
+    /// One GPU for each rank, ordered by replica.
     ///
     /// # Errors
-    /// There are fewer.
+    /// There are fewer GPUs than ranks.
     pub(crate) fn each(&self, replicas: u32, ranks: u32) -> Result<Vec<String>> {
         let count = replicas.saturating_mul(ranks) as usize;
         let (asked, who) = match ranks {

@@ -75,7 +75,7 @@ impl OutputSink for ChannelSink {
     }
 }
 
-/// All that a request gave.
+/// All events and tokens of a request.
 #[derive(Debug, Default, PartialEq)]
 pub struct Story {
     /// Admissions, of which there is one at most.

@@ -164,5 +164,5 @@ def _entries(table: torch.Tensor, slots: torch.Tensor, columns: torch.Tensor) ->
 
 
 def _put(table: torch.Tensor, slots: torch.Tensor, columns: torch.Tensor, values: torch.Tensor) -> None:
-    """`table[slots[i], columns[i, j]] = values[i, j]`; slots are different ones."""
+    """`table[slots[i], columns[i, j]] = values[i, j]`; no slot occurs twice."""
     table.view(-1).index_copy_(0, (slots[:, None] * table.shape[1] + columns).flatten(), values.flatten())

@@ -1,4 +1,4 @@
-"""Memory for the checks of operators: random inputs, pages that nobody may read, and the room that rounding needs.
+"""Memory for the checks of operators: random inputs, pages that must not be read, and tolerances for rounding.
 
 No module of this folder needs Triton or hypothesis. So the interpreter's tests, tests on a GPU, and tests of the
 operators' twins on a CPU call the same checks.
@@ -151,7 +151,7 @@ class Paged:
         return cls(histories, pool, table, page_size, stride, count)
 
     def rows(self, lengths: list[int], padding: int = 0) -> PagedRows:
-        """The rows as a step has them, with so many tokens each; padded rows have none."""
+        """The rows as a step has them, with this many tokens each; padded rows have none."""
         device = self.pool.device
         ends = torch.tensor([len(history) for history in self.histories] + [0] * padding, device=device)
         slots = torch.tensor([*range(len(lengths) - 1, -1, -1), *[len(lengths)] * padding], device=device)

@@ -59,7 +59,7 @@ SMOLLM2 = Model(576, 1536, 9, 3, 64, 49152)
 MODELS = {"Llama-3.1-8B": LLAMA_8B, "Qwen3-0.6B": QWEN_0_6B, "Qwen3-8B": QWEN_8B, "SmolLM2-135M": SMOLLM2}
 PAGE = 16
 RANK, ROTARY, LATENT_HEADS, INDEX_HEADS, INDEX_DIM, TOP_K = 512, 64, 128, 64, 128, 2048
-"""Of DeepSeek V3.2, whose scores are those of heads of 192 elements."""
+"""Sizes of DeepSeek V3.2. Scores are computed with heads of 192 elements."""
 EXPERTS, EACH, EXPERT_HIDDEN, EXPERT_INNER = 128, 8, 2048, 768
 """Of Qwen3-30B-A3B."""
 
@@ -312,7 +312,7 @@ SIZES = tables.Sizes(256, 32768, 16, 9999, 28 * 32, 151936)
 
 
 def check_plans(operators: Kernels, device: torch.device, seed: int) -> None:
-    """Three plans with new slots, short and as long as can be, and with pages for them."""
+    """Three plans with new slots, short ones and ones of the maximum length, and with pages for them."""
     random = np.random.default_rng(seed)
     plans = []
     for lengths in ([17, 4000, 32768], [1, 2048], [9] * 40):
@@ -329,7 +329,7 @@ def check_plans(operators: Kernels, device: torch.device, seed: int) -> None:
 def check_rows(
     operators: Kernels, rows: int, chunk: int, more: tuple[int, int], device: torch.device, seed: int
 ) -> None:
-    """Rows of one token, and one of a chunk, whose places are random; `more` rows and tokens of nobody."""
+    """Rows of one token, and one row with a chunk, at random positions; `more` rows, and tokens of no row."""
     random = np.random.default_rng(seed)
     slots, lengths = random.permutation(SIZES.slots)[:rows].tolist(), [chunk] + [1] * (rows - 1)
     planned = [

@@ -46,7 +46,7 @@ class Lines:
 
     @classmethod
     def make(cls, lengths: list[int], padding: tuple[int, int], numbers: Numbers) -> Lines:
-        """Rows of these lengths, and so many rows and tokens of nobody."""
+        """Rows of these lengths, and additional padded rows and tokens of no row."""
         count, device = len(lengths), numbers.device
         order = numbers.order(2 * count + 1).tolist()
         fresh, apart = (numbers.below(2, count).tolist() for _ in range(2))
@@ -235,7 +235,7 @@ def check_gated_norm(
     device: torch.device = CPU,
     seed: int = 0,
 ) -> None:
-    """Of `tokens`, and of so many of nobody, which get 0. `shared`: one weight for all groups."""
+    """Inputs of `tokens`, and of this many tokens of no row, whose result is 0. `shared`: one weight for all groups."""
     numbers = Numbers(device, seed)
     y = numbers.normal(tokens + nobody, values) * 3
     gate = numbers.normal(tokens + nobody, values, dtype=dtype)

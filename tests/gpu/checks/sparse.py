@@ -75,7 +75,7 @@ def _check_best(
     least = scores.topk(kept).values[-1]
     assert not (among & (scores < least - 2 * error)).any()
     assert not (~among & (scores > least + 2 * error)).any()
-    # Of each key the first position that is left out: behind it none is kept.
+    # For each key, the first position that is left out: none after it is kept.
     position = torch.arange(len(scores), device=scores.device)
     left_out = torch.full((int(which.max()) + 1,), len(scores), device=scores.device)
     left_out.scatter_reduce_(0, which[~among], position[~among], "amin")
@@ -196,7 +196,7 @@ class Rig:
         used = self.last[slot] | dict.fromkeys(hits, now)
         gone = [step for position, step in used.items() if position not in owner]
         kept = {position: step for position, step in used.items() if position in owner}
-        # Nobody goes who is in use, or was used later than somebody who stays.
+        # An evicted row is not in use, and was not used later than a row that stays.
         if gone:
             assert max(gone) < now
             assert max(gone) <= min(kept.values(), default=now) or now - max(gone) >= 31

@@ -71,7 +71,7 @@ def errors_of(device: torch.device = CPU) -> torch.Tensor:
 
 
 def received(plan: Plan, arena_tokens: Int32s | None = None, device: torch.device = CPU) -> Received:
-    """A plan in a buffer with other words behind it."""
+    """A plan in a buffer with other words after it."""
     body = np.concatenate((plan.body, np.full(40, UNKNOWN, np.int32)))
     arena = np.zeros(1, np.int32) if arena_tokens is None else arena_tokens
     words, columns, tokens = (torch.from_numpy(part).to(device) for part in (body, places(plan), arena))
@@ -177,7 +177,7 @@ def check_prepared(
 
 
 def check_move_words(operators: Kernels, count: int, device: torch.device = CPU, seed: int = 0) -> None:
-    """Words go to the device and come back; what is behind them stays."""
+    """Words are copied to the device and back; the words after them do not change."""
     here = Numbers(torch.device("cpu"), seed).bits(count).int()
     back, there = (
         torch.full((count + 9,), UNKNOWN, dtype=torch.int32),

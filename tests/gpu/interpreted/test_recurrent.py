@@ -70,7 +70,9 @@ def chunks_of_16(monkeypatch: pytest.MonkeyPatch) -> None:
 @BOTH
 @pytest.mark.parametrize("name", SHAPES)
 def test_recur_of_rows_of_all_lengths(operators: Kernels, name: str) -> None:
-    """One token, one chunk and several; states that are kept before the last position; rows and tokens of nobody."""
+    """Rows of one token, one chunk and several chunks; states stored before the last position; empty rows and tokens of
+    no row.
+    """
     for seed, lengths in enumerate(([1, 35, 2], [16, 1, 17])):
         skip = name == "mamba"
         check_recur(operators, lengths, SHAPES[name], torch.float32, skip=skip, padding=(2, 5), seed=seed)

@@ -103,7 +103,7 @@ impl Turns {
         self.claims.iter_mut().for_each(|claims| claims.remove(ticket));
     }
 
-    /// Lets a request have no turn any more.
+    /// Removes a request from the turns.
     pub(crate) fn leave(&mut self, ticket: &Ticket) {
         self.queue.remove(ticket);
         self.claims.iter_mut().for_each(|claims| claims.remove(ticket));

@@ -274,7 +274,7 @@ mod tests {
             }
         }
 
-        /// A charged client has its turn when the other client has had as much.
+        /// A charged client gets its turn once the other client has used the same amount.
         #[test]
         fn a_charge_counts_like_an_admitted_request(cost in 1..50_u64, charged in 1..20_u64, idle in any::<bool>()) {
             let mut queue = Queue::new(true);

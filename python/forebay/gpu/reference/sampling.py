@@ -44,8 +44,7 @@ def draw(logits: torch.Tensor, wishes: Wishes, tokens: torch.Tensor) -> None:
 
     mass = mass * keep
     behind = mass.cumsum(dim=-1)
-    # `max` returns the first index among different values, but any among equal ones. Here the wanted value occurs first
-    # and only there.
+    # `argmax` returns the first of equal values, which `max` need not do.
     token = (behind > _share(wishes.bits, behind[:, -1])[:, None]).int().argmax(dim=-1)
     tokens.copy_(torch.where(drawn, token, tokens))
 
