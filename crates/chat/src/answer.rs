@@ -144,7 +144,7 @@ impl End {
     /// Parses a line.
     fn read(&mut self, line: &[u8], pieces: &mut Vec<Piece>) -> Result<()> {
         let chunk: Chunk = serde_json::from_slice(line)
-            .map_err(|error| anyhow!("the server sent what is no chunk: {error}"))?;
+            .map_err(|error| anyhow!("the server sent an invalid chunk: {error}"))?;
         if let Some(Trouble { message }) = chunk.error {
             bail!("{message}");
         }

@@ -37,7 +37,7 @@ impl ServedModel {
 /// answer.
 pub fn served_models(url: &str, key: Option<&str>) -> Result<Vec<ServedModel>> {
     if !is_url(url) {
-        bail!("`{url}` is no URL of a server, as http://127.0.0.1:8000 is");
+        bail!("`{url}` is not the URL of a server, such as http://127.0.0.1:8000");
     }
     let link = Link::to(url, key)?;
     let runtime = Builder::new_current_thread().enable_all().build()?;

@@ -105,7 +105,7 @@ fn identity(path: &Path) -> io::Result<Identity> {
 
 fn unix(path: &Path) -> Result<(UnixListener, SocketFile)> {
     match fs::symlink_metadata(path) {
-        Ok(found) if !found.file_type().is_socket() => bail!("there is a file that is no socket"),
+        Ok(found) if !found.file_type().is_socket() => bail!("there is a file that isn't a socket"),
         Ok(_) => match UnixStream::connect(path) {
             Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
                 fs::remove_file(path)?;

@@ -133,7 +133,7 @@ impl PairFlags {
             };
             if is_port {
                 let port = word.parse().ok().filter(|&port: &u16| port > 0);
-                let Some(port) = port else { bail!("--prefill: {word} is no port") };
+                let Some(port) = port else { bail!("--prefill: {word} is not a port") };
                 last.bootstrap_port = Some(port);
             }
         }

@@ -85,7 +85,7 @@ def probe(directory: Path) -> Calls:
         ) from error
     if not kept and not recurrent.modules:
         raise UnsupportedModelError(
-            f"the code of {config.model_type} has an attention of its own, which nobody can reach"
+            f"the code of {config.model_type} has an attention of its own, which can't be replaced"
         )
     if kept:
         watched.check(config.model_type)

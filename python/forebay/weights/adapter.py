@@ -40,7 +40,7 @@ def read_adapter(manifest: Mapping[str, Any]) -> Iterator[Matrices]:
         # The name may be something else by now: do not wait for the other end of a pipe.
         try:
             if not stat.S_ISREG(os.stat(path).st_mode):
-                raise ModelError(f"{path} is no regular file")
+                raise ModelError(f"{path} is not a regular file")
         except OSError as error:
             raise ModelError(f"{path} can't be read: {error.strerror}") from error
     digest = hashlib.blake2b(digest_size=16)

@@ -62,7 +62,7 @@ impl AdapterFolder {
         let file = File::from(opened.map_err(unreadable)?);
         let kind = file.metadata().map_err(|error| ModelError::unreadable(path, &error))?;
         if !kind.is_file() {
-            return Err(ModelError::broken(format!("{} is no regular file", path.display())));
+            return Err(ModelError::broken(format!("{} is not a regular file", path.display())));
         }
         Ok(OpenFile { file, path: whole })
     }
