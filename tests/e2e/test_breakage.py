@@ -253,7 +253,7 @@ def endless(tokens: int = TINY_CONTEXT - 8) -> dict[str, Any]:
 
 @pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGHUP])
 def test_being_told_to_stop_drains(serve: Serve, tiny: Model, told: signal.Signals) -> None:
-    """What runs is finished; what comes is refused; then the server goes, and its hand with it."""
+    """Running requests finish, new ones are refused, and then the server and its hand end."""
     server = serve(tiny)
     below = descendants(server.pid)
     with server.http.stream("POST", "/generate", json=endless()) as stream:

@@ -19,7 +19,7 @@ COUNT = 12
 
 @cache
 def model_of(family: str) -> Any:
-    """The `reference_model`, made once: nobody changes it."""
+    """The `reference_model`, built once, since no test changes it."""
     return reference_model(family)
 
 

@@ -298,7 +298,7 @@ _OF_GEMMA4 = {
     ".experts.gate_up_proj": "ffn_gate_up_exps.weight",
     ".experts.down_proj": "ffn_down_exps.weight",
 }
-"""Ends of tensors' names in Gemma 4, and the tensors in a file."""
+"""Suffixes of Gemma 4's tensor names, and the tensor names in a file."""
 
 
 def _apart(family: str, folder: Path) -> Named:

@@ -170,7 +170,7 @@ LATENT = {
 
 
 def expert_config(path: Path, architecture: str, metadata: dict[str, Any]) -> ModelConfig:
-    """The shape that the metadata tells, of a file whose tensors tell nothing more."""
+    """The shape according to the metadata, for a file whose tensors add no further facts."""
     return model_config(config_of(tiny_gguf(path, architecture, {**EXPERTS, **metadata})))
 
 

@@ -100,7 +100,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Paged:
-    """Random histories of slots in pages of a pool whose other entries are no numbers."""
+    """Random histories of slots, on pages of a pool whose other entries are NaN."""
 
     histories: list[torch.Tensor]  # one a row: [positions, kv_heads, width]
     pool: torch.Tensor  # [entries, kv_heads, width]

@@ -17,7 +17,7 @@ from tests.gpu.checks.memory import CPU, Numbers, poisoned
 
 U64 = 1 << 64
 EDGE = 1e-6
-"""The distance from an edge, as a share of everything, within which sums in another order may give another token."""
+"""The distance from an edge, relative to the total, within which another order of sums may give another token."""
 KINDS: list[dict[str, float]] = [
     {},
     {"temperature": 1.0},

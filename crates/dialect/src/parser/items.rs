@@ -9,7 +9,7 @@ pub(super) struct Items {
     pub(super) reasoning: bool,
     /// True if only the mark of a section has come.
     pub(super) section: bool,
-    /// A call has come.
+    /// True once a call has arrived.
     pub(super) called: bool,
     /// True if the end of that call or of its list has come.
     pub(super) closed: bool,

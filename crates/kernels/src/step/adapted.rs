@@ -284,7 +284,7 @@ impl<E: Element> Step<'_, E> {
     }
 }
 
-/// The number of tiles of so many rows.
+/// The number of tiles for this many rows.
 #[inline(always)]
 fn tiles<E: Element, K: Kernel<E>>(rows: usize) -> usize {
     rows.div_ceil(tile_height(rows, K::ROWS).max(1))

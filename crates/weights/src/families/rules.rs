@@ -197,8 +197,7 @@ impl Take {
         Self { times: factor, ..self }
     }
 
-    /// Takes logarithms of the numbers, after the factor and the term, for decays that are stored
-    /// without the logarithm.
+    /// Adds a logarithm after the factor and the term, for files that store decays without it.
     #[must_use]
     pub const fn log(self) -> Self {
         Self { log: true, ..self }
