@@ -72,7 +72,8 @@ impl Device {
         }
     }
 
-    /// Executes a plan, whose slots are written, and whose masked rows have these masks; the result's times are left at 0.
+    /// Executes a plan, whose slots are written, and whose masked rows have these masks. The
+    /// result's times are 0.
     pub(crate) fn execute(
         &mut self,
         plan: &StepPlan,
