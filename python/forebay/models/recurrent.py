@@ -22,6 +22,8 @@ _CACHES = ("cache_params", "past_key_values", "past_key_value", "cache")
 """The names that recurrent modules give the argument with their states."""
 _OF_BATCHES = ("attention_mask", "seq_idx")
 """Arguments for padding and for packed rows, which are not needed for a single row."""
+_OF_TOKENS = ("position_ids",)
+"""Arguments whose last dimension is that of tokens: a row gets its own part."""
 _ROUNDING = 0.1
 """The change of outputs that is allowed for bfloat16 and another order of sums. A lost state changes most outputs by
 more.
@@ -94,13 +96,15 @@ class RecurrentLayers:
 
         def run(hidden_states: torch.Tensor, *args: Any, **named: Any) -> Any:
             named = {key: value for key, value in named.items() if key not in (*_OF_BATCHES, *_CACHES)}
+            positions = {key: named.pop(key) for key in _OF_TOKENS if named.get(key) is not None}
             _check_arguments(type(module).__name__, hidden_states, args, named)
 
             def compute(row: StateRow) -> Any:
                 if row.source is not None:
                     row.cache.layers[layer : layer + 1] = [copy.deepcopy(row.source.layers[layer])]
-                tokens = hidden_states[:, row.first : row.first + row.count]
-                return forward(tokens, **{**named, cache: row.cache})
+                own = slice(row.first, row.first + row.count)
+                of_row = {key: value[..., own] for key, value in positions.items()}
+                return forward(hidden_states[:, own], **{**named, **of_row, cache: row.cache})
 
             parts = list(map(compute, self.rows))
             outputs = _joined(parts)
