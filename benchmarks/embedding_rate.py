@@ -166,8 +166,7 @@ def measure_peer(found: Results, way: Way, number: int) -> None:
 
 
 def measure_server(found: Results, way: Way, number: int, expected: Any) -> None:
-    """The same for Forebay. `expected` are vectors of the last workload's first texts; None: there are none to compare.
-    """
+    """The same, of Forebay; `expected` are vectors of the last workload's first texts; None: nobody else has any."""
     setting = replace(SETTING, dtype=way.dtype)
     flags = ("--quantization", "w8a8_int8") if way.int8 else ()
     with start(replace(FOREBAY_CPU, flags=flags), setting) as running:

@@ -67,9 +67,7 @@ class Fleet:
         ]
 
     def rest(self, port: int, model: str) -> None:
-        """Puts a model to sleep, or unloads it, in the way from which it returns fastest. Returns once it has left
-        memory.
-        """
+        """Has a model leave the memory, in the way that makes its return quickest. Returns once it has left."""
         if self.name == "forebay":
             ask(port, "POST", f"/sleep?level=1&model={model}", {})
             return

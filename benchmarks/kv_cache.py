@@ -46,9 +46,7 @@ def hand(kind: str, description: dict[str, Any], threads: int) -> RustHand:
 
 
 def fill(model: RustHand) -> None:
-    """Writes tokens into every slot and computes the first ones: reads of memory that was never written come from
-    caches.
-    """
+    """Puts tokens into every slot, and computes their first ones: memory that nobody wrote is read from caches."""
     random = np.random.default_rng(1)
     for slot in range(SLOTS):
         model.put(slot, random.integers(0, 4096, CONTEXTS[-1] + PIECE).tolist())

@@ -1,5 +1,4 @@
-"""The library compared with the load generator: 2000 short prompts on the tiny model, by `LLM.generate` and by `bench
-serve`.
+"""The library beside the load generator: 2000 short prompts on the tiny model, by `LLM.generate` and by `bench serve`.
 
     python -m benchmarks.llm --rounds 3
 

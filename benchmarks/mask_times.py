@@ -1,10 +1,9 @@
-"""The time of masks for a vocabulary of 151 936 tokens: the first mask of a schema, and those of a random walk after
-it.
+"""The time of masks of a vocabulary of 151 936 tokens: the first one of a schema, and those of a walk behind it.
 
     python -m benchmarks.mask_times --rounds 5
 
-One core, no server. Each of 60 made-up schemas over all keywords is used once; the time to its first mask includes the
-compilation. Then 200 tokens are drawn, each from those that the mask allows, which leads to stranger states than a
+One core, no server. Each of 60 made-up schemas over all keywords is asked for once; the time to its first mask has the
+compiling in it. Then 200 tokens are drawn, each from those that the mask allows, which leads to odder places than a
 model would.
 """
 

@@ -1,5 +1,4 @@
-"""Streams beside long prompts on two cores, with and without prefill-decode disaggregation, and with and without a
-bound on gaps.
+"""Streams beside long prompts on two cores: prefill apart from decode, and without, with a bound of gaps and without.
 
     python -m benchmarks.pd --rounds 3  # 15 minutes
 

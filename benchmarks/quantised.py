@@ -1,5 +1,4 @@
-"""GGUF files without dequantisation, compared with llama.cpp's server: the same files, prompts and decoding, and their
-perplexity.
+"""GGUF files in their own bits, beside llama.cpp's server: the same files, prompts and decoding, and their perplexity.
 
     python -m benchmarks.quantised --rounds 3 --text GSM8K_TEST.jsonl
     python -m benchmarks.quantised --model qwen2.5-coder-0.5b

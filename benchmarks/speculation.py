@@ -168,9 +168,7 @@ def measure(url: str, prompts: list[str], streams: int, kind: str) -> tuple[list
 
 @table_of("speculation")
 def table(found: Results) -> str:
-    """Tokens a second, and ratios within a round: the gain of drafts for each server, and Forebay compared with the
-    peer.
-    """
+    """Tokens a second, and ratios within a round: what drafts are worth to each server, and Forebay beside the peer."""
     peers = [pair for pair in PEERS.values() if any(pair[0].name in found.servers(each) for each in found.workloads())]
     head = ["requests", WITHOUT, WITH, "ratio", FIXED, "ratio"]
     for peer, _ in peers:

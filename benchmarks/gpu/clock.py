@@ -47,8 +47,7 @@ def seconds(work: Work, device: torch.device, repeats: int = 10, warm: int = 2) 
 
 
 def host_seconds(work: Work, device: torch.device, repeats: int = 100) -> float:
-    """Seconds that the host takes to launch work, the median of `repeats`. The device finishes before the next launch.
-    """
+    """Seconds that the host takes to launch work, the median of `repeats`; the device has done it before the next."""
     times = []
     for _ in range(repeats):
         times.append(_by_the_host(work))

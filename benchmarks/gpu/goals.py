@@ -48,8 +48,7 @@ class Goal:
         return None if value is None else value * self.scale
 
     def slower(self, found: Results) -> float:
-        """The factor by which the measured card is slower than an H200; 1 if it does not matter, or was not measured.
-        """
+        """What the measured card is slower by than an H200; 1 where that does not matter, or was not measured."""
         if self.bound is None:
             return 1.0
         value = found.median(*self.bound.case)

@@ -1,5 +1,4 @@
-"""Each operator of a step alone, at the shapes of Qwen3-0.6B and Qwen3-8B: its time compared with that of its memory
-traffic.
+"""Each operator of a step alone, at the shapes of Qwen3-0.6B and Qwen3-8B: its time beside that of its bytes.
 
 An operator runs as often as it takes to touch more memory than the caches hold, in one graph.
 """

@@ -138,8 +138,7 @@ class Server:
 
     @contextmanager
     def held(self, count: int) -> Iterator[None]:
-        """No step is computed until `count` requests have arrived. The block sends them, and must not wait for answers.
-        """
+        """No step is computed until `count` requests are there. The block sends them, and waits for none."""
         hands = self.hands()
         assert hands
         for hand in hands:

@@ -1,5 +1,4 @@
-"""Adapters end to end: loaded by name at the start and at run time, kept when a hand dies, with separate prefix caches.
-"""
+"""Adapters end to end: by name at the start and at run time, over a death, and never with the cache of another."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Copies between the device's pages and the host's: restored pages have the saved content, whatever happens meanwhile.
-"""
+"""Copies between the device's pages and the host's: what comes back is what was saved, whatever happens meanwhile."""
 
 from __future__ import annotations
 

@@ -140,12 +140,11 @@ class AttentionBackend(Protocol):
         prepared: Any,
         chosen: torch.Tensor | None,
     ) -> torch.Tensor:
-        """q [n, heads, nope_dim + rotated] gives [n, heads * value_dim]; `rows` [n, rank + rotated] were already
-        written to their pages.
+        """q [n, heads, nope_dim + rotated] gives [n, heads * value_dim]; `rows` [n, rank + rotated] are in their pages.
 
-        `up` [heads, nope_dim + value_dim, rank] computes the keys, and then the values, from a latent part. The last
-        tokens attend to the entries `chosen` int64 [queries, top_k] of `kv`; `NO_ROW` stands for no entry. Earlier
-        tokens attend to all of their entries.
+        `up` [heads, nope_dim + value_dim, rank] makes the keys, and then the values, of a latent part. The last tokens
+        attend to the entries `chosen` int64 [queries, top_k] of `kv`, where `NO_ROW` is none. The tokens before attend
+        to all of their entries.
         """
 
     def prepare_index(self, batch: IndexBatch) -> Any:

@@ -1,6 +1,4 @@
-"""Attention with PyTorch's operators: gathers pages and calls PyTorch's blocked kernel. Runs on any device, best on
-CPUs.
-"""
+"""Attention in PyTorch's operators: gathers pages and calls torch's blocked kernel. On any device, best on a CPU."""
 
 from __future__ import annotations
 

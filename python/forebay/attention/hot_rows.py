@@ -141,7 +141,9 @@ def _lookup(
 
 
 def _victims(missed: torch.Tensor, places: Places, group: GroupRows) -> torch.Tensor:
-    """The rows [u, top_k] for `missed` positions: the least recently chosen first; of equally old ones, in row order.
+    """The rows [u, top_k] for `missed` positions: the least recently chosen, of equally old ones in row order.
+
+    `least` is the youngest age that is still evicted; rows of this age go last.
     """
     count = group.owner.shape[1] - 1
     stamp = group.stamp.index_select(0, places.slots)[:, :count]

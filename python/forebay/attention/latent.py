@@ -43,8 +43,7 @@ def absorbed(
 def of_chunk(
     q: torch.Tensor, rows: torch.Tensor, blocks: Sequence[Block], up: torch.Tensor, heads: LatentHeads
 ) -> torch.Tensor:
-    """The queries of a chunk, [n, heads, nope_dim + rotated], on rows [positions, rank + rotated], the chunk's own at
-    the end.
+    """The queries of a chunk, [n, heads, nope_dim + rotated], on rows [positions, rank + rotated], its own at the end.
 
     Without blocks there is nothing before the chunk. The result is [n, heads * value_dim].
     """

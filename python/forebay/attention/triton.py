@@ -79,9 +79,7 @@ class TritonAttention:
         prepared: PagedRows,
         chosen: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Absorbed for chunks too. This reads each row once, but computes more than with the keys and values of all
-        heads.
-        """
+        """Absorbed for chunks too. It reads each row once, and computes more than with keys and values of all heads."""
         of_keys, of_values = up.split((heads.nope_dim, heads.value_dim), dim=1)
         nope, rotated = q[..., : heads.nope_dim], q[..., heads.nope_dim :]
         query = torch.cat((torch.einsum("nhd,hdc->nhc", nope, of_keys), rotated), dim=-1)

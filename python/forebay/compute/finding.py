@@ -142,8 +142,7 @@ class InRows:
 
     @property
     def told(self) -> torch.Tensor:
-        """The numbers of rows that were selected, found on pages, found in hot rows, and missed so far, and the error
-        word: int32 [5].
+        """Rows that were selected, found on pages, found in hot rows, and missed so far, and the error word: int32 [5].
 
         The counts are over all layers.
         """

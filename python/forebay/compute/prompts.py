@@ -96,8 +96,7 @@ class PromptColumns:
     def _of(
         self, logits: torch.Tensor, tokens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Ids and log-probabilities [m, 1 + most] of tokens [m, 1] and the likeliest; ranks; true where all are finite.
-        """
+        """Ids and log-probabilities [m, 1 + most] of tokens [m, 1] and the likeliest; ranks; true for finite ones."""
         ids, values = self._ops.likely(logits, tokens, self._most)
         return ids, values, self._ops.places(logits, tokens), self._ops.finite(logits)
 

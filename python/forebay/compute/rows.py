@@ -65,9 +65,7 @@ class Rows:
 
 
 class FoundColumns:
-    """Host memory for the counts of where a step's sparse slots found their positions. It is complete at the step's
-    last event.
-    """
+    """Host memory for where a step's sparse slots found their positions. It is complete at the step's last event."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

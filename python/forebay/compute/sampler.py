@@ -155,8 +155,7 @@ class Sampler:
     """Samples rows by the parameters in the slot tables. It keeps the tokens where the next step reads them."""
 
     def __init__(self, tables: SlotTables, vocabulary: int, ops: Ops, device: Device, own: Part | None = None) -> None:
-        """`own`: the tokens whose logits this rank computes, with `ops` for exchanges with the other ranks; None: all.
-        """
+        """`own`: the tokens whose logits this rank has, with `ops` that know the other ranks; None: all."""
         self._tables = tables
         self._vocabulary = vocabulary
         self._own = own
@@ -335,9 +334,7 @@ class Sampler:
         return logits
 
     def _counted(self, columns: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The counts of the tokens whose logits this rank has, int32 [lines, 2, vocabulary], and the lines of penalised
-        rows.
-        """
+        """The counts of tokens whose logits are here, int32 [lines, 2, vocabulary], and the lines of penalised rows."""
         counts, lines = self._tables.counts.table, columns["lines"]
         if self._own is None and "granted_rows" not in columns:
             return counts, lines

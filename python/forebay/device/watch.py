@@ -1,5 +1,4 @@
-"""Modes that intercept every operator of a thread. They find host code that reads a tensor's value where it must not.
-"""
+"""Modes that intercept every operator of a thread. They find host code that reads a tensor's value and must not."""
 
 from __future__ import annotations
 

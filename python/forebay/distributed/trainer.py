@@ -74,8 +74,7 @@ def receive(
 
 
 def _orders() -> SimpleQueue[dict[str, Any]]:
-    """The orders as they arrive. The process ends when its input ends: the server has ended, or has dropped the group.
-    """
+    """The orders as they come. The process ends with its input: the server has ended, or has dropped the group."""
     orders: SimpleQueue[dict[str, Any]] = SimpleQueue()
 
     def read() -> None:

@@ -78,10 +78,9 @@ class Layers(Protocol):
     def add_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the root mean square norm of `x + residual`, scaled by `weight` [hidden], and the sum, both [n,
-        hidden].
+        """The root mean square norm of `x + residual`, scaled by `weight` [hidden], and the sum, both [n, hidden].
 
-        The sum overwrites the residual. Without a residual it is x.
+        The sum is written over the residual. Without a residual it is x.
         """
 
     def gate(self, gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
@@ -183,9 +182,7 @@ class Sampling(Protocol):
     """The computation from logits to tokens, without copies to the host."""
 
     def greedy(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first index of the largest logit of each row [r, vocabulary], int64 [r]; and bool [r], true if all are
-        finite.
-        """
+        """The first largest of each row of logits [r, vocabulary], int64 [r]; and bool [r], true if all are finite."""
 
     def draw(self, logits: torch.Tensor, wishes: Wishes, tokens: torch.Tensor) -> None:
         """Overwrites `tokens` int64 [r], the result of `greedy`, in rows with a temperature.
@@ -287,9 +284,7 @@ class Experts(Protocol):
 
 
 class Codes(Protocol):
-    """A matrix [rows, inputs] of 8-bit floats (e4m3), or of 4-bit integers minus zero points. Both are multiplied by
-    scales.
-    """
+    """A matrix [rows, inputs] of 8-bit floats (e4m3), or of 4-bit integers less zero points. Both are times scales."""
 
     @property
     def codes(self) -> torch.Tensor:
@@ -415,12 +410,11 @@ class Recurrences(Protocol):
         silu: bool = False,
         gates: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """The causal convolution [n, channels] of each channel of x [n, channels], continued from the last inputs of
-        its row.
+        """The causal convolution [n, channels] of each channel of x [n, channels], behind the last inputs of its row.
 
         `weight` is [channels, taps], the oldest first. `table` [lines, taps - 1, channels] has the last inputs, which
-        are advanced. With `silu` outputs are `y * sigmoid(y)`. With gates, [n, channels] each with the strides of x,
-        inputs are x times the first gate, and outputs are multiplied by the second. Tokens of no row get 0.
+        are advanced. With `silu` outputs are `y * sigmoid(y)`. With gates, [n, channels] each and as far apart as x,
+        inputs are x times the first, and outputs are times the second. Tokens of no row get 0.
         """
 
     def recur(

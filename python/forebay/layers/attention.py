@@ -32,13 +32,12 @@ class Attention:
         shares: bool = False,
         inputs: int | None = None,
     ) -> None:
-        """`layer` is its number among the layers with pages. `norm_eps` and `wide_norms` are for the norms of heads, if
-        any.
+        """`layer` is its number among those with pages. `norm_eps` and `wide_norms`: of the norms of heads, if any.
 
-        `keys_of` is the number of the layer whose keys and values are read; None: this one has its own. `shares`: other
-        layers read this one's. `inputs`: elements of the states that it reads; None: `hidden`, as many as it returns.
+        `keys_of` is the number of the layer whose keys and values are read; None: this one has its own. `shares`: they
+        are read by others too. `inputs`: elements of the states that it reads; None: as many as it gives, `hidden`.
 
-        With other ranks, it has some of the heads and computes a term of a sum over ranks.
+        With other ranks it has some of the heads, and gives a term of a sum over ranks.
         """
         self._layer = layer
         self.kind = kind
@@ -119,9 +118,7 @@ class Attention:
         return self.output(attended if gate is None else attended * gate.sigmoid())
 
     def _normalised(self, qkv: torch.Tensor) -> torch.Tensor:
-        """Queries and keys whose heads are normalised without weights, and values. The order does not matter: rotations
-        keep the mean square.
-        """
+        """Queries and keys whose heads are normalised without weights, and values. Rotating changes no mean square."""
         heads = self._heads
         width = (heads.queries + heads.keys) * heads.dim
         both = unweighted(qkv[:, :width].unflatten(1, (-1, heads.dim)), self._eps).flatten(1)

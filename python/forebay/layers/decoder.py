@@ -27,9 +27,7 @@ HEAD = "lm_head.weight"
 
 @dataclass(frozen=True)
 class ImageRows:
-    """The rows at a step's `m` image positions in place of embeddings, and the rows that are added after the first
-    layers.
-    """
+    """The rows at a step's `m` image positions in place of embeddings, and the rows that later layers add there."""
 
     at: torch.Tensor  # int64 [m]: which of the step's tokens
     rows: torch.Tensor  # [m, 1 + deepstack, hidden]: inputs, then the terms that are added after layers 0, 1, ...

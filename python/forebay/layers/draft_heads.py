@@ -42,9 +42,7 @@ class HeadLayer(Protocol):
         """Writes the keys and values of entries, from embeddings and the features before them, [n, hidden] each."""
 
     def __call__(self, embedded: torch.Tensor, before: torch.Tensor, step: Step) -> torch.Tensor:
-        """Also writes entries, and returns states [n, hidden]. They are the features of tokens that are not computed
-        yet.
-        """
+        """Writes entries too, and gives states [n, hidden]. They are the features of tokens that are not computed."""
 
     def final(self, states: torch.Tensor) -> torch.Tensor:
         """The states [m, hidden] that the output head multiplies."""

@@ -41,9 +41,7 @@ class LayerIndexer:
         self._scale = shape.heads**-0.5 * shape.head_dim**-0.5
 
     def __call__(self, x: torch.Tensor, low: torch.Tensor, step: Step) -> None:
-        """Stores the keys of x [tokens, hidden], and calls `step` to choose by its low-rank queries [tokens,
-        query_rank].
-        """
+        """Stores the keys of x [tokens, hidden], and has `step` choose by its low-rank queries [tokens, query_rank]."""
         index, shape = step.index, self._shape
         assert index is not None
         keys = self._key_norm(self._key(x))

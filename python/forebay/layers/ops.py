@@ -295,10 +295,9 @@ class TorchOps:
 def penalised(
     logits: torch.Tensor, seen: torch.Tensor, generated: torch.Tensor, penalties: torch.Tensor
 ) -> torch.Tensor:
-    """Logits with penalties. All arguments are [p, vocabulary], except `penalties` [p, 3]: repetition, presence,
-    frequency.
+    """Logits with penalties, all [p, vocabulary], but for `penalties` [p, 3]: repetition, presence, frequency.
 
-    `seen` and `generated` count how often each token was.
+    `seen` and `generated` are the number of times that a token was.
     """
     repetition, presence, frequency = penalties.unsqueeze(2).unbind(1)
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
@@ -358,9 +357,7 @@ def most_likely(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, 
 
 
 def least_kept(values: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The number of tokens that `most_likely` keeps, and the least of their values, [r, 1] each, from the largest [r,
-    width].
-    """
+    """The number of tokens that `most_likely` keeps, and the least of them, [r, 1] each, by the largest [r, width]."""
     ranked = torch.arange(values.shape[1], device=values.device) < top_k[:, None]
     weights = values.exp().double() * ranked
     cumulative = weights.cumsum(dim=-1)

@@ -178,8 +178,7 @@ def _llama3(inverse: torch.Tensor, scaling: Mapping[str, Any], original: int) ->
 def _yarn(
     powers: torch.Tensor, theta: float, scaling: Mapping[str, Any], original: int, max_positions: int
 ) -> tuple[torch.Tensor, float]:
-    """Interpolates dimensions that turn less often than `beta_slow` in the original context. The fastest ones are kept.
-    """
+    """Interpolates dimensions that turn less often than `beta_slow` in the original context, not the fastest ones."""
     half = len(powers)
     factor = scaling.get("factor") or max_positions / original
 

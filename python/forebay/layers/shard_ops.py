@@ -160,8 +160,7 @@ class ShardOps:
         return self._down_to(scaled > threshold, scaled == threshold, kept)
 
     def _nucleus(self, scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-        """`ops.nucleus` for the own tokens: the threshold is found digit by digit, with tables that are small enough.
-        """
+        """`ops.nucleus` of the own tokens: the sums are looked up digit by digit, in tables that are small enough."""
         keys = scaled.abs().view(torch.int32)
         mass = scaled.exp().double()
         goal = top_p.double()[:, None] * self._added(mass.sum(dim=-1, keepdim=True))

@@ -80,11 +80,10 @@ class Step:
         is_shared: bool = False,
         is_scaled: bool = True,
     ) -> torch.Tensor:
-        """Attention [n, query heads * dim] of a layer's projections. Their keys and values are stored in the layer's
-        pages.
+        """Attention [n, query heads * dim] of a layer's projections, which are kept in the layer's pages.
 
-        `rope` is the number of the layer's rotary embedding; None: no rotation. `is_shared`: other layers call
-        `attend_kept` for this one. `is_scaled`: queries are multiplied by the step's factors, if there are any.
+        `rope` is the number of the layer's rotary embedding; None: positions rotate nothing. `is_shared`: other layers
+        call `attend_kept` for this one. `is_scaled`: queries have the step's factors, if there are any.
         """
         kv = self.kv[layer]
         writes, prepared = self._rows(layer)

@@ -1,5 +1,4 @@
-"""The parts of vision towers, which turn pixels into patches and then into the rows of an image's positions in a
-decoder.
+"""The parts of vision towers: from pixels to patches, and to the rows at an image's positions in a decoder.
 
 A tower runs in slices of its layers (`begin`, `layers`, `finish`). Every layer sees the whole image, so it can't be cut
 by positions. Slices give the same bits as a whole run. No operator here waits for the device.

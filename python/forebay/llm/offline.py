@@ -160,8 +160,7 @@ class LLM:
         *,
         pooling_task: str | None = None,
     ) -> list[PoolingRequestOutput]:
-        """The output of a model that pools: vectors, or scores. `pooling_task` names the task that the model must
-        support.
+        """The output of a model that pools: vectors, or scores. `pooling_task` names what the model has to be for.
 
         Raises:
             RequestError: a request failed. The others' results are in the error's `outputs`.

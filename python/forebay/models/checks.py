@@ -174,7 +174,6 @@ class WatchedPositions(TorchFunctionMode):
         return out
 
     def check(self, name: str) -> None:
-        """Raises `UnsupportedModelError` if the code computes positions itself: they would be wrong in a packed step.
-        """
+        """Raises `UnsupportedModelError` if the code has positions of its own: those of a packed step are others."""
         if self.are_made and not self.are_read:
             raise UnsupportedModelError(f"the code of {name} numbers its tokens itself, and takes no positions")

@@ -68,8 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 @contextmanager
 def _only_errors() -> Iterator[None]:
-    """Redirects the output of libraries and their processes to standard error: standard output is only for the answer.
-    """
+    """Sends what libraries and their processes print to standard error: the answer is alone on standard output."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

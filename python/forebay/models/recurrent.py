@@ -133,8 +133,7 @@ def _updates_state(kind: type) -> bool:
 
 
 def _check_arguments(name: str, hidden_states: torch.Tensor, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """Raises `UnsupportedModelError` for arguments with an element per token: each row would get the elements of all.
-    """
+    """Raises `UnsupportedModelError` for arguments with an element for each token: a row would get them all."""
     if any(arg is not None for arg in args):
         raise UnsupportedModelError(f"{name} keeps a state, and takes arguments by position")
     tokens = hidden_states.shape[1]

@@ -60,8 +60,7 @@ def _of_requests(config: ModelConfig, context_length: int) -> ModelConfig:
 def build_whole(
     config: ModelConfig, pooling: Pooling | None, params: Parameters, ops: Ops, context_length: int
 ) -> WholeDecoder:
-    """The decoder of `config`, whose positions see the whole prompt. Raises `ModelError` unless it is a pooling model.
-    """
+    """The decoder of `config`, whose positions see the whole prompt. Raises `ModelError` unless it pools."""
     if pooling is None:
         raise ModelError(f"{config.architecture} can't generate, and the config has no `pooling`")
     return WholeDecoder(build(config, params, WholeAttention(), ops, context_length), pooling)
@@ -79,9 +78,7 @@ def build_called(
 
 
 def build_encoder(config: EncoderConfig, pooling: Pooling | None, params: Parameters) -> Bert:
-    """The encoder of `config`. Its weights are allocated, but not filled. Raises `ModelError` unless it is a pooling
-    model.
-    """
+    """The encoder of `config`. Its weights are allocated and not filled. Raises `ModelError` unless it pools."""
     if pooling is None:
         raise ModelError(f"{config.architecture} can't generate, and the config has no `pooling`")
     return Bert(config, pooling, params)

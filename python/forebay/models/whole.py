@@ -60,8 +60,7 @@ class WholeDecoder:
         return vectors
 
     def _rows(self, tokens: int) -> list[LayerKV]:
-        """Memory for the keys and values of this many tokens in one layer. Layers share it, since none reads another's.
-        """
+        """Memory for one layer's keys and values of this many tokens. Layers share it: none reads another's."""
         rows: dict[tuple[int, int], LayerKV] = {}
 
         def of(heads: GroupedQuery) -> LayerKV:

@@ -56,8 +56,7 @@ class Copier:
         writes: bool = True,
         states: StatePages | None = None,
     ) -> None:
-        """`gbps`: a limit of the copies' speed in GB per second, for tests. `checksums`: compute and check one for
-        every page.
+        """`gbps`: a limit of the copies' speed in GB a second, for tests. `checksums`: of every page, checked.
 
         `lenders`: the descriptors of other replicas' host memory, which is mapped when a page is borrowed. `writes`
         False: the first rank saves the same pages to the same memory, so a save here only waits for its rows. `states`:

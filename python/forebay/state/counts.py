@@ -57,8 +57,7 @@ class TokenCounts:
         return self._table.nbytes
 
     def keep(self) -> None:
-        """Allocates the lines of all slots, for graphs, which know the table by its address. Called by the host, first.
-        """
+        """Makes the lines of all slots, for graphs, which know the table by its address. Called by the host, first."""
         self._capacity = len(self._line)
         self._free = list(range(self._capacity))
         self._table = self._device.zeros((self._capacity, 2, self._vocabulary), torch.int32)

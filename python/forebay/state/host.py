@@ -138,8 +138,7 @@ class LentPages:
     """The pages of another replica's host tier, which this hand only reads."""
 
     def __init__(self, descriptor: int, sizes: PageSizes) -> None:
-        """Maps the file behind `descriptor`. A hand with pages of the same form has created it with its final length.
-        """
+        """Maps the file behind `descriptor`, which a hand with pages of the same form has made as long as they are."""
         size = os.fstat(descriptor).st_size
         states, rest = 0, size
         if sizes.state and size > COUNT_BYTES:

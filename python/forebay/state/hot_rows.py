@@ -84,9 +84,7 @@ class HotRows:
             self._become_sparse(plan.hot_rows)
 
     def check_rows(self, slot: npt.NDArray[np.int64], length: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:
-        """The rows of sparse slots, bool [r]; None: there are none. Raises `PlanError` for such a row with several
-        positions.
-        """
+        """The rows of sparse slots, bool [r]; None: there are none. Raises `PlanError` if such a row has positions."""
         sparse = self.sparse[slot]
         if not sparse.any():
             return None

@@ -126,8 +126,7 @@ class Layout:
 
     @cached_property
     def _columns(self) -> tuple[Int64s, ...]:
-        """First positions, counts, widths, and rotary numbers of the first positions and of the positions after images.
-        """
+        """First positions, counts, widths, numbers of the first positions, and of those behind."""
         words = [(s.first, s.count, s.width, s.rope, s.rope + max(s.height, s.width)) for s in self._spans]
         return tuple(np.array(words, np.int64).T)
 

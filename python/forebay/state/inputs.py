@@ -66,8 +66,7 @@ class PromptRows:
         return Given(used, embeds, prompt_len)
 
     def rows(self, span: Span) -> npt.NDArray[np.uint8]:
-        """The bytes of a span's embeddings, uint8 [count * row bytes], copied, so that no tensor refers to the arena.
-        """
+        """The bytes of a span's embeddings, uint8 [count * row bytes], as a copy: no tensor refers to the arena."""
         first = span.embeds + span.first * self._row_bytes
         found: npt.NDArray[np.uint8] = self._arena[first : first + span.count * self._row_bytes].copy()
         return found

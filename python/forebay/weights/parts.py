@@ -75,9 +75,7 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """Inputs of each layer beside the residual stream: rows that the token's id selects, and its embedding (Gemma 3n,
-    2025).
-    """
+    """Inputs of each layer beside the residual stream: rows of the token, and its embedding (Gemma 3n, 2025)."""
 
     vocab_size: int
     """The number of tokens that have rows."""

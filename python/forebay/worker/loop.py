@@ -180,8 +180,7 @@ def _map_arena(size: int) -> npt.NDArray[np.uint8]:
 
 
 def _die_with_parent() -> None:
-    """Makes the kernel kill this process when the thread that spawned it ends. Exits if that thread has already ended.
-    """
+    """Asks the kernel to kill this process with the thread that spawned it; exits if that is already gone."""
     parent = os.getppid()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:

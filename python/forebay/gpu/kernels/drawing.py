@@ -94,9 +94,7 @@ def _reach(
     MASS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The least key, at most `most`, up to which there are `goal` tokens or this mass; and the count or mass below this
-    key.
-    """
+    """The least key, at most `most`, up to which there are `goal` tokens or this mass, and what is below this key."""
     low, high = tl.cast(0, tl.int32), tl.cast(most, tl.int32)
     while low < high:
         # The sum of two keys may overflow int32.
@@ -148,8 +146,7 @@ def _filter(
 
 @triton.jit
 def _drawn(bits, total):
-    """floor(u * total); int64. It is the upper half of the product of u's 53 bits, aligned to the top, and the total.
-    """
+    """floor(u * total): the upper half of a product of u's 53 bits, which stand highest, and the total; int64."""
     return tl.umulhi(bits.to(tl.uint64, bitcast=True) & 0xFFFFFFFFFFFFF800, total.to(tl.uint64)).to(tl.int64)
 
 

@@ -99,9 +99,7 @@ def scores_kernel(
 
 @triton.jit
 def _descending(score):
-    """Unsigned keys that are smaller where scores are larger; both zeros get the same key. NaN counts as the largest
-    score, so that it shows.
-    """
+    """Unsigned keys that are smaller where scores are larger; both zeros are one. No number shows: it is largest."""
     score = tl.where(score == 0.0, 0.0, tl.where(score == score, score, float("inf")))
     bits = score.to(tl.int32, bitcast=True)
     ascending = bits ^ ((bits >> 31) & 0x7FFFFFFF)

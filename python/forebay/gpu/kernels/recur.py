@@ -144,10 +144,9 @@ def positions_kernel(
 
 @triton.jit
 def _whole_of(row, first, places, place_stride):
-    """A row's first token, the number of tokens that are computed in chunks, and whether a last one writes another
-    state.
+    """A row's first token, the tokens that are computed in chunks, and whether a last one goes to another state.
 
-    Another kernel computes rows of one token.
+    A row of one token is computed elsewhere.
     """
     begin = tl.load(first + row)
     count = tl.load(first + row + 1) - begin

@@ -43,9 +43,7 @@ def rotate_kernel(
     NORM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A block of one token's heads; the grid is tokens, blocks. A head consists of two halves that are rotated, and a
-    rest.
-    """
+    """A block of one token's heads; the grid is tokens, blocks. A head is two halves that are rotated, and a rest."""
     dependents(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)
