@@ -232,7 +232,8 @@ def test_the_tokens_are_the_same_when_the_hand_is_killed(serve: Serve, tiny: Mod
 
     def kill(count: int) -> None:
         hand = server.hand()
-        if not killed and count > 10 and hand is not None:
+        # Early: a client on a busy machine reads behind the hand.
+        if not killed and count > 1 and hand is not None:
             killed.append(hand)
             os.kill(hand, signal.SIGKILL)
 

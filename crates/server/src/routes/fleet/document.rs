@@ -22,7 +22,7 @@ use crate::fleet::Front;
 struct FleetDocument;
 
 /// The prefixes of paths that a server of several models does not have.
-const OF_ONE_MODEL: [&str; 17] = [
+const OF_ONE_MODEL: [&str; 18] = [
     "/v1/files",
     "/v1/batches",
     "/v1/load_lora_adapter",
@@ -40,6 +40,7 @@ const OF_ONE_MODEL: [&str; 17] = [
     "/destroy_weight",
     "/v1/blocks",
     "/v1/loads",
+    "/pd/",
 ];
 
 /// Describes the routes of a server of several models.
