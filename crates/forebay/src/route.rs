@@ -94,7 +94,8 @@ struct BackendFlags {
 #[command(next_help_heading = "Pairs of prefill and decode servers")]
 struct PairFlags {
     /// Servers that compute prompts, in place of --backends: `forebay serve` with
-    /// --disaggregation-mode `prefill`, or servers of SGLang or vLLM. Behind a URL may stand the port at which SGLang's decode servers find it, as in http://10.0.0.1:8000 8998.
+    /// --disaggregation-mode `prefill`, or servers of SGLang or vLLM. For SGLang, a URL may be
+    /// followed by its bootstrap port, as in http://10.0.0.1:8000 8998.
     #[arg(
         long,
         value_delimiter = ',',

@@ -32,7 +32,7 @@ pub(crate) enum AskError {
     Connect(std::io::Error),
     #[error("the connection broke: {0}")]
     Broken(#[from] hyper::Error),
-    #[error("its URL is none")]
+    #[error("its URL gives no valid request")]
     Url,
 }
 

@@ -154,7 +154,7 @@ impl BlockSender {
         // A state is kept at the end of the prompt alone, and blocks are of no use without it.
         let whole = self.state.engine.facts().is_some_and(|facts| facts.hand.state_bytes > 0);
         while self.sent < self.names.len() {
-            // OpenAnswer before the look, so that nothing is saved in between unnoticed.
+            // This is asked before blocks are lent: what is saved in between is still sent.
             let more = !ended || self.will_save().await;
             let progress = (!whole || !more) && self.send_saved().await?;
             if progress {
@@ -249,7 +249,7 @@ impl BlockSender {
     async fn lend(&self, names: Vec<BlockHash>) -> Option<Arc<Loan>> {
         for handle in self.state.engine.handles() {
             let (tell, told) = oneshot::channel();
-            // Whoever asked may be gone.
+            // The decode server may be gone.
             let reply = LoanReply::new(move |loan| _ = tell.send(loan));
             handle.lend(names.clone(), reply);
             if let Ok(Some(loan)) = told.await {

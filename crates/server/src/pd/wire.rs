@@ -96,9 +96,12 @@ pub(crate) struct BlockReceiver<'names, 'pages> {
     /// Bytes of the next frame's head.
     filled: usize,
     coming: Option<PartialPage>,
-    /// Blocks that are there, and the number of the block after which the state is.
+    /// Blocks that have come whole.
     blocks: usize,
+    /// The number of the block after which the state is that has come whole.
     state: Option<usize>,
+    /// The same of a state that has begun to come.
+    state_after: Option<usize>,
     alive: usize,
     ended: bool,
 }
@@ -115,6 +118,7 @@ impl<'names, 'pages> BlockReceiver<'names, 'pages> {
             coming: None,
             blocks: 0,
             state: None,
+            state_after: None,
             alive: 0,
             ended: false,
         }
@@ -125,7 +129,7 @@ impl<'names, 'pages> BlockReceiver<'names, 'pages> {
         &self.names[..self.blocks]
     }
 
-    /// The block after which the state has come, if it has.
+    /// The block after which the state is, if it has come whole.
     pub(crate) fn states(&self) -> &'names [BlockHash] {
         self.state.map_or(&[], |at| &self.names[at..=at])
     }
@@ -151,7 +155,10 @@ impl<'names, 'pages> BlockReceiver<'names, 'pages> {
                 coming.so_far += now.len() as u64;
                 bytes = rest;
                 if coming.so_far == coming.all {
-                    self.blocks += usize::from(coming.place.0 == PageKind::Block);
+                    match coming.place.0 {
+                        PageKind::Block => self.blocks += 1,
+                        PageKind::State => self.state = self.state_after,
+                    }
                     self.coming = None;
                 }
                 continue;
@@ -197,8 +204,9 @@ impl<'names, 'pages> BlockReceiver<'names, 'pages> {
                 if after.is_none() || self.state.is_some() {
                     return Err(WireError::Frame("a state that was not asked for"));
                 }
-                self.state = after;
-                self.expect(PageKind::State, 0, length)
+                self.expect(PageKind::State, 0, length)?;
+                self.state_after = after;
+                Ok(())
             }
             _ => Err(WireError::Frame("a frame of an unknown kind")),
         }
@@ -284,6 +292,17 @@ mod tests {
         let mut landing = BlockReceiver::new(&names, &reserved);
         landing.push(&whole[..HEADER + 2 * (HEADER + 10) - 1]).expect("by the rules");
         assert_eq!((landing.blocks(), landing.has_ended()), (&names[..1], false));
+    }
+
+    #[test]
+    fn a_state_that_came_in_part_does_not_count() {
+        let (names, reserved, whole) = (names(), reserved(), whole());
+        let mut landing = BlockReceiver::new(&names, &reserved);
+        let (most, rest) = whole.split_at(whole.len() - HEADER - 1);
+        landing.push(most).expect("by the rules");
+        assert_eq!((landing.blocks(), landing.states()), (&names[..2], &[][..]));
+        landing.push(rest).expect("by the rules");
+        assert_eq!(landing.states(), &names[1..2]);
     }
 
     #[test]
