@@ -217,6 +217,16 @@ async fn only_routers_with_the_key_name_a_server() {
 }
 
 #[tokio::test]
+async fn without_a_key_nobody_names_a_server() {
+    let mut server = TestServer::of_model(ModelKind::Decodes, Some("hello"), |_| {}).await;
+    let prefill = Prefill::start(Act::Frames(all)).await;
+    let pending = routed(&server, &body(TOKENS), &prefill.url, KEY).await;
+    assert_eq!(pending.read().await.0, 200);
+    assert!(server.submitted().await.loan.is_none());
+    assert!(prefill.asked.lock().is_empty());
+}
+
+#[tokio::test]
 async fn prompts_of_other_kinds_stay() {
     let (server, prefill) = (decoding().await, Prefill::start(Act::Frames(all)).await);
     let prompt: Vec<i32> = (3..52).collect();
