@@ -1,10 +1,10 @@
 //! Latent attention (DeepSeek-V2, 2024) as a step reads it, always in its absorbed form.
 //!
 //! A position keeps a row `[c | r]`: a latent part, and a shared part that positions rotate. A
-//! head's key is `[U c | r]` and its value is `V c`. The score of a query `[q | p]` is `(U^T q) . c
-//! + p . r`. So queries are mapped to the latent space, and attention reads only the rows. Its
-//! result is multiplied by `V`. Prompt chunks and decode rows are computed in the same form, and so
-//! with the same bits.
+//! head's key is `[U c | r]` and its value is `V c`. The score of a query `[q | p]` is
+//! `(U^T q) . c + p . r`. So queries are mapped to the latent space, and attention reads only the
+//! rows. Its result is multiplied by `V`. Prompt chunks and decode rows are computed in the same
+//! form, and so with the same bits.
 
 use crate::element::Element;
 use crate::experts::Stack;
