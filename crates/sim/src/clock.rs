@@ -44,6 +44,13 @@ impl Clock for SimClock {
             Self::Virtual(now) => now.load(Ordering::Acquire),
         }
     }
+
+    fn thread_us(&self) -> u64 {
+        match self {
+            Self::Real(clock) => clock.thread_us(),
+            Self::Virtual(_) => self.now_us(),
+        }
+    }
 }
 
 /// Makes this thread's sleeps exact. By default Linux extends them by up to 50 us in order to wake

@@ -64,13 +64,13 @@ pub(crate) struct Made {
 impl Job {
     pub(crate) fn run(self, clock: &dyn Clock) -> Made {
         let Self { request, mut constraint, said, drafts, mut words, .. } = self;
-        let began = clock.now_us();
+        let began = clock.thread_us();
         let allowed = guarded(|| {
             said.into_iter().try_for_each(|token| constraint.accept(token))?;
             let mut masks: Vec<&mut [u32]> = words.iter_mut().map(|words| &mut words[..]).collect();
             constraint.walk(&drafts, &mut masks)
         });
-        let us = clock.now_us().saturating_sub(began);
+        let us = clock.thread_us().saturating_sub(began);
         let masks = allowed.map(|allowed| RowMasks { drafts, allowed, words });
         Made { request, constraint, masks, us }
     }

@@ -253,7 +253,7 @@ impl Member {
             }
             let room = WALK_US / us.max(1);
             let (said, mut broken) = (&mut held.said, None);
-            let began = shared.clock.now_us();
+            let began = shared.clock.thread_us();
             scheduler.expect_masked(id, |most, drafts| {
                 let forced = guarded(|| {
                     said.drain(..).try_for_each(|token| constraint.accept(token))?;
@@ -265,7 +265,7 @@ impl Member {
                     0
                 }) as u32
             });
-            let us = shared.clock.now_us().saturating_sub(began);
+            let us = shared.clock.thread_us().saturating_sub(began);
             threads.took(client, us);
             self.stats.mask_us += us;
             if let Some(why) = broken {
