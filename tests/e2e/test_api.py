@@ -1,4 +1,4 @@
-"""What the routes answer, asked by OpenAI's own client where they are OpenAI's."""
+"""The answers of all routes, read with OpenAI's client where the route is OpenAI's."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def client(server: Server) -> OpenAI:
 
 
 def native(server: Server, prompt: list[int], **params: Any) -> Any:
-    """A greedy native answer that no end-of-sequence ends."""
+    """A greedy answer of `/generate` that ignores end-of-sequence."""
     sampling = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True, **params}
     return server.ask("/generate", {"input_ids": prompt, "sampling_params": sampling})
 
@@ -151,7 +151,7 @@ def test_chat_whole_and_as_a_stream(client: OpenAI, server: Server) -> None:
     last = chunks[-1].usage
     assert last
     assert (last.prompt_tokens, last.completion_tokens) == (len(prompt), 20)
-    # The prompt came a second time: all its full pages but the one of its last token were found.
+    # The prompt came before, so all its full pages are cached, except one that holds its last token.
     assert last.prompt_tokens_details
     assert last.prompt_tokens_details.cached_tokens == (len(prompt) - 1) // 16 * 16 > 0
     assert len({chunk.id for chunk in chunks}) == 1
@@ -219,7 +219,7 @@ def test_nothing_of_a_stop_string_is_leaked(server: Server, tiny: Model, start: 
     free = native(server, prompt)
     pieces = [tiny.decode([token]) for token in free["output_ids"]]
     stops = boundaries(pieces)
-    assert stops, "choose another prompt"
+    assert stops, "no stop string crosses tokens: choose another prompt"
     for stop in stops:
         wanted = free["text"][: free["text"].index(stop)]
         body = {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": 24, "stop": ["\0never", stop]}
@@ -246,7 +246,7 @@ def test_stop_tokens_and_the_least_number_of_tokens(server: Server, tiny: Model)
     late = native(server, prompt, stop_token_ids=[stop], min_new_tokens=12)["output_ids"]
     assert len(late) >= 12
     assert stop not in late[:12]
-    # End-of-sequence is a stop token, unless it is ignored.
+    # End-of-sequence stops the answer, unless it is ignored.
     for ignore, count in ((False, 1), (True, 24)):
         bias = {"2": 100}
         assert len(native(server, prompt, ignore_eos=ignore, logit_bias=bias)["output_ids"]) == count
@@ -267,7 +267,7 @@ def test_only_allowed_ids_come(server: Server, tiny: Model, temperature: float) 
     asked = {**body, "allowed_token_ids": [90, 77], "logprobs": 0}
     words = {server.ask("/detokenize", {"tokens": [token]})["prompt"] for token in (77, 90)}
     assert set(server.ask("/v1/completions", asked)["choices"][0]["logprobs"]["tokens"]) <= words
-    # Nothing else is left, so the stop id that may not come yet comes all the same.
+    # Only the stop token is allowed, so it is sampled although `min_tokens` is not reached.
     early = {**body, "allowed_token_ids": [77], "stop_token_ids": [77], "min_tokens": 5}
     assert server.ask("/v1/completions", early)["usage"]["completion_tokens"] == 1
     refused = server.post("/v1/completions", {**body, "allowed_token_ids": [10**8, 77]})
@@ -281,7 +281,7 @@ def test_only_allowed_ids_come(server: Server, tiny: Model, temperature: float) 
 )
 def test_penalties_push_repeated_tokens_back(server: Server, tiny: Model, penalty: dict[str, float]) -> None:
     prompt = tiny.encode(PROMPT)
-    # A bias that is just enough for one token to come again and again.
+    # The smallest bias that makes the model repeat one token.
     bias = next(b for b in range(1, 100) if native(server, prompt, logit_bias={"77": b})["output_ids"].count(77) == 24)
     assert native(server, prompt, logit_bias={"77": bias}, **penalty)["output_ids"].count(77) < 24
 
@@ -451,13 +451,13 @@ def test_metrics_have_the_names_of_dashboards_and_move(server: Server, tiny: Mod
     assert moved("forebay:device_busy_seconds_total") > 0
     assert after.value("forebay:device_gap_seconds_total") >= 0
     assert after.value("vllm:num_preemptions_total") == 0
-    # Those of the process and of its doors are of no model.
+    # Metrics of the process and of HTTP have no model label.
     of_models = [sample for sample in after.samples if not sample.name.startswith(("http_", "process_"))]
     assert {sample.labels["model_name"] for sample in of_models} == {"tiny"}
 
 
 def references(node: Any) -> list[str]:
-    """Every $ref below a node."""
+    """All `$ref` values below a node."""
     if isinstance(node, list):
         return [found for item in node for found in references(item)]
     if not isinstance(node, dict):
@@ -519,7 +519,7 @@ def test_an_api_key_is_asked_for(serve: Serve, tiny: Model) -> None:
 
 
 def test_dummy_weights(serve: Serve, tiny: Model, tmp_path: Path) -> None:
-    """A config and a tokenizer are enough, and the seed decides what is said."""
+    """A config and a tokenizer are enough, and the seed decides the random weights."""
     bare = tmp_path / "bare"
     shutil.copytree(tiny.path, bare, ignore=shutil.ignore_patterns("*.safetensors*"))
     said = []

@@ -1,4 +1,4 @@
-"""What clients and the machine see when processes die, are told to stop, or never start."""
+"""What clients and the machine observe when processes die, are told to stop, or never start."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from tests.e2e.simulated import SIM, paced
 from tests.e2e.waiting import eventually, eventually_async
 
 KILLS = int(os.environ.get("FOREBAY_KILLS", "6"))
-"""How often a process dies under load."""
+"""How often the hand is killed under load."""
 FEW_KILLS = 3
 STREAMS = 48
 TOP_K = 4
-# Tokens that a stream must have got since the hand died, to be sure that it is out of quarantine.
+# After a death each stream must receive this many tokens, so that it is no longer a suspect.
 PROGRESS = 2
 
 Expected = list[tuple[dict[str, Any], list[int]]]
 
 
 def requests(model: Model, count: int) -> list[dict[str, Any]]:
-    """Native requests of 60 to 200 tokens, half of them greedy and half seeded."""
+    """Requests for 60 to 200 tokens from `/generate`, half of them greedy and half seeded."""
     asked = []
     for number, prompt in enumerate(prompts(model, count, 60, seed=12)):
         params = {
@@ -61,7 +61,7 @@ def requests(model: Model, count: int) -> list[dict[str, Any]]:
 
 
 def undisturbed(server: Server, asked: Sequence[dict[str, Any]]) -> Expected:
-    """The requests with their tokens. Those that the order of float32 additions could change are left out."""
+    """Requests with their tokens. Requests that another order of float32 additions could change are left out."""
     ranked = [{**request, "return_logprob": True, "top_logprobs_num": TOP_K + 1} for request in asked]
     answers = native_together(server, ranked)
     kept = [
@@ -74,9 +74,9 @@ def undisturbed(server: Server, asked: Sequence[dict[str, Any]]) -> Expected:
 
 
 class Load:
-    """Streams that are started again as soon as they end, until `finish`; each is compared with what is expected.
+    """Streams that start again as soon as they end, until `finish`; each is compared with the expected tokens.
 
-    Every third is one of OpenAI's client, where a token lost or given twice shows in the text.
+    Every third stream uses OpenAI's client, whose text shows a token that was lost or sent twice.
     """
 
     def __init__(self, server: Server, model: Model, expected: Expected) -> None:
@@ -85,20 +85,20 @@ class Load:
         self._work: Iterator[tuple[int, tuple[dict[str, Any], list[int]]]] = enumerate(itertools.cycle(expected))
         self._ending = False
         self.live: dict[int, int] = {}
-        """Chunks that each stream has got so far."""
+        """The tokens that each stream has received so far."""
         self.finished = 0
 
     async def run(self, streams: int) -> None:
-        """Serves until `finish` was called and the last stream has ended."""
+        """Runs streams until `finish` was called and the last one has ended."""
         async with async_client(self._server) as native, openai_async_client(self._server) as official:
             await asyncio.gather(*(self._lane(native, official) for _ in range(streams)))
 
     def finish(self) -> None:
-        """No new streams from now on."""
+        """Starts no more streams."""
         self._ending = True
 
     async def everyone_moves(self) -> None:
-        """Waits until every stream that lives now has ended, or has got more tokens."""
+        """Waits until every live stream has ended or received more tokens."""
         assert self.live
         before = dict(self.live)
 
@@ -134,7 +134,7 @@ class Load:
         extra = {"top_k": params.pop("top_k"), "ignore_eos": params.pop("ignore_eos"), "skip_special_tokens": False}
         params["max_tokens"] = params.pop("max_new_tokens")
         text = ""
-        # With log-probabilities there is a chunk for a token whose text is held back, too.
+        # With `logprobs` each token has a chunk, even while its text is held back.
         stream = await client.completions.create(
             model=self._model.name, prompt=request["input_ids"], stream=True, logprobs=0, extra_body=extra, **params
         )
@@ -146,7 +146,7 @@ class Load:
 
 
 async def kill_under_load(server: Server, load: Load, kills: int) -> set[int]:
-    """Kills the hand again and again while all streams go on; the process ids of the dead."""
+    """Kills the hand repeatedly while all streams run; returns the process ids of the killed hands."""
     killed: set[int] = set()
     running = asyncio.create_task(load.run(STREAMS))
     try:
@@ -164,7 +164,7 @@ async def kill_under_load(server: Server, load: Load, kills: int) -> set[int]:
             killed.add(hand)
             await eventually_async(
                 lambda n=number: server.metric("forebay:hand_deaths_total") == n,  # type: ignore[misc]
-                "the death is noticed",
+                "the death is counted",
             )
         load.finish()
         await running
@@ -199,8 +199,8 @@ GRAPHS = [
 def test_deaths_of_the_hand_under_load(
     serve: Serve, tiny: Model, monkeypatch: pytest.MonkeyPatch, flags: list[str], kills: int
 ) -> None:
-    """Every stream gets exactly the tokens that it gets when nothing happens."""
-    # Of the operators of a GPU those that need none.
+    """Every stream receives exactly the tokens that it receives without deaths."""
+    # Use GPU operators in their PyTorch form, which needs no GPU.
     monkeypatch.setenv("FOREBAY_GPU_KERNELS", "reference")
     server = serve(tiny, *flags)
     expected = undisturbed(server, requests(tiny, 96))
@@ -208,7 +208,7 @@ def test_deaths_of_the_hand_under_load(
     killed = asyncio.run(kill_under_load(server, load, kills))
     assert len(killed) == kills
     assert load.finished >= STREAMS
-    # On a busy machine few of them run at a time.
+    # On a busy machine few streams run at the same time.
     assert server.metric("forebay:requests_replayed_total") > STREAMS // 4
     assert server.metric("vllm:request_success_total", finished_reason="error") == 0
     server.wait_for_health()
@@ -227,7 +227,7 @@ def test_a_death_of_an_idle_hand(serve: Serve, tiny: Model, lookahead: str, devi
     assert hand
     os.kill(hand, signal.SIGKILL)
     server.wait_for_metric("forebay:hand_deaths_total", lambda deaths: deaths == 1)
-    # Requests that come while there is no hand wait for the next one.
+    # Requests that arrive while there is no hand wait for the next one.
     answers = native_one_by_one(server, [request for request, _ in expected])
     assert [answer["output_ids"] for answer in answers] == [tokens for _, tokens in expected]
 
@@ -242,12 +242,12 @@ def test_killing_the_brain_leaves_nothing_behind(serve: Serve, tiny: Model) -> N
         assert server.hand() in below
         os.kill(server.pid, signal.SIGKILL)
         server.process.wait()
-        eventually(lambda: not any(alive(pid) for pid in below), "the hand is gone too")
+        eventually(lambda: not any(alive(pid) for pid in below), "the hand has ended too")
     assert shared_memory() <= before
 
 
 def endless(tokens: int = TINY_CONTEXT - 8) -> dict[str, Any]:
-    """A native stream of seconds."""
+    """A request for a stream that runs for seconds."""
     return {"text": "a", "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True}, "stream": True}
 
 
@@ -273,7 +273,7 @@ def test_being_told_to_stop_drains(serve: Serve, tiny: Model, told: signal.Signa
 
 
 def test_being_told_twice_to_stop_ends_what_still_runs(serve: Serve, tiny: Model) -> None:
-    """The drain timeout is half a minute; nobody waits for it."""
+    """The second signal ends requests at once, long before the drain timeout of 30 seconds."""
     server = serve(tiny)
     below = descendants(server.pid)
     with server.http.stream("POST", "/generate", json=endless()) as stream:
@@ -296,7 +296,7 @@ def test_the_drain_timeout_ends_what_still_runs(serve: Serve, tiny: Model, strea
     async def all_of_them() -> list[httpx2.Response]:
         async with async_client(server) as client:
             asked = [asyncio.create_task(client.post("/generate", json=body)) for _ in range(16)]
-            await eventually_async(lambda: server.metric("vllm:num_requests_running") == len(asked), "all run")
+            await eventually_async(lambda: server.metric("vllm:num_requests_running") == len(asked), "all requests run")
             server.process.send_signal(signal.SIGTERM)
             return list(await asyncio.gather(*asked))
 
@@ -313,16 +313,16 @@ def test_the_drain_timeout_ends_what_still_runs(serve: Serve, tiny: Model, strea
 
 def test_sigterm_while_loading(serve: Serve, models: Models) -> None:
     server = serve(models("smollm2"), healthy=False)
-    below = eventually(lambda: descendants(server.pid), "something is started")
+    below = eventually(lambda: descendants(server.pid), "the server has started a process")
     assert server.terminate() in (0, -signal.SIGTERM)
-    eventually(lambda: not any(alive(pid) for pid in below), "nothing is left")
+    eventually(lambda: not any(alive(pid) for pid in below), "all processes have ended")
 
 
 def test_requests_wait_for_a_model_that_loads_if_they_are_let(serve: Serve, tiny: Model, tmp_path: Path) -> None:
     flags = (*SIM, *paced(tmp_path, step_us=10, load_s=2))
     body = {"prompt": "a", "max_tokens": 2}
     server = serve(tiny, *flags, "--queue-while-loading", healthy=False)
-    eventually(lambda: answers(server, "/livez"), "it listens")
+    eventually(lambda: answers(server, "/livez"), "the server listens")
     assert server.http.get("/health").status_code == 503
     with ThreadPoolExecutor(8) as pool:
         asked = [pool.submit(server.http.post, "/v1/completions", json=body) for _ in range(7)]
@@ -331,7 +331,7 @@ def test_requests_wait_for_a_model_that_loads_if_they_are_let(serve: Serve, tiny
         assert listed.result().status_code == 200
     assert server.http.get("/health").status_code == 200
     hasty = serve(tiny, *flags, healthy=False)
-    eventually(lambda: answers(hasty, "/livez"), "it listens")
+    eventually(lambda: answers(hasty, "/livez"), "the server listens")
     refused = hasty.http.post("/v1/completions", json=body)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "starting")
 
@@ -339,7 +339,7 @@ def test_requests_wait_for_a_model_that_loads_if_they_are_let(serve: Serve, tiny
 def test_requests_that_wait_for_a_model_end_with_the_server(serve: Serve, tiny: Model, tmp_path: Path) -> None:
     loading = paced(tmp_path, step_us=10, load_s=600)
     server = serve(tiny, *SIM, *loading, "--queue-while-loading", healthy=False)
-    eventually(lambda: answers(server, "/livez"), "it listens")
+    eventually(lambda: answers(server, "/livez"), "the server listens")
     descriptors = Path(f"/proc/{server.pid}/fd")
     before = len(list(descriptors.iterdir()))
     with ThreadPoolExecutor(1) as pool, httpx2.Client(base_url=server.url, timeout=60, trust_env=False) as another:
@@ -359,7 +359,7 @@ def answers(server: Server, path: str) -> bool:
 
 
 def broken(model: Model, folder: Path, name: str) -> Model:
-    """A copy of a model that describes itself well and cannot be loaded."""
+    """A copy of a model whose config is valid but whose weights cannot be loaded."""
     directory = folder / name
     shutil.copytree(model.path, directory)
     weights = directory / "model.safetensors"
@@ -384,7 +384,7 @@ def test_a_model_that_cannot_start_ends_the_server(serve: Serve, tiny: Model, tm
         below.update(descendants(server.pid))
         return server.process.poll() is not None
 
-    eventually(ended, "it ends by itself, for a supervisor to see", 60)
+    eventually(ended, "the server exits by itself, so that a supervisor can restart it", 60)
     assert server.process.returncode == 1
     last = server.log().strip().splitlines()[-1]
     assert last.startswith("error: ")
@@ -393,7 +393,7 @@ def test_a_model_that_cannot_start_ends_the_server(serve: Serve, tiny: Model, tm
 
 
 def test_a_hand_that_hangs_while_it_comes_back_is_started_again(serve: Serve, tiny: Model, tmp_path: Path) -> None:
-    """The second start of the interpreter sleeps: the server notices, and the third one serves."""
+    """The second start of the interpreter sleeps: the server notices it, and the third start serves."""
     count = tmp_path / "starts"
     python = tmp_path / "python"
     python.write_text(
@@ -440,9 +440,9 @@ def test_a_client_that_goes_away_frees_its_request(serve: Serve, tiny: Model, st
 
     asyncio.run(leave())
     server.wait_until_idle()
-    # They were not finished: that they are gone is not because they had come to their end.
+    # The requests had not reached their end, so the abort is what freed them.
     assert server.metric("vllm:generation_tokens_total") < 4 * (TINY_CONTEXT - 8)
-    # Pages that a step in flight names come back with its result.
+    # Pages that a step in flight names are freed with its result.
     eventually(lambda: server.replicas()[0]["pages_held"] == 0, "the pages are free", 30)
 
 
@@ -452,7 +452,7 @@ def test_requests_that_wait_are_freed_too(serve: Serve, tiny: Model) -> None:
     async def leave() -> None:
         async with async_client(server) as client:
             asked = [asyncio.create_task(client.post("/generate", json=endless())) for _ in range(5)]
-            await eventually_async(lambda: server.metric("vllm:num_requests_waiting") == 4, "four wait")
+            await eventually_async(lambda: server.metric("vllm:num_requests_waiting") == 4, "four requests wait")
             for task in asked:
                 task.cancel()
             await asyncio.gather(*asked, return_exceptions=True)

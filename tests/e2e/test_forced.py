@@ -1,6 +1,6 @@
-"""Calls that are asked for: `tool_choice`, `strict`, and how many.
+"""Forced tool calls: `tool_choice`, `strict` and `parallel_tool_calls`.
 
-A device says what a script has, as far as the masks let it.
+The simulated device emits a scripted text, except where the masks forbid a token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.e2e.models import Model
 from tests.e2e.server import Server
 from tests.e2e.simulated import SIM, lines, scripted
 
-# Short strings: what the device makes up ends one by chance only.
+# Strings are short: the simulated device draws random characters, and ends a string only by chance.
 ORDER: Json = {
     "type": "object",
     "properties": {
@@ -72,7 +72,7 @@ def named(name: str) -> Json:
 
 
 def together(chunks: list[Json], choice: int = 0) -> tuple[Json, str]:
-    """A choice's message and its reason for ending, of a stream."""
+    """The message and the finish reason of one choice of a stream."""
     message: Json = {"content": "", "reasoning": "", "tool_calls": []}
     reasons = []
     for chunk in chunks:
@@ -93,7 +93,7 @@ def together(chunks: list[Json], choice: int = 0) -> tuple[Json, str]:
 
 
 def ask(server: Server, said: str, **options: Any) -> tuple[Json, str, Json]:
-    """Message, reason and usage; whole answer and stream must agree."""
+    """Returns message, finish reason and usage. The whole answer and the stream must agree."""
     body: Json = {"messages": [{"role": "user", "content": f"Please {said}!"}], "seed": 7, **options}
     answer = server.ask("/v1/chat/completions", body)
     choice = answer["choices"][0]
@@ -111,7 +111,7 @@ def ask(server: Server, said: str, **options: Any) -> tuple[Json, str, Json]:
 
 
 def check(call: Json) -> Json:
-    """The arguments of a call, which are valid."""
+    """Parses the arguments of a call and checks them against the tool's schema."""
     arguments: Json = json.loads(call["arguments"])
     errors = list(Draft202012Validator(SCHEMAS[call["name"]]).iter_errors(arguments))
     assert not errors, (call, errors)
@@ -119,7 +119,7 @@ def check(call: Json) -> Json:
 
 
 def says(folder: Path, said: dict[str, str]) -> tuple[str, ...]:
-    """Flags of a device that says these things when it is asked to."""
+    """Flags of a simulated device that answers `Please NAME!` with the text of that name."""
     return (*SIM, *scripted(folder, lines({"after": f"Please {name}!", "say": say} for name, say in said.items())))
 
 
@@ -135,7 +135,7 @@ def server(model: ToolModel, serve_for_module: Serve, tmp_path_factory: pytest.T
 
 @pytest.fixture(scope="module")
 def opened(model: ToolModel, serve_for_module: Serve, tmp_path_factory: pytest.TempPathFactory) -> Server:
-    """The same model, whose template begins the reasoning."""
+    """The same model with a template that begins the reasoning."""
     folder = tmp_path_factory.mktemp("opened")
     template = folder / "template.jinja"
     template.write_text(
@@ -202,7 +202,7 @@ def test_required_calls_whatever_the_model_wants_to_say(server: Server) -> None:
         message, reason, _ = ask(server, "talk", tools=TOOLS, tool_choice=word, max_tokens=3000)
         assert (reason, message["content"]) == ("tool_calls", "")
         check(message["tool_calls"][0])
-    # What the model would have said anyway is left as it is.
+    # A scripted answer that satisfies the constraint stays as it is.
     message, reason, _ = ask(server, "call twice", tools=TOOLS, tool_choice="required")
     assert [check(call) for call in message["tool_calls"]] == [{"city": "Oslo"}] * 2
 
@@ -211,7 +211,7 @@ def test_required_calls_whatever_the_model_wants_to_say(server: Server) -> None:
 def test_forced_calls_come_behind_the_reasoning(request: pytest.FixtureRequest, fixture: str) -> None:
     server: Server = request.getfixturevalue(fixture)
     message, reason, usage = ask(server, "think and talk", tools=TOOLS, tool_choice="required", max_tokens=3000)
-    # A mark of a call is nothing there.
+    # A call mark inside the reasoning starts no call.
     assert message["reasoning"] == "A <tool_call> it is."
     assert (reason, message["content"]) == ("tool_calls", "")
     check(message["tool_calls"][0])
@@ -238,7 +238,7 @@ def test_allowed_tools_are_the_only_ones(server: Server) -> None:
         server.ask("/v1/chat/completions", {**body, "tool_choice": choice})["usage"]["prompt_tokens"]
         for choice in ("auto", allowed("auto", "ping"))
     ]
-    assert tokens[0] == tokens[1], "the prompt, and so the prefix cache, is the same"
+    assert tokens[0] == tokens[1], "a list of allowed tools changes the prompt, and so misses the prefix cache"
     message, reason, _ = ask(server, "call", tools=TOOLS, tool_choice=allowed("auto", "get_time"))
     assert (message["content"], reason) == ("I look.", "tool_calls")
     message, reason, _ = ask(server, "talk", tools=TOOLS, tool_choice=allowed("auto", "ping"))
@@ -260,7 +260,7 @@ def test_strict_tools_keep_their_schema_and_leave_text_alone(server: Server) -> 
     message, reason, _ = ask(server, "call", tools=STRICT)
     assert (message["content"], reason) == ("I look.", "tool_calls")
     assert check(message["tool_calls"][0]) == {"city": "Oslo"}
-    # Beside a strict tool, others may be called with whatever the model takes for right.
+    # Tools that are not strict keep unconstrained arguments beside a strict one.
     mixed = [tool("get_time"), tool("ping", strict=True)]
     message, _, _ = ask(server, "call wrongly", tools=mixed)
     assert json.loads(message["tool_calls"][0]["arguments"]) == {"city": 5}
@@ -364,11 +364,11 @@ def test_what_can_not_be_forced_names_its_place(server: Server, stream: bool) ->
     ):
         response = server.post("/v1/chat/completions", {**body, **more})
         assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
-    # Of a tool that is not strict the rest is kept, and the answer says of what.
+    # For a tool that is not strict, the unsupported part of its schema is ignored, and a header names it.
     forced = server.post("/v1/chat/completions", {**body, "tools": [skipped, *loose], "tool_choice": "required"})
     assert forced.status_code == 200, forced.text
     assert path in forced.headers["x-forebay-ignored"].split(", ")
-    # Nobody asks for it to be kept, and nobody is told off.
+    # Without `tool_choice` no schema is enforced, so nothing is refused.
     assert server.post("/v1/chat/completions", {**body, "tools": [skipped, *loose]}).status_code == 200
 
 
@@ -379,7 +379,7 @@ def test_a_model_whose_calls_are_not_known_says_so(serve: Serve, model: ToolMode
     assert (unknown.status_code, error["param"]) == (400, "tool_choice")
     assert "--tool-call-parser" in error["message"]
     untold = serve(tiny, "--device", "sim").post("/v1/chat/completions", body)
-    # A template that shows no tools gets them in a system message.
+    # If the template renders no tools, they are added in a system message.
     assert (untold.status_code, untold.headers["x-forebay-tools"]) == (200, "generic")
     off = serve(model, "--device", "sim", "--no-grammar").post("/v1/chat/completions", body)
     assert (off.status_code, off.json()["error"]["param"]) == (400, "tool_choice")
@@ -401,7 +401,7 @@ def test_a_budget_ends_the_reasoning(request: pytest.FixtureRequest, fixture: st
             assert usage["completion_tokens_details"] == {"reasoning_tokens": budget}
             check(message["tool_calls"][0])
     assert free["completion_tokens_details"]["reasoning_tokens"] > 10
-    # Without any form too, and in other words.
+    # The budget also holds without forced calls, and under another parameter name.
     message, _, usage = ask(server, "think on", reasoning={"max_tokens": 4}, max_tokens=60)
     assert usage["completion_tokens_details"] == {"reasoning_tokens": 4}
     structured, _, usage = ask(server, "think on", thinking_budget=3, regex="[0-9]{2}", max_tokens=60)
@@ -409,7 +409,7 @@ def test_a_budget_ends_the_reasoning(request: pytest.FixtureRequest, fixture: st
 
 
 def test_a_prompt_that_speaks_of_marks_has_not_begun_to_reason(server: Server) -> None:
-    """Else nothing would be forced before the mark's end, which never comes."""
+    """A mark in the user's text must not count as reasoning: masks would wait for an end that never comes."""
     body: Json = {
         "messages": [{"role": "user", "content": "What is <think>? Please talk!"}],
         "tools": TOOLS,
@@ -421,7 +421,7 @@ def test_a_prompt_that_speaks_of_marks_has_not_begun_to_reason(server: Server) -
 
 
 def test_the_default_model_calls_when_it_has_to(serve: Serve, models: Models, tmp_path: Any) -> None:
-    """It has never seen a tool: left alone, it would hardly call one."""
+    """The model was not trained on tools, and rarely calls one unless it is forced."""
     template = tmp_path / "template.jinja"
     template.write_text(FAMILIES["hermes"].template)
     server = serve(models("smollm2"), "--chat-template", str(template), "--reasoning-parser", "none")

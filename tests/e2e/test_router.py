@@ -1,4 +1,4 @@
-"""`forebay route` in front of real brains, which die."""
+"""`forebay route` in front of several brains, some of which the tests kill."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ KV_TOKENS = 1 << 16
 STREAMS = 96
 STREAM_TOKENS = 1000
 WORDS = "([a-z]{2,6} ){300,}"
-"""A form that no answer here comes to the end of."""
+"""A pattern so long that no answer of these tests reaches its end."""
 HEALTH = ("--health-check-interval-secs", "0.1", "--cb-failure-threshold", "100000", "--log-level", "warn")
 
 
 @dataclass
 class Cluster:
-    """Backends, each of which can die and come back at the same address, and a router in front of them."""
+    """Backends that tests kill and restart at the same address, and a router in front of them."""
 
     folder: Path
     stack: ExitStack
@@ -48,7 +48,7 @@ class Cluster:
     logs: int = 0
 
     def start(self, *arguments: str | Path, command: str = "serve", port: int | None = None) -> Server:
-        """A server that is killed in the end."""
+        """Starts a server, which is killed when the test ends."""
         self.logs += 1
         log = self.folder / f"{command}-{self.logs}.log"
         server = Server(*arguments, log=log, command=command, port=port)
@@ -56,38 +56,38 @@ class Cluster:
         return server
 
     def add(self, count: int) -> None:
-        """Starts backends."""
+        """Starts backends and waits until they are healthy."""
         started = [self.start(*self.arguments) for _ in range(count)]
         for backend in started:
             backend.wait_for_health()
         self.backends += started
 
     def route(self, *flags: str) -> Server:
-        """Starts a router and waits until it knows all backends."""
+        """Starts a router and waits until it has recognized every backend as a brain."""
         urls = ",".join(backend.url for backend in self.backends)
         router = self.start("--backends", urls, *HEALTH, *flags, command="route")
         router.wait_for_health()
-        eventually(lambda: all(load["forebay"] for load in loads(router)), "all are known as brains")
+        eventually(lambda: all(load["forebay"] for load in loads(router)), "the router knows all brains")
         return router
 
     def kill(self, index: int) -> None:
-        """Ends a backend as the kernel does when there is no memory left."""
+        """Kills a backend with SIGKILL, as the kernel does when memory runs out."""
         self.backends[index].kill()
 
     def revive(self, index: int) -> None:
-        """Starts it again where it was."""
+        """Starts a killed backend again at its old address."""
         self.backends[index] = self.start(*self.arguments, port=self.backends[index].port)
         self.backends[index].wait_for_health()
 
 
 def loads(router: Server) -> list[Json]:
-    """What the router knows of each backend."""
+    """The router's record of each backend."""
     found: list[Json] = router.http.get("/v1/loads").json()["loads"]
     return found
 
 
 def is_busy(router: Server, index: int) -> bool:
-    """Whether a backend has at least two requests of the router."""
+    """Whether a backend computes at least two requests from the router."""
     return bool(loads(router)[index]["own"] >= 2)
 
 
@@ -104,18 +104,18 @@ def simulated(tmp_path: Path, tiny: Model) -> Iterator[Cluster]:
 
 @pytest.fixture
 def slow(tmp_path: Path, tiny: Model) -> Iterator[Cluster]:
-    """The same with longer steps: streams outlive two deaths. All of them have room in one backend."""
+    """Simulated backends with steps so long that streams outlive two deaths. One backend has room for all streams."""
     yield from cluster(tmp_path, tiny, *SIM, *paced(tmp_path, 10_000, 1 << 17))
 
 
 @pytest.fixture
 def real(tmp_path: Path, tiny: Model) -> Iterator[Cluster]:
-    """Backends that compute, by the slower hand: the other is done before anybody can be killed."""
+    """Backends that compute with the PyTorch hand: the Rust hand would finish before a test can kill it."""
     yield from cluster(tmp_path, tiny, "--threads", str(tiny.threads), "--hand", "torch")
 
 
 def requests(model: Model) -> list[tuple[str, Json]]:
-    """Streams in every dialect, with all that has to go on: stop strings, counts, log-probabilities."""
+    """Streams of every API, with state that has to survive a failover: stop strings, counts, log-probabilities."""
     ends: Json = {"ignore_eos": True, "temperature": 0}
     made: list[tuple[str, Json]] = []
     for number in range(4):
@@ -137,7 +137,7 @@ def requests(model: Model) -> list[tuple[str, Json]]:
 
 
 def summary(path: str, chunks: list[Json]) -> Json:
-    """What a stream said in the end, however it was cut into chunks. Its name must be the same in all of them."""
+    """The content of a stream, independent of its chunk boundaries. The id must be the same in all chunks."""
     assert not any("error" in chunk for chunk in chunks), chunks[-1]
     if path == "/generate":
         last = chunks[-1]
@@ -246,7 +246,7 @@ def test_nobody_notices_that_backends_die(simulated: Cluster, tiny: Model, token
 
 
 def killed_in_the_middle(cluster: Cluster, router: Server, path: str, body: Json) -> list[Json]:
-    """The events of a stream whose backend dies after some of them."""
+    """The events of a stream whose backend is killed after eight of them."""
     found = []
     with router.http.stream("POST", path, json={**body, "stream": True}) as response:
         assert response.status_code == 200
@@ -298,10 +298,10 @@ def test_a_client_that_goes_away_frees_the_backend(simulated: Cluster) -> None:
         next(lines)
         [load] = loads(router)
         assert (load["own"], load["requests"]) == (1, 1)
-        # Reports ride on the stream.
-        eventually(lambda: loads(router)[0]["report"]["running"] == 1, "the backend has told of it")
+        # The backend reports its load within the stream.
+        eventually(lambda: loads(router)[0]["report"]["running"] == 1, "the backend has reported the request")
     simulated.backends[0].wait_until_idle()
-    eventually(lambda: loads(router)[0]["requests"] == 0, "the books are empty")
+    eventually(lambda: loads(router)[0]["requests"] == 0, "the router counts no request")
 
 
 def test_a_router_hears_of_the_requests_of_others(simulated: Cluster) -> None:
@@ -311,9 +311,9 @@ def test_a_router_hears_of_the_requests_of_others(simulated: Cluster) -> None:
     with simulated.backends[0].http.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()
         next(lines)
-        eventually(lambda: loads(router)[0]["requests"] == 1, "it hears of it")
+        eventually(lambda: loads(router)[0]["requests"] == 1, "the router counts the request")
         assert loads(router)[0]["own"] == 0
-    eventually(lambda: loads(router)[0]["requests"] == 0, "it hears of its end")
+    eventually(lambda: loads(router)[0]["requests"] == 0, "the router no longer counts the request")
 
 
 def test_prompts_go_where_their_beginnings_are(simulated: Cluster) -> None:
@@ -324,17 +324,17 @@ def test_prompts_go_where_their_beginnings_are(simulated: Cluster) -> None:
         for question in range(4):
             body = {"prompt": f"{story}{long} Question {question}?", "max_tokens": 4}
             router.ask("/v1/completions", body)
-            eventually(lambda: any(load["blocks"] for load in loads(router)), "blocks are told of")
+            eventually(lambda: any(load["blocks"] for load in loads(router)), "a backend has reported its blocks")
     cached = [backend.metric("vllm:prefix_cache_hits_total") for backend in simulated.backends]
     queries = [backend.metric("vllm:prefix_cache_queries_total") for backend in simulated.backends]
-    # All but the first question of each story find nearly all of it.
+    # Every question about a story but the first finds most of its prompt in the prefix cache.
     assert sum(cached) > 0.6 * sum(queries), (cached, queries)
 
 
 def test_a_request_that_kills_brains_kills_two_and_the_fleet_lives(simulated: Cluster) -> None:
     simulated.add(3)
     router = simulated.route("--policy", "shortest_queue")
-    # Fatal is a request that is asked for by name: whoever has it is killed.
+    # The request with the prompt "fatal" stands for one that crashes brains: the test kills each brain that runs it.
     endless = {"max_tokens": 3000, "ignore_eos": True, "stream": True}
     dead: list[int] = []
 
@@ -368,7 +368,7 @@ REPEATS = [0, *(pytest.param(repeat, marks=pytest.mark.slow) for repeat in range
 
 @pytest.mark.parametrize("repeat", REPEATS)
 def test_innocent_streams_survive_two_deaths(slow: Cluster, repeat: int) -> None:
-    """What was at both deaths is tried alone on the brain that is left, and nothing is given up."""
+    """Requests that were in flight at both deaths run alone on the last brain, and none is given up."""
     alone = slow.start(*slow.arguments)
     alone.wait_for_health()
     slow.add(3)
@@ -394,10 +394,10 @@ def test_innocent_streams_survive_two_deaths(slow: Cluster, repeat: int) -> None
                 suspects = metrics.value("forebay_router_suspects_total")
                 return suspects >= STREAMS // 3 and not any(map(metrics.value, trials)) and all_run()
 
-            await eventually_async(all_run, "all are there")
+            await eventually_async(all_run, "all streams run")
             await asyncio.to_thread(slow.kill, 0)
-            # A death in the middle of a trial is blamed on whoever is tried.
-            await eventually_async(all_have_gone_on, "all have gone on")
+            # The router blames a death during a trial on the request on trial, so wait until all trials are over.
+            await eventually_async(all_have_gone_on, "all trials are over and all streams run")
             await asyncio.to_thread(slow.kill, 1)
             return await asyncio.gather(*streams)
 
@@ -407,17 +407,17 @@ def test_innocent_streams_survive_two_deaths(slow: Cluster, repeat: int) -> None
     found, expected = asyncio.run(both())
     assert found == expected
     assert router.metric("forebay_router_given_up_total") == 0
-    # A third of them at the first death, and half of all at the second.
+    # A third of the streams are suspects after the first death, and half of them after the second.
     assert router.metric("forebay_router_suspects_total") >= STREAMS * 3 // 4
 
 
 def token_count(text: str) -> int:
-    """The tokens of a stream whose events name them: under load an event has several."""
+    """The number of tokens in a stream with `return_token_ids`: under load one event has several."""
     return sum(len(choice["token_ids"] or []) for event in events(text) for choice in event["choices"])
 
 
 def cached(server: Server, body: Json, key: str | None = None) -> int:
-    """How many tokens of a long prompt were found."""
+    """The number of cached tokens of a prompt of 80 tokens."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     answer = server.ask("/v1/completions", {"prompt": list(range(100, 180)), "max_tokens": 1, **body}, headers=headers)
     found: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -438,7 +438,7 @@ def test_clients_with_different_keys_find_nothing_of_each_other(simulated: Clust
 
 
 def names(server: Server, headers: dict[str, str]) -> bytes:
-    """The names of a prompt's blocks, as a router is told them."""
+    """The block hashes of a prompt, as the backend reports them to a router."""
     tag = {"x-forebay-router": "router=1;seq=1;floor=1;seed=0;blocks=1", **headers}
     answer = server.post("/v1/completions", {"prompt": list(range(100, 180)), "max_tokens": 1}, headers=tag)
     assert answer.status_code == 200
@@ -475,7 +475,7 @@ def test_only_a_router_with_the_key_hears_of_blocks(simulated: Cluster) -> None:
     assert backend.http.get("/v1/blocks?after=0", headers=right).status_code == 200
     router = simulated.route("--router-key", "between-us")
     router.ask("/v1/completions", {"prompt": "p " * 100, "max_tokens": 2})
-    eventually(lambda: loads(router)[0]["blocks"] > 0, "the router hears of blocks")
+    eventually(lambda: loads(router)[0]["blocks"] > 0, "the router has received the blocks")
 
 
 def test_wrong_words_of_a_router_are_refused(simulated: Cluster) -> None:
@@ -536,7 +536,7 @@ def test_it_ends_at_once_when_it_is_told_twice(simulated: Cluster) -> None:
 
 
 def test_calls_of_tools_survive_their_brain(tmp_path: Path) -> None:
-    """The brain that goes on reads what was said before, so that no call begins twice and no argument is lost."""
+    """The second brain parses the text sent so far, so that no call starts twice and no argument is lost."""
     model = ToolModel("kimi_k2", tmp_path / "kimi_k2")
     flags = (*SIM, *paced(tmp_path, 30_000, KV_TOKENS), *scripted(tmp_path, script(model)))
     with ExitStack() as stack:

@@ -34,7 +34,7 @@ TOKENS = ("--sim-output-tokens", "5")
 
 @dataclass
 class Files:
-    """The two files of a run."""
+    """The input and the output file of a run."""
 
     folder: Path
 
@@ -47,23 +47,23 @@ class Files:
         return self.folder / "out.jsonl"
 
     def write(self, requests: Sequence[Json | str]) -> None:
-        """Writes the input: requests, and lines that are none."""
+        """Writes the input: requests as JSON, and strings as they are."""
         text = "".join(one + "\n" if isinstance(one, str) else lines([one]) for one in requests)
         (self.folder / "in.jsonl").write_text(text)
 
     def answers(self) -> list[Json]:
-        """The lines of the output that have their end."""
+        """The complete lines of the output."""
         if not self.output.exists():
             return []
         whole, _, _ = self.output.read_text().rpartition("\n")
         return [json.loads(line) for line in whole.splitlines()]
 
     def has(self, count: int) -> bool:
-        """Whether there are so many answers."""
+        """Whether the output has exactly this many answers."""
         return len(self.answers()) == count
 
     def names(self) -> list[str]:
-        """The names of the answers."""
+        """The `custom_id` of each answer."""
         return [str(answer["custom_id"]) for answer in self.answers()]
 
 
@@ -79,7 +79,7 @@ def request(name: str, url: str = "/v1/completions", **body: object) -> Json:
 
 
 def start(files: Files, *flags: str | Path, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-    """Starts a run."""
+    """Starts `run-batch` as a process."""
     return subprocess.Popen(
         [BINARY, "run-batch", *files.flags, *flags],
         stdin=subprocess.DEVNULL,
@@ -91,33 +91,33 @@ def start(files: Files, *flags: str | Path, environment: Mapping[str, str] | Non
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """The exit status of a run, and the last line on standard error. Nothing is on standard output."""
+    """Returns the exit status and the last line of standard error. Standard output must be empty."""
     output, error = process.communicate(timeout=SECONDS)
     assert output == ""
     return process.returncode, error.strip().splitlines()[-1] if error.strip() else ""
 
 
 def run(files: Files, *flags: str | Path, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
-    """A whole run."""
+    """Runs `run-batch` to its end."""
     return finish(start(files, *flags, environment=environment))
 
 
 @dataclass
 class Stub:
-    """A server that answers some requests, and the others once it may."""
+    """A server that answers some requests at once, and the others after `go_on`."""
 
     url: str
     may: int
     """The number of requests that are answered at once."""
     go_on: threading.Event = field(default_factory=threading.Event)
     seen: list[str] = field(default_factory=list)
-    """The names of all requests, which are their prompts."""
+    """The prompts of all requests, which are their names."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 @contextmanager
 def stub(may: int) -> Iterator[Stub]:
-    """A server, until the block ends."""
+    """Serves until the block ends."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -173,7 +173,7 @@ def test_answers_are_those_of_the_routes(serve: Serve, tiny: Model, files: Files
     assert run(files, "--url", server.url) == (FINE, "5 answered, 0 before, 0 errors")
     by_url = {str(answer["custom_id"]): answer for answer in files.answers()}
     files.output.unlink()
-    # The same by a server of its own. Keys of the environment are for others.
+    # The same requests with a server that the run starts itself; it ignores the keys of the environment.
     keys = {"FOREBAY_API_KEY": "secret", "FOREBAY_ADMIN_API_KEY": "secret"}
     assert run(files, "--model", tiny.path, "--", *SIM, *TOKENS, environment=keys)[0] == FINE
     own = {str(answer["custom_id"]): answer for answer in files.answers()}
@@ -190,7 +190,7 @@ def test_answers_are_those_of_the_routes(serve: Serve, tiny: Model, files: Files
 
 
 def _without_names(value: object) -> object:
-    """An answer without what differs from one request to the next."""
+    """An answer without the fields that differ in every response."""
     if isinstance(value, dict):
         other = ("id", "created", "created_at", "completed_at", "item_id")
         return {key: _without_names(inner) for key, inner in value.items() if key not in other}
@@ -200,7 +200,7 @@ def _without_names(value: object) -> object:
 def test_models_that_pool(tmp_path: Path, files: Files) -> None:
     minilm = MiniLM(tmp_path / "minilm")
     files.write([request(str(at), "/v1/embeddings", input=["a", f"b{at}"]) for at in range(20)])
-    # A flag of vLLM that is not needed here.
+    # The run accepts a flag of vLLM that Forebay does not need.
     assert run(files, "--model", minilm.path, "--", "--trust-remote-code")[0] == FINE
     assert Counter(files.names()) == Counter(str(at) for at in range(20))
     assert all(len(answer["response"]["body"]["data"]) == 2 for answer in files.answers())
@@ -245,7 +245,7 @@ def test_lines_that_are_no_requests_have_error_lines(serve: Serve, tiny: Model, 
     answered = {answer["custom_id"]: answer["response"] for answer in found if answer["response"]}
     assert {name: response["status_code"] for name, response in answered.items()} == {"a": 200, "d": 400, "e": 200}
     assert answered["d"]["body"]["error"]["param"] == "prompt"
-    # All is answered: no server is needed for more, and nothing is written.
+    # All requests have their answers, so the run needs no server and writes nothing.
     server.kill()
     assert run(files, "--url", server.url) == (SOME_ERRORS, "0 answered, 9 before, 7 errors")
     assert files.output.read_bytes() == text
@@ -262,7 +262,7 @@ def test_a_killed_run_goes_on_and_asks_for_no_answer_again(files: Files) -> None
             process.kill()
             process.communicate()
             assert not before & set(server.seen)
-        # A kill in the middle of a write.
+        # Append a part of a line, as a kill in the middle of a write leaves it.
         with files.output.open("a") as output:
             output.write('{"id":"batch_req_1","custom_id":"39","respon'[: 11 * at])
     with stub(count) as server:
@@ -352,7 +352,7 @@ def test_interactive_requests_of_the_same_client_go_before_a_run(
     before = len(files.names())
     for at in range(20):
         server.ask("/v1/completions", {"prompt": [3, at], "max_tokens": 2, "ignore_eos": True})
-    # Those that ran meanwhile may have ended, and no more: one slot is always the user's.
+    # Only batch requests that already ran may have ended: the user always has one slot.
     assert len(files.names()) - before <= 20 * 4 // 40 + slots
     assert server.metric("vllm:num_requests_waiting") > 20
     assert server.metric("vllm:num_preemptions_total") >= 1
@@ -380,7 +380,7 @@ def test_what_prevents_a_run_is_said(serve: Serve, tiny: Model, files: Files) ->
     (files.folder / "in.jsonl").rename(files.folder / "moved.jsonl")
     assert "in.jsonl: No such file" in run(files, "--url", server.url)[1]
     (files.folder / "moved.jsonl").rename(files.folder / "in.jsonl")
-    # A letter is no file of answers, and the input is none either.
+    # Neither a letter nor the input file is a file of answers.
     for text in ("Dear sir,\n", (files.folder / "in.jsonl").read_text()):
         files.output.write_text(text)
         status, line = run(files, "--url", server.url)
@@ -422,8 +422,8 @@ def test_memory_does_not_grow_with_the_files(files: Files) -> None:
         requests.write(json.dumps(request("last")) + "\n")
     with stub(0) as server:
         process = start(files, "--url", server.url)
-        eventually(lambda: server.seen, "all before the last are left out", SECONDS)
-        # The names alone are 150 MB.
+        eventually(lambda: server.seen, "the run has skipped all requests but the last", SECONDS)
+        # The names alone take 150 MB.
         assert peak_memory(process.pid) < 64 * MIB
         server.go_on.set()
         assert finish(process) == (FINE, f"1 answered, {count} before, 0 errors")
