@@ -1,4 +1,4 @@
-"""Tiny random models that start in seconds, and the default model, with what transformers says about them."""
+"""Tiny random models that start in seconds, and the default model, with their references in transformers."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ CHAT_TEMPLATE = (
 )
 
 IMAGE = VOCABULARY + 2
-"""The id of <|image_pad|> in the tiny models that see images."""
+"""The id of <|image_pad|> in the tiny models with a vision tower."""
 IMAGE_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
@@ -92,7 +92,7 @@ GEMMA_TEMPLATE = (
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""As that of Gemma 3 writes images."""
+"""Writes images as the template of Gemma 3 does."""
 GEMMA_PREPROCESSOR: dict[str, Any] = {
     "image_processor_type": "Gemma3ImageProcessor",
     "do_convert_rgb": None,
@@ -134,7 +134,7 @@ _LATENT: dict[str, Any] = {
     "v_head_dim": 12,
 }
 _INDEXED: dict[str, Any] = {**_LATENT, "index_topk": 16, "index_head_dim": 16, "index_n_heads": 16}
-# transformers' classes are hardly typed: what comes from them is Any here.
+# transformers' classes have few types, so they are Any here.
 _FAMILIES: dict[str, Any] = {
     "llama": (LlamaForCausalLM, LlamaConfig(**_SHAPE)),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**_SHAPE, tie_word_embeddings=True)),
@@ -150,7 +150,7 @@ _FAMILIES: dict[str, Any] = {
         GlmMoeDsaForCausalLM,
         GlmMoeDsaConfig(**{**_INDEXED, "num_hidden_layers": 3}, indexer_types=["full", "shared", "full"]),
     ),
-    # Most of its bytes are rows: sparse decoding from host memory gains much.
+    # Most bytes of its pages are rows, so sparse decoding from host memory gains much.
     "glm-dsa-one-index": (
         GlmMoeDsaForCausalLM,
         GlmMoeDsaConfig(**{**_INDEXED, "num_hidden_layers": 6}, indexer_types=["full", *["shared"] * 5]),
@@ -185,7 +185,7 @@ _FAMILIES |= {
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         ),
     ),
-    # No file of ours names the rest: transformers' own code computes them.
+    # Only transformers' own code computes Starcoder2.
     "starcoder2": (Starcoder2ForCausalLM, Starcoder2Config(**_SHAPE, sliding_window=24)),
     "qwen3.5": (
         Qwen3_5ForCausalLM,
@@ -295,7 +295,7 @@ _FAMILIES |= {
 
 
 class Model:
-    """A model to serve, and its reference."""
+    """A model to serve, with its reference in transformers."""
 
     def __init__(self, name: str, path: str | Path, tokenizer: Path) -> None:
         self.name = name
@@ -306,12 +306,12 @@ class Model:
 
     @cached_property
     def reference(self) -> Any:
-        """The same weights in transformers, float32."""
+        """The same weights in transformers, in float32."""
         pytest.fail(f"{self.name} has no reference")
 
     @property
     def threads(self) -> int:
-        """Threads that serve it best: a tiny model's arithmetic is too short to be shared out."""
+        """The number of threads that is fastest: a tiny model has too little work to share."""
         return 1
 
     def encode(self, text: str) -> list[int]:
@@ -324,7 +324,7 @@ class Model:
 
 
 class TinyModel(Model):
-    """A random model of a family in a directory as on the hub."""
+    """A random model of a family, in a directory as on the Hugging Face hub."""
 
     def __init__(self, family: str, directory: Path, *, sharded: bool = False) -> None:
         self.family = family
@@ -339,7 +339,7 @@ class TinyModel(Model):
 
     @staticmethod
     def _random(family: str) -> Any:
-        # Weights larger than those of an untrained model, so that the logits have a spread and attention looks around.
+        # Weights larger than those of an untrained model spread the logits and the attention.
         kind, config = _FAMILIES[family]
         torch.manual_seed(11)
         model = kind(config).eval()
@@ -357,7 +357,7 @@ class TinyModel(Model):
 
 
 class TinyImageModel(TinyModel):
-    """A random model with a vision tower. Its patches are 4 pixels wide, so that a position is 8 by 8 of them."""
+    """A random model with a vision tower. A patch has 4 by 4 pixels, and a position 8 by 8."""
 
     pixels = 8
 
@@ -377,7 +377,7 @@ class TinyImageModel(TinyModel):
 
     @cached_property
     def reference(self) -> Any:
-        # It keeps the last prompt's.
+        # transformers keeps the offsets of the last prompt.
         self._model.model.rope_deltas = None
         return self._model
 
@@ -395,7 +395,7 @@ class SmolLM2(Model):
 
     @cached_property
     def reference(self) -> Any:
-        # transformers' own reader of GGUF, not ours: what is compared must not share the code that is tested.
+        # transformers' own reader of GGUF: the reference must share no code with the tested reader.
         path = str(smollm2())
         read: Any = load_gguf_checkpoint
         model: Any = LlamaForCausalLM(LlamaConfig(**read(path, return_tensors=False)["config"]))

@@ -1,4 +1,4 @@
-"""Adapters end to end: by name at the start and at run time, over a death, and never with the cache of another."""
+"""LoRA adapters end to end: loads at start and at run time, deaths of hands, and no cache that adapters share."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def merged(model: Model, folder: Path) -> Any:
 
 
 def greedy(model: Any) -> list[int]:
-    """The tokens behind the prompt."""
+    """The greedy tokens after the prompt."""
     ids = list(PROMPT)
     with torch.inference_mode():
         for _ in range(COUNT):
@@ -54,20 +54,20 @@ def greedy(model: Any) -> list[int]:
 
 
 def ask(server: Server, model: str | None, **more: Any) -> Any:
-    """A completion."""
+    """A completion of the prompt."""
     body = {"prompt": PROMPT, "max_tokens": COUNT, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     return server.ask("/v1/completions", {**body, **({} if model is None else {"model": model}), **more})
 
 
 def tokens(server: Server, model: str | None) -> list[int]:
-    """The tokens of an answer."""
+    """The tokens of a completion."""
     found: list[int] = ask(server, model)["choices"][0]["token_ids"]
     return found
 
 
 @pytest.fixture(scope="module")
 def folder(tiny: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two adapters."""
+    """A folder with two adapters, `tone` and `other`."""
     root = tmp_path_factory.mktemp("adapters")
     config = json.loads(Path(tiny.path, "config.json").read_text())
     make(config, root / "tone", rank=8, seed=1, strength=0.1)
@@ -146,7 +146,7 @@ def test_a_dead_hand_comes_back_with_its_adapters(serve: Serve, tiny: Model, fol
 
 def test_ranks_divide_adapters(serve: Serve, tiny: Model, folder: Path) -> None:
     modules = (f"tone={folder / 'tone'}", f"other={folder / 'other'}")
-    # There is one place, so each adapter is loaded again, on all ranks.
+    # There is room for one adapter, so all ranks load an adapter again at each change.
     server = serve(tiny, "--lora-modules", *modules, "--max-loras", "1", "--tp-size", "2", "--dtype", "float32")
     answers: dict[str | None, list[int]] = {None: greedy(tiny.reference)}
     answers |= {name: greedy(merged(tiny, folder / name)) for name in ("tone", "other")}
@@ -155,7 +155,7 @@ def test_ranks_divide_adapters(serve: Serve, tiny: Model, folder: Path) -> None:
             assert tokens(server, model) == answer, model
         ranks = server.hands()
         os.kill(ranks[1], signal.SIGKILL)
-        eventually(lambda before=ranks: not set(before) & set(server.hands()), "all ranks are others")  # type: ignore[misc]
+        eventually(lambda before=ranks: not set(before) & set(server.hands()), "all ranks are new processes")  # type: ignore[misc]
         server.wait_for_health()
     with ThreadPoolExecutor(6) as pool:
         wanted = [*answers, *answers]
@@ -238,7 +238,7 @@ def test_a_router_knows_who_has_an_adapter(serve: Serve, tiny: Model, folder: Pa
         def found(path: str) -> Any:
             return router.http.get(path).json()
 
-        eventually(lambda: found("/health")["backends"] == 2, "both are known")
+        eventually(lambda: found("/health")["backends"] == 2, "the router has recognized both backends")
         expected = greedy(merged(tiny, folder / "tone"))
         assert [tokens(router, "tone") for _ in range(4)] == [expected] * 4
         body = {"lora_name": "late", "lora_path": "late"}

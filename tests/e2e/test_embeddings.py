@@ -1,4 +1,4 @@
-"""Vectors and scores through the real client and the real hand: those of transformers, and nothing is kept."""
+"""Vectors and scores through OpenAI's client and a real hand, compared with transformers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def scorer(cross: CrossEncoder, serve_for_module: Serve, request: pytest.Fixture
 
 
 def embed(server: Server, texts: Any, **more: Any) -> np.ndarray:
-    """The vectors of inputs, float32 [inputs, size]."""
+    """The vectors of `texts`, float32 [inputs, size]."""
     answer = server.ask("/v1/embeddings", {"input": texts, **more})
     assert [one["index"] for one in answer["data"]] == list(range(len(answer["data"])))
     return np.array([one["embedding"] for one in answer["data"]], np.float32)
@@ -80,7 +80,7 @@ def test_the_vectors_are_those_of_sentence_transformers(server: Server, minilm: 
 
 def test_the_real_client_reads_numbers_and_base64(server: Server, minilm: MiniLM) -> None:
     client = openai_client(server)
-    # The client asks for base64 unless told otherwise, and decodes it.
+    # The client asks for base64 by default, and decodes it.
     default = client.embeddings.create(model=minilm.name, input=TEXTS, user="somebody")
     numbers = client.embeddings.create(model=minilm.name, input=TEXTS, encoding_format="float")
     for one, other in zip(default.data, numbers.data, strict=True):
@@ -114,7 +114,7 @@ def test_a_vector_is_the_same_alone_in_company_and_in_any_order(server: Server) 
     together = embed(server, texts)
     order = chance.sample(range(150), 150)
     shuffled = embed(server, [texts[at] for at in order])
-    # Matrix products of other shapes add in another order: what differs is the last bits.
+    # Matrix products of other shapes add in another order, which changes the last bits.
     np.testing.assert_allclose(shuffled, together[order], atol=1e-5)
     with ThreadPoolExecutor(16) as pool:
         alone = list(pool.map(lambda text: embed(server, text)[0], texts))
@@ -281,7 +281,7 @@ def test_a_causal_model_embeds_in_chunks_and_from_the_prefix_cache(
         states = [model.reference.model(input_ids=torch.tensor([p])).last_hidden_state[0, -1] for p in prompts]
     expected = torch.nn.functional.normalize(torch.stack(states).float(), dim=-1)
     assert min(cosines(embed(server, prompts), expected)) > 0.99999
-    # Again, now that the blocks are named.
+    # The second time, from cached blocks.
     assert min(cosines(embed(server, prompts), expected)) > 0.99999
     assert server.metric("vllm:prefix_cache_hits_total") >= 4 * 96
     assert server.metric("vllm:kv_cache_usage_perc") == 0

@@ -1,4 +1,4 @@
-"""What clients that are wrong, malicious or too many are told; the others notice nothing."""
+"""Errors that wrong, malicious or too many clients receive, while other clients are served as usual."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.e2e.server import Server
 ENDPOINTS = ["/v1/chat/completions", "/v1/completions", "/generate", "/tokenize", "/detokenize"]
 BODY_LIMIT = 4 << 20
 MEGABYTE = 1 << 20
-# Above the server's own limit on how long a request may take to arrive.
+# Longer than a request may take to arrive, by the server's limit.
 PATIENCE = 90
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
 COMPLETION: dict[str, Any] = {"prompt": "a", "max_tokens": 2}
@@ -57,7 +57,7 @@ def serves(server: Server) -> bool:
 
 
 class Trickle:
-    """A client that sends a byte every now and then, on a thread of its own, until the server has had enough."""
+    """A client that sends one byte at a time from a thread of its own, until the server closes the connection."""
 
     def __init__(self, server: Server, head: bytes, drops: bytes) -> None:
         self._socket = socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE)
@@ -66,7 +66,7 @@ class Trickle:
         self._closed = threading.Event()
 
     def run(self) -> bytes:
-        """What the server said before it closed the connection."""
+        """What the server sent before it closed the connection."""
         threading.Thread(target=self._drip, daemon=True).start()
         answer = b""
         try:
@@ -91,7 +91,7 @@ class Trickle:
 
 @pytest.fixture(scope="module", autouse=True)
 def slow_clients(server: Server) -> Iterator[dict[str, list[Future[bytes]]]]:
-    """Slow clients that are at it while the other tests of this file run."""
+    """Slow clients that keep sending while the other tests of this file run."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
     post = head + b"Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
     with ThreadPoolExecutor(32) as pool:
@@ -269,7 +269,7 @@ def test_unknown_routes_and_methods(server: Server) -> None:
 
 
 def test_a_body_over_the_limit_is_not_kept(server: Server) -> None:
-    """100 MB, once with its length declared and once without."""
+    """A body of 100 MB, once with its length declared and once without."""
     before = peak_memory(server.pid)
 
     def pieces() -> Iterator[bytes]:
@@ -281,18 +281,18 @@ def test_a_body_over_the_limit_is_not_kept(server: Server) -> None:
         try:
             return error(server.http.post("/v1/completions", content=pieces(), headers=headers), 413)
         except httpx2.WriteError:
-            # The server has answered and closed while this client was still sending.
+            # The server has answered and closed the connection while the client was sending.
             return None
 
     for found in (outcome(**{"Content-Length": str(100 * MEGABYTE + 12)}), outcome()):
         assert found is None or found["code"] == "body_too_large"
-    # Two bodies up to the limit, and what growing buffers and the allocator keep; far from 100 MB.
+    # Room for two bodies up to the limit, buffers that grow, and the allocator; far less than 100 MB.
     assert peak_memory(server.pid) - before < 10 * BODY_LIMIT
-    # Only declared: the answer comes before a byte of the body is sent.
+    # With a declared length the answer comes before the body is sent.
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
         connection.sendall(b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 104857600\r\n\r\n")
         assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
-    # A body just below the limit is read, and found to be too long a prompt.
+    # A body just below the limit is read, and its prompt is too long.
     large = server.post("/v1/completions", {"prompt": "a " * (BODY_LIMIT // 2 - 100)})
     assert error(large, 400)["code"] == "context_length_exceeded"
     assert serves(server)
@@ -333,7 +333,7 @@ def test_a_full_queue(serve: Serve, tiny: Model) -> None:
     long = {"text": "a", "sampling_params": {"max_new_tokens": TINY_CONTEXT // 2, "ignore_eos": True}, "stream": True}
     name = server.http.get("/v1/models").json()["data"][0]["id"]
     with server.http.stream("POST", "/generate", json=long) as running:
-        # Kept, because a generator that is thrown away closes the connection.
+        # Keep the iterator: when it is discarded, it closes the connection.
         lines = running.iter_lines()
         next(lines)
         with server.http.stream("POST", "/generate", json=long):
@@ -345,7 +345,7 @@ def test_a_full_queue(serve: Serve, tiny: Model) -> None:
                 assert int(response.headers["retry-after"]) >= 1
             with pytest.raises(RateLimitError):
                 openai_client(server).completions.create(model=name, prompt="a")
-            # All choices of a request are taken or none.
+            # A request is accepted with all its choices or with none.
             error(server.post("/v1/completions", {**COMPLETION, "n": 3}), 429)
     server.wait_until_idle()
     assert serves(server)
@@ -354,7 +354,7 @@ def test_a_full_queue(serve: Serve, tiny: Model) -> None:
 def test_slow_clients_are_sent_away_and_keep_nobody(
     server: Server, slow_clients: dict[str, list[Future[bytes]]]
 ) -> None:
-    """The last test of the file: the slow clients have been at it since its beginning."""
+    """The last test of the file: the slow clients have been sending since its beginning."""
     assert serves(server)
     deadline = time.monotonic() + PATIENCE
     for kind, clients in slow_clients.items():

@@ -1,4 +1,4 @@
-"""What evaluators ask: how likely texts are that are given. The reference is transformers, one text at a time."""
+"""Log-likelihoods of given texts, as evaluators ask for them. The reference is transformers, one text at a time."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.e2e.server import Server
 from tests.e2e.waiting import eventually
 
 TEXTS = 24
-"""Contexts and continuations of each model."""
+"""The number of contexts and continuations for each model."""
 SMOLLM2_TEXTS = int(os.environ.get("FOREBAY_SMOLLM2_TEXTS", "6"))
-"""The same for the model of which each takes a second or two: `make test-slow` takes more."""
+"""The same for SmolLM2, where each takes a second or two: `make test-slow` takes more."""
 SUM = 2e-3
-"""The largest error of a sum of log-probabilities in float32. PyTorch's own sums differ by half of it."""
+"""The largest error of a sum of log-probabilities in float32. PyTorch's own sums differ by half of that."""
 SMALL = ("--chunked-prefill-size", "32", "--page-size", "4", "--max-total-tokens", "1024")
 POOL = ("--max-total-tokens", "384")
 SETTINGS = {
@@ -52,14 +52,14 @@ def server(serve_for_module: Serve, tiny: Model) -> Server:
 
 
 def distributions(model: Model, tokens: list[int]) -> torch.Tensor:
-    """Log-probabilities [tokens, vocabulary] of what follows each of the tokens."""
+    """Log-probabilities [tokens, vocabulary] of the token that follows each of `tokens`."""
     with torch.inference_mode():
         logits: torch.Tensor = model.reference(input_ids=torch.tensor([tokens])).logits[0]
     return logits.float().log_softmax(-1)
 
 
 def parts(model: Model) -> list[tuple[list[int], list[int]]]:
-    """Contexts and continuations, of 1 to about 90 tokens."""
+    """Contexts with continuations, of 1 to about 90 tokens."""
     count = SMOLLM2_TEXTS if model.name == "smollm2" else TEXTS
     texts = [text for text in prompts(model, 2 * count, 90, seed=8) if len(text) > 1][:count]
     return [(text[:cut], text[cut:]) for number, text in enumerate(texts) for cut in [1 + number % (len(text) - 1)]]
@@ -67,14 +67,14 @@ def parts(model: Model) -> list[tuple[list[int], list[int]]]:
 
 @cache
 def expected(model: Model, context: tuple[int, ...], continuation: tuple[int, ...]) -> tuple[float, bool]:
-    """How likely a continuation is, and whether it is what a greedy model says."""
+    """The log-probability of a continuation, and whether greedy decoding gives it."""
     of = distributions(model, [*context, *continuation])[len(context) - 1 : -1]
     chosen = of.gather(1, torch.tensor(continuation)[:, None])
     return float(chosen.double().sum()), tuple(of.argmax(-1).tolist()) == continuation
 
 
 def read(choice: Json, context: int, until: int | None) -> tuple[float, bool]:
-    """What lm-eval's `local-completions` makes of a choice."""
+    """What lm-eval's `local-completions` reads from a choice: the log-likelihood, and whether it is greedy."""
     logprobs = choice["logprobs"]
     tokens, top = logprobs["token_logprobs"][context:until], logprobs["top_logprobs"][context:until]
     return sum(tokens), all(token == max(likely.values()) for token, likely in zip(tokens, top, strict=True))
@@ -84,7 +84,7 @@ def read(choice: Json, context: int, until: int | None) -> tuple[float, bool]:
 def test_log_likelihoods_are_those_of_transformers(scene: tuple[Server, Model], max_tokens: int) -> None:
     server, model = scene
     cases = parts(model)
-    # As lm-eval's batches: lists of token ids, several requests at a time.
+    # lm-eval sends lists of token ids in batches, several requests at a time.
     batches = [cases[at : at + 4] for at in range(0, len(cases), 4)]
 
     def ask(batch: list[tuple[list[int], list[int]]]) -> list[Json]:
@@ -202,7 +202,9 @@ def test_choices_share_what_is_said_of_their_prompt(server: Server, tiny: Model)
     best = server.ask("/v1/completions", {**body, "n": 1, "best_of": 4})
     assert best["choices"][0]["prompt_logprobs"] == first
     assert server.metric("vllm:prompt_tokens_total") >= computed + len(prompt)
-    assert server.metric("vllm:prefix_cache_hits_total") > hits, "whoever is told nothing shares the prompt's blocks"
+    assert server.metric("vllm:prefix_cache_hits_total") > hits, (
+        "choices without prompt_logprobs take the prompt from the prefix cache"
+    )
 
 
 def test_a_chat_s_prompt(server: Server, tiny: Model) -> None:
@@ -271,7 +273,7 @@ def test_what_can_not_be_is_refused_by_name(server: Server, path: str, body: Jso
 
 
 def test_cuts_company_and_lookahead_change_no_digit(serve: Serve, tiny: Model) -> None:
-    """The compiled kernels give a row the same bits in any company; where pages run short, it is computed twice."""
+    """The compiled kernels give a row the same bits in any batch. After a preemption a row is computed twice."""
     server = serve(tiny, "--lookahead", "1", "--chunked-prefill-size", "32", "--page-size", "4", *POOL)
     other = serve(tiny, "--lookahead", "0", "--disable-radix-cache", "--chunked-prefill-size", "512")
     texts = prompts(tiny, 40, 90, seed=21)
@@ -287,7 +289,7 @@ def test_cuts_company_and_lookahead_change_no_digit(serve: Serve, tiny: Model) -
             answers = [threads.submit(ask, server, prompt) for prompt in texts]
         together = [answer.result() for answer in answers]
     assert together == alone
-    assert server.metric("vllm:num_preemptions_total") > before, "some lost their pages"
+    assert server.metric("vllm:num_preemptions_total") > before, "some requests are preempted"
 
 
 @pytest.mark.parametrize("max_tokens", [0, 20])
@@ -305,12 +307,14 @@ def test_a_hand_that_dies_costs_no_value_and_repeats_none(serve: Serve, tiny: Mo
     with ThreadPoolExecutor(24) as threads:
         answers = [threads.submit(ask, prompt) for prompt in texts]
         eventually(
-            lambda: server.metric("vllm:num_requests_running") > 0 or all(a.done() for a in answers), "it runs", 30
+            lambda: server.metric("vllm:num_requests_running") > 0 or all(a.done() for a in answers),
+            "a request runs",
+            30,
         )
         assert before is not None
         os.kill(before, signal.SIGKILL)
         assert [answer.result() for answer in answers] == expected
-    eventually(lambda: server.hand() not in (None, before), "the hand is back", 60)
+    eventually(lambda: server.hand() not in (None, before), "a new hand runs", 60)
 
 
 def test_the_simulated_device_has_some_too(serve: Serve, tiny: Model) -> None:
@@ -320,5 +324,5 @@ def test_the_simulated_device_has_some_too(serve: Serve, tiny: Model) -> None:
     assert answers[0] == answers[1]
     count = len(tiny.encode(TEXT))
     assert [value is None for value in answers[0]["token_logprobs"]] == [True] + [False] * (count + 2)
-    assert len(set(answers[0]["token_logprobs"][1:count])) > count // 3, "a token's own"
+    assert len(set(answers[0]["token_logprobs"][1:count])) > count // 3, "each token has a value of its own"
     assert END not in tiny.encode(TEXT)

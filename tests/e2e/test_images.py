@@ -1,4 +1,4 @@
-"""Images over HTTP: tokens are those of transformers, whatever happens, and what is no image is told by its part."""
+"""Images over HTTP: the tokens of transformers, and refusals that name the wrong part of a message."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ Pixels8 = npt.NDArray[np.uint8]
 
 @cache
 def picture(seed: int, rows: int, columns: int) -> Pixels8:
-    """Noise of so many positions; uint8 [height, width, 3]."""
+    """A noise image of `rows` by `columns` positions; uint8 [height, width, 3]."""
     return np.random.default_rng(seed).integers(0, 256, (8 * rows, 8 * columns, 3), np.uint8)
 
 
 def png(pixels: Pixels8) -> bytes:
-    """A file of 8 bits a channel."""
+    """Encodes pixels as a PNG file with 8 bits a channel."""
     height, width, _ = pixels.shape
     rows = b"".join(b"\0" + row.tobytes() for row in pixels)
 
@@ -81,7 +81,7 @@ def chat(*parts: Json, before: list[Json] | None = None, **more: Any) -> Json:
 
 
 def seen(pixels: Pixels8) -> tuple[torch.Tensor, list[int]]:
-    """What transformers' processor makes of it, and its grid of patches."""
+    """The patches of an image, as transformers' processor computes them, and their grid."""
     height, width, _ = pixels.shape
     rows, columns = height // 8, width // 8
     cut = pixels.transpose(2, 0, 1).reshape(3, rows, 2, 4, columns, 2, 4)
@@ -91,7 +91,7 @@ def seen(pixels: Pixels8) -> tuple[torch.Tensor, list[int]]:
 
 
 def reference(model: Model, ids: list[int], images: list[Pixels8]) -> list[int]:
-    """Greedy tokens behind `ids`."""
+    """Greedy tokens that transformers generates after `ids`."""
     network = model.reference
     tokens = torch.tensor([ids])
     inputs: dict[str, Any] = {"input_ids": tokens, "mm_token_type_ids": (tokens == IMAGE).int()}
@@ -105,7 +105,7 @@ def reference(model: Model, ids: list[int], images: list[Pixels8]) -> list[int]:
 
 
 def answer(server: Server, body: Json) -> tuple[list[int], list[int]]:
-    """The prompt's ids and the answer's."""
+    """The token ids of the prompt and of the answer."""
     response = server.post("/v1/chat/completions", body)
     assert response.status_code == 200, response.text
     found = response.json()
@@ -122,7 +122,7 @@ def seeing(request: pytest.FixtureRequest, models: Models) -> Model:
 
 @pytest.fixture(scope="module")
 def server(serve_for_module: Serve, seeing: Model) -> Server:
-    # A small budget has every image computed over several steps.
+    # With a small budget each image is encoded over several steps.
     return serve_for_module(seeing, "--dtype", "float32", "--image-budget", "100", "--chunked-prefill-size", "16")
 
 
@@ -141,7 +141,7 @@ def test_tokens_are_those_of_transformers(server: Server, seeing: Model, parts: 
     ids, tokens = answer(server, body)
     assert ids.count(IMAGE) == sum(image.shape[0] * image.shape[1] // 64 for image in images)
     assert tokens == reference(seeing, ids, images)
-    # Again: from cached blocks.
+    # The second time, from cached blocks.
     assert answer(server, body) == (ids, tokens)
 
 
@@ -162,11 +162,11 @@ def test_a_second_turn_needs_neither_pixels_nor_the_tower(server: Server, seeing
     ]
     answer(server, chat(text("really?"), before=told))
     assert [now - then for now, then in zip(counted(), first, strict=True)] == [0, 0, 0, 1]
-    # Behind other words: the image is on its pages, and no block is the same.
+    # After other text no cached block matches, but the encoded image is still in its pages.
     ids, tokens = answer(server, chat(text("look:"), part(png(image))))
     assert [now - then for now, then in zip(counted(), first, strict=True)] == [0, 0, 1, 1]
     assert tokens == reference(seeing, ids, [image])
-    # Another image of the same size shares no block with it.
+    # Another image of the same size shares no block with the first one.
     other = picture(51, 5, 7)
     ids, tokens = answer(server, chat(part(png(other)), text("describe it at length, in many words, please")))
     assert tokens == reference(seeing, ids, [other])
@@ -206,7 +206,7 @@ def test_images_are_handed_on(serve: Serve, seeing: Model) -> None:
         ids, tokens = answer(server, body)
         assert tokens == reference(seeing, ids, images)
         assert answer(server, body) == (ids, tokens)
-    # The last positions of the prompt are of an image: the second replica computes some of them again.
+    # The prompt ends within an image, so the decode replica computes some of its positions again.
     last = [text("look"), part(png(picture(70, 5, 5)))]
     ids, tokens = answer(server, chat(*last))
     assert tokens == reference(seeing, ids, [picture(70, 5, 5)])
@@ -223,7 +223,7 @@ def test_several_answers_look_at_one_image(server: Server, seeing: Model) -> Non
 
 
 def generated(server: Server, ids: Any, images: Any) -> Any:
-    """The answers of SGLang's dialect."""
+    """The answers of `/generate`, SGLang's route."""
     sampling = {"max_new_tokens": COUNT, "temperature": 0, "ignore_eos": True}
     body = {"input_ids": ids, "image_data": images, "sampling_params": sampling}
     response = server.post("/generate", body)
@@ -239,10 +239,10 @@ def test_generate_takes_images_as_sglang_does(server: Server, seeing: Model) -> 
     spelled: list[Any] = [files, [files], [{"url": file} for file in files]]
     for images in spelled:
         assert generated(server, ids, images)["output_ids"] == tokens
-    # Of a batch each prompt has an entry, and an image alone is everybody's.
+    # In a batch each prompt has an entry of its own; a single image goes to every prompt.
     answers = generated(server, [ids, [5, 6]], [files, None])
     assert [answers[0]["output_ids"], answers[1]["output_ids"]] == [tokens, reference(seeing, [5, 6], [])]
-    # Behind a prompt that ends in an image, transformers' `generate` takes the first token for a part of it.
+    # No prompt ends in an image: transformers' `generate` would take the first token for a part of it.
     same = generated(server, [[IMAGE, 8], [9, IMAGE, 4]], files[0])
     expected = [[*[IMAGE] * 15, 8], [9, *[IMAGE] * 15, 4]]
     assert [answer["output_ids"] for answer in same] == [reference(seeing, prompt, [one]) for prompt in expected]
@@ -329,7 +329,7 @@ def test_other_wrong_images(server: Server) -> None:
     refused(chat({"type": "image_url"}), "messages[0].content[0].image_url", "required")
     refused(chat(part(PNG), prompt_logprobs=1), "prompt_logprobs", "a prompt with images has none")
     refused(chat({"type": "input_audio"}), "messages[0].content[0].type=input_audio", "not supported")
-    # More bytes than a body may have beside its images.
+    # The file is larger than a body without images may be.
     refused(chat(part(PNG[:60] + bytes(5 << 20))), "messages[0].content[0]", "PNG file is damaged")
     large = png(picture(90, 64, 64))
     refused(chat(part(large), text("a" * 100)), "messages", "context")
@@ -341,7 +341,7 @@ def test_the_token_for_images_in_a_text_is_text(server: Server) -> None:
 
 
 class _Files(BaseHTTPRequestHandler):
-    """Answers with an image, or sends elsewhere."""
+    """Answers `/a.png` with an image, and redirects every other path to it."""
 
     def do_GET(self) -> None:
         found = self.path == "/a.png"

@@ -1,6 +1,6 @@
-"""The limits of control groups: numbers that are planned under them, and hands that the kernel kills.
+"""Limits of control groups: memory and threads that are planned under them, and hands that the kernel kills.
 
-Machines are folders of files here (`FOREBAY_MACHINE_ROOT`). One test makes a control group, where it may make one.
+A folder of files stands for a machine (`FOREBAY_MACHINE_ROOT`). One test makes a real control group, if it may.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def write(root: Path, files: Mapping[str, str]) -> Path:
 
 
 class Started:
-    """Servers on machines that are folders of files."""
+    """Starts servers on machines that are folders of files."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder = folder
@@ -111,25 +111,25 @@ def start(tmp_path: Path) -> Iterator[Started]:
 
 
 def planned(server: Server) -> tuple[int, int, int]:
-    """Pages, bytes of weights, bytes of pages."""
+    """Pages, bytes of weights and bytes of pages, as the log has them."""
     (told,) = READY.findall(server.log())
     pages, weights, kv = map(int, told)
     return pages, weights, kv
 
 
 def info(server: Server) -> dict[str, Any]:
-    """The configuration and the facts of the hand."""
+    """The server's configuration and the facts of its hand."""
     answer = server.http.get("/server_info").json()
     return {**answer["config"], **answer["facts"]}
 
 
 def share(available: int, fraction: float = 0.6) -> int:
-    """A hand's part of the memory that is free."""
+    """The part of the available memory that a hand may use."""
     return int(fraction * available)
 
 
 def beside(server: Server) -> int:
-    """What a step takes beside weights and pages."""
+    """The bytes that a step needs beside weights and pages."""
     return slice_bytes(info(server)["vocab_size"], 1024)
 
 
@@ -141,7 +141,7 @@ def threads(pid: int) -> int:
 def test_pages_fit_into_what_the_groups_leave(start: Started, tiny: Model, tmp_path: Path, name: str) -> None:
     files, available = MACHINES[name]
     root = write(tmp_path / "machine", files)
-    # So many slots that memory is the limit.
+    # Slots for so many requests that memory is the limit.
     server = start(tiny, root, "--max-running-requests", "2000", "--hand", "rust")
     pages, weights, kv = planned(server)
     assert pages == (share(available) - weights - beside(server)) // (kv // pages)
@@ -153,7 +153,7 @@ def test_the_hand_in_python_is_told_what_it_may_use(start: Started, tiny: Model,
     root = write(tmp_path / "machine", files)
     server = start(tiny, root, "--max-running-requests", "20000", "--hand", "torch")
     _, weights, kv = planned(server)
-    # It takes off what PyTorch has taken, of 200 MiB or so.
+    # The hand subtracts what PyTorch itself has allocated, about 200 MiB.
     fraction = 0.6 if given else 0.3
     taken = weights + kv + beside(server)
     assert share(available - 400 * MIB, fraction) < taken <= share(available, fraction)
@@ -201,7 +201,7 @@ def test_doctor_and_the_brain_have_the_same_limits(start: Started, tiny: Model, 
 
 
 def kill_for_memory(server: Server, root: Path, count: int) -> None:
-    """What the kernel does when memory runs out: it counts, then kills."""
+    """Imitates the kernel when memory runs out: it counts the kill, then kills the hand."""
     hand = server.hand()
     assert hand
     write(root, {f"{GROUP}/memory.events": f"oom_kill {count}\n"})
@@ -211,7 +211,7 @@ def kill_for_memory(server: Server, root: Path, count: int) -> None:
 def test_a_hand_that_the_kernel_kills_comes_back_with_less(start: Started, tiny: Model, tmp_path: Path) -> None:
     files, _ = MACHINES["a page cache full of files"]
     root = write(tmp_path / "machine", files)
-    # Room for 4 requests of the largest length.
+    # Pages for 4 requests of the largest length.
     server = start(tiny, root, "--max-total-tokens", str(4 * 256 * 16), "--hand", "rust")
     assert "warning" not in server.http.get("/health").json()
     prompt = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -226,7 +226,7 @@ def test_a_hand_that_the_kernel_kills_comes_back_with_less(start: Started, tiny:
         assert server.ask("/v1/completions", prompt)["choices"][0]["text"] == before
     assert "the kernel killed it because memory ran out (600 MiB are all there is)" in server.log()
     assert "it comes back with 768 KV pages in place of 1024" in server.log()
-    # A request may need all of these pages.
+    # One request may need all of the 256 pages, so the server ends at the next kill.
     kill_for_memory(server, root, 6)
     assert server.process.wait(30) == 1
     assert "it can't do with fewer than 256 KV pages, because a request may have 4096 tokens" in server.log()
@@ -250,14 +250,14 @@ def test_a_worker_tells_of_its_own_machine(start: Started, tiny: Model, tmp_path
     token, port = tmp_path / "token", free_port()
     flags = ("--listen-hands", f"127.0.0.1:{port}", "--join-token-file", str(token))
     server = start(tiny, here, *flags, "--max-running-requests", "2000", "--hand", "rust", healthy=False)
-    eventually(token.exists, "the token is there", 30)
+    eventually(token.exists, "the token file exists", 30)
     environment = {**os.environ, "FOREBAY_MACHINE_ROOT": str(there)}
     command = [str(BINARY), "worker", "--join", f"127.0.0.1:{port}", "--token-file", str(token)]
     with subprocess.Popen(command, env=environment) as worker:
         try:
             server.wait_for_health()
             pages, weights, kv = planned(server)
-            # The share is the brain's, which has no limit here.
+            # The fraction is the brain's, whose machine has no limit; the available bytes are the worker's.
             assert pages == (share(available, 0.3) - weights - beside(server)) // (kv // pages)
             (hand,) = [pid for pid in children(worker.pid) if is_hand(pid)]
             write(there, {f"{GROUP}/memory.events": "oom_kill 1\n"})
@@ -270,7 +270,7 @@ def test_a_worker_tells_of_its_own_machine(start: Started, tiny: Model, tmp_path
 
 
 class Group:
-    """A control group with a memory limit, below the one of this process."""
+    """A control group with a memory limit, inside the group of this process."""
 
     def __init__(self, limit: int) -> None:
         self.folder, name = self._make()
@@ -278,7 +278,7 @@ class Group:
 
     @staticmethod
     def _make() -> tuple[Path, str]:
-        """Skips where the machine lets nobody make one."""
+        """Makes the group's folder; skips the test if the machine does not allow it."""
         own = Path("/proc/self/cgroup").read_text().splitlines()
         for line in own:
             _, controllers, path = line.split(":", 2)
@@ -303,7 +303,7 @@ class Group:
 
     @property
     def entrance(self) -> tuple[str, ...]:
-        """A command that runs another in this group."""
+        """A command that runs another command in this group."""
         return ("sh", "-c", f'echo $$ > {self.folder}/cgroup.procs && exec "$0" "$@"')
 
     def remove(self) -> None:
@@ -316,7 +316,7 @@ class Group:
             if path.exists():
                 lines = dict(line.split() for line in path.read_text().splitlines())
                 return int(lines["oom_kill"])
-        raise AssertionError("nobody counts kills")
+        raise AssertionError("no file counts the kills")
 
 
 def _words(path: Path) -> list[str]:
@@ -335,7 +335,7 @@ def small_group() -> Iterator[Group]:
         group.remove()
 
 
-# The default model's weights and the logits of a step are 328 MiB, more than the usual share of 600.
+# The default model's weights and the logits of a step take 328 MiB, more than the usual share of 600 MiB.
 SMALL = [("llama", ("--max-running-requests", "2000"), 0.6), ("smollm2", ("--mem-fraction-static", "0.8"), 0.8)]
 
 
@@ -351,7 +351,7 @@ def test_a_server_in_600_mib_is_never_killed(
         assert kv > 8 * MIB
         assert weights + kv + beside(server) <= share(600 * MIB, fraction)
         assert info(server)["max_request_bytes_in_flight"] == 150 * MIB
-        # Prompts that share nothing, until each page has been written.
+        # Prompts without a common prefix, until every page has been written.
         length = min(pages * 16, 4000) - 8
         for at in range(pages * 16 // length + 2):
             prompt = [100 + (at * 7919 + token * (31 + at)) % 1900 for token in range(length)]

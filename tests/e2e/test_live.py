@@ -1,4 +1,4 @@
-"""The feed that the page draws: what ran in which step, who waits, and what a request went through."""
+"""The feed that the page at `/` draws: steps, waiting requests, and the states of each request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOST_WATCHERS = 64
 
 @dataclass
 class Feed:
-    """What a watcher has heard so far."""
+    """What a client of the feed has received so far."""
 
     starts: list[Json] = field(default_factory=list)
     ticks: list[Json] = field(default_factory=list)
@@ -39,19 +39,19 @@ class Feed:
         return [step for tick in self.ticks for step in tick["replicas"][replica]["steps"]]
 
     def requests(self) -> dict[str, Json]:
-        """Every request as it was told last."""
+        """The last record of every request."""
         return {request["id"]: request for tick in self.ticks for request in tick["requests"]}
 
     def gone(self) -> list[str]:
-        """Those that have ended, in order."""
+        """The ids of the requests that have ended, in order."""
         return [name for tick in self.ticks for name in tick["ended"]]
 
     def until(self, fine: Callable[[Feed], bool], what: str) -> None:
-        """Waits until what was heard is as expected."""
+        """Waits until `fine` holds for the feed."""
         eventually(lambda: fine(self), what)
 
     def hear(self, lines: Iterator[str]) -> None:
-        """Reads to the end."""
+        """Reads events until the feed ends."""
         name = ""
         try:
             for line in lines:
@@ -67,7 +67,7 @@ class Feed:
 
 @contextmanager
 def watching(server: Server, key: str | None = None) -> Iterator[Feed]:
-    """A watcher that has heard the first tick."""
+    """Connects a client, and waits for the first tick."""
     feed = Feed()
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     client = httpx2.Client(base_url=server.url, timeout=60, trust_env=False)
@@ -76,7 +76,7 @@ def watching(server: Server, key: str | None = None) -> Iterator[Feed]:
         assert response.headers["content-type"] == "text/event-stream"
         thread = threading.Thread(target=feed.hear, args=(response.iter_lines(),), daemon=True)
         thread.start()
-        feed.until(lambda feed: bool(feed.ticks), "the first tick")
+        feed.until(lambda feed: bool(feed.ticks), "a tick arrives")
         yield feed
     thread.join(10)
 
@@ -98,7 +98,7 @@ def test_steps_and_requests_are_told_as_they_are(serve: Serve, tiny: Model) -> N
         assert replica["page_size"] > 0
         assert start["model"] in json.dumps(facts)
         native_together(server, [request(20 + at, at=at) for at in range(4)])
-        feed.until(lambda feed: len(feed.gone()) == 4, "all have ended")
+        feed.until(lambda feed: len(feed.gone()) == 4, "all requests have ended")
         last = feed.requests()
         assert sorted(feed.gone()) == sorted(last)
         assert sorted(one["max_tokens"] for one in last.values()) == [20, 21, 22, 23]
@@ -112,7 +112,7 @@ def test_steps_and_requests_are_told_as_they_are(serve: Serve, tiny: Model) -> N
         assert device_us <= done_us - planned_us + 5000
         assert in_flight in (0, 1)
     assert any(step[9] == 1 for step in steps), "no step was planned while another one ran"
-    # Prompts of 40 tokens, and a row for each token but the first.
+    # Prompts of 40 tokens, and a row for each generated token but the first.
     assert sum(step[7] for step in steps) == 4 * 40 + sum(19 + at for at in range(4))
     assert sum(step[6] for step in steps) >= 4
     assert sum(step[5] for step in steps) == sum(19 + at for at in range(4))
@@ -122,7 +122,7 @@ def test_a_request_that_comes_and_goes_between_two_ticks_is_told(serve: Serve, t
     server = serve(tiny, "--device", "sim")
     with watching(server) as feed:
         server.ask("/generate", request(3))
-        feed.until(lambda feed: bool(feed.gone()), "it has ended")
+        feed.until(lambda feed: bool(feed.gone()), "the request has ended")
         [(name, told)] = feed.requests().items()
         assert feed.gone() == [name]
         assert (told["prompt"], told["generated"], told["max_tokens"]) == (40, 3, 3)
@@ -132,7 +132,7 @@ def test_a_life_has_every_moment_once_and_in_order(serve: Serve, tiny: Model) ->
     server = serve(tiny, "--device", "sim", "--chunked-prefill-size", "16")
     with watching(server) as feed:
         server.ask("/generate", request(150))
-        feed.until(lambda feed: bool(feed.gone()), "it has ended")
+        feed.until(lambda feed: bool(feed.gone()), "the request has ended")
     [name] = feed.gone()
     life = server.http.get(f"/v1/live/requests/{name}").json()
     events = life["events"]
@@ -178,8 +178,8 @@ def test_a_death_and_its_replay_are_seen(serve: Serve, tiny: Model) -> None:
         next(lines)
         os.kill(hand, signal.SIGKILL)
         assert [line for line in lines if line][-1] == "data: [DONE]"
-        feed.until(lambda feed: bool(feed.gone()), "it has ended")
-        feed.until(lambda feed: feed.ticks[-1]["replicas"][0]["respawns"] == 1, "its death is told")
+        feed.until(lambda feed: bool(feed.gone()), "the request has ended")
+        feed.until(lambda feed: feed.ticks[-1]["replicas"][0]["respawns"] == 1, "the feed counts the hand's death")
     [name] = feed.gone()
     whats = [event["what"] for event in server.http.get(f"/v1/live/requests/{name}").json()["events"]]
     assert "replayed" in whats
@@ -213,15 +213,15 @@ def test_so_many_watch_and_no_more(serve: Serve, tiny: Model) -> None:
     refused = server.http.get("/v1/live")
     assert refused.status_code == 429
     assert refused.headers["retry-after"]
-    # What nobody reads holds nobody up.
+    # Clients that do not read delay no request.
     native_together(server, [request(50, at=at) for at in range(8)])
     for connection in connections:
         connection.close()
-    eventually(lambda: watches(server), "a place is free again")
+    eventually(lambda: watches(server), "a place for a client is free again")
 
 
 def watches(server: Server) -> bool:
-    """Whether one more may watch."""
+    """Whether the server accepts one more client of the feed."""
     with server.http.stream("GET", "/v1/live") as response:
         return response.status_code == 200
 
@@ -273,12 +273,12 @@ def test_a_router_tells_of_its_backends(serve: Serve, tiny: Model, tmp_path: Pat
                     assert client.post("/generate", json=request(5, at=at)).status_code == 200
                 assert client.get("/").text == backends[0].http.get("/").text
                 assert client.post("/").status_code == 404
-            feed.until(lambda feed: sent(feed) == 4, "all were sent")
+            feed.until(lambda feed: sent(feed) == 4, "all requests were sent")
             assert feed.starts[0]["router"] is True
             assert [backend["url"] for backend in feed.starts[0]["backends"]] == [backend.url for backend in backends]
             assert all(backend["breaker"] == "closed" for backend in feed.ticks[-1]["backends"])
             backends[1].kill()
-            feed.until(lambda feed: readiness(feed) == [False, True], "one is gone")
+            feed.until(lambda feed: readiness(feed) == [False, True], "one backend is not ready")
             assert router.terminate() == 0
             feed.until(lambda feed: feed.ended, "the feed has ended by itself")
         thread.join(10)
@@ -296,7 +296,7 @@ def test_a_page_of_the_router_s_may_ask_and_others_may_not(serve: Serve, tiny: M
             ({"Origin": f"http://{own}"}, 200),
             ({"Origin": "http://evil.example"}, 403),
             ({"Origin": "null"}, 403),
-            # A name of a page's own that was made to mean this machine.
+            # DNS rebinding: a host name of another site that resolves to this machine.
             ({"Host": "evil.example", "Origin": "http://evil.example"}, 403),
         ):
             answer = router.post("/generate", request(2), headers=headers)
@@ -309,7 +309,7 @@ def test_a_page_of_the_router_s_may_ask_and_others_may_not(serve: Serve, tiny: M
 
 
 def sent(feed: Feed) -> int:
-    """Requests that all backends got."""
+    """The number of requests sent to all backends."""
     return sum(backend["sent"] for backend in feed.ticks[-1]["backends"]) if feed.ticks else 0
 
 

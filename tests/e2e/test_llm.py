@@ -1,4 +1,4 @@
-"""The library over the real program: batches, chats, vectors, and what is said of errors."""
+"""The Python library with a real server: batches, chats, vectors, and errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 def start(model: Model, **flags: Any) -> LLM:
-    """The library with a model of the tests."""
+    """Starts the library with a model of the tests."""
     return LLM(str(model.path), dtype="float32", threads=model.threads, **flags)
 
 
@@ -84,7 +84,7 @@ def test_log_probabilities(llm: LLM, tiny: Model) -> None:
     for choice in output.outputs:
         assert choice.logprobs is not None
         for token, alternatives in zip(choice.token_ids, choice.logprobs, strict=True):
-            # Those that are asked for, and the sampled one.
+            # The requested alternatives, and the sampled token.
             assert token in alternatives
             assert len(alternatives) in (3, 4)
             ranks = [one.rank for one in alternatives.values()]
@@ -188,7 +188,7 @@ def test_a_length_beyond_the_context_is_cut(llm: LLM, recwarn: pytest.WarningsRe
 
 
 class Recorder:
-    """Stands in for tqdm."""
+    """A stand-in for tqdm."""
 
     made: ClassVar[list[Recorder]] = []
 
@@ -209,13 +209,13 @@ class Recorder:
 def test_progress(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     llm.generate(texts(7), GREEDY, Recorder)
     assert [(bar.total, bar.ended) for bar in Recorder.made] == [(7, 7)]
-    # As if it were not installed.
+    # As if tqdm were not installed.
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     assert len(llm.generate(texts(2), GREEDY)) == 2
 
 
 def test_more_choices_than_run_at_a_time(tiny: Model) -> None:
-    """No batch overflows the server's queue, also where a request has many choices."""
+    """No batch overflows the server's queue, even if each request has many choices."""
     with start(tiny, max_num_seqs=4, max_queued_requests=4) as small:
         params = SamplingParams(n=3, max_tokens=2, ignore_eos=True)
         outputs = small.generate(texts(20), params, use_tqdm=False)

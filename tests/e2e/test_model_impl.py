@@ -1,4 +1,4 @@
-"""Models that no file of ours names, through the whole server: transformers' own code computes them."""
+"""transformers' own code computes models in the whole server (`--model-impl transformers`)."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_death_of_the_hand_changes_no_token(server: Server, cases: list[Case])
 
 
 def test_a_death_amid_a_stream_changes_no_text(server: Server, model: Model, cases: list[Case]) -> None:
-    """The hand is killed as soon as every stream has had a token, and so has states or pages to lose."""
+    """Kills the hand once every stream has a token, so that states or pages are lost."""
     long = [{**body, "sampling_params": {**body["sampling_params"], "max_new_tokens": 60}} for body in bodies(cases)]
     undisturbed = native_together(server, long)
     before, started = server.hand(), set[int]()
@@ -113,7 +113,7 @@ def test_a_death_amid_a_stream_changes_no_text(server: Server, model: Model, cas
 
 
 def test_tokens_follow_the_form_of_answers(server: Server) -> None:
-    """Masks, some of them late: a row computes its last position again, from the states before it."""
+    """Some masks are late: such a row computes its last position again, from the states before it."""
     client = openai_client(server)
     name = client.models.list().data[0].id
 
@@ -211,7 +211,7 @@ def test_vectors_are_those_of_the_base_model(
 
 
 def test_a_host_tier_gives_blocks_back(models: Models, serve: Serve) -> None:
-    """Keys and values of calls with shapes of their own go to the host and back: there are more requests than pages."""
+    """Keys and values go to the host and back, because all requests together need more pages than there are."""
     tiny = models("starcoder2")
     found = clear_cases(tiny, 12, 120, range(20, 40), seed=6)
     tier = ("--enable-hierarchical-cache", "--debug-kv-checksum", "--hicache-ratio", "8", "--max-total-tokens", "400")

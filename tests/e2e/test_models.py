@@ -1,4 +1,4 @@
-"""Several models in one server: names, loads, sleep, and what a client sees of them."""
+"""Several models in one server: names, loads, sleep, and what clients observe of them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def minilm(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Any]:
-    """Servers with any arguments."""
+    """Starts servers with any arguments."""
     with ExitStack() as stack:
 
         def serve(*arguments: str | Path) -> Server:
@@ -73,7 +73,7 @@ def test_clients_switch_between_models_that_compute(start: Any, models: Models, 
         )
     )
     assert states(server) == dict.fromkeys(["llama", "qwen", "minilm"], "unloaded")
-    assert server.hands() == [], "nothing is loaded before it is asked for"
+    assert server.hands() == [], "no model is loaded before its first request"
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
     assert [card.id for card in client.models.list()] == ["llama", "qwen", "minilm"]
     prompt = llama.encode("one two three")
@@ -92,7 +92,7 @@ def test_clients_switch_between_models_that_compute(start: Any, models: Models, 
     assert cards["qwen"]["max_model_len"] == 64
     assert cards["qwen"]["status"] == {"value": "loaded"}
     assert cards["llama"]["size"] > 0
-    # A model answers on its own routes only.
+    # A model that generates text refuses the route of embeddings.
     wrong = server.post("/v1/embeddings", {"model": "llama", "input": "a"})
     assert wrong.status_code == 400
     unknown = complete(server, "other")
@@ -100,13 +100,13 @@ def test_clients_switch_between_models_that_compute(start: Any, models: Models, 
     assert "This server has `llama`, `qwen`, `minilm`" in unknown.json()["error"]["message"]
     for name in ("small", "small:latest", "llama:latest"):
         assert complete(server, name).json()["model"] == name
-    # As Ollama's clients ask.
+    # The routes that Ollama's clients use.
     server.http.post("/models/unload", json={"model": "minilm"})
     for name, capability in (("minilm", "embedding"), ("llama", "completion")):
         shown = server.ask("/api/show", {"model": name})
         assert capability in shown["capabilities"]
         assert shown["details"]["family"]
-    assert states(server)["minilm"] == "unloaded", "it is not loaded to be shown"
+    assert states(server)["minilm"] == "unloaded", "/api/show loads no model"
     server.http.post("/models/load", json={"model": "minilm"})
     assert {model["name"] for model in server.http.get("/api/tags").json()["models"]} == {"llama", "qwen", "minilm"}
     assert loaded(server) == {"llama", "qwen", "minilm"}
@@ -114,10 +114,10 @@ def test_clients_switch_between_models_that_compute(start: Any, models: Models, 
     assert server.ask("/api/generate", body)["done"]
     dismissed = {"model": "qwen", "keep_alive": 0}
     assert server.ask("/api/generate", dismissed)["done_reason"] == "unload"
-    eventually(lambda: states(server)["qwen"] == "asleep", "keep_alive 0 has it leave")
+    eventually(lambda: states(server)["qwen"] == "asleep", "keep_alive 0 puts the model to sleep")
     assert loaded(server) == {"llama", "minilm"}
     assert server.ask("/api/generate", dismissed)["done_reason"] == "unload"
-    assert states(server)["qwen"] == "asleep", "it is not loaded for that"
+    assert states(server)["qwen"] == "asleep", "a second keep_alive 0 loads no model"
     assert server.ask("/api/generate", {"model": "qwen", "keep_alive": "5m"})["done_reason"] == "load"
     assert loaded(server) == {"llama", "qwen", "minilm"}
     assert 290 < server.http.get("/health").json()["models"]["qwen"]["idle_in"] <= 300
@@ -153,12 +153,12 @@ def test_models_of_transformers_code_share_a_server_with_native_ones(
 
 
 def loaded(server: Server) -> set[str]:
-    """The models that Ollama's clients see in memory."""
+    """The models in memory, as `/api/ps` lists them."""
     return {model["name"] for model in server.http.get("/api/ps").json()["models"]}
 
 
 def greedy(model: Model, prompt: list[int], tokens: int) -> str:
-    """What transformers answers."""
+    """The greedy text that transformers generates."""
     import torch
 
     ids = model.reference.generate(
@@ -168,7 +168,7 @@ def greedy(model: Model, prompt: list[int], tokens: int) -> str:
 
 
 def sims(tiny: Model, folder: Path, *names: str, **entry: Any) -> tuple[str | Path, ...]:
-    """Simulated models with these names."""
+    """Flags for simulated models with these names."""
     return (*SIM, *config(folder, *({"name": name, "source": str(tiny.path), **entry} for name in names)))
 
 
@@ -184,7 +184,7 @@ def test_one_place_is_taken_in_turns_without_thrashing(start: Any, tiny: Model, 
         list(pool.map(ask, ["a", "b", "a", "b"]))
     metrics = server.metrics()
     loads = metrics.value("forebay:model_loads_total")
-    assert 2 <= loads <= requests / 2, "each request of a turn would be a load"
+    assert 2 <= loads <= requests / 2, "few requests load a model"
     assert sorted(states(server).values()) == ["asleep", "ready"]
 
 
@@ -195,13 +195,16 @@ def test_requests_wait_for_the_load_and_others_go_on(start: Any, tiny: Model, tm
     assert complete(server, "quick").status_code == 200
     with ThreadPoolExecutor() as pool:
         waiting = [pool.submit(complete, server, "slow") for _ in range(QUEUE)]
-        eventually(lambda: server.metric("forebay:model_requests_waiting", model_name="slow") == QUEUE, "both wait")
+        eventually(
+            lambda: server.metric("forebay:model_requests_waiting", model_name="slow") == QUEUE,
+            "both requests wait for the load",
+        )
         assert states(server) == {"quick": "ready", "slow": "loading"}
         beyond = complete(server, "slow")
         assert beyond.status_code == 503
         assert int(beyond.headers["retry-after"]) >= 1
         assert beyond.json()["error"]["code"] == "model_queue_full"
-        assert complete(server, "quick").status_code == 200, "others are served meanwhile"
+        assert complete(server, "quick").status_code == 200, "the other model answers during the load"
         assert states(server)["slow"] == "loading"
         assert [request.result().status_code for request in waiting] == [200] * QUEUE
 
@@ -212,9 +215,11 @@ def test_a_client_that_gives_up_leaves_the_queue(start: Any, tiny: Model, tmp_pa
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=1)
     with client, pytest.raises(openai.APITimeoutError):
         client.completions.create(model="a", prompt="a")
-    eventually(lambda: server.metric("forebay:model_requests_waiting", model_name="a") == 0, "it left")
+    eventually(
+        lambda: server.metric("forebay:model_requests_waiting", model_name="a") == 0, "the request has left the queue"
+    )
     assert states(server) == {"a": "loading"}
-    assert server.terminate() == 0, "a load does not hold the end up"
+    assert server.terminate() == 0, "a load does not delay the exit"
 
 
 def test_idle_models_sleep_and_wake(start: Any, tiny: Model) -> None:
@@ -222,12 +227,12 @@ def test_idle_models_sleep_and_wake(start: Any, tiny: Model) -> None:
     for loads in (1, 2):
         assert complete(server, "a").status_code == 200
         assert server.metric("forebay:model_loads_total") == loads
-        eventually(lambda: states(server) == {"a": "asleep"}, "it sleeps")
+        eventually(lambda: states(server) == {"a": "asleep"}, "the model sleeps")
         assert server.http.get("/is_sleeping").json() == {"is_sleeping": True}
     threads = len(list(Path(f"/proc/{server.pid}/task").iterdir()))
     for _ in range(5):
         assert complete(server, "a").status_code == 200
-        eventually(lambda: states(server) == {"a": "asleep"}, "it sleeps")
+        eventually(lambda: states(server) == {"a": "asleep"}, "the model sleeps")
     assert len(list(Path(f"/proc/{server.pid}/task").iterdir())) <= threads + 2, "threads of a model are left"
 
 
@@ -240,10 +245,10 @@ def test_a_stream_keeps_its_model(start: Any, tiny: Model, tmp_path: Path) -> No
     next(stream)
     with ThreadPoolExecutor() as pool:
         other = pool.submit(complete, server, "b")
-        eventually(lambda: server.metric("forebay:model_requests_waiting", model_name="b") == 1, "it waits")
+        eventually(lambda: server.metric("forebay:model_requests_waiting", model_name="b") == 1, "the request waits")
         rest = [chunk.choices[0].finish_reason for chunk in stream]
         assert rest[-1] == "length"
-        # A chunk may have more than one token on a busy machine.
+        # On a busy machine a chunk may have several tokens.
         assert 40 <= len(rest) <= 49
         assert other.result().status_code == 200
     assert states(server)["a"] == "asleep"
@@ -258,7 +263,7 @@ def test_administrators_load_and_unload(start: Any, tiny: Model, tmp_path: Path)
     for path in ("/sleep", "/wake_up"):
         assert server.http.post(path, headers=user).status_code == 401
     assert complete(server, "a").status_code == 401
-    assert states(server) == {"a": "unloaded", "b": "unloaded"}, "nobody without a key loads"
+    assert states(server) == {"a": "unloaded", "b": "unloaded"}, "a request without a key loads no model"
 
     def ask(path: str, body: Any = None) -> Any:
         response = server.http.post(path, json=body, headers=ADMIN)
@@ -279,12 +284,12 @@ def test_administrators_load_and_unload(start: Any, tiny: Model, tmp_path: Path)
     damaged: list[Any] = [{"model": 7}, [], {"model": "x" * (16 << 10)}]
     for wish in damaged:
         assert server.post("/release_memory_occupation", wish, headers=ADMIN).status_code == 400
-    # Who may not unload a model may not say how long it stays.
+    # A client that may not unload a model may not set its keep_alive either.
     body = {"model": "a", "prompt": "x", "raw": True, "stream": False, "keep_alive": 0, "options": {"num_predict": 1}}
     assert server.post("/api/generate", body, headers=user).status_code == 200
     assert states(server)["a"] == "ready"
     assert server.post("/api/generate", body, headers=ADMIN).status_code == 200
-    eventually(lambda: states(server)["a"] == "asleep", "it leaves for an administrator")
+    eventually(lambda: states(server)["a"] == "asleep", "an administrator's keep_alive 0 puts the model to sleep")
 
 
 def test_the_described_routes_are_those_that_answer(start: Any, tiny: Model, tmp_path: Path) -> None:
@@ -334,14 +339,14 @@ def test_a_killed_hand_of_a_loading_model_fails_that_load_alone(start: Any, mode
     (before,) = server.hands()
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(complete, server, "a")
-        loading = eventually(lambda: [pid for pid in server.hands() if pid != before], "it starts")
+        loading = eventually(lambda: [pid for pid in server.hands() if pid != before], "the hand of the load starts")
         os.kill(loading[0], signal.SIGKILL)
         assert complete(server, "b").status_code == 200
         failed = answer.result()
     assert failed.status_code == 503
     assert failed.json()["error"]["code"] == "model_failed"
     assert "signal 9" in failed.json()["error"]["message"]
-    eventually(lambda: complete(server, "a").status_code == 200, "it is tried again", 60)
+    eventually(lambda: complete(server, "a").status_code == 200, "the load is tried again", 60)
     assert before in server.hands()
 
 

@@ -1,4 +1,4 @@
-"""A prefill server and a decode server: the tokens of one server, whatever is sent, lost, killed or lied about."""
+"""A prefill server and a decode server give the tokens of one server, also after kills, aborts and refusals."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HEALTH = ("--health-check-interval-secs", "0.1", "--log-level", "warn")
 
 
 def secret(folder: Path, letter: str = "a") -> tuple[str, str]:
-    """The flag with a file of a secret."""
+    """Writes a secret to a file; returns the flag that names the file."""
     file = folder / f"secret-{letter}"
     file.write_text(letter * 64)
     file.chmod(0o600)
@@ -42,18 +42,18 @@ def secret(folder: Path, letter: str = "a") -> tuple[str, str]:
 
 @dataclass
 class Pairing:
-    """A prefill server and a decode server, and a router in front of them."""
+    """A prefill server and a decode server, and the router in front of them."""
 
     prefill: Server
     decode: Server
     router: Server
 
     def fetched(self, outcome: str) -> float:
-        """The requests of the decode server with this outcome."""
+        """The decode server's fetches with this outcome."""
         return self.decode.metric(FETCHES, outcome=outcome)
 
     def at_rest(self) -> None:
-        """Nothing is lent, held or copied once nobody asks any more."""
+        """Checks that the idle servers lend, hold and copy no page."""
         for server in (self.prefill, self.decode):
             if server.process.poll() is None:
                 at_rest(server)
@@ -67,7 +67,7 @@ def at_rest(server: Server) -> None:
 
 
 class Start:
-    """Starts servers of a pairing, which are killed in the end."""
+    """Starts servers and routers, which are killed when the test ends."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder = folder
@@ -101,7 +101,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 @pytest.fixture(scope="module")
 def expected(serve_for_module: Serve, tiny: Model) -> Expected:
-    """Requests with what one server gives them."""
+    """Requests with the tokens that one server gives them."""
     server = serve_for_module(tiny)
     found = undisturbed(server, requests(tiny, 32))
     server.kill()
@@ -117,7 +117,7 @@ def test_tokens_are_those_of_one_server(start: Start, tiny: Model, expected: Exp
     pairing = start.pairing(tiny, ("--hand", hand), ("--hand", hand))
     asked = [request for request, _ in expected]
     assert tokens(native_together(pairing.router, asked)) == [wanted for _, wanted in expected]
-    # The shortest prompts are on no full page, and others may begin like one before them.
+    # The shortest prompts fill no page, and some prompts begin with blocks of earlier ones.
     pages = [(len(request["input_ids"]) - 1) // PAGE for request in asked]
     full = [count for count in pages if count > 0]
     assert pairing.fetched("came") == len(full) > 25
@@ -128,7 +128,7 @@ def test_tokens_are_those_of_one_server(start: Start, tiny: Model, expected: Exp
     sent = pairing.prefill.metric("forebay:pd_sent_bytes_total")
     # Each block has a head of 24 bytes, and each answer an end.
     assert pairing.decode.metric("forebay:pd_received_bytes_total") >= sent + 24 * (blocks + len(full))
-    # The prefill server gives one token a prompt, and the decode server computes what is on no full page.
+    # The prefill server generates one token a prompt, and the decode server computes positions that fill no page.
     (prefill,), (decode,) = pairing.prefill.replicas(), pairing.decode.replicas()
     assert prefill["generated_tokens"] <= len(expected)
     assert decode["prompt_tokens"] <= PAGE * len(expected)
@@ -149,11 +149,11 @@ def test_what_is_cached_or_short_is_not_asked_for(start: Start, tiny: Model) -> 
     assert (pairing.fetched("short"), pairing.fetched("came")) == (1, 0)
     ask(list(range(3, 243)))
     assert (pairing.fetched("short"), pairing.fetched("came")) == (1, 1)
-    # The decode server has its own 90 tokens' blocks already.
+    # The decode server computed the first 90 tokens itself, so their full pages are not fetched.
     assert pairing.decode.metric(RECEIVED) == 239 // PAGE - 90 // PAGE
     ask(list(range(3, 250)))
     assert (pairing.fetched("short"), pairing.fetched("came")) == (2, 1)
-    # One that no page of this model is for.
+    # A prompt with log-probabilities is computed by the decode server alone.
     pairing.router.ask("/v1/completions", {**body, "prompt": list(range(3, 200))[::-1], "prompt_logprobs": 1})
     assert pairing.fetched("kind") == 1
     pairing.at_rest()
@@ -175,7 +175,7 @@ def test_routes_of_every_dialect_are_served(start: Start, tiny: Model) -> None:
 
 
 def test_a_prefill_server_killed_in_the_middle_costs_time_alone(start: Start, tiny: Model, expected: Expected) -> None:
-    # A page takes long to save: some blocks have come when it dies.
+    # Saving a page takes so long that the prefill server dies after sending only some blocks.
     pairing = start.pairing(tiny, prefill=("--debug-kv-copy-gbps", "0.00004"))
     request, wanted = max(expected, key=lambda one: len(one[0]["input_ids"]))
     with ThreadPoolExecutor(1) as thread:
@@ -256,7 +256,7 @@ def test_other_pages_are_refused_in_a_sentence(
     assert tokens(native_together(pairing.router, asked)) == [wanted for _, wanted in expected[:4]]
     assert pairing.fetched("refused") == 4
     told = [line for line in pairing.decode.log().splitlines() if "prefill server" in line]
-    assert len(told) == 1, "the same sentence is not written again"
+    assert len(told) == 1, "the same sentence is logged only once"
     assert says in told[0]
     assert "pages here are" in told[0]
     pairing.at_rest()

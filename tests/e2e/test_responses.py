@@ -1,4 +1,4 @@
-"""The Responses API: OpenAI's own client does a task, goes on from kept responses, and stops them."""
+"""The Responses API: OpenAI's client does a task, continues stored responses, and cancels them."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def client(server: Server) -> OpenAI:
     return openai_client(server, api_key="one")
 
 
-# The client itself takes any event for the one that it looks most like.
+# The client takes an unknown event for the most similar type, so each event is validated here.
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
 class Read:
-    """A stream, put together from its events alone."""
+    """Puts a response together from the events of its stream alone."""
 
     def __init__(self, events: Any) -> None:
         self.kinds: list[str] = []
@@ -115,7 +115,7 @@ def ask(client: OpenAI, model: ToolModel, stream: bool, **options: Any) -> Any:
 
 
 def bare(item: Any) -> Json:
-    """An item without the names that each response makes up."""
+    """An item without the ids, which differ in each response."""
     return {name: value for name, value in item.to_dict().items() if name not in ("id", "call_id")}
 
 
@@ -134,7 +134,7 @@ def test_a_task_with_three_tools(client: OpenAI, model: ToolModel, stream: bool,
         assert usage.total_tokens == usage.input_tokens + usage.output_tokens
         assert (usage.output_tokens_details.reasoning_tokens > 0) == any(i.type == "reasoning" for i in answer.output)
         if called:
-            # A page that is not full is not kept, and what was thought is not in this template's history.
+            # A partly filled page is not cached, and this template drops earlier reasoning from the history.
             assert usage.input_tokens_details.cached_tokens > 0.95 * before - 16
         before = usage.input_tokens
         calls = [item for item in answer.output if item.type == "function_call"]
@@ -147,7 +147,7 @@ def test_a_task_with_three_tools(client: OpenAI, model: ToolModel, stream: bool,
         if kept:
             said, options = results, {"previous_response_id": answer.id}
         else:
-            # As Codex does it: reasoning goes back as it came, sealed.
+            # As Codex does it: encrypted reasoning goes back as it came.
             back = [item.to_dict() for item in answer.output]
             said += [
                 {k: v for k, v in item.items() if k not in ("id", "content")} if item["type"] == "reasoning" else item
@@ -208,7 +208,7 @@ def test_a_custom_tool_s_grammar_holds(client: OpenAI, model: ToolModel, syntax:
                 assert NOTE.fullmatch(call.input), call.input
                 finished += 1
     assert finished >= 10, finished
-    # Where the model decides whether it calls, what it calls with has the form all the same.
+    # When the model decides whether to call a tool, the grammar holds too.
     free = ask(client, model, False, input="Edit it.", tools=[tool], max_output_tokens=300)
     call = free.output[-1]
     assert call.type == "custom_tool_call"

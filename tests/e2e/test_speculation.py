@@ -1,4 +1,4 @@
-"""Drafts change no token: answers with speculation are those without, through the whole server."""
+"""Speculation changes no token: through the whole server, answers with drafts equal those without."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ TOKENS = 48
 
 
 def asked(model: Model) -> list[dict[str, Any]]:
-    """Requests whose prompts repeat themselves, so that there is much to look up."""
+    """Requests with repetitive prompts, in which many drafts are found."""
     return [
         {
             "input_ids": (prompt * 4)[: 30 + number],
@@ -64,7 +64,7 @@ def asked(model: Model) -> list[dict[str, Any]]:
 
 
 def told(answers: list[dict[str, Any]]) -> list[Any]:
-    """What the clients see of answers, without times and names."""
+    """What clients see of answers, without times and ids."""
     facts = ("finish_reason", "completion_tokens", "prompt_tokens")
     return [(answer["output_ids"], answer["text"], [answer["meta_info"][fact] for fact in facts]) for answer in answers]
 
@@ -75,7 +75,7 @@ def logprobs(answers: list[dict[str, Any]]) -> list[float]:
 
 @pytest.fixture(scope="module")
 def expected(serve_for_module: Serve, tiny: Model) -> list[dict[str, Any]]:
-    """The answers without speculation, one by one."""
+    """The answers of a server without speculation."""
     server = serve_for_module(tiny, "--dtype", "float32")
     answers = native_together(server, asked(tiny))
     assert server.metric("vllm:spec_decode_num_draft_tokens_total") == 0
@@ -177,7 +177,7 @@ def test_what_a_form_forces_is_drafted(serve: Serve, tiny: Model, hand: tuple[st
 
 
 def test_pytorchs_hand_verifies_them_on_a_cpu(serve: Serve, tiny: Model, expected: list[dict[str, Any]]) -> None:
-    # Whether a draft is worth its time depends on the machine.
+    # `ALWAYS` drafts at any price: whether a draft is worth its time depends on the machine.
     torch = serve(tiny, "--dtype", "float32", "--hand", "torch", *ALWAYS)
     answers = native_together(torch, asked(tiny)[:6])
     assert [a["output_ids"] for a in answers] == [a["output_ids"] for a in expected[:6]]
@@ -194,7 +194,7 @@ def test_a_draft_model_changes_no_token(
     assert told(answers) == told(expected)
     assert logprobs(answers) == pytest.approx(logprobs(expected), abs=1e-5)
     again = native_together(server, asked(tiny)[:4])
-    assert told(again) == told(expected[:4]), "their prompts come from the prefix cache"
+    assert told(again) == told(expected[:4]), "answers with cached prompts are the same"
     assert (accepted(server) > 0) == (draft == "llama")
 
 
@@ -214,13 +214,16 @@ def test_a_head_changes_no_token(
     pages = ("--max-total-tokens", "400", "--page-size", "4", "--chunked-prefill-size", "16")
     server = serve(tiny, "--dtype", "float32", *drafts, *device, *pages)
     if not device:
-        eventually(lambda: "does not have draft models, or heads that draft" in server.log(), "the banner says so")
+        eventually(
+            lambda: "does not have draft models, or heads that draft" in server.log(),
+            "the banner gives the reason for PyTorch's hand",
+        )
     answers = native_together(server, asked(tiny), held=True)
     assert told(answers) == told(expected)
     assert logprobs(answers) == pytest.approx(logprobs(expected), abs=1e-5)
     assert server.metric("vllm:num_preemptions_total") > 0
     again = native_together(server, asked(tiny)[:4])
-    assert told(again) == told(expected[:4]), "their prompts come from the prefix cache"
+    assert told(again) == told(expected[:4]), "answers with cached prompts are the same"
     accepted(server)
     assert server.metric("vllm:spec_decode_num_draft_tokens_total") > 0
 
@@ -249,7 +252,7 @@ def test_an_mtp_layer_changes_no_token(serve: Serve, models: Models, tmp_path: P
     longer = Model("glm4-moe-mtp", folder, folder / "tokenizer.json")
     server = serve(longer, "--dtype", "float32", "--speculative-algorithm", "NEXTN", "--device", "deferred")
     assert told(native_together(server, asked(model)[:12])) == told(expected)
-    assert accepted(server) > 0, "its layer reads the state that the token is of"
+    assert accepted(server) > 0, "drafts are right, since the layer reads the state that precedes the token"
 
 
 def test_where_no_draft_model_is_served_is_said(serve: Serve, tiny: Model, tmp_path: Path) -> None:

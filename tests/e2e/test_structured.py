@@ -1,4 +1,4 @@
-"""Answers of a given form: every spelling, a judge over many schemas, and the same tokens whatever happens."""
+"""Structured output: every spelling, a validator over many schemas, and the same tokens whatever happens."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ async def _judge(server: Server, asked: list[schemas.Schema]) -> Counter[str]:
         try:
             errors = list(validator.iter_errors(value))
         except re.error:
-            # A pattern of ECMAScript that Python does not know.
+            # The pattern is valid in ECMAScript, but not in Python.
             seen["not judged"] += 1
             return
         if errors:
@@ -163,7 +163,7 @@ def test_no_finished_answer_is_refused_by_the_judge(server: Server) -> None:
 
 
 def requests(count: int) -> list[dict[str, Any]]:
-    """Native requests, two of three with a form, greedy and drawn."""
+    """Requests for `/generate`, two of three with a constraint, greedy and sampled."""
     forms: list[dict[str, Any]] = [
         {},
         {"json_schema": json.dumps(PERSON)},
@@ -198,7 +198,7 @@ def check_forms(answers: list[dict[str, Any]]) -> None:
 
 @pytest.fixture(scope="module")
 def expected(serve_for_module: Serve, tiny: Model) -> list[list[int]]:
-    """What a hand gives that computes one step after the other."""
+    """The tokens of a hand that computes one step after the other."""
     serial = serve_for_module(tiny, "--lookahead", "0")
     answers = native_together(serial, requests(24))
     check_forms(answers)
@@ -232,7 +232,7 @@ def test_the_tokens_are_the_same_when_the_hand_is_killed(serve: Serve, tiny: Mod
 
     def kill(count: int) -> None:
         hand = server.hand()
-        # Early: a client on a busy machine reads behind the hand.
+        # Kill early: on a busy machine the client receives tokens later than the hand computes them.
         if not killed and count > 1 and hand is not None:
             killed.append(hand)
             os.kill(hand, signal.SIGKILL)
@@ -264,7 +264,7 @@ def test_the_default_model_answers_in_the_form(serve: Serve, models: Models) -> 
     choice = answer["choices"][0]
     assert choice["finish_reason"] == "stop"
     assert fits(choice["message"]["content"])
-    # Of the unmodified distribution: the form forces tokens that the model would hardly have said.
+    # Log-probabilities are the model's own: the schema forces tokens that were unlikely.
     assert min(token["logprob"] for token in choice["logprobs"]["content"]) < -1
 
 
@@ -289,7 +289,7 @@ def test_a_bad_form_is_a_400_that_names_its_place(
 ) -> None:
     response = server.post("/v1/completions", {"prompt": "x", "stream": stream, **body})
     if param == "response_format" and stream:
-        # Found out by the first mask, when the stream has begun.
+        # The first mask finds this error, when the stream has begun.
         assert '"param":"response_format"' in response.text
         return
     assert response.status_code == 400, response.text
@@ -308,7 +308,7 @@ def test_bad_words_do_not_come(server: Server) -> None:
 
 @pytest.fixture(scope="module")
 def reasoner(serve_for_module: Serve, tiny: Model, tmp_path_factory: pytest.TempPathFactory) -> Server:
-    """A model with tokens around its reasoning."""
+    """A model whose tokenizer has tokens around its reasoning."""
     folder = tmp_path_factory.mktemp("reasoner") / "tiny-reasoner"
     shutil.copytree(Path(tiny.path), folder)
     text = (folder / "tokenizer.json").read_text().replace('"<repo_name>"', '"<think>"')
