@@ -1,4 +1,4 @@
-"""Who may ask, over what, and how many at a time."""
+"""API keys, host names, TLS, sockets, and limits on connections."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def code(response: httpx2.Response) -> tuple[int, str]:
 
 @pytest.fixture
 def few_files() -> Iterator[None]:
-    """Within the block, started processes may have only a few open files."""
+    """Processes that start during the test may open only a few files."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (FILES // 2, before[1]))
     yield
@@ -47,7 +47,7 @@ def test_the_limit_of_open_files_is_raised(serve: Serve, tiny: Model, few_files:
 
 
 def test_health_is_told_whoever_sits_there(tmp_path: Path, tiny: Model) -> None:
-    """More idle connections than the process may have open files: idle ones are closed, and no client waits."""
+    """With more idle connections than open files allowed, idle ones are closed, and no client waits."""
     limit = ["prlimit", f"--nofile={FILES}:{FILES}"]
     port = free_port()
     arguments = [str(tiny.path), *SIM, "--log-interval", "0", "--port", str(port)]
@@ -90,7 +90,7 @@ def test_too_many_connections_for_the_files_is_said_at_start(tiny: Model, tmp_pa
 
 
 def test_a_web_page_cannot_ask(serve: Serve, tiny: Model) -> None:
-    """By default: bound to this machine, without a key."""
+    """The default server: bound to this machine, without a key."""
     server = serve(tiny, *SIM)
     rebound = server.post("/v1/completions", COMPLETION, headers={"Host": "evil.example"})
     assert code(rebound) == (403, "host_not_allowed")
@@ -132,7 +132,7 @@ def test_keys_from_files_and_the_environment(tiny: Model, tmp_path: Path) -> Non
         assert not any(key in shown for key in ("alice", "bob", "carol"))
         assert server.post("/flush_cache", {}, headers=root).status_code == 200
         assert server.http.get("/health_generate").status_code == 401
-        # The hand is told none of them.
+        # No hand has a key in its environment.
         below = descendants(server.pid)
         assert below
         for pid in below:
@@ -163,7 +163,7 @@ def test_a_root_path(serve: Serve, tiny: Model) -> None:
 
 
 def healthy(client: httpx2.Client) -> bool:
-    """Whether a server that may not listen yet is ready."""
+    """Whether a server is ready; false if it does not listen yet."""
     try:
         return client.get("/health").status_code == 200
     except httpx2.TransportError:
@@ -191,14 +191,14 @@ def test_tls(tiny: Model, tmp_path: Path) -> None:
             assert streamed.endswith("data: [DONE]\n\n")
             assert whole
         banner = url.replace("localhost", "127.0.0.1")
-        eventually(lambda: banner in server.log(), "the address is told", 60)
+        eventually(lambda: banner in server.log(), "the log names the address", 60)
     finally:
         server.kill()
 
 
 def test_a_unix_socket(tiny: Model, tmp_path: Path) -> None:
     path = tmp_path / "socket"
-    # As a process leaves it that was killed.
+    # A killed process leaves its socket file behind.
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(str(path))
     server = Server(tiny.path, *SIM, "--uds", path, log=tmp_path / "log")
@@ -225,6 +225,6 @@ def test_a_client_that_sends_more_and_leaves_frees_its_request(serve: Serve, tin
     with socket.create_connection(("127.0.0.1", server.port)) as client:
         client.sendall(head + body + b"G")
         server.wait_for_metric("vllm:num_requests_running", lambda running: running == 1)
-    # It has 40 seconds of steps left.
+    # The request would run for another 40 seconds.
     server.wait_for_metric("vllm:num_requests_running", lambda running: running == 0, seconds=20)
     assert server.metric("vllm:generation_tokens_total") < 400

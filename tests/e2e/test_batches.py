@@ -1,4 +1,4 @@
-"""`/v1/files` and `/v1/batches`: OpenAI's client, servers that are killed, keys, and bounds."""
+"""`/v1/files` and `/v1/batches`: OpenAI's client, killed servers, keys and limits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def request(name: str, url: str = ROUTE, **body: object) -> Json:
 
 
 def send(client: OpenAI, requests: list[Json], name: str = "in.jsonl") -> str:
-    """The name of a new file of requests."""
+    """Uploads a file of requests; returns its id."""
     return client.files.create(file=(name, lines(requests).encode()), purpose="batch").id
 
 
@@ -39,7 +39,7 @@ def begin(client: OpenAI, requests: list[Json], endpoint: str = ROUTE) -> Batch:
 
 
 def ended(client: OpenAI, batch: Batch) -> Batch:
-    """A batch once it has ended."""
+    """Waits until a batch has ended."""
 
     def look() -> Batch | None:
         now = client.batches.retrieve(batch.id)
@@ -51,7 +51,7 @@ def ended(client: OpenAI, batch: Batch) -> Batch:
 
 
 def content(client: OpenAI, file: str | None) -> list[Json]:
-    """The lines of a file of answers."""
+    """The lines of an answer file."""
     assert file
     return [json.loads(line) for line in client.files.content(file).text.splitlines()]
 
@@ -87,7 +87,7 @@ def test_openais_client_has_its_batch_computed(serve: Serve, tiny: Model, tmp_pa
     (wrong,) = content(client, done.error_file_id)
     assert wrong["response"]["status_code"] == 400
     assert wrong["response"]["body"]["error"]["param"] == "messages"
-    # Lists have pages, which the client follows.
+    # Lists are paginated, and the client requests further pages itself.
     second = begin(client, [request("a")])
     ended(client, second)
     assert [one.id for one in client.batches.list(limit=1)] == [second.id, batch.id]
@@ -130,7 +130,7 @@ def test_a_batch_goes_on_after_a_restart(serve: Serve, tiny: Model, tmp_path: Pa
         counts = client.batches.retrieve(batch.id).request_counts
         return counts.completed if counts else 0
 
-    eventually(lambda: completed(client) >= 20, "some are answered", SECONDS)
+    eventually(lambda: completed(client) >= 20, "20 requests are answered", SECONDS)
     server.process.send_signal(how)
     server.process.wait(STOP_SECONDS)
     files = (tmp_path / "batches" / "files").glob("*.jsonl")
@@ -140,7 +140,7 @@ def test_a_batch_goes_on_after_a_restart(serve: Serve, tiny: Model, tmp_path: Pa
     client = openai_client(server)
     done = ended(client, batch)
     names = sorted(answer["custom_id"] for answer in content(client, done.output_file_id))
-    assert names == [f"r{at:03}" for at in range(count)], "each has one answer"
+    assert names == [f"r{at:03}" for at in range(count)], "each request has one answer"
     assert server.metric("vllm:request_success_total", finished_reason="length") <= count - before
 
 
@@ -194,17 +194,17 @@ def test_each_key_has_its_own(serve: Serve, tiny: Model, tmp_path: Path) -> None
     with pytest.raises(openai.AuthenticationError):
         openai_client(server, "three").files.list()
     assert ended(boss, begin(boss, [request("a")])).status == "completed"
-    # No other server may have the folder meanwhile.
+    # A second server must not use the folder at the same time.
     second = Server(tiny.path, *SIM, "--batch-dir", str(folder), log=tmp_path / "second.log")
     try:
         assert second.process.wait(STOP_SECONDS) == 1
         assert "another server uses it" in second.log()
     finally:
         second.kill()
-    # The folder tells nobody a key.
+    # The folder contains no API key.
     assert b"one" not in b"".join(path.read_bytes() for path in folder.rglob("*.json"))
     server.kill()
-    # A key that is taken away takes its batches with it.
+    # The batches of a removed key are not listed for another key.
     server = serve(tiny, *SIM, *TOKENS, "--batch-dir", str(folder), "--api-key", "two")
     assert not list(openai_client(server, "two").batches.list())
 
@@ -241,12 +241,12 @@ def test_forms_and_bounds(serve: Serve, tiny: Model, tmp_path: Path) -> None:
     endless = server.http.post("/v1/files", content=b"--x\r\nname: " + b"a" * (3 << 20), headers=form)
     assert endless.status_code == 400
     assert "beside its file" in endless.json()["error"]["message"]
-    # A page of another site may not send a form.
+    # A web page of another site may not send a form.
     answer = server.http.post(
         "/v1/files", files=good, data={"purpose": "batch"}, headers={"origin": "http://evil.example"}
     )
     assert answer.status_code in (403, 415)
-    assert not any((folder / "files").iterdir()), "what was refused leaves nothing"
+    assert not any((folder / "files").iterdir()), "a refused upload leaves no file"
     long = client.files.create(file=("a.jsonl", b"x" * 2000), purpose="batch")
     with pytest.raises(openai.PermissionDeniedError) as full:
         client.files.create(file=("a.jsonl", b"x" * 1001), purpose="batch")

@@ -1,4 +1,4 @@
-"""A fleet of three brains behind a router, and requests that ask for as much as they may, or more.
+"""Three brains behind a router, with requests at the limits and beyond them.
 
 `make test-fleet` sends 10 000 generated requests; the usual run sends fewer.
 """
@@ -27,10 +27,10 @@ from tests.e2e.test_router import KV_TOKENS, Cluster, cluster
 GENERATED = int(os.environ.get("FOREBAY_FLEET_REQUESTS", "300"))
 AT_ONCE = 16
 ADDRESS_SPACE = 8 << 30
-"""Bytes: a brain that asks for more aborts, as it would on a machine that has no more."""
+"""Bytes of address space: a brain that needs more aborts, as on a machine without more memory."""
 BUDGET = 256 << 20
 MOST_MEMORY = 1 << 30
-"""Bytes a brain may ever have: the budget of requests in flight, and what it needs for itself."""
+"""The most bytes that a brain may use: the budget of requests in flight, and its own needs."""
 JSON_LIMIT = 4 << 20
 REFUSED = {400, 413, 429}
 CHAT: Json = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
@@ -44,7 +44,7 @@ def fleet(tmp_path: Path, tiny: Model) -> Iterator[Cluster]:
 
 
 def started(fleet: Cluster) -> Server:
-    """The router of three brains that cannot have all the machine's memory."""
+    """Starts three brains with limited memory, and their router."""
     fleet.add(3)
     for backend in fleet.backends:
         resource.prlimit(backend.pid, resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
@@ -52,7 +52,7 @@ def started(fleet: Cluster) -> Server:
 
 
 def survived(fleet: Cluster, router: Server) -> None:
-    """Every brain lives, is ready, took no more than its share, and has nothing left of the requests."""
+    """Checks that every brain lives, is ready, has kept within its memory, and holds no requests."""
     for backend in fleet.backends:
         assert backend.process.poll() is None, backend.log()
         assert backend.http.get("/health").status_code == 200
@@ -64,7 +64,7 @@ def survived(fleet: Cluster, router: Server) -> None:
 
 
 def filled(before: str, element: str, after: str) -> bytes:
-    """A body as large as JSON may be: `element` again and again, with commas between."""
+    """The largest JSON body that is allowed: `element` repeated, with commas between."""
     count = (JSON_LIMIT - len(before) - len(after)) // (len(element) + 1)
     return (before + ",".join([element] * count) + after).encode()
 
@@ -114,7 +114,7 @@ KILLERS: dict[str, tuple[str, bytes]] = {
     "ids to detokenise": ("/detokenize", filled('{"tokens": [', "1", "]}")),
     "documents without end": ("/rerank", filled('{"query": "a", "documents": [', '"b"', "]}")),
 }
-"""What took a brain down, or most of its memory, or all its threads' time, before there were limits."""
+"""Before there were limits, each body ended a brain, or took most of its memory or all of its threads."""
 
 
 @pytest.mark.parametrize("at_once", [1, 4])
@@ -131,7 +131,7 @@ def test_a_fleet_survives_what_used_to_kill_it(fleet: Cluster, at_once: int) -> 
             found = {}
             for name, (path, body) in KILLERS.items():
                 found[name] = list(await asyncio.gather(*(post(path, body) for _ in range(at_once))))
-                # Nobody else waits for any of them.
+                # Other clients are answered meanwhile.
                 assert (await client.get("/health")).status_code == 200
             return found
 
@@ -141,7 +141,7 @@ def test_a_fleet_survives_what_used_to_kill_it(fleet: Cluster, at_once: int) -> 
 
 
 def generated(seed: int) -> tuple[str, Json]:
-    """A request at the limits, which must be served, or refused for what it asks in all."""
+    """A request at the limits, which must be served, or refused for its total size."""
     draw = random.Random(seed)
     ids = draw.sample(range(VOCABULARY), 1024)
 

@@ -1,4 +1,4 @@
-"""Images of a Gemma 3 over HTTP, and models with a tower of which the text alone is served."""
+"""Images for Gemma 3 over HTTP, and models with a vision tower that serve text alone."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ POSITIONS = 16
 BEGIN, END, POSITION = GEMMA_MARKS
 SHOWN = f"\n\n{BEGIN}{POSITION * POSITIONS}{END}\n\n"
 FLAGS = ("--dtype", "float32", "--image-budget", "200", "--chunked-prefill-size", "8")
-"""An image is longer than a chunk."""
+"""An image has more tokens than a chunk."""
 
 
 def picture(seed: int, height: int, width: int) -> Pixels8:
-    """Noise of any size."""
+    """A noise image of any size."""
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
 
 
 def reference(model: Model, ids: list[int], images: list[Pixels8], count: int = COUNT) -> list[int]:
-    """Greedy tokens behind `ids`, of images as transformers' processor makes them."""
+    """Greedy tokens after `ids`, with images that transformers' processor prepares."""
     tokens = torch.tensor([ids])
     inputs: dict[str, Any] = {"input_ids": tokens, "token_type_ids": (tokens == IMAGE).int()}
     if images:
@@ -66,7 +66,7 @@ PROMPTS: list[list[str | Pixels8]] = [
 
 
 def written(parts: list[str | Pixels8]) -> str:
-    """The prompt as transformers' processor has it."""
+    """The prompt that transformers' processor writes."""
     content = "".join(SHOWN if isinstance(part, np.ndarray) else part for part in parts)
     return f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
 
@@ -79,7 +79,7 @@ def test_tokens_are_those_of_transformers(server: Server, gemma: Model, parts: l
     assert ids == gemma.encode(written(parts))
     assert ids.count(IMAGE) == POSITIONS * len(images)
     assert tokens == reference(gemma, ids, images)
-    # Again: from cached blocks, of which one ends within an image.
+    # The second time, from cached blocks, one of which ends within an image.
     assert answer(server, body) == (ids, tokens)
 
 
@@ -107,7 +107,7 @@ def test_a_second_turn_needs_neither_pixels_nor_the_tower(server: Server, gemma:
 
 
 def test_many_at_once_are_preempted_and_change_no_token(serve: Serve, gemma: Model) -> None:
-    """Pages for two of the six."""
+    """The pool has pages for two of the six requests."""
     server = serve(gemma, *FLAGS, "--max-total-tokens", "256", "--max-running-requests", "6")
     images = [picture(60 + number, 32, 32) for number in range(3)]
     bodies = [
@@ -179,7 +179,7 @@ def test_generate_takes_the_token_of_a_position(server: Server, gemma: Model) ->
         ("qwen3.5-vl", ("--limit-images", "0")),
         ("qwen3-vl", ("--limit-images", "0")),
         ("gemma3-vl", ("--hand", "rust")),
-        # Without PyTorch nothing else can compute it.
+        # Without PyTorch only the Rust hand can compute it.
         ("qwen3.5-vl", ("--python", "/nowhere/python3")),
     ],
 )

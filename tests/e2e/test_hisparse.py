@@ -1,4 +1,4 @@
-"""Sparse decoding from host memory: the same tokens with few pages on the device, and more requests at a time."""
+"""Sparse decoding from host memory: the same tokens with few device pages, and more concurrent requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.index_margins import margins_along
 
 SPARSE = ("--enable-hisparse", "--debug-kv-checksum", "--hicache-ratio", "8")
 SMALL = ("--max-total-tokens", "400")
-"""25 pages: a few prompts fill them."""
+"""25 pages, which a few prompts fill."""
 CONVERTED = "forebay:requests_made_sparse_total"
 MISSED = "vllm:hisparse_cache_misses_total"
 WAITED = "forebay:rows_waited_for_copies_seconds_total"
@@ -36,7 +36,7 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def expected(serve_for_module: Serve, models: Models, family: str) -> Expected:
-    """Requests with what a server gives them that has everything on the device."""
+    """Requests with the tokens of a server that keeps all pages on the device."""
     server = serve_for_module(models(family))
     found = clear(models(family), undisturbed(server, requests(models(family), 24)))
     server.kill()
@@ -44,13 +44,13 @@ def expected(serve_for_module: Serve, models: Models, family: str) -> Expected:
 
 
 def same(server: Server, expected: Expected) -> None:
-    """All requests at once get what is expected."""
+    """Checks that concurrent requests get the expected tokens."""
     answers = native_together(server, [request for request, _ in expected])
     assert [answer["output_ids"] for answer in answers] == [tokens for _, tokens in expected]
 
 
 def settled(server: Server) -> None:
-    """No page is lost, no copy under way and none has failed."""
+    """Checks that no page is lost, no copy is in progress, and no copy has failed."""
     server.wait_until_idle()
     server.wait_for_metric("forebay:copies_outstanding", lambda value: value == 0)
     assert server.replicas()[0]["pages_held"] == 0
@@ -87,7 +87,7 @@ def test_tokens_do_not_depend_on_where_rows_are(
     flags: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # A GPU's operators, without a GPU.
+    # Use GPU operators in their PyTorch form, which needs no GPU.
     monkeypatch.setenv(VARIABLE, "reference")
     server = serve(models(family), *SMALL, *SPARSE, *flags)
     for _ in range(2):
@@ -97,9 +97,9 @@ def test_tokens_do_not_depend_on_where_rows_are(
     assert metrics.value(MISSED) > 0
     found = {kind: metrics.value("forebay:sparse_rows_total", found=kind) for kind in ("page", "row", "host")}
     assert min(found.values()) > 0
-    # With the saves of pages, nobody waits.
+    # Rows wait for copies only with `--kv-save-order`; without it they are saved with their pages.
     assert (metrics.value(WAITED) > 0) == ("--kv-save-order" in flags)
-    # Rows are the same on all ranks of a replica, which have one memory.
+    # All ranks of a replica have equal rows, and so share one host memory.
     memories = {os.stat(f"/proc/{hand}/fd/5").st_ino for hand in server.hands()}
     assert len(memories) == len(server.replicas())
     settled(server)
@@ -109,7 +109,7 @@ def test_tokens_do_not_depend_on_where_rows_are(
 def test_deaths_of_the_hand_under_load(
     serve: Serve, models: Models, family: str, expected: Expected, device: str, kills: int
 ) -> None:
-    # Slow copies: whenever the hand dies, some are under way.
+    # Slow copies: at each death of the hand some copies are in progress.
     slow = ("--debug-kv-copy-gbps", "0.05")
     server = serve(models(family), "--max-total-tokens", "2400", *SPARSE, *slow, "--device", device)
     killed = asyncio.run(kill_under_load(server, Load(server, models(family), expected), kills))
@@ -151,14 +151,14 @@ def test_an_answer_outgrows_the_device_and_a_prompt_may_not(serve: Serve, models
     settled(server)
 
 
-# Bytes of a page's parts are in these proportions: 6 layers with rows of 40 numbers, one index with keys of 16.
+# Relative bytes of a page's parts: 6 layers with rows of 40 numbers, and one index with keys of 16.
 MAIN, INDEX = 6 * 40, 16
 PAGE = 16
 PROMPT, ANSWER, TOGETHER = 1150, 200, 24
 
 
 def peak(server: Server) -> int:
-    """Most requests that ran at a time, of `TOGETHER` that come at once."""
+    """The largest number of requests that run at a time when `TOGETHER` arrive at once."""
     asked: list[dict[str, Any]] = [
         {
             "input_ids": [(7 * at + 13 * number) % 1900 + 3 for at in range(PROMPT)],
@@ -178,7 +178,7 @@ def peak(server: Server) -> int:
 def test_more_requests_run_in_the_same_bytes(serve: Serve, models: Models) -> None:
     model = models("glm-dsa-one-index")
     pages = -(-(PROMPT + ANSWER + 1) // PAGE)
-    # Each has a page of hot rows, its last two and one to grow; beside them the next prompt is computed.
+    # Each request has a page of hot rows, its last two pages and one to grow; the next prompt needs pages too.
     hot = TOGETHER * 4 + pages + 20
     ratio = 12
     assert ratio * hot > TOGETHER * pages

@@ -1,4 +1,4 @@
-"""Streams of the library, in the caller's event loop."""
+"""Streams of the Python library, in the caller's event loop."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def flags(tiny: Model) -> dict[str, Any]:
 
 
 def with_llm(flags: dict[str, Any], story: Callable[[AsyncLLM], Coroutine[Any, Any, T]]) -> T:
-    """A story in an event loop of its own."""
+    """Runs a story in an event loop of its own."""
 
     async def run() -> T:
         async with AsyncLLM(**flags) as llm:
@@ -69,7 +69,7 @@ def test_the_kinds_of_outputs_tell_the_same(flags: dict[str, Any], chat: bool) -
         assert cumulative[-1].prompt_token_ids == whole.prompt_token_ids
         assert [output.finished for output in cumulative] == [False] * (len(cumulative) - 1) + [True]
         assert cumulative[-1].num_cached_tokens is not None
-        # Earlier outputs do not change when later ones come.
+        # Later outputs do not change earlier ones.
         counts = [sum(len(one.token_ids) for one in output.outputs) for output in cumulative]
         assert counts == sorted(counts)
         assert counts[0] < counts[-1] == 16
@@ -118,7 +118,7 @@ def test_a_stream_that_nobody_reads_is_stopped(flags: dict[str, Any], way: str) 
         while requests:
             info = await client.ask("GET", "/server_info")
             requests = info["internal_states"][0]["requests"]
-        # Its room is there again.
+        # The call's place in the gate is free again.
         await eventually_async(lambda: client._gate.held == 0, "no call is admitted")
 
     with_llm(flags, story)
@@ -158,7 +158,7 @@ def test_errors(flags: dict[str, Any]) -> None:
 def test_a_server_that_dies_ends_its_streams(flags: dict[str, Any]) -> None:
     async def story(llm: AsyncLLM) -> None:
         (hand,) = [pid for pid in children(llm._server.process.pid) if is_hand(pid)]
-        # No token comes.
+        # A stopped hand generates no token.
         os.kill(hand, signal.SIGSTOP)
         stream = asyncio.ensure_future(collected(llm.generate("x", GREEDY)))
         client = await llm._client()

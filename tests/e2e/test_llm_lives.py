@@ -1,4 +1,4 @@
-"""The library's server lives as long as the interpreter that started it, and no longer, however that one ends."""
+"""The library's server lives as long as the interpreter that started it, however that interpreter ends."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if __name__ == "__main__":
 
 
 class Script:
-    """A program in Python that uses the library, with lines of output as signs."""
+    """A Python program that uses the library and prints lines as signals."""
 
     def __init__(self, folder: Path, model: Model, text: str) -> None:
         path = folder / "program.py"
@@ -68,28 +68,28 @@ class Script:
         return line.split()
 
     def error(self) -> str:
-        """What it wrote on standard error, once it has ended."""
+        """The program's standard error, once it has ended."""
         assert self.process.stderr is not None
         return self.process.stderr.read()
 
     def end(self) -> int:
-        """Lets it go on to its end; the status."""
+        """Lets the program run to its end; returns the exit status."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         return self.process.wait(60)
 
     def servers(self) -> list[int]:
-        """The servers below it."""
+        """The process ids of the servers that the program started."""
         return [pid for pid in children(self.process.pid) if "serve" in command_line(pid)]
 
     def folders(self) -> list[str]:
-        """What the library has left in the folder for temporary files."""
+        """The library's entries in the folder for temporary files."""
         return [path.name for path in self.folder.glob("forebay-llm-*")]
 
 
 @pytest.fixture
 def script(tmp_path: Path, tiny: Model) -> Iterator[Callable[[str], Script]]:
-    """Programs that are killed in the end."""
+    """Makes programs, which are killed when the test ends."""
     running: list[Script] = []
 
     def made(text: str) -> Script:
@@ -103,7 +103,7 @@ def script(tmp_path: Path, tiny: Model) -> Iterator[Callable[[str], Script]]:
 
 
 def all_of(server: int) -> list[int]:
-    """A server and its hands."""
+    """The process ids of a server and its hands."""
     hands = children(server)
     assert hands
     return [server, *hands]
@@ -135,7 +135,7 @@ def test_the_server_ends_with_the_program(script: Callable[[str], Script], end: 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_the_server_ends_with_a_program_that_is_killed(script: Callable[[str], Script], number: signal.Signals) -> None:
-    """Also in the middle of a long answer, and with a fork of the program that goes on."""
+    """Also in the middle of a long answer, and while a forked child of the program keeps running."""
     program = script(
         "def main():\n    llm = started(); said(os.getpid())\n"
         "    if os.fork() == 0:\n        said(os.getpid()); sys.stdin.read(); os._exit(0)\n"
@@ -152,7 +152,7 @@ def test_the_server_ends_with_a_program_that_is_killed(script: Callable[[str], S
 
 
 def test_a_server_outlives_the_thread_that_made_it(tiny: Model) -> None:
-    """The system signals the end of the thread that started a process, and not of its program."""
+    """The kernel signals a child when the thread that started it ends, even if its program keeps running."""
     made: list[LLM] = []
     thread = threading.Thread(target=lambda: made.append(start(tiny)))
     thread.start()
@@ -206,7 +206,7 @@ def test_a_server_that_dies_ends_all_requests(tiny: Model) -> None:
 
 def test_an_interrupt_stops_the_requests(tiny: Model) -> None:
     with start(tiny) as llm:
-        # A terminal interrupts a group of processes: the server is in none with its program.
+        # A terminal interrupts a process group, so the server must be in another group than its program.
         (pid,) = [pid for pid in children(os.getpid()) if llm._server.socket in command_line(pid)]
         assert os.getpgid(pid) != os.getpgid(0)
 
@@ -237,7 +237,7 @@ def test_an_interrupt_stops_the_requests(tiny: Model) -> None:
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_other_processes_use_the_server(script: Callable[[str], Script], method: str) -> None:
-    """A child has the answers of its parent, and does not end the parent's server."""
+    """A child process gets the same answers from its parent's server, and does not end that server."""
     program = script(
         "def ids(llm):\n    return [output.outputs[0].token_ids for output in answer(llm)]\n"
         "def main():\n"

@@ -1,4 +1,4 @@
-"""Hands that join from another machine, which here is another process tree behind a TCP connection."""
+"""Hands on another machine, for which another process tree behind a TCP connection stands here."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Worker:
         return [pid for pid in descendants(self.process.pid) if is_hand(pid)]
 
     def ends(self) -> int:
-        """Its status, once it has ended by itself."""
+        """Waits until the worker ends by itself; returns the exit status."""
         return self.process.wait(30)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
@@ -62,7 +62,7 @@ class Worker:
 
 
 class Gate:
-    """Where workers join, and the workers of a test."""
+    """The address where workers join, and the workers of a test."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder = folder
@@ -75,7 +75,7 @@ class Gate:
         return ("--listen-hands", self.address, "--join-token-file", str(self.token))
 
     def worker(self, *flags: str, address: str | None = None) -> Worker:
-        """One more worker, which joins at `address`: the gate's own unless given."""
+        """Starts a worker, which joins at `address`, or else at the gate's own address."""
         eventually(self.token.is_file, "the token is made", 60)
         made = Worker(self, *flags, address=address or self.address, number=len(self.workers))
         self.workers.append(made)
@@ -101,11 +101,11 @@ def body(model: Model, prompt: list[int], tokens: int) -> dict[str, Any]:
 
 
 def gone(hand: int) -> None:
-    eventually(lambda: not alive(hand), "the hand is gone", 10)
+    eventually(lambda: not alive(hand), "the hand has ended", 10)
 
 
 async def streams(server: Server, model: Model, tokens: int) -> list[list[int]]:
-    """The tokens of all prompts at once; every stream has to end as it should."""
+    """The tokens of all prompts, as concurrent streams that must all end normally."""
 
     async def one(client: httpx2.AsyncClient, prompt: list[int]) -> list[int]:
         found: list[int] = []
@@ -120,13 +120,13 @@ async def streams(server: Server, model: Model, tokens: int) -> list[list[int]]:
 
 
 async def found_after(server: Server, deaths: int, began: float) -> float:
-    """The seconds since `began` at which the server has counted so many deaths of hands."""
+    """Waits until the server has counted this many deaths; returns the seconds since `began`."""
     await asyncio.to_thread(server.wait_for_metric, "forebay:hand_deaths_total", lambda value: value >= deaths)
     return time.monotonic() - began
 
 
 def report(what: str, found: list[float]) -> None:
-    """Prints the times after which deaths were found, for `pytest -rP`."""
+    """Prints after which times deaths were noticed, for `pytest -rP`."""
     print(f"{what}: found after {statistics.median(found):.2f} s, at most {max(found):.2f} s")
 
 
@@ -138,7 +138,9 @@ def test_a_hand_elsewhere_gives_the_same_tokens_and_may_be_killed(serve: Serve, 
     waiting = server.wait_for_health(503)
     assert server.hands() == []
     eventually(
-        lambda: "waits for an outpost with free hands: 0/1" in server.http.get("/health").text, "what is missing", 20
+        lambda: "waits for an outpost with free hands: 0/1" in server.http.get("/health").text,
+        "/health names what is missing",
+        20,
     )
     assert waiting.status_code == 503
     worker = gate.worker("--name", "first")
@@ -157,7 +159,7 @@ def test_a_hand_elsewhere_gives_the_same_tokens_and_may_be_killed(serve: Serve, 
             running = asyncio.create_task(streams(server, tiny, tokens))
             await asyncio.sleep(0.05 + 0.03 * (number % 10))
             began = time.monotonic()
-            # The hand alone, or the machine.
+            # Kill the hand alone, or the whole worker.
             os.kill(hand if number % 2 else worker.process.pid, signal.SIGKILL)
             found.append(await found_after(server, number + 1, began))
             if number % 2 == 0:
@@ -165,7 +167,7 @@ def test_a_hand_elsewhere_gives_the_same_tokens_and_may_be_killed(serve: Serve, 
             return await running
 
         assert asyncio.run(killed()) == wanted
-        assert server.metric("forebay:hand_deaths_total") == number + 1, "it was killed under load"
+        assert server.metric("forebay:hand_deaths_total") == number + 1, "the hand is killed under load"
         gone(hand)
         worker = gate.workers[-1]
     report("killed", found)

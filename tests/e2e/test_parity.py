@@ -1,4 +1,4 @@
-"""The tokens and log-probabilities of 64 concurrent streams are those that transformers gives one by one."""
+"""64 concurrent streams have the tokens and log-probabilities that transformers computes one by one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Cases = Callable[[str], list[Case]]
 
 @pytest.fixture(scope="session")
 def cases(models: Models) -> Cases:
-    """Cases of a model, computed once: fewer of the larger one, which takes minutes for 64."""
+    """The cases of each model, computed once. SmolLM2 has fewer, because 64 take minutes."""
 
     @cache
     def of(name: str) -> list[Case]:
@@ -44,12 +44,12 @@ def cases(models: Models) -> Cases:
 
 @dataclass(frozen=True)
 class Setting:
-    """A model and how it is served."""
+    """A model, and the flags to serve it with."""
 
     model: str
     lookahead: int
     pool: int | None
-    """Tokens in the KV pool; few enough for some streams to lose their pages to others."""
+    """Tokens in the KV pool; so few that some streams are preempted."""
     cache: bool
     hand: str = "auto"
 
@@ -59,7 +59,7 @@ class Setting:
         return flags if self.cache else [*flags, "--disable-radix-cache"]
 
 
-# They are computed by the hand in Rust, unless a setting says otherwise.
+# The Rust hand computes these models, unless a setting names another hand.
 SETTINGS = [
     Setting("llama", 0, 1024, cache=True),
     Setting("llama", 0, 1024, cache=True, hand="torch"),
@@ -85,7 +85,7 @@ SETTINGS = [
 
 @dataclass(frozen=True)
 class Scene:
-    """A server with the model and cases to try on it."""
+    """A server with its model, and the cases to compare."""
 
     setting: Setting
     server: Server
@@ -144,11 +144,11 @@ def test_concurrent_completions_are_those_of_transformers(scene: Scene) -> None:
 
 
 CLOSE = 2e-4
-"""The largest error of a log-probability in float32. The reference's own sums differ among processors by half of it."""
+"""The largest error of a log-probability in float32. The reference differs by half of it among processors."""
 
 
 def test_native_tokens_and_logprobs_are_those_of_transformers(scene: Scene) -> None:
-    # All at once: whether two of them meet in a full pool would depend on when they arrive.
+    # All streams start together: otherwise arrival times would decide whether they fill the pool.
     answers = native_together(scene.server, [native(case) for case in scene.cases], held=True)
     for case, answer in zip(scene.cases, answers, strict=True):
         assert answer["output_ids"] == case.tokens
@@ -160,7 +160,7 @@ def test_native_tokens_and_logprobs_are_those_of_transformers(scene: Scene) -> N
         torch.testing.assert_close(top, case.logprobs.topk(TOP).values, atol=CLOSE, rtol=0)
     cached = sum(answer["meta_info"]["cached_tokens"] for answer in answers)
     assert (cached > 0) == scene.setting.cache
-    # SmolLM2's outputs are short.
+    # SmolLM2's outputs are too short to fill the pool.
     if scene.setting.pool is not None and scene.model.name != "smollm2":
         assert scene.server.metric("vllm:num_preemptions_total") > 0
 
@@ -196,12 +196,12 @@ def test_a_chat_ends_where_transformers_ends_it(models: Models, serve: Serve) ->
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("smollm2", marks=pytest.mark.slow)])
 def test_bfloat16_diverges_only_at_near_ties(name: str, models: Models, serve: Serve) -> None:
-    """In bfloat16 the first token that differs from transformers' is one between which and the other little lay.
+    """In bfloat16 the first different token comes where transformers' two best logits are close.
 
-    How much "little" is, transformers says itself: bfloat16 has 8 bits of mantissa, and with the same bfloat16 weights
-    the distance between its two best logits is off from what float32 gives, by s in the mean (about 0.04 for the tiny
-    model and 0.1 for SmolLM2, whose logits reach 30). Ours must be as good; the difference of two such errors deviates
-    by sqrt(2) s, and beyond four of those a divergence is no accident any more. The test can fail: most choices of the
+    The reference defines "close": bfloat16 has 8 bits of mantissa. With the same bfloat16 weights, the distance between
+    its two best logits differs from the distance in float32 by s in the mean. For the tiny model s is about 0.04, and
+    0.1 for SmolLM2, whose logits reach 30. Forebay's error must be as small. The difference of two such errors deviates
+    by sqrt(2) s, and a token that is worse by more than four of those fails. The test can fail: most choices of the
     reference are clearer than that.
     """
     model = models(name)
@@ -232,7 +232,7 @@ def test_bfloat16_diverges_only_at_near_ties(name: str, models: Models, serve: S
 
 
 def test_the_tiny_models_say_something(cases: Cases) -> None:
-    """Equal tokens prove little where a model repeats one token."""
+    """Equal tokens would prove little if a model repeated one token."""
     for name in ("llama", "qwen2", "qwen3"):
         distinct = [len(set(case.tokens)) / len(case.tokens) for case in cases(name)]
         assert sum(distinct) / len(distinct) > 0.5, name

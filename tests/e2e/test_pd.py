@@ -1,4 +1,4 @@
-"""Prefill apart from decode: the tokens of one replica, whatever is handed on, aborted or killed."""
+"""Prefill and decode replicas give the tokens of one replica, whatever is handed on, aborted or killed."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ KILLS = 4
 PD = ("--pd-local-tokens", "0", "--debug-kv-checksum", "--max-total-tokens", "3000", "--threads", "1")
 HANDED = "forebay:pd_handed_total"
 ROLES = [(1, "prefill"), (0, "decode"), (2, "both"), (1, "decode"), (0, "prefill"), (2, "decode")]
-"""Replicas and the roles that they get, one after the other."""
+"""Role changes in this order: the replica, and its new role."""
 
 
 @pytest.fixture(scope="module")
 def expected(serve_for_module: Serve, tiny: Model) -> Expected:
-    """Requests with what a server of one replica gives them."""
+    """Requests with the tokens that a server of one replica gives them."""
     server = serve_for_module(tiny)
     found = undisturbed(server, requests(tiny, 32))
     server.kill()
@@ -34,7 +34,7 @@ def expected(serve_for_module: Serve, tiny: Model) -> Expected:
 
 
 def at_rest(server: Server) -> None:
-    """Nothing is lent, held or copied once nobody asks any more."""
+    """Checks that the idle server lends, holds and copies no page."""
     server.wait_until_idle()
     for name in ("forebay:lent_pages", "forebay:copies_outstanding"):
         server.wait_for_metric(name, lambda value: value == 0)
@@ -57,8 +57,8 @@ def test_tokens_are_those_of_one_replica(serve: Serve, tiny: Model, expected: Ex
     replicas = server.replicas()
     assert sum(one["generated_tokens"] for one in replicas[:prefill]) == len(expected)
     computed = sum(one["prompt_tokens"] for one in replicas[prefill:])
-    assert computed < 4 * len(expected), "a decode replica computes what is on no full page"
-    # Of a request that had to give way, less than a page is in no tier.
+    assert computed < 4 * len(expected), "a decode replica computes only positions that fill no page"
+    # Of a preempted request only a partly filled page is in no tier.
     recomputed = sum(one["recomputed_tokens"] for one in replicas)
     assert recomputed <= 3 * server.metric("vllm:num_preemptions_total")
 
@@ -120,7 +120,7 @@ def test_a_decode_replica_serves_what_is_short_or_cached(serve: Serve, tiny: Mod
 
 
 def test_clients_that_leave_take_nothing_along(serve: Serve, tiny: Model, expected: Expected) -> None:
-    # Slow copies: many leave while theirs are under way.
+    # Slow copies: many clients leave while their copies are in progress.
     server = serve(tiny, "--pd", "1:1", *PD, "--debug-kv-copy-gbps", "0.02")
 
     class Gone(Exception):
@@ -152,7 +152,7 @@ def test_the_next_turn_computes_what_is_new(serve: Serve, tiny: Model, hand: str
     for turn in range(3):
         sampling = {"max_new_tokens": 30, "temperature": 0, "ignore_eos": True}
         answer = server.ask("/generate", {"input_ids": said, "sampling_params": sampling})
-        # The last token of the turn before was not computed.
+        # The last token of the previous turn was never computed.
         known = len(said) - 12 - 1 if turn else 0
         assert answer["meta_info"]["cached_tokens"] == known // 4 * 4, f"turn {turn}"
         at_rest(server)
@@ -165,7 +165,7 @@ def test_the_next_turn_computes_what_is_new(serve: Serve, tiny: Model, hand: str
 
 
 async def change_roles_under_load(server: Server, load: Load) -> None:
-    """Gives the replicas other roles again and again while all streams go on."""
+    """Changes the roles of the replicas repeatedly while all streams run."""
     running = asyncio.create_task(load.run(STREAMS))
     try:
         await eventually_async(lambda: running.done() or len(load.live) == STREAMS, "all streams run")
@@ -197,7 +197,7 @@ def test_roles_that_change_under_load_lose_nothing(serve: Serve, tiny: Model, ex
 
 
 async def kill_under_load(server: Server, load: Load, victim: int) -> None:
-    """Kills the hand of one replica again and again while all streams go on."""
+    """Kills the hand of one replica repeatedly while all streams run."""
     running = asyncio.create_task(load.run(STREAMS))
     try:
         await eventually_async(lambda: running.done() or len(load.live) == STREAMS, "all streams run")

@@ -1,4 +1,4 @@
-"""What clients and tests of vLLM, SGLang and llama.cpp's server ask beside OpenAI's dialects."""
+"""Routes and parameters of vLLM, SGLang and llama-server that OpenAI's API does not have."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def client(server: Server) -> OpenAI:
 
 
 def chunks(text: str) -> list[Json]:
-    """The objects of a stream of llama.cpp, which has no [DONE]."""
+    """The objects of a llama-server stream, which has no [DONE]."""
     return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
 
 

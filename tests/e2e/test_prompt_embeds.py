@@ -1,4 +1,4 @@
-"""Prompts as embeddings, through real clients and the real hand: a text's own embeddings give what the text gives."""
+"""Prompts as embeddings, through OpenAI's client and a real hand: a text's embeddings give the text's answer."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ ROW_BYTES = 4 * HIDDEN
 
 
 def encoded(rows: torch.Tensor) -> str:
-    """A matrix as the API takes it."""
+    """A matrix as the API accepts it."""
     return base64.b64encode(save({"rows": rows.contiguous()})).decode()
 
 
 def embeddings(model: Model, prompt: Sequence[int], dtype: torch.dtype = torch.float32) -> str:
-    """Those of a prompt's tokens."""
+    """The embeddings of a prompt's tokens."""
     table: torch.Tensor = model.reference.get_input_embeddings().weight.detach()
     return encoded(table[list(prompt)].to(dtype))
 
 
 def body(model: Model, case: Case, **more: Any) -> dict[str, Any]:
-    """A request for what transformers generates."""
+    """A request for the tokens that transformers generates."""
     count = len(case.tokens)
     greedy_ones = {"max_tokens": count, "temperature": 0, "ignore_eos": True, "skip_special_tokens": False}
     return {"prompt_embeds": embeddings(model, case.prompt), **greedy_ones, **more}
@@ -48,13 +48,13 @@ def body(model: Model, case: Case, **more: Any) -> dict[str, Any]:
 
 @contextmanager
 def asked(server: Server, bodies: Sequence[dict[str, Any]]) -> Iterator[list[Any]]:
-    """The futures of concurrent completions."""
+    """Sends completions concurrently; yields their futures."""
     with ThreadPoolExecutor(len(bodies)) as threads:
         yield [threads.submit(server.ask, "/v1/completions", one) for one in bodies]
 
 
 def check(model: Model, cases: Sequence[Case], answers: Sequence[Any]) -> None:
-    """Every answer is what transformers says to the tokens."""
+    """Checks that every answer is what transformers generates."""
     for case, answer in zip(cases, answers, strict=True):
         assert answer["choices"][0]["text"] == model.decode(case.tokens)
         assert answer["usage"]["prompt_tokens"] == len(case.prompt)
@@ -81,7 +81,7 @@ def test_openai_s_client_streams_and_does_not(client: OpenAI, tiny: Model, cases
     for case in cases[:4]:
         extra = body(tiny, case)
         params: dict[str, Any] = {name: extra.pop(name) for name in ("max_tokens", "temperature")}
-        # It insists on a prompt.
+        # OpenAI's client requires a prompt.
         params |= {"model": "tiny", "prompt": "", "extra_body": extra}
         whole = client.completions.create(**params)
         assert whole.choices[0].text == tiny.decode(case.tokens)
@@ -95,7 +95,7 @@ def test_openai_s_client_streams_and_does_not(client: OpenAI, tiny: Model, cases
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_halves_are_widened(server: Server, tiny: Model, cases: list[Case], dtype: torch.dtype) -> None:
-    """Rounded embeddings are another prompt; they give what transformers says to it."""
+    """Rounded embeddings are another prompt, so transformers computes the reference from the same rows."""
     rows = tiny.reference.get_input_embeddings().weight.detach()[cases[0].prompt].to(dtype)
     with torch.inference_mode():
         logits = tiny.reference(inputs_embeds=rows.float()[None]).logits[0, -1].float().log_softmax(-1)
@@ -116,7 +116,7 @@ def test_prompts_and_choices_of_one_request(server: Server, tiny: Model, cases: 
 
 
 def test_requests_wait_for_room_in_a_small_arena(server: Server, tiny: Model, cases: list[Case]) -> None:
-    """Only a few fit at a time, and everything comes back."""
+    """Only a few requests fit into the arena at a time, and each frees its room."""
     assert sum(len(case.prompt) for case in cases) * ROW_BYTES * 3 > 4 * ARENA_BYTES
     with asked(server, [body(tiny, case) for case in cases * 3]) as answers:
         check(tiny, cases * 3, [answer.result() for answer in answers])
@@ -141,7 +141,7 @@ def test_chunks_batches_and_preemption(serve: Serve, tiny: Model, cases: list[Ca
         if number % 3 == 0:
             del bodies[number]["prompt_embeds"]
             bodies[number]["prompt"] = case.prompt
-    # All are there before the first one can end: together they are more than the small pool has pages for.
+    # All requests arrive before the first one can end: together they need more pages than the small pool has.
     with ExitStack() as stack:
         with server.held(len(bodies)):
             answers = stack.enter_context(asked(server, bodies))
@@ -154,7 +154,7 @@ def test_chunks_batches_and_preemption(serve: Serve, tiny: Model, cases: list[Ca
 def test_the_hand_may_die(serve: Serve, tiny: Model, cases: list[Case], hand: str) -> None:
     server = serve(tiny, "--arena-bytes", str(8 * ARENA_BYTES), "--hand", hand)
     long = [greedy(tiny.reference, case.prompt, 400) for case in cases[:6]]
-    # Longer than what is compared, so that the last death finds something to interrupt.
+    # Longer than the compared tokens, so that the last kill still interrupts a stream.
     lasting = [{**body(tiny, case), "max_tokens": LASTING} for case in long]
     with asked(server, lasting) as answers:
         for deaths in (1, 2, 3):
@@ -164,7 +164,7 @@ def test_the_hand_may_die(serve: Serve, tiny: Model, cases: list[Case], hand: st
             assert pid
             os.kill(pid, signal.SIGKILL)
             server.wait_for_metric("forebay:hand_deaths_total", lambda now, n=deaths: now == n)  # type: ignore[misc]
-        # Beside each other, two sums may round differently: what is said before the first near tie must agree.
+        # In a batch two sums may round differently, so only the text before the first near tie must agree.
         for case, answer in zip(long, answers, strict=True):
             first, second = case.logprobs.topk(2).values.unbind(-1)
             unclear = (first - second < 1e-3).nonzero()[:1].flatten().tolist()

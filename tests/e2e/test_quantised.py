@@ -1,4 +1,4 @@
-"""`--quantization`: the same tokens in any company, what /server_info says of it, and what is refused at start."""
+"""`--quantization`: the same tokens in any batch, what /server_info reports, and what is refused at start."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_file_is_served_in_its_own_blocks(serve: Serve, models: Models) -> Non
         server = serve(model, "--dtype", "auto", *flags)
         given = [answer["output_ids"] for answer in native_together(server, asked)]
         blocks: str = server.http.get("/server_info").json()["facts"]["blocks"]
-        eventually(lambda: "Forebay serves" in server.log(), "the banner")
+        eventually(lambda: "Forebay serves" in server.log(), "the banner is written")
         server.kill()
         return given, blocks, server.log()
 
@@ -67,7 +67,7 @@ def test_a_file_is_served_in_its_own_blocks(serve: Serve, models: Models) -> Non
 
 
 class StoredModel(TinyModel):
-    """A random model in a quantised checkpoint, and the weights that are meant as its reference."""
+    """A random model in a quantized checkpoint; its reference has the dequantized weights."""
 
     def __init__(self, directory: Path, form: Format) -> None:
         super().__init__("llama", directory)
@@ -98,7 +98,7 @@ def test_a_quantised_checkpoint_needs_no_python(serve: Serve, tmp_path: Path, fo
     ]
     for _ in range(2):
         assert [answer["output_ids"] for answer in native_together(server, asked)] == [case.tokens for case in cases]
-        # The next one reads what this one has packed.
+        # The next hand reads the weights that this one has packed.
         hand = server.hand()
         assert hand is not None
         os.kill(hand, signal.SIGKILL)
@@ -107,7 +107,7 @@ def test_a_quantised_checkpoint_needs_no_python(serve: Serve, tmp_path: Path, fo
 
 
 def plain_type(log: str) -> str:
-    """The type that the banner names as the other choice."""
+    """The type that the banner offers as the alternative."""
     found = re.search(r"--quantization none: in (\w+)", log)
     assert found
     return found[1]
@@ -125,10 +125,10 @@ def test_keys_and_values_of_8_bits_are_the_same_to_all(serve: Serve, models: Mod
     assert info["config"]["kv_cache_dtype"] == "int8"
     assert info["config"]["hand"] == "rust"
     wanted = [answer["output_ids"] for answer in native_one_by_one(server, asked)]
-    # Once more, on pages of the first time.
+    # The second time, with pages of the first run.
     assert [answer["output_ids"] for answer in native_together(server, asked)] == wanted
     server.kill()
-    # With too few pages for all: they go to the host, and come back.
+    # Too few pages for all requests: pages move to the host and back.
     tier = ("--enable-hierarchical-cache", "--debug-kv-checksum", "--hicache-ratio", "8", "--max-total-tokens", "256")
     server = serve(model, *codes, *tier)
     for _ in range(2):
@@ -147,7 +147,7 @@ def test_keys_and_values_of_8_bits_are_the_same_to_all(serve: Serve, models: Mod
 def test_keys_and_values_as_8_bit_floats_are_the_same_to_all(
     serve: Serve, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A GPU's operators, without a GPU.
+    # Use GPU operators in their PyTorch form, which needs no GPU.
     monkeypatch.setenv(VARIABLE, "reference")
     model = models("qwen3")
     asked = [
@@ -158,7 +158,7 @@ def test_keys_and_values_as_8_bit_floats_are_the_same_to_all(
     tier = ("--enable-hierarchical-cache", "--debug-kv-checksum", "--hicache-ratio", "8", "--max-total-tokens", "256")
     server = serve(model, *twins, "--kv-cache-dtype", "fp8", *tier)
     wanted = [answer["output_ids"] for answer in native_one_by_one(server, asked)]
-    # Once more, with too few pages for all: they go to the host, and come back.
+    # Again, with too few pages for all requests: pages move to the host and back.
     for _ in range(2):
         assert [answer["output_ids"] for answer in native_together(server, asked, held=True)] == wanted
     assert server.metric("forebay:restores_total") > 0

@@ -1,4 +1,4 @@
-"""Several ranks in a replica: the tokens of one, and one end for all of them."""
+"""Several ranks in a replica give the tokens of one rank, and end together."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KILLS = int(os.environ.get("FOREBAY_KILLS", "2"))
 
 
 def same_tokens(serve: Serve, model: Model, *flags: str, count: int = 24) -> Server:
-    """A server with these flags, after a check that it gives the same tokens as one rank with PyTorch's operators."""
+    """A server with these flags, once its tokens equal those of one rank with PyTorch's operators."""
     alone = serve(model, "--device", "deferred", "--dtype", "float32")
     expected = undisturbed(alone, requests(model, count))
     alone.kill()
@@ -38,7 +38,7 @@ def same_tokens(serve: Serve, model: Model, *flags: str, count: int = 24) -> Ser
 
 
 def test_two_ranks_give_the_tokens_of_one(serve: Serve, tiny: Model) -> None:
-    # A chunk of a prompt in each step, and more requests than run at a time.
+    # Each step has a chunk of a prompt, and more requests arrive than run at a time.
     server = same_tokens(serve, tiny, "--tp-size", "2", "--chunked-prefill-size", "64", "--max-running-requests", "12")
     assert len(server.hands()) == 2
     info = server.http.get("/server_info").json()["config"]
@@ -61,9 +61,9 @@ def deaths(server: Server) -> float:
 
 
 async def end_ranks(server: Server, load: Load, numbers: Sequence[int], seconds: float, replicas: int = 1) -> None:
-    """Sends signals in turn to one rank after the other; each time all ranks are gone soon after.
+    """Signals one rank after the other; each time all ranks end within `seconds`.
 
-    They compute so many replicas, each of which counts the death.
+    Each of the `replicas` counts the death.
     """
     running = asyncio.create_task(load.run(STREAMS))
     try:
@@ -105,13 +105,13 @@ def test_a_rank_s_end_is_that_of_all_and_nobody_notices(
     server = serve(tiny, *flags)
     expected = undisturbed(server, requests(tiny, 32))
     load = Load(server, tiny, expected)
-    # Far more than the second that it takes, for machines that have other things to do.
+    # A long limit for busy machines; usually it takes a second.
     asyncio.run(end_ranks(server, load, numbers, 20.0))
     assert load.finished >= STREAMS
     assert server.metric("vllm:request_success_total", finished_reason="error") == 0
     server.wait_until_idle()
     if lies:
-        # The end of the log has the last ones.
+        # `log` returns the end of the file, which has the last deaths.
         told = [line for line in server.log().splitlines() if "the hand died" in line]
         assert told
         assert all("ranks 0 and 1 disagree in step" in line or "malformed frame" in line for line in told)
@@ -127,7 +127,7 @@ def test_tokens_do_not_depend_on_the_tier_of_ranks(serve: Serve, tiny: Model) ->
     server = same_tokens(serve, tiny, *RANKS, *SMALL, *TIER)
     expected = undisturbed(server, requests(tiny, 24))
     for _ in range(2):
-        # More than there are pages for: some are preempted.
+        # More requests than there are pages for, so that some are preempted.
         answers = native_together(server, [request for request, _ in expected], held=True)
         assert [answer["output_ids"] for answer in answers] == [tokens for _, tokens in expected]
     assert server.metric("vllm:num_preemptions_total") > 0
@@ -135,12 +135,12 @@ def test_tokens_do_not_depend_on_the_tier_of_ranks(serve: Serve, tiny: Model) ->
     assert server.metric("vllm:external_prefix_cache_hits_total") > 0
     facts = server.http.get("/server_info").json()["facts"]
     assert facts["host_page_count"] == 8 * facts["page_count"]
-    assert facts["kv_bytes"] == facts["page_count"] * facts["page_bytes"], "of all ranks"
+    assert facts["kv_bytes"] == facts["page_count"] * facts["page_bytes"], "the bytes of all ranks are counted"
     balanced(server)
 
 
 def test_blocks_outlive_the_ranks(serve: Serve, tiny: Model) -> None:
-    # Slow copies: whenever a rank dies, some are under way.
+    # Slow copies: at each death of a rank some copies are in progress.
     slow = ("--debug-kv-copy-gbps", "0.02")
     server = serve(tiny, *RANKS, "--max-total-tokens", "3000", *TIER, *slow)
     expected = undisturbed(server, requests(tiny, 24))
@@ -164,7 +164,7 @@ def test_a_copy_that_fails_on_one_rank_costs_time_only(serve: Serve, tiny: Model
     server.wait_for_metric("forebay:copies_outstanding", lambda value: value == 0)
     ranks = server.hands()
     memories = [os.stat(f"/proc/{rank}/fd/5").st_ino for rank in ranks]
-    assert len(set(memories)) == 2, "each has its own"
+    assert len(set(memories)) == 2, "each rank has its own memory"
     memory = os.open(f"/proc/{ranks[1]}/fd/5", os.O_RDWR)
     os.pwrite(memory, b"\x5c" * os.fstat(memory).st_size, 0)
     os.close(memory)
@@ -174,7 +174,7 @@ def test_a_copy_that_fails_on_one_rank_costs_time_only(serve: Serve, tiny: Model
     assert deaths(server) == 0
     server.wait_until_idle()
     assert server.replicas()[0]["pages_held"] == 0
-    # What is saved again comes back.
+    # Blocks that are saved again are restored.
     for salt in range(4):
         server.ask("/v1/completions", {**body, "prompt": [(7 * at + salt) % 100 + 3 for at in range(190)]})
     server.wait_for_metric("forebay:copies_outstanding", lambda value: value == 0)

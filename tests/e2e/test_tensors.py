@@ -1,4 +1,4 @@
-"""Tensors of a trainer that a running server computes with, and values of parameters."""
+"""Tensors that a trainer sends to a running server, and values of parameters that it reads back."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OTHERS = ["/update_weights_from_ipc", "/init_weight_transfer_engine", "/update_w
 
 
 def trained(model: Model, seed: int) -> dict[str, Tensor]:
-    """The parameters of the model after a step of training, so to speak."""
+    """The model's parameters with noise, which stands for a step of training."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: weight.detach() + torch.randn(weight.shape, generator=generator) * weight.std().item() * 0.5
@@ -37,7 +37,7 @@ def trained(model: Model, seed: int) -> dict[str, Tensor]:
 
 
 def send(server: Server, tensors: Mapping[str, Tensor], **more: Any) -> httpx2.Response:
-    """An update by a body of octets."""
+    """Sends an update as a binary body."""
     headers = {**ADMIN, "Content-Type": "application/octet-stream"}
     return server.http.post(
         "/update_weights_from_tensor", content=save(dict(tensors)), params={**more}, headers=headers
@@ -45,7 +45,7 @@ def send(server: Server, tensors: Mapping[str, Tensor], **more: Any) -> httpx2.R
 
 
 def send_json(server: Server, *files: bytes, **more: Any) -> httpx2.Response:
-    """An update as SGLang's clients write it."""
+    """Sends an update as JSON, as SGLang's clients do."""
     body = {"serialized_named_tensors": [base64.b64encode(file).decode() for file in files], **more}
     return server.post("/update_weights_from_tensor", body, headers=ADMIN)
 
@@ -55,17 +55,17 @@ def parameter(server: Server, name: str, rows: int = 100) -> Any:
 
 
 def same(found: Any, tensor: Tensor) -> bool:
-    """Whether numbers of JSON, which are the shortest texts of their float32, are those of a tensor."""
+    """Whether JSON numbers equal a tensor: each number is the shortest text of its float32."""
     return torch.equal(torch.tensor(found), tensor.detach())
 
 
 def folders() -> set[Path]:
-    """The servers' folders for tensors."""
+    """The folders of all servers for tensors."""
     return set(SHARED_MEMORY.glob("forebay-weights-*"))
 
 
 def saved(model: Model, tensors: Mapping[str, Tensor], folder: Path) -> Model:
-    """A checkpoint with these tensors."""
+    """Saves a checkpoint with these tensors; returns its model."""
     folder.mkdir()
     for path in Path(model.path).iterdir():
         if path.suffix != ".safetensors" and not path.name.endswith(".index.json"):
@@ -86,13 +86,13 @@ def test_a_server_goes_on_with_sent_tensors(serve: Serve, models: Models, tmp_pa
     second = generate(server)
     assert second == (generate(serve(saved(model, new, tmp_path / "one")))[0], "1")
     assert second[0] != first[0]
-    # Of each replica, and of hands that come back.
+    # All replicas have the new tensors, and so do hands that restart.
     for hand in server.hands():
         os.kill(hand, signal.SIGKILL)
     for _ in range(4):
         assert generate(server) == second
     assert same(parameter(server, NORM), new[NORM])
-    # Some tensors, over those; in another type.
+    # Replace some of these tensors, in another type.
     some = {name: tensor.bfloat16() for name, tensor in trained(model, 2).items() if ".layers.0." in name}
     assert len(some) > 3
     files = [save({name: tensor}) for name, tensor in some.items()]
@@ -104,8 +104,8 @@ def test_a_server_goes_on_with_sent_tensors(serve: Serve, models: Models, tmp_pa
         os.kill(hand, signal.SIGKILL)
     assert generate(server) == third
     steps = [step for folder in folders() - before for step in folder.glob("step-*")]
-    assert len(steps) == 1, "those of the first update are gone"
-    # Back to files, and nothing is left.
+    assert len(steps) == 1, "the files of the first update are gone"
+    # After an update from a checkpoint no file of a tensor is left.
     answer = server.post("/update_weights_from_disk", {"model_path": str(model.path)}, headers=ADMIN)
     assert answer.json()["success"]
     assert generate(server)[0] == first[0]
@@ -186,7 +186,7 @@ def test_parameters_are_read_by_name(serve: Serve, models: Models) -> None:
     assert same(asked.json(), state[query][:1])
     for body in ({"name": "none"}, {}, {"name": query, "truncate_size": -1}):
         assert server.post("/get_weights_by_name", body).status_code == 400
-    # A GGUF file has floats and blocks, under the family's names.
+    # A GGUF file has floats and quantized blocks, under the family's names.
     quantised = serve(models("smollm2"))
     reference = models("smollm2").reference.state_dict()
     assert same(parameter(quantised, NORM, 1000), reference[NORM])
@@ -199,7 +199,7 @@ def test_parameters_are_read_by_name(serve: Serve, models: Models) -> None:
 
 
 def test_log_probabilities_of_samples_are_those_of_a_recomputation(serve: Serve, models: Models) -> None:
-    """A trainer that asks for both gets the same numbers, so that a ratio of both is 1."""
+    """The log-probabilities of sampling and of recomputation are equal, so a trainer's ratio of both is 1."""
     tiny = models("llama")
     server = serve(tiny, "--page-size", "4")
     assert send(server, trained(tiny, 1), weight_version="1").json()["success"]
@@ -217,7 +217,7 @@ def test_log_probabilities_of_samples_are_those_of_a_recomputation(serve: Serve,
         }
         return server.ask("/v1/completions", body)["choices"][0]
 
-    # Beside each other: what shares a step changes nothing.
+    # Sample all prompts at once: other requests of a step change nothing.
     with ThreadPoolExecutor() as pool:
         choices = list(pool.map(sampled, range(len(prompts))))
     worst = 0.0

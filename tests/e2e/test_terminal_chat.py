@@ -1,4 +1,4 @@
-"""`forebay chat`: one message by a pipe, conversations in a terminal, and the server that is started for one."""
+"""`forebay chat`: a message through a pipe, conversations in a terminal, and a server that it starts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SLOW_STEP_US = 20_000
 
 
 def chat(*arguments: str | Path, text: str | None = None) -> subprocess.CompletedProcess[str]:
-    """A chat that ends by itself."""
+    """Runs a chat that ends by itself."""
     return subprocess.run(
         [BINARY, "chat", *arguments],
         input=text,
@@ -62,7 +62,7 @@ class Typed:
         self.seen = ""
 
     def until(self, pattern: str) -> str:
-        """What was written until a pattern came; the next call looks at what follows."""
+        """Waits for a pattern and returns the output so far; the next call searches what follows."""
         deadline = time.monotonic() + SECONDS
         while not (found := re.search(pattern, self.seen)):
             assert time.monotonic() < deadline, f"no {pattern!r} in {self.seen!r}"
@@ -70,12 +70,12 @@ class Typed:
                 try:
                     self.seen += os.read(self.end, 65536).decode(errors="replace")
                 except OSError as ended:
-                    raise AssertionError(f"it ended: {self.seen!r}") from ended
+                    raise AssertionError(f"the chat ended: {self.seen!r}") from ended
         before, self.seen = self.seen[: found.end()], self.seen[found.end() :]
         return before
 
     def type(self, text: str | bytes) -> None:
-        """Types something."""
+        """Types a text and Enter, or raw bytes."""
         os.write(self.end, text if isinstance(text, bytes) else f"{text}\r".encode())
 
 
@@ -85,7 +85,7 @@ def _take_terminal() -> None:
 
 @contextmanager
 def typing(*arguments: str | Path) -> Iterator[Typed]:
-    """A chat in a terminal, which is ended."""
+    """A chat in a terminal, which is killed when the block ends."""
     typed = Typed(*arguments)
     try:
         yield typed
@@ -107,7 +107,7 @@ def slow(serve_for_module: Serve, tiny: Model, tmp_path_factory: pytest.TempPath
 
 
 def answer(server: Server, *messages: str) -> str:
-    """What the server says when it is asked by the API."""
+    """The server's answer over the API."""
     roles = ("user", "assistant")
     said = [{"role": roles[at % 2], "content": text} for at, text in enumerate(messages)]
     model = server.http.get("/v1/models").json()["data"][0]["id"]

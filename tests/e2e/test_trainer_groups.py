@@ -1,4 +1,4 @@
-"""Weights that a trainer sends over a process group of gloo: all of an update, or none of it."""
+"""Weights that a trainer broadcasts over a Gloo process group: an update is applied whole or not at all."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GROUP = "weight_update_group"
 
 @pytest.fixture(autouse=True)
 def _no_group_is_left() -> Iterator[None]:
-    """Names of groups are free again for the next test."""
+    """Frees the names of process groups for the next test."""
     yield
     for group in list(c10d._world.pg_map):
         dist.destroy_process_group(group)
@@ -59,7 +59,7 @@ def init(server: Server, port: int, **more: Any) -> httpx2.Response:
 
 
 def meet(server: Server, pool: ThreadPoolExecutor, name: str = GROUP) -> dist.ProcessGroup:
-    """The group of this process, which is the trainer, and the server."""
+    """Makes a group of the trainer, which is this process, and the server."""
     port = free_port()
     answer = pool.submit(init, server, port, group_name=name)
     group = join("127.0.0.1", port, rank=0, world_size=2, name=name, seconds=60)
@@ -70,7 +70,7 @@ def meet(server: Server, pool: ThreadPoolExecutor, name: str = GROUP) -> dist.Pr
 
 
 def order(server: Server, tensors: Mapping[str, torch.Tensor], **more: Any) -> httpx2.Response:
-    """Tells the server of tensors that come."""
+    """Announces tensors to the server."""
     body = {
         "names": list(tensors),
         "dtypes": [str(tensor.dtype) for tensor in tensors.values()],
@@ -87,7 +87,7 @@ def send(
     tensors: Mapping[str, torch.Tensor],
     **more: Any,
 ) -> Any:
-    """An update as trainers write it: an order, and a broadcast for each tensor meanwhile."""
+    """Sends an update as trainers do: announces tensors, and broadcasts each of them meanwhile."""
     answer = pool.submit(order, server, tensors, **more)
     _broadcast(tensors.values(), group)
     found = answer.result()
@@ -101,7 +101,7 @@ def _broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> Non
 
 
 def receiver(server: Server) -> int:
-    """The process that is the server's rank."""
+    """The process id of the server's rank in the group."""
     [found] = [pid for pid in children(server.pid) if "forebay.distributed.trainer" in command_line(pid)]
     return found
 
@@ -121,7 +121,7 @@ def test_a_server_goes_on_with_broadcast_tensors(
     second = generate(server)
     assert second == (generate(serve(saved(tiny, new, tmp_path / "one"), "--hand", hand))[0], "1")
     assert second[0] != first[0]
-    # Some tensors in two orders, in another type: nothing is loaded before the second.
+    # Some tensors in bfloat16, announced in two parts: nothing is loaded before the second part.
     some = {name: tensor.bfloat16() for name, tensor in trained(tiny, 2).items() if ".layers.0." in name}
     halves = [dict(list(some.items())[at::2]) for at in (0, 1)]
     assert "more" in send(server, pool, group, halves[0], more=True)["message"]
@@ -135,7 +135,7 @@ def test_a_server_goes_on_with_broadcast_tensors(
     killed = set(server.hands())
     for pid in killed:
         os.kill(pid, signal.SIGKILL)
-    # A request that met both deaths would be given up.
+    # A request that is in flight at both deaths would be given up, so wait for both hands first.
     eventually(lambda: len(set(server.hands()) - killed) == 2, "both hands are back")
     for _ in range(4):
         assert generate(server) == third
@@ -145,7 +145,7 @@ def test_a_server_goes_on_with_broadcast_tensors(
     assert not Path(f"/proc/{rank}").exists()
     assert server.post("/destroy_weights_update_group", body, headers=ADMIN).status_code == 400
     dist.destroy_process_group(group)
-    # Another group, of another name.
+    # A new group with another name.
     group = meet(server, pool, "second")
     assert send(server, pool, group, {NORM: new[NORM]}, group_name="second", weight_version="3")["success"]
     rank = receiver(server)
@@ -171,7 +171,7 @@ def test_a_death_in_the_middle_leaves_the_last_weights(serve: Serve, tiny: Model
     dist.destroy_process_group(group)
     assert generate(server) == first
     assert order(server, new).json()["error"]["param"] == "group_name"
-    # The hand dies while it loads: the whole update, or none of it.
+    # The hand dies during the load: the update is applied whole or not at all.
     group = meet(server, pool)
     other = serve(tiny, "--admin-api-key", "admin")
     expected = first
@@ -179,7 +179,7 @@ def test_a_death_in_the_middle_leaves_the_last_weights(serve: Serve, tiny: Model
         trained_now = trained(tiny, number)
         answer = pool.submit(order, server, trained_now, weight_version=f"step {number}")
         _broadcast(trained_now.values(), group)
-        # The old one, then perhaps the one that starts.
+        # Kill the old hand, then perhaps the hand that starts next.
         for _ in range(1 + number % 2):
             for pid in server.hands():
                 os.kill(pid, signal.SIGKILL)
@@ -245,7 +245,7 @@ def test_what_is_not_served_is_said(serve: Serve, models: Models, pool: ThreadPo
     refused(order(server, norm, group_name="other"), "there is no group other")
     refused(order(server, norm, shapes=[[1 << 40]]), "larger than the checkpoint")
     with pytest.raises(RuntimeError):
-        # The trainer does not wait for a server that takes nothing.
+        # The server receives nothing, so the trainer's broadcast fails instead of waiting.
         dist.broadcast(norm[NORM], src=0, group=group)
     dist.destroy_process_group(group)
     first = generate(server)
@@ -255,4 +255,4 @@ def test_what_is_not_served_is_said(serve: Serve, models: Models, pool: ThreadPo
     dist.broadcast(wrong["other"], src=0, group=group)
     refused(answer.result(), "the served checkpoint has no tensor other")
     assert generate(server) == first
-    assert send(server, pool, group, norm)["success"], "the group is there after tensors that came"
+    assert send(server, pool, group, norm)["success"], "the group still works after a refused update"

@@ -1,4 +1,4 @@
-"""Weights that change while a server runs, and pauses: by the routes of vLLM and SGLang."""
+"""Weights that change while a server runs, and pauses, over the routes of vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ PROMPT = [5, 9, 77, 31, 8, 120, 4, 66, 19, 40, 3, 90, 12, 51, 7, 33, 21, 60]
 COUNT = 24
 ADMIN = {"Authorization": "Bearer admin"}
 SLOW = ("--hand", "torch")
-"""Answers that last until a pause has come, on any processor."""
+"""The slower hand: on any processor its answers still run when a pause arrives."""
 
 
 @pytest.fixture(scope="module")
 def trained(tiny: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model after a step of training, so to speak."""
+    """A copy of the model with other weights, which stands for a step of training."""
     folder = tmp_path_factory.mktemp("trained")
     shutil.copytree(tiny.path, folder, dirs_exist_ok=True)
     model = copy.deepcopy(tiny.reference)
@@ -42,7 +42,7 @@ def trained(tiny: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def generate(server: Server, count: int = COUNT) -> tuple[list[int], str]:
-    """The greedy tokens behind the prompt, and the version of the weights."""
+    """The greedy tokens after the prompt, and the version of the weights."""
     sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
     answer = server.ask("/generate", {"input_ids": PROMPT, "sampling_params": sampling})
     return answer["output_ids"], answer["meta_info"]["weight_version"]
@@ -66,7 +66,7 @@ def test_a_server_goes_on_with_other_weights(serve: Serve, tiny: Model, trained:
     assert second[0] != first
     assert second[1] == "step 1"
     assert second[0] == generate(serve(Model("trained", trained, Path(tiny.path) / "tokenizer.json")))[0]
-    # Of each replica, and of hands that come back.
+    # All replicas have the new weights, and so do hands that restart.
     for hand in server.hands():
         os.kill(hand, signal.SIGKILL)
     for _ in range(4):
@@ -92,7 +92,7 @@ def test_requests_go_on_with_the_new_weights(serve: Serve, tiny: Model, trained:
     assert len(found) == 4000
     assert found[:10] == old[:10]
     kept = next(at for at, (one, other) in enumerate(zip(found, old, strict=True)) if one != other)
-    # What follows is what the new weights say to what was there.
+    # The other tokens are those that the new weights generate after the kept ones.
     assert found[kept:] == tokens(prompt=PROMPT + found[:kept], max_tokens=4000 - kept)
     assert server.metric("vllm:request_success_total", finished_reason="length") == 3
 
@@ -171,12 +171,12 @@ def test_a_pause_aborts_or_waits(serve: Serve, tiny: Model) -> None:
     body = {"prompt": PROMPT, "max_tokens": 3000, "temperature": 0, "ignore_eos": True}
     with ThreadPoolExecutor() as pool:
         asked = pool.submit(server.post, "/v1/completions", body)
-        eventually(lambda: server.metric("vllm:num_requests_running") == 1, "it runs")
+        eventually(lambda: server.metric("vllm:num_requests_running") == 1, "the request runs")
         assert server.post("/pause", {}).json()["num_paused_requests"] == 0
         assert asked.result().status_code != 200 or asked.result().json()["choices"][0]["finish_reason"] == "abort"
         server.post("/resume", {})
         finished = pool.submit(server.ask, "/v1/completions", body)
-        eventually(lambda: server.metric("vllm:num_requests_running") == 1, "it runs")
+        eventually(lambda: server.metric("vllm:num_requests_running") == 1, "the request runs")
         assert server.post("/pause?mode=wait", {}).json()["num_paused_requests"] == 0
         assert finished.result()["usage"]["completion_tokens"] == 3000
         server.post("/resume", {})
