@@ -1,4 +1,4 @@
-"""Clients: server-sent events, and many native requests at a time."""
+"""Clients: server-sent events, and many concurrent requests to `/generate`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Json = dict[str, Any]
 
 
 def openai_client(server: Server, api_key: str = "none") -> OpenAI:
-    """The real client, without its retries: they would hide errors."""
+    """OpenAI's client without retries, which would hide errors."""
     return OpenAI(base_url=f"{server.url}/v1", api_key=api_key, max_retries=0, timeout=SECONDS)
 
 
 def openai_async_client(server: Server) -> AsyncOpenAI:
-    """The same for many requests at a time."""
+    """OpenAI's client without retries, for many requests at a time."""
     return AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=SECONDS)
 
 
@@ -42,7 +42,7 @@ def events(text: str) -> list[Json]:
 
 
 async def stream_events(client: httpx2.AsyncClient, path: str, body: Json) -> AsyncIterator[Json]:
-    """The objects of a stream as they come; the stream must end with [DONE]."""
+    """The objects of a stream, yielded as they arrive; the stream must end with [DONE]."""
     async with client.stream("POST", path, json=body) as response:
         if response.status_code != 200:
             raise AssertionError(f"{response.status_code}: {(await response.aread()).decode()}")
@@ -59,9 +59,9 @@ async def stream_events(client: httpx2.AsyncClient, path: str, body: Json) -> As
 async def native_stream(
     client: httpx2.AsyncClient, request: Json, progress: Callable[[int], None] = lambda count: None
 ) -> Json:
-    """The last chunk of a native stream. Every chunk must continue the one before it, in tokens and in text.
+    """The last chunk of a `/generate` stream. Every chunk must continue the previous one, in tokens and in text.
 
-    `progress` is told the number of tokens so far.
+    `progress` is called with the number of tokens so far.
     """
     last: Json = {"output_ids": [], "text": ""}
     async for chunk in stream_events(client, "/generate", {**request, "stream": True}):
@@ -80,7 +80,7 @@ async def _together(server: Server, requests: Sequence[Json]) -> list[Json]:
 
 
 def native_together(server: Server, requests: Sequence[Json], *, held: bool = False) -> list[Json]:
-    """The last chunks of concurrent native streams; `held`: none is computed before all are there."""
+    """The last chunks of concurrent streams. With `held`, no step is computed until all requests have arrived."""
     if not held:
         return asyncio.run(_together(server, requests))
     with ThreadPoolExecutor(1) as thread:
@@ -90,11 +90,11 @@ def native_together(server: Server, requests: Sequence[Json], *, held: bool = Fa
 
 
 def native_one_by_one(server: Server, requests: Sequence[Json]) -> list[Json]:
-    """The answers to native requests of which none runs beside another."""
+    """The answers to requests for `/generate`, sent one after the other."""
     return [server.ask("/generate", request) for request in requests]
 
 
 def cut(values: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
-    """`values` in pieces of `size`."""
+    """Cuts `values` into pieces of `size`."""
     for start in range(0, len(values), size):
         yield values[start : start + size]

@@ -1,4 +1,4 @@
-"""A task with tools, done by a client that is not installed beside the tests.
+"""A task with tools, done by a client that the tests' environment does not have.
 
 The interpreter of `make setup-clients` runs it. It reads
 {"client", "url", "model", "stream", "tools", "choices", "results", "question"},

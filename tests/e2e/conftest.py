@@ -19,7 +19,7 @@ FLAGS = ("--dtype", "float32", "--log-interval", "0")
 
 
 class Serve(Protocol):
-    """Starts servers that live as long as the fixture does."""
+    """Starts servers that are killed with the fixture."""
 
     def __call__(self, model: Model, *flags: str, healthy: bool = True) -> Server: ...
 
@@ -33,18 +33,18 @@ class Models(Protocol):
 @pytest.fixture(scope="session", autouse=True)
 def _set_up() -> None:
     assert BINARY.is_file(), "run `make build-tests` first"
-    # Programs inherit an ignored signal, and respect it: below `nohup` none would end by it.
+    # Child processes inherit ignored signals: started under `nohup`, no program would end by SIGHUP.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    # One token at a time gains nothing from a second thread, and loses much to it when something else runs as well.
+    # One token at a time gains nothing from a second thread, and is much slower when other programs run.
     torch.set_num_threads(1)
-    # Where the library looks.
+    # Tell the library where the binary is.
     os.environ["FOREBAY_BINARY"] = str(BINARY)
     os.environ.setdefault("FOREBAY_CACHE", str(CACHE))
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """The families of `tests.e2e.models`, tiny, `qwen2` in shards; and `smollm2`."""
+    """The tiny families of `tests.e2e.models`, with `qwen2` in shards, and `smollm2`."""
     made: dict[str, Model] = {}
 
     def model(name: str) -> Model:
@@ -69,7 +69,7 @@ def tiny(models: Models) -> Model:
 
 
 def server_factory(folder: Path, stack: ExitStack) -> Serve:
-    """Servers that log into `folder` and are killed when `stack` is closed."""
+    """Starts servers that log into `folder` and are killed when `stack` is closed."""
 
     def serve(model: Model, *flags: str, healthy: bool = True) -> Server:
         threads = ("--threads", str(model.threads))
@@ -84,21 +84,21 @@ def server_factory(folder: Path, stack: ExitStack) -> Serve:
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Serve]:
-    """Servers for one test. They compute in float32 unless told otherwise."""
+    """Starts servers for one test. They compute in float32 unless a flag says otherwise."""
     with ExitStack() as stack:
         yield server_factory(tmp_path, stack)
 
 
 @pytest.fixture(scope="module")
 def serve_for_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    """Servers that the tests of a module share."""
+    """Starts servers that the tests of a module share."""
     with ExitStack() as stack:
         yield server_factory(tmp_path_factory.mktemp("logs"), stack)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Shows what the servers wrote with a failure."""
+    """Adds the logs of the running servers to the report of a failure."""
     report: Any = yield
     if report.failed:
         report.sections += [(f"log of {server.url}", server.log()) for server in RUNNING]

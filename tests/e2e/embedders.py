@@ -1,4 +1,4 @@
-"""Models that make vectors and scores, and what transformers says about them."""
+"""Models for vectors and scores, with their references in transformers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.e2e.models import Model
 
 
 class Encoder(Model):
-    """A BERT in a directory as on the hub."""
+    """A BERT in a directory as on the Hugging Face hub."""
 
     kind: Any = AutoModel
 
@@ -26,7 +26,7 @@ class Encoder(Model):
         self.model: Any = self.kind.from_pretrained(directory, dtype=torch.float32).eval()
 
     def ids(self, text: str, **options: Any) -> list[int]:
-        """The tokens of a text, the special ones included."""
+        """The tokens of a text, with special tokens."""
         ids: list[int] = self.hub_tokenizer(text, **options)["input_ids"]
         return ids
 
@@ -38,7 +38,7 @@ class MiniLM(Encoder):
         super().__init__(unpack_minilm(directory))
 
     def vectors(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """What sentence-transformers computes: the mean state, of length 1; float32 [prompts, 384]."""
+        """The vectors of sentence-transformers: the mean state, normalized; float32 [prompts, 384]."""
         with torch.inference_mode():
             states = [self.model(input_ids=torch.tensor([list(ids)])).last_hidden_state[0] for ids in prompts]
         return torch.nn.functional.normalize(torch.stack([state.mean(0) for state in states]), dim=-1)
@@ -50,7 +50,7 @@ class CrossEncoder(Encoder):
     kind: Any = AutoModelForSequenceClassification
 
     def __init__(self, directory: Path, minilm: MiniLM, labels: Sequence[str] = ("LABEL_0",), **more: Any) -> None:
-        """With several `labels` it is a classifier. `more` are further keys of its config."""
+        """With several `labels` the model is a classifier. `more` are further keys of its config."""
         sizes: dict[str, Any] = {
             "hidden_size": 64,
             "intermediate_size": 128,
@@ -79,7 +79,7 @@ class CrossEncoder(Encoder):
 
 
 def as_sentence_transformers(directory: Path, mode: str = "lasttoken") -> None:
-    """Adds the files by which a causal model's repository says that it is an embedder."""
+    """Adds the files that mark a causal model's repository as an embedding model."""
     types = ["Transformer", "Pooling", "Normalize"]
     modules = [
         {"path": f"{at}_{name}", "type": f"sentence_transformers.models.{name}"} for at, name in enumerate(types)

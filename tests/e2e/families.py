@@ -1,6 +1,6 @@
 """Models of families that call tools, as far as a simulated device needs them.
 
-That is a tokenizer with the family's marks, and a chat template.
+Each has a tokenizer with the family's marks, and a chat template.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ def _calls(body: str, before: str = "", after: str = "") -> str:
 
 @dataclass(frozen=True)
 class Family:
-    """How a family writes."""
+    """How a family writes reasoning and tool calls."""
 
     template: str
     call: str
-    """One call, with NAME, ARGUMENTS (JSON), NUMBER."""
+    """The text of one call, with NAME, ARGUMENTS (JSON) and NUMBER as placeholders."""
     around: tuple[str, str] = ("", "")
     between: str = ""
     special: tuple[str, ...] = ()
-    """Marks that are special tokens of its tokenizer: they vanish from text."""
+    """Marks that are special tokens of the tokenizer, and so are missing in decoded text."""
     plain: tuple[str, ...] = ()
-    """Marks that are tokens, and not special."""
+    """Marks that are tokens, but not special ones."""
     thinks: bool = True
     tags: Any = field(default=None)
 
@@ -153,7 +153,7 @@ FAMILIES = {
 
 
 class ToolModel(Model):
-    """A model of a family, without weights: a simulated device says what a script has for it."""
+    """A model of a family without weights; a simulated device emits scripted answers."""
 
     def __init__(self, family: str, directory: Path, tokenizer: Path = TOKENIZER) -> None:
         self.family = FAMILIES[family]

@@ -1,4 +1,4 @@
-"""Tiny random heads that draft, as checkpoints."""
+"""Tiny random draft heads, as checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.e2e.models import Model
 
 SHARED = 500
-"""Tokens that an EAGLE-3 head drafts: every fourth one."""
+"""The number of tokens that an EAGLE-3 head drafts: every fourth of the vocabulary."""
 
 
 def _random(*shape: int) -> torch.Tensor:
@@ -68,7 +68,7 @@ def eagle3(model: Model, folder: Path, **changes: Any) -> Path:
 
 
 def with_mtp(model: Model, folder: Path) -> Path:
-    """A copy of a GLM-4.5 with an MTP layer: its last one again, behind it."""
+    """A copy of a GLM-4.5 model with an MTP layer, which is a copy of its last layer."""
     torch.manual_seed(4)
     shutil.copytree(model.path, folder)
     config = _read(model) | {"num_nextn_predict_layers": 1}
@@ -81,7 +81,7 @@ def with_mtp(model: Model, folder: Path) -> Path:
     }
     for name in ("enorm", "hnorm", "shared_head.norm"):
         weights[f"{own}{name}.weight"] = torch.ones(hidden)
-    # A head that hands on what it reads: the model's last state.
+    # This projection passes the model's last state on.
     weights[f"{own}eh_proj.weight"] = torch.cat((torch.eye(hidden) * 0.5, torch.eye(hidden)), dim=1)
     weights[f"{own}shared_head.head.weight"] = weights["lm_head.weight"].clone()
     weights[f"{own}embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()

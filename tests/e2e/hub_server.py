@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face hub on this machine: as much of its interface as a download needs."""
+"""A local stand-in for the Hugging Face hub, with the part of its API that downloads need."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class Hub:
-    """What the server serves, and what it was asked. One repository, at one commit."""
+    """One repository at one commit, and the requests that the server received."""
 
     repository: str
     directory: Path
     revisions: tuple[str, ...] = ("main", COMMIT)
     gated: bool = False
     token: str | None = None
-    """A repository that is only there for who has this token."""
+    """If set, the repository exists only for requests with this token."""
     cut: dict[str, int] = field(default_factory=dict)
     """File name to the number of bytes after which the connection is closed, once."""
     held: dict[str, int] = field(default_factory=dict)
@@ -55,7 +55,7 @@ def serve(hub: Hub, certificate: tuple[Path, Path] | None = None) -> Iterator[Hu
     if certificate is not None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(*certificate)
-        # The handshake is made by the thread of the connection.
+        # The thread of the connection makes the handshake.
         server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
         hub.endpoint = hub.endpoint.replace("http:", "https:")
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
@@ -74,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *args: Any) -> None:
-        """Nothing: the requests are kept instead."""
+        """Logs nothing: `requests` keeps the requests instead."""
 
     def do_HEAD(self) -> None:
         self._answer()
@@ -98,7 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
         repository, kind, revision, name = match.groups()
         authorised = self.hub.token is None or self.headers.get("Authorization") == f"Bearer {self.hub.token}"
         if repository != self.hub.repository or not authorised:
-            # As the hub does: who may not see a repository isn't told that it is there.
+            # Like the hub, answer unauthorized clients as if the repository did not exist.
             self._refuse(401, "RepoNotFound")
         elif self.hub.gated:
             self._refuse(403, "GatedRepo")
@@ -136,7 +136,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(206 if wanted else 200)
         self.send_header("ETag", f'"{_etag(path)}"')
         if path.suffix in (".safetensors", ".gguf"):
-            # Large files lie elsewhere, and are named by their content.
+            # The hub stores large files elsewhere, named by their content.
             self.send_header("X-Linked-Etag", f'"{hashlib.sha256(content).hexdigest()}"')
             self.send_header("X-Linked-Size", str(len(content)))
         self.send_header("X-Repo-Commit", COMMIT)
@@ -155,7 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.hub.go_on.wait(60)
                 self.wfile.write(content[held:end])
         except OSError:
-            # Who asked was killed.
+            # The client was killed.
             self.close_connection = True
         if end is not None:
             self.close_connection = True
@@ -177,6 +177,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _etag(path: Path) -> str:
-    """Git's name for a file's content."""
+    """The name that Git gives a file's content."""
     content = path.read_bytes()
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()

@@ -1,6 +1,6 @@
 """A hand in Python that sends one wrong result for each signal.
 
-`program` writes an interpreter that starts it in place of the real one. SIGRTMIN and those behind it choose the lie.
+`program` writes an interpreter that starts this hand instead of the real one. SIGRTMIN + N chooses lie N.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ MODULE = "forebay.worker"
 
 
 def other_token(result: StepResult) -> None:
-    """The first row sampled the neighbour of its token."""
+    """Changes the first row's token to a neighboring id."""
     result.tokens = result.tokens.copy()
     result.tokens[0] ^= 1
 
 
 def failed_row(result: StepResult) -> None:
-    """The last row had no finite logits."""
+    """Reports that the last row had no finite logits."""
     result.row_errors = result.row_errors.copy()
     result.row_errors[-1] = ROW_NOT_FINITE
 
 
 def token_too_few(result: StepResult) -> None:
-    """The last token is missing."""
+    """Drops the last token."""
     result.tokens = result.tokens[:-1]
 
 
 def other_step(result: StepResult) -> None:
-    """The result says that it is of the step before."""
+    """Names the previous step in the result."""
     result.step -= 1
 
 
@@ -46,22 +46,22 @@ CONTRADICTING = SIGNALS[LIES.index(token_too_few) :]
 
 
 def program(folder: Path) -> Path:
-    """An interpreter in `folder` that runs this in place of PyTorch's hand."""
+    """Writes an interpreter into `folder` that runs this hand instead of PyTorch's."""
     python, hand = shlex.quote(sys.executable), shlex.quote(str(Path(__file__).resolve()))
     found = folder / "python"
-    # The arguments: -I -c TEXT MODULE.
+    # The arguments of the interpreter are -I -c TEXT MODULE.
     found.write_text(f'#!/bin/sh\n[ "$4" = {MODULE} ] && exec {python} {hand} {MODULE}\nexec {python} "$@"\n')
     found.chmod(0o755)
     return found
 
 
 def main() -> int:
-    """The hand, with an encoder of results that lies when it was told to."""
+    """Runs the hand with an encoder that changes a result after a signal."""
     wanted: list[int] = []
     honest = StepResult.encode
 
     def encode(result: StepResult) -> bytes:
-        # A result without tokens has nothing to lie about.
+        # A result without tokens cannot be changed.
         if wanted and len(result.tokens):
             LIES[wanted.pop()](result)
         return honest(result)

@@ -1,4 +1,4 @@
-"""A reader of Prometheus's text format, as far as it is needed here."""
+"""A reader of Prometheus's text format, as far as the tests need it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Sample:
 
 
 class Metrics:
-    """What /metrics said at one time."""
+    """The metrics of one response of /metrics."""
 
     def __init__(self, text: str) -> None:
         self.types: dict[str, str] = {}
@@ -27,7 +27,7 @@ class Metrics:
         for line in text.splitlines():
             if line.startswith("# TYPE "):
                 name, kind = line.split()[2:]
-                assert name not in self.types, f"{name} is there twice"
+                assert name not in self.types, f"{name} is declared twice"
                 self.types[name] = kind
             elif line and not line.startswith("#"):
                 match = _SAMPLE.fullmatch(line)

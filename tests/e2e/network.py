@@ -21,7 +21,7 @@ class Network:
         self._flows.set()
         self._thread = threading.Thread(target=self._loop.run_forever, name="network", daemon=True)
         self.address = ""
-        """Where it listens: HOST:PORT."""
+        """The address that it listens at, as HOST:PORT."""
 
     def __enter__(self) -> Network:
         self._thread.start()
@@ -36,7 +36,7 @@ class Network:
         self._thread.join(10)
 
     def cut(self) -> None:
-        """Resets every connection that there is. New ones work."""
+        """Resets all present connections. New ones work."""
 
         async def reset() -> None:
             for writer in self._writers:
@@ -45,11 +45,11 @@ class Network:
         self._run(reset())
 
     def silence(self) -> None:
-        """From now on no data arrives, and no side is notified, as with a pulled cable."""
+        """From now on no data arrives, and neither side is notified, as with a pulled cable."""
         self._loop.call_soon_threadsafe(self._flows.clear)
 
     def restore(self) -> None:
-        """New connections work again. Silent ones are reset, as by machines that have forgotten them."""
+        """New connections work again. Silenced ones are reset, as by a machine that no longer knows them."""
         self.cut()
         self._loop.call_soon_threadsafe(self._flows.set)
 

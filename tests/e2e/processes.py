@@ -1,4 +1,4 @@
-"""What the kernel says about processes, read from /proc."""
+"""Facts about processes, read from /proc."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def alive(pid: int) -> bool:
 
 
 def command_line(pid: int) -> list[str]:
-    """The arguments that a process was started with; empty once it is gone."""
+    """The arguments that a process was started with; empty after its end."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_text().split("\0")[:-1]
     except OSError:
@@ -49,7 +49,7 @@ def is_hand(pid: int) -> bool:
 
 
 def peak_memory(pid: int) -> int:
-    """The most bytes of memory that a process ever had."""
+    """The peak memory of a process in bytes."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024

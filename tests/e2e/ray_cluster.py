@@ -1,6 +1,6 @@
-"""A Ray cluster of small nodes on this machine, run by an interpreter that has Ray: the tests' own has not.
+"""A Ray cluster of small nodes on this machine, run by an interpreter that has Ray.
 
-A line on stdin is an order, a line of JSON on stdout its answer. The end of stdin ends the cluster.
+Each line on stdin is an order, and a line of JSON on stdout answers it. The end of stdin ends the cluster.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ray.cluster_utils import Cluster
 from ray.util import placement_group_table
 
 STORE_BYTES = 80 << 20
-"""Ray wants at least 75 MiB a node. Nothing is put there."""
+"""Ray requires at least 75 MiB for each node. The store stays empty."""
 HEAD = {"num_cpus": 1, "num_gpus": 0, "object_store_memory": STORE_BYTES}
 
 
 def main() -> None:
-    """The command."""
+    """Starts the cluster and follows orders."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     cluster = Cluster(initialize_head=True, head_node_args={**HEAD, "include_dashboard": False}, shutdown_at_exit=True)

@@ -17,12 +17,12 @@ CLEAR = 1e-3
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt and a greedy model's answer."""
+    """A prompt, and the greedy answer to it."""
 
     prompt: list[int]
     tokens: list[int]
     logprobs: torch.Tensor
-    """[tokens, vocabulary], float32."""
+    """Log-probabilities [tokens, vocabulary], float32."""
 
 
 def prompts(model: Model, count: int, longest: int, seed: int) -> list[list[int]]:
@@ -43,7 +43,7 @@ def prompts(model: Model, count: int, longest: int, seed: int) -> list[list[int]
 
 
 def greedy(model: Any, prompt: list[int], count: int) -> Case:
-    """`count` tokens by transformers' own `generate`, end-of-sequence being a token like others."""
+    """Generates `count` tokens with transformers' `generate`; end-of-sequence does not stop it."""
     model.generation_config.eos_token_id = None
     made: Any = GenerationConfig
     config = made(
@@ -63,7 +63,7 @@ def greedy(model: Any, prompt: list[int], count: int) -> Case:
 
 
 def clear_cases(model: Model, count: int, longest_prompt: int, output: range, seed: int) -> list[Case]:
-    """`count` cases of mixed lengths in which no choice was between equals."""
+    """`count` cases of mixed lengths in which every choice was clear."""
     found: list[Case] = []
     lengths = list(output)
     for number, prompt in enumerate(prompts(model, 2 * count, longest_prompt, seed)):
@@ -73,11 +73,11 @@ def clear_cases(model: Model, count: int, longest_prompt: int, output: range, se
             found.append(case)
         if len(found) == count:
             return found
-    raise AssertionError("too many of the model's choices are between equals")
+    raise AssertionError("too many of the model's choices are not clear")
 
 
 def logits_along(model: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor:
-    """The logits [tokens, vocabulary], float32, from which each of `tokens` was to be chosen."""
+    """The logits [tokens, vocabulary], float32, from which each of `tokens` is chosen."""
     with torch.inference_mode():
         logits: torch.Tensor = model(input_ids=torch.tensor([prompt + tokens[:-1]])).logits[0].float()
     return logits[len(prompt) - 1 :]

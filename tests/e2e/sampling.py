@@ -1,4 +1,4 @@
-"""The token that docs/protocol.md says is sampled, and how far it was from being another one."""
+"""The token that docs/protocol.md defines as the sampled one, and its margin to the next choice."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 WIDE = 1e-4
-"""Choices with a margin above this come out alike whatever the order of float32 additions was."""
+"""A choice with a margin above this does not depend on the order of float32 additions."""
 
 
 def _splitmix64(x: int) -> int:
@@ -24,7 +24,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 def choose(top: list[tuple[float, int]], temperature: float, top_k: int, u: float) -> tuple[int, float]:
-    """The token and the margin, from the most likely (log-probability, id), more of them than `top_k`.
+    """The token and its margin, from the most likely (log-probability, id) pairs, more than `top_k` of them.
 
     Greedy margins are differences of log-probabilities, sampled ones of probabilities.
     """
@@ -36,7 +36,7 @@ def choose(top: list[tuple[float, int]], temperature: float, top_k: int, u: floa
     chosen, reached = None, 0.0
     for token, weight in kept:
         reached += weight / mass
-        # The last boundary is 1 however it was rounded, and u is below it.
+        # The last boundary is 1 whatever the rounding, and u is below 1.
         if token != kept[-1][0]:
             margin = min(margin, abs(reached - u))
         if chosen is None and (reached > u or token == kept[-1][0]):
@@ -46,9 +46,9 @@ def choose(top: list[tuple[float, int]], temperature: float, top_k: int, u: floa
 
 
 def narrowest(request: dict[str, Any], answer: dict[str, Any]) -> float:
-    """The smallest margin in the answer to a native request that asked for `top_logprobs_num` > `top_k`.
+    """The smallest margin in the answer to a `/generate` request that asked for `top_logprobs_num` > `top_k`.
 
-    Fails where a token with a wide margin is not the one that the protocol says.
+    Fails if a token with a wide margin is not the one that the protocol defines.
     """
     params = request["sampling_params"]
     smallest = math.inf

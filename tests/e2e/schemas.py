@@ -1,4 +1,4 @@
-"""JSON schemas to ask answers for: those of the JSON Schema Test Suite, and made-up ones over all keywords."""
+"""JSON schemas for answers: those of the JSON Schema Test Suite, and made-up ones with all keywords."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def of_the_suite() -> Iterator[Schema]:
 
 
 def made_up(count: int, seed: int) -> Iterator[Schema]:
-    """Schemas that say much about small values, so that answers end soon."""
+    """Schemas with many restrictions on small values, so that answers end soon."""
     maker = _Maker(random.Random(seed))
     for _ in range(count):
         yield maker.top()

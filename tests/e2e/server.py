@@ -1,4 +1,4 @@
-"""A server under test: the process, its log, and the shortest ways to ask it something."""
+"""A server under test: its process, its log, and short ways to send requests."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.e2e.waiting import eventually
 ROOT = Path(__file__).resolve().parents[2]
 BINARY = binary()
 CACHE = ROOT / ".pytest_cache/forebay"
-"""The servers' cache of models: it is kept between runs, and separate from the developer's own."""
+"""The servers' cache of models, kept between runs and separate from the developer's own."""
 START_SECONDS = 120
 STOP_SECONDS = 30
 LOG_TAIL = 8000
 
 RUNNING: list[Server] = []
-"""Those whose log is of interest when a test fails."""
+"""Servers whose logs are shown when a test fails."""
 
 
 def free_port() -> int:
@@ -49,7 +49,7 @@ class Server:
         port: int | None = None,
         through: Sequence[str] = (),
     ) -> None:
-        """`through`: a command that runs the server's own command."""
+        """`through` is a command that runs the server's command."""
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = log
@@ -69,7 +69,7 @@ class Server:
         return self.process.pid
 
     def log(self) -> str:
-        """The end of what it wrote to stdout and stderr."""
+        """The end of the output on stdout and stderr."""
         return self._log.read_text(errors="replace")[-LOG_TAIL:]
 
     def wait_for_health(self, status: int = 200) -> httpx2.Response:
@@ -91,38 +91,38 @@ class Server:
         return found
 
     def post(self, path: str, body: Any, **options: Any) -> httpx2.Response:
-        """The answer to a JSON body."""
+        """Posts a JSON body."""
         return self.http.post(path, json=body, **options)
 
     def ask(self, path: str, body: Any, **options: Any) -> Any:
-        """The object that a JSON body is answered with, with status 200."""
+        """Posts a JSON body; returns the JSON of the answer, which must have status 200."""
         response = self.post(path, body, **options)
         assert response.status_code == 200, response.text
         return response.json()
 
     def metrics(self) -> Metrics:
-        """What /metrics says now."""
+        """The present metrics."""
         response = self.http.get("/metrics")
         assert response.status_code == 200
         return Metrics(response.text)
 
     def metric(self, name: str, **labels: str) -> float:
-        """One number of /metrics."""
+        """One value of the present metrics."""
         return self.metrics().value(name, **labels)
 
     def wait_for_metric(self, name: str, fine: Callable[[float], bool], seconds: float = 30) -> float:
-        """The first value of a metric that is fine."""
+        """Waits until `fine` holds for a metric; returns its value."""
         last = [0.0]
 
         def look() -> bool:
             last[0] = self.metric(name)
             return fine(last[0])
 
-        eventually(look, f"{name} becomes as expected", seconds)
+        eventually(look, f"{name} has the expected value", seconds)
         return last[0]
 
     def wait_until_idle(self) -> None:
-        """Waits until no request is alive."""
+        """Waits until no request runs or waits."""
         for name in ("vllm:num_requests_running", "vllm:num_requests_waiting"):
             self.wait_for_metric(name, lambda value: value == 0)
 
@@ -138,7 +138,7 @@ class Server:
 
     @contextmanager
     def held(self, count: int) -> Iterator[None]:
-        """No step is computed until `count` requests are there. The block sends them, and waits for none."""
+        """Stops the hands until `count` requests have arrived. The block sends requests, and awaits no answer."""
         hands = self.hands()
         assert hands
         for hand in hands:
@@ -151,17 +151,17 @@ class Server:
                 os.kill(hand, signal.SIGCONT)
 
     def replicas(self) -> list[dict[str, Any]]:
-        """What /server_info says of each replica."""
+        """The state of each replica, from /server_info."""
         states: list[dict[str, Any]] = self.http.get("/server_info").json()["internal_states"]
         return states
 
     def terminate(self) -> int:
-        """Stops it as an operator would; the exit status."""
+        """Stops the server as an operator would; returns the exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(STOP_SECONDS)
 
     def kill(self) -> None:
-        """Ends it whatever state it is in, and everything below it."""
+        """Kills the server in any state, and all processes below it."""
         below = descendants(self.pid) if self.process.poll() is None else []
         self.process.kill()
         self.process.wait()

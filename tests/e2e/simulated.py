@@ -1,4 +1,4 @@
-"""Flags of simulated devices: the time that their steps take, and what they say."""
+"""Flags of simulated devices: the time that their steps take, and their scripted answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SIM = ("--device", "sim")
 
 
 def profile(folder: Path, step_us: float, kv_tokens: int = 4096, load_s: float = 0.0, token_us: float = 0.0) -> Path:
-    """The file of a device that loads for `load_s`; a step takes `step_us`, and `token_us` for each of its tokens."""
+    """Writes a profile: loading takes `load_s`, and a step `step_us` and `token_us` for each of its tokens."""
     path = folder / "profile.toml"
     facts = 'origin = "made up for a test"\ndevice = "a test\'s"\nmodel = "any"\n'
     sizes = f"kv_tokens = {kv_tokens}\nload_s = {load_s:.1f}\n"
@@ -21,17 +21,17 @@ def profile(folder: Path, step_us: float, kv_tokens: int = 4096, load_s: float =
 
 
 def paced(folder: Path, step_us: float, kv_tokens: int = 4096, load_s: float = 0.0) -> tuple[str, str]:
-    """Flags of a device with such a `profile`."""
+    """Flags of a device with this profile."""
     return "--sim-profile", str(profile(folder, step_us, kv_tokens, load_s))
 
 
 def scripted(folder: Path, text: str) -> tuple[str, str]:
-    """Flags of a device that says what the lines of `text` have."""
+    """Flags of a device whose answers are the lines of `text`."""
     file = folder / "script.jsonl"
     file.write_text(text)
     return "--sim-script", str(file)
 
 
 def lines(values: Iterable[Json]) -> str:
-    """JSON, a line each."""
+    """JSON lines of the values."""
     return "".join(json.dumps(value) + "\n" for value in values)

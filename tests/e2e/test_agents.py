@@ -1,4 +1,4 @@
-"""Agent programs finish a task with three tools against a scripted device, each in the API that it speaks."""
+"""Agent programs finish a task with three tools against a scripted device, each over its own API."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECONDS = 120
 QUESTION = "Mail me the weather."
 ANSWER = "I have sent it."
 MAIL = "it is sunny, and sent"
-# The quotes separate a tool's output from the question.
+# The quotes keep the command's text different from its output, which the script matches.
 LOOK = "echo it is sun''ny"
 
 pytestmark = pytest.mark.skipif(not PROGRAMS.exists(), reason="`make setup-agents` installs these programs")
@@ -34,13 +34,13 @@ Call = tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Program:
-    """How a program is told where the model is, and what its tools are called."""
+    """How a program is configured for the model, and what its tools are called."""
 
     route: str
     command: Callable[[str], list[str]]
     calls: Callable[[str], list[Call]]
     said: tuple[str, str]
-    """What the second and the third tool answer."""
+    """The outputs of the second and the third tool."""
     environment: Callable[[str, Path], dict[str, str]]
 
 
@@ -140,7 +140,7 @@ def prefix(server: Server) -> tuple[float, float]:
 
 @pytest.mark.parametrize("name", AGENTS)
 def test_an_agent_finishes_a_task_with_three_tools(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # What agents say first is long.
+    # The first prompt of an agent is long.
     monkeypatch.setattr(families, "CONTEXT", 1 << 18)
     program = AGENTS[name]
     home, work = tmp_path / "home", tmp_path / "work"

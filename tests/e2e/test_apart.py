@@ -22,7 +22,7 @@ from tests.e2e.waiting import eventually
 
 TOKENS = 200
 SIOCGIFADDR = 0x8915
-"""Asks Linux for the IPv4 address of an interface."""
+"""The request for the IPv4 address of an interface."""
 KILLS = int(os.environ.get("FOREBAY_KILLS", "2"))
 """How often a worker is killed under load."""
 
@@ -49,7 +49,7 @@ def interface() -> tuple[str, bool]:
 
 
 def addresses_of(name: str) -> list[str]:
-    """The IPv4 address of an interface."""
+    """The IPv4 addresses of an interface."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
@@ -100,7 +100,7 @@ def test_two_workers_give_the_tokens_of_one_machine_and_end_together(serve: Serv
     server = serve(tiny, *gate.flags(), *flags, healthy=False)
     workers = [gate.worker("--name", "first")]
     waits = "waits for outposts with free hands: 1/2"
-    eventually(lambda: waits in server.http.get("/health").text, "what is missing", 60)
+    eventually(lambda: waits in server.http.get("/health").text, "/health names what is missing", 60)
     workers.append(gate.worker("--name", "second", "--collective-interface", name))
     server.wait_for_health()
     for worker in workers:
@@ -124,11 +124,11 @@ def test_two_workers_give_the_tokens_of_one_machine_and_end_together(serve: Serv
             return await running
 
         assert asyncio.run(killed()) == wanted
-        assert server.metric("forebay:hand_deaths_total") == number + 1, "it was killed under load"
+        assert server.metric("forebay:hand_deaths_total") == number + 1, "the worker is killed under load"
         for hand in hands:
             gone(hand)
 
-    # One worker with room for all is enough, and then nothing leaves it.
+    # One worker with room for both ranks is enough, and then they communicate only within the machine.
     whole = gate.worker("--hands", "2", "--name", "whole")
     for worker in workers:
         worker.kill()
@@ -141,9 +141,9 @@ def test_two_workers_give_the_tokens_of_one_machine_and_end_together(serve: Serv
 def test_nothing_leaves_a_machine_unless_an_interface_is_named(serve: Serve, tiny: Model, gate: Gate) -> None:
     server = serve(tiny, *gate.flags(), "--tp-size", "2", healthy=False)
     workers = [gate.worker(), gate.worker()]
-    eventually(lambda: server.log().count("has joined") == 2, "both have joined", 60)
+    eventually(lambda: server.log().count("has joined") == 2, "both workers have joined", 60)
     waits = "waits for an outpost with free hands: 1/2"
-    eventually(lambda: waits in server.http.get("/health").text, "what is missing", 60)
+    eventually(lambda: waits in server.http.get("/health").text, "/health names what is missing", 60)
     assert [worker.hands() for worker in workers] == [[], []]
 
 

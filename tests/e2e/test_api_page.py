@@ -1,4 +1,4 @@
-"""docs/api.md against a server: its endpoints, and the effect of each field."""
+"""docs/api.md compared with a server: its endpoints, and the effect of each field."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCHEMAS = {"chat": "ChatRequest", "completions": "CompletionRequest"}
 
 
 def rows(heading: str) -> list[list[str]]:
-    """The cells of the table behind a heading."""
+    """The cells of the table below a heading."""
     section = PAGE.split(f"## {heading}\n")[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("| `")]
     assert lines
@@ -30,7 +30,7 @@ def rows(heading: str) -> list[list[str]]:
 
 
 def fields() -> list[tuple[str, str, str]]:
-    """Field, route, and what the page says of it there."""
+    """Each field with a route and the page's text about it."""
     found = []
     for name, chat, completions, *_ in rows("Fields of chat and completions"):
         plain = name.strip("`")
@@ -63,7 +63,7 @@ def test_every_field_that_is_served_is_on_the_page(document: Any, route: str) ->
 
 @pytest.mark.parametrize(("name", "route", "what"), [field for field in fields() if field[2] != "yes"])
 def test_what_becomes_of_other_fields(server: Server, name: str, route: str, what: str) -> None:
-    # Any value that asks for something will do.
+    # Any value that requests an effect will do.
     response = server.post(ROUTES[route], {**BODIES[route], name: 1})
     if what == "400":
         error = response.json()["error"]

@@ -1,4 +1,4 @@
-"""Classifiers with several labels, and decoders that see whole prompts, through the real server and hands."""
+"""Classifiers with several labels, and decoders without causal masks, through the real server and hands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def minilm(tmp_path_factory: pytest.TempPathFactory) -> MiniLM:
 
 
 def logits(model: Encoder, texts: list[str]) -> torch.Tensor:
-    """The logits [texts, labels] of texts alone."""
+    """The logits [texts, labels] of texts that are computed one by one."""
     with torch.inference_mode():
         found = [model.model(input_ids=torch.tensor([model.ids(text)])).logits[0] for text in texts]
     return torch.stack(found)
@@ -99,7 +99,7 @@ def modernbert(folder: Path, minilm: MiniLM, kind: type[Encoder], **more: Any) -
 @pytest.mark.parametrize("hand", ["rust", "torch"])
 def test_a_modernbert_embeds_as_transformers_does(tmp_path: Path, minilm: MiniLM, serve: Serve, hand: str) -> None:
     model = modernbert(tmp_path / "modernbert", minilm, Encoder)
-    # The Rust hand is that of a CPU.
+    # The Rust hand is the default on CPUs.
     server = serve(model, *(["--hand", hand] if hand == "torch" else []))
     assert server.http.get("/server_info").json()["config"]["hand"] == hand
     texts = [*TEXTS, "word " * 200]

@@ -1,4 +1,4 @@
-"""docs/cli.md against what the commands say of themselves."""
+"""docs/cli.md compared with the commands' own help."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Clients besides OpenAI's own finish a task with three tools, against a device that says what a script has."""
+"""Clients besides OpenAI's own finish a task with three tools against a scripted device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.e2e.test_tools import ANSWER, MAIL, QUESTION, RESULTS, TOOLS, script
 
 PYTHON = ROOT / ".venv/clients/bin/python"
 SECONDS = 120
-# LiteLLM asks the network for prices otherwise.
+# Without this setting LiteLLM downloads prices.
 QUIET = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGCHAIN_TRACING_V2": "false"}
 
 pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="`make setup-clients` installs these clients")
@@ -46,7 +46,7 @@ def test_a_task_with_three_tools(server: Server, client: str, stream: bool, choi
         "model": "scripted",
         "stream": stream,
         "tools": TOOLS,
-        # Before its second call, the script has text.
+        # The script has text before its second call, so only the first turn may require a call.
         "choices": [choice, "auto", "auto"],
         "results": RESULTS,
         "question": QUESTION,
@@ -60,7 +60,7 @@ def test_a_task_with_three_tools(server: Server, client: str, stream: bool, choi
         timeout=SECONDS,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    # LiteLLM prints to the same place.
+    # LiteLLM writes to stdout too.
     answer = json.loads(done.stdout.splitlines()[-1])
     assert answer["called"] == [
         ["get_weather", {"city": "Zürich", "days": 2}],

@@ -1,4 +1,4 @@
-"""A real model calls a custom tool whose grammar holds: Qwen2.5-Coder-0.5B writes patches."""
+"""Qwen2.5-Coder-0.5B calls a custom tool whose grammar holds: it writes patches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.e2e.models import TOKENIZER, Model
 
 pytestmark = pytest.mark.skipif(coder.missing() is not None, reason=coder.missing() or "")
 
-# The grammar that Codex gives its tool of this name.
+# The grammar of Codex's tool of this name.
 PATCH = r"""
 start: begin_patch hunk+ end_patch
 begin_patch: "*** Begin Patch" LF
@@ -79,4 +79,4 @@ def test_every_finished_call_has_the_form_of_its_grammar(serve: Serve) -> None:
             if item.status == "completed":  # type: ignore[attr-defined]
                 assert WHOLE.fullmatch(item.input), item.input
                 finished += 1
-    assert finished >= len(ASKED), f"{finished} calls came to their end"
+    assert finished >= len(ASKED), f"{finished} calls are complete"

@@ -26,9 +26,9 @@ VLLM: list[dict[str, Any]] = yaml.safe_load((ROOT / "tests/deploy/vllm_dashboard
 
 @pytest.fixture(scope="module")
 def router(tiny: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A router before a server with a simulated device and a host tier, after some requests."""
+    """A router in front of a server with a simulated device and a host tier, after some requests."""
     folder = tmp_path_factory.mktemp("logs")
-    # Steps that take a time, so that the device is busy.
+    # Steps take time, so that the device is busy.
     flags = (*SIM, *paced(folder, step_us=500), "--enable-hierarchical-cache", "--log-interval", "0")
     with ExitStack() as stack:
         server = Server(tiny.path, *flags, log=folder / "server.log")
@@ -44,7 +44,7 @@ def router(tiny: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 @pytest.fixture(scope="module")
 def served(router: Server) -> Metrics:
-    """The metrics of both."""
+    """The metrics of the server and the router."""
     (backend,) = router.http.get("/v1/loads").json()["loads"]
     both = [router.http.get("/metrics"), router.http.get(backend["url"] + "/metrics")]
     return Metrics("".join(response.text for response in both))
@@ -56,7 +56,7 @@ def base(name: str) -> str:
 
 
 def test_everything_deployed_is_served(served: Metrics) -> None:
-    """Every metric that something in deploy/ reads is there, with the labels that it matches or groups by."""
+    """Every metric that deploy/ reads exists, with the labels that it matches or groups by."""
     labels: dict[str, set[str]] = {}
     for sample in served.samples:
         labels.setdefault(sample.name, set()).update(sample.labels)
@@ -95,7 +95,7 @@ def test_each_dashboard_of_vllm_has_something_to_show(board: dict[str, Any], ser
 
 
 class Prometheus:
-    """Prometheus itself, which scrapes a server and a router each second and evaluates the rules. Always `kill` it."""
+    """A Prometheus process that scrapes a server and a router each second and evaluates the rules. Always `kill` it."""
 
     def __init__(self, folder: Path, targets: dict[str, str]) -> None:
         config = {
@@ -116,7 +116,7 @@ class Prometheus:
         self.http = httpx2.Client(base_url=self.url, timeout=30, trust_env=False)
 
     def get(self, path: str, **parameters: str) -> Any:
-        """The data of an answer; none while it starts."""
+        """The data of an answer; None while Prometheus starts."""
         try:
             response = self.http.get(f"/api/v1/{path}", params=parameters)
         except httpx2.TransportError:
@@ -127,14 +127,14 @@ class Prometheus:
         return response.json()["data"]
 
     def kill(self) -> None:
-        """Ends it at once."""
+        """Kills the process."""
         self.process.kill()
         self.process.wait()
         self.http.close()
 
 
 def test_panels_fill_and_rules_are_evaluated(router: Server, tiny: Model, tmp_path: Path) -> None:
-    """Prometheus answers every panel with something, and no rule with an error."""
+    """Prometheus has data for every panel, and evaluates every rule without an error."""
     (backend,) = router.http.get("/v1/loads").json()["loads"]
     prometheus = Prometheus(tmp_path, {"forebay": backend["url"], "forebay-router": router.url})
     variables = {"$__rate_interval": "1m", "$job": "forebay", "$router_job": "forebay-router"}
@@ -154,7 +154,7 @@ def test_panels_fill_and_rules_are_evaluated(router: Server, tiny: Model, tmp_pa
 
     try:
         try:
-            eventually(filled, "every panel has something to show")
+            eventually(filled, "every panel has data")
         except AssertionError:
             assert not empty
             raise
@@ -168,5 +168,5 @@ def test_panels_fill_and_rules_are_evaluated(router: Server, tiny: Model, tmp_pa
 
 
 def every_rule(prometheus: Prometheus) -> list[Any]:
-    """The rules as Prometheus has evaluated them last."""
+    """The rules, with the results of their last evaluation."""
     return [rule for group in prometheus.get("rules")["groups"] for rule in group["rules"]]

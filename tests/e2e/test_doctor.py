@@ -1,4 +1,4 @@
-"""`forebay doctor`: what it looks at, and when it says that nothing can be served."""
+"""`forebay doctor`: its checks, and when it reports that nothing can be served."""
 
 from __future__ import annotations
 

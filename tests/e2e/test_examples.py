@@ -1,4 +1,4 @@
-"""Every file of examples/, and every example in a docstring of the library, runs and shows what it is there to show."""
+"""Every file of examples/ and every docstring example of the library runs, and shows what it is for."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_streaming() -> None:
         own = [line for line in lines if line.startswith(number)]
         assert len(own) > 10
         assert own[-1] == f"{number} finished: length"
-    # Both at once.
+    # Both streams run at the same time.
     assert {line[0] for line in lines[:12]} == {"0", "1"}
 
 
@@ -107,12 +107,12 @@ def test_classification(tmp_path: Path, minilm: MiniLM) -> None:
 
 def test_images(models: Models) -> None:
     lines = example("images.py", models("qwen3-vl").path)
-    # 64 positions of the image, and the text.
+    # The prompt has 64 positions of the image, and the text.
     assert [int(line.split()[0]) > 64 for line in lines] == [True, True]
 
 
 def of_weights(lines: list[str]) -> tuple[list[tuple[str, str]], str]:
-    """The steps of an RL loop with the weights that answered, and the last weights."""
+    """The steps of an RL loop with the weights that answered each, and the last line of output."""
     steps = [re.fullmatch(r"step (\d): mean reward (-\d+\.\d\d) by weights '(.*)'", line) for line in lines]
     return [(one[1], one[3]) for one in steps if one], lines[-1]
 
@@ -124,7 +124,7 @@ def test_rl_loop(tiny: Model) -> None:
 
 
 def test_rl_loop_goes_on_after_a_hand_has_died(tiny: Model) -> None:
-    """Answers and versions are those of a run in which none died."""
+    """Answers and versions equal those of a run without a death."""
     undisturbed = example("rl_loop.py", tiny.path, "5")
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
     command = [sys.executable, "-u", str(EXAMPLES / "rl_loop.py"), str(tiny.path), "5"]
@@ -142,7 +142,7 @@ def test_rl_loop_goes_on_after_a_hand_has_died(tiny: Model) -> None:
 
 
 def test_rl_loop_of_the_default_model(models: Models, tmp_path: Path) -> None:
-    """It says something else in the end."""
+    """The trained model gives another answer in the end."""
     smollm2 = models("smollm2")
     smollm2.reference.save_pretrained(tmp_path)
     smollm2.tokenizer.save(str(tmp_path / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""Experts, latent rows and indexes behind a server: the same tokens with a host tier, after preemptions and a death."""
+"""Experts, latent rows and indexes: the same tokens with a host tier, after preemptions and after a death."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.index_margins import margins_along
 
 TIER = ("--enable-hierarchical-cache", "--debug-kv-checksum", "--hicache-ratio", "8")
 CLEAR = 1e-5
-"""Scores of an index that are closer than this are chosen between by the order of additions."""
+"""If index scores are closer than this, the order of additions decides between them."""
 
 
 def clear(model: Model, expected: Expected) -> Expected:
-    """Those in which no index had to choose between equals."""
+    """The requests in which every choice of an index was clear."""
     kept = [
         (request, tokens)
         for request, tokens in expected

@@ -1,4 +1,4 @@
-"""Why an answer ended: 24 cases, what was said times what ended it, whole and as a stream."""
+"""The finish reasons of 24 cases: each content with each kind of end, whole and as a stream."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SAID = {
 }
 ENDS = ("end of sequence", "stop token", "stop string", "length")
 STOP_TOKEN = 77
-# What is not here is `stop`, but for a length, which is never hidden.
+# These contents end with `tool_calls` and all others with `stop`, except that `length` is always reported.
 CALLED = {"a call", "text after a call"}
 CASES = [(said, end) for said in SAID for end in ENDS]
 
@@ -66,7 +66,7 @@ def test_why_an_answer_ended(server: Server, model: ToolModel, said: str, end: s
     elif end == "stop string":
         body["stop"] = "STOP"
     elif end == "length":
-        # What it says after that is made up.
+        # The scripted device continues after its text with random tokens.
         body["max_tokens"] = max(len(model.encode(SAID[said])), 1)
     whole = server.ask("/v1/chat/completions", body)["choices"][0]
     assert whole["finish_reason"] == expected(said, end)

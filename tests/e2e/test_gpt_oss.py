@@ -1,4 +1,4 @@
-"""A tiny gpt-oss in a chat: its channels, and calls in its own notation, from weights of its own."""
+"""A tiny random gpt-oss in a chat: its channels, and calls in its own notation."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ ASK = {"messages": [{"role": "user", "content": "Weather?"}], "seed": 3, "max_to
 
 
 class TinyGptOss(TinyModel):
-    """Whose last tokens are the marks of channels."""
+    """A tiny gpt-oss whose last tokens are the marks of channels."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__("gpt-oss", directory)
         tokenizer = Tokenizer.from_file(str(TOKENIZER))
-        # In place of the last ones of the vocabulary: the model has no more.
+        # The marks replace the last tokens of the vocabulary, because the model has no further ids.
         made = json.loads(tokenizer.to_str())
         words = made["model"]["vocab"]
         for word in [word for word, number in words.items() if number >= VOCABULARY - len(MARKS)]:
@@ -71,7 +71,7 @@ def server(model: Model, serve_for_module: Serve) -> Server:
 
 
 def test_a_call_is_in_a_channel_of_its_own(server: Server, model: Model) -> None:
-    # A random model thinks without an end.
+    # A random model would reason without an end.
     end = str(model.tokenizer.token_to_id("<|end|>"))
     body = {**ASK, "tools": [WEATHER], "tool_choice": "required", "logit_bias": {end: 30}}
     choice = server.ask("/v1/chat/completions", body)["choices"][0]

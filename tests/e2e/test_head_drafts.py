@@ -1,4 +1,4 @@
-"""Answers with a head that drafts are those without, whatever a client asks for and however steps are planned."""
+"""Answers with MTP drafts equal those without, whatever a client asks for and however steps are planned."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ TORCH = ("--dtype", "float32", "--device", "deferred")
 DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
 TOKENS = 40
 STOPS = 12
-"""Answers that a stop string ends, each one character later than the last."""
+"""The number of requests with a stop string, which is one character later in each."""
 
 
 @pytest.fixture(scope="module")
 def model(models: Models) -> Model:
-    """A model whose last layer, copied, is an MTP layer. What it drafts is seldom right."""
+    """A model without an MTP layer."""
     return models("glm4-moe")
 
 
 @pytest.fixture(scope="module")
 def drafting(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """The same with an MTP layer."""
+    """The same model with its last layer copied as an MTP layer, whose drafts are seldom right."""
     folder = with_mtp(model, tmp_path_factory.mktemp("mtp") / "longer")
     return Model("glm4-moe-mtp", folder, folder / "tokenizer.json")
 
 
 def bodies(model: Model, text: str) -> list[dict[str, Any]]:
-    """What clients ask for. `text` is the greedy answer to the first prompt."""
+    """Requests of many kinds. `text` is the greedy answer to the first prompt."""
     common = {"max_tokens": TOKENS, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
     several = prompts(model, 8, 16, seed=9)
     first = several[0]
@@ -56,7 +56,7 @@ def bodies(model: Model, text: str) -> list[dict[str, Any]]:
 
 
 def told(answer: dict[str, Any]) -> Any:
-    """What the client sees of an answer, without times, names and numbers of logarithms."""
+    """What clients see of an answer, without times, ids and values of log-probabilities."""
     choices = [
         (choice["text"], choice["token_ids"], choice["finish_reason"], choice["stop_reason"])
         for choice in answer["choices"]
@@ -71,7 +71,7 @@ def together(server: Server, asked: list[dict[str, Any]]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def plain(serve_for_module: Serve, model: Model) -> tuple[list[dict[str, Any]], list[Any]]:
-    """What clients ask for, and what they get without drafts."""
+    """The requests, and their answers without drafts."""
     server = serve_for_module(model, *TORCH)
     greedy = {"prompt": prompts(model, 8, 16, seed=9)[0], "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
     text = server.ask("/v1/completions", greedy)["choices"][0]["text"]
@@ -99,7 +99,7 @@ def test_an_mtp_layer_changes_no_answer(
     asked, expected = plain
     server = serve(drafting, *TORCH, "--speculative-algorithm", "NEXTN", *flags)
     for _ in range(2):
-        # The second time prompts come from the prefix cache.
+        # The second time the prompts come from the prefix cache.
         for body, one, other in zip(asked, together(server, asked), expected, strict=True):
             assert one == other, body
     accepted(server)

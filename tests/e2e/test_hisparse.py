@@ -97,7 +97,7 @@ def test_tokens_do_not_depend_on_where_rows_are(
     assert metrics.value(MISSED) > 0
     found = {kind: metrics.value("forebay:sparse_rows_total", found=kind) for kind in ("page", "row", "host")}
     assert min(found.values()) > 0
-    # Rows wait for copies only with `--kv-save-order`; without it they are saved with their pages.
+    # By default saves delay no row; `--kv-save-order fence` and `inline` let rows wait.
     assert (metrics.value(WAITED) > 0) == ("--kv-save-order" in flags)
     # All ranks of a replica have equal rows, and so share one host memory.
     memories = {os.stat(f"/proc/{hand}/fd/5").st_ino for hand in server.hands()}

@@ -20,7 +20,7 @@ TIER = ("--enable-hierarchical-cache", "--debug-kv-checksum", "--hicache-ratio",
 FEW_STATES = ("--max-state-pages", "3")
 PROMPT = 200
 CACHED = 192
-"""Of 200 tokens, those of 12 full pages."""
+"""200 tokens fill 12 pages of 16 tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def cases(model: Model) -> list[Case]:
 
 
 def balanced(server: Server) -> None:
-    """No page is lost and no copy under way, once nobody asks any more."""
+    """Checks that the idle server holds no page, and that no copy is in progress or failed."""
     server.wait_until_idle()
     server.wait_for_metric("forebay:copies_outstanding", lambda value: value == 0)
     assert server.replicas()[0]["pages_held"] == 0
@@ -47,7 +47,7 @@ def balanced(server: Server) -> None:
 
 
 def fill(server: Server, text: list[int]) -> None:
-    """Has others take the device's state pages."""
+    """Sends other prompts, which take over the device's state pages."""
     for at in range(4):
         ask(server, text[300 + 50 * at : 450 + 50 * at], 4)
 
@@ -64,7 +64,7 @@ def test_a_second_turn_is_restored_and_told(hand: str, model: Model, serve: Serv
     assert ask(server, prompt, 20) == (answer, CACHED)
     assert server.metric("forebay:host_states_restored_total") == 1
     fill(server, text[40:])
-    # Behind the answer too: of 220 tokens 219 were computed, which are 13 pages.
+    # The answer is cached too: 219 of the 220 tokens were computed, which fill 13 pages.
     known = [*prompt, *answer, *text[7:20]]
     assert ask(server, known, 4)[1] == 13 * 16
     assert server.metric("forebay:state_cache_misses_total") == 0
@@ -108,7 +108,7 @@ def test_a_prefill_replica_lends_the_state_with_the_blocks(model: Model, serve: 
     for name in ("forebay:lent_pages", "forebay:copies_outstanding"):
         server.wait_for_metric(name, lambda value: value == 0)
     decode = server.replicas()[1]
-    assert decode["prompt_tokens"] <= 4 * len(cases), "it computes what is on no full page"
+    assert decode["prompt_tokens"] <= 4 * len(cases), "the decode replica computes only positions that fill no page"
     assert server.metric("forebay:copies_failed_total") == 0
 
 

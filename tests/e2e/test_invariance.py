@@ -20,7 +20,7 @@ Requests = list[tuple[dict[str, Any], list[int]]]
 
 
 def sampled(prompt: list[int], number: int) -> dict[str, Any]:
-    """A native request whose parameters vary with its number. It asks for what its margins can be told from."""
+    """A request for `/generate` whose parameters depend on its number, with the log-probabilities that margins need."""
     params = {
         "temperature": [0, 0.7, 1.0, 1.4][number % 4],
         "top_k": TOP_K,
@@ -33,9 +33,9 @@ def sampled(prompt: list[int], number: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def requests(serve_for_module: Serve, tiny: Model) -> Requests:
-    """Requests with the tokens that the plainest server gives them, one by one.
+    """Requests with their tokens from the simplest server, which computes them one by one.
 
-    Those with a choice so narrow that the order of additions decides it are left out.
+    Requests are left out if the order of additions may decide one of their choices.
     """
     server = serve_for_module(tiny, "--lookahead", "0", "--disable-radix-cache", "--max-running-requests", "1")
     asked = [sampled(prompt, number) for number, prompt in enumerate(prompts(tiny, REQUESTS, 90, seed=8))]
@@ -73,10 +73,10 @@ def requests(serve_for_module: Serve, tiny: Model) -> Requests:
 def test_tokens_depend_on_the_request_alone(serve: Serve, tiny: Model, requests: Requests, flags: list[str]) -> None:
     server = serve(tiny, *flags)
     shuffled = random.Random(1).sample(requests, len(requests))
-    # All together; again, with their prefixes cached; in small batches; alone.
+    # All together; again with cached prefixes; in small batches; alone.
     for size in (len(requests), len(requests), 5, 1):
         for some in cut(shuffled, size) if size > 1 else cut(shuffled[:12], 1):
-            # The large batches are there as a whole before they begin, and have to share the small pools.
+            # A large batch arrives as a whole before it is computed, and so fills the small pools.
             answers = native_together(server, [request for request, _ in some], held=size > 5)
             assert [answer["output_ids"] for answer in answers] == [tokens for _, tokens in some]
     assert (server.metric("vllm:prefix_cache_hits_total") > 0) == ("--disable-radix-cache" not in flags)
@@ -84,7 +84,7 @@ def test_tokens_depend_on_the_request_alone(serve: Serve, tiny: Model, requests:
 
 
 def test_unrelated_load_changes_nothing(serve: Serve, tiny: Model, requests: Requests) -> None:
-    """Penalties, biases and log-probabilities of others leave a request alone, and so does another seed."""
+    """Penalties, biases, log-probabilities and seeds of other requests change nothing."""
     server = serve(tiny)
     noise = []
     for number, prompt in enumerate(prompts(tiny, len(requests), 60, seed=9)):

@@ -1,4 +1,4 @@
-"""Workers with network stacks of their own, as on other machines: nobody's loopback interface reaches another."""
+"""Workers with network stacks of their own, as on other machines: none reaches the loopback of another."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.e2e.test_outposts import gone, streams
 from tests.e2e.waiting import eventually
 
 BRAIN, MACHINES = "10.197.66.1", {"a": "10.197.66.2", "b": "10.197.66.3"}
-"""Addresses of a network that exists for this test."""
+"""Addresses of a network that exists only during this test."""
 
 
 def ip(*arguments: str) -> None:
@@ -34,7 +34,7 @@ def name(machine: str) -> str:
 
 @pytest.fixture
 def network() -> Iterator[None]:
-    """A bridge here with `BRAIN`'s address, and a namespace with a cable to it for each machine."""
+    """A bridge with the brain's address, and for each machine a namespace that is linked to it."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("needs root and `ip` to make networks")
     with ExitStack() as stack:
@@ -99,7 +99,7 @@ def test_ranks_on_two_machines_and_a_cable_that_is_pulled(
         async def pulled() -> list[list[int]]:
             running = asyncio.create_task(streams(server, tiny, TOKENS))
             await asyncio.sleep(0.1)
-            # Nobody is told: the network falls silent.
+            # The network goes silent without notice to either side.
             await asyncio.to_thread(ip, "link", "set", name("b"), "down")
             for hand in hands:
                 await asyncio.to_thread(gone, hand)
@@ -107,4 +107,4 @@ def test_ranks_on_two_machines_and_a_cable_that_is_pulled(
             return await running
 
         assert asyncio.run(pulled()) == wanted
-        assert server.metric("forebay:hand_deaths_total") == 1, "it was pulled under load"
+        assert server.metric("forebay:hand_deaths_total") == 1, "the link is cut under load"

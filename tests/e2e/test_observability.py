@@ -20,7 +20,7 @@ PROMPT = {"prompt": "Rivers run", "max_tokens": 8, "temperature": 0, "ignore_eos
 
 
 class Collector:
-    """Takes what an OTLP exporter posts."""
+    """Collects what an OTLP exporter posts."""
 
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
@@ -34,7 +34,7 @@ class Collector:
                 self.end_headers()
 
             def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
-                """Keeps quiet."""
+                """Logs nothing."""
 
         self.server = HTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}/v1/traces"
@@ -42,7 +42,7 @@ class Collector:
 
 
 def test_spans_reach_an_otlp_collector(serve: Serve, tiny: Model) -> None:
-    """A request's span is exported, at the latest when the server stops."""
+    """The span of a request is exported, at the latest when the server stops."""
     collector = Collector()
     server = serve(tiny, "--otlp-traces-endpoint", collector.url)
     answer = server.ask("/v1/completions", PROMPT)
@@ -54,14 +54,14 @@ def test_spans_reach_an_otlp_collector(serve: Serve, tiny: Model) -> None:
 
 
 def test_json_log_lines_are_json(serve: Serve, tiny: Model) -> None:
-    """Every line is an object, the step lines among them."""
+    """Every line is an object, also the lines about steps."""
     server = serve(tiny, "--log-format", "json", "--log-interval", "0.2")
     server.ask("/v1/completions", {**PROMPT, "max_tokens": 64})
 
     def step_line() -> bool:
         return "Running: " in server.log()
 
-    eventually(step_line, "a step line is written")
+    eventually(step_line, "a line about steps is written")
     assert server.terminate() == 0
     lines = [line for line in server.log().splitlines() if line.startswith("{")]
     messages = [json.loads(line)["message"] for line in lines]
@@ -71,7 +71,7 @@ def test_json_log_lines_are_json(serve: Serve, tiny: Model) -> None:
 
 
 def test_the_banner_shows_a_command_that_works(serve: Serve, tiny: Model) -> None:
-    """The curl line can be pasted as it stands."""
+    """The curl command can be pasted as it is."""
     server = serve(tiny)
 
     def banner() -> bool:
@@ -86,7 +86,7 @@ def test_the_banner_shows_a_command_that_works(serve: Serve, tiny: Model) -> Non
 
 
 def test_nobody_has_to_read_the_log(tiny: Model) -> None:
-    """A pipe that nobody empties is full after some hundred lines; requests are answered and the end is in order."""
+    """A pipe that is not read fills after some hundred lines; the server still answers, and ends normally."""
     port = free_port()
     command = [str(BINARY), "serve", str(tiny.path), "--device", "sim", "--log-level", "debug", "--port", str(port)]
     with (
@@ -101,9 +101,9 @@ def test_nobody_has_to_read_the_log(tiny: Model) -> None:
                 except httpx2.TransportError:
                     return False
 
-            eventually(is_healthy, "/health says 200", START_SECONDS)
+            eventually(is_healthy, "/health answers with 200", START_SECONDS)
             for _ in range(2000):
-                # Each refusal is a line.
+                # Each refused request writes a line.
                 assert client.get("/nothing").status_code == 404
             assert is_healthy()
             process.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Ollama's routes: lines of JSON, options, vectors, and what is said about models."""
+"""Ollama's routes: JSON lines, options, vectors, and descriptions of models."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def lines(server: Server, path: str, body: Json) -> list[Json]:
 
 
 def joined(parts: list[Json]) -> Json:
-    """The message of a stream."""
+    """Joins the messages of a stream."""
     made: Json = {"role": "assistant", "content": ""}
     for part in parts:
         for name, value in part["message"].items():

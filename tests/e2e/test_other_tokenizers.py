@@ -1,4 +1,4 @@
-"""Models whose tokenizer is no `tokenizer.json`: the server gives the ids of transformers', and of another library."""
+"""Models without a `tokenizer.json`: the server's ids equal those of transformers and of another library."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.e2e.models import TOKENIZER, Model
 from tests.e2e.server import ROOT, Server
 
 Ids = Callable[[str], list[int]]
-"""The ids of a text."""
+"""A function from a text to its ids."""
 TEKKEN = r"[^\r\n\p{L}\p{N}]?[\p{L}]+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# As tokenization_kimi.py has it.
+# The pattern of tokenization_kimi.py.
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -42,7 +42,7 @@ OWN_CODE = "tokenization_kimi.TikTokenTokenizer"
 
 
 def texts() -> list[str]:
-    """Lines of prose, code and tables, and what cuts differently in each pattern."""
+    """Lines of prose, code and tables, and texts that the patterns split differently."""
     lines = (ROOT / "LICENSE").read_text().splitlines() + (ROOT / "Makefile").read_text().splitlines()[:80]
     return [
         *filter(None, lines),
@@ -56,7 +56,7 @@ def texts() -> list[str]:
 
 
 def ranks() -> list[bytes]:
-    """The tokens of the tiny models' tokenizer without special ones, in the order of their merges."""
+    """The tokens of the tiny models' tokenizer in the order of their merges, without special tokens."""
     source = json.loads(TOKENIZER.read_text())
     special = {token["content"] for token in source["added_tokens"]}
     byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
@@ -65,7 +65,7 @@ def ranks() -> list[bytes]:
 
 
 def encoding(pattern: str, first: int = 0) -> Ids:
-    """OpenAI's tiktoken, with ids from `first` on."""
+    """The ids of OpenAI's tiktoken, counted from `first`."""
     found = tiktoken.Encoding(
         "tiny", pat_str=pattern, mergeable_ranks={token: rank for rank, token in enumerate(ranks())}, special_tokens={}
     )
@@ -140,13 +140,13 @@ def ids(server: Server, text: str) -> list[int]:
 def test_a_server_has_the_ids_of_transformers(form: str, models: Models, serve: Serve, tmp_path: Path) -> None:
     folder, other = folder_of(form, models, tmp_path)
     server = serve(Model(form, folder, TOKENIZER))
-    # Kimi's pattern is in code of the repository alone, which transformers is not to run.
+    # Only code of Kimi's repository has the pattern, and transformers must not run that code.
     own: Any = None if form == "kimi" else AutoTokenizer.from_pretrained(folder, local_files_only=True)
     for text in texts():
         found = ids(server, text)
         assert own is None or found == own(text, add_special_tokens=False).input_ids, text
         if form == "sentencepiece" and text.startswith(" "):
-            # SentencePiece puts a space before it, and transformers does not.
+            # SentencePiece puts a space before the text, and transformers does not.
             continue
         assert found == other(text), text
         assert server.ask("/detokenize", {"tokens": found})["prompt"] == text

@@ -1,4 +1,4 @@
-"""Embeddings and images reach hands on other machines: the same tokens as from a local hand, whoever is killed."""
+"""Embeddings and images reach hands on other machines: the same tokens as from a local hand, also after kills."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tests.e2e.test_prompt_embeds import embeddings
 from tests.e2e.waiting import eventually, eventually_async
 
 TOKENS = 800
-"""Of each stream: enough to be interrupted."""
+"""Tokens of each stream, so many that a kill interrupts it."""
 SHOWN = 200
-"""The same where a step takes longer."""
+"""The same for models with slower steps."""
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def bodies(model: Model) -> list[Json]:
 
 
 async def streams(server: Server, path: str, asked: Sequence[Json], told: list[int] | None = None) -> list[list[int]]:
-    """The tokens of all answers at once; `told` counts them meanwhile. Every stream has to end as it should."""
+    """The tokens of concurrent streams, which must all end normally; `told` counts the tokens meanwhile."""
 
     async def one(client: httpx2.AsyncClient, body: Json) -> list[int]:
         found: list[int] = []
@@ -59,10 +59,10 @@ async def streams(server: Server, path: str, asked: Sequence[Json], told: list[i
 
 
 async def disturbed(server: Server, path: str, asked: Sequence[Json], kill: int) -> list[list[int]]:
-    """The same while a process is killed, once every stream may have begun."""
+    """The same, but a process is killed when the streams may have begun."""
     told = [0]
     running = asyncio.create_task(streams(server, path, asked, told))
-    await eventually_async(lambda: told[0] > 4 * len(asked) or running.done(), "tokens come")
+    await eventually_async(lambda: told[0] > 4 * len(asked) or running.done(), "tokens arrive")
     assert not running.done(), "the streams are too short to be disturbed"
     os.kill(kill, signal.SIGKILL)
     return await running
@@ -85,17 +85,17 @@ def test_embeddings_reach_hands_elsewhere_and_follow_to_the_next(serve: Serve, t
     assert asyncio.run(streams(server, "/v1/completions", asked)) == wanted
     assert server.metric("forebay:hand_deaths_total") == 0
 
-    # The hand alone: its outpost still has the bytes.
+    # Kill the hand alone: its outpost still has the payloads.
     hand = only_hand(worker)
     assert asyncio.run(disturbed(server, "/v1/completions", asked, hand)) == wanted
     assert server.metric("forebay:hand_deaths_total") == 1
-    # The machine: they are sent to another one.
+    # Kill the worker: the payloads are sent to another one.
     server.wait_for_health()
     only_hand(worker)
     gate.worker("--name", "second")
     assert asyncio.run(disturbed(server, "/v1/completions", asked, worker.process.pid)) == wanted
     assert server.metric("forebay:hand_deaths_total") == 2
-    eventually(lambda: server.metric("forebay:arena_used_bytes") == 0, "all room has come back")
+    eventually(lambda: server.metric("forebay:arena_used_bytes") == 0, "all room of the arena is free")
 
 
 def test_embeddings_follow_their_request_to_another_replica(serve: Serve, tiny: Model, gate: Gate) -> None:
@@ -110,7 +110,7 @@ def test_embeddings_follow_their_request_to_another_replica(serve: Serve, tiny: 
     eventually(lambda: all(server.metric("forebay:replica_up", engine=at) == 1 for at in "01"), "both are up", 60)
     assert asyncio.run(disturbed(server, "/v1/completions", asked, first.process.pid)) == wanted
     assert server.metric("forebay:hand_deaths_total") == 1
-    eventually(lambda: server.metric("forebay:arena_used_bytes") == 0, "all room has come back")
+    eventually(lambda: server.metric("forebay:arena_used_bytes") == 0, "all room of the arena is free")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -141,4 +141,4 @@ def test_images_are_seen_elsewhere_and_again_after_a_death(
     gate.worker()
     assert asyncio.run(disturbed(server, "/v1/chat/completions", asked, worker.process.pid)) == wanted
     assert server.metric("forebay:hand_deaths_total") == 2
-    eventually(lambda: server.metric("forebay:arena_used_bytes") == 0, "all room has come back")
+    eventually(lambda: server.metric("forebay:arena_used_bytes") == 0, "all room of the arena is free")

@@ -1,4 +1,4 @@
-"""Outposts that Ray places: a server on a cluster of two nodes, which here are processes of this machine."""
+"""Outposts that Ray places on a cluster of two nodes, which are processes of this machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "PYTHONPATH": str(ROOT / "python")}
-        # Hands that compute with PyTorch have it in the tests' own environment.
+        # Hands with PyTorch use the environment of the tests.
         hands = {"FOREBAY_PYTHON": str(ROOT / ".venv/bin/python")}
         self._log = (folder / "ray.log").open("wb")
         self._process = subprocess.Popen(
@@ -44,7 +44,7 @@ class Cluster:
         self.address: str = self.ask("address")
 
     def ask(self, order: str) -> Any:
-        """What the cluster answers to an order of `ray_cluster.py`."""
+        """The cluster's answer to an order of `ray_cluster.py`."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{order}\n")
@@ -74,7 +74,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def placed(model: Model, cluster_address: str, folder: Path, *flags: str) -> Server:
-    """A server whose outposts Ray places."""
+    """A server with outposts that Ray places."""
     given = ("--dtype", "float32", "--log-interval", "0", "--threads", "1", "--hand-restarts", "50")
     return Server(
         model.path,
@@ -86,7 +86,7 @@ def placed(model: Model, cluster_address: str, folder: Path, *flags: str) -> Ser
 
 
 def outposts(server: Server) -> list[int]:
-    """Processes that have joined this server; Ray's processes are their parents."""
+    """The processes that have joined this server; Ray's processes are their parents."""
     join = {word.split()[-1] for word in server.log().splitlines() if "hands join at" in word}
     found = []
     for folder in Path("/proc").iterdir():
@@ -97,7 +97,7 @@ def outposts(server: Server) -> list[int]:
 
 
 def shown() -> str:
-    """What a list of all processes shows of them."""
+    """The command lines of all processes."""
     lines = (command_line(int(folder.name)) for folder in Path("/proc").iterdir() if folder.name.isdigit())
     return "\n".join(" ".join(line) for line in lines)
 
@@ -117,7 +117,7 @@ def test_a_cluster_serves_and_the_loss_of_a_node_is_no_loss_of_streams(
         assert cluster.ask("groups") == ["CREATED"]
         assert len(outposts(server)) == 2
         assert server.hands() == []
-        assert "fbw1." not in shown(), "the token is for those who are told"
+        assert "fbw1." not in shown(), "no command line contains the join token"
         assert asyncio.run(streams(server, tiny, TOKENS)) == wanted
         before = outposts(server)
 
@@ -128,9 +128,9 @@ def test_a_cluster_serves_and_the_loss_of_a_node_is_no_loss_of_streams(
 
         asyncio.run(asyncio.wait_for(lost(), SECONDS))
         assert server.metric("forebay:hand_deaths_total") == 1
-        eventually(lambda: sum(map(alive, before)) == 1, "the node's outpost has gone with it")
+        eventually(lambda: sum(map(alive, before)) == 1, "the node's outpost has ended with it")
         cluster.ask("add")
-        eventually(lambda: len(outposts(server)) == 2, "Ray places another", SECONDS)
+        eventually(lambda: len(outposts(server)) == 2, "Ray places another outpost", SECONDS)
         server.wait_for_health()
         assert asyncio.run(streams(server, tiny, TOKENS)) == wanted
         left = outposts(server)
@@ -139,7 +139,7 @@ def test_a_cluster_serves_and_the_loss_of_a_node_is_no_loss_of_streams(
         assert cluster.ask("groups") == ["REMOVED"]
         assert set(cluster.ask("actors")) == {"DEAD"}
 
-        # Ranks of one replica on both nodes, for a brain that is killed.
+        # Put the ranks of one replica on both nodes, and kill the brain.
         server = placed(tiny, cluster.address, tmp_path, "--tp-size", "2", "--collective-interface", "lo")
         server.wait_for_health()
         left = outposts(server)
@@ -147,7 +147,7 @@ def test_a_cluster_serves_and_the_loss_of_a_node_is_no_loss_of_streams(
         assert asyncio.run(streams(server, tiny, 24)) == [answer[:24] for answer in wanted]
         server.kill()
         eventually(lambda: not any(map(alive, left)), "the outposts have ended", SECONDS)
-        eventually(lambda: set(cluster.ask("groups")) == {"REMOVED"}, "nothing is reserved any more", SECONDS)
+        eventually(lambda: set(cluster.ask("groups")) == {"REMOVED"}, "no placement group is left", SECONDS)
         eventually(lambda: set(cluster.ask("actors")) == {"DEAD"}, "no actor is left", SECONDS)
     finally:
         server.kill()

@@ -1,4 +1,4 @@
-"""The memory that `forebay plan` says ranks need, against what a server says that they have taken."""
+"""The memory that `forebay plan` predicts for ranks, compared with the memory that a server reports."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_the_plan_of_a_traffic_finds_the_replicas_itself(tmp_path: Path) -> None
 
 
 def test_an_interpreter_without_the_package_is_told(models: Models, tmp_path: Path) -> None:
-    # An empty environment, whose interpreter sees nothing that is installed here.
+    # A virtual environment in which no package is installed.
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path], check=True)
     given = plan("--model", models("llama").path, "--device-memory", "8", "--python", tmp_path / "bin" / "python")
     assert given.returncode != 0
@@ -131,7 +131,7 @@ def test_an_interpreter_without_the_package_is_told(models: Models, tmp_path: Pa
 
 
 def test_the_best_split_of_a_traffic_is_found(tmp_path: Path) -> None:
-    # Long prompts beside long answers: where they share steps, tokens come late.
+    # Long prompts beside long answers: when they share steps, tokens are late.
     entries = [
         {"timestamp": 100 * at, "input_length": 12_000 if at % 3 else 300, "output_length": 60 if at % 3 else 400}
         for at in range(300)

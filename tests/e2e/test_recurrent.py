@@ -1,6 +1,6 @@
-"""Tiny random recurrent models through the whole server: tokens of transformers, and states that are kept.
+"""Tiny random recurrent models through the whole server: tokens of transformers, and cached states.
 
-Qwen3.5 is served by either hand; layers of one part, and parts beside each other, by the hand in Rust.
+Both hands serve Qwen3.5. Only the Rust hand serves layers of a single part, and parts that run in parallel.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def text(model: Model) -> list[int]:
 
 
 def ask(server: Server, tokens: list[int], max_tokens: int) -> tuple[list[int], int]:
-    """The answer's tokens, and those of the prompt that came from a kept state."""
+    """The answer's tokens, and the number of prompt tokens that a cached state covered."""
     sampling = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True}
     body: dict[str, Any] = {"input_ids": tokens, "sampling_params": sampling}
     answer = server.ask("/generate", body)
@@ -46,7 +46,7 @@ def ask(server: Server, tokens: list[int], max_tokens: int) -> tuple[list[int], 
 
 
 def talk(server: Server, text: list[int]) -> tuple[list[list[int]], list[int]]:
-    """A conversation: its answers, and at each turn the tokens before its new part that were computed again."""
+    """Holds a conversation; returns the answers, and for each turn the number of earlier tokens computed again."""
     said, known = text[:75], 0
     answers, again = [], []
     for turn in range(TURNS):

@@ -1,4 +1,4 @@
-"""Several replicas in one brain: the same tokens, evenly spread, whatever dies."""
+"""Several replicas in one brain give the same tokens, evenly spread, also after deaths."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ REPLICAS = 4
 
 @pytest.fixture(scope="module")
 def sim_server(serve_for_module: Serve, tiny: Model) -> Server:
-    """Replicas that all tests share that change nothing."""
+    """Replicas that are shared by all tests that change nothing."""
     return serve_for_module(tiny, "--dp-size", str(REPLICAS), *SIM)
 
 
 def deaths(server: Server) -> float:
-    """Of all hands."""
+    """The deaths of all hands."""
     return server.metric("forebay:hand_deaths_total")
 
 
@@ -50,7 +50,7 @@ def test_four_replicas_give_the_tokens_of_one(serve: Serve, tiny: Model, method:
 
 
 async def kill_one_by_one(server: Server, load: Load) -> None:
-    """Kills a hand of several again and again while all streams go on."""
+    """Kills the hands in turn while all streams run."""
     running = asyncio.create_task(load.run(STREAMS))
     try:
         await eventually_async(lambda: running.done() or len(load.live) == STREAMS, "all streams run")
@@ -62,7 +62,7 @@ async def kill_one_by_one(server: Server, load: Load) -> None:
             await moves
             hands = server.hands()
             os.kill(hands[number % len(hands)], signal.SIGKILL)
-            await eventually_async(lambda n=number: deaths(server) == n, "the death is noticed")  # type: ignore[misc]
+            await eventually_async(lambda n=number: deaths(server) == n, "the death is counted")  # type: ignore[misc]
         load.finish()
         await running
     finally:
@@ -70,14 +70,14 @@ async def kill_one_by_one(server: Server, load: Load) -> None:
 
 
 def test_deaths_of_one_of_four_hands_under_load(serve: Serve, tiny: Model) -> None:
-    """Nobody fails, nobody gets another token, and in the end all work evenly again."""
+    """No stream fails or changes its tokens, and in the end all replicas serve requests again."""
     server = serve(tiny, "--dp-size", str(REPLICAS))
     expected = undisturbed(server, requests(tiny, 96))
     load = Load(server, tiny, expected)
     asyncio.run(kill_one_by_one(server, load))
     assert load.finished >= STREAMS
     assert server.metric("vllm:request_success_total", finished_reason="error") == 0
-    eventually(lambda: [one["status"] for one in server.replicas()] == ["ready"] * REPLICAS, "all are back")
+    eventually(lambda: [one["status"] for one in server.replicas()] == ["ready"] * REPLICAS, "all replicas are ready")
     before = [replica["dispatched"] for replica in server.replicas()]
     again = native_together(server, [request for request, _ in expected])
     assert [answer["output_ids"] for answer in again] == [tokens for _, tokens in expected]
@@ -88,7 +88,7 @@ def test_deaths_of_one_of_four_hands_under_load(serve: Serve, tiny: Model) -> No
 
 
 def chat(**more: Any) -> dict[str, Any]:
-    """A short request."""
+    """A short chat."""
     return {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3, **more}
 
 
@@ -149,7 +149,7 @@ def test_a_drained_replica_gets_nothing(serve: Serve, tiny: Model) -> None:
 
 
 def test_equal_requests_never_pile_up(serve: Serve, tiny: Model) -> None:
-    # A request that moves is dispatched twice.
+    # A moved request would be dispatched twice.
     server = serve(tiny, "--dp-size", str(REPLICAS), *SIM, "--sim-output-tokens", "40", "--disable-queue-moves")
     with ThreadPoolExecutor(20) as clients:
         list(clients.map(lambda _: server.ask("/v1/chat/completions", chat(max_tokens=20)), range(200)))

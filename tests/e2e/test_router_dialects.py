@@ -1,4 +1,4 @@
-"""`forebay route` and the dialects of agents: streams survive their brain, conversations go on where they are kept."""
+"""`forebay route` and the APIs of agents: streams survive a brain's death, conversations continue where stored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.e2e.test_tools import ANSWER, QUESTION, RESULTS, TOOLS, script
 
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[Cluster]:
-    """Two brains that say what a script has, a token in 30 ms."""
+    """Two brains with scripted answers, a token in 30 ms."""
     model = ToolModel("hermes", tmp_path / "hermes")
     flags = (*SIM, *paced(tmp_path, 30_000, KV_TOKENS), *scripted(tmp_path, script(model)))
     with ExitStack() as stack:
@@ -33,7 +33,7 @@ def fleet(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def busy(router: Server) -> int:
-    """The backend that has a request."""
+    """The index of the backend that has a request."""
     return next(index for index, load in enumerate(loads(router)) if load["own"])
 
 
@@ -47,7 +47,7 @@ def asked(path: str) -> Json:
 
 
 def streamed(router: Server, path: str, after: Callable[[int], None] = lambda _: None) -> list[Json]:
-    """The events of a stream; `after` hears how many have come."""
+    """The events of a stream; `after` is called with the number of events so far."""
     found: list[Json] = []
     with router.http.stream("POST", path, json=asked(path)) as response:
         assert response.status_code == 200, response.read()
@@ -59,7 +59,7 @@ def streamed(router: Server, path: str, after: Callable[[int], None] = lambda _:
 
 
 def said(events: list[Json]) -> list[Json]:
-    """What a stream said, without names that each response makes up, and with pieces of one text joined."""
+    """The content of a stream, without the ids of the response, and with the pieces of a text joined."""
     made: list[Json] = []
     for event in events:
         kind = event["type"]
@@ -98,7 +98,7 @@ def test_streams_survive_their_brain(fleet: Cluster, path: str, at: int) -> None
 
 
 def turns(client: Any, count: int) -> list[Any]:
-    """The turns of a conversation that is kept."""
+    """The responses of a stored conversation."""
     made = [client.responses.create(model="scripted", input=QUESTION, tools=FUNCTIONS)]
     while len(made) < count:
         last = made[-1]
@@ -120,7 +120,7 @@ def test_conversations_go_on_where_they_are_kept(fleet: Cluster) -> None:
         assert [bare(item) for item in client.responses.retrieve(conversation[1].id).output] == [
             bare(item) for item in conversation[1].output
         ]
-    # Another router has seen nothing of them, and finds them all the same.
+    # Another router has handled none of these responses, but finds them.
     other = openai_client(fleet.route())
     for conversation in both:
         assert other.responses.retrieve(conversation[0].id).id == conversation[0].id

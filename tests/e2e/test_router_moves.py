@@ -20,7 +20,7 @@ from tests.e2e.test_router import KV_TOKENS, Cluster
 from tests.e2e.waiting import eventually
 
 LONG: Json = {"prompt": list(range(100, 700)), "max_tokens": 300, "ignore_eos": True}
-"""Computed in three seconds, and while it waits its prompt is ahead of everybody behind it."""
+"""Takes three seconds; while it waits, its prompt is ahead of all later requests."""
 MOVED = "forebay_router_backend_moved_total"
 
 
@@ -35,13 +35,13 @@ def fleet(tmp_path: Path, tiny: Model) -> Iterator[Cluster]:
 
 
 def short(number: int, stream: bool) -> Json:
-    """A request with a prompt of its own."""
+    """A request whose prompt no other request has."""
     prompt = list(range(100 + 20 * number, 120 + 20 * number))
     return {"prompt": prompt, "max_tokens": 4, "temperature": 0, "stream": stream}
 
 
 def answer(server: Server, body: Json) -> str:
-    """What a completion says, whole or as a stream."""
+    """The text of a completion, whole or as a stream."""
     if not body["stream"]:
         whole: Any = server.ask("/v1/completions", body)
         text: str = whole["choices"][0]["text"]
@@ -64,13 +64,13 @@ def test_who_waits_behind_long_requests_moves_to_an_idle_brain(fleet: Cluster, f
     busy, idle = fleet.backends
     with ThreadPoolExecutor(8) as pool:
         long = [pool.submit(busy.ask, "/v1/completions", LONG) for _ in range(2)]
-        eventually(lambda: busy.http.get("/v1/loads").json()["waiting"] == 1, "one of them waits")
+        eventually(lambda: busy.http.get("/v1/loads").json()["waiting"] == 1, "one of the long requests waits")
         bodies = [short(number, stream=number % 2 == 0) for number in range(6)]
         asked = [pool.submit(answer, router, body) for body in bodies]
         found = [future.result() for future in asked]
         behind = long[0].done()
     assert found == [answer(idle, body) for body in bodies]
-    # Three came to either by turns.
+    # Each brain was sent three of the six requests in turn.
     assert router.metric(MOVED, backend=busy.url) == (0 if flags else 3)
     assert router.metric(MOVED, backend=idle.url) == 0
     assert behind == bool(flags)

@@ -17,11 +17,11 @@ from tests.e2e.test_speculation import ALWAYS, accepted, asked, logprobs, told
 
 SHARED = (*ALWAYS, "--speculative-shared-history", "4")
 PROMPT = [7, 90, 12, 51, 3, 66, 41, 8, 15]
-"""Nothing in it stands there twice."""
+"""No token occurs twice."""
 
 
 def counts(server: Server) -> tuple[float, float]:
-    """Drafts from the answers to others, and those of them that were right."""
+    """The number of drafts from answers to other requests, and of the right ones among them."""
     metrics = server.metrics()
     drafted = metrics.value("forebay:spec_decode_shared_draft_tokens_total")
     right = metrics.value("forebay:spec_decode_shared_accepted_tokens_total")
@@ -57,7 +57,7 @@ def test_answers_of_others_change_no_token(
         assert told(answers) == told(expected)
         assert logprobs(answers) == pytest.approx(logprobs(expected), abs=1e-5)
     drafted, right = counts(server)
-    assert drafted >= right > 0, "the second time every answer has been there"
+    assert drafted >= right > 0, "the second answers are drafted from the first ones"
     assert accepted(server) >= right
 
 
@@ -75,7 +75,7 @@ def test_a_killed_hand_changes_no_token(serve: Serve, tiny: Model, expected: lis
 
 
 def generate(server: Server, key: str, salt: str | None = None, **more: Any) -> list[int]:
-    """The tokens of one greedy answer."""
+    """The tokens of a greedy answer."""
     sampling = {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True, **more}
     body = {"input_ids": PROMPT, "sampling_params": sampling} | ({"cache_salt": salt} if salt else {})
     found: list[int] = server.ask("/generate", body, headers={"Authorization": f"Bearer {key}"})["output_ids"]
@@ -87,7 +87,7 @@ def test_they_cross_no_salt_and_no_key(serve: Serve, tiny: Model, together: bool
     across = ("--share-cache-across-keys",) if together else ()
     keys = ("--api-key", "one", "--api-key", "two")
     server = serve(tiny, "--dtype", "float32", "--no-enable-prefix-caching", *SHARED, *keys, *across)
-    # A proposer draws from its own text in every answer; only others' texts count here.
+    # Drafts from a request's own text are always allowed; the counts are of other requests' texts alone.
     first = generate(server, "one")
     before = counts(server)
     for key, salt in (("one", "a"), ("one", "b"), ("two", "b" if together else "a")):
@@ -99,7 +99,7 @@ def test_they_cross_no_salt_and_no_key(serve: Serve, tiny: Model, together: bool
     assert generate(server, "two") == first
     assert (counts(server)[1] > between[1]) == together
     assert generate(server, "one", "a") == first
-    assert counts(server)[1] > between[1], "the same salt and key"
+    assert counts(server)[1] > between[1], "drafts cross requests with the same salt and key"
 
 
 def test_where_they_are_not_is_said(serve: Serve, tiny: Model) -> None:

@@ -1,4 +1,4 @@
-"""The simulated device: everything but the device is the real thing."""
+"""The simulated device, with everything else real."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def gate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gate]:
 
 def test_ranks_that_share_experts_give_the_tokens_of_one(serve: Serve, models: Models) -> None:
     model = models("qwen3-moe")
-    # A chunk of a prompt in each step, and more requests than run at a time.
+    # Each step has a chunk of a prompt, and more requests arrive than run at a time.
     limits = ("--chunked-prefill-size", "64", "--max-running-requests", "6")
     server = same_tokens(serve, model, *FLAGS[:3], *limits)
     assert len(server.hands()) == 2
@@ -44,7 +44,7 @@ def test_ranks_that_share_experts_give_the_tokens_of_one(serve: Serve, models: M
     assert (info["dp_size"], info["tp_size"], info["ep_size"], info["enable_dp_attention"]) == (2, 1, 2, True)
     assert all(replica["dispatched"] > 0 for replica in server.replicas())
     server.wait_until_idle()
-    # One replica has work, and the other rank takes part.
+    # One replica has a request, and the other rank takes part.
     for replica in (0, 1):
         body = {"prompt": "one alone", "max_tokens": 5, "routed_dp_rank": replica}
         assert server.ask("/v1/completions", body)["usage"]["completion_tokens"] == 5
@@ -78,7 +78,7 @@ def test_a_rank_s_end_is_that_of_all_and_nobody_notices(
     server = serve(model, *flags)
     expected = undisturbed(server, requests(model, 32))
     load = Load(server, model, expected)
-    # Far more than the second that it takes, for machines that have other things to do.
+    # A long limit for busy machines; usually it takes a second.
     asyncio.run(end_ranks(server, load, numbers, 20.0, replicas=2))
     assert load.finished >= STREAMS
     assert server.metric("vllm:request_success_total", finished_reason="error") == 0
@@ -99,7 +99,7 @@ def test_each_rank_has_a_host_tier_that_outlives_it(serve: Serve, models: Models
         assert server.metric(RESTORED) > restored
         restored = server.metric(RESTORED)
         server.wait_until_idle()
-        # Each replica counts it.
+        # Each replica counts the death.
         died = deaths(server) + 2
         os.kill(server.hands()[1], signal.SIGKILL)
         server.wait_for_metric("forebay:hand_deaths_total", died.__eq__)
@@ -128,11 +128,11 @@ def test_a_group_on_two_machines_reads_embeddings_and_outlives_one(serve: Serve,
     assert asyncio.run(streams(server, "/v1/completions", asked)) == wanted
     assert server.metric("forebay:hand_deaths_total") == 0
 
-    # One machine's end is that of both ranks, and everything is brought to the next ones.
+    # When one machine ends, both ranks end, and all payloads are sent to the new ranks.
     gate.worker("--name", "third", "--collective-interface", name)
     assert asyncio.run(disturbed(server, "/v1/completions", asked, workers[0].process.pid)) == wanted
     assert server.metric("forebay:hand_deaths_total") == len(workers)
-    eventually(lambda: server.metric("forebay:arena_used_bytes") == 0, "all room has come back")
+    eventually(lambda: server.metric("forebay:arena_used_bytes") == 0, "all room of the arena is free")
 
 
 @pytest.mark.parametrize(

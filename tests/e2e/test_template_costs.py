@@ -1,4 +1,4 @@
-"""Chat templates that take all memory or time: the start says so, and later they cost the chat that meets them."""
+"""Chat templates that take all memory or time: the server does not start, or only the chat that triggers it fails."""
 
 from __future__ import annotations
 

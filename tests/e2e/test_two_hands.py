@@ -1,4 +1,4 @@
-"""A real model, both hands: the same tokens to many prompts, greedy and seeded, with penalties and under a schema."""
+"""SmolLM2 with both hands: the same tokens for many prompts, greedy and seeded, with penalties and a schema."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.e2e.reference import prompts
 from tests.e2e.waiting import eventually
 
 PROMPTS = int(os.environ.get("FOREBAY_HANDS_PROMPTS", "60"))
-"""`make test-slow` asks for 200."""
+"""The number of prompts; `make test-slow` uses 200."""
 TOKENS = 8
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
 WAYS: list[dict[str, Any]] = [
@@ -28,7 +28,7 @@ WAYS: list[dict[str, Any]] = [
 
 
 def test_both_hands_answer_alike(models: Models, serve: Serve) -> None:
-    """In float32: in other numbers the kernels and PyTorch's operators round at different places."""
+    """In float32: with other types the kernels and PyTorch's operators round at different places."""
     model = models("smollm2")
     asked = [
         {
@@ -69,7 +69,7 @@ def test_what_the_rust_hand_lacks_is_said(models: Models, serve: Serve) -> None:
     assert info["hand"] == "torch"
     assert info["hand_reason"] == f"the Rust hand does not have {reason}"
     banner = f"Computes with PyTorch: {info['hand_reason']}"
-    eventually(lambda: banner in server.log(), "the banner is there")
+    eventually(lambda: banner in server.log(), "the banner is written")
     server.kill()
     refused = serve(model, "--hand", "rust", healthy=False)
     assert refused.process.wait(60) == 1

@@ -1,4 +1,4 @@
-"""A model with windows in every second layer: its pages of the window part, prefix hits, preemption."""
+"""A model with a window in every second layer: pages of the window part, prefix hits, preemption."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_passed_pages_are_given_back_and_no_token_changes(
     expected = [case.tokens for case in cases]
     assert answer(server, cases) == expected
     assert server.metric("forebay:window_pages_passed_total") > 0
-    # The same again: their prefixes are cached.
+    # The second time, prefixes are cached.
     hits = server.metric("vllm:prefix_cache_hits_total")
     assert answer(server, cases) == expected
     assert server.metric("vllm:prefix_cache_hits_total") > hits

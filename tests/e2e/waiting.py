@@ -1,4 +1,4 @@
-"""Waiting for something to become true, with a deadline instead of a guess."""
+"""Waits with a deadline until a condition is true."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ POLL_SECONDS = 0.02
 
 
 def eventually(check: Callable[[], T], what: str, seconds: float = 30) -> T:
-    """The first true value of `check`; fails when there is none within `seconds`."""
+    """The first true value of `check`; fails if there is none within `seconds`."""
     deadline = time.monotonic() + seconds
     while not (value := check()):
         if time.monotonic() > deadline:
@@ -23,7 +23,7 @@ def eventually(check: Callable[[], T], what: str, seconds: float = 30) -> T:
 
 
 async def eventually_async(check: Callable[[], T], what: str, seconds: float = 60) -> T:
-    """As `eventually`, while other tasks go on."""
+    """The same, while other tasks go on."""
     deadline = time.monotonic() + seconds
     while not (value := check()):
         if time.monotonic() > deadline:
