@@ -19,7 +19,7 @@ FLAGS = ("--dtype", "float32", "--log-interval", "0")
 
 
 class Serve(Protocol):
-    """Starts servers that are killed with the fixture."""
+    """Starts servers that are killed when the fixture ends."""
 
     def __call__(self, model: Model, *flags: str, healthy: bool = True) -> Server: ...
 

@@ -19,7 +19,7 @@ class Sample:
 
 
 class Metrics:
-    """The metrics of one response of /metrics."""
+    """The samples of one response of /metrics."""
 
     def __init__(self, text: str) -> None:
         self.types: dict[str, str] = {}

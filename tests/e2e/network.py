@@ -36,7 +36,7 @@ class Network:
         self._thread.join(10)
 
     def cut(self) -> None:
-        """Resets all present connections. New ones work."""
+        """Resets all open connections. New ones work."""
 
         async def reset() -> None:
             for writer in self._writers:

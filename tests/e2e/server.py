@@ -101,13 +101,13 @@ class Server:
         return response.json()
 
     def metrics(self) -> Metrics:
-        """The present metrics."""
+        """The current metrics."""
         response = self.http.get("/metrics")
         assert response.status_code == 200
         return Metrics(response.text)
 
     def metric(self, name: str, **labels: str) -> float:
-        """One value of the present metrics."""
+        """One value of the current metrics."""
         return self.metrics().value(name, **labels)
 
     def wait_for_metric(self, name: str, fine: Callable[[float], bool], seconds: float = 30) -> float:

@@ -26,7 +26,7 @@ def paced(folder: Path, step_us: float, kv_tokens: int = 4096, load_s: float = 0
 
 
 def scripted(folder: Path, text: str) -> tuple[str, str]:
-    """Flags of a device whose answers are the lines of `text`."""
+    """Flags of a device that follows a script; each line of `text` has one answer."""
     file = folder / "script.jsonl"
     file.write_text(text)
     return "--sim-script", str(file)

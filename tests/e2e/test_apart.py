@@ -22,7 +22,7 @@ from tests.e2e.waiting import eventually
 
 TOKENS = 200
 SIOCGIFADDR = 0x8915
-"""The request for the IPv4 address of an interface."""
+"""The ioctl that reads the IPv4 address of an interface."""
 KILLS = int(os.environ.get("FOREBAY_KILLS", "2"))
 """How often a worker is killed under load."""
 

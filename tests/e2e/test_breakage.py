@@ -105,7 +105,7 @@ class Load:
         def moved() -> bool:
             return all(n not in self.live or self.live[n] >= count + PROGRESS for n, count in before.items())
 
-        await eventually_async(moved, f"all of {len(before)} streams go on")
+        await eventually_async(moved, f"all of {len(before)} streams receive tokens")
 
     async def _lane(self, native: httpx2.AsyncClient, official: Any) -> None:
         while not self._ending:

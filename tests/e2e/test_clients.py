@@ -39,7 +39,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize("choice", ["auto", "required"])
 def test_a_task_with_three_tools(server: Server, client: str, stream: bool, choice: str) -> None:
     if (client, choice) == ("ollama", "required"):
-        pytest.skip("its requests have no such choice")
+        pytest.skip("requests of this client have no such choice")
     task = {
         "client": client,
         "url": server.url,

@@ -118,7 +118,7 @@ def of_weights(lines: list[str]) -> tuple[list[tuple[str, str]], str]:
 
 
 def test_rl_loop(tiny: Model) -> None:
-    """The trainer's weights answer from the next step on."""
+    """Each step is answered with the weights of the previous step."""
     lines = example("rl_loop.py", tiny.path, "3")
     assert of_weights(lines) == ([("1", "default"), ("2", "step 1"), ("3", "step 2")], "weights: step 3")
 

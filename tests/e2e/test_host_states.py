@@ -20,7 +20,7 @@ TIER = ("--enable-hierarchical-cache", "--debug-kv-checksum", "--hicache-ratio",
 FEW_STATES = ("--max-state-pages", "3")
 PROMPT = 200
 CACHED = 192
-"""200 tokens fill 12 pages of 16 tokens."""
+"""The tokens on full pages: 200 tokens fill 12 pages of 16 tokens."""
 
 
 @pytest.fixture(scope="module")

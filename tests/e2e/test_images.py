@@ -1,4 +1,4 @@
-"""Images over HTTP: the tokens of transformers, and refusals that name the wrong part of a message."""
+"""Images over HTTP: the tokens of transformers, and refusals that name the part at fault."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def test_a_death_and_its_replay_are_seen(serve: Serve, tiny: Model) -> None:
         os.kill(hand, signal.SIGKILL)
         assert [line for line in lines if line][-1] == "data: [DONE]"
         feed.until(lambda feed: bool(feed.gone()), "the request has ended")
-        feed.until(lambda feed: feed.ticks[-1]["replicas"][0]["respawns"] == 1, "the feed counts the hand's death")
+        feed.until(lambda feed: feed.ticks[-1]["replicas"][0]["respawns"] == 1, "the feed counts a respawn")
     [name] = feed.gone()
     whats = [event["what"] for event in server.http.get(f"/v1/live/requests/{name}").json()["events"]]
     assert "replayed" in whats

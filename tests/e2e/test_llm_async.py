@@ -119,7 +119,7 @@ def test_a_stream_that_nobody_reads_is_stopped(flags: dict[str, Any], way: str) 
             info = await client.ask("GET", "/server_info")
             requests = info["internal_states"][0]["requests"]
         # The call's place in the gate is free again.
-        await eventually_async(lambda: client._gate.held == 0, "no call is admitted")
+        await eventually_async(lambda: client._gate.held == 0, "the gate holds no call")
 
     with_llm(flags, story)
 

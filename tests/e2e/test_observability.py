@@ -1,4 +1,4 @@
-"""What an operator sees: spans, log lines, the banner."""
+"""Output for operators: spans, log lines, the banner."""
 
 from __future__ import annotations
 

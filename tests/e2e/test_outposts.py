@@ -1,4 +1,4 @@
-"""Hands on another machine, for which another process tree behind a TCP connection stands here."""
+"""Hands on another machine, which is another process tree behind a TCP connection in these tests."""
 
 from __future__ import annotations
 

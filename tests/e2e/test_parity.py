@@ -196,12 +196,12 @@ def test_a_chat_ends_where_transformers_ends_it(models: Models, serve: Serve) ->
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("smollm2", marks=pytest.mark.slow)])
 def test_bfloat16_diverges_only_at_near_ties(name: str, models: Models, serve: Serve) -> None:
-    """In bfloat16 the first different token comes where transformers' two best logits are close.
+    """In bfloat16, tokens first differ from transformers' where its two best logits are close.
 
     The reference defines "close": bfloat16 has 8 bits of mantissa. With the same bfloat16 weights, the distance between
     its two best logits differs from the distance in float32 by s in the mean. For the tiny model s is about 0.04, and
     0.1 for SmolLM2, whose logits reach 30. Forebay's error must be as small. The difference of two such errors deviates
-    by sqrt(2) s, and a token that is worse by more than four of those fails. The test can fail: most choices of the
+    by sqrt(2) s, and a token may be worse by four of those at most. The test can fail: most choices of the
     reference are clearer than that.
     """
     model = models(name)

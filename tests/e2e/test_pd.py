@@ -216,7 +216,7 @@ async def kill_under_load(server: Server, load: Load, victim: int) -> None:
                     server.metric("forebay:hand_deaths_total") == n
                     and [one["status"] for one in server.replicas()] == ["ready"] * 2
                 ),
-                "the death is noticed, and the hand comes back",
+                "the death is counted, and both replicas are ready",
             )
         load.finish()
         await running

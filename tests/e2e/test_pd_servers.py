@@ -126,7 +126,7 @@ def test_tokens_are_those_of_one_server(start: Start, tiny: Model, expected: Exp
     assert pairing.prefill.metric(SENT) == blocks
     assert len(full) < blocks <= sum(full)
     sent = pairing.prefill.metric("forebay:pd_sent_bytes_total")
-    # Each block has a head of 24 bytes, and each answer an end.
+    # Each block has a frame header of 24 bytes, and each answer an end frame.
     assert pairing.decode.metric("forebay:pd_received_bytes_total") >= sent + 24 * (blocks + len(full))
     # The prefill server generates one token a prompt, and the decode server computes positions that fill no page.
     (prefill,), (decode,) = pairing.prefill.replicas(), pairing.decode.replicas()

@@ -30,7 +30,7 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "PYTHONPATH": str(ROOT / "python")}
-        # Hands with PyTorch use the environment of the tests.
+        # Hands with PyTorch use the tests' own Python environment.
         hands = {"FOREBAY_PYTHON": str(ROOT / ".venv/bin/python")}
         self._log = (folder / "ray.log").open("wb")
         self._process = subprocess.Popen(

@@ -78,9 +78,9 @@ async def end_ranks(server: Server, load: Load, numbers: Sequence[int], seconds:
             assert len(group) == 2
             sent = time.monotonic()
             os.kill(group[count % 2], numbers[count % len(numbers)])
-            await eventually_async(lambda pids=group: not any(map(alive, pids)), "all ranks are gone")  # type: ignore[misc]
+            await eventually_async(lambda pids=group: not any(map(alive, pids)), "all ranks have ended")  # type: ignore[misc]
             assert time.monotonic() - sent < seconds
-            await eventually_async(lambda n=count: deaths(server) == n * replicas, "the death is noticed")  # type: ignore[misc]
+            await eventually_async(lambda n=count: deaths(server) == n * replicas, "the death is counted")  # type: ignore[misc]
         load.finish()
         await running
     finally:
@@ -105,7 +105,7 @@ def test_a_rank_s_end_is_that_of_all_and_nobody_notices(
     server = serve(tiny, *flags)
     expected = undisturbed(server, requests(tiny, 32))
     load = Load(server, tiny, expected)
-    # A long limit for busy machines; usually it takes a second.
+    # A long limit for busy machines; ranks usually end within a second.
     asyncio.run(end_ranks(server, load, numbers, 20.0))
     assert load.finished >= STREAMS
     assert server.metric("vllm:request_success_total", finished_reason="error") == 0

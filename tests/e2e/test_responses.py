@@ -62,7 +62,7 @@ def client(server: Server) -> OpenAI:
     return openai_client(server, api_key="one")
 
 
-# The client takes an unknown event for the most similar type, so each event is validated here.
+# The client reads any event as the most similar type, so each event is validated here.
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 

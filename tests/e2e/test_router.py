@@ -87,7 +87,7 @@ def loads(router: Server) -> list[Json]:
 
 
 def is_busy(router: Server, index: int) -> bool:
-    """Whether a backend computes at least two requests from the router."""
+    """Whether a backend has at least two requests from the router."""
     return bool(loads(router)[index]["own"] >= 2)
 
 
@@ -235,7 +235,7 @@ def test_nobody_notices_that_backends_die(simulated: Cluster, tiny: Model, token
                 await asyncio.to_thread(simulated.kill, victim)
                 await progress(lambda: done[0], "requests are answered by the others")
                 await asyncio.to_thread(simulated.revive, victim)
-                await eventually_async(partial(is_busy, router, victim), "the load is spread again")
+                await eventually_async(partial(is_busy, router, victim), "the restarted backend has requests again")
             stop.set()
             await asyncio.gather(*clients)
 

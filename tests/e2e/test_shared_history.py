@@ -21,7 +21,7 @@ PROMPT = [7, 90, 12, 51, 3, 66, 41, 8, 15]
 
 
 def counts(server: Server) -> tuple[float, float]:
-    """The number of drafts from answers to other requests, and of the right ones among them."""
+    """The number of draft tokens from answers to other requests, and how many of them were accepted."""
     metrics = server.metrics()
     drafted = metrics.value("forebay:spec_decode_shared_draft_tokens_total")
     right = metrics.value("forebay:spec_decode_shared_accepted_tokens_total")
@@ -99,7 +99,7 @@ def test_they_cross_no_salt_and_no_key(serve: Serve, tiny: Model, together: bool
     assert generate(server, "two") == first
     assert (counts(server)[1] > between[1]) == together
     assert generate(server, "one", "a") == first
-    assert counts(server)[1] > between[1], "drafts cross requests with the same salt and key"
+    assert counts(server)[1] > between[1], "requests with the same salt and key share drafts"
 
 
 def test_where_they_are_not_is_said(serve: Serve, tiny: Model) -> None:

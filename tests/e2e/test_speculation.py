@@ -177,7 +177,7 @@ def test_what_a_form_forces_is_drafted(serve: Serve, tiny: Model, hand: tuple[st
 
 
 def test_pytorchs_hand_verifies_them_on_a_cpu(serve: Serve, tiny: Model, expected: list[dict[str, Any]]) -> None:
-    # `ALWAYS` drafts at any price: whether a draft is worth its time depends on the machine.
+    # `ALWAYS` makes drafts at any cost: whether a draft is worth its time depends on the machine.
     torch = serve(tiny, "--dtype", "float32", "--hand", "torch", *ALWAYS)
     answers = native_together(torch, asked(tiny)[:6])
     assert [a["output_ids"] for a in answers] == [a["output_ids"] for a in expected[:6]]
@@ -252,7 +252,7 @@ def test_an_mtp_layer_changes_no_token(serve: Serve, models: Models, tmp_path: P
     longer = Model("glm4-moe-mtp", folder, folder / "tokenizer.json")
     server = serve(longer, "--dtype", "float32", "--speculative-algorithm", "NEXTN", "--device", "deferred")
     assert told(native_together(server, asked(model)[:12])) == told(expected)
-    assert accepted(server) > 0, "drafts are right, since the layer reads the state that precedes the token"
+    assert accepted(server) > 0, "some drafts are right, since the layer reads the right state"
 
 
 def test_where_no_draft_model_is_served_is_said(serve: Serve, tiny: Model, tmp_path: Path) -> None:

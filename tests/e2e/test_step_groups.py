@@ -1,4 +1,4 @@
-"""Replicas that share experts: the tokens of one rank, exact loads, and one end for all of them."""
+"""Replicas that share experts: the tokens of one rank, exact loads, and ranks that end together."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_rank_s_end_is_that_of_all_and_nobody_notices(
     server = serve(model, *flags)
     expected = undisturbed(server, requests(model, 32))
     load = Load(server, model, expected)
-    # A long limit for busy machines; usually it takes a second.
+    # A long limit for busy machines; ranks usually end within a second.
     asyncio.run(end_ranks(server, load, numbers, 20.0, replicas=2))
     assert load.finished >= STREAMS
     assert server.metric("vllm:request_success_total", finished_reason="error") == 0

@@ -1,4 +1,4 @@
-"""Real tokenizers on real text: the ids of the server equal the reference, with and without caches."""
+"""Real tokenizers on real text: the server's ids equal the reference in every mode."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ def test_stop_strings_see_visible_text_only(client: OpenAI, model: ToolModel) ->
 
 def test_reasoning_is_left_out_or_part_of_the_text(server: Server, model: ToolModel) -> None:
     if not model.family.thinks:
-        pytest.skip("it does not think")
+        pytest.skip("this family does not reason")
     body: Json = {"messages": [{"role": "user", "content": QUESTION}], "tools": TOOLS}
     left_out = server.ask("/v1/chat/completions", {**body, "include_reasoning": False})["choices"][0]["message"]
     assert "reasoning" not in left_out

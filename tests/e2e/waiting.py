@@ -23,7 +23,7 @@ def eventually(check: Callable[[], T], what: str, seconds: float = 30) -> T:
 
 
 async def eventually_async(check: Callable[[], T], what: str, seconds: float = 60) -> T:
-    """The same, while other tasks go on."""
+    """Like `eventually`, but lets other tasks run."""
     deadline = time.monotonic() + seconds
     while not (value := check()):
         if time.monotonic() > deadline:
