@@ -351,7 +351,7 @@ def test_a_server_in_600_mib_is_never_killed(
         assert kv > 8 * MIB
         assert weights + kv + beside(server) <= share(600 * MIB, fraction)
         assert info(server)["max_request_bytes_in_flight"] == 150 * MIB
-        # Prompts without a common prefix, until every page has been written.
+        # Send prompts without a common prefix until every page has been written.
         length = min(pages * 16, 4000) - 8
         for at in range(pages * 16 // length + 2):
             prompt = [100 + (at * 7919 + token * (31 + at)) % 1900 for token in range(length)]

@@ -152,7 +152,7 @@ def test_the_server_ends_with_a_program_that_is_killed(script: Callable[[str], S
 
 
 def test_a_server_outlives_the_thread_that_made_it(tiny: Model) -> None:
-    """The kernel signals a child when the thread that started it ends, even if its program keeps running."""
+    """The parent-death signal follows the starting thread, so that thread's end must not end the server."""
     made: list[LLM] = []
     thread = threading.Thread(target=lambda: made.append(start(tiny)))
     thread.start()

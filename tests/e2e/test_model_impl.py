@@ -211,7 +211,7 @@ def test_vectors_are_those_of_the_base_model(
 
 
 def test_a_host_tier_gives_blocks_back(models: Models, serve: Serve) -> None:
-    """Keys and values go to the host and back, because all requests together need more pages than there are."""
+    """Keys and values go to the host and back, because all requests together need more pages than the device has."""
     tiny = models("starcoder2")
     found = clear_cases(tiny, 12, 120, range(20, 40), seed=6)
     tier = ("--enable-hierarchical-cache", "--debug-kv-checksum", "--hicache-ratio", "8", "--max-total-tokens", "400")

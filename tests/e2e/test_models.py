@@ -100,7 +100,7 @@ def test_clients_switch_between_models_that_compute(start: Any, models: Models, 
     assert "This server has `llama`, `qwen`, `minilm`" in unknown.json()["error"]["message"]
     for name in ("small", "small:latest", "llama:latest"):
         assert complete(server, name).json()["model"] == name
-    # The routes that Ollama's clients use.
+    # Routes that Ollama's clients use.
     server.http.post("/models/unload", json={"model": "minilm"})
     for name, capability in (("minilm", "embedding"), ("llama", "completion")):
         shown = server.ask("/api/show", {"model": name})

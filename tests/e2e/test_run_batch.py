@@ -111,7 +111,7 @@ class Stub:
     """The number of requests that are answered at once."""
     go_on: threading.Event = field(default_factory=threading.Event)
     seen: list[str] = field(default_factory=list)
-    """The prompts of all requests, which are their names."""
+    """The prompts of all requests received; each prompt is the request's name."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
