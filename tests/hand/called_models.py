@@ -1,4 +1,4 @@
-"""Tiny random models of many architectures, for the model code of transformers inside the hand."""
+"""Tiny random models of many architectures, which the hand computes with the model code of transformers."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ SIZES: dict[str, Any] = {
     "mamba_n_groups": 1,
     "n_groups": 1,
     "mamba_d_ssm": 128,
-    # Inputs a layer.
+    # Layers with further inputs of their own, as in Gemma 3n.
     "vocab_size_per_layer_input": VOCABULARY,
     "hidden_size_per_layer_input": 16,
     "laurel_rank": 8,
     "num_kv_shared_layers": 2,
 }
-"""Sizes by the names of configurations. Each takes those that it knows."""
+"""Sizes by their names in configurations. Each configuration takes those that it has."""
 FULL, WINDOW, LINEAR, CONV = "full_attention", "sliding_attention", "linear_attention", "conv"
 HYBRID = {"layer_types": [LINEAR, FULL] * 2}
 CONVOLUTIONS = {"layer_types": [CONV, FULL] * 2}
@@ -112,7 +112,7 @@ def config_of(name: str, **changes: Any) -> PreTrainedConfig:
     """The configuration of a tiny model, by its `model_type`."""
     kind = CONFIG_MAPPING[name]
     known = set(inspect.signature(kind.__init__).parameters) | set(kind.attribute_map)
-    # Latent heads have one size, and as many keys as queries.
+    # Heads of latent attention have one size, and there are as many key heads as query heads.
     latent = {"head_dim": 8, "num_key_value_heads": 4} if "kv_lora_rank" in known else {}
     sizes = {key: value for key, value in {**SIZES, **latent}.items() if key in known}
     config: PreTrainedConfig = kind(**{**sizes, **OWN.get(name, {}), **changes})
@@ -121,7 +121,7 @@ def config_of(name: str, **changes: Any) -> PreTrainedConfig:
 
 @torch.no_grad()
 def model_of(name: str, **changes: Any) -> Any:
-    """A random model whose norms, sinks and biases are not the 0 and 1 that hide what is left out."""
+    """A random model. Its norms, sinks and biases are not 0 or 1, because these would hide an omitted operation."""
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
         config_of(name, **changes), attn_implementation="eager", dtype=torch.float32
@@ -132,7 +132,7 @@ def model_of(name: str, **changes: Any) -> Any:
 
 
 def called_runner(model: Any, folder: Path, **changes: Any) -> ModelRunner:
-    """A runner on which transformers' code computes `model`, from a checkpoint in `folder`."""
+    """A runner that computes `model` with transformers' code, from a checkpoint in `folder`."""
     model.save_pretrained(folder)
     config = hf_config(model.config, type(model).__name__)
     described = {"format": "safetensors", "directory": str(folder), "files": [], "config": config}
@@ -144,6 +144,6 @@ def called_runner(model: Any, folder: Path, **changes: Any) -> ModelRunner:
 
 
 def calls_of(name: str, folder: Path) -> Calls:
-    """The findings of a probe of a tiny model."""
+    """What the probe of a tiny model finds."""
     config_of(name).save_pretrained(folder)
     return probe(folder)

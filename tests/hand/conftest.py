@@ -1,4 +1,4 @@
-"""What several tests of the hand need."""
+"""Fixtures that several tests of the hand use."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ LEVELS = {
     "avx2": "avx2",
     "baseline": "",
 }
-"""Levels of instructions that the compiled kernels have loops for, and what Linux calls the processor's feature."""
+"""Instruction levels with loops in the compiled kernels, and the feature that Linux lists for each."""
 
 
 @cache
 def features() -> set[str]:
-    """The processor's, as Linux calls them."""
+    """The processor's features, under the names that Linux gives them."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return {word for line in lines if line.startswith("flags") for word in line.split()} | {""}
 
 
 @pytest.fixture(params=LEVELS)
 def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every level that the processor has, the fastest or not. Hands in Rust that are started compute with it."""
+    """Each instruction level of the processor, not only the fastest. Hands in Rust use the level of the test."""
     level: str = request.param
     if LEVELS[level] not in features():
         pytest.skip(f"the processor has no {LEVELS[level]}")

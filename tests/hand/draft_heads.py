@@ -1,4 +1,4 @@
-"""Tiny heads that draft, and their forward pass in transformers' parts."""
+"""Tiny draft heads, and their forward pass in parts of transformers."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ SIZE = 40
 
 @dataclass
 class Head:
-    """A head's weights, by its names in a checkpoint, and what a hand is told of it."""
+    """A head's weights by their names in a checkpoint, and its description for the hand."""
 
     told: dict[str, Any]
     weights: dict[str, torch.Tensor]
     layer: Any = None
-    """An MTP layer in transformers, without what is around it."""
+    """An MTP layer in transformers, without the parts around the decoder layer."""
     rotary: Any = None
 
 
@@ -98,7 +98,7 @@ def eagle(target: Any, seed: int = 3, taps: Sequence[int] = (0, 1, 2), **parts: 
 
 
 def mtp(target: Any, *, own_output: bool = True) -> Head:
-    """A random MTP layer of a model: the layer of the same kind behind its last one."""
+    """A random MTP layer of a model. It has the same kind as the model's last layer and follows it."""
     config, number = target.config, target.config.num_hidden_layers
     hidden, vocabulary = config.hidden_size, config.vocab_size
     longer = deepcopy(config)
@@ -132,7 +132,7 @@ def mtp(target: Any, *, own_output: bool = True) -> Head:
 
 
 def headed(target: Any, head: Head, tokens: int = TOKENS, **changes: Any) -> ModelRunner:
-    """A runner of a model with a head."""
+    """A runner of a model with a draft head."""
     config: dict[str, Any] = {"device": "deferred", "max_running_requests": 40}
     runner = runner_of(target, draft={"model": head.told, "tokens": tokens}, **config | changes)
     assert isinstance(runner.draft_model, HeadDrafts)
@@ -145,7 +145,7 @@ def headed(target: Any, head: Head, tokens: int = TOKENS, **changes: Any) -> Mod
 
 @dataclass
 class Reference:
-    """A head's own forward pass, by transformers' parts, without pages."""
+    """A head's forward pass, in parts of transformers and without pages."""
 
     target: Any
     head: Head
@@ -158,15 +158,15 @@ class Reference:
 
     @torch.no_grad()
     def drafts(self, tokens: Sequence[int], count: int) -> tuple[list[int], torch.Tensor, torch.Tensor]:
-        """The drafts behind known tokens, the states [count, hidden] that gave them, and the entries' keys or rows.
+        """The drafts after known tokens, the states [count, hidden] they come from, and the entries' keys or rows.
 
-        The entry of a position is of the feature of the position before, of the target where that is known.
+        The entry of a position uses the feature of the position before. The feature is the target's where it is known.
         """
         features = list(self._features(self.states(tokens)[: len(tokens)]))
         known, drafted, states = list(tokens), [], []
         keys = torch.zeros(0)
         for _ in range(count):
-            # No feature is needed for the last known token.
+            # The feature of the last known token is not needed.
             before = torch.stack([torch.zeros_like(features[0]), *features[: len(known) - 1]])
             state, keys = self._layer(torch.tensor(known), before)
             drafted.append(self._likely(state[-1]))
@@ -204,7 +204,7 @@ class Reference:
     def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         own = self._weights.get("embed_tokens.weight")
         embedded = F.embedding(tokens, self.target.model.embed_tokens.weight if own is None else own)
-        # Nothing is known before position 0.
+        # Position 0 has no known feature.
         return torch.cat((torch.zeros_like(embedded[:1]), embedded[1:]))
 
     def _layer(self, tokens: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

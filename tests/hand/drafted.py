@@ -14,7 +14,7 @@ from tests.hand.support import PlanBuilder, Sampling
 VOCABULARY = 131
 COUNT = 12
 TOKENS = 3
-"""The most drafts of the hand's own."""
+"""The largest number of drafts that the hand makes itself."""
 PROMPTS = [[3, 14, 15, 92, 65], list(range(1, 24))]
 WAYS = {
     "greedy": Sampling(),
@@ -35,7 +35,7 @@ class Streams:
         self._samplings, self._pages, self._step = samplings, 80 // runner.config.page_size, 0
 
     def prompts(self) -> StepResult:
-        """A step of all prompts."""
+        """Runs a step with all prompts."""
         builder = self._builder()
         for slot, (tokens, sampling) in enumerate(zip(self.tokens, self._samplings, strict=True)):
             builder.slot(slot, tokens, sampling)
@@ -44,7 +44,7 @@ class Streams:
         return self._run(builder)
 
     def go_on(self, *drafts: list[int]) -> StepResult:
-        """A step of a row each, with these drafts."""
+        """Runs a step with one row for each slot, with these drafts."""
         builder = self._builder()
         for slot, tokens in enumerate(self.tokens):
             builder.row(slot, len(tokens) - 1, 1)
@@ -75,7 +75,7 @@ class Drafted(Streams):
     """Requests whose rows may give several tokens."""
 
     def proposed(self) -> StepResult:
-        """A step of a row each."""
+        """Runs a step with one row for each slot."""
         builder = self._builder()
         for slot, tokens in enumerate(self.tokens):
             builder.row(slot, len(tokens) - 1, 1)
@@ -83,7 +83,7 @@ class Drafted(Streams):
         return self._run(builder)
 
     def proposed_for(self, slot: int) -> list[int]:
-        """A step of a slot's row; the tokens that it gives."""
+        """Runs a step with a slot's row, and gives its tokens."""
         builder = self._builder()
         builder.row(slot, len(self.tokens[slot]) - 1, 1)
         builder.row_tokens = [1 + TOKENS]
@@ -92,7 +92,7 @@ class Drafted(Streams):
         return given
 
     def over(self) -> bool:
-        """All have as many tokens as without drafts, at least."""
+        """True if each request has at least as many tokens as without drafts."""
         return min(map(len, self.tokens)) >= 5 + COUNT
 
 
@@ -117,9 +117,9 @@ def alone(runner: ModelRunner, *samplings: Sampling) -> Streams:
 
 
 def check_drafts(make: Callable[[], ModelRunner]) -> None:
-    """Compares tokens of runners that have at least 40 rows, with drafts and without.
+    """Compares the tokens of runners with drafts and without. The runners have at least 40 rows.
 
-    Steps have right drafts, wrong ones, some of each, and none, with log-probabilities and penalties.
+    Some steps have right drafts, some wrong ones, some both, and some none, with log-probabilities and penalties.
     """
     samplings = list(WAYS.values())
     expected = alone(make(), *samplings)

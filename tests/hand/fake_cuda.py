@@ -1,7 +1,7 @@
-"""A `torch.cuda` without a GPU: streams and events that do nothing, and memory that has no end.
+"""A `torch.cuda` without a GPU: streams and events do nothing, and memory never runs out.
 
-Tensors on the device are either fake, which know their device and shape but have no content, or the host's, which have
-content. The first kind shows what mixes devices, the second that the right bytes are copied.
+Tensors on the device are of two kinds. Fake tensors have a device and a shape but no content: they show where devices
+are mixed. Tensors on the host have content: they show that the right bytes are copied.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class FakeEvent:
 
 
 class FakeCuda:
-    """What stands in for the GPU. Tests change what it says and look at what was asked of it."""
+    """Replaces the GPU. Tests set what it reports, and check the calls that it got."""
 
     def __init__(self) -> None:
         self.free = 8 << 30
@@ -82,7 +82,7 @@ class FakeCuda:
     def pin(self, size: int) -> torch.Tensor:
         with unset_fake_temporarily():
             memory = torch.zeros(size, dtype=torch.uint8)
-        # It stays, so that no other memory gets its address.
+        # The memory is kept, so that no other allocation gets its address.
         self._pins.append(memory)
         self.pinned.append((memory.data_ptr(), memory.data_ptr() + size))
         return memory
@@ -95,7 +95,7 @@ class FakeCuda:
 
     @contextmanager
     def graph(self, graph: object, pool: object, stream: object, capture_error_mode: str) -> Iterator[None]:
-        """As PyTorch's context: it gives unused pinned memory back, and its end fails if what it records has failed."""
+        """As PyTorch's context: it frees unused pinned memory, and its exit fails if the capture has failed."""
         self.captured.append(pool)
         self.pinned.clear()
         try:
@@ -123,7 +123,7 @@ class FakeCuda:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, place: torch.device) -> FakeCuda:
-    """Puts it in the place of `torch.cuda`; tensors of the device are at `place`."""
+    """Replaces `torch.cuda`. Tensors of the device are at `place`."""
     fake = FakeCuda()
     surface: dict[str, Any] = {
         "init": fake.init,
@@ -158,7 +158,7 @@ def install(monkeypatch: pytest.MonkeyPatch, place: torch.device) -> FakeCuda:
 
 @contextmanager
 def fake_tensors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tensors that are made from here on have no content, but for those that are made of the host's arrays."""
+    """From here on, new tensors have no content, except those made from the host's arrays."""
 
     def real(function: Any) -> Any:
         def called(argument: Any) -> Any:

@@ -39,26 +39,26 @@ Named = Iterator[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Form:
-    """What differs between converters, and between what they were told."""
+    """The differences between converters, and between their options."""
 
     kind: gguf.GGMLQuantizationType = F32
-    """Of the matrices whose rows its blocks divide."""
+    """The type of matrices whose rows are whole blocks of it."""
     others: Mapping[str, gguf.GGMLQuantizationType] = field(default_factory=dict)
-    """Of those with another one, by the tensors' names."""
+    """Other types, by the names of tensors."""
     split: bool = True
     """Keys and values of latent rows have a tensor each."""
     fused: bool = False
     """Gates and ups of experts are one tensor."""
     groups: bool = True
-    """Groups of experts and the function of their scores are written."""
+    """The file says the groups of experts and the function of their scores."""
     change: Callable[[dict[str, torch.Tensor]], Any] = lambda tensors: None
-    """What is changed of the tensors, under their names in the file."""
+    """Changes the tensors, under their names in the file."""
     further_layers: int = 0
-    """Layers behind the last one."""
+    """The number of layers after the last one, which predict further tokens."""
 
 
 def write(path: Path, model: Any, form: Form = Form()) -> Path:
-    """The file of a transformers model."""
+    """Writes the file of a transformers model."""
     config = model.config
     arch = ARCHITECTURES[type(model).__name__]
     blocks = config.num_hidden_layers + form.further_layers
@@ -96,7 +96,7 @@ def write(path: Path, model: Any, form: Form = Form()) -> Path:
 
 def _add(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, kind: gguf.GGMLQuantizationType) -> None:
     values = tensor.detach().float().contiguous().numpy()
-    # The converter keeps vectors and routers as they are, and what no block fits.
+    # The converter does not quantise vectors, routers, and matrices whose rows are not whole blocks.
     is_vector = values.ndim == 1 or name.endswith(".bias")
     plain = is_vector or "ffn_gate_inp" in name or values.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]
     if plain or kind == F32:
@@ -113,7 +113,7 @@ def _common(writer: gguf.GGUFWriter, config: Any, blocks: int) -> None:
     writer.add_head_count(config.num_attention_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    # Files of Gemma 3 have the embedding of the layers that see all positions.
+    # Files of Gemma 3 have the rotary parameters of the layers that attend to all positions.
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] == "yarn":
@@ -145,7 +145,7 @@ def _experts(writer: gguf.GGUFWriter, config: Any, architecture: str, form: Form
     writer.add_expert_shared_count(config.n_shared_experts)
     writer.add_leading_dense_block_count(config.first_k_dense_replace)
     writer.add_expert_weights_scale(config.routed_scaling_factor)
-    # Of DeepSeek it is written only where it is done.
+    # Files of DeepSeek have this key only where weights are normalised.
     if config.norm_topk_prob:
         writer.add_expert_weights_norm(True)
     if form.groups:
@@ -176,7 +176,7 @@ def _latent(writer: gguf.GGUFWriter, config: Any, form: Form) -> None:
 
 
 def _tokenizer(writer: gguf.GGUFWriter, vocabulary: int) -> None:
-    """The first tokens of a byte-level tokenizer, under the names that a converter gives them."""
+    """The first tokens of a byte-level tokenizer, under the converter's names."""
     metadata = tiny_tokenizer()
     writer.add_tokenizer_model(metadata["tokenizer.ggml.model"])
     writer.add_tokenizer_pre(metadata["tokenizer.ggml.pre"])
@@ -187,13 +187,13 @@ def _tokenizer(writer: gguf.GGUFWriter, vocabulary: int) -> None:
 
 
 def _merged(model: Any, form: Form) -> Named:
-    """Weights as the converter names them: experts stacked, what is made of latent rows split."""
+    """Weights under the converter's names. Experts are stacked, and the matrices of latent rows are split."""
     config = model.config
     experts: dict[str, dict[int, torch.Tensor]] = {}
     for name, tensor in whole_weights(model).items():
         before, is_expert, after = name.partition(".mlp.experts.")
         if is_gemma(model) and name == "lm_head.weight":
-            # It is tied, and the converter leaves it out.
+            # The head is tied, and the converter leaves it out.
             continue
         if is_expert:
             expert, matrix = after.split(".", 1)
@@ -218,7 +218,7 @@ def _merged(model: Any, form: Form) -> Named:
 
 
 def dequantised(model: Any, kind: gguf.GGMLQuantizationType) -> dict[str, torch.Tensor]:
-    """The weights of a file in split form with matrices of that type, by the package's own arithmetic."""
+    """The weights of a file in split form whose matrices have this type, dequantised by the `gguf` package."""
     config, found = model.config, {}
     for name, tensor in whole_weights(model).items():
         if tensor.ndim == 1 or name.endswith(".mlp.gate.weight"):
@@ -239,13 +239,13 @@ def _rounded(tensor: torch.Tensor, kind: gguf.GGMLQuantizationType) -> torch.Ten
 
 
 MIXED = {"attn_q": Q.Q4_0, "attn_k": Q.Q4_1, "attn_v": Q.Q5_0, "attn_output": Q.F16, "token_embd": Q.Q8_0}
-"""Types by tensor: what is fused is not all of one type, and what is not given is Q4_1."""
+"""Types by tensor. Fused matrices get more than one type, and a tensor without an entry is Q4_1."""
 WITHOUT_KERNELS = {"attn_q": Q.Q5_0, "attn_k": Q.Q4_0, "attn_v": Q.Q8_0, "ffn_down": Q.Q5_1, "token_embd": Q.Q5_0}
-"""The same, and most of them have no kernels of their own."""
+"""Types by tensor, most of which have no kernels of their own."""
 
 
 def tiny(path: Path, types: dict[str, Any], architecture: str = "llama", *, tied: bool = True) -> Path:
-    """A small model whose matrices have these types, by the tensors' names; "" is what the others have."""
+    """A small model whose matrices have these types, by the tensors' names. "" is the type of all others."""
     tensors = {}
     for name, (values, kind) in tiny_tensors(architecture, tied=tied).items():
         stem = name.removesuffix(".weight").rpartition(".")[2]

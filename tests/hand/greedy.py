@@ -14,12 +14,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tests.hand.support import TINY, greedy_reference, reference_model
 
 COUNT = 12
-"""Tokens behind each prompt in `expected`."""
+"""The number of tokens after each prompt in `expected`."""
 
 
 @cache
 def model_of(family: str) -> Any:
-    """The `reference_model`, built once, since no test changes it."""
+    """The `reference_model`. It is built once, because no test changes it."""
     return reference_model(family)
 
 
@@ -36,7 +36,7 @@ def expected(family: str) -> list[list[int]]:
 
 
 def greedy_of_8_bits(model: Any, prompt: list[int], count: int) -> tuple[list[int], torch.Tensor]:
-    """`greedy_reference` of a model whose queries see keys and values as 8-bit floats, their own ones too."""
+    """`greedy_reference` of a model in which attention reads all keys and values as 8-bit floats."""
 
     def rounded(x: torch.Tensor) -> torch.Tensor:
         return x.clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype)

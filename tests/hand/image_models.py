@@ -1,4 +1,4 @@
-"""What the tests of images share: tiny models with a tower, prompts with images, and a brain that serves them."""
+"""Shared parts of the tests of images: tiny models with a tower, prompts with images, and a brain."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ STATES: dict[str, Any] = {
     "max_position_embeddings": CONTEXT,
     "rope_parameters": {**ROPE, "mrope_interleaved": True, "partial_rotary_factor": 0.5},
 }
-"""Of each head of 32 elements 16 are rotated."""
+"""Of the 32 elements of each head 16 are rotated."""
 SIDE = 4
-"""Rows and columns of positions of the images of a Gemma."""
+"""The images of a Gemma have this many rows, and as many columns, of positions."""
 GEMMA: dict[str, Any] = {
     **TEXT,
     "head_dim": 16,
@@ -125,14 +125,14 @@ FAMILIES: dict[str, tuple[type[Any], PreTrainedConfig]] = {
     ),
 }
 GEMMAS: dict[str, tuple[type[Any], PreTrainedConfig]] = {
-    # A window that is shorter than an image, and one that is longer.
+    # The first has a window shorter than an image, the second a longer one.
     "gemma3-short": (
         Gemma3ForConditionalGeneration,
         Gemma3Config(text_config={**GEMMA, "sliding_window": 11}, **OF_GEMMA),
     ),
     "gemma3": (Gemma3ForConditionalGeneration, Gemma3Config(text_config={**GEMMA, "sliding_window": 40}, **OF_GEMMA)),
 }
-"""Models whose images have one size, and whose image positions see each other."""
+"""Models whose images have one size and bidirectional attention."""
 PREPROCESSING = Preprocessing(
     patch=4,
     merge=MERGE,
@@ -164,7 +164,7 @@ class Image:
 
     @property
     def pixels(self) -> torch.Tensor:
-        """What transformers' processor would give."""
+        """The output of transformers' processor."""
         return Pixels(PREPROCESSING, torch.device("cpu"))(torch.from_numpy(self.patches))
 
     @property
@@ -174,7 +174,7 @@ class Image:
 
     @property
     def picture(self) -> torch.Tensor:
-        """What transformers' processor of a Gemma would give, [3, rows, columns]."""
+        """The output of transformers' processor of a Gemma, [3, rows, columns]."""
         sides = (self.grid.height, self.grid.width, MERGE, MERGE, 3, 4, 4)
         return (
             self.picture_patches.view(sides).permute(4, 0, 2, 5, 1, 3, 6).reshape(3, 4 * MERGE * SIDE, 4 * MERGE * SIDE)
@@ -191,13 +191,13 @@ Part = Image | int
 
 @dataclass(frozen=True)
 class Prompt:
-    """Tokens with images between them."""
+    """Tokens with images among them."""
 
     ids: list[int]
     images: tuple[tuple[int, int, Image], ...]
-    """First position of each, its number, and the image."""
+    """The first position of each image in the prompt, its first rotary position, and the image."""
     end: int
-    """The number of the first position after the prompt."""
+    """The rotary position after the prompt."""
 
     @classmethod
     def of(cls, *parts: Part, seed: int = 0) -> Prompt:
@@ -215,7 +215,7 @@ class Prompt:
         return cls(ids, tuple(images), rope)
 
     def inputs(self) -> dict[str, torch.Tensor]:
-        """What transformers wants."""
+        """The inputs of transformers' model."""
         ids = torch.tensor([self.ids])
         inputs = {"input_ids": ids, "mm_token_type_ids": (ids == PAD).int()}
         if self.images:
@@ -224,7 +224,7 @@ class Prompt:
         return inputs
 
     def gemma_inputs(self, more: Sequence[int] = ()) -> dict[str, torch.Tensor]:
-        """What transformers' Gemma 3 wants, with further tokens."""
+        """The inputs of transformers' Gemma 3, with further tokens."""
         ids = torch.tensor([[*self.ids, *more]])
         inputs = {"input_ids": ids, "token_type_ids": (ids == PAD).int()}
         inputs["token_type_ids"][:, len(self.ids) :] = 0
@@ -241,7 +241,7 @@ def model_of(family: str) -> Any:
 
 
 def preprocessing(family: str) -> Preprocessing:
-    """The way from an image to patches of a family."""
+    """How images of a family become patches."""
     return OF_ONE_SIZE if family in GEMMAS else PREPROCESSING
 
 
@@ -250,7 +250,7 @@ _FOLDERS: list[TemporaryDirectory[str]] = []
 
 @cache
 def saved(family: str) -> dict[str, Any]:
-    """A model in a folder, as a hand gets it."""
+    """A model in a folder, as the brain describes it to a hand."""
     _FOLDERS.append(TemporaryDirectory())
     folder = Path(_FOLDERS[-1].name)
     model_of(family).save_pretrained(folder)
@@ -259,7 +259,7 @@ def saved(family: str) -> dict[str, Any]:
 
 
 def own_name(name: str) -> str:
-    """A tensor's name here, in models with a tower. Releases of transformers have several names for it."""
+    """A tensor's name in Forebay, in models with a tower. Releases of transformers use different names."""
     name = name.removeprefix("model.") if name.startswith("model.visual.") else name
     return name.replace("model.language_model.", "model.", 1)
 
@@ -269,7 +269,7 @@ def image_runner(family: str, arena: npt.NDArray[np.uint8] | None = None, **chan
     model = model_of(family)
     sizes = {"context_length": CONTEXT, "max_total_tokens": 4096, "image_pool_tokens": 4096}
     if family.startswith(("qwen3.5", "gemma3")):
-        # Their weights are not those of files by name alone.
+        # These families' weights need more than a renaming, so they are loaded from a file.
         wire = {**wire_config({}), **sizes, "load_format": "auto", "model": saved(family), **changes}
         runner = ModelRunner(RunnerConfig.from_dict(wire), arena)
         runner.load(lambda done, total: None)
@@ -283,13 +283,13 @@ def image_runner(family: str, arena: npt.NDArray[np.uint8] | None = None, **chan
 
 
 def arena_of(images: Sequence[Image]) -> tuple[npt.NDArray[np.uint8], list[int]]:
-    """An arena with all patches, something else between them, and where each image begins."""
+    """An arena with all patches and other bytes between them, and the offset of each image."""
     arena, offsets = bytearray(b"\xff" * 64), []
     for image in images:
         offsets.append(len(arena))
         arena += image.patches.tobytes() + b"\xff" * 64
     shared = np.frombuffer(arena, np.uint8)
-    # As the hand maps it.
+    # The hand's mapping is read-only too.
     shared.flags.writeable = False
     return shared, offsets
 
@@ -299,7 +299,7 @@ def reference(family: str, prompt: Prompt, count: int) -> tuple[list[int], torch
     model = model_of(family)
     if family in GEMMAS:
         return _gemma_reference(model, prompt, count)
-    # It keeps the last prompt's.
+    # The model keeps this value from the last prompt.
     model.model.rope_deltas = None
     with torch.inference_mode():
         inputs = prompt.inputs()
@@ -316,7 +316,7 @@ def reference(family: str, prompt: Prompt, count: int) -> tuple[list[int], torch
 
 
 def _gemma_reference(model: Any, prompt: Prompt, count: int) -> tuple[list[int], torch.Tensor]:
-    """Each token from the whole, without a cache."""
+    """Computes each token from the whole sequence, without a cache."""
     distributions: list[torch.Tensor] = []
     tokens: list[int] = []
     with torch.inference_mode():
@@ -333,11 +333,11 @@ class ImageRequest(Request):
 
     seen: Prompt = field(default_factory=lambda: Prompt([], (), 0))
     offsets: Sequence[int] = ()
-    """Where its images' patches begin in the arena."""
+    """The offsets of its images' patches in the arena."""
 
 
 class ImageBrain(MiniBrain):
-    """Runs the tower of a request's images whole, in the plan of its first row."""
+    """Runs all tower layers of a request's images in the plan of its first row."""
 
     def __init__(self, runner: ModelRunner, seed: int = 0, lookahead: int = 0) -> None:
         super().__init__(runner, seed, lookahead)
@@ -358,7 +358,7 @@ class ImageBrain(MiniBrain):
             self._images += 1
 
     def _advance(self, request: Request, builder: PlanBuilder, chunk: int) -> bool:
-        """No row ends within an image that must be whole: it ends before or after it."""
+        """Ends each row before or after an image that must be whole, never within it."""
         assert isinstance(request, ImageRequest)
         end = min(request.computed + chunk, len(request.prompt) + request.sampled)
         for first, _, image in request.seen.images if self._whole else ():

@@ -1,4 +1,4 @@
-"""A sequence of steps with masks that are not ready: rows are computed without a token, and again later."""
+"""A sequence of steps with late masks: a row without its mask gives no token, and is computed again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from forebay.protocol.result import StepResult
 from tests.hand.support import TINY, PlanBuilder, Sampling
 
 Step: TypeAlias = Callable[[Plan, Masks], StepResult]
-"""Executes a plan with these masks, which are of use only where it has masked rows."""
+"""Runs a plan with these masks, which count only for its masked rows."""
 Late: TypeAlias = Callable[[int, int], bool]
 """True if the mask of this slot is not ready in this step."""
 Drafted: TypeAlias = Callable[[int, int], list[int]]
@@ -44,7 +44,7 @@ PATTERN = pytest.mark.parametrize("late", PATTERNS.values(), ids=PATTERNS)
 
 
 def mask_of(slot: int, position: int, vocabulary: int) -> UInt32s | None:
-    """The tokens that may come at a position of a slot; None: all."""
+    """The tokens that are allowed at a position of a slot. None allows all."""
     if slot in LOOSE:
         return None
     words = -(-vocabulary // 32)
@@ -54,7 +54,7 @@ def mask_of(slot: int, position: int, vocabulary: int) -> UInt32s | None:
 def tell(
     step_of: Step, late: Late, vocabulary: int = TINY["vocab_size"], drafted: Drafted = lambda *_: []
 ) -> tuple[list[Said], int]:
-    """The tokens of each slot, and the number of steps. The masks of drafts are late too."""
+    """The tokens of each slot, and the number of steps. Masks of drafts may be late too."""
     said: list[Said] = [[] for _ in SLOTS]
     prompt, pages = 5, 4
     step, begun = 0, False
@@ -106,19 +106,19 @@ def tell(
             ids, values = result.logprob_ids[at : at + count], result.logprob_values[at : at + count]
             said[slot].append((token, ids.tolist(), values.tolist()))
             at += count
-        assert step < 200, "nobody waits for ever"
+        assert step < 200, "the requests must end"
     return said, step
 
 
 def check_late(step_of: Callable[[], Step], late: Late, vocabulary: int = TINY["vocab_size"]) -> None:
-    """Compares a sequence of steps with one in which all masks are ready. `step_of` gives a new hand."""
+    """Compares a sequence of steps with one in which all masks are ready. `step_of` starts a new hand."""
     expected, _ = tell(step_of(), lambda *_: False, vocabulary)
     found, _ = tell(step_of(), late, vocabulary)
     compare(found, expected)
 
 
 def check_drafted(step_of: Callable[[], Step], late: Late, vocabulary: int = TINY["vocab_size"]) -> int:
-    """The same with drafts, each of which is right with a probability. Gives the steps that right ones save."""
+    """As `check_late`, with drafts that are right with some probability. Gives the number of steps that they save."""
     expected, _ = tell(step_of(), lambda *_: False, vocabulary)
     _, steps = tell(step_of(), late, vocabulary)
     saved = 0

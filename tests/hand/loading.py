@@ -1,4 +1,4 @@
-"""A process that loads two models, and says how much memory the second took. Reads their configs from its input."""
+"""Loads two models, whose configs it reads from its input, and reports how much memory the second one takes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from forebay.state.config import RunnerConfig
 
 
 def memory_of(process: int | str, name: str) -> int:
-    """Bytes that the kernel counts for a process: `VmRSS` now, `VmHWM` at most."""
+    """The bytes that Linux counts for a process: `VmRSS` now, or `VmHWM` at the peak."""
     with open(f"/proc/{process}/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith(f"{name}:"))
 
 
 def load(config: str) -> ModelRunner:
-    """A runner with its weights."""
+    """A runner with loaded weights."""
     runner = ModelRunner(RunnerConfig.from_dict(json.loads(config)))
     runner.load(lambda done, total: None)
     return runner
@@ -25,7 +25,7 @@ def load(config: str) -> ModelRunner:
 
 if __name__ == "__main__":
     small, large = sys.stdin.read().splitlines()
-    # Whatever libraries need once is there afterwards.
+    # The first load allocates what the libraries need once.
     load(small)
     gc.collect()
     before = memory_of("self", "VmRSS")

@@ -1,4 +1,4 @@
-"""A stand-in for the brain as the place where ranks meet: it answers their `store` frames."""
+"""A stand-in for the brain's store, by which ranks find each other. It answers their `store` frames."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Meeting:
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
         self.questions: list[str] = []
-        """What was asked, in order."""
+        """The operations that ranks asked for, in order."""
 
     def answer(self, frame: Frame) -> bytes:
-        """The `store_reply` to a `store` frame; waits as long as the question does."""
+        """The `store_reply` to a `store` frame. It waits for as long as the operation does."""
         question = frame.json()
         with self._changed:
             self.questions.append(question["op"])
@@ -30,7 +30,7 @@ class Meeting:
         return encode_json(Kind.STORE_REPLY, {"id": question["id"], "value": text, "number": number})
 
     def serve(self, connection: Connection) -> None:
-        """Answers until the rank has gone."""
+        """Answers until the rank closes the connection."""
         while (frame := connection.recv()) is not None:
             assert frame.kind == Kind.STORE, frame.kind
             connection.send(self.answer(frame))

@@ -19,7 +19,7 @@ Named = Iterator[tuple[str, torch.Tensor]]
 
 
 def alternating(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of heads whose two halves alternate, as llama.cpp's converter writes them for Llama's kin."""
+    """Rows in which the halves of each head alternate, as llama.cpp's converter writes them for Llama's relatives."""
     return tensor.reshape(heads, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
 
 
@@ -56,22 +56,22 @@ ARCHITECTURES: dict[str, gguf.MODEL_ARCH] = {
 }
 """Families with GGUF files of their own."""
 PERMUTED = {_A.MISTRAL3, _A.SMOLLM3, _A.GRANITE, _A.GRANITE_MOE, _A.LLAMA}
-"""Architectures whose converter makes the halves of heads alternate."""
+"""Architectures for which the converter interleaves the halves of heads."""
 
 
 PLAIN = Form()
 
 
 def write_gguf(path: Path, family: str, folder: Path, form: Form = PLAIN) -> Path:
-    """The file of a model that `save` has written, as llama.cpp's `convert_hf_to_gguf.py` writes it."""
+    """Writes the GGUF file of a model that `save` has written, as llama.cpp's `convert_hf_to_gguf.py` does."""
     arch, config = ARCHITECTURES[family], deepcopy({**NAMED, **TORCH_NAMED}[family][1])
-    # Of layers with heads of two sizes it has the local ones.
+    # Where layers have heads of two sizes, this reads those of the local layers.
     config.allow_global_per_layer_attribute_access = True
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    # Granite 4's dense part is its shared one.
+    # The dense part of Granite 4 is its shared expert.
     writer.add_feed_forward_length(80 if family == "granite4" else config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
@@ -257,7 +257,7 @@ _METADATA: dict[gguf.MODEL_ARCH, Callable[[gguf.GGUFWriter, Any], None]] = {
 
 
 def _converted(family: str, folder: Path, arch: gguf.MODEL_ARCH, config: Any) -> Named:
-    """Weights under the names of a file: experts stacked, what Granite keeps together taken apart."""
+    """Weights under the names of a file. Experts are stacked, and Granite's fused tensors are split."""
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     experts: dict[str, dict[int, torch.Tensor]] = {}
     for name, tensor in _apart(family, folder):
@@ -285,7 +285,7 @@ def _converted(family: str, folder: Path, arch: gguf.MODEL_ARCH, config: Any) ->
 
 
 def _name(names: gguf.TensorNameMap, name: str) -> str:
-    # Granite's own stacks have names of a file already.
+    # Granite's stacked tensors are already under the names of a file.
     found = name if name.startswith("blk.") else names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
     return found
@@ -311,7 +311,7 @@ def _apart(family: str, folder: Path) -> Named:
         elif name.endswith("self_attn.sinks"):
             yield f"blk.{layer}.attn_sinks.weight", tensor
         elif ".mlp.experts.gate_up_proj" in name and family.startswith("gpt-oss"):
-            # Gates and ups alternate, and rows of a file are outputs.
+            # Gates and ups alternate here. In a file, rows are outputs.
             end = "bias" if name.endswith("_bias") else "weight"
             tensor = tensor if end == "bias" else tensor.transpose(1, 2)
             yield f"blk.{layer}.ffn_gate_exps.{end}", tensor[:, ::2]

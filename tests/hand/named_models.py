@@ -110,7 +110,7 @@ def divisors(count: int, last: float) -> list[float]:
 
 
 def longrope(original: int) -> dict[str, Any]:
-    """Heads of 24, of which 18 elements are rotated, as in Phi-4-mini."""
+    """Heads of 24 elements, of which 18 are rotated, as in Phi-4-mini."""
     return {
         "num_attention_heads": 4,
         "hidden_size": 96,
@@ -246,7 +246,7 @@ NAMED: dict[str, tuple[type[Any], PreTrainedConfig]] = {
             rope_parameters=ROPE_GPT_OSS,
         ),
     ),
-    # Rows of experts are as long as blocks, and one head of keys serves all.
+    # Rows of experts are one block long, and all query heads share one key head.
     "gpt-oss-blocks": (
         GptOssForCausalLM,
         GptOssConfig(
@@ -292,7 +292,7 @@ NAMED: dict[str, tuple[type[Any], PreTrainedConfig]] = {
 
 @cache
 def model_of(family: str) -> Any:
-    """A random model, made once: nobody changes it."""
+    """A random model. It is made once, because no test changes it."""
     model = random_model(*{**NAMED, **TORCH_NAMED}[family])
     with torch.no_grad():
         for name, buffer in model.named_buffers():
@@ -304,20 +304,20 @@ def model_of(family: str) -> Any:
             elif name.endswith(("layernorm_1.weight", "layernorm_2.weight", "router.scale", "per_expert_scale")):
                 parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
             elif name.endswith("sinks"):
-                # One takes all weight, one none.
+                # One sink takes all weight, and another takes none.
                 parameter.copy_(torch.tensor([30.0, -30.0, 1.5, -0.5]).roll(int(name.split(".")[2])))
             elif name.endswith("gate_up_proj_bias"):
-                # Some gates and ups are beyond their bounds.
+                # Some gates and ups exceed the limits at which they are clamped.
                 parameter.mul_(40)
     return model
 
 
 def save(folder: Path, family: str) -> dict[str, Any]:
-    """The model of a hand's configuration, in safetensors under the names of the hub."""
+    """The model entry of a hand's configuration: safetensors under the names of the hub."""
     model_of(family).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     if family == "kimi-k25":
-        # transformers gives the decoder's layers the name of the tower's as it saves them.
+        # transformers saves the decoder's layers under the names of the tower's layers.
         tensors = {name.replace(".model.blocks.", ".model.layers."): tensor for name, tensor in stored(folder)}
         save_file(tensors, folder / "model.safetensors")
     files = sorted(str(path) for path in folder.glob("*.safetensors"))

@@ -1,4 +1,4 @@
-"""Starting a hand as the brain does. Imports nothing heavy: a test starts a process only to start a hand in it."""
+"""Starts a hand as the brain does. It imports only light modules, because a test runs it to start one hand."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ PYTHON_PATH = Path(__file__).parents[2] / "python"
 
 
 def spawn(descriptors: dict[int, int], rust: bool = False) -> int:
-    """Starts a hand, in Rust or in Python, with descriptors {number in the hand: number here}; gives its process id."""
-    # Out of the way of the numbers they are copied to.
+    """Starts a hand, in Rust or in Python, with descriptors {number in the hand: number here}. Gives its process id."""
+    # Moves descriptors away from the numbers that the hand's descriptors get.
     sources = {to: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for to, fd in descriptors.items()}
     actions = [(os.POSIX_SPAWN_DUP2, source, to) for to, source in sources.items()]
     environment = {**os.environ, "PYTHONPATH": str(PYTHON_PATH)}

@@ -1,4 +1,4 @@
-"""What ranks do in tests; each function is called on all ranks of a group with the same arguments."""
+"""The test cases that ranks run. All ranks of a group call each function with the same arguments."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def meet(connection: Connection, rank: int, world: int, on_gpu: bool) -> Group:
 
 
 class Mutant:
-    """A group in which one thing is wrong."""
+    """A group with one defect."""
 
     def __init__(self, group: Group, **changes: Callable[..., Any]) -> None:
         self._group = group
@@ -53,7 +53,7 @@ class Mutant:
 
 
 def collectives(group: Group) -> dict[str, Any]:
-    """Each collective, once."""
+    """Calls each collective once."""
     rank, world = group.rank, group.world
     x = torch.arange(2.0 * world).view(world * 2, 1) + 100 * rank
     return {
@@ -76,7 +76,7 @@ def serve(
 ) -> dict[str, Any]:
     """Serves requests with a model whose weights are read from files, or are random.
 
-    `adapters`: the manifests of those in places 0, 1, ...
+    `adapters`: the manifests of the adapters in places 0, 1, ...
     """
     config = {**config, "rank": group.rank, "world_size": group.world}
     undo = _mutate(mutant)
@@ -99,10 +99,10 @@ def serve(
 def restore(
     group: Group, config: dict[str, Any], prompt: list[int], count: int, damaged: int = -1, memory: str = ""
 ) -> dict[str, Any]:
-    """Computes a prompt, saves its pages, and goes on from what comes back to other pages, in another life.
+    """Computes a prompt and saves its pages. A second runner restores them to other pages and goes on from there.
 
-    The host's memory of the rank `damaged` is overwritten meanwhile. `memory`: a file for all ranks; "": each has its
-    own.
+    The host memory of the rank `damaged` is overwritten in between. `memory` is a file for all ranks. With "" each rank has
+    its own memory.
     """
     config = {**config, "rank": group.rank, "world_size": group.world}
     host_memory = os.open(memory, os.O_RDWR | os.O_CREAT) if memory else os.memfd_create("host")
@@ -115,7 +115,7 @@ def restore(
         return runner
 
     def copy(runner: ModelRunner, direction: int, hot: list[int]) -> list[int]:
-        """Copies pages of the device and pages 5, 6, ... of the host. Gives the errors."""
+        """Copies between `hot` pages of the device and host pages 5, 6, ... Gives the errors."""
         copies = [(ticket, direction, page, 5 + ticket) for ticket, page in enumerate(hot)]
         ended = dict(runner.step(PlanBuilder(2, copies=copies).build()).copied.tolist())
         while len(ended) < len(hot):
@@ -132,7 +132,7 @@ def restore(
     tokens = first.step(builder.build()).tokens.tolist()
     errors = copy(first, COPY_SAVE, list(range(1, 1 + whole)))
     assert errors == [COPY_OK] * whole
-    # The brain names no copy to the host's page before all have reported the save.
+    # As in the brain, no copy names a host page before all ranks have reported the save.
     group.least(0)
     if damaged == group.rank:
         os.pwrite(host_memory, b"\x5c" * os.fstat(host_memory).st_size, 0)
@@ -156,7 +156,7 @@ def restore(
 
 
 class GroupBrain(MiniBrain):
-    """The brain of one rank of a step group. What the others plan it hears from them, before each step."""
+    """The brain of one rank of a step group. Before each step the ranks exchange their numbers of tokens."""
 
     def __init__(self, runner: ModelRunner, group: Group, seed: int) -> None:
         super().__init__(runner, seed)
@@ -181,7 +181,7 @@ class GroupBrain(MiniBrain):
 def serve_group(
     group: Group, config: dict[str, Any], requests: list[list[dict[str, Any]]], chunk: int = 1000, mutant: str = ""
 ) -> dict[str, Any]:
-    """Serves the requests of this rank, of which each has its own."""
+    """Serves this rank's own requests."""
     config = {**config, "rank": group.rank, "world_size": group.world, "expert_parallel": True, "step_group": True}
     used: Any = group
     if mutant == "no sum":
@@ -196,7 +196,7 @@ def serve_group(
 
 
 def exchange(group: Group, rounds: int) -> int:
-    """Gathers and scatters as many rows as each rank has, in many steps; gives how many rows there were."""
+    """Gathers and scatters a varying number of rows of each rank, in many steps. Gives the total number of rows."""
     random, exchanged, count = np.random.default_rng(4), Exchange(group), 0
     for number in range(rounds):
         tokens = (random.integers(0, 6, group.world) * (random.random(group.world) < 0.7)).tolist()
@@ -218,7 +218,7 @@ def _mutate(mutant: str) -> Callable[[], None]:
     original = Shard.of
 
     def wrong(self: Shard, size: int) -> Part:
-        # All ranks read the intermediate rows of the first.
+        # All ranks read the first rank's slice of the intermediate rows.
         return original(Shard(0, self.world) if size == 96 else self, size)
 
     patched = patch.object(Shard, "of", wrong if mutant == "wrong slice" else original)
@@ -227,7 +227,7 @@ def _mutate(mutant: str) -> Callable[[], None]:
 
 
 def _sample_another(runner: ModelRunner, rank: int) -> None:
-    """Has rank 1 keep another token than the group has sampled, once."""
+    """Makes rank 1 keep another token than the group has sampled, once."""
     ops: Any = runner.decoder.ops
     greedy = ops.greedy
     left = [3]
@@ -252,7 +252,7 @@ def _sampling(values: dict[str, Any]) -> Sampling:
 
 
 def found(request: Request) -> dict[str, Any]:
-    """What came of a request, as JSON has it."""
+    """The results of a request, in values that JSON can hold."""
     return {
         "tokens": request.tokens,
         "logprobs": [[ids.tolist(), values.tolist()] for ids, values in request.logprobs],
@@ -261,7 +261,7 @@ def found(request: Request) -> dict[str, Any]:
 
 
 class _Counted:
-    """Counts the bytes of a weight's numbers as they are read."""
+    """Counts the bytes of a weight that are read."""
 
     def __init__(self, name: str, place: Place, read: dict[str, int]) -> None:
         self._name, self._place, self._read = name, place, read
@@ -277,7 +277,7 @@ class _Counted:
 
 
 def bytes_read(group: Group, config: dict[str, Any]) -> dict[str, int]:
-    """Bytes that a rank reads of each weight of its files, and of each type of block of GGUF files."""
+    """The bytes that a rank reads of each weight of its files, and of each block type of GGUF files."""
     config = {**config, "rank": group.rank, "world_size": group.world}
     read: dict[str, int] = {}
     weights = Manifest.weights
@@ -298,14 +298,14 @@ def bytes_read(group: Group, config: dict[str, Any]) -> dict[str, int]:
 
 
 def facts(group: Group, config: dict[str, Any], available: list[int]) -> dict[str, Any]:
-    """A rank's report to the brain about a model that is not loaded, with this many bytes free."""
+    """A rank's report to the brain about a model that is not loaded, with this much memory free."""
     config = {**config, "rank": group.rank, "world_size": group.world}
     with patch.object(cpu, "host_available", lambda: available[group.rank]):
         return ModelRunner(RunnerConfig.from_dict(config), meet=lambda device: group).facts()
 
 
 def refusal(group: Group, config: dict[str, Any]) -> str:
-    """Why a model can't be loaded by this group."""
+    """Why this group cannot load a model."""
     config = {**config, "rank": group.rank, "world_size": group.world}
     try:
         runner = ModelRunner(RunnerConfig.from_dict(config), meet=lambda device: group)
@@ -319,7 +319,7 @@ VOCABULARIES = (7, 23, 131, 1000)
 
 
 class _Rig:
-    """Tables, and a sampler of all tokens beside one of those of a rank."""
+    """Tables and a sampler: over all tokens, or over the shard of one rank."""
 
     def __init__(self, config: RunnerConfig, vocabulary: int, group: Group | None) -> None:
         self.device = open_device("cpu", 1)
@@ -353,7 +353,7 @@ class _Rig:
 
 
 def sample(group: Group, config: dict[str, Any], rounds: int, ties: bool) -> list[Any]:
-    """Rows that want all kinds of things: what the sampler over shards gives, and that of all logits."""
+    """Samples rows with random parameters, with the sampler over shards and with the sampler over all logits."""
     shape, random = RunnerConfig.from_dict(config), np.random.default_rng(3)
     pairs = []
     for number in range(rounds):

@@ -1,7 +1,7 @@
-"""Processes of ranks for tests: `python -m tests.hand.rank_process JSON`, one for several groups.
+"""Processes of ranks for tests. One `python -m tests.hand.rank_process JSON` starts several groups.
 
-It imports what a rank needs once, and forks the ranks before PyTorch has made a thread. A rank meets its group at the
-stand-in of the brain, and then runs cases of `tests.hand.rank_cases` as it is told, a line of JSON each.
+It imports the modules that ranks need once, and forks the ranks before PyTorch has made a thread. Each rank joins its
+group through the stand-in of the brain. Then it runs cases of `tests.hand.rank_cases`, one for each line of JSON.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ TIMEOUT_S = 300.0
 
 
 class RankGroups:
-    """Groups of rank processes, by how many ranks they have."""
+    """Groups of rank processes, by their number of ranks."""
 
     def __init__(self, worlds: Sequence[int], gpus: Sequence[int] = ()) -> None:
-        """`gpus`: one for each rank; none: they compute on processors."""
+        """`gpus`: one for each rank. Without them ranks compute on CPUs."""
         self._files: dict[int, list[Any]] = {}
         self._sockets: dict[int, list[socket.socket]] = {}
         self.meetings: dict[int, Meeting] = {}
@@ -59,7 +59,7 @@ class RankGroups:
             end.close()
 
     def run(self, world: int, case: str, **arguments: Any) -> list[Any]:
-        """What a case gives on each rank of a group."""
+        """Runs a case, and gives the result of each rank of the group."""
         files = self._files[world]
         for file in files:
             file.write(json.dumps({"case": case, **arguments}) + "\n")
@@ -72,7 +72,7 @@ class RankGroups:
             for rank in map(sockets.__getitem__, readable):
                 answer = json.loads(files[rank].readline() or '{"error": "a rank has gone"}')
                 if "error" in answer:
-                    # The others may wait for it in a collective.
+                    # The other ranks may wait for this one in a collective.
                     os.killpg(self._process.pid, signal.SIGKILL)
                     raise AssertionError(answer["error"])
                 found[rank] = answer["value"]
@@ -88,7 +88,7 @@ class RankGroups:
 
 def main(members: list[dict[str, int]]) -> None:
     """Forks the ranks, and waits for them."""
-    # Here, so that it is done once.
+    # The import comes before the forks, so that it runs once.
     from tests.hand import rank_cases
 
     children = []
@@ -115,9 +115,9 @@ def main(members: list[dict[str, int]]) -> None:
 
 
 def serve(member: dict[str, int], cases: Any) -> None:
-    """Runs cases until nobody asks for more."""
+    """Runs cases until the control socket is closed."""
     if member["gpu"] >= 0:
-        # As the brain does it: a rank sees its own GPU only. CUDA looks when it is first used.
+        # As the brain does: each rank sees its own GPU only. CUDA reads this when it is first used.
         os.environ["CUDA_VISIBLE_DEVICES"] = str(member["gpu"])
     connection = Connection(socket.socket(fileno=member["brain"]))
     group = cases.meet(connection, member["rank"], member["world"], on_gpu=member["gpu"] >= 0)

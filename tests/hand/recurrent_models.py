@@ -81,7 +81,7 @@ MAMBA: dict[str, Any] = {
     "mamba_n_groups": 2,
     "shared_intermediate_size": 40,
 }
-"""Layers with states around one that attends. Two key heads are shared by six value heads, all of odd lengths."""
+"""Recurrent layers around one with attention. Six value heads share two key heads, and all sizes are odd."""
 SINGLE: dict[str, Any] = {
     **{key: value for key, value in SIZES.items() if key not in ("num_hidden_layers", "rms_norm_eps")},
     "head_dim": 24,
@@ -90,10 +90,10 @@ SINGLE: dict[str, Any] = {
     "mamba_head_dim": 20,
     "ssm_state_size": 24,
     "n_groups": 2,
-    # Only prompts have this bound in transformers, and no other engine has it.
+    # transformers applies this bound to prompts only, and no other engine has it.
     "time_step_min": 1e-30,
 }
-"""Layers of one part."""
+"""Each layer is one part: a recurrence, attention or a feed-forward part."""
 PARALLEL: dict[str, Any] = {
     **SIZES,
     "num_hidden_layers": 3,
@@ -112,7 +112,7 @@ PARALLEL: dict[str, Any] = {
     "ssm_multipliers": [0.9, 1.4, 0.8, 1.1, 0.7],
     "mlp_multipliers": [0.75, 1.25],
 }
-"""Attention beside a state in each layer."""
+"""Each layer has attention and a recurrent state in parallel."""
 CHANNELS: dict[str, Any] = {
     **SIZES,
     "num_hidden_layers": 5,
@@ -127,7 +127,7 @@ CHANNELS: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "layer_types": [LINEAR, LINEAR, FULL, LINEAR, FULL],
 }
-"""Decays of channels, and latent attention."""
+"""Decays by channel, and latent attention."""
 
 MODELS: dict[str, tuple[type[Any], PreTrainedConfig]] = {
     "qwen3-next": (Qwen3NextForCausalLM, Qwen3NextConfig(**DELTA, **EXPERTS)),
@@ -252,7 +252,7 @@ COMPILED = list(MODELS)
 
 @cache
 def model_of(name: str) -> Any:
-    """The model, with noise on everything that its code initialises with zeros and ones."""
+    """The model, with noise on all weights that its code initialises with zeros or ones."""
     return noisy(*MODELS[name])
 
 
@@ -301,7 +301,7 @@ GGUF = {
 
 
 def write_gguf(path: Path, name: str, kind: gguf.GGMLQuantizationType = F32) -> Path:
-    """The file of a model, as llama.cpp's `convert_hf_to_gguf.py` writes it: matrices that fit are of this kind."""
+    """Writes a model's file as llama.cpp's `convert_hf_to_gguf.py` does. Matrices that fit have this type."""
     model = model_of(name)
     arch, config = GGUF[name], model.config
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
@@ -329,7 +329,7 @@ def write_gguf(path: Path, name: str, kind: gguf.GGMLQuantizationType = F32) -> 
     for at, tensor in tensors:
         found = at if at.startswith("blk.") else names.get_name(at, try_suffixes=(".weight", ".bias"))
         assert found is not None, at
-        # Some tools keep the few rows of decays and strengths as they are.
+        # Some tools do not quantise the few rows of decays and strengths.
         plain = any(part in found for part in ("norm", "ssm_alpha", "ssm_beta"))
         _add(writer, found, tensor, F32 if plain else kind)
     writer.write_header_to_file()
@@ -340,7 +340,7 @@ def write_gguf(path: Path, name: str, kind: gguf.GGMLQuantizationType = F32) -> 
 
 
 def _of_qwen(writer: gguf.GGUFWriter, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Files of Qwen3.5 have the value heads in another order: the first of each key head, then the second of each."""
+    """Reorders value heads as in files of Qwen3.5: the first of each key head come first, then the second of each."""
     config, tiled = model.config, "qwen3_5" in model.config.model_type
     keys, heads = config.linear_num_key_heads, config.linear_num_value_heads
     dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
@@ -363,7 +363,7 @@ def _of_qwen(writer: gguf.GGUFWriter, model: Any) -> Iterator[tuple[str, torch.T
         writer.add_feed_forward_length(config.intermediate_size)
 
     def ordered(values: torch.Tensor, size: int) -> torch.Tensor:
-        """Rows of value heads of this size."""
+        """Reorders the rows of value heads of this size."""
         if not tiled:
             return values
         return values.unflatten(0, (keys, heads // keys, size)).transpose(0, 1).flatten(0, 2)
@@ -476,7 +476,7 @@ def _of_granite(writer: gguf.GGUFWriter, model: Any) -> Iterator[tuple[str, torc
 
 
 def _of_nemotron(writer: gguf.GGUFWriter, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each layer has a length of its feed-forward part, 0 where it has none."""
+    """The feed-forward length is written for each layer, and is 0 where a layer has no such part."""
     config = model.config
     sparse = "moe" in config.layer_types
     inner = config.moe_intermediate_size if sparse else config.intermediate_size
@@ -517,7 +517,7 @@ def _mamba(writer: gguf.GGUFWriter, taps: int, state: int, groups: int, heads: i
 
 
 def _of_mamba(at: str, tensor: torch.Tensor, layer: str, groups: int) -> tuple[str, torch.Tensor]:
-    """A tensor of Mamba 2, or another one as it is."""
+    """A tensor of Mamba 2 in the form of a file. Other tensors are unchanged."""
     if at.endswith("conv1d.weight"):
         return at, tensor.squeeze(1)
     if at.endswith("A_log"):
@@ -532,7 +532,7 @@ def _of_mamba(at: str, tensor: torch.Tensor, layer: str, groups: int) -> tuple[s
 
 
 def _of_falcon(writer: gguf.GGUFWriter, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights have the factors of the config."""
+    """Multiplies the factors of the config into the weights."""
     config = model.config
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
@@ -565,7 +565,7 @@ def _of_falcon(writer: gguf.GGUFWriter, model: Any) -> Iterator[tuple[str, torch
 
 
 def save(folder: Path, name: str) -> dict[str, Any]:
-    """Saves the model. Gives it as a hand gets it."""
+    """Saves the model, and gives its description for a hand."""
     model = model_of(name)
     model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
